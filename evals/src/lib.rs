@@ -1,0 +1,1 @@
+//! nq: perplexity, KL divergence, speed, and their reports

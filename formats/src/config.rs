@@ -1,0 +1,399 @@
+//! `config.json` and `generation_config.json` as nq needs them.
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// The shape of a Qwen3 dense model. Dimensions in elements.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Transformer layers.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key/value heads; divides `num_attention_heads`.
+    pub num_key_value_heads: usize,
+    /// Width of one head. A key of its own: not `hidden_size / heads` on several sizes.
+    pub head_dim: usize,
+    /// Rows of the embedding (the tokenizer may know fewer tokens).
+    pub vocab_size: usize,
+    /// Positions the model was trained for.
+    pub max_position_embeddings: usize,
+    /// Epsilon of every RMSNorm.
+    pub rms_norm_eps: f32,
+    /// Rotary embedding.
+    pub rope: Rope,
+    /// The head is the embedding matrix.
+    pub tie_word_embeddings: bool,
+    /// Tokens that end a text; `generation_config.json` may add to them.
+    pub eos_token_ids: Vec<u32>,
+    /// The type the config says the weights have.
+    pub dtype: Option<DType>,
+}
+
+/// Rotary position embedding.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Extension beyond the trained length.
+    pub scaling: RopeScaling,
+}
+
+/// How rotary frequencies are stretched for longer contexts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// As trained.
+    None,
+    /// YaRN (arXiv 2309.00071), as Qwen3 documents it.
+    Yarn {
+        /// Stretch of the context.
+        factor: f64,
+        /// Length before stretching.
+        original_max_position_embeddings: usize,
+        /// Rotations above which a dimension is left alone.
+        beta_fast: f64,
+        /// Rotations below which a dimension is fully interpolated.
+        beta_slow: f64,
+        /// Scale of queries and keys; `0.1 ln(factor) + 1` where the config has none.
+        attention_factor: f64,
+    },
+}
+
+/// Sampling defaults from `generation_config.json`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationDefaults {
+    /// False means greedy.
+    pub do_sample: Option<bool>,
+    /// Softmax temperature.
+    pub temperature: Option<f32>,
+    /// Keep this many best tokens.
+    pub top_k: Option<usize>,
+    /// Keep the smallest set of this probability.
+    pub top_p: Option<f32>,
+    /// Drop tokens below this share of the best one's probability.
+    pub min_p: Option<f32>,
+    /// Multiplicative repetition penalty.
+    pub repetition_penalty: Option<f32>,
+    /// Tokens that end a text.
+    pub eos_token_ids: Vec<u32>,
+}
+
+impl ModelConfig {
+    /// Width of all query heads together.
+    pub fn q_dim(&self) -> usize {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Width of all key (or value) heads together.
+    pub fn kv_dim(&self) -> usize {
+        self.num_key_value_heads * self.head_dim
+    }
+
+    /// Parameters of the model; a tied head counts once.
+    pub fn parameters(&self) -> usize {
+        let h = self.hidden_size;
+        let attn = h * (self.q_dim() + 2 * self.kv_dim()) + self.q_dim() * h + 2 * self.head_dim;
+        let mlp = 3 * h * self.intermediate_size;
+        let heads = if self.tie_word_embeddings { 1 } else { 2 };
+        self.num_hidden_layers * (attn + mlp + 2 * h) + h + heads * self.vocab_size * h
+    }
+
+    /// Reads a `config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for another architecture, biases, sliding windows or a
+    /// rope scaling other than YaRN, by name; [`Error::Malformed`] for missing,
+    /// mistyped or inconsistent keys.
+    pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
+        let obj = Object::parse(path, json)?;
+        obj.require_qwen3()?;
+        let heads = obj.dim("num_attention_heads")?;
+        let kv_heads = obj.dim("num_key_value_heads")?;
+        let cfg = ModelConfig {
+            hidden_size: obj.dim("hidden_size")?,
+            intermediate_size: obj.dim("intermediate_size")?,
+            num_hidden_layers: obj.dim("num_hidden_layers")?,
+            num_attention_heads: heads,
+            num_key_value_heads: kv_heads,
+            head_dim: obj.dim("head_dim")?,
+            vocab_size: obj.dim("vocab_size")?,
+            max_position_embeddings: obj.dim("max_position_embeddings")?,
+            rms_norm_eps: obj.f64("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            rope: obj.rope()?,
+            tie_word_embeddings: obj.bool("tie_word_embeddings")?.unwrap_or(false),
+            eos_token_ids: obj.ids("eos_token_id")?,
+            dtype: obj.float_type()?,
+        };
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(obj.bad(
+                "num_attention_heads",
+                format!("a multiple of num_key_value_heads ({kv_heads})"),
+                heads.to_string(),
+            ));
+        }
+        if !cfg.head_dim.is_multiple_of(2) {
+            return Err(obj.bad(
+                "head_dim",
+                "an even number".into(),
+                cfg.head_dim.to_string(),
+            ));
+        }
+        Ok(cfg)
+    }
+}
+
+impl GenerationDefaults {
+    /// Reads a `generation_config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] for mistyped keys.
+    pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
+        let obj = Object::parse(path, json)?;
+        Ok(GenerationDefaults {
+            do_sample: obj.bool("do_sample")?,
+            temperature: obj.f64("temperature")?.map(|v| v as f32),
+            top_k: obj.u64("top_k")?.map(|v| v as usize),
+            top_p: obj.f64("top_p")?.map(|v| v as f32),
+            min_p: obj.f64("min_p")?.map(|v| v as f32),
+            repetition_penalty: obj.f64("repetition_penalty")?.map(|v| v as f32),
+            eos_token_ids: obj.ids("eos_token_id")?,
+        })
+    }
+}
+
+/// Dimensions above this are absurd: they would overflow products elsewhere.
+const MAX_DIM: u64 = 1 << 28;
+
+/// A JSON object whose accessors fail with the file's and the key's name.
+struct Object<'a> {
+    path: &'a Path,
+    map: Map<String, Value>,
+}
+
+impl<'a> Object<'a> {
+    fn parse(path: &'a Path, json: &[u8]) -> Result<Self> {
+        let malformed = |found: String| Error::Malformed {
+            path: path.into(),
+            what: "contents".into(),
+            expected: "a JSON object".into(),
+            found,
+        };
+        match serde_json::from_slice(json) {
+            Ok(Value::Object(map)) => Ok(Object { path, map }),
+            Ok(other) => Err(malformed(kind(&other).into())),
+            Err(e) => Err(malformed(e.to_string())),
+        }
+    }
+
+    fn bad(&self, key: &str, expected: String, found: String) -> Error {
+        Error::Malformed {
+            path: self.path.into(),
+            what: key.into(),
+            expected,
+            found,
+        }
+    }
+
+    fn unsupported(&self, what: String, why: &str) -> Error {
+        Error::Unsupported {
+            path: self.path.into(),
+            what,
+            why: why.into(),
+        }
+    }
+
+    /// The key's value; JSON null counts as absent.
+    fn get(&self, key: &str) -> Option<&Value> {
+        self.map.get(key).filter(|v| !v.is_null())
+    }
+
+    fn typed<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        read: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(v) => match read(v) {
+                Some(t) => Ok(Some(t)),
+                None => Err(self.bad(key, expected.into(), v.to_string())),
+            },
+        }
+    }
+
+    fn u64(&self, key: &str) -> Result<Option<u64>> {
+        self.typed(key, "a non-negative integer", Value::as_u64)
+    }
+
+    fn f64(&self, key: &str) -> Result<Option<f64>> {
+        self.typed(key, "a number", Value::as_f64)
+    }
+
+    fn bool(&self, key: &str) -> Result<Option<bool>> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    fn str(&self, key: &str) -> Result<Option<String>> {
+        self.typed(key, "a string", |v| v.as_str().map(String::from))
+    }
+
+    fn dim(&self, key: &str) -> Result<usize> {
+        match self.u64(key)? {
+            Some(n) if (1..=MAX_DIM).contains(&n) => Ok(n as usize),
+            Some(n) => Err(self.bad(key, format!("1 to {MAX_DIM}"), n.to_string())),
+            None => Err(self.bad(key, "an integer".into(), "no such key".into())),
+        }
+    }
+
+    /// Token ids given as a number or a list of numbers.
+    fn ids(&self, key: &str) -> Result<Vec<u32>> {
+        let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
+        let read = |v: &Value| match v {
+            Value::Array(a) => a.iter().map(id).collect(),
+            v => id(v).map(|n| vec![n]),
+        };
+        Ok(self
+            .typed(key, "a token id or a list of them", read)?
+            .unwrap_or_default())
+    }
+
+    fn float_type(&self) -> Result<Option<DType>> {
+        let key = if self.get("dtype").is_some() {
+            "dtype"
+        } else {
+            "torch_dtype"
+        };
+        self.typed(
+            key,
+            "\"bfloat16\", \"float16\" or \"float32\"",
+            |v| match v.as_str()? {
+                "bfloat16" => Some(DType::BF16),
+                "float16" => Some(DType::F16),
+                "float32" => Some(DType::F32),
+                _ => None,
+            },
+        )
+    }
+
+    fn require_qwen3(&self) -> Result<()> {
+        const SUPPORTED: &str = "nq runs Qwen3 dense models (Qwen3ForCausalLM)";
+        let model_type = self.str("model_type")?;
+        let archs: Vec<String> = self
+            .typed("architectures", "a list of strings", |v| {
+                v.as_array()?
+                    .iter()
+                    .map(|a| a.as_str().map(String::from))
+                    .collect()
+            })?
+            .unwrap_or_default();
+        if let Some(a) = archs.iter().find(|a| *a != "Qwen3ForCausalLM") {
+            return Err(self.unsupported(format!("architecture {a}"), SUPPORTED));
+        }
+        if let Some(t) = model_type.as_ref().filter(|t| *t != "qwen3") {
+            return Err(self.unsupported(format!("model_type {t}"), SUPPORTED));
+        }
+        if model_type.is_none() && archs.is_empty() {
+            return Err(self.bad("model_type", "\"qwen3\"".into(), "no such key".into()));
+        }
+        if self.bool("attention_bias")?.unwrap_or(false) {
+            return Err(self.unsupported("attention_bias true".into(), "Qwen3 has none"));
+        }
+        if self.bool("use_sliding_window")?.unwrap_or(false) {
+            return Err(self.unsupported("use_sliding_window true".into(), "nq attends fully"));
+        }
+        if let Some(act) = self.str("hidden_act")?.filter(|a| a != "silu") {
+            return Err(self.unsupported(format!("hidden_act {act}"), "Qwen3 uses silu"));
+        }
+        Ok(())
+    }
+
+    /// `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
+    fn rope(&self) -> Result<Rope> {
+        let nested = |key: &str| -> Result<Option<Object<'a>>> {
+            let map = self.typed(key, "an object", |v| v.as_object().cloned())?;
+            Ok(map.map(|map| Object {
+                path: self.path,
+                map,
+            }))
+        };
+        let params = nested("rope_parameters")?;
+        let scaling = match &params {
+            Some(_) => None,
+            None => nested("rope_scaling")?,
+        };
+        let theta = match &params {
+            Some(p) => p.f64("rope_theta")?,
+            None => None,
+        };
+        let theta = match theta {
+            Some(t) => t,
+            None => self
+                .f64("rope_theta")?
+                .ok_or_else(|| self.bad("rope_theta", "a number".into(), "no such key".into()))?,
+        };
+        if !(theta.is_finite() && theta > 0.0) {
+            return Err(self.bad("rope_theta", "a positive number".into(), theta.to_string()));
+        }
+        let scaling = match params.as_ref().or(scaling.as_ref()) {
+            None => RopeScaling::None,
+            Some(s) => s.rope_scaling(self)?,
+        };
+        Ok(Rope { theta, scaling })
+    }
+
+    fn rope_scaling(&self, config: &Object<'_>) -> Result<RopeScaling> {
+        let kind = match self.str("rope_type")? {
+            Some(t) => Some(t),
+            None => self.str("type")?,
+        };
+        match kind.as_deref() {
+            None | Some("default") => Ok(RopeScaling::None),
+            Some("yarn") => {
+                let factor = self.f64("factor")?.unwrap_or(0.0);
+                if !(factor.is_finite() && factor >= 1.0) {
+                    let found = factor.to_string();
+                    return Err(self.bad("rope_scaling.factor", "at least 1".into(), found));
+                }
+                let original = match self.u64("original_max_position_embeddings")? {
+                    Some(n) if (1..=MAX_DIM).contains(&n) => n as usize,
+                    Some(n) => {
+                        let key = "rope_scaling.original_max_position_embeddings";
+                        return Err(self.bad(key, format!("1 to {MAX_DIM}"), n.to_string()));
+                    }
+                    None => config.dim("max_position_embeddings")?,
+                };
+                Ok(RopeScaling::Yarn {
+                    factor,
+                    original_max_position_embeddings: original,
+                    beta_fast: self.f64("beta_fast")?.unwrap_or(32.0),
+                    beta_slow: self.f64("beta_slow")?.unwrap_or(1.0),
+                    attention_factor: self
+                        .f64("attention_factor")?
+                        .unwrap_or_else(|| 0.1 * factor.ln() + 1.0),
+                })
+            }
+            Some(other) => Err(self.unsupported(
+                format!("rope_scaling of type {other}"),
+                "nq implements none and yarn",
+            )),
+        }
+    }
+}
+
+fn kind(v: &Value) -> &'static str {
+    match v {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}

@@ -1,0 +1,24 @@
+//! Weights and checkpoints as files: numeric schemes, canonical weights, packing,
+//! and the readers and writers of checkpoint formats.
+//!
+//! This crate knows no device and no model graph. A weight leaves it in canonical
+//! form ([`Weight`]): row-major `[out, in]`, the same whatever file it came from.
+
+#![forbid(unsafe_op_in_unsafe_fn)]
+
+pub mod checkpoint;
+pub mod config;
+pub mod dtype;
+pub mod error;
+pub mod pack;
+pub mod scheme;
+pub mod tensor;
+pub mod weight;
+
+pub use checkpoint::{Checkpoint, Files, TensorEntry, WeightStore};
+pub use config::{GenerationDefaults, ModelConfig, Rope, RopeScaling};
+pub use dtype::DType;
+pub use error::{Error, Result};
+pub use scheme::{AffineScheme, Bits, Group, Zeros};
+pub use tensor::Tensor;
+pub use weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};

@@ -1,0 +1,95 @@
+//! Instruction sets, detected once at run time.
+
+use crate::error::{Error, Result};
+use std::fmt;
+
+/// An instruction set that kernels are written for, weakest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Isa {
+    /// Plain Rust: always present.
+    Scalar,
+    /// Arm NEON with dot product.
+    Neon,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, VL, DQ and VNNI.
+    Avx512,
+}
+
+/// What `--isa` asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IsaChoice {
+    /// The strongest present.
+    #[default]
+    Auto,
+    /// This one or an error.
+    Force(Isa),
+}
+
+impl Isa {
+    /// Every instruction set that kernels exist for.
+    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Neon, Isa::Avx2, Isa::Avx512];
+
+    /// The name `--isa` takes.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Scalar => "scalar",
+            Isa::Neon => "neon",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        }
+    }
+
+    /// True if this machine can run it.
+    pub fn available(self) -> bool {
+        match self {
+            Isa::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                Isa::Avx2.available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vnni")
+            }
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => {
+                std::arch::is_aarch64_feature_detected!("neon")
+                    && std::arch::is_aarch64_feature_detected!("dotprod")
+            }
+            #[allow(unreachable_patterns, reason = "depends on the target")]
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl IsaChoice {
+    /// The instruction set to use here.
+    ///
+    /// # Errors
+    /// [`Error::Isa`] if a forced one is absent.
+    pub fn resolve(self) -> Result<Isa> {
+        let present = || Isa::ALL.into_iter().filter(|i| i.available());
+        match self {
+            IsaChoice::Auto => Ok(present().last().unwrap_or(Isa::Scalar)),
+            IsaChoice::Force(isa) if isa.available() => Ok(isa),
+            IsaChoice::Force(isa) => Err(Error::Isa {
+                requested: isa.name(),
+                available: present().map(Isa::name).collect::<Vec<_>>().join(", "),
+            }),
+        }
+    }
+}

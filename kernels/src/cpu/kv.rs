@@ -1,0 +1,131 @@
+//! Keys and values of one layer and one sequence, as attention reads them.
+
+use half::f16;
+use std::fmt;
+
+/// What keys and values are rounded to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum KvType {
+    /// Not rounded: for comparison with f32 references.
+    F32,
+    /// IEEE binary16.
+    #[default]
+    F16,
+    /// Signed 8-bit codes, one f16 scale (absmax / 127) per head and position.
+    Int8,
+}
+
+impl KvType {
+    /// Bytes of one head's key (or value) at one position.
+    pub const fn bytes(self, head_dim: usize) -> usize {
+        match self {
+            KvType::F32 => 4 * head_dim,
+            KvType::F16 => 2 * head_dim,
+            KvType::Int8 => head_dim + 2,
+        }
+    }
+}
+
+impl fmt::Display for KvType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            KvType::F32 => "f32",
+            KvType::F16 => "f16",
+            KvType::Int8 => "int8",
+        })
+    }
+}
+
+/// Keys or values of one layer of one sequence: `[kv_heads, capacity, head_dim]`.
+#[derive(Clone, Debug)]
+pub struct KvBlock {
+    kv_heads: usize,
+    capacity: usize,
+    head_dim: usize,
+    data: KvData,
+}
+
+#[derive(Clone, Debug)]
+enum KvData {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Int8 { codes: Vec<i8>, scales: Vec<f16> },
+}
+
+impl KvBlock {
+    /// Room for `capacity` positions, zeroed.
+    pub fn new(kind: KvType, kv_heads: usize, capacity: usize, head_dim: usize) -> Self {
+        let n = kv_heads * capacity * head_dim;
+        let data = match kind {
+            KvType::F32 => KvData::F32(vec![0.0; n]),
+            KvType::F16 => KvData::F16(vec![f16::ZERO; n]),
+            KvType::Int8 => KvData::Int8 {
+                codes: vec![0; n],
+                scales: vec![f16::ZERO; kv_heads * capacity],
+            },
+        };
+        KvBlock {
+            kv_heads,
+            capacity,
+            head_dim,
+            data,
+        }
+    }
+
+    /// Positions there is room for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// Rounds and stores one head's vector (`head_dim` long) at `position`.
+    pub fn store(&mut self, head: usize, position: usize, x: &[f32]) {
+        let row = head * self.capacity + position;
+        let span = row * self.head_dim..(row + 1) * self.head_dim;
+        match &mut self.data {
+            KvData::F32(d) => d[span].copy_from_slice(x),
+            KvData::F16(d) => {
+                for (d, &x) in d[span].iter_mut().zip(x) {
+                    *d = f16::from_f32(x);
+                }
+            }
+            KvData::Int8 { codes, scales } => {
+                let absmax = x.iter().fold(0f32, |m, v| m.max(v.abs()));
+                let scale = f16::from_f32(absmax / 127.0);
+                scales[row] = scale;
+                let inv = if scale.to_f32() > 0.0 {
+                    1.0 / scale.to_f32()
+                } else {
+                    0.0
+                };
+                for (c, &x) in codes[span].iter_mut().zip(x) {
+                    *c = (x * inv).round().clamp(-127.0, 127.0) as i8;
+                }
+            }
+        }
+    }
+
+    /// Reads one head's vector at `position` back as f32.
+    pub fn load(&self, head: usize, position: usize, out: &mut [f32]) {
+        let row = head * self.capacity + position;
+        let span = row * self.head_dim..(row + 1) * self.head_dim;
+        match &self.data {
+            KvData::F32(d) => out.copy_from_slice(&d[span]),
+            KvData::F16(d) => {
+                for (o, d) in out.iter_mut().zip(&d[span]) {
+                    *o = d.to_f32();
+                }
+            }
+            KvData::Int8 { codes, scales } => {
+                let s = scales[row].to_f32();
+                for (o, &c) in out.iter_mut().zip(&codes[span]) {
+                    *o = s * f32::from(c);
+                }
+            }
+        }
+    }
+}

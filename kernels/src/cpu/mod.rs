@@ -1,0 +1,53 @@
+//! The CPU: instruction sets, a team of threads, and the operations of a forward pass.
+//!
+//! [`Cpu`] is the device: every operation is a method of it, takes plain slices and
+//! spreads itself over the team. An output element is always computed by one thread in
+//! one order, so results do not depend on the number of threads.
+
+pub mod isa;
+pub mod kv;
+pub mod linear;
+pub mod ops;
+pub mod team;
+
+pub use isa::{Isa, IsaChoice};
+pub use kv::{KvBlock, KvType};
+pub use linear::{Epilogue, Linear};
+pub use team::Team;
+
+use crate::error::Result;
+
+/// A CPU as a compute device.
+pub struct Cpu {
+    isa: Isa,
+    team: Team,
+}
+
+impl Cpu {
+    /// The CPU with `threads` threads (`None`: one per physical core) and the chosen
+    /// instruction set.
+    ///
+    /// # Errors
+    /// [`crate::Error::Isa`] if the instruction set is forced and absent.
+    pub fn new(threads: Option<usize>, isa: IsaChoice) -> Result<Self> {
+        Ok(Cpu {
+            isa: isa.resolve()?,
+            team: Team::new(threads),
+        })
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Threads in use.
+    pub fn threads(&self) -> usize {
+        self.team.threads()
+    }
+
+    /// The team, for callers with work of their own to spread.
+    pub fn team(&self) -> &Team {
+        &self.team
+    }
+}

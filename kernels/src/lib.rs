@@ -1,0 +1,15 @@
+//! Compute kernels over quantized and dense weights, one room per device, and the
+//! scalar reference that every one of them is tested against.
+//!
+//! This crate knows no file and no model: it multiplies, normalizes and attends.
+//! [`registry`] says which kernel serves which operation, scheme, activation type,
+//! row count and instruction set; nothing outside it decides.
+
+pub mod cpu;
+pub mod error;
+pub mod reference;
+pub mod registry;
+pub mod rng;
+
+pub use error::{Error, Result};
+pub use registry::{Activations, KernelSet};

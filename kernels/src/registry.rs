@@ -1,0 +1,103 @@
+//! Which kernel serves which request. The key is (operation, weight scheme, activation
+//! type, rows `m`, device capabilities); each device room contributes its rows, and
+//! tests, benches and `--breakdown` iterate them.
+
+use nq_formats::{AffineScheme, DType, QuantizedWeight, Weight};
+use std::fmt;
+use std::ops::RangeInclusive;
+
+/// What a Linear's input is rounded to before the product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Activations {
+    /// Not at all: f32 values, f32 products and sums.
+    F32,
+    /// Signed 8-bit codes with one f32 scale per `group` inputs (absmax / 127).
+    Int8 {
+        /// Inputs that share a scale.
+        group: usize,
+    },
+}
+
+impl fmt::Display for Activations {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Activations::F32 => f.write_str("f32"),
+            Activations::Int8 { group } => write!(f, "int8 g{group}"),
+        }
+    }
+}
+
+/// Which family of kernels to use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum KernelSet {
+    /// The fastest for the device.
+    #[default]
+    Fused,
+    /// Plain, unfused kernels: the baseline and the oracle.
+    Reference,
+}
+
+impl fmt::Display for KernelSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            KernelSet::Fused => "fused",
+            KernelSet::Reference => "reference",
+        })
+    }
+}
+
+/// The part of a weight's scheme that selects a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WeightKind {
+    /// Unquantized.
+    Dense(DType),
+    /// Affine; `act_order` weights carry a `g_idx`.
+    Affine {
+        /// Bits, group, zero-points.
+        scheme: AffineScheme,
+        /// Inputs are assigned to groups by a `g_idx`.
+        act_order: bool,
+    },
+}
+
+impl WeightKind {
+    /// The kind of `weight`.
+    pub fn of(weight: &Weight) -> Self {
+        match weight {
+            Weight::Dense(t) => WeightKind::Dense(t.dtype()),
+            Weight::Quantized(QuantizedWeight::Affine(a)) => WeightKind::Affine {
+                scheme: a.scheme(),
+                act_order: a.g_idx().is_some(),
+            },
+            // `QuantizedWeight` is non-exhaustive only towards users of the crates.
+            Weight::Quantized(_) => unreachable!("a scheme without a WeightKind"),
+        }
+    }
+}
+
+impl fmt::Display for WeightKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WeightKind::Dense(d) => d.fmt(f),
+            WeightKind::Affine { scheme, act_order } => {
+                scheme.fmt(f)?;
+                f.write_str(if *act_order { " act-order" } else { "" })
+            }
+        }
+    }
+}
+
+/// What every kernel declares of itself, whatever its device.
+#[derive(Clone, Debug)]
+pub struct KernelInfo {
+    /// File name = registry name = test name = bench name.
+    pub name: &'static str,
+    /// The instruction set or compute capability it needs, as printed.
+    pub requires: &'static str,
+    /// True for the weights it serves.
+    pub weights: fn(WeightKind) -> bool,
+    /// True for the activation types it serves.
+    pub activations: fn(Activations) -> bool,
+    /// Row counts it serves.
+    pub rows: RangeInclusive<usize>,
+}

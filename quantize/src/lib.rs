@@ -1,0 +1,1 @@
+//! nq: quantization methods, calibration, the layer-streamed pipeline and the guard
