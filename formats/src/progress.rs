@@ -1,0 +1,35 @@
+//! How long work reports itself: libraries print nothing, the caller draws.
+
+/// What a stage counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Bytes read, written or transferred.
+    Bytes,
+    /// Tokens processed.
+    Tokens,
+    /// Layers, tensors, windows, steps.
+    Items,
+}
+
+/// Receives the progress of long work. Stages do not overlap; `()` ignores everything.
+pub trait Progress: Send + Sync {
+    /// A stage begins that will count to `total`.
+    fn begin(&self, stage: &str, total: u64, unit: Unit) {
+        let _ = (stage, total, unit);
+    }
+
+    /// `n` more units are done.
+    fn advance(&self, n: u64) {
+        let _ = n;
+    }
+
+    /// The stage is over.
+    fn end(&self) {}
+
+    /// Something that the user must be told once: a fallback, a choice, a warning.
+    fn note(&self, message: &str) {
+        let _ = message;
+    }
+}
+
+impl Progress for () {}

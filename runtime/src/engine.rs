@@ -1,0 +1,303 @@
+//! The interfaces of the runtime: what a device offers, whatever it is.
+//!
+//! One forward serves chat, evaluation, calibration and sensitivity: [`Session::forward`]
+//! takes a batch of token chunks, a KV cache that the session owns, the logits wanted and an
+//! observer. [`LayerStepper`] is the same forward one layer at a time, for quantizing models
+//! larger than memory.
+
+use crate::error::Result;
+use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_kernels::cpu::KvType;
+use std::fmt;
+use std::ops::Range;
+
+/// A model on a device, ready to run. Weights are shared by all its sessions.
+pub trait Engine: Send + Sync {
+    /// Shape of the model.
+    fn config(&self) -> &ModelConfig;
+
+    /// What runs it: device, engine, kernels and activations.
+    fn description(&self) -> &EngineDescription;
+
+    /// Bytes of weights that decoding one token reads: all layers and the head, not the
+    /// embedding rows that are not looked up.
+    fn bytes_per_token(&self) -> usize;
+
+    /// Allocates a KV cache and scratch.
+    ///
+    /// # Errors
+    /// If the device has not enough memory; the error says what did not fit.
+    fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>>;
+}
+
+/// What runs a model, for reports.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EngineDescription {
+    /// `nq` or `candle`.
+    pub engine: String,
+    /// Device and instruction set or compute capability, e.g. `cpu (avx512)`.
+    pub device: String,
+    /// `fused` or `reference`.
+    pub kernels: String,
+    /// `f32`, `int8 g32`, ...
+    pub activations: String,
+    /// Bits of most weights, e.g. 4, 8 or 16.
+    pub bits: usize,
+    /// Threads (CPU) or 0.
+    pub threads: usize,
+}
+
+/// What a session reserves.
+#[derive(Clone, Copy, Debug)]
+pub struct SessionSpec {
+    /// Sequences that can be held at once.
+    pub slots: usize,
+    /// Positions per sequence.
+    pub ctx: usize,
+    /// What keys and values are rounded to.
+    pub kv: KvType,
+    /// Most tokens of one `forward` (all chunks together); longer inputs must be fed in parts.
+    pub max_rows: usize,
+}
+
+/// New tokens of one sequence. They go to positions `len(slot) ..` of it.
+#[derive(Clone, Debug)]
+pub struct Chunk<'a> {
+    /// The sequence.
+    pub slot: usize,
+    /// Token ids, at least one.
+    pub tokens: &'a [u32],
+    /// For which of them logits are wanted.
+    pub logits: LogitsWanted,
+}
+
+/// Which rows of a chunk get logits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LogitsWanted {
+    /// None: the head is not run.
+    None,
+    /// The last row.
+    Last,
+    /// Every row.
+    All,
+    /// These rows of the chunk.
+    Window(Range<usize>),
+}
+
+impl LogitsWanted {
+    /// The rows of a chunk of `len` tokens that get logits.
+    pub fn rows(&self, len: usize) -> Range<usize> {
+        match self {
+            LogitsWanted::None => 0..0,
+            LogitsWanted::Last => len.saturating_sub(1)..len,
+            LogitsWanted::All => 0..len,
+            LogitsWanted::Window(r) => r.clone(),
+        }
+    }
+}
+
+/// Logits of one forward: the wanted rows of all chunks, in chunk order.
+#[derive(Clone, Copy, Debug)]
+pub struct Logits<'a> {
+    /// `[rows, vocab]`, row-major.
+    pub data: &'a [f32],
+    /// Columns.
+    pub vocab: usize,
+}
+
+impl<'a> Logits<'a> {
+    /// Logits of row `i`.
+    pub fn row(&self, i: usize) -> &'a [f32] {
+        &self.data[i * self.vocab..(i + 1) * self.vocab]
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.data.len() / self.vocab.max(1)
+    }
+}
+
+/// Sequences in progress: a KV cache and the scratch of a forward.
+pub trait Session: Send {
+    /// What was reserved.
+    fn spec(&self) -> SessionSpec;
+
+    /// Tokens held by a sequence.
+    fn len(&self, slot: usize) -> usize;
+
+    /// Forgets all but the first `len` tokens of a sequence.
+    fn truncate(&mut self, slot: usize, len: usize);
+
+    /// Runs the chunks through the model and appends them to their sequences. Several
+    /// chunks must name different slots.
+    ///
+    /// # Errors
+    /// [`crate::Error::ContextFull`] or [`crate::Error::Request`] before anything is
+    /// computed; the sequences are then unchanged.
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        observer: Option<&mut dyn Observer>,
+    ) -> Result<Logits<'_>>;
+}
+
+/// The seven Linears of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LinearKind {
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// Attention output.
+    O,
+    /// MLP gate.
+    Gate,
+    /// MLP up.
+    Up,
+    /// MLP down.
+    Down,
+}
+
+impl LinearKind {
+    /// In the order they run.
+    pub const ALL: [LinearKind; 7] = [
+        LinearKind::Q,
+        LinearKind::K,
+        LinearKind::V,
+        LinearKind::O,
+        LinearKind::Gate,
+        LinearKind::Up,
+        LinearKind::Down,
+    ];
+
+    /// The Linears that share one input, in the order they run.
+    pub const INPUTS: [&'static [LinearKind]; 4] = [
+        &[LinearKind::Q, LinearKind::K, LinearKind::V],
+        &[LinearKind::O],
+        &[LinearKind::Gate, LinearKind::Up],
+        &[LinearKind::Down],
+    ];
+
+    /// Hugging Face's name within a layer, without `.weight`.
+    pub const fn suffix(self) -> &'static str {
+        match self {
+            LinearKind::Q => "self_attn.q_proj",
+            LinearKind::K => "self_attn.k_proj",
+            LinearKind::V => "self_attn.v_proj",
+            LinearKind::O => "self_attn.o_proj",
+            LinearKind::Gate => "mlp.gate_proj",
+            LinearKind::Up => "mlp.up_proj",
+            LinearKind::Down => "mlp.down_proj",
+        }
+    }
+
+    /// `(out_features, in_features)` in a model of this shape.
+    pub fn dims(self, c: &ModelConfig) -> (usize, usize) {
+        match self {
+            LinearKind::Q => (c.q_dim(), c.hidden_size),
+            LinearKind::K | LinearKind::V => (c.kv_dim(), c.hidden_size),
+            LinearKind::O => (c.hidden_size, c.q_dim()),
+            LinearKind::Gate | LinearKind::Up => (c.intermediate_size, c.hidden_size),
+            LinearKind::Down => (c.hidden_size, c.intermediate_size),
+        }
+    }
+}
+
+/// One Linear of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinearId {
+    /// Layer, counted from 0.
+    pub layer: usize,
+    /// Which one.
+    pub kind: LinearKind,
+}
+
+impl fmt::Display for LinearId {
+    /// Hugging Face's full name, without `.weight`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "model.layers.{}.{}", self.layer, self.kind.suffix())
+    }
+}
+
+/// Sees activations as a forward computes them. Methods default to nothing.
+pub trait Observer {
+    /// The input `x` `[rows, in]` of the Linears `kinds` of `layer`, which share it, before
+    /// any rounding of activations.
+    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
+        let _ = (layer, kinds, x);
+    }
+
+    /// The residual stream `x` `[rows, hidden]` after `layer`.
+    fn layer_output(&mut self, layer: usize, x: &[f32]) {
+        let _ = (layer, x);
+    }
+
+    /// The normalized input `x` `[rows, hidden]` of the head, of the rows whose logits are
+    /// wanted.
+    fn head_input(&mut self, x: &[f32]) {
+        let _ = x;
+    }
+}
+
+/// The canonical weights of one layer.
+#[derive(Clone, Debug)]
+pub struct LayerWeights {
+    /// By [`LinearKind`], in the order of [`LinearKind::ALL`].
+    pub linears: [Weight; 7],
+    /// RMSNorm before attention, `[hidden]`.
+    pub input_norm: Tensor,
+    /// RMSNorm before the MLP, `[hidden]`.
+    pub post_attention_norm: Tensor,
+    /// Per-head RMSNorm of queries, `[head_dim]`.
+    pub q_norm: Tensor,
+    /// Per-head RMSNorm of keys, `[head_dim]`.
+    pub k_norm: Tensor,
+}
+
+/// The residual stream of a set of whole sequences, kept between layers.
+#[derive(Clone, Debug, Default)]
+pub struct Hidden {
+    /// `[rows, hidden]`: the sequences one after another.
+    pub data: Vec<f32>,
+    /// Tokens of each sequence, in order.
+    pub lengths: Vec<usize>,
+}
+
+/// The forward pass one layer at a time over whole sequences from position 0, so that a model
+/// larger than memory can be calibrated and quantized layer by layer.
+pub trait LayerStepper: Send {
+    /// Shape of the model.
+    fn config(&self) -> &ModelConfig;
+
+    /// Looks tokens up in the embedding `[vocab, hidden]`.
+    ///
+    /// # Errors
+    /// A token id past the vocabulary.
+    fn embed(&mut self, embedding: &Weight, sequences: &[Vec<u32>]) -> Result<Hidden>;
+
+    /// Runs layer `index` with `weights` over `hidden`, in place.
+    ///
+    /// # Errors
+    /// A weight no kernel serves; [`crate::Error::NotFinite`].
+    fn layer(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &mut Hidden,
+        observer: &mut dyn Observer,
+    ) -> Result<()>;
+
+    /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.
+    ///
+    /// # Errors
+    /// A weight no kernel serves.
+    fn head(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        rows: Range<usize>,
+    ) -> Result<Vec<f32>>;
+}
