@@ -1,11 +1,14 @@
 //! A checkpoint: a model's configuration, tokenizer files and weights, whatever the format.
 
 use crate::config::{GenerationDefaults, ModelConfig};
+use crate::dense;
 use crate::error::{Error, Result};
+use crate::shards::Shards;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use bytes::Bytes;
 use memmap2::Mmap;
+use serde_json::{Map, Value};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -94,6 +97,15 @@ impl Files {
 
 /// Maps a whole file read-only.
 pub(crate) fn map_file(path: &Path) -> std::io::Result<Bytes> {
+    // Before opening: opening a pipe would wait for a writer.
+    let metadata = std::fs::metadata(path)?;
+    if !metadata.is_file() {
+        let message = "not a regular file";
+        return Err(std::io::Error::new(
+            std::io::ErrorKind::InvalidInput,
+            message,
+        ));
+    }
     let file = File::open(path)?;
     if file.metadata()?.len() == 0 {
         return Ok(Bytes::new()); // an empty map is an error on some systems
@@ -150,6 +162,130 @@ pub trait WeightStore: Send + Sync {
     fn quantization(&self) -> Option<&serde_json::Value>;
 }
 
+/// What [`Checkpoint::open`] was given, read far enough to tell its format.
+pub struct Source {
+    files: Files,
+    weights: Option<String>, // the file's name, if a file was given
+    config: Option<Map<String, Value>>, // config.json
+    quantization: Option<Value>,
+}
+
+/// A checkpoint format: how to tell it by content, and how to open it.
+struct Format {
+    detect: fn(&Source) -> bool,
+    open: fn(Source) -> Result<Checkpoint>,
+}
+
+/// Every format that can be opened; the first that detects itself is used.
+const FORMATS: &[Format] = &[Format {
+    detect: |s| s.config.is_some() && s.quantization.is_none(),
+    open: dense::open,
+}];
+
+impl Source {
+    /// Reads config.json (if there is one) and what it says about quantization.
+    fn new(files: Files, weights: Option<String>) -> Result<Self> {
+        let config = match files.get(CONFIG)? {
+            None => None,
+            Some(bytes) => match serde_json::from_slice(&bytes) {
+                Ok(map) => Some(map),
+                Err(e) => {
+                    return Err(Error::Malformed {
+                        path: files.path(CONFIG),
+                        what: "contents".into(),
+                        expected: "a JSON object".into(),
+                        found: e.to_string(),
+                    });
+                }
+            },
+        };
+        let quantization = config.as_ref().and_then(|c: &Map<String, Value>| {
+            let found = c.get("quantization_config").or(c.get("compression_config"));
+            found.filter(|q| !q.is_null()).cloned()
+        });
+        Ok(Source {
+            files,
+            weights,
+            config,
+            quantization,
+        })
+    }
+
+    /// The files of the checkpoint.
+    pub fn files(&self) -> &Files {
+        &self.files
+    }
+
+    /// config.json's `quantization_config`, if it has one.
+    pub fn quantization(&self) -> Option<&Value> {
+        self.quantization.as_ref()
+    }
+
+    /// The quantization's `quant_method`, if named.
+    pub fn quant_method(&self) -> Option<&str> {
+        self.quantization.as_ref()?.get("quant_method")?.as_str()
+    }
+
+    /// The safetensors files: the one given, or those of the folder.
+    ///
+    /// # Errors
+    /// As [`Shards::open`].
+    pub fn shards(&self) -> Result<Shards> {
+        match &self.weights {
+            Some(name) => Shards::open_named(&self.files, name),
+            None => Shards::open(&self.files),
+        }
+    }
+
+    /// The model's shape from config.json.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] without one; else as [`ModelConfig::parse`].
+    pub fn model_config(&self) -> Result<ModelConfig> {
+        let bytes = self.files.require(CONFIG)?;
+        ModelConfig::parse(&self.files.path(CONFIG), &bytes)
+    }
+
+    /// A checkpoint with config.json, generation_config.json and `store`.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::parse`] and [`GenerationDefaults::parse`].
+    pub fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
+        let config = self.model_config()?;
+        let generation = match self.files.get(GENERATION_CONFIG)? {
+            Some(bytes) => GenerationDefaults::parse(&self.files.path(GENERATION_CONFIG), &bytes)?,
+            None => GenerationDefaults::default(),
+        };
+        Ok(Checkpoint::new(self.files, config, generation, store))
+    }
+
+    fn open(self) -> Result<Checkpoint> {
+        if let Some(format) = FORMATS.iter().find(|f| (f.detect)(&self)) {
+            return (format.open)(self);
+        }
+        let Some(quantization) = &self.quantization else {
+            return Err(Error::Missing {
+                path: self.files.root(),
+                what: CONFIG.into(),
+            });
+        };
+        let method = match self.quant_method() {
+            Some(method) => format!("quant_method {method}"),
+            None => format!("a quantization_config without quant_method ({quantization})"),
+        };
+        Err(Error::Unsupported {
+            path: self.files.path(CONFIG),
+            what: method,
+            why: "nq has no reader for it".into(),
+        })
+    }
+}
+
+/// The model's shape and quantization.
+pub const CONFIG: &str = "config.json";
+/// Sampling defaults.
+pub const GENERATION_CONFIG: &str = "generation_config.json";
+
 /// An opened checkpoint.
 pub struct Checkpoint {
     files: Files,
@@ -159,6 +295,48 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
+    /// Opens a folder, or a weight file with its configuration beside it. The format is told
+    /// by content, never by name; weights are memory-mapped.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] if there is nothing at `path` or a file is absent; [`Error::Unsupported`]
+    /// naming a quantization or architecture without a reader; else what the format's
+    /// reader finds wrong.
+    pub fn open(path: &Path) -> Result<Self> {
+        let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => Error::Missing {
+                path: path.into(),
+                what: "folder or file".into(),
+            },
+            _ => Error::io(path, "open", e),
+        })?;
+        if metadata.is_dir() {
+            return Self::open_files(Files::Folder(path.into()));
+        }
+        let name = path.file_name().and_then(|n| n.to_str());
+        let Some(name) = name else {
+            return Err(Error::Malformed {
+                path: path.into(),
+                what: "file name".into(),
+                expected: "UTF-8".into(),
+                found: "other bytes".into(),
+            });
+        };
+        let folder = match path.parent() {
+            Some(p) if p != Path::new("") => p,
+            _ => Path::new("."),
+        };
+        Source::new(Files::Folder(folder.into()), Some(name.into()))?.open()
+    }
+
+    /// As [`Checkpoint::open`], over files that may be embedded.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_files(files: Files) -> Result<Self> {
+        Source::new(files, None)?.open()
+    }
+
     /// Assembles a checkpoint; the formats' `open` functions call this.
     pub fn new(
         files: Files,

@@ -32,6 +32,27 @@ pub enum DType {
 }
 
 impl DType {
+    /// Every type.
+    pub const ALL: [DType; 12] = [
+        DType::F64,
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::F8E4M3,
+        DType::I64,
+        DType::I32,
+        DType::U32,
+        DType::I16,
+        DType::I8,
+        DType::U8,
+        DType::Bool,
+    ];
+
+    /// The type of this safetensors name, if known.
+    pub fn from_name(name: &str) -> Option<DType> {
+        Self::ALL.into_iter().find(|d| d.name() == name)
+    }
+
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {

@@ -8,11 +8,14 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod dense;
 pub mod dtype;
 pub mod error;
 pub mod pack;
 pub mod progress;
+pub mod safetensors;
 pub mod scheme;
+pub mod shards;
 pub mod tensor;
 pub mod weight;
 

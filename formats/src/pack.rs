@@ -39,7 +39,7 @@ pub fn code_at(bits: Bits, packed: &[u8], i: usize) -> u8 {
 /// Packs `rows` rows of `cols` codes each.
 pub fn pack_rows(bits: Bits, codes: &[u8], cols: usize) -> Vec<u8> {
     let stride = bits.bytes(cols);
-    let rows = if cols == 0 { 0 } else { codes.len() / cols };
+    let rows = codes.len().checked_div(cols).unwrap_or(0);
     let mut out = vec![0; rows * stride];
     for (o, c) in out.chunks_mut(stride.max(1)).zip(codes.chunks(cols.max(1))) {
         pack_row(bits, c, o);

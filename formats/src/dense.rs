@@ -1,0 +1,59 @@
+//! Unquantized Hugging Face checkpoints: safetensors in bf16, f16 or f32.
+
+use crate::checkpoint::{Checkpoint, Source, TensorEntry, WeightStore};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::shards::Shards;
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+
+/// Element types that an unquantized weight may have.
+pub(crate) const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
+
+/// The parameters of an unquantized checkpoint.
+struct DenseStore {
+    shards: Shards,
+}
+
+/// Opens a folder whose config.json names no quantization.
+///
+/// # Errors
+/// As [`Shards::open`] and [`Source::into_checkpoint`].
+pub fn open(source: Source) -> Result<Checkpoint> {
+    let shards = source.shards()?;
+    source.into_checkpoint(Box::new(DenseStore { shards }))
+}
+
+/// The stored name of the parameter `name`.
+pub(crate) fn weight_name(name: &str) -> String {
+    format!("{name}.weight")
+}
+
+impl WeightStore for DenseStore {
+    fn format(&self) -> &'static str {
+        "safetensors"
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.shards.contains(&weight_name(name))
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.shards.require(&weight_name(name), &FLOATS, &[len])
+    }
+
+    fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+        let tensor = self
+            .shards
+            .require(&weight_name(name), &FLOATS, &[rows, cols])?;
+        Ok(Weight::Dense(tensor))
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.shards.entries()
+    }
+
+    fn quantization(&self) -> Option<&serde_json::Value> {
+        None
+    }
+}

@@ -1,0 +1,224 @@
+//! The safetensors files of one checkpoint as one set of tensors: a single file, or
+//! shards listed by an index.
+
+use crate::checkpoint::{Files, TensorEntry};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::safetensors::SafetensorsFile;
+use crate::tensor::Tensor;
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// The customary name of weights in one file.
+pub const SINGLE: &str = "model.safetensors";
+/// The customary name of the index of sharded weights.
+pub const INDEX: &str = "model.safetensors.index.json";
+const SUFFIX: &str = ".safetensors";
+const INDEX_SUFFIX: &str = ".safetensors.index.json";
+
+/// All tensors of a checkpoint's safetensors files, memory-mapped.
+#[derive(Clone, Debug)]
+pub struct Shards {
+    root: PathBuf,
+    files: Vec<SafetensorsFile>,
+    by_name: BTreeMap<String, usize>, // tensor -> index into files
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Shards {
+    /// Opens the weights of a folder: [`SINGLE`], else what [`INDEX`] lists, else the only
+    /// safetensors file or index of another name.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] naming an absent file or shard; [`Error::Malformed`] for an
+    /// index that is not one; [`Error::Tensor`] for a tensor that stands in two files or
+    /// not in the file the index says; else as [`SafetensorsFile::parse`].
+    pub fn open(files: &Files) -> Result<Self> {
+        Self::open_named(files, &find(files)?)
+    }
+
+    /// Opens the index `name` and its shards, or one safetensors file as the whole set.
+    ///
+    /// # Errors
+    /// As [`Shards::open`].
+    pub fn open_named(files: &Files, name: &str) -> Result<Self> {
+        if name.ends_with(INDEX_SUFFIX) {
+            return Self::open_index(files, name);
+        }
+        let file = SafetensorsFile::parse(&files.path(name), files.require(name)?)?;
+        Self::new(files.root(), vec![file])
+    }
+
+    fn open_index(files: &Files, name: &str) -> Result<Self> {
+        let path = files.path(name);
+        let malformed = |what: &str, expected: &str, found: String| Error::Malformed {
+            path: path.clone(),
+            what: what.into(),
+            expected: expected.into(),
+            found,
+        };
+        let index: Index = serde_json::from_slice(&files.require(name)?).map_err(|e| {
+            malformed(
+                "contents",
+                "an object with weight_map, tensor names to file names",
+                e.to_string(),
+            )
+        })?;
+        let shards: BTreeSet<&String> = index.weight_map.values().collect();
+        let mut opened = Vec::with_capacity(shards.len());
+        for shard in shards {
+            if Path::new(shard).file_name() != Some(shard.as_ref()) {
+                return Err(malformed("weight_map", "plain file names", shard.clone()));
+            }
+            let bytes = files.get(shard)?.ok_or_else(|| Error::Missing {
+                path: files.root(),
+                what: format!("{shard}, a shard that {name} lists"),
+            })?;
+            opened.push(SafetensorsFile::parse(&files.path(shard), bytes)?);
+        }
+        let set = Self::new(files.root(), opened)?;
+        for (tensor, shard) in &index.weight_map {
+            let found = match set.by_name.get(tensor) {
+                Some(&i) if set.files[i].path() == files.path(shard) => continue,
+                Some(&i) => format!("it in {}", set.files[i].path().display()),
+                None => "no such tensor".into(),
+            };
+            return Err(Error::Tensor {
+                path: files.path(shard),
+                tensor: tensor.clone(),
+                expected: format!("it here, as {name} says"),
+                found,
+            });
+        }
+        Ok(set)
+    }
+
+    fn new(root: PathBuf, files: Vec<SafetensorsFile>) -> Result<Self> {
+        let mut by_name = BTreeMap::new();
+        for (i, file) in files.iter().enumerate() {
+            for name in file.names() {
+                if let Some(other) = by_name.insert(name.to_owned(), i) {
+                    return Err(Error::Tensor {
+                        path: file.path().into(),
+                        tensor: name.into(),
+                        expected: "each name in one file".into(),
+                        found: format!("it in {} too", files[other].path().display()),
+                    });
+                }
+            }
+        }
+        Ok(Shards {
+            root,
+            files,
+            by_name,
+        })
+    }
+
+    /// True if there is a tensor `name`.
+    pub fn contains(&self, name: &str) -> bool {
+        self.by_name.contains_key(name)
+    }
+
+    /// The tensor `name`, as a view of its file.
+    pub fn get(&self, name: &str) -> Option<Tensor> {
+        self.files[*self.by_name.get(name)?].get(name)
+    }
+
+    /// The tensor `name`, checked to have one of `dtypes` and exactly `shape`.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] saying which of them it is not, or that it is absent.
+    pub fn require(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<Tensor> {
+        let expected = || {
+            let names: Vec<_> = dtypes.iter().map(|d| d.name()).collect();
+            format!("{} {shape:?}", names.join(" or "))
+        };
+        let Some(tensor) = self.get(name) else {
+            return Err(self.error(name, expected(), "no such tensor".into()));
+        };
+        if !dtypes.contains(&tensor.dtype()) || tensor.shape() != shape {
+            let found = format!("{} {:?}", tensor.dtype(), tensor.shape());
+            return Err(self.error(name, expected(), found));
+        }
+        Ok(tensor)
+    }
+
+    /// An error about the tensor `name`, with the path of the file that holds it, or of the folder.
+    pub fn error(&self, name: &str, expected: String, found: String) -> Error {
+        let path = match self.by_name.get(name) {
+            Some(&i) => self.files[i].path().to_owned(),
+            None => self.root.clone(),
+        };
+        Error::Tensor {
+            path,
+            tensor: name.into(),
+            expected,
+            found,
+        }
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.by_name.keys().map(String::as_str)
+    }
+
+    /// The files, in name order.
+    pub fn files(&self) -> &[SafetensorsFile] {
+        &self.files
+    }
+
+    /// A listing of all tensors, in name order.
+    pub fn entries(&self) -> Vec<TensorEntry> {
+        let mut all: Vec<_> = self.files.iter().flat_map(|f| f.entries()).collect();
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all
+    }
+}
+
+/// The file that [`Shards::open`] starts from.
+fn find(files: &Files) -> Result<String> {
+    let names = files.names()?;
+    for customary in [SINGLE, INDEX] {
+        if names.iter().any(|n| n == customary) {
+            return Ok(customary.into());
+        }
+    }
+    for suffix in [INDEX_SUFFIX, SUFFIX] {
+        let with: Vec<&String> = names.iter().filter(|n| n.ends_with(suffix)).collect();
+        match with.as_slice() {
+            [] => {}
+            [one] => return Ok((*one).clone()),
+            several => {
+                return Err(Error::Malformed {
+                    path: files.root(),
+                    what: "weights".into(),
+                    expected: format!("{SINGLE} or {INDEX}"),
+                    found: several
+                        .iter()
+                        .map(|s| s.as_str())
+                        .collect::<Vec<_>>()
+                        .join(", "),
+                });
+            }
+        }
+    }
+    if let Some(bin) = names
+        .iter()
+        .find(|n| n.ends_with(".bin") || n.ends_with(".pth"))
+    {
+        return Err(Error::Unsupported {
+            path: files.root(),
+            what: format!("a PyTorch pickle ({bin})"),
+            why: "nq reads safetensors and GGUF".into(),
+        });
+    }
+    Err(Error::Missing {
+        path: files.root(),
+        what: format!("{SINGLE} or {INDEX}"),
+    })
+}
