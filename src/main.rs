@@ -1,1 +1,28 @@
-fn main() {}
+//! The `nq` command. This package alone parses arguments, prints and draws progress.
+#![forbid(unsafe_op_in_unsafe_fn)]
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "printing is this package's job"
+)]
+
+mod cli;
+mod commands;
+mod demo;
+mod model;
+mod terminal;
+
+use clap::Parser;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = cli::Cli::parse();
+    match commands::run(cli) {
+        Ok(code) => code,
+        Err(e) if terminal::is_broken_pipe(&e) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("nq: {e:#}");
+            ExitCode::from(1)
+        }
+    }
+}

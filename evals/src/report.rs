@@ -1,0 +1,109 @@
+//! The figures that `eval` and `bench` report, as they stand in JSON. Fields may be added,
+//! never renamed.
+
+use serde::{Deserialize, Serialize};
+
+/// How windows are cut from a text and which tokens are scored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Protocol {
+    /// Non-overlapping windows of `ctx` tokens, all `ctx - 1` shifted labels scored:
+    /// comparable with the GPTQ papers.
+    Hf,
+    /// Windows of `ctx` (512), labels of the second half scored: comparable with
+    /// `llama-perplexity`.
+    Llama,
+}
+
+/// Perplexity of a model on a text and, against a reference, how far it strays.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvalReport {
+    /// Perplexity: `exp` of the mean cross-entropy in nats.
+    pub ppl: f64,
+    /// Standard error of `ppl`.
+    pub ppl_se: f64,
+    /// Tokens scored.
+    pub tokens: usize,
+    /// Windows.
+    pub windows: usize,
+    /// Tokens of a window.
+    pub ctx: usize,
+    /// How windows were cut and scored.
+    pub protocol: Protocol,
+    /// Name of the text.
+    pub text: String,
+    /// The comparison, where there was a reference.
+    #[serde(flatten)]
+    pub against: Option<Comparison>,
+}
+
+/// A model against its reference on the same tokens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Comparison {
+    /// KL divergence of the reference's next-token distribution from the model's, in nats.
+    pub kld: KldStats,
+    /// Share of positions whose best token is the same, 0 to 1.
+    pub same_top1: f64,
+    /// Root mean square change of the probability of the text's token.
+    pub rms_dp: f64,
+    /// Perplexity of the reference.
+    pub ppl_ref: f64,
+    /// `ln(ppl / ppl_ref)`.
+    pub ln_ppl_ratio: f64,
+    /// Its standard error (the two perplexities are correlated).
+    pub ln_ppl_ratio_se: f64,
+}
+
+/// Distribution of the KL divergence over positions, in nats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct KldStats {
+    /// Mean.
+    pub mean: f64,
+    /// 50th percentile.
+    pub median: f64,
+    /// 90th percentile.
+    pub p90: f64,
+    /// 99th percentile.
+    pub p99: f64,
+    /// 99.9th percentile.
+    pub p999: f64,
+    /// Greatest.
+    pub max: f64,
+}
+
+/// One row of `nq bench`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BenchRow {
+    /// `pp512` (prefill of 512 tokens) or `tg128` (128 decode steps).
+    pub test: String,
+    /// Tokens in the context before the test.
+    pub depth: usize,
+    /// Sequences at once.
+    pub batch: usize,
+    /// `nq` or `candle`.
+    pub engine: String,
+    /// `fused` or `reference`.
+    pub kernels: String,
+    /// What inputs are rounded to.
+    pub activations: String,
+    /// Bits of most weights.
+    pub bits: usize,
+    /// Device and instruction set.
+    pub device: String,
+    /// CPU threads.
+    pub threads: usize,
+    /// Tokens per second of all sequences together, median over repeats.
+    pub tok_s: f64,
+    /// Standard deviation of `tok_s` over repeats.
+    pub tok_s_std: f64,
+    /// Weight bytes read per second, in 10^9 bytes.
+    pub gb_s: f64,
+    /// `gb_s` over the bandwidth measured in the same run.
+    pub bandwidth_share: f64,
+    /// Median milliseconds of a step.
+    pub ms_per_token_p50: f64,
+    /// 99th percentile of it.
+    pub ms_per_token_p99: f64,
+    /// Measured repeats.
+    pub repeats: usize,
+}

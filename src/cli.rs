@@ -1,0 +1,171 @@
+//! The command line's frame: subcommands and the flags that all of them share.
+//! Each subcommand's own flags stand beside its code in [`crate::commands`].
+
+use crate::commands;
+use clap::builder::styling::{AnsiColor, Styles};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use nq_kernels::KernelSet;
+use nq_kernels::cpu::{Isa, IsaChoice};
+use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
+
+const STYLES: Styles = Styles::styled()
+    .header(AnsiColor::Green.on_default().bold())
+    .usage(AnsiColor::Green.on_default().bold())
+    .literal(AnsiColor::Cyan.on_default().bold())
+    .placeholder(AnsiColor::Cyan.on_default());
+
+/// Quantizes Qwen3 models to 4 and 8 bits with measured quality, and runs them fast.
+#[derive(Parser)]
+#[command(name = "nq", version = version(), styles = STYLES, propagate_version = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+    #[command(flatten)]
+    pub global: Global,
+}
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Quantize a checkpoint to 4 or 8 bits and measure what it cost
+    Quantize(commands::quantize::QuantizeArgs),
+    /// Talk to a model
+    Chat(commands::chat::ChatArgs),
+    /// Measure perplexity and, against a reference, KL divergence
+    Eval(commands::eval::EvalArgs),
+    /// Measure tokens per second beside the machine's bandwidth
+    Bench(commands::bench::BenchArgs),
+    /// Show what a checkpoint holds
+    Inspect(commands::inspect::InspectArgs),
+    /// List the models in nq's own folder
+    List,
+    /// Remove a model from nq's own folder
+    Rm(commands::models::RmArgs),
+    /// Check this machine and say what to do about problems
+    Doctor,
+    /// Write a random checkpoint of a published Qwen3 shape, for scale tests
+    Synth(commands::synth::SynthArgs),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+}
+
+/// Flags that every subcommand takes.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Everywhere")]
+pub struct Global {
+    /// Where to run: auto, cpu, cuda or cuda:N
+    #[arg(long, global = true, default_value = "auto", value_parser = parse_device)]
+    pub device: DeviceChoice,
+    /// CPU threads [default: one per physical core]
+    #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
+    pub threads: Option<usize>,
+    /// What inputs of the linear layers are rounded to
+    #[arg(long, global = true, value_enum, default_value_t = ActivationArg::Auto)]
+    pub activations: ActivationArg,
+    /// Fused kernels, or the plain ones they are measured against
+    #[arg(long, global = true, value_enum, default_value_t = KernelArg::Fused)]
+    pub kernels: KernelArg,
+    /// CPU instruction set
+    #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
+    pub isa: IsaArg,
+    /// Use only what is on this machine
+    #[arg(long, global = true)]
+    pub offline: bool,
+    /// Print the report as JSON on stdout
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Say more (kernel choices, timings of stages)
+    #[arg(short, long, global = true)]
+    pub verbose: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum ActivationArg {
+    /// int8 for 4-bit weights; for 8-bit weights what measures best
+    Auto,
+    /// No rounding
+    F32,
+    /// 8-bit codes, a scale per group of 32
+    Int8,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum KernelArg {
+    /// The fastest for the device
+    Fused,
+    /// Plain, unfused
+    Reference,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum IsaArg {
+    /// The strongest present
+    Auto,
+    /// Plain Rust
+    Scalar,
+    /// AVX2, FMA, F16C
+    Avx2,
+    /// AVX-512 with VNNI
+    Avx512,
+    /// Arm NEON with dot product
+    Neon,
+}
+
+impl Global {
+    /// How the flags place a model.
+    pub fn load_options(&self) -> LoadOptions {
+        LoadOptions {
+            device: self.device,
+            threads: self.threads,
+            activations: match self.activations {
+                ActivationArg::Auto => ActivationChoice::Auto,
+                ActivationArg::F32 => ActivationChoice::F32,
+                ActivationArg::Int8 => ActivationChoice::Int8,
+            },
+            kernels: match self.kernels {
+                KernelArg::Fused => KernelSet::Fused,
+                KernelArg::Reference => KernelSet::Reference,
+            },
+            isa: match self.isa {
+                IsaArg::Auto => IsaChoice::Auto,
+                IsaArg::Scalar => IsaChoice::Force(Isa::Scalar),
+                IsaArg::Avx2 => IsaChoice::Force(Isa::Avx2),
+                IsaArg::Avx512 => IsaChoice::Force(Isa::Avx512),
+                IsaArg::Neon => IsaChoice::Force(Isa::Neon),
+            },
+            ..LoadOptions::default()
+        }
+    }
+}
+
+fn parse_device(s: &str) -> Result<DeviceChoice, String> {
+    match s.split_once(':') {
+        None if s == "auto" => Ok(DeviceChoice::Auto),
+        None if s == "cpu" => Ok(DeviceChoice::Cpu),
+        None if s == "cuda" => Ok(DeviceChoice::Cuda(0)),
+        Some(("cuda", n)) => n
+            .parse()
+            .map(DeviceChoice::Cuda)
+            .map_err(|_| format!("cuda:N needs a number, found {n:?}")),
+        _ => Err("expected auto, cpu, cuda or cuda:N".into()),
+    }
+}
+
+fn parse_threads(s: &str) -> Result<usize, String> {
+    match s.parse() {
+        Ok(n @ 1..=1024) => Ok(n),
+        _ => Err("expected 1 to 1024".into()),
+    }
+}
+
+/// The version with the features of this build, as `--version` prints it.
+fn version() -> &'static str {
+    match (cfg!(feature = "cuda"), cfg!(feature = "demo")) {
+        (true, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda, demo)"),
+        (true, false) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda)"),
+        (false, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: demo)"),
+        (false, false) => concat!(env!("CARGO_PKG_VERSION"), " (no features)"),
+    }
+}

@@ -1,0 +1,34 @@
+//! One file per subcommand: its flags and what it does.
+
+pub mod bench;
+pub mod chat;
+pub mod doctor;
+pub mod eval;
+pub mod inspect;
+pub mod models;
+pub mod quantize;
+pub mod synth;
+
+use crate::cli::{Cli, Command};
+use clap::CommandFactory;
+use std::process::ExitCode;
+
+/// Runs the chosen subcommand.
+pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    let Cli { command, global } = cli;
+    match command {
+        Command::Quantize(args) => quantize::run(&args, &global),
+        Command::Chat(args) => chat::run(&args, &global),
+        Command::Eval(args) => eval::run(&args, &global),
+        Command::Bench(args) => bench::run(&args, &global),
+        Command::Inspect(args) => inspect::run(&args, &global),
+        Command::List => models::list(&global),
+        Command::Rm(args) => models::remove(&args),
+        Command::Doctor => doctor::run(&global),
+        Command::Synth(args) => synth::run(&args, &global),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "nq", &mut std::io::stdout());
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}

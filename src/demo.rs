@@ -1,0 +1,47 @@
+//! The demo model and its evaluation text, built into the program by the feature `demo`.
+
+use nq_formats::Files;
+
+/// What messages call the built-in model.
+pub const LABEL: &str = "demo";
+
+#[cfg(feature = "demo")]
+macro_rules! asset {
+    ($name:literal) => {
+        (
+            $name,
+            include_bytes!(concat!("../assets/demo/", $name)) as &[u8],
+        )
+    };
+}
+
+#[cfg(feature = "demo")]
+static FILES: &[(&str, &[u8])] = &[
+    asset!("config.json"),
+    asset!("generation_config.json"),
+    asset!("model-00001-of-00002.safetensors"),
+    asset!("model-00002-of-00002.safetensors"),
+    asset!("model.safetensors.index.json"),
+    asset!("tokenizer.json"),
+    asset!("tokenizer_config.json"),
+];
+
+/// The demo model's files, if this build has them.
+pub fn files() -> Option<Files> {
+    #[cfg(feature = "demo")]
+    return Some(Files::Embedded {
+        label: LABEL,
+        files: FILES,
+    });
+    #[cfg(not(feature = "demo"))]
+    None
+}
+
+/// Text sampled from the demo model at temperature 1: on it, the model's perplexity is its
+/// own entropy.
+pub fn eval_text() -> Option<&'static str> {
+    #[cfg(feature = "demo")]
+    return Some(include_str!("../assets/demo-eval.txt"));
+    #[cfg(not(feature = "demo"))]
+    None
+}
