@@ -1,1 +1,143 @@
 //! What MODEL means: `demo`, a folder or file, a name in nq's model folder, or a hub id.
+
+use crate::cli::Global;
+use crate::demo;
+use anyhow::{Context, bail};
+use nq_formats::{Checkpoint, Progress};
+use std::path::{Path, PathBuf};
+
+/// The model that commands take when none is named.
+pub const DEFAULT_ID: &str = "Qwen/Qwen3-0.6B";
+
+/// A model as a command got it.
+pub struct Model {
+    /// A short name, fit for a folder: `demo`, `Qwen3-0.6B`.
+    pub name: String,
+    /// What it was resolved from, for records: a path, a hub id or `demo`.
+    pub source: String,
+    /// The opened checkpoint.
+    pub checkpoint: Checkpoint,
+}
+
+/// The folder that `nq quantize` writes to and `nq list` shows: `NQ_HOME/models`, else
+/// `XDG_DATA_HOME/nq/models`, else `~/.local/share/nq/models`.
+pub fn models_dir() -> anyhow::Result<PathBuf> {
+    let var = |name| {
+        std::env::var_os(name)
+            .filter(|v| !v.is_empty())
+            .map(PathBuf::from)
+    };
+    if let Some(home) = var("NQ_HOME") {
+        return Ok(home.join("models"));
+    }
+    let data = match var("XDG_DATA_HOME") {
+        Some(dir) => dir,
+        None => var("HOME")
+            .context("no place for models: set HOME, XDG_DATA_HOME or NQ_HOME")?
+            .join(".local/share"),
+    };
+    Ok(data.join("nq/models"))
+}
+
+/// Opens the model a command was given; without one, the default model, or the demo model
+/// where neither the cache nor the hub has the default (said on stderr).
+pub fn open(
+    model: Option<&str>,
+    global: &Global,
+    progress: &dyn Progress,
+) -> anyhow::Result<Model> {
+    match model {
+        Some(name) => open_named(name, global, progress),
+        None => open_default(global, progress),
+    }
+}
+
+fn open_named(model: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+    if model == demo::LABEL {
+        return open_demo();
+    }
+    let path = Path::new(model);
+    if path.exists() {
+        return open_path(path, model);
+    }
+    let own = models_dir()?.join(model);
+    if !model.contains(['/', '\\']) && own.exists() {
+        return open_path(&own, model);
+    }
+    if !is_hub_id(model) {
+        bail!(
+            "no model {model:?}: it is neither `demo`, a folder or file, a name in {}, nor a hub \
+             id such as {DEFAULT_ID}",
+            models_dir()?.display()
+        );
+    }
+    let _ = (global, progress);
+    bail!("{model}: the hub is not wired yet")
+}
+
+fn open_default(_global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+    let model = open_demo()?;
+    progress.note(&format!(
+        "{DEFAULT_ID}: the hub is not wired yet; using the demo model"
+    ));
+    Ok(model)
+}
+
+fn open_demo() -> anyhow::Result<Model> {
+    let files = demo::files()
+        .context("this build has no demo model: it was built without the feature `demo`")?;
+    let checkpoint = Checkpoint::open_files(files)?;
+    Ok(Model {
+        name: demo::LABEL.into(),
+        source: demo::LABEL.into(),
+        checkpoint,
+    })
+}
+
+fn open_path(path: &Path, given: &str) -> anyhow::Result<Model> {
+    let checkpoint = Checkpoint::open(path)?;
+    let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let name = absolute
+        .file_stem()
+        .filter(|_| absolute.is_file())
+        .or(absolute.file_name())
+        .and_then(|n| n.to_str())
+        .unwrap_or(given);
+    Ok(Model {
+        name: name.into(),
+        source: absolute.display().to_string(),
+        checkpoint,
+    })
+}
+
+/// `owner/name` in the hub's alphabet.
+fn is_hub_id(s: &str) -> bool {
+    let part = |p: &str| {
+        !p.is_empty()
+            && !p.starts_with('.')
+            && p.chars()
+                .all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
+    };
+    matches!(s.split('/').collect::<Vec<_>>()[..], [owner, name] if part(owner) && part(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_hub_id;
+
+    #[test]
+    fn hub_ids_are_owner_and_name() {
+        assert!(is_hub_id("Qwen/Qwen3-0.6B"));
+        for s in [
+            "demo",
+            "a/b/c",
+            "../x",
+            "/abs",
+            "a/",
+            "./dir",
+            "own er/name",
+        ] {
+            assert!(!is_hub_id(s), "{s}");
+        }
+    }
+}

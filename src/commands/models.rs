@@ -1,7 +1,14 @@
 //! `nq list` and `nq rm`: nq's own model folder.
 
 use crate::cli::Global;
+use crate::model;
+use crate::terminal::human_bytes;
+use anyhow::{Context, bail};
 use clap::Args;
+use nq_formats::Checkpoint;
+use serde::Serialize;
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Flags of `nq rm`.
@@ -14,14 +21,136 @@ pub struct RmArgs {
     pub yes: bool,
 }
 
+/// One model of the folder.
+#[derive(Serialize)]
+struct Row {
+    name: String,
+    path: PathBuf,
+    format: String,
+    bytes: u64,
+    /// What a folder holds that is no whole model: an interrupted run or a broken file.
+    problem: Option<String>,
+}
+
 /// Runs `nq list`.
 pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
-    let _ = global;
-    anyhow::bail!("list is being built")
+    let dir = model::models_dir()?;
+    let rows = rows(&dir)?;
+    let mut out = std::io::stdout().lock();
+    if global.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if rows.is_empty() {
+        eprintln!(
+            "nq: no models in {}; `nq quantize` writes there",
+            dir.display()
+        );
+        return Ok(ExitCode::SUCCESS);
+    }
+    let width = rows.iter().map(|r| r.name.len()).max().unwrap_or(0).max(4);
+    writeln!(out, "{:width$}  {:>10}  {:12}", "NAME", "SIZE", "FORMAT")?;
+    for r in &rows {
+        let what = r.problem.as_deref().unwrap_or(&r.format);
+        writeln!(
+            out,
+            "{:width$}  {:>10}  {what}",
+            r.name,
+            human_bytes(r.bytes)
+        )?;
+    }
+    eprintln!("in {}", dir.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(e).with_context(|| format!("{}: list", dir.display())),
+    };
+    let mut rows = Vec::new();
+    for entry in entries {
+        let path = entry
+            .with_context(|| format!("{}: list", dir.display()))?
+            .path();
+        let Some(name) = path.file_name().and_then(|n| n.to_str()).map(String::from) else {
+            continue;
+        };
+        let (format, problem) = match Checkpoint::open(&path) {
+            Ok(c) => (c.store().format().to_owned(), None),
+            Err(_) if name.ends_with(".partial") => {
+                let why = "interrupted; `nq quantize --resume` goes on, `nq rm` removes it";
+                (String::new(), Some(why.to_owned()))
+            }
+            Err(e) => (String::new(), Some(format!("unreadable: {e}"))),
+        };
+        rows.push(Row {
+            name,
+            format,
+            bytes: size_of_tree(&path),
+            path,
+            problem,
+        });
+    }
+    rows.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(rows)
+}
+
+/// Bytes of a file, or of all files below a folder.
+fn size_of_tree(path: &Path) -> u64 {
+    match std::fs::symlink_metadata(path) {
+        Ok(m) if m.is_dir() => std::fs::read_dir(path)
+            .map(|d| d.flatten().map(|e| size_of_tree(&e.path())).sum())
+            .unwrap_or(0),
+        Ok(m) => m.len(),
+        Err(_) => 0,
+    }
 }
 
 /// Runs `nq rm`.
 pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
-    let _ = args;
-    anyhow::bail!("rm is being built")
+    let dir = model::models_dir()?;
+    // Only direct children of the folder: a name, never a path.
+    if args.name.is_empty() || args.name.contains(['/', '\\']) || args.name.starts_with('.') {
+        bail!(
+            "{:?} is no name of a model; `nq list` shows them",
+            args.name
+        );
+    }
+    let path = dir.join(&args.name);
+    let meta = std::fs::symlink_metadata(&path).map_err(|_| {
+        anyhow::anyhow!(
+            "no model {:?} in {}; `nq list` shows them",
+            args.name,
+            dir.display()
+        )
+    })?;
+    if !args.yes {
+        if !std::io::stdin().is_terminal() {
+            bail!(
+                "removing {} needs --yes where nobody can be asked",
+                path.display()
+            );
+        }
+        eprint!(
+            "remove {} ({})? [y/N] ",
+            path.display(),
+            human_bytes(size_of_tree(&path))
+        );
+        let mut answer = String::new();
+        std::io::stdin().read_line(&mut answer)?;
+        if !matches!(answer.trim(), "y" | "Y" | "yes") {
+            eprintln!("kept");
+            return Ok(ExitCode::from(1));
+        }
+    }
+    let removed = if meta.is_dir() {
+        std::fs::remove_dir_all(&path)
+    } else {
+        std::fs::remove_file(&path)
+    };
+    removed.with_context(|| format!("{}: remove", path.display()))?;
+    eprintln!("removed {}", path.display());
+    Ok(ExitCode::SUCCESS)
 }

@@ -1,0 +1,69 @@
+//! The crates depend on each other in one direction only.
+
+use cargo_metadata::MetadataCommand;
+
+/// Each crate may use those before it.
+const ORDER: [&str; 6] = [
+    "nq-formats",
+    "nq-kernels",
+    "nq-runtime",
+    "nq-evals",
+    "nq-quantize",
+    "nq",
+];
+
+#[test]
+fn crates_depend_leftwards_only() {
+    let metadata = MetadataCommand::new()
+        .manifest_path(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo metadata");
+    let rank = |name: &str| ORDER.iter().position(|n| *n == name);
+    let mut seen = 0;
+    for package in &metadata.packages {
+        let own = rank(&package.name)
+            .unwrap_or_else(|| panic!("{} has no place in the order of crates", package.name));
+        seen += 1;
+        for dependency in &package.dependencies {
+            if let Some(other) = rank(&dependency.name) {
+                assert!(
+                    other < own,
+                    "{} must not use {}",
+                    package.name,
+                    dependency.name
+                );
+            }
+        }
+    }
+    assert_eq!(seen, ORDER.len());
+}
+
+/// Only the binary parses arguments, prints and wraps errors untyped; only `formats` and
+/// `kernels` may need `unsafe`.
+#[test]
+fn libraries_do_not_use_what_belongs_to_the_binary() {
+    let metadata = MetadataCommand::new()
+        .manifest_path(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo metadata");
+    for package in metadata.packages.iter().filter(|p| p.name.as_str() != "nq") {
+        for banned in ["clap", "anyhow", "indicatif", "rustyline"] {
+            assert!(
+                package.dependencies.iter().all(|d| d.name != banned),
+                "{} must not use {banned}",
+                package.name
+            );
+        }
+        if !["nq-formats", "nq-kernels"].contains(&package.name.as_str()) {
+            let folder = package.manifest_path.parent().expect("a folder");
+            let root = std::fs::read_to_string(folder.join("src/lib.rs")).expect("lib.rs");
+            assert!(
+                root.contains("#![forbid(unsafe_code)]"),
+                "{} forbids unsafe",
+                package.name
+            );
+        }
+    }
+}
