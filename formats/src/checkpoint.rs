@@ -3,6 +3,7 @@
 use crate::config::{GenerationDefaults, ModelConfig};
 use crate::dense;
 use crate::error::{Error, Result};
+use crate::nq;
 use crate::shards::Shards;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
@@ -157,6 +158,9 @@ pub trait WeightStore: Send + Sync {
     /// Every stored tensor, in name order.
     fn entries(&self) -> Vec<TensorEntry>;
 
+    /// Bytes of the weight files, headers included.
+    fn file_bytes(&self) -> u64;
+
     /// What the file says about its quantization, as it stands there; `None` if
     /// unquantized.
     fn quantization(&self) -> Option<&serde_json::Value>;
@@ -177,14 +181,20 @@ struct Format {
 }
 
 /// Every format that can be opened; the first that detects itself is used.
-const FORMATS: &[Format] = &[Format {
-    detect: |s| s.config.is_some() && s.quantization.is_none(),
-    open: dense::open,
-}];
+const FORMATS: &[Format] = &[
+    Format {
+        detect: |s| s.config.is_some() && s.quantization.is_none(),
+        open: dense::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(nq::METHOD),
+        open: nq::open,
+    },
+];
 
 impl Source {
     /// Reads config.json (if there is one) and what it says about quantization.
-    fn new(files: Files, weights: Option<String>) -> Result<Self> {
+    pub(crate) fn new(files: Files, weights: Option<String>) -> Result<Self> {
         let config = match files.get(CONFIG)? {
             None => None,
             Some(bytes) => match serde_json::from_slice(&bytes) {
@@ -378,5 +388,15 @@ impl Checkpoint {
     /// The weights.
     pub fn store(&self) -> &dyn WeightStore {
         self.store.as_ref()
+    }
+
+    /// Bytes of all stored tensors.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.store.entries().iter().map(|e| e.bytes).sum()
+    }
+
+    /// `8 * tensor_bytes / parameters`: embedding and head included, a tied one counted once.
+    pub fn bits_per_weight(&self) -> f64 {
+        8.0 * self.tensor_bytes() as f64 / self.config.parameters() as f64
     }
 }

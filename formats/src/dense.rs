@@ -53,6 +53,10 @@ impl WeightStore for DenseStore {
         self.shards.entries()
     }
 
+    fn file_bytes(&self) -> u64 {
+        self.shards.file_bytes()
+    }
+
     fn quantization(&self) -> Option<&serde_json::Value> {
         None
     }

@@ -28,6 +28,24 @@ pub enum Error {
         /// What was looked for.
         what: String,
     },
+    /// Something stands where new work would go.
+    #[error("{}: {what}", path.display())]
+    Exists {
+        /// The file or folder.
+        path: PathBuf,
+        /// What it is, and what can be done.
+        what: String,
+    },
+    /// A file system has not enough room.
+    #[error("{}: not enough disk space: {needed} bytes needed, {available} available", path.display())]
+    Space {
+        /// The file or folder to be written.
+        path: PathBuf,
+        /// Bytes that it takes.
+        needed: u64,
+        /// Bytes that are free there.
+        available: u64,
+    },
     /// A file's structure is not what its format says.
     #[error("{}: {what}: expected {expected}, found {found}", path.display())]
     Malformed {

@@ -30,7 +30,8 @@ pub(crate) const METADATA: &str = "__metadata__";
 #[derive(Clone, Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
-    data: Bytes,
+    file_bytes: u64,
+    data: Bytes, // all after the header
     metadata: BTreeMap<String, String>,
     tensors: BTreeMap<String, Info>,
 }
@@ -85,6 +86,7 @@ impl SafetensorsFile {
         let tensors = check_layout(path, tensors, data.len())?;
         Ok(SafetensorsFile {
             path: path.into(),
+            file_bytes: bytes.len() as u64,
             data,
             metadata,
             tensors,
@@ -94,6 +96,11 @@ impl SafetensorsFile {
     /// The file's path, for messages.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Bytes of the whole file.
+    pub fn file_bytes(&self) -> u64 {
+        self.file_bytes
     }
 
     /// The header's `__metadata__`.

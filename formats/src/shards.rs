@@ -98,7 +98,11 @@ impl Shards {
         Ok(set)
     }
 
-    fn new(root: PathBuf, files: Vec<SafetensorsFile>) -> Result<Self> {
+    /// A set of `files`; `root` stands for all of them in messages.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for a tensor that stands in two files.
+    pub fn new(root: PathBuf, files: Vec<SafetensorsFile>) -> Result<Self> {
         let mut by_name = BTreeMap::new();
         for (i, file) in files.iter().enumerate() {
             for name in file.names() {
@@ -170,6 +174,11 @@ impl Shards {
     /// The files, in name order.
     pub fn files(&self) -> &[SafetensorsFile] {
         &self.files
+    }
+
+    /// Bytes of all files, headers included.
+    pub fn file_bytes(&self) -> u64 {
+        self.files.iter().map(SafetensorsFile::file_bytes).sum()
     }
 
     /// A listing of all tensors, in name order.

@@ -1,6 +1,9 @@
 //! Helpers shared by the integration tests.
 #![allow(dead_code)]
 
+use bytes::Bytes;
+use half::f16;
+use nq_formats::{AffineScheme, AffineWeight, DType, Tensor, Weight, ZeroPoints, Zeros, pack};
 use std::path::{Path, PathBuf};
 
 /// The repository's assets folder.
@@ -53,4 +56,82 @@ pub(crate) fn names<T>(result: Result<T, nq_formats::Error>, parts: &[&str]) {
     for part in parts {
         assert!(message.contains(part), "{part:?} is not in: {message}");
     }
+}
+
+/// A generator for test values (SplitMix64).
+pub(crate) struct Rng(pub u64);
+
+impl Rng {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    /// Uniform in [-1, 1).
+    pub(crate) fn signed(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+}
+
+/// A quantized weight with random contents.
+pub(crate) fn random_affine(
+    rng: &mut Rng,
+    scheme: AffineScheme,
+    (rows, cols): (usize, usize),
+    with_g_idx: bool,
+) -> AffineWeight {
+    let bits = scheme.bits;
+    let groups = scheme.group.count(cols);
+    let mut packed = |width: usize| {
+        let codes: Vec<u8> = (0..rows * width)
+            .map(|_| rng.next() as u8 & bits.max_code())
+            .collect();
+        Bytes::from(pack::pack_rows(bits, &codes, width))
+    };
+    let codes = packed(cols);
+    let integer = packed(groups);
+    let mut halves = || {
+        (0..rows * groups)
+            .map(|_| f16::from_f32(rng.signed() / 16.0))
+            .collect()
+    };
+    let scales = halves();
+    let zeros = match scheme.zeros {
+        Zeros::None => ZeroPoints::None,
+        Zeros::Integer => ZeroPoints::Integer(integer),
+        Zeros::Offset => ZeroPoints::Offset(halves()),
+    };
+    let g_idx = with_g_idx.then(|| (0..cols).map(|_| rng.below(groups) as u32).collect());
+    AffineWeight::new(scheme, (rows, cols), codes, scales, zeros, g_idx).unwrap()
+}
+
+/// Asserts that two weights are the same, part by part and value by value.
+#[track_caller]
+pub(crate) fn assert_same(a: &Weight, b: &Weight) {
+    let (rows, cols) = a.dims();
+    assert_eq!(a.dims(), b.dims());
+    assert_eq!(a.scheme_name(), b.scheme_name());
+    assert_eq!(a.bytes(), b.bytes());
+    let (mut x, mut y) = (vec![0.0; cols], vec![0.0; cols]);
+    for row in 0..rows {
+        a.dequantize_row(row, &mut x).unwrap();
+        b.dequantize_row(row, &mut y).unwrap();
+        assert_eq!(x, y, "row {row}");
+    }
+}
+
+/// A dense bf16 tensor with random contents.
+pub(crate) fn random_dense(rng: &mut Rng, shape: &[usize]) -> Tensor {
+    let n: usize = shape.iter().product();
+    let bytes: Vec<u8> = (0..n)
+        .flat_map(|_| half::bf16::from_f32(rng.signed()).to_le_bytes())
+        .collect();
+    Tensor::new(DType::BF16, shape.to_vec(), bytes.into()).unwrap()
 }

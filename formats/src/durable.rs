@@ -1,0 +1,162 @@
+//! Files and folders that appear whole or not at all, and outlast a crash.
+
+use crate::error::{Error, Result};
+use rustix::fs::{CWD, RenameFlags, renameat_with, statvfs};
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// Writes `path` through a temporary file beside it: synced, then renamed over any old one.
+///
+/// # Errors
+/// [`Error::Space`] if the disk is full, other [`Error::Io`], or what `fill` returns; the
+/// temporary file is then removed and an old file is untouched.
+pub fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
+    let folder = parent(path);
+    let temporary = tempfile::Builder::new()
+        .prefix(".nq-")
+        .suffix(".tmp")
+        .permissions(permissions())
+        .tempfile_in(&folder)
+        .map_err(|e| Error::io(path, "create", e))?;
+    let mut sink = Sink::new(temporary.as_file().try_clone(), path)?;
+    fill(&mut sink)?;
+    sink.finish()?;
+    let renamed = temporary.persist(path);
+    renamed.map_err(|e| Error::io(path, "rename into place", e.error))?;
+    sync_folder(&folder)
+}
+
+/// As [`write_file`], with the contents at hand.
+///
+/// # Errors
+/// As [`write_file`].
+pub fn write_bytes(path: &Path, contents: &[u8]) -> Result<()> {
+    write_file(path, |sink| sink.write(contents))
+}
+
+/// What other users may read is the umask's matter, not the temporary file's.
+#[cfg(unix)]
+fn permissions() -> fs::Permissions {
+    use std::os::unix::fs::PermissionsExt;
+    fs::Permissions::from_mode(0o666)
+}
+
+/// A file being written, whose errors name it.
+pub struct Sink {
+    path: PathBuf,
+    file: BufWriter<File>,
+    written: u64,
+}
+
+impl Sink {
+    fn new(file: io::Result<File>, path: &Path) -> Result<Self> {
+        let file = file.map_err(|e| Error::io(path, "create", e))?;
+        Ok(Sink {
+            path: path.into(),
+            file: BufWriter::with_capacity(1 << 20, file),
+            written: 0,
+        })
+    }
+
+    /// Appends `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Space`] if the disk is full, or [`Error::Io`].
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.written += bytes.len() as u64;
+        self.file
+            .write_all(bytes)
+            .map_err(|e| self.error("write", e))
+    }
+
+    /// Bytes written so far.
+    pub fn written(&self) -> u64 {
+        self.written
+    }
+
+    fn finish(mut self) -> Result<()> {
+        self.file.flush().map_err(|e| self.error("write", e))?;
+        let synced = self.file.get_ref().sync_all();
+        synced.map_err(|e| self.error("sync", e))
+    }
+
+    fn error(&self, action: &'static str, e: io::Error) -> Error {
+        match e.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Error::Space {
+                path: self.path.clone(),
+                needed: self.written,
+                available: available(&parent(&self.path)).unwrap_or(0),
+            },
+            _ => Error::io(&self.path, action, e),
+        }
+    }
+}
+
+/// The folder that holds `path`.
+pub(crate) fn parent(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(p) if p != Path::new("") => p.into(),
+        _ => ".".into(),
+    }
+}
+
+/// Makes the renames and new files of a folder outlast a crash.
+pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
+    let synced = File::open(folder).and_then(|f| f.sync_all());
+    synced.map_err(|e| Error::io(folder, "sync", e))
+}
+
+/// Bytes that may still be written to the file system of `folder`, or, if that does not exist
+/// yet, of the folder it would be in.
+///
+/// # Errors
+/// [`Error::Io`] if the system does not say.
+pub fn available(folder: &Path) -> Result<u64> {
+    let mut existing = folder.to_owned();
+    while !existing.exists() && existing != parent(&existing) {
+        existing = parent(&existing);
+    }
+    let stat = statvfs(&existing).map_err(|e| Error::io(folder, "ask for free space", e.into()))?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Checks that `needed` bytes fit on the file system of `folder`.
+///
+/// # Errors
+/// [`Error::Space`] if not.
+pub fn check_space(folder: &Path, needed: u64) -> Result<()> {
+    let available = available(folder)?;
+    if available < needed {
+        return Err(Error::Space {
+            path: folder.into(),
+            needed,
+            available,
+        });
+    }
+    Ok(())
+}
+
+/// Renames the folder `new` to `dest`. A folder already at `dest` is exchanged with it in
+/// one step where the system can, and is afterwards at `new`.
+///
+/// # Errors
+/// [`Error::Io`]; `dest` is then as it was.
+pub(crate) fn rename_folder(new: &Path, dest: &Path) -> Result<()> {
+    let failed = |e: io::Error| Error::io(dest, "rename into place", e);
+    if fs::symlink_metadata(dest).is_err() {
+        fs::rename(new, dest).map_err(failed)?;
+    } else if renameat_with(CWD, new, CWD, dest, RenameFlags::EXCHANGE).is_err() {
+        // File systems without an exchange: two renames, undone if the second fails.
+        let mut aside = new.as_os_str().to_owned();
+        aside.push(".old");
+        let aside = PathBuf::from(aside);
+        fs::rename(dest, &aside).map_err(failed)?;
+        if let Err(e) = fs::rename(new, dest) {
+            let undone = fs::rename(&aside, dest);
+            return Err(failed(undone.err().unwrap_or(e)));
+        }
+        fs::rename(&aside, new).map_err(failed)?;
+    }
+    sync_folder(&parent(dest))
+}

@@ -1,0 +1,42 @@
+//! SHA-256 of files, for a record's provenance.
+
+use crate::checkpoint::Files;
+use crate::error::Result;
+use crate::progress::{Progress, Unit};
+use sha2::{Digest, Sha256};
+
+/// SHA-256 of `bytes` in lower-case hexadecimal.
+pub fn sha256_hex(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
+}
+
+fn hex(digest: &[u8]) -> String {
+    digest.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// A hash of a model's weights: SHA-256 over the lines `SHA256  NAME\n` of its weight files in
+/// name order, which is what `sha256sum *.safetensors | sha256sum` prints (`*.gguf` likewise).
+///
+/// # Errors
+/// [`crate::Error::Io`] if a file cannot be read.
+pub fn weights_sha256(files: &Files, progress: &dyn Progress) -> Result<String> {
+    let mut names = files.names()?;
+    names.retain(|n| n.ends_with(".safetensors") || n.ends_with(".gguf"));
+    let mut contents = Vec::new();
+    for name in names {
+        contents.push((files.require(&name)?, name));
+    }
+    let total: usize = contents.iter().map(|(b, _)| b.len()).sum();
+    progress.begin("hash source", total as u64, Unit::Bytes);
+    let mut list = String::new();
+    for (bytes, name) in &contents {
+        let mut hasher = Sha256::new();
+        for chunk in bytes.chunks(1 << 24) {
+            hasher.update(chunk);
+            progress.advance(chunk.len() as u64);
+        }
+        list += &format!("{}  {name}\n", hex(&hasher.finalize()));
+    }
+    progress.end();
+    Ok(sha256_hex(list.as_bytes()))
+}

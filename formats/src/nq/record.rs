@@ -1,0 +1,185 @@
+//! What a quantized folder says about itself: config.json's `quantization_config`.
+
+use super::{METHOD, VERSION};
+use crate::error::{Error, Result};
+use crate::names::is_layer_linear;
+use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+/// How one weight is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorScheme {
+    /// Width of a code.
+    pub bits: Bits,
+    /// Inputs that share a scale.
+    pub group: Group,
+    /// How zero-points are kept.
+    pub zeros: Zeros,
+    /// Each input's group is listed (activation order).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub g_idx: bool,
+}
+
+impl TensorScheme {
+    /// The scheme without the group index.
+    pub fn affine(self) -> AffineScheme {
+        AffineScheme {
+            bits: self.bits,
+            group: self.group,
+            zeros: self.zeros,
+        }
+    }
+}
+
+impl fmt::Display for TensorScheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let listed = if self.g_idx { " with g_idx" } else { "" };
+        write!(f, "{}{listed}", self.affine())
+    }
+}
+
+/// Where the unquantized weights came from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceRecord {
+    /// Hub id or folder name.
+    pub name: String,
+    /// Of the weights ([`crate::hash::weights_sha256`]), or the hub's commit; empty if unknown.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub sha256: String,
+    /// The hub's commit, if it came from there.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub revision: String,
+}
+
+/// The text that a method was calibrated on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CalibrationRecord {
+    /// `self` (sampled from the model) or a file name.
+    pub name: String,
+    /// Of the token ids as little-endian u32.
+    pub sha256: String,
+    /// Tokens used.
+    pub tokens: u64,
+}
+
+/// The quantization record of a folder. [`super::Writer`] fills in the schemes from what was
+/// written; the rest is the caller's.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct QuantizationRecord {
+    /// Of the seven Linears of every layer; `None`: they are unquantized.
+    pub linears: Option<TensorScheme>,
+    /// Weights that deviate from `linears`, and quantized ones outside the layers; null for
+    /// an unquantized one.
+    #[serde(default)]
+    pub overrides: BTreeMap<String, Option<TensorScheme>>,
+    /// What computed the codes: `rtn`, `awq`, `gptq`, ...
+    pub method: String,
+    /// The method's settings, by the method's own names.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub settings: Map<String, Value>,
+    /// The unquantized model.
+    pub source: SourceRecord,
+    /// Absent for methods that need none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<CalibrationRecord>,
+    /// Of every random choice.
+    #[serde(default)]
+    pub seed: u64,
+    /// Weights that the method could not treat, and what was done instead.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fallbacks: Vec<String>,
+    /// Measured quality, as `nq eval --json` prints it; null if not measured.
+    #[serde(default)]
+    pub quality: Option<Value>,
+}
+
+impl QuantizationRecord {
+    /// How the weight `name` (without `.weight`) is kept; `None`: unquantized.
+    pub fn scheme(&self, name: &str) -> Option<TensorScheme> {
+        match self.overrides.get(name) {
+            Some(scheme) => *scheme,
+            None if is_layer_linear(name) => self.linears,
+            None => None,
+        }
+    }
+
+    /// Reads the `quantization_config` of the config.json at `path`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for another `quant_method` or version; [`Error::Malformed`] for missing
+    /// or mistyped keys and schemes out of range.
+    pub fn parse(path: &Path, value: &Value) -> Result<Self> {
+        let malformed = |what: &str, expected: &str, found: String| Error::Malformed {
+            path: path.into(),
+            what: format!("quantization_config{what}"),
+            expected: expected.into(),
+            found,
+        };
+        let get = |key: &str| value.get(key).cloned().unwrap_or_default();
+        if get("quant_method") != METHOD {
+            let found = get("quant_method").to_string();
+            return Err(malformed(".quant_method", "\"nq\"", found));
+        }
+        match get("version").as_u64() {
+            Some(v) if v == u64::from(VERSION) => {}
+            Some(v) => {
+                return Err(Error::Unsupported {
+                    path: path.into(),
+                    what: format!("version {v} of the nq format"),
+                    why: format!("this build reads version {VERSION}"),
+                });
+            }
+            None => {
+                let found = get("version").to_string();
+                return Err(malformed(".version", "an integer", found));
+            }
+        }
+        // Absent is not the same as null here: leaving schemes out must not mean "dense".
+        if value.get("linears").is_none() {
+            return Err(malformed(
+                ".linears",
+                "a scheme or null",
+                "no such key".into(),
+            ));
+        }
+        Self::deserialize(value).map_err(|e| malformed("", "an nq record", e.to_string()))
+    }
+
+    /// The `quantization_config` that says this.
+    pub fn to_json(&self) -> Value {
+        let mut map = Map::new();
+        map.insert("quant_method".into(), METHOD.into());
+        map.insert("version".into(), VERSION.into());
+        match serde_json::to_value(self) {
+            Ok(Value::Object(fields)) => map.extend(fields),
+            other => unreachable!("a struct with string keys is an object: {other:?}"),
+        }
+        Value::Object(map)
+    }
+
+    /// Sets the schemes from those of all matrices, by name: the most frequent among the
+    /// layers' Linears becomes `linears`, the rest overrides.
+    pub(crate) fn set_schemes(&mut self, schemes: &BTreeMap<String, Option<TensorScheme>>) {
+        let mut counts: Vec<(Option<TensorScheme>, usize)> = Vec::new();
+        for (_, scheme) in schemes.iter().filter(|(name, _)| is_layer_linear(name)) {
+            match counts.iter_mut().find(|(s, _)| s == scheme) {
+                Some((_, n)) => *n += 1,
+                None => counts.push((*scheme, 1)),
+            }
+        }
+        // The first in name order among equally frequent ones.
+        let most = counts.iter().rev().max_by_key(|(_, n)| *n);
+        self.linears = most.and_then(|(scheme, _)| *scheme);
+        self.overrides.clear();
+        for (name, &scheme) in schemes {
+            if self.scheme(name) != scheme {
+                self.overrides.insert(name.clone(), scheme);
+            }
+        }
+    }
+}

@@ -1,0 +1,528 @@
+//! Writing a quantized folder step by step, so that a kill at any moment loses at most
+//! the step in progress.
+//!
+//! All work happens in `OUT.partial`, beside the destination:
+//!
+//! ```text
+//! lock           held while a process works here
+//! plan.json      what is being made; another plan cannot be resumed from this
+//! state.json     the pipeline's own small state
+//! steps/NAME.safetensors   finished steps, each written whole
+//! folder/        the result while it is assembled
+//! finished       hash of the result's config.json, written just before the final rename
+//! ```
+
+use super::record::{QuantizationRecord, TensorScheme};
+use super::{NqStore, VERSION, parts, read_affine, verify};
+use crate::checkpoint::{CONFIG, Checkpoint, Files, GENERATION_CONFIG, Source};
+use crate::dense::{FLOATS, weight_name};
+use crate::durable::{check_space, parent, rename_folder, sync_folder, write_bytes};
+use crate::error::{Error, Result};
+use crate::hash;
+use crate::progress::Progress;
+use crate::safetensors::SafetensorsFile;
+use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_tensors};
+use crate::shards::Shards;
+use crate::tensor::Tensor;
+use crate::weight::{QuantizedWeight, Weight};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+const STEPS: &str = "steps";
+const FOLDER: &str = "folder";
+const PLAN: &str = "plan.json";
+const STATE: &str = "state.json";
+const FINISHED: &str = "finished";
+const LOCK: &str = "lock";
+const STEP_SUFFIX: &str = ".safetensors";
+/// The key of a step's `__metadata__` that holds the schemes of its matrices.
+const SCHEMES: &str = "nq_schemes";
+
+/// A parameter to be staged.
+#[derive(Clone, Copy, Debug)]
+pub enum Param<'a> {
+    /// A norm `[len]`, kept as it is.
+    Vector(&'a Tensor),
+    /// A Linear or embedding `[out, in]`, dense or quantized.
+    Matrix(&'a Weight),
+}
+
+/// How to begin.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WriterOptions {
+    /// Go on from work staged earlier under the same plan.
+    pub resume: bool,
+    /// Replace what is at the destination (once the new folder is whole), and discard staged
+    /// work that is not resumed.
+    pub force: bool,
+    /// Estimate of the weight files' size in bytes: the disk must hold it twice, as steps and as
+    /// the result.
+    pub expected_bytes: u64,
+}
+
+/// What [`Writer::open`] found.
+pub enum Opened {
+    /// Work to be done.
+    Writer(Writer),
+    /// With `resume`: the run was killed after the result was in place; nothing is left to do.
+    Complete,
+}
+
+/// A quantized folder in the making.
+pub struct Writer {
+    dest: PathBuf,
+    staging: PathBuf,
+    source: Files,
+    config: Map<String, Value>,
+    _lock: File,
+}
+
+/// A finished step, memory-mapped.
+pub struct Staged {
+    shards: Shards,
+    schemes: BTreeMap<String, Option<TensorScheme>>,
+}
+
+/// The sizes of a finished folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Bytes of all tensors.
+    pub tensor_bytes: u64,
+    /// Bytes of the weight files, headers included.
+    pub file_bytes: u64,
+}
+
+impl Writer {
+    /// Begins, or resumes, writing the folder `dest` from the model in `source`, whose config and
+    /// tokenizer files it will carry. `plan` is everything that decides the result.
+    ///
+    /// # Errors
+    /// [`Error::Exists`] if `dest` or unfinished work is there and `options` say neither
+    /// `force` nor `resume`, or another process is at work; [`Error::Malformed`] if the work to
+    /// be resumed has another plan; [`Error::Space`] if the disk is too small; [`Error::Io`].
+    pub fn open(
+        dest: &Path,
+        source: &Files,
+        plan: &Value,
+        options: WriterOptions,
+    ) -> Result<Opened> {
+        let staging = staging(dest);
+        let resuming = options.resume && staging.join(PLAN).exists();
+        if resuming && is_complete(dest, &staging)? {
+            remove(&staging)?;
+            return Ok(Opened::Complete);
+        }
+        if fs::symlink_metadata(dest).is_ok() && !options.force {
+            return Err(Error::Exists {
+                path: dest.into(),
+                what: "already there; --force replaces it once the new one is whole".into(),
+            });
+        }
+        let (files, staged) = staged_work(&staging)?;
+        if files > 0 && !resuming && !options.force {
+            return Err(Error::Exists {
+                path: staging,
+                what: "unfinished work is there; --resume goes on with it, --force discards it"
+                    .into(),
+            });
+        }
+        let staged = if resuming { staged } else { 0 };
+        let needed = (2 * options.expected_bytes).saturating_sub(staged);
+        check_space(&staging, needed)?;
+        create(&staging)?;
+        let writer = Writer {
+            dest: dest.into(),
+            source: source.clone(),
+            config: read_config(source)?,
+            _lock: lock(&staging)?,
+            staging,
+        };
+        match resuming {
+            true => writer.take_up(plan)?,
+            false => writer.start(plan)?,
+        }
+        Ok(Opened::Writer(writer))
+    }
+
+    /// Empties the staging folder and writes the plan.
+    fn start(&self, plan: &Value) -> Result<()> {
+        for name in [PLAN, STATE, FINISHED] {
+            let path = self.staging.join(name);
+            if path.exists() {
+                fs::remove_file(&path).map_err(|e| Error::io(path, "remove", e))?;
+            }
+        }
+        remove(&self.steps())?;
+        remove(&self.staging.join(FOLDER))?;
+        create(&self.steps())?;
+        write_bytes(&self.staging.join(PLAN), &pretty(plan))
+    }
+
+    /// Checks the plan and drops what a killed run left half-written.
+    fn take_up(&self, plan: &Value) -> Result<()> {
+        let path = self.staging.join(PLAN);
+        let old = read_json(&path)?.unwrap_or_default();
+        if old != *plan {
+            return Err(Error::Malformed {
+                path,
+                what: "plan of the unfinished work (--force discards it)".into(),
+                expected: plan.to_string(),
+                found: old.to_string(),
+            });
+        }
+        create(&self.steps())?;
+        remove(&self.staging.join(FOLDER))?;
+        for folder in [&self.staging, &self.steps()] {
+            for entry in list(folder)? {
+                if entry.file_name().to_string_lossy().ends_with(".tmp") {
+                    let path = entry.path();
+                    fs::remove_file(&path).map_err(|e| Error::io(path, "remove", e))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn steps(&self) -> PathBuf {
+        self.staging.join(STEPS)
+    }
+
+    fn step_path(&self, step: &str) -> Result<PathBuf> {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        if step.is_empty() || step.starts_with('.') || !step.chars().all(plain) {
+            return Err(Error::Malformed {
+                path: self.steps(),
+                what: "step name".into(),
+                expected: "letters, digits, '.', '_' and '-'".into(),
+                found: format!("{step:?}"),
+            });
+        }
+        Ok(self.steps().join(format!("{step}{STEP_SUFFIX}")))
+    }
+
+    /// Stages one finished step, by parameter name (without `.weight`). When this returns, the step
+    /// survives a crash; before, there is no trace of it. A step of the same name is replaced.
+    ///
+    /// # Errors
+    /// [`Error::Space`] if the disk is full, [`Error::Io`]; earlier steps are untouched.
+    pub fn put(&self, step: &str, params: &[(String, Param<'_>)]) -> Result<()> {
+        let mut tensors = Vec::new();
+        let mut schemes = BTreeMap::new();
+        for (name, param) in params {
+            match param {
+                Param::Vector(t) => tensors.push((weight_name(name), (*t).clone())),
+                Param::Matrix(weight) => {
+                    schemes.insert(name, scheme_of(weight));
+                    tensors.extend(parts(name, weight)?);
+                }
+            }
+        }
+        let schemes = serde_json::to_string(&schemes).expect("string keys");
+        let metadata = BTreeMap::from([(SCHEMES.to_owned(), schemes)]);
+        write_tensors(&self.step_path(step)?, &tensors, &metadata)
+    }
+
+    /// A step that is already finished, or `None`.
+    ///
+    /// # Errors
+    /// As [`SafetensorsFile::parse`], if the file was damaged.
+    pub fn staged(&self, step: &str) -> Result<Option<Staged>> {
+        let path = self.step_path(step)?;
+        match path.exists() {
+            true => Staged::open(vec![path]).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// All finished steps as one.
+    fn all_staged(&self) -> Result<Staged> {
+        let mut paths: Vec<PathBuf> = list(&self.steps())?.iter().map(|e| e.path()).collect();
+        paths.retain(|p| p.to_string_lossy().ends_with(STEP_SUFFIX));
+        paths.sort();
+        Staged::open(paths)
+    }
+
+    /// The pipeline's own state, as [`Writer::set_state`] left it.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if it is no JSON, [`Error::Io`].
+    pub fn state(&self) -> Result<Option<Value>> {
+        read_json(&self.staging.join(STATE))
+    }
+
+    /// Keeps the pipeline's own state, durably.
+    ///
+    /// # Errors
+    /// [`Error::Space`] or [`Error::Io`]; the old state is then kept.
+    pub fn set_state(&self, state: &Value) -> Result<()> {
+        write_bytes(&self.staging.join(STATE), &pretty(state))
+    }
+
+    /// The model as staged so far, to be measured before it is finished. Nothing is written.
+    ///
+    /// # Errors
+    /// As [`Writer::staged`].
+    pub fn preview(&self, record: &QuantizationRecord) -> Result<Checkpoint> {
+        let staged = self.all_staged()?;
+        let mut record = record.clone();
+        record.set_schemes(&staged.schemes);
+        let value = record.to_json();
+        let store = NqStore::new(staged.shards, record, value)?;
+        Source::new(self.source.clone(), None)?.into_checkpoint(Box::new(store))
+    }
+
+    /// Assembles the staged steps into the final folder, checks that it opens and that every
+    /// parameter is there, and puts it in place. `record`'s schemes are set from what was staged.
+    ///
+    /// # Errors
+    /// [`Error::Space`], [`Error::Io`], or [`Error::Tensor`] for a parameter that was never
+    /// staged. The staged work is then still there, and the destination as it was.
+    pub fn finish(
+        self,
+        mut record: QuantizationRecord,
+        progress: &dyn Progress,
+    ) -> Result<Written> {
+        let folder = self.staging.join(FOLDER);
+        remove(&folder)?;
+        create(&folder)?;
+        let staged = self.all_staged()?;
+        record.set_schemes(&staged.schemes);
+        let metadata = [
+            ("format", "pt".to_owned()),
+            ("nq_version", VERSION.to_string()),
+        ];
+        let metadata = metadata.map(|(k, v)| (k.to_owned(), v)).into();
+        let layout = Layout::new(staged.specs(), &metadata, MAX_SHARD);
+        check_space(&folder, layout.file_bytes())?;
+        layout.write(&folder, progress, &mut |spec, sink| {
+            staged.write(&spec.name, &mut |bytes| sink.write(bytes))
+        })?;
+        for name in copied_files(&self.source)? {
+            write_bytes(&folder.join(&name), &self.source.require(&name)?)?;
+        }
+        let mut config = self.config.clone();
+        config.shift_remove("compression_config");
+        config.insert("quantization_config".into(), record.to_json());
+        let config = pretty(&Value::Object(config));
+        write_bytes(&folder.join(CONFIG), &config)?;
+        sync_folder(&folder)?;
+        verify(&Checkpoint::open(&folder)?)?;
+
+        let marker = self.staging.join(FINISHED);
+        write_bytes(&marker, hash::sha256_hex(&config).as_bytes())?;
+        rename_folder(&folder, &self.dest)?;
+        let written = Written {
+            tensor_bytes: layout.tensor_bytes(),
+            file_bytes: layout.file_bytes(),
+        };
+        drop(staged);
+        remove(&self.staging)?;
+        Ok(written)
+    }
+}
+
+impl Staged {
+    fn open(paths: Vec<PathBuf>) -> Result<Self> {
+        let mut files = Vec::new();
+        let mut schemes = BTreeMap::new();
+        for path in &paths {
+            let bytes =
+                crate::checkpoint::map_file(path).map_err(|e| Error::io(path, "open", e))?;
+            let file = SafetensorsFile::parse(path, bytes)?;
+            let text = file.metadata().get(SCHEMES).map_or("", String::as_str);
+            let step: BTreeMap<String, Option<TensorScheme>> =
+                serde_json::from_str(text).map_err(|e| Error::Malformed {
+                    path: path.clone(),
+                    what: format!("metadata {SCHEMES}"),
+                    expected: "schemes by name".into(),
+                    found: e.to_string(),
+                })?;
+            schemes.extend(step);
+            files.push(file);
+        }
+        let root = paths.first().map(|p| parent(p)).unwrap_or_default();
+        let shards = Shards::new(root, files)?;
+        Ok(Staged { shards, schemes })
+    }
+
+    /// The staged weight `name` `[out_features, in_features]`.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if it is not in this step or of other dimensions.
+    pub fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        match self.schemes.get(name) {
+            Some(Some(scheme)) => read_affine(&self.shards, name, *scheme, dims),
+            _ => {
+                let shape = [dims.0, dims.1];
+                let tensor = self.shards.require(&weight_name(name), &FLOATS, &shape)?;
+                Ok(Weight::Dense(tensor))
+            }
+        }
+    }
+
+    /// The staged norm `name` `[len]`.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if it is not in this step or of another length.
+    pub fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.shards.require(&weight_name(name), &FLOATS, &[len])
+    }
+
+    fn specs(&self) -> Vec<TensorSpec> {
+        let spec = |name: &str| {
+            let tensor = self.shards.get(name).expect("listed by the same set");
+            TensorSpec {
+                name: name.into(),
+                dtype: tensor.dtype(),
+                shape: tensor.shape().to_vec(),
+            }
+        };
+        self.shards.names().map(spec).collect()
+    }
+
+    fn write(&self, name: &str, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let tensor = self.shards.get(name).expect("listed by the same set");
+        sink(tensor.data())
+    }
+}
+
+fn scheme_of(weight: &Weight) -> Option<TensorScheme> {
+    match weight {
+        Weight::Dense(_) => None,
+        Weight::Quantized(QuantizedWeight::Affine(a)) => Some(TensorScheme {
+            bits: a.scheme().bits,
+            group: a.scheme().group,
+            zeros: a.scheme().zeros,
+            g_idx: a.g_idx().is_some(),
+        }),
+    }
+}
+
+/// Files that a model needs beside weights and config.json, and its licence: those of `files`
+/// that are to be copied along with it.
+///
+/// # Errors
+/// [`Error::Io`] if the folder cannot be listed.
+pub fn copied_files(files: &Files) -> Result<Vec<String>> {
+    const NAMES: [&str; 10] = [
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        GENERATION_CONFIG,
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+        "NOTICE",
+    ];
+    let mut names = files.names()?;
+    names.retain(|n| NAMES.contains(&n.as_str()) || n.starts_with("LICENSE"));
+    Ok(names)
+}
+
+/// The folder beside `dest` that unfinished work is kept in.
+fn staging(dest: &Path) -> PathBuf {
+    let mut name = dest.file_name().unwrap_or_default().to_owned();
+    name.push(".partial");
+    parent(dest).join(name)
+}
+
+/// Number and bytes of the files that a resumed run would use.
+fn staged_work(staging: &Path) -> Result<(usize, u64)> {
+    let steps = staging.join(STEPS);
+    let mut count = usize::from(staging.join(STATE).exists());
+    let mut bytes = 0;
+    if steps.exists() {
+        for entry in list(&steps)? {
+            if entry.file_name().to_string_lossy().ends_with(STEP_SUFFIX) {
+                let metadata = entry.metadata();
+                bytes += metadata
+                    .map_err(|e| Error::io(entry.path(), "read", e))?
+                    .len();
+                count += 1;
+            }
+        }
+    }
+    Ok((count, bytes))
+}
+
+/// True if the folder at `dest` is the result that the work in `staging` was about to put there.
+fn is_complete(dest: &Path, staging: &Path) -> Result<bool> {
+    let read = |path: PathBuf| match fs::read(&path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(path, "read", e)),
+    };
+    let marker = read(staging.join(FINISHED))?;
+    let config = read(dest.join(CONFIG))?;
+    Ok(match (marker, config) {
+        (Some(marker), Some(config)) => marker == hash::sha256_hex(&config).as_bytes(),
+        _ => false,
+    })
+}
+
+fn lock(staging: &Path) -> Result<File> {
+    let path = staging.join(LOCK);
+    let file = File::create(&path).map_err(|e| Error::io(&path, "create", e))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => Err(Error::Exists {
+            path: staging.into(),
+            what: "another process is at work here".into(),
+        }),
+        Err(fs::TryLockError::Error(e)) => Err(Error::io(path, "lock", e)),
+    }
+}
+
+fn read_config(source: &Files) -> Result<Map<String, Value>> {
+    let bytes = source.require(CONFIG)?;
+    serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
+        path: source.path(CONFIG),
+        what: "contents".into(),
+        expected: "a JSON object".into(),
+        found: e.to_string(),
+    })
+}
+
+fn read_json(path: &Path) -> Result<Option<Value>> {
+    let bytes = match fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io(path, "read", e)),
+    };
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|e| Error::Malformed {
+            path: path.into(),
+            what: "contents".into(),
+            expected: "JSON".into(),
+            found: e.to_string(),
+        })
+}
+
+fn pretty(value: &Value) -> Vec<u8> {
+    let mut text = serde_json::to_vec_pretty(value).expect("string keys");
+    text.push(b'\n');
+    text
+}
+
+fn list(folder: &Path) -> Result<Vec<fs::DirEntry>> {
+    fs::read_dir(folder)
+        .and_then(Iterator::collect)
+        .map_err(|e| Error::io(folder, "list", e))
+}
+
+fn create(folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder).map_err(|e| Error::io(folder, "create", e))
+}
+
+/// Removes a folder and all in it, if it is there.
+fn remove(folder: &Path) -> Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(folder, "remove", e)),
+        _ => Ok(()),
+    }
+}

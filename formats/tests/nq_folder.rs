@@ -1,0 +1,437 @@
+//! nq's own folder: what is written is read back, sizes are those of the scheme, and
+//! disagreement between record and tensors is refused by name.
+
+mod common;
+
+use common::{Rng, assert_same, assets, names, random_affine, random_dense, tiny_config};
+use nq_formats::names::{Shape, parameters};
+use nq_formats::nq::{Opened, Param, QuantizationRecord, TensorScheme, Writer, WriterOptions};
+use nq_formats::serialize::write_tensors;
+use nq_formats::{
+    AffineScheme, Bits, Checkpoint, DType, Files, Group, ModelConfig, QuantizedWeight, Tensor,
+    Weight, Zeros, nq, pack,
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+const OPTIONS: WriterOptions = WriterOptions {
+    resume: false,
+    force: false,
+    expected_bytes: 0,
+};
+
+fn scheme(bits: Bits, group: u32, zeros: Zeros) -> AffineScheme {
+    AffineScheme {
+        bits,
+        group: Group::Size(group),
+        zeros,
+    }
+}
+
+fn writer(dest: &Path, source: &Files, options: WriterOptions) -> Writer {
+    match Writer::open(dest, source, &json!({"plan": 1}), options).unwrap() {
+        Opened::Writer(w) => w,
+        Opened::Complete => panic!("nothing was complete"),
+    }
+}
+
+/// Stages every parameter of `config`, matrices by `quantize`, and finishes.
+fn write_model(
+    dest: &Path,
+    source: &Files,
+    config: &ModelConfig,
+    mut quantize: impl FnMut(&str, (usize, usize)) -> Weight,
+) -> nq::Written {
+    let writer = writer(dest, source, OPTIONS);
+    let mut rng = Rng(5);
+    for (name, shape) in parameters(config) {
+        match shape {
+            Shape::Vector(len) => {
+                let tensor = random_dense(&mut rng, &[len]);
+                writer.put(&name, &[(name.clone(), Param::Vector(&tensor))])
+            }
+            Shape::Matrix(rows, cols) => {
+                let weight = quantize(&name, (rows, cols));
+                writer.put(&name, &[(name.clone(), Param::Matrix(&weight))])
+            }
+        }
+        .unwrap();
+    }
+    let record = QuantizationRecord {
+        method: "test".into(),
+        ..Default::default()
+    };
+    writer.finish(record, &()).unwrap()
+}
+
+fn affine(rng: &mut Rng, scheme: AffineScheme, dims: (usize, usize)) -> Weight {
+    Weight::Quantized(QuantizedWeight::Affine(random_affine(
+        rng, scheme, dims, false,
+    )))
+}
+
+/// The sizes that the demo model must have at 4 bits.
+#[test]
+fn demo_sizes() {
+    let source = Files::Folder(assets().join("demo"));
+    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let cases = [
+        (scheme(Bits::B4, 128, Zeros::None), 8_226_304),
+        (scheme(Bits::B4, 64, Zeros::Integer), 8_502_784),
+    ];
+    for (layers, bytes) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let dest = dir.path().join("out");
+        let mut rng = Rng(1);
+        let written = write_model(&dest, &source, demo.config(), |name, dims| {
+            let scheme = match name {
+                "model.embed_tokens" => scheme(Bits::B8, 128, Zeros::None),
+                _ => layers,
+            };
+            affine(&mut rng, scheme, dims)
+        });
+        assert_eq!(written.tensor_bytes, bytes);
+        let opened = Checkpoint::open(&dest).unwrap();
+        assert_eq!(opened.tensor_bytes(), bytes);
+        assert_eq!(opened.store().file_bytes(), written.file_bytes);
+        let weights = dest.join("model.safetensors");
+        assert_eq!(fs::metadata(weights).unwrap().len(), written.file_bytes);
+        assert_eq!(opened.bits_per_weight(), 8.0 * bytes as f64 / 13_900_544.0);
+        let record = nq::record(&opened).unwrap().unwrap();
+        assert_eq!(record.linears.unwrap().affine(), layers);
+        let overridden: Vec<_> = record.overrides.keys().collect();
+        assert_eq!(overridden, ["model.embed_tokens"]);
+        for file in [
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "generation_config.json",
+        ] {
+            assert_eq!(
+                fs::read(dest.join(file)).unwrap(),
+                fs::read(assets().join("demo").join(file)).unwrap()
+            );
+        }
+        assert!(!dir.path().join("out.partial").exists());
+    }
+}
+
+/// The safetensors crate reads what is written, aligned, and with the metadata FORMAT.md asks for.
+#[test]
+fn the_safetensors_crate_reads_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (dest, _) = tiny_model(dir.path(), scheme(Bits::B4, 3, Zeros::Offset));
+    let bytes = fs::read(dest.join("model.safetensors")).unwrap();
+    let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    assert_eq!(header % 8, 0);
+    let strings = metadata.metadata().as_ref().unwrap();
+    assert_eq!((&*strings["format"], &*strings["nq_version"]), ("pt", "1"));
+    for (name, info) in metadata.tensors() {
+        let size = if name.ends_with(".codes") { 1 } else { 2 };
+        assert_eq!(info.data_offsets.0 % size, 0, "{name}");
+    }
+    let names = metadata.offset_keys();
+    assert!(names.contains(&"model.layers.0.mlp.down_proj.offsets".to_owned()));
+}
+
+/// A tiny quantized model and its weights.
+fn tiny_model(dir: &Path, layers: AffineScheme) -> (std::path::PathBuf, BTreeMap<String, Weight>) {
+    fs::write(dir.join("config.json"), tiny_config("")).unwrap();
+    fs::write(dir.join("tokenizer.json"), "{}").unwrap();
+    let config = ModelConfig::parse(Path::new("c"), tiny_config("").as_bytes()).unwrap();
+    let dest = dir.join("out");
+    let mut rng = Rng(2);
+    let mut kept = BTreeMap::new();
+    write_model(&dest, &Files::Folder(dir.into()), &config, |name, dims| {
+        let weight = match name {
+            "model.embed_tokens" => Weight::Dense(random_dense(&mut rng, &[dims.0, dims.1])),
+            "model.layers.0.mlp.up_proj" => {
+                affine(&mut rng, scheme(Bits::B8, 4, Zeros::None), dims)
+            }
+            _ => affine(&mut rng, layers, dims),
+        };
+        kept.insert(name.to_owned(), weight.clone());
+        weight
+    });
+    (dest, kept)
+}
+
+#[test]
+fn mixed_schemes_come_back() {
+    for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
+        let dir = tempfile::tempdir().unwrap();
+        let (dest, kept) = tiny_model(dir.path(), scheme(Bits::B4, 3, zeros));
+        let opened = Checkpoint::open(&dest).unwrap();
+        assert_eq!(opened.store().format(), "nq");
+        for (name, weight) in &kept {
+            let read = opened.store().matrix(name, weight.dims()).unwrap();
+            assert_same(&read, weight);
+        }
+        let record = nq::record(&opened).unwrap().unwrap();
+        assert_eq!(record.scheme("model.embed_tokens"), None);
+        let up = record.scheme("model.layers.0.mlp.up_proj").unwrap();
+        assert_eq!((up.bits, up.zeros), (Bits::B8, Zeros::None));
+        assert_eq!(record.linears.unwrap().zeros, zeros);
+        assert_eq!(record.overrides.len(), 1);
+        // The same inputs give the same bytes.
+        let again = tempfile::tempdir().unwrap();
+        let (second, _) = tiny_model(again.path(), scheme(Bits::B4, 3, zeros));
+        for name in Files::Folder(dest.clone()).names().unwrap() {
+            let [a, b] = [&dest, &second].map(|d| fs::read(d.join(&name)).unwrap());
+            assert_eq!(a, b, "{name}");
+        }
+    }
+}
+
+/// Rewrites one tensor of a folder's only weight file, or drops it.
+fn edit(dest: &Path, name: &str, change: impl FnOnce(Tensor) -> Option<Tensor>) {
+    let path = dest.join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let file = nq_formats::safetensors::SafetensorsFile::parse(&path, bytes.into()).unwrap();
+    let mut tensors: Vec<(String, Tensor)> = file
+        .names()
+        .filter(|n| *n != name)
+        .map(|n| (n.to_owned(), file.get(n).unwrap()))
+        .collect();
+    if let Some(changed) = change(file.get(name).unwrap()) {
+        tensors.push((name.into(), changed));
+    }
+    write_tensors(&path, &tensors, &BTreeMap::new()).unwrap();
+}
+
+#[test]
+fn broken_parts_are_named() {
+    let linear = "model.layers.0.mlp.down_proj";
+    let part = |suffix: &str| format!("{linear}{suffix}");
+    let refused = |zeros, suffix: &str, expect: &[&str], change: fn(Tensor) -> Option<Tensor>| {
+        let dir = tempfile::tempdir().unwrap();
+        let (dest, _) = tiny_model(dir.path(), scheme(Bits::B4, 8, zeros));
+        edit(&dest, &part(suffix), change);
+        let checked = Checkpoint::open(&dest).and_then(|c| nq::verify(&c));
+        names(checked, expect);
+    };
+    fn poison(t: Tensor) -> Option<Tensor> {
+        let mut bytes = t.data().to_vec();
+        bytes[6..8].copy_from_slice(&half::f16::NAN.to_le_bytes());
+        Some(Tensor::new(DType::F16, t.shape().to_vec(), bytes.into()).unwrap())
+    }
+    fn infinite(t: Tensor) -> Option<Tensor> {
+        let mut bytes = t.data().to_vec();
+        bytes[..2].copy_from_slice(&half::f16::INFINITY.to_le_bytes());
+        Some(Tensor::new(DType::F16, t.shape().to_vec(), bytes.into()).unwrap())
+    }
+    fn transpose(t: Tensor) -> Option<Tensor> {
+        let shape = t.shape().iter().rev().copied().collect();
+        Some(Tensor::new(t.dtype(), shape, t.data().clone()).unwrap())
+    }
+    fn as_bytes(t: Tensor) -> Option<Tensor> {
+        let shape = vec![t.data().len()];
+        Some(Tensor::new(DType::U8, shape, t.data().clone()).unwrap())
+    }
+    let file = "model.safetensors";
+    let none = Zeros::None;
+    let scales = part(".scales");
+    refused(
+        none,
+        ".scales",
+        &[file, &scales, "finite", "NaN in row 1, group 1"],
+        poison,
+    );
+    refused(
+        none,
+        ".scales",
+        &[file, &scales, "finite", "inf in row 0, group 0"],
+        infinite,
+    );
+    refused(
+        none,
+        ".scales",
+        &[file, &scales, "F16 [8, 2]", "F16 [2, 8]"],
+        transpose,
+    );
+    refused(
+        none,
+        ".scales",
+        &[file, &scales, "F16 [8, 2]", "U8 [32]"],
+        as_bytes,
+    );
+    refused(none, ".scales", &["out", &scales, "no such tensor"], |_| {
+        None
+    });
+    let codes = part(".codes");
+    refused(
+        none,
+        ".codes",
+        &[file, &codes, "U8 [8, 8]", "U8 [64]"],
+        as_bytes,
+    );
+    refused(none, ".codes", &["out", &codes, "no such tensor"], |_| None);
+    let zeros = part(".zeros");
+    refused(
+        Zeros::Integer,
+        ".zeros",
+        &[file, &zeros, "U8 [8, 1]", "U8 [1, 8]"],
+        transpose,
+    );
+    refused(
+        Zeros::Integer,
+        ".zeros",
+        &["out", &zeros, "no such tensor"],
+        |_| None,
+    );
+    let offsets = part(".offsets");
+    refused(
+        Zeros::Offset,
+        ".offsets",
+        &[file, &offsets, "finite", "NaN in row 1"],
+        poison,
+    );
+}
+
+#[test]
+fn records_that_disagree_with_the_tensors_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let (dest, _) = tiny_model(dir.path(), scheme(Bits::B4, 8, Zeros::Integer));
+    let path = dest.join("config.json");
+    let original: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let refused = |expect: &[&str], change: &dyn Fn(&mut Value)| {
+        let mut config = original.clone();
+        change(&mut config["quantization_config"]);
+        fs::write(&path, config.to_string()).unwrap();
+        let checked = Checkpoint::open(&dest).and_then(|c| nq::verify(&c));
+        names(checked, expect);
+    };
+    let file = "config.json";
+    refused(&[file, "version", "an integer"], &|q| {
+        q["version"] = json!("1")
+    });
+    refused(&[file, "version 2", "version 1"], &|q| {
+        q["version"] = json!(2)
+    });
+    refused(&[file, "linears", "no such key"], &|q| {
+        q.as_object_mut().unwrap().remove("linears");
+    });
+    refused(&[file, "4 or 8 bits", "3"], &|q| {
+        q["linears"]["bits"] = json!(3)
+    });
+    refused(&[file, "group size above 0"], &|q| {
+        q["linears"]["group"] = json!(0)
+    });
+    refused(&[file, "unknown field `rotation`"], &|q| {
+        q["linears"]["rotation"] = json!("hadamard");
+    });
+    refused(&["q_proj.zeros", "no such tensor, as", "symmetric"], &|q| {
+        q["linears"]["zeros"] = json!("none");
+    });
+    refused(&["q_proj.codes", "U8 [8, 8]", "U8 [8, 4]"], &|q| {
+        q["linears"]["bits"] = json!(8);
+    });
+    refused(
+        &["q_proj.g_idx", "I32 or U32 [8]", "no such tensor"],
+        &|q| {
+            q["linears"]["g_idx"] = json!(true);
+        },
+    );
+    refused(&["down_proj.codes", "a scheme for", "none"], &|q| {
+        q["linears"] = Value::Null
+    });
+    refused(&["up_proj.codes", "U8 [16, 4]", "U8 [16, 8]"], &|q| {
+        q["overrides"] = json!({});
+    });
+    refused(&["lm_head", "overrides", "no such tensor"], &|q| {
+        q["overrides"]["lm_head"] = q["linears"].clone();
+    });
+    refused(&["embed_tokens.weight", "no such tensor, as"], &|q| {
+        q["overrides"]["model.embed_tokens"] = q["linears"].clone();
+    });
+}
+
+#[test]
+fn record_round_trip() {
+    let text = json!({
+        "quant_method": "nq", "version": 1,
+        "linears": {"bits": 4, "group": 64, "zeros": "integer"},
+        "overrides": {
+            "lm_head": {"bits": 8, "group": "channel", "zeros": "none", "g_idx": true},
+            "model.layers.3.mlp.down_proj": null,
+        },
+        "method": "gptq",
+        "settings": {"damping": 0.01},
+        "source": {"name": "Qwen/Qwen3-0.6B", "sha256": "ab", "revision": "main"},
+        "calibration": {"name": "self", "sha256": "cd", "tokens": 65536},
+        "seed": 7,
+        "fallbacks": ["model.layers.3.mlp.down_proj: NaN in its input"],
+        "quality": {"ppl": 20.05, "kld": {"mean": 0.03}},
+    });
+    let record = QuantizationRecord::parse(Path::new("c"), &text).unwrap();
+    assert_eq!(record.to_json(), text);
+    let head = record.scheme("lm_head").unwrap();
+    let expected = TensorScheme {
+        bits: Bits::B8,
+        group: Group::Channel,
+        zeros: Zeros::None,
+        g_idx: true,
+    };
+    assert_eq!(head, expected);
+    assert_eq!(record.scheme("model.layers.3.mlp.down_proj"), None);
+    assert_eq!(record.scheme("model.embed_tokens"), None);
+    let q = record.scheme("model.layers.30.self_attn.q_proj").unwrap();
+    assert_eq!(q.bits, Bits::B4);
+}
+
+fn any_scheme() -> impl Strategy<Value = AffineScheme> {
+    let bits = prop_oneof![Just(Bits::B4), Just(Bits::B8)];
+    let group = prop_oneof![
+        Just(Group::Channel),
+        prop::sample::select(vec![1u32, 3, 16, 32, 64, 128]).prop_map(Group::Size)
+    ];
+    let zeros = prop_oneof![Just(Zeros::None), Just(Zeros::Integer), Just(Zeros::Offset)];
+    (bits, group, zeros).prop_map(|(bits, group, zeros)| AffineScheme { bits, group, zeros })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Packing and unpacking is the identity, in every width and for every row length.
+    #[test]
+    fn pack_unpack(scheme in any_scheme(), codes in prop::collection::vec(any::<u8>(), 0..200)) {
+        let bits = scheme.bits;
+        let codes: Vec<u8> = codes.iter().map(|c| c & bits.max_code()).collect();
+        let mut packed = vec![0xAA; bits.bytes(codes.len())];
+        pack::pack_row(bits, &codes, &mut packed);
+        let mut back = vec![0x55; codes.len()];
+        pack::unpack_row(bits, &packed, &mut back);
+        prop_assert_eq!(&back, &codes);
+        for (i, c) in codes.iter().enumerate() {
+            prop_assert_eq!(pack::code_at(bits, &packed, i), *c);
+        }
+        let mut again = vec![0; packed.len()];
+        pack::pack_row(bits, &back, &mut again);
+        prop_assert_eq!(again, packed);
+    }
+
+    /// Any weight comes back from disk as it was, with and without a group index.
+    #[test]
+    fn weights_survive_a_folder(
+        scheme in any_scheme(),
+        dims in (1usize..9, 1usize..150),
+        with_g_idx in any::<bool>(),
+        seed in any::<u64>(),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("config.json"), tiny_config("")).unwrap();
+        let source = Files::Folder(dir.path().into());
+        let writer = writer(&dir.path().join("out"), &source, OPTIONS);
+        let mut rng = Rng(seed);
+        let weight = random_affine(&mut rng, scheme, dims, with_g_idx);
+        let weight = Weight::Quantized(QuantizedWeight::Affine(weight));
+        writer.put("s", &[("x".into(), Param::Matrix(&weight))]).unwrap();
+        let staged = writer.staged("s").unwrap().unwrap();
+        let read = staged.matrix("x", dims).unwrap();
+        assert_same(&read, &weight);
+        let Weight::Quantized(QuantizedWeight::Affine(read)) = read else { unreachable!() };
+        prop_assert_eq!(read.g_idx().is_some(), with_g_idx);
+    }
+}
