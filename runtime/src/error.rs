@@ -46,6 +46,12 @@ pub enum Error {
     /// The reference engine failed.
     #[error("candle: {0}")]
     Candle(#[from] candle_core::Error),
+    /// There is nothing to sample from.
+    #[error("logits: expected finite numbers, found {found}")]
+    Logits {
+        /// The first that is not, or that there is none.
+        found: String,
+    },
     /// Numbers stopped being numbers.
     #[error("{what} of layer {layer} is not finite: the weights or activations overflow")]
     NotFinite {

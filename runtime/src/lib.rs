@@ -6,11 +6,17 @@
 
 #![forbid(unsafe_code)]
 
+pub mod chat_template;
+pub mod detokenizer;
 pub mod engine;
 pub mod error;
 pub mod load;
 pub mod models;
+pub mod sampler;
+pub mod tokenizer;
 
+pub use chat_template::{ChatTemplate, Message};
+pub use detokenizer::Detokenizer;
 pub use engine::{
     Chunk, Engine, EngineDescription, Hidden, LayerStepper, LayerWeights, LinearId, LinearKind,
     Logits, LogitsWanted, Observer, Session, SessionSpec,
@@ -18,3 +24,5 @@ pub use engine::{
 pub use error::{Error, Result};
 pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions};
 pub use nq_kernels::cpu::KvType;
+pub use sampler::{Sampler, SamplingParams};
+pub use tokenizer::Tokenizer;

@@ -1,0 +1,553 @@
+//! From logits to a token.
+//!
+//! Steps, in this order (Hugging Face transformers'; vLLM differs only in applying min-p before
+//! top-k and top-p, which changes what top-p counts):
+//! 1. repetition penalty (arXiv 1909.05858): logits of tokens in the prompt or the answer are
+//!    divided by it where positive and multiplied where negative;
+//! 2. presence penalty (as OpenAI's API and vLLM define it; transformers has none): subtracted
+//!    once from the logits of tokens in the answer, not of those in the prompt alone;
+//! 3. temperature: logits are divided by it; 0 means the best token, with no draw;
+//! 4. top-k: the k best tokens stay;
+//! 5. top-p (arXiv 1904.09751): of those, renormalized, the fewest best ones whose
+//!    probabilities reach p stay; the best one always does;
+//! 6. min-p (arXiv 2407.01082): tokens below `min_p` times the best one's probability go;
+//! 7. one draw from what is left, renormalized.
+//!
+//! Of equal logits the lowest id counts as the best, so top-k keeps exactly k tokens
+//! (transformers keeps all that tie with the k-th).
+//!
+//! The draw inverts the cumulative distribution over the surviving tokens in id order at `u`,
+//! the 53 bits `(w0 << 21 | w1 >> 11) / 2^53` of the first two words of Philox block
+//! `(seed, stream, position)`. The stream is the sequence (or the answer), the position the
+//! number of tokens before the sampled one; a device that knows the three draws the same `u`.
+
+use crate::error::{Error, Result};
+use nq_formats::GenerationDefaults;
+use nq_kernels::rng::Philox;
+use std::cmp::Ordering;
+
+/// How to choose tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// Divides the logits; 0: always the best token.
+    pub temperature: f32,
+    /// Keeps this many best tokens; 0: all.
+    pub top_k: usize,
+    /// Keeps the fewest best tokens that have this probability together; 1: all.
+    pub top_p: f32,
+    /// Drops tokens below this share of the best one's probability; 0: none.
+    pub min_p: f32,
+    /// Divides positive and multiplies negative logits of tokens seen before; 1: off.
+    pub repetition_penalty: f32,
+    /// Subtracted from the logits of tokens already generated; 0: off.
+    pub presence_penalty: f32,
+    /// Key of the random numbers.
+    pub seed: u64,
+}
+
+impl Default for SamplingParams {
+    /// Draws from the model's own distribution.
+    fn default() -> Self {
+        SamplingParams {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            seed: 0,
+        }
+    }
+}
+
+impl SamplingParams {
+    /// The best token at each step.
+    pub fn greedy() -> Self {
+        SamplingParams {
+            temperature: 0.0,
+            ..Self::default()
+        }
+    }
+
+    /// A checkpoint's `generation_config.json`: `do_sample: false` is greedy. A file that says
+    /// nothing of sampling means greedy too, as it does to transformers.
+    pub fn from_defaults(defaults: &GenerationDefaults) -> Self {
+        let none = Self::default();
+        let asks_to_sample = defaults.do_sample.unwrap_or(defaults.temperature.is_some());
+        SamplingParams {
+            temperature: match asks_to_sample {
+                true => defaults.temperature.unwrap_or(1.0),
+                false => 0.0,
+            },
+            top_k: defaults.top_k.unwrap_or(none.top_k),
+            top_p: defaults.top_p.unwrap_or(none.top_p),
+            min_p: defaults.min_p.unwrap_or(none.min_p),
+            repetition_penalty: defaults
+                .repetition_penalty
+                .unwrap_or(none.repetition_penalty),
+            ..none
+        }
+    }
+
+    /// True if the best token is taken without a draw.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature == 0.0
+    }
+
+    /// True if tokens seen before change the logits.
+    pub fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0
+    }
+
+    /// Refuses values without meaning.
+    ///
+    /// # Errors
+    /// [`Error::Request`] naming the parameter.
+    pub fn validate(&self) -> Result<()> {
+        let check = |what, value: f32, ok: bool, expected: &str| match ok {
+            true => Ok(()),
+            false => Err(Error::Request {
+                what,
+                expected: expected.into(),
+                found: value.to_string(),
+            }),
+        };
+        let t = self.temperature;
+        check("temperature", t, t.is_finite() && t >= 0.0, "0 or more")?;
+        let p = self.top_p;
+        check("top_p", p, p > 0.0 && p <= 1.0, "above 0, up to 1")?;
+        let p = self.min_p;
+        check("min_p", p, (0.0..=1.0).contains(&p), "0 to 1")?;
+        let p = self.repetition_penalty;
+        let ok = p.is_finite() && p > 0.0;
+        check("repetition_penalty", p, ok, "a positive number")?;
+        let p = self.presence_penalty;
+        check("presence_penalty", p, p.is_finite(), "a finite number")
+    }
+}
+
+/// The uniform number in `[0, 1)`, a multiple of 2^-53, that decides the token at `position`
+/// of `stream`.
+pub fn uniform(seed: u64, stream: u64, position: u64) -> f64 {
+    let [w0, w1, ..] = Philox::block([seed as u32, (seed >> 32) as u32], stream, position);
+    (u64::from(w0) << 21 | u64::from(w1) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+/// Chooses the tokens of one sequence.
+pub struct Sampler {
+    params: SamplingParams,
+    stream: u64,
+    position: u64,
+    seen: Seen,
+    /// Logits after penalties; unused without them.
+    penalized: Vec<f32>,
+    /// Best tokens of the step: (logit, id).
+    best: Vec<(f32, u32)>,
+    /// Sum of exponentials of each block of [`BLOCK`] tokens.
+    block_sums: Vec<f64>,
+}
+
+impl Sampler {
+    /// A sampler for one of 2^64 independent streams, at the start of a sequence.
+    ///
+    /// # Errors
+    /// [`SamplingParams::validate`]'s.
+    pub fn new(params: SamplingParams, stream: u64) -> Result<Self> {
+        params.validate()?;
+        Ok(Sampler {
+            params,
+            stream,
+            position: 0,
+            seen: Seen::default(),
+            penalized: Vec::new(),
+            best: Vec::new(),
+            block_sums: Vec::new(),
+        })
+    }
+
+    /// What it was made with.
+    pub fn params(&self) -> &SamplingParams {
+        &self.params
+    }
+
+    /// The stream of random numbers.
+    pub fn stream(&self) -> u64 {
+        self.stream
+    }
+
+    /// Tokens before the next sampled one.
+    pub fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// Starts a sequence over: `prompt` is all that comes before the first sampled token.
+    pub fn begin(&mut self, prompt: &[u32]) {
+        self.position = prompt.len() as u64;
+        self.seen.clear();
+        if self.params.has_penalties() {
+            for &id in prompt {
+                self.seen.add(id, false);
+            }
+        }
+    }
+
+    /// Records a token of the answer that was chosen elsewhere, as [`Sampler::sample`] does
+    /// with its own.
+    pub fn accept(&mut self, id: u32) {
+        self.position += 1;
+        if self.params.has_penalties() {
+            self.seen.add(id, true);
+        }
+    }
+
+    /// Chooses the next token from its `logits` `[vocab]` and records it. A logit of minus
+    /// infinity excludes a token.
+    ///
+    /// # Errors
+    /// [`Error::Logits`] for NaN or plus infinity, or if every token is excluded.
+    pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
+        let id = if self.params.has_penalties() {
+            let mut penalized = std::mem::take(&mut self.penalized);
+            penalized.clear();
+            penalized.extend_from_slice(logits);
+            self.seen.penalize(&self.params, &mut penalized);
+            let id = self.choose(&penalized);
+            self.penalized = penalized;
+            id?
+        } else {
+            self.choose(logits)?
+        };
+        self.accept(id);
+        Ok(id)
+    }
+
+    fn choose(&mut self, logits: &[f32]) -> Result<u32> {
+        let max = finite_max(logits)?;
+        let p = self.params;
+        if p.is_greedy() || p.top_k == 1 {
+            return Ok(first_equal(logits, max));
+        }
+        let u = uniform(p.seed, self.stream, self.position);
+        let scale = 1.0 / p.temperature;
+        let limits_k = p.top_k > 0 && p.top_k < logits.len();
+        if !limits_k && p.top_p >= 1.0 && p.min_p <= 0.0 {
+            return Ok(self.draw_from_all(logits, max, scale, u));
+        }
+        if limits_k {
+            best(logits, p.top_k, &mut self.best);
+        } else if p.top_p >= 1.0 {
+            let floor = min_p_floor(&p, max);
+            let ids = 0..logits.len() as u32;
+            self.best.clear();
+            self.best
+                .extend(logits.iter().copied().zip(ids).filter(|c| c.0 >= floor));
+            return Ok(draw(&mut self.best, max, scale, u));
+        }
+        if p.top_p < 1.0 {
+            let keep = if limits_k {
+                let total: f64 = self.best.iter().map(|c| weight(c.0, max, scale)).sum();
+                reach(&self.best, max, scale, f64::from(p.top_p) * total)
+            } else {
+                self.nucleus(logits, max, scale)
+            };
+            self.best.truncate(keep);
+        }
+        if p.min_p > 0.0 {
+            let floor = min_p_floor(&p, max);
+            let keep = self.best.partition_point(|c| c.0 >= floor);
+            self.best.truncate(keep.max(1));
+        }
+        Ok(draw(&mut self.best, max, scale, u))
+    }
+
+    /// Inverts the cumulative distribution of all tokens: two passes over the logits and no
+    /// sorting.
+    fn draw_from_all(&mut self, logits: &[f32], max: f32, scale: f32, u: f64) -> u32 {
+        let total = self.sum_blocks(logits, max, scale);
+        let mut left = u * total;
+        let mut block = 0;
+        for (i, &sum) in self.block_sums.iter().enumerate() {
+            if sum > 0.0 {
+                block = i; // rounding may leave `left` above the last sum
+                if left < sum {
+                    break;
+                }
+                left -= sum;
+            }
+        }
+        let start = block * BLOCK;
+        let mut last = start;
+        for (i, &x) in logits[start..].iter().take(BLOCK).enumerate() {
+            let w = f64::from(exp((x - max) * scale));
+            if w > 0.0 {
+                last = start + i;
+                if left < w {
+                    break;
+                }
+                left -= w;
+            }
+        }
+        last as u32
+    }
+
+    /// Puts at least the nucleus into `best`, sorted, and returns its size.
+    fn nucleus(&mut self, logits: &[f32], max: f32, scale: f32) -> usize {
+        let target = f64::from(self.params.top_p) * self.sum_blocks(logits, max, scale);
+        // It is small nearly always; where it is not, sorting more costs less than sorting
+        // everything always.
+        let mut n = 64;
+        loop {
+            best(logits, n, &mut self.best);
+            let keep = reach(&self.best, max, scale, target);
+            if keep < self.best.len() || n >= logits.len() {
+                return keep;
+            }
+            n *= 8;
+        }
+    }
+
+    /// Fills `block_sums` and returns their sum.
+    fn sum_blocks(&mut self, logits: &[f32], max: f32, scale: f32) -> f64 {
+        self.block_sums.clear();
+        self.block_sums.extend(logits.chunks(BLOCK).map(|block| {
+            let mut lanes = [0.0f32; LANES];
+            let (groups, rest) = block.as_chunks::<LANES>();
+            for group in groups {
+                for (sum, x) in lanes.iter_mut().zip(group) {
+                    *sum += exp((x - max) * scale);
+                }
+            }
+            let rest: f64 = rest.iter().map(|x| f64::from(exp((x - max) * scale))).sum();
+            lanes.iter().map(|&x| f64::from(x)).sum::<f64>() + rest
+        }));
+        self.block_sums.iter().sum()
+    }
+}
+
+/// Tokens summed together.
+const BLOCK: usize = 256;
+/// Partial sums and maxima kept side by side, so that they compile to vector instructions.
+const LANES: usize = 16;
+
+/// Tokens that penalties concern.
+#[derive(Default)]
+struct Seen {
+    /// By id: 0 not seen, 1 in the prompt only, 2 in the answer.
+    state: Vec<u8>,
+    /// Ids seen, each once.
+    ids: Vec<u32>,
+}
+
+impl Seen {
+    fn clear(&mut self) {
+        for &id in &self.ids {
+            self.state[id as usize] = 0;
+        }
+        self.ids.clear();
+    }
+
+    fn add(&mut self, id: u32, generated: bool) {
+        let i = id as usize;
+        if i >= self.state.len() {
+            self.state.resize(i + 1, 0);
+        }
+        if self.state[i] == 0 {
+            self.ids.push(id);
+        }
+        self.state[i] = self.state[i].max(1 + u8::from(generated));
+    }
+
+    fn penalize(&self, p: &SamplingParams, logits: &mut [f32]) {
+        for &id in &self.ids {
+            if let Some(x) = logits.get_mut(id as usize) {
+                *x = match *x > 0.0 {
+                    true => *x / p.repetition_penalty,
+                    false => *x * p.repetition_penalty,
+                };
+                if self.state[id as usize] == 2 {
+                    *x -= p.presence_penalty;
+                }
+            }
+        }
+    }
+}
+
+/// The largest logit.
+fn finite_max(logits: &[f32]) -> Result<f32> {
+    let mut max = [f32::NEG_INFINITY; LANES];
+    let mut nan = [false; LANES];
+    let (groups, rest) = logits.as_chunks::<LANES>();
+    for group in groups {
+        for i in 0..LANES {
+            max[i] = if group[i] > max[i] { group[i] } else { max[i] };
+            nan[i] |= group[i].is_nan();
+        }
+    }
+    let max = max
+        .iter()
+        .chain(rest)
+        .copied()
+        .fold(f32::NEG_INFINITY, f32::max);
+    let nan = nan.contains(&true) || rest.iter().any(|x| x.is_nan());
+    if nan || !max.is_finite() {
+        let wrong = |x: &f32| x.is_nan() || *x == f32::INFINITY;
+        let found = match logits.iter().position(wrong) {
+            Some(i) => format!("{} for token {i}", logits[i]),
+            None => format!("none among {}", logits.len()),
+        };
+        return Err(Error::Logits { found });
+    }
+    Ok(max)
+}
+
+/// The lowest id whose logit is `max`.
+fn first_equal(logits: &[f32], max: f32) -> u32 {
+    logits.iter().position(|&x| x == max).unwrap_or(0) as u32
+}
+
+/// Better tokens first: by logit, then by id.
+fn better(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
+    // NaN is excluded by `finite_max`.
+    b.0.partial_cmp(&a.0)
+        .unwrap_or(Ordering::Equal)
+        .then(a.1.cmp(&b.1))
+}
+
+/// Leaves in `out` the `n` best tokens, best first; fewer if others are excluded.
+///
+/// One pass with a rising floor: candidates are buffered and cut back to `n` whenever the
+/// buffer is full. A later token that equals the floor is not better, as its id is higher.
+fn best(logits: &[f32], n: usize, out: &mut Vec<(f32, u32)>) {
+    let room = (2 * n).max(256);
+    let mut floor = f32::NEG_INFINITY;
+    out.clear();
+    for (g, group) in logits.chunks(LANES).enumerate() {
+        if !group.iter().fold(false, |any, &x| any | (x > floor)) {
+            continue;
+        }
+        for (i, &x) in group.iter().enumerate() {
+            if x > floor {
+                out.push((x, (g * LANES + i) as u32));
+            }
+        }
+        if out.len() >= room {
+            out.select_nth_unstable_by(n - 1, better);
+            out.truncate(n);
+            floor = out[n - 1].0;
+        }
+    }
+    out.sort_unstable_by(better);
+    out.truncate(n);
+}
+
+/// How many of `best`, from the first on, have the weight `target` together; all, if even
+/// they do not.
+fn reach(best: &[(f32, u32)], max: f32, scale: f32, target: f64) -> usize {
+    let mut sum = 0.0;
+    for (i, c) in best.iter().enumerate() {
+        sum += weight(c.0, max, scale);
+        if sum >= target {
+            return i + 1;
+        }
+    }
+    best.len()
+}
+
+/// The lowest logit that min-p keeps: `p(x) >= min_p * p(max)`.
+fn min_p_floor(p: &SamplingParams, max: f32) -> f32 {
+    max + p.temperature * p.min_p.ln()
+}
+
+/// The probability of a logit, up to the common factor.
+fn weight(x: f32, max: f32, scale: f32) -> f64 {
+    f64::from(exp((x - max) * scale))
+}
+
+/// Draws from the candidates, which it puts into id order.
+fn draw(candidates: &mut [(f32, u32)], max: f32, scale: f32, u: f64) -> u32 {
+    candidates.sort_unstable_by_key(|c| c.1);
+    let total: f64 = candidates.iter().map(|c| weight(c.0, max, scale)).sum();
+    let mut left = u * total;
+    let mut last = candidates[0].1;
+    for c in candidates.iter() {
+        let w = weight(c.0, max, scale);
+        if w > 0.0 {
+            last = c.1;
+            if left < w {
+                break;
+            }
+            left -= w;
+        }
+    }
+    last
+}
+
+/// `e^x` for `x <= 0`, within 2 units in the last place, zero below -87; written so that it
+/// compiles to vector instructions. Range reduction to `|r| <= ln(2) / 2` and the Taylor
+/// series to degree 7.
+#[inline(always)]
+fn exp(x: f32) -> f32 {
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
+    const LN2_HIGH: f32 = 0.693_359_4; // few bits: n times it is exact
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    let clamped = x.max(-87.0);
+    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
+    let mut p = 1.0 / 5040.0;
+    for c in [
+        1.0 / 720.0,
+        1.0 / 120.0,
+        1.0 / 24.0,
+        1.0 / 6.0,
+        0.5,
+        1.0,
+        1.0,
+    ] {
+        p = p * r + c;
+    }
+    let exponent = shifted
+        .to_bits()
+        .wrapping_sub(ROUND.to_bits())
+        .wrapping_add(127);
+    let scaled = p * f32::from_bits(exponent << 23);
+    if x < -87.0 { 0.0 } else { scaled }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exponential_is_accurate() {
+        let mut worst = 0.0f64;
+        for i in 0..=870_000 {
+            let x = -(i as f32) * 1e-4;
+            let exact = f64::from(x).exp();
+            worst = worst.max((f64::from(exp(x)) / exact - 1.0).abs());
+        }
+        assert!(worst < 2.5e-7, "{worst:e}");
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(-87.5), 0.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+    }
+
+    #[test]
+    fn best_is_a_sort() {
+        let mut state = 1u32;
+        // Few distinct values, so that ties abound.
+        let logits: Vec<f32> = (0..5000)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                ((state >> 20) % 300) as f32 - 150.0
+            })
+            .collect();
+        let mut sorted: Vec<(f32, u32)> = logits.iter().copied().zip(0..).collect();
+        sorted.sort_by(better);
+        let mut out = Vec::new();
+        for n in [1, 2, 20, 127, 128, 129, 1000, 4999, 5000, 9000] {
+            best(&logits, n, &mut out);
+            assert_eq!(out, sorted[..n.min(5000)], "{n}");
+        }
+    }
+}

@@ -1,0 +1,382 @@
+//! Text to token ids and back, as `tokenizer.json` says.
+//!
+//! Encoding is that of the `tokenizers` crate; this module adds what a model runner needs
+//! around it: parallel encoding of long texts that gives the same ids, checks against the
+//! model's vocabulary, and a table of each token's bytes, which decoding (here) and streaming
+//! ([`crate::detokenizer`]) read.
+
+use crate::error::{Error, Result};
+use nq_formats::Files;
+use rayon::prelude::*;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The file that holds a tokenizer.
+pub const TOKENIZER_FILE: &str = "tokenizer.json";
+
+/// Ids above this are absurd: tables are indexed by id.
+const MAX_ID: u32 = 1 << 24;
+
+/// Bytes of text per parallel piece.
+const PIECE_BYTES: usize = 16 << 10;
+
+/// The pre-tokenizer's pattern of Qwen2, 2.5 and 3, for which [`next_boundary`] is proven.
+const QWEN_PATTERN: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+);
+
+/// A byte-level BPE tokenizer.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    path: PathBuf,
+    bytes: Arc<TokenBytes>,
+    /// Texts may be encoded in pieces cut at [`next_boundary`].
+    cuttable: bool,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`nq_formats::Error::Missing`] without that file; [`Error::Text`] if it does not hold a
+    /// tokenizer, or one whose decoder is not byte-level.
+    pub fn from_files(files: &Files) -> Result<Self> {
+        let json = files.require(TOKENIZER_FILE)?;
+        let path = files.path(TOKENIZER_FILE);
+        let bad = |why: String| Error::Text {
+            path: path.clone(),
+            what: "tokenizer",
+            why,
+        };
+        let mut inner = tokenizers::Tokenizer::from_bytes(&json).map_err(|e| bad(e.to_string()))?;
+        // Files saved after training may carry limits of the training run; a runner that
+        // obeyed them would drop text silently.
+        inner
+            .with_truncation(None)
+            .map_err(|e| bad(e.to_string()))?
+            .with_padding(None);
+        let decoder = part(inner.get_decoder());
+        if decoder["type"] != "ByteLevel" {
+            return Err(bad(format!(
+                "decoder: expected ByteLevel, found {}",
+                decoder["type"]
+            )));
+        }
+        let bytes = TokenBytes::new(&inner).map_err(bad)?;
+        Ok(Tokenizer {
+            cuttable: is_cuttable(&inner),
+            bytes: Arc::new(bytes),
+            inner,
+            path,
+        })
+    }
+
+    /// The ids of `text`. Special tokens written in the text (`<|im_end|>`) become their ids;
+    /// none are added around it.
+    ///
+    /// # Errors
+    /// [`Error::Text`] if the pre-tokenizer's pattern fails on this text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let pieces = if self.cuttable {
+            cut(text, PIECE_BYTES)
+        } else {
+            vec![text]
+        };
+        match pieces.as_slice() {
+            [only] => self.encode_piece(only),
+            many => {
+                let parts: Vec<Vec<u32>> = many
+                    .par_iter()
+                    .map(|piece| self.encode_piece(piece))
+                    .collect::<Result<_>>()?;
+                Ok(parts.concat())
+            }
+        }
+    }
+
+    fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
+        match self.inner.encode_fast(text, false) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(e) => Err(Error::Text {
+                path: self.path.clone(),
+                what: "tokenizer",
+                why: format!("cannot encode: {e}"),
+            }),
+        }
+    }
+
+    /// The text of `ids`. Bytes that are not UTF-8 become U+FFFD and ids without a token
+    /// become nothing, as Hugging Face's tokenizers do. `skip_special` leaves out tokens
+    /// marked special.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let mut bytes = Vec::with_capacity(ids.len() * 4);
+        for &id in ids {
+            if !(skip_special && self.bytes.is_special(id)) {
+                bytes.extend_from_slice(self.bytes.get(id));
+            }
+        }
+        match String::from_utf8(bytes) {
+            Ok(text) => text,
+            Err(e) => String::from_utf8_lossy(e.as_bytes()).into_owned(),
+        }
+    }
+
+    /// The id of one token, e.g. `<|im_end|>`.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Tokens known, special and added ones included.
+    pub fn vocab_size(&self) -> usize {
+        self.bytes.known
+    }
+
+    /// The largest id of a token.
+    pub fn max_id(&self) -> u32 {
+        self.bytes.max_id()
+    }
+
+    /// The bytes of each token, shared with detokenizers.
+    pub fn token_bytes(&self) -> &Arc<TokenBytes> {
+        &self.bytes
+    }
+
+    /// Refuses a model of another vocabulary. A model may have more rows than there are
+    /// tokens (they are padded for alignment: Qwen3 has 151,936 for 151,669), not fewer.
+    ///
+    /// # Errors
+    /// [`Error::Text`] if an id has no row in the model, or if a quarter or more of the
+    /// model's rows have no token.
+    pub fn check_vocab(&self, model_vocab: usize) -> Result<()> {
+        let why = if self.max_id() as usize >= model_vocab {
+            format!(
+                "expected ids below the model's vocabulary of {model_vocab}, found {}",
+                self.max_id()
+            )
+        } else if self.vocab_size() < model_vocab - model_vocab / 4 {
+            format!(
+                "expected tokens for the model's vocabulary of {model_vocab}, found only {}",
+                self.vocab_size()
+            )
+        } else {
+            return Ok(());
+        };
+        Err(Error::Text {
+            path: self.path.clone(),
+            what: "tokenizer",
+            why: format!("it belongs to another model: {why}"),
+        })
+    }
+}
+
+/// The bytes of every token, by id.
+pub struct TokenBytes {
+    /// Token `id` is `data[ends[id - 1]..ends[id]]`.
+    ends: Vec<u32>,
+    data: Vec<u8>,
+    /// Ids of tokens marked special, sorted.
+    special: Vec<u32>,
+    /// Tokens present (ids may have gaps).
+    known: usize,
+}
+
+impl TokenBytes {
+    fn new(tokenizer: &tokenizers::Tokenizer) -> Result<Self, String> {
+        let vocab = tokenizer.get_vocab(true);
+        let max = vocab.values().copied().max().ok_or("it has no tokens")?;
+        if max > MAX_ID {
+            return Err(format!("expected ids up to {MAX_ID}, found {max}"));
+        }
+        let mut tokens: Vec<Option<&str>> = vec![None; max as usize + 1];
+        for (token, &id) in &vocab {
+            tokens[id as usize] = Some(token);
+        }
+        let chars = char_bytes();
+        let mut ends = Vec::with_capacity(tokens.len());
+        let mut data = Vec::with_capacity(tokens.len() * 7);
+        for token in tokens {
+            if let Some(token) = token {
+                let start = data.len();
+                for c in token.chars() {
+                    match chars.get(c as usize).copied().flatten() {
+                        Some(b) => data.push(b),
+                        None => {
+                            // An added token in plain text, not in the byte alphabet.
+                            data.truncate(start);
+                            data.extend_from_slice(token.as_bytes());
+                            break;
+                        }
+                    }
+                }
+            }
+            ends.push(u32::try_from(data.len()).map_err(|_| "its tokens exceed 4 GiB")?);
+        }
+        let mut special: Vec<u32> = tokenizer
+            .get_added_tokens_decoder()
+            .iter()
+            .filter(|(_, t)| t.special)
+            .map(|(&id, _)| id)
+            .collect();
+        special.sort_unstable();
+        Ok(TokenBytes {
+            ends,
+            data,
+            special,
+            known: vocab.len(),
+        })
+    }
+
+    /// The bytes of a token; empty for an id without one.
+    pub fn get(&self, id: u32) -> &[u8] {
+        let id = id as usize;
+        match self.ends.get(id) {
+            None => &[],
+            Some(&end) => {
+                let start = if id == 0 { 0 } else { self.ends[id - 1] };
+                &self.data[start as usize..end as usize]
+            }
+        }
+    }
+
+    /// True for tokens marked special (`<|im_end|>`; not `<think>`, which Qwen3 leaves in
+    /// the text).
+    pub fn is_special(&self, id: u32) -> bool {
+        self.special.binary_search(&id).is_ok()
+    }
+
+    fn max_id(&self) -> u32 {
+        (self.ends.len() - 1) as u32
+    }
+}
+
+/// Byte-level BPE writes bytes as characters (the table of GPT-2's `bytes_to_unicode`):
+/// printable Latin-1 as itself, the other 68 bytes as U+0100 onwards. Indexed by character.
+fn char_bytes() -> Vec<Option<u8>> {
+    let mut table = vec![None; 0x100 + 68];
+    let mut next = 0x100;
+    for byte in 0..=255u8 {
+        let printable = matches!(byte, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
+        let c = if printable {
+            usize::from(byte)
+        } else {
+            next += 1;
+            next - 1
+        };
+        table[c] = Some(byte);
+    }
+    table
+}
+
+/// A part of the tokenizer as it stands in `tokenizer.json`; null if absent.
+fn part<T: serde::Serialize>(part: Option<&T>) -> serde_json::Value {
+    serde_json::to_value(part).unwrap_or_default()
+}
+
+/// True if a text may be cut at [`next_boundary`] without changing its ids: Qwen's
+/// pre-tokenizer pattern, NFC or no normalization, and no added token that could reach
+/// over a line end or strip the white space beside it.
+fn is_cuttable(tokenizer: &tokenizers::Tokenizer) -> bool {
+    let pre = part(tokenizer.get_pre_tokenizer());
+    let byte_level = |v: &serde_json::Value| {
+        v["type"] == "ByteLevel" && v["add_prefix_space"] == false && v["use_regex"] == false
+    };
+    let pattern = match pre["pretokenizers"].as_array().map(Vec::as_slice) {
+        Some([split, last]) if byte_level(last) => {
+            split["type"] == "Split"
+                && split["pattern"]["Regex"] == QWEN_PATTERN
+                && split["behavior"] == "Isolated"
+                && split["invert"] == false
+        }
+        _ => false,
+    };
+    let normalizer = part(tokenizer.get_normalizer());
+    let added = tokenizer.get_added_tokens_decoder();
+    pattern
+        && (normalizer.is_null() || normalizer["type"] == "NFC")
+        && added
+            .values()
+            .all(|t| !(t.lstrip || t.rstrip || t.single_word || t.content.contains(['\n', '\r'])))
+}
+
+/// Cuts `text` into pieces of at least `size` bytes (but for the last), whose ids one after
+/// another are the ids of `text`.
+fn cut(text: &str, size: usize) -> Vec<&str> {
+    let mut pieces = Vec::with_capacity(text.len() / size + 1);
+    let mut start = 0;
+    while text.len() - start > size {
+        match next_boundary(text.as_bytes(), start + size) {
+            Some(end) => pieces.push(&text[start..end]),
+            None => break,
+        }
+        start += pieces.last().map_or(0, |p| p.len());
+    }
+    pieces.push(&text[start..]);
+    pieces
+}
+
+/// The first position from `from` on that follows a line feed and precedes spaces or tabs
+/// (or none) and then a printable ASCII character.
+///
+/// [`QWEN_PATTERN`] always ends a match there. A match that contains the line feed comes from
+/// ` ?[^\s\p{L}\p{N}]+[\r\n]*` or `\s*[\r\n]+`: the first can take no blank after it, the
+/// second takes a run of white space up to its last line end, which this is. `\s+(?!\S)` and
+/// `\s+` come later in the alternation and see the line feed only where `\s*[\r\n]+` does
+/// not match. No alternative looks behind, so what follows is matched as if it stood alone.
+/// NFC never joins a line feed with a neighbour.
+fn next_boundary(text: &[u8], from: usize) -> Option<usize> {
+    let mut at = from;
+    while let Some(offset) = text.get(at..)?.iter().position(|&b| b == b'\n') {
+        at += offset + 1;
+        let blank = text[at..]
+            .iter()
+            .position(|&b| b != b' ' && b != b'\t')
+            .map(|n| text[at + n]);
+        if blank.is_some_and(|b| b.is_ascii_graphic()) {
+            return Some(at);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn byte_alphabet_is_a_bijection() {
+        let mut bytes: Vec<u8> = char_bytes().into_iter().flatten().collect();
+        bytes.sort_unstable();
+        assert_eq!(bytes, (0..=255).collect::<Vec<u8>>());
+        assert_eq!(char_bytes()['Ġ' as usize], Some(b' '));
+        assert_eq!(char_bytes()['Ċ' as usize], Some(b'\n'));
+    }
+
+    #[test]
+    fn boundaries_follow_the_last_line_end_of_white_space() {
+        let check = |text: &str, expected| {
+            assert_eq!(next_boundary(text.as_bytes(), 0), expected, "{text:?}");
+        };
+        check("ab\ncd", Some(3));
+        check("ab\n  cd", Some(3));
+        check("ab\n \t\n cd", Some(6));
+        check("ab\n\n\ncd", Some(5));
+        check("ab\n", None);
+        check("ab\n  ", None);
+        check("no line end", None);
+        // A letter outside ASCII may begin with white space or combine: not cut.
+        check("ab\n\u{2003}cd\nef", Some(9));
+        check("ab\n\u{301}x", None);
+        check("ab\n\rcd", None);
+    }
+
+    #[test]
+    fn pieces_join_to_the_text() {
+        let text = "one\ntwo\n three\n\nfour\n";
+        for size in 1..text.len() + 2 {
+            assert_eq!(cut(text, size).concat(), text);
+        }
+        assert_eq!(cut(text, 1), ["one\n", "two\n", " three\n\n", "four\n"]);
+        assert_eq!(cut("", 4), [""]);
+    }
+}

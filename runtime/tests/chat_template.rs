@@ -1,0 +1,203 @@
+//! Chat templates against what transformers renders.
+
+use nq_formats::Files;
+use nq_runtime::{ChatTemplate, Message, Tokenizer};
+use std::path::{Path, PathBuf};
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The published Qwen3 files beside the repository; prints that the test is skipped where
+/// they are absent.
+fn qwen3() -> Option<PathBuf> {
+    let root =
+        std::env::var_os("NQ_SHARED").map_or_else(|| repository().join("../shared"), PathBuf::from);
+    let dir = root.join("data/qwen3");
+    if !dir.exists() {
+        println!("skipped: {} is absent", dir.display());
+        return None;
+    }
+    Some(dir)
+}
+
+/// A folder with these files.
+fn folder(files: &[(&str, &str)]) -> (tempfile::TempDir, Files) {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, contents) in files {
+        std::fs::write(dir.path().join(name), contents).unwrap();
+    }
+    let files = Files::Folder(dir.path().into());
+    (dir, files)
+}
+
+fn chat(turns: &[(&str, &str)]) -> Vec<Message> {
+    turns.iter().map(|(r, c)| Message::new(*r, *c)).collect()
+}
+
+#[test]
+fn qwen3_renderings_are_transformers() {
+    let Some(dir) = qwen3() else { return };
+    let files = Files::Folder(dir.clone());
+    let template = ChatTemplate::from_files(&files).unwrap();
+    let tokenizer = Tokenizer::from_files(&files).unwrap();
+    let fixtures = std::fs::read_to_string(dir.join("tests/chat_fixtures.jsonl")).unwrap();
+    let mut checked = 0;
+    for line in fixtures.lines() {
+        let f: serde_json::Value = serde_json::from_str(line).unwrap();
+        let messages: Vec<Message> = serde_json::from_value(f["messages"].clone()).unwrap();
+        let found = template
+            .render(
+                &messages,
+                f["tools"].as_array().map(Vec::as_slice),
+                f["add_generation_prompt"].as_bool().unwrap(),
+                f["enable_thinking"].as_bool(),
+            )
+            .unwrap();
+        assert_eq!(found, f["rendered"].as_str().unwrap(), "{}", f["name"]);
+        let ids: Vec<u32> = serde_json::from_value(f["ids"].clone()).unwrap();
+        assert_eq!(tokenizer.encode(&found).unwrap(), ids, "{}", f["name"]);
+        checked += 1;
+    }
+    assert_eq!(checked, 92);
+    assert!(template.switches_thinking());
+}
+
+/// The published tokenizer_config.json holds the same template as chat_template.jinja.
+#[test]
+fn qwen3_template_in_the_tokenizer_config() {
+    let Some(dir) = qwen3() else { return };
+    let config = std::fs::read_to_string(dir.join("tokenizer_config.json")).unwrap();
+    let (_dir, files) = folder(&[("tokenizer_config.json", &config)]);
+    let template = ChatTemplate::from_files(&files).unwrap();
+    let messages = chat(&[("system", "s"), ("user", "u")]);
+    let found = template.render(&messages, None, true, Some(false)).unwrap();
+    assert_eq!(
+        found,
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n\
+         <|im_start|>assistant\n<think>\n\n</think>\n\n"
+    );
+}
+
+#[test]
+fn demo_template() {
+    let files = Files::Folder(repository().join("assets/demo"));
+    let template = ChatTemplate::from_files(&files).unwrap();
+    let messages = chat(&[
+        ("user", "a"),
+        ("assistant", "<think>\nwhy\n</think>\n\nb"),
+        ("user", "c"),
+    ]);
+    let found = template.render(&messages, None, true, Some(false)).unwrap();
+    assert_eq!(
+        found,
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n\
+         <|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    );
+    let found = template.render(&messages[..1], None, false, None).unwrap();
+    assert_eq!(found, "<|im_start|>user\na<|im_end|>\n");
+}
+
+#[test]
+fn named_templates_special_tokens_and_precedence() {
+    let config = r#"{
+        "chat_template": [
+            {"name": "default", "template": "plain {{ eos_token }}{{ pad_token }}"},
+            {"name": "tool_use", "template": "tools {{ tools[0].name }}"}],
+        "eos_token": {"content": "</s>", "special": true},
+        "pad_token": null}"#;
+    let (_dir, files) = folder(&[("tokenizer_config.json", config)]);
+    let template = ChatTemplate::from_files(&files).unwrap();
+    let tool = [serde_json::json!({"name": "add"})];
+    assert_eq!(
+        template.render(&[], None, false, None).unwrap(),
+        "plain </s>"
+    );
+    assert_eq!(
+        template.render(&[], Some(&tool), false, None).unwrap(),
+        "tools add"
+    );
+    let (_dir, files) = folder(&[
+        ("tokenizer_config.json", config),
+        ("chat_template.jinja", "file {{ eos_token }}\n"),
+    ]);
+    let template = ChatTemplate::from_files(&files).unwrap();
+    assert_eq!(
+        template.render(&[], None, false, None).unwrap(),
+        "file </s>"
+    );
+}
+
+#[test]
+fn environment_is_transformers() {
+    let render = |source: &str| {
+        ChatTemplate::from_source("t.jinja", source)
+            .unwrap()
+            .render(&chat(&[("user", " x<y ")]), None, true, Some(false))
+            .unwrap()
+    };
+    // trim_blocks and lstrip_blocks
+    assert_eq!(render("a\n  {% if true %}\nb\n  {% endif %}\nc"), "a\nb\nc");
+    assert_eq!(render("{{ messages[0]['content'].strip() }}"), "x<y");
+    assert_eq!(render("{{ messages[0].get('no', 'dflt') }}"), "dflt");
+    assert_eq!(
+        render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"),
+        "01"
+    );
+    let year: i32 = render("{{ strftime_now('%Y') }}").parse().unwrap();
+    assert!(year >= 2024, "{year}");
+    assert_eq!(
+        render("{{ tools is none }}{{ undefined_name }}").to_lowercase(),
+        "true"
+    );
+}
+
+#[test]
+fn errors_name_the_file_and_the_cause() {
+    let error = |files: &[(&str, &str)]| {
+        let (_dir, files) = folder(files);
+        ChatTemplate::from_files(&files).unwrap_err().to_string()
+    };
+    let check = |e: String, parts: &[&str]| {
+        for part in parts {
+            assert!(e.contains(part), "{part} in {e}");
+        }
+    };
+    check(error(&[]), &["tokenizer_config.json", "chat_template"]);
+    check(
+        error(&[("tokenizer_config.json", r#"{"chat_template": 3}"#)]),
+        &["tokenizer_config.json", "a string or a list"],
+    );
+    check(
+        error(&[(
+            "tokenizer_config.json",
+            r#"{"chat_template": [{"name": "x"}]}"#,
+        )]),
+        &["tokenizer_config.json", "a template"],
+    );
+    check(
+        error(&[("tokenizer_config.json", "[")]),
+        &["tokenizer_config.json"],
+    );
+    check(
+        error(&[("chat_template.jinja", "{% if %}")]),
+        &["chat_template.jinja", "default:1"],
+    );
+    let raises =
+        ChatTemplate::from_source("t.jinja", "{{ raise_exception('roles must alternate') }}");
+    let e = raises.unwrap().render(&[], None, true, None).unwrap_err();
+    check(e.to_string(), &["t.jinja", "roles must alternate"]);
+}
+
+/// Whatever else a message holds reaches the template, and a saved chat reads back.
+#[test]
+fn messages_keep_unknown_fields() {
+    let json =
+        r#"{"role":"assistant","content":null,"tool_calls":[{"id":"1"}],"reasoning_content":"r"}"#;
+    let message: Message = serde_json::from_str(json).unwrap();
+    assert_eq!(message.text(), "");
+    assert_eq!(message.extra["reasoning_content"], "r");
+    assert_eq!(serde_json::to_string(&message).unwrap(), json);
+    let template = ChatTemplate::from_source("t", "{{ messages[0].tool_calls[0].id }}").unwrap();
+    assert_eq!(template.render(&[message], None, false, None).unwrap(), "1");
+}
