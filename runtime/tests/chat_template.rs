@@ -1,5 +1,7 @@
 //! Chat templates against what transformers renders.
 
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
 use nq_formats::Files;
 use nq_runtime::{ChatTemplate, Message, Tokenizer};
 use std::path::{Path, PathBuf};

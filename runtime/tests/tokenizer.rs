@@ -1,6 +1,8 @@
 //! Tokenizer against what Hugging Face computes: the published Qwen3 tokenizer and the demo
 //! model's. Data beside the repository is used where present.
 
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
 use nq_formats::Files;
 use nq_runtime::{Detokenizer, Tokenizer};
 use sha2::{Digest, Sha256};
