@@ -109,11 +109,13 @@ impl Writer {
         options: WriterOptions,
     ) -> Result<Opened> {
         let staging = staging(dest);
-        let resuming = options.resume && staging.join(PLAN).exists();
-        if resuming && is_complete(dest, &staging)? {
-            remove(&staging)?;
+        if options.resume && is_complete(dest, &staging)? {
+            discard(&staging)?;
             return Ok(Opened::Complete);
         }
+        let resuming = options.resume && staging.join(PLAN).exists();
+        // What a kill at the very end of `discard` leaves; fails, as it should, unless empty.
+        let _ = fs::remove_dir(&staging);
         if fs::symlink_metadata(dest).is_ok() && !options.force {
             return Err(Error::Exists {
                 path: dest.into(),
@@ -149,14 +151,12 @@ impl Writer {
     /// Empties the staging folder and writes the plan.
     fn start(&self, plan: &Value) -> Result<()> {
         for name in [PLAN, STATE, FINISHED] {
-            let path = self.staging.join(name);
-            if path.exists() {
-                fs::remove_file(&path).map_err(|e| Error::io(path, "remove", e))?;
-            }
+            remove_file(&self.staging.join(name))?;
         }
         remove(&self.steps())?;
         remove(&self.staging.join(FOLDER))?;
         create(&self.steps())?;
+        self.sweep()?;
         write_bytes(&self.staging.join(PLAN), &pretty(plan))
     }
 
@@ -174,11 +174,15 @@ impl Writer {
         }
         create(&self.steps())?;
         remove(&self.staging.join(FOLDER))?;
+        self.sweep()
+    }
+
+    /// Removes temporary files that a killed run left.
+    fn sweep(&self) -> Result<()> {
         for folder in [&self.staging, &self.steps()] {
             for entry in list(folder)? {
                 if entry.file_name().to_string_lossy().ends_with(".tmp") {
-                    let path = entry.path();
-                    fs::remove_file(&path).map_err(|e| Error::io(path, "remove", e))?;
+                    remove_file(&entry.path())?;
                 }
             }
         }
@@ -318,7 +322,7 @@ impl Writer {
             file_bytes: layout.file_bytes(),
         };
         drop(staged);
-        remove(&self.staging)?;
+        discard(&self.staging)?;
         Ok(written)
     }
 }
@@ -517,6 +521,25 @@ fn list(folder: &Path) -> Result<Vec<fs::DirEntry>> {
 
 fn create(folder: &Path) -> Result<()> {
     fs::create_dir_all(folder).map_err(|e| Error::io(folder, "create", e))
+}
+
+/// Removes the staging folder of a finished run: the marker goes last, so that a run killed
+/// meanwhile is still known to be finished.
+fn discard(staging: &Path) -> Result<()> {
+    remove(&staging.join(FOLDER))?;
+    remove(&staging.join(STEPS))?;
+    for name in [STATE, PLAN, LOCK, FINISHED] {
+        remove_file(&staging.join(name))?;
+    }
+    remove(staging)
+}
+
+/// Removes a file, if it is there.
+fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path, "remove", e)),
+        _ => Ok(()),
+    }
 }
 
 /// Removes a folder and all in it, if it is there.
