@@ -2,16 +2,21 @@
 
 use crate::config::{GenerationDefaults, ModelConfig};
 use crate::dense;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::gguf;
 use crate::nq;
 use crate::shards::Shards;
+use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use bytes::Bytes;
 use memmap2::Mmap;
 use serde_json::{Map, Value};
+use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Where a checkpoint's files come from.
 #[derive(Clone, Debug)]
@@ -25,6 +30,23 @@ pub enum Files {
         /// File names and contents.
         files: &'static [(&'static str, &'static [u8])],
     },
+    /// Files that a checkpoint format makes from its own metadata.
+    Virtual(Arc<dyn VirtualFiles>),
+}
+
+/// Files that are nowhere on disk: those of a format that keeps everything in its weight file.
+pub trait VirtualFiles: fmt::Debug + Send + Sync {
+    /// Stands for the folder in messages.
+    fn root(&self) -> PathBuf;
+
+    /// Names of all files.
+    fn names(&self) -> Vec<String>;
+
+    /// The contents of `name`, or `None` if there is no such file.
+    ///
+    /// # Errors
+    /// What is wrong with the metadata that it is made from.
+    fn get(&self, name: &str) -> Result<Option<Bytes>>;
 }
 
 impl Files {
@@ -33,6 +55,7 @@ impl Files {
         match self {
             Files::Folder(dir) => dir.join(name),
             Files::Embedded { label, .. } => Path::new(label).join(name),
+            Files::Virtual(files) => files.root().join(name),
         }
     }
 
@@ -41,6 +64,7 @@ impl Files {
         match self {
             Files::Folder(dir) => dir.clone(),
             Files::Embedded { label, .. } => label.into(),
+            Files::Virtual(files) => files.root(),
         }
     }
 
@@ -48,13 +72,15 @@ impl Files {
     /// mapped, not read.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file exists but cannot be opened or mapped.
+    /// [`Error::Io`] if the file exists but cannot be opened or mapped; what is wrong with
+    /// the metadata that a virtual file is made from.
     pub fn get(&self, name: &str) -> Result<Option<Bytes>> {
         match self {
             Files::Embedded { files, .. } => Ok(files
                 .iter()
                 .find(|(n, _)| *n == name)
                 .map(|(_, b)| Bytes::from_static(b))),
+            Files::Virtual(files) => files.get(name),
             Files::Folder(dir) => {
                 let path = dir.join(name);
                 match map_file(&path) {
@@ -84,6 +110,7 @@ impl Files {
     pub fn names(&self) -> Result<Vec<String>> {
         let mut names: Vec<String> = match self {
             Files::Embedded { files, .. } => files.iter().map(|(n, _)| (*n).into()).collect(),
+            Files::Virtual(files) => files.names(),
             Files::Folder(dir) => std::fs::read_dir(dir)
                 .and_then(Iterator::collect::<std::io::Result<Vec<_>>>)
                 .map_err(|e| Error::io(dir, "list", e))?
@@ -133,6 +160,17 @@ pub struct TensorEntry {
     pub file: String,
 }
 
+/// How the numbers of a weight that a store gives relate to those that its file stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exactness {
+    /// The same numbers.
+    Exact,
+    /// The same codes; scales and offsets rounded to this type.
+    ScalesRounded(DType),
+    /// Values rounded to this type.
+    ValuesRounded(DType),
+}
+
 /// The weights of one checkpoint format, by their Hugging Face names without the
 /// `.weight` suffix (`model.layers.0.self_attn.q_proj`, `model.norm`, `lm_head`).
 /// A new format implements this and adds one line to [`Checkpoint::open`].
@@ -155,6 +193,21 @@ pub trait WeightStore: Send + Sync {
     /// [`Error::Tensor`] if it is absent, or its shape is not `[out_features, in_features]`.
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight>;
 
+    /// The weight exactly as the file stands for it, which may be in a form that no kernel
+    /// runs; for comparisons.
+    ///
+    /// # Errors
+    /// As [`WeightStore::matrix`].
+    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        self.matrix(name, dims).map(StoredWeight::Canonical)
+    }
+
+    /// How [`WeightStore::matrix`] differs from [`WeightStore::stored`] for `name`.
+    fn exactness(&self, name: &str) -> Exactness {
+        let _ = name;
+        Exactness::Exact
+    }
+
     /// Every stored tensor, in name order.
     fn entries(&self) -> Vec<TensorEntry>;
 
@@ -170,6 +223,7 @@ pub trait WeightStore: Send + Sync {
 pub struct Source {
     files: Files,
     weights: Option<String>, // the file's name, if a file was given
+    gguf: Option<String>,    // the name of the GGUF file, if it is one
     config: Option<Map<String, Value>>, // config.json
     quantization: Option<Value>,
 }
@@ -183,6 +237,10 @@ struct Format {
 /// Every format that can be opened; the first that detects itself is used.
 const FORMATS: &[Format] = &[
     Format {
+        detect: |s| s.gguf.is_some(),
+        open: |s| gguf::open(&s, s.gguf.as_deref().unwrap_or_default()),
+    },
+    Format {
         detect: |s| s.config.is_some() && s.quantization.is_none(),
         open: dense::open,
     },
@@ -195,7 +253,13 @@ const FORMATS: &[Format] = &[
 impl Source {
     /// Reads config.json (if there is one) and what it says about quantization.
     pub(crate) fn new(files: Files, weights: Option<String>) -> Result<Self> {
-        let config = match files.get(CONFIG)? {
+        let gguf = gguf::find(&files, weights.as_deref())?;
+        let config = match gguf {
+            // Such a file says all itself; what stands beside it may be another model's.
+            Some(_) => None,
+            None => files.get(CONFIG)?,
+        };
+        let config = match config {
             None => None,
             Some(bytes) => match serde_json::from_slice(&bytes) {
                 Ok(map) => Some(map),
@@ -216,6 +280,7 @@ impl Source {
         Ok(Source {
             files,
             weights,
+            gguf,
             config,
             quantization,
         })

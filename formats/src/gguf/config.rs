@@ -1,0 +1,208 @@
+//! `config.json` and `generation_config.json` from GGUF metadata.
+
+use super::file::{GgufFile, malformed};
+use super::tokenizer::{TokenKind, Vocabulary};
+use super::types::BlockType;
+use crate::error::{Error, Result};
+use serde_json::{Map, Value, json};
+
+/// The architecture that nq runs, and the prefix of its keys.
+const ARCHITECTURE: &str = "qwen3";
+
+/// Texts of control tokens that end a turn in Qwen3's vocabulary; files name only one of them.
+const END_TOKENS: [&str; 2] = ["<|im_end|>", "<|endoftext|>"];
+
+fn key(name: &str) -> String {
+    format!("{ARCHITECTURE}.{name}")
+}
+
+/// A float as its shortest decimal: 1e-6, not the f64 nearest to its f32.
+fn decimal(v: f64) -> Value {
+    match (v as f32).to_string().parse::<f64>() {
+        Ok(short) if f64::from(v as f32) == v => short.into(),
+        _ => v.into(),
+    }
+}
+
+/// Checks that the file is a Qwen3 model.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming another architecture.
+pub(super) fn require_qwen3(file: &GgufFile) -> Result<()> {
+    let name = "general.architecture";
+    let architecture = file.required(name, file.str(name)?)?;
+    if architecture != ARCHITECTURE {
+        return Err(Error::Unsupported {
+            path: file.path().into(),
+            what: format!("architecture {architecture}"),
+            why: "nq runs Qwen3 dense models (qwen3)".into(),
+        });
+    }
+    Ok(())
+}
+
+/// The object of `config.json`. `embedding` is the type and shape of `token_embd.weight`;
+/// `tied` says that there is no `output.weight`.
+///
+/// # Errors
+/// [`Error::Malformed`] naming a key that is absent, of another type, or at odds with others.
+pub(super) fn config(
+    file: &GgufFile,
+    (kind, shape): (BlockType, &[usize]),
+    tied: bool,
+    vocabulary: &Vocabulary<'_>,
+) -> Result<Map<String, Value>> {
+    let dim = |name: &str| {
+        let key = key(name);
+        file.required(&key, file.u64(&key)?)
+    };
+    let optional = |name: &str| file.u64(&key(name));
+    let heads = dim("attention.head_count")?;
+    let hidden = dim("embedding_length")?;
+    let head_dim = match optional("attention.key_length")? {
+        Some(n) => n,
+        None => hidden / heads.max(1),
+    };
+    let equal = |name: &str, expected: u64| match optional(name)? {
+        Some(n) if n != expected => Err(malformed(
+            file.path(),
+            &key(name),
+            expected.to_string(),
+            n.to_string(),
+        )),
+        _ => Ok(()),
+    };
+    equal("attention.value_length", head_dim)?;
+    equal("rope.dimension_count", head_dim)?;
+    let rows = shape.first().copied().unwrap_or(0) as u64;
+    equal("vocab_size", rows)?;
+    if vocabulary.len() as u64 != rows {
+        let expected = format!("{rows} tokens, as token_embd.weight has rows");
+        let found = vocabulary.len().to_string();
+        return Err(malformed(
+            file.path(),
+            "tokenizer.ggml.tokens",
+            expected,
+            found,
+        ));
+    }
+    let eps = key("attention.layer_norm_rms_epsilon");
+    let eps = file.required(&eps, file.f64(&eps)?)?;
+    let theta = file.f64(&key("rope.freq_base"))?.unwrap_or(10_000.0);
+    let kv_heads = optional("attention.head_count_kv")?.unwrap_or(heads);
+    let dtype = [
+        (BlockType::F32, "float32"),
+        (BlockType::F16, "float16"),
+        (BlockType::BF16, "bfloat16"),
+    ];
+    let dtype = dtype.iter().find(|(t, _)| *t == kind).map(|(_, name)| name);
+    let config = json!({
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": false,
+        "bos_token_id": file.u64("tokenizer.ggml.bos_token_id")?,
+        "eos_token_id": file.u64("tokenizer.ggml.eos_token_id")?,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": dim("feed_forward_length")?,
+        "max_position_embeddings": dim("context_length")?,
+        "model_type": "qwen3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": dim("block_count")?,
+        "num_key_value_heads": kv_heads,
+        "pad_token_id": file.u64("tokenizer.ggml.padding_token_id")?,
+        "rms_norm_eps": decimal(eps),
+        "rope_scaling": rope_scaling(file)?,
+        "rope_theta": decimal(theta),
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "use_sliding_window": false,
+        "vocab_size": rows,
+    });
+    match config {
+        Value::Object(map) => Ok(map),
+        _ => unreachable!("the literal above is an object"),
+    }
+}
+
+fn rope_scaling(file: &GgufFile) -> Result<Value> {
+    let name = |part: &str| key(&format!("rope.scaling.{part}"));
+    let kind = match file.str(&name("type"))? {
+        None | Some("none") => return Ok(Value::Null),
+        Some(kind) => kind,
+    };
+    let factor = file.required(&name("factor"), file.f64(&name("factor"))?)?;
+    let mut scaling = json!({ "rope_type": kind, "factor": decimal(factor) });
+    if let Some(n) = file.u64(&name("original_context_length"))? {
+        scaling["original_max_position_embeddings"] = n.into();
+    }
+    for (part, json) in [
+        ("yarn_beta_fast", "beta_fast"),
+        ("yarn_beta_slow", "beta_slow"),
+    ] {
+        if let Some(v) = file.f64(&name(part))? {
+            scaling[json] = decimal(v);
+        }
+    }
+    if let Some(v) = file.f64(&name("attn_factor"))? {
+        // Files give a multiplier of the usual 0.1 ln(factor) + 1.
+        scaling["attention_factor"] = (v * (0.1 * factor.ln() + 1.0)).into();
+    }
+    Ok(scaling)
+}
+
+/// The tokens that end a text: those that keys name, and the control tokens that Qwen3's
+/// turns end with.
+pub(super) fn eos_ids(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Vec<u32>> {
+    let mut ids = Vec::new();
+    for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
+        if let Some(id) = file.u64(key)? {
+            if id >= vocabulary.len() as u64 {
+                let expected = format!("below {}, the number of tokens", vocabulary.len());
+                return Err(malformed(file.path(), key, expected, id.to_string()));
+            }
+            ids.push(id as u32); // the vocabulary's length fits 32 bits
+        }
+    }
+    for text in END_TOKENS {
+        let end = |&(_, token, kind): &(u32, &str, TokenKind)| {
+            token == text && kind == TokenKind::Control
+        };
+        ids.extend(vocabulary.iter().find(end).map(|(id, ..)| id));
+    }
+    let mut seen = Vec::new();
+    ids.retain(|id| {
+        !seen.contains(id) && {
+            seen.push(*id);
+            true
+        }
+    });
+    Ok(ids)
+}
+
+/// The object of `generation_config.json`.
+///
+/// # Errors
+/// [`Error::Malformed`] naming a key of another type.
+pub(super) fn generation(file: &GgufFile, eos: &[u32]) -> Result<Map<String, Value>> {
+    let mut map = Map::new();
+    let name = |part: &str| format!("general.sampling.{part}");
+    if let Some(t) = file.f64(&name("temp"))? {
+        map.insert("do_sample".into(), (t > 0.0).into());
+        map.insert("temperature".into(), decimal(t));
+    }
+    if let Some(k) = file.u64(&name("top_k"))? {
+        map.insert("top_k".into(), k.into());
+    }
+    for (part, json) in [
+        ("top_p", "top_p"),
+        ("min_p", "min_p"),
+        ("penalty_repeat", "repetition_penalty"),
+    ] {
+        if let Some(v) = file.f64(&name(part))? {
+            map.insert(json.into(), decimal(v));
+        }
+    }
+    map.insert("eos_token_id".into(), eos.into());
+    Ok(map)
+}

@@ -1,0 +1,24 @@
+//! GGUF files, versions 2 and 3: one file, or a split set, holds weights, configuration,
+//! tokenizer and chat template; nothing beside it is read.
+//!
+//! [`file`] parses, [`blocks`] takes integer blocks apart, [`weight`] turns them into
+//! canonical weights, [`config`] and [`tokenizer`] rebuild the files that other formats
+//! keep beside their weights.
+
+pub mod blocks;
+mod config;
+pub mod file;
+pub mod names;
+mod store;
+pub mod tokenizer;
+pub mod types;
+pub mod value;
+pub mod weight;
+pub mod writer;
+
+pub use file::{GgufFile, MAGIC};
+pub(crate) use store::{find, open};
+pub use types::BlockType;
+pub use value::{Array, Value};
+pub use weight::BlockWeight;
+pub use writer::GgufPlan;

@@ -1,0 +1,420 @@
+//! Opening GGUF checkpoints: finding the files, joining split ones, serving weights.
+
+use super::config;
+use super::file::{GgufFile, MAGIC, malformed};
+use super::names;
+use super::tokenizer::{self, Vocabulary};
+use super::types::BlockType;
+use super::weight::BlockWeight;
+use crate::checkpoint::{
+    CONFIG, Checkpoint, Exactness, Files, GENERATION_CONFIG, Source, TensorEntry, VirtualFiles,
+    WeightStore,
+};
+use crate::config::{GenerationDefaults, ModelConfig};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::stored::StoredWeight;
+use crate::tensor::Tensor;
+use crate::weight::{QuantizedWeight, Weight};
+use bytes::Bytes;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+const SUFFIX: &str = ".gguf";
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+
+/// The GGUF file to open: `weights` if it is one, or the only one (or split set) of a folder
+/// without safetensors files. `None` if there is none.
+///
+/// # Errors
+/// [`Error::Malformed`] for a folder of several models.
+pub(crate) fn find(files: &Files, weights: Option<&str>) -> Result<Option<String>> {
+    let is_gguf =
+        |name: &str| -> Result<bool> { Ok(files.get(name)?.is_some_and(|b| b.starts_with(MAGIC))) };
+    if let Some(name) = weights {
+        return Ok(is_gguf(name)?.then(|| name.into()));
+    }
+    let names = files.names()?;
+    if names.iter().any(|n| n.ends_with(".safetensors")) {
+        return Ok(None);
+    }
+    let mut found = Vec::new();
+    for name in names.into_iter().filter(|n| n.ends_with(SUFFIX)) {
+        if is_gguf(&name)? {
+            found.push(name);
+        }
+    }
+    let Some(first) = found.first() else {
+        return Ok(None);
+    };
+    let one_set = found.len() == 1
+        || Split::parse(first)
+            .is_some_and(|s| found == (0..s.count).map(|i| s.name(i)).collect::<Vec<_>>());
+    match one_set {
+        true => Ok(Some(first.clone())),
+        false => Err(malformed(
+            &files.root(),
+            "weights",
+            "one GGUF model; name its file".into(),
+            found.join(", "),
+        )),
+    }
+}
+
+/// The name of one file of a split set: `STEM-00001-of-00003.gguf`.
+struct Split {
+    stem: String,
+    number: u64, // from 0
+    count: u64,
+}
+
+impl Split {
+    fn parse(name: &str) -> Option<Split> {
+        let (rest, count) = name.strip_suffix(SUFFIX)?.rsplit_once("-of-")?;
+        let (stem, number) = rest.rsplit_once('-')?;
+        let split = Split {
+            stem: stem.into(),
+            number: number.parse::<u64>().ok()?.checked_sub(1)?,
+            count: count.parse().ok()?,
+        };
+        (split.number < split.count && split.name(split.number) == name).then_some(split)
+    }
+
+    fn name(&self, number: u64) -> String {
+        format!(
+            "{}-{:05}-of-{:05}{SUFFIX}",
+            self.stem,
+            number + 1,
+            self.count
+        )
+    }
+}
+
+/// Opens `name`, which starts with [`MAGIC`], and the other files of its set.
+///
+/// # Errors
+/// As [`GgufFile::parse`]; [`Error::Missing`] naming an absent file of a split set;
+/// [`Error::Unsupported`] for another architecture, tokenizer, or parameter that Qwen3 has
+/// not; [`Error::Malformed`] for metadata at odds with itself or the tensors.
+pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
+    let files = open_set(source.files(), name)?;
+    let first = files[0].clone();
+    config::require_qwen3(&first)?;
+    let mut by_name = BTreeMap::new();
+    for (i, file) in files.iter().enumerate() {
+        for tensor in file.tensors().keys() {
+            if let Some(other) = by_name.insert(tensor.clone(), i) {
+                return Err(Error::Tensor {
+                    path: file.path().into(),
+                    tensor: tensor.clone(),
+                    expected: "each name in one file".into(),
+                    found: format!("it in {} too", files[other].path().display()),
+                });
+            }
+        }
+    }
+    let vocabulary = Vocabulary::read(&first)?;
+    let mut store = GgufStore {
+        quantization: None,
+        files,
+        by_name,
+    };
+    let embedding = store
+        .info("token_embd.weight")
+        .ok_or_else(|| Error::Tensor {
+            path: first.path().into(),
+            tensor: "token_embd.weight".into(),
+            expected: "the embedding".into(),
+            found: "no such tensor".into(),
+        })?;
+    let tied = store.info("output.weight").is_none();
+    let shape = (embedding.kind, &embedding.shape[..]);
+    let json = config::config(&first, shape, tied, &vocabulary)?;
+    let eos = config::eos_ids(&first, &vocabulary)?;
+    let generation = config::generation(&first, &eos)?;
+    let contents = |map: Map<String, Value>| -> Bytes { Value::Object(map).to_string().into() };
+    let metadata = Metadata {
+        file: first,
+        config: contents(json),
+        generation: contents(generation),
+    };
+    let config = ModelConfig::parse(&metadata.path(CONFIG), &metadata.config)?;
+    let generation =
+        GenerationDefaults::parse(&metadata.path(GENERATION_CONFIG), &metadata.generation)?;
+    store.check_names(config.num_hidden_layers)?;
+    store.quantization = store.describe_quantization()?;
+    let files = Files::Virtual(Arc::new(metadata));
+    Ok(Checkpoint::new(files, config, generation, Box::new(store)))
+}
+
+/// Opens the file `name` and, if it says it is one of several, the others in order.
+fn open_set(folder: &Files, name: &str) -> Result<Vec<GgufFile>> {
+    const COUNT: &str = "split.count";
+    const NUMBER: &str = "split.no";
+    const TENSORS: &str = "split.tensors.count";
+    let parse = |name: &str| GgufFile::parse(&folder.path(name), folder.require(name)?);
+    let given = parse(name)?;
+    let count = given.u64(COUNT)?.unwrap_or(1);
+    if count <= 1 {
+        return Ok(vec![given]);
+    }
+    let named = Split::parse(name).filter(|s| s.count == count);
+    let Some(split) = named else {
+        let expected = format!("a name ending in -00001-of-{count:05}{SUFFIX}, as {COUNT} says");
+        return Err(malformed(given.path(), "file name", expected, name.into()));
+    };
+    let mut files = Vec::new();
+    for i in 0..count {
+        let shard = split.name(i);
+        let file = match i == split.number {
+            true => given.clone(),
+            false => match folder.get(&shard)? {
+                Some(bytes) => GgufFile::parse(&folder.path(&shard), bytes)?,
+                None => {
+                    return Err(Error::Missing {
+                        path: folder.root(),
+                        what: format!("{shard}, of the set of {name}"),
+                    });
+                }
+            },
+        };
+        for (key, expected) in [(COUNT, count), (NUMBER, i)] {
+            let found = file.required(key, file.u64(key)?)?;
+            if found != expected {
+                let (expected, found) = (expected.to_string(), found.to_string());
+                return Err(malformed(file.path(), key, expected, found));
+            }
+        }
+        files.push(file);
+    }
+    let total: usize = files.iter().map(|f| f.tensors().len()).sum();
+    let first = &files[0];
+    match first.u64(TENSORS)? {
+        Some(said) if said != total as u64 => {
+            let found = format!("{total} in the {count} files");
+            Err(malformed(first.path(), TENSORS, said.to_string(), found))
+        }
+        _ => Ok(files),
+    }
+}
+
+/// The tensors of one model's GGUF files.
+struct GgufStore {
+    files: Vec<GgufFile>,
+    by_name: BTreeMap<String, usize>, // GGUF name -> index into files
+    quantization: Option<Value>,
+}
+
+/// The stored name of a parameter.
+fn stored_name(name: &str) -> Option<String> {
+    Some(format!("{}.weight", names::to_gguf(name)?))
+}
+
+impl GgufStore {
+    fn info(&self, stored: &str) -> Option<&super::file::TensorInfo> {
+        self.files[*self.by_name.get(stored)?].tensors().get(stored)
+    }
+
+    fn error(&self, tensor: &str, expected: String, found: String) -> Error {
+        let i = self.by_name.get(tensor).copied().unwrap_or(0);
+        Error::Tensor {
+            path: self.files[i].path().into(),
+            tensor: tensor.into(),
+            expected,
+            found,
+        }
+    }
+
+    /// The type and bytes of a parameter, which must have `shape`.
+    fn require(&self, name: &str, shape: &[usize]) -> Result<(String, BlockType, Bytes)> {
+        let stored = stored_name(name).unwrap_or_else(|| name.into());
+        let Some(info) = self.info(&stored) else {
+            let expected = format!("shape {shape:?}");
+            return Err(self.error(&stored, expected, "no such tensor".into()));
+        };
+        if info.shape != shape {
+            let found = format!("{} {:?}", info.kind, info.shape);
+            return Err(self.error(&stored, format!("shape {shape:?}"), found));
+        }
+        let bytes = self.files[self.by_name[&stored]].data(info);
+        Ok((stored, info.kind, bytes))
+    }
+
+    /// Refuses parameters that nq's Qwen3 would leave unused: their numbers would be missing
+    /// from every result.
+    fn check_names(&self, layers: usize) -> Result<()> {
+        for (stored, &i) in &self.by_name {
+            let name = stored.strip_suffix(".weight").and_then(names::from_gguf);
+            let layer = |n: &String| {
+                let rest = n.strip_prefix("model.layers.")?;
+                rest.split('.').next()?.parse::<usize>().ok()
+            };
+            let known = name.is_some_and(|n| layer(&n).is_none_or(|l| l < layers));
+            if !known {
+                return Err(Error::Unsupported {
+                    path: self.files[i].path().into(),
+                    what: format!("tensor {stored}"),
+                    why: format!("a Qwen3 dense model of {layers} layers has no such parameter"),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The file type by number and the tensors by type; `None` if all are floats.
+    fn describe_quantization(&self) -> Result<Option<Value>> {
+        let mut types: BTreeMap<&str, usize> = BTreeMap::new();
+        let infos = self.files.iter().flat_map(|f| f.tensors().values());
+        let mut dense = true;
+        for info in infos {
+            dense &= float(info.kind).is_some();
+            *types.entry(info.kind.name()).or_default() += 1;
+        }
+        let first = &self.files[0];
+        let file_type = first.u64("general.file_type")?;
+        let version = first.u64("general.quantization_version")?;
+        Ok((!dense).then(|| {
+            json!({
+                "quant_method": "gguf",
+                "file_type": file_type,
+                "quantization_version": version,
+                "tensors": types,
+            })
+        }))
+    }
+
+    fn blocks(&self, name: &str, dims: (usize, usize)) -> Result<Stored> {
+        let (stored, kind, bytes) = self.require(name, &[dims.0, dims.1])?;
+        let wrap = |e: Error| match e {
+            Error::Weight {
+                what,
+                expected,
+                found,
+            } => self.error(&stored, format!("{what}: {expected}"), found),
+            other => other,
+        };
+        match float(kind) {
+            Some(dtype) => Tensor::new(dtype, vec![dims.0, dims.1], bytes)
+                .map(Stored::Dense)
+                .map_err(wrap),
+            None => BlockWeight::new(kind, dims, bytes)
+                .map(|b| Stored::Blocks(stored.clone(), b))
+                .map_err(wrap),
+        }
+    }
+}
+
+enum Stored {
+    Dense(Tensor),
+    Blocks(String, BlockWeight),
+}
+
+/// The element type of a float tensor.
+fn float(kind: BlockType) -> Option<DType> {
+    let floats = [
+        (BlockType::F32, DType::F32),
+        (BlockType::F16, DType::F16),
+        (BlockType::BF16, DType::BF16),
+    ];
+    floats.into_iter().find(|(t, _)| *t == kind).map(|(_, d)| d)
+}
+
+impl WeightStore for GgufStore {
+    fn format(&self) -> &'static str {
+        "gguf"
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        stored_name(name).is_some_and(|n| self.by_name.contains_key(&n))
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        let (stored, kind, bytes) = self.require(name, &[len])?;
+        let Some(dtype) = float(kind) else {
+            let expected = "F32, F16 or BF16".into();
+            return Err(self.error(&stored, expected, kind.name().into()));
+        };
+        Tensor::new(dtype, vec![len], bytes)
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        match self.blocks(name, dims)? {
+            Stored::Dense(tensor) => Ok(Weight::Dense(tensor)),
+            Stored::Blocks(stored, blocks) => match blocks.to_affine() {
+                Ok(affine) => Ok(Weight::Quantized(QuantizedWeight::Affine(affine))),
+                Err(Error::Weight {
+                    what,
+                    expected,
+                    found,
+                }) => Err(self.error(&stored, format!("{what}: {expected}"), found)),
+                Err(other) => Err(other),
+            },
+        }
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        Ok(match self.blocks(name, dims)? {
+            Stored::Dense(tensor) => StoredWeight::Canonical(Weight::Dense(tensor)),
+            Stored::Blocks(_, blocks) => StoredWeight::GgufBlocks(blocks),
+        })
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        let info = stored_name(name).and_then(|n| self.info(&n));
+        info.map_or(Exactness::Exact, |i| BlockWeight::exactness(i.kind))
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        let mut all: Vec<_> = self.files.iter().flat_map(GgufFile::entries).collect();
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.files.iter().map(GgufFile::file_bytes).sum()
+    }
+
+    fn quantization(&self) -> Option<&Value> {
+        self.quantization.as_ref()
+    }
+}
+
+/// The files that other formats keep beside their weights, made from metadata; the
+/// tokenizer, which is large, when asked for.
+#[derive(Debug)]
+struct Metadata {
+    file: GgufFile,
+    config: Bytes,
+    generation: Bytes,
+}
+
+impl Metadata {
+    fn path(&self, name: &str) -> PathBuf {
+        self.file.path().join(name)
+    }
+}
+
+impl VirtualFiles for Metadata {
+    fn root(&self) -> PathBuf {
+        self.file.path().into()
+    }
+
+    fn names(&self) -> Vec<String> {
+        [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG]
+            .map(String::from)
+            .into()
+    }
+
+    fn get(&self, name: &str) -> Result<Option<Bytes>> {
+        Ok(match name {
+            CONFIG => Some(self.config.clone()),
+            GENERATION_CONFIG => Some(self.generation.clone()),
+            TOKENIZER => Some(tokenizer::tokenizer_json(&self.file)?.into()),
+            TOKENIZER_CONFIG => Some(tokenizer::tokenizer_config_json(&self.file)?.into()),
+            _ => None,
+        })
+    }
+}

@@ -1,0 +1,341 @@
+//! `tokenizer.json` and `tokenizer_config.json` from GGUF metadata.
+//!
+//! GGUF keeps a byte-level BPE as its tokens by id, their kinds and the merges; the
+//! pre-tokenizer only by name. What a name stands for is written here.
+
+use super::file::{GgufFile, malformed};
+use crate::error::{Error, Result};
+use serde::Serialize;
+use serde::ser::{SerializeMap, SerializeSeq, Serializer};
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+
+/// The pre-tokenizer that Qwen2 and Qwen3 share.
+pub const PRE: &str = "qwen2";
+
+/// How [`PRE`] splits text before BPE.
+pub(super) const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+const TOKENS: &str = "tokenizer.ggml.tokens";
+const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
+const MERGES: &str = "tokenizer.ggml.merges";
+
+/// What a token is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenKind {
+    /// Text, in the alphabet of byte-level BPE.
+    Normal,
+    /// Structure (`<|im_start|>`), matched before BPE and not shown to users.
+    Control,
+    /// Text as it is, matched before BPE.
+    UserDefined,
+    /// A row of the embedding that no token uses.
+    Unused,
+}
+
+impl TokenKind {
+    /// Its number in files.
+    pub const fn id(self) -> i32 {
+        match self {
+            TokenKind::Normal => 1,
+            TokenKind::Control => 3,
+            TokenKind::UserDefined => 4,
+            TokenKind::Unused => 5,
+        }
+    }
+
+    fn from_id(id: i32) -> Option<Self> {
+        [Self::Normal, Self::Control, Self::UserDefined, Self::Unused]
+            .into_iter()
+            .find(|k| k.id() == id)
+    }
+}
+
+/// A file's tokens by id.
+pub struct Vocabulary<'a> {
+    tokens: Vec<&'a str>,
+    kinds: Vec<TokenKind>,
+}
+
+impl<'a> Vocabulary<'a> {
+    /// Reads tokens and kinds.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a tokenizer other than byte-level BPE with [`PRE`];
+    /// [`Error::Malformed`] for keys that are absent, mistyped or of different lengths.
+    pub fn read(file: &'a GgufFile) -> Result<Self> {
+        let unsupported = |what: String, why: String| Error::Unsupported {
+            path: file.path().into(),
+            what,
+            why,
+        };
+        let text = |key| file.required(key, file.str(key)?);
+        let model = text("tokenizer.ggml.model")?;
+        if model != "gpt2" {
+            let why = "Qwen3's is byte-level BPE (gpt2)".into();
+            return Err(unsupported(format!("tokenizer model {model}"), why));
+        }
+        let pre = text("tokenizer.ggml.pre")?;
+        if pre != PRE {
+            let why = format!("Qwen3's is {PRE}");
+            return Err(unsupported(format!("pre-tokenizer {pre}"), why));
+        }
+        for key in [
+            "tokenizer.ggml.add_bos_token",
+            "tokenizer.ggml.add_eos_token",
+        ] {
+            if file.bool(key)? == Some(true) {
+                let why = "Qwen3 adds no tokens to a text".into();
+                return Err(unsupported(format!("{key} true"), why));
+            }
+        }
+        let tokens = file.required(TOKENS, file.strings(TOKENS)?)?;
+        let kinds = file.required(TOKEN_TYPE, file.array(TOKEN_TYPE)?)?;
+        let bad =
+            |expected: String, found: String| malformed(file.path(), TOKEN_TYPE, expected, found);
+        if kinds.len() != tokens.len() as u64 {
+            let expected = format!("{} types, one per token", tokens.len());
+            return Err(bad(expected, kinds.len().to_string()));
+        }
+        let Some(ids) = kinds.i32s() else {
+            return Err(bad("32-bit integers".into(), kinds.to_string()));
+        };
+        let kind = |(i, id)| {
+            TokenKind::from_id(id).ok_or_else(|| {
+                let expected = "1 (normal), 3 (control), 4 (user defined) or 5 (unused)".into();
+                bad(expected, format!("{id} for token {i}"))
+            })
+        };
+        if tokens.len() > u32::MAX as usize {
+            let expected = "ids of 32 bits".into();
+            return Err(malformed(
+                file.path(),
+                TOKENS,
+                expected,
+                format!("{} tokens", tokens.len()),
+            ));
+        }
+        let kinds = ids.enumerate().map(kind).collect::<Result<_>>()?;
+        Ok(Vocabulary { tokens, kinds })
+    }
+
+    /// Number of ids.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// True if there are no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// Id, text and kind of every token.
+    pub fn iter(&self) -> impl Iterator<Item = (u32, &'a str, TokenKind)> {
+        let both = self.tokens.iter().zip(&self.kinds);
+        both.enumerate().map(|(i, (t, k))| (i as u32, *t, *k))
+    }
+}
+
+/// Added tokens: matched in text before BPE.
+fn is_added(kind: TokenKind) -> bool {
+    matches!(kind, TokenKind::Control | TokenKind::UserDefined)
+}
+
+fn added_token(content: &str, kind: TokenKind) -> Map<String, Value> {
+    let token = json!({
+        "content": content,
+        "single_word": false,
+        "lstrip": false,
+        "rstrip": false,
+        "normalized": false,
+        "special": kind == TokenKind::Control,
+    });
+    match token {
+        Value::Object(map) => map,
+        _ => unreachable!("the literal above is an object"),
+    }
+}
+
+/// `tokenizer.json` of Hugging Face's tokenizers library.
+///
+/// # Errors
+/// [`Error::Malformed`] for a token given twice, or a merge that is not two known tokens
+/// making up a third.
+pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
+    let vocabulary = Vocabulary::read(file)?;
+    let bad =
+        |key, expected: &str, found: String| malformed(file.path(), key, expected.into(), found);
+    let mut ids = HashMap::with_capacity(vocabulary.len());
+    for (id, token, kind) in vocabulary.iter() {
+        if kind == TokenKind::Unused {
+            continue;
+        }
+        if let Some(other) = ids.insert(token, id) {
+            let found = format!("{token:?} as {other} and {id}");
+            return Err(bad(TOKENS, "each token once", found));
+        }
+    }
+    let merges = file.required(MERGES, file.strings(MERGES)?)?;
+    let pair = |(i, merge): (usize, &&'_ str)| {
+        let whole = |(a, b): &(&str, &str)| {
+            let known = |t: &str| ids.contains_key(t);
+            !b.contains(' ') && known(a) && known(b) && known(&format!("{a}{b}"))
+        };
+        merge
+            .split_once(' ')
+            .filter(whole)
+            .map(|_| ())
+            .ok_or_else(|| {
+                let found = format!("{merge:?} as merge {i}");
+                bad(MERGES, "two tokens that make up a third", found)
+            })
+    };
+    merges.iter().enumerate().try_for_each(pair)?;
+    let added: Vec<_> = vocabulary
+        .iter()
+        .filter(|t| is_added(t.2))
+        .map(|(id, content, kind)| {
+            let mut token = Map::from_iter([("id".into(), id.into())]);
+            token.append(&mut added_token(content, kind));
+            token
+        })
+        .collect();
+    let bytes = json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false
+    });
+    let tokenizer = Tokenizer {
+        version: "1.0",
+        truncation: (),
+        padding: (),
+        added_tokens: &added,
+        normalizer: json!({ "type": "NFC" }),
+        pre_tokenizer: json!({
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": { "Regex": PATTERN },
+                    "behavior": "Isolated",
+                    "invert": false
+                },
+                bytes
+            ]
+        }),
+        post_processor: bytes.clone(),
+        decoder: bytes,
+        model: Bpe {
+            kind: "BPE",
+            dropout: (),
+            unk_token: (),
+            continuing_subword_prefix: "",
+            end_of_word_suffix: "",
+            fuse_unk: false,
+            byte_fallback: false,
+            ignore_merges: false,
+            vocab: Vocab(&vocabulary),
+            merges: Merges(&merges),
+        },
+    };
+    Ok(serde_json::to_vec(&tokenizer).expect("strings and numbers are always JSON"))
+}
+
+/// `tokenizer_config.json`: special tokens and the chat template.
+///
+/// # Errors
+/// [`Error::Malformed`] for a token id past the last, or a template that is no string.
+pub fn tokenizer_config_json(file: &GgufFile) -> Result<Vec<u8>> {
+    let vocabulary = Vocabulary::read(file)?;
+    let token = |name: &str| -> Result<Value> {
+        let key = format!("tokenizer.ggml.{name}_token_id");
+        match file.u64(&key)? {
+            None => Ok(Value::Null),
+            Some(id) => match vocabulary
+                .iter()
+                .nth(usize::try_from(id).unwrap_or(usize::MAX))
+            {
+                Some((_, text, _)) => Ok(text.into()),
+                None => {
+                    let expected = format!("below {}, the number of tokens", vocabulary.len());
+                    Err(malformed(file.path(), &key, expected, id.to_string()))
+                }
+            },
+        }
+    };
+    let added: Map<String, Value> = vocabulary
+        .iter()
+        .filter(|t| is_added(t.2))
+        .map(|(id, content, kind)| (id.to_string(), added_token(content, kind).into()))
+        .collect();
+    let mut config = json!({
+        "add_bos_token": false,
+        "add_prefix_space": false,
+        "added_tokens_decoder": added,
+        "bos_token": token("bos")?,
+        "clean_up_tokenization_spaces": false,
+        "eos_token": token("eos")?,
+        "errors": "replace",
+        "pad_token": token("padding")?,
+        "split_special_tokens": false,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": null,
+    });
+    if let Some(template) = file.str("tokenizer.chat_template")? {
+        config["chat_template"] = template.into();
+    }
+    Ok(serde_json::to_vec(&config).expect("strings and numbers are always JSON"))
+}
+
+#[derive(Serialize)]
+struct Tokenizer<'a> {
+    version: &'static str,
+    truncation: (),
+    padding: (),
+    added_tokens: &'a [Map<String, Value>],
+    normalizer: Value,
+    pre_tokenizer: Value,
+    post_processor: Value,
+    decoder: Value,
+    model: Bpe<'a>,
+}
+
+#[derive(Serialize)]
+struct Bpe<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    dropout: (),
+    unk_token: (),
+    continuing_subword_prefix: &'static str,
+    end_of_word_suffix: &'static str,
+    fuse_unk: bool,
+    byte_fallback: bool,
+    ignore_merges: bool,
+    vocab: Vocab<'a>,
+    merges: Merges<'a>,
+}
+
+struct Vocab<'a>(&'a Vocabulary<'a>);
+
+impl Serialize for Vocab<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for (id, token, kind) in self.0.iter() {
+            if kind == TokenKind::Normal {
+                map.serialize_entry(token, &id)?;
+            }
+        }
+        map.end()
+    }
+}
+
+struct Merges<'a>(&'a [&'a str]);
+
+impl Serialize for Merges<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut seq = serializer.serialize_seq(Some(self.0.len()))?;
+        for merge in self.0 {
+            // Checked before: exactly one space.
+            seq.serialize_element(&merge.split_once(' ').unwrap_or((merge, "")))?;
+        }
+        seq.end()
+    }
+}
