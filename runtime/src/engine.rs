@@ -6,10 +6,11 @@
 //! larger than memory.
 
 use crate::error::Result;
+use crate::sampler::Sampler;
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::cpu::KvType;
 use std::fmt;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
 /// A model on a device, ready to run. Weights are shared by all its sessions.
 pub trait Engine: Send + Sync {
@@ -139,6 +140,41 @@ pub trait Session: Send {
         chunks: &[Chunk<'_>],
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>>;
+
+    /// Feeds `token` to a sequence, samples its successor, feeds that, and so on, at most
+    /// `steps` times. Each sampled token goes to `each`, which may break off. The sequence
+    /// then holds `token` and every sampled token but the last.
+    ///
+    /// This implementation takes the logits to the host at every step. A device that samples
+    /// itself may queue steps ahead, as long as it draws what [`Sampler`] documents, leaves
+    /// the sequence as said here and tells the sampler of each token
+    /// ([`Sampler::accept`]).
+    ///
+    /// # Errors
+    /// Those of [`Session::forward`] and [`Sampler::sample`]; the sequence then holds the
+    /// tokens fed before.
+    fn decode(
+        &mut self,
+        slot: usize,
+        token: u32,
+        steps: usize,
+        sampler: &mut Sampler,
+        each: &mut dyn FnMut(u32) -> ControlFlow<()>,
+    ) -> Result<()> {
+        let mut token = token;
+        for _ in 0..steps {
+            let chunk = Chunk {
+                slot,
+                tokens: &[token],
+                logits: LogitsWanted::Last,
+            };
+            token = sampler.sample(self.forward(&[chunk], None)?.row(0))?;
+            if each(token).is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The seven Linears of a layer.

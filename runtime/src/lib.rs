@@ -6,10 +6,12 @@
 
 #![forbid(unsafe_code)]
 
+pub mod batch;
 pub mod chat_template;
 pub mod detokenizer;
 pub mod engine;
 pub mod error;
+pub mod generate;
 pub mod load;
 pub mod models;
 pub mod sampler;
@@ -22,6 +24,7 @@ pub use engine::{
     Logits, LogitsWanted, Observer, Session, SessionSpec,
 };
 pub use error::{Error, Result};
+pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions};
 pub use nq_kernels::cpu::KvType;
 pub use sampler::{Sampler, SamplingParams};

@@ -1,0 +1,279 @@
+//! The loop from a prompt to an answer, over any [`Session`].
+
+use crate::detokenizer::Detokenizer;
+use crate::engine::{Chunk, Logits, LogitsWanted, Session};
+use crate::error::{Error, Result};
+use crate::sampler::Sampler;
+use crate::tokenizer::Tokenizer;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The token ids that one slot of a session holds, so that a prompt which begins with them
+/// needs only its rest computed.
+#[derive(Clone, Debug, Default)]
+pub struct Sequence {
+    slot: usize,
+    tokens: Vec<u32>,
+}
+
+impl Sequence {
+    /// An empty sequence in `slot`.
+    pub fn new(session: &mut dyn Session, slot: usize) -> Self {
+        session.truncate(slot, 0);
+        Sequence {
+            slot,
+            tokens: Vec::new(),
+        }
+    }
+
+    /// The slot.
+    pub fn slot(&self) -> usize {
+        self.slot
+    }
+
+    /// What the cache holds.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Keeps of the cache what `prompt` begins with, and returns its length: less than the
+    /// prompt's, as the last token must be fed for its logits.
+    fn reuse(&mut self, session: &mut dyn Session, prompt: &[u32]) -> usize {
+        let most = prompt.len().saturating_sub(1);
+        let same = self.tokens.iter().zip(&prompt[..most]);
+        let common = same.take_while(|(a, b)| a == b).count();
+        self.tokens.truncate(common);
+        session.truncate(self.slot, common);
+        common
+    }
+}
+
+/// When an answer ends.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits<'a> {
+    /// Tokens that end it; they are not part of the answer.
+    pub stop: &'a [u32],
+    /// Most tokens to sample.
+    pub max_tokens: usize,
+    /// Ends it, when set by another thread or a signal handler, at the next token or chunk
+    /// of the prompt.
+    pub interrupt: Option<&'a AtomicBool>,
+}
+
+impl Limits<'_> {
+    fn interrupted(&self) -> bool {
+        self.interrupt.is_some_and(|i| i.load(Ordering::Relaxed))
+    }
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// The model chose this stop token.
+    Eos(u32),
+    /// [`Limits::max_tokens`] were sampled.
+    MaxTokens,
+    /// No position is left.
+    ContextFull,
+    /// [`Limits::interrupt`], or the receiver of the tokens.
+    Interrupted,
+}
+
+/// Counts and times of an answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Stats {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Of those, tokens that the cache held already.
+    pub reused_tokens: usize,
+    /// Tokens sampled, the stop token included.
+    pub tokens: usize,
+    /// From the call to the first token.
+    pub first_token: Duration,
+    /// From the first token to the last.
+    pub decode: Duration,
+}
+
+impl Stats {
+    /// Tokens per second after the first one; `None` if there are none.
+    pub fn tokens_per_second(&self) -> Option<f64> {
+        let steps = self.tokens.saturating_sub(1);
+        let seconds = self.decode.as_secs_f64();
+        (steps > 0 && seconds > 0.0).then(|| steps as f64 / seconds)
+    }
+
+    /// Bytes of weights read per second of decoding, where each token reads
+    /// `bytes_per_token` ([`crate::Engine::bytes_per_token`]).
+    pub fn bytes_per_second(&self, bytes_per_token: usize) -> Option<f64> {
+        Some(self.tokens_per_second()? * bytes_per_token as f64)
+    }
+}
+
+/// An answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generated {
+    /// Its tokens, without the stop token.
+    pub tokens: Vec<u32>,
+    /// Why it ended.
+    pub stop: StopReason,
+    /// Counts and times.
+    pub stats: Stats,
+}
+
+/// Answers `prompt`: computes what the cache does not hold of it, then samples until a limit.
+/// Each token of the answer goes to `each` as it comes, stop tokens excepted.
+///
+/// The sequence stays in step with the session whatever happens, so that a next prompt that
+/// continues this one is cheap.
+///
+/// # Errors
+/// [`Error::Request`] for an empty prompt; [`Error::ContextFull`] for one that leaves no
+/// room for an answer, before anything is computed; the session's and the sampler's.
+pub fn generate(
+    session: &mut dyn Session,
+    sequence: &mut Sequence,
+    prompt: &[u32],
+    sampler: &mut Sampler,
+    limits: &Limits<'_>,
+    each: &mut dyn FnMut(u32) -> ControlFlow<()>,
+) -> Result<Generated> {
+    let start = Instant::now();
+    let capacity = session.spec().ctx;
+    check_prompt(prompt, capacity)?;
+    let mut answer = Generated {
+        tokens: Vec::new(),
+        stop: StopReason::MaxTokens,
+        stats: Stats {
+            prompt_tokens: prompt.len(),
+            reused_tokens: sequence.reuse(session, prompt),
+            ..Stats::default()
+        },
+    };
+    if limits.max_tokens == 0 {
+        return Ok(answer);
+    }
+    sampler.begin(prompt);
+    let Some(logits) = prefill(session, sequence, prompt, limits)? else {
+        answer.stop = StopReason::Interrupted;
+        return Ok(answer);
+    };
+    let first = sampler.sample(logits.row(0))?;
+    answer.stats.first_token = start.elapsed();
+
+    let room = capacity - prompt.len();
+    if room < limits.max_tokens {
+        answer.stop = StopReason::ContextFull;
+    }
+    let steps = room.min(limits.max_tokens) - 1;
+    let mut receive = |token: u32| {
+        answer.stats.tokens += 1;
+        if limits.stop.contains(&token) {
+            answer.stop = StopReason::Eos(token);
+            return ControlFlow::Break(());
+        }
+        answer.tokens.push(token);
+        if each(token).is_break() || limits.interrupted() {
+            answer.stop = StopReason::Interrupted;
+            return ControlFlow::Break(());
+        }
+        ControlFlow::Continue(())
+    };
+    let result = match receive(first) {
+        ControlFlow::Break(()) => Ok(()),
+        ControlFlow::Continue(()) => {
+            session.decode(sequence.slot, first, steps, sampler, &mut receive)
+        }
+    };
+    answer.stats.decode = start.elapsed() - answer.stats.first_token;
+    sequence.tokens.extend_from_slice(&answer.tokens);
+    sequence.tokens.truncate(session.len(sequence.slot));
+    result.map(|()| answer)
+}
+
+/// [`generate`] with the answer as text: each piece, whole characters, goes to `each` as it
+/// comes. Tokens marked special are left out.
+///
+/// # Errors
+/// [`generate`]'s.
+pub fn generate_text(
+    session: &mut dyn Session,
+    sequence: &mut Sequence,
+    prompt: &[u32],
+    tokenizer: &Tokenizer,
+    sampler: &mut Sampler,
+    limits: &Limits<'_>,
+    each: &mut dyn FnMut(&str) -> ControlFlow<()>,
+) -> Result<Generated> {
+    let mut detokenizer = Detokenizer::new(tokenizer, true);
+    let answer = generate(
+        session,
+        sequence,
+        prompt,
+        sampler,
+        limits,
+        &mut |token| match detokenizer.push(token) {
+            Some(piece) => each(&piece),
+            None => ControlFlow::Continue(()),
+        },
+    );
+    if let Some(rest) = detokenizer.flush() {
+        // The answer is over: there is nothing left to break off.
+        let _ = each(&rest);
+    }
+    answer
+}
+
+fn check_prompt(prompt: &[u32], capacity: usize) -> Result<()> {
+    if prompt.is_empty() {
+        return Err(Error::Request {
+            what: "prompt",
+            expected: "at least one token".into(),
+            found: "none".into(),
+        });
+    }
+    if prompt.len() >= capacity {
+        return Err(Error::ContextFull {
+            capacity,
+            needed: prompt.len() + 1,
+        });
+    }
+    Ok(())
+}
+
+/// Feeds what the sequence lacks of `prompt` and returns the logits of its last token;
+/// `None` if interrupted.
+fn prefill<'s>(
+    session: &'s mut dyn Session,
+    sequence: &mut Sequence,
+    prompt: &[u32],
+    limits: &Limits<'_>,
+) -> Result<Option<Logits<'s>>> {
+    let slot = sequence.slot;
+    let rows = session.spec().max_rows.max(1);
+    loop {
+        let rest = &prompt[sequence.tokens.len()..];
+        let (tokens, last) = match rest.len() <= rows {
+            true => (rest, true),
+            false => (&rest[..rows], false),
+        };
+        if limits.interrupted() {
+            return Ok(None);
+        }
+        let chunk = Chunk {
+            slot,
+            tokens,
+            logits: match last {
+                true => LogitsWanted::Last,
+                false => LogitsWanted::None,
+            },
+        };
+        if last {
+            let logits = session.forward(&[chunk], None)?;
+            sequence.tokens.extend_from_slice(tokens);
+            return Ok(Some(logits));
+        }
+        session.forward(&[chunk], None)?;
+        sequence.tokens.extend_from_slice(tokens);
+    }
+}
