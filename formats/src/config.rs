@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// The shape of a Qwen3 dense model. Dimensions in elements.
@@ -145,6 +145,75 @@ impl ModelConfig {
             ));
         }
         Ok(cfg)
+    }
+}
+
+impl ModelConfig {
+    /// The `config.json` that says this, with the keys of the published ones.
+    pub fn to_json(&self) -> Map<String, Value> {
+        let dtype = match self.dtype {
+            Some(DType::F16) => "float16",
+            Some(DType::F32) => "float32",
+            _ => "bfloat16",
+        };
+        let scaling = match self.rope.scaling {
+            RopeScaling::None => Value::Null,
+            RopeScaling::Yarn {
+                factor,
+                original_max_position_embeddings,
+                beta_fast,
+                beta_slow,
+                attention_factor,
+            } => json!({
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original_max_position_embeddings,
+                "beta_fast": beta_fast,
+                "beta_slow": beta_slow,
+                "attention_factor": attention_factor,
+            }),
+        };
+        let eos = match self.eos_token_ids.as_slice() {
+            [] => Value::Null,
+            [one] => (*one).into(),
+            ids => ids.into(),
+        };
+        // Whole numbers are written without a fraction, as published.
+        let number = |v: f64| match v.fract() == 0.0 && v.abs() < 9e15 {
+            true => json!(v as i64),
+            false => json!(v),
+        };
+        // f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
+        let eps: f64 = self.rms_norm_eps.to_string().parse().unwrap_or(1e-6);
+        let Value::Object(map) = json!({
+            "architectures": ["Qwen3ForCausalLM"],
+            "attention_bias": false,
+            "attention_dropout": 0.0,
+            "eos_token_id": eos,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "max_window_layers": self.num_hidden_layers,
+            "model_type": "qwen3",
+            "num_attention_heads": self.num_attention_heads,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_key_value_heads": self.num_key_value_heads,
+            "rms_norm_eps": eps,
+            "rope_scaling": scaling,
+            "rope_theta": number(self.rope.theta),
+            "sliding_window": null,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "torch_dtype": dtype,
+            "use_cache": true,
+            "use_sliding_window": false,
+            "vocab_size": self.vocab_size,
+        }) else {
+            unreachable!("written as an object")
+        };
+        map
     }
 }
 

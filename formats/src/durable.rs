@@ -16,7 +16,7 @@ pub fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Re
     let temporary = tempfile::Builder::new()
         .prefix(".nq-")
         .suffix(".tmp")
-        .permissions(permissions())
+        .permissions(permissions(0o666))
         .tempfile_in(&folder)
         .map_err(|e| Error::io(path, "create", e))?;
     let mut sink = Sink::new(temporary.as_file().try_clone(), path)?;
@@ -36,10 +36,19 @@ pub fn write_bytes(path: &Path, contents: &[u8]) -> Result<()> {
 }
 
 /// What other users may read is the umask's matter, not the temporary file's.
-#[cfg(unix)]
-fn permissions() -> fs::Permissions {
+fn permissions(mode: u32) -> fs::Permissions {
     use std::os::unix::fs::PermissionsExt;
-    fs::Permissions::from_mode(0o666)
+    fs::Permissions::from_mode(mode)
+}
+
+/// A folder in `parent` to be renamed into place; removed when dropped before that.
+pub(crate) fn temporary_folder(parent: &Path) -> Result<tempfile::TempDir> {
+    tempfile::Builder::new()
+        .prefix(".nq-")
+        .suffix(".tmp")
+        .permissions(permissions(0o777))
+        .tempdir_in(parent)
+        .map_err(|e| Error::io(parent, "create a folder in", e))
 }
 
 /// A file being written, whose errors name it.

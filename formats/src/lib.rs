@@ -23,6 +23,7 @@ pub mod scheme;
 pub mod serialize;
 pub mod shards;
 pub mod stored;
+pub mod synth;
 pub mod tensor;
 pub mod weight;
 

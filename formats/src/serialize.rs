@@ -2,12 +2,15 @@
 //! data is streamed tensor by tensor.
 
 use crate::dtype::DType;
-use crate::durable::{Sink, write_bytes, write_file};
+use crate::durable::{
+    Sink, check_space, parent, rename_folder, temporary_folder, write_bytes, write_file,
+};
 use crate::error::{Error, Result};
 use crate::names::natural_order;
 use crate::progress::{Progress, Unit};
 use crate::safetensors::METADATA;
 use crate::shards::{INDEX, SINGLE};
+use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -209,4 +212,35 @@ pub fn write_tensors(
     layout.files[0].write(path, &(), &mut |spec, sink| {
         sink.write(by_name[spec.name.as_str()].data())
     })
+}
+
+/// Writes a checkpoint folder, `files` by name and the tensors of `layout`, that appears at
+/// `dest` whole or not at all.
+///
+/// # Errors
+/// [`Error::Exists`] if `dest` is there; [`Error::Space`], checked before anything is written; else
+/// as [`Layout::write`].
+pub fn write_folder(
+    dest: &Path,
+    files: &BTreeMap<String, Bytes>,
+    layout: &Layout,
+    progress: &dyn Progress,
+    data: &mut dyn FnMut(&TensorSpec, &mut Sink) -> Result<()>,
+) -> Result<()> {
+    if std::fs::symlink_metadata(dest).is_ok() {
+        return Err(Error::Exists {
+            path: dest.into(),
+            what: "already there".into(),
+        });
+    }
+    let parent = parent(dest);
+    let others: usize = files.values().map(Bytes::len).sum();
+    check_space(&parent, layout.file_bytes() + others as u64)?;
+    std::fs::create_dir_all(&parent).map_err(|e| Error::io(&parent, "create", e))?;
+    let folder = temporary_folder(&parent)?;
+    for (name, contents) in files {
+        write_bytes(&folder.path().join(name), contents)?;
+    }
+    layout.write(folder.path(), progress, data)?;
+    rename_folder(folder.path(), dest)
 }

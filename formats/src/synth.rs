@@ -1,0 +1,418 @@
+//! Random models of the published Qwen3 shapes: folders for tests of scale, and
+//! weights in memory for speed measurements before a download.
+
+use crate::checkpoint::{
+    CONFIG, Checkpoint, Files, GENERATION_CONFIG, TensorEntry, VirtualFiles, WeightStore,
+};
+use crate::config::{GenerationDefaults, ModelConfig, Rope, RopeScaling};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::names::{Shape, parameters};
+use crate::progress::Progress;
+use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+use bytes::Bytes;
+use half::bf16;
+use rayon::prelude::*;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock};
+
+/// A published Qwen3 dense model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Preset {
+    /// What `--preset` and `nq synth` call it.
+    pub name: &'static str,
+    /// The published model.
+    pub hub_id: &'static str,
+    hidden: usize,
+    intermediate: usize,
+    layers: usize,
+    heads: usize,
+    kv_heads: usize,
+    tied: bool,
+}
+
+/// All presets.
+#[rustfmt::skip]
+pub const PRESETS: [Preset; 6] = [
+    Preset { name: "qwen3-0.6b", hub_id: "Qwen/Qwen3-0.6B", hidden: 1024, intermediate: 3072,  layers: 28, heads: 16, kv_heads: 8, tied: true },
+    Preset { name: "qwen3-1.7b", hub_id: "Qwen/Qwen3-1.7B", hidden: 2048, intermediate: 6144,  layers: 28, heads: 16, kv_heads: 8, tied: true },
+    Preset { name: "qwen3-4b",   hub_id: "Qwen/Qwen3-4B",   hidden: 2560, intermediate: 9728,  layers: 36, heads: 32, kv_heads: 8, tied: true },
+    Preset { name: "qwen3-8b",   hub_id: "Qwen/Qwen3-8B",   hidden: 4096, intermediate: 12288, layers: 36, heads: 32, kv_heads: 8, tied: false },
+    Preset { name: "qwen3-14b",  hub_id: "Qwen/Qwen3-14B",  hidden: 5120, intermediate: 17408, layers: 40, heads: 40, kv_heads: 8, tied: false },
+    Preset { name: "qwen3-32b",  hub_id: "Qwen/Qwen3-32B",  hidden: 5120, intermediate: 25600, layers: 64, heads: 64, kv_heads: 8, tied: false },
+];
+
+impl Preset {
+    /// The preset of this name, in any case.
+    pub fn find(name: &str) -> Option<Preset> {
+        PRESETS
+            .into_iter()
+            .find(|p| p.name.eq_ignore_ascii_case(name))
+    }
+
+    /// Its published shape.
+    pub fn config(&self) -> ModelConfig {
+        ModelConfig {
+            hidden_size: self.hidden,
+            intermediate_size: self.intermediate,
+            num_hidden_layers: self.layers,
+            num_attention_heads: self.heads,
+            num_key_value_heads: self.kv_heads,
+            head_dim: 128,
+            vocab_size: 151_936,
+            max_position_embeddings: 40_960,
+            rms_norm_eps: 1e-6,
+            rope: Rope {
+                theta: 1e6,
+                scaling: RopeScaling::None,
+            },
+            tie_word_embeddings: self.tied,
+            eos_token_ids: vec![151_645],
+            dtype: Some(DType::BF16),
+        }
+    }
+}
+
+/// Standard deviation of weights, as the published models were initialized.
+const WEIGHT_STD: f64 = 0.02;
+/// Norm weights are 1 plus noise of this deviation.
+const NORM_STD: f64 = 0.05;
+
+/// Writes a random model of shape `config` to the folder `dest`, which appears whole or not at
+/// all: bf16 weights from normal(0, 0.02), norms near 1, and a byte-level tokenizer. The bytes
+/// depend on `config` and `seed` alone; memory stays at a few megabytes.
+///
+/// # Errors
+/// [`Error::Exists`] if `dest` is there, [`Error::Space`] if the disk is too small, [`Error::Io`];
+/// [`Error::Malformed`] if the vocabulary is too small for a byte-level tokenizer.
+pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progress) -> Result<()> {
+    let specs = parameters(config)
+        .into_iter()
+        .map(|(name, shape)| TensorSpec {
+            name: format!("{name}.weight"),
+            dtype: DType::BF16,
+            shape: shape.dims(),
+        });
+    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+    let layout = Layout::new(specs.collect(), &metadata, MAX_SHARD);
+    let files = files(config)?;
+    let mut buffer = vec![0; 1 << 24];
+    write_folder(dest, &files, &layout, progress, &mut |spec, sink| {
+        let name = spec.name.trim_end_matches(".weight");
+        let stream = Stream::new(seed, name, spec.shape.len() == 1);
+        let mut done = 0;
+        while done < spec.bytes() {
+            let n = (spec.bytes() - done).min(buffer.len() as u64);
+            let part = &mut buffer[..n as usize];
+            stream.fill(done / 2, part);
+            sink.write(part)?;
+            done += n;
+        }
+        Ok(())
+    })
+}
+
+/// A random model in memory, opened like a folder. Weights are drawn when asked for,
+/// the same as [`write`] puts into files.
+///
+/// # Errors
+/// As [`write`] for the tokenizer.
+pub fn checkpoint(label: &str, config: &ModelConfig, seed: u64) -> Result<Checkpoint> {
+    let files = Files::Virtual(Arc::new(MemoryFiles {
+        label: label.into(),
+        files: files(config)?,
+    }));
+    let path = files.path(GENERATION_CONFIG);
+    let generation = GenerationDefaults::parse(&path, &files.require(GENERATION_CONFIG)?)?;
+    let store = RandomStore {
+        label: label.into(),
+        parameters: parameters(config).into_iter().collect(),
+        seed,
+    };
+    Ok(Checkpoint::new(
+        files,
+        config.clone(),
+        generation,
+        Box::new(store),
+    ))
+}
+
+/// What [`files`] made, under a label.
+#[derive(Debug)]
+struct MemoryFiles {
+    label: String,
+    files: BTreeMap<String, Bytes>,
+}
+
+impl VirtualFiles for MemoryFiles {
+    fn root(&self) -> PathBuf {
+        self.label.clone().into()
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.files.keys().cloned().collect()
+    }
+
+    fn get(&self, name: &str) -> Result<Option<Bytes>> {
+        Ok(self.files.get(name).cloned())
+    }
+}
+
+struct RandomStore {
+    label: String,
+    parameters: BTreeMap<String, Shape>,
+    seed: u64,
+}
+
+impl RandomStore {
+    fn draw(&self, name: &str, wanted: Shape) -> Result<Tensor> {
+        if self.parameters.get(name) != Some(&wanted) {
+            return Err(Error::Tensor {
+                path: self.label.clone().into(),
+                tensor: name.into(),
+                expected: format!("{:?}", wanted.dims()),
+                found: match self.parameters.get(name) {
+                    Some(shape) => format!("{:?}", shape.dims()),
+                    None => "no such tensor".into(),
+                },
+            });
+        }
+        Ok(random_tensor(self.seed, name, wanted))
+    }
+}
+
+/// The random bf16 parameter `name` of a model drawn with `seed`.
+pub fn random_tensor(seed: u64, name: &str, shape: Shape) -> Tensor {
+    let mut bytes = vec![0; 2 * shape.elements()];
+    Stream::new(seed, name, matches!(shape, Shape::Vector(_))).fill(0, &mut bytes);
+    let tensor = Tensor::new(DType::BF16, shape.dims(), bytes.into());
+    tensor.expect("the buffer was made for the shape")
+}
+
+impl WeightStore for RandomStore {
+    fn format(&self) -> &'static str {
+        "random"
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.parameters.contains_key(name)
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.draw(name, Shape::Vector(len))
+    }
+
+    fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+        self.draw(name, Shape::Matrix(rows, cols))
+            .map(Weight::Dense)
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        let entry = |(name, shape): (&String, &Shape)| TensorEntry {
+            name: format!("{name}.weight"),
+            dtype: DType::BF16.name().into(),
+            shape: shape.dims(),
+            bytes: 2 * shape.elements() as u64,
+            file: String::new(),
+        };
+        self.parameters.iter().map(entry).collect()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.entries().iter().map(|e| e.bytes).sum()
+    }
+
+    fn quantization(&self) -> Option<&Value> {
+        None
+    }
+}
+
+/// The random numbers of one tensor, addressed by element.
+struct Stream {
+    key: u64,
+    quantiles: &'static [[u8; 2]],
+}
+
+/// Elements that one 64-bit hash gives.
+const LANES: u64 = 4;
+
+impl Stream {
+    fn new(seed: u64, name: &str, is_norm: bool) -> Self {
+        static WEIGHTS: LazyLock<Vec<[u8; 2]>> = LazyLock::new(|| quantiles(0.0, WEIGHT_STD));
+        static NORMS: LazyLock<Vec<[u8; 2]>> = LazyLock::new(|| quantiles(1.0, NORM_STD));
+        let key = name.bytes().fold(mix(seed), |k, b| mix(k ^ u64::from(b)));
+        Stream {
+            key,
+            quantiles: if is_norm { &NORMS } else { &WEIGHTS },
+        }
+    }
+
+    /// Writes the elements from `start`, a multiple of [`LANES`], as bf16.
+    fn fill(&self, start: u64, out: &mut [u8]) {
+        const CHUNK: usize = 1 << 18;
+        out.par_chunks_mut(CHUNK)
+            .enumerate()
+            .for_each(|(i, chunk)| {
+                let first = start / LANES + (i * CHUNK / (2 * LANES as usize)) as u64;
+                for (counter, quad) in (first..).zip(chunk.chunks_mut(2 * LANES as usize)) {
+                    let mut random = mix(self.key.wrapping_add(counter.wrapping_mul(GOLDEN)));
+                    for value in quad.chunks_exact_mut(2) {
+                        value.copy_from_slice(&self.quantiles[random as usize & 0xFFFF]);
+                        random >>= 16;
+                    }
+                }
+            });
+    }
+}
+
+/// 2^64 divided by the golden ratio: counters that far apart hash independently.
+const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// The output function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+fn mix(mut z: u64) -> u64 {
+    z = z.wrapping_add(GOLDEN);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// The quantiles `(i + 1/2) / 2^16` of normal(mean, std) as bf16 bytes: drawing one uniformly
+/// draws from that distribution.
+fn quantiles(mean: f64, std: f64) -> Vec<[u8; 2]> {
+    let mut table = vec![[0; 2]; 1 << 16];
+    // The quantile function x(p) solves dx/dp = 1 / density(x): Runge-Kutta from x(1/2) = 0.
+    const SUBSTEPS: u32 = 16;
+    let slope = |x: f64| (std::f64::consts::TAU).sqrt() * (x * x / 2.0).exp();
+    let mut x = 0.0;
+    let half = 1 << 15;
+    for i in 0..half {
+        // The first step is half a cell: to the middle of the first above the median.
+        let step = if i == 0 { 0.5 } else { 1.0 };
+        let h = step / f64::from(1 << 16) / f64::from(SUBSTEPS);
+        for _ in 0..SUBSTEPS {
+            let k1 = slope(x);
+            let k2 = slope(x + h / 2.0 * k1);
+            let k3 = slope(x + h / 2.0 * k2);
+            let k4 = slope(x + h * k3);
+            x += h / 6.0 * (k1 + 2.0 * k2 + 2.0 * k3 + k4);
+        }
+        table[half + i] = bf16::from_f64(mean + std * x).to_le_bytes();
+        table[half - 1 - i] = bf16::from_f64(mean - std * x).to_le_bytes();
+    }
+    table
+}
+
+/// Everything but the weights: configuration and a tokenizer of single bytes.
+fn files(config: &ModelConfig) -> Result<BTreeMap<String, Bytes>> {
+    let end = config.eos_token_ids.first().copied().unwrap_or(0);
+    if end < 258 || end as usize >= config.vocab_size {
+        return Err(Error::Malformed {
+            path: CONFIG.into(),
+            what: "eos_token_id".into(),
+            expected: "258 or more, below vocab_size: 256 bytes and 3 special tokens".into(),
+            found: end.to_string(),
+        });
+    }
+    let special = [
+        ("<|endoftext|>", end - 2),
+        ("<|im_start|>", end - 1),
+        ("<|im_end|>", end),
+    ];
+    let mut vocab: BTreeMap<String, u32> = (0..=255u8)
+        .map(|b| (byte_symbol(b).to_string(), u32::from(b)))
+        .collect();
+    vocab.extend(special.map(|(text, id)| (text.to_owned(), id)));
+    let added = special.map(|(text, id)| {
+        json!({"id": id, "content": text, "single_word": false, "lstrip": false,
+               "rstrip": false, "normalized": false, "special": true})
+    });
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false,
+                            "trim_offsets": false, "use_regex": false});
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
+        "normalizer": {"type": "NFC"}, "pre_tokenizer": byte_level,
+        "post_processor": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null,
+                  "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": false,
+                  "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": []},
+    });
+    let template = "{%- for message in messages %}\
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}\
+        {%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
+    let tokenizer_config = json!({
+        "tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>", "model_max_length": config.max_position_embeddings,
+        "chat_template": template,
+    });
+    let generation = json!({
+        "bos_token_id": end - 2, "pad_token_id": end - 2, "eos_token_id": [end, end - 2],
+        "do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
+    });
+    let mut model = config.to_json();
+    model.insert("bos_token_id".into(), (end - 2).into());
+    let text = |value: &Value| {
+        let mut text = serde_json::to_vec_pretty(value).expect("string keys");
+        text.push(b'\n');
+        Bytes::from(text)
+    };
+    Ok(BTreeMap::from([
+        (CONFIG.into(), text(&Value::Object(model))),
+        (GENERATION_CONFIG.into(), text(&generation)),
+        ("tokenizer.json".into(), text(&tokenizer)),
+        ("tokenizer_config.json".into(), text(&tokenizer_config)),
+    ]))
+}
+
+/// The character that byte-level BPE writes for a byte: itself if it is printable Latin-1,
+/// else the next free one from U+0100.
+fn byte_symbol(byte: u8) -> char {
+    let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    if printable(byte) {
+        return char::from(byte);
+    }
+    let before = (0..byte).filter(|&b| !printable(b)).count() as u32;
+    char::from_u32(0x100 + before).expect("at most U+0143")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_normal() {
+        let values: Vec<f64> = quantiles(0.0, 1.0)
+            .iter()
+            .map(|b| bf16::from_le_bytes(*b).to_f64())
+            .collect();
+        assert!(values.is_sorted());
+        let n = values.len() as f64;
+        let moment = |k: i32| values.iter().map(|v| v.powi(k)).sum::<f64>() / n;
+        assert_eq!(moment(1), 0.0); // symmetric
+        assert!((moment(2) - 1.0).abs() < 2e-3, "{}", moment(2));
+        assert!((moment(4) - 3.0).abs() < 2e-2, "{}", moment(4));
+        // Published quantiles: 97.5 % and 99.9 %, within bf16's rounding.
+        let at = |p: f64| values[(p * n) as usize];
+        assert!((at(0.975) - 1.959_964).abs() < 8e-3);
+        assert!((at(0.999) - 3.090_232).abs() < 1.6e-2);
+        assert!((values[65535] - 4.32).abs() < 0.05, "{}", values[65535]);
+    }
+
+    #[test]
+    fn byte_symbols_are_distinct() {
+        let all: std::collections::BTreeSet<char> = (0..=255).map(byte_symbol).collect();
+        assert_eq!(all.len(), 256);
+        // As published vocabularies have them: space is U+0120, newline U+010A.
+        assert_eq!(
+            [byte_symbol(b' '), byte_symbol(b'\n')],
+            ['\u{120}', '\u{10A}']
+        );
+        assert_eq!(
+            [byte_symbol(0x7F), byte_symbol(0xAD)],
+            ['\u{121}', '\u{143}']
+        );
+    }
+}
