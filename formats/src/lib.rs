@@ -12,6 +12,7 @@ pub mod dense;
 pub mod dtype;
 pub mod durable;
 pub mod error;
+pub mod export;
 pub mod gguf;
 pub mod hash;
 pub mod names;

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 const ARCHITECTURE: &str = "qwen3";
 
 /// Texts of control tokens that end a turn in Qwen3's vocabulary; files name only one of them.
-const END_TOKENS: [&str; 2] = ["<|im_end|>", "<|endoftext|>"];
+pub(super) const END_TOKENS: [&str; 2] = ["<|im_end|>", "<|endoftext|>"];
 
 fn key(name: &str) -> String {
     format!("{ARCHITECTURE}.{name}")

@@ -7,7 +7,9 @@
 
 pub mod blocks;
 mod config;
+pub mod encode;
 pub mod file;
+pub mod metadata;
 pub mod names;
 mod store;
 pub mod tokenizer;

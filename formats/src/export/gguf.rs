@@ -1,0 +1,413 @@
+//! A checkpoint as one GGUF file, with tokenizer and chat template.
+
+use super::{Change, ExportOptions, ExportReport, Exported};
+use crate::checkpoint::{Checkpoint, Exactness};
+use crate::dtype::DType;
+use crate::durable::{Sink, check_space, parent};
+use crate::error::{Error, Result};
+use crate::gguf::writer::{GgufPlan, TensorPlan};
+use crate::gguf::{BlockType, encode, metadata, names};
+use crate::names::{EMBEDDING, HEAD, Shape, parameters};
+use crate::progress::Progress;
+use crate::scheme::{Bits, Zeros};
+use crate::stored::StoredWeight;
+use crate::weight::{AffineWeight, QuantizedWeight, Weight};
+use half::f16;
+use rayon::prelude::*;
+use std::path::Path;
+
+/// Elements of a block of the types that canonical weights fit into.
+const BLOCK: usize = 32;
+
+/// Values that are dequantized and rounded at a time.
+const CHUNK: usize = 1 << 22;
+
+/// Which types the matrices of a file get; norms are F32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mix {
+    /// Each the type that holds its numbers.
+    #[default]
+    Keep,
+    /// All this type, one of [`encode::ENCODED`].
+    All(BlockType),
+    /// Q4_K, with Q6_K for the head and about half of the value and down projections.
+    Q4KM,
+}
+
+impl Mix {
+    /// The type of the matrix `name` (Hugging Face name) of `layers` layers, before its
+    /// width is considered; `None`: as it is.
+    fn kind(self, name: &str, layers: usize, tied: bool) -> Option<BlockType> {
+        match self {
+            Mix::Keep => None,
+            Mix::All(kind) => Some(kind),
+            Mix::Q4KM => {
+                let head = if tied { EMBEDDING } else { HEAD };
+                let layer = name.strip_prefix("model.layers.");
+                let layer = layer.and_then(|r| r.split('.').next()?.parse::<usize>().ok());
+                let sensitive = ["v_proj", "down_proj"].iter().any(|s| name.ends_with(s));
+                let more = match layer {
+                    Some(i) => sensitive && more_bits(i, layers),
+                    None => name == head,
+                };
+                Some(if more {
+                    BlockType::Q6_K
+                } else {
+                    BlockType::Q4_K
+                })
+            }
+        }
+    }
+
+    /// `general.file_type`: the mix by its customary number.
+    fn file_type(self, plans: &[Plan]) -> u32 {
+        let kind = match self {
+            Mix::Q4KM => return 15,
+            Mix::All(kind) => kind,
+            Mix::Keep => most_common(plans),
+        };
+        // Numbers of "mostly this type"; 1024 means "guessed".
+        match kind {
+            BlockType::F32 => 0,
+            BlockType::F16 => 1,
+            BlockType::Q4_0 => 2,
+            BlockType::Q4_1 => 3,
+            BlockType::Q8_0 => 7,
+            BlockType::Q5_0 => 8,
+            BlockType::Q5_1 => 9,
+            BlockType::Q2_K => 10,
+            BlockType::Q3_K => 12,
+            BlockType::Q4_K => 15,
+            BlockType::Q5_K => 17,
+            BlockType::Q6_K => 18,
+            BlockType::IQ4_NL => 25,
+            BlockType::IQ4_XS => 30,
+            BlockType::BF16 => 32,
+            _ => 1024,
+        }
+    }
+}
+
+/// Layers whose value and down projections get 6 bits: the first and last eighths, and every
+/// third between.
+fn more_bits(i: usize, layers: usize) -> bool {
+    let eighth = layers / 8;
+    i < eighth || i >= 7 * layers / 8 || (i - eighth) % 3 == 2
+}
+
+/// The type that narrower rows get where they are no whole number of `kind`'s blocks.
+fn for_width(kind: BlockType, cols: usize) -> BlockType {
+    match (cols.is_multiple_of(kind.elements()), kind) {
+        (true, kind) => kind,
+        (false, _) if !cols.is_multiple_of(BLOCK) => BlockType::F16,
+        (false, BlockType::Q4_K) => BlockType::Q5_0,
+        (false, _) => BlockType::Q8_0,
+    }
+}
+
+/// How a parameter gets into the file.
+struct Plan {
+    name: String, // Hugging Face
+    shape: Shape,
+    kind: BlockType,
+    how: How,
+    from: String,
+    change: Change,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    /// Its bytes as the source has them.
+    Copy,
+    /// Its codes in another order.
+    Repack,
+    /// Dequantized and rounded.
+    Encode,
+}
+
+/// Writes `checkpoint` as the GGUF file `out`.
+///
+/// # Errors
+/// As [`super::export`].
+pub fn export(
+    checkpoint: &Checkpoint,
+    out: &Path,
+    options: &ExportOptions,
+    progress: &dyn Progress,
+) -> Result<ExportReport> {
+    if !options.force && std::fs::symlink_metadata(out).is_ok() {
+        return Err(Error::Exists {
+            path: out.into(),
+            what: "something is here already".into(),
+        });
+    }
+    let plans = plan(checkpoint, out, options)?;
+    let mut file = GgufPlan::new();
+    let name = checkpoint.files().root();
+    let name = name.file_stem().map(|n| n.to_string_lossy().into_owned());
+    let file_type = options.mix.file_type(&plans);
+    metadata::describe_model(
+        &mut file,
+        checkpoint,
+        name.as_deref().unwrap_or("model"),
+        file_type,
+    );
+    metadata::describe_tokenizer(&mut file, checkpoint)?;
+    if let Some(quantization) = checkpoint.store().quantization() {
+        file.set("nq.source_quantization", quantization.to_string().as_str());
+    }
+    for p in &plans {
+        let stored = names::to_gguf(&p.name).expect("every parameter of the model has a name");
+        file.add(format!("{stored}.weight"), p.kind, p.shape.dims())?;
+    }
+    check_space(&parent(out), file.file_bytes())?;
+    let mut next = plans.iter();
+    file.write(out, progress, &mut |tensor, sink| {
+        let plan = next.next().expect("as many tensors as plans");
+        write_parameter(checkpoint, plan, tensor, sink)
+    })?;
+    let matrices = plans.iter().zip(file.tensors());
+    let matrices = matrices.filter(|(p, _)| matches!(p.shape, Shape::Matrix(..)));
+    let weights = matrices.map(|(p, t)| Exported {
+        name: p.name.clone(),
+        from: p.from.clone(),
+        to: p.kind.name().into(),
+        change: p.change,
+        bytes: t.bytes(),
+    });
+    Ok(ExportReport {
+        weights: weights.collect(),
+        tensor_bytes: file.tensor_bytes(),
+        file_bytes: file.file_bytes(),
+        notes: Vec::new(),
+    })
+}
+
+/// Decides every parameter's type.
+fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<Vec<Plan>> {
+    let (config, store) = (checkpoint.config(), checkpoint.store());
+    let mut plans = Vec::new();
+    let mut refused = Vec::new();
+    for (name, shape) in parameters(config) {
+        let Shape::Matrix(rows, cols) = shape else {
+            plans.push(Plan {
+                name,
+                shape,
+                kind: BlockType::F32,
+                how: How::Encode,
+                from: String::new(),
+                change: Change::Kept(Exactness::Exact),
+            });
+            continue;
+        };
+        let weight = store.stored(&name, (rows, cols))?;
+        let own = own_type(&weight, cols);
+        let wanted = options
+            .mix
+            .kind(&name, config.num_hidden_layers, config.tie_word_embeddings)
+            .map(|k| for_width(k, cols));
+        let dense = matches!(weight, StoredWeight::Canonical(Weight::Dense(_)));
+        let (kind, how, change) = match (own, wanted) {
+            (Some((kind, how, exact)), None) => (kind, how, Change::Kept(exact)),
+            (Some((kind, how, exact)), Some(w)) if kind == w => (kind, how, Change::Kept(exact)),
+            (_, Some(w)) if w == BlockType::F32 => (w, How::Encode, Change::Kept(Exactness::Exact)),
+            (_, Some(w)) if dense => (w, How::Encode, Change::Quantized),
+            (_, wanted) => {
+                let kind = wanted.unwrap_or_else(|| nearest(&weight, cols));
+                if !options.requantize {
+                    refused.push(format!("{name} ({})", weight.scheme_name()));
+                }
+                (kind, How::Encode, Change::Requantized)
+            }
+        };
+        plans.push(Plan {
+            name,
+            shape,
+            kind,
+            how,
+            from: weight.scheme_name(),
+            change,
+        });
+    }
+    match refused.as_slice() {
+        [] => Ok(plans),
+        [first, rest @ ..] => {
+            let others = match rest.len() {
+                0 => String::new(),
+                n => format!(" and {n} more"),
+            };
+            Err(Error::Unsupported {
+                path: out.into(),
+                what: format!("{first}{others} in these GGUF types"),
+                why: "no block holds the same numbers; only requantizing would".into(),
+            })
+        }
+    }
+}
+
+/// The type that holds a weight's numbers, and how it gets there; `None` if none does.
+fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exactness)> {
+    let exact = |kind, how| Some((kind, how, Exactness::Exact));
+    let affine = match weight {
+        StoredWeight::GgufBlocks(b) => return exact(b.kind(), How::Copy),
+        StoredWeight::Canonical(Weight::Dense(t)) => {
+            return match t.dtype() {
+                DType::F32 => exact(BlockType::F32, How::Copy),
+                DType::F16 => exact(BlockType::F16, How::Copy),
+                DType::BF16 => exact(BlockType::BF16, How::Copy),
+                _ => None,
+            };
+        }
+        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a,
+    };
+    let scheme = affine.scheme();
+    let whole = scheme.group.size(cols).is_multiple_of(BLOCK) && cols.is_multiple_of(BLOCK);
+    if !whole || affine.g_idx().is_some() {
+        return None;
+    }
+    match (scheme.bits, scheme.zeros) {
+        (Bits::B4, Zeros::None) => exact(BlockType::Q4_0, How::Repack),
+        (Bits::B8, Zeros::None) => exact(BlockType::Q8_0, How::Repack),
+        (Bits::B4, Zeros::Offset) => exact(BlockType::Q4_1, How::Repack),
+        (Bits::B4, Zeros::Integer) => {
+            let groups = affine.groups();
+            let finite = |i| f16::from_f32(affine.affine(i / groups, i % groups).1).is_finite();
+            let all = (0..affine.scales().len()).all(finite);
+            let change = Exactness::ScalesRounded(DType::F16);
+            all.then_some((BlockType::Q4_1, How::Repack, change))
+        }
+        (Bits::B8, Zeros::Offset) if affine.codes().iter().all(|&q| q < 32) => {
+            exact(BlockType::Q5_1, How::Repack)
+        }
+        (Bits::B8, _) => None,
+    }
+}
+
+/// The type to requantize to: as many bits as the weight had.
+fn nearest(weight: &StoredWeight, cols: usize) -> BlockType {
+    let eight = match weight {
+        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => {
+            a.scheme().bits == Bits::B8
+        }
+        _ => false,
+    };
+    for_width(
+        if eight {
+            BlockType::Q8_0
+        } else {
+            BlockType::Q4_K
+        },
+        cols,
+    )
+}
+
+fn most_common(plans: &[Plan]) -> BlockType {
+    let matrices = || {
+        plans
+            .iter()
+            .filter(|p| matches!(p.shape, Shape::Matrix(..)))
+    };
+    let count = |kind| matrices().filter(|p| p.kind == kind).count();
+    let most = matrices().map(|p| p.kind).max_by_key(|&k| count(k));
+    most.unwrap_or(BlockType::F32)
+}
+
+fn write_parameter(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    tensor: &TensorPlan,
+    sink: &mut Sink,
+) -> Result<()> {
+    let (rows, cols) = match plan.shape {
+        Shape::Vector(len) => {
+            let values = checkpoint.store().vector(&plan.name, len)?.to_f32()?;
+            return sink.write(bytemuck::cast_slice(&values));
+        }
+        Shape::Matrix(rows, cols) => (rows, cols),
+    };
+    let weight = checkpoint.store().stored(&plan.name, (rows, cols))?;
+    let row_bytes = (tensor.bytes() / rows as u64) as usize;
+    let wrap = |e: Error| match e {
+        Error::Weight {
+            what,
+            expected,
+            found,
+        } => Error::Tensor {
+            path: checkpoint.files().root(),
+            tensor: plan.name.clone(),
+            expected: format!("{what}: {expected}"),
+            found,
+        },
+        other => other,
+    };
+    match (plan.how, &weight) {
+        (How::Copy, StoredWeight::GgufBlocks(b)) => sink.write(b.data()),
+        (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => sink.write(t.data()),
+        (How::Repack, StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a)))) => {
+            let mut bytes = vec![0u8; rows * row_bytes];
+            bytes
+                .par_chunks_mut(row_bytes)
+                .enumerate()
+                .for_each(|(row, out)| repack_row(a, row, plan.kind, out));
+            sink.write(&bytes)
+        }
+        _ => {
+            let step = (CHUNK / cols).max(1);
+            for start in (0..rows).step_by(step) {
+                let encode = |row| -> Result<Vec<u8>> {
+                    let mut values = vec![0f32; cols];
+                    weight.dequantize_row(row, &mut values)?;
+                    let mut out = Vec::with_capacity(row_bytes);
+                    encode::encode_row(plan.kind, &values, &mut out)?;
+                    Ok(out)
+                };
+                let end = (start + step).min(rows);
+                let rows: Result<Vec<_>> = (start..end).into_par_iter().map(encode).collect();
+                for row in rows.map_err(wrap)? {
+                    sink.write(&row)?;
+                }
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Writes one row's codes as blocks of `kind`, which holds their numbers.
+fn repack_row(a: &AffineWeight, row: usize, kind: BlockType, out: &mut [u8]) {
+    let mut codes = vec![0u8; a.in_features()];
+    crate::pack::unpack_row(a.scheme().bits, a.row_codes(row), &mut codes);
+    let blocks = out.chunks_exact_mut(kind.bytes());
+    for (b, (codes, out)) in codes.chunks_exact(BLOCK).zip(blocks).enumerate() {
+        let (scale, offset) = a.affine(row, a.group_of(b * BLOCK));
+        let (d, rest) = out.split_at_mut(2);
+        d.copy_from_slice(&f16::from_f32(scale).to_le_bytes()); // it was an f16
+        let rest = match kind {
+            BlockType::Q8_0 => {
+                for (o, q) in rest.iter_mut().zip(codes) {
+                    *o = q ^ 0x80; // offset by 128 to signed
+                }
+                continue;
+            }
+            BlockType::Q4_0 => rest,
+            _ => {
+                let (m, rest) = rest.split_at_mut(2);
+                m.copy_from_slice(&f16::from_f32(offset).to_le_bytes());
+                rest
+            }
+        };
+        let nibbles = match kind {
+            BlockType::Q4_0 | BlockType::Q4_1 => rest,
+            _ => {
+                let (high, rest) = rest.split_at_mut(4); // Q5_1
+                let bits = codes.iter().enumerate();
+                let bits = bits.fold(0u32, |h, (i, q)| h | u32::from(q >> 4) << i);
+                high.copy_from_slice(&bits.to_le_bytes());
+                rest
+            }
+        };
+        let (low, high) = codes.split_at(BLOCK / 2);
+        for ((o, l), h) in nibbles.iter_mut().zip(low).zip(high) {
+            *o = l & 15 | h << 4;
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! Writing checkpoints as other engines load them: one file per format.
+//!
+//! An export keeps every weight's numbers where the format can hold them. Where only scales
+//! must be rounded to the format's type, the report says so; where codes would have to be
+//! chosen again, it refuses unless [`ExportOptions::requantize`].
+
+pub mod gguf;
+
+use crate::checkpoint::{Checkpoint, Exactness};
+use crate::error::Result;
+use crate::progress::Progress;
+use std::path::Path;
+
+/// What an export may do.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ExportOptions {
+    /// Round weights again that the format cannot hold as they are.
+    pub requantize: bool,
+    /// Types of a GGUF file's tensors.
+    pub mix: gguf::Mix,
+    /// Replace what is at the destination.
+    pub force: bool,
+}
+
+/// One weight as it was written.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Exported {
+    /// Its Hugging Face name, without `.weight`.
+    pub name: String,
+    /// Its scheme in the source.
+    pub from: String,
+    /// Its type or scheme in the file.
+    pub to: String,
+    /// How its numbers in the file relate to those in the source.
+    pub change: Change,
+    /// Bytes written.
+    pub bytes: u64,
+}
+
+/// How an export changes a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// As a reader's [`Exactness`].
+    Kept(Exactness),
+    /// Unquantized in the source: rounded for the first time.
+    Quantized,
+    /// Quantized in the source, and rounded again.
+    Requantized,
+}
+
+/// What an export wrote.
+#[derive(Clone, Debug, Default)]
+pub struct ExportReport {
+    /// Every matrix, in the order of the model.
+    pub weights: Vec<Exported>,
+    /// Bytes of all tensors.
+    pub tensor_bytes: u64,
+    /// Bytes of the weight files, headers included.
+    pub file_bytes: u64,
+    /// What the user should know of it.
+    pub notes: Vec<String>,
+}
+
+/// A format that nq exports to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportFormat {
+    /// One GGUF file (llama.cpp).
+    Gguf,
+}
+
+/// Writes `checkpoint` to `out` in `format`: whole or not at all.
+///
+/// # Errors
+/// [`crate::Error::Exists`] where something is at `out` and `force` is not set;
+/// [`crate::Error::Unsupported`] for a weight that the format cannot hold, by name; what
+/// reading the source or writing the files finds wrong.
+pub fn export(
+    checkpoint: &Checkpoint,
+    format: ExportFormat,
+    out: &Path,
+    options: &ExportOptions,
+    progress: &dyn Progress,
+) -> Result<ExportReport> {
+    match format {
+        ExportFormat::Gguf => gguf::export(checkpoint, out, options, progress),
+    }
+}

@@ -1,0 +1,304 @@
+//! Metadata of a GGUF file from a checkpoint's configuration, tokenizer and chat template.
+
+use super::tokenizer::{PATTERN, PRE, TokenKind};
+use super::value::{Array, Value};
+use super::writer::GgufPlan;
+use crate::checkpoint::{Checkpoint, Files};
+use crate::config::RopeScaling;
+use crate::error::{Error, Result};
+use serde::Deserialize;
+use serde_json::Value as Json;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const TEMPLATE: &str = "chat_template.jinja";
+
+/// The version of the block layouts, as `general.quantization_version` states it.
+const QUANTIZATION_VERSION: u32 = 2;
+
+/// Adds `general.*` and `qwen3.*` to `plan`.
+pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, file_type: u32) {
+    let c = checkpoint.config();
+    plan.set("general.architecture", "qwen3");
+    plan.set("general.type", "model");
+    plan.set("general.name", name);
+    plan.set("general.file_type", file_type);
+    plan.set("general.quantization_version", QUANTIZATION_VERSION);
+    let g = checkpoint.generation();
+    // Greedy decoding is temperature 0 here.
+    let temperature = match g.do_sample {
+        Some(false) => Some(0.0),
+        _ => g.temperature,
+    };
+    if let Some(k) = g.top_k.and_then(|k| i32::try_from(k).ok()) {
+        plan.set("general.sampling.top_k", Value::I32(k));
+    }
+    for (key, value) in [
+        ("temp", temperature),
+        ("top_p", g.top_p),
+        ("min_p", g.min_p),
+        ("penalty_repeat", g.repetition_penalty),
+    ] {
+        if let Some(v) = value {
+            plan.set(format!("general.sampling.{key}"), v);
+        }
+    }
+    for (key, n) in [
+        ("block_count", c.num_hidden_layers),
+        ("context_length", c.max_position_embeddings),
+        ("embedding_length", c.hidden_size),
+        ("feed_forward_length", c.intermediate_size),
+        ("attention.head_count", c.num_attention_heads),
+        ("attention.head_count_kv", c.num_key_value_heads),
+        ("attention.key_length", c.head_dim),
+        ("attention.value_length", c.head_dim),
+    ] {
+        plan.set(format!("qwen3.{key}"), n as u32); // dimensions are below 2^28
+    }
+    plan.set("qwen3.attention.layer_norm_rms_epsilon", c.rms_norm_eps);
+    plan.set("qwen3.rope.freq_base", c.rope.theta as f32);
+    if let RopeScaling::Yarn {
+        factor,
+        original_max_position_embeddings,
+        beta_fast,
+        beta_slow,
+        attention_factor,
+    } = c.rope.scaling
+    {
+        let mut set = |key: &str, v: Value| plan.set(format!("qwen3.rope.scaling.{key}"), v);
+        set("type", "yarn".into());
+        set("factor", (factor as f32).into());
+        set(
+            "original_context_length",
+            (original_max_position_embeddings as u32).into(),
+        );
+        set("yarn_beta_fast", (beta_fast as f32).into());
+        set("yarn_beta_slow", (beta_slow as f32).into());
+        // Files give a multiplier of the usual 0.1 ln(factor) + 1.
+        let usual = 0.1 * factor.ln() + 1.0;
+        set("attn_factor", ((attention_factor / usual) as f32).into());
+    }
+}
+
+/// What nq needs of a `tokenizer.json`.
+#[derive(Deserialize)]
+struct Tokenizer {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+    normalizer: Option<Json>,
+    pre_tokenizer: Option<Json>,
+    model: Model,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u32,
+    content: String,
+    special: bool,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    #[serde(rename = "type")]
+    kind: String,
+    vocab: BTreeMap<String, u32>,
+    merges: Vec<Merge>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Merge {
+    Pair(String, String),
+    Joined(String),
+}
+
+/// Adds `tokenizer.*` to `plan`. Ids without a token up to the embedding's last row become
+/// unused tokens, as readers want as many tokens as rows.
+///
+/// # Errors
+/// [`Error::Missing`] without a tokenizer.json; [`Error::Unsupported`] for one that is not
+/// byte-level BPE with Qwen2's pre-tokenizer; [`Error::Malformed`] for ids past the
+/// embedding or given twice.
+pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Result<()> {
+    let files = checkpoint.files();
+    let path = files.path(TOKENIZER);
+    let malformed = |what: &str, expected: String, found: String| Error::Malformed {
+        path: path.clone(),
+        what: what.into(),
+        expected,
+        found,
+    };
+    let tokenizer: Tokenizer = serde_json::from_slice(&files.require(TOKENIZER)?)
+        .map_err(|e| malformed("contents", "a tokenizer".into(), e.to_string()))?;
+    require_qwen2(&path, &tokenizer)?;
+    let rows = checkpoint.config().vocab_size;
+    let mut tokens: Vec<Option<(&str, TokenKind)>> = vec![None; rows];
+    let mut put = |id: u32, text, kind| match tokens.get_mut(id as usize) {
+        Some(slot @ None) => {
+            *slot = Some((text, kind));
+            Ok(())
+        }
+        // Older files list added tokens in the vocabulary too.
+        Some(Some((other, slot))) if *other == text => {
+            *slot = kind;
+            Ok(())
+        }
+        Some(Some((other, _))) => {
+            let found = format!("{other:?} and {text:?}");
+            Err(malformed(&format!("token {id}"), "one text".into(), found))
+        }
+        None => {
+            let expected = format!("ids below {rows}, the rows of the embedding");
+            Err(malformed("tokens", expected, format!("{id} for {text:?}")))
+        }
+    };
+    for (text, &id) in &tokenizer.model.vocab {
+        put(id, text, TokenKind::Normal)?;
+    }
+    for token in &tokenizer.added_tokens {
+        let kind = match token.special || looks_special(&token.content) {
+            true => TokenKind::Control,
+            false => TokenKind::UserDefined,
+        };
+        put(token.id, &token.content, kind)?;
+    }
+    let unused: Vec<String> = (0..rows).map(|i| format!("[PAD{i}]")).collect();
+    let text = |(i, t): (usize, &Option<(&'_ str, _)>)| t.map_or(unused[i].clone(), |t| t.0.into());
+    let texts: Vec<String> = tokens.iter().enumerate().map(text).collect();
+    let kind = |t: &Option<(_, TokenKind)>| t.map_or(TokenKind::Unused, |t| t.1).id();
+    let kinds: Vec<i32> = tokens.iter().map(kind).collect();
+    let merges = tokenizer.model.merges.into_iter().map(|m| match m {
+        Merge::Pair(a, b) => format!("{a} {b}"),
+        Merge::Joined(s) => s,
+    });
+    let merges: Vec<String> = merges.collect();
+    plan.set("tokenizer.ggml.model", "gpt2");
+    plan.set("tokenizer.ggml.pre", PRE);
+    plan.set("tokenizer.ggml.tokens", Array::of_strings(&texts));
+    plan.set("tokenizer.ggml.token_type", Array::of_i32s(&kinds));
+    plan.set("tokenizer.ggml.merges", Array::of_strings(&merges));
+    describe_special_tokens(plan, checkpoint, &texts)?;
+    plan.set("tokenizer.ggml.add_bos_token", false);
+    if let Some(template) = chat_template(files)? {
+        plan.set("tokenizer.chat_template", template.as_str());
+    }
+    Ok(())
+}
+
+/// Tokens in angle brackets and bars structure a text whether or not they are marked
+/// special; readers of GGUF expect them as control tokens (`<|fim_prefix|>`).
+fn looks_special(text: &str) -> bool {
+    text.len() > 4 && text.starts_with("<|") && text.ends_with("|>")
+}
+
+fn require_qwen2(path: &Path, tokenizer: &Tokenizer) -> Result<()> {
+    let unsupported = |what: String| Error::Unsupported {
+        path: path.into(),
+        what,
+        why: format!(
+            "GGUF knows Qwen3's tokenizer by the name {PRE}, which means byte-level BPE over NFC with Qwen2's pattern"
+        ),
+    };
+    if tokenizer.model.kind != "BPE" {
+        return Err(unsupported(format!("a {} tokenizer", tokenizer.model.kind)));
+    }
+    let at = |json: &Option<Json>, pointer: &str| {
+        json.as_ref()?.pointer(pointer)?.as_str().map(String::from)
+    };
+    let normalizer = at(&tokenizer.normalizer, "/type");
+    if normalizer.as_deref() != Some("NFC") {
+        return Err(unsupported(format!("the normalizer {normalizer:?}")));
+    }
+    let pattern = at(&tokenizer.pre_tokenizer, "/pretokenizers/0/pattern/Regex");
+    if pattern.as_deref() != Some(PATTERN) {
+        return Err(unsupported(format!(
+            "the pre-tokenizer pattern {pattern:?}"
+        )));
+    }
+    let second = at(&tokenizer.pre_tokenizer, "/pretokenizers/1/type");
+    if second.as_deref() != Some("ByteLevel") {
+        return Err(unsupported(format!("the second pre-tokenizer {second:?}")));
+    }
+    Ok(())
+}
+
+/// Ids of the special tokens: end of text from the configuration, the others by what
+/// tokenizer_config.json names.
+fn describe_special_tokens(
+    plan: &mut GgufPlan,
+    checkpoint: &Checkpoint,
+    texts: &[String],
+) -> Result<()> {
+    let named = tokenizer_config(checkpoint.files())?;
+    let named = |key: &str| {
+        let token = named.as_ref()?.get(key)?;
+        let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
+        texts.iter().position(|t| t == text).map(|i| i as u32)
+    };
+    let eos = checkpoint.eos_token_ids();
+    let pad = named("pad_token").or(eos.get(1).copied());
+    for (key, id) in [
+        ("eos", eos.first().copied().or_else(|| named("eos_token"))),
+        // Qwen3 has no start token; readers want one and are told not to add it.
+        ("bos", named("bos_token").or(pad)),
+        ("padding", pad),
+    ] {
+        if let Some(id) = id {
+            plan.set(format!("tokenizer.ggml.{key}_token_id"), id);
+        }
+    }
+    // A second end of text has no key but this; those known by their text need none.
+    let other = eos.iter().skip(1).find(|&&id| {
+        let text = texts.get(id as usize).map(String::as_str);
+        !text.is_some_and(|t| super::config::END_TOKENS.contains(&t))
+    });
+    if let Some(&id) = other {
+        plan.set("tokenizer.ggml.eot_token_id", id);
+    }
+    Ok(())
+}
+
+fn tokenizer_config(files: &Files) -> Result<Option<Json>> {
+    let Some(bytes) = files.get(TOKENIZER_CONFIG)? else {
+        return Ok(None);
+    };
+    let parsed = serde_json::from_slice(&bytes);
+    parsed.map(Some).map_err(|e| Error::Malformed {
+        path: files.path(TOKENIZER_CONFIG),
+        what: "contents".into(),
+        expected: "a JSON object".into(),
+        found: e.to_string(),
+    })
+}
+
+/// The chat template: its own file, or tokenizer_config.json's default one.
+fn chat_template(files: &Files) -> Result<Option<String>> {
+    if let Some(bytes) = files.get(TEMPLATE)? {
+        return match std::str::from_utf8(&bytes) {
+            Ok(text) => Ok(Some(text.into())),
+            Err(e) => Err(Error::Malformed {
+                path: files.path(TEMPLATE),
+                what: "contents".into(),
+                expected: "UTF-8".into(),
+                found: e.to_string(),
+            }),
+        };
+    }
+    let config = tokenizer_config(files)?;
+    let template = config.as_ref().and_then(|c| match c.get("chat_template")? {
+        Json::String(text) => Some(text),
+        Json::Array(named) => {
+            let default = named
+                .iter()
+                .find(|t| t.get("name").is_some_and(|n| n == "default"));
+            match default?.get("template")? {
+                Json::String(text) => Some(text),
+                _ => None,
+            }
+        }
+        _ => None,
+    });
+    Ok(template.cloned())
+}
