@@ -13,15 +13,16 @@ pub fn linear(x: &[f32], w: &Weight, y: &mut [f32]) -> crate::Result<()> {
     for o in 0..out {
         w.dequantize_row(o, &mut row)?;
         for (x, y) in x.chunks_exact(inp).zip(y.chunks_exact_mut(out)) {
-            let sum: f64 = x
-                .iter()
-                .zip(&row)
-                .map(|(&x, &w)| f64::from(x) * f64::from(w))
-                .sum();
-            y[o] = sum as f32;
+            y[o] = dot(x, &row);
         }
     }
     Ok(())
+}
+
+/// Dot product, accumulated in f64.
+pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let products = a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b));
+    products.sum::<f64>() as f32
 }
 
 /// RMSNorm (arXiv 1910.07467) of each row: `x / sqrt(mean(x^2) + eps) * weight`.
@@ -45,6 +46,12 @@ pub fn rope(head: &mut [f32], cos_sin: &[(f32, f32)]) {
         head[i] = a * c - b * s;
         head[i + half] = b * c + a * s;
     }
+}
+
+/// `x / (1 + e^-x)`
+pub fn silu(x: f32) -> f32 {
+    let x = f64::from(x);
+    (x / (1.0 + (-x).exp())) as f32
 }
 
 /// `silu(gate) * up`, elementwise.
@@ -79,5 +86,32 @@ pub fn attend(q: &[f32], keys: &[f32], values: &[f32], y: &mut [f32]) {
             .map(|(w, v)| w * f64::from(v[i]))
             .sum();
         *y = (sum / total) as f32;
+    }
+}
+
+/// Rounds each row of `x` (`k` long) to what a Linear with these activations sees, in place:
+/// for int8, `scale * code` with codes of -127 to 127 and one f32 scale per group (the last
+/// of a row may be shorter).
+pub fn round_activations(x: &mut [f32], k: usize, activations: crate::Activations) {
+    let crate::Activations::Int8 { group } = activations else {
+        return;
+    };
+    for group in x.chunks_mut(k).flat_map(|row| row.chunks_mut(group)) {
+        let absmax = group.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let (inverse, scale) = int8_scale(absmax);
+        for v in group {
+            *v = (*v * inverse).round_ties_even() * scale;
+        }
+    }
+}
+
+/// For values up to `absmax`: what they are multiplied by to become codes of -127 to 127,
+/// and what codes are multiplied by to become values. Both are 0 where `absmax` is so
+/// small that its inverse overflows.
+pub(crate) fn int8_scale(absmax: f32) -> (f32, f32) {
+    if absmax > 1e-35 {
+        (127.0 / absmax, absmax / 127.0)
+    } else {
+        (0.0, 0.0)
     }
 }

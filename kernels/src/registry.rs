@@ -101,3 +101,10 @@ pub struct KernelInfo {
     /// Row counts it serves.
     pub rows: RangeInclusive<usize>,
 }
+
+impl KernelInfo {
+    /// True if the kernel serves this request.
+    pub fn serves(&self, weights: WeightKind, activations: Activations, rows: usize) -> bool {
+        (self.weights)(weights) && (self.activations)(activations) && self.rows.contains(&rows)
+    }
+}

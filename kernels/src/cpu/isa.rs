@@ -84,7 +84,7 @@ impl IsaChoice {
     pub fn resolve(self) -> Result<Isa> {
         let present = || Isa::ALL.into_iter().filter(|i| i.available());
         match self {
-            IsaChoice::Auto => Ok(present().last().unwrap_or(Isa::Scalar)),
+            IsaChoice::Auto => Ok(present().next_back().unwrap_or(Isa::Scalar)),
             IsaChoice::Force(isa) if isa.available() => Ok(isa),
             IsaChoice::Force(isa) => Err(Error::Isa {
                 requested: isa.name(),

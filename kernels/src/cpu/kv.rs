@@ -1,6 +1,8 @@
 //! Keys and values of one layer and one sequence, as attention reads them.
 
+use super::memory::Buffer;
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 use std::fmt;
 
 /// What keys and values are rounded to.
@@ -47,9 +49,31 @@ pub struct KvBlock {
 
 #[derive(Clone, Debug)]
 enum KvData {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    Int8 { codes: Vec<i8>, scales: Vec<f16> },
+    F32(Buffer<f32>),
+    F16(Buffer<f16>),
+    Int8 {
+        codes: Buffer<i8>,
+        scales: Buffer<f16>,
+    },
+}
+
+/// One head of a [`KvBlock`].
+#[derive(Clone, Copy)]
+pub(crate) struct KvView<'a> {
+    pub(crate) data: HeadData<'a>,
+    pub(crate) head_dim: usize,
+}
+
+/// Values `[capacity, head_dim]`.
+#[derive(Clone, Copy)]
+pub(crate) enum HeadData<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    /// Scales are `[capacity]`.
+    Int8 {
+        codes: &'a [i8],
+        scales: &'a [f16],
+    },
 }
 
 impl KvBlock {
@@ -57,11 +81,11 @@ impl KvBlock {
     pub fn new(kind: KvType, kv_heads: usize, capacity: usize, head_dim: usize) -> Self {
         let n = kv_heads * capacity * head_dim;
         let data = match kind {
-            KvType::F32 => KvData::F32(vec![0.0; n]),
-            KvType::F16 => KvData::F16(vec![f16::ZERO; n]),
+            KvType::F32 => KvData::F32(Buffer::sparse(n)),
+            KvType::F16 => KvData::F16(Buffer::sparse(n)),
             KvType::Int8 => KvData::Int8 {
-                codes: vec![0; n],
-                scales: vec![f16::ZERO; kv_heads * capacity],
+                codes: Buffer::sparse(n),
+                scales: Buffer::sparse(kv_heads * capacity),
             },
         };
         KvBlock {
@@ -69,6 +93,29 @@ impl KvBlock {
             capacity,
             head_dim,
             data,
+        }
+    }
+
+    /// Width of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// All positions of one head.
+    pub(crate) fn head(&self, head: usize) -> KvView<'_> {
+        let rows = head * self.capacity..(head + 1) * self.capacity;
+        let values = rows.start * self.head_dim..rows.end * self.head_dim;
+        let data = match &self.data {
+            KvData::F32(d) => HeadData::F32(&d[values]),
+            KvData::F16(d) => HeadData::F16(&d[values]),
+            KvData::Int8 { codes, scales } => HeadData::Int8 {
+                codes: &codes[values],
+                scales: &scales[rows],
+            },
+        };
+        KvView {
+            data,
+            head_dim: self.head_dim,
         }
     }
 
@@ -88,11 +135,7 @@ impl KvBlock {
         let span = row * self.head_dim..(row + 1) * self.head_dim;
         match &mut self.data {
             KvData::F32(d) => d[span].copy_from_slice(x),
-            KvData::F16(d) => {
-                for (d, &x) in d[span].iter_mut().zip(x) {
-                    *d = f16::from_f32(x);
-                }
-            }
+            KvData::F16(d) => d[span].convert_from_f32_slice(x),
             KvData::Int8 { codes, scales } => {
                 let absmax = x.iter().fold(0f32, |m, v| m.max(v.abs()));
                 let scale = f16::from_f32(absmax / 127.0);
@@ -115,11 +158,7 @@ impl KvBlock {
         let span = row * self.head_dim..(row + 1) * self.head_dim;
         match &self.data {
             KvData::F32(d) => out.copy_from_slice(&d[span]),
-            KvData::F16(d) => {
-                for (o, d) in out.iter_mut().zip(&d[span]) {
-                    *o = d.to_f32();
-                }
-            }
+            KvData::F16(d) => d[span].convert_to_f32_slice(out),
             KvData::Int8 { codes, scales } => {
                 let s = scales[row].to_f32();
                 for (o, &c) in out.iter_mut().zip(&codes[span]) {

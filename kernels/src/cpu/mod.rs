@@ -7,19 +7,26 @@
 pub mod isa;
 pub mod kv;
 pub mod linear;
+mod memory;
 pub mod ops;
+mod simd;
+mod table;
 pub mod team;
 
 pub use isa::{Isa, IsaChoice};
 pub use kv::{KvBlock, KvType};
 pub use linear::{Epilogue, Linear};
-pub use team::Team;
+pub use ops::Span;
+pub use team::{Team, TeamOptions};
 
 use crate::error::Result;
+pub(crate) use memory::with_scratch;
+use table::Table;
 
 /// A CPU as a compute device.
 pub struct Cpu {
     isa: Isa,
+    table: &'static Table,
     team: Team,
 }
 
@@ -30,9 +37,25 @@ impl Cpu {
     /// # Errors
     /// [`crate::Error::Isa`] if the instruction set is forced and absent.
     pub fn new(threads: Option<usize>, isa: IsaChoice) -> Result<Self> {
+        Self::with(
+            TeamOptions {
+                threads,
+                ..TeamOptions::default()
+            },
+            isa,
+        )
+    }
+
+    /// The CPU with a team as described and the chosen instruction set.
+    ///
+    /// # Errors
+    /// As [`Cpu::new`].
+    pub fn with(team: TeamOptions, isa: IsaChoice) -> Result<Self> {
+        let isa = isa.resolve()?;
         Ok(Cpu {
-            isa: isa.resolve()?,
-            team: Team::new(threads),
+            isa,
+            table: Table::of(isa),
+            team: Team::with(team),
         })
     }
 

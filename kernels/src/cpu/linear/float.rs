@@ -1,0 +1,267 @@
+//! Products with f32 activations: codes become floats in registers (few rows of x) or in a
+//! tile that stays in the cache (many).
+
+#![allow(
+    clippy::needless_range_loop,
+    reason = "registers are indexed by panel and column"
+)]
+
+use super::input::Prepared;
+use super::pack::{Codes, Packed, PackedZeros};
+use crate::cpu::simd::{LANES, Simd};
+use std::ops::Range;
+
+/// How a unit of 4 bytes becomes floats.
+pub(crate) trait Units {
+    /// What this serves.
+    const CODES: Codes;
+    /// Subtracted from codes, so that they are centred; 0 for dense weights.
+    const CENTRE: f32;
+    /// The unit's inputs, in order, in the first `CODES.inputs()` places.
+    fn expand<S: Simd>(s: S, v: S::I) -> [S::F; 8];
+}
+
+/// Repeats the first entries of a unit to fill 8 places; only the first `inputs()` are used.
+macro_rules! units {
+    ($name:ident, $codes:expr, $centre:expr, $method:ident, [$($i:literal),*]) => {
+        /// Marker for [`Units`].
+        pub(crate) struct $name;
+        impl Units for $name {
+            const CODES: Codes = $codes;
+            const CENTRE: f32 = $centre;
+            #[inline(always)]
+            fn expand<S: Simd>(s: S, v: S::I) -> [S::F; 8] {
+                let u = s.$method(v);
+                [$(u[$i]),*]
+            }
+        }
+    };
+}
+units!(F32, Codes::F32, 0.0, f32_units, [0, 0, 0, 0, 0, 0, 0, 0]);
+units!(F16, Codes::F16, 0.0, f16_units, [0, 1, 0, 1, 0, 1, 0, 1]);
+units!(Bf16, Codes::Bf16, 0.0, bf16_units, [0, 1, 0, 1, 0, 1, 0, 1]);
+units!(
+    Byte,
+    Codes::Byte,
+    128.0,
+    byte_units,
+    [0, 1, 2, 3, 0, 1, 2, 3]
+);
+units!(
+    Nibble,
+    Codes::Nibble,
+    8.0,
+    nibble_units,
+    [0, 1, 2, 3, 4, 5, 6, 7]
+);
+
+/// Units ahead of the current one to request: 2 KiB.
+const PREFETCH: usize = 32;
+
+/// The offset per centred code, `o + centre * s`, of the 16 rows of a panel in group `at =
+/// panel * groups + group`; `None` if it is zero.
+///
+/// # Safety
+/// `at` is a group of `w`.
+#[inline(always)]
+pub(crate) unsafe fn offset<S: Simd>(
+    s: S,
+    w: &Packed,
+    at: usize,
+    scale: S::F,
+    centre: f32,
+) -> Option<S::F> {
+    // SAFETY: every array holds 16 values for `at`.
+    unsafe {
+        let integer = |z: S::F| s.mul(scale, s.sub(s.splat(centre), z));
+        match &w.zeros {
+            PackedZeros::None => None,
+            PackedZeros::Nibbles(z) => Some(integer(s.load_u4(z.as_ptr().add(at * LANES / 2)))),
+            PackedZeros::Bytes(z) => Some(integer(s.load_u8(z.as_ptr().add(at * LANES)))),
+            PackedZeros::Offsets(o) => {
+                let o = s.load_f16(o.as_ptr().add(at * LANES));
+                Some(s.fma(scale, s.splat(centre), o))
+            }
+        }
+    }
+}
+
+/// Writes units `units` of one panel as floats `[input][16]`.
+///
+/// # Safety
+/// `panel` and `units` lie inside `w`, which holds `U::CODES`; `out` has room for 16 floats
+/// for each of the units' inputs.
+#[inline(always)]
+pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
+    s: S,
+    w: &Packed,
+    panel: usize,
+    units: Range<usize>,
+    out: *mut f32,
+) {
+    let n = U::CODES.inputs();
+    // SAFETY: by contract.
+    unsafe {
+        let data = w.data.as_ptr().add(panel * w.units * LANES);
+        let mut out = out;
+        let mut u = units.start;
+        while u < units.end {
+            // A stretch of units that share a group.
+            let group = u * n / w.group;
+            let end = ((group + 1) * w.group / n).min(units.end);
+            let affine = !w.scales.is_empty();
+            let at = panel * w.groups + group;
+            let scale = if affine {
+                s.load_f16(w.scales.as_ptr().add(at * LANES))
+            } else {
+                s.splat(1.0)
+            };
+            let shift = if affine {
+                offset(s, w, at, scale, U::CENTRE)
+            } else {
+                None
+            };
+            let shift = shift.unwrap_or(s.splat(0.0));
+            while u < end {
+                let v = U::expand(s, s.load_bits(data.add(u * LANES)));
+                for (i, &v) in v.iter().enumerate() {
+                    if i < n {
+                        let v = if U::CENTRE == 0.0 {
+                            v
+                        } else {
+                            s.fma(v, scale, shift)
+                        };
+                        s.store(out.add(i * LANES), v);
+                    }
+                }
+                out = out.add(n * LANES);
+                u += 1;
+            }
+        }
+    }
+}
+
+/// One panel times `C` rows of x: `out` is `[C][16]`.
+///
+/// # Safety
+/// `panel` lies inside `w`, which holds `U::CODES`; `x` was prepared for `w` as f32 with one
+/// block of `C` columns; `out` has room for `16 C` floats.
+#[inline(always)]
+pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
+    s: S,
+    w: &Packed,
+    x: &Prepared,
+    panel: usize,
+    out: *mut f32,
+) {
+    let n = U::CODES.inputs();
+    // Chains of additions per column: enough to hide their latency, few enough for the
+    // registers.
+    let chains = if C <= 2 { 4 } else { 2 };
+    // SAFETY: by contract.
+    unsafe {
+        let data = w.data.as_ptr().add(panel * w.units * LANES);
+        let xs = x.floats.as_ptr();
+        let mut y = [s.splat(0.0); C];
+        let mut u = 0;
+        for group in 0..w.groups {
+            let end = ((group + 1) * w.group / n).min(w.units);
+            let mut acc = [[s.splat(0.0); 4]; C];
+            while u < end {
+                let p = data.add(u * LANES);
+                s.prefetch(p.wrapping_add(PREFETCH * LANES));
+                let v = U::expand(s, s.load_bits(p));
+                for (i, &v) in v.iter().enumerate() {
+                    if i < n {
+                        // Dense units hold fewer inputs than there are chains: alternate
+                        // by unit as well.
+                        for c in 0..C {
+                            let x = s.splat(*xs.add((u * n + i) * C + c));
+                            let chain = i % chains;
+                            acc[c][chain] = s.fma(v, x, acc[c][chain]);
+                        }
+                    }
+                }
+                u += 1;
+            }
+            let at = panel * w.groups + group;
+            for c in 0..C {
+                let mut total = acc[c][0];
+                for chain in 1..chains {
+                    total = s.add(total, acc[c][chain]);
+                }
+                if U::CENTRE == 0.0 {
+                    y[c] = s.add(y[c], total);
+                } else {
+                    let scale = s.load_f16(w.scales.as_ptr().add(at * LANES));
+                    y[c] = s.fma(scale, total, y[c]);
+                    if let Some(shift) = offset(s, w, at, scale, U::CENTRE) {
+                        let sum = s.splat(*x.sums.as_ptr().add(group * C + c));
+                        y[c] = s.fma(shift, sum, y[c]);
+                    }
+                }
+            }
+        }
+        for (c, &y) in y.iter().enumerate() {
+            s.store(out.add(c * LANES), y);
+        }
+    }
+}
+
+/// A block of matrix product: `P` panels of floats `[k][16]`, `stride` floats apart, times
+/// `C` columns, element `(i, c)` at `x[i * SK + c * SC]`. Results are 16 floats for each panel
+/// and column, `out_stride` and `column_stride` apart; added to what is there if `accumulate`.
+///
+/// # Safety
+/// The pointers are valid for what the shapes say.
+#[inline(always)]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "a matrix product's operands and strides"
+)]
+pub(crate) unsafe fn tile<
+    S: Simd,
+    const P: usize,
+    const C: usize,
+    const SK: usize,
+    const SC: usize,
+>(
+    s: S,
+    k: usize,
+    w: *const f32,
+    stride: usize,
+    x: *const f32,
+    out: *mut f32,
+    out_stride: usize,
+    column_stride: usize,
+    accumulate: bool,
+) {
+    // SAFETY: by contract.
+    unsafe {
+        let mut acc = [[s.splat(0.0); C]; P];
+        if accumulate {
+            for p in 0..P {
+                for c in 0..C {
+                    acc[p][c] = s.load(out.add(p * out_stride + c * column_stride));
+                }
+            }
+        }
+        for i in 0..k {
+            let mut v = [s.splat(0.0); P];
+            for p in 0..P {
+                v[p] = s.load(w.add(p * stride + i * LANES));
+            }
+            for c in 0..C {
+                let x = s.splat(*x.add(i * SK + c * SC));
+                for p in 0..P {
+                    acc[p][c] = s.fma(v[p], x, acc[p][c]);
+                }
+            }
+        }
+        for p in 0..P {
+            for c in 0..C {
+                s.store(out.add(p * out_stride + c * column_stride), acc[p][c]);
+            }
+        }
+    }
+}

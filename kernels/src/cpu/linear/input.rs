@@ -1,0 +1,224 @@
+//! Activations as kernels read them: permuted and padded like the weight's inputs, in
+//! blocks of columns (rows of x), quantized if the kernel takes int8.
+
+use super::pack::{Codes, HOLE};
+use crate::cpu::memory::{Buffer, Shared};
+use crate::cpu::table::Table;
+use crate::cpu::{Team, with_scratch};
+use std::sync::Arc;
+
+/// What a kernel wants its activations to look like.
+#[derive(Clone, PartialEq)]
+pub(crate) struct Layout {
+    /// Inputs after permuting and padding.
+    pub(crate) inputs: usize,
+    /// Where each comes from, if not from the same index.
+    pub(crate) order: Option<Arc<[u32]>>,
+    /// Inputs per weight group, if the weight has zero-points and so needs sums.
+    pub(crate) sums: Option<usize>,
+    /// Most columns in a block.
+    pub(crate) columns: usize,
+    /// How values are kept.
+    pub(crate) values: Values,
+}
+
+/// How a kernel takes its activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Values {
+    /// As they are.
+    F32,
+    /// 8-bit codes.
+    Int8 {
+        /// Inputs that share an activation scale.
+        group: usize,
+        /// Inputs that share both an activation and a weight scale.
+        share: usize,
+        /// What the kernel's dot products start from, per unit of the codes' sum.
+        start: i32,
+        /// What the codes meet: decides the order within 8 of them.
+        against: Codes,
+    },
+}
+
+/// Activations prepared for one pass; the buffers are kept for the next.
+#[derive(Default)]
+pub(crate) struct Prepared {
+    /// Rows of x.
+    pub(crate) rows: usize,
+    /// Columns in a block; blocks past the last row are filled with zeros.
+    pub(crate) width: usize,
+    /// Inputs that share both scales (int8).
+    pub(crate) share: usize,
+    /// f32: `[blocks, inputs, width]`.
+    pub(crate) floats: Buffer<f32>,
+    /// int8: `[blocks, inputs / 4, width, 4]`.
+    pub(crate) codes: Buffer<i8>,
+    /// int8: `[blocks, inputs / share, width]`.
+    pub(crate) scales: Buffer<f32>,
+    /// int8: `[blocks, inputs / share, width]`, what the dot products start from.
+    pub(crate) starts: Buffer<i32>,
+    /// Sum of the values in each weight group: `[blocks, groups, width]`.
+    pub(crate) sums: Buffer<f32>,
+}
+
+/// One row of x on its way into a block.
+#[derive(Default)]
+struct RowScratch {
+    floats: Buffer<f32>,
+    codes: Buffer<i8>,
+    scales: Buffer<f32>,
+    totals: Buffer<i32>,
+}
+
+impl Prepared {
+    /// Blocks of columns.
+    pub(crate) fn blocks(&self) -> usize {
+        self.rows.div_ceil(self.width)
+    }
+
+    /// Columns in all, filled ones included.
+    pub(crate) fn columns(&self) -> usize {
+        self.blocks() * self.width
+    }
+
+    /// Prepares `x` `[rows, k]`.
+    pub(crate) fn prepare(
+        &mut self,
+        team: &Team,
+        table: &Table,
+        layout: &Layout,
+        x: &[f32],
+        k: usize,
+    ) {
+        self.rows = x.len() / k;
+        // Blocks of equal width: 13 rows in blocks of at most 12 are 7 + 6, not 12 + 1.
+        let blocks = self.rows.div_ceil(layout.columns);
+        let width = self.rows.div_ceil(blocks);
+        self.width = width;
+        let blocks = self.blocks();
+        let (inputs, sum_group) = (layout.inputs, layout.sums);
+        let groups = sum_group.map_or(0, |g| inputs.div_ceil(g));
+        let sums = Shared::new(self.sums.reserve(blocks * groups * width));
+        // Below this many values, waking the team costs more than it saves.
+        let grain = (16_384 / (inputs * width)).max(1);
+        match layout.values {
+            Values::F32 => {
+                let floats = Shared::new(self.floats.reserve(blocks * inputs * width));
+                team.run_ranges(blocks, grain, |range| {
+                    with_scratch!(RowScratch, |scratch| {
+                        for b in range {
+                            // SAFETY: each block is prepared once.
+                            let (floats, sums) = unsafe {
+                                (
+                                    floats.part(b * inputs * width..(b + 1) * inputs * width),
+                                    sums.part(b * groups * width..(b + 1) * groups * width),
+                                )
+                            };
+                            for c in 0..width {
+                                let row = scratch.floats.reserve(inputs);
+                                place(x, b * width + c, k, layout, row);
+                                for (to, &v) in floats[c..].iter_mut().step_by(width).zip(&*row) {
+                                    *to = v;
+                                }
+                                if let Some(g) = sum_group {
+                                    for (i, part) in row.chunks(g).enumerate() {
+                                        sums[i * width + c] = (table.sum)(part);
+                                    }
+                                }
+                            }
+                        }
+                    });
+                });
+            }
+            Values::Int8 {
+                group,
+                share,
+                start,
+                against,
+            } => {
+                self.share = share;
+                let shares = inputs / share;
+                let codes = Shared::new(self.codes.reserve(blocks * inputs * width));
+                let scales = Shared::new(self.scales.reserve(blocks * shares * width));
+                let starts = Shared::new(self.starts.reserve(blocks * shares * width));
+                team.run_ranges(blocks, grain, |range| {
+                    with_scratch!(RowScratch, |scratch| {
+                        for b in range {
+                            // SAFETY: each block is prepared once.
+                            let (codes, scales, starts, sums) = unsafe {
+                                (
+                                    codes.part(b * inputs * width..(b + 1) * inputs * width),
+                                    scales.part(b * shares * width..(b + 1) * shares * width),
+                                    starts.part(b * shares * width..(b + 1) * shares * width),
+                                    sums.part(b * groups * width..(b + 1) * groups * width),
+                                )
+                            };
+                            for c in 0..width {
+                                let row = scratch.floats.reserve(inputs);
+                                place(x, b * width + c, k, layout, row);
+                                let row_codes = scratch.codes.reserve(inputs);
+                                let row_scales = scratch.scales.reserve(inputs.div_ceil(group));
+                                let totals = scratch.totals.reserve(shares);
+                                (table.quantize)(row, group, row_codes, row_scales);
+                                (table.total)(row_codes, share, totals);
+                                let (quads, _) = row_codes.as_chunks::<4>();
+                                let (to, _) = codes.as_chunks_mut::<4>();
+                                interleave(quads, against, &mut to[c..], width);
+                                for (i, &total) in totals.iter().enumerate() {
+                                    scales[i * width + c] = row_scales[i * share / group];
+                                    starts[i * width + c] = start * total;
+                                }
+                                if let Some(g) = sum_group {
+                                    for i in 0..groups {
+                                        let range =
+                                            i * g / share..((i + 1) * g / share).min(shares);
+                                        sums[i * width + c] = range
+                                            .map(|j| {
+                                                row_scales[j * share / group] * totals[j] as f32
+                                            })
+                                            .sum();
+                                    }
+                                }
+                            }
+                        }
+                    });
+                });
+            }
+        }
+    }
+}
+
+/// Writes row `r` of `x` into `row`, permuted and padded; zeros if there is no such row.
+fn place(x: &[f32], r: usize, k: usize, layout: &Layout, row: &mut [f32]) {
+    let Some(x) = x.get(r * k..(r + 1) * k) else {
+        row.fill(0.0);
+        return;
+    };
+    match &layout.order {
+        None => {
+            row[..k].copy_from_slice(x);
+            row[k..].fill(0.0);
+        }
+        Some(order) => {
+            for (to, &from) in row.iter_mut().zip(&**order) {
+                *to = if from == HOLE { 0.0 } else { x[from as usize] };
+            }
+        }
+    }
+}
+
+/// Spreads a row's codes over the block: quad `i` goes to `to[i * width]`. Against nibbles,
+/// of each 8 codes the even ones come first, as the low nibbles of a unit are its even inputs.
+fn interleave(quads: &[[i8; 4]], against: Codes, to: &mut [[i8; 4]], width: usize) {
+    if against == Codes::Nibble {
+        let (pairs, _) = quads.as_chunks::<2>();
+        for (i, &[a, b]) in pairs.iter().enumerate() {
+            to[2 * i * width] = [a[0], a[2], b[0], b[2]];
+            to[(2 * i + 1) * width] = [a[1], a[3], b[1], b[3]];
+        }
+    } else {
+        for (to, &quad) in to.iter_mut().step_by(width).zip(quads) {
+            *to = quad;
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Products with int8 activations: integer dot products within a block of inputs that
+//! share both scales, f32 across blocks.
+//!
+//! With `w = s_w (q - centre) + o'` and `x = s_x a`, a block contributes
+//! `s_w s_x (sum (q - centre) a) + o' s_x (sum a)`. The integer sum is exact; the second
+//! term is added once per weight group and only if there are zero-points.
+
+use super::float::{Units, offset};
+use super::input::Prepared;
+use super::pack::{Codes, Packed};
+use crate::cpu::simd::{LANES, Simd};
+
+/// Units ahead of the current one to request: 2 KiB.
+const PREFETCH: usize = 32;
+
+/// `P` panels times block `block` of `C` columns of x: `out` is `[C][16]` for each panel,
+/// `out_stride` floats apart.
+///
+/// # Safety
+/// The panels lie inside `w`, which holds `U::CODES` (nibbles or bytes); `x` was prepared
+/// for `w` as int8 in blocks of `C` columns; `out` has room.
+#[inline(always)]
+#[allow(
+    clippy::needless_range_loop,
+    reason = "registers indexed by panel and column"
+)]
+pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize>(
+    s: S,
+    w: &Packed,
+    x: &Prepared,
+    panel: usize,
+    block: usize,
+    out: *mut f32,
+    out_stride: usize,
+) {
+    let nibbles = matches!(U::CODES, Codes::Nibble);
+    let per_unit = U::CODES.inputs() / 4; // dwords of x
+    let share = x.share;
+    let units = share / U::CODES.inputs();
+    // SAFETY: by contract.
+    unsafe {
+        let stride = w.units * LANES;
+        let mut data = w.data.as_ptr().add(panel * stride);
+        let mut xs = x
+            .codes
+            .as_ptr()
+            .cast::<i32>()
+            .add(block * (w.inputs / 4) * C);
+        let shares = w.inputs / share;
+        let mut scales = x.scales.as_ptr().add(block * shares * C);
+        let mut starts = x.starts.as_ptr().add(block * shares * C);
+        let mut y = [[s.splat(0.0); C]; P];
+        let mut done = 0;
+        for group in 0..w.groups {
+            let end = ((group + 1) * w.group).min(w.inputs);
+            let mut scale = [s.splat(0.0); P];
+            for p in 0..P {
+                let at = (panel + p) * w.groups + group;
+                scale[p] = s.load_f16(w.scales.as_ptr().add(at * LANES));
+            }
+            while done < end {
+                let mut acc = [[s.splat_i(0); C]; P];
+                for c in 0..C {
+                    let start = s.splat_i(*starts.add(c));
+                    for p in 0..P {
+                        acc[p][c] = start;
+                    }
+                }
+                for _ in 0..units {
+                    for half in 0..per_unit {
+                        for c in 0..C {
+                            let a = xs.add(half * C + c).read_unaligned();
+                            for p in 0..P {
+                                let v = s.load_bits(data.add(p * stride));
+                                acc[p][c] = if nibbles {
+                                    s.dot4_nibbles(acc[p][c], s.split_nibbles(v)[half], a)
+                                } else {
+                                    s.dot4_bytes(acc[p][c], v, a)
+                                };
+                            }
+                        }
+                    }
+                    for p in 0..P {
+                        s.prefetch(data.wrapping_add(p * stride + PREFETCH * LANES));
+                    }
+                    data = data.add(LANES);
+                    xs = xs.add(per_unit * C);
+                }
+                for c in 0..C {
+                    let sx = s.splat(*scales.add(c));
+                    for p in 0..P {
+                        y[p][c] = s.fma(s.to_f32(acc[p][c]), s.mul(scale[p], sx), y[p][c]);
+                    }
+                }
+                scales = scales.add(C);
+                starts = starts.add(C);
+                done += share;
+            }
+            for p in 0..P {
+                let at = (panel + p) * w.groups + group;
+                if let Some(shift) = offset(s, w, at, scale[p], U::CENTRE) {
+                    let sums = x.sums.as_ptr().add((block * w.groups + group) * C);
+                    for c in 0..C {
+                        y[p][c] = s.fma(shift, s.splat(*sums.add(c)), y[p][c]);
+                    }
+                }
+            }
+        }
+        for p in 0..P {
+            for c in 0..C {
+                s.store(out.add(p * out_stride + c * LANES), y[p][c]);
+            }
+        }
+    }
+}

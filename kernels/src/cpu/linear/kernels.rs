@@ -1,0 +1,358 @@
+//! The CPU's rows of the kernel registry for the Linear operation.
+//!
+//! A row's `run` multiplies some panels of a packed weight with all prepared columns. Rows
+//! of every instruction set share their drivers here; what differs is in the
+//! [`Table`]. The first row whose predicates hold is chosen.
+
+use super::float::{Byte, Nibble, Units};
+use super::input::{Layout, Prepared, Values};
+use super::pack::{Codes, Packed};
+use crate::cpu::isa::Isa;
+use crate::cpu::memory::Buffer;
+use crate::cpu::simd::{LANES, Simd};
+use crate::cpu::table::{Dot, GEMV_COLUMNS, PANELS, Table};
+use crate::cpu::{simd, with_scratch};
+use crate::registry::{Activations, KernelInfo, WeightKind};
+use nq_formats::{Bits, DType, Group};
+use std::ops::Range;
+
+/// Multiplies panels `panels` of the weight with all columns: writes
+/// `[panels, columns, 16]`.
+///
+/// # Safety
+/// The panels lie inside the weight; the activations were prepared for it with the row's
+/// layout; the output has room; the table is that of an instruction set that is available.
+type Run = unsafe fn(&LinearKernel, &Table, &Packed, &Prepared, Range<usize>, &mut [f32]);
+
+/// A kernel for the Linear operation on the CPU.
+pub struct LinearKernel {
+    /// Name, and what it serves.
+    pub info: KernelInfo,
+    /// The instruction set it is compiled for.
+    pub isa: Isa,
+    codes: Codes,
+    /// Most columns in a block of activations.
+    columns: usize,
+    /// What int8 dot products start from, per unit of the codes' sum.
+    start: i32,
+    run: Run,
+}
+
+impl LinearKernel {
+    /// The first kernel for these weights, activations and rows of x on `isa`.
+    pub(crate) fn select(
+        isa: Isa,
+        weights: WeightKind,
+        activations: Activations,
+        rows: usize,
+    ) -> Option<&'static LinearKernel> {
+        KERNELS
+            .iter()
+            .flat_map(|k| k.iter())
+            .find(|k| k.isa == isa && k.info.serves(weights, activations, rows))
+    }
+
+    /// How activations must be laid out for weight `w`.
+    pub(crate) fn layout(&self, w: &Packed, activations: Activations) -> Layout {
+        let asymmetric = !matches!(w.zeros, super::pack::PackedZeros::None);
+        Layout {
+            inputs: w.inputs,
+            order: w.order.clone(),
+            sums: asymmetric.then_some(w.group),
+            columns: self.columns,
+            values: match activations {
+                Activations::F32 => Values::F32,
+                Activations::Int8 { group } => Values::Int8 {
+                    group,
+                    share: share(w.group, group),
+                    start: self.start,
+                    against: w.codes,
+                },
+            },
+        }
+    }
+
+    /// See [`Run`].
+    ///
+    /// # Safety
+    /// As [`Run`].
+    pub(crate) unsafe fn run(
+        &self,
+        table: &Table,
+        w: &Packed,
+        x: &Prepared,
+        panels: Range<usize>,
+        out: &mut [f32],
+    ) {
+        assert!(w.codes == self.codes && panels.end <= w.panels());
+        assert!(out.len() >= panels.len() * x.columns() * LANES);
+        // SAFETY: passed on.
+        unsafe { (self.run)(self, table, w, x, panels, out) }
+    }
+}
+
+/// Inputs that share both the weight's and the activations' scale; both are powers of two,
+/// or the weight's group is a whole row, which is padded to whole activation groups.
+pub(crate) fn share(weight_group: usize, activation_group: usize) -> usize {
+    if weight_group.is_multiple_of(activation_group) {
+        activation_group
+    } else {
+        weight_group
+    }
+}
+
+/// What a weight's inputs must be padded to.
+pub(crate) fn align(weights: WeightKind, activations: Activations) -> usize {
+    match (activations, weights) {
+        (Activations::Int8 { group }, WeightKind::Affine { scheme, .. }) => match scheme.group {
+            Group::Size(g) => share(g as usize, group),
+            Group::Channel => group,
+        },
+        _ => 1,
+    }
+}
+
+/// Units of a tile that is dequantized at once: with two panels of nibbles 64 KiB of floats,
+/// which the second-level cache holds while all columns pass.
+const TILE_INPUTS: usize = 512;
+
+/// Few columns: every panel is read once, its codes become floats in registers.
+unsafe fn gemv_f32(
+    _: &LinearKernel,
+    table: &Table,
+    w: &Packed,
+    x: &Prepared,
+    panels: Range<usize>,
+    out: &mut [f32],
+) {
+    let kernel = table.gemv[w.codes as usize][x.width - 1];
+    for (i, panel) in panels.enumerate() {
+        let out = &mut out[i * x.width * LANES..];
+        // SAFETY: by contract, with room checked by the caller.
+        unsafe { kernel(w, x, panel, out.as_mut_ptr()) };
+    }
+}
+
+/// Many columns: codes become floats in a tile that all columns are multiplied with.
+unsafe fn gemm_f32(
+    _: &LinearKernel,
+    table: &Table,
+    w: &Packed,
+    x: &Prepared,
+    panels: Range<usize>,
+    out: &mut [f32],
+) {
+    let columns = x.columns();
+    let mut at = panels.start;
+    while at < panels.end {
+        let count = if at + table.panels <= panels.end {
+            table.panels
+        } else {
+            1
+        };
+        let kernel = table.tile[usize::from(count > 1)][x.width - 1];
+        let out = &mut out[(at - panels.start) * columns * LANES..];
+        with_scratch!(Buffer<f32>, |tile| {
+            let tile = tile.reserve(PANELS * TILE_INPUTS * LANES);
+            let per_unit = w.codes.inputs();
+            let step = TILE_INPUTS / per_unit;
+            for from in (0..w.units).step_by(step) {
+                let to = (from + step).min(w.units);
+                let k = (to - from) * per_unit;
+                for p in 0..count {
+                    let tile = &mut tile[p * TILE_INPUTS * LANES..];
+                    // SAFETY: panel and units are inside the weight; the tile has room for
+                    // TILE_INPUTS inputs of each panel.
+                    unsafe {
+                        table.dequantize[w.codes as usize](w, at + p, from..to, tile.as_mut_ptr());
+                    }
+                }
+                for b in 0..x.blocks() {
+                    // SAFETY: block `b` holds `inputs * width` values, of which `k * width`
+                    // from `from` on are used; outputs of block `b` start at its columns.
+                    unsafe {
+                        let x_at = (b * w.inputs + from * per_unit) * x.width;
+                        kernel(
+                            k,
+                            tile.as_ptr(),
+                            TILE_INPUTS * LANES,
+                            x.floats.as_ptr().add(x_at),
+                            out.as_mut_ptr().add(b * x.width * LANES),
+                            columns * LANES,
+                            LANES,
+                            from > 0,
+                        );
+                    }
+                }
+            }
+        });
+        at += count;
+    }
+}
+
+/// Integer dot products, for few columns a panel at a time.
+unsafe fn gemv_int8(
+    kernel: &LinearKernel,
+    table: &Table,
+    w: &Packed,
+    x: &Prepared,
+    panels: Range<usize>,
+    out: &mut [f32],
+) {
+    let dot = dots(kernel, table, 1)[x.width - 1];
+    for (i, panel) in panels.enumerate() {
+        let out = &mut out[i * x.width * LANES..];
+        // SAFETY: by contract, with room checked by the caller.
+        unsafe { dot(w, x, panel, 0, out.as_mut_ptr(), 0) };
+    }
+}
+
+/// Integer dot products, for many columns as many panels at a time as registers allow.
+unsafe fn gemm_int8(
+    kernel: &LinearKernel,
+    table: &Table,
+    w: &Packed,
+    x: &Prepared,
+    panels: Range<usize>,
+    out: &mut [f32],
+) {
+    let columns = x.columns();
+    let mut at = panels.start;
+    while at < panels.end {
+        let count = if at + table.panels <= panels.end {
+            table.panels
+        } else {
+            1
+        };
+        let dot = dots(kernel, table, count)[x.width - 1];
+        let out = &mut out[(at - panels.start) * columns * LANES..];
+        for b in 0..x.blocks() {
+            // SAFETY: by contract; outputs of block `b` start at its columns.
+            unsafe {
+                let out = out.as_mut_ptr().add(b * x.width * LANES);
+                dot(w, x, at, b, out, columns * LANES);
+            }
+        }
+        at += count;
+    }
+}
+
+fn dots(kernel: &LinearKernel, table: &Table, panels: usize) -> &'static [Dot] {
+    let many = usize::from(panels > 1);
+    match kernel.codes {
+        Codes::Nibble => table.dot_nibbles[many],
+        _ => table.dot_bytes[many],
+    }
+}
+
+/// True for groups whose every one starts on a unit of codes, so that f32 kernels can use
+/// them. Activation-order weights are regrouped to whole units.
+fn whole_units(weights: WeightKind, bits: Bits, per_unit: u32) -> bool {
+    match weights {
+        WeightKind::Affine { scheme, act_order } if scheme.bits == bits => match scheme.group {
+            Group::Size(g) => act_order || g % per_unit == 0,
+            Group::Channel => true,
+        },
+        _ => false,
+    }
+}
+
+/// True for groups that nest with activation groups of any power of two.
+fn nests(weights: WeightKind, bits: Bits) -> bool {
+    match weights {
+        WeightKind::Affine { scheme, .. } if scheme.bits == bits => match scheme.group {
+            Group::Size(g) => g >= 16 && g.is_power_of_two(),
+            Group::Channel => true,
+        },
+        _ => false,
+    }
+}
+
+fn f32_activations(activations: Activations) -> bool {
+    activations == Activations::F32
+}
+
+fn int8_activations(activations: Activations) -> bool {
+    matches!(
+        activations,
+        Activations::Int8 {
+            group: 16 | 32 | 64 | 128
+        }
+    )
+}
+
+/// The rows of one instruction set: a GEMV and a GEMM kernel per scheme and activations.
+macro_rules! rows {
+    ($isa:expr, $requires:literal, $simd:ty, f32 columns: $f32_columns:literal, int8 columns: $int8_columns:literal) => {
+        rows!(@list $isa, $requires, $f32_columns, $int8_columns,
+            ("int4_int8", Nibble::CODES, |w| nests(w, Bits::B4), <$simd as Simd>::NIBBLE_START),
+            ("int8_int8", Byte::CODES, |w| nests(w, Bits::B8), <$simd as Simd>::BYTE_START);
+            ("int4_f32", Nibble::CODES, |w| whole_units(w, Bits::B4, 8)),
+            ("int8_f32", Byte::CODES, |w| whole_units(w, Bits::B8, 4)),
+            ("bf16_f32", Codes::Bf16, |w| w == WeightKind::Dense(DType::BF16)),
+            ("f16_f32", Codes::F16, |w| w == WeightKind::Dense(DType::F16)),
+            ("f32_f32", Codes::F32, |w| w == WeightKind::Dense(DType::F32)))
+    };
+    (@list $isa:expr, $requires:literal, $f32_columns:literal, $int8_columns:literal,
+        $(($iname:literal, $icodes:expr, $iweights:expr, $start:expr)),*;
+        $(($fname:literal, $fcodes:expr, $fweights:expr)),*) => {
+        &[
+            $(
+                LinearKernel {
+                    info: KernelInfo {
+                        name: concat!($iname, "_gemv_", $requires),
+                        requires: $requires,
+                        weights: $iweights,
+                        activations: int8_activations,
+                        rows: 1..=GEMV_COLUMNS,
+                    },
+                    isa: $isa, codes: $icodes, columns: GEMV_COLUMNS, start: $start, run: gemv_int8,
+                },
+                LinearKernel {
+                    info: KernelInfo {
+                        name: concat!($iname, "_gemm_", $requires),
+                        requires: $requires,
+                        weights: $iweights,
+                        activations: int8_activations,
+                        rows: GEMV_COLUMNS + 1..=usize::MAX,
+                    },
+                    isa: $isa, codes: $icodes, columns: $int8_columns, start: $start, run: gemm_int8,
+                },
+            )*
+            $(
+                LinearKernel {
+                    info: KernelInfo {
+                        name: concat!($fname, "_gemv_", $requires),
+                        requires: $requires,
+                        weights: $fweights,
+                        activations: f32_activations,
+                        rows: 1..=GEMV_COLUMNS,
+                    },
+                    isa: $isa, codes: $fcodes, columns: GEMV_COLUMNS, start: 0, run: gemv_f32,
+                },
+                LinearKernel {
+                    info: KernelInfo {
+                        name: concat!($fname, "_gemm_", $requires),
+                        requires: $requires,
+                        weights: $fweights,
+                        activations: f32_activations,
+                        rows: GEMV_COLUMNS + 1..=usize::MAX,
+                    },
+                    isa: $isa, codes: $fcodes, columns: $f32_columns, start: 0, run: gemm_f32,
+                },
+            )*
+        ]
+    };
+}
+
+/// Every Linear kernel of the CPU, by instruction set. Column counts are those that
+/// `table.rs` instantiates.
+pub static KERNELS: &[&[LinearKernel]] = &[
+    #[cfg(target_arch = "x86_64")]
+    rows!(Isa::Avx512, "avx512", simd::avx512::Avx512, f32 columns: 12, int8 columns: 6),
+    #[cfg(target_arch = "x86_64")]
+    rows!(Isa::Avx2, "avx2", simd::avx2::Avx2, f32 columns: 6, int8 columns: 4),
+    #[cfg(target_arch = "aarch64")]
+    rows!(Isa::Neon, "neon", simd::neon::Neon, f32 columns: 6, int8 columns: 4),
+    rows!(Isa::Scalar, "scalar", simd::scalar::Scalar, f32 columns: 4, int8 columns: 4),
+];

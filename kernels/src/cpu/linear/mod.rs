@@ -1,0 +1,502 @@
+//! The Linear operation: weights repacked for this CPU, and the product.
+//!
+//! [`pack`] knows the layout, [`float`] and [`int8`] multiply it, [`kernels`] are the
+//! registry's rows, [`input`] prepares activations; this file splits the work, chooses the
+//! kernel and applies epilogues.
+
+pub(crate) mod float;
+pub(crate) mod input;
+pub(crate) mod int8;
+pub mod kernels;
+pub(crate) mod pack;
+
+use super::memory::{Buffer, Shared};
+use super::simd::LANES;
+use super::table::PANELS;
+use super::{Cpu, with_scratch};
+use crate::error::{Error, Result};
+use crate::reference;
+use crate::registry::{Activations, KernelSet, WeightKind};
+use input::{Layout, Prepared};
+use kernels::LinearKernel;
+use nq_formats::Weight;
+use pack::Packed;
+use std::ops::Range;
+
+/// What is done with a product before it leaves the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Epilogue {
+    /// `y = x w^T`.
+    Store,
+    /// `y += x w^T` (the residual).
+    Add,
+    /// Two parts of equal height, gate and up: `y = silu(x gate^T) * (x up^T)`.
+    SiluMul,
+}
+
+/// One or several weights with the same input, repacked for this CPU's kernels and
+/// multiplied in one pass (QKV; gate and up).
+pub struct Linear {
+    parts: Vec<Part>,
+    activations: Activations,
+    in_features: usize,
+    out_features: usize,
+    bytes: usize,
+}
+
+/// One of the stacked weights.
+struct Part {
+    weight: Body,
+    /// First of its outputs among those of the whole.
+    start: usize,
+    rows: usize,
+}
+
+enum Body {
+    /// For fused kernels; those that serve it, for ever more rows of x.
+    Packed(Packed, Vec<&'static LinearKernel>),
+    /// For the reference: as it came.
+    Canonical(Weight),
+}
+
+/// Name of the reference's kernel.
+const REFERENCE: &str = "reference";
+
+/// Rows of x that pass the weights at a time: enough to hide what a pass costs, few enough
+/// for a block's activations and results to stay in the caches. A multiple of all kernels'
+/// column counts.
+const PASS_ROWS: usize = 480;
+
+/// Panels that a kernel is called with at a time when it has few columns.
+const GEMV_PANELS: usize = 16;
+
+impl Linear {
+    /// Repacks `parts`, stacked along their outputs.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] if the registry has no row for a part's scheme with these
+    /// activations; [`Error::Shape`] if the parts' inputs differ.
+    pub fn new(
+        cpu: &Cpu,
+        parts: &[&Weight],
+        activations: Activations,
+        kernels: KernelSet,
+    ) -> Result<Self> {
+        let in_features = parts.first().map_or(0, |w| w.dims().1);
+        if let Some(w) = parts.iter().find(|w| w.dims().1 != in_features) {
+            return Err(Error::Shape {
+                op: "linear",
+                what: "inputs of a stacked weight",
+                expected: in_features.to_string(),
+                found: w.dims().1.to_string(),
+            });
+        }
+        let mut stacked = Vec::new();
+        let (mut start, mut bytes) = (0, 0);
+        for &weight in parts {
+            let rows = weight.dims().0;
+            let (weight, size) = match kernels {
+                KernelSet::Reference => {
+                    if let Activations::Int8 { group: 0 } = activations {
+                        return Err(no_kernel(cpu, WeightKind::of(weight), activations));
+                    }
+                    (Body::Canonical(weight.clone()), weight.bytes())
+                }
+                KernelSet::Fused => {
+                    let kind = WeightKind::of(weight);
+                    let chosen = choose(cpu, kind, activations)?;
+                    let align = kernels::align(kind, activations);
+                    let packed = Packed::new(cpu.team(), weight, align)?;
+                    let size = packed.bytes();
+                    (Body::Packed(packed, chosen), size)
+                }
+            };
+            stacked.push(Part {
+                weight,
+                start,
+                rows,
+            });
+            start += rows;
+            bytes += size;
+        }
+        Ok(Linear {
+            parts: stacked,
+            activations,
+            in_features,
+            out_features: start,
+            bytes,
+        })
+    }
+
+    /// Inputs.
+    pub fn in_features(&self) -> usize {
+        self.in_features
+    }
+
+    /// Outputs of all parts together.
+    pub fn out_features(&self) -> usize {
+        self.out_features
+    }
+
+    /// Bytes one pass reads from memory: the packed codes and scales.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// What inputs are rounded to.
+    pub fn activations(&self) -> Activations {
+        self.activations
+    }
+
+    /// The kernels in use, each once, those for few rows of x first.
+    pub fn kernel_names(&self) -> Vec<&'static str> {
+        let mut names = Vec::new();
+        for part in &self.parts {
+            let own = match &part.weight {
+                Body::Packed(_, kernels) => kernels.iter().map(|k| k.info.name).collect(),
+                Body::Canonical(_) => vec![REFERENCE],
+            };
+            for name in own {
+                if !names.contains(&name) {
+                    names.push(name);
+                }
+            }
+        }
+        names
+    }
+
+    /// Writes weight row `row` of the stack as f32 into `out` (`in_features` long): the same
+    /// values as the canonical weight's, so that an embedding that is also the head needs no
+    /// second copy.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there is no such row, or `out` has another length.
+    pub fn dequantize_row(&self, row: usize, out: &mut [f32]) -> Result<()> {
+        if row >= self.out_features || out.len() != self.in_features {
+            return Err(Error::Shape {
+                op: "dequantize_row",
+                what: "row and output",
+                expected: format!(
+                    "a row below {} and {} values",
+                    self.out_features, self.in_features
+                ),
+                found: format!("row {row} and {} values", out.len()),
+            });
+        }
+        let after = self.parts.partition_point(|p| p.start <= row);
+        let part = &self.parts[after - 1];
+        match &part.weight {
+            Body::Packed(w, _) => w.dequantize_row(row - part.start, out),
+            Body::Canonical(w) => w.dequantize_row(row - part.start, out)?,
+        }
+        Ok(())
+    }
+}
+
+/// Kernels that together serve every number of rows of x.
+fn choose(
+    cpu: &Cpu,
+    kind: WeightKind,
+    activations: Activations,
+) -> Result<Vec<&'static LinearKernel>> {
+    let mut chosen = Vec::new();
+    let mut rows = 1;
+    loop {
+        let kernel = LinearKernel::select(cpu.isa(), kind, activations, rows)
+            .ok_or_else(|| no_kernel(cpu, kind, activations))?;
+        chosen.push(kernel);
+        match kernel.info.rows.end().checked_add(1) {
+            Some(next) => rows = next,
+            None => return Ok(chosen),
+        }
+    }
+}
+
+fn no_kernel(cpu: &Cpu, kind: WeightKind, activations: Activations) -> Error {
+    Error::NoKernel {
+        op: "linear",
+        scheme: kind.to_string(),
+        activations: activations.to_string(),
+        device: format!("cpu ({})", cpu.isa()),
+    }
+}
+
+impl Cpu {
+    /// Multiplies `x` `[m, in]` with a [`Linear`] into `y` `[m, out]` (`[m, out / 2]` for
+    /// [`Epilogue::SiluMul`]), all row-major f32.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if a slice's length does not fit, or for [`Epilogue::SiluMul`] if
+    /// there are not two parts of equal height.
+    pub fn linear(&self, w: &Linear, x: &[f32], y: &mut [f32], epilogue: Epilogue) -> Result<()> {
+        let (k, n) = (w.in_features, w.out_features);
+        let m = x.len() / k.max(1);
+        let width = match epilogue {
+            Epilogue::Store | Epilogue::Add => n,
+            Epilogue::SiluMul => {
+                if w.parts.len() != 2 || w.parts[0].rows != w.parts[1].rows {
+                    let found: Vec<_> = w.parts.iter().map(|p| p.rows).collect();
+                    return Err(Error::Shape {
+                        op: "linear",
+                        what: "gate and up",
+                        expected: "two parts of equal height".into(),
+                        found: format!("parts of {found:?} outputs"),
+                    });
+                }
+                n / 2
+            }
+        };
+        if x.len() != m * k || y.len() != m * width {
+            return Err(Error::Shape {
+                op: "linear",
+                what: "x and y",
+                expected: format!("[{m}, {k}] and [{m}, {width}]"),
+                found: format!("{} and {} values", x.len(), y.len()),
+            });
+        }
+        if m == 0 || width == 0 {
+            return Ok(());
+        }
+        for (x, y) in x.chunks(PASS_ROWS * k).zip(y.chunks_mut(PASS_ROWS * width)) {
+            if matches!(w.parts[0].weight, Body::Canonical(_)) {
+                self.linear_reference(w, x, y, width, epilogue)?;
+            } else {
+                self.linear_pass(w, x, y, width, epilogue);
+            }
+        }
+        Ok(())
+    }
+
+    /// One pass over packed weights for at most [`PASS_ROWS`] rows.
+    fn linear_pass(&self, w: &Linear, x: &[f32], y: &mut [f32], width: usize, epilogue: Epilogue) {
+        let m = x.len() / w.in_features;
+        let table = self.table;
+        with_scratch!(Vec<Prepared>, |inputs| {
+            // Prepare the activations once for all parts that take them alike.
+            let mut passes: Vec<Pass<'_>> = Vec::with_capacity(w.parts.len());
+            let mut layouts: Vec<Layout> = Vec::with_capacity(w.parts.len());
+            for part in &w.parts {
+                let Body::Packed(packed, kernels) = &part.weight else {
+                    unreachable!("a Linear is either packed or canonical");
+                };
+                let kernel = kernels
+                    .iter()
+                    .find(|k| k.info.rows.contains(&m))
+                    .expect("chosen for every number of rows");
+                let layout = kernel.layout(packed, w.activations);
+                let input = layouts.iter().position(|l| *l == layout);
+                let input = input.unwrap_or_else(|| {
+                    let i = layouts.len();
+                    if inputs.len() == i {
+                        inputs.push(Prepared::default());
+                    }
+                    inputs[i].prepare(self.team(), table, &layout, x, w.in_features);
+                    layouts.push(layout);
+                    i
+                });
+                passes.push(Pass {
+                    part,
+                    packed,
+                    kernel,
+                    input,
+                });
+            }
+            let inputs = &inputs[..];
+            let step = if m <= super::table::GEMV_COLUMNS {
+                1
+            } else {
+                PANELS
+            };
+            let batch = if step == 1 { GEMV_PANELS } else { step };
+            let steps = |pass: &Pass<'_>| pass.packed.panels().div_ceil(step);
+            let y = Shared::new(y);
+            let run = |pass: &Pass<'_>, panels: Range<usize>, out: &mut [f32]| {
+                // SAFETY: the input was prepared with this kernel's layout; `run` checks
+                // panels and room; the table is that of this CPU's instruction set.
+                unsafe {
+                    pass.kernel
+                        .run(table, pass.packed, &inputs[pass.input], panels, out);
+                }
+            };
+            if epilogue == Epilogue::SiluMul {
+                let (gate, up) = (&passes[0], &passes[1]);
+                self.team().run_ranges(steps(gate), 1, |range| {
+                    with_scratch!(Buffer<f32>, |buffer| {
+                        for panels in batches(range, step, batch, gate.packed.panels()) {
+                            let columns = |p: &Pass<'_>| inputs[p.input].columns();
+                            let sizes = [gate, up].map(|p| panels.len() * columns(p) * LANES);
+                            let buffer = buffer.reserve(sizes[0] + sizes[1]);
+                            let (g, u) = buffer.split_at_mut(sizes[0]);
+                            run(gate, panels.clone(), g);
+                            run(up, panels.clone(), u);
+                            for p in 0..panels.len() {
+                                let g = &mut g[p * columns(gate) * LANES..][..m * LANES];
+                                let u = &u[p * columns(up) * LANES..][..m * LANES];
+                                (table.silu_mul)(g, u);
+                            }
+                            // SAFETY: these panels' outputs are written by this task alone.
+                            unsafe {
+                                store(
+                                    &y,
+                                    width,
+                                    0,
+                                    gate.part.rows,
+                                    m,
+                                    columns(gate),
+                                    &panels,
+                                    g,
+                                    false,
+                                );
+                            }
+                        }
+                    });
+                });
+            } else {
+                let ends: Vec<usize> = passes
+                    .iter()
+                    .scan(0, |end, p| {
+                        *end += steps(p);
+                        Some(*end)
+                    })
+                    .collect();
+                let total = ends.last().copied().unwrap_or(0);
+                self.team().run_ranges(total, 1, |range| {
+                    with_scratch!(Buffer<f32>, |buffer| {
+                        let mut first = 0;
+                        for (pass, &end) in passes.iter().zip(&ends) {
+                            let own = range.start.clamp(first, end) - first
+                                ..range.end.clamp(first, end) - first;
+                            first = end;
+                            let columns = inputs[pass.input].columns();
+                            for panels in batches(own, step, batch, pass.packed.panels()) {
+                                let out = buffer.reserve(panels.len() * columns * LANES);
+                                run(pass, panels.clone(), out);
+                                // SAFETY: as above.
+                                unsafe {
+                                    store(
+                                        &y,
+                                        width,
+                                        pass.part.start,
+                                        pass.part.rows,
+                                        m,
+                                        columns,
+                                        &panels,
+                                        out,
+                                        epilogue == Epilogue::Add,
+                                    );
+                                }
+                            }
+                        }
+                    });
+                });
+            }
+        });
+    }
+
+    /// Plain products of canonical weights: the baseline.
+    fn linear_reference(
+        &self,
+        w: &Linear,
+        x: &[f32],
+        y: &mut [f32],
+        width: usize,
+        epilogue: Epilogue,
+    ) -> Result<()> {
+        let (k, n) = (w.in_features, w.out_features);
+        let m = x.len() / k;
+        let mut rounded = x.to_vec();
+        reference::round_activations(&mut rounded, k, w.activations);
+        // [n, m]: a task owns whole rows.
+        let mut product = vec![0f32; n * m];
+        let rows: Vec<(&Weight, usize)> = w
+            .parts
+            .iter()
+            .filter_map(|p| match &p.weight {
+                Body::Canonical(weight) => Some((weight, p.rows)),
+                Body::Packed(..) => None,
+            })
+            .flat_map(|(weight, rows)| (0..rows).map(move |r| (weight, r)))
+            .collect();
+        if let Some((weight, _)) = rows.first() {
+            // The only possible failure, an element type that is no float, shows here.
+            weight.dequantize_row(0, &mut vec![0.0; k])?;
+        }
+        self.team().run_chunks(&mut product, m, |row, out| {
+            let (weight, r) = rows[row];
+            let mut values = vec![0f32; k];
+            weight
+                .dequantize_row(r, &mut values)
+                .expect("a float type, as checked above");
+            for (x, out) in rounded.chunks_exact(k).zip(out) {
+                *out = reference::dot(x, &values);
+            }
+        });
+        for (i, y) in y.chunks_exact_mut(width).enumerate() {
+            for (j, y) in y.iter_mut().enumerate() {
+                let value = product[j * m + i];
+                match epilogue {
+                    Epilogue::Store => *y = value,
+                    Epilogue::Add => *y += value,
+                    Epilogue::SiluMul => *y = reference::silu(value) * product[(j + width) * m + i],
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One part's share of a pass.
+struct Pass<'a> {
+    part: &'a Part,
+    packed: &'a Packed,
+    kernel: &'static LinearKernel,
+    /// Index of its prepared activations.
+    input: usize,
+}
+
+/// Cuts a range of steps (`step` panels each, the last perhaps fewer) into ranges of at most
+/// `batch` panels.
+fn batches(
+    steps: Range<usize>,
+    step: usize,
+    batch: usize,
+    panels: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let (start, end) = (steps.start * step, (steps.end * step).min(panels));
+    (start..end)
+        .step_by(batch)
+        .map(move |p| p..(p + batch).min(end))
+}
+
+/// Writes results `[panels, columns, 16]` to their places in `y` `[m, width]`.
+///
+/// # Safety
+/// No other thread writes these panels' outputs.
+#[allow(clippy::too_many_arguments, reason = "a view's shape, one by one")]
+unsafe fn store(
+    y: &Shared<'_, f32>,
+    width: usize,
+    start: usize,
+    rows: usize,
+    m: usize,
+    columns: usize,
+    panels: &Range<usize>,
+    results: &[f32],
+    add: bool,
+) {
+    for (i, panel) in panels.clone().enumerate() {
+        let first = panel * LANES;
+        let count = LANES.min(rows - first);
+        for c in 0..m {
+            let at = c * width + start + first;
+            // SAFETY: by contract.
+            let y = unsafe { y.part(at..at + count) };
+            let results = &results[(i * columns + c) * LANES..][..count];
+            if add {
+                y.iter_mut().zip(results).for_each(|(y, r)| *y += r);
+            } else {
+                y.copy_from_slice(results);
+            }
+        }
+    }
+}

@@ -1,0 +1,382 @@
+//! Weights as kernels stream them: panels of 16 rows, interleaved in units of 4 bytes.
+//!
+//! ```text
+//! canonical rows           panel p (rows 16p .. 16p + 16), contiguous
+//! row 0: u0 u1 u2 ...      u0 of rows 0..16 | u1 of rows 0..16 | u2 ...
+//! row 1: u0 u1 u2 ...      <-- 64 bytes --->
+//! ```
+//!
+//! A unit is 4 consecutive bytes of a canonical row: 8 inputs of 4 bits, 4 of 8 bits, 2 of
+//! bf16 or f16, 1 of f32. One 64-byte load so gives every row of the panel its next inputs,
+//! in the lane that accumulates that row, on any instruction set. Scales and zero-points
+//! are kept per group in the same order of rows. Rows past the last one are zeros.
+
+use crate::cpu::Team;
+use crate::cpu::memory::{Buffer, Shared};
+use crate::cpu::simd::LANES;
+use crate::error::{Error, Result};
+use half::f16;
+use nq_formats::pack::{code_at, unpack_row};
+use nq_formats::{AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints};
+use std::sync::Arc;
+
+/// What a unit of 4 bytes holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Codes {
+    /// One f32.
+    F32,
+    /// Two f16.
+    F16,
+    /// Two bf16.
+    Bf16,
+    /// Four 8-bit codes.
+    Byte,
+    /// Eight 4-bit codes.
+    Nibble,
+}
+
+impl Codes {
+    /// Inputs in a unit.
+    pub(crate) const fn inputs(self) -> usize {
+        match self {
+            Codes::F32 => 1,
+            Codes::F16 | Codes::Bf16 => 2,
+            Codes::Byte => 4,
+            Codes::Nibble => 8,
+        }
+    }
+
+    fn of(weight: &Weight) -> Option<Self> {
+        match weight {
+            Weight::Dense(t) => match t.dtype() {
+                DType::F32 => Some(Codes::F32),
+                DType::F16 => Some(Codes::F16),
+                DType::BF16 => Some(Codes::Bf16),
+                _ => None,
+            },
+            Weight::Quantized(QuantizedWeight::Affine(a)) => Some(match a.scheme().bits {
+                Bits::B4 => Codes::Nibble,
+                Bits::B8 => Codes::Byte,
+            }),
+            Weight::Quantized(_) => None,
+        }
+    }
+}
+
+/// Zero-points of a packed weight, per panel and group 16 values.
+pub(crate) enum PackedZeros {
+    /// Symmetric, or dense.
+    None,
+    /// 4-bit zero-points, 8 bytes a panel and group, low nibble first.
+    Nibbles(Buffer<u8>),
+    /// 8-bit zero-points.
+    Bytes(Buffer<u8>),
+    /// Float offsets.
+    Offsets(Buffer<f16>),
+}
+
+/// A weight in panels.
+pub(crate) struct Packed {
+    /// What a unit holds.
+    pub(crate) codes: Codes,
+    /// Output rows.
+    pub(crate) rows: usize,
+    /// Inputs after permuting and padding: whole units, and whole `align`s.
+    pub(crate) inputs: usize,
+    /// Units per row.
+    pub(crate) units: usize,
+    /// Inputs per group (all of them for one scale per channel or a dense weight).
+    pub(crate) group: usize,
+    /// Groups per row.
+    pub(crate) groups: usize,
+    /// `[panels, units, 16]`
+    pub(crate) data: Buffer<u32>,
+    /// `[panels, groups, 16]`; empty for a dense weight.
+    pub(crate) scales: Buffer<f16>,
+    /// `[panels, groups, 16]`
+    pub(crate) zeros: PackedZeros,
+    /// Where each packed input comes from ([`HOLE`]: nowhere), if not from the same index.
+    pub(crate) order: Option<Arc<[u32]>>,
+}
+
+/// Marks a packed input that no original input fills.
+pub(crate) const HOLE: u32 = u32::MAX;
+
+impl Packed {
+    /// Packs `weight`, its inputs padded to whole multiples of `align`.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] for element types that cannot be packed.
+    pub(crate) fn new(team: &Team, weight: &Weight, align: usize) -> Result<Self> {
+        let Some(codes) = Codes::of(weight) else {
+            return Err(Error::NoKernel {
+                op: "linear",
+                scheme: weight.scheme_name(),
+                activations: "any".into(),
+                device: "cpu".into(),
+            });
+        };
+        Ok(match weight {
+            Weight::Quantized(QuantizedWeight::Affine(a)) => Self::affine(team, a, codes, align),
+            Weight::Dense(t) => Self::dense(team, t, codes, align),
+            Weight::Quantized(_) => unreachable!("`Codes::of` knows it"),
+        })
+    }
+
+    fn dense(team: &Team, t: &Tensor, codes: Codes, align: usize) -> Self {
+        let (rows, k) = (t.shape()[0], t.shape()[1]);
+        let inputs = k.next_multiple_of(align.max(codes.inputs()));
+        let units = inputs / codes.inputs();
+        let stride = k * t.dtype().size();
+        let data = t.data();
+        Packed {
+            codes,
+            rows,
+            inputs,
+            units,
+            group: inputs,
+            groups: 1,
+            data: interleave(team, rows, units, |row, _| {
+                Row::Borrowed(&data[row * stride..(row + 1) * stride])
+            }),
+            scales: Buffer::default(),
+            zeros: PackedZeros::None,
+            order: None,
+        }
+    }
+
+    fn affine(team: &Team, a: &AffineWeight, codes: Codes, align: usize) -> Self {
+        let (rows, k) = (a.out_features(), a.in_features());
+        let bits = a.scheme().bits;
+        let align = align.max(codes.inputs());
+        // Packed groups: index of the original group, and where its inputs are.
+        let (group, source, order) = match (a.g_idx(), a.scheme().group) {
+            (None, Group::Channel) => (k.next_multiple_of(align), vec![0], None),
+            (None, Group::Size(g)) => {
+                let source = (0..a.groups()).collect();
+                (g as usize, source, None)
+            }
+            (Some(g_idx), _) => {
+                let group = a.scheme().group.size(k).next_multiple_of(align);
+                let (source, order) = gather_groups(g_idx, a.groups(), group);
+                (group, source, Some(order))
+            }
+        };
+        let inputs = match &order {
+            Some(order) => order.len(),
+            None => k,
+        }
+        .next_multiple_of(align);
+        let (units, groups) = (inputs / codes.inputs(), source.len());
+        let data = interleave(team, rows, units, |row, scratch| match &order {
+            None => Row::Borrowed(a.row_codes(row)),
+            Some(order) => {
+                let packed = a.row_codes(row);
+                scratch.clear();
+                scratch.resize(bits.bytes(inputs), 0);
+                for (i, &from) in order.iter().enumerate().filter(|(_, f)| **f != HOLE) {
+                    let code = code_at(bits, packed, from as usize);
+                    match bits {
+                        Bits::B8 => scratch[i] = code,
+                        Bits::B4 => scratch[i / 2] |= code << (4 * (i & 1)),
+                    }
+                }
+                Row::Scratch
+            }
+        });
+        let stride = a.groups();
+        let per_group = rows.div_ceil(LANES) * groups * LANES;
+        let mut scales = Buffer::zeroed(per_group);
+        let place = |panel: usize, group: usize, lane: usize| {
+            let row = panel * LANES + lane;
+            (row < rows).then(|| row * stride + source[group])
+        };
+        spread(team, &mut scales, groups * LANES, |panel, scales| {
+            for (i, s) in scales.iter_mut().enumerate() {
+                if let Some(at) = place(panel, i / LANES, i % LANES) {
+                    *s = a.scales()[at];
+                }
+            }
+        });
+        let zeros = match a.zeros() {
+            ZeroPoints::None => PackedZeros::None,
+            ZeroPoints::Offset(o) => {
+                let mut packed = Buffer::zeroed(per_group);
+                spread(team, &mut packed, groups * LANES, |panel, packed| {
+                    for (i, p) in packed.iter_mut().enumerate() {
+                        if let Some(at) = place(panel, i / LANES, i % LANES) {
+                            *p = o[at];
+                        }
+                    }
+                });
+                PackedZeros::Offsets(packed)
+            }
+            ZeroPoints::Integer(z) => {
+                let row_bytes = bits.bytes(stride);
+                let bytes = bits.bytes(groups * LANES);
+                let mut packed = Buffer::zeroed(rows.div_ceil(LANES) * bytes);
+                spread(team, &mut packed, bytes, |panel, packed| {
+                    let mut codes = vec![0u8; stride];
+                    for lane in 0..LANES.min(rows - panel * LANES) {
+                        let row = panel * LANES + lane;
+                        unpack_row(bits, &z[row * row_bytes..(row + 1) * row_bytes], &mut codes);
+                        for (group, &from) in source.iter().enumerate() {
+                            let i = group * LANES + lane;
+                            match bits {
+                                Bits::B8 => packed[i] = codes[from],
+                                Bits::B4 => packed[i / 2] |= codes[from] << (4 * (i & 1)),
+                            }
+                        }
+                    }
+                });
+                match bits {
+                    Bits::B4 => PackedZeros::Nibbles(packed),
+                    Bits::B8 => PackedZeros::Bytes(packed),
+                }
+            }
+        };
+        Packed {
+            codes,
+            rows,
+            inputs,
+            units,
+            group,
+            groups,
+            data,
+            scales,
+            zeros,
+            order: order.map(Into::into),
+        }
+    }
+
+    /// Panels.
+    pub(crate) fn panels(&self) -> usize {
+        self.rows.div_ceil(LANES)
+    }
+
+    /// Bytes held, which are those that a pass over the weight reads.
+    pub(crate) fn bytes(&self) -> usize {
+        let zeros = match &self.zeros {
+            PackedZeros::None => 0,
+            PackedZeros::Nibbles(b) | PackedZeros::Bytes(b) => b.len(),
+            PackedZeros::Offsets(o) => 2 * o.len(),
+        };
+        4 * self.data.len() + 2 * self.scales.len() + zeros
+    }
+
+    /// `(s, o)` of `w = s * q + o` for one row and packed group.
+    fn affine_of(&self, row: usize, group: usize) -> (f32, f32) {
+        let at = (row / LANES * self.groups + group) * LANES + row % LANES;
+        let s = self.scales[at].to_f32();
+        let o = match &self.zeros {
+            PackedZeros::None if self.codes == Codes::Nibble => -s * 8.0,
+            PackedZeros::None => -s * 128.0,
+            PackedZeros::Nibbles(z) => -s * f32::from(code_at(Bits::B4, z, at)),
+            PackedZeros::Bytes(z) => -s * f32::from(z[at]),
+            PackedZeros::Offsets(o) => o[at].to_f32(),
+        };
+        (s, o)
+    }
+
+    /// Writes row `row` as f32 into `out`, in the original order of inputs; the same values
+    /// as the canonical weight's.
+    pub(crate) fn dequantize_row(&self, row: usize, out: &mut [f32]) {
+        let panel = &self.data[row / LANES * self.units * LANES..];
+        let unit = |u: usize| panel[u * LANES + row % LANES];
+        let value = |i: usize| match self.codes {
+            Codes::F32 => f32::from_bits(unit(i)),
+            Codes::F16 => f16::from_bits((unit(i / 2) >> (16 * (i & 1))) as u16).to_f32(),
+            Codes::Bf16 => f32::from_bits((unit(i / 2) >> (16 * (i & 1))) << 16),
+            Codes::Byte | Codes::Nibble => {
+                let (s, o) = self.affine_of(row, i / self.group);
+                let q = match self.codes {
+                    Codes::Byte => (unit(i / 4) >> (8 * (i & 3))) & 255,
+                    _ => (unit(i / 8) >> (4 * (i & 7))) & 15,
+                };
+                s.mul_add(q as f32, o)
+            }
+        };
+        match &self.order {
+            None => out.iter_mut().enumerate().for_each(|(i, o)| *o = value(i)),
+            Some(order) => {
+                for (i, &to) in order.iter().enumerate().filter(|(_, to)| **to != HOLE) {
+                    out[to as usize] = value(i);
+                }
+            }
+        }
+    }
+}
+
+/// Sorts inputs by group for activation-order weights. Every packed group has exactly
+/// `size` places; a group with fewer inputs leaves holes, one with more takes several packed
+/// groups. Returns the original group of each packed one, and the order of inputs.
+fn gather_groups(g_idx: &[u32], groups: usize, size: usize) -> (Vec<usize>, Vec<u32>) {
+    let mut members = vec![Vec::new(); groups];
+    for (input, &group) in g_idx.iter().enumerate() {
+        members[group as usize].push(input as u32);
+    }
+    let (mut source, mut order) = (Vec::new(), Vec::new());
+    for (group, members) in members.iter().enumerate() {
+        for part in members.chunks(size) {
+            source.push(group);
+            order.extend_from_slice(part);
+            order.resize(source.len() * size, HOLE);
+        }
+    }
+    (source, order)
+}
+
+/// A canonical row's bytes.
+enum Row<'a> {
+    Borrowed(&'a [u8]),
+    /// In the scratch that was passed.
+    Scratch,
+}
+
+/// Transposes rows into panels of 4-byte units, in parallel.
+fn interleave<'a>(
+    team: &Team,
+    rows: usize,
+    units: usize,
+    row: impl Fn(usize, &mut Vec<u8>) -> Row<'a> + Sync + Send,
+) -> Buffer<u32> {
+    let mut data = Buffer::zeroed(rows.div_ceil(LANES) * units * LANES);
+    spread(team, &mut data, units * LANES, |panel, data| {
+        let mut scratch = Vec::new();
+        for lane in 0..LANES.min(rows - panel * LANES) {
+            let bytes = match row(panel * LANES + lane, &mut scratch) {
+                Row::Borrowed(b) => b,
+                Row::Scratch => &scratch,
+            };
+            let (whole, rest) = bytes.as_chunks::<4>();
+            for (to, unit) in data[lane..].iter_mut().step_by(LANES).zip(whole) {
+                *to = u32::from_le_bytes(*unit);
+            }
+            if !rest.is_empty() {
+                let mut unit = [0; 4];
+                unit[..rest.len()].copy_from_slice(rest);
+                data[whole.len() * LANES + lane] = u32::from_le_bytes(unit);
+            }
+        }
+    });
+    data
+}
+
+/// Calls `f(panel, its part of data)` for all panels, spread over the team.
+fn spread<T: Send>(
+    team: &Team,
+    data: &mut [T],
+    panel: usize,
+    f: impl Fn(usize, &mut [T]) + Sync + Send,
+) {
+    if panel == 0 {
+        return;
+    }
+    let shared = Shared::new(data);
+    team.run_ranges(shared.len() / panel, 4, |panels| {
+        for p in panels {
+            // SAFETY: every panel is visited once.
+            f(p, unsafe { shared.part(p * panel..(p + 1) * panel) });
+        }
+    });
+}

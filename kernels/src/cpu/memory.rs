@@ -1,0 +1,240 @@
+//! Memory that kernels stream from and write to: cache-line aligned buffers, and slices
+//! whose disjoint parts several threads write.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut, Range};
+use std::ptr::NonNull;
+
+/// From this size on a buffer is memory-mapped: its pages take no memory before they are
+/// written, and need no zeroing by hand.
+const MAPPED: usize = 1 << 20;
+
+/// Alignment of mapped buffers: that of a huge page.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Types of which all-zero bytes are a value and that need no dropping.
+pub(crate) trait Plain: Copy + Send + Sync + 'static {}
+impl Plain for u8 {}
+impl Plain for i8 {}
+impl Plain for i32 {}
+impl Plain for u32 {}
+impl Plain for u64 {}
+impl Plain for f32 {}
+impl Plain for half::f16 {}
+
+/// A zero-initialised buffer aligned to cache lines.
+pub(crate) struct Buffer<T: Plain> {
+    data: NonNull<T>,
+    len: usize,
+    /// Where the mapping starts and how long it is, if it is one.
+    mapping: Option<(NonNull<u8>, usize)>,
+}
+
+// SAFETY: a buffer owns plain values, as a `Vec` does.
+unsafe impl<T: Plain> Send for Buffer<T> {}
+// SAFETY: as above; shared access only reads.
+unsafe impl<T: Plain> Sync for Buffer<T> {}
+
+impl<T: Plain> Buffer<T> {
+    /// `len` zeros. Large buffers ask for huge pages: streaming weights through 4 KiB pages
+    /// costs a TLB miss every 64 cache lines.
+    pub(crate) fn zeroed(len: usize) -> Self {
+        Self::allocate(len, true)
+    }
+
+    /// `len` zeros that take memory page by small page as they are written: for caches of
+    /// which perhaps only the start is used.
+    pub(crate) fn sparse(len: usize) -> Self {
+        Self::allocate(len, false)
+    }
+
+    fn allocate(len: usize, huge: bool) -> Self {
+        if len == 0 {
+            return Buffer {
+                data: NonNull::dangling(),
+                len,
+                mapping: None,
+            };
+        }
+        let layout = Self::layout(len);
+        if layout.size() >= MAPPED
+            && let Some((base, length)) = map(layout.size(), huge)
+        {
+            let offset = base.as_ptr().align_offset(HUGE_PAGE);
+            // SAFETY: `map` leaves room for aligning.
+            let data = unsafe { base.add(offset) }.cast();
+            return Buffer {
+                data,
+                len,
+                mapping: Some((base, length)),
+            };
+        }
+        // SAFETY: the layout is not empty; zero bytes are a value of `T: Plain`.
+        let data = unsafe { alloc_zeroed(layout) }.cast::<T>();
+        let Some(data) = NonNull::new(data) else {
+            handle_alloc_error(layout)
+        };
+        Buffer {
+            data,
+            len,
+            mapping: None,
+        }
+    }
+
+    fn layout(len: usize) -> Layout {
+        let bytes = len.checked_mul(size_of::<T>());
+        bytes
+            .and_then(|bytes| Layout::from_size_align(bytes, 64).ok())
+            .expect("a length that fits the address space")
+    }
+
+    /// Makes room for `len` values; the contents are unspecified afterwards.
+    pub(crate) fn reserve(&mut self, len: usize) -> &mut [T] {
+        if self.len < len {
+            *self = Self::zeroed(len.next_power_of_two());
+        }
+        &mut self[..len]
+    }
+}
+
+/// Maps `bytes` of anonymous memory and room to align them; `None` if the system refuses.
+#[cfg(unix)]
+fn map(bytes: usize, huge: bool) -> Option<(NonNull<u8>, usize)> {
+    let length = bytes.checked_add(HUGE_PAGE)?;
+    // SAFETY: a new private anonymous mapping touches no existing memory.
+    let base = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            length,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANON,
+            -1,
+            0,
+        )
+    };
+    if base == libc::MAP_FAILED {
+        return None;
+    }
+    #[cfg(target_os = "linux")]
+    if huge {
+        // SAFETY: advice on the mapping just made; refusal only costs speed.
+        unsafe { libc::madvise(base, length, libc::MADV_HUGEPAGE) };
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = huge;
+    Some((NonNull::new(base.cast())?, length))
+}
+
+#[cfg(not(unix))]
+fn map(_bytes: usize, _huge: bool) -> Option<(NonNull<u8>, usize)> {
+    None
+}
+
+#[cfg(unix)]
+fn unmap(base: NonNull<u8>, length: usize) {
+    // SAFETY: called once, by the owner of the mapping.
+    unsafe { libc::munmap(base.as_ptr().cast(), length) };
+}
+
+#[cfg(not(unix))]
+fn unmap(_base: NonNull<u8>, _length: usize) {}
+
+impl<T: Plain> Clone for Buffer<T> {
+    fn clone(&self) -> Self {
+        let mut copy = Self::sparse(self.len);
+        copy.copy_from_slice(self);
+        copy
+    }
+}
+
+impl<T: Plain> std::fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer of {}", self.len)
+    }
+}
+
+impl<T: Plain> Default for Buffer<T> {
+    fn default() -> Self {
+        Self::zeroed(0)
+    }
+}
+
+impl<T: Plain> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        if let Some((base, length)) = self.mapping {
+            unmap(base, length);
+        } else if self.len > 0 {
+            // SAFETY: allocated in `allocate` with this layout.
+            unsafe { dealloc(self.data.as_ptr().cast(), Self::layout(self.len)) };
+        }
+    }
+}
+
+impl<T: Plain> Deref for Buffer<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: `len` initialised values, owned.
+        unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Plain> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: `len` initialised values, owned and borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+/// A mutable slice that the members of a team write in disjoint parts.
+pub(crate) struct Shared<'a, T> {
+    data: *mut T,
+    len: usize,
+    _slice: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: stands for a `&mut [T]` that is split among threads; `part`'s contract keeps the
+// parts disjoint.
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T]) -> Self {
+        Shared {
+            data: slice.as_mut_ptr(),
+            len: slice.len(),
+            _slice: PhantomData,
+        }
+    }
+
+    /// Elements in all.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Safety
+    /// No other part that is alive overlaps `range`.
+    #[allow(clippy::mut_from_ref, reason = "the contract keeps parts disjoint")]
+    pub(crate) unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: inside the slice; disjoint from other parts by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(range.start), range.len()) }
+    }
+}
+
+/// Scratch that a thread keeps from one operation to the next, so that hot paths do not
+/// allocate. Taken out while in use: a nested user gets a fresh one.
+macro_rules! with_scratch {
+    ($kind:ty, |$name:ident| $body:expr) => {{
+        thread_local! {
+            static KEPT: std::cell::Cell<Option<Box<$kind>>> = const { std::cell::Cell::new(None) };
+        }
+        let mut kept = KEPT.take().unwrap_or_default();
+        let $name: &mut $kind = &mut kept;
+        let result = $body;
+        KEPT.set(Some(kept));
+        result
+    }};
+}
+pub(crate) use with_scratch;

@@ -1,0 +1,502 @@
+//! Softmax attention over keys and values as they are stored (f32, f16 or int8).
+//!
+//! Both kernels keep a running maximum and sum (online softmax, arXiv 2205.14135), so that
+//! no row of scores is ever whole. [`prefill`] puts 16 queries in the lanes and walks the
+//! cache in blocks that all queries of a tile share. [`decode`] has only the few heads of
+//! one token that share a key head: it puts the head's dimensions in the lanes and reads
+//! every key and value once.
+
+use crate::cpu::kv::{HeadData, KvView};
+use crate::cpu::linear::float::tile;
+use crate::cpu::simd::{LANES, Simd};
+use half::f16;
+
+/// Positions that one task of [`decode`] covers: the split over the cache's length is fixed,
+/// so that the order of sums does not depend on the number of threads.
+pub(crate) const CHUNK: usize = 256;
+
+/// Positions in a block of [`prefill`].
+const BLOCK: usize = 64;
+
+/// Floats from one row of a block to the next; longer heads are cut into parts of this.
+const PITCH: usize = 128;
+
+/// Added to the scores of positions that a query must not see; finite, so that no
+/// infinities meet.
+const MASKED: f32 = -1e30;
+
+/// How one head's rows are read.
+trait Rows: Copy {
+    /// 16 values of row `row` from dimension `i` on, before scaling.
+    unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F;
+    /// One value.
+    unsafe fn value(self, row: usize, i: usize) -> f32;
+    /// What the row's values must be multiplied by.
+    unsafe fn scale(self, row: usize) -> f32;
+}
+
+#[derive(Clone, Copy)]
+struct F32Rows(*const f32, usize);
+#[derive(Clone, Copy)]
+struct F16Rows(*const f16, usize);
+#[derive(Clone, Copy)]
+struct Int8Rows(*const i8, *const f16, usize);
+
+impl Rows for F32Rows {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F {
+        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the head.
+        unsafe { s.load(self.0.add(row * self.1 + i)) }
+    }
+    #[inline(always)]
+    unsafe fn value(self, row: usize, i: usize) -> f32 {
+        // SAFETY: as above.
+        unsafe { *self.0.add(row * self.1 + i) }
+    }
+    #[inline(always)]
+    unsafe fn scale(self, _: usize) -> f32 {
+        1.0
+    }
+}
+
+impl Rows for F16Rows {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F {
+        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the head.
+        unsafe { s.load_f16(self.0.add(row * self.1 + i)) }
+    }
+    #[inline(always)]
+    unsafe fn value(self, row: usize, i: usize) -> f32 {
+        // SAFETY: as above.
+        unsafe { *self.0.add(row * self.1 + i) }.to_f32()
+    }
+    #[inline(always)]
+    unsafe fn scale(self, _: usize) -> f32 {
+        1.0
+    }
+}
+
+impl Rows for Int8Rows {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F {
+        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the head.
+        unsafe { s.load_i8(self.0.add(row * self.2 + i)) }
+    }
+    #[inline(always)]
+    unsafe fn value(self, row: usize, i: usize) -> f32 {
+        // SAFETY: as above.
+        f32::from(unsafe { *self.0.add(row * self.2 + i) })
+    }
+    #[inline(always)]
+    unsafe fn scale(self, row: usize) -> f32 {
+        // SAFETY: as above.
+        unsafe { *self.1.add(row) }.to_f32()
+    }
+}
+
+/// Calls `$f` with the head's [`Rows`].
+macro_rules! with_rows {
+    ($view:expr, |$rows:ident| $body:expr) => {
+        match $view.data {
+            HeadData::F32(p) => {
+                let $rows = F32Rows(p.as_ptr(), $view.head_dim);
+                $body
+            }
+            HeadData::F16(p) => {
+                let $rows = F16Rows(p.as_ptr(), $view.head_dim);
+                $body
+            }
+            HeadData::Int8 { codes, scales } => {
+                let $rows = Int8Rows(codes.as_ptr(), scales.as_ptr(), $view.head_dim);
+                $body
+            }
+        }
+    };
+}
+
+/// A query block's result before division by `sum`: `out` is relative to `exp(max)`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Partial {
+    pub(crate) max: f32,
+    pub(crate) sum: f32,
+}
+
+/// One token's query heads that share a key head, over positions `from .. to` (at most
+/// [`CHUNK`]). `q` is `[heads, d]`, `out` `[heads, d]` unnormalised, `scores` scratch
+/// `[4, CHUNK]`; `d` is a multiple of 16.
+///
+/// # Safety
+/// `to` is within the views' positions and the slices are as long as said.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "operands of one flat kernel")]
+pub(crate) unsafe fn decode<S: Simd>(
+    s: S,
+    keys: KvView<'_>,
+    values: KvView<'_>,
+    from: usize,
+    to: usize,
+    q: &[f32],
+    scale: f32,
+    scores: &mut [f32],
+    out: &mut [f32],
+    partials: &mut [Partial],
+) {
+    let d = keys.head_dim;
+    let heads = partials.len();
+    let mut h = 0;
+    while h < heads {
+        let n = (heads - h).min(4);
+        let (q, out) = (&q[h * d..], &mut out[h * d..]);
+        let partials = &mut partials[h..];
+        macro_rules! columns {
+            ($c:literal) => {
+                // SAFETY: by this function's contract.
+                unsafe {
+                    with_rows!(keys, |rows| decode_scores::<S, _, $c>(
+                        s, rows, d, from, to, q, scale, scores
+                    ));
+                    for c in 0..$c {
+                        partials[c] = soften(s, &mut scores[c * CHUNK..(c + 1) * CHUNK], to - from);
+                    }
+                    with_rows!(values, |rows| decode_values::<S, _, $c>(
+                        s, rows, d, from, to, scores, out
+                    ));
+                }
+            };
+        }
+        match n {
+            1 => columns!(1),
+            2 => columns!(2),
+            3 => columns!(3),
+            _ => columns!(4),
+        }
+        h += n;
+    }
+}
+
+/// Scores of `C` heads, `[C, CHUNK]`.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "operands of one flat kernel")]
+unsafe fn decode_scores<S: Simd, R: Rows, const C: usize>(
+    s: S,
+    rows: R,
+    d: usize,
+    from: usize,
+    to: usize,
+    q: &[f32],
+    scale: f32,
+    scores: &mut [f32],
+) {
+    debug_assert!(q.len() >= C * d && scores.len() >= C * CHUNK);
+    for p in from..to {
+        // SAFETY: `p` and `i .. i + 16` are inside the head, `c * d + i + 16` inside q.
+        unsafe {
+            let mut acc = [[s.splat(0.0); 2]; C];
+            let mut i = 0;
+            while i < d {
+                let k = rows.load(s, p, i);
+                for (c, acc) in acc.iter_mut().enumerate() {
+                    acc[0] = s.fma(k, s.load(q.as_ptr().add(c * d + i)), acc[0]);
+                }
+                i += LANES;
+                if i < d {
+                    let k = rows.load(s, p, i);
+                    for (c, acc) in acc.iter_mut().enumerate() {
+                        acc[1] = s.fma(k, s.load(q.as_ptr().add(c * d + i)), acc[1]);
+                    }
+                    i += LANES;
+                }
+            }
+            let scale = scale * rows.scale(p);
+            for (c, acc) in acc.iter().enumerate() {
+                *scores.get_unchecked_mut(c * CHUNK + p - from) =
+                    s.sum(s.add(acc[0], acc[1])) * scale;
+            }
+        }
+    }
+}
+
+/// Replaces `n` scores by their exponentials relative to the greatest.
+#[inline(always)]
+fn soften<S: Simd>(s: S, scores: &mut [f32], n: usize) -> Partial {
+    let padded = n.next_multiple_of(LANES);
+    scores[n..padded].fill(MASKED);
+    let (scores, _) = scores[..padded].as_chunks_mut::<LANES>();
+    let mut greatest = s.splat(MASKED);
+    for v in &*scores {
+        // SAFETY: an array of 16.
+        greatest = s.max(greatest, unsafe { s.load(v.as_ptr()) });
+    }
+    let max = s.max_lane(greatest);
+    let mut sum = s.splat(0.0);
+    for v in scores {
+        // SAFETY: an array of 16.
+        unsafe {
+            let e = s.exp(s.sub(s.load(v.as_ptr()), s.splat(max)));
+            s.store(v.as_mut_ptr(), e);
+            sum = s.add(sum, e);
+        }
+    }
+    Partial {
+        max,
+        sum: s.sum(sum),
+    }
+}
+
+/// `out = weights * values` for `C` heads; the weights are `[C, CHUNK]`.
+#[inline(always)]
+unsafe fn decode_values<S: Simd, R: Rows, const C: usize>(
+    s: S,
+    rows: R,
+    d: usize,
+    from: usize,
+    to: usize,
+    weights: &[f32],
+    out: &mut [f32],
+) {
+    debug_assert!(out.len() >= C * d && weights.len() >= C * CHUNK);
+    const WIDE: usize = 4;
+    let mut i = 0;
+    while i < d {
+        // SAFETY: rows, dimensions and weights as in `decode_scores`.
+        unsafe {
+            if i + WIDE * LANES <= d {
+                weigh::<S, R, C, WIDE>(s, rows, d, i, from, to, weights, out);
+                i += WIDE * LANES;
+            } else {
+                weigh::<S, R, C, 1>(s, rows, d, i, from, to, weights, out);
+                i += LANES;
+            }
+        }
+    }
+}
+
+/// Dimensions `i .. i + 16 W` of [`decode_values`].
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "operands of one flat kernel")]
+unsafe fn weigh<S: Simd, R: Rows, const C: usize, const W: usize>(
+    s: S,
+    rows: R,
+    d: usize,
+    i: usize,
+    from: usize,
+    to: usize,
+    weights: &[f32],
+    out: &mut [f32],
+) {
+    // SAFETY: by the caller's contract.
+    unsafe {
+        let mut acc = [[s.splat(0.0); W]; C];
+        for p in from..to {
+            let scale = rows.scale(p);
+            let mut v = [s.splat(0.0); W];
+            for (j, v) in v.iter_mut().enumerate() {
+                *v = rows.load(s, p, i + j * LANES);
+            }
+            for (c, acc) in acc.iter_mut().enumerate() {
+                let weight = s.splat(scale * weights.get_unchecked(c * CHUNK + p - from));
+                for (acc, v) in acc.iter_mut().zip(v) {
+                    *acc = s.fma(v, weight, *acc);
+                }
+            }
+        }
+        for (c, acc) in acc.iter().enumerate() {
+            for (j, &acc) in acc.iter().enumerate() {
+                s.store(out.as_mut_ptr().add(c * d + i + j * LANES), acc);
+            }
+        }
+    }
+}
+
+/// Merges the partial results of consecutive chunks of one query into `y` `[d]`.
+#[inline(always)]
+pub(crate) fn merge<S: Simd>(s: S, partials: &[Partial], outs: &[f32], y: &mut [f32]) {
+    let d = y.len();
+    let max = partials.iter().fold(MASKED, |m, p| m.max(p.max));
+    let share = |p: &Partial| (p.max - max).exp();
+    let total: f32 = partials.iter().map(|p| p.sum * share(p)).sum();
+    y.fill(0.0);
+    for (p, out) in partials.iter().zip(outs.chunks_exact(d)) {
+        let weight = s.splat(share(p) / total);
+        let (ys, _) = y.as_chunks_mut::<LANES>();
+        for (y, o) in ys.iter_mut().zip(out.as_chunks::<LANES>().0) {
+            // SAFETY: arrays of 16.
+            unsafe {
+                let v = s.fma(s.load(o.as_ptr()), weight, s.load(y.as_ptr()));
+                s.store(y.as_mut_ptr(), v);
+            }
+        }
+    }
+}
+
+/// Scratch of one [`prefill`] tile: floats needed for `P` panels of queries.
+pub(crate) const fn prefill_scratch(panels: usize, head_dim: usize) -> usize {
+    let parts = head_dim.div_ceil(PITCH);
+    let lanes = panels * LANES;
+    // Queries, outputs, scores, a block of keys or values.
+    2 * parts * PITCH * lanes + BLOCK * lanes + parts * BLOCK * PITCH
+}
+
+/// Up to `16 P` queries that share a key head. Query `j` is `q(j)`, `[d]`, and sees the first
+/// `limits[j]` positions (at least one); its output goes to `y(j)`.
+///
+/// # Safety
+/// The limits lie within the views; `q` and `y` yield pointers valid for `d` floats, the
+/// latter for writing; `scratch` is [`prefill_scratch`] long.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "operands of one flat kernel")]
+pub(crate) unsafe fn prefill<S: Simd, const P: usize, const C: usize>(
+    s: S,
+    keys: KvView<'_>,
+    values: KvView<'_>,
+    q: &[*const f32],
+    limits: &[usize],
+    scale: f32,
+    y: &[*mut f32],
+    scratch: &mut [f32],
+) {
+    let d = keys.head_dim;
+    let parts = d.div_ceil(PITCH);
+    let lanes = P * LANES;
+    let (queries, rest) = scratch.split_at_mut(parts * PITCH * lanes);
+    let (outputs, rest) = rest.split_at_mut(parts * PITCH * lanes);
+    let (scores, block) = rest.split_at_mut(BLOCK * lanes);
+    let block = &mut block[..parts * BLOCK * PITCH];
+
+    // Queries `[P][dimension][16]`, scaled.
+    queries.fill(0.0);
+    for (j, &q) in q.iter().enumerate() {
+        let to = &mut queries[j / LANES * parts * PITCH * LANES + j % LANES..];
+        for i in 0..d {
+            // SAFETY: `q` is valid for d floats.
+            to[i * LANES] = unsafe { *q.add(i) } * scale;
+        }
+    }
+    outputs.fill(0.0);
+    let mut limit = [[0f32; LANES]; P];
+    for (j, &l) in limits.iter().enumerate() {
+        limit[j / LANES][j % LANES] = l as f32;
+    }
+    let end = limits.iter().copied().max().unwrap_or(0);
+    let all_see = limits.iter().copied().min().unwrap_or(0);
+    // SAFETY: arrays of 16; blocks stay below `end`; strides are those of the scratch parts.
+    unsafe {
+        let mut max = [s.splat(MASKED); P];
+        let mut sum = [s.splat(0.0); P];
+        let mut from = 0;
+        while from < end {
+            let n = BLOCK.min(end - from);
+            with_rows!(keys, |rows| unpack(s, rows, d, from, n, block));
+            for part in 0..parts {
+                let width = PITCH.min(d - part * PITCH);
+                for p in (0..n).step_by(C) {
+                    tile::<S, P, C, 1, PITCH>(
+                        s,
+                        width,
+                        queries.as_ptr().add(part * PITCH * LANES),
+                        parts * PITCH * LANES,
+                        block.as_ptr().add((part * BLOCK + p) * PITCH),
+                        scores.as_mut_ptr().add(p * LANES),
+                        BLOCK * LANES,
+                        LANES,
+                        part > 0,
+                    );
+                }
+            }
+            for p in 0..P {
+                let scores = scores.as_mut_ptr().add(p * BLOCK * LANES);
+                if from + n > all_see {
+                    // Some query of the tile does not see all of the block.
+                    let limit = s.load(limit[p].as_ptr());
+                    for i in 0..n {
+                        let at = scores.add(i * LANES);
+                        // Positive where the position lies at or past the limit.
+                        let past = s.sub(s.splat((from + i) as f32 + 0.5), limit);
+                        let bias = s.mul(s.max(past, s.splat(0.0)), s.splat(2.0 * MASKED));
+                        s.store(at, s.add(s.load(at), bias));
+                    }
+                }
+                let mut top = max[p];
+                for i in 0..n {
+                    top = s.max(top, s.load(scores.add(i * LANES)));
+                }
+                let fade = s.exp(s.sub(max[p], top));
+                max[p] = top;
+                let mut total = s.mul(sum[p], fade);
+                for i in 0..n {
+                    let at = scores.add(i * LANES);
+                    let e = s.exp(s.sub(s.load(at), top));
+                    s.store(at, e);
+                    total = s.add(total, e);
+                }
+                sum[p] = total;
+                let outputs = outputs.as_mut_ptr().add(p * parts * PITCH * LANES);
+                for i in 0..d {
+                    let at = outputs.add(i * LANES);
+                    s.store(at, s.mul(s.load(at), fade));
+                }
+            }
+            with_rows!(values, |rows| unpack(s, rows, d, from, n, block));
+            for part in 0..parts {
+                let width = PITCH.min(d - part * PITCH);
+                for i in (0..width).step_by(C) {
+                    tile::<S, P, C, PITCH, 1>(
+                        s,
+                        n,
+                        scores.as_ptr(),
+                        BLOCK * LANES,
+                        block.as_ptr().add(part * BLOCK * PITCH + i),
+                        outputs.as_mut_ptr().add((part * PITCH + i) * LANES),
+                        parts * PITCH * LANES,
+                        LANES,
+                        true,
+                    );
+                }
+            }
+            from += n;
+        }
+        for (j, &y) in y.iter().enumerate() {
+            let mut sums = [0f32; LANES];
+            s.store(sums.as_mut_ptr(), sum[j / LANES]);
+            let inverse = 1.0 / sums[j % LANES];
+            let from = &outputs[j / LANES * parts * PITCH * LANES + j % LANES..];
+            for i in 0..d {
+                *y.add(i) = from[i * LANES] * inverse;
+            }
+        }
+    }
+}
+
+/// Rows `from .. from + n` as floats `[part][BLOCK][PITCH]`. Up to 15 dimensions past `d`
+/// may hold anything: they meet nothing but their own outputs, which nobody reads.
+///
+/// # Safety
+/// The rows are inside the head.
+#[inline(always)]
+unsafe fn unpack<S: Simd, R: Rows>(
+    s: S,
+    rows: R,
+    d: usize,
+    from: usize,
+    n: usize,
+    block: &mut [f32],
+) {
+    for row in 0..n {
+        // SAFETY: by contract; `to` stays inside the block.
+        unsafe {
+            let scale = rows.scale(from + row);
+            let mut i = 0;
+            while i + LANES <= d {
+                let v = s.mul(rows.load(s, from + row, i), s.splat(scale));
+                let to = (i / PITCH * BLOCK + row) * PITCH + i % PITCH;
+                s.store(block.as_mut_ptr().add(to), v);
+                i += LANES;
+            }
+            while i < d {
+                let to = (i / PITCH * BLOCK + row) * PITCH + i % PITCH;
+                block[to] = rows.value(from + row, i) * scale;
+                i += 1;
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Operations on single rows, generic over the instruction set.
+
+use crate::cpu::simd::{LANES, Simd};
+
+/// Sum of `x`, in a fixed order.
+#[inline(always)]
+pub(crate) fn sum<S: Simd>(s: S, x: &[f32]) -> f32 {
+    let (whole, rest) = x.as_chunks::<LANES>();
+    let mut acc = s.splat(0.0);
+    for x in whole {
+        // SAFETY: an array of 16.
+        acc = s.add(acc, unsafe { s.load(x.as_ptr()) });
+    }
+    rest.iter().fold(s.sum(acc), |a, x| a + x)
+}
+
+/// Sum of squares of `x`, in a fixed order.
+#[inline(always)]
+fn sum_of_squares<S: Simd>(s: S, x: &[f32]) -> f32 {
+    let (whole, rest) = x.as_chunks::<LANES>();
+    let (fours, ones) = whole.as_chunks::<4>();
+    let mut acc = [s.splat(0.0); 4];
+    for four in fours {
+        for (acc, x) in acc.iter_mut().zip(four) {
+            // SAFETY: an array of 16.
+            let v = unsafe { s.load(x.as_ptr()) };
+            *acc = s.fma(v, v, *acc);
+        }
+    }
+    for x in ones {
+        // SAFETY: an array of 16.
+        let v = unsafe { s.load(x.as_ptr()) };
+        acc[0] = s.fma(v, v, acc[0]);
+    }
+    let total = s.add(s.add(acc[0], acc[1]), s.add(acc[2], acc[3]));
+    rest.iter().fold(s.sum(total), |a, x| a + x * x)
+}
+
+/// RMSNorm of one row: `x / sqrt(mean(x^2) + eps) * weight`; all three of one length.
+#[inline(always)]
+pub(crate) fn rms_norm<S: Simd>(s: S, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+    let n = x.len();
+    let (weight, y) = (&weight[..n], &mut y[..n]);
+    let scale = 1.0 / (sum_of_squares(s, x) / n as f32 + eps).sqrt();
+    let mut i = 0;
+    while i + LANES <= n {
+        // SAFETY: 16 elements from `i` on are inside all three.
+        unsafe {
+            let v = s.mul(s.load(x.as_ptr().add(i)), s.splat(scale));
+            let v = s.mul(v, s.load(weight.as_ptr().add(i)));
+            s.store(y.as_mut_ptr().add(i), v);
+        }
+        i += LANES;
+    }
+    for ((y, x), w) in y[i..].iter_mut().zip(&x[i..]).zip(&weight[i..]) {
+        *y = x * scale * w;
+    }
+}
+
+/// RMSNorm of one head, then rotary embedding pairing `i` with `i + d / 2`, in place.
+#[inline(always)]
+pub(crate) fn norm_rope<S: Simd>(
+    s: S,
+    head: &mut [f32],
+    weight: &[f32],
+    eps: f32,
+    cos_sin: &[(f32, f32)],
+) {
+    let (n, half) = (head.len(), head.len() / 2);
+    let scale = 1.0 / (sum_of_squares(s, head) / n as f32 + eps).sqrt();
+    let (low, high) = head.split_at_mut(half);
+    let (weight_low, weight_high) = weight[..n].split_at(half);
+    let pairs = low.iter_mut().zip(high).zip(cos_sin);
+    for (((a, b), &(cos, sin)), (wa, wb)) in pairs.zip(weight_low.iter().zip(weight_high)) {
+        let (x, y) = (*a * scale * wa, *b * scale * wb);
+        *a = x * cos - y * sin;
+        *b = y * cos + x * sin;
+    }
+}
+
+/// `gate = silu(gate) * up`
+#[inline(always)]
+pub(crate) fn silu_mul<S: Simd>(s: S, gate: &mut [f32], up: &[f32]) {
+    let up = &up[..gate.len()];
+    let (gates, gate_rest) = gate.as_chunks_mut::<LANES>();
+    let (ups, up_rest) = up.as_chunks::<LANES>();
+    for (g, u) in gates.iter_mut().zip(ups) {
+        // SAFETY: arrays of 16.
+        unsafe {
+            let y = s.silu_mul(s.load(g.as_ptr()), s.load(u.as_ptr()));
+            s.store(g.as_mut_ptr(), y);
+        }
+    }
+    if !gate_rest.is_empty() {
+        let (mut g, mut u) = ([0.0; LANES], [0.0; LANES]);
+        g[..gate_rest.len()].copy_from_slice(gate_rest);
+        u[..up_rest.len()].copy_from_slice(up_rest);
+        // SAFETY: arrays of 16.
+        unsafe {
+            let y = s.silu_mul(s.load(g.as_ptr()), s.load(u.as_ptr()));
+            s.store(g.as_mut_ptr(), y);
+        }
+        gate_rest.copy_from_slice(&g[..gate_rest.len()]);
+    }
+}
+
+/// Rounds `x` to 8-bit codes with one scale, absmax / 127, per `group` (a multiple of 16;
+/// the last may be shorter): `x ~ scale * code`. A group with a value that is not finite
+/// gets a NaN scale, so that the damage shows.
+#[inline(always)]
+pub(crate) fn quantize<S: Simd>(
+    s: S,
+    x: &[f32],
+    group: usize,
+    codes: &mut [i8],
+    scales: &mut [f32],
+) {
+    for ((x, codes), scale) in x
+        .chunks(group)
+        .zip(codes.chunks_mut(group))
+        .zip(scales.iter_mut())
+    {
+        let (whole, rest) = x.as_chunks::<LANES>();
+        let (mut greatest, mut poison) = (s.splat(0.0), s.splat(0.0));
+        for x in whole {
+            // SAFETY: an array of 16.
+            let v = unsafe { s.load(x.as_ptr()) };
+            greatest = s.max(greatest, s.abs(v));
+            poison = s.fma(v, s.splat(0.0), poison);
+        }
+        let mut absmax = s.max_lane(greatest);
+        let mut poison = s.sum(poison);
+        for x in rest {
+            absmax = absmax.max(x.abs());
+            poison += x * 0.0;
+        }
+        let (inverse, step) = crate::reference::int8_scale(absmax);
+        *scale = step + poison;
+        let (whole_codes, rest_codes) = codes.as_chunks_mut::<LANES>();
+        for (x, c) in whole.iter().zip(whole_codes) {
+            // SAFETY: arrays of 16.
+            unsafe {
+                let v = s.round(s.mul(s.load(x.as_ptr()), s.splat(inverse)));
+                s.store_i8(c.as_mut_ptr(), v);
+            }
+        }
+        for (x, c) in rest.iter().zip(rest_codes) {
+            *c = (x * inverse).round_ties_even() as i8;
+        }
+    }
+}
+
+/// Sums of the codes over every `share`.
+#[inline(always)]
+pub(crate) fn total<S: Simd>(_: S, codes: &[i8], share: usize, totals: &mut [i32]) {
+    for (codes, total) in codes.chunks_exact(share).zip(totals) {
+        *total = codes.iter().map(|&c| i32::from(c)).sum();
+    }
+}

@@ -1,0 +1,244 @@
+//! AVX2 with FMA and F16C: 16 lanes are two registers.
+
+use super::{Simd, instructions, memory};
+use half::f16;
+use std::arch::x86_64::*;
+
+/// Proof that the CPU has AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2(());
+
+/// 16 floats.
+#[derive(Clone, Copy)]
+pub(crate) struct F(__m256, __m256);
+/// 16 times 4 bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct I(__m256i, __m256i);
+
+/// One operation on both halves.
+macro_rules! both {
+    ($op:ident($a:expr)) => {
+        F($op($a.0), $op($a.1))
+    };
+    ($op:ident($a:expr, $b:expr)) => {
+        F($op($a.0, $b.0), $op($a.1, $b.1))
+    };
+    ($op:ident($a:expr, $b:expr, $c:expr)) => {
+        F($op($a.0, $b.0, $c.0), $op($a.1, $b.1, $c.1))
+    };
+}
+
+impl Avx2 {
+    instructions! {
+        fn widen_i8(self, v: __m128i) -> F {
+            F(
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(v))),
+            )
+        }
+        fn widen_u8(self, v: __m128i) -> F {
+            F(
+                _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v)),
+                _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128::<8>(v))),
+            )
+        }
+        // Four i16 pair sums become two i32, then one per lane of 4 bytes.
+        fn madd(self, acc: __m256i, pairs: __m256i) -> __m256i {
+            _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+        }
+        // Products of signed bytes: |w| is at most 128 and |x| 127, so that a pair sums to
+        // at most 32512 and `maddubs` cannot saturate.
+        fn signed_pairs(self, w: __m256i, x: __m256i) -> __m256i {
+            _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+        }
+        // The low 16 bits of each lane, in order.
+        fn low_halves(self, v: __m256i) -> __m128i {
+            let packed = _mm256_packus_epi32(
+                _mm256_and_si256(v, _mm256_set1_epi32(0xffff)),
+                _mm256_setzero_si256(),
+            );
+            _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b1000>(packed))
+        }
+    }
+}
+
+/// A bit field of each lane, sign-extended, as floats: shifted to the top, then down.
+macro_rules! field {
+    ($v:expr, $left:literal, $right:literal) => {
+        F(
+            _mm256_cvtepi32_ps(_mm256_srai_epi32::<$right>(_mm256_slli_epi32::<$left>(
+                $v.0,
+            ))),
+            _mm256_cvtepi32_ps(_mm256_srai_epi32::<$right>(_mm256_slli_epi32::<$left>(
+                $v.1,
+            ))),
+        )
+    };
+}
+
+impl Simd for Avx2 {
+    type F = F;
+    type I = I;
+    const NIBBLE_START: i32 = -8;
+    // 8-bit weights are made signed, see `signed_pairs`.
+    const BYTE_START: i32 = 0;
+
+    #[inline(always)]
+    unsafe fn new() -> Self {
+        Avx2(())
+    }
+
+    memory! {
+        fn load(self, p: *const f32) -> F { F(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))) }
+        fn store(self, p: *mut f32, v: F) {
+            _mm256_storeu_ps(p, v.0);
+            _mm256_storeu_ps(p.add(8), v.1)
+        }
+        fn load_f16(self, p: *const f16) -> F {
+            F(
+                _mm256_cvtph_ps(_mm_loadu_si128(p.cast())),
+                _mm256_cvtph_ps(_mm_loadu_si128(p.add(8).cast())),
+            )
+        }
+        fn load_i8(self, p: *const i8) -> F { self.widen_i8(_mm_loadu_si128(p.cast())) }
+        fn store_i8(self, p: *mut i8, v: F) {
+            let words = _mm256_packs_epi32(_mm256_cvtps_epi32(v.0), _mm256_cvtps_epi32(v.1));
+            // Packing works within 128-bit halves: put the quarters in order.
+            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+            let bytes = _mm256_packs_epi16(words, words);
+            let bytes = _mm256_permute4x64_epi64::<0b10_00>(bytes);
+            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(bytes))
+        }
+        fn load_u8(self, p: *const u8) -> F { self.widen_u8(_mm_loadu_si128(p.cast())) }
+        fn load_u4(self, p: *const u8) -> F {
+            let bytes = _mm_loadl_epi64(p.cast());
+            let low = _mm_and_si128(bytes, _mm_set1_epi8(15));
+            let high = _mm_and_si128(_mm_srli_epi16::<4>(bytes), _mm_set1_epi8(15));
+            self.widen_u8(_mm_unpacklo_epi8(low, high))
+        }
+        fn load_bits(self, p: *const u32) -> I {
+            I(_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast()))
+        }
+    }
+
+    instructions! {
+        fn splat(self, x: f32) -> F { F(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
+        fn add(self, a: F, b: F) -> F { both!(_mm256_add_ps(a, b)) }
+        fn sub(self, a: F, b: F) -> F { both!(_mm256_sub_ps(a, b)) }
+        fn mul(self, a: F, b: F) -> F { both!(_mm256_mul_ps(a, b)) }
+        fn div(self, a: F, b: F) -> F { both!(_mm256_div_ps(a, b)) }
+        fn max(self, a: F, b: F) -> F { both!(_mm256_max_ps(a, b)) }
+        fn fma(self, a: F, b: F, c: F) -> F { both!(_mm256_fmadd_ps(a, b, c)) }
+        fn abs(self, a: F) -> F {
+            let sign = _mm256_set1_ps(-0.0);
+            F(_mm256_andnot_ps(sign, a.0), _mm256_andnot_ps(sign, a.1))
+        }
+        fn round(self, a: F) -> F {
+            F(
+                _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a.0),
+                _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a.1),
+            )
+        }
+        fn scale2(self, v: F, n: F) -> F {
+            let bias = _mm256_set1_epi32(127);
+            let low = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n.0), bias));
+            let high = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n.1), bias));
+            F(
+                _mm256_mul_ps(v.0, _mm256_castsi256_ps(low)),
+                _mm256_mul_ps(v.1, _mm256_castsi256_ps(high)),
+            )
+        }
+        fn sum(self, v: F) -> f32 {
+            let eight = _mm256_add_ps(v.0, v.1);
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
+        fn max_lane(self, v: F) -> f32 {
+            let eight = _mm256_max_ps(v.0, v.1);
+            let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
+        }
+
+        fn f32_units(self, v: I) -> [F; 1] {
+            [F(_mm256_castsi256_ps(v.0), _mm256_castsi256_ps(v.1))]
+        }
+        fn bf16_units(self, v: I) -> [F; 2] {
+            let mask = _mm256_set1_epi32(!0xffff);
+            [
+                F(
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v.0)),
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v.1)),
+                ),
+                F(
+                    _mm256_castsi256_ps(_mm256_and_si256(v.0, mask)),
+                    _mm256_castsi256_ps(_mm256_and_si256(v.1, mask)),
+                ),
+            ]
+        }
+        fn f16_units(self, v: I) -> [F; 2] {
+            [
+                F(
+                    _mm256_cvtph_ps(self.low_halves(v.0)),
+                    _mm256_cvtph_ps(self.low_halves(v.1)),
+                ),
+                F(
+                    _mm256_cvtph_ps(self.low_halves(_mm256_srli_epi32::<16>(v.0))),
+                    _mm256_cvtph_ps(self.low_halves(_mm256_srli_epi32::<16>(v.1))),
+                ),
+            ]
+        }
+        fn byte_units(self, v: I) -> [F; 4] {
+            // Flipping the top bit turns code - 128 into a signed byte.
+            let flip = _mm256_set1_epi8(-128);
+            let v = I(_mm256_xor_si256(v.0, flip), _mm256_xor_si256(v.1, flip));
+            [field!(v, 24, 24), field!(v, 16, 24), field!(v, 8, 24), field!(v, 0, 24)]
+        }
+        fn nibble_units(self, v: I) -> [F; 8] {
+            // As for bytes: code - 8 as a signed nibble.
+            let flip = _mm256_set1_epi8(0x88u8 as i8);
+            let v = I(_mm256_xor_si256(v.0, flip), _mm256_xor_si256(v.1, flip));
+            [
+                field!(v, 28, 28), field!(v, 24, 28), field!(v, 20, 28), field!(v, 16, 28),
+                field!(v, 12, 28), field!(v, 8, 28), field!(v, 4, 28), field!(v, 0, 28),
+            ]
+        }
+
+        fn splat_i(self, x: i32) -> I { I(_mm256_set1_epi32(x), _mm256_set1_epi32(x)) }
+        fn to_f32(self, v: I) -> F { F(_mm256_cvtepi32_ps(v.0), _mm256_cvtepi32_ps(v.1)) }
+        fn split_nibbles(self, v: I) -> [I; 2] {
+            let mask = _mm256_set1_epi8(15);
+            [
+                I(_mm256_and_si256(v.0, mask), _mm256_and_si256(v.1, mask)),
+                I(
+                    _mm256_and_si256(_mm256_srli_epi32::<4>(v.0), mask),
+                    _mm256_and_si256(_mm256_srli_epi32::<4>(v.1), mask),
+                ),
+            ]
+        }
+        fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
+            // At most 2 * 15 * 127 per pair: no saturation.
+            let x = _mm256_set1_epi32(x);
+            I(
+                self.madd(acc.0, _mm256_maddubs_epi16(w.0, x)),
+                self.madd(acc.1, _mm256_maddubs_epi16(w.1, x)),
+            )
+        }
+        fn dot4_bytes(self, acc: I, w: I, x: i32) -> I {
+            let x = _mm256_set1_epi32(x);
+            let flip = _mm256_set1_epi8(-128);
+            let w = I(_mm256_xor_si256(w.0, flip), _mm256_xor_si256(w.1, flip));
+            I(
+                self.madd(acc.0, self.signed_pairs(w.0, x)),
+                self.madd(acc.1, self.signed_pairs(w.1, x)),
+            )
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u32) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}

@@ -1,0 +1,122 @@
+//! AVX-512 F, BW, VL, DQ and VNNI.
+
+use super::{Simd, instructions, memory};
+use half::f16;
+use std::arch::x86_64::*;
+
+/// Proof that the CPU has AVX-512 F, BW, VL, DQ and VNNI, and AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512(());
+
+impl Simd for Avx512 {
+    type F = __m512;
+    type I = __m512i;
+    // vpdpbusd takes unsigned weights, so the centre is subtracted through the start.
+    const NIBBLE_START: i32 = -8;
+    const BYTE_START: i32 = -128;
+
+    #[inline(always)]
+    unsafe fn new() -> Self {
+        Avx512(())
+    }
+
+    memory! {
+        fn load(self, p: *const f32) -> __m512 { _mm512_loadu_ps(p) }
+        fn store(self, p: *mut f32, v: __m512) { _mm512_storeu_ps(p, v) }
+        fn load_f16(self, p: *const f16) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+        fn load_i8(self, p: *const i8) -> __m512 {
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())))
+        }
+        fn store_i8(self, p: *mut i8, v: __m512) {
+            _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)))
+        }
+        fn load_u8(self, p: *const u8) -> __m512 {
+            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())))
+        }
+        fn load_u4(self, p: *const u8) -> __m512 {
+            let bytes = _mm_loadl_epi64(p.cast());
+            let low = _mm_and_si128(bytes, _mm_set1_epi8(15));
+            let high = _mm_and_si128(_mm_srli_epi16::<4>(bytes), _mm_set1_epi8(15));
+            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)))
+        }
+        fn load_bits(self, p: *const u32) -> __m512i { _mm512_loadu_si512(p.cast()) }
+    }
+
+    instructions! {
+        fn splat(self, x: f32) -> __m512 { _mm512_set1_ps(x) }
+        fn add(self, a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
+        fn sub(self, a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) }
+        fn mul(self, a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
+        fn div(self, a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
+        fn max(self, a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
+        fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+        fn abs(self, a: __m512) -> __m512 { _mm512_abs_ps(a) }
+        fn round(self, a: __m512) -> __m512 { _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(a) }
+        fn scale2(self, v: __m512, n: __m512) -> __m512 { _mm512_scalef_ps(v, n) }
+        fn sum(self, v: __m512) -> f32 { _mm512_reduce_add_ps(v) }
+        fn max_lane(self, v: __m512) -> f32 { _mm512_reduce_max_ps(v) }
+
+        fn f32_units(self, v: __m512i) -> [__m512; 1] { [_mm512_castsi512_ps(v)] }
+        fn bf16_units(self, v: __m512i) -> [__m512; 2] {
+            [
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(v)),
+                _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(!0xffff))),
+            ]
+        }
+        fn f16_units(self, v: __m512i) -> [__m512; 2] {
+            [
+                _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)),
+                _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(v))),
+            ]
+        }
+        fn byte_units(self, v: __m512i) -> [__m512; 4] {
+            // Flipping the top bit turns code - 128 into a signed byte.
+            let v = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
+            [
+                _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(v))),
+                _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(_mm512_slli_epi32::<16>(v))),
+                _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(_mm512_slli_epi32::<8>(v))),
+                _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(v)),
+            ]
+        }
+        fn nibble_units(self, v: __m512i) -> [__m512; 8] {
+            // vpermps looks at the low 4 bits of each index: no masking needed.
+            let values = _mm512_setr_ps(
+                -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0,
+                0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0,
+            );
+            [
+                _mm512_permutexvar_ps(v, values),
+                _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(v), values),
+                _mm512_permutexvar_ps(_mm512_srli_epi32::<8>(v), values),
+                _mm512_permutexvar_ps(_mm512_srli_epi32::<12>(v), values),
+                _mm512_permutexvar_ps(_mm512_srli_epi32::<16>(v), values),
+                _mm512_permutexvar_ps(_mm512_srli_epi32::<20>(v), values),
+                _mm512_permutexvar_ps(_mm512_srli_epi32::<24>(v), values),
+                _mm512_permutexvar_ps(_mm512_srli_epi32::<28>(v), values),
+            ]
+        }
+
+        fn splat_i(self, x: i32) -> __m512i { _mm512_set1_epi32(x) }
+        fn to_f32(self, v: __m512i) -> __m512 { _mm512_cvtepi32_ps(v) }
+        fn split_nibbles(self, v: __m512i) -> [__m512i; 2] {
+            let mask = _mm512_set1_epi8(15);
+            [
+                _mm512_and_si512(v, mask),
+                _mm512_and_si512(_mm512_srli_epi32::<4>(v), mask),
+            ]
+        }
+        fn dot4_nibbles(self, acc: __m512i, w: __m512i, x: i32) -> __m512i {
+            _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
+        }
+        fn dot4_bytes(self, acc: __m512i, w: __m512i, x: i32) -> __m512i {
+            _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u32) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}

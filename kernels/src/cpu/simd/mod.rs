@@ -1,0 +1,207 @@
+//! Sixteen lanes of arithmetic, one implementation per instruction set.
+//!
+//! Kernels are written once, generic over [`Simd`], and instantiated per instruction set
+//! inside functions that enable it (see `table.rs`). A value of the implementing type is
+//! the proof that the CPU has the instruction set; that makes arithmetic safe and leaves
+//! only memory access unsafe. All methods are inlined into those functions, which is what
+//! turns them into single instructions.
+
+use half::f16;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
+pub(crate) mod scalar;
+
+/// Methods whose bodies are instructions of the set.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! instructions {
+    ($(fn $name:ident($self:ident, $($arg:ident: $ty:ty),*) -> $ret:ty $body:block)*) => {$(
+        #[inline(always)]
+        #[allow(unused_unsafe, reason = "some are safe where they are the target's baseline")]
+        fn $name($self, $($arg: $ty),*) -> $ret {
+            // SAFETY: `self` proves that the CPU has these instructions.
+            unsafe { $body }
+        }
+    )*};
+}
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use instructions;
+
+/// Methods whose bodies are instructions of the set that read or write memory.
+#[cfg(target_arch = "x86_64")]
+macro_rules! memory {
+    ($(fn $name:ident($self:ident, $($arg:ident: $ty:ty),*) $(-> $ret:ty)? $body:block)*) => {$(
+        #[inline(always)]
+        unsafe fn $name($self, $($arg: $ty),*) $(-> $ret)? {
+            // SAFETY: `self` proves that the CPU has these instructions; the pointer is
+            // good by the method's contract.
+            unsafe { $body }
+        }
+    )*};
+}
+#[cfg(target_arch = "x86_64")]
+use memory;
+
+/// Lanes of [`Simd::F`] and [`Simd::I`]; also the rows of a weight panel.
+pub(crate) const LANES: usize = 16;
+
+/// An instruction set's view of 16 lanes.
+pub(crate) trait Simd: Copy {
+    /// 16 f32.
+    type F: Copy;
+    /// 16 lanes of 32 bits, or of four bytes.
+    type I: Copy;
+
+    /// What a 4-bit dot product must start from, per unit of the activations' sum, so that
+    /// it is one over codes minus 8 (see [`Simd::dot4_nibbles`]).
+    const NIBBLE_START: i32;
+    /// The same for 8-bit codes minus 128.
+    const BYTE_START: i32;
+
+    /// The proof.
+    ///
+    /// # Safety
+    /// The CPU has the instruction set.
+    unsafe fn new() -> Self;
+
+    // Memory.
+
+    /// Reads 16 floats.
+    ///
+    /// # Safety
+    /// `p` is valid for reading 16 values; any alignment. So for every `load`.
+    unsafe fn load(self, p: *const f32) -> Self::F;
+    /// Writes 16 floats.
+    ///
+    /// # Safety
+    /// `p` is valid for writing 16 values; any alignment. So for every `store`.
+    unsafe fn store(self, p: *mut f32, v: Self::F);
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_f16(self, p: *const f16) -> Self::F;
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_i8(self, p: *const i8) -> Self::F;
+    /// Rounds to nearest, ties to even; values must lie within -128 and 127.
+    ///
+    /// # Safety
+    /// As [`Simd::store`].
+    unsafe fn store_i8(self, p: *mut i8, v: Self::F);
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_u8(self, p: *const u8) -> Self::F;
+    /// Reads 16 values of 4 bits, low nibble of each byte first, from 8 bytes.
+    ///
+    /// # Safety
+    /// `p` is valid for reading 8 bytes.
+    unsafe fn load_u4(self, p: *const u8) -> Self::F;
+    /// Reads 64 bytes.
+    ///
+    /// # Safety
+    /// `p` is valid for reading 64 bytes.
+    unsafe fn load_bits(self, p: *const u32) -> Self::I;
+    /// Requests the cache line of `p`, which may lie anywhere.
+    fn prefetch(self, p: *const u32);
+
+    // Floats.
+
+    /// All lanes `x`.
+    fn splat(self, x: f32) -> Self::F;
+    /// `a + b`
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a - b`
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b`
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a / b`
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// The greater of each lane.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`; one rounding where the instruction set has it, else two.
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// Clears the sign.
+    fn abs(self, a: Self::F) -> Self::F;
+    /// The nearest integers, ties to even.
+    fn round(self, a: Self::F) -> Self::F;
+    /// `v * 2^n` for integers `-126 <= n <= 127`.
+    fn scale2(self, v: Self::F, n: Self::F) -> Self::F;
+    /// Sum of the lanes, in a fixed order.
+    fn sum(self, v: Self::F) -> f32;
+    /// Greatest lane.
+    fn max_lane(self, v: Self::F) -> f32;
+
+    // Packed weights: each lane of 4 bytes belongs to one row.
+
+    /// The lanes' bits as f32.
+    fn f32_units(self, v: Self::I) -> [Self::F; 1];
+    /// The low, then the high halves, as bf16.
+    fn bf16_units(self, v: Self::I) -> [Self::F; 2];
+    /// The low, then the high halves, as f16.
+    fn f16_units(self, v: Self::I) -> [Self::F; 2];
+    /// The bytes, low first, minus 128.
+    fn byte_units(self, v: Self::I) -> [Self::F; 4];
+    /// The nibbles, low first, minus 8.
+    fn nibble_units(self, v: Self::I) -> [Self::F; 8];
+
+    // Integer dot products.
+
+    /// All lanes `x`.
+    fn splat_i(self, x: i32) -> Self::I;
+    /// Lanes converted from i32.
+    fn to_f32(self, v: Self::I) -> Self::F;
+    /// The low nibbles of all bytes, then the high ones.
+    fn split_nibbles(self, v: Self::I) -> [Self::I; 2];
+    /// `acc + sum of 4 (w * x)` per lane, over the bytes `w`, all below 16, and the signed
+    /// bytes of `x`, all above -128. Started from `NIBBLE_START * (sum of x)`, it is the
+    /// dot product of `w - 8`.
+    fn dot4_nibbles(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
+    /// As [`Simd::dot4_nibbles`] for bytes up to 255, with `BYTE_START`, of `w - 128`.
+    fn dot4_bytes(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
+
+    /// `e^x` to about 2 units in the last place, for x within -87.3 and 88; beyond, the
+    /// value at the bound.
+    #[inline(always)]
+    fn exp(self, x: Self::F) -> Self::F {
+        // x = n ln 2 + r, |r| <= ln(2) / 2; e^r by its Taylor series: the first term left
+        // out, r^8 / 8!, is below 6e-9.
+        let x = self.max(x, self.splat(-87.3));
+        let x = self.neg(self.max(self.neg(x), self.splat(-88.0)));
+        let n = self.round(self.mul(x, self.splat(std::f32::consts::LOG2_E)));
+        // ln 2 in two parts, the first short enough for n * LN2_HIGH to be exact.
+        const LN2_HIGH: f32 = 0.693_359_4;
+        const LN2_LOW: f32 = (std::f64::consts::LN_2 - LN2_HIGH as f64) as f32;
+        let r = self.fma(n, self.splat(-LN2_HIGH), x);
+        let r = self.fma(n, self.splat(-LN2_LOW), r);
+        let mut p = self.splat(1.0 / 5040.0);
+        for c in [
+            1.0 / 720.0,
+            1.0 / 120.0,
+            1.0 / 24.0,
+            1.0 / 6.0,
+            0.5,
+            1.0,
+            1.0,
+        ] {
+            p = self.fma(p, r, self.splat(c));
+        }
+        self.scale2(p, n)
+    }
+
+    /// `-a`
+    #[inline(always)]
+    fn neg(self, a: Self::F) -> Self::F {
+        self.sub(self.splat(0.0), a)
+    }
+
+    /// `gate / (1 + e^-gate) * up`
+    #[inline(always)]
+    fn silu_mul(self, gate: Self::F, up: Self::F) -> Self::F {
+        let e = self.exp(self.neg(gate));
+        let s = self.div(gate, self.add(self.splat(1.0), e));
+        self.mul(s, up)
+    }
+}

@@ -1,0 +1,282 @@
+//! The kernels of one instruction set as function pointers, so that the code that drives
+//! them exists once.
+//!
+//! [`instantiate!`] compiles every generic kernel inside functions that enable the set's
+//! instructions. A [`Table`] is only handed out for an instruction set that the CPU has
+//! ([`Table::of`]), which is what makes calling its functions sound.
+
+#![allow(
+    clippy::too_many_arguments,
+    clippy::type_complexity,
+    reason = "signatures repeat those of the kernels they point to"
+)]
+
+use super::isa::Isa;
+use super::kv::KvView;
+use super::linear::float::{self, Units};
+use super::linear::input::Prepared;
+use super::linear::int8;
+use super::linear::pack::Packed;
+use super::ops::attention::{self, Partial};
+use super::ops::rows;
+use crate::cpu::simd::Simd;
+use std::ops::Range;
+
+/// Writes units of a panel as floats; see [`float::dequantize`].
+pub(crate) type Dequantize = unsafe fn(&Packed, usize, Range<usize>, *mut f32);
+/// One panel times one block of columns; see [`float::gemv`].
+pub(crate) type Gemv = unsafe fn(&Packed, &Prepared, usize, *mut f32);
+/// A block of f32 matrix product; see [`float::tile`].
+pub(crate) type Tile =
+    unsafe fn(usize, *const f32, usize, *const f32, *mut f32, usize, usize, bool);
+/// Panels times a block of int8 columns; see [`int8::dot`].
+pub(crate) type Dot = unsafe fn(&Packed, &Prepared, usize, usize, *mut f32, usize);
+/// See [`attention::decode`].
+pub(crate) type Decode = unsafe fn(
+    KvView<'_>,
+    KvView<'_>,
+    usize,
+    usize,
+    &[f32],
+    f32,
+    &mut [f32],
+    &mut [f32],
+    &mut [Partial],
+);
+/// See [`attention::prefill`].
+pub(crate) type Prefill =
+    unsafe fn(KvView<'_>, KvView<'_>, &[*const f32], &[usize], f32, &[*mut f32], &mut [f32]);
+
+/// Most columns of an f32 GEMV kernel.
+pub(crate) const GEMV_COLUMNS: usize = 4;
+
+/// Panels that matrix product kernels take at a time, at most.
+pub(crate) const PANELS: usize = 2;
+
+/// One instruction set's kernels.
+pub(crate) struct Table {
+    /// Indexed by [`super::linear::pack::Codes`].
+    pub(crate) dequantize: [Dequantize; 5],
+    /// Indexed by codes, then columns - 1.
+    pub(crate) gemv: [[Gemv; GEMV_COLUMNS]; 5],
+    /// Indexed by panels - 1, then columns - 1.
+    pub(crate) tile: [&'static [Tile]; PANELS],
+    /// The same for weights of 4 and of 8 bits.
+    pub(crate) dot_nibbles: [&'static [Dot]; PANELS],
+    pub(crate) dot_bytes: [&'static [Dot]; PANELS],
+    /// Panels that this set's registers make best use of.
+    pub(crate) panels: usize,
+    /// Panels of queries in one tile of `prefill`.
+    pub(crate) query_panels: usize,
+    pub(crate) sum: fn(&[f32]) -> f32,
+    pub(crate) quantize: fn(&[f32], usize, &mut [i8], &mut [f32]),
+    pub(crate) total: fn(&[i8], usize, &mut [i32]),
+    pub(crate) silu_mul: fn(&mut [f32], &[f32]),
+    pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
+    pub(crate) norm_rope: fn(&mut [f32], &[f32], f32, &[(f32, f32)]),
+    pub(crate) merge: fn(&[Partial], &[f32], &mut [f32]),
+    pub(crate) decode: Decode,
+    pub(crate) prefill: Prefill,
+}
+
+impl Table {
+    /// The kernels for `isa`, which must be available here.
+    pub(crate) fn of(isa: Isa) -> &'static Table {
+        assert!(isa.available(), "{isa} kernels on a CPU without it");
+        match isa {
+            Isa::Scalar => &scalar::TABLE,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => &avx2::TABLE,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => &avx512::TABLE,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => &neon::TABLE,
+            #[allow(unreachable_patterns, reason = "depends on the target")]
+            other => unreachable!("{other} is available but not compiled"),
+        }
+    }
+}
+
+/// Safe functions on rows: generic code inside functions that enable the instructions.
+macro_rules! row_operations {
+    ($simd:ty, #[$enable:meta], $($name:ident = $path:path[$($arg:ident: $ty:ty),*] -> $ret:ty;)*) => {
+        mod enabled {
+            use super::*;
+            $(
+                #[$enable]
+                pub(super) unsafe fn $name($($arg: $ty),*) -> $ret {
+                    // SAFETY: the instructions are enabled here.
+                    $path(unsafe { <$simd>::new() }, $($arg),*)
+                }
+            )*
+        }
+        $(
+            fn $name($($arg: $ty),*) -> $ret {
+                // SAFETY: a table is only handed out where its set is available.
+                unsafe { enabled::$name($($arg),*) }
+            }
+        )*
+    };
+}
+
+/// Defines a module with the [`Table`] of one instruction set: its [`Simd`] type, the
+/// attribute that enables it, the number of panels of queries, of columns in attention's
+/// products, and for each number of panels the columns of the f32 and of the int8 product.
+macro_rules! instantiate {
+    (
+        $module:ident, $simd:ty, #[$enable:meta],
+        panels: $panels:literal,
+        attention: $query_panels:literal x $query_columns:literal,
+        f32: [$($fc:literal)*],
+        int8: [$($ic:literal)*] $(,)?
+    ) => {
+        mod $module {
+            use super::*;
+
+            #[$enable]
+            unsafe fn dequantize<U: Units>(w: &Packed, panel: usize, units: Range<usize>, out: *mut f32) {
+                // SAFETY: the instructions are enabled here; the rest is the caller's.
+                unsafe { float::dequantize::<_, U>(<$simd>::new(), w, panel, units, out) }
+            }
+            #[$enable]
+            unsafe fn gemv<U: Units, const C: usize>(w: &Packed, x: &Prepared, panel: usize, out: *mut f32) {
+                // SAFETY: as above.
+                unsafe { float::gemv::<_, U, C>(<$simd>::new(), w, x, panel, out) }
+            }
+            #[$enable]
+            unsafe fn tile<const P: usize, const C: usize>(
+                k: usize, w: *const f32, stride: usize, x: *const f32,
+                out: *mut f32, out_stride: usize, column_stride: usize, accumulate: bool,
+            ) {
+                // SAFETY: as above.
+                unsafe {
+                    float::tile::<_, P, C, C, 1>(
+                        <$simd>::new(), k, w, stride, x, out, out_stride, column_stride, accumulate,
+                    )
+                }
+            }
+            #[$enable]
+            unsafe fn dot<U: Units, const P: usize, const C: usize>(
+                w: &Packed, x: &Prepared, panel: usize, block: usize, out: *mut f32, out_stride: usize,
+            ) {
+                // SAFETY: as above.
+                unsafe { int8::dot::<_, U, P, C>(<$simd>::new(), w, x, panel, block, out, out_stride) }
+            }
+            #[$enable]
+            unsafe fn decode(
+                keys: KvView<'_>, values: KvView<'_>, from: usize, to: usize, q: &[f32], scale: f32,
+                scores: &mut [f32], out: &mut [f32], partials: &mut [Partial],
+            ) {
+                // SAFETY: as above.
+                unsafe {
+                    attention::decode(
+                        <$simd>::new(), keys, values, from, to, q, scale, scores, out, partials,
+                    )
+                }
+            }
+            #[$enable]
+            unsafe fn prefill(
+                keys: KvView<'_>, values: KvView<'_>, q: &[*const f32], limits: &[usize], scale: f32,
+                y: &[*mut f32], scratch: &mut [f32],
+            ) {
+                // SAFETY: as above.
+                unsafe {
+                    attention::prefill::<_, $query_panels, $query_columns>(
+                        <$simd>::new(), keys, values, q, limits, scale, y, scratch,
+                    )
+                }
+            }
+
+            row_operations! {
+                $simd, #[$enable],
+                sum = rows::sum[x: &[f32]] -> f32;
+                quantize = rows::quantize[x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32]] -> ();
+                total = rows::total[codes: &[i8], share: usize, totals: &mut [i32]] -> ();
+                silu_mul = rows::silu_mul[gate: &mut [f32], up: &[f32]] -> ();
+                rms_norm = rows::rms_norm[x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]] -> ();
+                norm_rope = rows::norm_rope[head: &mut [f32], weight: &[f32], eps: f32, cos_sin: &[(f32, f32)]] -> ();
+                merge = attention::merge[partials: &[Partial], outs: &[f32], y: &mut [f32]] -> ();
+            }
+
+            pub(super) static TABLE: Table = Table {
+                dequantize: [
+                    dequantize::<float::F32>,
+                    dequantize::<float::F16>,
+                    dequantize::<float::Bf16>,
+                    dequantize::<float::Byte>,
+                    dequantize::<float::Nibble>,
+                ],
+                gemv: [
+                    [gemv::<float::F32, 1>, gemv::<float::F32, 2>, gemv::<float::F32, 3>, gemv::<float::F32, 4>],
+                    [gemv::<float::F16, 1>, gemv::<float::F16, 2>, gemv::<float::F16, 3>, gemv::<float::F16, 4>],
+                    [gemv::<float::Bf16, 1>, gemv::<float::Bf16, 2>, gemv::<float::Bf16, 3>, gemv::<float::Bf16, 4>],
+                    [gemv::<float::Byte, 1>, gemv::<float::Byte, 2>, gemv::<float::Byte, 3>, gemv::<float::Byte, 4>],
+                    [gemv::<float::Nibble, 1>, gemv::<float::Nibble, 2>, gemv::<float::Nibble, 3>, gemv::<float::Nibble, 4>],
+                ],
+                tile: [
+                    &[$(tile::<1, $fc>),*],
+                    &[$(tile::<$panels, $fc>),*],
+                ],
+                dot_nibbles: [
+                    &[$(dot::<float::Nibble, 1, $ic>),*],
+                    &[$(dot::<float::Nibble, $panels, $ic>),*],
+                ],
+                dot_bytes: [
+                    &[$(dot::<float::Byte, 1, $ic>),*],
+                    &[$(dot::<float::Byte, $panels, $ic>),*],
+                ],
+                panels: $panels,
+                query_panels: $query_panels,
+                sum,
+                quantize,
+                total,
+                silu_mul,
+                rms_norm,
+                norm_rope,
+                merge,
+                decode,
+                prefill,
+            };
+        }
+    };
+}
+
+instantiate! {
+    scalar, crate::cpu::simd::scalar::Scalar, #[inline(never)],
+    panels: 1,
+    attention: 1 x 4,
+    f32: [1 2 3 4],
+    int8: [1 2 3 4],
+}
+
+// 16 registers of 8 lanes: a panel is two of them.
+#[cfg(target_arch = "x86_64")]
+instantiate! {
+    avx2, crate::cpu::simd::avx2::Avx2, #[target_feature(enable = "avx2,fma,f16c")],
+    panels: 1,
+    attention: 1 x 4,
+    f32: [1 2 3 4 5 6],
+    int8: [1 2 3 4],
+}
+
+// 32 registers of 16 lanes: two panels by 12 columns leave 6 for operands; int8 products
+// need an integer and a float accumulator each.
+#[cfg(target_arch = "x86_64")]
+instantiate! {
+    avx512, crate::cpu::simd::avx512::Avx512,
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")],
+    panels: 2,
+    attention: 2 x 8,
+    f32: [1 2 3 4 5 6 7 8 9 10 11 12],
+    int8: [1 2 3 4 5 6],
+}
+
+// 32 registers of 4 lanes: a panel is four of them.
+#[cfg(target_arch = "aarch64")]
+instantiate! {
+    neon, crate::cpu::simd::neon::Neon, #[target_feature(enable = "neon,dotprod")],
+    panels: 1,
+    attention: 1 x 4,
+    f32: [1 2 3 4 5 6],
+    int8: [1 2 3 4],
+}

@@ -1,0 +1,168 @@
+//! What the kernel tests share: seeded weights, error measures, the ISAs of this machine.
+#![allow(
+    dead_code,
+    clippy::print_stdout,
+    reason = "not every test uses everything; tests say what they skip"
+)]
+
+use half::{bf16, f16};
+use nq_formats::pack::pack_rows;
+use nq_formats::{
+    AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints,
+    Zeros,
+};
+use nq_kernels::cpu::{Cpu, Isa, IsaChoice};
+use nq_kernels::rng::Philox;
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+/// Normal values.
+pub(crate) fn normal(n: usize, seed: u64) -> Vec<f32> {
+    let mut rng = Philox::new(seed, 7);
+    (0..n).map(|_| rng.normal()).collect()
+}
+
+/// A dense weight of normal values.
+pub(crate) fn dense(dtype: DType, out: usize, inp: usize, seed: u64) -> Weight {
+    let values = normal(out * inp, seed).into_iter().map(|v| v * 0.1);
+    let data: Vec<u8> = match dtype {
+        DType::F32 => values.flat_map(f32::to_le_bytes).collect(),
+        DType::F16 => values
+            .flat_map(|v| f16::from_f32(v).to_le_bytes())
+            .collect(),
+        DType::BF16 => values
+            .flat_map(|v| bf16::from_f32(v).to_le_bytes())
+            .collect(),
+        other => panic!("no test weights of {other}"),
+    };
+    Weight::Dense(Tensor::new(dtype, vec![out, inp], data.into()).unwrap())
+}
+
+/// A quantized weight with random codes, scales and zero-points.
+pub(crate) fn affine(
+    scheme: AffineScheme,
+    out: usize,
+    inp: usize,
+    g_idx: Option<Vec<u32>>,
+    seed: u64,
+) -> Weight {
+    let mut rng = Philox::new(seed, 11);
+    let groups = scheme.group.count(inp);
+    let mask = scheme.bits.max_code();
+    let codes: Vec<u8> = (0..out * inp)
+        .map(|_| rng.next_u32() as u8 & mask)
+        .collect();
+    let scales: Vec<f16> = (0..out * groups)
+        .map(|_| f16::from_f32(0.005 + 0.02 * rng.uniform()))
+        .collect();
+    let zeros = match scheme.zeros {
+        Zeros::None => ZeroPoints::None,
+        Zeros::Integer => {
+            let z: Vec<u8> = (0..out * groups)
+                .map(|_| rng.next_u32() as u8 & mask)
+                .collect();
+            ZeroPoints::Integer(pack_rows(scheme.bits, &z, groups).into())
+        }
+        Zeros::Offset => ZeroPoints::Offset(
+            (0..out * groups)
+                .map(|_| f16::from_f32(-0.1 * rng.uniform()))
+                .collect(),
+        ),
+    };
+    let codes = pack_rows(scheme.bits, &codes, inp).into();
+    let weight = AffineWeight::new(
+        scheme,
+        (out, inp),
+        codes,
+        scales.into(),
+        zeros,
+        g_idx.map(Into::into),
+    );
+    Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
+}
+
+/// A seeded assignment of inputs to groups of `group`, as activation order gives.
+pub(crate) fn shuffled_groups(inp: usize, group: usize, seed: u64) -> Vec<u32> {
+    let mut rng = Philox::new(seed, 13);
+    let mut g: Vec<u32> = (0..inp).map(|i| (i / group) as u32).collect();
+    for i in (1..inp).rev() {
+        g.swap(i, rng.next_u32() as usize % (i + 1));
+    }
+    g
+}
+
+/// All schemes with these groups.
+pub(crate) fn schemes(groups: &[Group]) -> Vec<AffineScheme> {
+    let mut all = Vec::new();
+    for bits in [Bits::B4, Bits::B8] {
+        for &group in groups {
+            for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
+                all.push(AffineScheme { bits, group, zeros });
+            }
+        }
+    }
+    all
+}
+
+/// Mean squared error relative to the mean square of what is expected.
+pub(crate) fn nmse(found: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let (mut error, mut square) = (0f64, 0f64);
+    for (&f, &e) in found.iter().zip(expected) {
+        assert!(f.is_finite(), "{f} where {e} is expected");
+        error += f64::from(f - e).powi(2);
+        square += f64::from(e).powi(2);
+    }
+    if square == 0.0 { error } else { error / square }
+}
+
+/// CPUs with one instruction set and number of threads, made once.
+pub(crate) fn cpu(isa: Isa, threads: usize) -> &'static Cpu {
+    static CPUS: Mutex<Option<HashMap<(Isa, usize), &'static Cpu>>> = Mutex::new(None);
+    let mut cpus = CPUS.lock().unwrap();
+    cpus.get_or_insert_with(HashMap::new)
+        .entry((isa, threads))
+        .or_insert_with(|| {
+            let cpu = Cpu::new(Some(threads), IsaChoice::Force(isa));
+            Box::leak(Box::new(cpu.expect("an available instruction set")))
+        })
+}
+
+/// The instruction sets of this machine; says which are skipped.
+pub(crate) fn isas() -> Vec<Isa> {
+    let (present, absent): (Vec<_>, Vec<_>) = Isa::ALL.into_iter().partition(|i| i.available());
+    for isa in absent {
+        println!("skipped: {isa} is not available on this CPU");
+    }
+    present
+}
+
+/// `n` values followed by guards.
+pub(crate) struct Guarded {
+    values: Vec<f32>,
+    n: usize,
+}
+
+const GUARDS: usize = 64;
+const GUARD: u32 = 0x7fc0_beef;
+
+impl Guarded {
+    pub(crate) fn new(values: &[f32]) -> Self {
+        let n = values.len();
+        let mut values = values.to_vec();
+        values.resize(n + GUARDS, f32::from_bits(GUARD));
+        Guarded { values, n }
+    }
+
+    pub(crate) fn values(&mut self) -> &mut [f32] {
+        &mut self.values[..self.n]
+    }
+
+    /// The values, after checking that nothing was written past them.
+    pub(crate) fn finish(self) -> Vec<f32> {
+        let Guarded { mut values, n } = self;
+        assert!(values[n..].iter().all(|v| v.to_bits() == GUARD));
+        values.truncate(n);
+        values
+    }
+}

@@ -1,0 +1,467 @@
+//! Every Linear kernel of the CPU's registry against the reference.
+
+mod common;
+
+use common::{Guarded, affine, cpu, dense, isas, nmse, normal, schemes, shuffled_groups};
+use nq_formats::{AffineScheme, Bits, DType, Group, QuantizedWeight, Weight, Zeros};
+use nq_kernels::cpu::linear::kernels::KERNELS;
+use nq_kernels::cpu::{Epilogue, Isa, Linear};
+use nq_kernels::reference;
+use nq_kernels::registry::{Activations, KernelSet, WeightKind};
+
+const ROWS: [usize; 7] = [1, 2, 3, 8, 16, 17, 33];
+const GROUPS: [Group; 5] = [
+    Group::Size(16),
+    Group::Size(32),
+    Group::Size(64),
+    Group::Size(128),
+    Group::Channel,
+];
+const ACTIVATIONS: [Activations; 5] = [
+    Activations::F32,
+    Activations::Int8 { group: 16 },
+    Activations::Int8 { group: 32 },
+    Activations::Int8 { group: 64 },
+    Activations::Int8 { group: 128 },
+];
+/// f32 sums of up to 3072 products or of exact integer dot products; offsets may cancel
+/// most of a weight.
+const BOUND: f64 = 1e-11;
+
+/// What the kernel's activations stand for: rounded in the order in which the weight's
+/// groups take them.
+fn seen(x: &[f32], w: &Weight, activations: Activations) -> Vec<f32> {
+    let k = w.dims().1;
+    let mut seen = x.to_vec();
+    let Weight::Quantized(QuantizedWeight::Affine(a)) = w else {
+        reference::round_activations(&mut seen, k, activations);
+        return seen;
+    };
+    let mut order: Vec<usize> = (0..k).collect();
+    order.sort_by_key(|&i| a.group_of(i));
+    for row in seen.chunks_exact_mut(k) {
+        let mut sorted: Vec<f32> = order.iter().map(|&i| row[i]).collect();
+        reference::round_activations(&mut sorted, k, activations);
+        for (&i, v) in order.iter().zip(sorted) {
+            row[i] = v;
+        }
+    }
+    seen
+}
+
+/// Runs one case on an instruction set with 1, 2 and 3 threads, twice each, and compares
+/// outputs `rows` with the reference.
+fn check(isa: Isa, w: &Weight, activations: Activations, m: usize, rows: &[usize]) {
+    let (out, inp) = w.dims();
+    let x = normal(m * inp, (out * 31 + inp * 7 + m) as u64);
+    let describe = || {
+        format!(
+            "{} [{out}, {inp}] {activations} m={m} {isa}",
+            w.scheme_name()
+        )
+    };
+    let mut results = Vec::new();
+    for threads in [1, 2, 3] {
+        let cpu = cpu(isa, threads);
+        let linear = Linear::new(cpu, &[w], activations, KernelSet::Fused).unwrap();
+        let mut guarded = Guarded::new(&vec![f32::NAN; m * out]);
+        cpu.linear(&linear, &x, guarded.values(), Epilogue::Store)
+            .unwrap();
+        results.push(guarded.finish());
+        let mut again = vec![0.0; m * out];
+        cpu.linear(&linear, &x, &mut again, Epilogue::Store)
+            .unwrap();
+        results.push(again);
+    }
+    for other in &results[1..] {
+        let same = other
+            .iter()
+            .zip(&results[0])
+            .all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(
+            same,
+            "{}: not the same on each run and thread count",
+            describe()
+        );
+    }
+    let x = seen(&x, w, activations);
+    let mut row = vec![0.0; inp];
+    let (mut expected, mut found) = (Vec::new(), Vec::new());
+    for &r in rows {
+        w.dequantize_row(r, &mut row).unwrap();
+        for (i, x) in x.chunks_exact(inp).enumerate() {
+            expected.push(reference::dot(x, &row));
+            found.push(results[0][i * out + r]);
+        }
+    }
+    let error = nmse(&found, &expected);
+    assert!(error < BOUND, "{}: NMSE {error:e}", describe());
+}
+
+/// Runs `check` for every registry row of `isa` that serves the weight, and returns how
+/// many cases that were.
+fn check_registry(isa: Isa, w: &Weight, rows: &[usize]) -> usize {
+    let kind = WeightKind::of(w);
+    let mut cases = 0;
+    for kernel in KERNELS
+        .iter()
+        .flat_map(|k| k.iter())
+        .filter(|k| k.isa == isa)
+    {
+        for activations in ACTIVATIONS {
+            for m in ROWS {
+                if kernel.info.serves(kind, activations, m) {
+                    let linear = Linear::new(cpu(isa, 1), &[w], activations, KernelSet::Fused);
+                    let names = linear.unwrap().kernel_names();
+                    assert!(names.contains(&kernel.info.name), "{names:?}");
+                    check(isa, w, activations, m, rows);
+                    cases += 1;
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// Shapes whose inputs do not fill groups or units, whose outputs do not fill panels.
+const EDGES: [(usize, usize); 7] = [
+    (1, 1),
+    (3, 8),
+    (16, 24),
+    (17, 64),
+    (33, 100),
+    (48, 130),
+    (70, 257),
+];
+
+#[test]
+fn dense_edge_shapes() {
+    for isa in isas() {
+        for (i, &(out, inp)) in EDGES.iter().enumerate() {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let w = dense(dtype, out, inp, i as u64);
+                let all: Vec<usize> = (0..out).collect();
+                assert_eq!(check_registry(isa, &w, &all), ROWS.len());
+            }
+        }
+    }
+}
+
+#[test]
+fn affine_edge_shapes() {
+    for isa in isas() {
+        for (i, &(out, inp)) in EDGES.iter().enumerate() {
+            for scheme in schemes(&GROUPS) {
+                let w = affine(scheme, out, inp, None, i as u64);
+                let all: Vec<usize> = (0..out).collect();
+                let cases = check_registry(isa, &w, &all);
+                assert_eq!(cases, ROWS.len() * ACTIVATIONS.len(), "{scheme}");
+            }
+        }
+    }
+}
+
+#[test]
+fn activation_order() {
+    for isa in isas() {
+        for (out, inp, group) in [(17, 64, 32), (33, 192, 64), (20, 100, 32), (5, 40, 16)] {
+            for scheme in schemes(&[Group::Size(group)]) {
+                let g_idx = shuffled_groups(inp, group as usize, 3);
+                let w = affine(scheme, out, inp, Some(g_idx), 5);
+                let all: Vec<usize> = (0..out).collect();
+                check_registry(isa, &w, &all);
+            }
+        }
+        // Groups that are empty, too small and too large.
+        let scheme = AffineScheme {
+            bits: Bits::B4,
+            group: Group::Size(32),
+            zeros: Zeros::Integer,
+        };
+        let g_idx = (0..100).map(|i| if i % 7 == 0 { 3 } else { 1 }).collect();
+        let w = affine(scheme, 20, 100, Some(g_idx), 6);
+        for m in ROWS {
+            check(isa, &w, Activations::F32, m, &(0..20).collect::<Vec<_>>());
+        }
+    }
+}
+
+/// The projections of Qwen3-0.6B (two of each kind of aspect), on seeded rows.
+#[test]
+fn real_shapes() {
+    let affine_of = |bits, group, zeros| AffineScheme { bits, group, zeros };
+    let kinds = [
+        affine_of(Bits::B4, Group::Size(64), Zeros::Integer),
+        affine_of(Bits::B4, Group::Size(128), Zeros::None),
+        affine_of(Bits::B8, Group::Size(128), Zeros::None),
+    ];
+    for (out, inp) in [(2048, 1024), (1024, 3072)] {
+        let rows: Vec<usize> = (0..24).map(|i| (i * 797 + 13) % out).collect();
+        let mut weights = vec![dense(DType::BF16, out, inp, 1)];
+        weights.extend(kinds.iter().map(|&s| affine(s, out, inp, None, 2)));
+        for w in &weights {
+            for isa in isas() {
+                for activations in [Activations::F32, Activations::Int8 { group: 32 }] {
+                    if matches!(w, Weight::Dense(_)) && activations != Activations::F32 {
+                        continue;
+                    }
+                    for m in [1, 3, 33] {
+                        check(isa, w, activations, m, &rows);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// More rows than pass the weights at a time.
+#[test]
+fn many_rows() {
+    let scheme = AffineScheme {
+        bits: Bits::B4,
+        group: Group::Size(32),
+        zeros: Zeros::Integer,
+    };
+    let w = affine(scheme, 40, 96, None, 1);
+    let all: Vec<usize> = (0..40).collect();
+    for isa in isas() {
+        for activations in [Activations::F32, Activations::Int8 { group: 32 }] {
+            for m in [480, 481, 1000] {
+                check(isa, &w, activations, m, &all);
+            }
+        }
+    }
+}
+
+/// Stacked parts of different schemes, with every epilogue, against one by one products.
+#[test]
+fn stacked_parts_and_epilogues() {
+    let scheme = |bits, zeros| AffineScheme {
+        bits,
+        group: Group::Size(32),
+        zeros,
+    };
+    let k = 96;
+    let parts = [
+        affine(scheme(Bits::B4, Zeros::Integer), 40, k, None, 1),
+        affine(scheme(Bits::B8, Zeros::None), 24, k, None, 2),
+        affine(scheme(Bits::B4, Zeros::None), 17, k, None, 3),
+        affine(
+            scheme(Bits::B4, Zeros::None),
+            9,
+            k,
+            Some(shuffled_groups(k, 32, 4)),
+            4,
+        ),
+    ];
+    let refs: Vec<&Weight> = parts.iter().collect();
+    for isa in isas() {
+        let cpu = cpu(isa, 2);
+        for activations in [Activations::F32, Activations::Int8 { group: 32 }] {
+            for m in [1, 5, 20] {
+                let x = normal(m * k, m as u64);
+                let n = 40 + 24 + 17 + 9;
+                let mut expected = vec![0.0; m * n];
+                let mut start = 0;
+                for w in &parts {
+                    let x = seen(&x, w, activations);
+                    let rows = w.dims().0;
+                    let mut y = vec![0.0; m * rows];
+                    reference::linear(&x, w, &mut y).unwrap();
+                    for (i, y) in y.chunks_exact(rows).enumerate() {
+                        expected[i * n + start..][..rows].copy_from_slice(y);
+                    }
+                    start += rows;
+                }
+                let linear = Linear::new(cpu, &refs, activations, KernelSet::Fused).unwrap();
+                assert_eq!(linear.out_features(), n);
+                let before = normal(m * n, 77);
+                for epilogue in [Epilogue::Store, Epilogue::Add] {
+                    let mut y = Guarded::new(&before);
+                    cpu.linear(&linear, &x, y.values(), epilogue).unwrap();
+                    let mut y = y.finish();
+                    if epilogue == Epilogue::Add {
+                        y.iter_mut().zip(&before).for_each(|(y, b)| *y -= b);
+                    }
+                    // Taking the old value away again costs a few digits.
+                    let error = nmse(&y, &expected);
+                    assert!(error < 1e-11, "{epilogue:?} {activations} m={m}: {error:e}");
+                }
+                // Gate and up, of two bit widths.
+                let up = affine(scheme(Bits::B8, Zeros::Offset), 40, k, None, 9);
+                let pair = [&parts[0], &up];
+                let linear = Linear::new(cpu, &pair, activations, KernelSet::Fused).unwrap();
+                let (mut g, mut u) = (vec![0.0; m * 40], vec![0.0; m * 40]);
+                reference::linear(&seen(&x, pair[0], activations), pair[0], &mut g).unwrap();
+                reference::linear(&seen(&x, pair[1], activations), pair[1], &mut u).unwrap();
+                let mut expected = vec![0.0; m * 40];
+                reference::silu_mul(&g, &u, &mut expected);
+                let mut y = Guarded::new(&vec![f32::NAN; m * 40]);
+                cpu.linear(&linear, &x, y.values(), Epilogue::SiluMul)
+                    .unwrap();
+                let error = nmse(&y.finish(), &expected);
+                assert!(error < 1e-11, "silu {activations} m={m}: {error:e}");
+            }
+        }
+    }
+}
+
+/// The reference set serves everything, odd groups included, with every epilogue.
+#[test]
+fn reference_kernels() {
+    let scheme = AffineScheme {
+        bits: Bits::B4,
+        group: Group::Size(9),
+        zeros: Zeros::Integer,
+    };
+    let cpu = cpu(Isa::Scalar, 2);
+    let w = [
+        affine(scheme, 21, 40, None, 1),
+        dense(DType::F16, 21, 40, 2),
+    ];
+    for activations in [Activations::F32, Activations::Int8 { group: 10 }] {
+        let parts = [&w[0], &w[1]];
+        let linear = Linear::new(cpu, &parts, activations, KernelSet::Reference).unwrap();
+        assert_eq!(linear.kernel_names(), ["reference"]);
+        let x = normal(3 * 40, 5);
+        let mut rounded = x.clone();
+        reference::round_activations(&mut rounded, 40, activations);
+        let (mut g, mut u) = (vec![0.0; 63], vec![0.0; 63]);
+        reference::linear(&rounded, &w[0], &mut g).unwrap();
+        reference::linear(&rounded, &w[1], &mut u).unwrap();
+        let mut y = vec![0.0; 126];
+        cpu.linear(&linear, &x, &mut y, Epilogue::Store).unwrap();
+        for i in 0..3 {
+            assert_eq!(y[i * 42..i * 42 + 21], g[i * 21..(i + 1) * 21]);
+            assert_eq!(y[i * 42 + 21..(i + 1) * 42], u[i * 21..(i + 1) * 21]);
+        }
+        let mut z = vec![0.0; 63];
+        cpu.linear(&linear, &x, &mut z, Epilogue::SiluMul).unwrap();
+        let mut expected = vec![0.0; 63];
+        reference::silu_mul(&g, &u, &mut expected);
+        assert!(nmse(&z, &expected) < 1e-12);
+    }
+}
+
+/// Packing loses nothing: rows come back as the canonical weight gives them.
+#[test]
+fn packed_rows_are_the_canonical_ones() {
+    let cpu = cpu(Isa::Scalar, 2);
+    let mut weights = vec![
+        dense(DType::F32, 19, 33, 1),
+        dense(DType::F16, 19, 33, 2),
+        dense(DType::BF16, 19, 33, 3),
+    ];
+    for scheme in schemes(&GROUPS) {
+        weights.push(affine(scheme, 19, 100, None, 4));
+    }
+    for scheme in schemes(&[Group::Size(32)]) {
+        weights.push(affine(
+            scheme,
+            19,
+            100,
+            Some(shuffled_groups(100, 32, 1)),
+            5,
+        ));
+    }
+    for w in &weights {
+        let (out, inp) = w.dims();
+        let linear = Linear::new(cpu, &[w, w], Activations::F32, KernelSet::Fused).unwrap();
+        let (mut a, mut b) = (vec![0.0; inp], vec![0.0; inp]);
+        for r in 0..out {
+            w.dequantize_row(r, &mut a).unwrap();
+            for r in [r, out + r] {
+                linear.dequantize_row(r, &mut b).unwrap();
+                assert_eq!(a, b, "{} row {r}", w.scheme_name());
+            }
+        }
+        assert!(linear.dequantize_row(2 * out, &mut b).is_err());
+    }
+}
+
+/// The packed form is no larger than the stored one (but for padding to whole panels).
+#[test]
+fn packed_bytes_are_the_stored_bytes() {
+    let cpu = cpu(Isa::Scalar, 1);
+    for scheme in schemes(&GROUPS) {
+        let w = affine(scheme, 64, 256, None, 1);
+        for activations in ACTIVATIONS {
+            let linear = Linear::new(cpu, &[&w], activations, KernelSet::Fused).unwrap();
+            // Zero-points of 4 bits: an odd number of groups in a row is stored with half
+            // a byte to spare, which panels do not need.
+            assert!(linear.bytes() <= w.bytes(), "{scheme}");
+            assert!(linear.bytes() + 64 >= w.bytes(), "{scheme}");
+        }
+    }
+}
+
+#[test]
+fn refusals_name_what_is_wrong() {
+    let cpu = cpu(Isa::Scalar, 1);
+    let odd = AffineScheme {
+        bits: Bits::B4,
+        group: Group::Size(12),
+        zeros: Zeros::None,
+    };
+    let w = affine(odd, 16, 48, None, 1);
+    let error = |r: nq_kernels::Result<Linear>| r.err().expect("a refusal").to_string();
+    let text = error(Linear::new(
+        cpu,
+        &[&w],
+        Activations::Int8 { group: 32 },
+        KernelSet::Fused,
+    ));
+    assert!(
+        text.contains("int4 g12 symmetric") && text.contains("int8 g32"),
+        "{text}"
+    );
+    let text = error(Linear::new(
+        cpu,
+        &[&w, &dense(DType::F32, 4, 47, 1)],
+        Activations::F32,
+        KernelSet::Fused,
+    ));
+    assert!(text.contains("48") && text.contains("47"), "{text}");
+    let w = dense(DType::F32, 4, 8, 1);
+    let linear = Linear::new(cpu, &[&w], Activations::F32, KernelSet::Fused).unwrap();
+    let mut y = [0.0; 4];
+    assert!(
+        cpu.linear(&linear, &[0.0; 8], &mut y, Epilogue::SiluMul)
+            .is_err()
+    );
+    assert!(
+        cpu.linear(&linear, &[0.0; 9], &mut y, Epilogue::Store)
+            .is_err()
+    );
+    assert!(
+        cpu.linear(&linear, &[0.0; 16], &mut y, Epilogue::Store)
+            .is_err()
+    );
+    assert!(cpu.linear(&linear, &[], &mut [], Epilogue::Store).is_ok());
+}
+
+/// A value that is not finite must show in the outputs, not vanish in rounding.
+#[test]
+fn damage_shows() {
+    let scheme = AffineScheme {
+        bits: Bits::B4,
+        group: Group::Size(32),
+        zeros: Zeros::None,
+    };
+    let w = affine(scheme, 16, 64, None, 1);
+    for isa in isas() {
+        let cpu = cpu(isa, 1);
+        for activations in ACTIVATIONS {
+            let linear = Linear::new(cpu, &[&w], activations, KernelSet::Fused).unwrap();
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                for at in [0, 15, 40, 63] {
+                    let mut x = normal(64, 1);
+                    x[at] = bad;
+                    let mut y = vec![0.0; 16];
+                    cpu.linear(&linear, &x, &mut y, Epilogue::Store).unwrap();
+                    assert!(y.iter().all(|y| !y.is_finite()), "{bad} at {at}: {y:?}");
+                }
+            }
+        }
+    }
+}
