@@ -2,9 +2,23 @@
 //! reports that state them.
 //!
 //! KL divergence is computed here alone; the guard of `nq-quantize` calls it.
+//!
+//! [`evaluate()`] measures perplexity, [`compare`] a model against a reference in lockstep,
+//! [`ReferenceLogits`] several candidates against one pass of the reference. Work on rows of
+//! logits is spread over the caller's rayon pool; results do not depend on its size.
 
 #![forbid(unsafe_code)]
 
+pub mod error;
+pub mod evaluate;
+pub mod reference;
 pub mod report;
+pub mod softmax;
+pub mod stats;
+pub mod windows;
 
-pub use report::{BenchRow, EvalReport, KldStats, Protocol};
+pub use error::{Error, Result};
+pub use evaluate::{Evaluation, PairScore, WorstToken, compare, evaluate};
+pub use reference::{Precision, ReferenceLogits, self_noise};
+pub use report::{BenchRow, Comparison, EvalReport, KldStats, Protocol};
+pub use windows::EvalSpec;

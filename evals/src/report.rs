@@ -2,6 +2,7 @@
 //! never renamed.
 
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// How windows are cut from a text and which tokens are scored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -10,9 +11,19 @@ pub enum Protocol {
     /// Non-overlapping windows of `ctx` tokens, all `ctx - 1` shifted labels scored:
     /// comparable with the GPTQ papers.
     Hf,
-    /// Windows of `ctx` (512), labels of the second half scored: comparable with
+    /// Non-overlapping windows of `ctx` (512) tokens; the logits at positions `ctx / 2` to
+    /// `ctx - 2` are scored against the token after each: comparable with
     /// `llama-perplexity`.
     Llama,
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Protocol::Hf => "hf",
+            Protocol::Llama => "llama",
+        })
+    }
 }
 
 /// Perplexity of a model on a text and, against a reference, how far it strays.
@@ -32,6 +43,15 @@ pub struct EvalReport {
     pub protocol: Protocol,
     /// Name of the text.
     pub text: String,
+    /// What keys and values were rounded to.
+    #[serde(default)]
+    pub kv: String,
+    /// What inputs of the Linears were rounded to.
+    #[serde(default)]
+    pub activations: String,
+    /// Device and instruction set.
+    #[serde(default)]
+    pub device: String,
     /// The comparison, where there was a reference.
     #[serde(flatten)]
     pub against: Option<Comparison>,
@@ -106,4 +126,51 @@ pub struct BenchRow {
     pub ms_per_token_p99: f64,
     /// Measured repeats.
     pub repeats: usize,
+    /// Read bandwidth of the machine, measured in the same run, in 10^9 bytes per second.
+    #[serde(default)]
+    pub machine_gb_s: f64,
+    /// Bytes of weights read per decoded token.
+    #[serde(default)]
+    pub bytes_per_token: usize,
+    /// Chat rows: share of a token's time that sampling, detokenizing and writing add to the
+    /// bare decode loop.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub streaming_overhead: Option<f64>,
+    /// What a reader must know to read the row rightly.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+    /// Why this row is no result: it shows more than the machine can do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measurement_error: Option<String>,
+    /// Time by operation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub breakdown: Option<Breakdown>,
+}
+
+/// Where the time of a token goes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Breakdown {
+    /// Operations, longest first.
+    pub ops: Vec<OpRow>,
+    /// Operations (on a GPU: launches) per token.
+    pub calls_per_token: f64,
+    /// Microseconds of a token with the measurement switched on.
+    pub us_per_token: f64,
+    /// Microseconds of it that no operation accounts for.
+    pub other_us_per_token: f64,
+}
+
+/// One operation of a [`Breakdown`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OpRow {
+    /// Its name.
+    pub op: String,
+    /// Calls per token.
+    pub calls_per_token: f64,
+    /// Microseconds per token, all calls together.
+    pub us_per_token: f64,
+    /// Bytes read per second, in 10^9 bytes.
+    pub gb_s: f64,
+    /// Share of the token's time.
+    pub share: f64,
 }

@@ -1,0 +1,85 @@
+//! The one error type of this crate.
+
+use std::path::PathBuf;
+
+/// Shorthand for this crate's results.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What can go wrong in a measurement.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The model could not be run.
+    #[error(transparent)]
+    Runtime(#[from] nq_runtime::Error),
+    /// A kernel refused.
+    #[error(transparent)]
+    Kernel(#[from] nq_kernels::Error),
+    /// What was asked for makes no measurement.
+    #[error("{what}: expected {expected}, found {found}")]
+    Spec {
+        /// Which part of the request.
+        what: &'static str,
+        /// What would do.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// The text has not one full window.
+    #[error(
+        "text {text}: expected at least one window of {ctx} tokens, found {tokens} tokens; \
+         give a longer text or a smaller context"
+    )]
+    TextTooShort {
+        /// Name of the text.
+        text: String,
+        /// Its tokens.
+        tokens: usize,
+        /// Tokens of a window.
+        ctx: usize,
+    },
+    /// A model's logits hold NaN or infinity.
+    #[error(
+        "the {role}'s logits at position {position} of window {window}: expected finite numbers, \
+         found NaN or infinity; its weights or activations overflow"
+    )]
+    NotFinite {
+        /// `model` or `reference`.
+        role: &'static str,
+        /// Window, counted from 0.
+        window: usize,
+        /// Position in the window, counted from 0.
+        position: usize,
+    },
+    /// Reference log-probabilities would not fit their limit.
+    #[error(
+        "reference log-probabilities of {windows} windows: expected at most {limit} bytes, \
+         found {needed} at 16 bits each; {fit} windows would fit"
+    )]
+    CacheTooLarge {
+        /// Windows asked for.
+        windows: usize,
+        /// Bytes they need at 16 bits a number.
+        needed: u64,
+        /// Bytes allowed.
+        limit: u64,
+        /// Windows that fit.
+        fit: usize,
+    },
+    /// A report could not be written.
+    #[error("{}: {source}", path.display())]
+    Write {
+        /// The report's path.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A plot could not be drawn.
+    #[error("plot of {what}: {why}")]
+    Plot {
+        /// What it shows.
+        what: &'static str,
+        /// Why it failed.
+        why: String,
+    },
+}

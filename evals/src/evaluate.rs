@@ -1,0 +1,316 @@
+//! Perplexity, and KL divergence against a reference that runs in lockstep.
+
+use crate::error::{Error, Result};
+use crate::report::{Comparison, EvalReport, KldStats};
+use crate::softmax;
+use crate::stats;
+use crate::windows::{EvalSpec, Place, Plan};
+use nq_formats::Progress;
+use nq_runtime::{Engine, Logits};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// A measurement: its figures and the data of every scored token behind them.
+#[derive(Clone, Debug)]
+pub struct Evaluation {
+    /// The figures.
+    pub report: EvalReport,
+    /// Cross-entropy of every scored token in nats, in text order.
+    pub nll: Vec<f64>,
+    /// Every scored token against the reference; empty without one.
+    pub pairs: Vec<PairScore>,
+    /// Positions of a window that are scored.
+    pub scored: Range<usize>,
+}
+
+/// One scored token, model against reference.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PairScore {
+    /// KL divergence of the reference's distribution from the model's, in nats.
+    pub kld: f64,
+    /// The reference's cross-entropy of the token, in nats.
+    pub reference_nll: f64,
+    /// The model's best token.
+    pub model_top: u32,
+    /// The reference's best token.
+    pub reference_top: u32,
+}
+
+/// A position at which the model strays far from its reference.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorstToken {
+    /// Window, counted from 0.
+    pub window: usize,
+    /// Position in the window of the last token of `context`.
+    pub position: usize,
+    /// KL divergence in nats.
+    pub kld: f64,
+    /// The tokens up to the position, at most [`WorstToken::CONTEXT`].
+    pub context: Vec<u32>,
+    /// The token that follows in the text.
+    pub target: u32,
+    /// The model's best token.
+    pub model_top: u32,
+    /// The reference's best token.
+    pub reference_top: u32,
+}
+
+impl WorstToken {
+    /// Tokens of context that are kept.
+    pub const CONTEXT: usize = 12;
+}
+
+impl Evaluation {
+    /// Perplexity of each window.
+    pub fn window_ppl(&self) -> Vec<f64> {
+        self.nll
+            .chunks(self.scored.len().max(1))
+            .map(|w| stats::mean(w.iter().copied()).exp())
+            .collect()
+    }
+
+    /// Mean KL divergence of each window; empty without a reference.
+    pub fn window_kld(&self) -> Vec<f64> {
+        self.pairs
+            .chunks(self.scored.len().max(1))
+            .map(|w| stats::mean(w.iter().map(|p| p.kld)))
+            .collect()
+    }
+
+    /// The `n` positions of greatest KL divergence, worst first. `tokens` is the text that
+    /// was evaluated.
+    pub fn worst(&self, tokens: &[u32], n: usize) -> Vec<WorstToken> {
+        let mut order: Vec<usize> = (0..self.pairs.len()).collect();
+        let n = n.min(order.len());
+        let worse = |&a: &usize, &b: &usize| {
+            let by_kld = self.pairs[b].kld.total_cmp(&self.pairs[a].kld);
+            by_kld.then(a.cmp(&b))
+        };
+        if n < order.len() {
+            order.select_nth_unstable_by(n, worse);
+            order.truncate(n);
+        }
+        order.sort_unstable_by(worse);
+        order
+            .into_iter()
+            .map(|i| {
+                let window = i / self.scored.len();
+                let position = self.scored.start + i % self.scored.len();
+                let start = window * self.report.ctx;
+                let first = (position + 1).saturating_sub(WorstToken::CONTEXT);
+                let pair = self.pairs[i];
+                WorstToken {
+                    window,
+                    position,
+                    kld: pair.kld,
+                    context: tokens[start + first..=start + position].to_vec(),
+                    target: tokens[start + position + 1],
+                    model_top: pair.model_top,
+                    reference_top: pair.reference_top,
+                }
+            })
+            .collect()
+    }
+}
+
+/// Measures the perplexity of `engine` on `tokens`.
+///
+/// Cross-entropies are computed in f64 from f32 logits and added in text order.
+///
+/// # Errors
+/// As [`EvalSpec::windows`]; [`Error::Spec`] if the context or a token does not fit the
+/// model; [`Error::NotFinite`] for logits that are no numbers; else what the engine reports.
+pub fn evaluate(
+    engine: &dyn Engine,
+    tokens: &[u32],
+    spec: &EvalSpec,
+    progress: &dyn Progress,
+) -> Result<Evaluation> {
+    let plan = Plan::new(tokens, spec, engine)?;
+    let mut sessions = [plan.session(engine)?];
+    let mut nll = vec![0f64; plan.total()];
+    plan.run(&mut sessions, "perplexity", progress, |logits, places| {
+        let rows: Vec<f64> = score_rows(places, |i, place| {
+            Ok(row_nll("model", logits[0].row(i), place)?.nll)
+        })?;
+        scatter(&plan, places, &rows, &mut nll);
+        Ok(())
+    })?;
+    Ok(finish(engine, spec, &plan, nll, Vec::new()))
+}
+
+/// Measures `engine` against `reference` on the same tokens, both run window by window in
+/// lockstep: nothing of the reference's distribution is rounded or kept.
+///
+/// # Errors
+/// As [`evaluate`]; [`Error::Spec`] if the vocabularies differ.
+pub fn compare(
+    engine: &dyn Engine,
+    reference: &dyn Engine,
+    tokens: &[u32],
+    spec: &EvalSpec,
+    progress: &dyn Progress,
+) -> Result<Evaluation> {
+    same_vocabulary(engine.config().vocab_size, reference.config().vocab_size)?;
+    let plan = Plan::new(tokens, spec, engine)?;
+    Plan::new(tokens, spec, reference)?; // the context must fit it too
+    let mut sessions = [plan.session(engine)?, plan.session(reference)?];
+    let mut nll = vec![0f64; plan.total()];
+    let mut pairs = vec![PairScore::ZERO; plan.total()];
+    plan.run(
+        &mut sessions,
+        "KL divergence",
+        progress,
+        |logits, places| {
+            let [model, reference]: [Logits<'_>; 2] = [logits[0], logits[1]];
+            let rows = score_rows(places, |i, place| {
+                let (x, y) = (reference.row(i), model.row(i));
+                let (reference_top, x_max) = peak("reference", x, place)?;
+                let (model_top, y_max) = peak("model", y, place)?;
+                let d = softmax::divergence(y, y_max, x, x_max);
+                let target = place.target as usize;
+                let pair = PairScore {
+                    kld: d.kld,
+                    reference_nll: d.reference_lse - f64::from(x[target]),
+                    model_top: model_top as u32,
+                    reference_top: reference_top as u32,
+                };
+                Ok((d.model_lse - f64::from(y[target]), pair))
+            })?;
+            for (&place, (row_nll, pair)) in places.iter().zip(rows) {
+                nll[plan.index(place)] = row_nll;
+                pairs[plan.index(place)] = pair;
+            }
+            Ok(())
+        },
+    )?;
+    Ok(finish(engine, spec, &plan, nll, pairs))
+}
+
+impl PairScore {
+    /// Stands in until a row is scored.
+    pub(crate) const ZERO: PairScore = PairScore {
+        kld: 0.0,
+        reference_nll: 0.0,
+        model_top: 0,
+        reference_top: 0,
+    };
+}
+
+/// Refuses models whose distributions are over different tokens.
+pub(crate) fn same_vocabulary(model: usize, reference: usize) -> Result<()> {
+    if model == reference {
+        return Ok(());
+    }
+    Err(Error::Spec {
+        what: "vocabulary of the model",
+        expected: format!("the reference's {reference} tokens"),
+        found: model.to_string(),
+    })
+}
+
+/// Cross-entropy of a row and its best token.
+pub(crate) struct RowNll {
+    pub(crate) nll: f64,
+    pub(crate) lse: f64,
+    pub(crate) top: usize,
+}
+
+/// Scores one row against the token that follows it.
+pub(crate) fn row_nll(role: &'static str, row: &[f32], place: Place) -> Result<RowNll> {
+    let (top, max) = peak(role, row, place)?;
+    let lse = softmax::log_sum_exp(row, max);
+    Ok(RowNll {
+        nll: lse - f64::from(row[place.target as usize]),
+        lse,
+        top,
+    })
+}
+
+/// The best token of a row and its logit.
+pub(crate) fn peak(role: &'static str, row: &[f32], place: Place) -> Result<(usize, f32)> {
+    softmax::peak(row).ok_or(Error::NotFinite {
+        role,
+        window: place.window,
+        position: place.position,
+    })
+}
+
+/// Scores rows in parallel; results stand in the order of `places` whatever the threads.
+pub(crate) fn score_rows<T: Send>(
+    places: &[Place],
+    score: impl Fn(usize, Place) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    places
+        .par_iter()
+        .enumerate()
+        .map(|(i, &place)| score(i, place))
+        .collect()
+}
+
+/// Puts row results where their tokens stand in the text.
+pub(crate) fn scatter<T: Copy>(plan: &Plan<'_>, places: &[Place], rows: &[T], all: &mut [T]) {
+    for (&place, &row) in places.iter().zip(rows) {
+        all[plan.index(place)] = row;
+    }
+}
+
+/// Sums up.
+pub(crate) fn finish(
+    engine: &dyn Engine,
+    spec: &EvalSpec,
+    plan: &Plan<'_>,
+    nll: Vec<f64>,
+    pairs: Vec<PairScore>,
+) -> Evaluation {
+    let (mean, se) = stats::mean_and_se(nll.iter().copied());
+    let ppl = mean.exp();
+    let description = engine.description();
+    let report = EvalReport {
+        ppl,
+        ppl_se: ppl * se, // first order: d(e^m) = e^m dm
+        tokens: nll.len(),
+        windows: plan.windows(),
+        ctx: spec.ctx,
+        protocol: spec.protocol,
+        text: spec.text.clone(),
+        kv: spec.kv.to_string(),
+        activations: description.activations.clone(),
+        device: description.device.clone(),
+        against: (!pairs.is_empty()).then(|| comparison(&nll, &pairs)),
+    };
+    Evaluation {
+        report,
+        nll,
+        pairs,
+        scored: spec.scored(),
+    }
+}
+
+/// Statistics of a comparison.
+fn comparison(nll: &[f64], pairs: &[PairScore]) -> Comparison {
+    let klds = stats::sorted(pairs.iter().map(|p| p.kld));
+    let agree = pairs.iter().filter(|p| p.model_top == p.reference_top);
+    let dp = nll.iter().zip(pairs).map(|(nll, p)| {
+        let change = (-nll).exp() - (-p.reference_nll).exp();
+        change * change
+    });
+    let ratio = nll.iter().zip(pairs).map(|(nll, p)| nll - p.reference_nll);
+    let (ln_ppl_ratio, ln_ppl_ratio_se) = stats::mean_and_se(ratio);
+    Comparison {
+        kld: KldStats {
+            mean: stats::mean(pairs.iter().map(|p| p.kld)),
+            median: stats::quantile(&klds, 0.5),
+            p90: stats::quantile(&klds, 0.9),
+            p99: stats::quantile(&klds, 0.99),
+            p999: stats::quantile(&klds, 0.999),
+            max: stats::quantile(&klds, 1.0),
+        },
+        same_top1: agree.count() as f64 / pairs.len() as f64,
+        rms_dp: stats::mean(dp).sqrt(),
+        ppl_ref: stats::mean(pairs.iter().map(|p| p.reference_nll)).exp(),
+        ln_ppl_ratio,
+        ln_ppl_ratio_se,
+    }
+}

@@ -1,0 +1,285 @@
+//! A reference's log-probabilities kept in memory, so that several candidates are measured
+//! against one pass of the reference.
+
+use crate::error::{Error, Result};
+use crate::evaluate::{
+    Evaluation, PairScore, finish, peak, row_nll, same_vocabulary, scatter, score_rows,
+};
+use crate::report::KldStats;
+use crate::softmax;
+use crate::windows::{EvalSpec, Place, Plan};
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+use nq_formats::Progress;
+use nq_runtime::{Engine, KvType};
+use rayon::prelude::*;
+use std::fmt;
+
+/// How log-probabilities are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// As computed.
+    F32,
+    /// Rounded to 11 bits of mantissa. The rounding shifts a divergence by about 1e-6 nats
+    /// at most (half the variance of an error of up to `2^-12` of each log-probability
+    /// under the reference's distribution); the reference's own perplexity, best tokens and
+    /// cross-entropies are kept exactly.
+    F16,
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Precision::F32 => "f32",
+            Precision::F16 => "f16",
+        })
+    }
+}
+
+/// The reference's distribution at every scored token of a text.
+pub struct ReferenceLogits {
+    spec: EvalSpec,
+    tokens: Vec<u32>,
+    vocab: usize,
+    log_probs: LogProbs, // [scored tokens, vocab]
+    rows: Vec<ReferenceRow>,
+}
+
+/// What is kept exactly of each row.
+#[derive(Clone, Copy, Debug, Default)]
+struct ReferenceRow {
+    nll: f64,
+    top: u32,
+}
+
+enum LogProbs {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+}
+
+impl ReferenceLogits {
+    /// Windows whose log-probabilities fit `limit` bytes at 16 bits each, for a model of
+    /// `vocab` tokens. 0 if not even one does.
+    pub fn fitting_windows(vocab: usize, spec: &EvalSpec, limit: u64) -> usize {
+        let window = 2 * (vocab * spec.scored().len()) as u64;
+        usize::try_from(limit.checked_div(window).unwrap_or(0)).unwrap_or(usize::MAX)
+    }
+
+    /// Runs `reference` over `tokens` and keeps its log-probabilities: as f32 if they fit
+    /// `limit` bytes, else as f16.
+    ///
+    /// # Errors
+    /// [`Error::CacheTooLarge`] if they do not fit as f16 either, before anything is run;
+    /// else as [`crate::evaluate()`].
+    pub fn record(
+        reference: &dyn Engine,
+        tokens: &[u32],
+        spec: &EvalSpec,
+        limit: u64,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let plan = Plan::new(tokens, spec, reference)?;
+        let vocab = reference.config().vocab_size;
+        let numbers = (plan.total() * vocab) as u64;
+        let fit = Self::fitting_windows(vocab, spec, limit);
+        if plan.windows() > fit {
+            return Err(Error::CacheTooLarge {
+                windows: plan.windows(),
+                needed: 2 * numbers,
+                limit,
+                fit,
+            });
+        }
+        let n = plan.total() * vocab;
+        let mut log_probs = if 4 * numbers <= limit {
+            LogProbs::F32(vec![0.0; n])
+        } else {
+            LogProbs::F16(vec![f16::ZERO; n])
+        };
+        let mut rows = vec![ReferenceRow::default(); plan.total()];
+        let mut sessions = [plan.session(reference)?];
+        plan.run(&mut sessions, "reference", progress, |logits, places| {
+            let found = score_rows(places, |i, place| {
+                row_nll("reference", logits[0].row(i), place)
+            })?;
+            let kept: Vec<ReferenceRow> = found
+                .iter()
+                .map(|r| ReferenceRow {
+                    nll: r.nll,
+                    top: r.top as u32,
+                })
+                .collect();
+            scatter(&plan, places, &kept, &mut rows);
+            // Places of one window are neighbours in the cache, so each run of them is one
+            // contiguous part of it.
+            for start in (0..places.len()).step_by(run_length(places)) {
+                let count = run_length(places);
+                let at = plan.index(places[start]) * vocab;
+                let row = |i: usize| (logits[0].row(start + i), found[start + i].lse);
+                match &mut log_probs {
+                    LogProbs::F32(all) => all[at..at + count * vocab]
+                        .par_chunks_exact_mut(vocab)
+                        .enumerate()
+                        .for_each(|(i, out)| {
+                            let (x, lse) = row(i);
+                            for (o, &x) in out.iter_mut().zip(x) {
+                                *o = (f64::from(x) - lse) as f32;
+                            }
+                        }),
+                    LogProbs::F16(all) => all[at..at + count * vocab]
+                        .par_chunks_exact_mut(vocab)
+                        .enumerate()
+                        .for_each_init(Vec::new, |scratch: &mut Vec<f32>, (i, out)| {
+                            let (x, lse) = row(i);
+                            scratch.clear();
+                            scratch.extend(x.iter().map(|&x| (f64::from(x) - lse) as f32));
+                            out.convert_from_f32_slice(scratch);
+                        }),
+                }
+            }
+            Ok(())
+        })?;
+        Ok(ReferenceLogits {
+            spec: spec.clone(),
+            tokens: tokens[..plan.windows() * spec.ctx].to_vec(),
+            vocab,
+            log_probs,
+            rows,
+        })
+    }
+
+    /// Measures a candidate against the kept reference.
+    ///
+    /// # Errors
+    /// As [`crate::compare`].
+    pub fn compare(&self, engine: &dyn Engine, progress: &dyn Progress) -> Result<Evaluation> {
+        self.compare_with(engine, &self.spec, progress)
+    }
+
+    /// As [`ReferenceLogits::compare`], feeding the candidate as `spec` says; `spec` scores
+    /// the same tokens.
+    fn compare_with(
+        &self,
+        engine: &dyn Engine,
+        spec: &EvalSpec,
+        progress: &dyn Progress,
+    ) -> Result<Evaluation> {
+        let vocab = self.vocab;
+        same_vocabulary(engine.config().vocab_size, vocab)?;
+        let plan = Plan::new(&self.tokens, spec, engine)?;
+        let mut sessions = [plan.session(engine)?];
+        let mut nll = vec![0f64; plan.total()];
+        let mut pairs = vec![PairScore::ZERO; plan.total()];
+        plan.run(
+            &mut sessions,
+            "KL divergence",
+            progress,
+            |logits, places| {
+                let score = |scratch: &mut Vec<f32>, (i, &place): (usize, &Place)| {
+                    let at = plan.index(place);
+                    let span = at * vocab..(at + 1) * vocab;
+                    let x: &[f32] = match &self.log_probs {
+                        LogProbs::F32(all) => &all[span],
+                        LogProbs::F16(all) => {
+                            scratch.resize(vocab, 0.0);
+                            all[span].convert_to_f32_slice(scratch);
+                            scratch
+                        }
+                    };
+                    let y = logits[0].row(i);
+                    let (_, x_max) = peak("reference", x, place)?;
+                    let (top, y_max) = peak("model", y, place)?;
+                    let d = softmax::divergence(y, y_max, x, x_max);
+                    let pair = PairScore {
+                        kld: d.kld,
+                        reference_nll: self.rows[at].nll,
+                        model_top: top as u32,
+                        reference_top: self.rows[at].top,
+                    };
+                    Ok((d.model_lse - f64::from(y[place.target as usize]), pair))
+                };
+                let scored: Vec<(f64, PairScore)> = places
+                    .par_iter()
+                    .enumerate()
+                    .map_init(Vec::new, score)
+                    .collect::<Result<_>>()?;
+                for (&place, (row_nll, pair)) in places.iter().zip(scored) {
+                    nll[plan.index(place)] = row_nll;
+                    pairs[plan.index(place)] = pair;
+                }
+                Ok(())
+            },
+        )?;
+        Ok(finish(engine, spec, &plan, nll, pairs))
+    }
+
+    /// What was recorded.
+    pub fn spec(&self) -> &EvalSpec {
+        &self.spec
+    }
+
+    /// The tokens of the recorded windows.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// How log-probabilities are kept.
+    pub fn precision(&self) -> Precision {
+        match self.log_probs {
+            LogProbs::F32(_) => Precision::F32,
+            LogProbs::F16(_) => Precision::F16,
+        }
+    }
+
+    /// Bytes of the log-probabilities.
+    pub fn bytes(&self) -> u64 {
+        match &self.log_probs {
+            LogProbs::F32(v) => 4 * v.len() as u64,
+            LogProbs::F16(v) => 2 * v.len() as u64,
+        }
+    }
+}
+
+/// Places of the first window in `places`; every window has as many.
+fn run_length(places: &[Place]) -> usize {
+    let window = places.first().map(|p| p.window);
+    places
+        .iter()
+        .take_while(|p| Some(p.window) == window)
+        .count()
+        .max(1)
+}
+
+/// Most bytes that [`self_noise`] keeps.
+const NOISE_BYTES: u64 = 1 << 30;
+
+/// KL divergence of `engine` from itself when its KV cache is not rounded and its tokens
+/// are fed in other portions: the floor below which a divergence says nothing about the
+/// weights. It runs as many windows as fit 1 GiB of f32 log-probabilities, at least one.
+///
+/// # Errors
+/// As [`crate::evaluate()`].
+pub fn self_noise(
+    engine: &dyn Engine,
+    tokens: &[u32],
+    spec: &EvalSpec,
+    progress: &dyn Progress,
+) -> Result<KldStats> {
+    let vocab = engine.config().vocab_size;
+    let fit = ReferenceLogits::fitting_windows(vocab, spec, NOISE_BYTES / 2).max(1);
+    let spec = EvalSpec {
+        max_windows: Some(fit.min(spec.max_windows.unwrap_or(fit))),
+        ..spec.clone()
+    };
+    let exact = EvalSpec {
+        kv: KvType::F32,
+        rows: (spec.rows / 8).max(1) | 1, // odd: other tails in every kernel
+        ..spec.clone()
+    };
+    let recorded = ReferenceLogits::record(engine, tokens, &exact, u64::MAX, progress)?;
+    let found = recorded.compare_with(engine, &spec, progress)?;
+    Ok(found
+        .report
+        .against
+        .map_or_else(KldStats::default, |c| c.kld))
+}

@@ -1,0 +1,258 @@
+//! How a text is cut into windows and fed to a model.
+
+use crate::error::{Error, Result};
+use crate::report::Protocol;
+use nq_formats::{Progress, Unit};
+use nq_runtime::{Chunk, Engine, KvType, Logits, LogitsWanted, Session, SessionSpec};
+use std::ops::Range;
+
+/// Most bytes of one forward's logits. It bounds the rows asked for at once: 220 for
+/// Qwen3's vocabulary of 151,936.
+const LOGIT_BYTES: usize = 128 << 20;
+
+/// What is measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EvalSpec {
+    /// How windows are cut and which tokens are scored.
+    pub protocol: Protocol,
+    /// Tokens of a window.
+    pub ctx: usize,
+    /// What keys and values are rounded to.
+    pub kv: KvType,
+    /// Windows at most; `None`: all that the text has.
+    pub max_windows: Option<usize>,
+    /// Name of the text, for the report.
+    pub text: String,
+    /// Tokens of one forward at most. It decides speed, not what is measured.
+    pub rows: usize,
+}
+
+impl EvalSpec {
+    /// All windows of `ctx` tokens, with the KV cache that chat uses.
+    pub fn new(protocol: Protocol, ctx: usize, text: impl Into<String>) -> Self {
+        EvalSpec {
+            protocol,
+            ctx,
+            kv: KvType::F16,
+            max_windows: None,
+            text: text.into(),
+            rows: 512,
+        }
+    }
+
+    /// Positions of a window whose logits are scored, each against the token that follows
+    /// it in the window: `ctx - 1` for hf; for llama those from the middle on, as
+    /// `llama-perplexity` takes them.
+    pub fn scored(&self) -> Range<usize> {
+        let first = match self.protocol {
+            Protocol::Hf => 0,
+            Protocol::Llama => self.ctx / 2,
+        };
+        first..self.ctx.saturating_sub(1)
+    }
+
+    /// Whole windows of a text of `tokens` tokens that will be scored.
+    ///
+    /// # Errors
+    /// [`Error::Spec`] for a context without scored tokens or no rows;
+    /// [`Error::TextTooShort`] if there is no whole window.
+    pub fn windows(&self, tokens: usize) -> Result<usize> {
+        if self.scored().is_empty() {
+            return Err(Error::Spec {
+                what: "ctx",
+                expected: "a window with tokens to score (at least 2 for hf, 3 for llama)".into(),
+                found: self.ctx.to_string(),
+            });
+        }
+        if self.rows == 0 || self.max_windows == Some(0) {
+            return Err(Error::Spec {
+                what: "rows and windows",
+                expected: "at least 1".into(),
+                found: "0".into(),
+            });
+        }
+        match tokens / self.ctx {
+            0 => Err(Error::TextTooShort {
+                text: self.text.clone(),
+                tokens,
+                ctx: self.ctx,
+            }),
+            n => Ok(n.min(self.max_windows.unwrap_or(n))),
+        }
+    }
+}
+
+/// Where a row of logits belongs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    /// Window, counted from 0.
+    pub(crate) window: usize,
+    /// Position in the window of the token whose logits these are.
+    pub(crate) position: usize,
+    /// The token that follows.
+    pub(crate) target: u32,
+}
+
+/// A text cut for feeding.
+pub(crate) struct Plan<'a> {
+    tokens: &'a [u32],
+    ctx: usize,
+    scored: Range<usize>,
+    windows: usize,
+    slots: usize,
+    rows: usize,
+    logit_rows: usize,
+    kv: KvType,
+}
+
+impl<'a> Plan<'a> {
+    /// Cuts `tokens` for a model of `vocab` tokens and `positions` positions.
+    pub(crate) fn new(tokens: &'a [u32], spec: &EvalSpec, engine: &dyn Engine) -> Result<Self> {
+        let windows = spec.windows(tokens.len())?;
+        let config = engine.config();
+        if spec.ctx > config.max_position_embeddings {
+            return Err(Error::Spec {
+                what: "ctx",
+                expected: format!("at most the model's {}", config.max_position_embeddings),
+                found: spec.ctx.to_string(),
+            });
+        }
+        let vocab = config.vocab_size;
+        let used = &tokens[..windows * spec.ctx];
+        if let Some(i) = used.iter().position(|&t| t as usize >= vocab) {
+            return Err(Error::Spec {
+                what: "token ids",
+                expected: format!("below the model's vocabulary of {vocab}"),
+                found: format!("{} at token {i} of {}", used[i], spec.text),
+            });
+        }
+        let logit_rows = (LOGIT_BYTES / (4 * vocab)).max(1);
+        let rows = spec.rows;
+        Ok(Plan {
+            tokens: used,
+            ctx: spec.ctx,
+            scored: spec.scored(),
+            windows,
+            // Short windows go several to a forward; one longer than a forward goes alone.
+            slots: (rows.min(logit_rows) / spec.ctx).clamp(1, windows),
+            rows,
+            logit_rows: logit_rows.min(rows),
+            kv: spec.kv,
+        })
+    }
+
+    /// Windows.
+    pub(crate) fn windows(&self) -> usize {
+        self.windows
+    }
+
+    /// Scored tokens in all.
+    pub(crate) fn total(&self) -> usize {
+        self.windows * self.scored.len()
+    }
+
+    /// Tokens fed in all. The last token of a window predicts nothing and is not fed.
+    fn fed(&self) -> usize {
+        self.windows * self.scored.end
+    }
+
+    /// The text's tokens of one window.
+    pub(crate) fn window(&self, window: usize) -> &'a [u32] {
+        &self.tokens[window * self.ctx..(window + 1) * self.ctx]
+    }
+
+    /// A session of `engine` that can run this plan.
+    pub(crate) fn session(&self, engine: &dyn Engine) -> Result<Box<dyn Session>> {
+        Ok(engine.session(SessionSpec {
+            slots: self.slots,
+            ctx: self.ctx,
+            kv: self.kv,
+            max_rows: self.rows,
+        })?)
+    }
+
+    /// Index of a place in arrays of all scored tokens, in text order.
+    pub(crate) fn index(&self, place: Place) -> usize {
+        place.window * self.scored.len() + (place.position - self.scored.start)
+    }
+
+    /// Pieces of the positions `0..scored.end` of `slots` windows fed at once: first those
+    /// that need no logits, then those that do.
+    fn pieces(&self, slots: usize) -> Vec<Range<usize>> {
+        let mut pieces = Vec::new();
+        let mut cut = |range: Range<usize>, limit: usize| {
+            let piece = (limit / slots).max(1);
+            for start in range.clone().step_by(piece) {
+                pieces.push(start..(start + piece).min(range.end));
+            }
+        };
+        cut(0..self.scored.start, self.rows);
+        cut(self.scored.clone(), self.logit_rows);
+        pieces
+    }
+
+    /// Feeds every window to all `sessions` in lockstep. `visit` gets the logits of each
+    /// session for the same places.
+    pub(crate) fn run(
+        &self,
+        sessions: &mut [Box<dyn Session>],
+        stage: &str,
+        progress: &dyn Progress,
+        mut visit: impl FnMut(&[Logits<'_>], &[Place]) -> Result<()>,
+    ) -> Result<()> {
+        let _stage = Stage::begin(progress, stage, self.fed() as u64, Unit::Tokens);
+        for first in (0..self.windows).step_by(self.slots) {
+            let slots = self.slots.min(self.windows - first);
+            for piece in self.pieces(slots) {
+                let wanted = if piece.start < self.scored.start {
+                    LogitsWanted::None
+                } else {
+                    LogitsWanted::All
+                };
+                let chunks: Vec<Chunk<'_>> = (0..slots)
+                    .map(|slot| Chunk {
+                        slot,
+                        tokens: &self.window(first + slot)[piece.clone()],
+                        logits: wanted.clone(),
+                    })
+                    .collect();
+                let logits = sessions
+                    .iter_mut()
+                    .map(|s| s.forward(&chunks, None))
+                    .collect::<Result<Vec<_>, _>>()?;
+                if wanted == LogitsWanted::All {
+                    let places: Vec<Place> = (first..first + slots)
+                        .flat_map(|window| piece.clone().map(move |position| (window, position)))
+                        .map(|(window, position)| Place {
+                            window,
+                            position,
+                            target: self.window(window)[position + 1],
+                        })
+                        .collect();
+                    visit(&logits, &places)?;
+                }
+                progress.advance((slots * piece.len()) as u64);
+            }
+            for session in sessions.iter_mut() {
+                (0..slots).for_each(|slot| session.truncate(slot, 0));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Ends a stage of progress however it is left.
+pub(crate) struct Stage<'a>(&'a dyn Progress);
+
+impl<'a> Stage<'a> {
+    pub(crate) fn begin(progress: &'a dyn Progress, name: &str, total: u64, unit: Unit) -> Self {
+        progress.begin(name, total, unit);
+        Stage(progress)
+    }
+}
+
+impl Drop for Stage<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}

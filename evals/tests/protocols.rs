@@ -1,0 +1,318 @@
+//! Windows, scoring and statistics, on an engine whose every logit is known.
+
+mod common;
+
+use common::FakeEngine;
+use nq_evals::{Error, EvalReport, EvalSpec, Precision, Protocol, ReferenceLogits};
+use nq_evals::{compare, evaluate, self_noise};
+use nq_runtime::Engine;
+
+const VOCAB: usize = 50;
+
+fn text(n: usize) -> Vec<u32> {
+    (0..n as u32)
+        .map(|i| (i * i * 7 + i * 3) % VOCAB as u32)
+        .collect()
+}
+
+fn log_softmax(row: &[f32]) -> Vec<f64> {
+    let max = row.iter().fold(f64::MIN, |m, &v| m.max(f64::from(v)));
+    let sum: f64 = row.iter().map(|&v| (f64::from(v) - max).exp()).sum();
+    row.iter().map(|&v| f64::from(v) - max - sum.ln()).collect()
+}
+
+/// Positions that a protocol scores, written out.
+fn scored(protocol: Protocol, ctx: usize) -> Vec<usize> {
+    match protocol {
+        Protocol::Hf => (0..ctx - 1).collect(),
+        Protocol::Llama => (ctx / 2..ctx - 1).collect(),
+    }
+}
+
+#[test]
+fn perplexity_is_the_definition_whatever_the_portions() {
+    let engine = FakeEngine::new(VOCAB, 0.0);
+    let tokens = text(77);
+    for protocol in [Protocol::Hf, Protocol::Llama] {
+        for ctx in [4usize, 7, 16, 64] {
+            let mut nll = Vec::new();
+            for window in tokens.chunks_exact(ctx) {
+                for p in scored(protocol, ctx) {
+                    let q = log_softmax(&engine.row(&window[..=p]));
+                    nll.push(-q[window[p + 1] as usize]);
+                }
+            }
+            let n = nll.len() as f64;
+            let mean = nll.iter().sum::<f64>() / n;
+            let var = nll.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (n - 1.0);
+            for rows in [1, 3, 16, 40, 512] {
+                let spec = EvalSpec {
+                    rows,
+                    ..EvalSpec::new(protocol, ctx, "squares")
+                };
+                let e = evaluate(&engine, &tokens, &spec, &()).unwrap();
+                let r = &e.report;
+                let case = format!("{protocol}, ctx {ctx}, rows {rows}");
+                assert_eq!(r.tokens, nll.len(), "{case}");
+                assert_eq!(r.windows, 77 / ctx, "{case}");
+                assert!((r.ppl / mean.exp() - 1.0).abs() < 1e-12, "{case}");
+                let se = (var / n).sqrt() * r.ppl;
+                assert!(
+                    (r.ppl_se / se - 1.0).abs() < 1e-9,
+                    "{case}: {} {se}",
+                    r.ppl_se
+                );
+                for (a, b) in e.nll.iter().zip(&nll) {
+                    assert!((a - b).abs() < 1e-12, "{case}");
+                }
+                assert_eq!(e.window_ppl().len(), r.windows);
+                assert!(e.pairs.is_empty() && r.against.is_none());
+            }
+        }
+    }
+}
+
+#[test]
+fn comparison_is_the_definition() {
+    let (engine, reference) = (FakeEngine::new(VOCAB, 0.4), FakeEngine::new(VOCAB, 0.0));
+    let tokens = text(200);
+    let spec = EvalSpec {
+        rows: 40,
+        ..EvalSpec::new(Protocol::Llama, 16, "squares")
+    };
+    let e = compare(&engine, &reference, &tokens, &spec, &()).unwrap();
+    let c = e.report.against.as_ref().unwrap();
+
+    let mut klds = Vec::new();
+    let (mut same, mut dp2, mut nll, mut nll_ref) = (0, 0.0, Vec::new(), Vec::new());
+    let top = |l: &[f64]| (0..l.len()).max_by(|&a, &b| l[a].total_cmp(&l[b]));
+    for window in tokens.chunks_exact(16) {
+        for p in scored(Protocol::Llama, 16) {
+            let q = log_softmax(&engine.row(&window[..=p]));
+            let r = log_softmax(&reference.row(&window[..=p]));
+            let t = window[p + 1] as usize;
+            klds.push(
+                r.iter()
+                    .zip(&q)
+                    .map(|(r, q)| r.exp() * (r - q))
+                    .sum::<f64>(),
+            );
+            same += usize::from(top(&q) == top(&r));
+            dp2 += (q[t].exp() - r[t].exp()).powi(2);
+            nll.push(-q[t]);
+            nll_ref.push(-r[t]);
+        }
+    }
+    let n = klds.len() as f64;
+    let close = |a: f64, b: f64, what: &str| {
+        assert!(
+            (a - b).abs() <= 1e-11 * b.abs().max(1.0),
+            "{what}: {a}, expected {b}"
+        );
+    };
+    close(c.kld.mean, klds.iter().sum::<f64>() / n, "mean");
+    close(c.rms_dp, (dp2 / n).sqrt(), "rms_dp");
+    close(c.same_top1, same as f64 / n, "same_top1");
+    assert!(same > 0 && same < klds.len(), "both cases occur");
+    close(
+        c.ppl_ref,
+        (nll_ref.iter().sum::<f64>() / n).exp(),
+        "ppl_ref",
+    );
+    close(c.ln_ppl_ratio, (e.report.ppl / c.ppl_ref).ln(), "ln ratio");
+    let d: Vec<f64> = nll.iter().zip(&nll_ref).map(|(a, b)| a - b).collect();
+    let m = d.iter().sum::<f64>() / n;
+    let se = (d.iter().map(|v| (v - m).powi(2)).sum::<f64>() / (n - 1.0) / n).sqrt();
+    close(c.ln_ppl_ratio_se, se, "its error");
+
+    let worst = e.worst(&tokens, 10);
+    assert_eq!(worst.len(), 10);
+    klds.sort_by(f64::total_cmp);
+    close(c.kld.max, klds[klds.len() - 1], "max");
+    close(worst[0].kld, klds[klds.len() - 1], "worst");
+    close(worst[9].kld, klds[klds.len() - 10], "tenth worst");
+    close(
+        c.kld.median,
+        nq_evals::stats::quantile(&klds, 0.5),
+        "median",
+    );
+    close(c.kld.p99, nq_evals::stats::quantile(&klds, 0.99), "p99");
+    let w = &worst[0];
+    let window = &tokens[w.window * 16..(w.window + 1) * 16];
+    assert_eq!(
+        w.context,
+        window[w.position + 1 - w.context.len()..=w.position]
+    );
+    assert_eq!(w.target, window[w.position + 1]);
+    let mean_of_means = e.window_kld().iter().sum::<f64>() / e.report.windows as f64;
+    close(mean_of_means, c.kld.mean, "windows are of one length");
+
+    // A report survives JSON.
+    let json = serde_json::to_string(&e.report).unwrap();
+    let back: EvalReport = serde_json::from_str(&json).unwrap();
+    assert_eq!(back, e.report);
+    for key in [
+        "ppl",
+        "ppl_se",
+        "tokens",
+        "windows",
+        "ctx",
+        "protocol",
+        "text",
+        "kld",
+        "same_top1",
+        "rms_dp",
+        "ppl_ref",
+        "ln_ppl_ratio",
+        "ln_ppl_ratio_se",
+    ] {
+        assert!(json.contains(&format!("\"{key}\":")), "{key} in {json}");
+    }
+}
+
+#[test]
+fn a_model_does_not_stray_from_itself() {
+    let engine = FakeEngine::new(VOCAB, 0.4);
+    let spec = EvalSpec::new(Protocol::Hf, 16, "squares");
+    let e = compare(&engine, &engine, &text(100), &spec, &()).unwrap();
+    let c = e.report.against.unwrap();
+    assert!(c.kld.max.abs() <= 1e-9, "{:?}", c.kld);
+    assert_eq!(c.same_top1, 1.0);
+    assert_eq!(c.rms_dp, 0.0);
+    assert_eq!(c.ln_ppl_ratio, 0.0);
+    let noise = self_noise(&engine, &text(100), &spec, &()).unwrap();
+    assert!(
+        noise.max.abs() < 1e-9,
+        "the fake has no rounding: {noise:?}"
+    );
+}
+
+#[test]
+fn a_recorded_reference_gives_the_lockstep_figures() {
+    let (engine, reference) = (FakeEngine::new(VOCAB, 0.4), FakeEngine::new(VOCAB, 0.0));
+    let tokens = text(330);
+    let spec = EvalSpec {
+        rows: 40,
+        ..EvalSpec::new(Protocol::Llama, 16, "squares")
+    };
+    let exact = compare(&engine, &reference, &tokens, &spec, &()).unwrap();
+    let x = exact.report.against.as_ref().unwrap();
+    let rows = exact.report.tokens as u64;
+    let wide = 4 * rows * VOCAB as u64;
+    for (limit, precision, tolerance) in [
+        (wide, Precision::F32, 1e-7),
+        (wide - 1, Precision::F16, 1e-5),
+    ] {
+        let r = ReferenceLogits::record(&reference, &tokens, &spec, limit, &()).unwrap();
+        assert_eq!(r.precision(), precision);
+        assert!(r.bytes() <= limit);
+        let found = r.compare(&engine, &()).unwrap();
+        assert_eq!(found.nll, exact.nll);
+        let c = found.report.against.as_ref().unwrap();
+        for (a, b) in found.pairs.iter().zip(&exact.pairs) {
+            assert!(
+                (a.kld - b.kld).abs() < 100.0 * tolerance,
+                "{precision}: {a:?} {b:?}"
+            );
+            assert_eq!(a.reference_top, b.reference_top);
+            assert_eq!(a.model_top, b.model_top);
+        }
+        assert!((c.kld.mean - x.kld.mean).abs() < tolerance, "{precision}");
+        assert!((c.ppl_ref - x.ppl_ref).abs() < 1e-12);
+        let itself = r.compare(&reference, &()).unwrap();
+        let floor = itself.report.against.unwrap().kld;
+        assert!(floor.mean.abs() < tolerance, "{precision}: {floor:?}");
+    }
+    let fit = ReferenceLogits::fitting_windows(VOCAB, &spec, wide / 4);
+    match ReferenceLogits::record(&reference, &tokens, &spec, wide / 4, &()) {
+        Err(Error::CacheTooLarge { fit: f, needed, .. }) => {
+            assert_eq!(f, fit);
+            assert_eq!(needed, wide / 2);
+        }
+        other => panic!("{:?}", other.map(|r| r.bytes())),
+    }
+    let fewer = EvalSpec {
+        max_windows: Some(fit),
+        ..spec
+    };
+    let r = ReferenceLogits::record(&reference, &tokens, &fewer, wide / 4, &()).unwrap();
+    assert_eq!(r.compare(&engine, &()).unwrap().report.windows, fit);
+}
+
+#[test]
+fn the_number_of_threads_changes_nothing() {
+    let (engine, reference) = (FakeEngine::new(VOCAB, 0.4), FakeEngine::new(VOCAB, 0.0));
+    let spec = EvalSpec::new(Protocol::Hf, 16, "squares");
+    let run = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        pool.unwrap()
+            .install(|| compare(&engine, &reference, &text(500), &spec, &()).unwrap())
+    };
+    let (one, three) = (run(1), run(3));
+    assert_eq!(one.report, three.report);
+    assert_eq!(one.pairs, three.pairs);
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused_by_name() {
+    let engine = FakeEngine::new(VOCAB, 0.0);
+    let check = |tokens: &[u32], spec: EvalSpec, expected: &str| {
+        let message = evaluate(&engine, tokens, &spec, &())
+            .unwrap_err()
+            .to_string();
+        assert!(message.contains(expected), "{message:?} lacks {expected:?}");
+    };
+    let spec = |ctx| EvalSpec::new(Protocol::Hf, ctx, "squares");
+    check(
+        &text(15),
+        spec(16),
+        "text squares: expected at least one window of 16",
+    );
+    check(
+        &text(500),
+        spec(65),
+        "ctx: expected at most the model's 64, found 65",
+    );
+    check(
+        &text(500),
+        spec(1),
+        "ctx: expected a window with tokens to score",
+    );
+    let mut bad = text(40);
+    bad[20] = VOCAB as u32;
+    check(
+        &bad,
+        spec(16),
+        "below the model's vocabulary of 50, found 50 at token 20",
+    );
+    bad[20] = 0;
+    bad[35] = VOCAB as u32; // past the last whole window
+    evaluate(&engine, &bad, &spec(16), &()).unwrap();
+
+    let mut poisoned = FakeEngine::new(VOCAB, 0.0);
+    poisoned.poison = Some(6);
+    let message = evaluate(&poisoned, &text(40), &spec(16), &())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        message.contains("the model's logits at position 5 of window"),
+        "{message}"
+    );
+    let message = compare(&engine, &poisoned, &text(40), &spec(16), &())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        message.contains("the reference's logits at position 5"),
+        "{message}"
+    );
+
+    let other = FakeEngine::new(VOCAB + 1, 0.0);
+    assert_eq!(other.config().vocab_size, VOCAB + 1);
+    let message = compare(&engine, &other, &text(40), &spec(16), &())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        message.contains("expected the reference's 51 tokens, found 50"),
+        "{message}"
+    );
+}
