@@ -58,12 +58,12 @@ pub fn peak(row: &[f32]) -> Option<(usize, f32)> {
     for chunk in body {
         for l in 0..LANES {
             max[l] = if chunk[l] > max[l] { chunk[l] } else { max[l] };
-            bad[l] += chunk[l] - chunk[l]; // 0, or NaN from NaN and infinities
+            bad[l] += chunk[l] * 0.0; // 0, or NaN from NaN and infinities
         }
     }
     for &v in tail {
         max[0] = if v > max[0] { v } else { max[0] };
-        bad[0] += v - v;
+        bad[0] += v * 0.0;
     }
     if bad.iter().sum::<f32>() != 0.0 || row.is_empty() {
         return None;
