@@ -5,7 +5,7 @@
 //! observer. [`LayerStepper`] is the same forward one layer at a time, for quantizing models
 //! larger than memory.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::cpu::KvType;
@@ -177,6 +177,68 @@ pub trait Session: Send {
     }
 }
 
+/// Refuses chunks that do not fit a session before anything is computed. `len` gives the
+/// tokens that a slot holds.
+pub(crate) fn check_chunks(
+    chunks: &[Chunk<'_>],
+    spec: &SessionSpec,
+    vocab: usize,
+    len: impl Fn(usize) -> usize,
+) -> Result<()> {
+    let refuse = |what, expected: String, found: String| {
+        Err(Error::Request {
+            what,
+            expected,
+            found,
+        })
+    };
+    let rows: usize = chunks.iter().map(|c| c.tokens.len()).sum();
+    if rows > spec.max_rows {
+        let most = format!("at most {}", spec.max_rows);
+        return refuse("tokens of one forward", most, rows.to_string());
+    }
+    for (i, chunk) in chunks.iter().enumerate() {
+        let (slot, n) = (chunk.slot, chunk.tokens.len());
+        if slot >= spec.slots {
+            let slots = format!("a slot below {}", spec.slots);
+            return refuse("chunk", slots, slot.to_string());
+        }
+        if chunks[..i].iter().any(|c| c.slot == slot) {
+            let found = format!("slot {slot} twice");
+            return refuse("chunks", "different slots".into(), found);
+        }
+        if n == 0 {
+            return refuse("chunk", "at least one token".into(), "none".into());
+        }
+        let wanted = chunk.logits.rows(n);
+        if wanted.start > wanted.end || wanted.end > n {
+            let rows = format!("rows within 0..{n}");
+            return refuse("logits window", rows, format!("{wanted:?}"));
+        }
+        check_tokens(chunk.tokens, vocab)?;
+        let needed = len(slot) + n;
+        if needed > spec.ctx {
+            return Err(Error::ContextFull {
+                capacity: spec.ctx,
+                needed,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// An error if a token id is past the vocabulary.
+pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<()> {
+    match tokens.iter().find(|&&t| t as usize >= vocab) {
+        None => Ok(()),
+        Some(token) => Err(Error::Request {
+            what: "token id",
+            expected: format!("below the vocabulary's {vocab}"),
+            found: token.to_string(),
+        }),
+    }
+}
+
 /// The seven Linears of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LinearKind {
@@ -276,6 +338,9 @@ pub trait Observer {
         let _ = x;
     }
 }
+
+/// Sees nothing.
+impl Observer for () {}
 
 /// The canonical weights of one layer.
 #[derive(Clone, Debug)]

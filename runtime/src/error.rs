@@ -52,6 +52,39 @@ pub enum Error {
         /// The first that is not, or that there is none.
         found: String,
     },
+    /// A device that was asked for is absent or unusable.
+    #[error("device {device}: {why}")]
+    Device {
+        /// The device.
+        device: String,
+        /// What is missing.
+        why: String,
+    },
+    /// An engine does not do what was asked of it.
+    #[error("engine {engine}: {what}: expected {expected}, found {found}")]
+    Unsupported {
+        /// The engine.
+        engine: &'static str,
+        /// Which part of the model or request.
+        what: &'static str,
+        /// What it does.
+        expected: String,
+        /// What was asked for.
+        found: String,
+    },
+    /// Something does not fit a device's memory.
+    #[error("{what} needs {needed} bytes; {available} are available")]
+    Memory {
+        /// What was to be allocated.
+        what: &'static str,
+        /// Its bytes.
+        needed: u64,
+        /// Bytes that the device can still hand out.
+        available: u64,
+    },
+    /// The layers' output is finite, the head's is not.
+    #[error("logits are not finite: the head's weights or activations overflow")]
+    LogitsNotFinite,
     /// Numbers stopped being numbers.
     #[error("{what} of layer {layer} is not finite: the weights or activations overflow")]
     NotFinite {

@@ -7,15 +7,21 @@
 #![forbid(unsafe_code)]
 
 pub mod batch;
+mod candle;
 pub mod chat_template;
+mod cpu;
 pub mod detokenizer;
+pub mod device;
 pub mod engine;
 pub mod error;
 pub mod generate;
+mod kv;
 pub mod load;
 pub mod models;
+pub mod rope;
 pub mod sampler;
 pub mod tokenizer;
+pub mod weights;
 
 pub use chat_template::{ChatTemplate, Message};
 pub use detokenizer::Detokenizer;
@@ -25,7 +31,7 @@ pub use engine::{
 };
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
-pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions};
+pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, load, stepper};
 pub use nq_kernels::cpu::KvType;
 pub use sampler::{Sampler, SamplingParams};
 pub use tokenizer::Tokenizer;

@@ -1,7 +1,14 @@
 //! From weights to a running engine.
 
-use nq_kernels::KernelSet;
-use nq_kernels::cpu::IsaChoice;
+use crate::candle::CandleEngine;
+use crate::cpu::{CpuEngine, CpuStepper};
+use crate::device::Device;
+use crate::engine::{Engine, LayerStepper};
+use crate::error::Result;
+use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
+use nq_kernels::cpu::{IsaChoice, KvType};
+use nq_kernels::{Activations, KernelSet};
+use std::sync::Arc;
 
 /// Which device to run on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,4 +59,51 @@ pub struct LoadOptions {
     pub activations: ActivationChoice,
     /// Family of kernels.
     pub kernels: KernelSet,
+}
+
+/// Loads a model: reads every weight from `store`, repacks it for the device and reports
+/// progress in bytes. `store` may be a checkpoint or anything that makes weights.
+///
+/// # Errors
+/// A missing or misshapen tensor, a weight that no kernel serves, an absent device or
+/// instruction set; each says which.
+pub fn load(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    options: &LoadOptions,
+    progress: &dyn Progress,
+) -> Result<Arc<dyn Engine>> {
+    if options.engine == EngineKind::Candle {
+        let engine = CandleEngine::load(config, store, options, progress)?;
+        return Ok(Arc::new(engine));
+    }
+    match options.device.resolve()? {
+        Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
+    }
+}
+
+/// The forward one layer at a time, for weights that arrive layer by layer. Keys and values
+/// are rounded to `kv`.
+///
+/// # Errors
+/// An absent device or instruction set.
+pub fn stepper(
+    config: &ModelConfig,
+    options: &LoadOptions,
+    kv: KvType,
+) -> Result<Box<dyn LayerStepper>> {
+    match options.device.resolve()? {
+        Device::Cpu => Ok(Box::new(CpuStepper::new(config, options, kv)?)),
+    }
+}
+
+impl ActivationChoice {
+    /// What the input of the stacked `parts` is rounded to.
+    pub fn resolve(self, parts: &[&Weight]) -> Activations {
+        let _ = parts;
+        match self {
+            ActivationChoice::Auto | ActivationChoice::F32 => Activations::F32,
+            ActivationChoice::Int8 => Activations::Int8 { group: 32 },
+        }
+    }
 }

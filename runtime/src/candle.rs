@@ -1,0 +1,288 @@
+//! `--engine candle`: the unquantized model through candle-transformers, in f32 on the CPU.
+//! The standard implementation that nq's own forward is tested and measured against.
+
+use crate::engine::{
+    Chunk, Engine, EngineDescription, LayerWeights, LinearId, LinearKind, Logits, Observer,
+    Session, SessionSpec, check_chunks,
+};
+use crate::error::{Error, Result};
+use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
+use crate::models::qwen3;
+use crate::weights::{Census, LoadProgress};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{Activation, VarBuilder};
+use candle_transformers::models::qwen3::{Config, Model};
+use nq_formats::{ModelConfig, Progress, RopeScaling, Weight, WeightStore};
+use nq_kernels::Activations;
+use nq_kernels::cpu::KvType;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// [`Engine`] over candle's Qwen3.
+pub(crate) struct CandleEngine {
+    config: ModelConfig,
+    model: Model,
+    head: Tensor, // [hidden, vocab], a transposed view
+    pool: Arc<rayon::ThreadPool>,
+    description: EngineDescription,
+    bytes_per_token: usize,
+}
+
+impl CandleEngine {
+    /// Converts every weight to f32 and hands it to candle.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for what candle's Qwen3 does not do: quantized weights, other
+    /// devices, rounded activations, YaRN.
+    pub(crate) fn load(
+        config: &ModelConfig,
+        store: &dyn WeightStore,
+        options: &LoadOptions,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        if let DeviceChoice::Cuda(n) = options.device {
+            return Err(unsupported("device", "the CPU", format!("cuda:{n}")));
+        }
+        if options.activations == ActivationChoice::Int8 {
+            return Err(unsupported("activations", "f32", "int8".into()));
+        }
+        if config.rope.scaling != RopeScaling::None {
+            let found = format!("{:?}", config.rope.scaling);
+            return Err(unsupported("rope scaling", "none", found));
+        }
+        let mut done = LoadProgress::begin(config, store, progress);
+        let mut tensors = HashMap::new();
+        let mut matrix = |name: String, weight: &Weight| -> Result<Tensor> {
+            let t = to_tensor(&name, weight)?;
+            tensors.insert(format!("{name}.weight"), t.clone());
+            done.add(weight);
+            Ok(t)
+        };
+        let mut layer_norms = Vec::new();
+        for layer in 0..config.num_hidden_layers {
+            let weights = LayerWeights::read(store, config, layer)?;
+            for kind in LinearKind::ALL {
+                matrix(LinearId { layer, kind }.to_string(), weights.linear(kind))?;
+            }
+            for (name, norm) in [
+                ("input_layernorm", weights.input_norm),
+                ("post_attention_layernorm", weights.post_attention_norm),
+                ("self_attn.q_norm", weights.q_norm),
+                ("self_attn.k_norm", weights.k_norm),
+            ] {
+                layer_norms.push((format!("model.layers.{layer}.{name}.weight"), norm));
+            }
+        }
+        let embedding = qwen3::embedding(store, config)?;
+        let mut head = matrix(qwen3::EMBEDDING.into(), &embedding)?;
+        if !config.tie_word_embeddings {
+            head = matrix(qwen3::HEAD.into(), &qwen3::head(store, config)?)?;
+        }
+        let final_norm = store.vector(qwen3::FINAL_NORM, config.hidden_size)?;
+        layer_norms.push((format!("{}.weight", qwen3::FINAL_NORM), final_norm));
+        for (name, norm) in layer_norms {
+            let t = Tensor::from_vec(norm.to_f32()?, norm.shape(), &Device::Cpu)?;
+            tensors.insert(name, t);
+        }
+        done.end();
+
+        let elements = |t: &Tensor| t.elem_count();
+        let all: usize = tensors.values().map(elements).sum();
+        let looked_up = match config.tie_word_embeddings {
+            true => 0,
+            false => config.vocab_size * config.hidden_size,
+        };
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(options.threads.unwrap_or(0))
+            .build()
+            .map_err(|e| unsupported("threads", "as many as can be started", e.to_string()))?;
+        let mut census = Census::default();
+        census.add(&[], Activations::F32);
+        Ok(CandleEngine {
+            model: Model::new(&candle_config(config), vb)?,
+            head: head.t()?,
+            description: EngineDescription {
+                engine: "candle".into(),
+                device: "cpu".into(),
+                kernels: "candle".into(),
+                activations: census.activations(),
+                bits: 32,
+                threads: pool.current_num_threads(),
+            },
+            pool: Arc::new(pool),
+            config: config.clone(),
+            bytes_per_token: 4 * (all - looked_up),
+        })
+    }
+}
+
+impl Engine for CandleEngine {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn description(&self) -> &EngineDescription {
+        &self.description
+    }
+
+    fn bytes_per_token(&self) -> usize {
+        self.bytes_per_token
+    }
+
+    /// One sequence, f32 keys and values, which grow as it does.
+    fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
+        if spec.slots != 1 {
+            return Err(unsupported("slots", "1", spec.slots.to_string()));
+        }
+        if spec.kv != KvType::F32 {
+            return Err(unsupported("KV cache", "f32", spec.kv.to_string()));
+        }
+        if spec.ctx > self.config.max_position_embeddings {
+            let most = format!("at most {} positions", self.config.max_position_embeddings);
+            return Err(unsupported("context", &most, spec.ctx.to_string()));
+        }
+        Ok(Box::new(CandleSession {
+            fresh: self.model.clone(),
+            model: self.model.clone(),
+            head: self.head.clone(),
+            pool: self.pool.clone(),
+            vocab: self.config.vocab_size,
+            spec,
+            tokens: Vec::new(),
+            cached: 0,
+            logits: Vec::new(),
+        }))
+    }
+}
+
+/// A sequence in progress. candle's cache can only grow, so a shortened sequence is computed
+/// again when it goes on.
+struct CandleSession {
+    fresh: Model, // shares its weights with `model`; its cache is empty
+    model: Model,
+    head: Tensor,
+    pool: Arc<rayon::ThreadPool>,
+    vocab: usize,
+    spec: SessionSpec,
+    tokens: Vec<u32>,
+    cached: usize, // tokens in `model`'s cache
+    logits: Vec<f32>,
+}
+
+impl CandleSession {
+    /// Runs the model over `tokens` behind its cache: the normalized hidden states
+    /// `[tokens, hidden]`.
+    fn hidden(&mut self, tokens: &[u32]) -> candle_core::Result<Tensor> {
+        let input = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
+        let hidden = self.model.forward(&input, self.cached)?.squeeze(0)?;
+        self.cached += tokens.len();
+        Ok(hidden)
+    }
+
+    fn run(&mut self, chunk: &Chunk<'_>) -> candle_core::Result<()> {
+        if self.cached != self.tokens.len() {
+            self.model = self.fresh.clone();
+            self.cached = 0;
+            let prefix = std::mem::take(&mut self.tokens);
+            let result = match prefix.as_slice() {
+                [] => Ok(()),
+                prefix => self.hidden(prefix).map(drop),
+            };
+            self.tokens = prefix;
+            result?;
+        }
+        let hidden = self.hidden(chunk.tokens)?;
+        let rows = chunk.logits.rows(chunk.tokens.len());
+        self.logits.clear();
+        if !rows.is_empty() {
+            let hidden = hidden.narrow(0, rows.start, rows.len())?;
+            let logits = hidden.matmul(&self.head)?;
+            self.logits = logits.flatten_all()?.to_vec1()?;
+        }
+        Ok(())
+    }
+}
+
+impl Session for CandleSession {
+    fn spec(&self) -> SessionSpec {
+        self.spec
+    }
+
+    fn len(&self, _slot: usize) -> usize {
+        self.tokens.len()
+    }
+
+    fn truncate(&mut self, _slot: usize, len: usize) {
+        if len < self.tokens.len() {
+            self.tokens.truncate(len);
+            self.cached = usize::MAX; // longer than any sequence: compute it again
+        }
+    }
+
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        observer: Option<&mut dyn Observer>,
+    ) -> Result<Logits<'_>> {
+        if observer.is_some() {
+            return Err(unsupported("observer", "none", "one".into()));
+        }
+        check_chunks(chunks, &self.spec, self.vocab, |_| self.tokens.len())?;
+        if let [chunk] = chunks {
+            let pool = self.pool.clone();
+            if let Err(e) = pool.install(|| self.run(chunk)) {
+                self.cached = usize::MAX; // the cache may be half-written
+                return Err(e.into());
+            }
+            self.tokens.extend(chunk.tokens);
+        }
+        Ok(Logits {
+            data: &self.logits,
+            vocab: self.vocab,
+        })
+    }
+}
+
+/// What candle's Qwen3 cannot do.
+fn unsupported(what: &'static str, expected: &str, found: String) -> Error {
+    Error::Unsupported {
+        engine: "candle",
+        what,
+        expected: expected.into(),
+        found,
+    }
+}
+
+/// A dense weight as candle's tensor, in f32.
+fn to_tensor(name: &str, weight: &Weight) -> Result<Tensor> {
+    match weight {
+        Weight::Dense(t) => Ok(Tensor::from_vec(t.to_f32()?, t.shape(), &Device::Cpu)?),
+        Weight::Quantized(_) => {
+            let found = format!("{} in {name}", weight.scheme_name());
+            Err(unsupported("weights", "unquantized ones", found))
+        }
+    }
+}
+
+/// The config in candle's words.
+fn candle_config(c: &ModelConfig) -> Config {
+    Config {
+        vocab_size: c.vocab_size,
+        hidden_size: c.hidden_size,
+        intermediate_size: c.intermediate_size,
+        num_hidden_layers: c.num_hidden_layers,
+        num_attention_heads: c.num_attention_heads,
+        head_dim: c.head_dim,
+        attention_bias: false,
+        num_key_value_heads: c.num_key_value_heads,
+        max_position_embeddings: c.max_position_embeddings,
+        sliding_window: None,
+        max_window_layers: c.num_hidden_layers,
+        tie_word_embeddings: c.tie_word_embeddings,
+        rope_theta: c.rope.theta,
+        rms_norm_eps: f64::from(c.rms_norm_eps),
+        use_sliding_window: false,
+        hidden_act: Activation::Silu,
+    }
+}

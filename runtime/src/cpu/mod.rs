@@ -1,0 +1,121 @@
+//! The CPU engine: nq's own forward over `nq_kernels::cpu`.
+
+mod layer;
+mod session;
+mod stepper;
+
+pub(crate) use stepper::CpuStepper;
+
+use crate::device::available_memory;
+use crate::engine::{Engine, EngineDescription, LayerWeights, Session, SessionSpec};
+use crate::error::{Error, Result};
+use crate::load::LoadOptions;
+use crate::models::qwen3;
+use crate::rope::Rotary;
+use crate::weights::{Census, LoadProgress};
+use layer::Layer;
+use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
+use nq_kernels::cpu::{Cpu, Linear};
+use session::CpuSession;
+use std::sync::Arc;
+
+/// A model packed for this CPU.
+pub(crate) struct CpuModel {
+    config: ModelConfig,
+    cpu: Cpu,
+    rotary: Rotary,
+    /// Canonical, `[vocab, hidden]`: rows are looked up. Also kept when the head is tied,
+    /// because the head's packing serves products, not look-ups; the bytes of a mapped file
+    /// stay the file's.
+    embedding: Weight,
+    layers: Vec<Layer>,
+    norm: Vec<f32>, // [hidden]
+    head: Linear,   // [vocab, hidden]
+}
+
+/// [`Engine`] on the CPU.
+pub(crate) struct CpuEngine {
+    model: Arc<CpuModel>,
+    description: EngineDescription,
+}
+
+impl CpuEngine {
+    /// Reads and packs a model layer by layer.
+    pub(crate) fn load(
+        config: &ModelConfig,
+        store: &dyn WeightStore,
+        options: &LoadOptions,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let cpu = Cpu::new(options.threads, options.isa)?;
+        let mut done = LoadProgress::begin(config, store, progress);
+        let mut census = Census::default();
+        let mut layers = Vec::with_capacity(config.num_hidden_layers);
+        for index in 0..config.num_hidden_layers {
+            let weights = LayerWeights::read(store, config, index)?;
+            layers.push(Layer::pack(&cpu, options, index, &weights, &mut census)?);
+            weights.linears.iter().for_each(|w| done.add(w));
+        }
+        let embedding = qwen3::embedding(store, config)?;
+        let head_weight = match config.tie_word_embeddings {
+            true => embedding.clone(),
+            false => qwen3::head(store, config)?,
+        };
+        let activations = options.activations.resolve(&[&head_weight]);
+        census.add(&[&head_weight], activations);
+        let head = Linear::new(&cpu, &[&head_weight], activations, options.kernels)?;
+        let norm = store
+            .vector(qwen3::FINAL_NORM, config.hidden_size)?
+            .to_f32()?;
+        done.end();
+
+        let description = EngineDescription {
+            engine: "nq".into(),
+            device: format!("cpu ({})", cpu.isa()),
+            kernels: options.kernels.to_string(),
+            activations: census.activations(),
+            bits: census.bits(),
+            threads: cpu.threads(),
+        };
+        let model = CpuModel {
+            rotary: Rotary::new(config),
+            config: config.clone(),
+            cpu,
+            embedding,
+            layers,
+            norm,
+            head,
+        };
+        Ok(CpuEngine {
+            model: Arc::new(model),
+            description,
+        })
+    }
+}
+
+impl Engine for CpuEngine {
+    fn config(&self) -> &ModelConfig {
+        &self.model.config
+    }
+
+    fn description(&self) -> &EngineDescription {
+        &self.description
+    }
+
+    fn bytes_per_token(&self) -> usize {
+        let m = &self.model;
+        m.layers.iter().map(Layer::bytes).sum::<usize>() + 4 * m.norm.len() + m.head.bytes()
+    }
+
+    fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
+        let needed = CpuSession::bytes(self.config(), &spec) as u64;
+        match available_memory() {
+            Some(available) if needed > available => Err(Error::Memory {
+                what: "the KV cache and scratch of a session",
+                needed,
+                available,
+            }),
+            _ => Ok(Box::new(CpuSession::new(self.model.clone(), spec))),
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! [`Session`] on the CPU.
+
+use super::CpuModel;
+use super::layer::{Batch, Pass, Scratch, all_finite};
+use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, check_chunks};
+use crate::error::{Error, Result};
+use crate::kv::KvCache;
+use nq_formats::{ModelConfig, Weight};
+use nq_kernels::cpu::Epilogue;
+use std::sync::Arc;
+
+/// Sequences in progress over a [`CpuModel`].
+pub(super) struct CpuSession {
+    model: Arc<CpuModel>,
+    spec: SessionSpec,
+    kv: KvCache,
+    batch: Batch,
+    scratch: Scratch,
+    x: Vec<f32>,       // [max_rows, hidden], the residual stream
+    head_in: Vec<f32>, // [rows wanted, hidden]
+    logits: Vec<f32>,  // [rows wanted, vocab]
+}
+
+impl CpuSession {
+    pub(super) fn new(model: Arc<CpuModel>, spec: SessionSpec) -> Self {
+        let c = &model.config;
+        CpuSession {
+            kv: KvCache::new(c, spec.kv, spec.slots, spec.ctx),
+            batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
+            scratch: Scratch::new(c, spec.max_rows),
+            x: vec![0.0; spec.max_rows * c.hidden_size],
+            head_in: Vec::new(),
+            logits: Vec::new(),
+            model,
+            spec,
+        }
+    }
+
+    /// Bytes that a session reserves, without logits.
+    pub(super) fn bytes(c: &ModelConfig, spec: &SessionSpec) -> usize {
+        KvCache::bytes(c, spec.kv, spec.slots, spec.ctx)
+            + Scratch::bytes(c, spec.max_rows)
+            + 4 * spec.max_rows * c.hidden_size
+    }
+
+    /// Runs the layers over the chunks: `x` becomes the residual stream behind the last.
+    /// With `locate` every layer's output is checked.
+    fn run_layers(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        locate: bool,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let model = &*self.model;
+        let x = &mut self.x[..self.batch.rows() * model.config.hidden_size];
+        let tokens = chunks.iter().flat_map(|c| c.tokens);
+        embed(&model.embedding, tokens, x)?;
+        for (index, layer) in model.layers.iter().enumerate() {
+            let pass = Pass {
+                cpu: &model.cpu,
+                config: &model.config,
+                batch: &self.batch,
+                kv: self.kv.layer(index),
+                scratch: &mut self.scratch,
+            };
+            layer.forward(pass, x, observer)?;
+            if locate {
+                layer.check_finite(x)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Final norm and head over the rows that the chunks want.
+    fn run_head(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
+        let model = &*self.model;
+        let c = &model.config;
+        let h = c.hidden_size;
+        let rows_of = |chunk: &Chunk<'_>| chunk.logits.rows(chunk.tokens.len());
+        let wanted: usize = chunks.iter().map(|c| rows_of(c).len()).sum();
+        self.head_in.resize(wanted * h, 0.0);
+        self.logits.resize(wanted * c.vocab_size, 0.0);
+        if wanted == 0 {
+            return Ok(());
+        }
+        let mut at = 0;
+        for (chunk, span) in chunks.iter().zip(self.batch.spans()) {
+            let rows = rows_of(chunk);
+            let x = &self.x[(span.row + rows.start) * h..(span.row + rows.end) * h];
+            let normed = &mut self.head_in[at..at + x.len()];
+            if !x.is_empty() {
+                model.cpu.rms_norm(x, &model.norm, c.rms_norm_eps, normed);
+            }
+            at += x.len();
+        }
+        observer.head_input(&self.head_in);
+        let logits = &mut self.logits;
+        model
+            .cpu
+            .linear(&model.head, &self.head_in, logits, Epilogue::Store)?;
+        Ok(())
+    }
+}
+
+impl Session for CpuSession {
+    fn spec(&self) -> SessionSpec {
+        self.spec
+    }
+
+    fn len(&self, slot: usize) -> usize {
+        self.kv.len(slot)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        let len = len.min(self.kv.len(slot));
+        self.kv.set_len(slot, len);
+    }
+
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        observer: Option<&mut dyn Observer>,
+    ) -> Result<Logits<'_>> {
+        let vocab = self.model.config.vocab_size;
+        check_chunks(chunks, &self.spec, vocab, |slot| self.kv.len(slot))?;
+        self.batch.clear();
+        for chunk in chunks {
+            let position = self.kv.len(chunk.slot);
+            let rows = chunk.tokens.len();
+            self.batch
+                .push(&self.model.rotary, chunk.slot, position, rows);
+        }
+        let mut nobody = ();
+        let observer = observer.unwrap_or(&mut nobody);
+        self.run_layers(chunks, false, observer)?;
+        let rows = self.batch.rows() * self.model.config.hidden_size;
+        if !all_finite(&self.x[..rows]) {
+            // The sequences' lengths are still the old ones, so running again is safe; the
+            // layer that fails first is worth the time.
+            self.run_layers(chunks, true, &mut ())?;
+        }
+        self.run_head(chunks, observer)?;
+        if !all_finite(&self.logits) {
+            return Err(Error::LogitsNotFinite);
+        }
+        for chunk in chunks {
+            let len = self.kv.len(chunk.slot) + chunk.tokens.len();
+            self.kv.set_len(chunk.slot, len);
+        }
+        Ok(Logits {
+            data: &self.logits,
+            vocab,
+        })
+    }
+}
+
+/// Looks `tokens`, all within the vocabulary, up in `embedding` `[vocab, hidden]`:
+/// `x` `[tokens, hidden]`.
+pub(super) fn embed<'a>(
+    embedding: &Weight,
+    tokens: impl Iterator<Item = &'a u32>,
+    x: &mut [f32],
+) -> Result<()> {
+    let h = embedding.dims().1;
+    for (&token, x) in tokens.zip(x.chunks_exact_mut(h)) {
+        embedding.dequantize_row(token as usize, x)?;
+    }
+    Ok(())
+}

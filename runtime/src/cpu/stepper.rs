@@ -1,0 +1,218 @@
+//! [`LayerStepper`] on the CPU.
+
+use super::layer::{Batch, Layer, Pass, Scratch};
+use super::session::embed;
+use crate::engine::{Hidden, LayerStepper, LayerWeights, Observer, check_tokens};
+use crate::error::{Error, Result};
+use crate::kv::KvPair;
+use crate::load::LoadOptions;
+use crate::rope::Rotary;
+use crate::weights::Census;
+use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_kernels::cpu::{Cpu, Epilogue, KvType, Linear};
+use std::ops::Range;
+
+/// Rows that run through a layer at once: enough to keep the products efficient, few enough
+/// that their activations take little memory.
+const ROWS: usize = 512;
+
+/// The forward one layer at a time.
+pub(crate) struct CpuStepper {
+    config: ModelConfig,
+    options: LoadOptions,
+    cpu: Cpu,
+    rotary: Rotary,
+    kv_type: KvType,
+    kv: Vec<KvPair>, // one per sequence of a piece
+    batch: Batch,
+    scratch: Scratch,
+}
+
+impl CpuStepper {
+    /// A stepper for models of this shape; keys and values are rounded to `kv_type`.
+    pub(crate) fn new(
+        config: &ModelConfig,
+        options: &LoadOptions,
+        kv_type: KvType,
+    ) -> Result<Self> {
+        Ok(CpuStepper {
+            cpu: Cpu::new(options.threads, options.isa)?,
+            rotary: Rotary::new(config),
+            kv_type,
+            kv: Vec::new(),
+            batch: Batch::with_capacity(config, ROWS, 0),
+            scratch: Scratch::new(config, ROWS),
+            options: *options,
+            config: config.clone(),
+        })
+    }
+
+    /// Makes room for the sequences of any piece of `plan`.
+    fn reserve(&mut self, plan: &[Piece]) {
+        let slots = plan.iter().map(|p| p.chunks.len()).max().unwrap_or(0);
+        let ends = plan.iter().flat_map(|p| &p.chunks).map(|c| c.0 + c.1);
+        let ctx = ends.max().unwrap_or(0);
+        if self.kv.len() < slots || self.kv.first().is_some_and(|p| p.keys.capacity() < ctx) {
+            let pair = || KvPair::new(&self.config, self.kv_type, ctx);
+            self.kv = (0..slots).map(|_| pair()).collect();
+        }
+    }
+}
+
+/// Rows that go through a layer together.
+#[derive(Debug, PartialEq, Eq)]
+struct Piece {
+    /// First row in the residual stream.
+    row: usize,
+    /// `(position, rows)` of consecutive sequences, or of a part of a long one.
+    chunks: Vec<(usize, usize)>,
+}
+
+/// Cuts sequences into pieces of at most `ROWS` rows: whole sequences together, a longer one
+/// alone, its parts one after another.
+fn plan(lengths: &[usize]) -> Vec<Piece> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    let (mut row, mut room) = (0, 0);
+    for &len in lengths.iter().filter(|&&len| len > 0) {
+        match pieces.last_mut() {
+            Some(piece) if len <= room => {
+                piece.chunks.push((0, len));
+                room -= len;
+            }
+            _ => {
+                for start in (0..len).step_by(ROWS) {
+                    pieces.push(Piece {
+                        row: row + start,
+                        chunks: vec![(start, ROWS.min(len - start))],
+                    });
+                }
+                room = ROWS.saturating_sub(len);
+            }
+        }
+        row += len;
+    }
+    pieces
+}
+
+impl LayerStepper for CpuStepper {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn embed(&mut self, embedding: &Weight, sequences: &[Vec<u32>]) -> Result<Hidden> {
+        let rows: usize = sequences.iter().map(Vec::len).sum();
+        let mut data = vec![0.0; rows * embedding.dims().1];
+        for s in sequences {
+            check_tokens(s, embedding.dims().0)?;
+        }
+        embed(embedding, sequences.iter().flatten(), &mut data)?;
+        Ok(Hidden {
+            data,
+            lengths: sequences.iter().map(Vec::len).collect(),
+        })
+    }
+
+    fn layer(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &mut Hidden,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let h = self.config.hidden_size;
+        check_hidden(hidden, h)?;
+        let census = &mut Census::default();
+        let layer = Layer::pack(&self.cpu, &self.options, index, weights, census)?;
+        let pieces = plan(&hidden.lengths);
+        self.reserve(&pieces);
+        for piece in &pieces {
+            self.batch.clear();
+            for (slot, &(position, len)) in piece.chunks.iter().enumerate() {
+                self.batch.push(&self.rotary, slot, position, len);
+            }
+            let x = &mut hidden.data[piece.row * h..(piece.row + self.batch.rows()) * h];
+            let pass = Pass {
+                cpu: &self.cpu,
+                config: &self.config,
+                batch: &self.batch,
+                kv: &mut self.kv,
+                scratch: &mut self.scratch,
+            };
+            layer.forward(pass, x, observer)?;
+            layer.check_finite(x)?;
+        }
+        Ok(())
+    }
+
+    fn head(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        rows: Range<usize>,
+    ) -> Result<Vec<f32>> {
+        let h = self.config.hidden_size;
+        check_hidden(hidden, h)?;
+        if rows.start > rows.end || rows.end * h > hidden.data.len() {
+            return Err(Error::Request {
+                what: "rows of the head",
+                expected: format!("within 0..{}", hidden.data.len() / h),
+                found: format!("{rows:?}"),
+            });
+        }
+        let activations = self.options.activations.resolve(&[head]);
+        let head = Linear::new(&self.cpu, &[head], activations, self.options.kernels)?;
+        let norm = norm.to_f32()?;
+        let x = &hidden.data[rows.start * h..rows.end * h];
+        let mut normed = vec![0.0; x.len()];
+        let mut logits = vec![0.0; rows.len() * head.out_features()];
+        if !rows.is_empty() {
+            let eps = self.config.rms_norm_eps;
+            self.cpu.rms_norm(x, &norm, eps, &mut normed);
+            self.cpu
+                .linear(&head, &normed, &mut logits, Epilogue::Store)?;
+        }
+        Ok(logits)
+    }
+}
+
+/// An error if the residual stream does not hold the rows that its lengths say.
+fn check_hidden(hidden: &Hidden, h: usize) -> Result<()> {
+    let rows: usize = hidden.lengths.iter().sum();
+    if hidden.data.len() == rows * h {
+        return Ok(());
+    }
+    Err(Error::Request {
+        what: "residual stream",
+        expected: format!("[{rows}, {h}]"),
+        found: format!("{} values", hidden.data.len()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ROWS, plan};
+
+    #[test]
+    fn pieces_cover_every_row_once_and_keep_sequences_whole_where_they_fit() {
+        for lengths in [
+            vec![],
+            vec![1],
+            vec![0, 3, 0],
+            vec![ROWS; 3],
+            vec![ROWS - 1, 1, 1],
+            vec![7, 2 * ROWS + 5, 9, ROWS / 2, ROWS / 2 + 1],
+        ] {
+            let pieces = plan(&lengths);
+            let mut next = 0;
+            for p in &pieces {
+                assert_eq!(p.row, next, "{lengths:?}");
+                let rows: usize = p.chunks.iter().map(|c| c.1).sum();
+                assert!((1..=ROWS).contains(&rows), "{lengths:?}: {rows} rows");
+                assert!(p.chunks.len() == 1 || p.chunks.iter().all(|c| c.0 == 0));
+                next += rows;
+            }
+            assert_eq!(next, lengths.iter().sum::<usize>(), "{lengths:?}");
+        }
+    }
+}

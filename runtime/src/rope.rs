@@ -1,0 +1,80 @@
+//! Rotary position embedding: frequencies, YaRN, and the table rows of a batch.
+
+use nq_formats::{ModelConfig, RopeScaling};
+use std::f64::consts::TAU;
+
+/// The rotary frequencies of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rotary {
+    inv_freq: Vec<f32>, // [head_dim / 2]
+    attention_factor: f32,
+}
+
+impl Rotary {
+    /// The frequencies of `config`: `theta^(-2i/d)`, stretched if it says YaRN.
+    pub fn new(config: &ModelConfig) -> Self {
+        let d = config.head_dim;
+        let base: Vec<f64> = (0..d / 2)
+            .map(|i| config.rope.theta.powf(-2.0 * i as f64 / d as f64))
+            .collect();
+        match config.rope.scaling {
+            RopeScaling::None => Rotary {
+                inv_freq: base.iter().map(|&f| f as f32).collect(),
+                attention_factor: 1.0,
+            },
+            RopeScaling::Yarn {
+                factor,
+                original_max_position_embeddings,
+                beta_fast,
+                beta_slow,
+                attention_factor,
+            } => {
+                let length = original_max_position_embeddings as f64;
+                let (low, high) = yarn_range(config.rope.theta, d, length, beta_fast, beta_slow);
+                let blend = |(i, &f): (usize, &f64)| {
+                    let interpolated = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                    (f * (1.0 - interpolated) + f / factor * interpolated) as f32
+                };
+                Rotary {
+                    inv_freq: base.iter().enumerate().map(blend).collect(),
+                    attention_factor: attention_factor as f32,
+                }
+            }
+        }
+    }
+
+    /// Angle per position of each pair of dimensions, `[head_dim / 2]`.
+    pub fn inv_freq(&self) -> &[f32] {
+        &self.inv_freq
+    }
+
+    /// What cosines and sines are multiplied with.
+    pub fn attention_factor(&self) -> f32 {
+        self.attention_factor
+    }
+
+    /// Writes `(cos, sin)` of one position, `[head_dim / 2]`.
+    ///
+    /// The angle is rounded to f32 before its cosine is taken, as the implementations do
+    /// that Qwen3 was trained and published with.
+    pub fn row(&self, position: usize, out: &mut [(f32, f32)]) {
+        for (o, &f) in out.iter_mut().zip(&self.inv_freq) {
+            let (sin, cos) = f64::from(position as f32 * f).sin_cos();
+            let scale = f64::from(self.attention_factor);
+            *o = ((cos * scale) as f32, (sin * scale) as f32);
+        }
+    }
+}
+
+/// The dimensions between which YaRN blends (arXiv 2309.00071, section 3.2): the one that
+/// turns `beta_fast` times within the original length, below which nothing is stretched, and
+/// the one that turns `beta_slow` times, above which everything is. Rounded outwards and kept
+/// in range as the published implementations do.
+fn yarn_range(theta: f64, d: usize, length: f64, beta_fast: f64, beta_slow: f64) -> (f64, f64) {
+    let dimension =
+        |rotations: f64| d as f64 * (length / (rotations * TAU)).ln() / (2.0 * theta.ln());
+    let low = dimension(beta_fast).floor().max(0.0);
+    let high = dimension(beta_slow).ceil().min(d as f64 - 1.0);
+    // Equal ends would divide by zero.
+    (low, if low == high { high + 0.001 } else { high })
+}

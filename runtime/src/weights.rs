@@ -1,0 +1,92 @@
+//! What loading has in common on every device: counting weights and reporting progress.
+
+use nq_formats::{ModelConfig, Progress, QuantizedWeight, Unit, Weight, WeightStore};
+use nq_kernels::Activations;
+use std::collections::BTreeMap;
+
+/// Bits of one code, or of one value of an unquantized weight.
+pub fn bits(weight: &Weight) -> usize {
+    match weight {
+        Weight::Dense(t) => 8 * t.dtype().size(),
+        Weight::Quantized(QuantizedWeight::Affine(a)) => a.scheme().bits.width(),
+        // `QuantizedWeight` is non-exhaustive only towards users of the crates.
+        Weight::Quantized(_) => unreachable!("a scheme without a width"),
+    }
+}
+
+/// Counts what a model is made of, for [`crate::EngineDescription`].
+#[derive(Debug, Default)]
+pub(crate) struct Census {
+    parameters: BTreeMap<usize, usize>, // by bits
+    activations: Vec<Activations>,      // distinct, in order of appearance
+}
+
+impl Census {
+    /// Counts one product of stacked `weights` whose input is rounded to `activations`.
+    pub(crate) fn add(&mut self, weights: &[&Weight], activations: Activations) {
+        for w in weights {
+            let (out, inputs) = w.dims();
+            *self.parameters.entry(bits(w)).or_default() += out * inputs;
+        }
+        if !self.activations.contains(&activations) {
+            self.activations.push(activations);
+        }
+    }
+
+    /// The bits of most parameters.
+    pub(crate) fn bits(&self) -> usize {
+        let most = self.parameters.iter().max_by_key(|&(_, n)| n);
+        most.map_or(0, |(&bits, _)| bits)
+    }
+
+    /// Names of all activation types in use, joined by ` + `.
+    pub(crate) fn activations(&self) -> String {
+        let names: Vec<String> = self.activations.iter().map(ToString::to_string).collect();
+        names.join(" + ")
+    }
+}
+
+/// Reports loading in bytes of the file. A store may hand out other bytes than it holds (it
+/// quantizes on the way), so each part counts for its share of the parameters.
+pub(crate) struct LoadProgress<'a> {
+    progress: &'a dyn Progress,
+    bytes: u64,
+    parameters: u64,
+    done: u64,     // parameters
+    reported: u64, // bytes
+}
+
+impl<'a> LoadProgress<'a> {
+    /// Begins the stage.
+    pub(crate) fn begin(
+        config: &ModelConfig,
+        store: &dyn WeightStore,
+        progress: &'a dyn Progress,
+    ) -> Self {
+        let bytes = store.entries().iter().map(|e| e.bytes).sum();
+        progress.begin("loading weights", bytes, Unit::Bytes);
+        LoadProgress {
+            progress,
+            bytes,
+            parameters: config.parameters() as u64,
+            done: 0,
+            reported: 0,
+        }
+    }
+
+    /// `weight` is on the device.
+    pub(crate) fn add(&mut self, weight: &Weight) {
+        let (out, inputs) = weight.dims();
+        self.done = (self.done + (out * inputs) as u64).min(self.parameters);
+        let share = u128::from(self.bytes) * u128::from(self.done);
+        let at = (share / u128::from(self.parameters.max(1))) as u64;
+        self.progress.advance(at - self.reported);
+        self.reported = at;
+    }
+
+    /// All weights are on the device.
+    pub(crate) fn end(self) {
+        self.progress.advance(self.bytes - self.reported);
+        self.progress.end();
+    }
+}

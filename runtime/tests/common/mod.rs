@@ -1,0 +1,266 @@
+//! Random models for tests.
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use nq_formats::{
+    AffineScheme, AffineWeight, Error, ModelConfig, QuantizedWeight, Result, Rope, RopeScaling,
+    Tensor, TensorEntry, Weight, WeightStore, ZeroPoints, Zeros, pack,
+};
+use nq_kernels::rng::Philox;
+use nq_runtime::models::qwen3;
+use nq_runtime::{
+    ActivationChoice, Chunk, DeviceChoice, Engine, EngineKind, KvType, LinearId, LinearKind,
+    LoadOptions, LogitsWanted, Session, SessionSpec,
+};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// A small model whose dimensions are all different.
+pub(crate) fn small_config() -> ModelConfig {
+    ModelConfig {
+        hidden_size: 48,
+        intermediate_size: 80,
+        num_hidden_layers: 3,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        head_dim: 16,
+        vocab_size: 101,
+        max_position_embeddings: 256,
+        rms_norm_eps: 1e-6,
+        rope: Rope {
+            theta: 1e6,
+            scaling: RopeScaling::None,
+        },
+        tie_word_embeddings: false,
+        eos_token_ids: vec![],
+        dtype: None,
+    }
+}
+
+/// Weights by name.
+#[derive(Clone, Default)]
+pub(crate) struct Store {
+    pub(crate) vectors: BTreeMap<String, Tensor>,
+    pub(crate) matrices: BTreeMap<String, Weight>,
+}
+
+impl Store {
+    /// Random f32 weights that keep activations near 1.
+    pub(crate) fn random(c: &ModelConfig, seed: u64) -> Self {
+        let mut store = Store::default();
+        let mut stream = 0;
+        let mut normal = |n: usize, mean: f32, deviation: f32| -> Vec<f32> {
+            stream += 1;
+            let mut rng = Philox::new(seed, stream);
+            (0..n).map(|_| mean + deviation * rng.normal()).collect()
+        };
+        let mut matrix = |store: &mut Store, name: String, (out, inputs): (usize, usize)| {
+            let deviation = 1.0 / (inputs as f32).sqrt();
+            let t = Tensor::from_f32(vec![out, inputs], normal(out * inputs, 0.0, deviation));
+            store.matrices.insert(name, Weight::Dense(t.unwrap()));
+        };
+        let vocab = (c.vocab_size, c.hidden_size);
+        matrix(&mut store, qwen3::EMBEDDING.into(), vocab);
+        if !c.tie_word_embeddings {
+            matrix(&mut store, qwen3::HEAD.into(), vocab);
+        }
+        for layer in 0..c.num_hidden_layers {
+            for kind in LinearKind::ALL {
+                let name = LinearId { layer, kind }.to_string();
+                matrix(&mut store, name, kind.dims(c));
+            }
+        }
+        let mut vector = |name: String, n: usize| {
+            let t = Tensor::from_f32(vec![n], normal(n, 1.0, 0.2)).unwrap();
+            store.vectors.insert(name, t);
+        };
+        for layer in 0..c.num_hidden_layers {
+            for (name, n) in [
+                ("input_layernorm", c.hidden_size),
+                ("post_attention_layernorm", c.hidden_size),
+                ("self_attn.q_norm", c.head_dim),
+                ("self_attn.k_norm", c.head_dim),
+            ] {
+                vector(format!("model.layers.{layer}.{name}"), n);
+            }
+        }
+        vector(qwen3::FINAL_NORM.into(), c.hidden_size);
+        store
+    }
+
+    /// The same weights, each rounded to `scheme`.
+    pub(crate) fn quantized(&self, scheme: AffineScheme) -> Self {
+        let mut store = self.clone();
+        for w in store.matrices.values_mut() {
+            *w = round_to_nearest(w, scheme);
+        }
+        store
+    }
+
+    /// The same weights as dense f32.
+    pub(crate) fn dequantized(&self) -> Self {
+        let mut store = self.clone();
+        for w in store.matrices.values_mut() {
+            let (out, inputs) = w.dims();
+            let mut values = vec![0.0; out * inputs];
+            for (row, values) in values.chunks_exact_mut(inputs).enumerate() {
+                w.dequantize_row(row, values).unwrap();
+            }
+            *w = Weight::Dense(Tensor::from_f32(vec![out, inputs], values).unwrap());
+        }
+        store
+    }
+
+    fn missing(name: &str) -> Error {
+        Error::Tensor {
+            path: PathBuf::from("random"),
+            tensor: name.into(),
+            expected: "a parameter of the test's model".into(),
+            found: "none".into(),
+        }
+    }
+}
+
+impl WeightStore for Store {
+    fn format(&self) -> &'static str {
+        "random"
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.vectors.contains_key(name) || self.matrices.contains_key(name)
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        let t = self.vectors.get(name).ok_or_else(|| Self::missing(name))?;
+        assert_eq!(t.shape(), [len], "{name}");
+        Ok(t.clone())
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        let w = self.matrices.get(name).ok_or_else(|| Self::missing(name))?;
+        assert_eq!(w.dims(), dims, "{name}");
+        Ok(w.clone())
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        let entry = |name: &String, bytes: usize| TensorEntry {
+            name: name.clone(),
+            dtype: "F32".into(),
+            shape: vec![],
+            bytes: bytes as u64,
+            file: String::new(),
+        };
+        let vectors = self.vectors.iter().map(|(n, t)| entry(n, t.data().len()));
+        let matrices = self.matrices.iter().map(|(n, w)| entry(n, w.bytes()));
+        vectors.chain(matrices).collect()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        0
+    }
+
+    fn quantization(&self) -> Option<&serde_json::Value> {
+        None
+    }
+}
+
+/// The plainest rounding to `scheme`: scale and zero-point from each group's range.
+pub(crate) fn round_to_nearest(w: &Weight, scheme: AffineScheme) -> Weight {
+    let (out, inputs) = w.dims();
+    let (groups, size) = (scheme.group.count(inputs), scheme.group.size(inputs));
+    let top = f32::from(scheme.bits.max_code());
+    let (mut codes, mut scales, mut zeros) = (Vec::new(), Vec::new(), Vec::new());
+    let mut row = vec![0.0; inputs];
+    for o in 0..out {
+        w.dequantize_row(o, &mut row).unwrap();
+        for group in row.chunks(size) {
+            let low = group.iter().copied().fold(0.0, f32::min);
+            let high = group.iter().copied().fold(0.0, f32::max);
+            let (scale, zero) = match scheme.zeros {
+                Zeros::None => {
+                    let midpoint = f32::from(scheme.bits.midpoint());
+                    (high.max(-low) / (midpoint - 1.0), midpoint)
+                }
+                _ => {
+                    let scale = (high - low) / top;
+                    (scale, (-low / scale).round())
+                }
+            };
+            let scale = half::f16::from_f32(scale);
+            let code = |w: &f32| (w / scale.to_f32() + zero).round().clamp(0.0, top) as u8;
+            codes.extend(group.iter().map(code));
+            scales.push(scale);
+            zeros.push(zero);
+        }
+    }
+    let zeros = match scheme.zeros {
+        Zeros::None => ZeroPoints::None,
+        Zeros::Integer => {
+            let zeros: Vec<u8> = zeros.iter().map(|&z| z as u8).collect();
+            ZeroPoints::Integer(pack::pack_rows(scheme.bits, &zeros, groups).into())
+        }
+        Zeros::Offset => {
+            let offsets = scales.iter().zip(&zeros);
+            let offsets = offsets.map(|(s, z)| half::f16::from_f32(-s.to_f32() * z));
+            ZeroPoints::Offset(offsets.collect())
+        }
+    };
+    let codes = pack::pack_rows(scheme.bits, &codes, inputs).into();
+    let weight = AffineWeight::new(scheme, (out, inputs), codes, scales.into(), zeros, None);
+    Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
+}
+
+/// f32 everywhere, on the CPU.
+pub(crate) fn options(engine: EngineKind) -> LoadOptions {
+    LoadOptions {
+        device: DeviceChoice::Cpu,
+        engine,
+        activations: ActivationChoice::F32,
+        ..LoadOptions::default()
+    }
+}
+
+/// nq's CPU engine in f32.
+pub(crate) fn nq(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
+    nq_runtime::load(config, store, &options(EngineKind::Nq), &()).expect("nq loads it")
+}
+
+/// candle's.
+pub(crate) fn candle(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
+    nq_runtime::load(config, store, &options(EngineKind::Candle), &()).expect("candle loads it")
+}
+
+/// A session of `slots` sequences with an f32 cache.
+pub(crate) fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
+    let spec = SessionSpec {
+        slots,
+        ctx: 64,
+        kv: KvType::F32,
+        max_rows: 128,
+    };
+    engine.session(spec).expect("it fits")
+}
+
+/// `n` tokens of a reproducible text.
+pub(crate) fn tokens(n: usize, seed: u64) -> Vec<u32> {
+    let mut rng = Philox::new(seed, 0);
+    (0..n).map(|_| rng.next_u32() % 101).collect()
+}
+
+/// All logits `[tokens, vocab]` of `tokens`, appended to `slot` in one forward.
+pub(crate) fn feed(session: &mut dyn Session, slot: usize, tokens: &[u32]) -> Vec<f32> {
+    let chunk = Chunk {
+        slot,
+        tokens,
+        logits: LogitsWanted::All,
+    };
+    session.forward(&[chunk], None).unwrap().data.to_vec()
+}
+
+/// The greatest difference between two sets of logits.
+pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter()
+        .zip(b)
+        .fold(0.0, |m, (a, b)| f32::max(m, (a - b).abs()))
+}
