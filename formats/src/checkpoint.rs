@@ -142,7 +142,7 @@ pub(crate) fn map_file(path: &Path) -> std::io::Result<Bytes> {
     // memory-mapped checkpoint, a file truncated by another process while it is in use
     // raises a signal; nq never writes into an existing file, it renames whole new ones.
     let map = unsafe { Mmap::map(&file)? };
-    Ok(Bytes::from_owner(map))
+    Ok(crate::mapping::share(map))
 }
 
 /// One tensor as it stands in a file, for listings.

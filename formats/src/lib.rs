@@ -15,6 +15,7 @@ pub mod error;
 pub mod export;
 pub mod gguf;
 pub mod hash;
+pub mod mapping;
 pub mod names;
 pub mod nq;
 pub mod pack;

@@ -59,6 +59,15 @@ impl Weight {
         }
     }
 
+    /// Lets the system take back the memory of a weight that was copied elsewhere, where it
+    /// is a view of a mapped file ([`crate::mapping::release`]).
+    pub fn release(&self) {
+        match self {
+            Weight::Dense(t) => crate::mapping::release(t.data()),
+            Weight::Quantized(QuantizedWeight::Affine(a)) => crate::mapping::release(a.codes()),
+        }
+    }
+
     /// A short name of the scheme for tables and errors, e.g. `BF16` or `int4 g64 asymmetric`.
     pub fn scheme_name(&self) -> String {
         match self {

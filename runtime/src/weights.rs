@@ -39,6 +39,11 @@ impl Census {
         most.map_or(0, |(&bits, _)| bits)
     }
 
+    /// True if any input is rounded.
+    pub(crate) fn rounds(&self) -> bool {
+        self.activations.iter().any(|&a| a != Activations::F32)
+    }
+
     /// Names of all activation types in use, joined by ` + `.
     pub(crate) fn activations(&self) -> String {
         let names: Vec<String> = self.activations.iter().map(ToString::to_string).collect();
@@ -74,8 +79,9 @@ impl<'a> LoadProgress<'a> {
         }
     }
 
-    /// `weight` is on the device.
+    /// `weight` is on the device; where it came from is not needed again.
     pub(crate) fn add(&mut self, weight: &Weight) {
+        weight.release();
         let (out, inputs) = weight.dims();
         self.done = (self.done + (out * inputs) as u64).min(self.parameters);
         let share = u128::from(self.bytes) * u128::from(self.done);

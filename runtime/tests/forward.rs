@@ -5,8 +5,8 @@ mod common;
 use common::{Store, candle, distance, feed, nq, options, session, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_runtime::{
-    Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LinearKind, LoadOptions, Logits,
-    LogitsWanted, Observer, SessionSpec,
+    ActivationChoice, Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LinearKind,
+    LoadOptions, Logits, LogitsWanted, Observer, SessionSpec,
 };
 
 /// Logits are of order 1; two f32 implementations agree to this.
@@ -178,6 +178,56 @@ fn quantized_weights_equal_their_dequantized_values() {
             }
         }
     }
+}
+
+#[test]
+fn activations_are_rounded_as_asked_and_by_default_for_4_bits() {
+    let config = ModelConfig {
+        hidden_size: 64,
+        intermediate_size: 96,
+        ..small_config()
+    };
+    let scheme = |bits| AffineScheme {
+        bits,
+        group: Group::Size(32),
+        zeros: Zeros::Integer,
+    };
+    let dense = Store::random(&config, 21);
+    let text = tokens(20, 2);
+    let load = |store: &Store, activations| {
+        let options = LoadOptions {
+            activations,
+            ..options(EngineKind::Nq)
+        };
+        nq_runtime::load(&config, store, &options, &())
+    };
+    let run = |store: &Store, activations, named: &str| {
+        let engine = load(store, activations).unwrap();
+        assert_eq!(engine.description().activations, named);
+        feed(&mut *session(&*engine, 1), 0, &text)
+    };
+    for (bits, by_default) in [(Bits::B4, "int8 g32"), (Bits::B8, "f32")] {
+        let store = dense.quantized(scheme(bits));
+        let exact = run(&store, ActivationChoice::F32, "f32");
+        let rounded = run(&store, ActivationChoice::Int8, "int8 g32");
+        let d = distance(&exact, &rounded);
+        assert!((1e-4..0.2).contains(&d), "{bits:?}: {d}");
+        let auto = run(&store, ActivationChoice::Auto, by_default);
+        let same = if bits == Bits::B4 { &rounded } else { &exact };
+        assert!(&auto == same, "{bits:?}: auto is neither");
+    }
+    // An unquantized head among quantized layers is left alone, an unquantized model is not
+    // something to round for.
+    let mut mixed = dense.quantized(scheme(Bits::B4));
+    let head = dense.matrices["lm_head"].clone();
+    mixed.matrices.insert("lm_head".into(), head);
+    run(&mixed, ActivationChoice::Int8, "f32 + int8 g32");
+    run(&dense, ActivationChoice::Auto, "f32");
+    let refused = load(&dense, ActivationChoice::Int8).err().expect("refused");
+    assert!(
+        refused.to_string().contains("quantized weights"),
+        "{refused}"
+    );
 }
 
 #[test]

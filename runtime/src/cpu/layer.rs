@@ -7,8 +7,7 @@ use crate::load::LoadOptions;
 use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::ops::Span;
-use nq_kernels::cpu::{Cpu, Epilogue, Linear};
+use nq_kernels::cpu::{Cpu, Epilogue, Linear, Span};
 
 /// The weights of a layer, repacked for this CPU.
 pub(crate) struct Layer {
@@ -33,11 +32,7 @@ impl Layer {
         census: &mut Census,
     ) -> Result<Self> {
         let [q, k, v, o, gate, up, down] = &weights.linears;
-        let mut pack = |parts: &[&Weight]| {
-            let activations = options.activations.resolve(parts);
-            census.add(parts, activations);
-            Linear::new(cpu, parts, activations, options.kernels)
-        };
+        let mut pack = |parts: &[&Weight]| pack(cpu, options, parts, census);
         Ok(Layer {
             index,
             input_norm: weights.input_norm.to_f32()?,
@@ -136,6 +131,20 @@ impl Layer {
             layer: self.index,
         })
     }
+}
+
+/// Repacks weights that share an input, rounded as `options` say, counting them in `census`.
+pub(crate) fn pack(
+    cpu: &Cpu,
+    options: &LoadOptions,
+    parts: &[&Weight],
+    census: &mut Census,
+) -> Result<Linear> {
+    let kernels = options.kernels;
+    let supports = |w: &Weight, a| Linear::supports(cpu, w, a, kernels);
+    let activations = options.activations.resolve(parts, supports);
+    census.add(parts, activations);
+    Ok(Linear::new(cpu, parts, activations, kernels)?)
 }
 
 /// What a layer works with and on, besides its weights and the residual stream.

@@ -9,11 +9,11 @@ pub(crate) use stepper::CpuStepper;
 use crate::device::available_memory;
 use crate::engine::{Engine, EngineDescription, LayerWeights, Session, SessionSpec};
 use crate::error::{Error, Result};
-use crate::load::LoadOptions;
+use crate::load::{ActivationChoice, LoadOptions};
 use crate::models::qwen3;
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
-use layer::Layer;
+use layer::{Layer, pack};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, Linear};
 use session::CpuSession;
@@ -24,10 +24,9 @@ pub(crate) struct CpuModel {
     config: ModelConfig,
     cpu: Cpu,
     rotary: Rotary,
-    /// Canonical, `[vocab, hidden]`: rows are looked up. Also kept when the head is tied,
-    /// because the head's packing serves products, not look-ups; the bytes of a mapped file
-    /// stay the file's.
-    embedding: Weight,
+    /// `[vocab, hidden]`, canonical: only rows that are looked up are read. `None` if the
+    /// head, whose rows can be read back, is the same matrix.
+    embedding: Option<Weight>,
     layers: Vec<Layer>,
     norm: Vec<f32>, // [hidden]
     head: Linear,   // [vocab, hidden]
@@ -50,24 +49,34 @@ impl CpuEngine {
         let cpu = Cpu::new(options.threads, options.isa)?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
+        // The largest weight first: while it is held twice, nothing else is held yet.
+        let head_weight = qwen3::head(store, config)?;
+        let head = pack(&cpu, options, &[&head_weight], &mut census)?;
+        done.add(&head_weight);
+        drop(head_weight);
+        let embedding = match config.tie_word_embeddings {
+            true => None,
+            false => Some(qwen3::embedding(store, config)?),
+        };
+        embedding.iter().for_each(|w| done.add(w));
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index)?;
             layers.push(Layer::pack(&cpu, options, index, &weights, &mut census)?);
             weights.linears.iter().for_each(|w| done.add(w));
         }
-        let embedding = qwen3::embedding(store, config)?;
-        let head_weight = match config.tie_word_embeddings {
-            true => embedding.clone(),
-            false => qwen3::head(store, config)?,
-        };
-        let activations = options.activations.resolve(&[&head_weight]);
-        census.add(&[&head_weight], activations);
-        let head = Linear::new(&cpu, &[&head_weight], activations, options.kernels)?;
         let norm = store
             .vector(qwen3::FINAL_NORM, config.hidden_size)?
             .to_f32()?;
         done.end();
+        if options.activations == ActivationChoice::Int8 && !census.rounds() {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: "int8 activations",
+                expected: "quantized weights".into(),
+                found: format!("{}-bit floats", census.bits()),
+            });
+        }
 
         let description = EngineDescription {
             engine: "nq".into(),

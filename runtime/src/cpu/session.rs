@@ -54,7 +54,14 @@ impl CpuSession {
         let model = &*self.model;
         let x = &mut self.x[..self.batch.rows() * model.config.hidden_size];
         let tokens = chunks.iter().flat_map(|c| c.tokens);
-        embed(&model.embedding, tokens, x)?;
+        match &model.embedding {
+            Some(embedding) => embed(embedding, tokens, x)?,
+            None => {
+                for (&token, x) in tokens.zip(x.chunks_exact_mut(model.config.hidden_size)) {
+                    model.head.dequantize_row(token as usize, x)?;
+                }
+            }
+        }
         for (index, layer) in model.layers.iter().enumerate() {
             let pass = Pass {
                 cpu: &model.cpu,

@@ -1,6 +1,6 @@
 //! [`LayerStepper`] on the CPU.
 
-use super::layer::{Batch, Layer, Pass, Scratch};
+use super::layer::{Batch, Layer, Pass, Scratch, pack};
 use super::session::embed;
 use crate::engine::{Hidden, LayerStepper, LayerWeights, Observer, check_tokens};
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use crate::load::LoadOptions;
 use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, KvType, Linear};
+use nq_kernels::cpu::{Cpu, Epilogue, KvType};
 use std::ops::Range;
 
 /// Rows that run through a layer at once: enough to keep the products efficient, few enough
@@ -160,8 +160,7 @@ impl LayerStepper for CpuStepper {
                 found: format!("{rows:?}"),
             });
         }
-        let activations = self.options.activations.resolve(&[head]);
-        let head = Linear::new(&self.cpu, &[head], activations, self.options.kernels)?;
+        let head = pack(&self.cpu, &self.options, &[head], &mut Census::default())?;
         let norm = norm.to_f32()?;
         let x = &hidden.data[rows.start * h..rows.end * h];
         let mut normed = vec![0.0; x.len()];

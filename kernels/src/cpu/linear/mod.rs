@@ -128,6 +128,19 @@ impl Linear {
         })
     }
 
+    /// True if [`Linear::new`] has a kernel for this weight with these activations.
+    pub fn supports(
+        cpu: &Cpu,
+        weight: &Weight,
+        activations: Activations,
+        kernels: KernelSet,
+    ) -> bool {
+        match kernels {
+            KernelSet::Reference => activations != Activations::Int8 { group: 0 },
+            KernelSet::Fused => choose(cpu, WeightKind::of(weight), activations).is_ok(),
+        }
+    }
+
     /// Inputs.
     pub fn in_features(&self) -> usize {
         self.in_features

@@ -1,0 +1,91 @@
+//! Memory maps that hand their pages back.
+//!
+//! A mapped file's pages stay in memory after they were read, and count as the process's,
+//! until something else needs the room. Whoever has copied a weight elsewhere says so with
+//! [`release`], so that reading a checkpoint takes no more memory than what is kept of it.
+
+use bytes::Bytes;
+use memmap2::Mmap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// The maps that views exist of.
+static MAPS: Mutex<Vec<Weak<Mmap>>> = Mutex::new(Vec::new());
+
+fn maps() -> MutexGuard<'static, Vec<Weak<Mmap>>> {
+    // A list of weak pointers is whole whatever its holder was doing.
+    MAPS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lets [`Bytes`] own a map that [`release`] can find.
+struct Owner(Arc<Mmap>);
+
+impl AsRef<[u8]> for Owner {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// All of a map as bytes.
+pub(crate) fn share(map: Mmap) -> Bytes {
+    let map = Arc::new(map);
+    let mut maps = maps();
+    maps.retain(|m| m.strong_count() > 0);
+    maps.push(Arc::downgrade(&map));
+    drop(maps);
+    Bytes::from_owner(Owner(map))
+}
+
+/// Lets the system take back the memory behind `bytes`, if they are a view of a mapped file;
+/// reading them again reads the file again. Other bytes are left alone.
+pub fn release(bytes: &Bytes) {
+    let found = maps().iter().filter_map(Weak::upgrade).find(|m| {
+        let whole = m.as_ptr_range();
+        let part = bytes.as_ptr_range();
+        whole.start <= part.start && part.end <= whole.end
+    });
+    if let Some(map) = found {
+        let start = bytes.as_ptr().addr() - map.as_ptr().addr();
+        give_back(&map, start, bytes.len());
+    }
+}
+
+#[cfg(unix)]
+fn give_back(map: &Mmap, start: usize, len: usize) {
+    use memmap2::UncheckedAdvice;
+    if len == 0 {
+        return;
+    }
+    // SAFETY: the map is of a file and never written through, so pages that are dropped come
+    // back with the same contents when they are read again. The advice is only that: a
+    // system that refuses it keeps the pages.
+    let _ = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
+}
+
+#[cfg(not(unix))]
+fn give_back(_: &Mmap, _: usize, _: usize) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn released_bytes_read_the_same_again() {
+        let contents: Vec<u8> = (0..100_000u32).flat_map(u32::to_le_bytes).collect();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&contents).unwrap();
+        // SAFETY: the file is this test's own.
+        let bytes = share(unsafe { Mmap::map(&file).unwrap() });
+        for range in [0..contents.len(), 5000..90_001, 7..8, 9..9] {
+            let part = bytes.slice(range.clone());
+            release(&part);
+            assert!(part == contents[range]);
+        }
+        let heap = Bytes::from(contents.clone());
+        release(&heap);
+        assert!(heap == contents);
+        drop(file);
+        release(&bytes);
+        assert!(bytes == contents);
+    }
+}
