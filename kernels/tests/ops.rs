@@ -209,3 +209,31 @@ fn attention_with_extreme_scores() {
         }
     }
 }
+
+#[test]
+fn profile_counts_only_while_on() {
+    let cpu = nq_kernels::cpu::Cpu::new(Some(2), nq_kernels::cpu::IsaChoice::Auto).unwrap();
+    let (x, w) = (normal(64, 1), normal(16, 2));
+    let mut y = vec![0.0; 64];
+    cpu.rms_norm(&x, &w, 1e-6, &mut y);
+    cpu.profile().start();
+    cpu.rms_norm(&x, &w, 1e-6, &mut y);
+    cpu.rms_norm(&x, &w, 1e-6, &mut y);
+    let timings = cpu.profile().stop();
+    cpu.rms_norm(&x, &w, 1e-6, &mut y);
+    assert_eq!(timings.len(), 1);
+    let t = &timings[0];
+    assert_eq!((t.op, t.calls, t.shape), ("rms_norm", 2, (1, 16)));
+    assert_eq!(t.bytes, 2 * 4 * 64);
+    assert!(t.seconds > 0.0);
+    assert!(cpu.profile().stop().is_empty());
+}
+
+#[test]
+fn bandwidth_is_positive_and_ordered() {
+    for isa in isas() {
+        let b = cpu(isa, 2).read_bandwidth(5 << 20);
+        assert_eq!(b.bytes, 5 << 20);
+        assert!(b.median > 1e6 && b.best >= b.median && b.best.is_finite());
+    }
+}

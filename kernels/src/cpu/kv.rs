@@ -96,6 +96,15 @@ impl KvBlock {
         }
     }
 
+    /// What values are rounded to.
+    pub fn kind(&self) -> KvType {
+        match self.data {
+            KvData::F32(_) => KvType::F32,
+            KvData::F16(_) => KvType::F16,
+            KvData::Int8 { .. } => KvType::Int8,
+        }
+    }
+
     /// Width of a head.
     pub fn head_dim(&self) -> usize {
         self.head_dim

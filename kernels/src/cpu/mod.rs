@@ -4,19 +4,23 @@
 //! spreads itself over the team. An output element is always computed by one thread in
 //! one order, so results do not depend on the number of threads.
 
+pub mod bandwidth;
 pub mod isa;
 pub mod kv;
 pub mod linear;
 mod memory;
 pub mod ops;
+pub mod profile;
 mod simd;
 mod table;
 pub mod team;
 
+pub use bandwidth::Bandwidth;
 pub use isa::{Isa, IsaChoice};
 pub use kv::{KvBlock, KvType};
 pub use linear::{Epilogue, Linear};
 pub use ops::Span;
+pub use profile::{OpTiming, Profile};
 pub use team::{Team, TeamOptions};
 
 use crate::error::Result;
@@ -28,6 +32,7 @@ pub struct Cpu {
     isa: Isa,
     table: &'static Table,
     team: Team,
+    profile: Profile,
 }
 
 impl Cpu {
@@ -56,12 +61,18 @@ impl Cpu {
             isa,
             table: Table::of(isa),
             team: Team::with(team),
+            profile: Profile::default(),
         })
     }
 
     /// The instruction set in use.
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// Counts of what operations cost.
+    pub fn profile(&self) -> &Profile {
+        &self.profile
     }
 
     /// Threads in use.

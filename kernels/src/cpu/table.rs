@@ -11,6 +11,7 @@
     reason = "signatures repeat those of the kernels they point to"
 )]
 
+use super::bandwidth;
 use super::isa::Isa;
 use super::kv::KvView;
 use super::linear::float::{self, Units};
@@ -68,6 +69,7 @@ pub(crate) struct Table {
     pub(crate) panels: usize,
     /// Panels of queries in one tile of `prefill`.
     pub(crate) query_panels: usize,
+    pub(crate) checksum: fn(&[u32]) -> f32,
     pub(crate) sum: fn(&[f32]) -> f32,
     pub(crate) quantize: fn(&[f32], usize, &mut [i8], &mut [f32]),
     pub(crate) total: fn(&[i8], usize, &mut [i32]),
@@ -189,6 +191,7 @@ macro_rules! instantiate {
 
             row_operations! {
                 $simd, #[$enable],
+                checksum = bandwidth::checksum[words: &[u32]] -> f32;
                 sum = rows::sum[x: &[f32]] -> f32;
                 quantize = rows::quantize[x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32]] -> ();
                 total = rows::total[codes: &[i8], share: usize, totals: &mut [i32]] -> ();
@@ -227,6 +230,7 @@ macro_rules! instantiate {
                 ],
                 panels: $panels,
                 query_panels: $query_panels,
+                checksum,
                 sum,
                 quantize,
                 total,

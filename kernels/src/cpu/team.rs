@@ -19,7 +19,7 @@ const SPINS: u32 = 2_000;
 
 /// Each member's share of a [`Team::run_ranges`] is handed out in at least this many pieces
 /// (if there are as many tasks), so that a member whose core is busy elsewhere can be helped.
-const PIECES: usize = 8;
+const PIECES: usize = 4;
 
 /// Keeps values that different threads write on different cache lines (two, because
 /// prefetchers fetch lines in pairs).

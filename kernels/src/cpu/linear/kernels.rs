@@ -10,7 +10,7 @@ use super::pack::{Codes, Packed};
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
 use crate::cpu::simd::{LANES, Simd};
-use crate::cpu::table::{Dot, GEMV_COLUMNS, PANELS, Table};
+use crate::cpu::table::{Dot, GEMV_COLUMNS, Table};
 use crate::cpu::{simd, with_scratch};
 use crate::registry::{Activations, KernelInfo, WeightKind};
 use nq_formats::{Bits, DType, Group};
@@ -112,9 +112,13 @@ pub(crate) fn align(weights: WeightKind, activations: Activations) -> usize {
     }
 }
 
-/// Units of a tile that is dequantized at once: with two panels of nibbles 64 KiB of floats,
-/// which the second-level cache holds while all columns pass.
-const TILE_INPUTS: usize = 512;
+/// Panels that many-column kernels are best called with: each block of activations is read
+/// once for all of them.
+pub(crate) const GEMM_PANELS: usize = 8;
+
+/// Inputs of a tile that is dequantized at once: 128 KiB of floats for 8 panels, which the
+/// second-level cache holds while all columns pass.
+const TILE_INPUTS: usize = 256;
 
 /// Few columns: every panel is read once, its codes become floats in registers.
 unsafe fn gemv_f32(
@@ -143,51 +147,65 @@ unsafe fn gemm_f32(
     out: &mut [f32],
 ) {
     let columns = x.columns();
-    let mut at = panels.start;
-    while at < panels.end {
-        let count = if at + table.panels <= panels.end {
-            table.panels
-        } else {
-            1
-        };
-        let kernel = table.tile[usize::from(count > 1)][x.width - 1];
-        let out = &mut out[(at - panels.start) * columns * LANES..];
-        with_scratch!(Buffer<f32>, |tile| {
-            let tile = tile.reserve(PANELS * TILE_INPUTS * LANES);
-            let per_unit = w.codes.inputs();
-            let step = TILE_INPUTS / per_unit;
-            for from in (0..w.units).step_by(step) {
-                let to = (from + step).min(w.units);
-                let k = (to - from) * per_unit;
-                for p in 0..count {
-                    let tile = &mut tile[p * TILE_INPUTS * LANES..];
-                    // SAFETY: panel and units are inside the weight; the tile has room for
-                    // TILE_INPUTS inputs of each panel.
-                    unsafe {
-                        table.dequantize[w.codes as usize](w, at + p, from..to, tile.as_mut_ptr());
-                    }
+    for first in panels.clone().step_by(GEMM_PANELS) {
+        let group = first..(first + GEMM_PANELS).min(panels.end);
+        let out = &mut out[(first - panels.start) * columns * LANES..];
+        // SAFETY: by contract, with room checked by the caller.
+        unsafe { gemm_f32_group(table, w, x, group, out) };
+    }
+}
+
+/// [`gemm_f32`] for at most [`GEMM_PANELS`] panels.
+///
+/// # Safety
+/// As [`Run`].
+unsafe fn gemm_f32_group(
+    table: &Table,
+    w: &Packed,
+    x: &Prepared,
+    panels: Range<usize>,
+    out: &mut [f32],
+) {
+    let columns = x.columns();
+    let per_unit = w.codes.inputs();
+    let step = TILE_INPUTS / per_unit;
+    with_scratch!(Buffer<f32>, |tile| {
+        let tile = tile.reserve(GEMM_PANELS * TILE_INPUTS * LANES);
+        for from in (0..w.units).step_by(step) {
+            let to = (from + step).min(w.units);
+            let k = (to - from) * per_unit;
+            for (tile, panel) in tile.chunks_mut(TILE_INPUTS * LANES).zip(panels.clone()) {
+                // SAFETY: panel and units are inside the weight; the tile has room for
+                // TILE_INPUTS inputs of each panel.
+                unsafe {
+                    (table.dequantize[w.codes as usize])(w, panel, from..to, tile.as_mut_ptr());
                 }
-                for b in 0..x.blocks() {
+            }
+            for b in 0..x.blocks() {
+                let x_at = (b * w.inputs + from * per_unit) * x.width;
+                let mut p = 0;
+                while p < panels.len() {
+                    let count = table.panels.min(panels.len() - p);
+                    let kernel = table.tile[usize::from(count > 1)][x.width - 1];
                     // SAFETY: block `b` holds `inputs * width` values, of which `k * width`
                     // from `from` on are used; outputs of block `b` start at its columns.
                     unsafe {
-                        let x_at = (b * w.inputs + from * per_unit) * x.width;
                         kernel(
                             k,
-                            tile.as_ptr(),
+                            tile.as_ptr().add(p * TILE_INPUTS * LANES),
                             TILE_INPUTS * LANES,
                             x.floats.as_ptr().add(x_at),
-                            out.as_mut_ptr().add(b * x.width * LANES),
+                            out.as_mut_ptr().add((p * columns + b * x.width) * LANES),
                             columns * LANES,
                             LANES,
                             from > 0,
                         );
                     }
+                    p += count;
                 }
             }
-        });
-        at += count;
-    }
+        }
+    });
 }
 
 /// Integer dot products, for few columns a panel at a time.

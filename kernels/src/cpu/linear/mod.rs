@@ -37,6 +37,7 @@ pub enum Epilogue {
 /// One or several weights with the same input, repacked for this CPU's kernels and
 /// multiplied in one pass (QKV; gate and up).
 pub struct Linear {
+    name: &'static str,
     parts: Vec<Part>,
     activations: Activations,
     in_features: usize,
@@ -63,9 +64,9 @@ enum Body {
 const REFERENCE: &str = "reference";
 
 /// Rows of x that pass the weights at a time: enough to hide what a pass costs, few enough
-/// for a block's activations and results to stay in the caches. A multiple of all kernels'
-/// column counts.
-const PASS_ROWS: usize = 480;
+/// for their activations and a task's results to stay in the second-level cache. A multiple
+/// of all kernels' column counts.
+const PASS_ROWS: usize = 240;
 
 /// Panels that a kernel is called with at a time when it has few columns.
 const GEMV_PANELS: usize = 16;
@@ -120,6 +121,7 @@ impl Linear {
             bytes += size;
         }
         Ok(Linear {
+            name: "linear",
             parts: stacked,
             activations,
             in_features,
@@ -139,6 +141,13 @@ impl Linear {
             KernelSet::Reference => activations != Activations::Int8 { group: 0 },
             KernelSet::Fused => choose(cpu, WeightKind::of(weight), activations).is_ok(),
         }
+    }
+
+    /// Gives the operation the name that [`Cpu::profile`] counts it under.
+    #[must_use]
+    pub fn named(mut self, name: &'static str) -> Self {
+        self.name = name;
+        self
     }
 
     /// Inputs.
@@ -225,6 +234,14 @@ fn choose(
     }
 }
 
+/// The one of the chosen kernels that serves `rows` rows.
+fn serving(kernels: &[&'static LinearKernel], rows: usize) -> &'static LinearKernel {
+    kernels
+        .iter()
+        .find(|k| k.info.rows.contains(&rows))
+        .expect("chosen for every number of rows")
+}
+
 fn no_kernel(cpu: &Cpu, kind: WeightKind, activations: Activations) -> Error {
     Error::NoKernel {
         op: "linear",
@@ -270,6 +287,7 @@ impl Cpu {
         if m == 0 || width == 0 {
             return Ok(());
         }
+        let begin = self.profile.begin();
         for (x, y) in x.chunks(PASS_ROWS * k).zip(y.chunks_mut(PASS_ROWS * width)) {
             if matches!(w.parts[0].weight, Body::Canonical(_)) {
                 self.linear_reference(w, x, y, width, epilogue)?;
@@ -277,6 +295,12 @@ impl Cpu {
                 self.linear_pass(w, x, y, width, epilogue);
             }
         }
+        let kernel = match &w.parts[0].weight {
+            Body::Packed(_, kernels) => serving(kernels, m.min(PASS_ROWS)).info.name,
+            Body::Canonical(_) => REFERENCE,
+        };
+        let bytes = w.bytes * m.div_ceil(PASS_ROWS);
+        self.profile.end(begin, w.name, kernel, (n, k), bytes);
         Ok(())
     }
 
@@ -292,10 +316,7 @@ impl Cpu {
                 let Body::Packed(packed, kernels) = &part.weight else {
                     unreachable!("a Linear is either packed or canonical");
                 };
-                let kernel = kernels
-                    .iter()
-                    .find(|k| k.info.rows.contains(&m))
-                    .expect("chosen for every number of rows");
+                let kernel = serving(kernels, m);
                 let layout = kernel.layout(packed, w.activations);
                 let input = layouts.iter().position(|l| *l == layout);
                 let input = input.unwrap_or_else(|| {
@@ -320,7 +341,11 @@ impl Cpu {
             } else {
                 PANELS
             };
-            let batch = if step == 1 { GEMV_PANELS } else { step };
+            let batch = if step == 1 {
+                GEMV_PANELS
+            } else {
+                kernels::GEMM_PANELS
+            };
             let steps = |pass: &Pass<'_>| pass.packed.panels().div_ceil(step);
             let y = Shared::new(y);
             let run = |pass: &Pass<'_>, panels: Range<usize>, out: &mut [f32]| {
@@ -497,10 +522,11 @@ unsafe fn store(
     results: &[f32],
     add: bool,
 ) {
-    for (i, panel) in panels.clone().enumerate() {
-        let first = panel * LANES;
-        let count = LANES.min(rows - first);
-        for c in 0..m {
+    // Rows outside: a row's outputs of all panels are next to each other.
+    for c in 0..m {
+        for (i, panel) in panels.clone().enumerate() {
+            let first = panel * LANES;
+            let count = LANES.min(rows - first);
             let at = c * width + start + first;
             // SAFETY: by contract.
             let y = unsafe { y.part(at..at + count) };

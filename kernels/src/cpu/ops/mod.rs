@@ -27,6 +27,7 @@ impl Cpu {
     pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
         let n = weight.len();
         assert_eq!(x.len(), y.len(), "rms_norm: x and y");
+        let begin = self.profile.begin();
         let y = Shared::new(y);
         self.team()
             .run_ranges(x.len() / n.max(1), SMALL.div_ceil(n.max(1)), |rows| {
@@ -37,6 +38,8 @@ impl Cpu {
                     (self.table.rms_norm)(&x[span], weight, eps, y);
                 }
             });
+        self.profile
+            .end(begin, "rms_norm", self.isa.name(), (1, n), 4 * x.len());
     }
 
     /// Per-head RMSNorm (`weight` `[head_dim]`), then rotary embedding, of `heads`
@@ -60,6 +63,7 @@ impl Cpu {
     ) {
         let d = weight.len();
         let rows = x.len() / stride.max(1);
+        let begin = self.profile.begin();
         let x = Shared::new(x);
         let grain = SMALL.div_ceil((heads * d).max(1));
         self.team().run_ranges(rows, grain, |rows| {
@@ -72,6 +76,10 @@ impl Cpu {
                 }
             }
         });
+        let bytes = 4 * rows * heads * d;
+        let isa = self.isa.name();
+        self.profile
+            .end(begin, "qk_norm_rope", isa, (heads, d), bytes);
     }
 
     /// Causal attention of one sequence's new tokens over its cache, which already holds
@@ -106,11 +114,17 @@ impl Cpu {
         let width = heads * head_dim;
         let q = &qkv[span.row * stride..];
         let y = &mut y[span.row * width..(span.row + span.len) * width];
+        let begin = self.profile.begin();
         if span.len == 1 && head_dim.is_multiple_of(LANES) {
             self.attend_one(&q[..width], span.position + 1, keys, values, y);
         } else {
             self.attend_many(q, stride, span, heads, keys, values, y);
         }
+        let rows = kv_heads * (span.position + span.len);
+        let bytes = rows * (keys.kind().bytes(head_dim) + values.kind().bytes(head_dim));
+        let shape = (heads, head_dim);
+        self.profile
+            .end(begin, "attention", self.isa.name(), shape, bytes);
     }
 
     /// One token: a task is a key head and a chunk of positions.

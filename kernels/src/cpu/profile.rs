@@ -1,0 +1,96 @@
+//! Where the time of a forward pass goes: calls, seconds and bytes per operation.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Counts operations while it is switched on; a relaxed load per operation while it is off.
+#[derive(Default)]
+pub struct Profile {
+    on: AtomicBool,
+    entries: Mutex<BTreeMap<Key, Entry>>,
+}
+
+type Key = (&'static str, &'static str, (usize, usize));
+
+#[derive(Default)]
+struct Entry {
+    calls: u64,
+    time: Duration,
+    bytes: u64,
+}
+
+/// What one operation cost since [`Profile::start`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct OpTiming {
+    /// The operation, e.g. `qkv` or `attention`.
+    pub op: &'static str,
+    /// The kernel that did it.
+    pub kernel: &'static str,
+    /// `(out, in)` of a Linear; `(heads, head_dim)` of attention; `(1, width)` otherwise.
+    pub shape: (usize, usize),
+    /// How often.
+    pub calls: u64,
+    /// Wall time in all.
+    pub seconds: f64,
+    /// Bytes of weights or cache that had to be read, in all.
+    pub bytes: u64,
+}
+
+impl Profile {
+    /// Forgets what was counted and starts counting.
+    pub fn start(&self) {
+        self.lock().clear();
+        self.on.store(true, Ordering::Relaxed);
+    }
+
+    /// Stops counting and returns what was counted, the most expensive first.
+    pub fn stop(&self) -> Vec<OpTiming> {
+        self.on.store(false, Ordering::Relaxed);
+        let entries = std::mem::take(&mut *self.lock());
+        let mut timings: Vec<_> = entries
+            .into_iter()
+            .map(|((op, kernel, shape), e)| OpTiming {
+                op,
+                kernel,
+                shape,
+                calls: e.calls,
+                seconds: e.time.as_secs_f64(),
+                bytes: e.bytes,
+            })
+            .collect();
+        timings.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+        timings
+    }
+
+    /// The time now, if counting.
+    pub(crate) fn begin(&self) -> Option<Instant> {
+        self.on.load(Ordering::Relaxed).then(Instant::now)
+    }
+
+    /// Counts an operation that began at `begin`.
+    pub(crate) fn end(
+        &self,
+        begin: Option<Instant>,
+        op: &'static str,
+        kernel: &'static str,
+        shape: (usize, usize),
+        bytes: usize,
+    ) {
+        if let Some(begin) = begin {
+            let time = begin.elapsed();
+            let mut entries = self.lock();
+            let entry = entries.entry((op, kernel, shape)).or_default();
+            entry.calls += 1;
+            entry.time += time;
+            entry.bytes += bytes as u64;
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Entry>> {
+        self.entries
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
