@@ -80,6 +80,16 @@ pub enum Error {
         /// What is supported instead, or why this is not.
         why: String,
     },
+    /// A model could not be had from the hub.
+    #[error("{what}: {problem}: {detail}")]
+    Hub {
+        /// The model's id or the address asked.
+        what: String,
+        /// The kind of failure.
+        problem: HubProblem,
+        /// What happened, and what to do.
+        detail: String,
+    },
     /// A scheme's parameters are out of range.
     #[error("scheme: expected {expected}, found {found}")]
     Scheme {
@@ -101,7 +111,47 @@ pub enum Error {
     },
 }
 
+/// Why the hub did not give a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HubProblem {
+    /// The hub must not be asked.
+    Offline,
+    /// No answer.
+    Unreachable,
+    /// A token is missing, or has no access.
+    Denied,
+    /// No such model, revision or file.
+    NotFound,
+    /// An answer that makes no sense, or a download that is not what the hub announced.
+    Broken,
+}
+
+impl std::fmt::Display for HubProblem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            HubProblem::Offline => "offline",
+            HubProblem::Unreachable => "the hub does not answer",
+            HubProblem::Denied => "access denied",
+            HubProblem::NotFound => "not found on the hub",
+            HubProblem::Broken => "download failed",
+        })
+    }
+}
+
 impl Error {
+    /// True if the hub could not give a model and another may serve: offline and not
+    /// cached, no answer, or no such model.
+    pub fn is_unreachable(&self) -> bool {
+        use HubProblem::{NotFound, Offline, Unreachable};
+        matches!(
+            self,
+            Error::Hub {
+                problem: Offline | Unreachable | NotFound,
+                ..
+            }
+        )
+    }
+
     /// Wraps an I/O error with the file and the action that failed.
     pub fn io(path: impl Into<PathBuf>, action: &'static str, source: std::io::Error) -> Self {
         Error::Io {

@@ -410,6 +410,13 @@ fn scheme_of(weight: &Weight) -> Option<TensorScheme> {
 /// # Errors
 /// [`Error::Io`] if the folder cannot be listed.
 pub fn copied_files(files: &Files) -> Result<Vec<String>> {
+    let mut names = files.names()?;
+    names.retain(|n| is_copied(n));
+    Ok(names)
+}
+
+/// True for the name of a file that [`copied_files`] lists.
+pub fn is_copied(name: &str) -> bool {
     const NAMES: [&str; 10] = [
         "added_tokens.json",
         "chat_template.jinja",
@@ -422,9 +429,7 @@ pub fn copied_files(files: &Files) -> Result<Vec<String>> {
         "vocab.json",
         "NOTICE",
     ];
-    let mut names = files.names()?;
-    names.retain(|n| NAMES.contains(&n.as_str()) || n.starts_with("LICENSE"));
-    Ok(names)
+    NAMES.contains(&name) || (name.starts_with("LICENSE") && !name.contains('/'))
 }
 
 /// The folder beside `dest` that unfinished work is kept in.

@@ -1,0 +1,433 @@
+//! Models from the Hugging Face hub, in its standard cache.
+//!
+//! The cache's layout is the hf-hub crate's. Requests are nq's own: that crate has no
+//! time-outs, appends whatever a server sends to an interrupted download, is stuck on one
+//! that was complete, and does not compare what it got with the hub's hash.
+
+mod client;
+
+use crate::durable::{check_space, sync_folder, write_bytes};
+use crate::error::{Error, HubProblem, Result};
+use crate::nq::is_copied;
+use crate::progress::{Progress, Unit};
+use crate::shards::{INDEX, SINGLE};
+use client::{Client, Remote};
+use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Where the hub is and how to talk to it.
+#[derive(Clone, Debug)]
+pub struct HubOptions {
+    /// Base address, without a trailing slash.
+    pub endpoint: String,
+    /// The cache folder, which holds `models--OWNER--NAME`.
+    pub cache: PathBuf,
+    /// For gated and private models.
+    pub token: Option<String>,
+    /// Use only what is in the cache.
+    pub offline: bool,
+    /// Longest wait for a name to resolve and for a connection, each.
+    pub connect_timeout: Duration,
+    /// Longest silence of a server before a request is tried again.
+    pub read_timeout: Duration,
+    /// How often a download that makes no progress is tried again.
+    pub retries: u32,
+}
+
+impl HubOptions {
+    /// What the environment says: `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`,
+    /// `HF_TOKEN` (or the file it is kept in, `HF_TOKEN_PATH`), `HF_HUB_OFFLINE`.
+    pub fn from_env() -> Self {
+        Self::from_vars(&|name| std::env::var(name).ok())
+    }
+
+    /// As [`HubOptions::from_env`], from other variables; an empty one counts as unset.
+    pub fn from_vars(var: &dyn Fn(&str) -> Option<String>) -> Self {
+        let get = |name: &str| var(name).filter(|v| !v.trim().is_empty());
+        let path = |name: &str| get(name).map(PathBuf::from);
+        let home = path("HF_HOME").unwrap_or_else(|| {
+            let cache = path("XDG_CACHE_HOME")
+                .or_else(|| path("HOME").map(|h| h.join(".cache")))
+                .unwrap_or_else(std::env::temp_dir);
+            cache.join("huggingface")
+        });
+        let token_file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
+        let token = get("HF_TOKEN").or_else(|| fs::read_to_string(token_file).ok());
+        let offline = get("HF_HUB_OFFLINE").is_some_and(|v| {
+            matches!(
+                v.trim().to_lowercase().as_str(),
+                "1" | "on" | "yes" | "true"
+            )
+        });
+        let endpoint = get("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
+        HubOptions {
+            endpoint: endpoint.trim().trim_end_matches('/').into(),
+            cache: path("HF_HUB_CACHE").unwrap_or_else(|| home.join("hub")),
+            token: token.map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()),
+            offline,
+            connect_timeout: Duration::from_secs(5),
+            read_timeout: Duration::from_secs(30),
+            retries: 5,
+        }
+    }
+}
+
+/// `OWNER/NAME`, optionally `@REVISION`, optionally a file of it: `OWNER/NAME/FILE.gguf`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HubId {
+    /// `OWNER/NAME`.
+    pub repo: String,
+    /// Branch, tag or commit.
+    pub revision: String,
+    /// The one weight file wanted; `None`: the safetensors, or the only GGUF file.
+    pub file: Option<String>,
+}
+
+impl HubId {
+    /// Reads an id; `None` if `text` has not the form of one.
+    pub fn parse(text: &str) -> Option<Self> {
+        let plain = |p: &str| {
+            let known = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            !p.is_empty() && !p.starts_with('.') && p.chars().all(known)
+        };
+        let (text, revision) = text.split_once('@').unwrap_or((text, "main"));
+        let parts: Vec<&str> = text.split('/').collect();
+        let (repo, file) = match parts[..] {
+            [owner, name] => ([owner, name], None),
+            [owner, name, file] if file.ends_with(".gguf") => ([owner, name], Some(file)),
+            _ => return None,
+        };
+        let good = repo.iter().chain(&file).all(|p| plain(p));
+        let revision_good = revision.split('/').all(plain);
+        (good && revision_good).then(|| HubId {
+            repo: repo.join("/"),
+            revision: revision.into(),
+            file: file.map(String::from),
+        })
+    }
+}
+
+/// The hub and its cache.
+pub struct Hub {
+    options: HubOptions,
+}
+
+#[derive(Deserialize)]
+struct RepoInfo {
+    sha: String,
+    siblings: Vec<Sibling>,
+}
+
+#[derive(Deserialize)]
+struct Sibling {
+    rfilename: String,
+}
+
+impl Hub {
+    /// A hub as `options` describe it. Nothing is contacted yet.
+    pub fn new(options: HubOptions) -> Self {
+        Hub { options }
+    }
+
+    /// The folder of the model `id` (see [`HubId`]), or its file if `id` names one: from the cache if
+    /// it is complete there, else downloaded. Interrupted downloads go on where they stopped.
+    ///
+    /// # Errors
+    /// [`Error::Hub`] saying what failed and what to do: offline, unreachable, denied, not found,
+    /// nothing nq can run, a broken download; [`Error::Space`] if the disk is too small; [`Error::Io`].
+    pub fn fetch_model(&self, id: &str, progress: &dyn Progress) -> Result<PathBuf> {
+        let parsed = parse(id)?;
+        if let Some(path) = self.cached(id)? {
+            return Ok(path);
+        }
+        if self.options.offline {
+            return Err(Error::Hub {
+                what: id.into(),
+                problem: HubProblem::Offline,
+                detail: format!(
+                    "not complete in the cache {} and the hub must not be asked (--offline or \
+                     HF_HUB_OFFLINE); run once online, or give a folder",
+                    self.options.cache.display()
+                ),
+            });
+        }
+        self.download(&parsed, progress)
+    }
+
+    /// The model `id` if the cache has all of it. The network is not used.
+    ///
+    /// # Errors
+    /// [`Error::Hub`] if `id` has not the form of one; [`Error::Io`].
+    pub fn cached(&self, id: &str) -> Result<Option<PathBuf>> {
+        let id = parse(id)?;
+        let repo = self.repo(&id);
+        let reference = self.root(&id).join("refs").join(&id.revision);
+        // A revision that is a commit has no reference.
+        let commit = fs::read_to_string(reference).unwrap_or_else(|_| id.revision.clone());
+        let snapshot = repo.pointer_path(commit.trim());
+        Ok(complete(&snapshot, &id))
+    }
+
+    fn repo(&self, id: &HubId) -> CacheRepo {
+        let repo = Repo::with_revision(id.repo.clone(), RepoType::Model, id.revision.clone());
+        Cache::new(self.options.cache.clone()).repo(repo)
+    }
+
+    /// The folder of a model in the cache.
+    fn root(&self, id: &HubId) -> PathBuf {
+        let repo = Repo::new(id.repo.clone(), RepoType::Model);
+        self.options.cache.join(repo.folder_name())
+    }
+
+    fn download(&self, id: &HubId, progress: &dyn Progress) -> Result<PathBuf> {
+        let client = Client::new(&self.options, &id.repo);
+        let revision = id.revision.replace('/', "%2F");
+        let info: RepoInfo =
+            client.json(&format!("/api/models/{}/revision/{revision}", id.repo))?;
+        if info.sha.is_empty() || !info.sha.chars().all(|c| c.is_ascii_alphanumeric()) {
+            let detail = format!("expected a commit, found {:?}", info.sha);
+            return Err(client.error(HubProblem::Broken, detail));
+        }
+        // Files in folders are other formats' copies, and no name may lead out of the cache.
+        let mut names: Vec<&str> = info.siblings.iter().map(|s| s.rfilename.as_str()).collect();
+        names.retain(|n| !n.contains(['/', '\\']) && !n.starts_with('.'));
+        let snapshot = self.repo(id).pointer_path(&info.sha);
+        create(&snapshot)?;
+        let fetch = |wanted: Vec<String>| -> Result<()> {
+            let mut remotes = Vec::new();
+            let mut total = 0;
+            let mut missing = 0;
+            for name in wanted.iter().filter(|n| !snapshot.join(n).exists()) {
+                let remote = client.head(&info.sha, name)?;
+                let have = fs::metadata(self.partial(id, &remote)).map_or(0, |m| m.len());
+                total += remote.size;
+                missing += remote.size.saturating_sub(have);
+                remotes.push(remote);
+            }
+            check_space(&snapshot, missing)?;
+            progress.begin(&format!("download {}", id.repo), total, Unit::Bytes);
+            for remote in &remotes {
+                self.fetch_file(&client, id, &info.sha, remote, progress)?;
+            }
+            progress.end();
+            Ok(())
+        };
+        // The small files first: the index among them says which weights are needed.
+        let weights = weight_files(id, &names);
+        fetch(side_files(&names, &weights))?;
+        let weights = match weights {
+            Weights::Indexed => shards(&snapshot.join(INDEX))?,
+            Weights::Files(files) => files,
+            Weights::None(detail) => {
+                return Err(client.error(HubProblem::NotFound, detail));
+            }
+        };
+        fetch(weights)?;
+        sync_folder(&snapshot)?;
+        let reference = self.root(id).join("refs").join(&id.revision);
+        create(&crate::durable::parent(&reference))?;
+        write_bytes(&reference, info.sha.as_bytes())?;
+        complete(&snapshot, id).ok_or_else(|| {
+            let detail = "the files it lists make no whole model".into();
+            client.error(HubProblem::NotFound, detail)
+        })
+    }
+
+    fn partial(&self, id: &HubId, remote: &Remote) -> PathBuf {
+        let blobs = self.root(id).join("blobs");
+        blobs.join(format!("{}.incomplete", remote.etag))
+    }
+
+    /// Brings one file into the cache: its contents under their hash, and a link to them
+    /// in the snapshot.
+    fn fetch_file(
+        &self,
+        client: &Client<'_>,
+        id: &HubId,
+        commit: &str,
+        remote: &Remote,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let root = self.root(id);
+        let blobs = root.join("blobs");
+        let locks = self.options.cache.join(".locks");
+        create(&blobs)?;
+        create(&locks)?;
+        let lock_path = locks.join(format!("{}.lock", remote.etag));
+        let lock = File::create(&lock_path).map_err(|e| Error::io(&lock_path, "create", e))?;
+        if lock.try_lock().is_err() {
+            progress.note(&format!(
+                "{}: waiting for another download of it",
+                remote.name
+            ));
+            lock.lock().map_err(|e| Error::io(&lock_path, "lock", e))?;
+        }
+        let blob = blobs.join(&remote.etag);
+        if blob.exists() {
+            progress.advance(remote.size);
+        } else {
+            let partial = self.partial(id, remote);
+            client.download(commit, remote, &partial, progress)?;
+            fs::rename(&partial, &blob).map_err(|e| Error::io(&blob, "rename into place", e))?;
+            sync_folder(&blobs)?;
+        }
+        let link = self.repo(id).pointer_path(commit).join(&remote.name);
+        link_file(&blob, &link, &remote.etag)
+    }
+}
+
+/// Links `link`, in a snapshot, to the contents `blob`.
+fn link_file(blob: &Path, link: &Path, etag: &str) -> Result<()> {
+    #[cfg(unix)]
+    let linked = {
+        let _ = blob;
+        std::os::unix::fs::symlink(Path::new("../../blobs").join(etag), link)
+    };
+    #[cfg(not(unix))]
+    let linked = {
+        let _ = etag;
+        fs::copy(blob, link).map(drop)
+    };
+    match linked {
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+        other => other.map_err(|e| Error::io(link, "link", e)),
+    }
+}
+
+fn create(folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder).map_err(|e| Error::io(folder, "create", e))
+}
+
+fn parse(id: &str) -> Result<HubId> {
+    HubId::parse(id).ok_or_else(|| Error::Hub {
+        what: id.into(),
+        problem: HubProblem::NotFound,
+        detail: "a hub id is OWNER/NAME, as in Qwen/Qwen3-0.6B".into(),
+    })
+}
+
+/// The weights of a repository, by its list of files.
+enum Weights {
+    /// Those that the index lists.
+    Indexed,
+    /// These.
+    Files(Vec<String>),
+    /// None that nq runs; what there is instead.
+    None(String),
+}
+
+fn weight_files(id: &HubId, names: &[&str]) -> Weights {
+    let has = |name: &str| names.contains(&name);
+    let ending = |suffix: &str| -> Vec<&str> {
+        names
+            .iter()
+            .copied()
+            .filter(|n| n.ends_with(suffix))
+            .collect()
+    };
+    if let Some(file) = &id.file {
+        return match has(file) {
+            true => Weights::Files(vec![file.clone()]),
+            false => Weights::None(format!("it has no file {file}")),
+        };
+    }
+    if has(SINGLE) {
+        return Weights::Files(vec![SINGLE.into()]);
+    }
+    if has(INDEX) {
+        return Weights::Indexed;
+    }
+    let single = match (
+        ending(".safetensors").as_slice(),
+        ending(".gguf").as_slice(),
+    ) {
+        ([one], _) => Some((*one).to_owned()),
+        ([], [one]) => Some((*one).to_owned()),
+        ([], [_, ..]) => {
+            let list = ending(".gguf").join(", ");
+            return Weights::None(format!(
+                "name one of its files, as {}/FILE: {list}",
+                id.repo
+            ));
+        }
+        _ => None,
+    };
+    match single {
+        Some(one) => Weights::Files(vec![one]),
+        None => Weights::None("it has neither safetensors nor GGUF weights".into()),
+    }
+}
+
+/// Configuration and tokenizer files; none for a GGUF, which has its own.
+fn side_files(names: &[&str], weights: &Weights) -> Vec<String> {
+    if matches!(weights, Weights::Files(f) if f.iter().all(|n| n.ends_with(".gguf"))) {
+        return Vec::new();
+    }
+    let wanted = |name: &str| {
+        matches!(name, "config.json" | "quantize_config.json" | INDEX) || is_copied(name)
+    };
+    names
+        .iter()
+        .filter(|n| wanted(n))
+        .map(|n| (*n).to_owned())
+        .collect()
+}
+
+/// The shards that an index lists.
+fn shards(index: &Path) -> Result<Vec<String>> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let text = fs::read(index).map_err(|e| Error::io(index, "read", e))?;
+    let parsed: Index = serde_json::from_slice(&text).map_err(|e| Error::Malformed {
+        path: index.into(),
+        what: "contents".into(),
+        expected: "an object with weight_map".into(),
+        found: e.to_string(),
+    })?;
+    let shards: BTreeSet<String> = parsed.weight_map.into_values().collect();
+    match shards
+        .iter()
+        .find(|s| s.contains(['/', '\\']) || s.starts_with('.'))
+    {
+        Some(bad) => Err(Error::Malformed {
+            path: index.into(),
+            what: "weight_map".into(),
+            expected: "plain file names".into(),
+            found: bad.clone(),
+        }),
+        None => Ok(shards.into_iter().collect()),
+    }
+}
+
+/// The model in a snapshot folder, if all of it is there.
+fn complete(snapshot: &Path, id: &HubId) -> Option<PathBuf> {
+    let has = |name: &str| snapshot.join(name).exists();
+    if let Some(file) = &id.file {
+        return has(file).then(|| snapshot.join(file));
+    }
+    let listed: Vec<String> = fs::read_dir(snapshot)
+        .ok()?
+        .filter_map(|e| e.ok()?.file_name().into_string().ok())
+        .collect();
+    let names: Vec<&str> = listed.iter().map(String::as_str).collect();
+    match weight_files(id, &names) {
+        Weights::Files(files) if files.iter().all(|f| f.ends_with(".gguf") && has(f)) => {
+            Some(snapshot.join(&files[0]))
+        }
+        Weights::Files(files) => {
+            (has("config.json") && has("tokenizer.json") && files.iter().all(|f| has(f)))
+                .then(|| snapshot.into())
+        }
+        Weights::Indexed => {
+            let all = shards(&snapshot.join(INDEX)).ok()?.iter().all(|f| has(f));
+            (all && has("config.json") && has("tokenizer.json")).then(|| snapshot.into())
+        }
+        Weights::None(_) => None,
+    }
+}
