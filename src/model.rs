@@ -3,6 +3,7 @@
 use crate::cli::Global;
 use crate::demo;
 use anyhow::{Context, bail};
+use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::{Checkpoint, Progress};
 use std::path::{Path, PathBuf};
 
@@ -64,23 +65,44 @@ fn open_named(model: &str, global: &Global, progress: &dyn Progress) -> anyhow::
     if !model.contains(['/', '\\']) && own.exists() {
         return open_path(&own, model);
     }
-    if !is_hub_id(model) {
+    if HubId::parse(model).is_none() {
         bail!(
             "no model {model:?}: it is neither `demo`, a folder or file, a name in {}, nor a hub \
              id such as {DEFAULT_ID}",
             models_dir()?.display()
         );
     }
-    let _ = (global, progress);
-    bail!("{model}: the hub is not wired yet")
+    open_hub(model, global, progress)
 }
 
-fn open_default(_global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
-    let model = open_demo()?;
-    progress.note(&format!(
-        "{DEFAULT_ID}: the hub is not wired yet; using the demo model"
-    ));
-    Ok(model)
+fn open_hub(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+    let mut options = HubOptions::from_env();
+    options.offline |= global.offline;
+    let path = Hub::new(options).fetch_model(id, progress)?;
+    // In the cache, a file's real name is its hash: the id says what it is called.
+    let (id_name, _) = id.split_once('@').unwrap_or((id, ""));
+    let name = id_name.rsplit('/').next().unwrap_or(id_name);
+    Ok(Model {
+        name: name.trim_end_matches(".gguf").into(),
+        source: id.into(),
+        checkpoint: Checkpoint::open(&path)?,
+    })
+}
+
+fn open_default(global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+    match open_hub(DEFAULT_ID, global, progress) {
+        Err(e) if is_unreachable(&e) && demo::files().is_some() => {
+            progress.note(&format!("{e}; using the demo model"));
+            open_demo()
+        }
+        result => result,
+    }
+}
+
+fn is_unreachable(error: &anyhow::Error) -> bool {
+    error
+        .downcast_ref::<nq_formats::Error>()
+        .is_some_and(nq_formats::Error::is_unreachable)
 }
 
 fn open_demo() -> anyhow::Result<Model> {
@@ -108,36 +130,4 @@ fn open_path(path: &Path, given: &str) -> anyhow::Result<Model> {
         source: absolute.display().to_string(),
         checkpoint,
     })
-}
-
-/// `owner/name` in the hub's alphabet.
-fn is_hub_id(s: &str) -> bool {
-    let part = |p: &str| {
-        !p.is_empty()
-            && !p.starts_with('.')
-            && p.chars()
-                .all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
-    };
-    matches!(s.split('/').collect::<Vec<_>>()[..], [owner, name] if part(owner) && part(name))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::is_hub_id;
-
-    #[test]
-    fn hub_ids_are_owner_and_name() {
-        assert!(is_hub_id("Qwen/Qwen3-0.6B"));
-        for s in [
-            "demo",
-            "a/b/c",
-            "../x",
-            "/abs",
-            "a/",
-            "./dir",
-            "own er/name",
-        ] {
-            assert!(!is_hub_id(s), "{s}");
-        }
-    }
 }

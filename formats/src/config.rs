@@ -137,6 +137,19 @@ impl ModelConfig {
                 heads.to_string(),
             ));
         }
+        // Each is in range; their product must be too, or sizes overflow further on.
+        let layer = (cfg.hidden_size as u128)
+            * (2 * (heads + kv_heads) as u128 * cfg.head_dim as u128
+                + 3 * cfg.intermediate_size as u128);
+        let total = layer * cfg.num_hidden_layers as u128
+            + 2 * cfg.vocab_size as u128 * cfg.hidden_size as u128;
+        if total > MAX_PARAMETERS {
+            return Err(obj.bad(
+                "the model's dimensions",
+                format!("at most {MAX_PARAMETERS} parameters"),
+                total.to_string(),
+            ));
+        }
         if !cfg.head_dim.is_multiple_of(2) {
             return Err(obj.bad(
                 "head_dim",
@@ -238,6 +251,9 @@ impl GenerationDefaults {
 
 /// Dimensions above this are absurd: they would overflow products elsewhere.
 const MAX_DIM: u64 = 1 << 28;
+
+/// More parameters than this are absurd: a hundred trillion.
+const MAX_PARAMETERS: u128 = 100_000_000_000_000;
 
 /// A JSON object whose accessors fail with the file's and the key's name.
 struct Object<'a> {

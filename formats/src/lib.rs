@@ -28,6 +28,7 @@ pub mod shards;
 pub mod stored;
 pub mod synth;
 pub mod tensor;
+pub mod tokenizer;
 pub mod weight;
 
 pub use checkpoint::{Checkpoint, Exactness, Files, TensorEntry, VirtualFiles, WeightStore};

@@ -1,7 +1,14 @@
 //! `nq inspect`: what a checkpoint holds.
 
 use crate::cli::Global;
+use crate::model;
+use crate::terminal::{Terminal, human_bytes};
 use clap::Args;
+use nq_formats::nq::{self, QuantizationRecord};
+use nq_formats::{Checkpoint, TensorEntry, tokenizer};
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::io::Write;
 use std::process::ExitCode;
 
 /// Flags of `nq inspect`.
@@ -9,10 +16,207 @@ use std::process::ExitCode;
 pub struct InspectArgs {
     /// demo, a folder, a file, a hub id or a name from `nq list`
     pub path: String,
+    /// Also read every parameter and the tokenizer, and fail if anything is wrong
+    #[arg(long)]
+    pub verify: bool,
+}
+
+/// `nq inspect --json`.
+#[derive(Serialize)]
+struct Report {
+    name: String,
+    source: String,
+    format: String,
+    parameters: usize,
+    tensor_bytes: u64,
+    file_bytes: u64,
+    bits_per_weight: f64,
+    config: Map<String, Value>,
+    quantization: Option<Value>,
+    verified: bool,
+    tensors: Vec<Row>,
+}
+
+/// One stored tensor.
+#[derive(Serialize)]
+struct Row {
+    name: String,
+    dtype: String,
+    shape: Vec<usize>,
+    /// Of one element; of one code where several share a byte.
+    bits: f64,
+    bytes: u64,
+    file: String,
 }
 
 /// Runs `nq inspect`.
 pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
-    let _ = (args, global);
-    anyhow::bail!("inspect is being built")
+    let opened = model::open(Some(&args.path), global, &Terminal::new())?;
+    let checkpoint = &opened.checkpoint;
+    if args.verify {
+        nq::verify(checkpoint)?;
+        tokenizer::check(checkpoint)?;
+    }
+    let record = nq::record(checkpoint)?;
+    let row = |e: TensorEntry| row(e, record.as_ref());
+    let report = Report {
+        name: opened.name,
+        source: opened.source,
+        format: checkpoint.store().format().into(),
+        parameters: checkpoint.config().parameters(),
+        tensor_bytes: checkpoint.tensor_bytes(),
+        file_bytes: checkpoint.store().file_bytes(),
+        bits_per_weight: checkpoint.bits_per_weight(),
+        config: checkpoint.config().to_json(),
+        quantization: checkpoint.store().quantization().cloned(),
+        verified: args.verify,
+        tensors: checkpoint.store().entries().into_iter().map(row).collect(),
+    };
+    let mut out = std::io::stdout().lock();
+    if global.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+    } else {
+        print(&mut out, &report, checkpoint, record.as_ref())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> Row {
+    let elements: usize = e.shape.iter().product();
+    let parameter = e
+        .name
+        .strip_suffix(".codes")
+        .or(e.name.strip_suffix(".zeros"));
+    let bits = match parameter.and_then(|p| record?.scheme(p)) {
+        Some(scheme) => scheme.bits.width() as f64,
+        None => 8.0 * e.bytes as f64 / elements.max(1) as f64,
+    };
+    Row {
+        name: e.name,
+        dtype: e.dtype,
+        shape: e.shape,
+        bits,
+        bytes: e.bytes,
+        file: e.file,
+    }
+}
+
+fn print(
+    out: &mut dyn Write,
+    report: &Report,
+    checkpoint: &Checkpoint,
+    record: Option<&QuantizationRecord>,
+) -> anyhow::Result<()> {
+    let c = checkpoint.config();
+    let shapes: Vec<String> = report
+        .tensors
+        .iter()
+        .map(|t| format!("{:?}", t.shape))
+        .collect();
+    let width =
+        |items: &mut dyn Iterator<Item = usize>, least: usize| items.max().unwrap_or(0).max(least);
+    let name = width(&mut report.tensors.iter().map(|t| t.name.len()), 6);
+    let shape = width(&mut shapes.iter().map(String::len), 5);
+    let dtype = width(&mut report.tensors.iter().map(|t| t.dtype.len()), 5);
+    writeln!(
+        out,
+        "{:name$}  {:dtype$}  {:>shape$}  {:>7}  {:>12}  FILE",
+        "TENSOR", "DTYPE", "SHAPE", "BITS", "BYTES"
+    )?;
+    for (t, dims) in report.tensors.iter().zip(&shapes) {
+        writeln!(
+            out,
+            "{:name$}  {:dtype$}  {dims:>shape$}  {:>7.4}  {:>12}  {}",
+            t.name, t.dtype, t.bits, t.bytes, t.file
+        )?;
+    }
+    writeln!(out)?;
+    writeln!(out, "{} ({})", report.name, report.source)?;
+    writeln!(out, "  format           {}", report.format)?;
+    writeln!(
+        out,
+        "  model            {} layers, hidden {}, MLP {}, {} heads of {} ({} key/value), \
+         vocabulary {}, {} head",
+        c.num_hidden_layers,
+        c.hidden_size,
+        c.intermediate_size,
+        c.num_attention_heads,
+        c.head_dim,
+        c.num_key_value_heads,
+        c.vocab_size,
+        if c.tie_word_embeddings {
+            "tied"
+        } else {
+            "untied"
+        }
+    )?;
+    writeln!(out, "  parameters       {}", report.parameters)?;
+    writeln!(
+        out,
+        "  tensors          {} ({})",
+        report.tensor_bytes,
+        human_bytes(report.tensor_bytes)
+    )?;
+    writeln!(
+        out,
+        "  files            {} ({})",
+        report.file_bytes,
+        human_bytes(report.file_bytes)
+    )?;
+    writeln!(out, "  bits per weight  {:.4}", report.bits_per_weight)?;
+    if let Some(record) = record {
+        print_record(out, record)?;
+    }
+    if report.verified {
+        writeln!(out, "  verified         every parameter and the tokenizer")?;
+    }
+    Ok(())
+}
+
+fn print_record(out: &mut dyn Write, record: &QuantizationRecord) -> anyhow::Result<()> {
+    let scheme = |s: &Option<nq::TensorScheme>| match s {
+        Some(s) => s.to_string(),
+        None => "unquantized".into(),
+    };
+    writeln!(out, "  method           {}", record.method)?;
+    writeln!(out, "  layers' linears  {}", scheme(&record.linears))?;
+    for (name, s) in &record.overrides {
+        writeln!(out, "  {name}: {}", scheme(s))?;
+    }
+    let source = &record.source;
+    writeln!(out, "  source           {} {}", source.name, source.sha256)?;
+    if let Some(c) = &record.calibration {
+        writeln!(
+            out,
+            "  calibration      {}, {} tokens, sha256 {}",
+            c.name, c.tokens, c.sha256
+        )?;
+    }
+    for fallback in &record.fallbacks {
+        writeln!(out, "  fallback         {fallback}")?;
+    }
+    match &record.quality {
+        None => writeln!(out, "  quality          not measured")?,
+        Some(q) => {
+            let number = |pointer: &str| q.pointer(pointer).and_then(Value::as_f64);
+            let mut said = Vec::new();
+            for (label, pointer) in [
+                ("KL divergence", "/kld/mean"),
+                ("same top-1", "/same_top1"),
+                ("perplexity", "/ppl"),
+                ("of the source", "/ppl_ref"),
+            ] {
+                if let Some(v) = number(pointer) {
+                    said.push(format!("{label} {v:.5}"));
+                }
+            }
+            writeln!(out, "  quality          {}", said.join(", "))?;
+            if let (Some(text), Some(tokens)) =
+                (q.get("text").and_then(Value::as_str), q.get("tokens"))
+            {
+                writeln!(out, "                   on {tokens} tokens of {text}")?;
+            }
+        }
+    }
+    Ok(())
 }

@@ -1,0 +1,194 @@
+//! The fuzz targets over mutations of valid files, so that every test run tries some.
+
+mod common;
+#[path = "../../fuzz/src/targets.rs"]
+mod targets;
+
+use common::{Rng, assets, random_affine, random_dense, safetensors};
+use nq_formats::names::{Shape, parameters};
+use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
+use nq_formats::{AffineScheme, Bits, Files, Group, ModelConfig, QuantizedWeight, Weight, Zeros};
+use std::fs;
+use std::path::Path;
+
+/// Text that files of these kinds are made of, put in at random places.
+const TOKENS: [&str; 20] = [
+    "null",
+    "-1",
+    "0",
+    "1e999",
+    "18446744073709551615",
+    "4294967296",
+    "[]",
+    "{}",
+    "\"",
+    "}",
+    "\"data_offsets\":[0,8]",
+    "\"dtype\":\"F4\"",
+    "\"bits\":3",
+    "\"group\":0",
+    "true",
+    "\u{0}",
+    "\"yarn\"",
+    "[[[[[[[[[[",
+    "nan",
+    ",",
+];
+
+fn mutate(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
+    let mut data = seed.to_vec();
+    for _ in 0..1 + rng.below(4) {
+        let at = rng.below(data.len().max(1));
+        match rng.below(6) {
+            0 if !data.is_empty() => data[at] ^= 1 << rng.below(8),
+            1 => data.truncate(at),
+            2 => {
+                let token = TOKENS[rng.below(TOKENS.len())].bytes();
+                drop(data.splice(at..at, token));
+            }
+            3 => {
+                let end = (at + rng.below(20)).min(data.len());
+                drop(data.drain(at.min(end)..end));
+            }
+            4 if !data.is_empty() => {
+                let end = (at + rng.below(40)).min(data.len());
+                let copy = data[at..end].to_vec();
+                let to = rng.below(data.len());
+                drop(data.splice(to..to, copy));
+            }
+            _ if !data.is_empty() => {
+                // A digit: lengths, offsets and shapes.
+                let digits: Vec<usize> = (0..data.len())
+                    .filter(|&i| data[i].is_ascii_digit())
+                    .collect();
+                if !digits.is_empty() {
+                    data[digits[rng.below(digits.len())]] = b'0' + rng.below(10) as u8;
+                }
+            }
+            _ => {}
+        }
+    }
+    // Half of the files get a header length that fits again, to reach what comes after.
+    if rng.below(2) == 0
+        && let Some(end) = data.iter().position(|&b| b == b'\n')
+        && data.len() > 8
+        && end > 8
+    {
+        data[..8].copy_from_slice(&(end as u64 - 8).to_le_bytes());
+    }
+    data
+}
+
+fn run(target: fn(&[u8]), seeds: &[Vec<u8>], rounds: usize) {
+    let mut rng = Rng(1);
+    for seed in seeds {
+        target(seed);
+        for _ in 0..rounds {
+            let data = mutate(&mut rng, seed);
+            target(&data);
+        }
+    }
+}
+
+#[test]
+fn safetensors_files() {
+    let header = concat!(
+        r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"#,
+        r#""b":{"dtype":"U8","shape":[0,3],"data_offsets":[8,8]},"#,
+        r#""c":{"dtype":"BF16","shape":[2,2],"data_offsets":[8,16]}}"#,
+        "\n"
+    );
+    run(
+        targets::safetensors,
+        &[safetensors(header, &[7; 16])],
+        30_000,
+    );
+}
+
+#[test]
+fn configs() {
+    let demo = |name: &str| fs::read(assets().join("demo").join(name)).unwrap();
+    let yarn = format!(
+        r#"{{{},"rope_scaling":{{"rope_type":"yarn","factor":4.0,
+        "original_max_position_embeddings":32}}}}"#,
+        targets::SHAPE
+    );
+    let nested = format!("{{{}}}", targets::SHAPE).replace(
+        r#""rope_theta":10000.0"#,
+        r#""rope_parameters":{"rope_theta":5e5,"rope_type":"default"}"#,
+    );
+    let tokenizer = br#"{"added_tokens":[{"id":3}],"model":{"vocab":{"a":0,"b":1}}}"#;
+    let seeds = [
+        demo("config.json"),
+        demo("generation_config.json"),
+        yarn.into_bytes(),
+        nested.into_bytes(),
+        tokenizer.to_vec(),
+    ];
+    run(targets::config, &seeds, 6_000);
+}
+
+/// An nq folder of the shape that the target uses, as its input.
+fn nq_seed(zeros: Zeros, with_g_idx: bool) -> Vec<u8> {
+    let config = format!("{{{}}}", targets::SHAPE);
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), &config).unwrap();
+    let dest = dir.path().join("out");
+    let source = Files::Folder(dir.path().into());
+    let plan = serde_json::Value::Null;
+    let Opened::Writer(writer) =
+        Writer::open(&dest, &source, &plan, WriterOptions::default()).unwrap()
+    else {
+        panic!("nothing is complete")
+    };
+    let scheme = AffineScheme {
+        bits: Bits::B4,
+        group: Group::Size(4),
+        zeros,
+    };
+    let mut rng = Rng(3);
+    let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+    for (name, shape) in parameters(&shape) {
+        let (vector, matrix);
+        let param = match shape {
+            Shape::Vector(n) => {
+                vector = random_dense(&mut rng, &[n]);
+                Param::Vector(&vector)
+            }
+            Shape::Matrix(r, c) => {
+                let weight = random_affine(&mut rng, scheme, (r, c), with_g_idx);
+                matrix = Weight::Quantized(QuantizedWeight::Affine(weight));
+                Param::Matrix(&matrix)
+            }
+        };
+        writer.put(&name, &[(name.clone(), param)]).unwrap();
+    }
+    writer.finish(QuantizationRecord::default(), &()).unwrap();
+    let config: serde_json::Value =
+        serde_json::from_slice(&fs::read(dest.join("config.json")).unwrap()).unwrap();
+    let mut seed = config["quantization_config"].to_string().into_bytes();
+    seed.push(0);
+    seed.extend(fs::read(dest.join("model.safetensors")).unwrap());
+    seed
+}
+
+#[test]
+fn quantized_folders() {
+    let seeds = [
+        nq_seed(Zeros::None, false),
+        nq_seed(Zeros::Integer, true),
+        nq_seed(Zeros::Offset, false),
+    ];
+    // The seeds themselves open: otherwise no mutation would reach the reader.
+    for seed in &seeds {
+        let end = seed.iter().position(|b| *b == 0).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let record = std::str::from_utf8(&seed[..end]).unwrap();
+        let config = format!(r#"{{{},"quantization_config":{record}}}"#, targets::SHAPE);
+        fs::write(dir.path().join("config.json"), config).unwrap();
+        fs::write(dir.path().join("model.safetensors"), &seed[end + 1..]).unwrap();
+        let opened = nq_formats::Checkpoint::open(dir.path()).unwrap();
+        nq_formats::nq::verify(&opened).unwrap();
+    }
+    run(targets::folder, &seeds, 5_000);
+}

@@ -1,0 +1,125 @@
+//! What is fuzzed: readers of files that may come from anywhere. A target panics if a reader
+//! panics or breaks a promise. `cargo fuzz run NAME` runs them under libFuzzer;
+//! `formats/tests/fuzz_smoke.rs` runs the same functions over mutations of valid files.
+#![allow(dead_code, unreachable_pub)]
+
+use bytes::Bytes;
+use nq_formats::checkpoint::VirtualFiles;
+use nq_formats::safetensors::SafetensorsFile;
+use nq_formats::{
+    Checkpoint, Files, GenerationDefaults, ModelConfig, Result, names, nq, tokenizer,
+};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A safetensors file: what is accepted lies in the file, adds up to it, and is what the
+/// `safetensors` crate reads.
+pub fn safetensors(data: &[u8]) {
+    let path = Path::new("fuzz.safetensors");
+    let Ok(file) = SafetensorsFile::parse(path, Bytes::copy_from_slice(data)) else {
+        return;
+    };
+    let theirs = safetensors::SafeTensors::deserialize(data).expect("a file nq accepts is valid");
+    assert_eq!(theirs.len(), file.names().count());
+    let mut total = 0;
+    for name in file.names() {
+        let ours = file.get(name).expect("a listed tensor");
+        let view = theirs.tensor(name).expect("the same names");
+        assert_eq!(ours.data(), view.data());
+        assert_eq!(ours.shape(), view.shape());
+        total += ours.data().len();
+    }
+    assert_eq!(total as u64, file.entries().map(|e| e.bytes).sum::<u64>());
+}
+
+/// config.json, generation_config.json and tokenizer.json: what is accepted has a size, and
+/// a config is written as it was read.
+pub fn config(data: &[u8]) {
+    let path = Path::new("config.json");
+    let _ = GenerationDefaults::parse(path, data);
+    let _ = tokenizer::largest_id(path, data);
+    let Ok(config) = ModelConfig::parse(path, data) else {
+        return;
+    };
+    assert!(config.parameters() > 0);
+    let text = serde_json_text(&config);
+    let again = ModelConfig::parse(path, text.as_bytes()).expect("what nq writes it reads");
+    let same = ModelConfig {
+        dtype: config.dtype.or(again.dtype),
+        ..config
+    };
+    assert_eq!(again, same);
+}
+
+fn serde_json_text(config: &ModelConfig) -> String {
+    // A map displays as JSON only as a value; `Display` of every entry is JSON.
+    let entries: Vec<String> = config
+        .to_json()
+        .iter()
+        .map(|(k, v)| format!("{k:?}: {v}"))
+        .collect();
+    format!("{{{}}}", entries.join(", "))
+}
+
+/// The model shape that [`folder`] combines with the fuzzed record.
+pub const SHAPE: &str = r#""architectures":["Qwen3ForCausalLM"],"model_type":"qwen3",
+"hidden_size":8,"intermediate_size":16,"num_hidden_layers":1,"num_attention_heads":2,
+"num_key_value_heads":1,"head_dim":4,"vocab_size":16,"max_position_embeddings":32,
+"rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
+
+/// A quantized folder of any format: a `quantization_config` (JSON, ended by a zero byte), then
+/// the weight file. All parameters of what opens are read and dequantized.
+pub fn folder(data: &[u8]) {
+    let Some(end) = data.iter().position(|b| *b == 0) else {
+        return;
+    };
+    let Ok(record) = std::str::from_utf8(&data[..end]) else {
+        return;
+    };
+    let config = format!(r#"{{{SHAPE},"quantization_config":{record}}}"#);
+    let files = Files::Virtual(Arc::new(Folder {
+        config: config.into(),
+        weights: Bytes::copy_from_slice(&data[end + 1..]),
+    }));
+    let Ok(checkpoint) = Checkpoint::open_files(files) else {
+        return;
+    };
+    let _ = nq::verify(&checkpoint);
+    assert!(checkpoint.bits_per_weight().is_finite());
+    for (name, shape) in names::parameters(checkpoint.config()) {
+        let names::Shape::Matrix(rows, cols) = shape else {
+            continue;
+        };
+        if let Ok(weight) = checkpoint.store().matrix(&name, (rows, cols)) {
+            assert_eq!(weight.dims(), (rows, cols));
+            let mut row = vec![0.0; cols];
+            for r in 0..rows {
+                weight.dequantize_row(r, &mut row).expect("a float weight");
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Folder {
+    config: Bytes,
+    weights: Bytes,
+}
+
+impl VirtualFiles for Folder {
+    fn root(&self) -> PathBuf {
+        "fuzz".into()
+    }
+
+    fn names(&self) -> Vec<String> {
+        vec!["config.json".into(), "model.safetensors".into()]
+    }
+
+    fn get(&self, name: &str) -> Result<Option<Bytes>> {
+        Ok(match name {
+            "config.json" => Some(self.config.clone()),
+            "model.safetensors" => Some(self.weights.clone()),
+            _ => None,
+        })
+    }
+}
