@@ -1,5 +1,6 @@
 //! The `nq` command. This package alone parses arguments, prints and draws progress.
 #![forbid(unsafe_op_in_unsafe_fn)]
+#![allow(unreachable_pub, reason = "a binary has no outside")]
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
