@@ -17,6 +17,7 @@ pub mod error;
 pub mod generate;
 mod kv;
 pub mod load;
+pub mod memory;
 pub mod models;
 pub mod rope;
 pub mod sampler;
@@ -32,6 +33,7 @@ pub use engine::{
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, load, stepper};
+pub use memory::{MemoryEstimate, WeightSource};
 pub use nq_kernels::cpu::KvType;
 pub use sampler::{Sampler, SamplingParams};
 pub use tokenizer::Tokenizer;

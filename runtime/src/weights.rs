@@ -18,18 +18,21 @@ pub fn bits(weight: &Weight) -> usize {
 #[derive(Debug, Default)]
 pub(crate) struct Census {
     parameters: BTreeMap<usize, usize>, // by bits
-    activations: Vec<Activations>,      // distinct, in order of appearance
+    activations: Vec<(Activations, usize)>, // parameters by what their input is rounded to
 }
 
 impl Census {
     /// Counts one product of stacked `weights` whose input is rounded to `activations`.
     pub(crate) fn add(&mut self, weights: &[&Weight], activations: Activations) {
+        let mut all = 0;
         for w in weights {
             let (out, inputs) = w.dims();
             *self.parameters.entry(bits(w)).or_default() += out * inputs;
+            all += out * inputs;
         }
-        if !self.activations.contains(&activations) {
-            self.activations.push(activations);
+        match self.activations.iter_mut().find(|(a, _)| *a == activations) {
+            Some((_, n)) => *n += all,
+            None => self.activations.push((activations, all)),
         }
     }
 
@@ -41,12 +44,14 @@ impl Census {
 
     /// True if any input is rounded.
     pub(crate) fn rounds(&self) -> bool {
-        self.activations.iter().any(|&a| a != Activations::F32)
+        self.activations.iter().any(|a| a.0 != Activations::F32)
     }
 
-    /// Names of all activation types in use, joined by ` + `.
+    /// Names of all activation types in use, that of most parameters first, joined by ` + `.
     pub(crate) fn activations(&self) -> String {
-        let names: Vec<String> = self.activations.iter().map(ToString::to_string).collect();
+        let mut all = self.activations.clone();
+        all.sort_by_key(|&(_, n)| std::cmp::Reverse(n));
+        let names: Vec<String> = all.iter().map(|(a, _)| a.to_string()).collect();
         names.join(" + ")
     }
 }

@@ -221,7 +221,7 @@ fn activations_are_rounded_as_asked_and_by_default_for_4_bits() {
     let mut mixed = dense.quantized(scheme(Bits::B4));
     let head = dense.matrices["lm_head"].clone();
     mixed.matrices.insert("lm_head".into(), head);
-    run(&mixed, ActivationChoice::Int8, "f32 + int8 g32");
+    run(&mixed, ActivationChoice::Int8, "int8 g32 + f32");
     run(&dense, ActivationChoice::Auto, "f32");
     let refused = load(&dense, ActivationChoice::Int8).err().expect("refused");
     assert!(

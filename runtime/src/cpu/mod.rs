@@ -4,6 +4,7 @@ mod layer;
 mod session;
 mod stepper;
 
+pub(crate) use session::session_bytes;
 pub(crate) use stepper::CpuStepper;
 
 use crate::device::available_memory;
@@ -117,7 +118,8 @@ impl Engine for CpuEngine {
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
-        let needed = CpuSession::bytes(self.config(), &spec) as u64;
+        let c = self.config();
+        let needed = (session_bytes::kv(c, &spec) + session_bytes::scratch(c, &spec)) as u64;
         match available_memory() {
             Some(available) if needed > available => Err(Error::Memory {
                 what: "the KV cache and scratch of a session",

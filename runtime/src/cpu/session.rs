@@ -5,7 +5,7 @@ use super::layer::{Batch, Pass, Scratch, all_finite};
 use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, check_chunks};
 use crate::error::{Error, Result};
 use crate::kv::KvCache;
-use nq_formats::{ModelConfig, Weight};
+use nq_formats::Weight;
 use nq_kernels::cpu::Epilogue;
 use std::sync::Arc;
 
@@ -21,6 +21,23 @@ pub(super) struct CpuSession {
     logits: Vec<f32>,  // [rows wanted, vocab]
 }
 
+/// What [`CpuSession::new`] reserves.
+pub(crate) mod session_bytes {
+    use super::{KvCache, Scratch};
+    use crate::engine::SessionSpec;
+    use nq_formats::ModelConfig;
+
+    /// Bytes of keys and values.
+    pub(crate) fn kv(c: &ModelConfig, spec: &SessionSpec) -> usize {
+        KvCache::bytes(c, spec.kv, spec.slots, spec.ctx)
+    }
+
+    /// Bytes of activations, without the logits, which depend on what is asked for.
+    pub(crate) fn scratch(c: &ModelConfig, spec: &SessionSpec) -> usize {
+        Scratch::bytes(c, spec.max_rows) + 4 * spec.max_rows * c.hidden_size
+    }
+}
+
 impl CpuSession {
     pub(super) fn new(model: Arc<CpuModel>, spec: SessionSpec) -> Self {
         let c = &model.config;
@@ -34,13 +51,6 @@ impl CpuSession {
             model,
             spec,
         }
-    }
-
-    /// Bytes that a session reserves, without logits.
-    pub(super) fn bytes(c: &ModelConfig, spec: &SessionSpec) -> usize {
-        KvCache::bytes(c, spec.kv, spec.slots, spec.ctx)
-            + Scratch::bytes(c, spec.max_rows)
-            + 4 * spec.max_rows * c.hidden_size
     }
 
     /// Runs the layers over the chunks: `x` becomes the residual stream behind the last.
