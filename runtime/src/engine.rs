@@ -8,7 +8,7 @@
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::cpu::KvType;
+use nq_kernels::cpu::{KvType, OpTiming};
 use std::fmt;
 use std::ops::{ControlFlow, Range};
 
@@ -29,6 +29,18 @@ pub trait Engine: Send + Sync {
     /// # Errors
     /// If the device has not enough memory; the error says what did not fit.
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>>;
+
+    /// Starts counting what each operation costs, from zero, over all sessions; false if this
+    /// engine cannot tell.
+    fn start_profile(&self) -> bool {
+        false
+    }
+
+    /// Stops counting: what was counted, the most expensive first. What a forward does
+    /// between operations is not in it.
+    fn stop_profile(&self) -> Vec<OpTiming> {
+        Vec::new()
+    }
 }
 
 /// What runs a model, for reports.

@@ -17,7 +17,7 @@ pub fn bits(weight: &Weight) -> usize {
 /// Counts what a model is made of, for [`crate::EngineDescription`].
 #[derive(Debug, Default)]
 pub(crate) struct Census {
-    parameters: BTreeMap<usize, usize>, // by bits
+    parameters: BTreeMap<usize, usize>,     // by bits
     activations: Vec<(Activations, usize)>, // parameters by what their input is rounded to
 }
 

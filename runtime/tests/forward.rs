@@ -369,6 +369,35 @@ fn layer_by_layer_equals_the_whole_forward() {
 }
 
 #[test]
+fn a_profile_counts_every_operation() {
+    let config = small_config();
+    let store = Store::random(&config, 16);
+    let engine = nq(&config, &store);
+    let mut s = session(&*engine, 1);
+    feed(&mut *s, 0, &tokens(5, 1));
+    assert!(engine.start_profile());
+    for token in tokens(3, 2) {
+        feed(&mut *s, 0, &[token]);
+    }
+    let timings = engine.stop_profile();
+    let layers = config.num_hidden_layers as u64;
+    for (op, calls) in [
+        ("qkv", 3 * layers),
+        ("attention", 3 * layers),
+        ("o", 3 * layers),
+        ("gate_up", 3 * layers),
+        ("down", 3 * layers),
+        ("head", 3),
+    ] {
+        let of = timings.iter().filter(|t| t.op == op);
+        assert_eq!(of.map(|t| t.calls).sum::<u64>(), calls, "{op}: {timings:?}");
+    }
+    feed(&mut *s, 0, &[1]);
+    assert!(engine.stop_profile().is_empty());
+    assert!(!candle(&config, &store).start_profile());
+}
+
+#[test]
 fn what_does_not_fit_is_refused_before_anything_changes() {
     let config = small_config();
     let engine = nq(&config, &Store::random(&config, 13));

@@ -32,17 +32,17 @@ impl Layer {
         census: &mut Census,
     ) -> Result<Self> {
         let [q, k, v, o, gate, up, down] = &weights.linears;
-        let mut pack = |parts: &[&Weight]| pack(cpu, options, parts, census);
+        let mut pack = |name, parts: &[&Weight]| pack(cpu, options, name, parts, census);
         Ok(Layer {
             index,
             input_norm: weights.input_norm.to_f32()?,
-            qkv: pack(&[q, k, v])?,
+            qkv: pack("qkv", &[q, k, v])?,
             q_norm: weights.q_norm.to_f32()?,
             k_norm: weights.k_norm.to_f32()?,
-            o: pack(&[o])?,
+            o: pack("o", &[o])?,
             post_attention_norm: weights.post_attention_norm.to_f32()?,
-            gate_up: pack(&[gate, up])?,
-            down: pack(&[down])?,
+            gate_up: pack("gate_up", &[gate, up])?,
+            down: pack("down", &[down])?,
         })
     }
 
@@ -134,9 +134,11 @@ impl Layer {
 }
 
 /// Repacks weights that share an input, rounded as `options` say, counting them in `census`.
+/// Profiles count the product under `name`.
 pub(crate) fn pack(
     cpu: &Cpu,
     options: &LoadOptions,
+    name: &'static str,
     parts: &[&Weight],
     census: &mut Census,
 ) -> Result<Linear> {
@@ -144,7 +146,7 @@ pub(crate) fn pack(
     let supports = |w: &Weight, a| Linear::supports(cpu, w, a, kernels);
     let activations = options.activations.resolve(parts, supports);
     census.add(parts, activations);
-    Ok(Linear::new(cpu, parts, activations, kernels)?)
+    Ok(Linear::new(cpu, parts, activations, kernels)?.named(name))
 }
 
 /// What a layer works with and on, besides its weights and the residual stream.

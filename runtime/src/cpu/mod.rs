@@ -16,7 +16,7 @@ use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
 use layer::{Layer, pack};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
-use nq_kernels::cpu::{Cpu, Linear};
+use nq_kernels::cpu::{Cpu, Linear, OpTiming};
 use session::CpuSession;
 use std::sync::Arc;
 
@@ -52,7 +52,7 @@ impl CpuEngine {
         let mut census = Census::default();
         // The largest weight first: while it is held twice, nothing else is held yet.
         let head_weight = qwen3::head(store, config)?;
-        let head = pack(&cpu, options, &[&head_weight], &mut census)?;
+        let head = pack(&cpu, options, "head", &[&head_weight], &mut census)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = match config.tie_word_embeddings {
@@ -115,6 +115,15 @@ impl Engine for CpuEngine {
     fn bytes_per_token(&self) -> usize {
         let m = &self.model;
         m.layers.iter().map(Layer::bytes).sum::<usize>() + 4 * m.norm.len() + m.head.bytes()
+    }
+
+    fn start_profile(&self) -> bool {
+        self.model.cpu.profile().start();
+        true
+    }
+
+    fn stop_profile(&self) -> Vec<OpTiming> {
+        self.model.cpu.profile().stop()
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {

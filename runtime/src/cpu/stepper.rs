@@ -160,7 +160,8 @@ impl LayerStepper for CpuStepper {
                 found: format!("{rows:?}"),
             });
         }
-        let head = pack(&self.cpu, &self.options, &[head], &mut Census::default())?;
+        let census = &mut Census::default();
+        let head = pack(&self.cpu, &self.options, "head", &[head], census)?;
         let norm = norm.to_f32()?;
         let x = &hidden.data[rows.start * h..rows.end * h];
         let mut normed = vec![0.0; x.len()];
