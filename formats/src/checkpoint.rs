@@ -5,6 +5,7 @@ use crate::dense;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::gguf;
+use crate::import::{awq, compressed_tensors, fp8, gptq};
 use crate::nq;
 use crate::shards::Shards;
 use crate::stored::StoredWeight;
@@ -248,6 +249,22 @@ const FORMATS: &[Format] = &[
         detect: |s| s.quant_method() == Some(nq::METHOD),
         open: nq::open,
     },
+    Format {
+        detect: |s| s.quant_method() == Some(gptq::METHOD),
+        open: gptq::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(awq::METHOD),
+        open: awq::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(compressed_tensors::METHOD),
+        open: compressed_tensors::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(fp8::METHOD),
+        open: fp8::open,
+    },
 ];
 
 impl Source {
@@ -277,6 +294,10 @@ impl Source {
             let found = c.get("quantization_config").or(c.get("compression_config"));
             found.filter(|q| !q.is_null()).cloned()
         });
+        let quantization = match quantization {
+            None if config.is_some() => legacy_gptq(&files)?,
+            found => found,
+        };
         Ok(Source {
             files,
             weights,
@@ -354,6 +375,25 @@ impl Source {
             why: "nq has no reader for it".into(),
         })
     }
+}
+
+/// The settings of an early GPTQ checkpoint, which stand in a file of their own and do
+/// not name the method.
+fn legacy_gptq(files: &Files) -> Result<Option<Value>> {
+    const NAME: &str = "quantize_config.json";
+    let Some(bytes) = files.get(NAME)? else {
+        return Ok(None);
+    };
+    let mut map: Map<String, Value> =
+        serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
+            path: files.path(NAME),
+            what: "contents".into(),
+            expected: "a JSON object".into(),
+            found: e.to_string(),
+        })?;
+    map.entry("quant_method")
+        .or_insert_with(|| gptq::METHOD.into());
+    Ok(Some(Value::Object(map)))
 }
 
 /// The model's shape and quantization.

@@ -16,6 +16,7 @@ pub mod export;
 pub mod gguf;
 pub mod hash;
 pub mod hub;
+pub mod import;
 pub mod mapping;
 pub mod names;
 pub mod nq;

@@ -166,6 +166,18 @@ impl Shards {
         }
     }
 
+    /// Names the weight `name` in an error about parts that do not fit each other.
+    pub(crate) fn wrap(&self, name: &str, error: Error) -> Error {
+        match error {
+            Error::Weight {
+                what,
+                expected,
+                found,
+            } => self.error(name, format!("{what}: {expected}"), found),
+            other => other,
+        }
+    }
+
     /// Names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.by_name.keys().map(String::as_str)

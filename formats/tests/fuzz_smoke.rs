@@ -5,9 +5,12 @@ mod common;
 mod targets;
 
 use common::{Rng, assets, random_affine, random_dense, safetensors};
-use nq_formats::names::{Shape, parameters};
+use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
-use nq_formats::{AffineScheme, Bits, Files, Group, ModelConfig, QuantizedWeight, Weight, Zeros};
+use nq_formats::serialize::write_tensors;
+use nq_formats::{
+    AffineScheme, Bits, DType, Files, Group, ModelConfig, QuantizedWeight, Tensor, Weight, Zeros,
+};
 use std::fs;
 use std::path::Path;
 
@@ -172,12 +175,80 @@ fn nq_seed(zeros: Zeros, with_g_idx: bool) -> Vec<u8> {
     seed
 }
 
+/// A part of a quantized weight: suffix of its name, type, shape.
+type PartShape = (&'static str, DType, Vec<usize>);
+
+/// A folder of another tool's format: `settings` and, for each Linear `[out, in]` its `parts`, all
+/// bytes 1.
+fn imported_seed(settings: &str, parts: fn(usize, usize) -> Vec<PartShape>) -> Vec<u8> {
+    let config = format!("{{{}}}", targets::SHAPE);
+    let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+    let mut tensors = Vec::new();
+    let mut rng = Rng(4);
+    for (name, shape) in parameters(&shape) {
+        match shape {
+            Shape::Matrix(rows, cols) if is_layer_linear(&name) => {
+                for (suffix, dtype, shape) in parts(rows, cols) {
+                    let bytes = shape.iter().product::<usize>() * dtype.size();
+                    let tensor = Tensor::new(dtype, shape, vec![1; bytes].into()).unwrap();
+                    tensors.push((format!("{name}{suffix}"), tensor));
+                }
+            }
+            _ => {
+                let tensor = random_dense(&mut rng, &shape.dims());
+                tensors.push((format!("{name}.weight"), tensor));
+            }
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    write_tensors(&path, &tensors, &Default::default()).unwrap();
+    let mut seed = settings.as_bytes().to_vec();
+    seed.push(0);
+    seed.extend(fs::read(path).unwrap());
+    seed
+}
+
 #[test]
 fn quantized_folders() {
+    let gptq = r#"{"quant_method":"gptq","bits":4,"group_size":8,"desc_act":false}"#;
+    let awq = r#"{"quant_method":"awq","bits":4,"group_size":8,"zero_point":true}"#;
+    let packed = r#"{"quant_method":"compressed-tensors","format":"pack-quantized",
+        "config_groups":{"g":{"weights":{"num_bits":4,"symmetric":false,"type":"int",
+        "strategy":"group","group_size":8}}}}"#;
+    let fp8 = r#"{"quant_method":"fp8","fmt":"e4m3","weight_block_size":[8,8]}"#;
+    use DType::{BF16, F8E4M3, F16, I32};
     let seeds = [
         nq_seed(Zeros::None, false),
         nq_seed(Zeros::Integer, true),
         nq_seed(Zeros::Offset, false),
+        imported_seed(gptq, |rows, cols| {
+            vec![
+                (".qweight", I32, vec![cols / 8, rows]),
+                (".qzeros", I32, vec![cols / 8, rows / 8]),
+                (".scales", F16, vec![cols / 8, rows]),
+            ]
+        }),
+        imported_seed(awq, |rows, cols| {
+            vec![
+                (".qweight", I32, vec![cols, rows / 8]),
+                (".qzeros", I32, vec![cols / 8, rows / 8]),
+                (".scales", F16, vec![cols / 8, rows]),
+            ]
+        }),
+        imported_seed(packed, |rows, cols| {
+            vec![
+                (".weight_packed", I32, vec![rows, cols / 8]),
+                (".weight_scale", BF16, vec![rows, cols / 8]),
+                (".weight_zero_point", I32, vec![rows / 8, cols / 8]),
+            ]
+        }),
+        imported_seed(fp8, |rows, cols| {
+            vec![
+                (".weight", F8E4M3, vec![rows, cols]),
+                (".weight_scale_inv", BF16, vec![rows / 8, cols / 8]),
+            ]
+        }),
     ];
     // The seeds themselves open: otherwise no mutation would reach the reader.
     for seed in &seeds {

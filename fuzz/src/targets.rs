@@ -64,7 +64,7 @@ fn serde_json_text(config: &ModelConfig) -> String {
 /// The model shape that [`folder`] combines with the fuzzed record.
 pub const SHAPE: &str = r#""architectures":["Qwen3ForCausalLM"],"model_type":"qwen3",
 "hidden_size":8,"intermediate_size":16,"num_hidden_layers":1,"num_attention_heads":2,
-"num_key_value_heads":1,"head_dim":4,"vocab_size":16,"max_position_embeddings":32,
+"num_key_value_heads":1,"head_dim":8,"vocab_size":16,"max_position_embeddings":32,
 "rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
 
 /// A quantized folder of any format: a `quantization_config` (JSON, ended by a zero byte), then

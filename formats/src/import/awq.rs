@@ -1,0 +1,115 @@
+//! AWQ as AutoAWQ writes it, version `gemm`: 4 bits.
+//!
+//! | tensor | shape | |
+//! |---|---|---|
+//! | `X.qweight` | I32 `[in, out / 8]` | nibble i of word c is output `8c + ORDER[i]` |
+//! | `X.qzeros` | I32 `[groups, out / 8]` | the same order; the true zero-point |
+//! | `X.scales` | F16 `[groups, out]` | |
+
+use super::{Layout, Parts, Settings, check_dims, in_word, open_with, transpose, words};
+use crate::checkpoint::{Checkpoint, Source};
+use crate::dense::FLOATS;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::scheme::{Bits, Group};
+use crate::shards::Shards;
+use rayon::prelude::*;
+
+/// The `quant_method`.
+pub const METHOD: &str = "awq";
+
+/// Output of each nibble within its word.
+pub const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+
+const BITS: Bits = Bits::B4;
+
+struct Awq {
+    group: Group,
+    /// Zero-points are stored; without, they are all in the middle.
+    zero_point: bool,
+}
+
+/// Opens a checkpoint whose `quant_method` is `awq`.
+///
+/// # Errors
+/// [`crate::Error::Unsupported`] for a version or bits that are not read, by name;
+/// [`crate::Error::Malformed`] for missing settings; else as [`Shards::open`].
+pub fn open(source: Source) -> Result<Checkpoint> {
+    let settings = Settings::new(&source);
+    let version = settings.str("version")?.unwrap_or("gemm");
+    if !version.eq_ignore_ascii_case("gemm") {
+        return Err(settings.unsupported(format!("AWQ version {version}"), "nq reads gemm"));
+    }
+    // Early files say w_bit and q_group_size.
+    let either = |a, b| if settings.get(a).is_some() { a } else { b };
+    let bits = settings.bits(either("bits", "w_bit"))?;
+    if bits != BITS {
+        return Err(settings.unsupported(format!("AWQ with {} bits", bits.width()), "it has 4"));
+    }
+    let layout = Awq {
+        group: settings.group(either("group_size", "q_group_size"))?,
+        zero_point: settings.bool("zero_point")?.unwrap_or(true),
+    };
+    open_with(source, layout)
+}
+
+impl Layout for Awq {
+    fn format(&self) -> &'static str {
+        METHOD
+    }
+
+    fn is_quantized(&self, shards: &Shards, name: &str) -> bool {
+        shards.contains(&format!("{name}.qweight"))
+    }
+
+    fn scales(&self) -> &'static str {
+        ".scales"
+    }
+
+    fn read(&self, shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<Parts> {
+        let tensor = |suffix: &str| format!("{name}.{suffix}");
+        check_dims(shards, &tensor("qweight"), (BITS, self.group), cols)?;
+        if !rows.is_multiple_of(8) {
+            let expected = "outputs that 8 divides".into();
+            return Err(shards.error(&tensor("qweight"), expected, format!("{rows} outputs")));
+        }
+        let groups = self.group.count(cols);
+        let int = [DType::I32];
+        let packed = words(&shards.require(&tensor("qweight"), &int, &[cols, rows / 8])?);
+        let scales = shards.require(&tensor("scales"), &FLOATS, &[groups, rows])?;
+        let zeros = match self.zero_point {
+            true => {
+                let words = words(&shards.require(&tensor("qzeros"), &int, &[groups, rows / 8])?);
+                let mut zeros = vec![0; groups * rows];
+                for (word, eight) in words.into_iter().zip(zeros.chunks_mut(8)) {
+                    for (i, &o) in ORDER.iter().enumerate() {
+                        eight[o] = in_word(BITS, word, i);
+                    }
+                }
+                Some(transpose(&zeros, rows))
+            }
+            false => None,
+        };
+        let stride = BITS.bytes(cols);
+        let mut codes = vec![0; rows * stride];
+        codes
+            .par_chunks_mut(8 * stride)
+            .enumerate()
+            .for_each(|(c, eight)| {
+                for i in 0..cols {
+                    let word = packed[i * (rows / 8) + c];
+                    for (nibble, &o) in ORDER.iter().enumerate() {
+                        eight[o * stride + i / 2] |= in_word(BITS, word, nibble) << (4 * (i % 2));
+                    }
+                }
+            });
+        Ok(Parts {
+            bits: BITS,
+            group: self.group,
+            codes: codes.into(),
+            scales: transpose(&scales.to_f32()?, rows),
+            zeros,
+            g_idx: None,
+        })
+    }
+}

@@ -1,0 +1,272 @@
+//! compressed-tensors, as vLLM's llm-compressor writes it: `pack-quantized` (4 and 8 bits) and
+//! `int-quantized` (8 bits).
+//!
+//! | tensor | shape | |
+//! |---|---|---|
+//! | `X.weight_packed` | I32 `[out, ceil(in / pf)]` | along in, low bits first, stored as `q + 2^(bits-1)` |
+//! | `X.weight` (int-quantized) | I8 `[out, in]` | signed |
+//! | `X.weight_scale` | `[out, groups]`, or `[1]` for a whole tensor | |
+//! | `X.weight_zero_point` | I32 `[ceil(out / pf), groups]`, packed along out; I8 `[out, groups]` | asymmetric only |
+//! | `X.weight_g_idx` | I32 `[in]` | activation order by group |
+//! | `X.weight_shape` | I64 or I32 `[2]` | |
+
+use super::{Layout, Parts, Settings, in_word, listed_groups, open_with, per_word, words};
+use crate::checkpoint::{Checkpoint, Source};
+use crate::dense::FLOATS;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::scheme::{Bits, Group};
+use crate::shards::Shards;
+use crate::tensor::Tensor;
+use serde_json::Value;
+
+/// The `quant_method`.
+pub const METHOD: &str = "compressed-tensors";
+
+/// How one of the `config_groups` keeps its weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct GroupScheme {
+    bits: Bits,
+    symmetric: bool,
+    strategy: Strategy,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Strategy {
+    Group(u32),
+    Channel,
+    Tensor,
+}
+
+struct CompressedTensors {
+    /// Which schemes there are; a weight's shapes say which of them it has.
+    schemes: Vec<GroupScheme>,
+}
+
+/// Opens a checkpoint whose `quant_method` is `compressed-tensors`.
+///
+/// # Errors
+/// [`crate::Error::Unsupported`] for a format, type or strategy that is not read, by name;
+/// [`crate::Error::Malformed`] for missing settings; else as [`Shards::open`].
+pub fn open(source: Source) -> Result<Checkpoint> {
+    let settings = Settings::new(&source);
+    const FORMATS: [&str; 3] = ["pack-quantized", "int-quantized", "mixed-precision"];
+    let known = |s: &Settings<'_>| match s.str("format")? {
+        Some(f) if !FORMATS.contains(&f) => {
+            let what = format!("compressed-tensors format {f}");
+            Err(s.unsupported(what, "nq reads pack-quantized and int-quantized"))
+        }
+        _ => Ok(()),
+    };
+    known(&settings)?;
+    let groups = settings.get("config_groups").and_then(Value::as_object);
+    let Some(groups) = groups.filter(|g| !g.is_empty()) else {
+        return Err(settings.malformed("config_groups", "an object of groups"));
+    };
+    let mut schemes = Vec::new();
+    for group in groups.values() {
+        let group = settings.within(group);
+        known(&group)?;
+        let Some(weights) = group.get("weights") else {
+            continue; // activations or the cache alone
+        };
+        schemes.push(scheme(&group.within(weights))?);
+    }
+    if schemes.is_empty() {
+        return Err(settings.malformed("config_groups", "a group with weights"));
+    }
+    open_with(source, CompressedTensors { schemes })
+}
+
+fn scheme(weights: &Settings<'_>) -> Result<GroupScheme> {
+    if let Some(other) = weights.str("type")?.filter(|t| *t != "int") {
+        return Err(weights.unsupported(format!("weights of type {other}"), "nq reads int"));
+    }
+    let strategy = match weights.str("strategy")? {
+        Some("channel") => Strategy::Channel,
+        Some("tensor") => Strategy::Tensor,
+        Some("group") | None => match weights.group("group_size")? {
+            Group::Size(n) => Strategy::Group(n),
+            Group::Channel => Strategy::Channel,
+        },
+        Some(other) => {
+            let what = format!("strategy {other}");
+            return Err(weights.unsupported(what, "nq reads group, channel and tensor"));
+        }
+    };
+    Ok(GroupScheme {
+        bits: weights.bits("num_bits")?,
+        symmetric: weights.bool("symmetric")?.unwrap_or(true),
+        strategy,
+    })
+}
+
+const PACKED: &str = ".weight_packed";
+const SCALE: &str = ".weight_scale";
+const ZERO: &str = ".weight_zero_point";
+
+impl CompressedTensors {
+    /// The one declared scheme that the tensors of `name` have the shapes of.
+    fn scheme(&self, shards: &Shards, name: &str, cols: usize) -> Result<GroupScheme> {
+        let shape = |suffix: &str| Some(shards.get(&format!("{name}{suffix}"))?.shape().to_vec());
+        let packed = shape(PACKED);
+        let scale = shape(SCALE).unwrap_or_default();
+        let asymmetric = shards.contains(&format!("{name}{ZERO}"));
+        let fits = |s: &&GroupScheme| {
+            let bits = match &packed {
+                Some(p) => p.get(1) == Some(&cols.div_ceil(per_word(s.bits))),
+                None => s.bits == Bits::B8,
+            };
+            let groups = match s.strategy {
+                Strategy::Group(n) => scale.get(1) == Some(&cols.div_ceil(n as usize)),
+                Strategy::Channel => scale.len() == 1 || scale.get(1) == Some(&1),
+                Strategy::Tensor => scale.iter().all(|&d| d == 1),
+            };
+            bits && groups && s.symmetric != asymmetric
+        };
+        self.schemes.iter().find(fits).copied().ok_or_else(|| {
+            let expected = format!("tensors of a declared scheme, {:?}", self.schemes);
+            let zeros = if asymmetric { "with" } else { "without" };
+            let found = format!("codes {packed:?} and scales {scale:?} {zeros} zero-points");
+            shards.error(&format!("{name}{SCALE}"), expected, found)
+        })
+    }
+}
+
+impl Layout for CompressedTensors {
+    fn format(&self) -> &'static str {
+        METHOD
+    }
+
+    fn is_quantized(&self, shards: &Shards, name: &str) -> bool {
+        let is_int = |t: Tensor| t.dtype() == DType::I8;
+        shards.contains(&format!("{name}{PACKED}"))
+            || shards.get(&format!("{name}.weight")).is_some_and(is_int)
+    }
+
+    fn scales(&self) -> &'static str {
+        SCALE
+    }
+
+    fn read(&self, shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<Parts> {
+        let tensor = |suffix: &str| format!("{name}{suffix}");
+        check_shape(shards, &tensor(".weight_shape"), (rows, cols))?;
+        let GroupScheme { bits, strategy, .. } = self.scheme(shards, name, cols)?;
+        let group = match strategy {
+            Strategy::Group(n) => Group::Size(n),
+            Strategy::Channel | Strategy::Tensor => Group::Channel,
+        };
+        let groups = group.count(cols);
+        let packed = shards.contains(&tensor(PACKED));
+        let codes = match packed {
+            true => {
+                let width = cols.div_ceil(per_word(bits));
+                let words = shards.require(&tensor(PACKED), &[DType::I32], &[rows, width])?;
+                // A row's bytes are canonical already, but for the padding of its last word.
+                let (have, want) = (4 * width, bits.bytes(cols));
+                match have == want {
+                    true => words.data().clone(),
+                    false => trim_rows(bits, words.data(), (have, want), cols).into(),
+                }
+            }
+            false => {
+                let signed = shards.require(&tensor(".weight"), &[DType::I8], &[rows, cols])?;
+                unsigned(&signed).into()
+            }
+        };
+        let scale_name = tensor(SCALE);
+        let shape = match shards.get(&scale_name) {
+            Some(t) if strategy == Strategy::Tensor && t.len() == 1 => t.shape().to_vec(),
+            Some(t) if groups == 1 && t.shape() == [rows] => vec![rows],
+            _ => vec![rows, groups],
+        };
+        let mut scales = shards.require(&scale_name, &FLOATS, &shape)?.to_f32()?;
+        if scales.len() == 1 {
+            scales = vec![scales[0]; rows];
+        }
+        let zeros = match (shards.contains(&tensor(ZERO)), packed) {
+            (false, _) => None,
+            (true, false) => {
+                let zeros = shards.require(&tensor(ZERO), &[DType::I8], &[rows, groups])?;
+                Some(unsigned(&zeros))
+            }
+            (true, true) => {
+                let pf = per_word(bits);
+                let shape = [rows.div_ceil(pf), groups];
+                let words = words(&shards.require(&tensor(ZERO), &[DType::I32], &shape)?);
+                let zero = |i: usize| {
+                    let (r, g) = (i / groups, i % groups);
+                    in_word(bits, words[r / pf * groups + g], r % pf)
+                };
+                Some((0..rows * groups).map(zero).collect())
+            }
+        };
+        let g_idx = tensor(".weight_g_idx");
+        let g_idx = match shards.get(&g_idx) {
+            // An index of -1 throughout stands for none.
+            Some(t) if t.data().iter().any(|b| *b != 0xFF) => {
+                listed_groups(shards, &g_idx, cols, group)?
+            }
+            _ => None,
+        };
+        Ok(Parts {
+            bits,
+            group,
+            codes,
+            scales,
+            zeros,
+            g_idx,
+        })
+    }
+}
+
+/// Signed bytes as unsigned codes, 128 higher.
+fn unsigned(tensor: &Tensor) -> Vec<u8> {
+    tensor.data().iter().map(|b| b ^ 0x80).collect()
+}
+
+/// Rows of `have` bytes cut to the `want` that their codes take.
+fn trim_rows(bits: Bits, data: &[u8], (have, want): (usize, usize), cols: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(data.len() / have.max(1) * want);
+    for row in data.chunks(have) {
+        out.extend_from_slice(&row[..want]);
+        if bits == Bits::B4
+            && cols % 2 == 1
+            && let Some(last) = out.last_mut()
+        {
+            *last &= 15;
+        }
+    }
+    out
+}
+
+/// Checks the shape that a file says a weight had before it was packed.
+fn check_shape(shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<()> {
+    let Some(tensor) = shards.get(name) else {
+        return Ok(());
+    };
+    let bytes = tensor.data();
+    let values: Vec<i64> = match tensor.dtype() {
+        DType::I64 => bytes
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .map(|b| i64::from_le_bytes(*b))
+            .collect(),
+        DType::I32 => {
+            let (chunks, _) = bytes.as_chunks::<4>();
+            chunks
+                .iter()
+                .map(|b| i64::from(i32::from_le_bytes(*b)))
+                .collect()
+        }
+        other => {
+            return Err(shards.error(name, "I64 or I32".into(), other.to_string()));
+        }
+    };
+    if values != [rows as i64, cols as i64] {
+        let expected = format!("[{rows}, {cols}]");
+        return Err(shards.error(name, expected, format!("{values:?}")));
+    }
+    Ok(())
+}

@@ -1,0 +1,175 @@
+//! Block-wise FP8, as the official Qwen3-FP8 checkpoints have it: `w = fp8 * scale_inv` per
+//! block of `weight_block_size`. Read as BF16, what models of this kind compute in.
+//!
+//! | tensor | shape |
+//! |---|---|
+//! | `X.weight` | F8_E4M3 `[out, in]` |
+//! | `X.weight_scale_inv` | F32 or BF16 `[ceil(out / 128), ceil(in / 128)]` |
+
+use super::Settings;
+use crate::checkpoint::{Checkpoint, Exactness, Source, TensorEntry, WeightStore};
+use crate::dense::{FLOATS, weight_name};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::shards::Shards;
+use crate::stored::StoredWeight;
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+use half::bf16;
+use rayon::prelude::*;
+use serde_json::Value;
+
+/// The `quant_method`.
+pub const METHOD: &str = "fp8";
+
+struct Fp8Store {
+    shards: Shards,
+    /// Rows and columns of a block.
+    block: (usize, usize),
+    value: Value,
+}
+
+/// Opens a checkpoint whose `quant_method` is `fp8`.
+///
+/// # Errors
+/// [`crate::Error::Unsupported`] for another float format or scales that are not block-wise;
+/// else as [`Shards::open`].
+pub fn open(source: Source) -> Result<Checkpoint> {
+    let settings = Settings::new(&source);
+    if let Some(other) = settings.str("fmt")?.filter(|f| *f != "e4m3") {
+        return Err(settings.unsupported(format!("FP8 format {other}"), "nq reads e4m3"));
+    }
+    let Some(block) = settings.get("weight_block_size") else {
+        let what = "FP8 without weight_block_size".into();
+        return Err(settings.unsupported(what, "nq reads block-wise scales"));
+    };
+    let side = |i: usize| block.get(i)?.as_u64().filter(|n| (1..1 << 28).contains(n));
+    let (Some(rows), Some(cols), None) = (side(0), side(1), block.get(2)) else {
+        return Err(settings.malformed("weight_block_size", "two sizes above 0"));
+    };
+    let store = Fp8Store {
+        shards: source.shards()?,
+        block: (rows as usize, cols as usize),
+        value: source.quantization().cloned().unwrap_or_default(),
+    };
+    source.into_checkpoint(Box::new(store))
+}
+
+/// The value of an FP8 E4M3 number (OCP 8-bit floating point specification): sign, 4 exponent
+/// bits with bias 7, 3 mantissa bits; no infinities, and NaN where all of the rest is set.
+pub fn e4m3(byte: u8) -> f32 {
+    let mantissa = f32::from(byte & 7);
+    let magnitude = match (byte >> 3) & 15 {
+        15 if byte & 7 == 7 => f32::NAN,
+        0 => mantissa / 512.0,
+        e => (1.0 + mantissa / 8.0) * f32::powi(2.0, i32::from(e) - 7),
+    };
+    if byte & 0x80 == 0 {
+        magnitude
+    } else {
+        -magnitude
+    }
+}
+
+impl Fp8Store {
+    fn is_fp8(&self, name: &str) -> bool {
+        let tensor = self.shards.get(&weight_name(name));
+        tensor.is_some_and(|t| t.dtype() == DType::F8E4M3)
+    }
+
+    /// The weight in elements of `N` bytes, as `encode` writes an f32.
+    fn dequantize<const N: usize>(
+        &self,
+        name: &str,
+        (rows, cols): (usize, usize),
+        dtype: DType,
+        encode: impl Fn(f32) -> [u8; N] + Sync,
+    ) -> Result<Tensor> {
+        let full = weight_name(name);
+        let tensor = self
+            .shards
+            .require(&full, &[DType::F8E4M3], &[rows, cols])?;
+        let (down, across) = (rows.div_ceil(self.block.0), cols.div_ceil(self.block.1));
+        let scale_name = format!("{name}.weight_scale_inv");
+        let scales = self.shards.require(&scale_name, &FLOATS, &[down, across])?;
+        let scales = scales.to_f32()?;
+        if let Some(i) = scales.iter().position(|s| !s.is_finite()) {
+            let found = format!("{} in block {}, {}", scales[i], i / across, i % across);
+            return Err(self
+                .shards
+                .error(&scale_name, "finite values".into(), found));
+        }
+        let table: Vec<f32> = (0..=255).map(e4m3).collect();
+        if let Some(i) = tensor.data().iter().position(|b| b & 0x7F == 0x7F) {
+            let found = format!("NaN in row {}, column {}", i / cols, i % cols);
+            return Err(self.shards.error(&full, "finite values".into(), found));
+        }
+        let mut bytes = vec![0; rows * cols * N];
+        bytes
+            .par_chunks_mut(cols.max(1) * N)
+            .enumerate()
+            .for_each(|(r, out)| {
+                let row = &tensor.data()[r * cols..(r + 1) * cols];
+                let scales = &scales[r / self.block.0 * across..][..across];
+                let values = row.iter().enumerate();
+                for ((i, b), o) in values.zip(out.as_chunks_mut::<N>().0) {
+                    *o = encode(table[usize::from(*b)] * scales[i / self.block.1]);
+                }
+            });
+        Tensor::new(dtype, vec![rows, cols], bytes.into())
+    }
+}
+
+impl WeightStore for Fp8Store {
+    fn format(&self) -> &'static str {
+        METHOD
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.shards.contains(&weight_name(name))
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.shards.require(&weight_name(name), &FLOATS, &[len])
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        let tensor = match self.is_fp8(name) {
+            true => {
+                let encode = |v| bf16::from_f32(v).to_le_bytes();
+                self.dequantize(name, dims, DType::BF16, encode)?
+            }
+            false => self
+                .shards
+                .require(&weight_name(name), &FLOATS, &[dims.0, dims.1])?,
+        };
+        Ok(Weight::Dense(tensor))
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        if !self.is_fp8(name) {
+            return self.matrix(name, dims).map(StoredWeight::Canonical);
+        }
+        let tensor = self.dequantize(name, dims, DType::F32, f32::to_le_bytes)?;
+        Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        match self.is_fp8(name) {
+            true => Exactness::ValuesRounded(DType::BF16),
+            false => Exactness::Exact,
+        }
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.shards.entries()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.shards.file_bytes()
+    }
+
+    fn quantization(&self) -> Option<&Value> {
+        Some(&self.value)
+    }
+}

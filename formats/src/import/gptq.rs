@@ -1,0 +1,160 @@
+//! GPTQ, versions 1 and 2, as AutoGPTQ and GPTQModel write it.
+//!
+//! | tensor | shape | |
+//! |---|---|---|
+//! | `X.qweight` | I32 `[in / pf, out]` | word r holds inputs `r * pf ..`, low bits first; `pf = 32 / bits` |
+//! | `X.qzeros` | I32 `[groups, out / pf]` | along out; version 1 stores the zero-point less one |
+//! | `X.scales` | F16 `[groups, out]` | |
+//! | `X.g_idx` | I32 `[in]` | group of each input |
+
+use super::{Layout, Parts, Settings, check_dims, in_word, listed_groups, open_with, per_word};
+use super::{transpose, words};
+use crate::checkpoint::{Checkpoint, Source};
+use crate::dense::FLOATS;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::scheme::{Bits, Group};
+use crate::shards::Shards;
+use rayon::prelude::*;
+
+/// The `quant_method`.
+pub const METHOD: &str = "gptq";
+
+struct Gptq {
+    bits: Bits,
+    group: Group,
+    /// Some modules have other settings (GPTQModel's `dynamic`): shapes say which.
+    dynamic: bool,
+    activation_order: bool,
+    /// Stored zero-points are one less than the true ones.
+    zeros_less_one: bool,
+}
+
+/// Opens a checkpoint whose `quant_method` is `gptq`.
+///
+/// # Errors
+/// [`crate::Error::Unsupported`] for a `checkpoint_format` or bits that are not read, by name;
+/// [`crate::Error::Malformed`] for missing settings; else as [`Shards::open`].
+pub fn open(source: Source) -> Result<Checkpoint> {
+    let settings = Settings::new(&source);
+    let zeros_less_one = match settings.str("checkpoint_format")? {
+        None | Some("gptq") => true,
+        Some("gptq_v2") => false,
+        Some(other) => {
+            let what = format!("checkpoint_format {other}");
+            return Err(settings.unsupported(what, "nq reads gptq and gptq_v2"));
+        }
+    };
+    if let Some(other) = settings.str("pack_dtype")?.filter(|p| *p != "int32") {
+        return Err(settings.unsupported(format!("pack_dtype {other}"), "nq reads int32"));
+    }
+    let layout = Gptq {
+        bits: settings.bits("bits")?,
+        group: settings.group("group_size")?,
+        dynamic: settings
+            .get("dynamic")
+            .and_then(|d| d.as_object())
+            .is_some_and(|d| !d.is_empty()),
+        activation_order: settings.bool("desc_act")?.unwrap_or(false),
+        zeros_less_one,
+    };
+    open_with(source, layout)
+}
+
+impl Gptq {
+    /// Bits and groups of the weight `name`: the configuration's, or where that varies by
+    /// module, what the shapes say.
+    fn scheme(&self, shards: &Shards, name: &str, cols: usize) -> Result<(Bits, Group)> {
+        let rows = |suffix: &str| Some(*shards.get(&format!("{name}{suffix}"))?.shape().first()?);
+        let (true, Some(packed), Some(groups)) = (self.dynamic, rows(".qweight"), rows(".scales"))
+        else {
+            return Ok((self.bits, self.group));
+        };
+        let bits = match packed {
+            n if n == cols / 8 => Bits::B4,
+            n if n == cols / 4 => Bits::B8,
+            n => {
+                let expected = format!("{} or {} rows: 4 or 8 bits", cols / 8, cols / 4);
+                let tensor = format!("{name}.qweight");
+                return Err(shards.error(&tensor, expected, format!("{n} rows")));
+            }
+        };
+        let group = match groups {
+            1 => Group::Channel,
+            n => Group::Size(cols.div_ceil(n.max(1)) as u32),
+        };
+        Ok((bits, group))
+    }
+}
+
+impl Layout for Gptq {
+    fn format(&self) -> &'static str {
+        METHOD
+    }
+
+    fn is_quantized(&self, shards: &Shards, name: &str) -> bool {
+        shards.contains(&format!("{name}.qweight"))
+    }
+
+    fn scales(&self) -> &'static str {
+        ".scales"
+    }
+
+    fn read(&self, shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<Parts> {
+        let tensor = |suffix: &str| format!("{name}.{suffix}");
+        let (bits, group) = self.scheme(shards, name, cols)?;
+        check_dims(shards, &tensor("qweight"), (bits, group), cols)?;
+        let pf = per_word(bits);
+        let groups = group.count(cols);
+        if !rows.is_multiple_of(pf) {
+            let expected = format!("outputs that {pf} divides");
+            return Err(shards.error(&tensor("qzeros"), expected, format!("{rows} outputs")));
+        }
+        let int = [DType::I32];
+        let packed = shards.require(&tensor("qweight"), &int, &[cols / pf, rows])?;
+        let zeros = shards.require(&tensor("qzeros"), &int, &[groups, rows / pf])?;
+        let scales = shards.require(&tensor("scales"), &FLOATS, &[groups, rows])?;
+        let g_idx = match shards.contains(&tensor("g_idx")) {
+            true => listed_groups(shards, &tensor("g_idx"), cols, group)?,
+            false if self.activation_order => {
+                let expected = "the group of each input, as desc_act is true".into();
+                return Err(shards.error(&tensor("g_idx"), expected, "no such tensor".into()));
+            }
+            false => None,
+        };
+
+        // A word's bytes are canonical already: transposing words is all there is to do.
+        let (packed, _) = packed.data().as_chunks::<4>();
+        let stride = bits.bytes(cols);
+        let mut codes = vec![0; rows * stride];
+        const BLOCK: usize = 16; // words of a cache line
+        codes
+            .par_chunks_mut(BLOCK * stride)
+            .enumerate()
+            .for_each(|(b, block)| {
+                for r in 0..cols / pf {
+                    for (o, row) in block.chunks_mut(stride).enumerate() {
+                        row[4 * r..4 * r + 4].copy_from_slice(&packed[r * rows + b * BLOCK + o]);
+                    }
+                }
+            });
+        let zero = |word: u32, j| match self.zeros_less_one {
+            // A true zero-point of 0 was stored as -1 in the field's width.
+            true => in_word(bits, word, j).wrapping_add(1) & bits.max_code(),
+            false => in_word(bits, word, j),
+        };
+        let zeros: Vec<u8> = words(&zeros)
+            .into_iter()
+            .flat_map(|w| (0..pf).map(move |j| (w, j)))
+            .map(|(w, j)| zero(w, j))
+            .collect();
+        Ok(Parts {
+            bits,
+            group,
+            codes: codes.into(),
+            scales: transpose(&scales.to_f32()?, rows),
+            zeros: Some(transpose(&zeros, rows)),
+            g_idx,
+        })
+    }
+}

@@ -1,0 +1,343 @@
+//! Safetensors checkpoints quantized by other tools, one file per format. Codes stay what
+//! they are; layouts become nq's canonical one.
+
+pub mod awq;
+pub mod compressed_tensors;
+pub mod fp8;
+pub mod gptq;
+
+use crate::checkpoint::{CONFIG, Checkpoint, Exactness, Source, TensorEntry, WeightStore};
+use crate::dense::{FLOATS, weight_name};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::pack;
+use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use crate::shards::Shards;
+use crate::stored::StoredWeight;
+use crate::tensor::Tensor;
+use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
+use bytes::Bytes;
+use half::f16;
+use rayon::prelude::*;
+use serde_json::Value;
+use std::sync::Arc;
+
+/// How a tool lays quantized weights out.
+pub(crate) trait Layout: Send + Sync {
+    /// The format's name.
+    fn format(&self) -> &'static str;
+
+    /// True if the weight `name` is kept quantized.
+    fn is_quantized(&self, shards: &Shards, name: &str) -> bool;
+
+    /// The suffix of the tensor that holds a weight's scales.
+    fn scales(&self) -> &'static str;
+
+    /// Reads a quantized weight `[out_features, in_features]`.
+    fn read(&self, shards: &Shards, name: &str, dims: (usize, usize)) -> Result<Parts>;
+}
+
+/// A quantized weight as a tool keeps it, in canonical order.
+pub(crate) struct Parts {
+    pub(crate) bits: Bits,
+    pub(crate) group: Group,
+    /// `[out, bits.bytes(in)]`, canonical packing.
+    pub(crate) codes: Bytes,
+    /// `[out, groups]`, exactly as stored.
+    pub(crate) scales: Vec<f32>,
+    /// `[out, groups]`, not packed; `None`: symmetric.
+    pub(crate) zeros: Option<Vec<u8>>,
+    /// `[in]`, unless input `i` is in group `i / group size`.
+    pub(crate) g_idx: Option<Arc<[u32]>>,
+}
+
+impl Parts {
+    fn into_affine(self, (rows, cols): (usize, usize)) -> Result<AffineWeight> {
+        let groups = self.group.count(cols);
+        // Zero-points that are all in the middle are a symmetric scheme: the same numbers,
+        // fewer bytes.
+        let middle = self.bits.midpoint();
+        let zeros = self.zeros.filter(|z| z.iter().any(|&z| z != middle));
+        let scheme = AffineScheme {
+            bits: self.bits,
+            group: self.group,
+            zeros: if zeros.is_some() {
+                Zeros::Integer
+            } else {
+                Zeros::None
+            },
+        };
+        let zeros = match zeros {
+            Some(z) => ZeroPoints::Integer(pack::pack_rows(self.bits, &z, groups).into()),
+            None => ZeroPoints::None,
+        };
+        let scales = self.scales.iter().map(|&s| f16::from_f32(s)).collect();
+        AffineWeight::new(scheme, (rows, cols), self.codes, scales, zeros, self.g_idx)
+    }
+
+    /// `s * (q - z)` in f32, in the scales' own precision.
+    fn into_dense(self, (rows, cols): (usize, usize)) -> Result<Tensor> {
+        let groups = self.group.count(cols);
+        let size = self.group.size(cols).max(1);
+        let stride = self.bits.bytes(cols);
+        let middle = self.bits.midpoint();
+        let mut values = vec![0.0; rows * cols];
+        values
+            .par_chunks_mut(cols.max(1))
+            .enumerate()
+            .for_each(|(r, row)| {
+                let packed = &self.codes[r * stride..(r + 1) * stride];
+                for (i, w) in row.iter_mut().enumerate() {
+                    let g = self.g_idx.as_ref().map_or(i / size, |g| g[i] as usize);
+                    let z = self.zeros.as_ref().map_or(middle, |z| z[r * groups + g]);
+                    let q = i16::from(pack::code_at(self.bits, packed, i)) - i16::from(z);
+                    *w = self.scales[r * groups + g] * f32::from(q);
+                }
+            });
+        Tensor::from_f32(vec![rows, cols], values)
+    }
+}
+
+/// True if every scale is an f16.
+fn fit_f16(scales: &[f32]) -> bool {
+    scales.iter().all(|&s| f16::from_f32(s).to_f32() == s)
+}
+
+/// The parameters of a checkpoint in a [`Layout`].
+struct ImportStore<L> {
+    shards: Shards,
+    layout: L,
+    value: Value,
+}
+
+/// Opens `source` with `layout`, which its configuration described.
+pub(crate) fn open_with(source: Source, layout: impl Layout + 'static) -> Result<Checkpoint> {
+    let shards = source.shards()?;
+    let value = source.quantization().cloned().unwrap_or_default();
+    source.into_checkpoint(Box::new(ImportStore {
+        shards,
+        layout,
+        value,
+    }))
+}
+
+impl<L: Layout> ImportStore<L> {
+    fn parts(&self, name: &str, dims: (usize, usize)) -> Result<Option<Parts>> {
+        if !self.layout.is_quantized(&self.shards, name) {
+            return Ok(None);
+        }
+        refuse_bias(&self.shards, name)?;
+        self.layout.read(&self.shards, name, dims).map(Some)
+    }
+
+    fn dense(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+        let tensor = self
+            .shards
+            .require(&weight_name(name), &FLOATS, &[rows, cols])?;
+        Ok(Weight::Dense(tensor))
+    }
+}
+
+/// Qwen3's Linears have no bias; some tools write one of zeros.
+fn refuse_bias(shards: &Shards, name: &str) -> Result<()> {
+    let bias = format!("{name}.bias");
+    let Some(tensor) = shards.get(&bias) else {
+        return Ok(());
+    };
+    let values = tensor.to_f32().map_err(|e| shards.wrap(&bias, e))?;
+    match values.iter().find(|v| **v != 0.0) {
+        Some(v) => Err(shards.error(&bias, "no bias, or one of zeros".into(), v.to_string())),
+        None => Ok(()),
+    }
+}
+
+impl<L: Layout> WeightStore for ImportStore<L> {
+    fn format(&self) -> &'static str {
+        self.layout.format()
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.layout.is_quantized(&self.shards, name) || self.shards.contains(&weight_name(name))
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.shards.require(&weight_name(name), &FLOATS, &[len])
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        let Some(parts) = self.parts(name, dims)? else {
+            return self.dense(name, dims);
+        };
+        let affine = parts
+            .into_affine(dims)
+            .map_err(|e| self.shards.wrap(name, e))?;
+        Ok(Weight::Quantized(QuantizedWeight::Affine(affine)))
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        match self.parts(name, dims)? {
+            Some(parts) if !fit_f16(&parts.scales) => {
+                let tensor = parts.into_dense(dims)?;
+                Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
+            }
+            _ => self.matrix(name, dims).map(StoredWeight::Canonical),
+        }
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        let scales = self.shards.get(&format!("{name}{}", self.layout.scales()));
+        let rounded = self.layout.is_quantized(&self.shards, name)
+            && scales
+                .filter(|t| t.dtype() != DType::F16)
+                .and_then(|t| t.to_f32().ok())
+                .is_some_and(|values| !fit_f16(&values));
+        match rounded {
+            true => Exactness::ScalesRounded(DType::F16),
+            false => Exactness::Exact,
+        }
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.shards.entries()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.shards.file_bytes()
+    }
+
+    fn quantization(&self) -> Option<&Value> {
+        Some(&self.value)
+    }
+}
+
+/// The quantization of a config.json, read with errors that name the key.
+pub(crate) struct Settings<'a> {
+    source: &'a Source,
+    value: &'a Value,
+}
+
+impl<'a> Settings<'a> {
+    pub(crate) fn new(source: &'a Source) -> Self {
+        static NULL: Value = Value::Null;
+        let value = source.quantization().unwrap_or(&NULL);
+        Settings { source, value }
+    }
+
+    /// The same settings, about a part of them.
+    pub(crate) fn within(&self, value: &'a Value) -> Self {
+        Settings {
+            source: self.source,
+            value,
+        }
+    }
+
+    pub(crate) fn malformed(&self, key: &str, expected: &str) -> Error {
+        Error::Malformed {
+            path: self.source.files().path(CONFIG),
+            what: format!("quantization_config: {key}"),
+            expected: expected.into(),
+            found: self
+                .value
+                .get(key)
+                .map_or("no such key".into(), Value::to_string),
+        }
+    }
+
+    pub(crate) fn unsupported(&self, what: String, why: &str) -> Error {
+        Error::Unsupported {
+            path: self.source.files().path(CONFIG),
+            what,
+            why: why.into(),
+        }
+    }
+
+    /// The key's value; JSON null counts as absent.
+    pub(crate) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.value.get(key).filter(|v| !v.is_null())
+    }
+
+    pub(crate) fn str(&self, key: &str) -> Result<Option<&'a str>> {
+        let read = |v: &'a Value| v.as_str().ok_or_else(|| self.malformed(key, "a string"));
+        self.get(key).map(read).transpose()
+    }
+
+    pub(crate) fn bool(&self, key: &str) -> Result<Option<bool>> {
+        let read = |v: &Value| {
+            v.as_bool()
+                .ok_or_else(|| self.malformed(key, "true or false"))
+        };
+        self.get(key).map(read).transpose()
+    }
+
+    /// 4 or 8 under `key`.
+    pub(crate) fn bits(&self, key: &str) -> Result<Bits> {
+        let n = self.get(key).and_then(Value::as_u64);
+        let n = n.ok_or_else(|| self.malformed(key, "a number of bits"))?;
+        let bits = u32::try_from(n).ok().and_then(|n| Bits::try_from(n).ok());
+        bits.ok_or_else(|| self.unsupported(format!("{n} bits"), "nq runs 4 and 8"))
+    }
+
+    /// A group size; -1 means one group per row.
+    pub(crate) fn group(&self, key: &str) -> Result<Group> {
+        let size = self.get(key).and_then(Value::as_i64);
+        match size.map(u32::try_from) {
+            Some(Ok(n)) if n > 0 => Ok(Group::Size(n)),
+            Some(Err(_)) if size == Some(-1) => Ok(Group::Channel),
+            _ => Err(self.malformed(key, "a group size above 0, or -1")),
+        }
+    }
+}
+
+/// The 32-bit words of a tensor.
+pub(crate) fn words(tensor: &Tensor) -> Vec<u32> {
+    let (chunks, _) = tensor.data().as_chunks::<4>();
+    chunks.iter().map(|b| u32::from_le_bytes(*b)).collect()
+}
+
+/// `[rows, cols]` to `[cols, rows]`.
+pub(crate) fn transpose<T: Copy>(values: &[T], cols: usize) -> Vec<T> {
+    (0..cols)
+        .flat_map(|c| values.iter().skip(c).step_by(cols.max(1)).copied())
+        .collect()
+}
+
+/// Number of codes in a 32-bit word.
+pub(crate) fn per_word(bits: Bits) -> usize {
+    32 / bits.width()
+}
+
+/// Code `i` of a word, low bits first.
+pub(crate) fn in_word(bits: Bits, word: u32, i: usize) -> u8 {
+    (word >> (bits.width() * i)) as u8 & bits.max_code()
+}
+
+/// A group index, or `None` if it says no more than `i / group size`.
+pub(crate) fn listed_groups(
+    shards: &Shards,
+    name: &str,
+    cols: usize,
+    group: Group,
+) -> Result<Option<Arc<[u32]>>> {
+    let g_idx = crate::nq::read_group_index(shards, name, cols)?;
+    let size = group.size(cols).max(1);
+    let plain = g_idx
+        .iter()
+        .enumerate()
+        .all(|(i, &g)| g as usize == i / size);
+    Ok(if plain { None } else { Some(g_idx) })
+}
+
+/// Checks that groups divide the inputs and codes fill whole words.
+pub(crate) fn check_dims(
+    shards: &Shards,
+    tensor: &str,
+    (bits, group): (Bits, Group),
+    cols: usize,
+) -> Result<()> {
+    let pf = per_word(bits);
+    if !cols.is_multiple_of(pf) || !cols.is_multiple_of(group.size(cols).max(1)) {
+        let expected = format!("inputs that {pf} and the group size ({group}) divide");
+        return Err(shards.error(tensor, expected, format!("{cols} inputs")));
+    }
+    Ok(())
+}

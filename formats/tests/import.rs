@@ -1,0 +1,788 @@
+//! Other tools' quantized checkpoints. Each is encoded here element by element, from the
+//! format's description alone, and must dequantize to the same numbers bit for bit.
+
+mod common;
+
+use common::{Rng, names, random_dense};
+use half::{bf16, f16};
+use nq_formats::checkpoint::Exactness;
+use nq_formats::names::{Shape, is_layer_linear, parameters};
+use nq_formats::serialize::write_tensors;
+use nq_formats::{Checkpoint, DType, ModelConfig, Tensor, Weight, nq};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+const SHAPE: &str = r#""architectures":["Qwen3ForCausalLM"],"model_type":"qwen3","hidden_size":32,
+"intermediate_size":64,"num_hidden_layers":1,"num_attention_heads":2,"num_key_value_heads":1,
+"head_dim":16,"vocab_size":40,"max_position_embeddings":32,"rms_norm_eps":1e-6,
+"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
+
+/// A quantized weight as numbers: `w[o][i] = scale[o][g] * (code[o][i] - zero[o][g])`.
+struct Numbers {
+    bits: usize,
+    rows: usize,
+    cols: usize,
+    groups: usize,
+    codes: Vec<u32>,  // [rows, cols], unsigned
+    scales: Vec<f32>, // [rows, groups]
+    zeros: Vec<u32>,  // [rows, groups], unsigned
+    g_idx: Vec<usize>,
+}
+
+impl Numbers {
+    fn draw(rng: &mut Rng, like: &Like, rows: usize, cols: usize) -> Numbers {
+        let groups = if like.group == 0 {
+            1
+        } else {
+            cols.div_ceil(like.group)
+        };
+        let size = if like.group == 0 { cols } else { like.group };
+        let mut code = |n: usize| (0..n).map(|_| rng.below(1 << like.bits) as u32).collect();
+        let codes = code(rows * cols);
+        let mut zeros: Vec<u32> = code(rows * groups);
+        if like.symmetric {
+            zeros.fill(1 << (like.bits - 1));
+        }
+        let scales = (0..rows * groups)
+            .map(|_| (like.round)(rng.signed() / 50.0))
+            .collect();
+        let mut g_idx: Vec<usize> = (0..cols).map(|i| i / size).collect();
+        if like.shuffled {
+            for i in (1..cols).rev() {
+                g_idx.swap(i, rng.below(i + 1));
+            }
+        }
+        Numbers {
+            bits: like.bits,
+            rows,
+            cols,
+            groups,
+            codes,
+            scales,
+            zeros,
+            g_idx,
+        }
+    }
+
+    fn value(&self, o: usize, i: usize) -> f32 {
+        let at = o * self.groups + self.g_idx[i];
+        let q = self.codes[o * self.cols + i] as f32 - self.zeros[at] as f32;
+        self.scales[at] * q
+    }
+}
+
+/// What kind of numbers to draw.
+struct Like {
+    bits: usize,
+    group: usize, // 0: the whole row
+    symmetric: bool,
+    shuffled: bool,
+    round: fn(f32) -> f32,
+}
+
+fn to_f16(v: f32) -> f32 {
+    f16::from_f32(v).to_f32()
+}
+
+fn to_bf16(v: f32) -> f32 {
+    bf16::from_f32(v).to_f32()
+}
+
+const LIKE: Like = Like {
+    bits: 4,
+    group: 16,
+    symmetric: false,
+    shuffled: false,
+    round: to_f16,
+};
+
+/// An I32 tensor in which element `(r, c)` of `[rows, cols]` has its bits set by `put`.
+fn int_tensor(
+    rows: usize,
+    cols: usize,
+    put: impl Fn(&mut dyn FnMut(usize, usize, u32, usize)),
+) -> Tensor {
+    let mut words = vec![0u32; rows * cols];
+    put(&mut |r, c, value, shift| words[r * cols + c] |= value << shift);
+    let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    Tensor::new(DType::I32, vec![rows, cols], bytes.into()).unwrap()
+}
+
+fn float_tensor(dtype: DType, shape: &[usize], values: impl Iterator<Item = f32>) -> Tensor {
+    let bytes: Vec<u8> = values
+        .flat_map(|v| match dtype {
+            DType::F16 => f16::from_f32(v).to_le_bytes().to_vec(),
+            DType::BF16 => bf16::from_f32(v).to_le_bytes().to_vec(),
+            _ => v.to_le_bytes().to_vec(),
+        })
+        .collect();
+    Tensor::new(dtype, shape.to_vec(), bytes.into()).unwrap()
+}
+
+/// `[groups, rows]` from `[rows, groups]`.
+fn turned(n: &Numbers) -> impl Iterator<Item = f32> {
+    (0..n.groups).flat_map(move |g| (0..n.rows).map(move |o| n.scales[o * n.groups + g]))
+}
+
+type Encoded = Vec<(&'static str, Tensor)>;
+
+fn gptq(n: &Numbers, less_one: bool) -> Encoded {
+    let pf = 32 / n.bits;
+    let mask = (1u32 << n.bits) - 1;
+    let qweight = int_tensor(n.cols / pf, n.rows, |set| {
+        for o in 0..n.rows {
+            for i in 0..n.cols {
+                set(i / pf, o, n.codes[o * n.cols + i], n.bits * (i % pf));
+            }
+        }
+    });
+    let qzeros = int_tensor(n.groups, n.rows / pf, |set| {
+        for o in 0..n.rows {
+            for g in 0..n.groups {
+                let z = n.zeros[o * n.groups + g];
+                let z = if less_one {
+                    z.wrapping_sub(1) & mask
+                } else {
+                    z
+                };
+                set(g, o / pf, z, n.bits * (o % pf));
+            }
+        }
+    });
+    let g_idx: Vec<u8> = n
+        .g_idx
+        .iter()
+        .flat_map(|g| (*g as u32).to_le_bytes())
+        .collect();
+    vec![
+        (".qweight", qweight),
+        (".qzeros", qzeros),
+        (
+            ".scales",
+            float_tensor(DType::F16, &[n.groups, n.rows], turned(n)),
+        ),
+        (
+            ".g_idx",
+            Tensor::new(DType::I32, vec![n.cols], g_idx.into()).unwrap(),
+        ),
+    ]
+}
+
+fn awq(n: &Numbers) -> Encoded {
+    // Which nibble of its word holds output `o`: the inverse of 0 2 4 6 1 3 5 7.
+    const NIBBLE: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+    let qweight = int_tensor(n.cols, n.rows / 8, |set| {
+        for o in 0..n.rows {
+            for i in 0..n.cols {
+                set(i, o / 8, n.codes[o * n.cols + i], 4 * NIBBLE[o % 8]);
+            }
+        }
+    });
+    let qzeros = int_tensor(n.groups, n.rows / 8, |set| {
+        for o in 0..n.rows {
+            for g in 0..n.groups {
+                set(g, o / 8, n.zeros[o * n.groups + g], 4 * NIBBLE[o % 8]);
+            }
+        }
+    });
+    vec![
+        (".qweight", qweight),
+        (".qzeros", qzeros),
+        (
+            ".scales",
+            float_tensor(DType::F16, &[n.groups, n.rows], turned(n)),
+        ),
+    ]
+}
+
+fn packed(n: &Numbers, symmetric: bool, scale_type: DType) -> Encoded {
+    let pf = 32 / n.bits;
+    let codes = int_tensor(n.rows, n.cols.div_ceil(pf), |set| {
+        for o in 0..n.rows {
+            for i in 0..n.cols {
+                set(o, i / pf, n.codes[o * n.cols + i], n.bits * (i % pf));
+            }
+        }
+    });
+    let shape: Vec<u8> = [n.rows, n.cols]
+        .iter()
+        .flat_map(|d| (*d as i64).to_le_bytes())
+        .collect();
+    let scales = float_tensor(scale_type, &[n.rows, n.groups], n.scales.iter().copied());
+    let mut all = vec![
+        (".weight_packed", codes),
+        (".weight_scale", scales),
+        (
+            ".weight_shape",
+            Tensor::new(DType::I64, vec![2], shape.into()).unwrap(),
+        ),
+    ];
+    if !symmetric {
+        let zeros = int_tensor(n.rows.div_ceil(pf), n.groups, |set| {
+            for o in 0..n.rows {
+                for g in 0..n.groups {
+                    set(o / pf, g, n.zeros[o * n.groups + g], n.bits * (o % pf));
+                }
+            }
+        });
+        all.push((".weight_zero_point", zeros));
+    }
+    let plain = n.g_idx.is_sorted();
+    let g_idx: Vec<u8> = n
+        .g_idx
+        .iter()
+        .flat_map(|g| (*g as u32).to_le_bytes())
+        .collect();
+    if !plain {
+        all.push((
+            ".weight_g_idx",
+            Tensor::new(DType::I32, vec![n.cols], g_idx.into()).unwrap(),
+        ));
+    }
+    all
+}
+
+fn signed_bytes(n: &Numbers, symmetric: bool) -> Encoded {
+    let bytes = |values: &[u32]| -> Vec<u8> {
+        values
+            .iter()
+            .map(|v| (*v as i32 - 128) as i8 as u8)
+            .collect()
+    };
+    let tensor = |shape: [usize; 2], v: &[u32]| {
+        Tensor::new(DType::I8, shape.to_vec(), bytes(v).into()).unwrap()
+    };
+    let scales = float_tensor(DType::BF16, &[n.rows, n.groups], n.scales.iter().copied());
+    let mut all = vec![
+        (".weight", tensor([n.rows, n.cols], &n.codes)),
+        (".weight_scale", scales),
+    ];
+    if !symmetric {
+        all.push((".weight_zero_point", tensor([n.rows, n.groups], &n.zeros)));
+    }
+    all
+}
+
+/// A folder in one of the formats, and the numbers its Linears stand for.
+struct Folder {
+    dir: tempfile::TempDir,
+    tensors: Vec<(String, Tensor)>,
+    expected: BTreeMap<String, Numbers>,
+}
+
+impl Folder {
+    /// `like` may differ by Linear.
+    fn new(
+        settings: &str,
+        like: impl Fn(&str) -> Like,
+        encode: impl Fn(&Numbers) -> Encoded,
+    ) -> Folder {
+        let dir = tempfile::tempdir().unwrap();
+        let config = format!(r#"{{{SHAPE},"quantization_config":{settings}}}"#);
+        let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+        fs::write(dir.path().join("config.json"), config).unwrap();
+        let mut rng = Rng(11);
+        let mut tensors = Vec::new();
+        let mut expected = BTreeMap::new();
+        for (name, shape) in parameters(&shape) {
+            match shape {
+                Shape::Matrix(rows, cols) if is_layer_linear(&name) => {
+                    let numbers = Numbers::draw(&mut rng, &like(&name), rows, cols);
+                    for (suffix, tensor) in encode(&numbers) {
+                        tensors.push((format!("{name}{suffix}"), tensor));
+                    }
+                    expected.insert(name, numbers);
+                }
+                _ => {
+                    let tensor = random_dense(&mut rng, &shape.dims());
+                    tensors.push((format!("{name}.weight"), tensor));
+                }
+            }
+        }
+        let folder = Folder {
+            dir,
+            tensors,
+            expected,
+        };
+        folder.write();
+        folder
+    }
+
+    fn write(&self) {
+        let path = self.dir.path().join("model.safetensors");
+        write_tensors(&path, &self.tensors, &BTreeMap::new()).unwrap();
+    }
+
+    fn open(&self) -> Checkpoint {
+        Checkpoint::open(self.dir.path()).unwrap()
+    }
+
+    /// Opens the folder and compares every weight with its numbers.
+    #[track_caller]
+    fn check(&self, format: &str, scheme: &str) {
+        let opened = self.open();
+        assert_eq!(opened.store().format(), format);
+        nq::verify(&opened).unwrap();
+        for (name, n) in &self.expected {
+            let weight = opened.store().matrix(name, (n.rows, n.cols)).unwrap();
+            assert_eq!(opened.store().exactness(name), Exactness::Exact, "{name}");
+            if !scheme.is_empty() {
+                assert_eq!(weight.scheme_name(), scheme, "{name}");
+            }
+            let mut row = vec![0.0; n.cols];
+            for o in 0..n.rows {
+                weight.dequantize_row(o, &mut row).unwrap();
+                let want: Vec<f32> = (0..n.cols).map(|i| n.value(o, i)).collect();
+                assert_eq!(row, want, "{name}, row {o}");
+            }
+        }
+    }
+
+    /// Replaces one tensor and expects a refusal that names all of `parts`.
+    #[track_caller]
+    fn refuses(mut self, name: &str, tensor: Option<Tensor>, parts: &[&str]) {
+        self.tensors.retain(|(n, _)| n != name);
+        if let Some(t) = tensor {
+            self.tensors.push((name.into(), t));
+        }
+        self.write();
+        names(
+            Checkpoint::open(self.dir.path()).and_then(|c| nq::verify(&c)),
+            parts,
+        );
+    }
+}
+
+fn gptq_settings(extra: &str, bits: usize, group: i64) -> String {
+    format!(
+        r#"{{"quant_method":"gptq","bits":{bits},"group_size":{group},"desc_act":false{extra}}}"#
+    )
+}
+
+#[test]
+fn gptq_versions() {
+    for (format, less_one) in [
+        ("", true),
+        (r#","checkpoint_format":"gptq""#, true),
+        (r#","checkpoint_format":"gptq_v2""#, false),
+    ] {
+        for (bits, group, size) in [(4, 16, 16), (8, 16, 16), (4, 0, -1), (8, 0, -1)] {
+            let settings = gptq_settings(format, bits, size);
+            let like = |_: &str| Like {
+                bits,
+                group,
+                ..LIKE
+            };
+            Folder::new(&settings, like, |n| gptq(n, less_one)).check("gptq", "");
+            let like = |_: &str| Like {
+                bits,
+                group,
+                symmetric: true,
+                ..LIKE
+            };
+            let folder = Folder::new(&settings, like, |n| gptq(n, less_one));
+            let group = if group == 0 {
+                "channel".into()
+            } else {
+                format!("g{group}")
+            };
+            folder.check("gptq", &format!("int{bits} {group} symmetric"));
+        }
+    }
+}
+
+#[test]
+fn gptq_activation_order() {
+    let like = |_: &str| Like {
+        shuffled: true,
+        ..LIKE
+    };
+    let settings = gptq_settings("", 4, 16).replace("false", "true");
+    let folder = Folder::new(&settings, like, |n| gptq(n, true));
+    folder.check("gptq", "int4 g16 asymmetric");
+    let name = "model.layers.0.self_attn.q_proj.g_idx";
+    let far: Vec<u8> = (0..32u32).flat_map(|i| (i / 8).to_le_bytes()).collect();
+    let far = Tensor::new(DType::I32, vec![32], far.into()).unwrap();
+    folder.refuses(
+        name,
+        Some(far),
+        &["q_proj", "groups below 2", "2 at input 16"],
+    );
+    Folder::new(&settings, like, |n| gptq(n, true)).refuses(
+        name,
+        None,
+        &[name, "desc_act", "no such tensor"],
+    );
+}
+
+#[test]
+fn gptq_per_module_settings_and_early_files() {
+    let settings = gptq_settings(
+        r#","dynamic":{"+:.*down.*":{"bits":8,"group_size":32}}"#,
+        4,
+        16,
+    );
+    let like = |name: &str| match name.contains("down") {
+        true => Like {
+            bits: 8,
+            group: 32,
+            ..LIKE
+        },
+        false => LIKE,
+    };
+    Folder::new(&settings, like, |n| gptq(n, true)).check("gptq", "");
+    // Without `dynamic`, the same file is refused: a scheme is not guessed from shapes.
+    Folder::new(&gptq_settings("", 4, 16), like, |n| gptq(n, true)).refuses(
+        "",
+        None,
+        &["down_proj.qweight", "I32 [8, 32]", "I32 [16, 32]"],
+    );
+
+    let folder = Folder::new(&gptq_settings("", 4, 16), |_| LIKE, |n| gptq(n, true));
+    fs::write(
+        folder.dir.path().join("config.json"),
+        format!("{{{SHAPE}}}"),
+    )
+    .unwrap();
+    let early = r#"{"bits": 4, "group_size": 16, "desc_act": false, "sym": false}"#;
+    fs::write(folder.dir.path().join("quantize_config.json"), early).unwrap();
+    folder.check("gptq", "int4 g16 asymmetric");
+}
+
+#[test]
+fn awq_gemm() {
+    for (group, size) in [(16, 16), (32, 32), (0, -1)] {
+        let settings = format!(
+            r#"{{"quant_method":"awq","bits":4,"group_size":{size},"zero_point":true,
+            "version":"gemm","modules_to_not_convert":null}}"#
+        );
+        let folder = Folder::new(&settings, |_| Like { group, ..LIKE }, awq);
+        folder.check("awq", "");
+    }
+}
+
+fn packed_settings(bits: usize, strategy: &str, symmetric: bool) -> String {
+    format!(
+        r#"{{"num_bits":{bits},"type":"int","symmetric":{symmetric},"dynamic":false,{strategy}}}"#
+    )
+}
+
+fn config_groups(format: &str, weights: &[String]) -> String {
+    let groups: Vec<String> = weights
+        .iter()
+        .enumerate()
+        .map(|(i, w)| {
+            format!(
+                r#""group_{i}":{{"targets":["Linear"],"weights":{w},"input_activations":null}}"#
+            )
+        })
+        .collect();
+    format!(
+        r#"{{"quant_method":"compressed-tensors","format":"{format}","quantization_status":
+        "compressed","ignore":["lm_head"],"config_groups":{{{}}}}}"#,
+        groups.join(",")
+    )
+}
+
+const GROUP_16: &str = r#""strategy":"group","group_size":16"#;
+const CHANNEL: &str = r#""strategy":"channel""#;
+
+#[test]
+fn compressed_tensors_packed() {
+    for bits in [4, 8] {
+        for (strategy, group, name) in [(GROUP_16, 16, "g16"), (CHANNEL, 0, "channel")] {
+            for symmetric in [true, false] {
+                let settings = config_groups(
+                    "pack-quantized",
+                    &[packed_settings(bits, strategy, symmetric)],
+                );
+                let like = |_: &str| Like {
+                    bits,
+                    group,
+                    symmetric,
+                    round: to_bf16,
+                    ..LIKE
+                };
+                let folder = Folder::new(&settings, like, |n| packed(n, symmetric, DType::BF16));
+                let zeros = if symmetric { "symmetric" } else { "asymmetric" };
+                folder.check("compressed-tensors", &format!("int{bits} {name} {zeros}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn compressed_tensors_mixed_and_ordered() {
+    let settings = config_groups(
+        "pack-quantized",
+        &[
+            packed_settings(4, GROUP_16, true),
+            packed_settings(8, CHANNEL, true),
+        ],
+    );
+    let like = |name: &str| match name.contains("down") {
+        true => Like {
+            bits: 8,
+            group: 0,
+            symmetric: true,
+            ..LIKE
+        },
+        false => Like {
+            symmetric: true,
+            shuffled: true,
+            ..LIKE
+        },
+    };
+    Folder::new(&settings, like, |n| packed(n, true, DType::F16)).check("compressed-tensors", "");
+    // A scheme that no group declares is refused.
+    let settings = config_groups("pack-quantized", &[packed_settings(4, GROUP_16, true)]);
+    Folder::new(&settings, like, |n| packed(n, true, DType::F16)).refuses(
+        "",
+        None,
+        &[
+            "down_proj.weight_scale",
+            "a declared scheme",
+            "B4",
+            "[32, 16]",
+            "[32, 1]",
+        ],
+    );
+}
+
+#[test]
+fn compressed_tensors_int8() {
+    for (strategy, group) in [(GROUP_16, 16), (CHANNEL, 0)] {
+        for symmetric in [true, false] {
+            let settings =
+                config_groups("int-quantized", &[packed_settings(8, strategy, symmetric)]);
+            let like = |_: &str| Like {
+                bits: 8,
+                group,
+                symmetric,
+                round: to_bf16,
+                ..LIKE
+            };
+            let folder = Folder::new(&settings, like, |n| signed_bytes(n, symmetric));
+            folder.check("compressed-tensors", "");
+        }
+    }
+}
+
+/// Scales that no f16 holds are rounded, and said to be; the stored numbers stay at hand.
+#[test]
+fn rounded_scales_are_said() {
+    let settings = config_groups("pack-quantized", &[packed_settings(4, GROUP_16, true)]);
+    let like = |_: &str| Like {
+        symmetric: true,
+        round: |v| v,
+        ..LIKE
+    };
+    let folder = Folder::new(&settings, like, |n| packed(n, true, DType::F32));
+    let opened = folder.open();
+    for (name, n) in &folder.expected {
+        let store = opened.store();
+        assert_eq!(store.exactness(name), Exactness::ScalesRounded(DType::F16));
+        let weight = store.matrix(name, (n.rows, n.cols)).unwrap();
+        let stored = store.stored(name, (n.rows, n.cols)).unwrap();
+        let (mut near, mut exact) = (vec![0.0; n.cols], vec![0.0; n.cols]);
+        for o in 0..n.rows {
+            weight.dequantize_row(o, &mut near).unwrap();
+            stored.dequantize_row(o, &mut exact).unwrap();
+            for i in 0..n.cols {
+                let want = n.value(o, i);
+                assert_eq!(exact[i], want);
+                assert!((near[i] - want).abs() <= want.abs() / 2048.0 + 1e-6);
+            }
+        }
+    }
+}
+
+/// Values of the E4M3 encoding, from its definition.
+#[test]
+fn fp8_values() {
+    use nq_formats::import::fp8::e4m3;
+    let known = [
+        (0x00, 0.0),
+        (0x01, 0.001_953_125),
+        (0x07, 0.013_671_875),
+        (0x08, 0.015_625),
+        (0x38, 1.0),
+        (0x3C, 1.5),
+        (0x40, 2.0),
+        (0x7E, 448.0),
+        (0xB8, -1.0),
+        (0xFE, -448.0),
+    ];
+    for (byte, value) in known {
+        assert_eq!(e4m3(byte), value, "{byte:#x}");
+    }
+    assert!(e4m3(0x7F).is_nan() && e4m3(0xFF).is_nan());
+    let finite: Vec<f32> = (0..0x7F).map(e4m3).collect();
+    assert!(finite.is_sorted_by(|a, b| a < b));
+}
+
+#[test]
+fn fp8_blocks() {
+    use nq_formats::import::fp8::e4m3;
+    let settings = r#"{"quant_method":"fp8","fmt":"e4m3","weight_block_size":[24,20],
+        "activation_scheme":"dynamic"}"#;
+    let like = |_: &str| Like {
+        bits: 8,
+        group: 0,
+        ..LIKE
+    };
+    // The codes are the FP8 bytes; scales are made from their place.
+    let scale = |r: usize, c: usize| to_bf16(0.01 + r as f32 * 0.003 + c as f32 * 0.001);
+    let byte = |n: &Numbers, at: usize| match n.codes[at] as u8 {
+        nan if nan & 0x7F == 0x7F => 0x38,
+        b => b,
+    };
+    let encode = |n: &Numbers| {
+        let bytes: Vec<u8> = (0..n.codes.len()).map(|i| byte(n, i)).collect();
+        let (down, across) = (n.rows.div_ceil(24), n.cols.div_ceil(20));
+        let scales = (0..down).flat_map(|r| (0..across).map(move |c| scale(r, c)));
+        vec![
+            (
+                ".weight",
+                Tensor::new(DType::F8E4M3, vec![n.rows, n.cols], bytes.into()).unwrap(),
+            ),
+            (
+                ".weight_scale_inv",
+                float_tensor(DType::BF16, &[down, across], scales),
+            ),
+        ]
+    };
+    let folder = Folder::new(settings, like, encode);
+    let opened = folder.open();
+    nq::verify(&opened).unwrap();
+    assert_eq!(opened.store().format(), "fp8");
+    for (name, n) in &folder.expected {
+        let dims = (n.rows, n.cols);
+        let weight = opened.store().matrix(name, dims).unwrap();
+        let stored = opened.store().stored(name, dims).unwrap();
+        assert!(matches!(&weight, Weight::Dense(t) if t.dtype() == DType::BF16));
+        assert_eq!(
+            opened.store().exactness(name),
+            Exactness::ValuesRounded(DType::BF16)
+        );
+        let (mut rounded, mut exact) = (vec![0.0; n.cols], vec![0.0; n.cols]);
+        for o in 0..n.rows {
+            weight.dequantize_row(o, &mut rounded).unwrap();
+            stored.dequantize_row(o, &mut exact).unwrap();
+            for i in 0..n.cols {
+                let want = e4m3(byte(n, o * n.cols + i)) * scale(o / 24, i / 20);
+                assert_eq!(
+                    (exact[i], rounded[i]),
+                    (want, to_bf16(want)),
+                    "{name} {o} {i}"
+                );
+            }
+        }
+    }
+    let name = "model.layers.0.mlp.up_proj";
+    let nan = Tensor::new(DType::F8E4M3, vec![64, 32], vec![0x7F; 64 * 32].into()).unwrap();
+    folder.refuses(
+        &format!("{name}.weight"),
+        Some(nan),
+        &[name, "finite", "row 0, column 0"],
+    );
+    let short = float_tensor(DType::BF16, &[1, 2], [1.0, 1.0].into_iter());
+    Folder::new(settings, like, encode).refuses(
+        &format!("{name}.weight_scale_inv"),
+        Some(short),
+        &["up_proj.weight_scale_inv", "[3, 2]", "[1, 2]"],
+    );
+}
+
+#[test]
+fn what_is_not_read_is_named() {
+    let refused = |settings: &str, parts: &[&str]| {
+        let folder = Folder::new(settings, |_| LIKE, |n| gptq(n, true));
+        names(Checkpoint::open(folder.dir.path()), parts);
+    };
+    let file = "config.json";
+    refused(&gptq_settings("", 3, 16), &[file, "3 bits", "4 and 8"]);
+    refused(&gptq_settings("", 4, 0), &[file, "group_size", "found 0"]);
+    refused(
+        r#"{"quant_method":"gptq","group_size":16}"#,
+        &[file, "bits", "no such key"],
+    );
+    let marlin = gptq_settings(r#","checkpoint_format":"marlin""#, 4, 16);
+    refused(&marlin, &[file, "checkpoint_format marlin"]);
+    let gemv = r#"{"quant_method":"awq","bits":4,"group_size":16,"version":"gemv"}"#;
+    refused(gemv, &[file, "AWQ version gemv", "gemm"]);
+    refused(r#"{"quant_method":"fp8","fmt":"e5m2"}"#, &[file, "e5m2"]);
+    refused(r#"{"quant_method":"fp8"}"#, &[file, "weight_block_size"]);
+    refused(
+        r#"{"quant_method":"fp8","weight_block_size":[0,1]}"#,
+        &[file, "[0,1]"],
+    );
+    let float = packed_settings(8, CHANNEL, true).replace("\"int\"", "\"float\"");
+    refused(
+        &config_groups("pack-quantized", &[float]),
+        &[file, "type float"],
+    );
+    let marlin = config_groups("marlin-24", &[packed_settings(4, CHANNEL, true)]);
+    refused(&marlin, &[file, "marlin-24"]);
+    refused(
+        &config_groups("pack-quantized", &[]),
+        &[file, "config_groups"],
+    );
+    let token = packed_settings(8, r#""strategy":"token""#, true);
+    refused(
+        &config_groups("pack-quantized", &[token]),
+        &[file, "strategy token"],
+    );
+}
+
+#[test]
+fn broken_tensors_are_named() {
+    let folder = || Folder::new(&gptq_settings("", 4, 16), |_| LIKE, |n| gptq(n, true));
+    let q = "model.layers.0.self_attn.q_proj";
+    let scales = |value: f32| float_tensor(DType::F16, &[2, 32], std::iter::repeat_n(value, 64));
+    let tensor = |s: &str| format!("{q}{s}");
+    folder().refuses(
+        &tensor(".scales"),
+        Some(scales(f32::NAN)),
+        &[q, "finite", "NaN in row 0"],
+    );
+    folder().refuses(
+        &tensor(".scales"),
+        None,
+        &["q_proj.scales", "[2, 32]", "no such tensor"],
+    );
+    let zeros = int_tensor(2, 3, |_| {});
+    folder().refuses(
+        &tensor(".qzeros"),
+        Some(zeros),
+        &["q_proj.qzeros", "I32 [2, 4]", "I32 [2, 3]"],
+    );
+    let bias = float_tensor(DType::F16, &[32], (0..32).map(|i| i as f32));
+    folder().refuses(
+        &tensor(".bias"),
+        Some(bias),
+        &["q_proj.bias", "no bias", "found 1"],
+    );
+    let mut silent = folder();
+    let zeros = float_tensor(DType::F16, &[32], std::iter::repeat_n(0.0, 32));
+    silent.tensors.push((tensor(".bias"), zeros));
+    silent.write();
+    silent.check("gptq", "int4 g16 asymmetric");
+
+    let settings = config_groups("pack-quantized", &[packed_settings(4, GROUP_16, true)]);
+    let like = |_: &str| Like {
+        symmetric: true,
+        ..LIKE
+    };
+    let shape = Tensor::new(
+        DType::I64,
+        vec![2],
+        [32i64, 31].map(i64::to_le_bytes).concat().into(),
+    );
+    Folder::new(&settings, like, |n| packed(n, true, DType::F16)).refuses(
+        &tensor(".weight_shape"),
+        Some(shape.unwrap()),
+        &["q_proj.weight_shape", "[32, 32]", "[32, 31]"],
+    );
+}
