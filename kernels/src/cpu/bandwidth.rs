@@ -69,7 +69,6 @@ pub(crate) fn checksum<S: super::simd::Simd>(s: S, words: &[u32]) -> f32 {
         for (sum, line) in sums.iter_mut().zip(four) {
             // SAFETY: an array of 16 words.
             let v = unsafe { s.load_bits(line.as_ptr()) };
-            s.prefetch(line.as_ptr().wrapping_add(2048));
             *sum = s.add(*sum, s.f32_units(v)[0]);
         }
     }

@@ -5,10 +5,11 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// From this size on a buffer is memory-mapped: its pages take no memory before they are
 /// written, and need no zeroing by hand.
-const MAPPED: usize = 1 << 20;
+const MAPPED: usize = 4 << 20;
 
 /// Alignment of mapped buffers: that of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
@@ -23,12 +24,85 @@ impl Plain for u64 {}
 impl Plain for f32 {}
 impl Plain for half::f16 {}
 
+/// Zero-initialised memory mapped from the system; unmapped on drop.
+struct Mapping {
+    base: NonNull<u8>,
+    length: usize,
+}
+
+// SAFETY: owns its memory; what is written to it is governed by the buffers carved from it.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// At least `bytes`, aligned to huge pages, and backed by them if `huge`; `None` if the
+    /// system refuses or has no such call.
+    #[cfg(unix)]
+    fn new(bytes: usize, huge: bool) -> Option<Self> {
+        let length = bytes.checked_add(HUGE_PAGE)?;
+        // SAFETY: a new private anonymous mapping touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                length,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANON,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return None;
+        }
+        let mapping = Mapping {
+            base: NonNull::new(base.cast())?,
+            length,
+        };
+        #[cfg(target_os = "linux")]
+        if huge {
+            // SAFETY: advice on the mapping just made; refusal only costs speed.
+            unsafe { libc::madvise(base, length, libc::MADV_HUGEPAGE) };
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = huge;
+        Some(mapping)
+    }
+
+    #[cfg(not(unix))]
+    fn new(_bytes: usize, _huge: bool) -> Option<Self> {
+        None
+    }
+
+    /// Where the aligned memory starts.
+    fn start(&self) -> NonNull<u8> {
+        let offset = self.base.as_ptr().align_offset(HUGE_PAGE);
+        // SAFETY: the mapping has HUGE_PAGE bytes to spare.
+        unsafe { self.base.add(offset) }
+    }
+}
+
+#[cfg(unix)]
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the owner of the mapping; buffers carved from it hold it alive.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.length) };
+    }
+}
+
+/// The mapping that small weights are carved from, and how much of it is taken. Huge pages
+/// are larger than many weights: sharing them wastes none.
+static ARENA: Mutex<Option<(Arc<Mapping>, usize)>> = Mutex::new(None);
+
+/// Bytes of one arena; larger weights get a mapping of their own.
+const ARENA_BYTES: usize = 32 << 20;
+
 /// A zero-initialised buffer aligned to cache lines.
 pub(crate) struct Buffer<T: Plain> {
     data: NonNull<T>,
     len: usize,
-    /// Where the mapping starts and how long it is, if it is one.
-    mapping: Option<(NonNull<u8>, usize)>,
+    /// What the memory is carved from; `None` for heap memory.
+    mapping: Option<Arc<Mapping>>,
 }
 
 // SAFETY: a buffer owns plain values, as a `Vec` does.
@@ -37,8 +111,34 @@ unsafe impl<T: Plain> Send for Buffer<T> {}
 unsafe impl<T: Plain> Sync for Buffer<T> {}
 
 impl<T: Plain> Buffer<T> {
-    /// `len` zeros. Large buffers ask for huge pages: streaming weights through 4 KiB pages
-    /// costs a TLB miss every 64 cache lines.
+    /// `len` zeros for weights: on huge pages, next to the weights made before. Streaming
+    /// through 4 KiB pages costs a TLB miss every 64 cache lines.
+    pub(crate) fn weights(len: usize) -> Self {
+        let bytes = Self::layout(len).size().next_multiple_of(64);
+        if len == 0 || bytes > ARENA_BYTES {
+            return Self::zeroed(len);
+        }
+        let mut arena = ARENA.lock().unwrap_or_else(PoisonError::into_inner);
+        if arena
+            .as_ref()
+            .is_none_or(|(_, used)| used + bytes > ARENA_BYTES)
+        {
+            *arena = Mapping::new(ARENA_BYTES, true).map(|m| (Arc::new(m), 0));
+        }
+        let Some((mapping, used)) = &mut *arena else {
+            return Self::zeroed(len);
+        };
+        // SAFETY: `used + bytes` is within the mapping, and taken only once.
+        let data = unsafe { mapping.start().add(*used) }.cast();
+        *used += bytes;
+        Buffer {
+            data,
+            len,
+            mapping: Some(Arc::clone(mapping)),
+        }
+    }
+
+    /// `len` zeros, on huge pages if large.
     pub(crate) fn zeroed(len: usize) -> Self {
         Self::allocate(len, true)
     }
@@ -59,15 +159,12 @@ impl<T: Plain> Buffer<T> {
         }
         let layout = Self::layout(len);
         if layout.size() >= MAPPED
-            && let Some((base, length)) = map(layout.size(), huge)
+            && let Some(mapping) = Mapping::new(layout.size(), huge)
         {
-            let offset = base.as_ptr().align_offset(HUGE_PAGE);
-            // SAFETY: `map` leaves room for aligning.
-            let data = unsafe { base.add(offset) }.cast();
             return Buffer {
-                data,
+                data: mapping.start().cast(),
                 len,
-                mapping: Some((base, length)),
+                mapping: Some(Arc::new(mapping)),
             };
         }
         // SAFETY: the layout is not empty; zero bytes are a value of `T: Plain`.
@@ -98,48 +195,6 @@ impl<T: Plain> Buffer<T> {
     }
 }
 
-/// Maps `bytes` of anonymous memory and room to align them; `None` if the system refuses.
-#[cfg(unix)]
-fn map(bytes: usize, huge: bool) -> Option<(NonNull<u8>, usize)> {
-    let length = bytes.checked_add(HUGE_PAGE)?;
-    // SAFETY: a new private anonymous mapping touches no existing memory.
-    let base = unsafe {
-        libc::mmap(
-            std::ptr::null_mut(),
-            length,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANON,
-            -1,
-            0,
-        )
-    };
-    if base == libc::MAP_FAILED {
-        return None;
-    }
-    #[cfg(target_os = "linux")]
-    if huge {
-        // SAFETY: advice on the mapping just made; refusal only costs speed.
-        unsafe { libc::madvise(base, length, libc::MADV_HUGEPAGE) };
-    }
-    #[cfg(not(target_os = "linux"))]
-    let _ = huge;
-    Some((NonNull::new(base.cast())?, length))
-}
-
-#[cfg(not(unix))]
-fn map(_bytes: usize, _huge: bool) -> Option<(NonNull<u8>, usize)> {
-    None
-}
-
-#[cfg(unix)]
-fn unmap(base: NonNull<u8>, length: usize) {
-    // SAFETY: called once, by the owner of the mapping.
-    unsafe { libc::munmap(base.as_ptr().cast(), length) };
-}
-
-#[cfg(not(unix))]
-fn unmap(_base: NonNull<u8>, _length: usize) {}
-
 impl<T: Plain> Clone for Buffer<T> {
     fn clone(&self) -> Self {
         let mut copy = Self::sparse(self.len);
@@ -162,9 +217,7 @@ impl<T: Plain> Default for Buffer<T> {
 
 impl<T: Plain> Drop for Buffer<T> {
     fn drop(&mut self) {
-        if let Some((base, length)) = self.mapping {
-            unmap(base, length);
-        } else if self.len > 0 {
+        if self.mapping.is_none() && self.len > 0 {
             // SAFETY: allocated in `allocate` with this layout.
             unsafe { dealloc(self.data.as_ptr().cast(), Self::layout(self.len)) };
         }

@@ -73,6 +73,7 @@ pub(crate) struct Table {
     pub(crate) sum: fn(&[f32]) -> f32,
     pub(crate) quantize: fn(&[f32], usize, &mut [i8], &mut [f32]),
     pub(crate) total: fn(&[i8], usize, &mut [i32]),
+    pub(crate) interleave: fn(&[i8], bool, &mut [i8], usize, usize),
     pub(crate) silu_mul: fn(&mut [f32], &[f32]),
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
     pub(crate) norm_rope: fn(&mut [f32], &[f32], f32, &[(f32, f32)]),
@@ -195,6 +196,7 @@ macro_rules! instantiate {
                 sum = rows::sum[x: &[f32]] -> f32;
                 quantize = rows::quantize[x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32]] -> ();
                 total = rows::total[codes: &[i8], share: usize, totals: &mut [i32]] -> ();
+                interleave = rows::interleave[codes: &[i8], nibbles: bool, to: &mut [i8], c: usize, width: usize] -> ();
                 silu_mul = rows::silu_mul[gate: &mut [f32], up: &[f32]] -> ();
                 rms_norm = rows::rms_norm[x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]] -> ();
                 norm_rope = rows::norm_rope[head: &mut [f32], weight: &[f32], eps: f32, cos_sin: &[(f32, f32)]] -> ();
@@ -234,6 +236,7 @@ macro_rules! instantiate {
                 sum,
                 quantize,
                 total,
+                interleave,
                 silu_mul,
                 rms_norm,
                 norm_rope,

@@ -55,9 +55,6 @@ units!(
     [0, 1, 2, 3, 4, 5, 6, 7]
 );
 
-/// Units ahead of the current one to request: 2 KiB.
-const PREFETCH: usize = 32;
-
 /// The offset per centred code, `o + centre * s`, of the 16 rows of a panel in group `at =
 /// panel * groups + group`; `None` if it is zero.
 ///
@@ -169,7 +166,6 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
             let mut acc = [[s.splat(0.0); 4]; C];
             while u < end {
                 let p = data.add(u * LANES);
-                s.prefetch(p.wrapping_add(PREFETCH * LANES));
                 let v = U::expand(s, s.load_bits(p));
                 for (i, &v) in v.iter().enumerate() {
                     if i < n {

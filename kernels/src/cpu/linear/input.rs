@@ -137,6 +137,9 @@ impl Prepared {
                 against,
             } => {
                 self.share = share;
+                // Both are powers of two, or equal.
+                let shift = (group / share).ilog2();
+                let per_group = sum_group.map_or(0, |g| g / share);
                 let shares = inputs / share;
                 let codes = Shared::new(self.codes.reserve(blocks * inputs * width));
                 let scales = Shared::new(self.scales.reserve(blocks * shares * width));
@@ -161,21 +164,18 @@ impl Prepared {
                                 let totals = scratch.totals.reserve(shares);
                                 (table.quantize)(row, group, row_codes, row_scales);
                                 (table.total)(row_codes, share, totals);
-                                let (quads, _) = row_codes.as_chunks::<4>();
-                                let (to, _) = codes.as_chunks_mut::<4>();
-                                interleave(quads, against, &mut to[c..], width);
+                                let nibbles = against == Codes::Nibble;
+                                (table.interleave)(row_codes, nibbles, codes, c, width);
                                 for (i, &total) in totals.iter().enumerate() {
-                                    scales[i * width + c] = row_scales[i * share / group];
+                                    scales[i * width + c] = row_scales[i >> shift];
                                     starts[i * width + c] = start * total;
                                 }
-                                if let Some(g) = sum_group {
+                                if sum_group.is_some() {
                                     for i in 0..groups {
                                         let range =
-                                            i * g / share..((i + 1) * g / share).min(shares);
+                                            i * per_group..((i + 1) * per_group).min(shares);
                                         sums[i * width + c] = range
-                                            .map(|j| {
-                                                row_scales[j * share / group] * totals[j] as f32
-                                            })
+                                            .map(|j| row_scales[j >> shift] * totals[j] as f32)
                                             .sum();
                                     }
                                 }
@@ -203,22 +203,6 @@ fn place(x: &[f32], r: usize, k: usize, layout: &Layout, row: &mut [f32]) {
             for (to, &from) in row.iter_mut().zip(&**order) {
                 *to = if from == HOLE { 0.0 } else { x[from as usize] };
             }
-        }
-    }
-}
-
-/// Spreads a row's codes over the block: quad `i` goes to `to[i * width]`. Against nibbles,
-/// of each 8 codes the even ones come first, as the low nibbles of a unit are its even inputs.
-fn interleave(quads: &[[i8; 4]], against: Codes, to: &mut [[i8; 4]], width: usize) {
-    if against == Codes::Nibble {
-        let (pairs, _) = quads.as_chunks::<2>();
-        for (i, &[a, b]) in pairs.iter().enumerate() {
-            to[2 * i * width] = [a[0], a[2], b[0], b[2]];
-            to[(2 * i + 1) * width] = [a[1], a[3], b[1], b[3]];
-        }
-    } else {
-        for (to, &quad) in to.iter_mut().step_by(width).zip(quads) {
-            *to = quad;
         }
     }
 }

@@ -10,9 +10,6 @@ use super::input::Prepared;
 use super::pack::{Codes, Packed};
 use crate::cpu::simd::{LANES, Simd};
 
-/// Units ahead of the current one to request: 2 KiB.
-const PREFETCH: usize = 32;
-
 /// `P` panels times block `block` of `C` columns of x: `out` is `[C][16]` for each panel,
 /// `out_stride` floats apart.
 ///
@@ -79,9 +76,6 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize>(
                                 };
                             }
                         }
-                    }
-                    for p in 0..P {
-                        s.prefetch(data.wrapping_add(p * stride + PREFETCH * LANES));
                     }
                     data = data.add(LANES);
                     xs = xs.add(per_unit * C);

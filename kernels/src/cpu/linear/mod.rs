@@ -2,7 +2,8 @@
 //!
 //! [`pack`] knows the layout, [`float`] and [`int8`] multiply it, [`kernels`] are the
 //! registry's rows, [`input`] prepares activations; this file splits the work, chooses the
-//! kernel and applies epilogues.
+//! kernel and applies epilogues. Every thread streams contiguous panels, which hardware
+//! prefetchers follow; prefetch instructions on top of them measured slower (Zen 4).
 
 pub(crate) mod float;
 pub(crate) mod input;

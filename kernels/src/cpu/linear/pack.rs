@@ -186,7 +186,7 @@ impl Packed {
         });
         let stride = a.groups();
         let per_group = rows.div_ceil(LANES) * groups * LANES;
-        let mut scales = Buffer::zeroed(per_group);
+        let mut scales = Buffer::weights(per_group);
         let place = |panel: usize, group: usize, lane: usize| {
             let row = panel * LANES + lane;
             (row < rows).then(|| row * stride + source[group])
@@ -201,7 +201,7 @@ impl Packed {
         let zeros = match a.zeros() {
             ZeroPoints::None => PackedZeros::None,
             ZeroPoints::Offset(o) => {
-                let mut packed = Buffer::zeroed(per_group);
+                let mut packed = Buffer::weights(per_group);
                 spread(team, &mut packed, groups * LANES, |panel, packed| {
                     for (i, p) in packed.iter_mut().enumerate() {
                         if let Some(at) = place(panel, i / LANES, i % LANES) {
@@ -214,7 +214,7 @@ impl Packed {
             ZeroPoints::Integer(z) => {
                 let row_bytes = bits.bytes(stride);
                 let bytes = bits.bytes(groups * LANES);
-                let mut packed = Buffer::zeroed(rows.div_ceil(LANES) * bytes);
+                let mut packed = Buffer::weights(rows.div_ceil(LANES) * bytes);
                 spread(team, &mut packed, bytes, |panel, packed| {
                     let mut codes = vec![0u8; stride];
                     for lane in 0..LANES.min(rows - panel * LANES) {
@@ -340,7 +340,7 @@ fn interleave<'a>(
     units: usize,
     row: impl Fn(usize, &mut Vec<u8>) -> Row<'a> + Sync + Send,
 ) -> Buffer<u32> {
-    let mut data = Buffer::zeroed(rows.div_ceil(LANES) * units * LANES);
+    let mut data = Buffer::weights(rows.div_ceil(LANES) * units * LANES);
     spread(team, &mut data, units * LANES, |panel, data| {
         let mut scratch = Vec::new();
         for lane in 0..LANES.min(rows - panel * LANES) {

@@ -157,3 +157,45 @@ pub(crate) fn total<S: Simd>(_: S, codes: &[i8], share: usize, totals: &mut [i32
         *total = codes.iter().map(|&c| i32::from(c)).sum();
     }
 }
+
+/// Spreads a row's codes over a block of `width` columns as column `c`: quad `i` goes to
+/// place `i * width + c`. Against nibbles, of each 8 codes the even ones come first, as the
+/// low nibbles of a unit are its even inputs.
+#[inline(always)]
+pub(crate) fn interleave<S: Simd>(
+    _: S,
+    codes: &[i8],
+    nibbles: bool,
+    to: &mut [i8],
+    c: usize,
+    width: usize,
+) {
+    let (quads, _) = codes.as_chunks::<4>();
+    let (to, _) = to.as_chunks_mut::<4>();
+    let to = &mut to[c..];
+    if !nibbles {
+        if width == 1 {
+            to[..quads.len()].copy_from_slice(quads);
+        } else {
+            for (to, &quad) in to.iter_mut().step_by(width).zip(quads) {
+                *to = quad;
+            }
+        }
+        return;
+    }
+    let (pairs, _) = quads.as_chunks::<2>();
+    let split = |&[a, b]: &[[i8; 4]; 2]| [[a[0], a[2], b[0], b[2]], [a[1], a[3], b[1], b[3]]];
+    if width == 1 {
+        // Whole pairs in place: a shuffle of bytes.
+        let (to, _) = to.as_chunks_mut::<2>();
+        for (to, pair) in to.iter_mut().zip(pairs) {
+            *to = split(pair);
+        }
+    } else {
+        for (i, pair) in pairs.iter().enumerate() {
+            let [even, odd] = split(pair);
+            to[2 * i * width] = even;
+            to[(2 * i + 1) * width] = odd;
+        }
+    }
+}

@@ -235,10 +235,4 @@ impl Simd for Avx2 {
             )
         }
     }
-
-    #[inline(always)]
-    fn prefetch(self, p: *const u32) {
-        // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
-    }
 }

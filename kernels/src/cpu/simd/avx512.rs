@@ -113,10 +113,4 @@ impl Simd for Avx512 {
             _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
         }
     }
-
-    #[inline(always)]
-    fn prefetch(self, p: *const u32) {
-        // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
-    }
 }

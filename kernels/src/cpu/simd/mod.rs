@@ -104,8 +104,6 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `p` is valid for reading 64 bytes.
     unsafe fn load_bits(self, p: *const u32) -> Self::I;
-    /// Requests the cache line of `p`, which may lie anywhere.
-    fn prefetch(self, p: *const u32);
 
     // Floats.
 

@@ -151,15 +151,6 @@ impl Simd for Neon {
         // SAFETY: by contract.
         unsafe { four!(i => vld1q_s32(p.add(4 * i).cast())) }
     }
-    #[inline(always)]
-    fn prefetch(self, p: *const u32) {
-        // SAFETY: a prefetch never faults.
-        unsafe {
-            std::arch::asm!("prfm pldl1keep, [{p}]", p = in(reg) p,
-                options(nostack, preserves_flags, readonly));
-        }
-    }
-
     instructions! {
         fn splat(self, x: f32) -> F { [vdupq_n_f32(x); 4] }
         fn add(self, a: F, b: F) -> F { four!(i => vaddq_f32(a[i], b[i])) }

@@ -68,9 +68,6 @@ impl Simd for Scalar {
         unsafe { p.cast::<I>().read_unaligned() }
     }
     #[inline(always)]
-    fn prefetch(self, _: *const u32) {}
-
-    #[inline(always)]
     fn splat(self, x: f32) -> F {
         [x; LANES]
     }
