@@ -75,10 +75,8 @@ pub fn sample_sequences(
             return Ok(done);
         }
         for slot in &mut slots {
-            if slot.as_ref().is_some_and(|s| s.is_done(request)) {
-                if let Some(s) = slot.take() {
-                    done[s.index] = s.tokens;
-                }
+            if let Some(s) = slot.take_if(|s| s.is_done(request)) {
+                done[s.index] = s.tokens;
             }
         }
     }
