@@ -1,0 +1,19 @@
+//! `nq chat` apart from its flags: the conversation, its input and its output. Only
+//! [`repl`] knows a terminal.
+
+pub mod conversation;
+pub mod input;
+pub mod interrupt;
+pub mod printer;
+pub mod repl;
+pub mod report;
+pub mod thinking;
+
+/// What to do when the context is full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Overflow {
+    /// End the answer and say so
+    Stop,
+    /// Forget the oldest turns and say so
+    DropOldest,
+}

@@ -1,0 +1,144 @@
+//! Where an answer goes: text to stdout as it comes; thinking dimmed on a terminal, to
+//! stderr where stdout is not one, or nowhere.
+
+use super::thinking::Part;
+use std::io::{self, Write};
+
+const DIM: &str = "\x1b[2m";
+const RESET: &str = "\x1b[0m";
+
+/// How thinking is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Thinking {
+    /// Not at all.
+    Hidden,
+    /// Dimmed, before the answer.
+    Dimmed,
+    /// Between `<think>` and `</think>`, before the answer: a terminal without colours.
+    Tagged,
+    /// On stderr, so that stdout holds the answer alone.
+    Aside,
+}
+
+/// Writes one answer.
+pub struct Printer<'a> {
+    out: &'a mut dyn Write,
+    err: &'a mut dyn Write,
+    thinking: Thinking,
+    last: Option<Part>,
+    ends_line: bool,
+}
+
+impl<'a> Printer<'a> {
+    /// A printer to stdout and stderr, or what stands for them.
+    pub fn new(out: &'a mut dyn Write, err: &'a mut dyn Write, thinking: Thinking) -> Self {
+        Printer {
+            out,
+            err,
+            thinking,
+            last: None,
+            ends_line: true,
+        }
+    }
+
+    /// Writes a piece at once.
+    ///
+    /// # Errors
+    /// What writing fails with; a closed pipe among it.
+    pub fn piece(&mut self, part: Part, text: &str) -> io::Result<()> {
+        if part == Part::Thinking && self.thinking == Thinking::Hidden {
+            return Ok(());
+        }
+        if self.last != Some(part) {
+            self.leave()?;
+            if part == Part::Thinking {
+                let opening = match self.thinking {
+                    Thinking::Dimmed => DIM,
+                    _ => "<think>\n",
+                };
+                self.target(part).write_all(opening.as_bytes())?;
+            }
+            self.last = Some(part);
+        }
+        self.ends_line = text.ends_with('\n');
+        let target = self.target(part);
+        target.write_all(text.as_bytes())?;
+        target.flush()
+    }
+
+    /// Ends the answer's last line, if it has one.
+    ///
+    /// # Errors
+    /// As [`Printer::piece`].
+    pub fn finish(&mut self) -> io::Result<()> {
+        self.leave()?;
+        if self.last == Some(Part::Answer) && !self.ends_line {
+            self.out.write_all(b"\n")?;
+        }
+        self.out.flush()
+    }
+
+    /// Closes the thinking, if that was last.
+    fn leave(&mut self) -> io::Result<()> {
+        if self.last != Some(Part::Thinking) {
+            return Ok(());
+        }
+        let closing = match self.thinking {
+            Thinking::Dimmed => RESET,
+            _ => "\n</think>",
+        };
+        self.last = None;
+        let target = self.target(Part::Thinking);
+        write!(target, "{closing}\n\n")?;
+        target.flush()
+    }
+
+    fn target(&mut self, part: Part) -> &mut dyn Write {
+        match (part, self.thinking) {
+            (Part::Thinking, Thinking::Aside) => self.err,
+            _ => self.out,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn print(thinking: Thinking, pieces: &[(Part, &str)]) -> (String, String) {
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let mut printer = Printer::new(&mut out, &mut err, thinking);
+        for (part, text) in pieces {
+            printer.piece(*part, text).unwrap();
+        }
+        printer.finish().unwrap();
+        let text = |v| String::from_utf8(v).unwrap();
+        (text(out), text(err))
+    }
+
+    #[test]
+    fn thinking_is_shown_as_asked() {
+        let pieces = [
+            (Part::Thinking, "a"),
+            (Part::Thinking, " b"),
+            (Part::Answer, "c"),
+            (Part::Answer, " d"),
+        ];
+        let check = |thinking, out: &str, err: &str| {
+            assert_eq!(print(thinking, &pieces), (out.into(), err.into()));
+        };
+        check(Thinking::Hidden, "c d\n", "");
+        check(Thinking::Dimmed, "\x1b[2ma b\x1b[0m\n\nc d\n", "");
+        check(Thinking::Tagged, "<think>\na b\n</think>\n\nc d\n", "");
+        check(Thinking::Aside, "c d\n", "<think>\na b\n</think>\n\n");
+    }
+
+    #[test]
+    fn the_last_line_is_ended_once() {
+        assert_eq!(print(Thinking::Hidden, &[(Part::Answer, "a\n")]).0, "a\n");
+        assert_eq!(print(Thinking::Hidden, &[]).0, "");
+        // Cut off while thinking: colours are reset.
+        let cut = print(Thinking::Dimmed, &[(Part::Thinking, "a")]).0;
+        assert_eq!(cut, "\x1b[2ma\x1b[0m\n\n");
+    }
+}

@@ -1,0 +1,77 @@
+//! What `nq chat` says after an answer.
+
+use nq_runtime::{Stats, StopReason};
+
+/// The line after an answer. `bandwidth` is what the device's memory was measured to read,
+/// in bytes per second.
+pub fn line(stats: &Stats, stop: StopReason, bytes_per_token: usize, bandwidth: Option<f64>) -> String {
+    let mut line = format!(
+        "{} tokens, first after {:.2} s",
+        stats.tokens,
+        stats.first_token.as_secs_f64()
+    );
+    if let (Some(rate), Some(bytes)) = (
+        stats.tokens_per_second(),
+        stats.bytes_per_second(bytes_per_token),
+    ) {
+        line += &format!(", {rate:.1} tok/s, {:.2} GB/s", bytes / 1e9);
+        match bandwidth {
+            Some(b) if bytes > b => {
+                line += &format!(
+                    " (memory reads {:.1} GB/s: the weights are read from the cache)",
+                    b / 1e9
+                );
+            }
+            Some(b) => line += &format!(" ({:.0} % of {:.1} GB/s)", 100.0 * bytes / b, b / 1e9),
+            None => {}
+        }
+    }
+    line += &format!(
+        "; prompt {} tokens, {} of them cached",
+        stats.prompt_tokens, stats.reused_tokens
+    );
+    match stop {
+        StopReason::Eos(_) => {}
+        StopReason::MaxTokens => line += "; ended by --max-tokens",
+        StopReason::ContextFull => line += "; ended by the context",
+        StopReason::Interrupted => line += "; interrupted",
+    }
+    line
+}
+
+/// The name of a stop reason in JSON.
+pub fn stop_name(stop: StopReason) -> &'static str {
+    match stop {
+        StopReason::Eos(_) => "eos",
+        StopReason::MaxTokens => "max_tokens",
+        StopReason::ContextFull => "context_full",
+        StopReason::Interrupted => "interrupted",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn rates_stand_beside_the_bandwidth() {
+        let stats = Stats {
+            prompt_tokens: 20,
+            reused_tokens: 8,
+            tokens: 11,
+            first_token: Duration::from_millis(250),
+            decode: Duration::from_secs(2),
+        };
+        assert_eq!(
+            line(&stats, StopReason::Eos(1), 1_000_000_000, Some(20e9)),
+            "11 tokens, first after 0.25 s, 5.0 tok/s, 5.00 GB/s (25 % of 20.0 GB/s); \
+             prompt 20 tokens, 8 of them cached"
+        );
+        let cached = line(&stats, StopReason::MaxTokens, 1_000_000_000, Some(4e9));
+        assert!(cached.contains("(memory reads 4.0 GB/s: the weights are read from the cache)"));
+        assert!(cached.ends_with("; ended by --max-tokens"));
+        let one = Stats { tokens: 1, ..stats };
+        assert!(!line(&one, StopReason::Interrupted, 1, None).contains("tok/s"));
+    }
+}

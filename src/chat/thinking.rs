@@ -1,0 +1,196 @@
+//! Tells thinking from answer in text that comes in pieces.
+
+const OPEN: &str = "<think>";
+const CLOSE: &str = "</think>";
+
+/// A piece of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Between `<think>` and `</think>`.
+    Thinking,
+    /// The rest.
+    Answer,
+}
+
+/// Splits streamed text. The tags and the white space around them are dropped; thinking that
+/// is only white space comes as nothing. A `<think>` counts at the start only, and until it
+/// is certain that there is none, text is held back.
+pub struct Splitter {
+    state: State,
+    held: String,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum State {
+    /// Nothing but white space so far.
+    Start,
+    /// After `<think>`, nothing but white space so far.
+    ThinkingStart,
+    Thinking,
+    /// After `</think>`, nothing but white space so far.
+    AnswerStart,
+    Answer,
+}
+
+impl Splitter {
+    /// A splitter for the continuation of `prompt`, which may have opened the thinking.
+    pub fn after(prompt: &str) -> Self {
+        let state = match prompt.trim_end().ends_with(OPEN) {
+            true => State::ThinkingStart,
+            false => State::Start,
+        };
+        Splitter {
+            state,
+            held: String::new(),
+        }
+    }
+
+    /// True between the tags.
+    pub fn is_thinking(&self) -> bool {
+        matches!(self.state, State::Thinking | State::ThinkingStart)
+    }
+
+    /// Takes more text; `emit` gets what is certain.
+    pub fn push(&mut self, text: &str, emit: &mut dyn FnMut(Part, &str)) {
+        self.held.push_str(text);
+        while self.advance(emit) {}
+    }
+
+    /// The end of the text: what was held back.
+    pub fn finish(&mut self, emit: &mut dyn FnMut(Part, &str)) {
+        let rest = std::mem::take(&mut self.held);
+        match self.state {
+            State::Start | State::AnswerStart | State::Answer if !rest.is_empty() => {
+                emit(Part::Answer, &rest);
+            }
+            State::Thinking if !rest.trim_end().is_empty() => {
+                emit(Part::Thinking, rest.trim_end());
+            }
+            _ => {}
+        }
+    }
+
+    /// One step; false if more text is needed.
+    fn advance(&mut self, emit: &mut dyn FnMut(Part, &str)) -> bool {
+        match self.state {
+            State::Start => {
+                let text = self.held.trim_start();
+                if text.starts_with(OPEN) {
+                    self.held = text[OPEN.len()..].to_owned();
+                    self.state = State::ThinkingStart;
+                    return true;
+                }
+                if OPEN.starts_with(text) {
+                    return false;
+                }
+                self.state = State::Answer;
+                true
+            }
+            State::ThinkingStart | State::AnswerStart => {
+                self.held = self.held.trim_start().to_owned();
+                if self.held.is_empty() {
+                    return false;
+                }
+                self.state = match self.state {
+                    State::ThinkingStart => State::Thinking,
+                    _ => State::Answer,
+                };
+                true
+            }
+            State::Thinking => {
+                if let Some(at) = self.held.find(CLOSE) {
+                    let thinking = self.held[..at].trim_end();
+                    if !thinking.is_empty() {
+                        emit(Part::Thinking, thinking);
+                    }
+                    self.held.drain(..at + CLOSE.len());
+                    self.state = State::AnswerStart;
+                    return true;
+                }
+                // White space before the closing tag is dropped, so it waits too.
+                let certain = self.held.len() - overlap(&self.held, CLOSE);
+                let certain = self.held[..certain].trim_end().len();
+                if certain > 0 {
+                    emit(Part::Thinking, &self.held[..certain]);
+                    self.held.drain(..certain);
+                }
+                false
+            }
+            State::Answer => {
+                if !self.held.is_empty() {
+                    emit(Part::Answer, &self.held);
+                    self.held.clear();
+                }
+                false
+            }
+        }
+    }
+}
+
+/// Length of the longest end of `text` that `tag` begins with.
+fn overlap(text: &str, tag: &str) -> usize {
+    (1..tag.len())
+        .rev()
+        .find(|&n| text.ends_with(&tag[..n]))
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn split(prompt: &str, text: &str, size: usize) -> (String, String) {
+        let mut found = (String::new(), String::new());
+        let mut emit = |part, text: &str| match part {
+            Part::Thinking => found.0.push_str(text),
+            Part::Answer => found.1.push_str(text),
+        };
+        let mut splitter = Splitter::after(prompt);
+        let chars: Vec<char> = text.chars().collect();
+        for piece in chars.chunks(size) {
+            splitter.push(&piece.iter().collect::<String>(), &mut emit);
+        }
+        splitter.finish(&mut emit);
+        found
+    }
+
+    #[test]
+    fn splits_the_same_whatever_the_pieces() {
+        let check = |prompt: &str, text: &str, thinking: &str, answer: &str| {
+            for size in 1..text.chars().count().max(1) + 1 {
+                let expected = (thinking.to_owned(), answer.to_owned());
+                assert_eq!(split(prompt, text, size), expected, "{text:?} by {size}");
+            }
+        };
+        let opened = "<|im_start|>assistant\n<think>\n";
+        let closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n";
+        let plain = "<|im_start|>assistant\n";
+        check(plain, "<think>\nwhy é\n\nso\n</think>\n\nBecause.", "why é\n\nso", "Because.");
+        check(opened, "why\n</think>\n\nBecause.", "why", "Because.");
+        check(plain, "<think>\n\n</think>\n\nHello\n", "", "Hello\n");
+        check(closed, "Hello <think> there", "", "Hello <think> there");
+        check(plain, "a < b </think>", "", "a < b </think>");
+        check(plain, "<thin", "", "<thin");
+        check(plain, "<think>a <b> </thin c", "a <b> </thin c", "");
+        check(plain, "<think>cut off  \n", "cut off", "");
+        check(plain, "", "", "");
+        check(plain, "  indented", "", "  indented");
+    }
+
+    /// Nothing certain waits: an answer streams.
+    #[test]
+    fn answers_are_not_held_back() {
+        let mut pieces = Vec::new();
+        let mut splitter = Splitter::after("");
+        for piece in ["<think>", "\n", "a", " b", "\n", "</think>", "\n\n", "c", " d"] {
+            splitter.push(piece, &mut |part, text| pieces.push((part, text.to_owned())));
+        }
+        let expected = [
+            (Part::Thinking, "a"),
+            (Part::Thinking, " b"),
+            (Part::Answer, "c"),
+            (Part::Answer, " d"),
+        ];
+        assert_eq!(pieces, expected.map(|(p, t)| (p, t.to_owned())));
+    }
+}
