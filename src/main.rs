@@ -7,6 +7,7 @@
     reason = "printing is this package's job"
 )]
 
+mod chat;
 mod cli;
 mod commands;
 mod demo;

@@ -24,6 +24,13 @@ pub trait Engine: Send + Sync {
     /// embedding rows that are not looked up.
     fn bytes_per_token(&self) -> usize;
 
+    /// Bytes per second that the device's memory was measured to read, for rates beside
+    /// their limit. Measured at the first call (a fraction of a second) and kept; `None` if
+    /// the engine has no measurement.
+    fn memory_bandwidth(&self) -> Option<f64> {
+        None
+    }
+
     /// Allocates a KV cache and scratch.
     ///
     /// # Errors

@@ -174,7 +174,9 @@ impl<'m> Conversation<'m> {
         on_event: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<Turn> {
         let start = Instant::now();
-        let (text, mut prompt) = self.fitting_prompt(0, on_event)?;
+        let Some((text, mut prompt)) = self.fitting_prompt(0, on_event)? else {
+            bail!("{}", self.too_long());
+        };
         let mut writer = Writer {
             splitter: Splitter::after(&text),
             raw: String::new(),
@@ -218,8 +220,10 @@ impl<'m> Conversation<'m> {
                 break part.stop;
             }
             (writer.on_event)(Event::Note(dropped(1)))?;
-            prompt = self.fitting_prompt(tokens.len(), writer.on_event)?.1;
-            prompt.extend_from_slice(&tokens);
+            match self.fitting_prompt(tokens.len(), writer.on_event)? {
+                Some(shorter) => prompt = [shorter.1.as_slice(), &tokens].concat(),
+                None => break StopReason::ContextFull,
+            }
         };
         if let Some(rest) = detokenizer.flush() {
             let _ = writer.push(&rest);
@@ -247,39 +251,37 @@ impl<'m> Conversation<'m> {
         })
     }
 
+    fn too_long(&self) -> String {
+        let help = match self.settings.overflow {
+            Overflow::DropOldest => "a shorter message or a larger --ctx helps",
+            Overflow::Stop => "/clear, a larger --ctx or --on-overflow drop-oldest helps",
+        };
+        let capacity = self.session.spec().ctx;
+        format!("the chat does not fit the context of {capacity} tokens: {help}")
+    }
+
     /// The prompt as text and ids, with room for `more` tokens and an answer; the oldest
-    /// turns are dropped for that where it is asked for.
+    /// turns are dropped for that where it is asked for. `None` if it does not fit.
     fn fitting_prompt(
         &mut self,
         more: usize,
         on_event: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    ) -> anyhow::Result<(String, Vec<u32>)> {
+    ) -> anyhow::Result<Option<(String, Vec<u32>)>> {
         let capacity = self.session.spec().ctx;
         let wanted = self.settings.max_tokens.unwrap_or(usize::MAX);
         let room = more + wanted.clamp(1, (capacity / 4).max(1));
         let mut count = 0;
         let prompt = loop {
-            let text = self
-                .template
-                .render(&self.messages(), None, true, self.settings.thinking)?;
+            let text =
+                self.template
+                    .render(&self.messages(), None, true, self.settings.thinking)?;
             let ids = self.tokenizer.encode(&text)?;
             let may_drop = self.settings.overflow == Overflow::DropOldest;
             if ids.len() + room > capacity && may_drop && self.drop_oldest() {
                 count += 1;
                 continue;
             }
-            if ids.len() + more >= capacity {
-                let help = match may_drop {
-                    true => "a shorter message or a larger --ctx helps",
-                    false => "/clear, a larger --ctx or --on-overflow drop-oldest help",
-                };
-                bail!(
-                    "the context of {capacity} tokens is full: the chat has {} and an answer \
-                     needs room; {help}",
-                    ids.len() + more
-                );
-            }
-            break (text, ids);
+            break (ids.len() + more < capacity).then_some((text, ids));
         };
         if count > 0 {
             on_event(Event::Note(dropped(count)))?;

@@ -134,7 +134,9 @@ pub fn parse(text: &str) -> Entry {
     let rest = trimmed[word.len()..].trim();
     let is_command = word.len() > 1
         && word.starts_with('/')
-        && word[1..].chars().all(|c| c.is_ascii_lowercase() || c == '_');
+        && word[1..]
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c == '_');
     if is_command {
         return match command(word, rest) {
             Ok(command) => Entry::Command(command),
@@ -148,7 +150,10 @@ pub fn parse(text: &str) -> Entry {
         _ => None,
     };
     match thinking {
-        Some(_) => Entry::Message(trimmed[..trimmed.len() - last.len()].trim_end().into(), thinking),
+        Some(_) => Entry::Message(
+            trimmed[..trimmed.len() - last.len()].trim_end().into(),
+            thinking,
+        ),
         None => Entry::Message(text.trim_end().into(), None),
     }
 }
@@ -205,7 +210,10 @@ mod tests {
     fn lines_join_to_entries() {
         assert_eq!(entries(&["a", "b"]), ["a", "b"]);
         assert_eq!(entries(&["a\\", "b\\", "c", "d"]), ["a\nb\nc", "d"]);
-        assert_eq!(entries(&["\"\"\"", "a", "", "b", "\"\"\"", "c"]), ["a\n\nb", "c"]);
+        assert_eq!(
+            entries(&["\"\"\"", "a", "", "b", "\"\"\"", "c"]),
+            ["a\n\nb", "c"]
+        );
         assert_eq!(entries(&["\"\"\"a", "b\"\"\""]), ["a\nb"]);
         assert_eq!(entries(&["\"\"\"a\"\"\"", "b"]), ["a", "b"]);
         assert_eq!(entries(&["\"\"\"", "a\\", "b", "\"\"\""]), ["a\\\nb"]);
@@ -223,13 +231,19 @@ mod tests {
         let message = |t: &str| Entry::Message(t.into(), None);
         assert_eq!(parse("  \n"), Entry::Empty);
         assert_eq!(parse("Hello\n"), message("Hello"));
-        assert_eq!(parse("/etc/passwd is a file"), message("/etc/passwd is a file"));
+        assert_eq!(
+            parse("/etc/passwd is a file"),
+            message("/etc/passwd is a file")
+        );
         assert_eq!(parse("/ 2"), message("/ 2"));
         let check = |text, command| assert_eq!(parse(text), Entry::Command(command), "{text}");
         check("/help", Command::Help);
         check(" /exit ", Command::Exit);
         check("/system", Command::System(None));
-        check("/system Be brief.\nBe kind.", Command::System(Some("Be brief.\nBe kind.".into())));
+        check(
+            "/system Be brief.\nBe kind.",
+            Command::System(Some("Be brief.\nBe kind.".into())),
+        );
         let save = |force| Command::Save {
             path: "my chat.json".into(),
             force,
@@ -237,9 +251,22 @@ mod tests {
         check("/save my chat.json", save(false));
         check("/save --force my chat.json", save(true));
         check("/set", Command::Set(None));
-        check("/set top-p 0.9", Command::Set(Some(("top_p".into(), "0.9".into()))));
-        check("/set seed=7", Command::Set(Some(("seed".into(), "7".into()))));
-        for wrong in ["/nonsense", "/help me", "/save", "/load", "/save --force", "/set seed"] {
+        check(
+            "/set top-p 0.9",
+            Command::Set(Some(("top_p".into(), "0.9".into()))),
+        );
+        check(
+            "/set seed=7",
+            Command::Set(Some(("seed".into(), "7".into()))),
+        );
+        for wrong in [
+            "/nonsense",
+            "/help me",
+            "/save",
+            "/load",
+            "/save --force",
+            "/set seed",
+        ] {
             assert!(matches!(parse(wrong), Entry::Wrong(_)), "{wrong}");
         }
     }
@@ -248,7 +275,10 @@ mod tests {
     fn thinking_switches_end_a_message() {
         let on = Entry::Message("Why?".into(), Some(true));
         assert_eq!(parse("Why? /think"), on);
-        assert_eq!(parse("Why?\n/no_think"), Entry::Message("Why?".into(), Some(false)));
+        assert_eq!(
+            parse("Why?\n/no_think"),
+            Entry::Message("Why?".into(), Some(false))
+        );
         assert_eq!(parse("/no_think"), Entry::Command(Command::Think(false)));
         let inside = "What does /no_think do?";
         assert_eq!(parse(inside), Entry::Message(inside.into(), None));

@@ -4,7 +4,12 @@ use nq_runtime::{Stats, StopReason};
 
 /// The line after an answer. `bandwidth` is what the device's memory was measured to read,
 /// in bytes per second.
-pub fn line(stats: &Stats, stop: StopReason, bytes_per_token: usize, bandwidth: Option<f64>) -> String {
+pub fn line(
+    stats: &Stats,
+    stop: StopReason,
+    bytes_per_token: usize,
+    bandwidth: Option<f64>,
+) -> String {
     let mut line = format!(
         "{} tokens, first after {:.2} s",
         stats.tokens,

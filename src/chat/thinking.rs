@@ -165,7 +165,12 @@ mod tests {
         let opened = "<|im_start|>assistant\n<think>\n";
         let closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n";
         let plain = "<|im_start|>assistant\n";
-        check(plain, "<think>\nwhy é\n\nso\n</think>\n\nBecause.", "why é\n\nso", "Because.");
+        check(
+            plain,
+            "<think>\nwhy é\n\nso\n</think>\n\nBecause.",
+            "why é\n\nso",
+            "Because.",
+        );
         check(opened, "why\n</think>\n\nBecause.", "why", "Because.");
         check(plain, "<think>\n\n</think>\n\nHello\n", "", "Hello\n");
         check(closed, "Hello <think> there", "", "Hello <think> there");
@@ -182,8 +187,12 @@ mod tests {
     fn answers_are_not_held_back() {
         let mut pieces = Vec::new();
         let mut splitter = Splitter::after("");
-        for piece in ["<think>", "\n", "a", " b", "\n", "</think>", "\n\n", "c", " d"] {
-            splitter.push(piece, &mut |part, text| pieces.push((part, text.to_owned())));
+        for piece in [
+            "<think>", "\n", "a", " b", "\n", "</think>", "\n\n", "c", " d",
+        ] {
+            splitter.push(piece, &mut |part, text| {
+                pieces.push((part, text.to_owned()))
+            });
         }
         let expected = [
             (Part::Thinking, "a"),

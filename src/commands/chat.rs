@@ -1,8 +1,25 @@
 //! `nq chat`: a conversation in the terminal, or one answer for a script.
 
+use crate::chat::Overflow;
+use crate::chat::conversation::{Conversation, Settings};
+use crate::chat::interrupt;
+use crate::chat::printer::Thinking;
+use crate::chat::repl::{Repl, Totals};
 use crate::cli::Global;
-use clap::{Args, ValueEnum};
+use crate::model;
+use crate::terminal::Terminal;
+use anyhow::{Context, bail};
+use clap::Args;
+use nq_formats::{ModelConfig, Progress, RopeScaling};
+use nq_runtime::{ChatTemplate, KvType, SamplingParams, SessionSpec, Tokenizer};
+use std::io::{self, IsTerminal, Read};
 use std::process::ExitCode;
+use std::time::SystemTime;
+
+/// Tokens of a prompt computed together.
+const CHUNK: usize = 512;
+/// Positions reserved if no one says how many.
+const DEFAULT_CTX: usize = 8192;
 
 /// Flags of `nq chat`.
 #[derive(Args, Debug)]
@@ -59,15 +76,6 @@ pub struct ChatArgs {
     pub on_overflow: Overflow,
 }
 
-/// What to do when the context is full.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Overflow {
-    /// End the answer and say so
-    Stop,
-    /// Forget the oldest turns and say so
-    DropOldest,
-}
-
 /// KV cache widths that commands take: 8, 16, or 32 for comparison with f32 references.
 pub fn parse_kv(s: &str) -> Result<u32, String> {
     match s {
@@ -78,8 +86,139 @@ pub fn parse_kv(s: &str) -> Result<u32, String> {
     }
 }
 
-/// Runs `nq chat`.
+/// Runs `nq chat`: one answer for `-p` or for what is piped in, else a conversation.
 pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
-    let _ = (args, global);
-    anyhow::bail!("chat is being built")
+    interrupt::install()?;
+    let interactive = args.prompt.is_none() && io::stdin().is_terminal();
+    // Read before the model is loaded: an empty prompt need not wait for it.
+    let prompt = match &args.prompt {
+        _ if interactive => None,
+        Some(text) => Some(text.clone()),
+        None => Some(piped_prompt()?),
+    };
+    let terminal = Terminal::new();
+    let model = model::open(args.model.as_deref(), global, &terminal)?;
+    let checkpoint = &model.checkpoint;
+    let config = checkpoint.config();
+    let sampling = sampling(args, SamplingParams::from_defaults(checkpoint.generation()));
+    sampling.validate()?;
+    let ctx = context_length(args.ctx, config)?;
+    let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+    tokenizer.check_vocab(config.vocab_size)?;
+    let template = ChatTemplate::from_files(checkpoint.files())?;
+    let store = checkpoint.store();
+    let engine = nq_runtime::load::load(config, store, &global.load_options(), &terminal)?;
+    let session = engine.session(SessionSpec {
+        slots: 1,
+        ctx,
+        kv: kv_type(args.kv),
+        max_rows: CHUNK.min(ctx),
+    })?;
+    if args.no_think && !template.switches_thinking() {
+        terminal.note("--no-think: this model's template cannot switch thinking");
+    }
+    if global.verbose {
+        terminal.note(&format!("{:?}", engine.description()));
+        terminal.note(&format!("{sampling:?}"));
+    }
+    let settings = Settings {
+        sampling,
+        max_tokens: args.max_tokens,
+        thinking: args.no_think.then_some(false),
+        overflow: args.on_overflow,
+    };
+    let mut repl = Repl {
+        conversation: Conversation::new(
+            &tokenizer,
+            &template,
+            checkpoint.eos_token_ids(),
+            session,
+            args.system.clone(),
+            settings,
+        ),
+        engine: engine.as_ref(),
+        model: model.name.clone(),
+        shown: shown_thinking(),
+        hide_thinking: args.hide_thinking,
+        totals: Totals::default(),
+    };
+    if let Some(prompt) = prompt {
+        return repl.answer_once(&prompt, global.json);
+    }
+    let d = engine.description();
+    eprintln!(
+        "nq: {} on {}, context of {ctx} tokens; /help lists the commands",
+        model.name, d.device
+    );
+    let history = model::models_dir()
+        .ok()
+        .and_then(|dir| Some(dir.parent()?.join("chat_history")));
+    repl.run(history)
+}
+
+/// All of stdin as one prompt.
+fn piped_prompt() -> anyhow::Result<String> {
+    let mut bytes = Vec::new();
+    io::stdin()
+        .read_to_end(&mut bytes)
+        .context("standard input cannot be read")?;
+    let text = String::from_utf8(bytes).context("standard input is not UTF-8")?;
+    match text.trim_end() {
+        "" => bail!("no prompt: standard input is empty and there is no -p"),
+        text => Ok(text.to_owned()),
+    }
+}
+
+/// The model's sampling with the flags over it.
+fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
+    let clock = || {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        since.map_or(0, |d| d.as_nanos() as u64)
+    };
+    SamplingParams {
+        temperature: args.temperature.unwrap_or(model.temperature),
+        top_k: args.top_k.unwrap_or(model.top_k),
+        top_p: args.top_p.unwrap_or(model.top_p),
+        min_p: args.min_p.unwrap_or(model.min_p),
+        repetition_penalty: args.repetition_penalty.unwrap_or(model.repetition_penalty),
+        presence_penalty: args.presence_penalty.unwrap_or(model.presence_penalty),
+        seed: args.seed.unwrap_or_else(clock),
+    }
+}
+
+/// Positions to reserve, within what the model was trained for.
+fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<usize> {
+    let trained = match config.rope.scaling {
+        RopeScaling::None => config.max_position_embeddings,
+        RopeScaling::Yarn {
+            factor,
+            original_max_position_embeddings: original,
+            ..
+        } => config
+            .max_position_embeddings
+            .max((factor * original as f64) as usize),
+    };
+    match asked {
+        None => Ok(trained.min(DEFAULT_CTX)),
+        Some(n) if (2..=trained).contains(&n) => Ok(n),
+        Some(n) => bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}"),
+    }
+}
+
+fn kv_type(bits: u32) -> KvType {
+    match bits {
+        8 => KvType::Int8,
+        32 => KvType::F32,
+        _ => KvType::F16,
+    }
+}
+
+/// Thinking is dimmed on a terminal (NO_COLOR: tagged), and kept out of a pipe.
+fn shown_thinking() -> Thinking {
+    let no_color = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+    match (io::stdout().is_terminal(), no_color) {
+        (true, false) => Thinking::Dimmed,
+        (true, true) => Thinking::Tagged,
+        (false, _) => Thinking::Aside,
+    }
 }

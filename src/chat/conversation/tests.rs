@@ -1,0 +1,337 @@
+use super::*;
+use nq_formats::Files;
+use nq_runtime::{Chunk, KvType, Logits, LogitsWanted, Observer, SessionSpec};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// A template that strips earlier thinking and opens an empty one where thinking is off, as
+/// Qwen3's does.
+const TEMPLATE: &str = "\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}\
+{%- if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}\
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}\
+{%- if enable_thinking is defined and not enable_thinking %}\
+{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}";
+
+fn tokenizer() -> Arc<Tokenizer> {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    Arc::new(Tokenizer::from_files(&Files::Folder(demo)).unwrap())
+}
+
+/// A session whose model thinks, then repeats the last user's message and how many users'
+/// messages it sees; a system prompt of `long` makes it go on for long.
+struct Parrot {
+    tokenizer: Arc<Tokenizer>,
+    spec: SessionSpec,
+    held: Vec<u32>,
+    logits: Vec<f32>,
+    fed: Arc<std::sync::atomic::AtomicUsize>,
+}
+
+impl Parrot {
+    fn next(&self) -> u32 {
+        let header = self.tokenizer.encode("<|im_start|>assistant\n").unwrap();
+        let at = self
+            .held
+            .windows(header.len())
+            .rposition(|w| w == header)
+            .expect("a generation prompt");
+        let before = self.tokenizer.decode(&self.held[..at], false);
+        let users: Vec<&str> = before.split("<|im_start|>user\n").skip(1).collect();
+        let last = users.last().unwrap().split("<|im_end|>").next().unwrap();
+        let words = if before.contains("system\nlong") {
+            400
+        } else {
+            1
+        };
+        let answer = format!("{} of {}: {last}", "word ".repeat(words), users.len());
+        let off = self.tokenizer.encode("<think>\n\n</think>\n\n").unwrap();
+        let said = &self.held[at + header.len()..];
+        let (said, answer) = match said.strip_prefix(off.as_slice()) {
+            Some(said) => (said, answer),
+            None => (said, format!("<think>\nhm\n</think>\n\n{answer}")),
+        };
+        let answer = self.tokenizer.encode(&answer).unwrap();
+        let end = self.tokenizer.token_id("<|im_end|>").unwrap();
+        answer.get(said.len()).copied().unwrap_or(end)
+    }
+}
+
+impl Session for Parrot {
+    fn spec(&self) -> SessionSpec {
+        self.spec
+    }
+
+    fn len(&self, _: usize) -> usize {
+        self.held.len()
+    }
+
+    fn truncate(&mut self, _: usize, len: usize) {
+        self.held.truncate(len);
+    }
+
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        _: Option<&mut dyn Observer>,
+    ) -> nq_runtime::Result<Logits<'_>> {
+        let chunk = &chunks[0];
+        self.held.extend_from_slice(chunk.tokens);
+        assert!(self.held.len() <= self.spec.ctx);
+        self.fed.fetch_add(chunk.tokens.len(), Ordering::Relaxed);
+        self.logits.clear();
+        if chunk.logits == LogitsWanted::Last {
+            self.logits.resize(4096, 0.0);
+            self.logits[self.next() as usize] = 1.0;
+        }
+        Ok(Logits {
+            data: &self.logits,
+            vocab: 4096,
+        })
+    }
+}
+
+/// What a test holds of a conversation.
+struct Bench {
+    tokenizer: Arc<Tokenizer>,
+    template: ChatTemplate,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Bench {
+            tokenizer: tokenizer(),
+            template: ChatTemplate::from_source("test", TEMPLATE).unwrap(),
+        }
+    }
+
+    fn talk(&self, ctx: usize, system: Option<&str>, overflow: Overflow) -> Talk<'_> {
+        let fed = Arc::default();
+        let session = Parrot {
+            tokenizer: Arc::clone(&self.tokenizer),
+            spec: SessionSpec {
+                slots: 1,
+                ctx,
+                kv: KvType::F16,
+                max_rows: 64,
+            },
+            held: Vec::new(),
+            logits: Vec::new(),
+            fed: Arc::clone(&fed),
+        };
+        let settings = Settings {
+            sampling: SamplingParams::greedy(),
+            max_tokens: None,
+            thinking: None,
+            overflow,
+        };
+        let stop = [self.tokenizer.token_id("<|im_end|>").unwrap()];
+        let (tokenizer, template) = (self.tokenizer.as_ref(), &self.template);
+        let system = system.map(String::from);
+        let session = Box::new(session);
+        Talk {
+            conversation: Conversation::new(tokenizer, template, &stop, session, system, settings),
+            notes: Vec::new(),
+            fed,
+        }
+    }
+}
+
+struct Talk<'m> {
+    conversation: Conversation<'m>,
+    notes: Vec<String>,
+    fed: Arc<std::sync::atomic::AtomicUsize>,
+}
+
+impl Talk<'_> {
+    fn ask(&mut self, text: &str) -> anyhow::Result<Turn> {
+        self.fed.store(0, Ordering::Relaxed);
+        let mut streamed = String::new();
+        let notes = &mut self.notes;
+        let turn = self
+            .conversation
+            .ask(text, &AtomicBool::new(false), &mut |event| {
+                match event {
+                    Event::Piece(Part::Answer, text) => streamed.push_str(text),
+                    Event::Piece(Part::Thinking, _) => {}
+                    Event::Note(note) => notes.push(note),
+                }
+                Ok(())
+            })?;
+        assert_eq!(streamed, turn.answer);
+        Ok(turn)
+    }
+}
+
+#[test]
+fn turns_reuse_the_cache_though_thinking_is_stripped() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(1000, Some("Be brief."), Overflow::Stop);
+    let first = talk.ask("one").unwrap();
+    assert_eq!(first.thinking, "hm");
+    assert_eq!(first.answer, "word  of 1: one");
+    assert!(matches!(first.stop, StopReason::Eos(_)));
+    assert_eq!(first.stats.reused_tokens, 0);
+    let second = talk.ask("two").unwrap();
+    assert_eq!(second.answer, "word  of 2: two");
+    // Kept: everything up to the first answer, whose thinking is gone.
+    assert_eq!(second.stats.reused_tokens, first.stats.prompt_tokens);
+    let rest = second.stats.prompt_tokens - second.stats.reused_tokens;
+    assert_eq!(
+        talk.fed.load(Ordering::Relaxed),
+        rest + second.stats.tokens - 1
+    );
+    // The thinking stays in the messages, for templates that want it.
+    let messages = talk.conversation.messages();
+    assert_eq!(messages.len(), 5);
+    assert_eq!(messages[0], Message::new("system", "Be brief."));
+    assert!(messages[2].text().starts_with("<think>\nhm\n</think>"));
+}
+
+#[test]
+fn thinking_can_be_switched() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(1000, None, Overflow::Stop);
+    assert!(talk.conversation.switches_thinking());
+    talk.conversation.settings.thinking = Some(false);
+    let turn = talk.ask("one").unwrap();
+    assert_eq!(
+        (turn.thinking.as_str(), turn.answer.as_str()),
+        ("", "word  of 1: one")
+    );
+    talk.conversation.settings.thinking = Some(true);
+    assert_eq!(talk.ask("two").unwrap().thinking, "hm");
+}
+
+#[test]
+fn regenerating_replaces_the_answer() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(1000, None, Overflow::Stop);
+    let flag = AtomicBool::new(false);
+    let nothing = talk.conversation.regenerate(&flag, &mut |_| Ok(()));
+    assert!(nothing.unwrap_err().to_string().contains("no message"));
+    talk.ask("one").unwrap();
+    let turn = talk
+        .conversation
+        .regenerate(&flag, &mut |_| Ok(()))
+        .unwrap();
+    assert_eq!(turn.answer, "word  of 1: one");
+    assert_eq!(talk.conversation.messages().len(), 2);
+    // With a temperature, another stream of numbers gives another answer. (All but one
+    // logit are equal.)
+    talk.conversation.settings.sampling.temperature = 1.0;
+    talk.conversation.settings.max_tokens = Some(20);
+    let mut again = || {
+        talk.conversation
+            .regenerate(&flag, &mut |_| Ok(()))
+            .unwrap()
+    };
+    assert_ne!(again().answer, again().answer);
+}
+
+#[test]
+fn a_full_context_is_said() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(100, Some("long"), Overflow::Stop);
+    let turn = talk.ask("one").unwrap();
+    assert_eq!(turn.stop, StopReason::ContextFull);
+    assert!(
+        talk.notes[0].contains("context of 100 tokens is full"),
+        "{:?}",
+        talk.notes
+    );
+    let prompt = turn.stats.prompt_tokens;
+    assert_eq!(prompt + turn.stats.tokens, 100);
+    // The next message does not fit: an error, and the message is not kept.
+    let e = talk.ask("two").unwrap_err().to_string();
+    assert!(
+        e.contains("100 tokens") && e.contains("--on-overflow"),
+        "{e}"
+    );
+    assert_eq!(talk.conversation.messages().len(), 3);
+    talk.conversation.clear();
+    assert_eq!(
+        talk.conversation.messages().len(),
+        1,
+        "the system prompt stays"
+    );
+    assert!(talk.ask("three").is_ok());
+}
+
+#[test]
+fn oldest_turns_are_dropped_before_an_answer() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(160, Some("Be brief."), Overflow::DropOldest);
+    for i in 0..12 {
+        let turn = talk.ask(&format!("message number {i}")).unwrap();
+        assert!(matches!(turn.stop, StopReason::Eos(_)));
+        assert!(turn.answer.ends_with(&format!("message number {i}")));
+        let messages = talk.conversation.messages();
+        assert_eq!(messages[0].role, "system");
+        assert_eq!(messages[1].role, "user", "turns are dropped whole");
+    }
+    assert!(talk.notes.iter().all(|n| n.contains("oldest")));
+    assert!(talk.notes.len() >= 5, "{:?}", talk.notes);
+    assert!(
+        talk.conversation.messages().len() > 3,
+        "only as many as needed"
+    );
+}
+
+#[test]
+fn oldest_turns_are_dropped_within_an_answer() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(500, None, Overflow::DropOldest);
+    for i in 0..4 {
+        talk.ask(&format!("{i} {}", "filler ".repeat(10))).unwrap();
+    }
+    let before = talk.conversation.messages().len();
+    talk.conversation.set_system(Some("long".into()));
+    let turn = talk.ask("x").unwrap();
+    // 400 words do not fit beside all turns, but nearly alone.
+    assert!(
+        talk.conversation.messages().len() < before,
+        "{:?}",
+        talk.notes
+    );
+    assert!(!talk.notes.is_empty());
+    let words = turn.answer.matches("word").count();
+    assert!(words > 300, "{words}");
+    // One message too long for the context cannot be helped.
+    let e = talk.ask(&"filler ".repeat(600)).unwrap_err().to_string();
+    assert!(e.contains("500 tokens"), "{e}");
+}
+
+#[test]
+fn a_failing_listener_ends_the_turn() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(1000, None, Overflow::Stop);
+    let flag = AtomicBool::new(false);
+    let result = talk.conversation.ask("one", &flag, &mut |_| {
+        Err(std::io::Error::from(std::io::ErrorKind::BrokenPipe).into())
+    });
+    let e = result.unwrap_err();
+    assert!(crate::terminal::is_broken_pipe(&e), "{e}");
+    assert!(talk.conversation.messages().is_empty());
+}
+
+#[test]
+fn an_interrupted_answer_is_kept_and_its_thinking_closed() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(1000, None, Overflow::Stop);
+    let flag = AtomicBool::new(false);
+    let turn = talk.conversation.ask("one", &flag, &mut |event| {
+        if matches!(event, Event::Piece(Part::Thinking, _)) {
+            flag.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    });
+    let turn = turn.unwrap();
+    assert_eq!(turn.stop, StopReason::Interrupted);
+    assert_eq!(turn.answer, "");
+    let text = talk.conversation.messages()[1].text().to_owned();
+    assert!(text.contains("</think>"), "{text}");
+    assert_eq!(talk.ask("two").unwrap().answer, "word  of 2: two");
+}

@@ -1,0 +1,404 @@
+//! The conversation in a terminal: reads entries, runs commands, prints answers.
+
+use super::conversation::{Conversation, Event, Turn};
+use super::input::{Command, Entry, HELP, Lines, parse};
+use super::interrupt::{Answering, EXIT_CODE};
+use super::printer::{Printer, Thinking};
+use super::{Overflow, report};
+use anyhow::{Context, bail};
+use nq_runtime::{Engine, Message, Stats, StopReason};
+use rustyline::config::Configurer;
+use rustyline::error::ReadlineError;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// Entries kept in the history file.
+const HISTORY: usize = 1000;
+
+/// A conversation and how it is shown.
+pub struct Repl<'m> {
+    /// The conversation.
+    pub conversation: Conversation<'m>,
+    /// What runs it.
+    pub engine: &'m dyn Engine,
+    /// The model's name, for saved chats.
+    pub model: String,
+    /// How thinking is shown when it is not hidden.
+    pub shown: Thinking,
+    /// Hide it.
+    pub hide_thinking: bool,
+    /// Sums over all answers.
+    pub totals: Totals,
+}
+
+/// Sums over all answers of a process.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Totals {
+    answers: usize,
+    prompt_tokens: usize,
+    reused_tokens: usize,
+    tokens: usize,
+    time: Duration,
+}
+
+impl Totals {
+    fn add(&mut self, s: &Stats) {
+        self.answers += 1;
+        self.prompt_tokens += s.prompt_tokens;
+        self.reused_tokens += s.reused_tokens;
+        self.tokens += s.tokens;
+        self.time += s.first_token + s.decode;
+    }
+}
+
+/// What to do after an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flow {
+    /// Read the next one.
+    Continue,
+    /// Leave.
+    Exit,
+}
+
+impl Repl<'_> {
+    /// Answers one message and prints it. With `json`, stdout gets one object at the end
+    /// instead of the text.
+    pub fn answer_once(&mut self, text: &str, json: bool) -> anyhow::Result<ExitCode> {
+        let turn = if json {
+            let mut nothing = io::sink();
+            let turn = self.turn(
+                Some(text),
+                &mut nothing,
+                &mut io::stderr(),
+                Thinking::Hidden,
+            )?;
+            let mut out = io::stdout().lock();
+            serde_json::to_writer(&mut out, &self.json(&turn))?;
+            out.write_all(b"\n")?;
+            out.flush()?;
+            turn
+        } else {
+            let thinking = self.thinking();
+            self.turn(Some(text), &mut io::stdout(), &mut io::stderr(), thinking)?
+        };
+        Ok(match turn.stop {
+            StopReason::Interrupted => ExitCode::from(EXIT_CODE),
+            _ => ExitCode::SUCCESS,
+        })
+    }
+
+    /// Reads and handles entries until the user leaves.
+    pub fn run(&mut self, history: Option<PathBuf>) -> anyhow::Result<ExitCode> {
+        let mut editor = rustyline::DefaultEditor::new()?;
+        editor.set_max_history_size(HISTORY)?;
+        editor.set_auto_add_history(false);
+        if let Some(path) = history.as_deref().filter(|p| p.exists()) {
+            if let Err(e) = editor.load_history(path) {
+                eprintln!("nq: {}: the history cannot be read: {e}", path.display());
+            }
+        }
+        let mut lines = Lines::default();
+        let code = loop {
+            let prompt = if lines.is_open() { "... " } else { ">>> " };
+            match editor.readline(prompt) {
+                Ok(line) => {
+                    let Some(entry) = lines.push(&line) else {
+                        continue;
+                    };
+                    if !entry.trim().is_empty() {
+                        editor.add_history_entry(entry.as_str())?;
+                    }
+                    match self.handle(&entry, &mut io::stdout(), &mut io::stderr()) {
+                        Ok(Flow::Continue) => {}
+                        Ok(Flow::Exit) => break ExitCode::SUCCESS,
+                        Err(e) if crate::terminal::is_broken_pipe(&e) => return Err(e),
+                        Err(e) => eprintln!("nq: {e:#}"),
+                    }
+                }
+                Err(ReadlineError::Interrupted) if lines.is_open() => lines.clear(),
+                Err(ReadlineError::Interrupted) => break ExitCode::from(EXIT_CODE),
+                Err(ReadlineError::Eof) => break ExitCode::SUCCESS,
+                Err(e) => return Err(e.into()),
+            }
+        };
+        if let Some(path) = history {
+            let saved = match path.parent() {
+                Some(dir) => std::fs::create_dir_all(dir).map_err(ReadlineError::from),
+                None => Ok(()),
+            };
+            if let Err(e) = saved.and_then(|()| editor.save_history(&path)) {
+                eprintln!("nq: {}: the history cannot be written: {e}", path.display());
+            }
+        }
+        Ok(code)
+    }
+
+    /// Does what an entry asks for. Answers go to `out`, everything else to `err`.
+    pub fn handle(
+        &mut self,
+        entry: &str,
+        out: &mut dyn Write,
+        err: &mut dyn Write,
+    ) -> anyhow::Result<Flow> {
+        let thinking = self.thinking();
+        match parse(entry) {
+            Entry::Empty => {}
+            Entry::Wrong(why) => bail!(why),
+            Entry::Message(text, switch) => {
+                if switch.is_some() {
+                    self.switch_thinking(switch, err)?;
+                }
+                if text.is_empty() {
+                    return Ok(Flow::Continue);
+                }
+                self.turn(Some(&text), out, err, thinking)?;
+            }
+            Entry::Command(Command::Regen) => {
+                self.turn(None, out, err, thinking)?;
+            }
+            Entry::Command(Command::Exit) => return Ok(Flow::Exit),
+            Entry::Command(Command::Help) => writeln!(err, "{HELP}")?,
+            Entry::Command(Command::Clear) => {
+                self.conversation.clear();
+                writeln!(err, "nq: all messages are forgotten")?;
+            }
+            Entry::Command(Command::Save { path, force }) => {
+                self.save(Path::new(&path), force)?;
+                writeln!(err, "nq: saved to {path}")?;
+            }
+            Entry::Command(Command::Load(path)) => {
+                let n = self.load(Path::new(&path))?;
+                writeln!(err, "nq: {n} messages from {path}")?;
+            }
+            Entry::Command(Command::System(None)) => match self.conversation.system() {
+                Some(text) => writeln!(err, "{text}")?,
+                None => writeln!(err, "nq: there is no system prompt")?,
+            },
+            Entry::Command(Command::System(text)) => {
+                self.conversation.set_system(text);
+                writeln!(err, "nq: the system prompt is set")?;
+            }
+            Entry::Command(Command::Think(on)) => self.switch_thinking(Some(on), err)?,
+            Entry::Command(Command::Set(None)) => self.show_settings(err)?,
+            Entry::Command(Command::Set(Some((name, value)))) => {
+                self.set(&name, &value)?;
+                self.show_settings(err)?;
+            }
+            Entry::Command(Command::Stats) => self.show_stats(err)?,
+        }
+        Ok(Flow::Continue)
+    }
+
+    /// One answer, to a new message or anew to the last one.
+    fn turn(
+        &mut self,
+        text: Option<&str>,
+        out: &mut dyn Write,
+        err: &mut dyn Write,
+        thinking: Thinking,
+    ) -> anyhow::Result<Turn> {
+        let answering = Answering::begin();
+        let mut notes = io::stderr();
+        let turn = {
+            let mut printer = Printer::new(out, err, thinking);
+            let mut on_event = |event: Event<'_>| -> anyhow::Result<()> {
+                match event {
+                    Event::Piece(part, text) => printer.piece(part, text)?,
+                    Event::Note(note) => {
+                        printer.finish()?;
+                        writeln!(notes, "nq: {note}")?;
+                    }
+                }
+                Ok(())
+            };
+            let turn = match text {
+                Some(text) => self.conversation.ask(text, answering.flag(), &mut on_event),
+                None => self
+                    .conversation
+                    .regenerate(answering.flag(), &mut on_event),
+            };
+            printer.finish()?;
+            turn?
+        };
+        drop(answering);
+        self.totals.add(&turn.stats);
+        let line = report::line(
+            &turn.stats,
+            turn.stop,
+            self.engine.bytes_per_token(),
+            self.engine.memory_bandwidth(),
+        );
+        writeln!(err, "nq: {line}")?;
+        Ok(turn)
+    }
+
+    fn thinking(&self) -> Thinking {
+        match self.hide_thinking {
+            true => Thinking::Hidden,
+            false => self.shown,
+        }
+    }
+
+    fn json(&self, turn: &Turn) -> serde_json::Value {
+        let s = &turn.stats;
+        let bytes = s.bytes_per_second(self.engine.bytes_per_token());
+        let share = match (bytes, self.engine.memory_bandwidth()) {
+            (Some(b), Some(limit)) => Some(b / limit),
+            _ => None,
+        };
+        serde_json::json!({
+            "model": self.model,
+            "answer": turn.answer,
+            "thinking": turn.thinking,
+            "stop": report::stop_name(turn.stop),
+            "prompt_tokens": s.prompt_tokens,
+            "reused_tokens": s.reused_tokens,
+            "tokens": s.tokens,
+            "first_token_s": s.first_token.as_secs_f64(),
+            "tok_s": s.tokens_per_second(),
+            "gb_s": bytes.map(|b| b / 1e9),
+            "bandwidth_share": share,
+            "seed": self.conversation.settings.sampling.seed,
+        })
+    }
+
+    fn switch_thinking(&mut self, to: Option<bool>, err: &mut dyn Write) -> io::Result<()> {
+        if !self.conversation.switches_thinking() {
+            return writeln!(err, "nq: this model's template cannot switch thinking");
+        }
+        self.conversation.settings.thinking = to;
+        let state = match to {
+            Some(true) => "on",
+            Some(false) => "off",
+            None => "as the template has it",
+        };
+        writeln!(err, "nq: thinking is {state}")
+    }
+
+    fn save(&self, path: &Path, force: bool) -> anyhow::Result<()> {
+        if path.exists() && !force {
+            bail!("{} exists: /save --force overwrites it", path.display());
+        }
+        let chat = serde_json::json!({
+            "model": self.model,
+            "messages": self.conversation.messages(),
+        });
+        let mut name = path
+            .file_name()
+            .context("a file name is needed")?
+            .to_owned();
+        name.push(".partial");
+        let partial = path.with_file_name(name);
+        let write = || -> io::Result<()> {
+            let mut file = std::fs::File::create(&partial)?;
+            serde_json::to_writer_pretty(&mut file, &chat)?;
+            file.write_all(b"\n")?;
+            file.sync_all()?;
+            std::fs::rename(&partial, path)
+        };
+        write().with_context(|| format!("{}: cannot be written", path.display()))
+    }
+
+    fn load(&mut self, path: &Path) -> anyhow::Result<usize> {
+        let place = || path.display().to_string();
+        let text = std::fs::read_to_string(path).with_context(place)?;
+        let json: serde_json::Value = serde_json::from_str(&text).with_context(place)?;
+        let messages = json.get("messages").unwrap_or(&json).clone();
+        let messages: Vec<Message> = serde_json::from_value(messages)
+            .with_context(|| format!("{}: expected a list of messages", path.display()))?;
+        let count = messages.len();
+        self.conversation.replace(messages);
+        Ok(count)
+    }
+
+    fn set(&mut self, name: &str, value: &str) -> anyhow::Result<()> {
+        fn read<T: std::str::FromStr>(name: &str, value: &str) -> anyhow::Result<T> {
+            let parsed = value.parse().ok();
+            parsed.with_context(|| format!("{name}: {value:?} is not a valid value"))
+        }
+        let on_off = || match value {
+            "on" | "true" => Ok(true),
+            "off" | "false" => Ok(false),
+            _ => bail!("{name}: expected on or off, found {value:?}"),
+        };
+        let mut settings = self.conversation.settings.clone();
+        let sampling = &mut settings.sampling;
+        match name {
+            "temperature" => sampling.temperature = read(name, value)?,
+            "top_k" => sampling.top_k = read(name, value)?,
+            "top_p" => sampling.top_p = read(name, value)?,
+            "min_p" => sampling.min_p = read(name, value)?,
+            "repetition_penalty" => sampling.repetition_penalty = read(name, value)?,
+            "presence_penalty" => sampling.presence_penalty = read(name, value)?,
+            "seed" => sampling.seed = read(name, value)?,
+            "max_tokens" if value == "none" => settings.max_tokens = None,
+            "max_tokens" => settings.max_tokens = Some(read(name, value)?),
+            "thinking" if value == "auto" => settings.thinking = None,
+            "thinking" => settings.thinking = Some(on_off()?),
+            "hide_thinking" => self.hide_thinking = on_off()?,
+            "on_overflow" => {
+                settings.overflow = match value {
+                    "stop" => Overflow::Stop,
+                    "drop-oldest" => Overflow::DropOldest,
+                    _ => bail!("{name}: expected stop or drop-oldest, found {value:?}"),
+                }
+            }
+            _ => bail!("no setting {name}: /set lists them"),
+        }
+        settings.sampling.validate()?;
+        self.conversation.settings = settings;
+        Ok(())
+    }
+
+    fn show_settings(&self, err: &mut dyn Write) -> io::Result<()> {
+        let s = &self.conversation.settings;
+        let p = &s.sampling;
+        let max_tokens = s.max_tokens.map_or("none".into(), |n| n.to_string());
+        let on_off = |on: bool| if on { "on" } else { "off" };
+        writeln!(
+            err,
+            "temperature {}  top_k {}  top_p {}  min_p {}\n\
+             repetition_penalty {}  presence_penalty {}  seed {}\n\
+             max_tokens {max_tokens}  thinking {}  hide_thinking {}  on_overflow {}",
+            p.temperature,
+            p.top_k,
+            p.top_p,
+            p.min_p,
+            p.repetition_penalty,
+            p.presence_penalty,
+            p.seed,
+            s.thinking.map_or("auto", on_off),
+            on_off(self.hide_thinking),
+            match s.overflow {
+                Overflow::Stop => "stop",
+                Overflow::DropOldest => "drop-oldest",
+            },
+        )
+    }
+
+    fn show_stats(&self, err: &mut dyn Write) -> io::Result<()> {
+        let t = &self.totals;
+        let (used, capacity) = self.conversation.context();
+        let d = self.engine.description();
+        writeln!(
+            err,
+            "{} answers, {} tokens in {:.1} s; prompts {} tokens, {} of them cached\n\
+             context {used} of {capacity} tokens, {} messages\n\
+             {}: {} on {}, {} kernels, {} activations, {} threads",
+            t.answers,
+            t.tokens,
+            t.time.as_secs_f64(),
+            t.prompt_tokens,
+            t.reused_tokens,
+            self.conversation.messages().len(),
+            self.model,
+            d.engine,
+            d.device,
+            d.kernels,
+            d.activations,
+            d.threads,
+        )
+    }
+}

@@ -1,0 +1,388 @@
+//! `nq chat` as its users run it: the real binary, scripts and a pseudo-terminal, on the demo
+//! model.
+#![cfg(all(feature = "demo", unix))]
+
+mod pty;
+
+use pty::Pty;
+use std::io::Write;
+use std::process::{Command, Output, Stdio};
+
+/// The binary, away from the user's own models and settings.
+fn nq(home: &tempfile::TempDir) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    command
+        .env("NQ_HOME", home.path())
+        .env("HOME", home.path())
+        .env("TERM", "xterm")
+        .env_remove("NO_COLOR")
+        .args(["chat", "demo", "--device", "cpu"]);
+    command
+}
+
+fn home() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// Runs with `input` on stdin.
+fn run(args: &[&str], input: Option<&str>) -> Output {
+    let home = home();
+    let mut child = nq(&home)
+        .args(args)
+        .stdin(if input.is_some() {
+            Stdio::piped()
+        } else {
+            Stdio::null()
+        })
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    if let Some(text) = input {
+        let mut stdin = child.stdin.take().unwrap();
+        stdin.write_all(text.as_bytes()).unwrap();
+    }
+    child.wait_with_output().unwrap()
+}
+
+fn out(output: &Output) -> &str {
+    std::str::from_utf8(&output.stdout).unwrap()
+}
+
+fn err(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+/// Flags for answers that do not depend on rounding.
+const GREEDY: [&str; 4] = ["--temperature", "0", "--activations", "f32"];
+
+fn with<'a>(args: &[&'a str]) -> Vec<&'a str> {
+    [&GREEDY[..], args].concat()
+}
+
+/// The greedy continuation that transformers computed for a prompt of one user message,
+/// and that message.
+fn golden() -> (String, String) {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo-golden.json");
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let prompt = json["logits"][0]["text"].as_str().unwrap();
+    let message = prompt
+        .strip_prefix("<|im_start|>user\n")
+        .and_then(|p| p.split_once("<|im_end|>"))
+        .unwrap()
+        .0;
+    let text = json["greedy"][0]["text"].as_str().unwrap();
+    (
+        message.to_owned(),
+        text.strip_suffix("<|im_end|>").unwrap().to_owned(),
+    )
+}
+
+#[test]
+fn a_prompt_is_answered_as_transformers_does() {
+    let (message, answer) = golden();
+    let output = run(&with(&["--no-think", "-p", &message]), None);
+    assert!(output.status.success(), "{}", err(&output));
+    assert_eq!(out(&output), format!("{answer}\n"));
+    let last = err(&output).lines().last().unwrap();
+    for part in [
+        "nq: ",
+        " tokens, first after ",
+        " tok/s, ",
+        " GB/s",
+        "prompt 32 tokens",
+    ] {
+        assert!(last.contains(part), "{part} in {last}");
+    }
+    let piped = run(&with(&["--no-think"]), Some(&format!("{message}\n")));
+    assert_eq!(out(&piped), out(&output), "{}", err(&piped));
+}
+
+#[test]
+fn answers_depend_on_the_seed_alone() {
+    let ask = |seed| {
+        let args = [
+            "--seed",
+            seed,
+            "--temperature",
+            "1",
+            "-p",
+            "Hello!",
+            "--max-tokens",
+            "30",
+        ];
+        let output = run(&args, None);
+        assert!(output.status.success(), "{}", err(&output));
+        out(&output).to_owned()
+    };
+    let first = ask("1");
+    assert!(!first.trim().is_empty());
+    assert_eq!(first, ask("1"));
+    assert!((2..6).any(|seed| ask(&seed.to_string()) != first));
+}
+
+#[test]
+fn json_holds_the_answer_and_its_figures() {
+    let output = run(
+        &with(&["--json", "--max-tokens", "5", "--no-think", "-p", "Hello!"]),
+        None,
+    );
+    assert!(output.status.success(), "{}", err(&output));
+    let json: serde_json::Value = serde_json::from_str(out(&output)).unwrap();
+    assert_eq!(json["stop"], "max_tokens");
+    assert_eq!(json["tokens"], 5);
+    assert_eq!(json["model"], "demo");
+    assert!(!json["answer"].as_str().unwrap().is_empty());
+    assert!(json["tok_s"].as_f64().unwrap() > 0.0);
+}
+
+/// The demo model thinks before sums.
+#[test]
+fn thinking_stays_out_of_a_pipe() {
+    let sum = "Tom has 3 apples and buys 4 more apples. How many apples does Tom have now?";
+    let shown = run(&with(&["-p", sum]), None);
+    assert!(shown.status.success(), "{}", err(&shown));
+    assert!(err(&shown).contains("<think>\n"), "{}", err(&shown));
+    assert!(!out(&shown).contains("think>"), "{}", out(&shown));
+    let hidden = run(&with(&["--hide-thinking", "-p", sum]), None);
+    assert_eq!(out(&hidden), out(&shown));
+    assert!(!err(&hidden).contains("think>"), "{}", err(&hidden));
+    let off = run(&with(&["--no-think", "-p", sum]), None);
+    assert!(!err(&off).contains("think>"), "{}", err(&off));
+}
+
+#[test]
+fn failures_have_exit_codes_and_reasons() {
+    let check = |args: &[&str], input, code, part: &str| {
+        let output = run(args, input);
+        assert_eq!(
+            output.status.code(),
+            Some(code),
+            "{args:?}: {}",
+            err(&output)
+        );
+        assert!(err(&output).contains(part), "{part} in {}", err(&output));
+        assert_eq!(out(&output), "");
+    };
+    check(&[], Some("  \n"), 1, "no prompt");
+    check(&["-p", "x", "--top-p", "0"], None, 1, "top_p");
+    check(
+        &["-p", "x", "--ctx", "4096"],
+        None,
+        1,
+        "--ctx: expected 2 to 1024",
+    );
+    check(&["-p", "x", "--no-such-flag"], None, 2, "--no-such-flag");
+    check(
+        &["-p", "x", "--on-overflow", "explode"],
+        None,
+        2,
+        "drop-oldest",
+    );
+    let long = "word ".repeat(100);
+    check(
+        &["-p", &long, "--ctx", "64"],
+        None,
+        1,
+        "context of 64 tokens",
+    );
+}
+
+#[test]
+fn a_full_context_ends_the_answer_and_is_said() {
+    let args = [
+        "--ctx",
+        "40",
+        "--temperature",
+        "5",
+        "--top-k",
+        "0",
+        "--top-p",
+        "1",
+    ];
+    let output = run(
+        &[&args[..], &["--seed", "1", "-p", "Hello!"]].concat(),
+        None,
+    );
+    assert!(output.status.success(), "{}", err(&output));
+    assert!(
+        err(&output).contains("the context of 40 tokens is full"),
+        "{}",
+        err(&output)
+    );
+}
+
+#[test]
+fn a_closed_pipe_is_success() {
+    let home = home();
+    let mut child = nq(&home)
+        .args([
+            "--temperature",
+            "5",
+            "--top-k",
+            "0",
+            "--top-p",
+            "1",
+            "-p",
+            "Hello!",
+        ])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", err(&output));
+}
+
+/// Starts a conversation in a pseudo-terminal and waits for its prompt.
+fn terminal(home: &tempfile::TempDir, args: &[&str], env: &[(&str, &str)]) -> Pty {
+    let mut command = nq(home);
+    command.args(args).envs(env.iter().copied());
+    let mut pty = Pty::spawn(command);
+    pty.wait_for("/help lists the commands");
+    pty.wait_for(">>> ");
+    pty
+}
+
+#[test]
+fn a_conversation_in_a_terminal() {
+    let home = home();
+    let mut pty = terminal(&home, &with(&["--no-think", "--system", "Be kind."]), &[]);
+    pty.line("/help");
+    pty.wait_for("answer the last message again");
+    pty.line("Hello!");
+    pty.wait_for("of them cached");
+    pty.line("Tell me more.");
+    // The second prompt holds the first turn, and most of it was cached.
+    let report = pty.wait_for("of them cached");
+    assert!(!report.contains(" 0 of them cached"), "{report}");
+    pty.line("/system");
+    pty.wait_for("Be kind.");
+    pty.line("/set temperature 0.5");
+    pty.wait_for("temperature 0.5");
+    pty.line("/set top_p 7");
+    pty.wait_for("top_p: expected above 0, up to 1, found 7");
+    pty.line("/nonsense");
+    pty.wait_for("no command /nonsense");
+    let file = home.path().join("chat.json");
+    let path = file.to_str().unwrap();
+    pty.line(&format!("/save {path}"));
+    pty.wait_for("saved to");
+    pty.line(&format!("/save {path}"));
+    pty.wait_for("--force overwrites it");
+    pty.line("/stats");
+    pty.wait_for("2 answers");
+    pty.line("/clear");
+    pty.wait_for("forgotten");
+    pty.line("/regen");
+    pty.wait_for("no message to answer again");
+    pty.line(&format!("/load {path}"));
+    pty.wait_for("5 messages from");
+    pty.line("/exit");
+    assert_eq!(pty.exit_code(), 0);
+    let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    assert_eq!(saved["messages"][0]["content"], "Be kind.");
+    assert_eq!(saved["messages"][1]["content"], "Hello!");
+    assert_eq!(saved["messages"][3]["content"], "Tell me more.");
+    let history = std::fs::read_to_string(home.path().join("chat_history")).unwrap();
+    assert!(history.contains("Tell me more."), "{history}");
+}
+
+#[test]
+fn messages_of_several_lines() {
+    let home = home();
+    let mut pty = terminal(&home, &["--max-tokens", "3"], &[]);
+    pty.line("\"\"\"");
+    pty.wait_for("... ");
+    pty.line("first");
+    pty.wait_for("... ");
+    pty.line("second\"\"\"");
+    pty.wait_for("of them cached");
+    pty.line("third\\");
+    pty.wait_for("... ");
+    pty.line("fourth");
+    pty.wait_for("of them cached");
+    let file = home.path().join("chat.json");
+    pty.line(&format!("/save {}", file.display()));
+    pty.wait_for("saved to");
+    pty.send(b"\x04"); // Ctrl-D
+    assert_eq!(pty.exit_code(), 0);
+    let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    assert_eq!(saved["messages"][0]["content"], "first\nsecond");
+    assert_eq!(saved["messages"][2]["content"], "third\nfourth");
+}
+
+/// So hot that the model babbles until the context is full.
+const BABBLE: [&str; 8] = [
+    "--temperature",
+    "9",
+    "--top-k",
+    "0",
+    "--top-p",
+    "1",
+    "--seed",
+    "3",
+];
+
+#[test]
+fn the_first_interrupt_stops_the_answer_and_the_next_leaves() {
+    let home = home();
+    let mut pty = terminal(&home, &BABBLE, &[]);
+    pty.line("Hello!");
+    pty.wait_for("Hello!");
+    pty.wait_bytes(20);
+    pty.send(b"\x03");
+    pty.wait_for("; interrupted");
+    pty.wait_for(">>> ");
+    // The conversation goes on.
+    pty.line("/stats");
+    pty.wait_for("1 answers");
+    pty.wait_for(">>> ");
+    pty.send(b"\x03");
+    assert_eq!(pty.exit_code(), 130);
+}
+
+#[test]
+fn an_interrupted_script_leaves_with_130() {
+    let home = home();
+    let mut command = nq(&home);
+    command.args(BABBLE).args(["-p", "Hello!"]);
+    let mut pty = Pty::spawn(command);
+    pty.wait_bytes(20);
+    pty.send(b"\x03");
+    pty.wait_for("; interrupted");
+    assert_eq!(pty.exit_code(), 130);
+}
+
+#[test]
+fn thinking_is_dimmed_unless_colours_are_off() {
+    let sum = "Tom has 3 apples and buys 4 more apples. How many apples does Tom have now?";
+    let home = home();
+    let mut pty = terminal(&home, &GREEDY, &[]);
+    pty.line(sum);
+    let text = pty.wait_for("of them cached");
+    assert!(
+        text.contains("\x1b[2m") && text.contains("\x1b[0m"),
+        "{text:?}"
+    );
+    assert!(!text.contains("<think>"), "{text:?}");
+    pty.line("/exit");
+    assert_eq!(pty.exit_code(), 0);
+    let mut pty = terminal(&home, &GREEDY, &[("NO_COLOR", "1")]);
+    pty.line(sum);
+    let text = pty.wait_for("of them cached");
+    assert!(
+        text.contains("<think>") && !text.contains("\x1b[2m"),
+        "{text:?}"
+    );
+    pty.line("Why? /no_think");
+    let text = pty.wait_for("of them cached");
+    assert!(
+        text.contains("thinking is off") && !text.contains("<think>"),
+        "{text:?}"
+    );
+    pty.line("/exit");
+    assert_eq!(pty.exit_code(), 0);
+}
