@@ -1,6 +1,6 @@
 //! `nq chat` as its users run it: the real binary, scripts and a pseudo-terminal, on the demo
 //! model.
-#![cfg(all(feature = "demo", unix))]
+#![cfg(all(feature = "demo", target_os = "linux"))]
 
 mod pty;
 
@@ -100,7 +100,7 @@ fn a_prompt_is_answered_as_transformers_does() {
 
 #[test]
 fn answers_depend_on_the_seed_alone() {
-    let ask = |seed| {
+    let ask = |seed: &str| {
         let args = [
             "--seed",
             seed,

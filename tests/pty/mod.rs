@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::ptr::{null, null_mut};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -32,10 +33,9 @@ impl Pty {
             ws_xpixel: 0,
             ws_ypixel: 0,
         };
-        let null = std::ptr::null_mut;
         // SAFETY: the descriptors are written to two integers and the size is read; no name
         // or settings are passed.
-        let rc = unsafe { libc::openpty(&mut master, &mut slave, null(), null(), &size) };
+        let rc = unsafe { libc::openpty(&mut master, &mut slave, null_mut(), null(), &size) };
         assert_eq!(rc, 0, "openpty: {}", std::io::Error::last_os_error());
         // SAFETY: openpty succeeded, so both are open descriptors that nothing else owns.
         let (master, slave) = unsafe { (File::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) };
