@@ -12,7 +12,9 @@ mod cli;
 mod commands;
 mod demo;
 mod model;
+mod system;
 mod terminal;
+mod texts;
 
 use clap::Parser;
 use std::process::ExitCode;

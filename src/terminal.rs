@@ -3,7 +3,7 @@
 use indicatif::{ProgressBar, ProgressStyle};
 use nq_formats::{Progress, Unit};
 use std::collections::HashSet;
-use std::io;
+use std::io::{self, Write};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -73,6 +73,14 @@ pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
         .chain()
         .filter_map(|e| e.downcast_ref::<io::Error>())
         .any(|e| e.kind() == io::ErrorKind::BrokenPipe)
+}
+
+/// Prints text and a line break on stdout. Unlike `println!`, a reader that went away is an error
+/// to return, not a panic.
+pub fn print_line(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{text}")?;
+    out.flush()
 }
 
 /// A byte count as people read it, in powers of 1000: `8.50 MB`.

@@ -9,9 +9,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod error;
 pub mod evaluate;
 pub mod reference;
+pub mod render;
 pub mod report;
 pub mod softmax;
 pub mod stats;

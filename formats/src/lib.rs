@@ -21,6 +21,7 @@ pub mod mapping;
 pub mod names;
 pub mod nq;
 pub mod pack;
+pub mod parquet;
 pub mod progress;
 pub mod safetensors;
 pub mod scheme;

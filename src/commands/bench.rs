@@ -1,7 +1,19 @@
 //! `nq bench`: tokens per second beside the machine's measured bandwidth.
 
+use super::eval::kv_type;
 use crate::cli::Global;
+use crate::model;
+use crate::system;
+use crate::terminal::{Terminal, print_line};
+use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
+use nq_evals::BenchRow;
+use nq_evals::bench::{self, BenchSpec, Machine};
+use nq_formats::{Checkpoint, Progress, Unit, synth};
+use nq_kernels::cpu::Cpu;
+use nq_runtime::{Engine, EngineKind, LoadOptions, SamplingParams, Tokenizer};
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::process::ExitCode;
 
 /// Flags of `nq bench`.
@@ -51,8 +63,218 @@ pub enum EngineArg {
     Candle,
 }
 
-/// Runs `nq bench`.
+/// Bytes that the bandwidth is measured over: far more than any last-level cache.
+const BANDWIDTH_BYTES: usize = 1 << 30;
+
+/// Runs `nq bench`. A row above the machine's limit makes the exit code 1.
 pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
-    let _ = (args, global);
-    anyhow::bail!("bench is being built")
+    if args.prompt_tokens == 0 && args.gen_tokens == 0 {
+        bail!("nothing to measure: -p and -n are both 0");
+    }
+    let terminal = Terminal::new();
+    let (name, checkpoint) = open(args, global, &terminal)?;
+    let options = LoadOptions {
+        engine: match args.engine {
+            EngineArg::Nq => EngineKind::Nq,
+            EngineArg::Candle => EngineKind::Candle,
+        },
+        ..global.load_options()
+    };
+    // Before the model is loaded: both need memory, not at the same time.
+    let before = bandwidth(&options, &terminal)?;
+    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &terminal)
+        .with_context(|| name.clone())?;
+    let engine = engine.as_ref();
+    let spec = BenchSpec {
+        prompt_tokens: args.prompt_tokens,
+        gen_tokens: args.gen_tokens,
+        depth: args.depth,
+        batch: args.batch,
+        repeats: args.repeats,
+        kv: kv_type(args.kv),
+    };
+    let after = bandwidth(&options, &terminal)?;
+    let machine = Machine {
+        read_gb_s: before.max(after), // noise only slows a pass down
+        cache_bytes: system::last_level_cache(),
+    };
+    let mut rows = Vec::new();
+    if args.prompt_tokens > 0 {
+        rows.push(bench::prefill(engine, &spec, &machine, &terminal)?);
+    }
+    if args.gen_tokens > 0 {
+        rows.push(bench::decode(engine, &spec, &machine, &terminal)?);
+    }
+    if args.breakdown {
+        for row in &mut rows {
+            let decoding = row.test.starts_with("tg");
+            row.breakdown = bench::breakdown(engine, &spec, decoding, &terminal)?;
+            if row.breakdown.is_none() {
+                terminal.note(&format!(
+                    "--breakdown: engine {} on {} does not time its operations",
+                    row.engine, row.device
+                ));
+            }
+        }
+    }
+    if args.gen_tokens > 1 {
+        rows.push(streaming(engine, &checkpoint, &spec, &machine, &terminal)?);
+    }
+    if global.json {
+        print_line(&serde_json::to_string_pretty(&rows)?)?;
+    } else {
+        print_line(&table(&name, engine, &machine, &rows))?;
+    }
+    let failed = rows.iter().filter_map(|r| r.measurement_error.as_ref());
+    let failures = failed.inspect(|why| terminal.note(&format!("measurement error: {why}")));
+    Ok(ExitCode::from(u8::from(failures.count() > 0)))
+}
+
+/// The model or preset, quantized at load if asked.
+fn open(
+    args: &BenchArgs,
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<(String, Checkpoint)> {
+    let (name, checkpoint) = match &args.preset {
+        Some(preset) => {
+            let found = synth::Preset::find(preset).with_context(|| {
+                let known: Vec<&str> = synth::PRESETS.iter().map(|p| p.name).collect();
+                format!(
+                    "preset: expected one of {}, found {preset:?}",
+                    known.join(", ")
+                )
+            })?;
+            let label = format!("{} (random weights)", found.name);
+            let checkpoint = synth::checkpoint(&label, &found.config(), 0)?;
+            (label, checkpoint)
+        }
+        None => {
+            let model = model::open(args.model.as_deref(), global, terminal)?;
+            (model.name, model.checkpoint)
+        }
+    };
+    match args.bits {
+        None | Some(16) => Ok((name, checkpoint)),
+        Some(bits) => bail!("{name}: cannot be quantized to {bits} bits at load yet"),
+    }
+}
+
+/// Greatest read bandwidth of a few passes, in 10^9 bytes per second, by the threads that
+/// run the model.
+fn bandwidth(options: &LoadOptions, progress: &dyn Progress) -> anyhow::Result<f64> {
+    if let Some(available) = system::available_memory()
+        && available < BANDWIDTH_BYTES as u64 * 5 / 4
+    {
+        bail!(
+            "measuring the memory's bandwidth: expected {} MB of free memory, found {} MB",
+            BANDWIDTH_BYTES / 800_000,
+            available / 1_000_000
+        );
+    }
+    progress.begin("memory bandwidth", 1, Unit::Items);
+    let cpu = Cpu::new(options.threads, options.isa)?;
+    let measured = cpu.read_bandwidth(BANDWIDTH_BYTES);
+    progress.end();
+    Ok(measured.best / 1e9)
+}
+
+/// The chat path, written where a terminal's bytes would go but for the terminal.
+fn streaming(
+    engine: &dyn Engine,
+    checkpoint: &Checkpoint,
+    spec: &BenchSpec,
+    machine: &Machine,
+    progress: &dyn Progress,
+) -> anyhow::Result<BenchRow> {
+    let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+    let sampling = SamplingParams::from_defaults(checkpoint.generation());
+    let mut sink: Box<dyn Write> = match OpenOptions::new().write(true).open("/dev/null") {
+        Ok(file) => Box::new(file), // a system call for every piece, as in a pipe
+        Err(_) => Box::new(std::io::sink()),
+    };
+    let row = bench::streaming(
+        engine,
+        &tokenizer,
+        &sampling,
+        sink.as_mut(),
+        spec,
+        machine,
+        progress,
+    )?;
+    Ok(row)
+}
+
+/// The table that people read.
+fn table(name: &str, engine: &dyn Engine, machine: &Machine, rows: &[BenchRow]) -> String {
+    let d = engine.description();
+    let mut out = format!(
+        "{name}: {} bits, {:.1} MB of weights read per token\n\
+         {} on {}, {} kernels, activations {}, {} threads\n\
+         memory reads {:.1} GB/s (measured over 1 GiB), last-level cache {:.1} MB\n\n\
+         | test | depth | batch | tok/s | GB/s | of bandwidth | ms/token p50 | p99 | repeats |\n\
+         |---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
+        d.bits,
+        engine.bytes_per_token() as f64 / 1e6,
+        d.engine,
+        d.device,
+        d.kernels,
+        d.activations,
+        d.threads,
+        machine.read_gb_s,
+        machine.cache_bytes as f64 / 1e6,
+    );
+    let mut notes = Vec::new();
+    for r in rows {
+        let share = match r.measurement_error {
+            Some(_) => "measurement error".to_owned(),
+            None => format!("{:.1} %", 100.0 * r.bandwidth_share),
+        };
+        out.push_str(&format!(
+            "| {} | {} | {} | {:.2} ± {:.2} | {:.2} | {share} | {:.3} | {:.3} | {} |\n",
+            r.test,
+            r.depth,
+            r.batch,
+            r.tok_s,
+            r.tok_s_std,
+            r.gb_s,
+            r.ms_per_token_p50,
+            r.ms_per_token_p99,
+            r.repeats
+        ));
+        if let Some(overhead) = r.streaming_overhead {
+            notes.push(format!(
+                "{}: sampling, detokenizing and writing add {:.1} % to the bare decode loop",
+                r.test,
+                100.0 * overhead
+            ));
+        }
+        notes.extend(r.note.iter().map(|n| format!("{}: {n}", r.test)));
+    }
+    for note in notes {
+        out.push_str(&format!("\n{note}"));
+    }
+    for (row, b) in rows.iter().filter_map(|r| Some((r, r.breakdown.as_ref()?))) {
+        out.push_str(&format!(
+            "\n\n{}, one token: {:.1} us in {:.1} operations, timed one by one\n\n\
+             | operation | calls/token | us/token | GB/s | share |\n|---|---:|---:|---:|---:|\n",
+            row.test, b.us_per_token, b.calls_per_token
+        ));
+        for o in &b.ops {
+            out.push_str(&format!(
+                "| {} | {:.2} | {:.2} | {:.2} | {:.1} % |\n",
+                o.op,
+                o.calls_per_token,
+                o.us_per_token,
+                o.gb_s,
+                100.0 * o.share
+            ));
+        }
+        out.push_str(&format!(
+            "| between operations | | {:.2} | | {:.1} % |",
+            b.other_us_per_token,
+            100.0 * b.other_us_per_token / b.us_per_token
+        ));
+    }
+    out
 }

@@ -1,10 +1,430 @@
 //! `nq doctor`: this machine, and what to do about problems.
 
 use crate::cli::Global;
+use crate::model;
+use crate::system;
+use crate::terminal::{Terminal, human_bytes, print_line};
+use nq_formats::durable;
+use nq_formats::hub::HubOptions;
+use nq_kernels::cpu::{Cpu, Isa, IsaChoice};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Runs `nq doctor`.
+/// What is found, as `--json` prints it.
+#[derive(Serialize)]
+struct Findings {
+    version: &'static str,
+    features: Vec<&'static str>,
+    cpu: CpuFindings,
+    memory: MemoryFindings,
+    gpu: GpuFindings,
+    folders: Vec<Folder>,
+    environment: Vec<Variable>,
+    problems: Vec<Problem>,
+}
+
+#[derive(Serialize)]
+struct CpuFindings {
+    name: Option<String>,
+    architecture: &'static str,
+    features: Vec<&'static str>,
+    isa: String,
+    isas: Vec<&'static str>,
+    logical_cores: usize,
+    threads: usize,
+    last_level_cache_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct MemoryFindings {
+    total_bytes: Option<u64>,
+    available_bytes: Option<u64>,
+    read_gb_s: Option<f64>,
+}
+
+#[derive(Serialize)]
+struct GpuFindings {
+    built_in: bool,
+    driver: Option<String>,
+    devices: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct Folder {
+    what: &'static str,
+    path: PathBuf,
+    exists: bool,
+    free_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Variable {
+    name: &'static str,
+    value: String,
+}
+
+/// Something wrong, and what to do about it.
+#[derive(Serialize)]
+struct Problem {
+    problem: String,
+    remedy: String,
+}
+
+/// Runs `nq doctor`: exit code 0 whatever it finds, as nq runs all the same.
 pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
-    let _ = global;
-    anyhow::bail!("doctor is being built")
+    let terminal = Terminal::new();
+    let mut problems = Vec::new();
+    let options = global.load_options();
+    let findings = Findings {
+        version: env!("CARGO_PKG_VERSION"),
+        features: [
+            (cfg!(feature = "cuda"), "cuda"),
+            (cfg!(feature = "demo"), "demo"),
+        ]
+        .into_iter()
+        .filter_map(|(on, name)| on.then_some(name))
+        .collect(),
+        cpu: cpu(&options.isa, options.threads, &mut problems)?,
+        memory: memory(&options, &terminal, &mut problems)?,
+        gpu: gpu(&mut problems),
+        folders: folders(&mut problems),
+        environment: environment(),
+        problems,
+    };
+    if global.json {
+        print_line(&serde_json::to_string_pretty(&findings)?)?;
+    } else {
+        print_line(&findings.to_string())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Features that kernels look for, by the names that `/proc/cpuinfo` readers know.
+fn features() -> Vec<&'static str> {
+    #[allow(unused_mut, reason = "stays empty on other targets")]
+    let mut found: Vec<(&str, bool)> = Vec::new();
+    #[cfg(target_arch = "x86_64")]
+    found.extend([
+        ("avx2", is_x86_feature_detected!("avx2")),
+        ("fma", is_x86_feature_detected!("fma")),
+        ("f16c", is_x86_feature_detected!("f16c")),
+        ("avx512f", is_x86_feature_detected!("avx512f")),
+        ("avx512bw", is_x86_feature_detected!("avx512bw")),
+        ("avx512vl", is_x86_feature_detected!("avx512vl")),
+        ("avx512dq", is_x86_feature_detected!("avx512dq")),
+        ("avx512vnni", is_x86_feature_detected!("avx512vnni")),
+        ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+    ]);
+    #[cfg(target_arch = "aarch64")]
+    found.extend([
+        ("neon", std::arch::is_aarch64_feature_detected!("neon")),
+        (
+            "dotprod",
+            std::arch::is_aarch64_feature_detected!("dotprod"),
+        ),
+        ("i8mm", std::arch::is_aarch64_feature_detected!("i8mm")),
+    ]);
+    let present = found.into_iter().filter(|f| f.1);
+    present.map(|f| f.0).collect()
+}
+
+fn cpu(
+    choice: &IsaChoice,
+    threads: Option<usize>,
+    problems: &mut Vec<Problem>,
+) -> anyhow::Result<CpuFindings> {
+    let isa = choice.resolve()?;
+    if isa == Isa::Scalar && *choice == IsaChoice::Auto {
+        problems.push(Problem {
+            problem: "this CPU has no vector instructions that nq has kernels for".into(),
+            remedy: "expect a few tokens per second; AVX2 (x86-64) or dot product (Arm) makes it \
+                     many times faster. In a virtual machine, pass the host's CPU features through"
+                .into(),
+        });
+    } else if isa == Isa::Avx2 && *choice == IsaChoice::Auto {
+        let missing: Vec<&str> = ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"]
+            .into_iter()
+            .filter(|f| !features().contains(f))
+            .collect();
+        if features().contains(&"avx512f") {
+            problems.push(Problem {
+                problem: format!(
+                    "AVX-512 kernels are off: the CPU lacks {}",
+                    missing.join(", ")
+                ),
+                remedy: "in a virtual machine, pass the host's CPU features through".into(),
+            });
+        }
+    }
+    Ok(CpuFindings {
+        name: system::cpu_name(),
+        architecture: std::env::consts::ARCH,
+        features: features(),
+        isa: isa.to_string(),
+        isas: Isa::ALL
+            .into_iter()
+            .filter(|i| i.available())
+            .map(Isa::name)
+            .collect(),
+        logical_cores: std::thread::available_parallelism().map_or(1, usize::from),
+        threads: Cpu::new(threads, *choice)?.threads(),
+        last_level_cache_bytes: system::last_level_cache(),
+    })
+}
+
+/// Bytes of the short bandwidth measurement.
+const BANDWIDTH_BYTES: u64 = 512 << 20;
+
+fn memory(
+    options: &nq_runtime::LoadOptions,
+    terminal: &Terminal,
+    problems: &mut Vec<Problem>,
+) -> anyhow::Result<MemoryFindings> {
+    use nq_formats::{Progress, Unit};
+    let available = system::available_memory();
+    let read_gb_s = if available.is_none_or(|a| a > 2 * BANDWIDTH_BYTES) {
+        terminal.begin("memory bandwidth", 1, Unit::Items);
+        let cpu = Cpu::new(options.threads, options.isa)?;
+        let measured = cpu.read_bandwidth(BANDWIDTH_BYTES as usize);
+        terminal.end();
+        Some(measured.best / 1e9)
+    } else {
+        problems.push(Problem {
+            problem: format!(
+                "{} of memory are free: too little to measure its bandwidth",
+                human_bytes(available.unwrap_or(0))
+            ),
+            remedy: "close other programs; Qwen3-0.6B at 4 bits needs about 1 GB, 8B about 6 GB"
+                .into(),
+        });
+        None
+    };
+    Ok(MemoryFindings {
+        total_bytes: system::total_memory(),
+        available_bytes: available,
+        read_gb_s,
+    })
+}
+
+/// The NVIDIA driver's version, where one is loaded.
+fn driver() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
+    let line = text.lines().next()?;
+    let version = line
+        .split_whitespace()
+        .find(|w| w.contains('.') && w.chars().all(|c| c.is_ascii_digit() || c == '.'))?;
+    Some(version.to_owned())
+}
+
+/// Models of the GPUs that the driver lists.
+fn devices() -> Vec<String> {
+    let Ok(gpus) = std::fs::read_dir("/proc/driver/nvidia/gpus") else {
+        return Vec::new();
+    };
+    let model = |path: PathBuf| {
+        let text = std::fs::read_to_string(path.join("information")).ok()?;
+        let line = text.lines().find_map(|l| l.strip_prefix("Model:"))?;
+        Some(line.trim().to_owned())
+    };
+    gpus.flatten().filter_map(|g| model(g.path())).collect()
+}
+
+/// Driver that a build with nvcc 13 needs.
+const DRIVER_NEEDED: u32 = 580;
+
+fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
+    let built_in = cfg!(feature = "cuda");
+    let (driver, devices) = (driver(), devices());
+    match (&driver, built_in) {
+        (Some(version), false) => problems.push(Problem {
+            problem: format!(
+                "an NVIDIA driver ({version}) is here, but this nq was built for the CPU alone"
+            ),
+            remedy:
+                "build with `cargo install --path . --features cuda` (needs nvcc at build time)"
+                    .into(),
+        }),
+        (Some(version), true) => {
+            let major = version
+                .split('.')
+                .next()
+                .and_then(|m| m.parse::<u32>().ok());
+            if major.is_some_and(|m| m < DRIVER_NEEDED) {
+                problems.push(Problem {
+                    problem: format!(
+                        "driver {version}: kernels built with nvcc 13 need {DRIVER_NEEDED} or newer"
+                    ),
+                    remedy: "update the driver, or build nq with nvcc 12 (driver 525 or newer)"
+                        .into(),
+                });
+            }
+        }
+        (None, true) => problems.push(Problem {
+            problem: "this nq has CUDA kernels, but no NVIDIA driver is loaded".into(),
+            remedy: "install the driver, or in a container pass the GPU through; nq runs on the \
+                     CPU meanwhile"
+                .into(),
+        }),
+        (None, false) => {}
+    }
+    GpuFindings {
+        built_in,
+        driver,
+        devices,
+    }
+}
+
+/// Free space below which a quantized 0.6B model does not fit.
+const LITTLE_SPACE: u64 = 2_000_000_000;
+
+fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
+    let mut folders = Vec::new();
+    let mut push = |what, path: Option<PathBuf>| match path {
+        Some(path) => {
+            let free = durable::available(&path).ok();
+            if let Some(free) = free.filter(|&f| f < LITTLE_SPACE) {
+                problems.push(Problem {
+                    problem: format!(
+                        "{what}: {} are free in {}",
+                        human_bytes(free),
+                        path.display()
+                    ),
+                    remedy: "free some space, or point HF_HOME (downloads) or NQ_HOME (nq's own \
+                             models) to a larger disk"
+                        .into(),
+                });
+            }
+            if let Err(why) = writable(&path) {
+                problems.push(Problem {
+                    problem: format!("{what}: {} cannot be written ({why})", path.display()),
+                    remedy: "correct its permissions, or set HF_HOME or NQ_HOME to a folder of \
+                             yours"
+                        .into(),
+                });
+            }
+            folders.push(Folder {
+                what,
+                exists: path.exists(),
+                free_bytes: free,
+                path,
+            });
+        }
+        None => problems.push(Problem {
+            problem: format!("{what}: there is no place for it"),
+            remedy: "set HOME, or HF_HOME (downloads) and NQ_HOME (nq's own models)".into(),
+        }),
+    };
+    push("hub cache", Some(HubOptions::from_env().cache));
+    push("nq's models", model::models_dir().ok());
+    folders
+}
+
+/// An error if the folder, or the nearest one above it that exists, cannot be written.
+fn writable(path: &Path) -> Result<(), String> {
+    let existing = path.ancestors().find(|p| p.exists());
+    let existing = existing.ok_or("no folder above it exists")?;
+    let metadata = existing.metadata().map_err(|e| e.to_string())?;
+    match (metadata.is_dir(), metadata.permissions().readonly()) {
+        (false, _) => Err(format!("{} is no folder", existing.display())),
+        (true, true) => Err(format!("{} is read-only", existing.display())),
+        (true, false) => Ok(()),
+    }
+}
+
+/// Variables that change what nq does.
+const VARIABLES: [&str; 9] = [
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "HF_TOKEN",
+    "NQ_HOME",
+    "XDG_DATA_HOME",
+    "NO_COLOR",
+    "CUDA_VISIBLE_DEVICES",
+];
+
+fn environment() -> Vec<Variable> {
+    VARIABLES
+        .into_iter()
+        .filter_map(|name| {
+            let value = std::env::var_os(name)?.to_string_lossy().into_owned();
+            let value = if name == "HF_TOKEN" {
+                "(set)".to_owned() // a secret: reports are pasted into issues
+            } else {
+                value
+            };
+            Some(Variable { name, value })
+        })
+        .collect()
+}
+
+impl std::fmt::Display for Findings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let bytes = |b: Option<u64>| b.map_or("unknown".into(), human_bytes);
+        let features = match self.features.as_slice() {
+            [] => "no features".into(),
+            some => some.join(", "),
+        };
+        writeln!(f, "nq {} ({features})", self.version)?;
+        let c = &self.cpu;
+        let name = c.name.as_deref().unwrap_or("unknown");
+        writeln!(f, "\nCPU       {name} ({})", c.architecture)?;
+        writeln!(f, "          features {}", c.features.join(" "))?;
+        writeln!(f, "          kernels {} (of {})", c.isa, c.isas.join(", "))?;
+        writeln!(
+            f,
+            "          {} threads on {} logical cores, last-level cache {}",
+            c.threads,
+            c.logical_cores,
+            human_bytes(c.last_level_cache_bytes)
+        )?;
+        let m = &self.memory;
+        writeln!(
+            f,
+            "memory    {} in all, {} available",
+            bytes(m.total_bytes),
+            bytes(m.available_bytes)
+        )?;
+        if let Some(rate) = m.read_gb_s {
+            writeln!(
+                f,
+                "          reads {rate:.1} GB/s: an upper limit of {:.0} tok/s for Qwen3-0.6B at \
+                 4 bits (0.39 GB a token)",
+                rate / 0.387
+            )?;
+        }
+        let gpu = match (self.gpu.built_in, &self.gpu.driver) {
+            (false, None) => "none used: this build is for the CPU; no NVIDIA driver found".into(),
+            (false, Some(v)) => format!("none used: this build is for the CPU; driver {v} found"),
+            (true, None) => "no NVIDIA driver found".into(),
+            (true, Some(v)) => format!("{} (driver {v})", self.gpu.devices.join(", ")),
+        };
+        writeln!(f, "GPU       {gpu}")?;
+        for folder in &self.folders {
+            writeln!(
+                f,
+                "folder    {}: {} ({}, {} free)",
+                folder.what,
+                folder.path.display(),
+                if folder.exists {
+                    "exists"
+                } else {
+                    "not yet made"
+                },
+                bytes(folder.free_bytes)
+            )?;
+        }
+        for v in &self.environment {
+            writeln!(f, "set       {}={}", v.name, v.value)?;
+        }
+        if self.problems.is_empty() {
+            return write!(f, "\nno problems found");
+        }
+        for p in &self.problems {
+            write!(f, "\nproblem: {}\n  -> {}", p.problem, p.remedy)?;
+        }
+        Ok(())
+    }
 }

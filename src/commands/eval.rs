@@ -1,9 +1,22 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
 use crate::cli::Global;
+use crate::model::{self, Model};
+use crate::terminal::Terminal;
+use crate::texts::{self, Text};
+use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
+use nq_evals::render::{self, Document, Section, WorstLine, kld_cell, protocol_line};
+use nq_evals::{
+    EvalReport, EvalSpec, Evaluation, KldStats, Precision, Protocol, ReferenceLogits, WorstToken,
+    compare, evaluate, self_noise,
+};
+use nq_formats::Progress;
+use nq_runtime::{Engine, EngineDescription, KvType, Tokenizer};
+use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Flags of `nq eval`.
 #[derive(Args, Debug)]
@@ -22,6 +35,9 @@ pub struct EvalArgs {
     /// Window length in tokens [default: 2048 (hf) or 512 (llama), at most the model's]
     #[arg(long, value_name = "N")]
     pub ctx: Option<usize>,
+    /// Evaluate only the first N windows
+    #[arg(long, value_name = "N")]
+    pub windows: Option<usize>,
     /// How windows are cut and scored
     #[arg(long, value_enum, default_value_t = ProtocolArg::Hf)]
     pub protocol: ProtocolArg,
@@ -42,8 +58,413 @@ pub enum ProtocolArg {
     Llama,
 }
 
+impl From<ProtocolArg> for Protocol {
+    fn from(arg: ProtocolArg) -> Self {
+        match arg {
+            ProtocolArg::Hf => Protocol::Hf,
+            ProtocolArg::Llama => Protocol::Llama,
+        }
+    }
+}
+
+/// What `--kv` means.
+pub fn kv_type(bits: u32) -> KvType {
+    match bits {
+        8 => KvType::Int8,
+        32 => KvType::F32,
+        _ => KvType::F16,
+    }
+}
+
+/// Windows of the self-noise measurement: enough for a floor.
+const NOISE_WINDOWS: usize = 4;
+
+/// Worst positions that reports list.
+const WORST: usize = 10;
+
+/// A model that is loaded.
+struct Loaded {
+    model: Model,
+    engine: Arc<dyn Engine>,
+    tokenizer: Tokenizer,
+}
+
+/// One model's results, for JSON and documents.
+struct Outcome {
+    name: String,
+    bytes: u64,
+    bits_per_weight: f64,
+    description: EngineDescription,
+    evaluation: Evaluation,
+    worst: Vec<(WorstToken, WorstLine)>,
+    self_noise: Option<KldStats>,
+}
+
+/// What `--json` prints for a model: the report and what stands behind it.
+#[derive(Serialize)]
+struct Json<'a> {
+    model: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reference: Option<&'a str>,
+    tensor_bytes: u64,
+    bits_per_weight: f64,
+    #[serde(flatten)]
+    report: &'a EvalReport,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    self_noise: Option<KldStats>,
+    window_ppl: Vec<f64>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    window_kld: Vec<f64>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    worst_tokens: Vec<&'a WorstToken>,
+}
+
 /// Runs `nq eval`.
 pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
-    let _ = (args, global);
-    anyhow::bail!("eval is being built")
+    if let Some(path) = &args.report {
+        render::Kind::of(path)?; // before hours of work, not after
+    }
+    if let Some(threads) = global.threads {
+        // Rows of logits are scored on rayon's threads. A pool that exists already stays.
+        let _ = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build_global();
+    }
+    let terminal = Terminal::new();
+    let text = texts::load(
+        args.text.as_deref(),
+        args.text_bytes,
+        global.offline,
+        &terminal,
+    )?;
+    let reference = match &args.against {
+        Some(name) => Some(load(Some(name), global, &terminal)?),
+        None => None,
+    };
+    let names: Vec<Option<&str>> = match args.models.as_slice() {
+        [] => vec![None],
+        names => names.iter().map(|n| Some(n.as_str())).collect(),
+    };
+    let mut bench = Workbench {
+        args,
+        text,
+        reference,
+        recorded: None,
+        several: names.len() > 1,
+        spec: None,
+    };
+    let mut outcomes = Vec::new();
+    for name in names {
+        let loaded = load(name, global, &terminal)?;
+        outcomes.push(bench.measure(&loaded, &terminal)?);
+    }
+    bench.print(&outcomes, global)?;
+    if let Some(path) = &args.report {
+        render::write(path, &bench.document(&outcomes))?;
+        terminal.note(&format!("report written to {}", path.display()));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn load(name: Option<&str>, global: &Global, terminal: &Terminal) -> anyhow::Result<Loaded> {
+    let model = model::open(name, global, terminal)?;
+    let checkpoint = &model.checkpoint;
+    let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+    tokenizer.check_vocab(checkpoint.config().vocab_size)?;
+    let engine = nq_runtime::load(
+        checkpoint.config(),
+        checkpoint.store(),
+        &global.load_options(),
+        terminal,
+    )
+    .with_context(|| model.source.clone())?;
+    Ok(Loaded {
+        model,
+        engine,
+        tokenizer,
+    })
+}
+
+/// What all models of a run share.
+struct Workbench<'a> {
+    args: &'a EvalArgs,
+    text: Text,
+    reference: Option<Loaded>,
+    /// The reference's log-probabilities, when several models are measured against it.
+    recorded: Option<ReferenceLogits>,
+    several: bool,
+    /// What the first model was measured under; the others must be measured alike.
+    spec: Option<EvalSpec>,
+}
+
+impl Workbench<'_> {
+    fn measure(&mut self, loaded: &Loaded, terminal: &Terminal) -> anyhow::Result<Outcome> {
+        let tokens = loaded.tokenizer.encode(&self.text.text)?;
+        if let Some(r) = &self.reference
+            && r.tokenizer.encode(&self.text.text)? != tokens
+        {
+            bail!(
+                "{} and {} tokenize the text differently: their distributions cannot be compared",
+                loaded.model.source,
+                r.model.source
+            );
+        }
+        let spec = self.spec(loaded, terminal);
+        let engine = loaded.engine.as_ref();
+        let mut noise = None;
+        let evaluation = match &self.reference {
+            None => evaluate(engine, &tokens, &spec, terminal)?,
+            Some(reference) => {
+                let few = EvalSpec {
+                    max_windows: Some(spec.max_windows.unwrap_or(NOISE_WINDOWS).min(NOISE_WINDOWS)),
+                    ..spec.clone()
+                };
+                noise = Some(self_noise(
+                    reference.engine.as_ref(),
+                    &tokens,
+                    &few,
+                    terminal,
+                )?);
+                if self.several && self.recorded.is_none() {
+                    self.recorded = record(reference, &tokens, &spec, terminal)?;
+                }
+                match &self.recorded {
+                    Some(recorded) => recorded.compare(engine, terminal)?,
+                    None => compare(engine, reference.engine.as_ref(), &tokens, &spec, terminal)?,
+                }
+            }
+        };
+        let worst = evaluation
+            .worst(&tokens, WORST)
+            .into_iter()
+            .map(|w| {
+                let line = decode(&w, &loaded.tokenizer);
+                (w, line)
+            })
+            .collect();
+        let checkpoint = &loaded.model.checkpoint;
+        let bytes = checkpoint.store().entries().iter().map(|e| e.bytes).sum();
+        Ok(Outcome {
+            name: loaded.model.name.clone(),
+            bytes,
+            bits_per_weight: 8.0 * bytes as f64 / checkpoint.config().parameters() as f64,
+            description: engine.description().clone(),
+            evaluation,
+            worst,
+            self_noise: noise,
+        })
+    }
+
+    /// Context as asked for, or the protocol's, within what the models were trained for.
+    fn spec(&mut self, loaded: &Loaded, terminal: &Terminal) -> EvalSpec {
+        if let Some(spec) = &self.spec {
+            return spec.clone();
+        }
+        let protocol = Protocol::from(self.args.protocol);
+        let ctx = self.args.ctx.unwrap_or_else(|| {
+            let usual = match protocol {
+                Protocol::Hf => 2048,
+                Protocol::Llama => 512,
+            };
+            let of = |l: &Loaded| l.model.checkpoint.config().max_position_embeddings;
+            let most = of(loaded).min(self.reference.as_ref().map_or(usize::MAX, of));
+            if most < usual {
+                terminal.note(&format!(
+                    "windows of {most} tokens, the model's limit, instead of the usual {usual}: \
+                     perplexities at other lengths do not compare"
+                ));
+            }
+            usual.min(most)
+        });
+        let spec = EvalSpec {
+            kv: kv_type(self.args.kv),
+            max_windows: self.args.windows,
+            ..EvalSpec::new(protocol, ctx, self.text.name.clone())
+        };
+        self.spec = Some(spec.clone());
+        spec
+    }
+
+    /// Prints JSON, or the table.
+    fn print(&self, outcomes: &[Outcome], global: &Global) -> anyhow::Result<()> {
+        let reference = self.reference.as_ref().map(|r| r.model.name.as_str());
+        if global.json {
+            let json: Vec<Json<'_>> = outcomes.iter().map(|o| o.json(reference)).collect();
+            let text = match json.as_slice() {
+                [one] => serde_json::to_string_pretty(one)?,
+                many => serde_json::to_string_pretty(many)?,
+            };
+            return Ok(crate::terminal::print_line(&text)?);
+        }
+        let Some(first) = outcomes.first() else {
+            return Ok(());
+        };
+        let mut lines = vec![
+            format!("text      {}", self.text.name),
+            format!("protocol  {}", protocol_line(&first.evaluation)),
+        ];
+        if let Some(name) = reference {
+            lines.push(format!(
+                "reference {name}; KL divergence is KL(reference || model), nats per token"
+            ));
+        }
+        if let Some(recorded) = &self.recorded
+            && recorded.precision() == Precision::F16
+        {
+            lines.push("          kept as f16: divergences are good to 1e-6".to_owned());
+        }
+        lines.push(String::new());
+        lines.extend(table(outcomes));
+        if global.verbose {
+            for o in outcomes.iter().filter(|o| !o.worst.is_empty()) {
+                lines.push(format!("\nwhere {} strays most", o.name));
+                for (_, w) in &o.worst {
+                    lines.push(format!(
+                        "  {:8.4}  {}:{}  ...{:?} -> text {:?}, reference {:?}, model {:?}",
+                        w.kld,
+                        w.window,
+                        w.position,
+                        w.context,
+                        w.target,
+                        w.reference_top,
+                        w.model_top
+                    ));
+                }
+            }
+        }
+        Ok(crate::terminal::print_line(&lines.join("\n"))?)
+    }
+
+    fn document<'o>(&self, outcomes: &'o [Outcome]) -> Document<'o> {
+        Document {
+            program: format!("nq {}", env!("CARGO_PKG_VERSION")),
+            text: self.text.name.clone(),
+            reference: self.reference.as_ref().map(|r| r.model.name.clone()),
+            models: outcomes.iter().map(Outcome::section).collect(),
+        }
+    }
+}
+
+/// Runs the reference once for several models, if its log-probabilities fit a quarter of
+/// the free memory.
+fn record(
+    reference: &Loaded,
+    tokens: &[u32],
+    spec: &EvalSpec,
+    terminal: &Terminal,
+) -> anyhow::Result<Option<ReferenceLogits>> {
+    let limit = crate::system::available_memory().unwrap_or(0) / 4;
+    match ReferenceLogits::record(reference.engine.as_ref(), tokens, spec, limit, terminal) {
+        Ok(recorded) => Ok(Some(recorded)),
+        Err(e @ nq_evals::Error::CacheTooLarge { .. }) => {
+            terminal.note(&format!("{e}; running the reference again for every model"));
+            Ok(None)
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn decode(w: &WorstToken, tokenizer: &Tokenizer) -> WorstLine {
+    let one = |id| tokenizer.decode(&[id], false);
+    WorstLine {
+        kld: w.kld,
+        window: w.window,
+        position: w.position,
+        context: tokenizer.decode(&w.context, false),
+        target: one(w.target),
+        reference_top: one(w.reference_top),
+        model_top: one(w.model_top),
+    }
+}
+
+impl Outcome {
+    fn json<'a>(&'a self, reference: Option<&'a str>) -> Json<'a> {
+        Json {
+            model: &self.name,
+            reference,
+            tensor_bytes: self.bytes,
+            bits_per_weight: self.bits_per_weight,
+            report: &self.evaluation.report,
+            self_noise: self.self_noise,
+            window_ppl: self.evaluation.window_ppl(),
+            window_kld: self.evaluation.window_kld(),
+            worst_tokens: self.worst.iter().map(|(w, _)| w).collect(),
+        }
+    }
+
+    fn section(&self) -> Section<'_> {
+        let d = &self.description;
+        Section {
+            name: self.name.clone(),
+            bytes: self.bytes,
+            bits_per_weight: self.bits_per_weight,
+            engine: format!(
+                "{} on {}, {} kernels, activations {}, {} threads",
+                d.engine, d.device, d.kernels, d.activations, d.threads
+            ),
+            evaluation: &self.evaluation,
+            worst: self.worst.iter().map(|(_, line)| line.clone()).collect(),
+            self_noise: self.self_noise,
+        }
+    }
+}
+
+/// Figures as rows and models as columns, which stays readable with several models.
+fn table(outcomes: &[Outcome]) -> Vec<String> {
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    let mut push = |name: &str, cell: &dyn Fn(&Outcome) -> Option<String>| {
+        let cells: Vec<Option<String>> = outcomes.iter().map(cell).collect();
+        if cells.iter().any(Option::is_some) {
+            let mut row = vec![name.to_owned()];
+            row.extend(cells.into_iter().map(Option::unwrap_or_default));
+            rows.push(row);
+        }
+    };
+    let against = |o: &Outcome| o.evaluation.report.against.clone();
+    push("", &|o| Some(o.name.clone()));
+    push("MB of tensors", &|o| {
+        Some(format!("{:.2}", o.bytes as f64 / 1e6))
+    });
+    push("bits per weight", &|o| {
+        Some(format!("{:.2}", o.bits_per_weight))
+    });
+    push("activations", &|o| Some(o.description.activations.clone()));
+    push("perplexity", &|o| {
+        let r = &o.evaluation.report;
+        Some(format!("{:.4} ± {:.4}", r.ppl, r.ppl_se))
+    });
+    push("reference's", &|o| {
+        Some(format!("{:.4}", against(o)?.ppl_ref))
+    });
+    push("ln ratio", &|o| {
+        let c = against(o)?;
+        Some(format!("{:+.5} ± {:.5}", c.ln_ppl_ratio, c.ln_ppl_ratio_se))
+    });
+    let kld = |get: fn(&KldStats) -> f64| move |o: &Outcome| Some(kld_cell(get(&against(o)?.kld)));
+    push("KLD mean", &kld(|k| k.mean));
+    push("    median", &kld(|k| k.median));
+    push("    90 %", &kld(|k| k.p90));
+    push("    99 %", &kld(|k| k.p99));
+    push("    99.9 %", &kld(|k| k.p999));
+    push("    max", &kld(|k| k.max));
+    push("    floor", &|o| Some(kld_cell(o.self_noise?.mean)));
+    push("same top-1", &|o| {
+        Some(format!("{:.2} %", 100.0 * against(o)?.same_top1))
+    });
+    push("RMS dp", &|o| {
+        Some(format!("{:.2} %", 100.0 * against(o)?.rms_dp))
+    });
+
+    let columns = outcomes.len() + 1;
+    let width = |c: usize| rows.iter().map(|r| r[c].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    rows.iter()
+        .map(|row| {
+            let mut line = format!("{:<w$}", row[0], w = widths[0]);
+            for (cell, w) in row.iter().zip(&widths).skip(1) {
+                line.push_str(&format!("  {cell:>w$}"));
+            }
+            line
+        })
+        .collect()
 }

@@ -5,6 +5,7 @@
 //! that was complete, and does not compare what it got with the hub's hash.
 
 mod client;
+mod dataset;
 
 use crate::durable::{check_space, sync_folder, write_bytes};
 use crate::error::{Error, HubProblem, Result};
@@ -195,6 +196,7 @@ impl Hub {
         // Files in folders are other formats' copies, and no name may lead out of the cache.
         let mut names: Vec<&str> = info.siblings.iter().map(|s| s.rfilename.as_str()).collect();
         names.retain(|n| !n.contains(['/', '\\']) && !n.starts_with('.'));
+        let root = self.root(id);
         let snapshot = self.repo(id).pointer_path(&info.sha);
         create(&snapshot)?;
         let fetch = |wanted: Vec<String>| -> Result<()> {
@@ -203,7 +205,7 @@ impl Hub {
             let mut missing = 0;
             for name in wanted.iter().filter(|n| !snapshot.join(n).exists()) {
                 let remote = client.head(&info.sha, name)?;
-                let have = fs::metadata(self.partial(id, &remote)).map_or(0, |m| m.len());
+                let have = fs::metadata(partial(&root, &remote)).map_or(0, |m| m.len());
                 total += remote.size;
                 missing += remote.size.saturating_sub(have);
                 remotes.push(remote);
@@ -211,7 +213,7 @@ impl Hub {
             check_space(&snapshot, missing)?;
             progress.begin(&format!("download {}", id.repo), total, Unit::Bytes);
             for remote in &remotes {
-                self.fetch_file(&client, id, &info.sha, remote, progress)?;
+                self.fetch_file(&client, &root, &info.sha, remote, progress)?;
             }
             progress.end();
             Ok(())
@@ -237,22 +239,16 @@ impl Hub {
         })
     }
 
-    fn partial(&self, id: &HubId, remote: &Remote) -> PathBuf {
-        let blobs = self.root(id).join("blobs");
-        blobs.join(format!("{}.incomplete", remote.etag))
-    }
-
-    /// Brings one file into the cache: its contents under their hash, and a link to them
-    /// in the snapshot.
+    /// Brings one file into a repository's folder `root` in the cache: its contents under
+    /// their hash, and a link to them in the snapshot.
     fn fetch_file(
         &self,
         client: &Client<'_>,
-        id: &HubId,
+        root: &Path,
         commit: &str,
         remote: &Remote,
         progress: &dyn Progress,
     ) -> Result<()> {
-        let root = self.root(id);
         let blobs = root.join("blobs");
         let locks = self.options.cache.join(".locks");
         create(&blobs)?;
@@ -270,26 +266,34 @@ impl Hub {
         if blob.exists() {
             progress.advance(remote.size);
         } else {
-            let partial = self.partial(id, remote);
+            let partial = partial(root, remote);
             client.download(commit, remote, &partial, progress)?;
             fs::rename(&partial, &blob).map_err(|e| Error::io(&blob, "rename into place", e))?;
             sync_folder(&blobs)?;
         }
-        let link = self.repo(id).pointer_path(commit).join(&remote.name);
-        link_file(&blob, &link, &remote.etag)
+        let link = root.join("snapshots").join(commit).join(&remote.name);
+        // Up from the file's folder to the repository's.
+        let up = "../".repeat(2 + remote.name.matches('/').count());
+        link_file(&blob, &link, &format!("{up}blobs/{}", remote.etag))
     }
 }
 
-/// Links `link`, in a snapshot, to the contents `blob`.
-fn link_file(blob: &Path, link: &Path, etag: &str) -> Result<()> {
+/// Where the start of a file stands until it is whole.
+fn partial(root: &Path, remote: &Remote) -> PathBuf {
+    root.join("blobs")
+        .join(format!("{}.incomplete", remote.etag))
+}
+
+/// Links `link`, in a snapshot, to the contents `blob`, which is `relative` from there.
+fn link_file(blob: &Path, link: &Path, relative: &str) -> Result<()> {
     #[cfg(unix)]
     let linked = {
         let _ = blob;
-        std::os::unix::fs::symlink(Path::new("../../blobs").join(etag), link)
+        std::os::unix::fs::symlink(relative, link)
     };
     #[cfg(not(unix))]
     let linked = {
-        let _ = etag;
+        let _ = relative;
         fs::copy(blob, link).map(drop)
     };
     match linked {

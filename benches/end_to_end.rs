@@ -1,0 +1,63 @@
+//! Prefill and decode of the demo model, from tokens to logits.
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use nq_formats::Checkpoint;
+use nq_runtime::{
+    ActivationChoice, Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec, load,
+};
+use std::hint::black_box;
+use std::path::Path;
+
+const PROMPT: usize = 512;
+
+fn end_to_end(c: &mut Criterion) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let checkpoint = Checkpoint::open(&folder).expect("the demo model");
+    for activations in [ActivationChoice::F32, ActivationChoice::Int8] {
+        let options = LoadOptions {
+            device: DeviceChoice::Cpu,
+            activations,
+            ..LoadOptions::default()
+        };
+        let engine = load(checkpoint.config(), checkpoint.store(), &options, &())
+            .expect("the demo model runs");
+        let spec = SessionSpec {
+            slots: 1,
+            ctx: PROMPT + 1,
+            kv: KvType::F16,
+            max_rows: PROMPT,
+        };
+        let mut session = engine.session(spec).expect("a small session");
+        let vocab = engine.config().vocab_size as u32;
+        let tokens: Vec<u32> = (0..PROMPT as u32)
+            .map(|i| i.wrapping_mul(2_654_435_761) % vocab)
+            .collect();
+        let name = engine.description().activations.clone();
+
+        let mut group = c.benchmark_group(format!("demo, activations {name}"));
+        group.throughput(Throughput::Elements(PROMPT as u64));
+        let mut forward = |keep: usize, tokens: &[u32]| {
+            session.truncate(0, keep);
+            let chunk = Chunk {
+                slot: 0,
+                tokens,
+                logits: LogitsWanted::Last,
+            };
+            let logits = session.forward(&[chunk], None).expect("it fits");
+            black_box(logits.data[0]);
+        };
+        group.bench_function("prefill 512", |b| b.iter(|| forward(0, &tokens)));
+        group.throughput(Throughput::Elements(1));
+        group.bench_function("decode at 512", |b| {
+            b.iter(|| forward(PROMPT, &tokens[..1]))
+        });
+        group.finish();
+    }
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default().sample_size(20);
+    targets = end_to_end
+}
+criterion_main!(benches);

@@ -1,0 +1,509 @@
+//! Tokens per second, beside what the machine's memory allows.
+
+use crate::error::{Error, Result};
+use crate::report::{BenchRow, Breakdown, OpRow};
+use crate::stats;
+use crate::windows::Stage;
+use nq_formats::{Progress, Unit};
+use nq_kernels::rng::Philox;
+use nq_runtime::{
+    Chunk, Detokenizer, Engine, KvType, Limits, LogitsWanted, Sampler, SamplingParams, Sequence,
+    Session, SessionSpec, Tokenizer, generate::generate,
+};
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+/// Tokens of one forward of a prefill, all sequences together, as chat feeds them.
+pub const PREFILL_ROWS: usize = 512;
+
+/// What is timed.
+#[derive(Clone, Copy, Debug)]
+pub struct BenchSpec {
+    /// Prompt tokens of the prefill test.
+    pub prompt_tokens: usize,
+    /// Decode steps of the decode test.
+    pub gen_tokens: usize,
+    /// Tokens in the context before a test starts.
+    pub depth: usize,
+    /// Sequences at once.
+    pub batch: usize,
+    /// Measured repeats, after one that is not.
+    pub repeats: usize,
+    /// What keys and values are rounded to.
+    pub kv: KvType,
+}
+
+/// What the machine can do, measured in the same run.
+#[derive(Clone, Copy, Debug)]
+pub struct Machine {
+    /// Read bandwidth of the memory that holds the weights, in 10^9 bytes per second.
+    pub read_gb_s: f64,
+    /// Bytes of the last-level cache before that memory; 0 if unknown.
+    pub cache_bytes: u64,
+}
+
+impl Machine {
+    /// Greatest share of the bandwidth that reading `bytes` over and over can show: what
+    /// the cache holds need not be read again. Infinite where all of it fits.
+    pub fn greatest_share(&self, bytes: usize) -> f64 {
+        let (bytes, cache) = (bytes as f64, self.cache_bytes as f64);
+        if bytes <= cache {
+            f64::INFINITY
+        } else {
+            bytes / (bytes - cache)
+        }
+    }
+
+    /// Judges a share of the bandwidth: a note where a cache explains it, an error where
+    /// nothing does.
+    fn judge(&self, share: f64, bytes: usize, row: &mut BenchRow) {
+        if share <= 1.0 {
+            return;
+        }
+        let mb = |b: f64| format!("{:.1} MB", b / 1e6);
+        let (weights, cache) = (mb(bytes as f64), mb(self.cache_bytes as f64));
+        if share <= self.greatest_share(bytes) {
+            row.note = Some(format!(
+                "the share is of DRAM bandwidth; of the {weights} of weights the last-level \
+                 cache of {cache} holds {}",
+                if bytes as f64 <= self.cache_bytes as f64 {
+                    "all"
+                } else {
+                    "a part"
+                }
+            ));
+        } else {
+            row.measurement_error = Some(format!(
+                "reading {weights} of weights at {:.1} GB/s is {share:.2} times the bandwidth \
+                 measured in the same run ({:.1} GB/s), more than a cache of {cache} explains: \
+                 run again on a quiet machine with more --repeats",
+                row.gb_s, self.read_gb_s
+            ));
+        }
+    }
+}
+
+impl BenchSpec {
+    /// A session with room for `tokens` after the depth, filled to the depth with random
+    /// tokens.
+    fn session(
+        &self,
+        engine: &dyn Engine,
+        tokens: usize,
+        progress: &dyn Progress,
+    ) -> Result<Box<dyn Session>> {
+        let positions = engine.config().max_position_embeddings;
+        let ctx = self.depth + tokens;
+        let at_least_1 = |what, n: usize| match n {
+            0 => Err(Error::Spec {
+                what,
+                expected: "at least 1".into(),
+                found: "0".into(),
+            }),
+            _ => Ok(()),
+        };
+        at_least_1("batch", self.batch)?;
+        at_least_1("repeats", self.repeats)?;
+        at_least_1("tokens", tokens)?;
+        if ctx > positions {
+            return Err(Error::Spec {
+                what: "depth and tokens of a test together",
+                expected: format!("at most the model's {positions} positions"),
+                found: format!("{} + {tokens}", self.depth),
+            });
+        }
+        let mut session = engine.session(SessionSpec {
+            slots: self.batch,
+            ctx,
+            kv: self.kv,
+            max_rows: PREFILL_ROWS.max(self.batch),
+        })?;
+        if self.depth > 0 {
+            let stage = format!("filling {} tokens", self.depth);
+            let _stage = Stage::begin(progress, &stage, 1, Unit::Items);
+            let mut random = RandomTokens::new(engine, 1);
+            feed(session.as_mut(), &random.sequences(self.batch, self.depth))?;
+        }
+        Ok(session)
+    }
+
+    /// Forgets what came after the depth.
+    fn rewind(&self, session: &mut dyn Session) {
+        (0..self.batch).for_each(|slot| session.truncate(slot, self.depth));
+    }
+}
+
+/// Random token ids of a model's vocabulary.
+struct RandomTokens {
+    rng: Philox,
+    vocab: u32,
+}
+
+impl RandomTokens {
+    fn new(engine: &dyn Engine, stream: u64) -> Self {
+        RandomTokens {
+            rng: Philox::new(0, stream),
+            vocab: engine.config().vocab_size as u32,
+        }
+    }
+
+    fn next(&mut self) -> u32 {
+        self.rng.next_u32() % self.vocab
+    }
+
+    /// `[batch][n]` tokens.
+    fn sequences(&mut self, batch: usize, n: usize) -> Vec<Vec<u32>> {
+        let mut sequence = || (0..n).map(|_| self.next()).collect();
+        (0..batch).map(|_| sequence()).collect()
+    }
+}
+
+/// Feeds one sequence of equal length per slot, with logits of the last tokens, and returns
+/// the forwards it took.
+fn feed(session: &mut dyn Session, sequences: &[Vec<u32>]) -> Result<usize> {
+    let n = sequences.first().map_or(0, Vec::len);
+    let piece = (PREFILL_ROWS / sequences.len().max(1)).max(1);
+    let mut forwards = 0;
+    for start in (0..n).step_by(piece) {
+        let end = (start + piece).min(n);
+        let logits = if end == n {
+            LogitsWanted::Last
+        } else {
+            LogitsWanted::None
+        };
+        let chunks: Vec<Chunk<'_>> = sequences
+            .iter()
+            .enumerate()
+            .map(|(slot, s)| Chunk {
+                slot,
+                tokens: &s[start..end],
+                logits: logits.clone(),
+            })
+            .collect();
+        session.forward(&chunks, None)?;
+        forwards += 1;
+    }
+    Ok(forwards)
+}
+
+/// Times of repeats, made a row of.
+struct Sample {
+    test: String,
+    /// Tokens of all sequences, of one repeat.
+    tokens: usize,
+    /// Passes over the weights of one repeat.
+    passes: usize,
+    /// Seconds of each repeat.
+    seconds: Vec<f64>,
+    /// Milliseconds of each step of every repeat.
+    step_ms: Vec<f64>,
+}
+
+impl Sample {
+    fn row(self, engine: &dyn Engine, spec: &BenchSpec, machine: &Machine) -> BenchRow {
+        let d = engine.description();
+        let rates: Vec<f64> = self
+            .seconds
+            .iter()
+            .map(|s| self.tokens as f64 / s)
+            .collect();
+        let tok_s = stats::quantile(&stats::sorted(rates.iter().copied()), 0.5);
+        let bytes = engine.bytes_per_token();
+        let passes_s = tok_s * self.passes as f64 / self.tokens as f64;
+        let gb_s = passes_s * bytes as f64 / 1e9;
+        let steps = stats::sorted(self.step_ms.into_iter());
+        let mut row = BenchRow {
+            test: self.test,
+            depth: spec.depth,
+            batch: spec.batch,
+            engine: d.engine.clone(),
+            kernels: d.kernels.clone(),
+            activations: d.activations.clone(),
+            bits: d.bits,
+            device: d.device.clone(),
+            threads: d.threads,
+            tok_s,
+            tok_s_std: stats::std_dev(&rates),
+            gb_s,
+            bandwidth_share: gb_s / machine.read_gb_s,
+            ms_per_token_p50: stats::quantile(&steps, 0.5),
+            ms_per_token_p99: stats::quantile(&steps, 0.99),
+            repeats: spec.repeats,
+            machine_gb_s: machine.read_gb_s,
+            bytes_per_token: bytes,
+            streaming_overhead: None,
+            note: None,
+            measurement_error: None,
+            breakdown: None,
+        };
+        machine.judge(row.bandwidth_share, bytes, &mut row);
+        row
+    }
+}
+
+/// `pp`: feeds `prompt_tokens` random tokens a sequence after the depth.
+///
+/// # Errors
+/// [`Error::Spec`] if the test does not fit the model; what the engine reports.
+pub fn prefill(
+    engine: &dyn Engine,
+    spec: &BenchSpec,
+    machine: &Machine,
+    progress: &dyn Progress,
+) -> Result<BenchRow> {
+    let n = spec.prompt_tokens;
+    let mut session = spec.session(engine, n, progress)?;
+    let mut random = RandomTokens::new(engine, 2);
+    let test = format!("pp{n}");
+    let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
+    let (mut seconds, mut passes) = (Vec::new(), 0);
+    for repeat in 0..=spec.repeats {
+        let sequences = random.sequences(spec.batch, n);
+        let start = Instant::now();
+        passes = feed(session.as_mut(), &sequences)?;
+        if repeat > 0 {
+            seconds.push(start.elapsed().as_secs_f64());
+        }
+        spec.rewind(session.as_mut());
+        progress.advance(1);
+    }
+    let tokens = n * spec.batch;
+    let step_ms = seconds.iter().map(|s| 1e3 * s / tokens as f64).collect();
+    let sample = Sample {
+        test,
+        tokens,
+        passes,
+        seconds,
+        step_ms,
+    };
+    Ok(sample.row(engine, spec, machine))
+}
+
+/// `tg`: `gen_tokens` steps of one random token a sequence after the depth, logits included.
+///
+/// # Errors
+/// As [`prefill`].
+pub fn decode(
+    engine: &dyn Engine,
+    spec: &BenchSpec,
+    machine: &Machine,
+    progress: &dyn Progress,
+) -> Result<BenchRow> {
+    let n = spec.gen_tokens;
+    let mut session = spec.session(engine, n, progress)?;
+    let mut random = RandomTokens::new(engine, 3);
+    let test = format!("tg{n}");
+    let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
+    let (mut seconds, mut step_ms) = (Vec::new(), Vec::new());
+    for repeat in 0..=spec.repeats {
+        let steps = decode_steps(session.as_mut(), &random.sequences(spec.batch, n))?;
+        if repeat > 0 {
+            seconds.push(steps.iter().sum::<f64>() / 1e3);
+            step_ms.extend(steps);
+        }
+        spec.rewind(session.as_mut());
+        progress.advance(1);
+    }
+    let sample = Sample {
+        test,
+        tokens: n * spec.batch,
+        passes: n,
+        seconds,
+        step_ms,
+    };
+    Ok(sample.row(engine, spec, machine))
+}
+
+/// Feeds the sequences a token at a time; milliseconds of each step.
+fn decode_steps(session: &mut dyn Session, sequences: &[Vec<u32>]) -> Result<Vec<f64>> {
+    let n = sequences.first().map_or(0, Vec::len);
+    let mut times = Vec::with_capacity(n);
+    let mut start = Instant::now();
+    for step in 0..n {
+        let chunks: Vec<Chunk<'_>> = sequences
+            .iter()
+            .enumerate()
+            .map(|(slot, s)| Chunk {
+                slot,
+                tokens: &s[step..=step],
+                logits: LogitsWanted::Last,
+            })
+            .collect();
+        session.forward(&chunks, None)?;
+        // One clock reading a step: nothing between steps goes untimed.
+        let now = Instant::now();
+        times.push(1e3 * (now - start).as_secs_f64());
+        start = now;
+    }
+    Ok(times)
+}
+
+/// `chat`: one sequence through the path that chat takes (sampler, detokenizer, writing to
+/// `out` with a flush per piece), against the bare decode loop over the same tokens, the two
+/// in turn.
+///
+/// # Errors
+/// As [`prefill`]; the sampler's; writing to `out`.
+pub fn streaming(
+    engine: &dyn Engine,
+    tokenizer: &Tokenizer,
+    sampling: &SamplingParams,
+    out: &mut dyn Write,
+    spec: &BenchSpec,
+    machine: &Machine,
+    progress: &dyn Progress,
+) -> Result<BenchRow> {
+    let n = spec.gen_tokens;
+    if n < 2 {
+        return Err(Error::Spec {
+            what: "tokens of the chat test",
+            expected: "at least 2".into(),
+            found: n.to_string(),
+        });
+    }
+    let alone = BenchSpec {
+        depth: 0, // the prompt is the depth
+        batch: 1,
+        ..*spec
+    };
+    let depth = spec.depth.max(1);
+    let mut session = alone.session(engine, depth + n, &())?;
+    let prompt = RandomTokens::new(engine, 4).sequences(1, depth).remove(0);
+    let mut sequence = Sequence::new(session.as_mut(), 0);
+    let test = format!("chat{n}");
+    let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
+    let (mut seconds, mut bare_seconds) = (Vec::new(), Vec::new());
+    for repeat in 0..=spec.repeats {
+        let mut sampler = Sampler::new(sampling.clone(), repeat as u64)?;
+        let mut failed = None;
+        let limits = Limits {
+            stop: &[], // a row is of n tokens, whatever the model says
+            max_tokens: n,
+            interrupt: None,
+        };
+        let mut detokenizer = Detokenizer::new(tokenizer, true);
+        let mut write =
+            |piece: String| match out.write_all(piece.as_bytes()).and_then(|()| out.flush()) {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(e) => {
+                    failed = Some(e);
+                    ControlFlow::Break(())
+                }
+            };
+        let answer = generate(
+            session.as_mut(),
+            &mut sequence,
+            &prompt,
+            &mut sampler,
+            &limits,
+            &mut |token| match detokenizer.push(token) {
+                Some(piece) => write(piece),
+                None => ControlFlow::Continue(()),
+            },
+        )?;
+        if let Some(source) = failed {
+            let path = "the streamed answer".into();
+            return Err(Error::Write { path, source });
+        }
+        session.truncate(0, depth);
+        let steps = decode_steps(session.as_mut(), &[answer.tokens[..n - 1].to_vec()])?;
+        session.truncate(0, depth);
+        if repeat > 0 {
+            seconds.push(answer.stats.decode.as_secs_f64());
+            bare_seconds.push(steps.iter().sum::<f64>() / 1e3);
+        }
+        progress.advance(1);
+    }
+    let overhead = seconds.iter().zip(&bare_seconds).map(|(s, b)| s / b - 1.0);
+    let overhead = stats::quantile(&stats::sorted(overhead), 0.5);
+    let step_ms = seconds.iter().map(|s| 1e3 * s / (n - 1) as f64).collect();
+    let sample = Sample {
+        test,
+        tokens: n - 1,
+        passes: n - 1,
+        seconds,
+        step_ms,
+    };
+    let mut row = sample.row(engine, &BenchSpec { batch: 1, ..*spec }, machine);
+    row.streaming_overhead = Some(overhead);
+    Ok(row)
+}
+
+/// Where the time of one token goes: a prefill (`prompt_tokens`) or decode steps
+/// (`gen_tokens`) once more with every operation timed. Timing costs some time itself, so
+/// the rates of [`prefill`] and [`decode`] are measured without it. `None` if the engine
+/// cannot say.
+///
+/// # Errors
+/// As [`prefill`].
+pub fn breakdown(
+    engine: &dyn Engine,
+    spec: &BenchSpec,
+    decoding: bool,
+    progress: &dyn Progress,
+) -> Result<Option<Breakdown>> {
+    let Some(profile) = engine.profile() else {
+        return Ok(None);
+    };
+    let n = if decoding {
+        spec.gen_tokens
+    } else {
+        spec.prompt_tokens
+    };
+    let mut session = spec.session(engine, n, progress)?;
+    let mut random = RandomTokens::new(engine, 5);
+    let mut pass = |session: &mut dyn Session| -> Result<f64> {
+        let sequences = random.sequences(spec.batch, n);
+        let start = Instant::now();
+        if decoding {
+            decode_steps(session, &sequences)?;
+        } else {
+            feed(session, &sequences)?;
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        spec.rewind(session);
+        Ok(seconds)
+    };
+    pass(session.as_mut())?; // warm-up
+    profile.start();
+    let seconds = pass(session.as_mut());
+    let timings = profile.stop();
+    let seconds = seconds?;
+
+    // Kernels and shapes of one operation, added up.
+    let mut ops: Vec<(&str, f64, f64, f64)> = Vec::new(); // calls, seconds, bytes
+    for t in &timings {
+        let (calls, bytes) = (t.calls as f64, t.bytes as f64);
+        match ops.iter_mut().find(|o| o.0 == t.op) {
+            Some(o) => {
+                o.1 += calls;
+                o.2 += t.seconds;
+                o.3 += bytes;
+            }
+            None => ops.push((t.op, calls, t.seconds, bytes)),
+        }
+    }
+    ops.sort_by(|a, b| b.2.total_cmp(&a.2));
+    let tokens = (n * spec.batch) as f64;
+    let counted: f64 = ops.iter().map(|o| o.2).sum();
+    Ok(Some(Breakdown {
+        calls_per_token: ops.iter().map(|o| o.1).sum::<f64>() / tokens,
+        us_per_token: 1e6 * seconds / tokens,
+        other_us_per_token: 1e6 * (seconds - counted) / tokens,
+        ops: ops
+            .into_iter()
+            .map(|(op, calls, op_seconds, bytes)| OpRow {
+                op: op.to_owned(),
+                calls_per_token: calls / tokens,
+                us_per_token: 1e6 * op_seconds / tokens,
+                gb_s: if op_seconds > 0.0 {
+                    bytes / op_seconds / 1e9
+                } else {
+                    0.0
+                },
+                share: op_seconds / seconds,
+            })
+            .collect(),
+    }))
+}

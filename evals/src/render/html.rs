@@ -1,0 +1,133 @@
+//! Reports as one HTML file: styles and plots are inside it, and it loads nothing.
+
+use super::plots;
+use super::{Document, protocol_line, reference_lines, table};
+use crate::error::Result;
+use std::fmt::Write as _;
+
+const STYLE: &str = "\
+body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;\
+color:#1c1c1c;background:#fff}\
+h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}\
+table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}\
+th,td{border-bottom:1px solid #d8d8d8;padding:.3rem .6rem;text-align:right;vertical-align:top}\
+th:first-child,td:first-child,td.text,th.text{text-align:left}\
+.scroll{overflow-x:auto}code{white-space:pre-wrap;font-size:.9em}\
+svg{max-width:100%;height:auto}.note{color:#555}";
+
+/// The document as self-contained HTML.
+///
+/// # Errors
+/// [`crate::Error::Plot`] if a plot cannot be drawn.
+pub fn html(document: &Document<'_>) -> Result<String> {
+    let mut out = String::from("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">");
+    let _ = write!(
+        out,
+        "<meta name=\"viewport\" content=\"width=device-width\"><title>Evaluation</title>\
+         <style>{STYLE}</style></head><body>\n<h1>Evaluation</h1>\n<p>Measured by {}. Text: {}.</p>\n",
+        escape(&document.program),
+        escape(&document.text)
+    );
+    if let Some(first) = document.models.first() {
+        let _ = writeln!(out, "<p>{}.</p>", escape(&protocol_line(first.evaluation)));
+    }
+    for line in reference_lines(document) {
+        let _ = writeln!(out, "<p>{}</p>", escape(&line));
+    }
+    let (head, rows) = table(document);
+    push_table(&mut out, &head, &rows, 1);
+    if document.models.len() > 1 {
+        let _ = writeln!(
+            out,
+            "<h2>Bytes against quality</h2>\n{}",
+            plots::bytes_against_quality(document)?
+        );
+    }
+    let _ = writeln!(
+        out,
+        "<h2>Perplexity per window</h2>\n{}",
+        plots::window_perplexity(document)?
+    );
+    if document.reference.is_some() {
+        let _ = writeln!(
+            out,
+            "<h2>Distribution of the KL divergence</h2>\n{}",
+            plots::kld_distribution(document)?
+        );
+    }
+    for model in &document.models {
+        let _ = writeln!(
+            out,
+            "<h2>{}</h2>\n<p class=\"note\">Run by {}.</p>",
+            escape(&model.name),
+            escape(&model.engine)
+        );
+        if !model.worst.is_empty() {
+            out.push_str("<h3>Where it strays most</h3>\n");
+            let rows: Vec<Vec<String>> = model
+                .worst
+                .iter()
+                .map(|w| {
+                    vec![
+                        format!("{:.4}", w.kld),
+                        format!("{}:{}", w.window, w.position),
+                        format!("{:?}", w.context),
+                        format!("{:?}", w.target),
+                        format!("{:?}", w.reference_top),
+                        format!("{:?}", w.model_top),
+                    ]
+                })
+                .collect();
+            let head = [
+                "KLD",
+                "window:position",
+                "after",
+                "text has",
+                "reference's best",
+                "model's best",
+            ];
+            push_table(&mut out, &head, &rows, usize::MAX);
+        }
+    }
+    out.push_str("</body></html>\n");
+    Ok(out)
+}
+
+/// A table whose first `text_columns` columns are text, aligned left; the others are numbers.
+fn push_table(out: &mut String, head: &[&str], rows: &[Vec<String>], text_columns: usize) {
+    let class = |i: usize| {
+        if i < text_columns {
+            " class=\"text\""
+        } else {
+            ""
+        }
+    };
+    out.push_str("<div class=\"scroll\"><table><thead><tr>");
+    for (i, h) in head.iter().enumerate() {
+        let _ = write!(out, "<th{}>{}</th>", class(i), escape(h));
+    }
+    out.push_str("</tr></thead><tbody>\n");
+    for row in rows {
+        out.push_str("<tr>");
+        for (i, cell) in row.iter().enumerate() {
+            let _ = write!(out, "<td{}>{}</td>", class(i), escape(cell));
+        }
+        out.push_str("</tr>\n");
+    }
+    out.push_str("</tbody></table></div>\n");
+}
+
+/// Text that HTML shows as it is.
+fn escape(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&quot;"),
+            c => out.push(c),
+        }
+    }
+    out
+}

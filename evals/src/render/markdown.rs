@@ -1,0 +1,110 @@
+//! Reports as Markdown.
+
+use super::plots::Histogram;
+use super::{Document, protocol_line, reference_lines, table};
+use std::fmt::Write as _;
+
+/// The document as GitHub-flavoured Markdown.
+pub fn markdown(document: &Document<'_>) -> String {
+    let mut out = String::from("# Evaluation\n\n");
+    let _ = writeln!(
+        out,
+        "Measured by {}. Text: {}.\n",
+        document.program, document.text
+    );
+    if let Some(first) = document.models.first() {
+        let _ = writeln!(out, "{}.\n", protocol_line(first.evaluation));
+    }
+    for line in reference_lines(document) {
+        let _ = writeln!(out, "{line}\n");
+    }
+    let (head, rows) = table(document);
+    push_table(&mut out, &head, &rows);
+    for model in &document.models {
+        let _ = writeln!(
+            out,
+            "\n## {}\n\nRun by {}.",
+            escape(&model.name),
+            model.engine
+        );
+        let e = model.evaluation;
+        let windows: Vec<Vec<String>> = e
+            .window_ppl()
+            .iter()
+            .enumerate()
+            .map(|(i, ppl)| {
+                let mut row = vec![i.to_string(), format!("{ppl:.4}")];
+                row.extend(e.window_kld().get(i).map(|k| format!("{k:.5}")));
+                row
+            })
+            .collect();
+        if !e.pairs.is_empty() {
+            out.push_str("\n### KL divergence, share of tokens\n\n");
+            let histogram = Histogram::new(e.pairs.iter().map(|p| p.kld), 1);
+            let rows: Vec<Vec<String>> = histogram
+                .bins()
+                .map(|(low, high, share)| {
+                    let bar = "#".repeat((share * 50.0).round() as usize);
+                    vec![
+                        format!("{low:.0e} to {high:.0e}"),
+                        format!("{:.2} %", 100.0 * share),
+                        format!("`{bar}`"),
+                    ]
+                })
+                .collect();
+            push_table(&mut out, &["KLD", "share", ""], &rows);
+        }
+        if !model.worst.is_empty() {
+            out.push_str("\n### Where it strays most\n\n");
+            let rows: Vec<Vec<String>> = model
+                .worst
+                .iter()
+                .map(|w| {
+                    vec![
+                        format!("{:.4}", w.kld),
+                        format!("{}:{}", w.window, w.position),
+                        code(&w.context),
+                        code(&w.target),
+                        code(&w.reference_top),
+                        code(&w.model_top),
+                    ]
+                })
+                .collect();
+            let head = [
+                "KLD",
+                "window:position",
+                "after",
+                "text has",
+                "reference's best",
+                "model's best",
+            ];
+            push_table(&mut out, &head, &rows);
+        }
+        out.push_str("\n### Windows\n\n");
+        let head: &[&str] = match e.pairs.is_empty() {
+            true => &["window", "perplexity"],
+            false => &["window", "perplexity", "mean KLD"],
+        };
+        push_table(&mut out, head, &windows);
+    }
+    out
+}
+
+fn push_table(out: &mut String, head: &[&str], rows: &[Vec<String>]) {
+    let _ = writeln!(out, "| {} |", head.join(" | "));
+    let _ = writeln!(out, "|{}", "---|".repeat(head.len()));
+    for row in rows {
+        let _ = writeln!(out, "| {} |", row.join(" | "));
+    }
+}
+
+/// Text as a code span within a table cell.
+fn code(text: &str) -> String {
+    // `{:?}` makes line breaks and control characters visible.
+    let shown = format!("{text:?}").replace('|', "\\|").replace('`', "'");
+    format!("`{shown}`")
+}
+
+fn escape(text: &str) -> String {
+    text.replace(['*', '_', '`'], " ")
+}

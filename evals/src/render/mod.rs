@@ -1,0 +1,196 @@
+//! Evaluation reports as documents: Markdown, and HTML that needs no other file.
+
+mod html;
+mod markdown;
+mod plots;
+
+pub use html::html;
+pub use markdown::markdown;
+
+use crate::error::{Error, Result};
+use crate::evaluate::Evaluation;
+use crate::report::KldStats;
+use std::path::Path;
+
+/// What a document shows.
+pub struct Document<'a> {
+    /// Program and version that measured.
+    pub program: String,
+    /// What was evaluated on, in words.
+    pub text: String,
+    /// The reference's name, where there is one.
+    pub reference: Option<String>,
+    /// The models, in the order given.
+    pub models: Vec<Section<'a>>,
+}
+
+/// One model of a document.
+pub struct Section<'a> {
+    /// Its name.
+    pub name: String,
+    /// Bytes of its tensors.
+    pub bytes: u64,
+    /// Bytes of its tensors over its parameters, times 8.
+    pub bits_per_weight: f64,
+    /// What ran it, in words.
+    pub engine: String,
+    /// What was measured.
+    pub evaluation: &'a Evaluation,
+    /// Where it strays most.
+    pub worst: Vec<WorstLine>,
+    /// KL divergence of the reference from itself under other rounding and portions.
+    pub self_noise: Option<KldStats>,
+}
+
+/// A worst position, decoded.
+#[derive(Clone, Debug)]
+pub struct WorstLine {
+    /// KL divergence in nats.
+    pub kld: f64,
+    /// Window, counted from 0.
+    pub window: usize,
+    /// Position in the window, counted from 0.
+    pub position: usize,
+    /// The text before.
+    pub context: String,
+    /// The token that follows.
+    pub target: String,
+    /// The reference's best token.
+    pub reference_top: String,
+    /// The model's best token.
+    pub model_top: String,
+}
+
+/// Writes a document to `path`, as its extension says: `.md`, `.html` or `.htm`. The file
+/// is written beside its place and renamed into it.
+///
+/// # Errors
+/// [`Error::Spec`] for another extension, [`Error::Write`], [`Error::Plot`].
+pub fn write(path: &Path, document: &Document<'_>) -> Result<()> {
+    let contents = match Kind::of(path)? {
+        Kind::Markdown => markdown(document),
+        Kind::Html => html(document)?,
+    };
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".tmp{}", std::process::id()));
+    let temporary = path.with_file_name(name);
+    std::fs::write(&temporary, contents)
+        .and_then(|()| std::fs::rename(&temporary, path))
+        .map_err(|source| {
+            let _ = std::fs::remove_file(&temporary); // the first error is the one to report
+            Error::Write {
+                path: path.into(),
+                source,
+            }
+        })
+}
+
+/// Forms a document can take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// `.md`
+    Markdown,
+    /// `.html`, `.htm`
+    Html,
+}
+
+impl Kind {
+    /// The form that a path's extension asks for.
+    ///
+    /// # Errors
+    /// [`Error::Spec`] for any other extension.
+    pub fn of(path: &Path) -> Result<Self> {
+        match path.extension().and_then(|e| e.to_str()) {
+            Some("md") => Ok(Kind::Markdown),
+            Some("html" | "htm") => Ok(Kind::Html),
+            _ => Err(Error::Spec {
+                what: "report",
+                expected: "a file that ends in .md or .html".into(),
+                found: path.display().to_string(),
+            }),
+        }
+    }
+}
+
+/// Rows of the table that both forms show: a heading and, per model, its cells.
+fn table(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
+    let mut head = vec!["model", "MB", "bits/weight", "perplexity"];
+    if document.reference.is_some() {
+        head.extend([
+            "mean KLD",
+            "median",
+            "p90",
+            "p99",
+            "p99.9",
+            "max",
+            "same top-1",
+            "RMS dp",
+            "ln(ppl/ppl_ref)",
+        ]);
+    }
+    let rows = document.models.iter().map(|m| {
+        let r = &m.evaluation.report;
+        let mut cells = vec![
+            m.name.clone(),
+            format!("{:.2}", m.bytes as f64 / 1e6),
+            format!("{:.2}", m.bits_per_weight),
+            format!("{:.4} ± {:.4}", r.ppl, r.ppl_se),
+        ];
+        if let Some(c) = &r.against {
+            let k = &c.kld;
+            cells.extend([k.mean, k.median, k.p90, k.p99, k.p999, k.max].map(kld_cell));
+            cells.push(format!("{:.2} %", 100.0 * c.same_top1));
+            cells.push(format!("{:.2} %", 100.0 * c.rms_dp));
+            cells.push(format!("{:+.5} ± {:.5}", c.ln_ppl_ratio, c.ln_ppl_ratio_se));
+        }
+        cells
+    });
+    (head, rows.collect())
+}
+
+/// A divergence with as many digits as it deserves.
+pub fn kld_cell(v: f64) -> String {
+    if v.abs() >= 1e-5 {
+        format!("{v:.5}")
+    } else if v.abs() < 1e-12 {
+        "0".into()
+    } else {
+        format!("{v:.1e}")
+    }
+}
+
+/// How the text was cut and scored, in a sentence.
+pub fn protocol_line(e: &Evaluation) -> String {
+    let r = &e.report;
+    let scored = match r.protocol {
+        crate::Protocol::Hf => "every token but the first of a window",
+        crate::Protocol::Llama => "the second half of a window",
+    };
+    format!(
+        "{} protocol: {} windows of {} tokens, {} tokens scored ({scored}); KV cache {}",
+        r.protocol, r.windows, r.ctx, r.tokens, r.kv
+    )
+}
+
+/// The reference's perplexity and the floor of the measurement, in sentences.
+fn reference_lines(document: &Document<'_>) -> Vec<String> {
+    let mut lines = Vec::new();
+    let first = document.models.first();
+    let against = first.and_then(|m| m.evaluation.report.against.as_ref());
+    if let (Some(name), Some(c)) = (&document.reference, against) {
+        lines.push(format!(
+            "Reference: {name}, perplexity {:.4}. KL divergence is KL(reference || model) in \
+             nats per token.",
+            c.ppl_ref
+        ));
+    }
+    if let Some(noise) = first.and_then(|m| m.self_noise) {
+        lines.push(format!(
+            "Floor: the reference strays {} (mean; max {}) from itself when its KV cache is \
+             kept in f32 and its tokens are fed in other portions.",
+            kld_cell(noise.mean),
+            kld_cell(noise.max)
+        ));
+    }
+    lines
+}

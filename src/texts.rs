@@ -1,0 +1,186 @@
+//! Texts to evaluate on: a file, WikiText-2 from the hub, or the one that came with the program.
+
+use crate::demo;
+use anyhow::{Context, bail};
+use nq_formats::hash::sha256_hex;
+use nq_formats::hub::{Hub, HubOptions};
+use nq_formats::{Progress, parquet};
+use std::borrow::Cow;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::time::Duration;
+
+/// A text and what reports call it.
+pub struct Text {
+    /// Its name, with the part that was read.
+    pub name: String,
+    /// The text.
+    pub text: Cow<'static, str>,
+}
+
+/// Reads `file`, or takes the default text: WikiText-2, where the hub's cache or the hub has
+/// it, else the one that came with the program; which and why is said. Of any at most
+/// `max_bytes`, cut before a character that would be split.
+pub fn load(
+    file: Option<&Path>,
+    max_bytes: Option<usize>,
+    offline: bool,
+    progress: &dyn Progress,
+) -> anyhow::Result<Text> {
+    if max_bytes == Some(0) {
+        bail!("text bytes: expected at least 1, found 0");
+    }
+    if let Some(path) = file {
+        return read(path, max_bytes);
+    }
+    let text = match wikitext(offline, progress) {
+        Ok(text) => {
+            let cut = text.floor_char_boundary(max_bytes.unwrap_or(text.len()));
+            Text {
+                name: named("WikiText-2 raw, test", cut, text.len() as u64),
+                text: Cow::Owned(text[..cut].to_owned()),
+            }
+        }
+        Err(why) => {
+            let text = built_in(max_bytes)?;
+            progress.note(&format!(
+                "WikiText-2: {why:#}; using the built-in text instead"
+            ));
+            text
+        }
+    };
+    progress.note(&format!("text: {}", text.name));
+    Ok(text)
+}
+
+/// WikiText-2 on the hub.
+const WIKITEXT: (&str, &str) = (
+    "Salesforce/wikitext",
+    "wikitext-2-raw-v1/test-00000-of-00001.parquet",
+);
+
+/// SHA-256 of wiki.test.raw as published (Merity et al., 2016), 1,290,590 bytes.
+const WIKITEXT_SHA256: &str = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08";
+
+/// The exact text of wiki.test.raw. The hub's rows are its lines, but for lines of one space,
+/// which it made empty.
+fn wikitext(offline: bool, progress: &dyn Progress) -> anyhow::Result<String> {
+    let mut options = HubOptions::from_env();
+    options.offline |= offline;
+    // A default that may be missing is worth a short wait only.
+    options.connect_timeout = Duration::from_secs(3);
+    let (repo, file) = WIKITEXT;
+    let path = Hub::new(options).fetch_dataset_file(repo, file, progress)?;
+    let bytes = std::fs::read(&path).with_context(|| path.display().to_string())?;
+    let rows = parquet::strings(&path, &bytes, "text")?;
+    let lines = rows.iter().map(|r| if r.is_empty() { " \n" } else { r });
+    let text: String = lines.collect();
+    let found = sha256_hex(text.as_bytes());
+    if found != WIKITEXT_SHA256 {
+        bail!(
+            "{}: expected the published wiki.test.raw (sha256 {WIKITEXT_SHA256}), found {found}",
+            path.display()
+        );
+    }
+    Ok(text)
+}
+
+/// The text that came with the program.
+pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
+    let text = demo::eval_text().context(
+        "no text to evaluate on: this build has none (feature `demo` is off); give one with --text",
+    )?;
+    let cut = text.floor_char_boundary(max_bytes.unwrap_or(text.len()));
+    Ok(Text {
+        name: named("demo-eval (built in)", cut, text.len() as u64),
+        text: Cow::Borrowed(&text[..cut]),
+    })
+}
+
+fn read(path: &Path, max_bytes: Option<usize>) -> anyhow::Result<Text> {
+    let open = || -> std::io::Result<(Vec<u8>, u64)> {
+        let file = File::open(path)?;
+        let total = file.metadata()?.len();
+        let mut bytes = Vec::new();
+        // One character more than asked for, so that a cut inside one can be told from
+        // bytes that are no UTF-8.
+        let most = max_bytes.map_or(u64::MAX, |n| n as u64 + 3);
+        file.take(most).read_to_end(&mut bytes)?;
+        Ok((bytes, total))
+    };
+    let (mut bytes, total) = open().with_context(|| format!("text {}", path.display()))?;
+    let text_end = match std::str::from_utf8(&bytes) {
+        Ok(_) => bytes.len(),
+        Err(e) if e.error_len().is_none() && (bytes.len() as u64) < total => e.valid_up_to(),
+        Err(e) => bail!(
+            "text {}: expected UTF-8, found byte {:#04x} at offset {}",
+            path.display(),
+            bytes[e.valid_up_to()],
+            e.valid_up_to()
+        ),
+    };
+    bytes.truncate(text_end);
+    let mut text = String::from_utf8(bytes)?;
+    text.truncate(text.floor_char_boundary(max_bytes.unwrap_or(text.len())));
+    let name = path.file_name().map_or_else(
+        || path.display().to_string(),
+        |n| n.to_string_lossy().into_owned(),
+    );
+    Ok(Text {
+        name: named(&name, text.len(), total),
+        text: Cow::Owned(text),
+    })
+}
+
+fn named(name: &str, read: usize, total: u64) -> String {
+    if read as u64 == total {
+        name.to_owned()
+    } else {
+        format!("{name} (first {read} bytes)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::load;
+    use std::io::Write;
+
+    fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
+        let mut f = tempfile::NamedTempFile::new().unwrap();
+        f.write_all(bytes).unwrap();
+        f
+    }
+
+    #[test]
+    fn a_cut_never_splits_a_character() {
+        let f = file("aé漢z".as_bytes()); // 1 + 2 + 3 + 1 bytes
+        for (bytes, expected) in [(1, "a"), (2, "a"), (3, "aé"), (5, "aé"), (6, "aé漢")] {
+            let t = load(Some(f.path()), Some(bytes), true, &()).unwrap();
+            assert_eq!(t.text, expected, "{bytes} bytes");
+            assert!(
+                t.name
+                    .ends_with(&format!("(first {} bytes)", expected.len()))
+            );
+        }
+        let whole = load(Some(f.path()), Some(7), true, &()).unwrap();
+        assert_eq!(whole.text, "aé漢z");
+        assert!(!whole.name.contains("first"));
+        assert_eq!(load(Some(f.path()), None, true, &()).unwrap().text, "aé漢z");
+    }
+
+    #[test]
+    fn what_is_no_text_is_refused_with_its_place() {
+        let f = file(b"ab\xff\xfecd");
+        let message = format!("{:#}", load(Some(f.path()), None, true, &()).err().unwrap());
+        assert!(message.contains("found byte 0xff at offset 2"), "{message}");
+        let cut_short = file("a漢".as_bytes().split_last().unwrap().1);
+        let message = format!(
+            "{:#}",
+            load(Some(cut_short.path()), None, true, &()).err().unwrap()
+        );
+        assert!(message.contains("at offset 1"), "{message}");
+        assert!(load(Some(f.path()), Some(0), true, &()).is_err());
+        assert!(load(Some(std::path::Path::new("/no/such/file")), None, true, &()).is_err());
+    }
+}

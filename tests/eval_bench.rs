@@ -1,0 +1,323 @@
+//! `nq eval`, `nq bench` and `nq doctor` as users run them, on the demo model.
+
+#![cfg(feature = "demo")]
+
+use serde_json::Value;
+use std::fs;
+use std::process::{Command, Output};
+
+fn nq(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_nq"))
+        .args(args)
+        .args(["--offline", "--device", "cpu"])
+        .output()
+        .unwrap()
+}
+
+fn stderr(out: &Output) -> String {
+    String::from_utf8_lossy(&out.stderr).into_owned()
+}
+
+fn json(out: &Output) -> Value {
+    assert!(out.status.success(), "{}", stderr(out));
+    serde_json::from_slice(&out.stdout).unwrap()
+}
+
+fn keys(value: &Value, expected: &[&str]) {
+    for key in expected {
+        assert!(value.get(key).is_some(), "{key} is missing in {value}");
+    }
+}
+
+/// Enough for four windows of 128 tokens.
+const SMALL: [&str; 6] = ["--text-bytes", "2500", "--ctx", "128", "--windows", "4"];
+
+#[test]
+fn eval_prints_perplexity_as_json_and_as_a_table() {
+    let mut args = vec!["eval", "demo", "--json"];
+    args.extend(SMALL);
+    let r = json(&nq(&args));
+    keys(
+        &r,
+        &[
+            "ppl", "ppl_se", "tokens", "windows", "ctx", "protocol", "text",
+        ],
+    );
+    assert_eq!(r["windows"], 4);
+    assert_eq!(r["tokens"], 4 * 127);
+    assert_eq!(r["protocol"], "hf");
+    assert_eq!(r["text"], "demo-eval (built in) (first 2500 bytes)");
+    assert!(r.get("kld").is_none());
+    let ppl = r["ppl"].as_f64().unwrap();
+    assert!((5.0..30.0).contains(&ppl), "{ppl}");
+    assert_eq!(r["window_ppl"].as_array().unwrap().len(), 4);
+
+    args.retain(|a| *a != "--json");
+    let out = nq(&args);
+    let table = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(
+        table.contains("hf protocol: 4 windows of 128 tokens"),
+        "{table}"
+    );
+    assert!(table.contains(&format!("{ppl:.4}")), "{table}");
+    assert!(
+        stderr(&out).contains("demo-eval (built in)"),
+        "{}",
+        stderr(&out)
+    );
+}
+
+#[test]
+fn eval_against_itself_finds_no_divergence() {
+    let mut args = vec![
+        "eval",
+        "demo",
+        "--against",
+        "demo",
+        "--json",
+        "--protocol",
+        "llama",
+        "--kv",
+        "32",
+    ];
+    args.extend(SMALL);
+    let r = json(&nq(&args));
+    keys(
+        &r,
+        &[
+            "kld",
+            "same_top1",
+            "rms_dp",
+            "ppl_ref",
+            "ln_ppl_ratio",
+            "ln_ppl_ratio_se",
+        ],
+    );
+    keys(&r["kld"], &["mean", "median", "p90", "p99", "p999", "max"]);
+    assert!(r["kld"]["max"].as_f64().unwrap().abs() < 1e-9, "{r}");
+    assert_eq!(r["same_top1"], 1.0);
+    assert_eq!(r["tokens"], 4 * 63);
+    assert_eq!(r["worst_tokens"].as_array().unwrap().len(), 10);
+}
+
+#[test]
+fn eval_writes_reports_that_stand_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = dir.path().join("text.txt");
+    fs::write(&text, "She said <nothing> & left. ".repeat(200)).unwrap();
+    let text = text.to_str().unwrap();
+    for name in ["report.md", "report.html"] {
+        let path = dir.path().join(name);
+        let out = nq(&[
+            "eval",
+            "demo",
+            "demo",
+            "--against",
+            "demo",
+            "--kv",
+            "8",
+            "--text",
+            text,
+            "--ctx",
+            "64",
+            "--windows",
+            "3",
+            "--report",
+            path.to_str().unwrap(),
+        ]);
+        assert!(out.status.success(), "{}", stderr(&out));
+        let report = fs::read_to_string(&path).unwrap();
+        assert!(report.contains("3 windows of 64 tokens"), "{report}");
+        assert!(report.contains("text.txt"), "{report}");
+        if name.ends_with("html") {
+            assert_eq!(
+                report.matches("<svg").count(),
+                3,
+                "bytes, windows, divergence"
+            );
+            for outside in ["<script", "<link", "src=", "url("] {
+                assert!(!report.contains(outside), "{outside}");
+            }
+            assert!(!report.contains("<nothing>"), "text is escaped");
+        }
+    }
+    assert_eq!(
+        fs::read_dir(dir.path()).unwrap().count(),
+        3,
+        "no temporary file stays"
+    );
+}
+
+#[test]
+fn eval_refuses_with_exit_code_1_and_says_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let bad = dir.path().join("bad.txt");
+    fs::write(&bad, b"ab\xff").unwrap();
+    let short = dir.path().join("short.txt");
+    fs::write(&short, "three words only").unwrap();
+    let (bad, short) = (bad.to_str().unwrap(), short.to_str().unwrap());
+    for (args, expected) in [
+        (
+            vec!["eval", "demo", "--text", bad],
+            "expected UTF-8, found byte 0xff",
+        ),
+        (
+            vec!["eval", "demo", "--text", short],
+            "expected at least one window of 1024 tokens",
+        ),
+        (vec!["eval", "demo", "--text", "/no/such"], "/no/such"),
+        (
+            vec!["eval", "demo", "--ctx", "4096"],
+            "at most the model's 1024, found 4096",
+        ),
+        (
+            vec!["eval", "demo", "--report", "x.pdf"],
+            "ends in .md or .html",
+        ),
+        (vec!["eval", "no-such-model"], "no-such-model"),
+    ] {
+        let out = nq(&args);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {}", stderr(&out));
+        assert!(
+            stderr(&out).contains(expected),
+            "{args:?}: {}",
+            stderr(&out)
+        );
+        assert!(out.stdout.is_empty(), "{args:?}");
+    }
+    let usage = nq(&["eval", "demo", "--protocol", "mine"]);
+    assert_eq!(usage.status.code(), Some(2));
+}
+
+#[test]
+fn bench_reports_rows_beside_the_measured_bandwidth() {
+    let out = nq(&[
+        "bench",
+        "demo",
+        "-p",
+        "32",
+        "-n",
+        "8",
+        "--depth",
+        "16",
+        "--repeats",
+        "2",
+        "--json",
+    ]);
+    let rows: Value =
+        serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{e}: {}", stderr(&out)));
+    let rows = rows.as_array().unwrap();
+    let tests: Vec<&str> = rows.iter().map(|r| r["test"].as_str().unwrap()).collect();
+    assert_eq!(tests, ["pp32", "tg8", "chat8"]);
+    for row in rows {
+        keys(
+            row,
+            &[
+                "test",
+                "depth",
+                "batch",
+                "engine",
+                "kernels",
+                "activations",
+                "bits",
+                "device",
+                "threads",
+                "tok_s",
+                "tok_s_std",
+                "gb_s",
+                "bandwidth_share",
+                "ms_per_token_p50",
+                "ms_per_token_p99",
+                "repeats",
+            ],
+        );
+        let f = |key: &str| row[key].as_f64().unwrap();
+        assert!(
+            f("tok_s") > 0.0 && f("ms_per_token_p50") <= f("ms_per_token_p99"),
+            "{row}"
+        );
+        assert!((f("bandwidth_share") - f("gb_s") / f("machine_gb_s")).abs() < 1e-9);
+        assert_eq!(
+            (row["depth"].as_u64(), row["repeats"].as_u64()),
+            (Some(16), Some(2))
+        );
+    }
+    assert!(rows[2]["streaming_overhead"].is_number());
+    // A figure above the machine's limit is an error, in the row and in the exit code.
+    let impossible = rows.iter().any(|r| r.get("measurement_error").is_some());
+    assert_eq!(
+        out.status.code(),
+        Some(i32::from(impossible)),
+        "{}",
+        stderr(&out)
+    );
+}
+
+#[test]
+fn bench_refuses_what_it_cannot_measure() {
+    for (args, expected) in [
+        (
+            vec!["bench", "demo", "-p", "0", "-n", "0"],
+            "nothing to measure",
+        ),
+        (
+            vec!["bench", "--preset", "qwen3-7b"],
+            "expected one of qwen3-0.6b",
+        ),
+        (
+            vec!["bench", "demo", "-p", "4096"],
+            "at most the model's 1024 positions",
+        ),
+    ] {
+        let out = nq(&args);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {}", stderr(&out));
+        assert!(
+            stderr(&out).contains(expected),
+            "{args:?}: {}",
+            stderr(&out)
+        );
+    }
+    let both = nq(&["bench", "demo", "--preset", "qwen3-0.6b"]);
+    assert_eq!(both.status.code(), Some(2));
+}
+
+#[test]
+fn doctor_describes_the_machine() {
+    let r = json(&nq(&["doctor", "--json"]));
+    keys(
+        &r,
+        &[
+            "version",
+            "cpu",
+            "memory",
+            "gpu",
+            "folders",
+            "environment",
+            "problems",
+        ],
+    );
+    assert!(r["cpu"]["threads"].as_u64().unwrap() >= 1);
+    assert!(
+        r["cpu"]["isas"]
+            .as_array()
+            .unwrap()
+            .contains(&r["cpu"]["isa"])
+    );
+    for problem in r["problems"].as_array().unwrap() {
+        assert!(!problem["remedy"].as_str().unwrap().is_empty(), "{problem}");
+    }
+
+    let out = Command::new(env!("CARGO_BIN_EXE_nq"))
+        .arg("doctor")
+        .env("HF_TOKEN", "hf_secret")
+        .env("NQ_HOME", "/nowhere/nq")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(out.status.success());
+    assert!(
+        text.contains("HF_TOKEN=(set)") && !text.contains("hf_secret"),
+        "{text}"
+    );
+    assert!(text.contains("/nowhere/nq/models"), "{text}");
+}
