@@ -443,9 +443,10 @@ pub fn breakdown(
     decoding: bool,
     progress: &dyn Progress,
 ) -> Result<Option<Breakdown>> {
-    let Some(profile) = engine.profile() else {
+    if !engine.start_profile() {
         return Ok(None);
-    };
+    }
+    engine.stop_profile();
     let n = if decoding {
         spec.gen_tokens
     } else {
@@ -466,9 +467,9 @@ pub fn breakdown(
         Ok(seconds)
     };
     pass(session.as_mut())?; // warm-up
-    profile.start();
+    engine.start_profile();
     let seconds = pass(session.as_mut());
-    let timings = profile.stop();
+    let timings = engine.stop_profile();
     let seconds = seconds?;
 
     // Kernels and shapes of one operation, added up.

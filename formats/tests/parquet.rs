@@ -27,7 +27,10 @@ fn what_is_not_read_is_refused_by_name() {
     let check = |name: &str, column: &str, expected: &str| {
         let (path, bytes) = fixture(name);
         let message = strings(&path, &bytes, column).unwrap_err().to_string();
-        assert!(message.contains(expected) && message.contains(name), "{message}");
+        assert!(
+            message.contains(expected) && message.contains(name),
+            "{message}"
+        );
     };
     check("zstd.parquet", "text", "compression codec 6");
     check("plain-v2.parquet", "title", "a column title");
@@ -42,7 +45,10 @@ fn damage_never_panics() {
     for name in READABLE {
         let (path, bytes) = fixture(name);
         for i in 0..bytes.len() {
-            assert!(strings(&path, &bytes[..i], "text").is_err(), "{name} cut at {i}");
+            assert!(
+                strings(&path, &bytes[..i], "text").is_err(),
+                "{name} cut at {i}"
+            );
             let mut damaged = bytes.clone();
             for flip in [0x01, 0x80, 0xff] {
                 damaged[i] = bytes[i] ^ flip;
