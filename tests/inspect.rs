@@ -46,7 +46,12 @@ fn a_checkpoint_is_listed_and_verified() {
     let out = nq(home.path(), &["inspect", &demo()]);
     let table = String::from_utf8(out.stdout).expect("UTF-8");
     assert!(table.starts_with("TENSOR"), "{table}");
-    for part in ["model.norm.weight", "[1024, 512]", "27801088", "bits per weight  16.0000"] {
+    for part in [
+        "model.norm.weight",
+        "[1024, 512]",
+        "27801088",
+        "bits per weight  16.0000",
+    ] {
         assert!(table.contains(part), "{part:?} is not in {table}");
     }
 }
@@ -67,7 +72,11 @@ fn a_truncated_file_is_named() {
     assert_eq!(out.status.code(), Some(1));
     assert!(out.stdout.is_empty());
     let said = said(&out);
-    for part in ["model-00002-of-00002.safetensors", "tensor model.", "offsets within"] {
+    for part in [
+        "model-00002-of-00002.safetensors",
+        "tensor model.",
+        "offsets within",
+    ] {
         assert!(said.contains(part), "{part:?} is not in {said}");
     }
 }
