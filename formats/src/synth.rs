@@ -117,10 +117,10 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
 }
 
 /// A random model in memory, opened like a folder. Weights are drawn when asked for,
-/// the same as [`write`] puts into files.
+/// the same as [`write()`] puts into files.
 ///
 /// # Errors
-/// As [`write`] for the tokenizer.
+/// As [`write()`] for the tokenizer.
 pub fn checkpoint(label: &str, config: &ModelConfig, seed: u64) -> Result<Checkpoint> {
     let files = Files::Virtual(Arc::new(MemoryFiles {
         label: label.into(),

@@ -1,8 +1,8 @@
 //! GGUF files, versions 2 and 3: one file, or a split set, holds weights, configuration,
 //! tokenizer and chat template; nothing beside it is read.
 //!
-//! [`file`] parses, [`blocks`] takes integer blocks apart, [`weight`] turns them into
-//! canonical weights, [`config`] and [`tokenizer`] rebuild the files that other formats
+//! `file` parses, `blocks` takes integer blocks apart, `weight` turns them into
+//! canonical weights, `config` and `tokenizer` rebuild the files that other formats
 //! keep beside their weights.
 
 pub mod blocks;
