@@ -5,6 +5,10 @@
 //! chosen again, it refuses unless [`ExportOptions::requantize`].
 
 pub mod gguf;
+pub mod nq;
+mod verify;
+
+pub use verify::{Difference, compare};
 
 use crate::checkpoint::{Checkpoint, Exactness};
 use crate::error::Result;
@@ -64,6 +68,8 @@ pub struct ExportReport {
 /// A format that nq exports to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportFormat {
+    /// nq's own folder.
+    Nq,
     /// One GGUF file (llama.cpp).
     Gguf,
 }
@@ -82,6 +88,7 @@ pub fn export(
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
     match format {
+        ExportFormat::Nq => nq::export(checkpoint, out, options, progress),
         ExportFormat::Gguf => gguf::export(checkpoint, out, options, progress),
     }
 }
