@@ -47,6 +47,12 @@ pub enum FormatArg {
     Nq,
     /// One GGUF file, for llama.cpp
     Gguf,
+    /// pack-quantized, for vLLM, SGLang and transformers
+    CompressedTensors,
+    /// Version 1, for every loader of GPTQ
+    Gptq,
+    /// AutoAWQ's gemm version
+    Awq,
 }
 
 impl FormatArg {
@@ -55,6 +61,9 @@ impl FormatArg {
         match self {
             FormatArg::Nq => ExportFormat::Nq,
             FormatArg::Gguf => ExportFormat::Gguf,
+            FormatArg::CompressedTensors => ExportFormat::CompressedTensors,
+            FormatArg::Gptq => ExportFormat::Gptq,
+            FormatArg::Awq => ExportFormat::Awq,
         }
     }
 }
