@@ -5,6 +5,27 @@
 
 #![forbid(unsafe_code)]
 
+pub mod calibration;
+pub mod error;
+pub mod fit;
+pub mod grid;
+pub mod layers;
+pub mod linalg;
+pub mod memory;
+pub mod methods;
+pub mod on_the_fly;
+pub mod pipeline;
+pub mod quality;
 pub mod report;
+pub mod schemes;
 
-pub use report::{LayerReport, QuantizeReport};
+pub use calibration::CalibrationSource;
+pub use error::{Error, Result};
+pub use fit::Fit;
+pub use grid::{Grid, GroupParams, Rounded};
+pub use memory::Estimate;
+pub use on_the_fly::{OnTheFly, quantize_at_load};
+pub use pipeline::{Job, QuantizeOptions};
+pub use quality::Limits;
+pub use report::{LayerReport, QuantizeReport, WorstToken};
+pub use schemes::Schemes;

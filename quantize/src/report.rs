@@ -35,6 +35,39 @@ pub struct QuantizeReport {
     pub layers: Vec<LayerReport>,
     /// Measured quality against the source.
     pub quality: Option<EvalReport>,
+    /// The peak that was announced before the work.
+    #[serde(default)]
+    pub estimated_peak_bytes: u64,
+    /// The positions where the model strays most from the source, worst first.
+    #[serde(default)]
+    pub worst_tokens: Vec<WorstToken>,
+}
+
+/// A position where the model strays far from the source.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorstToken {
+    /// KL divergence in nats.
+    pub kld: f64,
+    /// The text up to the position.
+    pub context: String,
+    /// The token that follows in the text.
+    pub target: String,
+    /// The model's best token.
+    pub model_top: String,
+    /// The source's best token.
+    pub reference_top: String,
+}
+
+impl QuantizeReport {
+    /// The `n` weights with the greatest error at their output (or, where that is unknown, of
+    /// their own), as `name (error)`.
+    pub fn worst_layers(&self, n: usize) -> Vec<String> {
+        let error = |l: &LayerReport| l.output_error.unwrap_or(l.rel_error);
+        let mut layers: Vec<&LayerReport> = self.layers.iter().collect();
+        layers.sort_by(|a, b| error(b).total_cmp(&error(a)));
+        let show = |l: &&LayerReport| format!("{} ({:.2} %)", l.name, 100.0 * error(l));
+        layers.iter().take(n).map(show).collect()
+    }
 }
 
 /// One quantized weight.
@@ -48,4 +81,7 @@ pub struct LayerReport {
     pub method: String,
     /// `|W - Q|_F / |W|_F`.
     pub rel_error: f64,
+    /// `|(W - Q) X|_F / |W X|_F` over the calibration's inputs, where they were gathered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub output_error: Option<f64>,
 }

@@ -1,0 +1,327 @@
+//! Texts that methods look at: sampled from the model itself, or read from a file.
+//!
+//! A model's own text, drawn at temperature 1, is by definition what its distribution looks
+//! like, needs no data set and never runs out. Half of the sequences start a document, half
+//! answer one of a list of short prompts in many fields and languages.
+
+use crate::error::{Error, Result};
+use nq_formats::nq::CalibrationRecord;
+use nq_formats::{Files, Progress, Unit, hash};
+use nq_kernels::rng::Philox;
+use nq_runtime::batch::{BatchRequest, sample_sequences};
+use nq_runtime::{ChatTemplate, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer};
+use std::path::{Path, PathBuf};
+
+/// Where calibration text comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CalibrationSource {
+    /// Sampled from the model.
+    SelfSampled,
+    /// A .txt file, or a .jsonl file of objects with `text`.
+    File(PathBuf),
+}
+
+/// Sequences of token ids, all of one length.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sequences {
+    /// `self` or a file name.
+    pub name: String,
+    /// The ids.
+    pub ids: Vec<Vec<u32>>,
+}
+
+impl Sequences {
+    /// Tokens of all sequences.
+    pub fn tokens(&self) -> usize {
+        self.ids.iter().map(Vec::len).sum()
+    }
+
+    /// SHA-256 over all ids as little-endian u32.
+    pub fn sha256(&self) -> String {
+        let bytes: Vec<u8> = self
+            .ids
+            .iter()
+            .flatten()
+            .flat_map(|i| i.to_le_bytes())
+            .collect();
+        hash::sha256_hex(&bytes)
+    }
+
+    /// What a file says of them.
+    pub fn record(&self) -> CalibrationRecord {
+        CalibrationRecord {
+            name: self.name.clone(),
+            sha256: self.sha256(),
+            tokens: self.tokens() as u64,
+        }
+    }
+}
+
+/// The token that begins a document.
+const DOCUMENT: &str = "<|endoftext|>";
+
+/// Prompts that half of the self-sampled sequences answer, one to a line.
+const PROMPTS: &str = include_str!("prompts.txt");
+
+/// Sequences of one forward while sampling, at most; and bytes of their KV cache.
+const SLOTS: usize = 64;
+const KV_BYTES: usize = 1 << 30;
+
+/// A model's tokenizer and chat template, for making prompts.
+pub struct Prompter {
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    document: u32,
+}
+
+impl Prompter {
+    /// Reads them from a checkpoint's files. `eos` stands in where the tokenizer has no
+    /// `<|endoftext|>`.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::from_files`]; a tokenizer of another vocabulary; no token to begin with.
+    pub fn new(files: &Files, vocab: usize, eos: &[u32], progress: &dyn Progress) -> Result<Self> {
+        let tokenizer = Tokenizer::from_files(files)?;
+        tokenizer.check_vocab(vocab)?;
+        let document = tokenizer.token_id(DOCUMENT).or(eos.first().copied());
+        let document = document.ok_or_else(|| Error::Text {
+            path: files.root(),
+            why: format!("expected a token {DOCUMENT} or an eos_token_id, found neither"),
+        })?;
+        let template = ChatTemplate::from_files(files)
+            .map_err(|e| {
+                progress.note(&format!(
+                    "{e}: calibration samples documents only, no answers"
+                ));
+            })
+            .ok();
+        Ok(Prompter {
+            tokenizer,
+            template,
+            document,
+        })
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// `n` beginnings: documents and, in turn with them, prompts of the list in an order
+    /// that `seed` decides.
+    ///
+    /// # Errors
+    /// If the template or the tokenizer fails.
+    pub fn beginnings(&self, n: usize, seed: u64) -> Result<Vec<Vec<u32>>> {
+        let mut prompts: Vec<&str> = PROMPTS.lines().filter(|l| !l.is_empty()).collect();
+        let mut rng = Philox::new(seed, u64::MAX);
+        for i in (1..prompts.len()).rev() {
+            prompts.swap(i, rng.next_u32() as usize % (i + 1));
+        }
+        (0..n)
+            .map(|i| match &self.template {
+                Some(template) if i % 2 == 1 => {
+                    let prompt = prompts[i / 2 % prompts.len()];
+                    let chat = [Message::new("user", prompt)];
+                    let text = template.render(&chat, None, true, None)?;
+                    Ok(self.tokenizer.encode(&text)?)
+                }
+                _ => Ok(vec![self.document]),
+            })
+            .collect()
+    }
+}
+
+/// Sequences that are sampled together: as many as [`KV_BYTES`] hold.
+pub fn sampling_slots(config: &nq_formats::ModelConfig, n: usize, length: usize) -> usize {
+    let position = 4 * config.num_hidden_layers * config.kv_dim(); // keys and values, f16
+    n.min(SLOTS)
+        .min(KV_BYTES / (position * length).max(1))
+        .max(1)
+}
+
+/// Samples `n` sequences of `length` tokens from `engine` at temperature 1.
+///
+/// # Errors
+/// What the engine, the template or the tokenizer reports.
+pub fn sample(
+    engine: &dyn Engine,
+    prompter: &Prompter,
+    stage: &str,
+    (n, length): (usize, usize),
+    seed: u64,
+    progress: &dyn Progress,
+) -> Result<Sequences> {
+    let prompts = prompter.beginnings(n, seed)?;
+    let slots = sampling_slots(engine.config(), n, length);
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
+    let mut session = engine.session(SessionSpec {
+        slots,
+        ctx: length,
+        kv: KvType::F16,
+        max_rows: slots.max(longest).max(256),
+    })?;
+    let prompted: usize = prompts.iter().map(|p| p.len().min(length)).sum();
+    progress.begin(stage, (n * length - prompted) as u64, Unit::Tokens);
+    let ids = sample_sequences(
+        session.as_mut(),
+        &BatchRequest {
+            prompts: &prompts,
+            length,
+            stop: &[],
+            sampling: SamplingParams {
+                seed,
+                ..SamplingParams::default()
+            },
+        },
+        progress,
+    );
+    progress.end();
+    Ok(Sequences {
+        name: "self".into(),
+        ids: ids?,
+    })
+}
+
+/// Reads sequences of `length` tokens from a text: all of it if it has no more than `n`,
+/// else `n` of them spread evenly over it.
+///
+/// # Errors
+/// [`Error::Io`] or [`Error::Text`] if the file cannot be read, is no UTF-8, has a line
+/// without `text`, or is shorter than one sequence.
+pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Result<Sequences> {
+    let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", e))?;
+    let fail = |why: String| Error::Text {
+        path: path.into(),
+        why,
+    };
+    let text = String::from_utf8(bytes).map_err(|e| fail(format!("expected UTF-8, found {e}")))?;
+    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
+    let tokens = match extension {
+        "jsonl" => {
+            let mut tokens = Vec::new();
+            for (i, line) in text.lines().enumerate() {
+                if line.trim().is_empty() {
+                    continue;
+                }
+                let document = document(line).map_err(|e| fail(format!("line {}: {e}", i + 1)))?;
+                tokens.push(prompter.document);
+                tokens.extend(prompter.tokenizer.encode(&document)?);
+            }
+            tokens
+        }
+        "txt" => prompter.tokenizer.encode(&text)?,
+        other => {
+            return Err(fail(format!(
+                "expected a .txt or .jsonl file, found {other:?}"
+            )));
+        }
+    };
+    let whole = tokens.len() / length;
+    if whole == 0 {
+        return Err(fail(format!(
+            "expected at least one sequence of {length} tokens, found {}",
+            tokens.len()
+        )));
+    }
+    let n = n.min(whole);
+    let ids = (0..n)
+        .map(|i| {
+            let at = i * whole / n * length;
+            tokens[at..at + length].to_vec()
+        })
+        .collect();
+    let name = path.file_name().unwrap_or(path.as_os_str());
+    Ok(Sequences {
+        name: name.to_string_lossy().into_owned(),
+        ids,
+    })
+}
+
+/// The `text` of one line of JSON.
+fn document(line: &str) -> std::result::Result<String, String> {
+    let value: serde_json::Value = serde_json::from_str(line).map_err(|e| e.to_string())?;
+    match value.get("text").and_then(|t| t.as_str()) {
+        Some(text) => Ok(text.to_owned()),
+        None => Err("expected an object with a string \"text\"".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn demo() -> Files {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
+        Files::Folder(root)
+    }
+
+    fn prompter() -> Prompter {
+        Prompter::new(&demo(), 4096, &[], &()).unwrap()
+    }
+
+    #[test]
+    fn prompts_are_many_and_differ() {
+        let lines: Vec<&str> = PROMPTS.lines().collect();
+        let unique: std::collections::BTreeSet<_> = lines.iter().collect();
+        assert!(lines.len() >= 200, "{}", lines.len());
+        assert_eq!(unique.len(), lines.len());
+        assert!(lines.iter().all(|l| !l.trim().is_empty()));
+    }
+
+    #[test]
+    fn beginnings_alternate_and_follow_the_seed() {
+        let p = prompter();
+        let a = p.beginnings(8, 1).unwrap();
+        for (i, b) in a.iter().enumerate() {
+            assert_eq!(b.len() == 1, i % 2 == 0, "{i}: {b:?}");
+        }
+        assert!(
+            p.tokenizer
+                .decode(&a[1], false)
+                .starts_with("<|im_start|>user\n")
+        );
+        assert_eq!(a, p.beginnings(8, 1).unwrap());
+        assert_ne!(a, p.beginnings(8, 2).unwrap());
+    }
+
+    #[test]
+    fn files_are_cut_and_spread() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.jsonl");
+        let line = |s: &str| format!("{{\"text\": \"{}\"}}\n", s.repeat(20));
+        std::fs::write(
+            &path,
+            line("One two three. ") + "\n" + &line("Four five six. "),
+        )
+        .unwrap();
+        let p = prompter();
+        let all = read(&path, &p, (1000, 16)).unwrap();
+        assert_eq!(all.name, "a.jsonl");
+        assert_eq!(all.ids[0][0], p.document);
+        assert!(all.ids.iter().all(|s| s.len() == 16));
+        let some = read(&path, &p, (2, 16)).unwrap();
+        assert_eq!(some.ids[0], all.ids[0]);
+        assert_eq!(some.ids[1], all.ids[all.ids.len() / 2]);
+        assert_ne!(some.sha256(), all.sha256());
+        assert_eq!(some.record().tokens, 32);
+    }
+
+    #[test]
+    fn unusable_files_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let p = prompter();
+        let check = |name: &str, contents: &[u8], expected: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, contents).unwrap();
+            let error = read(&path, &p, (4, 16)).unwrap_err().to_string();
+            assert!(error.contains(expected) && error.contains(name), "{error}");
+        };
+        check("a.txt", b"short", "at least one sequence of 16 tokens");
+        check("b.txt", &[0xff; 100], "expected UTF-8");
+        check("c.csv", b"a,b", "expected a .txt or .jsonl file");
+        check("d.jsonl", b"{\"text\": \"a\"}\n{\"txt\": 1}\n", "line 2");
+        let missing = read(&dir.path().join("no.txt"), &p, (4, 16)).unwrap_err();
+        assert!(missing.to_string().contains("no.txt"));
+    }
+}

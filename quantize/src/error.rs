@@ -1,0 +1,85 @@
+//! The one error type of this crate.
+
+use std::path::PathBuf;
+
+/// Shorthand for this crate's results.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What can stop a quantization.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Reading or writing a checkpoint failed.
+    #[error(transparent)]
+    Format(#[from] nq_formats::Error),
+    /// Running the model failed.
+    #[error(transparent)]
+    Runtime(#[from] nq_runtime::Error),
+    /// The operating system refused an operation on a file.
+    #[error("{}: {action}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was tried, e.g. "read".
+        action: &'static str,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// A weight holds numbers that are none.
+    #[error("{tensor}: expected finite weights, found {found} in row {row}, column {column}")]
+    NotFinite {
+        /// The weight's name.
+        tensor: String,
+        /// The value.
+        found: f32,
+        /// Its row.
+        row: usize,
+        /// Its column.
+        column: usize,
+    },
+    /// A request does not fit the model or this build.
+    #[error("{what}: expected {expected}, found {found}")]
+    Request {
+        /// Which part of the request.
+        what: &'static str,
+        /// What fits.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// Measuring quality failed.
+    #[error(transparent)]
+    Evals(#[from] nq_evals::Error),
+    /// The measured quality breaks a limit; the finished steps are kept, so that a run with
+    /// other limits can resume from them.
+    #[error("{}: not written: {broken}; the worst layers: {worst}", out.display())]
+    Guard {
+        /// Which limits, and by how much.
+        broken: String,
+        /// The layers with the greatest errors.
+        worst: String,
+        /// The folder that would have been written.
+        out: PathBuf,
+        /// Everything that was measured.
+        report: Box<crate::QuantizeReport>,
+    },
+    /// A calibration or evaluation text cannot be used.
+    #[error("{}: {why}", path.display())]
+    Text {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+}
+
+impl Error {
+    /// Wraps an I/O error with the file and the action that failed.
+    pub fn io(path: impl Into<PathBuf>, action: &'static str, source: std::io::Error) -> Self {
+        Error::Io {
+            path: path.into(),
+            action,
+            source,
+        }
+    }
+}

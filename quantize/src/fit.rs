@@ -1,0 +1,340 @@
+//! Choosing a group's scale and zero-point.
+//!
+//! [`Fit::absmax`] covers the whole range. [`Fit::clip`] tries smaller ranges too, and keeps
+//! the one whose rounding errors, each weighted by how much its input matters, are least: a
+//! few large weights lose a little so that all others are rounded more finely. For a
+//! symmetric grid it tries both signs, since the codes reach one step further below the
+//! midpoint than above it. The best candidate's scale is then refitted to its codes by
+//! weighted least squares, which llama.cpp's k-quants do in the same place.
+
+use crate::grid::{Grid, GroupParams};
+use half::f16;
+
+/// How a group's parameters are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fit {
+    /// Smallest range tried, as a share of the whole; 1 tries no other.
+    pub least: f32,
+    /// Ranges tried from 1 down to `least`.
+    pub steps: usize,
+    /// Power of an element's error in the sum: 2 or 3.
+    pub power: Power,
+    /// Rounds of refitting the best candidate's scale.
+    pub refits: usize,
+}
+
+/// Power of an element's error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Power {
+    /// Squares: with `E[x^2]` as importance, the output's expected squared error if inputs
+    /// were uncorrelated.
+    Two,
+    /// Cubes: large errors count for more.
+    Three,
+}
+
+impl Fit {
+    /// The whole range of the group.
+    pub const fn absmax() -> Self {
+        Fit {
+            least: 1.0,
+            steps: 0,
+            power: Power::Two,
+            refits: 0,
+        }
+    }
+
+    /// The range with the least weighted error.
+    pub const fn clip() -> Self {
+        Fit {
+            least: 0.55,
+            steps: 15,
+            power: Power::Two,
+            refits: 3,
+        }
+    }
+
+    /// The parameters for `w`, one group of a row. `importance` (as long, or empty: all
+    /// alike) weighs each element's error.
+    pub fn params(&self, grid: &Grid, w: &[f32], importance: &[f32]) -> GroupParams {
+        debug_assert!(importance.is_empty() || importance.len() == w.len());
+        let (low, high) = w
+            .iter()
+            .fold((0f32, 0f32), |(l, h), &v| (l.min(v), h.max(v)));
+        if low == 0.0 && high == 0.0 {
+            let zero = grid.bits().midpoint();
+            return GroupParams { scale: 0.0, zero };
+        }
+        let whole = whole_range(grid, low, high, 1.0);
+        if self.steps == 0 {
+            return whole;
+        }
+        let mut search = Search {
+            grid,
+            w,
+            importance,
+            power: self.power,
+            best: whole,
+            error: f32::INFINITY,
+        };
+        search.try_params(whole);
+        if grid.symmetric() {
+            self.search_symmetric(&mut search, low, high);
+        } else {
+            self.search_asymmetric(&mut search, low, high);
+        }
+        for _ in 0..self.refits {
+            let before = search.error;
+            search.refit();
+            if search.error >= before {
+                break;
+            }
+        }
+        search.best
+    }
+
+    /// Shares of the whole range, from 1 to `least`.
+    fn shares(&self) -> impl Iterator<Item = f32> + Clone + '_ {
+        let n = self.steps;
+        (0..=n).map(move |i| 1.0 - (1.0 - self.least) * i as f32 / n as f32)
+    }
+
+    fn search_symmetric(&self, search: &mut Search<'_>, low: f32, high: f32) {
+        let zero = search.grid.bits().midpoint();
+        let signed = if high > -low { high } else { low };
+        for share in self.shares() {
+            // The greatest magnitude on the lowest code, and the mirrored choice.
+            let scale = -signed * share / f32::from(zero);
+            search.try_params(GroupParams { scale, zero });
+            search.try_params(GroupParams {
+                scale: -scale,
+                zero,
+            });
+        }
+    }
+
+    fn search_asymmetric(&self, search: &mut Search<'_>, low: f32, high: f32) {
+        for share in self.shares() {
+            let p = whole_range(search.grid, low, high, share);
+            search.try_params(p);
+            // A range clipped at one end only has its zero elsewhere.
+            for zero in [p.zero.saturating_sub(1), p.zero.saturating_add(1)] {
+                if zero != p.zero && zero <= search.grid.max_code() {
+                    search.try_params(GroupParams { zero, ..p });
+                }
+            }
+        }
+    }
+}
+
+/// Parameters that reach from `low` to `high` (which include 0), shrunk to `share`.
+fn whole_range(grid: &Grid, low: f32, high: f32, share: f32) -> GroupParams {
+    let max = f32::from(grid.max_code());
+    if grid.symmetric() {
+        // Half a step beyond the greatest code: it rounds back onto it.
+        let scale = storable(high.max(-low) * share / (max / 2.0));
+        let zero = grid.bits().midpoint();
+        return GroupParams { scale, zero };
+    }
+    let scale = storable((high - low) * share / max);
+    let zero = (-low * share / scale).round_ties_even().clamp(0.0, max) as u8;
+    GroupParams { scale, zero }
+}
+
+/// The nearest scale that a file can hold: an f16, not zero and not infinite.
+fn storable(scale: f32) -> f32 {
+    let least = f16::from_bits(1).to_f32();
+    let magnitude = f16::from_f32(scale.abs())
+        .to_f32()
+        .clamp(least, f16::MAX.to_f32());
+    magnitude.copysign(scale)
+}
+
+/// The best parameters found so far for one group.
+struct Search<'a> {
+    grid: &'a Grid,
+    w: &'a [f32],
+    importance: &'a [f32],
+    power: Power,
+    best: GroupParams,
+    error: f32,
+}
+
+/// Adding and subtracting this rounds a small f32 to an integer, ties to even, in two
+/// instructions that every vector unit has.
+const ROUNDER: f32 = 12_582_912.0; // 1.5 * 2^23
+
+/// Elements that one pass of the inner loop takes: as many partial sums as keep any vector
+/// unit busy, in a fixed order of summation.
+const LANES: usize = 16;
+
+impl Search<'_> {
+    /// Keeps `p` if its weighted error is less than the best.
+    fn try_params(&mut self, p: GroupParams) {
+        let p = GroupParams {
+            scale: storable(p.scale),
+            zero: p.zero,
+        };
+        let error = self.weighted_error(p);
+        if error < self.error {
+            (self.best, self.error) = (p, error);
+        }
+    }
+
+    fn weighted_error(&self, p: GroupParams) -> f32 {
+        let (inverse, zero) = (1.0 / p.scale, f32::from(p.zero));
+        let (low, high) = (-zero, f32::from(self.grid.max_code()) - zero);
+        let cubes = self.power == Power::Three;
+        let mut sums = [0f32; LANES];
+        let one = [1f32; LANES];
+        for (i, w) in self.w.chunks(LANES).enumerate() {
+            let at = i * LANES;
+            let h = match self.importance.get(at..at + w.len()) {
+                Some(h) => h,
+                None => &one[..w.len()],
+            };
+            for ((sum, &w), &h) in sums.iter_mut().zip(w).zip(h) {
+                let q = (w * inverse).clamp(low, high) + ROUNDER - ROUNDER;
+                let e = q * p.scale - w;
+                let e2 = e * e;
+                *sum += h * if cubes { e2 * e.abs() } else { e2 };
+            }
+        }
+        sums.iter().sum()
+    }
+
+    /// The scale that fits the best candidate's codes best, and new codes for it.
+    fn refit(&mut self) {
+        let p = self.best;
+        let (inverse, zero) = (1.0 / p.scale, f32::from(p.zero));
+        let (low, high) = (-zero, f32::from(self.grid.max_code()) - zero);
+        let (mut wq, mut qq) = (0f32, 0f32);
+        for (i, &w) in self.w.iter().enumerate() {
+            let q = (w * inverse).clamp(low, high) + ROUNDER - ROUNDER;
+            let mut h = self.importance.get(i).copied().unwrap_or(1.0);
+            if self.power == Power::Three {
+                h *= (q * p.scale - w).abs();
+            }
+            wq += h * w * q;
+            qq += h * q * q;
+        }
+        let scale = wq / qq;
+        if scale.is_finite() && scale != 0.0 {
+            self.try_params(GroupParams {
+                scale,
+                zero: p.zero,
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_formats::{AffineScheme, Bits, Group, Zeros};
+    use nq_kernels::rng::Philox;
+
+    fn grid(bits: Bits, zeros: Zeros) -> Grid {
+        let group = Group::Size(64);
+        Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+    }
+
+    fn error(grid: &Grid, p: GroupParams, w: &[f32], h: &[f32]) -> f64 {
+        w.iter()
+            .zip(h)
+            .map(|(&w, &h)| f64::from(h) * f64::from(w - p.value(grid.code(p, w))).powi(2))
+            .sum()
+    }
+
+    fn normal(n: usize, stream: u64) -> Vec<f32> {
+        let mut rng = Philox::new(1, stream);
+        (0..n).map(|_| rng.normal() * 0.02).collect()
+    }
+
+    #[test]
+    fn whole_ranges_by_hand() {
+        let w = [-3.0, 1.0, 6.0, 0.5];
+        let p = Fit::absmax().params(&grid(Bits::B4, Zeros::None), &w, &[]);
+        assert_eq!((p.scale, p.zero), (f16::from_f32(0.8).to_f32(), 8)); // 6 / 7.5
+        let p = Fit::absmax().params(&grid(Bits::B4, Zeros::Integer), &w, &[]);
+        assert_eq!((p.scale, p.zero), (f16::from_f32(0.6).to_f32(), 5)); // 9 / 15, 3 / 0.6
+        // All of one sign: zero stays representable, at the end of the codes.
+        let p = Fit::absmax().params(&grid(Bits::B8, Zeros::Integer), &[255.0, 51.0], &[]);
+        assert_eq!((p.scale, p.zero), (1.0, 0));
+    }
+
+    #[test]
+    fn a_symmetric_group_may_put_a_positive_maximum_on_the_lowest_code() {
+        // -0.5 q for q = -8 ..= 7: exact only if 4.0 takes code 0.
+        let w = [4.0, -3.5, 1.0, -0.5, 0.0, 2.5];
+        let grid = grid(Bits::B4, Zeros::None);
+        let p = Fit::clip().params(&grid, &w, &[]);
+        assert_eq!((p.scale, p.zero), (-0.5, 8));
+        assert_eq!(error(&grid, p, &w, &[1.0; 6]), 0.0);
+    }
+
+    /// Weights that stand on the grid are found again, whatever the importance.
+    #[test]
+    fn grid_points_survive() {
+        for bits in [Bits::B4, Bits::B8] {
+            for zeros in [Zeros::None, Zeros::Integer] {
+                let grid = grid(bits, zeros);
+                let max = usize::from(grid.max_code());
+                let zero = if zeros == Zeros::None {
+                    grid.bits().midpoint()
+                } else {
+                    6
+                };
+                let p = GroupParams { scale: 0.125, zero };
+                let mut codes: Vec<u8> = (0..64).map(|i| (i * 29 % (max + 1)) as u8).collect();
+                (codes[0], codes[1]) = (0, max as u8);
+                let w: Vec<f32> = codes.iter().map(|&q| p.value(q)).collect();
+                let h: Vec<f32> = (0..64).map(|i| 1.0 + (i % 7) as f32).collect();
+                for importance in [&h[..], &[]] {
+                    let found = Fit::clip().params(&grid, &w, importance);
+                    assert_eq!(error(&grid, found, &w, &h), 0.0, "{bits:?} {zeros:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn clipping_beats_the_whole_range_and_follows_importance() {
+        for zeros in [Zeros::None, Zeros::Integer] {
+            let grid = grid(Bits::B4, zeros);
+            let mut totals = [0f64; 2]; // clipped, whole
+            for stream in 0..20 {
+                let w = normal(64, stream);
+                let mut h = vec![1.0; 64];
+                let whole = error(&grid, Fit::absmax().params(&grid, &w, &[]), &w, &h);
+                let clip = Fit::clip().params(&grid, &w, &[]);
+                let clipped = error(&grid, clip, &w, &h);
+                assert!(
+                    clipped <= whole * 1.0001,
+                    "{zeros:?} {stream}: {clipped} {whole}"
+                );
+                totals[0] += clipped;
+                totals[1] += whole;
+                // Where one element matters above all, it is met better.
+                let top = (0..64).max_by(|&a, &b| w[a].abs().total_cmp(&w[b].abs()));
+                h[top.unwrap()] = 1e6;
+                let aware = error(&grid, Fit::clip().params(&grid, &w, &h), &w, &h);
+                assert!(aware <= error(&grid, clip, &w, &h));
+            }
+            assert!(totals[0] < 0.95 * totals[1], "{zeros:?} {totals:?}");
+        }
+    }
+
+    #[test]
+    fn scales_stay_storable() {
+        let grid = grid(Bits::B4, Zeros::Integer);
+        for fit in [Fit::absmax(), Fit::clip()] {
+            let tiny = fit.params(&grid, &[1e-30, -1e-30], &[]);
+            assert!(tiny.scale > 0.0);
+            let huge = fit.params(&grid, &[1e30, -1e30], &[]);
+            assert!(huge.scale.is_finite());
+            let nothing = fit.params(&grid, &[0.0; 8], &[]);
+            assert_eq!((nothing.scale, nothing.zero), (0.0, 8));
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! What values a stored group can take, which is all that a method needs to know of a format.
+//!
+//! A group of consecutive inputs of one row has a scale and a zero-point; code `q` stands for
+//! `s * (q - z)`. Scales are rounded to f16 before anything is rounded *to* them, so what a
+//! method sees is exactly what a file stores and a kernel computes.
+
+use crate::error::{Error, Result};
+use bytes::Bytes;
+use half::f16;
+use nq_formats::{AffineScheme, AffineWeight, Weight, ZeroPoints, Zeros, pack};
+use nq_formats::{Bits, Group, QuantizedWeight};
+
+/// Scale and zero-point of one group, as stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GroupParams {
+    /// Step between neighbouring codes: exactly an f16 value, finite; negative where the
+    /// greatest magnitude of a symmetric group is positive and takes the lowest code.
+    pub scale: f32,
+    /// The code that stands for zero.
+    pub zero: u8,
+}
+
+impl GroupParams {
+    /// The value of code `q`.
+    #[inline]
+    pub fn value(self, q: u8) -> f32 {
+        // Exact: the difference has at most 9 bits, the scale 11.
+        self.scale * (f32::from(q) - f32::from(self.zero))
+    }
+}
+
+/// The values that a scheme can store.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Grid {
+    scheme: AffineScheme,
+}
+
+impl Grid {
+    /// The grid of `scheme`.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for schemes that nq reads but does not write: float offsets.
+    pub fn new(scheme: AffineScheme) -> Result<Self> {
+        if scheme.zeros == Zeros::Offset {
+            return Err(Error::Request {
+                what: "zero-points",
+                expected: "none or integers".into(),
+                found: "float offsets".into(),
+            });
+        }
+        Ok(Grid { scheme })
+    }
+
+    /// The scheme.
+    pub fn scheme(&self) -> AffineScheme {
+        self.scheme
+    }
+
+    /// Width of a code.
+    pub fn bits(&self) -> Bits {
+        self.scheme.bits
+    }
+
+    /// How inputs are grouped.
+    pub fn group(&self) -> Group {
+        self.scheme.group
+    }
+
+    /// True if every group's zero-point is the midpoint.
+    pub fn symmetric(&self) -> bool {
+        self.scheme.zeros == Zeros::None
+    }
+
+    /// The greatest code.
+    pub fn max_code(&self) -> u8 {
+        self.scheme.bits.max_code()
+    }
+
+    /// The code nearest to `w` (ties to even), 0 if the group's scale is 0.
+    #[inline]
+    pub fn code(&self, p: GroupParams, w: f32) -> u8 {
+        if p.scale == 0.0 {
+            return p.zero;
+        }
+        let q = (w / p.scale).round_ties_even() + f32::from(p.zero);
+        q.clamp(0.0, f32::from(self.max_code())) as u8
+    }
+
+    /// Rounds a group of weights to codes.
+    pub fn round(&self, p: GroupParams, w: &[f32], codes: &mut [u8]) {
+        for (c, &w) in codes.iter_mut().zip(w) {
+            *c = self.code(p, w);
+        }
+    }
+}
+
+/// A weight rounded to a grid: what a method makes.
+#[derive(Clone, Debug)]
+pub struct Rounded {
+    /// The grid.
+    pub grid: Grid,
+    /// Columns.
+    pub cols: usize,
+    /// One code per element, `[rows, cols]`, not packed.
+    pub codes: Vec<u8>,
+    /// `[rows, groups]`.
+    pub params: Vec<GroupParams>,
+}
+
+impl Rounded {
+    /// Room for `[rows, cols]` codes.
+    pub fn new(grid: Grid, rows: usize, cols: usize) -> Self {
+        let groups = grid.group().count(cols);
+        let zero = GroupParams {
+            scale: 0.0,
+            zero: grid.bits().midpoint(),
+        };
+        Rounded {
+            grid,
+            cols,
+            codes: vec![0; rows * cols],
+            params: vec![zero; rows * groups],
+        }
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> usize {
+        self.codes.len() / self.cols.max(1)
+    }
+
+    /// Groups in a row.
+    pub fn groups(&self) -> usize {
+        self.grid.group().count(self.cols)
+    }
+
+    /// Writes the values of row `row` into `out` (`cols` long).
+    pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
+        let size = self.grid.group().size(self.cols);
+        let codes = &self.codes[row * self.cols..(row + 1) * self.cols];
+        let params = &self.params[row * self.groups()..(row + 1) * self.groups()];
+        for ((out, codes), &p) in out
+            .chunks_mut(size)
+            .zip(codes.chunks(size))
+            .zip(params.iter())
+        {
+            for (o, &q) in out.iter_mut().zip(codes) {
+                *o = p.value(q);
+            }
+        }
+    }
+
+    /// The weight in canonical form.
+    ///
+    /// # Errors
+    /// As [`AffineWeight::new`]; none for what the methods of this crate make.
+    pub fn to_weight(&self) -> Result<Weight> {
+        let scheme = self.grid.scheme();
+        let scales = self.params.iter().map(|p| f16::from_f32(p.scale)).collect();
+        let zeros = match scheme.zeros {
+            Zeros::Integer => {
+                let zeros: Vec<u8> = self.params.iter().map(|p| p.zero).collect();
+                let packed = pack::pack_rows(scheme.bits, &zeros, self.groups());
+                ZeroPoints::Integer(Bytes::from(packed))
+            }
+            _ => ZeroPoints::None,
+        };
+        let codes = Bytes::from(pack::pack_rows(scheme.bits, &self.codes, self.cols));
+        let dims = (self.rows(), self.cols);
+        let weight = AffineWeight::new(scheme, dims, codes, scales, zeros, None)?;
+        Ok(Weight::Quantized(QuantizedWeight::Affine(weight)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grid(bits: Bits, zeros: Zeros) -> Grid {
+        let group = Group::Size(4);
+        Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+    }
+
+    #[test]
+    fn codes_of_a_symmetric_group_by_hand() {
+        let grid = grid(Bits::B4, Zeros::None);
+        let p = GroupParams {
+            scale: 0.5,
+            zero: 8,
+        };
+        // 0.75 / 0.5 = 1.5 and 1.25 / 0.5 = 2.5: ties go to the even neighbour, 2.
+        let w = [0.75, 1.25, -9.0, 9.0];
+        let mut codes = [0; 4];
+        grid.round(p, &w, &mut codes);
+        assert_eq!(codes, [10, 10, 0, 15]);
+        assert_eq!(codes.map(|q| p.value(q)), [1.0, 1.0, -4.0, 3.5]);
+    }
+
+    #[test]
+    fn zero_scale_gives_zeros() {
+        let grid = grid(Bits::B8, Zeros::Integer);
+        let p = GroupParams {
+            scale: 0.0,
+            zero: 7,
+        };
+        assert_eq!(p.value(grid.code(p, 3.0)), 0.0);
+    }
+
+    #[test]
+    fn float_offsets_are_refused() {
+        let scheme = AffineScheme {
+            bits: Bits::B4,
+            group: Group::Channel,
+            zeros: Zeros::Offset,
+        };
+        let error = Grid::new(scheme).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "zero-points: expected none or integers, found float offsets"
+        );
+    }
+
+    /// What a method computes with is what a reader gets back, bit for bit.
+    #[test]
+    fn canonical_weight_dequantizes_to_the_same_values() {
+        for (bits, zeros) in [
+            (Bits::B4, Zeros::None),
+            (Bits::B4, Zeros::Integer),
+            (Bits::B8, Zeros::None),
+            (Bits::B8, Zeros::Integer),
+        ] {
+            let grid = grid(bits, zeros);
+            let (rows, cols) = (3, 10); // the last group is short
+            let mut r = Rounded::new(grid, rows, cols);
+            let max = usize::from(grid.max_code()) + 1;
+            for (i, c) in r.codes.iter_mut().enumerate() {
+                *c = (i * 37 % max) as u8;
+            }
+            for (i, p) in r.params.iter_mut().enumerate() {
+                p.scale = f16::from_f32(0.013 * (i as f32 - 3.0)).to_f32();
+                if zeros == Zeros::Integer {
+                    p.zero = (i * 5 % max) as u8;
+                }
+            }
+            let weight = r.to_weight().unwrap();
+            let (mut a, mut b) = (vec![0.0; cols], vec![0.0; cols]);
+            for row in 0..rows {
+                r.dequantize_row(row, &mut a);
+                weight.dequantize_row(row, &mut b).unwrap();
+                assert_eq!(a, b, "{bits:?} {zeros:?} row {row}");
+            }
+        }
+    }
+}

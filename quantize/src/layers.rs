@@ -1,0 +1,182 @@
+//! One layer's work: gather what its Linears see, transform it, round it.
+
+use crate::error::Result;
+use crate::grid::{Grid, Rounded};
+use crate::linalg::{InputStats, Matrix, Moments, quadratic_error};
+use crate::methods::{Layer, Method, Needs, Problem};
+use crate::report::LayerReport;
+use nq_formats::{ModelConfig, Progress, Tensor, Weight};
+use nq_runtime::{Hidden, LayerStepper, LayerWeights, LinearId, LinearKind, Observer};
+
+/// Gathers the second moments of a layer's four inputs.
+pub struct Gather<'a> {
+    moments: [Moments; 4],
+    progress: &'a dyn Progress,
+}
+
+impl<'a> Gather<'a> {
+    /// For a model of this shape; `progress` is advanced by rows.
+    pub fn new(config: &ModelConfig, needs: Needs, progress: &'a dyn Progress) -> Self {
+        let moments = LinearKind::INPUTS
+            .map(|kinds| Moments::new(kinds[0].dims(config).1, needs == Needs::Hessian));
+        Gather { moments, progress }
+    }
+
+    /// The statistics, in the order of [`LinearKind::INPUTS`].
+    pub fn finish(self) -> [InputStats; 4] {
+        self.moments.map(Moments::finish)
+    }
+}
+
+impl Observer for Gather<'_> {
+    fn linear_input(&mut self, _layer: usize, kinds: &[LinearKind], x: &[f32]) {
+        let Some(kind) = kinds.first() else { return };
+        let input = LinearKind::INPUTS.iter().position(|k| k.contains(kind));
+        if let Some(input) = input {
+            self.moments[input].add(x);
+        }
+        if *kind == LinearKind::Q {
+            let rows = x.len() / self.moments[0].width();
+            self.progress.advance(rows as u64);
+        }
+    }
+}
+
+/// Advances the progress by rows and looks at nothing.
+pub struct Pass<'a> {
+    /// Elements of a row of the residual stream.
+    pub width: usize,
+    /// Told of rows.
+    pub progress: &'a dyn Progress,
+}
+
+impl Observer for Pass<'_> {
+    fn linear_input(&mut self, _layer: usize, kinds: &[LinearKind], x: &[f32]) {
+        if kinds.first() == Some(&LinearKind::Q) {
+            self.progress.advance((x.len() / self.width) as u64);
+        }
+    }
+}
+
+/// Reads a layer's weights into f32.
+///
+/// # Errors
+/// [`crate::Error::NotFinite`] naming a weight with a NaN or infinity.
+pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Result<Layer> {
+    let linear = |kind: LinearKind| {
+        let name = LinearId { layer: index, kind }.to_string();
+        Matrix::from_weight(&name, weights.linear(kind))
+    };
+    let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
+    Ok(Layer {
+        index,
+        linears: [q?, k?, v?, o?, gate?, up?, down?],
+        input_norm: weights.input_norm.to_f32()?,
+        post_attention_norm: weights.post_attention_norm.to_f32()?,
+        head_dim: config.head_dim,
+    })
+}
+
+/// A quantized layer and how it came about.
+pub struct Quantized {
+    /// What to write and to run.
+    pub weights: LayerWeights,
+    /// One row for each Linear.
+    pub rows: Vec<LayerReport>,
+    /// What was not done as asked.
+    pub fallbacks: Vec<String>,
+}
+
+/// Quantizes one layer. `stats` are those of [`LinearKind::INPUTS`], unless the method needs
+/// none; `grids` are by [`LinearKind`].
+///
+/// # Errors
+/// As [`read`]; what the method refuses.
+pub fn quantize(
+    method: &dyn Method,
+    index: usize,
+    source: &LayerWeights,
+    mut stats: Option<[InputStats; 4]>,
+    grids: &[Grid; 7],
+    config: &ModelConfig,
+    mut done: impl FnMut(LinearKind),
+) -> Result<Quantized> {
+    let mut layer = read(index, source, config)?;
+    let mut weights = source.clone();
+    if let Some(stats) = &mut stats
+        && method.transform(&mut layer, stats, grids)?
+    {
+        let norm = |n: &[f32]| Tensor::from_f32(vec![n.len()], n.to_vec());
+        weights.input_norm = norm(&layer.input_norm)?;
+        weights.post_attention_norm = norm(&layer.post_attention_norm)?;
+    }
+    let (mut rows, mut fallbacks) = (Vec::new(), Vec::new());
+    for (input, kinds) in LinearKind::INPUTS.iter().enumerate() {
+        for &kind in *kinds {
+            let name = LinearId { layer: index, kind }.to_string();
+            let problem = Problem {
+                name: &name,
+                weight: layer.linear(kind),
+                inputs: stats.as_ref().map(|s| &s[input]),
+                grid: grids[kind as usize],
+            };
+            let outcome = method.round(&problem)?;
+            rows.push(report(&problem, &outcome.rounded, outcome.method));
+            fallbacks.extend(outcome.fallbacks);
+            weights.linears[kind as usize] = outcome.rounded.to_weight()?;
+            done(kind);
+        }
+    }
+    Ok(Quantized {
+        weights,
+        rows,
+        fallbacks,
+    })
+}
+
+/// The errors of a rounded weight.
+fn report(problem: &Problem<'_>, rounded: &Rounded, method: &str) -> LayerReport {
+    let w = problem.weight;
+    let mut error = Matrix::zeros(w.rows, w.cols);
+    for i in 0..w.rows {
+        let e = error.row_mut(i);
+        rounded.dequantize_row(i, e);
+        e.iter_mut().zip(w.row(i)).for_each(|(e, w)| *e -= w);
+    }
+    let norm = |m: &Matrix| m.data.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>();
+    let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
+    let hessian = problem.inputs.and_then(|i| i.hessian.as_ref());
+    LayerReport {
+        name: problem.name.into(),
+        bits: problem.grid.bits().into(),
+        method: method.into(),
+        rel_error: ratio(norm(&error), norm(w)),
+        output_error: hessian.map(|h| ratio(quadratic_error(&error, h), quadratic_error(w, h))),
+    }
+}
+
+/// Runs `weights` over a copy of `hidden` and gathers what its Linears see.
+///
+/// # Errors
+/// What the stepper reports, e.g. activations that overflow.
+pub fn gather(
+    stepper: &mut dyn LayerStepper,
+    index: usize,
+    weights: &LayerWeights,
+    hidden: &Hidden,
+    needs: Needs,
+    progress: &dyn Progress,
+) -> Result<[InputStats; 4]> {
+    let mut copy = hidden.clone();
+    let mut gather = Gather::new(stepper.config(), needs, progress);
+    stepper.layer(index, weights, &mut copy, &mut gather)?;
+    Ok(gather.finish())
+}
+
+/// True if every Linear of the layer is unquantized.
+pub fn is_dense(weights: &LayerWeights) -> bool {
+    weights
+        .linears
+        .iter()
+        .all(|w| matches!(w, Weight::Dense(_)))
+}

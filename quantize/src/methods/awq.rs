@@ -1,0 +1,246 @@
+//! AWQ (Lin et al., arXiv 2306.00978): inputs that matter are scaled up in the weight and
+//! down in the operation before it, so that rounding hurts them less; the function of the
+//! layer stays the same.
+//!
+//! Scales are `rms(x)^a`, normalized, with `a` from a grid that includes 0, the identity; the
+//! one with the least output error is folded. Norms take the scales of what follows them, the
+//! up projection's rows those of the down projection, and the value heads' rows those of the
+//! output projection: one scale per key/value head's element, tied over the query heads that
+//! share the head.
+
+use super::{Layer, Method, Needs, Outcome, Problem, rtn};
+use crate::error::Result;
+use crate::fit::Fit;
+use crate::grid::Grid;
+use crate::linalg::{InputStats, Matrix, quadratic_error};
+use nq_runtime::LinearKind;
+
+/// AWQ's settings.
+#[derive(Clone, Copy, Debug)]
+pub struct Awq {
+    /// Exponents tried between 0 and 1, both included.
+    pub exponents: usize,
+    /// Choice of ranges, in the search and at the end.
+    pub fit: Fit,
+}
+
+impl Default for Awq {
+    fn default() -> Self {
+        Awq {
+            exponents: 11,
+            fit: Fit::clip(),
+        }
+    }
+}
+
+/// Rows of a weight that the search measures, at most.
+const SAMPLE: usize = 512;
+
+impl Method for Awq {
+    fn name(&self) -> &'static str {
+        "awq"
+    }
+
+    fn needs(&self) -> Needs {
+        Needs::Hessian
+    }
+
+    fn transform(
+        &self,
+        layer: &mut Layer,
+        inputs: &mut [InputStats; 4],
+        grids: &[Grid; 7],
+    ) -> Result<bool> {
+        let mut changed = false;
+        for (kinds, stats) in LinearKind::INPUTS.iter().zip(inputs.iter_mut()) {
+            let query_heads = match kinds[0] {
+                LinearKind::O => {
+                    let (q, kv) = (
+                        layer.linear(LinearKind::O).cols,
+                        &layer.linear(LinearKind::V),
+                    );
+                    Some((q / layer.head_dim, kv.rows / layer.head_dim))
+                }
+                _ => None,
+            };
+            let rms = tie(&stats.mean_square, query_heads, layer.head_dim);
+            let Some(scales) = self.search(layer, kinds, stats, &rms, grids) else {
+                continue;
+            };
+            fold(layer, kinds, &scales);
+            stats.divide(&scales);
+            changed = true;
+        }
+        Ok(changed)
+    }
+
+    fn round(&self, problem: &Problem<'_>) -> Result<Outcome> {
+        let importance = problem.inputs.map_or(&[][..], |i| &i.mean_square);
+        Ok(Outcome {
+            rounded: rtn::round(problem.weight, problem.grid, self.fit, importance),
+            method: "awq",
+            fallbacks: Vec::new(),
+        })
+    }
+}
+
+impl Awq {
+    /// The scales with the least output error; `None` for the identity.
+    fn search(
+        &self,
+        layer: &Layer,
+        kinds: &[LinearKind],
+        stats: &InputStats,
+        rms: &[f32],
+        grids: &[Grid; 7],
+    ) -> Option<Vec<f32>> {
+        let hessian = stats.hessian.as_ref()?;
+        let samples: Vec<(Matrix, Grid)> = kinds
+            .iter()
+            .map(|&k| (sample(layer.linear(k)), grids[k as usize]))
+            .collect();
+        let error = |scales: &[f32]| -> f64 {
+            let mut scaled = stats.mean_square.clone();
+            for (m, s) in scaled.iter_mut().zip(scales) {
+                *m /= s * s;
+            }
+            samples
+                .iter()
+                .map(|(w, grid)| self.output_error(w, *grid, scales, &scaled, hessian))
+                .sum()
+        };
+        let mut best = (error(&vec![1.0; rms.len()]), None);
+        for i in 1..self.exponents {
+            let exponent = i as f32 / (self.exponents - 1) as f32;
+            let scales = powers(rms, exponent);
+            let e = error(&scales);
+            if e < best.0 {
+                best = (e, Some(scales));
+            }
+        }
+        best.1
+    }
+
+    /// Mean squared error of the outputs of `w`, rounded with its inputs divided by `scales`.
+    fn output_error(
+        &self,
+        w: &Matrix,
+        grid: Grid,
+        scales: &[f32],
+        importance: &[f32],
+        hessian: &Matrix,
+    ) -> f64 {
+        let mut scaled = w.clone();
+        scale_columns(&mut scaled, scales);
+        let rounded = rtn::round(&scaled, grid, self.fit, importance);
+        let mut error = scaled;
+        let mut row = vec![0.0; w.cols];
+        for i in 0..w.rows {
+            rounded.dequantize_row(i, &mut row);
+            for (((e, q), s), w) in error
+                .row_mut(i)
+                .iter_mut()
+                .zip(&row)
+                .zip(scales)
+                .zip(w.row(i))
+            {
+                *e = q / s - w;
+            }
+        }
+        quadratic_error(&error, hessian)
+    }
+}
+
+/// Root mean squares, with those that must share a scale averaged: `heads` is (query heads,
+/// key/value heads) where the inputs are attention outputs.
+fn tie(mean_square: &[f32], heads: Option<(usize, usize)>, head_dim: usize) -> Vec<f32> {
+    let mut m = mean_square.to_vec();
+    if let Some((queries, values)) = heads {
+        let share = queries / values;
+        for kv in 0..values {
+            for d in 0..head_dim {
+                let places = (0..share).map(|q| (kv * share + q) * head_dim + d);
+                let mean = places.clone().map(|i| mean_square[i]).sum::<f32>() / share as f32;
+                places.for_each(|i| m[i] = mean);
+            }
+        }
+    }
+    m.iter().map(|v| v.sqrt()).collect()
+}
+
+/// `rms^exponent`, scaled so that the greatest and the least multiply to 1; dead inputs are
+/// left alone.
+fn powers(rms: &[f32], exponent: f32) -> Vec<f32> {
+    let live = rms.iter().copied().filter(|&r| r > 0.0);
+    let (low, high) = live.fold((f32::INFINITY, 0f32), |(l, h), r| (l.min(r), h.max(r)));
+    if high == 0.0 {
+        return vec![1.0; rms.len()];
+    }
+    // No scale spans more than this: f16 scales and norms must hold the result.
+    const SPAN: f32 = 1e4;
+    let low = low.max(high / SPAN);
+    let middle = (low * high).sqrt();
+    rms.iter()
+        .map(|&r| {
+            if r > 0.0 {
+                (r.max(low) / middle).powf(exponent)
+            } else {
+                1.0
+            }
+        })
+        .collect()
+}
+
+/// Evenly spaced rows, at most [`SAMPLE`].
+fn sample(w: &Matrix) -> Matrix {
+    let step = w.rows.div_ceil(SAMPLE);
+    let mut m = Matrix::zeros(w.rows.div_ceil(step), w.cols);
+    for (i, row) in (0..w.rows).step_by(step).enumerate() {
+        m.row_mut(i).copy_from_slice(w.row(row));
+    }
+    m
+}
+
+fn scale_columns(w: &mut Matrix, scales: &[f32]) {
+    for row in w.data.chunks_exact_mut(scales.len()) {
+        for (w, s) in row.iter_mut().zip(scales) {
+            *w *= s;
+        }
+    }
+}
+
+/// Multiplies the columns of `kinds` by `scales` and divides what makes their input by them.
+fn fold(layer: &mut Layer, kinds: &[LinearKind], scales: &[f32]) {
+    for &k in kinds {
+        scale_columns(&mut layer.linears[k as usize], scales);
+    }
+    let divide_rows = |w: &mut Matrix, scale_of: &dyn Fn(usize) -> f32| {
+        let cols = w.cols;
+        for (i, row) in w.data.chunks_exact_mut(cols).enumerate() {
+            let s = scale_of(i);
+            row.iter_mut().for_each(|v| *v /= s);
+        }
+    };
+    match kinds[0] {
+        LinearKind::O => {
+            let d = layer.head_dim;
+            let share = scales.len() / layer.linear(LinearKind::V).rows;
+            let v = &mut layer.linears[LinearKind::V as usize];
+            divide_rows(v, &|i| scales[i / d * share * d + i % d]);
+        }
+        LinearKind::Down => {
+            let up = &mut layer.linears[LinearKind::Up as usize];
+            divide_rows(up, &|i| scales[i]);
+        }
+        LinearKind::Gate | LinearKind::Up => {
+            divide(&mut layer.post_attention_norm, scales);
+        }
+        LinearKind::Q | LinearKind::K | LinearKind::V => divide(&mut layer.input_norm, scales),
+    }
+}
+
+fn divide(norm: &mut [f32], scales: &[f32]) {
+    for (n, s) in norm.iter_mut().zip(scales) {
+        *n /= s;
+    }
+}

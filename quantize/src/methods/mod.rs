@@ -1,0 +1,135 @@
+//! Quantization methods. A method rounds weights to a [`Grid`], knowing nothing of files and
+//! devices. A new method is a file here and a line in [`METHODS`].
+
+pub mod awq;
+pub mod gptq;
+pub mod rtn;
+#[cfg(test)]
+mod tests;
+
+use crate::error::Result;
+use crate::fit::Fit;
+use crate::grid::{Grid, Rounded};
+use crate::linalg::{InputStats, Matrix};
+use nq_runtime::LinearKind;
+
+/// One weight to be rounded.
+#[derive(Clone, Copy, Debug)]
+pub struct Problem<'a> {
+    /// Its name, for messages.
+    pub name: &'a str,
+    /// The weight, `[out, in]`, finite.
+    pub weight: &'a Matrix,
+    /// What is known of its inputs; as much as [`Method::needs`] asks for.
+    pub inputs: Option<&'a InputStats>,
+    /// The grid to round to.
+    pub grid: Grid,
+}
+
+/// A rounded weight and how it came about.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The codes and scales.
+    pub rounded: Rounded,
+    /// The method that was used in the end.
+    pub method: &'static str,
+    /// What was not done as asked, and why; empty as a rule.
+    pub fallbacks: Vec<String>,
+}
+
+/// What a method must know of a Linear's inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Needs {
+    /// Nothing: no calibration at all.
+    Nothing,
+    /// `E[x_i^2]`.
+    Squares,
+    /// `E[x x^T]`.
+    Hessian,
+}
+
+/// The weights of one layer while it is quantized, in f32.
+#[derive(Clone, Debug)]
+pub struct Layer {
+    /// Layer, counted from 0.
+    pub index: usize,
+    /// By [`LinearKind`], `[out, in]`.
+    pub linears: [Matrix; 7],
+    /// RMSNorm before attention, `[hidden]`.
+    pub input_norm: Vec<f32>,
+    /// RMSNorm before the MLP, `[hidden]`.
+    pub post_attention_norm: Vec<f32>,
+    /// Width of a head.
+    pub head_dim: usize,
+}
+
+impl Layer {
+    /// The weight of one Linear.
+    pub fn linear(&self, kind: LinearKind) -> &Matrix {
+        &self.linears[kind as usize]
+    }
+}
+
+/// How codes are chosen.
+pub trait Method: Send + Sync {
+    /// The name reports use.
+    fn name(&self) -> &'static str;
+
+    /// What it must know of inputs.
+    fn needs(&self) -> Needs;
+
+    /// Changes a layer into one of the same function that rounds better. `inputs` are the
+    /// statistics of [`LinearKind::INPUTS`] in that order, and are changed along; `grids`
+    /// are by [`LinearKind`]. Returns true if anything changed.
+    ///
+    /// # Errors
+    /// None that the methods here raise; a method of its own may refuse a layer.
+    fn transform(
+        &self,
+        layer: &mut Layer,
+        inputs: &mut [InputStats; 4],
+        grids: &[Grid; 7],
+    ) -> Result<bool> {
+        let _ = (layer, inputs, grids);
+        Ok(false)
+    }
+
+    /// Rounds one weight.
+    ///
+    /// # Errors
+    /// If the statistics do not fit the weight.
+    fn round(&self, problem: &Problem<'_>) -> Result<Outcome>;
+}
+
+/// A method by its command-line name.
+pub struct Entry {
+    /// Its name.
+    pub name: &'static str,
+    /// Makes it with its default settings.
+    pub make: fn() -> Box<dyn Method>,
+}
+
+/// Every method.
+pub const METHODS: &[Entry] = &[
+    Entry {
+        name: "rtn",
+        make: || Box::new(rtn::Rtn::new(Fit::absmax())),
+    },
+    Entry {
+        name: "rtn-clip",
+        make: || Box::new(rtn::Rtn::new(Fit::clip())),
+    },
+    Entry {
+        name: "awq",
+        make: || Box::new(awq::Awq::default()),
+    },
+    Entry {
+        name: "gptq",
+        make: || Box::new(gptq::Gptq::default()),
+    },
+];
+
+/// The method `name` with its default settings.
+pub fn by_name(name: &str) -> Option<Box<dyn Method>> {
+    METHODS.iter().find(|m| m.name == name).map(|m| (m.make)())
+}

@@ -1,0 +1,427 @@
+//! One suite for every method, and the cases that each paper is about.
+
+use super::awq::Awq;
+use super::gptq::{Gptq, Importance, Order};
+use super::{Layer, METHODS, Method, Needs, Problem, by_name, rtn};
+use crate::fit::Fit;
+use crate::grid::Grid;
+use crate::linalg::{InputStats, Matrix, Moments, quadratic_error};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_kernels::rng::Philox;
+use nq_runtime::LinearKind;
+
+fn grid(bits: Bits, group: Group, zeros: Zeros) -> Grid {
+    Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+}
+
+fn grids() -> Vec<Grid> {
+    let mut all = Vec::new();
+    for bits in [Bits::B4, Bits::B8] {
+        for zeros in [Zeros::None, Zeros::Integer] {
+            for group in [Group::Size(32), Group::Size(64), Group::Channel] {
+                all.push(grid(bits, group, zeros));
+            }
+        }
+    }
+    all
+}
+
+fn normal(rows: usize, cols: usize, scale: f32, stream: u64) -> Matrix {
+    let mut rng = Philox::new(3, stream);
+    let mut m = Matrix::zeros(rows, cols);
+    m.data.iter_mut().for_each(|v| *v = rng.normal() * scale);
+    m
+}
+
+/// Inputs of `n` correlated elements of unlike size, as those of a language model are.
+fn inputs(n: usize, stream: u64) -> Matrix {
+    let (rows, rank) = (4 * n, n / 4);
+    let (a, b) = (
+        normal(rows, rank, 1.0, stream),
+        normal(rank, n, 0.5, stream + 1),
+    );
+    let mut x = normal(rows, n, 0.3, stream + 2);
+    for (x, a) in x.data.chunks_exact_mut(n).zip(a.iter_rows()) {
+        for (a, b) in a.iter().zip(b.iter_rows()) {
+            x.iter_mut().zip(b).for_each(|(x, b)| *x += a * b);
+        }
+        for (i, x) in x.iter_mut().enumerate() {
+            *x *= if i % 17 == 0 { 8.0 } else { 1.0 };
+        }
+    }
+    x
+}
+
+fn stats(x: &Matrix) -> InputStats {
+    let mut m = Moments::new(x.cols, true);
+    m.add(&x.data);
+    m.finish()
+}
+
+fn output_error(w: &Matrix, method: &dyn Method, inputs: &InputStats, grid: Grid) -> f64 {
+    let problem = Problem {
+        name: "w",
+        weight: w,
+        inputs: Some(inputs),
+        grid,
+    };
+    let outcome = method.round(&problem).unwrap();
+    assert_eq!(outcome.fallbacks, Vec::<String>::new());
+    let mut error = w.clone();
+    let mut row = vec![0.0; w.cols];
+    for i in 0..w.rows {
+        outcome.rounded.dequantize_row(i, &mut row);
+        error
+            .row_mut(i)
+            .iter_mut()
+            .zip(&row)
+            .for_each(|(e, q)| *e -= q);
+    }
+    quadratic_error(&error, inputs.hessian.as_ref().unwrap())
+}
+
+/// Weights that stand on the grid come back exactly, from every method and on every grid.
+#[test]
+fn weights_on_the_grid_are_kept_by_every_method() {
+    let n = 96;
+    let inputs = stats(&inputs(n, 10));
+    for grid in grids() {
+        let mut rng = Philox::new(5, 0);
+        let mut rounded = crate::grid::Rounded::new(grid, 70, n);
+        let max = u32::from(grid.max_code());
+        for row in rounded.codes.chunks_exact_mut(n) {
+            for group in row.chunks_mut(grid.group().size(n)) {
+                group
+                    .iter_mut()
+                    .for_each(|c| *c = (rng.next_u32() % (max + 1)) as u8);
+                // Both ends occur, so that the range is the grid's own.
+                (group[0], group[1]) = (0, max as u8);
+            }
+        }
+        for p in &mut rounded.params {
+            p.scale = 0.03125;
+            if !grid.symmetric() {
+                p.zero = (rng.next_u32() % (max + 1)) as u8;
+            }
+        }
+        let mut w = Matrix::zeros(70, n);
+        for i in 0..70 {
+            rounded.dequantize_row(i, w.row_mut(i));
+        }
+        for entry in METHODS {
+            let method = (entry.make)();
+            if grid.symmetric() && method.needs() == Needs::Nothing {
+                continue; // whole ranges reach half a step past these
+            }
+            let problem = Problem {
+                name: "w",
+                weight: &w,
+                inputs: Some(&inputs),
+                grid,
+            };
+            let got = method.round(&problem).unwrap().rounded;
+            let (mut a, mut b) = (vec![0.0; n], vec![0.0; n]);
+            for i in 0..w.rows {
+                got.dequantize_row(i, &mut a);
+                rounded.dequantize_row(i, &mut b);
+                assert_eq!(a, b, "{} {:?} row {i}", entry.name, grid.scheme());
+            }
+        }
+    }
+}
+
+#[test]
+fn gptq_beats_rounding_to_nearest_on_correlated_inputs() {
+    let n = 192;
+    let w = normal(80, n, 0.05, 20);
+    let inputs = stats(&inputs(n, 30));
+    for grid in grids() {
+        let plain = output_error(&w, &rtn::Rtn::new(Fit::absmax()), &inputs, grid);
+        let clip = output_error(&w, &rtn::Rtn::new(Fit::clip()), &inputs, grid);
+        for order in [Order::Columns, Order::Groups] {
+            for importance in [Importance::Squares, Importance::Remaining] {
+                let gptq = Gptq {
+                    order,
+                    importance,
+                    ..Gptq::default()
+                };
+                let e = output_error(&w, &gptq, &inputs, grid);
+                assert!(
+                    e < 0.8 * clip && e < 0.8 * plain,
+                    "{:?} {order:?} {importance:?}: {e} {clip} {plain}",
+                    grid.scheme()
+                );
+            }
+        }
+    }
+}
+
+/// Two columns by hand: the error of the first, times H_01 / H_11, goes to the second.
+#[test]
+fn gptq_moves_the_error_as_the_hessian_says() {
+    let grid = grid(Bits::B8, Group::Channel, Zeros::None);
+    let hessian = Matrix {
+        rows: 2,
+        cols: 2,
+        data: vec![2.0, 1.0, 1.0, 1.0],
+    };
+    let inputs = InputStats {
+        mean_square: vec![2.0, 1.0],
+        hessian: Some(hessian),
+    };
+    // The whole range is 2 * 127.5 / 255 = 1 to a code: 127.5 goes to 127 (the greatest
+    // code), an error of 0.5 that is worth H_01 / H_11 = 1 of it in the second column.
+    let w = Matrix {
+        rows: 1,
+        cols: 2,
+        data: vec![127.5, 10.2],
+    };
+    let gptq = Gptq {
+        damping: 0.0,
+        fit: Fit::absmax(),
+        ..Gptq::default()
+    };
+    let problem = Problem {
+        name: "w",
+        weight: &w,
+        inputs: Some(&inputs),
+        grid,
+    };
+    let got = gptq.round(&problem).unwrap().rounded;
+    assert_eq!(got.params[0].scale, 1.0);
+    assert_eq!(got.codes, [255, 128 + 11]); // 10.2 + 0.5 = 10.7
+}
+
+#[test]
+fn gptq_raises_damping_then_falls_back_by_name() {
+    let n = 64;
+    let w = normal(8, n, 1.0, 40);
+    let grid = grid(Bits::B4, Group::Size(32), Zeros::Integer);
+    let problem = |inputs: &InputStats| {
+        Gptq {
+            damping: 0.0,
+            ..Gptq::default()
+        }
+        .round(&Problem {
+            name: "model.w",
+            weight: &w,
+            inputs: Some(inputs),
+            grid,
+        })
+        .unwrap()
+    };
+    let nearest = rtn::round(&w, grid, Fit::clip(), &[]);
+
+    // Inputs without a single sample of some direction, and no damping: singular.
+    let mut singular = stats(&normal(8, n, 1.0, 41));
+    let outcome = problem(&singular);
+    assert_eq!(outcome.method, "gptq");
+    assert_eq!(
+        outcome.fallbacks,
+        ["model.w: the Hessian could be inverted only with damping 0.001 instead of 0"]
+    );
+
+    // A direction of negative square, as no inputs have: no damping makes up for it.
+    let h = singular.hessian.as_mut().unwrap();
+    let mean = (0..n).map(|i| h.data[i * n + i]).sum::<f32>() / n as f32;
+    h.data[n + 2] += 4.0 * mean;
+    h.data[2 * n + 1] += 4.0 * mean;
+    let outcome = problem(&singular);
+    assert_eq!(outcome.method, "rtn-clip");
+    assert_eq!(outcome.fallbacks.len(), 1);
+    assert!(outcome.fallbacks[0].starts_with("model.w: the Hessian cannot be inverted"));
+    assert_eq!(outcome.rounded.codes, nearest.codes);
+
+    // Not numbers at all.
+    singular.hessian.as_mut().unwrap().data[5] = f32::NAN;
+    let outcome = problem(&singular);
+    assert_eq!(outcome.method, "rtn-clip");
+    assert!(outcome.fallbacks[0].contains("not finite"));
+    let outcome = problem(&stats(&Matrix::zeros(10, n)));
+    assert!(outcome.fallbacks[0].contains("all inputs are zero"));
+}
+
+#[test]
+fn dead_inputs_keep_their_weights_and_are_named() {
+    let n = 64;
+    let mut x = inputs(n, 50);
+    for row in x.data.chunks_exact_mut(n) {
+        (row[3], row[40]) = (0.0, 0.0);
+    }
+    let w = normal(8, n, 1.0, 53);
+    let grid = grid(Bits::B8, Group::Size(32), Zeros::None);
+    let inputs = stats(&x);
+    let outcome = Gptq::default()
+        .round(&Problem {
+            name: "model.w",
+            weight: &w,
+            inputs: Some(&inputs),
+            grid,
+        })
+        .unwrap();
+    assert_eq!(
+        outcome.fallbacks,
+        ["model.w: 2 of 64 inputs are zero in calibration: their weights are rounded to nearest"]
+    );
+    let mut row = vec![0.0; n];
+    for i in 0..8 {
+        outcome.rounded.dequantize_row(i, &mut row);
+        for j in [3, 40] {
+            assert!(
+                (row[j] - w.row(i)[j]).abs() < 0.03,
+                "{} {}",
+                row[j],
+                w.row(i)[j]
+            );
+        }
+    }
+}
+
+#[test]
+fn gptq_without_statistics_is_an_error() {
+    let w = normal(2, 32, 1.0, 60);
+    let problem = Problem {
+        name: "model.w",
+        weight: &w,
+        inputs: None,
+        grid: grid(Bits::B4, Group::Size(32), Zeros::None),
+    };
+    let error = Gptq::default().round(&problem).unwrap_err().to_string();
+    assert!(error.contains("32 inputs of model.w"), "{error}");
+}
+
+/// The layer `y = down(up(x) * 1)`-like chains keep their function under AWQ's scales.
+#[test]
+fn awq_folds_scales_without_changing_the_layer() {
+    let (hidden, heads, kv_heads, head_dim, inner) = (32, 4, 2, 8, 48);
+    let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+    let layer = Layer {
+        index: 0,
+        linears: [
+            normal(q, hidden, 0.1, 70),
+            normal(kv, hidden, 0.1, 71),
+            normal(kv, hidden, 0.1, 72),
+            normal(hidden, q, 0.1, 73),
+            normal(inner, hidden, 0.1, 74),
+            normal(inner, hidden, 0.1, 75),
+            normal(hidden, inner, 0.1, 76),
+        ],
+        input_norm: (0..hidden).map(|i| 1.0 + i as f32 / 9.0).collect(),
+        post_attention_norm: (0..hidden).map(|i| 2.0 - i as f32 / 40.0).collect(),
+        head_dim,
+    };
+    let grid = grid(Bits::B4, Group::Size(16), Zeros::Integer);
+    let mut inputs = [
+        stats(&inputs(hidden, 80)),
+        stats(&inputs(q, 83)),
+        stats(&inputs(hidden, 86)),
+        stats(&inputs(inner, 89)),
+    ];
+    let before = inputs.clone();
+    let mut scaled = layer.clone();
+    let changed = Awq::default()
+        .transform(&mut scaled, &mut inputs, &[grid; 7])
+        .unwrap();
+    assert!(changed);
+    assert_ne!(scaled.input_norm, layer.input_norm);
+
+    // Each path through the layer that a scale is folded into, as one matrix.
+    let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} {b}");
+    for (kind, norm, norm_before) in [
+        (LinearKind::Q, &scaled.input_norm, &layer.input_norm),
+        (LinearKind::K, &scaled.input_norm, &layer.input_norm),
+        (
+            LinearKind::Gate,
+            &scaled.post_attention_norm,
+            &layer.post_attention_norm,
+        ),
+    ] {
+        let (a, b) = (scaled.linear(kind), layer.linear(kind));
+        for i in 0..a.data.len() {
+            close(
+                a.data[i] * norm[i % hidden],
+                b.data[i] * norm_before[i % hidden],
+            );
+        }
+    }
+    let v = |l: &Layer, i: usize, j: usize| l.linear(LinearKind::V).row(i)[j] * l.input_norm[j];
+    let o = |l: &Layer, i: usize, j: usize| l.linear(LinearKind::O).row(i)[j];
+    for head in 0..heads {
+        for d in 0..head_dim {
+            let (at, value) = (head * head_dim + d, head / 2 * head_dim + d);
+            close(
+                o(&scaled, 5, at) * v(&scaled, value, 7),
+                o(&layer, 5, at) * v(&layer, value, 7),
+            );
+        }
+    }
+    for d in 0..inner {
+        let path = |l: &Layer| {
+            let up = l.linear(LinearKind::Up).row(d)[3] * l.post_attention_norm[3];
+            up * l.linear(LinearKind::Down).row(2)[d]
+        };
+        close(path(&scaled), path(&layer));
+    }
+
+    // The statistics follow: an input divided by s has its moments divided by s_i s_j.
+    let s = layer.input_norm[0] / scaled.input_norm[0];
+    close(inputs[0].mean_square[0], before[0].mean_square[0] / (s * s));
+
+    // And it pays: less output error than rounding the layer as it was.
+    let awq = by_name("awq").unwrap();
+    let gate = LinearKind::Gate;
+    let after = output_error(scaled.linear(gate), awq.as_ref(), &inputs[2], grid);
+    let plain = rtn::Rtn::new(Fit::clip());
+    let without = output_error(layer.linear(gate), &plain, &before[2], grid);
+    assert!(after < without, "{after} {without}");
+}
+
+/// The number of threads does not show in the result.
+#[test]
+fn threads_do_not_change_codes() {
+    let n = 128;
+    let inputs = stats(&inputs(n, 95));
+    let w = normal(150, n, 0.1, 98);
+    let grid = grid(Bits::B4, Group::Size(64), Zeros::Integer);
+    for entry in METHODS {
+        let with = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+            let problem = Problem {
+                name: "w",
+                weight: &w,
+                inputs: Some(&inputs),
+                grid,
+            };
+            let outcome = pool.unwrap().install(|| (entry.make)().round(&problem));
+            outcome.unwrap().rounded
+        };
+        let (one, three) = (with(1), with(3));
+        assert_eq!(one.codes, three.codes, "{}", entry.name);
+        assert_eq!(one.params, three.params, "{}", entry.name);
+    }
+}
+
+/// The streamed form is the same method.
+#[test]
+fn rows_in_a_stream_are_rounded_like_a_matrix() {
+    let w = normal(37, 96, 0.1, 99);
+    let dense = w.to_weight().unwrap();
+    let importance: Vec<f32> = (0..96).map(|i| 1.0 + (i % 5) as f32).collect();
+    for grid in grids() {
+        let whole = rtn::round(&w, grid, Fit::clip(), &importance);
+        let (streamed, rel_error) =
+            rtn::round_rows("w", &dense, grid, Fit::clip(), &importance).unwrap();
+        let (mut a, mut b) = (vec![0.0; 96], vec![0.0; 96]);
+        let (mut error, mut norm) = (0f64, 0f64);
+        for i in 0..37 {
+            whole.dequantize_row(i, &mut a);
+            streamed.dequantize_row(i, &mut b).unwrap();
+            assert_eq!(a, b, "{:?}", grid.scheme());
+            for (q, w) in a.iter().zip(w.row(i)) {
+                error += f64::from(w - q).powi(2);
+                norm += f64::from(*w).powi(2);
+            }
+        }
+        assert!((rel_error - (error / norm).sqrt()).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,147 @@
+//! Which scheme each weight of a model gets.
+
+use crate::error::{Error, Result};
+use crate::grid::Grid;
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
+use nq_runtime::{LinearId, LinearKind};
+use std::collections::BTreeMap;
+
+/// Schemes by weight.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Schemes {
+    /// Of the layers' Linears.
+    pub linears: AffineScheme,
+    /// Of the embedding and the head; `None` keeps them as they are.
+    pub head: Option<AffineScheme>,
+    /// Of single weights, by name.
+    pub overrides: BTreeMap<String, AffineScheme>,
+}
+
+/// The scheme of Linears that `nq quantize` uses unless told otherwise.
+pub const fn default_scheme(bits: Bits) -> AffineScheme {
+    match bits {
+        Bits::B4 => AffineScheme {
+            bits,
+            group: Group::Size(64),
+            zeros: Zeros::Integer,
+        },
+        Bits::B8 => AffineScheme {
+            bits,
+            group: Group::Size(128),
+            zeros: Zeros::None,
+        },
+    }
+}
+
+/// The scheme of an embedding or head of `bits`. At 4 bits its groups are half as long as a
+/// Linear's: nothing after the head makes up for its errors.
+pub const fn head_scheme(bits: Bits) -> AffineScheme {
+    match bits {
+        Bits::B4 => AffineScheme {
+            bits,
+            group: Group::Size(32),
+            zeros: Zeros::Integer,
+        },
+        Bits::B8 => default_scheme(Bits::B8),
+    }
+}
+
+impl Schemes {
+    /// The defaults for Linears of `bits`, with an 8-bit head.
+    pub fn defaults(bits: Bits) -> Self {
+        Schemes {
+            linears: default_scheme(bits),
+            head: Some(head_scheme(Bits::B8)),
+            overrides: BTreeMap::new(),
+        }
+    }
+
+    /// The scheme of the weight `name`, or `None` if it is kept.
+    pub fn of(&self, name: &str) -> Option<AffineScheme> {
+        if let Some(scheme) = self.overrides.get(name) {
+            return Some(*scheme);
+        }
+        if name == EMBEDDING || name == HEAD {
+            return self.head;
+        }
+        Some(self.linears)
+    }
+
+    /// The grids of a layer's Linears, by [`LinearKind`].
+    ///
+    /// # Errors
+    /// As [`Grid::new`].
+    pub fn grids(&self, layer: usize) -> Result<[Grid; 7]> {
+        let grid = |kind| {
+            let name = LinearId { layer, kind }.to_string();
+            Grid::new(self.of(&name).unwrap_or(self.linears))
+        };
+        let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(grid);
+        Ok([q?, k?, v?, o?, gate?, up?, down?])
+    }
+
+    /// Checks that groups divide the rows they lie in: kernels take no ragged groups, and no
+    /// published model has any.
+    ///
+    /// # Errors
+    /// [`Error::Request`] naming the first weight whose inputs no whole number of groups fill.
+    pub fn check(&self, config: &ModelConfig) -> Result<()> {
+        let mut weights: Vec<(String, usize)> = vec![(EMBEDDING.into(), config.hidden_size)];
+        for layer in 0..config.num_hidden_layers {
+            for kind in LinearKind::ALL {
+                weights.push((LinearId { layer, kind }.to_string(), kind.dims(config).1));
+            }
+        }
+        for (name, cols) in weights {
+            let Some(scheme) = self.of(&name) else {
+                continue;
+            };
+            Grid::new(scheme)?;
+            if let Group::Size(size) = scheme.group
+                && !cols.is_multiple_of(size as usize)
+            {
+                return Err(Error::Request {
+                    what: "group size",
+                    expected: format!("a divisor of the {cols} inputs of {name}"),
+                    found: size.to_string(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of the weight `name` `[out, in]` under these schemes; `dense` bytes an element
+    /// where it is kept.
+    pub fn bytes(&self, name: &str, (out, inp): (usize, usize), dense: usize) -> u64 {
+        match self.of(name) {
+            Some(scheme) => scheme.bytes(out, inp) as u64,
+            None => (out * inp * dense) as u64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overrides_come_first_and_the_head_has_its_own() {
+        let mut schemes = Schemes::defaults(Bits::B4);
+        assert_eq!(
+            schemes.of("model.layers.0.mlp.up_proj").unwrap().bits,
+            Bits::B4
+        );
+        assert_eq!(schemes.of(EMBEDDING).unwrap().bits, Bits::B8);
+        schemes.head = None;
+        assert_eq!(schemes.of(HEAD), None);
+        let name = "model.layers.3.mlp.down_proj";
+        schemes
+            .overrides
+            .insert(name.into(), default_scheme(Bits::B8));
+        assert_eq!(schemes.of(name).unwrap().bits, Bits::B8);
+        let grids = schemes.grids(3).unwrap();
+        assert_eq!(grids[LinearKind::Down as usize].bits(), Bits::B8);
+        assert_eq!(grids[LinearKind::Up as usize].bits(), Bits::B4);
+    }
+}
