@@ -1,5 +1,10 @@
 //! The demo model's quality against what Hugging Face transformers and llama.cpp computed.
 
+#![allow(
+    clippy::print_stdout,
+    reason = "figures and skipped tests are worth showing"
+)]
+
 use nq_evals::{EvalSpec, Evaluation, Protocol, ReferenceLogits, compare, evaluate, self_noise};
 use nq_formats::Checkpoint;
 use nq_runtime::{ActivationChoice, DeviceChoice, Engine, KvType, LoadOptions, Tokenizer, load};
