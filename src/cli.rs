@@ -34,6 +34,8 @@ pub enum Command {
     Eval(commands::eval::EvalArgs),
     /// Measure tokens per second beside the machine's bandwidth
     Bench(commands::bench::BenchArgs),
+    /// Write a checkpoint in another format, with the same numbers
+    Convert(commands::convert::ConvertArgs),
     /// Show what a checkpoint holds
     Inspect(commands::inspect::InspectArgs),
     /// List the models in nq's own folder

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod chat;
+pub mod convert;
 pub mod doctor;
 pub mod eval;
 pub mod inspect;
@@ -21,6 +22,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Chat(args) => chat::run(&args, &global),
         Command::Eval(args) => eval::run(&args, &global),
         Command::Bench(args) => bench::run(&args, &global),
+        Command::Convert(args) => convert::run(&args, &global),
         Command::Inspect(args) => inspect::run(&args, &global),
         Command::List => models::list(&global),
         Command::Rm(args) => models::remove(&args),

@@ -4,7 +4,15 @@
 //! must be rounded to the format's type, the report says so; where codes would have to be
 //! chosen again, it refuses unless [`ExportOptions::requantize`].
 
+mod awq;
+mod compressed_tensors;
+mod folder;
 pub mod gguf;
+mod gptq;
+pub mod nq;
+mod verify;
+
+pub use verify::{Difference, compare};
 
 use crate::checkpoint::{Checkpoint, Exactness};
 use crate::error::Result;
@@ -64,8 +72,16 @@ pub struct ExportReport {
 /// A format that nq exports to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportFormat {
+    /// nq's own folder.
+    Nq,
     /// One GGUF file (llama.cpp).
     Gguf,
+    /// A folder in compressed-tensors' `pack-quantized` (vLLM, SGLang, transformers).
+    CompressedTensors,
+    /// A folder in GPTQ version 1.
+    Gptq,
+    /// A folder in AWQ's `gemm` version.
+    Awq,
 }
 
 /// Writes `checkpoint` to `out` in `format`: whole or not at all.
@@ -81,7 +97,12 @@ pub fn export(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
+    let folder = |packing| folder::export(checkpoint, out, packing, options, progress);
     match format {
+        ExportFormat::Nq => nq::export(checkpoint, out, options, progress),
+        ExportFormat::CompressedTensors => folder(&compressed_tensors::PACKING),
+        ExportFormat::Gptq => folder(&gptq::PACKING),
+        ExportFormat::Awq => folder(&awq::PACKING),
         ExportFormat::Gguf => gguf::export(checkpoint, out, options, progress),
     }
 }

@@ -17,10 +17,6 @@ use super::memory::Shared;
 /// Turns of the wait loop before a member sleeps: some 50 microseconds.
 const SPINS: u32 = 2_000;
 
-/// Each member's share of a [`Team::run_ranges`] is handed out in at least this many pieces
-/// (if there are as many tasks), so that a member whose core is busy elsewhere can be helped.
-const PIECES: usize = 4;
-
 /// Keeps values that different threads write on different cache lines (two, because
 /// prefetchers fetch lines in pairs).
 #[repr(align(128))]
@@ -162,9 +158,10 @@ impl Team {
 
     /// Splits `0..tasks` into one contiguous share per member, calls `f(range)` for
     /// pieces that together cover every task once, and returns when all are done. A member
-    /// works through its own share in order, at least `grain` tasks at a time; one that is
-    /// done early takes pieces of the others' shares. Which member runs a task therefore
-    /// varies: results must not depend on it.
+    /// works through its own share in order, half of what is left but at least `grain` tasks
+    /// at a time; one that is done early takes pieces of the others' shares, so that a member
+    /// whose core is busy elsewhere is helped. Which member runs a task therefore varies:
+    /// results must not depend on it.
     pub fn run_ranges(&self, tasks: usize, grain: usize, f: impl Fn(Range<usize>) + Sync + Send) {
         let n = self.threads();
         let grain = grain.max(1);
@@ -175,7 +172,6 @@ impl Team {
             return f(0..tasks);
         }
         let share = |member: usize| member * tasks / n..(member + 1) * tasks / n;
-        let piece = (tasks / (n * PIECES)).max(grain);
         // Progress within each member's share. On the stack for teams of usual size.
         let mut few: [Padded<AtomicUsize>; 16] = Default::default();
         let mut many = Vec::new();
@@ -192,12 +188,8 @@ impl Team {
         let forked = self.fork(&|member| {
             for victim in (0..n).map(|i| (member + i) % n) {
                 let end = share(victim).end;
-                loop {
-                    let at = next[victim].0.fetch_add(piece, Ordering::Relaxed);
-                    if at >= end {
-                        break;
-                    }
-                    f(at..(at + piece).min(end));
+                while let Some(range) = take(&next[victim].0, end, grain) {
+                    f(range);
                 }
             }
         });
@@ -228,6 +220,19 @@ impl Team {
             f(i, unsafe { shared.part(range) });
         });
     }
+}
+
+/// Takes half of `*next .. end`, at least `grain`; `None` if nothing is left.
+fn take(next: &AtomicUsize, end: usize, grain: usize) -> Option<Range<usize>> {
+    let mut at = next.load(Ordering::Relaxed);
+    while at < end {
+        let to = (at + ((end - at) / 2).max(grain)).min(end);
+        match next.compare_exchange_weak(at, to, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => return Some(at..to),
+            Err(now) => at = now,
+        }
+    }
+    None
 }
 
 impl Drop for Team {

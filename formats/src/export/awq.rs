@@ -1,0 +1,89 @@
+//! AWQ as AutoAWQ's `gemm` version has it: 4 bits, a zero-point per group.
+
+use super::folder::{Description, Linear, Packing, Part};
+use super::folder::{codes, transposed_scales, uniform, word, zero_points};
+use crate::checkpoint::Exactness;
+use crate::dtype::DType;
+use crate::scheme::{Bits, Zeros};
+use crate::weight::AffineWeight;
+use serde_json::json;
+
+pub(super) const PACKING: Packing = Packing {
+    format: "AWQ",
+    check,
+    parts,
+    pack,
+    describe,
+};
+
+/// The column, of eight, that nibble `i` of a word holds.
+const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+
+fn check(a: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
+    if a.scheme().bits != Bits::B4 {
+        return Err("it has 4 bits only".into());
+    }
+    if a.scheme().zeros == Zeros::Offset {
+        return Err("zero-points are integers there, not offsets".into());
+    }
+    if a.g_idx().is_some() {
+        return Err("it has no activation order".into());
+    }
+    let group = a.scheme().group.size(a.in_features());
+    if !a.in_features().is_multiple_of(group) || !a.out_features().is_multiple_of(ORDER.len()) {
+        let (rows, cols) = (a.out_features(), a.in_features());
+        return Err(format!(
+            "[{rows}, {cols}] is no whole number of groups by eight outputs"
+        ));
+    }
+    Ok(Exactness::Exact)
+}
+
+fn parts(a: &AffineWeight, _dense: DType) -> Vec<Part> {
+    let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
+    let part = |suffix, dtype, shape| Part {
+        suffix,
+        dtype,
+        shape,
+    };
+    vec![
+        part("qweight", DType::I32, vec![cols, rows / ORDER.len()]),
+        part("qzeros", DType::I32, vec![groups, rows / ORDER.len()]),
+        part("scales", DType::F16, vec![groups, rows]),
+    ]
+}
+
+fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
+    let (fields, stride) = match part.suffix {
+        "qweight" => (codes(a), a.in_features()),
+        "qzeros" => (zero_points(a), a.groups()),
+        _ => return transposed_scales(a),
+    };
+    let at = |i: usize, o: usize| u32::from(fields[o * stride + i]);
+    let words = (0..part.shape[0]).flat_map(|i| (0..part.shape[1]).map(move |w| (i, w)));
+    words
+        .flat_map(|(i, w)| word(Bits::B4, |k| at(i, ORDER.len() * w + ORDER[k])).to_le_bytes())
+        .collect()
+}
+
+fn describe(linears: &[Linear]) -> Result<Description, String> {
+    let scheme = uniform(linears)?;
+    let dense: Vec<&str> = linears
+        .iter()
+        .filter(|l| l.scheme.is_none())
+        .map(|l| l.name.as_str())
+        .collect();
+    let skipped = match dense.is_empty() {
+        true => json!(null),
+        false => json!(dense),
+    };
+    let config = json!({
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": scheme.group.map_or(-1, |g| g as i64),
+        "zero_point": true,
+        "version": "gemm",
+        "modules_to_not_convert": skipped,
+    });
+    Ok((config, Vec::new()))
+}

@@ -1,0 +1,354 @@
+//! A Hugging Face folder of packed Linears: what compressed-tensors, GPTQ and AWQ share.
+//!
+//! The Linears of the layers are packed as the format says; norms, embedding and head are
+//! written unquantized in the model's own type, as the loaders of these formats need them.
+
+use super::{Change, ExportOptions, ExportReport, Exported};
+use crate::checkpoint::{CONFIG, Checkpoint, Exactness};
+use crate::dtype::DType;
+use crate::durable::{check_space, parent, rename_folder, sync_folder, write_bytes};
+use crate::error::{Error, Result};
+use crate::names::{Shape, is_layer_linear, parameters};
+use crate::nq::copied_files;
+use crate::pack;
+use crate::progress::Progress;
+use crate::scheme::{Bits, Zeros};
+use crate::serialize::{Layout, MAX_SHARD, TensorSpec};
+use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
+use half::{bf16, f16};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// One tensor of a packed Linear.
+pub(super) struct Part {
+    /// After the Linear's name, e.g. `qweight`.
+    pub(super) suffix: &'static str,
+    pub(super) dtype: DType,
+    pub(super) shape: Vec<usize>,
+}
+
+/// What a format makes of a quantized Linear.
+pub(super) struct Packing {
+    /// Words for messages.
+    pub(super) format: &'static str,
+    /// Says why the format cannot hold the weight, or how exactly it does. The type is the one
+    /// that unquantized parameters have.
+    pub(super) check: fn(&AffineWeight, DType) -> Result<Exactness, String>,
+    /// The tensors of a weight that passed `check`.
+    pub(super) parts: fn(&AffineWeight, DType) -> Vec<Part>,
+    /// The contents of one of them.
+    pub(super) pack: fn(&AffineWeight, &Part) -> Vec<u8>,
+    /// config.json's `quantization_config`, and further files.
+    pub(super) describe: fn(&[Linear]) -> Result<Description, String>,
+}
+
+/// `quantization_config` and files (name, contents) beside it.
+pub(super) type Description = (Value, Vec<(&'static str, Value)>);
+
+/// A Linear of the layers, for the description.
+pub(super) struct Linear {
+    pub(super) name: String,
+    /// `None`: unquantized.
+    pub(super) scheme: Option<LinearScheme>,
+}
+
+/// The scheme of a packed Linear, with what formats state beside it.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct LinearScheme {
+    pub(super) bits: usize,
+    /// Inputs of a group; `None`: the whole row.
+    pub(super) group: Option<usize>,
+    pub(super) symmetric: bool,
+    pub(super) activation_order: bool,
+}
+
+impl LinearScheme {
+    fn of(a: &AffineWeight) -> Self {
+        let size = a.scheme().group.size(a.in_features());
+        LinearScheme {
+            bits: a.scheme().bits.width(),
+            group: (size < a.in_features()).then_some(size),
+            symmetric: a.scheme().zeros == Zeros::None,
+            activation_order: a.g_idx().is_some(),
+        }
+    }
+}
+
+/// A tensor to be written and where it comes from.
+enum Source {
+    Dense(String, Shape),
+    Packed(String, (usize, usize), Part),
+}
+
+fn affine(weight: &Weight) -> Option<&AffineWeight> {
+    match weight {
+        Weight::Quantized(QuantizedWeight::Affine(a)) => Some(a),
+        _ => None,
+    }
+}
+
+/// Writes `checkpoint` as the folder `out`, packed by `packing`: whole or not at all.
+///
+/// # Errors
+/// As [`super::export`].
+pub(super) fn export(
+    checkpoint: &Checkpoint,
+    out: &Path,
+    packing: &Packing,
+    options: &ExportOptions,
+    progress: &dyn Progress,
+) -> Result<ExportReport> {
+    if !options.force && std::fs::symlink_metadata(out).is_ok() {
+        return Err(Error::Exists {
+            path: out.into(),
+            what: "something is here already".into(),
+        });
+    }
+    let unsupported = |what: String, why: String| Error::Unsupported {
+        path: out.into(),
+        what,
+        why,
+    };
+    let store = checkpoint.store();
+    let dense = match checkpoint.config().dtype {
+        Some(t @ (DType::F16 | DType::F32)) => t,
+        _ => DType::BF16,
+    };
+    let mut report = ExportReport::default();
+    let mut sources = BTreeMap::new();
+    let mut specs = Vec::new();
+    let mut linears = Vec::new();
+    let mut widened = 0;
+    for (name, shape) in parameters(checkpoint.config()) {
+        let mut put = |suffix: &str, dtype, shape: Vec<usize>, source| {
+            let spec = TensorSpec {
+                name: format!("{name}.{suffix}"),
+                dtype,
+                shape,
+            };
+            let bytes = spec.bytes();
+            sources.insert(spec.name.clone(), source);
+            specs.push(spec);
+            bytes
+        };
+        let Shape::Matrix(rows, cols) = shape else {
+            put(
+                "weight",
+                dense,
+                shape.dims(),
+                Source::Dense(name.clone(), shape),
+            );
+            continue;
+        };
+        let weight = store.matrix(&name, (rows, cols))?;
+        let packed = affine(&weight).filter(|_| is_layer_linear(&name));
+        let mut written = 0;
+        let (to, kept) = match packed {
+            Some(a) => {
+                let kept = (packing.check)(a, dense).map_err(|why| {
+                    let what = format!("{name} ({}) in {}", a.scheme(), packing.format);
+                    unsupported(what, format!("{why}; quantize the model for it instead"))
+                })?;
+                for part in (packing.parts)(a, dense) {
+                    let (suffix, dtype, shape) = (part.suffix, part.dtype, part.shape.clone());
+                    let source = Source::Packed(name.clone(), (rows, cols), part);
+                    written += put(suffix, dtype, shape, source);
+                }
+                let of_reading = store.exactness(&name);
+                let kept = if kept == Exactness::Exact {
+                    of_reading
+                } else {
+                    kept
+                };
+                (a.scheme().to_string(), kept)
+            }
+            None => {
+                written += put(
+                    "weight",
+                    dense,
+                    vec![rows, cols],
+                    Source::Dense(name.clone(), shape),
+                );
+                let exact = matches!(&weight, Weight::Dense(t) if t.dtype() == dense);
+                if !exact {
+                    widened += written - (weight.bytes() as u64).min(written);
+                }
+                let kept = if exact {
+                    Exactness::Exact
+                } else {
+                    Exactness::ValuesRounded(dense)
+                };
+                (dense.to_string(), kept)
+            }
+        };
+        if is_layer_linear(&name) {
+            linears.push(Linear {
+                name: name.clone(),
+                scheme: packed.map(LinearScheme::of),
+            });
+        }
+        report.weights.push(Exported {
+            from: store.stored(&name, (rows, cols))?.scheme_name(),
+            to,
+            change: Change::Kept(kept),
+            bytes: written,
+            name,
+        });
+    }
+    if linears.iter().all(|l| l.scheme.is_none()) {
+        let what = format!("an unquantized model in {}", packing.format);
+        let why = "its Linears have no integer codes; quantize the model first".into();
+        return Err(unsupported(what, why));
+    }
+    if widened > 0 {
+        report.notes.push(format!(
+            "embedding and head are {dense}, as loaders of {} need them: {:.1} MB more",
+            packing.format,
+            widened as f64 / 1e6,
+        ));
+    }
+    let (description, extra) = (packing.describe)(&linears)
+        .map_err(|why| unsupported(format!("this mix in {}", packing.format), why))?;
+    let layout = Layout::new(specs, &[("format".into(), "pt".into())].into(), MAX_SHARD);
+    let folder = parent(out);
+    check_space(&folder, layout.file_bytes())?;
+    let staging = tempfile::Builder::new()
+        .prefix(".nq-")
+        .tempdir_in(&folder)
+        .map_err(|e| Error::io(out, "create", e))?;
+    let new = staging.path().join("folder");
+    std::fs::create_dir(&new).map_err(|e| Error::io(&new, "create", e))?;
+    layout.write(
+        &new,
+        progress,
+        &mut |spec, sink| match &sources[&spec.name] {
+            Source::Dense(name, shape) => {
+                sink.write(&dense_bytes(checkpoint, name, *shape, spec.dtype)?)
+            }
+            Source::Packed(name, dims, part) => {
+                let weight = store.matrix(name, *dims)?;
+                let affine = affine(&weight).expect("it was one when the layout was made");
+                sink.write(&(packing.pack)(affine, part))
+            }
+        },
+    )?;
+    for name in copied_files(checkpoint.files())? {
+        write_bytes(&new.join(&name), &checkpoint.files().require(&name)?)?;
+    }
+    let mut config: Map<String, Value> =
+        serde_json::from_slice(&checkpoint.files().require(CONFIG)?).map_err(|e| {
+            Error::Malformed {
+                path: checkpoint.files().path(CONFIG),
+                what: "contents".into(),
+                expected: "a JSON object".into(),
+                found: e.to_string(),
+            }
+        })?;
+    config.shift_remove("compression_config");
+    let name = match dense {
+        DType::F32 => "float32",
+        DType::F16 => "float16",
+        _ => "bfloat16",
+    };
+    config.insert("torch_dtype".into(), name.into());
+    config.insert("quantization_config".into(), description);
+    write_json(&new.join(CONFIG), &Value::Object(config))?;
+    for (name, json) in extra {
+        write_json(&new.join(name), &json)?;
+    }
+    sync_folder(&new)?;
+    rename_folder(&new, out)?;
+    report.tensor_bytes = layout.tensor_bytes();
+    report.file_bytes = layout.file_bytes();
+    Ok(report)
+}
+
+fn write_json(path: &Path, json: &Value) -> Result<()> {
+    write_bytes(path, format!("{json:#}\n").as_bytes())
+}
+
+/// An unquantized parameter in `dtype`.
+fn dense_bytes(checkpoint: &Checkpoint, name: &str, shape: Shape, dtype: DType) -> Result<Vec<u8>> {
+    let store = checkpoint.store();
+    let (rows, cols, weight) = match shape {
+        Shape::Vector(len) => (1, len, None),
+        Shape::Matrix(rows, cols) => (rows, cols, Some(store.stored(name, (rows, cols))?)),
+    };
+    let mut out = Vec::with_capacity(rows * cols * dtype.size());
+    let mut values = vec![0f32; cols];
+    for row in 0..rows {
+        match &weight {
+            Some(weight) => weight.dequantize_row(row, &mut values)?,
+            None => store.vector(name, cols)?.copy_f32(0, &mut values)?,
+        }
+        float_bytes(&values, dtype, &mut out);
+    }
+    Ok(out)
+}
+
+/// Appends `values` in the float type `dtype`.
+pub(super) fn float_bytes(values: &[f32], dtype: DType, out: &mut Vec<u8>) {
+    for &v in values {
+        match dtype {
+            DType::F16 => out.extend(f16::from_f32(v).to_le_bytes()),
+            DType::F32 => out.extend(v.to_le_bytes()),
+            _ => out.extend(bf16::from_f32(v).to_le_bytes()),
+        }
+    }
+}
+
+/// All codes `[out, in]`, a byte each.
+pub(super) fn codes(a: &AffineWeight) -> Vec<u8> {
+    let mut codes = vec![0; a.out_features() * a.in_features()];
+    for (row, codes) in codes.chunks_mut(a.in_features().max(1)).enumerate() {
+        pack::unpack_row(a.scheme().bits, a.row_codes(row), codes);
+    }
+    codes
+}
+
+/// All zero-points `[out, groups]`, a byte each; the midpoint where the scheme is symmetric.
+pub(super) fn zero_points(a: &AffineWeight) -> Vec<u8> {
+    let (bits, groups) = (a.scheme().bits, a.groups());
+    let mut zeros = vec![bits.midpoint(); a.out_features() * groups];
+    if let ZeroPoints::Integer(packed) = a.zeros() {
+        let rows = packed
+            .chunks(bits.bytes(groups))
+            .zip(zeros.chunks_mut(groups));
+        rows.for_each(|(packed, zeros)| pack::unpack_row(bits, packed, zeros));
+    }
+    zeros
+}
+
+/// The scales `[groups, out]` as f16.
+pub(super) fn transposed_scales(a: &AffineWeight) -> Vec<u8> {
+    let (rows, groups) = (a.out_features(), a.groups());
+    let at = |g: usize| (0..rows).map(move |row| a.scales()[row * groups + g]);
+    (0..groups)
+        .flat_map(at)
+        .flat_map(f16::to_le_bytes)
+        .collect()
+}
+
+/// 32-bit words of `bits`-wide fields, `field(i)` in the i-th from the low end.
+pub(super) fn word(bits: Bits, field: impl Fn(usize) -> u32) -> u32 {
+    let mask = u32::from(bits.max_code());
+    (0..32 / bits.width()).fold(0, |w, i| w | (field(i) & mask) << (i * bits.width()))
+}
+
+/// The one scheme of all quantized Linears.
+///
+/// # Errors
+/// Words naming two Linears that differ.
+pub(super) fn uniform(linears: &[Linear]) -> Result<LinearScheme, String> {
+    let mut quantized = linears.iter().filter_map(|l| Some((&l.name, l.scheme?)));
+    let Some((first, scheme)) = quantized.next() else {
+        return Err("no Linear is quantized".into());
+    };
+    match quantized.find(|(_, s)| *s != scheme) {
+        None => Ok(scheme),
+        Some((other, _)) => Err(format!(
+            "it has one scheme for all, but {first} and {other} differ"
+        )),
+    }
+}

@@ -1,0 +1,109 @@
+//! GPTQ version 1, which every loader of the format reads.
+
+use super::folder::{Description, Linear, Packing, Part};
+use super::folder::{codes, transposed_scales, uniform, word, zero_points};
+use crate::checkpoint::Exactness;
+use crate::dtype::DType;
+use crate::scheme::Zeros;
+use crate::weight::AffineWeight;
+use serde_json::{Map, Value, json};
+
+pub(super) const PACKING: Packing = Packing {
+    format: "GPTQ",
+    check,
+    parts,
+    pack,
+    describe,
+};
+
+fn check(a: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
+    let per_word = 32 / a.scheme().bits.width();
+    let group = a.scheme().group.size(a.in_features());
+    if a.scheme().zeros == Zeros::Offset {
+        return Err("zero-points are integers there, not offsets".into());
+    }
+    if !a.in_features().is_multiple_of(group) || !a.in_features().is_multiple_of(per_word) {
+        let cols = a.in_features();
+        return Err(format!(
+            "{cols} inputs are no whole number of groups and of {per_word}"
+        ));
+    }
+    if !a.out_features().is_multiple_of(per_word) {
+        return Err(format!(
+            "{} outputs are no multiple of {per_word}",
+            a.out_features()
+        ));
+    }
+    // The file holds zero-point - 1, which a zero-point of 0 would wrap.
+    if zero_points(a).contains(&0) {
+        return Err("version 1 stores zero-points less 1 and this one has a 0".into());
+    }
+    Ok(Exactness::Exact)
+}
+
+fn parts(a: &AffineWeight, _dense: DType) -> Vec<Part> {
+    let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
+    let per_word = 32 / a.scheme().bits.width();
+    let part = |suffix, dtype, shape| Part {
+        suffix,
+        dtype,
+        shape,
+    };
+    vec![
+        part("qweight", DType::I32, vec![cols / per_word, rows]),
+        part("qzeros", DType::I32, vec![groups, rows / per_word]),
+        part("scales", DType::F16, vec![groups, rows]),
+        part("g_idx", DType::I32, vec![cols]),
+    ]
+}
+
+fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
+    let (cols, groups) = (a.in_features(), a.groups());
+    let bits = a.scheme().bits;
+    let per_word = 32 / bits.width();
+    let words = || (0..part.shape[0]).flat_map(|i| (0..part.shape[1]).map(move |j| (i, j)));
+    match part.suffix {
+        "qweight" => {
+            let codes = codes(a);
+            let at = |i: usize, o: usize| u32::from(codes[o * cols + i]);
+            words()
+                .flat_map(|(w, o)| word(bits, |j| at(w * per_word + j, o)).to_le_bytes())
+                .collect()
+        }
+        "qzeros" => {
+            let zeros = zero_points(a);
+            let at = |g: usize, o: usize| u32::from(zeros[o * groups + g]) - 1; // not 0: checked
+            words()
+                .flat_map(|(g, w)| word(bits, |j| at(g, w * per_word + j)).to_le_bytes())
+                .collect()
+        }
+        "scales" => transposed_scales(a),
+        _ => {
+            let groups = (0..cols).map(|i| a.group_of(i) as i32);
+            groups.flat_map(i32::to_le_bytes).collect() // g_idx
+        }
+    }
+}
+
+fn describe(linears: &[Linear]) -> Result<Description, String> {
+    let scheme = uniform(linears)?;
+    let dense = linears.iter().filter(|l| l.scheme.is_none());
+    let dynamic: Map<String, Value> = dense
+        .map(|l| (format!("-:^{}$", l.name.replace('.', "\\.")), json!({})))
+        .collect();
+    let mut config = json!({
+        "quant_method": "gptq",
+        "bits": scheme.bits,
+        "group_size": scheme.group.map_or(-1, |g| g as i64),
+        "desc_act": scheme.activation_order,
+        "sym": scheme.symmetric,
+        "lm_head": false,
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+        "meta": { "quantizer": [concat!("nq:", env!("CARGO_PKG_VERSION"))] },
+    });
+    if !dynamic.is_empty() {
+        config["dynamic"] = dynamic.into();
+    }
+    Ok((config.clone(), vec![("quantize_config.json", config)]))
+}

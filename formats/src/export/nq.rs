@@ -1,0 +1,101 @@
+//! A quantized checkpoint of another format as nq's own folder.
+
+use super::{Change, ExportOptions, ExportReport, Exported};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::names::{EMBEDDING, HEAD, NORM, Shape, in_layer, layer_parameters, parameters};
+use crate::nq::{Opened, Param, Writer, WriterOptions};
+use crate::nq::{QuantizationRecord, SourceRecord};
+use crate::progress::Progress;
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+use serde_json::json;
+use std::path::Path;
+
+/// Writes `checkpoint` as the folder `out`: codes as they are, scales as f16.
+///
+/// # Errors
+/// As [`super::export`]; [`Error::Unsupported`] for a model that is not quantized.
+pub fn export(
+    checkpoint: &Checkpoint,
+    out: &Path,
+    options: &ExportOptions,
+    progress: &dyn Progress,
+) -> Result<ExportReport> {
+    let store = checkpoint.store();
+    let Some(quantization) = store.quantization() else {
+        return Err(Error::Unsupported {
+            path: checkpoint.files().root(),
+            what: "an unquantized model in nq's format".into(),
+            why: "the format is for quantized weights; quantize it first".into(),
+        });
+    };
+    let settings = json!({ "format": store.format(), "quantization": quantization });
+    let plan = json!({ "convert": settings });
+    let writer_options = WriterOptions {
+        resume: false,
+        force: options.force,
+        expected_bytes: store.file_bytes(),
+    };
+    let opened = Writer::open(out, checkpoint.files(), &plan, writer_options)?;
+    let Opened::Writer(writer) = opened else {
+        unreachable!("only a resumed run can be complete before it starts");
+    };
+    let config = checkpoint.config();
+    let mut report = ExportReport::default();
+    let mut stage = |step: &str, names: Vec<(String, Shape)>| -> Result<()> {
+        let mut vectors: Vec<(String, Tensor)> = Vec::new();
+        let mut matrices: Vec<(String, Weight)> = Vec::new();
+        for (name, shape) in names {
+            match shape {
+                Shape::Vector(len) => vectors.push((name.clone(), store.vector(&name, len)?)),
+                Shape::Matrix(rows, cols) => {
+                    let weight = store.matrix(&name, (rows, cols))?;
+                    report.weights.push(Exported {
+                        from: store.stored(&name, (rows, cols))?.scheme_name(),
+                        to: weight.scheme_name(),
+                        change: Change::Kept(store.exactness(&name)),
+                        bytes: weight.bytes() as u64,
+                        name: name.clone(),
+                    });
+                    matrices.push((name, weight));
+                }
+            }
+        }
+        let vectors = vectors.iter().map(|(n, t)| (n.clone(), Param::Vector(t)));
+        let matrices = matrices.iter().map(|(n, w)| (n.clone(), Param::Matrix(w)));
+        writer.put(step, &vectors.chain(matrices).collect::<Vec<_>>())
+    };
+    let outside = |wanted: &str| {
+        let all = parameters(config).into_iter();
+        all.filter(|(n, _)| n == wanted).collect::<Vec<_>>()
+    };
+    stage("embedding", outside(EMBEDDING))?;
+    for layer in 0..config.num_hidden_layers {
+        let names = layer_parameters(config).map(|(suffix, s)| (in_layer(layer, suffix), s));
+        stage(&format!("layer-{layer:05}"), names.into())?;
+    }
+    stage("norm", outside(NORM))?;
+    if !config.tie_word_embeddings {
+        stage("head", outside(HEAD))?;
+    }
+    let root = checkpoint.files().root();
+    let record = QuantizationRecord {
+        method: format!("converted from {}", store.format()),
+        settings: match settings {
+            serde_json::Value::Object(map) => map,
+            _ => unreachable!("the literal above is an object"),
+        },
+        source: SourceRecord {
+            name: root
+                .file_name()
+                .map_or("model".into(), |n| n.to_string_lossy().into_owned()),
+            ..SourceRecord::default()
+        },
+        ..QuantizationRecord::default()
+    };
+    let written = writer.finish(record, progress)?;
+    report.tensor_bytes = written.tensor_bytes;
+    report.file_bytes = written.file_bytes;
+    Ok(report)
+}

@@ -1,0 +1,262 @@
+//! `nq convert`: a checkpoint in another format, with the same numbers where that can hold them.
+
+use crate::cli::Global;
+use crate::model;
+use crate::terminal::Terminal;
+use anyhow::bail;
+use clap::{Args, ValueEnum};
+use nq_formats::export::gguf::Mix;
+use nq_formats::export::{
+    Change, Difference, ExportFormat, ExportOptions, ExportReport, compare, export,
+};
+use nq_formats::gguf::BlockType;
+use nq_formats::{Checkpoint, Exactness};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Flags of `nq convert`.
+#[derive(Args, Debug)]
+pub struct ConvertArgs {
+    /// demo, a folder, a file, a hub id or a name from `nq list`
+    #[arg(value_name = "IN")]
+    pub model: String,
+    /// File (gguf) or folder to write
+    pub out: PathBuf,
+    /// What to write
+    #[arg(long, value_enum)]
+    pub format: FormatArg,
+    /// Tensor types of a GGUF file [default: those that hold the numbers as they are]
+    #[arg(long = "type", value_enum, value_name = "TYPE")]
+    pub kind: Option<TypeArg>,
+    /// Round quantized weights again where the format cannot hold them
+    #[arg(long)]
+    pub requantize: bool,
+    /// Read the result back and compare every number
+    #[arg(long)]
+    pub verify: bool,
+    /// Replace an existing output
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// Formats by their command-line names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FormatArg {
+    /// nq's own folder
+    Nq,
+    /// One GGUF file, for llama.cpp
+    Gguf,
+    /// pack-quantized, for vLLM, SGLang and transformers
+    CompressedTensors,
+    /// Version 1, for every loader of GPTQ
+    Gptq,
+    /// AutoAWQ's gemm version
+    Awq,
+}
+
+impl FormatArg {
+    /// The format of the library.
+    pub fn format(self) -> ExportFormat {
+        match self {
+            FormatArg::Nq => ExportFormat::Nq,
+            FormatArg::Gguf => ExportFormat::Gguf,
+            FormatArg::CompressedTensors => ExportFormat::CompressedTensors,
+            FormatArg::Gptq => ExportFormat::Gptq,
+            FormatArg::Awq => ExportFormat::Awq,
+        }
+    }
+}
+
+/// GGUF tensor types by their command-line names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum TypeArg {
+    /// 32-bit floats
+    F32,
+    /// 16-bit floats
+    F16,
+    /// bfloat16
+    Bf16,
+    /// 8 bits, a scale per 32
+    #[value(name = "q8_0")]
+    Q8,
+    /// 6 bits, a scale per 16
+    #[value(name = "q6_k")]
+    Q6K,
+    /// 4 bits, a scale per 32
+    #[value(name = "q4_0")]
+    Q4,
+    /// 4 bits, a scale and an offset per 32
+    #[value(name = "q4_1")]
+    Q41,
+    /// 4 bits, 6 where they count most
+    #[value(name = "q4_k_m")]
+    Q4KM,
+}
+
+impl TypeArg {
+    fn mix(self) -> Mix {
+        match self {
+            TypeArg::F32 => Mix::All(BlockType::F32),
+            TypeArg::F16 => Mix::All(BlockType::F16),
+            TypeArg::Bf16 => Mix::All(BlockType::BF16),
+            TypeArg::Q8 => Mix::All(BlockType::Q8_0),
+            TypeArg::Q6K => Mix::All(BlockType::Q6_K),
+            TypeArg::Q4 => Mix::All(BlockType::Q4_0),
+            TypeArg::Q41 => Mix::All(BlockType::Q4_1),
+            TypeArg::Q4KM => Mix::Q4KM,
+        }
+    }
+}
+
+/// Runs `nq convert`.
+pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
+    if args.kind.is_some() && args.format != FormatArg::Gguf {
+        bail!("--type chooses the tensor types of --format gguf; other formats have one each");
+    }
+    let terminal = Terminal::new();
+    let source = model::open(Some(&args.model), global, &terminal)?;
+    let options = ExportOptions {
+        requantize: args.requantize,
+        mix: args.kind.map_or(Mix::Keep, TypeArg::mix),
+        force: args.force,
+    };
+    let format = args.format.format();
+    let checkpoint = &source.checkpoint;
+    let report = export(checkpoint, format, &args.out, &options, &terminal)?;
+    let differences = match args.verify {
+        true => Some(compare(
+            checkpoint,
+            &Checkpoint::open(&args.out)?,
+            &terminal,
+        )?),
+        false => None,
+    };
+    if global.json {
+        let json = report_json(args, checkpoint, &report, differences.as_deref());
+        println!("{json:#}");
+    } else {
+        print_report(args, checkpoint, &report, differences.as_deref());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What happened to a weight, in words.
+fn words(change: Change) -> String {
+    match change {
+        Change::Kept(Exactness::Exact) => "the same numbers".into(),
+        Change::Kept(Exactness::ScalesRounded(t)) => format!("codes kept, scales rounded to {t}"),
+        Change::Kept(Exactness::ValuesRounded(t)) => format!("values rounded to {t}"),
+        Change::Quantized => "quantized".into(),
+        Change::Requantized => "quantized a second time".into(),
+    }
+}
+
+/// `(from, to, what happened, weights, bytes)`, in the order they first appear.
+fn summary(report: &ExportReport) -> Vec<(String, String, String, usize, u64)> {
+    let mut rows: Vec<(String, String, String, usize, u64)> = Vec::new();
+    for w in &report.weights {
+        let key = (&w.from, &w.to, words(w.change));
+        match rows
+            .iter_mut()
+            .find(|r| (&r.0, &r.1, &r.2) == (key.0, key.1, &key.2))
+        {
+            Some(row) => {
+                row.3 += 1;
+                row.4 += w.bytes;
+            }
+            None => rows.push((w.from.clone(), w.to.clone(), key.2, 1, w.bytes)),
+        }
+    }
+    rows
+}
+
+fn print_report(
+    args: &ConvertArgs,
+    source: &Checkpoint,
+    report: &ExportReport,
+    differences: Option<&[Difference]>,
+) {
+    println!("{}", args.out.display());
+    for (from, to, change, count, bytes) in summary(report) {
+        println!(
+            "  {count:>4}  {from} -> {to}: {change}  ({:.1} MB)",
+            bytes as f64 / 1e6
+        );
+    }
+    let bits = 8.0 * report.tensor_bytes as f64 / source.config().parameters() as f64;
+    println!(
+        "  {:.1} MB of files, {bits:.3} bits per weight; the source has {:.1} MB",
+        report.file_bytes as f64 / 1e6,
+        source.store().file_bytes() as f64 / 1e6,
+    );
+    for note in &report.notes {
+        println!("  {note}");
+    }
+    let Some(differences) = differences else {
+        return;
+    };
+    let changed: Vec<_> = differences.iter().filter(|d| d.changed > 0).collect();
+    let values: u64 = differences.iter().map(|d| d.values).sum();
+    match changed
+        .iter()
+        .max_by(|a, b| a.relative.total_cmp(&b.relative))
+    {
+        None => println!("  verified: all {values} numbers are equal"),
+        Some(worst) => println!(
+            "  verified: {} of {} parameters differ; most {} ({} -> {}): relative rms {:.3e}, \
+             largest {:.3e}",
+            changed.len(),
+            differences.len(),
+            worst.name,
+            worst.from,
+            worst.to,
+            worst.relative,
+            worst.max,
+        ),
+    }
+}
+
+fn report_json(
+    args: &ConvertArgs,
+    source: &Checkpoint,
+    report: &ExportReport,
+    differences: Option<&[Difference]>,
+) -> Value {
+    let weights: Vec<Value> = report
+        .weights
+        .iter()
+        .map(|w| {
+            json!({
+                "name": w.name, "from": w.from, "to": w.to,
+                "change": words(w.change), "bytes": w.bytes,
+            })
+        })
+        .collect();
+    let verify = differences.map(|all| {
+        let worst = all.iter().map(|d| d.relative).fold(0.0, f64::max);
+        let changed = all.iter().filter(|d| d.changed > 0).map(|d| {
+            json!({
+                "name": d.name, "from": d.from, "to": d.to, "values": d.values,
+                "changed": d.changed, "max": d.max, "relative_rms": d.relative,
+            })
+        });
+        json!({
+            "identical": all.iter().all(|d| d.changed == 0),
+            "worst_relative_rms": worst,
+            "changed": changed.collect::<Vec<_>>(),
+        })
+    });
+    json!({
+        "out": args.out,
+        "format": args.format.to_possible_value().map(|v| v.get_name().to_owned()),
+        "bits_per_weight": 8.0 * report.tensor_bytes as f64 / source.config().parameters() as f64,
+        "tensor_bytes": report.tensor_bytes,
+        "file_bytes": report.file_bytes,
+        "source_bytes": source.store().file_bytes(),
+        "weights": weights,
+        "notes": report.notes,
+        "verify": verify,
+    })
+}
