@@ -307,6 +307,7 @@ fn messages_of_several_lines() {
     let file = home.path().join("chat.json");
     pty.line(&format!("/save {}", file.display()));
     pty.wait_for("saved to");
+    pty.wait_for(">>> ");
     pty.send(b"\x04"); // Ctrl-D
     assert_eq!(pty.exit_code(), 0);
     let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
@@ -331,8 +332,10 @@ fn the_first_interrupt_stops_the_answer_and_the_next_leaves() {
     let home = home();
     let mut pty = terminal(&home, &BABBLE, &[]);
     pty.line("Hello!");
+    // Past the echo: the editor no longer reads keys, so the terminal sends signals.
     pty.wait_for("Hello!");
-    pty.wait_bytes(20);
+    pty.wait_for("\n");
+    pty.wait_bytes(40);
     pty.send(b"\x03");
     pty.wait_for("; interrupted");
     pty.wait_for(">>> ");
@@ -348,9 +351,12 @@ fn the_first_interrupt_stops_the_answer_and_the_next_leaves() {
 fn an_interrupted_script_leaves_with_130() {
     let home = home();
     let mut command = nq(&home);
-    command.args(BABBLE).args(["-p", "Hello!"]);
+    command.args(BABBLE).args(["-v", "-p", "Hello!"]);
     let mut pty = Pty::spawn(command);
-    pty.wait_bytes(20);
+    // The last note before the answer: after it, no progress is drawn.
+    pty.wait_for("presence_penalty");
+    pty.wait_for("\n");
+    pty.wait_bytes(40);
     pty.send(b"\x03");
     pty.wait_for("; interrupted");
     assert_eq!(pty.exit_code(), 130);

@@ -21,8 +21,10 @@ impl Lines {
     /// Takes a line without its line end; the entry, if it is complete.
     pub fn push(&mut self, line: &str) -> Option<String> {
         let mut line = line;
-        if !self.open && line.trim_start().starts_with(BLOCK) {
-            line = &line.trim_start()[BLOCK.len()..];
+        if !self.open
+            && let Some(rest) = line.trim_start().strip_prefix(BLOCK)
+        {
+            line = rest;
             self.open = true;
             self.in_block = true;
             if line.is_empty() {
@@ -143,19 +145,22 @@ pub fn parse(text: &str) -> Entry {
             Err(why) => Entry::Wrong(why),
         };
     }
-    let last = trimmed.split_whitespace().next_back().unwrap_or_default();
-    let thinking = match last {
-        "/think" => Some(true),
-        "/no_think" => Some(false),
-        _ => None,
-    };
-    match thinking {
-        Some(_) => Entry::Message(
-            trimmed[..trimmed.len() - last.len()].trim_end().into(),
-            thinking,
-        ),
-        None => Entry::Message(text.trim_end().into(), None),
+    let (message, thinking) = thinking_switch(text);
+    Entry::Message(message.into(), thinking)
+}
+
+/// A message without the `/think` or `/no_think` that may end it, and what that asks for.
+pub fn thinking_switch(text: &str) -> (&str, Option<bool>) {
+    let text = text.trim_end();
+    for (word, on) in [("/no_think", false), ("/think", true)] {
+        match text.strip_suffix(word) {
+            Some(rest) if rest.is_empty() || rest.ends_with(char::is_whitespace) => {
+                return (rest.trim_end(), Some(on));
+            }
+            _ => {}
+        }
     }
+    (text, None)
 }
 
 fn command(word: &str, rest: &str) -> Result<Command, String> {

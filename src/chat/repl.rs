@@ -1,7 +1,7 @@
 //! The conversation in a terminal: reads entries, runs commands, prints answers.
 
 use super::conversation::{Conversation, Event, Turn};
-use super::input::{Command, Entry, HELP, Lines, parse};
+use super::input::{Command, Entry, HELP, Lines, parse, thinking_switch};
 use super::interrupt::{Answering, EXIT_CODE};
 use super::printer::{Printer, Thinking};
 use super::{Overflow, report};
@@ -66,6 +66,10 @@ impl Repl<'_> {
     /// Answers one message and prints it. With `json`, stdout gets one object at the end
     /// instead of the text.
     pub fn answer_once(&mut self, text: &str, json: bool) -> anyhow::Result<ExitCode> {
+        let (text, switch) = thinking_switch(text);
+        if switch.is_some() {
+            self.switch_thinking(switch, &mut io::stderr())?;
+        }
         let turn = if json {
             let mut nothing = io::sink();
             let turn = self.turn(
@@ -94,10 +98,10 @@ impl Repl<'_> {
         let mut editor = rustyline::DefaultEditor::new()?;
         editor.set_max_history_size(HISTORY)?;
         editor.set_auto_add_history(false);
-        if let Some(path) = history.as_deref().filter(|p| p.exists()) {
-            if let Err(e) = editor.load_history(path) {
-                eprintln!("nq: {}: the history cannot be read: {e}", path.display());
-            }
+        if let Some(path) = history.as_deref().filter(|p| p.exists())
+            && let Err(e) = editor.load_history(path)
+        {
+            eprintln!("nq: {}: the history cannot be read: {e}", path.display());
         }
         let mut lines = Lines::default();
         let code = loop {

@@ -75,8 +75,8 @@ impl Splitter {
         match self.state {
             State::Start => {
                 let text = self.held.trim_start();
-                if text.starts_with(OPEN) {
-                    self.held = text[OPEN.len()..].to_owned();
+                if let Some(rest) = text.strip_prefix(OPEN) {
+                    self.held = rest.to_owned();
                     self.state = State::ThinkingStart;
                     return true;
                 }

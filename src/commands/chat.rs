@@ -107,6 +107,9 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     tokenizer.check_vocab(config.vocab_size)?;
     let template = ChatTemplate::from_files(checkpoint.files())?;
     let store = checkpoint.store();
+    if let Some(bits @ (4 | 8)) = args.bits {
+        bail!("--bits {bits}: this build quantizes with `nq quantize` only, not at load");
+    }
     let engine = nq_runtime::load::load(config, store, &global.load_options(), &terminal)?;
     let session = engine.session(SessionSpec {
         slots: 1,

@@ -18,7 +18,10 @@ use layer::{Layer, pack};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, Linear, OpTiming};
 use session::CpuSession;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+/// Read to measure the memory's bandwidth: more than caches hold.
+const BANDWIDTH_BYTES: usize = 512 << 20;
 
 /// A model packed for this CPU.
 pub(crate) struct CpuModel {
@@ -37,6 +40,8 @@ pub(crate) struct CpuModel {
 pub(crate) struct CpuEngine {
     model: Arc<CpuModel>,
     description: EngineDescription,
+    /// Measured at most once.
+    bandwidth: OnceLock<Option<f64>>,
 }
 
 impl CpuEngine {
@@ -99,6 +104,7 @@ impl CpuEngine {
         Ok(CpuEngine {
             model: Arc::new(model),
             description,
+            bandwidth: OnceLock::new(),
         })
     }
 }
@@ -115,6 +121,13 @@ impl Engine for CpuEngine {
     fn bytes_per_token(&self) -> usize {
         let m = &self.model;
         m.layers.iter().map(Layer::bytes).sum::<usize>() + 4 * m.norm.len() + m.head.bytes()
+    }
+
+    fn memory_bandwidth(&self) -> Option<f64> {
+        *self.bandwidth.get_or_init(|| {
+            let enough = available_memory().is_none_or(|n| n > 2 * BANDWIDTH_BYTES as u64);
+            enough.then(|| self.model.cpu.read_bandwidth(BANDWIDTH_BYTES).median)
+        })
     }
 
     fn start_profile(&self) -> bool {

@@ -84,7 +84,8 @@ impl Session for Parrot {
         self.logits.clear();
         if chunk.logits == LogitsWanted::Last {
             self.logits.resize(4096, 0.0);
-            self.logits[self.next() as usize] = 1.0;
+            let next = self.next() as usize;
+            self.logits[next] = 1.0;
         }
         Ok(Logits {
             data: &self.logits,
