@@ -375,7 +375,7 @@ pub fn streaming(
     let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut bare_seconds) = (Vec::new(), Vec::new());
     for repeat in 0..=spec.repeats {
-        let mut sampler = Sampler::new(sampling.clone(), repeat as u64)?;
+        let mut sampler = Sampler::new(*sampling, repeat as u64)?;
         let mut failed = None;
         let limits = Limits {
             stop: &[], // a row is of n tokens, whatever the model says
