@@ -140,14 +140,20 @@ fn json_holds_the_answer_and_its_figures() {
 #[test]
 fn thinking_stays_out_of_a_pipe() {
     let sum = "Tom has 3 apples and buys 4 more apples. How many apples does Tom have now?";
-    let shown = run(&with(&["-p", sum]), None);
+    let shown = run(&with(&["--max-tokens", "40", "-p", sum]), None);
     assert!(shown.status.success(), "{}", err(&shown));
     assert!(err(&shown).contains("<think>\n"), "{}", err(&shown));
     assert!(!out(&shown).contains("think>"), "{}", out(&shown));
-    let hidden = run(&with(&["--hide-thinking", "-p", sum]), None);
+    let hidden = run(
+        &with(&["--max-tokens", "40", "--hide-thinking", "-p", sum]),
+        None,
+    );
     assert_eq!(out(&hidden), out(&shown));
     assert!(!err(&hidden).contains("think>"), "{}", err(&hidden));
-    let off = run(&with(&["--no-think", "-p", sum]), None);
+    let off = run(
+        &with(&["--max-tokens", "40", "--no-think", "-p", sum]),
+        None,
+    );
     assert!(!err(&off).contains("think>"), "{}", err(&off));
 }
 
@@ -366,7 +372,7 @@ fn an_interrupted_script_leaves_with_130() {
 fn thinking_is_dimmed_unless_colours_are_off() {
     let sum = "Tom has 3 apples and buys 4 more apples. How many apples does Tom have now?";
     let home = home();
-    let mut pty = terminal(&home, &GREEDY, &[]);
+    let mut pty = terminal(&home, &with(&["--max-tokens", "40"]), &[]);
     pty.line(sum);
     let text = pty.wait_for("of them cached");
     assert!(
@@ -376,7 +382,7 @@ fn thinking_is_dimmed_unless_colours_are_off() {
     assert!(!text.contains("<think>"), "{text:?}");
     pty.line("/exit");
     assert_eq!(pty.exit_code(), 0);
-    let mut pty = terminal(&home, &GREEDY, &[("NO_COLOR", "1")]);
+    let mut pty = terminal(&home, &with(&["--max-tokens", "40"]), &[("NO_COLOR", "1")]);
     pty.line(sum);
     let text = pty.wait_for("of them cached");
     assert!(

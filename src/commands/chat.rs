@@ -10,7 +10,9 @@ use crate::model;
 use crate::terminal::Terminal;
 use anyhow::{Context, bail};
 use clap::Args;
-use nq_formats::{ModelConfig, Progress, RopeScaling};
+use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
+use nq_quantize::quantize_at_load;
+use nq_quantize::schemes::Schemes;
 use nq_runtime::{ChatTemplate, KvType, SamplingParams, SessionSpec, Tokenizer};
 use std::io::{self, IsTerminal, Read};
 use std::process::ExitCode;
@@ -98,7 +100,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let terminal = Terminal::new();
     let model = model::open(args.model.as_deref(), global, &terminal)?;
-    let checkpoint = &model.checkpoint;
+    let checkpoint = &at_load(model.checkpoint, args.bits, &terminal)?;
     let config = checkpoint.config();
     let sampling = sampling(args, SamplingParams::from_defaults(checkpoint.generation()));
     sampling.validate()?;
@@ -107,9 +109,6 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     tokenizer.check_vocab(config.vocab_size)?;
     let template = ChatTemplate::from_files(checkpoint.files())?;
     let store = checkpoint.store();
-    if let Some(bits @ (4 | 8)) = args.bits {
-        bail!("--bits {bits}: this build quantizes with `nq quantize` only, not at load");
-    }
     let engine = nq_runtime::load::load(config, store, &global.load_options(), &terminal)?;
     let session = engine.session(SessionSpec {
         slots: 1,
@@ -157,6 +156,26 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         .ok()
         .and_then(|dir| Some(dir.parent()?.join("chat_history")));
     repl.run(history)
+}
+
+/// The checkpoint, quantized at load where 4 or 8 bits are asked for and it is not yet.
+fn at_load(
+    checkpoint: Checkpoint,
+    bits: Option<u32>,
+    progress: &dyn Progress,
+) -> anyhow::Result<Checkpoint> {
+    let bits = match bits {
+        None | Some(16) => return Ok(checkpoint),
+        Some(4) => Bits::B4,
+        Some(8) => Bits::B8,
+        Some(other) => bail!("--bits: expected 4, 8 or 16, found {other}"),
+    };
+    if checkpoint.store().quantization().is_some() {
+        progress.note("--bits is ignored: the model is quantized already");
+        return Ok(checkpoint);
+    }
+    progress.note("quantizing at load by rounding; `nq quantize` gives better quality");
+    Ok(quantize_at_load(checkpoint, Schemes::defaults(bits))?)
 }
 
 /// All of stdin as one prompt.
