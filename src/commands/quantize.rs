@@ -1,7 +1,15 @@
 //! `nq quantize`: from a checkpoint to a quantized file of known quality.
 
 use crate::cli::Global;
+use crate::model;
+use crate::terminal::{Terminal, human_bytes};
+use anyhow::bail;
 use clap::{Args, ValueEnum};
+use nq_formats::nq::SourceRecord;
+use nq_formats::{AffineScheme, Bits, Group, Progress, Zeros};
+use nq_quantize::pipeline::{Job, QuantizeOptions};
+use nq_quantize::schemes::{default_scheme, head_scheme};
+use nq_quantize::{CalibrationSource, Estimate, Limits, QuantizeReport, Schemes};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -17,8 +25,8 @@ pub struct QuantizeArgs {
     #[arg(long, value_enum, default_value_t = MethodArg::Gptq)]
     pub method: MethodArg,
     /// Inputs that share a scale: 32, 64, 128 or channel [default: 64 at 4 bits, 128 at 8]
-    #[arg(long, value_name = "N")]
-    pub group_size: Option<String>,
+    #[arg(long, value_name = "N", value_parser = parse_group)]
+    pub group_size: Option<Group>,
     /// Store a zero-point per group [default: at 4 bits]
     #[arg(long, overrides_with = "sym")]
     pub asym: bool,
@@ -41,8 +49,8 @@ pub struct QuantizeArgs {
     #[arg(long, default_value = "self", value_name = "self|FILE")]
     pub calib: String,
     /// Calibration tokens
-    #[arg(long, value_name = "N")]
-    pub calib_tokens: Option<usize>,
+    #[arg(long, default_value_t = 32_768, value_name = "N", value_parser = parse_tokens)]
+    pub calib_tokens: usize,
     /// Seed of everything random
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
@@ -55,6 +63,9 @@ pub struct QuantizeArgs {
     /// Text to measure quality on [default: held-out text sampled from the model]
     #[arg(long, value_name = "FILE")]
     pub eval_text: Option<PathBuf>,
+    /// Tokens to measure quality on, at most
+    #[arg(long, default_value_t = 8_192, value_name = "N", value_parser = parse_tokens)]
+    pub eval_tokens: usize,
     /// Print the plan and the memory it needs, and stop
     #[arg(long)]
     pub dry_run: bool,
@@ -91,8 +102,256 @@ fn parse_head_bits(s: &str) -> Result<u32, String> {
     }
 }
 
+fn parse_tokens(s: &str) -> Result<usize, String> {
+    match s.replace('_', "").parse() {
+        Ok(n @ 1..=1_000_000_000) => Ok(n),
+        _ => Err("expected a number of tokens, at least 1".into()),
+    }
+}
+
+fn parse_group(s: &str) -> Result<Group, String> {
+    match s {
+        "32" => Ok(Group::Size(32)),
+        "64" => Ok(Group::Size(64)),
+        "128" => Ok(Group::Size(128)),
+        "channel" => Ok(Group::Channel),
+        _ => Err("expected 32, 64, 128 or channel".into()),
+    }
+}
+
+impl QuantizeArgs {
+    fn method(&self) -> &'static str {
+        match (self.method, self.clip) {
+            (MethodArg::Gptq, _) => "gptq",
+            (MethodArg::Awq, _) => "awq",
+            (MethodArg::Rtn, true) => "rtn-clip",
+            (MethodArg::Rtn, false) => "rtn",
+        }
+    }
+
+    fn schemes(&self) -> Schemes {
+        let width = |n| if n == 4 { Bits::B4 } else { Bits::B8 };
+        let default = default_scheme(width(self.bits));
+        let zeros = match (self.asym, self.sym) {
+            (true, _) => Zeros::Integer,
+            (_, true) => Zeros::None,
+            _ => default.zeros,
+        };
+        Schemes {
+            linears: AffineScheme {
+                group: self.group_size.unwrap_or(default.group),
+                zeros,
+                ..default
+            },
+            head: (self.head_bits != 16).then(|| head_scheme(width(self.head_bits))),
+            ..Schemes::defaults(default.bits)
+        }
+    }
+
+    /// The folder's name in nq's own model folder: the model and what differs from defaults.
+    fn default_name(&self, model: &str, schemes: &Schemes) -> String {
+        let mut name = format!("{model}-int{}", self.bits);
+        let default = Schemes::defaults(schemes.linears.bits);
+        if self.method() != "gptq" {
+            name += &format!("-{}", self.method());
+        }
+        if schemes.linears.group != default.linears.group {
+            name += &format!("-{}", schemes.linears.group);
+        }
+        if schemes.linears.zeros != default.linears.zeros {
+            name += match schemes.linears.zeros {
+                Zeros::None => "-sym",
+                _ => "-asym",
+            };
+        }
+        if schemes.head != default.head {
+            name += &format!("-head{}", self.head_bits);
+        }
+        name
+    }
+}
+
 /// Runs `nq quantize`.
 pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
-    let _ = (args, global);
-    anyhow::bail!("quantize is being built")
+    if args.min_top1.is_some_and(|y| !(0.0..=1.0).contains(&y)) {
+        bail!("--min-top1 is a share: expected 0 to 1");
+    }
+    let terminal = Terminal::new();
+    let model = model::open(args.model.as_deref(), global, &terminal)?;
+    let schemes = args.schemes();
+    let (out, call) = match &args.out {
+        Some(out) => (out.clone(), out.display().to_string()),
+        None => {
+            let name = args.default_name(&model.name, &schemes);
+            (model::models_dir()?.join(&name), name)
+        }
+    };
+    let options = QuantizeOptions {
+        bits: schemes.linears.bits,
+        schemes,
+        method: args.method().into(),
+        calibration: match args.calib.as_str() {
+            "self" => CalibrationSource::SelfSampled,
+            path => CalibrationSource::File(path.into()),
+        },
+        calib_tokens: args.calib_tokens,
+        seed: args.seed,
+        limits: Limits {
+            max_kld: args.max_kld,
+            min_top1: args.min_top1,
+        },
+        eval_text: args.eval_text.clone(),
+        eval_tokens: args.eval_tokens,
+        out,
+        force: args.force,
+        resume: args.resume,
+        source: SourceRecord {
+            name: model.source.clone(),
+            ..SourceRecord::default()
+        },
+        load: global.load_options(),
+    };
+    let job = Job::new(&model.checkpoint, &options, &terminal)?;
+    let estimate = job.estimate();
+    for line in plan(&model.name, &options, &estimate) {
+        terminal.note(&line);
+    }
+    if args.dry_run {
+        if global.json {
+            println!("{}", serde_json::to_string_pretty(&estimate)?);
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    if let Some(parent) = options.out.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    let report = match job.run() {
+        Ok(report) => report,
+        Err(nq_quantize::Error::Guard {
+            broken,
+            worst,
+            report,
+            ..
+        }) => {
+            if global.json {
+                println!("{}", serde_json::to_string_pretty(&report)?);
+            } else {
+                print_report(&report);
+            }
+            eprintln!("nq: not written: {broken}");
+            eprintln!("nq: the worst layers: {worst}");
+            eprintln!("nq: the work is kept: --resume with other limits goes on from it");
+            return Ok(ExitCode::from(1));
+        }
+        Err(e) => return Err(e.into()),
+    };
+    if global.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print_report(&report);
+        println!();
+        println!("Talk to it:  nq chat {call}");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What will be done and what it takes, in lines.
+fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<String> {
+    let head = match options.schemes.head {
+        Some(head) => head.to_string(),
+        None => "as it is".into(),
+    };
+    let mut lines = vec![format!(
+        "{name}: {} to {} with {}, embedding and head {head}, {} to write",
+        "layers",
+        options.schemes.linears,
+        options.method,
+        human_bytes(estimate.file_bytes),
+    )];
+    lines.push(format!(
+        "memory: {} at its peak ({}), {} of it the memory-mapped source",
+        human_bytes(estimate.peak),
+        estimate.stage,
+        human_bytes(estimate.mapped),
+    ));
+    lines
+}
+
+fn print_report(report: &QuantizeReport) {
+    let row = |name: &str, value: String| println!("{name:<16} {value}");
+    row("out", report.out.display().to_string());
+    let group = match report.group_size {
+        Group::Size(n) => format!("group {n}"),
+        Group::Channel => "per channel".into(),
+    };
+    row(
+        "scheme",
+        format!("{}, {} bits, {group}", report.method, report.bits),
+    );
+    if report.file_bytes > 0 {
+        let times = report.source_bytes as f64 / report.file_bytes.max(1) as f64;
+        row(
+            "size",
+            format!(
+                "{} in tensors, {} in files ({:.3} bits per weight, {times:.1} times smaller)",
+                human_bytes(report.tensor_bytes),
+                human_bytes(report.file_bytes),
+                report.bits_per_weight,
+            ),
+        );
+    }
+    if let Some(q) = &report.quality {
+        row(
+            "measured on",
+            format!(
+                "{} tokens, {} ({:?} protocol, ctx {})",
+                q.tokens, q.text, q.protocol, q.ctx
+            )
+            .to_lowercase(),
+        );
+        if let Some(a) = &q.against {
+            let k = &a.kld;
+            row(
+                "KL divergence",
+                format!(
+                    "mean {:.5}, median {:.5}, 90 % {:.4}, 99 % {:.4}, 99.9 % {:.3}, max {:.3}",
+                    k.mean, k.median, k.p90, k.p99, k.p999, k.max
+                ),
+            );
+            row("same best token", format!("{:.2} %", 100.0 * a.same_top1));
+            row(
+                "perplexity",
+                format!(
+                    "{:.3} (source {:.3}, {:+.2} %)",
+                    q.ppl,
+                    a.ppl_ref,
+                    100.0 * (a.ln_ppl_ratio.exp() - 1.0)
+                ),
+            );
+        }
+    }
+    if !report.layers.is_empty() {
+        row("worst layers", report.worst_layers(3).join(", "));
+    }
+    row("fallbacks", report.fallbacks.len().to_string());
+    if report.seconds > 0.0 {
+        row(
+            "took",
+            format!(
+                "{:.1} s, {} of memory at the peak",
+                report.seconds,
+                human_bytes(report.peak_rss_bytes)
+            ),
+        );
+    }
+    if !report.worst_tokens.is_empty() {
+        println!("\nWhere it strays most:");
+        for w in report.worst_tokens.iter().take(3) {
+            let context: String = w.context.escape_debug().collect();
+            println!(
+                "  KLD {:.2}  ...{context} -> {:?} (source {:?}, text {:?})",
+                w.kld, w.model_top, w.reference_top, w.target
+            );
+        }
+    }
 }
