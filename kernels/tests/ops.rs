@@ -210,6 +210,48 @@ fn attention_with_extreme_scores() {
     }
 }
 
+/// A batch gives the bits of its sequences one by one, whether few enough to share each out or
+/// many enough to share them out whole.
+#[test]
+fn attention_of_a_batch() {
+    let (heads, kv_heads, d) = (4, 2, 32);
+    let stride = (heads + 2 * kv_heads) * d;
+    for lengths in [vec![1], vec![3, 1], vec![1; 9], vec![2, 1, 5, 1, 1, 33, 1]] {
+        let mut spans = Vec::new();
+        let mut row = 1;
+        for (i, &len) in lengths.iter().enumerate() {
+            let position = 70 * i % 300;
+            spans.push(Span { row, len, position });
+            row += len + i % 2;
+        }
+        let caches: Vec<[KvBlock; 2]> = (0..spans.len() as u64)
+            .map(|i| {
+                [i, i + 100].map(|seed| {
+                    let mut block = KvBlock::new(KvType::F16, kv_heads, 340, d);
+                    let x = normal(kv_heads * 340 * d, seed);
+                    for (i, x) in x.chunks_exact(d).enumerate() {
+                        block.store(i / 340, i % 340, x);
+                    }
+                    block
+                })
+            })
+            .collect();
+        let qkv = normal(row * stride, 7);
+        for isa in isas() {
+            let cpu = cpu(isa, 2);
+            let mut one_by_one = vec![f32::NAN; row * heads * d];
+            let mut together = one_by_one.clone();
+            for (&span, [k, v]) in spans.iter().zip(&caches) {
+                cpu.attention(&qkv, stride, span, heads, d, k, v, &mut one_by_one);
+            }
+            let cache = |i: usize| (&caches[i][0], &caches[i][1]);
+            cpu.attention_batch(&qkv, stride, &spans, heads, d, cache, &mut together);
+            let bits = |y: &[f32]| y.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            assert!(bits(&one_by_one) == bits(&together), "{isa}, {lengths:?}");
+        }
+    }
+}
+
 #[test]
 fn profile_counts_only_while_on() {
     let cpu = nq_kernels::cpu::Cpu::new(Some(2), nq_kernels::cpu::IsaChoice::Auto).unwrap();

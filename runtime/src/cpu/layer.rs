@@ -106,9 +106,12 @@ impl Layer {
                     pair.values.store(h, span.position + r, &values[head]);
                 }
             }
-            let KvPair { keys, values } = pair;
-            cpu.attention(qkv, stride, *span, heads, d, keys, values, attended);
         }
+        let cache = |i: usize| {
+            let KvPair { keys, values } = &kv[batch.slots[i]];
+            (keys, values)
+        };
+        cpu.attention_batch(qkv, stride, &batch.spans, heads, d, cache, attended);
         observer.linear_input(self.index, o_in, attended);
         cpu.linear(&self.o, attended, x, Epilogue::Add)?;
 

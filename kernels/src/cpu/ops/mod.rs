@@ -104,10 +104,6 @@ impl Cpu {
         values: &KvBlock,
         y: &mut [f32],
     ) {
-        let kv_heads = keys.kv_heads();
-        assert!(heads.is_multiple_of(kv_heads) && kv_heads == values.kv_heads());
-        assert!(keys.head_dim() == head_dim && values.head_dim() == head_dim);
-        assert!(span.position + span.len <= keys.capacity().min(values.capacity()));
         if span.len == 0 {
             return;
         }
@@ -115,16 +111,86 @@ impl Cpu {
         let q = &qkv[span.row * stride..];
         let y = &mut y[span.row * width..(span.row + span.len) * width];
         let begin = self.profile.begin();
-        if span.len == 1 && head_dim.is_multiple_of(LANES) {
-            self.attend_one(&q[..width], span.position + 1, keys, values, y);
-        } else {
-            self.attend_many(q, stride, span, heads, keys, values, y);
-        }
-        let rows = kv_heads * (span.position + span.len);
-        let bytes = rows * (keys.kind().bytes(head_dim) + values.kind().bytes(head_dim));
+        self.attend(q, stride, span, heads, head_dim, keys, values, y);
+        let bytes = cache_bytes(span, keys, values);
         let shape = (heads, head_dim);
         self.profile
             .end(begin, "attention", self.isa.name(), shape, bytes);
+    }
+
+    /// [`Cpu::attention`] of several sequences, whose `spans` lie one behind another; the
+    /// keys and values of `spans[i]` are `cache(i)`. Many sequences are shared out whole, so
+    /// that the team works in step once and not once for each.
+    ///
+    /// # Panics
+    /// As [`Cpu::attention`], and if spans overlap or run backwards.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one flat description of a strided view"
+    )]
+    pub fn attention_batch<'a>(
+        &self,
+        qkv: &[f32],
+        stride: usize,
+        spans: &[Span],
+        heads: usize,
+        head_dim: usize,
+        cache: impl Fn(usize) -> (&'a KvBlock, &'a KvBlock) + Send + Sync,
+        y: &mut [f32],
+    ) {
+        if spans.len() < 2 * self.threads() {
+            for (i, &span) in spans.iter().enumerate() {
+                let (keys, values) = cache(i);
+                self.attention(qkv, stride, span, heads, head_dim, keys, values, y);
+            }
+            return;
+        }
+        let ordered = |s: &[Span]| s[0].row + s[0].len <= s[1].row;
+        assert!(spans.windows(2).all(ordered), "attention_batch: spans");
+        let width = heads * head_dim;
+        let begin = self.profile.begin();
+        let y = Shared::new(y);
+        self.team().run_ranges(spans.len(), 1, |tasks| {
+            for i in tasks.filter(|&i| spans[i].len > 0) {
+                let (span, (keys, values)) = (spans[i], cache(i));
+                let q = &qkv[span.row * stride..];
+                // SAFETY: spans do not overlap, and each is one task.
+                let y = unsafe { y.part(span.row * width..(span.row + span.len) * width) };
+                self.attend(q, stride, span, heads, head_dim, keys, values, y);
+            }
+        });
+        let bytes_of = |(i, &span)| {
+            let (keys, values) = cache(i);
+            cache_bytes(span, keys, values)
+        };
+        let bytes = spans.iter().enumerate().map(bytes_of).sum();
+        let shape = (heads, head_dim);
+        self.profile
+            .end(begin, "attention", self.isa.name(), shape, bytes);
+    }
+
+    /// Attention of the rows of one span: `q` starts and `y` lies at its first row.
+    #[allow(clippy::too_many_arguments, reason = "one flat description")]
+    fn attend(
+        &self,
+        q: &[f32],
+        stride: usize,
+        span: Span,
+        heads: usize,
+        head_dim: usize,
+        keys: &KvBlock,
+        values: &KvBlock,
+        y: &mut [f32],
+    ) {
+        let kv_heads = keys.kv_heads();
+        assert!(heads.is_multiple_of(kv_heads) && kv_heads == values.kv_heads());
+        assert!(keys.head_dim() == head_dim && values.head_dim() == head_dim);
+        assert!(span.position + span.len <= keys.capacity().min(values.capacity()));
+        if span.len == 1 && head_dim.is_multiple_of(LANES) {
+            self.attend_one(&q[..heads * head_dim], span.position + 1, keys, values, y);
+        } else {
+            self.attend_many(q, stride, span, heads, keys, values, y);
+        }
     }
 
     /// One token: a task is a key head and a chunk of positions.
@@ -247,6 +313,12 @@ impl Cpu {
             });
         });
     }
+}
+
+/// Bytes of keys and values that the last token of a span attends over.
+fn cache_bytes(span: Span, keys: &KvBlock, values: &KvBlock) -> usize {
+    let rows = keys.kv_heads() * (span.position + span.len);
+    rows * (keys.kind().bytes(keys.head_dim()) + values.kind().bytes(values.head_dim()))
 }
 
 /// Queries in a tile of any instruction set, at most.
