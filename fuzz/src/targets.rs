@@ -32,6 +32,22 @@ pub fn safetensors(data: &[u8]) {
     assert_eq!(total as u64, file.entries().map(|e| e.bytes).sum::<u64>());
 }
 
+/// A GGUF file: what is accepted lies in the file, and its tokenizer is rebuilt or refused.
+pub fn gguf(data: &[u8]) {
+    let path = Path::new("fuzz.gguf");
+    let Ok(file) = nq_formats::gguf::GgufFile::parse(path, Bytes::copy_from_slice(data)) else {
+        return;
+    };
+    let mut total = 0;
+    for info in file.tensors().values() {
+        total += file.data(info).len() as u64;
+    }
+    assert_eq!(total, file.entries().map(|e| e.bytes).sum::<u64>());
+    assert!(total <= file.file_bytes());
+    let _ = nq_formats::gguf::tokenizer::tokenizer_json(&file);
+    let _ = nq_formats::gguf::tokenizer::tokenizer_config_json(&file);
+}
+
 /// config.json, generation_config.json and tokenizer.json: what is accepted has a size, and
 /// a config is written as it was read.
 pub fn config(data: &[u8]) {
