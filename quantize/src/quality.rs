@@ -25,17 +25,16 @@ impl Limits {
         let Some(found) = &report.against else {
             return broken;
         };
-        if let Some(limit) = self.max_kld
-            && !(found.kld.mean <= limit)
-        {
+        // A figure that is no number holds no limit: hence "held", not "exceeded".
+        let held = |limit| found.kld.mean <= limit;
+        if let Some(limit) = self.max_kld.filter(|&limit| !held(limit)) {
             broken.push(format!(
                 "mean KL divergence {:.4} is above {limit}",
                 found.kld.mean
             ));
         }
-        if let Some(limit) = self.min_top1
-            && !(found.same_top1 >= limit)
-        {
+        let held = |limit| found.same_top1 >= limit;
+        if let Some(limit) = self.min_top1.filter(|&limit| !held(limit)) {
             broken.push(format!(
                 "the best token agrees at {:.2} % of positions, below {:.2} %",
                 100.0 * found.same_top1,

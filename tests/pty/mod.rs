@@ -1,4 +1,5 @@
 //! A program in a pseudo-terminal, driven by what it prints.
+#![allow(unreachable_pub, reason = "a module of tests")]
 
 use std::fs::File;
 use std::io::{Read, Write};
