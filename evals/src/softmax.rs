@@ -1,6 +1,6 @@
 //! Log-softmax statistics of a row of logits, in f64.
 //!
-//! The loops keep [`LANES`] independent accumulators and call an exponential made of plain
+//! The loops keep 8 independent accumulators and call an exponential made of plain
 //! arithmetic, so that the compiler vectorises them on every target. Lanes are added in one
 //! order: the result of a row depends on the row alone.
 
