@@ -154,10 +154,8 @@ fn open(
             (model.name, model.checkpoint)
         }
     };
-    match args.bits {
-        None | Some(16) => Ok((name, checkpoint)),
-        Some(bits) => bail!("{name}: cannot be quantized to {bits} bits at load yet"),
-    }
+    let checkpoint = super::chat::at_load(checkpoint, args.bits, terminal)?;
+    Ok((name, checkpoint))
 }
 
 /// Greatest read bandwidth of a few passes, in 10^9 bytes per second, by the threads that

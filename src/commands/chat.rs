@@ -159,7 +159,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
 }
 
 /// The checkpoint, quantized at load where 4 or 8 bits are asked for and it is not yet.
-fn at_load(
+pub fn at_load(
     checkpoint: Checkpoint,
     bits: Option<u32>,
     progress: &dyn Progress,
