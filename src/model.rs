@@ -53,6 +53,19 @@ pub fn open(
     }
 }
 
+/// The model that `nq chat` runs when none is named: the quantized copy of the default model
+/// in nq's folder (4 bits before 8), else what [`open`] gives.
+pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+    let name = DEFAULT_ID.rsplit('/').next().unwrap_or(DEFAULT_ID);
+    for bits in [4, 8] {
+        let copy = models_dir()?.join(format!("{name}-int{bits}"));
+        if copy.exists() {
+            return open_path(&copy, name);
+        }
+    }
+    open_default(global, progress)
+}
+
 fn open_named(model: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
     if model == demo::LABEL {
         return open_demo();

@@ -398,3 +398,37 @@ fn thinking_is_dimmed_unless_colours_are_off() {
     pty.line("/exit");
     assert_eq!(pty.exit_code(), 0);
 }
+
+#[test]
+fn without_a_model_the_demo_model_answers_quantized_at_load() {
+    let home = home();
+    let output = Command::new(env!("CARGO_BIN_EXE_nq"))
+        .env("NQ_HOME", home.path())
+        .env("HOME", home.path())
+        .env("HF_HOME", home.path())
+        .env_remove("HF_HUB_CACHE")
+        .args(["chat", "--offline", "--device", "cpu", "-p", "Hello!"])
+        .args(["--max-tokens", "8", "--temperature", "0"])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", err(&output));
+    assert!(!out(&output).trim().is_empty());
+    let said = err(&output);
+    assert!(said.contains("demo model"), "which model: {said}");
+    assert!(said.contains("quantizing at load"), "how: {said}");
+}
+
+#[test]
+fn bits_quantize_at_load_and_other_widths_are_refused() {
+    for bits in ["4", "8", "16"] {
+        let output = run(
+            &with(&["-p", "Hello!", "--bits", bits, "--max-tokens", "8"]),
+            None,
+        );
+        assert!(output.status.success(), "{}", err(&output));
+        assert!(!out(&output).trim().is_empty());
+        assert_eq!(err(&output).contains("quantizing at load"), bits != "16");
+    }
+    assert!(!run(&["-p", "Hello!", "--bits", "5"], None).status.success());
+}

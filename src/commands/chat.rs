@@ -99,8 +99,17 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         None => Some(piped_prompt()?),
     };
     let terminal = Terminal::new();
-    let model = model::open(args.model.as_deref(), global, &terminal)?;
-    let checkpoint = &at_load(model.checkpoint, args.bits, &terminal)?;
+    let (model, bits) = match &args.model {
+        Some(name) => (model::open(Some(name), global, &terminal)?, args.bits),
+        None => {
+            let model = model::open_for_chat(global, &terminal)?;
+            // Who names no model wants an answer soon: 4 bits, unless the model has fewer
+            // than 16 already.
+            let quantized = model.checkpoint.store().quantization().is_some();
+            (model, args.bits.or((!quantized).then_some(4)))
+        }
+    };
+    let checkpoint = &at_load(model.checkpoint, bits, &terminal)?;
     let config = checkpoint.config();
     let sampling = sampling(args, SamplingParams::from_defaults(checkpoint.generation()));
     sampling.validate()?;
