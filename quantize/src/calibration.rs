@@ -132,7 +132,7 @@ impl Prompter {
     }
 }
 
-/// Sequences that are sampled together: as many as [`KV_BYTES`] hold.
+/// Sequences that are sampled together: as many as `KV_BYTES` hold.
 pub fn sampling_slots(config: &nq_formats::ModelConfig, n: usize, length: usize) -> usize {
     let position = 4 * config.num_hidden_layers * config.kv_dim(); // keys and values, f16
     n.min(SLOTS)

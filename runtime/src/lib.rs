@@ -1,7 +1,7 @@
 //! Qwen3 on a device: weights, KV cache, forward pass, tokenizer, chat template, sampling
 //! and generation.
 //!
-//! [`engine`] holds the interfaces that everything above this crate uses; [`load`] makes an
+//! [`engine`] holds the interfaces that everything above this crate uses; [`load()`](load::load) makes an
 //! [`Engine`] of a checkpoint. Only this crate places data on devices.
 
 #![forbid(unsafe_code)]

@@ -2,7 +2,7 @@
 //!
 //! A row's `run` multiplies some panels of a packed weight with all prepared columns. Rows
 //! of every instruction set share their drivers here; what differs is in the
-//! [`Table`]. The first row whose predicates hold is chosen.
+//! `Table`. The first row whose predicates hold is chosen.
 
 use super::float::{Byte, Nibble, Units};
 use super::input::{Layout, Prepared, Values};

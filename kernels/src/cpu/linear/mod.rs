@@ -1,7 +1,7 @@
 //! The Linear operation: weights repacked for this CPU, and the product.
 //!
-//! [`pack`] knows the layout, [`float`] and [`int8`] multiply it, [`kernels`] are the
-//! registry's rows, [`input`] prepares activations; this file splits the work, chooses the
+//! `pack` knows the layout, `float` and `int8` multiply it, `kernels` are the
+//! registry's rows, `input` prepares activations; this file splits the work, chooses the
 //! kernel and applies epilogues. Every thread streams contiguous panels, which hardware
 //! prefetchers follow; prefetch instructions on top of them measured slower (Zen 4).
 
