@@ -39,6 +39,20 @@ pub enum Error {
         /// What there is.
         available: String,
     },
+    /// The CUDA driver refused, or is absent.
+    #[error("{what}: {why}")]
+    Cuda {
+        /// What was attempted.
+        what: &'static str,
+        /// The driver's answer, or what is missing.
+        why: String,
+    },
+    /// The device has no memory left.
+    #[error("the GPU's memory has no room for {what}")]
+    DeviceMemory {
+        /// What was to be allocated.
+        what: &'static str,
+    },
     /// A weight could not be read.
     #[error(transparent)]
     Weight(#[from] nq_formats::Error),

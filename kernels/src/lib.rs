@@ -6,6 +6,8 @@
 //! row count and instruction set; nothing outside it decides.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod error;
 pub mod reference;
 pub mod registry;

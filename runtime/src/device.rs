@@ -8,13 +8,44 @@ use crate::load::DeviceChoice;
 pub enum Device {
     /// The CPU.
     Cpu,
+    /// The GPU of this ordinal.
+    #[cfg(feature = "cuda")]
+    Cuda(usize),
 }
 
 impl DeviceChoice {
-    /// The device to use here. `Auto` takes the CPU where there is nothing better.
+    /// The device to use here. `Auto` takes the first GPU if there is one that can be used.
     ///
     /// # Errors
     /// [`Error::Device`] if the one asked for is absent, saying what is missing.
+    #[cfg(feature = "cuda")]
+    pub fn resolve(self) -> Result<Device> {
+        use nq_kernels::cuda::device_count;
+        match self {
+            DeviceChoice::Cpu => Ok(Device::Cpu),
+            DeviceChoice::Auto => Ok(match device_count() {
+                Ok(_) => Device::Cuda(0),
+                Err(_) => Device::Cpu,
+            }),
+            DeviceChoice::Cuda(n) => match device_count() {
+                Ok(count) if n < count => Ok(Device::Cuda(n)),
+                Ok(count) => Err(Error::Device {
+                    device: format!("cuda:{n}"),
+                    why: format!("there are {count} devices, counted from 0"),
+                }),
+                Err(e) => Err(Error::Device {
+                    device: format!("cuda:{n}"),
+                    why: e.to_string(),
+                }),
+            },
+        }
+    }
+
+    /// The device to use here: the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a GPU is asked for.
+    #[cfg(not(feature = "cuda"))]
     pub fn resolve(self) -> Result<Device> {
         match self {
             DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),
@@ -23,6 +54,16 @@ impl DeviceChoice {
                 why: "this nq was built without the feature `cuda`".into(),
             }),
         }
+    }
+
+    /// Why `Auto` does not take a GPU, where this build could use one; `None` if it does.
+    pub fn why_no_gpu() -> Option<String> {
+        #[cfg(feature = "cuda")]
+        return nq_kernels::cuda::device_count()
+            .err()
+            .map(|e| e.to_string());
+        #[cfg(not(feature = "cuda"))]
+        None
     }
 }
 

@@ -10,6 +10,8 @@ pub mod batch;
 mod candle;
 pub mod chat_template;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod detokenizer;
 pub mod device;
 pub mod engine;

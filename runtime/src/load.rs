@@ -2,8 +2,12 @@
 
 use crate::candle::CandleEngine;
 use crate::cpu::{CpuEngine, CpuStepper};
+#[cfg(feature = "cuda")]
+use crate::cuda::CudaEngine;
 use crate::device::Device;
 use crate::engine::{Engine, LayerStepper};
+#[cfg(feature = "cuda")]
+use crate::error::Error;
 use crate::error::Result;
 use crate::weights::bits;
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
@@ -80,6 +84,10 @@ pub fn load(
     }
     match options.device.resolve()? {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(n) => Ok(Arc::new(CudaEngine::load(
+            config, store, options, n, progress,
+        )?)),
     }
 }
 
@@ -95,6 +103,13 @@ pub fn stepper(
 ) -> Result<Box<dyn LayerStepper>> {
     match options.device.resolve()? {
         Device::Cpu => Ok(Box::new(CpuStepper::new(config, options, kv)?)),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(n) if options.device == DeviceChoice::Cuda(n) => Err(Error::Device {
+            device: format!("cuda:{n}"),
+            why: "quantizing layer by layer runs on the CPU (--device cpu)".into(),
+        }),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => Ok(Box::new(CpuStepper::new(config, options, kv)?)),
     }
 }
 

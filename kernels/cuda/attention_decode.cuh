@@ -1,0 +1,316 @@
+// Attention of one new token: per-head RMSNorm of q and k, rotary embedding, append to the
+// cache, softmax over the positions so far, split over blocks.
+//
+//   out[h] = softmax(rope(norm(q[h])) . K[h / G] / sqrt(128)) V[h / G],  G = heads / kv_heads <= 8
+//
+// Cache (capacity a multiple of 32; finite everywhere, also past the positions in use), FP16 or int8 with one f16 scale per head and position:
+//   keys    [kv_heads][capacity][128]
+//   values  [kv_heads][128][capacity], so that positions are contiguous
+//
+// Grid (kv_heads, most splits). A block serves the G query heads of one key/value head over its
+// split of the positions, 256 at a time: warp w computes the scores of 32 of them, then, once
+// the weights of all are in shared memory, dims 16w .. 16w+15 of the output over all of them.
+// Both products run on tensor cores: scores[head, position] with q as the left operand,
+// out[head, dim] with the softmax weights. Rows 0..7 of the left operand hold a head's values
+// rounded to FP16 and rows 8..15 what that rounding lost, so q and the weights keep about 22
+// bits. Keys and values of earlier positions are requested before the predecessor, which
+// computes the new token's q, k and v, has ended. Where positions are split the last block of
+// a head (counted in `arrived`) joins the partial results, in the order of the splits.
+//
+// Bytes: 2 x 256 (int8: 2 x 130) per position and key/value head.
+#pragma once
+
+#include "activations.cuh"
+#include "rows.cuh"
+
+struct AttentionArgs {
+    const float* qkv;       // [(heads + 2 kv_heads) * 128]
+    const float* q_gain;    // [128]
+    const float* k_gain;    // [128]
+    const float2* cos_sin;  // [positions][64]
+    Cache cache;            // of this layer
+    const Step* step;       // position of the new token, and its slot
+    SplitRow out;           // [heads * 128]
+    float* partial;         // [heads][most splits][130]: sums, greatest score, weight
+    int* arrived;           // [kv_heads], zero between launches
+    int heads;
+    float eps;
+    int late;
+};
+
+constexpr int ATTENTION_WARPS = 8;
+constexpr int WARP_POSITIONS = 32;
+// Positions that one pass of a block covers; shorter contexts are not split.
+constexpr int BLOCK_POSITIONS = ATTENTION_WARPS * WARP_POSITIONS;
+
+// Rounds a pair to FP16, high part and what rounding lost.
+DEVICE void split_pair(float x, float y, uint32_t& hi, uint32_t& lo) {
+    __half2 h = __float22half2_rn(make_float2(x, y));
+    float2 f = __half22float2(h);
+    hi = half2_bits(h);
+    lo = half2_bits(__float22half2_rn(make_float2(x - f.x, y - f.y)));
+}
+
+template <bool INT8>
+struct AttentionShared {
+    uint4 keys[ATTENTION_WARPS][INT8 ? 8 : 16][32];     // private to lanes
+    uint4 values[ATTENTION_WARPS][INT8 ? 8 : 16][32];   // private to lanes
+    uint4 weights[ATTENTION_WARPS][2][32];              // left operands: high and low parts
+    uint4 q[2][8][16];                                  // high and low parts, [head][128] FP16
+    uint32_t fresh[2][32 * (INT8 ? 1 : 2)];             // new key and value: codes or FP16
+    __half fresh_scale[2];
+    float top[ATTENTION_WARPS][8];
+    float sum[ATTENTION_WARPS][8];
+    bool last;
+};
+
+template <bool INT8>
+DEVICE void attention_decode(const AttentionArgs& p) {
+    constexpr float LOG2E = 1.4426950408889634f;
+    constexpr int BYTES = INT8 ? 1 : 2;
+    extern __shared__ uint4 dynamic_shared[];
+    AttentionShared<INT8>& sm = *reinterpret_cast<AttentionShared<INT8>*>(dynamic_shared);
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    const int kv = blockIdx.x, heads = p.heads / p.cache.kv_heads;
+
+    if (!p.late) release_successor();
+    const int position = __ldcg(&p.step->position);
+    const int slot = __ldcg(&p.step->slot);
+    const int length = position + 1;
+    const int most = min((length + BLOCK_POSITIONS - 1) / BLOCK_POSITIONS, int(gridDim.y));
+    const int share = ((length + most - 1) / most + WARP_POSITIONS - 1) / WARP_POSITIONS * WARP_POSITIONS;
+    const int splits = (length + share - 1) / share;
+    if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its predecessor
+    const int start = blockIdx.y * share;
+    const int end = min(start + share, length);
+    const bool newest = blockIdx.y == splits - 1;
+    const size_t row0 = (size_t(slot) * p.cache.kv_heads + kv) * p.cache.capacity;
+    const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + row0 * 128 * BYTES;
+    const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * 128 + size_t(16 * warp + g) * p.cache.capacity) * BYTES;
+
+    // Keys of this warp's 32 positions: column n of product j is position
+    // base + 32 warp + 8 (n / 2) + 2j + n % 2, so that lane (g, t) ends with the scores of
+    // positions 8t .. 8t+7. Part i holds dims 32i + 8t .. + 7.
+    // Values: dims 16 warp + g and + 8, positions base + 32c + 8t .. + 7.
+    auto request = [&](int base) {
+        if (base + 32 * warp < end) {
+            const int8_t* from = keys + size_t(base + 32 * warp + 8 * (g / 2) + g % 2) * 128 * BYTES + t * 8 * BYTES;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    copy_async<8 * BYTES>(reinterpret_cast<int8_t*>(sm.keys[warp]) + ((j * 4 + i) * 32 + lane) * 8 * BYTES,
+                                          from + i * 32 * BYTES);
+                from += 2 * 128 * BYTES;
+            }
+        }
+        copy_commit();
+        const int chunks = min(ATTENTION_WARPS, (end - base + 31) / 32);
+        const int8_t* from = values + size_t(base + 8 * t) * BYTES;
+        int8_t* to = reinterpret_cast<int8_t*>(sm.values[warp]) + lane * 8 * BYTES;
+#pragma unroll 2
+        for (int c = 0; c < chunks; c++) {
+            copy_async<8 * BYTES>(to, from);
+            copy_async<8 * BYTES>(to + 32 * 8 * BYTES, from + size_t(8) * p.cache.capacity * BYTES);
+            from += 32 * BYTES;
+            to += 64 * 8 * BYTES;
+        }
+        copy_commit();
+    };
+    request(start);
+    // What else no kernel of this step writes.
+    const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
+    const float4 c0 = __ldg(angles), c1 = __ldg(angles + 1);
+    const float4 q_gain = __ldg(reinterpret_cast<const float4*>(p.q_gain) + lane);
+    const float4 k_gain = __ldg(reinterpret_cast<const float4*>(p.k_gain) + lane);
+
+    wait_for_predecessor();
+    if (p.late) release_successor();
+
+    // Jobs 0 .. heads - 1: queries; then the new key and the new value.
+#pragma unroll 1
+    for (int job = warp; job < heads + (newest ? 2 : 0); job += ATTENTION_WARPS) {
+        const int which = job - heads;
+        const int row = which < 0 ? kv * heads + job : p.heads + which * p.cache.kv_heads + kv;
+        float4 v = __ldcg(reinterpret_cast<const float4*>(p.qkv + row * HEAD_DIM) + lane);
+        if (which < 1) v = norm_rope(v, which < 0 ? q_gain : k_gain, c0, c1, p.eps, lane);
+        if (which < 0) {
+            const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
+            uint2 hi, lo;
+            split_pair(v.x * s, v.y * s, hi.x, lo.x);
+            split_pair(v.z * s, v.w * s, hi.y, lo.y);
+            reinterpret_cast<uint2*>(sm.q[0][job])[lane] = hi;
+            reinterpret_cast<uint2*>(sm.q[1][job])[lane] = lo;
+        } else {
+            const Kept kept = round_row<INT8>(v);
+            if constexpr (INT8) {
+                reinterpret_cast<char4*>(sm.fresh[which])[lane] = kept.code;
+                if (lane == 0) sm.fresh_scale[which] = kept.scale;
+            } else {
+                reinterpret_cast<uint2*>(sm.fresh[which])[lane] = kept.half;
+            }
+            store_row<INT8>(p.cache, which, size_t(slot) * p.cache.kv_heads + kv, position, kept, lane);
+        }
+    }
+    __syncthreads();
+
+    float top = -INFINITY, total = 0.f;    // of head g, over all warps
+    float out[2][4] = {};                  // dims 16 warp + 8n + 2t, + 1: of high and of low parts
+
+#pragma unroll 1
+    for (int base = start; base < end; base += BLOCK_POSITIONS) {
+        const int mine = base + 32 * warp;          // this warp's positions
+        const bool has_new = newest && position < base + BLOCK_POSITIONS;
+        float score[8];
+        float value_scale[8];
+        float peak = -INFINITY;
+        copy_wait<1>();
+        if (mine < end) {
+            // The new key is not yet readable from the cache.
+            if (has_new && position >= mine) {
+                int at = position - mine;
+                if (at / 8 == g / 2 && at % 2 == g % 2) {
+                    int j = at % 8 / 2;
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        int8_t* to = reinterpret_cast<int8_t*>(sm.keys[warp]) + ((j * 4 + i) * 32 + lane) * 8 * BYTES;
+                        if constexpr (INT8)
+                            *reinterpret_cast<uint2*>(to) = reinterpret_cast<const uint2*>(sm.fresh[0])[4 * i + t];
+                        else
+                            *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4*>(sm.fresh[0])[4 * i + t];
+                    }
+                }
+            }
+            float s[4][4] = {};
+#pragma unroll 1
+            for (int i = 0; i < 4; i++) {
+                uint4 hi = sm.q[0][g][4 * i + t], lo = sm.q[1][g][4 * i + t];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const int8_t* from = reinterpret_cast<const int8_t*>(sm.keys[warp]) + ((j * 4 + i) * 32 + lane) * 8 * BYTES;
+                    uint4 w = load_eight<INT8>(from);
+                    mma_16816(s[j], hi.x, lo.x, hi.y, lo.y, w.x, w.y);
+                    mma_16816(s[j], hi.z, lo.z, hi.w, lo.w, w.z, w.w);
+                }
+            }
+            uint4 key_scales, value_scales;   // of positions 8t .. 8t+7
+            if constexpr (INT8) {
+                key_scales = __ldcg(reinterpret_cast<const uint4*>(p.cache.key_scales + row0 + mine) + t);
+                value_scales = __ldcg(reinterpret_cast<const uint4*>(p.cache.value_scales + row0 + mine) + t);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float v = s[i / 2][i % 2] + s[i / 2][i % 2 + 2];
+                const int pos = mine + 8 * t + i;
+                if constexpr (INT8) {
+                    bool fresh = newest && pos == position;
+                    v *= __half2float(fresh ? sm.fresh_scale[0] : reinterpret_cast<const __half*>(&key_scales)[i]);
+                    value_scale[i] = __half2float(fresh ? sm.fresh_scale[1] : reinterpret_cast<const __half*>(&value_scales)[i]);
+                }
+                score[i] = pos < end ? v : -INFINITY;
+                peak = fmaxf(peak, score[i]);
+            }
+            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+        }
+        if (t == 0) sm.top[warp][g] = peak;
+        __syncthreads();
+        peak = top;
+#pragma unroll
+        for (int w = 0; w < ATTENTION_WARPS; w++) peak = fmaxf(peak, sm.top[w][g]);
+        const float shrink = exp2f(top - peak);   // top = -inf at first: 0
+        top = peak;
+        float sum = 0.f;
+        if (mine < end) {
+            uint32_t hi[4], lo[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float a = exp2f(score[2 * i] - top), b = exp2f(score[2 * i + 1] - top);
+                sum += a + b;
+                if constexpr (INT8) a *= value_scale[2 * i], b *= value_scale[2 * i + 1];
+                split_pair(a, b, hi[i], lo[i]);
+            }
+            sm.weights[warp][0][lane] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+            sm.weights[warp][1][lane] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+        }
+        if (t == 0) sm.sum[warp][g] = sum;
+        copy_wait<0>();
+        if (has_new && (position - base) % 32 / 8 == t) {
+            int8_t* to = reinterpret_cast<int8_t*>(sm.values[warp]) +
+                         (((position - base) / 32 * 64 + lane) * 8 + (position - base) % 8) * BYTES;
+            const int dim = 16 * warp + g;
+            if constexpr (INT8) {
+                to[0] = reinterpret_cast<const int8_t*>(sm.fresh[1])[dim];
+                to[256] = reinterpret_cast<const int8_t*>(sm.fresh[1])[dim + 8];
+            } else {
+                *reinterpret_cast<__half*>(to) = reinterpret_cast<const __half*>(sm.fresh[1])[dim];
+                *reinterpret_cast<__half*>(to + 512) = reinterpret_cast<const __half*>(sm.fresh[1])[dim + 8];
+            }
+        }
+        __syncthreads();
+        total *= shrink;
+#pragma unroll
+        for (int w = 0; w < ATTENTION_WARPS; w++) total += sm.sum[w][g];
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[0][i] *= shrink, out[1][i] *= shrink;
+        const int chunks = min(ATTENTION_WARPS, (end - base + 31) / 32);
+        const int8_t* from = reinterpret_cast<const int8_t*>(sm.values[warp]) + lane * 8 * BYTES;
+#pragma unroll 2
+        for (int c = 0; c < chunks; c++) {
+            uint4 hi = sm.weights[c][0][lane], lo = sm.weights[c][1][lane];
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                uint4 w = load_eight<INT8>(from + n * 32 * 8 * BYTES);
+                mma_16816(out[n], hi.x, lo.x, hi.y, lo.y, w.x, w.y);
+                mma_16816(out[n], hi.z, lo.z, hi.w, lo.w, w.z, w.w);
+            }
+            from += 64 * 8 * BYTES;
+        }
+        if (base + BLOCK_POSITIONS < end) {
+            request(base + BLOCK_POSITIONS);
+            __syncthreads();   // the weights are read
+        }
+    }
+
+    if (splits == 1) {
+        const float inv = 1.f / total;
+        const int cell = (kv * heads + g) * 16 + 2 * warp;
+        store_cell_pairs(p.out, cell, t, (out[0][0] + out[0][2]) * inv, (out[0][1] + out[0][3]) * inv, g < heads);
+        store_cell_pairs(p.out, cell + 1, t, (out[1][0] + out[1][2]) * inv, (out[1][1] + out[1][3]) * inv, g < heads);
+        return;
+    }
+    if (g < heads) {
+        float* to = p.partial + (size_t(kv * heads + g) * gridDim.y + blockIdx.y) * 130;
+        __stcg(reinterpret_cast<float2*>(to + 16 * warp + 2 * t), make_float2(out[0][0] + out[0][2], out[0][1] + out[0][3]));
+        __stcg(reinterpret_cast<float2*>(to + 16 * warp + 2 * t + 8), make_float2(out[1][0] + out[1][2], out[1][1] + out[1][3]));
+        if (warp == 0 && t == 0) __stcg(reinterpret_cast<float2*>(to + 128), make_float2(top, total));
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        sm.last = atomicAdd(p.arrived + kv, 1) == splits - 1;
+        if (sm.last) p.arrived[kv] = 0;
+    }
+    __syncthreads();
+    if (!sm.last) return;
+    __threadfence();
+    // Lane l of a warp joins dims 8 cell + l of a cell.
+    for (int i = threadIdx.x; i < heads * 128; i += ATTENTION_WARPS * 32) {
+        const float* from = p.partial + size_t(kv * heads + i / 128) * gridDim.y * 130;
+        float peak = -INFINITY;
+#pragma unroll 4
+        for (int j = 0; j < splits; j++) peak = fmaxf(peak, __ldcg(from + j * 130 + 128));
+        float weight = 0.f, value = 0.f;
+#pragma unroll 4
+        for (int j = 0; j < splits; j++) {
+            float f = exp2f(__ldcg(from + j * 130 + 128) - peak);
+            weight = fmaf(f, __ldcg(from + j * 130 + 129), weight);
+            value = fmaf(f, __ldcg(from + j * 130 + i % 128), value);
+        }
+        store_cell(p.out, (kv * heads * 128 + i) / 8, i % 8, value / weight, 0.f, true);
+    }
+}

@@ -1,0 +1,185 @@
+// Attention of many new tokens of one sequence over its cache, which already holds their keys
+// and values: an online softmax over tiles of 64 positions, both products on tensor cores.
+//
+//   out[i][h] = softmax(q[i][h] . K / sqrt(128)) V over positions 0 .. position0 + i
+//
+// Queries (normalized, rotated) and softmax weights are rounded to FP16; sums are f32. A block
+// of four warps takes 64 queries of one head, a warp 16. Words of keys and values come from
+// shared memory in the order that `mma_16816` wants its right operand: column n of score
+// product j of a block of 32 positions is position 8 (n / 2) + 2j + n % 2, so that the scores of
+// lane (g, t), positions 8t .. 8t+7, are its left operand for the second product.
+//
+// Grid (queries / 64, heads). Cache as in `attention_decode.cuh`.
+// Bytes: 2 x 256 (int8: 2 x 130) per position, for every 64 queries of a head.
+#include "rows.cuh"
+
+struct PrefillArgs {
+    const float* qkv;   // [rows][(heads + 2 kv_heads) * 128]
+    Cache cache;
+    __half* out;        // [rows][padded]
+    int row0;           // of the sequence's first new token
+    int count;          // new tokens
+    int position0;      // of the first
+    int slot;
+    int heads;
+    int padded;
+};
+
+constexpr int QUERIES = 64;
+constexpr int TILE_POSITIONS = 64;
+
+template <bool INT8>
+struct PrefillShared {
+    static constexpr int WORDS = TILE_POSITIONS * HEAD_DIM * (INT8 ? 1 : 2) / 16;
+    uint4 keys[2][WORDS];      // [position][dims]
+    uint4 values[2][WORDS];    // [dim][positions]
+    __half key_scales[2][TILE_POSITIONS];
+    __half value_scales[2][TILE_POSITIONS];
+};
+
+template <bool INT8>
+DEVICE void prefill(const PrefillArgs& p) {
+    constexpr float SCALE = 1.4426950408889634f * 0.08838834764831845f;   // log2(e) / sqrt(128)
+    constexpr int BYTES = INT8 ? 1 : 2;
+    constexpr int KEY_UNITS = 8 * BYTES;                      // 16-byte words of a key
+    constexpr int VALUE_UNITS = TILE_POSITIONS * BYTES / 16;  // of a dim's positions
+    extern __shared__ uint4 dynamic_shared[];
+    PrefillShared<INT8>& sm = *reinterpret_cast<PrefillShared<INT8>*>(dynamic_shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int head = blockIdx.y, kv = head / (p.heads / p.cache.kv_heads);
+    const int query0 = blockIdx.x * QUERIES;
+    const int last = p.position0 + min(query0 + QUERIES, p.count) - 1;   // greatest position
+    const int tiles = last / TILE_POSITIONS + 1;
+    const size_t row0 = (size_t(p.slot) * p.cache.kv_heads + kv) * p.cache.capacity;
+    const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + row0 * 128 * BYTES;
+    const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + row0 * 128 * BYTES;
+
+    // Rows of a tile past the cache's capacity (a multiple of 32) repeat rows within it.
+    auto request = [&](int tile) {
+        if (tile < tiles) {
+            const int base = tile * TILE_POSITIONS, b = tile % 2;
+            for (int i = threadIdx.x; i < TILE_POSITIONS * KEY_UNITS; i += 128) {
+                const int r = i / KEY_UNITS, u = i % KEY_UNITS;
+                const int pos = min(base + r, p.cache.capacity - 1);
+                copy_async(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (KEY_UNITS / 4)))], keys + size_t(pos) * 128 * BYTES + u * 16);
+            }
+            for (int i = threadIdx.x; i < HEAD_DIM * VALUE_UNITS; i += 128) {
+                const int d = i / VALUE_UNITS, u = i % VALUE_UNITS;
+                const int pos = min(base + u * 16 / BYTES, p.cache.capacity - 16 / BYTES);
+                copy_async(&sm.values[b][d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))],
+                           values + (size_t(d) * p.cache.capacity + pos) * BYTES);
+            }
+            if (INT8 && threadIdx.x < 2 * TILE_POSITIONS / 8) {
+                const int which = threadIdx.x / (TILE_POSITIONS / 8), u = threadIdx.x % (TILE_POSITIONS / 8);
+                const int pos = min(base + u * 8, p.cache.capacity - 8);
+                copy_async((which ? sm.value_scales : sm.key_scales)[b] + u * 8,
+                           (which ? p.cache.value_scales : p.cache.key_scales) + row0 + pos);
+            }
+        }
+        copy_commit();
+    };
+    request(0);
+
+    // Queries of rows g and g + 8 of this warp: words i hold dims 32i + 8t .. + 7.
+    uint32_t q[4][2][4];   // [i][product][a0, a1, a2, a3]
+    const int mine[2] = {query0 + warp * 16 + g, query0 + warp * 16 + g + 8};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = p.row0 + min(mine[r], p.count - 1);
+        const float* from = p.qkv + (size_t(row) * (p.heads + 2 * p.cache.kv_heads) + head) * HEAD_DIM + 8 * t;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float4 a = *reinterpret_cast<const float4*>(from + 32 * i);
+            const float4 b = *reinterpret_cast<const float4*>(from + 32 * i + 4);
+            q[i][0][r] = half2_bits(__float22half2_rn(make_float2(a.x * SCALE, a.y * SCALE)));
+            q[i][0][r + 2] = half2_bits(__float22half2_rn(make_float2(a.z * SCALE, a.w * SCALE)));
+            q[i][1][r] = half2_bits(__float22half2_rn(make_float2(b.x * SCALE, b.y * SCALE)));
+            q[i][1][r + 2] = half2_bits(__float22half2_rn(make_float2(b.z * SCALE, b.w * SCALE)));
+        }
+    }
+
+    float top[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
+    float out[16][4] = {};
+    for (int tile = 0; tile < tiles; tile++) {
+        copy_wait<0>();
+        __syncthreads();
+        request(tile + 1);
+        const int b = tile % 2;
+#pragma unroll 1
+        for (int half = 0; half < 2; half++) {
+            const int base = tile * TILE_POSITIONS + half * 32;
+            if (base > last) break;
+            float s[4][4] = {};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int r = half * 32 + 8 * (g / 2) + 2 * j + g % 2;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    // 16 bytes hold 8 dims, or of codes those of two lanes.
+                    const int u = INT8 ? 2 * i + t / 2 : 4 * i + t;
+                    const int8_t* from = reinterpret_cast<const int8_t*>(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (KEY_UNITS / 4)))]);
+                    const uint4 w = load_eight<INT8>(from + (INT8 ? t % 2 * 8 : 0));
+                    mma_16816(s[j], q[i][0][0], q[i][0][1], q[i][0][2], q[i][0][3], w.x, w.y);
+                    mma_16816(s[j], q[i][1][0], q[i][1][1], q[i][1][2], q[i][1][3], w.z, w.w);
+                }
+            }
+            uint32_t weight[2][4];   // [row g, row g + 8][pairs of positions]
+            float shrink[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int limit = p.position0 + mine[r];   // the last position that this query sees
+                float score[8], peak = -INFINITY;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    float v = s[i / 2][r * 2 + i % 2];
+                    if (INT8) v *= __half2float(sm.key_scales[b][half * 32 + 8 * t + i]);
+                    score[i] = base + 8 * t + i <= limit ? v : -INFINITY;
+                    peak = fmaxf(peak, score[i]);
+                }
+                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+                const float raised = fmaxf(top[r], peak);
+                // A query that sees nothing yet keeps weight zero.
+                const float against = raised == -INFINITY ? 0.f : raised;
+                shrink[r] = exp2f(top[r] - against);
+                top[r] = raised;
+                total[r] *= shrink[r];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float x = exp2f(score[2 * i] - against), y = exp2f(score[2 * i + 1] - against);
+                    total[r] += x + y;
+                    if (INT8) {
+                        x *= __half2float(sm.value_scales[b][half * 32 + 8 * t + 2 * i]);
+                        y *= __half2float(sm.value_scales[b][half * 32 + 8 * t + 2 * i + 1]);
+                    }
+                    weight[r][i] = half2_bits(__float22half2_rn(make_float2(x, y)));
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 16; n++) {
+                out[n][0] *= shrink[0], out[n][1] *= shrink[0];
+                out[n][2] *= shrink[1], out[n][3] *= shrink[1];
+                const int d = 8 * n + g, u = INT8 ? half * 2 + t / 2 : half * 4 + t;
+                const int8_t* from = reinterpret_cast<const int8_t*>(&sm.values[b][d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))]);
+                const uint4 w = load_eight<INT8>(from + (INT8 ? t % 2 * 8 : 0));
+                mma_16816(out[n], weight[0][0], weight[1][0], weight[0][1], weight[1][1], w.x, w.y);
+                mma_16816(out[n], weight[0][2], weight[1][2], weight[0][3], weight[1][3], w.z, w.w);
+            }
+        }
+    }
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        total[r] += __shfl_xor_sync(~0u, total[r], 1);
+        total[r] += __shfl_xor_sync(~0u, total[r], 2);
+        if (mine[r] >= p.count) continue;
+        const float inv = 1.f / total[r];
+        __half* to = p.out + size_t(p.row0 + mine[r]) * p.padded + head * HEAD_DIM + 2 * t;
+#pragma unroll
+        for (int n = 0; n < 16; n++)
+            *reinterpret_cast<__half2*>(to + 8 * n) = __float22half2_rn(make_float2(out[n][2 * r] * inv, out[n][2 * r + 1] * inv));
+    }
+}
+
+extern "C" __global__ __launch_bounds__(128) void attention_prefill_fp16(const __grid_constant__ PrefillArgs p) { prefill<false>(p); }
+extern "C" __global__ __launch_bounds__(128) void attention_prefill_int8(const __grid_constant__ PrefillArgs p) { prefill<true>(p); }

@@ -1,0 +1,91 @@
+// What every kernel here shares: programmatic dependent launch, tensor-core products over
+// packed weights, and reductions of fixed order.
+//
+// Launch rule (sm_90 and newer): a kernel may read weights, which no kernel writes, before
+// `wait_for_predecessor`; everything that another kernel writes is read after it, through
+// L2 (`__ldcg`), because a line of this SM's L1 may be older than the predecessor.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#define DEVICE __device__ __forceinline__
+
+// Where a decode step stands. In device memory: one graph serves every step.
+struct Step {
+    int position;    // of the token that is fed
+    int slot;        // its sequence's
+    uint32_t token;
+    int drawn;       // tokens sampled since the steps were queued
+};
+
+// Lets the next kernel of the stream start its blocks as soon as SMs have room.
+DEVICE void release_successor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns when every earlier kernel of the stream has finished and its writes are visible.
+DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// 16 bytes that are read once: kept out of L1.
+DEVICE uint4 load_stream(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
+// Asynchronous copy of 8 or 16 bytes to shared memory; 16 go past L1.
+template <int BYTES = 16>
+DEVICE void copy_async(void* to, const void* from) {
+    uint32_t address = uint32_t(__cvta_generic_to_shared(to));
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// (a & mask) | bits
+template <uint32_t MASK, uint32_t BITS>
+DEVICE uint32_t mask_or(uint32_t a) {
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "n"(MASK), "n"(BITS));
+    return r;
+}
+
+// d[16, 8] += a[16, 16] b[16, 8]: FP16 operands, f32 sums. Lane (g = lane / 4, t = lane % 4)
+// holds a0 = a[g][2t..], a1 = a[g+8][2t..], a2 = a[g][2t+8..], a3 = a[g+8][2t+8..],
+// b0 = b[2t..][g], b1 = b[2t+8..][g], d = {d[g][2t], d[g][2t+1], d[g+8][2t], d[g+8][2t+1]}.
+DEVICE void mma_16816(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                      uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+DEVICE float warp_sum(float v) {
+#pragma unroll
+    for (int m = 16; m > 0; m >>= 1) v += __shfl_xor_sync(~0u, v, m);
+    return v;
+}
+
+// Into the range of FP16.
+DEVICE float clamp_half(float v) {
+    return fminf(fmaxf(v, -65504.f), 65504.f);
+}
+
+DEVICE uint32_t half2_bits(__half2 h) {
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+

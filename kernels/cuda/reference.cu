@@ -1,0 +1,221 @@
+// Plain kernels, one operation each, in f32: the oracle of the fused ones on the device and the
+// baseline of `--kernels reference`. Rows of activations are f32, row-major.
+#include "activations.cuh"
+#include "rows.cuh"
+#include "weights.cuh"
+
+// y[m][r] (+)= sum_k w[r][k] x[m][k]. Grid (rows / 8, m / 8); a warp takes one r and eight m.
+struct LinearReferenceArgs {
+    PackedWeight w;
+    const float* x;   // [m][inputs]
+    float* y;         // [m][rows]
+    int m;
+    int add;
+};
+
+extern "C" __global__ void linear_reference(const __grid_constant__ LinearReferenceArgs p) {
+    const int r = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int m0 = blockIdx.y * 8, n = min(8, p.m - m0);
+    if (r >= p.w.rows) return;
+    float sum[8] = {};
+    for (int k = lane; k < p.w.inputs; k += 32) {
+        const float w = element(p.w, r, k);
+        for (int i = 0; i < n; i++) sum[i] = fmaf(w, p.x[size_t(m0 + i) * p.w.inputs + k], sum[i]);
+    }
+    for (int i = 0; i < n; i++) {
+        const float y = warp_sum(sum[i]);
+        float* to = p.y + size_t(m0 + i) * p.w.rows + r;
+        if (lane == 0) *to = p.add ? *to + y : y;
+    }
+}
+
+// x[m] = row tokens[m] of the embedding. Grid (m).
+struct EmbedArgs {
+    PackedWeight w;
+    const uint32_t* tokens;
+    float* x;   // [m][inputs]
+};
+
+extern "C" __global__ void embed(const __grid_constant__ EmbedArgs p) {
+    const int m = blockIdx.x;
+    for (int k = threadIdx.x; k < p.w.inputs; k += blockDim.x)
+        p.x[size_t(m) * p.w.inputs + k] = element(p.w, int(p.tokens[m]), k);
+}
+
+// y[m] = x[rows[m]] / rms * gain. Grid (m).
+struct NormArgs {
+    const float* x;      // [.][width]
+    const int* rows;     // null: row m
+    const float* gain;   // [width]
+    float* y;            // [m][width], or null
+    __half* half;        // [m][padded], zero past `width`, or null
+    int width;
+    int padded;
+    float eps;
+};
+
+extern "C" __global__ void rms_norm(const __grid_constant__ NormArgs p) {
+    __shared__ float part[32];
+    const int m = blockIdx.x, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const float* x = p.x + size_t(p.rows ? p.rows[m] : m) * p.width;
+    float sum = 0.f;
+    for (int k = threadIdx.x; k < p.width; k += blockDim.x) sum = fmaf(x[k], x[k], sum);
+    sum = warp_sum(sum);
+    if (lane == 0) part[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = warp_sum(lane < warps ? part[lane] : 0.f);
+    const float r = rsqrtf(sum / p.width + p.eps);
+    for (int k = threadIdx.x; k < p.padded; k += blockDim.x) {
+        const float v = k < p.width ? x[k] * r * p.gain[k] : 0.f;
+        if (p.y && k < p.width) p.y[size_t(m) * p.width + k] = v;
+        if (p.half) p.half[size_t(m) * p.padded + k] = __float2half_rn(clamp_half(v));
+    }
+}
+
+// Per-head RMSNorm and rotary embedding of queries (in place) and keys, and keys and values to
+// the cache. Grid (m, heads + 2 kv_heads); a block is one warp.
+struct AppendArgs {
+    float* qkv;             // [m][(heads + 2 kv_heads) * 128]
+    const Row* rows;        // [m]
+    const float* q_gain;
+    const float* k_gain;
+    const float2* cos_sin;  // [positions][64]
+    Cache cache;
+    int heads;
+    float eps;
+};
+
+template <bool INT8>
+DEVICE void append(const AppendArgs& p) {
+    const int lane = threadIdx.x, head = blockIdx.y, width = p.heads + 2 * p.cache.kv_heads;
+    const Row row = p.rows[blockIdx.x];
+    float4* at = reinterpret_cast<float4*>(p.qkv + (size_t(blockIdx.x) * width + head) * HEAD_DIM) + lane;
+    float4 v = *at;
+    const int which = head < p.heads ? -1 : (head - p.heads) / p.cache.kv_heads;
+    if (which < 1) {
+        const float4* cs = reinterpret_cast<const float4*>(p.cos_sin + size_t(row.position) * 64) + lane % 16 * 2;
+        const float4 gain = reinterpret_cast<const float4*>(which < 0 ? p.q_gain : p.k_gain)[lane];
+        v = norm_rope(v, gain, cs[0], cs[1], p.eps, lane);
+    }
+    if (which < 0) {
+        *at = v;
+        return;
+    }
+    const size_t kv = size_t(row.slot) * p.cache.kv_heads + (head - p.heads) % p.cache.kv_heads;
+    store_row<INT8>(p.cache, which, kv, row.position, round_row<INT8>(v), lane);
+}
+
+extern "C" __global__ void append_fp16(const __grid_constant__ AppendArgs p) { append<false>(p); }
+extern "C" __global__ void append_int8(const __grid_constant__ AppendArgs p) { append<true>(p); }
+
+// out[m][h] = softmax(q . K / sqrt(128)) V over positions 0 .. position of the row. Grid
+// (m, heads), four warps a block; a warp takes every fourth position.
+struct AttendArgs {
+    const float* qkv;   // [m][(heads + 2 kv_heads) * 128], queries normalized and rotated
+    const Row* rows;
+    Cache cache;
+    float* out;         // [m][heads * 128]
+    int heads;
+};
+
+extern "C" __global__ void attention_reference(const __grid_constant__ AttendArgs p) {
+    __shared__ float part[4][HEAD_DIM + 2];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = blockIdx.y;
+    const Row row = p.rows[blockIdx.x];
+    const Cache& c = p.cache;
+    const size_t kv = size_t(row.slot) * c.kv_heads + h / (p.heads / c.kv_heads);
+    const float4 q = reinterpret_cast<const float4*>(
+        p.qkv + (size_t(blockIdx.x) * (p.heads + 2 * c.kv_heads) + h) * HEAD_DIM)[lane];
+    float top = -INFINITY, total = 0.f, acc[4] = {};
+    for (int pos = warp; pos <= row.position; pos += 4) {
+        const size_t at = kv * c.capacity + pos;
+        float k[4], v[4];
+        for (int i = 0; i < 4; i++) {
+            const size_t ka = at * HEAD_DIM + 4 * lane + i;
+            const size_t va = (kv * HEAD_DIM + 4 * lane + i) * c.capacity + pos;
+            if (c.key_scales) {
+                k[i] = static_cast<const int8_t*>(c.keys)[ka] * __half2float(c.key_scales[at]);
+                v[i] = static_cast<const int8_t*>(c.values)[va] * __half2float(c.value_scales[at]);
+            } else {
+                k[i] = __half2float(static_cast<const __half*>(c.keys)[ka]);
+                v[i] = __half2float(static_cast<const __half*>(c.values)[va]);
+            }
+        }
+        const float s = warp_sum(q.x * k[0] + q.y * k[1] + q.z * k[2] + q.w * k[3]) * 0.08838834764831845f;
+        const float raised = fmaxf(top, s), shrink = expf(top - raised), w = expf(s - raised);
+        top = raised;
+        total = fmaf(total, shrink, w);
+        for (int i = 0; i < 4; i++) acc[i] = fmaf(acc[i], shrink, w * v[i]);
+    }
+    for (int i = 0; i < 4; i++) part[warp][4 * lane + i] = acc[i];
+    if (lane == 0) part[warp][HEAD_DIM] = top, part[warp][HEAD_DIM + 1] = total;
+    __syncthreads();
+    float peak = -INFINITY, weight = 0.f, value = 0.f;
+    for (int w = 0; w < 4; w++) peak = fmaxf(peak, part[w][HEAD_DIM]);
+    for (int w = 0; w < 4; w++) {
+        const float f = expf(part[w][HEAD_DIM] - peak);
+        weight = fmaf(f, part[w][HEAD_DIM + 1], weight);
+        value = fmaf(f, part[w][threadIdx.x], value);
+    }
+    p.out[(size_t(blockIdx.x) * p.heads + h) * HEAD_DIM + threadIdx.x] = value / weight;
+}
+
+// y[m][i] = silu(gate) * up, where x[m] holds tiles of eight gates and eight ups. Grid (m).
+struct SiluArgs {
+    const float* x;   // [m][2 * width]
+    float* y;         // [m][width], or null
+    __half* half;     // [m][padded], zero past `width`, or null
+    int width;
+    int padded;
+};
+
+extern "C" __global__ void silu_mul(const __grid_constant__ SiluArgs p) {
+    const size_t m = blockIdx.x;
+    for (int i = threadIdx.x; i < p.padded; i += blockDim.x) {
+        float v = 0.f;
+        if (i < p.width) {
+            const float* x = p.x + m * 2 * p.width + i / 8 * 16 + i % 8;
+            v = x[0] / (1.f + expf(-x[0])) * x[8];
+            if (p.y) p.y[m * p.width + i] = v;
+        }
+        if (p.half) p.half[m * p.padded + i] = __float2half_rn(clamp_half(v));
+    }
+}
+
+// The first row of a step: the embedding of its token, as the residual and split under the
+// first layer's gain. One block.
+struct EmbedStepArgs {
+    PackedWeight w;
+    const Step* step;
+    const float* gain;
+    float* x;          // [inputs]
+    SplitRow next;
+};
+
+extern "C" __global__ void embed_step(const __grid_constant__ EmbedStepArgs p) {
+    release_successor();
+    wait_for_predecessor();
+    const int token = int(__ldcg(&p.step->token));
+    for (int k0 = 0; k0 < p.w.inputs; k0 += blockDim.x) {
+        const int k = k0 + threadIdx.x;
+        const float v = k < p.w.inputs ? element(p.w, token, k) : 0.f;
+        const float gain = k < p.w.inputs ? p.gain[k] : 0.f;
+        if (k < p.w.inputs) p.x[k] = v;
+        store_cell(p.next, k / 8, k % 8, v * gain, v * v, k / 8 * 8 < p.w.inputs);
+    }
+}
+
+// A row x[width] split under gain (null: ones), with its squares. Grid (width / 256).
+struct SplitArgs {
+    const float* x;
+    const float* gain;
+    SplitRow next;
+    int width;
+};
+
+extern "C" __global__ void split_row(const __grid_constant__ SplitArgs p) {
+    const int k = blockIdx.x * blockDim.x + threadIdx.x;
+    const float v = k < p.width ? p.x[k] : 0.f;
+    const float gain = k < p.width && p.gain ? p.gain[k] : 1.f;
+    store_cell(p.next, k / 8, k % 8, v * gain, v * v, k / 8 * 8 < p.width);
+}

@@ -1,0 +1,109 @@
+// What the kernels over many rows share: where each row stands, and the cache.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int HEAD_DIM = 128;
+
+// A row of a batch: a token at a position of a sequence.
+struct Row {
+    int position;
+    int slot;
+};
+
+// One layer's cache of all sequences. FP16, or int8 with one f16 scale per head and position
+// (`key_scales` not null).
+struct Cache {
+    void* keys;             // [slots][kv_heads][capacity][128]
+    void* values;           // [slots][kv_heads][128][capacity]
+    __half* key_scales;     // [slots][kv_heads][capacity]
+    __half* value_scales;
+    int kv_heads;
+    int capacity;           // a multiple of 32
+};
+
+// RMSNorm and rotary embedding of one head by one warp; lane l holds elements 4l .. 4l+3, `w`
+// their gains, `c0` and `c1` the cosines and sines of their pairs.
+DEVICE float4 norm_rope(float4 v, float4 w, float4 c0, float4 c1, float eps, int lane) {
+    float r = rsqrtf(warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / HEAD_DIM + eps);
+    v.x *= r * w.x, v.y *= r * w.y, v.z *= r * w.z, v.w *= r * w.w;
+    float4 o;   // the other half of each pair
+    o.x = __shfl_xor_sync(~0u, v.x, 16);
+    o.y = __shfl_xor_sync(~0u, v.y, 16);
+    o.z = __shfl_xor_sync(~0u, v.z, 16);
+    o.w = __shfl_xor_sync(~0u, v.w, 16);
+    float sign = lane < 16 ? -1.f : 1.f;
+    return make_float4(v.x * c0.x + sign * o.x * c0.y, v.y * c0.z + sign * o.y * c0.w,
+                       v.z * c1.x + sign * o.z * c1.y, v.w * c1.z + sign * o.w * c1.w);
+}
+
+// Rounds one head's vector, elements 4l .. 4l+3 in lane l, to codes and a scale.
+DEVICE char4 int8_codes(float4 v, __half& scale) {
+    float top = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+    for (int m = 16; m > 0; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    scale = __float2half_rn(fminf(top / 127.f, 65504.f));
+    float f = __half2float(scale), inv = f > 0.f ? 1.f / f : 0.f;
+    auto code = [&](float x) { return int(fminf(fmaxf(roundf(x * inv), -127.f), 127.f)); };
+    return make_char4(code(v.x), code(v.y), code(v.z), code(v.w));
+}
+
+// One head's key (`which` 0) or value (1) as it is kept: 8 bytes, or 4 of codes, per lane.
+struct Kept {
+    uint2 half;
+    char4 code;
+    __half scale;
+};
+
+template <bool INT8>
+DEVICE Kept round_row(float4 v) {
+    Kept k;
+    if constexpr (INT8) {
+        k.code = int8_codes(v, k.scale);
+    } else {
+        k.half = make_uint2(half2_bits(__float22half2_rn(make_float2(clamp_half(v.x), clamp_half(v.y)))),
+                            half2_bits(__float22half2_rn(make_float2(clamp_half(v.z), clamp_half(v.w)))));
+    }
+    return k;
+}
+
+// Stores it at `position` of head row `head` (slot * kv_heads + head).
+template <bool INT8>
+DEVICE void store_row(const Cache& c, int which, size_t head, int position, const Kept& k, int lane) {
+    const size_t at = head * c.capacity + position;
+    if constexpr (INT8) {
+        if (which == 0) {
+            static_cast<char4*>(c.keys)[at * 32 + lane] = k.code;
+        } else {
+            int8_t* to = static_cast<int8_t*>(c.values) + (head * 128 + lane * 4) * c.capacity + position;
+            to[0] = k.code.x, to[c.capacity] = k.code.y;
+            to[size_t(c.capacity) * 2] = k.code.z, to[size_t(c.capacity) * 3] = k.code.w;
+        }
+        if (lane == 0) (which ? c.value_scales : c.key_scales)[at] = k.scale;
+    } else if (which == 0) {
+        static_cast<uint2*>(c.keys)[at * 32 + lane] = k.half;
+    } else {
+        const __half* h = reinterpret_cast<const __half*>(&k.half);
+        __half* to = static_cast<__half*>(c.values) + (head * 128 + lane * 4) * c.capacity + position;
+        to[0] = h[0], to[c.capacity] = h[1];
+        to[size_t(c.capacity) * 2] = h[2], to[size_t(c.capacity) * 3] = h[3];
+    }
+}
+
+// Two signed bytes (0 and 1, or 2 and 3) as FP16, exactly.
+template <int PAIR>
+DEVICE uint32_t bytes_to_half2(uint32_t w) {
+    uint32_t h = __byte_perm(w ^ 0x80808080u, 0x64646464u, PAIR == 0 ? 0x4140 : 0x4342);
+    return half2_bits(__hsub2(*reinterpret_cast<__half2*>(&h), __half2half2(__ushort_as_half(0x6480))));   // 1152
+}
+
+// Eight cached elements from shared memory as FP16.
+template <bool INT8>
+DEVICE uint4 load_eight(const int8_t* from) {
+    if constexpr (INT8) {
+        uint2 c = *reinterpret_cast<const uint2*>(from);
+        return make_uint4(bytes_to_half2<0>(c.x), bytes_to_half2<1>(c.x), bytes_to_half2<0>(c.y), bytes_to_half2<1>(c.y));
+    } else {
+        return *reinterpret_cast<const uint4*>(from);
+    }
+}

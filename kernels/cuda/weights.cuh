@@ -1,0 +1,156 @@
+// The packed layout of every weight on the device, and how a warp multiplies it.
+//
+// A weight [rows, inputs] is cut into tiles of 16 rows and spans of 256 inputs (both padded).
+// Record (tile, span), tile-major, holds the codes of 16 x 256 weights in the order in which
+// the lanes of a warp feed them to `mma_16816` as its left operand. Lane (g, t) owns rows g
+// and g + 8 and, of each chunk of 32 inputs, inputs 8t .. 8t+7: two products, the first over
+// inputs 8t .. 8t+3, the second over 8t+4 .. 8t+7 of the four lanes t.
+//
+//   int4   2048 B: unit u of 64 inputs is 512 B, 16 B a lane = {row g, row g+8} x 2 chunks;
+//          a word holds inputs 0,1,2,3 in its low and 4,5,6,7 in its high nibbles of bytes
+//          0,2,1,3
+//   int8   4096 B: chunk c is 512 B, 16 B a lane = {g, g+8} inputs 0..3, {g, g+8} inputs 4..7
+//   fp16   8192 B: product j is 512 B, 16 B a lane = a0, a1, a2, a3 of `mma_16816`
+//
+// Codes become FP16 by or-ing them into the mantissa of 1024 (64 for a high nibble, after
+// division by 16); the surplus is subtracted once per slot as `base`. A slot is 64 inputs (32
+// for groups of 32): the span of inputs that share a scale and that share one column pair of
+// the right operand, see `gemv.cuh`.
+//
+// Scales and zero-points of record (tile, span), G groups in a span (8, 4, 2; 1 if groups are
+// wider), padded to 16 bytes:
+//   f16 scales    [G][8 g][2]: rows g, g + 8
+//   int4 zeros    [G][8 g] bytes: low nibble row g, high nibble row g + 8
+//   int8 zeros    [G][8 g][2] bytes
+//   f16 offsets   [G][8 g][2]
+#pragma once
+
+#include "common.cuh"
+
+enum Zero { SYM = 0, INT = 1, OFFSET = 2 };
+
+constexpr int SPAN = 256;
+
+// 16-byte loads of a lane for one span.
+template <int BITS>
+constexpr int LOADS = BITS;
+
+// Most bytes of scales and zero-points of one record, with slots of SLOT inputs.
+template <int BITS, int ZERO, int SLOT>
+constexpr int MOST_META =
+    BITS == 16 ? 0 : (SPAN / SLOT) * (32 + (ZERO == SYM ? 0 : ZERO == OFFSET ? 32 : BITS == 4 ? 8 : 16));
+
+// Scales and zero-points of one lane: rows g and g + 8, group of slot t (and, with slots of
+// 32, of slot t + 4).
+template <int BITS, int ZERO, int SLOT>
+struct Meta {
+    static constexpr int N = SLOT == 32 ? 2 : 1;
+    uint32_t scale[N];
+    uint32_t zero[N];
+
+    // From a record in shared memory.
+    DEVICE void load(const uint8_t* record, int groups, int g, int t) {
+        if constexpr (BITS != 16) {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const int at = (SLOT == 32 ? t + 4 * i : t * groups >> 2) * 8 + g;
+                scale[i] = reinterpret_cast<const uint32_t*>(record)[at];
+                const uint8_t* z = record + groups * 32;
+                if constexpr (ZERO == OFFSET) zero[i] = reinterpret_cast<const uint32_t*>(z)[at];
+                if constexpr (ZERO == INT && BITS == 4) zero[i] = z[at];
+                if constexpr (ZERO == INT && BITS == 8) zero[i] = reinterpret_cast<const uint16_t*>(z)[at];
+            }
+        }
+    }
+
+    DEVICE float2 scales(int i) const {
+        return __half22float2(*reinterpret_cast<const __half2*>(&scale[i]));
+    }
+
+    // Zero-points, or offsets.
+    DEVICE float2 zeros(int i) const {
+        if constexpr (ZERO == OFFSET) return __half22float2(*reinterpret_cast<const __half2*>(&zero[i]));
+        if constexpr (ZERO == INT && BITS == 4) return make_float2(zero[i] & 15, zero[i] >> 4);
+        if constexpr (ZERO == INT) return make_float2(zero[i] & 255, zero[i] >> 8);
+        return make_float2(0.f, 0.f);
+    }
+};
+
+// Sum of the low- and high-nibble accumulators (int4 alone keeps two).
+template <int BITS>
+struct Accumulator {
+    float lo[4] = {0.f, 0.f, 0.f, 0.f};
+    float hi[4] = {0.f, 0.f, 0.f, 0.f};
+
+    // Sums of the lane's slot of row g, and of row g + 8.
+    DEVICE float first() const { return get(0) + get(1); }
+    DEVICE float second() const { return get(2) + get(3); }
+
+    DEVICE float get(int i) const {
+        return BITS == 4 ? fmaf(hi[i], 0.0625f, lo[i]) : lo[i];
+    }
+
+    // Adds the products of 32 inputs. `w` are the words of this chunk: int4 {row g, row g+8},
+    // int8 as loaded, fp16 two loads; b = {b0, b1} of the first product, then of the second.
+    DEVICE void int4(uint32_t w0, uint32_t w1, uint4 b) {
+        constexpr uint32_t LO = 0x000f000f, HI = 0x00f000f0, ONE = 0x64006400;
+        uint32_t s0 = w0 >> 8, s1 = w1 >> 8;
+        mma_16816(lo, mask_or<LO, ONE>(w0), mask_or<LO, ONE>(w1), mask_or<LO, ONE>(s0),
+                  mask_or<LO, ONE>(s1), b.x, b.y);
+        mma_16816(hi, mask_or<HI, ONE>(w0), mask_or<HI, ONE>(w1), mask_or<HI, ONE>(s0),
+                  mask_or<HI, ONE>(s1), b.z, b.w);
+    }
+
+    DEVICE void int8(uint4 w, uint4 b) {
+        constexpr uint32_t ONE = 0x64646464;
+        mma_16816(lo, __byte_perm(w.x, ONE, 0x4140), __byte_perm(w.y, ONE, 0x4140),
+                  __byte_perm(w.x, ONE, 0x4342), __byte_perm(w.y, ONE, 0x4342), b.x, b.y);
+        mma_16816(lo, __byte_perm(w.z, ONE, 0x4140), __byte_perm(w.w, ONE, 0x4140),
+                  __byte_perm(w.z, ONE, 0x4342), __byte_perm(w.w, ONE, 0x4342), b.z, b.w);
+    }
+
+    DEVICE void fp16(uint4 w0, uint4 w1, uint4 b) {
+        mma_16816(lo, w0.x, w0.y, w0.z, w0.w, b.x, b.y);
+        mma_16816(lo, w1.x, w1.y, w1.z, w1.w, b.z, b.w);
+    }
+};
+
+// A packed weight, for kernels that read single elements.
+struct PackedWeight {
+    const uint8_t* codes;
+    const uint8_t* meta;
+    int rows;
+    int inputs;
+    int spans;
+    int bits;
+    int zero;         // Zero
+    int groups;       // of a span
+    int meta_bytes;   // of a record
+    float scale;      // of 16-bit weights
+};
+
+// Element [row][k], in f32: exactly s * q + o with one rounding.
+DEVICE float element(const PackedWeight& w, int row, int k) {
+    const size_t record = size_t(row / 16) * w.spans + k / SPAN;
+    const int g = row % 8, upper = row % 16 / 8, c = k % SPAN / 32, t = k % 32 / 8, i = k % 8;
+    const int lane = g * 4 + t;
+    const uint8_t* codes = w.codes + record * (w.bits * 512);
+    if (w.bits == 16) {
+        const __half* h = reinterpret_cast<const __half*>(codes + ((2 * c + i / 4) * 32 + lane) * 16);
+        return __half2float(h[i % 4 / 2 * 4 + upper * 2 + i % 2]) * w.scale;
+    }
+    float q;
+    if (w.bits == 4) {
+        uint32_t word = reinterpret_cast<const uint32_t*>(codes + (c / 2 * 32 + lane) * 16)[c % 2 * 2 + upper];
+        q = word >> (i / 4 * 4 + i % 2 * 16 + i % 4 / 2 * 8) & 15;
+    } else {
+        q = codes[(c * 32 + lane) * 16 + i / 4 * 8 + upper * 4 + i % 4];
+    }
+    const uint8_t* meta = w.meta + record * w.meta_bytes;
+    const int at = (k % SPAN * w.groups / SPAN) * 8 + g;
+    const float s = __half2float(reinterpret_cast<const __half*>(meta)[at * 2 + upper]);
+    const uint8_t* z = meta + w.groups * 32;
+    if (w.zero == OFFSET) return fmaf(s, q, __half2float(reinterpret_cast<const __half*>(z)[at * 2 + upper]));
+    if (w.zero == SYM) return s * (q - (w.bits == 4 ? 8.f : 128.f));
+    return s * (q - (w.bits == 4 ? float(z[at] >> (4 * upper) & 15) : float(z[at * 2 + upper])));
+}

@@ -1,0 +1,20 @@
+//! NVIDIA GPUs: packed weights, kernels and their launchers.
+//!
+//! [`Gpu`] is the device and [`Stream`] runs on it: every operation is a method of the stream,
+//! checks the shapes it is given and queues one kernel. Weights are packed once
+//! ([`DeviceLinear`]); `cuda/weights.cuh` describes the layout that all kernels read.
+//!
+//! Memory that a queued kernel uses must stay until the stream has been waited for; freeing
+//! device memory waits, so dropping buffers early is slow but not wrong.
+
+mod driver;
+mod gemm;
+mod linear;
+pub mod pack;
+mod rows;
+
+pub use driver::{Address, Buffer, Gpu, GpuInfo, Graph, Mark, Pinned, Stream, device_count};
+pub use gemm::{GemmOutput, SequenceRows};
+pub use linear::{DeviceLinear, GemvOutput, Uploader, best_len};
+pub use pack::{PackedKind, Stack};
+pub use rows::{AttentionScratch, DeviceCache, HEAD_DIM, Heads, Row, RowsOut, Split, Step};

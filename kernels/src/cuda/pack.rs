@@ -1,0 +1,523 @@
+//! From canonical weights to the device's layout (`cuda/weights.cuh` describes it).
+
+use crate::error::{Error, Result};
+use half::f16;
+use nq_formats::pack::code_at;
+use nq_formats::{
+    AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
+};
+use rayon::prelude::*;
+
+/// Rows of a tile.
+pub const TILE: usize = 16;
+/// Inputs of a span.
+pub const SPAN: usize = 256;
+
+/// What a kernel over packed weights is chosen by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PackedKind {
+    /// FP16 times a power of two.
+    Fp16,
+    /// Integer codes.
+    Affine {
+        /// Their width.
+        bits: Bits,
+        /// What kind of zero-point.
+        zeros: Zeros,
+        /// Scale groups of a span: 8, 4, 2, or 1 if groups are wider.
+        groups: usize,
+    },
+}
+
+impl PackedKind {
+    /// The kind that `weight` packs to, or why no kernel serves it.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] for groups that do not divide a span, and for activation order.
+    pub fn of(weight: &Weight) -> Result<Self> {
+        let refuse = || {
+            Err(Error::NoKernel {
+                op: "linear",
+                scheme: crate::registry::WeightKind::of(weight).to_string(),
+                activations: "f32".into(),
+                device: "cuda (groups of 32, 64, 128, multiples of 256, or per channel, in order)"
+                    .into(),
+            })
+        };
+        let a = match weight {
+            Weight::Dense(t) if t.dtype().is_float() => return Ok(PackedKind::Fp16),
+            Weight::Quantized(QuantizedWeight::Affine(a)) if a.g_idx().is_none() => a,
+            _ => return refuse(),
+        };
+        let scheme = a.scheme();
+        let groups = match scheme.group {
+            Group::Channel => 1,
+            Group::Size(n) if n as usize >= a.in_features() => 1,
+            Group::Size(n @ (32 | 64 | 128)) => SPAN / n as usize,
+            Group::Size(n) if (n as usize).is_multiple_of(SPAN) => 1,
+            Group::Size(_) => return refuse(),
+        };
+        Ok(PackedKind::Affine {
+            bits: scheme.bits,
+            zeros: scheme.zeros,
+            groups,
+        })
+    }
+
+    /// Bits of a code: 4, 8 or 16.
+    pub fn bits(self) -> usize {
+        match self {
+            PackedKind::Fp16 => 16,
+            PackedKind::Affine { bits, .. } => bits.width(),
+        }
+    }
+
+    /// Bytes of the codes of one record.
+    pub fn code_bytes(self) -> usize {
+        TILE * SPAN * self.bits() / 8
+    }
+
+    /// Bytes of the scales and zero-points of one record.
+    pub fn meta_bytes(self) -> usize {
+        match self {
+            PackedKind::Fp16 => 0,
+            PackedKind::Affine {
+                bits,
+                zeros,
+                groups,
+            } => {
+                let zero = match (zeros, bits) {
+                    (Zeros::None, _) => 0,
+                    (Zeros::Integer, Bits::B4) => 8,
+                    (Zeros::Integer, Bits::B8) => 16,
+                    (Zeros::Offset, _) => 32,
+                };
+                (groups * (32 + zero)).next_multiple_of(16)
+            }
+        }
+    }
+
+    /// Scale groups of a span, 1 without scales.
+    pub fn groups(self) -> usize {
+        match self {
+            PackedKind::Fp16 => 1,
+            PackedKind::Affine { groups, .. } => groups,
+        }
+    }
+
+    /// Number of the kind of zero-point in `cuda/weights.cuh`.
+    pub fn zero_code(self) -> usize {
+        match self {
+            PackedKind::Affine {
+                zeros: Zeros::Integer,
+                ..
+            } => 1,
+            PackedKind::Affine {
+                zeros: Zeros::Offset,
+                ..
+            } => 2,
+            _ => 0,
+        }
+    }
+
+    /// The part of a kernel's name that this decides, e.g. `int4_int_64`.
+    pub fn kernel_part(self) -> String {
+        let PackedKind::Affine {
+            bits,
+            zeros,
+            groups,
+        } = self
+        else {
+            return "fp16".into();
+        };
+        let zeros = match zeros {
+            Zeros::None => "sym",
+            Zeros::Integer => "int",
+            Zeros::Offset => "offset",
+        };
+        let slot = if groups == 8 { 32 } else { 64 };
+        format!("int{}_{zeros}_{slot}", bits.width())
+    }
+}
+
+/// How the rows of several weights become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stack {
+    /// One after another.
+    Concat,
+    /// Two of equal height, in turns of eight rows (gate and up).
+    Interleave,
+}
+
+/// Several weights with the same inputs, to be packed as one.
+pub struct Packing<'a> {
+    kind: PackedKind,
+    parts: Vec<&'a Weight>,
+    stack: Stack,
+    rows: usize,
+    inputs: usize,
+    exponent: i32,
+}
+
+impl<'a> Packing<'a> {
+    /// Plans the packing of `parts`.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] if a part has no kernel; [`Error::Shape`] if inputs, schemes or, to
+    /// be interleaved, heights differ.
+    pub fn new(parts: &[&'a Weight], stack: Stack) -> Result<Self> {
+        let shape = |what, expected: String, found: String| Error::Shape {
+            op: "linear",
+            what,
+            expected,
+            found,
+        };
+        let first = *parts
+            .first()
+            .ok_or_else(|| shape("stacked weights", "at least one".into(), "none".into()))?;
+        let kind = PackedKind::of(first)?;
+        let (height, inputs) = first.dims();
+        for part in parts {
+            if PackedKind::of(part)? != kind {
+                let names = (first.scheme_name(), part.scheme_name());
+                return Err(shape("schemes of a stacked weight", names.0, names.1));
+            }
+            if part.dims().1 != inputs {
+                let found = part.dims().1.to_string();
+                return Err(shape(
+                    "inputs of a stacked weight",
+                    inputs.to_string(),
+                    found,
+                ));
+            }
+            let interleaved = stack == Stack::Interleave;
+            if interleaved && (part.dims().0 != height || !height.is_multiple_of(8)) {
+                let expected = format!("{height}, a multiple of 8, like the first");
+                let found = part.dims().0.to_string();
+                return Err(shape("rows of an interleaved weight", expected, found));
+            }
+        }
+        if stack == Stack::Interleave && parts.len() != 2 {
+            let found = parts.len().to_string();
+            return Err(shape("interleaved weights", "2".into(), found));
+        }
+        let exponent = match kind {
+            PackedKind::Fp16 => common_exponent(parts)?,
+            PackedKind::Affine { .. } => 0,
+        };
+        Ok(Packing {
+            kind,
+            parts: parts.to_vec(),
+            stack,
+            rows: parts.iter().map(|p| p.dims().0).sum(),
+            inputs,
+            exponent,
+        })
+    }
+
+    /// The kind of the result.
+    pub fn kind(&self) -> PackedKind {
+        self.kind
+    }
+
+    /// Rows of all parts together.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Inputs.
+    pub fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// Tiles of 16 rows.
+    pub fn tiles(&self) -> usize {
+        self.rows.div_ceil(TILE)
+    }
+
+    /// Spans of 256 inputs.
+    pub fn spans(&self) -> usize {
+        self.inputs.div_ceil(SPAN)
+    }
+
+    /// What packed values are multiplied with: 16-bit weights are stored times a power of two,
+    /// so that bfloat16 and f32 values keep their exponents.
+    pub fn scale(&self) -> f32 {
+        2f32.powi(-self.exponent)
+    }
+
+    /// Bytes of all codes.
+    pub fn code_bytes(&self) -> usize {
+        self.tiles() * self.spans() * self.kind.code_bytes()
+    }
+
+    /// Bytes of all scales and zero-points.
+    pub fn meta_bytes(&self) -> usize {
+        self.tiles() * self.spans() * self.kind.meta_bytes()
+    }
+
+    /// Packs tiles `first ..` into `codes` and `meta`, which hold as many whole tiles each.
+    ///
+    /// # Errors
+    /// A dense weight whose type is no float.
+    pub fn pack(&self, first: usize, codes: &mut [u8], meta: &mut [u8]) -> Result<()> {
+        let code_tile = self.spans() * self.kind.code_bytes();
+        let meta_tile = self.spans() * self.kind.meta_bytes();
+        let tiles = codes.len() / code_tile.max(1);
+        if meta_tile == 0 {
+            return (codes.par_chunks_mut(code_tile).enumerate())
+                .try_for_each(|(i, c)| self.pack_tile(first + i, c, &mut []));
+        }
+        let (codes, meta) = (
+            &mut codes[..tiles * code_tile],
+            &mut meta[..tiles * meta_tile],
+        );
+        (codes
+            .par_chunks_mut(code_tile)
+            .zip(meta.par_chunks_mut(meta_tile)))
+        .enumerate()
+        .try_for_each(|(i, (c, m))| self.pack_tile(first + i, c, m))
+    }
+
+    /// The part and its row that stand in packed row `row`.
+    fn source(&self, row: usize) -> Option<(&'a Weight, usize)> {
+        if row >= self.rows {
+            return None;
+        }
+        if self.stack == Stack::Interleave {
+            let (tile, within) = (row / TILE, row % TILE);
+            return Some((self.parts[within / 8], tile * 8 + within % 8));
+        }
+        let mut at = row;
+        for part in &self.parts {
+            let n = part.dims().0;
+            if at < n {
+                return Some((part, at));
+            }
+            at -= n;
+        }
+        None
+    }
+
+    fn pack_tile(&self, tile: usize, codes: &mut [u8], meta: &mut [u8]) -> Result<()> {
+        let record = self.kind.code_bytes();
+        meta.fill(0);
+        for upper in 0..2 {
+            for g in 0..8 {
+                let place = Place { g, upper };
+                let Some((weight, row)) = self.source(tile * TILE + 8 * upper + g) else {
+                    for codes in codes.chunks_exact_mut(record) {
+                        place.fill_zero(self.kind, codes);
+                    }
+                    continue;
+                };
+                match weight {
+                    Weight::Dense(t) => self.pack_dense(t, row, place, codes)?,
+                    Weight::Quantized(QuantizedWeight::Affine(a)) => {
+                        self.pack_affine(a, row, place, codes, meta);
+                    }
+                    // `PackedKind::of` has refused it.
+                    Weight::Quantized(_) => unreachable!("a scheme without a kernel"),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn pack_dense(&self, t: &Tensor, row: usize, place: Place, codes: &mut [u8]) -> Result<()> {
+        let factor = 2f32.powi(self.exponent);
+        let mut values = [0f32; SPAN];
+        for (span, codes) in codes.chunks_exact_mut(self.kind.code_bytes()).enumerate() {
+            let n = SPAN.min(self.inputs - span * SPAN);
+            values[n..].fill(0.0);
+            t.copy_f32(row * self.inputs + span * SPAN, &mut values[..n])?;
+            for (k, v) in values.iter().enumerate() {
+                let (c, t, i) = (k / 32, k % 32 / 8, k % 8);
+                let word = ((2 * c + i / 4) * 32 + place.lane(t)) * 16;
+                let at = word + (i % 4 / 2 * 2 + place.upper) * 4 + i % 2 * 2;
+                codes[at..at + 2].copy_from_slice(&f16::from_f32(v * factor).to_le_bytes());
+            }
+        }
+        Ok(())
+    }
+
+    fn pack_affine(
+        &self,
+        a: &AffineWeight,
+        row: usize,
+        place: Place,
+        codes: &mut [u8],
+        meta: &mut [u8],
+    ) {
+        let PackedKind::Affine { bits, groups, .. } = self.kind else {
+            return;
+        };
+        let source = a.row_codes(row);
+        let width = SPAN * bits.width() / 8;
+        let record = self.kind.code_bytes();
+        for (span, codes) in codes.chunks_exact_mut(record).enumerate() {
+            let mut bytes = [0u8; SPAN];
+            let from = &source[span * width..source.len().min((span + 1) * width)];
+            bytes[..from.len()].copy_from_slice(from);
+            match bits {
+                Bits::B4 => place.int4(&bytes, codes),
+                Bits::B8 => place.int8(&bytes, codes),
+            }
+        }
+        let in_row = a.groups();
+        let size = a.scheme().group.size(self.inputs).max(1);
+        for (span, meta) in meta.chunks_exact_mut(self.kind.meta_bytes()).enumerate() {
+            for group in 0..groups {
+                // The group of the first input of this part of the span.
+                let index = (span * SPAN + group * SPAN / groups) / size;
+                if index >= in_row {
+                    break;
+                }
+                let at = group * 8 + place.g;
+                let scale = a.scales()[row * in_row + index];
+                let to = (at * 2 + place.upper) * 2;
+                meta[to..to + 2].copy_from_slice(&scale.to_le_bytes());
+                let zeros = &mut meta[groups * 32..];
+                match a.zeros() {
+                    ZeroPoints::None => {}
+                    ZeroPoints::Integer(z) => {
+                        let stride = bits.bytes(in_row);
+                        let z = code_at(bits, &z[row * stride..(row + 1) * stride], index);
+                        match bits {
+                            Bits::B4 => zeros[at] |= z << (4 * place.upper),
+                            Bits::B8 => zeros[at * 2 + place.upper] = z,
+                        }
+                    }
+                    ZeroPoints::Offset(o) => {
+                        let to = (at * 2 + place.upper) * 2;
+                        let offset = o[row * in_row + index];
+                        zeros[to..to + 2].copy_from_slice(&offset.to_le_bytes());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A row's place in its tile.
+#[derive(Clone, Copy)]
+struct Place {
+    g: usize,
+    upper: usize,
+}
+
+impl Place {
+    fn lane(self, t: usize) -> usize {
+        self.g * 4 + t
+    }
+
+    /// 256 codes, two in a byte, into a record.
+    fn int4(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
+        for c in 0..8 {
+            for t in 0..4 {
+                let from = c * 16 + t * 4;
+                let w = u32::from_le_bytes([
+                    bytes[from],
+                    bytes[from + 1],
+                    bytes[from + 2],
+                    bytes[from + 3],
+                ]);
+                let at = (c / 2 * 32 + self.lane(t)) * 16 + (c % 2 * 2 + self.upper) * 4;
+                codes[at..at + 4].copy_from_slice(&lane_word(w).to_le_bytes());
+            }
+        }
+    }
+
+    /// 256 codes into a record.
+    fn int8(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
+        for c in 0..8 {
+            for t in 0..4 {
+                let from = c * 32 + t * 8;
+                let to = (c * 32 + self.lane(t)) * 16 + self.upper * 4;
+                codes[to..to + 4].copy_from_slice(&bytes[from..from + 4]);
+                codes[to + 8..to + 12].copy_from_slice(&bytes[from + 4..from + 8]);
+            }
+        }
+    }
+
+    /// Zero codes: with the zero scale of an absent row, zero weights.
+    fn fill_zero(self, kind: PackedKind, codes: &mut [u8]) {
+        match kind.bits() {
+            4 => self.int4(&[0; SPAN], codes),
+            8 => self.int8(&[0; SPAN], codes),
+            _ => {
+                for product in codes.chunks_exact_mut(512) {
+                    for t in 0..4 {
+                        let at = self.lane(t) * 16 + self.upper * 4;
+                        product[at..at + 4].fill(0);
+                        product[at + 8..at + 12].fill(0);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Eight 4-bit codes, low nibbles first, to the order of a lane's word: codes 0, 1, 2, 3 in the
+/// low nibbles of bytes 0, 2, 1, 3, codes 4 .. 7 in the high ones.
+fn lane_word(w: u32) -> u32 {
+    let spread = |x: u32| {
+        let x = (x | x << 8) & 0x00ff_00ff;
+        (x | x << 4) & 0x0f0f_0f0f
+    };
+    let w = spread(w & 0xffff) | spread(w >> 16) << 4;
+    (w & 0xff00_00ff) | (w & 0x0000_ff00) << 8 | (w & 0x00ff_0000) >> 8
+}
+
+/// The power of two that brings the greatest magnitude of all parts into [2^13, 2^14): then
+/// values down to 2^-27 of it are normal FP16 numbers. Zero if all are FP16 already.
+fn common_exponent(parts: &[&Weight]) -> Result<i32> {
+    let mut greatest = 0f32;
+    let mut all_half = true;
+    for part in parts {
+        let Weight::Dense(t) = part else { continue };
+        if t.dtype() == DType::F16 {
+            continue;
+        }
+        all_half = false;
+        const CHUNK: usize = 1 << 16;
+        let top = (0..t.len().div_ceil(CHUNK))
+            .into_par_iter()
+            .map(|i| -> Result<f32> {
+                let n = CHUNK.min(t.len() - i * CHUNK);
+                let mut values = vec![0f32; n];
+                t.copy_f32(i * CHUNK, &mut values)?;
+                Ok(values.iter().fold(0f32, |m, v| m.max(v.abs())))
+            })
+            .try_reduce(|| 0f32, |a, b| Ok(a.max(b)))?;
+        greatest = greatest.max(top);
+    }
+    if all_half || greatest == 0.0 || !greatest.is_finite() {
+        return Ok(0);
+    }
+    let mut exponent = 13 - greatest.log2().floor() as i32;
+    for part in parts {
+        // FP16 parts among others must not overflow.
+        let Weight::Dense(t) = part else { continue };
+        if t.dtype() == DType::F16 {
+            exponent = exponent.min(0);
+        }
+    }
+    Ok(exponent.clamp(-100, 100))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::lane_word;
+
+    #[test]
+    fn lane_word_is_the_documented_order() {
+        let shifts = [0, 16, 8, 24, 4, 20, 12, 28];
+        for w in [0x7654_3210u32, 0xfedc_ba98, 0x1234_5678, 0xffff_0000] {
+            let out = lane_word(w);
+            for (i, shift) in shifts.iter().enumerate() {
+                assert_eq!(out >> shift & 15, w >> (4 * i) & 15, "code {i} of {w:x}");
+            }
+        }
+    }
+}

@@ -1,0 +1,639 @@
+//! Activations on the device, and the plain kernels over rows of them.
+
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
+use super::linear::{DeviceLinear, PackedArgs};
+use super::pack::SPAN;
+use crate::cpu::KvType;
+use crate::error::{Error, Result};
+use bytemuck::{Pod, Zeroable};
+
+/// Width of a head that the attention kernels serve.
+pub const HEAD_DIM: usize = 128;
+
+/// One row of activations, split in two FP16 parts (`cuda/activations.cuh`).
+pub struct Split {
+    parts: Buffer<u32>,
+    sums: Buffer<[f32; 4]>,
+}
+
+impl Split {
+    /// Room for a row of `width`.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn new(gpu: &Gpu, width: usize) -> Result<Self> {
+        let padded = width.next_multiple_of(SPAN);
+        Ok(Split {
+            parts: gpu.zeros("activations", padded)?,
+            sums: gpu.zeros("activations", padded / 8)?,
+        })
+    }
+
+    /// Values there is room for: the width, rounded up to whole spans.
+    pub fn padded(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// The values, for tests: waits for nothing.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn values(&self) -> Result<Vec<f32>> {
+        let mut words = vec![0u32; self.parts.len()];
+        self.parts.read(0, &mut words)?;
+        let half = |w: u32, i: usize| half::f16::from_bits((w >> (16 * i)) as u16).to_f32();
+        let value = |k: usize| {
+            let at = k / 32 * 32 + k % 32 / 2; // 16 words of high parts, then 16 of low ones
+            16.0 * (half(words[at], k % 2) + half(words[at + 16], k % 2))
+        };
+        Ok((0..self.padded()).map(value).collect())
+    }
+
+    pub(crate) fn addresses(&self) -> [Address; 2] {
+        [self.parts.at(0), self.sums.at(0)]
+    }
+}
+
+/// A token's place: `Row` of `cuda/rows.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Row {
+    /// Position in its sequence.
+    pub position: i32,
+    /// Its sequence.
+    pub slot: i32,
+}
+
+/// Where a decode step stands: `Step` of `cuda/common.cuh`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Step {
+    /// Position of the token that is fed.
+    pub position: i32,
+    /// Its sequence.
+    pub slot: i32,
+    /// The token.
+    pub token: u32,
+    /// Tokens sampled since the steps were queued.
+    pub drawn: i32,
+}
+
+/// Keys and values of one layer, of all sequences.
+pub struct DeviceCache {
+    keys: Buffer<u8>,
+    values: Buffer<u8>,
+    scales: Option<(Buffer<u16>, Buffer<u16>)>,
+    kv_heads: usize,
+    capacity: usize,
+    slots: usize,
+}
+
+/// `Cache` of `cuda/rows.cuh`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(crate) struct CacheArgs {
+    keys: Address,
+    values: Address,
+    key_scales: Address,
+    value_scales: Address,
+    kv_heads: i32,
+    capacity: i32,
+}
+
+impl DeviceCache {
+    /// Bytes of one layer's cache.
+    pub fn device_bytes(kv: KvType, slots: usize, kv_heads: usize, ctx: usize) -> usize {
+        2 * slots * kv_heads * ctx.next_multiple_of(32) * kv.bytes(HEAD_DIM)
+    }
+
+    /// Room for `ctx` positions of `slots` sequences.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for f32, which the device does not keep.
+    pub fn new(gpu: &Gpu, kv: KvType, slots: usize, kv_heads: usize, ctx: usize) -> Result<Self> {
+        let capacity = ctx.next_multiple_of(32);
+        let rows = slots * kv_heads * capacity;
+        let what = "the KV cache";
+        let (bytes, int8) = match kv {
+            KvType::F16 => (2, false),
+            KvType::Int8 => (1, true),
+            KvType::F32 => {
+                return Err(Error::NoKernel {
+                    op: "attention",
+                    scheme: "f32 keys and values".into(),
+                    activations: "f32".into(),
+                    device: gpu.info().to_string(),
+                });
+            }
+        };
+        let scales = match int8 {
+            true => Some((gpu.zeros(what, rows)?, gpu.zeros(what, rows)?)),
+            false => None,
+        };
+        Ok(DeviceCache {
+            keys: gpu.zeros(what, rows * HEAD_DIM * bytes)?,
+            values: gpu.zeros(what, rows * HEAD_DIM * bytes)?,
+            scales,
+            kv_heads,
+            capacity,
+            slots,
+        })
+    }
+
+    /// Positions there is room for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Key and value heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// Sequences.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    pub(crate) fn suffix(&self) -> &'static str {
+        match self.scales {
+            Some(_) => "int8",
+            None => "fp16",
+        }
+    }
+
+    pub(crate) fn args(&self) -> CacheArgs {
+        let (k, v) = match &self.scales {
+            Some((k, v)) => (k.at(0), v.at(0)),
+            None => (Address::NULL, Address::NULL),
+        };
+        CacheArgs {
+            keys: self.keys.at(0),
+            values: self.values.at(0),
+            key_scales: k,
+            value_scales: v,
+            kv_heads: self.kv_heads as i32,
+            capacity: self.capacity as i32,
+        }
+    }
+}
+
+/// What attention needs of a layer besides its input.
+pub struct Heads<'a> {
+    /// Query heads.
+    pub heads: usize,
+    /// `[128]`
+    pub q_gain: &'a Buffer<f32>,
+    /// `[128]`
+    pub k_gain: &'a Buffer<f32>,
+    /// `[positions, 64]` of (cos, sin).
+    pub cos_sin: &'a Buffer<[f32; 2]>,
+    /// RMSNorm's.
+    pub eps: f32,
+}
+
+impl Heads<'_> {
+    pub(crate) fn check(&self, op: &'static str, cache: &DeviceCache) -> Result<()> {
+        let group = self.heads / cache.kv_heads.max(1);
+        if !self.heads.is_multiple_of(cache.kv_heads) || !(1..=8).contains(&group) {
+            return Err(Error::Shape {
+                op,
+                what: "query heads",
+                expected: format!("1 to 8 for each of {} key heads", cache.kv_heads),
+                found: self.heads.to_string(),
+            });
+        }
+        let enough = self.cos_sin.len() >= cache.capacity * HEAD_DIM / 2;
+        if self.q_gain.len() != HEAD_DIM || self.k_gain.len() != HEAD_DIM || !enough {
+            return Err(Error::Shape {
+                op,
+                what: "gains and rotary table",
+                expected: format!("{HEAD_DIM}, and {} positions", cache.capacity),
+                found: format!(
+                    "{} and {}",
+                    self.q_gain.len(),
+                    self.cos_sin.len() * 2 / HEAD_DIM
+                ),
+            });
+        }
+        Ok(())
+    }
+}
+
+fn at_least(op: &'static str, what: &'static str, expected: usize, found: usize) -> Result<()> {
+    if found >= expected {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        op,
+        what,
+        expected: format!("at least {expected} values"),
+        found: found.to_string(),
+    })
+}
+
+fn shape(grid: (usize, usize), threads: usize) -> LaunchShape {
+    LaunchShape {
+        grid: (grid.0, grid.1, 1),
+        threads,
+        shared: 0,
+        overlap: false,
+    }
+}
+
+/// Where a row-wise kernel puts its result: f32, FP16 padded to whole spans, or both.
+#[derive(Default)]
+pub struct RowsOut<'a> {
+    /// `[m, width]`
+    pub full: Option<&'a mut Buffer<f32>>,
+    /// `[m, width padded to 256]`
+    pub half: Option<&'a mut Buffer<u16>>,
+}
+
+impl RowsOut<'_> {
+    fn addresses(&self, op: &'static str, m: usize, width: usize) -> Result<(Address, Address)> {
+        let padded = width.next_multiple_of(SPAN);
+        let mut both = (Address::NULL, Address::NULL);
+        if let Some(full) = &self.full {
+            at_least(op, "f32 output", m * width, full.len())?;
+            both.0 = full.at(0);
+        }
+        if let Some(half) = &self.half {
+            at_least(op, "FP16 output", m * padded, half.len())?;
+            both.1 = half.at(0);
+        }
+        Ok(both)
+    }
+}
+
+impl Stream {
+    /// `x[i]` = row `tokens[i]` of `embedding`, `[m, width]`. Tokens must be in range.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn embed(
+        &self,
+        embedding: &DeviceLinear,
+        tokens: &Buffer<u32>,
+        x: &mut Buffer<f32>,
+        m: usize,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            w: PackedArgs,
+            tokens: Address,
+            x: Address,
+        }
+        at_least("embed", "tokens", m, tokens.len())?;
+        at_least("embed", "x", m * embedding.inputs(), x.len())?;
+        let args = Args {
+            w: embedding.args(),
+            tokens: tokens.at(0),
+            x: x.at(0),
+        };
+        // SAFETY: the arguments are the kernel's; x holds m rows. Tokens are checked by the
+        // engine against the vocabulary, which is the embedding's height.
+        unsafe { self.launch("embed", shape((m, 1), 256), &args) }
+    }
+
+    /// RMSNorm of rows of `x` `[., width]` with `gain`: of rows `0..m`, or of those listed.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn rms_norm(
+        &self,
+        x: &Buffer<f32>,
+        rows: Option<&Buffer<i32>>,
+        gain: &Buffer<f32>,
+        out: &RowsOut<'_>,
+        m: usize,
+        eps: f32,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            x: Address,
+            rows: Address,
+            gain: Address,
+            y: Address,
+            half: Address,
+            width: i32,
+            padded: i32,
+            eps: f32,
+        }
+        let width = gain.len();
+        at_least(
+            "rms_norm",
+            "x",
+            width * if rows.is_some() { 1 } else { m },
+            x.len(),
+        )?;
+        if let Some(rows) = rows {
+            at_least("rms_norm", "rows", m, rows.len())?;
+        }
+        let (y, half) = out.addresses("rms_norm", m, width)?;
+        let args = Args {
+            x: x.at(0),
+            rows: rows.map_or(Address::NULL, |r| r.at(0)),
+            gain: gain.at(0),
+            y,
+            half,
+            width: width as i32,
+            padded: width.next_multiple_of(SPAN) as i32,
+            eps,
+        };
+        // SAFETY: the arguments are the kernel's; sizes were checked. Listed rows are the
+        // engine's own, below the rows that x holds.
+        unsafe { self.launch("rms_norm", shape((m, 1), 256), &args) }
+    }
+
+    /// Normalizes and rotates queries (in place) and keys of `qkv` `[m, (heads + 2 kv_heads) *
+    /// 128]`, and appends keys and values to the cache at `rows`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn append(
+        &self,
+        qkv: &mut Buffer<f32>,
+        rows: &Buffer<Row>,
+        heads: &Heads<'_>,
+        cache: &mut DeviceCache,
+        m: usize,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            qkv: Address,
+            rows: Address,
+            q_gain: Address,
+            k_gain: Address,
+            cos_sin: Address,
+            cache: CacheArgs,
+            heads: i32,
+            eps: f32,
+        }
+        heads.check("append", cache)?;
+        let width = heads.heads + 2 * cache.kv_heads;
+        at_least("append", "qkv", m * width * HEAD_DIM, qkv.len())?;
+        at_least("append", "rows", m, rows.len())?;
+        let args = Args {
+            qkv: qkv.at(0),
+            rows: rows.at(0),
+            q_gain: heads.q_gain.at(0),
+            k_gain: heads.k_gain.at(0),
+            cos_sin: heads.cos_sin.at(0),
+            cache: cache.args(),
+            heads: heads.heads as i32,
+            eps: heads.eps,
+        };
+        let name = format!("append_{}", cache.suffix());
+        // SAFETY: the arguments are the kernel's; sizes were checked. Rows hold positions and
+        // slots within the cache: the engine checks requests before it queues them.
+        unsafe { self.launch(&name, shape((m, width), 32), &args) }
+    }
+
+    /// `out` `[m, heads * 128]`: attention of each row over its sequence up to itself, by the
+    /// plain kernel.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn attention_reference(
+        &self,
+        qkv: &Buffer<f32>,
+        rows: &Buffer<Row>,
+        heads: usize,
+        cache: &DeviceCache,
+        out: &mut Buffer<f32>,
+        m: usize,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            qkv: Address,
+            rows: Address,
+            cache: CacheArgs,
+            out: Address,
+            heads: i32,
+        }
+        let op = "attention_reference";
+        let width = (heads + 2 * cache.kv_heads) * HEAD_DIM;
+        at_least(op, "qkv", m * width, qkv.len())?;
+        at_least(op, "rows", m, rows.len())?;
+        at_least(op, "out", m * heads * HEAD_DIM, out.len())?;
+        let args = Args {
+            qkv: qkv.at(0),
+            rows: rows.at(0),
+            cache: cache.args(),
+            out: out.at(0),
+            heads: heads as i32,
+        };
+        // SAFETY: as for `append`.
+        unsafe { self.launch(op, shape((m, heads), HEAD_DIM), &args) }
+    }
+
+    /// `silu(gate) * up` of rows `[m, 2 * width]` of interleaved gates and ups.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn silu_mul(
+        &self,
+        x: &Buffer<f32>,
+        out: &RowsOut<'_>,
+        m: usize,
+        width: usize,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            x: Address,
+            y: Address,
+            half: Address,
+            width: i32,
+            padded: i32,
+        }
+        at_least("silu_mul", "x", 2 * m * width, x.len())?;
+        let (y, half) = out.addresses("silu_mul", m, width)?;
+        let args = Args {
+            x: x.at(0),
+            y,
+            half,
+            width: width as i32,
+            padded: width.next_multiple_of(SPAN) as i32,
+        };
+        // SAFETY: the arguments are the kernel's; sizes were checked.
+        unsafe { self.launch("silu_mul", shape((m, 1), 256), &args) }
+    }
+
+    /// Splits a row `x` `[width]`, under `gain` if given, for [`Stream::gemv`].
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn split_row(
+        &self,
+        x: &Buffer<f32>,
+        gain: Option<&Buffer<f32>>,
+        next: &mut Split,
+        width: usize,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            x: Address,
+            gain: Address,
+            next: [Address; 2],
+            width: i32,
+        }
+        at_least("split_row", "x", width, x.len())?;
+        at_least("split_row", "gain", width, gain.map_or(width, Buffer::len))?;
+        at_least("split_row", "next", width, next.padded())?;
+        let args = Args {
+            x: x.at(0),
+            gain: gain.map_or(Address::NULL, |g| g.at(0)),
+            next: next.addresses(),
+            width: width as i32,
+        };
+        // SAFETY: the arguments are the kernel's; sizes were checked.
+        unsafe { self.launch("split_row", shape((width.div_ceil(256), 1), 256), &args) }
+    }
+
+    /// The embedding of the step's token: the residual `x`, and split under `gain`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn embed_step(
+        &self,
+        embedding: &DeviceLinear,
+        step: &Buffer<Step>,
+        gain: &Buffer<f32>,
+        x: &mut Buffer<f32>,
+        next: &mut Split,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            w: PackedArgs,
+            step: Address,
+            gain: Address,
+            x: Address,
+            next: [Address; 2],
+        }
+        let width = embedding.inputs();
+        at_least("embed_step", "gain", width, gain.len())?;
+        at_least("embed_step", "x", width, x.len())?;
+        at_least("embed_step", "next", width, next.padded())?;
+        at_least("embed_step", "step", 1, step.len())?;
+        let args = Args {
+            w: embedding.args(),
+            step: step.at(0),
+            gain: gain.at(0),
+            x: x.at(0),
+            next: next.addresses(),
+        };
+        // SAFETY: the arguments are the kernel's; sizes were checked, and the token is in the
+        // vocabulary: the engine checks those it writes, and the sampler yields no others.
+        unsafe { self.launch("embed_step", shape((1, 1), 256), &args) }
+    }
+
+    /// Attention of the step's token: `qkv` is its product `[(heads + 2 kv_heads) * 128]`; key
+    /// and value are appended; the result is split into `out`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn attention_decode(
+        &self,
+        qkv: &Buffer<f32>,
+        step: &Buffer<Step>,
+        heads: &Heads<'_>,
+        cache: &mut DeviceCache,
+        scratch: &mut AttentionScratch,
+        out: &mut Split,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            qkv: Address,
+            q_gain: Address,
+            k_gain: Address,
+            cos_sin: Address,
+            cache: CacheArgs,
+            step: Address,
+            out: [Address; 2],
+            partial: Address,
+            arrived: Address,
+            heads: i32,
+            eps: f32,
+            late: i32,
+        }
+        let op = "attention_decode";
+        heads.check(op, cache)?;
+        at_least(
+            op,
+            "qkv",
+            (heads.heads + 2 * cache.kv_heads) * HEAD_DIM,
+            qkv.len(),
+        )?;
+        at_least(op, "out", heads.heads * HEAD_DIM, out.padded())?;
+        at_least(op, "step", 1, step.len())?;
+        at_least(
+            op,
+            "scratch",
+            heads.heads * scratch.splits * 130,
+            scratch.partial.len(),
+        )?;
+        at_least(op, "scratch", cache.kv_heads, scratch.arrived.len())?;
+        let args = Args {
+            qkv: qkv.at(0),
+            q_gain: heads.q_gain.at(0),
+            k_gain: heads.k_gain.at(0),
+            cos_sin: heads.cos_sin.at(0),
+            cache: cache.args(),
+            step: step.at(0),
+            out: out.addresses(),
+            partial: scratch.partial.at(0),
+            arrived: scratch.arrived.at(0),
+            heads: heads.heads as i32,
+            eps: heads.eps,
+            late: 0,
+        };
+        let shape = LaunchShape {
+            grid: (cache.kv_heads, scratch.splits, 1),
+            threads: 256,
+            shared: match cache.scales {
+                Some(_) => AttentionScratch::SHARED_INT8,
+                None => AttentionScratch::SHARED_FP16,
+            },
+            overlap: true,
+        };
+        let name = format!("{op}_{}", cache.suffix());
+        // SAFETY: the arguments are the kernel's; sizes were checked. The step's position and
+        // slot are within the cache: the engine checks before it queues steps.
+        unsafe { self.launch(&name, shape, &args) }
+    }
+}
+
+/// Where the splits of a long context meet.
+pub struct AttentionScratch {
+    partial: Buffer<f32>,
+    arrived: Buffer<i32>,
+    splits: usize,
+}
+
+impl AttentionScratch {
+    /// `sizeof(AttentionShared)` of `cuda/attention_decode.cuh`, with some room.
+    const SHARED_FP16: usize = 2 * 8 * 16 * 512 + 8 * 1024 + 4096 + 2048;
+    const SHARED_INT8: usize = 2 * 8 * 8 * 512 + 8 * 1024 + 4096 + 2048;
+
+    /// For `heads` query and `kv_heads` key heads: as many splits as fill the device.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn new(gpu: &Gpu, heads: usize, kv_heads: usize) -> Result<Self> {
+        let splits = (gpu.info().multiprocessors / kv_heads.max(1)).clamp(1, 64);
+        Ok(AttentionScratch {
+            partial: gpu.zeros("attention scratch", heads * splits * 130)?,
+            arrived: gpu.zeros("attention scratch", kv_heads)?,
+            splits,
+        })
+    }
+}

@@ -1,0 +1,81 @@
+//! The GPU engine: nq's own forward over `nq_kernels::cuda`.
+
+mod model;
+mod session;
+
+use crate::engine::{Engine, EngineDescription, Session, SessionSpec};
+use crate::error::{Error, Result};
+use crate::load::{ActivationChoice, LoadOptions};
+use model::CudaModel;
+use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_kernels::cuda::Gpu;
+use session::CudaSession;
+use std::sync::Arc;
+
+/// [`Engine`] on a GPU.
+pub(crate) struct CudaEngine {
+    model: Arc<CudaModel>,
+    description: EngineDescription,
+}
+
+impl CudaEngine {
+    /// Reads a model layer by layer and packs it for device `ordinal`.
+    pub(crate) fn load(
+        config: &ModelConfig,
+        store: &dyn WeightStore,
+        options: &LoadOptions,
+        ordinal: usize,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        if options.activations == ActivationChoice::Int8 {
+            return Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "activations",
+                expected: "f32 or auto: GPU kernels do not round them to int8".into(),
+                found: "int8".into(),
+            });
+        }
+        let gpu = Gpu::open(ordinal)?;
+        let device = gpu.info().to_string();
+        let (model, bits) = CudaModel::load(gpu, config, store, options.kernels, progress)?;
+        let description = EngineDescription {
+            engine: "nq".into(),
+            device,
+            kernels: options.kernels.to_string(),
+            activations: "f32".into(),
+            bits,
+            threads: 0,
+        };
+        Ok(CudaEngine {
+            model: Arc::new(model),
+            description,
+        })
+    }
+}
+
+impl Engine for CudaEngine {
+    fn config(&self) -> &ModelConfig {
+        &self.model.config
+    }
+
+    fn description(&self) -> &EngineDescription {
+        &self.description
+    }
+
+    fn bytes_per_token(&self) -> usize {
+        self.model.bytes_per_token()
+    }
+
+    fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
+        let needed = CudaSession::device_bytes(&self.model, &spec) as u64;
+        let available = self.model.gpu.free_memory()? as u64;
+        if needed > available {
+            return Err(Error::Memory {
+                what: "the KV cache and scratch of a session (a smaller --ctx or --kv 8 helps)",
+                needed,
+                available,
+            });
+        }
+        Ok(Box::new(CudaSession::new(self.model.clone(), spec)?))
+    }
+}

@@ -1,0 +1,238 @@
+//! A model's weights on a GPU.
+
+use crate::engine::LayerWeights;
+use crate::error::{Error, Result};
+use crate::models::qwen3;
+use crate::rope::Rotary;
+use crate::weights::{Census, LoadProgress};
+use nq_formats::{ModelConfig, Progress, Tensor, Weight, WeightStore};
+use nq_kernels::cuda::{Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, Stack, Uploader};
+use nq_kernels::{Activations, KernelSet};
+
+/// A model packed for a GPU.
+pub(super) struct CudaModel {
+    pub(super) config: ModelConfig,
+    pub(super) gpu: Gpu,
+    pub(super) kernels: KernelSet,
+    pub(super) rotary: Rotary,
+    pub(super) layers: Vec<CudaLayer>,
+    pub(super) norm: Buffer<f32>,  // [hidden]
+    pub(super) head: DeviceLinear, // [vocab, hidden]
+    /// `[vocab, hidden]`; `None` if the head is the same matrix.
+    embedding: Option<DeviceLinear>,
+}
+
+/// The weights of a layer.
+pub(super) struct CudaLayer {
+    pub(super) input_norm: Buffer<f32>,          // [hidden]
+    pub(super) qkv: DeviceLinear,                // [q_dim + 2 kv_dim, hidden]
+    pub(super) q_norm: Buffer<f32>,              // [head_dim]
+    pub(super) k_norm: Buffer<f32>,              // [head_dim]
+    pub(super) o: DeviceLinear,                  // [hidden, q_dim]
+    pub(super) post_attention_norm: Buffer<f32>, // [hidden]
+    pub(super) gate_up: DeviceLinear,            // [2 intermediate, hidden], interleaved
+    pub(super) down: DeviceLinear,               // [hidden, intermediate]
+}
+
+impl CudaLayer {
+    /// Packs the weights of a layer.
+    pub(super) fn new(uploader: &mut Uploader, weights: &LayerWeights) -> Result<Self> {
+        let [q, k, v, o, gate, up, down] = &weights.linears;
+        let gpu = uploader.gpu().clone();
+        let norm = |t: &Tensor| -> Result<Buffer<f32>> { Ok(gpu.upload("a norm", &t.to_f32()?)?) };
+        Ok(CudaLayer {
+            input_norm: norm(&weights.input_norm)?,
+            qkv: uploader.pack(&[q, k, v], Stack::Concat)?,
+            q_norm: norm(&weights.q_norm)?,
+            k_norm: norm(&weights.k_norm)?,
+            o: uploader.pack(&[o], Stack::Concat)?,
+            post_attention_norm: norm(&weights.post_attention_norm)?,
+            gate_up: uploader.pack(&[gate, up], Stack::Interleave)?,
+            down: uploader.pack(&[down], Stack::Concat)?,
+        })
+    }
+
+    /// Device bytes of a layer with these weights.
+    fn device_bytes(weights: &LayerWeights) -> Result<usize> {
+        let [q, k, v, o, gate, up, down] = &weights.linears;
+        let stacks: [(&[&Weight], Stack); 4] = [
+            (&[q, k, v], Stack::Concat),
+            (&[o], Stack::Concat),
+            (&[gate, up], Stack::Interleave),
+            (&[down], Stack::Concat),
+        ];
+        let mut bytes = 0;
+        for (parts, stack) in stacks {
+            bytes += DeviceLinear::device_bytes(parts, stack)?;
+        }
+        Ok(bytes)
+    }
+
+    /// Bytes that one token reads.
+    fn bytes(&self) -> usize {
+        let norms = [
+            &self.input_norm,
+            &self.post_attention_norm,
+            &self.q_norm,
+            &self.k_norm,
+        ];
+        let linears = [&self.qkv, &self.o, &self.gate_up, &self.down];
+        norms.iter().map(|n| n.bytes()).sum::<usize>()
+            + linears.iter().map(|l| l.bytes()).sum::<usize>()
+    }
+}
+
+impl CudaModel {
+    /// Reads and packs a model; also returns the bits of most weights.
+    pub(super) fn load(
+        gpu: Gpu,
+        config: &ModelConfig,
+        store: &dyn WeightStore,
+        kernels: KernelSet,
+        progress: &dyn Progress,
+    ) -> Result<(Self, usize)> {
+        check_shape(config)?;
+        let mut done = LoadProgress::begin(config, store, progress);
+        let mut census = Census::default();
+        let mut uploader = Uploader::new(&gpu)?;
+
+        let head_weight = qwen3::head(store, config)?;
+        let embedding_weight = match config.tie_word_embeddings {
+            true => None,
+            false => Some(qwen3::embedding(store, config)?),
+        };
+        let first = LayerWeights::read(store, config, 0)?;
+        preflight(
+            &gpu,
+            config,
+            &first,
+            &head_weight,
+            embedding_weight.as_ref(),
+        )?;
+
+        let mut dense_f32 = false;
+        let mut count = |weights: &[&Weight]| {
+            census.add(weights, Activations::F32);
+            dense_f32 |= weights.iter().any(|w| w.scheme_name() == "F32");
+        };
+        count(&[&head_weight]);
+        let head = uploader.pack(&[&head_weight], Stack::Concat)?;
+        done.add(&head_weight);
+        drop(head_weight);
+        let embedding = match &embedding_weight {
+            None => None,
+            Some(w) => {
+                let packed = uploader.pack(&[w], Stack::Concat)?;
+                done.add(w);
+                Some(packed)
+            }
+        };
+        drop(embedding_weight);
+        let mut layers = Vec::with_capacity(config.num_hidden_layers);
+        let mut first = Some(first);
+        for index in 0..config.num_hidden_layers {
+            let weights = match first.take() {
+                Some(weights) => weights,
+                None => LayerWeights::read(store, config, index)?,
+            };
+            count(&weights.linears.each_ref());
+            layers.push(CudaLayer::new(&mut uploader, &weights)?);
+            weights.linears.iter().for_each(|w| done.add(w));
+        }
+        let norm = store.vector(qwen3::FINAL_NORM, config.hidden_size)?;
+        let norm = gpu.upload("a norm", &norm.to_f32()?)?;
+        uploader.finish()?;
+        done.end();
+        if dense_f32 {
+            progress.note("F32 weights run as FP16 on the GPU");
+        }
+        let model = CudaModel {
+            rotary: Rotary::new(config),
+            config: config.clone(),
+            gpu,
+            kernels,
+            layers,
+            norm,
+            head,
+            embedding,
+        };
+        Ok((model, census.bits()))
+    }
+
+    /// The embedding `[vocab, hidden]`.
+    pub(super) fn embedding(&self) -> &DeviceLinear {
+        self.embedding.as_ref().unwrap_or(&self.head)
+    }
+
+    /// Bytes that decoding one token reads.
+    pub(super) fn bytes_per_token(&self) -> usize {
+        let layers: usize = self.layers.iter().map(CudaLayer::bytes).sum();
+        layers + self.norm.bytes() + self.head.bytes()
+    }
+
+    /// What attention needs of layer `index`.
+    pub(super) fn heads<'a>(&'a self, index: usize, cos_sin: &'a Buffer<[f32; 2]>) -> Heads<'a> {
+        let layer = &self.layers[index];
+        Heads {
+            heads: self.config.num_attention_heads,
+            q_gain: &layer.q_norm,
+            k_gain: &layer.k_norm,
+            cos_sin,
+            eps: self.config.rms_norm_eps,
+        }
+    }
+}
+
+/// Refuses shapes that the kernels do not serve.
+fn check_shape(config: &ModelConfig) -> Result<()> {
+    let refuse = |what, expected: &str, found: usize| {
+        Err(Error::Unsupported {
+            engine: "nq on a GPU",
+            what,
+            expected: expected.into(),
+            found: found.to_string(),
+        })
+    };
+    if config.head_dim != HEAD_DIM {
+        return refuse("head_dim", "128", config.head_dim);
+    }
+    let group = config.num_attention_heads / config.num_key_value_heads;
+    if group > 8 {
+        return refuse("query heads per key head", "at most 8", group);
+    }
+    if !config.intermediate_size.is_multiple_of(8) {
+        return refuse(
+            "intermediate_size",
+            "a multiple of 8",
+            config.intermediate_size,
+        );
+    }
+    if !config.hidden_size.is_multiple_of(8) {
+        return refuse("hidden_size", "a multiple of 8", config.hidden_size);
+    }
+    Ok(())
+}
+
+/// Compares what the weights need with what is free, before anything is allocated. Layers are
+/// taken to be as large as the first.
+fn preflight(
+    gpu: &Gpu,
+    config: &ModelConfig,
+    first: &LayerWeights,
+    head: &Weight,
+    embedding: Option<&Weight>,
+) -> Result<()> {
+    let mut needed = config.num_hidden_layers * CudaLayer::device_bytes(first)?;
+    for w in [Some(head), embedding].into_iter().flatten() {
+        needed += DeviceLinear::device_bytes(&[w], Stack::Concat)?;
+    }
+    let available = gpu.free_memory()?;
+    if needed > available {
+        return Err(Error::Memory {
+            what: "the model's weights on the GPU (fewer --bits, or --device cpu, help)",
+            needed: needed as u64,
+            available: available as u64,
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,204 @@
+//! The GPU engine against the CPU's. Without a GPU the tests say that they are skipped;
+//! `NQ_REQUIRE_CUDA=1` makes that a failure.
+#![cfg(feature = "cuda")]
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
+mod common;
+
+use common::{Store, distance, feed, nq, small_config, tokens};
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_kernels::KernelSet;
+use nq_runtime::{
+    DeviceChoice, Engine, KvType, LinearKind, LoadOptions, Observer, Session, SessionSpec,
+};
+use std::sync::Arc;
+
+fn config() -> ModelConfig {
+    ModelConfig {
+        hidden_size: 320,
+        intermediate_size: 520,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 128,
+        ..small_config()
+    }
+}
+
+fn gpu_engine(config: &ModelConfig, store: &Store, kernels: KernelSet) -> Option<Arc<dyn Engine>> {
+    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+    if let Err(e) = nq_kernels::cuda::device_count() {
+        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
+        println!("skipped: {e}");
+        return None;
+    }
+    let options = LoadOptions {
+        device: DeviceChoice::Cuda(0),
+        kernels,
+        ..LoadOptions::default()
+    };
+    Some(nq_runtime::load(config, store, &options, &()).expect("the GPU loads it"))
+}
+
+fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
+    let spec = SessionSpec {
+        slots: 2,
+        ctx: 64,
+        kv,
+        max_rows: 128,
+    };
+    engine.session(spec).expect("it fits")
+}
+
+const INT4: AffineScheme = AffineScheme {
+    bits: Bits::B4,
+    group: Group::Size(64),
+    zeros: Zeros::Integer,
+};
+const INT8: AffineScheme = AffineScheme {
+    bits: Bits::B8,
+    group: Group::Size(128),
+    zeros: Zeros::None,
+};
+
+/// Prefills and steps in turn, into both slots; logits are of order 1.
+fn compare(ours: &mut dyn Session, theirs: &mut dyn Session, what: &str, close: f32) {
+    for slot in [1, 0] {
+        let text = tokens(48, 3 + slot as u64);
+        let mut at = 0;
+        for n in [21, 9, 1, 1, 1, 7, 1] {
+            let part = &text[at..at + n];
+            let d = distance(&feed(ours, slot, part), &feed(theirs, slot, part));
+            assert!(
+                d < close,
+                "{what}: slot {slot}, tokens {at}..{}: {d}",
+                at + n
+            );
+            at += n;
+        }
+        // Back, and on from there.
+        ours.truncate(slot, 10);
+        theirs.truncate(slot, 10);
+        let d = distance(
+            &feed(ours, slot, &text[10..11]),
+            &feed(theirs, slot, &text[10..11]),
+        );
+        assert!(d < close, "{what}: after truncation: {d}");
+    }
+}
+
+#[test]
+fn agrees_with_the_cpu() {
+    for tied in [true, false] {
+        let config = ModelConfig {
+            tie_word_embeddings: tied,
+            ..config()
+        };
+        let plain = Store::random(&config, 7);
+        for (scheme, name) in [(None, "dense"), (Some(INT4), "int4"), (Some(INT8), "int8")] {
+            let store = match scheme {
+                Some(s) => plain.quantized(s),
+                None => plain.clone(),
+            };
+            let cpu = nq(&config, &store);
+            for kernels in [KernelSet::Fused, KernelSet::Reference] {
+                let Some(gpu) = gpu_engine(&config, &store, kernels) else {
+                    return;
+                };
+                for kv in [KvType::F16, KvType::Int8] {
+                    let what = format!("{name} tied {tied} {kernels} {kv}");
+                    // A key's code that rounds the other way is half a step off.
+                    let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
+                    compare(
+                        &mut *session(&*gpu, kv),
+                        &mut *session(&*cpu, kv),
+                        &what,
+                        close,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Collects everything that is shown.
+#[derive(Default)]
+struct Everything(Vec<(String, Vec<f32>)>);
+
+impl Observer for Everything {
+    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
+        self.0.push((format!("{layer} {kinds:?}"), x.to_vec()));
+    }
+    fn layer_output(&mut self, layer: usize, x: &[f32]) {
+        self.0.push((format!("{layer} output"), x.to_vec()));
+    }
+    fn head_input(&mut self, x: &[f32]) {
+        self.0.push(("head".into(), x.to_vec()));
+    }
+}
+
+#[test]
+fn observers_see_what_the_cpu_shows() {
+    let config = config();
+    let store = Store::random(&config, 9).quantized(INT8);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let plain = gpu_engine(&config, &store, KernelSet::Reference).expect("there is a GPU");
+    let cpu = nq(&config, &store);
+    let text = tokens(30, 1);
+    let seen = |engine: &dyn Engine| {
+        let mut all = Everything::default();
+        let chunk = nq_runtime::Chunk {
+            slot: 0,
+            tokens: &text,
+            logits: nq_runtime::LogitsWanted::All,
+        };
+        let mut s = session(engine, KvType::F16);
+        s.forward(&[chunk], Some(&mut all)).expect("it runs");
+        all.0
+    };
+    let (a, b, c) = (seen(&*gpu), seen(&*plain), seen(&*cpu));
+    assert_eq!(a.len(), c.len());
+    for (((name, a), (_, b)), (expected, c)) in a.iter().zip(&b).zip(&c) {
+        assert_eq!(name, expected);
+        let norm = |x: &[f32]| x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
+        let off = |x: &[f32], y: &[f32]| {
+            let d: Vec<f32> = x.iter().zip(y).map(|(a, b)| a - b).collect();
+            norm(&d) / norm(y)
+        };
+        // Inputs of a product that is FP16 times FP16 are off by more than the residual.
+        let close = if name.contains('[') { 2.5e-3 } else { 1e-3 };
+        assert!(
+            off(a, c) < close,
+            "{name}: fused against the CPU: {}",
+            off(a, c)
+        );
+        assert!(
+            off(a, b) < close,
+            "{name}: fused against plain: {}",
+            off(a, b)
+        );
+        assert!(
+            off(b, c) < 1e-4,
+            "{name}: plain against the CPU: {}",
+            off(b, c)
+        );
+    }
+}
+
+#[test]
+fn requests_that_do_not_fit_are_refused() {
+    let config = config();
+    let store = Store::random(&config, 11);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let spec = SessionSpec {
+        slots: 1,
+        ctx: 1 << 40,
+        kv: KvType::F16,
+        max_rows: 1,
+    };
+    let e = gpu.session(spec).err().expect("it cannot fit").to_string();
+    assert!(e.contains("--ctx"), "{e}");
+}
