@@ -258,35 +258,35 @@ fn a_conversation_in_a_terminal() {
     let mut pty = terminal(&home, &with(&["--no-think", "--system", "Be kind."]), &[]);
     pty.line("/help");
     pty.wait_for("answer the last message again");
-    pty.line("Hello!");
+    pty.answer(">>> ", "Hello!");
     pty.wait_for("of them cached");
-    pty.line("Tell me more.");
+    pty.answer(">>> ", "Tell me more.");
     // The second prompt holds the first turn, and most of it was cached.
     let report = pty.wait_for("of them cached");
     assert!(!report.contains(" 0 of them cached"), "{report}");
-    pty.line("/system");
+    pty.answer(">>> ", "/system");
     pty.wait_for("Be kind.");
-    pty.line("/set temperature 0.5");
+    pty.answer(">>> ", "/set temperature 0.5");
     pty.wait_for("temperature 0.5");
-    pty.line("/set top_p 7");
+    pty.answer(">>> ", "/set top_p 7");
     pty.wait_for("top_p: expected above 0, up to 1, found 7");
-    pty.line("/nonsense");
+    pty.answer(">>> ", "/nonsense");
     pty.wait_for("no command /nonsense");
     let file = home.path().join("chat.json");
     let path = file.to_str().unwrap();
-    pty.line(&format!("/save {path}"));
+    pty.answer(">>> ", &format!("/save {path}"));
     pty.wait_for("saved to");
-    pty.line(&format!("/save {path}"));
+    pty.answer(">>> ", &format!("/save {path}"));
     pty.wait_for("--force overwrites it");
-    pty.line("/stats");
+    pty.answer(">>> ", "/stats");
     pty.wait_for("2 answers");
-    pty.line("/clear");
+    pty.answer(">>> ", "/clear");
     pty.wait_for("forgotten");
-    pty.line("/regen");
+    pty.answer(">>> ", "/regen");
     pty.wait_for("no message to answer again");
-    pty.line(&format!("/load {path}"));
+    pty.answer(">>> ", &format!("/load {path}"));
     pty.wait_for("5 messages from");
-    pty.line("/exit");
+    pty.answer(">>> ", "/exit");
     assert_eq!(pty.exit_code(), 0);
     let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     assert_eq!(saved["messages"][0]["content"], "Be kind.");
@@ -306,12 +306,12 @@ fn messages_of_several_lines() {
     pty.wait_for("... ");
     pty.line("second\"\"\"");
     pty.wait_for("of them cached");
-    pty.line("third\\");
+    pty.answer(">>> ", "third\\");
     pty.wait_for("... ");
     pty.line("fourth");
     pty.wait_for("of them cached");
     let file = home.path().join("chat.json");
-    pty.line(&format!("/save {}", file.display()));
+    pty.answer(">>> ", &format!("/save {}", file.display()));
     pty.wait_for("saved to");
     pty.wait_for(">>> ");
     pty.send(b"\x04"); // Ctrl-D
@@ -380,7 +380,7 @@ fn thinking_is_dimmed_unless_colours_are_off() {
         "{text:?}"
     );
     assert!(!text.contains("<think>"), "{text:?}");
-    pty.line("/exit");
+    pty.answer(">>> ", "/exit");
     assert_eq!(pty.exit_code(), 0);
     let mut pty = terminal(&home, &with(&["--max-tokens", "40"]), &[("NO_COLOR", "1")]);
     pty.line(sum);
@@ -389,13 +389,13 @@ fn thinking_is_dimmed_unless_colours_are_off() {
         text.contains("<think>") && !text.contains("\x1b[2m"),
         "{text:?}"
     );
-    pty.line("Why? /no_think");
+    pty.answer(">>> ", "Why? /no_think");
     let text = pty.wait_for("of them cached");
     assert!(
         text.contains("thinking is off") && !text.contains("<think>"),
         "{text:?}"
     );
-    pty.line("/exit");
+    pty.answer(">>> ", "/exit");
     assert_eq!(pty.exit_code(), 0);
 }
 

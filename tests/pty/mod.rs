@@ -86,6 +86,13 @@ impl Pty {
         self.send(b"\r");
     }
 
+    /// Types a line once `prompt` is there: before it, the terminal is not yet in the mode that
+    /// the line editor reads in, and what is typed can be lost.
+    pub fn answer(&mut self, prompt: &str, text: &str) {
+        self.wait_for(prompt);
+        self.line(text);
+    }
+
     /// Reads until `text` was printed; what came up to its end.
     pub fn wait_for(&mut self, text: &str) -> String {
         let deadline = Instant::now() + PATIENCE;
