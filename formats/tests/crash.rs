@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const DEST: &str = "NQ_TEST_DEST";
 const FORCE: &str = "NQ_TEST_FORCE";
@@ -105,7 +105,10 @@ fn child_command(dest: &Path, shell: &str) -> Command {
     command
 }
 
-fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+/// Files of a folder by name.
+type Contents = BTreeMap<String, Vec<u8>>;
+
+fn contents(folder: &Path) -> Contents {
     let files = Files::Folder(folder.into());
     let names = files.names().unwrap();
     names
@@ -122,55 +125,74 @@ fn undisturbed() -> BTreeMap<String, Vec<u8>> {
     contents(&dest)
 }
 
+/// Kills a run at random moments, going on with it each time until it ends; how often it was
+/// killed. `full` is what an undisturbed run takes, so that kills fall into every part of it.
+fn kill_until_done(force: bool, full: Duration, rng: &mut Rng, expected: &Contents) -> usize {
+    let dir = tempfile::tempdir().unwrap();
+    let dest = dir.path().join("out");
+    if force {
+        // An older result, valid and different, to be replaced.
+        work(&dest, options(false)).unwrap();
+        let config = dest.join("config.json");
+        let text = fs::read_to_string(&config).unwrap();
+        fs::write(&config, text.replace("\"test\"", "\"older\"")).unwrap();
+    }
+    let mut killed = 0;
+    for _ in 0..200 {
+        let mut command = child_command(&dest, "exec \"$@\"");
+        if force {
+            command.env(FORCE, "1");
+        }
+        let mut child = command.spawn().unwrap();
+        std::thread::sleep(full.mul_f64(rng.below(100) as f64 / 100.0));
+        let _ = child.kill();
+        let status = child.wait().unwrap();
+        // Whatever happened: what stands at the destination is whole.
+        if dest.exists() {
+            verify(&Checkpoint::open(&dest).unwrap()).unwrap();
+        } else {
+            assert!(
+                !force,
+                "the old folder was gone while the new one was not there"
+            );
+        }
+        if status.success() {
+            break;
+        }
+        killed += 1;
+    }
+    if force || !dest.exists() {
+        work(&dest, options(force)).unwrap();
+    }
+    assert_eq!(&contents(&dest), expected);
+    assert!(!dir.path().join("out.partial").exists());
+    killed
+}
+
 #[test]
 fn kills_lose_nothing() {
     let expected = undisturbed();
-    let mut killed = 0;
-    let mut rng = Rng(9);
-    for round in 0..2 {
+    let full = {
         let dir = tempfile::tempdir().unwrap();
-        let dest = dir.path().join("out");
-        let force = round == 1;
-        if force {
-            // An older result, valid and different, to be replaced.
-            work(&dest, options(false)).unwrap();
-            let config = dest.join("config.json");
-            let text = fs::read_to_string(&config).unwrap();
-            fs::write(&config, text.replace("\"test\"", "\"older\"")).unwrap();
-        }
-        for _ in 0..200 {
-            let mut command = child_command(&dest, "exec \"$@\"");
-            if force {
-                command.env(FORCE, "1");
-            }
-            let mut child = command.spawn().unwrap();
-            std::thread::sleep(Duration::from_millis(5 + rng.below(150) as u64));
-            let _ = child.kill();
-            let status = child.wait().unwrap();
-            // Whatever happened: what stands at the destination is whole.
-            if dest.exists() {
-                verify(&Checkpoint::open(&dest).unwrap()).unwrap();
-            } else {
-                assert!(
-                    !force,
-                    "the old folder was gone while the new one was not there"
-                );
-            }
-            if status.success() {
+        let start = Instant::now();
+        let status = child_command(&dir.path().join("out"), "exec \"$@\"").output();
+        assert!(status.unwrap().status.success());
+        start.elapsed()
+    };
+    let mut rng = Rng(9);
+    for force in [false, true] {
+        let mut killed = 0;
+        for _ in 0..50 {
+            killed += kill_until_done(force, full, &mut rng, &expected);
+            if killed > 4 {
                 break;
             }
-            killed += 1;
         }
-        if force || !dest.exists() {
-            work(&dest, options(force)).unwrap();
-        }
-        assert_eq!(contents(&dest), expected);
-        assert!(!dir.path().join("out.partial").exists());
+        assert!(
+            killed > 4,
+            "only {killed} runs were killed before they ended"
+        );
     }
-    assert!(
-        killed > 4,
-        "only {killed} runs were killed before they ended"
-    );
 }
 
 fn failed(output: &Output, parts: &[&str]) {
