@@ -1,28 +1,8 @@
 //! The real binary: flags, exit codes, stdout against stderr.
 
-use std::path::Path;
-use std::process::{Command, Output};
+mod common;
 
-/// `nq` with a model folder and caches of its own, so that nothing outside is seen or changed.
-fn nq(home: &Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_nq"))
-        .args(args)
-        .env("NQ_HOME", home)
-        .env("HF_HOME", home.join("hf"))
-        .env_remove("HF_HUB_CACHE")
-        .env("HF_ENDPOINT", "http://127.0.0.1:9") // nothing listens there
-        .env("NO_COLOR", "1")
-        .output()
-        .expect("nq runs")
-}
-
-fn stdout(out: &Output) -> String {
-    String::from_utf8(out.stdout.clone()).expect("stdout is UTF-8")
-}
-
-fn stderr(out: &Output) -> String {
-    String::from_utf8(out.stderr.clone()).expect("stderr is UTF-8")
-}
+use common::{nq, stderr, stdout};
 
 #[test]
 fn version_names_the_features() {

@@ -1,24 +1,9 @@
 //! `nq inspect` and `nq synth` through the real binary.
 
+mod common;
+
+use common::{nq, stderr};
 use serde_json::Value;
-use std::path::Path;
-use std::process::{Command, Output};
-
-fn nq(home: &Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_nq"))
-        .args(args)
-        .env("NQ_HOME", home)
-        .env("HF_HOME", home.join("hf"))
-        .env_remove("HF_HUB_CACHE")
-        .env("HF_ENDPOINT", "http://127.0.0.1:9") // nothing listens there
-        .env("NO_COLOR", "1")
-        .output()
-        .expect("nq runs")
-}
-
-fn said(out: &Output) -> String {
-    String::from_utf8_lossy(&out.stderr).into_owned()
-}
 
 fn demo() -> String {
     format!("{}/assets/demo", env!("CARGO_MANIFEST_DIR"))
@@ -28,7 +13,7 @@ fn demo() -> String {
 fn a_checkpoint_is_listed_and_verified() {
     let home = tempfile::tempdir().expect("a folder");
     let out = nq(home.path(), &["inspect", &demo(), "--json", "--verify"]);
-    assert!(out.status.success(), "{}", said(&out));
+    assert!(out.status.success(), "{}", stderr(&out));
     let report: Value = serde_json::from_slice(&out.stdout).expect("JSON");
     assert_eq!(report["format"], "safetensors");
     assert_eq!(report["parameters"], 13_900_544);
@@ -71,7 +56,7 @@ fn a_truncated_file_is_named() {
     let out = nq(home.path(), &["inspect", dir.to_str().expect("UTF-8")]);
     assert_eq!(out.status.code(), Some(1));
     assert!(out.stdout.is_empty());
-    let said = said(&out);
+    let said = stderr(&out);
     for part in [
         "model-00002-of-00002.safetensors",
         "tensor model.",
@@ -87,8 +72,8 @@ fn synth_refuses_what_it_cannot_write() {
     let path = home.path().to_str().expect("UTF-8");
     let out = nq(home.path(), &["synth", "qwen3-7b", path]);
     assert_eq!(out.status.code(), Some(2));
-    assert!(said(&out).contains("qwen3-8b"), "{}", said(&out));
+    assert!(stderr(&out).contains("qwen3-8b"), "{}", stderr(&out));
     let out = nq(home.path(), &["synth", "qwen3-0.6b", path]);
     assert_eq!(out.status.code(), Some(1));
-    assert!(said(&out).contains("already there"), "{}", said(&out));
+    assert!(stderr(&out).contains("already there"), "{}", stderr(&out));
 }

@@ -1,12 +1,12 @@
 //! Reports as one HTML file: styles and plots are inside it, and it loads nothing.
 
 use super::plots;
-use super::{Document, protocol_line, reference_lines, table};
+use super::{Document, WORST_HEAD, protocol_line, reference_lines, table};
 use crate::error::Result;
 use std::fmt::Write as _;
 
 const STYLE: &str = "\
-body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;\
+body{font:15px/1.5 system-ui,sans-serif;max-width:78rem;margin:2rem auto;padding:0 1rem;\
 color:#1c1c1c;background:#fff}\
 h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}\
 table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}\
@@ -35,7 +35,7 @@ pub fn html(document: &Document<'_>) -> Result<String> {
         let _ = writeln!(out, "<p>{}</p>", escape(&line));
     }
     let (head, rows) = table(document);
-    push_table(&mut out, &head, &rows, 1);
+    push_table(&mut out, &WORST_HEAD, &rows, 1);
     if document.models.len() > 1 {
         let _ = writeln!(
             out,
@@ -78,15 +78,7 @@ pub fn html(document: &Document<'_>) -> Result<String> {
                     ]
                 })
                 .collect();
-            let head = [
-                "KLD",
-                "window:position",
-                "after",
-                "text has",
-                "reference's best",
-                "model's best",
-            ];
-            push_table(&mut out, &head, &rows, usize::MAX);
+            push_table(&mut out, &WORST_HEAD, &rows, usize::MAX);
         }
     }
     out.push_str("</body></html>\n");

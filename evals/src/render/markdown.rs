@@ -1,7 +1,7 @@
 //! Reports as Markdown.
 
 use super::plots::Histogram;
-use super::{Document, protocol_line, reference_lines, table};
+use super::{Document, WORST_HEAD, protocol_line, reference_lines, table};
 use std::fmt::Write as _;
 
 /// The document as GitHub-flavoured Markdown.
@@ -19,7 +19,7 @@ pub fn markdown(document: &Document<'_>) -> String {
         let _ = writeln!(out, "{line}\n");
     }
     let (head, rows) = table(document);
-    push_table(&mut out, &head, &rows);
+    push_table(&mut out, &WORST_HEAD, &rows);
     for model in &document.models {
         let _ = writeln!(
             out,
@@ -70,15 +70,7 @@ pub fn markdown(document: &Document<'_>) -> String {
                     ]
                 })
                 .collect();
-            let head = [
-                "KLD",
-                "window:position",
-                "after",
-                "text has",
-                "reference's best",
-                "model's best",
-            ];
-            push_table(&mut out, &head, &rows);
+            push_table(&mut out, &WORST_HEAD, &rows);
         }
         out.push_str("\n### Windows\n\n");
         let head: &[&str] = match e.pairs.is_empty() {

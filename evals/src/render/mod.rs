@@ -42,6 +42,16 @@ pub struct Section<'a> {
     pub self_noise: Option<KldStats>,
 }
 
+/// Head of the table of worst positions.
+const WORST_HEAD: [&str; 6] = [
+    "KLD",
+    "window:position",
+    "after",
+    "text has",
+    "reference's best",
+    "model's best",
+];
+
 /// A worst position, decoded.
 #[derive(Clone, Debug)]
 pub struct WorstLine {
