@@ -35,7 +35,7 @@ pub fn html(document: &Document<'_>) -> Result<String> {
         let _ = writeln!(out, "<p>{}</p>", escape(&line));
     }
     let (head, rows) = table(document);
-    push_table(&mut out, &WORST_HEAD, &rows, 1);
+    push_table(&mut out, &head, &rows, 1);
     if document.models.len() > 1 {
         let _ = writeln!(
             out,

@@ -19,7 +19,7 @@ pub fn markdown(document: &Document<'_>) -> String {
         let _ = writeln!(out, "{line}\n");
     }
     let (head, rows) = table(document);
-    push_table(&mut out, &WORST_HEAD, &rows);
+    push_table(&mut out, &head, &rows);
     for model in &document.models {
         let _ = writeln!(
             out,
