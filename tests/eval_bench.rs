@@ -139,6 +139,19 @@ fn eval_writes_reports_that_stand_alone() {
                 assert!(!report.contains(outside), "{outside}");
             }
             assert!(!report.contains("<nothing>"), "text is escaped");
+            for table in report.split("<table>").skip(1) {
+                let columns = table.matches("<th").count() - 1; // one is <thead>
+                for row in table.split("<tr>").skip(2) {
+                    assert_eq!(row.matches("<td").count(), columns, "{row}");
+                }
+            }
+        } else {
+            let cells = |line: &str| line.replace("\\|", "").matches('|').count();
+            for block in report.split("\n\n").filter(|b| b.starts_with('|')) {
+                let mut rows = block.lines().map(cells);
+                let columns = rows.next().unwrap();
+                assert!(rows.all(|r| r == columns), "{block}");
+            }
         }
     }
     assert_eq!(
