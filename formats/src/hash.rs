@@ -2,8 +2,12 @@
 
 use crate::checkpoint::Files;
 use crate::error::Result;
+use crate::mapping;
 use crate::progress::{Progress, Unit};
 use sha2::{Digest, Sha256};
+
+/// Bytes of a file that are hashed before their memory is given back.
+const PIECE: usize = 1 << 24;
 
 /// SHA-256 of `bytes` in lower-case hexadecimal.
 pub fn sha256_hex(bytes: &[u8]) -> String {
@@ -31,9 +35,11 @@ pub fn weights_sha256(files: &Files, progress: &dyn Progress) -> Result<String> 
     let mut list = String::new();
     for (bytes, name) in &contents {
         let mut hasher = Sha256::new();
-        for chunk in bytes.chunks(1 << 24) {
-            hasher.update(chunk);
-            progress.advance(chunk.len() as u64);
+        for start in (0..bytes.len()).step_by(PIECE) {
+            let piece = bytes.slice(start..(start + PIECE).min(bytes.len()));
+            hasher.update(&piece);
+            mapping::release(&piece);
+            progress.advance(piece.len() as u64);
         }
         list += &format!("{}  {name}\n", hex(&hasher.finalize()));
     }

@@ -1,4 +1,4 @@
-//! Memory maps that hand their pages back.
+//! Memory that is handed back: pages of maps, and what the allocator keeps.
 //!
 //! A mapped file's pages stay in memory after they were read, and count as the process's,
 //! until something else needs the room. Whoever has copied a weight elsewhere says so with
@@ -63,6 +63,18 @@ fn give_back(map: &Mmap, start: usize, len: usize) {
 
 #[cfg(not(unix))]
 fn give_back(_: &Mmap, _: usize, _: usize) {}
+
+/// Gives memory that was freed, but that the allocator keeps for later, back to the system.
+/// glibc keeps what a stage of large allocations freed; the next stage, which allocates other
+/// sizes, would come on top of it. Other allocators are left alone.
+pub fn trim_heap() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: `malloc_trim` takes no pointer, locks the allocator's arenas itself and
+    // touches free memory only.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
 
 #[cfg(test)]
 mod tests {

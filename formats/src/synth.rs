@@ -16,7 +16,7 @@ use bytes::Bytes;
 use half::bf16;
 use rayon::prelude::*;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
@@ -306,7 +306,8 @@ fn quantiles(mean: f64, std: f64) -> Vec<[u8; 2]> {
     table
 }
 
-/// Everything but the weights: configuration and a tokenizer of single bytes.
+/// Everything but the weights: configuration and a tokenizer of single bytes, beside as many
+/// other tokens as the model has rows for.
 fn files(config: &ModelConfig) -> Result<BTreeMap<String, Bytes>> {
     let end = config.eos_token_ids.first().copied().unwrap_or(0);
     if end < 258 || end as usize >= config.vocab_size {
@@ -326,6 +327,11 @@ fn files(config: &ModelConfig) -> Result<BTreeMap<String, Bytes>> {
         .map(|b| (byte_symbol(b).to_string(), u32::from(b)))
         .collect();
     vocab.extend(special.map(|(text, id)| (text.to_owned(), id)));
+    // A random model puts out any of its ids: each has a text of its own. Without merges none
+    // of these comes of encoding.
+    let known: BTreeSet<u32> = vocab.values().copied().collect();
+    let rest = (0..config.vocab_size as u32).filter(|id| !known.contains(id));
+    vocab.extend(rest.map(|id| (format!("<{id:x}>"), id)));
     let added = special.map(|(text, id)| {
         json!({"id": id, "content": text, "single_word": false, "lstrip": false,
                "rstrip": false, "normalized": false, "special": true})

@@ -67,6 +67,9 @@ const PROMPTS: &str = include_str!("prompts.txt");
 const SLOTS: usize = 64;
 const KV_BYTES: usize = 1 << 30;
 
+/// Rows of one forward while sampling, at least: prompts are fed in parts of these.
+pub const SAMPLING_ROWS: usize = 256;
+
 /// A model's tokenizer and chat template, for making prompts.
 pub struct Prompter {
     tokenizer: Tokenizer,
@@ -159,7 +162,7 @@ pub fn sample(
         slots,
         ctx: length,
         kv: KvType::F16,
-        max_rows: slots.max(longest).max(256),
+        max_rows: slots.max(longest).max(SAMPLING_ROWS),
     })?;
     let prompted: usize = prompts.iter().map(|p| p.len().min(length)).sum();
     progress.begin(stage, (n * length - prompted) as u64, Unit::Tokens);

@@ -155,7 +155,7 @@ fn report(problem: &Problem<'_>, rounded: &Rounded, method: &str) -> LayerReport
     }
 }
 
-/// Runs `weights` over a copy of `hidden` and gathers what its Linears see.
+/// Runs `weights` over `hidden`, which stays as it is, and gathers what its Linears see.
 ///
 /// # Errors
 /// What the stepper reports, e.g. activations that overflow.
@@ -167,9 +167,8 @@ pub fn gather(
     needs: Needs,
     progress: &dyn Progress,
 ) -> Result<[InputStats; 4]> {
-    let mut copy = hidden.clone();
     let mut gather = Gather::new(stepper.config(), needs, progress);
-    stepper.layer(index, weights, &mut copy, &mut gather)?;
+    stepper.observe(index, weights, hidden, &mut gather)?;
     Ok(gather.finish())
 }
 

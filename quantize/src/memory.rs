@@ -1,63 +1,130 @@
 //! How much memory a quantization takes: estimated before, measured after.
+//!
+//! A run has three stages that never hold memory at the same time: the source samples text;
+//! layers are quantized one by one; source and result are measured side by side. The peak is
+//! that of the greediest.
 
-use crate::calibration::sampling_slots;
+use crate::calibration::{SAMPLING_ROWS, sampling_slots};
 use crate::methods::Needs;
 use crate::pipeline::SEQUENCE;
 use crate::schemes::Schemes;
-use nq_formats::{Checkpoint, ModelConfig, Weight};
+use nq_formats::{Checkpoint, DType, Files, ModelConfig, Weight};
+use nq_kernels::registry::WeightKind;
 use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
-use nq_runtime::{LayerWeights, LinearId, LinearKind};
+use nq_runtime::{
+    KvType, LayerWeights, LinearId, LinearKind, MemoryEstimate, SessionSpec, WeightSource,
+};
 use serde::Serialize;
 
 /// What a run needs, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Estimate {
-    /// Greatest resident memory, the mapped source included.
+    /// Greatest resident memory of the process.
     pub peak: u64,
-    /// Of it, pages of the memory-mapped source: they give way where memory is short.
+    /// Of it, the source's files as they are read, without what is copied from them. Mapped
+    /// pages are given back as soon as they were read; a model built into the program stays.
     pub mapped: u64,
     /// Where the peak is reached.
     pub stage: &'static str,
-    /// While text is sampled and quality measured, without the mapped source.
+    /// While text is sampled or quality measured, whichever takes more.
     pub running: u64,
-    /// While layers are quantized, without the mapped source.
+    /// While layers are quantized.
     pub quantizing: u64,
     /// The weight files to be written.
     pub file_bytes: u64,
 }
 
-/// What a process of this kind takes before it does anything.
-const BASE: u64 = 24 << 20;
+/// What a run does, as far as memory depends on it.
+#[derive(Clone, Copy, Debug)]
+pub struct Work<'a> {
+    /// What is written.
+    pub schemes: &'a Schemes,
+    /// What the method must know.
+    pub needs: Needs,
+    /// Calibration tokens.
+    pub calibration: usize,
+    /// Sequences sampled at once, at most.
+    pub sampled: usize,
+}
+
+/// The program, its threads, and a tokenizer of a few thousand tokens.
+const BASE: u64 = 16 << 20;
+
+/// Bytes that a tokenizer takes in memory for each of its file's.
+const TOKENIZER: u64 = 9;
+
+/// Bytes of the logits that evaluation asks for at once, of one model.
+const LOGITS: usize = 128 << 20;
+
+/// Rows of one forward of the evaluation or the layer stepper.
+const ROWS: usize = 512;
 
 impl Estimate {
-    /// For a run with `tokens` of calibration text, sampled from the model if `sampled`.
-    pub fn new(
-        checkpoint: &Checkpoint,
-        schemes: &Schemes,
-        needs: Needs,
-        tokens: usize,
-        sampled: bool,
-    ) -> Self {
+    /// For quantizing `checkpoint`.
+    pub fn new(checkpoint: &Checkpoint, work: Work<'_>) -> Self {
         let config = checkpoint.config();
-        let dense = match LayerWeights::read(checkpoint.store(), config, 0) {
-            Ok(layer) => match layer.linear(LinearKind::Q) {
-                Weight::Dense(t) => t.dtype().size(),
-                Weight::Quantized(_) => 2,
+        let dtype = dense_type(checkpoint);
+        let file_bytes = file_bytes(config, work.schemes, dtype.size());
+        let source = |_: &str| WeightKind::Dense(dtype);
+        let result = |name: &str| match work.schemes.of(name) {
+            Some(scheme) => WeightKind::Affine {
+                scheme,
+                act_order: false,
             },
-            Err(_) => 2,
+            None => WeightKind::Dense(dtype),
         };
-        let source = checkpoint.store().file_bytes();
-        let file_bytes = file_bytes(config, schemes, dense);
-        let running = source + session(config, tokens, sampled).max(file_bytes);
-        let quantizing = quantizing(config, needs, tokens);
-        let (most, stage) = if running >= quantizing {
-            (running, "running the whole model")
-        } else {
+        let length = SEQUENCE.min(config.max_position_embeddings);
+        let memory = |kinds: &dyn Fn(&str) -> WeightKind, spec: SessionSpec, logits| {
+            MemoryEstimate::new(config, kinds, WeightSource::Mapped, &spec, logits)
+        };
+        let sampling = match work.sampled {
+            0 => 0,
+            n => {
+                let slots = sampling_slots(config, n, length);
+                let spec = SessionSpec {
+                    slots,
+                    ctx: length,
+                    kv: KvType::F16,
+                    max_rows: slots.max(SAMPLING_ROWS),
+                };
+                memory(&source, spec, slots).peak()
+            }
+        };
+        let spec = SessionSpec {
+            slots: 1,
+            ctx: length,
+            kv: KvType::F16,
+            max_rows: ROWS,
+        };
+        let logits = (LOGITS / (4 * config.vocab_size)).clamp(1, length.div_ceil(2));
+        let (a, b) = (memory(&source, spec, logits), memory(&result, spec, logits));
+        let measuring = a
+            .peak()
+            .max(a.weights + b.peak())
+            .max(a.running() + b.running());
+        let running = sampling.max(measuring) as u64;
+        let quantizing = quantizing(config, &work, dtype.size()) as u64;
+        let (most, stage) = if quantizing > running {
             (quantizing, "quantizing a layer")
+        } else if sampling > measuring {
+            (running, "sampling text")
+        } else {
+            (running, "measuring quality")
+        };
+        let mapped = match checkpoint.files() {
+            Files::Embedded { files, .. } => files.iter().map(|f| f.1.len() as u64).sum(),
+            _ => 0,
+        };
+        let tokenizer = match checkpoint
+            .files()
+            .get(nq_runtime::tokenizer::TOKENIZER_FILE)
+        {
+            Ok(Some(json)) => TOKENIZER * json.len() as u64,
+            _ => 0,
         };
         Estimate {
-            peak: BASE + source + most,
-            mapped: source,
+            peak: BASE + mapped + tokenizer + most,
+            mapped,
             stage,
             running,
             quantizing,
@@ -66,8 +133,19 @@ impl Estimate {
     }
 }
 
+/// The type of the source's weights.
+fn dense_type(checkpoint: &Checkpoint) -> DType {
+    match LayerWeights::read(checkpoint.store(), checkpoint.config(), 0) {
+        Ok(layer) => match layer.linear(LinearKind::Q) {
+            Weight::Dense(t) => t.dtype(),
+            Weight::Quantized(_) => DType::BF16,
+        },
+        Err(_) => DType::BF16,
+    }
+}
+
 /// Bytes of all tensors to be written; `dense` bytes an element where they are kept.
-fn file_bytes(config: &ModelConfig, schemes: &Schemes, dense: usize) -> u64 {
+pub fn file_bytes(config: &ModelConfig, schemes: &Schemes, dense: usize) -> u64 {
     let ends = (config.vocab_size, config.hidden_size);
     let mut total = schemes.bytes(EMBEDDING, ends, dense);
     if !config.tie_word_embeddings {
@@ -84,38 +162,59 @@ fn file_bytes(config: &ModelConfig, schemes: &Schemes, dense: usize) -> u64 {
     total + (config.hidden_size * dense) as u64
 }
 
-/// KV cache and scratch while text is sampled.
-fn session(config: &ModelConfig, tokens: usize, sampled: bool) -> u64 {
-    let length = SEQUENCE.min(config.max_position_embeddings);
-    let sequences = if sampled { tokens.div_ceil(length) } else { 0 };
-    let slots = sampling_slots(config, sequences, length);
-    let kv = slots * length * 4 * config.num_hidden_layers * config.kv_dim();
-    let row = 4 * (config.vocab_size + 4 * config.hidden_size + 3 * config.intermediate_size);
-    (kv + slots * row) as u64
-}
-
-/// One layer in f32 and repacked, statistics of its inputs, the residual stream twice.
-fn quantizing(config: &ModelConfig, needs: Needs, tokens: usize) -> u64 {
+/// The residual stream, and the greater of: the embedding or head on its way from the source
+/// to its codes; a layer packed to be run, with what is gathered; a layer in f32, with the
+/// method's work on its largest weight.
+fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
     let elements = |k: LinearKind| k.dims(config).0 * k.dims(config).1;
-    let layer: usize = LinearKind::ALL.into_iter().map(elements).sum();
-    let widest = LinearKind::ALL.map(|k| k.dims(config).1).into_iter().max();
-    let widest = widest.unwrap_or(0);
-    let largest = LinearKind::ALL.map(elements).into_iter().max().unwrap_or(0);
-    let statistics = match needs {
-        Needs::Hessian => {
-            let moments: usize = LinearKind::INPUTS
-                .map(|k| k[0].dims(config).1.pow(2))
-                .into_iter()
-                .sum();
-            // The moments, then a copy, two f64 matrices and the factor of the widest.
-            4 * moments + (4 + 8 + 8 + 4) * widest * widest
-        }
-        Needs::Squares | Needs::Nothing => 0,
+    let sum = |f: &dyn Fn(LinearKind) -> usize| LinearKind::ALL.map(f).into_iter().sum::<usize>();
+    let layer = sum(&elements);
+    let stream = 4 * work.calibration * config.hidden_size;
+    let moments = match work.needs {
+        Needs::Hessian => LinearKind::INPUTS.map(|k| 4 * k[0].dims(config).1.pow(2)),
+        Needs::Squares | Needs::Nothing => [0; 4],
     };
-    let streams = 2 * 4 * tokens * config.hidden_size;
-    // The layer as f32, and the error of its largest weight with its codes.
-    let weights = 4 * layer + (4 + 4 + 1) * largest + layer;
-    (statistics + streams + weights) as u64
+    let gathered: usize = moments.into_iter().sum();
+
+    let ends = config.vocab_size * config.hidden_size;
+    let end = dense * ends
+        + work
+            .schemes
+            .bytes(EMBEDDING, (config.vocab_size, config.hidden_size), dense) as usize;
+
+    let widths =
+        config.hidden_size + 2 * config.q_dim() + 2 * config.kv_dim() + config.intermediate_size;
+    let rows = if work.calibration > 0 { ROWS } else { 0 };
+    // The packed layer beside its source, scratch, a copied piece of the stream and its keys
+    // and values.
+    let run =
+        2 * dense * layer + rows * (4 * widths + 4 * config.hidden_size + 4 * config.kv_dim());
+
+    let rounding = LinearKind::ALL.map(|kind| {
+        let name = LinearId { layer: 0, kind }.to_string();
+        let scheme = work.schemes.of(&name).unwrap_or(work.schemes.linears);
+        let (out, inputs) = kind.dims(config);
+        let n = elements(kind);
+        // A code of one byte each, and parameters of eight a group.
+        let rounded = n + 8 * out * scheme.group.count(inputs);
+        let factoring = match work.needs {
+            // A copy of the moments, two f64 matrices and the factor; all but the factor are
+            // gone when columns are rounded, on row tiles of each thread.
+            Needs::Hessian => (4 + 8 + 8 + 4) * inputs * inputs,
+            _ => 0,
+        };
+        // The weight's error, for the report.
+        factoring.max(rounded + 4 * n)
+    });
+    let codes = |k: LinearKind| {
+        let name = LinearId { layer: 0, kind: k }.to_string();
+        work.schemes.bytes(&name, k.dims(config), dense) as usize
+    };
+    let packed = sum(&codes);
+    let most = rounding.into_iter().max().unwrap_or(0);
+    // In f32, as read, and as rounded so far.
+    let round = 4 * layer + dense * layer + packed + most;
+    stream + end.max(gathered + run.max(round))
 }
 
 /// The greatest resident memory of this process so far, in bytes; 0 where the system does

@@ -96,8 +96,9 @@ impl WeightStore for OnTheFly {
             },
         };
         let grid = Grid::new(scheme).map_err(tensor)?;
-        let (weight, _) = rtn::round_rows(name, &weight, grid, Fit::clip(), &[]).map_err(tensor)?;
-        Ok(weight)
+        let rounded = rtn::round_rows(name, &weight, grid, Fit::clip(), &[]).map_err(tensor)?;
+        weight.release();
+        Ok(rounded.0)
     }
 
     fn entries(&self) -> Vec<TensorEntry> {

@@ -409,6 +409,23 @@ pub trait LayerStepper: Send {
         observer: &mut dyn Observer,
     ) -> Result<()>;
 
+    /// Shows `observer` what the layer sees and makes of `hidden`, which stays as it is.
+    ///
+    /// This implementation runs over a copy of the whole stream; a device that needs only a
+    /// part of it at a time does better.
+    ///
+    /// # Errors
+    /// As [`LayerStepper::layer`].
+    fn observe(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        self.layer(index, weights, &mut hidden.clone(), observer)
+    }
+
     /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.
     ///
     /// # Errors
@@ -420,4 +437,23 @@ pub trait LayerStepper: Send {
         hidden: &Hidden,
         rows: Range<usize>,
     ) -> Result<Vec<f32>>;
+
+    /// As [`LayerStepper::head`] for many ranges of rows, each of whose logits go to `each`
+    /// with the range's place in `ranges`; what the head takes to prepare is done once.
+    ///
+    /// # Errors
+    /// As [`LayerStepper::head`].
+    fn heads(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        ranges: &[Range<usize>],
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<()> {
+        for (i, rows) in ranges.iter().enumerate() {
+            each(i, &self.head(norm, head, hidden, rows.clone())?);
+        }
+        Ok(())
+    }
 }

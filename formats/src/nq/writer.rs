@@ -240,6 +240,15 @@ impl Writer {
         }
     }
 
+    /// Forgets a finished step, if it is there; when this returns, a crash does not bring it back.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn remove_step(&self, step: &str) -> Result<()> {
+        remove_file(&self.step_path(step)?)?;
+        sync_folder(&self.steps())
+    }
+
     /// All finished steps as one.
     fn all_staged(&self) -> Result<Staged> {
         let mut paths: Vec<PathBuf> = list(&self.steps())?.iter().map(|e| e.path()).collect();

@@ -47,6 +47,41 @@ impl CpuStepper {
         })
     }
 
+    fn pack_layer(&self, index: usize, weights: &LayerWeights) -> Result<Layer> {
+        let census = &mut Census::default();
+        Layer::pack(&self.cpu, &self.options, index, weights, census)
+    }
+
+    /// The stream in pieces, with room made for the sequences of each.
+    fn pieces(&mut self, hidden: &Hidden) -> Vec<Piece> {
+        let pieces = plan(&hidden.lengths);
+        self.reserve(&pieces);
+        pieces
+    }
+
+    /// Runs `layer` over `x`, the rows of `piece`, in place.
+    fn run(
+        &mut self,
+        layer: &Layer,
+        piece: &Piece,
+        x: &mut [f32],
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        self.batch.clear();
+        for (slot, &(position, len)) in piece.chunks.iter().enumerate() {
+            self.batch.push(&self.rotary, slot, position, len);
+        }
+        let pass = Pass {
+            cpu: &self.cpu,
+            config: &self.config,
+            batch: &self.batch,
+            kv: &mut self.kv,
+            scratch: &mut self.scratch,
+        };
+        layer.forward(pass, x, observer)?;
+        layer.check_finite(x)
+    }
+
     /// Makes room for the sequences of any piece of `plan`.
     fn reserve(&mut self, plan: &[Piece]) {
         let slots = plan.iter().map(|p| p.chunks.len()).max().unwrap_or(0);
@@ -66,6 +101,12 @@ struct Piece {
     row: usize,
     /// `(position, rows)` of consecutive sequences, or of a part of a long one.
     chunks: Vec<(usize, usize)>,
+}
+
+impl Piece {
+    fn rows(&self) -> usize {
+        self.chunks.iter().map(|c| c.1).sum()
+    }
 }
 
 /// Cuts sequences into pieces of at most `ROWS` rows: whole sequences together, a longer one
@@ -121,25 +162,29 @@ impl LayerStepper for CpuStepper {
     ) -> Result<()> {
         let h = self.config.hidden_size;
         check_hidden(hidden, h)?;
-        let census = &mut Census::default();
-        let layer = Layer::pack(&self.cpu, &self.options, index, weights, census)?;
-        let pieces = plan(&hidden.lengths);
-        self.reserve(&pieces);
-        for piece in &pieces {
-            self.batch.clear();
-            for (slot, &(position, len)) in piece.chunks.iter().enumerate() {
-                self.batch.push(&self.rotary, slot, position, len);
-            }
-            let x = &mut hidden.data[piece.row * h..(piece.row + self.batch.rows()) * h];
-            let pass = Pass {
-                cpu: &self.cpu,
-                config: &self.config,
-                batch: &self.batch,
-                kv: &mut self.kv,
-                scratch: &mut self.scratch,
-            };
-            layer.forward(pass, x, observer)?;
-            layer.check_finite(x)?;
+        let layer = self.pack_layer(index, weights)?;
+        for piece in self.pieces(hidden) {
+            let x = &mut hidden.data[piece.row * h..(piece.row + piece.rows()) * h];
+            self.run(&layer, &piece, x, observer)?;
+        }
+        Ok(())
+    }
+
+    fn observe(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let h = self.config.hidden_size;
+        check_hidden(hidden, h)?;
+        let layer = self.pack_layer(index, weights)?;
+        let mut copy = Vec::with_capacity(ROWS * h);
+        for piece in self.pieces(hidden) {
+            copy.clear();
+            copy.extend_from_slice(&hidden.data[piece.row * h..(piece.row + piece.rows()) * h]);
+            self.run(&layer, &piece, &mut copy, observer)?;
         }
         Ok(())
     }
@@ -151,28 +196,48 @@ impl LayerStepper for CpuStepper {
         hidden: &Hidden,
         rows: Range<usize>,
     ) -> Result<Vec<f32>> {
+        let mut found = Vec::new();
+        self.heads(norm, head, hidden, &[rows], &mut |_, logits| {
+            found.extend_from_slice(logits);
+        })?;
+        Ok(found)
+    }
+
+    fn heads(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        ranges: &[Range<usize>],
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<()> {
         let h = self.config.hidden_size;
         check_hidden(hidden, h)?;
-        if rows.start > rows.end || rows.end * h > hidden.data.len() {
-            return Err(Error::Request {
-                what: "rows of the head",
-                expected: format!("within 0..{}", hidden.data.len() / h),
-                found: format!("{rows:?}"),
-            });
+        for rows in ranges {
+            if rows.start > rows.end || rows.end * h > hidden.data.len() {
+                return Err(Error::Request {
+                    what: "rows of the head",
+                    expected: format!("within 0..{}", hidden.data.len() / h),
+                    found: format!("{rows:?}"),
+                });
+            }
         }
         let census = &mut Census::default();
         let head = pack(&self.cpu, &self.options, "head", &[head], census)?;
-        let norm = norm.to_f32()?;
-        let x = &hidden.data[rows.start * h..rows.end * h];
-        let mut normed = vec![0.0; x.len()];
-        let mut logits = vec![0.0; rows.len() * head.out_features()];
-        if !rows.is_empty() {
-            let eps = self.config.rms_norm_eps;
-            self.cpu.rms_norm(x, &norm, eps, &mut normed);
-            self.cpu
-                .linear(&head, &normed, &mut logits, Epilogue::Store)?;
+        let (norm, eps) = (norm.to_f32()?, self.config.rms_norm_eps);
+        let (mut normed, mut logits) = (Vec::new(), Vec::new());
+        for (i, rows) in ranges.iter().enumerate() {
+            let x = &hidden.data[rows.start * h..rows.end * h];
+            normed.resize(x.len(), 0.0);
+            logits.resize(rows.len() * head.out_features(), 0.0);
+            if !rows.is_empty() {
+                self.cpu.rms_norm(x, &norm, eps, &mut normed);
+                self.cpu
+                    .linear(&head, &normed, &mut logits, Epilogue::Store)?;
+            }
+            each(i, &logits);
         }
-        Ok(logits)
+        Ok(())
     }
 }
 
@@ -207,7 +272,7 @@ mod tests {
             let mut next = 0;
             for p in &pieces {
                 assert_eq!(p.row, next, "{lengths:?}");
-                let rows: usize = p.chunks.iter().map(|c| c.1).sum();
+                let rows = p.rows();
                 assert!((1..=ROWS).contains(&rows), "{lengths:?}: {rows} rows");
                 assert!(p.chunks.len() == 1 || p.chunks.iter().all(|c| c.0 == 0));
                 next += rows;

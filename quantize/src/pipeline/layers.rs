@@ -1,0 +1,159 @@
+//! The layers of a run, one after another: gathered, rounded, staged, run again as rounded.
+
+use super::Job;
+use super::state::{State, Step, save};
+use crate::calibration::Sequences;
+use crate::error::Result;
+use crate::layers::{self, Pass};
+use nq_formats::nq::{Param, Staged, Writer};
+use nq_formats::{ModelConfig, Unit, Weight, mapping};
+use nq_runtime::models::qwen3::{self, EMBEDDING};
+use nq_runtime::{
+    ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LinearId, LinearKind,
+    LoadOptions, load,
+};
+
+impl Job<'_> {
+    /// Quantizes and stages every layer that is not staged yet. Returns the residual stream
+    /// after the last, if the method needs to see inputs.
+    pub(super) fn quantize_layers(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        calibration: Option<&Sequences>,
+    ) -> Result<Option<Hidden>> {
+        let (config, store) = (self.config(), self.checkpoint.store());
+        let layers = config.num_hidden_layers;
+        // Statistics and products do not depend on rounding of activations; what the layers
+        // pass on is what the weights alone make of the text.
+        let options = LoadOptions {
+            activations: ActivationChoice::F32,
+            ..self.options.load
+        };
+        let mut stepper = load::stepper(config, &options, KvType::F16)?;
+        let mut stream = match calibration {
+            Some(text) => {
+                let embedding = qwen3::embedding(store, config)?;
+                let (rounded, _) = self.end(EMBEDDING, &embedding, &[])?;
+                embedding.release();
+                Some(stepper.embed(&rounded, &text.ids)?)
+            }
+            None => None,
+        };
+        let tokens = calibration.map_or(0, Sequences::tokens) as u64;
+        let share = tokens.max(LinearKind::ALL.len() as u64); // of a layer's rounding
+        let total = layers as u64 * (2 * tokens + share);
+        self.progress
+            .begin("quantizing layers", total, Unit::Tokens);
+        for index in 0..layers {
+            let step = format!("layer-{index:03}");
+            let weights = match writer.staged(&step)? {
+                Some(staged) => {
+                    self.progress.advance(tokens + share);
+                    staged_layer(&staged, config, index)?
+                }
+                None => {
+                    let done =
+                        self.quantize_layer(index, stream.as_ref(), stepper.as_mut(), share)?;
+                    for f in &done.fallbacks {
+                        self.progress.note(f);
+                    }
+                    let report = Step {
+                        rows: done.rows,
+                        fallbacks: done.fallbacks,
+                    };
+                    // The report before the weights: a step that is staged has one.
+                    state.steps.insert(step.clone(), report);
+                    save(writer, state)?;
+                    writer.put(&step, &params(index, &done.weights))?;
+                    done.weights
+                }
+            };
+            if let Some(stream) = &mut stream {
+                let mut pass = Pass {
+                    width: config.hidden_size,
+                    progress: self.progress,
+                };
+                stepper.layer(index, &weights, stream, &mut pass)?;
+            }
+        }
+        self.progress.end();
+        Ok(stream)
+    }
+
+    fn quantize_layer(
+        &self,
+        index: usize,
+        stream: Option<&Hidden>,
+        stepper: &mut dyn LayerStepper,
+        share: u64,
+    ) -> Result<layers::Quantized> {
+        let (config, store) = (self.config(), self.checkpoint.store());
+        let source = LayerWeights::read(store, config, index)?;
+        mapping::trim_heap();
+        let stats = match stream {
+            Some(hidden) => Some(layers::gather(
+                stepper,
+                index,
+                &source,
+                hidden,
+                self.method.needs(),
+                self.progress,
+            )?),
+            None => None,
+        };
+        let elements = |k: LinearKind| (k.dims(config).0 * k.dims(config).1) as u64;
+        let all: u64 = LinearKind::ALL.into_iter().map(elements).sum();
+        let (mut seen, mut reported) = (0, 0);
+        let done = layers::quantize(
+            self.method.as_ref(),
+            index,
+            &source,
+            stats,
+            &self.options.schemes.grids(index)?,
+            config,
+            |kind| {
+                seen += elements(kind);
+                let at = (u128::from(share) * u128::from(seen) / u128::from(all)) as u64;
+                self.progress.advance(at - reported);
+                reported = at;
+            },
+        )?;
+        source.linears.iter().for_each(Weight::release);
+        mapping::trim_heap();
+        Ok(done)
+    }
+}
+
+/// A layer's parameters by name.
+fn params(index: usize, w: &LayerWeights) -> Vec<(String, Param<'_>)> {
+    let norm = |name: &str, t| (format!("model.layers.{index}.{name}"), Param::Vector(t));
+    let mut all = vec![
+        norm("input_layernorm", &w.input_norm),
+        norm("post_attention_layernorm", &w.post_attention_norm),
+        norm("self_attn.q_norm", &w.q_norm),
+        norm("self_attn.k_norm", &w.k_norm),
+    ];
+    for kind in LinearKind::ALL {
+        let name = LinearId { layer: index, kind }.to_string();
+        all.push((name, Param::Matrix(w.linear(kind))));
+    }
+    all
+}
+
+/// A layer as it was staged.
+fn staged_layer(staged: &Staged, config: &ModelConfig, index: usize) -> Result<LayerWeights> {
+    let linear = |kind: LinearKind| {
+        let name = LinearId { layer: index, kind }.to_string();
+        staged.matrix(&name, kind.dims(config))
+    };
+    let norm = |name: &str, len| staged.vector(&format!("model.layers.{index}.{name}"), len);
+    let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
+    Ok(LayerWeights {
+        linears: [q?, k?, v?, o?, gate?, up?, down?],
+        input_norm: norm("input_layernorm", config.hidden_size)?,
+        post_attention_norm: norm("post_attention_layernorm", config.hidden_size)?,
+        q_norm: norm("self_attn.q_norm", config.head_dim)?,
+        k_norm: norm("self_attn.k_norm", config.head_dim)?,
+    })
+}

@@ -1,0 +1,70 @@
+//! The texts of a run: sampled from the source or read from files, once.
+
+use super::Job;
+use super::state::{State, Text, save};
+use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
+use crate::error::Result;
+use crate::quality;
+use nq_formats::nq::Writer;
+
+/// Seeds of held-out text differ from those of calibration text by this.
+const HELD_OUT: u64 = 0x9E37_79B9_7F4A_7C15;
+
+impl Job<'_> {
+    /// Calibration text and held-out text, from the state or made anew. Either is `None` if
+    /// it is not needed.
+    pub(super) fn texts(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+    ) -> Result<(Option<Sequences>, Option<Sequences>)> {
+        let o = self.options;
+        let (n, length) = self.shape();
+        let mut calibration = state.calibration.as_ref().and_then(Text::sequences);
+        let mut held_out = state.held_out.as_ref().and_then(Text::sequences);
+        let sample_calibration =
+            n > 0 && calibration.is_none() && o.calibration == CalibrationSource::SelfSampled;
+        let sample_held_out = o.eval_text.is_none() && held_out.is_none();
+        let mut prompter = None;
+        if n > 0 || sample_held_out {
+            let eos = self.checkpoint.eos_token_ids();
+            let vocab = self.config().vocab_size;
+            let files = self.checkpoint.files();
+            prompter = Some(Prompter::new(files, vocab, eos, self.progress)?);
+        }
+        let Some(prompter) = prompter else {
+            return Ok((None, held_out));
+        };
+        if let (CalibrationSource::File(path), None) = (&o.calibration, &calibration)
+            && n > 0
+        {
+            calibration = Some(calibration::read(path, &prompter, (n, length))?);
+        }
+        if sample_calibration || sample_held_out {
+            let engine = self.source_engine()?;
+            let sample = |stage, shape, seed| {
+                calibration::sample(
+                    engine.as_ref(),
+                    &prompter,
+                    stage,
+                    shape,
+                    seed,
+                    self.progress,
+                )
+            };
+            if sample_calibration {
+                calibration = Some(sample("sampling calibration text", (n, length), o.seed)?);
+            }
+            if sample_held_out {
+                let shape = quality::held_out_shape(self.config(), o.eval_tokens);
+                held_out = Some(sample("sampling held-out text", shape, o.seed ^ HELD_OUT)?);
+            }
+        }
+        if state.calibration.is_none() || state.held_out.is_none() {
+            state.calibration = calibration.as_ref().map(Text::new);
+            state.held_out = held_out.as_ref().map(Text::new);
+            save(writer, state)?;
+        }
+        Ok((calibration, held_out))
+    }
+}
