@@ -73,7 +73,7 @@ fn wikitext(offline: bool, progress: &dyn Progress) -> anyhow::Result<String> {
     let (repo, file) = WIKITEXT;
     let path = Hub::new(options).fetch_dataset_file(repo, file, progress)?;
     let bytes = std::fs::read(&path).with_context(|| path.display().to_string())?;
-    let rows = parquet::strings(&path, &bytes, "text")?;
+    let rows = parquet::strings(&path, bytes.into(), "text")?;
     let lines = rows.iter().map(|r| if r.is_empty() { " \n" } else { r });
     let text: String = lines.collect();
     let found = sha256_hex(text.as_bytes());

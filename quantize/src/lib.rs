@@ -24,7 +24,7 @@ pub use error::{Error, Result};
 pub use fit::Fit;
 pub use grid::{Grid, GroupParams, Rounded};
 pub use memory::Estimate;
-pub use on_the_fly::{OnTheFly, quantize_at_load};
+pub use on_the_fly::{OnTheFly, quantize_at_load, requantize};
 pub use pipeline::{Job, QuantizeOptions};
 pub use quality::Limits;
 pub use report::{LayerReport, QuantizeReport, WorstToken};

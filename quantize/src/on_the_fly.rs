@@ -7,18 +7,68 @@ use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::methods::rtn;
 use crate::schemes::Schemes;
-use nq_formats::{Checkpoint, Tensor, TensorEntry, Weight, WeightStore};
+use nq_formats::{
+    AffineScheme, Checkpoint, Exactness, StoredWeight, Tensor, TensorEntry, Weight, WeightStore,
+};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
-/// Quantizes what another store yields. Weights that are quantized already pass unchanged.
+/// Quantizes what another store yields.
 pub struct OnTheFly {
     source: Box<dyn WeightStore>,
-    schemes: Schemes,
+    rule: Rule,
+}
+
+/// Which weights are rounded.
+enum Rule {
+    /// Those that are not quantized yet.
+    Unquantized(Schemes),
+    /// These, whatever they are. What was rounded is kept: writers ask for a weight once for
+    /// every tensor that they make of it.
+    Named(
+        BTreeMap<String, AffineScheme>,
+        Mutex<BTreeMap<String, Weight>>,
+    ),
+}
+
+impl Rule {
+    fn scheme(&self, name: &str, weight: &Weight) -> Option<AffineScheme> {
+        match (self, weight) {
+            (Rule::Unquantized(schemes), Weight::Dense(_)) => schemes.of(name),
+            (Rule::Unquantized(_), _) => None,
+            (Rule::Named(schemes, _), _) => schemes.get(name).copied(),
+        }
+    }
 }
 
 impl OnTheFly {
-    /// Yields the weights of `source` under `schemes`.
+    /// Yields the weights of `source` under `schemes`. Those that are quantized already pass
+    /// unchanged.
     pub fn new(source: Box<dyn WeightStore>, schemes: Schemes) -> Self {
-        OnTheFly { source, schemes }
+        let rule = Rule::Unquantized(schemes);
+        OnTheFly { source, rule }
+    }
+
+    /// The weight `name` as it is read, rounded if the rule says so.
+    fn round(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
+        let weight = self.source.matrix(name, dims)?;
+        let Some(scheme) = self.rule.scheme(name, &weight) else {
+            return Ok(weight);
+        };
+        // The store's trait speaks the formats' error; what can be wrong here is a weight
+        // that is not finite, which is a tensor's fault.
+        let tensor = |e: crate::Error| match e {
+            crate::Error::Format(e) => e,
+            other => nq_formats::Error::Weight {
+                what: "values to quantize",
+                expected: "finite values".into(),
+                found: other.to_string(),
+            },
+        };
+        let grid = Grid::new(scheme).map_err(tensor)?;
+        let rounded = rtn::round_rows(name, &weight, grid, Fit::clip(), &[]).map_err(tensor)?;
+        weight.release();
+        Ok(rounded.0)
     }
 }
 
@@ -28,10 +78,25 @@ impl OnTheFly {
 /// As [`Schemes::check`].
 pub fn quantize_at_load(checkpoint: Checkpoint, schemes: Schemes) -> Result<Checkpoint> {
     schemes.check(checkpoint.config())?;
+    Ok(rounded(checkpoint, Rule::Unquantized(schemes)))
+}
+
+/// `checkpoint`, the weights that `schemes` names rounded as they are read, quantized before
+/// or not.
+pub fn requantize(checkpoint: Checkpoint, schemes: BTreeMap<String, AffineScheme>) -> Checkpoint {
+    rounded(checkpoint, Rule::Named(schemes, Mutex::default()))
+}
+
+fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
     let (files, config) = (checkpoint.files().clone(), checkpoint.config().clone());
     let generation = checkpoint.generation().clone();
-    let store = OnTheFly::new(Box::new(Whole(checkpoint)), schemes);
-    Ok(Checkpoint::new(files, config, generation, Box::new(store)))
+    let source = Box::new(Whole(checkpoint));
+    Checkpoint::new(
+        files,
+        config,
+        generation,
+        Box::new(OnTheFly { source, rule }),
+    )
 }
 
 /// A checkpoint as the store it holds.
@@ -52,6 +117,14 @@ impl WeightStore for Whole {
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
         self.0.store().matrix(name, dims)
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<StoredWeight> {
+        self.0.store().stored(name, dims)
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        self.0.store().exactness(name)
     }
 
     fn entries(&self) -> Vec<TensorEntry> {
@@ -81,24 +154,34 @@ impl WeightStore for OnTheFly {
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
-        let weight = self.source.matrix(name, dims)?;
-        let (Weight::Dense(_), Some(scheme)) = (&weight, self.schemes.of(name)) else {
-            return Ok(weight);
+        let Rule::Named(_, kept) = &self.rule else {
+            return self.round(name, dims);
         };
-        // The store's trait speaks the formats' error; what can be wrong here is a weight
-        // that is not finite, which is a tensor's fault.
-        let tensor = |e: crate::Error| match e {
-            crate::Error::Format(e) => e,
-            other => nq_formats::Error::Weight {
-                what: "values to quantize",
-                expected: "finite values".into(),
-                found: other.to_string(),
-            },
-        };
-        let grid = Grid::new(scheme).map_err(tensor)?;
-        let rounded = rtn::round_rows(name, &weight, grid, Fit::clip(), &[]).map_err(tensor)?;
-        weight.release();
-        Ok(rounded.0)
+        let kept = || kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(weight) = kept().get(name) {
+            return Ok(weight.clone());
+        }
+        let weight = self.round(name, dims)?;
+        if self.rule.scheme(name, &weight).is_some() {
+            kept().insert(name.into(), weight.clone());
+        }
+        Ok(weight)
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<StoredWeight> {
+        match &self.rule {
+            Rule::Named(schemes, _) if !schemes.contains_key(name) => {
+                self.source.stored(name, dims)
+            }
+            _ => self.matrix(name, dims).map(StoredWeight::Canonical),
+        }
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        match &self.rule {
+            Rule::Named(schemes, _) if schemes.contains_key(name) => Exactness::Exact,
+            _ => self.source.exactness(name),
+        }
     }
 
     fn entries(&self) -> Vec<TensorEntry> {

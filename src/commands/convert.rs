@@ -7,11 +7,14 @@ use anyhow::bail;
 use clap::{Args, ValueEnum};
 use nq_formats::export::gguf::Mix;
 use nq_formats::export::{
-    Change, Difference, ExportFormat, ExportOptions, ExportReport, compare, export,
+    Change, Difference, ExportFormat, ExportOptions, ExportReport, compare, export, requantization,
 };
 use nq_formats::gguf::BlockType;
+use nq_formats::names::{Shape, parameters};
 use nq_formats::{Checkpoint, Exactness};
+use nq_quantize::requantize;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -65,6 +68,12 @@ impl FormatArg {
             FormatArg::Gptq => ExportFormat::Gptq,
             FormatArg::Awq => ExportFormat::Awq,
         }
+    }
+
+    /// Its name on the command line and in reports.
+    pub fn word(self) -> String {
+        let value = self.to_possible_value();
+        value.map_or_else(String::new, |v| v.get_name().to_owned())
     }
 }
 
@@ -124,7 +133,27 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let format = args.format.format();
     let checkpoint = &source.checkpoint;
-    let report = export(checkpoint, format, &args.out, &options, &terminal)?;
+    let again = match args.requantize {
+        true => requantization(checkpoint, format)?,
+        false => BTreeMap::new(),
+    };
+    let report = match again.is_empty() {
+        true => export(checkpoint, format, &args.out, &options, &terminal)?,
+        false => {
+            let opened = model::open(Some(&args.model), global, &terminal)?.checkpoint;
+            let rounded = requantize(opened, again.clone());
+            let mut report = export(&rounded, format, &args.out, &options, &terminal)?;
+            for w in report
+                .weights
+                .iter_mut()
+                .filter(|w| again.contains_key(&w.name))
+            {
+                w.from = stored_scheme(checkpoint, &w.name)?;
+                w.change = Change::Requantized;
+            }
+            report
+        }
+    };
     let differences = match args.verify {
         true => Some(compare(
             checkpoint,
@@ -140,6 +169,17 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
         print_report(args, checkpoint, &report, differences.as_deref());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The scheme that a matrix has in its file.
+fn stored_scheme(checkpoint: &Checkpoint, name: &str) -> nq_formats::Result<String> {
+    let all = parameters(checkpoint.config());
+    let dims = all.into_iter().find_map(|(n, shape)| match shape {
+        Shape::Matrix(rows, cols) if n == name => Some((rows, cols)),
+        _ => None,
+    });
+    let stored = checkpoint.store().stored(name, dims.unwrap_or_default())?;
+    Ok(stored.scheme_name())
 }
 
 /// What happened to a weight, in words.
@@ -172,6 +212,16 @@ fn summary(report: &ExportReport) -> Vec<(String, String, String, usize, u64)> {
     rows
 }
 
+/// What was written and how it differs, in lines.
+pub(super) fn summary_lines(report: &ExportReport) -> Vec<String> {
+    let line = |(from, to, change, count, bytes): (String, String, String, usize, u64)| {
+        let megabytes = bytes as f64 / 1e6;
+        format!("{count:>4}  {from} -> {to}: {change}  ({megabytes:.1} MB)")
+    };
+    let lines = summary(report).into_iter().map(line);
+    lines.chain(report.notes.iter().cloned()).collect()
+}
+
 fn print_report(
     args: &ConvertArgs,
     source: &Checkpoint,
@@ -179,11 +229,8 @@ fn print_report(
     differences: Option<&[Difference]>,
 ) {
     println!("{}", args.out.display());
-    for (from, to, change, count, bytes) in summary(report) {
-        println!(
-            "  {count:>4}  {from} -> {to}: {change}  ({:.1} MB)",
-            bytes as f64 / 1e6
-        );
+    for line in summary_lines(report) {
+        println!("  {line}");
     }
     let bits = 8.0 * report.tensor_bytes as f64 / source.config().parameters() as f64;
     println!(
@@ -191,9 +238,6 @@ fn print_report(
         report.file_bytes as f64 / 1e6,
         source.store().file_bytes() as f64 / 1e6,
     );
-    for note in &report.notes {
-        println!("  {note}");
-    }
     let Some(differences) = differences else {
         return;
     };
@@ -250,7 +294,7 @@ fn report_json(
     });
     json!({
         "out": args.out,
-        "format": args.format.to_possible_value().map(|v| v.get_name().to_owned()),
+        "format": args.format.word(),
         "bits_per_weight": 8.0 * report.tensor_bytes as f64 / source.config().parameters() as f64,
         "tensor_bytes": report.tensor_bytes,
         "file_bytes": report.file_bytes,

@@ -1,5 +1,7 @@
 //! `nq quantize`: from a checkpoint to a quantized file of known quality.
 
+use super::convert::FormatArg;
+use super::quantize_to::Target;
 use crate::cli::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
@@ -8,7 +10,7 @@ use clap::{Args, ValueEnum};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Group, Progress, Zeros};
 use nq_quantize::pipeline::{Job, QuantizeOptions};
-use nq_quantize::schemes::{default_scheme, head_scheme};
+use nq_quantize::schemes::default_scheme;
 use nq_quantize::{CalibrationSource, Estimate, Limits, QuantizeReport, Schemes};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -33,15 +35,18 @@ pub struct QuantizeArgs {
     /// No zero-points [default: at 8 bits]
     #[arg(long)]
     pub sym: bool,
-    /// Bits of the embedding and head: 4, 8 or 16
-    #[arg(long, default_value_t = 8, value_parser = parse_head_bits)]
-    pub head_bits: u32,
+    /// Bits of the embedding and head: 4, 8 or 16 [default: 8, or 16 where the format needs it]
+    #[arg(long, value_name = "N", value_parser = parse_head_bits)]
+    pub head_bits: Option<u32>,
     /// Search the clipping range of each group (rtn; always on for awq and gptq)
     #[arg(long)]
     pub clip: bool,
     /// Folder to write [default: nq's own model folder]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// What to write; quality is measured before, on nq's own form of it
+    #[arg(long, value_enum, default_value_t = FormatArg::Nq)]
+    pub format: FormatArg,
     /// Replace an existing output
     #[arg(long)]
     pub force: bool,
@@ -129,23 +134,23 @@ impl QuantizeArgs {
         }
     }
 
-    fn schemes(&self) -> Schemes {
-        let width = |n| if n == 4 { Bits::B4 } else { Bits::B8 };
-        let default = default_scheme(width(self.bits));
+    fn schemes(&self) -> anyhow::Result<Schemes> {
+        let bits = if self.bits == 4 { Bits::B4 } else { Bits::B8 };
+        let (default, head) = self.format.schemes(default_scheme(bits), self.head_bits)?;
         let zeros = match (self.asym, self.sym) {
             (true, _) => Zeros::Integer,
             (_, true) => Zeros::None,
             _ => default.zeros,
         };
-        Schemes {
+        Ok(Schemes {
             linears: AffineScheme {
                 group: self.group_size.unwrap_or(default.group),
                 zeros,
                 ..default
             },
-            head: (self.head_bits != 16).then(|| head_scheme(width(self.head_bits))),
+            head,
             ..Schemes::defaults(default.bits)
-        }
+        })
     }
 
     /// The folder's name in nq's own model folder: the model and what differs from defaults.
@@ -165,9 +170,10 @@ impl QuantizeArgs {
             };
         }
         if schemes.head != default.head {
-            name += &format!("-head{}", self.head_bits);
+            let bits = schemes.head.map_or(16, |s| s.bits.width());
+            name += &format!("-head{bits}");
         }
-        name
+        name + self.format.suffix()
     }
 }
 
@@ -178,7 +184,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let terminal = Terminal::new();
     let model = model::open(args.model.as_deref(), global, &terminal)?;
-    let schemes = args.schemes();
+    let schemes = args.schemes()?;
     let (out, call) = match &args.out {
         Some(out) => (out.clone(), out.display().to_string()),
         None => {
@@ -186,6 +192,14 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
             (model::models_dir()?.join(&name), name)
         }
     };
+    let target = Target {
+        format: args.format,
+        out,
+        force: args.force,
+    };
+    if let Some(cost) = target.check(model.checkpoint.config(), &schemes)? {
+        terminal.note(&cost);
+    }
     let options = QuantizeOptions {
         bits: schemes.linears.bits,
         schemes,
@@ -202,7 +216,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         },
         eval_text: args.eval_text.clone(),
         eval_tokens: args.eval_tokens,
-        out,
+        out: target.folder(),
         force: args.force,
         resume: args.resume,
         source: SourceRecord {
@@ -225,7 +239,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(parent) = options.out.parent() {
         std::fs::create_dir_all(parent)?;
     }
-    let report = match job.run() {
+    let mut report = match job.run() {
         Ok(report) => report,
         Err(nq_quantize::Error::Guard {
             broken,
@@ -245,10 +259,14 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         }
         Err(e) => return Err(e.into()),
     };
+    let lines = target.write(&mut report, &terminal)?;
     if global.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
         print_report(&report);
+        for line in lines {
+            row("written", line);
+        }
         println!();
         println!("Talk to it:  nq chat {call}");
     }
@@ -277,8 +295,11 @@ fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<Strin
     lines
 }
 
+fn row(name: &str, value: String) {
+    println!("{name:<16} {value}");
+}
+
 fn print_report(report: &QuantizeReport) {
-    let row = |name: &str, value: String| println!("{name:<16} {value}");
     row("out", report.out.display().to_string());
     let group = match report.group_size {
         Group::Size(n) => format!("group {n}"),

@@ -4,12 +4,14 @@ use super::folder::{Description, Linear, Packing, Part};
 use super::folder::{codes, transposed_scales, uniform, word, zero_points};
 use crate::checkpoint::Exactness;
 use crate::dtype::DType;
-use crate::scheme::{Bits, Zeros};
+use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::weight::AffineWeight;
 use serde_json::json;
 
 pub(super) const PACKING: Packing = Packing {
     format: "AWQ",
+    uniform: true,
+    holds,
     check,
     parts,
     pack,
@@ -19,23 +21,25 @@ pub(super) const PACKING: Packing = Packing {
 /// The column, of eight, that nibble `i` of a word holds.
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
-fn check(a: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
-    if a.scheme().bits != Bits::B4 {
+fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), order: bool) -> Result<(), String> {
+    if scheme.bits != Bits::B4 {
         return Err("it has 4 bits only".into());
     }
-    if a.scheme().zeros == Zeros::Offset {
+    if scheme.zeros == Zeros::Offset {
         return Err("zero-points are integers there, not offsets".into());
     }
-    if a.g_idx().is_some() {
+    if order {
         return Err("it has no activation order".into());
     }
-    let group = a.scheme().group.size(a.in_features());
-    if !a.in_features().is_multiple_of(group) || !a.out_features().is_multiple_of(ORDER.len()) {
-        let (rows, cols) = (a.out_features(), a.in_features());
+    if !cols.is_multiple_of(scheme.group.size(cols)) || !rows.is_multiple_of(ORDER.len()) {
         return Err(format!(
             "[{rows}, {cols}] is no whole number of groups by eight outputs"
         ));
     }
+    Ok(())
+}
+
+fn check(_: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
     Ok(Exactness::Exact)
 }
 

@@ -4,29 +4,31 @@ use super::folder::{Description, Linear, LinearScheme, Packing, Part};
 use super::folder::{codes, float_bytes, word, zero_points};
 use crate::checkpoint::Exactness;
 use crate::dtype::DType;
-use crate::scheme::Zeros;
+use crate::scheme::{AffineScheme, Zeros};
 use crate::weight::AffineWeight;
 use serde_json::{Map, Value, json};
 
 pub(super) const PACKING: Packing = Packing {
     format: "compressed-tensors",
+    uniform: false,
+    holds,
     check,
     parts,
     pack,
     describe,
 };
 
-fn check(a: &AffineWeight, dense: DType) -> Result<Exactness, String> {
-    if a.scheme().zeros == Zeros::Offset {
+fn holds(scheme: AffineScheme, (_, cols): (usize, usize), _order: bool) -> Result<(), String> {
+    if scheme.zeros == Zeros::Offset {
         return Err("zero-points are integers there, not offsets".into());
     }
-    let group = a.scheme().group.size(a.in_features());
-    if !a.in_features().is_multiple_of(group) {
-        return Err(format!(
-            "{} inputs are no whole number of groups",
-            a.in_features()
-        ));
+    if !cols.is_multiple_of(scheme.group.size(cols)) {
+        return Err(format!("{cols} inputs are no whole number of groups"));
     }
+    Ok(())
+}
+
+fn check(_: &AffineWeight, dense: DType) -> Result<Exactness, String> {
     Ok(match dense {
         DType::BF16 => Exactness::ScalesRounded(DType::BF16),
         _ => Exactness::Exact,

@@ -12,7 +12,7 @@ use crate::names::{Shape, is_layer_linear, parameters};
 use crate::nq::copied_files;
 use crate::pack;
 use crate::progress::Progress;
-use crate::scheme::{Bits, Zeros};
+use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec};
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use half::{bf16, f16};
@@ -32,8 +32,13 @@ pub(super) struct Part {
 pub(super) struct Packing {
     /// Words for messages.
     pub(super) format: &'static str,
-    /// Says why the format cannot hold the weight, or how exactly it does. The type is the one
-    /// that unquantized parameters have.
+    /// All Linears have one scheme.
+    pub(super) uniform: bool,
+    /// Says why the format cannot hold weights `[out, in]` of a scheme, with or without an
+    /// activation order.
+    pub(super) holds: fn(AffineScheme, (usize, usize), bool) -> Result<(), String>,
+    /// Says why the format cannot hold this weight, whose scheme it holds, or how exactly it
+    /// does. The type is the one that unquantized parameters have.
     pub(super) check: fn(&AffineWeight, DType) -> Result<Exactness, String>,
     /// The tensors of a weight that passed `check`.
     pub(super) parts: fn(&AffineWeight, DType) -> Vec<Part>,
@@ -75,13 +80,30 @@ impl LinearScheme {
     }
 }
 
+impl Packing {
+    /// Says why the format cannot hold the weight, or how exactly it does.
+    pub(super) fn fits(&self, a: &AffineWeight, dense: DType) -> Result<Exactness, String> {
+        let dims = (a.out_features(), a.in_features());
+        (self.holds)(a.scheme(), dims, a.g_idx().is_some())?;
+        (self.check)(a, dense)
+    }
+}
+
+/// The type of unquantized parameters in the folders of `checkpoint`.
+pub(super) fn dense_type(checkpoint: &Checkpoint) -> DType {
+    match checkpoint.config().dtype {
+        Some(t @ (DType::F16 | DType::F32)) => t,
+        _ => DType::BF16,
+    }
+}
+
 /// A tensor to be written and where it comes from.
 enum Source {
     Dense(String, Shape),
     Packed(String, (usize, usize), Part),
 }
 
-fn affine(weight: &Weight) -> Option<&AffineWeight> {
+pub(super) fn affine(weight: &Weight) -> Option<&AffineWeight> {
     match weight {
         Weight::Quantized(QuantizedWeight::Affine(a)) => Some(a),
         _ => None,
@@ -111,10 +133,7 @@ pub(super) fn export(
         why,
     };
     let store = checkpoint.store();
-    let dense = match checkpoint.config().dtype {
-        Some(t @ (DType::F16 | DType::F32)) => t,
-        _ => DType::BF16,
-    };
+    let dense = dense_type(checkpoint);
     let mut report = ExportReport::default();
     let mut sources = BTreeMap::new();
     let mut specs = Vec::new();
@@ -146,9 +165,9 @@ pub(super) fn export(
         let mut written = 0;
         let (to, kept) = match packed {
             Some(a) => {
-                let kept = (packing.check)(a, dense).map_err(|why| {
+                let kept = packing.fits(a, dense).map_err(|why| {
                     let what = format!("{name} ({}) in {}", a.scheme(), packing.format);
-                    unsupported(what, format!("{why}; quantize the model for it instead"))
+                    unsupported(what, format!("{why}; only requantizing would make it fit"))
                 })?;
                 for part in (packing.parts)(a, dense) {
                     let (suffix, dtype, shape) = (part.suffix, part.dtype, part.shape.clone());
@@ -198,8 +217,17 @@ pub(super) fn export(
     }
     if linears.iter().all(|l| l.scheme.is_none()) {
         let what = format!("an unquantized model in {}", packing.format);
-        let why = "its Linears have no integer codes; quantize the model first".into();
-        return Err(unsupported(what, why));
+        let (what, why) = match store.quantization() {
+            None => (
+                what,
+                "its Linears have no integer codes; quantize the model first",
+            ),
+            Some(_) => (
+                format!("{} in {}", store.format(), packing.format),
+                "its Linears have no integer codes; only requantizing would give them some",
+            ),
+        };
+        return Err(unsupported(what, why.into()));
     }
     if widened > 0 {
         report.notes.push(format!(

@@ -9,7 +9,7 @@ use crate::gguf::writer::{GgufPlan, TensorPlan};
 use crate::gguf::{BlockType, encode, metadata, names};
 use crate::names::{EMBEDDING, HEAD, Shape, parameters};
 use crate::progress::Progress;
-use crate::scheme::{Bits, Zeros};
+use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::stored::StoredWeight;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight};
 use half::f16;
@@ -261,10 +261,8 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
         StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a,
     };
     let scheme = affine.scheme();
-    let whole = scheme.group.size(cols).is_multiple_of(BLOCK) && cols.is_multiple_of(BLOCK);
-    if !whole || affine.g_idx().is_some() {
-        return None;
-    }
+    let dims = (affine.out_features(), cols);
+    holds(scheme, dims, affine.g_idx().is_some()).ok()?;
     match (scheme.bits, scheme.zeros) {
         (Bits::B4, Zeros::None) => exact(BlockType::Q4_0, How::Repack),
         (Bits::B8, Zeros::None) => exact(BlockType::Q8_0, How::Repack),
@@ -280,6 +278,28 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
             exact(BlockType::Q5_1, How::Repack)
         }
         (Bits::B8, _) => None,
+    }
+}
+
+/// Says why no block type holds weights `[out, in]` of a scheme, with or without an activation
+/// order. Offsets at 8 bits fit where all codes are below 32 (Q5_1).
+pub(super) fn holds(
+    scheme: AffineScheme,
+    (_, cols): (usize, usize),
+    order: bool,
+) -> Result<(), String> {
+    if order {
+        return Err("it has no activation order".into());
+    }
+    if !scheme.group.size(cols).is_multiple_of(BLOCK) || !cols.is_multiple_of(BLOCK) {
+        return Err(format!(
+            "groups of {} in rows of {cols} are no whole blocks of {BLOCK}",
+            scheme.group.size(cols)
+        ));
+    }
+    match (scheme.bits, scheme.zeros) {
+        (Bits::B8, Zeros::Integer) => Err("its 8-bit blocks have no zero-points".into()),
+        _ => Ok(()),
     }
 }
 

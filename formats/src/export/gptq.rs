@@ -4,36 +4,37 @@ use super::folder::{Description, Linear, Packing, Part};
 use super::folder::{codes, transposed_scales, uniform, word, zero_points};
 use crate::checkpoint::Exactness;
 use crate::dtype::DType;
-use crate::scheme::Zeros;
+use crate::scheme::{AffineScheme, Zeros};
 use crate::weight::AffineWeight;
 use serde_json::{Map, Value, json};
 
 pub(super) const PACKING: Packing = Packing {
     format: "GPTQ",
+    uniform: true,
+    holds,
     check,
     parts,
     pack,
     describe,
 };
 
-fn check(a: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
-    let per_word = 32 / a.scheme().bits.width();
-    let group = a.scheme().group.size(a.in_features());
-    if a.scheme().zeros == Zeros::Offset {
+fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), _order: bool) -> Result<(), String> {
+    let per_word = 32 / scheme.bits.width();
+    if scheme.zeros == Zeros::Offset {
         return Err("zero-points are integers there, not offsets".into());
     }
-    if !a.in_features().is_multiple_of(group) || !a.in_features().is_multiple_of(per_word) {
-        let cols = a.in_features();
+    if !cols.is_multiple_of(scheme.group.size(cols)) || !cols.is_multiple_of(per_word) {
         return Err(format!(
             "{cols} inputs are no whole number of groups and of {per_word}"
         ));
     }
-    if !a.out_features().is_multiple_of(per_word) {
-        return Err(format!(
-            "{} outputs are no multiple of {per_word}",
-            a.out_features()
-        ));
+    if !rows.is_multiple_of(per_word) {
+        return Err(format!("{rows} outputs are no multiple of {per_word}"));
     }
+    Ok(())
+}
+
+fn check(a: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
     // The file holds zero-point - 1, which a zero-point of 0 would wrap.
     if zero_points(a).contains(&0) {
         return Err("version 1 stores zero-points less 1 and this one has a 0".into());

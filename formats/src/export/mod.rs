@@ -6,12 +6,14 @@
 
 mod awq;
 mod compressed_tensors;
+mod fit;
 mod folder;
 pub mod gguf;
 mod gptq;
 pub mod nq;
 mod verify;
 
+pub use fit::requantization;
 pub use verify::{Difference, compare};
 
 use crate::checkpoint::{Checkpoint, Exactness};
@@ -84,6 +86,23 @@ pub enum ExportFormat {
     Awq,
 }
 
+impl ExportFormat {
+    /// The packing of a folder format; `None` for nq's own and GGUF.
+    fn packing(self) -> Option<&'static folder::Packing> {
+        match self {
+            ExportFormat::Nq | ExportFormat::Gguf => None,
+            ExportFormat::CompressedTensors => Some(&compressed_tensors::PACKING),
+            ExportFormat::Gptq => Some(&gptq::PACKING),
+            ExportFormat::Awq => Some(&awq::PACKING),
+        }
+    }
+
+    /// Whether its loaders need embedding and head unquantized.
+    pub fn dense_ends(self) -> bool {
+        self.packing().is_some()
+    }
+}
+
 /// Writes `checkpoint` to `out` in `format`: whole or not at all.
 ///
 /// # Errors
@@ -97,12 +116,9 @@ pub fn export(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
-    let folder = |packing| folder::export(checkpoint, out, packing, options, progress);
-    match format {
-        ExportFormat::Nq => nq::export(checkpoint, out, options, progress),
-        ExportFormat::CompressedTensors => folder(&compressed_tensors::PACKING),
-        ExportFormat::Gptq => folder(&gptq::PACKING),
-        ExportFormat::Awq => folder(&awq::PACKING),
-        ExportFormat::Gguf => gguf::export(checkpoint, out, options, progress),
+    match (format.packing(), format) {
+        (Some(packing), _) => folder::export(checkpoint, out, packing, options, progress),
+        (None, ExportFormat::Gguf) => gguf::export(checkpoint, out, options, progress),
+        (None, _) => nq::export(checkpoint, out, options, progress),
     }
 }

@@ -1,0 +1,213 @@
+//! What a format can hold, asked before anything is rounded or written.
+
+use super::folder::{Packing, affine, dense_type};
+use super::{ExportFormat, gguf};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::names::{Shape, is_layer_linear, parameters};
+use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use std::collections::BTreeMap;
+
+/// Groups that loaders have fast kernels for, as far as rows allow.
+const GROUPS: [u32; 3] = [128, 64, 32];
+
+impl ExportFormat {
+    /// Words for messages.
+    pub fn name(self) -> &'static str {
+        match (self.packing(), self) {
+            (Some(packing), _) => packing.format,
+            (None, ExportFormat::Gguf) => "GGUF",
+            (None, _) => "nq",
+        }
+    }
+
+    /// The scheme of `bits` that Linears get where this format is what they are quantized for;
+    /// `own` is the one they would get otherwise.
+    ///
+    /// # Errors
+    /// [`Error::Scheme`] for a width that the format has not.
+    pub fn scheme(self, bits: Bits, own: AffineScheme) -> Result<AffineScheme> {
+        Ok(match (self, bits) {
+            (ExportFormat::Awq, Bits::B8) => {
+                return Err(Error::Scheme {
+                    expected: "4 bits, which AWQ has only".into(),
+                    found: "8".into(),
+                });
+            }
+            // Blocks have a scale per 32 inputs, whatever the group: shorter ones are free.
+            (ExportFormat::Gguf, _) => AffineScheme {
+                group: Group::Size(32),
+                ..own
+            },
+            // Version 1 has no form for a zero-point of 0, and fast kernels want none at all.
+            (ExportFormat::Gptq, _) => AffineScheme {
+                zeros: Zeros::None,
+                ..own
+            },
+            _ => own,
+        })
+    }
+
+    /// Checks that Linears `(name, scheme, [out, in])` will fit whatever their codes.
+    ///
+    /// # Errors
+    /// [`Error::Scheme`] naming the first that may not, and why.
+    pub fn check<'a>(
+        self,
+        linears: impl IntoIterator<Item = (&'a str, AffineScheme, (usize, usize))>,
+    ) -> Result<()> {
+        let holds = match (self.packing(), self) {
+            (Some(packing), _) => packing.holds,
+            (None, ExportFormat::Gguf) => gguf::holds,
+            (None, _) => return Ok(()),
+        };
+        let uniform = self.packing().is_some_and(|p| p.uniform);
+        let mut first: Option<(&str, AffineScheme)> = None;
+        for (name, scheme, dims) in linears {
+            let refuse = |why: String| {
+                Err(Error::Scheme {
+                    expected: format!("what {} holds ({why})", self.name()),
+                    found: format!("{scheme} for {name}"),
+                })
+            };
+            if let Err(why) = holds(scheme, dims, false) {
+                return refuse(why);
+            }
+            if self == ExportFormat::Gptq && scheme.zeros == Zeros::Integer {
+                return refuse(
+                    "version 1 has no zero-point of 0; symmetric codes have none".into(),
+                );
+            }
+            match first {
+                Some((other, s)) if uniform && s != scheme => {
+                    return refuse(format!("one scheme for all; {other} has {s}"));
+                }
+                _ => first = first.or(Some((name, scheme))),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The Linears of `checkpoint` that `format`, a folder format, would have to round again, and
+/// under which scheme it then holds them: as many bits and as long groups as they have, as far
+/// as the format has those. Empty where it holds all as they are. An unquantized model is not
+/// rounded *again*: nothing is given for it.
+///
+/// # Errors
+/// [`Error::Scheme`] for a model whose shape the format cannot hold at all; what reading finds
+/// wrong.
+pub fn requantization(
+    checkpoint: &Checkpoint,
+    format: ExportFormat,
+) -> Result<BTreeMap<String, AffineScheme>> {
+    let (config, store) = (checkpoint.config(), checkpoint.store());
+    let mut schemes = BTreeMap::new();
+    let (Some(packing), Some(_)) = (format.packing(), store.quantization()) else {
+        return Ok(schemes);
+    };
+    let dense = dense_type(checkpoint);
+    let mut linears = Vec::new();
+    for (name, shape) in parameters(config) {
+        let Shape::Matrix(rows, cols) = shape else {
+            continue;
+        };
+        if is_layer_linear(&name) {
+            let weight = store.matrix(&name, (rows, cols))?;
+            let a = affine(&weight);
+            linears.push(Found {
+                name,
+                dims: (rows, cols),
+                scheme: a.map(|a| a.scheme()),
+                order: a.is_some_and(|a| a.g_idx().is_some()),
+                fits: a.is_some_and(|a| packing.fits(a, dense).is_ok()),
+            });
+        }
+    }
+    // Weights without codes stand unquantized beside others; where none has codes (FP8), all
+    // get some.
+    if linears.iter().any(|l| l.scheme.is_some()) {
+        linears.retain(|l| l.scheme.is_some());
+    }
+    let alike = |l: &Found| (l.scheme, l.order) == (linears[0].scheme, linears[0].order);
+    if linears
+        .iter()
+        .all(|l| l.fits && (!packing.uniform || alike(l)))
+    {
+        return Ok(schemes);
+    }
+    let common = most_common(linears.iter().filter(|l| l.fits));
+    let common = common.or_else(|| most_common(&linears));
+    for l in &linears {
+        let source = if packing.uniform { common } else { l.scheme };
+        let target = nearest(format, packing, source, l.dims);
+        // One scheme for all means one order too, and what is rounded again has none.
+        if l.fits && (!packing.uniform || l.scheme == Some(target) && !l.order) {
+            continue;
+        }
+        (packing.holds)(target, l.dims, false).map_err(|why| Error::Scheme {
+            expected: format!("what {} holds ({why})", format.name()),
+            found: format!("{target} for {}", l.name),
+        })?;
+        schemes.insert(l.name.clone(), target);
+    }
+    Ok(schemes)
+}
+
+/// A Linear as the source has it.
+struct Found {
+    name: String,
+    dims: (usize, usize),
+    scheme: Option<AffineScheme>, // None: unquantized
+    order: bool,                  // whether it has an activation order
+    fits: bool,
+}
+
+/// The scheme that most values have.
+fn most_common<'a>(linears: impl IntoIterator<Item = &'a Found>) -> Option<AffineScheme> {
+    let mut counts: Vec<(AffineScheme, usize)> = Vec::new();
+    for l in linears {
+        let values = l.dims.0 * l.dims.1;
+        let scheme = l.scheme?;
+        match counts.iter_mut().find(|(s, _)| *s == scheme) {
+            Some((_, n)) => *n += values,
+            None => counts.push((scheme, values)),
+        }
+    }
+    counts.into_iter().max_by_key(|c| c.1).map(|c| c.0)
+}
+
+/// The scheme of `format` nearest to `source` for a weight `[out, in]`; 8 bits where there is
+/// none. A scheme that the format holds whatever the codes is its own nearest.
+fn nearest(
+    format: ExportFormat,
+    packing: &Packing,
+    source: Option<AffineScheme>,
+    dims: (usize, usize),
+) -> AffineScheme {
+    let zeros_fit = |s: &AffineScheme| format != ExportFormat::Gptq || s.zeros == Zeros::None;
+    if let Some(s) = source.filter(|s| zeros_fit(s) && (packing.holds)(*s, dims, false).is_ok()) {
+        return s;
+    }
+    let bits = match (format, source) {
+        (ExportFormat::Awq, _) => Bits::B4,
+        (_, None) => Bits::B8,
+        (_, Some(s)) => s.bits,
+    };
+    let group = match source.map(|s| s.group) {
+        Some(Group::Size(n)) => Group::Size(n.max(32)),
+        Some(Group::Channel) => Group::Channel,
+        None => {
+            let whole = |n: &&u32| dims.1.is_multiple_of(**n as usize);
+            let size = GROUPS.iter().find(whole);
+            size.map_or(Group::Channel, |&n| Group::Size(n))
+        }
+    };
+    // Zero-points carry over; offsets become them, and 4 bits want them.
+    let zeros = match source.map(|s| s.zeros) {
+        Some(Zeros::None) => Zeros::None,
+        _ if format == ExportFormat::Gptq || bits == Bits::B8 => Zeros::None,
+        _ => Zeros::Integer,
+    };
+    AffineScheme { bits, group, zeros }
+}

@@ -1,0 +1,102 @@
+//! Texts from Parquet files, the form in which the hub keeps data sets.
+//!
+//! The `parquet` crate reads them. It panics over some damaged files (as of version 60, where a
+//! page's encoded lengths are wrong), which must not end the program: its panics are caught
+//! here and become errors.
+
+use crate::error::{Error, Result};
+use bytes::Bytes;
+use parquet::column::reader::ColumnReader;
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+/// Values that are decoded at a time.
+const BATCH: usize = 1024;
+
+/// The values of the string column `column`, nulls as empty strings. `path` names the file in
+/// messages. Columns are uncompressed or snappy, as pyarrow writes them by default.
+///
+/// # Errors
+/// [`Error::Malformed`] saying what is broken or compressed otherwise, or that `column` is
+/// absent or holds no flat strings.
+pub fn strings(path: &Path, file: Bytes, column: &str) -> Result<Vec<String>> {
+    // Nothing that the closure changes outlives it.
+    catch_unwind(AssertUnwindSafe(|| read(path, file, column))).unwrap_or_else(|_| {
+        Err(Error::Malformed {
+            path: path.into(),
+            what: format!("column {column}"),
+            expected: "the pages of a Parquet file".into(),
+            found: "damaged ones".into(),
+        })
+    })
+}
+
+fn read(path: &Path, file: Bytes, column: &str) -> Result<Vec<String>> {
+    let malformed = |what: &str, expected: String, found: String| Error::Malformed {
+        path: path.into(),
+        what: what.into(),
+        expected,
+        found,
+    };
+    let wrap = |e: ParquetError| {
+        let expected = "a Parquet file, its columns snappy or uncompressed".into();
+        malformed("contents", expected, e.to_string())
+    };
+    let reader = SerializedFileReader::new(file).map_err(wrap)?;
+    let metadata = reader.metadata().file_metadata();
+    let columns = metadata.schema_descr().columns();
+    let Some(index) = columns.iter().position(|c| c.path().parts() == [column]) else {
+        let found: Vec<String> = columns.iter().map(|c| c.path().string()).collect();
+        return Err(malformed(
+            "schema",
+            format!("a column {column}"),
+            found.join(", "),
+        ));
+    };
+    let most = columns[index].max_def_level();
+    let mut values = Vec::new();
+    for group in 0..reader.num_row_groups() {
+        let group = reader.get_row_group(group).map_err(wrap)?;
+        let chunk = group.get_column_reader(index).map_err(wrap)?;
+        let ColumnReader::ByteArrayColumnReader(mut chunk) = chunk else {
+            let kind = columns[index].physical_type();
+            return Err(malformed(
+                &format!("column {column}"),
+                "strings".into(),
+                format!("values of type {kind}"),
+            ));
+        };
+        loop {
+            let (mut present, mut levels) = (Vec::new(), Vec::new());
+            let (records, ..) = chunk
+                .read_records(BATCH, Some(&mut levels), None, &mut present)
+                .map_err(wrap)?;
+            if records == 0 {
+                break;
+            }
+            // Without nulls in its schema, a column has no levels.
+            let mut present = present.iter();
+            for i in 0..records {
+                let value = match levels.get(i).is_none_or(|&l| l == most) {
+                    true => present.next().map_or(&[][..], |v| v.data()),
+                    false => &[],
+                };
+                values.push(std::str::from_utf8(value).map(str::to_owned).map_err(|e| {
+                    let found = format!("{e} in row {}", values.len());
+                    malformed(&format!("column {column}"), "UTF-8".into(), found)
+                })?);
+            }
+        }
+    }
+    let rows = metadata.num_rows();
+    if rows != values.len() as i64 {
+        return Err(malformed(
+            &format!("column {column}"),
+            format!("{rows} values"),
+            values.len().to_string(),
+        ));
+    }
+    Ok(values)
+}

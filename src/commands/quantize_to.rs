@@ -1,0 +1,161 @@
+//! `nq quantize --format`: what was quantized, as another engine loads it.
+//!
+//! The work is done in nq's own folder beside the destination, which can be resumed; only when
+//! that is whole is it written in the other format, whole too, and then removed.
+
+use super::convert::{FormatArg, summary_lines};
+use crate::terminal::human_bytes;
+use anyhow::{Context, bail};
+use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
+use nq_formats::names::{Shape, is_layer_linear, parameters};
+use nq_formats::{AffineScheme, Bits, Checkpoint, Error, ModelConfig, Progress};
+use nq_quantize::schemes::head_scheme;
+use nq_quantize::{QuantizeReport, Schemes};
+use std::path::{Path, PathBuf};
+
+/// Where and in which format the result goes.
+pub(super) struct Target {
+    pub(super) format: FormatArg,
+    pub(super) out: PathBuf,
+    pub(super) force: bool,
+}
+
+impl FormatArg {
+    /// The schemes of Linears and of embedding and head, given nq's own and the bits asked for.
+    pub(super) fn schemes(
+        self,
+        linears: AffineScheme,
+        head_bits: Option<u32>,
+    ) -> anyhow::Result<(AffineScheme, Option<AffineScheme>)> {
+        let format = self.format();
+        let linears = format.scheme(linears.bits, linears)?;
+        let bits = match head_bits {
+            None if format.dense_ends() => 16,
+            Some(4 | 8) if format.dense_ends() => bail!(
+                "--head-bits: expected 16, which loaders of {} need, or none",
+                format.name()
+            ),
+            bits => bits.unwrap_or(8),
+        };
+        let head = match bits {
+            16 => None,
+            4 => Some(head_scheme(Bits::B4)),
+            _ => Some(head_scheme(Bits::B8)),
+        };
+        let head = head.map(|s| format.scheme(s.bits, s)).transpose()?;
+        Ok((linears, head))
+    }
+
+    /// What ends the names of models in this format in nq's own model folder.
+    pub(super) fn suffix(self) -> &'static str {
+        match self {
+            FormatArg::Nq => "",
+            FormatArg::Gguf => ".gguf",
+            FormatArg::CompressedTensors => ".compressed-tensors",
+            FormatArg::Gptq => ".gptq",
+            FormatArg::Awq => ".awq",
+        }
+    }
+}
+
+impl Target {
+    /// The folder that the model is quantized into: the destination, or one beside it.
+    pub(super) fn folder(&self) -> PathBuf {
+        match self.format {
+            FormatArg::Nq => self.out.clone(),
+            _ => {
+                let mut name = self.out.clone().into_os_string();
+                name.push(".nq");
+                name.into()
+            }
+        }
+    }
+
+    /// Refuses what could not be written in the end, and says what the format costs.
+    pub(super) fn check(
+        &self,
+        config: &ModelConfig,
+        schemes: &Schemes,
+    ) -> anyhow::Result<Option<String>> {
+        if self.format == FormatArg::Nq {
+            return Ok(None);
+        }
+        if !self.force && std::fs::symlink_metadata(&self.out).is_ok() {
+            return Err(Error::Exists {
+                path: self.out.clone(),
+                what: "something is here already".into(),
+            }
+            .into());
+        }
+        let format = self.format.format();
+        let all = parameters(config);
+        let matrices = all.iter().filter_map(|(name, shape)| match *shape {
+            Shape::Matrix(rows, cols) => Some((name.as_str(), (rows, cols))),
+            Shape::Vector(_) => None,
+        });
+        let (linears, ends): (Vec<_>, Vec<_>) = matrices.partition(|(name, _)| {
+            // In a GGUF file, embedding and head are blocks as Linears are.
+            is_layer_linear(name) || !format.dense_ends()
+        });
+        let linears = linears
+            .iter()
+            .filter_map(|&(name, dims)| Some((name, schemes.of(name)?, dims)));
+        format.check(linears)?;
+        let eight = head_scheme(Bits::B8);
+        let more = ends
+            .iter()
+            .map(|&(_, (rows, cols))| 2 * rows * cols - eight.bytes(rows, cols));
+        let more: usize = more.sum();
+        Ok((more > 0).then(|| {
+            format!(
+                "embedding and head stay unquantized, as loaders of {} need them: {} more than \
+                 with 8 bits",
+                format.name(),
+                human_bytes(more as u64)
+            )
+        }))
+    }
+
+    /// Writes the quantized folder in the format and removes it. Gives lines on what became of
+    /// the weights, and puts what was written into `report`.
+    pub(super) fn write(
+        &self,
+        report: &mut QuantizeReport,
+        progress: &dyn Progress,
+    ) -> anyhow::Result<Vec<String>> {
+        if self.format == FormatArg::Nq {
+            return Ok(Vec::new());
+        }
+        let folder = self.folder();
+        let (written, parameters) = write_from(&folder, self, progress)
+            .with_context(|| format!("the quantized model is kept in {}", folder.display()))?;
+        std::fs::remove_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        let mut lines = summary_lines(&written);
+        lines.push(format!(
+            "in nq's own format: {} in files",
+            human_bytes(report.file_bytes)
+        ));
+        report.out.clone_from(&self.out);
+        report.format = self.format.word();
+        report.tensor_bytes = written.tensor_bytes;
+        report.file_bytes = written.file_bytes;
+        report.bits_per_weight = 8.0 * written.tensor_bytes as f64 / parameters as f64;
+        Ok(lines)
+    }
+}
+
+/// What was written, and how many parameters the model has.
+fn write_from(
+    folder: &Path,
+    target: &Target,
+    progress: &dyn Progress,
+) -> nq_formats::Result<(ExportReport, usize)> {
+    let options = ExportOptions {
+        force: target.force,
+        ..ExportOptions::default()
+    };
+    let format: ExportFormat = target.format.format();
+    let checkpoint = Checkpoint::open(folder)?;
+    let report = export(&checkpoint, format, &target.out, &options, progress)?;
+    Ok((report, checkpoint.config().parameters()))
+}
