@@ -1,6 +1,8 @@
 //! What the demo model answers after it went through each format: the same logits to the bit
 //! where FORMAT.md says exact, and as close as it says elsewhere.
 
+#![allow(clippy::print_stdout, reason = "the figures of FORMAT.md are these")]
+
 use nq_formats::export::gguf::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::BlockType;
