@@ -1,7 +1,9 @@
-//! Prefill and decode of the demo model, from tokens to logits.
+//! Prefill and decode of the demo model, from tokens to logits: as it is, and quantized by
+//! rounding, under every rounding of activations that is some scheme's best.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use nq_formats::Checkpoint;
+use nq_formats::{Bits, Checkpoint};
+use nq_quantize::{Schemes, quantize_at_load};
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec, load,
 };
@@ -12,8 +14,24 @@ const PROMPT: usize = 512;
 
 fn end_to_end(c: &mut Criterion) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
-    let checkpoint = Checkpoint::open(&folder).expect("the demo model");
-    for activations in [ActivationChoice::F32, ActivationChoice::Int8] {
+    let int8 = ActivationChoice::Int8 { group: 32 };
+    let int16 = ActivationChoice::Int16 { group: 128 };
+    for (bits, activations) in [
+        (None, ActivationChoice::F32),
+        (None, ActivationChoice::Bf16),
+        (Some(Bits::B4), ActivationChoice::F32),
+        (Some(Bits::B4), int8),
+        (Some(Bits::B4), ActivationChoice::Auto),
+        (Some(Bits::B8), ActivationChoice::F32),
+        (Some(Bits::B8), int8),
+        (Some(Bits::B8), int16),
+    ] {
+        let checkpoint = Checkpoint::open(&folder).expect("the demo model");
+        let checkpoint = match bits {
+            None => checkpoint,
+            Some(bits) => quantize_at_load(checkpoint, Schemes::defaults(bits))
+                .expect("schemes for any model"),
+        };
         let options = LoadOptions {
             device: DeviceChoice::Cpu,
             activations,
@@ -32,9 +50,13 @@ fn end_to_end(c: &mut Criterion) {
         let tokens: Vec<u32> = (0..PROMPT as u32)
             .map(|i| i.wrapping_mul(2_654_435_761) % vocab)
             .collect();
-        let name = engine.description().activations.clone();
+        let found = engine.description();
+        let name = format!(
+            "demo, {} bits, activations {}",
+            found.bits, found.activations
+        );
 
-        let mut group = c.benchmark_group(format!("demo, activations {name}"));
+        let mut group = c.benchmark_group(name);
         group.throughput(Throughput::Elements(PROMPT as u64));
         let mut forward = |keep: usize, tokens: &[u32]| {
             session.truncate(0, keep);

@@ -129,7 +129,12 @@ fn cases() -> Vec<Case> {
             continue;
         }
         for weight in &weights {
-            for activations in [Activations::F32, Activations::Int8 { group: 32 }] {
+            for activations in [
+                Activations::F32,
+                Activations::Bf16,
+                Activations::Int8 { group: 32 },
+                Activations::Int16 { group: 128 },
+            ] {
                 for rows in [1, ROWS] {
                     if kernel
                         .info

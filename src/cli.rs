@@ -63,9 +63,10 @@ pub struct Global {
     /// CPU threads [default: one per physical core]
     #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
-    /// What inputs of the linear layers are rounded to
-    #[arg(long, global = true, value_enum, default_value_t = ActivationArg::Auto)]
-    pub activations: ActivationArg,
+    /// What inputs of the linear layers are rounded to: auto, f32, bf16, int8 or int16, the
+    /// last two with -g16, -g32, -g64 or -g128 for other groups than 32 and 128
+    #[arg(long, global = true, value_name = "A", default_value = "auto")]
+    pub activations: ActivationChoice,
     /// Fused kernels, or the plain ones they are measured against
     #[arg(long, global = true, value_enum, default_value_t = KernelArg::Fused)]
     pub kernels: KernelArg,
@@ -84,16 +85,6 @@ pub struct Global {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum ActivationArg {
-    /// int8 for 4-bit weights; for 8-bit weights what measures best
-    Auto,
-    /// No rounding
-    F32,
-    /// 8-bit codes, a scale per group of 32
-    Int8,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum KernelArg {
     /// The fastest for the device
     Fused,
@@ -109,8 +100,12 @@ pub enum IsaArg {
     Scalar,
     /// AVX2, FMA, F16C
     Avx2,
+    /// AVX2 and 256-bit VNNI
+    Avxvnni,
     /// AVX-512 with VNNI
     Avx512,
+    /// AVX-512 with VNNI and BF16
+    Avx512bf16,
     /// Arm NEON with dot product
     Neon,
 }
@@ -121,11 +116,7 @@ impl Global {
         LoadOptions {
             device: self.device,
             threads: self.threads,
-            activations: match self.activations {
-                ActivationArg::Auto => ActivationChoice::Auto,
-                ActivationArg::F32 => ActivationChoice::F32,
-                ActivationArg::Int8 => ActivationChoice::Int8,
-            },
+            activations: self.activations,
             kernels: match self.kernels {
                 KernelArg::Fused => KernelSet::Fused,
                 KernelArg::Reference => KernelSet::Reference,
@@ -134,7 +125,9 @@ impl Global {
                 IsaArg::Auto => IsaChoice::Auto,
                 IsaArg::Scalar => IsaChoice::Force(Isa::Scalar),
                 IsaArg::Avx2 => IsaChoice::Force(Isa::Avx2),
+                IsaArg::Avxvnni => IsaChoice::Force(Isa::AvxVnni),
                 IsaArg::Avx512 => IsaChoice::Force(Isa::Avx512),
+                IsaArg::Avx512bf16 => IsaChoice::Force(Isa::Avx512Bf16),
                 IsaArg::Neon => IsaChoice::Force(Isa::Neon),
             },
             ..LoadOptions::default()

@@ -90,27 +90,45 @@ pub fn attend(q: &[f32], keys: &[f32], values: &[f32], y: &mut [f32]) {
 }
 
 /// Rounds each row of `x` (`k` long) to what a Linear with these activations sees, in place:
-/// for int8, `scale * code` with codes of -127 to 127 and one f32 scale per group (the last
-/// of a row may be shorter).
+/// for int8 and int16, `scale * code` with codes of -127 to 127 or -32512 to 32512 and one
+/// f32 scale per group (the last of a row may be shorter).
 pub fn round_activations(x: &mut [f32], k: usize, activations: crate::Activations) {
-    let crate::Activations::Int8 { group } = activations else {
-        return;
+    use crate::Activations;
+    let (group, greatest) = match activations {
+        Activations::F32 => return,
+        Activations::Bf16 => {
+            x.iter_mut()
+                .for_each(|v| *v = half::bf16::from_f32(*v).to_f32());
+            return;
+        }
+        Activations::Int8 { group } => (group, INT8_GREATEST),
+        Activations::Int16 { group } => (group, INT16_GREATEST),
     };
     for group in x.chunks_mut(k).flat_map(|row| row.chunks_mut(group)) {
         let absmax = group.iter().fold(0f32, |m, v| m.max(v.abs()));
-        let (inverse, scale) = int8_scale(absmax);
+        let (inverse, scale) = code_scale(absmax, greatest);
         for v in group {
             *v = (*v * inverse).round_ties_even() * scale;
         }
     }
 }
 
-/// For values up to `absmax`: what they are multiplied by to become codes of -127 to 127,
-/// and what codes are multiplied by to become values. Both are 0 where `absmax` is so
-/// small that its inverse overflows.
-pub(crate) fn int8_scale(absmax: f32) -> (f32, f32) {
-    if absmax > 1e-35 {
-        (127.0 / absmax, absmax / 127.0)
+/// Greatest code of int8 activations.
+pub(crate) const INT8_GREATEST: f32 = 127.0;
+
+/// What the high one of an int16 code's two signed bytes counts: with 255, both stay within
+/// -127 and 127, which every instruction set's dot products take.
+pub(crate) const INT16_BASE: f32 = 255.0;
+
+/// Greatest code of int16 activations: two bytes of 127.
+pub(crate) const INT16_GREATEST: f32 = 127.0 * INT16_BASE + 127.0;
+
+/// For values up to `absmax`: what they are multiplied by to become codes of `-greatest` to
+/// `greatest`, and what codes are multiplied by to become values. Both are 0 where `absmax`
+/// is so small that its inverse overflows.
+pub(crate) fn code_scale(absmax: f32, greatest: f32) -> (f32, f32) {
+    if absmax > 1e-33 {
+        (greatest / absmax, absmax / greatest)
     } else {
         (0.0, 0.0)
     }

@@ -11,8 +11,16 @@ use std::ops::RangeInclusive;
 pub enum Activations {
     /// Not at all: f32 values, f32 products and sums.
     F32,
+    /// To bf16; products of pairs, sums in f32. For bf16 weights.
+    Bf16,
     /// Signed 8-bit codes with one f32 scale per `group` inputs (absmax / 127).
     Int8 {
+        /// Inputs that share a scale.
+        group: usize,
+    },
+    /// Signed codes of almost 16 bits with one f32 scale per `group` inputs (absmax /
+    /// 32512): two signed bytes each, so that integer dot products are two of int8.
+    Int16 {
         /// Inputs that share a scale.
         group: usize,
     },
@@ -22,7 +30,9 @@ impl fmt::Display for Activations {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Activations::F32 => f.write_str("f32"),
+            Activations::Bf16 => f.write_str("bf16"),
             Activations::Int8 { group } => write!(f, "int8 g{group}"),
+            Activations::Int16 { group } => write!(f, "int16 g{group}"),
         }
     }
 }

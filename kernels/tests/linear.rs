@@ -17,12 +17,17 @@ const GROUPS: [Group; 5] = [
     Group::Size(128),
     Group::Channel,
 ];
-const ACTIVATIONS: [Activations; 5] = [
+/// Those that quantized weights take, then bf16.
+const ACTIVATIONS: [Activations; 9] = [
     Activations::F32,
     Activations::Int8 { group: 16 },
     Activations::Int8 { group: 32 },
     Activations::Int8 { group: 64 },
     Activations::Int8 { group: 128 },
+    Activations::Int16 { group: 16 },
+    Activations::Int16 { group: 32 },
+    Activations::Int16 { group: 128 },
+    Activations::Bf16,
 ];
 /// f32 sums of up to 3072 products or of exact integer dot products; offsets may cancel
 /// most of a weight.
@@ -141,7 +146,8 @@ fn dense_edge_shapes() {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let w = dense(dtype, out, inp, i as u64);
                 let all: Vec<usize> = (0..out).collect();
-                assert_eq!(check_registry(isa, &w, &all), ROWS.len());
+                let kinds = if dtype == DType::BF16 { 2 } else { 1 };
+                assert_eq!(check_registry(isa, &w, &all), kinds * ROWS.len());
             }
         }
     }
@@ -155,7 +161,7 @@ fn affine_edge_shapes() {
                 let w = affine(scheme, out, inp, None, i as u64);
                 let all: Vec<usize> = (0..out).collect();
                 let cases = check_registry(isa, &w, &all);
-                assert_eq!(cases, ROWS.len() * ACTIVATIONS.len(), "{scheme}");
+                assert_eq!(cases, ROWS.len() * (ACTIVATIONS.len() - 1), "{scheme}");
             }
         }
     }
@@ -201,10 +207,16 @@ fn real_shapes() {
         weights.extend(kinds.iter().map(|&s| affine(s, out, inp, None, 2)));
         for w in &weights {
             for isa in isas() {
-                for activations in [Activations::F32, Activations::Int8 { group: 32 }] {
-                    if matches!(w, Weight::Dense(_)) && activations != Activations::F32 {
-                        continue;
-                    }
+                let dense = [Activations::F32, Activations::Bf16];
+                let quantized = [
+                    Activations::F32,
+                    Activations::Int8 { group: 32 },
+                    Activations::Int16 { group: 32 },
+                ];
+                for &activations in match w {
+                    Weight::Dense(_) => &dense[..],
+                    Weight::Quantized(_) => &quantized[..],
+                } {
                     for m in [1, 3, 33] {
                         check(isa, w, activations, m, &rows);
                     }
@@ -225,7 +237,11 @@ fn many_rows() {
     let w = affine(scheme, 40, 96, None, 1);
     let all: Vec<usize> = (0..40).collect();
     for isa in isas() {
-        for activations in [Activations::F32, Activations::Int8 { group: 32 }] {
+        for activations in [
+            Activations::F32,
+            Activations::Int8 { group: 32 },
+            Activations::Int16 { group: 32 },
+        ] {
             for m in [480, 481, 1000] {
                 check(isa, &w, activations, m, &all);
             }
@@ -257,7 +273,11 @@ fn stacked_parts_and_epilogues() {
     let refs: Vec<&Weight> = parts.iter().collect();
     for isa in isas() {
         let cpu = cpu(isa, 2);
-        for activations in [Activations::F32, Activations::Int8 { group: 32 }] {
+        for activations in [
+            Activations::F32,
+            Activations::Int8 { group: 32 },
+            Activations::Int16 { group: 64 },
+        ] {
             for m in [1, 5, 20] {
                 let x = normal(m * k, m as u64);
                 let n = 40 + 24 + 17 + 9;
@@ -319,7 +339,11 @@ fn reference_kernels() {
         affine(scheme, 21, 40, None, 1),
         dense(DType::F16, 21, 40, 2),
     ];
-    for activations in [Activations::F32, Activations::Int8 { group: 10 }] {
+    for activations in [
+        Activations::F32,
+        Activations::Int8 { group: 10 },
+        Activations::Int16 { group: 10 },
+    ] {
         let parts = [&w[0], &w[1]];
         let linear = Linear::new(cpu, &parts, activations, KernelSet::Reference).unwrap();
         assert_eq!(linear.kernel_names(), ["reference"]);
@@ -385,7 +409,7 @@ fn packed_bytes_are_the_stored_bytes() {
     let cpu = cpu(Isa::Scalar, 1);
     for scheme in schemes(&GROUPS) {
         let w = affine(scheme, 64, 256, None, 1);
-        for activations in ACTIVATIONS {
+        for &activations in &ACTIVATIONS[..8] {
             let linear = Linear::new(cpu, &[&w], activations, KernelSet::Fused).unwrap();
             // Zero-points of 4 bits: an odd number of groups in a row is stored with half
             // a byte to spare, which panels do not need.
@@ -451,7 +475,7 @@ fn damage_shows() {
     let w = affine(scheme, 16, 64, None, 1);
     for isa in isas() {
         let cpu = cpu(isa, 1);
-        for activations in ACTIVATIONS {
+        for &activations in &ACTIVATIONS[..8] {
             let linear = Linear::new(cpu, &[&w], activations, KernelSet::Fused).unwrap();
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 for at in [0, 15, 40, 63] {

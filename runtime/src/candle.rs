@@ -43,8 +43,12 @@ impl CandleEngine {
         if let DeviceChoice::Cuda(n) = options.device {
             return Err(unsupported("device", "the CPU", format!("cuda:{n}")));
         }
-        if options.activations == ActivationChoice::Int8 {
-            return Err(unsupported("activations", "f32", "int8".into()));
+        if !matches!(
+            options.activations,
+            ActivationChoice::Auto | ActivationChoice::F32
+        ) {
+            let found = options.activations.to_string();
+            return Err(unsupported("activations", "f32", found));
         }
         if config.rope.scaling != RopeScaling::None {
             let found = format!("{:?}", config.rope.scaling);

@@ -10,9 +10,11 @@ use crate::engine::{Engine, LayerStepper};
 use crate::error::Error;
 use crate::error::Result;
 use crate::weights::bits;
-use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
+use nq_formats::{DType, ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cpu::{IsaChoice, KvType};
 use nq_kernels::{Activations, KernelSet};
+use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 /// Which device to run on.
@@ -30,13 +32,72 @@ pub enum DeviceChoice {
 /// What Linears round their inputs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ActivationChoice {
-    /// Per weight: int8 for 4-bit weights that have such kernels, f32 for others.
+    /// Per weight: int8 in groups of 32 for 4-bit weights, int16 in groups of 128 for 8-bit
+    /// ones, where the device has such kernels; f32 for others.
     #[default]
     Auto,
     /// No rounding.
     F32,
-    /// Signed 8-bit codes with a scale per group of 32 inputs, for all quantized weights.
-    Int8,
+    /// bf16, for bf16 weights; f32 for others.
+    Bf16,
+    /// Signed 8-bit codes with a scale per group, for all quantized weights; f32 for others.
+    Int8 {
+        /// Inputs that share a scale.
+        group: usize,
+    },
+    /// The same with codes of almost 16 bits.
+    Int16 {
+        /// Inputs that share a scale.
+        group: usize,
+    },
+}
+
+/// Groups that a name may give, and where it gives none, the group of int8 and of int16.
+const GROUPS: [usize; 4] = [16, 32, 64, 128];
+const INT8_GROUP: usize = 32;
+const INT16_GROUP: usize = 128;
+
+impl FromStr for ActivationChoice {
+    type Err = String;
+
+    /// `auto`, `f32`, `bf16`, `int8` or `int16`, the last two with `-g16`, `-g32`, `-g64` or
+    /// `-g128` if not their own.
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        let expected = "expected auto, f32, bf16, int8 or int16, \
+                        or the last two with -g16, -g32, -g64 or -g128";
+        let (name, group) = match s.split_once("-g") {
+            None => (s, None),
+            Some((name, group)) => {
+                let group = group.parse().ok().filter(|g| GROUPS.contains(g));
+                (name, Some(group.ok_or(expected)?))
+            }
+        };
+        match (name, group) {
+            ("auto", None) => Ok(Self::Auto),
+            ("f32", None) => Ok(Self::F32),
+            ("bf16", None) => Ok(Self::Bf16),
+            ("int8", group) => Ok(Self::Int8 {
+                group: group.unwrap_or(INT8_GROUP),
+            }),
+            ("int16", group) => Ok(Self::Int16 {
+                group: group.unwrap_or(INT16_GROUP),
+            }),
+            _ => Err(expected.into()),
+        }
+    }
+}
+
+impl fmt::Display for ActivationChoice {
+    /// What [`ActivationChoice::from_str`] reads.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::F32 => f.write_str("f32"),
+            Self::Bf16 => f.write_str("bf16"),
+            Self::Int8 { group } => write!(f, "int8-g{group}"),
+            Self::Int16 { group } => write!(f, "int16-g{group}"),
+        }
+    }
 }
 
 /// Which implementation runs the model.
@@ -115,24 +176,61 @@ pub fn stepper(
 
 impl ActivationChoice {
     /// What the input of the stacked `parts` is rounded to, where the device has kernels for
-    /// what `supports` says. Unquantized weights take unrounded inputs whatever is asked for.
+    /// what `supports` says. Unquantized weights never take integers, nor quantized ones bf16.
     ///
-    /// `Auto` rounds for 4-bit weights: the product then runs in integers, at several times
-    /// the speed, and adds an error far below that of the weights.
+    /// `Auto` rounds for quantized weights: the product then runs in integers, at several times
+    /// the speed, and adds an error far below that of the weights. To 8-bit weights int8 would
+    /// add an error of the size of their own; two bytes add none that can be measured, and cost
+    /// decoding, which waits for memory, nothing.
     pub fn resolve(
         self,
         parts: &[&Weight],
         supports: impl Fn(&Weight, Activations) -> bool,
     ) -> Activations {
-        let int8 = Activations::Int8 { group: 32 };
-        let dense = parts.iter().any(|w| matches!(w, Weight::Dense(_)));
-        let rounded = match self {
-            ActivationChoice::F32 => false,
-            ActivationChoice::Int8 => !dense,
-            ActivationChoice::Auto => {
-                parts.iter().any(|w| bits(w) == 4) && parts.iter().all(|w| supports(w, int8))
+        let quantized = parts.iter().all(|w| matches!(w, Weight::Quantized(_)));
+        let bf16 = |w: &&Weight| matches!(w, Weight::Dense(t) if t.dtype() == DType::BF16);
+        match self {
+            ActivationChoice::Int8 { group } if quantized => Activations::Int8 { group },
+            ActivationChoice::Int16 { group } if quantized => Activations::Int16 { group },
+            ActivationChoice::Bf16 if parts.iter().all(bf16) => Activations::Bf16,
+            ActivationChoice::Auto if quantized => {
+                let rounded = match parts.iter().any(|w| bits(w) == 4) {
+                    true => Activations::Int8 { group: INT8_GROUP },
+                    false => Activations::Int16 { group: INT16_GROUP },
+                };
+                match parts.iter().all(|w| supports(w, rounded)) {
+                    true => rounded,
+                    false => Activations::F32,
+                }
             }
-        };
-        if rounded { int8 } else { Activations::F32 }
+            _ => Activations::F32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_read_as_they_are_written() {
+        let mut all = vec![
+            ActivationChoice::Auto,
+            ActivationChoice::F32,
+            ActivationChoice::Bf16,
+        ];
+        for group in GROUPS {
+            all.push(ActivationChoice::Int8 { group });
+            all.push(ActivationChoice::Int16 { group });
+        }
+        for choice in all {
+            assert_eq!(choice.to_string().parse(), Ok(choice));
+        }
+        assert_eq!("int8".parse(), Ok(ActivationChoice::Int8 { group: 32 }));
+        assert_eq!("int16".parse(), Ok(ActivationChoice::Int16 { group: 128 }));
+        for bad in ["", "int4", "int8-", "int8-g8", "int8-g0", "f32-g32", "INT8"] {
+            let refused = bad.parse::<ActivationChoice>().expect_err(bad);
+            assert!(refused.contains("int16"), "{refused}");
+        }
     }
 }

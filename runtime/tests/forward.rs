@@ -206,14 +206,19 @@ fn activations_are_rounded_as_asked_and_by_default_for_4_bits() {
         assert_eq!(engine.description().activations, named);
         feed(&mut *session(&*engine, 1), 0, &text)
     };
-    for (bits, by_default) in [(Bits::B4, "int8 g32"), (Bits::B8, "f32")] {
+    let int8 = ActivationChoice::Int8 { group: 32 };
+    let int16 = ActivationChoice::Int16 { group: 128 };
+    for (bits, by_default) in [(Bits::B4, "int8 g32"), (Bits::B8, "int16 g128")] {
         let store = dense.quantized(scheme(bits));
         let exact = run(&store, ActivationChoice::F32, "f32");
-        let rounded = run(&store, ActivationChoice::Int8, "int8 g32");
+        let rounded = run(&store, int8, "int8 g32");
         let d = distance(&exact, &rounded);
         assert!((1e-4..0.2).contains(&d), "{bits:?}: {d}");
+        let finely = run(&store, int16, "int16 g128");
+        let fine = distance(&exact, &finely);
+        assert!(fine > 0.0 && fine < d / 20.0, "{bits:?}: {fine} after {d}");
         let auto = run(&store, ActivationChoice::Auto, by_default);
-        let same = if bits == Bits::B4 { &rounded } else { &exact };
+        let same = if bits == Bits::B4 { &rounded } else { &finely };
         assert!(&auto == same, "{bits:?}: auto is neither");
     }
     // An unquantized head among quantized layers is left alone, an unquantized model is not
@@ -221,13 +226,18 @@ fn activations_are_rounded_as_asked_and_by_default_for_4_bits() {
     let mut mixed = dense.quantized(scheme(Bits::B4));
     let head = dense.matrices["lm_head"].clone();
     mixed.matrices.insert("lm_head".into(), head);
-    run(&mixed, ActivationChoice::Int8, "int8 g32 + f32");
+    run(&mixed, int8, "int8 g32 + f32");
     run(&dense, ActivationChoice::Auto, "f32");
-    let refused = load(&dense, ActivationChoice::Int8).err().expect("refused");
-    assert!(
-        refused.to_string().contains("quantized weights"),
-        "{refused}"
-    );
+    // Only quantized weights take integers, and only unquantized ones bf16.
+    let quantized = dense.quantized(scheme(Bits::B4));
+    for (store, choice) in [
+        (&dense, int8),
+        (&dense, int16),
+        (&quantized, ActivationChoice::Bf16),
+    ] {
+        let refused = load(store, choice).err().expect("refused").to_string();
+        assert!(refused.contains("quantized weights for int8"), "{refused}");
+    }
 }
 
 #[test]

@@ -12,8 +12,13 @@ pub enum Isa {
     Neon,
     /// AVX2 with FMA and F16C.
     Avx2,
+    /// AVX2 with FMA, F16C and 256-bit VNNI, in either of its encodings (AVX-VNNI, or AVX-512
+    /// VNNI and VL).
+    AvxVnni,
     /// AVX-512 F, BW, VL, DQ and VNNI.
     Avx512,
+    /// The same with BF16.
+    Avx512Bf16,
 }
 
 /// What `--isa` asks for.
@@ -28,7 +33,14 @@ pub enum IsaChoice {
 
 impl Isa {
     /// Every instruction set that kernels exist for.
-    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Neon, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 6] = [
+        Isa::Scalar,
+        Isa::Neon,
+        Isa::Avx2,
+        Isa::AvxVnni,
+        Isa::Avx512,
+        Isa::Avx512Bf16,
+    ];
 
     /// The name `--isa` takes.
     pub const fn name(self) -> &'static str {
@@ -36,7 +48,9 @@ impl Isa {
             Isa::Scalar => "scalar",
             Isa::Neon => "neon",
             Isa::Avx2 => "avx2",
+            Isa::AvxVnni => "avxvnni",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512bf16",
         }
     }
 
@@ -50,6 +64,14 @@ impl Isa {
                     && is_x86_feature_detected!("fma")
                     && is_x86_feature_detected!("f16c")
             }
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => {
+                let evex =
+                    is_x86_feature_detected!("avx512vl") && is_x86_feature_detected!("avx512vnni");
+                Isa::Avx2.available() && (Isa::vex_vnni() || evex)
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => Isa::Avx512.available() && is_x86_feature_detected!("avx512bf16"),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 Isa::Avx2.available()
@@ -67,6 +89,12 @@ impl Isa {
             #[allow(unreachable_patterns, reason = "depends on the target")]
             _ => false,
         }
+    }
+
+    /// True if the CPU has the VEX encoding of VNNI.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn vex_vnni() -> bool {
+        is_x86_feature_detected!("avxvnni")
     }
 }
 

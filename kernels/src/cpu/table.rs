@@ -21,6 +21,8 @@ use super::linear::pack::Packed;
 use super::ops::attention::{self, Partial};
 use super::ops::rows;
 use crate::cpu::simd::Simd;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::simd::avx2::{EVEX, VEX, WITHOUT};
 use std::ops::Range;
 
 /// Writes units of a panel as floats; see [`float::dequantize`].
@@ -30,7 +32,8 @@ pub(crate) type Gemv = unsafe fn(&Packed, &Prepared, usize, *mut f32);
 /// A block of f32 matrix product; see [`float::tile`].
 pub(crate) type Tile =
     unsafe fn(usize, *const f32, usize, *const f32, *mut f32, usize, usize, bool);
-/// Panels times a block of int8 columns; see [`int8::dot`].
+/// Panels times a block of integer or bf16 columns; see [`int8::dot`] and
+/// [`float::dot_bf16`].
 pub(crate) type Dot = unsafe fn(&Packed, &Prepared, usize, usize, *mut f32, usize);
 /// See [`attention::decode`].
 pub(crate) type Decode = unsafe fn(
@@ -54,6 +57,21 @@ pub(crate) const GEMV_COLUMNS: usize = 4;
 /// Panels that matrix product kernels take at a time, at most.
 pub(crate) const PANELS: usize = 2;
 
+/// Products whose columns are not f32, indexed by panels - 1, then columns - 1.
+#[derive(Clone, Copy)]
+pub(crate) struct Dots {
+    /// 4-bit weights, int8 columns.
+    pub(crate) nibbles: [&'static [Dot]; PANELS],
+    /// 8-bit weights, int8 columns.
+    pub(crate) bytes: [&'static [Dot]; PANELS],
+    /// 4-bit weights, int16 columns.
+    pub(crate) nibbles_wide: [&'static [Dot]; PANELS],
+    /// 8-bit weights, int16 columns.
+    pub(crate) bytes_wide: [&'static [Dot]; PANELS],
+    /// bf16 weights and columns.
+    pub(crate) bf16: [&'static [Dot]; PANELS],
+}
+
 /// One instruction set's kernels.
 pub(crate) struct Table {
     /// Indexed by [`super::linear::pack::Codes`].
@@ -62,9 +80,7 @@ pub(crate) struct Table {
     pub(crate) gemv: [[Gemv; GEMV_COLUMNS]; 5],
     /// Indexed by panels - 1, then columns - 1.
     pub(crate) tile: [&'static [Tile]; PANELS],
-    /// The same for weights of 4 and of 8 bits.
-    pub(crate) dot_nibbles: [&'static [Dot]; PANELS],
-    pub(crate) dot_bytes: [&'static [Dot]; PANELS],
+    pub(crate) dots: Dots,
     /// Panels that this set's registers make best use of.
     pub(crate) panels: usize,
     /// Panels of queries in one tile of `prefill`.
@@ -72,6 +88,8 @@ pub(crate) struct Table {
     pub(crate) checksum: fn(&[u32]) -> f32,
     pub(crate) sum: fn(&[f32]) -> f32,
     pub(crate) quantize: fn(&[f32], usize, &mut [i8], &mut [f32]),
+    pub(crate) quantize_wide: fn(&[f32], usize, &mut [i8], &mut [i8], &mut [f32]),
+    pub(crate) pair_bf16: fn(&[f32], &mut [u32], usize, usize),
     pub(crate) total: fn(&[i8], usize, &mut [i32]),
     pub(crate) interleave: fn(&[i8], bool, &mut [i8], usize, usize),
     pub(crate) silu_mul: fn(&mut [f32], &[f32]),
@@ -87,13 +105,45 @@ impl Table {
     pub(crate) fn of(isa: Isa) -> &'static Table {
         assert!(isa.available(), "{isa} kernels on a CPU without it");
         match isa {
-            Isa::Scalar => &scalar::TABLE,
+            Isa::Scalar => const { &scalar::TABLE },
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => &avx2::TABLE,
+            Isa::Avx2 => const { &avx2::TABLE },
+            // One instruction in two encodings; a CPU has either or both.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => &avx512::TABLE,
+            Isa::AvxVnni if Isa::vex_vnni() => {
+                const {
+                    &Table {
+                        dots: avxvnni_vex::DOTS,
+                        ..avx2::TABLE
+                    }
+                }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => {
+                const {
+                    &Table {
+                        dots: avxvnni_evex::DOTS,
+                        ..avx2::TABLE
+                    }
+                }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => const { &avx512::TABLE },
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => {
+                const DOTS: Dots = Dots {
+                    bf16: avx512bf16::BF16,
+                    ..avx512::DOTS
+                };
+                const {
+                    &Table {
+                        dots: DOTS,
+                        ..avx512::TABLE
+                    }
+                }
+            }
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => &neon::TABLE,
+            Isa::Neon => const { &neon::TABLE },
             #[allow(unreachable_patterns, reason = "depends on the target")]
             other => unreachable!("{other} is available but not compiled"),
         }
@@ -122,19 +172,69 @@ macro_rules! row_operations {
     };
 }
 
+/// Defines the [`Dots`] of one instruction set: its [`Simd`] type, the attribute that enables
+/// it, and for each number of panels the columns of each product.
+macro_rules! products {
+    (
+        $simd:ty, #[$enable:meta], panels: $panels:literal,
+        bf16: [$($bc:literal)*], int8: [$($ic:literal)*], int16: [$($wc:literal)*] $(,)?
+    ) => {
+        #[$enable]
+        unsafe fn dot<U: Units, const P: usize, const C: usize, const N: usize>(
+            w: &Packed, x: &Prepared, panel: usize, block: usize, out: *mut f32, out_stride: usize,
+        ) {
+            // SAFETY: the instructions are enabled here; the rest is the caller's.
+            unsafe { int8::dot::<_, U, P, C, N>(<$simd>::new(), w, x, panel, block, out, out_stride) }
+        }
+        #[$enable]
+        unsafe fn dot_bf16<const P: usize, const C: usize>(
+            w: &Packed, x: &Prepared, panel: usize, block: usize, out: *mut f32, out_stride: usize,
+        ) {
+            // SAFETY: as above.
+            unsafe { float::dot_bf16::<_, P, C>(<$simd>::new(), w, x, panel, block, out, out_stride) }
+        }
+        pub(super) const DOTS: Dots = Dots {
+            nibbles: [
+                &[$(dot::<float::Nibble, 1, $ic, 1>),*],
+                &[$(dot::<float::Nibble, $panels, $ic, 1>),*],
+            ],
+            bytes: [
+                &[$(dot::<float::Byte, 1, $ic, 1>),*],
+                &[$(dot::<float::Byte, $panels, $ic, 1>),*],
+            ],
+            nibbles_wide: [
+                &[$(dot::<float::Nibble, 1, $wc, 2>),*],
+                &[$(dot::<float::Nibble, $panels, $wc, 2>),*],
+            ],
+            bytes_wide: [
+                &[$(dot::<float::Byte, 1, $wc, 2>),*],
+                &[$(dot::<float::Byte, $panels, $wc, 2>),*],
+            ],
+            bf16: [
+                &[$(dot_bf16::<1, $bc>),*],
+                &[$(dot_bf16::<$panels, $bc>),*],
+            ],
+        };
+    };
+}
+
 /// Defines a module with the [`Table`] of one instruction set: its [`Simd`] type, the
 /// attribute that enables it, the number of panels of queries, of columns in attention's
-/// products, and for each number of panels the columns of the f32 and of the int8 product.
+/// products, and for each number of panels the columns of each product.
 macro_rules! instantiate {
     (
         $module:ident, $simd:ty, #[$enable:meta],
         panels: $panels:literal,
         attention: $query_panels:literal x $query_columns:literal,
         f32: [$($fc:literal)*],
-        int8: [$($ic:literal)*] $(,)?
+        bf16: $bf16:tt, int8: $int8:tt, int16: $int16:tt $(,)?
     ) => {
         mod $module {
             use super::*;
+
+            products! {
+                $simd, #[$enable], panels: $panels, bf16: $bf16, int8: $int8, int16: $int16,
+            }
 
             #[$enable]
             unsafe fn dequantize<U: Units>(w: &Packed, panel: usize, units: Range<usize>, out: *mut f32) {
@@ -157,13 +257,6 @@ macro_rules! instantiate {
                         <$simd>::new(), k, w, stride, x, out, out_stride, column_stride, accumulate,
                     )
                 }
-            }
-            #[$enable]
-            unsafe fn dot<U: Units, const P: usize, const C: usize>(
-                w: &Packed, x: &Prepared, panel: usize, block: usize, out: *mut f32, out_stride: usize,
-            ) {
-                // SAFETY: as above.
-                unsafe { int8::dot::<_, U, P, C>(<$simd>::new(), w, x, panel, block, out, out_stride) }
             }
             #[$enable]
             unsafe fn decode(
@@ -195,6 +288,8 @@ macro_rules! instantiate {
                 checksum = bandwidth::checksum[words: &[u32]] -> f32;
                 sum = rows::sum[x: &[f32]] -> f32;
                 quantize = rows::quantize[x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32]] -> ();
+                quantize_wide = rows::quantize_wide[x: &[f32], group: usize, high: &mut [i8], low: &mut [i8], scales: &mut [f32]] -> ();
+                pair_bf16 = rows::pair_bf16[x: &[f32], to: &mut [u32], c: usize, width: usize] -> ();
                 total = rows::total[codes: &[i8], share: usize, totals: &mut [i32]] -> ();
                 interleave = rows::interleave[codes: &[i8], nibbles: bool, to: &mut [i8], c: usize, width: usize] -> ();
                 silu_mul = rows::silu_mul[gate: &mut [f32], up: &[f32]] -> ();
@@ -203,7 +298,7 @@ macro_rules! instantiate {
                 merge = attention::merge[partials: &[Partial], outs: &[f32], y: &mut [f32]] -> ();
             }
 
-            pub(super) static TABLE: Table = Table {
+            pub(super) const TABLE: Table = Table {
                 dequantize: [
                     dequantize::<float::F32>,
                     dequantize::<float::F16>,
@@ -222,19 +317,14 @@ macro_rules! instantiate {
                     &[$(tile::<1, $fc>),*],
                     &[$(tile::<$panels, $fc>),*],
                 ],
-                dot_nibbles: [
-                    &[$(dot::<float::Nibble, 1, $ic>),*],
-                    &[$(dot::<float::Nibble, $panels, $ic>),*],
-                ],
-                dot_bytes: [
-                    &[$(dot::<float::Byte, 1, $ic>),*],
-                    &[$(dot::<float::Byte, $panels, $ic>),*],
-                ],
+                dots: DOTS,
                 panels: $panels,
                 query_panels: $query_panels,
                 checksum,
                 sum,
                 quantize,
+                quantize_wide,
+                pair_bf16,
                 total,
                 interleave,
                 silu_mul,
@@ -253,29 +343,85 @@ instantiate! {
     panels: 1,
     attention: 1 x 4,
     f32: [1 2 3 4],
+    bf16: [1 2 3 4],
     int8: [1 2 3 4],
+    int16: [1 2 3 4],
 }
 
 // 16 registers of 8 lanes: a panel is two of them.
 #[cfg(target_arch = "x86_64")]
 instantiate! {
-    avx2, crate::cpu::simd::avx2::Avx2, #[target_feature(enable = "avx2,fma,f16c")],
+    avx2, crate::cpu::simd::avx2::Avx2<{ WITHOUT }>, #[target_feature(enable = "avx2,fma,f16c")],
     panels: 1,
     attention: 1 x 4,
     f32: [1 2 3 4 5 6],
+    bf16: [1 2 3 4],
     int8: [1 2 3 4],
+    int16: [1 2 3 4],
 }
 
-// 32 registers of 16 lanes: two panels by 12 columns leave 6 for operands; int8 products
-// need an integer and a float accumulator each.
+// As AVX2, but for integer products.
+#[cfg(target_arch = "x86_64")]
+mod avxvnni_vex {
+    use super::*;
+    products! {
+        crate::cpu::simd::avx2::Avx2<{ VEX }>,
+        #[target_feature(enable = "avx2,fma,f16c,avxvnni")],
+        panels: 1, bf16: [1 2 3 4], int8: [1 2 3 4], int16: [1 2 3 4],
+    }
+}
+#[cfg(target_arch = "x86_64")]
+mod avxvnni_evex {
+    use super::*;
+    products! {
+        crate::cpu::simd::avx2::Avx2<{ EVEX }>,
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512vl,avx512vnni")],
+        panels: 1, bf16: [1 2 3 4], int8: [1 2 3 4], int16: [1 2 3 4],
+    }
+}
+
+// 32 registers of 16 lanes: two panels by 12 columns leave 6 for operands; integer products
+// need an integer and a float accumulator each, or two of the first.
 #[cfg(target_arch = "x86_64")]
 instantiate! {
-    avx512, crate::cpu::simd::avx512::Avx512,
+    avx512, crate::cpu::simd::avx512::Avx512<false>,
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")],
     panels: 2,
     attention: 2 x 8,
     f32: [1 2 3 4 5 6 7 8 9 10 11 12],
+    bf16: [1 2 3 4 5 6 7 8 9 10 11 12],
     int8: [1 2 3 4 5 6],
+    int16: [1 2 3 4],
+}
+
+// As AVX-512, but for bf16 products.
+#[cfg(target_arch = "x86_64")]
+mod avx512bf16 {
+    use super::*;
+    #[target_feature(
+        enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"
+    )]
+    unsafe fn dot_bf16<const P: usize, const C: usize>(
+        w: &Packed,
+        x: &Prepared,
+        panel: usize,
+        block: usize,
+        out: *mut f32,
+        out_stride: usize,
+    ) {
+        // SAFETY: the instructions are enabled here; the rest is the caller's.
+        unsafe {
+            let s = crate::cpu::simd::avx512::Avx512::<true>::new();
+            float::dot_bf16::<_, P, C>(s, w, x, panel, block, out, out_stride);
+        }
+    }
+    macro_rules! columns {
+        ($panels:literal: $($c:literal)*) => { &[$(dot_bf16::<$panels, $c>),*] };
+    }
+    pub(super) const BF16: [&[Dot]; PANELS] = [
+        columns!(1: 1 2 3 4 5 6 7 8 9 10 11 12),
+        columns!(2: 1 2 3 4 5 6 7 8 9 10 11 12),
+    ];
 }
 
 // 32 registers of 4 lanes: a panel is four of them.
@@ -285,5 +431,7 @@ instantiate! {
     panels: 1,
     attention: 1 x 4,
     f32: [1 2 3 4 5 6],
+    bf16: [1 2 3 4],
     int8: [1 2 3 4],
+    int16: [1 2 3 4],
 }

@@ -75,11 +75,15 @@ impl CpuEngine {
             .vector(qwen3::FINAL_NORM, config.hidden_size)?
             .to_f32()?;
         done.end();
-        if options.activations == ActivationChoice::Int8 && !census.rounds() {
+        let forced = !matches!(
+            options.activations,
+            ActivationChoice::Auto | ActivationChoice::F32
+        );
+        if forced && !census.rounds() {
             return Err(Error::Unsupported {
                 engine: "nq",
-                what: "int8 activations",
-                expected: "quantized weights".into(),
+                what: "rounded activations",
+                expected: "quantized weights for int8 and int16, bf16 weights for bf16".into(),
                 found: format!("{}-bit floats", census.bits()),
             });
         }

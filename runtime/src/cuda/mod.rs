@@ -27,12 +27,15 @@ impl CudaEngine {
         ordinal: usize,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        if options.activations == ActivationChoice::Int8 {
+        if !matches!(
+            options.activations,
+            ActivationChoice::Auto | ActivationChoice::F32
+        ) {
             return Err(Error::Unsupported {
                 engine: "nq on a GPU",
                 what: "activations",
-                expected: "f32 or auto: GPU kernels do not round them to int8".into(),
-                found: "int8".into(),
+                expected: "f32 or auto: GPU kernels do not round them".into(),
+                found: options.activations.to_string(),
             });
         }
         let gpu = Gpu::open(ordinal)?;

@@ -204,6 +204,61 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
     }
 }
 
+/// `P` panels of bf16 times block `block` of `C` columns of x in pairs of bf16: `out` is
+/// `[C][16]` for each panel, `out_stride` floats apart.
+///
+/// # Safety
+/// The panels lie inside `w`, which holds bf16; `x` was prepared for `w` as bf16 in blocks of
+/// `C` columns; `out` has room.
+#[inline(always)]
+pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
+    s: S,
+    w: &Packed,
+    x: &Prepared,
+    panel: usize,
+    block: usize,
+    out: *mut f32,
+    out_stride: usize,
+) {
+    // Chains of additions: few sums alone would wait for their own last step.
+    let chains = match P * C {
+        1 | 2 => 4,
+        3 | 4 => 2,
+        _ => 1,
+    };
+    // SAFETY: by contract.
+    unsafe {
+        let stride = w.units * LANES;
+        let data = w.data.as_ptr().add(panel * stride);
+        let xs = x.pairs.as_ptr().add(block * w.units * C);
+        let mut acc = [[[s.splat(0.0); 4]; C]; P];
+        let mut u = 0;
+        while u < w.units {
+            for chain in 0..chains {
+                if u + chain < w.units {
+                    for c in 0..C {
+                        let pair = *xs.add((u + chain) * C + c);
+                        for p in 0..P {
+                            let v = s.load_bits(data.add(p * stride + (u + chain) * LANES));
+                            acc[p][c][chain] = s.dot2_bf16(acc[p][c][chain], v, pair);
+                        }
+                    }
+                }
+            }
+            u += chains;
+        }
+        for p in 0..P {
+            for c in 0..C {
+                let mut y = acc[p][c][0];
+                for chain in 1..chains {
+                    y = s.add(y, acc[p][c][chain]);
+                }
+                s.store(out.add(p * out_stride + c * LANES), y);
+            }
+        }
+    }
+}
+
 /// A block of matrix product: `P` panels of floats `[k][16]`, `stride` floats apart, times
 /// `C` columns, element `(i, c)` at `x[i * SK + c * SC]`. Results are 16 floats for each panel
 /// and column, `out_stride` and `column_stride` apart; added to what is there if `accumulate`.

@@ -1,10 +1,11 @@
 //! Activations as kernels read them: permuted and padded like the weight's inputs, in
-//! blocks of columns (rows of x), quantized if the kernel takes int8.
+//! blocks of columns (rows of x), rounded if the kernel takes bf16 or integer codes.
 
 use super::pack::{Codes, HOLE};
 use crate::cpu::memory::{Buffer, Shared};
 use crate::cpu::table::Table;
 use crate::cpu::{Team, with_scratch};
+use crate::reference::INT16_BASE;
 use std::sync::Arc;
 
 /// What a kernel wants its activations to look like.
@@ -27,8 +28,12 @@ pub(crate) struct Layout {
 pub(crate) enum Values {
     /// As they are.
     F32,
-    /// 8-bit codes.
-    Int8 {
+    /// Pairs of bf16.
+    Bf16,
+    /// Codes of one or two signed bytes.
+    Codes {
+        /// Bytes of a code: one for int8, two for int16.
+        planes: usize,
         /// Inputs that share an activation scale.
         group: usize,
         /// Inputs that share both an activation and a weight scale.
@@ -47,15 +52,17 @@ pub(crate) struct Prepared {
     pub(crate) rows: usize,
     /// Columns in a block; blocks past the last row are filled with zeros.
     pub(crate) width: usize,
-    /// Inputs that share both scales (int8).
+    /// Inputs that share both scales (codes).
     pub(crate) share: usize,
     /// f32: `[blocks, inputs, width]`.
     pub(crate) floats: Buffer<f32>,
-    /// int8: `[blocks, inputs / 4, width, 4]`.
+    /// bf16: `[blocks, inputs / 2, width]`, two values each, the first in the low half.
+    pub(crate) pairs: Buffer<u32>,
+    /// Codes: `[blocks, inputs / 4, width, planes, 4]`, high bytes before low ones.
     pub(crate) codes: Buffer<i8>,
-    /// int8: `[blocks, inputs / share, width]`.
+    /// Codes: `[blocks, inputs / share, width]`.
     pub(crate) scales: Buffer<f32>,
-    /// int8: `[blocks, inputs / share, width]`, what the dot products start from.
+    /// Codes: `[blocks, inputs / share, width, planes]`, what the dot products start from.
     pub(crate) starts: Buffer<i32>,
     /// Sum of the values in each weight group: `[blocks, groups, width]`.
     pub(crate) sums: Buffer<f32>,
@@ -65,9 +72,9 @@ pub(crate) struct Prepared {
 #[derive(Default)]
 struct RowScratch {
     floats: Buffer<f32>,
-    codes: Buffer<i8>,
+    codes: [Buffer<i8>; 2],
     scales: Buffer<f32>,
-    totals: Buffer<i32>,
+    totals: [Buffer<i32>; 2],
 }
 
 impl Prepared {
@@ -130,7 +137,25 @@ impl Prepared {
                     });
                 });
             }
-            Values::Int8 {
+            Values::Bf16 => {
+                let pairs = Shared::new(self.pairs.reserve(blocks * inputs / 2 * width));
+                team.run_ranges(blocks, grain, |range| {
+                    with_scratch!(RowScratch, |scratch| {
+                        for b in range {
+                            let part = b * inputs / 2 * width..(b + 1) * inputs / 2 * width;
+                            // SAFETY: each block is prepared once.
+                            let pairs = unsafe { pairs.part(part) };
+                            for c in 0..width {
+                                let row = scratch.floats.reserve(inputs);
+                                place(x, b * width + c, k, layout, row);
+                                (table.pair_bf16)(row, pairs, c, width);
+                            }
+                        }
+                    });
+                });
+            }
+            Values::Codes {
+                planes,
                 group,
                 share,
                 start,
@@ -141,42 +166,58 @@ impl Prepared {
                 let shift = (group / share).ilog2();
                 let per_group = sum_group.map_or(0, |g| g / share);
                 let shares = inputs / share;
-                let codes = Shared::new(self.codes.reserve(blocks * inputs * width));
+                let wide = width * planes;
+                let codes = Shared::new(self.codes.reserve(blocks * inputs * wide));
                 let scales = Shared::new(self.scales.reserve(blocks * shares * width));
-                let starts = Shared::new(self.starts.reserve(blocks * shares * width));
+                let starts = Shared::new(self.starts.reserve(blocks * shares * wide));
                 team.run_ranges(blocks, grain, |range| {
                     with_scratch!(RowScratch, |scratch| {
                         for b in range {
                             // SAFETY: each block is prepared once.
                             let (codes, scales, starts, sums) = unsafe {
                                 (
-                                    codes.part(b * inputs * width..(b + 1) * inputs * width),
+                                    codes.part(b * inputs * wide..(b + 1) * inputs * wide),
                                     scales.part(b * shares * width..(b + 1) * shares * width),
-                                    starts.part(b * shares * width..(b + 1) * shares * width),
+                                    starts.part(b * shares * wide..(b + 1) * shares * wide),
                                     sums.part(b * groups * width..(b + 1) * groups * width),
                                 )
                             };
                             for c in 0..width {
                                 let row = scratch.floats.reserve(inputs);
                                 place(x, b * width + c, k, layout, row);
-                                let row_codes = scratch.codes.reserve(inputs);
                                 let row_scales = scratch.scales.reserve(inputs.div_ceil(group));
-                                let totals = scratch.totals.reserve(shares);
-                                (table.quantize)(row, group, row_codes, row_scales);
-                                (table.total)(row_codes, share, totals);
+                                let [high, low] = &mut scratch.codes;
+                                let high = high.reserve(inputs);
+                                if planes == 1 {
+                                    (table.quantize)(row, group, high, row_scales);
+                                } else {
+                                    let low = low.reserve(inputs);
+                                    (table.quantize_wide)(row, group, high, low, row_scales);
+                                }
                                 let nibbles = against == Codes::Nibble;
-                                (table.interleave)(row_codes, nibbles, codes, c, width);
-                                for (i, &total) in totals.iter().enumerate() {
+                                for (plane, bytes) in scratch.codes[..planes].iter().enumerate() {
+                                    let (bytes, at) = (&bytes[..inputs], c * planes + plane);
+                                    let totals = scratch.totals[plane].reserve(shares);
+                                    (table.total)(bytes, share, totals);
+                                    (table.interleave)(bytes, nibbles, codes, at, wide);
+                                    for (i, &total) in totals.iter().enumerate() {
+                                        starts[i * wide + at] = start * total;
+                                    }
+                                }
+                                for i in 0..shares {
                                     scales[i * width + c] = row_scales[i >> shift];
-                                    starts[i * width + c] = start * total;
                                 }
                                 if sum_group.is_some() {
+                                    let [high, low] = &scratch.totals;
+                                    let total = |j: usize| match planes {
+                                        1 => high[j] as f32,
+                                        _ => (high[j] * INT16_BASE as i32 + low[j]) as f32,
+                                    };
                                     for i in 0..groups {
                                         let range =
                                             i * per_group..((i + 1) * per_group).min(shares);
-                                        sums[i * width + c] = range
-                                            .map(|j| row_scales[j >> shift] * totals[j] as f32)
-                                            .sum();
+                                        sums[i * width + c] =
+                                            range.map(|j| row_scales[j >> shift] * total(j)).sum();
                                     }
                                 }
                             }

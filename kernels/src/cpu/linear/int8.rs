@@ -1,27 +1,32 @@
-//! Products with int8 activations: integer dot products within a block of inputs that
-//! share both scales, f32 across blocks.
+//! Products with int8 and int16 activations: integer dot products within a block of inputs
+//! that share both scales, f32 across blocks.
 //!
 //! With `w = s_w (q - centre) + o'` and `x = s_x a`, a block contributes
 //! `s_w s_x (sum (q - centre) a) + o' s_x (sum a)`. The integer sum is exact; the second
 //! term is added once per weight group and only if there are zero-points.
+//!
+//! An int16 code is `255 h + l` with signed bytes `h` and `l`: two integer sums that meet in
+//! f32, which holds `255 (sum q h)` to its last bit but one. Weights are read once for both,
+//! so that where memory is the limit, int16 costs what int8 does.
 
 use super::float::{Units, offset};
 use super::input::Prepared;
 use super::pack::{Codes, Packed};
 use crate::cpu::simd::{LANES, Simd};
+use crate::reference::INT16_BASE;
 
-/// `P` panels times block `block` of `C` columns of x: `out` is `[C][16]` for each panel,
+/// `P` panels times block `block` of `C` columns of x, each code of `N` bytes: `out` is `[C][16]` for each panel,
 /// `out_stride` floats apart.
 ///
 /// # Safety
 /// The panels lie inside `w`, which holds `U::CODES` (nibbles or bytes); `x` was prepared
-/// for `w` as int8 in blocks of `C` columns; `out` has room.
+/// for `w` as codes of `N` bytes in blocks of `C` columns; `out` has room.
 #[inline(always)]
 #[allow(
     clippy::needless_range_loop,
     reason = "registers indexed by panel and column"
 )]
-pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize>(
+pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, const N: usize>(
     s: S,
     w: &Packed,
     x: &Prepared,
@@ -42,10 +47,10 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize>(
             .codes
             .as_ptr()
             .cast::<i32>()
-            .add(block * (w.inputs / 4) * C);
+            .add(block * (w.inputs / 4) * C * N);
         let shares = w.inputs / share;
         let mut scales = x.scales.as_ptr().add(block * shares * C);
-        let mut starts = x.starts.as_ptr().add(block * shares * C);
+        let mut starts = x.starts.as_ptr().add(block * shares * C * N);
         let mut y = [[s.splat(0.0); C]; P];
         let mut done = 0;
         for group in 0..w.groups {
@@ -56,38 +61,46 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize>(
                 scale[p] = s.load_f16(w.scales.as_ptr().add(at * LANES));
             }
             while done < end {
-                let mut acc = [[s.splat_i(0); C]; P];
+                let mut acc = [[[s.splat_i(0); N]; C]; P];
                 for c in 0..C {
-                    let start = s.splat_i(*starts.add(c));
-                    for p in 0..P {
-                        acc[p][c] = start;
+                    for n in 0..N {
+                        let start = s.splat_i(*starts.add(c * N + n));
+                        for p in 0..P {
+                            acc[p][c][n] = start;
+                        }
                     }
                 }
                 for _ in 0..units {
                     for half in 0..per_unit {
                         for c in 0..C {
-                            let a = xs.add(half * C + c).read_unaligned();
-                            for p in 0..P {
-                                let v = s.load_bits(data.add(p * stride));
-                                acc[p][c] = if nibbles {
-                                    s.dot4_nibbles(acc[p][c], s.split_nibbles(v)[half], a)
-                                } else {
-                                    s.dot4_bytes(acc[p][c], v, a)
-                                };
+                            for n in 0..N {
+                                let a = xs.add((half * C + c) * N + n).read_unaligned();
+                                for p in 0..P {
+                                    let v = s.load_bits(data.add(p * stride));
+                                    acc[p][c][n] = if nibbles {
+                                        s.dot4_nibbles(acc[p][c][n], s.split_nibbles(v)[half], a)
+                                    } else {
+                                        s.dot4_bytes(acc[p][c][n], v, a)
+                                    };
+                                }
                             }
                         }
                     }
                     data = data.add(LANES);
-                    xs = xs.add(per_unit * C);
+                    xs = xs.add(per_unit * C * N);
                 }
                 for c in 0..C {
                     let sx = s.splat(*scales.add(c));
                     for p in 0..P {
-                        y[p][c] = s.fma(s.to_f32(acc[p][c]), s.mul(scale[p], sx), y[p][c]);
+                        let mut dot = s.to_f32(acc[p][c][0]);
+                        for n in 1..N {
+                            dot = s.fma(dot, s.splat(INT16_BASE), s.to_f32(acc[p][c][n]));
+                        }
+                        y[p][c] = s.fma(dot, s.mul(scale[p], sx), y[p][c]);
                     }
                 }
                 scales = scales.add(C);
-                starts = starts.add(C);
+                starts = starts.add(C * N);
                 done += share;
             }
             for p in 0..P {

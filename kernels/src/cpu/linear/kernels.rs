@@ -33,8 +33,10 @@ pub struct LinearKernel {
     codes: Codes,
     /// Most columns in a block of activations.
     columns: usize,
-    /// What int8 dot products start from, per unit of the codes' sum.
+    /// What integer dot products start from, per unit of the codes' sum.
     start: i32,
+    /// Bytes of an activation's code.
+    planes: usize,
     run: Run,
 }
 
@@ -62,7 +64,9 @@ impl LinearKernel {
             columns: self.columns,
             values: match activations {
                 Activations::F32 => Values::F32,
-                Activations::Int8 { group } => Values::Int8 {
+                Activations::Bf16 => Values::Bf16,
+                Activations::Int8 { group } | Activations::Int16 { group } => Values::Codes {
+                    planes: planes(activations),
                     group,
                     share: share(w.group, group),
                     start: self.start,
@@ -101,10 +105,21 @@ pub(crate) fn share(weight_group: usize, activation_group: usize) -> usize {
     }
 }
 
+/// Bytes of a code of integer activations.
+fn planes(activations: Activations) -> usize {
+    match activations {
+        Activations::Int16 { .. } => 2,
+        _ => 1,
+    }
+}
+
 /// What a weight's inputs must be padded to.
 pub(crate) fn align(weights: WeightKind, activations: Activations) -> usize {
     match (activations, weights) {
-        (Activations::Int8 { group }, WeightKind::Affine { scheme, .. }) => match scheme.group {
+        (
+            Activations::Int8 { group } | Activations::Int16 { group },
+            WeightKind::Affine { scheme, .. },
+        ) => match scheme.group {
             Group::Size(g) => share(g as usize, group),
             Group::Channel => group,
         },
@@ -209,7 +224,7 @@ unsafe fn gemm_f32_group(
 }
 
 /// Integer dot products, for few columns a panel at a time.
-unsafe fn gemv_int8(
+unsafe fn gemv_codes(
     kernel: &LinearKernel,
     table: &Table,
     w: &Packed,
@@ -226,7 +241,7 @@ unsafe fn gemv_int8(
 }
 
 /// Integer dot products, for many columns as many panels at a time as registers allow.
-unsafe fn gemm_int8(
+unsafe fn gemm_codes(
     kernel: &LinearKernel,
     table: &Table,
     w: &Packed,
@@ -257,9 +272,12 @@ unsafe fn gemm_int8(
 
 fn dots(kernel: &LinearKernel, table: &Table, panels: usize) -> &'static [Dot] {
     let many = usize::from(panels > 1);
-    match kernel.codes {
-        Codes::Nibble => table.dot_nibbles[many],
-        _ => table.dot_bytes[many],
+    match (kernel.codes, kernel.planes) {
+        (Codes::Nibble, 1) => table.dots.nibbles[many],
+        (Codes::Nibble, _) => table.dots.nibbles_wide[many],
+        (Codes::Bf16, _) => table.dots.bf16[many],
+        (_, 1) => table.dots.bytes[many],
+        (..) => table.dots.bytes_wide[many],
     }
 }
 
@@ -290,6 +308,10 @@ fn f32_activations(activations: Activations) -> bool {
     activations == Activations::F32
 }
 
+fn bf16_activations(activations: Activations) -> bool {
+    activations == Activations::Bf16
+}
+
 fn int8_activations(activations: Activations) -> bool {
     matches!(
         activations,
@@ -299,64 +321,69 @@ fn int8_activations(activations: Activations) -> bool {
     )
 }
 
+fn int16_activations(activations: Activations) -> bool {
+    matches!(
+        activations,
+        Activations::Int16 {
+            group: 16 | 32 | 64 | 128
+        }
+    )
+}
+
 /// The rows of one instruction set: a GEMV and a GEMM kernel per scheme and activations.
 macro_rules! rows {
-    ($isa:expr, $requires:literal, $simd:ty, f32 columns: $f32_columns:literal, int8 columns: $int8_columns:literal) => {
-        rows!(@list $isa, $requires, $f32_columns, $int8_columns,
-            ("int4_int8", Nibble::CODES, |w| nests(w, Bits::B4), <$simd as Simd>::NIBBLE_START),
-            ("int8_int8", Byte::CODES, |w| nests(w, Bits::B8), <$simd as Simd>::BYTE_START);
-            ("int4_f32", Nibble::CODES, |w| whole_units(w, Bits::B4, 8)),
-            ("int8_f32", Byte::CODES, |w| whole_units(w, Bits::B8, 4)),
-            ("bf16_f32", Codes::Bf16, |w| w == WeightKind::Dense(DType::BF16)),
-            ("f16_f32", Codes::F16, |w| w == WeightKind::Dense(DType::F16)),
-            ("f32_f32", Codes::F32, |w| w == WeightKind::Dense(DType::F32)))
+    (
+        $isa:expr, $requires:literal, $simd:ty,
+        f32: $f32:literal, bf16: $bf16:literal, int8: $int8:literal, int16: $int16:literal $(,)?
+    ) => {
+        rows!(@list $isa, $requires,
+            ("int4_int8", Nibble::CODES, |w| nests(w, Bits::B4), int8_activations,
+                $int8, <$simd as Simd>::NIBBLE_START, 1, gemv_codes, gemm_codes),
+            ("int8_int8", Byte::CODES, |w| nests(w, Bits::B8), int8_activations,
+                $int8, <$simd as Simd>::BYTE_START, 1, gemv_codes, gemm_codes),
+            ("int4_int16", Nibble::CODES, |w| nests(w, Bits::B4), int16_activations,
+                $int16, <$simd as Simd>::NIBBLE_START, 2, gemv_codes, gemm_codes),
+            ("int8_int16", Byte::CODES, |w| nests(w, Bits::B8), int16_activations,
+                $int16, <$simd as Simd>::BYTE_START, 2, gemv_codes, gemm_codes),
+            ("bf16_bf16", Codes::Bf16, |w| w == WeightKind::Dense(DType::BF16), bf16_activations,
+                $bf16, 0, 1, gemv_codes, gemm_codes),
+            ("int4_f32", Nibble::CODES, |w| whole_units(w, Bits::B4, 8), f32_activations,
+                $f32, 0, 1, gemv_f32, gemm_f32),
+            ("int8_f32", Byte::CODES, |w| whole_units(w, Bits::B8, 4), f32_activations,
+                $f32, 0, 1, gemv_f32, gemm_f32),
+            ("bf16_f32", Codes::Bf16, |w| w == WeightKind::Dense(DType::BF16), f32_activations,
+                $f32, 0, 1, gemv_f32, gemm_f32),
+            ("f16_f32", Codes::F16, |w| w == WeightKind::Dense(DType::F16), f32_activations,
+                $f32, 0, 1, gemv_f32, gemm_f32),
+            ("f32_f32", Codes::F32, |w| w == WeightKind::Dense(DType::F32), f32_activations,
+                $f32, 0, 1, gemv_f32, gemm_f32))
     };
-    (@list $isa:expr, $requires:literal, $f32_columns:literal, $int8_columns:literal,
-        $(($iname:literal, $icodes:expr, $iweights:expr, $start:expr)),*;
-        $(($fname:literal, $fcodes:expr, $fweights:expr)),*) => {
+    (@list $isa:expr, $requires:literal,
+        $(($name:literal, $codes:expr, $weights:expr, $activations:expr,
+            $columns:literal, $start:expr, $planes:literal, $gemv:expr, $gemm:expr)),*) => {
         &[
             $(
                 LinearKernel {
                     info: KernelInfo {
-                        name: concat!($iname, "_gemv_", $requires),
+                        name: concat!($name, "_gemv_", $requires),
                         requires: $requires,
-                        weights: $iweights,
-                        activations: int8_activations,
+                        weights: $weights,
+                        activations: $activations,
                         rows: 1..=GEMV_COLUMNS,
                     },
-                    isa: $isa, codes: $icodes, columns: GEMV_COLUMNS, start: $start, run: gemv_int8,
+                    isa: $isa, codes: $codes, columns: GEMV_COLUMNS, start: $start,
+                    planes: $planes, run: $gemv,
                 },
                 LinearKernel {
                     info: KernelInfo {
-                        name: concat!($iname, "_gemm_", $requires),
+                        name: concat!($name, "_gemm_", $requires),
                         requires: $requires,
-                        weights: $iweights,
-                        activations: int8_activations,
+                        weights: $weights,
+                        activations: $activations,
                         rows: GEMV_COLUMNS + 1..=usize::MAX,
                     },
-                    isa: $isa, codes: $icodes, columns: $int8_columns, start: $start, run: gemm_int8,
-                },
-            )*
-            $(
-                LinearKernel {
-                    info: KernelInfo {
-                        name: concat!($fname, "_gemv_", $requires),
-                        requires: $requires,
-                        weights: $fweights,
-                        activations: f32_activations,
-                        rows: 1..=GEMV_COLUMNS,
-                    },
-                    isa: $isa, codes: $fcodes, columns: GEMV_COLUMNS, start: 0, run: gemv_f32,
-                },
-                LinearKernel {
-                    info: KernelInfo {
-                        name: concat!($fname, "_gemm_", $requires),
-                        requires: $requires,
-                        weights: $fweights,
-                        activations: f32_activations,
-                        rows: GEMV_COLUMNS + 1..=usize::MAX,
-                    },
-                    isa: $isa, codes: $fcodes, columns: $f32_columns, start: 0, run: gemm_f32,
+                    isa: $isa, codes: $codes, columns: $columns, start: $start,
+                    planes: $planes, run: $gemm,
                 },
             )*
         ]
@@ -367,10 +394,14 @@ macro_rules! rows {
 /// `table.rs` instantiates.
 pub static KERNELS: &[&[LinearKernel]] = &[
     #[cfg(target_arch = "x86_64")]
-    rows!(Isa::Avx512, "avx512", simd::avx512::Avx512, f32 columns: 12, int8 columns: 6),
+    rows!(Isa::Avx512Bf16, "avx512bf16", simd::avx512::Avx512<true>, f32: 12, bf16: 12, int8: 6, int16: 4),
     #[cfg(target_arch = "x86_64")]
-    rows!(Isa::Avx2, "avx2", simd::avx2::Avx2, f32 columns: 6, int8 columns: 4),
+    rows!(Isa::Avx512, "avx512", simd::avx512::Avx512<false>, f32: 12, bf16: 12, int8: 6, int16: 4),
+    #[cfg(target_arch = "x86_64")]
+    rows!(Isa::AvxVnni, "avxvnni", simd::avx2::Avx2<{ simd::avx2::EVEX }>, f32: 6, bf16: 4, int8: 4, int16: 2),
+    #[cfg(target_arch = "x86_64")]
+    rows!(Isa::Avx2, "avx2", simd::avx2::Avx2<{ simd::avx2::WITHOUT }>, f32: 6, bf16: 4, int8: 4, int16: 2),
     #[cfg(target_arch = "aarch64")]
-    rows!(Isa::Neon, "neon", simd::neon::Neon, f32 columns: 6, int8 columns: 4),
-    rows!(Isa::Scalar, "scalar", simd::scalar::Scalar, f32 columns: 4, int8 columns: 4),
+    rows!(Isa::Neon, "neon", simd::neon::Neon, f32: 6, bf16: 4, int8: 4, int16: 2),
+    rows!(Isa::Scalar, "scalar", simd::scalar::Scalar, f32: 4, bf16: 4, int8: 4, int16: 4),
 ];

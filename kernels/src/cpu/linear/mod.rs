@@ -99,7 +99,7 @@ impl Linear {
             let rows = weight.dims().0;
             let (weight, size) = match kernels {
                 KernelSet::Reference => {
-                    if let Activations::Int8 { group: 0 } = activations {
+                    if without_groups(activations) {
                         return Err(no_kernel(cpu, WeightKind::of(weight), activations));
                     }
                     (Body::Canonical(weight.clone()), weight.bytes())
@@ -139,7 +139,7 @@ impl Linear {
         kernels: KernelSet,
     ) -> bool {
         match kernels {
-            KernelSet::Reference => activations != Activations::Int8 { group: 0 },
+            KernelSet::Reference => !without_groups(activations),
             KernelSet::Fused => choose(cpu, WeightKind::of(weight), activations).is_ok(),
         }
     }
@@ -214,6 +214,14 @@ impl Linear {
         }
         Ok(())
     }
+}
+
+/// True for groups of no inputs, which nothing can round to.
+fn without_groups(activations: Activations) -> bool {
+    matches!(
+        activations,
+        Activations::Int8 { group: 0 } | Activations::Int16 { group: 0 }
+    )
 }
 
 /// Kernels that together serve every number of rows of x.

@@ -1,6 +1,7 @@
 //! Operations on single rows, generic over the instruction set.
 
 use crate::cpu::simd::{LANES, Simd};
+use crate::reference::{INT8_GREATEST, INT16_BASE, INT16_GREATEST, code_scale};
 
 /// Sum of `x`, in a fixed order.
 #[inline(always)]
@@ -104,9 +105,31 @@ pub(crate) fn silu_mul<S: Simd>(s: S, gate: &mut [f32], up: &[f32]) {
     }
 }
 
+/// What a group of values is multiplied by to become codes up to `greatest`, and the scale
+/// of its codes: NaN if a value is not finite, so that the damage shows.
+#[inline(always)]
+fn scale_of<S: Simd>(s: S, x: &[f32], most: f32) -> (f32, f32) {
+    let (whole, rest) = x.as_chunks::<LANES>();
+    let (mut greatest, mut poison) = (s.splat(0.0), s.splat(0.0));
+    for x in whole {
+        // SAFETY: an array of 16.
+        let v = unsafe { s.load(x.as_ptr()) };
+        greatest = s.max(greatest, s.abs(v));
+        poison = s.fma(v, s.splat(0.0), poison);
+    }
+    let mut absmax = s.max_lane(greatest);
+    let mut poison = s.sum(poison);
+    for x in rest {
+        absmax = absmax.max(x.abs());
+        poison += x * 0.0;
+    }
+    let (inverse, step) = code_scale(absmax, most);
+    (inverse, step + poison)
+}
+
 /// Rounds `x` to 8-bit codes with one scale, absmax / 127, per `group` (a multiple of 16;
 /// the last may be shorter): `x ~ scale * code`. A group with a value that is not finite
-/// gets a NaN scale, so that the damage shows.
+/// gets a NaN scale.
 #[inline(always)]
 pub(crate) fn quantize<S: Simd>(
     s: S,
@@ -120,22 +143,9 @@ pub(crate) fn quantize<S: Simd>(
         .zip(codes.chunks_mut(group))
         .zip(scales.iter_mut())
     {
+        let inverse;
+        (inverse, *scale) = scale_of(s, x, INT8_GREATEST);
         let (whole, rest) = x.as_chunks::<LANES>();
-        let (mut greatest, mut poison) = (s.splat(0.0), s.splat(0.0));
-        for x in whole {
-            // SAFETY: an array of 16.
-            let v = unsafe { s.load(x.as_ptr()) };
-            greatest = s.max(greatest, s.abs(v));
-            poison = s.fma(v, s.splat(0.0), poison);
-        }
-        let mut absmax = s.max_lane(greatest);
-        let mut poison = s.sum(poison);
-        for x in rest {
-            absmax = absmax.max(x.abs());
-            poison += x * 0.0;
-        }
-        let (inverse, step) = crate::reference::int8_scale(absmax);
-        *scale = step + poison;
         let (whole_codes, rest_codes) = codes.as_chunks_mut::<LANES>();
         for (x, c) in whole.iter().zip(whole_codes) {
             // SAFETY: arrays of 16.
@@ -147,6 +157,68 @@ pub(crate) fn quantize<S: Simd>(
         for (x, c) in rest.iter().zip(rest_codes) {
             *c = (x * inverse).round_ties_even() as i8;
         }
+    }
+}
+
+/// Rounds `x` to codes of two bytes, `high * 255 + low`, both within -127 and 127, with one
+/// scale, absmax / 32512, per `group`; otherwise as [`quantize`].
+#[inline(always)]
+pub(crate) fn quantize_wide<S: Simd>(
+    s: S,
+    x: &[f32],
+    group: usize,
+    high: &mut [i8],
+    low: &mut [i8],
+    scales: &mut [f32],
+) {
+    // A code is an integer, so no quotient lies within 1/510 of halfway between two high
+    // bytes: rounding the product with 1/255 finds the nearest.
+    let (base, inverse_base) = (s.splat(INT16_BASE), s.splat(1.0 / INT16_BASE));
+    for (i, x) in x.chunks(group).enumerate() {
+        let (inverse, scale) = scale_of(s, x, INT16_GREATEST);
+        scales[i] = scale;
+        let range = i * group..i * group + x.len();
+        let (high, low) = (&mut high[range.clone()], &mut low[range]);
+        let mut place = |at: usize, x: &[f32; LANES], n: usize| {
+            let (mut h, mut l) = ([0; LANES], [0; LANES]);
+            // SAFETY: arrays of 16.
+            unsafe {
+                let code = s.mul(s.load(x.as_ptr()), s.splat(inverse));
+                // Codes pass the greatest integer that `round` takes only where they are
+                // damaged already: the scale says so.
+                let code = s.round(code);
+                let top = s.round(s.mul(code, inverse_base));
+                s.store_i8(h.as_mut_ptr(), top);
+                s.store_i8(l.as_mut_ptr(), s.sub(code, s.mul(top, base)));
+            }
+            high[at..at + n].copy_from_slice(&h[..n]);
+            low[at..at + n].copy_from_slice(&l[..n]);
+        };
+        let (whole, rest) = x.as_chunks::<LANES>();
+        for (j, x) in whole.iter().enumerate() {
+            place(j * LANES, x, LANES);
+        }
+        if !rest.is_empty() {
+            let mut padded = [0.0; LANES];
+            padded[..rest.len()].copy_from_slice(rest);
+            place(whole.len() * LANES, &padded, rest.len());
+        }
+    }
+}
+
+/// Rounds `x`, of even length, to bf16 (ties to even; NaN stays NaN) and spreads the pairs
+/// over a block of `width` columns as column `c`: pair `i` goes to place `i * width + c`.
+#[inline(always)]
+pub(crate) fn pair_bf16<S: Simd>(_: S, x: &[f32], to: &mut [u32], c: usize, width: usize) {
+    let round = |x: f32| {
+        let bits = x.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let nan = bits & 0x7fff_ffff > 0x7f80_0000;
+        if nan { (bits >> 16) | 0x40 } else { rounded }
+    };
+    let (pairs, _) = x.as_chunks::<2>();
+    for (to, [a, b]) in to[c..].iter_mut().step_by(width).zip(pairs) {
+        *to = round(*a) | round(*b) << 16;
     }
 }
 

@@ -1,12 +1,19 @@
-//! AVX2 with FMA and F16C: 16 lanes are two registers.
+//! AVX2 with FMA and F16C, with or without VNNI: 16 lanes are two registers.
 
 use super::{Simd, instructions, memory};
 use half::f16;
 use std::arch::x86_64::*;
 
-/// Proof that the CPU has AVX2, FMA and F16C.
+/// How the CPU multiplies and sums bytes in fours (`vpdpbusd`): not at all,
+pub(crate) const WITHOUT: u8 = 0;
+/// by the VEX encoding (AVX-VNNI),
+pub(crate) const VEX: u8 = 1;
+/// or by the EVEX encoding (AVX-512 VNNI and VL).
+pub(crate) const EVEX: u8 = 2;
+
+/// Proof that the CPU has AVX2, FMA and F16C, and the `VNNI` that it is named with.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx2(());
+pub(crate) struct Avx2<const VNNI: u8>(());
 
 /// 16 floats.
 #[derive(Clone, Copy)]
@@ -28,7 +35,7 @@ macro_rules! both {
     };
 }
 
-impl Avx2 {
+impl<const VNNI: u8> Avx2<VNNI> {
     instructions! {
         fn widen_i8(self, v: __m128i) -> F {
             F(
@@ -45,6 +52,14 @@ impl Avx2 {
         // Four i16 pair sums become two i32, then one per lane of 4 bytes.
         fn madd(self, acc: __m256i, pairs: __m256i) -> __m256i {
             _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+        }
+        fn dpbusd(self, acc: I, w: I, x: i32) -> I {
+            let x = _mm256_set1_epi32(x);
+            if VNNI == VEX {
+                I(_mm256_dpbusd_avx_epi32(acc.0, w.0, x), _mm256_dpbusd_avx_epi32(acc.1, w.1, x))
+            } else {
+                I(_mm256_dpbusd_epi32(acc.0, w.0, x), _mm256_dpbusd_epi32(acc.1, w.1, x))
+            }
         }
         // Products of signed bytes: |w| is at most 128 and |x| 127, so that a pair sums to
         // at most 32512 and `maddubs` cannot saturate.
@@ -76,12 +91,13 @@ macro_rules! field {
     };
 }
 
-impl Simd for Avx2 {
+impl<const VNNI: u8> Simd for Avx2<VNNI> {
     type F = F;
     type I = I;
     const NIBBLE_START: i32 = -8;
-    // 8-bit weights are made signed, see `signed_pairs`.
-    const BYTE_START: i32 = 0;
+    // Without VNNI, which takes unsigned weights, 8-bit ones are made signed: see
+    // `signed_pairs`.
+    const BYTE_START: i32 = if VNNI == WITHOUT { 0 } else { -128 };
 
     #[inline(always)]
     unsafe fn new() -> Self {
@@ -218,6 +234,9 @@ impl Simd for Avx2 {
             ]
         }
         fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
+            if VNNI != WITHOUT {
+                return self.dpbusd(acc, w, x);
+            }
             // At most 2 * 15 * 127 per pair: no saturation.
             let x = _mm256_set1_epi32(x);
             I(
@@ -226,6 +245,9 @@ impl Simd for Avx2 {
             )
         }
         fn dot4_bytes(self, acc: I, w: I, x: i32) -> I {
+            if VNNI != WITHOUT {
+                return self.dpbusd(acc, w, x);
+            }
             let x = _mm256_set1_epi32(x);
             let flip = _mm256_set1_epi8(-128);
             let w = I(_mm256_xor_si256(w.0, flip), _mm256_xor_si256(w.1, flip));

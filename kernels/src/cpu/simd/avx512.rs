@@ -1,14 +1,15 @@
-//! AVX-512 F, BW, VL, DQ and VNNI.
+//! AVX-512 F, BW, VL, DQ and VNNI, with or without BF16.
 
 use super::{Simd, instructions, memory};
 use half::f16;
 use std::arch::x86_64::*;
 
-/// Proof that the CPU has AVX-512 F, BW, VL, DQ and VNNI, and AVX2, FMA and F16C.
+/// Proof that the CPU has AVX-512 F, BW, VL, DQ and VNNI, and AVX2, FMA and F16C; also BF16
+/// where `BF16`.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512<const BF16: bool>(());
 
-impl Simd for Avx512 {
+impl<const BF16: bool> Simd for Avx512<BF16> {
     type F = __m512;
     type I = __m512i;
     // vpdpbusd takes unsigned weights, so the centre is subtracted through the start.
@@ -95,6 +96,19 @@ impl Simd for Avx512 {
                 _mm512_permutexvar_ps(_mm512_srli_epi32::<24>(v), values),
                 _mm512_permutexvar_ps(_mm512_srli_epi32::<28>(v), values),
             ]
+        }
+
+        fn dot2_bf16(self, acc: __m512, w: __m512i, x: u32) -> __m512 {
+            if BF16 {
+                let x = _mm512_set1_epi32(x as i32);
+                // SAFETY: both types are 512 bits of plain data.
+                let [w, x]: [__m512bh; 2] = std::mem::transmute([w, x]);
+                _mm512_dpbf16_ps(acc, w, x)
+            } else {
+                let [low, high] = self.bf16_units(w);
+                let acc = self.fma(low, self.splat(f32::from_bits(x << 16)), acc);
+                self.fma(high, self.splat(f32::from_bits(x & 0xffff_0000)), acc)
+            }
         }
 
         fn splat_i(self, x: i32) -> __m512i { _mm512_set1_epi32(x) }

@@ -145,6 +145,15 @@ pub(crate) trait Simd: Copy {
     /// The nibbles, low first, minus 8.
     fn nibble_units(self, v: Self::I) -> [Self::F; 8];
 
+    /// `acc + w0 x0 + w1 x1` per lane, over the pairs of bf16 in the lanes of `w` and in `x`,
+    /// low halves first; the products are exact, the sums rounded in any order.
+    #[inline(always)]
+    fn dot2_bf16(self, acc: Self::F, w: Self::I, x: u32) -> Self::F {
+        let [low, high] = self.bf16_units(w);
+        let acc = self.fma(low, self.splat(f32::from_bits(x << 16)), acc);
+        self.fma(high, self.splat(f32::from_bits(x & 0xffff_0000)), acc)
+    }
+
     // Integer dot products.
 
     /// All lanes `x`.
