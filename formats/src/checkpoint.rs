@@ -218,6 +218,12 @@ pub trait WeightStore: Send + Sync {
     /// What the file says about its quantization, as it stands there; `None` if
     /// unquantized.
     fn quantization(&self) -> Option<&serde_json::Value>;
+
+    /// The one GGUF file that holds everything, for engines that read it themselves; `None`
+    /// where there is no such file.
+    fn gguf_file(&self) -> Option<&Path> {
+        None
+    }
 }
 
 /// What [`Checkpoint::open`] was given, read far enough to tell its format.

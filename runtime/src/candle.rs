@@ -1,5 +1,6 @@
-//! `--engine candle`: the unquantized model through candle-transformers, in f32 on the CPU.
-//! The standard implementation that nq's own forward is tested and measured against.
+//! `--engine candle`: candle-transformers on the CPU, the standard implementation that nq's
+//! own forward is tested and measured against. Unquantized models run in f32; a GGUF file runs
+//! as it is, through candle's quantized Qwen3.
 
 use crate::engine::{
     Chunk, Engine, EngineDescription, LayerWeights, LinearId, LinearKind, Logits, Observer,
@@ -9,31 +10,76 @@ use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
 use crate::models::qwen3;
 use crate::weights::{Census, LoadProgress};
+use candle_core::quantized::gguf_file;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
+use candle_transformers::models::quantized_qwen3::ModelWeights;
 use candle_transformers::models::qwen3::{Config, Model};
 use nq_formats::{ModelConfig, Progress, RopeScaling, Weight, WeightStore};
 use nq_kernels::Activations;
 use nq_kernels::cpu::KvType;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::BufReader;
+use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 /// [`Engine`] over candle's Qwen3.
 pub(crate) struct CandleEngine {
     config: ModelConfig,
-    model: Model,
-    head: Tensor, // [hidden, vocab], a transposed view
+    model: CandleModel,
     pool: Arc<rayon::ThreadPool>,
     description: EngineDescription,
     bytes_per_token: usize,
 }
 
+/// One of candle's implementations, with its cache.
+#[derive(Clone)]
+enum CandleModel {
+    Dense {
+        model: Model,
+        head: Tensor, // [hidden, vocab], a transposed view
+    },
+    Gguf(ModelWeights),
+}
+
+impl CandleModel {
+    /// Runs `tokens` behind the `cached` ones: logits `[rows, vocab]`.
+    fn forward(
+        &mut self,
+        tokens: &[u32],
+        cached: usize,
+        rows: Range<usize>,
+    ) -> candle_core::Result<Vec<f32>> {
+        let input = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
+        match self {
+            CandleModel::Dense { model, head } => {
+                let hidden = model.forward(&input, cached)?.squeeze(0)?;
+                if rows.is_empty() {
+                    return Ok(Vec::new());
+                }
+                let hidden = hidden.narrow(0, rows.start, rows.len())?;
+                hidden.matmul(head)?.flatten_all()?.to_vec1()
+            }
+            // Always those of the last row.
+            CandleModel::Gguf(model) => {
+                let logits = model.forward(&input, cached)?;
+                if rows.is_empty() {
+                    return Ok(Vec::new());
+                }
+                logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+            }
+        }
+    }
+}
+
 impl CandleEngine {
-    /// Converts every weight to f32 and hands it to candle.
+    /// Hands the store's GGUF file to candle, or else converts every weight to f32.
     ///
     /// # Errors
-    /// [`Error::Request`] for what candle's Qwen3 does not do: quantized weights, other
-    /// devices, rounded activations, YaRN.
+    /// [`Error::Request`] for what candle's Qwen3 does not do: quantized weights outside GGUF
+    /// files, other devices, rounded activations, YaRN.
     pub(crate) fn load(
         config: &ModelConfig,
         store: &dyn WeightStore,
@@ -53,6 +99,9 @@ impl CandleEngine {
         if config.rope.scaling != RopeScaling::None {
             let found = format!("{:?}", config.rope.scaling);
             return Err(unsupported("rope scaling", "none", found));
+        }
+        if let Some(path) = store.gguf_file() {
+            return Self::load_gguf(path, config, options, progress);
         }
         let mut done = LoadProgress::begin(config, store, progress);
         let mut tensors = HashMap::new();
@@ -97,15 +146,14 @@ impl CandleEngine {
             false => config.vocab_size * config.hidden_size,
         };
         let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(options.threads.unwrap_or(0))
-            .build()
-            .map_err(|e| unsupported("threads", "as many as can be started", e.to_string()))?;
+        let pool = threads(options)?;
         let mut census = Census::default();
         census.add(&[], Activations::F32);
         Ok(CandleEngine {
-            model: Model::new(&candle_config(config), vb)?,
-            head: head.t()?,
+            model: CandleModel::Dense {
+                model: Model::new(&candle_config(config), vb)?,
+                head: head.t()?,
+            },
             description: EngineDescription {
                 engine: "candle".into(),
                 device: "cpu".into(),
@@ -119,6 +167,73 @@ impl CandleEngine {
             bytes_per_token: 4 * (all - looked_up),
         })
     }
+
+    /// Candle's quantized Qwen3 over a GGUF file, which it reads itself.
+    fn load_gguf(
+        path: &Path,
+        config: &ModelConfig,
+        options: &LoadOptions,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let open = File::open(path).map_err(|e| {
+            let file = path.display();
+            unsupported("file", "one that opens", format!("{file}: {e}"))
+        })?;
+        let mut reader = BufReader::new(open);
+        let content = gguf_file::Content::read(&mut reader)?;
+        let tied = !content.tensor_infos.contains_key(HEAD);
+        let (mut bytes, mut parameters) = (0, BTreeMap::new());
+        for (name, info) in &content.tensor_infos {
+            let (kind, n) = (info.ggml_dtype, info.shape.elem_count());
+            // Only rows that are looked up are read of an embedding that is not the head.
+            if tied || name != EMBEDDING {
+                bytes += n / kind.block_size() * kind.type_size();
+            }
+            *parameters
+                .entry(8 * kind.type_size() / kind.block_size())
+                .or_insert(0) += n;
+        }
+        let most = parameters.iter().max_by_key(|&(_, n)| n);
+        let bits = most.map_or(0, |(&bits, _)| bits);
+        let isa = match (cfg!(target_feature = "avx2"), cfg!(target_feature = "neon")) {
+            (true, _) => "avx2",
+            (_, true) => "neon",
+            _ => "no vector instructions",
+        };
+        if !cfg!(any(target_feature = "avx2", target_feature = "neon")) {
+            progress.note(
+                "candle chooses its instructions when it is compiled, and this build allows none: \
+                 build with RUSTFLAGS=\"-C target-cpu=native\" to measure candle at its best",
+            );
+        }
+        let pool = threads(options)?;
+        Ok(CandleEngine {
+            model: CandleModel::Gguf(ModelWeights::from_gguf(content, &mut reader, &Device::Cpu)?),
+            description: EngineDescription {
+                engine: "candle".into(),
+                device: format!("cpu ({isa})"),
+                kernels: "candle".into(),
+                activations: "int8, by block of the weights".into(),
+                bits,
+                threads: pool.current_num_threads(),
+            },
+            pool: Arc::new(pool),
+            config: config.clone(),
+            bytes_per_token: bytes,
+        })
+    }
+}
+
+/// Names of the embedding and of a head of its own in GGUF files.
+const EMBEDDING: &str = "token_embd.weight";
+const HEAD: &str = "output.weight";
+
+/// The threads that candle runs on.
+fn threads(options: &LoadOptions) -> Result<rayon::ThreadPool> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(options.threads.unwrap_or(0))
+        .build()
+        .map_err(|e| unsupported("threads", "as many as can be started", e.to_string()))
 }
 
 impl Engine for CandleEngine {
@@ -149,7 +264,6 @@ impl Engine for CandleEngine {
         Ok(Box::new(CandleSession {
             fresh: self.model.clone(),
             model: self.model.clone(),
-            head: self.head.clone(),
             pool: self.pool.clone(),
             vocab: self.config.vocab_size,
             spec,
@@ -161,11 +275,10 @@ impl Engine for CandleEngine {
 }
 
 /// A sequence in progress. candle's cache can only grow, so a shortened sequence is computed
-/// again when it goes on.
+/// again at once: what goes on from it is timed as if it had been kept.
 struct CandleSession {
-    fresh: Model, // shares its weights with `model`; its cache is empty
-    model: Model,
-    head: Tensor,
+    fresh: CandleModel, // shares its weights with `model`; its cache is empty
+    model: CandleModel,
     pool: Arc<rayon::ThreadPool>,
     vocab: usize,
     spec: SessionSpec,
@@ -175,35 +288,25 @@ struct CandleSession {
 }
 
 impl CandleSession {
-    /// Runs the model over `tokens` behind its cache: the normalized hidden states
-    /// `[tokens, hidden]`.
-    fn hidden(&mut self, tokens: &[u32]) -> candle_core::Result<Tensor> {
-        let input = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
-        let hidden = self.model.forward(&input, self.cached)?.squeeze(0)?;
-        self.cached += tokens.len();
-        Ok(hidden)
+    /// Computes the sequence's cache again if it is not that of `tokens`.
+    fn refill(&mut self) -> candle_core::Result<()> {
+        if self.cached == self.tokens.len() {
+            return Ok(());
+        }
+        self.model = self.fresh.clone();
+        self.cached = 0;
+        if !self.tokens.is_empty() {
+            self.model.forward(&self.tokens, 0, 0..0)?;
+            self.cached = self.tokens.len();
+        }
+        Ok(())
     }
 
     fn run(&mut self, chunk: &Chunk<'_>) -> candle_core::Result<()> {
-        if self.cached != self.tokens.len() {
-            self.model = self.fresh.clone();
-            self.cached = 0;
-            let prefix = std::mem::take(&mut self.tokens);
-            let result = match prefix.as_slice() {
-                [] => Ok(()),
-                prefix => self.hidden(prefix).map(drop),
-            };
-            self.tokens = prefix;
-            result?;
-        }
-        let hidden = self.hidden(chunk.tokens)?;
+        self.refill()?;
         let rows = chunk.logits.rows(chunk.tokens.len());
-        self.logits.clear();
-        if !rows.is_empty() {
-            let hidden = hidden.narrow(0, rows.start, rows.len())?;
-            let logits = hidden.matmul(&self.head)?;
-            self.logits = logits.flatten_all()?.to_vec1()?;
-        }
+        self.logits = self.model.forward(chunk.tokens, self.cached, rows)?;
+        self.cached += chunk.tokens.len();
         Ok(())
     }
 }
@@ -221,6 +324,10 @@ impl Session for CandleSession {
         if len < self.tokens.len() {
             self.tokens.truncate(len);
             self.cached = usize::MAX; // longer than any sequence: compute it again
+            let pool = self.pool.clone();
+            if pool.install(|| self.refill()).is_err() {
+                self.cached = usize::MAX; // the next forward tries again, and says why not
+            }
         }
     }
 
@@ -234,6 +341,13 @@ impl Session for CandleSession {
         }
         check_chunks(chunks, &self.spec, self.vocab, |_| self.tokens.len())?;
         if let [chunk] = chunks {
+            let n = chunk.tokens.len();
+            let rows = chunk.logits.rows(n);
+            if matches!(self.model, CandleModel::Gguf(_)) && !rows.is_empty() && rows != (n - 1..n)
+            {
+                let found = format!("{rows:?} of {n}");
+                return Err(unsupported("logits", "those of the last token", found));
+            }
             let pool = self.pool.clone();
             if let Err(e) = pool.install(|| self.run(chunk)) {
                 self.cached = usize::MAX; // the cache may be half-written

@@ -106,7 +106,7 @@ pub enum EngineKind {
     /// nq's own.
     #[default]
     Nq,
-    /// candle-transformers: the baseline; unquantized models on the CPU only.
+    /// candle-transformers, the baseline: unquantized models and GGUF files, on the CPU only.
     Candle,
 }
 

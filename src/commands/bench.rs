@@ -50,8 +50,9 @@ pub struct BenchArgs {
     #[arg(long)]
     pub breakdown: bool,
     /// Bits of the KV cache
-    #[arg(long, default_value_t = 16, value_parser = super::chat::parse_kv)]
-    pub kv: u32,
+    /// [default: 16; 32 for candle, which knows no other]
+    #[arg(long, value_parser = super::chat::parse_kv)]
+    pub kv: Option<u32>,
 }
 
 /// Engines by their command-line names.
@@ -91,7 +92,10 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         depth: args.depth,
         batch: args.batch,
         repeats: args.repeats,
-        kv: kv_type(args.kv),
+        kv: kv_type(args.kv.unwrap_or(match args.engine {
+            EngineArg::Nq => 16,
+            EngineArg::Candle => 32,
+        })),
     };
     let after = bandwidth(&options, &terminal)?;
     let machine = Machine {

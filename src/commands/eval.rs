@@ -12,7 +12,7 @@ use nq_evals::{
     compare, evaluate, self_noise,
 };
 use nq_formats::Progress;
-use nq_runtime::{Engine, EngineDescription, KvType, Tokenizer};
+use nq_runtime::{ActivationChoice, Engine, EngineDescription, KvType, LoadOptions, Tokenizer};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -138,7 +138,14 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         &terminal,
     )?;
     let reference = match &args.against {
-        Some(name) => Some(load(Some(name), global, &terminal)?),
+        Some(name) => {
+            // What models are held against is never rounded itself.
+            let options = LoadOptions {
+                activations: ActivationChoice::F32,
+                ..global.load_options()
+            };
+            Some(load(Some(name), global, &options, &terminal)?)
+        }
         None => None,
     };
     let names: Vec<Option<&str>> = match args.models.as_slice() {
@@ -155,7 +162,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let mut outcomes = Vec::new();
     for name in names {
-        let loaded = load(name, global, &terminal)?;
+        let loaded = load(name, global, &global.load_options(), &terminal)?;
         outcomes.push(bench.measure(&loaded, &terminal)?);
     }
     bench.print(&outcomes, global)?;
@@ -166,18 +173,18 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn load(name: Option<&str>, global: &Global, terminal: &Terminal) -> anyhow::Result<Loaded> {
+fn load(
+    name: Option<&str>,
+    global: &Global,
+    options: &LoadOptions,
+    terminal: &Terminal,
+) -> anyhow::Result<Loaded> {
     let model = model::open(name, global, terminal)?;
     let checkpoint = &model.checkpoint;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(checkpoint.config().vocab_size)?;
-    let engine = nq_runtime::load(
-        checkpoint.config(),
-        checkpoint.store(),
-        &global.load_options(),
-        terminal,
-    )
-    .with_context(|| model.source.clone())?;
+    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)
+        .with_context(|| model.source.clone())?;
     Ok(Loaded {
         model,
         engine,

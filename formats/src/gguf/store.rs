@@ -19,7 +19,7 @@ use crate::weight::{QuantizedWeight, Weight};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const SUFFIX: &str = ".gguf";
@@ -375,6 +375,13 @@ impl WeightStore for GgufStore {
 
     fn file_bytes(&self) -> u64 {
         self.files.iter().map(GgufFile::file_bytes).sum()
+    }
+
+    fn gguf_file(&self) -> Option<&Path> {
+        match self.files.as_slice() {
+            [file] => Some(file.path()),
+            _ => None,
+        }
     }
 
     fn quantization(&self) -> Option<&Value> {
