@@ -9,6 +9,7 @@
 
 use crate::grid::{Grid, GroupParams};
 use half::f16;
+use serde_json::{Value, json};
 
 /// How a group's parameters are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -52,6 +53,19 @@ impl Fit {
             power: Power::Two,
             refits: 3,
         }
+    }
+
+    /// The settings by their names, for the record.
+    pub fn settings(&self) -> Value {
+        if self.steps == 0 {
+            return "absmax".into();
+        }
+        let power = match self.power {
+            Power::Two => 2,
+            Power::Three => 3,
+        };
+        let least = (f64::from(self.least) * 1e6).round() / 1e6; // as it was written in decimal
+        json!({"least": least, "steps": self.steps, "power": power, "refits": self.refits})
     }
 
     /// The parameters for `w`, one group of a row. `importance` (as long, or empty: all

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod allocation;
 pub mod calibration;
 pub mod error;
 pub mod fit;
@@ -18,14 +19,16 @@ pub mod pipeline;
 pub mod quality;
 pub mod report;
 pub mod schemes;
+pub mod sensitivity;
 
+pub use allocation::Choice;
 pub use calibration::CalibrationSource;
 pub use error::{Error, Result};
 pub use fit::Fit;
 pub use grid::{Grid, GroupParams, Rounded};
 pub use memory::Estimate;
 pub use on_the_fly::{OnTheFly, quantize_at_load, requantize};
-pub use pipeline::{Job, QuantizeOptions};
+pub use pipeline::{Job, QuantizeOptions, TargetSize};
 pub use quality::Limits;
 pub use report::{LayerReport, QuantizeReport, WorstToken};
 pub use schemes::Schemes;

@@ -8,6 +8,7 @@ use crate::calibration::{SAMPLING_ROWS, sampling_slots};
 use crate::methods::Needs;
 use crate::pipeline::SEQUENCE;
 use crate::schemes::Schemes;
+use crate::sensitivity;
 use nq_formats::{Checkpoint, DType, Files, ModelConfig, Weight};
 use nq_kernels::registry::WeightKind;
 use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
@@ -45,6 +46,8 @@ pub struct Work<'a> {
     pub calibration: usize,
     /// Sequences sampled at once, at most.
     pub sampled: usize,
+    /// Groups of weights whose sensitivity is measured; 0 if it is not.
+    pub groups: usize,
 }
 
 /// The program, its threads, and a tokenizer of a few thousand tokens.
@@ -102,6 +105,9 @@ impl Estimate {
             .peak()
             .max(a.weights + b.peak())
             .max(a.running() + b.running());
+        // The source against itself, its distribution kept for two windows.
+        let noise = a.running() + 2 * 4 * length.div_ceil(2) * config.vocab_size;
+        let measuring = measuring.max(noise);
         let running = sampling.max(measuring) as u64;
         let quantizing = quantizing(config, &work, dtype.size()) as u64;
         let (most, stage) = if quantizing > running {
@@ -214,7 +220,11 @@ fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
     let most = rounding.into_iter().max().unwrap_or(0);
     // In f32, as read, and as rounded so far.
     let round = 4 * layer + dense * layer + packed + most;
-    stream + end.max(gathered + run.max(round))
+    let probing = match work.groups {
+        0 => 0,
+        groups => sensitivity::bytes(config, groups) + 2 * dense * layer,
+    };
+    (stream + end.max(gathered + run.max(round))).max(probing)
 }
 
 /// The greatest resident memory of this process so far, in bytes; 0 where the system does

@@ -4,7 +4,7 @@ use crate::calibration::Sequences;
 use crate::error::{Error, Result};
 use crate::pipeline::SEQUENCE;
 use crate::report::WorstToken;
-use nq_evals::{EvalReport, EvalSpec, Evaluation, Protocol, compare};
+use nq_evals::{EvalReport, EvalSpec, Evaluation, KldStats, Protocol, compare, self_noise};
 use nq_formats::{Files, ModelConfig, Progress};
 use nq_runtime::{Engine, Tokenizer};
 use std::path::Path;
@@ -72,51 +72,84 @@ pub fn held_out_shape(config: &ModelConfig, tokens: usize) -> (usize, usize) {
     (tokens.div_ceil(length).max(1), length)
 }
 
-/// Measures `engine` against `source` by the llama protocol (windows of 512 tokens, the
-/// second half scored), on at most `tokens` tokens.
-///
-/// # Errors
-/// A text that cannot be read or is shorter than a window; what evaluation reports.
-pub fn measure(
-    engine: &dyn Engine,
-    source: &dyn Engine,
-    files: &Files,
-    text: Text<'_>,
-    tokens: usize,
-    progress: &dyn Progress,
-) -> Result<Measured> {
-    let tokenizer = Tokenizer::from_files(files)?;
-    let (windows, ctx) = held_out_shape(source.config(), tokens);
-    let (ids, name) = match text {
-        Text::HeldOut(sequences) => {
-            let ids: Vec<u32> = sequences.ids.concat();
-            (ids, "held-out, sampled from the source".to_owned())
-        }
-        Text::File(path) => {
-            let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", e))?;
-            let name = path.file_name().unwrap_or(path.as_os_str());
-            (
-                tokenizer.encode(&text)?,
-                name.to_string_lossy().into_owned(),
-            )
-        }
-    };
-    let mut spec = EvalSpec::new(Protocol::Llama, ctx, name);
-    spec.max_windows = Some(windows);
-    let evaluation = compare(engine, source, &ids, &spec, progress)?;
-    let token = |id: u32| tokenizer.decode(&[id], false);
-    let worst = evaluation
-        .worst(&ids, WORST)
-        .into_iter()
-        .map(|w| WorstToken {
-            kld: w.kld,
-            context: tokenizer.decode(&w.context, false),
-            target: token(w.target),
-            model_top: token(w.model_top),
-            reference_top: token(w.reference_top),
+/// Windows that the source is measured against itself on, at most.
+const NOISE_WINDOWS: usize = 2;
+
+/// A text and the source that results are measured against on it, by the llama protocol:
+/// windows of 512 tokens, the second half scored.
+pub struct Judge<'a> {
+    source: &'a dyn Engine,
+    tokenizer: Tokenizer,
+    ids: Vec<u32>,
+    spec: EvalSpec,
+}
+
+impl<'a> Judge<'a> {
+    /// For at most `tokens` tokens of `text`. `files` hold the tokenizer.
+    ///
+    /// # Errors
+    /// A text or tokenizer that cannot be read.
+    pub fn new(
+        source: &'a dyn Engine,
+        files: &Files,
+        text: Text<'_>,
+        tokens: usize,
+    ) -> Result<Self> {
+        let tokenizer = Tokenizer::from_files(files)?;
+        let (windows, ctx) = held_out_shape(source.config(), tokens);
+        let (ids, name) = match text {
+            Text::HeldOut(sequences) => {
+                let ids: Vec<u32> = sequences.ids.concat();
+                (ids, "held-out, sampled from the source".to_owned())
+            }
+            Text::File(path) => {
+                let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", e))?;
+                let name = path.file_name().unwrap_or(path.as_os_str());
+                let name = name.to_string_lossy().into_owned();
+                (tokenizer.encode(&text)?, name)
+            }
+        };
+        let mut spec = EvalSpec::new(Protocol::Llama, ctx, name);
+        spec.max_windows = Some(windows);
+        Ok(Judge {
+            source,
+            tokenizer,
+            ids,
+            spec,
         })
-        .collect();
-    Ok(Measured { evaluation, worst })
+    }
+
+    /// The source against itself, keys and values rounded to FP16 and not, its tokens fed in
+    /// other portions: the floor below which a divergence says nothing.
+    ///
+    /// # Errors
+    /// A text shorter than a window; what evaluation reports.
+    pub fn noise(&self, progress: &dyn Progress) -> Result<KldStats> {
+        let mut spec = self.spec.clone();
+        spec.max_windows = spec.max_windows.map(|n| n.min(NOISE_WINDOWS));
+        Ok(self_noise(self.source, &self.ids, &spec, progress)?)
+    }
+
+    /// `engine` against the source.
+    ///
+    /// # Errors
+    /// A text shorter than a window; what evaluation reports.
+    pub fn measure(&self, engine: &dyn Engine, progress: &dyn Progress) -> Result<Measured> {
+        let evaluation = compare(engine, self.source, &self.ids, &self.spec, progress)?;
+        let token = |id: u32| self.tokenizer.decode(&[id], false);
+        let worst = evaluation
+            .worst(&self.ids, WORST)
+            .into_iter()
+            .map(|w| WorstToken {
+                kld: w.kld,
+                context: self.tokenizer.decode(&w.context, false),
+                target: token(w.target),
+                model_top: token(w.model_top),
+                reference_top: token(w.reference_top),
+            })
+            .collect();
+        Ok(Measured { evaluation, worst })
+    }
 }
 
 /// The report of a folder that an earlier run finished: what its record and files say.
@@ -149,5 +182,7 @@ pub fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::QuantizeR
         quality: record.quality.and_then(|q| serde_json::from_value(q).ok()),
         estimated_peak_bytes: 0,
         worst_tokens: Vec::new(),
+        allocation: Vec::new(),
+        self_noise: None,
     })
 }

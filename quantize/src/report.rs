@@ -1,6 +1,7 @@
 //! The report of `nq quantize`, as it stands in JSON. Fields may be added, never renamed.
 
-use nq_evals::EvalReport;
+use crate::allocation::Choice;
+use nq_evals::{EvalReport, KldStats};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -41,6 +42,12 @@ pub struct QuantizeReport {
     /// The positions where the model strays most from the source, worst first.
     #[serde(default)]
     pub worst_tokens: Vec<WorstToken>,
+    /// Which scheme each group of weights got, where schemes were chosen.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allocation: Vec<Choice>,
+    /// KL divergence of the source from itself, keys and values in FP16 against none rounded.
+    #[serde(default)]
+    pub self_noise: Option<KldStats>,
 }
 
 /// A position where the model strays far from the source.
@@ -62,11 +69,16 @@ impl QuantizeReport {
     /// The `n` weights with the greatest error at their output (or, where that is unknown, of
     /// their own), as `name (error)`.
     pub fn worst_layers(&self, n: usize) -> Vec<String> {
-        let error = |l: &LayerReport| l.output_error.unwrap_or(l.rel_error);
+        let show = |l: &LayerReport| format!("{} ({:.2} %)", l.name, 100.0 * l.error());
+        self.worst(n).into_iter().map(show).collect()
+    }
+
+    /// The same weights' rows.
+    pub fn worst(&self, n: usize) -> Vec<&LayerReport> {
         let mut layers: Vec<&LayerReport> = self.layers.iter().collect();
-        layers.sort_by(|a, b| error(b).total_cmp(&error(a)));
-        let show = |l: &&LayerReport| format!("{} ({:.2} %)", l.name, 100.0 * error(l));
-        layers.iter().take(n).map(show).collect()
+        layers.sort_by(|a, b| b.error().total_cmp(&a.error()));
+        layers.truncate(n);
+        layers
     }
 }
 
@@ -84,4 +96,11 @@ pub struct LayerReport {
     /// `|(W - Q) X|_F / |W X|_F` over the calibration's inputs, where they were gathered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output_error: Option<f64>,
+}
+
+impl LayerReport {
+    /// The error at the output or, where that is unknown, of the weight.
+    fn error(&self) -> f64 {
+        self.output_error.unwrap_or(self.rel_error)
+    }
 }

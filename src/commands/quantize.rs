@@ -11,7 +11,7 @@ use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Group, Progress, Zeros};
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::schemes::default_scheme;
-use nq_quantize::{CalibrationSource, Estimate, Limits, QuantizeReport, Schemes};
+use nq_quantize::{CalibrationSource, Estimate, Limits, QuantizeReport, Schemes, TargetSize};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -35,9 +35,18 @@ pub struct QuantizeArgs {
     /// No zero-points [default: at 8 bits]
     #[arg(long)]
     pub sym: bool,
-    /// Bits of the embedding and head: 4, 8 or 16 [default: 8, or 16 where the format needs it]
+    /// Bits of the embedding and head: 4, 8 or 16 [default: 8, or 16 where the format needs it;
+    /// chosen with a target]
     #[arg(long, value_name = "N", value_parser = parse_head_bits)]
     pub head_bits: Option<u32>,
+    /// Choose bits (of --bits and more) and groups of each weight by measured sensitivity, for
+    /// this many bits per weight
+    #[arg(long, value_name = "X", conflicts_with_all = ["group_size", "asym", "sym"])]
+    pub target_bpw: Option<f64>,
+    /// The same for a size of all tensors, e.g. 400MB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size,
+          conflicts_with_all = ["target_bpw", "group_size", "asym", "sym"])]
+    pub target_size: Option<u64>,
     /// Search the clipping range of each group (rtn; always on for awq and gptq)
     #[arg(long)]
     pub clip: bool,
@@ -59,10 +68,10 @@ pub struct QuantizeArgs {
     /// Seed of everything random
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Fail if the mean KL divergence against the source exceeds this
+    /// Raise bits until the mean KL divergence against the source is at most this, or fail
     #[arg(long, value_name = "X")]
     pub max_kld: Option<f64>,
-    /// Fail if the best token agrees less often than this share
+    /// Raise bits until the best token agrees at this share of positions, or fail
     #[arg(long, value_name = "Y")]
     pub min_top1: Option<f64>,
     /// Text to measure quality on [default: held-out text sampled from the model]
@@ -78,6 +87,9 @@ pub struct QuantizeArgs {
     #[arg(long)]
     pub resume: bool,
 }
+
+/// Weights that the report shows; --json has them all.
+const WORST_LAYERS: usize = 8;
 
 /// Methods by their command-line names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -107,6 +119,28 @@ fn parse_head_bits(s: &str) -> Result<u32, String> {
     }
 }
 
+fn parse_size(s: &str) -> Result<u64, String> {
+    const UNITS: [(&str, f64); 7] = [
+        ("KiB", 1024.0),
+        ("MiB", 1_048_576.0),
+        ("GiB", 1_073_741_824.0),
+        ("KB", 1e3),
+        ("MB", 1e6),
+        ("GB", 1e9),
+        ("B", 1.0),
+    ];
+    let found = UNITS.iter().find_map(|&(unit, factor)| {
+        let end = s.len().checked_sub(unit.len())?;
+        let matches = s.is_char_boundary(end) && s[end..].eq_ignore_ascii_case(unit);
+        matches.then(|| (&s[..end], factor))
+    });
+    let (number, factor) = found.unwrap_or((s, 1.0));
+    match number.trim().replace('_', "").parse::<f64>() {
+        Ok(x) if x > 0.0 && x * factor <= 1e15 => Ok((x * factor) as u64),
+        _ => Err("expected a size such as 400MB, 1.5GB or 8580000".into()),
+    }
+}
+
 fn parse_tokens(s: &str) -> Result<usize, String> {
     match s.replace('_', "").parse() {
         Ok(n @ 1..=1_000_000_000) => Ok(n),
@@ -132,6 +166,11 @@ impl QuantizeArgs {
             (MethodArg::Rtn, true) => "rtn-clip",
             (MethodArg::Rtn, false) => "rtn",
         }
+    }
+
+    fn target(&self) -> Option<TargetSize> {
+        let bits = self.target_bpw.map(TargetSize::BitsPerWeight);
+        self.target_size.map(TargetSize::Bytes).or(bits)
     }
 
     fn schemes(&self) -> anyhow::Result<Schemes> {
@@ -173,6 +212,11 @@ impl QuantizeArgs {
             let bits = schemes.head.map_or(16, |s| s.bits.width());
             name += &format!("-head{bits}");
         }
+        match self.target() {
+            Some(TargetSize::Bytes(n)) => name += &format!("-{n}bytes"),
+            Some(TargetSize::BitsPerWeight(x)) => name += &format!("-{x}bpw"),
+            None => {}
+        }
         name + self.format.suffix()
     }
 }
@@ -181,6 +225,9 @@ impl QuantizeArgs {
 pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if args.min_top1.is_some_and(|y| !(0.0..=1.0).contains(&y)) {
         bail!("--min-top1 is a share: expected 0 to 1");
+    }
+    if args.target().is_some() && args.format != FormatArg::Nq {
+        bail!("--target-bpw and --target-size choose among schemes of nq's own format: expected --format nq");
     }
     let terminal = Terminal::new();
     let model = model::open(args.model.as_deref(), global, &terminal)?;
@@ -203,6 +250,9 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let options = QuantizeOptions {
         bits: schemes.linears.bits,
         schemes,
+        target: args.target(),
+        head_fixed: args.head_bits.is_some(),
+        schemes_fixed: args.format != FormatArg::Nq,
         method: args.method().into(),
         calibration: match args.calib.as_str() {
             "self" => CalibrationSource::SelfSampled,
@@ -279,13 +329,24 @@ fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<Strin
         Some(head) => head.to_string(),
         None => "as it is".into(),
     };
-    let mut lines = vec![format!(
-        "{name}: {} to {} with {}, embedding and head {head}, {} to write",
-        "layers",
-        options.schemes.linears,
-        options.method,
-        human_bytes(estimate.file_bytes),
-    )];
+    let least = u32::from(options.bits);
+    let chosen = match options.target {
+        None => None,
+        Some(TargetSize::Bytes(n)) => Some(format!("at most {}", human_bytes(n))),
+        Some(TargetSize::BitsPerWeight(x)) => Some(format!("at most {x} bits per weight")),
+    };
+    let mut lines = vec![match chosen {
+        Some(size) => format!(
+            "{name}: {least} bits and more with {}, chosen by measured sensitivity, {size}",
+            options.method
+        ),
+        None => format!(
+            "{name}: layers to {} with {}, embedding and head {head}, {} to write",
+            options.schemes.linears,
+            options.method,
+            human_bytes(estimate.file_bytes),
+        ),
+    }];
     lines.push(format!(
         "memory: {} at its peak ({}), {} of it the memory-mapped source",
         human_bytes(estimate.peak),
@@ -351,8 +412,11 @@ fn print_report(report: &QuantizeReport) {
             );
         }
     }
-    if !report.layers.is_empty() {
-        row("worst layers", report.worst_layers(3).join(", "));
+    if let Some(noise) = &report.self_noise {
+        row(
+            "noise floor",
+            format!("{:.1e}: the source against itself in FP16", noise.mean),
+        );
     }
     row("fallbacks", report.fallbacks.len().to_string());
     if report.seconds > 0.0 {
@@ -365,9 +429,37 @@ fn print_report(report: &QuantizeReport) {
             ),
         );
     }
+    if !report.allocation.is_empty() {
+        println!("\nChosen by sensitivity:");
+        println!(
+            "  {:<28} {:<24} {:>12} {:>10}",
+            "weights", "scheme", "bytes", "KLD"
+        );
+        for c in &report.allocation {
+            println!(
+                "  {:<28} {:<24} {:>12} {:>10.6}",
+                c.group, c.scheme, c.bytes, c.loss
+            );
+        }
+    }
+    if !report.layers.is_empty() {
+        println!("\nThe worst of {} weights:", report.layers.len());
+        println!(
+            "  {:<40} {:>4} {:>9} {:>9}",
+            "weight", "bits", "error", "at output"
+        );
+        for l in report.worst(WORST_LAYERS) {
+            let output = match l.output_error {
+                Some(e) => format!("{:.2} %", 100.0 * e),
+                None => "-".into(),
+            };
+            let error = format!("{:.2} %", 100.0 * l.rel_error);
+            println!("  {:<40} {:>4} {error:>9} {output:>9}", l.name, l.bits);
+        }
+    }
     if !report.worst_tokens.is_empty() {
         println!("\nWhere it strays most:");
-        for w in report.worst_tokens.iter().take(3) {
+        for w in &report.worst_tokens {
             let context: String = w.context.escape_debug().collect();
             println!(
                 "  KLD {:.2}  ...{context} -> {:?} (source {:?}, text {:?})",

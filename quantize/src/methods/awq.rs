@@ -14,6 +14,7 @@ use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::linalg::{InputStats, Matrix, quadratic_error};
 use nq_runtime::LinearKind;
+use serde_json::{Map, Value};
 
 /// AWQ's settings.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +40,13 @@ const SAMPLE: usize = 512;
 impl Method for Awq {
     fn name(&self) -> &'static str {
         "awq"
+    }
+
+    fn settings(&self) -> Map<String, Value> {
+        Map::from_iter([
+            ("exponents".into(), self.exponents.into()),
+            ("range".into(), self.fit.settings()),
+        ])
     }
 
     fn needs(&self) -> Needs {

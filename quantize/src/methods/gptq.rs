@@ -12,6 +12,7 @@ use crate::fit::Fit;
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::{Matrix, add_product, inverse_factor};
 use rayon::prelude::*;
+use serde_json::{Map, Value};
 use std::ops::Range;
 
 /// In which order columns are rounded.
@@ -69,6 +70,23 @@ const MOST_DAMPING: f64 = 1.0;
 impl Method for Gptq {
     fn name(&self) -> &'static str {
         "gptq"
+    }
+
+    fn settings(&self) -> Map<String, Value> {
+        let order = match self.order {
+            Order::Columns => "columns",
+            Order::Groups => "groups",
+        };
+        let importance = match self.importance {
+            Importance::Squares => "squares",
+            Importance::Remaining => "remaining",
+        };
+        Map::from_iter([
+            ("damping".into(), self.damping.into()),
+            ("order".into(), order.into()),
+            ("importance".into(), importance.into()),
+            ("range".into(), self.fit.settings()),
+        ])
     }
 
     fn needs(&self) -> Needs {

@@ -12,6 +12,7 @@ use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
 use crate::linalg::{InputStats, Matrix};
 use nq_runtime::LinearKind;
+use serde_json::{Map, Value};
 
 /// One weight to be rounded.
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +78,9 @@ pub trait Method: Send + Sync {
 
     /// What it must know of inputs.
     fn needs(&self) -> Needs;
+
+    /// Its settings by their names, for the record.
+    fn settings(&self) -> Map<String, Value>;
 
     /// Changes a layer into one of the same function that rounds better. `inputs` are the
     /// statistics of [`LinearKind::INPUTS`] in that order, and are changed along; `grids`

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use half::f16;
 use nq_formats::{AffineWeight, QuantizedWeight, Weight, ZeroPoints, Zeros, pack};
 use rayon::prelude::*;
+use serde_json::{Map, Value};
 
 /// Rounding to nearest.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +32,10 @@ impl Method for Rtn {
         } else {
             "rtn-clip"
         }
+    }
+
+    fn settings(&self) -> Map<String, Value> {
+        Map::from_iter([("range".into(), self.fit.settings())])
     }
 
     fn needs(&self) -> Needs {

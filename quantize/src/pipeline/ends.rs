@@ -1,6 +1,7 @@
 //! The final norm, the embedding and the head of a run.
 
 use super::Job;
+use super::layers::key;
 use super::state::{State, Step, save};
 use crate::error::Result;
 use crate::fit::Fit;
@@ -8,6 +9,7 @@ use crate::grid::Grid;
 use crate::linalg::Moments;
 use crate::methods::rtn;
 use crate::report::LayerReport;
+use crate::schemes::Schemes;
 use nq_formats::Weight;
 use nq_formats::nq::{Param, Writer};
 use nq_kernels::reference;
@@ -20,10 +22,14 @@ impl Job<'_> {
         &self,
         writer: &Writer,
         state: &mut State,
+        schemes: &Schemes,
         stream: Option<Hidden>,
     ) -> Result<()> {
         const STEP: &str = "ends";
-        if writer.staged(STEP)?.is_some() {
+        let layers = self.config().num_hidden_layers;
+        let key = format!("{} {:?}", key(schemes, layers)?, schemes.of(HEAD));
+        let valid = state.steps.get(STEP).is_some_and(|s| s.key == key);
+        if valid && writer.staged(STEP)?.is_some() {
             return Ok(());
         }
         let (config, store) = (self.config(), self.checkpoint.store());
@@ -37,19 +43,23 @@ impl Job<'_> {
         if !config.tie_word_embeddings {
             names.push((HEAD, qwen3::head(store, config)?));
         }
-        let mut report = Step::default();
+        let mut report = Step {
+            key,
+            ..Step::default()
+        };
         let mut weights = Vec::new();
         for (name, source) in names {
             // An embedding that is no head is only looked up: all its columns are alike.
             let looked_up = name == EMBEDDING && !config.tie_word_embeddings;
             let importance = if looked_up { &[][..] } else { &importance };
-            let (weight, row) = self.end(name, &source, importance)?;
+            let (weight, row) = end(schemes, name, &source, importance)?;
             if matches!(weight, Weight::Quantized(_)) {
                 source.release();
             }
             report.rows.push(row);
             weights.push((name, weight));
         }
+        writer.remove_step(STEP)?;
         state.steps.insert(STEP.into(), report);
         save(writer, state)?;
         let mut params = vec![(FINAL_NORM.to_owned(), Param::Vector(&norm))];
@@ -58,30 +68,29 @@ impl Job<'_> {
         }
         Ok(writer.put(STEP, &params)?)
     }
+}
 
-    /// The embedding or head as it will be written.
-    pub(super) fn end(
-        &self,
-        name: &str,
-        source: &Weight,
-        importance: &[f32],
-    ) -> Result<(Weight, LayerReport)> {
-        let mut row = LayerReport {
-            name: name.into(),
-            bits: 16,
-            method: "kept".into(),
-            rel_error: 0.0,
-            output_error: None,
-        };
-        let Some(scheme) = self.options.schemes.of(name) else {
-            return Ok((source.clone(), row));
-        };
-        let fit = Fit::clip();
-        let (weight, rel_error) =
-            rtn::round_rows(name, source, Grid::new(scheme)?, fit, importance)?;
-        (row.bits, row.method, row.rel_error) = (scheme.bits.into(), "rtn-clip".into(), rel_error);
-        Ok((weight, row))
-    }
+/// The embedding or head as it will be written.
+pub(super) fn end(
+    schemes: &Schemes,
+    name: &str,
+    source: &Weight,
+    importance: &[f32],
+) -> Result<(Weight, LayerReport)> {
+    let mut row = LayerReport {
+        name: name.into(),
+        bits: 16,
+        method: "kept".into(),
+        rel_error: 0.0,
+        output_error: None,
+    };
+    let Some(scheme) = schemes.of(name) else {
+        return Ok((source.clone(), row));
+    };
+    let fit = Fit::clip();
+    let (weight, rel_error) = rtn::round_rows(name, source, Grid::new(scheme)?, fit, importance)?;
+    (row.bits, row.method, row.rel_error) = (scheme.bits.into(), "rtn-clip".into(), rel_error);
+    Ok((weight, row))
 }
 
 /// `E[x^2]` of the head's inputs.

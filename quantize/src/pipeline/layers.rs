@@ -1,12 +1,15 @@
 //! The layers of a run, one after another: gathered, rounded, staged, run again as rounded.
 
 use super::Job;
+use super::ends::end;
 use super::state::{State, Step, save};
 use crate::calibration::Sequences;
 use crate::error::Result;
+use crate::grid::Grid;
 use crate::layers::{self, Pass};
+use crate::schemes::Schemes;
 use nq_formats::nq::{Param, Staged, Writer};
-use nq_formats::{ModelConfig, Unit, Weight, mapping};
+use nq_formats::{AffineScheme, ModelConfig, Unit, Weight, hash, mapping};
 use nq_runtime::models::qwen3::{self, EMBEDDING};
 use nq_runtime::{
     ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LinearId, LinearKind,
@@ -20,6 +23,7 @@ impl Job<'_> {
         &self,
         writer: &Writer,
         state: &mut State,
+        schemes: &Schemes,
         calibration: Option<&Sequences>,
     ) -> Result<Option<Hidden>> {
         let (config, store) = (self.config(), self.checkpoint.store());
@@ -34,7 +38,7 @@ impl Job<'_> {
         let mut stream = match calibration {
             Some(text) => {
                 let embedding = qwen3::embedding(store, config)?;
-                let (rounded, _) = self.end(EMBEDDING, &embedding, &[])?;
+                let (rounded, _) = end(schemes, EMBEDDING, &embedding, &[])?;
                 embedding.release();
                 Some(stepper.embed(&rounded, &text.ids)?)
             }
@@ -47,22 +51,37 @@ impl Job<'_> {
             .begin("quantizing layers", total, Unit::Tokens);
         for index in 0..layers {
             let step = format!("layer-{index:03}");
-            let weights = match writer.staged(&step)? {
+            let key = key(schemes, index + 1)?;
+            let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
+            let staged = match valid {
+                true => writer.staged(&step)?,
+                false => None,
+            };
+            let weights = match staged {
                 Some(staged) => {
                     self.progress.advance(tokens + share);
                     staged_layer(&staged, config, index)?
                 }
                 None => {
-                    let done =
-                        self.quantize_layer(index, stream.as_ref(), stepper.as_mut(), share)?;
+                    let grids = schemes.grids(index)?;
+                    let done = self.quantize_layer(
+                        index,
+                        stream.as_ref(),
+                        stepper.as_mut(),
+                        &grids,
+                        share,
+                    )?;
                     for f in &done.fallbacks {
                         self.progress.note(f);
                     }
                     let report = Step {
                         rows: done.rows,
                         fallbacks: done.fallbacks,
+                        key,
                     };
-                    // The report before the weights: a step that is staged has one.
+                    // The report before the weights: a step that is staged has one. What was
+                    // staged under another key goes before that.
+                    writer.remove_step(&step)?;
                     state.steps.insert(step.clone(), report);
                     save(writer, state)?;
                     writer.put(&step, &params(index, &done.weights))?;
@@ -86,6 +105,7 @@ impl Job<'_> {
         index: usize,
         stream: Option<&Hidden>,
         stepper: &mut dyn LayerStepper,
+        grids: &[Grid; 7],
         share: u64,
     ) -> Result<layers::Quantized> {
         let (config, store) = (self.config(), self.checkpoint.store());
@@ -110,7 +130,7 @@ impl Job<'_> {
             index,
             &source,
             stats,
-            &self.options.schemes.grids(index)?,
+            grids,
             config,
             |kind| {
                 seen += elements(kind);
@@ -123,6 +143,17 @@ impl Job<'_> {
         mapping::trim_heap();
         Ok(done)
     }
+}
+
+/// Names what the first `layers` layers depend on, besides the plan: the schemes of the
+/// embedding and of these layers.
+pub(super) fn key(schemes: &Schemes, layers: usize) -> Result<String> {
+    let mut text = format!("{:?}", schemes.of(EMBEDDING));
+    for layer in 0..layers {
+        let schemes: [AffineScheme; 7] = schemes.grids(layer)?.map(|g| g.scheme());
+        text += &format!("{schemes:?}");
+    }
+    Ok(hash::sha256_hex(text.as_bytes()))
 }
 
 /// A layer's parameters by name.

@@ -9,22 +9,26 @@
 //! ends in the same bytes.
 
 mod ends;
+mod guard;
 mod layers;
 mod state;
 mod texts;
 
+use crate::allocation::{self, Choice};
 use crate::calibration::{CalibrationSource, Sequences};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::methods::{self, Method, Needs};
 use crate::quality::{self, Limits, Measured};
-use crate::report::{LayerReport, QuantizeReport};
+use crate::report::QuantizeReport;
 use crate::schemes::Schemes;
+use guard::Next;
+pub use guard::TargetSize;
 use nq_formats::nq::{Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, hash, mapping};
 use nq_runtime::{LayerWeights, LinearKind, LoadOptions, load};
 use serde_json::{Map, Value, json};
-use state::{State, Step};
+use state::{Attempt, State};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,8 +38,16 @@ use std::time::Instant;
 pub struct QuantizeOptions {
     /// Bits asked for, for the report.
     pub bits: Bits,
-    /// Schemes of all weights.
+    /// Schemes of all weights; where `target` or a broken limit asks for others, those of
+    /// what cannot be chosen.
     pub schemes: Schemes,
+    /// A size for which the schemes of all weights are chosen by measured sensitivity, from
+    /// those of `bits` and more.
+    pub target: Option<TargetSize>,
+    /// The embedding and head keep `schemes.head` whatever is chosen for the rest.
+    pub head_fixed: bool,
+    /// A broken limit fails at once, for a format that takes no other schemes.
+    pub schemes_fixed: bool,
     /// A name of [`methods::METHODS`].
     pub method: String,
     /// Calibration text.
@@ -94,6 +106,7 @@ impl<'a> Job<'a> {
             found: options.method.clone(),
         })?;
         options.schemes.check(checkpoint.config())?;
+        guard::check(options.target, options.bits)?;
         let first = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0)?;
         if !crate::layers::is_dense(&first) {
             return Err(Error::Request {
@@ -140,6 +153,10 @@ impl<'a> Job<'a> {
             needs: self.method.needs(),
             calibration: n * length,
             sampled,
+            groups: match self.options.target {
+                Some(_) => allocation::groups(self.config()).len(),
+                None => 0,
+            },
         };
         memory::Estimate::new(self.checkpoint, work)
     }
@@ -160,6 +177,13 @@ impl<'a> Job<'a> {
             "linears": o.schemes.linears,
             "head": o.schemes.head,
             "overrides": overrides,
+            "target": match o.target {
+                None => Value::Null,
+                Some(TargetSize::Bytes(n)) => json!({ "bytes": n }),
+                Some(TargetSize::BitsPerWeight(x)) => json!({ "bits_per_weight": x }),
+            },
+            "least_bits": o.bits,
+            "head_fixed": o.head_fixed,
             "calibration": match &o.calibration {
                 CalibrationSource::SelfSampled => "self".into(),
                 CalibrationSource::File(path) => path.display().to_string(),
@@ -203,61 +227,148 @@ impl<'a> Job<'a> {
         };
         let (calibration, held_out) = self.texts(&writer, &mut state)?;
         mapping::trim_heap();
-        let stream = self.quantize_layers(&writer, &mut state, calibration.as_ref())?;
-        self.quantize_ends(&writer, &mut state, stream)?;
-        mapping::trim_heap();
-
-        let steps: Vec<Step> = state.steps.into_values().collect();
-        let mut record = QuantizationRecord {
-            method: self.method.name().into(),
-            settings: Map::new(),
-            source,
-            calibration: calibration.as_ref().map(Sequences::record),
-            seed: options.seed,
-            fallbacks: steps.iter().flat_map(|s| s.fallbacks.clone()).collect(),
-            ..QuantizationRecord::default()
+        let mut schemes = self.first_schemes(&writer, &mut state)?;
+        let (measured, record) = loop {
+            let stream =
+                self.quantize_layers(&writer, &mut state, &schemes, calibration.as_ref())?;
+            self.quantize_ends(&writer, &mut state, &schemes, stream)?;
+            mapping::trim_heap();
+            let mut record = self.record(&state, &source, calibration.as_ref(), &schemes);
+            let measured = self.measure(&writer, &mut state, &record, held_out.as_ref())?;
+            mapping::trim_heap();
+            record.quality = serde_json::to_value(&measured.evaluation.report).ok();
+            self.note_attempt(&writer, &mut state, &schemes, &measured)?;
+            let broken = options.limits.broken(&measured.evaluation.report);
+            if broken.is_empty() {
+                break (measured, record);
+            }
+            let why = broken.join("; ");
+            match self.next_schemes(&writer, &mut state)? {
+                Next::Schemes(next) => {
+                    let (from, to) = (self.bytes(&schemes), self.bytes(&next));
+                    self.progress.note(&format!(
+                        "{why}: trying {to} bytes instead of {from}, chosen by sensitivity"
+                    ));
+                    schemes = next;
+                }
+                Next::Hopeless(least) => {
+                    let mut report = self.report(&state, &schemes, &measured, &record);
+                    report.seconds = start.elapsed().as_secs_f64();
+                    report.peak_rss_bytes = memory::peak_rss();
+                    return Err(Error::Guard {
+                        broken: format!(
+                            "{why}; the best choice of bits is predicted to reach {least:.5}"
+                        ),
+                        worst: report.worst_layers(5).join(", "),
+                        out: options.out.clone(),
+                        report: Box::new(report),
+                    });
+                }
+            }
         };
-        let measured = self.measure(&writer, &record, held_out.as_ref())?;
-        record.quality = serde_json::to_value(&measured.evaluation.report).ok();
-
-        let rows: Vec<LayerReport> = steps.into_iter().flat_map(|s| s.rows).collect();
+        let mut report = self.report(&state, &schemes, &measured, &record);
+        let written = writer.finish(record, self.progress)?;
+        report.tensor_bytes = written.tensor_bytes;
+        report.file_bytes = written.file_bytes;
         let parameters = self.config().parameters() as f64;
-        let mut report = QuantizeReport {
-            out: options.out.clone(),
+        report.bits_per_weight = 8.0 * written.tensor_bytes as f64 / parameters;
+        report.seconds = start.elapsed().as_secs_f64();
+        report.peak_rss_bytes = memory::peak_rss();
+        Ok(report)
+    }
+
+    /// Keeps what was measured of `schemes`, so that no run measures it again in vain.
+    fn note_attempt(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        schemes: &Schemes,
+        measured: &Measured,
+    ) -> Result<()> {
+        let Some(found) = &measured.evaluation.report.against else {
+            return Ok(());
+        };
+        let known = |a: &Attempt| a.overrides == schemes.overrides;
+        if state.attempts.iter().any(known) {
+            return Ok(());
+        }
+        state.attempts.push(Attempt {
+            overrides: schemes.overrides.clone(),
+            bytes: self.bytes(schemes),
+            kld: found.kld.mean,
+            same_top1: found.same_top1,
+        });
+        state::save(writer, state)
+    }
+
+    /// What the file will say of itself, but for its quality.
+    fn record(
+        &self,
+        state: &State,
+        source: &SourceRecord,
+        calibration: Option<&Sequences>,
+        schemes: &Schemes,
+    ) -> QuantizationRecord {
+        let mut settings = self.method.settings();
+        if calibration.is_some() {
+            let (n, length) = self.shape();
+            settings.insert("sequences".into(), n.into());
+            settings.insert("sequence_length".into(), length.into());
+        }
+        if let Some(choices) = self.choices(state, schemes) {
+            settings.insert("allocation".into(), json!(choices));
+        }
+        let steps = state.steps.values();
+        QuantizationRecord {
+            method: self.method.name().into(),
+            settings,
+            source: source.clone(),
+            calibration: calibration.map(Sequences::record),
+            seed: self.options.seed,
+            fallbacks: steps.flat_map(|s| s.fallbacks.clone()).collect(),
+            ..QuantizationRecord::default()
+        }
+    }
+
+    /// The table of choices, if `schemes` were chosen.
+    fn choices(&self, state: &State, schemes: &Schemes) -> Option<Vec<Choice>> {
+        let menus = state.menus.as_ref()?;
+        if schemes.overrides == self.options.schemes.overrides {
+            return None;
+        }
+        let chosen = allocation::chosen_by(schemes, menus);
+        Some(allocation::choices(menus, &chosen))
+    }
+
+    /// The report of what is staged, but for the file's size and what the run took.
+    fn report(
+        &self,
+        state: &State,
+        schemes: &Schemes,
+        measured: &Measured,
+        record: &QuantizationRecord,
+    ) -> QuantizeReport {
+        let rows = state.steps.values().flat_map(|s| s.rows.clone()).collect();
+        QuantizeReport {
+            out: self.options.out.clone(),
             format: "nq".into(),
             method: record.method.clone(),
-            bits: options.bits.into(),
-            group_size: options.schemes.linears.group,
+            bits: self.options.bits.into(),
+            group_size: self.options.schemes.linears.group,
             bits_per_weight: 0.0,
             tensor_bytes: 0,
             file_bytes: 0,
-            source_bytes: checkpoint.store().file_bytes(),
+            source_bytes: self.checkpoint.store().file_bytes(),
             seconds: 0.0,
             peak_rss_bytes: 0,
             estimated_peak_bytes: self.estimate().peak,
             fallbacks: record.fallbacks.clone(),
             layers: rows,
             quality: Some(measured.evaluation.report.clone()),
-            worst_tokens: measured.worst,
-        };
-        let broken = options.limits.broken(&measured.evaluation.report);
-        if !broken.is_empty() {
-            report.seconds = start.elapsed().as_secs_f64();
-            report.peak_rss_bytes = memory::peak_rss();
-            return Err(Error::Guard {
-                broken: broken.join("; "),
-                worst: report.worst_layers(5).join(", "),
-                out: options.out.clone(),
-                report: Box::new(report),
-            });
+            worst_tokens: measured.worst.clone(),
+            allocation: self.choices(state, schemes).unwrap_or_default(),
+            self_noise: state.noise,
         }
-        let written = writer.finish(record, self.progress)?;
-        report.tensor_bytes = written.tensor_bytes;
-        report.file_bytes = written.file_bytes;
-        report.bits_per_weight = 8.0 * written.tensor_bytes as f64 / parameters;
-        report.seconds = start.elapsed().as_secs_f64();
-        report.peak_rss_bytes = memory::peak_rss();
-        Ok(report)
     }
 
     fn source_engine(&self) -> Result<Arc<dyn nq_runtime::Engine>> {
@@ -270,13 +381,26 @@ impl<'a> Job<'a> {
         )?)
     }
 
-    /// Measures what is staged against the source.
+    /// Measures what is staged against the source, and the source against itself once.
     fn measure(
         &self,
         writer: &Writer,
+        state: &mut State,
         record: &QuantizationRecord,
         held_out: Option<&Sequences>,
     ) -> Result<Measured> {
+        let text = match (&self.options.eval_text, held_out) {
+            (Some(path), _) => quality::Text::File(path),
+            (None, Some(text)) => quality::Text::HeldOut(text),
+            (None, None) => unreachable!("sampled where no text is given"),
+        };
+        let source = self.source_engine()?;
+        let files = self.checkpoint.files();
+        let judge = quality::Judge::new(source.as_ref(), files, text, self.options.eval_tokens)?;
+        if state.noise.is_none() {
+            state.noise = Some(judge.noise(self.progress)?);
+            state::save(writer, state)?;
+        }
         let preview = writer.preview(record)?;
         let engine = load::load(
             preview.config(),
@@ -284,18 +408,6 @@ impl<'a> Job<'a> {
             &self.options.load,
             self.progress,
         )?;
-        let source = self.source_engine()?;
-        quality::measure(
-            engine.as_ref(),
-            source.as_ref(),
-            self.checkpoint.files(),
-            match (&self.options.eval_text, held_out) {
-                (Some(path), _) => quality::Text::File(path),
-                (None, Some(text)) => quality::Text::HeldOut(text),
-                (None, None) => unreachable!("sampled where no text is given"),
-            },
-            self.options.eval_tokens,
-            self.progress,
-        )
+        judge.measure(engine.as_ref(), self.progress)
     }
 }

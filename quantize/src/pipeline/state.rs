@@ -1,21 +1,44 @@
 //! What a run must know after being killed, beside the staged weights.
 
+use crate::allocation::Menu;
 use crate::calibration::Sequences;
 use crate::error::Result;
 use crate::report::LayerReport;
+use nq_evals::KldStats;
+use nq_formats::AffineScheme;
 use nq_formats::nq::Writer;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Where a run is.
 #[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub(super) struct State {
     /// Calibration text, one string of ids for each sequence.
     pub(super) calibration: Option<Text>,
     /// Held-out text.
     pub(super) held_out: Option<Text>,
+    /// What can be chosen for each group of weights, if it was measured.
+    pub(super) menus: Option<Vec<Menu>>,
+    /// The source against itself, if it was measured.
+    pub(super) noise: Option<KldStats>,
+    /// What was made and measured, in order.
+    pub(super) attempts: Vec<Attempt>,
     /// Reports of finished steps, by name.
     pub(super) steps: BTreeMap<String, Step>,
+}
+
+/// A whole model that was made and measured.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Attempt {
+    /// Schemes that deviate from those asked for.
+    pub(super) overrides: BTreeMap<String, AffineScheme>,
+    /// Bytes of all tensors.
+    pub(super) bytes: u64,
+    /// Mean KL divergence.
+    pub(super) kld: f64,
+    /// Share of positions with the same best token.
+    pub(super) same_top1: f64,
 }
 
 /// Sequences as they are kept in the state.
@@ -30,6 +53,9 @@ pub(super) struct Text {
 pub(super) struct Step {
     pub(super) rows: Vec<LayerReport>,
     pub(super) fallbacks: Vec<String>,
+    /// Of everything that the step depends on; the staged step is of no use under another.
+    #[serde(default)]
+    pub(super) key: String,
 }
 
 impl Text {

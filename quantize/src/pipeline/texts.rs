@@ -9,6 +9,8 @@ use nq_formats::nq::Writer;
 
 /// Seeds of held-out text differ from those of calibration text by this.
 const HELD_OUT: u64 = 0x9E37_79B9_7F4A_7C15;
+/// And those of the text that sensitivity is measured on by this.
+const PROBE: u64 = 0xD1B5_4A32_D192_ED03;
 
 impl Job<'_> {
     /// Calibration text and held-out text, from the state or made anew. Either is `None` if
@@ -27,10 +29,7 @@ impl Job<'_> {
         let sample_held_out = o.eval_text.is_none() && held_out.is_none();
         let mut prompter = None;
         if n > 0 || sample_held_out {
-            let eos = self.checkpoint.eos_token_ids();
-            let vocab = self.config().vocab_size;
-            let files = self.checkpoint.files();
-            prompter = Some(Prompter::new(files, vocab, eos, self.progress)?);
+            prompter = Some(self.prompter()?);
         }
         let Some(prompter) = prompter else {
             return Ok((None, held_out));
@@ -66,5 +65,28 @@ impl Job<'_> {
             save(writer, state)?;
         }
         Ok((calibration, held_out))
+    }
+
+    /// Text that sensitivity is measured on: neither calibrated on nor judged by.
+    pub(super) fn probe_text(
+        &self,
+        prompter: &Prompter,
+        shape: (usize, usize),
+    ) -> Result<Sequences> {
+        let engine = self.source_engine()?;
+        calibration::sample(
+            engine.as_ref(),
+            prompter,
+            "sampling text to probe with",
+            shape,
+            self.options.seed ^ PROBE,
+            self.progress,
+        )
+    }
+
+    pub(super) fn prompter(&self) -> Result<Prompter> {
+        let eos = self.checkpoint.eos_token_ids();
+        let vocab = self.config().vocab_size;
+        Prompter::new(self.checkpoint.files(), vocab, eos, self.progress)
     }
 }

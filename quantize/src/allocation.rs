@@ -1,0 +1,410 @@
+//! Bits where they help most: which scheme each group of weights gets under a budget of bytes
+//! or of loss.
+//!
+//! Losses of groups are taken to add up, which holds as long as each is small (a KL divergence
+//! is quadratic in small changes of the weights, and the changes of different weights are not
+//! correlated). The choice is then the multiple-choice knapsack, solved by dynamic
+//! programming over bytes. Whoever uses it measures what comes of it.
+
+use crate::error::{Error, Result};
+use crate::schemes::Schemes;
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
+use nq_runtime::{LinearId, LinearKind};
+use serde::{Deserialize, Serialize};
+
+/// Weights that get one scheme, because a kernel reads them as one matrix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightGroup {
+    /// For tables, e.g. `layers.3 q k v`.
+    pub name: String,
+    /// Where it stands.
+    pub place: Place,
+    /// Names and dimensions `(out, in)`.
+    pub weights: Vec<(String, (usize, usize))>,
+}
+
+/// Where a group stands in the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The Linears of a layer that share the input of this number in
+    /// [`LinearKind::INPUTS`].
+    Layer {
+        /// Layer, counted from 0.
+        index: usize,
+        /// Which input.
+        input: usize,
+    },
+    /// The embedding, which may be the head too.
+    Embedding,
+    /// A head of its own.
+    Head,
+}
+
+impl WeightGroup {
+    /// Bytes under `scheme`.
+    pub fn bytes(&self, scheme: AffineScheme) -> u64 {
+        let bytes = |w: &(String, (usize, usize))| scheme.bytes(w.1.0, w.1.1) as u64;
+        self.weights.iter().map(bytes).sum()
+    }
+
+    /// True if whole groups of `scheme` fill the rows of all weights.
+    pub fn fits(&self, scheme: AffineScheme) -> bool {
+        match scheme.group {
+            Group::Channel => true,
+            Group::Size(n) => self
+                .weights
+                .iter()
+                .all(|w| w.1.1.is_multiple_of(n as usize)),
+        }
+    }
+}
+
+/// All groups of a model, in the order they run: the embedding first, a head of its own last.
+pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
+    let ends = (config.vocab_size, config.hidden_size);
+    let tied = config.tie_word_embeddings;
+    let mut groups = vec![WeightGroup {
+        name: if tied {
+            "embedding and head"
+        } else {
+            "embedding"
+        }
+        .into(),
+        place: Place::Embedding,
+        weights: vec![(EMBEDDING.into(), ends)],
+    }];
+    for index in 0..config.num_hidden_layers {
+        for (input, kinds) in LinearKind::INPUTS.iter().enumerate() {
+            let name = ["q k v", "o", "gate up", "down"][input];
+            let weight = |&kind: &LinearKind| {
+                (
+                    LinearId { layer: index, kind }.to_string(),
+                    kind.dims(config),
+                )
+            };
+            groups.push(WeightGroup {
+                name: format!("layers.{index} {name}"),
+                place: Place::Layer { index, input },
+                weights: kinds.iter().map(weight).collect(),
+            });
+        }
+    }
+    if !tied {
+        groups.push(WeightGroup {
+            name: "head".into(),
+            place: Place::Head,
+            weights: vec![(HEAD.into(), ends)],
+        });
+    }
+    groups
+}
+
+/// The schemes that are chosen from, of at least `least` bits.
+pub fn candidates(least: Bits) -> Vec<AffineScheme> {
+    let scheme = |bits, group, zeros| AffineScheme {
+        bits,
+        group: Group::Size(group),
+        zeros,
+    };
+    let all = [
+        scheme(Bits::B4, 128, Zeros::None),
+        scheme(Bits::B4, 128, Zeros::Integer),
+        scheme(Bits::B4, 64, Zeros::None),
+        scheme(Bits::B4, 64, Zeros::Integer),
+        scheme(Bits::B4, 32, Zeros::None),
+        scheme(Bits::B4, 32, Zeros::Integer),
+        scheme(Bits::B8, 128, Zeros::None),
+        scheme(Bits::B8, 64, Zeros::None),
+        scheme(Bits::B8, 32, Zeros::None),
+    ];
+    all.into_iter().filter(|s| s.bits >= least).collect()
+}
+
+/// One scheme that a group can have.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Candidate {
+    /// The scheme.
+    pub scheme: AffineScheme,
+    /// Bytes of the group under it.
+    pub bytes: u64,
+    /// The loss it brings, in nats of KL divergence.
+    pub loss: f64,
+}
+
+/// What can be chosen for one group: at least one candidate.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Menu {
+    /// The group's name.
+    pub group: String,
+    /// Names of its weights.
+    pub weights: Vec<String>,
+    /// The candidates.
+    pub candidates: Vec<Candidate>,
+}
+
+/// A group's chosen scheme, as reports and records show it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Choice {
+    /// The group.
+    pub group: String,
+    /// Its scheme, e.g. `int4 g32 asymmetric`.
+    pub scheme: String,
+    /// Bytes.
+    pub bytes: u64,
+    /// Predicted loss in nats of KL divergence.
+    pub loss: f64,
+}
+
+/// For each menu the place of the chosen candidate.
+pub type Chosen = Vec<usize>;
+
+/// Steps that the range between the smallest and the largest model is cut into, at most.
+const STEPS: u64 = 1 << 16;
+
+/// The least total loss for every number of bytes.
+struct Table {
+    smallest: u64,
+    unit: u64,
+    /// By units above the smallest.
+    loss: Vec<f64>,
+    /// By menu and units: the candidate chosen.
+    chosen: Vec<Vec<u8>>,
+    /// Units of each candidate.
+    units: Vec<Vec<usize>>,
+}
+
+impl Table {
+    fn new(menus: &[Menu]) -> Self {
+        let least = |m: &Menu| m.candidates.iter().map(|c| c.bytes).min().unwrap_or(0);
+        let most = |m: &Menu| m.candidates.iter().map(|c| c.bytes).max().unwrap_or(0);
+        let smallest = menus.iter().map(least).sum();
+        let range: u64 = menus.iter().map(|m| most(m) - least(m)).sum();
+        let deltas = menus
+            .iter()
+            .flat_map(|m| m.candidates.iter().map(|c| c.bytes - least(m)));
+        let exact = deltas.fold(0, gcd).max(1);
+        // A coarser unit rounds a candidate's bytes up: a budget is never exceeded.
+        let unit = exact * (range / exact).div_ceil(STEPS).max(1);
+        let units: Vec<Vec<usize>> = menus
+            .iter()
+            .map(|m| {
+                let of = |c: &Candidate| (c.bytes - least(m)).div_ceil(unit) as usize;
+                m.candidates.iter().map(of).collect()
+            })
+            .collect();
+        let steps: usize = units.iter().filter_map(|u| u.iter().max()).sum();
+        let mut loss = vec![0f64; steps + 1];
+        let mut chosen = Vec::with_capacity(menus.len());
+        for (menu, units) in menus.iter().zip(&units) {
+            let mut next = vec![f64::INFINITY; steps + 1];
+            let mut by = vec![0u8; steps + 1];
+            for (i, (candidate, &cost)) in menu.candidates.iter().zip(units).enumerate() {
+                for b in cost..=steps {
+                    let total = loss[b - cost] + candidate.loss;
+                    if total < next[b] {
+                        (next[b], by[b]) = (total, i as u8);
+                    }
+                }
+            }
+            loss = next;
+            chosen.push(by);
+        }
+        Table {
+            smallest,
+            unit,
+            loss,
+            chosen,
+            units,
+        }
+    }
+
+    fn at(&self, mut units: usize) -> Chosen {
+        let mut chosen = vec![0; self.chosen.len()];
+        for (menu, by) in self.chosen.iter().enumerate().rev() {
+            let i = usize::from(by[units]);
+            chosen[menu] = i;
+            units -= self.units[menu][i];
+        }
+        chosen
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// The candidates with the least total loss in at most `budget` bytes.
+///
+/// # Errors
+/// [`Error::Request`] if not even the smallest candidates fit.
+pub fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
+    let table = Table::new(menus);
+    if budget < table.smallest {
+        return Err(Error::Request {
+            what: "target size",
+            expected: format!("at least {} bytes for what is quantized", table.smallest),
+            found: format!("{budget} bytes"),
+        });
+    }
+    let units = ((budget - table.smallest) / table.unit) as usize;
+    Ok(table.at(units.min(table.loss.len() - 1)))
+}
+
+/// The candidates of the fewest bytes whose total loss is at most `limit`; `None` if no
+/// choice is that good.
+pub fn within_loss(menus: &[Menu], limit: f64) -> Option<Chosen> {
+    let table = Table::new(menus);
+    let units = table.loss.iter().position(|&l| l <= limit)?;
+    Some(table.at(units))
+}
+
+/// The choice with the least loss of all.
+pub fn best(menus: &[Menu]) -> Chosen {
+    let least = |m: &Menu| {
+        let by_loss = |a: &&Candidate, b: &&Candidate| a.loss.total_cmp(&b.loss);
+        let best = m.candidates.iter().min_by(by_loss);
+        best.and_then(|b| m.candidates.iter().position(|c| c == b))
+    };
+    menus.iter().map(|m| least(m).unwrap_or(0)).collect()
+}
+
+/// Total loss of a choice.
+pub fn loss(menus: &[Menu], chosen: &[usize]) -> f64 {
+    let of = |(m, &i): (&Menu, &usize)| m.candidates[i].loss;
+    menus.iter().zip(chosen).map(of).sum()
+}
+
+/// The rows of a table of `chosen`.
+pub fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
+    let row = |(m, &i): (&Menu, &usize)| Choice {
+        group: m.group.clone(),
+        scheme: m.candidates[i].scheme.to_string(),
+        bytes: m.candidates[i].bytes,
+        loss: m.candidates[i].loss,
+    };
+    menus.iter().zip(chosen).map(row).collect()
+}
+
+/// `base` with the chosen schemes.
+pub fn apply(base: &Schemes, menus: &[Menu], chosen: &[usize]) -> Schemes {
+    let mut schemes = base.clone();
+    for (menu, &i) in menus.iter().zip(chosen) {
+        for weight in &menu.weights {
+            schemes
+                .overrides
+                .insert(weight.clone(), menu.candidates[i].scheme);
+        }
+    }
+    schemes
+}
+
+/// The choice that `schemes` make, where every scheme is a candidate: the loss that is
+/// predicted for them. A scheme that is none counts as the candidate of the same bits whose
+/// bytes are nearest.
+pub fn chosen_by(schemes: &Schemes, menus: &[Menu]) -> Chosen {
+    let find = |m: &Menu| {
+        let scheme = m.weights.first().and_then(|w| schemes.of(w))?;
+        let exact = m.candidates.iter().position(|c| c.scheme == scheme);
+        let near = || {
+            let alike = |c: &&Candidate| c.scheme.bits == scheme.bits;
+            let group = |s: AffineScheme| s.group.size(1 << 20);
+            let distance = |c: &&Candidate| group(c.scheme).abs_diff(group(scheme));
+            let best = m.candidates.iter().filter(alike).min_by_key(distance)?;
+            m.candidates.iter().position(|c| c == best)
+        };
+        exact.or_else(near)
+    };
+    menus.iter().map(|m| find(m).unwrap_or(0)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn menu(name: &str, options: &[(u64, f64)]) -> Menu {
+        let schemes = candidates(Bits::B4);
+        let candidate = |(i, &(bytes, loss)): (usize, &(u64, f64))| Candidate {
+            scheme: schemes[i],
+            bytes,
+            loss,
+        };
+        Menu {
+            group: name.into(),
+            weights: vec![name.into()],
+            candidates: options.iter().enumerate().map(candidate).collect(),
+        }
+    }
+
+    fn menus() -> Vec<Menu> {
+        vec![
+            menu("a", &[(40, 9.0), (48, 5.0), (80, 0.1)]),
+            menu("b", &[(100, 3.0), (120, 2.5), (200, 0.2)]),
+            menu("c", &[(10, 4.0), (20, 0.5)]),
+        ]
+    }
+
+    /// All choices there are.
+    fn every(menus: &[Menu]) -> Vec<Chosen> {
+        let mut all = vec![Vec::new()];
+        for menu in menus {
+            all = all
+                .iter()
+                .flat_map(|c: &Chosen| (0..menu.candidates.len()).map(|i| [&c[..], &[i]].concat()))
+                .collect();
+        }
+        all
+    }
+
+    fn bytes(menus: &[Menu], chosen: &[usize]) -> u64 {
+        choices(menus, chosen).iter().map(|c| c.bytes).sum()
+    }
+
+    #[test]
+    fn both_searches_find_what_trying_everything_finds() {
+        let menus = menus();
+        let all = every(&menus);
+        for budget in 150..310 {
+            let found = within_bytes(&menus, budget).unwrap();
+            assert!(bytes(&menus, &found) <= budget);
+            let fits = all.iter().filter(|c| bytes(&menus, c) <= budget);
+            let least = fits.map(|c| loss(&menus, c)).fold(f64::INFINITY, f64::min);
+            assert!((loss(&menus, &found) - least).abs() < 1e-12, "{budget}");
+        }
+        for limit in [0.9, 1.0, 3.0, 4.2, 6.0, 8.5, 12.0, 16.5] {
+            let found = within_loss(&menus, limit).unwrap();
+            let holds = all.iter().filter(|c| loss(&menus, c) <= limit);
+            let least = holds.map(|c| bytes(&menus, c)).min().unwrap();
+            assert_eq!(bytes(&menus, &found), least, "{limit}");
+        }
+        assert!(within_loss(&menus, 0.7).is_none());
+        assert_eq!(best(&menus), [2, 2, 1]);
+        let error = within_bytes(&menus, 149).unwrap_err().to_string();
+        assert!(error.contains("at least 150 bytes"), "{error}");
+    }
+
+    #[test]
+    fn coarse_units_never_exceed_the_budget() {
+        let scale = |m: &Menu| {
+            let options: Vec<(u64, f64)> = m
+                .candidates
+                .iter()
+                .map(|c| (c.bytes * 1_000_003 + u64::from(c.bytes > 45), c.loss))
+                .collect();
+            menu(&m.group, &options)
+        };
+        let menus: Vec<Menu> = menus().iter().map(scale).collect();
+        for budget in (151_000_460..310_000_000).step_by(7_654_321) {
+            let found = within_bytes(&menus, budget).unwrap();
+            assert!(bytes(&menus, &found) <= budget);
+        }
+    }
+
+    #[test]
+    fn schemes_go_there_and_back() {
+        let (menus, chosen) = (menus(), vec![1, 2, 0]);
+        let schemes = apply(&Schemes::defaults(Bits::B4), &menus, &chosen);
+        assert_eq!(chosen_by(&schemes, &menus), chosen);
+        assert_eq!(schemes.of("a"), Some(menus[0].candidates[1].scheme));
+    }
+}

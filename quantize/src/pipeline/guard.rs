@@ -1,0 +1,198 @@
+//! Which schemes to try: those asked for, those that fit a target size, and, where a limit of
+//! quality is broken, those that are predicted to keep it in the fewest bytes.
+
+use super::Job;
+use super::state::{Attempt, State, save};
+use crate::allocation::{self, Menu};
+use crate::error::{Error, Result};
+use crate::memory;
+use crate::quality::Limits;
+use crate::schemes::Schemes;
+use crate::sensitivity;
+use nq_formats::nq::Writer;
+use nq_formats::{Bits, Weight, mapping};
+use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
+use nq_runtime::{ActivationChoice, KvType, LayerWeights, LinearKind, LoadOptions, load};
+
+/// A size to be kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TargetSize {
+    /// Bytes of all tensors.
+    Bytes(u64),
+    /// Bits per weight, all tensors counted.
+    BitsPerWeight(f64),
+}
+
+/// Whole models that are made in search of one that keeps the limits, at most.
+const ATTEMPTS: usize = 6;
+
+/// The share of a limit that is aimed at: predictions are off by a few percent.
+const AIM: f64 = 0.97;
+
+/// How far above its limit the best prediction may lie to be worth a try.
+const HOPE: f64 = 1.3;
+
+/// What follows a measurement that breaks a limit.
+pub(super) enum Next {
+    /// Try these.
+    Schemes(Schemes),
+    /// Nothing that can be chosen is good enough: the least divergence predicted.
+    Hopeless(f64),
+}
+
+impl Attempt {
+    fn holds(&self, limits: &Limits) -> bool {
+        // A figure that is no number holds no limit.
+        limits.max_kld.is_none_or(|x| self.kld <= x)
+            && limits.min_top1.is_none_or(|y| self.same_top1 >= y)
+    }
+
+    /// The divergence at which all limits hold. Disagreement grows with the size of changes,
+    /// divergence with its square.
+    fn limit(&self, limits: &Limits) -> f64 {
+        let by_top1 = limits.min_top1.map(|y| {
+            let found = (1.0 - self.same_top1).max(f64::MIN_POSITIVE);
+            self.kld * ((1.0 - y) / found).powi(2)
+        });
+        let limits = [limits.max_kld, by_top1];
+        limits.into_iter().flatten().fold(f64::INFINITY, f64::min)
+    }
+}
+
+impl Job<'_> {
+    /// The schemes to begin with, or to go on with after a run that was killed or failed.
+    pub(super) fn first_schemes(&self, writer: &Writer, state: &mut State) -> Result<Schemes> {
+        let limits = &self.options.limits;
+        let holding = state.attempts.iter().filter(|a| a.holds(limits));
+        if let Some(best) = holding.min_by_key(|a| a.bytes) {
+            return Ok(self.schemes_of(best));
+        }
+        if !state.attempts.is_empty() {
+            return Ok(match self.next_schemes(writer, state)? {
+                Next::Schemes(schemes) => schemes,
+                // Measured again, so that the report says by how much.
+                Next::Hopeless(_) => self.schemes_of(&state.attempts[0]),
+            });
+        }
+        let Some(target) = self.options.target else {
+            return Ok(self.options.schemes.clone());
+        };
+        let budget = match target {
+            TargetSize::Bytes(n) => n,
+            TargetSize::BitsPerWeight(x) => (x * self.config().parameters() as f64 / 8.0) as u64,
+        };
+        let menus = self.menus(writer, state)?;
+        let all = self.bytes(&self.options.schemes);
+        let chosen = allocation::chosen_by(&self.options.schemes, menus);
+        let of_menus = |chosen: &[usize]| -> u64 {
+            let rows = allocation::choices(menus, chosen);
+            rows.iter().map(|c| c.bytes).sum()
+        };
+        // Norms, and what no menu offers.
+        let schemes = allocation::apply(&self.options.schemes, menus, &chosen);
+        let fixed = self.bytes(&schemes) - of_menus(&chosen);
+        debug_assert!(all >= fixed);
+        let chosen = allocation::within_bytes(menus, budget.saturating_sub(fixed))?;
+        Ok(allocation::apply(&self.options.schemes, menus, &chosen))
+    }
+
+    /// What to try after what was measured so far.
+    pub(super) fn next_schemes(&self, writer: &Writer, state: &mut State) -> Result<Next> {
+        let limits = self.options.limits;
+        let Some(last) = state.attempts.last().cloned() else {
+            return Ok(Next::Schemes(self.options.schemes.clone()));
+        };
+        let attempts = state.attempts.clone();
+        let menus = self.menus(writer, state)?;
+        let base = &self.options.schemes;
+        let predicted =
+            |schemes: &Schemes| allocation::loss(menus, &allocation::chosen_by(schemes, menus));
+        // What the sum of all groups' losses makes of the whole, methods and their making up
+        // for errors included.
+        let scale = last.kld / predicted(&self.schemes_of(&last)).max(f64::MIN_POSITIVE);
+        let limit = last.limit(&limits);
+        let best = allocation::best(menus);
+        let least = scale * allocation::loss(menus, &best);
+        if attempts.len() >= ATTEMPTS || least.is_nan() || least > HOPE * limit {
+            return Ok(Next::Hopeless(least));
+        }
+        let mut aim = AIM * limit / scale;
+        for _ in 0..32 {
+            let chosen = allocation::within_loss(menus, aim).unwrap_or_else(|| best.clone());
+            let schemes = allocation::apply(base, menus, &chosen);
+            if attempts.iter().all(|a| a.overrides != schemes.overrides) {
+                return Ok(Next::Schemes(schemes));
+            }
+            if chosen == best {
+                break;
+            }
+            aim *= 0.9;
+        }
+        Ok(Next::Hopeless(least))
+    }
+
+    /// The menus, measured at the first call.
+    pub(super) fn menus<'s>(&self, writer: &Writer, state: &'s mut State) -> Result<&'s [Menu]> {
+        if state.menus.is_none() {
+            state.menus = Some(self.measure_menus()?);
+            save(writer, state)?;
+            mapping::trim_heap();
+        }
+        Ok(state.menus.as_deref().unwrap_or_default())
+    }
+
+    fn measure_menus(&self) -> Result<Vec<Menu>> {
+        let config = self.config();
+        let mut groups = allocation::groups(config);
+        if self.options.head_fixed || self.options.schemes.head.is_none() {
+            groups.retain(|g| !g.weights.iter().any(|w| w.0 == EMBEDDING || w.0 == HEAD));
+        }
+        let prompter = self.prompter()?;
+        let text = self.probe_text(&prompter, sensitivity::shape(config, groups.len()))?;
+        mapping::trim_heap();
+        let options = LoadOptions {
+            activations: ActivationChoice::F32,
+            ..self.options.load
+        };
+        let mut stepper = load::stepper(config, &options, KvType::F16)?;
+        let candidates = allocation::candidates(self.options.bits);
+        sensitivity::Probe {
+            store: self.checkpoint.store(),
+            text: &text.ids,
+            groups: &groups,
+            candidates: &candidates,
+            progress: self.progress,
+        }
+        .menus(stepper.as_mut())
+    }
+
+    /// The schemes of an attempt.
+    fn schemes_of(&self, attempt: &Attempt) -> Schemes {
+        Schemes {
+            overrides: attempt.overrides.clone(),
+            ..self.options.schemes.clone()
+        }
+    }
+
+    /// Bytes of all tensors under `schemes`.
+    pub(super) fn bytes(&self, schemes: &Schemes) -> u64 {
+        let layer = LayerWeights::read(self.checkpoint.store(), self.config(), 0);
+        let dense = match layer.as_ref().map(|l| l.linear(LinearKind::Q)) {
+            Ok(Weight::Dense(t)) => t.dtype().size(),
+            _ => 2,
+        };
+        memory::file_bytes(self.config(), schemes, dense)
+    }
+}
+
+/// Refuses a target that makes no sense.
+pub(super) fn check(target: Option<TargetSize>, bits: Bits) -> Result<()> {
+    match target {
+        Some(TargetSize::BitsPerWeight(x)) if !(x > 0.0 && x <= 16.0) => Err(Error::Request {
+            what: "target bits per weight",
+            expected: format!("{} to 16", u32::from(bits)),
+            found: x.to_string(),
+        }),
+        _ => Ok(()),
+    }
+}
