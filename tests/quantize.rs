@@ -2,18 +2,24 @@
 //! that a guard that fails leaves nothing but its work.
 
 use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
-/// Runs the binary on the demo model with little text, so that a run takes seconds.
-fn quantize(out: &Path, more: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_nq"))
+/// The binary on the demo model with little text, so that a run takes seconds.
+fn command(out: &Path, more: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    command
         .args(["quantize", "demo", "--json", "--device", "cpu"])
         .args(["--calib-tokens", "1024", "--eval-tokens", "512", "--out"])
         .arg(out)
-        .args(more)
-        .output()
-        .expect("the binary runs")
+        .args(more);
+    command
+}
+
+fn quantize(out: &Path, more: &[&str]) -> Output {
+    command(out, more).output().expect("the binary runs")
 }
 
 fn report(output: &Output) -> Value {
@@ -62,6 +68,100 @@ fn a_failed_guard_keeps_its_work_and_resuming_gives_the_same_bytes() {
     let again = quantize(&b, &[]);
     assert_eq!(again.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&again.stderr).contains("already there"));
+}
+
+/// All files of a folder by name.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = std::fs::read_dir(folder).expect("the folder is there");
+    entries
+        .map(|e| {
+            let path = e.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            (name, std::fs::read(path).unwrap())
+        })
+        .collect()
+}
+
+#[test]
+fn a_run_killed_in_the_middle_of_layers_resumes_to_the_same_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (killed, whole) = (dir.path().join("killed"), dir.path().join("whole"));
+    let steps = dir.path().join("killed.partial").join("steps");
+    let staged = || {
+        let entries = std::fs::read_dir(&steps).map(Iterator::count);
+        entries.unwrap_or(0)
+    };
+    let mut kills = 0;
+    // With so many layers staged, and this many milliseconds later.
+    for (layers, later) in [(0, 5), (1, 20), (2, 60), (4, 35), (5, 10)] {
+        let mut child = command(&killed, &["--resume"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the binary runs");
+        while staged() < layers && child.try_wait().unwrap().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_millis(later));
+        child.kill().unwrap(); // SIGKILL where there are signals
+        let status = child.wait().unwrap();
+        kills += usize::from(!status.success());
+        assert!(!killed.exists() || status.success(), "{status}");
+    }
+    assert!(
+        kills >= 3,
+        "only {kills} of 5 runs were killed before their end"
+    );
+    let resumed = quantize(&killed, &["--resume"]);
+    assert_eq!(resumed.status.code(), Some(0));
+    assert_eq!(quantize(&whole, &[]).status.code(), Some(0));
+    // Codes, scales, record and measured quality: two runs with one seed differ in nothing.
+    assert!(files(&killed) == files(&whole));
+}
+
+#[test]
+fn a_target_size_is_met_by_choosing_schemes_and_the_record_says_which() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("x");
+    let made = quantize(&out, &["--target-size", "8.2MB"]);
+    let report = report(&made);
+    let bytes = report["tensor_bytes"].as_u64().unwrap();
+    assert!((8_100_000..=8_200_000).contains(&bytes), "{bytes}");
+    let rows = report["allocation"].as_array().unwrap();
+    assert_eq!(rows.len(), 1 + 5 * 4); // the tied head, and four inputs in each layer
+    let listed: u64 = rows.iter().map(|r| r["bytes"].as_u64().unwrap()).sum();
+    let norms = 2 * (5 * (2 * 512 + 2 * 128) + 512);
+    assert_eq!(listed + norms, bytes);
+    let schemes: BTreeSet<&str> = rows.iter().filter_map(|r| r["scheme"].as_str()).collect();
+    assert!(schemes.len() > 1, "{schemes:?}");
+
+    let config = std::fs::read(out.join("config.json")).unwrap();
+    let config: Value = serde_json::from_slice(&config).unwrap();
+    let settings = &config["quantization_config"]["settings"];
+    assert_eq!(&settings["allocation"], &report["allocation"]);
+    assert!(settings["damping"].is_number(), "{settings}");
+
+    let refused = quantize(&dir.path().join("y"), &["--target-bpw", "2.5"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(error.contains("target size: expected at least"), "{error}");
+}
+
+#[test]
+fn a_broken_limit_raises_bits_until_it_holds() {
+    let dir = tempfile::tempdir().unwrap();
+    let kld = |r: &Value| r["quality"]["kld"]["mean"].as_f64().unwrap();
+    let plain = report(&quantize(&dir.path().join("a"), &[]));
+    let limit = format!("{}", 0.5 * kld(&plain));
+    let out = dir.path().join("b");
+    let made = quantize(&out, &["--max-kld", &limit]);
+    assert_eq!(made.status.code(), Some(0));
+    let error = String::from_utf8_lossy(&made.stderr).into_owned();
+    assert!(error.contains("chosen by sensitivity"), "{error}");
+    let raised = report(&made);
+    assert!(kld(&raised) <= 0.5 * kld(&plain));
+    let bytes = |r: &Value| r["tensor_bytes"].as_u64().unwrap();
+    assert!(bytes(&raised) > bytes(&plain) && bytes(&raised) < 14_300_000);
 }
 
 #[test]

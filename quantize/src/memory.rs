@@ -48,6 +48,8 @@ pub struct Work<'a> {
     pub sampled: usize,
     /// Groups of weights whose sensitivity is measured; 0 if it is not.
     pub groups: usize,
+    /// Tokens that quality is measured on.
+    pub eval_tokens: usize,
 }
 
 /// The program, its threads, and a tokenizer of a few thousand tokens.
@@ -222,7 +224,7 @@ fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
     let round = 4 * layer + dense * layer + packed + most;
     let probing = match work.groups {
         0 => 0,
-        groups => sensitivity::bytes(config, groups) + 2 * dense * layer,
+        groups => sensitivity::bytes(config, groups, work.eval_tokens) + 2 * dense * layer,
     };
     (stream + end.max(gathered + run.max(round))).max(probing)
 }

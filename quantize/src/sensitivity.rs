@@ -43,11 +43,13 @@ const WORK: u64 = 40_000_000_000_000;
 /// Bytes of logits that are held at once.
 const LOGITS: usize = 64 << 20;
 
-/// (number, length) of the windows to measure on: as many as `WORK` allows, from 2 to 32.
-pub fn shape(config: &ModelConfig, groups: usize) -> (usize, usize) {
+/// (number, length) of the windows to measure on: of `tokens` in all, if `WORK` allows as
+/// many, and from 2 to 16.
+pub fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usize) {
     let length = WINDOW.min(config.max_position_embeddings);
     let window = config.parameters() as u64 / 2 * groups as u64 * length as u64;
-    let n = (WORK / window.max(1)).clamp(2, 32) as usize;
+    let n = (WORK / window.max(1)).min((tokens / length) as u64);
+    let n = n.clamp(2, 16) as usize;
     (n, length)
 }
 
@@ -342,8 +344,8 @@ fn join(stream: &mut Hidden, more: Hidden) {
 }
 
 /// Bytes of the streams of all variants, and of what the layers and the head take beside.
-pub fn bytes(config: &ModelConfig, groups: usize) -> usize {
-    let (n, length) = shape(config, groups);
+pub fn bytes(config: &ModelConfig, groups: usize, tokens: usize) -> usize {
+    let (n, length) = shape(config, groups, tokens);
     let stream = 4 * n * length * config.hidden_size;
     let streams = (groups + 3) * stream; // with the source's own and a variant's copies
     let head = 3 * LOGITS + 2 * config.vocab_size * config.hidden_size;

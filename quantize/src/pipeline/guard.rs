@@ -62,10 +62,8 @@ impl Attempt {
 impl Job<'_> {
     /// The schemes to begin with, or to go on with after a run that was killed or failed.
     pub(super) fn first_schemes(&self, writer: &Writer, state: &mut State) -> Result<Schemes> {
-        let limits = &self.options.limits;
-        let holding = state.attempts.iter().filter(|a| a.holds(limits));
-        if let Some(best) = holding.min_by_key(|a| a.bytes) {
-            return Ok(self.schemes_of(best));
+        if let Some(held) = self.holding(state) {
+            return Ok(held);
         }
         if !state.attempts.is_empty() {
             return Ok(match self.next_schemes(writer, state)? {
@@ -82,7 +80,6 @@ impl Job<'_> {
             TargetSize::BitsPerWeight(x) => (x * self.config().parameters() as f64 / 8.0) as u64,
         };
         let menus = self.menus(writer, state)?;
-        let all = self.bytes(&self.options.schemes);
         let chosen = allocation::chosen_by(&self.options.schemes, menus);
         let of_menus = |chosen: &[usize]| -> u64 {
             let rows = allocation::choices(menus, chosen);
@@ -91,9 +88,38 @@ impl Job<'_> {
         // Norms, and what no menu offers.
         let schemes = allocation::apply(&self.options.schemes, menus, &chosen);
         let fixed = self.bytes(&schemes) - of_menus(&chosen);
-        debug_assert!(all >= fixed);
         let chosen = allocation::within_bytes(menus, budget.saturating_sub(fixed))?;
         Ok(allocation::apply(&self.options.schemes, menus, &chosen))
+    }
+
+    /// The schemes of the smallest attempt that holds all limits.
+    pub(super) fn holding(&self, state: &State) -> Option<Schemes> {
+        let limits = &self.options.limits;
+        let holding = state.attempts.iter().filter(|a| a.holds(limits));
+        Some(self.schemes_of(holding.min_by_key(|a| a.bytes)?))
+    }
+
+    /// Smaller schemes that are predicted to hold the limits too, where `schemes` were raised
+    /// and turned out better than they need be.
+    pub(super) fn smaller_schemes(&self, state: &State, schemes: &Schemes) -> Option<Schemes> {
+        let limits = &self.options.limits;
+        let menus = state.menus.as_deref()?;
+        let of = |s: &Schemes| state.attempts.iter().find(|a| a.overrides == s.overrides);
+        let held = of(schemes)?;
+        let limit = held.limit(limits);
+        let raised = schemes.overrides != self.options.schemes.overrides;
+        if !raised || !limit.is_finite() || state.attempts.len() >= ATTEMPTS {
+            return None;
+        }
+        let predicted = allocation::loss(menus, &allocation::chosen_by(schemes, menus));
+        let aim = AIM * limit * predicted / held.kld.max(f64::MIN_POSITIVE);
+        let chosen = allocation::within_loss(menus, aim)?;
+        let next = allocation::apply(&self.options.schemes, menus, &chosen);
+        let bytes = self.bytes(&next);
+        // A percent less is worth another run, unless as much was not enough before.
+        let failed = |a: &Attempt| !a.holds(limits) && a.bytes >= bytes;
+        let worth = 100 * bytes < 99 * held.bytes && !state.attempts.iter().any(failed);
+        (worth && of(&next).is_none()).then_some(next)
     }
 
     /// What to try after what was measured so far.
@@ -148,7 +174,8 @@ impl Job<'_> {
             groups.retain(|g| !g.weights.iter().any(|w| w.0 == EMBEDDING || w.0 == HEAD));
         }
         let prompter = self.prompter()?;
-        let text = self.probe_text(&prompter, sensitivity::shape(config, groups.len()))?;
+        let shape = sensitivity::shape(config, groups.len(), self.options.eval_tokens);
+        let text = self.probe_text(&prompter, shape)?;
         mapping::trim_heap();
         let options = LoadOptions {
             activations: ActivationChoice::F32,

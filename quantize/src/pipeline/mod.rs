@@ -105,6 +105,20 @@ impl<'a> Job<'a> {
                 .join(", "),
             found: options.method.clone(),
         })?;
+        Job::with_method(checkpoint, options, method, progress)
+    }
+
+    /// As [`Job::new`] with a method of the caller's, for experiments. Resuming tells methods
+    /// apart by their names and settings.
+    ///
+    /// # Errors
+    /// As [`Job::new`].
+    pub fn with_method(
+        checkpoint: &'a Checkpoint,
+        options: &'a QuantizeOptions,
+        method: Box<dyn Method>,
+        progress: &'a dyn Progress,
+    ) -> Result<Self> {
         options.schemes.check(checkpoint.config())?;
         guard::check(options.target, options.bits)?;
         let first = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0)?;
@@ -157,6 +171,7 @@ impl<'a> Job<'a> {
                 Some(_) => allocation::groups(self.config()).len(),
                 None => 0,
             },
+            eval_tokens: self.options.eval_tokens,
         };
         memory::Estimate::new(self.checkpoint, work)
     }
@@ -173,7 +188,8 @@ impl<'a> Job<'a> {
             .collect();
         json!({
             "source": source,
-            "method": o.method,
+            "method": self.method.name(),
+            "settings": self.method.settings(),
             "linears": o.schemes.linears,
             "head": o.schemes.head,
             "overrides": overrides,
@@ -240,7 +256,18 @@ impl<'a> Job<'a> {
             self.note_attempt(&writer, &mut state, &schemes, &measured)?;
             let broken = options.limits.broken(&measured.evaluation.report);
             if broken.is_empty() {
-                break (measured, record);
+                let Some(next) = self.smaller_schemes(&state, &schemes) else {
+                    break (measured, record);
+                };
+                let bytes = self.bytes(&next);
+                self.progress
+                    .note(&format!("the limits hold: trying {bytes} bytes"));
+                schemes = next;
+                continue;
+            }
+            if let Some(held) = self.holding(&state) {
+                schemes = held;
+                continue;
             }
             let why = broken.join("; ");
             match self.next_schemes(&writer, &mut state)? {

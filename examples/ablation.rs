@@ -1,0 +1,165 @@
+//! What each technique of quantization gains: one CSV row for each variant of the methods, all
+//! on the same text, in the same bytes.
+//!
+//! `cargo run --release --example ablation -- MODEL CALIBRATION EVALUATION TOKENS SCHEME...`,
+//! where a scheme is `g128` (symmetric) or `g64` (asymmetric). Divergences are measured with
+//! unrounded activations.
+
+#![allow(clippy::print_stdout, reason = "its output is its purpose")]
+
+use nq_formats::nq::SourceRecord;
+use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros};
+use nq_quantize::fit::{Fit, Power};
+use nq_quantize::linalg::InputStats;
+use nq_quantize::methods::awq::Awq;
+use nq_quantize::methods::gptq::{Gptq, Importance, Order};
+use nq_quantize::methods::rtn::Rtn;
+use nq_quantize::methods::{Layer, Method, Needs, Outcome, Problem};
+use nq_quantize::{CalibrationSource, Grid, Job, Limits, QuantizeOptions, Schemes};
+use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
+use serde_json::{Map, Value};
+use std::path::PathBuf;
+
+/// AWQ's scales, then GPTQ.
+struct AwqGptq(Awq, Gptq);
+
+impl Method for AwqGptq {
+    fn name(&self) -> &'static str {
+        "awq-gptq"
+    }
+
+    fn settings(&self) -> Map<String, Value> {
+        self.1.settings()
+    }
+
+    fn needs(&self) -> Needs {
+        Needs::Hessian
+    }
+
+    fn transform(
+        &self,
+        layer: &mut Layer,
+        inputs: &mut [InputStats; 4],
+        grids: &[Grid; 7],
+    ) -> nq_quantize::Result<bool> {
+        self.0.transform(layer, inputs, grids)
+    }
+
+    fn round(&self, problem: &Problem<'_>) -> nq_quantize::Result<Outcome> {
+        self.1.round(problem)
+    }
+}
+
+fn variants() -> Vec<(&'static str, Box<dyn Method>)> {
+    let gptq = Gptq::default();
+    let fit = Fit::clip();
+    let damped = |damping| Box::new(Gptq { damping, ..gptq });
+    vec![
+        ("rtn, whole range", Box::new(Rtn::new(Fit::absmax()))),
+        ("rtn, clip search", Box::new(Rtn::new(fit))),
+        ("awq", Box::new(Awq::default())),
+        ("gptq", Box::new(gptq)),
+        ("gptq, damping 0.001", damped(0.001)),
+        ("gptq, damping 0.03", damped(0.03)),
+        ("gptq, damping 0.1", damped(0.1)),
+        (
+            "gptq, group by group from compensated weights",
+            Box::new(Gptq {
+                order: Order::Groups,
+                ..gptq
+            }),
+        ),
+        (
+            "gptq, clip weighted by the remaining loss",
+            Box::new(Gptq {
+                importance: Importance::Remaining,
+                ..gptq
+            }),
+        ),
+        (
+            "gptq, clip by cubes",
+            Box::new(Gptq {
+                fit: Fit {
+                    power: Power::Three,
+                    ..fit
+                },
+                ..gptq
+            }),
+        ),
+        (
+            "gptq, whole range",
+            Box::new(Gptq {
+                fit: Fit::absmax(),
+                ..gptq
+            }),
+        ),
+        (
+            "awq scales, then gptq",
+            Box::new(AwqGptq(Awq::default(), gptq)),
+        ),
+    ]
+}
+
+fn scheme(name: &str) -> anyhow::Result<AffineScheme> {
+    let (size, zeros) = match name {
+        "g128" => (128, Zeros::None),
+        "g64" => (64, Zeros::Integer),
+        other => anyhow::bail!("expected g128 or g64, found {other}"),
+    };
+    Ok(AffineScheme {
+        bits: Bits::B4,
+        group: Group::Size(size),
+        zeros,
+    })
+}
+
+fn main() -> anyhow::Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [model, calibration, text, tokens, schemes @ ..] = &args[..] else {
+        anyhow::bail!("expected MODEL CALIBRATION EVALUATION TOKENS SCHEME...");
+    };
+    let checkpoint = Checkpoint::open(&PathBuf::from(model))?;
+    let scratch = tempfile::tempdir()?;
+    println!("scheme,technique,kld,ppl,same_top1,tensor_bytes,seconds");
+    for name in schemes {
+        for (technique, method) in variants() {
+            let options = QuantizeOptions {
+                bits: Bits::B4,
+                schemes: Schemes {
+                    linears: scheme(name)?,
+                    ..Schemes::defaults(Bits::B4)
+                },
+                target: None,
+                head_fixed: true,
+                method: method.name().into(),
+                calibration: CalibrationSource::File(calibration.into()),
+                calib_tokens: 32_768,
+                seed: 0,
+                limits: Limits::default(),
+                eval_text: Some(text.into()),
+                eval_tokens: tokens.parse()?,
+                out: scratch.path().join("made"),
+                force: true,
+                resume: false,
+                source: SourceRecord::default(),
+                load: LoadOptions {
+                    device: DeviceChoice::Cpu,
+                    activations: ActivationChoice::F32,
+                    ..LoadOptions::default()
+                },
+            };
+            let report = Job::with_method(&checkpoint, &options, method, &())?.run()?;
+            let quality = report.quality.expect("every run is measured");
+            let against = quality.against.expect("against the source");
+            println!(
+                "{name},\"{technique}\",{:.5},{:.3},{:.4},{},{:.1}",
+                against.kld.mean,
+                quality.ppl,
+                against.same_top1,
+                report.tensor_bytes,
+                report.seconds
+            );
+        }
+    }
+    Ok(())
+}
