@@ -2,8 +2,8 @@
 //! on the same text, in the same bytes.
 //!
 //! `cargo run --release --example ablation -- MODEL CALIBRATION EVALUATION TOKENS SCHEME...`,
-//! where a scheme is `g128` (symmetric) or `g64` (asymmetric). Divergences are measured with
-//! unrounded activations.
+//! where a scheme is `g128` (symmetric) or `g64` (asymmetric), followed by `:N` for the variant
+//! of that number alone. Divergences are measured with unrounded activations.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
@@ -121,8 +121,15 @@ fn main() -> anyhow::Result<()> {
     let checkpoint = Checkpoint::open(&PathBuf::from(model))?;
     let scratch = tempfile::tempdir()?;
     println!("scheme,technique,kld,ppl,same_top1,tensor_bytes,seconds");
-    for name in schemes {
-        for (technique, method) in variants() {
+    for wanted in schemes {
+        let (name, only) = match wanted.split_once(':') {
+            Some((name, n)) => (name, Some(n.parse::<usize>()?)),
+            None => (wanted.as_str(), None),
+        };
+        for (i, (technique, method)) in variants().into_iter().enumerate() {
+            if only.is_some_and(|n| n != i) {
+                continue;
+            }
             let options = QuantizeOptions {
                 bits: Bits::B4,
                 schemes: Schemes {
