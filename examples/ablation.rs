@@ -138,6 +138,7 @@ fn main() -> anyhow::Result<()> {
                 },
                 target: None,
                 head_fixed: true,
+                schemes_fixed: true,
                 method: method.name().into(),
                 calibration: CalibrationSource::File(calibration.into()),
                 calib_tokens: 32_768,

@@ -227,7 +227,9 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         bail!("--min-top1 is a share: expected 0 to 1");
     }
     if args.target().is_some() && args.format != FormatArg::Nq {
-        bail!("--target-bpw and --target-size choose among schemes of nq's own format: expected --format nq");
+        bail!(
+            "--target-bpw and --target-size choose among schemes of nq's own format: expected --format nq"
+        );
     }
     let terminal = Terminal::new();
     let model = model::open(args.model.as_deref(), global, &terminal)?;

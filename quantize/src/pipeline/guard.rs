@@ -36,8 +36,9 @@ const HOPE: f64 = 1.3;
 pub(super) enum Next {
     /// Try these.
     Schemes(Schemes),
-    /// Nothing that can be chosen is good enough: the least divergence predicted.
-    Hopeless(f64),
+    /// Nothing that can be chosen is good enough: the least divergence predicted, where there
+    /// is a choice.
+    Hopeless(Option<f64>),
 }
 
 impl Attempt {
@@ -124,6 +125,9 @@ impl Job<'_> {
 
     /// What to try after what was measured so far.
     pub(super) fn next_schemes(&self, writer: &Writer, state: &mut State) -> Result<Next> {
+        if self.options.schemes_fixed {
+            return Ok(Next::Hopeless(None));
+        }
         let limits = self.options.limits;
         let Some(last) = state.attempts.last().cloned() else {
             return Ok(Next::Schemes(self.options.schemes.clone()));
@@ -140,7 +144,7 @@ impl Job<'_> {
         let best = allocation::best(menus);
         let least = scale * allocation::loss(menus, &best);
         if attempts.len() >= ATTEMPTS || least.is_nan() || least > HOPE * limit {
-            return Ok(Next::Hopeless(least));
+            return Ok(Next::Hopeless(Some(least)));
         }
         let mut aim = AIM * limit / scale;
         for _ in 0..32 {
@@ -154,7 +158,7 @@ impl Job<'_> {
             }
             aim *= 0.9;
         }
-        Ok(Next::Hopeless(least))
+        Ok(Next::Hopeless(Some(least)))
     }
 
     /// The menus, measured at the first call.

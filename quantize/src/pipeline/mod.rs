@@ -283,9 +283,12 @@ impl<'a> Job<'a> {
                     report.seconds = start.elapsed().as_secs_f64();
                     report.peak_rss_bytes = memory::peak_rss();
                     return Err(Error::Guard {
-                        broken: format!(
-                            "{why}; the best choice of bits is predicted to reach {least:.5}"
-                        ),
+                        broken: match least {
+                            Some(least) => format!(
+                                "{why}; the best choice of bits is predicted to reach {least:.5}"
+                            ),
+                            None => why,
+                        },
                         worst: report.worst_layers(5).join(", "),
                         out: options.out.clone(),
                         report: Box::new(report),
