@@ -9,11 +9,12 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::names::{Shape, parameters};
 use crate::progress::Progress;
+use crate::scheme::{AffineScheme, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
 use crate::tensor::Tensor;
-use crate::weight::Weight;
+use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use bytes::Bytes;
-use half::bf16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -122,6 +123,34 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
 /// # Errors
 /// As [`write()`] for the tokenizer.
 pub fn checkpoint(label: &str, config: &ModelConfig, seed: u64) -> Result<Checkpoint> {
+    checkpoint_of(label, config, seed, Box::new(|_| None))
+}
+
+/// As [`checkpoint`], with the matrices that `scheme_of` gives a scheme drawn as quantized
+/// weights: what speed is measured on where rounding a model first would take longer than the
+/// measurement. Codes are uniform, scales and zero-points vary around what gives the deviation
+/// of unquantized weights.
+///
+/// # Errors
+/// As [`write()`] for the tokenizer.
+pub fn quantized_checkpoint(
+    label: &str,
+    config: &ModelConfig,
+    seed: u64,
+    scheme_of: impl Fn(&str) -> Option<AffineScheme> + Send + Sync + 'static,
+) -> Result<Checkpoint> {
+    checkpoint_of(label, config, seed, Box::new(scheme_of))
+}
+
+/// Which scheme a matrix is drawn in; `None`: bf16.
+type SchemeOf = Box<dyn Fn(&str) -> Option<AffineScheme> + Send + Sync>;
+
+fn checkpoint_of(
+    label: &str,
+    config: &ModelConfig,
+    seed: u64,
+    scheme_of: SchemeOf,
+) -> Result<Checkpoint> {
     let files = Files::Virtual(Arc::new(MemoryFiles {
         label: label.into(),
         files: files(config)?,
@@ -132,6 +161,7 @@ pub fn checkpoint(label: &str, config: &ModelConfig, seed: u64) -> Result<Checkp
         label: label.into(),
         parameters: parameters(config).into_iter().collect(),
         seed,
+        scheme_of,
     };
     Ok(Checkpoint::new(
         files,
@@ -166,10 +196,12 @@ struct RandomStore {
     label: String,
     parameters: BTreeMap<String, Shape>,
     seed: u64,
+    scheme_of: SchemeOf,
 }
 
 impl RandomStore {
-    fn draw(&self, name: &str, wanted: Shape) -> Result<Tensor> {
+    /// Refuses parameters that the model has not.
+    fn check(&self, name: &str, wanted: Shape) -> Result<()> {
         if self.parameters.get(name) != Some(&wanted) {
             return Err(Error::Tensor {
                 path: self.label.clone().into(),
@@ -181,8 +213,57 @@ impl RandomStore {
                 },
             });
         }
-        Ok(random_tensor(self.seed, name, wanted))
+        Ok(())
     }
+}
+
+/// The random parameter `name` `[rows, cols]` of a model drawn with `seed`, quantized.
+///
+/// # Errors
+/// [`Error::Scheme`] for groups of nothing.
+pub fn random_quantized(
+    seed: u64,
+    name: &str,
+    (rows, cols): (usize, usize),
+    scheme: AffineScheme,
+) -> Result<AffineWeight> {
+    let AffineScheme { bits, group, zeros } = scheme;
+    let groups = group.count(cols);
+    let bytes = |what: &str, n: usize| {
+        let key = key(seed, &format!("{name} {what}"));
+        let mut out = vec![0u8; n];
+        const CHUNK: usize = 1 << 18;
+        let chunks = out.par_chunks_mut(CHUNK).enumerate();
+        chunks.for_each(|(i, chunk)| {
+            for (counter, eight) in ((i * CHUNK / 8) as u64..).zip(chunk.chunks_mut(8)) {
+                let random = mix(key.wrapping_add(counter.wrapping_mul(GOLDEN)));
+                eight.copy_from_slice(&random.to_le_bytes()[..eight.len()]);
+            }
+        });
+        out
+    };
+    // The deviation of uniform codes, of which a scale makes that of weights.
+    let codes = 1u32 << bits.width();
+    let scale = WEIGHT_STD / ((f64::from(codes) * f64::from(codes) - 1.0) / 12.0).sqrt();
+    let near = |byte: u8| f16::from_f64(scale * (0.75 + f64::from(byte) / 512.0));
+    let scales: Arc<[f16]> = (bytes("scales", rows * groups).into_iter())
+        .map(near)
+        .collect();
+    let mid = bits.midpoint();
+    let zeros = match zeros {
+        Zeros::None => ZeroPoints::None,
+        Zeros::Integer => {
+            let mut z = bytes("zeros", rows * groups);
+            z.iter_mut().for_each(|b| *b = mid - 2 + *b % 4);
+            ZeroPoints::Integer(crate::pack::pack_rows(bits, &z, groups).into())
+        }
+        Zeros::Offset => {
+            let offset = |s: &f16| f16::from_f32(-s.to_f32() * f32::from(mid));
+            ZeroPoints::Offset(scales.iter().map(offset).collect())
+        }
+    };
+    let codes = bytes("codes", rows * bits.bytes(cols));
+    AffineWeight::new(scheme, (rows, cols), codes.into(), scales, zeros, None)
 }
 
 /// The random bf16 parameter `name` of a model drawn with `seed`.
@@ -203,21 +284,35 @@ impl WeightStore for RandomStore {
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.draw(name, Shape::Vector(len))
+        self.check(name, Shape::Vector(len))?;
+        Ok(random_tensor(self.seed, name, Shape::Vector(len)))
     }
 
     fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
-        self.draw(name, Shape::Matrix(rows, cols))
-            .map(Weight::Dense)
+        let shape = Shape::Matrix(rows, cols);
+        self.check(name, shape)?;
+        Ok(match (self.scheme_of)(name) {
+            None => Weight::Dense(random_tensor(self.seed, name, shape)),
+            Some(scheme) => {
+                let weight = random_quantized(self.seed, name, (rows, cols), scheme)?;
+                Weight::Quantized(QuantizedWeight::Affine(weight))
+            }
+        })
     }
 
     fn entries(&self) -> Vec<TensorEntry> {
-        let entry = |(name, shape): (&String, &Shape)| TensorEntry {
-            name: format!("{name}.weight"),
-            dtype: DType::BF16.name().into(),
-            shape: shape.dims(),
-            bytes: 2 * shape.elements() as u64,
-            file: String::new(),
+        let entry = |(name, &shape): (&String, &Shape)| {
+            let (dtype, bytes) = match (shape, (self.scheme_of)(name)) {
+                (Shape::Matrix(rows, cols), Some(s)) => (s.to_string(), s.bytes(rows, cols)),
+                _ => (DType::BF16.name().into(), 2 * shape.elements()),
+            };
+            TensorEntry {
+                name: format!("{name}.weight"),
+                dtype,
+                shape: shape.dims(),
+                bytes: bytes as u64,
+                file: String::new(),
+            }
         };
         self.parameters.iter().map(entry).collect()
     }
@@ -237,6 +332,11 @@ struct Stream {
     quantiles: &'static [[u8; 2]],
 }
 
+/// Where the random numbers of `name` start.
+fn key(seed: u64, name: &str) -> u64 {
+    name.bytes().fold(mix(seed), |k, b| mix(k ^ u64::from(b)))
+}
+
 /// Elements that one 64-bit hash gives.
 const LANES: u64 = 4;
 
@@ -244,9 +344,8 @@ impl Stream {
     fn new(seed: u64, name: &str, is_norm: bool) -> Self {
         static WEIGHTS: LazyLock<Vec<[u8; 2]>> = LazyLock::new(|| quantiles(0.0, WEIGHT_STD));
         static NORMS: LazyLock<Vec<[u8; 2]>> = LazyLock::new(|| quantiles(1.0, NORM_STD));
-        let key = name.bytes().fold(mix(seed), |k, b| mix(k ^ u64::from(b)));
         Stream {
-            key,
+            key: key(seed, name),
             quantiles: if is_norm { &NORMS } else { &WEIGHTS },
         }
     }
@@ -387,6 +486,7 @@ fn byte_symbol(byte: u8) -> char {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scheme::{Bits, Group};
 
     #[test]
     fn quantiles_are_normal() {
@@ -405,6 +505,33 @@ mod tests {
         assert!((at(0.975) - 1.959_964).abs() < 8e-3);
         assert!((at(0.999) - 3.090_232).abs() < 1.6e-2);
         assert!((values[65535] - 4.32).abs() < 0.05, "{}", values[65535]);
+    }
+
+    #[test]
+    fn quantized_weights_vary_like_others() {
+        for (bits, zeros) in [
+            (Bits::B4, Zeros::Integer),
+            (Bits::B4, Zeros::Offset),
+            (Bits::B8, Zeros::None),
+        ] {
+            let group = Group::Size(64);
+            let scheme = AffineScheme { bits, group, zeros };
+            let draw = |seed| random_quantized(seed, "a", (64, 320), scheme).unwrap();
+            let (a, again, other) = (draw(1), draw(1), draw(2));
+            assert_eq!(a.codes(), again.codes());
+            assert_ne!(a.codes(), other.codes());
+            let mut row = [0f32; 320];
+            let (mut sum, mut squares) = (0.0, 0.0);
+            for r in 0..64 {
+                a.dequantize_row(r, &mut row);
+                sum += row.iter().map(|&v| f64::from(v)).sum::<f64>();
+                squares += row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>();
+            }
+            let n = 64.0 * 320.0;
+            assert!((sum / n).abs() < 0.2 * WEIGHT_STD, "{scheme}: {}", sum / n);
+            let std = (squares / n).sqrt();
+            assert!((std / WEIGHT_STD - 1.0).abs() < 0.1, "{scheme}: {std}");
+        }
     }
 
     #[test]
