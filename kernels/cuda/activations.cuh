@@ -1,63 +1,97 @@
-// One row of activations as the decode kernels hand it on: split into two FP16 parts.
+// A row of activations as the right operand of tensor-core products, in shared memory.
 //
-// A value v is stored as hi + lo with hi = fp16(v / 16) and lo = fp16(v / 16 - hi): 22 bits of
-// significand, exact to 2^-21 absolutely where v is small, and room up to 1,048,000. The
-// kernel that computes a row splits it once; every block that multiplies it only copies it to
-// shared memory.
+// Kernels hand each other plain f32 rows; every block that multiplies one prepares it itself.
+// A warp prepares a span of 256 inputs: lane c holds inputs 8c .. 8c+7 ("cell" c).
 //
-//   parts  uint4 [inputs / 32][hi, lo][4]: word t of a chunk of 32 inputs holds 8t .. 8t+7,
-//          the right operand of lane (., t) for two `mma_16816`
-//   sums   float4 [inputs / 8]: of each eight inputs ("cell") as stored, /16: {inputs 0..3,
-//          inputs 4..7, sum of squares before gain and split (RMSNorm only), -}
+// For integer codes a value is split into two signed bytes: v = round(x / s) = 256 hi + lo, one
+// scale s for 64 inputs, such that the greatest |v| is 32,512. Against the greatest of its 64
+// inputs a value is off by 2^-16 at most: FP16 would round it to 2^-12 of itself.
 //
-// Both are padded to spans of 256 inputs with zeros, which are never written.
+//   Digits  uint4 [4 slots of 64 inputs][hi, lo][4 t]: the operand of lane (g, t) = (2 slot +
+//           digit, t) in the order that the codes have (`weights.cuh`); scale s of each slot;
+//           s times the sum of v over each 32 inputs
+//
+// For FP16 weights it is split into two FP16 parts of x / 16: 22 bits of significand, and room
+// up to 1,048,000.
+//
+//   Halves  uint4 [8 chunks of 32 inputs][hi, lo][4 t]: 8t .. 8t+7
 #pragma once
 
 #include "common.cuh"
 
-constexpr float SPLIT_SCALE = 0.0625f;
-
-struct SplitRow {
-    uint4* parts;
-    float4* sums;
+struct Digits {
+    uint4 words[32];
+    float scales[4];
+    float sums[8];
+    float pad[4];
 };
 
-// Lane l of eight consecutive lanes holds v = input 8 cell + l. `square` is that lane's share of
-// the sum of squares. Inactive cells pass active = false; all lanes of a warp take part.
-DEVICE void store_cell(const SplitRow& to, int cell, int l, float v, float square, bool active) {
-    float scaled = clamp_half(v * SPLIT_SCALE);
-    __half hi = __float2half_rn(scaled);
-    __half lo = __float2half_rn(scaled - __half2float(hi));
-    float sum = __half2float(hi) + __half2float(lo);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    float high = __shfl_down_sync(~0u, sum, 4);
-    square += __shfl_xor_sync(~0u, square, 1);
-    square += __shfl_xor_sync(~0u, square, 2);
-    square += __shfl_xor_sync(~0u, square, 4);
-    if (active) {
-        __half* at = reinterpret_cast<__half*>(to.parts + (cell / 4) * 8 + cell % 4) + l;
-        at[0] = hi;
-        at[32] = lo;
-        if (l == 0) to.sums[cell] = make_float4(sum, high, square, 0.f);
-    }
+struct Halves {
+    uint4 words[64];
+};
+
+constexpr float HALVES_SCALE = 0.0625f;
+
+// Byte `b` of each of four words.
+template <int B>
+DEVICE uint32_t gather_bytes(int x, int y, int z, int w) {
+    constexpr uint32_t PAIR = B | (B + 4) << 4;
+    return __byte_perm(__byte_perm(x, y, PAIR), __byte_perm(z, w, PAIR), 0x5410);
 }
 
-// Lane t of four consecutive lanes holds inputs 2t and 2t + 1 of the cell; no squares.
-DEVICE void store_cell_pairs(const SplitRow& to, int cell, int t, float x, float y, bool active) {
-    x = clamp_half(x * SPLIT_SCALE);
-    y = clamp_half(y * SPLIT_SCALE);
-    __half2 hi = __float22half2_rn(make_float2(x, y));
-    float2 h = __half22float2(hi);
-    __half2 lo = __float22half2_rn(make_float2(x - h.x, y - h.y));
-    float2 l = __half22float2(lo);
-    float sum = (h.x + l.x) + (h.y + l.y);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    float high = __shfl_down_sync(~0u, sum, 2);
-    if (active) {
-        uint32_t* at = reinterpret_cast<uint32_t*>(to.parts + (cell / 4) * 8 + cell % 4) + t;
-        at[0] = half2_bits(hi);
-        at[16] = half2_bits(lo);
-        if (t == 0) to.sums[cell] = make_float4(sum, high, 0.f, 0.f);
+// Fills `to` from this lane's cell `v`. BITS: of the codes that it will meet.
+template <int BITS>
+DEVICE void prepare(Digits& to, const float (&v)[8], int lane) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
+#pragma unroll
+    for (int m = 1; m < 8; m <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
+    // Where all are tiny the reciprocal stays finite, and the digits zero.
+    const float scale = most * (1.f / 32512.f), inverse = most > 1e-30f ? 32512.f / most : 0.f;
+    int d[8], sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        d[i] = __float2int_rn(v[i] * inverse);
+        sum += d[i];
     }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    // int4 holds inputs 0, 1, 2, 3 in bytes 0, 2, 1, 3.
+    constexpr int SECOND = BITS == 4 ? 2 : 1, THIRD = 3 - SECOND;
+    uint32_t low[2], high[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int *e = d + 4 * h;
+        low[h] = gather_bytes<0>(e[0], e[SECOND], e[THIRD], e[3]);
+        // The low byte counts as signed: what it takes too much, the high one gets back.
+        high[h] = gather_bytes<1>(e[0] + 128, e[SECOND] + 128, e[THIRD] + 128, e[3] + 128);
+    }
+    // int4: {chunk 0 inputs 0..3, chunk 1 inputs 0..3, chunk 0 inputs 4..7, chunk 1 inputs 4..7}
+    // int8: {chunk 0 inputs 0..3, chunk 0 inputs 4..7, chunk 1 ...}
+    const int slot = lane / 8, chunk = lane / 4 % 2, t = lane % 4;
+    uint32_t* const words = reinterpret_cast<uint32_t*>(to.words + slot * 8 + t);
+    const int first = BITS == 4 ? chunk : 2 * chunk, second = BITS == 4 ? 2 + chunk : 2 * chunk + 1;
+    words[first] = high[0];
+    words[second] = high[1];
+    words[16 + first] = low[0];
+    words[16 + second] = low[1];
+    if (lane % 8 == 0) to.scales[slot] = scale;
+    if (lane % 4 == 0) to.sums[lane / 4] = scale * float(sum);
+}
+
+template <int BITS>
+DEVICE void prepare(Halves& to, const float (&v)[8], int lane) {
+    uint32_t hi[4], lo[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float x = clamp_half(v[2 * i] * HALVES_SCALE), y = clamp_half(v[2 * i + 1] * HALVES_SCALE);
+        const __half2 h = __float22half2_rn(make_float2(x, y));
+        const float2 f = __half22float2(h);
+        hi[i] = half2_bits(h);
+        lo[i] = half2_bits(__float22half2_rn(make_float2(x - f.x, y - f.y)));
+    }
+    uint4* const words = to.words + lane / 4 * 8 + lane % 4;
+    words[0] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+    words[4] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
 }

@@ -8,8 +8,8 @@
 //   values  [kv_heads][128][capacity], so that positions are contiguous
 //
 // Grid (kv_heads, most splits). A block serves the G query heads of one key/value head over its
-// split of the positions, 256 at a time: warp w computes the scores of 32 of them, then, once
-// the weights of all are in shared memory, dims 16w .. 16w+15 of the output over all of them.
+// split of the positions, 128 at a time: warp w computes the scores of 32 of them, then, once
+// the weights of all are in shared memory, dims 32w .. 32w+31 of the output over all of them.
 // Both products run on tensor cores: scores[head, position] with q as the left operand,
 // out[head, dim] with the softmax weights. Rows 0..7 of the left operand hold a head's values
 // rounded to FP16 and rows 8..15 what that rounding lost, so q and the weights keep about 22
@@ -30,7 +30,7 @@ struct AttentionArgs {
     const float2* cos_sin;  // [positions][64]
     Cache cache;            // of this layer
     const Step* step;       // position of the new token, and its slot
-    SplitRow out;           // [heads * 128]
+    float* out;             // [heads * 128]
     float* partial;         // [heads][most splits][130]: sums, greatest score, weight
     int* arrived;           // [kv_heads], zero between launches
     int heads;
@@ -38,10 +38,14 @@ struct AttentionArgs {
     int late;
 };
 
-constexpr int ATTENTION_WARPS = 8;
+constexpr int ATTENTION_WARPS = 4;
 constexpr int WARP_POSITIONS = 32;
-// Positions that one pass of a block covers; shorter contexts are not split.
+// Positions that one pass of a block covers.
 constexpr int BLOCK_POSITIONS = ATTENTION_WARPS * WARP_POSITIONS;
+// Positions from which on a context is split: joining the parts costs more than some passes.
+constexpr int LEAST_SPLIT = 512;
+// 8-dim tiles of a warp's part of the output.
+constexpr int DIM_TILES = HEAD_DIM / 8 / ATTENTION_WARPS;
 
 // Rounds a pair to FP16, high part and what rounding lost.
 DEVICE void split_pair(float x, float y, uint32_t& hi, uint32_t& lo) {
@@ -79,7 +83,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const int position = __ldcg(&p.step->position);
     const int slot = __ldcg(&p.step->slot);
     const int length = position + 1;
-    const int most = min((length + BLOCK_POSITIONS - 1) / BLOCK_POSITIONS, int(gridDim.y));
+    const int most = min((length + LEAST_SPLIT - 1) / LEAST_SPLIT, int(gridDim.y));
     const int share = ((length + most - 1) / most + WARP_POSITIONS - 1) / WARP_POSITIONS * WARP_POSITIONS;
     const int splits = (length + share - 1) / share;
     if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its predecessor
@@ -88,12 +92,12 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const bool newest = blockIdx.y == splits - 1;
     const size_t row0 = (size_t(slot) * p.cache.kv_heads + kv) * p.cache.capacity;
     const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + row0 * 128 * BYTES;
-    const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * 128 + size_t(16 * warp + g) * p.cache.capacity) * BYTES;
+    const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * 128 + size_t(8 * DIM_TILES * warp + g) * p.cache.capacity) * BYTES;
 
     // Keys of this warp's 32 positions: column n of product j is position
     // base + 32 warp + 8 (n / 2) + 2j + n % 2, so that lane (g, t) ends with the scores of
     // positions 8t .. 8t+7. Part i holds dims 32i + 8t .. + 7.
-    // Values: dims 16 warp + g and + 8, positions base + 32c + 8t .. + 7.
+    // Values: dims 32 warp + 8n + g, positions base + 32c + 8t .. + 7.
     auto request = [&](int base) {
         if (base + 32 * warp < end) {
             const int8_t* from = keys + size_t(base + 32 * warp + 8 * (g / 2) + g % 2) * 128 * BYTES + t * 8 * BYTES;
@@ -110,12 +114,13 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         const int chunks = min(ATTENTION_WARPS, (end - base + 31) / 32);
         const int8_t* from = values + size_t(base + 8 * t) * BYTES;
         int8_t* to = reinterpret_cast<int8_t*>(sm.values[warp]) + lane * 8 * BYTES;
-#pragma unroll 2
+#pragma unroll 1
         for (int c = 0; c < chunks; c++) {
-            copy_async<8 * BYTES>(to, from);
-            copy_async<8 * BYTES>(to + 32 * 8 * BYTES, from + size_t(8) * p.cache.capacity * BYTES);
+#pragma unroll
+            for (int n = 0; n < DIM_TILES; n++)
+                copy_async<8 * BYTES>(to + n * 32 * 8 * BYTES, from + size_t(8 * n) * p.cache.capacity * BYTES);
             from += 32 * BYTES;
-            to += 64 * 8 * BYTES;
+            to += DIM_TILES * 32 * 8 * BYTES;
         }
         copy_commit();
     };
@@ -130,11 +135,20 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     if (p.late) release_successor();
 
     // Jobs 0 .. heads - 1: queries; then the new key and the new value.
-#pragma unroll 1
-    for (int job = warp; job < heads + (newest ? 2 : 0); job += ATTENTION_WARPS) {
-        const int which = job - heads;
+    constexpr int ROUNDS = (8 + 2 + ATTENTION_WARPS - 1) / ATTENTION_WARPS;
+    const int jobs = heads + (newest ? 2 : 0);
+    float4 fresh[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int job = warp + i * ATTENTION_WARPS, which = job - heads;
         const int row = which < 0 ? kv * heads + job : p.heads + which * p.cache.kv_heads + kv;
-        float4 v = __ldcg(reinterpret_cast<const float4*>(p.qkv + row * HEAD_DIM) + lane);
+        if (job < jobs) fresh[i] = __ldcg(reinterpret_cast<const float4*>(p.qkv + row * HEAD_DIM) + lane);
+    }
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int job = warp + i * ATTENTION_WARPS, which = job - heads;
+        if (job >= jobs) break;
+        float4 v = fresh[i];
         if (which < 1) v = norm_rope(v, which < 0 ? q_gain : k_gain, c0, c1, p.eps, lane);
         if (which < 0) {
             const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
@@ -157,7 +171,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     __syncthreads();
 
     float top = -INFINITY, total = 0.f;    // of head g, over all warps
-    float out[2][4] = {};                  // dims 16 warp + 8n + 2t, + 1: of high and of low parts
+    float out[DIM_TILES][4] = {};          // dims 32 warp + 8n + 2t, + 1: of high and of low parts
 
 #pragma unroll 1
     for (int base = start; base < end; base += BLOCK_POSITIONS) {
@@ -241,14 +255,14 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         copy_wait<0>();
         if (has_new && (position - base) % 32 / 8 == t) {
             int8_t* to = reinterpret_cast<int8_t*>(sm.values[warp]) +
-                         (((position - base) / 32 * 64 + lane) * 8 + (position - base) % 8) * BYTES;
-            const int dim = 16 * warp + g;
-            if constexpr (INT8) {
-                to[0] = reinterpret_cast<const int8_t*>(sm.fresh[1])[dim];
-                to[256] = reinterpret_cast<const int8_t*>(sm.fresh[1])[dim + 8];
-            } else {
-                *reinterpret_cast<__half*>(to) = reinterpret_cast<const __half*>(sm.fresh[1])[dim];
-                *reinterpret_cast<__half*>(to + 512) = reinterpret_cast<const __half*>(sm.fresh[1])[dim + 8];
+                         (((position - base) / 32 * DIM_TILES * 32 + lane) * 8 + (position - base) % 8) * BYTES;
+#pragma unroll
+            for (int n = 0; n < DIM_TILES; n++) {
+                const int dim = 8 * (DIM_TILES * warp + n) + g;
+                if constexpr (INT8)
+                    to[n * 256] = reinterpret_cast<const int8_t*>(sm.fresh[1])[dim];
+                else
+                    reinterpret_cast<__half*>(to)[n * 256] = reinterpret_cast<const __half*>(sm.fresh[1])[dim];
             }
         }
         __syncthreads();
@@ -256,19 +270,21 @@ DEVICE void attention_decode(const AttentionArgs& p) {
 #pragma unroll
         for (int w = 0; w < ATTENTION_WARPS; w++) total += sm.sum[w][g];
 #pragma unroll
-        for (int i = 0; i < 4; i++) out[0][i] *= shrink, out[1][i] *= shrink;
+        for (int n = 0; n < DIM_TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) out[n][i] *= shrink;
         const int chunks = min(ATTENTION_WARPS, (end - base + 31) / 32);
         const int8_t* from = reinterpret_cast<const int8_t*>(sm.values[warp]) + lane * 8 * BYTES;
 #pragma unroll 2
         for (int c = 0; c < chunks; c++) {
             uint4 hi = sm.weights[c][0][lane], lo = sm.weights[c][1][lane];
 #pragma unroll
-            for (int n = 0; n < 2; n++) {
+            for (int n = 0; n < DIM_TILES; n++) {
                 uint4 w = load_eight<INT8>(from + n * 32 * 8 * BYTES);
                 mma_16816(out[n], hi.x, lo.x, hi.y, lo.y, w.x, w.y);
                 mma_16816(out[n], hi.z, lo.z, hi.w, lo.w, w.z, w.w);
             }
-            from += 64 * 8 * BYTES;
+            from += DIM_TILES * 32 * 8 * BYTES;
         }
         if (base + BLOCK_POSITIONS < end) {
             request(base + BLOCK_POSITIONS);
@@ -278,15 +294,18 @@ DEVICE void attention_decode(const AttentionArgs& p) {
 
     if (splits == 1) {
         const float inv = 1.f / total;
-        const int cell = (kv * heads + g) * 16 + 2 * warp;
-        store_cell_pairs(p.out, cell, t, (out[0][0] + out[0][2]) * inv, (out[0][1] + out[0][3]) * inv, g < heads);
-        store_cell_pairs(p.out, cell + 1, t, (out[1][0] + out[1][2]) * inv, (out[1][1] + out[1][3]) * inv, g < heads);
+#pragma unroll
+        for (int n = 0; n < DIM_TILES; n++)
+            if (g < heads)
+                reinterpret_cast<float2*>(p.out + (kv * heads + g) * HEAD_DIM + 8 * (DIM_TILES * warp + n))[t] =
+                    make_float2((out[n][0] + out[n][2]) * inv, (out[n][1] + out[n][3]) * inv);
         return;
     }
     if (g < heads) {
         float* to = p.partial + (size_t(kv * heads + g) * gridDim.y + blockIdx.y) * 130;
-        __stcg(reinterpret_cast<float2*>(to + 16 * warp + 2 * t), make_float2(out[0][0] + out[0][2], out[0][1] + out[0][3]));
-        __stcg(reinterpret_cast<float2*>(to + 16 * warp + 2 * t + 8), make_float2(out[1][0] + out[1][2], out[1][1] + out[1][3]));
+#pragma unroll
+        for (int n = 0; n < DIM_TILES; n++)
+            __stcg(reinterpret_cast<float2*>(to + 8 * (DIM_TILES * warp + n) + 2 * t), make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
         if (warp == 0 && t == 0) __stcg(reinterpret_cast<float2*>(to + 128), make_float2(top, total));
     }
     __threadfence();
@@ -311,6 +330,6 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             weight = fmaf(f, __ldcg(from + j * 130 + 129), weight);
             value = fmaf(f, __ldcg(from + j * 130 + i % 128), value);
         }
-        store_cell(p.out, (kv * heads * 128 + i) / 8, i % 8, value / weight, 0.f, true);
+        p.out[kv * heads * HEAD_DIM + i] = value / weight;
     }
 }

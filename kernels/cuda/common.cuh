@@ -8,6 +8,7 @@
 
 #include <cuda_fp16.h>
 #include <stdint.h>
+#include <type_traits>
 
 #define DEVICE __device__ __forceinline__
 
@@ -55,6 +56,40 @@ DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory");
 template <int N>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// Bulk copies to shared memory that complete on an mbarrier (sm_90 and newer).
+#if __CUDA_ARCH__ >= 900
+DEVICE uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+DEVICE void barrier_init(uint64_t* b) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(b)) : "memory");
+}
+// Makes initialized barriers visible to the copy engine.
+DEVICE void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void barrier_expect(uint64_t* b, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+
+DEVICE void barrier_wait(uint64_t* b, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
+}
+
+// `bytes` is a multiple of 16; the data is read once.
+DEVICE void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* b) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+#endif
+
 // (a & mask) | bits
 template <uint32_t MASK, uint32_t BITS>
 DEVICE uint32_t mask_or(uint32_t a) {
@@ -71,6 +106,15 @@ DEVICE void mma_16816(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// As `mma_16816` over 32 inputs: unsigned times signed bytes, integer sums. Lane (g, t) holds
+// a0 = a[g][4t..], a1 = a[g+8][4t..], a2 = a[g][4t+16..], a3 = a[g+8][4t+16..],
+// b0 = b[4t..][g], b1 = b[4t+16..][g].
+DEVICE void mma_16832(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 

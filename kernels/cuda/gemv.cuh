@@ -1,27 +1,32 @@
 // One row of activations times a packed weight: the kernels of a decode step.
 //
-//   y[r] = sum_k w[r][k] * x[k]      (times 1 / rms where x is a normalized row, see below)
+//   y[r] = sum_k w[r][k] * x[k]      (x / rms(x) * gain where x is to be normalized)
 //
-// A warp computes 16 rows by `mma_16816` with the weights as the left operand. The right
-// operand has eight columns for one row of x, so each pair of columns takes one of the four
-// slots of a span: column 2j holds the high parts of slot j and column 2j+1 the low parts, both
-// zero outside slot j. Lane (g, t) so ends with the sums of slot t of rows g and g + 8 alone: it
-// needs one scale and one zero-point of each.
+// A warp computes 16 rows on tensor cores with the weights as the left operand: codes as they
+// are, as unsigned bytes, in integers; FP16 weights in FP16. The right operand has eight columns
+// for one row of x, so each pair of columns takes one of the four slots of a span: column 2j
+// holds the high parts of slot j and column 2j+1 the low parts (`activations.cuh`), both zero
+// outside slot j. Lane (g, t) so ends with the sums of slot t of rows g and g + 8 alone: it needs
+// one scale and one zero-point of each. High nibbles are multiplied where they stand, as 16
+// times their value, and summed apart.
 //
 // Epilogues:
-//   STORE  out[r] = y / rms
-//   ADD    residual[r] += y; the new residual times `gain` is split for the next kernel, with
-//          its squares: RMSNorm is the gain here and the division there
-//   SILU   tile i holds 8 rows of gate and 8 of up; split silu(gate / rms) * up / rms
-//   HEAD   out[r] = y / rms, and the greatest of each block
+//   STORE  out[r] = y, of normalized x
+//   ADD    out[r] += y, of plain x
+//   SILU   tile i holds 8 rows of gate and 8 of up: out[.] = silu(gate) * up, of normalized x
+//   HEAD   as STORE, and the greatest of each block
 //
-// `split` warps share a tile: warp `part` multiplies spans part, part + split, ...; their sums
-// meet in shared memory in fixed order. Blocks are persistent: G = WARPS / split tiles at a
-// time, block b takes tiles b*G .. b*G + G - 1, then on by gridDim * G.
+// `split` warps share a tile: each multiplies its share of consecutive spans, and their sums
+// meet in shared memory in fixed order. Blocks are persistent: groups of warps take tiles in
+// turn, WARPS / split groups a block.
 //
-// Codes, scales and zero-points come through a ring of DEPTH stages of 2 KiB of codes in
-// shared memory, private to a warp; the first stages are requested before the end of the
-// predecessor is awaited.
+// Weights are requested before the end of the predecessor is awaited. They come one of two ways:
+// AHEAD > 0: to registers, AHEAD stages ahead (a stage is 2 KiB of codes a warp): the shortest
+//   way, for products of few stages.
+// AHEAD = 0: through a ring of `depth` stages in shared memory, private to a warp, filled by
+//   bulk copies: it streams closer to the memory's bandwidth.
+// Only one block fits on an SM, or the scheduler would put two of one kernel there while other
+// SMs idle.
 //
 // Bytes: codes + scales + zeros once; x once per block (from L2).
 #pragma once
@@ -34,12 +39,11 @@ enum Epilogue { STORE = 0, ADD = 1, SILU = 2, HEAD = 3 };
 struct GemvArgs {
     const uint4* codes;    // records [tiles][spans]
     const uint8_t* meta;   // records [tiles][spans]
-    SplitRow x;
-    SplitRow next;         // ADD: [rows] split; SILU: [rows / 2]
-    float* out;            // STORE, HEAD: [rows]; ADD: the residual [rows]
-    const float* gain;     // ADD: of the next RMSNorm, [rows]
+    const float* x;        // [inputs]
+    const float* gain;     // of RMSNorm, [inputs]; unused by ADD
+    float* out;            // [rows]; SILU: [rows / 2]
     float2* best;          // HEAD: [gridDim], the greatest logit and its row (as bits)
-    int inputs;
+    int inputs;            // a multiple of 8
     int rows;
     int tiles;
     int spans;
@@ -47,36 +51,113 @@ struct GemvArgs {
     int meta_bytes;        // of a record
     int split;             // at most WARPS and spans
     int inverse;           // 256 / split, rounded up: warp * inverse / 256 = warp / split
+    int depth;             // of the ring, at most MOST_DEPTH
     float eps;
     float scale;           // of the product
     int late;              // release the successor only after the predecessor's end
 };
 
-// What the mantissa trick of `Accumulator` adds over a slot; symmetric zero-points included.
-template <int BITS, int ZERO>
-DEVICE float surplus(float low, float high) {
-    if constexpr (BITS == 4) return (ZERO == SYM ? 1032.f : 1024.f) * low + (ZERO == SYM ? 72.f : 64.f) * high;
-    if constexpr (BITS == 8) return (ZERO == SYM ? 1152.f : 1024.f) * (low + high);
-    return 0.f;
-}
+constexpr int MOST_DEPTH = 8;
 
-template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int DEPTH>
+// A warp's ring of stages: 2 KiB of codes, META bytes of scales and zero-points.
+template <int META>
+struct Ring {
+    static constexpr int STAGE_WORDS = (2048 + META) / 16;
+    uint4* stages;
+    int depth;
+    int write = 0, read = 0;
+#if __CUDA_ARCH__ >= 900
+    uint64_t* full;
+    uint32_t parity = 0;
+#endif
+
+    DEVICE Ring(uint4* at, uint64_t* barriers, int depth) : stages(at), depth(depth) {
+#if __CUDA_ARCH__ >= 900
+        full = barriers;
+        if (depth > 0) {
+            if (threadIdx.x % 32 < depth) barrier_init(full + threadIdx.x % 32);
+            barrier_fence();
+            __syncwarp();
+        }
+#endif
+    }
+
+    // Requests the next stage; with nothing left to request, nothing. `meta_bytes` may be 0.
+    DEVICE void request(const uint8_t* codes, const uint8_t* meta, int meta_bytes, bool any) {
+        const int lane = threadIdx.x % 32;
+        uint4* to = stages + write * STAGE_WORDS;
+#if __CUDA_ARCH__ >= 900
+        if (any && lane == 0) {
+            barrier_expect(full + write, 2048 + meta_bytes);
+            copy_bulk(to, codes, 2048, full + write);
+            if (META > 0 && meta_bytes > 0) copy_bulk(to + 128, meta, meta_bytes, full + write);
+        }
+#else
+        if (any) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) copy_async(to + j * 32 + lane, codes + (j * 32 + lane) * 16);
+            if (lane < meta_bytes / 16) copy_async(to + 128 + lane, meta + lane * 16);
+        }
+        copy_commit();
+#endif
+        if (any) write = write + 1 == depth ? 0 : write + 1;
+    }
+
+    // The oldest stage, when it is there.
+    DEVICE const uint4* wait() {
+        const uint4* stage = stages + read * STAGE_WORDS;
+#if __CUDA_ARCH__ >= 900
+        barrier_wait(full + read, parity);
+        if (++read == depth) read = 0, parity ^= 1;
+#else
+        // Copies that may still be under way: those of the stages behind this one.
+        switch (depth) {
+            case 1: copy_wait<0>(); break;
+            case 2: copy_wait<1>(); break;
+            case 3: copy_wait<2>(); break;
+            default: copy_wait<3>(); break;
+        }
+        if (++read == depth) read = 0;
+        __syncwarp();
+#endif
+        return stage;
+    }
+};
+
+// A stage in registers.
+template <int BITS, int ZERO, int SLOT>
+struct Stage {
+    uint4 codes[4];
+    Meta<BITS, ZERO, SLOT> meta;
+};
+
+// Sums of a lane: {row g high and low part, row g + 8 high and low part} of its slot.
+struct IntegerSums {
+    int low[4] = {};    // low nibbles, or bytes
+    int high[4] = {};   // high nibbles, times 16
+
+    DEVICE float row(int i) const {
+        return float(low[2 * i] * 256 + low[2 * i + 1] + ((high[2 * i] * 256 + high[2 * i + 1]) >> 4));
+    }
+};
+
+template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int AHEAD>
 DEVICE void gemv(const GemvArgs& p) {
     constexpr bool NORM = EPI != ADD;
-    constexpr int SLOTS = SPAN / SLOT;             // slots of a span: 4 or 8
-    constexpr int STAGES = LOADS<BITS> / 4;        // stages of a span
-    constexpr int CODE_WORDS = LOADS<BITS> * 32;   // 16-byte words of a record
-    constexpr int STAGE_WORDS = (2048 + MOST_META<BITS, ZERO, SLOT>) / 16;
+    constexpr int STAGES = LOADS<BITS> / 4;                     // stages of a span
+    constexpr int META = MOST_META<BITS, ZERO, SLOT>;
+    constexpr bool RING = AHEAD == 0;
+    static_assert(AHEAD % STAGES == 0);
+    using Row = std::conditional_t<BITS == 16, Halves, Digits>;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     const int split = p.split;
     const int group = warp * p.inverse >> 8, part = warp - group * split, groups = WARPS * p.inverse >> 8;
 
-    extern __shared__ uint4 shared[];
-    uint4* const ring = shared + warp * DEPTH * STAGE_WORDS;                 // [DEPTH][codes, meta]
-    uint4* const xs = shared + WARPS * DEPTH * STAGE_WORDS;                  // [spans][8 chunks][hi, lo][4 t]
-    float2* const slots = reinterpret_cast<float2*>(xs + p.spans * 64);      // [spans][SLOTS] {surplus, sum}
+    extern __shared__ __align__(128) uint4 shared[];
+    Row* const row = reinterpret_cast<Row*>(shared + (RING ? WARPS * p.depth * Ring<META>::STAGE_WORDS : 0));   // [spans]
+    __shared__ uint64_t barriers[WARPS][RING ? MOST_DEPTH : 1];
     __shared__ float red[2][WARPS][16];
     __shared__ float squares[WARPS];
 
@@ -84,125 +165,134 @@ DEVICE void gemv(const GemvArgs& p) {
 
     const int step = gridDim.x * groups;
     const int first = group < groups ? blockIdx.x * groups + group : p.tiles;
+    const int begin = part * p.spans / split, end = (part + 1) * p.spans / split;   // this warp's spans
 
-    // The stages this warp will multiply, in order: (tile, span, stage of the span).
-    int next_tile = first, next_span = part, next_stage = 0, next_slot = 0;
-    auto request = [&]() {
-        if (next_tile < p.tiles) {
-            size_t record = size_t(next_tile) * p.spans + next_span;
-            const uint4* src = p.codes + record * CODE_WORDS + next_stage * 128 + lane;
-            uint4* to = ring + next_slot * STAGE_WORDS + lane;
+    // Where the next stage to request stands; past the last tile nothing is requested.
+    int ahead_tile = first, ahead_span = begin, ahead_stage = 0;
+    const uint8_t* codes = reinterpret_cast<const uint8_t*>(p.codes) + (size_t(first) * p.spans + begin) * (STAGES * 2048);
+    const uint8_t* meta = p.meta + (size_t(first) * p.spans + begin) * p.meta_bytes;
+    Ring<META> ring(shared + warp * p.depth * Ring<META>::STAGE_WORDS, barriers[warp], RING ? p.depth : 0);
+    Stage<BITS, ZERO, SLOT> stages[RING ? 1 : AHEAD];
+    auto request = [&](Stage<BITS, ZERO, SLOT>& to) {
+        const bool any = ahead_tile < p.tiles, last = STAGES == 1 || ahead_stage == STAGES - 1;
+        if constexpr (RING) {
+            ring.request(codes, meta, SLOT == 32 || last ? p.meta_bytes : 0, any);
+        } else if (any) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) copy_async(to + i * 32, src + i * 32);
-            if ((SLOT == 32 || next_stage == STAGES - 1) && lane < p.meta_bytes / 16)
-                copy_async(to + 128, reinterpret_cast<const uint4*>(p.meta + record * p.meta_bytes) + lane);
-            next_slot = next_slot + 1 == DEPTH ? 0 : next_slot + 1;
-            if (++next_stage == STAGES) {
-                next_stage = 0;
-                next_span += split;
-                if (next_span >= p.spans) {
-                    next_span = part;
-                    next_tile += step;
-                }
+            for (int j = 0; j < 4; j++) to.codes[j] = load_stream(codes + (j * 32 + lane) * 16);
+            if (SLOT == 32 || last) to.meta.load(meta, p.groups, g, t);
+        }
+        codes += 2048;
+        ahead_stage = last ? 0 : ahead_stage + 1;
+        if (last) {
+            meta += p.meta_bytes;
+            if (++ahead_span == end) {
+                ahead_span = begin;
+                ahead_tile += step;
+                const size_t skip = size_t(step) * p.spans - (end - begin);
+                codes += skip * (STAGES * 2048);
+                meta += skip * p.meta_bytes;
             }
         }
-        copy_commit();
     };
+    if constexpr (RING) {
 #pragma unroll 1
-    for (int d = 0; d < DEPTH; d++) request();
+        for (int i = 0; i < p.depth; i++) request(stages[0]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) request(stages[i]);
+    }
+
+    // x to shared memory: with one group each warp the spans it multiplies, otherwise all by all.
+    constexpr int BATCH = RING ? 2 : 1;   // spans at a time
+    const bool alone = groups == 1;
+    const int stride = alone ? 1 : WARPS;
+    const int x_begin = alone ? begin : warp, x_end = alone ? (group == 0 ? end : 0) : p.spans;
+    float4 gain[BATCH][2];
+    auto request_gain = [&](int at) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int k = (at + i * stride) * SPAN + 8 * lane;
+            if (NORM && at + i * stride < x_end && k < p.inputs) {
+                gain[i][0] = __ldg(reinterpret_cast<const float4*>(p.gain + k));
+                gain[i][1] = __ldg(reinterpret_cast<const float4*>(p.gain + k) + 1);
+            }
+        }
+    };
+    request_gain(x_begin);
 
     wait_for_predecessor();
     if (p.late) release_successor();
 
-    // x to shared memory: with one group, the spans of a warp by itself; otherwise all by all.
     float square = 0.f;
-    const int sharers = groups == 1 ? split : WARPS;
-    constexpr int BATCH = 3;
 #pragma unroll 1
-    for (int at = warp < sharers ? warp : p.spans; at < p.spans; at += sharers * BATCH) {
-        uint4 v[BATCH][2];
-        float4 s[BATCH];
+    for (int at = x_begin; at < x_end; at += stride * BATCH) {
+        float4 from[BATCH][2];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            int span = at + i * sharers;
-            if (span < p.spans) {
-                v[i][0] = __ldcg(p.x.parts + span * 64 + lane);
-                v[i][1] = __ldcg(p.x.parts + span * 64 + lane + 32);
-                s[i] = __ldcg(p.x.sums + span * 32 + lane);
-            }
+            const int k = (at + i * stride) * SPAN + 8 * lane;
+            const bool there = at + i * stride < x_end && k < p.inputs;
+            from[i][0] = there ? __ldcg(reinterpret_cast<const float4*>(p.x + k)) : make_float4(0.f, 0.f, 0.f, 0.f);
+            from[i][1] = there ? __ldcg(reinterpret_cast<const float4*>(p.x + k) + 1) : make_float4(0.f, 0.f, 0.f, 0.f);
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            int span = at + i * sharers;
-            if (span < p.spans) {
-                xs[span * 64 + lane] = v[i][0];
-                xs[span * 64 + lane + 32] = v[i][1];
-                if (NORM) square += s[i].z;
-                if constexpr (BITS != 16) {
+            if (at + i * stride >= x_end) break;
+            float v[8] = {from[i][0].x, from[i][0].y, from[i][0].z, from[i][0].w,
+                          from[i][1].x, from[i][1].y, from[i][1].z, from[i][1].w};
+            if constexpr (NORM) {
 #pragma unroll
-                    for (int m = 1; m < SLOT / 8; m <<= 1) {
-                        s[i].x += __shfl_xor_sync(~0u, s[i].x, m);
-                        s[i].y += __shfl_xor_sync(~0u, s[i].y, m);
-                    }
-                    if (lane % (SLOT / 8) == 0)
-                        slots[span * SLOTS + lane / (SLOT / 8)] =
-                            make_float2(surplus<BITS, ZERO>(s[i].x, s[i].y), s[i].x + s[i].y);
-                }
+                for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
+                const bool there = (at + i * stride) * SPAN + 8 * lane < p.inputs;
+                const float f[8] = {gain[i][0].x, gain[i][0].y, gain[i][0].z, gain[i][0].w,
+                                    gain[i][1].x, gain[i][1].y, gain[i][1].z, gain[i][1].w};
+#pragma unroll
+                for (int j = 0; j < 8; j++) v[j] = there ? v[j] * f[j] : 0.f;
             }
+            prepare<BITS>(row[at + i * stride], v, lane);
         }
+        request_gain(at + stride * BATCH);
     }
     if constexpr (NORM) {
         square = warp_sum(square);
         if (lane == 0) squares[warp] = square;
     }
-    if (groups == 1)
+    if (alone)
         __syncwarp();
     else
         __syncthreads();
 
-    float y0 = 0.f, y1 = 0.f;   // rows g, g + 8 of the current tile
-    float factor = 0.f;         // of the product; known after the first barrier
+    float y[2] = {};            // rows g, g + 8 of the current tile
+    float factor = 0.f;         // of the product; known after the first meeting
     float best = -INFINITY;
     int best_row = 0, parity = 0;
-    float residual = 0.f, gain = 0.f;   // of row lane % 16, requested while the tile is multiplied
-    const uint4 zero4 = make_uint4(0, 0, 0, 0);
+    float residual = 0.f;       // of row lane % 16, requested while the tile is multiplied
 
-    auto fold = [&](float a0, float a1, const Meta<BITS, ZERO, SLOT>& m, int half, int span) {
-        if constexpr (BITS == 16) {
-            y0 += a0;
-            y1 += a1;
-        } else {
-            float2 s = slots[span * SLOTS + half * 4 + t];
-            float2 sc = m.scales(half);
-            a0 -= s.x;
-            a1 -= s.x;
+    auto fold = [&](const IntegerSums& sums, const Meta<BITS, ZERO, SLOT>& m, int half, int span) {
+        if constexpr (BITS != 16) {
+            const float s = row[span].scales[SLOT == 64 ? t : 2 * half + t / 2];
+            const float sum = SLOT == 64 ? row[span].sums[2 * t] + row[span].sums[2 * t + 1] : row[span].sums[4 * half + t];
+            const float2 sc = m.scales(half), z = m.zeros(half);
             if constexpr (ZERO == OFFSET) {
-                float2 o = m.zeros(half);
-                y0 += sc.x * a0 + o.x * s.y;
-                y1 += sc.y * a1 + o.y * s.y;
+                y[0] += sc.x * (s * sums.row(0)) + z.x * sum;
+                y[1] += sc.y * (s * sums.row(1)) + z.y * sum;
             } else {
-                if constexpr (ZERO == INT) {
-                    float2 z = m.zeros(half);
-                    a0 -= z.x * s.y;
-                    a1 -= z.y * s.y;
-                }
-                y0 = fmaf(sc.x, a0, y0);
-                y1 = fmaf(sc.y, a1, y1);
+                y[0] = fmaf(sc.x, fmaf(s, sums.row(0), -z.x * sum), y[0]);
+                y[1] = fmaf(sc.y, fmaf(s, sums.row(1), -z.y * sum), y[1]);
             }
         }
     };
 
-    // Ends a tile: sums over slots, then over the warps that share it, then the epilogue.
+    // Ends a tile: sums over slots, then over the warps that share it, then the epilogue, lane
+    // l with row l.
     auto finish = [&](int tile) {
-        y0 += __shfl_xor_sync(~0u, y0, 1);
-        y1 += __shfl_xor_sync(~0u, y1, 1);
-        y0 += __shfl_xor_sync(~0u, y0, 2);
-        y1 += __shfl_xor_sync(~0u, y1, 2);
-        if (t == 0) {
-            red[parity][warp][g] = y0;
-            red[parity][warp][g + 8] = y1;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            y[j] += __shfl_xor_sync(~0u, y[j], 1);
+            y[j] += __shfl_xor_sync(~0u, y[j], 2);
+            if (t == 0) red[parity][warp][j * 8 + g] = y[j];
+            y[j] = 0.f;
         }
-        y0 = y1 = 0.f;
         if (split == 1)
             __syncwarp();
         else
@@ -212,89 +302,122 @@ DEVICE void gemv(const GemvArgs& p) {
 #pragma unroll
             for (int j = 0; j < WARPS; j += 2)
                 if (j + lane / 16 < split) v += red[parity][warp + j + lane / 16][lane % 16];
+            v += __shfl_xor_sync(~0u, v, 16);
             if (factor == 0.f) {
-                factor = p.scale;
-                if constexpr (NORM) factor *= rsqrtf(warp_sum(lane < sharers ? squares[lane] : 0.f) / p.inputs + p.eps);
+                factor = BITS == 16 ? p.scale / HALVES_SCALE : p.scale;
+                if constexpr (NORM) {
+                    const int sharers = alone ? split : WARPS;
+                    factor *= rsqrtf(warp_sum(lane < sharers ? squares[lane] : 0.f) / p.inputs + p.eps);
+                }
             }
-            v = (v + __shfl_xor_sync(~0u, v, 16)) * factor;
-            const int row = tile * 16 + lane % 16;
+            v *= factor;
+            const int r = tile * 16 + lane % 16;
             if constexpr (EPI == SILU) {
-                float up = __shfl_down_sync(~0u, v, 8);
-                v = __fdividef(v, 1.f + __expf(-v)) * up;
-                store_cell(p.next, tile, lane % 8, v, 0.f, lane < 8 && tile * 16 < p.rows);
-            } else if constexpr (EPI == ADD) {
-                v = row < p.rows ? v + residual : 0.f;
-                store_cell(p.next, row / 8, lane % 8, v * gain, v * v, lane < 16 && row / 8 * 8 < p.rows);
-                if (lane < 16 && row < p.rows) p.out[row] = v;
-            } else if (lane < 16 && row < p.rows) {
-                p.out[row] = v;
+                const float up = __shfl_down_sync(~0u, v, 8);
+                if (lane < 8 && r < p.rows) p.out[tile * 8 + lane] = __fdividef(v, 1.f + __expf(-v)) * up;
+            } else if (lane < 16 && r < p.rows) {
+                p.out[r] = EPI == ADD ? v + residual : v;
                 if constexpr (EPI == HEAD) {
-                    if (v > best) best = v, best_row = row;
+                    if (v > best) best = v, best_row = r;
                 }
             }
         }
         parity ^= 1;
     };
+    // Requests what the end of a tile adds to.
+    auto start = [&](int tile) {
+        const int r = tile * 16 + lane % 16;
+        if (EPI == ADD && part == 0 && r < p.rows) residual = __ldcg(p.out + r);
+    };
 
-    int slot = 0;
+    int tile = first, span = begin;
+    IntegerSums sums;
+    float halves[2][4] = {};   // FP16 weights: sums of first and second products
+    start(tile);
 #pragma unroll 1
-    for (int tile = first; tile < p.tiles; tile += step) {
-        if constexpr (EPI == ADD) {
-            const int row = tile * 16 + lane % 16;
-            if (part == 0) {
-                residual = row < p.rows ? __ldcg(p.out + row) : 0.f;
-                gain = row < p.rows ? __ldg(p.gain + row) : 0.f;
+    while (tile < p.tiles) {
+#pragma unroll
+        for (int i = 0; i < (RING ? STAGES : AHEAD); i++) {
+            if (!RING && tile >= p.tiles) break;
+            const int stage = i % STAGES;
+            Stage<BITS, ZERO, SLOT>& now = stages[RING ? 0 : i];
+            if constexpr (RING) {
+                const uint4* from = ring.wait();
+#pragma unroll
+                for (int j = 0; j < 4; j++) now.codes[j] = from[j * 32 + lane];
+                if (SLOT == 32 || stage == STAGES - 1)
+                    now.meta.load(reinterpret_cast<const uint8_t*>(from + 128), p.groups, g, t);
+                __syncwarp();   // the stage is read: it may be filled again
+                request(now);
             }
-        }
-#pragma unroll 1
-        for (int span = part; span < p.spans; span += split) {
-            Accumulator<BITS> acc, acc2;
-            const uint4* b = xs + span * 64 + (g & 1) * 4 + t;   // 8 chunks of 8 words
+            if constexpr (BITS == 16) {
+                const uint4* b = row[span].words + (g & 1) * 4 + t;
 #pragma unroll
-            for (int stage = 0; stage < STAGES; stage++) {
-                copy_wait<DEPTH - 1>();
-                __syncwarp();
-                const uint4* from = ring + slot * STAGE_WORDS;
-                uint4 w[4];
+                for (int c = 0; c < 2; c++) {
+                    const uint4 x = g / 2 == stage ? b[(2 * stage + c) * 8] : make_uint4(0, 0, 0, 0);
+                    const uint4 v = now.codes[2 * c], w = now.codes[2 * c + 1];
+                    mma_16816(halves[0], v.x, v.y, v.z, v.w, x.x, x.y);
+                    mma_16816(halves[1], w.x, w.y, w.z, w.w, x.z, x.w);
+                }
+            } else if constexpr (SLOT == 64) {
+                const uint4 x = row[span].words[lane];
 #pragma unroll
-                for (int i = 0; i < 4; i++) w[i] = from[i * 32 + lane];
-                Meta<BITS, ZERO, SLOT> m;
-                if (SLOT == 32 || stage == STAGES - 1) m.load(reinterpret_cast<const uint8_t*>(from + 128), p.groups, g, t);
-                __syncwarp();
-                request();
-                slot = slot + 1 == DEPTH ? 0 : slot + 1;
-                if constexpr (BITS == 4) {
-#pragma unroll
-                    for (int c = 0; c < 8; c++) {
-                        uint4 x = g / 2 == (SLOT == 64 ? c / 2 : c % 4) ? b[c * 8] : zero4;
-                        (c < 4 ? acc : acc2).int4(c % 2 ? w[c / 2].z : w[c / 2].x, c % 2 ? w[c / 2].w : w[c / 2].y, x);
-                    }
-                    if constexpr (SLOT == 32) {
-                        fold(acc.first(), acc.second(), m, 0, span);
-                        fold(acc2.first(), acc2.second(), m, 1, span);
-                    }
-                } else if constexpr (BITS == 8) {
-#pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        uint4 x = g / 2 == (SLOT == 64 ? 2 * stage + c / 2 : c) ? b[(4 * stage + c) * 8] : zero4;
-                        (SLOT == 64 && c % 2 ? acc2 : acc).int8(w[c], x);
-                    }
-                    if constexpr (SLOT == 32) {
-                        fold(acc.first(), acc.second(), m, stage, span);
-                        acc = Accumulator<BITS>();
-                    }
-                } else {
-#pragma unroll
-                    for (int c = 0; c < 2; c++) {
-                        uint4 x = g / 2 == stage ? b[(2 * stage + c) * 8] : zero4;
-                        (c ? acc2 : acc).fp16(w[2 * c], w[2 * c + 1], x);
+                for (int j = 0; j < 4 / STAGES; j++) {
+                    const bool mine = g / 2 == stage * (4 / STAGES) + j;
+                    const uint32_t b0 = mine ? x.x : 0, b1 = mine ? x.y : 0, b2 = mine ? x.z : 0, b3 = mine ? x.w : 0;
+                    if constexpr (BITS == 4) {
+                        constexpr uint32_t LOW = 0x0f0f0f0f, HIGH = 0xf0f0f0f0;
+                        const uint4 v = now.codes[j];
+                        mma_16832(sums.low, v.x & LOW, v.y & LOW, v.z & LOW, v.w & LOW, b0, b1);
+                        mma_16832(sums.high, v.x & HIGH, v.y & HIGH, v.z & HIGH, v.w & HIGH, b2, b3);
+                    } else {
+                        const uint4 v = now.codes[2 * j], w = now.codes[2 * j + 1];
+                        mma_16832(sums.low, v.x, v.y, v.z, v.w, b0, b1);
+                        mma_16832(sums.low, w.x, w.y, w.z, w.w, b2, b3);
                     }
                 }
-                if (SLOT == 64 && stage == STAGES - 1)
-                    fold(acc.first() + acc2.first(), acc.second() + acc2.second(), m, 0, span);
+            } else {
+                // Four chunks of 32 inputs are four slots.
+#pragma unroll
+                for (int half = stage; half < 2; half += STAGES) {
+                    const uint32_t* b = reinterpret_cast<const uint32_t*>(row[span].words + (2 * half + g / 4) * 8 + (g & 1) * 4 + t);
+                    const int at = g / 2 % 2;
+                    const uint32_t x0 = BITS == 4 ? b[at] : b[2 * at], x1 = BITS == 4 ? b[2 + at] : b[2 * at + 1];
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        const uint32_t b0 = g / 2 == c ? x0 : 0, b1 = g / 2 == c ? x1 : 0;
+                        if constexpr (BITS == 4) {
+                            constexpr uint32_t LOW = 0x0f0f0f0f;
+                            const uint4 v = now.codes[2 * half + c / 2];
+                            const uint32_t w0 = c % 2 ? v.z : v.x, w1 = c % 2 ? v.w : v.y;
+                            mma_16832(sums.low, w0 & LOW, w1 & LOW, w0 >> 4 & LOW, w1 >> 4 & LOW, b0, b1);
+                        } else {
+                            const uint4 v = now.codes[c];
+                            mma_16832(sums.low, v.x, v.y, v.z, v.w, b0, b1);
+                        }
+                    }
+                    fold(sums, now.meta, half, span);
+                    sums = IntegerSums();
+                }
+            }
+            if (stage == STAGES - 1 && SLOT == 64 && BITS != 16) {
+                fold(sums, now.meta, 0, span);
+                sums = IntegerSums();
+            }
+            if constexpr (!RING) request(now);
+            if (stage == STAGES - 1 && ++span == end) {
+                if constexpr (BITS == 16) {
+#pragma unroll
+                    for (int j = 0; j < 2; j++) y[j] = halves[0][2 * j] + halves[0][2 * j + 1] + (halves[1][2 * j] + halves[1][2 * j + 1]);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) halves[0][j] = halves[1][j] = 0.f;
+                }
+                finish(tile);
+                span = begin;
+                tile += step;
+                start(tile);
             }
         }
-        finish(tile);
     }
 
     if constexpr (EPI == HEAD) {

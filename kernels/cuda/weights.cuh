@@ -12,10 +12,8 @@
 //   int8   4096 B: chunk c is 512 B, 16 B a lane = {g, g+8} inputs 0..3, {g, g+8} inputs 4..7
 //   fp16   8192 B: product j is 512 B, 16 B a lane = a0, a1, a2, a3 of `mma_16816`
 //
-// Codes become FP16 by or-ing them into the mantissa of 1024 (64 for a high nibble, after
-// division by 16); the surplus is subtracted once per slot as `base`. A slot is 64 inputs (32
-// for groups of 32): the span of inputs that share a scale and that share one column pair of
-// the right operand, see `gemv.cuh`.
+// A slot is 64 inputs (32 for groups of 32): the span of inputs that share a scale and that
+// share one column pair of the right operand, see `gemv.cuh`.
 //
 // Scales and zero-points of record (tile, span), G groups in a span (8, 4, 2; 1 if groups are
 // wider), padded to 16 bytes:
@@ -48,7 +46,7 @@ struct Meta {
     uint32_t scale[N];
     uint32_t zero[N];
 
-    // From a record in shared memory.
+    // From a record.
     DEVICE void load(const uint8_t* record, int groups, int g, int t) {
         if constexpr (BITS != 16) {
 #pragma unroll
@@ -69,49 +67,10 @@ struct Meta {
 
     // Zero-points, or offsets.
     DEVICE float2 zeros(int i) const {
+        if constexpr (ZERO == SYM) return BITS == 4 ? make_float2(8.f, 8.f) : make_float2(128.f, 128.f);
         if constexpr (ZERO == OFFSET) return __half22float2(*reinterpret_cast<const __half2*>(&zero[i]));
         if constexpr (ZERO == INT && BITS == 4) return make_float2(zero[i] & 15, zero[i] >> 4);
-        if constexpr (ZERO == INT) return make_float2(zero[i] & 255, zero[i] >> 8);
-        return make_float2(0.f, 0.f);
-    }
-};
-
-// Sum of the low- and high-nibble accumulators (int4 alone keeps two).
-template <int BITS>
-struct Accumulator {
-    float lo[4] = {0.f, 0.f, 0.f, 0.f};
-    float hi[4] = {0.f, 0.f, 0.f, 0.f};
-
-    // Sums of the lane's slot of row g, and of row g + 8.
-    DEVICE float first() const { return get(0) + get(1); }
-    DEVICE float second() const { return get(2) + get(3); }
-
-    DEVICE float get(int i) const {
-        return BITS == 4 ? fmaf(hi[i], 0.0625f, lo[i]) : lo[i];
-    }
-
-    // Adds the products of 32 inputs. `w` are the words of this chunk: int4 {row g, row g+8},
-    // int8 as loaded, fp16 two loads; b = {b0, b1} of the first product, then of the second.
-    DEVICE void int4(uint32_t w0, uint32_t w1, uint4 b) {
-        constexpr uint32_t LO = 0x000f000f, HI = 0x00f000f0, ONE = 0x64006400;
-        uint32_t s0 = w0 >> 8, s1 = w1 >> 8;
-        mma_16816(lo, mask_or<LO, ONE>(w0), mask_or<LO, ONE>(w1), mask_or<LO, ONE>(s0),
-                  mask_or<LO, ONE>(s1), b.x, b.y);
-        mma_16816(hi, mask_or<HI, ONE>(w0), mask_or<HI, ONE>(w1), mask_or<HI, ONE>(s0),
-                  mask_or<HI, ONE>(s1), b.z, b.w);
-    }
-
-    DEVICE void int8(uint4 w, uint4 b) {
-        constexpr uint32_t ONE = 0x64646464;
-        mma_16816(lo, __byte_perm(w.x, ONE, 0x4140), __byte_perm(w.y, ONE, 0x4140),
-                  __byte_perm(w.x, ONE, 0x4342), __byte_perm(w.y, ONE, 0x4342), b.x, b.y);
-        mma_16816(lo, __byte_perm(w.z, ONE, 0x4140), __byte_perm(w.w, ONE, 0x4140),
-                  __byte_perm(w.z, ONE, 0x4342), __byte_perm(w.w, ONE, 0x4342), b.z, b.w);
-    }
-
-    DEVICE void fp16(uint4 w0, uint4 w1, uint4 b) {
-        mma_16816(lo, w0.x, w0.y, w0.z, w0.w, b.x, b.y);
-        mma_16816(lo, w1.x, w1.y, w1.z, w1.w, b.z, b.w);
+        return make_float2(zero[i] & 255, zero[i] >> 8);
     }
 };
 

@@ -67,6 +67,56 @@ impl DeviceChoice {
     }
 }
 
+/// A GPU as its driver describes it.
+#[derive(Clone, Debug)]
+pub struct GpuFound {
+    /// E.g. `NVIDIA H200`.
+    pub name: String,
+    /// All of its memory.
+    pub memory_bytes: u64,
+    /// Compute capability, e.g. (9, 0).
+    pub capability: (i32, i32),
+    /// Streaming multiprocessors.
+    pub multiprocessors: usize,
+    /// The CUDA version that the driver is for, e.g. (13, 0).
+    pub driver_cuda: (i32, i32),
+}
+
+/// The machine's GPUs, each opened and its kernels loaded.
+///
+/// # Errors
+/// [`Error::Kernel`] if there is no driver or no device, or the first that cannot be used.
+#[cfg(feature = "cuda")]
+pub fn gpus() -> Result<Vec<GpuFound>> {
+    use nq_kernels::cuda::{Gpu, device_count};
+    let mut found = Vec::new();
+    for ordinal in 0..device_count()? {
+        let gpu = Gpu::open(ordinal)?;
+        let info = gpu.info();
+        found.push(GpuFound {
+            name: info.name.clone(),
+            memory_bytes: info.memory as u64,
+            capability: info.capability,
+            multiprocessors: info.multiprocessors,
+            driver_cuda: (info.driver / 1000, info.driver % 1000 / 10),
+        });
+    }
+    Ok(found)
+}
+
+/// Read bandwidth of a GPU's memory, in bytes per second, and the bytes of its L2 cache.
+///
+/// # Errors
+/// An absent device; [`Error::Kernel`].
+#[cfg(feature = "cuda")]
+pub fn gpu_bandwidth(ordinal: usize) -> Result<(f64, u64)> {
+    let gpu = nq_kernels::cuda::Gpu::open(ordinal)?;
+    let l2 = gpu.info().l2_bytes;
+    // Large against the cache, small against the memory.
+    let bytes = (32 * l2).min(gpu.info().memory / 8);
+    Ok((gpu.read_bandwidth(bytes)?, l2 as u64))
+}
+
 /// Bytes that the system can still hand out without swapping, where it says so.
 pub fn available_memory() -> Option<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;

@@ -180,20 +180,32 @@ pub trait Session: Send {
         sampler: &mut Sampler,
         each: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> Result<()> {
-        let mut token = token;
-        for _ in 0..steps {
-            let chunk = Chunk {
-                slot,
-                tokens: &[token],
-                logits: LogitsWanted::Last,
-            };
-            token = sampler.sample(self.forward(&[chunk], None)?.row(0))?;
-            if each(token).is_break() {
-                break;
-            }
-        }
-        Ok(())
+        decode_on_host(self, slot, token, steps, sampler, each)
     }
+}
+
+/// [`Session::decode`] with the logits of every step taken to the host.
+pub(crate) fn decode_on_host<S: Session + ?Sized>(
+    session: &mut S,
+    slot: usize,
+    token: u32,
+    steps: usize,
+    sampler: &mut Sampler,
+    each: &mut dyn FnMut(u32) -> ControlFlow<()>,
+) -> Result<()> {
+    let mut token = token;
+    for _ in 0..steps {
+        let chunk = Chunk {
+            slot,
+            tokens: &[token],
+            logits: LogitsWanted::Last,
+        };
+        token = sampler.sample(session.forward(&[chunk], None)?.row(0))?;
+        if each(token).is_break() {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Refuses chunks that do not fit a session before anything is computed. `len` gives the

@@ -180,6 +180,13 @@ impl Sampler {
         self.position
     }
 
+    /// Tokens that penalties concern, each once, and whether they are in the answer; none
+    /// without penalties.
+    pub fn seen(&self) -> impl Iterator<Item = (u32, bool)> {
+        let state = |&id: &u32| (id, self.seen.state[id as usize] == 2);
+        self.seen.ids.iter().map(state)
+    }
+
     /// Starts a sequence over: `prompt` is all that comes before the first sampled token.
     pub fn begin(&mut self, prompt: &[u32]) {
         self.position = prompt.len() as u64;

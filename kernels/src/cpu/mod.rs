@@ -20,6 +20,8 @@ pub use isa::{Isa, IsaChoice};
 pub use kv::{KvBlock, KvType};
 pub use linear::{Epilogue, Linear};
 pub use ops::Span;
+#[cfg(feature = "cuda")]
+pub(crate) use profile::Key;
 pub use profile::{OpTiming, Profile};
 pub use team::{Team, TeamOptions};
 

@@ -12,7 +12,8 @@ pub struct Profile {
     entries: Mutex<BTreeMap<Key, Entry>>,
 }
 
-type Key = (&'static str, &'static str, (usize, usize));
+/// Operation, kernel and shape, as in [`OpTiming`].
+pub(crate) type Key = (&'static str, &'static str, (usize, usize));
 
 #[derive(Default)]
 struct Entry {
@@ -79,13 +80,23 @@ impl Profile {
         bytes: usize,
     ) {
         if let Some(begin) = begin {
-            let time = begin.elapsed();
-            let mut entries = self.lock();
-            let entry = entries.entry((op, kernel, shape)).or_default();
-            entry.calls += 1;
-            entry.time += time;
-            entry.bytes += bytes as u64;
+            self.add((op, kernel, shape), begin.elapsed(), bytes);
         }
+    }
+
+    /// True while counting.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_on(&self) -> bool {
+        self.on.load(Ordering::Relaxed)
+    }
+
+    /// Counts an operation that took `time`.
+    pub(crate) fn add(&self, key: Key, time: Duration, bytes: usize) {
+        let mut entries = self.lock();
+        let entry = entries.entry(key).or_default();
+        entry.calls += 1;
+        entry.time += time;
+        entry.bytes += bytes as u64;
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Entry>> {

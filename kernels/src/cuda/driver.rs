@@ -3,6 +3,7 @@
 //! The driver library is loaded when a device is opened, so one binary runs with or without
 //! one. Kernels are in fatbins that the build embeds; a kernel is found by its name.
 
+use crate::cpu::{Key, OpTiming, Profile};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
@@ -14,6 +15,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// One fatbin per source and architecture.
 const FATBINS: &[&[u8]] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
@@ -63,6 +65,15 @@ struct Inner {
     context: sys::CUcontext,
     modules: Vec<sys::CUmodule>,
     functions: Mutex<HashMap<String, Function>>,
+    profile: Profile,
+    timed: Mutex<Vec<Timed>>,
+}
+
+/// An operation under way or done, between two events.
+struct Timed {
+    key: Key,
+    bytes: usize,
+    events: [sys::CUevent; 2],
 }
 
 // SAFETY: the driver's handles may be used from any thread once the context is current there,
@@ -163,6 +174,8 @@ impl Gpu {
             context,
             modules: Vec::new(),
             functions: Mutex::new(HashMap::new()),
+            profile: Profile::default(),
+            timed: Mutex::new(Vec::new()),
         };
         inner.bind()?;
         inner.describe()?;
@@ -215,6 +228,7 @@ impl Gpu {
                 marker: PhantomData,
             };
             check(what, result::memset_d8_sync(address, 0, bytes))?;
+            self.0.wait_for_default_stream()?;
             buffer
         };
         Ok(address)
@@ -262,6 +276,49 @@ impl Gpu {
         check("running kernels", result::ctx::synchronize())
     }
 
+    /// Starts timing what [`Stream::timed`] wraps, from zero.
+    pub fn start_profile(&self) {
+        self.0.profile.start();
+    }
+
+    /// Stops timing: what was counted, the most expensive first.
+    pub fn stop_profile(&self) -> Vec<OpTiming> {
+        self.0.profile.stop()
+    }
+
+    /// True while operations are timed.
+    pub fn is_profiling(&self) -> bool {
+        self.0.profile.is_on()
+    }
+
+    /// Counts the operations timed so far, all of which have run.
+    ///
+    /// # Errors
+    /// The driver's, e.g. if one has not.
+    pub fn settle_profile(&self) -> Result<()> {
+        self.0.bind()?;
+        let timed = std::mem::take(&mut *self.0.timed.lock().unwrap_or_else(|e| e.into_inner()));
+        let mut outcome = Ok(());
+        for Timed { key, bytes, events } in timed {
+            // SAFETY: both events were recorded by `Stream::timed`, and are not used again.
+            let ms = unsafe {
+                let ms = result::event::elapsed(events[0], events[1]);
+                for event in events {
+                    let _ = result::event::destroy(event);
+                }
+                ms
+            };
+            match check("timing kernels", ms) {
+                Ok(ms) => {
+                    let time = Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3);
+                    self.0.profile.add(key, time, bytes);
+                }
+                Err(e) => outcome = Err(e),
+            }
+        }
+        outcome
+    }
+
     fn function(&self, name: &str) -> Result<Function> {
         let mut table = self.0.functions.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(f) = table.get(name) {
@@ -291,7 +348,8 @@ impl Gpu {
     /// Makes room for `bytes` of dynamic shared memory in later launches of `name`.
     fn reserve_shared(&self, name: &str, bytes: usize) -> Result<sys::CUfunction> {
         let f = self.function(name)?;
-        if bytes <= f.shared_limit.max(48 * 1024) {
+        // Without asking a block has 48 KiB, of which static arrays take some.
+        if bytes <= f.shared_limit.max(32 * 1024) {
             return Ok(f.handle);
         }
         // SAFETY: the handle is valid while the module is.
@@ -316,6 +374,15 @@ impl Inner {
         // SAFETY: the context is retained until `Drop`.
         check("using a GPU", unsafe {
             result::ctx::set_current(self.context)
+        })
+    }
+
+    /// Waits for memory to be set and copied: such calls may return before, and other streams
+    /// do not wait for the one they run in.
+    fn wait_for_default_stream(&self) -> Result<()> {
+        // SAFETY: the null handle is the default stream.
+        check("copying to the GPU", unsafe {
+            result::stream::synchronize(ptr::null_mut())
         })
     }
 
@@ -444,10 +511,12 @@ impl<T: Pod> Buffer<T> {
     pub fn write(&mut self, at: usize, values: &[T]) -> Result<()> {
         self.check_range("device write", at, values.len())?;
         self.gpu.0.bind()?;
-        // SAFETY: the range is within the allocation, and the call waits.
+        // SAFETY: the range is within the allocation, and `values` are read before the call
+        // returns.
         check("copying to the GPU", unsafe {
             result::memcpy_htod_sync(self.at(at).0, values)
-        })
+        })?;
+        self.gpu.0.wait_for_default_stream()
     }
 
     /// Reads `out.len()` values from index `at` on. Work in streams must have ended.
@@ -649,6 +718,46 @@ impl Stream {
         })
     }
 
+    /// Runs `body`, which queues one operation, between two events if the device's profile is
+    /// on. In a graph too: the events are part of it, and each recording has its own.
+    ///
+    /// # Errors
+    /// `body`'s; the driver's.
+    pub fn timed(&self, key: Key, bytes: usize, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        let gpu = &self.0.gpu;
+        if !gpu.is_profiling() {
+            return body();
+        }
+        gpu.0.bind()?;
+        let event = || {
+            let event = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT);
+            check("making an event", event)
+        };
+        let events = [event()?, event()?];
+        let record = |event| {
+            let mut state = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+            // SAFETY: the stream and the event are valid. "External" makes a node of a graph
+            // that sets the event, rather than an edge of it.
+            let outcome = unsafe {
+                sys::cuStreamIsCapturing(self.0.handle, &raw mut state)
+                    .result()
+                    .and_then(|()| {
+                        let recording =
+                            state != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+                        sys::cuEventRecordWithFlags(event, self.0.handle, u32::from(recording))
+                            .result()
+                    })
+            };
+            check("recording an event", outcome)
+        };
+        record(events[0])?;
+        body()?;
+        record(events[1])?;
+        let mut timed = gpu.0.timed.lock().unwrap_or_else(|e| e.into_inner());
+        timed.push(Timed { key, bytes, events });
+        Ok(())
+    }
+
     /// Copies the values `range` of `from` to index `at` of `to`, in order with the stream's
     /// other work. `from` must not change before that is done.
     ///
@@ -715,6 +824,20 @@ impl Stream {
         check("running kernels", unsafe {
             result::stream::synchronize(self.0.handle)
         })
+    }
+
+    /// True if all of the stream's work is done.
+    ///
+    /// # Errors
+    /// The first error of that work.
+    pub fn is_done(&self) -> Result<bool> {
+        self.0.gpu.0.bind()?;
+        // SAFETY: the stream is valid.
+        let state = unsafe { sys::cuStreamQuery(self.0.handle) };
+        match state {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => check("running kernels", other.result()).map(|()| true),
+        }
     }
 
     /// Records the launches of `body` as a graph instead of running them.

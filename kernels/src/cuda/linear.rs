@@ -1,8 +1,7 @@
 //! Packed weights on the device, and the products with them.
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Mark, Pinned, Stream};
-use super::pack::{PackedKind, Packing, SPAN, Stack};
-use super::rows::Split;
+use super::pack::{PackedKind, Packing, Stack};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use nq_formats::Weight;
@@ -170,38 +169,35 @@ impl DeviceLinear {
     }
 }
 
+/// RMSNorm of a product's input.
+#[derive(Clone, Copy)]
+pub struct Norm<'a> {
+    /// `[inputs]`
+    pub gain: &'a Buffer<f32>,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
 /// What a step's product becomes.
 pub enum GemvOutput<'a> {
-    /// `out[rows]`, after RMSNorm of the input.
-    Store(&'a mut Buffer<f32>),
-    /// Added to the residual `[rows]`; the sum, under `gain` (of the next RMSNorm), is split
-    /// for the next product.
-    Add {
-        /// The residual stream.
-        residual: &'a mut Buffer<f32>,
-        /// `[rows]`
-        gain: &'a Buffer<f32>,
-        /// Receives the split row.
-        next: &'a mut Split,
-    },
-    /// An interleaved gate and up, after RMSNorm of the input: `silu(gate) * up`, split.
-    Silu(&'a mut Split),
-    /// Logits `[rows]`, after RMSNorm of the input, and the best of each block.
-    Head {
-        /// `[rows]`
-        logits: &'a mut Buffer<f32>,
-        /// At least [`best_len`] values: (logit, row as bits).
-        best: &'a mut Buffer<[f32; 2]>,
-    },
+    /// `out` `[rows]`, of the normalized input.
+    Store(Norm<'a>, &'a mut Buffer<f32>),
+    /// Added to the residual `[rows]`, of the input as it is.
+    Add(&'a mut Buffer<f32>),
+    /// `silu(gate) * up` `[rows / 2]` of an interleaved gate and up, of the normalized input.
+    Silu(Norm<'a>, &'a mut Buffer<f32>),
+    /// Logits `[rows]` of the normalized input, and the best of each block: at least
+    /// [`best_len`] values (logit, row as bits).
+    Head(Norm<'a>, &'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
 }
 
 impl GemvOutput<'_> {
     fn name(&self) -> &'static str {
         match self {
-            GemvOutput::Store(_) => "store",
-            GemvOutput::Add { .. } => "add",
-            GemvOutput::Silu(_) => "silu",
-            GemvOutput::Head { .. } => "head",
+            GemvOutput::Store(..) => "store",
+            GemvOutput::Add(..) => "add",
+            GemvOutput::Silu(..) => "silu",
+            GemvOutput::Head(..) => "head",
         }
     }
 }
@@ -212,10 +208,9 @@ impl GemvOutput<'_> {
 struct GemvArgs {
     codes: Address,
     meta: Address,
-    x: [Address; 2],
-    next: [Address; 2],
-    out: Address,
+    x: Address,
     gain: Address,
+    out: Address,
     best: Address,
     inputs: i32,
     rows: i32,
@@ -225,59 +220,87 @@ struct GemvArgs {
     meta_bytes: i32,
     split: i32,
     inverse: i32,
+    depth: i32,
     eps: f32,
     scale: f32,
     late: i32,
-    pad: i32,
 }
 
-/// Warps of a block, and stages of its ring, of `cuda/gemv.cu`.
+/// Warps of a block of `cuda/gemv.cu`.
 const GEMV_WARPS: usize = 16;
-const GEMV_DEPTH: usize = 3;
+/// Spans a warp may have, of 4 or 8 bits, for the kernel that keeps them in registers: as
+/// measured on an H200.
+const fn short_spans(bits: usize) -> usize {
+    match bits {
+        4 => 4,
+        8 => 1,
+        _ => 0,
+    }
+}
 
 /// Blocks of a product, so values that [`GemvOutput::Head`]'s `best` must hold.
 pub fn best_len(gpu: &Gpu, w: &DeviceLinear) -> usize {
-    GemvPlan::new(gpu, w).blocks
+    GemvPlan::new(gpu, w, true).map_or(1, |p| p.blocks)
 }
 
 /// How a product is cut: see `cuda/gemv.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 struct GemvPlan {
     split: usize,
     blocks: usize,
+    /// Stages in shared memory; 0: in registers.
+    depth: usize,
     shared: usize,
 }
 
 impl GemvPlan {
     /// The cut with the shortest path of the busiest warp: rounds of tiles times (spans of a
-    /// warp, each as many loads as a code has bits, and the meeting of the warps).
-    fn new(gpu: &Gpu, w: &DeviceLinear) -> Self {
-        let sms = gpu.info().multiprocessors;
-        let mut best = (f64::INFINITY, 1, 1);
+    /// warp, and the meeting of the warps). `None` if the row of x does not fit in shared
+    /// memory.
+    fn new(gpu: &Gpu, w: &DeviceLinear, head: bool) -> Option<Self> {
+        let info = gpu.info();
+        let bits = w.kind.bits();
+        // Weights of the terms as measured on an H200.
+        let span_cost = match bits {
+            4 => 1.0,
+            8 => 1.4,
+            _ => 1.6,
+        };
+        let mut best: Option<(f64, GemvPlan, usize)> = None;
         for split in 1..=GEMV_WARPS.min(w.spans) {
             let groups = GEMV_WARPS / split;
-            let blocks = sms.min(w.tiles.div_ceil(groups)).max(1);
+            let blocks = info.multiprocessors.min(w.tiles.div_ceil(groups)).max(1);
             let rounds = w.tiles.div_ceil(blocks * groups);
             let spans = w.spans.div_ceil(split);
-            let loads = w.kind.bits() as f64 / 4.0;
             // Ties go to more blocks: to smaller groups.
-            let cost = rounds as f64 * (spans as f64 * loads + 1.0) + 0.01 * groups as f64;
-            if cost < best.0 {
-                best = (cost, split, blocks);
+            let cost = rounds as f64 * (spans as f64 * span_cost + 1.0) + 0.01 * groups as f64;
+            if best.is_none_or(|b| cost < b.0) {
+                let plan = GemvPlan {
+                    split,
+                    blocks,
+                    depth: 0,
+                    shared: 0,
+                };
+                best = Some((cost, plan, rounds * spans));
             }
         }
-        let (_, split, blocks) = best;
-        let slots = if w.kind.groups() == 8 { 8 } else { 4 };
-        // The ring has room for the most scales that the kernel's instance may meet.
-        let most_meta = match w.kind {
-            PackedKind::Fp16 => 0,
-            kind @ PackedKind::Affine { .. } => kind.meta_room(),
-        };
-        GemvPlan {
-            split,
-            blocks,
-            shared: GEMV_WARPS * GEMV_DEPTH * (2048 + most_meta) + w.spans * (SPAN * 4 + slots * 8),
+        let (_, mut plan, spans) = best?;
+        // `Halves` and `Digits` of `cuda/activations.cuh`.
+        let row = w.spans * if bits == 16 { 1024 } else { 576 };
+        // Static arrays of the kernel: sums and squares of the warps, barriers.
+        let fixed = GEMV_WARPS * (2 * 16 * 4 + 4 + 8 * 8);
+        let room = info.shared_memory.checked_sub(row + fixed)?;
+        if head || spans > short_spans(bits) {
+            let stage = GEMV_WARPS * (2048 + w.kind.meta_room());
+            let deepest = if head { 3 } else { 4 };
+            plan.depth = deepest.min(spans * bits / 4).min(room / stage);
+            if plan.depth == 0 {
+                return None;
+            }
+            plan.shared = plan.depth * stage;
         }
+        plan.shared += row;
+        Some(plan)
     }
 }
 
@@ -297,20 +320,29 @@ impl PackedKind {
 }
 
 impl Stream {
-    /// One row of activations times `w`: a kernel of a decode step. `eps` is RMSNorm's.
-    /// `late` keeps the next kernel from starting before the one in front has ended.
+    /// One row of activations `x` `[inputs]` times `w`: a kernel of a decode step. `late` keeps
+    /// the next kernel from starting before the one in front has ended.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
     pub fn gemv(
         &self,
         w: &DeviceLinear,
-        x: &Split,
+        x: &Buffer<f32>,
         output: GemvOutput<'_>,
-        eps: f32,
         late: bool,
     ) -> Result<()> {
-        let plan = GemvPlan::new(self.gpu(), w);
+        let head = matches!(output, GemvOutput::Head(..));
+        let plan = GemvPlan::new(self.gpu(), w, head).ok_or_else(|| Error::Shape {
+            op: "gemv",
+            what: "inputs",
+            expected: format!(
+                "a row within the {} bytes of shared memory of {}",
+                self.gpu().info().shared_memory,
+                self.gpu().info()
+            ),
+            found: w.inputs.to_string(),
+        })?;
         let fits = |what, expected: usize, found: usize| match found >= expected {
             true => Ok(()),
             false => Err(Error::Shape {
@@ -320,21 +352,25 @@ impl Stream {
                 found: found.to_string(),
             }),
         };
-        fits("inputs of x", w.spans * SPAN, x.padded())?;
-        let limit = self.gpu().info().shared_memory;
-        if plan.shared > limit {
+        if !w.inputs.is_multiple_of(8) {
             return Err(Error::Shape {
                 op: "gemv",
-                what: "shared memory",
-                expected: format!("at most {limit} bytes on {}", self.gpu().info()),
-                found: format!("{} for {} inputs", plan.shared, w.inputs),
+                what: "inputs",
+                expected: "a multiple of 8".into(),
+                found: w.inputs.to_string(),
             });
         }
-        let name = format!("gemv_{}_{}", w.kind.kernel_part(), output.name());
+        fits("inputs of x", w.inputs, x.len())?;
+        let name = format!(
+            "gemv_{}_{}{}",
+            w.kind.kernel_part(),
+            output.name(),
+            if plan.depth == 0 { "_short" } else { "" }
+        );
         let mut args = GemvArgs {
             codes: w.codes.at(0),
             meta: w.meta.at(0),
-            x: x.addresses(),
+            x: x.at(0),
             inputs: w.inputs as i32,
             rows: w.rows as i32,
             tiles: w.tiles as i32,
@@ -343,39 +379,39 @@ impl Stream {
             meta_bytes: w.kind.meta_bytes() as i32,
             split: plan.split as i32,
             inverse: 256usize.div_ceil(plan.split) as i32,
-            eps,
-            // x is split at a sixteenth of its size.
-            scale: w.scale * 16.0,
+            depth: plan.depth as i32,
+            scale: w.scale,
             late: i32::from(late),
             ..GemvArgs::zeroed()
         };
+        let mut norm = None;
         match output {
-            GemvOutput::Store(out) => {
+            GemvOutput::Store(n, out) => {
+                norm = Some(n);
                 fits("outputs", w.rows, out.len())?;
                 args.out = out.at(0);
             }
-            GemvOutput::Add {
-                residual,
-                gain,
-                next,
-            } => {
+            GemvOutput::Add(residual) => {
                 fits("residual", w.rows, residual.len())?;
-                fits("gain", w.rows, gain.len())?;
-                fits("outputs", w.rows.next_multiple_of(8), next.padded())?;
                 args.out = residual.at(0);
-                args.gain = gain.at(0);
-                args.next = next.addresses();
             }
-            GemvOutput::Silu(next) => {
-                fits("outputs", w.rows / 2, next.padded())?;
-                args.next = next.addresses();
+            GemvOutput::Silu(n, out) => {
+                norm = Some(n);
+                fits("outputs", w.rows / 2, out.len())?;
+                args.out = out.at(0);
             }
-            GemvOutput::Head { logits, best } => {
+            GemvOutput::Head(n, logits, best) => {
+                norm = Some(n);
                 fits("logits", w.rows, logits.len())?;
                 fits("best", plan.blocks, best.len())?;
                 args.out = logits.at(0);
                 args.best = best.at(0);
             }
+        }
+        if let Some(norm) = norm {
+            fits("gain", w.inputs, norm.gain.len())?;
+            args.gain = norm.gain.at(0);
+            args.eps = norm.eps;
         }
         let shape = LaunchShape {
             grid: (plan.blocks, 1, 1),

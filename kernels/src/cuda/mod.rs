@@ -7,14 +7,17 @@
 //! Memory that a queued kernel uses must stay until the stream has been waited for; freeing
 //! device memory waits, so dropping buffers early is slow but not wrong.
 
+mod advance;
+mod bandwidth;
 mod driver;
 mod gemm;
 mod linear;
 pub mod pack;
 mod rows;
 
+pub use advance::{Advance, Candidates, NOT_FINITE, Sampling};
 pub use driver::{Address, Buffer, Gpu, GpuInfo, Graph, Mark, Pinned, Stream, device_count};
 pub use gemm::{GemmOutput, SequenceRows};
-pub use linear::{DeviceLinear, GemvOutput, Uploader, best_len};
+pub use linear::{DeviceLinear, GemvOutput, Norm, Uploader, best_len};
 pub use pack::{PackedKind, Stack};
-pub use rows::{AttentionScratch, DeviceCache, HEAD_DIM, Heads, Row, RowsOut, Split, Step};
+pub use rows::{AttentionScratch, DeviceCache, HEAD_DIM, Heads, Row, RowsOut, Step};

@@ -64,6 +64,15 @@ impl PackedKind {
         })
     }
 
+    /// What breakdowns call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            PackedKind::Fp16 => "fp16",
+            PackedKind::Affine { bits: Bits::B4, .. } => "int4",
+            PackedKind::Affine { bits: Bits::B8, .. } => "int8",
+        }
+    }
+
     /// Bits of a code: 4, 8 or 16.
     pub fn bits(self) -> usize {
         match self {

@@ -10,50 +10,6 @@ use bytemuck::{Pod, Zeroable};
 /// Width of a head that the attention kernels serve.
 pub const HEAD_DIM: usize = 128;
 
-/// One row of activations, split in two FP16 parts (`cuda/activations.cuh`).
-pub struct Split {
-    parts: Buffer<u32>,
-    sums: Buffer<[f32; 4]>,
-}
-
-impl Split {
-    /// Room for a row of `width`.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`].
-    pub fn new(gpu: &Gpu, width: usize) -> Result<Self> {
-        let padded = width.next_multiple_of(SPAN);
-        Ok(Split {
-            parts: gpu.zeros("activations", padded)?,
-            sums: gpu.zeros("activations", padded / 8)?,
-        })
-    }
-
-    /// Values there is room for: the width, rounded up to whole spans.
-    pub fn padded(&self) -> usize {
-        self.parts.len()
-    }
-
-    /// The values, for tests: waits for nothing.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn values(&self) -> Result<Vec<f32>> {
-        let mut words = vec![0u32; self.parts.len()];
-        self.parts.read(0, &mut words)?;
-        let half = |w: u32, i: usize| half::f16::from_bits((w >> (16 * i)) as u16).to_f32();
-        let value = |k: usize| {
-            let at = k / 32 * 32 + k % 32 / 2; // 16 words of high parts, then 16 of low ones
-            16.0 * (half(words[at], k % 2) + half(words[at + 16], k % 2))
-        };
-        Ok((0..self.padded()).map(value).collect())
-    }
-
-    pub(crate) fn addresses(&self) -> [Address; 2] {
-        [self.parts.at(0), self.sums.at(0)]
-    }
-}
-
 /// A token's place: `Row` of `cuda/rows.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -465,39 +421,7 @@ impl Stream {
         unsafe { self.launch("silu_mul", shape((m, 1), 256), &args) }
     }
 
-    /// Splits a row `x` `[width]`, under `gain` if given, for [`Stream::gemv`].
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
-    pub fn split_row(
-        &self,
-        x: &Buffer<f32>,
-        gain: Option<&Buffer<f32>>,
-        next: &mut Split,
-        width: usize,
-    ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            gain: Address,
-            next: [Address; 2],
-            width: i32,
-        }
-        at_least("split_row", "x", width, x.len())?;
-        at_least("split_row", "gain", width, gain.map_or(width, Buffer::len))?;
-        at_least("split_row", "next", width, next.padded())?;
-        let args = Args {
-            x: x.at(0),
-            gain: gain.map_or(Address::NULL, |g| g.at(0)),
-            next: next.addresses(),
-            width: width as i32,
-        };
-        // SAFETY: the arguments are the kernel's; sizes were checked.
-        unsafe { self.launch("split_row", shape((width.div_ceil(256), 1), 256), &args) }
-    }
-
-    /// The embedding of the step's token: the residual `x`, and split under `gain`.
+    /// The embedding of the step's token: the residual `x`.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
@@ -505,34 +429,26 @@ impl Stream {
         &self,
         embedding: &DeviceLinear,
         step: &Buffer<Step>,
-        gain: &Buffer<f32>,
         x: &mut Buffer<f32>,
-        next: &mut Split,
     ) -> Result<()> {
         #[derive(Clone, Copy)]
         #[repr(C)]
         struct Args {
             w: PackedArgs,
             step: Address,
-            gain: Address,
             x: Address,
-            next: [Address; 2],
         }
         let width = embedding.inputs();
-        at_least("embed_step", "gain", width, gain.len())?;
         at_least("embed_step", "x", width, x.len())?;
-        at_least("embed_step", "next", width, next.padded())?;
         at_least("embed_step", "step", 1, step.len())?;
         let args = Args {
             w: embedding.args(),
             step: step.at(0),
-            gain: gain.at(0),
             x: x.at(0),
-            next: next.addresses(),
         };
         // SAFETY: the arguments are the kernel's; sizes were checked, and the token is in the
         // vocabulary: the engine checks those it writes, and the sampler yields no others.
-        unsafe { self.launch("embed_step", shape((1, 1), 256), &args) }
+        unsafe { self.launch("embed_step", shape((width.div_ceil(256), 1), 256), &args) }
     }
 
     /// Attention of the step's token: `qkv` is its product `[(heads + 2 kv_heads) * 128]`; key
@@ -547,7 +463,7 @@ impl Stream {
         heads: &Heads<'_>,
         cache: &mut DeviceCache,
         scratch: &mut AttentionScratch,
-        out: &mut Split,
+        out: &mut Buffer<f32>,
     ) -> Result<()> {
         #[derive(Clone, Copy)]
         #[repr(C)]
@@ -558,7 +474,7 @@ impl Stream {
             cos_sin: Address,
             cache: CacheArgs,
             step: Address,
-            out: [Address; 2],
+            out: Address,
             partial: Address,
             arrived: Address,
             heads: i32,
@@ -573,7 +489,7 @@ impl Stream {
             (heads.heads + 2 * cache.kv_heads) * HEAD_DIM,
             qkv.len(),
         )?;
-        at_least(op, "out", heads.heads * HEAD_DIM, out.padded())?;
+        at_least(op, "out", heads.heads * HEAD_DIM, out.len())?;
         at_least(op, "step", 1, step.len())?;
         at_least(
             op,
@@ -589,7 +505,7 @@ impl Stream {
             cos_sin: heads.cos_sin.at(0),
             cache: cache.args(),
             step: step.at(0),
-            out: out.addresses(),
+            out: out.at(0),
             partial: scratch.partial.at(0),
             arrived: scratch.arrived.at(0),
             heads: heads.heads as i32,
@@ -598,7 +514,7 @@ impl Stream {
         };
         let shape = LaunchShape {
             grid: (cache.kv_heads, scratch.splits, 1),
-            threads: 256,
+            threads: 128,
             shared: match cache.scales {
                 Some(_) => AttentionScratch::SHARED_INT8,
                 None => AttentionScratch::SHARED_FP16,
@@ -621,8 +537,8 @@ pub struct AttentionScratch {
 
 impl AttentionScratch {
     /// `sizeof(AttentionShared)` of `cuda/attention_decode.cuh`, with some room.
-    const SHARED_FP16: usize = 2 * 8 * 16 * 512 + 8 * 1024 + 4096 + 2048;
-    const SHARED_INT8: usize = 2 * 8 * 8 * 512 + 8 * 1024 + 4096 + 2048;
+    const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2048;
+    const SHARED_INT8: usize = 2 * 4 * 8 * 512 + 4 * 1024 + 4096 + 2048;
 
     /// For `heads` query and `kv_heads` key heads: as many splits as fill the device.
     ///

@@ -8,14 +8,16 @@ use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, LoadOptions};
 use model::CudaModel;
 use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_kernels::cpu::OpTiming;
 use nq_kernels::cuda::Gpu;
 use session::CudaSession;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// [`Engine`] on a GPU.
 pub(crate) struct CudaEngine {
     model: Arc<CudaModel>,
     description: EngineDescription,
+    bandwidth: OnceLock<Option<f64>>,
 }
 
 impl CudaEngine {
@@ -52,6 +54,7 @@ impl CudaEngine {
         Ok(CudaEngine {
             model: Arc::new(model),
             description,
+            bandwidth: OnceLock::new(),
         })
     }
 }
@@ -67,6 +70,24 @@ impl Engine for CudaEngine {
 
     fn bytes_per_token(&self) -> usize {
         self.model.bytes_per_token()
+    }
+
+    fn memory_bandwidth(&self) -> Option<f64> {
+        *self.bandwidth.get_or_init(|| {
+            let gpu = &self.model.gpu;
+            // Large against the cache, small against what is free.
+            let bytes = (32 * gpu.info().l2_bytes).min(gpu.free_memory().ok()? / 2);
+            gpu.read_bandwidth(bytes).ok()
+        })
+    }
+
+    fn start_profile(&self) -> bool {
+        self.model.gpu.start_profile();
+        true
+    }
+
+    fn stop_profile(&self) -> Vec<OpTiming> {
+        self.model.gpu.stop_profile()
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {

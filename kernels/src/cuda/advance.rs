@@ -1,0 +1,202 @@
+//! The end of a decode step on the device: sampling, and the next token's embedding.
+
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Pinned, Stream};
+use super::linear::{DeviceLinear, PackedArgs};
+use super::rows::Step;
+use crate::error::{Error, Result};
+use bytemuck::{Pod, Zeroable};
+
+/// What the device writes instead of a token whose logits are not finite.
+pub const NOT_FINITE: u32 = 0xffff_fffe;
+
+/// How tokens are chosen: `Sampling` of `cuda/advance.cu`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Sampling {
+    /// Divides the logits; 0: the best token.
+    pub temperature: f32,
+    /// Keeps the fewest best tokens that have this probability; 1: all.
+    pub top_p: f32,
+    /// Drops tokens below this share of the best one's probability.
+    pub min_p: f32,
+    /// Divides positive and multiplies negative logits of tokens seen.
+    pub repetition: f32,
+    /// Subtracted from logits of tokens in the answer.
+    pub presence: f32,
+    /// Keeps this many best tokens; 0: all.
+    pub top_k: i32,
+    /// 1 if tokens seen change the logits.
+    pub penalties: i32,
+    /// Key of the random numbers, low word first.
+    pub seed: [u32; 2],
+    /// Their stream.
+    pub stream: [u32; 2],
+    /// Tokens before the first sampled one.
+    pub position: [u32; 2],
+}
+
+/// Ranges that [`Stream::candidates`] cuts a vocabulary into.
+const RANGES: usize = 128;
+/// Most tokens of a vocabulary that it takes.
+const MOST_LISTED: usize = RANGES * 256 * 8;
+
+/// 8-byte words of the list of a range: `Range` of `cuda/advance.cu`.
+const RANGE_WORDS: usize = 2 + 32;
+
+/// Where [`Stream::candidates`] lists tokens.
+pub struct Candidates(Buffer<u64>);
+
+impl Candidates {
+    /// Room for the lists of a vocabulary; `None` if it is too large to be listed.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn new(gpu: &Gpu, vocab: usize) -> Result<Option<Self>> {
+        match vocab <= MOST_LISTED {
+            true => Ok(Some(Candidates(
+                gpu.zeros("candidates", RANGES * RANGE_WORDS)?,
+            ))),
+            false => Ok(None),
+        }
+    }
+}
+
+/// What a step's end reads and writes.
+pub struct Advance<'a> {
+    /// `[vocab]`
+    pub logits: &'a Buffer<f32>,
+    /// Of [`super::GemvOutput::Head`].
+    pub best: &'a Buffer<[f32; 2]>,
+    /// Of [`Stream::candidates`]; `None` where the best token is wanted, or all are looked at.
+    pub candidates: Option<&'a Candidates>,
+    /// One value.
+    pub sampling: &'a Buffer<Sampling>,
+    /// `[vocab]`: 0 not seen, 1 in the prompt, 2 in the answer.
+    pub seen: &'a mut Buffer<u8>,
+    /// One value.
+    pub step: &'a mut Buffer<Step>,
+    /// Receives token `drawn % len`; a power of two long.
+    pub ring: &'a mut Pinned<u32>,
+    /// `[vocab, hidden]`
+    pub embedding: &'a DeviceLinear,
+    /// Receives the next residual, `[hidden]`.
+    pub x: &'a mut Buffer<f32>,
+}
+
+impl Stream {
+    /// Lists the best tokens of each range of the vocabulary, after penalties. `logits` and
+    /// `seen` are `[vocab]`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn candidates(
+        &self,
+        logits: &Buffer<f32>,
+        sampling: &Buffer<Sampling>,
+        seen: &Buffer<u8>,
+        to: &mut Candidates,
+        vocab: usize,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            logits: Address,
+            sampling: Address,
+            seen: Address,
+            ranges: Address,
+            vocab: i32,
+        }
+        let fits = vocab <= MOST_LISTED
+            && logits.len() >= vocab
+            && seen.len() >= vocab
+            && sampling.len() == 1;
+        if !fits {
+            return Err(Error::Shape {
+                op: "candidates",
+                what: "operands",
+                expected: format!("buffers for a vocabulary of {vocab}, at most {MOST_LISTED}"),
+                found: format!("{} logits", logits.len()),
+            });
+        }
+        let args = Args {
+            logits: logits.at(0),
+            sampling: sampling.at(0),
+            seen: seen.at(0),
+            ranges: to.0.at(0),
+            vocab: vocab as i32,
+        };
+        let shape = LaunchShape {
+            grid: (RANGES, 1, 1),
+            threads: 256,
+            shared: 0,
+            overlap: true,
+        };
+        // SAFETY: the arguments are the kernel's; sizes were checked.
+        unsafe { self.launch("candidates", shape, &args) }
+    }
+
+    /// Chooses the token after a step, writes it to the ring and to the step, and looks its
+    /// embedding up.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    pub fn advance(&self, a: Advance<'_>) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            logits: Address,
+            best: Address,
+            sampling: Address,
+            seen: Address,
+            step: Address,
+            ring: Address,
+            ranges: Address,
+            embedding: PackedArgs,
+            x: Address,
+            blocks: i32,
+            vocab: i32,
+            ring_size: i32,
+        }
+        let vocab = a.embedding.rows();
+        let width = a.embedding.inputs();
+        let fits = a.logits.len() >= vocab
+            && !a.best.is_empty()
+            && a.sampling.len() == 1
+            && a.seen.len() >= vocab
+            && a.step.len() == 1
+            && a.ring.len().is_power_of_two()
+            && a.x.len() >= width;
+        if !fits {
+            return Err(Error::Shape {
+                op: "advance",
+                what: "operands",
+                expected: format!("buffers for a vocabulary of {vocab} and a width of {width}"),
+                found: format!("{} logits, a ring of {}", a.logits.len(), a.ring.len()),
+            });
+        }
+        let args = Args {
+            logits: a.logits.at(0),
+            best: a.best.at(0),
+            sampling: a.sampling.at(0),
+            seen: a.seen.at(0),
+            step: a.step.at(0),
+            ring: a.ring.at(0),
+            ranges: a.candidates.map_or(Address::NULL, |c| c.0.at(0)),
+            embedding: a.embedding.args(),
+            x: a.x.at(0),
+            blocks: a.best.len() as i32,
+            vocab: vocab as i32,
+            ring_size: a.ring.len() as i32,
+        };
+        let shape = LaunchShape {
+            grid: (1, 1, 1),
+            threads: 1024,
+            // `Shared` of the kernel: list, histogram, partial sums.
+            shared: 8 * (4096 + 256 + 32 + 32) + 64,
+            overlap: true,
+        };
+        // SAFETY: the arguments are the kernel's; sizes were checked. Tokens it writes are
+        // below the vocabulary.
+        unsafe { self.launch("advance", shape, &args) }
+    }
+}
