@@ -280,7 +280,8 @@ pub fn prefill(
     Ok(sample.row(engine, spec, machine))
 }
 
-/// `tg`: `gen_tokens` steps of one random token a sequence after the depth, logits included.
+/// `tg`: `gen_tokens` steps of one token a sequence after the depth: of a lone sequence its
+/// own greedy continuation, of several random tokens, logits included.
 ///
 /// # Errors
 /// As [`prefill`].
@@ -297,7 +298,10 @@ pub fn decode(
     let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut step_ms) = (Vec::new(), Vec::new());
     for repeat in 0..=spec.repeats {
-        let steps = decode_steps(session.as_mut(), &random.sequences(spec.batch, n))?;
+        let steps = match spec.batch {
+            1 => decode_alone(session.as_mut(), random.next(), n)?,
+            _ => decode_steps(session.as_mut(), &random.sequences(spec.batch, n))?,
+        };
         if repeat > 0 {
             seconds.push(steps.iter().sum::<f64>() / 1e3);
             step_ms.extend(steps);
@@ -313,6 +317,20 @@ pub fn decode(
         step_ms,
     };
     Ok(sample.row(engine, spec, machine))
+}
+
+/// Continues a sequence by `n` tokens, greedily, as chat does; milliseconds of each step.
+fn decode_alone(session: &mut dyn Session, first: u32, n: usize) -> Result<Vec<f64>> {
+    let mut sampler = Sampler::new(SamplingParams::greedy(), 0)?;
+    let mut times = Vec::with_capacity(n);
+    let mut start = Instant::now();
+    session.decode(0, first, n, &mut sampler, &mut |_| {
+        let now = Instant::now();
+        times.push((now - start).as_secs_f64() * 1e3);
+        start = now;
+        ControlFlow::Continue(())
+    })?;
+    Ok(times)
 }
 
 /// Feeds the sequences a token at a time; milliseconds of each step.
@@ -407,7 +425,7 @@ pub fn streaming(
             return Err(Error::Write { path, source });
         }
         session.truncate(0, depth);
-        let steps = decode_steps(session.as_mut(), &[answer.tokens[..n - 1].to_vec()])?;
+        let steps = decode_alone(session.as_mut(), answer.tokens[0], n - 1)?;
         session.truncate(0, depth);
         if repeat > 0 {
             seconds.push(answer.stats.decode.as_secs_f64());
@@ -457,7 +475,9 @@ pub fn breakdown(
     let mut pass = |session: &mut dyn Session| -> Result<f64> {
         let sequences = random.sequences(spec.batch, n);
         let start = Instant::now();
-        if decoding {
+        if decoding && spec.batch == 1 {
+            decode_alone(session, sequences[0][0], n)?;
+        } else if decoding {
             decode_steps(session, &sequences)?;
         } else {
             feed(session, &sequences)?;
@@ -471,6 +491,9 @@ pub fn breakdown(
     let seconds = pass(session.as_mut());
     let timings = engine.stop_profile();
     let seconds = seconds?;
+    if timings.is_empty() {
+        return Ok(None);
+    }
 
     // Kernels and shapes of one operation, added up.
     let mut ops: Vec<(&str, f64, f64, f64)> = Vec::new(); // calls, seconds, bytes
@@ -488,6 +511,9 @@ pub fn breakdown(
     ops.sort_by(|a, b| b.2.total_cmp(&a.2));
     let tokens = (n * spec.batch) as f64;
     let counted: f64 = ops.iter().map(|o| o.2).sum();
+    // A GPU's events time its kernels; setting them up would be most of the wall time.
+    let on_gpu = engine.description().device.starts_with("cuda");
+    let seconds = if on_gpu { counted } else { seconds };
     Ok(Some(Breakdown {
         calls_per_token: ops.iter().map(|o| o.1).sum::<f64>() / tokens,
         us_per_token: 1e6 * seconds / tokens,

@@ -9,8 +9,9 @@ use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
-use nq_formats::{Checkpoint, Progress, Unit, synth};
+use nq_formats::{Bits, Checkpoint, Progress, Unit, synth};
 use nq_kernels::cpu::Cpu;
+use nq_quantize::schemes::Schemes;
 use nq_runtime::{Engine, EngineKind, LoadOptions, SamplingParams, Tokenizer};
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -49,6 +50,9 @@ pub struct BenchArgs {
     /// Show time, bandwidth and calls per operation
     #[arg(long)]
     pub breakdown: bool,
+    /// Leave the chat test out
+    #[arg(long)]
+    pub no_chat: bool,
     /// Bits of the KV cache
     /// [default: 16; 32 for candle, which knows no other]
     #[arg(long, value_parser = super::chat::parse_kv)]
@@ -82,7 +86,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         ..global.load_options()
     };
     // Before the model is loaded: both need memory, not at the same time.
-    let before = bandwidth(&options, &terminal)?;
+    let (before, cache) = bandwidth(&options, &terminal)?;
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &terminal)
         .with_context(|| name.clone())?;
     let engine = engine.as_ref();
@@ -97,10 +101,10 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
             EngineArg::Candle => 32,
         })),
     };
-    let after = bandwidth(&options, &terminal)?;
+    let (after, _) = bandwidth(&options, &terminal)?;
     let machine = Machine {
         read_gb_s: before.max(after), // noise only slows a pass down
-        cache_bytes: system::last_level_cache(),
+        cache_bytes: cache,
     };
     let mut rows = Vec::new();
     if args.prompt_tokens > 0 {
@@ -121,7 +125,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
             }
         }
     }
-    if args.gen_tokens > 1 {
+    if args.gen_tokens > 1 && !args.no_chat {
         rows.push(streaming(engine, &checkpoint, &spec, &machine, &terminal)?);
     }
     if global.json {
@@ -134,37 +138,46 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(failures.count() > 0)))
 }
 
-/// The model or preset, quantized at load if asked.
+/// The model, quantized at load if asked, or the preset.
 fn open(
     args: &BenchArgs,
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<(String, Checkpoint)> {
-    let (name, checkpoint) = match &args.preset {
-        Some(preset) => {
-            let found = synth::Preset::find(preset).with_context(|| {
-                let known: Vec<&str> = synth::PRESETS.iter().map(|p| p.name).collect();
-                format!(
-                    "preset: expected one of {}, found {preset:?}",
-                    known.join(", ")
-                )
-            })?;
-            let label = format!("{} (random weights)", found.name);
-            let checkpoint = synth::checkpoint(&label, &found.config(), 0)?;
-            (label, checkpoint)
-        }
-        None => {
-            let model = model::open(args.model.as_deref(), global, terminal)?;
-            (model.name, model.checkpoint)
+    let Some(preset) = &args.preset else {
+        let model = model::open(args.model.as_deref(), global, terminal)?;
+        let checkpoint = super::chat::at_load(model.checkpoint, args.bits, terminal)?;
+        return Ok((model.name, checkpoint));
+    };
+    let found = synth::Preset::find(preset).with_context(|| {
+        let known: Vec<&str> = synth::PRESETS.iter().map(|p| p.name).collect();
+        format!(
+            "preset: expected one of {}, found {preset:?}",
+            known.join(", ")
+        )
+    })?;
+    let label = format!("{} (random weights)", found.name);
+    let config = found.config();
+    let checkpoint = match args.bits {
+        None | Some(16) => synth::checkpoint(&label, &config, 0)?,
+        Some(n) => {
+            let schemes = Schemes::defaults(Bits::try_from(n)?);
+            synth::quantized_checkpoint(&label, &config, 0, move |name| schemes.of(name))?
         }
     };
-    let checkpoint = super::chat::at_load(checkpoint, args.bits, terminal)?;
-    Ok((name, checkpoint))
+    Ok((label, checkpoint))
 }
 
-/// Greatest read bandwidth of a few passes, in 10^9 bytes per second, by the threads that
-/// run the model.
-fn bandwidth(options: &LoadOptions, progress: &dyn Progress) -> anyhow::Result<f64> {
+/// Greatest read bandwidth of a few passes, in 10^9 bytes per second, of the memory that the
+/// model is read from and by what reads it; and the bytes of the cache before it.
+fn bandwidth(options: &LoadOptions, progress: &dyn Progress) -> anyhow::Result<(f64, u64)> {
+    #[cfg(feature = "cuda")]
+    if options.engine == EngineKind::Nq
+        && let nq_runtime::device::Device::Cuda(n) = options.device.resolve()?
+    {
+        let (bytes, cache) = nq_runtime::device::gpu_bandwidth(n)?;
+        return Ok((bytes / 1e9, cache));
+    }
     if let Some(available) = system::available_memory()
         && available < BANDWIDTH_BYTES as u64 * 5 / 4
     {
@@ -178,7 +191,7 @@ fn bandwidth(options: &LoadOptions, progress: &dyn Progress) -> anyhow::Result<f
     let cpu = Cpu::new(options.threads, options.isa)?;
     let measured = cpu.read_bandwidth(BANDWIDTH_BYTES);
     progress.end();
-    Ok(measured.best / 1e9)
+    Ok((measured.best / 1e9, system::last_level_cache()))
 }
 
 /// The chat path, written where a terminal's bytes would go but for the terminal.
@@ -259,21 +272,23 @@ fn table(name: &str, engine: &dyn Engine, machine: &Machine, rows: &[BenchRow]) 
     for (row, b) in rows.iter().filter_map(|r| Some((r, r.breakdown.as_ref()?))) {
         out.push_str(&format!(
             "\n\n{}, one token: {:.1} us in {:.1} operations, timed one by one\n\n\
-             | operation | calls/token | us/token | GB/s | share |\n|---|---:|---:|---:|---:|\n",
+             | operation | calls/token | us/token | GB/s | of bandwidth | share |\n\
+             |---|---:|---:|---:|---:|---:|\n",
             row.test, b.us_per_token, b.calls_per_token
         ));
         for o in &b.ops {
             out.push_str(&format!(
-                "| {} | {:.2} | {:.2} | {:.2} | {:.1} % |\n",
+                "| {} | {:.2} | {:.2} | {:.2} | {:.1} % | {:.1} % |\n",
                 o.op,
                 o.calls_per_token,
                 o.us_per_token,
                 o.gb_s,
+                100.0 * o.gb_s / machine.read_gb_s,
                 100.0 * o.share
             ));
         }
         out.push_str(&format!(
-            "| between operations | | {:.2} | | {:.1} % |",
+            "| between operations | | {:.2} | | | {:.1} % |",
             b.other_us_per_token,
             100.0 * b.other_us_per_token / b.us_per_token
         ));

@@ -48,6 +48,38 @@ struct GpuFindings {
     built_in: bool,
     driver: Option<String>,
     devices: Vec<String>,
+    /// What the driver says of each device that this build can use.
+    usable: Vec<UsableGpu>,
+    /// The driver that this build's kernels need.
+    driver_needed: Option<u32>,
+}
+
+#[derive(Serialize)]
+struct UsableGpu {
+    name: String,
+    memory_bytes: u64,
+    compute_capability: String,
+    multiprocessors: usize,
+    driver_cuda: String,
+}
+
+/// The GPUs that this build can use, or why it cannot.
+#[cfg(feature = "cuda")]
+fn usable() -> Result<Vec<UsableGpu>, String> {
+    let gpus = nq_runtime::device::gpus().map_err(|e| e.to_string())?;
+    let usable = |g: nq_runtime::device::GpuFound| UsableGpu {
+        name: g.name,
+        memory_bytes: g.memory_bytes,
+        compute_capability: format!("{}.{}", g.capability.0, g.capability.1),
+        multiprocessors: g.multiprocessors,
+        driver_cuda: format!("{}.{}", g.driver_cuda.0, g.driver_cuda.1),
+    };
+    Ok(gpus.into_iter().map(usable).collect())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn usable() -> Result<Vec<UsableGpu>, String> {
+    Ok(Vec::new())
 }
 
 #[derive(Serialize)]
@@ -268,10 +300,24 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
         }),
         (None, false) => {}
     }
+    let usable = match usable() {
+        Ok(usable) => usable,
+        Err(why) => {
+            if driver.is_some() {
+                problems.push(Problem {
+                    problem: format!("the GPU cannot be used: {why}"),
+                    remedy: "nq runs on the CPU meanwhile".into(),
+                });
+            }
+            Vec::new()
+        }
+    };
     GpuFindings {
         built_in,
         driver,
         devices,
+        usable,
+        driver_needed: built_in.then_some(DRIVER_NEEDED),
     }
 }
 
@@ -402,6 +448,25 @@ impl std::fmt::Display for Findings {
             (true, Some(v)) => format!("{} (driver {v})", self.gpu.devices.join(", ")),
         };
         writeln!(f, "GPU       {gpu}")?;
+        for g in &self.gpu.usable {
+            writeln!(
+                f,
+                "          {}: {:.1} GB, compute capability {}, {} multiprocessors, driver for \
+                 CUDA {}",
+                g.name,
+                g.memory_bytes as f64 / 1e9,
+                g.compute_capability,
+                g.multiprocessors,
+                g.driver_cuda
+            )?;
+        }
+        if let Some(needed) = self.gpu.driver_needed {
+            writeln!(
+                f,
+                "          this build's kernels need driver {needed} or newer (525 if built with \
+                 nvcc 12)"
+            )?;
+        }
         for folder in &self.folders {
             writeln!(
                 f,
