@@ -112,8 +112,8 @@ pub fn gpus() -> Result<Vec<GpuFound>> {
 pub fn gpu_bandwidth(ordinal: usize) -> Result<(f64, u64)> {
     let gpu = nq_kernels::cuda::Gpu::open(ordinal)?;
     let l2 = gpu.info().l2_bytes;
-    // Large against the cache, small against the memory.
-    let bytes = (32 * l2).min(gpu.info().memory / 8);
+    // Large against the cache, and within what is free.
+    let bytes = (32 * l2).min(gpu.free_memory()? / 2);
     Ok((gpu.read_bandwidth(bytes)?, l2 as u64))
 }
 

@@ -226,7 +226,7 @@ fn table(name: &str, engine: &dyn Engine, machine: &Machine, rows: &[BenchRow]) 
     let mut out = format!(
         "{name}: {} bits, {:.1} MB of weights read per token\n\
          {} on {}, {} kernels, activations {}, {} threads\n\
-         memory reads {:.1} GB/s (measured over 1 GiB), last-level cache {:.1} MB\n\n\
+         memory reads {:.1} GB/s (measured in this run), last-level cache {:.1} MB\n\n\
          | test | depth | batch | tok/s | GB/s | of bandwidth | ms/token p50 | p99 | repeats |\n\
          |---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
         d.bits,
