@@ -10,50 +10,37 @@
 use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros};
 use nq_quantize::fit::{Fit, Power};
-use nq_quantize::linalg::InputStats;
+use nq_quantize::methods::Method;
 use nq_quantize::methods::awq::Awq;
+use nq_quantize::methods::awq_gptq::AwqGptq;
 use nq_quantize::methods::gptq::{Gptq, Importance, Order};
 use nq_quantize::methods::rtn::Rtn;
-use nq_quantize::methods::{Layer, Method, Needs, Outcome, Problem};
-use nq_quantize::{CalibrationSource, Grid, Job, Limits, QuantizeOptions, Schemes};
+use nq_quantize::{CalibrationSource, Job, Limits, QuantizeOptions, Schemes};
 use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
-use serde_json::{Map, Value};
 use std::path::PathBuf;
 
-/// AWQ's scales, then GPTQ.
-struct AwqGptq(Awq, Gptq);
-
-impl Method for AwqGptq {
-    fn name(&self) -> &'static str {
-        "awq-gptq"
-    }
-
-    fn settings(&self) -> Map<String, Value> {
-        self.1.settings()
-    }
-
-    fn needs(&self) -> Needs {
-        Needs::Hessian
-    }
-
-    fn transform(
-        &self,
-        layer: &mut Layer,
-        inputs: &mut [InputStats; 4],
-        grids: &[Grid; 7],
-    ) -> nq_quantize::Result<bool> {
-        self.0.transform(layer, inputs, grids)
-    }
-
-    fn round(&self, problem: &Problem<'_>) -> nq_quantize::Result<Outcome> {
-        self.1.round(problem)
-    }
-}
-
 fn variants() -> Vec<(&'static str, Box<dyn Method>)> {
-    let gptq = Gptq::default();
+    let gptq = Gptq {
+        damping: 0.01,
+        order: Order::Columns,
+        fit: Fit::clip(),
+        importance: Importance::Squares,
+    };
     let fit = Fit::clip();
     let damped = |damping| Box::new(Gptq { damping, ..gptq });
+    let importance = Importance::Remaining;
+    let cubes = Fit {
+        power: Power::Three,
+        ..fit
+    };
+    let groups = Gptq {
+        order: Order::Groups,
+        ..gptq
+    };
+    let both = |gptq| {
+        let awq = Awq::default();
+        Box::new(AwqGptq { awq, gptq })
+    };
     vec![
         ("rtn, whole range", Box::new(Rtn::new(Fit::absmax()))),
         ("rtn, clip search", Box::new(Rtn::new(fit))),
@@ -64,28 +51,13 @@ fn variants() -> Vec<(&'static str, Box<dyn Method>)> {
         ("gptq, damping 0.1", damped(0.1)),
         (
             "gptq, group by group from compensated weights",
-            Box::new(Gptq {
-                order: Order::Groups,
-                ..gptq
-            }),
+            Box::new(groups),
         ),
         (
             "gptq, clip weighted by the remaining loss",
-            Box::new(Gptq {
-                importance: Importance::Remaining,
-                ..gptq
-            }),
+            Box::new(Gptq { importance, ..gptq }),
         ),
-        (
-            "gptq, clip by cubes",
-            Box::new(Gptq {
-                fit: Fit {
-                    power: Power::Three,
-                    ..fit
-                },
-                ..gptq
-            }),
-        ),
+        ("gptq, clip by cubes", Box::new(Gptq { fit: cubes, ..gptq })),
         (
             "gptq, whole range",
             Box::new(Gptq {
@@ -93,9 +65,35 @@ fn variants() -> Vec<(&'static str, Box<dyn Method>)> {
                 ..gptq
             }),
         ),
+        ("awq scales, then gptq", both(gptq)),
         (
-            "awq scales, then gptq",
-            Box::new(AwqGptq(Awq::default(), gptq)),
+            "gptq, group by group, clip weighted by the remaining loss",
+            Box::new(Gptq {
+                importance,
+                ..groups
+            }),
+        ),
+        (
+            "gptq, group by group, clip by cubes",
+            Box::new(Gptq {
+                fit: cubes,
+                ..groups
+            }),
+        ),
+        ("awq scales, then gptq, group by group", both(groups)),
+        (
+            "awq scales, then gptq, group by group, clip weighted by the remaining loss",
+            both(Gptq {
+                importance,
+                ..groups
+            }),
+        ),
+        (
+            "awq scales, then gptq, group by group, clip by cubes",
+            both(Gptq {
+                fit: cubes,
+                ..groups
+            }),
         ),
     ]
 }

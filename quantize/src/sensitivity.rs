@@ -348,6 +348,8 @@ pub fn bytes(config: &ModelConfig, groups: usize, tokens: usize) -> usize {
     let (n, length) = shape(config, groups, tokens);
     let stream = 4 * n * length * config.hidden_size;
     let streams = (groups + 3) * stream; // with the source's own and a variant's copies
-    let head = 3 * LOGITS + 2 * config.vocab_size * config.hidden_size;
+    // The reference's logits, those of its first tile and a variant's.
+    let logits = 3 * LOGITS.min(4 * config.vocab_size * length.div_ceil(2));
+    let head = logits + 2 * config.vocab_size * config.hidden_size;
     streams + head
 }

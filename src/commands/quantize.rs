@@ -98,6 +98,8 @@ pub enum MethodArg {
     Gptq,
     /// Activation-aware scaling (arXiv 2306.00978)
     Awq,
+    /// AWQ's scales, then GPTQ
+    AwqGptq,
     /// Round to nearest
     Rtn,
 }
@@ -163,6 +165,7 @@ impl QuantizeArgs {
         match (self.method, self.clip) {
             (MethodArg::Gptq, _) => "gptq",
             (MethodArg::Awq, _) => "awq",
+            (MethodArg::AwqGptq, _) => "awq-gptq",
             (MethodArg::Rtn, true) => "rtn-clip",
             (MethodArg::Rtn, false) => "rtn",
         }

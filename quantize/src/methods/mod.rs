@@ -2,6 +2,7 @@
 //! devices. A new method is a file here and a line in [`METHODS`].
 
 pub mod awq;
+pub mod awq_gptq;
 pub mod gptq;
 pub mod rtn;
 #[cfg(test)]
@@ -130,6 +131,10 @@ pub const METHODS: &[Entry] = &[
     Entry {
         name: "gptq",
         make: || Box::new(gptq::Gptq::default()),
+    },
+    Entry {
+        name: "awq-gptq",
+        make: || Box::new(awq_gptq::AwqGptq::default()),
     },
 ];
 

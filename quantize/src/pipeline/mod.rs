@@ -167,9 +167,9 @@ impl<'a> Job<'a> {
             needs: self.method.needs(),
             calibration: n * length,
             sampled,
-            groups: match self.options.target {
-                Some(_) => allocation::groups(self.config()).len(),
-                None => 0,
+            groups: match self.options.target.is_some() || self.may_raise() {
+                true => allocation::groups(self.config()).len(),
+                false => 0,
             },
             eval_tokens: self.options.eval_tokens,
         };
@@ -399,6 +399,12 @@ impl<'a> Job<'a> {
             allocation: self.choices(state, schemes).unwrap_or_default(),
             self_noise: state.noise,
         }
+    }
+
+    /// True if a broken limit would have the sensitivity measured.
+    fn may_raise(&self) -> bool {
+        let limits = self.options.limits;
+        !self.options.schemes_fixed && (limits.max_kld.is_some() || limits.min_top1.is_some())
     }
 
     fn source_engine(&self) -> Result<Arc<dyn nq_runtime::Engine>> {

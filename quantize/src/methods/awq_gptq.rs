@@ -1,0 +1,48 @@
+//! AWQ's scales, then GPTQ: inputs that matter are scaled up in the weight and down before it,
+//! and what is left of the error is made up for by other columns.
+
+use super::awq::Awq;
+use super::gptq::Gptq;
+use super::{Layer, Method, Needs, Outcome, Problem};
+use crate::error::Result;
+use crate::grid::Grid;
+use crate::linalg::InputStats;
+use serde_json::{Map, Value};
+
+/// The settings of both.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AwqGptq {
+    /// Of the scales.
+    pub awq: Awq,
+    /// Of the rounding.
+    pub gptq: Gptq,
+}
+
+impl Method for AwqGptq {
+    fn name(&self) -> &'static str {
+        "awq-gptq"
+    }
+
+    fn settings(&self) -> Map<String, Value> {
+        let mut settings = self.gptq.settings();
+        settings.insert("scales".into(), self.awq.settings().into());
+        settings
+    }
+
+    fn needs(&self) -> Needs {
+        Needs::Hessian
+    }
+
+    fn transform(
+        &self,
+        layer: &mut Layer,
+        inputs: &mut [InputStats; 4],
+        grids: &[Grid; 7],
+    ) -> Result<bool> {
+        self.awq.transform(layer, inputs, grids)
+    }
+
+    fn round(&self, problem: &Problem<'_>) -> Result<Outcome> {
+        self.gptq.round(problem)
+    }
+}
