@@ -5,11 +5,15 @@ mod common;
 mod targets;
 
 use common::{Rng, assets, random_affine, random_dense, safetensors};
+use nq_formats::export::gguf::Mix;
+use nq_formats::export::{ExportFormat, ExportOptions, export};
+use nq_formats::gguf::BlockType;
 use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
-    AffineScheme, Bits, DType, Files, Group, ModelConfig, QuantizedWeight, Tensor, Weight, Zeros,
+    AffineScheme, Bits, Checkpoint, DType, Files, Group, ModelConfig, QuantizedWeight, Tensor,
+    Weight, Zeros,
 };
 use std::fs;
 use std::path::Path;
@@ -258,8 +262,67 @@ fn quantized_folders() {
         let config = format!(r#"{{{},"quantization_config":{record}}}"#, targets::SHAPE);
         fs::write(dir.path().join("config.json"), config).unwrap();
         fs::write(dir.path().join("model.safetensors"), &seed[end + 1..]).unwrap();
-        let opened = nq_formats::Checkpoint::open(dir.path()).unwrap();
+        let opened = Checkpoint::open(dir.path()).unwrap();
         nq_formats::nq::verify(&opened).unwrap();
     }
     run(targets::folder, &seeds, 5_000);
+}
+
+/// The demo model's tokenizer with a vocabulary of a few tokens.
+fn small_tokenizer() -> String {
+    let demo = fs::read(assets().join("demo/tokenizer.json")).unwrap();
+    let mut tokenizer: serde_json::Value = serde_json::from_slice(&demo).unwrap();
+    tokenizer["added_tokens"] = serde_json::json!([]);
+    tokenizer["model"]["vocab"] = serde_json::json!({"a": 0, "b": 1, "ab": 2, "c": 3});
+    tokenizer["model"]["merges"] = serde_json::json!([["a", "b"]]);
+    tokenizer.to_string()
+}
+
+/// A GGUF model of the shape that [`nq_seed`] has, its tensors of `kind`.
+fn gguf_seed(kind: BlockType) -> Vec<u8> {
+    let dir = tempfile::tempdir().unwrap();
+    // Rows of whole blocks: as wide as the widest block.
+    let config = format!("{{{}}}", targets::SHAPE)
+        .replace("\"hidden_size\":8", "\"hidden_size\":256")
+        .replace("\"intermediate_size\":16", "\"intermediate_size\":256")
+        .replace("\"head_dim\":8", "\"head_dim\":128");
+    let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+    let mut rng = Rng(5);
+    let tensors: Vec<_> = parameters(&shape)
+        .into_iter()
+        .map(|(name, shape)| {
+            let tensor = random_dense(&mut rng, &shape.dims());
+            (format!("{name}.weight"), tensor)
+        })
+        .collect();
+    let weights = dir.path().join("model.safetensors");
+    write_tensors(&weights, &tensors, &Default::default()).unwrap();
+    fs::write(dir.path().join("config.json"), &config).unwrap();
+    fs::write(dir.path().join("tokenizer.json"), small_tokenizer()).unwrap();
+    let source = Checkpoint::open(dir.path()).unwrap();
+    let out = dir.path().join("x.gguf");
+    let options = ExportOptions {
+        mix: Mix::All(kind),
+        ..ExportOptions::default()
+    };
+    export(&source, ExportFormat::Gguf, &out, &options, &()).unwrap();
+    fs::read(out).unwrap()
+}
+
+#[test]
+fn gguf_files() {
+    let kinds = [
+        BlockType::F16,
+        BlockType::Q4_K,
+        BlockType::Q6_K,
+        BlockType::Q5_0,
+    ];
+    let seeds = kinds.map(gguf_seed);
+    for seed in &seeds {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.gguf");
+        fs::write(&path, seed).unwrap();
+        nq_formats::nq::verify(&Checkpoint::open(&path).unwrap()).unwrap();
+    }
+    run(targets::gguf, &seeds, 300);
 }

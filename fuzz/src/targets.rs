@@ -32,7 +32,8 @@ pub fn safetensors(data: &[u8]) {
     assert_eq!(total as u64, file.entries().map(|e| e.bytes).sum::<u64>());
 }
 
-/// A GGUF file: what is accepted lies in the file, and its tokenizer is rebuilt or refused.
+/// A GGUF file: what is accepted lies in the file, its tokenizer is rebuilt or refused, and of
+/// what opens as a model all parameters are read and dequantized.
 pub fn gguf(data: &[u8]) {
     let path = Path::new("fuzz.gguf");
     let Ok(file) = nq_formats::gguf::GgufFile::parse(path, Bytes::copy_from_slice(data)) else {
@@ -46,6 +47,13 @@ pub fn gguf(data: &[u8]) {
     assert!(total <= file.file_bytes());
     let _ = nq_formats::gguf::tokenizer::tokenizer_json(&file);
     let _ = nq_formats::gguf::tokenizer::tokenizer_config_json(&file);
+    let files = Files::Virtual(Arc::new(Folder(vec![(
+        "model.gguf",
+        Bytes::copy_from_slice(data),
+    )])));
+    if let Ok(checkpoint) = Checkpoint::open_files(files) {
+        read_all(&checkpoint);
+    }
 }
 
 /// config.json, generation_config.json and tokenizer.json: what is accepted has a size, and
@@ -93,15 +101,27 @@ pub fn folder(data: &[u8]) {
         return;
     };
     let config = format!(r#"{{{SHAPE},"quantization_config":{record}}}"#);
-    let files = Files::Virtual(Arc::new(Folder {
-        config: config.into(),
-        weights: Bytes::copy_from_slice(&data[end + 1..]),
-    }));
-    let Ok(checkpoint) = Checkpoint::open_files(files) else {
-        return;
-    };
-    let _ = nq::verify(&checkpoint);
+    let files = Files::Virtual(Arc::new(Folder(vec![
+        ("config.json", config.into()),
+        (
+            "model.safetensors",
+            Bytes::copy_from_slice(&data[end + 1..]),
+        ),
+    ])));
+    if let Ok(checkpoint) = Checkpoint::open_files(files) {
+        let _ = nq::verify(&checkpoint);
+        read_all(&checkpoint);
+    }
+}
+
+/// Parameters that a target reads: a shape may claim many more than its file has.
+const MOST: usize = 1 << 22;
+
+fn read_all(checkpoint: &Checkpoint) {
     assert!(checkpoint.bits_per_weight().is_finite());
+    if checkpoint.config().parameters() > MOST {
+        return;
+    }
     for (name, shape) in names::parameters(checkpoint.config()) {
         let names::Shape::Matrix(rows, cols) = shape else {
             continue;
@@ -116,11 +136,9 @@ pub fn folder(data: &[u8]) {
     }
 }
 
+/// Files by name.
 #[derive(Debug)]
-struct Folder {
-    config: Bytes,
-    weights: Bytes,
-}
+struct Folder(Vec<(&'static str, Bytes)>);
 
 impl VirtualFiles for Folder {
     fn root(&self) -> PathBuf {
@@ -128,14 +146,11 @@ impl VirtualFiles for Folder {
     }
 
     fn names(&self) -> Vec<String> {
-        vec!["config.json".into(), "model.safetensors".into()]
+        self.0.iter().map(|(name, _)| (*name).into()).collect()
     }
 
     fn get(&self, name: &str) -> Result<Option<Bytes>> {
-        Ok(match name {
-            "config.json" => Some(self.config.clone()),
-            "model.safetensors" => Some(self.weights.clone()),
-            _ => None,
-        })
+        let found = self.0.iter().find(|(n, _)| *n == name);
+        Ok(found.map(|(_, bytes)| bytes.clone()))
     }
 }

@@ -81,7 +81,7 @@ impl GgufPlan {
     }
 
     /// Header, metadata and tensor table, padded to where data starts.
-    fn head(&self) -> Vec<u8> {
+    pub fn head(&self) -> Vec<u8> {
         let mut head = MAGIC.to_vec();
         let string = |head: &mut Vec<u8>, s: &str| {
             head.extend((s.len() as u64).to_le_bytes());
