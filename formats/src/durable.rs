@@ -116,6 +116,20 @@ pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
     synced.map_err(|e| Error::io(folder, "sync", e))
 }
 
+/// Refuses a destination that something stands at.
+///
+/// # Errors
+/// [`Error::Exists`].
+pub fn check_vacant(path: &Path) -> Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(_) => Err(Error::Exists {
+            path: path.into(),
+            what: "something is here already".into(),
+        }),
+        Err(_) => Ok(()),
+    }
+}
+
 /// Bytes that may still be written to the file system of `folder`, or, if that does not exist
 /// yet, of the folder it would be in.
 ///

@@ -6,9 +6,10 @@
 use super::convert::{FormatArg, summary_lines};
 use crate::terminal::human_bytes;
 use anyhow::{Context, bail};
+use nq_formats::durable::check_vacant;
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::names::{Shape, is_layer_linear, parameters};
-use nq_formats::{AffineScheme, Bits, Checkpoint, Error, ModelConfig, Progress};
+use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress};
 use nq_quantize::schemes::head_scheme;
 use nq_quantize::{QuantizeReport, Schemes};
 use std::path::{Path, PathBuf};
@@ -80,12 +81,8 @@ impl Target {
         if self.format == FormatArg::Nq {
             return Ok(None);
         }
-        if !self.force && std::fs::symlink_metadata(&self.out).is_ok() {
-            return Err(Error::Exists {
-                path: self.out.clone(),
-                what: "something is here already".into(),
-            }
-            .into());
+        if !self.force {
+            check_vacant(&self.out)?;
         }
         let format = self.format.format();
         let all = parameters(config);

@@ -45,15 +45,10 @@ fn check(_: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
 
 fn parts(a: &AffineWeight, _dense: DType) -> Vec<Part> {
     let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
-    let part = |suffix, dtype, shape| Part {
-        suffix,
-        dtype,
-        shape,
-    };
     vec![
-        part("qweight", DType::I32, vec![cols, rows / ORDER.len()]),
-        part("qzeros", DType::I32, vec![groups, rows / ORDER.len()]),
-        part("scales", DType::F16, vec![groups, rows]),
+        Part::new("qweight", DType::I32, vec![cols, rows / ORDER.len()]),
+        Part::new("qzeros", DType::I32, vec![groups, rows / ORDER.len()]),
+        Part::new("scales", DType::F16, vec![groups, rows]),
     ]
 }
 

@@ -38,26 +38,21 @@ fn check(_: &AffineWeight, dense: DType) -> Result<Exactness, String> {
 fn parts(a: &AffineWeight, dense: DType) -> Vec<Part> {
     let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
     let per_word = 32 / a.scheme().bits.width();
-    let part = |suffix, dtype, shape| Part {
-        suffix,
-        dtype,
-        shape,
-    };
     let mut parts = vec![
-        part(
+        Part::new(
             "weight_packed",
             DType::I32,
             vec![rows, cols.div_ceil(per_word)],
         ),
-        part("weight_scale", dense, vec![rows, groups]),
-        part("weight_shape", DType::I64, vec![2]),
+        Part::new("weight_scale", dense, vec![rows, groups]),
+        Part::new("weight_shape", DType::I64, vec![2]),
     ];
     if a.scheme().zeros == Zeros::Integer {
         let shape = vec![rows.div_ceil(per_word), groups];
-        parts.push(part("weight_zero_point", DType::I32, shape));
+        parts.push(Part::new("weight_zero_point", DType::I32, shape));
     }
     if a.g_idx().is_some() {
-        parts.push(part("weight_g_idx", DType::I32, vec![cols]));
+        parts.push(Part::new("weight_g_idx", DType::I32, vec![cols]));
     }
     parts
 }

@@ -6,7 +6,9 @@
 use super::{Change, ExportOptions, ExportReport, Exported};
 use crate::checkpoint::{CONFIG, Checkpoint, Exactness};
 use crate::dtype::DType;
-use crate::durable::{check_space, parent, rename_folder, sync_folder, write_bytes};
+use crate::durable::{
+    check_space, check_vacant, parent, rename_folder, sync_folder, temporary_folder, write_bytes,
+};
 use crate::error::{Error, Result};
 use crate::names::{Shape, is_layer_linear, parameters};
 use crate::nq::copied_files;
@@ -26,6 +28,16 @@ pub(super) struct Part {
     pub(super) suffix: &'static str,
     pub(super) dtype: DType,
     pub(super) shape: Vec<usize>,
+}
+
+impl Part {
+    pub(super) fn new(suffix: &'static str, dtype: DType, shape: Vec<usize>) -> Self {
+        Part {
+            suffix,
+            dtype,
+            shape,
+        }
+    }
 }
 
 /// What a format makes of a quantized Linear.
@@ -121,11 +133,8 @@ pub(super) fn export(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
-    if !options.force && std::fs::symlink_metadata(out).is_ok() {
-        return Err(Error::Exists {
-            path: out.into(),
-            what: "something is here already".into(),
-        });
+    if !options.force {
+        check_vacant(out)?;
     }
     let unsupported = |what: String, why: String| Error::Unsupported {
         path: out.into(),
@@ -241,10 +250,7 @@ pub(super) fn export(
     let layout = Layout::new(specs, &[("format".into(), "pt".into())].into(), MAX_SHARD);
     let folder = parent(out);
     check_space(&folder, layout.file_bytes())?;
-    let staging = tempfile::Builder::new()
-        .prefix(".nq-")
-        .tempdir_in(&folder)
-        .map_err(|e| Error::io(out, "create", e))?;
+    let staging = temporary_folder(&folder)?;
     let new = staging.path().join("folder");
     std::fs::create_dir(&new).map_err(|e| Error::io(&new, "create", e))?;
     layout.write(

@@ -45,16 +45,11 @@ fn check(a: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
 fn parts(a: &AffineWeight, _dense: DType) -> Vec<Part> {
     let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
     let per_word = 32 / a.scheme().bits.width();
-    let part = |suffix, dtype, shape| Part {
-        suffix,
-        dtype,
-        shape,
-    };
     vec![
-        part("qweight", DType::I32, vec![cols / per_word, rows]),
-        part("qzeros", DType::I32, vec![groups, rows / per_word]),
-        part("scales", DType::F16, vec![groups, rows]),
-        part("g_idx", DType::I32, vec![cols]),
+        Part::new("qweight", DType::I32, vec![cols / per_word, rows]),
+        Part::new("qzeros", DType::I32, vec![groups, rows / per_word]),
+        Part::new("scales", DType::F16, vec![groups, rows]),
+        Part::new("g_idx", DType::I32, vec![cols]),
     ]
 }
 
