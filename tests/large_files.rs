@@ -23,6 +23,10 @@ fn sparse(path: &Path, head: &[u8], bytes: u64) {
 }
 
 /// Runs `nq inspect`: what it prints, the processor time and the most memory it took.
+#[expect(
+    clippy::zombie_processes,
+    reason = "wait4 waits for it, and gives its usage"
+)]
 fn inspect(path: &Path) -> (Value, Duration, u64) {
     let start = Instant::now();
     let mut child = Command::new(env!("CARGO_BIN_EXE_nq"))

@@ -86,7 +86,16 @@ fn mutate(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     data
 }
 
-fn run(target: fn(&[u8]), seeds: &[Vec<u8>], rounds: usize) {
+/// Gives `target`, called `name`, every seed and `rounds` mutations of each. Where NQ_FUZZ_CORPUS
+/// names a folder, the seeds are put there for libFuzzer.
+fn run(name: &str, target: fn(&[u8]), seeds: &[Vec<u8>], rounds: usize) {
+    if let Some(corpus) = std::env::var_os("NQ_FUZZ_CORPUS") {
+        let folder = Path::new(&corpus).join(name);
+        fs::create_dir_all(&folder).unwrap();
+        for (i, seed) in seeds.iter().enumerate() {
+            fs::write(folder.join(format!("seed-{i}")), seed).unwrap();
+        }
+    }
     let mut rng = Rng(1);
     for seed in seeds {
         target(seed);
@@ -106,6 +115,7 @@ fn safetensors_files() {
         "\n"
     );
     run(
+        "safetensors",
         targets::safetensors,
         &[safetensors(header, &[7; 16])],
         30_000,
@@ -132,7 +142,7 @@ fn configs() {
         nested.into_bytes(),
         tokenizer.to_vec(),
     ];
-    run(targets::config, &seeds, 6_000);
+    run("config", targets::config, &seeds, 6_000);
 }
 
 /// An nq folder of the shape that the target uses, as its input.
@@ -265,7 +275,7 @@ fn quantized_folders() {
         let opened = Checkpoint::open(dir.path()).unwrap();
         nq_formats::nq::verify(&opened).unwrap();
     }
-    run(targets::folder, &seeds, 5_000);
+    run("folder", targets::folder, &seeds, 5_000);
 }
 
 /// The demo model's tokenizer with a vocabulary of a few tokens.
@@ -324,5 +334,5 @@ fn gguf_files() {
         fs::write(&path, seed).unwrap();
         nq_formats::nq::verify(&Checkpoint::open(&path).unwrap()).unwrap();
     }
-    run(targets::gguf, &seeds, 300);
+    run("gguf", targets::gguf, &seeds, 300);
 }
