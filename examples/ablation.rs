@@ -140,6 +140,7 @@ fn main() -> anyhow::Result<()> {
                 method: method.name().into(),
                 calibration: CalibrationSource::File(calibration.into()),
                 calib_tokens: 32_768,
+                tuning: None,
                 seed: 0,
                 limits: Limits::default(),
                 eval_text: Some(text.into()),

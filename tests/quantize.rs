@@ -184,3 +184,38 @@ fn requests_that_fit_no_model_are_refused() {
     assert_eq!(missing.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&missing.stderr).contains("no-such.txt"));
 }
+
+/// Tuning keeps the file's size and format, and the file says what was done.
+#[test]
+fn auto_tunes_what_gptq_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("auto");
+    let steps = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
+    let tuned = quantize(&out, &steps);
+    let report = report(&tuned);
+    assert_eq!(report["tensor_bytes"], 8_502_784);
+    let config: Value = {
+        let bytes = std::fs::read(out.join("config.json")).unwrap();
+        serde_json::from_slice(&bytes).unwrap()
+    };
+    let tuning = &config["quantization_config"]["settings"]["tuning"];
+    assert_eq!(tuning["done"], true);
+    assert_eq!(tuning["settings"]["steps"], 2);
+    assert_eq!(tuning["settings"]["codes"], true);
+    assert_eq!(tuning["checks"].as_array().map(Vec::len), Some(3));
+    // Tuned or left as they were: either way the report says which.
+    let fallback = tuning["fallback"].as_str().map(str::to_owned);
+    let named: Vec<String> = fallback.into_iter().collect();
+    assert_eq!(report["fallbacks"], serde_json::json!(named));
+    let method = if named.is_empty() {
+        "gptq+tuned"
+    } else {
+        "gptq"
+    };
+    assert_eq!(report["method"], method);
+
+    let refused = quantize(&out, &["--tune-steps", "2"]);
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(2), "{error}");
+    assert!(error.contains("--method auto"), "{error}");
+}

@@ -11,6 +11,7 @@ use crate::windows::{EvalSpec, Place, Plan};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use nq_formats::Progress;
+use nq_kernels::Error::NoKernel;
 use nq_runtime::{Engine, KvType};
 use rayon::prelude::*;
 use std::fmt;
@@ -255,7 +256,8 @@ const NOISE_BYTES: u64 = 1 << 30;
 
 /// KL divergence of `engine` from itself when its KV cache is not rounded and its tokens
 /// are fed in other portions: the floor below which a divergence says nothing about the
-/// weights. It runs as many windows as fit 1 GiB of f32 log-probabilities, at least one.
+/// weights. It runs as many windows as fit 1 GiB of f32 log-probabilities, at least one. On a
+/// device that only keeps rounded caches, portions alone differ.
 ///
 /// # Errors
 /// As [`crate::evaluate()`].
@@ -276,7 +278,17 @@ pub fn self_noise(
         rows: (spec.rows / 8).max(1) | 1, // odd: other tails in every kernel
         ..spec.clone()
     };
-    let recorded = ReferenceLogits::record(engine, tokens, &exact, u64::MAX, progress)?;
+    let record = |spec| ReferenceLogits::record(engine, tokens, spec, u64::MAX, progress);
+    let recorded = match record(&exact) {
+        Err(Error::Runtime(nq_runtime::Error::Kernel(NoKernel { .. }))) => {
+            let kv = spec.kv;
+            record(&EvalSpec {
+                kv,
+                ..exact.clone()
+            })?
+        }
+        recorded => recorded?,
+    };
     let found = recorded.compare_with(engine, &spec, progress)?;
     Ok(found
         .report

@@ -125,7 +125,10 @@ impl Files {
 }
 
 /// Maps a whole file read-only.
-pub(crate) fn map_file(path: &Path) -> std::io::Result<Bytes> {
+///
+/// # Errors
+/// If it is no regular file or cannot be opened.
+pub fn map_file(path: &Path) -> std::io::Result<Bytes> {
     // Before opening: opening a pipe would wait for a writer.
     let metadata = std::fs::metadata(path)?;
     if !metadata.is_file() {

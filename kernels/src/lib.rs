@@ -9,6 +9,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod error;
+pub mod grad;
 pub mod reference;
 pub mod registry;
 pub mod rng;

@@ -15,6 +15,9 @@ pub enum Error {
     /// Running the model failed.
     #[error(transparent)]
     Runtime(#[from] nq_runtime::Error),
+    /// An operation on a device failed.
+    #[error(transparent)]
+    Kernels(#[from] nq_kernels::Error),
     /// The operating system refused an operation on a file.
     #[error("{}: {action}: {source}", path.display())]
     Io {

@@ -20,6 +20,7 @@ pub mod quality;
 pub mod report;
 pub mod schemes;
 pub mod sensitivity;
+pub mod tune;
 
 pub use allocation::Choice;
 pub use calibration::CalibrationSource;
@@ -28,7 +29,8 @@ pub use fit::Fit;
 pub use grid::{Grid, GroupParams, Rounded};
 pub use memory::Estimate;
 pub use on_the_fly::{OnTheFly, quantize_at_load, requantize};
-pub use pipeline::{Job, QuantizeOptions, TargetSize};
+pub use pipeline::{Job, QuantizeOptions, TargetSize, Tuning};
 pub use quality::Limits;
 pub use report::{LayerReport, QuantizeReport, WorstToken};
 pub use schemes::Schemes;
+pub use tune::{Effort, TuneOptions};

@@ -11,9 +11,12 @@ use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Group, Progress, Zeros};
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::schemes::default_scheme;
-use nq_quantize::{CalibrationSource, Estimate, Limits, QuantizeReport, Schemes, TargetSize};
+use nq_quantize::{
+    CalibrationSource, Effort, Estimate, Limits, QuantizeReport, Schemes, TargetSize, TuneOptions,
+};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// Flags of `nq quantize`.
 #[derive(Args, Debug)]
@@ -26,6 +29,18 @@ pub struct QuantizeArgs {
     /// How codes are chosen
     #[arg(long, value_enum, default_value_t = MethodArg::Gptq)]
     pub method: MethodArg,
+    /// Minutes that tuning may take (auto)
+    #[arg(long, default_value_t = 30.0, value_name = "MIN", value_parser = parse_minutes)]
+    pub budget: f64,
+    /// Tuning steps, whatever time they take; the same steps give the same file (auto)
+    #[arg(long, value_name = "N", conflicts_with = "budget", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub tune_steps: Option<u32>,
+    /// Sequences of a tuning step
+    #[arg(long, default_value_t = 32, value_name = "N", requires = "tune_steps", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub tune_batch: u32,
+    /// Tune with products rounded to TF32 on a GPU: faster, coarser
+    #[arg(long)]
+    pub tune_tf32: bool,
     /// Inputs that share a scale: 32, 64, 128 or channel [default: 64 at 4 bits, 128 at 8]
     #[arg(long, value_name = "N", value_parser = parse_group)]
     pub group_size: Option<Group>,
@@ -102,6 +117,8 @@ pub enum MethodArg {
     AwqGptq,
     /// Round to nearest
     Rtn,
+    /// gptq, then tuned end to end against the source's logits while that helps
+    Auto,
 }
 
 fn parse_bits(s: &str) -> Result<u32, String> {
@@ -109,6 +126,13 @@ fn parse_bits(s: &str) -> Result<u32, String> {
         "4" => Ok(4),
         "8" => Ok(8),
         _ => Err("expected 4 or 8".into()),
+    }
+}
+
+fn parse_minutes(s: &str) -> Result<f64, String> {
+    match s.parse() {
+        Ok(m) if m > 0.0 && m <= 1e6 => Ok(m),
+        _ => Err("expected minutes, more than 0".into()),
     }
 }
 
@@ -163,7 +187,7 @@ fn parse_group(s: &str) -> Result<Group, String> {
 impl QuantizeArgs {
     fn method(&self) -> &'static str {
         match (self.method, self.clip) {
-            (MethodArg::Gptq, _) => "gptq",
+            (MethodArg::Gptq | MethodArg::Auto, _) => "gptq",
             (MethodArg::Awq, _) => "awq",
             (MethodArg::AwqGptq, _) => "awq-gptq",
             (MethodArg::Rtn, true) => "rtn-clip",
@@ -174,6 +198,20 @@ impl QuantizeArgs {
     fn target(&self) -> Option<TargetSize> {
         let bits = self.target_bpw.map(TargetSize::BitsPerWeight);
         self.target_size.map(TargetSize::Bytes).or(bits)
+    }
+
+    fn tuning(&self) -> Option<TuneOptions> {
+        let effort = match self.tune_steps {
+            Some(steps) => Effort::Steps {
+                steps: steps as usize,
+                batch: self.tune_batch as usize,
+            },
+            None => Effort::Budget(Duration::from_secs_f64(60.0 * self.budget)),
+        };
+        (self.method == MethodArg::Auto).then_some(TuneOptions {
+            effort,
+            tf32: self.tune_tf32,
+        })
     }
 
     fn schemes(&self) -> anyhow::Result<Schemes> {
@@ -199,6 +237,9 @@ impl QuantizeArgs {
     fn default_name(&self, model: &str, schemes: &Schemes) -> String {
         let mut name = format!("{model}-int{}", self.bits);
         let default = Schemes::defaults(schemes.linears.bits);
+        if self.method == MethodArg::Auto {
+            name += "-auto";
+        }
         if self.method() != "gptq" {
             name += &format!("-{}", self.method());
         }
@@ -226,6 +267,14 @@ impl QuantizeArgs {
 
 /// Runs `nq quantize`.
 pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
+    if args.tune_steps.is_some() && args.method != MethodArg::Auto {
+        use clap::CommandFactory;
+        let mut command = crate::cli::Cli::command();
+        let kind = clap::error::ErrorKind::ArgumentConflict;
+        command
+            .error(kind, "--tune-steps needs --method auto")
+            .exit();
+    }
     if args.min_top1.is_some_and(|y| !(0.0..=1.0).contains(&y)) {
         bail!("--min-top1 is a share: expected 0 to 1");
     }
@@ -259,6 +308,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         head_fixed: args.head_bits.is_some(),
         schemes_fixed: args.format != FormatArg::Nq,
         method: args.method().into(),
+        tuning: args.tuning(),
         calibration: match args.calib.as_str() {
             "self" => CalibrationSource::SelfSampled,
             path => CalibrationSource::File(path.into()),

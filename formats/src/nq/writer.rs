@@ -257,6 +257,12 @@ impl Writer {
         Staged::open(paths)
     }
 
+    /// Where a step may keep a file of its own while it is at work, e.g. a checkpoint. It
+    /// goes with the staged work, and is no part of the result.
+    pub fn scratch_path(&self, name: &str) -> PathBuf {
+        self.steps().join(name)
+    }
+
     /// The pipeline's own state, as [`Writer::set_state`] left it.
     ///
     /// # Errors

@@ -16,6 +16,9 @@ use nq_kernels::reference;
 use nq_runtime::Hidden;
 use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
 
+/// The step that stages them.
+pub(super) const STEP: &str = "ends";
+
 impl Job<'_> {
     /// Quantizes and stages the final norm, the embedding and the head.
     pub(super) fn quantize_ends(
@@ -25,7 +28,6 @@ impl Job<'_> {
         schemes: &Schemes,
         stream: Option<Hidden>,
     ) -> Result<()> {
-        const STEP: &str = "ends";
         let layers = self.config().num_hidden_layers;
         let key = format!("{} {:?}", key(schemes, layers)?, schemes.of(HEAD));
         let valid = state.steps.get(STEP).is_some_and(|s| s.key == key);

@@ -50,7 +50,7 @@ impl Job<'_> {
         self.progress
             .begin("quantizing layers", total, Unit::Tokens);
         for index in 0..layers {
-            let step = format!("layer-{index:03}");
+            let step = step_name(index);
             let key = key(schemes, index + 1)?;
             let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
             let staged = match valid {
@@ -156,8 +156,13 @@ pub(super) fn key(schemes: &Schemes, layers: usize) -> Result<String> {
     Ok(hash::sha256_hex(text.as_bytes()))
 }
 
+/// The step that stages layer `index`.
+pub(super) fn step_name(index: usize) -> String {
+    format!("layer-{index:03}")
+}
+
 /// A layer's parameters by name.
-fn params(index: usize, w: &LayerWeights) -> Vec<(String, Param<'_>)> {
+pub(super) fn params(index: usize, w: &LayerWeights) -> Vec<(String, Param<'_>)> {
     let norm = |name: &str, t| (format!("model.layers.{index}.{name}"), Param::Vector(t));
     let mut all = vec![
         norm("input_layernorm", &w.input_norm),
@@ -173,7 +178,11 @@ fn params(index: usize, w: &LayerWeights) -> Vec<(String, Param<'_>)> {
 }
 
 /// A layer as it was staged.
-fn staged_layer(staged: &Staged, config: &ModelConfig, index: usize) -> Result<LayerWeights> {
+pub(super) fn staged_layer(
+    staged: &Staged,
+    config: &ModelConfig,
+    index: usize,
+) -> Result<LayerWeights> {
     let linear = |kind: LinearKind| {
         let name = LinearId { layer: index, kind }.to_string();
         staged.matrix(&name, kind.dims(config))

@@ -13,6 +13,7 @@ mod guard;
 mod layers;
 mod state;
 mod texts;
+mod tune;
 
 use crate::allocation::{self, Choice};
 use crate::calibration::{CalibrationSource, Sequences};
@@ -22,6 +23,7 @@ use crate::methods::{self, Method, Needs};
 use crate::quality::{self, Limits, Measured};
 use crate::report::QuantizeReport;
 use crate::schemes::Schemes;
+use crate::tune::TuneOptions;
 use guard::Next;
 pub use guard::TargetSize;
 use nq_formats::nq::{Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
@@ -32,6 +34,7 @@ use state::{Attempt, State};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
+pub use tune::Tuning;
 
 /// What to make.
 #[derive(Clone, Debug)]
@@ -54,6 +57,8 @@ pub struct QuantizeOptions {
     pub calibration: CalibrationSource,
     /// Tokens of it.
     pub calib_tokens: usize,
+    /// Tuning of the method's result against the source's logits.
+    pub tuning: Option<TuneOptions>,
     /// Of everything random.
     pub seed: u64,
     /// Limits that the measured quality must keep.
@@ -207,6 +212,7 @@ impl<'a> Job<'a> {
             "sequences": n,
             "sequence_length": length,
             "seed": o.seed,
+            "tuning": o.tuning,
         })
     }
 
@@ -245,9 +251,12 @@ impl<'a> Job<'a> {
         mapping::trim_heap();
         let mut schemes = self.first_schemes(&writer, &mut state)?;
         let (measured, record) = loop {
+            self.prepare_tuning(&writer, &mut state, &schemes)?;
             let stream =
                 self.quantize_layers(&writer, &mut state, &schemes, calibration.as_ref())?;
             self.quantize_ends(&writer, &mut state, &schemes, stream)?;
+            mapping::trim_heap();
+            self.tune(&writer, &mut state, &schemes)?;
             mapping::trim_heap();
             let mut record = self.record(&state, &source, calibration.as_ref(), &schemes);
             let measured = self.measure(&writer, &mut state, &record, held_out.as_ref())?;
@@ -348,14 +357,20 @@ impl<'a> Job<'a> {
         if let Some(choices) = self.choices(state, schemes) {
             settings.insert("allocation".into(), json!(choices));
         }
+        let tuning = state.tuning.as_ref();
+        if let Some(tuning) = tuning {
+            settings.insert("tuning".into(), json!(tuning));
+        }
         let steps = state.steps.values();
         QuantizationRecord {
-            method: self.method.name().into(),
+            method: tune::method_name(self.method.name(), tuning),
             settings,
             source: source.clone(),
             calibration: calibration.map(Sequences::record),
             seed: self.options.seed,
-            fallbacks: steps.flat_map(|s| s.fallbacks.clone()).collect(),
+            fallbacks: (steps.flat_map(|s| s.fallbacks.clone()))
+                .chain(tuning.and_then(|t| t.fallback.clone()))
+                .collect(),
             ..QuantizationRecord::default()
         }
     }

@@ -1,5 +1,6 @@
 //! What a run must know after being killed, beside the staged weights.
 
+use super::Tuning;
 use crate::allocation::Menu;
 use crate::calibration::Sequences;
 use crate::error::Result;
@@ -26,6 +27,9 @@ pub(super) struct State {
     pub(super) attempts: Vec<Attempt>,
     /// Reports of finished steps, by name.
     pub(super) steps: BTreeMap<String, Step>,
+    /// Tuning, once its schedule is chosen.
+    #[serde(default)]
+    pub(super) tuning: Option<Tuning>,
 }
 
 /// A whole model that was made and measured.

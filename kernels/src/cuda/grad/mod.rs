@@ -1,0 +1,185 @@
+//! Training operations on the device (`crate::grad`): launchers of `cuda/grad_*.cu`.
+
+mod layer;
+mod train;
+
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
+use crate::error::Result;
+use crate::grad::{Buffers, enough};
+use std::cell::RefCell;
+
+/// How products of f32 use tensor cores.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GemmPrecision {
+    /// Operands in two TF32 parts: about the accuracy of f32.
+    #[default]
+    Split,
+    /// Operands rounded to TF32.
+    Tf32,
+}
+
+/// A GPU, as a device of training steps.
+pub struct CudaOps {
+    gpu: Gpu,
+    stream: Stream,
+    precision: GemmPrecision,
+    scratch: RefCell<Buffer<f32>>,
+}
+
+/// Threads of a block of elementwise work, and of warps that take a row each.
+const THREADS: usize = 256;
+/// A block for every so many values.
+fn blocks(n: usize, of: usize) -> (usize, usize, usize) {
+    (n.div_ceil(of).max(1), 1, 1)
+}
+
+impl CudaOps {
+    /// The device, with a stream of its own.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(gpu: &Gpu, precision: GemmPrecision) -> Result<Self> {
+        Ok(CudaOps {
+            gpu: gpu.clone(),
+            stream: gpu.stream()?,
+            precision,
+            scratch: RefCell::new(gpu.zeros("partial sums", 1)?),
+        })
+    }
+
+    /// The device.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// # Safety
+    /// As [`Stream::launch`].
+    unsafe fn launch<A: Copy>(
+        &self,
+        name: &str,
+        grid: (usize, usize, usize),
+        threads: usize,
+        args: &A,
+    ) -> Result<()> {
+        let shape = LaunchShape {
+            grid,
+            threads,
+            shared: 0,
+            overlap: false,
+        };
+        // SAFETY: the caller's.
+        unsafe { self.stream.launch(name, shape, args) }
+    }
+
+    /// Address of scratch memory for `n` values. It stays valid until a larger one is asked
+    /// for, which waits for the work that uses it.
+    fn scratch(&self, n: usize) -> Result<Address> {
+        let mut scratch = self.scratch.borrow_mut();
+        if scratch.len() < n {
+            self.stream.synchronize()?;
+            *scratch = self.gpu.zeros("partial sums", n)?;
+        }
+        Ok(scratch.at(0))
+    }
+
+    /// `c (+)=` the sum of `parts` vectors of `n` in scratch memory.
+    fn sum_parts(
+        &self,
+        x: Address,
+        c: Address,
+        n: usize,
+        parts: usize,
+        accumulate: bool,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            x: Address,
+            c: Address,
+            n: i64,
+            parts: i32,
+            accumulate: i32,
+        }
+        let args = Args {
+            x,
+            c,
+            n: n as i64,
+            parts: parts as i32,
+            accumulate: i32::from(accumulate),
+        };
+        // SAFETY: callers pass a checked c and as many parts as they wrote.
+        unsafe { self.launch("grad_gemm_sum", blocks(n, THREADS), THREADS, &args) }
+    }
+
+    fn copy_values(&self, from: Address, to: Address, n: usize) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            from: Address,
+            to: Address,
+            n: i64,
+        }
+        let n_i64 = n as i64;
+        let args = Args { from, to, n: n_i64 };
+        // SAFETY: callers check both ranges.
+        unsafe { self.launch("grad_copy", blocks(n, THREADS), THREADS, &args) }
+    }
+}
+
+impl Buffers for CudaOps {
+    type Floats = Buffer<f32>;
+    type Ids = Buffer<u32>;
+    type Codes = Buffer<u8>;
+
+    fn device(&self) -> String {
+        self.gpu.info().to_string()
+    }
+
+    fn floats(&self, what: &'static str, len: usize) -> Result<Buffer<f32>> {
+        self.gpu.zeros(what, len)
+    }
+
+    fn ids(&self, what: &'static str, len: usize) -> Result<Buffer<u32>> {
+        self.gpu.zeros(what, len)
+    }
+
+    fn codes(&self, what: &'static str, values: &[u8]) -> Result<Buffer<u8>> {
+        self.gpu.upload(what, values)
+    }
+
+    fn write(&self, to: &mut Buffer<f32>, from: &[f32]) -> Result<()> {
+        self.stream.synchronize()?;
+        to.write(0, from)
+    }
+
+    fn read(&self, from: &Buffer<f32>, to: &mut [f32]) -> Result<()> {
+        self.stream.synchronize()?;
+        from.read(0, to)
+    }
+
+    fn write_ids(&self, to: &mut Buffer<u32>, from: &[u32]) -> Result<()> {
+        self.stream.synchronize()?;
+        to.write(0, from)
+    }
+
+    fn read_ids(&self, from: &Buffer<u32>, to: &mut [u32]) -> Result<()> {
+        self.stream.synchronize()?;
+        from.read(0, to)
+    }
+
+    fn clear(&self, x: &mut Buffer<f32>, n: usize) -> Result<()> {
+        enough("clear", "buffer", n, x.len())?;
+        self.copy_values(Address::NULL, x.at(0), n)
+    }
+
+    fn copy(
+        &self,
+        (from, start): (&Buffer<f32>, usize),
+        (to, at): (&mut Buffer<f32>, usize),
+        n: usize,
+    ) -> Result<()> {
+        enough("copy", "source", start + n, from.len())?;
+        enough("copy", "destination", at + n, to.len())?;
+        self.copy_values(from.at(start), to.at(at), n)
+    }
+}

@@ -1,0 +1,388 @@
+//! A layer's operations, forward and backward.
+
+use super::{CpuOps, VALUES, log_sum_exp};
+use crate::error::Result;
+use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences, enough};
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+/// Rows of a piece of elementwise work.
+const ROWS: usize = 64;
+/// Rows or columns of C in a piece of a product.
+const PIECE: usize = 256;
+/// `c (+)= alpha a b` by pieces of C's longer side.
+fn product(g: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
+    let view = |x, rows, cols, transposed| match transposed {
+        false => MatRef::from_row_major_slice(x, rows, cols),
+        true => MatRef::from_row_major_slice(x, cols, rows).transpose(),
+    };
+    let (a, b) = (view(a, g.m, g.k, g.ta), view(b, g.k, g.n, g.tb));
+    let c = MatMut::from_row_major_slice_mut(c, g.m, g.n);
+    let beta = if g.accumulate {
+        Accum::Add
+    } else {
+        Accum::Replace
+    };
+    if g.m >= g.n {
+        c.par_row_chunks_mut(PIECE).enumerate().for_each(|(i, c)| {
+            let a = a.subrows(i * PIECE, c.nrows());
+            matmul(c, beta, a, b, g.alpha, Par::Seq);
+        });
+    } else {
+        c.par_col_chunks_mut(PIECE).enumerate().for_each(|(i, c)| {
+            let b = b.subcols(i * PIECE, c.ncols());
+            matmul(c, beta, a, b, g.alpha, Par::Seq);
+        });
+    }
+}
+
+/// Adds what every piece of `ROWS` rows gives a vector, in the order of the pieces.
+fn add_parts(parts: Vec<Vec<f32>>, total: &mut [f32]) {
+    for part in parts {
+        total.iter_mut().zip(part).for_each(|(t, p)| *t += p);
+    }
+}
+
+/// The gradient of `y = x inv gain` at one row: `t = dy gain`, `dx = inv (t - xhat mean(t xhat))`
+/// goes to `each`; `dgain` is added to.
+fn norm_row_grad(
+    x: &[f32],
+    gain: &[f32],
+    inv: f32,
+    dy: impl Fn(usize) -> f32,
+    dgain: &mut [f32],
+    mut each: impl FnMut(usize, f32),
+) {
+    let mut dot = 0f64;
+    for i in 0..x.len() {
+        let (d, xhat) = (dy(i), x[i] * inv);
+        dgain[i] += d * xhat;
+        dot += f64::from(d * gain[i] * xhat);
+    }
+    let mean = (dot / x.len() as f64) as f32;
+    for i in 0..x.len() {
+        each(i, inv * (dy(i) * gain[i] - x[i] * inv * mean));
+    }
+}
+
+fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+    let sum: f64 = x.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
+    (1.0 / (sum / x.len() as f64 + f64::from(eps)).sqrt()) as f32
+}
+
+fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
+/// Index of the first value of head `head` of token `t` of sequence `b` on the head-major side.
+fn head_at(s: &HeadShape, b: usize, head: usize, t: usize) -> usize {
+    ((b * s.heads + head) * s.capacity + s.at + t) * s.dim
+}
+
+impl CpuOps {
+    /// Fills the head-major side: `each(token row, head, position, values)` for every head.
+    fn fill_heads(
+        y: &mut [f32],
+        s: HeadShape,
+        each: impl Fn(usize, usize, usize, &mut [f32]) + Sync,
+    ) {
+        y[..s.room()]
+            .par_chunks_mut(s.capacity * s.dim)
+            .enumerate()
+            .for_each(|(i, plane)| {
+                let (b, head) = (i / s.heads, i % s.heads);
+                let used = &mut plane[s.at * s.dim..(s.at + s.seq) * s.dim];
+                for (t, y) in used.chunks_mut(s.dim).enumerate() {
+                    each(b * s.seq + t, head, s.position + t, y);
+                }
+            });
+    }
+}
+
+impl LayerOps for CpuOps {
+    fn gemm(&self, g: Gemm, a: &Vec<f32>, b: &Vec<f32>, c: &mut Vec<f32>) -> Result<()> {
+        let (an, bn, cn) = (g.m * g.k, g.k * g.n, g.m * g.n);
+        enough("gemm", "A", g.batch * an, a.len())?;
+        enough("gemm", "B", g.batch * bn, b.len())?;
+        enough("gemm", "C", g.batch * cn, c.len())?;
+        c[..g.batch * cn]
+            .par_chunks_mut(cn)
+            .enumerate()
+            .for_each(|(i, c)| product(&g, &a[i * an..][..an], &b[i * bn..][..bn], c));
+        Ok(())
+    }
+
+    fn embed(
+        &self,
+        table: &Vec<f32>,
+        ids: &Vec<u32>,
+        (rows, stride, offset): (usize, usize, usize),
+        x: &mut Vec<f32>,
+        width: usize,
+    ) -> Result<()> {
+        enough("embed", "ids", (rows - 1) * stride + offset + 1, ids.len())?;
+        enough("embed", "x", rows * width, x.len())?;
+        for (r, x) in x.chunks_mut(width).take(rows).enumerate() {
+            let at = ids[r * stride + offset] as usize * width;
+            enough("embed", "table", at + width, table.len())?;
+            x.copy_from_slice(&table[at..at + width]);
+        }
+        Ok(())
+    }
+
+    fn embed_grad(
+        &self,
+        dx: &Vec<f32>,
+        occurrences: &Occurrences,
+        table: &mut Vec<f32>,
+        width: usize,
+    ) -> Result<()> {
+        let o = occurrences;
+        enough("embed_grad", "dx", o.rows.len() * width, dx.len())?;
+        for (i, &token) in o.tokens.iter().enumerate() {
+            let at = token as usize * width;
+            enough("embed_grad", "table", at + width, table.len())?;
+            let row = &mut table[at..at + width];
+            for &r in &o.rows[o.starts[i] as usize..o.starts[i + 1] as usize] {
+                let dx = &dx[r as usize * width..][..width];
+                row.iter_mut().zip(dx).for_each(|(t, d)| *t += d);
+            }
+        }
+        Ok(())
+    }
+
+    fn rms_norm(
+        &self,
+        x: &Vec<f32>,
+        gain: &Vec<f32>,
+        y: &mut Vec<f32>,
+        inv: &mut Vec<f32>,
+        (rows, width): (usize, usize),
+        eps: f32,
+    ) -> Result<()> {
+        enough("rms_norm", "x", rows * width, x.len())?;
+        enough("rms_norm", "y", rows * width, y.len())?;
+        enough("rms_norm", "gain", width, gain.len())?;
+        enough("rms_norm", "inv", rows, inv.len())?;
+        y.par_chunks_mut(width)
+            .zip(inv.par_iter_mut())
+            .zip(x.par_chunks(width))
+            .take(rows)
+            .for_each(|((y, inv), x)| {
+                *inv = inverse_rms(x, eps);
+                for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
+                    *y = x * *inv * g;
+                }
+            });
+        Ok(())
+    }
+
+    fn rms_norm_grad(
+        &self,
+        x: &Vec<f32>,
+        gain: &Vec<f32>,
+        inv: &Vec<f32>,
+        dy: &Vec<f32>,
+        dx: &mut Vec<f32>,
+        add: bool,
+        dgain: &mut Vec<f32>,
+        (rows, width): (usize, usize),
+    ) -> Result<()> {
+        for (what, len) in [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())] {
+            enough("rms_norm_grad", what, rows * width, len)?;
+        }
+        enough("rms_norm_grad", "dgain", width, dgain.len())?;
+        let parts: Vec<Vec<f32>> = dx[..rows * width]
+            .par_chunks_mut(ROWS * width)
+            .enumerate()
+            .map(|(i, dx)| {
+                let mut part = vec![0.0; width];
+                for (r, dx) in (i * ROWS..).zip(dx.chunks_mut(width)) {
+                    let at = r * width..(r + 1) * width;
+                    let dy = &dy[at.clone()];
+                    norm_row_grad(
+                        &x[at],
+                        &gain[..width],
+                        inv[r],
+                        |i| dy[i],
+                        &mut part,
+                        |i, d| {
+                            dx[i] = if add { dx[i] + d } else { d };
+                        },
+                    );
+                }
+                part
+            })
+            .collect();
+        add_parts(parts, &mut dgain[..width]);
+        Ok(())
+    }
+
+    fn head_norm_rope(
+        &self,
+        x: &Vec<f32>,
+        gain: &Vec<f32>,
+        cos_sin: &Vec<f32>,
+        y: &mut Vec<f32>,
+        inv: &mut Vec<f32>,
+        s: HeadShape,
+        eps: f32,
+    ) -> Result<()> {
+        let op = "head_norm_rope";
+        enough(op, "x", s.values(), x.len())?;
+        enough(op, "y", s.room(), y.len())?;
+        enough(op, "inv", s.rows() * s.heads, inv.len())?;
+        enough(op, "cos_sin", (s.position + s.seq) * s.dim, cos_sin.len())?;
+        let head = |r: usize, h: usize| &x[(r * s.heads + h) * s.dim..][..s.dim];
+        for r in 0..s.rows() {
+            for h in 0..s.heads {
+                inv[r * s.heads + h] = inverse_rms(head(r, h), eps);
+            }
+        }
+        let (inv, half) = (&*inv, s.dim / 2);
+        Self::fill_heads(y, s, |r, h, position, y| {
+            let (x, inv) = (head(r, h), inv[r * s.heads + h]);
+            let rotation = &cos_sin[position * s.dim..][..s.dim];
+            for i in 0..half {
+                let (cos, sin) = (rotation[2 * i], rotation[2 * i + 1]);
+                let (a, b) = (x[i] * inv * gain[i], x[i + half] * inv * gain[i + half]);
+                y[i] = a * cos - b * sin;
+                y[i + half] = b * cos + a * sin;
+            }
+        });
+        Ok(())
+    }
+
+    fn head_norm_rope_grad(
+        &self,
+        x: &Vec<f32>,
+        gain: &Vec<f32>,
+        cos_sin: &Vec<f32>,
+        inv: &Vec<f32>,
+        dy: &Vec<f32>,
+        dx: &mut Vec<f32>,
+        dgain: &mut Vec<f32>,
+        s: HeadShape,
+    ) -> Result<()> {
+        let op = "head_norm_rope_grad";
+        enough(op, "x", s.values(), x.len())?;
+        enough(op, "dx", s.values(), dx.len())?;
+        enough(op, "dy", s.room(), dy.len())?;
+        let (half, width) = (s.dim / 2, s.heads * s.dim);
+        let parts: Vec<Vec<f32>> = dx[..s.values()]
+            .par_chunks_mut(ROWS * width)
+            .enumerate()
+            .map(|(i, dx)| {
+                let mut part = vec![0.0; s.dim];
+                for (r, dx) in (i * ROWS..).zip(dx.chunks_mut(width)) {
+                    let t = r % s.seq;
+                    let rotation = &cos_sin[(s.position + t) * s.dim..][..s.dim];
+                    for (h, dx) in dx.chunks_mut(s.dim).enumerate() {
+                        let dy = &dy[head_at(&s, r / s.seq, h, t)..][..s.dim];
+                        let turned = |i: usize| {
+                            let p = i % half;
+                            let (cos, sin) = (rotation[2 * p], rotation[2 * p + 1]);
+                            match i < half {
+                                true => dy[i] * cos + dy[i + half] * sin,
+                                false => dy[i] * cos - dy[p] * sin,
+                            }
+                        };
+                        let x = &x[r * width + h * s.dim..][..s.dim];
+                        let inv = inv[r * s.heads + h];
+                        norm_row_grad(x, &gain[..s.dim], inv, turned, &mut part, |i, d| dx[i] = d);
+                    }
+                }
+                part
+            })
+            .collect();
+        add_parts(parts, &mut dgain[..s.dim]);
+        Ok(())
+    }
+
+    fn rows_to_heads(&self, x: &Vec<f32>, y: &mut Vec<f32>, s: HeadShape) -> Result<()> {
+        enough("rows_to_heads", "x", s.values(), x.len())?;
+        enough("rows_to_heads", "y", s.room(), y.len())?;
+        Self::fill_heads(y, s, |r, h, _, y| {
+            y.copy_from_slice(&x[(r * s.heads + h) * s.dim..][..s.dim]);
+        });
+        Ok(())
+    }
+
+    fn heads_to_rows(&self, x: &Vec<f32>, y: &mut Vec<f32>, s: HeadShape) -> Result<()> {
+        enough("heads_to_rows", "x", s.room(), x.len())?;
+        enough("heads_to_rows", "y", s.values(), y.len())?;
+        y.par_chunks_mut(s.heads * s.dim)
+            .take(s.rows())
+            .enumerate()
+            .for_each(|(r, y)| {
+                for (h, y) in y.chunks_mut(s.dim).enumerate() {
+                    y.copy_from_slice(&x[head_at(&s, r / s.seq, h, r % s.seq)..][..s.dim]);
+                }
+            });
+        Ok(())
+    }
+
+    fn causal_softmax(&self, s: &mut Vec<f32>, rows: usize, seq: usize) -> Result<()> {
+        enough("causal_softmax", "scores", rows * seq, s.len())?;
+        s.par_chunks_mut(seq)
+            .take(rows)
+            .enumerate()
+            .for_each(|(r, s)| {
+                let (seen, unseen) = s.split_at_mut(r % seq + 1);
+                let total = log_sum_exp(seen);
+                seen.iter_mut().for_each(|v| *v = (*v - total).exp());
+                unseen.fill(0.0);
+            });
+        Ok(())
+    }
+
+    fn softmax_grad(&self, p: &Vec<f32>, dp: &mut Vec<f32>, rows: usize, seq: usize) -> Result<()> {
+        enough("softmax_grad", "p", rows * seq, p.len())?;
+        enough("softmax_grad", "dp", rows * seq, dp.len())?;
+        let rows_of = dp.par_chunks_mut(seq).zip(p.par_chunks(seq)).take(rows);
+        rows_of.for_each(|(dp, p)| {
+            let dot: f64 = p.iter().zip(&*dp).map(|(p, d)| f64::from(p * d)).sum();
+            let dot = dot as f32;
+            dp.iter_mut().zip(p).for_each(|(d, p)| *d = p * (*d - dot));
+        });
+        Ok(())
+    }
+
+    fn silu_mul(&self, gate: &Vec<f32>, up: &Vec<f32>, out: &mut Vec<f32>, n: usize) -> Result<()> {
+        for (what, len) in [("gate", gate.len()), ("up", up.len()), ("out", out.len())] {
+            enough("silu_mul", what, n, len)?;
+        }
+        let pairs = gate[..n].par_iter().zip(&up[..n]);
+        out[..n]
+            .par_iter_mut()
+            .with_min_len(VALUES)
+            .zip(pairs)
+            .for_each(|(o, (&g, &u))| *o = silu(g) * u);
+        Ok(())
+    }
+
+    fn silu_mul_grad(
+        &self,
+        gate: &mut Vec<f32>,
+        up: &mut Vec<f32>,
+        dout: &Vec<f32>,
+        n: usize,
+    ) -> Result<()> {
+        for (what, len) in [("gate", gate.len()), ("up", up.len()), ("dout", dout.len())] {
+            enough("silu_mul_grad", what, n, len)?;
+        }
+        gate[..n]
+            .par_iter_mut()
+            .with_min_len(VALUES)
+            .zip(&mut up[..n])
+            .zip(&dout[..n])
+            .for_each(|((g, u), &d)| {
+                let sigmoid = 1.0 / (1.0 + (-*g).exp());
+                let dgate = d * *u * sigmoid * (1.0 + *g * (1.0 - sigmoid));
+                *u = d * *g * sigmoid;
+                *g = dgate;
+            });
+        Ok(())
+    }
+}

@@ -1,0 +1,85 @@
+//! Training operations on the CPU: products through faer, everything else row by row. Work is
+//! cut into pieces of fixed size, so results do not depend on the number of threads.
+
+mod layer;
+mod train;
+
+use super::{Buffers, Result, enough};
+
+/// The CPU, on rayon's threads.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuOps;
+
+/// Values of a piece of elementwise work.
+const VALUES: usize = 1 << 14;
+
+/// `ln(sum(exp(x)))`.
+fn log_sum_exp(x: &[f32]) -> f32 {
+    let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = x.iter().map(|v| f64::from((v - max).exp())).sum();
+    max + sum.ln() as f32
+}
+
+impl Buffers for CpuOps {
+    type Floats = Vec<f32>;
+    type Ids = Vec<u32>;
+    type Codes = Vec<u8>;
+
+    fn device(&self) -> String {
+        format!("cpu ({} threads)", rayon::current_num_threads())
+    }
+
+    fn floats(&self, _what: &'static str, len: usize) -> Result<Vec<f32>> {
+        Ok(vec![0.0; len])
+    }
+
+    fn ids(&self, _what: &'static str, len: usize) -> Result<Vec<u32>> {
+        Ok(vec![0; len])
+    }
+
+    fn codes(&self, _what: &'static str, values: &[u8]) -> Result<Vec<u8>> {
+        Ok(values.to_vec())
+    }
+
+    fn write(&self, to: &mut Vec<f32>, from: &[f32]) -> Result<()> {
+        enough("write", "buffer", from.len(), to.len())?;
+        to[..from.len()].copy_from_slice(from);
+        Ok(())
+    }
+
+    fn read(&self, from: &Vec<f32>, to: &mut [f32]) -> Result<()> {
+        enough("read", "buffer", to.len(), from.len())?;
+        to.copy_from_slice(&from[..to.len()]);
+        Ok(())
+    }
+
+    fn write_ids(&self, to: &mut Vec<u32>, from: &[u32]) -> Result<()> {
+        enough("write", "ids", from.len(), to.len())?;
+        to[..from.len()].copy_from_slice(from);
+        Ok(())
+    }
+
+    fn read_ids(&self, from: &Vec<u32>, to: &mut [u32]) -> Result<()> {
+        enough("read", "ids", to.len(), from.len())?;
+        to.copy_from_slice(&from[..to.len()]);
+        Ok(())
+    }
+
+    fn clear(&self, x: &mut Vec<f32>, n: usize) -> Result<()> {
+        enough("clear", "buffer", n, x.len())?;
+        x[..n].fill(0.0);
+        Ok(())
+    }
+
+    fn copy(
+        &self,
+        (from, start): (&Vec<f32>, usize),
+        (to, at): (&mut Vec<f32>, usize),
+        n: usize,
+    ) -> Result<()> {
+        enough("copy", "source", start + n, from.len())?;
+        enough("copy", "destination", at + n, to.len())?;
+        to[at..at + n].copy_from_slice(&from[start..start + n]);
+        Ok(())
+    }
+}

@@ -1,0 +1,531 @@
+//! Operations of a training step, forward and backward, over f32 buffers on a device.
+//!
+//! A graph written against [`GradOps`] runs on every device that implements it: [`CpuOps`],
+//! and `cuda::CudaOps` where the feature `cuda` is on. Matrices are row-major and contiguous.
+//! Every reduction has one fixed order, so that a step gives the same bits each time on the
+//! same device. The operations know no model: what is multiplied with what is the caller's.
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+pub use cpu::CpuOps;
+
+use crate::error::{Error, Result};
+
+/// `C[b] (+)= alpha op(A[b]) op(B[b])` for every `b` of a batch of contiguous matrices.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Gemm {
+    /// Rows of C.
+    pub m: usize,
+    /// Columns of C.
+    pub n: usize,
+    /// Length of the sums.
+    pub k: usize,
+    /// Products.
+    pub batch: usize,
+    /// A is stored `[k, m]` rather than `[m, k]`.
+    pub ta: bool,
+    /// B is stored `[n, k]` rather than `[k, n]`.
+    pub tb: bool,
+    /// Factor of the product.
+    pub alpha: f32,
+    /// Adds to C rather than replacing it.
+    pub accumulate: bool,
+}
+
+impl Gemm {
+    /// `y [m, n] = x [m, k] W^T`, W stored `[n, k]`: a Linear.
+    pub fn linear(m: usize, n: usize, k: usize) -> Self {
+        Gemm {
+            m,
+            n,
+            k,
+            batch: 1,
+            ta: false,
+            tb: true,
+            alpha: 1.0,
+            accumulate: false,
+        }
+    }
+
+    /// `dx [m, k] = dy [m, n] W`, W stored `[n, k]`: a Linear's gradient at its input.
+    pub fn input_grad(m: usize, n: usize, k: usize) -> Self {
+        Gemm {
+            m,
+            n: k,
+            k: n,
+            batch: 1,
+            ta: false,
+            tb: false,
+            alpha: 1.0,
+            accumulate: false,
+        }
+    }
+
+    /// `dW [n, k] = dy^T x`, from dy `[m, n]` and x `[m, k]`: a Linear's gradient at its weight.
+    pub fn weight_grad(m: usize, n: usize, k: usize) -> Self {
+        Gemm {
+            m: n,
+            n: k,
+            k: m,
+            batch: 1,
+            ta: true,
+            tb: false,
+            alpha: 1.0,
+            accumulate: false,
+        }
+    }
+
+    /// The same, added to what is there.
+    #[must_use]
+    pub fn add(self) -> Self {
+        Gemm {
+            accumulate: true,
+            ..self
+        }
+    }
+}
+
+/// Heads of a batch of sequences: between rows `[batch * seq, heads * dim]` and head-major
+/// `[batch, heads, capacity, dim]`, of which positions `at .. at + seq` are meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of each.
+    pub seq: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Width of one, even.
+    pub dim: usize,
+    /// Positions that the head-major side has room for.
+    pub capacity: usize,
+    /// Where in it the first token lies.
+    pub at: usize,
+    /// Position of the first token, for the rotation.
+    pub position: usize,
+}
+
+impl HeadShape {
+    /// Whole sequences from position 0.
+    pub fn whole(batch: usize, seq: usize, heads: usize, dim: usize) -> Self {
+        HeadShape {
+            batch,
+            seq,
+            heads,
+            dim,
+            capacity: seq,
+            at: 0,
+            position: 0,
+        }
+    }
+
+    /// Rows of the token side.
+    pub fn rows(&self) -> usize {
+        self.batch * self.seq
+    }
+
+    /// Values of the token side.
+    pub fn values(&self) -> usize {
+        self.rows() * self.heads * self.dim
+    }
+
+    /// Values of the head-major side.
+    pub fn room(&self) -> usize {
+        self.batch * self.heads * self.capacity * self.dim
+    }
+}
+
+/// A weight `[rows, cols]` rounded by groups of `group` consecutive columns: its value is
+/// `f16(scale) * clamp(round(latent / f16(scale)), -zero, max - zero)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rounding {
+    /// Rows.
+    pub rows: usize,
+    /// Columns; a whole number of groups.
+    pub cols: usize,
+    /// Columns that share a scale and a zero-point.
+    pub group: usize,
+    /// The greatest code.
+    pub max_code: u8,
+}
+
+impl Rounding {
+    /// Elements.
+    pub fn elements(&self) -> usize {
+        self.rows * self.cols
+    }
+
+    /// Groups of the whole weight.
+    pub fn groups(&self) -> usize {
+        self.elements() / self.group.max(1)
+    }
+}
+
+/// One step of Adam (arXiv 1412.6980) at one learning rate.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adam {
+    /// Learning rate.
+    pub rate: f32,
+    /// Decay of the mean of gradients.
+    pub beta1: f32,
+    /// Decay of the mean of their squares.
+    pub beta2: f32,
+    /// `1 - beta1^t` of step `t`, counted from 1.
+    pub correction1: f32,
+    /// `1 - beta2^t`.
+    pub correction2: f32,
+    /// Keeps the step finite where a gradient is always zero.
+    pub epsilon: f32,
+}
+
+/// A value that tells [`GradOps::sample`] to draw a token rather than take the given one.
+pub const UNKNOWN: u32 = u32::MAX;
+
+/// Tokens in the order of their ids, so that the gradient of an embedding row is one sum of
+/// fixed order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Occurrences {
+    /// Row numbers, sorted by token, then by row.
+    pub rows: Vec<u32>,
+    /// The tokens that occur, rising.
+    pub tokens: Vec<u32>,
+    /// Where each token's rows start in `rows`, and the end.
+    pub starts: Vec<u32>,
+}
+
+impl Occurrences {
+    /// Of these tokens.
+    pub fn new(tokens: &[u32]) -> Self {
+        let mut rows: Vec<u32> = (0..tokens.len() as u32).collect();
+        rows.sort_by_key(|&r| tokens[r as usize]);
+        let mut result = Occurrences::default();
+        for (i, &r) in rows.iter().enumerate() {
+            let token = tokens[r as usize];
+            if result.tokens.last() != Some(&token) {
+                result.tokens.push(token);
+                result.starts.push(i as u32);
+            }
+        }
+        result.starts.push(rows.len() as u32);
+        result.rows = rows;
+        result
+    }
+}
+
+/// Memory of one device. Work may be queued; what is read back has been waited for.
+///
+/// # Errors
+/// Every operation gives [`Error::Shape`] for a buffer that is too short, and what the device
+/// reports.
+pub trait Buffers {
+    /// f32 values on the device.
+    type Floats;
+    /// u32 values on the device.
+    type Ids;
+    /// Bytes on the device.
+    type Codes;
+
+    /// The device, for reports.
+    fn device(&self) -> String;
+
+    /// `len` zeros; `what` is named if they do not fit.
+    fn floats(&self, what: &'static str, len: usize) -> Result<Self::Floats>;
+    /// `len` zeros.
+    fn ids(&self, what: &'static str, len: usize) -> Result<Self::Ids>;
+    /// A copy of `values`.
+    fn codes(&self, what: &'static str, values: &[u8]) -> Result<Self::Codes>;
+    /// Writes from the host, from index 0 on.
+    fn write(&self, to: &mut Self::Floats, from: &[f32]) -> Result<()>;
+    /// Reads to the host, from index 0 on.
+    fn read(&self, from: &Self::Floats, to: &mut [f32]) -> Result<()>;
+    /// Writes ids from the host.
+    fn write_ids(&self, to: &mut Self::Ids, from: &[u32]) -> Result<()>;
+    /// Reads ids to the host.
+    fn read_ids(&self, from: &Self::Ids, to: &mut [u32]) -> Result<()>;
+    /// Sets the first `n` values to zero.
+    fn clear(&self, x: &mut Self::Floats, n: usize) -> Result<()>;
+    /// Copies `n` values from index `from.1` on to index `to.1` on.
+    fn copy(
+        &self,
+        from: (&Self::Floats, usize),
+        to: (&mut Self::Floats, usize),
+        n: usize,
+    ) -> Result<()>;
+}
+
+/// What a layer of a transformer does, forward and backward. Buffers may be longer than an
+/// operation needs.
+///
+/// # Errors
+/// As [`Buffers`].
+pub trait LayerOps: Buffers {
+    /// A batch of products.
+    fn gemm(&self, g: Gemm, a: &Self::Floats, b: &Self::Floats, c: &mut Self::Floats)
+    -> Result<()>;
+
+    /// `x[r]` = row `ids[r * stride + offset]` of `table` `[., width]`, for `rows` rows; `at` is
+    /// `(rows, stride, offset)`.
+    fn embed(
+        &self,
+        table: &Self::Floats,
+        ids: &Self::Ids,
+        at: (usize, usize, usize),
+        x: &mut Self::Floats,
+        width: usize,
+    ) -> Result<()>;
+
+    /// `table[token]` += the sum of the rows of `dx` where the token occurs.
+    fn embed_grad(
+        &self,
+        dx: &Self::Floats,
+        occurrences: &Occurrences,
+        table: &mut Self::Floats,
+        width: usize,
+    ) -> Result<()>;
+
+    /// RMSNorm of rows, `shape` = (rows, width): `y = x inv gain`, `inv = 1 / sqrt(mean(x^2) + eps)` kept.
+    fn rms_norm(
+        &self,
+        x: &Self::Floats,
+        gain: &Self::Floats,
+        y: &mut Self::Floats,
+        inv: &mut Self::Floats,
+        shape: (usize, usize),
+        eps: f32,
+    ) -> Result<()>;
+
+    /// The gradient of [`LayerOps::rms_norm`]: added to `dx` if `add`, else written; `dgain` is
+    /// always added to.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "inputs, upstream and two outputs"
+    )]
+    fn rms_norm_grad(
+        &self,
+        x: &Self::Floats,
+        gain: &Self::Floats,
+        inv: &Self::Floats,
+        dy: &Self::Floats,
+        dx: &mut Self::Floats,
+        add: bool,
+        dgain: &mut Self::Floats,
+        shape: (usize, usize),
+    ) -> Result<()>;
+
+    /// RMSNorm of every head, then the rotation by its position (halves, as Qwen3 pairs them);
+    /// rows to head-major. `cos_sin` is `[positions, dim / 2]` of (cos, sin) pairs, `inv`
+    /// `[rows, heads]`.
+    #[expect(clippy::too_many_arguments, reason = "inputs and two outputs")]
+    fn head_norm_rope(
+        &self,
+        x: &Self::Floats,
+        gain: &Self::Floats,
+        cos_sin: &Self::Floats,
+        y: &mut Self::Floats,
+        inv: &mut Self::Floats,
+        shape: HeadShape,
+        eps: f32,
+    ) -> Result<()>;
+
+    /// The gradient of [`LayerOps::head_norm_rope`] for whole sequences: `dx` is written,
+    /// `dgain` added to.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "inputs, upstream and two outputs"
+    )]
+    fn head_norm_rope_grad(
+        &self,
+        x: &Self::Floats,
+        gain: &Self::Floats,
+        cos_sin: &Self::Floats,
+        inv: &Self::Floats,
+        dy: &Self::Floats,
+        dx: &mut Self::Floats,
+        dgain: &mut Self::Floats,
+        shape: HeadShape,
+    ) -> Result<()>;
+
+    /// Rows to head-major.
+    fn rows_to_heads(&self, x: &Self::Floats, y: &mut Self::Floats, shape: HeadShape)
+    -> Result<()>;
+    /// Head-major to rows.
+    fn heads_to_rows(&self, x: &Self::Floats, y: &mut Self::Floats, shape: HeadShape)
+    -> Result<()>;
+
+    /// Softmax in place of `rows` rows of `seq` scores, of which row `r` sees the first
+    /// `r % seq + 1`; the others become 0.
+    fn causal_softmax(&self, s: &mut Self::Floats, rows: usize, seq: usize) -> Result<()>;
+
+    /// In place of `dp`: the gradient at the scores, `p (dp - sum(p dp))`.
+    fn softmax_grad(
+        &self,
+        p: &Self::Floats,
+        dp: &mut Self::Floats,
+        rows: usize,
+        seq: usize,
+    ) -> Result<()>;
+
+    /// `out = silu(gate) * up`, `n` values.
+    fn silu_mul(
+        &self,
+        gate: &Self::Floats,
+        up: &Self::Floats,
+        out: &mut Self::Floats,
+        n: usize,
+    ) -> Result<()>;
+
+    /// The gradients of [`LayerOps::silu_mul`], in place of `gate` and `up`.
+    fn silu_mul_grad(
+        &self,
+        gate: &mut Self::Floats,
+        up: &mut Self::Floats,
+        dout: &Self::Floats,
+        n: usize,
+    ) -> Result<()>;
+}
+
+/// The rest of a training step: loss, rounding, Adam, and text to train on.
+///
+/// # Errors
+/// As [`Buffers`].
+pub trait GradOps: LayerOps {
+    /// KL divergence of every row of logits against the teacher's, in nats, to `loss`; in
+    /// place of `logits` its gradient times `weight`.
+    fn kl_divergence(
+        &self,
+        teacher: &Self::Floats,
+        logits: &mut Self::Floats,
+        loss: &mut Self::Floats,
+        shape: (usize, usize),
+        weight: f32,
+    ) -> Result<()>;
+
+    /// The values of a rounded weight from its latent one.
+    fn round(
+        &self,
+        shape: Rounding,
+        latent: &Self::Floats,
+        scales: &Self::Floats,
+        zeros: &Self::Floats,
+        w: &mut Self::Floats,
+    ) -> Result<()>;
+
+    /// Adds to `dlatent` and `dscales` what `dw` gives them, straight through the rounding:
+    /// a latent value within the codes' range gets the gradient of its weight, the scale that
+    /// of `code` less, within the range, `latent / scale` (arXiv 1902.08153).
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "inputs, upstream and two outputs"
+    )]
+    fn round_grad(
+        &self,
+        shape: Rounding,
+        latent: &Self::Floats,
+        scales: &Self::Floats,
+        zeros: &Self::Floats,
+        dw: &Self::Floats,
+        dlatent: &mut Self::Floats,
+        dscales: &mut Self::Floats,
+    ) -> Result<()>;
+
+    /// The values of a weight of fixed codes: `f16(scale) * (code - zero)`.
+    fn dequantize(
+        &self,
+        shape: Rounding,
+        codes: &Self::Codes,
+        scales: &Self::Floats,
+        zeros: &Self::Floats,
+        w: &mut Self::Floats,
+    ) -> Result<()>;
+
+    /// Adds `sum(dw (code - zero))` of each group to `dscales`.
+    fn dequantize_grad(
+        &self,
+        shape: Rounding,
+        codes: &Self::Codes,
+        zeros: &Self::Floats,
+        dw: &Self::Floats,
+        dscales: &mut Self::Floats,
+    ) -> Result<()>;
+
+    /// Moves `n` values against their gradient, which becomes zero.
+    fn adam(
+        &self,
+        step: Adam,
+        value: &mut Self::Floats,
+        mean: &mut Self::Floats,
+        square: &mut Self::Floats,
+        grad: &mut Self::Floats,
+        n: usize,
+    ) -> Result<()>;
+
+    /// Attention of one new token of every sequence: `q` `[batch, heads, dim]` over the first
+    /// `seen` positions of `keys` and `values` `[batch, kv_heads, capacity, dim]`; out as `q`.
+    fn attend_one(
+        &self,
+        q: &Self::Floats,
+        keys: &Self::Floats,
+        values: &Self::Floats,
+        out: &mut Self::Floats,
+        shape: OneShape,
+    ) -> Result<()>;
+
+    /// Continues sequences: where `ids[b * stride + offset]` is [`UNKNOWN`], a token drawn from
+    /// the softmax of `logits[b]` takes its place. The draw is that of Philox stream
+    /// `stream + b` at counter `offset`.
+    fn sample(&self, logits: &Self::Floats, ids: &mut Self::Ids, draw: Draw) -> Result<()>;
+}
+
+/// Shape of [`GradOps::attend_one`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OneShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Query heads; a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub dim: usize,
+    /// Positions that the cache has room for.
+    pub capacity: usize,
+    /// Positions that are there.
+    pub seen: usize,
+}
+
+/// Shape and randomness of [`GradOps::sample`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Draw {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of the vocabulary.
+    pub vocab: usize,
+    /// Ids of a sequence.
+    pub stride: usize,
+    /// Which of them is drawn.
+    pub offset: usize,
+    /// Seed of the generator.
+    pub seed: u64,
+    /// Stream of the first sequence.
+    pub stream: u64,
+}
+
+/// An error unless `found` values are at least `expected`.
+pub(crate) fn enough(
+    op: &'static str,
+    what: &'static str,
+    expected: usize,
+    found: usize,
+) -> Result<()> {
+    if found >= expected {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        op,
+        what,
+        expected: format!("at least {expected} values"),
+        found: found.to_string(),
+    })
+}

@@ -1,0 +1,308 @@
+//! Training operations on the GPU against the same on the CPU, which tests hold against plain
+//! sums and finite differences. Every operation runs twice with the same bits.
+//!
+//! Without a GPU the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
+#![cfg(feature = "cuda")]
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
+use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+use nq_kernels::grad::{
+    Adam, CpuOps, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape, Rounding,
+    UNKNOWN,
+};
+use nq_kernels::rng::Philox;
+
+fn ops(precision: GemmPrecision) -> Option<CudaOps> {
+    match Gpu::open(0) {
+        Ok(gpu) => Some(CudaOps::new(&gpu, precision).unwrap()),
+        Err(e) => {
+            let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+            assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
+            println!("skipped: {e}");
+            None
+        }
+    }
+}
+
+fn random(n: usize, stream: u64) -> Vec<f32> {
+    let mut rng = Philox::new(4, stream);
+    (0..n).map(|_| rng.normal()).collect()
+}
+
+fn put<O: GradOps>(ops: &O, values: &[f32]) -> O::Floats {
+    let mut floats = ops.floats("a test", values.len()).unwrap();
+    ops.write(&mut floats, values).unwrap();
+    floats
+}
+
+fn get<O: GradOps>(ops: &O, floats: &O::Floats, n: usize) -> Vec<f32> {
+    let mut values = vec![0.0; n];
+    ops.read(floats, &mut values).unwrap();
+    values
+}
+
+/// What an operation leaves, from inputs that depend on nothing but the operation.
+type Case = (&'static str, f64, Vec<Vec<f32>>);
+
+/// Runs every operation and returns what each leaves, with the error it is allowed.
+fn run<O: GradOps>(ops: &O) -> Vec<Case> {
+    let mut cases: Vec<Case> = Vec::new();
+    let f = |n: usize, stream: u64| put(ops, &random(n, stream));
+    let r = |x: &O::Floats, n: usize| get(ops, x, n);
+
+    // Shapes at and off the edges of tiles; one whose k is cut into parts.
+    let shapes = [
+        (128, 128, 64, 1),
+        (130, 257, 19, 2),
+        (3, 40, 1030, 1),
+        (72, 96, 5000, 1),
+    ];
+    for (m, n, k, batch) in shapes {
+        for layout in 0..8 {
+            let g = Gemm {
+                m,
+                n,
+                k,
+                batch,
+                ta: layout & 1 == 1,
+                tb: layout & 2 == 2,
+                alpha: 0.5,
+                accumulate: layout & 4 == 4,
+            };
+            let (a, b) = (f(batch * m * k, 1), f(batch * k * n, 2));
+            let mut c = f(batch * m * n, 3);
+            ops.gemm(g, &a, &b, &mut c).unwrap();
+            cases.push(("gemm", 2e-6, vec![r(&c, batch * m * n)]));
+        }
+    }
+
+    let (rows, width) = (70, 200);
+    let (x, gain, dy) = (f(rows * width, 4), f(width, 5), f(rows * width, 6));
+    let (mut y, mut inv) = (f(rows * width, 7), f(rows, 8));
+    ops.rms_norm(&x, &gain, &mut y, &mut inv, (rows, width), 1e-6)
+        .unwrap();
+    let mut dgain = f(width, 9);
+    let mut dx = f(rows * width, 10);
+    let shape = (rows, width);
+    ops.rms_norm_grad(&x, &gain, &inv, &dy, &mut dx, true, &mut dgain, shape)
+        .unwrap();
+    let out = vec![
+        r(&y, rows * width),
+        r(&inv, rows),
+        r(&dx, rows * width),
+        r(&dgain, width),
+    ];
+    cases.push(("rms_norm", 1e-6, out));
+
+    let s = HeadShape::whole(3, 10, 4, 32);
+    let (x, gain, dy) = (f(s.values(), 11), f(32, 12), f(s.room(), 13));
+    let turns: Vec<f32> = (0..20 * 16)
+        .flat_map(|i| [(i as f32).cos(), (i as f32).sin()])
+        .collect();
+    let turns = put(ops, &turns);
+    let (mut y, mut inv) = (f(s.room(), 14), f(s.rows() * 4, 15));
+    ops.head_norm_rope(&x, &gain, &turns, &mut y, &mut inv, s, 1e-6)
+        .unwrap();
+    let (mut dx, mut dgain) = (f(s.values(), 16), f(32, 17));
+    ops.head_norm_rope_grad(&x, &gain, &turns, &inv, &dy, &mut dx, &mut dgain, s)
+        .unwrap();
+    let out = vec![r(&y, s.room()), r(&dx, s.values()), r(&dgain, 32)];
+    cases.push(("head_norm_rope", 1e-6, out));
+    let one = HeadShape {
+        seq: 1,
+        capacity: 10,
+        at: 6,
+        position: 6,
+        ..s
+    };
+    ops.head_norm_rope(&x, &gain, &turns, &mut y, &mut inv, one, 1e-6)
+        .unwrap();
+    let mut z = f(one.room(), 18);
+    ops.rows_to_heads(&x, &mut z, one).unwrap();
+    let mut back = f(s.values(), 19);
+    ops.heads_to_rows(&z, &mut back, s).unwrap();
+    let out = vec![r(&y, one.room()), r(&z, one.room()), r(&back, s.values())];
+    cases.push(("heads", 1e-6, out));
+
+    let (rows, seq) = (90, 30);
+    let mut p = f(rows * seq, 20);
+    ops.causal_softmax(&mut p, rows, seq).unwrap();
+    let mut dp = f(rows * seq, 21);
+    ops.softmax_grad(&p, &mut dp, rows, seq).unwrap();
+    cases.push(("softmax", 1e-6, vec![r(&p, rows * seq), r(&dp, rows * seq)]));
+
+    let n = 1000;
+    let (mut gate, mut up, dout) = (f(n, 22), f(n, 23), f(n, 24));
+    let mut out = f(n, 25);
+    ops.silu_mul(&gate, &up, &mut out, n).unwrap();
+    ops.silu_mul_grad(&mut gate, &mut up, &dout, n).unwrap();
+    cases.push(("silu", 1e-6, vec![r(&out, n), r(&gate, n), r(&up, n)]));
+
+    let (rows, vocab) = (5, 700);
+    let (teacher, mut logits, mut loss) = (f(rows * vocab, 26), f(rows * vocab, 27), f(rows, 28));
+    ops.kl_divergence(&teacher, &mut logits, &mut loss, (rows, vocab), 0.25)
+        .unwrap();
+    cases.push((
+        "kl_divergence",
+        2e-6,
+        vec![r(&logits, rows * vocab), r(&loss, rows)],
+    ));
+
+    let shape = Rounding {
+        rows: 6,
+        cols: 96,
+        group: 48,
+        max_code: 15,
+    };
+    let (latent, dw) = (f(576, 29), f(576, 30));
+    let scales = put(
+        ops,
+        &random(12, 31)
+            .iter()
+            .map(|v| v * 0.1 + 0.2)
+            .collect::<Vec<_>>(),
+    );
+    let zeros = put(ops, &(0..12).map(|i| (i % 16) as f32).collect::<Vec<_>>());
+    let (mut w, mut dlatent, mut dscales) = (f(576, 32), f(576, 33), f(12, 34));
+    ops.round(shape, &latent, &scales, &zeros, &mut w).unwrap();
+    ops.round_grad(
+        shape,
+        &latent,
+        &scales,
+        &zeros,
+        &dw,
+        &mut dlatent,
+        &mut dscales,
+    )
+    .unwrap();
+    let out = vec![r(&w, 576), r(&dlatent, 576), r(&dscales, 12)];
+    cases.push(("round", 1e-6, out));
+    let codes: Vec<u8> = (0..576).map(|i| (i * 7 % 16) as u8).collect();
+    let codes = ops.codes("a test", &codes).unwrap();
+    ops.dequantize(shape, &codes, &scales, &zeros, &mut w)
+        .unwrap();
+    ops.dequantize_grad(shape, &codes, &zeros, &dw, &mut dscales)
+        .unwrap();
+    cases.push(("dequantize", 1e-6, vec![r(&w, 576), r(&dscales, 12)]));
+
+    let step = Adam {
+        rate: 0.1,
+        beta1: 0.9,
+        beta2: 0.99,
+        correction1: 0.1,
+        correction2: 0.01,
+        epsilon: 1e-8,
+    };
+    let (mut value, mut mean, mut grad) = (f(n, 35), f(n, 36), f(n, 37));
+    let mut square = put(
+        ops,
+        &random(n, 38).iter().map(|v| v * v).collect::<Vec<_>>(),
+    );
+    ops.adam(step, &mut value, &mut mean, &mut square, &mut grad, n)
+        .unwrap();
+    cases.push((
+        "adam",
+        1e-6,
+        vec![r(&value, n), r(&mean, n), r(&square, n), r(&grad, n)],
+    ));
+
+    let tokens: Vec<u32> = (0..50).map(|i| i * i % 23).collect();
+    let mut ids = ops.ids("a test", 100).unwrap();
+    let spread: Vec<u32> = tokens.iter().flat_map(|&t| [0, t]).collect();
+    ops.write_ids(&mut ids, &spread).unwrap();
+    let (mut table, mut x) = (f(23 * 40, 39), f(50 * 40, 40));
+    ops.embed(&table, &ids, (50, 2, 1), &mut x, 40).unwrap();
+    let dx = f(50 * 40, 41);
+    ops.embed_grad(&dx, &Occurrences::new(&tokens), &mut table, 40)
+        .unwrap();
+    cases.push(("embed", 1e-6, vec![r(&x, 50 * 40), r(&table, 23 * 40)]));
+
+    let s = OneShape {
+        batch: 3,
+        heads: 4,
+        kv_heads: 2,
+        dim: 48,
+        capacity: 200,
+        seen: 150,
+    };
+    let (q, keys, values) = (f(3 * 4 * 48, 42), f(6 * 200 * 48, 43), f(6 * 200 * 48, 44));
+    let mut out = f(3 * 4 * 48, 45);
+    ops.attend_one(&q, &keys, &values, &mut out, s).unwrap();
+    cases.push(("attend_one", 2e-6, vec![r(&out, 3 * 4 * 48)]));
+
+    let (batch, vocab) = (200, 1000);
+    let logits: Vec<f32> = random(batch * vocab, 46).iter().map(|v| v * 4.0).collect();
+    let logits = put(ops, &logits);
+    let mut ids = ops.ids("a test", batch * 3).unwrap();
+    let mut start = vec![UNKNOWN; batch * 3];
+    start[3 * 7 + 2] = 5;
+    ops.write_ids(&mut ids, &start).unwrap();
+    let draw = Draw {
+        batch,
+        vocab,
+        stride: 3,
+        offset: 2,
+        seed: 0x1234_5678_9ABC,
+        stream: 1 << 40,
+    };
+    ops.sample(&logits, &mut ids, draw).unwrap();
+    let mut drawn = vec![0; batch * 3];
+    ops.read_ids(&ids, &mut drawn).unwrap();
+    assert_eq!(drawn[3 * 7 + 2], 5);
+    let drawn: Vec<f32> = drawn.iter().skip(2).step_by(3).map(|&t| t as f32).collect();
+    cases.push(("sample", 0.02, vec![drawn]));
+    cases
+}
+
+/// Share of `b` that `a` is off by: of its norm, or of values for draws.
+fn error(name: &str, a: &[f32], b: &[f32]) -> f64 {
+    if name == "sample" {
+        return a.iter().zip(b).filter(|(a, b)| a != b).count() as f64 / a.len() as f64;
+    }
+    let square = |v: f32| f64::from(v).powi(2);
+    let off: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+    let all: f64 = b.iter().map(|&b| square(b)).sum();
+    (off / all).sqrt()
+}
+
+#[test]
+fn operations_are_those_of_the_cpu() {
+    let Some(gpu) = ops(GemmPrecision::Split) else {
+        return;
+    };
+    let expected = run(&CpuOps);
+    let (found, again) = (run(&gpu), run(&gpu));
+    assert!(found == again, "the same operation twice, two results");
+    for (i, ((name, limit, a), (_, _, b))) in found.iter().zip(&expected).enumerate() {
+        for (part, (a, b)) in a.iter().zip(b).enumerate() {
+            let e = error(name, a, b);
+            assert!(e <= *limit, "case {i}, {name}, part {part}: off by {e:.2e}");
+        }
+    }
+}
+
+#[test]
+fn tf32_products_are_near() {
+    let Some(gpu) = ops(GemmPrecision::Tf32) else {
+        return;
+    };
+    let product = |precise: bool| {
+        let g = Gemm::linear(200, 150, 700);
+        let (a, b) = (random(200 * 700, 1), random(150 * 700, 2));
+        let n = 200 * 150;
+        match precise {
+            true => {
+                let mut c = vec![0.0; n];
+                CpuOps.gemm(g, &a, &b, &mut c).unwrap();
+                c
+            }
+            false => {
+                let mut c = put(&gpu, &vec![0.0; n]);
+                gpu.gemm(g, &put(&gpu, &a), &put(&gpu, &b), &mut c).unwrap();
+                get(&gpu, &c, n)
+            }
+        }
+    };
+    let e = error("gemm", &product(false), &product(true));
+    assert!((1e-6..1e-3).contains(&e), "off by {e:.2e}");
+}

@@ -1,0 +1,474 @@
+//! Tuning of what the method made: from the staged weights, and back to them.
+
+use super::Job;
+use super::layers::{key, params, staged_layer};
+use super::state::{State, save};
+use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
+use crate::error::{Error, Result};
+use crate::linalg::read_row;
+use crate::pipeline::SEQUENCE;
+use crate::report::LayerReport;
+use crate::schemes::Schemes;
+use crate::tune::params::Canonical;
+use crate::tune::plan::{Effort, MemoryPlan, TuneOptions, schedule};
+use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
+use nq_formats::nq::{Param, Writer};
+use nq_formats::{Group, Weight};
+use nq_kernels::grad::{CpuOps, GradOps};
+use nq_kernels::rng::Philox;
+use nq_runtime::device::Device;
+use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
+use nq_runtime::{LayerWeights, LinearId, LinearKind};
+use serde::{Deserialize, Serialize};
+use std::time::Instant;
+
+/// What a tuning did, for the record.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Tuning {
+    /// Names the schemes that were tuned under.
+    pub key: String,
+    /// Where.
+    pub device: String,
+    /// What decided the result; `None` if nothing was done.
+    pub settings: Option<Settings>,
+    /// Held-out KL divergence along the way.
+    pub checks: Vec<Check>,
+    /// Bytes that were planned on the device.
+    pub device_bytes: u64,
+    /// Finished: the staged weights are the tuned ones.
+    pub done: bool,
+    /// Why nothing was tuned, or what was not done as asked.
+    pub fallback: Option<String>,
+}
+
+/// Rates for batches of [`RATE_BATCH`] sequences. That of codes goes with the root of the batch.
+const RATE_CODES: f32 = 1.85e-3;
+const RATE_SCALES: f32 = 3e-4;
+const RATE_GAINS: f32 = 1e-3;
+const RATE_BATCH: f32 = 32.0;
+const WARMUP: usize = 20;
+
+/// What a device takes on at once, at most.
+#[derive(Clone, Copy)]
+struct Most {
+    /// Sequences of a pass.
+    pass: usize,
+    /// Sequences sampled together.
+    slots: usize,
+    /// Sequences that checks are made on.
+    held_out: usize,
+}
+
+const CPU: Most = Most {
+    pass: 8,
+    slots: 32,
+    held_out: 16,
+};
+#[cfg(feature = "cuda")]
+const GPU: Most = Most {
+    pass: 32,
+    slots: 1024,
+    held_out: 64,
+};
+
+/// Seeds of the text differ from those of calibration and of the guard.
+const TEXT: u64 = 0x7475_6E69_6E67_0001;
+/// Sequences of a calibration file that texts may begin with, at most.
+const FILE_SEQUENCES: usize = 4096;
+/// Of the budget, what steps may take: the rest is for checks and checkpoints.
+const SHARE: f64 = 0.85;
+
+impl Job<'_> {
+    /// Sees to it that what is tuned under `schemes` depends on them alone: weights that were
+    /// tuned under others are rounded anew. The schedule stays as it was chosen.
+    ///
+    /// # Errors
+    /// If the state cannot be kept.
+    pub(super) fn prepare_tuning(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        schemes: &Schemes,
+    ) -> Result<()> {
+        let key = self.tuning_key(schemes)?;
+        let Some(tuning) = state.tuning.as_mut().filter(|t| t.key != key) else {
+            return Ok(());
+        };
+        *tuning = Tuning {
+            key,
+            device: tuning.device.clone(),
+            settings: tuning.settings.clone(),
+            ..Tuning::default()
+        };
+        state.steps.values_mut().for_each(|s| s.key.clear());
+        save(writer, state)?;
+        remove_checkpoint(writer)
+    }
+
+    fn tuning_key(&self, schemes: &Schemes) -> Result<String> {
+        let layers = key(schemes, self.checkpoint.config().num_hidden_layers)?;
+        Ok(format!("{layers} {:?}", schemes.of(HEAD)))
+    }
+
+    /// Tunes the staged weights as asked, once for their schemes.
+    ///
+    /// # Errors
+    /// An absent device; what training, reading or writing reports.
+    pub(super) fn tune(&self, writer: &Writer, state: &mut State, schemes: &Schemes) -> Result<()> {
+        let Some(options) = self.options.tuning else {
+            return Ok(());
+        };
+        let key = self.tuning_key(schemes)?;
+        if (state.tuning.as_ref()).is_some_and(|t| t.key == key && t.done) {
+            return Ok(());
+        }
+        let staged = self.staged(writer)?;
+        match self.options.load.device.resolve()? {
+            Device::Cpu => self.tune_on(
+                &CpuOps,
+                total_memory() / 2,
+                CPU,
+                options,
+                staged,
+                (writer, state, key),
+            ),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(n) => {
+                use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+                let gpu = Gpu::open(n)?;
+                let precision = match options.tf32 {
+                    true => GemmPrecision::Tf32,
+                    false => GemmPrecision::Split,
+                };
+                let ops = CudaOps::new(&gpu, precision)?;
+                let limit = gpu.info().memory as u64 / 10 * 8;
+                self.tune_on(&ops, limit, GPU, options, staged, (writer, state, key))
+            }
+        }
+    }
+
+    fn tune_on<O: GradOps>(
+        &self,
+        ops: &O,
+        limit: u64,
+        most: Most,
+        options: TuneOptions,
+        staged: Canonical,
+        (writer, state, key): (&Writer, &mut State, String),
+    ) -> Result<()> {
+        let start = Instant::now();
+        let config = self.checkpoint.config();
+        let length = SEQUENCE.min(config.max_position_embeddings);
+        let mut tuning = Tuning {
+            key,
+            device: ops.device(),
+            ..Tuning::default()
+        };
+        let plan = match MemoryPlan::new(
+            config,
+            length,
+            least_group(&staged),
+            limit,
+            (most.pass, most.slots),
+        ) {
+            Ok(plan) => plan,
+            Err(least) => {
+                let why = format!(
+                    "not tuned: that takes {least} bytes on {}, of which {limit} may be used",
+                    tuning.device
+                );
+                return self.leave(writer, state, tuning, why);
+            }
+        };
+        tuning.device_bytes = plan.bytes;
+        self.progress.note(&format!(
+            "tuning on {}: {}, {} of its memory, passes of {} x {length} tokens",
+            tuning.device,
+            match plan.codes {
+                true => "codes, scales and gains",
+                false => "scales and gains",
+            },
+            human(plan.bytes),
+            plan.pass,
+        ));
+        let known = state.tuning.take().filter(|t| t.key == tuning.key);
+        let known = known.and_then(|t| t.settings);
+        let batch = match (&known, options.effort) {
+            (Some(s), _) => s.batch,
+            (None, Effort::Steps { batch, .. }) => batch,
+            (None, Effort::Budget(_)) => plan.pass,
+        };
+        let pass = plan.pass.min(batch);
+        let settings = known.clone().unwrap_or(Settings {
+            steps: 0,
+            batch: batch.next_multiple_of(pass),
+            pass,
+            slots: plan.slots,
+            length,
+            held_out: most.held_out,
+            codes: plan.codes,
+            rate_codes: RATE_CODES,
+            rate_scales: RATE_SCALES,
+            rate_gains: RATE_GAINS,
+            warmup: WARMUP,
+            seed: self.options.seed ^ TEXT,
+        });
+        let source = self.source()?;
+        let texts = self.beginnings(length, settings.seed)?;
+        let mut trainer = Trainer::new(
+            ops,
+            config,
+            (&source, &staged),
+            settings,
+            texts.as_ref(),
+            self.progress,
+        )?;
+        if known.is_none() {
+            let chosen = match options.effort {
+                Effort::Steps { steps, batch } => Some((steps, batch)),
+                Effort::Budget(time) => {
+                    let seconds = time.as_secs_f64() * SHARE - start.elapsed().as_secs_f64();
+                    schedule(seconds, trainer.seconds_per_sequence()?, pass)
+                }
+            };
+            let Some((steps, batch)) = chosen else {
+                let why = "not tuned: the budget is too short for a schedule worth its time";
+                return self.leave(writer, state, tuning, why.into());
+            };
+            let batch = batch.next_multiple_of(pass);
+            trainer.plan(
+                steps,
+                batch,
+                RATE_CODES * (batch as f32 / RATE_BATCH).sqrt().min(1.0),
+            );
+            // What was chosen by a clock is kept, so that a resumed run makes the same choice.
+            tuning.settings = Some(trainer.settings().clone());
+            state.tuning = Some(tuning.clone());
+            save(writer, state)?;
+        }
+        let path = writer.scratch_path(CHECKPOINT);
+        if settings_of(&path).as_ref() == Some(trainer.settings()) {
+            trainer.take_up(&path)?;
+        }
+        trainer.run(Some(&path), self.progress)?;
+        tuning.settings = Some(trainer.settings().clone());
+        tuning.checks = trainer.checks().to_vec();
+        let best = trainer.best(&staged)?;
+        drop(trainer);
+        match best {
+            Some(best) => self.restage(writer, state, &best, &source)?,
+            None => {
+                let why = "tuning did not lower the KL divergence on held-out text; the weights \
+                           stay as the method made them";
+                tuning.fallback = Some(why.into());
+                self.progress.note(why);
+            }
+        }
+        tuning.done = true;
+        let seconds = start.elapsed().as_secs_f64();
+        self.progress.note(&format!("tuning took {seconds:.1} s"));
+        state.tuning = Some(tuning);
+        save(writer, state)?;
+        remove_checkpoint(writer)
+    }
+
+    /// Keeps the method's weights and says why.
+    fn leave(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        mut tuning: Tuning,
+        why: String,
+    ) -> Result<()> {
+        self.progress.note(&why);
+        tuning.fallback = Some(why);
+        tuning.done = true;
+        state.tuning = Some(tuning);
+        save(writer, state)
+    }
+
+    /// The whole model as staged.
+    fn staged(&self, writer: &Writer) -> Result<Canonical> {
+        let config = self.checkpoint.config();
+        let open = |step: &str| {
+            writer.staged(step)?.ok_or_else(|| Error::Text {
+                path: self.options.out.clone(),
+                why: format!("expected the step {step} to be staged before tuning, found none"),
+            })
+        };
+        let layers = (0..config.num_hidden_layers)
+            .map(|index| staged_layer(&open(&super::layers::step_name(index))?, config, index))
+            .collect::<Result<_>>()?;
+        let ends = open(super::ends::STEP)?;
+        let dims = (config.vocab_size, config.hidden_size);
+        Ok(Canonical {
+            layers,
+            final_norm: ends.vector(FINAL_NORM, config.hidden_size)?,
+            embedding: ends.matrix(EMBEDDING, dims)?,
+            head: match config.tie_word_embeddings {
+                true => None,
+                false => Some(ends.matrix(HEAD, dims)?),
+            },
+        })
+    }
+
+    /// The whole source.
+    fn source(&self) -> Result<Canonical> {
+        let (config, store) = (self.checkpoint.config(), self.checkpoint.store());
+        let layers = (0..config.num_hidden_layers)
+            .map(|index| Ok(LayerWeights::read(store, config, index)?))
+            .collect::<Result<_>>()?;
+        Ok(Canonical {
+            layers,
+            final_norm: store.vector(FINAL_NORM, config.hidden_size)?,
+            embedding: qwen3::embedding(store, config)?,
+            head: match config.tie_word_embeddings {
+                true => None,
+                false => Some(qwen3::head(store, config)?),
+            },
+        })
+    }
+
+    /// What training text begins with: documents and answers in turn, as calibration's; with a
+    /// calibration file every other text begins with a part of it.
+    fn beginnings(&self, length: usize, seed: u64) -> Result<Box<Beginnings<'_>>> {
+        let (config, files) = (self.checkpoint.config(), self.checkpoint.files());
+        let eos = self.checkpoint.eos_token_ids();
+        let prompter = Prompter::new(files, config.vocab_size, eos, self.progress)?;
+        let file = match &self.options.calibration {
+            CalibrationSource::SelfSampled => None,
+            CalibrationSource::File(path) => Some(calibration::read(
+                path,
+                &prompter,
+                (FILE_SEQUENCES, length),
+            )?),
+        };
+        Ok(Box::new(move |first, n| {
+            let mut all = prompter.beginnings(n, seed.wrapping_add(first))?;
+            if let Some(file) = &file {
+                for (i, begin) in all.iter_mut().enumerate().step_by(2) {
+                    *begin = part_of(file, seed, first + i as u64);
+                }
+            }
+            Ok(all)
+        }))
+    }
+
+    /// Stages the tuned weights in place of the method's.
+    fn restage(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        tuned: &Canonical,
+        source: &Canonical,
+    ) -> Result<()> {
+        for (index, (weights, source)) in tuned.layers.iter().zip(&source.layers).enumerate() {
+            let step = super::layers::step_name(index);
+            for kind in LinearKind::ALL {
+                let name = LinearId { layer: index, kind }.to_string();
+                let rows = state.steps.get_mut(&step).map(|s| &mut s.rows);
+                note_tuned(rows, &name, weights.linear(kind), source.linear(kind))?;
+            }
+            writer.put(&step, &params(index, weights))?;
+        }
+        let mut ends = vec![
+            (FINAL_NORM.to_owned(), Param::Vector(&tuned.final_norm)),
+            (EMBEDDING.to_owned(), Param::Matrix(&tuned.embedding)),
+        ];
+        let rows = state.steps.get_mut(super::ends::STEP).map(|s| &mut s.rows);
+        note_tuned(rows, EMBEDDING, &tuned.embedding, &source.embedding)?;
+        if let (Some(head), Some(source)) = (&tuned.head, &source.head) {
+            let rows = state.steps.get_mut(super::ends::STEP).map(|s| &mut s.rows);
+            note_tuned(rows, HEAD, head, source)?;
+            ends.push((HEAD.to_owned(), Param::Matrix(head)));
+        }
+        Ok(writer.put(super::ends::STEP, &ends)?)
+    }
+}
+
+/// The file of the trainer's checkpoint, beside the staged steps.
+const CHECKPOINT: &str = "tuning.checkpoint";
+
+/// A beginning from the calibration file: a part of a sequence, up to three quarters of it.
+fn part_of(file: &Sequences, seed: u64, index: u64) -> Vec<u32> {
+    let mut rng = Philox::new(seed, index);
+    let sequence = &file.ids[rng.next_u32() as usize % file.ids.len()];
+    let most = (sequence.len() * 3 / 4).max(1);
+    sequence[..1 + rng.next_u32() as usize % most].to_vec()
+}
+
+/// Puts a tuned weight's error into the row that reports it. What its outputs are off by, seen
+/// layer by layer, says nothing once the layers are tuned together: that figure goes.
+fn note_tuned(
+    rows: Option<&mut Vec<LayerReport>>,
+    name: &str,
+    tuned: &Weight,
+    source: &Weight,
+) -> Result<()> {
+    let row = rows.and_then(|rows| rows.iter_mut().find(|r| r.name == name));
+    let (Some(row), Weight::Quantized(_)) = (row, tuned) else {
+        return Ok(());
+    };
+    let (n, cols) = source.dims();
+    let (mut a, mut b) = (vec![0.0; cols], vec![0.0; cols]);
+    let (mut error, mut norm) = (0f64, 0f64);
+    for r in 0..n {
+        read_row(name, source, r, &mut a)?;
+        read_row(name, tuned, r, &mut b)?;
+        for (a, b) in a.iter().zip(&b) {
+            error += f64::from(a - b).powi(2);
+            norm += f64::from(*a).powi(2);
+        }
+    }
+    row.rel_error = (error / norm.max(f64::MIN_POSITIVE)).sqrt();
+    row.output_error = None;
+    if !row.method.ends_with(TUNED) {
+        row.method += TUNED;
+    }
+    Ok(())
+}
+
+/// The method as files and reports call it.
+pub(super) fn method_name(method: &str, tuning: Option<&Tuning>) -> String {
+    match tuning {
+        Some(t) if t.fallback.is_none() => format!("{method}{TUNED}"),
+        _ => method.into(),
+    }
+}
+
+const TUNED: &str = "+tuned";
+
+/// Removes the trainer's checkpoint, if there is one.
+fn remove_checkpoint(writer: &Writer) -> Result<()> {
+    let path = writer.scratch_path(CHECKPOINT);
+    match std::fs::remove_file(&path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(&path, "remove", e)),
+        _ => Ok(()),
+    }
+}
+
+/// The smallest group of any weight; 64 if none is quantized.
+fn least_group(w: &Canonical) -> usize {
+    let layers = w.layers.iter().flat_map(|l| &l.linears);
+    let all = layers.chain([&w.embedding]).chain(&w.head);
+    let group = |w: &Weight| match w {
+        Weight::Quantized(nq_formats::QuantizedWeight::Affine(a)) => match a.scheme().group {
+            Group::Size(n) => Some(n as usize),
+            Group::Channel => Some(a.in_features()),
+        },
+        _ => None,
+    };
+    all.filter_map(group).min().unwrap_or(64)
+}
+
+/// Bytes of the machine's memory; 8 GiB where the system does not say.
+fn total_memory() -> u64 {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = info.lines().find_map(|l| l.strip_prefix("MemTotal:"));
+    let kib = line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kib.map_or(8 << 30, |kib| kib * 1024)
+}
+
+fn human(bytes: u64) -> String {
+    format!("{:.1} GB", bytes as f64 / 1e9)
+}

@@ -1,0 +1,18 @@
+//! Tuning of a quantized model against the logits of the model it came from.
+//!
+//! The codes that a method leaves are the best it can do layer by layer. Here the whole
+//! quantized model is trained, as a student, to give the unquantized one's logits: scales and
+//! gains directly, codes through latent weights whose rounding the gradient passes straight
+//! through (Bengio et al., arXiv 1308.3432). The text is the teacher's own, sampled anew for
+//! every step, so that there is nothing to learn by heart; text that no step sees decides which
+//! state is kept. The file's format does not change.
+
+pub mod graph;
+pub mod params;
+pub mod plan;
+pub mod sample;
+#[cfg(test)]
+mod tests;
+pub mod train;
+
+pub use plan::{Effort, TuneOptions};

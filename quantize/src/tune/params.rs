@@ -1,0 +1,588 @@
+//! The parameters of a model on a device: the teacher's as they are, the student's with what
+//! it takes to change them.
+
+use crate::error::Result;
+use crate::grid::{Grid, GroupParams, Rounded};
+use crate::linalg::read_row;
+use half::f16;
+use nq_formats::{AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, ZeroPoints, pack};
+use nq_kernels::grad::{Adam, GradOps, Rounding};
+use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
+use nq_runtime::{LayerWeights, LinearId, LinearKind};
+
+/// What kind of parameter a vector of values is: each kind has a learning rate of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Latent weights, which codes are rounded from.
+    Latent,
+    /// Scales of groups.
+    Scale,
+    /// Gains of norms.
+    Gain,
+}
+
+/// Values on the device, and what Adam keeps of them if they are tuned.
+pub struct Values<O: GradOps> {
+    /// Which parameter it is: `<weight name>.<part>`.
+    pub name: String,
+    /// What it is.
+    pub kind: Kind,
+    /// How many.
+    pub len: usize,
+    /// The values.
+    pub value: O::Floats,
+    /// Gradient and moments.
+    pub state: Option<State<O>>,
+    /// Typical magnitude: mean of absolute values at the start. Rates are relative to it.
+    pub magnitude: f32,
+}
+
+/// Gradient and Adam's moments.
+pub struct State<O: GradOps> {
+    /// Summed since the last step.
+    pub grad: O::Floats,
+    /// Mean of gradients.
+    pub mean: O::Floats,
+    /// Mean of their squares.
+    pub square: O::Floats,
+}
+
+impl<O: GradOps> Values<O> {
+    fn new(ops: &O, name: String, kind: Kind, values: &[f32], tuned: bool) -> Result<Self> {
+        let what = "parameters to be tuned";
+        let len = values.len();
+        let mut value = ops.floats(what, len)?;
+        ops.write(&mut value, values)?;
+        let state = match tuned {
+            true => Some(State {
+                grad: ops.floats(what, len)?,
+                mean: ops.floats(what, len)?,
+                square: ops.floats(what, len)?,
+            }),
+            false => None,
+        };
+        let sum: f64 = values.iter().map(|v| f64::from(v.abs())).sum();
+        Ok(Values {
+            name,
+            kind,
+            len,
+            value,
+            state,
+            magnitude: (sum / len.max(1) as f64) as f32,
+        })
+    }
+
+    /// One step of Adam, if it is tuned.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn step(&mut self, ops: &O, adam: Adam) -> Result<()> {
+        if let Some(s) = &mut self.state {
+            let n = self.len;
+            ops.adam(
+                adam,
+                &mut self.value,
+                &mut s.mean,
+                &mut s.square,
+                &mut s.grad,
+                n,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// The values on the host.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn to_host(&self, ops: &O) -> Result<Vec<f32>> {
+        let mut values = vec![0.0; self.len];
+        ops.read(&self.value, &mut values)?;
+        Ok(values)
+    }
+}
+
+/// A matrix on the device.
+pub enum Matrix<O: GradOps> {
+    /// As it is.
+    Dense(O::Floats),
+    /// Codes follow latent weights by straight-through rounding.
+    Latent {
+        /// Shape and groups.
+        shape: Rounding,
+        /// `[rows, cols]`
+        latent: Values<O>,
+        /// `[rows, groups]`
+        scales: Values<O>,
+        /// `[rows, groups]`
+        zeros: O::Floats,
+    },
+    /// Codes stay, scales are tuned.
+    Fixed {
+        /// Shape and groups.
+        shape: Rounding,
+        /// `[rows, cols]`
+        codes: O::Codes,
+        /// `[rows, groups]`
+        scales: Values<O>,
+        /// `[rows, groups]`
+        zeros: O::Floats,
+    },
+}
+
+/// A quantized weight's parts in the clear.
+struct Parts {
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    zeros: Vec<f32>,
+    group: usize,
+}
+
+fn parts(w: &AffineWeight) -> Parts {
+    let (rows, cols, groups) = (w.out_features(), w.in_features(), w.groups());
+    let bits = w.scheme().bits;
+    let mut codes = vec![0; rows * cols];
+    for (r, out) in codes.chunks_mut(cols).enumerate() {
+        pack::unpack_row(bits, w.row_codes(r), out);
+    }
+    let zero = |row: usize, group: usize| match w.zeros() {
+        ZeroPoints::Integer(z) => {
+            let stride = bits.bytes(groups);
+            f32::from(pack::code_at(
+                bits,
+                &z[row * stride..(row + 1) * stride],
+                group,
+            ))
+        }
+        _ => f32::from(bits.midpoint()),
+    };
+    let at = |i: usize| zero(i / groups, i % groups);
+    Parts {
+        codes,
+        scales: w.scales().iter().map(|s| s.to_f32()).collect(),
+        zeros: (0..rows * groups).map(at).collect(),
+        group: w.scheme().group.size(cols),
+    }
+}
+
+/// How far, in steps of the grid, a latent weight starts from its rounded value towards the
+/// source's: within the cell (half a step), so that the codes start as the method chose them.
+const LATENT_REACH: f32 = 0.45;
+
+impl<O: GradOps> Matrix<O> {
+    /// The values of a weight, not tuned.
+    ///
+    /// # Errors
+    /// A weight that is not finite; the device's.
+    pub fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
+        let (rows, cols) = weight.dims();
+        let mut values = vec![0.0; rows * cols];
+        for (r, out) in values.chunks_mut(cols).enumerate() {
+            read_row(name, weight, r, out)?;
+        }
+        let mut floats = ops.floats("weights", values.len())?;
+        ops.write(&mut floats, &values)?;
+        Ok(Matrix::Dense(floats))
+    }
+
+    /// A student's weight: tuned if it is quantized in groups that fill its rows, else as it
+    /// is. `source` is what it was rounded from.
+    ///
+    /// # Errors
+    /// As [`Matrix::dense`].
+    pub fn student(
+        ops: &O,
+        name: &str,
+        weight: &Weight,
+        source: &Weight,
+        codes: bool,
+    ) -> Result<Self> {
+        let Weight::Quantized(QuantizedWeight::Affine(w)) = weight else {
+            return Self::dense(ops, name, weight);
+        };
+        let (rows, cols) = weight.dims();
+        let p = parts(w);
+        if w.g_idx().is_some() || !cols.is_multiple_of(p.group) {
+            return Self::dense(ops, name, weight);
+        }
+        let shape = Rounding {
+            rows,
+            cols,
+            group: p.group,
+            max_code: w.scheme().bits.max_code(),
+        };
+        let scales = Values::new(ops, format!("{name}.scales"), Kind::Scale, &p.scales, true)?;
+        let mut zeros = ops.floats("zero-points", p.zeros.len())?;
+        ops.write(&mut zeros, &p.zeros)?;
+        if !codes {
+            let codes = ops.codes("codes", &p.codes)?;
+            return Ok(Matrix::Fixed {
+                shape,
+                codes,
+                scales,
+                zeros,
+            });
+        }
+        let mut latent = vec![0.0; rows * cols];
+        for (r, out) in latent.chunks_mut(cols).enumerate() {
+            read_row(name, source, r, out)?;
+            for (c, out) in out.iter_mut().enumerate() {
+                let g = r * (cols / p.group) + c / p.group;
+                let value = p.scales[g] * (f32::from(p.codes[r * cols + c]) - p.zeros[g]);
+                let reach = LATENT_REACH * p.scales[g].abs();
+                *out = value + (*out - value).clamp(-reach, reach);
+            }
+        }
+        let latent = Values::new(ops, format!("{name}.latent"), Kind::Latent, &latent, true)?;
+        Ok(Matrix::Latent {
+            shape,
+            latent,
+            scales,
+            zeros,
+        })
+    }
+
+    /// The weight's values: its own, or computed to `scratch`.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn load<'a>(&'a self, ops: &O, scratch: &'a mut O::Floats) -> Result<&'a O::Floats> {
+        match self {
+            Matrix::Dense(w) => return Ok(w),
+            Matrix::Latent {
+                shape,
+                latent,
+                scales,
+                zeros,
+            } => ops.round(*shape, &latent.value, &scales.value, zeros, scratch)?,
+            Matrix::Fixed {
+                shape,
+                codes,
+                scales,
+                zeros,
+            } => ops.dequantize(*shape, codes, &scales.value, zeros, scratch)?,
+        }
+        Ok(scratch)
+    }
+
+    /// True if there is anything to tune.
+    pub fn is_tuned(&self) -> bool {
+        !matches!(self, Matrix::Dense(_))
+    }
+
+    /// Takes in the gradient at the weight's values.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
+        match self {
+            Matrix::Dense(_) => {}
+            Matrix::Latent {
+                shape,
+                latent,
+                scales,
+                zeros,
+            } => {
+                if let (Some(l), Some(s)) = (&mut latent.state, &mut scales.state) {
+                    ops.round_grad(
+                        *shape,
+                        &latent.value,
+                        &scales.value,
+                        zeros,
+                        dw,
+                        &mut l.grad,
+                        &mut s.grad,
+                    )?;
+                }
+            }
+            Matrix::Fixed {
+                shape,
+                codes,
+                scales,
+                zeros,
+            } => {
+                if let Some(s) = &mut scales.state {
+                    ops.dequantize_grad(*shape, codes, zeros, dw, &mut s.grad)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn values(&self) -> Vec<&Values<O>> {
+        match self {
+            Matrix::Dense(_) => Vec::new(),
+            Matrix::Latent { latent, scales, .. } => vec![latent, scales],
+            Matrix::Fixed { scales, .. } => vec![scales],
+        }
+    }
+
+    fn values_mut(&mut self) -> Vec<&mut Values<O>> {
+        match self {
+            Matrix::Dense(_) => Vec::new(),
+            Matrix::Latent { latent, scales, .. } => vec![latent, scales],
+            Matrix::Fixed { scales, .. } => vec![scales],
+        }
+    }
+}
+
+/// One layer.
+pub struct Layer<O: GradOps> {
+    /// By [`LinearKind`].
+    pub linears: [Matrix<O>; 7],
+    /// Before attention, before the MLP, of queries, of keys.
+    pub norms: [Values<O>; 4],
+}
+
+impl<O: GradOps> Layer<O> {
+    /// One Linear.
+    pub fn linear(&self, kind: LinearKind) -> &Matrix<O> {
+        &self.linears[kind as usize]
+    }
+
+    /// One Linear, to be changed.
+    pub fn linear_mut(&mut self, kind: LinearKind) -> &mut Matrix<O> {
+        &mut self.linears[kind as usize]
+    }
+}
+
+/// Canonical weights of a whole model, as they are read and written.
+pub struct Canonical {
+    /// The layers.
+    pub layers: Vec<LayerWeights>,
+    /// The norm before the head.
+    pub final_norm: Tensor,
+    /// The embedding.
+    pub embedding: Weight,
+    /// The head, if it is not tied.
+    pub head: Option<Weight>,
+}
+
+/// A model on a device.
+pub struct Model<O: GradOps> {
+    /// Shape.
+    pub config: ModelConfig,
+    /// `[vocab, hidden]`
+    pub embedding: Matrix<O>,
+    /// `[vocab, hidden]`; `None`: the embedding.
+    pub head: Option<Matrix<O>>,
+    /// The layers.
+    pub layers: Vec<Layer<O>>,
+    /// The norm before the head.
+    pub final_norm: Values<O>,
+}
+
+/// Names of a layer's norms, in the order of [`Layer::norms`].
+const NORMS: [&str; 4] = [
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.q_norm",
+    "self_attn.k_norm",
+];
+
+fn norms_of(w: &LayerWeights) -> [&Tensor; 4] {
+    [&w.input_norm, &w.post_attention_norm, &w.q_norm, &w.k_norm]
+}
+
+impl<O: GradOps> Model<O> {
+    /// The source, to be run and not tuned.
+    ///
+    /// # Errors
+    /// A weight that is not finite; the device's.
+    pub fn teacher(ops: &O, config: &ModelConfig, w: &Canonical) -> Result<Self> {
+        Self::build(ops, config, w, None, false)
+    }
+
+    /// The quantized model, to be tuned; its codes too if `codes`. `source` is what it was
+    /// quantized from.
+    ///
+    /// # Errors
+    /// As [`Model::teacher`].
+    pub fn student(
+        ops: &O,
+        config: &ModelConfig,
+        w: &Canonical,
+        source: &Canonical,
+        codes: bool,
+    ) -> Result<Self> {
+        Self::build(ops, config, w, Some(source), codes)
+    }
+
+    fn build(
+        ops: &O,
+        config: &ModelConfig,
+        w: &Canonical,
+        source: Option<&Canonical>,
+        codes: bool,
+    ) -> Result<Self> {
+        let tuned = source.is_some();
+        let matrix = |name: &str, w: &Weight, source: Option<&Weight>| match source {
+            None => Matrix::dense(ops, name, w),
+            Some(source) => Matrix::student(ops, name, w, source, codes),
+        };
+        let gain =
+            |name: String, t: &Tensor| Values::new(ops, name, Kind::Gain, &t.to_f32()?, tuned);
+        let mut layers = Vec::new();
+        for (layer, w) in w.layers.iter().enumerate() {
+            let linear = |kind: LinearKind| {
+                let name = LinearId { layer, kind }.to_string();
+                let source = source.map(|s| s.layers[layer].linear(kind));
+                matrix(&name, w.linear(kind), source)
+            };
+            let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
+            let [a, b, c, d] = norms_of(w);
+            let norm = |i: usize, t| gain(format!("model.layers.{layer}.{}", NORMS[i]), t);
+            layers.push(Layer {
+                linears: [q?, k?, v?, o?, gate?, up?, down?],
+                norms: [norm(0, a)?, norm(1, b)?, norm(2, c)?, norm(3, d)?],
+            });
+        }
+        let head = match &w.head {
+            Some(head) => {
+                let source = source.and_then(|s| s.head.as_ref());
+                Some(matrix(HEAD, head, source)?)
+            }
+            None => None,
+        };
+        Ok(Model {
+            config: config.clone(),
+            embedding: matrix(EMBEDDING, &w.embedding, source.map(|s| &s.embedding))?,
+            head,
+            layers,
+            final_norm: gain("model.norm".into(), &w.final_norm)?,
+        })
+    }
+
+    /// The head: the embedding, if tied.
+    pub fn head(&self) -> &Matrix<O> {
+        self.head.as_ref().unwrap_or(&self.embedding)
+    }
+
+    /// The head, to be changed.
+    pub fn head_mut(&mut self) -> &mut Matrix<O> {
+        self.head.as_mut().unwrap_or(&mut self.embedding)
+    }
+
+    /// Everything that is tuned, in a fixed order.
+    pub fn values(&self) -> Vec<&Values<O>> {
+        let mut all = self.embedding.values();
+        all.extend(self.head.iter().flat_map(Matrix::values));
+        for layer in &self.layers {
+            all.extend(layer.linears.iter().flat_map(Matrix::values));
+            all.extend(&layer.norms);
+        }
+        all.push(&self.final_norm);
+        all.retain(|v| v.state.is_some());
+        all
+    }
+
+    /// As [`Model::values`], to be changed.
+    pub fn values_mut(&mut self) -> Vec<&mut Values<O>> {
+        let mut all = self.embedding.values_mut();
+        all.extend(self.head.iter_mut().flat_map(Matrix::values_mut));
+        for layer in &mut self.layers {
+            all.extend(layer.linears.iter_mut().flat_map(Matrix::values_mut));
+            all.extend(&mut layer.norms);
+        }
+        all.push(&mut self.final_norm);
+        all.retain(|v| v.state.is_some());
+        all
+    }
+}
+
+/// `base` with the tuned values that `lookup` gives for a name put in: codes rounded anew,
+/// scales to f16. Zero-points stay.
+///
+/// # Errors
+/// [`crate::Error::NotFinite`] if a tuned value is no number that the file can hold.
+pub fn rounded<'a>(
+    base: &Canonical,
+    lookup: impl Fn(&str) -> Option<&'a [f32]>,
+) -> Result<Canonical> {
+    let weight = |name: &str, w: &Weight| -> Result<Weight> {
+        let Weight::Quantized(QuantizedWeight::Affine(a)) = w else {
+            return Ok(w.clone());
+        };
+        let Some(scales) = lookup(&format!("{name}.scales")) else {
+            return Ok(w.clone());
+        };
+        check_finite(name, scales, a.groups())?;
+        let p = parts(a);
+        let mut out = Rounded::new(Grid::new(a.scheme())?, a.out_features(), a.in_features());
+        out.codes = p.codes;
+        for ((to, &scale), &zero) in out.params.iter_mut().zip(scales).zip(&p.zeros) {
+            *to = GroupParams {
+                scale: f16::from_f32(scale).to_f32(),
+                zero: zero as u8,
+            };
+        }
+        if let Some(latent) = lookup(&format!("{name}.latent")) {
+            check_finite(name, latent, a.in_features())?;
+            let groups = out.codes.chunks_mut(p.group).zip(latent.chunks(p.group));
+            for ((codes, latent), &params) in groups.zip(&out.params) {
+                out.grid.round(params, latent, codes);
+            }
+        }
+        out.to_weight()
+    };
+    let norm = |name: String, t: &Tensor| -> Result<Tensor> {
+        match lookup(&name) {
+            None => Ok(t.clone()),
+            Some(values) => {
+                check_finite(&name, values, values.len())?;
+                gain_tensor(t, values)
+            }
+        }
+    };
+    let mut layers = Vec::new();
+    for (layer, w) in base.layers.iter().enumerate() {
+        let linear =
+            |kind: LinearKind| weight(&LinearId { layer, kind }.to_string(), w.linear(kind));
+        let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
+        let name = |i: usize| format!("model.layers.{layer}.{}", NORMS[i]);
+        layers.push(LayerWeights {
+            linears: [q?, k?, v?, o?, gate?, up?, down?],
+            input_norm: norm(name(0), &w.input_norm)?,
+            post_attention_norm: norm(name(1), &w.post_attention_norm)?,
+            q_norm: norm(name(2), &w.q_norm)?,
+            k_norm: norm(name(3), &w.k_norm)?,
+        });
+    }
+    Ok(Canonical {
+        layers,
+        final_norm: norm("model.norm".into(), &base.final_norm)?,
+        embedding: weight(EMBEDDING, &base.embedding)?,
+        head: match &base.head {
+            Some(head) => Some(weight(HEAD, head)?),
+            None => None,
+        },
+    })
+}
+
+fn check_finite(name: &str, values: &[f32], cols: usize) -> Result<()> {
+    // What f16 cannot hold is no scale either; gains and latent weights are far below that.
+    let bad = |v: &f32| !v.is_finite() || v.abs() > 65504.0;
+    match values.iter().position(bad) {
+        None => Ok(()),
+        Some(i) => Err(crate::Error::NotFinite {
+            tensor: format!("{name} (tuned)"),
+            found: values[i],
+            row: i / cols.max(1),
+            column: i % cols.max(1),
+        }),
+    }
+}
+
+/// Tuned gains take no more bytes than the source's: 16-bit ones become f16, which is the
+/// finer of the two 16-bit types.
+fn gain_tensor(source: &Tensor, values: &[f32]) -> Result<Tensor> {
+    let shape = vec![values.len()];
+    if source.dtype().size() != 2 {
+        return Ok(Tensor::from_f32(shape, values.to_vec())?);
+    }
+    let bytes: Vec<u8> = values
+        .iter()
+        .flat_map(|&v| f16::from_f32(v).to_le_bytes())
+        .collect();
+    Ok(Tensor::new(nq_formats::DType::F16, shape, bytes.into())?)
+}

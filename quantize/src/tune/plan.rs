@@ -1,0 +1,164 @@
+//! How much a tuning is to do, and what memory it takes.
+
+use super::graph::{graph_values, largest_weight};
+use super::sample::sampler_values;
+use nq_formats::ModelConfig;
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// How long to tune.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Effort {
+    /// As many steps as fit this time by a measurement before the first; the record says how
+    /// many.
+    Budget(Duration),
+    /// So many steps.
+    Steps {
+        /// Steps of the schedule.
+        steps: usize,
+        /// Sequences of a step.
+        batch: usize,
+    },
+}
+
+/// What a user asks of tuning.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TuneOptions {
+    /// How long.
+    pub effort: Effort,
+    /// Products on a GPU round their operands to TF32: faster and coarser.
+    pub tf32: bool,
+}
+
+/// Above this many parameters codes are tuned only where all of them fit the device.
+const LARGE: usize = 2_000_000_000;
+/// Sequences of a step, and steps: more of either is not worth its time.
+const BATCHES: [usize; 4] = [32, 16, 8, 4];
+const MOST_STEPS: usize = 1200;
+/// A larger batch is taken once it leaves this many steps.
+const GOOD_STEPS: usize = 500;
+/// Fewer steps do not make up for what they disturb.
+const LEAST_STEPS: usize = 50;
+
+/// Steps and batch that fit `seconds` at `each` seconds a sequence; `None` if too few do.
+///
+/// Steps come in ratios of about 1.2, so that measurements that differ a little give the same
+/// plan. `pass` sequences at least are a step.
+pub fn schedule(seconds: f64, each: f64, pass: usize) -> Option<(usize, usize)> {
+    let sequences = seconds / each.max(1e-9);
+    let steps = |batch: usize| (sequences / batch as f64) as usize;
+    let fits = |&&batch: &&usize| batch >= pass && steps(batch) >= GOOD_STEPS;
+    let smallest = BATCHES.iter().rev().find(|&&b| b >= pass).unwrap_or(&pass);
+    let batch = *BATCHES.iter().find(fits).unwrap_or(smallest);
+    let mut chosen = MOST_STEPS as f64;
+    while chosen as usize > steps(batch) {
+        chosen /= 1.2;
+    }
+    (chosen as usize >= LEAST_STEPS).then_some((chosen as usize, batch))
+}
+
+/// What fits a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryPlan {
+    /// Codes are tuned, not scales and gains alone.
+    pub codes: bool,
+    /// Sequences of a pass.
+    pub pass: usize,
+    /// Sequences sampled together.
+    pub slots: usize,
+    /// Bytes of the device's memory.
+    pub bytes: u64,
+}
+
+impl MemoryPlan {
+    /// The largest passes that fit `limit` bytes, or `Err` with what the smallest take.
+    /// `group` is the least group size of the model's schemes.
+    ///
+    /// # Errors
+    /// The bytes that the smallest plan takes, if they exceed the limit.
+    pub fn new(
+        config: &ModelConfig,
+        length: usize,
+        group: usize,
+        limit: u64,
+        (most_pass, most_slots): (usize, usize),
+    ) -> Result<Self, u64> {
+        let halves = |most: usize| std::iter::successors(Some(most), |&n| (n > 1).then_some(n / 2));
+        let small = config.parameters() <= LARGE;
+        let mut least = u64::MAX;
+        for codes in [true, false] {
+            for pass in halves(most_pass) {
+                // A large model tunes codes only if that costs it no sensible pass.
+                if codes && !small && pass < most_pass.min(8) {
+                    break;
+                }
+                for slots in halves(most_slots).take_while(|&s| s >= most_slots.min(32)) {
+                    let bytes = bytes(config, codes, (pass, slots, length), group);
+                    if bytes <= limit {
+                        return Ok(MemoryPlan {
+                            codes,
+                            pass,
+                            slots,
+                            bytes,
+                        });
+                    }
+                    least = least.min(bytes);
+                }
+            }
+        }
+        Err(least)
+    }
+}
+
+/// Bytes on the device: both models, Adam's moments, activations, the sampler.
+fn bytes(
+    c: &ModelConfig,
+    codes: bool,
+    (pass, slots, length): (usize, usize, usize),
+    group: usize,
+) -> u64 {
+    let n = c.parameters() as u64;
+    let groups = n / group.max(1) as u64;
+    let each = if codes { 16 } else { 1 };
+    let values = graph_values(c, pass, length) + sampler_values(c, slots, length);
+    // Partial sums of split products, at most.
+    let partial = 8 * largest_weight(c).min(1 << 22);
+    n * (4 + each) + groups * 20 + 4 * (values + partial) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_formats::synth::PRESETS;
+
+    #[test]
+    fn schedules_fill_the_budget_and_no_more() {
+        for seconds in [60.0, 600.0, 3600.0, 36_000.0] {
+            for each in [0.003, 0.1, 0.9] {
+                let Some((steps, batch)) = schedule(seconds, each, 4) else {
+                    assert!(seconds / each < (LEAST_STEPS as f64) * 4.0 * 1.3);
+                    continue;
+                };
+                assert!(
+                    (steps * batch) as f64 * each <= seconds,
+                    "{steps} x {batch}"
+                );
+                assert!((LEAST_STEPS..=MOST_STEPS).contains(&steps));
+            }
+        }
+        assert_eq!(schedule(3600.0, 0.003, 8), Some((1200, 32)));
+        assert_eq!(schedule(1.0, 1.0, 1), None);
+        // A step is never smaller than a pass.
+        assert!(schedule(600.0, 0.5, 16).is_some_and(|(_, batch)| batch == 16));
+    }
+
+    #[test]
+    fn large_models_tune_scales_alone_where_codes_do_not_fit() {
+        let plan = |preset: usize, limit: u64| {
+            MemoryPlan::new(&PRESETS[preset].config(), 512, 64, limit << 30, (32, 1024))
+        };
+        assert!(plan(0, 100).is_ok_and(|p| p.codes && p.bytes <= 100 << 30));
+        assert!(plan(3, 130).is_ok_and(|p| !p.codes));
+        assert!(plan(5, 20).is_err_and(|least| least > 20 << 30));
+    }
+}

@@ -1,0 +1,423 @@
+use super::graph::Graph;
+use super::params::{Canonical, Matrix, Model, rounded};
+use super::sample::Sampler;
+use super::train::{Settings, Trainer};
+use crate::fit::Fit;
+use crate::grid::Grid;
+use crate::linalg;
+use crate::methods::rtn;
+use nq_formats::{
+    AffineScheme, Bits, Group, ModelConfig, Rope, RopeScaling, Tensor, Weight, Zeros,
+};
+use nq_kernels::grad::CpuOps;
+use nq_kernels::rng::Philox;
+use nq_runtime::{LayerWeights, LinearKind};
+
+fn config(tied: bool) -> ModelConfig {
+    ModelConfig {
+        hidden_size: 32,
+        intermediate_size: 48,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 16,
+        vocab_size: 40,
+        max_position_embeddings: 64,
+        rms_norm_eps: 1e-6,
+        rope: Rope {
+            theta: 1e4,
+            scaling: RopeScaling::None,
+        },
+        tie_word_embeddings: tied,
+        eos_token_ids: vec![39],
+        dtype: None,
+    }
+}
+
+/// Random weights of a size at which every part of the model matters.
+fn random(c: &ModelConfig, seed: u64) -> Canonical {
+    let mut stream = 0;
+    let mut normal = |n: usize, mean: f32, std: f32| -> Vec<f32> {
+        stream += 1;
+        let mut rng = Philox::new(seed, stream);
+        (0..n).map(|_| mean + std * rng.normal()).collect()
+    };
+    let mut matrix = |(out, inp): (usize, usize), gain: f32| {
+        let values = normal(out * inp, 0.0, gain / (inp as f32).sqrt());
+        Weight::Dense(Tensor::from_f32(vec![out, inp], values).unwrap())
+    };
+    let layers: Vec<[Weight; 7]> = (0..c.num_hidden_layers)
+        .map(|_| LinearKind::ALL.map(|k| matrix(k.dims(c), 1.0)))
+        .collect();
+    let embedding = matrix((c.vocab_size, c.hidden_size), 2.0);
+    let head = (!c.tie_word_embeddings).then(|| matrix((c.vocab_size, c.hidden_size), 2.0));
+    let mut norm = |n: usize| Tensor::from_f32(vec![n], normal(n, 1.0, 0.2)).unwrap();
+    Canonical {
+        layers: layers
+            .into_iter()
+            .map(|linears| LayerWeights {
+                linears,
+                input_norm: norm(c.hidden_size),
+                post_attention_norm: norm(c.hidden_size),
+                q_norm: norm(c.head_dim),
+                k_norm: norm(c.head_dim),
+            })
+            .collect(),
+        final_norm: norm(c.hidden_size),
+        embedding,
+        head,
+    }
+}
+
+fn quantized(w: &Canonical, bits: Bits) -> Canonical {
+    let grid = Grid::new(AffineScheme {
+        bits,
+        group: Group::Size(16),
+        zeros: Zeros::Integer,
+    })
+    .unwrap();
+    let round = |w: &Weight| {
+        let m = linalg::Matrix::from_weight("w", w).unwrap();
+        rtn::round(&m, grid, Fit::absmax(), &[])
+            .to_weight()
+            .unwrap()
+    };
+    Canonical {
+        layers: w
+            .layers
+            .iter()
+            .map(|l| LayerWeights {
+                linears: l.linears.each_ref().map(round),
+                ..l.clone()
+            })
+            .collect(),
+        final_norm: w.final_norm.clone(),
+        embedding: round(&w.embedding),
+        head: w.head.as_ref().map(round),
+    }
+}
+
+fn tokens(c: &ModelConfig, n: usize) -> Vec<u32> {
+    let mut rng = Philox::new(7, 7);
+    (0..n)
+        .map(|_| rng.next_u32() % c.vocab_size as u32)
+        .collect()
+}
+
+/// The gradient of every tuned tensor along a random direction, against the difference of
+/// losses. The direction moves latent weights by a whole step of their grid, so that their
+/// codes really move.
+fn check_gradients(tied: bool, codes: bool) {
+    let (ops, c) = (CpuOps, config(tied));
+    let (batch, seq) = (3, 8);
+    let source = random(&c, 1);
+    // Another model altogether: the loss is then far from its minimum, where it is flat.
+    let student = quantized(&random(&c, 2), Bits::B8);
+    let teacher = Model::teacher(&ops, &c, &source).unwrap();
+    let mut model = Model::student(&ops, &c, &student, &random(&c, 2), codes).unwrap();
+    let mut graph = Graph::new(&ops, &c, batch, seq).unwrap();
+    let tokens = tokens(&c, batch * seq);
+    let loss = graph
+        .gradient(&ops, &teacher, &mut model, &tokens, 1.0)
+        .unwrap();
+    let again = graph.divergence(&ops, &teacher, &model, &tokens).unwrap();
+    assert_eq!(loss, again);
+    assert!(loss > 0.3, "{loss}");
+    let names: Vec<String> = model.values().iter().map(|v| v.name.clone()).collect();
+    assert_eq!(names.iter().any(|n| n.ends_with("latent")), codes);
+    for (i, name) in names.iter().enumerate() {
+        let mut rng = Philox::new(5, i as u64);
+        let values = model.values()[i].value.clone();
+        let grad = model.values()[i].state.as_ref().unwrap().grad.clone();
+        let steps = step_sizes(&model, i);
+        // Along the gradient's own signs, partly, so that the sum does not cancel.
+        let direction: Vec<f32> = grad
+            .iter()
+            .zip(&steps)
+            .map(|(g, s)| {
+                s * if rng.uniform() < 0.8 {
+                    g.signum()
+                } else {
+                    -g.signum()
+                }
+            })
+            .collect();
+        let is_scale = name.ends_with(".scales");
+        // What is stored of a moved scale, so that the move is what it seems to be.
+        let stored = |v: f32| {
+            if is_scale {
+                half::f16::from_f32(v).to_f32()
+            } else {
+                v
+            }
+        };
+        let mut side = |sign: f32| {
+            let moved = values.iter().zip(&direction);
+            let moved: Vec<f32> = moved.map(|(v, d)| stored(v + sign * d)).collect();
+            model.values_mut()[i].value = moved.clone();
+            let loss = graph.divergence(&ops, &teacher, &model, &tokens).unwrap();
+            (loss, moved)
+        };
+        let ((up, above), (down, below)) = (side(1.0), side(-1.0));
+        model.values_mut()[i].value = values;
+        let measured = up - down;
+        let moves = grad.iter().zip(above.iter().zip(&below));
+        let expected: f64 = moves.map(|(g, (a, b))| f64::from(g * (a - b))).sum();
+        let error = (measured - expected).abs() / expected.abs().max(1e-4);
+        assert!(
+            error < 0.03,
+            "{name}: measured {measured:.6}, computed {expected:.6}"
+        );
+    }
+}
+
+/// By how much to move each value of tensor `i`.
+fn step_sizes(model: &Model<CpuOps>, i: usize) -> Vec<f32> {
+    let values = model.values();
+    let v = values[i];
+    if let Some(weight) = v.name.strip_suffix(".latent") {
+        let scales = values
+            .iter()
+            .find(|s| s.name == format!("{weight}.scales"))
+            .unwrap();
+        return (0..v.len).map(|at| scales.value[at / 16].abs()).collect();
+    }
+    // Scales are rounded to f16: a step is many times its spacing.
+    v.value.iter().map(|x| (x / 256.0).abs()).collect()
+}
+
+#[test]
+fn gradients_of_scales_and_gains_with_fixed_codes() {
+    check_gradients(true, false);
+}
+
+#[test]
+fn gradients_of_an_untied_head_with_fixed_codes() {
+    check_gradients(false, false);
+}
+
+/// A latent weight's gradient is that of its weight wherever its code is free to move.
+#[test]
+fn gradients_of_latent_weights() {
+    let (ops, c) = (CpuOps, config(true));
+    let (batch, seq) = (3, 8);
+    let source = random(&c, 1);
+    let other = random(&c, 2);
+    let teacher = Model::teacher(&ops, &c, &source).unwrap();
+    let mut model = Model::student(&ops, &c, &quantized(&other, Bits::B8), &other, true).unwrap();
+    let mut graph = Graph::new(&ops, &c, batch, seq).unwrap();
+    let tokens = tokens(&c, batch * seq);
+    graph
+        .gradient(&ops, &teacher, &mut model, &tokens, 1.0)
+        .unwrap();
+    let latent: Vec<usize> = (0..model.values().len())
+        .filter(|&i| model.values()[i].name.ends_with(".latent"))
+        .collect();
+    assert_eq!(latent.len(), 15);
+    for i in latent {
+        let name = model.values()[i].name.clone();
+        let values = model.values()[i].value.clone();
+        let grad = model.values()[i].state.as_ref().unwrap().grad.clone();
+        let steps = step_sizes(&model, i);
+        let mut side = |sign: f32| {
+            let moved = |((v, g), s): ((&f32, &f32), &f32)| v + sign * s * g.signum();
+            let moved: Vec<f32> = values.iter().zip(&grad).zip(&steps).map(moved).collect();
+            model.values_mut()[i].value = moved;
+            graph.divergence(&ops, &teacher, &model, &tokens).unwrap()
+        };
+        let measured = (side(1.0) - side(-1.0)) / 2.0;
+        model.values_mut()[i].value = values;
+        let expected: f64 = grad
+            .iter()
+            .zip(&steps)
+            .map(|(g, s)| f64::from(g.abs() * s))
+            .sum();
+        // Codes at the ends of the range move one way only: hence the wider margin.
+        let error = (measured - expected).abs() / expected;
+        assert!(
+            error < 0.12,
+            "{name}: measured {measured:.6}, computed {expected:.6}"
+        );
+    }
+}
+
+/// Passes of a batch add up to the batch.
+#[test]
+fn gradients_of_passes_add_up() {
+    let (ops, c) = (CpuOps, config(true));
+    let source = random(&c, 1);
+    let quantized = quantized(&source, Bits::B4);
+    let teacher = Model::teacher(&ops, &c, &source).unwrap();
+    let tokens = tokens(&c, 4 * 8);
+    let gradient = |pass: usize| {
+        let mut model = Model::student(&ops, &c, &quantized, &source, true).unwrap();
+        let mut graph = Graph::new(&ops, &c, pass, 8).unwrap();
+        for part in tokens.chunks(pass * 8) {
+            let share = pass as f32 / 4.0;
+            graph
+                .gradient(&ops, &teacher, &mut model, part, share)
+                .unwrap();
+        }
+        let values = model.values();
+        values
+            .iter()
+            .flat_map(|v| v.state.as_ref().unwrap().grad.clone())
+            .collect::<Vec<f32>>()
+    };
+    let (whole, parts) = (gradient(4), gradient(2));
+    let norm: f32 = whole.iter().map(|g| g * g).sum::<f32>().sqrt();
+    let error: f32 = whole
+        .iter()
+        .zip(&parts)
+        .map(|(a, b)| (a - b).powi(2))
+        .sum::<f32>()
+        .sqrt();
+    assert!(norm > 0.0 && error < 1e-4 * norm, "{error} of {norm}");
+}
+
+/// The quantized weights start as they are, and what is read back before any step is the same.
+#[test]
+fn nothing_tuned_is_nothing_changed() {
+    let (ops, c) = (CpuOps, config(false));
+    let source = random(&c, 1);
+    let quantized = quantized(&source, Bits::B4);
+    let model = Model::student(&ops, &c, &quantized, &source, true).unwrap();
+    let mut scratch = vec![0.0; c.q_dim() * c.hidden_size];
+    let Matrix::Latent { .. } = &model.layers[0].linears[0] else {
+        panic!("expected latent weights");
+    };
+    let w = model.layers[0].linears[0].load(&ops, &mut scratch).unwrap();
+    let expected = linalg::Matrix::from_weight("q", &quantized.layers[0].linears[0]).unwrap();
+    assert_eq!(w[..expected.data.len()], expected.data);
+
+    let values: Vec<(String, Vec<f32>)> = model
+        .values()
+        .iter()
+        .map(|v| (v.name.clone(), v.value.clone()))
+        .collect();
+    let lookup = |name: &str| {
+        values
+            .iter()
+            .find(|(n, _)| n == name)
+            .map(|(_, v)| v.as_slice())
+    };
+    let back = rounded(&quantized, lookup).unwrap();
+    for (a, b) in back.layers.iter().zip(&quantized.layers) {
+        for (a, b) in a.linears.iter().zip(&b.linears) {
+            let a = linalg::Matrix::from_weight("a", a).unwrap();
+            assert_eq!(a, linalg::Matrix::from_weight("b", b).unwrap());
+        }
+        assert_eq!(a.q_norm.to_f32().unwrap(), b.q_norm.to_f32().unwrap());
+    }
+    let a = linalg::Matrix::from_weight("a", back.head.as_ref().unwrap()).unwrap();
+    let b = linalg::Matrix::from_weight("b", quantized.head.as_ref().unwrap()).unwrap();
+    assert_eq!(a, b);
+}
+
+/// One token at a time gives what whole sequences give: the sampler's most likely next token
+/// after a beginning is the graph's.
+#[test]
+fn sampled_text_follows_the_model() {
+    let (ops, c) = (CpuOps, config(true));
+    let mut source = random(&c, 3);
+    // Logits so far apart that drawing is choosing the best.
+    let sharp: Vec<f32> = source
+        .final_norm
+        .to_f32()
+        .unwrap()
+        .iter()
+        .map(|g| g * 60.0)
+        .collect();
+    source.final_norm = Tensor::from_f32(vec![32], sharp).unwrap();
+    let teacher = Model::teacher(&ops, &c, &source).unwrap();
+    let mut sampler = Sampler::new(&ops, &c, 4, 12).unwrap();
+    let begin = vec![vec![1], vec![2, 3, 4], vec![5; 20], vec![6, 7]];
+    let text = sampler.sample(&ops, &teacher, &begin, (9, 0)).unwrap();
+    assert_eq!(text.len(), 4 * 12);
+    assert_eq!(text[12..15], [2, 3, 4]);
+    assert_eq!(text[24..36], [5; 12]);
+    assert_eq!(
+        text,
+        sampler.sample(&ops, &teacher, &begin, (9, 0)).unwrap()
+    );
+    let mut graph = Graph::new(&ops, &c, 4, 12).unwrap();
+    let logits = graph.all_logits(&ops, &teacher, &text).unwrap();
+    let mut followed = 0;
+    for (b, begin) in begin.iter().enumerate() {
+        for t in begin.len()..12 {
+            let row = &logits[(b * 12 + t - 1) * 40..][..40];
+            let best = (0..40).max_by(|&i, &j| row[i].total_cmp(&row[j])).unwrap();
+            followed += usize::from(text[b * 12 + t] == best as u32);
+        }
+    }
+    assert!(followed >= 27, "{followed} of 30 tokens were the best ones");
+}
+
+fn settings() -> Settings {
+    Settings {
+        steps: 40,
+        batch: 16,
+        pass: 8,
+        slots: 32,
+        length: 12,
+        held_out: 32,
+        codes: true,
+        rate_codes: 0.004,
+        rate_scales: 0.001,
+        rate_gains: 0.0005,
+        warmup: 2,
+        seed: 1,
+    }
+}
+
+fn begin(first: u64, n: usize) -> crate::Result<Vec<Vec<u32>>> {
+    Ok((0..n as u64)
+        .map(|i| vec![((first + i) % 40) as u32])
+        .collect())
+}
+
+/// A few steps lower the divergence on text that was not trained on; what they give can be
+/// written; and a run that stopped halfway goes on to the same bits.
+#[test]
+fn tuning_helps_and_resumes_to_the_same_bits() {
+    let (ops, c) = (CpuOps, config(true));
+    let source = random(&c, 4);
+    let quantized = quantized(&source, Bits::B4);
+    let dir = tempfile::tempdir().unwrap();
+    let trainer =
+        || Trainer::new(&ops, &c, (&source, &quantized), settings(), &begin, &()).unwrap();
+    let mut whole = trainer();
+    let path = dir.path().join("whole");
+    whole.run(Some(&path), &()).unwrap();
+    let checks = whole.checks();
+    let (first, last) = (checks[0].held_out, checks[checks.len() - 1].held_out);
+    assert!(last < 0.9 * first, "{first} -> {last}");
+    let tuned = whole.best(&quantized).unwrap().unwrap();
+    let teacher = Model::teacher(&ops, &c, &source).unwrap();
+    let student = Model::teacher(&ops, &c, &tuned).unwrap();
+    let mut graph = Graph::new(&ops, &c, 4, 12).unwrap();
+    let fresh = tokens(&c, 48);
+    let written = graph.divergence(&ops, &teacher, &student, &fresh).unwrap();
+    let base = Model::teacher(&ops, &c, &quantized).unwrap();
+    let before = graph.divergence(&ops, &teacher, &base, &fresh).unwrap();
+    assert!(written < before, "as written: {before} -> {written}");
+
+    let mut half = trainer();
+    let path = dir.path().join("half");
+    half.run_to(20, Some(&path)).unwrap();
+    let mut rest = trainer();
+    assert!(rest.take_up(&path).unwrap());
+    rest.run(None, &()).unwrap();
+    assert_eq!(rest.checks(), whole.checks());
+    let resumed = rest.best(&quantized).unwrap().unwrap();
+    for (a, b) in resumed.layers.iter().zip(&tuned.layers) {
+        for (a, b) in a.linears.iter().zip(&b.linears) {
+            let a = linalg::Matrix::from_weight("a", a).unwrap();
+            assert_eq!(a, linalg::Matrix::from_weight("b", b).unwrap());
+        }
+    }
+    // Other settings are another run.
+    let mut other = trainer();
+    other.plan(41, 16, 0.004);
+    assert!(!other.take_up(&path).unwrap());
+}

@@ -1,0 +1,484 @@
+//! The training loop: fresh text, gradients, Adam, held-out checks, checkpoints.
+
+use super::graph::Graph;
+use super::params::{Canonical, Kind, Model, Values, rounded};
+use super::sample::Sampler;
+use crate::error::{Error, Result};
+use nq_formats::safetensors::SafetensorsFile;
+use nq_formats::serialize::write_tensors;
+use nq_formats::{Progress, Tensor, Unit, checkpoint};
+use nq_kernels::grad::{Adam, GradOps};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::f64::consts::PI;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// What decides the result of tuning, for the record and for resuming.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Steps of the schedule.
+    pub steps: usize,
+    /// Sequences of a step.
+    pub batch: usize,
+    /// Sequences of a pass: gradients of `batch / pass` passes are added.
+    pub pass: usize,
+    /// Sequences sampled together.
+    pub slots: usize,
+    /// Tokens of a sequence.
+    pub length: usize,
+    /// Held-out sequences.
+    pub held_out: usize,
+    /// Latent weights and with them the codes are tuned, not scales and gains alone.
+    pub codes: bool,
+    /// Learning rate of latent weights, relative to the model's mean weight.
+    pub rate_codes: f32,
+    /// Of scales, relative to the mean scale of their weight.
+    pub rate_scales: f32,
+    /// Of gains of norms, relative to their mean.
+    pub rate_gains: f32,
+    /// Steps in which the rates rise from 0.
+    pub warmup: usize,
+    /// Of the text.
+    pub seed: u64,
+}
+
+/// Adam's decays. The second is short: a schedule is a few hundred steps.
+const BETA1: f32 = 0.9;
+const BETA2: f32 = 0.99;
+/// Far below the root of any squared gradient that matters.
+const EPSILON: f32 = 1e-12;
+/// Held-out checks of a schedule.
+const CHECKS: usize = 8;
+/// A divergence of so many times that of the start ends a schedule.
+const ASTRAY: f64 = 3.0;
+/// A checkpoint is written at a check, and no more often than this.
+const CHECKPOINT_EVERY: Duration = Duration::from_secs(45);
+/// Streams of random numbers of held-out text start here; those of training text at 0.
+const HELD_OUT_STREAM: u64 = 1 << 48;
+
+/// A check on held-out text.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Check {
+    /// Steps done.
+    pub step: usize,
+    /// Mean KL divergence on held-out text, in nats.
+    pub held_out: f64,
+    /// Mean training loss since the check before.
+    pub training: f64,
+}
+
+/// Gives beginnings of sequences: `n` of them, from number `first` of an endless list.
+pub type Beginnings<'a> = dyn Fn(u64, usize) -> Result<Vec<Vec<u32>>> + 'a;
+
+/// Tuning on one device.
+pub struct Trainer<'a, O: GradOps> {
+    ops: &'a O,
+    teacher: Model<O>,
+    student: Model<O>,
+    graph: Graph<O>,
+    sampler: Sampler<O>,
+    settings: Settings,
+    beginnings: &'a Beginnings<'a>,
+    reference: f32,
+    text: Vec<u32>,
+    text_first: u64,
+    held_out: Vec<u32>,
+    step: usize,
+    checks: Vec<Check>,
+    losses: (f64, usize),
+    done: bool,
+    best: BTreeMap<String, Vec<f32>>,
+}
+
+/// What a checkpoint says beside its tensors.
+#[derive(Serialize, Deserialize)]
+struct Header {
+    settings: Settings,
+    step: usize,
+    checks: Vec<Check>,
+    losses: (f64, usize),
+    done: bool,
+}
+
+const HEADER: &str = "nq_tuning";
+
+impl<'a, O: GradOps> Trainer<'a, O> {
+    /// Puts both models on the device and samples held-out text. `settings.steps` and
+    /// `settings.batch` may be set later ([`Trainer::plan`]).
+    ///
+    /// # Errors
+    /// If the device has not enough memory, or what sampling reports.
+    pub fn new(
+        ops: &'a O,
+        config: &nq_formats::ModelConfig,
+        (source, quantized): (&Canonical, &Canonical),
+        settings: Settings,
+        beginnings: &'a Beginnings<'a>,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let s = &settings;
+        let student = Model::student(ops, config, quantized, source, s.codes)?;
+        let (sum, n) = student
+            .values()
+            .iter()
+            .filter(|v| v.kind == Kind::Latent)
+            .fold((0.0, 0), |(sum, n), v| {
+                (sum + f64::from(v.magnitude) * v.len as f64, n + v.len)
+            });
+        let mut trainer = Trainer {
+            ops,
+            teacher: Model::teacher(ops, config, source)?,
+            student,
+            graph: Graph::new(ops, config, s.pass, s.length)?,
+            sampler: Sampler::new(ops, config, s.slots, s.length)?,
+            beginnings,
+            reference: (sum / n.max(1) as f64) as f32,
+            text: Vec::new(),
+            text_first: 0,
+            held_out: Vec::new(),
+            step: 0,
+            checks: Vec::new(),
+            losses: (0.0, 0),
+            done: false,
+            best: BTreeMap::new(),
+            settings,
+        };
+        let wanted = trainer.settings.held_out;
+        let tokens = (wanted * trainer.settings.length) as u64;
+        progress.begin(
+            "sampling text that tuning is checked on",
+            tokens,
+            Unit::Tokens,
+        );
+        while trainer.held_out.len() < wanted * trainer.settings.length {
+            let done = trainer.held_out.len() / trainer.settings.length;
+            let n = (wanted - done).min(trainer.sampler.slots());
+            let first = HELD_OUT_STREAM + done as u64;
+            let text = trainer.sample(first, n)?;
+            progress.advance(text.len() as u64);
+            trainer.held_out.extend(text);
+        }
+        progress.end();
+        Ok(trainer)
+    }
+
+    fn sample(&mut self, first: u64, n: usize) -> Result<Vec<u32>> {
+        let beginnings = (self.beginnings)(first, n)?;
+        let seed = (self.settings.seed, first);
+        self.sampler
+            .sample(self.ops, &self.teacher, &beginnings, seed)
+    }
+
+    /// Sequence `index` and those after it, `n` in all, of the endless training text.
+    fn text(&mut self, index: u64, n: usize) -> Result<Vec<u32>> {
+        let length = self.settings.length;
+        let slots = self.sampler.slots() as u64;
+        let mut out = Vec::with_capacity(n * length);
+        for i in index..index + n as u64 {
+            let chunk = i / slots * slots;
+            if self.text.is_empty() || self.text_first != chunk {
+                self.text = self.sample(chunk, slots as usize)?;
+                self.text_first = chunk;
+            }
+            let at = (i - chunk) as usize * length;
+            out.extend_from_slice(&self.text[at..at + length]);
+        }
+        Ok(out)
+    }
+
+    /// Seconds that a sequence of training takes here, its sampling included: measured.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn seconds_per_sequence(&mut self) -> Result<f64> {
+        let (pass, slots) = (self.graph.batch(), self.sampler.slots());
+        let start = Instant::now();
+        let tokens = self.text(0, pass)?;
+        let sampling = start.elapsed().as_secs_f64() / slots as f64;
+        // The first pass pays for what is done once; the second is timed.
+        let mut seconds = 0.0;
+        for _ in 0..2 {
+            let start = Instant::now();
+            let (student, teacher) = (&mut self.student, &self.teacher);
+            self.graph
+                .gradient(self.ops, teacher, student, &tokens, 1.0)?;
+            seconds = start.elapsed().as_secs_f64();
+        }
+        for v in self.student.values_mut() {
+            if let Some(state) = &mut v.state {
+                self.ops.clear(&mut state.grad, v.len)?;
+            }
+        }
+        Ok(sampling + seconds / pass as f64)
+    }
+
+    /// Sets the schedule. `batch` must be a multiple of the sequences of a pass.
+    pub fn plan(&mut self, steps: usize, batch: usize, rate_codes: f32) {
+        let s = &mut self.settings;
+        (s.steps, s.batch, s.rate_codes) = (steps, batch, rate_codes);
+    }
+
+    /// What decides the result.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// All checks so far, the first before any step.
+    pub fn checks(&self) -> &[Check] {
+        &self.checks
+    }
+
+    /// Tunes to the end of the schedule, from where a checkpoint at `path` stands if it fits.
+    ///
+    /// # Errors
+    /// The device's; a checkpoint that cannot be written.
+    pub fn run(&mut self, path: Option<&Path>, progress: &dyn Progress) -> Result<()> {
+        let s = self.settings.clone();
+        let tokens = |steps: usize| (steps * s.batch * s.length) as u64;
+        progress.begin("tuning", tokens(s.steps), Unit::Tokens);
+        progress.advance(tokens(self.step));
+        if self.checks.is_empty() {
+            self.check(progress)?;
+        }
+        let every = s.steps.div_ceil(CHECKS).max(1);
+        let mut saved = Instant::now();
+        while !self.done && self.step < s.steps && !self.is_over() {
+            let loss = self.step()?;
+            self.losses.0 += loss;
+            self.losses.1 += 1;
+            self.step += 1;
+            progress.advance(tokens(1));
+            if !loss.is_finite() {
+                progress.note(&format!(
+                    "tuning: the loss of step {} is {loss}; the best state before it is kept",
+                    self.step
+                ));
+                break;
+            }
+            if self.step.is_multiple_of(every) || self.step == s.steps {
+                self.check(progress)?;
+                let due = saved.elapsed() >= CHECKPOINT_EVERY;
+                if let Some(path) = path.filter(|_| due) {
+                    self.save(path)?;
+                    saved = Instant::now();
+                }
+            }
+        }
+        progress.end();
+        // The end is kept as well: what follows may be killed, too.
+        if let Some(path) = path.filter(|_| !self.done) {
+            self.done = true;
+            self.save(path)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the first `steps` steps and leaves a checkpoint: a run that was killed there.
+    #[cfg(test)]
+    pub(crate) fn run_to(&mut self, steps: usize, path: Option<&Path>) -> Result<()> {
+        self.check(&())?;
+        let every = self.settings.steps.div_ceil(CHECKS).max(1);
+        while self.step < steps {
+            self.losses.0 += self.step()?;
+            self.losses.1 += 1;
+            self.step += 1;
+            if self.step.is_multiple_of(every) {
+                self.check(&())?;
+            }
+        }
+        path.map_or(Ok(()), |path| self.save(path))
+    }
+
+    /// True once held-out text says that the student was led astray: a schedule improves most
+    /// at its end, so that nothing less is a reason to stop it.
+    fn is_over(&self) -> bool {
+        match (self.checks.first(), self.checks.last()) {
+            (Some(first), Some(last)) => last.held_out > ASTRAY * first.held_out,
+            _ => false,
+        }
+    }
+
+    fn step(&mut self) -> Result<f64> {
+        let s = self.settings.clone();
+        let tokens = self.text((self.step * s.batch) as u64, s.batch)?;
+        let passes = s.batch / s.pass;
+        let mut loss = 0.0;
+        for part in tokens.chunks(s.pass * s.length) {
+            let share = 1.0 / passes as f32;
+            let (student, teacher) = (&mut self.student, &self.teacher);
+            let l = self
+                .graph
+                .gradient(self.ops, teacher, student, part, share)?;
+            loss += l / passes as f64;
+        }
+        let t = (self.step + 1) as f64;
+        let rise = (t / s.warmup.max(1) as f64).min(1.0);
+        let fall = 0.5 * (1.0 + (PI * self.step as f64 / s.steps as f64).cos());
+        let reference = self.reference;
+        for v in self.student.values_mut() {
+            let rate = match v.kind {
+                Kind::Latent => s.rate_codes * reference,
+                Kind::Scale => s.rate_scales * v.magnitude,
+                Kind::Gain => s.rate_gains * v.magnitude,
+            };
+            let adam = Adam {
+                rate: (f64::from(rate) * rise * fall) as f32,
+                beta1: BETA1,
+                beta2: BETA2,
+                correction1: (1.0 - f64::from(BETA1).powf(t)) as f32,
+                correction2: (1.0 - f64::from(BETA2).powf(t)) as f32,
+                epsilon: EPSILON,
+            };
+            v.step(self.ops, adam)?;
+        }
+        Ok(loss)
+    }
+
+    /// Measures on held-out text; keeps the state if it is the best so far.
+    fn check(&mut self, progress: &dyn Progress) -> Result<()> {
+        let length = self.settings.length;
+        let (mut sum, mut n) = (0.0, 0);
+        let held_out = std::mem::take(&mut self.held_out);
+        for part in held_out.chunks(self.graph.batch() * length) {
+            let (ops, teacher, student) = (self.ops, &self.teacher, &self.student);
+            sum += self.graph.divergence(ops, teacher, student, part)? * part.len() as f64;
+            n += part.len();
+        }
+        self.held_out = held_out;
+        let check = Check {
+            step: self.step,
+            held_out: sum / n as f64,
+            training: self.losses.0 / self.losses.1.max(1) as f64,
+        };
+        self.losses = (0.0, 0);
+        let before = self.checks.iter().map(|c| c.held_out);
+        let improved = before.fold(f64::INFINITY, f64::min) > check.held_out;
+        self.checks.push(check);
+        progress.note(&format!(
+            "tuning: step {} of {}: KL divergence {:.5} on held-out text",
+            check.step, self.settings.steps, check.held_out
+        ));
+        // Before the first step there is nothing to keep: the quantized weights are that.
+        if improved && self.step > 0 {
+            for v in self.student.values() {
+                let values = v.to_host(self.ops)?;
+                self.best.insert(v.name.clone(), values);
+            }
+        }
+        Ok(())
+    }
+
+    /// The quantized model with the best state put in, or `None` if no step was better than
+    /// none.
+    ///
+    /// # Errors
+    /// A tuned value that a file cannot hold.
+    pub fn best(&self, quantized: &Canonical) -> Result<Option<Canonical>> {
+        if self.best.is_empty() {
+            return Ok(None);
+        }
+        let lookup = |name: &str| self.best.get(name).map(Vec::as_slice);
+        rounded(quantized, lookup).map(Some)
+    }
+
+    /// Writes everything that goes on to matter, whole or not at all.
+    fn save(&self, path: &Path) -> Result<()> {
+        let mut tensors = Vec::new();
+        let mut put = |name: String, values: Vec<f32>| -> Result<()> {
+            tensors.push((name, Tensor::from_f32(vec![values.len()], values)?));
+            Ok(())
+        };
+        for v in self.student.values() {
+            put(format!("{}/value", v.name), v.to_host(self.ops)?)?;
+            if let Some(state) = &v.state {
+                for (part, floats) in [("mean", &state.mean), ("square", &state.square)] {
+                    let mut values = vec![0.0; v.len];
+                    self.ops.read(floats, &mut values)?;
+                    put(format!("{}/{part}", v.name), values)?;
+                }
+            }
+        }
+        for (name, values) in &self.best {
+            put(format!("{name}/best"), values.clone())?;
+        }
+        let header = Header {
+            settings: self.settings.clone(),
+            step: self.step,
+            checks: self.checks.clone(),
+            losses: self.losses,
+            done: self.done,
+        };
+        let header = serde_json::to_string(&header).expect("string keys and finite numbers");
+        let metadata = BTreeMap::from([(HEADER.to_owned(), header)]);
+        Ok(write_tensors(path, &tensors, &metadata)?)
+    }
+
+    /// Takes up the checkpoint at `path`, if there is one of the same settings. Returns whether
+    /// there was.
+    ///
+    /// # Errors
+    /// A checkpoint that is damaged; the device's.
+    pub fn take_up(&mut self, path: &Path) -> Result<bool> {
+        if !path.exists() {
+            return Ok(false);
+        }
+        let bytes = checkpoint::map_file(path).map_err(|e| Error::io(path, "open", e))?;
+        let file = SafetensorsFile::parse(path, bytes)?;
+        let header = file.metadata().get(HEADER).map_or("", String::as_str);
+        let Ok(header) = serde_json::from_str::<Header>(header) else {
+            return Ok(false);
+        };
+        if header.settings != self.settings {
+            return Ok(false);
+        }
+        let read = |name: String, len: usize| -> Result<Vec<f32>> {
+            match file.get(&name) {
+                Some(t) if t.len() == len => Ok(t.to_f32()?),
+                found => Err(Error::Text {
+                    path: path.into(),
+                    why: format!(
+                        "{name}: expected {len} values, found {}",
+                        found.map_or("no such tensor".into(), |t| t.len().to_string())
+                    ),
+                }),
+            }
+        };
+        let ops = self.ops;
+        let mut best = BTreeMap::new();
+        let has_best = header.checks.len() > 1 && best_of(&header.checks) > 0;
+        for v in self.student.values_mut() {
+            let Values {
+                name, len, value, ..
+            } = v;
+            ops.write(value, &read(format!("{name}/value"), *len)?)?;
+            if let Some(state) = &mut v.state {
+                ops.write(&mut state.mean, &read(format!("{name}/mean"), *len)?)?;
+                ops.write(&mut state.square, &read(format!("{name}/square"), *len)?)?;
+            }
+            if has_best {
+                best.insert(name.clone(), read(format!("{name}/best"), *len)?);
+            }
+        }
+        self.best = best;
+        (self.step, self.checks) = (header.step, header.checks);
+        (self.losses, self.done) = (header.losses, header.done);
+        Ok(true)
+    }
+}
+
+/// The settings of the checkpoint at `path`, if there is one that can be read.
+pub fn settings_of(path: &Path) -> Option<Settings> {
+    let bytes = checkpoint::map_file(path).ok()?;
+    let file = SafetensorsFile::parse(path, bytes).ok()?;
+    let header: Header = serde_json::from_str(file.metadata().get(HEADER)?).ok()?;
+    Some(header.settings)
+}
+
+/// The step of the best check; 0 if there is none.
+fn best_of(checks: &[Check]) -> usize {
+    let best = checks
+        .iter()
+        .min_by(|a, b| a.held_out.total_cmp(&b.held_out));
+    best.map_or(0, |c| c.step)
+}
