@@ -1,7 +1,9 @@
 //! `nq eval`, `nq bench` and `nq doctor` as users run them, on the demo model.
 
 #![cfg(feature = "demo")]
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
+use nq_kernels::cpu::Isa;
 use serde_json::Value;
 use std::fs;
 use std::process::{Command, Output};
@@ -264,6 +266,141 @@ fn bench_reports_rows_beside_the_measured_bandwidth() {
         "{}",
         stderr(&out)
     );
+}
+
+/// Rows of `nq bench demo --json` with more flags, a short prefill and a short decode.
+fn bench_rows(model: &str, more: &[&str]) -> Vec<Value> {
+    let mut args = vec!["bench", model, "-p", "8", "-n", "4", "--repeats", "1"];
+    args.extend(["--json"]);
+    args.extend(more);
+    let out = nq(&args);
+    let rows = serde_json::from_slice(&out.stdout);
+    let rows: Value = rows.unwrap_or_else(|e| panic!("{args:?}: {e}: {}", stderr(&out)));
+    rows.as_array().unwrap().clone()
+}
+
+#[test]
+fn bench_breaks_a_token_down_into_operations() {
+    let rows = bench_rows("demo", &["--breakdown", "--bits", "4"]);
+    for row in &rows[..2] {
+        let b = &row["breakdown"];
+        let f = |v: &Value, key: &str| v[key].as_f64().unwrap_or_else(|| panic!("{key} in {v}"));
+        let ops = b["ops"].as_array().unwrap();
+        for name in [
+            "qkv",
+            "o",
+            "gate_up",
+            "down",
+            "head",
+            "attention",
+            "rms_norm",
+        ] {
+            let op = ops.iter().find(|o| {
+                let op = o["op"].as_str().unwrap();
+                op.split(' ').next() == Some(name)
+            });
+            let op = op.unwrap_or_else(|| panic!("{name} is not in {b}"));
+            assert!(f(op, "us_per_token") > 0.0 && f(op, "calls_per_token") > 0.0);
+        }
+        // Operations and what lies between them make up the token.
+        let sum: f64 = ops.iter().map(|o| f(o, "us_per_token")).sum();
+        let all = sum + f(b, "other_us_per_token");
+        assert!((all / f(b, "us_per_token") - 1.0).abs() < 1e-6, "{b}");
+    }
+    let table = nq(&[
+        "bench",
+        "demo",
+        "-p",
+        "0",
+        "-n",
+        "4",
+        "--repeats",
+        "1",
+        "--breakdown",
+    ]);
+    let text = String::from_utf8_lossy(&table.stdout).into_owned();
+    assert!(text.contains("of bandwidth |") && text.contains("| between operations"));
+}
+
+#[test]
+fn bench_decodes_several_sequences_at_once() {
+    let rows = bench_rows("demo", &["--batch", "3", "--depth", "20", "--kv", "8"]);
+    for row in &rows[..2] {
+        assert_eq!(
+            (row["batch"].as_u64(), row["depth"].as_u64()),
+            (Some(3), Some(20))
+        );
+        assert!(row["tok_s"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn bench_says_what_activations_and_instructions_it_ran_with() {
+    let activations = |bits: &str, choice: &str| {
+        let rows = bench_rows("demo", &["--bits", bits, "--activations", choice]);
+        rows[0]["activations"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(activations("4", "auto"), "int8 g32 + int16 g128");
+    assert_eq!(activations("8", "auto"), "int16 g128");
+    assert_eq!(activations("8", "int8-g16"), "int8 g16");
+    assert_eq!(activations("16", "bf16"), "bf16");
+    let wrong = nq(&["bench", "demo", "--activations", "int4"]);
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(stderr(&wrong).contains("expected auto, f32, bf16"));
+
+    for isa in Isa::ALL {
+        if isa.available() {
+            let rows = bench_rows("demo", &["--bits", "4", "--isa", isa.name()]);
+            assert_eq!(rows[0]["device"], format!("cpu ({isa})"));
+        } else {
+            println!("skipped: {isa} is not available on this CPU");
+            let out = nq(&["bench", "demo", "--isa", isa.name()]);
+            assert_eq!(out.status.code(), Some(1));
+            assert!(stderr(&out).contains(isa.name()), "{}", stderr(&out));
+        }
+    }
+}
+
+/// The baseline runs unquantized models and GGUF files.
+#[test]
+fn bench_runs_candle_beside() {
+    let rows = bench_rows("demo", &["--engine", "candle"]);
+    assert!(
+        rows.iter()
+            .all(|r| r["engine"] == "candle" && r["bits"] == 32)
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("demo-q8_0.gguf");
+    let file = file.to_str().unwrap();
+    let convert = [
+        "convert", "demo", file, "--format", "gguf", "--type", "q8_0",
+    ];
+    let out = nq(&[&convert[..], &["--requantize"]].concat());
+    assert!(out.status.success(), "{}", stderr(&out));
+    let rows = bench_rows(file, &["--engine", "candle", "--depth", "4"]);
+    for row in &rows {
+        assert_eq!(
+            (row["engine"].as_str(), row["bits"].as_u64()),
+            (Some("candle"), Some(8))
+        );
+        assert!(row["tok_s"].as_f64().unwrap() > 0.0);
+    }
+    let refused = nq(&["bench", "demo", "--bits", "4", "--engine", "candle"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stderr(&refused).contains("expected unquantized ones"));
+}
+
+#[test]
+fn eval_rounds_the_model_but_not_what_it_is_held_against() {
+    let kld = |activations: &str| {
+        let mut args = vec!["eval", "demo", "--against", "demo", "--json"];
+        args.extend(SMALL);
+        args.extend(["--activations", activations]);
+        json(&nq(&args))["kld"]["mean"].as_f64().unwrap()
+    };
+    assert!(kld("f32").abs() < 1e-9);
+    let rounded = kld("bf16");
+    assert!((1e-9..1e-3).contains(&rounded), "{rounded}");
 }
 
 #[test]
