@@ -99,7 +99,7 @@ pub fn largest_weight(c: &ModelConfig) -> usize {
         .max(c.vocab_size * c.hidden_size)
 }
 
-/// Rotations of the first `positions` positions, as [`GradOps::head_norm_rope`] takes them.
+/// Rotations of the first `positions` positions, as [`nq_kernels::grad::LayerOps::head_norm_rope`] takes them.
 pub fn rotations(config: &ModelConfig, positions: usize) -> Vec<f32> {
     let rotary = Rotary::new(config);
     let mut row = vec![(0.0, 0.0); config.head_dim / 2];
