@@ -161,6 +161,23 @@ impl Rounding {
     pub fn groups(&self) -> usize {
         self.elements() / self.group.max(1)
     }
+
+    /// An error unless each of `elements` has a value per element and each of `groups` one
+    /// per group: names and lengths.
+    pub(crate) fn check<const E: usize, const G: usize>(
+        self,
+        op: &'static str,
+        elements: [(&'static str, usize); E],
+        groups: [(&'static str, usize); G],
+    ) -> Result<()> {
+        for (what, len) in elements {
+            enough(op, what, self.elements(), len)?;
+        }
+        for (what, len) in groups {
+            enough(op, what, self.groups(), len)?;
+        }
+        Ok(())
+    }
 }
 
 /// One step of Adam (arXiv 1412.6980) at one learning rate.

@@ -141,3 +141,39 @@ fn divergence_of_two_coins() {
     assert!((loss[0] - expected).abs() < 1e-6);
     assert!((biased[0] - 0.5).abs() < 1e-6 && (biased[1] + 0.5).abs() < 1e-6);
 }
+
+#[test]
+fn operands_of_roundings_are_checked() {
+    let shape = Rounding {
+        rows: 2,
+        cols: 8,
+        group: 4,
+        max_code: 15,
+    };
+    let (latent, scales) = (random(16, 1), vec![1.0; 4]);
+    for (zeros, fits) in [(4, true), (3, false)] {
+        let zeros = vec![8.0; zeros];
+        let (mut w, mut dlatent, mut dscales) = (vec![0.0; 16], vec![0.0; 16], vec![0.0; 4]);
+        let codes = vec![3; 16];
+        let outcomes = [
+            CpuOps.round(shape, &latent, &scales, &zeros, &mut w),
+            CpuOps.round_grad(
+                shape,
+                &latent,
+                &scales,
+                &zeros,
+                &latent,
+                &mut dlatent,
+                &mut dscales,
+            ),
+            CpuOps.dequantize(shape, &codes, &scales, &zeros, &mut w),
+            CpuOps.dequantize_grad(shape, &codes, &zeros, &latent, &mut dscales),
+        ];
+        for outcome in outcomes {
+            match outcome {
+                Ok(()) => assert!(fits),
+                Err(e) => assert!(!fits && e.to_string().contains("zeros"), "{e}"),
+            }
+        }
+    }
+}

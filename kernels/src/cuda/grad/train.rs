@@ -87,10 +87,11 @@ impl GradOps for CudaOps {
         zeros: &Buffer<f32>,
         w: &mut Buffer<f32>,
     ) -> Result<()> {
-        enough("round", "latent", shape.elements(), latent.len())?;
-        enough("round", "w", shape.elements(), w.len())?;
-        enough("round", "scales", shape.groups(), scales.len())?;
-        enough("round", "zeros", shape.groups(), zeros.len())?;
+        shape.check(
+            "round",
+            [("latent", latent.len()), ("w", w.len())],
+            [("scales", scales.len()), ("zeros", zeros.len())],
+        )?;
         let mut args = RoundingArgs::new(shape, scales.at(0), zeros.at(0));
         (args.latent, args.w) = (latent.at(0), w.at(0));
         self.rounding("grad_round", &args)
@@ -106,15 +107,19 @@ impl GradOps for CudaOps {
         dlatent: &mut Buffer<f32>,
         dscales: &mut Buffer<f32>,
     ) -> Result<()> {
-        for (what, len) in [
-            ("latent", latent.len()),
-            ("dw", dw.len()),
-            ("dlatent", dlatent.len()),
-        ] {
-            enough("round_grad", what, shape.elements(), len)?;
-        }
-        enough("round_grad", "scales", shape.groups(), scales.len())?;
-        enough("round_grad", "dscales", shape.groups(), dscales.len())?;
+        shape.check(
+            "round_grad",
+            [
+                ("latent", latent.len()),
+                ("dw", dw.len()),
+                ("dlatent", dlatent.len()),
+            ],
+            [
+                ("scales", scales.len()),
+                ("zeros", zeros.len()),
+                ("dscales", dscales.len()),
+            ],
+        )?;
         let mut args = RoundingArgs::new(shape, scales.at(0), zeros.at(0));
         (args.latent, args.dw, args.w) = (latent.at(0), dw.at(0), dlatent.at(0));
         args.dscales = dscales.at(0);
@@ -129,10 +134,11 @@ impl GradOps for CudaOps {
         zeros: &Buffer<f32>,
         w: &mut Buffer<f32>,
     ) -> Result<()> {
-        enough("dequantize", "codes", shape.elements(), codes.len())?;
-        enough("dequantize", "w", shape.elements(), w.len())?;
-        enough("dequantize", "scales", shape.groups(), scales.len())?;
-        enough("dequantize", "zeros", shape.groups(), zeros.len())?;
+        shape.check(
+            "dequantize",
+            [("codes", codes.len()), ("w", w.len())],
+            [("scales", scales.len()), ("zeros", zeros.len())],
+        )?;
         let mut args = RoundingArgs::new(shape, scales.at(0), zeros.at(0));
         (args.codes, args.w) = (codes.at(0), w.at(0));
         self.rounding("grad_round", &args)
@@ -146,10 +152,11 @@ impl GradOps for CudaOps {
         dw: &Buffer<f32>,
         dscales: &mut Buffer<f32>,
     ) -> Result<()> {
-        enough("dequantize_grad", "codes", shape.elements(), codes.len())?;
-        enough("dequantize_grad", "dw", shape.elements(), dw.len())?;
-        enough("dequantize_grad", "zeros", shape.groups(), zeros.len())?;
-        enough("dequantize_grad", "dscales", shape.groups(), dscales.len())?;
+        shape.check(
+            "dequantize_grad",
+            [("codes", codes.len()), ("dw", dw.len())],
+            [("zeros", zeros.len()), ("dscales", dscales.len())],
+        )?;
         // The kernel reads a scale that this gradient does not need: any will do.
         let mut args = RoundingArgs::new(shape, zeros.at(0), zeros.at(0));
         (args.codes, args.dw, args.dscales) = (codes.at(0), dw.at(0), dscales.at(0));

@@ -62,9 +62,11 @@ impl GradOps for CpuOps {
         zeros: &Vec<f32>,
         w: &mut Vec<f32>,
     ) -> Result<()> {
-        enough("round", "latent", shape.elements(), latent.len())?;
-        enough("round", "w", shape.elements(), w.len())?;
-        enough("round", "scales", shape.groups(), scales.len())?;
+        shape.check(
+            "round",
+            [("latent", latent.len()), ("w", w.len())],
+            [("scales", scales.len()), ("zeros", zeros.len())],
+        )?;
         let max = f32::from(shape.max_code);
         w.par_chunks_mut(shape.group)
             .zip(latent.par_chunks(shape.group))
@@ -89,14 +91,19 @@ impl GradOps for CpuOps {
         dlatent: &mut Vec<f32>,
         dscales: &mut Vec<f32>,
     ) -> Result<()> {
-        for (what, len) in [
-            ("latent", latent.len()),
-            ("dw", dw.len()),
-            ("dlatent", dlatent.len()),
-        ] {
-            enough("round_grad", what, shape.elements(), len)?;
-        }
-        enough("round_grad", "dscales", shape.groups(), dscales.len())?;
+        shape.check(
+            "round_grad",
+            [
+                ("latent", latent.len()),
+                ("dw", dw.len()),
+                ("dlatent", dlatent.len()),
+            ],
+            [
+                ("scales", scales.len()),
+                ("zeros", zeros.len()),
+                ("dscales", dscales.len()),
+            ],
+        )?;
         let max = f32::from(shape.max_code);
         let groups = dw
             .par_chunks(shape.group)
@@ -128,9 +135,11 @@ impl GradOps for CpuOps {
         zeros: &Vec<f32>,
         w: &mut Vec<f32>,
     ) -> Result<()> {
-        enough("dequantize", "codes", shape.elements(), codes.len())?;
-        enough("dequantize", "w", shape.elements(), w.len())?;
-        enough("dequantize", "scales", shape.groups(), scales.len())?;
+        shape.check(
+            "dequantize",
+            [("codes", codes.len()), ("w", w.len())],
+            [("scales", scales.len()), ("zeros", zeros.len())],
+        )?;
         w.par_chunks_mut(shape.group)
             .zip(codes.par_chunks(shape.group))
             .zip(scales.par_iter().zip(zeros))
@@ -152,9 +161,11 @@ impl GradOps for CpuOps {
         dw: &Vec<f32>,
         dscales: &mut Vec<f32>,
     ) -> Result<()> {
-        enough("dequantize_grad", "codes", shape.elements(), codes.len())?;
-        enough("dequantize_grad", "dw", shape.elements(), dw.len())?;
-        enough("dequantize_grad", "dscales", shape.groups(), dscales.len())?;
+        shape.check(
+            "dequantize_grad",
+            [("codes", codes.len()), ("dw", dw.len())],
+            [("zeros", zeros.len()), ("dscales", dscales.len())],
+        )?;
         dscales[..shape.groups()]
             .par_iter_mut()
             .zip(
