@@ -5,6 +5,7 @@
 //! that of the greediest.
 
 use crate::calibration::{SAMPLING_ROWS, sampling_slots};
+use crate::error::Result;
 use crate::methods::Needs;
 use crate::pipeline::SEQUENCE;
 use crate::schemes::Schemes;
@@ -14,6 +15,7 @@ use nq_kernels::registry::WeightKind;
 use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
 use nq_runtime::{
     KvType, LayerWeights, LinearId, LinearKind, MemoryEstimate, SessionSpec, WeightSource,
+    weight_kinds,
 };
 use serde::Serialize;
 
@@ -71,13 +73,7 @@ impl Estimate {
         let dtype = dense_type(checkpoint);
         let file_bytes = file_bytes(config, work.schemes, dtype.size());
         let source = |_: &str| WeightKind::Dense(dtype);
-        let result = |name: &str| match work.schemes.of(name) {
-            Some(scheme) => WeightKind::Affine {
-                scheme,
-                act_order: false,
-            },
-            None => WeightKind::Dense(dtype),
-        };
+        let result = |name: &str| work.schemes.kind(name, dtype);
         let length = SEQUENCE.min(config.max_position_embeddings);
         let memory = |kinds: &dyn Fn(&str) -> WeightKind, spec: SessionSpec, logits| {
             MemoryEstimate::new(config, kinds, WeightSource::Mapped, &spec, logits)
@@ -119,19 +115,9 @@ impl Estimate {
         } else {
             (running, "measuring quality")
         };
-        let mapped = match checkpoint.files() {
-            Files::Embedded { files, .. } => files.iter().map(|f| f.1.len() as u64).sum(),
-            _ => 0,
-        };
-        let tokenizer = match checkpoint
-            .files()
-            .get(nq_runtime::tokenizer::TOKENIZER_FILE)
-        {
-            Ok(Some(json)) => TOKENIZER * json.len() as u64,
-            _ => 0,
-        };
+        let (program, mapped) = fixed(checkpoint);
         Estimate {
-            peak: BASE + mapped + tokenizer + most,
+            peak: program + mapped + most,
             mapped,
             stage,
             running,
@@ -139,6 +125,52 @@ impl Estimate {
             file_bytes,
         }
     }
+}
+
+/// Bytes of the greatest resident memory of a process that loads `checkpoint`, quantized at
+/// load by `at_load` if given, and runs it on the CPU in sessions of `spec`, which ask for the
+/// logits of one row at a time. Reads the kind of every weight, which unpacks those of other
+/// tools' formats.
+///
+/// # Errors
+/// A missing or misshapen tensor.
+pub fn running(
+    checkpoint: &Checkpoint,
+    at_load: Option<&Schemes>,
+    spec: &SessionSpec,
+) -> Result<u64> {
+    let config = checkpoint.config();
+    let estimate = match at_load {
+        Some(schemes) => {
+            let dtype = dense_type(checkpoint);
+            let kinds = |name: &str| schemes.kind(name, dtype);
+            MemoryEstimate::new(config, &kinds, WeightSource::Made, spec, 1)
+        }
+        None => {
+            let kinds = weight_kinds(config, checkpoint.store())?;
+            let kinds = |name: &str| kinds[name];
+            MemoryEstimate::new(config, &kinds, WeightSource::Mapped, spec, 1)
+        }
+    };
+    let (program, mapped) = fixed(checkpoint);
+    Ok(program + mapped + estimate.peak() as u64)
+}
+
+/// What every process that uses `checkpoint` takes: the program and the tokenizer; and the
+/// files, where they are built into the program.
+fn fixed(checkpoint: &Checkpoint) -> (u64, u64) {
+    let mapped = match checkpoint.files() {
+        Files::Embedded { files, .. } => files.iter().map(|f| f.1.len() as u64).sum(),
+        _ => 0,
+    };
+    let tokenizer = match checkpoint
+        .files()
+        .get(nq_runtime::tokenizer::TOKENIZER_FILE)
+    {
+        Ok(Some(json)) => TOKENIZER * json.len() as u64,
+        _ => 0,
+    };
+    (BASE + tokenizer, mapped)
 }
 
 /// The type of the source's weights.

@@ -2,7 +2,8 @@
 
 use crate::error::{Error, Result};
 use crate::grid::Grid;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Zeros};
+use nq_kernels::registry::WeightKind;
 use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
 use nq_runtime::{LinearId, LinearKind};
 use std::collections::BTreeMap;
@@ -66,6 +67,17 @@ impl Schemes {
             return self.head;
         }
         Some(self.linears)
+    }
+
+    /// What the weight `name` becomes, `dense` where it is kept.
+    pub fn kind(&self, name: &str, dense: DType) -> WeightKind {
+        match self.of(name) {
+            Some(scheme) => WeightKind::Affine {
+                scheme,
+                act_order: false,
+            },
+            None => WeightKind::Dense(dense),
+        }
     }
 
     /// The grids of a layer's Linears, by [`LinearKind`].

@@ -146,7 +146,7 @@ fn open(
 ) -> anyhow::Result<(String, Checkpoint)> {
     let Some(preset) = &args.preset else {
         let model = model::open(args.model.as_deref(), global, terminal)?;
-        let checkpoint = super::chat::at_load(model.checkpoint, args.bits, terminal)?;
+        let (checkpoint, _) = super::chat::at_load(model.checkpoint, args.bits, terminal)?;
         return Ok((model.name, checkpoint));
     };
     let found = synth::Preset::find(preset).with_context(|| {

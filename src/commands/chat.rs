@@ -7,7 +7,7 @@ use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::Terminal;
+use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
@@ -109,7 +109,8 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
             (model, args.bits.or((!quantized).then_some(4)))
         }
     };
-    let checkpoint = &at_load(model.checkpoint, bits, &terminal)?;
+    let (checkpoint, schemes) = at_load(model.checkpoint, bits, &terminal)?;
+    let checkpoint = &checkpoint;
     let config = checkpoint.config();
     let sampling = sampling(args, SamplingParams::from_defaults(checkpoint.generation()));
     sampling.validate()?;
@@ -118,13 +119,21 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     tokenizer.check_vocab(config.vocab_size)?;
     let template = ChatTemplate::from_files(checkpoint.files())?;
     let store = checkpoint.store();
-    let engine = nq_runtime::load::load(config, store, &global.load_options(), &terminal)?;
-    let session = engine.session(SessionSpec {
+    let spec = SessionSpec {
         slots: 1,
         ctx,
         kv: kv_type(args.kv),
         max_rows: CHUNK.min(ctx),
-    })?;
+    };
+    if global.verbose {
+        let peak = nq_quantize::memory::running(checkpoint, schemes.as_ref(), &spec)?;
+        terminal.note(&format!(
+            "memory: {} at its peak on a CPU",
+            human_bytes(peak)
+        ));
+    }
+    let engine = nq_runtime::load::load(config, store, &global.load_options(), &terminal)?;
+    let session = engine.session(spec)?;
     if args.no_think && !template.switches_thinking() {
         terminal.note("--no-think: this model's template cannot switch thinking");
     }
@@ -167,24 +176,27 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     repl.run(history)
 }
 
-/// The checkpoint, quantized at load where 4 or 8 bits are asked for and it is not yet.
+/// The checkpoint, quantized at load where 4 or 8 bits are asked for and it is not yet, and the
+/// schemes it then gets.
 pub fn at_load(
     checkpoint: Checkpoint,
     bits: Option<u32>,
     progress: &dyn Progress,
-) -> anyhow::Result<Checkpoint> {
+) -> anyhow::Result<(Checkpoint, Option<Schemes>)> {
     let bits = match bits {
-        None | Some(16) => return Ok(checkpoint),
+        None | Some(16) => return Ok((checkpoint, None)),
         Some(4) => Bits::B4,
         Some(8) => Bits::B8,
         Some(other) => bail!("--bits: expected 4, 8 or 16, found {other}"),
     };
     if checkpoint.store().quantization().is_some() {
         progress.note("--bits is ignored: the model is quantized already");
-        return Ok(checkpoint);
+        return Ok((checkpoint, None));
     }
     progress.note("quantizing at load by rounding; `nq quantize` gives better quality");
-    Ok(quantize_at_load(checkpoint, Schemes::defaults(bits))?)
+    let schemes = Schemes::defaults(bits);
+    let checkpoint = quantize_at_load(checkpoint, schemes.clone())?;
+    Ok((checkpoint, Some(schemes)))
 }
 
 /// All of stdin as one prompt.
