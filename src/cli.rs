@@ -63,6 +63,9 @@ pub struct Global {
     /// CPU threads [default: one per physical core]
     #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
+    /// Bind every CPU thread to a physical core (Linux)
+    #[arg(long, global = true)]
+    pub pin: bool,
     /// What inputs of the linear layers are rounded to: auto, f32, bf16, int8 or int16, the
     /// last two with -g16, -g32, -g64 or -g128 for other groups than 32 and 128
     #[arg(long, global = true, value_name = "A", default_value = "auto")]
@@ -116,6 +119,7 @@ impl Global {
         LoadOptions {
             device: self.device,
             threads: self.threads,
+            pin: self.pin,
             activations: self.activations,
             kernels: match self.kernels {
                 KernelArg::Fused => KernelSet::Fused,

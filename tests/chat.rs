@@ -360,7 +360,7 @@ fn an_interrupted_script_leaves_with_130() {
     command.args(BABBLE).args(["-v", "-p", "Hello!"]);
     let mut pty = Pty::spawn(command);
     // The last note before the answer: after it, no progress is drawn.
-    pty.wait_for("presence_penalty");
+    pty.wait_for("presence penalty");
     pty.wait_for("\n");
     pty.wait_bytes(40);
     pty.send(b"\x03");
@@ -431,4 +431,50 @@ fn bits_quantize_at_load_and_other_widths_are_refused() {
         assert_eq!(err(&output).contains("quantizing at load"), bits != "16");
     }
     assert!(!run(&["-p", "Hello!", "--bits", "5"], None).status.success());
+}
+
+/// What `-v` says a chat takes of memory is what it takes once the context is full, to 15 %.
+#[test]
+fn the_memory_said_is_the_memory_taken() {
+    let home = home();
+    for (args, context) in [
+        (["--kv", "16", "--ctx", "1024"], "5.24 MB"),
+        (["--kv", "8", "--ctx", "512"], "1.33 MB"),
+    ] {
+        let mut child = nq(&home)
+            .args(args)
+            .args(["-v", "-p", "Tell me about rivers.", "--seed", "3"])
+            .args(["--min-p", "0.1", "--max-tokens", "2000"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let status = format!("/proc/{}/status", child.id());
+        let mut peak = 0.0;
+        while child.try_wait().unwrap().is_none() {
+            peak = resident_peak(&status).unwrap_or(peak);
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let output = child.wait_with_output().unwrap();
+        let notes = err(&output);
+        let (_, said) = notes.split_once("nq: memory: ").unwrap();
+        assert!(
+            said.lines()
+                .next()
+                .unwrap()
+                .ends_with(&format!("{context} of it for the context")),
+            "{said}"
+        );
+        let said: f64 = said.split(' ').next().unwrap().parse().unwrap();
+        let off = peak / said - 1.0;
+        assert!(off.abs() < 0.15, "said {said} MB, took {peak:.1} MB");
+    }
+}
+
+/// Peak resident memory in MB, of a process that has not ended.
+fn resident_peak(status: &str) -> Option<f64> {
+    let status = std::fs::read_to_string(status).ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    let kib: f64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib * 1024.0 / 1e6)
 }

@@ -127,10 +127,18 @@ impl Estimate {
     }
 }
 
-/// Bytes of the greatest resident memory of a process that loads `checkpoint`, quantized at
-/// load by `at_load` if given, and runs it on the CPU in sessions of `spec`, which ask for the
-/// logits of one row at a time. Reads the kind of every weight, which unpacks those of other
-/// tools' formats.
+/// What running a model takes, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Running {
+    /// Greatest resident memory of the process, loading included, once the context is full.
+    pub peak: u64,
+    /// Of it, keys and values. They take memory as the context fills.
+    pub kv: u64,
+}
+
+/// What a process takes that loads `checkpoint`, quantized at load by `at_load` if given, and
+/// runs it on the CPU in sessions of `spec`, which ask for the logits of one row at a time.
+/// Reads the kind of every weight, which unpacks those of other tools' formats.
 ///
 /// # Errors
 /// A missing or misshapen tensor.
@@ -138,7 +146,7 @@ pub fn running(
     checkpoint: &Checkpoint,
     at_load: Option<&Schemes>,
     spec: &SessionSpec,
-) -> Result<u64> {
+) -> Result<Running> {
     let config = checkpoint.config();
     let estimate = match at_load {
         Some(schemes) => {
@@ -153,7 +161,10 @@ pub fn running(
         }
     };
     let (program, mapped) = fixed(checkpoint);
-    Ok(program + mapped + estimate.peak() as u64)
+    Ok(Running {
+        peak: program + mapped + estimate.peak() as u64,
+        kv: estimate.kv as u64,
+    })
 }
 
 /// What every process that uses `checkpoint` takes: the program and the tokenizer; and the

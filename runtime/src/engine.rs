@@ -24,9 +24,9 @@ pub trait Engine: Send + Sync {
     /// embedding rows that are not looked up.
     fn bytes_per_token(&self) -> usize;
 
-    /// Bytes per second that the device's memory was measured to read, for rates beside
-    /// their limit. Measured at the first call (a fraction of a second) and kept; `None` if
-    /// the engine has no measurement.
+    /// Bytes per second at which the device was measured to read what the weights are read
+    /// from, for rates beside their limit. Measured at the first call (a fraction of a second)
+    /// and kept; `None` if the engine has no measurement.
     fn memory_bandwidth(&self) -> Option<f64> {
         None
     }
@@ -65,6 +65,16 @@ pub struct EngineDescription {
     pub bits: usize,
     /// Threads (CPU) or 0.
     pub threads: usize,
+}
+
+impl fmt::Display for EngineDescription {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} on {}, {} kernels, activations {}, {} threads",
+            self.engine, self.device, self.kernels, self.activations, self.threads
+        )
+    }
 }
 
 /// What a session reserves.

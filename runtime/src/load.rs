@@ -6,12 +6,10 @@ use crate::cpu::{CpuEngine, CpuStepper};
 use crate::cuda::CudaEngine;
 use crate::device::Device;
 use crate::engine::{Engine, LayerStepper};
-#[cfg(feature = "cuda")]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::weights::bits;
 use nq_formats::{DType, ModelConfig, Progress, Weight, WeightStore};
-use nq_kernels::cpu::{IsaChoice, KvType};
+use nq_kernels::cpu::{Cpu, IsaChoice, KvType, TeamOptions};
 use nq_kernels::{Activations, KernelSet};
 use std::fmt;
 use std::str::FromStr;
@@ -119,12 +117,37 @@ pub struct LoadOptions {
     pub engine: EngineKind,
     /// CPU threads; `None`: one per physical core.
     pub threads: Option<usize>,
+    /// Bind CPU threads to cores.
+    pub pin: bool,
     /// CPU instruction set.
     pub isa: IsaChoice,
     /// Rounding of Linear inputs.
     pub activations: ActivationChoice,
     /// Family of kernels.
     pub kernels: KernelSet,
+}
+
+impl LoadOptions {
+    /// The CPU with the threads and instruction set asked for.
+    ///
+    /// # Errors
+    /// A forced instruction set that this CPU lacks; threads to be bound where the system
+    /// has no way to do it.
+    pub fn cpu(&self) -> Result<Cpu> {
+        if self.pin && !cfg!(target_os = "linux") {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: "threads bound to cores",
+                expected: "Linux".into(),
+                found: std::env::consts::OS.into(),
+            });
+        }
+        let team = TeamOptions {
+            threads: self.threads,
+            pin: self.pin,
+        };
+        Ok(Cpu::with(team, self.isa)?)
+    }
 }
 
 /// Loads a model: reads every weight from `store`, repacks it for the device and reports

@@ -25,6 +25,7 @@ use crate::error::{Error, Result};
 use nq_formats::GenerationDefaults;
 use nq_kernels::rng::Philox;
 use std::cmp::Ordering;
+use std::fmt;
 
 /// How to choose tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,6 +44,22 @@ pub struct SamplingParams {
     pub presence_penalty: f32,
     /// Key of the random numbers.
     pub seed: u64,
+}
+
+impl fmt::Display for SamplingParams {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "temperature {}, top-k {}, top-p {}, min-p {}, repetition penalty {}, presence penalty {}, seed {}",
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.seed
+        )
+    }
 }
 
 impl Default for SamplingParams {

@@ -2,8 +2,8 @@
 
 use nq_runtime::{Stats, StopReason};
 
-/// The line after an answer. `bandwidth` is what the device's memory was measured to read,
-/// in bytes per second.
+/// The line after an answer. `bandwidth` is what the weights' memory was measured to be read
+/// at, in bytes per second.
 pub fn line(
     stats: &Stats,
     stop: StopReason,
@@ -20,15 +20,8 @@ pub fn line(
         stats.bytes_per_second(bytes_per_token),
     ) {
         line += &format!(", {rate:.1} tok/s, {:.2} GB/s", bytes / 1e9);
-        match bandwidth {
-            Some(b) if bytes > b => {
-                line += &format!(
-                    " (memory reads {:.1} GB/s: the weights are read from the cache)",
-                    b / 1e9
-                );
-            }
-            Some(b) => line += &format!(" ({:.0} % of {:.1} GB/s)", 100.0 * bytes / b, b / 1e9),
-            None => {}
+        if let Some(b) = bandwidth {
+            line += &format!(" ({:.0} % of {:.1} GB/s)", 100.0 * bytes / b, b / 1e9);
         }
     }
     line += &format!(
@@ -73,9 +66,9 @@ mod tests {
             "11 tokens, first after 0.25 s, 5.0 tok/s, 5.00 GB/s (25 % of 20.0 GB/s); \
              prompt 20 tokens, 8 of them cached"
         );
-        let cached = line(&stats, StopReason::MaxTokens, 1_000_000_000, Some(4e9));
-        assert!(cached.contains("(memory reads 4.0 GB/s: the weights are read from the cache)"));
-        assert!(cached.ends_with("; ended by --max-tokens"));
+        let cut = line(&stats, StopReason::MaxTokens, 1_000_000_000, None);
+        assert!(cut.contains(", 5.00 GB/s; prompt 20"));
+        assert!(cut.ends_with("; ended by --max-tokens"));
         let one = Stats { tokens: 1, ..stats };
         assert!(!line(&one, StopReason::Interrupted, 1, None).contains("tok/s"));
     }

@@ -10,7 +10,6 @@ use clap::{Args, ValueEnum};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::{Bits, Checkpoint, Progress, Unit, synth};
-use nq_kernels::cpu::Cpu;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{Engine, EngineKind, LoadOptions, SamplingParams, Tokenizer};
 use std::fs::OpenOptions;
@@ -188,7 +187,7 @@ fn bandwidth(options: &LoadOptions, progress: &dyn Progress) -> anyhow::Result<(
         );
     }
     progress.begin("memory bandwidth", 1, Unit::Items);
-    let cpu = Cpu::new(options.threads, options.isa)?;
+    let cpu = options.cpu()?;
     let measured = cpu.read_bandwidth(BANDWIDTH_BYTES);
     progress.end();
     Ok((measured.best / 1e9, system::last_level_cache()))
@@ -225,17 +224,12 @@ fn table(name: &str, engine: &dyn Engine, machine: &Machine, rows: &[BenchRow]) 
     let d = engine.description();
     let mut out = format!(
         "{name}: {} bits, {:.1} MB of weights read per token\n\
-         {} on {}, {} kernels, activations {}, {} threads\n\
+         {d}\n\
          memory reads {:.1} GB/s (measured in this run), last-level cache {:.1} MB\n\n\
          | test | depth | batch | tok/s | GB/s | of bandwidth | ms/token p50 | p99 | repeats |\n\
          |---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
         d.bits,
         engine.bytes_per_token() as f64 / 1e6,
-        d.engine,
-        d.device,
-        d.kernels,
-        d.activations,
-        d.threads,
         machine.read_gb_s,
         machine.cache_bytes as f64 / 1e6,
     );

@@ -13,6 +13,7 @@ use clap::Args;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
 use nq_quantize::quantize_at_load;
 use nq_quantize::schemes::Schemes;
+use nq_runtime::device::Device;
 use nq_runtime::{ChatTemplate, KvType, SamplingParams, SessionSpec, Tokenizer};
 use std::io::{self, IsTerminal, Read};
 use std::process::ExitCode;
@@ -125,11 +126,12 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         kv: kv_type(args.kv),
         max_rows: CHUNK.min(ctx),
     };
-    if global.verbose {
-        let peak = nq_quantize::memory::running(checkpoint, schemes.as_ref(), &spec)?;
+    if global.verbose && global.device.resolve()? == Device::Cpu {
+        let memory = nq_quantize::memory::running(checkpoint, schemes.as_ref(), &spec)?;
         terminal.note(&format!(
-            "memory: {} at its peak on a CPU",
-            human_bytes(peak)
+            "memory: {} on a CPU once the context of {ctx} tokens is full, {} of it for the context",
+            human_bytes(memory.peak),
+            human_bytes(memory.kv)
         ));
     }
     let engine = nq_runtime::load::load(config, store, &global.load_options(), &terminal)?;
@@ -138,8 +140,8 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         terminal.note("--no-think: this model's template cannot switch thinking");
     }
     if global.verbose {
-        terminal.note(&format!("{:?}", engine.description()));
-        terminal.note(&format!("{sampling:?}"));
+        terminal.note(&engine.description().to_string());
+        terminal.note(&sampling.to_string());
     }
     let settings = Settings {
         sampling,

@@ -400,15 +400,11 @@ impl Outcome {
     }
 
     fn section(&self) -> Section<'_> {
-        let d = &self.description;
         Section {
             name: self.name.clone(),
             bytes: self.bytes,
             bits_per_weight: self.bits_per_weight,
-            engine: format!(
-                "{} on {}, {} kernels, activations {}, {} threads",
-                d.engine, d.device, d.kernels, d.activations, d.threads
-            ),
+            engine: self.description.to_string(),
             evaluation: &self.evaluation,
             worst: self.worst.iter().map(|(_, line)| line.clone()).collect(),
             self_noise: self.self_noise,

@@ -1,8 +1,9 @@
 //! How fast this machine's memory can be read: the limit that speeds are compared with.
 
-use super::Cpu;
 use super::memory::{Buffer, Shared};
 use super::simd::LANES;
+use super::table::Table;
+use super::{Cpu, IsaChoice, Linear};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -23,6 +24,9 @@ const PASSES: usize = 7;
 /// Words of one task: 1 MiB.
 const PIECE: usize = 1 << 18;
 
+/// The most words of weights that are read.
+const MOST: usize = 1 << 28;
+
 impl Cpu {
     /// Reads a buffer of `bytes` (rounded up to whole MiB) several times with all threads,
     /// each streaming a contiguous part, and measures the speed. For main memory take far
@@ -40,37 +44,65 @@ impl Cpu {
                 }
             });
         }
+        let pieces: Vec<&[u32]> = buffer.chunks(PIECE).collect();
+        self.passes(&pieces)
+    }
+
+    /// Reads the packed codes of `weights`, at most 1 GiB of them, as
+    /// [`Cpu::read_bandwidth`] reads its buffer. Weights that fit into a cache are read from
+    /// there. `None` if none is packed.
+    pub fn weights_bandwidth<'a>(
+        &self,
+        weights: impl Iterator<Item = &'a Linear>,
+    ) -> Option<Bandwidth> {
+        let mut left = MOST;
+        let mut pieces = Vec::new();
+        for words in weights.flat_map(Linear::packed_words) {
+            let words = &words[..words.len().min(left)];
+            left -= words.len();
+            pieces.extend(words.chunks(PIECE));
+        }
+        (!pieces.is_empty()).then(|| self.passes(&pieces))
+    }
+
+    fn passes(&self, pieces: &[&[u32]]) -> Bandwidth {
+        // Of the machine, whichever instruction set is forced on the rest.
+        let table = IsaChoice::Auto.resolve().map_or(self.table, Table::of);
+        let bytes = pieces.iter().map(|words| 4 * words.len()).sum();
         let mut speeds: Vec<f64> = (0..PASSES)
             .map(|_| {
                 let begin = Instant::now();
-                self.team().run_ranges(pieces, 1, |range| {
-                    let words = &buffer[range.start * PIECE..range.end * PIECE];
-                    black_box((self.table.checksum)(words));
+                self.team().run_ranges(pieces.len(), 1, |range| {
+                    for words in &pieces[range] {
+                        black_box((table.checksum)(words));
+                    }
                 });
-                (4 * buffer.len()) as f64 / begin.elapsed().as_secs_f64()
+                bytes as f64 / begin.elapsed().as_secs_f64()
             })
             .collect();
         speeds.sort_by(f64::total_cmp);
         Bandwidth {
             median: speeds[PASSES / 2],
             best: speeds[PASSES - 1],
-            bytes: 4 * buffer.len(),
+            bytes,
         }
     }
 }
 
-/// Sums of the words as floats, 16 lanes by 4: every byte is read, nothing else is done.
+/// A sum over the bytes of the words, 16 lanes by 4: every byte is read, little else is done.
+/// In integers, since floats of any bits may be slow ones.
 #[inline(always)]
 pub(crate) fn checksum<S: super::simd::Simd>(s: S, words: &[u32]) -> f32 {
     let (lines, _) = words.as_chunks::<LANES>();
     let (fours, _) = lines.as_chunks::<4>();
-    let mut sums = [s.splat(0.0); 4];
+    let mut sums = [s.splat_i(0); 4];
     for four in fours {
         for (sum, line) in sums.iter_mut().zip(four) {
             // SAFETY: an array of 16 words.
             let v = unsafe { s.load_bits(line.as_ptr()) };
-            *sum = s.add(*sum, s.f32_units(v)[0]);
+            *sum = s.dot4_bytes(*sum, v, 0x0101_0101);
         }
     }
-    s.sum(s.add(s.add(sums[0], sums[1]), s.add(sums[2], sums[3])))
+    let [a, b, c, d] = sums.map(|sum| s.to_f32(sum));
+    s.sum(s.add(s.add(a, b), s.add(c, d)))
 }

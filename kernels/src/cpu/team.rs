@@ -28,8 +28,8 @@ struct Padded<T>(T);
 pub struct TeamOptions {
     /// Members; `None` takes one per physical core.
     pub threads: Option<usize>,
-    /// Bind every member to a core of its own (Linux). The thread that creates the team is
-    /// bound too: it is member 0.
+    /// Bind every worker to a core of its own, which leaves one to the caller (Linux). The
+    /// caller itself is not bound: threads that it starts would inherit that.
     pub pin: bool,
 }
 
@@ -86,9 +86,6 @@ impl Team {
             panic: Mutex::new(None),
         });
         let cores = if options.pin { cores() } else { Vec::new() };
-        if let Some(&core) = cores.first() {
-            pin_to(core);
-        }
         let workers = (1..n)
             .map(|member| {
                 let state = Arc::clone(&state);
@@ -431,6 +428,25 @@ mod tests {
             count.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(count.load(Ordering::Relaxed), 10);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn pinned_workers_have_a_core_each() {
+        let granted = cores();
+        let team = Team::with(TeamOptions {
+            threads: Some(granted.len()),
+            pin: true,
+        });
+        let seen = Mutex::new(Vec::new());
+        let forked = team.fork(&|member| seen.lock().unwrap().push((member, cores())));
+        assert_eq!(forked, granted.len() > 1);
+        for (member, cores) in seen.into_inner().unwrap() {
+            match member {
+                0 => assert_eq!(cores, granted),
+                n => assert_eq!(cores, [granted[n]]),
+            }
+        }
     }
 
     #[test]

@@ -54,9 +54,13 @@ impl Layer {
             &self.q_norm,
             &self.k_norm,
         ];
-        let linears = [&self.qkv, &self.o, &self.gate_up, &self.down];
         norms.iter().map(|n| 4 * n.len()).sum::<usize>()
-            + linears.iter().map(|l| l.bytes()).sum::<usize>()
+            + self.linears().map(Linear::bytes).sum::<usize>()
+    }
+
+    /// Its products.
+    pub(crate) fn linears(&self) -> impl Iterator<Item = &Linear> {
+        [&self.qkv, &self.o, &self.gate_up, &self.down].into_iter()
     }
 
     /// Runs the layer over the residual stream `x` `[m, hidden]`, in place, appending keys

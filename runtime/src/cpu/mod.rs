@@ -20,9 +20,6 @@ use nq_kernels::cpu::{Cpu, Linear, OpTiming};
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
 
-/// Read to measure the memory's bandwidth: more than caches hold.
-const BANDWIDTH_BYTES: usize = 512 << 20;
-
 /// A model packed for this CPU.
 pub(crate) struct CpuModel {
     config: ModelConfig,
@@ -52,7 +49,7 @@ impl CpuEngine {
         options: &LoadOptions,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        let cpu = Cpu::new(options.threads, options.isa)?;
+        let cpu = options.cpu()?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         // The largest weight first: while it is held twice, nothing else is held yet.
@@ -129,8 +126,9 @@ impl Engine for CpuEngine {
 
     fn memory_bandwidth(&self) -> Option<f64> {
         *self.bandwidth.get_or_init(|| {
-            let enough = available_memory().is_none_or(|n| n > 2 * BANDWIDTH_BYTES as u64);
-            enough.then(|| self.model.cpu.read_bandwidth(BANDWIDTH_BYTES).median)
+            let m = &self.model;
+            let linears = m.layers.iter().flat_map(Layer::linears).chain([&m.head]);
+            Some(m.cpu.weights_bandwidth(linears)?.best)
         })
     }
 

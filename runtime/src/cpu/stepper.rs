@@ -36,7 +36,7 @@ impl CpuStepper {
         kv_type: KvType,
     ) -> Result<Self> {
         Ok(CpuStepper {
-            cpu: Cpu::new(options.threads, options.isa)?,
+            cpu: options.cpu()?,
             rotary: Rotary::new(config),
             kv_type,
             kv: Vec::new(),

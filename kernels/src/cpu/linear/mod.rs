@@ -166,6 +166,14 @@ impl Linear {
         self.bytes
     }
 
+    /// The packed codes, part by part; none of weights kept as they came.
+    pub(crate) fn packed_words(&self) -> impl Iterator<Item = &[u32]> {
+        self.parts.iter().filter_map(|part| match &part.weight {
+            Body::Packed(packed, _) => Some(&packed.data[..]),
+            Body::Canonical(_) => None,
+        })
+    }
+
     /// What inputs are rounded to.
     pub fn activations(&self) -> Activations {
         self.activations
