@@ -57,6 +57,9 @@ pub struct Work<'a> {
 /// The program, its threads, and a tokenizer of a few thousand tokens.
 const BASE: u64 = 16 << 20;
 
+/// What the allocator keeps of the memory that earlier stages gave back.
+const KEPT: u64 = 12 << 20;
+
 /// Bytes that a tokenizer takes in memory for each of its file's.
 const TOKENIZER: u64 = 9;
 
@@ -117,7 +120,7 @@ impl Estimate {
         };
         let (program, mapped) = fixed(checkpoint);
         Estimate {
-            peak: program + mapped + most,
+            peak: program + KEPT + mapped + most,
             mapped,
             stage,
             running,
