@@ -7,6 +7,7 @@ use crate::checkpoint::{
 use crate::config::{GenerationDefaults, ModelConfig, Rope, RopeScaling};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
 use crate::names::{Shape, parameters};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Zeros};
@@ -435,12 +436,10 @@ fn files(config: &ModelConfig) -> Result<BTreeMap<String, Bytes>> {
         json!({"id": id, "content": text, "single_word": false, "lstrip": false,
                "rstrip": false, "normalized": false, "special": true})
     });
-    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false,
-                            "trim_offsets": false, "use_regex": false});
     let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
-        "normalizer": {"type": "NFC"}, "pre_tokenizer": byte_level,
-        "post_processor": byte_level, "decoder": byte_level,
+        "normalizer": {"type": "NFC"}, "pre_tokenizer": pre_tokenizer(),
+        "post_processor": byte_level(), "decoder": byte_level(),
         "model": {"type": "BPE", "dropout": null, "unk_token": null,
                   "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": false,
                   "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": []},

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{names, shared};
+use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::names::{Shape, parameters};
 use nq_formats::synth::{self, PRESETS, Preset};
 use nq_formats::{Checkpoint, ModelConfig, Weight, nq};
@@ -95,6 +96,17 @@ fn folders_open_and_equal_the_weights_in_memory() {
         synth::write(&dest, &small(), 7, &()),
         &["model", "already there"],
     );
+    let gguf = dir.path().join("deep/model.gguf");
+    export(
+        &folder,
+        ExportFormat::Gguf,
+        &gguf,
+        &ExportOptions::default(),
+        &(),
+    )
+    .unwrap();
+    assert_eq!(Checkpoint::open(&gguf).unwrap().config(), folder.config());
+    fs::remove_file(gguf).unwrap();
     // Nothing temporary is left.
     assert_eq!(fs::read_dir(dest.parent().unwrap()).unwrap().count(), 1);
 

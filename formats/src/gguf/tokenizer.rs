@@ -16,6 +16,21 @@ pub const PRE: &str = "qwen2";
 /// How [`PRE`] splits text before BPE.
 pub(super) const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
+/// Splits text as Qwen's tokenizers do, into bytes written as characters.
+pub(crate) fn pre_tokenizer() -> Value {
+    let split = json!({
+        "type": "Split", "pattern": { "Regex": PATTERN }, "behavior": "Isolated", "invert": false
+    });
+    json!({ "type": "Sequence", "pretokenizers": [split, byte_level()] })
+}
+
+/// Bytes written as characters.
+pub(crate) fn byte_level() -> Value {
+    json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false
+    })
+}
+
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
@@ -200,27 +215,14 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
             token
         })
         .collect();
-    let bytes = json!({
-        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false
-    });
+    let bytes = byte_level();
     let tokenizer = Tokenizer {
         version: "1.0",
         truncation: (),
         padding: (),
         added_tokens: &added,
         normalizer: json!({ "type": "NFC" }),
-        pre_tokenizer: json!({
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": { "Regex": PATTERN },
-                    "behavior": "Isolated",
-                    "invert": false
-                },
-                bytes
-            ]
-        }),
+        pre_tokenizer: pre_tokenizer(),
         post_processor: bytes.clone(),
         decoder: bytes,
         model: Bpe {

@@ -13,8 +13,8 @@ pub(crate) mod pack;
 
 use super::memory::{Buffer, Shared};
 use super::simd::LANES;
-use super::table::PANELS;
-use super::{Cpu, with_scratch};
+use super::table::{PANELS, Table};
+use super::{Cpu, Team, with_scratch};
 use crate::error::{Error, Result};
 use crate::reference;
 use crate::registry::{Activations, KernelSet, WeightKind};
@@ -324,128 +324,65 @@ impl Cpu {
     /// One pass over packed weights for at most [`PASS_ROWS`] rows.
     fn linear_pass(&self, w: &Linear, x: &[f32], y: &mut [f32], width: usize, epilogue: Epilogue) {
         let m = x.len() / w.in_features;
-        let table = self.table;
+        let many = m > super::table::GEMV_COLUMNS;
         with_scratch!(Vec<Prepared>, |inputs| {
-            // Prepare the activations once for all parts that take them alike.
-            let mut passes: Vec<Pass<'_>> = Vec::with_capacity(w.parts.len());
-            let mut layouts: Vec<Layout> = Vec::with_capacity(w.parts.len());
-            for part in &w.parts {
-                let Body::Packed(packed, kernels) = &part.weight else {
-                    unreachable!("a Linear is either packed or canonical");
-                };
-                let kernel = serving(kernels, m);
-                let layout = kernel.layout(packed, w.activations);
-                let input = layouts.iter().position(|l| *l == layout);
-                let input = input.unwrap_or_else(|| {
-                    let i = layouts.len();
-                    if inputs.len() == i {
-                        inputs.push(Prepared::default());
-                    }
-                    inputs[i].prepare(self.team(), table, &layout, x, w.in_features);
-                    layouts.push(layout);
-                    i
-                });
-                passes.push(Pass {
-                    part,
-                    packed,
-                    kernel,
-                    input,
-                });
-            }
-            let inputs = &inputs[..];
-            let step = if m <= super::table::GEMV_COLUMNS {
-                1
-            } else {
-                PANELS
+            let parts = self.prepare_parts(w, x, m, inputs);
+            let pass = Pass {
+                table: self.table,
+                parts: &parts,
+                inputs,
+                m,
+                width,
+                step: if many { PANELS } else { 1 },
+                batch: if many {
+                    kernels::GEMM_PANELS
+                } else {
+                    GEMV_PANELS
+                },
             };
-            let batch = if step == 1 {
-                GEMV_PANELS
-            } else {
-                kernels::GEMM_PANELS
-            };
-            let steps = |pass: &Pass<'_>| pass.packed.panels().div_ceil(step);
             let y = Shared::new(y);
-            let run = |pass: &Pass<'_>, panels: Range<usize>, out: &mut [f32]| {
-                // SAFETY: the input was prepared with this kernel's layout; `run` checks
-                // panels and room; the table is that of this CPU's instruction set.
-                unsafe {
-                    pass.kernel
-                        .run(table, pass.packed, &inputs[pass.input], panels, out);
-                }
-            };
-            if epilogue == Epilogue::SiluMul {
-                let (gate, up) = (&passes[0], &passes[1]);
-                self.team().run_ranges(steps(gate), 1, |range| {
-                    with_scratch!(Buffer<f32>, |buffer| {
-                        for panels in batches(range, step, batch, gate.packed.panels()) {
-                            let columns = |p: &Pass<'_>| inputs[p.input].columns();
-                            let sizes = [gate, up].map(|p| panels.len() * columns(p) * LANES);
-                            let buffer = buffer.reserve(sizes[0] + sizes[1]);
-                            let (g, u) = buffer.split_at_mut(sizes[0]);
-                            run(gate, panels.clone(), g);
-                            run(up, panels.clone(), u);
-                            for p in 0..panels.len() {
-                                let g = &mut g[p * columns(gate) * LANES..][..m * LANES];
-                                let u = &u[p * columns(up) * LANES..][..m * LANES];
-                                (table.silu_mul)(g, u);
-                            }
-                            // SAFETY: these panels' outputs are written by this task alone.
-                            unsafe {
-                                store(
-                                    &y,
-                                    width,
-                                    0,
-                                    gate.part.rows,
-                                    m,
-                                    columns(gate),
-                                    &panels,
-                                    g,
-                                    false,
-                                );
-                            }
-                        }
-                    });
-                });
-            } else {
-                let ends: Vec<usize> = passes
-                    .iter()
-                    .scan(0, |end, p| {
-                        *end += steps(p);
-                        Some(*end)
-                    })
-                    .collect();
-                let total = ends.last().copied().unwrap_or(0);
-                self.team().run_ranges(total, 1, |range| {
-                    with_scratch!(Buffer<f32>, |buffer| {
-                        let mut first = 0;
-                        for (pass, &end) in passes.iter().zip(&ends) {
-                            let own = range.start.clamp(first, end) - first
-                                ..range.end.clamp(first, end) - first;
-                            first = end;
-                            let columns = inputs[pass.input].columns();
-                            for panels in batches(own, step, batch, pass.packed.panels()) {
-                                let out = buffer.reserve(panels.len() * columns * LANES);
-                                run(pass, panels.clone(), out);
-                                // SAFETY: as above.
-                                unsafe {
-                                    store(
-                                        &y,
-                                        width,
-                                        pass.part.start,
-                                        pass.part.rows,
-                                        m,
-                                        columns,
-                                        &panels,
-                                        out,
-                                        epilogue == Epilogue::Add,
-                                    );
-                                }
-                            }
-                        }
-                    });
-                });
+            match epilogue {
+                Epilogue::SiluMul => pass.silu_mul(self.team(), &y),
+                Epilogue::Store => pass.store(self.team(), &y, false),
+                Epilogue::Add => pass.store(self.team(), &y, true),
             }
         });
+    }
+
+    /// The parts of `w` with their kernels for `m` rows; prepares the activations once for all
+    /// parts that take them alike.
+    fn prepare_parts<'a>(
+        &self,
+        w: &'a Linear,
+        x: &[f32],
+        m: usize,
+        inputs: &mut Vec<Prepared>,
+    ) -> Vec<PassPart<'a>> {
+        let mut layouts: Vec<Layout> = Vec::with_capacity(w.parts.len());
+        let prepare = |part: &'a Part| {
+            let Body::Packed(packed, kernels) = &part.weight else {
+                unreachable!("a Linear is either packed or canonical");
+            };
+            let kernel = serving(kernels, m);
+            let layout = kernel.layout(packed, w.activations);
+            let input = layouts.iter().position(|l| *l == layout);
+            let input = input.unwrap_or_else(|| {
+                let i = layouts.len();
+                if inputs.len() == i {
+                    inputs.push(Prepared::default());
+                }
+                inputs[i].prepare(self.team(), self.table, &layout, x, w.in_features);
+                layouts.push(layout);
+                i
+            });
+            PassPart {
+                part,
+                packed,
+                kernel,
+                input,
+            }
+        };
+        w.parts.iter().map(prepare).collect()
     }
 
     /// Plain products of canonical weights: the baseline.
@@ -500,8 +437,23 @@ impl Cpu {
     }
 }
 
-/// One part's share of a pass.
+/// One pass of at most [`PASS_ROWS`] rows over a [`Linear`].
 struct Pass<'a> {
+    table: &'static Table,
+    parts: &'a [PassPart<'a>],
+    inputs: &'a [Prepared],
+    /// Rows of x.
+    m: usize,
+    /// Outputs of a row.
+    width: usize,
+    /// Panels that threads share the work by.
+    step: usize,
+    /// Panels that a kernel is called with at a time, at most.
+    batch: usize,
+}
+
+/// One part's share of a pass.
+struct PassPart<'a> {
     part: &'a Part,
     packed: &'a Packed,
     kernel: &'static LinearKernel,
@@ -509,49 +461,122 @@ struct Pass<'a> {
     input: usize,
 }
 
-/// Cuts a range of steps (`step` panels each, the last perhaps fewer) into ranges of at most
-/// `batch` panels.
-fn batches(
-    steps: Range<usize>,
-    step: usize,
-    batch: usize,
-    panels: usize,
-) -> impl Iterator<Item = Range<usize>> {
-    let (start, end) = (steps.start * step, (steps.end * step).min(panels));
-    (start..end)
-        .step_by(batch)
-        .map(move |p| p..(p + batch).min(end))
-}
+impl Pass<'_> {
+    fn steps(&self, part: &PassPart<'_>) -> usize {
+        part.packed.panels().div_ceil(self.step)
+    }
 
-/// Writes results `[panels, columns, 16]` to their places in `y` `[m, width]`.
-///
-/// # Safety
-/// No other thread writes these panels' outputs.
-#[allow(clippy::too_many_arguments, reason = "a view's shape, one by one")]
-unsafe fn store(
-    y: &Shared<'_, f32>,
-    width: usize,
-    start: usize,
-    rows: usize,
-    m: usize,
-    columns: usize,
-    panels: &Range<usize>,
-    results: &[f32],
-    add: bool,
-) {
-    // Rows outside: a row's outputs of all panels are next to each other.
-    for c in 0..m {
-        for (i, panel) in panels.clone().enumerate() {
-            let first = panel * LANES;
-            let count = LANES.min(rows - first);
-            let at = c * width + start + first;
-            // SAFETY: by contract.
-            let y = unsafe { y.part(at..at + count) };
-            let results = &results[(i * columns + c) * LANES..][..count];
-            if add {
-                y.iter_mut().zip(results).for_each(|(y, r)| *y += r);
-            } else {
-                y.copy_from_slice(results);
+    fn columns(&self, part: &PassPart<'_>) -> usize {
+        self.inputs[part.input].columns()
+    }
+
+    /// Cuts a range of a part's steps into ranges of at most `batch` panels.
+    fn batches(
+        &self,
+        part: &PassPart<'_>,
+        steps: Range<usize>,
+    ) -> impl Iterator<Item = Range<usize>> {
+        let (start, end) = (
+            steps.start * self.step,
+            (steps.end * self.step).min(part.packed.panels()),
+        );
+        let batch = self.batch;
+        (start..end)
+            .step_by(batch)
+            .map(move |p| p..(p + batch).min(end))
+    }
+
+    /// The product of a part's `panels`: `[panels, columns, 16]`.
+    fn run(&self, part: &PassPart<'_>, panels: Range<usize>, out: &mut [f32]) {
+        let input = &self.inputs[part.input];
+        // SAFETY: the input was prepared with this kernel's layout; `run` checks panels and
+        // room; the table is that of this CPU's instruction set.
+        unsafe { part.kernel.run(self.table, part.packed, input, panels, out) };
+    }
+
+    /// The products of all parts, side by side in `y`; added to it if `add`.
+    fn store(&self, team: &Team, y: &Shared<'_, f32>, add: bool) {
+        let ends: Vec<usize> = self
+            .parts
+            .iter()
+            .scan(0, |end, p| {
+                *end += self.steps(p);
+                Some(*end)
+            })
+            .collect();
+        let total = ends.last().copied().unwrap_or(0);
+        team.run_ranges(total, 1, |range| {
+            with_scratch!(Buffer<f32>, |buffer| {
+                let mut first = 0;
+                for (part, &end) in self.parts.iter().zip(&ends) {
+                    let own =
+                        range.start.clamp(first, end) - first..range.end.clamp(first, end) - first;
+                    first = end;
+                    for panels in self.batches(part, own) {
+                        let out = buffer.reserve(panels.len() * self.columns(part) * LANES);
+                        self.run(part, panels.clone(), out);
+                        // SAFETY: these panels' outputs are written by this task alone.
+                        unsafe { self.put(part, &panels, out, y, add) };
+                    }
+                }
+            });
+        });
+    }
+
+    /// `silu` of the first part's product times the second's.
+    fn silu_mul(&self, team: &Team, y: &Shared<'_, f32>) {
+        let [gate, up] = self.parts else {
+            unreachable!("checked by the caller: gate and up");
+        };
+        team.run_ranges(self.steps(gate), 1, |range| {
+            with_scratch!(Buffer<f32>, |buffer| {
+                for panels in self.batches(gate, range) {
+                    let strides = [gate, up].map(|p| self.columns(p) * LANES);
+                    let sizes = strides.map(|stride| panels.len() * stride);
+                    let buffer = buffer.reserve(sizes[0] + sizes[1]);
+                    let (g, u) = buffer.split_at_mut(sizes[0]);
+                    self.run(gate, panels.clone(), g);
+                    self.run(up, panels.clone(), u);
+                    for p in 0..panels.len() {
+                        let g = &mut g[p * strides[0]..][..self.m * LANES];
+                        let u = &u[p * strides[1]..][..self.m * LANES];
+                        (self.table.silu_mul)(g, u);
+                    }
+                    // SAFETY: these panels' outputs are written by this task alone.
+                    unsafe { self.put(gate, &panels, g, y, false) };
+                }
+            });
+        });
+    }
+
+    /// Writes results `[panels, columns, 16]` to their places in `y` `[m, width]`.
+    ///
+    /// # Safety
+    /// No other thread writes these panels' outputs.
+    unsafe fn put(
+        &self,
+        part: &PassPart<'_>,
+        panels: &Range<usize>,
+        results: &[f32],
+        y: &Shared<'_, f32>,
+        add: bool,
+    ) {
+        let Part { start, rows, .. } = *part.part;
+        let columns = self.columns(part);
+        // Rows outside: a row's outputs of all panels are next to each other.
+        for c in 0..self.m {
+            for (i, panel) in panels.clone().enumerate() {
+                let first = panel * LANES;
+                let count = LANES.min(rows - first);
+                let at = c * self.width + start + first;
+                // SAFETY: by contract.
+                let y = unsafe { y.part(at..at + count) };
+                let results = &results[(i * columns + c) * LANES..][..count];
+                if add {
+                    y.iter_mut().zip(results).for_each(|(y, r)| *y += r);
+                } else {
+                    y.copy_from_slice(results);
+                }
             }
         }
     }
