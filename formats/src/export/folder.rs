@@ -136,140 +136,215 @@ pub(super) fn export(
     if !options.force {
         check_vacant(out)?;
     }
-    let unsupported = |what: String, why: String| Error::Unsupported {
-        path: out.into(),
-        what,
-        why,
+    let mut plan = Plan {
+        out,
+        checkpoint,
+        packing,
+        dense: dense_type(checkpoint),
+        sources: BTreeMap::new(),
+        specs: Vec::new(),
+        linears: Vec::new(),
+        widened: 0,
+        report: ExportReport::default(),
     };
-    let store = checkpoint.store();
-    let dense = dense_type(checkpoint);
-    let mut report = ExportReport::default();
-    let mut sources = BTreeMap::new();
-    let mut specs = Vec::new();
-    let mut linears = Vec::new();
-    let mut widened = 0;
     for (name, shape) in parameters(checkpoint.config()) {
-        let mut put = |suffix: &str, dtype, shape: Vec<usize>, source| {
-            let spec = TensorSpec {
-                name: format!("{name}.{suffix}"),
-                dtype,
-                shape,
-            };
-            let bytes = spec.bytes();
-            sources.insert(spec.name.clone(), source);
-            specs.push(spec);
-            bytes
+        match shape {
+            Shape::Vector(_) => {
+                plan.put_dense(&name, shape);
+            }
+            Shape::Matrix(rows, cols) => plan.put_matrix(name, (rows, cols))?,
+        }
+    }
+    plan.check_quantized()?;
+    plan.write(progress)
+}
+
+/// What a folder will hold.
+struct Plan<'a> {
+    out: &'a Path,
+    checkpoint: &'a Checkpoint,
+    packing: &'a Packing,
+    /// Type of unquantized parameters.
+    dense: DType,
+    /// By tensor name.
+    sources: BTreeMap<String, Source>,
+    specs: Vec<TensorSpec>,
+    linears: Vec<Linear>,
+    /// Bytes by which unquantized matrices grow.
+    widened: u64,
+    report: ExportReport,
+}
+
+impl Plan<'_> {
+    fn unsupported(&self, what: String, why: String) -> Error {
+        Error::Unsupported {
+            path: self.out.into(),
+            what,
+            why,
+        }
+    }
+
+    /// Adds a tensor of the parameter `name`; its bytes.
+    fn put(
+        &mut self,
+        name: &str,
+        suffix: &str,
+        dtype: DType,
+        shape: Vec<usize>,
+        source: Source,
+    ) -> u64 {
+        let spec = TensorSpec {
+            name: format!("{name}.{suffix}"),
+            dtype,
+            shape,
         };
-        let Shape::Matrix(rows, cols) = shape else {
-            put(
-                "weight",
-                dense,
-                shape.dims(),
-                Source::Dense(name.clone(), shape),
-            );
-            continue;
-        };
-        let weight = store.matrix(&name, (rows, cols))?;
+        let bytes = spec.bytes();
+        self.sources.insert(spec.name.clone(), source);
+        self.specs.push(spec);
+        bytes
+    }
+
+    fn put_dense(&mut self, name: &str, shape: Shape) -> u64 {
+        let source = Source::Dense(name.into(), shape);
+        self.put(name, "weight", self.dense, shape.dims(), source)
+    }
+
+    /// Adds a matrix: packed if it is a quantized Linear of a layer.
+    fn put_matrix(&mut self, name: String, dims: (usize, usize)) -> Result<()> {
+        let store = self.checkpoint.store();
+        let weight = store.matrix(&name, dims)?;
         let packed = affine(&weight).filter(|_| is_layer_linear(&name));
-        let mut written = 0;
-        let (to, kept) = match packed {
+        let (to, kept, bytes) = match packed {
             Some(a) => {
-                let kept = packing.fits(a, dense).map_err(|why| {
-                    let what = format!("{name} ({}) in {}", a.scheme(), packing.format);
-                    unsupported(what, format!("{why}; only requantizing would make it fit"))
-                })?;
-                for part in (packing.parts)(a, dense) {
-                    let (suffix, dtype, shape) = (part.suffix, part.dtype, part.shape.clone());
-                    let source = Source::Packed(name.clone(), (rows, cols), part);
-                    written += put(suffix, dtype, shape, source);
-                }
-                let of_reading = store.exactness(&name);
-                let kept = if kept == Exactness::Exact {
-                    of_reading
-                } else {
-                    kept
-                };
-                (a.scheme().to_string(), kept)
+                let (kept, bytes) = self.put_packed(&name, dims, a)?;
+                (a.scheme().to_string(), kept, bytes)
             }
             None => {
-                written += put(
-                    "weight",
-                    dense,
-                    vec![rows, cols],
-                    Source::Dense(name.clone(), shape),
-                );
-                let exact = matches!(&weight, Weight::Dense(t) if t.dtype() == dense);
+                let bytes = self.put_dense(&name, Shape::Matrix(dims.0, dims.1));
+                let exact = matches!(&weight, Weight::Dense(t) if t.dtype() == self.dense);
                 if !exact {
-                    widened += written - (weight.bytes() as u64).min(written);
+                    self.widened += bytes - (weight.bytes() as u64).min(bytes);
                 }
-                let kept = if exact {
-                    Exactness::Exact
-                } else {
-                    Exactness::ValuesRounded(dense)
+                let kept = match exact {
+                    true => Exactness::Exact,
+                    false => Exactness::ValuesRounded(self.dense),
                 };
-                (dense.to_string(), kept)
+                (self.dense.to_string(), kept, bytes)
             }
         };
         if is_layer_linear(&name) {
-            linears.push(Linear {
+            self.linears.push(Linear {
                 name: name.clone(),
                 scheme: packed.map(LinearScheme::of),
             });
         }
-        report.weights.push(Exported {
-            from: store.stored(&name, (rows, cols))?.scheme_name(),
+        self.report.weights.push(Exported {
+            from: store.stored(&name, dims)?.scheme_name(),
             to,
             change: Change::Kept(kept),
-            bytes: written,
+            bytes,
             name,
         });
+        Ok(())
     }
-    if linears.iter().all(|l| l.scheme.is_none()) {
-        let what = format!("an unquantized model in {}", packing.format);
+
+    /// Adds the tensors of a packed Linear; how exactly they hold it, and their bytes.
+    fn put_packed(
+        &mut self,
+        name: &str,
+        dims: (usize, usize),
+        a: &AffineWeight,
+    ) -> Result<(Exactness, u64)> {
+        let kept = self.packing.fits(a, self.dense).map_err(|why| {
+            let what = format!("{name} ({}) in {}", a.scheme(), self.packing.format);
+            self.unsupported(what, format!("{why}; only requantizing would make it fit"))
+        })?;
+        let mut bytes = 0;
+        for part in (self.packing.parts)(a, self.dense) {
+            let (suffix, dtype, shape) = (part.suffix, part.dtype, part.shape.clone());
+            let source = Source::Packed(name.into(), dims, part);
+            bytes += self.put(name, suffix, dtype, shape, source);
+        }
+        let kept = match kept {
+            Exactness::Exact => self.checkpoint.store().exactness(name),
+            rounded => rounded,
+        };
+        Ok((kept, bytes))
+    }
+
+    /// # Errors
+    /// [`Error::Unsupported`] if there is nothing to pack.
+    fn check_quantized(&self) -> Result<()> {
+        if self.linears.iter().any(|l| l.scheme.is_some()) {
+            return Ok(());
+        }
+        let store = self.checkpoint.store();
         let (what, why) = match store.quantization() {
             None => (
-                what,
+                "an unquantized model".to_owned(),
                 "its Linears have no integer codes; quantize the model first",
             ),
             Some(_) => (
-                format!("{} in {}", store.format(), packing.format),
+                store.format().to_string(),
                 "its Linears have no integer codes; only requantizing would give them some",
             ),
         };
-        return Err(unsupported(what, why.into()));
+        let what = format!("{what} in {}", self.packing.format);
+        Err(self.unsupported(what, why.into()))
     }
-    if widened > 0 {
-        report.notes.push(format!(
-            "embedding and head are {dense}, as loaders of {} need them: {:.1} MB more",
-            packing.format,
-            widened as f64 / 1e6,
-        ));
+
+    /// Writes the folder beside its place, then moves it there.
+    fn write(mut self, progress: &dyn Progress) -> Result<ExportReport> {
+        let (checkpoint, packing) = (self.checkpoint, self.packing);
+        let (description, extra) = (packing.describe)(&self.linears)
+            .map_err(|why| self.unsupported(format!("this mix in {}", packing.format), why))?;
+        let specs = std::mem::take(&mut self.specs);
+        let layout = Layout::new(specs, &[("format".into(), "pt".into())].into(), MAX_SHARD);
+        let folder = parent(self.out);
+        check_space(&folder, layout.file_bytes())?;
+        let staging = temporary_folder(&folder)?;
+        let new = staging.path().join("folder");
+        std::fs::create_dir(&new).map_err(|e| Error::io(&new, "create", e))?;
+        layout.write(
+            &new,
+            progress,
+            &mut |spec, sink| match &self.sources[&spec.name] {
+                Source::Dense(name, shape) => {
+                    sink.write(&dense_bytes(checkpoint, name, *shape, spec.dtype)?)
+                }
+                Source::Packed(name, dims, part) => {
+                    let weight = checkpoint.store().matrix(name, *dims)?;
+                    let affine = affine(&weight).expect("it was one when the layout was made");
+                    sink.write(&(packing.pack)(affine, part))
+                }
+            },
+        )?;
+        for name in copied_files(checkpoint.files())? {
+            write_bytes(&new.join(&name), &checkpoint.files().require(&name)?)?;
+        }
+        let config = config_json(checkpoint, self.dense, description)?;
+        write_json(&new.join(CONFIG), &config)?;
+        for (name, json) in extra {
+            write_json(&new.join(name), &json)?;
+        }
+        sync_folder(&new)?;
+        rename_folder(&new, self.out)?;
+        if self.widened > 0 {
+            self.report.notes.push(format!(
+                "embedding and head are {}, as loaders of {} need them: {:.1} MB more",
+                self.dense,
+                packing.format,
+                self.widened as f64 / 1e6,
+            ));
+        }
+        self.report.tensor_bytes = layout.tensor_bytes();
+        self.report.file_bytes = layout.file_bytes();
+        Ok(self.report)
     }
-    let (description, extra) = (packing.describe)(&linears)
-        .map_err(|why| unsupported(format!("this mix in {}", packing.format), why))?;
-    let layout = Layout::new(specs, &[("format".into(), "pt".into())].into(), MAX_SHARD);
-    let folder = parent(out);
-    check_space(&folder, layout.file_bytes())?;
-    let staging = temporary_folder(&folder)?;
-    let new = staging.path().join("folder");
-    std::fs::create_dir(&new).map_err(|e| Error::io(&new, "create", e))?;
-    layout.write(
-        &new,
-        progress,
-        &mut |spec, sink| match &sources[&spec.name] {
-            Source::Dense(name, shape) => {
-                sink.write(&dense_bytes(checkpoint, name, *shape, spec.dtype)?)
-            }
-            Source::Packed(name, dims, part) => {
-                let weight = store.matrix(name, *dims)?;
-                let affine = affine(&weight).expect("it was one when the layout was made");
-                sink.write(&(packing.pack)(affine, part))
-            }
-        },
-    )?;
-    for name in copied_files(checkpoint.files())? {
-        write_bytes(&new.join(&name), &checkpoint.files().require(&name)?)?;
-    }
+}
+
+/// The model's config.json with `quantization_config`.
+fn config_json(checkpoint: &Checkpoint, dense: DType, quantization: Value) -> Result<Value> {
     let mut config: Map<String, Value> =
         serde_json::from_slice(&checkpoint.files().require(CONFIG)?).map_err(|e| {
             Error::Malformed {
@@ -286,16 +361,8 @@ pub(super) fn export(
         _ => "bfloat16",
     };
     config.insert("torch_dtype".into(), name.into());
-    config.insert("quantization_config".into(), description);
-    write_json(&new.join(CONFIG), &Value::Object(config))?;
-    for (name, json) in extra {
-        write_json(&new.join(name), &json)?;
-    }
-    sync_folder(&new)?;
-    rename_folder(&new, out)?;
-    report.tensor_bytes = layout.tensor_bytes();
-    report.file_bytes = layout.file_bytes();
-    Ok(report)
+    config.insert("quantization_config".into(), quantization);
+    Ok(Value::Object(config))
 }
 
 fn write_json(path: &Path, json: &Value) -> Result<()> {
