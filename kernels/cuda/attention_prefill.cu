@@ -16,7 +16,7 @@
 struct PrefillArgs {
     const float* qkv;   // [rows][(heads + 2 kv_heads) * 128]
     Cache cache;
-    __half* out;        // [rows][padded]
+    __half* out;        // [rows][padded] in operand order
     int row0;           // of the sequence's first new token
     int count;          // new tokens
     int position0;      // of the first
@@ -174,10 +174,10 @@ DEVICE void prefill(const PrefillArgs& p) {
         total[r] += __shfl_xor_sync(~0u, total[r], 2);
         if (mine[r] >= p.count) continue;
         const float inv = 1.f / total[r];
-        __half* to = p.out + size_t(p.row0 + mine[r]) * p.padded + head * HEAD_DIM + 2 * t;
+        __half* to = p.out + size_t(p.row0 + mine[r]) * p.padded + head * HEAD_DIM;
 #pragma unroll
         for (int n = 0; n < 16; n++)
-            *reinterpret_cast<__half2*>(to + 8 * n) = __float22half2_rn(make_float2(out[n][2 * r] * inv, out[n][2 * r + 1] * inv));
+            *reinterpret_cast<__half2*>(to + operand_index(8 * n + 2 * t)) = __float22half2_rn(make_float2(out[n][2 * r] * inv, out[n][2 * r + 1] * inv));
     }
 }
 

@@ -124,6 +124,24 @@ DEVICE float warp_sum(float v) {
     return v;
 }
 
+// Four 8x8 matrices of FP16: lane l gives the address of row l % 8 of matrix l / 8, and gets
+// elements 2 (l % 4) and the next of row l / 4 of each.
+DEVICE uint4 load_matrices(const void* row) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(uint32_t(__cvta_generic_to_shared(row)))
+                 : "memory");
+    return v;
+}
+
+// Where input k of a row stands in operand order, in which rows of FP16 activations are kept:
+// of each 32 inputs the 16 of one product, then those of the other, in the order in which the
+// codes of a packed weight meet them (`weights.cuh`). Pairs of inputs stay together.
+DEVICE int operand_index(int k) {
+    return (k & ~31) | (k >> 2 & 1) << 4 | (k >> 1 & 1) << 3 | (k >> 3 & 3) << 1 | (k & 1);
+}
+
 // Into the range of FP16.
 DEVICE float clamp_half(float v) {
     return fminf(fmaxf(v, -65504.f), 65504.f);

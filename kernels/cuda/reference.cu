@@ -48,7 +48,7 @@ struct NormArgs {
     const int* rows;     // null: row m
     const float* gain;   // [width]
     float* y;            // [m][width], or null
-    __half* half;        // [m][padded], zero past `width`, or null
+    __half* half;        // [m][padded] in operand order, zero past `width`, or null
     int width;
     int padded;
     float eps;
@@ -68,7 +68,7 @@ extern "C" __global__ void rms_norm(const __grid_constant__ NormArgs p) {
     for (int k = threadIdx.x; k < p.padded; k += blockDim.x) {
         const float v = k < p.width ? x[k] * r * p.gain[k] : 0.f;
         if (p.y && k < p.width) p.y[size_t(m) * p.width + k] = v;
-        if (p.half) p.half[size_t(m) * p.padded + k] = __float2half_rn(clamp_half(v));
+        if (p.half) p.half[size_t(m) * p.padded + operand_index(k)] = __float2half_rn(clamp_half(v));
     }
 }
 
@@ -164,7 +164,7 @@ extern "C" __global__ void attention_reference(const __grid_constant__ AttendArg
 struct SiluArgs {
     const float* x;   // [m][2 * width]
     float* y;         // [m][width], or null
-    __half* half;     // [m][padded], zero past `width`, or null
+    __half* half;     // [m][padded] in operand order, zero past `width`, or null
     int width;
     int padded;
 };
@@ -178,7 +178,7 @@ extern "C" __global__ void silu_mul(const __grid_constant__ SiluArgs p) {
             v = x[0] / (1.f + expf(-x[0])) * x[8];
             if (p.y) p.y[m * p.width + i] = v;
         }
-        if (p.half) p.half[m * p.padded + i] = __float2half_rn(clamp_half(v));
+        if (p.half) p.half[m * p.padded + operand_index(i)] = __float2half_rn(clamp_half(v));
     }
 }
 

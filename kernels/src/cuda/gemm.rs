@@ -1,8 +1,8 @@
 //! Products and attention of many rows at once.
 
-use super::driver::{Address, Buffer, LaunchShape, Stream};
+use super::driver::{Address, Buffer, LaunchShape, Matrix, Stream, TensorMap};
 use super::linear::DeviceLinear;
-use super::pack::SPAN;
+use super::pack::{PackedKind, SPAN, TILE};
 use super::rows::{CacheArgs, DeviceCache, HEAD_DIM};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
@@ -13,7 +13,8 @@ pub enum GemmOutput<'a> {
     Store(&'a mut Buffer<f32>),
     /// Added to `y` `[m, rows]`.
     Add(&'a mut Buffer<f32>),
-    /// An interleaved gate and up: `silu(gate) * up` `[m, rows / 2 padded to 256]` in FP16.
+    /// An interleaved gate and up: `silu(gate) * up` `[m, rows / 2 padded to 256]` in FP16, in
+    /// operand order.
     Silu(&'a mut Buffer<u16>),
 }
 
@@ -51,6 +52,16 @@ struct GemmArgs {
     pad: i32,
 }
 
+/// `WgmmaArgs` of `cuda/gemm_wgmma.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct WgmmaArgs {
+    x: TensorMap,
+    codes: TensorMap,
+    meta: TensorMap,
+    p: GemmArgs,
+}
+
 /// An instance of `cuda/gemm.cu`: rows of x and tiles of weights that a block takes.
 struct Instance {
     rows: usize,
@@ -82,11 +93,71 @@ const INSTANCES: [Instance; 4] = [
     },
 ];
 
-/// Stages of `cuda/gemm.cu`.
+/// Stages of `cuda/gemm.cu` and of `cuda/gemm_wgmma.cu`.
 const STAGES: usize = 4;
 
+/// An instance of `cuda/gemm_wgmma.cu`.
+struct WgmmaInstance {
+    /// Warpgroups, each of four tiles of weights.
+    groups: usize,
+    /// Rows of x.
+    rows: usize,
+    /// Microseconds that a block adds to its multiprocessor's work, for a step of 64 inputs and
+    /// besides: as measured on an H200.
+    cost: (f64, f64),
+}
+
+const WGMMA_INSTANCES: [WgmmaInstance; 3] = [
+    WgmmaInstance {
+        groups: 1,
+        rows: 64,
+        cost: (0.18, 1.0),
+    },
+    WgmmaInstance {
+        groups: 1,
+        rows: 128,
+        cost: (0.23, 1.0),
+    },
+    WgmmaInstance {
+        groups: 3,
+        rows: 128,
+        cost: (0.54, 5.0),
+    },
+];
+
+/// Fewer rows than this are for `cuda/gemm.cu`: half of a warpgroup's product would be wasted.
+const WGMMA_ROWS: usize = 17;
+
+impl WgmmaInstance {
+    /// The cheapest for `m` rows of x and `tiles` tiles of weights, over `spans` spans.
+    fn choose(multiprocessors: usize, m: usize, tiles: usize, spans: usize) -> &'static Self {
+        let cost = |i: &Self| {
+            let blocks = m.div_ceil(i.rows) * tiles.div_ceil(i.groups * 4);
+            let turns = blocks.div_ceil(multiprocessors.max(1)) as f64;
+            turns * (i.cost.0 * (4 * spans) as f64 + i.cost.1)
+        };
+        let (first, rest) = (&WGMMA_INSTANCES[0], &WGMMA_INSTANCES[1..]);
+        rest.iter()
+            .fold(first, |best, i| if cost(i) < cost(best) { i } else { best })
+    }
+
+    fn name(&self, kind: PackedKind) -> String {
+        let (weights, x) = (self.groups * 64, self.rows);
+        format!("gemm_{}_{weights}x{x}", kind.kernel_part())
+    }
+
+    /// `STAGE`, `OUT_BYTES` and the alignment of `WgmmaGemm`.
+    fn shared(&self, kind: PackedKind) -> usize {
+        let stage = self.rows * 128 + self.groups * 4 * (kind.bits() * 128 + kind.meta_room());
+        1024 + STAGES * stage.next_multiple_of(1024) + self.groups * self.rows * 80
+    }
+}
+
 impl Stream {
-    /// `m` rows of FP16 activations `x` `[m, inputs padded to 256]` times `w`.
+    /// `m` rows of FP16 activations `x` `[m, inputs padded to 256]`, in operand order
+    /// ([`operand_index`](super::pack::operand_index)), times `w`.
+    ///
+    /// On compute capability 9.0, more than 16 rows meet weights rounded to FP16.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
@@ -115,7 +186,7 @@ impl Stream {
             x: x.at(0),
             m: m as i32,
             rows: packed.rows,
-            tiles: w.rows().div_ceil(super::pack::TILE) as i32,
+            tiles: w.rows().div_ceil(TILE) as i32,
             spans: packed.spans,
             groups: packed.groups,
             meta_bytes: packed.meta_bytes,
@@ -140,25 +211,79 @@ impl Stream {
                 args.epilogue = 2;
             }
         }
+        let gpu = self.gpu();
+        let (kind, tiles) = (w.kind(), args.tiles as usize);
+        if m >= WGMMA_ROWS && gpu.info().capability == (9, 0) {
+            let of = gpu.info().multiprocessors;
+            let instance = WgmmaInstance::choose(of, m, tiles, spans);
+            // Absent from a build for other architectures than sm_90a.
+            if gpu.has_kernel(&instance.name(kind)) {
+                return self.gemm_wgmma(kind, instance, args);
+            }
+        }
         let last = &INSTANCES[INSTANCES.len() - 1];
         let instance = INSTANCES.iter().find(|i| m <= i.rows).unwrap_or(last);
-        let weights = instance.tiles * w.kind().bits() * 128;
+        let weights = instance.tiles * kind.bits() * 128;
         let shape = LaunchShape {
-            grid: (
-                (args.tiles as usize).div_ceil(instance.tiles),
-                m.div_ceil(instance.rows),
-                1,
-            ),
+            grid: (tiles.div_ceil(instance.tiles), m.div_ceil(instance.rows), 1),
             threads: instance.threads,
             shared: STAGES * (instance.rows * 128 + weights),
             overlap: false,
         };
-        let name = format!("gemm_{}_{}", w.kind().kernel_part(), instance.rows);
+        let name = format!("gemm_{}_{}", kind.kernel_part(), instance.rows);
         // SAFETY: the arguments are `GemmArgs` of the kernel; sizes were checked.
         unsafe { self.launch(&name, shape, &args) }
     }
 
-    /// `out` `[rows, heads * 128 padded to 256]` in FP16: attention of one sequence's new rows
+    /// The same by a kernel of `cuda/gemm_wgmma.cu`; `p`'s operands have been checked.
+    fn gemm_wgmma(&self, kind: PackedKind, instance: &WgmmaInstance, p: GemmArgs) -> Result<()> {
+        let gpu = self.gpu();
+        let (m, tiles, spans) = (p.m as usize, p.tiles as usize, p.spans as usize);
+        let block = instance.groups * 4;
+        let x = gpu.tensor_map(Matrix {
+            address: p.x,
+            element: 2,
+            rows: m,
+            width: spans * SPAN,
+            tile: (instance.rows, 64),
+            swizzled: true,
+        })?;
+        // A box has 256 elements at most: of 16-bit weights a step's 2,048 bytes of a tile.
+        let element = if kind.bits() == 16 { 8 } else { 4 };
+        let step = TILE * 64 * kind.bits() / 8 / element;
+        let codes = gpu.tensor_map(Matrix {
+            address: p.codes,
+            element,
+            rows: tiles,
+            width: spans * 4 * step,
+            tile: (block, step),
+            swizzled: false,
+        })?;
+        let words = p.meta_bytes as usize / 4;
+        let meta = match words {
+            0 => TensorMap::NONE,
+            _ => gpu.tensor_map(Matrix {
+                address: p.meta,
+                element: 4,
+                rows: tiles,
+                width: spans * words,
+                tile: (block, words),
+                swizzled: false,
+            })?,
+        };
+        let args = WgmmaArgs { x, codes, meta, p };
+        let shape = LaunchShape {
+            grid: (m.div_ceil(instance.rows), tiles.div_ceil(block), 1),
+            threads: instance.groups * 128 + 32,
+            shared: instance.shared(kind),
+            overlap: false,
+        };
+        // SAFETY: the arguments are `WgmmaArgs` of the kernel, over the operands that were
+        // checked; its boxes are the kernel's.
+        unsafe { self.launch(&instance.name(kind), shape, &args) }
+    }
+
+    /// `out` `[rows, heads * 128 padded to 256]` in FP16, in operand order: attention of one sequence's new rows
     /// over its cache, which holds their keys and values already.
     ///
     /// # Errors
@@ -236,5 +361,31 @@ impl Stream {
         };
         // SAFETY: the arguments are the kernel's; sizes were checked.
         unsafe { self.launch(&name, shape, &args) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::WgmmaInstance;
+
+    /// On 132 multiprocessors: what measured fastest, and what keeps them all busy.
+    #[test]
+    fn blocks_suit_the_product() {
+        let chosen = |m: usize, rows: usize, inputs: usize| {
+            let i = WgmmaInstance::choose(132, m, rows.div_ceil(16), inputs.div_ceil(256));
+            (i.groups * 64, i.rows)
+        };
+        // 8B: qkv, o, gate_up, down.
+        assert_eq!(chosen(512, 6144, 4096), (192, 128));
+        assert_eq!(chosen(512, 4096, 4096), (64, 128));
+        assert_eq!(chosen(512, 24576, 4096), (192, 128));
+        assert_eq!(chosen(512, 4096, 12288), (64, 128));
+        // 0.6B: o, down.
+        assert_eq!(chosen(512, 1024, 2048), (64, 64));
+        assert_eq!(chosen(512, 1024, 3072), (64, 64));
+        assert_eq!(chosen(17, 1, 1), (64, 64));
+        // What `products_of_many_rows_in_real_shapes` relies on.
+        assert_eq!(chosen(333, 49_000, 1000), (192, 128));
+        assert_eq!(chosen(200, 4096, 1024), (64, 128));
     }
 }

@@ -305,8 +305,8 @@ impl GemvPlan {
 }
 
 impl PackedKind {
-    /// `MOST_META` of `cuda/weights.cuh`.
-    fn meta_room(self) -> usize {
+    /// `MOST_META` of `cuda/weights.cuh`, padded to 16 bytes.
+    pub(super) fn meta_room(self) -> usize {
         match self {
             PackedKind::Fp16 => 0,
             PackedKind::Affine { bits, zeros, .. } => PackedKind::Affine {

@@ -21,5 +21,5 @@ pub use driver::{Address, Buffer, Gpu, GpuInfo, Graph, Mark, Pinned, Stream, dev
 pub use gemm::{GemmOutput, SequenceRows};
 pub use grad::{CudaOps, GemmPrecision};
 pub use linear::{DeviceLinear, GemvOutput, Norm, Uploader, best_len};
-pub use pack::{PackedKind, Stack};
+pub use pack::{PackedKind, Stack, operand_index};
 pub use rows::{AttentionScratch, DeviceCache, HEAD_DIM, Heads, Row, RowsOut, Step};

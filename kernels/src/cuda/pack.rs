@@ -13,6 +13,12 @@ pub const TILE: usize = 16;
 /// Inputs of a span.
 pub const SPAN: usize = 256;
 
+/// Where input `k` of a row stands in operand order, in which rows of FP16 activations are kept
+/// (`operand_index` of `cuda/common.cuh`): a permutation of each 32 inputs.
+pub fn operand_index(k: usize) -> usize {
+    k & !31 | (k >> 2 & 1) << 4 | (k >> 1 & 1) << 3 | (k >> 3 & 3) << 1 | k & 1
+}
+
 /// What a kernel over packed weights is chosen by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PackedKind {
@@ -517,7 +523,22 @@ fn common_exponent(parts: &[&Weight]) -> Result<i32> {
 
 #[cfg(test)]
 mod tests {
-    use super::lane_word;
+    use super::{SPAN, lane_word, operand_index};
+
+    /// Product j of a chunk has, of lane t, inputs 8t + 4j ..: two at 2t, two at 8 + 2t
+    /// (`mma_16816`).
+    #[test]
+    fn operand_order_is_that_of_the_products() {
+        for chunk in 0..SPAN / 32 {
+            for (j, t, i) in
+                (0..2).flat_map(|j| (0..4).flat_map(move |t| (0..4).map(move |i| (j, t, i))))
+            {
+                let k = chunk * 32 + 8 * t + 4 * j + i;
+                let at = chunk * 32 + 16 * j + i / 2 * 8 + 2 * t + i % 2;
+                assert_eq!(operand_index(k), at, "input {k}");
+            }
+        }
+    }
 
     #[test]
     fn lane_word_is_the_documented_order() {

@@ -197,7 +197,8 @@ fn shape(grid: (usize, usize), threads: usize) -> LaunchShape {
     }
 }
 
-/// Where a row-wise kernel puts its result: f32, FP16 padded to whole spans, or both.
+/// Where a row-wise kernel puts its result: f32, FP16 padded to whole spans and in operand order
+/// ([`operand_index`](super::pack::operand_index)), or both.
 #[derive(Default)]
 pub struct RowsOut<'a> {
     /// `[m, width]`

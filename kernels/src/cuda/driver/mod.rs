@@ -5,10 +5,12 @@
 
 mod memory;
 mod stream;
+mod tensor_map;
 
 pub use memory::{Address, Buffer, Pinned};
 pub(crate) use stream::LaunchShape;
 pub use stream::{Graph, Mark, Stream};
+pub(crate) use tensor_map::{Matrix, TensorMap};
 
 use crate::cpu::{Key, OpTiming, Profile};
 use crate::error::{Error, Result};

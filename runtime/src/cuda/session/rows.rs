@@ -4,7 +4,9 @@ use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, padded, product};
 use crate::engine::{Chunk, LinearKind, Observer};
 use crate::error::Result;
 use nq_kernels::KernelSet;
-use nq_kernels::cuda::{Buffer, GemmOutput, HEAD_DIM, Row, RowsOut, SequenceRows, Stream};
+use nq_kernels::cuda::{
+    Buffer, GemmOutput, HEAD_DIM, Row, RowsOut, SequenceRows, Stream, operand_index,
+};
 
 impl CudaSession {
     /// Runs the layers over the chunks' rows: `many.x` becomes the residual stream.
@@ -281,7 +283,8 @@ fn show(
     Ok(())
 }
 
-/// As [`show`], of FP16 rows `[m, width padded]`: what the attention kernel yields.
+/// As [`show`], of FP16 rows `[m, width padded]` in operand order: what the attention kernel
+/// yields.
 fn show_half(
     stream: &Stream,
     observer: &mut Option<&mut dyn Observer>,
@@ -299,7 +302,7 @@ fn show_half(
     x.read(0, &mut halves)?;
     let rows = halves.chunks_exact(padded(width));
     let values: Vec<f32> = rows
-        .flat_map(|r| r[..width].iter().map(|&h| half::f16::from_bits(h).to_f32()))
+        .flat_map(|r| (0..width).map(|k| half::f16::from_bits(r[operand_index(k)]).to_f32()))
         .collect();
     observer.linear_input(layer, kinds, &values);
     Ok(())

@@ -1,0 +1,92 @@
+// The left operand of tensor-core products, from packed codes (`weights.cuh`).
+//
+// Codes become FP16 integers q - z exactly. SCALED: they are then multiplied by their scale and
+// rounded to FP16 once (by 2^-12 of themselves at most; scales too small for normal FP16 numbers
+// lose nothing, as their products are multiples of 2^-24). Not SCALED: the scale, one for each
+// slot of inputs, enters the sums. Offsets (w = s q + o) are always rounded once.
+#pragma once
+
+#include "weights.cuh"
+
+template <int BITS, int ZERO, int SLOT, bool SCALED>
+struct Dequant {
+    static constexpr bool EXACT = BITS != 16 && ZERO != OFFSET && !SCALED;   // scales enter the sums
+
+    // Of rows g and g + 8, each twice.
+    __half2 scale[2];
+    __half2 zero[2];   // 1024 + z, or offsets
+    __half2 high[2];   // -64 - z: for the high nibbles, which become 64 + q
+
+    // Of product j (16 inputs) of step `step` (64 inputs), from the record's scales.
+    DEVICE void load(const uint8_t* meta, int groups, int step, int j, int g) {
+        if constexpr (BITS != 16) {
+            const int at = (SLOT == 32 ? step % 4 * 2 + j / 2 : step % 4 * groups >> 2) * 8 + g;
+            const __half2 both = reinterpret_cast<const __half2*>(meta)[at];
+            scale[0] = __low2half2(both), scale[1] = __high2half2(both);
+            const uint8_t* const z = meta + groups * 32;
+            if constexpr (ZERO == OFFSET) {
+                const __half2 o = reinterpret_cast<const __half2*>(z)[at];
+                zero[0] = __low2half2(o), zero[1] = __high2half2(o);
+            } else {
+                uint32_t of[2] = {BITS == 4 ? 8u : 128u, BITS == 4 ? 8u : 128u};
+                if constexpr (ZERO == INT && BITS == 4) of[0] = z[at] & 15, of[1] = z[at] >> 4;
+                if constexpr (ZERO == INT && BITS == 8) of[0] = z[at * 2], of[1] = z[at * 2 + 1];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    // In [1024, 2048) the last bit of FP16 stands for 1, in [64, 128) for 1 / 16.
+                    zero[i] = __half2half2(__ushort_as_half(0x6400 | of[i]));
+                    high[i] = __half2half2(__ushort_as_half(0xd400 | of[i] << 4));
+                }
+            }
+        }
+    }
+
+    // The 16 bytes of a lane that hold product j of a step.
+    static DEVICE uint4 unit(const uint4* codes, int j) { return codes[j / (16 / BITS) * 32]; }
+
+    // Product j from its unit.
+    DEVICE void product(uint32_t (&a)[4], const uint4& unit, int j) const {
+        const uint32_t word[4] = {unit.x, unit.y, unit.z, unit.w};
+        if constexpr (BITS == 4) {
+            constexpr uint32_t LO = 0x000f000f, HI = 0x00f000f0, ONE = 0x64006400;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t w = word[2 * (j / 2) + i], s = w >> 8;
+                a[i] = j % 2 ? from_high(mask_or<HI, ONE>(w), i) : from_low(mask_or<LO, ONE>(w), i);
+                a[i + 2] = j % 2 ? from_high(mask_or<HI, ONE>(s), i) : from_low(mask_or<LO, ONE>(s), i);
+            }
+        } else if constexpr (BITS == 8) {
+            constexpr uint32_t ONE = 0x64646464;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                a[i] = from_low(__byte_perm(word[2 * (j % 2) + i], ONE, 0x4140), i);
+                a[i + 2] = from_low(__byte_perm(word[2 * (j % 2) + i], ONE, 0x4342), i);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] = word[i];
+        }
+    }
+
+    // 1024 + q of row g (0) or g + 8 (1) to its weight.
+    DEVICE uint32_t from_low(uint32_t h, int row) const {
+        const __half2 v = *reinterpret_cast<__half2*>(&h);
+        if constexpr (ZERO == OFFSET) {
+            const __half2 q = __hsub2(v, __half2half2(__ushort_as_half(0x6400)));   // 1024
+            return half2_bits(__hfma2(q, scale[row], zero[row]));
+        }
+        const __half2 d = __hsub2(v, zero[row]);
+        return half2_bits(SCALED ? __hmul2(d, scale[row]) : d);
+    }
+
+    // As above, from 1024 + 16 q.
+    DEVICE uint32_t from_high(uint32_t h, int row) const {
+        const __half2 v = *reinterpret_cast<__half2*>(&h), sixteenth = __half2half2(__ushort_as_half(0x2c00));
+        if constexpr (ZERO == OFFSET) {
+            const __half2 q = __hfma2(v, sixteenth, __half2half2(__ushort_as_half(0xd400)));   // -64
+            return half2_bits(__hfma2(q, scale[row], zero[row]));
+        }
+        const __half2 d = __hfma2(v, sixteenth, high[row]);
+        return half2_bits(SCALED ? __hmul2(d, scale[row]) : d);
+    }
+};

@@ -1,0 +1,182 @@
+// Many rows of activations times a packed weight, on Hopper's warpgroup products: `gemm.cuh`'s
+// product, with weights rounded to FP16 once (`dequant.cuh`, SCALED).
+//
+// Block: WR warpgroups that multiply, each 64 weight rows by N rows of x, and one warp that
+// copies. Weights are the left operand, made from codes straight in registers; x is the right
+// one, in shared memory. Stages of 64 inputs of x, codes and scales come through a ring; `full`
+// says that a stage is there, `empty` that every warp has done with it.
+//
+// A warpgroup is held up while its products run, so it makes its next operand while the others
+// multiply; they take turns, as they would else all multiply, and all prepare, at once.
+//
+// Grid (m / N, rows / (64 WR)): blocks that share weights are neighbours.
+// Bytes: codes once per N rows of x, x once per 64 WR weight rows.
+#pragma once
+
+#include "dequant.cuh"
+#include "gemm.cuh"
+#include "wgmma.cuh"
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+struct WgmmaArgs {
+    TensorMap x;       // FP16 [m][inputs], boxes [N][64]
+    TensorMap codes;   // words [tiles][..], boxes [4 WR] of 64 inputs
+    TensorMap meta;    // words [tiles][..], boxes [4 WR] of a record
+    GemmArgs p;
+};
+
+template <int BITS, int ZERO, int SLOT, int N, int WR, int STAGES>
+struct WgmmaGemm {
+    using Operand = Dequant<BITS, ZERO, SLOT, true>;
+    static constexpr int TILES = WR * 4;
+    static constexpr int THREADS = WR * 128 + 32;
+    static constexpr int X_BYTES = N * 128;
+    static constexpr int CODE_BYTES = BITS * 128;                     // of a tile
+    static constexpr int CODE_WORDS = BITS == 4 ? 128 : 256;          // of a tile, as the map counts
+    static constexpr int META_BYTES = (MOST_META<BITS, ZERO, SLOT> + 15) / 16 * 16;
+    static constexpr int STAGE = (X_BYTES + TILES * (CODE_BYTES + META_BYTES) + 1023) / 1024 * 1024;
+    // Half a warpgroup's rows of output for every row of x, padded against bank conflicts.
+    static constexpr int OUT_ROW = 80;
+    static constexpr int OUT_BYTES = N * OUT_ROW;
+
+    uint8_t* stages;
+    uint64_t *full, *empty;
+    const WgmmaArgs& args;
+
+    DEVICE uint8_t* stage(int i) const { return stages + i % STAGES * STAGE; }
+
+    static DEVICE void run(const WgmmaArgs& args) {
+        extern __shared__ uint8_t raw[];
+        __shared__ uint64_t full[STAGES], empty[STAGES];
+        // The copy engine's swizzle goes by address.
+        uint8_t* const stages = raw + (1024 - shared_address(raw) % 1024) % 1024;
+        WgmmaGemm self{stages, full, empty, args};
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < STAGES; i++) {
+                barrier_init(full + i, 1);
+                barrier_init(empty + i, WR * 4);
+            }
+            barrier_fence();
+        }
+        __syncthreads();
+        if (threadIdx.x / 32 == WR * 4)
+            self.copy();
+        else
+            self.multiply(stages + STAGES * STAGE);
+    }
+
+    // The copying warp.
+    DEVICE void copy() const {
+        const GemmArgs& p = args.p;
+        const int steps = p.spans * 4, tile0 = blockIdx.y * TILES, m0 = blockIdx.x * N;
+        if (threadIdx.x % 32 != 0) return;
+        const int bytes = X_BYTES + TILES * (CODE_BYTES + (BITS == 16 ? 0 : p.meta_bytes));
+        for (int step = 0; step < steps; step++) {
+            uint8_t* const to = stage(step);
+            uint64_t* const done = full + step % STAGES;
+            if (step >= STAGES) barrier_wait(empty + step % STAGES, step / STAGES - 1 & 1);
+            barrier_expect(done, bytes);
+            copy_tile(to, args.x, step * 64, m0, done);
+            copy_tile(to + X_BYTES, args.codes, step * CODE_WORDS, tile0, done);
+            if (BITS != 16) copy_tile(to + X_BYTES + TILES * CODE_BYTES, args.meta, step / 4 * (p.meta_bytes / 4), tile0, done);
+        }
+    }
+
+    // The left operand of step `step`, when it is there.
+    DEVICE void prepare(uint32_t (&a)[4][4], int step, int tile, int lane) const {
+        barrier_wait(full + step % STAGES, step / STAGES & 1);
+        const uint8_t* const codes = stage(step) + X_BYTES;
+        const uint4* const mine = reinterpret_cast<const uint4*>(codes + tile * CODE_BYTES) + lane;
+        const uint8_t* const meta = codes + TILES * CODE_BYTES + tile * args.p.meta_bytes;
+        Operand of;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j == 0 || (SLOT == 32 && j == 2)) of.load(meta, args.p.groups, step, j, lane / 4);
+            of.product(a[j], Operand::unit(mine, j), j);
+        }
+        // Here, and not somewhere among the products.
+#pragma unroll
+        for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3])::"memory");
+    }
+
+    // Queues the products of a step, in turn with the other warpgroups.
+    DEVICE void issue(float (&sums)[N / 2], const uint32_t (&a)[4][4], int step, int group, bool last) const {
+        const uint64_t x = right_operand(stage(step));
+        if (WR > 1) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < 4; j++) Wgmma<N>::multiply(sums, a[j], x + 2 * j);
+        products_commit();
+        // Nobody waits for the last turn of all.
+        if (WR > 1 && !(last && group == WR - 1)) asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % WR) : "memory");
+    }
+
+    // A warpgroup.
+    DEVICE void multiply(uint8_t* out) const {
+        const int steps = args.p.spans * 4;   // of 64 inputs: even
+        const int lane = threadIdx.x % 32, tile = threadIdx.x / 32, group = threadIdx.x / 128;
+        if (WR > 1 && group == WR - 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
+        float sums[N / 2] = {};
+        uint32_t a[2][4][4];
+#pragma unroll 1
+        for (int step = 0; step < steps; step += 2) {
+            prepare(a[0], step, tile, lane);
+            issue(sums, a[0], step, group, false);
+            products_wait<1>();
+            barrier_arrive_if(empty + (step + STAGES - 1) % STAGES, lane == 0 && step > 0);
+            prepare(a[1], step + 1, tile, lane);
+            issue(sums, a[1], step + 1, group, step + 2 == steps);
+            products_wait<1>();
+            barrier_arrive_if(empty + step % STAGES, lane == 0);
+        }
+        products_wait<0>();
+        if (args.p.epilogue == GEMM_SILU)
+            store_silu(sums, out + group * OUT_BYTES, tile, lane);
+        else
+            store(sums, tile, lane);
+    }
+
+    DEVICE void store(const float (&sums)[N / 2], int tile, int lane) const {
+        const GemmArgs& p = args.p;
+        const int row = (blockIdx.y * TILES + tile) * 16 + lane / 4, m0 = blockIdx.x * N + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int m = m0 + n * 8 + i % 2, r = row + i / 2 * 8;
+                if (m >= p.m || r >= p.rows) continue;
+                float* const y = p.y + size_t(m) * p.rows + r;
+                const float v = sums[n * 4 + i] * p.scale;
+                // Nobody else adds here: the order is given. An addition in L2 need not be waited for.
+                if (p.epilogue == GEMM_ADD) atomicAdd(y, v);
+                else *y = v;
+            }
+        }
+    }
+
+    // silu(gate) * up of this warpgroup's 32 pairs, gathered in `out`: 64 bytes for a row of x.
+    DEVICE void store_silu(const float (&sums)[N / 2], uint8_t* out, int tile, int lane) const {
+        const GemmArgs& p = args.p;
+        const int t = lane % 4, within = operand_index(tile % 4 * 8 + lane / 4);
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float gate = sums[n * 4 + i] * p.scale, up = sums[n * 4 + 2 + i] * p.scale;
+                const float v = __fdividef(gate, 1.f + __expf(-gate)) * up;
+                reinterpret_cast<__half*>(out + (n * 8 + 2 * t + i) * OUT_ROW)[within] = __float2half_rn(clamp_half(v));
+            }
+        }
+        asm volatile("bar.sync %0, 128;" ::"r"(1 + WR + tile / 4) : "memory");
+        const int first = (blockIdx.y * TILES + tile / 4 * 4) * 8;   // of the 32
+        for (int i = threadIdx.x % 128; i < N * 4; i += 128) {
+            const int m = blockIdx.x * N + i / 4;
+            if (m < p.m && first < p.padded)
+                reinterpret_cast<uint4*>(p.half + size_t(m) * p.padded + first)[i % 4] =
+                    *reinterpret_cast<const uint4*>(out + i / 4 * OUT_ROW + i % 4 * 16);
+        }
+    }
+};
+
+#endif

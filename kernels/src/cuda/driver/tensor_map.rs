@@ -1,0 +1,84 @@
+//! What the copy engine of compute capability 9.0 and newer must know of a matrix.
+
+use super::{Address, Gpu};
+use crate::error::{Error, Result};
+use cudarc::driver::sys::{self, CUtensorMapDataType as Type, CUtensorMapSwizzle as Swizzle};
+
+/// A matrix in device memory, to be copied to shared memory in boxes.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix {
+    pub(crate) address: Address,
+    /// Bytes of an element: 2, 4 or 8.
+    pub(crate) element: usize,
+    pub(crate) rows: usize,
+    /// Elements of a row. Rows follow each other without gaps.
+    pub(crate) width: usize,
+    /// Rows and elements of a box.
+    pub(crate) tile: (usize, usize),
+    /// Exchanges the 16-byte words of each 128 bytes of a box, word u of row r for u ^ (r % 8),
+    /// as tensor cores read them.
+    pub(crate) swizzled: bool,
+}
+
+/// `TensorMap` of `cuda/wgmma.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct TensorMap([u64; 16]);
+
+impl TensorMap {
+    /// Of no matrix.
+    pub(crate) const NONE: TensorMap = TensorMap([0; 16]);
+}
+
+impl Gpu {
+    /// Describes `matrix` to the copy engine.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if the copy engine cannot read it: rows that are no multiple of 16 bytes,
+    /// boxes of more than 256 elements.
+    pub(crate) fn tensor_map(&self, matrix: Matrix) -> Result<TensorMap> {
+        let kind = match matrix.element {
+            2 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            4 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
+            _ => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT64,
+        };
+        let swizzle = match matrix.swizzled {
+            true => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            false => Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        };
+        let size = [matrix.width as u64, matrix.rows as u64];
+        let stride = [(matrix.width * matrix.element) as u64];
+        let tile = [matrix.tile.1 as u32, matrix.tile.0 as u32];
+        let steps = [1u32, 1];
+        // SAFETY: a structure of integers.
+        let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
+        self.0.bind()?;
+        // SAFETY: the arrays have the two dimensions that are said; only `map` is written.
+        let outcome = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &raw mut map,
+                kind,
+                2,
+                matrix.address.0 as *mut std::ffi::c_void,
+                size.as_ptr(),
+                stride.as_ptr(),
+                tile.as_ptr(),
+                steps.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        outcome.result().map_err(|e| Error::Cuda {
+            what: "describing a matrix",
+            why: format!("{} x {}: {e}", matrix.rows, matrix.width),
+        })?;
+        Ok(TensorMap(map.opaque))
+    }
+
+    /// True if this build has kernel `name` for the device.
+    pub(crate) fn has_kernel(&self, name: &str) -> bool {
+        self.function(name).is_ok()
+    }
+}
