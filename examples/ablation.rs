@@ -2,8 +2,9 @@
 //! on the same text, in the same bytes.
 //!
 //! `cargo run --release --example ablation -- MODEL CALIBRATION EVALUATION TOKENS SCHEME...`,
-//! where a scheme is `g128` (symmetric) or `g64` (asymmetric), followed by `:N` for the variant
-//! of that number alone. Divergences are measured with unrounded activations.
+//! where CALIBRATION is `self` or a file and a scheme is `g128` (symmetric) or `g64`
+//! (asymmetric), followed by `:N` for the variant of that number alone. Divergences are
+//! measured with unrounded activations.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
@@ -138,7 +139,10 @@ fn main() -> anyhow::Result<()> {
                 head_fixed: true,
                 schemes_fixed: true,
                 method: method.name().into(),
-                calibration: CalibrationSource::File(calibration.into()),
+                calibration: match calibration.as_str() {
+                    "self" => CalibrationSource::SelfSampled,
+                    file => CalibrationSource::File(file.into()),
+                },
                 calib_tokens: 32_768,
                 tuning: None,
                 seed: 0,

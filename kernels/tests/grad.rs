@@ -44,6 +44,16 @@ fn get<O: GradOps>(ops: &O, floats: &O::Floats, n: usize) -> Vec<f32> {
 /// What an operation leaves, from inputs that depend on nothing but the operation.
 type Case = (&'static str, f64, Vec<Vec<f32>>);
 
+/// What a product in split TF32 may be off by. The parts that are left out and rounding to f32
+/// cost less than 1e-6. Tensor cores cut their sums off instead of rounding them: each addition
+/// of eight products loses half of a last place, `2^-24` of the sum so far, on average, always
+/// towards zero, and there are three to every eight of k. Parts of k are at most 560 long in
+/// these tests; they are added in f32 proper.
+fn gemm_limit(g: Gemm) -> f64 {
+    let additions = 3 * g.k.min(560).div_ceil(8);
+    1e-6 + additions as f64 * 2f64.powi(-24)
+}
+
 /// Runs every operation and returns what each leaves, with the error it is allowed.
 fn run<O: GradOps>(ops: &O) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
@@ -72,7 +82,7 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
             let (a, b) = (f(batch * m * k, 1), f(batch * k * n, 2));
             let mut c = f(batch * m * n, 3);
             ops.gemm(g, &a, &b, &mut c).unwrap();
-            cases.push(("gemm", 2e-6, vec![r(&c, batch * m * n)]));
+            cases.push(("gemm", gemm_limit(g), vec![r(&c, batch * m * n)]));
         }
     }
 
@@ -262,7 +272,8 @@ fn error(name: &str, a: &[f32], b: &[f32]) -> f64 {
     let square = |v: f32| f64::from(v).powi(2);
     let off: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
     let all: f64 = b.iter().map(|&b| square(b)).sum();
-    (off / all).sqrt()
+    // Where all is zero, what is off counts as it is.
+    (off / if all > 0.0 { all } else { 1.0 }).sqrt()
 }
 
 #[test]
@@ -273,12 +284,16 @@ fn operations_are_those_of_the_cpu() {
     let expected = run(&CpuOps);
     let (found, again) = (run(&gpu), run(&gpu));
     assert!(found == again, "the same operation twice, two results");
+    let mut failed = Vec::new();
     for (i, ((name, limit, a), (_, _, b))) in found.iter().zip(&expected).enumerate() {
         for (part, (a, b)) in a.iter().zip(b).enumerate() {
             let e = error(name, a, b);
-            assert!(e <= *limit, "case {i}, {name}, part {part}: off by {e:.2e}");
+            if e.is_nan() || e > *limit {
+                failed.push(format!("case {i}, {name}, part {part}: off by {e:.2e}"));
+            }
         }
     }
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
 }
 
 #[test]

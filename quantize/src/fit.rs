@@ -196,23 +196,37 @@ impl Search<'_> {
     }
 
     fn weighted_error(&self, p: GroupParams) -> f32 {
+        match self.power {
+            Power::Two => self.sum_errors(p, |e2, _| e2),
+            Power::Three => self.sum_errors(p, |e2, e| e2 * e.abs()),
+        }
+    }
+
+    /// Sum of `power(e^2, e)` over all elements, each times its importance.
+    #[inline(always)]
+    fn sum_errors(&self, p: GroupParams, power: impl Fn(f32, f32) -> f32) -> f32 {
         let (inverse, zero) = (1.0 / p.scale, f32::from(p.zero));
         let (low, high) = (-zero, f32::from(self.grid.max_code()) - zero);
-        let cubes = self.power == Power::Three;
+        let error = |w: f32, h: f32| {
+            let q = (w * inverse).max(low).min(high) + ROUNDER - ROUNDER;
+            let e = q * p.scale - w;
+            h * power(e * e, e)
+        };
         let mut sums = [0f32; LANES];
-        let one = [1f32; LANES];
-        for (i, w) in self.w.chunks(LANES).enumerate() {
-            let at = i * LANES;
-            let h = match self.importance.get(at..at + w.len()) {
-                Some(h) => h,
-                None => &one[..w.len()],
-            };
+        // Arrays of a known length: the compiler makes whole vectors of them.
+        let (whole, rest) = self.w.as_chunks::<LANES>();
+        let (importance, rest_of_it) = self.importance.as_chunks::<LANES>();
+        let mut add = |w: &[f32; LANES], h: &[f32; LANES]| {
             for ((sum, &w), &h) in sums.iter_mut().zip(w).zip(h) {
-                let q = (w * inverse).clamp(low, high) + ROUNDER - ROUNDER;
-                let e = q * p.scale - w;
-                let e2 = e * e;
-                *sum += h * if cubes { e2 * e.abs() } else { e2 };
+                *sum += error(w, h);
             }
+        };
+        match self.importance.is_empty() {
+            true => whole.iter().for_each(|w| add(w, &[1.0; LANES])),
+            false => whole.iter().zip(importance).for_each(|(w, h)| add(w, h)),
+        }
+        for (i, (sum, &w)) in sums.iter_mut().zip(rest).enumerate() {
+            *sum += error(w, rest_of_it.get(i).copied().unwrap_or(1.0));
         }
         sums.iter().sum()
     }

@@ -51,10 +51,12 @@ pub struct Pass<'a> {
 }
 
 impl Observer for Pass<'_> {
-    fn linear_input(&mut self, _layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        if kinds.first() == Some(&LinearKind::Q) {
-            self.progress.advance((x.len() / self.width) as u64);
-        }
+    fn wants_inputs(&self) -> bool {
+        false
+    }
+
+    fn layer_output(&mut self, _layer: usize, x: &[f32]) {
+        self.progress.advance((x.len() / self.width) as u64);
     }
 }
 
@@ -167,6 +169,13 @@ pub fn gather(
     needs: Needs,
     progress: &dyn Progress,
 ) -> Result<[InputStats; 4]> {
+    if needs == Needs::Hessian {
+        let mut done = |rows: usize| progress.advance(rows as u64);
+        if let Some(sums) = stepper.outer_products(index, weights, hidden, &mut done)? {
+            let rows: usize = hidden.lengths.iter().sum();
+            return Ok(sums.map(|sum| Moments::of(sum, rows).finish()));
+        }
+    }
     let mut gather = Gather::new(stepper.config(), needs, progress);
     stepper.observe(index, weights, hidden, &mut gather)?;
     Ok(gather.finish())

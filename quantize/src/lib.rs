@@ -20,6 +20,8 @@ pub mod quality;
 pub mod report;
 pub mod schemes;
 pub mod sensitivity;
+pub mod stages;
+pub mod stepper;
 pub mod tune;
 
 pub use allocation::Choice;
@@ -33,4 +35,5 @@ pub use pipeline::{Job, QuantizeOptions, TargetSize, Tuning};
 pub use quality::Limits;
 pub use report::{LayerReport, QuantizeReport, WorstToken};
 pub use schemes::Schemes;
+pub use stages::Stage;
 pub use tune::{Effort, TuneOptions};

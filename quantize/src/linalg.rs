@@ -112,6 +112,17 @@ impl Moments {
         }
     }
 
+    /// Outer products summed elsewhere over `rows` inputs: `[n, n]`, of which the lower
+    /// triangle counts.
+    pub fn of(sum: Vec<f32>, rows: usize) -> Self {
+        Moments {
+            n: sum.len().isqrt(),
+            sum,
+            full: true,
+            rows,
+        }
+    }
+
     /// Adds rows of `x` `[rows, n]`.
     pub fn add(&mut self, x: &[f32]) {
         let rows = x.len() / self.n;

@@ -181,6 +181,7 @@ pub fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::QuantizeR
         layers: Vec::new(),
         quality: record.quality.and_then(|q| serde_json::from_value(q).ok()),
         estimated_peak_bytes: 0,
+        stages: Vec::new(),
         worst_tokens: Vec::new(),
         allocation: Vec::new(),
         self_noise: None,

@@ -1,6 +1,7 @@
 //! The report of `nq quantize`, as it stands in JSON. Fields may be added, never renamed.
 
 use crate::allocation::Choice;
+use crate::stages::Stage;
 use nq_evals::{EvalReport, KldStats};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -30,6 +31,9 @@ pub struct QuantizeReport {
     pub seconds: f64,
     /// Greatest resident memory of the process.
     pub peak_rss_bytes: u64,
+    /// What took the time, in the order of first occurrence.
+    #[serde(default)]
+    pub stages: Vec<Stage>,
     /// Everything that was not done as asked, and why.
     pub fallbacks: Vec<String>,
     /// Every quantized weight.

@@ -4,6 +4,7 @@ use crate::engine::{Chunk, LogitsWanted, Session};
 use crate::error::{Error, Result};
 use crate::sampler::{Sampler, SamplingParams};
 use nq_formats::Progress;
+use rayon::prelude::*;
 
 /// What to sample.
 #[derive(Clone, Copy, Debug)]
@@ -146,18 +147,23 @@ fn step(
     }
     let logits = session.forward(&chunks, None)?;
     drop(chunks);
-    let mut row = 0;
-    for slot in slots.iter_mut().flatten() {
-        if slot.feeding == 0 {
-            continue;
-        }
+    let mut ready: Vec<&mut Slot> = Vec::with_capacity(logits.rows());
+    for slot in slots.iter_mut().flatten().filter(|s| s.feeding > 0) {
         slot.fed += slot.feeding;
         if slot.fed == slot.tokens.len() {
-            let token = slot.sampler.sample(logits.row(row))?;
-            slot.tokens.push(token);
-            row += 1;
-            progress.advance(1);
+            ready.push(slot);
         }
     }
+    // A large vocabulary's softmax takes a millisecond, as long as a device takes for the
+    // whole forward: no sequence waits for another's.
+    ready
+        .par_iter_mut()
+        .enumerate()
+        .try_for_each(|(row, slot)| {
+            let token = slot.sampler.sample(logits.row(row))?;
+            slot.tokens.push(token);
+            Ok::<_, Error>(())
+        })?;
+    progress.advance(ready.len() as u64);
     Ok(true)
 }

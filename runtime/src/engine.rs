@@ -362,6 +362,12 @@ impl fmt::Display for LinearId {
 
 /// Sees activations as a forward computes them. Methods default to nothing.
 pub trait Observer {
+    /// False if [`Observer::linear_input`] does nothing: a device then need not bring the
+    /// inputs to the host.
+    fn wants_inputs(&self) -> bool {
+        true
+    }
+
     /// The input `x` `[rows, in]` of the Linears `kinds` of `layer`, which share it, before
     /// any rounding of activations.
     fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
@@ -381,7 +387,11 @@ pub trait Observer {
 }
 
 /// Sees nothing.
-impl Observer for () {}
+impl Observer for () {
+    fn wants_inputs(&self) -> bool {
+        false
+    }
+}
 
 /// The canonical weights of one layer.
 #[derive(Clone, Debug)]
@@ -446,6 +456,23 @@ pub trait LayerStepper: Send {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         self.layer(index, weights, &mut hidden.clone(), observer)
+    }
+
+    /// Runs layer `index` over `hidden`, which stays as it is, and sums the outer products
+    /// `x x^T` of all rows that each of [`LinearKind::INPUTS`] sees: `[in, in]` each. `done`
+    /// hears of rows as they are. `None` if this device sums none: an observer can.
+    ///
+    /// # Errors
+    /// As [`LayerStepper::layer`].
+    fn outer_products(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Option<[Vec<f32>; 4]>> {
+        let _ = (index, weights, hidden, done);
+        Ok(None)
     }
 
     /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.

@@ -34,7 +34,7 @@ pub use engine::{
 };
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
-pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, load, stepper};
+pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, cpu_stepper, load};
 pub use memory::{MemoryEstimate, WeightSource, weight_kinds};
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{Sampler, SamplingParams};

@@ -175,26 +175,17 @@ pub fn load(
     }
 }
 
-/// The forward one layer at a time, for weights that arrive layer by layer. Keys and values
-/// are rounded to `kv`.
+/// The forward one layer at a time on the CPU, for weights that arrive layer by layer. Keys and
+/// values are rounded to `kv`.
 ///
 /// # Errors
-/// An absent device or instruction set.
-pub fn stepper(
+/// An absent instruction set.
+pub fn cpu_stepper(
     config: &ModelConfig,
     options: &LoadOptions,
     kv: KvType,
 ) -> Result<Box<dyn LayerStepper>> {
-    match options.device.resolve()? {
-        Device::Cpu => Ok(Box::new(CpuStepper::new(config, options, kv)?)),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(n) if options.device == DeviceChoice::Cuda(n) => Err(Error::Device {
-            device: format!("cuda:{n}"),
-            why: "quantizing layer by layer runs on the CPU (--device cpu)".into(),
-        }),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Ok(Box::new(CpuStepper::new(config, options, kv)?)),
-    }
+    Ok(Box::new(CpuStepper::new(config, options, kv)?))
 }
 
 impl ActivationChoice {

@@ -343,7 +343,8 @@ fn layer_by_layer_equals_the_whole_forward() {
         .iter()
         .map(|&n| tokens(n, n as u64))
         .collect();
-    let mut stepper = nq_runtime::stepper(&config, &options(EngineKind::Nq), KvType::F32).unwrap();
+    let mut stepper =
+        nq_runtime::cpu_stepper(&config, &options(EngineKind::Nq), KvType::F32).unwrap();
     let embedding = nq_runtime::models::qwen3::embedding(&store, &config).unwrap();
     let head = nq_runtime::models::qwen3::head(&store, &config).unwrap();
     let norm = &store.vectors["model.norm"];

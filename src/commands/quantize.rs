@@ -336,8 +336,14 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         terminal.note(&line);
     }
     if args.dry_run {
+        let tuning = job.tuning_estimate()?;
+        if let Some(tuning) = &tuning {
+            terminal.note(&tuning.describe());
+        }
         if global.json {
-            println!("{}", serde_json::to_string_pretty(&estimate)?);
+            let mut json = serde_json::to_value(estimate)?;
+            json["tuning"] = serde_json::to_value(tuning)?;
+            println!("{}", serde_json::to_string_pretty(&json)?);
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -483,6 +489,15 @@ fn print_report(report: &QuantizeReport) {
                 human_bytes(report.peak_rss_bytes)
             ),
         );
+    }
+    // Parts of stages, and what takes no time to speak of, are left to --json.
+    let stages = report.stages.iter();
+    let slow: Vec<String> = stages
+        .filter(|s| !s.name.contains(':') && s.seconds >= 0.05 * report.seconds)
+        .map(|s| format!("{} {:.1} s", s.name, s.seconds))
+        .collect();
+    if !slow.is_empty() {
+        row("of it", slow.join(", "));
     }
     if !report.allocation.is_empty() {
         println!("\nChosen by sensitivity:");

@@ -12,7 +12,7 @@ use crate::sensitivity;
 use nq_formats::nq::Writer;
 use nq_formats::{Bits, Weight, mapping};
 use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
-use nq_runtime::{ActivationChoice, KvType, LayerWeights, LinearKind, LoadOptions, load};
+use nq_runtime::{LayerWeights, LinearKind};
 
 /// A size to be kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -181,18 +181,14 @@ impl Job<'_> {
         let shape = sensitivity::shape(config, groups.len(), self.options.eval_tokens);
         let text = self.probe_text(&prompter, shape)?;
         mapping::trim_heap();
-        let options = LoadOptions {
-            activations: ActivationChoice::F32,
-            ..self.options.load
-        };
-        let mut stepper = load::stepper(config, &options, KvType::F16)?;
+        let mut stepper = self.stepper()?;
         let candidates = allocation::candidates(self.options.bits);
         sensitivity::Probe {
             store: self.checkpoint.store(),
             text: &text.ids,
             groups: &groups,
             candidates: &candidates,
-            progress: self.progress,
+            progress: &self.progress,
         }
         .menus(stepper.as_mut())
     }

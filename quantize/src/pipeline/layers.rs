@@ -7,14 +7,23 @@ use crate::calibration::Sequences;
 use crate::error::Result;
 use crate::grid::Grid;
 use crate::layers::{self, Pass};
+use crate::linalg::read_row;
 use crate::schemes::Schemes;
 use nq_formats::nq::{Param, Staged, Writer};
-use nq_formats::{AffineScheme, ModelConfig, Unit, Weight, hash, mapping};
+use nq_formats::{AffineScheme, ModelConfig, Progress, Tensor, Unit, Weight, hash, mapping};
+use nq_runtime::device::Device;
 use nq_runtime::models::qwen3::{self, EMBEDDING};
 use nq_runtime::{
     ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LinearId, LinearKind,
     LoadOptions, load,
 };
+use std::collections::BTreeSet;
+
+/// Parts of the stage, as reports call them.
+const GATHERING: &str = "quantizing layers: statistics of inputs";
+const ROUNDING: &str = "quantizing layers: rounding";
+const STAGING: &str = "quantizing layers: writing";
+const RUNNING: &str = "quantizing layers: running them as rounded";
 
 impl Job<'_> {
     /// Quantizes and stages every layer that is not staged yet. Returns the residual stream
@@ -26,21 +35,13 @@ impl Job<'_> {
         schemes: &Schemes,
         calibration: Option<&Sequences>,
     ) -> Result<Option<Hidden>> {
-        let (config, store) = (self.config(), self.checkpoint.store());
+        let config = self.config();
         let layers = config.num_hidden_layers;
-        // Statistics and products do not depend on rounding of activations; what the layers
-        // pass on is what the weights alone make of the text.
-        let options = LoadOptions {
-            activations: ActivationChoice::F32,
-            ..self.options.load
-        };
-        let mut stepper = load::stepper(config, &options, KvType::F16)?;
+        let mut stepper = self.stepper()?;
         let mut stream = match calibration {
             Some(text) => {
-                let embedding = qwen3::embedding(store, config)?;
-                let (rounded, _) = end(schemes, EMBEDDING, &embedding, &[])?;
-                embedding.release();
-                Some(stepper.embed(&rounded, &text.ids)?)
+                let embed = || self.embed(stepper.as_mut(), schemes, text);
+                Some(self.progress.time("embedding calibration text", embed)?)
             }
             None => None,
         };
@@ -84,20 +85,74 @@ impl Job<'_> {
                     writer.remove_step(&step)?;
                     state.steps.insert(step.clone(), report);
                     save(writer, state)?;
-                    writer.put(&step, &params(index, &done.weights))?;
+                    let params = params(index, &done.weights);
+                    (self.progress).time(STAGING, || writer.put(&step, &params))?;
+                    drop(params);
                     done.weights
                 }
             };
             if let Some(stream) = &mut stream {
                 let mut pass = Pass {
                     width: config.hidden_size,
-                    progress: self.progress,
+                    progress: &self.progress,
                 };
-                stepper.layer(index, &weights, stream, &mut pass)?;
+                let run = || stepper.layer(index, &weights, stream, &mut pass);
+                self.progress.time(RUNNING, run)?;
             }
         }
         self.progress.end();
         Ok(stream)
+    }
+
+    /// The calibration text as the rounded embedding gives it. Of a large vocabulary most rows
+    /// do not occur, and only those that do are rounded.
+    fn embed(
+        &self,
+        stepper: &mut dyn LayerStepper,
+        schemes: &Schemes,
+        text: &Sequences,
+    ) -> Result<Hidden> {
+        let embedding = qwen3::embedding(self.checkpoint.store(), self.config())?;
+        let (vocab, width) = embedding.dims();
+        let ids: BTreeSet<u32> = text.ids.iter().flatten().copied().collect();
+        if ids.last().is_some_and(|&id| id as usize >= vocab) {
+            // Which the stepper refuses by name.
+            return Ok(stepper.embed(&embedding, &text.ids)?);
+        }
+        let mut place = vec![0; vocab];
+        let mut rows = vec![0.0; ids.len() * width];
+        for (i, (&id, row)) in ids.iter().zip(rows.chunks_mut(width)).enumerate() {
+            place[id as usize] = i as u32;
+            read_row(EMBEDDING, &embedding, id as usize, row)?;
+        }
+        embedding.release();
+        let rows = Weight::Dense(Tensor::from_f32(vec![ids.len(), width], rows)?);
+        let (rounded, _) = end(schemes, EMBEDDING, &rows, &[])?;
+        let places = |ids: &Vec<u32>| ids.iter().map(|&id| place[id as usize]).collect();
+        let places: Vec<Vec<u32>> = text.ids.iter().map(places).collect();
+        Ok(stepper.embed(&rounded, &places)?)
+    }
+
+    /// The forward layer by layer, on the device asked for. Statistics and products do not
+    /// depend on rounding of activations: what the layers pass on is what the weights alone
+    /// make of the text.
+    pub(super) fn stepper(&self) -> Result<Box<dyn LayerStepper>> {
+        let options = LoadOptions {
+            activations: ActivationChoice::F32,
+            ..self.options.load
+        };
+        match options.device.resolve()? {
+            Device::Cpu => Ok(load::cpu_stepper(self.config(), &options, KvType::F16)?),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(n) => {
+                use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+                let ops = CudaOps::new(&Gpu::open(n)?, GemmPrecision::Split)?;
+                Ok(Box::new(crate::stepper::OpsStepper::new(
+                    ops,
+                    self.config(),
+                )))
+            }
+        }
     }
 
     fn quantize_layer(
@@ -112,33 +167,27 @@ impl Job<'_> {
         let source = LayerWeights::read(store, config, index)?;
         mapping::trim_heap();
         let stats = match stream {
-            Some(hidden) => Some(layers::gather(
-                stepper,
-                index,
-                &source,
-                hidden,
-                self.method.needs(),
-                self.progress,
-            )?),
+            Some(hidden) => {
+                let needs = self.method.needs();
+                let progress = &self.progress;
+                Some(progress.time(GATHERING, || {
+                    layers::gather(stepper, index, &source, hidden, needs, progress)
+                })?)
+            }
             None => None,
         };
         let elements = |k: LinearKind| (k.dims(config).0 * k.dims(config).1) as u64;
         let all: u64 = LinearKind::ALL.into_iter().map(elements).sum();
         let (mut seen, mut reported) = (0, 0);
-        let done = layers::quantize(
-            self.method.as_ref(),
-            index,
-            &source,
-            stats,
-            grids,
-            config,
-            |kind| {
-                seen += elements(kind);
-                let at = (u128::from(share) * u128::from(seen) / u128::from(all)) as u64;
-                self.progress.advance(at - reported);
-                reported = at;
-            },
-        )?;
+        let advance = |kind| {
+            seen += elements(kind);
+            let at = (u128::from(share) * u128::from(seen) / u128::from(all)) as u64;
+            self.progress.advance(at - reported);
+            reported = at;
+        };
+        let method = self.method.as_ref();
+        let round = || layers::quantize(method, index, &source, stats, grids, config, advance);
+        let done = self.progress.time(ROUNDING, round)?;
         source.linears.iter().for_each(Weight::release);
         mapping::trim_heap();
         Ok(done)

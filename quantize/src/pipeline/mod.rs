@@ -23,6 +23,7 @@ use crate::methods::{self, Method, Needs};
 use crate::quality::{self, Limits, Measured};
 use crate::report::QuantizeReport;
 use crate::schemes::Schemes;
+use crate::stages::Stages;
 use crate::tune::TuneOptions;
 use guard::Next;
 pub use guard::TargetSize;
@@ -34,7 +35,7 @@ use state::{Attempt, State};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
-pub use tune::Tuning;
+pub use tune::{Tuning, TuningEstimate};
 
 /// What to make.
 #[derive(Clone, Debug)]
@@ -87,7 +88,7 @@ pub struct Job<'a> {
     checkpoint: &'a Checkpoint,
     options: &'a QuantizeOptions,
     method: Box<dyn Method>,
-    progress: &'a dyn Progress,
+    progress: Stages<'a>,
 }
 
 impl<'a> Job<'a> {
@@ -138,7 +139,7 @@ impl<'a> Job<'a> {
             checkpoint,
             options,
             method,
-            progress,
+            progress: Stages::new(progress),
         })
     }
 
@@ -227,7 +228,7 @@ impl<'a> Job<'a> {
         let (checkpoint, options) = (self.checkpoint, self.options);
         let mut source = options.source.clone();
         if source.sha256.is_empty() {
-            source.sha256 = hash::weights_sha256(checkpoint.files(), self.progress)?;
+            source.sha256 = hash::weights_sha256(checkpoint.files(), &self.progress)?;
         }
         let writer_options = WriterOptions {
             resume: options.resume,
@@ -254,7 +255,8 @@ impl<'a> Job<'a> {
             self.prepare_tuning(&writer, &mut state, &schemes)?;
             let stream =
                 self.quantize_layers(&writer, &mut state, &schemes, calibration.as_ref())?;
-            self.quantize_ends(&writer, &mut state, &schemes, stream)?;
+            let ends = || self.quantize_ends(&writer, &mut state, &schemes, stream);
+            self.progress.time("quantizing embedding and head", ends)?;
             mapping::trim_heap();
             self.tune(&writer, &mut state, &schemes)?;
             mapping::trim_heap();
@@ -291,6 +293,7 @@ impl<'a> Job<'a> {
                     let mut report = self.report(&state, &schemes, &measured, &record);
                     report.seconds = start.elapsed().as_secs_f64();
                     report.peak_rss_bytes = memory::peak_rss();
+                    report.stages = self.progress.done();
                     return Err(Error::Guard {
                         broken: match least {
                             Some(least) => format!(
@@ -306,13 +309,14 @@ impl<'a> Job<'a> {
             }
         };
         let mut report = self.report(&state, &schemes, &measured, &record);
-        let written = writer.finish(record, self.progress)?;
+        let written = writer.finish(record, &self.progress)?;
         report.tensor_bytes = written.tensor_bytes;
         report.file_bytes = written.file_bytes;
         let parameters = self.config().parameters() as f64;
         report.bits_per_weight = 8.0 * written.tensor_bytes as f64 / parameters;
         report.seconds = start.elapsed().as_secs_f64();
         report.peak_rss_bytes = memory::peak_rss();
+        report.stages = self.progress.done();
         Ok(report)
     }
 
@@ -406,6 +410,7 @@ impl<'a> Job<'a> {
             source_bytes: self.checkpoint.store().file_bytes(),
             seconds: 0.0,
             peak_rss_bytes: 0,
+            stages: Vec::new(),
             estimated_peak_bytes: self.estimate().peak,
             fallbacks: record.fallbacks.clone(),
             layers: rows,
@@ -428,7 +433,7 @@ impl<'a> Job<'a> {
             config,
             store,
             &self.options.load,
-            self.progress,
+            &self.progress,
         )?)
     }
 
@@ -449,7 +454,7 @@ impl<'a> Job<'a> {
         let files = self.checkpoint.files();
         let judge = quality::Judge::new(source.as_ref(), files, text, self.options.eval_tokens)?;
         if state.noise.is_none() {
-            state.noise = Some(judge.noise(self.progress)?);
+            state.noise = Some(judge.noise(&self.progress)?);
             state::save(writer, state)?;
         }
         let preview = writer.preview(record)?;
@@ -457,8 +462,8 @@ impl<'a> Job<'a> {
             preview.config(),
             preview.store(),
             &self.options.load,
-            self.progress,
+            &self.progress,
         )?;
-        judge.measure(engine.as_ref(), self.progress)
+        judge.measure(engine.as_ref(), &self.progress)
     }
 }

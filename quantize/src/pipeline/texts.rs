@@ -48,7 +48,7 @@ impl Job<'_> {
                     stage,
                     shape,
                     seed,
-                    self.progress,
+                    &self.progress,
                 )
             };
             if sample_calibration {
@@ -80,13 +80,13 @@ impl Job<'_> {
             "sampling text to probe with",
             shape,
             self.options.seed ^ PROBE,
-            self.progress,
+            &self.progress,
         )
     }
 
     pub(super) fn prompter(&self) -> Result<Prompter> {
         let eos = self.checkpoint.eos_token_ids();
         let vocab = self.config().vocab_size;
-        Prompter::new(self.checkpoint.files(), vocab, eos, self.progress)
+        Prompter::new(self.checkpoint.files(), vocab, eos, &self.progress)
     }
 }

@@ -13,7 +13,7 @@ use crate::tune::params::Canonical;
 use crate::tune::plan::{Effort, MemoryPlan, TuneOptions, schedule};
 use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
 use nq_formats::nq::{Param, Writer};
-use nq_formats::{Group, Weight};
+use nq_formats::{Group, Progress, Weight};
 use nq_kernels::grad::{CpuOps, GradOps};
 use nq_kernels::rng::Philox;
 use nq_runtime::device::Device;
@@ -39,6 +39,39 @@ pub struct Tuning {
     pub done: bool,
     /// Why nothing was tuned, or what was not done as asked.
     pub fallback: Option<String>,
+}
+
+/// What tuning takes of a device's memory, before anything is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct TuningEstimate {
+    /// It is the CPU's memory.
+    pub on_cpu: bool,
+    /// Bytes that may be used.
+    pub limit: u64,
+    /// What fits; `None`: nothing, and the method's weights stay.
+    pub plan: Option<MemoryPlan>,
+    /// Bytes that the least would take, where it does not fit.
+    pub least: u64,
+}
+
+impl TuningEstimate {
+    /// In a line.
+    pub fn describe(&self) -> String {
+        let device = if self.on_cpu { "the CPU" } else { "the GPU" };
+        match self.plan {
+            Some(plan) => format!(
+                "tuning {}: {} of {device}'s memory, {} may be used",
+                plan.what(),
+                human(plan.bytes),
+                human(self.limit)
+            ),
+            None => format!(
+                "no tuning: it takes {} of {device}'s memory at least, {} may be used",
+                human(self.least),
+                human(self.limit)
+            ),
+        }
+    }
 }
 
 /// Rates for batches of [`RATE_BATCH`] sequences. That of codes goes with the root of the batch.
@@ -123,28 +156,64 @@ impl Job<'_> {
             return Ok(());
         }
         let staged = self.staged(writer)?;
+        let limit = self.tuning_limit()?;
         match self.options.load.device.resolve()? {
-            Device::Cpu => self.tune_on(
-                &CpuOps,
-                total_memory() / 2,
-                CPU,
-                options,
-                staged,
-                (writer, state, key),
-            ),
+            Device::Cpu => self.tune_on(&CpuOps, limit, CPU, options, staged, (writer, state, key)),
             #[cfg(feature = "cuda")]
             Device::Cuda(n) => {
                 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-                let gpu = Gpu::open(n)?;
                 let precision = match options.tf32 {
                     true => GemmPrecision::Tf32,
                     false => GemmPrecision::Split,
                 };
-                let ops = CudaOps::new(&gpu, precision)?;
-                let limit = gpu.info().memory as u64 / 10 * 8;
+                let ops = CudaOps::new(&Gpu::open(n)?, precision)?;
                 self.tune_on(&ops, limit, GPU, options, staged, (writer, state, key))
             }
         }
+    }
+
+    /// Bytes of the device's memory that tuning may use.
+    fn tuning_limit(&self) -> Result<u64> {
+        match self.options.load.device.resolve()? {
+            Device::Cpu => Ok(total_memory() / 2),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(n) => {
+                let gpu = nq_kernels::cuda::Gpu::open(n)?;
+                Ok(gpu.info().memory as u64 / 10 * 8)
+            }
+        }
+    }
+
+    /// What tuning will take of the device's memory, where it is asked for.
+    ///
+    /// # Errors
+    /// An absent device.
+    pub fn tuning_estimate(&self) -> Result<Option<TuningEstimate>> {
+        if self.options.tuning.is_none() {
+            return Ok(None);
+        }
+        let device = self.options.load.device.resolve()?;
+        let most = match device {
+            Device::Cpu => CPU,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => GPU,
+        };
+        let config = self.checkpoint.config();
+        let schemes = &self.options.schemes;
+        // Where schemes are chosen, the smallest groups may be.
+        let group = match self.options.target {
+            Some(_) => 32,
+            None => schemes.linears.group.size(config.hidden_size),
+        };
+        let limit = self.tuning_limit()?;
+        let length = SEQUENCE.min(config.max_position_embeddings);
+        let plan = MemoryPlan::new(config, length, group, limit, (most.pass, most.slots));
+        Ok(Some(TuningEstimate {
+            on_cpu: device == Device::Cpu,
+            limit,
+            least: plan.err().unwrap_or_default(),
+            plan: plan.ok(),
+        }))
     }
 
     fn tune_on<O: GradOps>(
@@ -184,10 +253,7 @@ impl Job<'_> {
         self.progress.note(&format!(
             "tuning on {}: {}, {} of its memory, passes of {} x {length} tokens",
             tuning.device,
-            match plan.codes {
-                true => "codes, scales and gains",
-                false => "scales and gains",
-            },
+            plan.what(),
             human(plan.bytes),
             plan.pass,
         ));
@@ -221,7 +287,7 @@ impl Job<'_> {
             (&source, &staged),
             settings,
             texts.as_ref(),
-            self.progress,
+            &self.progress,
         )?;
         if known.is_none() {
             let chosen = match options.effort {
@@ -250,7 +316,7 @@ impl Job<'_> {
         if settings_of(&path).as_ref() == Some(trainer.settings()) {
             trainer.take_up(&path)?;
         }
-        trainer.run(Some(&path), self.progress)?;
+        trainer.run(Some(&path), &self.progress)?;
         tuning.settings = Some(trainer.settings().clone());
         tuning.checks = trainer.checks().to_vec();
         let best = trainer.best(&staged)?;
@@ -334,7 +400,7 @@ impl Job<'_> {
     fn beginnings(&self, length: usize, seed: u64) -> Result<Box<Beginnings<'_>>> {
         let (config, files) = (self.checkpoint.config(), self.checkpoint.files());
         let eos = self.checkpoint.eos_token_ids();
-        let prompter = Prompter::new(files, config.vocab_size, eos, self.progress)?;
+        let prompter = Prompter::new(files, config.vocab_size, eos, &self.progress)?;
         let file = match &self.options.calibration {
             CalibrationSource::SelfSampled => None,
             CalibrationSource::File(path) => Some(calibration::read(

@@ -2,36 +2,17 @@
 //! student's logits against the teacher's.
 //!
 //! What the backward needs and the forward has is kept if it is dear to compute (products),
-//! computed again if it is cheap (norms, SiLU, attention's weights). Heads are laid out
-//! `[sequence, kv head, query head of its group, token, dim]`, so that the queries that share
-//! a key head are one matrix, and attention is a batch of plain products.
+//! computed again if it is cheap (norms, SiLU, attention's weights).
 
+use super::forward::{Attention, Forward, Saved, attention_weights};
 use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;
 use nq_kernels::grad::{Gemm, GradOps, HeadShape, Occurrences};
 use nq_runtime::LinearKind;
-use nq_runtime::rope::Rotary;
 
 /// Logits held at once, per model.
 const LOGITS: usize = 1 << 26;
-
-/// What the forward of one layer leaves for the backward.
-struct Saved<O: GradOps> {
-    inv1: O::Floats,  // [rows]
-    inv2: O::Floats,  // [rows]
-    q: O::Floats,     // [rows, q_dim], before norm and rotation
-    k: O::Floats,     // [rows, kv_dim]
-    inv_q: O::Floats, // [rows, heads]
-    inv_k: O::Floats, // [rows, kv_heads]
-    qh: O::Floats,    // [batch, heads, seq, dim]
-    kh: O::Floats,    // [batch, kv_heads, seq, dim]
-    vh: O::Floats,    // [batch, kv_heads, seq, dim]
-    o: O::Floats,     // [rows, q_dim]
-    mid: O::Floats,   // [rows, hidden], after attention
-    gate: O::Floats,  // [rows, intermediate]
-    up: O::Floats,    // [rows, intermediate]
-}
 
 /// Memory of forward and backward over up to `batch` sequences of `seq` tokens.
 pub struct Graph<O: GradOps> {
@@ -39,25 +20,19 @@ pub struct Graph<O: GradOps> {
     batch: usize,
     seq: usize,
     head_rows: usize,
-    cos_sin: O::Floats,   // [seq, dim / 2] pairs
+    f: Forward<O>,
     ids: O::Ids,          // [rows]
     xs: Vec<O::Floats>,   // layers + 1 of [rows, hidden]
     saved: Vec<Saved<O>>, // by layer
     inv: O::Floats,       // [rows], of the final norm
-    h: O::Floats,         // [rows, hidden]
     teacher: O::Floats,   // [rows, hidden], the teacher's normed output
     dx: O::Floats,        // [rows, hidden]
     dh: O::Floats,        // [rows, hidden]
-    wide: O::Floats,      // [rows, max(intermediate, q_dim)]
-    wide2: O::Floats,     // the same
-    heads: O::Floats,     // [rows, q_dim]
+    wide2: O::Floats,     // [rows, max(intermediate, q_dim)]
     dk: O::Floats,        // [rows, kv_dim]
     dv: O::Floats,        // [rows, kv_dim]
-    kv: O::Floats,        // [rows, kv_dim]
-    p: O::Floats,         // [batch, heads, seq, seq]
-    dp: O::Floats,        // the same
-    w: O::Floats,         // the largest weight
-    dw: O::Floats,        // the same
+    dp: O::Floats,        // [batch, heads, seq, seq]
+    dw: O::Floats,        // the largest weight
     head_in: O::Floats,   // [head_rows, hidden]
     logits: O::Floats,    // [head_rows, vocab]
     reference: O::Floats, // [head_rows, vocab]
@@ -99,18 +74,6 @@ pub fn largest_weight(c: &ModelConfig) -> usize {
         .max(c.vocab_size * c.hidden_size)
 }
 
-/// Rotations of the first `positions` positions, as [`nq_kernels::grad::LayerOps::head_norm_rope`] takes them.
-pub fn rotations(config: &ModelConfig, positions: usize) -> Vec<f32> {
-    let rotary = Rotary::new(config);
-    let mut row = vec![(0.0, 0.0); config.head_dim / 2];
-    let mut table = Vec::with_capacity(positions * config.head_dim);
-    for position in 0..positions {
-        rotary.row(position, &mut row);
-        table.extend(row.iter().flat_map(|&(cos, sin)| [cos, sin]));
-    }
-    table
-}
-
 impl<O: GradOps> Graph<O> {
     /// Room for `batch` sequences of `seq` tokens.
     ///
@@ -119,61 +82,31 @@ impl<O: GradOps> Graph<O> {
     pub fn new(ops: &O, config: &ModelConfig, batch: usize, seq: usize) -> Result<Self> {
         let c = config;
         let rows = batch * seq;
-        let (hidden, q, kv, inter) = (
-            rows * c.hidden_size,
-            rows * c.q_dim(),
-            rows * c.kv_dim(),
-            rows * c.intermediate_size,
-        );
+        let (hidden, kv) = (rows * c.hidden_size, rows * c.kv_dim());
         let floats = |n| ops.floats("activations of a training step", n);
-        let saved = (0..c.num_hidden_layers).map(|_| {
-            Ok(Saved {
-                inv1: floats(rows)?,
-                inv2: floats(rows)?,
-                q: floats(q)?,
-                k: floats(kv)?,
-                inv_q: floats(rows * c.num_attention_heads)?,
-                inv_k: floats(rows * c.num_key_value_heads)?,
-                qh: floats(q)?,
-                kh: floats(kv)?,
-                vh: floats(kv)?,
-                o: floats(q)?,
-                mid: floats(hidden)?,
-                gate: floats(inter)?,
-                up: floats(inter)?,
-            })
-        });
+        let layers = 0..c.num_hidden_layers;
+        let saved = layers.map(|_| Saved::new(ops, c, rows));
         let saved = saved.collect::<Result<_>>()?;
         let xs = (0..=c.num_hidden_layers).map(|_| Ok(floats(hidden)?));
         let xs = xs.collect::<Result<_>>()?;
-        let scores = batch * c.num_attention_heads * seq * seq;
         let head_rows = head_rows(c, rows);
-        let rotations = rotations(c, seq);
-        let mut cos_sin = floats(rotations.len())?;
-        ops.write(&mut cos_sin, &rotations)?;
         Ok(Graph {
             config: c.clone(),
             batch,
             seq,
             head_rows,
-            cos_sin,
+            f: Forward::new(ops, c, (batch, seq), largest_weight(c))?,
             ids: ops.ids("tokens", rows)?,
             xs,
             saved,
             inv: floats(rows)?,
-            h: floats(hidden)?,
             teacher: floats(hidden)?,
             dx: floats(hidden)?,
             dh: floats(hidden)?,
-            wide: floats(inter.max(q))?,
-            wide2: floats(inter.max(q))?,
-            heads: floats(q)?,
+            wide2: floats(rows * c.intermediate_size.max(c.q_dim()))?,
             dk: floats(kv)?,
             dv: floats(kv)?,
-            kv: floats(kv)?,
-            p: floats(scores)?,
-            dp: floats(scores)?,
-            w: floats(largest_weight(c))?,
+            dp: floats(batch * c.num_attention_heads * seq * seq)?,
             dw: floats(largest_weight(c))?,
             head_in: floats(head_rows * c.hidden_size)?,
             logits: floats(head_rows * c.vocab_size)?,
@@ -265,7 +198,7 @@ impl<O: GradOps> Graph<O> {
     ) -> Result<()> {
         ops.write_ids(&mut self.ids, tokens)?;
         self.forward(ops, teacher, tokens.len())?;
-        std::mem::swap(&mut self.h, &mut self.teacher);
+        std::mem::swap(&mut self.f.h, &mut self.teacher);
         self.forward(ops, student, tokens.len())
     }
 
@@ -276,81 +209,18 @@ impl<O: GradOps> Graph<O> {
     /// `[rows, hidden]` after the final norm, in `h`.
     fn forward(&mut self, ops: &O, model: &Model<O>, rows: usize) -> Result<()> {
         let width = self.config.hidden_size;
-        let table = model.embedding.load(ops, &mut self.w)?;
+        let table = model.embedding.load(ops, &mut self.f.w)?;
         ops.embed(table, &self.ids, (rows, 1, 0), &mut self.xs[0], width)?;
         for layer in 0..self.config.num_hidden_layers {
-            self.layer(ops, model, layer, rows)?;
+            let (before, after) = self.xs.split_at_mut(layer + 1);
+            let (weights, s) = (&model.layers[layer], &mut self.saved[layer]);
+            let shape = (rows / self.seq, self.seq);
+            self.f.attention(ops, weights, &before[layer], s, shape)?;
+            self.f.mlp(ops, weights, s, &mut after[0], rows)?;
         }
         let last = &self.xs[self.config.num_hidden_layers];
         let (norm, eps) = (&model.final_norm.value, self.config.rms_norm_eps);
-        ops.rms_norm(last, norm, &mut self.h, &mut self.inv, (rows, width), eps)?;
-        Ok(())
-    }
-
-    fn layer(&mut self, ops: &O, model: &Model<O>, layer: usize, rows: usize) -> Result<()> {
-        let c = &self.config;
-        let (hidden, inter, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
-        let (qs, ks) = (
-            self.heads(rows, c.num_attention_heads),
-            self.heads(rows, c.num_key_value_heads),
-        );
-        let weights = &model.layers[layer];
-        let norms = &weights.norms;
-        let (before, after) = self.xs.split_at_mut(layer + 1);
-        let (x, out, s) = (&before[layer], &mut after[0], &mut self.saved[layer]);
-        let w = &mut self.w;
-        let linear = |w: &mut O::Floats, kind: LinearKind, from: &O::Floats, to: &mut O::Floats| {
-            let (n, k) = kind.dims(&self.config);
-            ops.gemm(
-                Gemm::linear(rows, n, k),
-                from,
-                weights.linear(kind).load(ops, w)?,
-                to,
-            )?;
-            Ok::<_, crate::Error>(())
-        };
-
-        ops.rms_norm(
-            x,
-            &norms[0].value,
-            &mut self.h,
-            &mut s.inv1,
-            (rows, hidden),
-            eps,
-        )?;
-        linear(w, LinearKind::Q, &self.h, &mut s.q)?;
-        linear(w, LinearKind::K, &self.h, &mut s.k)?;
-        linear(w, LinearKind::V, &self.h, &mut self.kv)?;
-        let turn = |x: &_, gain: &_, y: &mut _, inv: &mut _, shape| {
-            ops.head_norm_rope(x, gain, &self.cos_sin, y, inv, shape, eps)
-        };
-        turn(&s.q, &norms[2].value, &mut s.qh, &mut s.inv_q, qs)?;
-        turn(&s.k, &norms[3].value, &mut s.kh, &mut s.inv_k, ks)?;
-        ops.rows_to_heads(&self.kv, &mut s.vh, ks)?;
-        attention_weights(ops, &self.config, rows, self.seq, s, &mut self.p)?;
-        let a = attention(&self.config, rows, self.seq);
-        ops.gemm(a.values, &self.p, &s.vh, &mut self.heads)?;
-        ops.heads_to_rows(&self.heads, &mut s.o, qs)?;
-
-        ops.copy((x, 0), (&mut s.mid, 0), rows * hidden)?;
-        let (n, k) = LinearKind::O.dims(&self.config);
-        let wo = weights.linear(LinearKind::O).load(ops, w)?;
-        ops.gemm(Gemm::linear(rows, n, k).add(), &s.o, wo, &mut s.mid)?;
-        ops.rms_norm(
-            &s.mid,
-            &norms[1].value,
-            &mut self.h,
-            &mut s.inv2,
-            (rows, hidden),
-            eps,
-        )?;
-        linear(w, LinearKind::Gate, &self.h, &mut s.gate)?;
-        linear(w, LinearKind::Up, &self.h, &mut s.up)?;
-        ops.silu_mul(&s.gate, &s.up, &mut self.wide, rows * inter)?;
-        ops.copy((&s.mid, 0), (out, 0), rows * hidden)?;
-        let (n, k) = LinearKind::Down.dims(&self.config);
-        let wd = weights.linear(LinearKind::Down).load(ops, w)?;
-        ops.gemm(Gemm::linear(rows, n, k).add(), &self.wide, wd, out)?;
+        ops.rms_norm(last, norm, &mut self.f.h, &mut self.inv, (rows, width), eps)?;
         Ok(())
     }
 
@@ -367,10 +237,10 @@ impl<O: GradOps> Graph<O> {
         let product = Gemm::linear(n, vocab, hidden);
         let part = (start * hidden, n * hidden);
         ops.copy((&self.teacher, part.0), (&mut self.head_in, 0), part.1)?;
-        let w = teacher.head().load(ops, &mut self.w)?;
+        let w = teacher.head().load(ops, &mut self.f.w)?;
         ops.gemm(product, &self.head_in, w, &mut self.reference)?;
-        ops.copy((&self.h, part.0), (&mut self.head_in, 0), part.1)?;
-        let w = student.head().load(ops, &mut self.w)?;
+        ops.copy((&self.f.h, part.0), (&mut self.head_in, 0), part.1)?;
+        let w = student.head().load(ops, &mut self.f.w)?;
         ops.gemm(product, &self.head_in, w, &mut self.logits)?;
         Ok(())
     }
@@ -415,7 +285,7 @@ impl<O: GradOps> Graph<O> {
                 ops.gemm(g, &self.logits, &self.head_in, &mut self.dw)?;
             }
             // `logits` has left the student's head where it is computed to.
-            let w = student.head().load(ops, &mut self.w)?;
+            let w = student.head().load(ops, &mut self.f.w)?;
             let g = Gemm::input_grad(n, vocab, hidden);
             ops.gemm(g, &self.logits, w, &mut self.head_in)?;
             ops.copy(
@@ -473,15 +343,15 @@ impl<O: GradOps> Graph<O> {
         let c = &self.config;
         let (hidden, inter, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
         let s = &mut self.saved[layer];
-        let (w, dw) = (&mut self.w, &mut self.dw);
+        let (w, dw) = (&mut self.f.w, &mut self.dw);
         let id = |kind| (layer, kind, rows);
         let input_grad = |kind: LinearKind| {
             let (n, k) = kind.dims(c);
             Gemm::input_grad(rows, n, k)
         };
 
-        ops.silu_mul(&s.gate, &s.up, &mut self.wide, rows * inter)?;
-        Self::weight_gradient(ops, model, id(LinearKind::Down), &self.dx, &self.wide, dw)?;
+        ops.silu_mul(&s.gate, &s.up, &mut self.f.wide, rows * inter)?;
+        Self::weight_gradient(ops, model, id(LinearKind::Down), &self.dx, &self.f.wide, dw)?;
         let down = model.layers[layer].linear(LinearKind::Down).load(ops, w)?;
         ops.gemm(
             input_grad(LinearKind::Down),
@@ -492,9 +362,16 @@ impl<O: GradOps> Graph<O> {
         ops.silu_mul_grad(&mut s.gate, &mut s.up, &self.wide2, rows * inter)?;
 
         let gain = &model.layers[layer].norms[1].value;
-        ops.rms_norm(&s.mid, gain, &mut self.h, &mut s.inv2, (rows, hidden), eps)?;
-        Self::weight_gradient(ops, model, id(LinearKind::Gate), &s.gate, &self.h, dw)?;
-        Self::weight_gradient(ops, model, id(LinearKind::Up), &s.up, &self.h, dw)?;
+        ops.rms_norm(
+            &s.mid,
+            gain,
+            &mut self.f.h,
+            &mut s.inv2,
+            (rows, hidden),
+            eps,
+        )?;
+        Self::weight_gradient(ops, model, id(LinearKind::Gate), &s.gate, &self.f.h, dw)?;
+        Self::weight_gradient(ops, model, id(LinearKind::Up), &s.up, &self.f.h, dw)?;
         let gate = model.layers[layer].linear(LinearKind::Gate).load(ops, w)?;
         ops.gemm(input_grad(LinearKind::Gate), &s.gate, gate, &mut self.dh)?;
         let up = model.layers[layer].linear(LinearKind::Up).load(ops, w)?;
@@ -530,37 +407,38 @@ impl<O: GradOps> Graph<O> {
         let c = &self.config;
         let (hidden, eps) = (c.hidden_size, c.rms_norm_eps);
         let s = &mut self.saved[layer];
-        let (w, dw) = (&mut self.w, &mut self.dw);
+        let (w, dw) = (&mut self.f.w, &mut self.dw);
         let id = |kind| (layer, kind, rows);
         let input_grad = |kind: LinearKind| {
             let (n, k) = kind.dims(c);
             Gemm::input_grad(rows, n, k)
         };
-        let a = attention(c, rows, self.seq);
+        let shape = (rows / self.seq, self.seq);
+        let a = Attention::of(c, shape.0, shape.1);
         let score_rows = qs.rows() * qs.heads;
 
         Self::weight_gradient(ops, model, id(LinearKind::O), &self.dx, &s.o, dw)?;
         let o = model.layers[layer].linear(LinearKind::O).load(ops, w)?;
-        ops.gemm(input_grad(LinearKind::O), &self.dx, o, &mut self.wide)?;
-        ops.rows_to_heads(&self.wide, &mut self.heads, qs)?;
+        ops.gemm(input_grad(LinearKind::O), &self.dx, o, &mut self.f.wide)?;
+        ops.rows_to_heads(&self.f.wide, &mut self.f.heads, qs)?;
 
-        attention_weights(ops, c, rows, self.seq, s, &mut self.p)?;
-        ops.gemm(a.values_grad, &self.p, &self.heads, &mut self.kv)?;
-        ops.heads_to_rows(&self.kv, &mut self.dv, ks)?;
-        ops.gemm(a.weights_grad, &self.heads, &s.vh, &mut self.dp)?;
-        ops.softmax_grad(&self.p, &mut self.dp, score_rows, self.seq)?;
-        ops.gemm(a.queries_grad, &self.dp, &s.kh, &mut self.heads)?;
-        ops.gemm(a.keys_grad, &self.dp, &s.qh, &mut self.kv)?;
+        attention_weights(ops, c, shape, s, &mut self.f.p)?;
+        ops.gemm(a.values_grad, &self.f.p, &self.f.heads, &mut self.f.kv)?;
+        ops.heads_to_rows(&self.f.kv, &mut self.dv, ks)?;
+        ops.gemm(a.weights_grad, &self.f.heads, &s.vh, &mut self.dp)?;
+        ops.softmax_grad(&self.f.p, &mut self.dp, score_rows, self.seq)?;
+        ops.gemm(a.queries_grad, &self.dp, &s.kh, &mut self.f.heads)?;
+        ops.gemm(a.keys_grad, &self.dp, &s.qh, &mut self.f.kv)?;
         let [_, _, q_norm, k_norm] = &mut model.layers[layer].norms;
         if let (Some(q), Some(k)) = (&mut q_norm.state, &mut k_norm.state) {
-            let turns = &self.cos_sin;
-            let (dq, dk) = (&mut self.wide, &mut self.dk);
+            let turns = &self.f.cos_sin;
+            let (dq, dk) = (&mut self.f.wide, &mut self.dk);
             ops.head_norm_rope_grad(
                 &s.q,
                 &q_norm.value,
                 turns,
                 &s.inv_q,
-                &self.heads,
+                &self.f.heads,
                 dq,
                 &mut q.grad,
                 qs,
@@ -570,7 +448,7 @@ impl<O: GradOps> Graph<O> {
                 &k_norm.value,
                 turns,
                 &s.inv_k,
-                &self.kv,
+                &self.f.kv,
                 dk,
                 &mut k.grad,
                 ks,
@@ -579,14 +457,14 @@ impl<O: GradOps> Graph<O> {
 
         let x = &self.xs[layer];
         let gain = &model.layers[layer].norms[0].value;
-        ops.rms_norm(x, gain, &mut self.h, &mut s.inv1, (rows, hidden), eps)?;
+        ops.rms_norm(x, gain, &mut self.f.h, &mut s.inv1, (rows, hidden), eps)?;
         let grads = [
-            (LinearKind::Q, &self.wide),
+            (LinearKind::Q, &self.f.wide),
             (LinearKind::K, &self.dk),
             (LinearKind::V, &self.dv),
         ];
         for (i, (kind, dy)) in grads.into_iter().enumerate() {
-            Self::weight_gradient(ops, model, id(kind), dy, &self.h, dw)?;
+            Self::weight_gradient(ops, model, id(kind), dy, &self.f.h, dw)?;
             let weight = model.layers[layer].linear(kind).load(ops, w)?;
             let mut g = input_grad(kind);
             g.accumulate = i > 0;
@@ -607,55 +485,4 @@ impl<O: GradOps> Graph<O> {
         }
         Ok(())
     }
-}
-
-/// The products of attention over all key heads of a batch: queries `[group * seq, dim]`
-/// against keys and values `[seq, dim]`.
-struct Attention {
-    scores: Gemm,
-    values: Gemm,
-    values_grad: Gemm,
-    weights_grad: Gemm,
-    queries_grad: Gemm,
-    keys_grad: Gemm,
-}
-
-fn attention(c: &ModelConfig, rows: usize, seq: usize) -> Attention {
-    let batch = rows / seq * c.num_key_value_heads;
-    let (m, dim) = (
-        c.num_attention_heads / c.num_key_value_heads * seq,
-        c.head_dim,
-    );
-    let scale = 1.0 / (dim as f32).sqrt();
-    let product = |(m, n, k), ta, tb, alpha| Gemm {
-        m,
-        n,
-        k,
-        batch,
-        ta,
-        tb,
-        alpha,
-        accumulate: false,
-    };
-    Attention {
-        scores: product((m, seq, dim), false, true, scale),
-        values: product((m, dim, seq), false, false, 1.0),
-        values_grad: product((seq, dim, m), true, false, 1.0),
-        weights_grad: product((m, seq, dim), false, true, 1.0),
-        queries_grad: product((m, dim, seq), false, false, scale),
-        keys_grad: product((seq, dim, m), true, false, scale),
-    }
-}
-
-/// Softmax of the scores of all queries against the keys before them.
-fn attention_weights<O: GradOps>(
-    ops: &O,
-    c: &ModelConfig,
-    rows: usize,
-    seq: usize,
-    s: &Saved<O>,
-    p: &mut O::Floats,
-) -> Result<()> {
-    ops.gemm(attention(c, rows, seq).scores, &s.qh, &s.kh, p)?;
-    Ok(ops.causal_softmax(p, rows * c.num_attention_heads, seq)?)
 }

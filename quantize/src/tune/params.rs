@@ -175,11 +175,7 @@ impl<O: GradOps> Matrix<O> {
     /// # Errors
     /// A weight that is not finite; the device's.
     pub fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
-        let (rows, cols) = weight.dims();
-        let mut values = vec![0.0; rows * cols];
-        for (r, out) in values.chunks_mut(cols).enumerate() {
-            read_row(name, weight, r, out)?;
-        }
+        let values = crate::linalg::Matrix::from_weight(name, weight)?.data;
         let mut floats = ops.floats("weights", values.len())?;
         ops.write(&mut floats, &values)?;
         Ok(Matrix::Dense(floats))
@@ -240,6 +236,20 @@ impl<O: GradOps> Matrix<O> {
             scales,
             zeros,
         })
+    }
+
+    /// [`Matrix::student`] of `source`, or [`Matrix::dense`] where there is none.
+    fn build(
+        ops: &O,
+        name: &str,
+        weight: &Weight,
+        source: Option<&Weight>,
+        codes: bool,
+    ) -> Result<Self> {
+        match source {
+            None => Self::dense(ops, name, weight),
+            Some(source) => Self::student(ops, name, weight, source, codes),
+        }
     }
 
     /// The weight's values: its own, or computed to `scratch`.
@@ -335,6 +345,38 @@ pub struct Layer<O: GradOps> {
 }
 
 impl<O: GradOps> Layer<O> {
+    /// Layer `index` with the values of its weights, to be run and not tuned.
+    ///
+    /// # Errors
+    /// A weight that is not finite; the device's.
+    pub fn dense(ops: &O, index: usize, w: &LayerWeights) -> Result<Self> {
+        Self::build(ops, index, w, None, false)
+    }
+
+    fn build(
+        ops: &O,
+        layer: usize,
+        w: &LayerWeights,
+        source: Option<&LayerWeights>,
+        codes: bool,
+    ) -> Result<Self> {
+        let linear = |kind: LinearKind| {
+            let name = LinearId { layer, kind }.to_string();
+            let source = source.map(|s| s.linear(kind));
+            Matrix::build(ops, &name, w.linear(kind), source, codes)
+        };
+        let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
+        let [a, b, c, d] = norms_of(w);
+        let norm = |i: usize, t: &Tensor| {
+            let name = format!("model.layers.{layer}.{}", NORMS[i]);
+            Values::new(ops, name, Kind::Gain, &t.to_f32()?, source.is_some())
+        };
+        Ok(Layer {
+            linears: [q?, k?, v?, o?, gate?, up?, down?],
+            norms: [norm(0, a)?, norm(1, b)?, norm(2, c)?, norm(3, d)?],
+        })
+    }
+
     /// One Linear.
     pub fn linear(&self, kind: LinearKind) -> &Matrix<O> {
         &self.linears[kind as usize]
@@ -416,27 +458,14 @@ impl<O: GradOps> Model<O> {
         codes: bool,
     ) -> Result<Self> {
         let tuned = source.is_some();
-        let matrix = |name: &str, w: &Weight, source: Option<&Weight>| match source {
-            None => Matrix::dense(ops, name, w),
-            Some(source) => Matrix::student(ops, name, w, source, codes),
-        };
+        let matrix = |name: &str, w: &Weight, source| Matrix::build(ops, name, w, source, codes);
         let gain =
             |name: String, t: &Tensor| Values::new(ops, name, Kind::Gain, &t.to_f32()?, tuned);
-        let mut layers = Vec::new();
-        for (layer, w) in w.layers.iter().enumerate() {
-            let linear = |kind: LinearKind| {
-                let name = LinearId { layer, kind }.to_string();
-                let source = source.map(|s| s.layers[layer].linear(kind));
-                matrix(&name, w.linear(kind), source)
-            };
-            let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
-            let [a, b, c, d] = norms_of(w);
-            let norm = |i: usize, t| gain(format!("model.layers.{layer}.{}", NORMS[i]), t);
-            layers.push(Layer {
-                linears: [q?, k?, v?, o?, gate?, up?, down?],
-                norms: [norm(0, a)?, norm(1, b)?, norm(2, c)?, norm(3, d)?],
-            });
-        }
+        let layers = w.layers.iter().enumerate().map(|(index, w)| {
+            let source = source.map(|s| &s.layers[index]);
+            Layer::build(ops, index, w, source, codes)
+        });
+        let layers = layers.collect::<Result<_>>()?;
         let head = match &w.head {
             Some(head) => {
                 let source = source.and_then(|s| s.head.as_ref());

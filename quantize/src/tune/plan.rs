@@ -71,6 +71,14 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
+    /// What is tuned, in words.
+    pub fn what(&self) -> &'static str {
+        match self.codes {
+            true => "codes, scales and gains",
+            false => "scales and gains",
+        }
+    }
+
     /// The largest passes that fit `limit` bytes, or `Err` with what the smallest take.
     /// `group` is the least group size of the model's schemes.
     ///

@@ -1,6 +1,6 @@
 //! Fresh text for every step: the teacher continues many beginnings at once, on the device.
 
-use super::graph::rotations;
+use super::forward::rotations;
 use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;

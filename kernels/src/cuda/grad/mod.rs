@@ -11,7 +11,7 @@ use std::cell::RefCell;
 /// How products of f32 use tensor cores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GemmPrecision {
-    /// Operands in two TF32 parts: about the accuracy of f32.
+    /// Operands in two TF32 parts: within about `2^-27 k` for sums of k products.
     #[default]
     Split,
     /// Operands rounded to TF32.

@@ -1,0 +1,151 @@
+//! Variants of a model that a method should serve as well as the model itself: its head untied
+//! by a copy, one layer dropped, and outlier channels as large models have them: some channels
+//! of a norm times 32 and the next weights' inputs divided by as much, which changes no output.
+//! Each is a folder of its own, to be quantized and measured like any model.
+//!
+//! `cargo run --release --example variants -- MODEL OUT` writes `OUT/untied`, `OUT/dropped` and
+//! `OUT/outliers` from a folder of bf16 weights with a tied head.
+
+use anyhow::{Context, ensure};
+use nq_formats::safetensors::SafetensorsFile;
+use nq_formats::serialize::write_tensors;
+use nq_formats::{DType, Tensor, checkpoint};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// A power of two: products with it are exact in bf16.
+const OUTLIER: f32 = 32.0;
+
+type Tensors = BTreeMap<String, Tensor>;
+
+fn read(model: &Path) -> anyhow::Result<Tensors> {
+    let mut tensors = Tensors::new();
+    for entry in std::fs::read_dir(model)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            let file = SafetensorsFile::parse(&path, checkpoint::map_file(&path)?)?;
+            for name in file.names() {
+                let tensor = file.get(name).context("a listed tensor")?;
+                tensors.insert(name.to_owned(), tensor);
+            }
+        }
+    }
+    ensure!(!tensors.is_empty(), "{}: no weights", model.display());
+    Ok(tensors)
+}
+
+/// `tensor` `[.., columns]` with the values of every `each`-th column times `factor`.
+fn scaled(tensor: &Tensor, each: usize, factor: f32) -> anyhow::Result<Tensor> {
+    ensure!(tensor.dtype() == DType::BF16, "expected bf16 weights");
+    let columns = *tensor.shape().last().context("a dimension")?;
+    let bytes: Vec<u8> = (tensor.to_f32()?.into_iter().enumerate())
+        .flat_map(|(i, v)| {
+            let v = if i % columns % each == 0 {
+                v * factor
+            } else {
+                v
+            };
+            ((v.to_bits() >> 16) as u16).to_le_bytes()
+        })
+        .collect();
+    Ok(Tensor::new(
+        DType::BF16,
+        tensor.shape().to_vec(),
+        bytes.into(),
+    )?)
+}
+
+/// Scales channels of the norm before each of `readers` and divides their inputs by as much.
+fn outliers(tensors: &mut Tensors, norm: &str, readers: &[&str]) -> anyhow::Result<()> {
+    const EACH: usize = 61;
+    let mut change = |name: &str, factor| -> anyhow::Result<()> {
+        let tensor = tensors.get_mut(name).with_context(|| name.to_owned())?;
+        *tensor = scaled(tensor, EACH, factor)?;
+        Ok(())
+    };
+    change(norm, OUTLIER)?;
+    for reader in readers {
+        change(reader, 1.0 / OUTLIER)?;
+    }
+    Ok(())
+}
+
+/// The tensors without layer `dropped`, those after it one number lower.
+fn without(tensors: &Tensors, dropped: usize) -> Tensors {
+    let renamed = tensors.iter().filter_map(|(name, tensor)| {
+        let Some(rest) = name.strip_prefix("model.layers.") else {
+            return Some((name.clone(), tensor.clone()));
+        };
+        let (index, rest) = rest.split_once('.')?;
+        let index: usize = index.parse().ok()?;
+        let index = match index.cmp(&dropped) {
+            std::cmp::Ordering::Less => index,
+            std::cmp::Ordering::Equal => return None,
+            std::cmp::Ordering::Greater => index - 1,
+        };
+        Some((format!("model.layers.{index}.{rest}"), tensor.clone()))
+    });
+    renamed.collect()
+}
+
+fn write(
+    (model, out): (&Path, &Path),
+    tensors: Tensors,
+    change: impl Fn(&mut serde_json::Value),
+) -> anyhow::Result<()> {
+    std::fs::create_dir_all(out)?;
+    for name in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ] {
+        std::fs::copy(model.join(name), out.join(name)).with_context(|| name.to_owned())?;
+    }
+    let mut config = serde_json::from_slice(&std::fs::read(model.join("config.json"))?)?;
+    change(&mut config);
+    std::fs::write(out.join("config.json"), serde_json::to_vec_pretty(&config)?)?;
+    let tensors: Vec<(String, Tensor)> = tensors.into_iter().collect();
+    let format = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+    Ok(write_tensors(
+        &out.join("model.safetensors"),
+        &tensors,
+        &format,
+    )?)
+}
+
+fn main() -> anyhow::Result<()> {
+    let args: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
+    let [model, out] = &args[..] else {
+        anyhow::bail!("expected MODEL OUT");
+    };
+    let source = read(model)?;
+
+    let mut untied = source.clone();
+    let embedding = source.get("model.embed_tokens.weight");
+    let embedding = embedding.context("an embedding")?.clone();
+    untied.insert("lm_head.weight".into(), embedding);
+    write((model, &out.join("untied")), untied, |config| {
+        config["tie_word_embeddings"] = false.into();
+    })?;
+
+    let dropped = without(&source, 2);
+    write((model, &out.join("dropped")), dropped, |config| {
+        let layers = config["num_hidden_layers"].as_u64().unwrap_or(0);
+        config["num_hidden_layers"] = (layers - 1).into();
+    })?;
+
+    let mut scaled = source;
+    let q = "model.layers.1.self_attn.q_proj.weight";
+    let k = "model.layers.1.self_attn.k_proj.weight";
+    let v = "model.layers.1.self_attn.v_proj.weight";
+    outliers(
+        &mut scaled,
+        "model.layers.1.input_layernorm.weight",
+        &[q, k, v],
+    )?;
+    let gate = "model.layers.3.mlp.gate_proj.weight";
+    let up = "model.layers.3.mlp.up_proj.weight";
+    let norm = "model.layers.3.post_attention_layernorm.weight";
+    outliers(&mut scaled, norm, &[gate, up])?;
+    write((model, &out.join("outliers")), scaled, |_| {})
+}

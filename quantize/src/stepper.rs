@@ -1,0 +1,491 @@
+//! The forward layer by layer on a device of `kernels::grad`, in f32 throughout: the residual
+//! stream stays on the host, and a piece of it at a time goes through a layer. Second moments
+//! of what the Linears see are summed on the device.
+
+use crate::error::{Error, Result};
+use crate::tune::forward::{Forward, Saved};
+use crate::tune::params::{Layer, Matrix};
+use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_kernels::grad::{Gemm, GradOps};
+use nq_runtime::{Hidden, LayerStepper, LayerWeights, LinearKind, Observer};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Rows that run through a layer at once: enough to fill a device.
+const ROWS: usize = 8192;
+
+/// [`LayerStepper`] over the operations of a training step. Keys and values stay f32.
+pub struct OpsStepper<O: GradOps> {
+    ops: O,
+    config: ModelConfig,
+    work: Option<Work<O>>,
+}
+
+/// Memory of a piece: up to `rows` rows of sequences of up to `seq` tokens.
+struct Work<O: GradOps> {
+    rows: usize,
+    seq: usize,
+    forward: Forward<O>,
+    saved: Saved<O>,
+    x: O::Floats,   // [rows, hidden]
+    out: O::Floats, // [rows, hidden]
+}
+
+/// Consecutive sequences of one length that go through a layer together.
+#[derive(Debug, PartialEq, Eq)]
+struct Piece {
+    row: usize,
+    sequences: usize,
+    length: usize,
+}
+
+impl Piece {
+    fn rows(&self) -> usize {
+        self.sequences * self.length
+    }
+
+    /// Its values in a stream of this width.
+    fn range(&self, width: usize) -> Range<usize> {
+        self.row * width..(self.row + self.rows()) * width
+    }
+}
+
+/// The sequences in pieces of at most `most` rows, longer ones alone.
+fn plan(lengths: &[usize], most: usize) -> Vec<Piece> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    let mut row = 0;
+    for &length in lengths.iter().filter(|&&l| l > 0) {
+        match pieces.last_mut() {
+            Some(p) if p.length == length && p.rows() + length <= most => p.sequences += 1,
+            _ => pieces.push(Piece {
+                row,
+                sequences: 1,
+                length,
+            }),
+        }
+        row += length;
+    }
+    pieces
+}
+
+impl<O: GradOps> OpsStepper<O> {
+    /// A stepper for models of this shape on the device of `ops`.
+    pub fn new(ops: O, config: &ModelConfig) -> Self {
+        OpsStepper {
+            ops,
+            config: config.clone(),
+            work: None,
+        }
+    }
+
+    /// Makes room for `pieces`.
+    fn reserve(&mut self, pieces: &[Piece]) -> Result<()> {
+        let rows = pieces.iter().map(Piece::rows).max().unwrap_or(0);
+        let seq = pieces.iter().map(|p| p.length).max().unwrap_or(0);
+        if (self.work.as_ref()).is_some_and(|w| w.rows >= rows && w.seq >= seq) {
+            return Ok(());
+        }
+        self.work = None;
+        let (ops, c) = (&self.ops, &self.config);
+        // Of shorter sequences there are more, whose scores take less.
+        let batch = rows.div_ceil(seq.max(1));
+        let rows = batch * seq;
+        let stream = || ops.floats("residual stream", rows * c.hidden_size);
+        self.work = Some(Work {
+            rows,
+            seq,
+            forward: Forward::new(ops, c, (batch, seq), 0)?,
+            saved: Saved::new(ops, c, rows)?,
+            x: stream()?,
+            out: stream()?,
+        });
+        Ok(())
+    }
+
+    /// What running layer `index` over `hidden` takes: its pieces and the weights on the device.
+    fn begin(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+    ) -> Result<(Vec<Piece>, Layer<O>)> {
+        check_hidden(hidden, self.config.hidden_size)?;
+        let pieces = plan(&hidden.lengths, ROWS);
+        self.reserve(&pieces)?;
+        Ok((pieces, Layer::dense(&self.ops, index, weights)?))
+    }
+
+    /// Runs the layer over `x`, the rows of `piece`. `shown` sees the input of each place of
+    /// [`LinearKind::INPUTS`], `[rows, in]`.
+    fn run(
+        &mut self,
+        layer: &Layer<O>,
+        piece: &Piece,
+        x: &[f32],
+        mut shown: impl FnMut(&O, usize, &O::Floats) -> Result<()>,
+    ) -> Result<()> {
+        let ops = &self.ops;
+        let Work {
+            forward: f,
+            saved,
+            x: stream,
+            out,
+            ..
+        } = (self.work.as_mut()).expect("room was made for every piece");
+        ops.write(stream, x)?;
+        let shape = (piece.sequences, piece.length);
+        f.attention(ops, layer, stream, saved, shape)?;
+        shown(ops, 0, &f.h)?;
+        shown(ops, 1, &saved.o)?;
+        f.mlp(ops, layer, saved, out, piece.rows())?;
+        shown(ops, 2, &f.h)?;
+        shown(ops, 3, &f.wide)
+    }
+
+    /// [`OpsStepper::run`] for an observer; `x` becomes what comes out.
+    fn observed(
+        &mut self,
+        (index, layer): (usize, &Layer<O>),
+        piece: &Piece,
+        x: &mut [f32],
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let config = self.config.clone();
+        let wants = observer.wants_inputs();
+        self.run(layer, piece, x, |ops, input, floats| {
+            if wants {
+                let kinds = LinearKind::INPUTS[input];
+                let mut seen = vec![0.0; piece.rows() * kinds[0].dims(&config).1];
+                ops.read(floats, &mut seen)?;
+                observer.linear_input(index, kinds, &seen);
+            }
+            Ok(())
+        })?;
+        if let Some(work) = &self.work {
+            self.ops.read(&work.out, x)?;
+        }
+        if x.iter().map(|v| v * 0.0).sum::<f32>() != 0.0 {
+            return Err(Error::Runtime(nq_runtime::Error::NotFinite {
+                what: "the output",
+                layer: index,
+            }));
+        }
+        observer.layer_output(index, x);
+        Ok(())
+    }
+
+    fn products(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        done: &mut dyn FnMut(usize),
+    ) -> Result<[Vec<f32>; 4]> {
+        let width = LinearKind::INPUTS.map(|kinds| kinds[0].dims(&self.config).1);
+        let zeros = |n: usize| self.ops.floats("moments of a layer's inputs", n * n);
+        let [a, b, c, d] = width.map(zeros);
+        let mut sums = [a?, b?, c?, d?];
+        let (pieces, layer) = self.begin(index, weights, hidden)?;
+        for piece in &pieces {
+            let rows = piece.rows();
+            let x = &hidden.data[piece.range(self.config.hidden_size)];
+            self.run(&layer, piece, x, |ops, input, x| {
+                let product = Gemm::weight_grad(rows, width[input], width[input]);
+                Ok(ops.gemm(product.add(), x, x, &mut sums[input])?)
+            })?;
+            done(rows);
+        }
+        let mut found = width.map(|n| vec![0.0; n * n]);
+        for (to, from) in found.iter_mut().zip(&sums) {
+            self.ops.read(from, to)?;
+        }
+        Ok(found)
+    }
+
+    fn logits(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        ranges: &[Range<usize>],
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<()> {
+        let (h, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
+        check_hidden(hidden, h)?;
+        let available = hidden.data.len() / h;
+        if let Some(r) = ranges.iter().find(|r| r.start > r.end || r.end > available) {
+            return Err(Error::Request {
+                what: "rows of the head",
+                expected: format!("within 0..{available}"),
+                found: format!("{r:?}"),
+            });
+        }
+        // The layers' memory makes room for the head.
+        self.work = None;
+        let ops = &self.ops;
+        let vocab = head.dims().0;
+        let Matrix::Dense(w) = Matrix::dense(ops, "head", head)? else {
+            unreachable!("made dense");
+        };
+        let norm = norm.to_f32()?;
+        let mut gain = ops.floats("norm", h)?;
+        ops.write(&mut gain, &norm)?;
+        let most = ranges.iter().map(Range::len).max().unwrap_or(0);
+        let floats = |n: usize| ops.floats("logits", most * n);
+        let (mut x, mut normed) = (floats(h)?, floats(h)?);
+        let (mut inv, mut logits) = (floats(1)?, floats(vocab)?);
+        let mut host = Vec::new();
+        for (i, range) in ranges.iter().enumerate() {
+            let rows = range.len();
+            host.resize(rows * vocab, 0.0);
+            if rows > 0 {
+                ops.write(&mut x, &hidden.data[range.start * h..range.end * h])?;
+                ops.rms_norm(&x, &gain, &mut normed, &mut inv, (rows, h), eps)?;
+                ops.gemm(Gemm::linear(rows, vocab, h), &normed, &w, &mut logits)?;
+                ops.read(&logits, &mut host)?;
+            }
+            each(i, &host);
+        }
+        Ok(())
+    }
+}
+
+fn check_hidden(hidden: &Hidden, h: usize) -> Result<()> {
+    let rows: usize = hidden.lengths.iter().sum();
+    if hidden.data.len() == rows * h {
+        return Ok(());
+    }
+    Err(Error::Request {
+        what: "residual stream",
+        expected: format!("[{rows}, {h}]"),
+        found: format!("{} values", hidden.data.len()),
+    })
+}
+
+/// What the interface reports.
+fn outward(e: Error) -> nq_runtime::Error {
+    match e {
+        Error::Runtime(e) => e,
+        Error::Kernels(e) => e.into(),
+        Error::Format(e) => e.into(),
+        other => nq_runtime::Error::Request {
+            what: "a layer",
+            expected: "finite weights".into(),
+            found: other.to_string(),
+        },
+    }
+}
+
+type Outward<T> = std::result::Result<T, nq_runtime::Error>;
+
+impl<O: GradOps + Send> LayerStepper for OpsStepper<O>
+where
+    O::Floats: Send,
+    O::Codes: Send,
+    O::Ids: Send,
+{
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn embed(&mut self, embedding: &Weight, sequences: &[Vec<u32>]) -> Outward<Hidden> {
+        let (vocab, h) = embedding.dims();
+        let ids: Vec<u32> = sequences.iter().flatten().copied().collect();
+        if let Some(token) = ids.iter().find(|&&t| t as usize >= vocab) {
+            return Err(nq_runtime::Error::Request {
+                what: "token id",
+                expected: format!("below the vocabulary's {vocab}"),
+                found: token.to_string(),
+            });
+        }
+        let mut data = vec![0.0; ids.len() * h];
+        data.par_chunks_mut(h)
+            .zip(&ids)
+            .try_for_each(|(row, &id)| embedding.dequantize_row(id as usize, row))?;
+        Ok(Hidden {
+            data,
+            lengths: sequences.iter().map(Vec::len).collect(),
+        })
+    }
+
+    fn layer(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &mut Hidden,
+        observer: &mut dyn Observer,
+    ) -> Outward<()> {
+        let h = self.config.hidden_size;
+        let (pieces, layer) = self.begin(index, weights, hidden).map_err(outward)?;
+        for piece in &pieces {
+            let x = &mut hidden.data[piece.range(h)];
+            self.observed((index, &layer), piece, x, observer)
+                .map_err(outward)?;
+        }
+        Ok(())
+    }
+
+    fn observe(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        observer: &mut dyn Observer,
+    ) -> Outward<()> {
+        let h = self.config.hidden_size;
+        let (pieces, layer) = self.begin(index, weights, hidden).map_err(outward)?;
+        for piece in &pieces {
+            let mut copy = hidden.data[piece.range(h)].to_vec();
+            self.observed((index, &layer), piece, &mut copy, observer)
+                .map_err(outward)?;
+        }
+        Ok(())
+    }
+
+    fn outer_products(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        done: &mut dyn FnMut(usize),
+    ) -> Outward<Option<[Vec<f32>; 4]>> {
+        let found = self.products(index, weights, hidden, done);
+        found.map(Some).map_err(outward)
+    }
+
+    fn head(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        rows: Range<usize>,
+    ) -> Outward<Vec<f32>> {
+        let mut found = Vec::new();
+        self.heads(norm, head, hidden, &[rows], &mut |_, logits| {
+            found.extend_from_slice(logits);
+        })?;
+        Ok(found)
+    }
+
+    fn heads(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        ranges: &[Range<usize>],
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Outward<()> {
+        self.logits(norm, head, hidden, ranges, each)
+            .map_err(outward)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layers::Gather;
+    use crate::methods::Needs;
+    use nq_formats::Checkpoint;
+    use nq_kernels::grad::CpuOps;
+    use nq_runtime::models::qwen3::{self, FINAL_NORM};
+    use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, load};
+    use std::path::Path;
+
+    #[test]
+    fn pieces_hold_sequences_of_one_length_and_every_row_once() {
+        for lengths in [
+            vec![],
+            vec![5],
+            vec![4, 4, 4, 4, 3, 3, 4, 0, 4],
+            vec![100, 4],
+        ] {
+            let pieces = plan(&lengths, 9);
+            let mut next = 0;
+            for p in &pieces {
+                assert_eq!(p.row, next, "{lengths:?}");
+                assert!(p.rows() <= 9 || p.sequences == 1, "{p:?}");
+                next += p.rows();
+            }
+            assert_eq!(next, lengths.iter().sum::<usize>());
+        }
+    }
+
+    /// How far apart, relative to `b`.
+    fn off(a: &[f32], b: &[f32]) -> f64 {
+        assert_eq!(a.len(), b.len());
+        let square = |x: f32| f64::from(x).powi(2);
+        let far: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+        (far / b.iter().map(|&b| square(b)).sum::<f64>()).sqrt()
+    }
+
+    /// The demo model's layers, moments and logits are those of the CPU's own stepper.
+    #[test]
+    fn it_is_the_forward_of_the_cpu() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
+        let checkpoint = Checkpoint::open(&root).unwrap();
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        let options = LoadOptions {
+            device: DeviceChoice::Cpu,
+            activations: ActivationChoice::F32,
+            ..LoadOptions::default()
+        };
+        let mut cpu = load::cpu_stepper(config, &options, KvType::F32).unwrap();
+        let mut own = OpsStepper::new(CpuOps, config);
+        let text: Vec<Vec<u32>> = [21, 21, 21, 33, 2]
+            .iter()
+            .map(|&n| (0..n).map(|i| (i * 37 + n) % 4000).collect())
+            .collect();
+        let embedding = qwen3::embedding(store, config).unwrap();
+        let mut a = own.embed(&embedding, &text).unwrap();
+        let mut b = cpu.embed(&embedding, &text).unwrap();
+        assert_eq!((&a.data, &a.lengths), (&b.data, &b.lengths));
+        for index in 0..config.num_hidden_layers {
+            let weights = LayerWeights::read(store, config, index).unwrap();
+            let mut rows = 0;
+            let sums = own
+                .outer_products(index, &weights, &a, &mut |n| rows += n)
+                .unwrap()
+                .unwrap();
+            assert_eq!(rows, 98);
+            let gathered = |stepper: &mut dyn LayerStepper, hidden| {
+                let mut gather = Gather::new(config, Needs::Hessian, &());
+                stepper
+                    .observe(index, &weights, hidden, &mut gather)
+                    .unwrap();
+                gather.finish().map(|s| s.hessian.unwrap().data)
+            };
+            let (seen, expected) = (gathered(&mut own, &a), gathered(cpu.as_mut(), &b));
+            for ((sum, seen), expected) in sums.iter().zip(&seen).zip(&expected) {
+                let mean: Vec<f32> = sum.iter().map(|v| v / 98.0).collect();
+                assert!(off(&mean, seen) < 1e-5, "{}", off(&mean, seen));
+                assert!(off(seen, expected) < 1e-4, "{}", off(seen, expected));
+            }
+            own.layer(index, &weights, &mut a, &mut ()).unwrap();
+            cpu.layer(index, &weights, &mut b, &mut ()).unwrap();
+            assert!(off(&a.data, &b.data) < 1e-4, "{}", off(&a.data, &b.data));
+        }
+        let norm = store.vector(FINAL_NORM, config.hidden_size).unwrap();
+        let rows = 3..40;
+        let a = own.head(&norm, &embedding, &a, rows.clone()).unwrap();
+        let b = cpu.head(&norm, &embedding, &b, rows).unwrap();
+        assert!(off(&a, &b) < 1e-4, "{}", off(&a, &b));
+    }
+
+    #[test]
+    fn overflow_is_reported_with_its_layer() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
+        let checkpoint = Checkpoint::open(&root).unwrap();
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        let weights = LayerWeights::read(store, config, 1).unwrap();
+        let mut hidden = Hidden {
+            data: vec![f32::NAN; 2 * config.hidden_size],
+            lengths: vec![2],
+        };
+        let mut own = OpsStepper::new(CpuOps, config);
+        let error = own.layer(1, &weights, &mut hidden, &mut ()).unwrap_err();
+        assert!(error.to_string().contains("layer 1"), "{error}");
+        hidden.lengths = vec![3];
+        let error = own.layer(1, &weights, &mut hidden, &mut ()).unwrap_err();
+        assert!(error.to_string().contains("residual stream"), "{error}");
+    }
+}
