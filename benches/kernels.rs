@@ -200,7 +200,8 @@ fn record(path: &std::ffi::OsStr) {
         let cpu = cpu(case.kernel.isa);
         let run = Prepared::new(&cpu, &case);
         // Right before each case: on a shared host it changes within seconds.
-        let bandwidth = all_threads.read_bandwidth(1 << 30).median / 1e9;
+        let buffer = all_threads.bandwidth_buffer(1 << 30);
+        let bandwidth = all_threads.read_bandwidth(&buffer).median / 1e9;
         let mut y = vec![0.0; case.rows * SHAPE.0];
         let mut times = Vec::new();
         let begin = Instant::now();

@@ -35,15 +35,17 @@ pub struct BenchSpec {
 }
 
 /// What the machine can do, measured in the same run.
-#[derive(Clone, Copy, Debug)]
-pub struct Machine {
-    /// Read bandwidth of the memory that holds the weights, in 10^9 bytes per second.
-    pub read_gb_s: f64,
+#[derive(Clone, Copy)]
+pub struct Machine<'a> {
+    /// Measures the read bandwidth of the memory that holds the weights, in 10^9 bytes per
+    /// second. Called between repeats: what a shared machine's memory gives changes while a
+    /// test runs.
+    pub read_gb_s: &'a dyn Fn() -> Result<f64>,
     /// Bytes of the last-level cache before that memory; 0 if unknown.
     pub cache_bytes: u64,
 }
 
-impl Machine {
+impl Machine<'_> {
     /// Greatest share of the bandwidth that reading `bytes` over and over can show: what
     /// the cache holds need not be read again. Infinite where all of it fits.
     pub fn greatest_share(&self, bytes: usize) -> f64 {
@@ -57,7 +59,8 @@ impl Machine {
 
     /// Judges a share of the bandwidth: a note where a cache explains it, an error where
     /// nothing does.
-    fn judge(&self, share: f64, bytes: usize, row: &mut BenchRow) {
+    fn judge(&self, row: &mut BenchRow) {
+        let (share, bytes) = (row.bandwidth_share, row.bytes_per_token);
         if share <= 1.0 {
             return;
         }
@@ -78,7 +81,7 @@ impl Machine {
                 "reading {weights} of weights at {:.1} GB/s is {share:.2} times the bandwidth \
                  measured in the same run ({:.1} GB/s), more than a cache of {cache} explains: \
                  run again on a quiet machine with more --repeats",
-                row.gb_s, self.read_gb_s
+                row.gb_s, row.machine_gb_s
             ));
         }
     }
@@ -198,10 +201,12 @@ struct Sample {
     seconds: Vec<f64>,
     /// Milliseconds of each step of every repeat.
     step_ms: Vec<f64>,
+    /// What the memory reads, measured between the repeats, in 10^9 bytes per second.
+    read_gb_s: Vec<f64>,
 }
 
 impl Sample {
-    fn row(self, engine: &dyn Engine, spec: &BenchSpec, machine: &Machine) -> BenchRow {
+    fn row(self, engine: &dyn Engine, spec: &BenchSpec, machine: Machine<'_>) -> BenchRow {
         let d = engine.description();
         let rates: Vec<f64> = self
             .seconds
@@ -213,6 +218,7 @@ impl Sample {
         let passes_s = tok_s * self.passes as f64 / self.tokens as f64;
         let gb_s = passes_s * bytes as f64 / 1e9;
         let steps = stats::sorted(self.step_ms.into_iter());
+        let machine_gb_s = stats::quantile(&stats::sorted(self.read_gb_s.into_iter()), 0.5);
         let mut row = BenchRow {
             test: self.test,
             depth: spec.depth,
@@ -226,18 +232,18 @@ impl Sample {
             tok_s,
             tok_s_std: stats::std_dev(&rates),
             gb_s,
-            bandwidth_share: gb_s / machine.read_gb_s,
+            bandwidth_share: gb_s / machine_gb_s,
             ms_per_token_p50: stats::quantile(&steps, 0.5),
             ms_per_token_p99: stats::quantile(&steps, 0.99),
             repeats: spec.repeats,
-            machine_gb_s: machine.read_gb_s,
+            machine_gb_s,
             bytes_per_token: bytes,
             streaming_overhead: None,
             note: None,
             measurement_error: None,
             breakdown: None,
         };
-        machine.judge(row.bandwidth_share, bytes, &mut row);
+        machine.judge(&mut row);
         row
     }
 }
@@ -249,7 +255,7 @@ impl Sample {
 pub fn prefill(
     engine: &dyn Engine,
     spec: &BenchSpec,
-    machine: &Machine,
+    machine: Machine<'_>,
     progress: &dyn Progress,
 ) -> Result<BenchRow> {
     let n = spec.prompt_tokens;
@@ -258,12 +264,14 @@ pub fn prefill(
     let test = format!("pp{n}");
     let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut passes) = (Vec::new(), 0);
+    let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {
         let sequences = random.sequences(spec.batch, n);
         let start = Instant::now();
         passes = feed(session.as_mut(), &sequences)?;
         if repeat > 0 {
             seconds.push(start.elapsed().as_secs_f64());
+            read_gb_s.push((machine.read_gb_s)()?);
         }
         spec.rewind(session.as_mut());
         progress.advance(1);
@@ -276,6 +284,7 @@ pub fn prefill(
         passes,
         seconds,
         step_ms,
+        read_gb_s,
     };
     Ok(sample.row(engine, spec, machine))
 }
@@ -288,7 +297,7 @@ pub fn prefill(
 pub fn decode(
     engine: &dyn Engine,
     spec: &BenchSpec,
-    machine: &Machine,
+    machine: Machine<'_>,
     progress: &dyn Progress,
 ) -> Result<BenchRow> {
     let n = spec.gen_tokens;
@@ -297,6 +306,7 @@ pub fn decode(
     let test = format!("tg{n}");
     let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut step_ms) = (Vec::new(), Vec::new());
+    let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {
         let steps = match spec.batch {
             1 => decode_alone(session.as_mut(), random.next(), n)?,
@@ -305,6 +315,7 @@ pub fn decode(
         if repeat > 0 {
             seconds.push(steps.iter().sum::<f64>() / 1e3);
             step_ms.extend(steps);
+            read_gb_s.push((machine.read_gb_s)()?);
         }
         spec.rewind(session.as_mut());
         progress.advance(1);
@@ -315,6 +326,7 @@ pub fn decode(
         passes: n,
         seconds,
         step_ms,
+        read_gb_s,
     };
     Ok(sample.row(engine, spec, machine))
 }
@@ -369,7 +381,7 @@ pub fn streaming(
     sampling: &SamplingParams,
     out: &mut dyn Write,
     spec: &BenchSpec,
-    machine: &Machine,
+    machine: Machine<'_>,
     progress: &dyn Progress,
 ) -> Result<BenchRow> {
     let n = spec.gen_tokens;
@@ -392,6 +404,7 @@ pub fn streaming(
     let test = format!("chat{n}");
     let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut bare_seconds) = (Vec::new(), Vec::new());
+    let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {
         let mut sampler = Sampler::new(*sampling, repeat as u64)?;
         let mut failed = None;
@@ -430,6 +443,7 @@ pub fn streaming(
         if repeat > 0 {
             seconds.push(answer.stats.decode.as_secs_f64());
             bare_seconds.push(steps.iter().sum::<f64>() / 1e3);
+            read_gb_s.push((machine.read_gb_s)()?);
         }
         progress.advance(1);
     }
@@ -442,6 +456,7 @@ pub fn streaming(
         passes: n - 1,
         seconds,
         step_ms,
+        read_gb_s,
     };
     let mut row = sample.row(engine, &BenchSpec { batch: 1, ..*spec }, machine);
     row.streaming_overhead = Some(overhead);

@@ -274,7 +274,8 @@ fn profile_counts_only_while_on() {
 #[test]
 fn bandwidth_is_positive_and_ordered() {
     for isa in isas() {
-        let b = cpu(isa, 2).read_bandwidth(5 << 20);
+        let cpu = cpu(isa, 2);
+        let b = cpu.read_bandwidth(&cpu.bandwidth_buffer(5 << 20));
         assert_eq!(b.bytes, 5 << 20);
         assert!(b.median > 1e6 && b.best >= b.median && b.best.is_finite());
     }

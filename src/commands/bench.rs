@@ -9,7 +9,8 @@ use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
-use nq_formats::{Bits, Checkpoint, Progress, Unit, synth};
+use nq_formats::{Bits, Checkpoint, Progress, synth};
+use nq_kernels::cpu::{BandwidthBuffer, Cpu};
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{Engine, EngineKind, LoadOptions, SamplingParams, Tokenizer};
 use std::fs::OpenOptions;
@@ -84,8 +85,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         },
         ..global.load_options()
     };
-    // Before the model is loaded: both need memory, not at the same time.
-    let (before, cache) = bandwidth(&options, &terminal)?;
+    let meter = Meter::new(&options)?;
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &terminal)
         .with_context(|| name.clone())?;
     let engine = engine.as_ref();
@@ -100,17 +100,17 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
             EngineArg::Candle => 32,
         })),
     };
-    let (after, _) = bandwidth(&options, &terminal)?;
+    let read = || meter.read_gb_s();
     let machine = Machine {
-        read_gb_s: before.max(after), // noise only slows a pass down
-        cache_bytes: cache,
+        read_gb_s: &read,
+        cache_bytes: meter.cache_bytes()?,
     };
     let mut rows = Vec::new();
     if args.prompt_tokens > 0 {
-        rows.push(bench::prefill(engine, &spec, &machine, &terminal)?);
+        rows.push(bench::prefill(engine, &spec, machine, &terminal)?);
     }
     if args.gen_tokens > 0 {
-        rows.push(bench::decode(engine, &spec, &machine, &terminal)?);
+        rows.push(bench::decode(engine, &spec, machine, &terminal)?);
     }
     if args.breakdown {
         for row in &mut rows {
@@ -125,12 +125,12 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         }
     }
     if args.gen_tokens > 1 && !args.no_chat {
-        rows.push(streaming(engine, &checkpoint, &spec, &machine, &terminal)?);
+        rows.push(streaming(engine, &checkpoint, &spec, machine, &terminal)?);
     }
     if global.json {
         print_line(&serde_json::to_string_pretty(&rows)?)?;
     } else {
-        print_line(&table(&name, engine, &machine, &rows))?;
+        print_line(&table(&name, engine, machine, &rows))?;
     }
     let failed = rows.iter().filter_map(|r| r.measurement_error.as_ref());
     let failures = failed.inspect(|why| terminal.note(&format!("measurement error: {why}")));
@@ -167,30 +167,53 @@ fn open(
     Ok((label, checkpoint))
 }
 
-/// Greatest read bandwidth of a few passes, in 10^9 bytes per second, of the memory that the
-/// model is read from and by what reads it; and the bytes of the cache before it.
-fn bandwidth(options: &LoadOptions, progress: &dyn Progress) -> anyhow::Result<(f64, u64)> {
+/// Measures what the memory reads that the model is read from, by what reads it.
+enum Meter {
+    Cpu(Cpu, BandwidthBuffer),
     #[cfg(feature = "cuda")]
-    if options.engine == EngineKind::Nq
-        && let nq_runtime::device::Device::Cuda(n) = options.device.resolve()?
-    {
-        let (bytes, cache) = nq_runtime::device::gpu_bandwidth(n)?;
-        return Ok((bytes / 1e9, cache));
+    Gpu(usize),
+}
+
+impl Meter {
+    /// Takes its memory before the model is loaded.
+    fn new(options: &LoadOptions) -> anyhow::Result<Self> {
+        #[cfg(feature = "cuda")]
+        if options.engine == EngineKind::Nq
+            && let nq_runtime::device::Device::Cuda(n) = options.device.resolve()?
+        {
+            return Ok(Meter::Gpu(n));
+        }
+        if let Some(available) = system::available_memory()
+            && available < BANDWIDTH_BYTES as u64 * 5 / 4
+        {
+            bail!(
+                "measuring the memory's bandwidth: expected {} MB of free memory, found {} MB",
+                BANDWIDTH_BYTES / 800_000,
+                available / 1_000_000
+            );
+        }
+        let cpu = options.cpu()?;
+        let buffer = cpu.bandwidth_buffer(BANDWIDTH_BYTES);
+        Ok(Meter::Cpu(cpu, buffer))
     }
-    if let Some(available) = system::available_memory()
-        && available < BANDWIDTH_BYTES as u64 * 5 / 4
-    {
-        bail!(
-            "measuring the memory's bandwidth: expected {} MB of free memory, found {} MB",
-            BANDWIDTH_BYTES / 800_000,
-            available / 1_000_000
-        );
+
+    /// Median of a few passes, in 10^9 bytes per second.
+    fn read_gb_s(&self) -> nq_evals::Result<f64> {
+        match self {
+            Meter::Cpu(cpu, buffer) => Ok(cpu.read_bandwidth(buffer).median / 1e9),
+            #[cfg(feature = "cuda")]
+            Meter::Gpu(n) => Ok(nq_runtime::device::gpu_bandwidth(*n)?.0 / 1e9),
+        }
     }
-    progress.begin("memory bandwidth", 1, Unit::Items);
-    let cpu = options.cpu()?;
-    let measured = cpu.read_bandwidth(BANDWIDTH_BYTES);
-    progress.end();
-    Ok((measured.best / 1e9, system::last_level_cache()))
+
+    /// Bytes of the cache before that memory.
+    fn cache_bytes(&self) -> anyhow::Result<u64> {
+        Ok(match self {
+            Meter::Cpu(..) => system::last_level_cache(),
+            #[cfg(feature = "cuda")]
+            Meter::Gpu(n) => nq_runtime::device::gpu_bandwidth(*n)?.1,
+        })
+    }
 }
 
 /// The chat path, written where a terminal's bytes would go but for the terminal.
@@ -198,7 +221,7 @@ fn streaming(
     engine: &dyn Engine,
     checkpoint: &Checkpoint,
     spec: &BenchSpec,
-    machine: &Machine,
+    machine: Machine<'_>,
     progress: &dyn Progress,
 ) -> anyhow::Result<BenchRow> {
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
@@ -220,24 +243,27 @@ fn streaming(
 }
 
 /// The table that people read.
-fn table(name: &str, engine: &dyn Engine, machine: &Machine, rows: &[BenchRow]) -> String {
+fn table(name: &str, engine: &dyn Engine, machine: Machine<'_>, rows: &[BenchRow]) -> String {
     let d = engine.description();
     let mut out = format!(
         "{name}: {} bits, {:.1} MB of weights read per token\n\
          {d}\n\
-         memory reads {:.1} GB/s (measured in this run), last-level cache {:.1} MB\n\n\
-         | test | depth | batch | tok/s | GB/s | of bandwidth | ms/token p50 | p99 | repeats |\n\
+         last-level cache {:.1} MB; what memory reads was measured between the repeats\n\n\
+         | test | depth | batch | tok/s | GB/s | of what memory reads | ms/token p50 | p99 | repeats |\n\
          |---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
         d.bits,
         engine.bytes_per_token() as f64 / 1e6,
-        machine.read_gb_s,
         machine.cache_bytes as f64 / 1e6,
     );
     let mut notes = Vec::new();
     for r in rows {
         let share = match r.measurement_error {
             Some(_) => "measurement error".to_owned(),
-            None => format!("{:.1} %", 100.0 * r.bandwidth_share),
+            None => format!(
+                "{:.1} % of {:.1}",
+                100.0 * r.bandwidth_share,
+                r.machine_gb_s
+            ),
         };
         out.push_str(&format!(
             "| {} | {} | {} | {:.2} ± {:.2} | {:.2} | {share} | {:.3} | {:.3} | {} |\n",
@@ -277,7 +303,7 @@ fn table(name: &str, engine: &dyn Engine, machine: &Machine, rows: &[BenchRow]) 
                 o.calls_per_token,
                 o.us_per_token,
                 o.gb_s,
-                100.0 * o.gb_s / machine.read_gb_s,
+                100.0 * o.gb_s / row.machine_gb_s,
                 100.0 * o.share
             ));
         }

@@ -218,7 +218,7 @@ fn memory(
     let read_gb_s = if available.is_none_or(|a| a > 2 * BANDWIDTH_BYTES) {
         terminal.begin("memory bandwidth", 1, Unit::Items);
         let cpu = options.cpu()?;
-        let measured = cpu.read_bandwidth(BANDWIDTH_BYTES as usize);
+        let measured = cpu.read_bandwidth(&cpu.bandwidth_buffer(BANDWIDTH_BYTES as usize));
         terminal.end();
         Some(measured.best / 1e9)
     } else {

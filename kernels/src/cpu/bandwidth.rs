@@ -18,6 +18,9 @@ pub struct Bandwidth {
     pub bytes: usize,
 }
 
+/// Memory that bandwidth is measured over.
+pub struct BandwidthBuffer(Buffer<u32>);
+
 /// Timed passes.
 const PASSES: usize = 7;
 
@@ -28,10 +31,9 @@ const PIECE: usize = 1 << 18;
 const MOST: usize = 1 << 28;
 
 impl Cpu {
-    /// Reads a buffer of `bytes` (rounded up to whole MiB) several times with all threads,
-    /// each streaming a contiguous part, and measures the speed. For main memory take far
-    /// more than the last-level cache holds: 1 GiB.
-    pub fn read_bandwidth(&self, bytes: usize) -> Bandwidth {
+    /// A buffer of `bytes` (rounded up to whole MiB) to measure bandwidth over. For main
+    /// memory take far more than the last-level cache holds: 1 GiB.
+    pub fn bandwidth_buffer(&self, bytes: usize) -> BandwidthBuffer {
         let pieces = bytes.div_ceil(4 * PIECE).max(1);
         let mut buffer = Buffer::<u32>::zeroed(pieces * PIECE);
         {
@@ -44,7 +46,13 @@ impl Cpu {
                 }
             });
         }
-        let pieces: Vec<&[u32]> = buffer.chunks(PIECE).collect();
+        BandwidthBuffer(buffer)
+    }
+
+    /// Reads the buffer several times with all threads, each streaming a contiguous part, and
+    /// measures the speed.
+    pub fn read_bandwidth(&self, buffer: &BandwidthBuffer) -> Bandwidth {
+        let pieces: Vec<&[u32]> = buffer.0.chunks(PIECE).collect();
         self.passes(&pieces)
     }
 

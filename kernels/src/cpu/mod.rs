@@ -15,7 +15,7 @@ mod simd;
 mod table;
 pub mod team;
 
-pub use bandwidth::Bandwidth;
+pub use bandwidth::{Bandwidth, BandwidthBuffer};
 pub use isa::{Isa, IsaChoice};
 pub use kv::{KvBlock, KvType};
 pub use linear::{Epilogue, Linear};
