@@ -131,38 +131,45 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
             .build_global();
     }
     let terminal = Terminal::new();
+    // All of them are opened before hours of work on the first.
+    let names: Vec<Option<&str>> = match args.models.as_slice() {
+        [] => vec![None],
+        names => names.iter().map(|n| Some(n.as_str())).collect(),
+    };
+    let open = |name| model::open(name, global, &terminal);
+    let against = args.against.as_deref().map(|n| open(Some(n))).transpose()?;
+    let models = names
+        .into_iter()
+        .map(open)
+        .collect::<anyhow::Result<Vec<_>>>()?;
     let text = texts::load(
         args.text.as_deref(),
         args.text_bytes,
         global.offline,
         &terminal,
     )?;
-    let reference = match &args.against {
-        Some(name) => {
+    let reference = match against {
+        Some(model) => {
             // What models are held against is never rounded itself.
             let options = LoadOptions {
                 activations: ActivationChoice::F32,
                 ..global.load_options()
             };
-            Some(load(Some(name), global, &options, &terminal)?)
+            Some(load(model, &options, &terminal)?)
         }
         None => None,
-    };
-    let names: Vec<Option<&str>> = match args.models.as_slice() {
-        [] => vec![None],
-        names => names.iter().map(|n| Some(n.as_str())).collect(),
     };
     let mut bench = Workbench {
         args,
         text,
         reference,
         recorded: None,
-        several: names.len() > 1,
+        several: models.len() > 1,
         spec: None,
     };
     let mut outcomes = Vec::new();
-    for name in names {
-        let loaded = load(name, global, &global.load_options(), &terminal)?;
+    for model in models {
+        let loaded = load(model, &global.load_options(), &terminal)?;
         outcomes.push(bench.measure(&loaded, &terminal)?);
     }
     bench.print(&outcomes, global)?;
@@ -173,13 +180,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn load(
-    name: Option<&str>,
-    global: &Global,
-    options: &LoadOptions,
-    terminal: &Terminal,
-) -> anyhow::Result<Loaded> {
-    let model = model::open(name, global, terminal)?;
+fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Result<Loaded> {
     let checkpoint = &model.checkpoint;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(checkpoint.config().vocab_size)?;
