@@ -52,6 +52,21 @@ struct GemmArgs {
     pad: i32,
 }
 
+impl Instance {
+    /// The smallest that takes `m` rows of x at once, or the largest, of those whose stages a
+    /// block's `room` of shared memory holds: with 99 KiB (compute capability 8.6, 8.9, 12.0)
+    /// the largest for 16-bit weights does not fit.
+    fn choose(room: usize, m: usize, kind: PackedKind) -> &'static Self {
+        let (first, rest) = (&INSTANCES[0], &INSTANCES[1..]);
+        let fitting = rest.iter().filter(|i| i.shared(kind) <= room);
+        fitting.fold(first, |best, i| if best.rows < m { i } else { best })
+    }
+
+    fn shared(&self, kind: PackedKind) -> usize {
+        STAGES * (self.rows * 128 + self.tiles * kind.bits() * 128)
+    }
+}
+
 /// `WgmmaArgs` of `cuda/gemm_wgmma.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -221,13 +236,11 @@ impl Stream {
                 return self.gemm_wgmma(kind, instance, args);
             }
         }
-        let last = &INSTANCES[INSTANCES.len() - 1];
-        let instance = INSTANCES.iter().find(|i| m <= i.rows).unwrap_or(last);
-        let weights = instance.tiles * kind.bits() * 128;
+        let instance = Instance::choose(gpu.info().shared_memory, m, kind);
         let shape = LaunchShape {
             grid: (tiles.div_ceil(instance.tiles), m.div_ceil(instance.rows), 1),
             threads: instance.threads,
-            shared: STAGES * (instance.rows * 128 + weights),
+            shared: instance.shared(kind),
             overlap: false,
         };
         let name = format!("gemm_{}_{}", kind.kernel_part(), instance.rows);
@@ -366,7 +379,35 @@ impl Stream {
 
 #[cfg(test)]
 mod tests {
-    use super::WgmmaInstance;
+    use super::{INSTANCES, Instance, WgmmaInstance};
+    use crate::cuda::PackedKind;
+    use nq_formats::{Bits, Zeros};
+
+    #[test]
+    fn blocks_fit_shared_memory() {
+        let affine = |bits| PackedKind::Affine {
+            bits,
+            zeros: Zeros::Integer,
+            groups: 8,
+        };
+        let kinds = [affine(Bits::B4), affine(Bits::B8), PackedKind::Fp16];
+        // Compute capability 8.6, 8.9 and 12.0; 8.0; 9.0.
+        for (room, largest) in [(99, [128, 128, 64]), (163, [128; 3]), (227, [128; 3])] {
+            for (kind, largest) in kinds.into_iter().zip(largest) {
+                let chosen = |m| Instance::choose(room << 10, m, kind).rows;
+                assert_eq!([1, 8, 9, 17, 64].map(chosen), [8, 8, 16, 64, 64]);
+                assert_eq!(
+                    [65, 128, 1000].map(chosen),
+                    [largest; 3],
+                    "{room} KiB, {kind:?}"
+                );
+            }
+        }
+        for i in &super::WGMMA_INSTANCES {
+            assert!(kinds.iter().all(|&k| i.shared(k) <= 227 << 10));
+        }
+        assert!(INSTANCES.is_sorted_by_key(|i| i.rows));
+    }
 
     /// On 132 multiprocessors: what measured fastest, and what keeps them all busy.
     #[test]
