@@ -7,8 +7,8 @@ use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    Chunk, Detokenizer, Engine, KvType, Limits, LogitsWanted, Sampler, SamplingParams, Sequence,
-    Session, SessionSpec, Tokenizer, generate::generate,
+    Chunk, Decoding, Detokenizer, Engine, KvType, Limits, LogitsWanted, Sampler, SamplingParams,
+    Sequence, Session, SessionSpec, Tokenizer, generate::generate,
 };
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -289,8 +289,8 @@ pub fn prefill(
     Ok(sample.row(engine, spec, machine))
 }
 
-/// `tg`: `gen_tokens` steps of one token a sequence after the depth: of a lone sequence its
-/// own greedy continuation, of several random tokens, logits included.
+/// `tg`: `gen_tokens` steps of one token a sequence after the depth, of the sequences' own
+/// greedy continuations.
 ///
 /// # Errors
 /// As [`prefill`].
@@ -308,10 +308,8 @@ pub fn decode(
     let (mut seconds, mut step_ms) = (Vec::new(), Vec::new());
     let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {
-        let steps = match spec.batch {
-            1 => decode_alone(session.as_mut(), random.next(), n)?,
-            _ => decode_steps(session.as_mut(), &random.sequences(spec.batch, n))?,
-        };
+        let first: Vec<u32> = (0..spec.batch).map(|_| random.next()).collect();
+        let steps = decode_greedily(session.as_mut(), &first, n)?;
         if repeat > 0 {
             seconds.push(steps.iter().sum::<f64>() / 1e3);
             step_ms.extend(steps);
@@ -331,41 +329,31 @@ pub fn decode(
     Ok(sample.row(engine, spec, machine))
 }
 
-/// Continues a sequence by `n` tokens, greedily, as chat does; milliseconds of each step.
-fn decode_alone(session: &mut dyn Session, first: u32, n: usize) -> Result<Vec<f64>> {
-    let mut sampler = Sampler::new(SamplingParams::greedy(), 0)?;
+/// Continues sequences by `n` tokens each, greedily, as chat does; milliseconds of each step.
+fn decode_greedily(session: &mut dyn Session, first: &[u32], n: usize) -> Result<Vec<f64>> {
+    let sampler = |_: &u32| Sampler::new(SamplingParams::greedy(), 0);
+    let mut samplers: Vec<Sampler> = first
+        .iter()
+        .map(sampler)
+        .collect::<nq_runtime::Result<_>>()?;
+    let mut sequences: Vec<Decoding<'_>> = (first.iter().zip(&mut samplers).enumerate())
+        .map(|(slot, (&token, sampler))| Decoding {
+            slot,
+            token,
+            sampler,
+        })
+        .collect();
     let mut times = Vec::with_capacity(n);
     let mut start = Instant::now();
-    session.decode(0, first, n, &mut sampler, &mut |_| {
-        let now = Instant::now();
-        times.push((now - start).as_secs_f64() * 1e3);
-        start = now;
+    session.decode_many(&mut sequences, n, &mut |i, _| {
+        if i + 1 == first.len() {
+            // One clock reading a step: nothing between steps goes untimed.
+            let now = Instant::now();
+            times.push(1e3 * (now - start).as_secs_f64());
+            start = now;
+        }
         ControlFlow::Continue(())
     })?;
-    Ok(times)
-}
-
-/// Feeds the sequences a token at a time; milliseconds of each step.
-fn decode_steps(session: &mut dyn Session, sequences: &[Vec<u32>]) -> Result<Vec<f64>> {
-    let n = sequences.first().map_or(0, Vec::len);
-    let mut times = Vec::with_capacity(n);
-    let mut start = Instant::now();
-    for step in 0..n {
-        let chunks: Vec<Chunk<'_>> = sequences
-            .iter()
-            .enumerate()
-            .map(|(slot, s)| Chunk {
-                slot,
-                tokens: &s[step..=step],
-                logits: LogitsWanted::Last,
-            })
-            .collect();
-        session.forward(&chunks, None)?;
-        // One clock reading a step: nothing between steps goes untimed.
-        let now = Instant::now();
-        times.push(1e3 * (now - start).as_secs_f64());
-        start = now;
-    }
     Ok(times)
 }
 
@@ -438,7 +426,7 @@ pub fn streaming(
             return Err(Error::Write { path, source });
         }
         session.truncate(0, depth);
-        let steps = decode_alone(session.as_mut(), answer.tokens[0], n - 1)?;
+        let steps = decode_greedily(session.as_mut(), &answer.tokens[..1], n - 1)?;
         session.truncate(0, depth);
         if repeat > 0 {
             seconds.push(answer.stats.decode.as_secs_f64());
@@ -490,10 +478,9 @@ pub fn breakdown(
     let mut pass = |session: &mut dyn Session| -> Result<f64> {
         let sequences = random.sequences(spec.batch, n);
         let start = Instant::now();
-        if decoding && spec.batch == 1 {
-            decode_alone(session, sequences[0][0], n)?;
-        } else if decoding {
-            decode_steps(session, &sequences)?;
+        if decoding {
+            let first: Vec<u32> = sequences.iter().map(|s| s[0]).collect();
+            decode_greedily(session, &first, n)?;
         } else {
             feed(session, &sequences)?;
         }

@@ -39,9 +39,15 @@ DEVICE uint32_t gather_bytes(int x, int y, int z, int w) {
     return __byte_perm(__byte_perm(x, y, PAIR), __byte_perm(z, w, PAIR), 0x5410);
 }
 
-// Fills `to` from this lane's cell `v`. BITS: of the codes that it will meet.
+// A lane's cell as digits: inputs 0..3 and 4..7, in the byte order of codes of BITS bits.
+struct CellDigits {
+    uint32_t high[2], low[2];
+    float scale;   // of the slot
+    float sum;     // of the values of the 32 inputs around the cell, as rounded
+};
+
 template <int BITS>
-DEVICE void prepare(Digits& to, const float (&v)[8], int lane) {
+DEVICE CellDigits digits_of(const float (&v)[8]) {
     float most = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
@@ -59,29 +65,42 @@ DEVICE void prepare(Digits& to, const float (&v)[8], int lane) {
     sum += __shfl_xor_sync(~0u, sum, 2);
     // int4 holds inputs 0, 1, 2, 3 in bytes 0, 2, 1, 3.
     constexpr int SECOND = BITS == 4 ? 2 : 1, THIRD = 3 - SECOND;
-    uint32_t low[2], high[2];
+    CellDigits cell;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int *e = d + 4 * h;
-        low[h] = gather_bytes<0>(e[0], e[SECOND], e[THIRD], e[3]);
+        cell.low[h] = gather_bytes<0>(e[0], e[SECOND], e[THIRD], e[3]);
         // The low byte counts as signed: what it takes too much, the high one gets back.
-        high[h] = gather_bytes<1>(e[0] + 128, e[SECOND] + 128, e[THIRD] + 128, e[3] + 128);
+        cell.high[h] = gather_bytes<1>(e[0] + 128, e[SECOND] + 128, e[THIRD] + 128, e[3] + 128);
     }
+    cell.scale = scale;
+    cell.sum = scale * float(sum);
+    return cell;
+}
+
+// Fills `to` from this lane's cell `v`. BITS: of the codes that it will meet.
+template <int BITS>
+DEVICE void prepare(Digits& to, const float (&v)[8], int lane) {
+    const CellDigits cell = digits_of<BITS>(v);
     // int4: {chunk 0 inputs 0..3, chunk 1 inputs 0..3, chunk 0 inputs 4..7, chunk 1 inputs 4..7}
     // int8: {chunk 0 inputs 0..3, chunk 0 inputs 4..7, chunk 1 ...}
     const int slot = lane / 8, chunk = lane / 4 % 2, t = lane % 4;
     uint32_t* const words = reinterpret_cast<uint32_t*>(to.words + slot * 8 + t);
     const int first = BITS == 4 ? chunk : 2 * chunk, second = BITS == 4 ? 2 + chunk : 2 * chunk + 1;
-    words[first] = high[0];
-    words[second] = high[1];
-    words[16 + first] = low[0];
-    words[16 + second] = low[1];
-    if (lane % 8 == 0) to.scales[slot] = scale;
-    if (lane % 4 == 0) to.sums[lane / 4] = scale * float(sum);
+    words[first] = cell.high[0];
+    words[second] = cell.high[1];
+    words[16 + first] = cell.low[0];
+    words[16 + second] = cell.low[1];
+    if (lane % 8 == 0) to.scales[slot] = cell.scale;
+    if (lane % 4 == 0) to.sums[lane / 4] = cell.sum;
 }
 
-template <int BITS>
-DEVICE void prepare(Halves& to, const float (&v)[8], int lane) {
+// A lane's cell as FP16: high parts, and what they lost.
+struct CellHalves {
+    uint4 high, low;
+};
+
+DEVICE CellHalves halves_of(const float (&v)[8]) {
     uint32_t hi[4], lo[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -91,7 +110,13 @@ DEVICE void prepare(Halves& to, const float (&v)[8], int lane) {
         hi[i] = half2_bits(h);
         lo[i] = half2_bits(__float22half2_rn(make_float2(x - f.x, y - f.y)));
     }
+    return {make_uint4(hi[0], hi[1], hi[2], hi[3]), make_uint4(lo[0], lo[1], lo[2], lo[3])};
+}
+
+template <int BITS>
+DEVICE void prepare(Halves& to, const float (&v)[8], int lane) {
+    const CellHalves cell = halves_of(v);
     uint4* const words = to.words + lane / 4 * 8 + lane % 4;
-    words[0] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-    words[4] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+    words[0] = cell.high;
+    words[4] = cell.low;
 }

@@ -1,5 +1,5 @@
-// The end of a decode step: chooses the next token from the logits, hands it to the host and
-// looks its embedding up. One block.
+// The end of a decode step: chooses each sequence's next token from its logits, hands it to the
+// host and looks its embedding up. A block a sequence.
 //
 // The order of penalties, temperature, top-k, top-p, min-p and the draw is that of the host's
 // sampler: of equal logits the lowest id is the better one, and the draw inverts the cumulative
@@ -44,15 +44,15 @@ struct Range {
 };
 
 struct AdvanceArgs {
-    const float* logits;      // [vocab]
-    const float2* best;       // [blocks], of `gemv`'s HEAD
-    const Sampling* sampling;
-    uint8_t* seen;            // [vocab]: 0 no, 1 in the prompt, 2 in the answer
-    Step* step;
-    uint32_t* ring;           // [ring_size], read by the host
-    const Range* ranges;      // of `candidates`; null: the best token is wanted, or no list
+    const float* logits;      // [m][vocab]
+    const float2* best;       // [m][blocks], of the head
+    const Sampling* sampling; // [m]
+    uint8_t* seen;            // [m][vocab]: 0 no, 1 in the prompt, 2 in the answer
+    Step* step;               // [m]
+    uint32_t* ring;           // [m][ring_size], read by the host
+    const Range* ranges;      // [m][RANGES], of `candidates`; null: best tokens are wanted, or no list
     PackedWeight embedding;
-    float* x;
+    float* x;                 // [m][inputs]
     int blocks;
     int vocab;
     int ring_size;            // a power of two
@@ -60,6 +60,9 @@ struct AdvanceArgs {
 
 constexpr int THREADS = 1024;
 constexpr int LIST = 4096;
+constexpr int EACH = LIST / THREADS;   // keys of the lists that a thread holds
+// Tokens that are looked at first where top-k does not say how many matter: most of any nucleus.
+constexpr int NARROW = 256;
 constexpr uint32_t NOT_FINITE = 0xfffffffe;   // instead of a token
 
 struct Shared {
@@ -183,6 +186,39 @@ DEVICE int power_of_two(int n) {
     return p;
 }
 
+// A threshold that at least `want` of the listed keys reach, and few more where they differ:
+// `low` if no more are listed. `mine` are this thread's keys, zero where it has none.
+DEVICE uint32_t narrow(const unsigned long long (&mine)[EACH], int listed, int want, uint32_t low, uint32_t top) {
+    const int enough = max(2 * want, 64);
+    if (listed <= enough) return low;
+    uint32_t high = top + 1;   // fewer than `want` reach it
+#pragma unroll 1
+    while (high - low > 1) {
+        const uint32_t mid = low + (high - low) / 2;
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) count += __syncthreads_count(uint32_t(mine[i] >> 32) >= mid);
+        if (count < want) {
+            high = mid;
+        } else {
+            low = mid;
+            if (count <= enough) break;
+        }
+    }
+    return low;
+}
+
+// Makes the list of all keys from `threshold` up.
+DEVICE void list_from(const unsigned long long (&mine)[EACH], uint32_t threshold, Shared& s) {
+    __syncthreads();
+    if (threadIdx.x == 0) s.count = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (mine[i] != 0 && uint32_t(mine[i] >> 32) >= threshold) s.list[atomicAdd(&s.count, 1)] = mine[i];
+    __syncthreads();
+}
+
 // Draws from the sorted list, which holds all tokens from `complete` up; false if others matter.
 // `peak` is the greatest logit, `total` the weight of all tokens.
 DEVICE bool draw_from_list(const Sampling& how, Shared& s, int vocab, float peak, float complete, double total, double u) {
@@ -202,17 +238,17 @@ DEVICE bool draw_from_list(const Sampling& how, Shared& s, int vocab, float peak
         n = how.top_k;
     }
     // Four consecutive tokens a thread.
-    const int first = threadIdx.x * (LIST / THREADS);
+    const int first = threadIdx.x * EACH;
     if (how.top_p < 1.f) {
         double sum = 0.0, all;
-        for (int i = first; i < min(first + LIST / THREADS, n); i++) sum += weight(s.list[i]);
+        for (int i = first; i < min(first + EACH, n); i++) sum += weight(s.list[i]);
         double before = block_scan(sum, s, all);
         const double target = double(how.top_p) * (limits_k ? all : total);
         if (!limits_k && all < target) return false;
         __syncthreads();
         if (threadIdx.x == 0) s.chosen = n;
         __syncthreads();
-        for (int i = first; i < min(first + LIST / THREADS, n); i++) {
+        for (int i = first; i < min(first + EACH, n); i++) {
             before += weight(s.list[i]);
             if (before >= target) {
                 atomicMin(&s.chosen, i + 1);
@@ -239,12 +275,12 @@ DEVICE bool draw_from_list(const Sampling& how, Shared& s, int vocab, float peak
     sort(s.list, pad(n));
     auto weight_by_id = [&](unsigned long long key) { return double(__expf((unordered(uint32_t(key)) - peak) * scale)); };
     double sum = 0.0, all;
-    for (int i = first; i < min(first + LIST / THREADS, n); i++) sum += weight_by_id(s.list[i]);
+    for (int i = first; i < min(first + EACH, n); i++) sum += weight_by_id(s.list[i]);
     double before = block_scan(sum, s, all);
     __syncthreads();
     if (threadIdx.x == 0) s.chosen = n - 1;
     __syncthreads();
-    for (int i = first; i < min(first + LIST / THREADS, n); i++) {
+    for (int i = first; i < min(first + EACH, n); i++) {
         before += weight_by_id(s.list[i]);
         if (before > u * all) {
             atomicMin(&s.chosen, i);
@@ -370,11 +406,11 @@ DEVICE void draw_from_all(const Logits& logits, Shared& s, int vocab, float peak
 
 // Draws from all tokens, unfiltered: ranges lie in id order, so their sums say which holds the
 // token.
-DEVICE void draw_unfiltered(const AdvanceArgs& p, const Logits& logits, Shared& s, float peak, double u) {
+DEVICE void draw_unfiltered(const Range* ranges, int vocab, const Logits& logits, Shared& s, float peak, double u) {
     const float scale = 1.f / logits.how.temperature;
     const int r = threadIdx.x;
     double weight = 0.0, all;
-    if (r < RANGES) weight = double(__ldcg(&p.ranges[r].sum)) * double(__expf((__ldcg(&p.ranges[r].peak) - peak) * scale));
+    if (r < RANGES) weight = double(__ldcg(&ranges[r].sum)) * double(__expf((__ldcg(&ranges[r].peak) - peak) * scale));
     const double before = block_scan(weight, s, all);
     __syncthreads();
     if (threadIdx.x == 0) s.chosen = 2 * RANGES + 1;
@@ -386,8 +422,8 @@ DEVICE void draw_unfiltered(const AdvanceArgs& p, const Logits& logits, Shared& 
     if (r == range) s.rest = u * all - before, s.range_weight = weight;
     __syncthreads();
     const double rest = s.rest, range_weight = s.range_weight;
-    const int per = (p.vocab + RANGES - 1) / RANGES, each = (per + THREADS - 1) / THREADS;
-    const int start = range * per, stop = min(start + per, p.vocab);
+    const int per = (vocab + RANGES - 1) / RANGES, each = (per + THREADS - 1) / THREADS;
+    const int start = range * per, stop = min(start + per, vocab);
     const int begin = min(start + int(threadIdx.x) * each, stop), end = min(begin + each, stop);
     double sum = 0.0;
     for (int i = begin; i < end; i++) sum += double(__expf((logits.get(i) - peak) * scale));
@@ -408,14 +444,14 @@ DEVICE void draw_unfiltered(const AdvanceArgs& p, const Logits& logits, Shared& 
 }
 
 struct CandidateArgs {
-    const float* logits;       // [vocab]
-    const Sampling* sampling;
-    const uint8_t* seen;       // [vocab]
-    Range* ranges;             // [RANGES]
+    const float* logits;       // [m][vocab]
+    const Sampling* sampling;  // [m]
+    const uint8_t* seen;       // [m][vocab]
+    Range* ranges;             // [m][RANGES]
     int vocab;                 // at most RANGES * RANGE_THREADS * RANGE_PER_THREAD
 };
 
-// The best of each range of tokens. Grid (RANGES).
+// The best of each range of tokens. Grid (RANGES, m).
 extern "C" __global__ __launch_bounds__(RANGE_THREADS) void candidates(const __grid_constant__ CandidateArgs p) {
     constexpr int WARPS = RANGE_THREADS / 32;
     __shared__ uint32_t keys[2][WARPS];
@@ -424,8 +460,9 @@ extern "C" __global__ __launch_bounds__(RANGE_THREADS) void candidates(const __g
     __shared__ int listed;
     release_successor();
     wait_for_predecessor();
-    const Sampling how = *p.sampling;
-    const Logits logits{p.logits, p.seen, how};
+    const int row = blockIdx.y;
+    const Sampling how = p.sampling[row];
+    const Logits logits{p.logits + size_t(row) * p.vocab, p.seen + size_t(row) * p.vocab, how};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int per = (p.vocab + RANGES - 1) / RANGES, start = blockIdx.x * per, n = max(0, min(per, p.vocab - start));
 
@@ -480,7 +517,7 @@ extern "C" __global__ __launch_bounds__(RANGE_THREADS) void candidates(const __g
             if (count > RANGE_LIST / 2) break;
         }
     }
-    Range& to = p.ranges[blockIdx.x];
+    Range& to = p.ranges[row * RANGES + blockIdx.x];
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < RANGE_PER_THREAD; i++)
@@ -502,47 +539,46 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
     release_successor();
     wait_for_predecessor();
-    const Sampling how = *p.sampling;
-    const Step step = *p.step;
-    const Logits logits{p.logits, p.seen, how};
+    const int row = blockIdx.x;
+    const Sampling how = p.sampling[row];
+    const Step step = p.step[row];
+    const Logits logits{p.logits + size_t(row) * p.vocab, p.seen + size_t(row) * p.vocab, how};
+    const Range* const ranges = p.ranges ? p.ranges + row * RANGES : nullptr;
     const bool greedy = how.temperature == 0.f || how.top_k == 1;
 
-    unsigned long long top = 0;
-    uint32_t complete = 0;   // key from which on the list is complete
-    bool bad = false, listed = false;
-    if (threadIdx.x == 0) s.count = 0;
-    __syncthreads();
+    unsigned long long top = 0, mine[EACH] = {};
+    uint32_t complete = 0;   // key from which on the lists are complete
+    int listed = 0;
+    bool bad = false;
     auto larger = [](unsigned long long a, unsigned long long b) { return a > b ? a : b; };
-    if (p.ranges) {
+    if (ranges) {
         const int r = threadIdx.x;
         if (r < RANGES) {
-            bad = __ldcg(&p.ranges[r].count) < 0;
-            complete = __ldcg(&p.ranges[r].threshold);
+            bad = __ldcg(&ranges[r].count) < 0;
+            complete = __ldcg(&ranges[r].threshold);
         }
         bad = __syncthreads_or(bad);
         complete = uint32_t(block_reduce(static_cast<unsigned long long>(complete), s.top, 0ull, larger));
 #pragma unroll
-        for (int i = 0; i < LIST / THREADS; i++) {
+        for (int i = 0; i < EACH; i++) {
             const int at = i * THREADS + threadIdx.x, range = at / RANGE_LIST;
-            if (at % RANGE_LIST < __ldcg(&p.ranges[range].count)) {
-                const unsigned long long key = __ldcg(&p.ranges[range].list[at % RANGE_LIST]);
-                if (key >> 32 >= complete) {
-                    top = larger(top, key);
-                    s.list[atomicAdd(&s.count, 1)] = key;
-                }
+            if (at % RANGE_LIST < __ldcg(&ranges[range].count)) {
+                const unsigned long long key = __ldcg(&ranges[range].list[at % RANGE_LIST]);
+                if (key >> 32 >= complete) mine[i] = key;
             }
+            top = larger(top, mine[i]);
+            listed += __syncthreads_count(mine[i] != 0);
         }
         top = block_reduce(top, s.top, 0ull, larger);
-        listed = top != 0;
     }
     // Many equal logits may leave the lists empty.
-    if (!p.ranges && !how.penalties) {
+    if (!ranges && !how.penalties) {
         for (int i = threadIdx.x; i < p.blocks; i += THREADS) {
-            const float2 b = __ldcg(p.best + i);
+            const float2 b = __ldcg(p.best + row * p.blocks + i);
             top = larger(top, key_of(b.x, __float_as_int(b.y)));
         }
         top = block_reduce(top, s.top, 0ull, larger);
-    } else if (!listed) {
+    } else if (listed == 0) {
         for (int i = threadIdx.x; i < p.vocab; i += THREADS) {
             const float x = logits.get(i);
             bad |= isnan(x);
@@ -560,18 +596,26 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
         const double u = double(static_cast<unsigned long long>(w0) << 21 | w1 >> 11) * 0x1p-53;
         const float scale = 1.f / how.temperature;
         const bool filtered = (how.top_k > 0 && how.top_k < p.vocab) || how.top_p < 1.f || how.min_p > 0.f;
-        if (p.ranges && !filtered) {
-            draw_unfiltered(p, logits, s, peak, u);
+        if (ranges && !filtered) {
+            draw_unfiltered(ranges, p.vocab, logits, s, peak, u);
         } else {
             bool drawn = false;
-            if (listed) {
+            if (listed > 0) {
                 double total = 0.0;
                 if (threadIdx.x < RANGES) {
-                    const Range& r = p.ranges[threadIdx.x];
+                    const Range& r = ranges[threadIdx.x];
                     total = double(__ldcg(&r.sum)) * double(__expf((__ldcg(&r.peak) - peak) * scale));
                 }
                 total = block_sum(total, s);
-                drawn = draw_from_list(how, s, p.vocab, peak, unordered(complete), total, u);
+                // Few are sorted first, all that are listed only where those do not suffice.
+                const int want = how.top_k > 0 && how.top_k < p.vocab ? how.top_k : NARROW;
+                uint32_t from = narrow(mine, listed, want, complete, uint32_t(top >> 32));
+                list_from(mine, from, s);
+                drawn = draw_from_list(how, s, p.vocab, peak, unordered(from), total, u);
+                if (!drawn && from > complete) {
+                    list_from(mine, complete, s);
+                    drawn = draw_from_list(how, s, p.vocab, peak, unordered(complete), total, u);
+                }
             }
             if (!drawn) draw_from_all(logits, s, p.vocab, peak, u);
         }
@@ -579,18 +623,18 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
     }
     if (bad) token = 0;
     if (threadIdx.x == 0) {
-        if (how.penalties) p.seen[token] = 2;
+        if (how.penalties) p.seen[size_t(row) * p.vocab + token] = 2;
         Step now = step;
         now.position++;
         now.drawn++;
         now.token = token;
-        *p.step = now;
-        p.ring[step.drawn & (p.ring_size - 1)] = bad ? NOT_FINITE : token;
+        p.step[row] = now;
+        p.ring[row * p.ring_size + (step.drawn & (p.ring_size - 1))] = bad ? NOT_FINITE : token;
         __threadfence_system();
     }
     for (int k0 = 0; k0 < p.embedding.inputs; k0 += THREADS) {
         const int k = k0 + threadIdx.x;
         const float v = k < p.embedding.inputs ? element(p.embedding, int(token), k) : 0.f;
-        if (k < p.embedding.inputs) p.x[k] = v;
+        if (k < p.embedding.inputs) p.x[size_t(row) * p.embedding.inputs + k] = v;
     }
 }

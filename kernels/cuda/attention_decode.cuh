@@ -1,4 +1,4 @@
-// Attention of one new token: per-head RMSNorm of q and k, rotary embedding, append to the
+// Attention of the new tokens of a step, one a sequence: per-head RMSNorm of q and k, rotary embedding, append to the
 // cache, softmax over the positions so far, split over blocks.
 //
 //   out[h] = softmax(rope(norm(q[h])) . K[h / G] / sqrt(128)) V[h / G],  G = heads / kv_heads <= 8
@@ -7,7 +7,7 @@
 //   keys    [kv_heads][capacity][128]
 //   values  [kv_heads][128][capacity], so that positions are contiguous
 //
-// Grid (kv_heads, most splits). A block serves the G query heads of one key/value head over its
+// Grid (kv_heads, most splits, sequences). A block serves the G query heads of one key/value head over its
 // split of the positions, 128 at a time: warp w computes the scores of 32 of them, then, once
 // the weights of all are in shared memory, dims 32w .. 32w+31 of the output over all of them.
 // Both products run on tensor cores: scores[head, position] with q as the left operand,
@@ -15,7 +15,8 @@
 // rounded to FP16 and rows 8..15 what that rounding lost, so q and the weights keep about 22
 // bits. Keys and values of earlier positions are requested before the predecessor, which
 // computes the new token's q, k and v, has ended. Where positions are split the last block of
-// a head (counted in `arrived`) joins the partial results, in the order of the splits.
+// a head (counted in `arrived`) joins the partial results, in the order of the splits: a warp
+// weighs the parts of a query head, then each thread sums four dims of one, over all parts.
 //
 // Bytes: 2 x 256 (int8: 2 x 130) per position and key/value head.
 #pragma once
@@ -24,18 +25,18 @@
 #include "rows.cuh"
 
 struct AttentionArgs {
-    const float* qkv;       // [(heads + 2 kv_heads) * 128]
+    const float* qkv;       // [m][(heads + 2 kv_heads) * 128]
     const float* q_gain;    // [128]
     const float* k_gain;    // [128]
     const float2* cos_sin;  // [positions][64]
     Cache cache;            // of this layer
-    const Step* step;       // position of the new token, and its slot
-    float* out;             // [heads * 128]
-    float* partial;         // [heads][most splits][130]: sums, greatest score, weight
-    int* arrived;           // [kv_heads], zero between launches
+    const Step* step;       // [m]: position of the new token, and its slot
+    float* out;             // [m][heads * 128]
+    float4* partial;        // [m][heads][most splits][32]: sums
+    float2* tops;           // [m][heads][most splits]: greatest score, weight
+    int* arrived;           // [m][kv_heads], zero between launches
     int heads;
     float eps;
-    int late;
 };
 
 constexpr int ATTENTION_WARPS = 4;
@@ -43,7 +44,9 @@ constexpr int WARP_POSITIONS = 32;
 // Positions that one pass of a block covers.
 constexpr int BLOCK_POSITIONS = ATTENTION_WARPS * WARP_POSITIONS;
 // Positions from which on a context is split: joining the parts costs more than some passes.
-constexpr int LEAST_SPLIT = 512;
+constexpr int LEAST_SPLIT = 256;
+// Parts of a context, at most.
+constexpr int MOST_SPLITS = 64;
 // 8-dim tiles of a warp's part of the output.
 constexpr int DIM_TILES = HEAD_DIM / 8 / ATTENTION_WARPS;
 
@@ -65,6 +68,7 @@ struct AttentionShared {
     __half fresh_scale[2];
     float top[ATTENTION_WARPS][8];
     float sum[ATTENTION_WARPS][8];
+    float share[8][MOST_SPLITS];                        // of the parts in a head's result
     bool last;
 };
 
@@ -78,10 +82,11 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     const int kv = blockIdx.x, heads = p.heads / p.cache.kv_heads;
+    const int sequence = blockIdx.z;
 
-    if (!p.late) release_successor();
-    const int position = __ldcg(&p.step->position);
-    const int slot = __ldcg(&p.step->slot);
+    release_successor();
+    const int position = __ldcg(&p.step[sequence].position);
+    const int slot = __ldcg(&p.step[sequence].slot);
     const int length = position + 1;
     const int most = min((length + LEAST_SPLIT - 1) / LEAST_SPLIT, int(gridDim.y));
     const int share = ((length + most - 1) / most + WARP_POSITIONS - 1) / WARP_POSITIONS * WARP_POSITIONS;
@@ -132,7 +137,8 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const float4 k_gain = __ldg(reinterpret_cast<const float4*>(p.k_gain) + lane);
 
     wait_for_predecessor();
-    if (p.late) release_successor();
+    const float* const qkv = p.qkv + size_t(sequence) * (p.heads + 2 * p.cache.kv_heads) * HEAD_DIM;
+    const int head0 = sequence * p.heads + kv * heads;   // of all sequences' query heads
 
     // Jobs 0 .. heads - 1: queries; then the new key and the new value.
     constexpr int ROUNDS = (8 + 2 + ATTENTION_WARPS - 1) / ATTENTION_WARPS;
@@ -142,7 +148,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     for (int i = 0; i < ROUNDS; i++) {
         const int job = warp + i * ATTENTION_WARPS, which = job - heads;
         const int row = which < 0 ? kv * heads + job : p.heads + which * p.cache.kv_heads + kv;
-        if (job < jobs) fresh[i] = __ldcg(reinterpret_cast<const float4*>(p.qkv + row * HEAD_DIM) + lane);
+        if (job < jobs) fresh[i] = __ldcg(reinterpret_cast<const float4*>(qkv + row * HEAD_DIM) + lane);
     }
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
@@ -292,44 +298,67 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         }
     }
 
+    float* const to = p.out + size_t(head0) * HEAD_DIM;
     if (splits == 1) {
         const float inv = 1.f / total;
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++)
             if (g < heads)
-                reinterpret_cast<float2*>(p.out + (kv * heads + g) * HEAD_DIM + 8 * (DIM_TILES * warp + n))[t] =
+                reinterpret_cast<float2*>(to + g * HEAD_DIM + 8 * (DIM_TILES * warp + n))[t] =
                     make_float2((out[n][0] + out[n][2]) * inv, (out[n][1] + out[n][3]) * inv);
         return;
     }
+    const float4* const parts = p.partial + size_t(head0) * gridDim.y * (HEAD_DIM / 4);
     if (g < heads) {
-        float* to = p.partial + (size_t(kv * heads + g) * gridDim.y + blockIdx.y) * 130;
+        float2* part = reinterpret_cast<float2*>(p.partial + (size_t(head0 + g) * gridDim.y + blockIdx.y) * (HEAD_DIM / 4));
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++)
-            __stcg(reinterpret_cast<float2*>(to + 8 * (DIM_TILES * warp + n) + 2 * t), make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
-        if (warp == 0 && t == 0) __stcg(reinterpret_cast<float2*>(to + 128), make_float2(top, total));
+            __stcg(part + 4 * (DIM_TILES * warp + n) + t, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
+        if (warp == 0 && t == 0) __stcg(p.tops + size_t(head0 + g) * gridDim.y + blockIdx.y, make_float2(top, total));
     }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        sm.last = atomicAdd(p.arrived + kv, 1) == splits - 1;
-        if (sm.last) p.arrived[kv] = 0;
+        int* arrived = p.arrived + sequence * p.cache.kv_heads + kv;
+        sm.last = atomicAdd(arrived, 1) == splits - 1;
+        if (sm.last) *arrived = 0;
     }
     __syncthreads();
     if (!sm.last) return;
     __threadfence();
-    // Lane l of a warp joins dims 8 cell + l of a cell.
-    for (int i = threadIdx.x; i < heads * 128; i += ATTENTION_WARPS * 32) {
-        const float* from = p.partial + size_t(kv * heads + i / 128) * gridDim.y * 130;
-        float peak = -INFINITY;
-#pragma unroll 4
-        for (int j = 0; j < splits; j++) peak = fmaxf(peak, __ldcg(from + j * 130 + 128));
-        float weight = 0.f, value = 0.f;
-#pragma unroll 4
-        for (int j = 0; j < splits; j++) {
-            float f = exp2f(__ldcg(from + j * 130 + 128) - peak);
-            weight = fmaf(f, __ldcg(from + j * 130 + 129), weight);
-            value = fmaf(f, __ldcg(from + j * 130 + i % 128), value);
+    for (int head = warp; head < heads; head += ATTENTION_WARPS) {
+        constexpr int EACH = MOST_SPLITS / 32;
+        float2 part[EACH];
+        float peak = -INFINITY, sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int j = 32 * i + lane;
+            part[i] = j < splits ? __ldcg(p.tops + size_t(head0 + head) * gridDim.y + j) : make_float2(-INFINITY, 0.f);
+            peak = fmaxf(peak, part[i].x);
         }
-        p.out[kv * heads * HEAD_DIM + i] = value / weight;
+#pragma unroll
+        for (int m = 16; m > 0; m >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, m));
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            part[i].x = exp2f(part[i].x - peak);
+            sum = fmaf(part[i].x, part[i].y, sum);
+        }
+        const float inv = 1.f / warp_sum(sum);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) sm.share[head][32 * i + lane] = part[i].x * inv;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < heads * (HEAD_DIM / 4); i += ATTENTION_WARPS * 32) {
+        const int head = i / (HEAD_DIM / 4);
+        const float4* from = parts + size_t(head) * gridDim.y * (HEAD_DIM / 4) + i % (HEAD_DIM / 4);
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 16
+        for (int j = 0; j < splits; j++) {
+            const float4 part = __ldcg(from + j * (HEAD_DIM / 4));
+            const float f = sm.share[head][j];
+            v.x = fmaf(f, part.x, v.x), v.y = fmaf(f, part.y, v.y);
+            v.z = fmaf(f, part.z, v.z), v.w = fmaf(f, part.w, v.w);
+        }
+        reinterpret_cast<float4*>(to)[i] = v;
     }
 }

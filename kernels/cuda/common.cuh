@@ -80,8 +80,14 @@ DEVICE void barrier_wait(uint64_t* b, uint32_t parity) {
         "}\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
 }
 
-// `bytes` is a multiple of 16; the data is read once.
+// `bytes` is a multiple of 16.
 DEVICE void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* b) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+
+// As `copy_bulk`, of data that is read once.
+DEVICE void copy_bulk_stream(void* to, const void* from, uint32_t bytes, uint64_t* b) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(

@@ -32,9 +32,8 @@
 #pragma once
 
 #include "activations.cuh"
+#include "ring.cuh"
 #include "weights.cuh"
-
-enum Epilogue { STORE = 0, ADD = 1, SILU = 2, HEAD = 3 };
 
 struct GemvArgs {
     const uint4* codes;    // records [tiles][spans]
@@ -55,73 +54,6 @@ struct GemvArgs {
     float eps;
     float scale;           // of the product
     int late;              // release the successor only after the predecessor's end
-};
-
-constexpr int MOST_DEPTH = 8;
-
-// A warp's ring of stages: 2 KiB of codes, META bytes of scales and zero-points.
-template <int META>
-struct Ring {
-    static constexpr int STAGE_WORDS = (2048 + META) / 16;
-    uint4* stages;
-    int depth;
-    int write = 0, read = 0;
-#if __CUDA_ARCH__ >= 900
-    uint64_t* full;
-    uint32_t parity = 0;
-#endif
-
-    DEVICE Ring(uint4* at, uint64_t* barriers, int depth) : stages(at), depth(depth) {
-#if __CUDA_ARCH__ >= 900
-        full = barriers;
-        if (depth > 0) {
-            if (threadIdx.x % 32 < depth) barrier_init(full + threadIdx.x % 32);
-            barrier_fence();
-            __syncwarp();
-        }
-#endif
-    }
-
-    // Requests the next stage; with nothing left to request, nothing. `meta_bytes` may be 0.
-    DEVICE void request(const uint8_t* codes, const uint8_t* meta, int meta_bytes, bool any) {
-        const int lane = threadIdx.x % 32;
-        uint4* to = stages + write * STAGE_WORDS;
-#if __CUDA_ARCH__ >= 900
-        if (any && lane == 0) {
-            barrier_expect(full + write, 2048 + meta_bytes);
-            copy_bulk(to, codes, 2048, full + write);
-            if (META > 0 && meta_bytes > 0) copy_bulk(to + 128, meta, meta_bytes, full + write);
-        }
-#else
-        if (any) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) copy_async(to + j * 32 + lane, codes + (j * 32 + lane) * 16);
-            if (lane < meta_bytes / 16) copy_async(to + 128 + lane, meta + lane * 16);
-        }
-        copy_commit();
-#endif
-        if (any) write = write + 1 == depth ? 0 : write + 1;
-    }
-
-    // The oldest stage, when it is there.
-    DEVICE const uint4* wait() {
-        const uint4* stage = stages + read * STAGE_WORDS;
-#if __CUDA_ARCH__ >= 900
-        barrier_wait(full + read, parity);
-        if (++read == depth) read = 0, parity ^= 1;
-#else
-        // Copies that may still be under way: those of the stages behind this one.
-        switch (depth) {
-            case 1: copy_wait<0>(); break;
-            case 2: copy_wait<1>(); break;
-            case 3: copy_wait<2>(); break;
-            default: copy_wait<3>(); break;
-        }
-        if (++read == depth) read = 0;
-        __syncwarp();
-#endif
-        return stage;
-    }
 };
 
 // A stage in registers.

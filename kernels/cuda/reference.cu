@@ -182,18 +182,18 @@ extern "C" __global__ void silu_mul(const __grid_constant__ SiluArgs p) {
     }
 }
 
-// The first row of a step: the embedding of its token. Grid (inputs / 256).
+// What a step begins with: the embeddings of its tokens. Grid (inputs / 256, m).
 struct EmbedStepArgs {
     PackedWeight w;
-    const Step* step;
-    float* x;          // [inputs]
+    const Step* step;  // [m]
+    float* x;          // [m][inputs]
 };
 
 extern "C" __global__ void embed_step(const __grid_constant__ EmbedStepArgs p) {
     release_successor();
     wait_for_predecessor();
-    const int k = blockIdx.x * blockDim.x + threadIdx.x;
-    if (k < p.w.inputs) p.x[k] = element(p.w, int(__ldcg(&p.step->token)), k);
+    const int k = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+    if (k < p.w.inputs) p.x[size_t(row) * p.w.inputs + k] = element(p.w, int(__ldcg(&p.step[row].token)), k);
 }
 
 // Reads all of x once, to see how fast memory can be read.

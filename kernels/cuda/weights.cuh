@@ -27,6 +27,9 @@
 
 enum Zero { SYM = 0, INT = 1, OFFSET = 2 };
 
+// What a step's product becomes: see `gemv.cuh`.
+enum Epilogue { STORE = 0, ADD = 1, SILU = 2, HEAD = 3 };
+
 constexpr int SPAN = 256;
 
 // 16-byte loads of a lane for one span.
@@ -38,40 +41,51 @@ template <int BITS, int ZERO, int SLOT>
 constexpr int MOST_META =
     BITS == 16 ? 0 : (SPAN / SLOT) * (32 + (ZERO == SYM ? 0 : ZERO == OFFSET ? 32 : BITS == 4 ? 8 : 16));
 
-// Scales and zero-points of one lane: rows g and g + 8, group of slot t (and, with slots of
-// 32, of slot t + 4).
-template <int BITS, int ZERO, int SLOT>
-struct Meta {
-    static constexpr int N = SLOT == 32 ? 2 : 1;
-    uint32_t scale[N];
-    uint32_t zero[N];
+// Scales and zero-points of one group of a tile for one lane: rows g and g + 8.
+template <int BITS, int ZERO>
+struct GroupMeta {
+    uint32_t scale;
+    uint32_t zero;
 
-    // From a record.
-    DEVICE void load(const uint8_t* record, int groups, int g, int t) {
+    // Of group `group` from a record of `groups`.
+    DEVICE void load(const uint8_t* record, int groups, int group, int g) {
         if constexpr (BITS != 16) {
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                const int at = (SLOT == 32 ? t + 4 * i : t * groups >> 2) * 8 + g;
-                scale[i] = reinterpret_cast<const uint32_t*>(record)[at];
-                const uint8_t* z = record + groups * 32;
-                if constexpr (ZERO == OFFSET) zero[i] = reinterpret_cast<const uint32_t*>(z)[at];
-                if constexpr (ZERO == INT && BITS == 4) zero[i] = z[at];
-                if constexpr (ZERO == INT && BITS == 8) zero[i] = reinterpret_cast<const uint16_t*>(z)[at];
-            }
+            const int at = group * 8 + g;
+            scale = reinterpret_cast<const uint32_t*>(record)[at];
+            const uint8_t* z = record + groups * 32;
+            if constexpr (ZERO == OFFSET) zero = reinterpret_cast<const uint32_t*>(z)[at];
+            if constexpr (ZERO == INT && BITS == 4) zero = z[at];
+            if constexpr (ZERO == INT && BITS == 8) zero = reinterpret_cast<const uint16_t*>(z)[at];
         }
     }
 
-    DEVICE float2 scales(int i) const {
-        return __half22float2(*reinterpret_cast<const __half2*>(&scale[i]));
+    DEVICE float2 scales() const {
+        return __half22float2(*reinterpret_cast<const __half2*>(&scale));
     }
 
     // Zero-points, or offsets.
-    DEVICE float2 zeros(int i) const {
+    DEVICE float2 zeros() const {
         if constexpr (ZERO == SYM) return BITS == 4 ? make_float2(8.f, 8.f) : make_float2(128.f, 128.f);
-        if constexpr (ZERO == OFFSET) return __half22float2(*reinterpret_cast<const __half2*>(&zero[i]));
-        if constexpr (ZERO == INT && BITS == 4) return make_float2(zero[i] & 15, zero[i] >> 4);
-        return make_float2(zero[i] & 255, zero[i] >> 8);
+        if constexpr (ZERO == OFFSET) return __half22float2(*reinterpret_cast<const __half2*>(&zero));
+        if constexpr (ZERO == INT && BITS == 4) return make_float2(zero & 15, zero >> 4);
+        return make_float2(zero & 255, zero >> 8);
     }
+};
+
+// The group of slot t (and, with slots of 32, of slot t + 4).
+template <int BITS, int ZERO, int SLOT>
+struct Meta {
+    static constexpr int N = SLOT == 32 ? 2 : 1;
+    GroupMeta<BITS, ZERO> of[N];
+
+    // From a record.
+    DEVICE void load(const uint8_t* record, int groups, int g, int t) {
+#pragma unroll
+        for (int i = 0; i < N; i++) of[i].load(record, groups, SLOT == 32 ? t + 4 * i : t * groups >> 2, g);
+    }
+
+    DEVICE float2 scales(int i) const { return of[i].scales(); }
+    DEVICE float2 zeros(int i) const { return of[i].zeros(); }
 };
 
 // A packed weight, for kernels that read single elements.

@@ -1,10 +1,11 @@
 //! Many sequences sampled at once, for calibration on a model's own text.
 
-use crate::engine::{Chunk, LogitsWanted, Session};
+use crate::engine::{Chunk, Decoding, LogitsWanted, Session};
 use crate::error::{Error, Result};
 use crate::sampler::{Sampler, SamplingParams};
 use nq_formats::Progress;
 use rayon::prelude::*;
+use std::ops::ControlFlow;
 
 /// What to sample.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +73,9 @@ pub fn sample_sequences(
                 *slot = Some(Slot::new(index, prompt, request)?);
             }
         }
-        if !step(session, &mut slots, spec.max_rows.max(1), progress)? {
+        if !decode(session, &mut slots, request, progress)?
+            && !step(session, &mut slots, spec.max_rows.max(1), progress)?
+        {
             return Ok(done);
         }
         for slot in &mut slots {
@@ -113,6 +116,47 @@ impl Slot {
             Some(t) => self.tokens.len() >= request.length || request.stop.contains(t),
         }
     }
+}
+
+/// Where every slot lacks its last token alone: continues all until the first is done. False if
+/// that is not so.
+fn decode(
+    session: &mut dyn Session,
+    slots: &mut [Option<Slot>],
+    request: &BatchRequest<'_>,
+    progress: &dyn Progress,
+) -> Result<bool> {
+    let mut active: Vec<(usize, &mut Slot)> = (slots.iter_mut().enumerate())
+        .filter_map(|(i, slot)| Some((i, slot.as_mut()?)))
+        .collect();
+    let steps = active.iter().map(|(_, s)| request.length - s.tokens.len());
+    let Some(steps) = steps.min() else {
+        return Ok(false);
+    };
+    if active.iter().any(|(_, s)| s.tokens.len() != s.fed + 1) {
+        return Ok(false);
+    }
+    let mut sampled: Vec<Vec<u32>> = vec![Vec::new(); active.len()];
+    let mut sequences: Vec<Decoding<'_>> = (active.iter_mut())
+        .map(|(i, s)| Decoding {
+            slot: *i,
+            token: s.tokens[s.fed],
+            sampler: &mut s.sampler,
+        })
+        .collect();
+    session.decode_many(&mut sequences, steps, &mut |i, token| {
+        sampled[i].push(token);
+        progress.advance(1);
+        match request.stop.contains(&token) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    })?;
+    for ((_, slot), tokens) in active.into_iter().zip(sampled) {
+        slot.fed += tokens.len();
+        slot.tokens.extend(tokens);
+    }
+    Ok(true)
 }
 
 /// Feeds every slot what it lacks, as far as rows allow, and samples where that was all.

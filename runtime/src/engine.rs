@@ -174,14 +174,8 @@ pub trait Session: Send {
     /// `steps` times. Each sampled token goes to `each`, which may break off. The sequence
     /// then holds `token` and every sampled token but the last.
     ///
-    /// This implementation takes the logits to the host at every step. A device that samples
-    /// itself may queue steps ahead, as long as it draws what [`Sampler`] documents, leaves
-    /// the sequence as said here and tells the sampler of each token
-    /// ([`Sampler::accept`]).
-    ///
     /// # Errors
-    /// Those of [`Session::forward`] and [`Sampler::sample`]; the sequence then holds the
-    /// tokens fed before.
+    /// As [`Session::decode_many`].
     fn decode(
         &mut self,
         slot: usize,
@@ -190,28 +184,72 @@ pub trait Session: Send {
         sampler: &mut Sampler,
         each: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> Result<()> {
-        decode_on_host(self, slot, token, steps, sampler, each)
+        let mut alone = [Decoding {
+            slot,
+            token,
+            sampler,
+        }];
+        self.decode_many(&mut alone, steps, &mut |_, token| each(token))
+    }
+
+    /// As [`Session::decode`] for several sequences, in different slots, that advance together.
+    /// `each` is given the index of a sequence and its token, step by step in order; where it
+    /// breaks off, the step's other tokens are still given to it, and no step follows.
+    ///
+    /// This implementation takes the logits to the host at every step. A device that samples
+    /// itself may queue steps ahead, as long as it draws what [`Sampler`] documents, leaves
+    /// the sequences as said here and tells the samplers of each token
+    /// ([`Sampler::accept`]).
+    ///
+    /// # Errors
+    /// Those of [`Session::forward`] and [`Sampler::sample`]; the sequences then hold the
+    /// tokens fed before.
+    fn decode_many(
+        &mut self,
+        sequences: &mut [Decoding<'_>],
+        steps: usize,
+        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
+    ) -> Result<()> {
+        decode_on_host(self, sequences, steps, each)
     }
 }
 
-/// [`Session::decode`] with the logits of every step taken to the host.
+/// A sequence to be continued.
+pub struct Decoding<'a> {
+    /// Where it is held.
+    pub slot: usize,
+    /// The token to feed first.
+    pub token: u32,
+    /// What chooses its tokens.
+    pub sampler: &'a mut Sampler,
+}
+
+/// [`Session::decode_many`] with the logits of every step taken to the host.
 pub(crate) fn decode_on_host<S: Session + ?Sized>(
     session: &mut S,
-    slot: usize,
-    token: u32,
+    sequences: &mut [Decoding<'_>],
     steps: usize,
-    sampler: &mut Sampler,
-    each: &mut dyn FnMut(u32) -> ControlFlow<()>,
+    each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
 ) -> Result<()> {
-    let mut token = token;
+    let mut tokens: Vec<u32> = sequences.iter().map(|s| s.token).collect();
     for _ in 0..steps {
-        let chunk = Chunk {
-            slot,
-            tokens: &[token],
-            logits: LogitsWanted::Last,
-        };
-        token = sampler.sample(session.forward(&[chunk], None)?.row(0))?;
-        if each(token).is_break() {
+        let chunks: Vec<Chunk<'_>> = (sequences.iter().zip(&tokens))
+            .map(|(s, token)| Chunk {
+                slot: s.slot,
+                tokens: std::slice::from_ref(token),
+                logits: LogitsWanted::Last,
+            })
+            .collect();
+        let logits = session.forward(&chunks, None)?;
+        drop(chunks);
+        let mut flow = ControlFlow::Continue(());
+        for (i, (sequence, token)) in sequences.iter_mut().zip(&mut tokens).enumerate() {
+            *token = sequence.sampler.sample(logits.row(i))?;
+            if each(i, *token).is_break() {
+                flow = ControlFlow::Break(());
+            }
+        }
+        if flow.is_break() {
             break;
         }
     }

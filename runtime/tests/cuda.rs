@@ -9,8 +9,8 @@ use common::{Store, distance, feed, nq, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::{
-    DeviceChoice, Engine, KvType, LinearKind, LoadOptions, Observer, Sampler, SamplingParams,
-    Session, SessionSpec,
+    Decoding, DeviceChoice, Engine, KvType, LinearKind, LoadOptions, Observer, Sampler,
+    SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -273,6 +273,8 @@ fn samples_as_the_host_does() {
             let mut host = Sampler::new(params, 3).expect("valid");
             host.begin(&prompt);
             let mut theirs = session(&*gpu, KvType::F16);
+            // Elsewhere first: a first step that disturbed the prompt would disturb both.
+            feed(&mut *theirs, 1, &prompt[..1]);
             feed(&mut *theirs, 0, &prompt[..2]);
             let mut token = prompt[2];
             for (i, &found) in drawn.iter().enumerate() {
@@ -283,6 +285,127 @@ fn samples_as_the_host_does() {
             }
         }
     }
+}
+
+/// Several sequences at once draw what each draws alone, whatever the others do.
+#[test]
+fn many_sequences_continue_as_each_alone() {
+    let config = ModelConfig {
+        vocab_size: 3000,
+        ..config()
+    };
+    let store = Store::random(&config, 17).quantized(INT4);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let base = SamplingParams {
+        seed: 11,
+        ..SamplingParams::default()
+    };
+    let kinds = [
+        SamplingParams::greedy(),
+        SamplingParams { top_k: 20, ..base },
+        SamplingParams {
+            repetition_penalty: 1.3,
+            presence_penalty: 0.5,
+            top_k: 50,
+            top_p: 0.9,
+            ..base
+        },
+        SamplingParams { min_p: 0.1, ..base },
+    ];
+    let spec = SessionSpec {
+        slots: 16,
+        ctx: 64,
+        kv: KvType::F16,
+        max_rows: 128,
+    };
+    const STEPS: usize = 20;
+    for m in [1, 2, 5, 8, 9, 16] {
+        for kinds in [&kinds[..1], &kinds[..]] {
+            let params = |i: usize| kinds[i % kinds.len()];
+            let slot = |i: usize| (3 * i + 2) % 16;
+            let prompts: Vec<Vec<u32>> = (0..m).map(|i| tokens(1 + 2 * i, 40 + i as u64)).collect();
+            let mut ours = gpu.session(spec).expect("it fits");
+            let mut samplers = Vec::new();
+            for (i, prompt) in prompts.iter().enumerate() {
+                let mut sampler = Sampler::new(params(i), i as u64).expect("valid");
+                sampler.begin(prompt);
+                samplers.push(sampler);
+                if prompt.len() > 1 {
+                    feed(&mut *ours, slot(i), &prompt[..prompt.len() - 1]);
+                }
+            }
+            let mut sequences: Vec<Decoding<'_>> = (samplers.iter_mut().zip(&prompts).enumerate())
+                .map(|(i, (sampler, prompt))| Decoding {
+                    slot: slot(i),
+                    token: prompt[prompt.len() - 1],
+                    sampler,
+                })
+                .collect();
+            let mut drawn = vec![Vec::new(); m];
+            let mut order = Vec::new();
+            ours.decode_many(&mut sequences, STEPS + 5, &mut |i, token| {
+                drawn[i].push(token);
+                order.push(i);
+                match drawn[i].len() == STEPS {
+                    true => ControlFlow::Break(()),
+                    false => ControlFlow::Continue(()),
+                }
+            })
+            .expect("it runs");
+            let expected: Vec<usize> = (0..STEPS).flat_map(|_| 0..m).collect();
+            assert_eq!(order, expected);
+
+            let mut theirs = gpu.session(spec).expect("it fits");
+            feed(&mut *theirs, 15, &[1]);
+            theirs.truncate(15, 0);
+            for (i, prompt) in prompts.iter().enumerate() {
+                assert_eq!(ours.len(slot(i)), prompt.len() - 1 + STEPS);
+                let mut host = Sampler::new(params(i), i as u64).expect("valid");
+                host.begin(prompt);
+                if prompt.len() > 1 {
+                    feed(&mut *theirs, slot(i), &prompt[..prompt.len() - 1]);
+                }
+                let mut token = prompt[prompt.len() - 1];
+                for (step, &found) in drawn[i].iter().enumerate() {
+                    let logits = feed(&mut *theirs, slot(i), &[token]);
+                    let expected = host.sample(&logits).expect("finite");
+                    assert_eq!(found, expected, "{m} sequences, {i}, token {step}");
+                    token = found;
+                }
+            }
+        }
+    }
+}
+
+/// What a session does before its first step must not touch what the sequence holds.
+#[test]
+fn a_first_step_leaves_the_prompt_alone() {
+    let config = config();
+    let store = Store::random(&config, 19).quantized(INT8);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let cpu = nq(&config, &store);
+    let text = tokens(12, 6);
+    let mut theirs = session(&*cpu, KvType::F16);
+    feed(&mut *theirs, 0, &text[..11]);
+    let expected = feed(&mut *theirs, 0, &text[11..]);
+    let mut ours = session(&*gpu, KvType::F16);
+    feed(&mut *ours, 0, &text[..11]);
+    let d = distance(&feed(&mut *ours, 0, &text[11..]), &expected);
+    assert!(d < 1.5e-2, "a forward of one token: {d}");
+    // The same after a step that samples, whose token is forgotten again.
+    let mut ours = session(&*gpu, KvType::F16);
+    feed(&mut *ours, 0, &text[..11]);
+    let mut sampler = Sampler::new(SamplingParams::greedy(), 0).expect("valid");
+    let each = &mut |_| ControlFlow::Continue(());
+    ours.decode(0, text[11], 3, &mut sampler, each)
+        .expect("it runs");
+    ours.truncate(0, 11);
+    let d = distance(&feed(&mut *ours, 0, &text[11..]), &expected);
+    assert!(d < 1.5e-2, "after a sampled one: {d}");
 }
 
 #[test]

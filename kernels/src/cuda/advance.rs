@@ -47,14 +47,15 @@ const RANGE_WORDS: usize = 2 + 32;
 pub struct Candidates(Buffer<u64>);
 
 impl Candidates {
-    /// Room for the lists of a vocabulary; `None` if it is too large to be listed.
+    /// Room for the lists of `rows` sequences; `None` if the vocabulary is too large to be
+    /// listed.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
-    pub fn new(gpu: &Gpu, vocab: usize) -> Result<Option<Self>> {
+    pub fn new(gpu: &Gpu, vocab: usize, rows: usize) -> Result<Option<Self>> {
         match vocab <= MOST_LISTED {
             true => Ok(Some(Candidates(
-                gpu.zeros("candidates", RANGES * RANGE_WORDS)?,
+                gpu.zeros("candidates", rows * RANGES * RANGE_WORDS)?,
             ))),
             false => Ok(None),
         }
@@ -63,29 +64,35 @@ impl Candidates {
 
 /// What a step's end reads and writes.
 pub struct Advance<'a> {
-    /// `[vocab]`
+    /// Sequences.
+    pub m: usize,
+    /// `[m, vocab]`
     pub logits: &'a Buffer<f32>,
-    /// Of [`super::GemvOutput::Head`].
+    /// `[m, blocks]`, of [`super::GemvOutput::Head`].
     pub best: &'a Buffer<[f32; 2]>,
-    /// Of [`Stream::candidates`]; `None` where the best token is wanted, or all are looked at.
+    /// Blocks of the head's product: [`super::best_len`].
+    pub blocks: usize,
+    /// Of [`Stream::candidates`]; `None` where the best tokens are wanted, or all are looked at.
     pub candidates: Option<&'a Candidates>,
-    /// One value.
+    /// `[m]`
     pub sampling: &'a Buffer<Sampling>,
-    /// `[vocab]`: 0 not seen, 1 in the prompt, 2 in the answer.
+    /// `[m, vocab]`: 0 not seen, 1 in the prompt, 2 in the answer.
     pub seen: &'a mut Buffer<u8>,
-    /// One value.
+    /// `[m]`
     pub step: &'a mut Buffer<Step>,
-    /// Receives token `drawn % len`; a power of two long.
+    /// `[m, ring_len]`: receives token `drawn % ring_len` of each.
     pub ring: &'a mut Pinned<u32>,
+    /// A power of two.
+    pub ring_len: usize,
     /// `[vocab, hidden]`
     pub embedding: &'a DeviceLinear,
-    /// Receives the next residual, `[hidden]`.
+    /// Receives the next residuals, `[m, hidden]`.
     pub x: &'a mut Buffer<f32>,
 }
 
 impl Stream {
-    /// Lists the best tokens of each range of the vocabulary, after penalties. `logits` and
-    /// `seen` are `[vocab]`.
+    /// Lists the best tokens of each range of the vocabulary, after penalties, for `m` sequences.
+    /// `logits` and `seen` are `[m, vocab]`.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
@@ -96,6 +103,7 @@ impl Stream {
         seen: &Buffer<u8>,
         to: &mut Candidates,
         vocab: usize,
+        m: usize,
     ) -> Result<()> {
         #[derive(Clone, Copy)]
         #[repr(C)]
@@ -107,14 +115,17 @@ impl Stream {
             vocab: i32,
         }
         let fits = vocab <= MOST_LISTED
-            && logits.len() >= vocab
-            && seen.len() >= vocab
-            && sampling.len() == 1;
+            && logits.len() >= m * vocab
+            && seen.len() >= m * vocab
+            && sampling.len() >= m
+            && to.0.len() >= m * RANGES * RANGE_WORDS;
         if !fits {
             return Err(Error::Shape {
                 op: "candidates",
                 what: "operands",
-                expected: format!("buffers for a vocabulary of {vocab}, at most {MOST_LISTED}"),
+                expected: format!(
+                    "buffers for {m} times a vocabulary of {vocab}, at most {MOST_LISTED}"
+                ),
                 found: format!("{} logits", logits.len()),
             });
         }
@@ -126,7 +137,7 @@ impl Stream {
             vocab: vocab as i32,
         };
         let shape = LaunchShape {
-            grid: (RANGES, 1, 1),
+            grid: (RANGES, m, 1),
             threads: 256,
             shared: 0,
             overlap: true,
@@ -135,8 +146,8 @@ impl Stream {
         unsafe { self.launch("candidates", shape, &args) }
     }
 
-    /// Chooses the token after a step, writes it to the ring and to the step, and looks its
-    /// embedding up.
+    /// Chooses each sequence's token after a step, writes it to the ring and to the step, and
+    /// looks its embedding up.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
@@ -159,18 +170,25 @@ impl Stream {
         }
         let vocab = a.embedding.rows();
         let width = a.embedding.inputs();
-        let fits = a.logits.len() >= vocab
-            && !a.best.is_empty()
-            && a.sampling.len() == 1
-            && a.seen.len() >= vocab
-            && a.step.len() == 1
-            && a.ring.len().is_power_of_two()
-            && a.x.len() >= width;
+        let m = a.m;
+        let fits = a.logits.len() >= m * vocab
+            && a.best.len() >= m * a.blocks
+            && a.blocks > 0
+            && a.candidates
+                .is_none_or(|c| c.0.len() >= m * RANGES * RANGE_WORDS)
+            && a.sampling.len() >= m
+            && a.seen.len() >= m * vocab
+            && a.step.len() >= m
+            && a.ring_len.is_power_of_two()
+            && a.ring.len() >= m * a.ring_len
+            && a.x.len() >= m * width;
         if !fits {
             return Err(Error::Shape {
                 op: "advance",
                 what: "operands",
-                expected: format!("buffers for a vocabulary of {vocab} and a width of {width}"),
+                expected: format!(
+                    "buffers for {m} times a vocabulary of {vocab} and a width of {width}"
+                ),
                 found: format!("{} logits, a ring of {}", a.logits.len(), a.ring.len()),
             });
         }
@@ -184,12 +202,12 @@ impl Stream {
             ranges: a.candidates.map_or(Address::NULL, |c| c.0.at(0)),
             embedding: a.embedding.args(),
             x: a.x.at(0),
-            blocks: a.best.len() as i32,
+            blocks: a.blocks as i32,
             vocab: vocab as i32,
-            ring_size: a.ring.len() as i32,
+            ring_size: a.ring_len as i32,
         };
         let shape = LaunchShape {
-            grid: (1, 1, 1),
+            grid: (m, 1, 1),
             threads: 1024,
             // `Shared` of the kernel: list, histogram, partial sums.
             shared: 8 * (4096 + 256 + 32 + 32) + 64,

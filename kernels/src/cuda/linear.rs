@@ -178,16 +178,16 @@ pub struct Norm<'a> {
     pub eps: f32,
 }
 
-/// What a step's product becomes.
+/// What a step's product of `m` sequences becomes.
 pub enum GemvOutput<'a> {
-    /// `out` `[rows]`, of the normalized input.
+    /// `out` `[m, rows]`, of the normalized input.
     Store(Norm<'a>, &'a mut Buffer<f32>),
-    /// Added to the residual `[rows]`, of the input as it is.
+    /// Added to the residual `[m, rows]`, of the input as it is.
     Add(&'a mut Buffer<f32>),
-    /// `silu(gate) * up` `[rows / 2]` of an interleaved gate and up, of the normalized input.
+    /// `silu(gate) * up` `[m, rows / 2]` of an interleaved gate and up, of the normalized input.
     Silu(Norm<'a>, &'a mut Buffer<f32>),
-    /// Logits `[rows]` of the normalized input, and the best of each block: at least
-    /// [`best_len`] values (logit, row as bits).
+    /// Logits `[m, rows]` of the normalized input, and the best of each block: at least
+    /// [`best_len`] values (logit, row as bits) a sequence.
     Head(Norm<'a>, &'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
 }
 
@@ -238,9 +238,12 @@ const fn short_spans(bits: usize) -> usize {
     }
 }
 
-/// Blocks of a product, so values that [`GemvOutput::Head`]'s `best` must hold.
-pub fn best_len(gpu: &Gpu, w: &DeviceLinear) -> usize {
-    GemvPlan::new(gpu, w, true).map_or(1, |p| p.blocks)
+/// Blocks of a product of `m` rows: values a row that [`GemvOutput::Head`]'s `best` must hold.
+pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
+    match m {
+        1 => GemvPlan::new(gpu, w, true).map_or(1, |p| p.blocks),
+        m => super::batch::blocks(gpu, w, m).unwrap_or(1),
+    }
 }
 
 /// How a product is cut: see `cuda/gemv.cuh`.

@@ -9,6 +9,7 @@
 
 mod advance;
 mod bandwidth;
+mod batch;
 mod driver;
 mod gemm;
 mod grad;
@@ -17,6 +18,7 @@ pub mod pack;
 mod rows;
 
 pub use advance::{Advance, Candidates, NOT_FINITE, Sampling};
+pub use batch::{Columns, MOST_SEQUENCES};
 pub use driver::{Address, Buffer, Gpu, GpuInfo, Graph, Mark, Pinned, Stream, device_count};
 pub use gemm::{GemmOutput, SequenceRows};
 pub use grad::{CudaOps, GemmPrecision};

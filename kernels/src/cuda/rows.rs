@@ -422,7 +422,7 @@ impl Stream {
         unsafe { self.launch("silu_mul", shape((m, 1), 256), &args) }
     }
 
-    /// The embedding of the step's token: the residual `x`.
+    /// The embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
@@ -431,6 +431,7 @@ impl Stream {
         embedding: &DeviceLinear,
         step: &Buffer<Step>,
         x: &mut Buffer<f32>,
+        m: usize,
     ) -> Result<()> {
         #[derive(Clone, Copy)]
         #[repr(C)]
@@ -440,23 +441,24 @@ impl Stream {
             x: Address,
         }
         let width = embedding.inputs();
-        at_least("embed_step", "x", width, x.len())?;
-        at_least("embed_step", "step", 1, step.len())?;
+        at_least("embed_step", "x", m * width, x.len())?;
+        at_least("embed_step", "step", m, step.len())?;
         let args = Args {
             w: embedding.args(),
             step: step.at(0),
             x: x.at(0),
         };
-        // SAFETY: the arguments are the kernel's; sizes were checked, and the token is in the
+        // SAFETY: the arguments are the kernel's; sizes were checked, and the tokens are in the
         // vocabulary: the engine checks those it writes, and the sampler yields no others.
-        unsafe { self.launch("embed_step", shape((width.div_ceil(256), 1), 256), &args) }
+        unsafe { self.launch("embed_step", shape((width.div_ceil(256), m), 256), &args) }
     }
 
-    /// Attention of the step's token: `qkv` is its product `[(heads + 2 kv_heads) * 128]`; key
-    /// and value are appended; the result is split into `out`.
+    /// Attention of the step's `m` tokens: `qkv` are their products `[m, (heads + 2 kv_heads) *
+    /// 128]`; keys and values are appended; the results are `out` `[m, heads * 128]`.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub fn attention_decode(
         &self,
         qkv: &Buffer<f32>,
@@ -465,6 +467,7 @@ impl Stream {
         cache: &mut DeviceCache,
         scratch: &mut AttentionScratch,
         out: &mut Buffer<f32>,
+        m: usize,
     ) -> Result<()> {
         #[derive(Clone, Copy)]
         #[repr(C)]
@@ -477,28 +480,20 @@ impl Stream {
             step: Address,
             out: Address,
             partial: Address,
+            tops: Address,
             arrived: Address,
             heads: i32,
             eps: f32,
-            late: i32,
         }
         let op = "attention_decode";
         heads.check(op, cache)?;
-        at_least(
-            op,
-            "qkv",
-            (heads.heads + 2 * cache.kv_heads) * HEAD_DIM,
-            qkv.len(),
-        )?;
-        at_least(op, "out", heads.heads * HEAD_DIM, out.len())?;
-        at_least(op, "step", 1, step.len())?;
-        at_least(
-            op,
-            "scratch",
-            heads.heads * scratch.splits * 130,
-            scratch.partial.len(),
-        )?;
-        at_least(op, "scratch", cache.kv_heads, scratch.arrived.len())?;
+        let width = (heads.heads + 2 * cache.kv_heads) * HEAD_DIM;
+        at_least(op, "qkv", m * width, qkv.len())?;
+        at_least(op, "out", m * heads.heads * HEAD_DIM, out.len())?;
+        at_least(op, "step", m, step.len())?;
+        let splits = AttentionScratch::splits(self.gpu(), cache.kv_heads, m);
+        at_least(op, "scratch", m * heads.heads * splits, scratch.tops.len())?;
+        at_least(op, "scratch", m * cache.kv_heads, scratch.arrived.len())?;
         let args = Args {
             qkv: qkv.at(0),
             q_gain: heads.q_gain.at(0),
@@ -508,13 +503,13 @@ impl Stream {
             step: step.at(0),
             out: out.at(0),
             partial: scratch.partial.at(0),
+            tops: scratch.tops.at(0),
             arrived: scratch.arrived.at(0),
             heads: heads.heads as i32,
             eps: heads.eps,
-            late: 0,
         };
         let shape = LaunchShape {
-            grid: (cache.kv_heads, scratch.splits, 1),
+            grid: (cache.kv_heads, splits, m),
             threads: 128,
             shared: match cache.scales {
                 Some(_) => AttentionScratch::SHARED_INT8,
@@ -523,34 +518,44 @@ impl Stream {
             overlap: true,
         };
         let name = format!("{op}_{}", cache.suffix());
-        // SAFETY: the arguments are the kernel's; sizes were checked. The step's position and
-        // slot are within the cache: the engine checks before it queues steps.
+        // SAFETY: the arguments are the kernel's; sizes were checked. The steps' positions and
+        // slots are within the cache: the engine checks before it queues steps.
         unsafe { self.launch(&name, shape, &args) }
     }
 }
 
-/// Where the splits of a long context meet.
+/// Where the splits of long contexts meet.
 pub struct AttentionScratch {
-    partial: Buffer<f32>,
-    arrived: Buffer<i32>,
-    splits: usize,
+    partial: Buffer<[f32; HEAD_DIM]>, // [m, heads, splits]
+    tops: Buffer<[f32; 2]>,           // [m, heads, splits]
+    arrived: Buffer<i32>,             // [m, kv_heads]
 }
 
 impl AttentionScratch {
     /// `sizeof(AttentionShared)` of `cuda/attention_decode.cuh`, with some room.
-    const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2048;
-    const SHARED_INT8: usize = 2 * 4 * 8 * 512 + 4 * 1024 + 4096 + 2048;
+    const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 4096;
+    const SHARED_INT8: usize = 2 * 4 * 8 * 512 + 4 * 1024 + 4096 + 4096;
+    /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
+    const MOST_SPLITS: usize = 64;
 
-    /// For `heads` query and `kv_heads` key heads: as many splits as fill the device.
+    /// For steps of up to `sequences` tokens, with `heads` query and `kv_heads` key heads.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
-    pub fn new(gpu: &Gpu, heads: usize, kv_heads: usize) -> Result<Self> {
-        let splits = (gpu.info().multiprocessors / kv_heads.max(1)).clamp(1, 64);
+    pub fn new(gpu: &Gpu, heads: usize, kv_heads: usize, sequences: usize) -> Result<Self> {
+        let parts = (1..=sequences).map(|m| m * Self::splits(gpu, kv_heads, m));
+        let parts = heads * parts.max().unwrap_or(0);
+        let what = "attention scratch";
         Ok(AttentionScratch {
-            partial: gpu.zeros("attention scratch", heads * splits * 130)?,
-            arrived: gpu.zeros("attention scratch", kv_heads)?,
-            splits,
+            partial: gpu.zeros(what, parts)?,
+            tops: gpu.zeros(what, parts)?,
+            arrived: gpu.zeros(what, sequences * kv_heads)?,
         })
+    }
+
+    /// Parts of a context, at most: as many as two blocks on every multiprocessor take.
+    fn splits(gpu: &Gpu, kv_heads: usize, m: usize) -> usize {
+        let blocks = 2 * gpu.info().multiprocessors;
+        (blocks / (kv_heads * m).max(1)).clamp(1, Self::MOST_SPLITS)
     }
 }

@@ -4,23 +4,17 @@ mod rows;
 mod step;
 
 use super::model::CudaModel;
-use crate::engine::{Chunk, Logits, LogitsWanted, Observer, Session, SessionSpec, check_chunks};
+use crate::engine::{
+    Chunk, Decoding, Logits, LogitsWanted, Observer, Session, SessionSpec, check_chunks,
+};
 use crate::error::{Error, Result};
-use crate::sampler::Sampler;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    AttentionScratch, Buffer, Candidates, DeviceCache, DeviceLinear, Graph, HEAD_DIM, Pinned, Row,
-    Sampling, Step, Stream, best_len,
+    Buffer, DeviceCache, DeviceLinear, HEAD_DIM, MOST_SEQUENCES, Pinned, Row, Stream,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
-
-/// Tokens that the device may be ahead of the host, at most; a power of two.
-const RING: usize = 64;
-/// Steps queued ahead of the token that the host waits for.
-const AHEAD: usize = 12;
-/// Where the device has not written a token yet.
-const PENDING: u32 = u32::MAX;
+use step::{Graphs, StepRows};
 
 /// Rows of logits computed and copied at a time.
 const LOGIT_ROWS: usize = 64;
@@ -29,36 +23,16 @@ const LOGIT_ROWS: usize = 64;
 pub(super) struct CudaSession {
     // Fields are dropped in order: the stream waits for its work before memory goes.
     stream: Stream,
-    step_graph: Option<Graph>,
-    decode_graph: Option<Graph>,
-    /// True if `decode_graph` lists candidates.
-    decode_lists: bool,
+    graphs: Graphs,
     model: Arc<CudaModel>,
     spec: SessionSpec,
     lengths: Vec<usize>,       // [slots]
     cache: Vec<DeviceCache>,   // [layers]
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, head_dim / 2]
-    one: OneRow,
+    step: StepRows,
     many: ManyRows,
-    logits: Vec<f32>, // [rows wanted, vocab]
-}
-
-/// Buffers of the fused step.
-struct OneRow {
-    step: Buffer<Step>,
-    step_host: Pinned<Step>,
-    x: Buffer<f32>,        // [hidden], the residual
-    qkv: Buffer<f32>,      // [q_dim + 2 kv_dim]
-    attended: Buffer<f32>, // [q_dim]
-    mlp: Buffer<f32>,      // [intermediate]
-    attention: AttentionScratch,
-    logits: Buffer<f32>, // [vocab]
-    best: Buffer<[f32; 2]>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
-    sampling: Buffer<Sampling>,
-    candidates: Option<Candidates>,
-    seen: Buffer<u8>,  // [vocab]
-    ring: Pinned<u32>, // [RING]
+    logits: Vec<f32>,         // [rows wanted, vocab]
 }
 
 /// Buffers of a forward over many rows.
@@ -103,6 +77,11 @@ impl Widths {
             mlp: c.intermediate_size,
             vocab: c.vocab_size,
         }
+    }
+
+    /// Inputs of the product that has most.
+    fn widest_input(&self) -> usize {
+        self.hidden.max(self.q).max(self.mlp)
     }
 }
 
@@ -150,28 +129,11 @@ impl CudaSession {
         };
         Ok(CudaSession {
             stream: gpu.stream()?,
-            step_graph: None,
-            decode_graph: None,
-            decode_lists: false,
+            graphs: Graphs::default(),
             lengths: vec![0; spec.slots],
             cache,
             cos_sin: gpu.upload("the rotary table", &table)?,
-            one: OneRow {
-                step: gpu.zeros("activations", 1)?,
-                step_host: gpu.pinned("activations", 1)?,
-                x: f32s(w.hidden)?,
-                qkv: f32s(w.qkv)?,
-                attended: f32s(w.q)?,
-                mlp: f32s(w.mlp)?,
-                attention: AttentionScratch::new(gpu, c.num_attention_heads, kv_heads)?,
-                logits: f32s(w.vocab)?,
-                best: gpu.zeros("activations", best_len(gpu, &model.head))?,
-                logits_host: gpu.pinned("logits", LOGIT_ROWS * w.vocab)?,
-                sampling: gpu.zeros("activations", 1)?,
-                candidates: Candidates::new(gpu, w.vocab)?,
-                seen: gpu.zeros("activations", w.vocab)?,
-                ring: gpu.pinned("sampled tokens", RING)?,
-            },
+            step: StepRows::new(&model, spec.slots.min(MOST_SEQUENCES))?,
             many: ManyRows {
                 tokens: gpu.zeros("activations", m)?,
                 rows: gpu.zeros("activations", m)?,
@@ -185,6 +147,7 @@ impl CudaSession {
                 logits: f32s(LOGIT_ROWS * w.vocab)?,
                 full,
             },
+            logits_host: gpu.pinned("logits", LOGIT_ROWS * w.vocab)?,
             logits: Vec::new(),
             model,
             spec,
@@ -206,7 +169,7 @@ impl CudaSession {
             + spec.ctx.next_multiple_of(32) * HEAD_DIM * 4
             + m * (row + full)
             + LOGIT_ROWS * (4 * w.vocab + 2 * padded(w.hidden))
-            + 4 * (w.vocab + w.qkv + w.hidden + w.q + w.mlp)
+            + StepRows::device_bytes(model, spec.slots.min(MOST_SEQUENCES))
     }
 }
 
@@ -246,7 +209,7 @@ impl Session for CudaSession {
         match chunks {
             [chunk] if fused && chunk.tokens.len() == 1 && chunk.logits != LogitsWanted::None => {
                 let wanted = !chunk.logits.rows(1).is_empty();
-                self.forward_one(chunk.slot, chunk.tokens[0])?;
+                self.forward_step(chunk.slot, chunk.tokens[0])?;
                 if !wanted {
                     self.logits.clear();
                 }
@@ -266,14 +229,12 @@ impl Session for CudaSession {
         })
     }
 
-    fn decode(
+    fn decode_many(
         &mut self,
-        slot: usize,
-        token: u32,
+        sequences: &mut [Decoding<'_>],
         steps: usize,
-        sampler: &mut Sampler,
-        each: &mut dyn FnMut(u32) -> ControlFlow<()>,
+        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
     ) -> Result<()> {
-        self.decode_on_device(slot, token, steps, sampler, each)
+        self.decode_on_device(sequences, steps, each)
     }
 }

@@ -173,7 +173,7 @@ impl CudaSession {
             stream,
             model,
             many,
-            one,
+            logits_host,
             logits,
             ..
         } = self;
@@ -207,9 +207,9 @@ impl CudaSession {
                     stream.gemm(&model.head, &many.head_in, out, m)
                 })?,
             }
-            stream.read(&many.logits, 0, &mut one.logits_host, m * vocab)?;
+            stream.read(&many.logits, 0, logits_host, m * vocab)?;
             stream.synchronize()?;
-            logits.extend_from_slice(&one.logits_host.values()[..m * vocab]);
+            logits.extend_from_slice(&logits_host.values()[..m * vocab]);
         }
         if let Some(observer) = observer {
             observer.head_input(&seen);

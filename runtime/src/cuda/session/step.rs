@@ -1,166 +1,288 @@
-//! The fused step of one token, alone or sampling on the device.
+//! The fused step of one token a sequence, alone or sampling on the device.
 
-use super::{AHEAD, CudaSession, PENDING, RING, product};
-use crate::engine::{Chunk, LogitsWanted, check_chunks, decode_on_host};
+use super::{CudaSession, Widths, product};
+use crate::cuda::model::CudaModel;
+use crate::engine::{Chunk, Decoding, LogitsWanted, check_chunks, decode_on_host};
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_kernels::KernelSet;
-use nq_kernels::cuda::{Advance, GemvOutput, HEAD_DIM, NOT_FINITE, Norm, Sampling, Step};
+use nq_kernels::cuda::{
+    Advance, AttentionScratch, Buffer, Candidates, Columns, DeviceLinear, GemvOutput, Graph,
+    HEAD_DIM, MOST_SEQUENCES, NOT_FINITE, Norm, Pinned, Sampling, Step, Stream, best_len,
+};
+use std::collections::HashMap;
 use std::ops::ControlFlow;
 
-impl CudaSession {
-    /// Queues the embedding of the step's token.
-    fn queue_embedding(&mut self) -> nq_kernels::Result<()> {
-        let (model, one) = (&self.model, &mut self.one);
-        self.stream
-            .embed_step(model.embedding(), &one.step, &mut one.x)
+/// Tokens of a sequence that the device may be ahead of the host, at most; a power of two.
+const RING: usize = 64;
+/// Steps queued ahead of the token that the host waits for.
+const AHEAD: usize = 12;
+/// Where the device has not written a token yet.
+const PENDING: u32 = u32::MAX;
+
+/// Buffers of the fused step; `rows` are the sequences that it takes at most.
+pub(super) struct StepRows {
+    rows: usize,
+    step: Buffer<Step>,    // [rows]
+    x: Buffer<f32>,        // [rows, hidden], the residual
+    qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
+    attended: Buffer<f32>, // [rows, q_dim]
+    mlp: Buffer<f32>,      // [rows, intermediate]
+    attention: AttentionScratch,
+    columns: Option<Columns>,   // of several rows
+    logits: Buffer<f32>,        // [rows, vocab]
+    best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
+    sampling: Buffer<Sampling>, // [rows]
+    candidates: Option<Candidates>,
+    seen: Buffer<u8>,        // [rows, vocab]
+    ring: Pinned<u32>,       // [rows, RING]
+    step_host: Pinned<Step>, // [1]
+}
+
+impl StepRows {
+    pub(super) fn new(model: &CudaModel, rows: usize) -> Result<Self> {
+        let gpu = &model.gpu;
+        let c = &model.config;
+        let w = Widths::of(model);
+        let rows = rows.max(1);
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
+        let blocks = (1..=rows).map(|m| m * best_len(gpu, &model.head, m));
+        let columns = match rows {
+            1 => None,
+            _ => Some(Columns::new(gpu, rows, w.widest_input())?),
+        };
+        let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
+        Ok(StepRows {
+            rows,
+            step: gpu.zeros("activations", rows)?,
+            x: f32s(w.hidden)?,
+            qkv: f32s(w.qkv)?,
+            attended: f32s(w.q)?,
+            mlp: f32s(w.mlp)?,
+            attention: AttentionScratch::new(gpu, heads, kv_heads, rows)?,
+            columns,
+            logits: f32s(w.vocab)?,
+            best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
+            sampling: gpu.zeros("activations", rows)?,
+            candidates: Candidates::new(gpu, w.vocab, rows)?,
+            seen: gpu.zeros("activations", rows * w.vocab)?,
+            ring: gpu.pinned("sampled tokens", rows * RING)?,
+            step_host: gpu.pinned("activations", 1)?,
+        })
     }
 
-    /// Queues the choice of the next token, and its embedding.
-    fn queue_advance(&mut self) -> nq_kernels::Result<()> {
-        let (model, one) = (&self.model, &mut self.one);
+    /// Device bytes of [`StepRows::new`], up to what does not grow with the model.
+    pub(super) fn device_bytes(model: &CudaModel, rows: usize) -> usize {
+        let w = Widths::of(model);
+        let columns = match rows {
+            0 | 1 => 0,
+            _ => Columns::device_bytes(rows, w.widest_input()),
+        };
+        rows.max(1) * (5 * w.vocab + 4 * (w.qkv + w.hidden + w.q + w.mlp)) + columns
+    }
+}
+
+/// Recorded steps.
+#[derive(Default)]
+pub(super) struct Graphs {
+    /// One token's logits.
+    forward: Option<Graph>,
+    /// By sequences, and whether candidates are listed: steps that sample.
+    decode: HashMap<(usize, bool), Graph>,
+}
+
+/// What a step that samples is recorded for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct StepKind {
+    /// Sequences.
+    m: usize,
+    /// True if candidates are listed: where the best token is not always the one.
+    lists: bool,
+}
+
+/// Queues a step's product of `m` rows.
+fn multiply(
+    stream: &Stream,
+    w: &DeviceLinear,
+    x: &Buffer<f32>,
+    output: GemvOutput<'_>,
+    columns: &mut Option<Columns>,
+    m: usize,
+    late: bool,
+) -> nq_kernels::Result<()> {
+    match columns {
+        Some(columns) if m > 1 => stream.gemv_batch(w, x, output, columns, m, late),
+        _ => stream.gemv(w, x, output, late),
+    }
+}
+
+impl CudaSession {
+    /// Queues the embeddings of the step's tokens.
+    fn queue_embedding(&mut self, m: usize) -> nq_kernels::Result<()> {
+        let (model, step) = (&self.model, &mut self.step);
+        self.stream
+            .embed_step(model.embedding(), &step.step, &mut step.x, m)
+    }
+
+    /// Queues the choice of the next tokens, and their embeddings.
+    fn queue_advance(&mut self, StepKind { m, lists }: StepKind) -> nq_kernels::Result<()> {
+        let (model, step) = (&self.model, &mut self.step);
         let vocab = model.config.vocab_size;
-        let key = ("sample", "fused", (1, vocab));
-        if self.decode_lists
-            && let Some(candidates) = &mut one.candidates
-        {
-            self.stream.timed(key, 4 * vocab, || {
+        let key = ("sample", "fused", (m, vocab));
+        if lists && let Some(candidates) = &mut step.candidates {
+            self.stream.timed(key, 4 * m * vocab, || {
+                let (logits, sampling) = (&step.logits, &step.sampling);
                 self.stream
-                    .candidates(&one.logits, &one.sampling, &one.seen, candidates, vocab)
+                    .candidates(logits, sampling, &step.seen, candidates, vocab, m)
             })?;
         }
         let advance = Advance {
-            candidates: one.candidates.as_ref().filter(|_| self.decode_lists),
-            logits: &one.logits,
-            best: &one.best,
-            sampling: &one.sampling,
-            seen: &mut one.seen,
-            step: &mut one.step,
-            ring: &mut one.ring,
+            m,
+            candidates: step.candidates.as_ref().filter(|_| lists),
+            logits: &step.logits,
+            best: &step.best,
+            blocks: best_len(&model.gpu, &model.head, m),
+            sampling: &step.sampling,
+            seen: &mut step.seen,
+            step: &mut step.step,
+            ring: &mut step.ring,
+            ring_len: RING,
             embedding: model.embedding(),
-            x: &mut one.x,
+            x: &mut step.x,
         };
         self.stream.timed(key, 0, || self.stream.advance(advance))
     }
 
-    /// Queues one token, looked up already, through the layers and the head.
-    fn queue_layers(&mut self) -> nq_kernels::Result<()> {
+    /// Queues a token of each of `m` sequences, looked up already, through the layers and the
+    /// head.
+    fn queue_layers(&mut self, m: usize) -> nq_kernels::Result<()> {
         let Self {
             stream,
             model,
             cache,
             cos_sin,
-            one,
+            step,
             ..
         } = self;
         let c = &model.config;
         let eps = c.rms_norm_eps;
         let norm = |gain| Norm { gain, eps };
+        let columns = &mut step.columns;
         // How many keys and values are read, the device alone knows.
         let attention = ("attention", "fused", (c.num_attention_heads, HEAD_DIM));
         for (index, layer) in model.layers.iter().enumerate() {
             // The first product of a step lets nothing overtake the sampler of the last one,
             // which the attention kernel's early reads depend on.
             let late = index == 0;
-            let out = GemvOutput::Store(norm(&layer.input_norm), &mut one.qkv);
+            let out = GemvOutput::Store(norm(&layer.input_norm), &mut step.qkv);
             product(stream, "qkv", &layer.qkv, || {
-                stream.gemv(&layer.qkv, &one.x, out, late)
+                multiply(stream, &layer.qkv, &step.x, out, columns, m, late)
             })?;
             stream.timed(attention, 0, || {
                 stream.attention_decode(
-                    &one.qkv,
-                    &one.step,
+                    &step.qkv,
+                    &step.step,
                     &model.heads(index, cos_sin),
                     &mut cache[index],
-                    &mut one.attention,
-                    &mut one.attended,
+                    &mut step.attention,
+                    &mut step.attended,
+                    m,
                 )
             })?;
-            let out = GemvOutput::Add(&mut one.x);
+            let out = GemvOutput::Add(&mut step.x);
             product(stream, "o", &layer.o, || {
-                stream.gemv(&layer.o, &one.attended, out, false)
+                multiply(stream, &layer.o, &step.attended, out, columns, m, false)
             })?;
-            let out = GemvOutput::Silu(norm(&layer.post_attention_norm), &mut one.mlp);
+            let out = GemvOutput::Silu(norm(&layer.post_attention_norm), &mut step.mlp);
             product(stream, "gate_up", &layer.gate_up, || {
-                stream.gemv(&layer.gate_up, &one.x, out, false)
+                multiply(stream, &layer.gate_up, &step.x, out, columns, m, false)
             })?;
-            let out = GemvOutput::Add(&mut one.x);
+            let out = GemvOutput::Add(&mut step.x);
             product(stream, "down", &layer.down, || {
-                stream.gemv(&layer.down, &one.mlp, out, false)
+                multiply(stream, &layer.down, &step.mlp, out, columns, m, false)
             })?;
         }
-        let out = GemvOutput::Head(norm(&model.norm), &mut one.logits, &mut one.best);
+        let out = GemvOutput::Head(norm(&model.norm), &mut step.logits, &mut step.best);
         product(stream, "head", &model.head, || {
-            stream.gemv(&model.head, &one.x, out, false)
+            multiply(stream, &model.head, &step.x, out, columns, m, false)
         })
     }
 
     /// The logits of one token, by the fused step.
-    pub(super) fn forward_one(&mut self, slot: usize, token: u32) -> Result<()> {
-        // Each recording has events of its own.
-        let profiling = self.model.gpu.is_profiling();
-        if profiling || self.step_graph.is_none() {
-            // Kernels are loaded and their shared memory is reserved outside the recording.
-            if self.step_graph.is_none() {
-                self.queue_embedding()?;
-                self.queue_layers()?;
-                self.stream.synchronize()?;
-            }
-            let stream = self.stream.clone();
-            let graph = stream.record(|| {
-                self.queue_embedding()?;
-                self.queue_layers()
-            })?;
-            self.step_graph = Some(graph);
-        }
-        let step = Step {
+    pub(super) fn forward_step(&mut self, slot: usize, token: u32) -> Result<()> {
+        let at = Step {
             position: self.lengths[slot] as i32,
             slot: slot as i32,
             token,
             drawn: 0,
         };
+        // Each recording has events of its own.
+        let profiling = self.model.gpu.is_profiling();
+        if profiling || self.graphs.forward.is_none() {
+            // Kernels are loaded and their shared memory is reserved outside the recording: by a
+            // step that writes what the next one writes again.
+            if self.graphs.forward.is_none() {
+                self.step.step.write(0, &[at])?;
+                self.queue_embedding(1)?;
+                self.queue_layers(1)?;
+                self.stream.synchronize()?;
+            }
+            let stream = self.stream.clone();
+            let graph = stream.record(|| {
+                self.queue_embedding(1)?;
+                self.queue_layers(1)
+            })?;
+            self.graphs.forward = Some(graph);
+        }
         let vocab = self.model.config.vocab_size;
-        let one = &mut self.one;
-        one.step_host.values_mut()[0] = step;
-        self.stream.write(&mut one.step, 0, &one.step_host, 0..1)?;
-        if let Some(graph) = &self.step_graph {
+        let step = &mut self.step;
+        step.step_host.values_mut()[0] = at;
+        self.stream
+            .write(&mut step.step, 0, &step.step_host, 0..1)?;
+        if let Some(graph) = &self.graphs.forward {
             self.stream.run(graph)?;
         }
         self.stream
-            .read(&one.logits, 0, &mut one.logits_host, vocab)?;
+            .read(&step.logits, 0, &mut self.logits_host, vocab)?;
         self.stream.synchronize()?;
         self.logits
-            .extend_from_slice(&one.logits_host.values()[..vocab]);
+            .extend_from_slice(&self.logits_host.values()[..vocab]);
         if profiling {
-            self.step_graph = None;
+            self.graphs.forward = None;
             self.model.gpu.settle_profile()?;
         }
         Ok(())
     }
 
-    /// Makes the graph of a step that samples; anew while profiling, as each recording has
-    /// events of its own.
-    fn record_decode(&mut self) -> Result<()> {
-        let profiling = self.model.gpu.is_profiling();
-        if profiling || self.decode_graph.is_none() {
-            if !profiling {
-                self.queue_embedding()?;
-                self.queue_layers()?;
-                self.queue_advance()?;
-                self.stream.synchronize()?;
-            }
-            let stream = self.stream.clone();
-            let graph = stream.record(|| {
-                self.queue_layers()?;
-                self.queue_advance()
-            })?;
-            self.decode_graph = Some(graph);
+    /// Records a step that samples.
+    fn record_decode(&mut self, kind: StepKind) -> Result<()> {
+        let stream = self.stream.clone();
+        let graph = stream.record(|| {
+            self.queue_layers(kind.m)?;
+            self.queue_advance(kind)
+        })?;
+        self.graphs.decode.insert((kind.m, kind.lists), graph);
+        Ok(())
+    }
+
+    /// Puts where the sequences stand on the device, and forgets tokens not received.
+    fn write_states(&mut self, sequences: &[Decoding<'_>]) -> Result<()> {
+        self.step.ring.values_mut().fill(PENDING);
+        for (row, sequence) in sequences.iter().enumerate() {
+            self.write_sampling(row, sequence.sampler)?;
+            let step = Step {
+                position: self.lengths[sequence.slot] as i32,
+                slot: sequence.slot as i32,
+                token: sequence.token,
+                drawn: 0,
+            };
+            self.step.step.write(row, &[step])?;
         }
         Ok(())
     }
 
-    /// Puts the sampler's state on the device.
-    fn write_sampling(&mut self, sampler: &Sampler) -> Result<()> {
+    /// Puts the state of sequence `row`'s sampler on the device.
+    fn write_sampling(&mut self, row: usize, sampler: &Sampler) -> Result<()> {
         let p = sampler.params();
         let words = |v: u64| [v as u32, (v >> 32) as u32];
         let sampling = Sampling {
@@ -175,25 +297,26 @@ impl CudaSession {
             stream: words(sampler.stream()),
             position: words(sampler.position()),
         };
-        self.one.sampling.write(0, &[sampling])?;
+        self.step.sampling.write(row, &[sampling])?;
         if p.has_penalties() {
-            let mut seen = vec![0u8; self.model.config.vocab_size];
+            let vocab = self.model.config.vocab_size;
+            let mut seen = vec![0u8; vocab];
             for (id, generated) in sampler.seen() {
                 if let Some(state) = seen.get_mut(id as usize) {
                     *state = 1 + u8::from(generated);
                 }
             }
-            self.one.seen.write(0, &seen)?;
+            self.step.seen.write(row * vocab, &seen)?;
         }
         Ok(())
     }
 
-    /// Waits for sampled token `i`.
-    fn receive(&mut self, i: usize) -> Result<u32> {
-        let at = i % RING;
+    /// Waits for the token of step `i` of sequence `row`.
+    fn receive(&mut self, row: usize, i: usize) -> Result<u32> {
+        let at = row * RING + i % RING;
         let mut spins = 0u32;
         let token = loop {
-            match self.one.ring.load(at) {
+            match self.step.ring.load(at) {
                 PENDING => {
                     spins += 1;
                     std::hint::spin_loop();
@@ -208,119 +331,125 @@ impl CudaSession {
                 token => break token,
             }
         };
-        self.one.ring.store(at, PENDING);
+        self.step.ring.store(at, PENDING);
         match token {
             NOT_FINITE => Err(Error::LogitsNotFinite),
             token => Ok(token),
         }
     }
 
-    /// [`Session::decode`] with sampling on the device: steps are queued ahead of the tokens
-    /// that the host reads. Returns the tokens sampled.
+    /// Queues steps ahead of the tokens that the host reads; counts the steps whose tokens were
+    /// received.
     fn decode_ahead(
         &mut self,
+        kind: StepKind,
         steps: usize,
-        sampler: &mut Sampler,
-        each: &mut dyn FnMut(u32) -> ControlFlow<()>,
-    ) -> (usize, Result<()>) {
+        sequences: &mut [Decoding<'_>],
+        received: &mut usize,
+        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
+    ) -> Result<ControlFlow<()>> {
         let profiling = self.model.gpu.is_profiling();
         let ahead = if profiling { 1 } else { AHEAD };
         let mut queued = 0;
-        let mut received = 0;
-        while received < steps {
-            while queued < steps && queued - received < ahead {
-                if profiling && let Err(e) = self.record_decode() {
-                    return (received, Err(e));
+        while *received < steps {
+            while queued < steps && queued - *received < ahead {
+                if profiling {
+                    self.record_decode(kind)?;
                 }
-                if let Some(graph) = &self.decode_graph
-                    && let Err(e) = self.stream.run(graph)
-                {
-                    return (received, Err(e.into()));
+                if let Some(graph) = self.graphs.decode.get(&(kind.m, kind.lists)) {
+                    self.stream.run(graph)?;
                 }
                 queued += 1;
             }
-            match self.receive(received) {
-                Ok(token) => {
-                    received += 1;
-                    if profiling {
-                        let settled = (self.stream.synchronize())
-                            .and_then(|()| self.model.gpu.settle_profile());
-                        if let Err(e) = settled {
-                            return (received, Err(e.into()));
-                        }
-                    }
-                    sampler.accept(token);
-                    if each(token).is_break() {
-                        break;
-                    }
+            let mut flow = ControlFlow::Continue(());
+            for (row, sequence) in sequences.iter_mut().enumerate() {
+                let token = self.receive(row, *received)?;
+                sequence.sampler.accept(token);
+                if each(row, token).is_break() {
+                    flow = ControlFlow::Break(());
                 }
-                Err(e) => return (received, Err(e)),
+            }
+            *received += 1;
+            if profiling {
+                self.stream.synchronize()?;
+                self.model.gpu.settle_profile()?;
+            }
+            if flow.is_break() {
+                return Ok(flow);
             }
         }
-        (received, Ok(()))
+        Ok(ControlFlow::Continue(()))
     }
 
-    /// [`Session::decode`].
+    /// [`crate::Session::decode_many`].
     pub(super) fn decode_on_device(
         &mut self,
-        slot: usize,
-        token: u32,
+        sequences: &mut [Decoding<'_>],
         steps: usize,
-        sampler: &mut Sampler,
-        each: &mut dyn FnMut(u32) -> ControlFlow<()>,
+        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
     ) -> Result<()> {
-        if self.model.kernels == KernelSet::Reference {
-            return decode_on_host(self, slot, token, steps, sampler, each);
+        let m = sequences.len();
+        if self.model.kernels == KernelSet::Reference || m > MOST_SEQUENCES {
+            return decode_on_host(self, sequences, steps, each);
         }
-        if steps == 0 {
+        if steps == 0 || m == 0 {
             return Ok(());
         }
-        let chunk = Chunk {
-            slot,
-            tokens: &[token],
-            logits: LogitsWanted::Last,
-        };
+        let chunks: Vec<Chunk<'_>> = (sequences.iter())
+            .map(|s| Chunk {
+                slot: s.slot,
+                tokens: std::slice::from_ref(&s.token),
+                logits: LogitsWanted::Last,
+            })
+            .collect();
         let vocab = self.model.config.vocab_size;
-        check_chunks(&[chunk], &self.spec, vocab, |slot| self.lengths[slot])?;
-        let start = self.lengths[slot];
+        check_chunks(&chunks, &self.spec, vocab, |slot| self.lengths[slot])?;
+        drop(chunks);
+        debug_assert!(
+            m <= self.step.rows,
+            "different slots, so not more than those"
+        );
+        let starts: Vec<usize> = sequences.iter().map(|s| self.lengths[s.slot]).collect();
         // As many steps as there are positions; one more is refused as `forward` would.
-        let room = steps.min(self.spec.ctx - start);
-        let p = sampler.params();
-        let lists = p.has_penalties() || !(p.is_greedy() || p.top_k == 1);
-        if lists != self.decode_lists {
-            self.decode_graph = None;
-            self.decode_lists = lists;
-        }
-        if !self.model.gpu.is_profiling() {
-            self.record_decode()?;
-        }
-        self.write_sampling(sampler)?;
-        self.one.ring.values_mut().fill(PENDING);
-        let step = Step {
-            position: start as i32,
-            slot: slot as i32,
-            token,
-            drawn: 0,
+        let longest = starts.iter().copied().max().unwrap_or(0);
+        let room = steps.min(self.spec.ctx - longest);
+        let lists = |s: &Decoding<'_>| {
+            let p = s.sampler.params();
+            p.has_penalties() || !(p.is_greedy() || p.top_k == 1)
         };
-        self.one.step.write(0, &[step])?;
-        self.queue_embedding()?;
-        let mut broke_off = false;
-        let (received, result) = self.decode_ahead(room, sampler, &mut |token| {
-            let flow = each(token);
-            broke_off = flow.is_break();
-            flow
-        });
+        let kind = StepKind {
+            m,
+            lists: sequences.iter().any(lists),
+        };
+        self.write_states(sequences)?;
+        // While profiling each step is recorded anew, as each recording has events of its own.
+        let key = (kind.m, kind.lists);
+        if !self.model.gpu.is_profiling() && !self.graphs.decode.contains_key(&key) {
+            // Kernels are loaded and their shared memory is reserved outside the recording: by a
+            // step that writes what the first one writes again.
+            self.queue_embedding(m)?;
+            self.queue_layers(m)?;
+            self.queue_advance(kind)?;
+            self.stream.synchronize()?;
+            self.record_decode(kind)?;
+            self.write_states(sequences)?;
+        }
+        self.queue_embedding(m)?;
+        let mut received = 0;
+        let result = self.decode_ahead(kind, room, sequences, &mut received, each);
         // Steps queued past the last token wanted wrote behind it: positions that are not
         // part of the sequence.
         let ended = self.stream.synchronize();
         if self.model.gpu.is_profiling() {
-            self.decode_graph = None;
+            self.graphs.decode.clear();
         }
         // The token of each step that gave one is in the cache.
-        self.lengths[slot] = start + received;
-        result?;
+        for (sequence, start) in sequences.iter().zip(starts) {
+            self.lengths[sequence.slot] = start + received;
+        }
+        let flow = result?;
         ended?;
-        if room < steps && !broke_off {
+        if room < steps && flow.is_continue() {
             return Err(Error::ContextFull {
                 capacity: self.spec.ctx,
                 needed: self.spec.ctx + 1,

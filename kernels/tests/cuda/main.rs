@@ -5,6 +5,8 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
+mod batch;
+#[path = "../common/mod.rs"]
 mod common;
 
 use common::{affine, dense, nmse, normal, schemes};
@@ -327,7 +329,7 @@ fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
     }
 
     let mut logits = guarded(gpu, &vec![GUARD; out]);
-    let mut best = gpu.zeros("a test", best_len(gpu, &packed)).unwrap();
+    let mut best = gpu.zeros("a test", best_len(gpu, &packed, 1)).unwrap();
     let output = GemvOutput::Head(norm, &mut logits, &mut best);
     stream.gemv(&packed, &x_device, output, true).unwrap();
     let found = finish(stream, &logits);
@@ -688,7 +690,7 @@ fn check_attention(gpu: &Gpu, case: &Case) {
 
     // One token after another.
     let mut cache = new_cache();
-    let mut scratch = AttentionScratch::new(gpu, heads, case.kv_heads).unwrap();
+    let mut scratch = AttentionScratch::new(gpu, heads, case.kv_heads, 1).unwrap();
     let mut out = guarded(gpu, &vec![GUARD; heads * HEAD_DIM]);
     let mut step = gpu.zeros::<Step>("a test", 1).unwrap();
     let mut found = Vec::new();
@@ -703,14 +705,30 @@ fn check_attention(gpu: &Gpu, case: &Case) {
             .upload("a test", &case.qkv[r * width..(r + 1) * width])
             .unwrap();
         stream
-            .attention_decode(&row, &step, &settings, &mut cache, &mut scratch, &mut out)
+            .attention_decode(
+                &row,
+                &step,
+                &settings,
+                &mut cache,
+                &mut scratch,
+                &mut out,
+                1,
+            )
             .unwrap();
         if rows.contains(&r) {
             let values = finish(&stream, &out);
             found.extend_from_slice(&values);
             // The token that is there already is written again: the same result.
             stream
-                .attention_decode(&row, &step, &settings, &mut cache, &mut scratch, &mut out)
+                .attention_decode(
+                    &row,
+                    &step,
+                    &settings,
+                    &mut cache,
+                    &mut scratch,
+                    &mut out,
+                    1,
+                )
                 .unwrap();
             assert!(
                 values == finish(&stream, &out),

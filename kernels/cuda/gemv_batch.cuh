@@ -1,0 +1,324 @@
+// Up to 16 rows of activations times a packed weight, for one reading of the weight: the products
+// of a decode step of several sequences.
+//
+//   y[c][r] = factor[c] sum_k w[r][k] x[c][k]
+//
+// As in `gemv.cuh` the weights are the left operand, codes as they are and in integers; the rows
+// of x, prepared by `columns.cu`, are the columns of the right one: eight a product, once for the
+// high and once for the low parts. High nibbles are shifted down, so that one sum takes both
+// halves of a byte. Lane (g, t) gathers rows g and g + 8 of the weight, columns 2t and 2t + 1.
+//
+// `split` warps share tiles: each multiplies its share of consecutive pieces (2 KiB of codes of a
+// tile: 256 inputs of 4 bits, 128 of 8, 64 of 16). A piece of x comes to registers once for TILES
+// tiles, which follow one another (from sm_90 on through shared memory, the next piece while this
+// one is multiplied); their sums meet in shared memory in fixed order. Blocks are persistent:
+// groups of warps take tiles in turn, WARPS / split groups a block. Weights stream through
+// `ring.cuh` and are requested before the end of the predecessor is awaited.
+//
+// Epilogues:
+//   STORE  out[c][r] = y
+//   ADD    out[c][r] += y
+//   SILU   tile i holds 8 rows of gate and 8 of up: out[c][.] = silu(gate) * up
+//   HEAD   as STORE, and the greatest of each block
+//
+// Bytes: codes + scales + zeros once; x once per TILES tiles of a group, from L2.
+#pragma once
+
+#include "columns.cuh"
+#include "ring.cuh"
+#include "weights.cuh"
+
+struct GemvBatchArgs {
+    const uint8_t* codes;    // records [tiles][spans]
+    const uint8_t* meta;     // records [tiles][spans]
+    const void* columns;     // [NB][spans * 4]
+    const float* factors;    // [m]; null: 1
+    float* out;              // [m][rows]; SILU: [m][rows / 2]
+    float2* best;            // HEAD: [m][gridDim], the greatest logit and its row (as bits)
+    int m;
+    int rows;
+    int tiles;
+    int spans;
+    int groups;              // scale groups of a span
+    int meta_bytes;          // of a record
+    int split;               // at most WARPS and pieces
+    int inverse;             // 256 / split, rounded up: warp * inverse / 256 = warp / split
+    int depth;               // of the ring, at most MOST_DEPTH; 1 only if no warp has more stages
+    int epilogue;
+    float scale;             // of the product
+};
+
+// Floats of a column of a tile's sums: padded, so that its rows lie in different banks.
+constexpr int SUM_STRIDE = 20;
+
+template <int BITS, int ZERO, int SLOT, int NB, int WARPS, int TILES>
+DEVICE void gemv_batch(const GemvBatchArgs& p) {
+    constexpr int STAGES = LOADS<BITS> / 4;   // pieces of a span
+    constexpr int SLOTS = 4 / STAGES;         // of a piece
+    constexpr int PARTS = SLOTS * 64 / SLOT;  // of a piece: inputs of one scale
+    constexpr int META = MOST_META<BITS, ZERO, SLOT>;
+    constexpr int TILE_SUMS = NB * 8 * SUM_STRIDE;
+    using Columns = std::conditional_t<BITS == 16, HalfColumns, DigitColumns>;
+#if __CUDA_ARCH__ >= 900
+    constexpr int PIECE_BYTES = SLOTS * sizeof(Columns);   // of x
+#endif
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    const int split = p.split;
+    const int group = warp * p.inverse >> 8, part = warp - group * split, groups = WARPS * p.inverse >> 8;
+
+    extern __shared__ __align__(128) uint4 shared[];
+    float* const sums = reinterpret_cast<float*>(shared + WARPS * p.depth * Ring<META>::STAGE_WORDS);   // [WARPS][TILES][TILE_SUMS]
+    __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
+    __shared__ float2 tops[WARPS][NB * 8];
+#if __CUDA_ARCH__ >= 900
+    __shared__ uint64_t arrivals[WARPS];   // of pieces of x
+    uint64_t* const arrival = arrivals + warp;
+    uint8_t* const piece_at = reinterpret_cast<uint8_t*>(sums + WARPS * TILES * TILE_SUMS) + warp * (NB * PIECE_BYTES);
+    if (lane == 0) barrier_init(arrival);
+#endif
+
+    release_successor();
+
+    const int step = gridDim.x * groups;
+    const int first = group < groups ? blockIdx.x * groups + group : p.tiles;
+    const int pieces = p.spans * STAGES;
+    const int begin = part * pieces / split, end = (part + 1) * pieces / split;   // this warp's
+
+    // What to request next: tile `j` of TILES, `step` apart from `base` on.
+    int ahead_base = first, ahead_piece = begin, ahead_tile = first, ahead_j = 0;
+    Ring<META, 1> ring(shared + warp * p.depth * Ring<META>::STAGE_WORDS, barriers[warp], p.depth);
+    auto request = [&]() {
+        const bool any = ahead_tile < p.tiles;
+        ring.request(p.codes + (size_t(ahead_tile) * pieces + ahead_piece) * 2048,
+                     p.meta + (size_t(ahead_tile) * p.spans + ahead_piece / STAGES) * p.meta_bytes, p.meta_bytes, any);
+        if (any) {
+            ahead_tile += step;
+            if (++ahead_j == TILES || ahead_tile >= p.tiles) {
+                ahead_j = 0;
+                if (++ahead_piece == end) {
+                    ahead_piece = begin;
+                    ahead_base += TILES * step;
+                }
+                ahead_tile = ahead_base;
+            }
+        }
+    };
+#pragma unroll 1
+    for (int i = 0; i < p.depth; i++) request();
+
+    if (p.epilogue == HEAD && lane < NB * 8) tops[warp][lane] = make_float2(-INFINITY, 0.f);
+    wait_for_predecessor();
+
+#if __CUDA_ARCH__ >= 900
+    uint32_t arrival_parity = 0;
+    auto request_piece = [&](int piece) {
+        if (lane == 0) {
+            barrier_expect(arrival, NB * PIECE_BYTES);
+#pragma unroll
+            for (int n = 0; n < NB; n++)
+                copy_bulk(piece_at + n * PIECE_BYTES,
+                          static_cast<const uint8_t*>(p.columns) + (size_t(n) * p.spans * 4 + piece * SLOTS) * sizeof(Columns), PIECE_BYTES, arrival);
+        }
+    };
+    if (first < p.tiles) request_piece(begin);
+#endif
+    bool stage_read = false;   // the ring's stage before the next one may be filled again
+
+    float y[TILES][NB][4];   // rows g, g (columns 2t, 2t + 1), g + 8, g + 8
+
+    // Ends `count` tiles from `base` on: sums over the warps that share them, then the epilogue.
+    auto finish = [&](int base, int count) {
+        auto meet = [&]() {
+            if (split == 1)
+                __syncwarp();
+            else
+                asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(split * 32) : "memory");
+        };
+        if (base != first) meet();   // the sums of earlier tiles are read
+        float* const mine = sums + warp * (TILES * TILE_SUMS) + 2 * t * SUM_STRIDE + g;
+#pragma unroll
+        for (int j = 0; j < TILES; j++)
+#pragma unroll
+            for (int n = 0; n < NB; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) mine[j * TILE_SUMS + (n * 8 + i % 2) * SUM_STRIDE + i / 2 * 8] = y[j][n][i];
+        meet();
+        const float* const from = sums + (warp - part) * (TILES * TILE_SUMS);
+#pragma unroll 1
+        for (int e = part * 32 + lane; e < count * NB * 128; e += split * 32) {
+            const int r = e % 16, c = e / 16 % (NB * 8), j = e / (NB * 128);
+            const int tile = base + j * step, row = tile * 16 + r;
+            const bool there = c < p.m && row < p.rows;
+            float* const to = p.out + size_t(c) * p.rows + row;
+            const float old = p.epilogue == ADD && there ? __ldcg(to) : 0.f;
+            float factor = BITS == 16 ? p.scale / HALVES_SCALE : p.scale;
+            if (p.factors && c < p.m) factor *= __ldcg(p.factors + c);
+            float v = 0.f;
+#pragma unroll 4
+            for (int w = 0; w < split; w++) v += from[w * (TILES * TILE_SUMS) + j * TILE_SUMS + c * SUM_STRIDE + r];
+            v *= factor;
+            if (p.epilogue == SILU) {
+                const float up = __shfl_down_sync(~0u, v, 8);
+                if (r < 8 && there) p.out[size_t(c) * (p.rows / 2) + tile * 8 + r] = __fdividef(v, 1.f + __expf(-v)) * up;
+                continue;
+            }
+            if (there) *to = v + old;
+            if (p.epilogue == HEAD) {
+                // Of equals the lowest row; 16 lanes hold one column.
+                float best = there ? v : -INFINITY;
+                int best_row = row;
+#pragma unroll
+                for (int m = 8; m > 0; m >>= 1) {
+                    const float o = __shfl_xor_sync(~0u, best, m);
+                    const int q = __shfl_xor_sync(~0u, best_row, m);
+                    if (o > best || (o == best && q < best_row)) best = o, best_row = q;
+                }
+                if (r == 0 && best > tops[warp][c].x) tops[warp][c] = make_float2(best, __int_as_float(best_row));
+                __syncwarp();
+            }
+        }
+    };
+
+#pragma unroll 1
+    for (int base = first; base < p.tiles; base += TILES * step) {
+        const int count = min(TILES, (p.tiles - base + step - 1) / step);
+#pragma unroll
+        for (int j = 0; j < TILES; j++)
+#pragma unroll
+            for (int n = 0; n < NB; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) y[j][n][i] = 0.f;
+#pragma unroll 1
+        for (int piece = begin; piece < end; piece++) {
+            // The piece of x: words [slot][group of rows][hi, lo] (FP16: and chunk), scales and
+            // sums of columns 2t and 2t + 1.
+            constexpr int WORDS = BITS == 16 ? 4 : 2;
+            uint4 x[SLOTS][NB][WORDS];
+            float2 x_scale[SLOTS][NB], x_sum[SLOTS][NB][SLOT == 32 ? 2 : 1];
+#if __CUDA_ARCH__ >= 900
+            // A lone piece stays where it is.
+            const bool lone = end - begin == 1;
+            if (!lone || base == first) {
+                barrier_wait(arrival, arrival_parity);
+                arrival_parity ^= 1;
+            }
+            const uint8_t* const columns = piece_at;
+            constexpr int GROUP_BYTES = PIECE_BYTES;
+            auto load = [](const auto* at) { return *at; };
+#else
+            const uint8_t* const columns = static_cast<const uint8_t*>(p.columns) + size_t(piece) * SLOTS * sizeof(Columns);
+            const int GROUP_BYTES = p.spans * 4 * sizeof(Columns);
+            auto load = [](const auto* at) { return __ldcg(at); };
+#endif
+#pragma unroll
+            for (int s = 0; s < SLOTS; s++)
+#pragma unroll
+                for (int n = 0; n < NB; n++) {
+                    const Columns& from = reinterpret_cast<const Columns*>(columns + n * GROUP_BYTES)[s];
+                    const uint4* words = reinterpret_cast<const uint4*>(from.words);
+#pragma unroll
+                    for (int i = 0; i < WORDS; i++) x[s][n][i] = load(words + i * 32 + lane);
+                    if constexpr (BITS != 16) {
+                        x_scale[s][n] = load(reinterpret_cast<const float2*>(from.scales) + t);
+                        const float2 a = load(reinterpret_cast<const float2*>(from.sums[0]) + t);
+                        const float2 b = load(reinterpret_cast<const float2*>(from.sums[1]) + t);
+                        if constexpr (SLOT == 32) {
+                            x_sum[s][n][0] = a;
+                            x_sum[s][n][1] = b;
+                        } else {
+                            x_sum[s][n][0] = make_float2(a.x + b.x, a.y + b.y);
+                        }
+                    }
+                }
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                if (j >= count) break;
+                const uint4* from = ring.wait();
+                // What was read before this wait has arrived in registers: the copy engine may
+                // write there. Right after the reads were issued it might overtake them.
+                __syncwarp();
+                if (stage_read) request();
+                stage_read = true;
+#if __CUDA_ARCH__ >= 900
+                if (j == 0 && !lone && (piece + 1 < end || base + TILES * step < p.tiles))
+                    request_piece(piece + 1 < end ? piece + 1 : begin);
+#endif
+                uint4 codes[4];
+                GroupMeta<BITS, ZERO> meta[PARTS];
+#pragma unroll
+                for (int i = 0; i < 4; i++) codes[i] = from[i * 32 + lane];
+#pragma unroll
+                for (int i = 0; i < PARTS; i++) {
+                    const int at = piece % STAGES * PARTS + i;
+                    meta[i].load(reinterpret_cast<const uint8_t*>(from + 128), p.groups, SLOT == 32 ? at : at * p.groups >> 2, g);
+                }
+                if constexpr (BITS == 16) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++)   // product i % 2 of chunk i / 2
+#pragma unroll
+                        for (int n = 0; n < NB; n++)
+#pragma unroll
+                            for (int d = 0; d < 2; d++) {
+                                const uint4 b = x[0][n][i / 2 * 2 + d];
+                                mma_16816(y[j][n], codes[i].x, codes[i].y, codes[i].z, codes[i].w, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
+                            }
+                } else {
+#pragma unroll
+                    for (int s = 0; s < SLOTS; s++) {
+                        int high[NB][4] = {}, low[NB][4] = {};
+#pragma unroll
+                        for (int c = 0; c < 2; c++) {
+                            uint32_t a0, a1, a2, a3;
+                            if constexpr (BITS == 4) {
+                                constexpr uint32_t LOW = 0x0f0f0f0f;
+                                const uint32_t v = c ? codes[s].z : codes[s].x, w = c ? codes[s].w : codes[s].y;
+                                a0 = v & LOW, a1 = w & LOW, a2 = v >> 4 & LOW, a3 = w >> 4 & LOW;
+                            } else {
+                                const uint4 v = codes[2 * s + c];
+                                a0 = v.x, a1 = v.y, a2 = v.z, a3 = v.w;
+                            }
+#pragma unroll
+                            for (int n = 0; n < NB; n++) {
+                                const uint4 h = x[s][n][0], l = x[s][n][1];
+                                mma_16832(high[n], a0, a1, a2, a3, c ? h.z : h.x, c ? h.w : h.y);
+                                mma_16832(low[n], a0, a1, a2, a3, c ? l.z : l.x, c ? l.w : l.y);
+                            }
+                            if (SLOT == 64 && c == 0) continue;
+                            const GroupMeta<BITS, ZERO>& m = meta[SLOT == 32 ? 2 * s + c : s];
+                            const float2 scale = m.scales(), zero = m.zeros();
+#pragma unroll
+                            for (int n = 0; n < NB; n++) {
+                                const float2 xs = x_scale[s][n], sum = x_sum[s][n][SLOT == 32 ? c : 0];
+#pragma unroll
+                                for (int i = 0; i < 4; i++) {
+                                    const float product = float(high[n][i] * 256 + low[n][i]) * (i % 2 ? xs.y : xs.x);
+                                    const float of = i % 2 ? sum.y : sum.x, sc = i / 2 ? scale.y : scale.x, z = i / 2 ? zero.y : zero.x;
+                                    if constexpr (ZERO == OFFSET)
+                                        y[j][n][i] += fmaf(sc, product, z * of);
+                                    else
+                                        y[j][n][i] = fmaf(sc, fmaf(-z, of, product), y[j][n][i]);
+                                    high[n][i] = low[n][i] = 0;
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        finish(base, count);
+    }
+
+    if (p.epilogue == HEAD) {
+        __syncthreads();
+        if (threadIdx.x < p.m) {
+            float2 best = tops[0][threadIdx.x];
+            for (int i = 1; i < WARPS; i++) {
+                const float2 o = tops[i][threadIdx.x];
+                if (o.x > best.x || (o.x == best.x && __float_as_int(o.y) < __float_as_int(best.y))) best = o;
+            }
+            p.best[size_t(threadIdx.x) * gridDim.x + blockIdx.x] = best;
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! The kernels of a decode step of several sequences.
+
+use super::common::{affine, dense, nmse, normal};
+use super::{
+    Case, EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, pack,
+    weights,
+};
+use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
+use nq_kernels::cpu::KvType;
+use nq_kernels::cuda::{
+    AttentionScratch, Columns, DeviceCache, GemvOutput, Gpu, HEAD_DIM, Heads, MOST_SEQUENCES, Norm,
+    Row, Stack, Step, Stream, best_len,
+};
+use nq_kernels::reference;
+
+/// Sequences that kernels are tried with.
+const SEQUENCES: [usize; 8] = [1, 2, 3, 7, 8, 9, 13, 16];
+
+/// Rows whose magnitudes differ widely, as residual streams' do.
+fn activations(m: usize, inp: usize, seed: u64) -> Vec<f32> {
+    let mut x = normal(m * inp, seed);
+    for (i, row) in x.chunks_mut(inp).enumerate() {
+        row.iter_mut().skip(i).step_by(37).for_each(|v| *v *= 300.0);
+    }
+    x
+}
+
+/// A product of several rows in all its forms, on the weight's `rows`.
+fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
+    let (out, inp) = w.dims();
+    let packed = pack(gpu, &[w], Stack::Concat);
+    let w = &as_on_device(w);
+    let x = activations(MOST_SEQUENCES, inp, 71);
+    let gain: Vec<f32> = normal(inp, 72).iter().map(|v| 1.0 + 0.2 * v).collect();
+    let mut matrix = vec![0f32; rows.len() * inp];
+    for (&r, row) in rows.iter().zip(matrix.chunks_mut(inp)) {
+        w.dequantize_row(r, row).unwrap();
+    }
+    let product = |x: &[f32]| -> Vec<f32> {
+        let of = |row: &[f32]| reference::dot(x, row);
+        matrix.chunks(inp).map(of).collect()
+    };
+    let pick = |y: &[f32]| -> Vec<f32> {
+        let of = |y: &[f32]| -> Vec<f32> { rows.iter().map(|&r| y[r]).collect() };
+        y.chunks(out).flat_map(of).collect()
+    };
+    let each = |f: &dyn Fn(&[f32]) -> Vec<f32>| -> Vec<f32> { x.chunks(inp).flat_map(f).collect() };
+    let normalized = each(&|x| product(&as_normalized(w, x, &gain)));
+    let plain = each(&|x| product(&as_multiplied(w, x)));
+    let residual = normal(MOST_SEQUENCES * out, 73);
+
+    let x = gpu.upload("a test", &x).unwrap();
+    let gain = gpu.upload("a test", &gain).unwrap();
+    let norm = Norm {
+        gain: &gain,
+        eps: 1e-6,
+    };
+    let mut columns = Columns::new(gpu, MOST_SEQUENCES, inp).unwrap();
+    for m in SEQUENCES {
+        let name = format!("gemv_batch {} [{out}, {inp}] m {m}", w.scheme_name());
+        let n = m * rows.len();
+        let mut last: Option<Vec<f32>> = None;
+        for _ in 0..2 {
+            let mut y = guarded(gpu, &vec![GUARD; m * out]);
+            let output = GemvOutput::Store(norm, &mut y);
+            stream
+                .gemv_batch(&packed, &x, output, &mut columns, m, false)
+                .unwrap();
+            let found = finish(stream, &y);
+            let error = nmse(&pick(&found), &normalized[..n]);
+            assert!(error < 2e-8, "{name} store: {error:e}");
+            assert!(
+                last.is_none_or(|l| l == found),
+                "{name}: not the same again"
+            );
+            last = Some(found);
+        }
+
+        let mut logits = guarded(gpu, &vec![GUARD; m * out]);
+        let blocks = best_len(gpu, &packed, m);
+        if m > 1 {
+            let mut best = gpu.zeros("a test", m * blocks).unwrap();
+            let output = GemvOutput::Head(norm, &mut logits, &mut best);
+            stream
+                .gemv_batch(&packed, &x, output, &mut columns, m, true)
+                .unwrap();
+            let found = finish(stream, &logits);
+            assert!(
+                Some(&found) == last.as_ref(),
+                "{name}: head differs from store"
+            );
+            let mut bests = vec![[0f32; 2]; best.len()];
+            best.read(0, &mut bests).unwrap();
+            let better =
+                |a: (f32, usize), b: (f32, usize)| match b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
+                    true => b,
+                    false => a,
+                };
+            let start = (f32::NEG_INFINITY, usize::MAX);
+            for (bests, row) in bests.chunks(blocks).zip(found.chunks(out)) {
+                let from_blocks = bests.iter().map(|b| (b[0], b[1].to_bits() as usize));
+                let from_logits = row.iter().copied().zip(0..);
+                assert_eq!(
+                    from_blocks.fold(start, better),
+                    from_logits.fold(start, better),
+                    "{name}: the best"
+                );
+            }
+        }
+
+        // Added to a residual, without a norm.
+        let mut y = guarded(gpu, &residual[..m * out]);
+        stream
+            .gemv_batch(&packed, &x, GemvOutput::Add(&mut y), &mut columns, m, false)
+            .unwrap();
+        let found = finish(stream, &y);
+        let expected: Vec<f32> = plain[..n]
+            .iter()
+            .zip(pick(&residual[..m * out]))
+            .map(|(p, r)| p + r)
+            .collect();
+        let error = nmse(&pick(&found), &expected);
+        assert!(error < 2e-8, "{name} add: {error:e}");
+    }
+}
+
+#[test]
+fn products_of_several_sequences() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    for (out, inp) in EDGES {
+        let rows: Vec<usize> = (0..out).collect();
+        for w in weights(out, inp, 31) {
+            check(&gpu, &stream, &w, &rows);
+        }
+    }
+}
+
+/// Shapes of Qwen3 on seeded rows, with the schemes that nq writes.
+#[test]
+fn products_of_several_sequences_in_real_shapes() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let scheme = |bits, group, zeros| AffineScheme {
+        bits,
+        group: Group::Size(group),
+        zeros,
+    };
+    let (int4, int8) = (
+        scheme(Bits::B4, 64, Zeros::Integer),
+        scheme(Bits::B8, 128, Zeros::None),
+    );
+    for (i, (out, inp)) in [(1024, 3072), (4096, 1024), (4096, 12288), (5120, 25600)]
+        .into_iter()
+        .enumerate()
+    {
+        let seed = i as u64;
+        let mut rows: Vec<usize> = (0..64).map(|k| (k * 7919 + 13) % out).collect();
+        rows.extend([0, out - 1]);
+        for w in [
+            affine(int4, out, inp, None, seed),
+            affine(int8, out, inp, None, seed),
+            dense(DType::BF16, out, inp, seed),
+        ] {
+            check(&gpu, &stream, &w, &rows);
+        }
+    }
+}
+
+#[test]
+fn gates_and_ups_of_several_sequences() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    for (width, inp) in [(8, 256), (40, 72), (264, 1000)] {
+        for (gate, up) in weights(width, inp, 41).iter().zip(&weights(width, inp, 43)) {
+            let packed = pack(&gpu, &[gate, up], Stack::Interleave);
+            let x = activations(MOST_SEQUENCES, inp, 75);
+            let ones = vec![1f32; inp];
+            let mut expected = vec![0f32; MOST_SEQUENCES * width];
+            for (x, y) in x.chunks(inp).zip(expected.chunks_mut(width)) {
+                let row = as_normalized(gate, x, &ones);
+                let (mut g, mut u) = (vec![0f32; width], vec![0f32; width]);
+                reference::linear(&row, gate, &mut g).unwrap();
+                reference::linear(&row, up, &mut u).unwrap();
+                reference::silu_mul(&g, &u, y);
+            }
+            // One power of two serves both: their roundings are those of the greater.
+            let f32s = matches!(gate, Weight::Dense(t) if t.dtype() == DType::F32);
+            let tolerance = if f32s { 1e-6 } else { 1e-8 };
+            let x = gpu.upload("a test", &x).unwrap();
+            let ones = gpu.upload("a test", &ones).unwrap();
+            let norm = Norm {
+                gain: &ones,
+                eps: 1e-6,
+            };
+            let mut columns = Columns::new(&gpu, MOST_SEQUENCES, inp).unwrap();
+            for m in SEQUENCES {
+                let mut y = guarded(&gpu, &vec![GUARD; m * width]);
+                let output = GemvOutput::Silu(norm, &mut y);
+                stream
+                    .gemv_batch(&packed, &x, output, &mut columns, m, false)
+                    .unwrap();
+                let error = nmse(&finish(&stream, &y), &expected[..m * width]);
+                let name = gate.scheme_name();
+                assert!(
+                    error < tolerance,
+                    "silu {name} [{width}, {inp}] m {m}: {error:e}"
+                );
+            }
+        }
+    }
+}
+
+/// Sequences of different lengths, in slots in another order, step together.
+fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
+    let stream = gpu.stream().unwrap();
+    let (heads, width, m) = (case.heads, case.width(), lengths.len());
+    let name = format!("{} heads {heads}/{} {lengths:?}", case.kv, case.kv_heads);
+    let q_gain = gpu.upload("a test", &case.gains[0]).unwrap();
+    let k_gain = gpu.upload("a test", &case.gains[1]).unwrap();
+    let table: Vec<[f32; 2]> = case.table.iter().map(|&(c, s)| [c, s]).collect();
+    let table = gpu.upload("a test", &table).unwrap();
+    let settings = Heads {
+        heads,
+        q_gain: &q_gain,
+        k_gain: &k_gain,
+        cos_sin: &table,
+        eps: 1e-6,
+    };
+    let slot_of = |i: usize| (i + 1) % m;
+    let mut cache = DeviceCache::new(gpu, case.kv, m, case.kv_heads, case.len).unwrap();
+    for (i, &len) in lengths.iter().enumerate() {
+        let places: Vec<Row> = (0..len)
+            .map(|p| Row {
+                position: p as i32,
+                slot: slot_of(i) as i32,
+            })
+            .collect();
+        let places = gpu.upload("a test", &places).unwrap();
+        let mut qkv = gpu.upload("a test", &case.qkv).unwrap();
+        stream
+            .append(&mut qkv, &places, &settings, &mut cache, len)
+            .unwrap();
+        stream.synchronize().unwrap();
+    }
+    let last: Vec<usize> = lengths.iter().map(|n| n - 1).collect();
+    let steps: Vec<Step> = (last.iter().enumerate())
+        .map(|(i, &p)| Step {
+            position: p as i32,
+            slot: slot_of(i) as i32,
+            ..Step::default()
+        })
+        .collect();
+    let steps = gpu.upload("a test", &steps).unwrap();
+    let of = |&p: &usize| case.qkv[p * width..(p + 1) * width].to_vec();
+    let qkv: Vec<f32> = last.iter().flat_map(of).collect();
+    let qkv = gpu.upload("a test", &qkv).unwrap();
+    let mut scratch = AttentionScratch::new(gpu, heads, case.kv_heads, m).unwrap();
+    let expected = case.expected(&last);
+    let tolerance = if case.kv == KvType::Int8 { 2e-5 } else { 1e-6 };
+    let mut before: Option<Vec<f32>> = None;
+    for _ in 0..2 {
+        let mut out = guarded(gpu, &vec![GUARD; m * heads * HEAD_DIM]);
+        stream
+            .attention_decode(
+                &qkv,
+                &steps,
+                &settings,
+                &mut cache,
+                &mut scratch,
+                &mut out,
+                m,
+            )
+            .unwrap();
+        let found = finish(&stream, &out);
+        let error = nmse(&found, &expected);
+        assert!(error < tolerance, "attention_decode {name}: {error:e}");
+        assert!(
+            before.is_none_or(|b| b == found),
+            "attention_decode {name}: not the same again"
+        );
+        before = Some(found);
+    }
+}
+
+#[test]
+fn attention_of_several_sequences() {
+    let Some(gpu) = gpu() else { return };
+    for kv in [KvType::F16, KvType::Int8] {
+        let case = Case::new(16, 8, kv, 300);
+        check_attention(&gpu, &case, &[1, 300]);
+        check_attention(&gpu, &case, &[257, 32, 33, 1, 2, 300, 128, 129]);
+        let case = Case::new(8, 1, kv, 1500);
+        check_attention(&gpu, &case, &[1500, 700, 5]);
+        let lengths: Vec<usize> = (0..MOST_SEQUENCES).map(|i| 1 + 97 * i).collect();
+        check_attention(&gpu, &case, &lengths);
+    }
+}
