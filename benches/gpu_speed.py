@@ -18,8 +18,14 @@ PRESETS = ["0.6b", "1.7b", "4b", "8b", "14b", "32b"]
 BITS = [4, 8, 16]
 # Where the chat path is measured beside the bare loop.
 CHAT = [("0.6b", 4), ("8b", 4)]
+# Decoding of several sequences, far into a context, with a smaller cache, and by plain kernels.
+MORE = {
+    ("0.6b", 4): [["--batch", "4"], ["--batch", "8"], ["--batch", "16"], ["--kernels", "reference"]],
+    ("8b", 4): [["--batch", "4"], ["--batch", "8"], ["--batch", "16"], ["--depth", "8192"],
+                ["--depth", "8192", "--kv", "8"]],
+}  # fmt: skip
 COLUMNS = [
-    "preset", "bits", "test", "depth", "batch", "kernels", "tok_s", "tok_s_std", "gb_s",
+    "preset", "bits", "kv", "test", "depth", "batch", "kernels", "tok_s", "tok_s_std", "gb_s",
     "bandwidth_share", "ms_per_token_p50", "ms_per_token_p99", "repeats", "machine_gb_s",
     "bytes_per_token", "streaming_overhead", "measurement_error",
 ]  # fmt: skip
@@ -32,42 +38,70 @@ def driver():
 
 
 def measure(nq, path, presets):
-    """Appends the rows of every preset and width to `path`."""
+    """Writes the rows of every preset and width to `path`."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         file.write(f"# {datetime.date.today()}, one {driver()}; random weights; medians of 5\n")
-        file.write("# nq bench --preset qwen3-PRESET --bits BITS --device cuda -p 512 -n 128\n")
+        file.write("# nq bench --preset qwen3-PRESET --bits BITS --device cuda --depth 16 -p 512 -n 128\n")
+        file.write("# (other depths, batches, caches and kernels, as columns say: -p 0 -n 128)\n")
         out = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         out.writeheader()
         for preset in presets:
             for bits in BITS:
-                command = [nq, "bench", "--preset", f"qwen3-{preset}", "--bits", str(bits),
-                           "--device", "cuda", "-p", "512", "-n", "128", "--json"]  # fmt: skip
-                if (preset, bits) not in CHAT:
-                    command.append("--no-chat")
-                run = subprocess.run(command, capture_output=True, text=True, check=False)
-                if not run.stdout:
-                    sys.exit(f"{' '.join(command)}: {run.stderr}")
-                for row in json.loads(run.stdout):
-                    row = {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}
-                    out.writerow({"preset": preset, **row, "bits": bits})
-                file.flush()
+                base = [nq, "bench", "--preset", f"qwen3-{preset}", "--bits", str(bits), "--device", "cuda", "--json"]
+                chat = [] if (preset, bits) in CHAT else ["--no-chat"]
+                runs = [["-p", "512", "-n", "128", "--depth", "16", *chat]]
+                for flags in MORE.get((preset, bits), []):
+                    depth = [] if "--depth" in flags else ["--depth", "16"]
+                    runs.append(["-p", "0", "-n", "128", "--no-chat", *depth, *flags])
+                for flags in runs:
+                    run = subprocess.run(base + flags, capture_output=True, text=True, check=False)
+                    if not run.stdout:
+                        sys.exit(f"{' '.join(base + flags)}: {run.stderr}")
+                    kv = flags[flags.index("--kv") + 1] if "--kv" in flags else "16"
+                    for row in json.loads(run.stdout):
+                        row = {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}
+                        out.writerow({"preset": preset, "kv": kv, **row, "bits": bits})
+                    file.flush()
 
 
 def table(path):
     """Prints tokens per second, and the share of the measured bandwidth, as Markdown."""
     with open(path, encoding="utf-8") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    cells = {(r["preset"], int(r["bits"]), r["test"]): r for r in rows}
+
+    def find(preset, bits, test, batch="1", depth=None, kv="16", kernels="fused"):
+        def fits(r):
+            at = (r["preset"], r["bits"], r["test"], r["batch"], r.get("kv", "16"), r["kernels"])
+            deep = r["depth"] == depth if depth else int(r["depth"]) <= 16
+            return at == (preset, str(bits), test, batch, kv, kernels) and deep
+
+        return next(filter(fits, rows), None)
+
+    def rate(row):
+        return f"{float(row['tok_s']):,.0f}" if row else "-"
+
+    def shared(row):
+        return f"{rate(row)} ({100 * float(row['bandwidth_share']):.0f} %)" if row else "-"
+
     print("| Qwen3 | INT4 tok/s | INT8 tok/s | FP16 tok/s | prefill of 512, INT4 / INT8 / FP16 |")
     print("|---|---:|---:|---:|---:|")
     for preset in PRESETS:
-        if (preset, 4, "tg128") not in cells:
+        if not find(preset, 4, "tg128"):
             continue
-        decode = [cells[preset, b, "tg128"] for b in BITS]
-        prefill = [cells.get((preset, b, "pp512")) for b in BITS]
-        shown = [f"{float(r['tok_s']):,.0f} ({100 * float(r['bandwidth_share']):.0f} %)" for r in decode]
-        fed = " / ".join(f"{float(r['tok_s']):,.0f}" if r else "-" for r in prefill)
-        print(f"| {preset.upper()} | {' | '.join(shown)} | {fed} |")
+        decode = " | ".join(shared(find(preset, b, "tg128")) for b in BITS)
+        prefill = " / ".join(rate(find(preset, b, "pp512")) for b in BITS)
+        print(f"| {preset.upper()} | {decode} | {prefill} |")
+    if not find("0.6b", 4, "tg128", batch="8"):
+        return
+    print()
+    print("| Qwen3, INT4 | batch 4 / 8 / 16 | depth 8,192 | the same, INT8 KV | plain kernels |")
+    print("|---|---:|---:|---:|---:|")
+    for preset, bits in MORE:
+        batches = " / ".join(rate(find(preset, bits, "tg128", batch=b)) for b in ("4", "8", "16"))
+        deep = rate(find(preset, bits, "tg128", depth="8192"))
+        small = rate(find(preset, bits, "tg128", depth="8192", kv="8"))
+        plain = rate(find(preset, bits, "tg128", kernels="reference"))
+        print(f"| {preset.upper()} | {batches} | {deep} | {small} | {plain} |")
 
 
 if __name__ == "__main__":

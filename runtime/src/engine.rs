@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::cpu::{KvType, OpTiming};
+use rayon::prelude::*;
 use std::fmt;
 use std::ops::{ControlFlow, Range};
 
@@ -242,10 +243,16 @@ pub(crate) fn decode_on_host<S: Session + ?Sized>(
             .collect();
         let logits = session.forward(&chunks, None)?;
         drop(chunks);
+        // A large vocabulary's softmax takes a millisecond: no sequence waits for another's.
+        (sequences.par_iter_mut().zip(&mut tokens).enumerate()).try_for_each(
+            |(i, (sequence, token))| -> Result<()> {
+                *token = sequence.sampler.sample(logits.row(i))?;
+                Ok(())
+            },
+        )?;
         let mut flow = ControlFlow::Continue(());
-        for (i, (sequence, token)) in sequences.iter_mut().zip(&mut tokens).enumerate() {
-            *token = sequence.sampler.sample(logits.row(i))?;
-            if each(i, *token).is_break() {
+        for (i, &token) in tokens.iter().enumerate() {
+            if each(i, token).is_break() {
                 flow = ControlFlow::Break(());
             }
         }

@@ -533,8 +533,8 @@ pub struct AttentionScratch {
 
 impl AttentionScratch {
     /// `sizeof(AttentionShared)` of `cuda/attention_decode.cuh`, with some room.
-    const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 4096;
-    const SHARED_INT8: usize = 2 * 4 * 8 * 512 + 4 * 1024 + 4096 + 4096;
+    const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2048;
+    const SHARED_INT8: usize = 2 * 4 * 8 * 512 + 4 * 1024 + 4096 + 2048;
     /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
     const MOST_SPLITS: usize = 64;
 
@@ -553,9 +553,11 @@ impl AttentionScratch {
         })
     }
 
-    /// Parts of a context, at most: as many as two blocks on every multiprocessor take.
+    /// Parts of a context, at most: as many as fill the device. Of several sequences two blocks
+    /// share a multiprocessor; of one that made short contexts slower, as all blocks are
+    /// started.
     fn splits(gpu: &Gpu, kv_heads: usize, m: usize) -> usize {
-        let blocks = 2 * gpu.info().multiprocessors;
+        let blocks = gpu.info().multiprocessors * if m > 1 { 2 } else { 1 };
         (blocks / (kv_heads * m).max(1)).clamp(1, Self::MOST_SPLITS)
     }
 }

@@ -1,0 +1,170 @@
+//! The GPU engine's quality: the demo model, quantized, against the CPU with unrounded
+//! activations. Without a GPU the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that
+//! a failure.
+#![cfg(feature = "cuda")]
+#![allow(
+    clippy::print_stdout,
+    reason = "figures and skipped tests are worth showing"
+)]
+
+use nq_evals::{EvalSpec, Protocol, compare, kld_rows};
+use nq_formats::{Bits, Checkpoint};
+use nq_quantize::{Schemes, quantize_at_load};
+use nq_runtime::{
+    ActivationChoice, Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Session,
+    SessionSpec, Tokenizer, load,
+};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+fn assets() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("assets")
+}
+
+/// Both engines over the demo model at `bits`, and the evaluation text.
+struct Pair {
+    gpu: Arc<dyn Engine>,
+    cpu: Arc<dyn Engine>,
+    tokens: Vec<u32>,
+}
+
+fn pair(bits: Bits) -> Option<Pair> {
+    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+    if let Err(e) = nq_kernels::cuda::device_count() {
+        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
+        println!("skipped: {e}");
+        return None;
+    }
+    let demo = || Checkpoint::open(&assets().join("demo")).expect("it is part of the sources");
+    let engine = |device, activations| {
+        let checkpoint =
+            quantize_at_load(demo(), Schemes::defaults(bits)).expect("the schemes fit");
+        let options = LoadOptions {
+            device,
+            activations,
+            ..LoadOptions::default()
+        };
+        load(checkpoint.config(), checkpoint.store(), &options, &()).expect("it loads")
+    };
+    let tokenizer = Tokenizer::from_files(demo().files()).expect("a tokenizer");
+    let text = std::fs::read_to_string(assets().join("demo-eval.txt")).expect("the text");
+    Some(Pair {
+        gpu: engine(DeviceChoice::Cuda(0), ActivationChoice::Auto),
+        cpu: engine(DeviceChoice::Cpu, ActivationChoice::F32),
+        tokens: tokenizer.encode(&text).expect("it can be encoded"),
+    })
+}
+
+fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
+    let spec = SessionSpec {
+        slots: 3,
+        ctx: 256,
+        kv,
+        max_rows: 256,
+    };
+    engine.session(spec).expect("it fits")
+}
+
+/// Logits of a chunk of each of some slots.
+fn forward(session: &mut dyn Session, chunks: &[(usize, &[u32])]) -> Vec<f32> {
+    let chunks: Vec<Chunk<'_>> = (chunks.iter())
+        .map(|&(slot, tokens)| Chunk {
+            slot,
+            tokens,
+            logits: LogitsWanted::All,
+        })
+        .collect();
+    session
+        .forward(&chunks, None)
+        .expect("it runs")
+        .data
+        .to_vec()
+}
+
+/// Greatest difference of logits; of rows whose best token differs, how far apart the two lie.
+fn differences(ours: &[f32], theirs: &[f32], vocab: usize) -> (f32, f32) {
+    let best = |row: &[f32]| -> usize {
+        let better = |best: usize, i: usize| if row[i] > row[best] { i } else { best };
+        (0..row.len()).fold(0, better)
+    };
+    let (mut most, mut gap) = (0f32, 0f32);
+    for (a, b) in ours.chunks(vocab).zip(theirs.chunks(vocab)) {
+        most = a.iter().zip(b).fold(most, |m, (x, y)| m.max((x - y).abs()));
+        gap = gap.max(b[best(b)] - b[best(a)]);
+    }
+    (most, gap)
+}
+
+/// Mean KL divergence of `ours` from `theirs`.
+fn mean_kld(ours: &[f32], theirs: &[f32], vocab: usize) -> f64 {
+    let rows = kld_rows(ours, theirs, vocab).expect("finite");
+    rows.iter().sum::<f64>() / rows.len() as f64
+}
+
+/// Windows of the text fed as the engine is used: most of a window at once, then a token at a
+/// time, then one of each of three windows at a time.
+fn feed(engine: &dyn Engine, kv: KvType, tokens: &[u32]) -> Vec<f32> {
+    let mut session = session(engine, kv);
+    let text = |slot: usize| &tokens[slot * 300..][..240];
+    let mut logits = Vec::new();
+    for slot in 0..3 {
+        logits.extend(forward(&mut *session, &[(slot, &text(slot)[..160])]));
+    }
+    for i in 160..200 {
+        logits.extend(forward(&mut *session, &[(0, &text(0)[i..=i])]));
+    }
+    for i in 160..200 {
+        let each = [
+            (0, &text(0)[i + 40..=i + 40]),
+            (1, &text(1)[i..=i]),
+            (2, &text(2)[i..=i]),
+        ];
+        logits.extend(forward(&mut *session, &each));
+    }
+    logits
+}
+
+#[test]
+fn the_demo_model_is_what_it_is_on_the_cpu() {
+    for bits in [Bits::B4, Bits::B8] {
+        let Some(pair) = pair(bits) else { return };
+        let vocab = pair.cpu.config().vocab_size;
+        let spec = EvalSpec {
+            max_windows: Some(8),
+            ..EvalSpec::new(Protocol::Hf, 256, "demo-eval")
+        };
+        let found = compare(&*pair.gpu, &*pair.cpu, &pair.tokens, &spec, &()).expect("it runs");
+        let kld = found.report.against.expect("compared").kld;
+        println!(
+            "{bits:?}: mean KLD {:.2e}, greatest {:.2e}",
+            kld.mean, kld.max
+        );
+        assert!(kld.mean <= 1e-5, "{bits:?}: mean KLD {:e}", kld.mean);
+
+        let ours = feed(&*pair.gpu, KvType::F16, &pair.tokens);
+        let theirs = feed(&*pair.cpu, KvType::F16, &pair.tokens);
+        let mean = mean_kld(&ours, &theirs, vocab);
+        let (most, gap) = differences(&ours, &theirs, vocab);
+        println!(
+            "{bits:?}, steps included: mean KLD {mean:.2e}, logits differ by {most:.4} at most, \
+             best tokens by {gap:.4}"
+        );
+        assert!(mean <= 1e-5, "{bits:?}, steps included: mean KLD {mean:e}");
+        assert!(most <= 0.05, "{bits:?}: logits differ by {most}");
+        assert!(gap <= 0.05, "{bits:?}: best tokens lie {gap} apart");
+    }
+}
+
+/// What FP16 attention and keys and values in int8 cost on the GPU, against the CPU with nothing
+/// rounded.
+#[test]
+fn an_int8_cache_costs_little() {
+    let Some(pair) = pair(Bits::B4) else { return };
+    let vocab = pair.cpu.config().vocab_size;
+    let exact = feed(&*pair.cpu, KvType::F32, &pair.tokens);
+    let [half, int8] = [KvType::F16, KvType::Int8]
+        .map(|kv| mean_kld(&feed(&*pair.gpu, kv, &pair.tokens), &exact, vocab));
+    println!("mean KLD of an FP16 cache {half:.2e}, of an INT8 cache {int8:.2e}");
+    assert!(half <= 1e-5, "FP16: {half:e}");
+    assert!(int8 <= 5e-4, "INT8: {int8:e}");
+}
