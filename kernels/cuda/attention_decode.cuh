@@ -68,6 +68,7 @@ struct AttentionShared {
     __half fresh_scale[2];
     float top[ATTENTION_WARPS][8];
     float sum[ATTENTION_WARPS][8];
+    float share[8][MOST_SPLITS];                        // of the parts in a head's result
     bool last;
 };
 
@@ -325,9 +326,6 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     __syncthreads();
     if (!sm.last) return;
     __threadfence();
-    // Shares of the parts in a head's result; the weights are read.
-    float(&shares)[8][MOST_SPLITS] = *reinterpret_cast<float(*)[8][MOST_SPLITS]>(sm.weights);
-    static_assert(sizeof(shares) <= sizeof(sm.weights));
     for (int head = warp; head < heads; head += ATTENTION_WARPS) {
         constexpr int EACH = MOST_SPLITS / 32;
         float2 part[EACH];
@@ -347,7 +345,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         }
         const float inv = 1.f / warp_sum(sum);
 #pragma unroll
-        for (int i = 0; i < EACH; i++) shares[head][32 * i + lane] = part[i].x * inv;
+        for (int i = 0; i < EACH; i++) sm.share[head][32 * i + lane] = part[i].x * inv;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < heads * (HEAD_DIM / 4); i += ATTENTION_WARPS * 32) {
@@ -357,7 +355,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
 #pragma unroll 16
         for (int j = 0; j < splits; j++) {
             const float4 part = __ldcg(from + j * (HEAD_DIM / 4));
-            const float f = shares[head][j];
+            const float f = sm.share[head][j];
             v.x = fmaf(f, part.x, v.x), v.y = fmaf(f, part.y, v.y);
             v.z = fmaf(f, part.z, v.z), v.w = fmaf(f, part.w, v.w);
         }

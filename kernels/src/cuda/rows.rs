@@ -532,9 +532,10 @@ pub struct AttentionScratch {
 }
 
 impl AttentionScratch {
-    /// `sizeof(AttentionShared)` of `cuda/attention_decode.cuh`, with some room.
-    const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2048;
-    const SHARED_INT8: usize = 2 * 4 * 8 * 512 + 4 * 1024 + 4096 + 2048;
+    /// `sizeof(AttentionShared)` of `cuda/attention_decode.cuh`: with more, a block would not
+    /// share a multiprocessor with the products of the largest models.
+    const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2832;
+    const SHARED_INT8: usize = 2 * 4 * 8 * 512 + 4 * 1024 + 4096 + 2576;
     /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
     const MOST_SPLITS: usize = 64;
 
