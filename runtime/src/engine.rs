@@ -32,6 +32,11 @@ pub trait Engine: Send + Sync {
         None
     }
 
+    /// What weights and a session take of the memory of a device that is not the machine's.
+    fn device_memory(&self, _spec: &SessionSpec) -> Option<DeviceMemory> {
+        None
+    }
+
     /// Allocates a KV cache and scratch.
     ///
     /// # Errors
@@ -76,6 +81,19 @@ impl fmt::Display for EngineDescription {
             self.engine, self.device, self.kernels, self.activations, self.threads
         )
     }
+}
+
+/// Bytes of a device's own memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Weights.
+    pub weights: usize,
+    /// Keys and values of a session.
+    pub kv: usize,
+    /// Its activations and tables.
+    pub scratch: usize,
+    /// Free now.
+    pub free: usize,
 }
 
 /// What a session reserves.

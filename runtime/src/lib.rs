@@ -29,8 +29,8 @@ pub mod weights;
 pub use chat_template::{ChatTemplate, Message};
 pub use detokenizer::Detokenizer;
 pub use engine::{
-    Chunk, Decoding, Engine, EngineDescription, Hidden, LayerStepper, LayerWeights, LinearId,
-    LinearKind, Logits, LogitsWanted, Observer, Session, SessionSpec,
+    Chunk, Decoding, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, LayerWeights,
+    LinearId, LinearKind, Logits, LogitsWanted, Observer, Session, SessionSpec,
 };
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};

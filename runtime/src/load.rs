@@ -5,7 +5,7 @@ use crate::cpu::{CpuEngine, CpuStepper};
 #[cfg(feature = "cuda")]
 use crate::cuda::CudaEngine;
 use crate::device::Device;
-use crate::engine::{Engine, LayerStepper};
+use crate::engine::{Engine, LayerStepper, SessionSpec};
 use crate::error::{Error, Result};
 use crate::weights::bits;
 use nq_formats::{DType, ModelConfig, Progress, Weight, WeightStore};
@@ -125,6 +125,9 @@ pub struct LoadOptions {
     pub activations: ActivationChoice,
     /// Family of kernels.
     pub kernels: KernelSet,
+    /// A session that will be opened: a GPU must have room for it too, before anything is
+    /// allocated there.
+    pub session: Option<SessionSpec>,
 }
 
 impl LoadOptions {

@@ -14,7 +14,7 @@ use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
 use nq_quantize::quantize_at_load;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
-use nq_runtime::{ChatTemplate, KvType, SamplingParams, SessionSpec, Tokenizer};
+use nq_runtime::{ChatTemplate, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer};
 use std::io::{self, IsTerminal, Read};
 use std::process::ExitCode;
 use std::time::SystemTime;
@@ -134,7 +134,22 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
             human_bytes(memory.kv)
         ));
     }
-    let engine = nq_runtime::load::load(config, store, &global.load_options(), &terminal)?;
+    let options = LoadOptions {
+        session: Some(spec),
+        ..global.load_options()
+    };
+    let engine = nq_runtime::load::load(config, store, &options, &terminal)?;
+    if global.verbose
+        && let Some(memory) = engine.device_memory(&spec)
+    {
+        terminal.note(&format!(
+            "memory: {} of weights on the GPU, {} for the context, {} for activations; {} free",
+            human_bytes(memory.weights as u64),
+            human_bytes(memory.kv as u64),
+            human_bytes(memory.scratch as u64),
+            human_bytes(memory.free as u64)
+        ));
+    }
     let session = engine.session(spec)?;
     if args.no_think && !template.switches_thinking() {
         terminal.note("--no-think: this model's template cannot switch thinking");

@@ -124,13 +124,13 @@ impl Uploader {
 }
 
 impl DeviceLinear {
-    /// Device bytes that `parts` take, packed.
+    /// Device bytes that `parts` take, packed: of codes, and of scales and zero-points.
     ///
     /// # Errors
     /// [`Packing::new`]'s.
-    pub fn device_bytes(parts: &[&Weight], stack: Stack) -> Result<usize> {
+    pub fn device_bytes(parts: &[&Weight], stack: Stack) -> Result<(usize, usize)> {
         let p = Packing::new(parts, stack)?;
-        Ok(p.code_bytes() + p.meta_bytes())
+        Ok((p.code_bytes(), p.meta_bytes()))
     }
 
     /// What kernels it needs.

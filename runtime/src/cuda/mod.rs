@@ -1,15 +1,17 @@
 //! The GPU engine: nq's own forward over `nq_kernels::cuda`.
 
 mod model;
+mod plan;
 mod session;
 
-use crate::engine::{Engine, EngineDescription, Session, SessionSpec};
+use crate::engine::{DeviceMemory, Engine, EngineDescription, Session, SessionSpec};
 use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, LoadOptions};
 use model::CudaModel;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::cpu::OpTiming;
 use nq_kernels::cuda::Gpu;
+use plan::Plan;
 use session::CudaSession;
 use std::sync::{Arc, OnceLock};
 
@@ -42,7 +44,14 @@ impl CudaEngine {
         }
         let gpu = Gpu::open(ordinal)?;
         let device = gpu.info().to_string();
-        let (model, bits) = CudaModel::load(gpu, config, store, options.kernels, progress)?;
+        let (model, bits) = CudaModel::load(
+            gpu,
+            config,
+            store,
+            options.kernels,
+            options.session.as_ref(),
+            progress,
+        )?;
         let description = EngineDescription {
             engine: "nq".into(),
             device,
@@ -90,16 +99,22 @@ impl Engine for CudaEngine {
         self.model.gpu.stop_profile()
     }
 
+    fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
+        let model = &self.model;
+        let plan = Plan::default().with_session(&model.config, model.kernels, spec);
+        Some(DeviceMemory {
+            weights: model.weights,
+            kv: plan.kv,
+            scratch: plan.scratch,
+            free: model.gpu.free_memory().ok()?,
+        })
+    }
+
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
-        let needed = CudaSession::device_bytes(&self.model, &spec) as u64;
-        let available = self.model.gpu.free_memory()? as u64;
-        if needed > available {
-            return Err(Error::Memory {
-                what: "the KV cache and scratch of a session (a smaller --ctx or --kv 8 helps)",
-                needed,
-                available,
-            });
-        }
+        let model = &self.model;
+        Plan::default()
+            .with_session(&model.config, model.kernels, &spec)
+            .check(model.gpu.free_memory()?)?;
         Ok(Box::new(CudaSession::new(self.model.clone(), spec)?))
     }
 }

@@ -1,6 +1,7 @@
 //! A model's weights on a GPU.
 
-use crate::engine::LayerWeights;
+use super::plan::{Plan, taken};
+use crate::engine::{LayerWeights, SessionSpec};
 use crate::error::{Error, Result};
 use crate::models::qwen3;
 use crate::rope::Rotary;
@@ -15,6 +16,8 @@ pub(super) struct CudaModel {
     pub(super) gpu: Gpu,
     pub(super) kernels: KernelSet,
     pub(super) rotary: Rotary,
+    /// Device memory that weights take.
+    pub(super) weights: usize,
     pub(super) layers: Vec<CudaLayer>,
     pub(super) norm: Buffer<f32>,  // [hidden]
     pub(super) head: DeviceLinear, // [vocab, hidden]
@@ -52,8 +55,8 @@ impl CudaLayer {
         })
     }
 
-    /// Device bytes of a layer with these weights.
-    fn device_bytes(weights: &LayerWeights) -> Result<usize> {
+    /// Device memory that a layer with these weights takes.
+    pub(super) fn device_bytes(weights: &LayerWeights) -> Result<usize> {
         let [q, k, v, o, gate, up, down] = &weights.linears;
         let stacks: [(&[&Weight], Stack); 4] = [
             (&[q, k, v], Stack::Concat),
@@ -63,7 +66,8 @@ impl CudaLayer {
         ];
         let mut bytes = 0;
         for (parts, stack) in stacks {
-            bytes += DeviceLinear::device_bytes(parts, stack)?;
+            let (codes, meta) = DeviceLinear::device_bytes(parts, stack)?;
+            bytes += taken(codes) + taken(meta);
         }
         Ok(bytes)
     }
@@ -83,32 +87,32 @@ impl CudaLayer {
 }
 
 impl CudaModel {
-    /// Reads and packs a model; also returns the bits of most weights.
+    /// Reads and packs a model, if there is room for it and for `session`; also returns the
+    /// bits of most weights.
     pub(super) fn load(
         gpu: Gpu,
         config: &ModelConfig,
         store: &dyn WeightStore,
         kernels: KernelSet,
+        session: Option<&SessionSpec>,
         progress: &dyn Progress,
     ) -> Result<(Self, usize)> {
         check_shape(config)?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
-        let mut uploader = Uploader::new(&gpu)?;
-
         let head_weight = qwen3::head(store, config)?;
         let embedding_weight = match config.tie_word_embeddings {
             true => None,
             false => Some(qwen3::embedding(store, config)?),
         };
         let first = LayerWeights::read(store, config, 0)?;
-        preflight(
-            &gpu,
-            config,
-            &first,
-            &head_weight,
-            embedding_weight.as_ref(),
-        )?;
+        let embedding = embedding_weight.as_ref();
+        let mut plan = Plan::of_weights(config, &first, &head_weight, embedding)?;
+        if let Some(spec) = session {
+            plan = plan.with_session(config, kernels, spec);
+        }
+        plan.check(gpu.free_memory()?)?;
+        let mut uploader = Uploader::new(&gpu)?;
 
         let mut dense_f32 = false;
         let mut count = |weights: &[&Weight]| {
@@ -148,6 +152,7 @@ impl CudaModel {
         }
         let model = CudaModel {
             rotary: Rotary::new(config),
+            weights: plan.weights,
             config: config.clone(),
             gpu,
             kernels,
@@ -209,30 +214,6 @@ fn check_shape(config: &ModelConfig) -> Result<()> {
     }
     if !config.hidden_size.is_multiple_of(8) {
         return refuse("hidden_size", "a multiple of 8", config.hidden_size);
-    }
-    Ok(())
-}
-
-/// Compares what the weights need with what is free, before anything is allocated. Layers are
-/// taken to be as large as the first.
-fn preflight(
-    gpu: &Gpu,
-    config: &ModelConfig,
-    first: &LayerWeights,
-    head: &Weight,
-    embedding: Option<&Weight>,
-) -> Result<()> {
-    let mut needed = config.num_hidden_layers * CudaLayer::device_bytes(first)?;
-    for w in [Some(head), embedding].into_iter().flatten() {
-        needed += DeviceLinear::device_bytes(&[w], Stack::Concat)?;
-    }
-    let available = gpu.free_memory()?;
-    if needed > available {
-        return Err(Error::Memory {
-            what: "the model's weights on the GPU (fewer --bits, or --device cpu, help)",
-            needed: needed as u64,
-            available: available as u64,
-        });
     }
     Ok(())
 }

@@ -8,6 +8,7 @@ use crate::engine::{
     Chunk, Decoding, Logits, LogitsWanted, Observer, Session, SessionSpec, check_chunks,
 };
 use crate::error::{Error, Result};
+use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
     Buffer, DeviceCache, DeviceLinear, HEAD_DIM, MOST_SEQUENCES, Pinned, Row, Stream,
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use step::{Graphs, StepRows};
 
 /// Rows of logits computed and copied at a time.
-const LOGIT_ROWS: usize = 64;
+pub(super) const LOGIT_ROWS: usize = 64;
 
 /// Sequences in progress over a [`CudaModel`].
 pub(super) struct CudaSession {
@@ -59,17 +60,16 @@ struct FullRows {
 }
 
 /// Sizes that buffers are cut by.
-struct Widths {
-    hidden: usize,
-    qkv: usize,
-    q: usize,
-    mlp: usize,
-    vocab: usize,
+pub(super) struct Widths {
+    pub(super) hidden: usize,
+    pub(super) qkv: usize,
+    pub(super) q: usize,
+    pub(super) mlp: usize,
+    pub(super) vocab: usize,
 }
 
 impl Widths {
-    fn of(model: &CudaModel) -> Self {
-        let c = &model.config;
+    pub(super) fn of(c: &ModelConfig) -> Self {
         Widths {
             hidden: c.hidden_size,
             qkv: c.q_dim() + 2 * c.kv_dim(),
@@ -85,13 +85,18 @@ impl Widths {
     }
 }
 
-fn padded(width: usize) -> usize {
+/// Device bytes of the buffers of steps of up to `slots` sequences.
+pub(super) fn step_bytes(config: &ModelConfig, slots: usize) -> usize {
+    StepRows::device_bytes(config, slots.min(MOST_SEQUENCES))
+}
+
+pub(super) fn padded(width: usize) -> usize {
     width.next_multiple_of(256)
 }
 
 impl FullRows {
     fn new(model: &CudaModel, rows: usize) -> Result<Self> {
-        let w = Widths::of(model);
+        let w = Widths::of(&model.config);
         let zeros = |n: usize| model.gpu.zeros("activations", rows * n);
         Ok(FullRows {
             normed: zeros(w.hidden)?,
@@ -106,7 +111,7 @@ impl CudaSession {
     pub(super) fn new(model: Arc<CudaModel>, spec: SessionSpec) -> Result<Self> {
         let gpu = &model.gpu;
         let c = &model.config;
-        let w = Widths::of(&model);
+        let w = Widths::of(&model.config);
         let m = spec.max_rows.max(1);
         let kv_heads = c.num_key_value_heads;
         let mut cache = Vec::with_capacity(c.num_hidden_layers);
@@ -152,24 +157,6 @@ impl CudaSession {
             model,
             spec,
         })
-    }
-
-    /// Device bytes that a session reserves.
-    pub(super) fn device_bytes(model: &CudaModel, spec: &SessionSpec) -> usize {
-        let c = &model.config;
-        let w = Widths::of(model);
-        let m = spec.max_rows.max(1);
-        let cache = DeviceCache::device_bytes(spec.kv, spec.slots, c.num_key_value_heads, spec.ctx);
-        let row = 4 * (w.hidden + w.qkv) + 2 * (padded(w.hidden) + padded(w.q) + padded(w.mlp));
-        let full = match model.kernels {
-            KernelSet::Reference => 4 * (w.hidden + w.q + 3 * w.mlp),
-            KernelSet::Fused => 0,
-        };
-        c.num_hidden_layers * cache
-            + spec.ctx.next_multiple_of(32) * HEAD_DIM * 4
-            + m * (row + full)
-            + LOGIT_ROWS * (4 * w.vocab + 2 * padded(w.hidden))
-            + StepRows::device_bytes(model, spec.slots.min(MOST_SEQUENCES))
     }
 }
 

@@ -5,6 +5,7 @@ use crate::cuda::model::CudaModel;
 use crate::engine::{Chunk, Decoding, LogitsWanted, check_chunks, decode_on_host};
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
+use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
     Advance, AttentionScratch, Buffer, Candidates, Columns, DeviceLinear, GemvOutput, Graph,
@@ -43,7 +44,7 @@ impl StepRows {
     pub(super) fn new(model: &CudaModel, rows: usize) -> Result<Self> {
         let gpu = &model.gpu;
         let c = &model.config;
-        let w = Widths::of(model);
+        let w = Widths::of(&model.config);
         let rows = rows.max(1);
         let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
         let blocks = (1..=rows).map(|m| m * best_len(gpu, &model.head, m));
@@ -72,8 +73,8 @@ impl StepRows {
     }
 
     /// Device bytes of [`StepRows::new`], up to what does not grow with the model.
-    pub(super) fn device_bytes(model: &CudaModel, rows: usize) -> usize {
-        let w = Widths::of(model);
+    pub(super) fn device_bytes(config: &ModelConfig, rows: usize) -> usize {
+        let w = Widths::of(config);
         let columns = match rows {
             0 | 1 => 0,
             _ => Columns::device_bytes(rows, w.widest_input()),
