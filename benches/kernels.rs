@@ -195,12 +195,12 @@ impl Prepared {
 /// Appends a line per case to the CSV file at `path`.
 fn record(path: &std::ffi::OsStr) {
     let all_threads = cpu_default();
+    let buffer = all_threads.bandwidth_buffer(1 << 30);
     let mut lines = String::new();
     for case in cases() {
         let cpu = cpu(case.kernel.isa);
         let run = Prepared::new(&cpu, &case);
         // Right before each case: on a shared host it changes within seconds.
-        let buffer = all_threads.bandwidth_buffer(1 << 30);
         let bandwidth = all_threads.read_bandwidth(&buffer).median / 1e9;
         let mut y = vec![0.0; case.rows * SHAPE.0];
         let mut times = Vec::new();
