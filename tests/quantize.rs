@@ -3,6 +3,7 @@
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -171,6 +172,14 @@ fn a_dry_run_writes_nothing() {
     let output = quantize(&out, &["--dry-run", "--bits", "8"]);
     assert_eq!(output.status.code(), Some(0));
     assert!(report(&output)["peak"].as_u64().unwrap() > 0);
+    assert!(report(&output)["tuning"].is_null());
+    let output = quantize(&out, &["--dry-run", "--method", "auto"]);
+    let tuning = report(&output)["tuning"].take();
+    assert_eq!(tuning["on_cpu"], true);
+    assert_eq!(tuning["plan"]["codes"], true);
+    // Latent weights, gradients, two moments and the teacher at least, in f32.
+    let bytes = tuning["plan"]["bytes"].as_u64().unwrap();
+    assert!(bytes > 5 * 4 * 13_900_000 && bytes <= tuning["limit"].as_u64().unwrap());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
@@ -185,7 +194,8 @@ fn requests_that_fit_no_model_are_refused() {
     assert!(String::from_utf8_lossy(&missing.stderr).contains("no-such.txt"));
 }
 
-/// Tuning keeps the file's size and format, and the file says what was done.
+/// Tuning keeps the file's size and format, and the file says what was done; a run that is
+/// killed while it tunes resumes to the same bytes.
 #[test]
 fn auto_tunes_what_gptq_made() {
     let dir = tempfile::tempdir().unwrap();
@@ -213,6 +223,23 @@ fn auto_tunes_what_gptq_made() {
         "gptq"
     };
     assert_eq!(report["method"], method);
+
+    let killed = dir.path().join("killed");
+    let mut child = command(&killed, &steps)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary runs");
+    let said = BufReader::new(child.stderr.take().unwrap()).lines();
+    let begun = |line: String| line.contains("tuning: step 0 of 2");
+    assert!(said.map_while(Result::ok).any(begun), "no tuning");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!killed.exists(), "killed after its end");
+    let mut again = steps.to_vec();
+    again.push("--resume");
+    assert_eq!(quantize(&killed, &again).status.code(), Some(0));
+    assert!(files(&killed) == files(&out));
 
     let refused = quantize(&out, &["--tune-steps", "2"]);
     let error = String::from_utf8_lossy(&refused.stderr).into_owned();

@@ -182,6 +182,14 @@ const ROUNDER: f32 = 12_582_912.0; // 1.5 * 2^23
 /// unit busy, in a fixed order of summation.
 const LANES: usize = 16;
 
+/// `v` within `low` and `high`. Two instructions on any vector unit, where [`f32::clamp`] takes
+/// more to keep NaN, which no weight is.
+#[inline(always)]
+fn clamp(v: f32, low: f32, high: f32) -> f32 {
+    let v = if v > low { v } else { low };
+    if v < high { v } else { high }
+}
+
 impl Search<'_> {
     /// Keeps `p` if its weighted error is less than the best.
     fn try_params(&mut self, p: GroupParams) {
@@ -208,7 +216,7 @@ impl Search<'_> {
         let (inverse, zero) = (1.0 / p.scale, f32::from(p.zero));
         let (low, high) = (-zero, f32::from(self.grid.max_code()) - zero);
         let error = |w: f32, h: f32| {
-            let q = (w * inverse).max(low).min(high) + ROUNDER - ROUNDER;
+            let q = clamp(w * inverse, low, high) + ROUNDER - ROUNDER;
             let e = q * p.scale - w;
             h * power(e * e, e)
         };

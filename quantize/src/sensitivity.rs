@@ -37,7 +37,7 @@ const SAMPLE: usize = 256;
 /// Tokens of a window, at most. The second half is scored.
 const WINDOW: usize = 256;
 
-/// Multiplications that a measurement may take; about ten minutes of two cores.
+/// Multiplications that a measurement may take: the forwards of all variants.
 const WORK: u64 = 40_000_000_000_000;
 
 /// Bytes of logits that are held at once.
