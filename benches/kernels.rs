@@ -1,4 +1,4 @@
-//! Every Linear kernel of the CPU's registry on shapes of Qwen3-0.6B, and attention.
+//! Every Linear kernel of the CPU's registry on shapes of Qwen3-0.6B, attention and norms.
 //!
 //! `cargo bench --bench kernels` measures with criterion: one row of x in bytes of weights
 //! per second, out of memory (a ring of copies larger than the caches); 128 rows in
@@ -56,38 +56,90 @@ fn main() {
         group.finish();
     }
     attention(&mut criterion);
+    norms(&mut criterion);
     criterion.final_summary();
 }
 
-/// Decode attention over 4,096 cached positions, with the heads of Qwen3-0.6B.
+/// Attention with the heads of Qwen3-0.6B: one row over 4,096 cached positions, and 512 rows
+/// over themselves.
 fn attention(criterion: &mut Criterion) {
-    let (heads, kv_heads, d, len) = (16, 8, 128, 4096);
+    let (heads, kv_heads, d) = (16, 8, 128);
     let mut group = criterion.benchmark_group("attention");
+    for (isa, (rows, len), kind) in combinations([(1, 4096), (512, 512)]) {
+        let cpu = cpu(isa);
+        let mut keys = KvBlock::new(kind, kv_heads, len, d);
+        let row = weight::values(d);
+        for head in 0..kv_heads {
+            for p in 0..len {
+                keys.store(head, p, &row);
+            }
+        }
+        let values = keys.clone();
+        let q = weight::values(rows * heads * d);
+        let mut y = vec![0.0; rows * heads * d];
+        let span = Span {
+            row: 0,
+            len: rows,
+            position: len - rows,
+        };
+        group.throughput(match rows {
+            1 => Throughput::Bytes((2 * kv_heads * len * kind.bytes(d)) as u64),
+            // Scores and sums of the positions not after a row.
+            _ => Throughput::Elements((4 * heads * d * rows * (rows + 1) / 2) as u64),
+        });
+        let id = BenchmarkId::new(isa.name(), format!("{kind}-m{rows}"));
+        group.bench_function(id, |b| {
+            b.iter(|| cpu.attention(&q, heads * d, span, heads, d, &keys, &values, &mut y));
+        });
+    }
+    group.finish();
+}
+
+/// Every instruction set present with each shape and type of cache.
+fn combinations(
+    shapes: [(usize, usize); 2],
+) -> impl Iterator<Item = (Isa, (usize, usize), KvType)> {
+    let present = Isa::ALL.into_iter().filter(|i| i.available());
+    present.flat_map(move |isa| {
+        shapes
+            .into_iter()
+            .flat_map(move |shape| [KvType::F16, KvType::Int8].map(|kind| (isa, shape, kind)))
+    })
+}
+
+/// The norms of one layer of Qwen3-0.6B on 512 rows; of its keys and queries with their
+/// rotary embedding.
+fn norms(criterion: &mut Criterion) {
+    let (rows, hidden, heads, d) = (512, 1024, 24, 128);
+    let x = weight::values(rows * hidden);
+    let gain = weight::values(hidden);
+    let angles = vec![(0.6, 0.8); rows * d / 2];
+    let positions: Vec<usize> = (0..rows).collect();
+    let mut group = criterion.benchmark_group("norms");
     for isa in Isa::ALL.into_iter().filter(|i| i.available()) {
         let cpu = cpu(isa);
-        for kind in [KvType::F16, KvType::Int8] {
-            let mut keys = KvBlock::new(kind, kv_heads, len, d);
-            let row = weight::values(d);
-            for head in 0..kv_heads {
-                for p in 0..len {
-                    keys.store(head, p, &row);
-                }
-            }
-            let values = keys.clone();
-            let q = weight::values(heads * d);
-            let mut y = vec![0.0; heads * d];
-            let span = Span {
-                row: 0,
-                len: 1,
-                position: len - 1,
-            };
-            group.throughput(Throughput::Bytes(
-                (2 * kv_heads * len * kind.bytes(d)) as u64,
-            ));
-            group.bench_function(BenchmarkId::new(isa.name(), kind), |b| {
-                b.iter(|| cpu.attention(&q, heads * d, span, heads, d, &keys, &values, &mut y));
+        let mut y = vec![0.0; rows * hidden];
+        group.throughput(Throughput::Bytes(8 * (rows * hidden) as u64));
+        group.bench_function(BenchmarkId::new("rms_norm", isa.name()), |b| {
+            b.iter(|| cpu.rms_norm(&x, &gain, 1e-6, &mut y));
+        });
+        let mut qk = weight::values(rows * heads * d);
+        group.throughput(Throughput::Bytes(8 * (rows * heads * d) as u64));
+        group.bench_function(BenchmarkId::new("qk_norm_rope", isa.name()), |b| {
+            b.iter(|| {
+                let width = heads * d;
+                cpu.qk_norm_rope(
+                    &mut qk,
+                    width,
+                    0,
+                    heads,
+                    &gain[..d],
+                    1e-6,
+                    &angles,
+                    &positions,
+                );
             });
-        }
+        });
     }
     group.finish();
 }
