@@ -122,7 +122,7 @@ impl Probe<'_> {
         let mut found = vec![Found::default(); self.groups.len()];
         // The group of each variant that runs along; the source itself comes first.
         let mut variants: Vec<Option<usize>> = vec![None];
-        let mut stream = stepper.embed(&embedding, self.text)?;
+        let mut stream = Hidden::embed(&embedding, self.text)?;
         let lengths = stream.lengths.clone();
         let rows = stream.data.len();
         // Growing would hold all streams twice.
@@ -130,7 +130,7 @@ impl Probe<'_> {
         for (g, group) in self.groups.iter().enumerate() {
             if group.place == Place::Embedding {
                 let (rounded, _) = rtn::round_rows(EMBEDDING, &embedding, grid, Fit::clip(), &[])?;
-                let variant = stepper.embed(&rounded, self.text)?;
+                let variant = Hidden::embed(&rounded, self.text)?;
                 join(&mut stream, variant);
                 variants.push(Some(g));
             }

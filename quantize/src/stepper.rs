@@ -8,7 +8,6 @@ use crate::tune::params::{Layer, Matrix};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::grad::{Gemm, GradOps};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, LinearKind, Observer};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Rows that run through a layer at once: enough to fill a device.
@@ -109,7 +108,7 @@ impl<O: GradOps> OpsStepper<O> {
         weights: &LayerWeights,
         hidden: &Hidden,
     ) -> Result<(Vec<Piece>, Layer<O>)> {
-        check_hidden(hidden, self.config.hidden_size)?;
+        hidden.check(self.config.hidden_size)?;
         let pieces = plan(&hidden.lengths, ROWS);
         self.reserve(&pieces)?;
         Ok((pieces, Layer::dense(&self.ops, index, weights)?))
@@ -211,15 +210,7 @@ impl<O: GradOps> OpsStepper<O> {
         each: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<()> {
         let (h, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
-        check_hidden(hidden, h)?;
-        let available = hidden.data.len() / h;
-        if let Some(r) = ranges.iter().find(|r| r.start > r.end || r.end > available) {
-            return Err(Error::Request {
-                what: "rows of the head",
-                expected: format!("within 0..{available}"),
-                found: format!("{r:?}"),
-            });
-        }
+        hidden.check_rows(h, ranges)?;
         // The layers' memory makes room for the head.
         self.work = None;
         let ops = &self.ops;
@@ -250,18 +241,6 @@ impl<O: GradOps> OpsStepper<O> {
     }
 }
 
-fn check_hidden(hidden: &Hidden, h: usize) -> Result<()> {
-    let rows: usize = hidden.lengths.iter().sum();
-    if hidden.data.len() == rows * h {
-        return Ok(());
-    }
-    Err(Error::Request {
-        what: "residual stream",
-        expected: format!("[{rows}, {h}]"),
-        found: format!("{} values", hidden.data.len()),
-    })
-}
-
 /// What the interface reports.
 fn outward(e: Error) -> nq_runtime::Error {
     match e {
@@ -286,26 +265,6 @@ where
 {
     fn config(&self) -> &ModelConfig {
         &self.config
-    }
-
-    fn embed(&mut self, embedding: &Weight, sequences: &[Vec<u32>]) -> Outward<Hidden> {
-        let (vocab, h) = embedding.dims();
-        let ids: Vec<u32> = sequences.iter().flatten().copied().collect();
-        if let Some(token) = ids.iter().find(|&&t| t as usize >= vocab) {
-            return Err(nq_runtime::Error::Request {
-                what: "token id",
-                expected: format!("below the vocabulary's {vocab}"),
-                found: token.to_string(),
-            });
-        }
-        let mut data = vec![0.0; ids.len() * h];
-        data.par_chunks_mut(h)
-            .zip(&ids)
-            .try_for_each(|(row, &id)| embedding.dequantize_row(id as usize, row))?;
-        Ok(Hidden {
-            data,
-            lengths: sequences.iter().map(Vec::len).collect(),
-        })
     }
 
     fn layer(
@@ -351,20 +310,6 @@ where
     ) -> Outward<Option<[Vec<f32>; 4]>> {
         let found = self.products(index, weights, hidden, done);
         found.map(Some).map_err(outward)
-    }
-
-    fn head(
-        &mut self,
-        norm: &Tensor,
-        head: &Weight,
-        hidden: &Hidden,
-        rows: Range<usize>,
-    ) -> Outward<Vec<f32>> {
-        let mut found = Vec::new();
-        self.heads(norm, head, hidden, &[rows], &mut |_, logits| {
-            found.extend_from_slice(logits);
-        })?;
-        Ok(found)
     }
 
     fn heads(
@@ -436,9 +381,8 @@ mod tests {
             .map(|&n| (0..n).map(|i| (i * 37 + n) % 4000).collect())
             .collect();
         let embedding = qwen3::embedding(store, config).unwrap();
-        let mut a = own.embed(&embedding, &text).unwrap();
-        let mut b = cpu.embed(&embedding, &text).unwrap();
-        assert_eq!((&a.data, &a.lengths), (&b.data, &b.lengths));
+        let mut a = Hidden::embed(&embedding, &text).unwrap();
+        let mut b = a.clone();
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index).unwrap();
             let mut rows = 0;

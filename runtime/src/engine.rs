@@ -480,17 +480,64 @@ pub struct Hidden {
     pub lengths: Vec<usize>,
 }
 
+impl Hidden {
+    /// `sequences` of token ids looked up in the embedding `[vocab, hidden]`.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a token id past the vocabulary.
+    pub fn embed(embedding: &Weight, sequences: &[Vec<u32>]) -> Result<Self> {
+        let (vocab, width) = embedding.dims();
+        let tokens = sequences.concat();
+        check_tokens(&tokens, vocab)?;
+        let mut data = vec![0.0; tokens.len() * width];
+        data.par_chunks_mut(width)
+            .zip(&tokens)
+            .try_for_each(|(row, &token)| embedding.dequantize_row(token as usize, row))?;
+        Ok(Hidden {
+            data,
+            lengths: sequences.iter().map(Vec::len).collect(),
+        })
+    }
+
+    /// Checks that the stream holds the rows that its lengths say, `width` values each.
+    ///
+    /// # Errors
+    /// [`Error::Request`]
+    pub fn check(&self, width: usize) -> Result<()> {
+        let rows: usize = self.lengths.iter().sum();
+        if self.data.len() == rows * width {
+            return Ok(());
+        }
+        Err(Error::Request {
+            what: "residual stream",
+            expected: format!("[{rows}, {width}]"),
+            found: format!("{} values", self.data.len()),
+        })
+    }
+
+    /// As [`Hidden::check`], and that the rows of all `ranges` are among them.
+    ///
+    /// # Errors
+    /// [`Error::Request`]
+    pub fn check_rows(&self, width: usize, ranges: &[Range<usize>]) -> Result<()> {
+        self.check(width)?;
+        let rows: usize = self.lengths.iter().sum();
+        match ranges.iter().find(|r| r.start > r.end || r.end > rows) {
+            None => Ok(()),
+            Some(range) => Err(Error::Request {
+                what: "rows of the head",
+                expected: format!("within 0..{rows}"),
+                found: format!("{range:?}"),
+            }),
+        }
+    }
+}
+
 /// The forward pass one layer at a time over whole sequences from position 0, so that a model
 /// larger than memory can be calibrated and quantized layer by layer.
 pub trait LayerStepper: Send {
     /// Shape of the model.
     fn config(&self) -> &ModelConfig;
-
-    /// Looks tokens up in the embedding `[vocab, hidden]`.
-    ///
-    /// # Errors
-    /// A token id past the vocabulary.
-    fn embed(&mut self, embedding: &Weight, sequences: &[Vec<u32>]) -> Result<Hidden>;
 
     /// Runs layer `index` with `weights` over `hidden`, in place.
     ///
@@ -548,7 +595,13 @@ pub trait LayerStepper: Send {
         head: &Weight,
         hidden: &Hidden,
         rows: Range<usize>,
-    ) -> Result<Vec<f32>>;
+    ) -> Result<Vec<f32>> {
+        let mut found = Vec::new();
+        self.heads(norm, head, hidden, &[rows], &mut |_, logits| {
+            found.extend_from_slice(logits);
+        })?;
+        Ok(found)
+    }
 
     /// As [`LayerStepper::head`] for many ranges of rows, each of whose logits go to `each`
     /// with the range's place in `ranges`; what the head takes to prepare is done once.
@@ -562,10 +615,5 @@ pub trait LayerStepper: Send {
         hidden: &Hidden,
         ranges: &[Range<usize>],
         each: &mut dyn FnMut(usize, &[f32]),
-    ) -> Result<()> {
-        for (i, rows) in ranges.iter().enumerate() {
-            each(i, &self.head(norm, head, hidden, rows.clone())?);
-        }
-        Ok(())
-    }
+    ) -> Result<()>;
 }

@@ -348,7 +348,7 @@ fn layer_by_layer_equals_the_whole_forward() {
     let embedding = nq_runtime::models::qwen3::embedding(&store, &config).unwrap();
     let head = nq_runtime::models::qwen3::head(&store, &config).unwrap();
     let norm = &store.vectors["model.norm"];
-    let mut hidden: Hidden = stepper.embed(&embedding, &texts).unwrap();
+    let mut hidden: Hidden = Hidden::embed(&embedding, &texts).unwrap();
     let mut seen = Recorder::default();
     for index in 0..config.num_hidden_layers {
         let weights = LayerWeights::read(&store, &config, index).unwrap();

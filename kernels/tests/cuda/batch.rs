@@ -1,9 +1,9 @@
 //! The kernels of a decode step of several sequences.
 
+use super::attention::Case;
 use super::common::{affine, dense, nmse, normal};
 use super::{
-    Case, EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, pack,
-    weights,
+    EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, pack, weights,
 };
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cpu::KvType;

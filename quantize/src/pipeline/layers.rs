@@ -40,7 +40,7 @@ impl Job<'_> {
         let mut stepper = self.stepper()?;
         let mut stream = match calibration {
             Some(text) => {
-                let embed = || self.embed(stepper.as_mut(), schemes, text);
+                let embed = || self.embed(schemes, text);
                 Some(self.progress.time("embedding calibration text", embed)?)
             }
             None => None,
@@ -106,18 +106,13 @@ impl Job<'_> {
 
     /// The calibration text as the rounded embedding gives it. Of a large vocabulary most rows
     /// do not occur, and only those that do are rounded.
-    fn embed(
-        &self,
-        stepper: &mut dyn LayerStepper,
-        schemes: &Schemes,
-        text: &Sequences,
-    ) -> Result<Hidden> {
+    fn embed(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
         let embedding = qwen3::embedding(self.checkpoint.store(), self.config())?;
         let (vocab, width) = embedding.dims();
         let ids: BTreeSet<u32> = text.ids.iter().flatten().copied().collect();
         if ids.last().is_some_and(|&id| id as usize >= vocab) {
-            // Which the stepper refuses by name.
-            return Ok(stepper.embed(&embedding, &text.ids)?);
+            // Which is refused by name.
+            return Ok(Hidden::embed(&embedding, &text.ids)?);
         }
         let mut place = vec![0; vocab];
         let mut rows = vec![0.0; ids.len() * width];
@@ -130,7 +125,7 @@ impl Job<'_> {
         let (rounded, _) = end(schemes, EMBEDDING, &rows, &[])?;
         let places = |ids: &Vec<u32>| ids.iter().map(|&id| place[id as usize]).collect();
         let places: Vec<Vec<u32>> = text.ids.iter().map(places).collect();
-        Ok(stepper.embed(&rounded, &places)?)
+        Ok(Hidden::embed(&rounded, &places)?)
     }
 
     /// The forward layer by layer, on the device asked for. Statistics and products do not

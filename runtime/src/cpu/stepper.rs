@@ -1,9 +1,8 @@
 //! [`LayerStepper`] on the CPU.
 
 use super::layer::{Batch, Layer, Pass, Scratch, pack};
-use super::session::embed;
-use crate::engine::{Hidden, LayerStepper, LayerWeights, Observer, check_tokens};
-use crate::error::{Error, Result};
+use crate::engine::{Hidden, LayerStepper, LayerWeights, Observer};
+use crate::error::Result;
 use crate::kv::KvPair;
 use crate::load::LoadOptions;
 use crate::rope::Rotary;
@@ -140,19 +139,6 @@ impl LayerStepper for CpuStepper {
         &self.config
     }
 
-    fn embed(&mut self, embedding: &Weight, sequences: &[Vec<u32>]) -> Result<Hidden> {
-        let rows: usize = sequences.iter().map(Vec::len).sum();
-        let mut data = vec![0.0; rows * embedding.dims().1];
-        for s in sequences {
-            check_tokens(s, embedding.dims().0)?;
-        }
-        embed(embedding, sequences.iter().flatten(), &mut data)?;
-        Ok(Hidden {
-            data,
-            lengths: sequences.iter().map(Vec::len).collect(),
-        })
-    }
-
     fn layer(
         &mut self,
         index: usize,
@@ -161,7 +147,7 @@ impl LayerStepper for CpuStepper {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let h = self.config.hidden_size;
-        check_hidden(hidden, h)?;
+        hidden.check(h)?;
         let layer = self.pack_layer(index, weights)?;
         for piece in self.pieces(hidden) {
             let x = &mut hidden.data[piece.row * h..(piece.row + piece.rows()) * h];
@@ -178,7 +164,7 @@ impl LayerStepper for CpuStepper {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let h = self.config.hidden_size;
-        check_hidden(hidden, h)?;
+        hidden.check(h)?;
         let layer = self.pack_layer(index, weights)?;
         let mut copy = Vec::with_capacity(ROWS * h);
         for piece in self.pieces(hidden) {
@@ -187,20 +173,6 @@ impl LayerStepper for CpuStepper {
             self.run(&layer, &piece, &mut copy, observer)?;
         }
         Ok(())
-    }
-
-    fn head(
-        &mut self,
-        norm: &Tensor,
-        head: &Weight,
-        hidden: &Hidden,
-        rows: Range<usize>,
-    ) -> Result<Vec<f32>> {
-        let mut found = Vec::new();
-        self.heads(norm, head, hidden, &[rows], &mut |_, logits| {
-            found.extend_from_slice(logits);
-        })?;
-        Ok(found)
     }
 
     fn heads(
@@ -212,16 +184,7 @@ impl LayerStepper for CpuStepper {
         each: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<()> {
         let h = self.config.hidden_size;
-        check_hidden(hidden, h)?;
-        for rows in ranges {
-            if rows.start > rows.end || rows.end * h > hidden.data.len() {
-                return Err(Error::Request {
-                    what: "rows of the head",
-                    expected: format!("within 0..{}", hidden.data.len() / h),
-                    found: format!("{rows:?}"),
-                });
-            }
-        }
+        hidden.check_rows(h, ranges)?;
         let census = &mut Census::default();
         let head = pack(&self.cpu, &self.options, "head", &[head], census)?;
         let (norm, eps) = (norm.to_f32()?, self.config.rms_norm_eps);
@@ -239,19 +202,6 @@ impl LayerStepper for CpuStepper {
         }
         Ok(())
     }
-}
-
-/// An error if the residual stream does not hold the rows that its lengths say.
-fn check_hidden(hidden: &Hidden, h: usize) -> Result<()> {
-    let rows: usize = hidden.lengths.iter().sum();
-    if hidden.data.len() == rows * h {
-        return Ok(());
-    }
-    Err(Error::Request {
-        what: "residual stream",
-        expected: format!("[{rows}, {h}]"),
-        found: format!("{} values", hidden.data.len()),
-    })
 }
 
 #[cfg(test)]
