@@ -8,7 +8,6 @@ pub mod eval;
 pub mod inspect;
 pub mod models;
 pub mod quantize;
-mod quantize_to;
 pub mod synth;
 
 use crate::cli::{Cli, Command};

@@ -3,7 +3,7 @@
 //! The work is done in nq's own folder beside the destination, which can be resumed; only when
 //! that is whole is it written in the other format, whole too, and then removed.
 
-use super::convert::{FormatArg, summary_lines};
+use crate::commands::convert::{FormatArg, summary_lines};
 use crate::terminal::human_bytes;
 use anyhow::{Context, bail};
 use nq_formats::durable::check_vacant;

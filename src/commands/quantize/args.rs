@@ -1,0 +1,314 @@
+//! Flags of `nq quantize`, and what they ask of the library.
+
+use crate::cli::Global;
+use crate::commands::convert::FormatArg;
+use anyhow::bail;
+use clap::{Args, CommandFactory, ValueEnum};
+use nq_formats::nq::SourceRecord;
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_quantize::pipeline::QuantizeOptions;
+use nq_quantize::schemes::default_scheme;
+use nq_quantize::{CalibrationSource, Effort, Limits, Schemes, TargetSize, TuneOptions};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Flags of `nq quantize`.
+#[derive(Args, Debug)]
+pub struct QuantizeArgs {
+    /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
+    pub model: Option<String>,
+    /// Bits of a weight: 4 or 8
+    #[arg(long, default_value_t = 4, value_parser = parse_bits)]
+    pub bits: u32,
+    /// How codes are chosen
+    #[arg(long, value_enum, default_value_t = MethodArg::Gptq)]
+    pub method: MethodArg,
+    /// Minutes that tuning may take (auto)
+    #[arg(long, default_value_t = 30.0, value_name = "MIN", value_parser = parse_minutes)]
+    pub budget: f64,
+    /// Tuning steps, whatever time they take; the same steps give the same file (auto)
+    #[arg(long, value_name = "N", conflicts_with = "budget", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub tune_steps: Option<u32>,
+    /// Sequences of a tuning step
+    #[arg(long, default_value_t = 32, value_name = "N", requires = "tune_steps", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub tune_batch: u32,
+    /// Tune with products rounded to TF32 on a GPU: faster, coarser
+    #[arg(long)]
+    pub tune_tf32: bool,
+    /// Inputs that share a scale: 32, 64, 128 or channel [default: 64 at 4 bits, 128 at 8]
+    #[arg(long, value_name = "N", value_parser = parse_group)]
+    pub group_size: Option<Group>,
+    /// Store a zero-point per group [default: at 4 bits]
+    #[arg(long, overrides_with = "sym")]
+    pub asym: bool,
+    /// No zero-points [default: at 8 bits]
+    #[arg(long)]
+    pub sym: bool,
+    /// Bits of the embedding and head: 4, 8 or 16 [default: 8, or 16 where the format needs it;
+    /// chosen with a target]
+    #[arg(long, value_name = "N", value_parser = parse_head_bits)]
+    pub head_bits: Option<u32>,
+    /// Choose bits (of --bits and more) and groups of each weight by measured sensitivity, for
+    /// this many bits per weight
+    #[arg(long, value_name = "X", conflicts_with_all = ["group_size", "asym", "sym"])]
+    pub target_bpw: Option<f64>,
+    /// The same for a size of all tensors, e.g. 400MB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size,
+          conflicts_with_all = ["target_bpw", "group_size", "asym", "sym"])]
+    pub target_size: Option<u64>,
+    /// Search the clipping range of each group (rtn; always on for awq and gptq)
+    #[arg(long)]
+    pub clip: bool,
+    /// Folder to write [default: nq's own model folder]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// What to write; quality is measured before, on nq's own form of it
+    #[arg(long, value_enum, default_value_t = FormatArg::Nq)]
+    pub format: FormatArg,
+    /// Replace an existing output
+    #[arg(long)]
+    pub force: bool,
+    /// Calibration text: self (sampled from the model) or a .txt or .jsonl file
+    #[arg(long, default_value = "self", value_name = "self|FILE")]
+    pub calib: String,
+    /// Calibration tokens
+    #[arg(long, default_value_t = 32_768, value_name = "N", value_parser = parse_tokens)]
+    pub calib_tokens: usize,
+    /// Seed of everything random
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Raise bits until the mean KL divergence against the source is at most this, or fail
+    #[arg(long, value_name = "X")]
+    pub max_kld: Option<f64>,
+    /// Raise bits until the best token agrees at this share of positions, or fail
+    #[arg(long, value_name = "Y")]
+    pub min_top1: Option<f64>,
+    /// Text to measure quality on [default: held-out text sampled from the model]
+    #[arg(long, value_name = "FILE")]
+    pub eval_text: Option<PathBuf>,
+    /// Tokens to measure quality on, at most
+    #[arg(long, default_value_t = 8_192, value_name = "N", value_parser = parse_tokens)]
+    pub eval_tokens: usize,
+    /// Print the plan and the memory it needs, and stop
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Go on with an interrupted run
+    #[arg(long)]
+    pub resume: bool,
+}
+
+/// Methods by their command-line names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MethodArg {
+    /// Second-order rounding with error feedback (arXiv 2210.17323)
+    Gptq,
+    /// Activation-aware scaling (arXiv 2306.00978)
+    Awq,
+    /// AWQ's scales, then GPTQ
+    AwqGptq,
+    /// Round to nearest
+    Rtn,
+    /// gptq, then tuned end to end against the source's logits while that helps
+    Auto,
+}
+
+fn parse_bits(s: &str) -> Result<u32, String> {
+    match s {
+        "4" => Ok(4),
+        "8" => Ok(8),
+        _ => Err("expected 4 or 8".into()),
+    }
+}
+
+fn parse_minutes(s: &str) -> Result<f64, String> {
+    match s.parse() {
+        Ok(m) if m > 0.0 && m <= 1e6 => Ok(m),
+        _ => Err("expected minutes, more than 0".into()),
+    }
+}
+
+fn parse_head_bits(s: &str) -> Result<u32, String> {
+    match s {
+        "4" => Ok(4),
+        "8" => Ok(8),
+        "16" => Ok(16),
+        _ => Err("expected 4, 8 or 16".into()),
+    }
+}
+
+fn parse_size(s: &str) -> Result<u64, String> {
+    const UNITS: [(&str, f64); 7] = [
+        ("KiB", 1024.0),
+        ("MiB", 1_048_576.0),
+        ("GiB", 1_073_741_824.0),
+        ("KB", 1e3),
+        ("MB", 1e6),
+        ("GB", 1e9),
+        ("B", 1.0),
+    ];
+    let found = UNITS.iter().find_map(|&(unit, factor)| {
+        let end = s.len().checked_sub(unit.len())?;
+        let matches = s.is_char_boundary(end) && s[end..].eq_ignore_ascii_case(unit);
+        matches.then(|| (&s[..end], factor))
+    });
+    let (number, factor) = found.unwrap_or((s, 1.0));
+    match number.trim().replace('_', "").parse::<f64>() {
+        Ok(x) if x > 0.0 && x * factor <= 1e15 => Ok((x * factor) as u64),
+        _ => Err("expected a size such as 400MB, 1.5GB or 8580000".into()),
+    }
+}
+
+fn parse_tokens(s: &str) -> Result<usize, String> {
+    match s.replace('_', "").parse() {
+        Ok(n @ 1..=1_000_000_000) => Ok(n),
+        _ => Err("expected a number of tokens, at least 1".into()),
+    }
+}
+
+fn parse_group(s: &str) -> Result<Group, String> {
+    match s {
+        "32" => Ok(Group::Size(32)),
+        "64" => Ok(Group::Size(64)),
+        "128" => Ok(Group::Size(128)),
+        "channel" => Ok(Group::Channel),
+        _ => Err("expected 32, 64, 128 or channel".into()),
+    }
+}
+
+impl QuantizeArgs {
+    /// Refuses flags that contradict each other in ways clap's own rules cannot tell.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
+        if self.tune_steps.is_some() && self.method != MethodArg::Auto {
+            let mut command = crate::cli::Cli::command();
+            let kind = clap::error::ErrorKind::ArgumentConflict;
+            command
+                .error(kind, "--tune-steps needs --method auto")
+                .exit();
+        }
+        if self.min_top1.is_some_and(|y| !(0.0..=1.0).contains(&y)) {
+            bail!("--min-top1 is a share: expected 0 to 1");
+        }
+        if self.target().is_some() && self.format != FormatArg::Nq {
+            bail!(
+                "--target-bpw and --target-size choose among schemes of nq's own format: expected --format nq"
+            );
+        }
+        Ok(())
+    }
+
+    /// What the library is asked for, in `schemes`, into `out`.
+    pub(super) fn options(
+        &self,
+        global: &Global,
+        schemes: Schemes,
+        out: PathBuf,
+        source: SourceRecord,
+    ) -> QuantizeOptions {
+        QuantizeOptions {
+            bits: schemes.linears.bits,
+            schemes,
+            target: self.target(),
+            head_fixed: self.head_bits.is_some(),
+            schemes_fixed: self.format != FormatArg::Nq,
+            method: self.method().into(),
+            tuning: self.tuning(),
+            calibration: match self.calib.as_str() {
+                "self" => CalibrationSource::SelfSampled,
+                path => CalibrationSource::File(path.into()),
+            },
+            calib_tokens: self.calib_tokens,
+            seed: self.seed,
+            limits: Limits {
+                max_kld: self.max_kld,
+                min_top1: self.min_top1,
+            },
+            eval_text: self.eval_text.clone(),
+            eval_tokens: self.eval_tokens,
+            out,
+            force: self.force,
+            resume: self.resume,
+            source,
+            load: global.load_options(),
+        }
+    }
+
+    fn method(&self) -> &'static str {
+        match (self.method, self.clip) {
+            (MethodArg::Gptq | MethodArg::Auto, _) => "gptq",
+            (MethodArg::Awq, _) => "awq",
+            (MethodArg::AwqGptq, _) => "awq-gptq",
+            (MethodArg::Rtn, true) => "rtn-clip",
+            (MethodArg::Rtn, false) => "rtn",
+        }
+    }
+
+    fn target(&self) -> Option<TargetSize> {
+        let bits = self.target_bpw.map(TargetSize::BitsPerWeight);
+        self.target_size.map(TargetSize::Bytes).or(bits)
+    }
+
+    fn tuning(&self) -> Option<TuneOptions> {
+        let effort = match self.tune_steps {
+            Some(steps) => Effort::Steps {
+                steps: steps as usize,
+                batch: self.tune_batch as usize,
+            },
+            None => Effort::Budget(Duration::from_secs_f64(60.0 * self.budget)),
+        };
+        (self.method == MethodArg::Auto).then_some(TuneOptions {
+            effort,
+            tf32: self.tune_tf32,
+        })
+    }
+
+    /// The schemes to begin with.
+    pub(super) fn schemes(&self) -> anyhow::Result<Schemes> {
+        let bits = if self.bits == 4 { Bits::B4 } else { Bits::B8 };
+        let (default, head) = self.format.schemes(default_scheme(bits), self.head_bits)?;
+        let zeros = match (self.asym, self.sym) {
+            (true, _) => Zeros::Integer,
+            (_, true) => Zeros::None,
+            _ => default.zeros,
+        };
+        Ok(Schemes {
+            linears: AffineScheme {
+                group: self.group_size.unwrap_or(default.group),
+                zeros,
+                ..default
+            },
+            head,
+            ..Schemes::defaults(default.bits)
+        })
+    }
+
+    /// The folder's name in nq's own model folder: the model and what differs from defaults.
+    pub(super) fn default_name(&self, model: &str, schemes: &Schemes) -> String {
+        let mut name = format!("{model}-int{}", self.bits);
+        let default = Schemes::defaults(schemes.linears.bits);
+        if self.method == MethodArg::Auto {
+            name += "-auto";
+        }
+        if self.method() != "gptq" {
+            name += &format!("-{}", self.method());
+        }
+        if schemes.linears.group != default.linears.group {
+            name += &format!("-{}", schemes.linears.group);
+        }
+        if schemes.linears.zeros != default.linears.zeros {
+            name += match schemes.linears.zeros {
+                Zeros::None => "-sym",
+                _ => "-asym",
+            };
+        }
+        if schemes.head != default.head {
+            let bits = schemes.head.map_or(16, |s| s.bits.width());
+            name += &format!("-head{bits}");
+        }
+        match self.target() {
+            Some(TargetSize::Bytes(n)) => name += &format!("-{n}bytes"),
+            Some(TargetSize::BitsPerWeight(x)) => name += &format!("-{x}bpw"),
+            None => {}
+        }
+        name + self.format.suffix()
+    }
+}

@@ -1,0 +1,134 @@
+//! `nq quantize`: from a checkpoint to a quantized file of known quality.
+
+mod args;
+mod report;
+mod target;
+
+use crate::cli::Global;
+use crate::model;
+use crate::terminal::{Terminal, human_bytes};
+pub use args::QuantizeArgs;
+use nq_formats::Progress;
+use nq_formats::nq::SourceRecord;
+use nq_quantize::pipeline::{Job, QuantizeOptions};
+use nq_quantize::{Error, Estimate, TargetSize};
+use std::process::ExitCode;
+use target::Target;
+
+/// Runs `nq quantize`.
+pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
+    args.check()?;
+    let terminal = Terminal::new();
+    let model = model::open(args.model.as_deref(), global, &terminal)?;
+    let schemes = args.schemes()?;
+    let (out, call) = match &args.out {
+        Some(out) => (out.clone(), out.display().to_string()),
+        None => {
+            let name = args.default_name(&model.name, &schemes);
+            (model::models_dir()?.join(&name), name)
+        }
+    };
+    let target = Target {
+        format: args.format,
+        out,
+        force: args.force,
+    };
+    if let Some(cost) = target.check(model.checkpoint.config(), &schemes)? {
+        terminal.note(&cost);
+    }
+    let source = SourceRecord {
+        name: model.source.clone(),
+        ..SourceRecord::default()
+    };
+    let options = args.options(global, schemes, target.folder(), source);
+    let job = Job::new(&model.checkpoint, &options, &terminal)?;
+    let estimate = job.estimate();
+    for line in plan(&model.name, &options, &estimate) {
+        terminal.note(&line);
+    }
+    if args.dry_run {
+        dry_run(&job, &estimate, global, &terminal)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if let Some(parent) = options.out.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    let mut report = match job.run() {
+        Ok(report) => report,
+        Err(Error::Guard {
+            broken,
+            worst,
+            report,
+            ..
+        }) => {
+            report::show(&report, global)?;
+            eprintln!("nq: not written: {broken}");
+            eprintln!("nq: the worst layers: {worst}");
+            eprintln!("nq: the work is kept: --resume with other limits goes on from it");
+            return Ok(ExitCode::from(1));
+        }
+        Err(e) => return Err(e.into()),
+    };
+    let lines = target.write(&mut report, &terminal)?;
+    report::show(&report, global)?;
+    if !global.json {
+        for line in lines {
+            report::row("written", line);
+        }
+        println!();
+        println!("Talk to it:  nq chat {call}");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The rest of the plan, which takes a look at the device, and the whole as JSON.
+fn dry_run(
+    job: &Job<'_>,
+    estimate: &Estimate,
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<()> {
+    let tuning = job.tuning_estimate()?;
+    if let Some(tuning) = &tuning {
+        terminal.note(&tuning.describe());
+    }
+    if global.json {
+        let mut json = serde_json::to_value(estimate)?;
+        json["tuning"] = serde_json::to_value(tuning)?;
+        println!("{}", serde_json::to_string_pretty(&json)?);
+    }
+    Ok(())
+}
+
+/// What will be done and what it takes, in lines.
+fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<String> {
+    let head = match options.schemes.head {
+        Some(head) => head.to_string(),
+        None => "as it is".into(),
+    };
+    let least = u32::from(options.bits);
+    let chosen = match options.target {
+        None => None,
+        Some(TargetSize::Bytes(n)) => Some(format!("at most {}", human_bytes(n))),
+        Some(TargetSize::BitsPerWeight(x)) => Some(format!("at most {x} bits per weight")),
+    };
+    let mut lines = vec![match chosen {
+        Some(size) => format!(
+            "{name}: {least} bits and more with {}, chosen by measured sensitivity, {size}",
+            options.method
+        ),
+        None => format!(
+            "{name}: layers to {} with {}, embedding and head {head}, {} to write",
+            options.schemes.linears,
+            options.method,
+            human_bytes(estimate.file_bytes),
+        ),
+    }];
+    lines.push(format!(
+        "memory: {} at its peak ({}), {} of it the memory-mapped source",
+        human_bytes(estimate.peak),
+        estimate.stage,
+        human_bytes(estimate.mapped),
+    ));
+    lines
+}
