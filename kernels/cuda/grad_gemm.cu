@@ -18,14 +18,13 @@ struct GradGemmArgs {
     float* c;
     long long stride_a, stride_b, stride_c;   // between products of the batch
     int m, n, k;
-    int lda, ldb;
-    int splits;     // parts of k; C is then [batch][splits][m][n]
+    int lda, ldb, ldc;
+    int splits;     // parts of k; C is then [batch][splits][m][n], contiguous
     int part;       // length of a part, a multiple of 16
     int vector_a;   // rows of A may be read 16 bytes at a time
     int vector_b;
     int accumulate;
     float alpha;
-    int pad;
 };
 
 // An operand's tile: 128 lines (rows of A or columns of B) by 16 of k.
@@ -157,6 +156,7 @@ DEVICE void gemm(const GradGemmArgs& p) {
             __syncthreads();
         }
     }
+    const int ldc = p.splits > 1 ? p.n : p.ldc;
     float* c = p.c + (p.splits > 1 ? (long long)blockIdx.z * p.m * p.n : batch * p.stride_c);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -166,7 +166,7 @@ DEVICE void gemm(const GradGemmArgs& p) {
             for (int e = 0; e < 4; e++) {
                 const int m = m0 + wm + i * 16 + g + e / 2 * 8, n = n0 + wn + j * 8 + 2 * t + e % 2;
                 if (m < p.m && n < p.n) {
-                    float* to = c + (long long)m * p.n + n;
+                    float* to = c + (long long)m * ldc + n;
                     const float v = p.alpha * sum[i][j][e];
                     *to = p.accumulate ? *to + v : v;
                 }

@@ -135,10 +135,16 @@ impl Prompter {
     }
 }
 
-/// Sequences that are sampled together: as many as `KV_BYTES` hold.
-pub fn sampling_slots(config: &nq_formats::ModelConfig, n: usize, length: usize) -> usize {
+/// Sequences that are sampled together: as many as `KV_BYTES` hold, and as the engine samples
+/// in one step, if it says ([`Engine::sampled_together`]).
+pub fn sampling_slots(
+    config: &nq_formats::ModelConfig,
+    n: usize,
+    length: usize,
+    together: Option<usize>,
+) -> usize {
     let position = 4 * config.num_hidden_layers * config.kv_dim(); // keys and values, f16
-    n.min(SLOTS)
+    n.min(together.unwrap_or(SLOTS))
         .min(KV_BYTES / (position * length).max(1))
         .max(1)
 }
@@ -156,7 +162,7 @@ pub fn sample(
     progress: &dyn Progress,
 ) -> Result<Sequences> {
     let prompts = prompter.beginnings(n, seed)?;
-    let slots = sampling_slots(engine.config(), n, length);
+    let slots = sampling_slots(engine.config(), n, length, engine.sampled_together());
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
     let mut session = engine.session(SessionSpec {
         slots,

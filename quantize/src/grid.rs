@@ -5,10 +5,12 @@
 //! method sees is exactly what a file stores and a kernel computes.
 
 use crate::error::{Error, Result};
+use crate::linalg::Matrix;
 use bytes::Bytes;
 use half::f16;
 use nq_formats::{AffineScheme, AffineWeight, Weight, ZeroPoints, Zeros, pack};
 use nq_formats::{Bits, Group, QuantizedWeight};
+use rayon::prelude::*;
 
 /// Scale and zero-point of one group, as stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -147,6 +149,17 @@ impl Rounded {
                 *o = p.value(q);
             }
         }
+    }
+
+    /// Its values less those of `weight`.
+    pub fn change(&self, weight: &Matrix) -> Matrix {
+        let mut change = Matrix::zeros(weight.rows, weight.cols);
+        let rows = change.data.par_chunks_mut(self.cols.max(1));
+        rows.enumerate().for_each(|(i, e)| {
+            self.dequantize_row(i, e);
+            e.iter_mut().zip(weight.row(i)).for_each(|(e, w)| *e -= w);
+        });
+        change
     }
 
     /// The weight in canonical form.

@@ -2,11 +2,13 @@
 
 use crate::error::Result;
 use crate::grid::{Grid, Rounded};
-use crate::linalg::{InputStats, Matrix, Moments, quadratic_error};
+use crate::linalg::{InputStats, Matrix, Moments};
 use crate::methods::{Layer, Method, Needs, Problem};
 use crate::report::LayerReport;
+use crate::second_order::Errors;
+use crate::stepper::Stepper;
 use nq_formats::{ModelConfig, Progress, Tensor, Weight};
-use nq_runtime::{Hidden, LayerStepper, LayerWeights, LinearId, LinearKind, Observer};
+use nq_runtime::{Hidden, LayerWeights, LinearId, LinearKind, Observer};
 
 /// Gathers the second moments of a layer's four inputs.
 pub struct Gather<'a> {
@@ -20,6 +22,12 @@ impl<'a> Gather<'a> {
         let moments = LinearKind::INPUTS
             .map(|kinds| Moments::new(kinds[0].dims(config).1, needs == Needs::Hessian));
         Gather { moments, progress }
+    }
+
+    /// The second moments, in the order of [`LinearKind::INPUTS`].
+    #[cfg(test)]
+    pub(crate) fn matrices(self) -> [Matrix; 4] {
+        self.moments.map(Moments::matrix)
     }
 
     /// The statistics, in the order of [`LinearKind::INPUTS`].
@@ -123,7 +131,7 @@ pub fn quantize(
                 grid: grids[kind as usize],
             };
             let outcome = method.round(&problem)?;
-            rows.push(report(&problem, &outcome.rounded, outcome.method));
+            rows.push(report(&problem, &outcome.rounded, outcome.method)?);
             fallbacks.extend(outcome.fallbacks);
             weights.linears[kind as usize] = outcome.rounded.to_weight()?;
             done(kind);
@@ -137,24 +145,25 @@ pub fn quantize(
 }
 
 /// The errors of a rounded weight.
-fn report(problem: &Problem<'_>, rounded: &Rounded, method: &str) -> LayerReport {
+fn report(problem: &Problem<'_>, rounded: &Rounded, method: &str) -> Result<LayerReport> {
     let w = problem.weight;
-    let mut error = Matrix::zeros(w.rows, w.cols);
-    for i in 0..w.rows {
-        let e = error.row_mut(i);
-        rounded.dequantize_row(i, e);
-        e.iter_mut().zip(w.row(i)).for_each(|(e, w)| *e -= w);
-    }
-    let norm = |m: &Matrix| m.data.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>();
     let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
     let hessian = problem.inputs.and_then(|i| i.hessian.as_ref());
-    LayerReport {
+    let errors = match hessian {
+        Some(hessian) => hessian.errors(w, rounded)?,
+        None => Errors {
+            weight: w.square_norm(),
+            change: rounded.change(w).square_norm(),
+            ..Errors::default()
+        },
+    };
+    Ok(LayerReport {
         name: problem.name.into(),
         bits: problem.grid.bits().into(),
         method: method.into(),
-        rel_error: ratio(norm(&error), norm(w)),
-        output_error: hessian.map(|h| ratio(quadratic_error(&error, h), quadratic_error(w, h))),
-    }
+        rel_error: ratio(errors.change, errors.weight),
+        output_error: hessian.map(|_| ratio(errors.output_change, errors.outputs)),
+    })
 }
 
 /// Runs `weights` over `hidden`, which stays as it is, and gathers what its Linears see.
@@ -162,7 +171,7 @@ fn report(problem: &Problem<'_>, rounded: &Rounded, method: &str) -> LayerReport
 /// # Errors
 /// What the stepper reports, e.g. activations that overflow.
 pub fn gather(
-    stepper: &mut dyn LayerStepper,
+    stepper: &mut Stepper,
     index: usize,
     weights: &LayerWeights,
     hidden: &Hidden,
@@ -171,13 +180,12 @@ pub fn gather(
 ) -> Result<[InputStats; 4]> {
     if needs == Needs::Hessian {
         let mut done = |rows: usize| progress.advance(rows as u64);
-        if let Some(sums) = stepper.outer_products(index, weights, hidden, &mut done)? {
-            let rows: usize = hidden.lengths.iter().sum();
-            return Ok(sums.map(|sum| Moments::of(sum, rows).finish()));
+        if let Some(stats) = stepper.moments(index, weights, hidden, &mut done)? {
+            return Ok(stats);
         }
     }
-    let mut gather = Gather::new(stepper.config(), needs, progress);
-    stepper.observe(index, weights, hidden, &mut gather)?;
+    let mut gather = Gather::new(stepper.as_mut().config(), needs, progress);
+    (stepper.as_mut()).observe(index, weights, hidden, &mut gather)?;
     Ok(gather.finish())
 }
 

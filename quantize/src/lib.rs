@@ -19,9 +19,11 @@ pub mod pipeline;
 pub mod quality;
 pub mod report;
 pub mod schemes;
+pub mod second_order;
 pub mod sensitivity;
 pub mod stages;
 pub mod stepper;
+pub mod streamed;
 pub mod tune;
 
 pub use allocation::Choice;

@@ -1,12 +1,14 @@
 //! Dense matrices of the methods: row-major f32, products and factorizations through faer.
 
 use crate::error::{Error, Result};
+use crate::second_order::Hessian;
 use faer::linalg::matmul::matmul;
 use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
 use nq_formats::{Tensor, Weight};
 use rayon::prelude::*;
+use std::sync::Arc;
 
 /// A row-major f32 matrix.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -68,6 +70,13 @@ impl Matrix {
         self.data.chunks_exact(self.cols.max(1))
     }
 
+    /// The sum of all squares.
+    pub fn square_norm(&self) -> f64 {
+        let row = |r: &[f32]| r.iter().map(|&v| f64::from(v).powi(2)).sum();
+        let rows: Vec<f64> = self.data.par_chunks(self.cols.max(1)).map(row).collect();
+        rows.iter().sum() // in order: the same for any number of threads
+    }
+
     fn view(&self) -> MatRef<'_, f32> {
         MatRef::from_row_major_slice(&self.data, self.rows, self.cols)
     }
@@ -112,17 +121,6 @@ impl Moments {
         }
     }
 
-    /// Outer products summed elsewhere over `rows` inputs: `[n, n]`, of which the lower
-    /// triangle counts.
-    pub fn of(sum: Vec<f32>, rows: usize) -> Self {
-        Moments {
-            n: sum.len().isqrt(),
-            sum,
-            full: true,
-            rows,
-        }
-    }
-
     /// Adds rows of `x` `[rows, n]`.
     pub fn add(&mut self, x: &[f32]) {
         let rows = x.len() / self.n;
@@ -159,54 +157,71 @@ impl Moments {
         self.rows
     }
 
-    /// The means.
-    pub fn finish(mut self) -> InputStats {
+    /// `E[x x^T]`.
+    ///
+    /// # Panics
+    /// If only the diagonal was kept.
+    pub fn matrix(mut self) -> Matrix {
+        assert!(self.full, "only the diagonal was kept");
+        let n = self.n;
         let scale = 1.0 / self.rows.max(1) as f32;
         self.sum.iter_mut().for_each(|v| *v *= scale);
-        if !self.full {
-            return InputStats {
-                mean_square: self.sum,
-                hessian: None,
-            };
-        }
-        let n = self.n;
         for i in 0..n {
             for j in 0..i {
                 self.sum[j * n + i] = self.sum[i * n + j];
             }
         }
-        let mut hessian = Matrix::zeros(0, 0);
-        (hessian.rows, hessian.cols, hessian.data) = (n, n, self.sum);
+        Matrix {
+            rows: n,
+            cols: n,
+            data: self.sum,
+        }
+    }
+
+    /// The means.
+    pub fn finish(mut self) -> InputStats {
+        if self.full {
+            return InputStats::of(self.matrix());
+        }
+        let scale = 1.0 / self.rows.max(1) as f32;
+        self.sum.iter_mut().for_each(|v| *v *= scale);
         InputStats {
-            mean_square: (0..n).map(|i| hessian.data[i * n + i]).collect(),
-            hessian: Some(hessian),
+            mean_square: self.sum,
+            hessian: None,
         }
     }
 }
 
 /// What calibration says about a Linear's inputs.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct InputStats {
     /// `E[x_i^2]`, `[in]`.
     pub mean_square: Vec<f32>,
-    /// `E[x x^T]`, `[in, in]`: half the Hessian of the output's squared error in a row of
-    /// the weight.
-    pub hessian: Option<Matrix>,
+    /// `E[x x^T]`, `[in, in]`.
+    pub hessian: Option<Arc<dyn Hessian>>,
 }
 
 impl InputStats {
+    /// Of these second moments.
+    pub fn of(moments: Matrix) -> Self {
+        InputStats {
+            mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
+            hessian: Some(Arc::new(moments)),
+        }
+    }
+
     /// The statistics of `x_i / s_i`.
-    pub fn divide(&mut self, s: &[f32]) {
+    ///
+    /// # Errors
+    /// The device's, where the moments are on one.
+    pub fn divide(&mut self, s: &[f32]) -> Result<()> {
         for (m, &s) in self.mean_square.iter_mut().zip(s) {
             *m /= s * s;
         }
         if let Some(h) = &mut self.hessian {
-            for (i, row) in h.data.chunks_exact_mut(s.len()).enumerate() {
-                for (h, &sj) in row.iter_mut().zip(s) {
-                    *h /= s[i] * sj;
-                }
-            }
+            *h = h.divided(s)?;
         }
+        Ok(())
     }
 }
 
@@ -303,17 +318,17 @@ mod tests {
         let mut full = Moments::new(n, true);
         full.add(&x.data[..20 * n]);
         full.add(&x.data[20 * n..]);
-        let full = full.finish();
+        let full = full.matrix();
         let mut diagonal = Moments::new(n, false);
         diagonal.add(&x.data);
         let diagonal = diagonal.finish();
         for i in 0..n {
             for j in 0..n {
                 let want: f32 = x.iter_rows().map(|r| r[i] * r[j]).sum::<f32>() / rows as f32;
-                let got = full.hessian.as_ref().unwrap().data[i * n + j];
+                let got = full.data[i * n + j];
                 assert!((got - want).abs() < 1e-5, "{i} {j}: {got} {want}");
             }
-            assert!((full.mean_square[i] - diagonal.mean_square[i]).abs() < 1e-5);
+            assert!((full.data[i * n + i] - diagonal.mean_square[i]).abs() < 1e-5);
         }
     }
 
@@ -323,7 +338,7 @@ mod tests {
         let n = 23;
         let mut moments = Moments::new(n, true);
         moments.add(&random(100, n, 1).data);
-        let h = moments.finish().hessian.unwrap();
+        let h = moments.matrix();
         let order: Vec<usize> = (0..n).map(|i| (i * 7) % n).collect();
         let u = inverse_factor(&h, &order, 0.1).unwrap();
         for i in 0..n {
@@ -349,7 +364,7 @@ mod tests {
     fn a_singular_matrix_has_no_factor() {
         let mut moments = Moments::new(4, true);
         moments.add(&[1.0, 2.0, 0.0, 1.0]);
-        let h = moments.finish().hessian.unwrap();
+        let h = moments.matrix();
         let order = [0, 1, 2, 3];
         assert!(inverse_factor(&h, &order, 0.0).is_none());
         assert!(inverse_factor(&h, &order, 0.01).is_some());
@@ -361,7 +376,7 @@ mod tests {
         let (e, x) = (random(out, n, 2), random(rows, n, 3));
         let mut moments = Moments::new(n, true);
         moments.add(&x.data);
-        let h = moments.finish().hessian.unwrap();
+        let h = moments.matrix();
         let mut want = 0f64;
         for x in x.iter_rows() {
             for e in e.iter_rows() {

@@ -84,7 +84,7 @@ impl Estimate {
         let sampling = match work.sampled {
             0 => 0,
             n => {
-                let slots = sampling_slots(config, n, length);
+                let slots = sampling_slots(config, n, length, None);
                 let spec = SessionSpec {
                     slots,
                     ctx: length,

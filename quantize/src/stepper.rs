@@ -1,21 +1,79 @@
-//! The forward layer by layer on a device of `kernels::grad`, in f32 throughout: the residual
-//! stream stays on the host, and a piece of it at a time goes through a layer. Second moments
-//! of what the Linears see are summed on the device.
+//! The forward layer by layer that quantization drives. On a device of `kernels::grad` it is f32
+//! throughout: the residual stream stays on the host, and a piece of it at a time goes through a
+//! layer. Second moments of what the Linears see are summed on the device and stay there.
 
 use crate::error::{Error, Result};
+use crate::linalg::InputStats;
 use crate::tune::forward::{Forward, Saved};
 use crate::tune::params::{Layer, Matrix};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::grad::{Gemm, GradOps};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, LinearKind, Observer};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Rows that run through a layer at once: enough to fill a device.
 const ROWS: usize = 8192;
 
+/// The forward layer by layer, where it runs.
+pub enum Stepper {
+    /// On the CPU, by the runtime.
+    Host(Box<dyn LayerStepper>),
+    /// On a GPU.
+    #[cfg(feature = "cuda")]
+    Gpu(Box<OpsStepper<nq_kernels::cuda::CudaOps>>),
+}
+
+impl AsMut<dyn LayerStepper> for Stepper {
+    fn as_mut(&mut self) -> &mut (dyn LayerStepper + 'static) {
+        match self {
+            Stepper::Host(stepper) => stepper.as_mut(),
+            #[cfg(feature = "cuda")]
+            Stepper::Gpu(stepper) => stepper.as_mut(),
+        }
+    }
+}
+
+impl Stepper {
+    /// Runs layer `index` over `hidden`, which stays as it is, and gives the statistics of what
+    /// each of [`LinearKind::INPUTS`] sees, second moments included; `done` hears of rows.
+    /// `None` if they are an observer's to gather.
+    ///
+    /// # Errors
+    /// What the layer or the device reports.
+    pub fn moments(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Option<[InputStats; 4]>> {
+        match self {
+            Stepper::Host(_) => {
+                let _ = (index, weights, hidden, done);
+                Ok(None)
+            }
+            #[cfg(feature = "cuda")]
+            Stepper::Gpu(stepper) => {
+                let sums = stepper.sums(index, weights, hidden, done)?;
+                let config = &stepper.config;
+                let width = LinearKind::INPUTS.map(|kinds| kinds[0].dims(config).1);
+                let [a, b, c, d] = sums;
+                let stats = |sum, n| crate::second_order::device::input_stats(&stepper.ops, sum, n);
+                Ok(Some([
+                    stats(a, width[0])?,
+                    stats(b, width[1])?,
+                    stats(c, width[2])?,
+                    stats(d, width[3])?,
+                ]))
+            }
+        }
+    }
+}
+
 /// [`LayerStepper`] over the operations of a training step. Keys and values stay f32.
 pub struct OpsStepper<O: GradOps> {
-    ops: O,
+    ops: Arc<O>,
     config: ModelConfig,
     work: Option<Work<O>>,
 }
@@ -71,10 +129,15 @@ impl<O: GradOps> OpsStepper<O> {
     /// A stepper for models of this shape on the device of `ops`.
     pub fn new(ops: O, config: &ModelConfig) -> Self {
         OpsStepper {
-            ops,
+            ops: Arc::new(ops),
             config: config.clone(),
             work: None,
         }
+    }
+
+    /// The device, its work's memory given back.
+    pub fn into_ops(self) -> Arc<O> {
+        self.ops
     }
 
     /// Makes room for `pieces`.
@@ -85,7 +148,7 @@ impl<O: GradOps> OpsStepper<O> {
             return Ok(());
         }
         self.work = None;
-        let (ops, c) = (&self.ops, &self.config);
+        let (ops, c) = (self.ops.as_ref(), &self.config);
         // Of shorter sequences there are more, whose scores take less.
         let batch = rows.div_ceil(seq.max(1));
         let rows = batch * seq;
@@ -111,7 +174,7 @@ impl<O: GradOps> OpsStepper<O> {
         hidden.check(self.config.hidden_size)?;
         let pieces = plan(&hidden.lengths, ROWS);
         self.reserve(&pieces)?;
-        Ok((pieces, Layer::dense(&self.ops, index, weights)?))
+        Ok((pieces, Layer::dense(self.ops.as_ref(), index, weights)?))
     }
 
     /// Runs the layer over `x`, the rows of `piece`. `shown` sees the input of each place of
@@ -123,7 +186,7 @@ impl<O: GradOps> OpsStepper<O> {
         x: &[f32],
         mut shown: impl FnMut(&O, usize, &O::Floats) -> Result<()>,
     ) -> Result<()> {
-        let ops = &self.ops;
+        let ops = self.ops.as_ref();
         let Work {
             forward: f,
             saved,
@@ -173,32 +236,37 @@ impl<O: GradOps> OpsStepper<O> {
         Ok(())
     }
 
-    fn products(
+    /// Runs layer `index` over `hidden`, which stays as it is: the second moments of what each
+    /// of [`LinearKind::INPUTS`] sees, `[in, in]`, on the device. `done` hears of rows.
+    ///
+    /// # Errors
+    /// What the layer or the device reports.
+    pub fn sums(
         &mut self,
         index: usize,
         weights: &LayerWeights,
         hidden: &Hidden,
         done: &mut dyn FnMut(usize),
-    ) -> Result<[Vec<f32>; 4]> {
+    ) -> Result<[O::Floats; 4]> {
         let width = LinearKind::INPUTS.map(|kinds| kinds[0].dims(&self.config).1);
         let zeros = |n: usize| self.ops.floats("moments of a layer's inputs", n * n);
         let [a, b, c, d] = width.map(zeros);
         let mut sums = [a?, b?, c?, d?];
+        let share = 1.0 / hidden.lengths.iter().sum::<usize>().max(1) as f32;
         let (pieces, layer) = self.begin(index, weights, hidden)?;
         for piece in &pieces {
             let rows = piece.rows();
             let x = &hidden.data[piece.range(self.config.hidden_size)];
             self.run(&layer, piece, x, |ops, input, x| {
-                let product = Gemm::weight_grad(rows, width[input], width[input]);
-                Ok(ops.gemm(product.add(), x, x, &mut sums[input])?)
+                let product = Gemm {
+                    alpha: share,
+                    ..Gemm::weight_grad(rows, width[input], width[input]).add()
+                };
+                Ok(ops.gemm(product, x, x, &mut sums[input])?)
             })?;
             done(rows);
         }
-        let mut found = width.map(|n| vec![0.0; n * n]);
-        for (to, from) in found.iter_mut().zip(&sums) {
-            self.ops.read(from, to)?;
-        }
-        Ok(found)
+        Ok(sums)
     }
 
     fn logits(
@@ -213,7 +281,7 @@ impl<O: GradOps> OpsStepper<O> {
         hidden.check_rows(h, ranges)?;
         // The layers' memory makes room for the head.
         self.work = None;
-        let ops = &self.ops;
+        let ops = self.ops.as_ref();
         let vocab = head.dims().0;
         let Matrix::Dense(w) = Matrix::dense(ops, "head", head)? else {
             unreachable!("made dense");
@@ -257,7 +325,7 @@ fn outward(e: Error) -> nq_runtime::Error {
 
 type Outward<T> = std::result::Result<T, nq_runtime::Error>;
 
-impl<O: GradOps + Send> LayerStepper for OpsStepper<O>
+impl<O: GradOps + Send + Sync> LayerStepper for OpsStepper<O>
 where
     O::Floats: Send,
     O::Codes: Send,
@@ -299,17 +367,6 @@ where
                 .map_err(outward)?;
         }
         Ok(())
-    }
-
-    fn outer_products(
-        &mut self,
-        index: usize,
-        weights: &LayerWeights,
-        hidden: &Hidden,
-        done: &mut dyn FnMut(usize),
-    ) -> Outward<Option<[Vec<f32>; 4]>> {
-        let found = self.products(index, weights, hidden, done);
-        found.map(Some).map_err(outward)
     }
 
     fn heads(
@@ -386,22 +443,18 @@ mod tests {
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index).unwrap();
             let mut rows = 0;
-            let sums = own
-                .outer_products(index, &weights, &a, &mut |n| rows += n)
-                .unwrap()
-                .unwrap();
+            let sums = own.sums(index, &weights, &a, &mut |n| rows += n).unwrap();
             assert_eq!(rows, 98);
             let gathered = |stepper: &mut dyn LayerStepper, hidden| {
                 let mut gather = Gather::new(config, Needs::Hessian, &());
                 stepper
                     .observe(index, &weights, hidden, &mut gather)
                     .unwrap();
-                gather.finish().map(|s| s.hessian.unwrap().data)
+                gather.matrices().map(|m| m.data)
             };
             let (seen, expected) = (gathered(&mut own, &a), gathered(cpu.as_mut(), &b));
             for ((sum, seen), expected) in sums.iter().zip(&seen).zip(&expected) {
-                let mean: Vec<f32> = sum.iter().map(|v| v / 98.0).collect();
-                assert!(off(&mean, seen) < 1e-5, "{}", off(&mean, seen));
+                assert!(off(sum, seen) < 1e-5, "{}", off(sum, seen));
                 assert!(off(seen, expected) < 1e-4, "{}", off(seen, expected));
             }
             own.layer(index, &weights, &mut a, &mut ()).unwrap();

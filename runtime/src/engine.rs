@@ -37,6 +37,12 @@ pub trait Engine: Send + Sync {
         None
     }
 
+    /// Sequences, at most, whose next tokens one step of [`Session::decode_many`] finds without
+    /// taking logits to the host; `None` if it always takes them.
+    fn sampled_together(&self) -> Option<usize> {
+        None
+    }
+
     /// Allocates a KV cache and scratch.
     ///
     /// # Errors
@@ -566,23 +572,6 @@ pub trait LayerStepper: Send {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         self.layer(index, weights, &mut hidden.clone(), observer)
-    }
-
-    /// Runs layer `index` over `hidden`, which stays as it is, and sums the outer products
-    /// `x x^T` of all rows that each of [`LinearKind::INPUTS`] sees: `[in, in]` each. `done`
-    /// hears of rows as they are. `None` if this device sums none: an observer can.
-    ///
-    /// # Errors
-    /// As [`LayerStepper::layer`].
-    fn outer_products(
-        &mut self,
-        index: usize,
-        weights: &LayerWeights,
-        hidden: &Hidden,
-        done: &mut dyn FnMut(usize),
-    ) -> Result<Option<[Vec<f32>; 4]>> {
-        let _ = (index, weights, hidden, done);
-        Ok(None)
     }
 
     /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.

@@ -16,12 +16,16 @@ mod grad;
 mod linear;
 pub mod pack;
 mod rows;
+mod second_order;
 
 pub use advance::{Advance, Candidates, NOT_FINITE, Sampling};
 pub use batch::{Columns, MOST_SEQUENCES};
-pub use driver::{Address, Buffer, Gpu, GpuInfo, Graph, Mark, Pinned, Stream, device_count};
+pub use driver::{
+    Address, Buffer, Gpu, GpuInfo, Graph, Mark, MemoryUse, Pinned, Stream, device_count, taken,
+};
 pub use gemm::{GemmOutput, SequenceRows};
 pub use grad::{CudaOps, GemmPrecision};
 pub use linear::{DeviceLinear, GemvOutput, Norm, Uploader, best_len};
 pub use pack::{PackedKind, Stack, operand_index};
 pub use rows::{AttentionScratch, DeviceCache, HEAD_DIM, Heads, Row, RowsOut, Step};
+pub use second_order::{Codes, ColumnBlock, Damped, FitShape, Groups, Order};

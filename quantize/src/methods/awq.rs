@@ -12,7 +12,8 @@ use super::{Layer, Method, Needs, Outcome, Problem, rtn};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::Grid;
-use crate::linalg::{InputStats, Matrix, quadratic_error};
+use crate::linalg::{InputStats, Matrix};
+use crate::second_order::Hessian;
 use nq_runtime::LinearKind;
 use serde_json::{Map, Value};
 
@@ -72,11 +73,11 @@ impl Method for Awq {
                 _ => None,
             };
             let rms = tie(&stats.mean_square, query_heads, layer.head_dim);
-            let Some(scales) = self.search(layer, kinds, stats, &rms, grids) else {
+            let Some(scales) = self.search(layer, kinds, stats, &rms, grids)? else {
                 continue;
             };
             fold(layer, kinds, &scales);
-            stats.divide(&scales);
+            stats.divide(&scales)?;
             changed = true;
         }
         Ok(changed)
@@ -101,32 +102,34 @@ impl Awq {
         stats: &InputStats,
         rms: &[f32],
         grids: &[Grid; 7],
-    ) -> Option<Vec<f32>> {
-        let hessian = stats.hessian.as_ref()?;
+    ) -> Result<Option<Vec<f32>>> {
+        let Some(hessian) = &stats.hessian else {
+            return Ok(None);
+        };
         let samples: Vec<(Matrix, Grid)> = kinds
             .iter()
             .map(|&k| (sample(layer.linear(k)), grids[k as usize]))
             .collect();
-        let error = |scales: &[f32]| -> f64 {
+        let error = |scales: &[f32]| -> Result<f64> {
             let mut scaled = stats.mean_square.clone();
             for (m, s) in scaled.iter_mut().zip(scales) {
                 *m /= s * s;
             }
             samples
                 .iter()
-                .map(|(w, grid)| self.output_error(w, *grid, scales, &scaled, hessian))
+                .map(|(w, grid)| self.output_error(w, *grid, scales, &scaled, hessian.as_ref()))
                 .sum()
         };
-        let mut best = (error(&vec![1.0; rms.len()]), None);
+        let mut best = (error(&vec![1.0; rms.len()])?, None);
         for i in 1..self.exponents {
             let exponent = i as f32 / (self.exponents - 1) as f32;
             let scales = powers(rms, exponent);
-            let e = error(&scales);
+            let e = error(&scales)?;
             if e < best.0 {
                 best = (e, Some(scales));
             }
         }
-        best.1
+        Ok(best.1)
     }
 
     /// Mean squared error of the outputs of `w`, rounded with its inputs divided by `scales`.
@@ -136,8 +139,8 @@ impl Awq {
         grid: Grid,
         scales: &[f32],
         importance: &[f32],
-        hessian: &Matrix,
-    ) -> f64 {
+        hessian: &dyn Hessian,
+    ) -> Result<f64> {
         let mut scaled = w.clone();
         scale_columns(&mut scaled, scales);
         let rounded = rtn::round(&scaled, grid, self.fit, importance);
@@ -155,7 +158,7 @@ impl Awq {
                 *e = q / s - w;
             }
         }
-        quadratic_error(&error, hessian)
+        hessian.quadratic_error(&error)
     }
 }
 

@@ -9,11 +9,9 @@
 use super::{Method, Needs, Outcome, Problem, rtn};
 use crate::error::{Error, Result};
 use crate::fit::Fit;
-use crate::grid::{Grid, GroupParams, Rounded};
-use crate::linalg::{Matrix, add_product, inverse_factor};
-use rayon::prelude::*;
+use crate::grid::Grid;
+use crate::second_order::{Block, Columns, Damped};
 use serde_json::{Map, Value};
-use std::ops::Range;
 
 /// In which order columns are rounded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,10 +56,6 @@ impl Default for Gptq {
     }
 }
 
-/// Columns whose errors are gathered before the rest of the row is updated with one product.
-const BLOCK: usize = 64;
-/// Rows that one thread takes through all columns.
-const TILE: usize = 64;
 /// The first damping tried where none was asked for.
 const LEAST_RAISE: f64 = 1e-3;
 /// Damping beyond which the Hessian is given up.
@@ -96,11 +90,14 @@ impl Method for Gptq {
     fn round(&self, problem: &Problem<'_>) -> Result<Outcome> {
         let n = problem.weight.cols;
         let hessian = problem.inputs.and_then(|i| i.hessian.as_ref());
-        let hessian = hessian.filter(|h| h.cols == n).ok_or(Error::Request {
-            what: "statistics of the inputs for gptq",
-            expected: format!("second moments of {n} inputs of {}", problem.name),
-            found: hessian.map_or("none".into(), |h| format!("{}", h.cols)),
-        })?;
+        let (hessian, diagonal) = (hessian.zip(problem.inputs))
+            .map(|(h, i)| (h, &i.mean_square[..]))
+            .filter(|(h, _)| h.width() == n)
+            .ok_or(Error::Request {
+                what: "statistics of the inputs for gptq",
+                expected: format!("second moments of {n} inputs of {}", problem.name),
+                found: hessian.map_or("none".into(), |h| h.width().to_string()),
+            })?;
         let mut fallbacks = Vec::new();
         let name = problem.name;
         let give_up = |mut fallbacks: Vec<String>, why: &str| {
@@ -111,24 +108,16 @@ impl Method for Gptq {
                 fallbacks,
             }
         };
-        if !hessian.data.par_iter().all(|v| v.is_finite()) {
+        if !hessian.is_finite() {
             return Ok(give_up(fallbacks, "the inputs' moments are not finite"));
         }
 
         // An input that was always zero says nothing: it must neither take up errors nor
         // lose its weight, since other text may use it.
-        let mut h = hessian.clone();
-        let diagonal: Vec<f32> = (0..n).map(|i| h.data[i * n + i]).collect();
         let mean = diagonal.iter().map(|&d| f64::from(d)).sum::<f64>() / n as f64;
         let dead: Vec<usize> = (0..n).filter(|&i| diagonal[i] <= 0.0).collect();
         if dead.len() == n {
             return Ok(give_up(fallbacks, "all inputs are zero in calibration"));
-        }
-        for &i in &dead {
-            for j in 0..n {
-                (h.data[i * n + j], h.data[j * n + i]) = (0.0, 0.0);
-            }
-            h.data[i * n + i] = mean as f32;
         }
         if !dead.is_empty() {
             fallbacks.push(format!(
@@ -137,10 +126,16 @@ impl Method for Gptq {
             ));
         }
 
-        let order = self.columns(&diagonal, problem.grid);
+        let order = self.columns(diagonal, problem.grid);
         let mut damping = self.damping;
         let factor = loop {
-            if let Some(u) = inverse_factor(&h, &order, damping * mean) {
+            let damped = Damped {
+                order: &order,
+                dead: &dead,
+                fill: mean as f32,
+                damping: damping * mean,
+            };
+            if let Some(u) = hessian.inverse_factor(&damped)? {
                 break u;
             }
             damping = (4.0 * damping).max(LEAST_RAISE);
@@ -155,17 +150,25 @@ impl Method for Gptq {
             ));
         }
         let importance = match self.importance {
-            Importance::Squares => diagonal,
+            Importance::Squares => diagonal.to_vec(),
             Importance::Remaining => {
                 let mut importance = vec![0.0; n];
-                for (at, &i) in order.iter().enumerate() {
-                    importance[i] = factor.data[at * n + at].powi(-2);
+                for (&i, u) in order.iter().zip(factor.diagonal()?) {
+                    importance[i] = u.powi(-2);
                 }
                 importance
             }
         };
+        let columns = Columns {
+            weight: problem.weight,
+            grid: problem.grid,
+            order: &order,
+            blocks: &self.blocks(&order, problem.grid, factor.block()),
+            fit: self.fit,
+            importance: &importance,
+        };
         Ok(Outcome {
-            rounded: self.round_columns(problem, &order, &factor, &importance),
+            rounded: factor.round(&columns)?,
             method: "gptq",
             fallbacks,
         })
@@ -197,8 +200,9 @@ impl Gptq {
         order
     }
 
-    /// Runs of columns between updates of the rest.
-    fn blocks(&self, order: &[usize], grid: Grid) -> Vec<Block> {
+    /// Runs of at most `most` columns, whose errors are gathered before the rest of the row is
+    /// updated with one product.
+    fn blocks(&self, order: &[usize], grid: Grid, most: usize) -> Vec<Block> {
         let n = order.len();
         let size = grid.group().size(n);
         let mut blocks = Vec::new();
@@ -209,144 +213,14 @@ impl Gptq {
                 Order::Groups => size.min(n - order[start] / size * size),
             };
             let group = (self.order == Order::Groups).then(|| order[start] / size);
-            for at in (start..start + whole).step_by(BLOCK) {
+            for at in (start..start + whole).step_by(most) {
                 blocks.push(Block {
-                    places: at..(at + BLOCK).min(start + whole),
+                    places: at..(at + most).min(start + whole),
                     begins: group.filter(|_| at == start),
                 });
             }
             start += whole;
         }
         blocks
-    }
-
-    fn round_columns(
-        &self,
-        problem: &Problem<'_>,
-        order: &[usize],
-        factor: &Matrix,
-        importance: &[f32],
-    ) -> Rounded {
-        let (weight, grid) = (problem.weight, problem.grid);
-        let n = weight.cols;
-        let mut rounded = Rounded::new(grid, weight.rows, n);
-        let tile = Tile {
-            grid,
-            n,
-            groups: rounded.groups(),
-            order,
-            blocks: &self.blocks(order, grid),
-            factor,
-            fit: self.fit,
-            importance,
-        };
-        rounded
-            .codes
-            .par_chunks_mut(TILE * n)
-            .zip(rounded.params.par_chunks_mut(TILE * tile.groups))
-            .zip(weight.data.par_chunks(TILE * n))
-            .for_each(|((codes, params), weight)| {
-                if self.order == Order::Columns {
-                    tile.fit_groups(weight, params);
-                }
-                tile.round(weight, codes, params);
-            });
-        rounded
-    }
-}
-
-/// Columns that are rounded before the rest of the row is updated.
-struct Block {
-    /// Places in the order.
-    places: Range<usize>,
-    /// The group whose columns begin here and are whole in the order, if groups are.
-    begins: Option<usize>,
-}
-
-/// Rows that are rounded together; what all tiles share.
-struct Tile<'a> {
-    grid: Grid,
-    n: usize,
-    groups: usize,
-    order: &'a [usize],
-    blocks: &'a [Block],
-    factor: &'a Matrix,
-    fit: Fit,
-    importance: &'a [f32],
-}
-
-impl Tile<'_> {
-    /// Parameters of all groups from the original weights.
-    fn fit_groups(&self, weight: &[f32], params: &mut [GroupParams]) {
-        let size = self.grid.group().size(self.n);
-        for (w, p) in weight
-            .chunks_exact(self.n)
-            .zip(params.chunks_exact_mut(self.groups))
-        {
-            let h = self.importance.chunks(size);
-            for ((w, h), p) in w.chunks(size).zip(h).zip(p) {
-                *p = self.fit.params(&self.grid, w, h);
-            }
-        }
-    }
-
-    /// Parameters of `group`, whose columns begin at place `at` of the order, from the
-    /// compensated and permuted rows `w` `[rows, n]`.
-    fn fit_group(&self, group: usize, at: usize, w: &[f32], params: &mut [GroupParams]) {
-        let size = self.grid.group().size(self.n);
-        let places = at..at + size.min(self.n - group * size);
-        let h: Vec<f32> = self.order[places.clone()]
-            .iter()
-            .map(|&i| self.importance[i])
-            .collect();
-        for (w, p) in w
-            .chunks_exact(self.n)
-            .zip(params.chunks_exact_mut(self.groups))
-        {
-            p[group] = self.fit.params(&self.grid, &w[places.clone()], &h);
-        }
-    }
-
-    /// Rounds rows `weight` `[rows, n]`.
-    fn round(&self, weight: &[f32], codes: &mut [u8], params: &mut [GroupParams]) {
-        let n = self.n;
-        let rows = weight.len() / n;
-        let size = self.grid.group().size(n);
-        let mut w = vec![0f32; rows * n]; // columns in `order`
-        for (w, row) in w.chunks_exact_mut(n).zip(weight.chunks_exact(n)) {
-            for (w, &i) in w.iter_mut().zip(self.order) {
-                *w = row[i];
-            }
-        }
-        let mut errors = vec![0f32; rows * BLOCK];
-        for block in self.blocks {
-            let Range { start, end } = block.places;
-            if let Some(group) = block.begins {
-                self.fit_group(group, start, &w, params);
-            }
-            let len = end - start;
-            let errors = &mut errors[..rows * len];
-            for r in 0..rows {
-                let w = &mut w[r * n + start..r * n + end];
-                let codes = &mut codes[r * n..(r + 1) * n];
-                let params = &params[r * self.groups..(r + 1) * self.groups];
-                let errors = &mut errors[r * len..(r + 1) * len];
-                for j in 0..len {
-                    let column = self.order[start + j];
-                    let u = &self.factor.row(start + j)[start..end];
-                    let p = params[column / size];
-                    let q = self.grid.code(p, w[j]);
-                    codes[column] = q;
-                    let error = (w[j] - p.value(q)) / u[j];
-                    errors[j] = error;
-                    for (w, &u) in w[j + 1..].iter_mut().zip(&u[j + 1..]) {
-                        *w -= error * u;
-                    }
-                }
-            }
-            if end < n {
-                add_product(&mut w, n, -1.0, errors, self.factor, start..end, end);
-            }
-        }
     }
 }

@@ -5,7 +5,7 @@ use super::gptq::{Gptq, Importance, Order};
 use super::{Layer, METHODS, Method, Needs, Problem, by_name, rtn};
 use crate::fit::Fit;
 use crate::grid::Grid;
-use crate::linalg::{InputStats, Matrix, Moments, quadratic_error};
+use crate::linalg::{InputStats, Matrix, Moments};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::rng::Philox;
 use nq_runtime::LinearKind;
@@ -52,10 +52,14 @@ fn inputs(n: usize, stream: u64) -> Matrix {
     x
 }
 
-fn stats(x: &Matrix) -> InputStats {
+fn moments(x: &Matrix) -> Matrix {
     let mut m = Moments::new(x.cols, true);
     m.add(&x.data);
-    m.finish()
+    m.matrix()
+}
+
+fn stats(x: &Matrix) -> InputStats {
+    InputStats::of(moments(x))
 }
 
 fn output_error(w: &Matrix, method: &dyn Method, inputs: &InputStats, grid: Grid) -> f64 {
@@ -77,7 +81,8 @@ fn output_error(w: &Matrix, method: &dyn Method, inputs: &InputStats, grid: Grid
             .zip(&row)
             .for_each(|(e, q)| *e -= q);
     }
-    quadratic_error(&error, inputs.hessian.as_ref().unwrap())
+    let hessian = inputs.hessian.as_ref().unwrap();
+    hessian.quadratic_error(&error).unwrap()
 }
 
 /// Weights that stand on the grid come back exactly, from every method and on every grid.
@@ -160,15 +165,11 @@ fn gptq_beats_rounding_to_nearest_on_correlated_inputs() {
 #[test]
 fn gptq_moves_the_error_as_the_hessian_says() {
     let grid = grid(Bits::B8, Group::Channel, Zeros::None);
-    let hessian = Matrix {
+    let inputs = InputStats::of(Matrix {
         rows: 2,
         cols: 2,
         data: vec![2.0, 1.0, 1.0, 1.0],
-    };
-    let inputs = InputStats {
-        mean_square: vec![2.0, 1.0],
-        hessian: Some(hessian),
-    };
+    });
     // The whole range is 2 * 127.5 / 255 = 1 to a code: 127.5 goes to 127 (the greatest
     // code), an error of 0.5 that is worth H_01 / H_11 = 1 of it in the second column.
     let w = Matrix {
@@ -213,8 +214,8 @@ fn gptq_raises_damping_then_falls_back_by_name() {
     let nearest = rtn::round(&w, grid, Fit::clip(), &[]);
 
     // Inputs without a single sample of some direction, and no damping: singular.
-    let mut singular = stats(&normal(8, n, 1.0, 41));
-    let outcome = problem(&singular);
+    let mut singular = moments(&normal(8, n, 1.0, 41));
+    let outcome = problem(&InputStats::of(singular.clone()));
     assert_eq!(outcome.method, "gptq");
     assert_eq!(
         outcome.fallbacks,
@@ -222,19 +223,19 @@ fn gptq_raises_damping_then_falls_back_by_name() {
     );
 
     // A direction of negative square, as no inputs have: no damping makes up for it.
-    let h = singular.hessian.as_mut().unwrap();
-    let mean = (0..n).map(|i| h.data[i * n + i]).sum::<f32>() / n as f32;
-    h.data[n + 2] += 4.0 * mean;
-    h.data[2 * n + 1] += 4.0 * mean;
-    let outcome = problem(&singular);
+    let h = &mut singular.data;
+    let mean = (0..n).map(|i| h[i * n + i]).sum::<f32>() / n as f32;
+    h[n + 2] += 4.0 * mean;
+    h[2 * n + 1] += 4.0 * mean;
+    let outcome = problem(&InputStats::of(singular.clone()));
     assert_eq!(outcome.method, "rtn-clip");
     assert_eq!(outcome.fallbacks.len(), 1);
     assert!(outcome.fallbacks[0].starts_with("model.w: the Hessian cannot be inverted"));
     assert_eq!(outcome.rounded.codes, nearest.codes);
 
     // Not numbers at all.
-    singular.hessian.as_mut().unwrap().data[5] = f32::NAN;
-    let outcome = problem(&singular);
+    singular.data[5] = f32::NAN;
+    let outcome = problem(&InputStats::of(singular));
     assert_eq!(outcome.method, "rtn-clip");
     assert!(outcome.fallbacks[0].contains("not finite"));
     let outcome = problem(&stats(&Matrix::zeros(10, n)));

@@ -9,13 +9,13 @@ use crate::grid::Grid;
 use crate::layers::{self, Pass};
 use crate::linalg::read_row;
 use crate::schemes::Schemes;
+use crate::stepper::Stepper;
 use nq_formats::nq::{Param, Staged, Writer};
 use nq_formats::{AffineScheme, ModelConfig, Progress, Tensor, Unit, Weight, hash, mapping};
 use nq_runtime::device::Device;
 use nq_runtime::models::qwen3::{self, EMBEDDING};
 use nq_runtime::{
-    ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LinearId, LinearKind,
-    LoadOptions, load,
+    ActivationChoice, Hidden, KvType, LayerWeights, LinearId, LinearKind, LoadOptions, load,
 };
 use std::collections::BTreeSet;
 
@@ -65,13 +65,8 @@ impl Job<'_> {
                 }
                 None => {
                     let grids = schemes.grids(index)?;
-                    let done = self.quantize_layer(
-                        index,
-                        stream.as_ref(),
-                        stepper.as_mut(),
-                        &grids,
-                        share,
-                    )?;
+                    let done =
+                        self.quantize_layer(index, stream.as_ref(), &mut stepper, &grids, share)?;
                     for f in &done.fallbacks {
                         self.progress.note(f);
                     }
@@ -96,7 +91,7 @@ impl Job<'_> {
                     width: config.hidden_size,
                     progress: &self.progress,
                 };
-                let run = || stepper.layer(index, &weights, stream, &mut pass);
+                let run = || stepper.as_mut().layer(index, &weights, stream, &mut pass);
                 self.progress.time(RUNNING, run)?;
             }
         }
@@ -131,21 +126,22 @@ impl Job<'_> {
     /// The forward layer by layer, on the device asked for. Statistics and products do not
     /// depend on rounding of activations: what the layers pass on is what the weights alone
     /// make of the text.
-    pub(super) fn stepper(&self) -> Result<Box<dyn LayerStepper>> {
+    pub(super) fn stepper(&self) -> Result<Stepper> {
         let options = LoadOptions {
             activations: ActivationChoice::F32,
             ..self.options.load
         };
         match options.device.resolve()? {
-            Device::Cpu => Ok(load::cpu_stepper(self.config(), &options, KvType::F16)?),
+            Device::Cpu => {
+                let stepper = load::cpu_stepper(self.config(), &options, KvType::F16)?;
+                Ok(Stepper::Host(stepper))
+            }
             #[cfg(feature = "cuda")]
             Device::Cuda(n) => {
                 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
                 let ops = CudaOps::new(&Gpu::open(n)?, GemmPrecision::Split)?;
-                Ok(Box::new(crate::stepper::OpsStepper::new(
-                    ops,
-                    self.config(),
-                )))
+                let stepper = crate::stepper::OpsStepper::new(ops, self.config());
+                Ok(Stepper::Gpu(Box::new(stepper)))
             }
         }
     }
@@ -154,7 +150,7 @@ impl Job<'_> {
         &self,
         index: usize,
         stream: Option<&Hidden>,
-        stepper: &mut dyn LayerStepper,
+        stepper: &mut Stepper,
         grids: &[Grid; 7],
         share: u64,
     ) -> Result<layers::Quantized> {

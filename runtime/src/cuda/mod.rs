@@ -9,8 +9,9 @@ use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, LoadOptions};
 use model::CudaModel;
 use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_kernels::KernelSet;
 use nq_kernels::cpu::OpTiming;
-use nq_kernels::cuda::Gpu;
+use nq_kernels::cuda::{Gpu, MOST_SEQUENCES};
 use plan::Plan;
 use session::CudaSession;
 use std::sync::{Arc, OnceLock};
@@ -108,6 +109,10 @@ impl Engine for CudaEngine {
             scratch: plan.scratch,
             free: model.gpu.free_memory().ok()?,
         })
+    }
+
+    fn sampled_together(&self) -> Option<usize> {
+        (self.model.kernels == KernelSet::Fused).then_some(MOST_SEQUENCES)
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {

@@ -6,6 +6,62 @@ use bytemuck::{Pod, Zeroable};
 use cudarc::driver::{result, sys};
 use std::marker::PhantomData;
 use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Pages that the driver hands out.
+const PAGE: usize = 2 << 20;
+
+/// What an allocation of `bytes` takes of a device's memory: whole pages, or a part of one that
+/// others share.
+pub fn taken(bytes: usize) -> usize {
+    match bytes {
+        0..PAGE => bytes,
+        _ => bytes.next_multiple_of(PAGE),
+    }
+}
+
+/// Bytes that this process holds of devices' memory, and held at most since the mark was set.
+static HELD: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+/// Device memory that this process has allocated, as it is and at its peak: all devices
+/// together, without what the driver takes for itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Bytes held now.
+    pub held: usize,
+    /// Bytes held at most since [`MemoryUse::begin`], or since the process began.
+    pub peak: usize,
+}
+
+impl MemoryUse {
+    /// As it is now.
+    pub fn now() -> Self {
+        MemoryUse {
+            held: HELD.load(Ordering::Relaxed),
+            peak: MOST.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Forgets the peak: it begins with what is held now.
+    pub fn begin() {
+        MOST.store(HELD.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    fn take(bytes: usize) {
+        let held = HELD.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        MOST.fetch_max(held, Ordering::Relaxed);
+    }
+
+    fn give_back(bytes: usize) {
+        HELD.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Bytes of an allocation for `len` values.
+fn allocated<T>(len: usize) -> usize {
+    (len * size_of::<T>()).max(16)
+}
 
 impl Gpu {
     /// `len` values in device memory, all bytes zero. `what` is named if they do not fit.
@@ -14,11 +70,12 @@ impl Gpu {
     /// [`Error::DeviceMemory`].
     pub fn zeros<T: Pod>(&self, what: &'static str, len: usize) -> Result<Buffer<T>> {
         self.0.bind()?;
-        let bytes = (len * size_of::<T>()).max(16);
+        let bytes = allocated::<T>(len);
         // SAFETY: the allocation is freed in `Drop`; every byte is set before it is read, and
         // any bytes are valid for a `Pod` type.
         let address = unsafe {
             let address = check(what, result::malloc_sync(bytes))?;
+            MemoryUse::take(taken(bytes));
             let buffer = Buffer {
                 gpu: self.clone(),
                 address,
@@ -145,6 +202,7 @@ impl<T> Drop for Buffer<T> {
         if self.gpu.0.bind().is_ok() {
             // SAFETY: allocated by `Gpu::zeros`. The driver waits for work that uses it.
             let _ = unsafe { result::free_sync(self.address) };
+            MemoryUse::give_back(taken(allocated::<T>(self.len)));
         }
     }
 }
@@ -229,4 +287,9 @@ pub struct Address(pub(super) u64);
 impl Address {
     /// No memory.
     pub const NULL: Address = Address(0);
+
+    /// True at a multiple of `bytes`.
+    pub(crate) fn is_aligned(self, bytes: u64) -> bool {
+        self.0.is_multiple_of(bytes)
+    }
 }

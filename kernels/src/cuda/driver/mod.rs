@@ -7,7 +7,7 @@ mod memory;
 mod stream;
 mod tensor_map;
 
-pub use memory::{Address, Buffer, Pinned};
+pub use memory::{Address, Buffer, MemoryUse, Pinned, taken};
 pub(crate) use stream::LaunchShape;
 pub use stream::{Graph, Mark, Stream};
 pub(crate) use tensor_map::{Matrix, TensorMap};

@@ -62,7 +62,97 @@ struct SiluArgs {
     n: i64,
 }
 
+/// A matrix of a product: where it starts, and values from row to row.
+#[derive(Clone, Copy)]
+pub(in crate::cuda) struct Side {
+    pub(in crate::cuda) at: Address,
+    pub(in crate::cuda) ld: usize,
+}
+
+/// `GradGemmArgs` of `cuda/grad_gemm.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GemmArgs {
+    a: Address,
+    b: Address,
+    c: Address,
+    stride_a: i64,
+    stride_b: i64,
+    stride_c: i64,
+    m: i32,
+    n: i32,
+    k: i32,
+    lda: i32,
+    ldb: i32,
+    ldc: i32,
+    splits: i32,
+    part: i32,
+    vector_a: i32,
+    vector_b: i32,
+    accumulate: i32,
+    alpha: f32,
+}
+
 impl CudaOps {
+    /// The product of matrices that may be parts of larger ones; those of a batch lie one
+    /// behind the other.
+    ///
+    /// # Safety
+    /// The operands hold what `g` says; C's rows are contiguous unless the batch is 1.
+    pub(in crate::cuda) unsafe fn product(&self, g: Gemm, a: Side, b: Side, c: Side) -> Result<()> {
+        let (an, bn, cn) = (g.m * g.k, g.k * g.n, g.m * g.n);
+        let tiles = g.m.div_ceil(TILE) * g.n.div_ceil(TILE);
+        let wanted = (2 * self.gpu.info().multiprocessors).div_ceil(tiles);
+        // Parts are added to a contiguous C.
+        let splits = match g.batch {
+            1 if c.ld == g.n => wanted.min(g.k / PART).clamp(1, PARTS),
+            _ => 1,
+        };
+        let part = g.k.div_ceil(splits).next_multiple_of(16);
+        let splits = g.k.div_ceil(part).max(1);
+        let scratch = match splits {
+            1 => None,
+            _ => Some(self.scratch(splits * cn)?),
+        };
+        let whole = |s: Side, elements: usize| {
+            let aligned = s.at.is_aligned(16) && s.ld.is_multiple_of(4);
+            i32::from(aligned && (g.batch == 1 || elements.is_multiple_of(4)))
+        };
+        let args = GemmArgs {
+            a: a.at,
+            b: b.at,
+            c: scratch.as_ref().map_or(c.at, |s| s.at(0)),
+            stride_a: an as i64,
+            stride_b: bn as i64,
+            stride_c: cn as i64,
+            m: g.m as i32,
+            n: g.n as i32,
+            k: g.k as i32,
+            lda: a.ld as i32,
+            ldb: b.ld as i32,
+            ldc: c.ld as i32,
+            splits: splits as i32,
+            part: part as i32,
+            vector_a: whole(a, an),
+            vector_b: whole(b, bn),
+            accumulate: i32::from(g.accumulate && splits == 1),
+            alpha: g.alpha,
+        };
+        let side = |transposed| if transposed { 't' } else { 'n' };
+        let terms = match self.precision {
+            GemmPrecision::Split => 3,
+            GemmPrecision::Tf32 => 1,
+        };
+        let name = format!("grad_gemm_{}{}_{terms}", side(g.ta), side(g.tb));
+        let grid = (g.n.div_ceil(TILE), g.m.div_ceil(TILE), g.batch * splits);
+        // SAFETY: the caller's; scratch holds the parts of C.
+        unsafe { self.launch(&name, grid, THREADS, &args)? };
+        match &scratch {
+            Some(parts) => self.sum_parts(parts.at(0), c.at, cn, splits, g.accumulate),
+            None => Ok(()),
+        }
+    }
+
     /// The gradient of a norm at its input and its gain; `dy` may be `dx`.
     #[expect(
         clippy::too_many_arguments,
@@ -104,7 +194,8 @@ impl CudaOps {
         }
         let rows_of_part = rows.div_ceil(256).max(16);
         let parts = rows.div_ceil(rows_of_part);
-        let part = self.scratch(parts * width)?;
+        let scratch = self.scratch(parts * width)?;
+        let part = scratch.at(0);
         let gain_args = GainArgs {
             x,
             inv,
@@ -163,82 +254,15 @@ impl CudaOps {
 
 impl LayerOps for CudaOps {
     fn gemm(&self, g: Gemm, a: &Buffer<f32>, b: &Buffer<f32>, c: &mut Buffer<f32>) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            a: Address,
-            b: Address,
-            c: Address,
-            stride_a: i64,
-            stride_b: i64,
-            stride_c: i64,
-            m: i32,
-            n: i32,
-            k: i32,
-            lda: i32,
-            ldb: i32,
-            splits: i32,
-            part: i32,
-            vector_a: i32,
-            vector_b: i32,
-            accumulate: i32,
-            alpha: f32,
-            pad: i32,
-        }
         let (an, bn, cn) = (g.m * g.k, g.k * g.n, g.m * g.n);
         enough("gemm", "A", g.batch * an, a.len())?;
         enough("gemm", "B", g.batch * bn, b.len())?;
         enough("gemm", "C", g.batch * cn, c.len())?;
-        let tiles = g.m.div_ceil(TILE) * g.n.div_ceil(TILE);
-        let wanted = (2 * self.gpu.info().multiprocessors).div_ceil(tiles);
-        let splits = match g.batch {
-            1 => wanted.min(g.k / PART).clamp(1, PARTS),
-            _ => 1,
-        };
-        let part = g.k.div_ceil(splits).next_multiple_of(16);
-        let splits = g.k.div_ceil(part).max(1);
-        let scratch = match splits {
-            1 => Address::NULL,
-            _ => self.scratch(splits * cn)?,
-        };
-        let lda = if g.ta { g.m } else { g.k };
-        let ldb = if g.tb { g.k } else { g.n };
-        let whole = |ld: usize, elements: usize| {
-            i32::from(ld.is_multiple_of(4) && (g.batch == 1 || elements.is_multiple_of(4)))
-        };
-        let args = Args {
-            a: a.at(0),
-            b: b.at(0),
-            c: if splits > 1 { scratch } else { c.at(0) },
-            stride_a: an as i64,
-            stride_b: bn as i64,
-            stride_c: cn as i64,
-            m: g.m as i32,
-            n: g.n as i32,
-            k: g.k as i32,
-            lda: lda as i32,
-            ldb: ldb as i32,
-            splits: splits as i32,
-            part: part as i32,
-            vector_a: whole(lda, an),
-            vector_b: whole(ldb, bn),
-            accumulate: i32::from(g.accumulate && splits == 1),
-            alpha: g.alpha,
-            pad: 0,
-        };
-        let side = |transposed| if transposed { 't' } else { 'n' };
-        let terms = match self.precision {
-            GemmPrecision::Split => 3,
-            GemmPrecision::Tf32 => 1,
-        };
-        let name = format!("grad_gemm_{}{}_{terms}", side(g.ta), side(g.tb));
-        let grid = (g.n.div_ceil(TILE), g.m.div_ceil(TILE), g.batch * splits);
-        // SAFETY: all three operands were checked; scratch holds the parts of C.
-        unsafe { self.launch(&name, grid, THREADS, &args)? };
-        if splits > 1 {
-            self.sum_parts(scratch, c.at(0), cn, splits, g.accumulate)?;
-        }
-        Ok(())
+        let side = |at, ld| Side { at, ld };
+        let a = side(a.at(0), if g.ta { g.m } else { g.k });
+        let b = side(b.at(0), if g.tb { g.k } else { g.n });
+        // SAFETY: all three operands were checked.
+        unsafe { self.product(g, a, b, side(c.at(0), g.n)) }
     }
 
     fn embed(

@@ -1,12 +1,12 @@
 //! Training operations on the device (`crate::grad`): launchers of `cuda/grad_*.cu`.
 
-mod layer;
+pub(super) mod layer;
 mod train;
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
 use crate::error::Result;
 use crate::grad::{Buffers, enough};
-use std::cell::RefCell;
+use std::sync::{Mutex, MutexGuard};
 
 /// How products of f32 use tensor cores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub struct CudaOps {
     gpu: Gpu,
     stream: Stream,
     precision: GemmPrecision,
-    scratch: RefCell<Buffer<f32>>,
+    scratch: Mutex<Buffer<f32>>,
 }
 
 /// Threads of a block of elementwise work, and of warps that take a row each.
@@ -43,13 +43,17 @@ impl CudaOps {
             gpu: gpu.clone(),
             stream: gpu.stream()?,
             precision,
-            scratch: RefCell::new(gpu.zeros("partial sums", 1)?),
+            scratch: Mutex::new(gpu.zeros("partial sums", 1)?),
         })
     }
 
     /// The device.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    pub(super) fn synchronize(&self) -> Result<()> {
+        self.stream.synchronize()
     }
 
     /// # Safety
@@ -61,25 +65,40 @@ impl CudaOps {
         threads: usize,
         args: &A,
     ) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { self.launch_shared(name, grid, (threads, 0), args) }
+    }
+
+    /// With so many threads a block and bytes of shared memory.
+    ///
+    /// # Safety
+    /// As [`Stream::launch`].
+    pub(super) unsafe fn launch_shared<A: Copy>(
+        &self,
+        name: &str,
+        grid: (usize, usize, usize),
+        (threads, shared): (usize, usize),
+        args: &A,
+    ) -> Result<()> {
         let shape = LaunchShape {
             grid,
             threads,
-            shared: 0,
+            shared,
             overlap: false,
         };
         // SAFETY: the caller's.
         unsafe { self.stream.launch(name, shape, args) }
     }
 
-    /// Address of scratch memory for `n` values. It stays valid until a larger one is asked
-    /// for, which waits for the work that uses it.
-    fn scratch(&self, n: usize) -> Result<Address> {
-        let mut scratch = self.scratch.borrow_mut();
+    /// Scratch memory for `n` values. Whoever holds it queues the work that uses it; a larger
+    /// one is made only when that is done.
+    fn scratch(&self, n: usize) -> Result<MutexGuard<'_, Buffer<f32>>> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(|e| e.into_inner());
         if scratch.len() < n {
             self.stream.synchronize()?;
             *scratch = self.gpu.zeros("partial sums", n)?;
         }
-        Ok(scratch.at(0))
+        Ok(scratch)
     }
 
     /// `c (+)=` the sum of `parts` vectors of `n` in scratch memory.
@@ -111,7 +130,7 @@ impl CudaOps {
         unsafe { self.launch("grad_gemm_sum", blocks(n, THREADS), THREADS, &args) }
     }
 
-    fn copy_values(&self, from: Address, to: Address, n: usize) -> Result<()> {
+    pub(super) fn copy_values(&self, from: Address, to: Address, n: usize) -> Result<()> {
         #[derive(Clone, Copy)]
         #[repr(C)]
         struct Args {

@@ -1,0 +1,53 @@
+//! Second-order rounding (GPTQ) on the device: the factor of the inverse moments, the choice of
+//! groups' ranges, the column loop, and what its errors come to. Launchers of
+//! `cuda/factor.cu`, `cuda/fit_groups.cu` and `cuda/round_columns.cu`.
+//!
+//! Which columns come first, how much is damped and what is tried is the caller's.
+
+mod columns;
+mod factor;
+
+pub use columns::{Codes, ColumnBlock, FitShape, Groups};
+pub use factor::Damped;
+
+use super::driver::Buffer;
+use super::grad::CudaOps;
+use crate::error::{Error, Result};
+
+/// The order in which columns go through the loop, on the device.
+pub struct Order(Buffer<u32>);
+
+impl Order {
+    /// Place by place.
+    ///
+    /// # Errors
+    /// A place that names no column.
+    pub fn new(ops: &CudaOps, order: &[u32]) -> Result<Self> {
+        check_order(order)?;
+        Ok(Order(ops.gpu().upload("order of columns", order)?))
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// An error unless every place names one of as many columns.
+fn check_order(order: &[u32]) -> Result<()> {
+    match order.iter().find(|&&c| c as usize >= order.len()) {
+        None => Ok(()),
+        Some(column) => Err(Error::Shape {
+            op: "order of columns",
+            what: "place",
+            expected: format!("columns below {}", order.len()),
+            found: column.to_string(),
+        }),
+    }
+}
+
+/// Blocks that cover `n` columns of `rows` rows.
+fn cover(n: usize, rows: usize) -> (usize, usize, usize) {
+    (n.div_ceil(THREADS), rows, 1)
+}
+
+const THREADS: usize = 256;

@@ -1,0 +1,131 @@
+//! The dense algebra of second-order rounding, wherever the moments of inputs are kept: the
+//! host ([`host`], any CPU) or a GPU (`device`, feature `cuda`). What is damped, in which order
+//! columns go and what their ranges are searched by is the method's, and the same on both.
+
+#[cfg(feature = "cuda")]
+pub mod device;
+pub mod host;
+
+use crate::error::Result;
+use crate::fit::Fit;
+use crate::grid::{Grid, Rounded};
+use crate::linalg::Matrix;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// `E[x x^T]` of a Linear's inputs, `[in, in]`: half the Hessian of the output's squared error
+/// in a row of the weight.
+pub trait Hessian: Debug + Send + Sync {
+    /// Elements of an input.
+    fn width(&self) -> usize;
+
+    /// False if a moment is NaN or infinite.
+    fn is_finite(&self) -> bool;
+
+    /// `tr(E H E^T)` for `e` `[rows, in]`: the mean squared output error that the weight error
+    /// `e` makes, summed over outputs.
+    ///
+    /// # Errors
+    /// The device's.
+    fn quadratic_error(&self, e: &Matrix) -> Result<f64>;
+
+    /// The same of a weight and of what rounding it has changed.
+    ///
+    /// # Errors
+    /// The device's.
+    fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors>;
+
+    /// The moments of `x_i / s_i`.
+    ///
+    /// # Errors
+    /// The device's.
+    fn divided(&self, s: &[f32]) -> Result<Arc<dyn Hessian>>;
+
+    /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`; `None` if the damped matrix
+    /// is not positive definite.
+    ///
+    /// # Errors
+    /// The device's.
+    fn inverse_factor(&self, damped: &Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>>;
+}
+
+/// [`Hessian::inverse_factor`]'s result.
+pub trait Factor {
+    /// Columns that are best rounded between updates of the rest of the row.
+    fn block(&self) -> usize;
+
+    /// `U_jj` of each place.
+    ///
+    /// # Errors
+    /// The device's.
+    fn diagonal(&self) -> Result<Vec<f32>>;
+
+    /// Rounds the columns of a weight one after another, the error of each made up for by those
+    /// after it.
+    ///
+    /// # Errors
+    /// The device's.
+    fn round(&self, columns: &Columns<'_>) -> Result<Rounded>;
+}
+
+/// How moments are made fit to be inverted.
+#[derive(Clone, Copy, Debug)]
+pub struct Damped<'a> {
+    /// The column of each place.
+    pub order: &'a [usize],
+    /// Inputs that were never seen: cut off from all others.
+    pub dead: &'a [usize],
+    /// The moment that they get.
+    pub fill: f32,
+    /// Added to the diagonal.
+    pub damping: f64,
+}
+
+/// A weight and how its columns go.
+#[derive(Clone, Copy, Debug)]
+pub struct Columns<'a> {
+    /// `[out, in]`
+    pub weight: &'a Matrix,
+    /// What it is rounded to.
+    pub grid: Grid,
+    /// The column of each place.
+    pub order: &'a [usize],
+    /// Runs of places, in order.
+    pub blocks: &'a [Block],
+    /// How the ranges of groups are chosen: before the first column, but for those that blocks
+    /// begin.
+    pub fit: Fit,
+    /// Weights of that choice, by column.
+    pub importance: &'a [f32],
+}
+
+/// Columns that are rounded before the rest of the row is updated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// Places in the order.
+    pub places: Range<usize>,
+    /// The group whose columns begin here and are whole in the order, if its range is chosen
+    /// only now.
+    pub begins: Option<usize>,
+}
+
+impl Columns<'_> {
+    /// True if groups' ranges are chosen from the weights as they were.
+    fn fits_before(&self) -> bool {
+        self.blocks.iter().all(|b| b.begins.is_none())
+    }
+}
+
+/// What rounding a weight changed: squared norms, of values and of mean outputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Errors {
+    /// Of the weight's values.
+    pub weight: f64,
+    /// Of the changes.
+    pub change: f64,
+    /// Of the weight's outputs.
+    pub outputs: f64,
+    /// Of the changes of outputs.
+    pub output_change: f64,
+}

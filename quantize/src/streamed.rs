@@ -1,0 +1,275 @@
+//! The source as an engine where a device has no room for the whole of it: over a text that is
+//! known beforehand, run layer by layer. What comes out of the last layer is kept on the host,
+//! and the head stays on the device.
+
+use crate::error::Result;
+use crate::layers::Pass;
+use crate::stepper::OpsStepper;
+use crate::tune::params::Matrix;
+use nq_formats::{ModelConfig, Progress, Unit, Weight, WeightStore};
+use nq_kernels::grad::{Gemm, GradOps};
+use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
+use nq_runtime::{
+    Chunk, Engine, EngineDescription, Error as RuntimeError, Hidden, LayerStepper, LayerWeights,
+    Logits, Observer, Session, SessionSpec,
+};
+use std::sync::Arc;
+
+/// Rows whose logits are made at once.
+const ROWS: usize = 64;
+
+/// [`Engine`] for one text.
+pub struct Streamed<O: GradOps> {
+    inner: Arc<Inner<O>>,
+    description: EngineDescription,
+}
+
+struct Inner<O: GradOps> {
+    ops: Arc<O>,
+    config: ModelConfig,
+    texts: Vec<Vec<u32>>,
+    hidden: Vec<f32>, // [tokens of all texts, hidden], after the last layer
+    gain: O::Floats,  // [hidden]
+    head: Matrix<O>,  // [vocab, hidden]
+}
+
+/// Bytes that a [`Streamed`] of this shape keeps on its device, sessions included.
+pub fn device_bytes(c: &ModelConfig) -> u64 {
+    let rows = ROWS * (2 * c.hidden_size + c.vocab_size + 1);
+    4 * (c.vocab_size * c.hidden_size + c.hidden_size + rows) as u64
+}
+
+impl<O: GradOps + Send + Sync> Streamed<O>
+where
+    O::Floats: Send,
+    O::Codes: Send,
+    O::Ids: Send,
+{
+    /// Runs `store`'s layers over `texts` with `stepper`, whose memory is given back before the
+    /// head takes its own.
+    ///
+    /// # Errors
+    /// What reading or running the layers reports.
+    pub fn new(
+        mut stepper: OpsStepper<O>,
+        store: &dyn WeightStore,
+        texts: &[Vec<u32>],
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let config = stepper.config().clone();
+        let embedding = qwen3::embedding(store, &config)?;
+        let mut stream = Hidden::embed(&embedding, texts)?;
+        let tokens: usize = stream.lengths.iter().sum();
+        let layers = config.num_hidden_layers;
+        let total = (tokens * layers) as u64;
+        progress.begin("running the source layer by layer", total, Unit::Tokens);
+        for index in 0..layers {
+            let weights = LayerWeights::read(store, &config, index)?;
+            let mut pass = Pass {
+                width: config.hidden_size,
+                progress,
+            };
+            stepper.layer(index, &weights, &mut stream, &mut pass)?;
+            weights.linears.iter().for_each(Weight::release);
+        }
+        progress.end();
+        let ops = stepper.into_ops();
+        let description = EngineDescription {
+            engine: "nq, layer by layer".into(),
+            device: ops.device(),
+            kernels: "f32".into(),
+            activations: "f32".into(),
+            bits: 16,
+            threads: 0,
+        };
+        let norm = store.vector(FINAL_NORM, config.hidden_size)?.to_f32()?;
+        let mut gain = ops.floats("norm", norm.len())?;
+        ops.write(&mut gain, &norm)?;
+        let head = match config.tie_word_embeddings {
+            true => Matrix::dense(ops.as_ref(), EMBEDDING, &embedding)?,
+            false => Matrix::dense(ops.as_ref(), HEAD, &qwen3::head(store, &config)?)?,
+        };
+        embedding.release();
+        let inner = Inner {
+            ops,
+            config,
+            texts: texts.to_vec(),
+            hidden: stream.data,
+            gain,
+            head,
+        };
+        Ok(Streamed {
+            inner: Arc::new(inner),
+            description,
+        })
+    }
+}
+
+impl<O: GradOps + Send + Sync + 'static> Engine for Streamed<O>
+where
+    O::Floats: Send + Sync,
+    O::Codes: Send + Sync,
+    O::Ids: Send + Sync,
+{
+    fn config(&self) -> &ModelConfig {
+        &self.inner.config
+    }
+
+    fn description(&self) -> &EngineDescription {
+        &self.description
+    }
+
+    fn bytes_per_token(&self) -> usize {
+        let c = &self.inner.config;
+        4 * (c.parameters() - usize::from(!c.tie_word_embeddings) * c.vocab_size * c.hidden_size)
+    }
+
+    fn session(&self, spec: SessionSpec) -> nq_runtime::Result<Box<dyn Session>> {
+        let c = &self.inner.config;
+        let floats = |n: usize| self.inner.ops.floats("logits", ROWS * n);
+        Ok(Box::new(StreamedSession {
+            spec,
+            fed: vec![Vec::new(); spec.slots],
+            x: floats(c.hidden_size)?,
+            normed: floats(c.hidden_size)?,
+            inv: floats(1)?,
+            logits: floats(c.vocab_size)?,
+            host: Vec::new(),
+            of: Arc::clone(&self.inner),
+        }))
+    }
+}
+
+struct StreamedSession<O: GradOps> {
+    of: Arc<Inner<O>>,
+    spec: SessionSpec,
+    fed: Vec<Vec<u32>>, // by slot
+    x: O::Floats,       // [ROWS, hidden]
+    normed: O::Floats,  // [ROWS, hidden]
+    inv: O::Floats,     // [ROWS]
+    logits: O::Floats,  // [ROWS, vocab]
+    host: Vec<f32>,
+}
+
+impl<O: GradOps> StreamedSession<O> {
+    /// Where the text that begins with `tokens` starts in the stream.
+    fn start(&self, tokens: &[u32]) -> nq_runtime::Result<usize> {
+        let mut start = 0;
+        for text in &self.of.texts {
+            if text.starts_with(tokens) {
+                return Ok(start);
+            }
+            start += text.len();
+        }
+        Err(RuntimeError::Request {
+            what: "text",
+            expected: "what the source was run over".into(),
+            found: format!("another one of {} tokens", tokens.len()),
+        })
+    }
+
+    /// Logits of `rows` of the stream, behind those on the host.
+    fn push_logits(&mut self, rows: std::ops::Range<usize>) -> nq_runtime::Result<()> {
+        let Inner {
+            ops,
+            config: c,
+            hidden,
+            gain,
+            head,
+            ..
+        } = self.of.as_ref();
+        let Matrix::Dense(head) = head else {
+            unreachable!("made dense");
+        };
+        let (h, vocab) = (c.hidden_size, c.vocab_size);
+        for at in rows.clone().step_by(ROWS) {
+            let n = ROWS.min(rows.end - at);
+            ops.write(&mut self.x, &hidden[at * h..(at + n) * h])?;
+            let (shape, eps) = ((n, h), c.rms_norm_eps);
+            ops.rms_norm(&self.x, gain, &mut self.normed, &mut self.inv, shape, eps)?;
+            let product = Gemm::linear(n, vocab, h);
+            ops.gemm(product, &self.normed, head, &mut self.logits)?;
+            let done = self.host.len();
+            self.host.resize(done + n * vocab, 0.0);
+            ops.read(&self.logits, &mut self.host[done..])?;
+        }
+        Ok(())
+    }
+}
+
+impl<O: GradOps + Send + Sync> Session for StreamedSession<O>
+where
+    O::Floats: Send + Sync,
+    O::Codes: Send + Sync,
+    O::Ids: Send + Sync,
+{
+    fn spec(&self) -> SessionSpec {
+        self.spec
+    }
+
+    fn len(&self, slot: usize) -> usize {
+        self.fed[slot].len()
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.fed[slot].truncate(len);
+    }
+
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        _observer: Option<&mut dyn Observer>,
+    ) -> nq_runtime::Result<Logits<'_>> {
+        self.host.clear();
+        for chunk in chunks {
+            let from = self.fed[chunk.slot].len();
+            self.fed[chunk.slot].extend_from_slice(chunk.tokens);
+            let wanted = chunk.logits.rows(chunk.tokens.len());
+            let start = from + self.start(&self.fed[chunk.slot])?;
+            self.push_logits(start + wanted.start..start + wanted.end)?;
+        }
+        Ok(Logits {
+            data: &self.host,
+            vocab: self.of.config.vocab_size,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_evals::{EvalSpec, Protocol, compare};
+    use nq_formats::Checkpoint;
+    use nq_kernels::grad::CpuOps;
+    use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions, load};
+    use std::path::Path;
+
+    /// The same distributions as the engine that holds the whole model.
+    #[test]
+    fn it_is_the_source_over_its_text() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
+        let checkpoint = Checkpoint::open(&root).unwrap();
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        let ids: Vec<u32> = (0..100).map(|i| (i * 37 + 11) % 4000).collect();
+        let texts: Vec<Vec<u32>> = ids.chunks(50).map(<[u32]>::to_vec).collect();
+        let stepper = OpsStepper::new(CpuOps, config);
+        let streamed = Streamed::new(stepper, store, &texts, &()).unwrap();
+        let options = LoadOptions {
+            device: DeviceChoice::Cpu,
+            activations: ActivationChoice::F32,
+            ..LoadOptions::default()
+        };
+        let whole = load::load(config, store, &options, &()).unwrap();
+        let spec = EvalSpec::new(Protocol::Llama, 50, "a test");
+        let found = compare(whole.as_ref(), &streamed, &ids, &spec, &()).unwrap();
+        let kld = found.report.against.unwrap().kld;
+        assert!(kld.max < 1e-5, "{kld:?}");
+
+        let spec = EvalSpec::new(Protocol::Llama, 40, "a test");
+        let error = compare(whole.as_ref(), &streamed, &ids, &spec, &()).unwrap_err();
+        assert!(
+            error.to_string().contains("the source was run over"),
+            "{error}"
+        );
+    }
+}

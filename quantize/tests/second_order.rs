@@ -1,0 +1,197 @@
+//! Second-order rounding on the GPU against the same on the host.
+//!
+//! Without a GPU the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
+#![cfg(feature = "cuda")]
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+use nq_kernels::rng::Philox;
+use nq_quantize::fit::{Fit, Power};
+use nq_quantize::linalg::{InputStats, Matrix, Moments};
+use nq_quantize::methods::gptq::{Gptq, Importance, Order};
+use nq_quantize::methods::{Method, Outcome, Problem};
+use nq_quantize::second_order::device::input_stats;
+use nq_quantize::{Grid, Rounded};
+use std::sync::Arc;
+
+fn ops() -> Option<Arc<CudaOps>> {
+    match Gpu::open(0) {
+        Ok(gpu) => Some(Arc::new(CudaOps::new(&gpu, GemmPrecision::Split).unwrap())),
+        Err(e) => {
+            let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+            assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
+            println!("skipped: {e}");
+            None
+        }
+    }
+}
+
+fn normal(rows: usize, cols: usize, stream: u64) -> Matrix {
+    let mut rng = Philox::new(11, stream);
+    let mut m = Matrix::zeros(rows, cols);
+    m.data.iter_mut().for_each(|v| *v = rng.normal());
+    m
+}
+
+/// Moments of inputs that lean on each other, of magnitudes from 1 to 30, some of them dead.
+fn moments(n: usize, dead: &[usize]) -> Matrix {
+    let mut x = normal(2 * n, n, 1);
+    for row in x.data.chunks_exact_mut(n) {
+        let common = row[0];
+        for (i, v) in row.iter_mut().enumerate() {
+            *v = (*v + 0.7 * common) * (1.0 + 29.0 * (i % 7 == 3) as u32 as f32);
+        }
+        dead.iter().for_each(|&i| row[i] = 0.0);
+    }
+    let mut m = Moments::new(n, true);
+    m.add(&x.data);
+    m.matrix()
+}
+
+fn grid(bits: Bits, group: Group, zeros: Zeros) -> Grid {
+    Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+}
+
+/// The same moments on the host and on the device.
+fn both(ops: &Arc<CudaOps>, h: Matrix) -> [InputStats; 2] {
+    let n = h.cols;
+    let buffer = ops.gpu().upload("a test", &h.data).unwrap();
+    let device = input_stats(ops, buffer, n).unwrap();
+    [InputStats::of(h), device]
+}
+
+fn round(method: &Gptq, weight: &Matrix, inputs: &InputStats, grid: Grid) -> Outcome {
+    let problem = Problem {
+        name: "w",
+        weight,
+        inputs: Some(inputs),
+        grid,
+    };
+    method.round(&problem).unwrap()
+}
+
+/// Share of codes that differ.
+fn differing(a: &Rounded, b: &Rounded) -> f64 {
+    let n = a.codes.iter().zip(&b.codes).filter(|(a, b)| a != b).count();
+    n as f64 / a.codes.len() as f64
+}
+
+fn variants() -> Vec<Gptq> {
+    let groups = Gptq {
+        order: Order::Groups,
+        importance: Importance::Remaining,
+        ..Gptq::default()
+    };
+    let cubes = Gptq {
+        fit: Fit {
+            power: Power::Three,
+            ..Fit::clip()
+        },
+        ..Gptq::default()
+    };
+    let whole = Gptq {
+        fit: Fit::absmax(),
+        ..Gptq::default()
+    };
+    vec![Gptq::default(), groups, cubes, whole]
+}
+
+/// Ranges are those of the host to the bit where they are chosen from the weights as they were.
+/// Codes follow from sums of some hundred products in f32 on either side, which differ in their
+/// last bits: a code changes where a weight lies that near a border, and all later columns of
+/// its row with it. So some codes differ, and what the rounding costs does not.
+#[test]
+fn the_gpu_rounds_as_the_host() {
+    let Some(ops) = ops() else { return };
+    let cases = [
+        (33, 200, Bits::B4, Group::Size(64), Zeros::Integer, &[][..]),
+        (64, 384, Bits::B4, Group::Size(32), Zeros::None, &[5, 300]),
+        (70, 257, Bits::B8, Group::Channel, Zeros::None, &[0]),
+        (16, 512, Bits::B8, Group::Size(128), Zeros::Integer, &[]),
+    ];
+    for (case, (rows, n, bits, group, zeros, dead)) in cases.into_iter().enumerate() {
+        let mut weight = normal(rows, n, 2);
+        weight.row_mut(1)[..n.min(64)].fill(0.0);
+        let grid = grid(bits, group, zeros);
+        let [host, device] = both(&ops, moments(n, dead));
+        for (variant, method) in variants().iter().enumerate() {
+            let [a, b] = [&host, &device].map(|inputs| round(method, &weight, inputs, grid));
+            let what = format!("case {case}, variant {variant}");
+            assert_eq!(a.method, "gptq", "{what}");
+            assert_eq!((a.method, &a.fallbacks), (b.method, &b.fallbacks), "{what}");
+            let (a, b) = (a.rounded, b.rounded);
+            if method.order == Order::Columns {
+                assert_eq!(a.params, b.params, "{what}");
+            }
+            let hessian = [&host, &device].map(|i| i.hessian.as_ref().unwrap());
+            let [ea, eb] = [(hessian[0], &a), (hessian[1], &b)]
+                .map(|(h, rounded)| h.errors(&weight, rounded).unwrap());
+            let near = |a: f64, b: f64, limit: f64| (a / b - 1.0).abs() < limit;
+            let off = differing(&a, &b);
+            println!("{what}: {off:.4} of codes differ; errors {ea:?} {eb:?}");
+            assert!(near(ea.weight, eb.weight, 1e-6), "{what}: {ea:?} {eb:?}");
+            assert!(near(ea.outputs, eb.outputs, 1e-5), "{what}: {ea:?} {eb:?}");
+            assert!(near(ea.change, eb.change, 0.02), "{what}: {ea:?} {eb:?}");
+            let (x, y) = (ea.output_change, eb.output_change);
+            assert!(near(x, y, 0.02), "{what}: {ea:?} {eb:?}");
+            assert!(off < 0.05, "{what}: {off} of all codes differ");
+            let again = round(method, &weight, &device, grid).rounded;
+            assert!(again.codes == b.codes && again.params == b.params, "{what}");
+        }
+    }
+}
+
+/// A matrix that is not positive definite is found out, and damping or rounding to nearest
+/// follows as on the host.
+#[test]
+fn what_cannot_be_factored_is_said() {
+    let Some(ops) = ops() else { return };
+    let n = 150;
+    let weight = normal(20, n, 3);
+    let grid = grid(Bits::B4, Group::Size(64), Zeros::Integer);
+    let undamped = Gptq {
+        damping: 0.0,
+        ..Gptq::default()
+    };
+    let mut x = Moments::new(n, true);
+    x.add(&normal(20, n, 4).data);
+    let singular = x.matrix();
+    let mut indefinite = singular.clone();
+    let mean = (0..n).map(|i| singular.row(i)[i]).sum::<f32>() / n as f32;
+    indefinite.data[n + 2] += 4.0 * mean;
+    indefinite.data[2 * n + 1] += 4.0 * mean;
+    let mut infinite = singular.clone();
+    infinite.data[0] = f32::INFINITY;
+    for (h, method) in [
+        (singular, "gptq"),
+        (indefinite, "rtn-clip"),
+        (infinite, "rtn-clip"),
+        (Matrix::zeros(n, n), "rtn-clip"),
+    ] {
+        let found = both(&ops, h).map(|inputs| round(&undamped, &weight, &inputs, grid));
+        assert_eq!(found[0].method, method);
+        assert_eq!(found[1].method, method);
+        assert_eq!(found[0].fallbacks, found[1].fallbacks);
+        assert_eq!(found[0].fallbacks.len(), 1);
+    }
+}
+
+/// Moments of scaled inputs, and errors of weights that a search tries.
+#[test]
+fn moments_are_scaled_and_errors_measured_where_they_are() {
+    let Some(ops) = ops() else { return };
+    let n = 130;
+    let s: Vec<f32> = (0..n).map(|i| 0.5 + i as f32 / 50.0).collect();
+    let e = normal(9, n, 5);
+    let [mut host, mut device] = both(&ops, moments(n, &[]));
+    for inputs in [&mut host, &mut device] {
+        inputs.divide(&s).unwrap();
+    }
+    assert_eq!(host.mean_square, device.mean_square);
+    let [a, b] = [&host, &device].map(|i| {
+        let hessian = i.hessian.as_ref().unwrap();
+        hessian.quadratic_error(&e).unwrap()
+    });
+    assert!((a / b - 1.0).abs() < 1e-5, "{a} {b}");
+}
