@@ -130,6 +130,7 @@ fn main() -> anyhow::Result<()> {
                 continue;
             }
             let options = QuantizeOptions {
+                device_memory: None,
                 bits: Bits::B4,
                 schemes: Schemes {
                     linears: scheme(name)?,

@@ -7,6 +7,7 @@
 
 pub mod allocation;
 pub mod calibration;
+pub mod device_memory;
 pub mod error;
 pub mod fit;
 pub mod grid;
@@ -28,11 +29,12 @@ pub mod tune;
 
 pub use allocation::Choice;
 pub use calibration::CalibrationSource;
+pub use device_memory::DeviceEstimate;
 pub use error::{Error, Result};
 pub use fit::Fit;
 pub use grid::{Grid, GroupParams, Rounded};
 pub use memory::Estimate;
-pub use on_the_fly::{OnTheFly, quantize_at_load, requantize};
+pub use on_the_fly::{OnTheFly, quantize_at_load, requantize, rounded_weights};
 pub use pipeline::{Job, QuantizeOptions, TargetSize, Tuning};
 pub use quality::Limits;
 pub use report::{LayerReport, QuantizeReport, WorstToken};

@@ -10,12 +10,13 @@ use crate::schemes::Schemes;
 use nq_formats::{
     AffineScheme, Checkpoint, Exactness, StoredWeight, Tensor, TensorEntry, Weight, WeightStore,
 };
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 /// Quantizes what another store yields.
-pub struct OnTheFly {
-    source: Box<dyn WeightStore>,
+pub struct OnTheFly<'a> {
+    source: Box<dyn WeightStore + 'a>,
     rule: Rule,
 }
 
@@ -41,10 +42,10 @@ impl Rule {
     }
 }
 
-impl OnTheFly {
+impl<'a> OnTheFly<'a> {
     /// Yields the weights of `source` under `schemes`. Those that are quantized already pass
     /// unchanged.
-    pub fn new(source: Box<dyn WeightStore>, schemes: Schemes) -> Self {
+    pub fn new(source: Box<dyn WeightStore + 'a>, schemes: Schemes) -> Self {
         let rule = Rule::Unquantized(schemes);
         OnTheFly { source, rule }
     }
@@ -99,48 +100,63 @@ fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
     )
 }
 
+/// The weights of `checkpoint` under `schemes`, as they are read.
+///
+/// # Errors
+/// As [`Schemes::check`].
+pub fn rounded_weights(checkpoint: &Checkpoint, schemes: Schemes) -> Result<OnTheFly<'_>> {
+    schemes.check(checkpoint.config())?;
+    Ok(OnTheFly::new(Box::new(Whole(checkpoint)), schemes))
+}
+
 /// A checkpoint as the store it holds.
-struct Whole(Checkpoint);
+struct Whole<C>(C);
 
-impl WeightStore for Whole {
-    fn format(&self) -> &'static str {
-        self.0.store().format()
-    }
-
-    fn contains(&self, name: &str) -> bool {
-        self.0.store().contains(name)
-    }
-
-    fn vector(&self, name: &str, len: usize) -> nq_formats::Result<Tensor> {
-        self.0.store().vector(name, len)
-    }
-
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
-        self.0.store().matrix(name, dims)
-    }
-
-    fn stored(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<StoredWeight> {
-        self.0.store().stored(name, dims)
-    }
-
-    fn exactness(&self, name: &str) -> Exactness {
-        self.0.store().exactness(name)
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.0.store().entries()
-    }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        self.0.store().quantization()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.0.store().file_bytes()
+impl<C: Borrow<Checkpoint>> Whole<C> {
+    fn store(&self) -> &dyn WeightStore {
+        self.0.borrow().store()
     }
 }
 
-impl WeightStore for OnTheFly {
+impl<C: Borrow<Checkpoint> + Send + Sync> WeightStore for Whole<C> {
+    fn format(&self) -> &'static str {
+        self.store().format()
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.store().contains(name)
+    }
+
+    fn vector(&self, name: &str, len: usize) -> nq_formats::Result<Tensor> {
+        self.store().vector(name, len)
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
+        self.store().matrix(name, dims)
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<StoredWeight> {
+        self.store().stored(name, dims)
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        self.store().exactness(name)
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.store().entries()
+    }
+
+    fn quantization(&self) -> Option<&serde_json::Value> {
+        self.store().quantization()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.store().file_bytes()
+    }
+}
+
+impl WeightStore for OnTheFly<'_> {
     fn format(&self) -> &'static str {
         self.source.format()
     }

@@ -75,28 +75,22 @@ pub fn held_out_shape(config: &ModelConfig, tokens: usize) -> (usize, usize) {
 /// Windows that the source is measured against itself on, at most.
 const NOISE_WINDOWS: usize = 2;
 
-/// A text and the source that results are measured against on it, by the llama protocol:
+/// A text that results are measured on against their source, by the llama protocol:
 /// windows of 512 tokens, the second half scored.
-pub struct Judge<'a> {
-    source: &'a dyn Engine,
+pub struct Judge {
     tokenizer: Tokenizer,
     ids: Vec<u32>,
     spec: EvalSpec,
 }
 
-impl<'a> Judge<'a> {
+impl Judge {
     /// For at most `tokens` tokens of `text`. `files` hold the tokenizer.
     ///
     /// # Errors
     /// A text or tokenizer that cannot be read.
-    pub fn new(
-        source: &'a dyn Engine,
-        files: &Files,
-        text: Text<'_>,
-        tokens: usize,
-    ) -> Result<Self> {
+    pub fn new(config: &ModelConfig, files: &Files, text: Text<'_>, tokens: usize) -> Result<Self> {
         let tokenizer = Tokenizer::from_files(files)?;
-        let (windows, ctx) = held_out_shape(source.config(), tokens);
+        let (windows, ctx) = held_out_shape(config, tokens);
         let (ids, name) = match text {
             Text::HeldOut(sequences) => {
                 let ids: Vec<u32> = sequences.ids.concat();
@@ -112,11 +106,20 @@ impl<'a> Judge<'a> {
         let mut spec = EvalSpec::new(Protocol::Llama, ctx, name);
         spec.max_windows = Some(windows);
         Ok(Judge {
-            source,
             tokenizer,
             ids,
             spec,
         })
+    }
+
+    /// The windows that are measured on.
+    ///
+    /// # Errors
+    /// A text shorter than a window.
+    pub fn windows(&self) -> Result<Vec<Vec<u32>>> {
+        let n = self.spec.windows(self.ids.len())?;
+        let windows = self.ids.chunks_exact(self.spec.ctx).take(n);
+        Ok(windows.map(<[u32]>::to_vec).collect())
     }
 
     /// The source against itself, keys and values rounded to FP16 and not, its tokens fed in
@@ -124,18 +127,23 @@ impl<'a> Judge<'a> {
     ///
     /// # Errors
     /// A text shorter than a window; what evaluation reports.
-    pub fn noise(&self, progress: &dyn Progress) -> Result<KldStats> {
+    pub fn noise(&self, source: &dyn Engine, progress: &dyn Progress) -> Result<KldStats> {
         let mut spec = self.spec.clone();
         spec.max_windows = spec.max_windows.map(|n| n.min(NOISE_WINDOWS));
-        Ok(self_noise(self.source, &self.ids, &spec, progress)?)
+        Ok(self_noise(source, &self.ids, &spec, progress)?)
     }
 
     /// `engine` against the source.
     ///
     /// # Errors
     /// A text shorter than a window; what evaluation reports.
-    pub fn measure(&self, engine: &dyn Engine, progress: &dyn Progress) -> Result<Measured> {
-        let evaluation = compare(engine, self.source, &self.ids, &self.spec, progress)?;
+    pub fn measure(
+        &self,
+        engine: &dyn Engine,
+        source: &dyn Engine,
+        progress: &dyn Progress,
+    ) -> Result<Measured> {
+        let evaluation = compare(engine, source, &self.ids, &self.spec, progress)?;
         let token = |id: u32| self.tokenizer.decode(&[id], false);
         let worst = evaluation
             .worst(&self.ids, WORST)
@@ -177,6 +185,8 @@ pub fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::QuantizeR
         source_bytes: 0,
         seconds: 0.0,
         peak_rss_bytes: crate::memory::peak_rss(),
+        peak_device_bytes: 0,
+        estimated_device_bytes: 0,
         fallbacks: record.fallbacks,
         layers: Vec::new(),
         quality: record.quality.and_then(|q| serde_json::from_value(q).ok()),

@@ -31,6 +31,13 @@ pub struct QuantizeReport {
     pub seconds: f64,
     /// Greatest resident memory of the process.
     pub peak_rss_bytes: u64,
+    /// Greatest memory that was held on a GPU, without what its driver takes for itself; 0
+    /// without one.
+    #[serde(default)]
+    pub peak_device_bytes: u64,
+    /// What was announced of it before the work, tuning included.
+    #[serde(default)]
+    pub estimated_device_bytes: u64,
     /// What took the time, in the order of first occurrence.
     #[serde(default)]
     pub stages: Vec<Stage>,

@@ -15,6 +15,19 @@ use std::sync::Arc;
 /// Rows that run through a layer at once: enough to fill a device.
 const ROWS: usize = 8192;
 
+/// Bytes of the device that passing `rows` rows of sequences of `seq` tokens through a layer
+/// takes, beside the layer: what [`Work`] holds.
+pub fn work_bytes(c: &ModelConfig, rows: usize, seq: usize) -> u64 {
+    let batch = rows.div_ceil(seq.max(1));
+    let (q, kv, inter) = (c.q_dim(), c.kv_dim(), c.intermediate_size);
+    let heads = c.num_attention_heads;
+    let forward = c.hidden_size + inter.max(q) + q + kv;
+    let saved = 2 + 3 * q + 3 * kv + heads + c.num_key_value_heads + c.hidden_size + 2 * inter;
+    let streams = 2 * c.hidden_size;
+    let row = forward + saved + streams + heads * seq;
+    4 * (batch * seq * row + seq * c.head_dim) as u64
+}
+
 /// The forward layer by layer, where it runs.
 pub enum Stepper {
     /// On the CPU, by the runtime.
@@ -75,6 +88,7 @@ impl Stepper {
 pub struct OpsStepper<O: GradOps> {
     ops: Arc<O>,
     config: ModelConfig,
+    rows: usize,
     work: Option<Work<O>>,
 }
 
@@ -128,9 +142,15 @@ fn plan(lengths: &[usize], most: usize) -> Vec<Piece> {
 impl<O: GradOps> OpsStepper<O> {
     /// A stepper for models of this shape on the device of `ops`.
     pub fn new(ops: O, config: &ModelConfig) -> Self {
+        Self::with_rows(ops, config, ROWS)
+    }
+
+    /// One that passes `rows` rows through a layer at once, a sequence at least.
+    pub fn with_rows(ops: O, config: &ModelConfig, rows: usize) -> Self {
         OpsStepper {
             ops: Arc::new(ops),
             config: config.clone(),
+            rows,
             work: None,
         }
     }
@@ -172,7 +192,7 @@ impl<O: GradOps> OpsStepper<O> {
         hidden: &Hidden,
     ) -> Result<(Vec<Piece>, Layer<O>)> {
         hidden.check(self.config.hidden_size)?;
-        let pieces = plan(&hidden.lengths, ROWS);
+        let pieces = plan(&hidden.lengths, self.rows);
         self.reserve(&pieces)?;
         Ok((pieces, Layer::dense(self.ops.as_ref(), index, weights)?))
     }

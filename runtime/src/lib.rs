@@ -26,6 +26,9 @@ pub mod sampler;
 pub mod tokenizer;
 pub mod weights;
 
+#[cfg(feature = "cuda")]
+pub use cuda::session_bytes as gpu_session_bytes;
+
 pub use chat_template::{ChatTemplate, Message};
 pub use detokenizer::Detokenizer;
 pub use engine::{

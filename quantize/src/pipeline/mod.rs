@@ -8,6 +8,7 @@
 //! Every finished step is staged durably, so that a killed run goes on where it stopped and
 //! ends in the same bytes.
 
+mod device;
 mod ends;
 mod guard;
 mod layers;
@@ -17,6 +18,7 @@ mod tune;
 
 use crate::allocation::{self, Choice};
 use crate::calibration::{CalibrationSource, Sequences};
+use crate::device_memory::DeviceEstimate;
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::methods::{self, Method, Needs};
@@ -33,7 +35,7 @@ use nq_runtime::{LayerWeights, LinearKind, LoadOptions, load};
 use serde_json::{Map, Value, json};
 use state::{Attempt, State};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 pub use tune::{Tuning, TuningEstimate};
 
@@ -78,6 +80,8 @@ pub struct QuantizeOptions {
     pub source: SourceRecord,
     /// Device, threads and activations of every run of the model.
     pub load: LoadOptions,
+    /// Bytes of a GPU's memory that may be used; `None`: what is free.
+    pub device_memory: Option<u64>,
 }
 
 /// Tokens of a calibration sequence, at most.
@@ -89,6 +93,7 @@ pub struct Job<'a> {
     options: &'a QuantizeOptions,
     method: Box<dyn Method>,
     progress: Stages<'a>,
+    device: OnceLock<Option<DeviceEstimate>>,
 }
 
 impl<'a> Job<'a> {
@@ -140,6 +145,7 @@ impl<'a> Job<'a> {
             options,
             method,
             progress: Stages::new(progress),
+            device: OnceLock::new(),
         })
     }
 
@@ -157,9 +163,9 @@ impl<'a> Job<'a> {
         (n, length)
     }
 
-    /// What the run will need, before anything is done.
-    pub fn estimate(&self) -> memory::Estimate {
-        let (n, length) = self.shape();
+    /// Sequences sampled, at most; 0 if none are.
+    fn sampled(&self) -> usize {
+        let (n, _) = self.shape();
         let mut sampled = 0;
         if self.options.calibration == CalibrationSource::SelfSampled {
             sampled = n;
@@ -168,11 +174,17 @@ impl<'a> Job<'a> {
             let (n, _) = quality::held_out_shape(self.config(), self.options.eval_tokens);
             sampled = sampled.max(n);
         }
+        sampled
+    }
+
+    /// What the run will need, before anything is done.
+    pub fn estimate(&self) -> memory::Estimate {
+        let (n, length) = self.shape();
         let work = memory::Work {
             schemes: &self.options.schemes,
             needs: self.method.needs(),
             calibration: n * length,
-            sampled,
+            sampled: self.sampled(),
             groups: match self.options.target.is_some() || self.may_raise() {
                 true => allocation::groups(self.config()).len(),
                 false => 0,
@@ -225,6 +237,8 @@ impl<'a> Job<'a> {
     /// disk report.
     pub fn run(&self) -> Result<QuantizeReport> {
         let start = Instant::now();
+        device::begin_memory();
+        self.device_estimate()?;
         let (checkpoint, options) = (self.checkpoint, self.options);
         let mut source = options.source.clone();
         if source.sha256.is_empty() {
@@ -293,6 +307,7 @@ impl<'a> Job<'a> {
                     let mut report = self.report(&state, &schemes, &measured, &record);
                     report.seconds = start.elapsed().as_secs_f64();
                     report.peak_rss_bytes = memory::peak_rss();
+                    report.peak_device_bytes = device::peak_memory();
                     report.stages = self.progress.done();
                     return Err(Error::Guard {
                         broken: match least {
@@ -316,6 +331,7 @@ impl<'a> Job<'a> {
         report.bits_per_weight = 8.0 * written.tensor_bytes as f64 / parameters;
         report.seconds = start.elapsed().as_secs_f64();
         report.peak_rss_bytes = memory::peak_rss();
+        report.peak_device_bytes = device::peak_memory();
         report.stages = self.progress.done();
         Ok(report)
     }
@@ -374,6 +390,7 @@ impl<'a> Job<'a> {
             seed: self.options.seed,
             fallbacks: (steps.flat_map(|s| s.fallbacks.clone()))
                 .chain(tuning.and_then(|t| t.fallback.clone()))
+                .chain(device::sampling_fallback(state.sampled_from))
                 .collect(),
             ..QuantizationRecord::default()
         }
@@ -410,6 +427,8 @@ impl<'a> Job<'a> {
             source_bytes: self.checkpoint.store().file_bytes(),
             seconds: 0.0,
             peak_rss_bytes: 0,
+            peak_device_bytes: 0,
+            estimated_device_bytes: self.announced_device_bytes(state),
             stages: Vec::new(),
             estimated_peak_bytes: self.estimate().peak,
             fallbacks: record.fallbacks.clone(),
@@ -450,11 +469,14 @@ impl<'a> Job<'a> {
             (None, Some(text)) => quality::Text::HeldOut(text),
             (None, None) => unreachable!("sampled where no text is given"),
         };
-        let source = self.source_engine()?;
         let files = self.checkpoint.files();
-        let judge = quality::Judge::new(source.as_ref(), files, text, self.options.eval_tokens)?;
-        if state.noise.is_none() {
-            state.noise = Some(judge.noise(&self.progress)?);
+        let judge = quality::Judge::new(self.config(), files, text, self.options.eval_tokens)?;
+        let source = match self.streamed_source(&judge)? {
+            Some(source) => source,
+            None => self.source_engine()?,
+        };
+        if state.noise.is_none() && !self.is_streamed()? {
+            state.noise = Some(judge.noise(source.as_ref(), &self.progress)?);
             state::save(writer, state)?;
         }
         let preview = writer.preview(record)?;
@@ -464,6 +486,6 @@ impl<'a> Job<'a> {
             &self.options.load,
             &self.progress,
         )?;
-        judge.measure(engine.as_ref(), &self.progress)
+        judge.measure(engine.as_ref(), source.as_ref(), &self.progress)
     }
 }

@@ -3,6 +3,7 @@
 use super::Tuning;
 use crate::allocation::Menu;
 use crate::calibration::Sequences;
+use crate::device_memory::SampledFrom;
 use crate::error::Result;
 use crate::report::LayerReport;
 use nq_evals::KldStats;
@@ -19,6 +20,8 @@ pub(super) struct State {
     pub(super) calibration: Option<Text>,
     /// Held-out text.
     pub(super) held_out: Option<Text>,
+    /// What both were sampled from, if not from the source as it is.
+    pub(super) sampled_from: SampledFrom,
     /// What can be chosen for each group of weights, if it was measured.
     pub(super) menus: Option<Vec<Menu>>,
     /// The source against itself, if it was measured.

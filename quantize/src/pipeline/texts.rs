@@ -40,7 +40,8 @@ impl Job<'_> {
             calibration = Some(calibration::read(path, &prompter, (n, length))?);
         }
         if sample_calibration || sample_held_out {
-            let engine = self.source_engine()?;
+            let (engine, from) = self.sampling_engine()?;
+            state.sampled_from = from;
             let sample = |stage, shape, seed| {
                 calibration::sample(
                     engine.as_ref(),
@@ -73,7 +74,7 @@ impl Job<'_> {
         prompter: &Prompter,
         shape: (usize, usize),
     ) -> Result<Sequences> {
-        let engine = self.source_engine()?;
+        let (engine, _) = self.sampling_engine()?;
         calibration::sample(
             engine.as_ref(),
             prompter,

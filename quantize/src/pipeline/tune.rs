@@ -10,7 +10,7 @@ use crate::pipeline::SEQUENCE;
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::tune::params::Canonical;
-use crate::tune::plan::{Effort, MemoryPlan, TuneOptions, schedule};
+use crate::tune::plan::{Effort, MemoryPlan, TuneOptions, default_seconds, schedule};
 use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Weight};
@@ -84,6 +84,7 @@ const WARMUP: usize = 20;
 /// What a device takes on at once, at most.
 #[derive(Clone, Copy)]
 struct Most {
+    on_cpu: bool,
     /// Sequences of a pass.
     pass: usize,
     /// Sequences sampled together.
@@ -93,12 +94,14 @@ struct Most {
 }
 
 const CPU: Most = Most {
+    on_cpu: true,
     pass: 8,
     slots: 32,
     held_out: 16,
 };
 #[cfg(feature = "cuda")]
 const GPU: Most = Most {
+    on_cpu: false,
     pass: 32,
     slots: 1024,
     held_out: 64,
@@ -179,7 +182,8 @@ impl Job<'_> {
             #[cfg(feature = "cuda")]
             Device::Cuda(n) => {
                 let gpu = nq_kernels::cuda::Gpu::open(n)?;
-                Ok(gpu.info().memory as u64 / 10 * 8)
+                let most = gpu.info().memory as u64 / 10 * 8;
+                Ok(self.options.device_memory.unwrap_or(most).min(most))
             }
         }
     }
@@ -262,7 +266,7 @@ impl Job<'_> {
         let batch = match (&known, options.effort) {
             (Some(s), _) => s.batch,
             (None, Effort::Steps { batch, .. }) => batch,
-            (None, Effort::Budget(_)) => plan.pass,
+            (None, Effort::Default | Effort::Budget(_)) => plan.pass,
         };
         let pass = plan.pass.min(batch);
         let settings = known.clone().unwrap_or(Settings {
@@ -292,8 +296,12 @@ impl Job<'_> {
         if known.is_none() {
             let chosen = match options.effort {
                 Effort::Steps { steps, batch } => Some((steps, batch)),
-                Effort::Budget(time) => {
-                    let seconds = time.as_secs_f64() * SHARE - start.elapsed().as_secs_f64();
+                Effort::Default | Effort::Budget(_) => {
+                    let budget = match options.effort {
+                        Effort::Budget(time) => time.as_secs_f64(),
+                        _ => default_seconds(config.parameters(), most.on_cpu),
+                    };
+                    let seconds = budget * SHARE - start.elapsed().as_secs_f64();
                     schedule(seconds, trainer.seconds_per_sequence()?, pass)
                 }
             };

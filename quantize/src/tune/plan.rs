@@ -9,6 +9,8 @@ use std::time::Duration;
 /// How long to tune.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Effort {
+    /// A budget by the device and the model's size ([`default_seconds`]).
+    Default,
     /// As many steps as fit this time by a measurement before the first; the record says how
     /// many.
     Budget(Duration),
@@ -39,6 +41,14 @@ const MOST_STEPS: usize = 1200;
 const GOOD_STEPS: usize = 500;
 /// Fewer steps do not make up for what they disturb.
 const LEAST_STEPS: usize = 50;
+
+/// Seconds that a tuning without a budget of its own takes, at most.
+pub fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
+    match on_cpu {
+        true => 1800.0,
+        false => 100.0 + 30.0 * parameters as f64 / 1e9,
+    }
+}
 
 /// Steps and batch that fit `seconds` at `each` seconds a sequence; `None` if too few do.
 ///

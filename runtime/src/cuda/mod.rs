@@ -23,6 +23,12 @@ pub(crate) struct CudaEngine {
     bandwidth: OnceLock<Option<f64>>,
 }
 
+/// Bytes of a GPU's memory that a session takes, beside its model's weights.
+pub fn session_bytes(config: &ModelConfig, spec: &SessionSpec) -> usize {
+    let plan = Plan::default().with_session(config, KernelSet::Fused, spec);
+    plan.kv + plan.scratch
+}
+
 impl CudaEngine {
     /// Reads a model layer by layer and packs it for device `ordinal`.
     pub(crate) fn load(

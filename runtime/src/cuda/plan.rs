@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::KvType;
+pub(super) use nq_kernels::cuda::taken;
 use nq_kernels::cuda::{DeviceCache, DeviceLinear, HEAD_DIM, Stack};
 
 /// Bytes of device memory.
@@ -18,17 +19,6 @@ pub(super) struct Plan {
     pub(super) kv: usize,
     /// Its activations and tables.
     pub(super) scratch: usize,
-}
-
-/// Pages that the driver hands out.
-const PAGE: usize = 2 << 20;
-
-/// What an allocation of `bytes` takes: whole pages, or a part of one that others share.
-pub(super) fn taken(bytes: usize) -> usize {
-    match bytes {
-        0..PAGE => bytes,
-        _ => bytes.next_multiple_of(PAGE),
-    }
 }
 
 impl Plan {
@@ -127,7 +117,7 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
-    use super::{PAGE, Plan, taken};
+    use super::Plan;
     use crate::engine::SessionSpec;
     use nq_kernels::KernelSet;
     use nq_kernels::cpu::KvType;
@@ -180,12 +170,5 @@ mod tests {
             (rows..2 * rows + 64 * 4 * 151_936).contains(&plan.scratch),
             "{plan:?}"
         );
-    }
-
-    #[test]
-    fn large_allocations_take_whole_pages() {
-        assert_eq!(taken(100), 100);
-        assert_eq!(taken(PAGE), PAGE);
-        assert_eq!(taken(PAGE + 1), 2 * PAGE);
     }
 }

@@ -23,9 +23,10 @@ pub struct QuantizeArgs {
     /// How codes are chosen
     #[arg(long, value_enum, default_value_t = MethodArg::Gptq)]
     pub method: MethodArg,
-    /// Minutes that tuning may take (auto)
-    #[arg(long, default_value_t = 30.0, value_name = "MIN", value_parser = parse_minutes)]
-    pub budget: f64,
+    /// Minutes that tuning may take (auto) [default: 30 on a CPU; on a GPU 100 s and 30 s for each
+    /// billion parameters]
+    #[arg(long, value_name = "MIN", value_parser = parse_minutes)]
+    pub budget: Option<f64>,
     /// Tuning steps, whatever time they take; the same steps give the same file (auto)
     #[arg(long, value_name = "N", conflicts_with = "budget", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub tune_steps: Option<u32>,
@@ -89,6 +90,9 @@ pub struct QuantizeArgs {
     /// Tokens to measure quality on, at most
     #[arg(long, default_value_t = 8_192, value_name = "N", value_parser = parse_tokens)]
     pub eval_tokens: usize,
+    /// Use no more than this of a GPU's memory, e.g. 12GB [default: what is free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub device_memory: Option<u64>,
     /// Print the plan and the memory it needs, and stop
     #[arg(long)]
     pub dry_run: bool,
@@ -229,6 +233,7 @@ impl QuantizeArgs {
             resume: self.resume,
             source,
             load: global.load_options(),
+            device_memory: self.device_memory,
         }
     }
 
@@ -253,7 +258,10 @@ impl QuantizeArgs {
                 steps: steps as usize,
                 batch: self.tune_batch as usize,
             },
-            None => Effort::Budget(Duration::from_secs_f64(60.0 * self.budget)),
+            None => match self.budget {
+                Some(minutes) => Effort::Budget(Duration::from_secs_f64(60.0 * minutes)),
+                None => Effort::Default,
+            },
         };
         (self.method == MethodArg::Auto).then_some(TuneOptions {
             effort,

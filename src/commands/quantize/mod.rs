@@ -11,7 +11,7 @@ pub use args::QuantizeArgs;
 use nq_formats::Progress;
 use nq_formats::nq::SourceRecord;
 use nq_quantize::pipeline::{Job, QuantizeOptions};
-use nq_quantize::{Error, Estimate, TargetSize};
+use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
 use std::process::ExitCode;
 use target::Target;
 
@@ -45,6 +45,9 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let estimate = job.estimate();
     for line in plan(&model.name, &options, &estimate) {
         terminal.note(&line);
+    }
+    if let Some(device) = job.device_estimate()? {
+        terminal.note(&device_plan(&device));
     }
     if args.dry_run {
         dry_run(&job, &estimate, global, &terminal)?;
@@ -95,9 +98,25 @@ fn dry_run(
     if global.json {
         let mut json = serde_json::to_value(estimate)?;
         json["tuning"] = serde_json::to_value(tuning)?;
+        json["device"] = serde_json::to_value(job.device_estimate()?)?;
         println!("{}", serde_json::to_string_pretty(&json)?);
     }
     Ok(())
+}
+
+/// What a run takes of a GPU's memory, in a line.
+fn device_plan(device: &DeviceEstimate) -> String {
+    let mut line = format!(
+        "GPU memory: {} at its peak ({}), {} may be used; text sampled from {}",
+        human_bytes(device.peak),
+        device.stage,
+        human_bytes(device.limit),
+        device.sampled_from,
+    );
+    if device.streamed {
+        line += ", quality measured against the source layer by layer";
+    }
+    line
 }
 
 /// What will be done and what it takes, in lines.

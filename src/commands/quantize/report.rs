@@ -103,6 +103,16 @@ fn print_cost(report: &QuantizeReport) {
             ),
         );
     }
+    if report.peak_device_bytes > 0 {
+        row(
+            "GPU memory",
+            format!(
+                "{} at the peak, {} estimated",
+                human_bytes(report.peak_device_bytes),
+                human_bytes(report.estimated_device_bytes)
+            ),
+        );
+    }
     // Parts of stages, and what takes no time to speak of, are left to --json.
     let stages = report.stages.iter();
     let slow: Vec<String> = stages

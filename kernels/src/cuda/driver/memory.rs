@@ -293,3 +293,15 @@ impl Address {
         self.0.is_multiple_of(bytes)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{PAGE, taken};
+
+    #[test]
+    fn large_allocations_take_whole_pages() {
+        assert_eq!(taken(100), 100);
+        assert_eq!(taken(PAGE), PAGE);
+        assert_eq!(taken(PAGE + 1), 2 * PAGE);
+    }
+}

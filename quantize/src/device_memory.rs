@@ -1,0 +1,294 @@
+//! How much of a GPU's memory a quantization takes: estimated before, so that it fits what may
+//! be used, and measured after.
+//!
+//! Text is sampled from the source, from a rounded copy of it where it does not fit; layers go
+//! through one at a time, in pieces of as many rows as fit; quality is measured with source and
+//! result side by side or, where they do not fit, the source run layer by layer.
+
+use crate::error::{Error, Result};
+use crate::schemes::Schemes;
+use nq_formats::ModelConfig;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What text is sampled from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SampledFrom {
+    /// The source as it is.
+    #[default]
+    Source,
+    /// The source rounded to 8 bits as it is loaded.
+    Int8,
+    /// To 4 bits.
+    Int4,
+}
+
+impl fmt::Display for SampledFrom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SampledFrom::Source => "the source",
+            SampledFrom::Int8 => "an INT8 copy of the source",
+            SampledFrom::Int4 => "an INT4 copy of the source",
+        })
+    }
+}
+
+/// What a run takes of a GPU's memory, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct DeviceEstimate {
+    /// What may be used.
+    pub limit: u64,
+    /// The most that is held at once, without tuning.
+    pub peak: u64,
+    /// Where.
+    pub stage: &'static str,
+    /// While text is sampled.
+    pub sampling: u64,
+    /// While layers are quantized.
+    pub quantizing: u64,
+    /// While quality is measured.
+    pub measuring: u64,
+    /// What text is sampled from.
+    pub sampled_from: SampledFrom,
+    /// The source is measured against layer by layer.
+    pub streamed: bool,
+    /// Rows that go through a layer at once.
+    pub rows: usize,
+}
+
+/// What the stages of a run take, each way that they can be done.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
+pub(crate) struct Ways {
+    /// Sampling, from the best to the smallest copy; none where nothing is sampled.
+    pub(crate) sampling: Vec<(SampledFrom, u64)>,
+    /// Quantizing layers, by rows of a piece, from the most.
+    pub(crate) quantizing: Vec<(usize, u64)>,
+    /// Measuring with both models in memory.
+    pub(crate) side_by_side: u64,
+    /// Measuring with the source layer by layer, by rows of a piece.
+    pub(crate) streamed: Vec<(usize, u64)>,
+}
+
+/// Rows of a piece that are tried.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
+pub(crate) const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
+
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
+impl Ways {
+    /// The best ways that fit `limit` bytes.
+    ///
+    /// # Errors
+    /// [`Error::Request`] with the bytes needed if a stage has none.
+    pub(crate) fn choose(&self, limit: u64) -> Result<DeviceEstimate> {
+        let (sampled_from, sampling) = match self.sampling.is_empty() {
+            true => (SampledFrom::Source, 0),
+            false => first(&self.sampling, limit, "memory of the GPU for sampling text")?,
+        };
+        let what = "memory of the GPU for quantizing a layer";
+        let (rows, quantizing) = first(&self.quantizing, limit, what)?;
+        let streamed = self.side_by_side > limit;
+        let (rows, measuring) = match streamed {
+            false => (rows, self.side_by_side),
+            true => {
+                let ways: Vec<_> = (self.streamed.iter().copied())
+                    .filter(|&(r, _)| r <= rows)
+                    .collect();
+                first(&ways, limit, "memory of the GPU for measuring quality")?
+            }
+        };
+        let stages = [
+            (sampling, "sampling text"),
+            (quantizing, "quantizing a layer"),
+            (measuring, "measuring quality"),
+        ];
+        let (peak, stage) = stages.into_iter().max().unwrap_or_default();
+        Ok(DeviceEstimate {
+            limit,
+            peak,
+            stage,
+            sampling,
+            quantizing,
+            measuring,
+            sampled_from,
+            streamed,
+            rows,
+        })
+    }
+}
+
+/// The first of `ways` that fits.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
+fn first<T: Copy>(ways: &[(T, u64)], limit: u64, what: &'static str) -> Result<(T, u64)> {
+    let least = ways.iter().map(|w| w.1).min().unwrap_or(0);
+    let fits = ways.iter().find(|w| w.1 <= limit);
+    fits.copied().ok_or_else(|| Error::Request {
+        what,
+        expected: format!("at least {least} bytes (--device-memory, or --device cpu)"),
+        found: format!("{limit} that may be used"),
+    })
+}
+
+/// Bytes of a model's weights packed for the GPU's engine.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
+pub(crate) fn engine_weights(c: &ModelConfig, schemes: &Schemes) -> u64 {
+    crate::memory::file_bytes(c, schemes, 2)
+}
+
+#[cfg(feature = "cuda")]
+pub(crate) mod gpu {
+    //! The bytes of each stage, from shapes alone.
+
+    use super::{ROWS, SampledFrom, Ways, engine_weights};
+    use crate::calibration::{SAMPLING_ROWS, sampling_slots};
+    use crate::methods::Needs;
+    use crate::pipeline::SEQUENCE;
+    use crate::schemes::Schemes;
+    use crate::stepper::work_bytes;
+    use crate::streamed;
+    use nq_formats::{Bits, ModelConfig};
+    use nq_kernels::cuda::{CudaOps, MOST_SEQUENCES};
+    use nq_runtime::{KvType, LinearKind, SessionSpec, gpu_session_bytes};
+
+    /// Partial sums of products that are cut into parts, at most.
+    const PARTIAL: u64 = 40 << 20;
+    /// Rows of one forward of the evaluation.
+    const EVALUATED: usize = 512;
+
+    /// What a run does, as far as the GPU's memory depends on it.
+    pub(crate) struct Work<'a> {
+        pub(crate) schemes: &'a Schemes,
+        pub(crate) needs: Needs,
+        /// Sequences sampled, at most; 0: none.
+        pub(crate) sampled: usize,
+    }
+
+    /// Schemes of a copy that text is sampled from.
+    pub(crate) fn copy_schemes(from: SampledFrom) -> Option<Schemes> {
+        let schemes = |bits| {
+            let linears = crate::schemes::default_scheme(bits);
+            Schemes {
+                head: Some(linears),
+                ..Schemes::defaults(bits)
+            }
+        };
+        match from {
+            SampledFrom::Source => None,
+            SampledFrom::Int8 => Some(schemes(Bits::B8)),
+            SampledFrom::Int4 => Some(schemes(Bits::B4)),
+        }
+    }
+
+    /// What each stage takes, each way.
+    pub(crate) fn ways(c: &ModelConfig, work: &Work<'_>) -> Ways {
+        let length = SEQUENCE.min(c.max_position_embeddings);
+        let session = |slots: usize, max_rows: usize| {
+            let spec = SessionSpec {
+                slots,
+                ctx: length,
+                kv: KvType::F16,
+                max_rows,
+            };
+            gpu_session_bytes(c, &spec) as u64
+        };
+        let copies = [SampledFrom::Source, SampledFrom::Int8, SampledFrom::Int4];
+        let source = 2 * c.parameters() as u64;
+        let weights = |from| copy_schemes(from).map_or(source, |s| engine_weights(c, &s));
+        let sampling = match work.sampled {
+            0 => Vec::new(),
+            n => {
+                let slots = sampling_slots(c, n, length, Some(MOST_SEQUENCES));
+                let session = session(slots, SAMPLING_ROWS);
+                copies.map(|from| (from, weights(from) + session)).to_vec()
+            }
+        };
+        let evaluated = session(1, EVALUATED);
+        let result = engine_weights(c, work.schemes) + evaluated;
+        let head = streamed::device_bytes(c) + result;
+        let pass = |rows: usize| work_bytes(c, rows, length) + PARTIAL;
+        Ways {
+            sampling,
+            quantizing: ROWS
+                .map(|rows| (rows, pass(rows) + layer(c, work)))
+                .to_vec(),
+            // The source against itself takes two sessions of it.
+            side_by_side: source + evaluated + result.max(evaluated),
+            streamed: ROWS
+                .map(|rows| (rows, head.max(pass(rows) + 4 * elements(c))))
+                .to_vec(),
+        }
+    }
+
+    /// Elements of a layer's weights.
+    fn elements(c: &ModelConfig) -> u64 {
+        let of = |k: LinearKind| (k.dims(c).0 * k.dims(c).1) as u64;
+        LinearKind::ALL.map(of).into_iter().sum()
+    }
+
+    /// Beside the memory of a pass: a layer and the moments of its inputs, or the moments and
+    /// what rounding the largest weight takes.
+    fn layer(c: &ModelConfig, work: &Work<'_>) -> u64 {
+        let own = 4 * elements(c);
+        if work.needs != Needs::Hessian {
+            return own;
+        }
+        let moments: u64 = LinearKind::INPUTS
+            .map(|kinds| 4 * (kinds[0].dims(c).1 as u64).pow(2))
+            .into_iter()
+            .sum();
+        let rounding = LinearKind::ALL.map(|kind| {
+            let (out, n) = kind.dims(c);
+            let (values, factor) = ((out * n) as u64, 4 * (n * n) as u64);
+            // The weight as it is and in the order, codes, errors of a block and parameters.
+            let groups = work.schemes.linears.group.count(n);
+            let round = factor + 9 * values + (512 + 8 * groups) as u64 * out as u64;
+            // The weight, its changes and their outputs, codes.
+            let errors = 13 * values;
+            (CudaOps::factor_bytes(n) as u64 + factor)
+                .max(round)
+                .max(errors)
+        });
+        moments + own.max(rounding.into_iter().max().unwrap_or(0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_best_way_that_fits_is_taken() {
+        let ways = Ways {
+            sampling: vec![
+                (SampledFrom::Source, 100),
+                (SampledFrom::Int8, 60),
+                (SampledFrom::Int4, 40),
+            ],
+            quantizing: vec![(8192, 50), (4096, 30)],
+            side_by_side: 120,
+            streamed: vec![(8192, 45), (4096, 35)],
+        };
+        let all = ways.choose(120).unwrap();
+        assert_eq!(
+            (all.sampled_from, all.streamed),
+            (SampledFrom::Source, false)
+        );
+        assert_eq!((all.peak, all.stage), (120, "measuring quality"));
+        let less = ways.choose(60).unwrap();
+        assert_eq!(
+            (less.sampled_from, less.streamed),
+            (SampledFrom::Int8, true)
+        );
+        assert_eq!(
+            (less.rows, less.peak, less.stage),
+            (8192, 60, "sampling text")
+        );
+        let least = ways.choose(40).unwrap();
+        assert_eq!((least.sampled_from, least.rows), (SampledFrom::Int4, 4096));
+        let error = ways.choose(39).unwrap_err().to_string();
+        assert!(
+            error.contains("sampling text") && error.contains("40 bytes"),
+            "{error}"
+        );
+    }
+}
