@@ -5,9 +5,10 @@ use super::state::State;
 use crate::device_memory::{DeviceEstimate, SampledFrom};
 use crate::error::Result;
 use crate::quality::Judge;
+#[cfg(feature = "cuda")]
 use nq_formats::Progress;
+use nq_runtime::Engine;
 use nq_runtime::device::Device;
-use nq_runtime::{Engine, load};
 use std::sync::Arc;
 
 /// The peak is that of the run that begins.
@@ -90,7 +91,7 @@ impl Job<'_> {
             ));
             let store = crate::rounded_weights(self.checkpoint, schemes)?;
             let options = &self.options.load;
-            let engine = load::load(self.config(), &store, options, &self.progress)?;
+            let engine = nq_runtime::load(self.config(), &store, options, &self.progress)?;
             return Ok((engine.into(), from));
         }
         Ok((self.source_engine()?, from))

@@ -19,6 +19,7 @@ use nq_kernels::rng::Philox;
 use nq_runtime::device::Device;
 use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
 use nq_runtime::{LayerWeights, LinearId, LinearKind};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
@@ -99,13 +100,22 @@ const CPU: Most = Most {
     slots: 32,
     held_out: 16,
 };
+/// Of a GPU: passes that fill it and no more, so that a schedule of a larger model still has
+/// steps enough, and text as it is used up.
 #[cfg(feature = "cuda")]
-const GPU: Most = Most {
-    on_cpu: false,
-    pass: 32,
-    slots: 1024,
-    held_out: 64,
-};
+fn gpu(parameters: usize) -> Most {
+    let (pass, slots, held_out) = match parameters {
+        ..200_000_000 => (32, 1024, 64),
+        ..2_000_000_000 => (8, 256, 32),
+        _ => (4, 128, 16),
+    };
+    Most {
+        on_cpu: false,
+        pass,
+        slots,
+        held_out,
+    }
+}
 
 /// Seeds of the text differ from those of calibration and of the guard.
 const TEXT: u64 = 0x7475_6E69_6E67_0001;
@@ -170,7 +180,8 @@ impl Job<'_> {
                     false => GemmPrecision::Split,
                 };
                 let ops = CudaOps::new(&Gpu::open(n)?, precision)?;
-                self.tune_on(&ops, limit, GPU, options, staged, (writer, state, key))
+                let most = gpu(self.config().parameters());
+                self.tune_on(&ops, limit, most, options, staged, (writer, state, key))
             }
         }
     }
@@ -200,7 +211,7 @@ impl Job<'_> {
         let most = match device {
             Device::Cpu => CPU,
             #[cfg(feature = "cuda")]
-            Device::Cuda(_) => GPU,
+            Device::Cuda(_) => gpu(self.config().parameters()),
         };
         let config = self.checkpoint.config();
         let schemes = &self.options.schemes;
@@ -484,16 +495,17 @@ fn note_tuned(
         return Ok(());
     };
     let (n, cols) = source.dims();
-    let (mut a, mut b) = (vec![0.0; cols], vec![0.0; cols]);
-    let (mut error, mut norm) = (0f64, 0f64);
-    for r in 0..n {
+    let rows = (0..n).into_par_iter().map(|r| {
+        let (mut a, mut b) = (vec![0.0; cols], vec![0.0; cols]);
         read_row(name, source, r, &mut a)?;
         read_row(name, tuned, r, &mut b)?;
-        for (a, b) in a.iter().zip(&b) {
-            error += f64::from(a - b).powi(2);
-            norm += f64::from(*a).powi(2);
-        }
-    }
+        let square = |v: f32| f64::from(v).powi(2);
+        let error: f64 = a.iter().zip(&b).map(|(a, b)| square(a - b)).sum();
+        Ok((error, a.iter().map(|&a| square(a)).sum::<f64>()))
+    });
+    // Summed in order: the same for any number of threads.
+    let rows = rows.collect::<Result<Vec<(f64, f64)>>>()?;
+    let (error, norm) = (rows.iter()).fold((0.0, 0.0), |sum, r| (sum.0 + r.0, sum.1 + r.1));
     row.rel_error = (error / norm.max(f64::MIN_POSITIVE)).sqrt();
     row.output_error = None;
     if !row.method.ends_with(TUNED) {

@@ -9,6 +9,7 @@ use nq_formats::{AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, Zer
 use nq_kernels::grad::{Adam, GradOps, Rounding};
 use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
 use nq_runtime::{LayerWeights, LinearId, LinearKind};
+use rayon::prelude::*;
 
 /// What kind of parameter a vector of values is: each kind has a learning rate of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,9 +143,8 @@ fn parts(w: &AffineWeight) -> Parts {
     let (rows, cols, groups) = (w.out_features(), w.in_features(), w.groups());
     let bits = w.scheme().bits;
     let mut codes = vec![0; rows * cols];
-    for (r, out) in codes.chunks_mut(cols).enumerate() {
-        pack::unpack_row(bits, w.row_codes(r), out);
-    }
+    let unpack = |(r, out): (usize, &mut [u8])| pack::unpack_row(bits, w.row_codes(r), out);
+    codes.par_chunks_mut(cols).enumerate().for_each(unpack);
     let zero = |row: usize, group: usize| match w.zeros() {
         ZeroPoints::Integer(z) => {
             let stride = bits.bytes(groups);
@@ -160,7 +160,7 @@ fn parts(w: &AffineWeight) -> Parts {
     Parts {
         codes,
         scales: w.scales().iter().map(|s| s.to_f32()).collect(),
-        zeros: (0..rows * groups).map(at).collect(),
+        zeros: (0..rows * groups).into_par_iter().map(at).collect(),
         group: w.scheme().group.size(cols),
     }
 }
@@ -220,7 +220,8 @@ impl<O: GradOps> Matrix<O> {
             });
         }
         let mut latent = vec![0.0; rows * cols];
-        for (r, out) in latent.chunks_mut(cols).enumerate() {
+        let rows = latent.par_chunks_mut(cols).enumerate();
+        rows.try_for_each(|(r, out)| {
             read_row(name, source, r, out)?;
             for (c, out) in out.iter_mut().enumerate() {
                 let g = r * (cols / p.group) + c / p.group;
@@ -228,7 +229,8 @@ impl<O: GradOps> Matrix<O> {
                 let reach = LATENT_REACH * p.scales[g].abs();
                 *out = value + (*out - value).clamp(-reach, reach);
             }
-        }
+            Ok::<_, crate::Error>(())
+        })?;
         let latent = Values::new(ops, format!("{name}.latent"), Kind::Latent, &latent, true)?;
         Ok(Matrix::Latent {
             shape,
