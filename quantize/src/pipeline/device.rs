@@ -92,7 +92,7 @@ impl Job<'_> {
             let store = crate::rounded_weights(self.checkpoint, schemes)?;
             let options = &self.options.load;
             let engine = nq_runtime::load(self.config(), &store, options, &self.progress)?;
-            return Ok((engine.into(), from));
+            return Ok((engine, from));
         }
         Ok((self.source_engine()?, from))
     }

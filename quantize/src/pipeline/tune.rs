@@ -105,8 +105,8 @@ const CPU: Most = Most {
 #[cfg(feature = "cuda")]
 fn gpu(parameters: usize) -> Most {
     let (pass, slots, held_out) = match parameters {
-        ..200_000_000 => (32, 1024, 64),
-        ..2_000_000_000 => (8, 256, 32),
+        ..=200_000_000 => (32, 1024, 64),
+        200_000_001..=2_000_000_000 => (8, 256, 32),
         _ => (4, 128, 16),
     };
     Most {
