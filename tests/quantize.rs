@@ -120,6 +120,11 @@ fn a_run_killed_in_the_middle_of_layers_resumes_to_the_same_bytes() {
     assert!(files(&killed) == files(&whole));
 }
 
+/// Mean KL divergence of a report.
+fn kld(report: &Value) -> f64 {
+    report["quality"]["kld"]["mean"].as_f64().unwrap()
+}
+
 #[test]
 fn a_target_size_is_met_by_choosing_schemes_and_the_record_says_which() {
     let dir = tempfile::tempdir().unwrap();
@@ -135,6 +140,11 @@ fn a_target_size_is_met_by_choosing_schemes_and_the_record_says_which() {
     assert_eq!(listed + norms, bytes);
     let schemes: BTreeSet<&str> = rows.iter().filter_map(|r| r["scheme"].as_str()).collect();
     assert!(schemes.len() > 1, "{schemes:?}");
+    // What was predicted for the method is what it comes to, little text or not.
+    let losses = rows.iter().map(|r| r["loss"].as_f64().unwrap());
+    let (predicted, measured) = (losses.sum::<f64>(), kld(&report));
+    let ratio = measured / predicted;
+    assert!((0.75..1.33).contains(&ratio), "{predicted} {measured}");
 
     let config = std::fs::read(out.join("config.json")).unwrap();
     let config: Value = serde_json::from_slice(&config).unwrap();
@@ -151,7 +161,6 @@ fn a_target_size_is_met_by_choosing_schemes_and_the_record_says_which() {
 #[test]
 fn a_broken_limit_raises_bits_until_it_holds() {
     let dir = tempfile::tempdir().unwrap();
-    let kld = |r: &Value| r["quality"]["kld"]["mean"].as_f64().unwrap();
     let plain = report(&quantize(&dir.path().join("a"), &[]));
     let limit = format!("{}", 0.5 * kld(&plain));
     let out = dir.path().join("b");

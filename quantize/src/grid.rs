@@ -167,19 +167,64 @@ impl Rounded {
     /// # Errors
     /// As [`AffineWeight::new`]; none for what the methods of this crate make.
     pub fn to_weight(&self) -> Result<Weight> {
+        let mut packer = Packer::new(self.grid, self.cols);
+        packer.push(self);
+        packer.finish()
+    }
+}
+
+/// A weight put together from rounded pieces of its rows, in canonical form.
+#[derive(Clone, Debug)]
+pub struct Packer {
+    grid: Grid,
+    cols: usize,
+    rows: usize,
+    codes: Vec<u8>,
+    scales: Vec<f16>,
+    zeros: Vec<u8>,
+}
+
+impl Packer {
+    /// No rows yet, of `cols` columns.
+    pub fn new(grid: Grid, cols: usize) -> Self {
+        Packer {
+            grid,
+            cols,
+            rows: 0,
+            codes: Vec::new(),
+            scales: Vec::new(),
+            zeros: Vec::new(),
+        }
+    }
+
+    /// Appends rows, of the same grid and columns.
+    pub fn push(&mut self, rows: &Rounded) {
+        debug_assert!(rows.grid == self.grid && rows.cols == self.cols);
         let scheme = self.grid.scheme();
-        let scales = self.params.iter().map(|p| f16::from_f32(p.scale)).collect();
+        let codes = pack::pack_rows(scheme.bits, &rows.codes, self.cols);
+        self.codes.extend_from_slice(&codes);
+        let scales = rows.params.iter().map(|p| f16::from_f32(p.scale));
+        self.scales.extend(scales);
+        if scheme.zeros == Zeros::Integer {
+            let zeros: Vec<u8> = rows.params.iter().map(|p| p.zero).collect();
+            let packed = pack::pack_rows(scheme.bits, &zeros, rows.groups());
+            self.zeros.extend_from_slice(&packed);
+        }
+        self.rows += rows.rows();
+    }
+
+    /// The weight.
+    ///
+    /// # Errors
+    /// As [`AffineWeight::new`].
+    pub fn finish(self) -> Result<Weight> {
+        let scheme = self.grid.scheme();
         let zeros = match scheme.zeros {
-            Zeros::Integer => {
-                let zeros: Vec<u8> = self.params.iter().map(|p| p.zero).collect();
-                let packed = pack::pack_rows(scheme.bits, &zeros, self.groups());
-                ZeroPoints::Integer(Bytes::from(packed))
-            }
+            Zeros::Integer => ZeroPoints::Integer(Bytes::from(self.zeros)),
             _ => ZeroPoints::None,
         };
-        let codes = Bytes::from(pack::pack_rows(scheme.bits, &self.codes, self.cols));
-        let dims = (self.rows(), self.cols);
-        let weight = AffineWeight::new(scheme, dims, codes, scales, zeros, None)?;
+        let (dims, codes) = ((self.rows, self.cols), Bytes::from(self.codes));
+        let weight = AffineWeight::new(scheme, dims, codes, self.scales.into(), zeros, None)?;
         Ok(Weight::Quantized(QuantizedWeight::Affine(weight)))
     }
 }
@@ -206,6 +251,37 @@ mod tests {
         grid.round(p, &w, &mut codes);
         assert_eq!(codes, [10, 10, 0, 15]);
         assert_eq!(codes.map(|q| p.value(q)), [1.0, 1.0, -4.0, 3.5]);
+    }
+
+    #[test]
+    fn pieces_of_rows_make_the_whole() {
+        for zeros in [Zeros::None, Zeros::Integer] {
+            let grid = grid(Bits::B4, zeros);
+            let (rows, cols) = (5, 12);
+            let mut whole = Rounded::new(grid, rows, cols);
+            let codes = (0..rows * cols).map(|i| (i * 7 % 16) as u8);
+            whole.codes = codes.collect();
+            let params = (0..whole.params.len()).map(|i| GroupParams {
+                scale: 0.25 * i as f32,
+                zero: if zeros == Zeros::None { 8 } else { i as u8 },
+            });
+            whole.params = params.collect();
+            let mut packer = Packer::new(grid, cols);
+            for piece in [0..2, 2..5] {
+                let mut part = Rounded::new(grid, piece.len(), cols);
+                part.codes = whole.codes[piece.start * cols..piece.end * cols].to_vec();
+                part.params = whole.params[piece.start * 3..piece.end * 3].to_vec();
+                packer.push(&part);
+            }
+            let weight = packer.finish().unwrap();
+            let mut row = vec![0.0; cols];
+            let mut want = row.clone();
+            for i in 0..rows {
+                weight.dequantize_row(i, &mut row).unwrap();
+                whole.dequantize_row(i, &mut want);
+                assert_eq!(row, want);
+            }
+        }
     }
 
     #[test]

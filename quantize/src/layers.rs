@@ -8,6 +8,7 @@ use crate::report::LayerReport;
 use crate::second_order::Errors;
 use crate::stepper::Stepper;
 use nq_formats::{ModelConfig, Progress, Tensor, Weight};
+use nq_kernels::reference;
 use nq_runtime::{Hidden, LayerWeights, LinearId, LinearKind, Observer};
 
 /// Gathers the second moments of a layer's four inputs.
@@ -131,7 +132,8 @@ pub fn quantize(
                 grid: grids[kind as usize],
             };
             let outcome = method.round(&problem)?;
-            rows.push(report(&problem, &outcome.rounded, outcome.method)?);
+            let errors = errors(&problem, &outcome.rounded)?;
+            rows.push(errors.report(&name, problem.grid, outcome.method));
             fallbacks.extend(outcome.fallbacks);
             weights.linears[kind as usize] = outcome.rounded.to_weight()?;
             done(kind);
@@ -144,26 +146,39 @@ pub fn quantize(
     })
 }
 
-/// The errors of a rounded weight.
-fn report(problem: &Problem<'_>, rounded: &Rounded, method: &str) -> Result<LayerReport> {
+/// What rounding made of `problem`.
+pub(crate) fn errors(problem: &Problem<'_>, rounded: &Rounded) -> Result<Errors> {
     let w = problem.weight;
-    let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
-    let hessian = problem.inputs.and_then(|i| i.hessian.as_ref());
-    let errors = match hessian {
-        Some(hessian) => hessian.errors(w, rounded)?,
-        None => Errors {
+    match problem.inputs.and_then(|i| i.hessian.as_ref()) {
+        Some(hessian) => hessian.errors(w, rounded),
+        None => Ok(Errors {
             weight: w.square_norm(),
             change: rounded.change(w).square_norm(),
             ..Errors::default()
-        },
-    };
-    Ok(LayerReport {
-        name: problem.name.into(),
-        bits: problem.grid.bits().into(),
-        method: method.into(),
-        rel_error: ratio(errors.change, errors.weight),
-        output_error: hessian.map(|_| ratio(errors.output_change, errors.outputs)),
-    })
+        }),
+    }
+}
+
+/// What is known of the head's inputs: of the final norm's output over the residual stream
+/// `x` `[rows, hidden]`. `looked_up` is the share of the mean that is added to the diagonal.
+pub(crate) fn head_inputs(
+    x: &[f32],
+    norm: &[f32],
+    eps: f32,
+    needs: Needs,
+    looked_up: f32,
+) -> InputStats {
+    const ROWS: usize = 256;
+    let n = norm.len();
+    let mut moments = Moments::new(n, needs == Needs::Hessian);
+    let mut normed = vec![0.0; ROWS * n];
+    for x in x.chunks(ROWS * n) {
+        let y = &mut normed[..x.len()];
+        reference::rms_norm(x, norm, eps, y);
+        moments.add(y);
+    }
+    moments.raise(looked_up);
+    moments.finish()
 }
 
 /// Runs `weights` over `hidden`, which stays as it is, and gathers what its Linears see.

@@ -147,6 +147,15 @@ impl Moments {
         }
     }
 
+    /// Adds `share` of the diagonal's mean to each element of it.
+    pub fn raise(&mut self, share: f32) {
+        let (n, step) = (self.n, if self.full { self.n + 1 } else { 1 });
+        let diagonal = self.sum.iter().step_by(step);
+        let more = share * diagonal.sum::<f32>() / n.max(1) as f32;
+        let diagonal = self.sum.iter_mut().step_by(step);
+        diagonal.for_each(|v| *v += more);
+    }
+
     /// Elements of an input.
     pub fn width(&self) -> usize {
         self.n
@@ -329,6 +338,32 @@ mod tests {
                 assert!((got - want).abs() < 1e-5, "{i} {j}: {got} {want}");
             }
             assert!((full.data[i * n + i] - diagonal.mean_square[i]).abs() < 1e-5);
+        }
+    }
+
+    #[test]
+    fn raised_moments_have_more_on_the_diagonal() {
+        let (n, x) = (3, [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]);
+        for full in [false, true] {
+            let finish = |share| {
+                let mut moments = Moments::new(n, full);
+                moments.add(&x);
+                moments.raise(share);
+                moments.finish()
+            };
+            let (plain, raised) = (finish(0.0), finish(0.5));
+            // E[x^2] is 5, 4, 5.
+            let more = 0.5 * 14.0 / 3.0;
+            for (a, b) in plain.mean_square.iter().zip(&raised.mean_square) {
+                assert!((b - a - more).abs() < 1e-5, "{a} {b}");
+            }
+            if let (Some(a), Some(b)) = (plain.hessian, raised.hessian) {
+                let mut e = Matrix::zeros(1, n);
+                e.data = vec![1.0, -2.0, 0.5];
+                let norm = 1.0 + 4.0 + 0.25;
+                let got = b.quadratic_error(&e).unwrap() - a.quadratic_error(&e).unwrap();
+                assert!((got - norm * f64::from(more)).abs() < 1e-4, "{got}");
+            }
         }
     }
 

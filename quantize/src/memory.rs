@@ -7,6 +7,7 @@
 use crate::calibration::{SAMPLING_ROWS, sampling_slots};
 use crate::error::Result;
 use crate::methods::Needs;
+use crate::pipeline::PIECE;
 use crate::pipeline::SEQUENCE;
 use crate::schemes::Schemes;
 use crate::sensitivity;
@@ -234,7 +235,12 @@ fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
     let end = dense * ends
         + work
             .schemes
-            .bytes(EMBEDDING, (config.vocab_size, config.hidden_size), dense) as usize;
+            .bytes(EMBEDDING, (config.vocab_size, config.hidden_size), dense) as usize
+        + match work.needs {
+            // A piece in f32, its codes and its errors, beside the moments and their factor.
+            Needs::Hessian => 10 * ends.min(PIECE) + 28 * config.hidden_size.pow(2),
+            Needs::Squares | Needs::Nothing => 0,
+        };
 
     let widths =
         config.hidden_size + 2 * config.q_dim() + 2 * config.kv_dim() + config.intermediate_size;
@@ -268,9 +274,19 @@ fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
     let most = rounding.into_iter().max().unwrap_or(0);
     // In f32, as read, and as rounded so far.
     let round = 4 * layer + dense * layer + packed + most;
+    let widest = LinearKind::INPUTS.map(|k| k[0].dims(config).1);
+    let widest = widest.into_iter().max().unwrap_or(0);
+    let factoring = match work.needs {
+        Needs::Hessian => 20 * widest.pow(2),
+        Needs::Squares | Needs::Nothing => 0,
+    };
     let probing = match work.groups {
         0 => 0,
-        groups => sensitivity::bytes(config, groups, work.eval_tokens) + 2 * dense * layer,
+        groups => {
+            let streams = sensitivity::bytes(config, groups, work.eval_tokens) + stream;
+            // The source's layer, and as rounded.
+            streams + gathered + factoring + 4 * dense * layer
+        }
     };
     (stream + end.max(gathered + run.max(round))).max(probing)
 }

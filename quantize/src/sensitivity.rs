@@ -7,21 +7,29 @@
 //! layer is held. Each group is rounded to one scheme, the probe; the cost of its other
 //! schemes is in proportion to their output errors, `sum(E[x_j^2] (w_ij - q_ij)^2)`, since a
 //! divergence is quadratic in small changes.
+//!
+//! The probe is rounded to nearest, and alone; a run rounds by its method, and all layers
+//! together. So losses are scaled by what the method leaves of the probe's output error,
+//! `tr(E H E^T)` on some of its rows, and those of layers also by what rounding all of them
+//! costs against the sum over the groups alone. The method goes by the calibration text, as it
+//! will, and its error is taken on the text to measure on: on its own text it would look better
+//! than it is.
 
 use crate::allocation::{Candidate, Menu, Place, WeightGroup};
 use crate::error::Result;
 use crate::fit::Fit;
-use crate::grid::Grid;
-use crate::layers::{Gather, Pass};
-use crate::linalg::{Moments, read_row};
-use crate::methods::{Needs, rtn};
+use crate::grid::{Grid, Rounded};
+use crate::layers::{self, Pass, head_inputs};
+use crate::linalg::{InputStats, Matrix, read_row};
+use crate::methods::{Method, Needs, Problem, rtn};
+use crate::pipeline::LOOKED_UP;
+use crate::stepper::Stepper;
 use nq_evals::kld_rows;
 use nq_formats::{
     AffineScheme, Bits, Group, ModelConfig, Progress, Unit, Weight, WeightStore, Zeros,
 };
-use nq_kernels::reference;
 use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
-use nq_runtime::{Hidden, LayerStepper, LayerWeights, LinearKind};
+use nq_runtime::{Hidden, LayerWeights, LinearId, LinearKind};
 use std::ops::Range;
 
 /// What groups are rounded to, to see what it costs.
@@ -63,17 +71,48 @@ pub struct Probe<'a> {
     pub groups: &'a [WeightGroup],
     /// The schemes to choose from.
     pub candidates: &'a [AffineScheme],
+    /// What layers will be rounded by.
+    pub method: &'a dyn Method,
+    /// Text that it will go by; none if it needs nothing to go by.
+    pub calibration: Option<&'a [Vec<u32>]>,
     /// Told of rows that went through a layer.
     pub progress: &'a dyn Progress,
 }
 
-/// What is known of a group: the probe's divergence, and output errors of the probe and of
-/// each candidate.
+/// What is known of a group: the probe's divergence, output errors of the probe and of each
+/// candidate, and those of the probe's scheme rounded to nearest and by the method.
 #[derive(Clone, Debug, Default)]
 struct Found {
     kld: f64,
     probe: f64,
     candidates: Vec<f64>,
+    nearest: f64,
+    by_method: f64,
+    layers: bool,
+}
+
+impl Found {
+    /// The divergence of candidate errors' unit, in a run: `together` is what rounding all
+    /// layers at once makes of their sum.
+    fn unit(&self, together: f64) -> f64 {
+        let method = match self.nearest > 0.0 {
+            true => self.by_method / self.nearest,
+            false => 1.0,
+        };
+        let together = if self.layers { together } else { 1.0 };
+        self.kld.max(0.0) * method * together / self.probe.max(f64::MIN_POSITIVE)
+    }
+}
+
+/// A stream that runs along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Variant {
+    /// Nothing rounded: what the others are held against.
+    Source,
+    /// One group rounded.
+    Group(usize),
+    /// All layers rounded.
+    Layers,
 }
 
 impl Probe<'_> {
@@ -81,23 +120,26 @@ impl Probe<'_> {
     fn work(&self, layers: usize) -> u64 {
         let tokens: usize = self.text.iter().map(Vec::len).sum();
         let per_layer = LinearKind::INPUTS.len();
-        let begin = 2; // the source and the embedding's variant
+        let begin = 3; // the source, the embedding's variant and that of all layers
         // Each layer runs what branched off before it, then its own groups.
         let runs: usize = (0..layers).map(|l| begin + per_layer * l + per_layer).sum();
-        (tokens * runs) as u64
+        let calibration = self.calibration.unwrap_or_default();
+        let calibration: usize = calibration.iter().map(Vec::len).sum();
+        (tokens * runs + calibration * layers) as u64
     }
 
     /// Measures every group. Candidates whose groups do not fill a weight's rows are left out.
     ///
     /// # Errors
     /// What reading and running the model report; logits that are no numbers.
-    pub fn menus(&self, stepper: &mut dyn LayerStepper) -> Result<Vec<Menu>> {
-        let config = stepper.config().clone();
+    pub fn menus(&self, stepper: &mut Stepper) -> Result<Vec<Menu>> {
+        let config = stepper.as_mut().config().clone();
         let layers = config.num_hidden_layers;
         self.progress
             .begin("measuring sensitivity", self.work(layers), Unit::Tokens);
-        let found = self.run(stepper, &config);
+        let run = self.run(stepper, &config);
         self.progress.end();
+        let (found, together) = run?;
         let menu = |(group, found): (&WeightGroup, Found)| Menu {
             group: group.name.clone(),
             weights: group.weights.iter().map(|w| w.0.clone()).collect(),
@@ -109,30 +151,40 @@ impl Probe<'_> {
                 .map(|(&scheme, error)| Candidate {
                     scheme,
                     bytes: group.bytes(scheme),
-                    loss: found.kld.max(0.0) * error / found.probe.max(f64::MIN_POSITIVE),
+                    loss: found.unit(together) * error,
                 })
                 .collect(),
         };
-        Ok(self.groups.iter().zip(found?).map(menu).collect())
+        Ok(self.groups.iter().zip(found).map(menu).collect())
     }
 
-    fn run(&self, stepper: &mut dyn LayerStepper, config: &ModelConfig) -> Result<Vec<Found>> {
+    /// What is known of every group, and what rounding all layers together costs as a share
+    /// of the sum over their groups.
+    fn run(&self, stepper: &mut Stepper, config: &ModelConfig) -> Result<(Vec<Found>, f64)> {
         let grid = Grid::new(PROBE)?;
         let embedding = qwen3::embedding(self.store, config)?;
         let mut found = vec![Found::default(); self.groups.len()];
-        // The group of each variant that runs along; the source itself comes first.
-        let mut variants: Vec<Option<usize>> = vec![None];
+        // What runs along; the source itself comes first.
+        let mut variants = vec![Variant::Source];
         let mut stream = Hidden::embed(&embedding, self.text)?;
         let lengths = stream.lengths.clone();
         let rows = stream.data.len();
         // Growing would hold all streams twice.
-        stream.data.reserve_exact(rows * self.groups.len());
+        stream.data.reserve_exact(rows * (self.groups.len() + 1));
+        let mut together = Hidden {
+            data: stream.data.clone(),
+            lengths: lengths.clone(),
+        };
+        let mut calibration = match self.calibration {
+            Some(text) => Some(Hidden::embed(&embedding, text)?),
+            None => None,
+        };
         for (g, group) in self.groups.iter().enumerate() {
             if group.place == Place::Embedding {
                 let (rounded, _) = rtn::round_rows(EMBEDDING, &embedding, grid, Fit::clip(), &[])?;
                 let variant = Hidden::embed(&rounded, self.text)?;
                 join(&mut stream, variant);
-                variants.push(Some(g));
+                variants.push(Variant::Group(g));
             }
         }
         for index in 0..config.num_hidden_layers {
@@ -141,10 +193,19 @@ impl Probe<'_> {
                 data: stream.data[..rows].to_vec(),
                 lengths: lengths.clone(),
             };
-            let mut gather = Gather::new(config, Needs::Squares, &());
-            stepper.observe(index, &source, &before, &mut gather)?;
-            let stats = gather.finish();
+            // Before the other statistics are gathered: a device holds one set of them.
+            let tried = match &mut calibration {
+                Some(text) => {
+                    let tried = self.by_method(stepper, index, &source, text)?;
+                    self.layer(stepper, index, &source, text)?;
+                    Some(tried)
+                }
+                None => None,
+            };
+            let needs = self.method.needs().max(Needs::Squares);
+            let stats = layers::gather(stepper, index, &source, &before, needs, &())?;
             self.layer(stepper, index, &source, &mut stream)?;
+            let mut all = source.clone();
             for (g, group) in self.groups.iter().enumerate() {
                 let Place::Layer { index: at, input } = group.place else {
                     continue;
@@ -152,50 +213,68 @@ impl Probe<'_> {
                 if at != index {
                     continue;
                 }
-                let importance = &stats[input].mean_square;
+                found[g].layers = true;
+                let stats = &stats[input];
                 let mut rounded = source.clone();
-                for (kind, (name, _)) in LinearKind::INPUTS[input].iter().zip(&group.weights) {
-                    let weight = source.linear(*kind);
+                for (i, &kind) in LinearKind::INPUTS[input].iter().enumerate() {
+                    let (weight, name) = (source.linear(kind), &group.weights[i].0);
                     let fit = Fit::clip();
-                    let (w, _) = rtn::round_rows(name, weight, grid, fit, importance)?;
-                    rounded.linears[*kind as usize] = w;
-                    self.add_errors(&mut found[g], name, weight, importance)?;
+                    let (w, _) = rtn::round_rows(name, weight, grid, fit, &stats.mean_square)?;
+                    rounded.linears[kind as usize] = w.clone();
+                    all.linears[kind as usize] = w;
+                    let rows = sample(name, weight)?;
+                    self.add_errors(&mut found[g], weight, &rows, &stats.mean_square)?;
+                    if let (0, Some(tried)) = (i, &tried) {
+                        self.add_method(&mut found[g], &rows, &tried[input], stats)?;
+                    }
                 }
                 let mut variant = before.clone();
                 self.layer(stepper, index, &rounded, &mut variant)?;
                 join(&mut stream, variant);
-                variants.push(Some(g));
+                variants.push(Variant::Group(g));
             }
+            self.layer(stepper, index, &all, &mut together)?;
             source.linears.iter().for_each(Weight::release);
         }
-        self.heads(stepper, &embedding, &stream, &variants, &mut found)?;
-        Ok(found)
+        join(&mut stream, together);
+        variants.push(Variant::Layers);
+        let together = self.heads(
+            stepper,
+            &embedding,
+            &stream,
+            &variants,
+            calibration.as_ref(),
+            &mut found,
+        )?;
+        Ok((found, together))
     }
 
     fn layer(
         &self,
-        stepper: &mut dyn LayerStepper,
+        stepper: &mut Stepper,
         index: usize,
         weights: &LayerWeights,
         stream: &mut Hidden,
     ) -> Result<()> {
         let mut pass = Pass {
-            width: stepper.config().hidden_size,
+            width: stepper.as_mut().config().hidden_size,
             progress: self.progress,
         };
-        Ok(stepper.layer(index, weights, stream, &mut pass)?)
+        Ok(stepper.as_mut().layer(index, weights, stream, &mut pass)?)
     }
 
-    /// The divergence of every variant, and that of the head, from the final streams.
+    /// The divergence of every variant, and that of the head, from the final streams. Returns
+    /// that of all layers as a share of the sum over their groups.
     fn heads(
         &self,
-        stepper: &mut dyn LayerStepper,
+        stepper: &mut Stepper,
         embedding: &Weight,
         stream: &Hidden,
-        variants: &[Option<usize>],
+        variants: &[Variant],
+        calibration: Option<&Hidden>,
         found: &mut [Found],
-    ) -> Result<()> {
-        let config = stepper.config().clone();
+    ) -> Result<f64> {
+        let config = stepper.as_mut().config().clone();
         let norm = self.store.vector(FINAL_NORM, config.hidden_size)?;
         let tied = config.tie_word_embeddings;
         let head = if tied {
@@ -203,7 +282,12 @@ impl Probe<'_> {
         } else {
             qwen3::head(self.store, &config)?
         };
-        let importance = self.head_importance(stream, variants.len(), &norm.to_f32()?, &config);
+        let inputs = |x: &[f32]| -> Result<InputStats> {
+            let (norm, eps) = (norm.to_f32()?, config.rms_norm_eps);
+            let looked_up = if tied { LOOKED_UP } else { 0.0 };
+            Ok(head_inputs(x, &norm, eps, self.method.needs(), looked_up))
+        };
+        let stats = inputs(&stream.data[..stream.data.len() / variants.len()])?;
 
         let tiles = self.tiles(config.vocab_size);
         let (vocab, tokens) = (config.vocab_size, stream.lengths.iter().sum::<usize>());
@@ -217,28 +301,39 @@ impl Probe<'_> {
             .collect();
         let mut sums = vec![(0f64, 0usize); variants.len()];
         let (mut reference, mut first, mut failed) = (Vec::new(), Vec::new(), Ok(()));
-        stepper.heads(&norm, &head, stream, &ranges, &mut |i, logits| {
-            let variant = i % variants.len();
-            if variant == 0 {
-                reference.clear();
-                reference.extend_from_slice(logits);
-                if i == 0 {
-                    first.extend_from_slice(logits);
+        stepper
+            .as_mut()
+            .heads(&norm, &head, stream, &ranges, &mut |i, logits| {
+                let variant = i % variants.len();
+                if variant == 0 {
+                    reference.clear();
+                    reference.extend_from_slice(logits);
+                    if i == 0 {
+                        first.extend_from_slice(logits);
+                    }
+                    return;
                 }
-                return;
-            }
-            match kld_rows(logits, &reference, vocab) {
-                Ok(rows) => {
-                    sums[variant].0 += rows.iter().sum::<f64>();
-                    sums[variant].1 += rows.len();
+                match kld_rows(logits, &reference, vocab) {
+                    Ok(rows) => {
+                        sums[variant].0 += rows.iter().sum::<f64>();
+                        sums[variant].1 += rows.len();
+                    }
+                    Err(e) => failed = Err(e),
                 }
-                Err(e) => failed = Err(e),
-            }
-        })?;
+            })?;
         failed?;
+        let (mut apart, mut together) = (0f64, 0f64);
         for (variant, sum) in variants.iter().zip(&sums) {
-            if let Some(g) = variant {
-                found[*g].kld += sum.0 / sum.1.max(1) as f64;
+            let kld = sum.0 / sum.1.max(1) as f64;
+            match *variant {
+                Variant::Source => {}
+                Variant::Layers => together = kld,
+                Variant::Group(g) => {
+                    found[g].kld += kld;
+                    if matches!(self.groups[g].place, Place::Layer { .. }) {
+                        apart += kld;
+                    }
+                }
             }
         }
         drop(reference);
@@ -253,18 +348,33 @@ impl Probe<'_> {
         };
         if let (Some(g), Some(tile)) = (g, tiles.first()) {
             let grid = Grid::new(PROBE)?;
-            let (rounded, _) = rtn::round_rows(name, &head, grid, Fit::clip(), &importance)?;
-            let logits = stepper.head(&norm, &rounded, stream, tile.clone())?;
+            let importance = &stats.mean_square;
+            let (rounded, _) = rtn::round_rows(name, &head, grid, Fit::clip(), importance)?;
+            let logits = stepper
+                .as_mut()
+                .head(&norm, &rounded, stream, tile.clone())?;
             let rows = kld_rows(&logits, &first, vocab)?;
             found[g].kld += rows.iter().sum::<f64>() / rows.len().max(1) as f64;
-            self.add_errors(&mut found[g], name, &head, &importance)?;
+            let rows = sample(name, &head)?;
+            self.add_errors(&mut found[g], &head, &rows, importance)?;
+            if let Some(text) = calibration {
+                let tried = self.round(name, &rows, &inputs(&text.data)?)?;
+                self.add_method(&mut found[g], &rows, &tried, &stats)?;
+            }
         }
         if !tied && let Some(g) = self.groups.iter().position(|g| g.place == Place::Embedding) {
-            self.add_errors(&mut found[g], EMBEDDING, embedding, &[])?;
+            let rows = sample(EMBEDDING, embedding)?;
+            self.add_errors(&mut found[g], embedding, &rows, &[])?;
         }
         embedding.release();
         head.release();
-        Ok(())
+        let share = together / apart;
+        // Layers that cost nothing say nothing of each other.
+        Ok(if share.is_finite() && share > 0.0 {
+            share
+        } else {
+            1.0
+        })
     }
 
     /// Rows of the source's stream that are scored, the second half of each window, cut so
@@ -283,50 +393,19 @@ impl Probe<'_> {
         tiles
     }
 
-    /// `E[x^2]` of the head's inputs in the source.
-    fn head_importance(
-        &self,
-        stream: &Hidden,
-        variants: usize,
-        norm: &[f32],
-        config: &ModelConfig,
-    ) -> Vec<f32> {
-        let h = config.hidden_size;
-        let mut moments = Moments::new(h, false);
-        let mut normed = vec![0.0; h];
-        for x in stream.data[..stream.data.len() / variants].chunks_exact(h) {
-            reference::rms_norm(x, norm, config.rms_norm_eps, &mut normed);
-            moments.add(&normed);
-        }
-        moments.finish().mean_square
-    }
-
-    /// Adds what `weight` errs by under the probe and every candidate.
+    /// Adds what `weight` errs by under the probe and every candidate, of which `rows` are a
+    /// sample.
     fn add_errors(
         &self,
         found: &mut Found,
-        name: &str,
         weight: &Weight,
+        rows: &Matrix,
         importance: &[f32],
     ) -> Result<()> {
-        let (out, cols) = weight.dims();
-        let n = out.min(SAMPLE);
-        let mut rows = crate::linalg::Matrix::zeros(n, cols);
-        for i in 0..n {
-            read_row(name, weight, i * out / n, rows.row_mut(i))?;
-        }
+        let scale = weight.dims().0 as f64 / rows.rows.max(1) as f64;
         let error = |scheme: AffineScheme| -> Result<f64> {
-            let rounded = rtn::round(&rows, Grid::new(scheme)?, Fit::clip(), importance);
-            let mut q = vec![0.0; cols];
-            let mut sum = 0f64;
-            for i in 0..n {
-                rounded.dequantize_row(i, &mut q);
-                for (j, (w, q)) in rows.row(i).iter().zip(&q).enumerate() {
-                    let h = importance.get(j).copied().unwrap_or(1.0);
-                    sum += f64::from(h) * f64::from(w - q).powi(2);
-                }
-            }
-            Ok(sum * out as f64 / n as f64)
+            let rounded = rtn::round(rows, Grid::new(scheme)?, Fit::clip(), importance);
+            Ok(scale * weighted(&rounded.change(rows), importance))
         };
         found.probe += error(PROBE)?;
         found.candidates.resize(self.candidates.len(), 0.0);
@@ -335,6 +414,78 @@ impl Probe<'_> {
         }
         Ok(())
     }
+
+    /// What the method makes of rows of a layer's weights in the probe's scheme, going by the
+    /// layer's inputs on `text`: one of the weights that share an input stands for them.
+    fn by_method(
+        &self,
+        stepper: &mut Stepper,
+        index: usize,
+        source: &LayerWeights,
+        text: &Hidden,
+    ) -> Result<Vec<Rounded>> {
+        let needs = self.method.needs();
+        let known = layers::gather(stepper, index, source, text, needs, &())?;
+        let round = |(kinds, known): (&&[LinearKind], &InputStats)| {
+            let kind = kinds[0];
+            let name = LinearId { layer: index, kind }.to_string();
+            self.round(&name, &sample(&name, source.linear(kind))?, known)
+        };
+        LinearKind::INPUTS.iter().zip(&known).map(round).collect()
+    }
+
+    /// `rows` in the probe's scheme, by the method that goes by `known`.
+    fn round(&self, name: &str, rows: &Matrix, known: &InputStats) -> Result<Rounded> {
+        let problem = Problem {
+            name,
+            weight: rows,
+            inputs: Some(known),
+            grid: Grid::new(PROBE)?,
+        };
+        Ok(self.method.round(&problem)?.rounded)
+    }
+
+    /// Adds the output errors of `rows` of a weight in the probe's scheme, on inputs of which
+    /// `stats` are known: rounded to nearest, and as `tried` by the method.
+    fn add_method(
+        &self,
+        found: &mut Found,
+        rows: &Matrix,
+        tried: &Rounded,
+        stats: &InputStats,
+    ) -> Result<()> {
+        let output = |rounded: &Rounded| match &stats.hessian {
+            Some(h) => h.quadratic_error(&rounded.change(rows)),
+            None => Ok(weighted(&rounded.change(rows), &stats.mean_square)),
+        };
+        let nearest = rtn::round(rows, tried.grid, Fit::clip(), &stats.mean_square);
+        found.nearest += output(&nearest)?;
+        found.by_method += output(tried)?;
+        Ok(())
+    }
+}
+
+/// Rows of the weight `name`, evenly spread, [`SAMPLE`] at most.
+fn sample(name: &str, weight: &Weight) -> Result<Matrix> {
+    let (out, cols) = weight.dims();
+    let n = out.min(SAMPLE);
+    let mut rows = Matrix::zeros(n, cols);
+    for i in 0..n {
+        read_row(name, weight, i * out / n, rows.row_mut(i))?;
+    }
+    Ok(rows)
+}
+
+/// `sum(h_j e_ij^2)`; an empty `h` counts as ones.
+fn weighted(e: &Matrix, h: &[f32]) -> f64 {
+    let of_row = |row: &[f32]| -> f64 {
+        let h = h.iter().copied().chain(std::iter::repeat(1.0));
+        let terms = row.iter().zip(h);
+        terms
+            .map(|(&e, h)| f64::from(h) * f64::from(e).powi(2))
+            .sum()
+    };
+    e.iter_rows().map(of_row).sum()
 }
 
 /// Appends the sequences of `more`.
@@ -347,7 +498,7 @@ fn join(stream: &mut Hidden, more: Hidden) {
 pub fn bytes(config: &ModelConfig, groups: usize, tokens: usize) -> usize {
     let (n, length) = shape(config, groups, tokens);
     let stream = 4 * n * length * config.hidden_size;
-    let streams = (groups + 3) * stream; // with the source's own and a variant's copies
+    let streams = (groups + 5) * stream; // with the source's own, all layers' and copies
     // The reference's logits, those of its first tile and a variant's.
     let logits = 3 * LOGITS.min(4 * config.vocab_size * length.div_ceil(2));
     let head = logits + 2 * config.vocab_size * config.hidden_size;

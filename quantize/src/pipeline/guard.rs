@@ -4,6 +4,7 @@
 use super::Job;
 use super::state::{Attempt, State, save};
 use crate::allocation::{self, Menu};
+use crate::calibration::Sequences;
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::quality::Limits;
@@ -62,12 +63,17 @@ impl Attempt {
 
 impl Job<'_> {
     /// The schemes to begin with, or to go on with after a run that was killed or failed.
-    pub(super) fn first_schemes(&self, writer: &Writer, state: &mut State) -> Result<Schemes> {
+    pub(super) fn first_schemes(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        calibration: Option<&Sequences>,
+    ) -> Result<Schemes> {
         if let Some(held) = self.holding(state) {
             return Ok(held);
         }
         if !state.attempts.is_empty() {
-            return Ok(match self.next_schemes(writer, state)? {
+            return Ok(match self.next_schemes(writer, state, calibration)? {
                 Next::Schemes(schemes) => schemes,
                 // Measured again, so that the report says by how much.
                 Next::Hopeless(_) => self.schemes_of(&state.attempts[0]),
@@ -80,7 +86,7 @@ impl Job<'_> {
             TargetSize::Bytes(n) => n,
             TargetSize::BitsPerWeight(x) => (x * self.config().parameters() as f64 / 8.0) as u64,
         };
-        let menus = self.menus(writer, state)?;
+        let menus = self.menus(writer, state, calibration)?;
         let chosen = allocation::chosen_by(&self.options.schemes, menus);
         let of_menus = |chosen: &[usize]| -> u64 {
             let rows = allocation::choices(menus, chosen);
@@ -124,7 +130,12 @@ impl Job<'_> {
     }
 
     /// What to try after what was measured so far.
-    pub(super) fn next_schemes(&self, writer: &Writer, state: &mut State) -> Result<Next> {
+    pub(super) fn next_schemes(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        calibration: Option<&Sequences>,
+    ) -> Result<Next> {
         if self.options.schemes_fixed {
             return Ok(Next::Hopeless(None));
         }
@@ -133,7 +144,7 @@ impl Job<'_> {
             return Ok(Next::Schemes(self.options.schemes.clone()));
         };
         let attempts = state.attempts.clone();
-        let menus = self.menus(writer, state)?;
+        let menus = self.menus(writer, state, calibration)?;
         let base = &self.options.schemes;
         let predicted =
             |schemes: &Schemes| allocation::loss(menus, &allocation::chosen_by(schemes, menus));
@@ -162,16 +173,21 @@ impl Job<'_> {
     }
 
     /// The menus, measured at the first call.
-    pub(super) fn menus<'s>(&self, writer: &Writer, state: &'s mut State) -> Result<&'s [Menu]> {
+    pub(super) fn menus<'s>(
+        &self,
+        writer: &Writer,
+        state: &'s mut State,
+        calibration: Option<&Sequences>,
+    ) -> Result<&'s [Menu]> {
         if state.menus.is_none() {
-            state.menus = Some(self.measure_menus()?);
+            state.menus = Some(self.measure_menus(calibration)?);
             save(writer, state)?;
             mapping::trim_heap();
         }
         Ok(state.menus.as_deref().unwrap_or_default())
     }
 
-    fn measure_menus(&self) -> Result<Vec<Menu>> {
+    fn measure_menus(&self, calibration: Option<&Sequences>) -> Result<Vec<Menu>> {
         let config = self.config();
         let mut groups = allocation::groups(config);
         if self.options.head_fixed || self.options.schemes.head.is_none() {
@@ -188,9 +204,11 @@ impl Job<'_> {
             text: &text.ids,
             groups: &groups,
             candidates: &candidates,
+            method: self.method.as_ref(),
+            calibration: calibration.map(|text| &text.ids[..]),
             progress: &self.progress,
         }
-        .menus(stepper.as_mut())
+        .menus(&mut stepper)
     }
 
     /// The schemes of an attempt.

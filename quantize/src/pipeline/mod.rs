@@ -27,6 +27,7 @@ use crate::report::QuantizeReport;
 use crate::schemes::Schemes;
 use crate::stages::Stages;
 use crate::tune::TuneOptions;
+pub(crate) use ends::{LOOKED_UP, PIECE};
 use guard::Next;
 pub use guard::TargetSize;
 use nq_formats::nq::{Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
@@ -264,7 +265,7 @@ impl<'a> Job<'a> {
         };
         let (calibration, held_out) = self.texts(&writer, &mut state)?;
         mapping::trim_heap();
-        let mut schemes = self.first_schemes(&writer, &mut state)?;
+        let mut schemes = self.first_schemes(&writer, &mut state, calibration.as_ref())?;
         let (measured, record) = loop {
             self.prepare_tuning(&writer, &mut state, &schemes)?;
             let stream =
@@ -295,7 +296,7 @@ impl<'a> Job<'a> {
                 continue;
             }
             let why = broken.join("; ");
-            match self.next_schemes(&writer, &mut state)? {
+            match self.next_schemes(&writer, &mut state, calibration.as_ref())? {
                 Next::Schemes(next) => {
                     let (from, to) = (self.bytes(&schemes), self.bytes(&next));
                     self.progress.note(&format!(

@@ -10,8 +10,9 @@ use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
 use crate::linalg::Matrix;
+use crate::report::LayerReport;
 use std::fmt::Debug;
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::sync::Arc;
 
 /// `E[x x^T]` of a Linear's inputs, `[in, in]`: half the Hessian of the output's squared error
@@ -128,4 +129,27 @@ pub struct Errors {
     pub outputs: f64,
     /// Of the changes of outputs.
     pub output_change: f64,
+}
+
+impl Errors {
+    /// The weight's row of the report. Without moments nothing is known of outputs.
+    pub(crate) fn report(&self, name: &str, grid: Grid, method: &str) -> LayerReport {
+        let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
+        LayerReport {
+            name: name.into(),
+            bits: grid.bits().into(),
+            method: method.into(),
+            rel_error: ratio(self.change, self.weight),
+            output_error: (self.outputs > 0.0).then(|| ratio(self.output_change, self.outputs)),
+        }
+    }
+}
+
+impl AddAssign for Errors {
+    fn add_assign(&mut self, more: Errors) {
+        self.weight += more.weight;
+        self.change += more.change;
+        self.outputs += more.outputs;
+        self.output_change += more.output_change;
+    }
 }
