@@ -312,8 +312,9 @@ impl Job<'_> {
                         Effort::Budget(time) => time.as_secs_f64(),
                         _ => default_seconds(config.parameters(), most.on_cpu),
                     };
+                    let each = trainer.seconds_per_sequence()?;
                     let seconds = budget * SHARE - start.elapsed().as_secs_f64();
-                    schedule(seconds, trainer.seconds_per_sequence()?, pass)
+                    schedule(seconds, each, pass)
                 }
             };
             let Some((steps, batch)) = chosen else {

@@ -52,8 +52,12 @@ const EPSILON: f32 = 1e-12;
 const CHECKS: usize = 8;
 /// A divergence of so many times that of the start ends a schedule.
 const ASTRAY: f64 = 3.0;
-/// A checkpoint is written at a check, and no more often than this.
+/// A checkpoint is written at a check, and no more often than this, nor so often that it takes
+/// more than a share of the time: a large model's holds many gigabytes.
 const CHECKPOINT_EVERY: Duration = Duration::from_secs(45);
+const CHECKPOINT_SHARE: f64 = 0.05;
+/// Bytes per second at which the first is taken to be written.
+const CHECKPOINT_RATE: f64 = 1e9;
 /// Streams of random numbers of held-out text start here; those of training text at 0.
 const HELD_OUT_STREAM: u64 = 1 << 48;
 
@@ -89,6 +93,36 @@ pub struct Trainer<'a, O: GradOps> {
     losses: (f64, usize),
     done: bool,
     best: BTreeMap<String, Vec<f32>>,
+}
+
+/// When checkpoints were written, and what one costs.
+struct Saves {
+    last: Instant,
+    seconds: f64,
+}
+
+impl Saves {
+    /// None yet, of so many bytes.
+    fn new(bytes: usize) -> Self {
+        Saves {
+            last: Instant::now(),
+            seconds: bytes as f64 / CHECKPOINT_RATE,
+        }
+    }
+
+    /// True if the last one is so long ago, and one more is worth its time.
+    fn due(&self, every: Duration) -> bool {
+        let since = self.last.elapsed();
+        since >= every && self.seconds <= CHECKPOINT_SHARE * since.as_secs_f64().max(1.0)
+    }
+
+    fn time(&mut self, save: impl FnOnce() -> Result<()>) -> Result<()> {
+        let start = Instant::now();
+        save()?;
+        self.last = Instant::now();
+        self.seconds = start.elapsed().as_secs_f64();
+        Ok(())
+    }
 }
 
 /// What a checkpoint says beside its tensors.
@@ -242,7 +276,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             self.check(progress)?;
         }
         let every = s.steps.div_ceil(CHECKS).max(1);
-        let mut saved = Instant::now();
+        let mut saves = Saves::new(self.checkpoint_bytes());
         while !self.done && self.step < s.steps && !self.is_over() {
             let loss = self.step()?;
             self.losses.0 += loss;
@@ -258,20 +292,22 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             }
             if self.step.is_multiple_of(every) || self.step == s.steps {
                 self.check(progress)?;
-                let due = saved.elapsed() >= CHECKPOINT_EVERY;
-                if let Some(path) = path.filter(|_| due) {
-                    self.save(path)?;
-                    saved = Instant::now();
+                if let Some(path) = path.filter(|_| saves.due(CHECKPOINT_EVERY)) {
+                    saves.time(|| self.save(path))?;
                 }
             }
         }
         progress.end();
-        // The end is kept as well: what follows may be killed, too.
-        if let Some(path) = path.filter(|_| !self.done) {
-            self.done = true;
-            self.save(path)?;
-        }
-        Ok(())
+        // The end is kept as well, where that costs little: what follows may be killed, too.
+        let due = !self.done && saves.due(Duration::ZERO);
+        self.done = true;
+        path.filter(|_| due).map_or(Ok(()), |path| self.save(path))
+    }
+
+    /// Bytes of a checkpoint: values, their moments, and the best so far.
+    fn checkpoint_bytes(&self) -> usize {
+        let values = self.student.values();
+        16 * values.iter().map(|v| v.len).sum::<usize>()
     }
 
     /// Runs the first `steps` steps and leaves a checkpoint: a run that was killed there.
