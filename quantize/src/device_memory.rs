@@ -291,4 +291,39 @@ mod tests {
             "{error}"
         );
     }
+
+    /// What users' cards hold: 8B goes through 12 GB, of which the driver takes a part, and 32B
+    /// through 80 GB; a small card costs a rounded copy to sample from and a streamed source.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn published_shapes_fit_the_cards_of_their_users() {
+        use crate::methods::Needs;
+        use nq_formats::{Bits, synth::Preset};
+        let choose = |preset: &str, limit: u64| {
+            let config = Preset::find(preset).expect("a published shape").config();
+            let schemes = Schemes::defaults(Bits::B4);
+            let work = gpu::Work {
+                schemes: &schemes,
+                needs: Needs::Hessian,
+                sampled: 64,
+            };
+            gpu::ways(&config, &work).choose(limit)
+        };
+        let small = choose("qwen3-8b", 11_300_000_000).unwrap();
+        assert_eq!(
+            (small.sampled_from, small.streamed),
+            (SampledFrom::Int8, true)
+        );
+        let large = choose("qwen3-32b", 79_000_000_000).unwrap();
+        assert_eq!(
+            (large.sampled_from, large.streamed),
+            (SampledFrom::Source, true)
+        );
+        let whole = choose("qwen3-8b", 140_000_000_000).unwrap();
+        assert_eq!(
+            (whole.sampled_from, whole.streamed),
+            (SampledFrom::Source, false)
+        );
+        assert!(choose("qwen3-8b", 4_000_000_000).is_err());
+    }
 }
