@@ -16,7 +16,7 @@ use std::sync::Arc;
 const ROWS: usize = 8192;
 
 /// Bytes of the device that passing `rows` rows of sequences of `seq` tokens through a layer
-/// takes, beside the layer: what [`Work`] holds.
+/// takes, beside the layer and what is summed.
 pub fn work_bytes(c: &ModelConfig, rows: usize, seq: usize) -> u64 {
     let batch = rows.div_ceil(seq.max(1));
     let (q, kv, inter) = (c.q_dim(), c.kv_dim(), c.intermediate_size);
