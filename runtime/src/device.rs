@@ -104,17 +104,35 @@ pub fn gpus() -> Result<Vec<GpuFound>> {
     Ok(found)
 }
 
-/// Read bandwidth of a GPU's memory, in bytes per second, and the bytes of its L2 cache.
-///
-/// # Errors
-/// An absent device; [`Error::Kernel`].
+/// Measures how fast a GPU's memory is read. The device stays open, so that nothing but that runs
+/// between the repeats of a test.
 #[cfg(feature = "cuda")]
-pub fn gpu_bandwidth(ordinal: usize) -> Result<(f64, u64)> {
-    let gpu = nq_kernels::cuda::Gpu::open(ordinal)?;
-    let l2 = gpu.info().l2_bytes;
-    // Large against the cache, and within what is free.
-    let bytes = (32 * l2).min(gpu.free_memory()? / 2);
-    Ok((gpu.read_bandwidth(bytes)?, l2 as u64))
+pub struct GpuMeter(nq_kernels::cuda::Gpu);
+
+#[cfg(feature = "cuda")]
+impl GpuMeter {
+    /// Opens device `ordinal`.
+    ///
+    /// # Errors
+    /// An absent device; [`Error::Kernel`].
+    pub fn open(ordinal: usize) -> Result<Self> {
+        Ok(GpuMeter(nq_kernels::cuda::Gpu::open(ordinal)?))
+    }
+
+    /// Bytes per second.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn read_bandwidth(&self) -> Result<f64> {
+        // Large against the cache, and within what is free.
+        let bytes = (32 * self.0.info().l2_bytes).min(self.0.free_memory()? / 2);
+        Ok(self.0.read_bandwidth(bytes)?)
+    }
+
+    /// Bytes of the cache before the memory.
+    pub fn cache_bytes(&self) -> u64 {
+        self.0.info().l2_bytes as u64
+    }
 }
 
 /// Bytes that the system can still hand out without swapping, where it says so.

@@ -171,7 +171,7 @@ fn open(
 enum Meter {
     Cpu(Cpu, BandwidthBuffer),
     #[cfg(feature = "cuda")]
-    Gpu(usize),
+    Gpu(nq_runtime::device::GpuMeter),
 }
 
 impl Meter {
@@ -181,7 +181,7 @@ impl Meter {
         if options.engine == EngineKind::Nq
             && let nq_runtime::device::Device::Cuda(n) = options.device.resolve()?
         {
-            return Ok(Meter::Gpu(n));
+            return Ok(Meter::Gpu(nq_runtime::device::GpuMeter::open(n)?));
         }
         if let Some(available) = system::available_memory()
             && available < BANDWIDTH_BYTES as u64 * 5 / 4
@@ -202,7 +202,7 @@ impl Meter {
         match self {
             Meter::Cpu(cpu, buffer) => Ok(cpu.read_bandwidth(buffer).median / 1e9),
             #[cfg(feature = "cuda")]
-            Meter::Gpu(n) => Ok(nq_runtime::device::gpu_bandwidth(*n)?.0 / 1e9),
+            Meter::Gpu(gpu) => Ok(gpu.read_bandwidth()? / 1e9),
         }
     }
 
@@ -211,7 +211,7 @@ impl Meter {
         Ok(match self {
             Meter::Cpu(..) => system::last_level_cache(),
             #[cfg(feature = "cuda")]
-            Meter::Gpu(n) => nq_runtime::device::gpu_bandwidth(*n)?.1,
+            Meter::Gpu(gpu) => gpu.cache_bytes(),
         })
     }
 }
