@@ -43,7 +43,8 @@ DEVICE uint32_t gather_bytes(int x, int y, int z, int w) {
 struct CellDigits {
     uint32_t high[2], low[2];
     float scale;   // of the slot
-    float sum;     // of the values of the 32 inputs around the cell, as rounded
+    int sum;       // of the values of the 32 inputs around the cell, over the scale: few lanes want it, and
+                   // converting it in all made the products of a step 2 % slower
 };
 
 template <int BITS>
@@ -74,7 +75,7 @@ DEVICE CellDigits digits_of(const float (&v)[8]) {
         cell.high[h] = gather_bytes<1>(e[0] + 128, e[SECOND] + 128, e[THIRD] + 128, e[3] + 128);
     }
     cell.scale = scale;
-    cell.sum = scale * float(sum);
+    cell.sum = sum;
     return cell;
 }
 
@@ -92,7 +93,7 @@ DEVICE void prepare(Digits& to, const float (&v)[8], int lane) {
     words[16 + first] = cell.low[0];
     words[16 + second] = cell.low[1];
     if (lane % 8 == 0) to.scales[slot] = cell.scale;
-    if (lane % 4 == 0) to.sums[lane / 4] = cell.sum;
+    if (lane % 4 == 0) to.sums[lane / 4] = cell.scale * float(cell.sum);
 }
 
 // A lane's cell as FP16: high parts, and what they lost.

@@ -6,42 +6,15 @@
 // distribution in id order at u = the upper 53 bits of the first two words of Philox block
 // (seed, stream, position).
 //
-// `candidates` cuts the vocabulary into ranges, a block each, and lists the best few of each
-// range. Above the greatest threshold of any range the lists together are complete, and nearly
-// always they hold all that top-k, top-p and min-p keep. Where they do not (a flat distribution
-// with top-p alone), thresholds are found by radix selection over all logits. Sums are in fixed
-// point or in a fixed order, so a seed always gives one token.
+// `candidates` lists what may be chosen. A short list one warp sorts and draws from. Otherwise there
+// are lists of the best few of each range of tokens: above the greatest threshold of any range they
+// are complete together, and nearly always they hold all that top-k, top-p and min-p keep. Where no
+// list does (a flat distribution with top-p alone), thresholds are found by radix selection over all
+// logits. Sums are in fixed point or in a fixed order, so a seed always gives one token.
 //
 // Bytes: logits once (greedily only the best of each block of the head), the embedding's row.
-#include "activations.cuh"
+#include "shortlist.cuh"
 #include "weights.cuh"
-
-struct Sampling {
-    float temperature;       // 0: the best token
-    float top_p;
-    float min_p;
-    float repetition;
-    float presence;
-    int top_k;               // 0: all
-    int penalties;           // any
-    uint32_t seed[2];
-    uint32_t stream[2];
-    uint32_t position[2];    // tokens before the first sampled one
-};
-
-constexpr int RANGES = 128;
-constexpr int RANGE_LIST = 32;
-constexpr int RANGE_THREADS = 256;
-constexpr int RANGE_PER_THREAD = 8;   // so up to 262,144 tokens
-
-// The best of a range of tokens.
-struct Range {
-    float peak;
-    float sum;            // of exp((x - peak) / temperature)
-    uint32_t threshold;   // tokens not listed are below it; 0: all are listed
-    int count;            // of the list; -1: a logit is not a number
-    unsigned long long list[RANGE_LIST];
-};
 
 struct AdvanceArgs {
     const float* logits;      // [m][vocab]
@@ -51,6 +24,7 @@ struct AdvanceArgs {
     Step* step;               // [m]
     uint32_t* ring;           // [m][ring_size], read by the host
     const Range* ranges;      // [m][RANGES], of `candidates`; null: best tokens are wanted, or no list
+    Shortlist* shortlists;    // [m], likewise
     PackedWeight embedding;
     float* x;                 // [m][inputs]
     int blocks;
@@ -76,19 +50,8 @@ struct Shared {
     int count;
     int chosen;
     uint32_t threshold;
+    bool bad;
 };
-
-// Order of floats as integers.
-DEVICE uint32_t ordered(float f) {
-    const uint32_t b = __float_as_uint(f);
-    return b & 0x80000000u ? ~b : b | 0x80000000u;
-}
-DEVICE float unordered(uint32_t k) {
-    return __uint_as_float(k & 0x80000000u ? k & 0x7fffffffu : ~k);
-}
-DEVICE unsigned long long key_of(float logit, int id) {
-    return static_cast<unsigned long long>(ordered(logit)) << 32 | uint32_t(~id);
-}
 
 template <class T, class F>
 DEVICE T block_reduce(T v, T* part, T none, F combine) {
@@ -127,41 +90,6 @@ DEVICE double block_scan(double v, Shared& s, double& total) {
     }
     return before + sum - v;
 }
-
-// Philox4x32-10; the first two words.
-DEVICE void philox(const uint32_t (&seed)[2], unsigned long long counter, const uint32_t (&stream)[2], uint32_t& w0, uint32_t& w1) {
-    uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = stream[0], c3 = stream[1];
-    uint32_t k0 = seed[0], k1 = seed[1];
-#pragma unroll 1
-    for (int i = 0; i < 10; i++) {
-        const uint32_t h0 = __umulhi(c0, 0xD2511F53u), l0 = c0 * 0xD2511F53u;
-        const uint32_t h1 = __umulhi(c2, 0xCD9E8D57u), l1 = c2 * 0xCD9E8D57u;
-        c0 = h1 ^ c1 ^ k0;
-        c1 = l1;
-        c2 = h0 ^ c3 ^ k1;
-        c3 = l0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    w0 = c0, w1 = c1;
-}
-
-// The logits as the sampler sees them.
-struct Logits {
-    const float* logits;
-    const uint8_t* seen;
-    const Sampling& how;
-
-    DEVICE float get(int i) const {
-        float x = __ldcg(logits + i);
-        if (how.penalties) {
-            const uint8_t state = __ldcg(seen + i);
-            if (state) x = x > 0.f ? x / how.repetition : x * how.repetition;
-            if (state == 2) x -= how.presence;
-        }
-        return x;
-    }
-};
 
 // Sorts the first `n` (a power of two) of the list, greatest first.
 DEVICE void sort(unsigned long long* list, int n) {
@@ -223,7 +151,7 @@ DEVICE void list_from(const unsigned long long (&mine)[EACH], uint32_t threshold
 // `peak` is the greatest logit, `total` the weight of all tokens.
 DEVICE bool draw_from_list(const Sampling& how, Shared& s, int vocab, float peak, float complete, double total, double u) {
     const float scale = 1.f / how.temperature;
-    const bool limits_k = how.top_k > 0 && how.top_k < vocab;
+    const bool limited = limits_k(how, vocab);
     int n = s.count;
     auto weight = [&](unsigned long long key) { return double(__expf((unordered(uint32_t(key >> 32)) - peak) * scale)); };
     auto pad = [&](int from) {
@@ -233,7 +161,7 @@ DEVICE bool draw_from_list(const Sampling& how, Shared& s, int vocab, float peak
         return size;
     };
     sort(s.list, pad(n));
-    if (limits_k) {
+    if (limited) {
         if (n < how.top_k) return false;
         n = how.top_k;
     }
@@ -243,8 +171,8 @@ DEVICE bool draw_from_list(const Sampling& how, Shared& s, int vocab, float peak
         double sum = 0.0, all;
         for (int i = first; i < min(first + EACH, n); i++) sum += weight(s.list[i]);
         double before = block_scan(sum, s, all);
-        const double target = double(how.top_p) * (limits_k ? all : total);
-        if (!limits_k && all < target) return false;
+        const double target = double(how.top_p) * (limited ? all : total);
+        if (!limited && all < target) return false;
         __syncthreads();
         if (threadIdx.x == 0) s.chosen = n;
         __syncthreads();
@@ -260,7 +188,7 @@ DEVICE bool draw_from_list(const Sampling& how, Shared& s, int vocab, float peak
     }
     if (how.min_p > 0.f) {
         const float floor = peak + how.temperature * __logf(how.min_p);
-        if (!limits_k && how.top_p >= 1.f && floor < complete) return false;
+        if (!limited && how.top_p >= 1.f && floor < complete) return false;
         __syncthreads();
         if (threadIdx.x == 0) s.chosen = n;
         __syncthreads();
@@ -331,7 +259,7 @@ DEVICE void draw_from_all(const Logits& logits, Shared& s, int vocab, float peak
     // Kept: keys above `cut`, and of those equal to it the first `ties` by id.
     uint32_t cut = 0;
     unsigned long long ties = ~0ull;
-    if (how.top_k > 0 && how.top_k < vocab) {
+    if (limits_k(how, vocab)) {
         __syncthreads();
         if (threadIdx.x == 0) s.left = how.top_k;
         descend<false>(logits, s, vocab, 0, peak, scale);
@@ -443,115 +371,17 @@ DEVICE void draw_unfiltered(const Range* ranges, int vocab, const Logits& logits
     __syncthreads();
 }
 
-struct CandidateArgs {
-    const float* logits;       // [m][vocab]
-    const Sampling* sampling;  // [m]
-    const uint8_t* seen;       // [m][vocab]
-    Range* ranges;             // [m][RANGES]
-    int vocab;                 // at most RANGES * RANGE_THREADS * RANGE_PER_THREAD
-};
+// What the lists of the ranges say: this thread's keys, zero where it has none, and above which
+// they are complete together.
+struct Listed {
+    unsigned long long mine[EACH] = {};
+    unsigned long long top = 0;   // of all threads
+    uint32_t complete = 0;
+    int count = 0;                // of all threads
+    bool bad = false;             // a logit is not a number
 
-// The best of each range of tokens. Grid (RANGES, m).
-extern "C" __global__ __launch_bounds__(RANGE_THREADS) void candidates(const __grid_constant__ CandidateArgs p) {
-    constexpr int WARPS = RANGE_THREADS / 32;
-    __shared__ uint32_t keys[2][WARPS];
-    __shared__ int counts[2][WARPS];
-    __shared__ float sums[WARPS];
-    __shared__ int listed;
-    release_successor();
-    wait_for_predecessor();
-    const int row = blockIdx.y;
-    const Sampling how = p.sampling[row];
-    const Logits logits{p.logits + size_t(row) * p.vocab, p.seen + size_t(row) * p.vocab, how};
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int per = (p.vocab + RANGES - 1) / RANGES, start = blockIdx.x * per, n = max(0, min(per, p.vocab - start));
-
-    float x[RANGE_PER_THREAD];
-    uint32_t key[RANGE_PER_THREAD], most = 0, least = ~0u;
-    bool bad = false;
-#pragma unroll
-    for (int i = 0; i < RANGE_PER_THREAD; i++) {
-        const int at = i * RANGE_THREADS + threadIdx.x;
-        key[i] = 0;
-        if (at < n) {
-            x[i] = logits.get(start + at);
-            bad |= isnan(x[i]);
-            key[i] = ordered(x[i]);
-            most = max(most, key[i]);
-            least = min(least, key[i]);
-        }
-    }
-    most = __reduce_max_sync(~0u, most);
-    least = __reduce_min_sync(~0u, least);
-    if (lane == 0) keys[0][warp] = most, keys[1][warp] = least;
-    if (threadIdx.x == 0) listed = 0;
-    bad = __syncthreads_or(bad);
-    for (int i = 0; i < WARPS; i++) most = max(most, keys[0][i]), least = min(least, keys[1][i]);
-    const float peak = unordered(most), scale = how.temperature > 0.f ? 1.f / how.temperature : 0.f;
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < RANGE_PER_THREAD; i++)
-        if (key[i] > 0 && peak > -INFINITY) sum += __expf((x[i] - peak) * scale);
-    sum = warp_sum(sum);
-    if (lane == 0) sums[warp] = sum;
-
-    // The least threshold found that at most RANGE_LIST tokens reach: from `low` on too many do.
-    uint32_t low = n > RANGE_LIST ? least : 0, high = n > RANGE_LIST ? most + 1 : 0;
-    int parity = 0;
-#pragma unroll 1
-    while (high - low > 1) {
-        const uint32_t mid = low + (high - low) / 2;
-        int count = 0;
-#pragma unroll
-        for (int i = 0; i < RANGE_PER_THREAD; i++) count += key[i] >= mid;
-        count = __reduce_add_sync(~0u, count);
-        if (lane == 0) counts[parity][warp] = count;
-        __syncthreads();
-        count = 0;
-        for (int i = 0; i < WARPS; i++) count += counts[parity][i];
-        parity ^= 1;
-        if (count > RANGE_LIST) {
-            low = mid;
-        } else {
-            high = mid;
-            if (count > RANGE_LIST / 2) break;
-        }
-    }
-    Range& to = p.ranges[row * RANGES + blockIdx.x];
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < RANGE_PER_THREAD; i++)
-        if (key[i] > 0 && key[i] >= high)
-            to.list[atomicAdd(&listed, 1)] = key_of(x[i], start + i * RANGE_THREADS + threadIdx.x);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        float all = 0.f;
-        for (int i = 0; i < WARPS; i++) all += sums[i];
-        to.peak = n > 0 ? peak : -INFINITY;
-        to.sum = n > 0 ? all : 0.f;
-        to.threshold = high;
-        to.count = bad ? -1 : listed;
-    }
-}
-
-extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_constant__ AdvanceArgs p) {
-    extern __shared__ uint4 dynamic_shared[];
-    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
-    release_successor();
-    wait_for_predecessor();
-    const int row = blockIdx.x;
-    const Sampling how = p.sampling[row];
-    const Step step = p.step[row];
-    const Logits logits{p.logits + size_t(row) * p.vocab, p.seen + size_t(row) * p.vocab, how};
-    const Range* const ranges = p.ranges ? p.ranges + row * RANGES : nullptr;
-    const bool greedy = how.temperature == 0.f || how.top_k == 1;
-
-    unsigned long long top = 0, mine[EACH] = {};
-    uint32_t complete = 0;   // key from which on the lists are complete
-    int listed = 0;
-    bool bad = false;
-    auto larger = [](unsigned long long a, unsigned long long b) { return a > b ? a : b; };
-    if (ranges) {
+    DEVICE void read(const Range* ranges, Shared& s) {
+        auto larger = [](unsigned long long a, unsigned long long b) { return a > b ? a : b; };
         const int r = threadIdx.x;
         if (r < RANGES) {
             bad = __ldcg(&ranges[r].count) < 0;
@@ -567,61 +397,94 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
                 if (key >> 32 >= complete) mine[i] = key;
             }
             top = larger(top, mine[i]);
-            listed += __syncthreads_count(mine[i] != 0);
+            count += __syncthreads_count(mine[i] != 0);
         }
         top = block_reduce(top, s.top, 0ull, larger);
     }
+};
+
+// Draws from what the ranges list; false if other tokens matter.
+DEVICE bool draw_from_ranges(const Sampling& how, const Listed& listed, const Range* ranges, Shared& s, int vocab, float peak, double u) {
+    if (listed.count == 0) return false;
+    double total = 0.0;
+    if (threadIdx.x < RANGES) {
+        const Range& r = ranges[threadIdx.x];
+        total = double(__ldcg(&r.sum)) * double(__expf((__ldcg(&r.peak) - peak) * (1.f / how.temperature)));
+    }
+    total = block_sum(total, s);
+    // Few are sorted first, all that are listed only where those do not suffice.
+    const int want = limits_k(how, vocab) ? how.top_k : NARROW;
+    const uint32_t from = narrow(listed.mine, listed.count, want, listed.complete, uint32_t(listed.top >> 32));
+    list_from(listed.mine, from, s);
+    if (draw_from_list(how, s, vocab, peak, unordered(from), total, u)) return true;
+    if (from <= listed.complete) return false;
+    list_from(listed.mine, listed.complete, s);
+    return draw_from_list(how, s, vocab, peak, unordered(listed.complete), total, u);
+}
+
+// The token to choose; NOT_FINITE if a logit is not.
+DEVICE uint32_t choose(const AdvanceArgs& p, int row, const Sampling& how, double u, Shared& s) {
+    const Logits logits{p.logits + size_t(row) * p.vocab, p.seen + size_t(row) * p.vocab, how};
+    const Range* const ranges = p.ranges ? p.ranges + row * RANGES : nullptr;
+    const bool greedy = is_greedy(how);
+    const bool few = ranges && shortlist_rank(how, p.vocab, p.blocks) > 0;
+    if (few) {
+        if (threadIdx.x < 32) {
+            const Choice choice = choose_from_few(how, p.vocab, p.shortlists[row], ranges, u);
+            if (threadIdx.x == 0) s.chosen = choice.token, s.bad = choice.bad;
+        }
+        __syncthreads();
+        if (s.bad) return NOT_FINITE;
+        if (s.chosen >= 0) return s.chosen;
+        __syncthreads();
+    }
+    Listed listed;
+    // Of a short list that top-k makes there are no ranges beside it, nor of the best token alone.
+    const bool has_ranges = ranges && !(few && limits_k(how, p.vocab)) && !(greedy && !how.penalties);
+    if (has_ranges) listed.read(ranges, s);
+    auto larger = [](unsigned long long a, unsigned long long b) { return a > b ? a : b; };
     // Many equal logits may leave the lists empty.
-    if (!ranges && !how.penalties) {
+    if (!has_ranges && !how.penalties) {
         for (int i = threadIdx.x; i < p.blocks; i += THREADS) {
             const float2 b = __ldcg(p.best + row * p.blocks + i);
-            top = larger(top, key_of(b.x, __float_as_int(b.y)));
+            listed.top = larger(listed.top, key_of(b.x, __float_as_int(b.y)));
         }
-        top = block_reduce(top, s.top, 0ull, larger);
-    } else if (listed == 0) {
+        listed.top = block_reduce(listed.top, s.top, 0ull, larger);
+    } else if (listed.count == 0) {
         for (int i = threadIdx.x; i < p.vocab; i += THREADS) {
             const float x = logits.get(i);
-            bad |= isnan(x);
-            top = larger(top, key_of(x, i));
+            listed.bad |= isnan(x);
+            listed.top = larger(listed.top, key_of(x, i));
         }
-        top = block_reduce(top, s.top, 0ull, larger);
+        listed.top = block_reduce(listed.top, s.top, 0ull, larger);
     }
-    const float peak = unordered(uint32_t(top >> 32));
-    bad = __syncthreads_or(bad) || !isfinite(peak);
-    uint32_t token = ~uint32_t(top);
-    if (!greedy && !bad) {
-        const unsigned long long position = (static_cast<unsigned long long>(how.position[1]) << 32 | how.position[0]) + step.drawn;
-        uint32_t w0, w1;
-        philox(how.seed, position, how.stream, w0, w1);
-        const double u = double(static_cast<unsigned long long>(w0) << 21 | w1 >> 11) * 0x1p-53;
-        const float scale = 1.f / how.temperature;
-        const bool filtered = (how.top_k > 0 && how.top_k < p.vocab) || how.top_p < 1.f || how.min_p > 0.f;
-        if (ranges && !filtered) {
-            draw_unfiltered(ranges, p.vocab, logits, s, peak, u);
-        } else {
-            bool drawn = false;
-            if (listed > 0) {
-                double total = 0.0;
-                if (threadIdx.x < RANGES) {
-                    const Range& r = ranges[threadIdx.x];
-                    total = double(__ldcg(&r.sum)) * double(__expf((__ldcg(&r.peak) - peak) * scale));
-                }
-                total = block_sum(total, s);
-                // Few are sorted first, all that are listed only where those do not suffice.
-                const int want = how.top_k > 0 && how.top_k < p.vocab ? how.top_k : NARROW;
-                uint32_t from = narrow(mine, listed, want, complete, uint32_t(top >> 32));
-                list_from(mine, from, s);
-                drawn = draw_from_list(how, s, p.vocab, peak, unordered(from), total, u);
-                if (!drawn && from > complete) {
-                    list_from(mine, complete, s);
-                    drawn = draw_from_list(how, s, p.vocab, peak, unordered(complete), total, u);
-                }
-            }
-            if (!drawn) draw_from_all(logits, s, p.vocab, peak, u);
-        }
-        token = uint32_t(s.chosen);
-    }
-    if (bad) token = 0;
+    const float peak = unordered(uint32_t(listed.top >> 32));
+    if (__syncthreads_or(listed.bad) || !isfinite(peak)) return NOT_FINITE;
+    if (greedy) return ~uint32_t(listed.top);
+    if (has_ranges && !is_filtered(how, p.vocab))
+        draw_unfiltered(ranges, p.vocab, logits, s, peak, u);
+    else if (!has_ranges || !draw_from_ranges(how, listed, ranges, s, p.vocab, peak, u))
+        draw_from_all(logits, s, p.vocab, peak, u);
+    return uint32_t(s.chosen);
+}
+
+extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_constant__ AdvanceArgs p) {
+    extern __shared__ uint4 dynamic_shared[];
+    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
+    release_successor();
+    // Written before the step was queued, and by the step before: its first product lets nothing
+    // overtake that.
+    const int row = blockIdx.x;
+    const Sampling how = p.sampling[row];
+    const Step step = p.step[row];
+    const unsigned long long position = (static_cast<unsigned long long>(how.position[1]) << 32 | how.position[0]) + step.drawn;
+    uint32_t w0, w1;
+    philox(how.seed, position, how.stream, w0, w1);
+    const double u = double(static_cast<unsigned long long>(w0) << 21 | w1 >> 11) * 0x1p-53;
+    wait_for_predecessor();
+
+    const uint32_t chosen = choose(p, row, how, u, s);
+    const uint32_t token = chosen == NOT_FINITE ? 0 : chosen;
     if (threadIdx.x == 0) {
         if (how.penalties) p.seen[size_t(row) * p.vocab + token] = 2;
         Step now = step;
@@ -629,12 +492,9 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
         now.drawn++;
         now.token = token;
         p.step[row] = now;
-        p.ring[row * p.ring_size + (step.drawn & (p.ring_size - 1))] = bad ? NOT_FINITE : token;
+        p.ring[row * p.ring_size + (step.drawn & (p.ring_size - 1))] = chosen;
         __threadfence_system();
     }
-    for (int k0 = 0; k0 < p.embedding.inputs; k0 += THREADS) {
-        const int k = k0 + threadIdx.x;
-        const float v = k < p.embedding.inputs ? element(p.embedding, int(token), k) : 0.f;
-        if (k < p.embedding.inputs) p.x[size_t(row) * p.embedding.inputs + k] = v;
-    }
+    for (int k = threadIdx.x; k < p.embedding.inputs; k += THREADS)
+        p.x[size_t(row) * p.embedding.inputs + k] = element(p.embedding, int(token), k);
 }

@@ -1,15 +1,17 @@
-// Attention of the new tokens of a step, one a sequence: per-head RMSNorm of q and k, rotary embedding, append to the
-// cache, softmax over the positions so far, split over blocks.
+// Attention of the new tokens of a step, one a sequence: per-head RMSNorm of q and k, rotary
+// embedding, append to the cache, softmax over the positions so far, split over blocks.
 //
 //   out[h] = softmax(rope(norm(q[h])) . K[h / G] / sqrt(128)) V[h / G],  G = heads / kv_heads <= 8
 //
-// Cache (capacity a multiple of 32; finite everywhere, also past the positions in use), FP16 or int8 with one f16 scale per head and position:
+// Cache (capacity a multiple of 32; finite everywhere, also past the positions in use), FP16 or
+// int8 with one f16 scale per head and position:
 //   keys    [kv_heads][capacity][128]
 //   values  [kv_heads][128][capacity], so that positions are contiguous
 //
-// Grid (kv_heads, most splits, sequences). A block serves the G query heads of one key/value head over its
-// split of the positions, 128 at a time: warp w computes the scores of 32 of them, then, once
-// the weights of all are in shared memory, dims 32w .. 32w+31 of the output over all of them.
+// Grid (kv_heads, splits of the longest context, sequences). A block serves the G query heads of
+// one key/value head over its split of the positions, 128 at a time: warp w computes the scores of
+// 32 of them, then, once the weights of all are in shared memory, dims 32w .. 32w+31 of the output
+// over all of them. Of int8 there is room for two passes: one is fetched while the other is read.
 // Both products run on tensor cores: scores[head, position] with q as the left operand,
 // out[head, dim] with the softmax weights. Rows 0..7 of the left operand hold a head's values
 // rounded to FP16 and rows 8..15 what that rounding lost, so q and the weights keep about 22
@@ -59,23 +61,38 @@ DEVICE void split_pair(float x, float y, uint32_t& hi, uint32_t& lo) {
 }
 
 template <bool INT8>
-struct AttentionShared {
-    uint4 keys[ATTENTION_WARPS][INT8 ? 8 : 16][32];     // private to lanes
-    uint4 values[ATTENTION_WARPS][INT8 ? 8 : 16][32];   // private to lanes
+struct ScalesShared {};
+template <>
+struct ScalesShared<true> {
+    uint4 scales[2][ATTENTION_WARPS][2][4];   // of each buffer, of a warp's keys and values
+};
+
+template <bool INT8>
+struct AttentionShared : ScalesShared<INT8> {
+    static constexpr int BUFFERS = INT8 ? 2 : 1;
+    // Private to lanes: of each 8 positions of a warp, and of each 8 of its dims.
+    uint4 keys[BUFFERS][ATTENTION_WARPS][4][INT8 ? 2 : 4][32];
+    uint4 values[BUFFERS][ATTENTION_WARPS][INT8 ? 2 : 4][DIM_TILES][32];
     uint4 weights[ATTENTION_WARPS][2][32];              // left operands: high and low parts
     uint4 q[2][8][16];                                  // high and low parts, [head][128] FP16
-    uint32_t fresh[2][32 * (INT8 ? 1 : 2)];             // new key and value: codes or FP16
+    uint4 fresh[2][INT8 ? 8 : 16];                      // new key and value: codes or FP16
     __half fresh_scale[2];
     float top[ATTENTION_WARPS][8];
     float sum[ATTENTION_WARPS][8];
     float share[8][MOST_SPLITS];                        // of the parts in a head's result
     bool last;
 };
+// What the launcher asks for.
+static_assert(sizeof(AttentionShared<false>) == 76560 && sizeof(AttentionShared<true>) == 77328);
 
 template <bool INT8>
 DEVICE void attention_decode(const AttentionArgs& p) {
     constexpr float LOG2E = 1.4426950408889634f;
     constexpr int BYTES = INT8 ? 1 : 2;
+    constexpr int EACH = 16 / BYTES;               // elements that a lane loads at once
+    constexpr int EIGHTS = EACH / 8;
+    constexpr int LOADS = HEAD_DIM / (4 * EACH);   // of four lanes for a vector
+    constexpr int BUFFERS = AttentionShared<INT8>::BUFFERS;
     extern __shared__ uint4 dynamic_shared[];
     AttentionShared<INT8>& sm = *reinterpret_cast<AttentionShared<INT8>*>(dynamic_shared);
 
@@ -101,35 +118,37 @@ DEVICE void attention_decode(const AttentionArgs& p) {
 
     // Keys of this warp's 32 positions: column n of product j is position
     // base + 32 warp + 8 (n / 2) + 2j + n % 2, so that lane (g, t) ends with the scores of
-    // positions 8t .. 8t+7. Part i holds dims 32i + 8t .. + 7.
-    // Values: dims 32 warp + 8n + g, positions base + 32c + 8t .. + 7.
-    auto request = [&](int base) {
+    // positions 8t .. 8t+7. Load i holds dims EACH (4i + t) and on.
+    // Values: dims 32 warp + 8n + g, positions base + EACH (4c + t) and on.
+    auto request = [&](int base, int buffer) {
         if (base + 32 * warp < end) {
-            const int8_t* from = keys + size_t(base + 32 * warp + 8 * (g / 2) + g % 2) * 128 * BYTES + t * 8 * BYTES;
+            const int8_t* from = keys + size_t(base + 32 * warp + 8 * (g / 2) + g % 2) * 128 * BYTES + t * 16;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    copy_async<8 * BYTES>(reinterpret_cast<int8_t*>(sm.keys[warp]) + ((j * 4 + i) * 32 + lane) * 8 * BYTES,
-                                          from + i * 32 * BYTES);
+                for (int i = 0; i < LOADS; i++) copy_async(&sm.keys[buffer][warp][j][i][lane], from + i * 64);
                 from += 2 * 128 * BYTES;
+            }
+            if constexpr (INT8) {
+                const __half* scales = lane < 4 ? p.cache.key_scales : p.cache.value_scales;
+                if (lane < 8) copy_async(&sm.scales[buffer][warp][lane / 4][t], scales + row0 + base + 32 * warp + 8 * t);
             }
         }
         copy_commit();
-        const int chunks = min(ATTENTION_WARPS, (end - base + 31) / 32);
-        const int8_t* from = values + size_t(base + 8 * t) * BYTES;
-        int8_t* to = reinterpret_cast<int8_t*>(sm.values[warp]) + lane * 8 * BYTES;
+        const int there = (end - base + 31) / 32 * 32;   // positions that the cache has
+        const int8_t* from = values + size_t(base) * BYTES + t * 16;
 #pragma unroll 1
-        for (int c = 0; c < chunks; c++) {
+        for (int c = 0; c < LOADS && EACH * 4 * c < there; c++) {
+            if (EACH * (4 * c + t) < there) {
 #pragma unroll
-            for (int n = 0; n < DIM_TILES; n++)
-                copy_async<8 * BYTES>(to + n * 32 * 8 * BYTES, from + size_t(8 * n) * p.cache.capacity * BYTES);
-            from += 32 * BYTES;
-            to += DIM_TILES * 32 * 8 * BYTES;
+                for (int n = 0; n < DIM_TILES; n++)
+                    copy_async(&sm.values[buffer][warp][c][n][lane], from + size_t(8 * n) * p.cache.capacity * BYTES);
+            }
+            from += 64;
         }
         copy_commit();
     };
-    request(start);
+    request(start, 0);
     // What else no kernel of this step writes.
     const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
     const float4 c0 = __ldg(angles), c1 = __ldg(angles + 1);
@@ -178,6 +197,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
 
     float top = -INFINITY, total = 0.f;    // of head g, over all warps
     float out[DIM_TILES][4] = {};          // dims 32 warp + 8n + 2t, + 1: of high and of low parts
+    int buffer = 0;
 
 #pragma unroll 1
     for (int base = start; base < end; base += BLOCK_POSITIONS) {
@@ -186,39 +206,49 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         float score[8];
         float value_scale[8];
         float peak = -INFINITY;
-        copy_wait<1>();
+        if constexpr (BUFFERS == 2) {
+            if (base + BLOCK_POSITIONS < end) {
+                request(base + BLOCK_POSITIONS, buffer ^ 1);
+            } else {
+                copy_commit();
+                copy_commit();
+            }
+        }
+        copy_wait<2 * BUFFERS - 1>();
+        if (INT8) __syncwarp();   // scales are other lanes' copies
         if (mine < end) {
             // The new key is not yet readable from the cache.
             if (has_new && position >= mine) {
-                int at = position - mine;
+                const int at = position - mine;
                 if (at / 8 == g / 2 && at % 2 == g % 2) {
-                    int j = at % 8 / 2;
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        int8_t* to = reinterpret_cast<int8_t*>(sm.keys[warp]) + ((j * 4 + i) * 32 + lane) * 8 * BYTES;
-                        if constexpr (INT8)
-                            *reinterpret_cast<uint2*>(to) = reinterpret_cast<const uint2*>(sm.fresh[0])[4 * i + t];
-                        else
-                            *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4*>(sm.fresh[0])[4 * i + t];
-                    }
+                    for (int i = 0; i < LOADS; i++) sm.keys[buffer][warp][at % 8 / 2][i][lane] = sm.fresh[0][4 * i + t];
                 }
             }
             float s[4][4] = {};
 #pragma unroll 1
-            for (int i = 0; i < 4; i++) {
-                uint4 hi = sm.q[0][g][4 * i + t], lo = sm.q[1][g][4 * i + t];
+            for (int i = 0; i < LOADS; i++) {
+                uint4 hi[EIGHTS], lo[EIGHTS];
+#pragma unroll
+                for (int h = 0; h < EIGHTS; h++) {
+                    hi[h] = sm.q[0][g][EIGHTS * (4 * i + t) + h];
+                    lo[h] = sm.q[1][g][EIGHTS * (4 * i + t) + h];
+                }
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    const int8_t* from = reinterpret_cast<const int8_t*>(sm.keys[warp]) + ((j * 4 + i) * 32 + lane) * 8 * BYTES;
-                    uint4 w = load_eight<INT8>(from);
-                    mma_16816(s[j], hi.x, lo.x, hi.y, lo.y, w.x, w.y);
-                    mma_16816(s[j], hi.z, lo.z, hi.w, lo.w, w.z, w.w);
+                    const uint4 loaded = sm.keys[buffer][warp][j][i][lane];
+#pragma unroll
+                    for (int h = 0; h < EIGHTS; h++) {
+                        const uint4 w = eight_of<INT8>(loaded, h);
+                        mma_16816(s[j], hi[h].x, lo[h].x, hi[h].y, lo[h].y, w.x, w.y);
+                        mma_16816(s[j], hi[h].z, lo[h].z, hi[h].w, lo[h].w, w.z, w.w);
+                    }
                 }
             }
             uint4 key_scales, value_scales;   // of positions 8t .. 8t+7
             if constexpr (INT8) {
-                key_scales = __ldcg(reinterpret_cast<const uint4*>(p.cache.key_scales + row0 + mine) + t);
-                value_scales = __ldcg(reinterpret_cast<const uint4*>(p.cache.value_scales + row0 + mine) + t);
+                key_scales = sm.scales[buffer][warp][0][t];
+                value_scales = sm.scales[buffer][warp][1][t];
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -256,19 +286,22 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             sm.weights[warp][1][lane] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
+        } else if (EIGHTS > 1) {
+            // A load of values may reach into these positions.
+            sm.weights[warp][0][lane] = sm.weights[warp][1][lane] = make_uint4(0, 0, 0, 0);
         }
         if (t == 0) sm.sum[warp][g] = sum;
-        copy_wait<0>();
-        if (has_new && (position - base) % 32 / 8 == t) {
-            int8_t* to = reinterpret_cast<int8_t*>(sm.values[warp]) +
-                         (((position - base) / 32 * DIM_TILES * 32 + lane) * 8 + (position - base) % 8) * BYTES;
+        copy_wait<2 * BUFFERS - 2>();
+        const int newest_at = position - base;
+        if (has_new && newest_at % (4 * EACH) / EACH == t) {
 #pragma unroll
             for (int n = 0; n < DIM_TILES; n++) {
-                const int dim = 8 * (DIM_TILES * warp + n) + g;
+                uint4* const to = &sm.values[buffer][warp][newest_at / (4 * EACH)][n][lane];
+                const int at = newest_at % EACH, dim = 8 * (DIM_TILES * warp + n) + g;
                 if constexpr (INT8)
-                    to[n * 256] = reinterpret_cast<const int8_t*>(sm.fresh[1])[dim];
+                    reinterpret_cast<int8_t*>(to)[at] = reinterpret_cast<const int8_t*>(sm.fresh[1])[dim];
                 else
-                    reinterpret_cast<__half*>(to)[n * 256] = reinterpret_cast<const __half*>(sm.fresh[1])[dim];
+                    reinterpret_cast<__half*>(to)[at] = reinterpret_cast<const __half*>(sm.fresh[1])[dim];
             }
         }
         __syncthreads();
@@ -279,23 +312,31 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         for (int n = 0; n < DIM_TILES; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) out[n][i] *= shrink;
-        const int chunks = min(ATTENTION_WARPS, (end - base + 31) / 32);
-        const int8_t* from = reinterpret_cast<const int8_t*>(sm.values[warp]) + lane * 8 * BYTES;
 #pragma unroll 2
-        for (int c = 0; c < chunks; c++) {
-            uint4 hi = sm.weights[c][0][lane], lo = sm.weights[c][1][lane];
+        for (int c = 0; c < LOADS && EACH * 4 * c < end - base; c++) {
+            uint4 hi[EIGHTS], lo[EIGHTS];
+#pragma unroll
+            for (int h = 0; h < EIGHTS; h++) {
+                const int eight = EIGHTS * (4 * c + t) + h;   // of the block's positions
+                hi[h] = sm.weights[eight / 4][0][4 * g + eight % 4];
+                lo[h] = sm.weights[eight / 4][1][4 * g + eight % 4];
+            }
 #pragma unroll
             for (int n = 0; n < DIM_TILES; n++) {
-                uint4 w = load_eight<INT8>(from + n * 32 * 8 * BYTES);
-                mma_16816(out[n], hi.x, lo.x, hi.y, lo.y, w.x, w.y);
-                mma_16816(out[n], hi.z, lo.z, hi.w, lo.w, w.z, w.w);
+                const uint4 loaded = sm.values[buffer][warp][c][n][lane];
+#pragma unroll
+                for (int h = 0; h < EIGHTS; h++) {
+                    const uint4 w = eight_of<INT8>(loaded, h);
+                    mma_16816(out[n], hi[h].x, lo[h].x, hi[h].y, lo[h].y, w.x, w.y);
+                    mma_16816(out[n], hi[h].z, lo[h].z, hi[h].w, lo[h].w, w.z, w.w);
+                }
             }
-            from += DIM_TILES * 32 * 8 * BYTES;
         }
         if (base + BLOCK_POSITIONS < end) {
-            request(base + BLOCK_POSITIONS);
+            if constexpr (BUFFERS == 1) request(base + BLOCK_POSITIONS, 0);
             __syncthreads();   // the weights are read
         }
+        buffer ^= BUFFERS - 1;
     }
 
     float* const to = p.out + size_t(head0) * HEAD_DIM;

@@ -33,7 +33,7 @@ DEVICE void put_cell(DigitColumns* to, int row, const float (&v)[8], int lane) {
     slot.words[chunk][row * 4 + t] = chunk ? make_uint4(first, second, cell.low[0], cell.low[1])
                                            : make_uint4(cell.high[0], cell.high[1], first, second);
     if (lane % 8 == 0) slot.scales[row] = cell.scale;
-    if (t == 0) slot.sums[chunk][row] = cell.sum;
+    if (t == 0) slot.sums[chunk][row] = cell.scale * float(cell.sum);
 }
 
 template <int BITS>

@@ -24,7 +24,9 @@
 // AHEAD > 0: to registers, AHEAD stages ahead (a stage is 2 KiB of codes a warp): the shortest
 //   way, for products of few stages.
 // AHEAD = 0: through a ring of `depth` stages in shared memory, private to a warp, filled by
-//   bulk copies: it streams closer to the memory's bandwidth.
+//   bulk copies: it streams closer to the memory's bandwidth. A stage is filled again once the
+//   next has come (of a ring of one, once it has been multiplied): filled right after it was read,
+//   nothing would order the copy behind the reads.
 // Only one block fits on an SM, or the scheduler would put two of one kernel there while other
 // SMs idle.
 //
@@ -88,7 +90,7 @@ DEVICE void gemv(const GemvArgs& p) {
     const int group = warp * p.inverse >> 8, part = warp - group * split, groups = WARPS * p.inverse >> 8;
 
     extern __shared__ __align__(128) uint4 shared[];
-    Row* const row = reinterpret_cast<Row*>(shared + (RING ? WARPS * p.depth * Ring<META>::STAGE_WORDS : 0));   // [spans]
+    Row* const row = reinterpret_cast<Row*>(shared + (RING ? WARPS * p.depth * Ring<META, 1>::STAGE_WORDS : 0));   // [spans]
     __shared__ uint64_t barriers[WARPS][RING ? MOST_DEPTH : 1];
     __shared__ float red[2][WARPS][16];
     __shared__ float squares[WARPS];
@@ -103,8 +105,9 @@ DEVICE void gemv(const GemvArgs& p) {
     int ahead_tile = first, ahead_span = begin, ahead_stage = 0;
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(p.codes) + (size_t(first) * p.spans + begin) * (STAGES * 2048);
     const uint8_t* meta = p.meta + (size_t(first) * p.spans + begin) * p.meta_bytes;
-    Ring<META> ring(shared + warp * p.depth * Ring<META>::STAGE_WORDS, barriers[warp], RING ? p.depth : 0);
+    Ring<META, 1> ring(shared + warp * p.depth * Ring<META, 1>::STAGE_WORDS, barriers[warp], RING ? p.depth : 0);
     Stage<BITS, ZERO, SLOT> stages[RING ? 1 : AHEAD];
+    const bool lags = RING && p.depth > 1;   // a stage is filled again when the next one has come
     auto request = [&](Stage<BITS, ZERO, SLOT>& to) {
         const bool any = ahead_tile < p.tiles, last = STAGES == 1 || ahead_stage == STAGES - 1;
         if constexpr (RING) {
@@ -129,7 +132,7 @@ DEVICE void gemv(const GemvArgs& p) {
     };
     if constexpr (RING) {
 #pragma unroll 1
-        for (int i = 0; i < p.depth; i++) request(stages[0]);
+        for (int i = 0; i < p.depth - lags; i++) request(stages[0]);
     } else {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) request(stages[i]);
@@ -275,12 +278,14 @@ DEVICE void gemv(const GemvArgs& p) {
             Stage<BITS, ZERO, SLOT>& now = stages[RING ? 0 : i];
             if constexpr (RING) {
                 const uint4* from = ring.wait();
+                if (lags) {
+                    __syncwarp();
+                    request(now);   // of the stage before this one: what was read there has been multiplied
+                }
 #pragma unroll
                 for (int j = 0; j < 4; j++) now.codes[j] = from[j * 32 + lane];
                 if (SLOT == 32 || stage == STAGES - 1)
                     now.meta.load(reinterpret_cast<const uint8_t*>(from + 128), p.groups, g, t);
-                __syncwarp();   // the stage is read: it may be filled again
-                request(now);
             }
             if constexpr (BITS == 16) {
                 const uint4* b = row[span].words + (g & 1) * 4 + t;
@@ -336,7 +341,8 @@ DEVICE void gemv(const GemvArgs& p) {
                 fold(sums, now.meta, 0, span);
                 sums = IntegerSums();
             }
-            if constexpr (!RING) request(now);
+            if (RING && !lags) __syncwarp();
+            if (!RING || !lags) request(now);
             if (stage == STAGES - 1 && ++span == end) {
                 if constexpr (BITS == 16) {
 #pragma unroll

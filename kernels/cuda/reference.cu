@@ -42,7 +42,7 @@ extern "C" __global__ void embed(const __grid_constant__ EmbedArgs p) {
         p.x[size_t(m) * p.w.inputs + k] = element(p.w, int(p.tokens[m]), k);
 }
 
-// y[m] = x[rows[m]] / rms * gain. Grid (m).
+// y[m] = x[rows[m]] / rms * gain, of a width that is a multiple of 4. Grid (m).
 struct NormArgs {
     const float* x;      // [.][width]
     const int* rows;     // null: row m
@@ -59,21 +59,35 @@ extern "C" __global__ void rms_norm(const __grid_constant__ NormArgs p) {
     const int m = blockIdx.x, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const float* x = p.x + size_t(p.rows ? p.rows[m] : m) * p.width;
     float sum = 0.f;
-    for (int k = threadIdx.x; k < p.width; k += blockDim.x) sum = fmaf(x[k], x[k], sum);
+    for (int k = threadIdx.x * 4; k < p.width; k += blockDim.x * 4) {
+        const float4 v = *reinterpret_cast<const float4*>(x + k);
+        sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
     sum = warp_sum(sum);
     if (lane == 0) part[threadIdx.x / 32] = sum;
     __syncthreads();
     sum = warp_sum(lane < warps ? part[lane] : 0.f);
     const float r = rsqrtf(sum / p.width + p.eps);
-    for (int k = threadIdx.x; k < p.padded; k += blockDim.x) {
-        const float v = k < p.width ? x[k] * r * p.gain[k] : 0.f;
-        if (p.y && k < p.width) p.y[size_t(m) * p.width + k] = v;
-        if (p.half) p.half[size_t(m) * p.padded + operand_index(k)] = __float2half_rn(clamp_half(v));
+    for (int k = threadIdx.x * 4; k < p.padded; k += blockDim.x * 4) {
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (k < p.width) {
+            const float4 gain = *reinterpret_cast<const float4*>(p.gain + k);
+            v = *reinterpret_cast<const float4*>(x + k);
+            v.x *= r * gain.x, v.y *= r * gain.y, v.z *= r * gain.z, v.w *= r * gain.w;
+            if (p.y) *reinterpret_cast<float4*>(p.y + size_t(m) * p.width + k) = v;
+        }
+        if (p.half) {
+            __half* const to = p.half + size_t(m) * p.padded;
+            const __half2 first = __float22half2_rn(make_float2(clamp_half(v.x), clamp_half(v.y)));
+            const __half2 second = __float22half2_rn(make_float2(clamp_half(v.z), clamp_half(v.w)));
+            *reinterpret_cast<__half2*>(to + operand_index(k)) = first;
+            *reinterpret_cast<__half2*>(to + operand_index(k + 2)) = second;
+        }
     }
 }
 
 // Per-head RMSNorm and rotary embedding of queries (in place) and keys, and keys and values to
-// the cache. Grid (m, heads + 2 kv_heads); a block is one warp.
+// the cache. Grid (m / 8, heads + 2 kv_heads); a warp takes one row.
 struct AppendArgs {
     float* qkv;             // [m][(heads + 2 kv_heads) * 128]
     const Row* rows;        // [m]
@@ -81,15 +95,45 @@ struct AppendArgs {
     const float* k_gain;
     const float2* cos_sin;  // [positions][64]
     Cache cache;
+    int m;
     int heads;
     float eps;
 };
 
+constexpr int APPEND_ROWS = 8;
+
+// Values of eight rows at positions 8i .. 8i + 7 of a sequence, gathered: the cache has them side
+// by side.
+template <bool INT8>
+DEVICE void store_values(const Cache& c, size_t head, int position, const Kept& k, int warp, int lane) {
+    constexpr int BYTES = INT8 ? 1 : 2, DIM = APPEND_ROWS * BYTES;
+    // A dim's room is left after each four: lanes then write to other banks.
+    __shared__ uint4 gathered[HEAD_DIM * DIM / 16 * 2];
+    uint8_t* const bytes = reinterpret_cast<uint8_t*>(gathered);
+    auto place = [](int dim) { return dim * DIM + dim / 4 * DIM; };
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint8_t* const to = bytes + place(lane * 4 + i) + warp * BYTES;
+        if constexpr (INT8) *to = reinterpret_cast<const uint8_t*>(&k.code)[i];
+        else *reinterpret_cast<__half*>(to) = reinterpret_cast<const __half*>(&k.half)[i];
+    }
+    if (INT8 && lane == 0) c.value_scales[head * c.capacity + position + warp] = k.scale;
+    __syncthreads();
+    const int dim = threadIdx.x;
+    if (dim >= HEAD_DIM) return;
+    uint8_t* const to = static_cast<uint8_t*>(c.values) + ((head * HEAD_DIM + dim) * c.capacity + position) * BYTES;
+    using Word = typename std::conditional<INT8, uint2, uint4>::type;
+    *reinterpret_cast<Word*>(to) = *reinterpret_cast<const Word*>(bytes + place(dim));
+}
+
 template <bool INT8>
 DEVICE void append(const AppendArgs& p) {
-    const int lane = threadIdx.x, head = blockIdx.y, width = p.heads + 2 * p.cache.kv_heads;
-    const Row row = p.rows[blockIdx.x];
-    float4* at = reinterpret_cast<float4*>(p.qkv + (size_t(blockIdx.x) * width + head) * HEAD_DIM) + lane;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int head = blockIdx.y, width = p.heads + 2 * p.cache.kv_heads;
+    const int m0 = blockIdx.x * APPEND_ROWS, m = min(m0 + warp, p.m - 1);
+    const bool mine = m0 + warp < p.m;
+    const Row first = p.rows[m0], row = p.rows[m];
+    float4* at = reinterpret_cast<float4*>(p.qkv + (size_t(m) * width + head) * HEAD_DIM) + lane;
     float4 v = *at;
     const int which = head < p.heads ? -1 : (head - p.heads) / p.cache.kv_heads;
     if (which < 1) {
@@ -98,11 +142,17 @@ DEVICE void append(const AppendArgs& p) {
         v = norm_rope(v, gain, cs[0], cs[1], p.eps, lane);
     }
     if (which < 0) {
-        *at = v;
+        if (mine) *at = v;
         return;
     }
     const size_t kv = size_t(row.slot) * p.cache.kv_heads + (head - p.heads) % p.cache.kv_heads;
-    store_row<INT8>(p.cache, which, kv, row.position, round_row<INT8>(v), lane);
+    const Kept kept = round_row<INT8>(v);
+    // The same for the whole block, as are the barriers.
+    const bool together = mine && first.position % APPEND_ROWS == 0 && row.slot == first.slot && row.position == first.position + warp;
+    if (which == 1 && __syncthreads_and(together))
+        store_values<INT8>(p.cache, kv, first.position, kept, warp, lane);
+    else if (mine)
+        store_row<INT8>(p.cache, which, kv, row.position, kept, lane);
 }
 
 extern "C" __global__ void append_fp16(const __grid_constant__ AppendArgs p) { append<false>(p); }

@@ -97,13 +97,25 @@ DEVICE uint32_t bytes_to_half2(uint32_t w) {
     return half2_bits(__hsub2(*reinterpret_cast<__half2*>(&h), __half2half2(__ushort_as_half(0x6480))));   // 1152
 }
 
+// Eight signed bytes as FP16.
+DEVICE uint4 bytes_to_halves(uint32_t first, uint32_t second) {
+    return make_uint4(bytes_to_half2<0>(first), bytes_to_half2<1>(first), bytes_to_half2<0>(second), bytes_to_half2<1>(second));
+}
+
 // Eight cached elements from shared memory as FP16.
 template <bool INT8>
 DEVICE uint4 load_eight(const int8_t* from) {
     if constexpr (INT8) {
-        uint2 c = *reinterpret_cast<const uint2*>(from);
-        return make_uint4(bytes_to_half2<0>(c.x), bytes_to_half2<1>(c.x), bytes_to_half2<0>(c.y), bytes_to_half2<1>(c.y));
+        const uint2 c = *reinterpret_cast<const uint2*>(from);
+        return bytes_to_halves(c.x, c.y);
     } else {
         return *reinterpret_cast<const uint4*>(from);
     }
+}
+
+// The `h`-th eight of 16 bytes of cached elements as FP16.
+template <bool INT8>
+DEVICE uint4 eight_of(const uint4& w, int h) {
+    if constexpr (INT8) return h == 0 ? bytes_to_halves(w.x, w.y) : bytes_to_halves(w.z, w.w);
+    return w;
 }

@@ -187,8 +187,10 @@ fn observers_see_what_the_cpu_shows() {
             "{name}: fused against plain: {}",
             off(a, b)
         );
+        // Both round keys and values to FP16. Where that is a close call, sums of another order
+        // fall to the other side, 4.9e-4 away: a few elements in a hundred at most.
         assert!(
-            off(b, c) < 1e-4,
+            off(b, c) < 2e-4,
             "{name}: plain against the CPU: {}",
             off(b, c)
         );
@@ -223,6 +225,15 @@ fn samples_as_the_host_does() {
                 temperature: 0.6,
                 ..base
             },
+            SamplingParams {
+                top_k: 40,
+                min_p: 0.1,
+                temperature: 1.5,
+                ..base
+            },
+            // The longest short list, and one token more.
+            SamplingParams { top_k: 64, ..base },
+            SamplingParams { top_k: 65, ..base },
             SamplingParams {
                 top_k: 3000,
                 ..base

@@ -9,7 +9,7 @@ use bytemuck::{Pod, Zeroable};
 /// What the device writes instead of a token whose logits are not finite.
 pub const NOT_FINITE: u32 = 0xffff_fffe;
 
-/// How tokens are chosen: `Sampling` of `cuda/advance.cu`.
+/// How tokens are chosen: `Sampling` of `cuda/sampling.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Sampling {
@@ -40,11 +40,16 @@ const RANGES: usize = 128;
 /// Most tokens of a vocabulary that it takes.
 const MOST_LISTED: usize = RANGES * 256 * 8;
 
-/// 8-byte words of the list of a range: `Range` of `cuda/advance.cu`.
+/// 8-byte words of the list of a range: `Range` of `cuda/sampling.cuh`.
 const RANGE_WORDS: usize = 2 + 32;
+/// 8-byte words of the short list of all tokens: `Shortlist` of `cuda/sampling.cuh`.
+const SHORT_WORDS: usize = 2 + 128;
 
 /// Where [`Stream::candidates`] lists tokens.
-pub struct Candidates(Buffer<u64>);
+pub struct Candidates {
+    ranges: Buffer<u64>,
+    short: Buffer<u64>,
+}
 
 impl Candidates {
     /// Room for the lists of `rows` sequences; `None` if the vocabulary is too large to be
@@ -54,11 +59,16 @@ impl Candidates {
     /// [`Error::DeviceMemory`].
     pub fn new(gpu: &Gpu, vocab: usize, rows: usize) -> Result<Option<Self>> {
         match vocab <= MOST_LISTED {
-            true => Ok(Some(Candidates(
-                gpu.zeros("candidates", rows * RANGES * RANGE_WORDS)?,
-            ))),
+            true => Ok(Some(Candidates {
+                ranges: gpu.zeros("candidates", rows * RANGES * RANGE_WORDS)?,
+                short: gpu.zeros("candidates", rows * SHORT_WORDS)?,
+            })),
             false => Ok(None),
         }
+    }
+
+    fn have(&self, rows: usize) -> bool {
+        self.ranges.len() >= rows * RANGES * RANGE_WORDS && self.short.len() >= rows * SHORT_WORDS
     }
 }
 
@@ -91,14 +101,18 @@ pub struct Advance<'a> {
 }
 
 impl Stream {
-    /// Lists the best tokens of each range of the vocabulary, after penalties, for `m` sequences.
-    /// `logits` and `seen` are `[m, vocab]`.
+    /// Lists the tokens that sampling may choose from, for `m` sequences: few of all, or the best
+    /// of each range of the vocabulary. `logits` and `seen` are `[m, vocab]`, `best` `[m, blocks]`
+    /// as in [`Advance`].
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub fn candidates(
         &self,
         logits: &Buffer<f32>,
+        best: &Buffer<[f32; 2]>,
+        blocks: usize,
         sampling: &Buffer<Sampling>,
         seen: &Buffer<u8>,
         to: &mut Candidates,
@@ -109,16 +123,20 @@ impl Stream {
         #[repr(C)]
         struct Args {
             logits: Address,
+            best: Address,
             sampling: Address,
             seen: Address,
             ranges: Address,
+            short: Address,
             vocab: i32,
+            blocks: i32,
         }
         let fits = vocab <= MOST_LISTED
             && logits.len() >= m * vocab
             && seen.len() >= m * vocab
             && sampling.len() >= m
-            && to.0.len() >= m * RANGES * RANGE_WORDS;
+            && best.len() >= m * blocks
+            && to.have(m);
         if !fits {
             return Err(Error::Shape {
                 op: "candidates",
@@ -131,10 +149,13 @@ impl Stream {
         }
         let args = Args {
             logits: logits.at(0),
+            best: best.at(0),
             sampling: sampling.at(0),
             seen: seen.at(0),
-            ranges: to.0.at(0),
+            ranges: to.ranges.at(0),
+            short: to.short.at(0),
             vocab: vocab as i32,
+            blocks: blocks as i32,
         };
         let shape = LaunchShape {
             grid: (RANGES, m, 1),
@@ -162,6 +183,7 @@ impl Stream {
             step: Address,
             ring: Address,
             ranges: Address,
+            short: Address,
             embedding: PackedArgs,
             x: Address,
             blocks: i32,
@@ -174,8 +196,7 @@ impl Stream {
         let fits = a.logits.len() >= m * vocab
             && a.best.len() >= m * a.blocks
             && a.blocks > 0
-            && a.candidates
-                .is_none_or(|c| c.0.len() >= m * RANGES * RANGE_WORDS)
+            && a.candidates.is_none_or(|c| c.have(m))
             && a.sampling.len() >= m
             && a.seen.len() >= m * vocab
             && a.step.len() >= m
@@ -199,7 +220,8 @@ impl Stream {
             seen: a.seen.at(0),
             step: a.step.at(0),
             ring: a.ring.at(0),
-            ranges: a.candidates.map_or(Address::NULL, |c| c.0.at(0)),
+            ranges: a.candidates.map_or(Address::NULL, |c| c.ranges.at(0)),
+            short: a.candidates.map_or(Address::NULL, |c| c.short.at(0)),
             embedding: a.embedding.args(),
             x: a.x.at(0),
             blocks: a.blocks as i32,

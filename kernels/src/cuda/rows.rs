@@ -280,6 +280,14 @@ impl Stream {
             eps: f32,
         }
         let width = gain.len();
+        if !width.is_multiple_of(4) {
+            return Err(Error::Shape {
+                op: "rms_norm",
+                what: "width",
+                expected: "a multiple of 4".into(),
+                found: width.to_string(),
+            });
+        }
         at_least(
             "rms_norm",
             "x",
@@ -327,6 +335,7 @@ impl Stream {
             k_gain: Address,
             cos_sin: Address,
             cache: CacheArgs,
+            m: i32,
             heads: i32,
             eps: f32,
         }
@@ -341,13 +350,14 @@ impl Stream {
             k_gain: heads.k_gain.at(0),
             cos_sin: heads.cos_sin.at(0),
             cache: cache.args(),
+            m: m as i32,
             heads: heads.heads as i32,
             eps: heads.eps,
         };
         let name = format!("append_{}", cache.suffix());
         // SAFETY: the arguments are the kernel's; sizes were checked. Rows hold positions and
         // slots within the cache: the engine checks requests before it queues them.
-        unsafe { self.launch(&name, shape((m, width), 32), &args) }
+        unsafe { self.launch(&name, shape((m.div_ceil(8), width), 256), &args) }
     }
 
     /// `out` `[m, heads * 128]`: attention of each row over its sequence up to itself, by the
@@ -454,7 +464,8 @@ impl Stream {
     }
 
     /// Attention of the step's `m` tokens: `qkv` are their products `[m, (heads + 2 kv_heads) *
-    /// 128]`; keys and values are appended; the results are `out` `[m, heads * 128]`.
+    /// 128]`; keys and values are appended; the results are `out` `[m, heads * 128]`. `splits` is
+    /// [`AttentionScratch::splits`] of the longest sequence.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
@@ -468,6 +479,7 @@ impl Stream {
         scratch: &mut AttentionScratch,
         out: &mut Buffer<f32>,
         m: usize,
+        splits: usize,
     ) -> Result<()> {
         #[derive(Clone, Copy)]
         #[repr(C)]
@@ -491,7 +503,8 @@ impl Stream {
         at_least(op, "qkv", m * width, qkv.len())?;
         at_least(op, "out", m * heads.heads * HEAD_DIM, out.len())?;
         at_least(op, "step", m, step.len())?;
-        let splits = AttentionScratch::splits(self.gpu(), cache.kv_heads, m);
+        at_least(op, "splits", 1, splits)?;
+        at_least(op, "room for splits", splits, AttentionScratch::MOST_SPLITS)?;
         at_least(op, "scratch", m * heads.heads * splits, scratch.tops.len())?;
         at_least(op, "scratch", m * cache.kv_heads, scratch.arrived.len())?;
         let args = Args {
@@ -535,7 +548,9 @@ impl AttentionScratch {
     /// `sizeof(AttentionShared)` of `cuda/attention_decode.cuh`: with more, a block would not
     /// share a multiprocessor with the products of the largest models.
     const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2832;
-    const SHARED_INT8: usize = 2 * 4 * 8 * 512 + 4 * 1024 + 4096 + 2576;
+    const SHARED_INT8: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 3600;
+    /// `LEAST_SPLIT` of `cuda/attention_decode.cuh`.
+    const LEAST_SPLIT: usize = 256;
     /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
     const MOST_SPLITS: usize = 64;
 
@@ -544,7 +559,7 @@ impl AttentionScratch {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn new(gpu: &Gpu, heads: usize, kv_heads: usize, sequences: usize) -> Result<Self> {
-        let parts = (1..=sequences).map(|m| m * Self::splits(gpu, kv_heads, m));
+        let parts = (1..=sequences).map(|m| m * Self::most_splits(gpu, kv_heads, m));
         let parts = heads * parts.max().unwrap_or(0);
         let what = "attention scratch";
         Ok(AttentionScratch {
@@ -554,11 +569,17 @@ impl AttentionScratch {
         })
     }
 
-    /// Parts of a context, at most: as many as fill the device. Of several sequences two blocks
-    /// share a multiprocessor; of one that made short contexts slower, as all blocks are
-    /// started.
-    fn splits(gpu: &Gpu, kv_heads: usize, m: usize) -> usize {
-        let blocks = gpu.info().multiprocessors * if m > 1 { 2 } else { 1 };
+    /// Parts of a context, at most: as many as two blocks on every multiprocessor take.
+    fn most_splits(gpu: &Gpu, kv_heads: usize, m: usize) -> usize {
+        let blocks = 2 * gpu.info().multiprocessors;
         (blocks / (kv_heads * m).max(1)).clamp(1, Self::MOST_SPLITS)
+    }
+
+    /// Parts of a context that a step of `m` sequences starts blocks for, the longest of them of
+    /// `positions`, new ones included. A power of two or the most, so that few recorded steps
+    /// serve a growing sequence.
+    pub fn splits(gpu: &Gpu, kv_heads: usize, m: usize, positions: usize) -> usize {
+        let wanted = positions.div_ceil(Self::LEAST_SPLIT).next_power_of_two();
+        wanted.min(Self::most_splits(gpu, kv_heads, m))
     }
 }

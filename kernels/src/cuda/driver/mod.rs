@@ -267,6 +267,16 @@ impl Gpu {
         for &module in &self.0.modules {
             // SAFETY: the module lives as long as `self`.
             if let Ok(handle) = unsafe { result::module::get_function(module, symbol.clone()) } {
+                // All kernels want the same split between shared memory and L1: a multiprocessor
+                // changes it only when nothing runs there.
+                // SAFETY: the handle is valid while the module is.
+                check("reserving shared memory", unsafe {
+                    result::function::set_function_attribute(
+                        handle,
+                        sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                        sys::CUshared_carveout_enum::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as i32,
+                    )
+                })?;
                 let f = Function {
                     handle,
                     shared_limit: 0,

@@ -11,7 +11,7 @@ use nq_kernels::cuda::{
     Advance, AttentionScratch, Buffer, Candidates, Columns, DeviceLinear, GemvOutput, Graph,
     HEAD_DIM, MOST_SEQUENCES, NOT_FINITE, Norm, Pinned, Sampling, Step, Stream, best_len,
 };
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::ControlFlow;
 
 /// Tokens of a sequence that the device may be ahead of the host, at most; a power of two.
@@ -86,19 +86,31 @@ impl StepRows {
 /// Recorded steps.
 #[derive(Default)]
 pub(super) struct Graphs {
-    /// One token's logits.
-    forward: Option<Graph>,
-    /// By sequences, and whether candidates are listed: steps that sample.
-    decode: HashMap<(usize, bool), Graph>,
+    recorded: HashMap<StepKind, Graph>,
+    /// Sequences and ends of steps that ran: their kernels are loaded and their shared memory is
+    /// reserved, which cannot be recorded.
+    warm: HashSet<(usize, StepEnd)>,
 }
 
-/// What a step that samples is recorded for.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// What a step is recorded for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct StepKind {
     /// Sequences.
     m: usize,
-    /// True if candidates are listed: where the best token is not always the one.
-    lists: bool,
+    /// Parts that attention cuts contexts into, at most: a short context starts few blocks.
+    splits: usize,
+    end: StepEnd,
+}
+
+/// What a step ends with.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum StepEnd {
+    /// Logits, for the host. Such a step begins with looking its tokens up.
+    Logits,
+    /// The best token, looked up for the next step.
+    Greedy,
+    /// A token drawn from candidates that are listed first, looked up for the next step.
+    Sampled,
 }
 
 /// Queues a step's product of `m` rows.
@@ -126,15 +138,23 @@ impl CudaSession {
     }
 
     /// Queues the choice of the next tokens, and their embeddings.
-    fn queue_advance(&mut self, StepKind { m, lists }: StepKind) -> nq_kernels::Result<()> {
+    fn queue_advance(&mut self, m: usize, lists: bool) -> nq_kernels::Result<()> {
         let (model, step) = (&self.model, &mut self.step);
         let vocab = model.config.vocab_size;
+        let blocks = best_len(&model.gpu, &model.head, m);
         let key = ("sample", "fused", (m, vocab));
         if lists && let Some(candidates) = &mut step.candidates {
             self.stream.timed(key, 4 * m * vocab, || {
-                let (logits, sampling) = (&step.logits, &step.sampling);
-                self.stream
-                    .candidates(logits, sampling, &step.seen, candidates, vocab, m)
+                self.stream.candidates(
+                    &step.logits,
+                    &step.best,
+                    blocks,
+                    &step.sampling,
+                    &step.seen,
+                    candidates,
+                    vocab,
+                    m,
+                )
             })?;
         }
         let advance = Advance {
@@ -142,7 +162,7 @@ impl CudaSession {
             candidates: step.candidates.as_ref().filter(|_| lists),
             logits: &step.logits,
             best: &step.best,
-            blocks: best_len(&model.gpu, &model.head, m),
+            blocks,
             sampling: &step.sampling,
             seen: &mut step.seen,
             step: &mut step.step,
@@ -156,7 +176,7 @@ impl CudaSession {
 
     /// Queues a token of each of `m` sequences, looked up already, through the layers and the
     /// head.
-    fn queue_layers(&mut self, m: usize) -> nq_kernels::Result<()> {
+    fn queue_layers(&mut self, m: usize, splits: usize) -> nq_kernels::Result<()> {
         let Self {
             stream,
             model,
@@ -188,6 +208,7 @@ impl CudaSession {
                     &mut step.attention,
                     &mut step.attended,
                     m,
+                    splits,
                 )
             })?;
             let out = GemvOutput::Add(&mut step.x);
@@ -209,61 +230,87 @@ impl CudaSession {
         })
     }
 
-    /// The logits of one token, by the fused step.
-    pub(super) fn forward_step(&mut self, slot: usize, token: u32) -> Result<()> {
-        let at = Step {
-            position: self.lengths[slot] as i32,
-            slot: slot as i32,
-            token,
-            drawn: 0,
-        };
-        // Each recording has events of its own.
+    /// Queues a step.
+    fn queue_step(&mut self, StepKind { m, splits, end }: StepKind) -> nq_kernels::Result<()> {
+        if end == StepEnd::Logits {
+            self.queue_embedding(m)?;
+        }
+        self.queue_layers(m, splits)?;
+        match end {
+            StepEnd::Logits => Ok(()),
+            StepEnd::Greedy => self.queue_advance(m, false),
+            StepEnd::Sampled => self.queue_advance(m, true),
+        }
+    }
+
+    /// Before the first step of its kind: runs it, unrecorded, and waits. True if there was need;
+    /// then the positions it counted on have to be written again. Not while profiling, which would
+    /// count it: another session has run such steps then.
+    fn warm_up(&mut self, kind: StepKind) -> Result<bool> {
         let profiling = self.model.gpu.is_profiling();
-        if profiling || self.graphs.forward.is_none() {
-            // Kernels are loaded and their shared memory is reserved outside the recording: by a
-            // step that writes what the next one writes again.
-            if self.graphs.forward.is_none() {
-                self.step.step.write(0, &[at])?;
-                self.queue_embedding(1)?;
-                self.queue_layers(1)?;
-                self.stream.synchronize()?;
-            }
+        let first = !profiling && self.graphs.warm.insert((kind.m, kind.end));
+        if first {
+            self.queue_step(kind)?;
+            self.stream.synchronize()?;
+        }
+        Ok(first)
+    }
+
+    /// Runs a step, which is recorded the first time; while profiling each time, as each
+    /// recording has events of its own.
+    fn run_step(&mut self, kind: StepKind) -> Result<()> {
+        if self.model.gpu.is_profiling() || !self.graphs.recorded.contains_key(&kind) {
             let stream = self.stream.clone();
-            let graph = stream.record(|| {
-                self.queue_embedding(1)?;
-                self.queue_layers(1)
-            })?;
-            self.graphs.forward = Some(graph);
+            let graph = stream.record(|| self.queue_step(kind))?;
+            self.graphs.recorded.insert(kind, graph);
         }
-        let vocab = self.model.config.vocab_size;
-        let step = &mut self.step;
-        step.step_host.values_mut()[0] = at;
-        self.stream
-            .write(&mut step.step, 0, &step.step_host, 0..1)?;
-        if let Some(graph) = &self.graphs.forward {
+        if let Some(graph) = self.graphs.recorded.get(&kind) {
             self.stream.run(graph)?;
-        }
-        self.stream
-            .read(&step.logits, 0, &mut self.logits_host, vocab)?;
-        self.stream.synchronize()?;
-        self.logits
-            .extend_from_slice(&self.logits_host.values()[..vocab]);
-        if profiling {
-            self.graphs.forward = None;
-            self.model.gpu.settle_profile()?;
         }
         Ok(())
     }
 
-    /// Records a step that samples.
-    fn record_decode(&mut self, kind: StepKind) -> Result<()> {
-        let stream = self.stream.clone();
-        let graph = stream.record(|| {
-            self.queue_layers(kind.m)?;
-            self.queue_advance(kind)
-        })?;
-        self.graphs.decode.insert((kind.m, kind.lists), graph);
+    /// After the stream's work, while profiling: counts it, and forgets its recordings.
+    fn settle_profile(&mut self) -> Result<()> {
+        if self.model.gpu.is_profiling() {
+            self.model.gpu.settle_profile()?;
+            self.graphs.recorded.clear();
+        }
         Ok(())
+    }
+
+    /// A step of `m` sequences, the longest of which has `positions`, new ones included.
+    fn kind(&self, m: usize, positions: usize, end: StepEnd) -> StepKind {
+        let kv_heads = self.model.config.num_key_value_heads;
+        StepKind {
+            m,
+            splits: AttentionScratch::splits(&self.model.gpu, kv_heads, m, positions),
+            end,
+        }
+    }
+
+    /// The logits of one token, by the fused step.
+    pub(super) fn forward_step(&mut self, slot: usize, token: u32) -> Result<()> {
+        let position = self.lengths[slot];
+        let vocab = self.model.config.vocab_size;
+        let step = &mut self.step;
+        step.step_host.values_mut()[0] = Step {
+            position: position as i32,
+            slot: slot as i32,
+            token,
+            drawn: 0,
+        };
+        self.stream
+            .write(&mut step.step, 0, &step.step_host, 0..1)?;
+        let kind = self.kind(1, position + 1, StepEnd::Logits);
+        self.warm_up(kind)?;
+        self.run_step(kind)?;
+        self.stream
+            .read(&self.step.logits, 0, &mut self.logits_host, vocab)?;
+        self.stream.synchronize()?;
+        self.logits
+            .extend_from_slice(&self.logits_host.values()[..vocab]);
+        self.settle_profile()
     }
 
     /// Puts where the sequences stand on the device, and forgets tokens not received.
@@ -340,26 +387,23 @@ impl CudaSession {
     }
 
     /// Queues steps ahead of the tokens that the host reads; counts the steps whose tokens were
-    /// received.
+    /// received. The longest sequence has `longest` positions.
     fn decode_ahead(
         &mut self,
-        kind: StepKind,
+        end: StepEnd,
+        longest: usize,
         steps: usize,
         sequences: &mut [Decoding<'_>],
         received: &mut usize,
         each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
     ) -> Result<ControlFlow<()>> {
+        let m = sequences.len();
         let profiling = self.model.gpu.is_profiling();
         let ahead = if profiling { 1 } else { AHEAD };
         let mut queued = 0;
         while *received < steps {
             while queued < steps && queued - *received < ahead {
-                if profiling {
-                    self.record_decode(kind)?;
-                }
-                if let Some(graph) = self.graphs.decode.get(&(kind.m, kind.lists)) {
-                    self.stream.run(graph)?;
-                }
+                self.run_step(self.kind(m, longest + queued + 1, end))?;
                 queued += 1;
             }
             let mut flow = ControlFlow::Continue(());
@@ -373,7 +417,7 @@ impl CudaSession {
             *received += 1;
             if profiling {
                 self.stream.synchronize()?;
-                self.model.gpu.settle_profile()?;
+                self.settle_profile()?;
             }
             if flow.is_break() {
                 return Ok(flow);
@@ -418,32 +462,21 @@ impl CudaSession {
             let p = s.sampler.params();
             p.has_penalties() || !(p.is_greedy() || p.top_k == 1)
         };
-        let kind = StepKind {
-            m,
-            lists: sequences.iter().any(lists),
+        let end = match sequences.iter().any(lists) {
+            true => StepEnd::Sampled,
+            false => StepEnd::Greedy,
         };
         self.write_states(sequences)?;
-        // While profiling each step is recorded anew, as each recording has events of its own.
-        let key = (kind.m, kind.lists);
-        if !self.model.gpu.is_profiling() && !self.graphs.decode.contains_key(&key) {
-            // Kernels are loaded and their shared memory is reserved outside the recording: by a
-            // step that writes what the first one writes again.
-            self.queue_embedding(m)?;
-            self.queue_layers(m)?;
-            self.queue_advance(kind)?;
-            self.stream.synchronize()?;
-            self.record_decode(kind)?;
-            self.write_states(sequences)?;
-        }
         self.queue_embedding(m)?;
+        if self.warm_up(self.kind(m, longest + 1, end))? {
+            self.write_states(sequences)?;
+            self.queue_embedding(m)?;
+        }
         let mut received = 0;
-        let result = self.decode_ahead(kind, room, sequences, &mut received, each);
+        let result = self.decode_ahead(end, longest, room, sequences, &mut received, each);
         // Steps queued past the last token wanted wrote behind it: positions that are not
         // part of the sequence.
         let ended = self.stream.synchronize();
-        if self.model.gpu.is_profiling() {
-            self.graphs.decode.clear();
-        }
         // The token of each step that gave one is in the cache.
         for (sequence, start) in sequences.iter().zip(starts) {
             self.lengths[sequence.slot] = start + received;

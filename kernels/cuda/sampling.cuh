@@ -1,0 +1,108 @@
+// What choosing a token on the device needs: how, the order of logits, the lists that `candidates`
+// makes and `advance` reads, and the numbers drawn.
+#pragma once
+
+#include "common.cuh"
+
+struct Sampling {
+    float temperature;       // 0: the best token
+    float top_p;
+    float min_p;
+    float repetition;
+    float presence;
+    int top_k;               // 0: all
+    int penalties;           // any
+    uint32_t seed[2];
+    uint32_t stream[2];
+    uint32_t position[2];    // tokens before the first sampled one
+};
+
+constexpr int RANGES = 128;
+constexpr int RANGE_LIST = 32;
+constexpr int RANGE_THREADS = 256;
+constexpr int RANGE_PER_THREAD = 8;   // so up to 262,144 tokens
+
+// The best of a range of tokens.
+struct Range {
+    float peak;
+    float sum;            // of exp((x - peak) / temperature)
+    uint32_t threshold;   // tokens not listed are below it; 0: all are listed
+    int count;            // of the list; -1: a logit is not a number
+    unsigned long long list[RANGE_LIST];
+};
+
+// The best tokens of all, where few matter: those that reach the `shortlist_rank`-th greatest of
+// the best of the head's blocks. So at least as many do, and rarely many more.
+constexpr int SHORT_LIST = 128;
+constexpr int MOST_RANK = 64;
+// Where top-k does not say how many matter: as many as most nuclei have.
+constexpr int NUCLEUS_RANK = 48;
+
+struct Shortlist {
+    int count;         // that reach the threshold; those past SHORT_LIST are not listed. 0 between steps
+    int bad;           // a logit is not a number. 0 between steps
+    float threshold;
+    int pad;
+    unsigned long long list[SHORT_LIST];
+};
+
+DEVICE bool limits_k(const Sampling& how, int vocab) { return how.top_k > 0 && how.top_k < vocab; }
+DEVICE bool is_greedy(const Sampling& how) { return how.temperature == 0.f || how.top_k == 1; }
+DEVICE bool is_filtered(const Sampling& how, int vocab) {
+    return limits_k(how, vocab) || how.top_p < 1.f || how.min_p > 0.f;
+}
+
+// 0 if there is no short list: nothing is drawn, all tokens or too many matter, or penalties
+// change what is best.
+DEVICE int shortlist_rank(const Sampling& how, int vocab, int blocks) {
+    if (is_greedy(how) || how.penalties || !is_filtered(how, vocab)) return 0;
+    const int rank = limits_k(how, vocab) ? how.top_k : NUCLEUS_RANK;
+    return rank <= MOST_RANK && rank <= blocks ? rank : 0;
+}
+
+// Order of floats as integers.
+DEVICE uint32_t ordered(float f) {
+    const uint32_t b = __float_as_uint(f);
+    return b & 0x80000000u ? ~b : b | 0x80000000u;
+}
+DEVICE float unordered(uint32_t k) {
+    return __uint_as_float(k & 0x80000000u ? k & 0x7fffffffu : ~k);
+}
+DEVICE unsigned long long key_of(float logit, int id) {
+    return static_cast<unsigned long long>(ordered(logit)) << 32 | uint32_t(~id);
+}
+
+// Philox4x32-10; the first two words.
+DEVICE void philox(const uint32_t (&seed)[2], unsigned long long counter, const uint32_t (&stream)[2], uint32_t& w0, uint32_t& w1) {
+    uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = stream[0], c3 = stream[1];
+    uint32_t k0 = seed[0], k1 = seed[1];
+#pragma unroll 1
+    for (int i = 0; i < 10; i++) {
+        const uint32_t h0 = __umulhi(c0, 0xD2511F53u), l0 = c0 * 0xD2511F53u;
+        const uint32_t h1 = __umulhi(c2, 0xCD9E8D57u), l1 = c2 * 0xCD9E8D57u;
+        c0 = h1 ^ c1 ^ k0;
+        c1 = l1;
+        c2 = h0 ^ c3 ^ k1;
+        c3 = l0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    w0 = c0, w1 = c1;
+}
+
+// The logits as the sampler sees them.
+struct Logits {
+    const float* logits;
+    const uint8_t* seen;
+    const Sampling& how;
+
+    DEVICE float get(int i) const {
+        float x = __ldcg(logits + i);
+        if (how.penalties) {
+            const uint8_t state = __ldcg(seen + i);
+            if (state) x = x > 0.f ? x / how.repetition : x * how.repetition;
+            if (state == 2) x -= how.presence;
+        }
+        return x;
+    }
+};

@@ -1,0 +1,166 @@
+// The choice from a short list of tokens (`sampling.cuh`), by one warp in registers.
+#pragma once
+
+#include "sampling.cuh"
+
+// Element e of N a lane is lane e % 32's e / 32-th.
+
+// Sorts, greatest first.
+template <int N>
+DEVICE void warp_sort(unsigned long long (&key)[N], int lane) {
+#pragma unroll 1
+    for (int size = 2; size <= 32 * N; size <<= 1) {
+#pragma unroll 1
+        for (int stride = size / 2; stride >= 32; stride >>= 1) {
+            // Both elements are the lane's.
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+#pragma unroll
+                for (int j = i + 1; j < N; j++) {
+                    if ((i ^ j) * 32 != stride) continue;
+                    const bool falling = (i * 32 & size) == 0;
+                    const unsigned long long a = key[i], b = key[j];
+                    if ((a < b) == falling) key[i] = b, key[j] = a;
+                }
+            }
+        }
+#pragma unroll 1
+        for (int stride = min(size / 2, 16); stride > 0; stride >>= 1) {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const unsigned long long other = __shfl_xor_sync(~0u, key[i], stride);
+                const bool falling = ((i * 32 + lane) & size) == 0, first = (lane & stride) == 0;
+                if ((key[i] < other) == (falling == first)) key[i] = other;
+            }
+        }
+    }
+}
+
+// Sums over the elements up to each; returns that over all.
+template <int N>
+DEVICE double warp_scan(double (&v)[N], int lane) {
+    double before = 0.0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+#pragma unroll 1
+        for (int m = 1; m < 32; m <<= 1) {
+            const double o = __shfl_up_sync(~0u, v[i], m);
+            if (lane >= m) v[i] += o;
+        }
+        v[i] += before;
+        before = __shfl_sync(~0u, v[i], 31);
+    }
+    return before;
+}
+
+// The first element for which `test(i)` of its lane holds, at most `most`.
+template <int N, class F>
+DEVICE int first_of(int most, F test) {
+    int first = most;
+#pragma unroll
+    for (int i = N - 1; i >= 0; i--) {
+        const unsigned lanes = __ballot_sync(~0u, test(i));
+        if (lanes != 0) first = min(most, 32 * i + __ffs(lanes) - 1);
+    }
+    return first;
+}
+
+// Draws from the list, which holds all tokens from `threshold` up; -1 if others matter. `key` is
+// zero behind the list's `n` tokens, `total` the weight of all tokens, of use where top-k limits nothing;
+// `peak` receives the greatest logit.
+template <int N>
+DEVICE int draw_from_few(const Sampling& how, bool limited, unsigned long long (&key)[N], int n, float threshold, double total,
+                         double u, float& peak) {
+    const int lane = threadIdx.x % 32;
+    const float scale = 1.f / how.temperature;
+    warp_sort(key, lane);
+    const float top = unordered(uint32_t(__shfl_sync(~0u, key[0], 0) >> 32));
+    peak = top;
+    if (limited) {
+        if (n < how.top_k) return -1;
+        n = how.top_k;
+    }
+    auto weigh = [&](uint32_t logit) { return double(__expf((unordered(logit) - top) * scale)); };
+    double sums[N];
+    if (how.top_p < 1.f) {
+#pragma unroll
+        for (int i = 0; i < N; i++) sums[i] = 32 * i + lane < n ? weigh(uint32_t(key[i] >> 32)) : 0.0;
+        const double all = warp_scan(sums, lane);
+        const double target = double(how.top_p) * (limited ? all : total);
+        if (!limited && all < target) return -1;
+        n = first_of<N>(n - 1, [&](int i) { return sums[i] >= target; }) + 1;
+    }
+    if (how.min_p > 0.f) {
+        const float floor = top + how.temperature * __logf(how.min_p);
+        if (!limited && how.top_p >= 1.f && floor < threshold) return -1;
+        n = first_of<N>(n, [&](int i) { return 32 * i + lane > 0 && unordered(uint32_t(key[i] >> 32)) < floor; });
+    }
+    // By id: the key becomes (~id, logit).
+#pragma unroll
+    for (int i = 0; i < N; i++) key[i] = 32 * i + lane < n ? key[i] << 32 | key[i] >> 32 : 0;
+    warp_sort(key, lane);
+#pragma unroll
+    for (int i = 0; i < N; i++) sums[i] = 32 * i + lane < n ? weigh(uint32_t(key[i])) : 0.0;
+    const double all = warp_scan(sums, lane);
+    // Rounding may leave u past the last sum: then the last token that is kept.
+    const int at = first_of<N>(n - 1, [&](int i) { return sums[i] > u * all; });
+    unsigned long long chosen = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const unsigned long long k = __shfl_sync(~0u, key[i], at % 32);
+        if (i == at / 32) chosen = k;
+    }
+    return int(~uint32_t(chosen >> 32));
+}
+
+// What one warp makes of a short list.
+struct Choice {
+    int token;   // -1: others matter
+    bool bad;    // a logit is not finite
+};
+
+DEVICE Choice choose_from_few(const Sampling& how, int vocab, Shortlist& list, const Range* ranges, double u) {
+    const int lane = threadIdx.x % 32;
+    const bool limited = limits_k(how, vocab);
+    const int2 state = __ldcg(reinterpret_cast<const int2*>(&list));   // count, bad
+    const float threshold = __ldcg(&list.threshold);
+    unsigned long long key[SHORT_LIST / 32];
+#pragma unroll
+    for (int i = 0; i < SHORT_LIST / 32; i++) key[i] = __ldcg(list.list + 32 * i + lane);
+    double total = 0.0;
+    if (!limited && how.top_p < 1.f) {
+        float2 part[RANGES / 32];   // peak, sum
+        float most = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < RANGES / 32; i++) {
+            part[i] = __ldcg(reinterpret_cast<const float2*>(ranges + 32 * i + lane));
+            most = fmaxf(most, part[i].x);
+        }
+#pragma unroll
+        for (int m = 16; m > 0; m >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
+        const float scale = 1.f / how.temperature;
+#pragma unroll
+        for (int i = 0; i < RANGES / 32; i++)
+            if (part[i].x > -INFINITY) total += double(part[i].y) * double(__expf((part[i].x - most) * scale));
+#pragma unroll 1
+        for (int m = 16; m > 0; m >>= 1) total += __shfl_xor_sync(~0u, total, m);
+    }
+    const int n = state.x;
+#pragma unroll
+    for (int i = 0; i < SHORT_LIST / 32; i++)
+        if (32 * i + lane >= n) key[i] = 0;
+    __syncwarp();
+    // For the next step.
+    if (lane == 0) list.count = 0, list.bad = 0;
+    if (state.y) return {0, true};
+    if (n > SHORT_LIST) return {-1, false};
+    float peak;
+    int token;
+    if (n <= 64) {
+        unsigned long long few[2] = {key[0], key[1]};
+        token = draw_from_few(how, limited, few, n, threshold, total, u, peak);
+    } else {
+        token = draw_from_few(how, limited, key, n, threshold, total, u, peak);
+    }
+    return {token, !isfinite(peak)};
+}
