@@ -142,7 +142,7 @@ pub(crate) mod gpu {
     use super::{ROWS, SampledFrom, Ways, engine_weights};
     use crate::calibration::{SAMPLING_ROWS, sampling_slots};
     use crate::methods::Needs;
-    use crate::pipeline::SEQUENCE;
+    use crate::pipeline::{PIECE, SEQUENCE};
     use crate::schemes::Schemes;
     use crate::stepper::work_bytes;
     use crate::streamed;
@@ -209,7 +209,7 @@ pub(crate) mod gpu {
         Ways {
             sampling,
             quantizing: ROWS
-                .map(|rows| (rows, pass(rows) + layer(c, work)))
+                .map(|rows| (rows, (pass(rows) + layer(c, work)).max(head_piece(c, work))))
                 .to_vec(),
             // The source against itself takes two sessions of it.
             side_by_side: source + evaluated + result.max(evaluated),
@@ -225,6 +225,28 @@ pub(crate) mod gpu {
         LinearKind::ALL.map(of).into_iter().sum()
     }
 
+    /// The moments of the head's inputs, and what rounding a piece of it takes.
+    fn head_piece(c: &ModelConfig, work: &Work<'_>) -> u64 {
+        let n = c.hidden_size;
+        let rows = c.vocab_size.min(PIECE / n);
+        match work.needs {
+            Needs::Hessian => 4 * (n * n) as u64 + rounding(rows, n, work) + PARTIAL,
+            _ => 0,
+        }
+    }
+
+    /// Rounding a weight `[out, n]` by the moments of its inputs.
+    fn rounding(out: usize, n: usize, work: &Work<'_>) -> u64 {
+        let (values, factor) = ((out * n) as u64, 4 * (n * n) as u64);
+        // The weight as it is and in the order, codes, errors of a block and parameters.
+        let groups = work.schemes.linears.group.count(n);
+        let round = factor + 9 * values + (512 + 8 * groups) as u64 * out as u64;
+        // The weight, its changes and their outputs, codes.
+        let errors = 13 * values;
+        let factoring = CudaOps::factor_bytes(n) as u64 + factor;
+        factoring.max(round).max(errors)
+    }
+
     /// Beside the memory of a pass: a layer and the moments of its inputs, or the moments and
     /// what rounding the largest weight takes.
     fn layer(c: &ModelConfig, work: &Work<'_>) -> u64 {
@@ -236,19 +258,11 @@ pub(crate) mod gpu {
             .map(|kinds| 4 * (kinds[0].dims(c).1 as u64).pow(2))
             .into_iter()
             .sum();
-        let rounding = LinearKind::ALL.map(|kind| {
+        let most = LinearKind::ALL.map(|kind| {
             let (out, n) = kind.dims(c);
-            let (values, factor) = ((out * n) as u64, 4 * (n * n) as u64);
-            // The weight as it is and in the order, codes, errors of a block and parameters.
-            let groups = work.schemes.linears.group.count(n);
-            let round = factor + 9 * values + (512 + 8 * groups) as u64 * out as u64;
-            // The weight, its changes and their outputs, codes.
-            let errors = 13 * values;
-            (CudaOps::factor_bytes(n) as u64 + factor)
-                .max(round)
-                .max(errors)
+            rounding(out, n, work)
         });
-        moments + own.max(rounding.into_iter().max().unwrap_or(0))
+        moments + own.max(most.into_iter().max().unwrap_or(0))
     }
 }
 

@@ -4,6 +4,7 @@ use super::Job;
 use super::state::State;
 use crate::device_memory::{DeviceEstimate, SampledFrom};
 use crate::error::Result;
+use crate::linalg::InputStats;
 use crate::quality::Judge;
 #[cfg(feature = "cuda")]
 use nq_formats::Progress;
@@ -95,6 +96,24 @@ impl Job<'_> {
             return Ok((engine, from));
         }
         Ok((self.source_engine()?, from))
+    }
+
+    /// Statistics whose second moments are on the device that rounds by them.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn on_device(&self, inputs: InputStats) -> Result<InputStats> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(n) = self.options.load.device.resolve()?
+            && let Some(moments) = inputs.hessian.as_ref().and_then(|h| h.host())
+        {
+            use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+            let gpu = Gpu::open(n)?;
+            let buffer = gpu.upload("moments of the head's inputs", &moments.data)?;
+            let ops = Arc::new(CudaOps::new(&gpu, GemmPrecision::Split)?);
+            return crate::second_order::device::input_stats(&ops, buffer, moments.cols);
+        }
+        Ok(inputs)
     }
 
     /// True if the source is measured against layer by layer.

@@ -54,7 +54,9 @@ impl Job<'_> {
                 } else {
                     0.0
                 };
-                Some(head_inputs(&stream.data, &norm, eps, needs, looked_up))
+                let inputs = head_inputs(&stream.data, &norm, eps, needs, looked_up);
+                drop(stream);
+                Some(self.on_device(inputs)?)
             }
             None => None,
         };

@@ -19,6 +19,10 @@ impl Hessian for Matrix {
         self.cols
     }
 
+    fn host(&self) -> Option<&Matrix> {
+        Some(self)
+    }
+
     fn is_finite(&self) -> bool {
         self.data.par_iter().all(|v| v.is_finite())
     }

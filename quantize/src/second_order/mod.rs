@@ -21,6 +21,11 @@ pub trait Hessian: Debug + Send + Sync {
     /// Elements of an input.
     fn width(&self) -> usize;
 
+    /// The moments, where they are on the host.
+    fn host(&self) -> Option<&Matrix> {
+        None
+    }
+
     /// False if a moment is NaN or infinite.
     fn is_finite(&self) -> bool;
 
