@@ -109,6 +109,8 @@ fn the_gpu_rounds_as_the_host() {
         (64, 384, Bits::B4, Group::Size(32), Zeros::None, &[5, 300]),
         (70, 257, Bits::B8, Group::Channel, Zeros::None, &[0]),
         (16, 512, Bits::B8, Group::Size(128), Zeros::Integer, &[]),
+        // More rows than one launch takes, as of a head.
+        (65_600, 32, Bits::B4, Group::Size(16), Zeros::Integer, &[]),
     ];
     for (case, (rows, n, bits, group, zeros, dead)) in cases.into_iter().enumerate() {
         let mut weight = normal(rows, n, 2);

@@ -1,7 +1,7 @@
 //! Ranges of groups, the column loop and its errors (`cuda/fit_groups.cu`,
 //! `cuda/round_columns.cu`).
 
-use super::{Order, THREADS, cover};
+use super::{Order, THREADS, cover, runs};
 use crate::cuda::driver::{Address, Buffer};
 use crate::cuda::grad::CudaOps;
 use crate::cuda::grad::layer::Side;
@@ -181,15 +181,18 @@ impl CudaOps {
         let n = order.len();
         enough("permute_columns", "weights", rows * n, w.len())?;
         let to = self.gpu().zeros("a weight to be rounded", rows * n)?;
-        let args = Args {
-            from: w.at(0),
-            order: order.0.at(0),
-            to: to.at(0),
-            n: n as i32,
-            pad: 0,
-        };
-        // SAFETY: both sides hold rows of n; the order is a permutation of the columns.
-        unsafe { self.launch_shared("permute_columns", cover(n, rows), (THREADS, 0), &args)? };
+        for run in runs(rows) {
+            let args = Args {
+                from: w.at(run.start * n),
+                order: order.0.at(0),
+                to: to.at(run.start * n),
+                n: n as i32,
+                pad: 0,
+            };
+            let grid = cover(n, run.len());
+            // SAFETY: both sides hold rows of n; the order is a permutation of the columns.
+            unsafe { self.launch_shared("permute_columns", grid, (THREADS, 0), &args)? };
+        }
         Ok(to)
     }
 
@@ -352,20 +355,23 @@ impl CudaOps {
         enough("rounding_error", "weights", g.values(), w.len())?;
         enough("rounding_error", "codes", g.values(), codes.len())?;
         let e = self.gpu().zeros("errors of rounding", g.values())?;
-        let args = Args {
-            w: w.at(0),
-            codes: codes.at(0),
-            scales: g.scales.at(0),
-            zeros: g.zeros.at(0),
-            e: e.at(0),
-            n: g.cols as i32,
-            group: g.group as i32,
-            groups: g.groups() as i32,
-            pad: 0,
-        };
-        let grid = cover(g.cols, g.rows);
-        // SAFETY: all operands were checked.
-        unsafe { self.launch_shared("rounding_error", grid, (THREADS, 0), &args)? };
+        for run in runs(g.rows) {
+            let (at, group) = (run.start * g.cols, run.start * g.groups());
+            let args = Args {
+                w: w.at(at),
+                codes: codes.at(at),
+                scales: g.scales.at(group),
+                zeros: g.zeros.at(group),
+                e: e.at(at),
+                n: g.cols as i32,
+                group: g.group as i32,
+                groups: g.groups() as i32,
+                pad: 0,
+            };
+            let grid = cover(g.cols, run.len());
+            // SAFETY: all operands were checked, and the run is one of their rows.
+            unsafe { self.launch_shared("rounding_error", grid, (THREADS, 0), &args)? };
+        }
         Ok(e)
     }
 

@@ -45,6 +45,16 @@ fn check_order(order: &[u32]) -> Result<()> {
     }
 }
 
+/// Rows of a launch, at most: what a grid's second dimension holds.
+const MOST_ROWS: usize = 65_535;
+
+/// Runs of rows that a launch takes each.
+fn runs(rows: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    (0..rows)
+        .step_by(MOST_ROWS)
+        .map(move |at| at..(at + MOST_ROWS).min(rows))
+}
+
 /// Blocks that cover `n` columns of `rows` rows.
 fn cover(n: usize, rows: usize) -> (usize, usize, usize) {
     (n.div_ceil(THREADS), rows, 1)
