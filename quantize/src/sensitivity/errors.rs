@@ -1,0 +1,153 @@
+//! What rounding errs by, and what that makes of a group's losses.
+
+use super::PROBE;
+use crate::error::Result;
+use crate::fit::Fit;
+use crate::grid::{Grid, Rounded};
+use crate::linalg::{InputStats, Matrix, read_row};
+use crate::methods::rtn;
+use nq_formats::{AffineScheme, Weight};
+
+/// Rows of a weight that its output errors are sampled on, at most.
+const SAMPLE: usize = 256;
+
+/// What is known of a group.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Found {
+    /// The probe's divergence.
+    pub(super) kld: f64,
+    /// It stands in a layer.
+    pub(super) in_layer: bool,
+    /// Output error of the probe.
+    probe: f64,
+    /// Of each candidate.
+    pub(super) candidates: Vec<f64>,
+    /// Of the probe's scheme, where the method was tried: rounded to nearest, and by the method.
+    nearest: f64,
+    by_method: f64,
+}
+
+impl Found {
+    /// The divergence, in a run, of a unit of the candidates' errors: `together` is what
+    /// rounding all layers at once makes of the sum over them.
+    pub(super) fn unit(&self, together: f64) -> f64 {
+        let method = match self.nearest > 0.0 {
+            true => self.by_method / self.nearest,
+            false => 1.0,
+        };
+        let together = if self.in_layer { together } else { 1.0 };
+        self.kld.max(0.0) * method * together / self.probe.max(f64::MIN_POSITIVE)
+    }
+
+    /// Adds what `weight`, of which `rows` are a sample, errs by under the probe and every
+    /// candidate.
+    pub(super) fn add_weight(
+        &mut self,
+        weight: &Weight,
+        rows: &Matrix,
+        importance: &[f32],
+        candidates: &[AffineScheme],
+    ) -> Result<()> {
+        let scale = weight.dims().0 as f64 / rows.rows.max(1) as f64;
+        let error = |scheme: AffineScheme| -> Result<f64> {
+            let rounded = rtn::round(rows, Grid::new(scheme)?, Fit::clip(), importance);
+            Ok(scale * weighted(&rounded.change(rows), importance))
+        };
+        self.probe += error(PROBE)?;
+        self.candidates.resize(candidates.len(), 0.0);
+        for (sum, &scheme) in self.candidates.iter_mut().zip(candidates) {
+            *sum += error(scheme)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the output errors of `rows` of a weight in the probe's scheme, on inputs of which
+    /// `stats` are known: rounded to nearest, and as `tried` by the method.
+    pub(super) fn add_method(
+        &mut self,
+        rows: &Matrix,
+        tried: &Rounded,
+        stats: &InputStats,
+    ) -> Result<()> {
+        let output = |rounded: &Rounded| match &stats.hessian {
+            Some(h) => h.quadratic_error(&rounded.change(rows)),
+            None => Ok(weighted(&rounded.change(rows), &stats.mean_square)),
+        };
+        let nearest = rtn::round(rows, tried.grid, Fit::clip(), &stats.mean_square);
+        self.nearest += output(&nearest)?;
+        self.by_method += output(tried)?;
+        Ok(())
+    }
+}
+
+/// Rows of the weight `name`, evenly spread, [`SAMPLE`] at most.
+pub(super) fn sample(name: &str, weight: &Weight) -> Result<Matrix> {
+    let (out, cols) = weight.dims();
+    let n = out.min(SAMPLE);
+    let mut rows = Matrix::zeros(n, cols);
+    for i in 0..n {
+        read_row(name, weight, i * out / n, rows.row_mut(i))?;
+    }
+    Ok(rows)
+}
+
+/// `sum(h_j e_ij^2)`; an empty `h` counts as ones.
+fn weighted(e: &Matrix, h: &[f32]) -> f64 {
+    let of_row = |row: &[f32]| -> f64 {
+        let h = h.iter().copied().chain(std::iter::repeat(1.0));
+        let terms = row.iter().zip(h);
+        terms
+            .map(|(&e, h)| f64::from(h) * f64::from(e).powi(2))
+            .sum()
+    };
+    e.iter_rows().map(of_row).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_formats::{Bits, Group, Tensor, Zeros};
+
+    fn rows() -> Matrix {
+        let mut m = Matrix::zeros(4, 64);
+        for (i, v) in m.data.iter_mut().enumerate() {
+            *v = ((i * 37 % 101) as f32 - 50.0) / 25.0;
+        }
+        m
+    }
+
+    /// Losses are in proportion to errors; a method that halves them halves the losses.
+    #[test]
+    fn losses_follow_errors_and_the_method() {
+        let rows = rows();
+        let tensor = Tensor::from_f32(vec![4, 64], rows.data.clone()).unwrap();
+        let eight = AffineScheme {
+            bits: Bits::B8,
+            group: Group::Size(32),
+            zeros: Zeros::None,
+        };
+        let mut found = Found {
+            kld: 0.01,
+            ..Found::default()
+        };
+        let weight = Weight::Dense(tensor);
+        found
+            .add_weight(&weight, &rows, &[], &[PROBE, eight])
+            .unwrap();
+        assert!((found.unit(0.5) * found.candidates[0] - 0.01).abs() < 1e-12);
+        assert!(found.candidates[1] < found.candidates[0] / 100.0);
+        let plain = found.unit(1.0);
+
+        // What rounds to nearest saves nothing; what does no error at all, everything.
+        let stats = InputStats {
+            mean_square: vec![1.0; 64],
+            hessian: None,
+        };
+        let grid = Grid::new(PROBE).unwrap();
+        let nearest = rtn::round(&rows, grid, Fit::clip(), &stats.mean_square);
+        found.add_method(&rows, &nearest, &stats).unwrap();
+        assert!((found.unit(1.0) - plain).abs() < 1e-12 * plain);
+        (found.in_layer, found.by_method) = (true, found.by_method / 2.0);
+        assert!((found.unit(1.5) - 0.75 * plain).abs() < 1e-12 * plain);
+    }
+}

@@ -1,0 +1,143 @@
+//! What rounding each group of weights costs, measured: the KL divergence of the model with
+//! that group alone rounded from the model as it is.
+//!
+//! All variants run side by side through one pass over the layers: a group's variant branches
+//! off the source's stream at its layer and goes on through the layers after it, unrounded.
+//! So each layer is read once, half of the work of whole runs falls away, and no more than one
+//! layer is held. Each group is rounded to one scheme, the probe; the cost of its other
+//! schemes is in proportion to their output errors, `sum(E[x_j^2] (w_ij - q_ij)^2)`, since a
+//! divergence is quadratic in small changes.
+//!
+//! The probe is rounded to nearest, and alone; a run rounds by its method, and all layers
+//! together. So losses are scaled by what the method leaves of the probe's output error,
+//! `tr(E H E^T)` on some of its rows, and those of layers also by what rounding all of them
+//! costs against the sum over the groups alone. The method goes by the calibration text, as it
+//! will, and its error is taken on the text to measure on: on its own text it would look better
+//! than it is.
+
+mod errors;
+mod run;
+
+use crate::allocation::{Candidate, Menu, WeightGroup};
+use crate::error::Result;
+use crate::methods::Method;
+use crate::stepper::Stepper;
+use errors::Found;
+use nq_formats::{
+    AffineScheme, Bits, Group, ModelConfig, Progress, Unit, Weight, WeightStore, Zeros,
+};
+use nq_runtime::LinearKind;
+use nq_runtime::models::qwen3;
+use run::Run;
+
+/// What groups are rounded to, to see what it costs.
+const PROBE: AffineScheme = AffineScheme {
+    bits: Bits::B4,
+    group: Group::Size(32),
+    zeros: Zeros::Integer,
+};
+
+/// Tokens of a window, at most. The second half is scored.
+const WINDOW: usize = 256;
+
+/// Multiplications that a measurement may take: the forwards of all variants.
+const WORK: u64 = 40_000_000_000_000;
+
+/// Bytes of logits that are held at once.
+const LOGITS: usize = 64 << 20;
+
+/// (number, length) of the windows to measure on: of `tokens` in all, if `WORK` allows as
+/// many, and from 2 to 16.
+pub fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usize) {
+    let length = WINDOW.min(config.max_position_embeddings);
+    let window = config.parameters() as u64 / 2 * groups as u64 * length as u64;
+    let n = (WORK / window.max(1)).min((tokens / length) as u64);
+    let n = n.clamp(2, 16) as usize;
+    (n, length)
+}
+
+/// A measurement to be made.
+pub struct Probe<'a> {
+    /// The source's weights.
+    pub store: &'a dyn WeightStore,
+    /// Sequences to measure on, all of one length.
+    pub text: &'a [Vec<u32>],
+    /// The groups, as [`crate::allocation::groups`] lists them.
+    pub groups: &'a [WeightGroup],
+    /// The schemes to choose from.
+    pub candidates: &'a [AffineScheme],
+    /// What layers will be rounded by.
+    pub method: &'a dyn Method,
+    /// Text that it will go by; none if it needs nothing to go by.
+    pub calibration: Option<&'a [Vec<u32>]>,
+    /// Told of rows that went through a layer.
+    pub progress: &'a dyn Progress,
+}
+
+impl Probe<'_> {
+    /// Rows that the progress will count.
+    fn work(&self, layers: usize) -> u64 {
+        let tokens: usize = self.text.iter().map(Vec::len).sum();
+        let per_layer = LinearKind::INPUTS.len();
+        let begin = 3; // the source, the embedding's variant and that of all layers
+        // Each layer runs what branched off before it, then its own groups.
+        let runs: usize = (0..layers).map(|l| begin + per_layer * l + per_layer).sum();
+        let calibration = self.calibration.unwrap_or_default();
+        let calibration: usize = calibration.iter().map(Vec::len).sum();
+        (tokens * runs + calibration * layers) as u64
+    }
+
+    /// Measures every group. Candidates whose groups do not fill a weight's rows are left out.
+    ///
+    /// # Errors
+    /// What reading and running the model report; logits that are no numbers.
+    pub fn menus(&self, stepper: &mut Stepper) -> Result<Vec<Menu>> {
+        let layers = stepper.as_mut().config().num_hidden_layers;
+        self.progress
+            .begin("measuring sensitivity", self.work(layers), Unit::Tokens);
+        let run = self.run(stepper);
+        self.progress.end();
+        let (found, together) = run?;
+        let menu = |(group, found): (&WeightGroup, Found)| Menu {
+            group: group.name.clone(),
+            weights: group.weights.iter().map(|w| w.0.clone()).collect(),
+            candidates: self
+                .candidates
+                .iter()
+                .zip(&found.candidates)
+                .filter(|(scheme, _)| group.fits(**scheme))
+                .map(|(&scheme, error)| Candidate {
+                    scheme,
+                    bytes: group.bytes(scheme),
+                    loss: found.unit(together) * error,
+                })
+                .collect(),
+        };
+        Ok(self.groups.iter().zip(found).map(menu).collect())
+    }
+
+    /// What is known of every group, and what rounding all layers together costs as a share
+    /// of the sum over their groups.
+    fn run(&self, stepper: &mut Stepper) -> Result<(Vec<Found>, f64)> {
+        let config = stepper.as_mut().config().clone();
+        let embedding = qwen3::embedding(self.store, &config)?;
+        let mut run = Run::new(self, stepper, &config, &embedding)?;
+        for index in 0..config.num_hidden_layers {
+            run.layer(index)?;
+        }
+        let result = run.finish(&embedding);
+        Weight::release(&embedding);
+        result
+    }
+}
+
+/// Bytes of the streams of all variants, and of what the layers and the head take beside.
+pub fn bytes(config: &ModelConfig, groups: usize, tokens: usize) -> usize {
+    let (n, length) = shape(config, groups, tokens);
+    let stream = 4 * n * length * config.hidden_size;
+    let streams = (groups + 5) * stream; // with the source's own, all layers' and copies
+    // The reference's logits, those of its first tile and a variant's.
+    let logits = 3 * LOGITS.min(4 * config.vocab_size * length.div_ceil(2));
+    let head = logits + 2 * config.vocab_size * config.hidden_size;
+    streams + head
+}

@@ -1,0 +1,356 @@
+//! A measurement under way: the streams that run along, layer after layer.
+
+use super::errors::{Found, sample};
+use super::{LOGITS, PROBE, Probe};
+use crate::allocation::{Place, WeightGroup};
+use crate::error::Result;
+use crate::fit::Fit;
+use crate::grid::{Grid, Rounded};
+use crate::layers::{self, Pass, head_inputs};
+use crate::linalg::{InputStats, Matrix};
+use crate::methods::{Needs, Problem, rtn};
+use crate::pipeline::LOOKED_UP;
+use crate::stepper::Stepper;
+use nq_evals::kld_rows;
+use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
+use nq_runtime::{Hidden, LayerWeights, LinearId, LinearKind};
+use std::ops::Range;
+
+/// A stream that runs along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Variant {
+    /// Nothing rounded: what the others are held against.
+    Source,
+    /// One group rounded.
+    Group(usize),
+    /// All layers rounded.
+    Layers,
+}
+
+/// A measurement under way.
+pub(super) struct Run<'r> {
+    probe: &'r Probe<'r>,
+    stepper: &'r mut Stepper,
+    config: &'r ModelConfig,
+    grid: Grid,
+    /// The streams of `variants`, the source's first.
+    stream: Hidden,
+    variants: Vec<Variant>,
+    /// The stream of which every layer is rounded; the last variant in the end.
+    rounded: Hidden,
+    calibration: Option<Hidden>,
+    found: Vec<Found>,
+}
+
+/// The final norm and the head.
+struct End {
+    norm: Tensor,
+    head: Weight,
+    /// The head's group and name, if it is to be measured.
+    group: Option<(usize, &'static str)>,
+}
+
+impl<'r> Run<'r> {
+    /// The streams as the embedding gives them, rounded and not.
+    pub(super) fn new(
+        probe: &'r Probe<'r>,
+        stepper: &'r mut Stepper,
+        config: &'r ModelConfig,
+        embedding: &Weight,
+    ) -> Result<Self> {
+        let grid = Grid::new(PROBE)?;
+        let mut stream = Hidden::embed(embedding, probe.text)?;
+        let rounded = stream.clone();
+        let calibration = match probe.calibration {
+            Some(text) => Some(Hidden::embed(embedding, text)?),
+            None => None,
+        };
+        let mut variants = vec![Variant::Source];
+        // Growing would hold all streams twice.
+        (stream.data).reserve_exact(stream.data.len() * (probe.groups.len() + 1));
+        if let Some(g) = group_at(probe.groups, Place::Embedding) {
+            let (weight, _) = rtn::round_rows(EMBEDDING, embedding, grid, Fit::clip(), &[])?;
+            join(&mut stream, Hidden::embed(&weight, probe.text)?);
+            variants.push(Variant::Group(g));
+        }
+        Ok(Run {
+            probe,
+            stepper,
+            config,
+            grid,
+            stream,
+            variants,
+            rounded,
+            calibration,
+            found: vec![Found::default(); probe.groups.len()],
+        })
+    }
+
+    /// Takes all streams through a layer; each of its groups begins one.
+    pub(super) fn layer(&mut self, index: usize) -> Result<()> {
+        let source = LayerWeights::read(self.probe.store, self.config, index)?;
+        let before = Hidden {
+            data: self.source_stream().to_vec(),
+            lengths: self.probe.text.iter().map(Vec::len).collect(),
+        };
+        // Before the other statistics are gathered: a device holds one set of them.
+        let tried = self.try_method(index, &source)?;
+        let needs = self.probe.method.needs().max(Needs::Squares);
+        let stats = layers::gather(self.stepper, index, &source, &before, needs, &())?;
+        pass(self.stepper, self.probe, index, &source, &mut self.stream)?;
+        let mut all = source.clone();
+        for input in 0..LinearKind::INPUTS.len() {
+            let Some(g) = group_at(self.probe.groups, Place::Layer { index, input }) else {
+                continue;
+            };
+            let tried = tried.as_ref().map(|t| &t[input]);
+            let weights = self.round_group(g, &source, input, &stats[input], tried)?;
+            for &kind in LinearKind::INPUTS[input] {
+                all.linears[kind as usize] = weights.linear(kind).clone();
+            }
+            let mut variant = before.clone();
+            pass(self.stepper, self.probe, index, &weights, &mut variant)?;
+            join(&mut self.stream, variant);
+            self.variants.push(Variant::Group(g));
+        }
+        pass(self.stepper, self.probe, index, &all, &mut self.rounded)?;
+        source.linears.iter().for_each(Weight::release);
+        Ok(())
+    }
+
+    /// The source's own stream.
+    fn source_stream(&self) -> &[f32] {
+        &self.stream.data[..self.stream.data.len() / self.variants.len()]
+    }
+
+    /// The layer with group `g` rounded, whose Linears see what `stats` tell of. Notes what
+    /// they err by.
+    fn round_group(
+        &mut self,
+        g: usize,
+        source: &LayerWeights,
+        input: usize,
+        stats: &InputStats,
+        tried: Option<&Rounded>,
+    ) -> Result<LayerWeights> {
+        let found = &mut self.found[g];
+        found.in_layer = true;
+        let mut weights = source.clone();
+        for (i, &kind) in LinearKind::INPUTS[input].iter().enumerate() {
+            let (weight, name) = (source.linear(kind), &self.probe.groups[g].weights[i].0);
+            let importance = &stats.mean_square;
+            let (rounded, _) = rtn::round_rows(name, weight, self.grid, Fit::clip(), importance)?;
+            weights.linears[kind as usize] = rounded;
+            let rows = sample(name, weight)?;
+            found.add_weight(weight, &rows, importance, self.probe.candidates)?;
+            if let (0, Some(tried)) = (i, tried) {
+                found.add_method(&rows, tried, stats)?;
+            }
+        }
+        Ok(weights)
+    }
+
+    /// What the method makes of rows of a layer's weights in the probe's scheme, going by the
+    /// layer's inputs on the calibration text: one of the weights that share an input stands
+    /// for them. The text goes through the layer.
+    fn try_method(&mut self, index: usize, source: &LayerWeights) -> Result<Option<Vec<Rounded>>> {
+        let Some(text) = &mut self.calibration else {
+            return Ok(None);
+        };
+        let needs = self.probe.method.needs();
+        let known = layers::gather(self.stepper, index, source, text, needs, &())?;
+        pass(self.stepper, self.probe, index, source, text)?;
+        let round = |(kinds, known): (&&[LinearKind], &InputStats)| {
+            let kind = kinds[0];
+            let name = LinearId { layer: index, kind }.to_string();
+            by_method(
+                self.probe,
+                &name,
+                &sample(&name, source.linear(kind))?,
+                known,
+            )
+        };
+        let tried: Result<Vec<Rounded>> =
+            LinearKind::INPUTS.iter().zip(&known).map(round).collect();
+        Ok(Some(tried?))
+    }
+
+    /// What is known of every group in the end, and what rounding all layers together costs as
+    /// a share of the sum over their groups.
+    pub(super) fn finish(mut self, embedding: &Weight) -> Result<(Vec<Found>, f64)> {
+        let rounded = std::mem::take(&mut self.rounded);
+        join(&mut self.stream, rounded);
+        self.variants.push(Variant::Layers);
+        let end = self.end(embedding)?;
+        let (together, first) = self.score(&end)?;
+        self.score_head(&end, &first)?;
+        let place = group_at(self.probe.groups, Place::Embedding);
+        if let (Some(g), false) = (place, self.config.tie_word_embeddings) {
+            let rows = sample(EMBEDDING, embedding)?;
+            self.found[g].add_weight(embedding, &rows, &[], self.probe.candidates)?;
+        }
+        end.head.release();
+        let apart: f64 = (self.found.iter().filter(|f| f.in_layer))
+            .map(|f| f.kld)
+            .sum();
+        let share = together / apart;
+        // Layers that cost nothing say nothing of each other.
+        let sane = share.is_finite() && share > 0.0;
+        Ok((self.found, if sane { share } else { 1.0 }))
+    }
+
+    fn end(&self, embedding: &Weight) -> Result<End> {
+        let (store, groups) = (self.probe.store, self.probe.groups);
+        let norm = store.vector(FINAL_NORM, self.config.hidden_size)?;
+        Ok(if self.config.tie_word_embeddings {
+            End {
+                norm,
+                head: embedding.clone(),
+                group: group_at(groups, Place::Embedding).map(|g| (g, EMBEDDING)),
+            }
+        } else {
+            End {
+                norm,
+                head: qwen3::head(store, self.config)?,
+                group: group_at(groups, Place::Head).map(|g| (g, HEAD)),
+            }
+        })
+    }
+
+    /// Notes the divergence of every group's stream. Returns that of all layers, and the
+    /// source's logits on the first tile.
+    fn score(&mut self, end: &End) -> Result<(f64, Vec<f32>)> {
+        let (vocab, variants) = (self.config.vocab_size, self.variants.len());
+        let tokens = self.stream.lengths.iter().sum::<usize>() / variants;
+        let of_variant =
+            |v: usize, tile: &Range<usize>| v * tokens + tile.start..v * tokens + tile.end;
+        let ranges: Vec<Range<usize>> = (self.tiles().iter())
+            .flat_map(|tile| (0..variants).map(move |v| of_variant(v, tile)))
+            .collect();
+        let mut sums = vec![(0f64, 0usize); variants];
+        let (mut reference, mut first, mut failed) = (Vec::new(), Vec::new(), Ok(()));
+        let mut add = |i: usize, logits: &[f32]| {
+            let variant = i % variants;
+            if variant == 0 {
+                reference.clear();
+                reference.extend_from_slice(logits);
+                if i == 0 {
+                    first.extend_from_slice(logits);
+                }
+                return;
+            }
+            match kld_rows(logits, &reference, vocab) {
+                Ok(rows) => {
+                    sums[variant].0 += rows.iter().sum::<f64>();
+                    sums[variant].1 += rows.len();
+                }
+                Err(e) => failed = Err(e),
+            }
+        };
+        (self.stepper.as_mut()).heads(&end.norm, &end.head, &self.stream, &ranges, &mut add)?;
+        failed?;
+        let mut together = 0.0;
+        for (variant, sum) in self.variants.iter().zip(&sums) {
+            let kld = sum.0 / sum.1.max(1) as f64;
+            match *variant {
+                Variant::Source => {}
+                Variant::Layers => together = kld,
+                Variant::Group(g) => self.found[g].kld += kld,
+            }
+        }
+        Ok((together, first))
+    }
+
+    /// Notes what the head rounded costs over the source's stream, of which the first tile,
+    /// with these logits unrounded, says enough.
+    fn score_head(&mut self, end: &End, first: &[f32]) -> Result<()> {
+        let (Some((g, name)), Some(tile)) = (end.group, self.tiles().into_iter().next()) else {
+            return Ok(());
+        };
+        let stats = self.head_inputs(end, self.source_stream())?;
+        let importance = &stats.mean_square;
+        let (rounded, _) = rtn::round_rows(name, &end.head, self.grid, Fit::clip(), importance)?;
+        let logits = (self.stepper.as_mut()).head(&end.norm, &rounded, &self.stream, tile)?;
+        let divergences = kld_rows(&logits, first, self.config.vocab_size)?;
+        let rows = sample(name, &end.head)?;
+        let tried = match &self.calibration {
+            Some(text) => {
+                let known = self.head_inputs(end, &text.data)?;
+                Some(by_method(self.probe, name, &rows, &known)?)
+            }
+            None => None,
+        };
+        let found = &mut self.found[g];
+        found.kld += divergences.iter().sum::<f64>() / divergences.len().max(1) as f64;
+        found.add_weight(&end.head, &rows, importance, self.probe.candidates)?;
+        match tried {
+            Some(tried) => found.add_method(&rows, &tried, &stats),
+            None => Ok(()),
+        }
+    }
+
+    fn head_inputs(&self, end: &End, x: &[f32]) -> Result<InputStats> {
+        let (norm, eps) = (end.norm.to_f32()?, self.config.rms_norm_eps);
+        let looked_up = match self.config.tie_word_embeddings {
+            true => LOOKED_UP,
+            false => 0.0,
+        };
+        let needs = self.probe.method.needs();
+        Ok(head_inputs(x, &norm, eps, needs, looked_up))
+    }
+
+    /// Rows of the source's stream that are scored, the second half of each window, cut so
+    /// that a tile's logits fit `LOGITS`.
+    fn tiles(&self) -> Vec<Range<usize>> {
+        let most = (LOGITS / (4 * self.config.vocab_size)).max(1);
+        let mut tiles = Vec::new();
+        let mut start = 0;
+        for sequence in self.probe.text {
+            let scored = start + sequence.len() / 2..start + sequence.len();
+            for at in scored.clone().step_by(most) {
+                tiles.push(at..(at + most).min(scored.end));
+            }
+            start += sequence.len();
+        }
+        tiles
+    }
+}
+
+/// Where the group of this place stands in the list.
+fn group_at(groups: &[WeightGroup], place: Place) -> Option<usize> {
+    groups.iter().position(|g| g.place == place)
+}
+
+/// Runs a layer over `stream`, which becomes what comes out.
+fn pass(
+    stepper: &mut Stepper,
+    probe: &Probe<'_>,
+    index: usize,
+    weights: &LayerWeights,
+    stream: &mut Hidden,
+) -> Result<()> {
+    let stepper = stepper.as_mut();
+    let mut observer = Pass {
+        width: stepper.config().hidden_size,
+        progress: probe.progress,
+    };
+    Ok(stepper.layer(index, weights, stream, &mut observer)?)
+}
+
+/// `rows` of a weight in the probe's scheme, by the method that goes by `known`.
+fn by_method(probe: &Probe<'_>, name: &str, rows: &Matrix, known: &InputStats) -> Result<Rounded> {
+    let problem = Problem {
+        name,
+        weight: rows,
+        inputs: Some(known),
+        grid: Grid::new(PROBE)?,
+    };
+    Ok(probe.method.round(&problem)?.rounded)
+}
+
+/// Appends the sequences of `more`.
+fn join(stream: &mut Hidden, more: Hidden) {
+    stream.data.extend_from_slice(&more.data);
+    stream.lengths.extend_from_slice(&more.lengths);
+}
