@@ -274,26 +274,8 @@ impl Job<'_> {
         ));
         let known = state.tuning.take().filter(|t| t.key == tuning.key);
         let known = known.and_then(|t| t.settings);
-        let batch = match (&known, options.effort) {
-            (Some(s), _) => s.batch,
-            (None, Effort::Steps { batch, .. }) => batch,
-            (None, Effort::Default | Effort::Budget(_)) => plan.pass,
-        };
-        let pass = plan.pass.min(batch);
-        let settings = known.clone().unwrap_or(Settings {
-            steps: 0,
-            batch: batch.next_multiple_of(pass),
-            pass,
-            slots: plan.slots,
-            length,
-            held_out: most.held_out,
-            codes: plan.codes,
-            rate_codes: RATE_CODES,
-            rate_scales: RATE_SCALES,
-            rate_gains: RATE_GAINS,
-            warmup: WARMUP,
-            seed: self.options.seed ^ TEXT,
-        });
+        let settings = (known.clone())
+            .unwrap_or_else(|| self.first_settings(plan, most, options.effort, length));
         let source = self.source()?;
         let texts = self.beginnings(length, settings.seed)?;
         let mut trainer = Trainer::new(
@@ -305,28 +287,10 @@ impl Job<'_> {
             &self.progress,
         )?;
         if known.is_none() {
-            let chosen = match options.effort {
-                Effort::Steps { steps, batch } => Some((steps, batch)),
-                Effort::Default | Effort::Budget(_) => {
-                    let budget = match options.effort {
-                        Effort::Budget(time) => time.as_secs_f64(),
-                        _ => default_seconds(config.parameters(), most.on_cpu),
-                    };
-                    let each = trainer.seconds_per_sequence()?;
-                    let seconds = budget * SHARE - start.elapsed().as_secs_f64();
-                    schedule(seconds, each, pass)
-                }
-            };
-            let Some((steps, batch)) = chosen else {
+            if !self.choose_schedule(&mut trainer, options.effort, most, start)? {
                 let why = "not tuned: the budget is too short for a schedule worth its time";
                 return self.leave(writer, state, tuning, why.into());
-            };
-            let batch = batch.next_multiple_of(pass);
-            trainer.plan(
-                steps,
-                batch,
-                RATE_CODES * (batch as f32 / RATE_BATCH).sqrt().min(1.0),
-            );
+            }
             // What was chosen by a clock is kept, so that a resumed run makes the same choice.
             tuning.settings = Some(trainer.settings().clone());
             state.tuning = Some(tuning.clone());
@@ -356,6 +320,67 @@ impl Job<'_> {
         state.tuning = Some(tuning);
         save(writer, state)?;
         remove_checkpoint(writer)
+    }
+
+    /// What is known before steps are counted.
+    fn first_settings(
+        &self,
+        plan: MemoryPlan,
+        most: Most,
+        effort: Effort,
+        length: usize,
+    ) -> Settings {
+        let batch = match effort {
+            Effort::Steps { batch, .. } => batch,
+            Effort::Default | Effort::Budget(_) => plan.pass,
+        };
+        let pass = plan.pass.min(batch);
+        Settings {
+            steps: 0,
+            batch: batch.next_multiple_of(pass),
+            pass,
+            slots: plan.slots,
+            length,
+            held_out: most.held_out,
+            codes: plan.codes,
+            rate_codes: RATE_CODES,
+            rate_scales: RATE_SCALES,
+            rate_gains: RATE_GAINS,
+            warmup: WARMUP,
+            seed: self.options.seed ^ TEXT,
+        }
+    }
+
+    /// Gives the trainer the steps asked for, or as many as fit the time from `start` on by a
+    /// measurement. False if too few do.
+    fn choose_schedule<O: GradOps>(
+        &self,
+        trainer: &mut Trainer<'_, O>,
+        effort: Effort,
+        most: Most,
+        start: Instant,
+    ) -> Result<bool> {
+        let pass = trainer.settings().pass;
+        let chosen = match effort {
+            Effort::Steps { steps, batch } => Some((steps, batch)),
+            Effort::Default | Effort::Budget(_) => {
+                let budget = match effort {
+                    Effort::Budget(time) => time.as_secs_f64(),
+                    _ => default_seconds(self.config().parameters(), most.on_cpu),
+                };
+                let each = trainer.seconds_per_sequence()?;
+                let seconds = budget * SHARE - start.elapsed().as_secs_f64();
+                schedule(seconds, each, pass)
+            }
+        };
+        let Some((steps, batch)) = chosen else {
+            return Ok(false);
+        };
+        let batch = batch.next_multiple_of(pass);
+        // That of codes goes with the root of the batch.
+        let rate = RATE_CODES * (batch as f32 / RATE_BATCH).sqrt().min(1.0);
+        trainer.plan(steps, batch, rate);
+        Ok(true)
     }
 
     /// Keeps the method's weights and says why.
