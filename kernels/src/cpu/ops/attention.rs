@@ -10,6 +10,7 @@ use crate::cpu::kv::{HeadData, KvView};
 use crate::cpu::linear::float::tile;
 use crate::cpu::simd::{LANES, Simd};
 use half::f16;
+use std::ops::Range;
 
 /// Positions that one task of [`decode`] covers: the split over the cache's length is fixed,
 /// so that the order of sums does not depend on the number of threads.
@@ -407,34 +408,10 @@ pub(crate) unsafe fn prefill<S: Simd, const P: usize, const C: usize>(
                 let scores = scores.as_mut_ptr().add(p * BLOCK * LANES);
                 if from + n > all_see {
                     // Some query of the tile does not see all of the block.
-                    let limit = s.load(limit[p].as_ptr());
-                    for i in 0..n {
-                        let at = scores.add(i * LANES);
-                        // Positive where the position lies at or past the limit.
-                        let past = s.sub(s.splat((from + i) as f32 + 0.5), limit);
-                        let bias = s.mul(s.max(past, s.splat(0.0)), s.splat(2.0 * MASKED));
-                        s.store(at, s.add(s.load(at), bias));
-                    }
+                    mask(s, scores, from..from + n, &limit[p]);
                 }
-                let mut top = max[p];
-                for i in 0..n {
-                    top = s.max(top, s.load(scores.add(i * LANES)));
-                }
-                let fade = s.exp(s.sub(max[p], top));
-                max[p] = top;
-                let mut total = s.mul(sum[p], fade);
-                for i in 0..n {
-                    let at = scores.add(i * LANES);
-                    let e = s.exp(s.sub(s.load(at), top));
-                    s.store(at, e);
-                    total = s.add(total, e);
-                }
-                sum[p] = total;
                 let outputs = outputs.as_mut_ptr().add(p * parts * PITCH * LANES);
-                for i in 0..d {
-                    let at = outputs.add(i * LANES);
-                    s.store(at, s.mul(s.load(at), fade));
-                }
+                fold(s, scores, n, outputs, d, &mut max[p], &mut sum[p]);
             }
             with_rows!(values, |rows| unpack(s, rows, d, from, n, block));
             for part in 0..parts {
@@ -463,6 +440,64 @@ pub(crate) unsafe fn prefill<S: Simd, const P: usize, const C: usize>(
             for i in 0..d {
                 *y.add(i) = from[i * LANES] * inverse;
             }
+        }
+    }
+}
+
+/// Makes the scores of positions `at`, `[position][16]`, negligible for queries whose limit lies
+/// at or before them.
+///
+/// # Safety
+/// `scores` is valid for 16 floats a position.
+#[inline(always)]
+unsafe fn mask<S: Simd>(s: S, scores: *mut f32, at: Range<usize>, limit: &[f32; LANES]) {
+    // SAFETY: as the caller grants; `limit` is 16 long.
+    unsafe {
+        let limit = s.load(limit.as_ptr());
+        for (i, position) in at.enumerate() {
+            let at = scores.add(i * LANES);
+            // Positive where the position lies at or past the limit.
+            let past = s.sub(s.splat(position as f32 + 0.5), limit);
+            let bias = s.mul(s.max(past, s.splat(0.0)), s.splat(2.0 * MASKED));
+            s.store(at, s.add(s.load(at), bias));
+        }
+    }
+}
+
+/// Takes `n` positions' scores `[position][16]` into an online softmax: they become weights, and
+/// `outputs` `[d][16]`, `max` and `sum` what they are under the new greatest score.
+///
+/// # Safety
+/// `scores` is valid for 16 floats a position, `outputs` for 16 a dimension.
+#[inline(always)]
+unsafe fn fold<S: Simd>(
+    s: S,
+    scores: *mut f32,
+    n: usize,
+    outputs: *mut f32,
+    d: usize,
+    max: &mut S::F,
+    sum: &mut S::F,
+) {
+    // SAFETY: as the caller grants.
+    unsafe {
+        let mut top = *max;
+        for i in 0..n {
+            top = s.max(top, s.load(scores.add(i * LANES)));
+        }
+        let fade = s.exp(s.sub(*max, top));
+        *max = top;
+        let mut total = s.mul(*sum, fade);
+        for i in 0..n {
+            let at = scores.add(i * LANES);
+            let e = s.exp(s.sub(s.load(at), top));
+            s.store(at, e);
+            total = s.add(total, e);
+        }
+        *sum = total;
+        for i in 0..d {
+            let at = outputs.add(i * LANES);
+            s.store(at, s.mul(s.load(at), fade));
         }
     }
 }
