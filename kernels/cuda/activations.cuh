@@ -43,8 +43,8 @@ DEVICE uint32_t gather_bytes(int x, int y, int z, int w) {
 struct CellDigits {
     uint32_t high[2], low[2];
     float scale;   // of the slot
-    int sum;       // of the values of the 32 inputs around the cell, over the scale: few lanes want it, and
-                   // converting it in all made the products of a step 2 % slower
+    int sum;       // of the values of the 32 inputs around the cell, over the scale: few lanes want it,
+                   // and those convert it
 };
 
 template <int BITS>

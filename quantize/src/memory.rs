@@ -7,8 +7,7 @@
 use crate::calibration::{SAMPLING_ROWS, sampling_slots};
 use crate::error::Result;
 use crate::methods::Needs;
-use crate::pipeline::PIECE;
-use crate::pipeline::SEQUENCE;
+use crate::pipeline::{PIECE, SEQUENCE};
 use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::{Checkpoint, DType, Files, ModelConfig, Weight};

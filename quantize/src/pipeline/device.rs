@@ -77,10 +77,11 @@ impl Job<'_> {
         }
     }
 
-    /// The engine that text is sampled from, and what it holds.
-    pub(super) fn sampling_engine(&self) -> Result<(Arc<dyn Engine>, SampledFrom)> {
+    /// The engine that text is sampled from; what it holds is kept in `state`.
+    pub(super) fn sampling_engine(&self, state: &mut State) -> Result<Arc<dyn Engine>> {
         let estimate = self.device_estimate()?;
         let from = estimate.map_or(SampledFrom::Source, |d| d.sampled_from);
+        state.sampled_from = from;
         #[cfg(feature = "cuda")]
         if let (Some(schemes), Some(estimate)) =
             (crate::device_memory::gpu::copy_schemes(from), estimate)
@@ -93,9 +94,9 @@ impl Job<'_> {
             let store = crate::rounded_weights(self.checkpoint, schemes)?;
             let options = &self.options.load;
             let engine = nq_runtime::load(self.config(), &store, options, &self.progress)?;
-            return Ok((engine, from));
+            return Ok(engine);
         }
-        Ok((self.source_engine()?, from))
+        self.source_engine()
     }
 
     /// Statistics whose second moments are on the device that rounds by them.

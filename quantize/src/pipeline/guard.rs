@@ -180,14 +180,18 @@ impl Job<'_> {
         calibration: Option<&Sequences>,
     ) -> Result<&'s [Menu]> {
         if state.menus.is_none() {
-            state.menus = Some(self.measure_menus(calibration)?);
+            state.menus = Some(self.measure_menus(state, calibration)?);
             save(writer, state)?;
             mapping::trim_heap();
         }
         Ok(state.menus.as_deref().unwrap_or_default())
     }
 
-    fn measure_menus(&self, calibration: Option<&Sequences>) -> Result<Vec<Menu>> {
+    fn measure_menus(
+        &self,
+        state: &mut State,
+        calibration: Option<&Sequences>,
+    ) -> Result<Vec<Menu>> {
         let config = self.config();
         let mut groups = allocation::groups(config);
         if self.options.head_fixed || self.options.schemes.head.is_none() {
@@ -195,7 +199,7 @@ impl Job<'_> {
         }
         let prompter = self.prompter()?;
         let shape = sensitivity::shape(config, groups.len(), self.options.eval_tokens);
-        let text = self.probe_text(&prompter, shape)?;
+        let text = self.probe_text(&prompter, shape, state)?;
         mapping::trim_heap();
         let mut stepper = self.stepper()?;
         let candidates = allocation::candidates(self.options.bits);

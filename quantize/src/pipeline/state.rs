@@ -20,7 +20,7 @@ pub(super) struct State {
     pub(super) calibration: Option<Text>,
     /// Held-out text.
     pub(super) held_out: Option<Text>,
-    /// What both were sampled from, if not from the source as it is.
+    /// What text was sampled from, if not from the source as it is.
     pub(super) sampled_from: SampledFrom,
     /// What can be chosen for each group of weights, if it was measured.
     pub(super) menus: Option<Vec<Menu>>,

@@ -40,8 +40,7 @@ impl Job<'_> {
             calibration = Some(calibration::read(path, &prompter, (n, length))?);
         }
         if sample_calibration || sample_held_out {
-            let (engine, from) = self.sampling_engine()?;
-            state.sampled_from = from;
+            let engine = self.sampling_engine(state)?;
             let sample = |stage, shape, seed| {
                 calibration::sample(
                     engine.as_ref(),
@@ -73,8 +72,9 @@ impl Job<'_> {
         &self,
         prompter: &Prompter,
         shape: (usize, usize),
+        state: &mut State,
     ) -> Result<Sequences> {
-        let (engine, _) = self.sampling_engine()?;
+        let engine = self.sampling_engine(state)?;
         calibration::sample(
             engine.as_ref(),
             prompter,

@@ -23,9 +23,7 @@ use crate::error::Result;
 use crate::methods::Method;
 use crate::stepper::Stepper;
 use errors::Found;
-use nq_formats::{
-    AffineScheme, Bits, Group, ModelConfig, Progress, Unit, Weight, WeightStore, Zeros,
-};
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Progress, Unit, WeightStore, Zeros};
 use nq_runtime::LinearKind;
 use nq_runtime::models::qwen3;
 use run::Run;
@@ -126,7 +124,7 @@ impl Probe<'_> {
             run.layer(index)?;
         }
         let result = run.finish(&embedding);
-        Weight::release(&embedding);
+        embedding.release();
         result
     }
 }
