@@ -11,7 +11,7 @@ use crate::quality::Limits;
 use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::nq::Writer;
-use nq_formats::{Bits, Weight, mapping};
+use nq_formats::{Bits, Progress, Weight, mapping};
 use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
 use nq_runtime::{LayerWeights, LinearKind};
 
@@ -29,6 +29,13 @@ const ATTEMPTS: usize = 6;
 
 /// The share of a limit that is aimed at: predictions are off by a few percent.
 const AIM: f64 = 0.97;
+/// How many bytes less are worth another run, in percent; and another tuning, which takes long.
+const WORTH: u64 = 1;
+const WORTH_TUNING: u64 = 3;
+
+/// What tuning is taken to leave of a divergence until one has shown it: little enough that
+/// nothing is ruled out in vain.
+const LEFT_BY_TUNING: f64 = 0.6;
 
 /// How far above its limit the best prediction may lie to be worth a try.
 const HOPE: f64 = 1.3;
@@ -47,6 +54,12 @@ impl Attempt {
         // A figure that is no number holds no limit.
         limits.max_kld.is_none_or(|x| self.kld <= x)
             && limits.min_top1.is_none_or(|y| self.same_top1 >= y)
+    }
+
+    /// What of a divergence tuning left, if that was measured.
+    fn left(&self) -> Option<f64> {
+        let before = self.untuned.filter(|&before| before > 0.0)?;
+        Some((self.kld / before).min(1.0))
     }
 
     /// The divergence at which all limits hold. Disagreement grows with the size of changes,
@@ -123,10 +136,53 @@ impl Job<'_> {
         let chosen = allocation::within_loss(menus, aim)?;
         let next = allocation::apply(&self.options.schemes, menus, &chosen);
         let bytes = self.bytes(&next);
-        // A percent less is worth another run, unless as much was not enough before.
+        let less = match self.options.tuning {
+            Some(_) => WORTH_TUNING,
+            None => WORTH,
+        };
+        // Worth it, unless as much was not enough before.
         let failed = |a: &Attempt| !a.holds(limits) && a.bytes >= bytes;
-        let worth = 100 * bytes < 99 * held.bytes && !state.attempts.iter().any(failed);
+        let worth = 100 * bytes < (100 - less) * held.bytes && !state.attempts.iter().any(failed);
         (worth && of(&next).is_none()).then_some(next)
+    }
+
+    /// What tuning leaves of a divergence: as the last one did, else as one should.
+    fn left_by_tuning(&self, state: &State) -> f64 {
+        let known = state.attempts.iter().rev().find_map(Attempt::left);
+        known.unwrap_or(LEFT_BY_TUNING)
+    }
+
+    /// The divergence of an attempt, or what it would be if it had been tuned.
+    fn expected(&self, state: &State, attempt: &Attempt) -> f64 {
+        match attempt.out_of_reach {
+            true => attempt.kld * self.left_by_tuning(state),
+            false => attempt.kld,
+        }
+    }
+
+    /// True if what the method made must be measured before it is tuned, which takes long: there
+    /// are limits that other schemes may keep, and nobody knows yet whether these do.
+    pub(super) fn checks_before_tuning(&self, state: &State, schemes: &Schemes) -> Result<bool> {
+        let of = |a: &&Attempt| a.overrides == schemes.overrides;
+        let known = state.attempts.iter().find(of);
+        Ok(self.options.tuning.is_some()
+            && self.may_raise()
+            && !self.is_tuned(state, schemes)?
+            && known.is_none_or(|a| !a.holds(&self.options.limits)))
+    }
+
+    /// True if tuning may bring what was measured of the method's work within the limits.
+    pub(super) fn is_within_reach(&self, state: &State, found: &Attempt) -> bool {
+        let limit = found.limit(&self.options.limits);
+        let expected = found.kld * self.left_by_tuning(state);
+        if expected > limit {
+            self.progress.note(&format!(
+                "KL divergence {:.5}, which tuning would take to about {expected:.5}: not tuned, \
+                 as {limit:.5} is wanted",
+                found.kld
+            ));
+        }
+        expected <= limit
     }
 
     /// What to try after what was measured so far.
@@ -144,13 +200,14 @@ impl Job<'_> {
             return Ok(Next::Schemes(self.options.schemes.clone()));
         };
         let attempts = state.attempts.clone();
+        let found = self.expected(state, &last);
         let menus = self.menus(writer, state, calibration)?;
         let base = &self.options.schemes;
         let predicted =
             |schemes: &Schemes| allocation::loss(menus, &allocation::chosen_by(schemes, menus));
         // What the sum of all groups' losses makes of the whole, methods and their making up
         // for errors included.
-        let scale = last.kld / predicted(&self.schemes_of(&last)).max(f64::MIN_POSITIVE);
+        let scale = found / predicted(&self.schemes_of(&last)).max(f64::MIN_POSITIVE);
         let limit = last.limit(&limits);
         let best = allocation::best(menus);
         let least = scale * allocation::loss(menus, &best);

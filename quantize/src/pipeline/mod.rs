@@ -267,19 +267,8 @@ impl<'a> Job<'a> {
         mapping::trim_heap();
         let mut schemes = self.first_schemes(&writer, &mut state, calibration.as_ref())?;
         let (measured, record) = loop {
-            self.prepare_tuning(&writer, &mut state, &schemes)?;
-            let stream =
-                self.quantize_layers(&writer, &mut state, &schemes, calibration.as_ref())?;
-            let ends = || self.quantize_ends(&writer, &mut state, &schemes, stream);
-            self.progress.time("quantizing embedding and head", ends)?;
-            mapping::trim_heap();
-            self.tune(&writer, &mut state, &schemes)?;
-            mapping::trim_heap();
-            let mut record = self.record(&state, &source, calibration.as_ref(), &schemes);
-            let measured = self.measure(&writer, &mut state, &record, held_out.as_ref())?;
-            mapping::trim_heap();
-            record.quality = serde_json::to_value(&measured.evaluation.report).ok();
-            self.note_attempt(&writer, &mut state, &schemes, &measured)?;
+            let texts = (calibration.as_ref(), held_out.as_ref());
+            let (measured, record) = self.attempt(&writer, &mut state, &schemes, &source, texts)?;
             let broken = options.limits.broken(&measured.evaluation.report);
             if broken.is_empty() {
                 let Some(next) = self.smaller_schemes(&state, &schemes) else {
@@ -337,28 +326,66 @@ impl<'a> Job<'a> {
         Ok(report)
     }
 
-    /// Keeps what was measured of `schemes`, so that no run measures it again in vain.
-    fn note_attempt(
+    /// Makes the whole model under `schemes`, tunes it unless that cannot keep the limits, and
+    /// keeps what was measured, so that no run measures it again in vain.
+    fn attempt(
         &self,
         writer: &Writer,
         state: &mut State,
         schemes: &Schemes,
-        measured: &Measured,
-    ) -> Result<()> {
-        let Some(found) = &measured.evaluation.report.against else {
-            return Ok(());
+        source: &SourceRecord,
+        (calibration, held_out): (Option<&Sequences>, Option<&Sequences>),
+    ) -> Result<(Measured, QuantizationRecord)> {
+        self.prepare_tuning(writer, state, schemes)?;
+        let stream = self.quantize_layers(writer, state, schemes, calibration)?;
+        let ends = || self.quantize_ends(writer, state, schemes, stream);
+        self.progress.time("quantizing embedding and head", ends)?;
+        mapping::trim_heap();
+        let measure = |state: &mut State| -> Result<(Measured, QuantizationRecord)> {
+            let mut record = self.record(state, source, calibration, schemes);
+            let measured = self.measure(writer, state, &record, held_out)?;
+            mapping::trim_heap();
+            record.quality = serde_json::to_value(&measured.evaluation.report).ok();
+            Ok((measured, record))
         };
-        let known = |a: &Attempt| a.overrides == schemes.overrides;
-        if state.attempts.iter().any(known) {
-            return Ok(());
+        let mut untuned = None;
+        if self.checks_before_tuning(state, schemes)? {
+            let (measured, record) = measure(state)?;
+            let found = self.found(schemes, &measured);
+            if let Some(found) = found.filter(|found| !self.is_within_reach(state, found)) {
+                let out_of_reach = true;
+                note_attempt(
+                    writer,
+                    state,
+                    Attempt {
+                        out_of_reach,
+                        ..found
+                    },
+                )?;
+                return Ok((measured, record));
+            }
+            untuned = self.found(schemes, &measured).map(|found| found.kld);
         }
-        state.attempts.push(Attempt {
+        self.tune(writer, state, schemes)?;
+        mapping::trim_heap();
+        let (measured, record) = measure(state)?;
+        if let Some(found) = self.found(schemes, &measured) {
+            note_attempt(writer, state, Attempt { untuned, ..found })?;
+        }
+        Ok((measured, record))
+    }
+
+    /// What was measured of `schemes`, against the source.
+    fn found(&self, schemes: &Schemes, measured: &Measured) -> Option<Attempt> {
+        let found = measured.evaluation.report.against.as_ref()?;
+        Some(Attempt {
             overrides: schemes.overrides.clone(),
             bytes: self.bytes(schemes),
             kld: found.kld.mean,
             same_top1: found.same_top1,
-        });
-        state::save(writer, state)
+            untuned: None,
+            out_of_reach: false,
+        })
     }
 
     /// What the file will say of itself, but for its quality.
@@ -489,4 +516,16 @@ impl<'a> Job<'a> {
         )?;
         judge.measure(engine.as_ref(), source.as_ref(), &self.progress)
     }
+}
+
+/// Keeps an attempt in place of what was known of its schemes.
+fn note_attempt(writer: &Writer, state: &mut State, attempt: Attempt) -> Result<()> {
+    let same = |a: &Attempt| a.overrides == attempt.overrides;
+    match state.attempts.iter().position(same) {
+        // Measured again: nothing new, unless it was tuned this time.
+        Some(i) if !state.attempts[i].out_of_reach => return Ok(()),
+        Some(i) => state.attempts[i] = attempt,
+        None => state.attempts.push(attempt),
+    }
+    state::save(writer, state)
 }

@@ -46,6 +46,12 @@ pub(super) struct Attempt {
     pub(super) kld: f64,
     /// Share of positions with the same best token.
     pub(super) same_top1: f64,
+    /// Mean KL divergence before it was tuned, if it was measured and then tuned.
+    #[serde(default)]
+    pub(super) untuned: Option<f64>,
+    /// Measured as the method made it, and left so: tuning could not have been enough.
+    #[serde(default)]
+    pub(super) out_of_reach: bool,
 }
 
 /// Sequences as they are kept in the state.

@@ -11,14 +11,15 @@ use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::tune::params::Canonical;
 use crate::tune::plan::{Effort, MemoryPlan, TuneOptions, default_seconds, schedule};
+use crate::tune::strays::Strays;
 use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Weight};
 use nq_kernels::grad::{CpuOps, GradOps};
 use nq_kernels::rng::Philox;
 use nq_runtime::device::Device;
-use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
-use nq_runtime::{LayerWeights, LinearId, LinearKind};
+use nq_runtime::models::qwen3::{EMBEDDING, FINAL_NORM, HEAD};
+use nq_runtime::{LinearId, LinearKind};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
@@ -81,6 +82,13 @@ const RATE_SCALES: f32 = 3e-4;
 const RATE_GAINS: f32 = 1e-3;
 const RATE_BATCH: f32 = 32.0;
 const WARMUP: usize = 20;
+/// Text that is seen twice costs half as much to sample and teaches as much as text seen once;
+/// four times taught less.
+const VISITS: usize = 2;
+const STRAYS: Strays = Strays {
+    sequences: 0.5,
+    tokens: 0.1,
+};
 
 /// What a device takes on at once, at most.
 #[derive(Clone, Copy)]
@@ -105,7 +113,7 @@ const CPU: Most = Most {
 #[cfg(feature = "cuda")]
 fn gpu(parameters: usize) -> Most {
     let (pass, slots, held_out) = match parameters {
-        ..=200_000_000 => (32, 1024, 64),
+        ..=200_000_000 => (32, 4096, 64),
         200_000_001..=2_000_000_000 => (8, 256, 32),
         _ => (4, 128, 16),
     };
@@ -156,6 +164,15 @@ impl Job<'_> {
         Ok(format!("{layers} {:?}", schemes.of(HEAD)))
     }
 
+    /// True if the staged weights are those that tuning under `schemes` left.
+    ///
+    /// # Errors
+    /// Schemes that do not fit the model.
+    pub(super) fn is_tuned(&self, state: &State, schemes: &Schemes) -> Result<bool> {
+        let key = self.tuning_key(schemes)?;
+        Ok((state.tuning.as_ref()).is_some_and(|t| t.key == key && t.done))
+    }
+
     /// Tunes the staged weights as asked, once for their schemes.
     ///
     /// # Errors
@@ -164,10 +181,10 @@ impl Job<'_> {
         let Some(options) = self.options.tuning else {
             return Ok(());
         };
-        let key = self.tuning_key(schemes)?;
-        if (state.tuning.as_ref()).is_some_and(|t| t.key == key && t.done) {
+        if self.is_tuned(state, schemes)? {
             return Ok(());
         }
+        let key = self.tuning_key(schemes)?;
         let staged = self.staged(writer)?;
         let limit = self.tuning_limit()?;
         match self.options.load.device.resolve()? {
@@ -175,11 +192,8 @@ impl Job<'_> {
             #[cfg(feature = "cuda")]
             Device::Cuda(n) => {
                 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-                let precision = match options.tf32 {
-                    true => GemmPrecision::Tf32,
-                    false => GemmPrecision::Split,
-                };
-                let ops = CudaOps::new(&Gpu::open(n)?, precision)?;
+                // What TF32 rounds is far below what the student is off by.
+                let ops = CudaOps::new(&Gpu::open(n)?, GemmPrecision::Tf32)?;
                 let most = gpu(self.config().parameters());
                 self.tune_on(&ops, limit, most, options, staged, (writer, state, key))
             }
@@ -276,7 +290,7 @@ impl Job<'_> {
         let known = known.and_then(|t| t.settings);
         let settings = (known.clone())
             .unwrap_or_else(|| self.first_settings(plan, most, options.effort, length));
-        let source = self.source()?;
+        let source = Canonical::read(self.checkpoint.store(), config)?;
         let texts = self.beginnings(length, settings.seed)?;
         let mut trainer = Trainer::new(
             ops,
@@ -347,6 +361,8 @@ impl Job<'_> {
             rate_scales: RATE_SCALES,
             rate_gains: RATE_GAINS,
             warmup: WARMUP,
+            visits: VISITS,
+            strays: STRAYS,
             seed: self.options.seed ^ TEXT,
         }
     }
@@ -419,23 +435,6 @@ impl Job<'_> {
             head: match config.tie_word_embeddings {
                 true => None,
                 false => Some(ends.matrix(HEAD, dims)?),
-            },
-        })
-    }
-
-    /// The whole source.
-    fn source(&self) -> Result<Canonical> {
-        let (config, store) = (self.checkpoint.config(), self.checkpoint.store());
-        let layers = (0..config.num_hidden_layers)
-            .map(|index| Ok(LayerWeights::read(store, config, index)?))
-            .collect::<Result<_>>()?;
-        Ok(Canonical {
-            layers,
-            final_norm: store.vector(FINAL_NORM, config.hidden_size)?,
-            embedding: qwen3::embedding(store, config)?,
-            head: match config.tie_word_embeddings {
-                true => None,
-                false => Some(qwen3::head(store, config)?),
             },
         })
     }

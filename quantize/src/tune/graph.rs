@@ -74,6 +74,10 @@ pub fn largest_weight(c: &ModelConfig) -> usize {
         .max(c.vocab_size * c.hidden_size)
 }
 
+fn sum(losses: &[f32]) -> f64 {
+    losses.iter().map(|&l| f64::from(l)).sum()
+}
+
 impl<O: GradOps> Graph<O> {
     /// Room for `batch` sequences of `seq` tokens.
     ///
@@ -132,15 +136,29 @@ impl<O: GradOps> Graph<O> {
         student: &Model<O>,
         tokens: &[u32],
     ) -> Result<f64> {
+        let all = self.divergences(ops, teacher, student, tokens)?;
+        Ok(sum(&all) / tokens.len() as f64)
+    }
+
+    /// As [`Graph::divergence`], of every position.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn divergences(
+        &mut self,
+        ops: &O,
+        teacher: &Model<O>,
+        student: &Model<O>,
+        tokens: &[u32],
+    ) -> Result<Vec<f32>> {
         self.forward_both(ops, teacher, student, tokens)?;
-        let rows = tokens.len();
-        let mut sum = 0.0;
-        for start in (0..rows).step_by(self.head_rows) {
-            let n = self.head_rows.min(rows - start);
-            self.logits(ops, teacher, student, start, n)?;
-            sum += self.losses(ops, n, 0.0)?;
+        let mut all = vec![0.0; tokens.len()];
+        for (i, part) in all.chunks_mut(self.head_rows).enumerate() {
+            let start = i * self.head_rows;
+            self.logits(ops, teacher, student, start, part.len())?;
+            self.losses(ops, 0.0, part)?;
         }
-        Ok(sum / rows as f64)
+        Ok(all)
     }
 
     /// Logits of `model` at every position of `tokens`, `[rows, vocab]`.
@@ -245,9 +263,9 @@ impl<O: GradOps> Graph<O> {
         Ok(())
     }
 
-    /// Sum of the losses of `n` rows; leaves the gradient times `weight` in `logits`.
-    fn losses(&mut self, ops: &O, n: usize, weight: f32) -> Result<f64> {
-        let shape = (n, self.config.vocab_size);
+    /// The losses of as many rows as `to` holds; leaves the gradient times `weight` in `logits`.
+    fn losses(&mut self, ops: &O, weight: f32, to: &mut [f32]) -> Result<()> {
+        let shape = (to.len(), self.config.vocab_size);
         ops.kl_divergence(
             &self.reference,
             &mut self.logits,
@@ -255,9 +273,7 @@ impl<O: GradOps> Graph<O> {
             shape,
             weight,
         )?;
-        let mut losses = vec![0.0; n];
-        ops.read(&self.loss, &mut losses)?;
-        Ok(losses.iter().map(|&l| f64::from(l)).sum())
+        Ok(ops.read(&self.loss, to)?)
     }
 
     /// Loss and gradient of the head and the final norm; leaves that of the last layer's
@@ -272,14 +288,14 @@ impl<O: GradOps> Graph<O> {
     ) -> Result<f64> {
         let (hidden, vocab) = (self.config.hidden_size, self.config.vocab_size);
         let tuned = student.head().is_tuned();
-        let mut sum = 0.0;
+        let mut losses = vec![0.0; rows];
         if tuned {
             ops.clear(&mut self.dw, vocab * hidden)?;
         }
         for start in (0..rows).step_by(self.head_rows) {
             let n = self.head_rows.min(rows - start);
             self.logits(ops, teacher, student, start, n)?;
-            sum += self.losses(ops, n, weight)?;
+            self.losses(ops, weight, &mut losses[start..start + n])?;
             if tuned {
                 let g = Gemm::weight_grad(n, vocab, hidden).add();
                 ops.gemm(g, &self.logits, &self.head_in, &mut self.dw)?;
@@ -311,7 +327,7 @@ impl<O: GradOps> Graph<O> {
                 (rows, hidden),
             )?;
         }
-        Ok(sum / rows as f64)
+        Ok(sum(&losses) / rows as f64)
     }
 
     /// The gradient at a Linear's weight, from its output's `dy` and its input `x`.

@@ -12,6 +12,7 @@ pub mod graph;
 pub mod params;
 pub mod plan;
 pub mod sample;
+pub mod strays;
 #[cfg(test)]
 mod tests;
 pub mod train;

@@ -5,9 +5,11 @@ use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::read_row;
 use half::f16;
-use nq_formats::{AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, ZeroPoints, pack};
+use nq_formats::{
+    AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, ZeroPoints, pack,
+};
 use nq_kernels::grad::{Adam, GradOps, Rounding};
-use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
+use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
 use nq_runtime::{LayerWeights, LinearId, LinearKind};
 use rayon::prelude::*;
 
@@ -400,6 +402,27 @@ pub struct Canonical {
     pub embedding: Weight,
     /// The head, if it is not tied.
     pub head: Option<Weight>,
+}
+
+impl Canonical {
+    /// All weights of `store`.
+    ///
+    /// # Errors
+    /// A weight that is absent or of another shape.
+    pub fn read(store: &dyn WeightStore, config: &ModelConfig) -> Result<Self> {
+        let layers = (0..config.num_hidden_layers)
+            .map(|index| Ok(LayerWeights::read(store, config, index)?))
+            .collect::<Result<_>>()?;
+        Ok(Canonical {
+            layers,
+            final_norm: store.vector(FINAL_NORM, config.hidden_size)?,
+            embedding: qwen3::embedding(store, config)?,
+            head: match config.tie_word_embeddings {
+                true => None,
+                false => Some(qwen3::head(store, config)?),
+            },
+        })
+    }
 }
 
 /// A model on a device.

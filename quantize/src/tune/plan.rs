@@ -28,15 +28,13 @@ pub enum Effort {
 pub struct TuneOptions {
     /// How long.
     pub effort: Effort,
-    /// Products on a GPU round their operands to TF32: faster and coarser.
-    pub tf32: bool,
 }
 
 /// Above this many parameters codes are tuned only where all of them fit the device.
 const LARGE: usize = 2_000_000_000;
 /// Sequences of a step, and steps: more of either is not worth its time.
 const BATCHES: [usize; 4] = [32, 16, 8, 4];
-const MOST_STEPS: usize = 1200;
+const MOST_STEPS: usize = 4800;
 /// A larger batch is taken once it leaves this many steps.
 const GOOD_STEPS: usize = 500;
 /// Fewer steps do not make up for what they disturb.
@@ -46,7 +44,7 @@ const LEAST_STEPS: usize = 50;
 pub fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
     match on_cpu {
         true => 1800.0,
-        false => 90.0 + 25.0 * parameters as f64 / 1e9,
+        false => 90.0 + 15.0 * parameters as f64 / 1e9,
     }
 }
 
@@ -164,7 +162,7 @@ mod tests {
                 assert!((LEAST_STEPS..=MOST_STEPS).contains(&steps));
             }
         }
-        assert_eq!(schedule(3600.0, 0.003, 8), Some((1200, 32)));
+        assert_eq!(schedule(3600.0, 0.003, 8), Some((4800, 32)));
         assert_eq!(schedule(1.0, 1.0, 1), None);
         // A step is never smaller than a pass.
         assert!(schedule(600.0, 0.5, 16).is_some_and(|(_, batch)| batch == 16));

@@ -86,7 +86,7 @@ impl<O: GradOps> Sampler<O> {
     }
 
     /// Continues up to as many beginnings as there are slots to the full length, at
-    /// temperature 1; longer ones are cut. Sequence `i` draws from stream `stream + i` of
+    /// temperature 1; longer ones are cut, and where one is [`UNKNOWN`] it is drawn. Sequence `i` draws from stream `stream + i` of
     /// `seed`. Returns `[beginnings, length]`.
     ///
     /// # Errors
@@ -105,7 +105,11 @@ impl<O: GradOps> Sampler<O> {
             row[..n].copy_from_slice(&begin[..n]);
         }
         ops.write_ids(&mut self.ids, &ids)?;
-        let known = beginnings[..batch].iter().map(Vec::len).min().unwrap_or(0);
+        let unknown = |row: &[u32]| row.iter().position(|&id| id == UNKNOWN);
+        let known = (ids.chunks(length))
+            .map(|row| unknown(row).unwrap_or(length))
+            .min()
+            .unwrap_or(0);
         for t in 0..length - 1 {
             self.step(ops, teacher, batch, t)?;
             if t + 1 < known {

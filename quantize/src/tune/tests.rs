@@ -1,6 +1,7 @@
 use super::graph::Graph;
 use super::params::{Canonical, Matrix, Model, rounded};
 use super::sample::Sampler;
+use super::strays::Strays;
 use super::train::{Settings, Trainer};
 use crate::fit::Fit;
 use crate::grid::Grid;
@@ -366,6 +367,11 @@ fn settings() -> Settings {
         rate_scales: 0.001,
         rate_gains: 0.0005,
         warmup: 2,
+        visits: 2,
+        strays: Strays {
+            sequences: 0.5,
+            tokens: 0.1,
+        },
         seed: 1,
     }
 }

@@ -3,11 +3,13 @@
 use super::graph::Graph;
 use super::params::{Canonical, Kind, Model, Values, rounded};
 use super::sample::Sampler;
+use super::strays::Strays;
 use crate::error::{Error, Result};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Progress, Tensor, Unit, checkpoint};
 use nq_kernels::grad::{Adam, GradOps};
+use nq_kernels::rng::Philox;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::f64::consts::PI;
@@ -39,6 +41,10 @@ pub struct Settings {
     pub rate_gains: f32,
     /// Steps in which the rates rise from 0.
     pub warmup: usize,
+    /// Times that a sequence is trained on.
+    pub visits: usize,
+    /// Tokens of training text that the teacher does not choose.
+    pub strays: Strays,
     /// Of the text.
     pub seed: u64,
 }
@@ -60,6 +66,8 @@ const CHECKPOINT_SHARE: f64 = 0.05;
 const CHECKPOINT_RATE: f64 = 1e9;
 /// Streams of random numbers of held-out text start here; those of training text at 0.
 const HELD_OUT_STREAM: u64 = 1 << 48;
+/// Seeds of stray tokens differ from that of the text by this.
+const STRAYS: u64 = 0x7374_7261_7973_0001;
 
 /// A check on held-out text.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -198,24 +206,34 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     }
 
     fn sample(&mut self, first: u64, n: usize) -> Result<Vec<u32>> {
-        let beginnings = (self.beginnings)(first, n)?;
-        let seed = (self.settings.seed, first);
+        let s = &self.settings;
+        let mut beginnings = (self.beginnings)(first, n)?;
+        if first < HELD_OUT_STREAM {
+            let vocab = self.teacher.config.vocab_size as u32;
+            for (begin, i) in beginnings.iter_mut().zip(first..) {
+                let rng = Philox::new(s.seed ^ STRAYS, i);
+                *begin = s.strays.scatter(begin, s.length, vocab, rng);
+            }
+        }
+        let seed = (s.seed, first);
         self.sampler
             .sample(self.ops, &self.teacher, &beginnings, seed)
     }
 
-    /// Sequence `index` and those after it, `n` in all, of the endless training text.
+    /// Sequence `index` and those after it, `n` in all, of the endless training text, which
+    /// goes on once its last part was visited as often as it should be.
     fn text(&mut self, index: u64, n: usize) -> Result<Vec<u32>> {
         let length = self.settings.length;
         let slots = self.sampler.slots() as u64;
+        let visits = self.settings.visits.max(1) as u64;
         let mut out = Vec::with_capacity(n * length);
         for i in index..index + n as u64 {
-            let chunk = i / slots * slots;
+            let chunk = i / (slots * visits) * slots;
             if self.text.is_empty() || self.text_first != chunk {
                 self.text = self.sample(chunk, slots as usize)?;
                 self.text_first = chunk;
             }
-            let at = (i - chunk) as usize * length;
+            let at = (i % slots) as usize * length;
             out.extend_from_slice(&self.text[at..at + length]);
         }
         Ok(out)

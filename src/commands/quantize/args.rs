@@ -23,7 +23,7 @@ pub struct QuantizeArgs {
     /// How codes are chosen
     #[arg(long, value_enum, default_value_t = MethodArg::Gptq)]
     pub method: MethodArg,
-    /// Minutes that tuning may take (auto) [default: 30 on a CPU; on a GPU 90 s and 25 s for each
+    /// Minutes that tuning may take (auto) [default: 30 on a CPU; on a GPU 90 s and 15 s for each
     /// billion parameters]
     #[arg(long, value_name = "MIN", value_parser = parse_minutes)]
     pub budget: Option<f64>,
@@ -33,9 +33,6 @@ pub struct QuantizeArgs {
     /// Sequences of a tuning step
     #[arg(long, default_value_t = 32, value_name = "N", requires = "tune_steps", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub tune_batch: u32,
-    /// Tune with products rounded to TF32 on a GPU: faster, coarser
-    #[arg(long)]
-    pub tune_tf32: bool,
     /// Inputs that share a scale: 32, 64, 128 or channel [default: 64 at 4 bits, 128 at 8]
     #[arg(long, value_name = "N", value_parser = parse_group)]
     pub group_size: Option<Group>,
@@ -263,10 +260,7 @@ impl QuantizeArgs {
                 None => Effort::Default,
             },
         };
-        (self.method == MethodArg::Auto).then_some(TuneOptions {
-            effort,
-            tf32: self.tune_tf32,
-        })
+        (self.method == MethodArg::Auto).then_some(TuneOptions { effort })
     }
 
     /// The schemes to begin with.

@@ -1,0 +1,207 @@
+//! What settings of tuning come to: one CSV row for each variant, all from the same quantized
+//! weights.
+//!
+//! `cargo run --release --example tuning -- SOURCE QUANTIZED TEXT[:BYTES],... VARIANT...`, where
+//! QUANTIZED is a folder that nq made from SOURCE and a variant is
+//! `NAME:steps=300,batch=32,codes=0.00185,...`; what it does not set is as in `variant` below.
+//! Divergences of texts are measured on the second halves of windows of 512 tokens, in f32.
+
+#![allow(clippy::print_stdout, reason = "its output is its purpose")]
+#![allow(clippy::result_large_err, reason = "the library's error, in a closure")]
+
+use anyhow::{Context, bail};
+use nq_formats::Checkpoint;
+use nq_kernels::grad::GradOps;
+use nq_quantize::calibration::Prompter;
+use nq_quantize::tune::graph::Graph;
+use nq_quantize::tune::params::{Canonical, Model};
+use nq_quantize::tune::strays::Strays;
+use nq_quantize::tune::train::{Settings, Trainer};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Tokens of a window, and of a sequence of training text.
+const LENGTH: usize = 512;
+/// Windows of one pass.
+const WINDOWS: usize = 32;
+
+struct Variant {
+    name: String,
+    settings: Settings,
+    tf32: bool,
+}
+
+fn variant(spec: &str) -> anyhow::Result<Variant> {
+    let (name, rest) = spec.split_once(':').unwrap_or((spec, ""));
+    let mut v = Variant {
+        name: name.into(),
+        tf32: true,
+        settings: Settings {
+            steps: 200,
+            batch: 32,
+            pass: 32,
+            slots: 4096,
+            length: LENGTH,
+            held_out: 64,
+            codes: true,
+            rate_codes: 1.85e-3,
+            rate_scales: 3e-4,
+            rate_gains: 1e-3,
+            warmup: 20,
+            visits: 2,
+            strays: Strays {
+                sequences: 0.5,
+                tokens: 0.1,
+            },
+            seed: 0x7475_6E69_6E67_0001,
+        },
+    };
+    for pair in rest.split(',').filter(|p| !p.is_empty()) {
+        let (key, value) = pair.split_once('=').context("expected KEY=VALUE")?;
+        let s = &mut v.settings;
+        match key {
+            "steps" => s.steps = value.parse()?,
+            "batch" => s.batch = value.parse()?,
+            "slots" => s.slots = value.parse()?,
+            "codes" => s.rate_codes = value.parse()?,
+            "scales" => s.rate_scales = value.parse()?,
+            "gains" => s.rate_gains = value.parse()?,
+            "warmup" => s.warmup = value.parse()?,
+            "visits" => s.visits = value.parse()?,
+            "sequences" => s.strays.sequences = value.parse()?,
+            "tokens" => s.strays.tokens = value.parse()?,
+            "tf32" => v.tf32 = value.parse()?,
+            "seed" => s.seed = value.parse()?,
+            other => bail!("no setting {other}"),
+        }
+    }
+    v.settings.pass = v.settings.pass.min(v.settings.batch);
+    Ok(v)
+}
+
+/// A text's whole windows.
+struct Text {
+    name: String,
+    ids: Vec<u32>,
+}
+
+fn text(spec: &str, prompter: &Prompter) -> anyhow::Result<Text> {
+    let (path, bytes) = match spec.split_once(':') {
+        Some((path, n)) => (Path::new(path), n.parse()?),
+        None => (Path::new(spec), usize::MAX),
+    };
+    let all = std::fs::read(path).with_context(|| path.display().to_string())?;
+    let part = String::from_utf8_lossy(&all[..all.len().min(bytes)]);
+    let mut ids = prompter.tokenizer().encode(&part)?;
+    ids.truncate(ids.len() / LENGTH * LENGTH);
+    let name = path.file_stem().unwrap_or_default().to_string_lossy();
+    Ok(Text {
+        name: name.into_owned(),
+        ids,
+    })
+}
+
+/// Mean and 99 % of the divergence of `student` on each text.
+fn measure<O: GradOps>(
+    ops: &O,
+    (teacher, student): (&Model<O>, &Model<O>),
+    texts: &[Text],
+) -> anyhow::Result<String> {
+    let mut graph = Graph::new(ops, &teacher.config, WINDOWS, LENGTH)?;
+    let mut row = String::new();
+    for text in texts {
+        let mut scored = Vec::new();
+        for windows in text.ids.chunks(WINDOWS * LENGTH) {
+            let all = graph.divergences(ops, teacher, student, windows)?;
+            let second = all.chunks(LENGTH).map(|w| &w[LENGTH / 2..LENGTH - 1]);
+            scored.extend(second.flatten().copied());
+        }
+        scored.sort_by(f32::total_cmp);
+        let mean = scored.iter().map(|&d| f64::from(d)).sum::<f64>() / scored.len() as f64;
+        let high = scored[scored.len() * 99 / 100];
+        row += &format!(",{mean:.5},{high:.4}");
+    }
+    Ok(row)
+}
+
+/// The models and texts that all variants share.
+struct Setup {
+    checkpoint: Checkpoint,
+    prompter: Prompter,
+    source: Canonical,
+    quantized: Canonical,
+    texts: Vec<Text>,
+}
+
+fn run<O: GradOps>(ops: &O, setup: &Setup, v: &Variant) -> anyhow::Result<()> {
+    let config = setup.checkpoint.config();
+    let seed = v.settings.seed;
+    let beginnings = |first: u64, n: usize| setup.prompter.beginnings(n, seed.wrapping_add(first));
+    let weights = (&setup.source, &setup.quantized);
+    let mut trainer = Trainer::new(ops, config, weights, v.settings.clone(), &beginnings, &())?;
+    let start = Instant::now();
+    trainer.run(None, &())?;
+    let seconds = start.elapsed().as_secs_f64();
+    let tuned = trainer.best(&setup.quantized)?;
+    let checks = trainer.checks().to_vec();
+    drop(trainer);
+    let best = checks
+        .iter()
+        .map(|c| c.held_out)
+        .fold(f64::INFINITY, f64::min);
+    let student = Model::teacher(ops, config, tuned.as_ref().unwrap_or(&setup.quantized))?;
+    let teacher = Model::teacher(ops, config, &setup.source)?;
+    let texts = measure(ops, (&teacher, &student), &setup.texts)?;
+    println!("{},{seconds:.1},{best:.5}{texts}", v.name);
+    Ok(())
+}
+
+#[cfg(feature = "cuda")]
+fn run_on_gpu(setup: &Setup, v: &Variant) -> anyhow::Result<()> {
+    use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+    let precision = match v.tf32 {
+        true => GemmPrecision::Tf32,
+        false => GemmPrecision::Split,
+    };
+    run(&CudaOps::new(&Gpu::open(0)?, precision)?, setup, v)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn run_on_gpu(_: &Setup, _: &Variant) -> anyhow::Result<()> {
+    bail!("this build has no CUDA: NQ_DEVICE=cpu")
+}
+
+fn main() -> anyhow::Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [source, quantized, texts, variants @ ..] = &args[..] else {
+        bail!("expected SOURCE QUANTIZED TEXT[:BYTES],... VARIANT...");
+    };
+    let checkpoint = Checkpoint::open(&PathBuf::from(source))?;
+    let eos = checkpoint.eos_token_ids();
+    let vocab = checkpoint.config().vocab_size;
+    let prompter = Prompter::new(checkpoint.files(), vocab, eos, &())?;
+    let made = Checkpoint::open(&PathBuf::from(quantized))?;
+    let setup = Setup {
+        source: Canonical::read(checkpoint.store(), checkpoint.config())?,
+        quantized: Canonical::read(made.store(), made.config())?,
+        texts: texts
+            .split(',')
+            .map(|spec| text(spec, &prompter))
+            .collect::<anyhow::Result<_>>()?,
+        prompter,
+        checkpoint,
+    };
+    let columns: Vec<String> = (setup.texts.iter())
+        .map(|t| format!(",{0}_kld,{0}_p99", t.name))
+        .collect();
+    println!("variant,seconds,held_out{}", columns.concat());
+    let on_cpu = std::env::var("NQ_DEVICE").is_ok_and(|d| d == "cpu");
+    for spec in variants {
+        let v = variant(spec)?;
+        match on_cpu {
+            true => run(&nq_kernels::grad::CpuOps, &setup, &v)?,
+            false => run_on_gpu(&setup, &v)?,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,95 @@
+//! Stray tokens: text that the teacher would not have written.
+//!
+//! A student that only ever sees the teacher's own text follows it there and nowhere else: the
+//! marks of a text of another kind lead it further astray than the method's weights would go. So
+//! some sequences are given tokens drawn at random, one to three together. The teacher goes
+//! on from them as from its own, and what it answers is the target.
+
+use nq_kernels::grad::UNKNOWN;
+use nq_kernels::rng::Philox;
+use serde::{Deserialize, Serialize};
+
+/// How many tokens the teacher does not choose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Strays {
+    /// Share of the sequences that have any.
+    pub sequences: f32,
+    /// Share of their tokens, about.
+    pub tokens: f32,
+}
+
+/// Stray tokens in a row, at most.
+const LONGEST: u32 = 3;
+
+impl Strays {
+    /// What is given of a sequence of `length` tokens that starts with `begin`: that, stray
+    /// tokens below `vocab`, and [`UNKNOWN`] wherever the teacher chooses.
+    pub fn scatter(&self, begin: &[u32], length: usize, vocab: u32, mut rng: Philox) -> Vec<u32> {
+        let mut ids = vec![UNKNOWN; length];
+        let known = begin.len().min(length);
+        ids[..known].copy_from_slice(&begin[..known]);
+        if rng.uniform() >= self.sequences {
+            return ids;
+        }
+        // A run has `(1 + LONGEST) / 2` tokens on average.
+        let chance = 2.0 * self.tokens / (1 + LONGEST) as f32;
+        let mut at = known;
+        while at < length {
+            if rng.uniform() >= chance {
+                at += 1;
+                continue;
+            }
+            let run = 1 + (rng.next_u32() % LONGEST) as usize;
+            for id in ids[at..].iter_mut().take(run) {
+                *id = rng.next_u32() % vocab;
+            }
+            at += run;
+        }
+        ids
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STRAYS: Strays = Strays {
+        sequences: 0.5,
+        tokens: 0.1,
+    };
+
+    fn many(strays: Strays) -> Vec<Vec<u32>> {
+        let one = |i| strays.scatter(&[7, 8, 9], 200, 1000, Philox::new(3, i));
+        (0..400).map(one).collect()
+    }
+
+    fn given(ids: &[u32]) -> Vec<u32> {
+        let given = |id: &&u32| **id != UNKNOWN;
+        ids[3..].iter().filter(given).copied().collect()
+    }
+
+    #[test]
+    fn shares_are_as_asked_for() {
+        let all = many(STRAYS);
+        assert!(
+            all.iter()
+                .all(|ids| ids.len() == 200 && ids[..3] == [7, 8, 9])
+        );
+        let strayed: Vec<usize> = all.iter().map(|ids| given(ids).len()).collect();
+        let with = strayed.iter().filter(|&&n| n > 0).count();
+        assert!((150..250).contains(&with), "{with} of 400");
+        let share = strayed.iter().sum::<usize>() as f64 / (with * 197) as f64;
+        assert!((0.08..0.12).contains(&share), "{share}");
+        assert!(all.iter().all(|ids| given(ids).iter().all(|&t| t < 1000)));
+        // The same seed and stream give the same.
+        assert_eq!(all, many(STRAYS));
+    }
+
+    #[test]
+    fn none_is_none_and_long_beginnings_are_cut() {
+        let none = Strays::default();
+        assert!(many(none).iter().all(|ids| given(ids).is_empty()));
+        let ids = STRAYS.scatter(&[1; 20], 10, 1000, Philox::new(0, 0));
+        assert_eq!(ids, [1; 10]);
+    }
+}
