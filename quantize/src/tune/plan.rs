@@ -44,7 +44,7 @@ const LEAST_STEPS: usize = 50;
 pub fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
     match on_cpu {
         true => 1800.0,
-        false => 90.0 + 15.0 * parameters as f64 / 1e9,
+        false => 90.0 + 25.0 * parameters as f64 / 1e9,
     }
 }
 

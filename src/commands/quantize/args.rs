@@ -23,7 +23,7 @@ pub struct QuantizeArgs {
     /// How codes are chosen
     #[arg(long, value_enum, default_value_t = MethodArg::Gptq)]
     pub method: MethodArg,
-    /// Minutes that tuning may take (auto) [default: 30 on a CPU; on a GPU 90 s and 15 s for each
+    /// Minutes that tuning may take (auto) [default: 30 on a CPU; on a GPU 90 s and 25 s for each
     /// billion parameters]
     #[arg(long, value_name = "MIN", value_parser = parse_minutes)]
     pub budget: Option<f64>,
