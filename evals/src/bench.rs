@@ -421,9 +421,9 @@ pub fn streaming(
                 None => ControlFlow::Continue(()),
             },
         )?;
-        if let Some(source) = failed {
+        if let Some(cause) = failed {
             let path = "the streamed answer".into();
-            return Err(Error::Write { path, source });
+            return Err(Error::Write { path, cause });
         }
         session.truncate(0, depth);
         let steps = decode_greedily(session.as_mut(), &answer.tokens[..1], n - 1)?;

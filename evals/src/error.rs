@@ -67,12 +67,12 @@ pub enum Error {
         fit: usize,
     },
     /// A report could not be written.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {cause}", path.display())]
     Write {
         /// The report's path.
         path: PathBuf,
         /// Why.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// A plot could not be drawn.
     #[error("plot of {what}: {why}")]

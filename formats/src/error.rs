@@ -11,14 +11,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// The operating system refused an operation on a file.
-    #[error("{}: {action}: {source}", path.display())]
+    #[error("{}: {action}: {cause}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
         /// What was tried, e.g. "open".
         action: &'static str,
         /// The system's error.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// A file that a checkpoint needs is not there.
     #[error("{}: no {what} here", path.display())]
@@ -153,11 +153,11 @@ impl Error {
     }
 
     /// Wraps an I/O error with the file and the action that failed.
-    pub fn io(path: impl Into<PathBuf>, action: &'static str, source: std::io::Error) -> Self {
+    pub fn io(path: impl Into<PathBuf>, action: &'static str, cause: std::io::Error) -> Self {
         Error::Io {
             path: path.into(),
             action,
-            source,
+            cause,
         }
     }
 }

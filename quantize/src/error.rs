@@ -19,14 +19,14 @@ pub enum Error {
     #[error(transparent)]
     Kernels(#[from] nq_kernels::Error),
     /// The operating system refused an operation on a file.
-    #[error("{}: {action}: {source}", path.display())]
+    #[error("{}: {action}: {cause}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
         /// What was tried, e.g. "read".
         action: &'static str,
         /// The system's error.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// A weight holds numbers that are none.
     #[error("{tensor}: expected finite weights, found {found} in row {row}, column {column}")]
@@ -78,11 +78,11 @@ pub enum Error {
 
 impl Error {
     /// Wraps an I/O error with the file and the action that failed.
-    pub fn io(path: impl Into<PathBuf>, action: &'static str, source: std::io::Error) -> Self {
+    pub fn io(path: impl Into<PathBuf>, action: &'static str, cause: std::io::Error) -> Self {
         Error::Io {
             path: path.into(),
             action,
-            source,
+            cause,
         }
     }
 }

@@ -44,8 +44,11 @@ pub enum Error {
         why: String,
     },
     /// The reference engine failed.
-    #[error("candle: {0}")]
-    Candle(#[from] candle_core::Error),
+    #[error("candle: {why}")]
+    Candle {
+        /// What it said.
+        why: String,
+    },
     /// There is nothing to sample from.
     #[error("logits: expected finite numbers, found {found}")]
     Logits {
@@ -93,4 +96,10 @@ pub enum Error {
         /// The layer, counted from 0.
         layer: usize,
     },
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(e: candle_core::Error) -> Self {
+        Error::Candle { why: e.to_string() }
+    }
 }

@@ -86,11 +86,11 @@ pub fn write(path: &Path, document: &Document<'_>) -> Result<()> {
     let temporary = path.with_file_name(name);
     std::fs::write(&temporary, contents)
         .and_then(|()| std::fs::rename(&temporary, path))
-        .map_err(|source| {
+        .map_err(|cause| {
             let _ = std::fs::remove_file(&temporary); // the first error is the one to report
             Error::Write {
                 path: path.into(),
-                source,
+                cause,
             }
         })
 }
