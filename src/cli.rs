@@ -2,8 +2,10 @@
 //! Each subcommand's own flags stand beside its code in [`crate::commands`].
 
 use crate::commands;
+use crate::terminal::say;
 use clap::builder::styling::{AnsiColor, Styles};
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::{Isa, IsaChoice};
 use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
@@ -114,6 +116,16 @@ pub enum IsaArg {
 }
 
 impl Global {
+    /// Says that threads wait for one another where there are more of them than cores.
+    pub fn note_threads(&self) {
+        let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
+        if let Some(threads) = self.threads.filter(|&n| n > cores) {
+            say(&format!(
+                "nq: --threads {threads} on {cores} cores: slower than --threads {cores}"
+            ));
+        }
+    }
+
     /// How the flags place a model.
     pub fn load_options(&self) -> LoadOptions {
         LoadOptions {
@@ -136,6 +148,27 @@ impl Global {
             },
             ..LoadOptions::default()
         }
+    }
+}
+
+/// Ends the program, called with `subcommand`, as clap does for flags that contradict each other in ways that its own rules
+/// cannot tell.
+pub fn refuse(subcommand: &str, message: &str) -> ! {
+    let mut program = Cli::command();
+    program.build();
+    let command = program
+        .find_subcommand_mut(subcommand)
+        .expect("named by its own code");
+    command.error(ErrorKind::ArgumentConflict, message).exit()
+}
+
+/// Bits that a model is quantized to at load: 4, 8, or 16 for none.
+pub fn parse_load_bits(s: &str) -> Result<u32, String> {
+    match s {
+        "4" => Ok(4),
+        "8" => Ok(8),
+        "16" => Ok(16),
+        _ => Err("expected 4, 8 or 16".into()),
     }
 }
 

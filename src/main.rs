@@ -1,11 +1,6 @@
 //! The `nq` command. This package alone parses arguments, prints and draws progress.
 #![forbid(unsafe_op_in_unsafe_fn)]
 #![allow(unreachable_pub, reason = "a binary has no outside")]
-#![allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "printing is this package's job"
-)]
 
 mod chat;
 mod cli;
@@ -25,7 +20,7 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(e) if terminal::is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("nq: {e:#}");
+            terminal::say(&format!("nq: {e:#}"));
             ExitCode::from(1)
         }
     }

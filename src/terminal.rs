@@ -2,10 +2,14 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 use nq_formats::{Progress, Unit};
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::io::{self, Write};
 use std::sync::Mutex;
 use std::time::Duration;
+
+/// Exit code after an interrupt.
+pub const INTERRUPTED: u8 = 130;
 
 /// Draws stages on stderr; each note is printed once.
 #[derive(Default)]
@@ -59,7 +63,7 @@ impl Progress for Terminal {
         {
             return;
         }
-        let print = || eprintln!("nq: {message}");
+        let print = || say(&format!("nq: {message}"));
         match &*self.bar.lock().unwrap_or_else(|e| e.into_inner()) {
             Some(bar) => bar.suspend(print),
             None => print(),
@@ -78,9 +82,30 @@ pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
 /// Prints text and a line break on stdout. Unlike `println!`, a reader that went away is an error
 /// to return, not a panic.
 pub fn print_line(text: &str) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    writeln!(out, "{text}")?;
-    out.flush()
+    let print = || -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        writeln!(out, "{text}")?;
+        out.flush()
+    };
+    print().map_err(|e| match e.kind() {
+        io::ErrorKind::BrokenPipe => e, // as `is_broken_pipe` looks for it
+        kind => io::Error::new(kind, format!("standard output: {e}")),
+    })
+}
+
+/// Prints text and a line break on stderr. Unlike with `eprintln!`, a reader that went away is no
+/// panic: it must not cost the work that a note is about.
+pub fn say(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// `text` as a word that a shell takes as it is: quoted where it must be.
+pub fn shell_word(text: &str) -> Cow<'_, str> {
+    let plain = |c: char| c.is_alphanumeric() || "._-/+=:,@%".contains(c);
+    match !text.is_empty() && text.chars().all(plain) {
+        true => text.into(),
+        false => format!("'{}'", text.replace('\'', r"'\''")).into(),
+    }
 }
 
 /// A byte count as people read it, in powers of 1000: `8.50 MB`.
@@ -101,7 +126,15 @@ pub fn human_bytes(n: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::human_bytes;
+    use super::{human_bytes, shell_word};
+
+    #[test]
+    fn a_command_to_copy_is_quoted_where_it_must_be() {
+        assert_eq!(shell_word("a/Qwen3-0.6B-int4"), "a/Qwen3-0.6B-int4");
+        assert_eq!(shell_word("my models/d é"), "'my models/d é'");
+        assert_eq!(shell_word("it's"), r"'it'\''s'");
+        assert_eq!(shell_word(""), "''");
+    }
 
     #[test]
     fn bytes_are_rounded_to_powers_of_1000() {

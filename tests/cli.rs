@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{nq, stderr, stdout};
+use common::{command, nq, stderr, stdout};
+use std::fs::File;
+use std::process::Stdio;
 
 #[test]
 fn version_names_the_features() {
@@ -88,4 +90,144 @@ fn completions_are_printed_for_every_shell() {
             "{shell}"
         );
     }
+}
+
+/// What clap's own rules cannot tell is a mistake in the call too, and costs no loading.
+#[test]
+fn flags_that_make_no_sense_are_exit_code_2() {
+    let home = tempfile::tempdir().expect("a folder");
+    for (args, said) in [
+        (&["chat", "no-such", "--bits", "5"][..], "4, 8 or 16"),
+        (&["bench", "no-such", "--bits", "3"], "4, 8 or 16"),
+        (&["bench", "--preset", "qwen3-9b"], "qwen3-8b"),
+        (
+            &["bench", "no-such", "-p", "0", "-n", "0"],
+            "nothing to measure",
+        ),
+        (&["bench", "no-such", "--repeats", "0"], "at least 1"),
+        (
+            &[
+                "convert", "no-such", "x", "--format", "nq", "--type", "q4_0",
+            ],
+            "--type",
+        ),
+        (&["quantize", "no-such", "--max-kld", "nan"], "more than 0"),
+        (&["quantize", "no-such", "--max-kld", "-1"], "more than 0"),
+        (&["quantize", "no-such", "--min-top1", "2"], "0 to 1"),
+        (
+            &["quantize", "no-such", "--budget", "5"],
+            "--budget needs --method auto",
+        ),
+        (
+            &["quantize", "no-such", "--tune-tf32"],
+            "--tune-tf32 needs --method auto",
+        ),
+        (
+            &[
+                "quantize",
+                "no-such",
+                "--target-bpw",
+                "5",
+                "--format",
+                "gguf",
+            ],
+            "--format nq",
+        ),
+        // A negative number is a value, not a flag of that name.
+        (&["chat", "no-such", "--seed", "-1"], "invalid digit"),
+        (&["eval", "no-such", "--ctx", "-3"], "invalid digit"),
+    ] {
+        let out = nq(home.path(), args);
+        assert_eq!(out.status.code(), Some(2), "{args:?}: {}", stderr(&out));
+        assert!(stderr(&out).contains(said), "{args:?}: {}", stderr(&out));
+    }
+    // Valid: refused for the model's name alone.
+    let out = nq(
+        home.path(),
+        &["chat", "no-such", "--presence-penalty", "-0.5", "-p", "x"],
+    );
+    assert!(stderr(&out).contains("no model"), "{}", stderr(&out));
+}
+
+/// What a long run would fail for at its end, or after a folder is made, is said at once.
+#[test]
+fn files_are_looked_for_before_the_work() {
+    let home = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| home.path().join(name).display().to_string();
+    let (none, report, folder) = (path("none.txt"), path("none/r.md"), path("r.md"));
+    std::fs::create_dir(&folder).expect("a folder");
+    for (args, parts) in [
+        (
+            ["quantize", "no-such", "--calib", &none],
+            ["--calib", "none.txt"],
+        ),
+        (
+            ["quantize", "no-such", "--eval-text", &none],
+            ["--eval-text", "none.txt"],
+        ),
+        (
+            ["quantize", "no-such", "--calib", &folder],
+            ["--calib", "found a folder"],
+        ),
+        (
+            ["eval", "no-such", "--report", &report],
+            ["a folder that exists", "none/r.md"],
+        ),
+        (
+            ["eval", "no-such", "--report", &folder],
+            ["expected a file", "r.md"],
+        ),
+    ] {
+        let out = nq(home.path(), &args);
+        let said = stderr(&out);
+        assert_eq!(out.status.code(), Some(1), "{said}");
+        assert!(parts.iter().all(|p| said.contains(p)), "{args:?}: {said}");
+        // The system's reason stands once.
+        assert!(said.matches("os error").count() <= 1, "{said}");
+    }
+}
+
+/// A reader that leaves early (`| head`) is no failure, one that cannot write is an error; neither
+/// is a panic.
+#[test]
+fn closed_and_full_outputs_are_no_panics() {
+    let home = tempfile::tempdir().expect("a folder");
+    let commands: [&[&str]; 4] = [
+        &["completions", "bash"],
+        &["list", "--json"],
+        &["doctor", "--json"],
+        &["inspect", "--help"],
+    ];
+    for args in commands {
+        let mut child = command(home.path(), args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("nq runs");
+        drop(child.stdout.take());
+        let out = child.wait_with_output().expect("nq ends");
+        assert_eq!(out.status.code(), Some(0), "{args:?}: {}", stderr(&out));
+    }
+    let full = |args: &[&str]| {
+        let full = File::options()
+            .write(true)
+            .open("/dev/full")
+            .expect("a device");
+        command(home.path(), args)
+            .stdout(full)
+            .output()
+            .expect("nq runs")
+    };
+    for args in &commands[..3] {
+        let out = full(args);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {}", stderr(&out));
+        assert!(stderr(&out).contains("standard output"), "{}", stderr(&out));
+    }
+    // Notes that nobody reads cost nothing.
+    let mut child = command(home.path(), &["list"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("nq runs");
+    drop(child.stderr.take());
+    assert_eq!(child.wait().expect("nq ends").code(), Some(0));
 }

@@ -118,7 +118,7 @@ fn what_a_format_cannot_hold_is_refused_before_any_work() {
     let mut args = QUANTIZE.to_vec();
     args.extend(["--format", "gguf", "--out", out.to_str().unwrap()]);
     let output = nq(home.path(), &args);
-    assert!(stderr(&output).contains("something is here already"));
+    assert!(stderr(&output).contains("already there; --force"));
     assert_eq!(files(home.path()), ["out"]);
 }
 

@@ -1,11 +1,12 @@
 //! A checkpoint: a model's configuration, tokenizer files and weights, whatever the format.
 
-use crate::config::{GenerationDefaults, ModelConfig};
+use crate::config::{GenerationDefaults, ModelConfig, check_eos};
 use crate::dense;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::gguf;
 use crate::import::{awq, compressed_tensors, fp8, gptq};
+use crate::names::layer_of;
 use crate::nq;
 use crate::shards::Shards;
 use crate::stored::StoredWeight;
@@ -66,6 +67,24 @@ impl Files {
             Files::Folder(dir) => dir.clone(),
             Files::Embedded { label, .. } => label.into(),
             Files::Virtual(files) => files.root(),
+        }
+    }
+
+    /// Refuses to write to `dest` what is read from there: the source would be lost.
+    ///
+    /// # Errors
+    /// [`Error::Exists`].
+    pub fn check_apart(&self, dest: &Path) -> Result<()> {
+        let root = match self {
+            Files::Embedded { .. } => return Ok(()),
+            Files::Folder(_) | Files::Virtual(_) => self.root(),
+        };
+        match (root.canonicalize(), dest.canonicalize()) {
+            (Ok(a), Ok(b)) if a == b => Err(Error::Exists {
+                path: dest.into(),
+                what: "expected another place than the source's, found the source itself".into(),
+            }),
+            _ => Ok(()),
         }
     }
 
@@ -357,11 +376,32 @@ impl Source {
     /// As [`ModelConfig::parse`] and [`GenerationDefaults::parse`].
     pub fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
         let config = self.model_config()?;
+        self.check_layers(&config, store.as_ref())?;
         let generation = match self.files.get(GENERATION_CONFIG)? {
-            Some(bytes) => GenerationDefaults::parse(&self.files.path(GENERATION_CONFIG), &bytes)?,
+            Some(bytes) => {
+                let path = self.files.path(GENERATION_CONFIG);
+                let generation = GenerationDefaults::parse(&path, &bytes)?;
+                check_eos(&path, &generation.eos_token_ids, config.vocab_size)?;
+                generation
+            }
             None => GenerationDefaults::default(),
         };
         Ok(Checkpoint::new(self.files, config, generation, store))
+    }
+
+    /// Refuses a model whose files hold more layers than its config: what would run is another
+    /// model. (Fewer are found missing by name.)
+    fn check_layers(&self, config: &ModelConfig, store: &dyn WeightStore) -> Result<()> {
+        let beyond = |e: &TensorEntry| layer_of(&e.name) >= Some(config.num_hidden_layers);
+        match store.entries().into_iter().find(beyond) {
+            None => Ok(()),
+            Some(entry) => Err(Error::Malformed {
+                path: self.files.path(CONFIG),
+                what: "num_hidden_layers".into(),
+                expected: format!("a layer for {} in {}", entry.name, entry.file),
+                found: config.num_hidden_layers.to_string(),
+            }),
+        }
     }
 
     fn open(self) -> Result<Checkpoint> {

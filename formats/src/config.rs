@@ -124,12 +124,13 @@ impl ModelConfig {
             head_dim: obj.dim("head_dim")?,
             vocab_size: obj.dim("vocab_size")?,
             max_position_embeddings: obj.dim("max_position_embeddings")?,
-            rms_norm_eps: obj.f64("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            rms_norm_eps: obj.epsilon()?,
             rope: obj.rope()?,
             tie_word_embeddings: obj.bool("tie_word_embeddings")?.unwrap_or(false),
             eos_token_ids: obj.ids("eos_token_id")?,
             dtype: obj.float_type()?,
         };
+        check_eos(path, &cfg.eos_token_ids, cfg.vocab_size)?;
         if !heads.is_multiple_of(kv_heads) {
             return Err(obj.bad(
                 "num_attention_heads",
@@ -249,6 +250,19 @@ impl GenerationDefaults {
     }
 }
 
+/// Refuses ids that no model of this vocabulary can write: answers would never end.
+pub(crate) fn check_eos(path: &Path, ids: &[u32], vocab_size: usize) -> Result<()> {
+    match ids.iter().find(|&&id| id as usize >= vocab_size) {
+        None => Ok(()),
+        Some(id) => Err(Error::Malformed {
+            path: path.into(),
+            what: "eos_token_id".into(),
+            expected: format!("ids below the vocabulary of {vocab_size}"),
+            found: id.to_string(),
+        }),
+    }
+}
+
 /// Dimensions above this are absurd: they would overflow products elsewhere.
 const MAX_DIM: u64 = 1 << 28;
 
@@ -334,6 +348,15 @@ impl<'a> Object<'a> {
             Some(n) if (1..=MAX_DIM).contains(&n) => Ok(n as usize),
             Some(n) => Err(self.bad(key, format!("1 to {MAX_DIM}"), n.to_string())),
             None => Err(self.bad(key, "an integer".into(), "no such key".into())),
+        }
+    }
+
+    /// RMSNorm's epsilon; 1e-6 where it is not given.
+    fn epsilon(&self) -> Result<f32> {
+        const KEY: &str = "rms_norm_eps";
+        match self.f64(KEY)?.unwrap_or(1e-6) {
+            eps if (0.0..1.0).contains(&eps) => Ok(eps as f32),
+            eps => Err(self.bad(KEY, "0 or more, below 1".into(), eps.to_string())),
         }
     }
 

@@ -1,7 +1,8 @@
 //! Files and folders that appear whole or not at all, and outlast a crash.
 
+use crate::checkpoint::CONFIG;
 use crate::error::{Error, Result};
-use rustix::fs::{CWD, RenameFlags, renameat_with, statvfs};
+use rustix::fs::{Access, CWD, RenameFlags, access, renameat_with, statvfs};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -116,18 +117,66 @@ pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
     synced.map_err(|e| Error::io(folder, "sync", e))
 }
 
-/// Refuses a destination that something stands at.
+/// What is to be written to a destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// One file.
+    File,
+    /// A model's folder.
+    Folder,
+}
+
+/// Refuses a destination that something stands at. With `force` it may be replaced, but only by
+/// its like: a file by a file; by a folder an empty one, or one that holds a model (a config.json)
+/// and no other folders. So a mistyped destination costs nobody a folder of other things.
 ///
 /// # Errors
-/// [`Error::Exists`].
-pub fn check_vacant(path: &Path) -> Result<()> {
-    match fs::symlink_metadata(path) {
-        Ok(_) => Err(Error::Exists {
-            path: path.into(),
-            what: "something is here already".into(),
-        }),
-        Err(_) => Ok(()),
+/// [`Error::Exists`], or [`Error::Io`] for a folder that cannot be listed.
+pub fn check_destination(path: &Path, form: Form, force: bool) -> Result<()> {
+    if fs::symlink_metadata(path).is_err() {
+        return Ok(());
     }
+    let refused = |what: String| {
+        let path = path.into();
+        Err(Error::Exists { path, what })
+    };
+    if !force {
+        return refused("already there; --force replaces it once the new one is whole".into());
+    }
+    match (form, path.is_dir()) {
+        (Form::File, false) => Ok(()),
+        (Form::File, true) => refused("expected a file to replace, found a folder".into()),
+        (Form::Folder, false) if path.exists() => {
+            refused("expected a model's folder to replace, found a file".into())
+        }
+        // A link to nowhere.
+        (Form::Folder, false) => Ok(()),
+        (Form::Folder, true) => match foreign_entry(path)? {
+            None => Ok(()),
+            Some(found) => refused(format!(
+                "expected a model's folder to replace (a config.json, no folders within) or an \
+                 empty one, found {found}"
+            )),
+        },
+    }
+}
+
+/// What shows that a folder is not just a model's; `None` if nothing does.
+fn foreign_entry(folder: &Path) -> Result<Option<String>> {
+    let list = || -> io::Result<Option<String>> {
+        let (mut model, mut first) = (false, None);
+        for entry in fs::read_dir(folder)? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if entry.file_type()?.is_dir() {
+                return Ok(Some(format!("the folder {name}")));
+            }
+            model |= name == CONFIG;
+            first.get_or_insert(name);
+        }
+        Ok(first.filter(|_| !model))
+    };
+    list().map_err(|e| Error::io(folder, "list", e))
 }
 
 /// Bytes that may still be written to the file system of `folder`, or, if that does not exist
@@ -136,12 +185,32 @@ pub fn check_vacant(path: &Path) -> Result<()> {
 /// # Errors
 /// [`Error::Io`] if the system does not say.
 pub fn available(folder: &Path) -> Result<u64> {
+    let stat =
+        statvfs(existing(folder)).map_err(|e| Error::io(folder, "ask for free space", e.into()))?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// `folder`, or the nearest folder above it that exists.
+fn existing(folder: &Path) -> PathBuf {
     let mut existing = folder.to_owned();
     while !existing.exists() && existing != parent(&existing) {
         existing = parent(&existing);
     }
-    let stat = statvfs(&existing).map_err(|e| Error::io(folder, "ask for free space", e.into()))?;
-    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    existing
+}
+
+/// Checks that files can be made in `folder`, or, if that does not exist yet, folders in the nearest
+/// one above it that does: by permissions and by how the file system is mounted.
+///
+/// # Errors
+/// [`Error::Io`] naming the folder that exists.
+pub fn check_writable(folder: &Path) -> Result<()> {
+    let existing = existing(folder);
+    let failed = |e: io::Error| Error::io(&existing, "write to", e);
+    if !existing.is_dir() {
+        return Err(failed(io::ErrorKind::NotADirectory.into()));
+    }
+    access(&existing, Access::WRITE_OK | Access::EXEC_OK).map_err(|e| failed(e.into()))
 }
 
 /// Checks that `needed` bytes fit on the file system of `folder`.

@@ -77,6 +77,12 @@ pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
     all
 }
 
+/// The layer that a parameter or tensor belongs to, by its name; `None` outside of layers.
+pub fn layer_of(name: &str) -> Option<usize> {
+    let rest = name.strip_prefix("model.layers.")?;
+    rest.split('.').next()?.parse().ok()
+}
+
 /// True for the seven Linears of each layer: what a quantization's default scheme covers.
 pub fn is_layer_linear(name: &str) -> bool {
     name.starts_with("model.layers.") && name.ends_with("_proj")

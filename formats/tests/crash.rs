@@ -302,7 +302,8 @@ fn beginnings_are_checked() {
     );
     drop(first);
     // Nothing was staged, so nothing is lost by starting anew.
-    let Opened::Writer(second) = open(&json!(2), false, false, 0).unwrap() else {
+    let Opened::Writer(second) = open(&json!({"bits": 2, "seed": 3}), false, false, 0).unwrap()
+    else {
         panic!("nothing is complete")
     };
     let norm = random_dense(&mut Rng(1), &[512]);
@@ -314,14 +315,15 @@ fn beginnings_are_checked() {
     second.set_state(&json!({"n": 1})).unwrap();
     drop(second);
     names(
-        open(&json!(2), false, false, 0),
+        open(&json!({"bits": 2, "seed": 3}), false, false, 0),
         &["out.partial", "--resume", "--force"],
     );
     names(
         open(&plan(), true, false, 0),
-        &["plan.json", "expected {\"bits\":4", "found 2"],
+        &["plan.json", "expected {\"bits\":4}, found {\"bits\":2}"],
     );
-    let Opened::Writer(third) = open(&json!(2), true, false, 0).unwrap() else {
+    let Opened::Writer(third) = open(&json!({"bits": 2, "seed": 3}), true, false, 0).unwrap()
+    else {
         panic!("nothing is complete")
     };
     assert_eq!(third.state().unwrap().unwrap()["n"], 1);

@@ -351,7 +351,7 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     );
     names(
         write(&source, CompressedTensors, &out),
-        &["something is here already"],
+        &["already there; --force"],
     );
 }
 

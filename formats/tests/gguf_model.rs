@@ -268,7 +268,7 @@ fn the_mix_gives_more_bits_where_they_count() {
     );
     names(
         export(&read, ExportFormat::Gguf, &again, &options, &()),
-        &["again.gguf", "something is here already"],
+        &["again.gguf", "already there; --force"],
     );
 }
 

@@ -247,6 +247,59 @@ fn broken_shard_sets_are_named() {
     names(open(), &["1.safetensors, 2.safetensors"]);
 }
 
+/// The demo model's folder with one key of a JSON file changed.
+fn demo_with(file: &str, key: &str, value: &str) -> nq_formats::Result<Checkpoint> {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(assets().join("demo")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+    }
+    let path = dir.path().join(file);
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    json[key] = serde_json::from_str(value).unwrap();
+    fs::write(&path, json.to_string()).unwrap();
+    Checkpoint::open(dir.path())
+}
+
+/// Values that would run as another model, or never stop.
+#[test]
+fn configs_at_odds_with_the_weights_are_refused() {
+    const CONFIG: &str = "config.json";
+    let cases: [(&str, &str, &str, &[&str]); 5] = [
+        (
+            CONFIG,
+            "num_hidden_layers",
+            "3",
+            &["model.layers.3.", "found 3"],
+        ),
+        (
+            CONFIG,
+            "eos_token_id",
+            "4096",
+            &["below", "4096, found 4096"],
+        ),
+        (
+            "generation_config.json",
+            "eos_token_id",
+            "[1, 9999]",
+            &["found 9999"],
+        ),
+        (
+            CONFIG,
+            "rms_norm_eps",
+            "-1e-6",
+            &["0 or more", "found -0.000001"],
+        ),
+        (CONFIG, "rms_norm_eps", "1", &["below 1", "found 1"]),
+    ];
+    for (file, key, value, parts) in cases {
+        let opened = demo_with(file, key, value);
+        names(opened, &[&[file, key], parts].concat());
+    }
+    demo_with(CONFIG, "rms_norm_eps", "0").unwrap();
+    demo_with(CONFIG, "eos_token_id", "[4095, 0]").unwrap();
+}
+
 #[test]
 fn what_is_not_supported_is_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();

@@ -49,6 +49,14 @@ pub struct Turn {
     pub stats: Stats,
 }
 
+/// All messages as the model reads them.
+enum Prompt {
+    /// As text and as tokens.
+    Fits(String, Vec<u32>),
+    /// So many tokens, more than the context has room for.
+    TooLong(usize),
+}
+
 /// Messages, the cache that holds most of them, and settings.
 pub struct Conversation<'m> {
     tokenizer: &'m Tokenizer,
@@ -174,8 +182,14 @@ impl<'m> Conversation<'m> {
         on_event: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<Turn> {
         let start = Instant::now();
-        let Some((text, mut prompt)) = self.fitting_prompt(0, on_event)? else {
-            bail!("{}", self.too_long());
+        let (text, mut prompt) = match self.fitting_prompt(0, on_event)? {
+            Prompt::Fits(text, ids) => (text, ids),
+            Prompt::TooLong(tokens) => bail!(
+                "the chat does not fit the context of {} tokens: it has {tokens}, and an answer \
+                 needs room; {}",
+                self.session.spec().ctx,
+                self.what_helps(true)
+            ),
         };
         let mut writer = Writer {
             splitter: Splitter::after(&text),
@@ -221,8 +235,8 @@ impl<'m> Conversation<'m> {
             }
             (writer.on_event)(Event::Note(dropped(1)))?;
             match self.fitting_prompt(tokens.len(), writer.on_event)? {
-                Some(shorter) => prompt = [shorter.1.as_slice(), &tokens].concat(),
-                None => break StopReason::ContextFull,
+                Prompt::Fits(_, shorter) => prompt = [shorter.as_slice(), &tokens].concat(),
+                Prompt::TooLong(_) => break StopReason::ContextFull,
             }
         };
         if let Some(rest) = detokenizer.flush() {
@@ -237,8 +251,8 @@ impl<'m> Conversation<'m> {
         if stop == StopReason::ContextFull {
             let capacity = self.session.spec().ctx;
             (writer.on_event)(Event::Note(format!(
-                "the context of {capacity} tokens is full: the answer is cut off. /clear, a \
-                 larger --ctx or --on-overflow drop-oldest help"
+                "the context of {capacity} tokens is full: the answer is cut off; {}",
+                self.what_helps(false)
             )))?;
         }
         // The content is kept as it was sampled: the template strips the thinking.
@@ -251,22 +265,26 @@ impl<'m> Conversation<'m> {
         })
     }
 
-    fn too_long(&self) -> String {
-        let help = match self.settings.overflow {
-            Overflow::DropOldest => "a shorter message or a larger --ctx helps",
-            Overflow::Stop => "/clear, a larger --ctx or --on-overflow drop-oldest helps",
-        };
-        let capacity = self.session.spec().ctx;
-        format!("the chat does not fit the context of {capacity} tokens: {help}")
+    /// What makes room in the context, or, before an answer, needs less of it.
+    fn what_helps(&self, before: bool) -> &'static str {
+        let turns = self.messages.iter().filter(|m| m.role == "user").count();
+        match (turns > 1, self.settings.overflow, before) {
+            (true, Overflow::Stop, _) => {
+                "/clear, a larger --ctx or --on-overflow drop-oldest helps"
+            }
+            (true, Overflow::DropOldest, _) => "/clear or a larger --ctx helps",
+            (false, _, true) => "a shorter message or a larger --ctx helps",
+            (false, _, false) => "a larger --ctx helps",
+        }
     }
 
     /// The prompt as text and ids, with room for `more` tokens and an answer; the oldest
-    /// turns are dropped for that where it is asked for. `None` if it does not fit.
+    /// turns are dropped for that where it is asked for.
     fn fitting_prompt(
         &mut self,
         more: usize,
         on_event: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Option<(String, Vec<u32>)>> {
+    ) -> anyhow::Result<Prompt> {
         let capacity = self.session.spec().ctx;
         let wanted = self.settings.max_tokens.unwrap_or(usize::MAX);
         let room = more + wanted.clamp(1, (capacity / 4).max(1));
@@ -281,7 +299,10 @@ impl<'m> Conversation<'m> {
                 count += 1;
                 continue;
             }
-            break (ids.len() + more < capacity).then_some((text, ids));
+            break match ids.len() + more < capacity {
+                true => Prompt::Fits(text, ids),
+                false => Prompt::TooLong(ids.len() + more),
+            };
         };
         if count > 0 {
             on_event(Event::Note(dropped(count)))?;

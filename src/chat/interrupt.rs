@@ -1,9 +1,7 @@
 //! Ctrl-C: the first stops the answer under way, the next leaves with 130.
 
+use crate::terminal::INTERRUPTED;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Exit code after an interrupt.
-pub const EXIT_CODE: u8 = 130;
 
 /// An answer is under way.
 static ANSWERING: AtomicBool = AtomicBool::new(false);
@@ -19,7 +17,7 @@ pub fn install() -> anyhow::Result<()> {
         if ANSWERING.load(Ordering::SeqCst) && !STOP.swap(true, Ordering::SeqCst) {
             return;
         }
-        std::process::exit(EXIT_CODE.into());
+        std::process::exit(INTERRUPTED.into());
     })?;
     Ok(())
 }

@@ -2,9 +2,10 @@
 
 use super::conversation::{Conversation, Event, Turn};
 use super::input::{Command, Entry, HELP, Lines, parse, thinking_switch};
-use super::interrupt::{Answering, EXIT_CODE};
+use super::interrupt::Answering;
 use super::printer::{Printer, Thinking};
 use super::{Overflow, report};
+use crate::terminal::{INTERRUPTED, say};
 use anyhow::{Context, bail};
 use nq_runtime::{Engine, Message, Stats, StopReason};
 use rustyline::config::Configurer;
@@ -88,7 +89,7 @@ impl Repl<'_> {
             self.turn(Some(text), &mut io::stdout(), &mut io::stderr(), thinking)?
         };
         Ok(match turn.stop {
-            StopReason::Interrupted => ExitCode::from(EXIT_CODE),
+            StopReason::Interrupted => ExitCode::from(INTERRUPTED),
             _ => ExitCode::SUCCESS,
         })
     }
@@ -101,7 +102,10 @@ impl Repl<'_> {
         if let Some(path) = history.as_deref().filter(|p| p.exists())
             && let Err(e) = editor.load_history(path)
         {
-            eprintln!("nq: {}: the history cannot be read: {e}", path.display());
+            say(&format!(
+                "nq: {}: the history cannot be read: {e}",
+                path.display()
+            ));
         }
         let mut lines = Lines::default();
         let code = loop {
@@ -118,11 +122,11 @@ impl Repl<'_> {
                         Ok(Flow::Continue) => {}
                         Ok(Flow::Exit) => break ExitCode::SUCCESS,
                         Err(e) if crate::terminal::is_broken_pipe(&e) => return Err(e),
-                        Err(e) => eprintln!("nq: {e:#}"),
+                        Err(e) => say(&format!("nq: {e:#}")),
                     }
                 }
                 Err(ReadlineError::Interrupted) if lines.is_open() => lines.clear(),
-                Err(ReadlineError::Interrupted) => break ExitCode::from(EXIT_CODE),
+                Err(ReadlineError::Interrupted) => break ExitCode::from(INTERRUPTED),
                 Err(ReadlineError::Eof) => break ExitCode::SUCCESS,
                 Err(e) => return Err(e.into()),
             }
@@ -133,7 +137,10 @@ impl Repl<'_> {
                 None => Ok(()),
             };
             if let Err(e) = saved.and_then(|()| editor.save_history(&path)) {
-                eprintln!("nq: {}: the history cannot be written: {e}", path.display());
+                say(&format!(
+                    "nq: {}: the history cannot be written: {e}",
+                    path.display()
+                ));
             }
         }
         Ok(code)

@@ -1,7 +1,8 @@
 //! `nq bench`: tokens per second beside the machine's measured bandwidth.
 
 use super::eval::kv_type;
-use crate::cli::Global;
+use super::synth::parse_preset;
+use crate::cli::{self, Global, parse_load_bits};
 use crate::model;
 use crate::system;
 use crate::terminal::{Terminal, print_line};
@@ -9,7 +10,8 @@ use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
-use nq_formats::{Bits, Checkpoint, Progress, synth};
+use nq_formats::synth::{self, Preset};
+use nq_formats::{Bits, Checkpoint, Progress};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{Engine, EngineKind, LoadOptions, SamplingParams, Tokenizer};
@@ -19,15 +21,16 @@ use std::process::ExitCode;
 
 /// Flags of `nq bench`.
 #[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
 pub struct BenchArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
     #[arg(conflicts_with = "preset")]
     pub model: Option<String>,
     /// Random weights of a published shape: qwen3-0.6b, -1.7b, -4b, -8b, -14b or -32b
-    #[arg(long)]
-    pub preset: Option<String>,
+    #[arg(long, value_parser = parse_preset)]
+    pub preset: Option<Preset>,
     /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
-    #[arg(long)]
+    #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
     /// Prompt tokens of the prefill test; 0 leaves it out
     #[arg(short = 'p', long, default_value_t = 512, value_name = "N")]
@@ -39,10 +42,10 @@ pub struct BenchArgs {
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub depth: usize,
     /// Sequences decoded at once
-    #[arg(long, default_value_t = 1, value_name = "N")]
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = parse_count)]
     pub batch: usize,
     /// Measured repeats after a warm-up
-    #[arg(long, default_value_t = 5, value_name = "N")]
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = parse_count)]
     pub repeats: usize,
     /// What runs the model
     #[arg(long, value_enum, default_value_t = EngineArg::Nq)]
@@ -53,8 +56,7 @@ pub struct BenchArgs {
     /// Leave the chat test out
     #[arg(long)]
     pub no_chat: bool,
-    /// Bits of the KV cache
-    /// [default: 16; 32 for candle, which knows no other]
+    /// Bits of the KV cache: 8, 16 or 32 [default: 16; 32 for candle, which knows no other]
     #[arg(long, value_parser = super::chat::parse_kv)]
     pub kv: Option<u32>,
 }
@@ -68,16 +70,31 @@ pub enum EngineArg {
     Candle,
 }
 
+fn parse_count(s: &str) -> Result<usize, String> {
+    match s.parse() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err("expected at least 1".into()),
+    }
+}
+
 /// Bytes that the bandwidth is measured over: far more than any last-level cache.
 const BANDWIDTH_BYTES: usize = 1 << 30;
 
 /// Runs `nq bench`. A row above the machine's limit makes the exit code 1.
 pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if args.prompt_tokens == 0 && args.gen_tokens == 0 {
-        bail!("nothing to measure: -p and -n are both 0");
+        cli::refuse("bench", "nothing to measure: -p and -n are both 0");
     }
     let terminal = Terminal::new();
     let (name, checkpoint) = open(args, global, &terminal)?;
+    // Before the minutes that the other tests may take.
+    let tokenizer = match args.gen_tokens > 1 && !args.no_chat {
+        true => Some(
+            Tokenizer::from_files(checkpoint.files())
+                .context("the chat test, which --no-chat leaves out")?,
+        ),
+        false => None,
+    };
     let options = LoadOptions {
         engine: match args.engine {
             EngineArg::Nq => EngineKind::Nq,
@@ -124,8 +141,10 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
             }
         }
     }
-    if args.gen_tokens > 1 && !args.no_chat {
-        rows.push(streaming(engine, &checkpoint, &spec, machine, &terminal)?);
+    if let Some(tokenizer) = &tokenizer {
+        let sampling = SamplingParams::from_defaults(checkpoint.generation());
+        let row = streaming(engine, tokenizer, &sampling, &spec, machine, &terminal)?;
+        rows.push(row);
     }
     if global.json {
         print_line(&serde_json::to_string_pretty(&rows)?)?;
@@ -148,15 +167,8 @@ fn open(
         let (checkpoint, _) = super::chat::at_load(model.checkpoint, args.bits, terminal)?;
         return Ok((model.name, checkpoint));
     };
-    let found = synth::Preset::find(preset).with_context(|| {
-        let known: Vec<&str> = synth::PRESETS.iter().map(|p| p.name).collect();
-        format!(
-            "preset: expected one of {}, found {preset:?}",
-            known.join(", ")
-        )
-    })?;
-    let label = format!("{} (random weights)", found.name);
-    let config = found.config();
+    let label = format!("{} (random weights)", preset.name);
+    let config = preset.config();
     let checkpoint = match args.bits {
         None | Some(16) => synth::checkpoint(&label, &config, 0)?,
         Some(n) => {
@@ -219,27 +231,25 @@ impl Meter {
 /// The chat path, written where a terminal's bytes would go but for the terminal.
 fn streaming(
     engine: &dyn Engine,
-    checkpoint: &Checkpoint,
+    tokenizer: &Tokenizer,
+    sampling: &SamplingParams,
     spec: &BenchSpec,
     machine: Machine<'_>,
     progress: &dyn Progress,
-) -> anyhow::Result<BenchRow> {
-    let tokenizer = Tokenizer::from_files(checkpoint.files())?;
-    let sampling = SamplingParams::from_defaults(checkpoint.generation());
+) -> nq_evals::Result<BenchRow> {
     let mut sink: Box<dyn Write> = match OpenOptions::new().write(true).open("/dev/null") {
         Ok(file) => Box::new(file), // a system call for every piece, as in a pipe
         Err(_) => Box::new(std::io::sink()),
     };
-    let row = bench::streaming(
+    bench::streaming(
         engine,
-        &tokenizer,
-        &sampling,
+        tokenizer,
+        sampling,
         sink.as_mut(),
         spec,
         machine,
         progress,
-    )?;
-    Ok(row)
+    )
 }
 
 /// The table that people read.

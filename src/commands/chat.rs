@@ -5,7 +5,7 @@ use crate::chat::conversation::{Conversation, Settings};
 use crate::chat::interrupt;
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
-use crate::cli::Global;
+use crate::cli::{Global, parse_load_bits};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
@@ -26,6 +26,7 @@ const DEFAULT_CTX: usize = 8192;
 
 /// Flags of `nq chat`.
 #[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
 pub struct ChatArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
     pub model: Option<String>,
@@ -42,7 +43,7 @@ pub struct ChatArgs {
     #[arg(long)]
     pub hide_thinking: bool,
     /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
-    #[arg(long, value_parser = clap::value_parser!(u32))]
+    #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
     /// Softmax temperature; 0 is greedy [default: the model's]
     #[arg(long, value_name = "T")]
@@ -71,7 +72,7 @@ pub struct ChatArgs {
     /// Context length in tokens [default: the model's, at most 8192]
     #[arg(long, value_name = "N")]
     pub ctx: Option<usize>,
-    /// Bits of the KV cache
+    /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value_t = 16, value_parser = parse_kv)]
     pub kv: u32,
     /// What to do when the context is full
@@ -96,6 +97,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     // Read before the model is loaded: an empty prompt need not wait for it.
     let prompt = match &args.prompt {
         _ if interactive => None,
+        Some(text) if text.trim().is_empty() => bail!("no prompt: -p is empty"),
         Some(text) => Some(text.clone()),
         None => Some(piped_prompt()?),
     };
@@ -183,10 +185,10 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         return repl.answer_once(&prompt, global.json);
     }
     let d = engine.description();
-    eprintln!(
-        "nq: {} on {}, context of {ctx} tokens; /help lists the commands",
+    terminal.note(&format!(
+        "{} on {}, context of {ctx} tokens; /help lists the commands",
         model.name, d.device
-    );
+    ));
     let history = model::models_dir()
         .ok()
         .and_then(|dir| Some(dir.parent()?.join("chat_history")));

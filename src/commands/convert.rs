@@ -1,9 +1,8 @@
 //! `nq convert`: a checkpoint in another format, with the same numbers where that can hold them.
 
-use crate::cli::Global;
+use crate::cli::{self, Global};
 use crate::model;
-use crate::terminal::Terminal;
-use anyhow::bail;
+use crate::terminal::{Terminal, print_line};
 use clap::{Args, ValueEnum};
 use nq_formats::export::gguf::Mix;
 use nq_formats::export::{
@@ -122,7 +121,10 @@ impl TypeArg {
 /// Runs `nq convert`.
 pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if args.kind.is_some() && args.format != FormatArg::Gguf {
-        bail!("--type chooses the tensor types of --format gguf; other formats have one each");
+        cli::refuse(
+            "convert",
+            "--type chooses the tensor types of --format gguf; other formats have one each",
+        );
     }
     let terminal = Terminal::new();
     let source = model::open(Some(&args.model), global, &terminal)?;
@@ -164,9 +166,10 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     if global.json {
         let json = report_json(args, checkpoint, &report, differences.as_deref());
-        println!("{json:#}");
+        print_line(&format!("{json:#}"))?;
     } else {
-        print_report(args, checkpoint, &report, differences.as_deref());
+        let lines = report_lines(args, checkpoint, &report, differences.as_deref());
+        print_line(&lines.join("\n"))?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -222,33 +225,35 @@ pub(super) fn summary_lines(report: &ExportReport) -> Vec<String> {
     lines.chain(report.notes.iter().cloned()).collect()
 }
 
-fn print_report(
+/// The report for people.
+fn report_lines(
     args: &ConvertArgs,
     source: &Checkpoint,
     report: &ExportReport,
     differences: Option<&[Difference]>,
-) {
-    println!("{}", args.out.display());
-    for line in summary_lines(report) {
-        println!("  {line}");
-    }
+) -> Vec<String> {
     let bits = 8.0 * report.tensor_bytes as f64 / source.config().parameters() as f64;
-    println!(
+    let mut lines = vec![args.out.display().to_string()];
+    lines.extend(summary_lines(report).iter().map(|line| format!("  {line}")));
+    lines.push(format!(
         "  {:.1} MB of files, {bits:.3} bits per weight; the source has {:.1} MB",
         report.file_bytes as f64 / 1e6,
         source.store().file_bytes() as f64 / 1e6,
-    );
-    let Some(differences) = differences else {
-        return;
-    };
+    ));
+    lines.extend(differences.map(verification_line));
+    lines
+}
+
+/// What reading the result back showed.
+fn verification_line(differences: &[Difference]) -> String {
     let changed: Vec<_> = differences.iter().filter(|d| d.changed > 0).collect();
     let values: u64 = differences.iter().map(|d| d.values).sum();
     match changed
         .iter()
         .max_by(|a, b| a.relative.total_cmp(&b.relative))
     {
-        None => println!("  verified: all {values} numbers are equal"),
-        Some(worst) => println!(
+        None => format!("  verified: all {values} numbers are equal"),
+        Some(worst) => format!(
             "  verified: {} of {} parameters differ; most {} ({} -> {}): relative rms {:.3e}, \
              largest {:.3e}",
             changed.len(),

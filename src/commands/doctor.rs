@@ -8,7 +8,7 @@ use nq_formats::durable;
 use nq_formats::hub::HubOptions;
 use nq_kernels::cpu::{Cpu, Isa, IsaChoice};
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// What is found, as `--json` prints it.
@@ -341,9 +341,9 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
                         .into(),
                 });
             }
-            if let Err(why) = writable(&path) {
+            if let Err(why) = durable::check_writable(&path) {
                 problems.push(Problem {
-                    problem: format!("{what}: {} cannot be written ({why})", path.display()),
+                    problem: format!("{what}: {why}"),
                     remedy: "correct its permissions, or set HF_HOME or NQ_HOME to a folder of \
                              yours"
                         .into(),
@@ -364,18 +364,6 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
     push("hub cache", Some(HubOptions::from_env().cache));
     push("nq's models", model::models_dir().ok());
     folders
-}
-
-/// An error if the folder, or the nearest one above it that exists, cannot be written.
-fn writable(path: &Path) -> Result<(), String> {
-    let existing = path.ancestors().find(|p| p.exists());
-    let existing = existing.ok_or("no folder above it exists")?;
-    let metadata = existing.metadata().map_err(|e| e.to_string())?;
-    match (metadata.is_dir(), metadata.permissions().readonly()) {
-        (false, _) => Err(format!("{} is no folder", existing.display())),
-        (true, true) => Err(format!("{} is read-only", existing.display())),
-        (true, false) => Ok(()),
-    }
 }
 
 /// Variables that change what nq does.

@@ -12,14 +12,16 @@ use nq_evals::{
     compare, evaluate, self_noise,
 };
 use nq_formats::Progress;
+use nq_formats::durable::check_writable;
 use nq_runtime::{ActivationChoice, Engine, EngineDescription, KvType, LoadOptions, Tokenizer};
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 /// Flags of `nq eval`.
 #[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
 pub struct EvalArgs {
     /// One or several of: demo, a folder, a hub id, a name from `nq list` [default: Qwen/Qwen3-0.6B]
     pub models: Vec<String>,
@@ -41,7 +43,7 @@ pub struct EvalArgs {
     /// How windows are cut and scored
     #[arg(long, value_enum, default_value_t = ProtocolArg::Hf)]
     pub protocol: ProtocolArg,
-    /// Bits of the KV cache
+    /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value_t = 16, value_parser = super::chat::parse_kv)]
     pub kv: u32,
     /// Write a report as .md or self-contained .html
@@ -122,7 +124,7 @@ struct Json<'a> {
 /// Runs `nq eval`.
 pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.report {
-        render::Kind::of(path)?; // before hours of work, not after
+        check_report(path)?; // before hours of work, not after
     }
     if let Some(threads) = global.threads {
         // Rows of logits are scored on rayon's threads. A pool that exists already stays.
@@ -351,6 +353,22 @@ impl Workbench<'_> {
             models: outcomes.iter().map(Outcome::section).collect(),
         }
     }
+}
+
+/// Checks that a report can be written to `path`, as far as can be told before.
+fn check_report(path: &Path) -> anyhow::Result<()> {
+    render::Kind::of(path)?;
+    let folder = match path.parent() {
+        Some(p) if p != Path::new("") => p,
+        _ => Path::new("."),
+    };
+    if path.is_dir() || !folder.is_dir() {
+        bail!(
+            "report: expected a file in a folder that exists, found {}",
+            path.display()
+        );
+    }
+    Ok(check_writable(folder)?)
 }
 
 /// Runs the reference once for several models, if its log-probabilities fit a quarter of

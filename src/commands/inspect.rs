@@ -2,13 +2,13 @@
 
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::{Terminal, human_bytes};
+use crate::terminal::{Terminal, human_bytes, print_line};
 use clap::Args;
 use nq_formats::nq::{self, QuantizationRecord};
 use nq_formats::{Checkpoint, TensorEntry, tokenizer};
 use serde::Serialize;
 use serde_json::{Map, Value};
-use std::io::Write;
+use std::fmt::{self, Write};
 use std::process::ExitCode;
 
 /// Flags of `nq inspect`.
@@ -72,11 +72,12 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         verified: args.verify,
         tensors: checkpoint.store().entries().into_iter().map(row).collect(),
     };
-    let mut out = std::io::stdout().lock();
     if global.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+        print_line(&serde_json::to_string_pretty(&report)?)?;
     } else {
-        print(&mut out, &report, checkpoint, record.as_ref())?;
+        let mut text = String::new();
+        describe(&mut text, &report, checkpoint, record.as_ref())?;
+        print_line(text.trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -101,12 +102,13 @@ fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> Row {
     }
 }
 
-fn print(
-    out: &mut dyn Write,
+/// The report for people.
+fn describe(
+    out: &mut String,
     report: &Report,
     checkpoint: &Checkpoint,
     record: Option<&QuantizationRecord>,
-) -> anyhow::Result<()> {
+) -> fmt::Result {
     let c = checkpoint.config();
     let shapes: Vec<String> = report
         .tensors
@@ -165,7 +167,7 @@ fn print(
     )?;
     writeln!(out, "  bits per weight  {:.4}", report.bits_per_weight)?;
     if let Some(record) = record {
-        print_record(out, record)?;
+        describe_record(out, record)?;
     }
     if report.verified {
         writeln!(out, "  verified         every parameter and the tokenizer")?;
@@ -173,7 +175,7 @@ fn print(
     Ok(())
 }
 
-fn print_record(out: &mut dyn Write, record: &QuantizationRecord) -> anyhow::Result<()> {
+fn describe_record(out: &mut String, record: &QuantizationRecord) -> fmt::Result {
     let scheme = |s: &Option<nq::TensorScheme>| match s {
         Some(s) => s.to_string(),
         None => "unquantized".into(),

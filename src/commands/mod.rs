@@ -11,12 +11,14 @@ pub mod quantize;
 pub mod synth;
 
 use crate::cli::{Cli, Command};
+use crate::terminal::print_line;
 use clap::CommandFactory;
 use std::process::ExitCode;
 
 /// Runs the chosen subcommand.
 pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let Cli { command, global } = cli;
+    global.note_threads();
     match command {
         Command::Quantize(args) => quantize::run(&args, &global),
         Command::Chat(args) => chat::run(&args, &global),
@@ -29,7 +31,9 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Doctor => doctor::run(&global),
         Command::Synth(args) => synth::run(&args, &global),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "nq", &mut std::io::stdout());
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "nq", &mut script);
+            print_line(String::from_utf8(script)?.trim_end())?;
             Ok(ExitCode::SUCCESS)
         }
     }

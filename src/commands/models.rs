@@ -2,7 +2,7 @@
 
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::human_bytes;
+use crate::terminal::{human_bytes, print_line, say};
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::Checkpoint;
@@ -36,30 +36,31 @@ struct Row {
 pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
     let dir = model::models_dir()?;
     let rows = rows(&dir)?;
-    let mut out = std::io::stdout().lock();
     if global.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
+        print_line(&serde_json::to_string_pretty(&rows)?)?;
         return Ok(ExitCode::SUCCESS);
     }
     if rows.is_empty() {
-        eprintln!(
+        say(&format!(
             "nq: no models in {}; `nq quantize` writes there",
             dir.display()
-        );
+        ));
         return Ok(ExitCode::SUCCESS);
     }
-    let width = rows.iter().map(|r| r.name.len()).max().unwrap_or(0).max(4);
-    writeln!(out, "{:width$}  {:>10}  {:12}", "NAME", "SIZE", "FORMAT")?;
+    let width = rows
+        .iter()
+        .map(|r| r.name.chars().count())
+        .max()
+        .unwrap_or(0)
+        .max(4);
+    let mut table = format!("{:width$}  {:>10}  FORMAT", "NAME", "SIZE");
     for r in &rows {
         let what = r.problem.as_deref().unwrap_or(&r.format);
-        writeln!(
-            out,
-            "{:width$}  {:>10}  {what}",
-            r.name,
-            human_bytes(r.bytes)
-        )?;
+        let size = human_bytes(r.bytes);
+        table += &format!("\n{:width$}  {size:>10}  {what}", r.name);
     }
-    eprintln!("in {}", dir.display());
+    print_line(&table)?;
+    say(&format!("in {}", dir.display()));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -133,15 +134,16 @@ pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
                 path.display()
             );
         }
-        eprint!(
+        write!(
+            std::io::stderr(),
             "remove {} ({})? [y/N] ",
             path.display(),
             human_bytes(size_of_tree(&path))
-        );
+        )?;
         let mut answer = String::new();
         std::io::stdin().read_line(&mut answer)?;
         if !matches!(answer.trim(), "y" | "Y" | "yes") {
-            eprintln!("kept");
+            say("kept");
             return Ok(ExitCode::from(1));
         }
     }
@@ -151,6 +153,6 @@ pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
         std::fs::remove_file(&path)
     };
     removed.with_context(|| format!("{}: remove", path.display()))?;
-    eprintln!("removed {}", path.display());
+    say(&format!("removed {}", path.display()));
     Ok(ExitCode::SUCCESS)
 }

@@ -1,7 +1,7 @@
 //! `nq synth`: a random checkpoint of a published shape.
 
 use crate::cli::Global;
-use crate::terminal::{Terminal, human_bytes};
+use crate::terminal::{Terminal, human_bytes, print_line, say};
 use anyhow::Context;
 use clap::Args;
 use nq_formats::Checkpoint;
@@ -12,6 +12,7 @@ use std::time::Instant;
 
 /// Flags of `nq synth`.
 #[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
 pub struct SynthArgs {
     /// qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b or qwen3-32b
     #[arg(value_parser = parse_preset)]
@@ -54,14 +55,14 @@ pub fn run(args: &SynthArgs, global: &Global) -> anyhow::Result<ExitCode> {
             "out": args.dir, "preset": args.preset.name, "seed": args.seed,
             "parameters": written.config().parameters(), "file_bytes": bytes, "seconds": seconds,
         });
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        print_line(&serde_json::to_string_pretty(&report)?)?;
     } else {
-        eprintln!(
+        say(&format!(
             "wrote {} ({}, random weights, seed {}) in {seconds:.1} s",
             args.dir.display(),
             human_bytes(bytes),
             args.seed
-        );
+        ));
     }
     Ok(ExitCode::SUCCESS)
 }

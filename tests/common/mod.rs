@@ -7,15 +7,20 @@ use std::process::{Command, Output};
 
 /// `nq` with a model folder and caches of its own, so that nothing outside is seen or changed.
 pub(crate) fn nq(home: &Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_nq"))
+    command(home, args).output().expect("nq runs")
+}
+
+/// The same, to be run otherwise.
+pub(crate) fn command(home: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    command
         .args(args)
         .env("NQ_HOME", home)
         .env("HF_HOME", home.join("hf"))
         .env_remove("HF_HUB_CACHE")
         .env("HF_ENDPOINT", "http://127.0.0.1:9") // nothing listens there
-        .env("NO_COLOR", "1")
-        .output()
-        .expect("nq runs")
+        .env("NO_COLOR", "1");
+    command
 }
 
 pub(crate) fn stdout(out: &Output) -> String {

@@ -3,11 +3,11 @@
 //! The Linears of the layers are packed as the format says; norms, embedding and head are
 //! written unquantized in the model's own type, as the loaders of these formats need them.
 
-use super::{Change, ExportOptions, ExportReport, Exported};
+use super::{Change, ExportReport, Exported};
 use crate::checkpoint::{CONFIG, Checkpoint, Exactness};
 use crate::dtype::DType;
 use crate::durable::{
-    check_space, check_vacant, parent, rename_folder, sync_folder, temporary_folder, write_bytes,
+    check_space, parent, rename_folder, sync_folder, temporary_folder, write_bytes,
 };
 use crate::error::{Error, Result};
 use crate::names::{Shape, is_layer_linear, parameters};
@@ -130,12 +130,8 @@ pub(super) fn export(
     checkpoint: &Checkpoint,
     out: &Path,
     packing: &Packing,
-    options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
-    if !options.force {
-        check_vacant(out)?;
-    }
     let mut plan = Plan {
         out,
         checkpoint,
@@ -257,7 +253,10 @@ impl Plan<'_> {
     ) -> Result<(Exactness, u64)> {
         let kept = self.packing.fits(a, self.dense).map_err(|why| {
             let what = format!("{name} ({}) in {}", a.scheme(), self.packing.format);
-            self.unsupported(what, format!("{why}; only requantizing would make it fit"))
+            self.unsupported(
+                what,
+                format!("{why}; only requantizing (--requantize) would make it fit"),
+            )
         })?;
         let mut bytes = 0;
         for part in (self.packing.parts)(a, self.dense) {
@@ -286,7 +285,7 @@ impl Plan<'_> {
             ),
             Some(_) => (
                 store.format().to_string(),
-                "its Linears have no integer codes; only requantizing would give them some",
+                "its Linears have no integer codes; only requantizing (--requantize) would give them some",
             ),
         };
         let what = format!("{what} in {}", self.packing.format);

@@ -3,7 +3,7 @@
 use super::{Change, ExportOptions, ExportReport, Exported};
 use crate::checkpoint::{Checkpoint, Exactness};
 use crate::dtype::DType;
-use crate::durable::{Sink, check_space, check_vacant, parent};
+use crate::durable::{Sink, check_space, parent};
 use crate::error::{Error, Result};
 use crate::gguf::writer::{GgufPlan, TensorPlan};
 use crate::gguf::{BlockType, encode, metadata, names};
@@ -135,9 +135,6 @@ pub fn export(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
-    if !options.force {
-        check_vacant(out)?;
-    }
     let plans = plan(checkpoint, out, options)?;
     let mut file = GgufPlan::new();
     let name = checkpoint.files().root();

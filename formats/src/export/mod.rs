@@ -17,7 +17,8 @@ pub use fit::requantization;
 pub use verify::{Difference, compare};
 
 use crate::checkpoint::{Checkpoint, Exactness};
-use crate::error::Result;
+use crate::durable::{Form, check_destination, parent};
+use crate::error::{Error, Result};
 use crate::progress::Progress;
 use std::path::Path;
 
@@ -97,6 +98,14 @@ impl ExportFormat {
         }
     }
 
+    /// What is written in it.
+    pub fn form(self) -> Form {
+        match self {
+            ExportFormat::Gguf => Form::File,
+            _ => Form::Folder,
+        }
+    }
+
     /// Whether its loaders need embedding and head unquantized.
     pub fn dense_ends(self) -> bool {
         self.packing().is_some()
@@ -106,8 +115,8 @@ impl ExportFormat {
 /// Writes `checkpoint` to `out` in `format`: whole or not at all.
 ///
 /// # Errors
-/// [`crate::Error::Exists`] where something is at `out` and `force` is not set;
-/// [`crate::Error::Unsupported`] for a weight that the format cannot hold, by name; what
+/// [`Error::Exists`] where something is at `out` and `force` is not set, or is not to be replaced
+/// ([`check_destination`]), and where the source is at `out`; [`Error::Unsupported`] for a weight that the format cannot hold, by name; what
 /// reading the source or writing the files finds wrong.
 pub fn export(
     checkpoint: &Checkpoint,
@@ -116,8 +125,12 @@ pub fn export(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
+    check_destination(out, format.form(), options.force)?;
+    checkpoint.files().check_apart(out)?;
+    let folder = parent(out);
+    std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
     match (format.packing(), format) {
-        (Some(packing), _) => folder::export(checkpoint, out, packing, options, progress),
+        (Some(packing), _) => folder::export(checkpoint, out, packing, progress),
         (None, ExportFormat::Gguf) => gguf::export(checkpoint, out, options, progress),
         (None, _) => nq::export(checkpoint, out, options, progress),
     }

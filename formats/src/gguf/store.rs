@@ -13,6 +13,7 @@ use crate::checkpoint::{
 use crate::config::{GenerationDefaults, ModelConfig};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::names::layer_of;
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{QuantizedWeight, Weight};
@@ -248,11 +249,7 @@ impl GgufStore {
     fn check_names(&self, layers: usize) -> Result<()> {
         for (stored, &i) in &self.by_name {
             let name = stored.strip_suffix(".weight").and_then(names::from_gguf);
-            let layer = |n: &String| {
-                let rest = n.strip_prefix("model.layers.")?;
-                rest.split('.').next()?.parse::<usize>().ok()
-            };
-            let known = name.is_some_and(|n| layer(&n).is_none_or(|l| l < layers));
+            let known = name.is_some_and(|n| layer_of(&n).is_none_or(|l| l < layers));
             if !known {
                 return Err(Error::Unsupported {
                     path: self.files[i].path().into(),

@@ -5,7 +5,9 @@ mod record;
 mod writer;
 
 pub use record::{CalibrationRecord, QuantizationRecord, SourceRecord, TensorScheme};
-pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copied_files, is_copied};
+pub use writer::{
+    Opened, Param, Staged, Writer, WriterOptions, Written, copied_files, is_copied, staging,
+};
 
 use crate::checkpoint::{Checkpoint, Source, TensorEntry, WeightStore};
 use crate::config::ModelConfig;

@@ -16,7 +16,9 @@ use super::record::{QuantizationRecord, TensorScheme};
 use super::{NqStore, VERSION, parts, read_affine, verify};
 use crate::checkpoint::{CONFIG, Checkpoint, Files, GENERATION_CONFIG, Source};
 use crate::dense::{FLOATS, weight_name};
-use crate::durable::{check_space, parent, rename_folder, sync_folder, write_bytes};
+use crate::durable::{
+    Form, check_destination, check_space, parent, rename_folder, sync_folder, write_bytes,
+};
 use crate::error::{Error, Result};
 use crate::hash;
 use crate::progress::Progress;
@@ -100,7 +102,8 @@ impl Writer {
     ///
     /// # Errors
     /// [`Error::Exists`] if `dest` or unfinished work is there and `options` say neither
-    /// `force` nor `resume`, or another process is at work; [`Error::Malformed`] if the work to
+    /// `force` nor `resume`, if `dest` is not to be replaced ([`check_destination`]) or is the
+    /// source, or another process is at work; [`Error::Malformed`] if the work to
     /// be resumed has another plan; [`Error::Space`] if the disk is too small; [`Error::Io`].
     pub fn open(
         dest: &Path,
@@ -116,12 +119,8 @@ impl Writer {
         let resuming = options.resume && staging.join(PLAN).exists();
         // What a kill at the very end of `discard` leaves; fails, as it should, unless empty.
         let _ = fs::remove_dir(&staging);
-        if fs::symlink_metadata(dest).is_ok() && !options.force {
-            return Err(Error::Exists {
-                path: dest.into(),
-                what: "already there; --force replaces it once the new one is whole".into(),
-            });
-        }
+        check_destination(dest, Form::Folder, options.force)?;
+        source.check_apart(dest)?;
         let (files, staged) = staged_work(&staging)?;
         if files > 0 && !resuming && !options.force {
             return Err(Error::Exists {
@@ -168,8 +167,8 @@ impl Writer {
             return Err(Error::Malformed {
                 path,
                 what: "plan of the unfinished work (--force discards it)".into(),
-                expected: plan.to_string(),
-                found: old.to_string(),
+                expected: unlike(plan, &old).to_string(),
+                found: unlike(&old, plan).to_string(),
             });
         }
         create(&self.steps())?;
@@ -447,8 +446,17 @@ pub fn is_copied(name: &str) -> bool {
     NAMES.contains(&name) || (name.starts_with("LICENSE") && !name.contains('/'))
 }
 
+/// The entries of `plan` that `other` has not so; all of it if one of them is no object.
+fn unlike(plan: &Value, other: &Value) -> Value {
+    let (Value::Object(all), Value::Object(others)) = (plan, other) else {
+        return plan.clone();
+    };
+    let unlike = all.iter().filter(|(k, v)| others.get(*k) != Some(v));
+    Value::Object(unlike.map(|(k, v)| (k.clone(), v.clone())).collect())
+}
+
 /// The folder beside `dest` that unfinished work is kept in.
-fn staging(dest: &Path) -> PathBuf {
+pub fn staging(dest: &Path) -> PathBuf {
     let mut name = dest.file_name().unwrap_or_default().to_owned();
     name.push(".partial");
     parent(dest).join(name)

@@ -1,19 +1,21 @@
 //! Flags of `nq quantize`, and what they ask of the library.
 
-use crate::cli::Global;
+use crate::cli::{self, Global};
 use crate::commands::convert::FormatArg;
-use anyhow::bail;
-use clap::{Args, CommandFactory, ValueEnum};
+use anyhow::{Context, bail};
+use clap::{Args, ValueEnum};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_quantize::pipeline::QuantizeOptions;
 use nq_quantize::schemes::default_scheme;
 use nq_quantize::{CalibrationSource, Effort, Limits, Schemes, TargetSize, TuneOptions};
-use std::path::PathBuf;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Flags of `nq quantize`.
 #[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
 pub struct QuantizeArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
     pub model: Option<String>,
@@ -44,7 +46,7 @@ pub struct QuantizeArgs {
     pub sym: bool,
     /// Bits of the embedding and head: 4, 8 or 16 [default: 8, or 16 where the format needs it;
     /// chosen with a target]
-    #[arg(long, value_name = "N", value_parser = parse_head_bits)]
+    #[arg(long, value_name = "N", value_parser = cli::parse_load_bits)]
     pub head_bits: Option<u32>,
     /// Choose bits (of --bits and more) and groups of each weight by measured sensitivity, for
     /// this many bits per weight
@@ -76,10 +78,10 @@ pub struct QuantizeArgs {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Raise bits until the mean KL divergence against the source is at most this, or fail
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", value_parser = parse_kld)]
     pub max_kld: Option<f64>,
     /// Raise bits until the best token agrees at this share of positions, or fail
-    #[arg(long, value_name = "Y")]
+    #[arg(long, value_name = "Y", value_parser = parse_share)]
     pub min_top1: Option<f64>,
     /// Text to measure quality on [default: held-out text sampled from the model]
     #[arg(long, value_name = "FILE")]
@@ -128,12 +130,17 @@ fn parse_minutes(s: &str) -> Result<f64, String> {
     }
 }
 
-fn parse_head_bits(s: &str) -> Result<u32, String> {
-    match s {
-        "4" => Ok(4),
-        "8" => Ok(8),
-        "16" => Ok(16),
-        _ => Err("expected 4, 8 or 16".into()),
+fn parse_kld(s: &str) -> Result<f64, String> {
+    match s.parse() {
+        Ok(x) if x > 0.0 && f64::is_finite(x) => Ok(x),
+        _ => Err("expected nats per token, more than 0".into()),
+    }
+}
+
+fn parse_share(s: &str) -> Result<f64, String> {
+    match s.parse() {
+        Ok(y) if (0.0..=1.0).contains(&y) => Ok(y),
+        _ => Err("expected a share, 0 to 1".into()),
     }
 }
 
@@ -176,25 +183,40 @@ fn parse_group(s: &str) -> Result<Group, String> {
     }
 }
 
+/// An error unless `path` is a file that can be read, before there is work that it would cost.
+fn check_text(path: &Path, flag: &str) -> anyhow::Result<()> {
+    let file = File::open(path).with_context(|| format!("{flag} {}", path.display()))?;
+    if file.metadata()?.is_dir() {
+        bail!("{flag} {}: expected a file, found a folder", path.display());
+    }
+    Ok(())
+}
+
 impl QuantizeArgs {
     /// Refuses flags that contradict each other in ways clap's own rules cannot tell.
     pub(super) fn check(&self) -> anyhow::Result<()> {
-        if self.tune_steps.is_some() && self.method != MethodArg::Auto {
-            let mut command = crate::cli::Cli::command();
-            let kind = clap::error::ErrorKind::ArgumentConflict;
-            command
-                .error(kind, "--tune-steps needs --method auto")
-                .exit();
-        }
-        if self.min_top1.is_some_and(|y| !(0.0..=1.0).contains(&y)) {
-            bail!("--min-top1 is a share: expected 0 to 1");
+        let tuning = [
+            (self.tune_steps.is_some(), "--tune-steps"),
+            (self.budget.is_some(), "--budget"),
+            (self.tune_tf32, "--tune-tf32"),
+        ];
+        let given = tuning.into_iter().find(|(given, _)| *given);
+        if let Some((_, flag)) = given.filter(|_| self.method != MethodArg::Auto) {
+            cli::refuse("quantize", &format!("{flag} needs --method auto"));
         }
         if self.target().is_some() && self.format != FormatArg::Nq {
-            bail!(
-                "--target-bpw and --target-size choose among schemes of nq's own format: expected --format nq"
+            cli::refuse(
+                "quantize",
+                "--target-bpw and --target-size choose among schemes of nq's own format: expected \
+                 --format nq",
             );
         }
-        Ok(())
+        if let CalibrationSource::File(path) = self.calibration() {
+            check_text(&path, "--calib")?;
+        }
+        self.eval_text
+            .as_deref()
+            .map_or(Ok(()), |path| check_text(path, "--eval-text"))
     }
 
     /// What the library is asked for, in `schemes`, into `out`.
@@ -213,10 +235,7 @@ impl QuantizeArgs {
             schemes_fixed: self.format != FormatArg::Nq,
             method: self.method().into(),
             tuning: self.tuning(),
-            calibration: match self.calib.as_str() {
-                "self" => CalibrationSource::SelfSampled,
-                path => CalibrationSource::File(path.into()),
-            },
+            calibration: self.calibration(),
             calib_tokens: self.calib_tokens,
             seed: self.seed,
             limits: Limits {
@@ -231,6 +250,13 @@ impl QuantizeArgs {
             source,
             load: global.load_options(),
             device_memory: self.device_memory,
+        }
+    }
+
+    fn calibration(&self) -> CalibrationSource {
+        match self.calib.as_str() {
+            "self" => CalibrationSource::SelfSampled,
+            path => CalibrationSource::File(path.into()),
         }
     }
 

@@ -6,12 +6,14 @@ mod target;
 
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::{Terminal, human_bytes};
+use crate::terminal::{INTERRUPTED, Terminal, human_bytes, print_line, say, shell_word};
+use anyhow::Context;
 pub use args::QuantizeArgs;
 use nq_formats::Progress;
-use nq_formats::nq::SourceRecord;
+use nq_formats::nq::{SourceRecord, staging};
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
+use std::path::Path;
 use std::process::ExitCode;
 use target::Target;
 
@@ -33,7 +35,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         out,
         force: args.force,
     };
-    if let Some(cost) = target.check(model.checkpoint.config(), &schemes)? {
+    if let Some(cost) = target.check(&model.checkpoint, &schemes)? {
         terminal.note(&cost);
     }
     let source = SourceRecord {
@@ -54,8 +56,9 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if let Some(parent) = options.out.parent() {
-        std::fs::create_dir_all(parent)?;
+        std::fs::create_dir_all(parent).with_context(|| format!("{}: create", parent.display()))?;
     }
+    say_how_to_resume(&options.out)?;
     let mut report = match job.run() {
         Ok(report) => report,
         Err(Error::Guard {
@@ -64,24 +67,37 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
             report,
             ..
         }) => {
-            report::show(&report, global)?;
-            eprintln!("nq: not written: {broken}");
-            eprintln!("nq: the worst layers: {worst}");
-            eprintln!("nq: the work is kept: --resume with other limits goes on from it");
+            report::show(&report, &[], global)?;
+            say(&format!(
+                "nq: not written: {broken}\n\
+                 nq: the worst layers: {worst}\n\
+                 nq: the work is kept: --resume with other limits goes on from it"
+            ));
             return Ok(ExitCode::from(1));
         }
         Err(e) => return Err(e.into()),
     };
-    let lines = target.write(&mut report, &terminal)?;
-    report::show(&report, global)?;
-    if !global.json {
-        for line in lines {
-            report::row("written", line);
-        }
-        println!();
-        println!("Talk to it:  nq chat {call}");
-    }
+    let written = target.write(&mut report, &terminal)?;
+    let mut closing: Vec<String> = written.iter().map(|l| report::row("written", l)).collect();
+    closing.push(format!("\nTalk to it:  nq chat {}", shell_word(&call)));
+    report::show(&report, &closing, global)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Makes an interrupt say that what is finished is kept.
+fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
+    let staging = staging(out);
+    ctrlc::set_handler(move || {
+        if staging.exists() {
+            say(&format!(
+                "nq: interrupted; what is finished is kept in {}: the same command with --resume \
+                 goes on",
+                staging.display()
+            ));
+        }
+        std::process::exit(INTERRUPTED.into());
+    })?;
+    Ok(())
 }
 
 /// The rest of the plan, which takes a look at the device, and the whole as JSON.
@@ -99,7 +115,7 @@ fn dry_run(
         let mut json = serde_json::to_value(estimate)?;
         json["tuning"] = serde_json::to_value(tuning)?;
         json["device"] = serde_json::to_value(job.device_estimate()?)?;
-        println!("{}", serde_json::to_string_pretty(&json)?);
+        print_line(&serde_json::to_string_pretty(&json)?)?;
     }
     Ok(())
 }

@@ -1,117 +1,107 @@
 //! What `nq quantize` made, told.
 
 use crate::cli::Global;
-use crate::terminal::human_bytes;
+use crate::terminal::{human_bytes, print_line};
 use nq_evals::EvalReport;
 use nq_formats::Group;
 use nq_quantize::QuantizeReport;
+use std::fmt::Display;
 
 /// Weights that the report shows; --json has them all.
 const WORST_LAYERS: usize = 8;
 
-/// Prints the report: JSON if `global` asks for it.
-pub(super) fn show(report: &QuantizeReport, global: &Global) -> anyhow::Result<()> {
+/// Prints the report: JSON if `global` asks for it, else lines for people, `closing` last.
+pub(super) fn show(
+    report: &QuantizeReport,
+    closing: &[String],
+    global: &Global,
+) -> anyhow::Result<()> {
     if global.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
-        return Ok(());
+        return Ok(print_line(&serde_json::to_string_pretty(&report)?)?);
     }
-    print_file(report);
-    if let Some(quality) = &report.quality {
-        print_quality(quality);
-    }
-    print_cost(report);
-    print_allocation(report);
-    print_worst_layers(report);
-    print_worst_tokens(report);
-    Ok(())
+    let mut lines = file_lines(report);
+    lines.extend(report.quality.iter().flat_map(quality_lines));
+    lines.extend(cost_lines(report));
+    lines.extend(allocation_lines(report));
+    lines.extend(worst_layer_lines(report));
+    lines.extend(worst_token_lines(report));
+    lines.extend_from_slice(closing);
+    Ok(print_line(&lines.join("\n"))?)
 }
 
 /// A line of the report.
-pub(super) fn row(name: &str, value: String) {
-    println!("{name:<16} {value}");
+pub(super) fn row(name: &str, value: impl Display) -> String {
+    format!("{name:<16} {value}")
 }
 
-fn print_file(report: &QuantizeReport) {
-    row("out", report.out.display().to_string());
+fn file_lines(report: &QuantizeReport) -> Vec<String> {
     let group = match report.group_size {
         Group::Size(n) => format!("group {n}"),
         Group::Channel => "per channel".into(),
     };
-    row(
-        "scheme",
-        format!("{}, {} bits, {group}", report.method, report.bits),
-    );
+    let scheme = format!("{}, {} bits, {group}", report.method, report.bits);
+    let mut lines = vec![row("out", report.out.display()), row("scheme", scheme)];
     if report.file_bytes > 0 {
-        let times = report.source_bytes as f64 / report.file_bytes.max(1) as f64;
-        row(
-            "size",
-            format!(
-                "{} in tensors, {} in files ({:.3} bits per weight, {times:.1} times smaller)",
-                human_bytes(report.tensor_bytes),
-                human_bytes(report.file_bytes),
-                report.bits_per_weight,
-            ),
+        let times = report.source_bytes as f64 / report.file_bytes as f64;
+        let size = format!(
+            "{} in tensors, {} in files ({:.3} bits per weight, {times:.1} times smaller)",
+            human_bytes(report.tensor_bytes),
+            human_bytes(report.file_bytes),
+            report.bits_per_weight,
         );
+        lines.push(row("size", size));
     }
+    lines
 }
 
-fn print_quality(q: &EvalReport) {
-    row(
-        "measured on",
-        format!(
-            "{} tokens, {} ({:?} protocol, ctx {})",
-            q.tokens, q.text, q.protocol, q.ctx
-        )
-        .to_lowercase(),
+fn quality_lines(q: &EvalReport) -> Vec<String> {
+    let measured = format!(
+        "{} tokens, {} ({:?} protocol, ctx {})",
+        q.tokens, q.text, q.protocol, q.ctx
     );
-    let Some(a) = &q.against else { return };
+    let mut lines = vec![row("measured on", measured.to_lowercase())];
+    let Some(a) = &q.against else { return lines };
     let k = &a.kld;
-    row(
-        "KL divergence",
-        format!(
-            "mean {:.5}, median {:.5}, 90 % {:.4}, 99 % {:.4}, 99.9 % {:.3}, max {:.3}",
-            k.mean, k.median, k.p90, k.p99, k.p999, k.max
-        ),
+    let divergence = format!(
+        "mean {:.5}, median {:.5}, 90 % {:.4}, 99 % {:.4}, 99.9 % {:.3}, max {:.3}",
+        k.mean, k.median, k.p90, k.p99, k.p999, k.max
     );
-    row("same best token", format!("{:.2} %", 100.0 * a.same_top1));
-    row(
-        "perplexity",
-        format!(
-            "{:.3} (source {:.3}, {:+.2} %)",
-            q.ppl,
-            a.ppl_ref,
-            100.0 * (a.ln_ppl_ratio.exp() - 1.0)
-        ),
+    let perplexity = format!(
+        "{:.3} (source {:.3}, {:+.2} %)",
+        q.ppl,
+        a.ppl_ref,
+        100.0 * (a.ln_ppl_ratio.exp() - 1.0)
     );
+    lines.extend([
+        row("KL divergence", divergence),
+        row("same best token", format!("{:.2} %", 100.0 * a.same_top1)),
+        row("perplexity", perplexity),
+    ]);
+    lines
 }
 
-fn print_cost(report: &QuantizeReport) {
+fn cost_lines(report: &QuantizeReport) -> Vec<String> {
+    let mut lines = Vec::new();
     if let Some(noise) = &report.self_noise {
-        row(
-            "noise floor",
-            format!("{:.1e}: the source against itself in FP16", noise.mean),
-        );
+        let floor = format!("{:.1e}: the source against itself in FP16", noise.mean);
+        lines.push(row("noise floor", floor));
     }
-    row("fallbacks", report.fallbacks.len().to_string());
+    lines.push(row("fallbacks", report.fallbacks.len()));
     if report.seconds > 0.0 {
-        row(
-            "took",
-            format!(
-                "{:.1} s, {} of memory at the peak",
-                report.seconds,
-                human_bytes(report.peak_rss_bytes)
-            ),
+        let took = format!(
+            "{:.1} s, {} of memory at the peak",
+            report.seconds,
+            human_bytes(report.peak_rss_bytes)
         );
+        lines.push(row("took", took));
     }
     if report.peak_device_bytes > 0 {
-        row(
-            "GPU memory",
-            format!(
-                "{} at the peak, {} estimated",
-                human_bytes(report.peak_device_bytes),
-                human_bytes(report.estimated_device_bytes)
-            ),
+        let memory = format!(
+            "{} at the peak, {} estimated",
+            human_bytes(report.peak_device_bytes),
+            human_bytes(report.estimated_device_bytes)
         );
+        lines.push(row("GPU memory", memory));
     }
     // Parts of stages, and what takes no time to speak of, are left to --json.
     let stages = report.stages.iter();
@@ -120,56 +110,64 @@ fn print_cost(report: &QuantizeReport) {
         .map(|s| format!("{} {:.1} s", s.name, s.seconds))
         .collect();
     if !slow.is_empty() {
-        row("of it", slow.join(", "));
+        lines.push(row("of it", slow.join(", ")));
     }
+    lines
 }
 
-fn print_allocation(report: &QuantizeReport) {
+fn allocation_lines(report: &QuantizeReport) -> Vec<String> {
     if report.allocation.is_empty() {
-        return;
+        return Vec::new();
     }
-    println!("\nChosen by sensitivity:");
-    println!(
-        "  {:<28} {:<24} {:>12} {:>10}",
-        "weights", "scheme", "bytes", "KLD"
-    );
-    for c in &report.allocation {
-        println!(
+    let mut lines = vec![
+        "\nChosen by sensitivity:".to_owned(),
+        format!(
+            "  {:<28} {:<24} {:>12} {:>10}",
+            "weights", "scheme", "bytes", "KLD"
+        ),
+    ];
+    lines.extend(report.allocation.iter().map(|c| {
+        format!(
             "  {:<28} {:<24} {:>12} {:>10.6}",
             c.group, c.scheme, c.bytes, c.loss
-        );
-    }
+        )
+    }));
+    lines
 }
 
-fn print_worst_layers(report: &QuantizeReport) {
+fn worst_layer_lines(report: &QuantizeReport) -> Vec<String> {
     if report.layers.is_empty() {
-        return;
+        return Vec::new();
     }
-    println!("\nThe worst of {} weights:", report.layers.len());
-    println!(
-        "  {:<40} {:>4} {:>9} {:>9}",
-        "weight", "bits", "error", "at output"
-    );
-    for l in report.worst(WORST_LAYERS) {
+    let mut lines = vec![
+        format!("\nThe worst of {} weights:", report.layers.len()),
+        format!(
+            "  {:<40} {:>4} {:>9} {:>9}",
+            "weight", "bits", "error", "at output"
+        ),
+    ];
+    lines.extend(report.worst(WORST_LAYERS).into_iter().map(|l| {
         let output = match l.output_error {
             Some(e) => format!("{:.2} %", 100.0 * e),
             None => "-".into(),
         };
         let error = format!("{:.2} %", 100.0 * l.rel_error);
-        println!("  {:<40} {:>4} {error:>9} {output:>9}", l.name, l.bits);
-    }
+        format!("  {:<40} {:>4} {error:>9} {output:>9}", l.name, l.bits)
+    }));
+    lines
 }
 
-fn print_worst_tokens(report: &QuantizeReport) {
+fn worst_token_lines(report: &QuantizeReport) -> Vec<String> {
     if report.worst_tokens.is_empty() {
-        return;
+        return Vec::new();
     }
-    println!("\nWhere it strays most:");
-    for w in &report.worst_tokens {
+    let mut lines = vec!["\nWhere it strays most:".to_owned()];
+    lines.extend(report.worst_tokens.iter().map(|w| {
         let context: String = w.context.escape_debug().collect();
-        println!(
+        format!(
             "  KLD {:.2}  ...{context} -> {:?} (source {:?}, text {:?})",
             w.kld, w.model_top, w.reference_top, w.target
-        );
-    }
+        )
+    }));
+    lines
 }

@@ -6,10 +6,10 @@
 use crate::commands::convert::{FormatArg, summary_lines};
 use crate::terminal::human_bytes;
 use anyhow::{Context, bail};
-use nq_formats::durable::check_vacant;
+use nq_formats::durable::check_destination;
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::names::{Shape, is_layer_linear, parameters};
-use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress};
+use nq_formats::{AffineScheme, Bits, Checkpoint, Progress};
 use nq_quantize::schemes::head_scheme;
 use nq_quantize::{QuantizeReport, Schemes};
 use std::path::{Path, PathBuf};
@@ -75,17 +75,16 @@ impl Target {
     /// Refuses what could not be written in the end, and says what the format costs.
     pub(super) fn check(
         &self,
-        config: &ModelConfig,
+        checkpoint: &Checkpoint,
         schemes: &Schemes,
     ) -> anyhow::Result<Option<String>> {
         if self.format == FormatArg::Nq {
             return Ok(None);
         }
-        if !self.force {
-            check_vacant(&self.out)?;
-        }
         let format = self.format.format();
-        let all = parameters(config);
+        check_destination(&self.out, format.form(), self.force)?;
+        checkpoint.files().check_apart(&self.out)?;
+        let all = parameters(checkpoint.config());
         let matrices = all.iter().filter_map(|(name, shape)| match *shape {
             Shape::Matrix(rows, cols) => Some((name.as_str(), (rows, cols))),
             Shape::Vector(_) => None,
