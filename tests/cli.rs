@@ -119,10 +119,6 @@ fn flags_that_make_no_sense_are_exit_code_2() {
             "--budget needs --method auto",
         ),
         (
-            &["quantize", "no-such", "--tune-tf32"],
-            "--tune-tf32 needs --method auto",
-        ),
-        (
             &[
                 "quantize",
                 "no-such",

@@ -198,7 +198,6 @@ impl QuantizeArgs {
         let tuning = [
             (self.tune_steps.is_some(), "--tune-steps"),
             (self.budget.is_some(), "--budget"),
-            (self.tune_tf32, "--tune-tf32"),
         ];
         let given = tuning.into_iter().find(|(given, _)| *given);
         if let Some((_, flag)) = given.filter(|_| self.method != MethodArg::Auto) {
