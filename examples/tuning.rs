@@ -43,6 +43,7 @@ fn variant(spec: &str) -> anyhow::Result<Variant> {
             slots: 4096,
             length: LENGTH,
             held_out: 64,
+            checks: 8,
             codes: true,
             rate_codes: 1.85e-3,
             rate_scales: 3e-4,

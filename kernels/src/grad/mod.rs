@@ -197,6 +197,20 @@ pub struct Adam {
     pub epsilon: f32,
 }
 
+impl Default for Adam {
+    /// A step of rate 0: the decays of [the paper](https://arxiv.org/abs/1412.6980).
+    fn default() -> Self {
+        Adam {
+            rate: 0.0,
+            beta1: 0.9,
+            beta2: 0.999,
+            correction1: 1.0,
+            correction2: 1.0,
+            epsilon: 1e-8,
+        }
+    }
+}
+
 /// A value that tells [`GradOps::sample`] to draw a token rather than take the given one.
 pub const UNKNOWN: u32 = u32::MAX;
 

@@ -10,7 +10,9 @@ use crate::pipeline::SEQUENCE;
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::tune::params::Canonical;
-use crate::tune::plan::{Effort, MemoryPlan, TuneOptions, default_seconds, schedule};
+use crate::tune::plan::{
+    CHECKS, Effort, MemoryPlan, Schedule, TuneOptions, default_seconds, schedule,
+};
 use crate::tune::strays::Strays;
 use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
 use nq_formats::nq::{Param, Writer};
@@ -129,8 +131,8 @@ fn gpu(parameters: usize) -> Most {
 const TEXT: u64 = 0x7475_6E69_6E67_0001;
 /// Sequences of a calibration file that texts may begin with, at most.
 const FILE_SEQUENCES: usize = 4096;
-/// Of the budget, what steps may take: the rest is for checks and checkpoints.
-const SHARE: f64 = 0.85;
+/// Of the budget, what may be planned: the rest is for checkpoints and for what is not measured.
+const SHARE: f64 = 0.95;
 
 impl Job<'_> {
     /// Sees to it that what is tuned under `schemes` depends on them alone: weights that were
@@ -356,6 +358,7 @@ impl Job<'_> {
             slots: plan.slots,
             length,
             held_out: most.held_out,
+            checks: CHECKS,
             codes: plan.codes,
             rate_codes: RATE_CODES,
             rate_scales: RATE_SCALES,
@@ -378,24 +381,30 @@ impl Job<'_> {
     ) -> Result<bool> {
         let pass = trainer.settings().pass;
         let chosen = match effort {
-            Effort::Steps { steps, batch } => Some((steps, batch)),
+            Effort::Steps { steps, batch } => Some(Schedule {
+                steps,
+                batch,
+                checks: CHECKS,
+            }),
             Effort::Default | Effort::Budget(_) => {
                 let budget = match effort {
                     Effort::Budget(time) => time.as_secs_f64(),
                     _ => default_seconds(self.config().parameters(), most.on_cpu),
                 };
-                let each = trainer.seconds_per_sequence()?;
-                let seconds = budget * SHARE - start.elapsed().as_secs_f64();
-                schedule(seconds, each, pass)
+                // Rounding and staging what is tuned takes about as long as reading it did.
+                let staging = start.elapsed().as_secs_f64();
+                let pace = trainer.pace()?;
+                let seconds = budget * SHARE - start.elapsed().as_secs_f64() - staging;
+                schedule(seconds, pace, pass)
             }
         };
-        let Some((steps, batch)) = chosen else {
+        let Some(mut chosen) = chosen else {
             return Ok(false);
         };
-        let batch = batch.next_multiple_of(pass);
+        chosen.batch = chosen.batch.next_multiple_of(pass);
         // That of codes goes with the root of the batch.
-        let rate = RATE_CODES * (batch as f32 / RATE_BATCH).sqrt().min(1.0);
-        trainer.plan(steps, batch, rate);
+        let rate = RATE_CODES * (chosen.batch as f32 / RATE_BATCH).sqrt().min(1.0);
+        trainer.plan(chosen, rate);
         Ok(true)
     }
 

@@ -38,7 +38,11 @@ const MOST_STEPS: usize = 4800;
 /// A larger batch is taken once it leaves this many steps.
 const GOOD_STEPS: usize = 500;
 /// Fewer steps do not make up for what they disturb.
-const LEAST_STEPS: usize = 50;
+const LEAST_STEPS: usize = 32;
+/// Checks on held-out text, fewer where they would take more than a share of the time.
+pub const CHECKS: usize = 8;
+const LEAST_CHECKS: usize = 2;
+const CHECKS_SHARE: f64 = 0.05;
 
 /// Seconds that a tuning without a budget of its own takes, at most.
 pub fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
@@ -48,13 +52,38 @@ pub fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
     }
 }
 
-/// Steps and batch that fit `seconds` at `each` seconds a sequence; `None` if too few do.
+/// How long parts of a tuning take, in seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pace {
+    /// A sequence of training, its sampling included.
+    pub sequence: f64,
+    /// What a step takes beside its sequences.
+    pub step: f64,
+    /// A check on held-out text.
+    pub check: f64,
+}
+
+/// How much to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    /// Steps.
+    pub steps: usize,
+    /// Sequences of each.
+    pub batch: usize,
+    /// Checks on held-out text, beside that before the first step.
+    pub checks: usize,
+}
+
+/// The schedule that fits `seconds`; `None` if too few steps do.
 ///
 /// Steps come in ratios of about 1.2, so that measurements that differ a little give the same
 /// plan. `pass` sequences at least are a step.
-pub fn schedule(seconds: f64, each: f64, pass: usize) -> Option<(usize, usize)> {
-    let sequences = seconds / each.max(1e-9);
-    let steps = |batch: usize| (sequences / batch as f64) as usize;
+pub fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule> {
+    let affordable = CHECKS_SHARE * seconds / pace.check.max(1e-9);
+    let checks = (affordable as usize).clamp(LEAST_CHECKS, CHECKS);
+    let left = seconds - (checks + 1) as f64 * pace.check;
+    let each = |batch: usize| pace.sequence * batch as f64 + pace.step;
+    let steps = |batch: usize| (left / each(batch).max(1e-9)) as usize;
     let fits = |&&batch: &&usize| batch >= pass && steps(batch) >= GOOD_STEPS;
     let smallest = BATCHES.iter().rev().find(|&&b| b >= pass).unwrap_or(&pass);
     let batch = *BATCHES.iter().find(fits).unwrap_or(smallest);
@@ -62,7 +91,12 @@ pub fn schedule(seconds: f64, each: f64, pass: usize) -> Option<(usize, usize)> 
     while chosen as usize > steps(batch) {
         chosen /= 1.2;
     }
-    (chosen as usize >= LEAST_STEPS).then_some((chosen as usize, batch))
+    let steps = chosen as usize;
+    (steps >= LEAST_STEPS).then_some(Schedule {
+        steps,
+        batch,
+        checks,
+    })
 }
 
 /// What fits a device.
@@ -150,22 +184,50 @@ mod tests {
     #[test]
     fn schedules_fill_the_budget_and_no_more() {
         for seconds in [60.0, 600.0, 3600.0, 36_000.0] {
-            for each in [0.003, 0.1, 0.9] {
-                let Some((steps, batch)) = schedule(seconds, each, 4) else {
-                    assert!(seconds / each < (LEAST_STEPS as f64) * 4.0 * 1.3);
+            for sequence in [0.003, 0.1, 0.9] {
+                let pace = Pace {
+                    sequence,
+                    step: 3.0 * sequence,
+                    check: 8.0 * sequence,
+                };
+                let of = |s: Schedule| {
+                    s.steps as f64 * (s.batch as f64 * pace.sequence + pace.step)
+                        + (s.checks + 1) as f64 * pace.check
+                };
+                let Some(s) = schedule(seconds, pace, 4) else {
+                    assert!(seconds / sequence < LEAST_STEPS as f64 * 7.0 * 1.3 + 24.0);
                     continue;
                 };
-                assert!(
-                    (steps * batch) as f64 * each <= seconds,
-                    "{steps} x {batch}"
-                );
-                assert!((LEAST_STEPS..=MOST_STEPS).contains(&steps));
+                assert!(of(s) <= seconds, "{s:?}");
+                assert!((LEAST_STEPS..=MOST_STEPS).contains(&s.steps), "{s:?}");
+                // As many steps as there are, or most of what the time allows.
+                assert!(s.steps == MOST_STEPS || of(s) > 0.75 * seconds, "{s:?}");
             }
         }
-        assert_eq!(schedule(3600.0, 0.003, 8), Some((4800, 32)));
-        assert_eq!(schedule(1.0, 1.0, 1), None);
+        let quick = Pace {
+            sequence: 0.003,
+            ..Pace::default()
+        };
+        let most = Schedule {
+            steps: MOST_STEPS,
+            batch: 32,
+            checks: CHECKS,
+        };
+        assert_eq!(schedule(3600.0, quick, 8), Some(most));
+        let slow = |sequence| Pace {
+            sequence,
+            ..Pace::default()
+        };
+        assert_eq!(schedule(1.0, slow(1.0), 1), None);
         // A step is never smaller than a pass.
-        assert!(schedule(600.0, 0.5, 16).is_some_and(|(_, batch)| batch == 16));
+        assert!(schedule(600.0, slow(0.5), 16).is_some_and(|s| s.batch == 16));
+        // Checks that are dear are few.
+        let dear = Pace {
+            sequence: 0.6,
+            step: 0.1,
+            check: 5.0,
+        };
+        assert!(schedule(200.0, dear, 4).is_some_and(|s| s.checks == LEAST_CHECKS));
     }
 
     #[test]

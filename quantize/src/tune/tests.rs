@@ -1,5 +1,6 @@
 use super::graph::Graph;
 use super::params::{Canonical, Matrix, Model, rounded};
+use super::plan::Schedule;
 use super::sample::Sampler;
 use super::strays::Strays;
 use super::train::{Settings, Trainer};
@@ -10,7 +11,7 @@ use crate::methods::rtn;
 use nq_formats::{
     AffineScheme, Bits, Group, ModelConfig, Rope, RopeScaling, Tensor, Weight, Zeros,
 };
-use nq_kernels::grad::CpuOps;
+use nq_kernels::grad::{CpuOps, UNKNOWN};
 use nq_kernels::rng::Philox;
 use nq_runtime::{LayerWeights, LinearKind};
 
@@ -332,11 +333,12 @@ fn sampled_text_follows_the_model() {
     source.final_norm = Tensor::from_f32(vec![32], sharp).unwrap();
     let teacher = Model::teacher(&ops, &c, &source).unwrap();
     let mut sampler = Sampler::new(&ops, &c, 4, 12).unwrap();
-    let begin = vec![vec![1], vec![2, 3, 4], vec![5; 20], vec![6, 7]];
+    let begin = vec![vec![1], vec![2, 3, 4], vec![5; 20], vec![6, UNKNOWN, 7]];
     let text = sampler.sample(&ops, &teacher, &begin, (9, 0)).unwrap();
     assert_eq!(text.len(), 4 * 12);
     assert_eq!(text[12..15], [2, 3, 4]);
     assert_eq!(text[24..36], [5; 12]);
+    assert_eq!((text[36], text[38]), (6, 7));
     assert_eq!(
         text,
         sampler.sample(&ops, &teacher, &begin, (9, 0)).unwrap()
@@ -345,7 +347,8 @@ fn sampled_text_follows_the_model() {
     let logits = graph.all_logits(&ops, &teacher, &text).unwrap();
     let mut followed = 0;
     for (b, begin) in begin.iter().enumerate() {
-        for t in begin.len()..12 {
+        let drawn = |t: &usize| begin.get(*t).is_none_or(|&id| id == UNKNOWN);
+        for t in (1..12).filter(drawn) {
             let row = &logits[(b * 12 + t - 1) * 40..][..40];
             let best = (0..40).max_by(|&i, &j| row[i].total_cmp(&row[j])).unwrap();
             followed += usize::from(text[b * 12 + t] == best as u32);
@@ -362,6 +365,7 @@ fn settings() -> Settings {
         slots: 32,
         length: 12,
         held_out: 32,
+        checks: 8,
         codes: true,
         rate_codes: 0.004,
         rate_scales: 0.001,
@@ -374,6 +378,25 @@ fn settings() -> Settings {
         },
         seed: 1,
     }
+}
+
+/// Timing the parts of a schedule leaves the run as it would have been.
+#[test]
+fn measuring_the_pace_changes_nothing() {
+    let (ops, c) = (CpuOps, config(true));
+    let source = random(&c, 4);
+    let quantized = quantized(&source, Bits::B4);
+    let run = |measure: bool| {
+        let weights = (&source, &quantized);
+        let mut trainer = Trainer::new(&ops, &c, weights, settings(), &begin, &()).unwrap();
+        if measure {
+            let pace = trainer.pace().unwrap();
+            assert!(pace.sequence > 0.0 && pace.check > 0.0, "{pace:?}");
+        }
+        trainer.run_to(6, None).unwrap();
+        trainer.checks().to_vec()
+    };
+    assert_eq!(run(true), run(false));
 }
 
 fn begin(first: u64, n: usize) -> crate::Result<Vec<Vec<u32>>> {
@@ -424,6 +447,11 @@ fn tuning_helps_and_resumes_to_the_same_bits() {
     }
     // Other settings are another run.
     let mut other = trainer();
-    other.plan(41, 16, 0.004);
+    let schedule = Schedule {
+        steps: 41,
+        batch: 16,
+        checks: 8,
+    };
+    other.plan(schedule, 0.004);
     assert!(!other.take_up(&path).unwrap());
 }

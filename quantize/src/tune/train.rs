@@ -2,6 +2,7 @@
 
 use super::graph::Graph;
 use super::params::{Canonical, Kind, Model, Values, rounded};
+use super::plan::{Pace, Schedule};
 use super::sample::Sampler;
 use super::strays::Strays;
 use crate::error::{Error, Result};
@@ -31,6 +32,8 @@ pub struct Settings {
     pub length: usize,
     /// Held-out sequences.
     pub held_out: usize,
+    /// Checks on them along the schedule, beside that before it.
+    pub checks: usize,
     /// Latent weights and with them the codes are tuned, not scales and gains alone.
     pub codes: bool,
     /// Learning rate of latent weights, relative to the model's mean weight.
@@ -54,8 +57,6 @@ const BETA1: f32 = 0.9;
 const BETA2: f32 = 0.99;
 /// Far below the root of any squared gradient that matters.
 const EPSILON: f32 = 1e-12;
-/// Held-out checks of a schedule.
-const CHECKS: usize = 8;
 /// A divergence of so many times that of the start ends a schedule.
 const ASTRAY: f64 = 3.0;
 /// A checkpoint is written at a check, and no more often than this, nor so often that it takes
@@ -239,36 +240,49 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         Ok(out)
     }
 
-    /// Seconds that a sequence of training takes here, its sampling included: measured.
+    /// How long parts of a tuning take here: measured. Nothing that is tuned changes.
     ///
     /// # Errors
     /// The device's.
-    pub fn seconds_per_sequence(&mut self) -> Result<f64> {
+    pub fn pace(&mut self) -> Result<Pace> {
         let (pass, slots) = (self.graph.batch(), self.sampler.slots());
         let start = Instant::now();
         let tokens = self.text(0, pass)?;
-        let sampling = start.elapsed().as_secs_f64() / slots as f64;
-        // The first pass pays for what is done once; the second is timed.
-        let mut seconds = 0.0;
+        let visits = self.settings.visits.max(1);
+        let sampling = start.elapsed().as_secs_f64() / (slots * visits) as f64;
+        // The first round pays for what is done once; the second is timed.
+        let mut pace = Pace::default();
         for _ in 0..2 {
+            let ops = self.ops;
             let start = Instant::now();
             let (student, teacher) = (&mut self.student, &self.teacher);
-            self.graph
-                .gradient(self.ops, teacher, student, &tokens, 1.0)?;
-            seconds = start.elapsed().as_secs_f64();
-        }
-        for v in self.student.values_mut() {
-            if let Some(state) = &mut v.state {
-                self.ops.clear(&mut state.grad, v.len)?;
+            self.graph.divergence(ops, teacher, student, &tokens)?;
+            let forward = start.elapsed().as_secs_f64();
+            self.graph.gradient(ops, teacher, student, &tokens, 1.0)?;
+            let gradient = start.elapsed().as_secs_f64() - forward;
+            for v in student.values_mut() {
+                if let Some(state) = &mut v.state {
+                    ops.clear(&mut state.grad, v.len)?;
+                }
+                v.step(ops, Adam::default())?;
             }
+            // Waits for what is queued.
+            self.graph.divergence(ops, teacher, student, &tokens)?;
+            let all = start.elapsed().as_secs_f64();
+            pace = Pace {
+                sequence: sampling + gradient / pass as f64,
+                step: (all - 2.0 * forward - gradient).max(0.0),
+                check: forward * self.settings.held_out.div_ceil(pass) as f64,
+            };
         }
-        Ok(sampling + seconds / pass as f64)
+        Ok(pace)
     }
 
-    /// Sets the schedule. `batch` must be a multiple of the sequences of a pass.
-    pub fn plan(&mut self, steps: usize, batch: usize, rate_codes: f32) {
+    /// Sets the schedule. Its batch must be a multiple of the sequences of a pass.
+    pub fn plan(&mut self, schedule: Schedule, rate_codes: f32) {
         let s = &mut self.settings;
-        (s.steps, s.batch, s.rate_codes) = (steps, batch, rate_codes);
+        (s.steps, s.batch, s.checks) = (schedule.steps, schedule.batch, schedule.checks);
+        s.rate_codes = rate_codes;
     }
 
     /// What decides the result.
@@ -293,7 +307,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         if self.checks.is_empty() {
             self.check(progress)?;
         }
-        let every = s.steps.div_ceil(CHECKS).max(1);
+        let every = s.steps.div_ceil(s.checks.max(1)).max(1);
         let mut saves = Saves::new(self.checkpoint_bytes());
         while !self.done && self.step < s.steps && !self.is_over() {
             let loss = self.step()?;
@@ -332,7 +346,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     #[cfg(test)]
     pub(crate) fn run_to(&mut self, steps: usize, path: Option<&Path>) -> Result<()> {
         self.check(&())?;
-        let every = self.settings.steps.div_ceil(CHECKS).max(1);
+        let every = self.settings.steps.div_ceil(self.settings.checks).max(1);
         while self.step < steps {
             self.losses.0 += self.step()?;
             self.losses.1 += 1;
