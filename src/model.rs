@@ -75,7 +75,7 @@ fn open_named(model: &str, global: &Global, progress: &dyn Progress) -> anyhow::
         return open_path(path, model);
     }
     let own = models_dir()?.join(model);
-    if !model.contains(['/', '\\']) && own.exists() {
+    if !model.is_empty() && !model.contains(['/', '\\']) && own.exists() {
         return open_path(&own, model);
     }
     if HubId::parse(model).is_none() {

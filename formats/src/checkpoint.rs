@@ -411,7 +411,10 @@ impl Source {
         let Some(quantization) = &self.quantization else {
             return Err(Error::Missing {
                 path: self.files.root(),
-                what: CONFIG.into(),
+                what: match &self.weights {
+                    Some(name) => format!("{CONFIG} beside {name}, which is no GGUF file,"),
+                    None => CONFIG.into(),
+                },
             });
         };
         let method = match self.quant_method() {

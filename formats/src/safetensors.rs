@@ -60,7 +60,7 @@ impl SafetensorsFile {
         };
         let Some((length, rest)) = bytes.split_first_chunk::<LENGTH>() else {
             return Err(malformed(
-                "header length",
+                "safetensors header length",
                 format!("{LENGTH} bytes"),
                 format!("a file of {} bytes", bytes.len()),
             ));
@@ -68,7 +68,7 @@ impl SafetensorsFile {
         let length = u64::from_le_bytes(*length);
         if length > MAX_HEADER {
             return Err(malformed(
-                "header length",
+                "safetensors header length",
                 format!("at most {MAX_HEADER} bytes"),
                 format!("{length} bytes"),
             ));

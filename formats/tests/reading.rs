@@ -310,6 +310,11 @@ fn what_is_not_supported_is_refused_by_name() {
         &["none", "folder or file"],
     );
     names(open(), &["config.json"]);
+    put("notes.txt", "no model");
+    names(
+        Checkpoint::open(&dir.path().join("notes.txt")),
+        &["config.json beside notes.txt", "no GGUF"],
+    );
     put("config.json", "[]");
     names(open(), &["config.json", "object"]);
     put(

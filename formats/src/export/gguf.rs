@@ -182,6 +182,10 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
     let (config, store) = (checkpoint.config(), checkpoint.store());
     let mut plans = Vec::new();
     let mut refused = Vec::new();
+    let rounded = |kind, to| {
+        let change = Change::Kept(Exactness::ValuesRounded(to));
+        (kind, How::Encode, change)
+    };
     for (name, shape) in parameters(config) {
         let Shape::Matrix(rows, cols) = shape else {
             plans.push(Plan {
@@ -205,6 +209,8 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
             (Some((kind, how, exact)), None) => (kind, how, Change::Kept(exact)),
             (Some((kind, how, exact)), Some(w)) if kind == w => (kind, how, Change::Kept(exact)),
             (_, Some(w)) if w == BlockType::F32 => (w, How::Encode, Change::Kept(Exactness::Exact)),
+            (_, Some(BlockType::F16)) if dense => rounded(BlockType::F16, DType::F16),
+            (_, Some(BlockType::BF16)) if dense => rounded(BlockType::BF16, DType::BF16),
             (_, Some(w)) if dense => (w, How::Encode, Change::Quantized),
             (_, wanted) => {
                 let kind = wanted.unwrap_or_else(|| nearest(&weight, cols));
@@ -233,7 +239,8 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
             Err(Error::Unsupported {
                 path: out.into(),
                 what: format!("{first}{others} in these GGUF types"),
-                why: "no block holds the same numbers; only requantizing would".into(),
+                why: "no block holds the same numbers; only requantizing (--requantize) would"
+                    .into(),
             })
         }
     }
