@@ -8,7 +8,7 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::{Isa, IsaChoice};
-use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
+use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions};
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -169,6 +169,16 @@ pub fn parse_load_bits(s: &str) -> Result<u32, String> {
         "8" => Ok(8),
         "16" => Ok(16),
         _ => Err("expected 4, 8 or 16".into()),
+    }
+}
+
+/// Bits of the KV cache; 32 is for comparison with f32 references.
+pub fn parse_kv(s: &str) -> Result<KvType, String> {
+    match s {
+        "8" => Ok(KvType::Int8),
+        "16" => Ok(KvType::F16),
+        "32" => Ok(KvType::F32),
+        _ => Err("expected 8, 16 or 32".into()),
     }
 }
 

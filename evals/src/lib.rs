@@ -10,19 +10,19 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
-pub mod error;
-pub mod evaluate;
-pub mod reference;
+mod error;
+mod evaluate;
+mod reference;
 pub mod render;
-pub mod report;
-pub mod rows;
-pub mod softmax;
+mod report;
+mod rows;
+mod softmax;
 pub mod stats;
-pub mod windows;
+mod windows;
 
 pub use error::{Error, Result};
 pub use evaluate::{Evaluation, PairScore, WorstToken, compare, evaluate};
 pub use reference::{Precision, ReferenceLogits, self_noise};
-pub use report::{BenchRow, Comparison, EvalReport, KldStats, Protocol};
+pub use report::{BenchRow, Breakdown, Comparison, EvalReport, KldStats, OpRow, Protocol};
 pub use rows::kld_rows;
 pub use windows::EvalSpec;

@@ -51,7 +51,7 @@ fn total(lanes: [f64; LANES]) -> f64 {
 
 /// The greatest logit and its index (the first, where several are equal), or `None` if a
 /// logit is NaN or infinite.
-pub fn peak(row: &[f32]) -> Option<(usize, f32)> {
+pub(crate) fn peak(row: &[f32]) -> Option<(usize, f32)> {
     let mut max = [f32::NEG_INFINITY; LANES];
     let mut bad = [0f32; LANES];
     let (body, tail) = row.as_chunks::<LANES>();
@@ -73,7 +73,7 @@ pub fn peak(row: &[f32]) -> Option<(usize, f32)> {
 }
 
 /// `ln(sum(e^row))` of a row whose greatest logit is `max`.
-pub fn log_sum_exp(row: &[f32], max: f32) -> f64 {
+pub(crate) fn log_sum_exp(row: &[f32], max: f32) -> f64 {
     let max = f64::from(max);
     let mut sum = [0f64; LANES];
     let (body, tail) = row.as_chunks::<LANES>();
@@ -90,7 +90,7 @@ pub fn log_sum_exp(row: &[f32], max: f32) -> f64 {
 
 /// What [`divergence`] finds in a pair of rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Divergence {
+pub(crate) struct Divergence {
     /// `KL(softmax(reference) || softmax(model))` in nats.
     pub kld: f64,
     /// `ln(sum(e^model))`.
@@ -105,7 +105,7 @@ pub struct Divergence {
 ///
 /// # Panics
 /// If the rows differ in length.
-pub fn divergence(
+pub(crate) fn divergence(
     model: &[f32],
     model_max: f32,
     reference: &[f32],

@@ -19,7 +19,7 @@ struct DenseStore {
 ///
 /// # Errors
 /// As [`Shards::open`] and [`Source::into_checkpoint`].
-pub fn open(source: Source) -> Result<Checkpoint> {
+pub(crate) fn open(source: Source) -> Result<Checkpoint> {
     let shards = source.shards()?;
     source.into_checkpoint(Box::new(DenseStore { shards }))
 }

@@ -7,11 +7,11 @@
 #![forbid(unsafe_op_in_unsafe_fn)]
 
 pub mod checkpoint;
-pub mod config;
-pub mod dense;
-pub mod dtype;
+mod config;
+mod dense;
+mod dtype;
 pub mod durable;
-pub mod error;
+mod error;
 pub mod export;
 pub mod gguf;
 pub mod hash;
@@ -22,16 +22,16 @@ pub mod names;
 pub mod nq;
 pub mod pack;
 pub mod parquet;
-pub mod progress;
+mod progress;
 pub mod safetensors;
-pub mod scheme;
+mod scheme;
 pub mod serialize;
 pub mod shards;
-pub mod stored;
+mod stored;
 pub mod synth;
-pub mod tensor;
+mod tensor;
 pub mod tokenizer;
-pub mod weight;
+mod weight;
 
 pub use checkpoint::{Checkpoint, Exactness, Files, TensorEntry, VirtualFiles, WeightStore};
 pub use config::{GenerationDefaults, ModelConfig, Rope, RopeScaling};

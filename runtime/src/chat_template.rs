@@ -13,9 +13,9 @@ use serde_json::{Map, Value};
 use std::path::PathBuf;
 
 /// The file that holds a template alone; it takes precedence, as in transformers.
-pub const TEMPLATE_FILE: &str = "chat_template.jinja";
+pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
 /// The file that else holds it under the key `chat_template`.
-pub const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
+pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 
 /// Name of the template used with tools, where a file has several.
 const TOOL_USE: &str = "tool_use";

@@ -8,23 +8,23 @@
 
 pub mod batch;
 mod candle;
-pub mod chat_template;
+mod chat_template;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-pub mod detokenizer;
+mod detokenizer;
 pub mod device;
-pub mod engine;
-pub mod error;
+mod engine;
+mod error;
 pub mod generate;
 mod kv;
 pub mod load;
-pub mod memory;
+mod memory;
 pub mod models;
 pub mod rope;
 pub mod sampler;
 pub mod tokenizer;
-pub mod weights;
+mod weights;
 
 #[cfg(feature = "cuda")]
 pub use cuda::session_bytes as gpu_session_bytes;

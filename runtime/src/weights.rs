@@ -5,7 +5,7 @@ use nq_kernels::Activations;
 use std::collections::BTreeMap;
 
 /// Bits of one code, or of one value of an unquantized weight.
-pub fn bits(weight: &Weight) -> usize {
+pub(crate) fn bits(weight: &Weight) -> usize {
     match weight {
         Weight::Dense(t) => 8 * t.dtype().size(),
         Weight::Quantized(QuantizedWeight::Affine(a)) => a.scheme().bits.width(),

@@ -1,8 +1,7 @@
 //! `nq bench`: tokens per second beside the machine's measured bandwidth.
 
-use super::eval::kv_type;
 use super::synth::parse_preset;
-use crate::cli::{self, Global, parse_load_bits};
+use crate::cli::{self, Global, parse_kv, parse_load_bits};
 use crate::model;
 use crate::system;
 use crate::terminal::{Terminal, print_line};
@@ -14,7 +13,7 @@ use nq_formats::synth::{self, Preset};
 use nq_formats::{Bits, Checkpoint, Progress};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
 use nq_quantize::schemes::Schemes;
-use nq_runtime::{Engine, EngineKind, LoadOptions, SamplingParams, Tokenizer};
+use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::process::ExitCode;
@@ -57,8 +56,24 @@ pub struct BenchArgs {
     #[arg(long)]
     pub no_chat: bool,
     /// Bits of the KV cache: 8, 16 or 32 [default: 16; 32 for candle, which knows no other]
-    #[arg(long, value_parser = super::chat::parse_kv)]
-    pub kv: Option<u32>,
+    #[arg(long, value_parser = parse_kv)]
+    pub kv: Option<KvType>,
+}
+
+impl BenchArgs {
+    fn spec(&self) -> BenchSpec {
+        BenchSpec {
+            prompt_tokens: self.prompt_tokens,
+            gen_tokens: self.gen_tokens,
+            depth: self.depth,
+            batch: self.batch,
+            repeats: self.repeats,
+            kv: self.kv.unwrap_or(match self.engine {
+                EngineArg::Nq => KvType::F16,
+                EngineArg::Candle => KvType::F32,
+            }),
+        }
+    }
 }
 
 /// Engines by their command-line names.
@@ -106,41 +121,13 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &terminal)
         .with_context(|| name.clone())?;
     let engine = engine.as_ref();
-    let spec = BenchSpec {
-        prompt_tokens: args.prompt_tokens,
-        gen_tokens: args.gen_tokens,
-        depth: args.depth,
-        batch: args.batch,
-        repeats: args.repeats,
-        kv: kv_type(args.kv.unwrap_or(match args.engine {
-            EngineArg::Nq => 16,
-            EngineArg::Candle => 32,
-        })),
-    };
     let read = || meter.read_gb_s();
     let machine = Machine {
         read_gb_s: &read,
         cache_bytes: meter.cache_bytes()?,
     };
-    let mut rows = Vec::new();
-    if args.prompt_tokens > 0 {
-        rows.push(bench::prefill(engine, &spec, machine, &terminal)?);
-    }
-    if args.gen_tokens > 0 {
-        rows.push(bench::decode(engine, &spec, machine, &terminal)?);
-    }
-    if args.breakdown {
-        for row in &mut rows {
-            let decoding = row.test.starts_with("tg");
-            row.breakdown = bench::breakdown(engine, &spec, decoding, &terminal)?;
-            if row.breakdown.is_none() {
-                terminal.note(&format!(
-                    "--breakdown: engine {} on {} does not time its operations",
-                    row.engine, row.device
-                ));
-            }
-        }
-    }
+    let spec = args.spec();
+    let mut rows = bare(engine, args, &spec, machine, &terminal)?;
     if let Some(tokenizer) = &tokenizer {
         let sampling = SamplingParams::from_defaults(checkpoint.generation());
         let row = streaming(engine, tokenizer, &sampling, &spec, machine, &terminal)?;
@@ -154,6 +141,34 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let failed = rows.iter().filter_map(|r| r.measurement_error.as_ref());
     let failures = failed.inspect(|why| terminal.note(&format!("measurement error: {why}")));
     Ok(ExitCode::from(u8::from(failures.count() > 0)))
+}
+
+/// Prefill and decode without the chat around them, taken apart if asked.
+fn bare(
+    engine: &dyn Engine,
+    args: &BenchArgs,
+    spec: &BenchSpec,
+    machine: Machine<'_>,
+    terminal: &Terminal,
+) -> nq_evals::Result<Vec<BenchRow>> {
+    let mut rows = Vec::new();
+    if args.prompt_tokens > 0 {
+        rows.push(bench::prefill(engine, spec, machine, terminal)?);
+    }
+    if args.gen_tokens > 0 {
+        rows.push(bench::decode(engine, spec, machine, terminal)?);
+    }
+    for row in rows.iter_mut().filter(|_| args.breakdown) {
+        let decoding = row.test.starts_with("tg");
+        row.breakdown = bench::breakdown(engine, spec, decoding, terminal)?;
+        if row.breakdown.is_none() {
+            terminal.note(&format!(
+                "--breakdown: engine {} on {} does not time its operations",
+                row.engine, row.device
+            ));
+        }
+    }
+    Ok(rows)
 }
 
 /// The model, quantized at load if asked, or the preset.

@@ -5,7 +5,7 @@ use crate::chat::conversation::{Conversation, Settings};
 use crate::chat::interrupt;
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
-use crate::cli::{Global, parse_load_bits};
+use crate::cli::{Global, parse_kv, parse_load_bits};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
@@ -14,9 +14,12 @@ use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
 use nq_quantize::quantize_at_load;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
-use nq_runtime::{ChatTemplate, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer};
+use nq_runtime::{
+    ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,
+};
 use std::io::{self, IsTerminal, Read};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 /// Tokens of a prompt computed together.
@@ -73,47 +76,20 @@ pub struct ChatArgs {
     #[arg(long, value_name = "N")]
     pub ctx: Option<usize>,
     /// Bits of the KV cache: 8, 16 or 32
-    #[arg(long, default_value_t = 16, value_parser = parse_kv)]
-    pub kv: u32,
+    #[arg(long, default_value = "16", value_parser = parse_kv)]
+    pub kv: KvType,
     /// What to do when the context is full
     #[arg(long, value_enum, default_value_t = Overflow::Stop)]
     pub on_overflow: Overflow,
 }
 
-/// KV cache widths that commands take: 8, 16, or 32 for comparison with f32 references.
-pub fn parse_kv(s: &str) -> Result<u32, String> {
-    match s {
-        "8" => Ok(8),
-        "16" => Ok(16),
-        "32" => Ok(32),
-        _ => Err("expected 8, 16 or 32".into()),
-    }
-}
-
 /// Runs `nq chat`: one answer for `-p` or for what is piped in, else a conversation.
 pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     interrupt::install()?;
-    let interactive = args.prompt.is_none() && io::stdin().is_terminal();
     // Read before the model is loaded: an empty prompt need not wait for it.
-    let prompt = match &args.prompt {
-        _ if interactive => None,
-        Some(text) if text.trim().is_empty() => bail!("no prompt: -p is empty"),
-        Some(text) => Some(text.clone()),
-        None => Some(piped_prompt()?),
-    };
+    let prompt = prompt(args)?;
     let terminal = Terminal::new();
-    let (model, bits) = match &args.model {
-        Some(name) => (model::open(Some(name), global, &terminal)?, args.bits),
-        None => {
-            let model = model::open_for_chat(global, &terminal)?;
-            // Who names no model wants an answer soon: 4 bits, unless the model has fewer
-            // than 16 already.
-            let quantized = model.checkpoint.store().quantization().is_some();
-            (model, args.bits.or((!quantized).then_some(4)))
-        }
-    };
-    let (checkpoint, schemes) = at_load(model.checkpoint, bits, &terminal)?;
-    let checkpoint = &checkpoint;
+    let (name, checkpoint, schemes) = open(args, global, &terminal)?;
     let config = checkpoint.config();
     let sampling = sampling(args, SamplingParams::from_defaults(checkpoint.generation()));
     sampling.validate()?;
@@ -121,43 +97,18 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(config.vocab_size)?;
     let template = ChatTemplate::from_files(checkpoint.files())?;
-    let store = checkpoint.store();
-    let spec = SessionSpec {
-        slots: 1,
-        ctx,
-        kv: kv_type(args.kv),
-        max_rows: CHUNK.min(ctx),
-    };
-    if global.verbose && global.device.resolve()? == Device::Cpu {
-        let memory = nq_quantize::memory::running(checkpoint, schemes.as_ref(), &spec)?;
-        terminal.note(&format!(
-            "memory: {} on a CPU once the context of {ctx} tokens is full, {} of it for the context",
-            human_bytes(memory.peak),
-            human_bytes(memory.kv)
-        ));
-    }
-    let options = LoadOptions {
-        session: Some(spec),
-        ..global.load_options()
-    };
-    let engine = nq_runtime::load::load(config, store, &options, &terminal)?;
-    if global.verbose
-        && let Some(memory) = engine.device_memory(&spec)
-    {
-        terminal.note(&format!(
-            "memory: {} of weights on the GPU, {} for the context, {} for activations; {} free",
-            human_bytes(memory.weights as u64),
-            human_bytes(memory.kv as u64),
-            human_bytes(memory.scratch as u64),
-            human_bytes(memory.free as u64)
-        ));
-    }
-    let session = engine.session(spec)?;
     if args.no_think && !template.switches_thinking() {
         terminal.note("--no-think: this model's template cannot switch thinking");
     }
+    let spec = SessionSpec {
+        slots: 1,
+        ctx,
+        kv: args.kv,
+        max_rows: CHUNK.min(ctx),
+    };
+    let engine = load(&checkpoint, schemes.as_ref(), &spec, global, &terminal)?;
+    let session = engine.session(spec)?;
     if global.verbose {
-        terminal.note(&engine.description().to_string());
         terminal.note(&sampling.to_string());
     }
     let settings = Settings {
@@ -176,7 +127,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
             settings,
         ),
         engine: engine.as_ref(),
-        model: model.name.clone(),
+        model: name,
         shown: shown_thinking(),
         hide_thinking: args.hide_thinking,
         totals: Totals::default(),
@@ -184,15 +135,84 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(prompt) = prompt {
         return repl.answer_once(&prompt, global.json);
     }
-    let d = engine.description();
     terminal.note(&format!(
         "{} on {}, context of {ctx} tokens; /help lists the commands",
-        model.name, d.device
+        repl.model,
+        engine.description().device
     ));
     let history = model::models_dir()
         .ok()
         .and_then(|dir| Some(dir.parent()?.join("chat_history")));
     repl.run(history)
+}
+
+/// The one prompt to answer: `-p`, or what is piped in. `None` where someone is there to talk to.
+fn prompt(args: &ChatArgs) -> anyhow::Result<Option<String>> {
+    match &args.prompt {
+        Some(text) if text.trim().is_empty() => bail!("no prompt: -p is empty"),
+        Some(text) => Ok(Some(text.clone())),
+        None if io::stdin().is_terminal() => Ok(None),
+        None => piped_prompt().map(Some),
+    }
+}
+
+/// The model's name, its checkpoint and, where it is quantized at load, the schemes it gets.
+fn open(
+    args: &ChatArgs,
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<(String, Checkpoint, Option<Schemes>)> {
+    let (model, bits) = match &args.model {
+        Some(name) => (model::open(Some(name), global, terminal)?, args.bits),
+        None => {
+            let model = model::open_for_chat(global, terminal)?;
+            // Who names no model wants an answer soon: 4 bits, unless the model has fewer
+            // than 16 already.
+            let quantized = model.checkpoint.store().quantization().is_some();
+            (model, args.bits.or((!quantized).then_some(4)))
+        }
+    };
+    let (checkpoint, schemes) = at_load(model.checkpoint, bits, terminal)?;
+    Ok((model.name, checkpoint, schemes))
+}
+
+/// The model on its device; with --verbose, what that takes of memory and which kernels serve.
+fn load(
+    checkpoint: &Checkpoint,
+    schemes: Option<&Schemes>,
+    spec: &SessionSpec,
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<Arc<dyn Engine>> {
+    if global.verbose && global.device.resolve()? == Device::Cpu {
+        let memory = nq_quantize::memory::running(checkpoint, schemes, spec)?;
+        terminal.note(&format!(
+            "memory: {} on a CPU once the context of {} tokens is full, {} of it for the context",
+            human_bytes(memory.peak),
+            spec.ctx,
+            human_bytes(memory.kv)
+        ));
+    }
+    let options = LoadOptions {
+        session: Some(*spec),
+        ..global.load_options()
+    };
+    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, terminal)?;
+    if global.verbose
+        && let Some(memory) = engine.device_memory(spec)
+    {
+        terminal.note(&format!(
+            "memory: {} of weights on the GPU, {} for the context, {} for activations; {} free",
+            human_bytes(memory.weights as u64),
+            human_bytes(memory.kv as u64),
+            human_bytes(memory.scratch as u64),
+            human_bytes(memory.free as u64)
+        ));
+    }
+    if global.verbose {
+        terminal.note(&engine.description().to_string());
+    }
+    Ok(engine)
 }
 
 /// The checkpoint, quantized at load where 4 or 8 bits are asked for and it is not yet, and the
@@ -264,14 +284,6 @@ fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<
         None => Ok(trained.min(DEFAULT_CTX)),
         Some(n) if (2..=trained).contains(&n) => Ok(n),
         Some(n) => bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}"),
-    }
-}
-
-fn kv_type(bits: u32) -> KvType {
-    match bits {
-        8 => KvType::Int8,
-        32 => KvType::F32,
-        _ => KvType::F16,
     }
 }
 

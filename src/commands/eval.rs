@@ -1,6 +1,6 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
-use crate::cli::Global;
+use crate::cli::{Global, parse_kv};
 use crate::model::{self, Model};
 use crate::terminal::Terminal;
 use crate::texts::{self, Text};
@@ -44,8 +44,8 @@ pub struct EvalArgs {
     #[arg(long, value_enum, default_value_t = ProtocolArg::Hf)]
     pub protocol: ProtocolArg,
     /// Bits of the KV cache: 8, 16 or 32
-    #[arg(long, default_value_t = 16, value_parser = super::chat::parse_kv)]
-    pub kv: u32,
+    #[arg(long, default_value = "16", value_parser = parse_kv)]
+    pub kv: KvType,
     /// Write a report as .md or self-contained .html
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
@@ -66,15 +66,6 @@ impl From<ProtocolArg> for Protocol {
             ProtocolArg::Hf => Protocol::Hf,
             ProtocolArg::Llama => Protocol::Llama,
         }
-    }
-}
-
-/// What `--kv` means.
-pub fn kv_type(bits: u32) -> KvType {
-    match bits {
-        8 => KvType::Int8,
-        32 => KvType::F32,
-        _ => KvType::F16,
     }
 }
 
@@ -287,7 +278,7 @@ impl Workbench<'_> {
             usual.min(most)
         });
         let spec = EvalSpec {
-            kv: kv_type(self.args.kv),
+            kv: self.args.kv,
             max_windows: self.args.windows,
             ..EvalSpec::new(protocol, ctx, self.text.name.clone())
         };
