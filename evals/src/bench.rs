@@ -7,8 +7,8 @@ use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    Chunk, Decoding, Detokenizer, Engine, KvType, Limits, LogitsWanted, Sampler, SamplingParams,
-    Sequence, Session, SessionSpec, Tokenizer, generate::generate,
+    Chunk, Decoding, Detokenizer, Engine, Generated, KvType, Limits, LogitsWanted, Sampler,
+    SamplingParams, Sequence, Session, SessionSpec, Tokenizer, generate::generate,
 };
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -395,36 +395,15 @@ pub fn streaming(
     let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {
         let mut sampler = Sampler::new(*sampling, repeat as u64)?;
-        let mut failed = None;
-        let limits = Limits {
-            stop: &[], // a row is of n tokens, whatever the model says
-            max_tokens: n,
-            interrupt: None,
-        };
-        let mut detokenizer = Detokenizer::new(tokenizer, true);
-        let mut write =
-            |piece: String| match out.write_all(piece.as_bytes()).and_then(|()| out.flush()) {
-                Ok(()) => ControlFlow::Continue(()),
-                Err(e) => {
-                    failed = Some(e);
-                    ControlFlow::Break(())
-                }
-            };
-        let answer = generate(
+        let answer = answer(
             session.as_mut(),
             &mut sequence,
             &prompt,
+            n,
             &mut sampler,
-            &limits,
-            &mut |token| match detokenizer.push(token) {
-                Some(piece) => write(piece),
-                None => ControlFlow::Continue(()),
-            },
+            tokenizer,
+            out,
         )?;
-        if let Some(cause) = failed {
-            let path = "the streamed answer".into();
-            return Err(Error::Write { path, cause });
-        }
         session.truncate(0, depth);
         let steps = decode_greedily(session.as_mut(), &answer.tokens[..1], n - 1)?;
         session.truncate(0, depth);
@@ -449,6 +428,46 @@ pub fn streaming(
     let mut row = sample.row(engine, &BenchSpec { batch: 1, ..*spec }, machine);
     row.streaming_overhead = Some(overhead);
     Ok(row)
+}
+
+/// An answer of `n` tokens, whatever the model says, through the sampler and the detokenizer to
+/// `out`, with a flush per piece.
+fn answer(
+    session: &mut dyn Session,
+    sequence: &mut Sequence,
+    prompt: &[u32],
+    n: usize,
+    sampler: &mut Sampler,
+    tokenizer: &Tokenizer,
+    out: &mut dyn Write,
+) -> Result<Generated> {
+    let limits = Limits {
+        stop: &[],
+        max_tokens: n,
+        interrupt: None,
+    };
+    let mut detokenizer = Detokenizer::new(tokenizer, true);
+    let mut failed = None;
+    let mut write = |piece: String| match out.write_all(piece.as_bytes()).and_then(|()| out.flush())
+    {
+        Ok(()) => ControlFlow::Continue(()),
+        Err(e) => {
+            failed = Some(e);
+            ControlFlow::Break(())
+        }
+    };
+    let mut on_token = |token| match detokenizer.push(token) {
+        Some(piece) => write(piece),
+        None => ControlFlow::Continue(()),
+    };
+    let answer = generate(session, sequence, prompt, sampler, &limits, &mut on_token)?;
+    match failed {
+        None => Ok(answer),
+        Some(cause) => Err(Error::Write {
+            path: "the streamed answer".into(),
+            cause,
+        }),
+    }
 }
 
 /// Where the time of one token goes: a prefill (`prompt_tokens`) or decode steps

@@ -125,78 +125,7 @@ impl AffineWeight {
                 found: "0".into(),
             });
         }
-        let groups = scheme.group.count(in_features);
-        let check = |what, unit: &str, expected: Option<usize>, found: usize| {
-            if expected == Some(found) {
-                return Ok(());
-            }
-            let shape = format!("[{out_features}, {in_features}] {scheme}");
-            let expected = expected.map_or("a size in range".into(), |n| n.to_string());
-            Err(Error::Weight {
-                what,
-                expected: format!("{expected} {unit} for {shape}"),
-                found: format!("{found} {unit}"),
-            })
-        };
-        check(
-            "codes",
-            "bytes",
-            out_features.checked_mul(scheme.bits.bytes(in_features)),
-            codes.len(),
-        )?;
-        check(
-            "scales",
-            "values",
-            out_features.checked_mul(groups),
-            scales.len(),
-        )?;
-        let finite = |what, values: &[f16]| match values.iter().position(|v| !v.is_finite()) {
-            None => Ok(()),
-            Some(i) => Err(Error::Weight {
-                what,
-                expected: "finite values".into(),
-                found: format!("{} in row {}, group {}", values[i], i / groups, i % groups),
-            }),
-        };
-        finite("scales", &scales)?;
-        match (&zeros, scheme.zeros) {
-            (ZeroPoints::None, Zeros::None) => {}
-            (ZeroPoints::Integer(z), Zeros::Integer) => {
-                check(
-                    "zero-points",
-                    "bytes",
-                    Some(out_features * scheme.bits.bytes(groups)),
-                    z.len(),
-                )?;
-            }
-            (ZeroPoints::Offset(o), Zeros::Offset) => {
-                check("offsets", "values", Some(out_features * groups), o.len())?;
-                finite("offsets", o)?;
-            }
-            (found, expected) => {
-                let found = match found {
-                    ZeroPoints::None => "none",
-                    ZeroPoints::Integer(_) => "integer zero-points",
-                    ZeroPoints::Offset(_) => "float offsets",
-                };
-                return Err(Error::Weight {
-                    what: "zero-points",
-                    expected: format!("{expected:?}"),
-                    found: found.into(),
-                });
-            }
-        }
-        if let Some(g) = &g_idx {
-            check("g_idx", "entries", Some(in_features), g.len())?;
-            if let Some(i) = g.iter().position(|&g| g as usize >= groups) {
-                return Err(Error::Weight {
-                    what: "g_idx",
-                    expected: format!("groups below {groups}"),
-                    found: format!("{} at input {i}", g[i]),
-                });
-            }
-        }
-        Ok(AffineWeight {
+        let weight = AffineWeight {
             scheme,
             out_features,
             in_features,
@@ -204,6 +133,89 @@ impl AffineWeight {
             scales,
             zeros,
             g_idx,
+        };
+        weight.check()?;
+        Ok(weight)
+    }
+
+    /// Checks the parts against the scheme and the dimensions.
+    fn check(&self) -> Result<()> {
+        let row = self.scheme.bits.bytes(self.in_features);
+        let codes = self.out_features.checked_mul(row);
+        self.check_length("codes", "bytes", codes, self.codes.len())?;
+        let values = self.out_features.checked_mul(self.groups());
+        self.check_length("scales", "values", values, self.scales.len())?;
+        self.check_finite("scales", &self.scales)?;
+        self.check_zeros(values)?;
+        let Some(g_idx) = &self.g_idx else {
+            return Ok(());
+        };
+        self.check_length("g_idx", "entries", Some(self.in_features), g_idx.len())?;
+        let groups = self.groups();
+        match g_idx.iter().position(|&g| g as usize >= groups) {
+            None => Ok(()),
+            Some(i) => Err(Error::Weight {
+                what: "g_idx",
+                expected: format!("groups below {groups}"),
+                found: format!("{} at input {i}", g_idx[i]),
+            }),
+        }
+    }
+
+    /// `expected` is `None` where it overflows.
+    fn check_length(
+        &self,
+        what: &'static str,
+        unit: &str,
+        expected: Option<usize>,
+        found: usize,
+    ) -> Result<()> {
+        if expected == Some(found) {
+            return Ok(());
+        }
+        let (rows, cols, scheme) = (self.out_features, self.in_features, self.scheme);
+        let expected = expected.map_or("a size in range".into(), |n| n.to_string());
+        Err(Error::Weight {
+            what,
+            expected: format!("{expected} {unit} for [{rows}, {cols}] {scheme}"),
+            found: format!("{found} {unit}"),
+        })
+    }
+
+    /// `values` are `[out, groups]`.
+    fn check_finite(&self, what: &'static str, values: &[f16]) -> Result<()> {
+        let groups = self.groups();
+        match values.iter().position(|v| !v.is_finite()) {
+            None => Ok(()),
+            Some(i) => Err(Error::Weight {
+                what,
+                expected: "finite values".into(),
+                found: format!("{} in row {}, group {}", values[i], i / groups, i % groups),
+            }),
+        }
+    }
+
+    /// `values` is the number of groups in all rows.
+    fn check_zeros(&self, values: Option<usize>) -> Result<()> {
+        let found = match (&self.zeros, self.scheme.zeros) {
+            (ZeroPoints::None, Zeros::None) => return Ok(()),
+            (ZeroPoints::Integer(z), Zeros::Integer) => {
+                let row = self.scheme.bits.bytes(self.groups());
+                let bytes = self.out_features.checked_mul(row);
+                return self.check_length("zero-points", "bytes", bytes, z.len());
+            }
+            (ZeroPoints::Offset(o), Zeros::Offset) => {
+                self.check_length("offsets", "values", values, o.len())?;
+                return self.check_finite("offsets", o);
+            }
+            (ZeroPoints::None, _) => "none",
+            (ZeroPoints::Integer(_), _) => "integer zero-points",
+            (ZeroPoints::Offset(_), _) => "float offsets",
+        };
+        Err(Error::Weight {
+            what: "zero-points",
+            expected: format!("{:?}", self.scheme.zeros),
+            found: found.into(),
         })
     }
 

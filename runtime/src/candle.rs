@@ -74,11 +74,75 @@ impl CandleModel {
     }
 }
 
+/// # Errors
+/// [`Error::Unsupported`] for what this engine does not do.
+fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
+    if let DeviceChoice::Cuda(n) = options.device {
+        return Err(unsupported("device", "the CPU", format!("cuda:{n}")));
+    }
+    if !matches!(
+        options.activations,
+        ActivationChoice::Auto | ActivationChoice::F32
+    ) {
+        let found = options.activations.to_string();
+        return Err(unsupported("activations", "f32", found));
+    }
+    if config.rope.scaling != RopeScaling::None {
+        let found = format!("{:?}", config.rope.scaling);
+        return Err(unsupported("rope scaling", "none", found));
+    }
+    Ok(())
+}
+
+/// Every weight in f32 by its name in the checkpoint, and the head.
+fn dense_tensors(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    progress: &dyn Progress,
+) -> Result<(HashMap<String, Tensor>, Tensor)> {
+    let mut done = LoadProgress::begin(config, store, progress);
+    let mut tensors = HashMap::new();
+    let mut matrix = |name: String, weight: &Weight| -> Result<Tensor> {
+        let t = to_tensor(&name, weight)?;
+        tensors.insert(format!("{name}.weight"), t.clone());
+        done.add(weight);
+        Ok(t)
+    };
+    let mut norms = Vec::new();
+    for layer in 0..config.num_hidden_layers {
+        let weights = LayerWeights::read(store, config, layer)?;
+        for kind in LinearKind::ALL {
+            matrix(LinearId { layer, kind }.to_string(), weights.linear(kind))?;
+        }
+        for (name, norm) in [
+            ("input_layernorm", weights.input_norm),
+            ("post_attention_layernorm", weights.post_attention_norm),
+            ("self_attn.q_norm", weights.q_norm),
+            ("self_attn.k_norm", weights.k_norm),
+        ] {
+            norms.push((format!("model.layers.{layer}.{name}.weight"), norm));
+        }
+    }
+    let embedding = qwen3::embedding(store, config)?;
+    let mut head = matrix(qwen3::EMBEDDING.into(), &embedding)?;
+    if !config.tie_word_embeddings {
+        head = matrix(qwen3::HEAD.into(), &qwen3::head(store, config)?)?;
+    }
+    let final_norm = store.vector(qwen3::FINAL_NORM, config.hidden_size)?;
+    norms.push((format!("{}.weight", qwen3::FINAL_NORM), final_norm));
+    for (name, norm) in norms {
+        let t = Tensor::from_vec(norm.to_f32()?, norm.shape(), &Device::Cpu)?;
+        tensors.insert(name, t);
+    }
+    done.end();
+    Ok((tensors, head))
+}
+
 impl CandleEngine {
     /// Hands the store's GGUF file to candle, or else converts every weight to f32.
     ///
     /// # Errors
-    /// [`Error::Request`] for what candle's Qwen3 does not do: quantized weights outside GGUF
+    /// [`Error::Unsupported`] for what candle's Qwen3 does not do: quantized weights outside GGUF
     /// files, other devices, rounded activations, YaRN.
     pub(crate) fn load(
         config: &ModelConfig,
@@ -86,59 +150,11 @@ impl CandleEngine {
         options: &LoadOptions,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        if let DeviceChoice::Cuda(n) = options.device {
-            return Err(unsupported("device", "the CPU", format!("cuda:{n}")));
-        }
-        if !matches!(
-            options.activations,
-            ActivationChoice::Auto | ActivationChoice::F32
-        ) {
-            let found = options.activations.to_string();
-            return Err(unsupported("activations", "f32", found));
-        }
-        if config.rope.scaling != RopeScaling::None {
-            let found = format!("{:?}", config.rope.scaling);
-            return Err(unsupported("rope scaling", "none", found));
-        }
+        check_request(config, options)?;
         if let Some(path) = store.gguf_file() {
             return Self::load_gguf(path, config, options, progress);
         }
-        let mut done = LoadProgress::begin(config, store, progress);
-        let mut tensors = HashMap::new();
-        let mut matrix = |name: String, weight: &Weight| -> Result<Tensor> {
-            let t = to_tensor(&name, weight)?;
-            tensors.insert(format!("{name}.weight"), t.clone());
-            done.add(weight);
-            Ok(t)
-        };
-        let mut layer_norms = Vec::new();
-        for layer in 0..config.num_hidden_layers {
-            let weights = LayerWeights::read(store, config, layer)?;
-            for kind in LinearKind::ALL {
-                matrix(LinearId { layer, kind }.to_string(), weights.linear(kind))?;
-            }
-            for (name, norm) in [
-                ("input_layernorm", weights.input_norm),
-                ("post_attention_layernorm", weights.post_attention_norm),
-                ("self_attn.q_norm", weights.q_norm),
-                ("self_attn.k_norm", weights.k_norm),
-            ] {
-                layer_norms.push((format!("model.layers.{layer}.{name}.weight"), norm));
-            }
-        }
-        let embedding = qwen3::embedding(store, config)?;
-        let mut head = matrix(qwen3::EMBEDDING.into(), &embedding)?;
-        if !config.tie_word_embeddings {
-            head = matrix(qwen3::HEAD.into(), &qwen3::head(store, config)?)?;
-        }
-        let final_norm = store.vector(qwen3::FINAL_NORM, config.hidden_size)?;
-        layer_norms.push((format!("{}.weight", qwen3::FINAL_NORM), final_norm));
-        for (name, norm) in layer_norms {
-            let t = Tensor::from_vec(norm.to_f32()?, norm.shape(), &Device::Cpu)?;
-            tensors.insert(name, t);
-        }
-        done.end();
-
+        let (tensors, head) = dense_tensors(config, store, progress)?;
         let elements = |t: &Tensor| t.elem_count();
         let all: usize = tensors.values().map(elements).sum();
         let looked_up = match config.tie_word_embeddings {

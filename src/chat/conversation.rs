@@ -8,8 +8,8 @@ use super::thinking::{Part, Splitter};
 use anyhow::{Context, bail};
 use nq_runtime::generate::generate;
 use nq_runtime::{
-    ChatTemplate, Detokenizer, Limits, Message, Sampler, SamplingParams, Sequence, Session, Stats,
-    StopReason, Tokenizer,
+    ChatTemplate, Detokenizer, Generated, Limits, Message, Sampler, SamplingParams, Sequence,
+    Session, Stats, StopReason, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
@@ -203,19 +203,10 @@ impl<'m> Conversation<'m> {
         let mut tokens: Vec<u32> = Vec::new();
         let mut stats: Option<Stats> = None;
         let stop = loop {
-            let limits = Limits {
-                stop: &self.stop,
-                max_tokens: self.settings.max_tokens.unwrap_or(usize::MAX) - tokens.len(),
-                interrupt: Some(interrupt),
-            };
-            let mut sampler = Sampler::new(self.settings.sampling, self.streams)?;
-            self.streams += 1;
-            let part = generate(
-                self.session.as_mut(),
-                &mut self.sequence,
+            let part = self.part(
                 &prompt,
-                &mut sampler,
-                &limits,
+                tokens.len(),
+                interrupt,
                 &mut |token| match detokenizer.push(token) {
                     Some(piece) => writer.push(&piece),
                     None => ControlFlow::Continue(()),
@@ -263,6 +254,32 @@ impl<'m> Conversation<'m> {
             stop,
             stats,
         })
+    }
+
+    /// Generates until the answer ends or the context is full; `before` tokens of the answer were
+    /// made already.
+    fn part(
+        &mut self,
+        prompt: &[u32],
+        before: usize,
+        interrupt: &AtomicBool,
+        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
+    ) -> nq_runtime::Result<Generated> {
+        let limits = Limits {
+            stop: &self.stop,
+            max_tokens: self.settings.max_tokens.unwrap_or(usize::MAX) - before,
+            interrupt: Some(interrupt),
+        };
+        let mut sampler = Sampler::new(self.settings.sampling, self.streams)?;
+        self.streams += 1;
+        generate(
+            self.session.as_mut(),
+            &mut self.sequence,
+            prompt,
+            &mut sampler,
+            &limits,
+            on_token,
+        )
     }
 
     /// What makes room in the context, or, before an answer, needs less of it.

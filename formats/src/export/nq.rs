@@ -1,7 +1,7 @@
 //! A quantized checkpoint of another format as nq's own folder.
 
 use super::{Change, ExportOptions, ExportReport, Exported};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, WeightStore};
 use crate::error::{Error, Result};
 use crate::names::{EMBEDDING, HEAD, NORM, Shape, in_layer, layer_parameters, parameters};
 use crate::nq::{Opened, Param, Writer, WriterOptions};
@@ -43,28 +43,8 @@ pub fn export(
     };
     let config = checkpoint.config();
     let mut report = ExportReport::default();
-    let mut stage = |step: &str, names: Vec<(String, Shape)>| -> Result<()> {
-        let mut vectors: Vec<(String, Tensor)> = Vec::new();
-        let mut matrices: Vec<(String, Weight)> = Vec::new();
-        for (name, shape) in names {
-            match shape {
-                Shape::Vector(len) => vectors.push((name.clone(), store.vector(&name, len)?)),
-                Shape::Matrix(rows, cols) => {
-                    let weight = store.matrix(&name, (rows, cols))?;
-                    report.weights.push(Exported {
-                        from: store.stored(&name, (rows, cols))?.scheme_name(),
-                        to: weight.scheme_name(),
-                        change: Change::Kept(store.exactness(&name)),
-                        bytes: weight.bytes() as u64,
-                        name: name.clone(),
-                    });
-                    matrices.push((name, weight));
-                }
-            }
-        }
-        let vectors = vectors.iter().map(|(n, t)| (n.clone(), Param::Vector(t)));
-        let matrices = matrices.iter().map(|(n, w)| (n.clone(), Param::Matrix(w)));
-        writer.put(step, &vectors.chain(matrices).collect::<Vec<_>>())
+    let mut stage = |step: &str, names: Vec<(String, Shape)>| {
+        stage(&writer, store, step, &names, &mut report.weights)
     };
     let outside = |wanted: &str| {
         let all = parameters(config).into_iter();
@@ -98,4 +78,35 @@ pub fn export(
     report.tensor_bytes = written.tensor_bytes;
     report.file_bytes = written.file_bytes;
     Ok(report)
+}
+
+/// Stages the parameters `names` as they are stored, and adds the matrices to `exported`.
+fn stage(
+    writer: &Writer,
+    store: &dyn WeightStore,
+    step: &str,
+    names: &[(String, Shape)],
+    exported: &mut Vec<Exported>,
+) -> Result<()> {
+    let mut vectors: Vec<(String, Tensor)> = Vec::new();
+    let mut matrices: Vec<(String, Weight)> = Vec::new();
+    for (name, shape) in names {
+        match *shape {
+            Shape::Vector(len) => vectors.push((name.clone(), store.vector(name, len)?)),
+            Shape::Matrix(rows, cols) => {
+                let weight = store.matrix(name, (rows, cols))?;
+                exported.push(Exported {
+                    name: name.clone(),
+                    from: store.stored(name, (rows, cols))?.scheme_name(),
+                    to: weight.scheme_name(),
+                    change: Change::Kept(store.exactness(name)),
+                    bytes: weight.bytes() as u64,
+                });
+                matrices.push((name.clone(), weight));
+            }
+        }
+    }
+    let vectors = vectors.iter().map(|(n, t)| (n.clone(), Param::Vector(t)));
+    let matrices = matrices.iter().map(|(n, w)| (n.clone(), Param::Matrix(w)));
+    writer.put(step, &vectors.chain(matrices).collect::<Vec<_>>())
 }

@@ -184,56 +184,13 @@ impl Packed {
                 Row::Scratch
             }
         });
-        let stride = a.groups();
-        let per_group = rows.div_ceil(LANES) * groups * LANES;
-        let mut scales = Buffer::weights(per_group);
-        let place = |panel: usize, group: usize, lane: usize| {
-            let row = panel * LANES + lane;
-            (row < rows).then(|| row * stride + source[group])
-        };
-        spread(team, &mut scales, groups * LANES, |panel, scales| {
-            for (i, s) in scales.iter_mut().enumerate() {
-                if let Some(at) = place(panel, i / LANES, i % LANES) {
-                    *s = a.scales()[at];
-                }
-            }
-        });
+        let scales = panels_of(team, rows, a.groups(), &source, a.scales());
         let zeros = match a.zeros() {
             ZeroPoints::None => PackedZeros::None,
             ZeroPoints::Offset(o) => {
-                let mut packed = Buffer::weights(per_group);
-                spread(team, &mut packed, groups * LANES, |panel, packed| {
-                    for (i, p) in packed.iter_mut().enumerate() {
-                        if let Some(at) = place(panel, i / LANES, i % LANES) {
-                            *p = o[at];
-                        }
-                    }
-                });
-                PackedZeros::Offsets(packed)
+                PackedZeros::Offsets(panels_of(team, rows, a.groups(), &source, o))
             }
-            ZeroPoints::Integer(z) => {
-                let row_bytes = bits.bytes(stride);
-                let bytes = bits.bytes(groups * LANES);
-                let mut packed = Buffer::weights(rows.div_ceil(LANES) * bytes);
-                spread(team, &mut packed, bytes, |panel, packed| {
-                    let mut codes = vec![0u8; stride];
-                    for lane in 0..LANES.min(rows - panel * LANES) {
-                        let row = panel * LANES + lane;
-                        unpack_row(bits, &z[row * row_bytes..(row + 1) * row_bytes], &mut codes);
-                        for (group, &from) in source.iter().enumerate() {
-                            let i = group * LANES + lane;
-                            match bits {
-                                Bits::B8 => packed[i] = codes[from],
-                                Bits::B4 => packed[i / 2] |= codes[from] << (4 * (i & 1)),
-                            }
-                        }
-                    }
-                });
-                match bits {
-                    Bits::B4 => PackedZeros::Nibbles(packed),
-                    Bits::B8 => PackedZeros::Bytes(packed),
-                }
-            }
+            ZeroPoints::Integer(z) => pack_zeros(team, a, &source, z),
         };
         Packed {
             codes,
@@ -304,6 +261,55 @@ impl Packed {
                 }
             }
         }
+    }
+}
+
+/// Values `[rows, groups]` of the canonical weight in panels `[packed groups, LANES]`, packed group
+/// `g` being the original `source[g]`.
+fn panels_of(
+    team: &Team,
+    rows: usize,
+    groups: usize,
+    source: &[usize],
+    values: &[f16],
+) -> Buffer<f16> {
+    let panel = source.len() * LANES;
+    let mut packed = Buffer::weights(rows.div_ceil(LANES) * panel);
+    spread(team, &mut packed, panel, |index, packed| {
+        for (i, p) in packed.iter_mut().enumerate() {
+            let row = index * LANES + i % LANES;
+            if row < rows {
+                *p = values[row * groups + source[i / LANES]];
+            }
+        }
+    });
+    packed
+}
+
+/// Integer zero-points in such panels, packed as codes are.
+fn pack_zeros(team: &Team, a: &AffineWeight, source: &[usize], zeros: &[u8]) -> PackedZeros {
+    let (rows, stride, bits) = (a.out_features(), a.groups(), a.scheme().bits);
+    let row_bytes = bits.bytes(stride);
+    let panel = bits.bytes(source.len() * LANES);
+    let mut packed = Buffer::weights(rows.div_ceil(LANES) * panel);
+    spread(team, &mut packed, panel, |index, packed| {
+        let mut codes = vec![0u8; stride];
+        for lane in 0..LANES.min(rows - index * LANES) {
+            let row = index * LANES + lane;
+            let of_row = &zeros[row * row_bytes..(row + 1) * row_bytes];
+            unpack_row(bits, of_row, &mut codes);
+            for (group, &from) in source.iter().enumerate() {
+                let i = group * LANES + lane;
+                match bits {
+                    Bits::B8 => packed[i] = codes[from],
+                    Bits::B4 => packed[i / 2] |= codes[from] << (4 * (i & 1)),
+                }
+            }
+        }
+    });
+    match bits {
+        Bits::B4 => PackedZeros::Nibbles(packed),
+        Bits::B8 => PackedZeros::Bytes(packed),
     }
 }
 
