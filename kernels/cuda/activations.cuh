@@ -8,8 +8,9 @@
 // inputs a value is off by 2^-16 at most: FP16 would round it to 2^-12 of itself.
 //
 //   Digits  uint4 [4 slots of 64 inputs][hi, lo][4 t]: the operand of lane (g, t) = (2 slot +
-//           digit, t) in the order that the codes have (`weights.cuh`); scale s of each slot;
-//           s times the sum of v over each 32 inputs
+//           digit, t) in the order that the codes have (`weights.cuh`); of each slot its scale s and
+//           s times the sum of v; s times the sum of v over each 32 inputs; zeros, the operand of
+//           the lanes of other slots
 //
 // For FP16 weights it is split into two FP16 parts of x / 16: 22 bits of significand, and room
 // up to 1,048,000.
@@ -21,9 +22,9 @@
 
 struct Digits {
     uint4 words[32];
-    float scales[4];
+    float2 slots[4];   // scale, and the sum of the values
     float sums[8];
-    float pad[4];
+    uint4 zeros;
 };
 
 struct Halves {
@@ -92,8 +93,10 @@ DEVICE void prepare(Digits& to, const float (&v)[8], int lane) {
     words[second] = cell.high[1];
     words[16 + first] = cell.low[0];
     words[16 + second] = cell.low[1];
-    if (lane % 8 == 0) to.scales[slot] = cell.scale;
+    const int sum = cell.sum + __shfl_xor_sync(~0u, cell.sum, 4);
+    if (lane % 8 == 0) to.slots[slot] = make_float2(cell.scale, cell.scale * float(sum));
     if (lane % 4 == 0) to.sums[lane / 4] = cell.scale * float(cell.sum);
+    if (lane == 0) to.zeros = make_uint4(0, 0, 0, 0);
 }
 
 // A lane's cell as FP16: high parts, and what they lost.

@@ -39,6 +39,7 @@ struct AttentionArgs {
     int* arrived;           // [m][kv_heads], zero between launches
     int heads;
     float eps;
+    int late;               // release the successor only after the predecessor's end
 };
 
 constexpr int ATTENTION_WARPS = 4;
@@ -101,7 +102,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const int kv = blockIdx.x, heads = p.heads / p.cache.kv_heads;
     const int sequence = blockIdx.z;
 
-    release_successor();
+    if (!p.late) release_successor();
     const int position = __ldcg(&p.step[sequence].position);
     const int slot = __ldcg(&p.step[sequence].slot);
     const int length = position + 1;
@@ -156,6 +157,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const float4 k_gain = __ldg(reinterpret_cast<const float4*>(p.k_gain) + lane);
 
     wait_for_predecessor();
+    if (p.late) release_successor();
     const float* const qkv = p.qkv + size_t(sequence) * (p.heads + 2 * p.cache.kv_heads) * HEAD_DIM;
     const int head0 = sequence * p.heads + kv * heads;   // of all sequences' query heads
 

@@ -56,10 +56,44 @@ DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory");
 template <int N>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Bulk copies to shared memory that complete on an mbarrier (sm_90 and newer).
-#if __CUDA_ARCH__ >= 900
+// Reads of shared memory by address: in loops it is cheaper to count up than a pointer, which the
+// compiler derives anew from the window of its cluster. They stay behind waits for what they read.
 DEVICE uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
+// A value that the compiler keeps rather than computes again wherever it is used.
+DEVICE uint32_t keep(uint32_t v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
+DEVICE uint4 load_shared_16(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+DEVICE uint2 load_shared_8(uint32_t at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+DEVICE uint32_t load_shared_4(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+DEVICE uint32_t load_shared_2(uint32_t at) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
+DEVICE uint32_t load_shared_1(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+// Bulk copies to shared memory that complete on an mbarrier (sm_90 and newer).
+#if __CUDA_ARCH__ >= 900
 DEVICE void barrier_init(uint64_t* b) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(b)) : "memory");
 }

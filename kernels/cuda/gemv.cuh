@@ -33,6 +33,8 @@
 // Bytes: codes + scales + zeros once; x once per block (from L2).
 #pragma once
 
+#include <stddef.h>
+
 #include "activations.cuh"
 #include "ring.cuh"
 #include "weights.cuh"
@@ -75,71 +77,158 @@ struct IntegerSums {
     }
 };
 
-template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int AHEAD>
-DEVICE void gemv(const GemvArgs& p) {
-    constexpr bool NORM = EPI != ADD;
-    constexpr int STAGES = LOADS<BITS> / 4;                     // stages of a span
-    constexpr int META = MOST_META<BITS, ZERO, SLOT>;
-    constexpr bool RING = AHEAD == 0;
-    static_assert(AHEAD % STAGES == 0);
-    using Row = std::conditional_t<BITS == 16, Halves, Digits>;
+// What of a product a warp multiplies: every `step`-th tile from `first` on, of each of them the
+// spans from `begin` to `end`.
+struct Share {
+    int groups;       // of the block's warps
+    int group, part;  // this warp's group, and its part of a tile
+    int first, step;
+    int begin, end;
+};
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int g = lane / 4, t = lane % 4;
-    const int split = p.split;
-    const int group = warp * p.inverse >> 8, part = warp - group * split, groups = WARPS * p.inverse >> 8;
+template <int WARPS>
+DEVICE Share share_of(const GemvArgs& p, int warp) {
+    Share s;
+    s.group = warp * p.inverse >> 8, s.part = warp - s.group * p.split, s.groups = WARPS * p.inverse >> 8;
+    s.step = gridDim.x * s.groups;
+    s.first = s.group < s.groups ? blockIdx.x * s.groups + s.group : p.tiles;
+    s.begin = s.part * p.spans / p.split, s.end = (s.part + 1) * p.spans / p.split;
+    return s;
+}
 
-    extern __shared__ __align__(128) uint4 shared[];
-    Row* const row = reinterpret_cast<Row*>(shared + (RING ? WARPS * p.depth * Ring<META, 1>::STAGE_WORDS : 0));   // [spans]
-    __shared__ uint64_t barriers[WARPS][RING ? MOST_DEPTH : 1];
-    __shared__ float red[2][WARPS][16];
-    __shared__ float squares[WARPS];
+// Where the next stage to request stands; past the last tile nothing is requested.
+template <int BITS, int ZERO, int SLOT>
+struct Requests {
+    static constexpr int STAGES = LOADS<BITS> / 4;   // of a span
+    int tile, span, stage;
+    const uint8_t* codes;
+    const uint8_t* meta;
 
-    if (!p.late) release_successor();
+    DEVICE Requests(const GemvArgs& p, const Share& s) : tile(s.first), span(s.begin), stage(0) {
+        const size_t record = size_t(s.first) * p.spans + s.begin;
+        codes = reinterpret_cast<const uint8_t*>(p.codes) + record * (STAGES * 2048);
+        meta = p.meta + record * p.meta_bytes;
+    }
 
-    const int step = gridDim.x * groups;
-    const int first = group < groups ? blockIdx.x * groups + group : p.tiles;
-    const int begin = part * p.spans / split, end = (part + 1) * p.spans / split;   // this warp's spans
+    // True if scales and zero-points come with this stage.
+    DEVICE bool has_meta() const { return SLOT == 32 || STAGES == 1 || stage == STAGES - 1; }
 
-    // Where the next stage to request stands; past the last tile nothing is requested.
-    int ahead_tile = first, ahead_span = begin, ahead_stage = 0;
-    const uint8_t* codes = reinterpret_cast<const uint8_t*>(p.codes) + (size_t(first) * p.spans + begin) * (STAGES * 2048);
-    const uint8_t* meta = p.meta + (size_t(first) * p.spans + begin) * p.meta_bytes;
-    Ring<META, 1> ring(shared + warp * p.depth * Ring<META, 1>::STAGE_WORDS, barriers[warp], RING ? p.depth : 0);
-    Stage<BITS, ZERO, SLOT> stages[RING ? 1 : AHEAD];
-    const bool lags = RING && p.depth > 1;   // a stage is filled again when the next one has come
-    auto request = [&](Stage<BITS, ZERO, SLOT>& to) {
-        const bool any = ahead_tile < p.tiles, last = STAGES == 1 || ahead_stage == STAGES - 1;
-        if constexpr (RING) {
-            ring.request(codes, meta, SLOT == 32 || last ? p.meta_bytes : 0, any);
-        } else if (any) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) to.codes[j] = load_stream(codes + (j * 32 + lane) * 16);
-            if (SLOT == 32 || last) to.meta.load(meta, p.groups, g, t);
-        }
+    DEVICE void advance(const GemvArgs& p, const Share& s) {
+        const bool last = STAGES == 1 || stage == STAGES - 1;
         codes += 2048;
-        ahead_stage = last ? 0 : ahead_stage + 1;
+        stage = last ? 0 : stage + 1;
         if (last) {
             meta += p.meta_bytes;
-            if (++ahead_span == end) {
-                ahead_span = begin;
-                ahead_tile += step;
-                const size_t skip = size_t(step) * p.spans - (end - begin);
+            if (++span == s.end) {
+                span = s.begin;
+                tile += s.step;
+                const size_t skip = size_t(s.step) * p.spans - (s.end - s.begin);
                 codes += skip * (STAGES * 2048);
                 meta += skip * p.meta_bytes;
             }
         }
-    };
-    if constexpr (RING) {
-#pragma unroll 1
-        for (int i = 0; i < p.depth - lags; i++) request(stages[0]);
-    } else {
+    }
+};
+
+// Where the warps of a block meet.
+template <int WARPS>
+struct Meeting {
+    float red[2][WARPS][16];
+    float squares[WARPS];
+};
+
+template <int BITS>
+using PreparedRow = std::conditional_t<BITS == 16, Halves, Digits>;
+
+// Stages in registers, requested AHEAD stages ahead.
+template <int BITS, int ZERO, int SLOT, int AHEAD>
+struct RegisterStages {
+    const GemvArgs& p;
+    const Share& share;
+    Requests<BITS, ZERO, SLOT> next;
+    Stage<BITS, ZERO, SLOT> stages[AHEAD];
+
+    DEVICE RegisterStages(const GemvArgs& p, const Share& share) : p(p), share(share), next(p, share) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) request(stages[i]);
+        for (int i = 0; i < AHEAD; i++) give(i);
     }
 
+    // The next stage, the i-th modulo AHEAD.
+    DEVICE const Stage<BITS, ZERO, SLOT>& take(int i, bool) { return stages[i]; }
+
+    // Requests another in its place.
+    DEVICE void give(int i) {
+        const int lane = threadIdx.x % 32;
+        if (next.tile < p.tiles) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) stages[i].codes[j] = load_stream(next.codes + (j * 32 + lane) * 16);
+            if (next.has_meta()) stages[i].meta.load(next.meta, p.groups, lane / 4, lane % 4);
+        }
+        next.advance(p, share);
+    }
+};
+
+// Stages from a ring in shared memory.
+template <int BITS, int ZERO, int SLOT>
+struct RingStages {
+    using WeightRing = Ring<MOST_META<BITS, ZERO, SLOT>, 1>;
+    const GemvArgs& p;
+    const Share& share;
+    Requests<BITS, ZERO, SLOT> next;
+    WeightRing ring;
+    Stage<BITS, ZERO, SLOT> now;
+    // Of this lane in a stage.
+    const MetaAt<BITS, ZERO, SLOT> meta_at;
+    const uint32_t codes_at;
+
+    DEVICE RingStages(const GemvArgs& p, const Share& share, uint4* stages, uint64_t* barriers)
+        : p(p), share(share), next(p, share), ring(stages, barriers, p.depth),
+          meta_at(p.groups, threadIdx.x % 32 / 4, threadIdx.x % 4), codes_at(keep(threadIdx.x % 32 * 16)) {
+#pragma unroll 1
+        for (int i = 0; i < p.depth - lags(); i++) request();
+    }
+
+    // A stage is filled again when the next one has come; of a ring of one, when it has been multiplied.
+    DEVICE bool lags() const { return p.depth > 1; }
+
+    DEVICE void request() {
+        ring.request(next.codes, next.meta, next.has_meta() ? p.meta_bytes : 0, next.tile < p.tiles);
+        next.advance(p, share);
+    }
+
+    DEVICE const Stage<BITS, ZERO, SLOT>& take(int, bool has_meta) {
+        const uint32_t from = ring.wait_at();
+        __syncwarp();
+        if (lags()) request();   // of the stage before this one
+#pragma unroll
+        for (int j = 0; j < 4; j++) now.codes[j] = load_shared_16(from + codes_at + j * 512);
+        if (has_meta) meta_at.load(now.meta, from + 2048);
+        return now;
+    }
+
+    DEVICE void give(int) {
+        __syncwarp();
+        if (!lags()) request();
+    }
+};
+
+// This warp's share of a product. `stages` are requested already; `wait` returns when x can be read.
+// `row`: room for x, [spans]. AHEAD: 0, or of `RegisterStages`.
+template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int AHEAD, class Stages, class Wait>
+DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* row, Meeting<WARPS>& meeting, Stages& stages,
+                     Wait&& wait) {
+    constexpr bool NORM = EPI != ADD;
+    constexpr int STAGES = LOADS<BITS> / 4;   // stages of a span
+    constexpr bool RING = AHEAD == 0;
+    static_assert(AHEAD % STAGES == 0);
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    const int split = p.split, group = share.group, part = share.part, groups = share.groups;
+    const int begin = share.begin, end = share.end, step = share.step;
+
     // x to shared memory: with one group each warp the spans it multiplies, otherwise all by all.
-    constexpr int BATCH = RING ? 2 : 1;   // spans at a time
+    constexpr int BATCH = RING ? (NORM ? 2 : 4) : 1;   // spans at a time
     const bool alone = groups == 1;
     const int stride = alone ? 1 : WARPS;
     const int x_begin = alone ? begin : warp, x_end = alone ? (group == 0 ? end : 0) : p.spans;
@@ -156,8 +245,7 @@ DEVICE void gemv(const GemvArgs& p) {
     };
     request_gain(x_begin);
 
-    wait_for_predecessor();
-    if (p.late) release_successor();
+    wait();
 
     float square = 0.f;
 #pragma unroll 1
@@ -190,7 +278,7 @@ DEVICE void gemv(const GemvArgs& p) {
     }
     if constexpr (NORM) {
         square = warp_sum(square);
-        if (lane == 0) squares[warp] = square;
+        if (lane == 0) meeting.squares[warp] = square;
     }
     if (alone)
         __syncwarp();
@@ -203,10 +291,24 @@ DEVICE void gemv(const GemvArgs& p) {
     int best_row = 0, parity = 0;
     float residual = 0.f;       // of row lane % 16, requested while the tile is multiplied
 
+    // Where this lane finds, in the first span, its slot's scale and its operand of each slot: that of
+    // others is zero.
+    const uint32_t slot_at = keep(shared_address(row) + uint32_t(offsetof(Digits, slots)) + t * 8);
+    uint32_t operand_at[4];
+    if constexpr (BITS != 16 && SLOT == 64) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) operand_at[j] = keep(shared_address(row) + (g / 2 == j ? lane * 16 : uint32_t(offsetof(Digits, zeros))));
+    }
+
     auto fold = [&](const IntegerSums& sums, const Meta<BITS, ZERO, SLOT>& m, int half, int span) {
         if constexpr (BITS != 16) {
-            const float s = row[span].scales[SLOT == 64 ? t : 2 * half + t / 2];
-            const float sum = SLOT == 64 ? row[span].sums[2 * t] + row[span].sums[2 * t + 1] : row[span].sums[4 * half + t];
+            float s, sum;
+            if constexpr (SLOT == 64) {
+                const uint2 slot = load_shared_8(slot_at + span * uint32_t(sizeof(Digits)));
+                s = __uint_as_float(slot.x), sum = __uint_as_float(slot.y);
+            } else {
+                s = row[span].slots[2 * half + t / 2].x, sum = row[span].sums[4 * half + t];
+            }
             const float2 sc = m.scales(half), z = m.zeros(half);
             if constexpr (ZERO == OFFSET) {
                 y[0] += sc.x * (s * sums.row(0)) + z.x * sum;
@@ -225,7 +327,7 @@ DEVICE void gemv(const GemvArgs& p) {
         for (int j = 0; j < 2; j++) {
             y[j] += __shfl_xor_sync(~0u, y[j], 1);
             y[j] += __shfl_xor_sync(~0u, y[j], 2);
-            if (t == 0) red[parity][warp][j * 8 + g] = y[j];
+            if (t == 0) meeting.red[parity][warp][j * 8 + g] = y[j];
             y[j] = 0.f;
         }
         if (split == 1)
@@ -236,13 +338,13 @@ DEVICE void gemv(const GemvArgs& p) {
             float v = 0.f;
 #pragma unroll
             for (int j = 0; j < WARPS; j += 2)
-                if (j + lane / 16 < split) v += red[parity][warp + j + lane / 16][lane % 16];
+                if (j + lane / 16 < split) v += meeting.red[parity][warp + j + lane / 16][lane % 16];
             v += __shfl_xor_sync(~0u, v, 16);
             if (factor == 0.f) {
                 factor = BITS == 16 ? p.scale / HALVES_SCALE : p.scale;
                 if constexpr (NORM) {
                     const int sharers = alone ? split : WARPS;
-                    factor *= rsqrtf(warp_sum(lane < sharers ? squares[lane] : 0.f) / p.inputs + p.eps);
+                    factor *= rsqrtf(warp_sum(lane < sharers ? meeting.squares[lane] : 0.f) / p.inputs + p.eps);
                 }
             }
             v *= factor;
@@ -265,7 +367,7 @@ DEVICE void gemv(const GemvArgs& p) {
         if (EPI == ADD && part == 0 && r < p.rows) residual = __ldcg(p.out + r);
     };
 
-    int tile = first, span = begin;
+    int tile = share.first, span = begin;
     IntegerSums sums;
     float halves[2][4] = {};   // FP16 weights: sums of first and second products
     start(tile);
@@ -275,18 +377,7 @@ DEVICE void gemv(const GemvArgs& p) {
         for (int i = 0; i < (RING ? STAGES : AHEAD); i++) {
             if (!RING && tile >= p.tiles) break;
             const int stage = i % STAGES;
-            Stage<BITS, ZERO, SLOT>& now = stages[RING ? 0 : i];
-            if constexpr (RING) {
-                const uint4* from = ring.wait();
-                if (lags) {
-                    __syncwarp();
-                    request(now);   // of the stage before this one: what was read there has been multiplied
-                }
-#pragma unroll
-                for (int j = 0; j < 4; j++) now.codes[j] = from[j * 32 + lane];
-                if (SLOT == 32 || stage == STAGES - 1)
-                    now.meta.load(reinterpret_cast<const uint8_t*>(from + 128), p.groups, g, t);
-            }
+            const Stage<BITS, ZERO, SLOT>& now = stages.take(i, SLOT == 32 || stage == STAGES - 1);
             if constexpr (BITS == 16) {
                 const uint4* b = row[span].words + (g & 1) * 4 + t;
 #pragma unroll
@@ -297,20 +388,18 @@ DEVICE void gemv(const GemvArgs& p) {
                     mma_16816(halves[1], w.x, w.y, w.z, w.w, x.z, x.w);
                 }
             } else if constexpr (SLOT == 64) {
-                const uint4 x = row[span].words[lane];
 #pragma unroll
                 for (int j = 0; j < 4 / STAGES; j++) {
-                    const bool mine = g / 2 == stage * (4 / STAGES) + j;
-                    const uint32_t b0 = mine ? x.x : 0, b1 = mine ? x.y : 0, b2 = mine ? x.z : 0, b3 = mine ? x.w : 0;
+                    const uint4 x = load_shared_16(operand_at[stage * (4 / STAGES) + j] + span * uint32_t(sizeof(Digits)));
                     if constexpr (BITS == 4) {
                         constexpr uint32_t LOW = 0x0f0f0f0f, HIGH = 0xf0f0f0f0;
                         const uint4 v = now.codes[j];
-                        mma_16832(sums.low, v.x & LOW, v.y & LOW, v.z & LOW, v.w & LOW, b0, b1);
-                        mma_16832(sums.high, v.x & HIGH, v.y & HIGH, v.z & HIGH, v.w & HIGH, b2, b3);
+                        mma_16832(sums.low, v.x & LOW, v.y & LOW, v.z & LOW, v.w & LOW, x.x, x.y);
+                        mma_16832(sums.high, v.x & HIGH, v.y & HIGH, v.z & HIGH, v.w & HIGH, x.z, x.w);
                     } else {
                         const uint4 v = now.codes[2 * j], w = now.codes[2 * j + 1];
-                        mma_16832(sums.low, v.x, v.y, v.z, v.w, b0, b1);
-                        mma_16832(sums.low, w.x, w.y, w.z, w.w, b2, b3);
+                        mma_16832(sums.low, v.x, v.y, v.z, v.w, x.x, x.y);
+                        mma_16832(sums.low, w.x, w.y, w.z, w.w, x.z, x.w);
                     }
                 }
             } else {
@@ -341,8 +430,7 @@ DEVICE void gemv(const GemvArgs& p) {
                 fold(sums, now.meta, 0, span);
                 sums = IntegerSums();
             }
-            if (RING && !lags) __syncwarp();
-            if (!RING || !lags) request(now);
+            stages.give(i);
             if (stage == STAGES - 1 && ++span == end) {
                 if constexpr (BITS == 16) {
 #pragma unroll
@@ -368,17 +456,45 @@ DEVICE void gemv(const GemvArgs& p) {
             if (o > best || (o == best && r < best_row)) best = o, best_row = r;
         }
         if (lane == 0) {
-            red[0][warp][0] = best;
-            red[0][warp][1] = __int_as_float(best_row);
+            meeting.red[0][warp][0] = best;
+            meeting.red[0][warp][1] = __int_as_float(best_row);
         }
         __syncthreads();
         if (threadIdx.x == 0) {
             for (int i = 1; i < WARPS; i++) {
-                float o = red[0][i][0];
-                int r = __float_as_int(red[0][i][1]);
+                float o = meeting.red[0][i][0];
+                int r = __float_as_int(meeting.red[0][i][1]);
                 if (o > best || (o == best && r < best_row)) best = o, best_row = r;
             }
             p.best[blockIdx.x] = make_float2(best, __int_as_float(best_row));
         }
+    }
+}
+
+// A whole product: the kernels of `gemv.cu`.
+template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int AHEAD>
+DEVICE void gemv(const GemvArgs& p) {
+    using Row = PreparedRow<BITS>;
+    extern __shared__ __align__(128) uint4 shared[];
+    __shared__ Meeting<WARPS> meeting;
+    auto wait = [&] {
+        wait_for_predecessor();
+        if (p.late) release_successor();
+    };
+    if (!p.late) release_successor();
+
+    if constexpr (AHEAD > 0) {
+        const Share share = share_of<WARPS>(p, threadIdx.x / 32);
+        RegisterStages<BITS, ZERO, SLOT, AHEAD> stages(p, share);
+        multiply<BITS, ZERO, SLOT, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
+    } else {
+        constexpr int STAGE_WORDS = RingStages<BITS, ZERO, SLOT>::WeightRing::STAGE_WORDS;
+        __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
+        // Known to be the same for the whole warp: addresses that follow from it cost less.
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const Share share = share_of<WARPS>(p, warp);
+        RingStages<BITS, ZERO, SLOT> stages(p, share, shared + warp * p.depth * STAGE_WORDS, barriers[warp]);
+        auto* const row = reinterpret_cast<Row*>(shared + WARPS * p.depth * STAGE_WORDS);
+        multiply<BITS, ZERO, SLOT, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
     }
 }

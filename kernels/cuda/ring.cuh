@@ -13,13 +13,14 @@ struct Ring {
     static constexpr int STAGE_WORDS = (2048 + META) / 16;
     uint4* stages;
     int depth;
+    uint32_t at;
     int write = 0, read = 0;
 #if __CUDA_ARCH__ >= 900
     uint64_t* full;
     uint32_t parity = 0;
 #endif
 
-    DEVICE Ring(uint4* at, uint64_t* barriers, int depth) : stages(at), depth(depth) {
+    DEVICE Ring(uint4* stages, uint64_t* barriers, int depth) : stages(stages), depth(depth), at(keep(shared_address(stages))) {
 #if __CUDA_ARCH__ >= 900
         full = barriers;
         if (depth > 0) {
@@ -54,6 +55,18 @@ struct Ring {
     // The oldest stage, when it is there.
     DEVICE const uint4* wait() {
         const uint4* stage = stages + read * STAGE_WORDS;
+        next();
+        return stage;
+    }
+
+    // Its address.
+    DEVICE uint32_t wait_at() {
+        const uint32_t stage = at + read * (STAGE_WORDS * 16);
+        next();
+        return stage;
+    }
+
+    DEVICE void next() {
 #if __CUDA_ARCH__ >= 900
         barrier_wait(full + read, parity);
         if (++read == depth) read = 0, parity ^= 1;
@@ -68,6 +81,5 @@ struct Ring {
         if (++read == depth) read = 0;
         __syncwarp();
 #endif
-        return stage;
     }
 };

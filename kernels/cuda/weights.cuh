@@ -88,6 +88,33 @@ struct Meta {
     DEVICE float2 zeros(int i) const { return of[i].zeros(); }
 };
 
+// Where in a record in shared memory lane (g, t) finds its scales and zero-points.
+template <int BITS, int ZERO, int SLOT>
+struct MetaAt {
+    static constexpr int ZERO_BYTES = ZERO == OFFSET ? 4 : BITS == 4 ? 1 : 2;   // of two rows
+    uint32_t scale, zero;
+    // With slots of 32 the lane's second group is that after the next three.
+    static constexpr uint32_t SECOND = 4 * 8;
+
+    DEVICE MetaAt(int groups, int g, int t) {
+        const uint32_t at = (SLOT == 32 ? t : t * groups >> 2) * 8 + g;
+        scale = keep(at * 4), zero = keep(groups * 32 + at * ZERO_BYTES);
+    }
+
+    DEVICE void load(Meta<BITS, ZERO, SLOT>& to, uint32_t record) const {
+        if constexpr (BITS != 16) {
+#pragma unroll
+            for (int i = 0; i < Meta<BITS, ZERO, SLOT>::N; i++) {
+                to.of[i].scale = load_shared_4(record + scale + i * SECOND * 4);
+                const uint32_t z = record + zero + i * SECOND * ZERO_BYTES;
+                if constexpr (ZERO == OFFSET) to.of[i].zero = load_shared_4(z);
+                if constexpr (ZERO == INT && BITS == 4) to.of[i].zero = load_shared_1(z);
+                if constexpr (ZERO == INT && BITS == 8) to.of[i].zero = load_shared_2(z);
+            }
+        }
+    }
+};
+
 // A packed weight, for kernels that read single elements.
 struct PackedWeight {
     const uint8_t* codes;

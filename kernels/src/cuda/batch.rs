@@ -1,7 +1,8 @@
 //! The products of a decode step of several sequences.
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
-use super::linear::{DeviceLinear, GemvOutput};
+use super::gemv::GemvOutput;
+use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};

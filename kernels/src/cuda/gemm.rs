@@ -1,9 +1,9 @@
 //! Products and attention of many rows at once.
 
+use super::attention::{CacheArgs, DeviceCache, HEAD_DIM};
 use super::driver::{Address, Buffer, LaunchShape, Matrix, Stream, TensorMap};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
-use super::rows::{CacheArgs, DeviceCache, HEAD_DIM};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 

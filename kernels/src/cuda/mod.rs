@@ -8,10 +8,12 @@
 //! device memory waits, so dropping buffers early is slow but not wrong.
 
 mod advance;
+mod attention;
 mod bandwidth;
 mod batch;
 mod driver;
 mod gemm;
+mod gemv;
 mod grad;
 mod linear;
 pub mod pack;
@@ -19,13 +21,15 @@ mod rows;
 mod second_order;
 
 pub use advance::{Advance, Candidates, NOT_FINITE, Sampling};
+pub use attention::{AttentionScratch, AttentionShape, DeviceCache, HEAD_DIM, Heads};
 pub use batch::{Columns, MOST_SEQUENCES};
 pub use driver::{
     Address, Buffer, Gpu, GpuInfo, Graph, Mark, MemoryUse, Pinned, Stream, device_count, taken,
 };
 pub use gemm::{GemmOutput, SequenceRows};
+pub use gemv::{GemvOutput, Norm, best_len};
 pub use grad::{CudaOps, GemmPrecision};
-pub use linear::{DeviceLinear, GemvOutput, Norm, Uploader, best_len};
+pub use linear::{DeviceLinear, Uploader};
 pub use pack::{PackedKind, Stack, operand_index};
-pub use rows::{AttentionScratch, DeviceCache, HEAD_DIM, Heads, Row, RowsOut, Step};
+pub use rows::{Row, RowsOut, Step};
 pub use second_order::{Codes, ColumnBlock, Damped, FitShape, Groups, Order};

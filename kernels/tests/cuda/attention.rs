@@ -5,7 +5,8 @@ use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use half::f16;
 use nq_kernels::cpu::{KvBlock, KvType};
 use nq_kernels::cuda::{
-    AttentionScratch, DeviceCache, Gpu, HEAD_DIM, Heads, Row, SequenceRows, Step, operand_index,
+    AttentionScratch, AttentionShape, DeviceCache, Gpu, HEAD_DIM, Heads, Row, SequenceRows, Step,
+    operand_index,
 };
 use nq_kernels::reference;
 
@@ -197,7 +198,11 @@ fn check_attention(gpu: &Gpu, case: &Case) {
     let mut step = gpu.zeros::<Step>("a test", 1).unwrap();
     let mut found = Vec::new();
     for r in 0..len {
-        let splits = AttentionScratch::splits(gpu, case.kv_heads, 1, r + 1);
+        let shape = AttentionShape {
+            m: 1,
+            splits: AttentionScratch::splits(gpu, case.kv_heads, 1, r + 1),
+            late: r % 2 == 0,
+        };
         let at = Step {
             position: r as i32,
             slot: slot as i32,
@@ -215,8 +220,7 @@ fn check_attention(gpu: &Gpu, case: &Case) {
                 &mut cache,
                 &mut scratch,
                 &mut out,
-                1,
-                splits,
+                shape,
             )
             .unwrap();
         if rows.contains(&r) {
@@ -231,8 +235,7 @@ fn check_attention(gpu: &Gpu, case: &Case) {
                     &mut cache,
                     &mut scratch,
                     &mut out,
-                    1,
-                    splits,
+                    shape,
                 )
                 .unwrap();
             assert!(

@@ -9,8 +9,8 @@ use super::{
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
-    AttentionScratch, Columns, DeviceCache, GemvOutput, Gpu, HEAD_DIM, Heads, MOST_SEQUENCES, Norm,
-    Row, Stack, Step, Stream, best_len,
+    AttentionScratch, AttentionShape, Columns, DeviceCache, GemvOutput, Gpu, HEAD_DIM, Heads,
+    MOST_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len,
 };
 use nq_kernels::reference;
 
@@ -261,7 +261,11 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
     let qkv = gpu.upload("a test", &qkv).unwrap();
     let mut scratch = AttentionScratch::new(gpu, heads, case.kv_heads, m).unwrap();
     let longest = lengths.iter().copied().max().unwrap();
-    let splits = AttentionScratch::splits(gpu, case.kv_heads, m, longest);
+    let shape = AttentionShape {
+        m,
+        splits: AttentionScratch::splits(gpu, case.kv_heads, m, longest),
+        late: false,
+    };
     let expected = case.expected(&last);
     let tolerance = if case.kv == KvType::Int8 { 2e-5 } else { 1e-6 };
     let mut before: Option<Vec<f32>> = None;
@@ -275,8 +279,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
                 &mut cache,
                 &mut scratch,
                 &mut out,
-                m,
-                splits,
+                shape,
             )
             .unwrap();
         let found = finish(&stream, &out);
