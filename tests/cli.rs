@@ -227,3 +227,23 @@ fn closed_and_full_outputs_are_no_panics() {
     drop(child.stderr.take());
     assert_eq!(child.wait().expect("nq ends").code(), Some(0));
 }
+
+/// A flag that does nothing here says so.
+#[cfg(feature = "demo")]
+#[test]
+fn a_gpus_memory_is_no_matter_on_a_cpu() {
+    let home = tempfile::tempdir().expect("a folder");
+    let plan = ["quantize", "demo", "--dry-run", "--device", "cpu"];
+    let out = nq(home.path(), &plan);
+    assert!(out.status.success() && !stderr(&out).contains("ignored"));
+    let out = nq(
+        home.path(),
+        &[&plan[..], &["--device-memory", "1GB"]].concat(),
+    );
+    assert!(out.status.success());
+    assert!(
+        stderr(&out).contains("--device-memory is ignored"),
+        "{}",
+        stderr(&out)
+    );
+}

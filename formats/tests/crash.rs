@@ -300,8 +300,10 @@ fn beginnings_are_checked() {
         open(&plan(), true, false, 0),
         &["out.partial", "another process"],
     );
+    assert!(nq_formats::nq::at_work(&partial));
     drop(first);
-    // Nothing was staged, so nothing is lost by starting anew.
+    // Nothing was staged, so nothing is left.
+    assert!(!partial.exists() && !nq_formats::nq::at_work(&partial));
     let Opened::Writer(second) = open(&json!({"bits": 2, "seed": 3}), false, false, 0).unwrap()
     else {
         panic!("nothing is complete")

@@ -6,6 +6,7 @@ use crate::terminal::{human_bytes, print_line, say};
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::Checkpoint;
+use nq_formats::nq::at_work;
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -81,7 +82,10 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
         let (format, problem) = match Checkpoint::open(&path) {
             Ok(c) => (c.store().format().to_owned(), None),
             Err(_) if name.ends_with(".partial") => {
-                let why = "interrupted; `nq quantize --resume` goes on, `nq rm` removes it";
+                let why = match at_work(&path) {
+                    true => "being written",
+                    false => "interrupted; `nq quantize --resume` goes on, `nq rm` removes it",
+                };
                 (String::new(), Some(why.to_owned()))
             }
             Err(e) => (String::new(), Some(format!("unreadable: {e}"))),
@@ -127,6 +131,9 @@ pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
             dir.display()
         )
     })?;
+    if at_work(&path) {
+        bail!("{}: another process is at work here", path.display());
+    }
     if !args.yes {
         if !std::io::stdin().is_terminal() {
             bail!(

@@ -6,7 +6,8 @@ mod writer;
 
 pub use record::{CalibrationRecord, QuantizationRecord, SourceRecord, TensorScheme};
 pub use writer::{
-    Opened, Param, Staged, Writer, WriterOptions, Written, copied_files, is_copied, staging,
+    Opened, Param, Staged, Writer, WriterOptions, Written, at_work, copied_files, is_copied,
+    staging,
 };
 
 use crate::checkpoint::{Checkpoint, Source, TensorEntry, WeightStore};

@@ -341,6 +341,16 @@ impl Writer {
     }
 }
 
+impl Drop for Writer {
+    /// A run that failed before it staged anything leaves no folder behind.
+    fn drop(&mut self) {
+        let nothing = staged_work(&self.staging).is_ok_and(|(files, _)| files == 0);
+        if nothing && !self.staging.join(FINISHED).exists() {
+            let _ = discard(&self.staging); // the run's own error is the one to report
+        }
+    }
+}
+
 impl Staged {
     fn open(paths: Vec<PathBuf>) -> Result<Self> {
         let mut files = Vec::new();
@@ -494,6 +504,12 @@ fn is_complete(dest: &Path, staging: &Path) -> Result<bool> {
         (Some(marker), Some(config)) => marker == hash::sha256_hex(&config).as_bytes(),
         _ => false,
     })
+}
+
+/// True if a process is at work in the folder `staging`.
+pub fn at_work(staging: &Path) -> bool {
+    let lock = File::open(staging.join(LOCK));
+    lock.is_ok_and(|f| matches!(f.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
 }
 
 fn lock(staging: &Path) -> Result<File> {

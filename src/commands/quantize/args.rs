@@ -308,26 +308,28 @@ impl QuantizeArgs {
         })
     }
 
-    /// The folder's name in nq's own model folder: the model and what differs from defaults.
-    pub(super) fn default_name(&self, model: &str, schemes: &Schemes) -> String {
+    /// The folder's name in nq's own model folder: the model and what differs from the format's
+    /// defaults.
+    pub(super) fn default_name(&self, model: &str, schemes: &Schemes) -> anyhow::Result<String> {
         let mut name = format!("{model}-int{}", self.bits);
-        let default = Schemes::defaults(schemes.linears.bits);
+        let usual = default_scheme(schemes.linears.bits);
+        let (linears, head) = self.format.schemes(usual, None)?;
         if self.method == MethodArg::Auto {
             name += "-auto";
         }
         if self.method() != "gptq" {
             name += &format!("-{}", self.method());
         }
-        if schemes.linears.group != default.linears.group {
+        if schemes.linears.group != linears.group {
             name += &format!("-{}", schemes.linears.group);
         }
-        if schemes.linears.zeros != default.linears.zeros {
+        if schemes.linears.zeros != linears.zeros {
             name += match schemes.linears.zeros {
                 Zeros::None => "-sym",
                 _ => "-asym",
             };
         }
-        if schemes.head != default.head {
+        if schemes.head != head {
             let bits = schemes.head.map_or(16, |s| s.bits.width());
             name += &format!("-head{bits}");
         }
@@ -336,6 +338,59 @@ impl QuantizeArgs {
             Some(TargetSize::BitsPerWeight(x)) => name += &format!("-{x}bpw"),
             None => {}
         }
-        name + self.format.suffix()
+        Ok(name + self.format.suffix())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_size;
+    use crate::cli::{Cli, Command};
+    use clap::Parser;
+
+    #[test]
+    fn names_say_what_differs_from_the_formats_defaults() {
+        for (flags, expected) in [
+            ("", "demo-int4"),
+            ("--bits 8", "demo-int8"),
+            ("--format gguf", "demo-int4.gguf"),
+            ("--format gptq --head-bits 16", "demo-int4.gptq"),
+            ("--format awq --group-size 128", "demo-int4-g128.awq"),
+            ("--method rtn --clip --sym", "demo-int4-rtn-clip-sym"),
+            ("--bits 8 --asym --head-bits 16", "demo-int8-asym-head16"),
+            (
+                "--method auto --target-size 9MB",
+                "demo-int4-auto-9000000bytes",
+            ),
+            ("--target-bpw 4.5", "demo-int4-4.5bpw"),
+        ] {
+            let words = ["nq", "quantize"]
+                .into_iter()
+                .chain(flags.split_whitespace());
+            let Command::Quantize(args) = Cli::try_parse_from(words).unwrap().command else {
+                panic!("parsed as another command")
+            };
+            let schemes = args.schemes().unwrap();
+            assert_eq!(args.default_name("demo", &schemes).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in [
+            ("8580000", 8_580_000),
+            ("8_580_000", 8_580_000),
+            ("400MB", 400_000_000),
+            ("1.5 gb", 1_500_000_000),
+            ("2KiB", 2048),
+            ("7B", 7),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        for text in [
+            "", "MB", "0", "-1MB", "nan", "inf", "1e30GB", "4 apples", "é",
+        ] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
     }
 }

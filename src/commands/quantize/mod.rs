@@ -26,7 +26,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let (out, call) = match &args.out {
         Some(out) => (out.clone(), out.display().to_string()),
         None => {
-            let name = args.default_name(&model.name, &schemes);
+            let name = args.default_name(&model.name, &schemes)?;
             (model::models_dir()?.join(&name), name)
         }
     };
@@ -48,8 +48,12 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     for line in plan(&model.name, &options, &estimate) {
         terminal.note(&line);
     }
-    if let Some(device) = job.device_estimate()? {
-        terminal.note(&device_plan(&device));
+    match job.device_estimate()? {
+        Some(device) => terminal.note(&device_plan(&device)),
+        None if args.device_memory.is_some() => {
+            terminal.note("--device-memory is ignored: no GPU is used");
+        }
+        None => {}
     }
     if args.dry_run {
         dry_run(&job, &estimate, global, &terminal)?;
