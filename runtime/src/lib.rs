@@ -1,8 +1,9 @@
 //! Qwen3 on a device: weights, KV cache, forward pass, tokenizer, chat template, sampling
 //! and generation.
 //!
-//! [`engine`] holds the interfaces that everything above this crate uses; [`load()`](load::load) makes an
-//! [`Engine`] of a checkpoint. Only this crate places data on devices.
+//! [`Engine`] and [`Session`] are the interfaces that everything above this crate uses;
+//! [`load()`](load::load) makes an [`Engine`] of a checkpoint. Only this crate places data on
+//! devices.
 
 #![forbid(unsafe_code)]
 

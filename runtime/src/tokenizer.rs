@@ -3,7 +3,7 @@
 //! Encoding is that of the `tokenizers` crate; this module adds what a model runner needs
 //! around it: parallel encoding of long texts that gives the same ids, checks against the
 //! model's vocabulary, and a table of each token's bytes, which decoding (here) and streaming
-//! ([`crate::detokenizer`]) read.
+//! ([`crate::Detokenizer`]) read.
 
 use crate::error::{Error, Result};
 use nq_formats::Files;
