@@ -232,6 +232,34 @@ fn requests_that_fit_no_model_are_refused() {
     assert!(String::from_utf8_lossy(&missing.stderr).contains("no-such.txt"));
 }
 
+/// Sensitivity takes long: what it cannot help is refused before it is measured.
+#[test]
+fn a_target_that_nothing_reaches_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = |target: &str| {
+        quantize(
+            &dir.path().join("x"),
+            &["--dry-run", "--target-size", target],
+        )
+    };
+    let refused = plan("1");
+    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("found 1 bytes of tensors"), "{said}");
+    let (_, least) = said.split_once("expected at least ").expect(&said);
+    let least: u64 = least.split(' ').next().unwrap().parse().expect(&said);
+    assert!(least > 7_163_904, "norms included: {said}");
+    assert_eq!(plan(&least.to_string()).status.code(), Some(0));
+    assert_eq!(plan(&(least - 1).to_string()).status.code(), Some(1));
+    let bpw = quantize(
+        &dir.path().join("x"),
+        &["--dry-run", "--target-bpw", "4.05"],
+    );
+    let said = String::from_utf8_lossy(&bpw.stderr);
+    assert!(said.contains("(4.050 bits per weight)"), "{said}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
 /// Tuning keeps the file's size and format, and the file says what was done; a run that is
 /// killed while it tunes resumes to the same bytes.
 #[test]

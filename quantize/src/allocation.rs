@@ -286,6 +286,22 @@ pub fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
     menus.iter().zip(chosen).map(row).collect()
 }
 
+/// `base` with the smallest candidate of at least `least` bits for each of `groups`: no choice takes
+/// fewer bytes.
+pub fn smallest(base: &Schemes, groups: &[WeightGroup], least: Bits) -> Schemes {
+    let candidates = candidates(least);
+    let mut schemes = base.clone();
+    for group in groups {
+        let fitting = candidates.iter().filter(|s| group.fits(**s));
+        let Some(&scheme) = fitting.min_by_key(|s| group.bytes(**s)) else {
+            continue;
+        };
+        let names = group.weights.iter().map(|w| w.0.clone());
+        schemes.overrides.extend(names.map(|name| (name, scheme)));
+    }
+    schemes
+}
+
 /// `base` with the chosen schemes.
 pub fn apply(base: &Schemes, menus: &[Menu], chosen: &[usize]) -> Schemes {
     let mut schemes = base.clone();

@@ -3,7 +3,7 @@
 
 use super::Job;
 use super::state::{Attempt, State, save};
-use crate::allocation::{self, Menu};
+use crate::allocation::{self, Menu, WeightGroup};
 use crate::calibration::Sequences;
 use crate::error::{Error, Result};
 use crate::memory;
@@ -95,10 +95,7 @@ impl Job<'_> {
         let Some(target) = self.options.target else {
             return Ok(self.options.schemes.clone());
         };
-        let budget = match target {
-            TargetSize::Bytes(n) => n,
-            TargetSize::BitsPerWeight(x) => (x * self.config().parameters() as f64 / 8.0) as u64,
-        };
+        let budget = self.budget(target);
         let menus = self.menus(writer, state, calibration)?;
         let chosen = allocation::chosen_by(&self.options.schemes, menus);
         let of_menus = |chosen: &[usize]| -> u64 {
@@ -244,16 +241,52 @@ impl Job<'_> {
         Ok(state.menus.as_deref().unwrap_or_default())
     }
 
+    /// The groups of weights that get schemes by choice.
+    fn chosen_groups(&self) -> Vec<WeightGroup> {
+        let mut groups = allocation::groups(self.config());
+        if self.options.head_fixed || self.options.schemes.head.is_none() {
+            groups.retain(|g| !g.weights.iter().any(|w| w.0 == EMBEDDING || w.0 == HEAD));
+        }
+        groups
+    }
+
+    /// Bytes of all tensors that `target` allows.
+    fn budget(&self, target: TargetSize) -> u64 {
+        match target {
+            TargetSize::Bytes(n) => n,
+            TargetSize::BitsPerWeight(x) => (x * self.config().parameters() as f64 / 8.0) as u64,
+        }
+    }
+
+    /// Refuses a target that no choice of schemes reaches, before anything is measured for it.
+    pub(super) fn check_target(&self) -> Result<()> {
+        let Some(target) = self.options.target else {
+            return Ok(());
+        };
+        let (groups, least) = (self.chosen_groups(), self.options.bits);
+        let smallest = allocation::smallest(&self.options.schemes, &groups, least);
+        let (least, budget) = (self.bytes(&smallest), self.budget(target));
+        if budget >= least {
+            return Ok(());
+        }
+        let words = |bytes: u64| {
+            let bits = 8.0 * bytes as f64 / self.config().parameters() as f64;
+            format!("{bytes} bytes of tensors ({bits:.3} bits per weight)")
+        };
+        Err(Error::Request {
+            what: "target size",
+            expected: format!("at least {}", words(least)),
+            found: words(budget),
+        })
+    }
+
     fn measure_menus(
         &self,
         state: &mut State,
         calibration: Option<&Sequences>,
     ) -> Result<Vec<Menu>> {
         let config = self.config();
-        let mut groups = allocation::groups(config);
-        if self.options.head_fixed || self.options.schemes.head.is_none() {
-            groups.retain(|g| !g.weights.iter().any(|w| w.0 == EMBEDDING || w.0 == HEAD));
-        }
+        let groups = self.chosen_groups();
         let prompter = self.prompter()?;
         let shape = sensitivity::shape(config, groups.len(), self.options.eval_tokens);
         let text = self.probe_text(&prompter, shape, state)?;

@@ -101,7 +101,8 @@ impl<'a> Job<'a> {
     /// Checks the request against the model.
     ///
     /// # Errors
-    /// [`Error::Request`] for an unknown method, a scheme that does not fit the model, or a
+    /// [`Error::Request`] for an unknown method, a scheme that does not fit the model, a target
+    /// that no choice of schemes reaches, or a
     /// model that is quantized already.
     pub fn new(
         checkpoint: &'a Checkpoint,
@@ -141,13 +142,15 @@ impl<'a> Job<'a> {
                 found: format!("{} weights", first.linear(LinearKind::Q).scheme_name()),
             });
         }
-        Ok(Job {
+        let job = Job {
             checkpoint,
             options,
             method,
             progress: Stages::new(progress),
             device: OnceLock::new(),
-        })
+        };
+        job.check_target()?;
+        Ok(job)
     }
 
     fn config(&self) -> &ModelConfig {
