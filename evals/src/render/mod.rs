@@ -176,8 +176,9 @@ pub fn protocol_line(e: &Evaluation) -> String {
         crate::Protocol::Hf => "every token but the first of a window",
         crate::Protocol::Llama => "the second half of a window",
     };
+    let windows = if r.windows == 1 { "window" } else { "windows" };
     format!(
-        "{} protocol: {} windows of {} tokens, {} tokens scored ({scored}); KV cache {}",
+        "{} protocol: {} {windows} of {} tokens, {} tokens scored ({scored}); KV cache {}",
         r.protocol, r.windows, r.ctx, r.tokens, r.kv
     )
 }
