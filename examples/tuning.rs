@@ -3,7 +3,7 @@
 //!
 //! `cargo run --release --example tuning -- SOURCE QUANTIZED TEXT[:BYTES],... VARIANT...`, where
 //! QUANTIZED is a folder that nq made from SOURCE and a variant is
-//! `NAME:steps=300,batch=32,codes=0.00185,...`; what it does not set is as in `variant` below.
+//! `NAME:steps=300,batch=32,codes=0.00185,...`; what it does not set is the product's, but for 200 steps.
 //! Divergences of texts are measured on the second halves of windows of 512 tokens, in f32.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
@@ -15,7 +15,6 @@ use nq_kernels::grad::GradOps;
 use nq_quantize::calibration::Prompter;
 use nq_quantize::tune::graph::Graph;
 use nq_quantize::tune::params::{Canonical, Model};
-use nq_quantize::tune::strays::Strays;
 use nq_quantize::tune::train::{Settings, Trainer};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -38,23 +37,8 @@ fn variant(spec: &str) -> anyhow::Result<Variant> {
         tf32: true,
         settings: Settings {
             steps: 200,
-            batch: 32,
-            pass: 32,
-            slots: 4096,
-            length: LENGTH,
-            held_out: 64,
-            checks: 8,
-            codes: true,
-            rate_codes: 1.85e-3,
-            rate_scales: 3e-4,
-            rate_gains: 1e-3,
-            warmup: 20,
-            visits: 2,
-            strays: Strays {
-                sequences: 0.5,
-                tokens: 0.1,
-            },
             seed: 0x7475_6E69_6E67_0001,
+            ..Settings::default()
         },
     };
     for pair in rest.split(',').filter(|p| !p.is_empty()) {

@@ -151,8 +151,8 @@ impl Global {
     }
 }
 
-/// Ends the program, called with `subcommand`, as clap does for flags that contradict each other in ways that its own rules
-/// cannot tell.
+/// Ends the program, called with `subcommand`, as clap does for flags that contradict each other in
+/// ways that its own rules cannot tell.
 pub fn refuse(subcommand: &str, message: &str) -> ! {
     let mut program = Cli::command();
     program.build();

@@ -116,8 +116,8 @@ impl ExportFormat {
 ///
 /// # Errors
 /// [`Error::Exists`] where something is at `out` and `force` is not set, or is not to be replaced
-/// ([`check_destination`]), and where the source is at `out`; [`Error::Unsupported`] for a weight that the format cannot hold, by name; what
-/// reading the source or writing the files finds wrong.
+/// ([`check_destination`]), and where the source is at `out`; [`Error::Unsupported`] for a weight
+/// that the format cannot hold, by name; what reading the source or writing the files finds wrong.
 pub fn export(
     checkpoint: &Checkpoint,
     format: ExportFormat,

@@ -4,6 +4,7 @@ use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
 use super::gemv::GemvOutput;
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
+use super::rows::at_least;
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 
@@ -178,13 +179,6 @@ fn refused(what: &'static str, expected: impl ToString, found: impl ToString) ->
     }
 }
 
-fn at_least(what: &'static str, expected: usize, found: usize) -> Result<()> {
-    match found >= expected {
-        true => Ok(()),
-        false => Err(refused(what, format!("at least {expected}"), found)),
-    }
-}
-
 impl Stream {
     /// `m` rows of activations `x` `[m, inputs]` times `w`, for one reading of `w`: two kernels
     /// of a decode step of several sequences. `columns` is scratch. `late` keeps the next
@@ -202,9 +196,8 @@ impl Stream {
         late: bool,
     ) -> Result<()> {
         let inputs = w.inputs();
-        if !inputs.is_multiple_of(8) {
-            return Err(refused("inputs", "a multiple of 8", inputs));
-        }
+        w.check_inputs("gemv_batch")?;
+        let at_least = |what, expected, found| at_least("gemv_batch", what, expected, found);
         if !(1..=MOST_SEQUENCES).contains(&m) {
             return Err(refused("rows", format!("1 to {MOST_SEQUENCES}"), m));
         }

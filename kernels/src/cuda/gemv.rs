@@ -3,6 +3,7 @@
 use super::driver::{Address, Buffer, Gpu, GpuInfo, LaunchShape, Stream};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
+use super::rows::at_least;
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 
@@ -239,23 +240,8 @@ impl Stream {
             ),
             found: w.inputs().to_string(),
         })?;
-        let fits = |what, expected: usize, found: usize| match found >= expected {
-            true => Ok(()),
-            false => Err(Error::Shape {
-                op: "gemv",
-                what,
-                expected: format!("at least {expected}"),
-                found: found.to_string(),
-            }),
-        };
-        if !w.inputs().is_multiple_of(8) {
-            return Err(Error::Shape {
-                op: "gemv",
-                what: "inputs",
-                expected: "a multiple of 8".into(),
-                found: w.inputs().to_string(),
-            });
-        }
+        w.check_inputs("gemv")?;
+        let fits = |what, expected, found| at_least("gemv", what, expected, found);
         fits("inputs of x", w.inputs(), x.len())?;
         let name = format!(
             "gemv_{}_{}{}",

@@ -163,6 +163,19 @@ impl DeviceLinear {
         self.codes.bytes() + self.meta.bytes()
     }
 
+    /// Refuses what products of a step cannot read in vectors.
+    pub(super) fn check_inputs(&self, op: &'static str) -> Result<()> {
+        if self.inputs.is_multiple_of(8) {
+            return Ok(());
+        }
+        Err(Error::Shape {
+            op,
+            what: "inputs",
+            expected: "a multiple of 8".into(),
+            found: self.inputs.to_string(),
+        })
+    }
+
     pub(crate) fn args(&self) -> PackedArgs {
         PackedArgs {
             codes: self.codes.at(0),

@@ -43,7 +43,7 @@ pub(super) fn at_least(
     Err(Error::Shape {
         op,
         what,
-        expected: format!("at least {expected} values"),
+        expected: format!("at least {expected}"),
         found: found.to_string(),
     })
 }

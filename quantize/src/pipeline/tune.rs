@@ -13,7 +13,6 @@ use crate::tune::params::Canonical;
 use crate::tune::plan::{
     CHECKS, Effort, MemoryPlan, Schedule, TuneOptions, default_seconds, schedule,
 };
-use crate::tune::strays::Strays;
 use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Weight};
@@ -78,19 +77,9 @@ impl TuningEstimate {
     }
 }
 
-/// Rates for batches of [`RATE_BATCH`] sequences. That of codes goes with the root of the batch.
-const RATE_CODES: f32 = 1.85e-3;
-const RATE_SCALES: f32 = 3e-4;
-const RATE_GAINS: f32 = 1e-3;
+/// Sequences of a batch from which on the rate of codes is that of [`Settings`]' default: below it
+/// goes with the root of the batch.
 const RATE_BATCH: f32 = 32.0;
-const WARMUP: usize = 20;
-/// Text that is seen twice costs half as much to sample and teaches as much as text seen once;
-/// four times taught less.
-const VISITS: usize = 2;
-const STRAYS: Strays = Strays {
-    sequences: 0.5,
-    tokens: 0.1,
-};
 
 /// What a device takes on at once, at most.
 #[derive(Clone, Copy)]
@@ -358,15 +347,9 @@ impl Job<'_> {
             slots: plan.slots,
             length,
             held_out: most.held_out,
-            checks: CHECKS,
             codes: plan.codes,
-            rate_codes: RATE_CODES,
-            rate_scales: RATE_SCALES,
-            rate_gains: RATE_GAINS,
-            warmup: WARMUP,
-            visits: VISITS,
-            strays: STRAYS,
             seed: self.options.seed ^ TEXT,
+            ..Settings::default()
         }
     }
 
@@ -403,7 +386,8 @@ impl Job<'_> {
         };
         chosen.batch = chosen.batch.next_multiple_of(pass);
         // That of codes goes with the root of the batch.
-        let rate = RATE_CODES * (chosen.batch as f32 / RATE_BATCH).sqrt().min(1.0);
+        let rate =
+            Settings::default().rate_codes * (chosen.batch as f32 / RATE_BATCH).sqrt().min(1.0);
         trainer.plan(chosen, rate);
         Ok(true)
     }

@@ -86,8 +86,8 @@ impl<O: GradOps> Sampler<O> {
     }
 
     /// Continues up to as many beginnings as there are slots to the full length, at
-    /// temperature 1; longer ones are cut, and where one is [`UNKNOWN`] it is drawn. Sequence `i` draws from stream `stream + i` of
-    /// `seed`. Returns `[beginnings, length]`.
+    /// temperature 1; longer ones are cut, and where one is [`UNKNOWN`] it is drawn. Sequence `i`
+    /// draws from stream `stream + i` of `seed`. Returns `[beginnings, length]`.
     ///
     /// # Errors
     /// The device's.
