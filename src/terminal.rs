@@ -1,6 +1,7 @@
 //! What the terminal gets: progress bars, notes and the handling of closed pipes.
 
 use indicatif::{ProgressBar, ProgressStyle};
+pub use nq_formats::human_bytes;
 use nq_formats::{Progress, Unit};
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -108,25 +109,9 @@ pub fn shell_word(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// A byte count as people read it, in powers of 1000: `8.50 MB`.
-pub fn human_bytes(n: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
-    let mut value = n as f64;
-    let mut unit = 0;
-    while value >= 999.5 && unit + 1 < UNITS.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    if unit == 0 {
-        format!("{n} B")
-    } else {
-        format!("{value:.2} {}", UNITS[unit])
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{human_bytes, shell_word};
+    use super::shell_word;
 
     #[test]
     fn a_command_to_copy_is_quoted_where_it_must_be() {
@@ -134,12 +119,5 @@ mod tests {
         assert_eq!(shell_word("my models/d é"), "'my models/d é'");
         assert_eq!(shell_word("it's"), r"'it'\''s'");
         assert_eq!(shell_word(""), "''");
-    }
-
-    #[test]
-    fn bytes_are_rounded_to_powers_of_1000() {
-        assert_eq!(human_bytes(999), "999 B");
-        assert_eq!(human_bytes(8_502_784), "8.50 MB");
-        assert_eq!(human_bytes(999_950), "1.00 MB");
     }
 }

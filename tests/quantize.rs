@@ -188,7 +188,10 @@ fn auto_tunes_only_what_can_keep_the_limit() {
     };
     let (hopeless, error) = run("0.000001", &[]);
     assert_eq!(hopeless.status.code(), Some(1));
-    assert!(error.contains("not tuned, as 0.00000 is wanted"), "{error}");
+    assert!(
+        error.contains("not tuned, as 0.00000100 is wanted"),
+        "{error}"
+    );
     assert!(error.contains("is predicted to reach"), "{error}");
     assert!(!error.contains("tuning took"), "{error}");
     assert!(!out.exists());
@@ -311,4 +314,75 @@ fn auto_tunes_what_gptq_made() {
     let error = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(2), "{error}");
     assert!(error.contains("--method auto"), "{error}");
+}
+
+/// A search for schemes may go back to some that it left, in a run or in the next one: what was
+/// tuned under them is kept, not tuned again.
+#[test]
+fn auto_goes_back_to_what_it_tuned() {
+    let dir = tempfile::tempdir().unwrap();
+    let (out, whole) = (dir.path().join("out"), dir.path().join("whole"));
+    let auto = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
+    let undisturbed = quantize(&whole, &[&auto[..], &["--max-kld", "0.2"]].concat());
+    assert_eq!(undisturbed.status.code(), Some(0));
+    // Near enough for tuning to be tried, too far for two steps of it.
+    let limit = (0.8 * kld(&report(&undisturbed))).to_string();
+    let mut child = command(&out, &[&auto[..], &["--max-kld", &limit]].concat())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary runs");
+    let said = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut tuned = false;
+    let mut lines = said.map_while(Result::ok);
+    let left = lines.any(|line| {
+        tuned |= line.contains("tuning took");
+        line.contains("chosen by sensitivity")
+    });
+    assert!(tuned && left, "tuned {tuned}, left {left}");
+    let other = dir.path().join("out.partial").join("steps-1");
+    while !other.exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+
+    let resumed = quantize(
+        &out,
+        &[&auto[..], &["--max-kld", "0.2", "--resume"]].concat(),
+    );
+    let error = String::from_utf8_lossy(&resumed.stderr).into_owned();
+    assert_eq!(resumed.status.code(), Some(0), "{error}");
+    assert!(
+        error.contains("resuming from") && error.contains("1 model measured"),
+        "{error}"
+    );
+    assert!(!error.contains("tuning"), "{error}");
+    assert!(files(&out) == files(&whole));
+    assert!(!dir.path().join("out.partial").exists());
+}
+
+/// A size that is asked for is kept to: limits do not raise it.
+#[test]
+fn a_limit_does_not_raise_a_target_size() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("x");
+    let made = quantize(&out, &["--target-size", "8.2MB", "--max-kld", "0.001"]);
+    let error = String::from_utf8_lossy(&made.stderr).into_owned();
+    assert_eq!(made.status.code(), Some(1), "{error}");
+    assert!(error.contains("the target size leaves no room"), "{error}");
+    assert!(!error.contains("trying"), "{error}");
+    assert!(!out.exists());
+}
+
+#[test]
+fn resuming_nothing_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let made = quantize(&dir.path().join("x"), &["--resume", "--method", "rtn"]);
+    let error = String::from_utf8_lossy(&made.stderr).into_owned();
+    assert_eq!(made.status.code(), Some(0), "{error}");
+    let partial = dir.path().join("x.partial");
+    let expected = format!("no unfinished work in {}", partial.display());
+    assert!(error.contains(&expected), "{error}");
 }

@@ -31,6 +31,7 @@ mod stored;
 pub mod synth;
 mod tensor;
 pub mod tokenizer;
+mod units;
 mod weight;
 
 pub use checkpoint::{Checkpoint, Exactness, Files, TensorEntry, VirtualFiles, WeightStore};
@@ -41,4 +42,5 @@ pub use progress::{Progress, Unit};
 pub use scheme::{AffineScheme, Bits, Group, Zeros};
 pub use stored::StoredWeight;
 pub use tensor::Tensor;
+pub use units::human_bytes;
 pub use weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};

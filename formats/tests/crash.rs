@@ -358,3 +358,68 @@ fn beginnings_are_checked() {
         &["out", "already there", "--force"],
     );
 }
+
+/// Versions of a result are staged apart; what both have is one file, which neither changes.
+#[test]
+fn sets_of_steps_are_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let dest = dir.path().join("out");
+    let open = |resume| {
+        let options = WriterOptions {
+            resume,
+            ..WriterOptions::default()
+        };
+        match Writer::open(&dest, &source(), &plan(), options).unwrap() {
+            Opened::Writer(writer) => writer,
+            Opened::Complete => panic!("nothing is complete"),
+        }
+    };
+    let norms = [1, 2].map(|seed| random_dense(&mut Rng(seed), &[512]));
+    let put = |w: &Writer, step: &str, n: usize| {
+        w.put(step, &[("model.norm".into(), Param::Vector(&norms[n]))])
+            .unwrap();
+    };
+    let read = |w: &Writer, step: &str| {
+        let staged = w.staged(step).unwrap()?;
+        let found = staged.vector("model.norm", 512).unwrap();
+        norms.iter().position(|n| n.data() == found.data())
+    };
+
+    let mut writer = open(false);
+    assert!(!writer.resumed());
+    put(&writer, "a", 0);
+    put(&writer, "b", 0);
+    writer.enter(2).unwrap();
+    assert_eq!(writer.sets().unwrap(), [0, 2]);
+    assert_eq!(read(&writer, "a"), None);
+    writer.adopt(0, "a").unwrap();
+    writer.adopt(0, "b").unwrap();
+    assert_eq!(read(&writer, "a"), Some(0));
+    put(&writer, "b", 1);
+    drop(writer);
+
+    let mut writer = open(true);
+    assert!(writer.resumed());
+    assert_eq!((read(&writer, "a"), read(&writer, "b")), (Some(0), Some(0)));
+    writer.enter(2).unwrap();
+    assert_eq!((read(&writer, "a"), read(&writer, "b")), (Some(0), Some(1)));
+    writer.retain_sets(&[2]).unwrap();
+    assert_eq!(writer.sets().unwrap(), [2]);
+    assert_eq!(read(&writer, "a"), Some(0));
+    assert!(writer.has_room(1).unwrap() && !writer.has_room(u64::MAX).unwrap());
+    drop(writer);
+
+    // What is kept counts as unfinished work, and goes with it.
+    let refused = Writer::open(&dest, &source(), &plan(), WriterOptions::default());
+    names(refused, &["out.partial", "--resume"]);
+    let force = WriterOptions {
+        force: true,
+        ..WriterOptions::default()
+    };
+    let Opened::Writer(fresh) = Writer::open(&dest, &source(), &plan(), force).unwrap() else {
+        panic!("nothing is complete")
+    };
+    assert_eq!(fresh.sets().unwrap(), [0]);
+    drop(fresh);
+    assert!(!dir.path().join("out.partial").exists());
+}

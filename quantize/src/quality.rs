@@ -29,8 +29,8 @@ impl Limits {
         let held = |limit| found.kld.mean <= limit;
         if let Some(limit) = self.max_kld.filter(|&limit| !held(limit)) {
             broken.push(format!(
-                "mean KL divergence {:.4} is above {limit}",
-                found.kld.mean
+                "mean KL divergence {} is above {limit}",
+                nats(found.kld.mean)
             ));
         }
         let held = |limit| found.same_top1 >= limit;
@@ -43,6 +43,15 @@ impl Limits {
         }
         broken
     }
+}
+
+/// A divergence as people read it: three significant digits, without an exponent.
+pub(crate) fn nats(x: f64) -> String {
+    let places = match x.abs() {
+        a if a > 0.0 && a.is_finite() => (2 - a.log10().floor() as i32).clamp(0, 12),
+        _ => 0,
+    };
+    format!("{x:.*}", places as usize)
 }
 
 /// Text that quality is measured on.
@@ -196,4 +205,25 @@ pub fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::QuantizeR
         allocation: Vec::new(),
         self_noise: None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::nats;
+
+    #[test]
+    fn divergences_of_any_size_show_three_digits() {
+        for (x, expected) in [
+            (0.03553, "0.0355"),
+            (0.000_001, "0.00000100"),
+            (1.5, "1.50"),
+            (1234.4, "1234"),
+            (0.0, "0"),
+            (f64::NAN, "NaN"),
+            (f64::INFINITY, "inf"),
+            (1e-300, "0.000000000000"),
+        ] {
+            assert_eq!(nats(x), expected);
+        }
+    }
 }

@@ -2,13 +2,12 @@
 //! quantized weights are kept as inspectable parts.
 
 mod record;
+mod staging;
 mod writer;
 
 pub use record::{CalibrationRecord, QuantizationRecord, SourceRecord, TensorScheme};
-pub use writer::{
-    Opened, Param, Staged, Writer, WriterOptions, Written, at_work, copied_files, is_copied,
-    staging,
-};
+pub use staging::{at_work, staging};
+pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copied_files, is_copied};
 
 use crate::checkpoint::{Checkpoint, Source, TensorEntry, WeightStore};
 use crate::config::ModelConfig;

@@ -1,23 +1,19 @@
 //! Writing a quantized folder step by step, so that a kill at any moment loses at most
 //! the step in progress.
 //!
-//! All work happens in `OUT.partial`, beside the destination:
-//!
-//! ```text
-//! lock           held while a process works here
-//! plan.json      what is being made; another plan cannot be resumed from this
-//! state.json     the pipeline's own small state
-//! steps/NAME.safetensors   finished steps, each written whole
-//! folder/        the result while it is assembled
-//! finished       hash of the result's config.json, written just before the final rename
-//! ```
+//! All work happens in `OUT.partial`, beside the destination: see `staging.rs`.
 
 use super::record::{QuantizationRecord, TensorScheme};
+use super::staging::{
+    FINISHED, FOLDER, PLAN, STATE, STEP_SUFFIX, create, discard, is_complete, list, lock, pretty,
+    read_json, remove, remove_file, set_folder, sets, staged_work, staging,
+};
 use super::{NqStore, VERSION, parts, read_affine, verify};
 use crate::checkpoint::{CONFIG, Checkpoint, Files, GENERATION_CONFIG, Source};
 use crate::dense::{FLOATS, weight_name};
 use crate::durable::{
-    Form, check_destination, check_space, parent, rename_folder, sync_folder, write_bytes,
+    Form, available, check_destination, check_space, parent, rename_folder, sync_folder,
+    write_bytes,
 };
 use crate::error::{Error, Result};
 use crate::hash;
@@ -32,13 +28,6 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-const STEPS: &str = "steps";
-const FOLDER: &str = "folder";
-const PLAN: &str = "plan.json";
-const STATE: &str = "state.json";
-const FINISHED: &str = "finished";
-const LOCK: &str = "lock";
-const STEP_SUFFIX: &str = ".safetensors";
 /// The key of a step's `__metadata__` that holds the schemes of its matrices.
 const SCHEMES: &str = "nq_schemes";
 
@@ -78,6 +67,9 @@ pub struct Writer {
     staging: PathBuf,
     source: Files,
     config: Map<String, Value>,
+    resumed: bool,
+    /// The set of steps at work in.
+    set: usize,
     _lock: File,
 }
 
@@ -137,6 +129,8 @@ impl Writer {
             dest: dest.into(),
             source: source.clone(),
             config: read_config(source)?,
+            resumed: resuming,
+            set: 0,
             _lock: lock(&staging)?,
             staging,
         };
@@ -152,7 +146,7 @@ impl Writer {
         for name in [PLAN, STATE, FINISHED] {
             remove_file(&self.staging.join(name))?;
         }
-        remove(&self.steps())?;
+        self.retain_sets(&[])?;
         remove(&self.staging.join(FOLDER))?;
         create(&self.steps())?;
         self.sweep()?;
@@ -178,8 +172,9 @@ impl Writer {
 
     /// Removes temporary files that a killed run left.
     fn sweep(&self) -> Result<()> {
-        for folder in [&self.staging, &self.steps()] {
-            for entry in list(folder)? {
+        let sets = sets(&self.staging)?.into_iter().map(|(_, folder)| folder);
+        for folder in sets.chain([self.staging.clone()]) {
+            for entry in list(&folder)? {
                 if entry.file_name().to_string_lossy().ends_with(".tmp") {
                     remove_file(&entry.path())?;
                 }
@@ -189,7 +184,70 @@ impl Writer {
     }
 
     fn steps(&self) -> PathBuf {
-        self.staging.join(STEPS)
+        set_folder(&self.staging, self.set)
+    }
+
+    /// True if this goes on with work that was there.
+    pub fn resumed(&self) -> bool {
+        self.resumed
+    }
+
+    /// The folder that unfinished work is kept in.
+    pub fn staging(&self) -> &Path {
+        &self.staging
+    }
+
+    /// Goes on in another set of steps: another version of the result, whose steps are apart from
+    /// those of all others. A run begins, and resumes, in set 0.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn enter(&mut self, set: usize) -> Result<()> {
+        create(&set_folder(&self.staging, set))?;
+        self.set = set;
+        sync_folder(&self.staging)
+    }
+
+    /// Makes a finished step of the set `from` a step of this set too.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; as [`Writer::put`] if the name is not one.
+    pub fn adopt(&self, from: usize, step: &str) -> Result<()> {
+        let to = self.step_path(step)?;
+        let name = to.file_name().unwrap_or_default();
+        let from = set_folder(&self.staging, from).join(name);
+        // Steps are replaced, never changed, so both sets may have the same file.
+        if fs::hard_link(&from, &to).is_err() {
+            let bytes = fs::read(&from).map_err(|e| Error::io(&from, "read", e))?;
+            write_bytes(&to, &bytes)?;
+        }
+        sync_folder(&self.steps())
+    }
+
+    /// Numbers of the sets of steps that there are.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn sets(&self) -> Result<Vec<usize>> {
+        Ok(sets(&self.staging)?.into_iter().map(|(n, _)| n).collect())
+    }
+
+    /// Removes all sets of steps but these.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn retain_sets(&self, keep: &[usize]) -> Result<()> {
+        let all = sets(&self.staging)?.into_iter();
+        all.filter(|(n, _)| !keep.contains(n))
+            .try_for_each(|(_, folder)| remove(&folder))
+    }
+
+    /// True if so many bytes more can be staged.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system does not say.
+    pub fn has_room(&self, bytes: u64) -> Result<bool> {
+        Ok(available(&self.staging)? >= bytes)
     }
 
     fn step_path(&self, step: &str) -> Result<PathBuf> {
@@ -465,66 +523,6 @@ fn unlike(plan: &Value, other: &Value) -> Value {
     Value::Object(unlike.map(|(k, v)| (k.clone(), v.clone())).collect())
 }
 
-/// The folder beside `dest` that unfinished work is kept in.
-pub fn staging(dest: &Path) -> PathBuf {
-    let mut name = dest.file_name().unwrap_or_default().to_owned();
-    name.push(".partial");
-    parent(dest).join(name)
-}
-
-/// Number and bytes of the files that a resumed run would use.
-fn staged_work(staging: &Path) -> Result<(usize, u64)> {
-    let steps = staging.join(STEPS);
-    let mut count = usize::from(staging.join(STATE).exists());
-    let mut bytes = 0;
-    if steps.exists() {
-        for entry in list(&steps)? {
-            if entry.file_name().to_string_lossy().ends_with(STEP_SUFFIX) {
-                let metadata = entry.metadata();
-                bytes += metadata
-                    .map_err(|e| Error::io(entry.path(), "read", e))?
-                    .len();
-                count += 1;
-            }
-        }
-    }
-    Ok((count, bytes))
-}
-
-/// True if the folder at `dest` is the result that the work in `staging` was about to put there.
-fn is_complete(dest: &Path, staging: &Path) -> Result<bool> {
-    let read = |path: PathBuf| match fs::read(&path) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(path, "read", e)),
-    };
-    let marker = read(staging.join(FINISHED))?;
-    let config = read(dest.join(CONFIG))?;
-    Ok(match (marker, config) {
-        (Some(marker), Some(config)) => marker == hash::sha256_hex(&config).as_bytes(),
-        _ => false,
-    })
-}
-
-/// True if a process is at work in the folder `staging`.
-pub fn at_work(staging: &Path) -> bool {
-    let lock = File::open(staging.join(LOCK));
-    lock.is_ok_and(|f| matches!(f.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
-}
-
-fn lock(staging: &Path) -> Result<File> {
-    let path = staging.join(LOCK);
-    let file = File::create(&path).map_err(|e| Error::io(&path, "create", e))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(fs::TryLockError::WouldBlock) => Err(Error::Exists {
-            path: staging.into(),
-            what: "another process is at work here".into(),
-        }),
-        Err(fs::TryLockError::Error(e)) => Err(Error::io(path, "lock", e)),
-    }
-}
-
 fn read_config(source: &Files) -> Result<Map<String, Value>> {
     let bytes = source.require(CONFIG)?;
     serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
@@ -533,63 +531,4 @@ fn read_config(source: &Files) -> Result<Map<String, Value>> {
         expected: "a JSON object".into(),
         found: e.to_string(),
     })
-}
-
-fn read_json(path: &Path) -> Result<Option<Value>> {
-    let bytes = match fs::read(path) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(Error::io(path, "read", e)),
-    };
-    serde_json::from_slice(&bytes)
-        .map(Some)
-        .map_err(|e| Error::Malformed {
-            path: path.into(),
-            what: "contents".into(),
-            expected: "JSON".into(),
-            found: e.to_string(),
-        })
-}
-
-fn pretty(value: &Value) -> Vec<u8> {
-    let mut text = serde_json::to_vec_pretty(value).expect("string keys");
-    text.push(b'\n');
-    text
-}
-
-fn list(folder: &Path) -> Result<Vec<fs::DirEntry>> {
-    fs::read_dir(folder)
-        .and_then(Iterator::collect)
-        .map_err(|e| Error::io(folder, "list", e))
-}
-
-fn create(folder: &Path) -> Result<()> {
-    fs::create_dir_all(folder).map_err(|e| Error::io(folder, "create", e))
-}
-
-/// Removes the staging folder of a finished run: the marker goes last, so that a run killed
-/// meanwhile is still known to be finished.
-fn discard(staging: &Path) -> Result<()> {
-    remove(&staging.join(FOLDER))?;
-    remove(&staging.join(STEPS))?;
-    for name in [STATE, PLAN, LOCK, FINISHED] {
-        remove_file(&staging.join(name))?;
-    }
-    remove(staging)
-}
-
-/// Removes a file, if it is there.
-fn remove_file(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path, "remove", e)),
-        _ => Ok(()),
-    }
-}
-
-/// Removes a folder and all in it, if it is there.
-fn remove(folder: &Path) -> Result<()> {
-    match fs::remove_dir_all(folder) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(folder, "remove", e)),
-        _ => Ok(()),
-    }
 }

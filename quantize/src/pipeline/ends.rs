@@ -29,6 +29,12 @@ pub(crate) const PIECE: usize = 1 << 26;
 pub(crate) const LOOKED_UP: f32 = 1.0;
 
 impl Job<'_> {
+    /// Names what the step depends on, besides the plan.
+    pub(super) fn ends_key(&self, schemes: &Schemes) -> Result<String> {
+        let layers = key(schemes, self.config().num_hidden_layers)?;
+        Ok(format!("{layers} {:?}", schemes.of(HEAD)))
+    }
+
     /// Quantizes and stages the final norm, the embedding and the head.
     pub(super) fn quantize_ends(
         &self,
@@ -37,8 +43,7 @@ impl Job<'_> {
         schemes: &Schemes,
         stream: Option<Hidden>,
     ) -> Result<()> {
-        let layers = self.config().num_hidden_layers;
-        let key = format!("{} {:?}", key(schemes, layers)?, schemes.of(HEAD));
+        let key = self.ends_key(schemes)?;
         let valid = state.steps.get(STEP).is_some_and(|s| s.key == key);
         if valid && writer.staged(STEP)?.is_some() {
             return Ok(());

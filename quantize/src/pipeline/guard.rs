@@ -2,16 +2,17 @@
 //! quality is broken, those that are predicted to keep it in the fewest bytes.
 
 use super::Job;
+use super::search::{Tried, aim};
 use super::state::{Attempt, State, save};
 use crate::allocation::{self, Menu, WeightGroup};
 use crate::calibration::Sequences;
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::quality::Limits;
+use crate::quality::{Limits, nats};
 use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::nq::Writer;
-use nq_formats::{Bits, Progress, Weight, mapping};
+use nq_formats::{Bits, Progress, Weight, human_bytes, mapping};
 use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
 use nq_runtime::{LayerWeights, LinearKind};
 
@@ -27,8 +28,6 @@ pub enum TargetSize {
 /// Whole models that are made in search of one that keeps the limits, at most.
 const ATTEMPTS: usize = 6;
 
-/// The share of a limit that is aimed at: predictions are off by a few percent.
-const AIM: f64 = 0.97;
 /// How many bytes less are worth another run, in percent; and another tuning, which takes long.
 const WORTH: u64 = 1;
 const WORTH_TUNING: u64 = 3;
@@ -40,17 +39,18 @@ const LEFT_BY_TUNING: f64 = 0.6;
 /// How far above its limit the best prediction may lie to be worth a try.
 const HOPE: f64 = 1.3;
 
-/// What follows a measurement that breaks a limit.
+/// What follows a measurement.
 pub(super) enum Next {
+    /// Nothing: what was measured is the result.
+    Done,
     /// Try these.
     Schemes(Schemes),
-    /// Nothing that can be chosen is good enough: the least divergence predicted, where there
-    /// is a choice.
-    Hopeless(Option<f64>),
+    /// Nothing that can be chosen is good enough; why, if there is more to say.
+    Hopeless(Option<String>),
 }
 
 impl Attempt {
-    fn holds(&self, limits: &Limits) -> bool {
+    pub(super) fn holds(&self, limits: &Limits) -> bool {
         // A figure that is no number holds no limit.
         limits.max_kld.is_none_or(|x| self.kld <= x)
             && limits.min_top1.is_none_or(|y| self.same_top1 >= y)
@@ -89,7 +89,7 @@ impl Job<'_> {
             return Ok(match self.next_schemes(writer, state, calibration)? {
                 Next::Schemes(schemes) => schemes,
                 // Measured again, so that the report says by how much.
-                Next::Hopeless(_) => self.schemes_of(&state.attempts[0]),
+                Next::Done | Next::Hopeless(_) => self.schemes_of(&state.attempts[0]),
             });
         }
         let Some(target) = self.options.target else {
@@ -109,6 +109,44 @@ impl Job<'_> {
         Ok(allocation::apply(&self.options.schemes, menus, &chosen))
     }
 
+    /// What to do after `schemes` were measured and broke the limits that `broken` tells of.
+    pub(super) fn decide(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        schemes: &Schemes,
+        broken: &[String],
+        calibration: Option<&Sequences>,
+    ) -> Result<Next> {
+        let size = |schemes: &Schemes| human_bytes(self.bytes(schemes));
+        let why = match broken {
+            [] => "the limits hold".into(),
+            broken => broken.join("; "),
+        };
+        let to = |verb: &str, next: Schemes| {
+            let (from, to) = (size(schemes), size(&next));
+            self.progress.note(&format!("{why} in {from}: {verb} {to}"));
+            Ok(Next::Schemes(next))
+        };
+        if broken.is_empty() {
+            return match self.smaller_schemes(state, schemes) {
+                Some(next) => to("trying", next),
+                None => Ok(Next::Done),
+            };
+        }
+        let held = self.holding(state);
+        if let Some(held) = held.filter(|held| held.overrides != schemes.overrides) {
+            return match self.smaller_schemes(state, &held) {
+                Some(next) => to("trying", next),
+                None => to("going back to", held),
+            };
+        }
+        match self.next_schemes(writer, state, calibration)? {
+            Next::Schemes(next) => to("bits chosen by sensitivity, trying", next),
+            done => Ok(done),
+        }
+    }
+
     /// The schemes of the smallest attempt that holds all limits.
     pub(super) fn holding(&self, state: &State) -> Option<Schemes> {
         let limits = &self.options.limits;
@@ -121,16 +159,12 @@ impl Job<'_> {
     pub(super) fn smaller_schemes(&self, state: &State, schemes: &Schemes) -> Option<Schemes> {
         let limits = &self.options.limits;
         let menus = state.menus.as_deref()?;
-        let of = |s: &Schemes| state.attempts.iter().find(|a| a.overrides == s.overrides);
-        let held = of(schemes)?;
-        let limit = held.limit(limits);
+        let held = state.attempt(&schemes.overrides)?;
         let raised = schemes.overrides != self.options.schemes.overrides;
-        if !raised || !limit.is_finite() || state.attempts.len() >= ATTEMPTS {
+        if !raised || !self.may_raise() || state.attempts.len() >= ATTEMPTS {
             return None;
         }
-        let predicted = allocation::loss(menus, &allocation::chosen_by(schemes, menus));
-        let aim = AIM * limit * predicted / held.kld.max(f64::MIN_POSITIVE);
-        let chosen = allocation::within_loss(menus, aim)?;
+        let chosen = allocation::within_loss(menus, aim(&self.tried(state, menus))?)?;
         let next = allocation::apply(&self.options.schemes, menus, &chosen);
         let bytes = self.bytes(&next);
         let less = match self.options.tuning {
@@ -140,7 +174,22 @@ impl Job<'_> {
         // Worth it, unless as much was not enough before.
         let failed = |a: &Attempt| !a.holds(limits) && a.bytes >= bytes;
         let worth = 100 * bytes < (100 - less) * held.bytes && !state.attempts.iter().any(failed);
-        (worth && of(&next).is_none()).then_some(next)
+        (worth && state.attempt(&next.overrides).is_none()).then_some(next)
+    }
+
+    /// What was tried, as predictions of `menus` and shares of the limits.
+    fn tried(&self, state: &State, menus: &[Menu]) -> Vec<Tried> {
+        let attempts = state.attempts.iter().map(|a| Tried {
+            predicted: self.predicted(menus, a),
+            measured: self.expected(state, a) / a.limit(&self.options.limits),
+        });
+        attempts.collect()
+    }
+
+    /// The sum of the losses of an attempt's groups.
+    fn predicted(&self, menus: &[Menu], attempt: &Attempt) -> f64 {
+        let chosen = allocation::chosen_by(&self.schemes_of(attempt), menus);
+        allocation::loss(menus, &chosen)
     }
 
     /// What tuning leaves of a divergence: as the last one did, else as one should.
@@ -160,8 +209,7 @@ impl Job<'_> {
     /// True if what the method made must be measured before it is tuned, which takes long: there
     /// are limits that other schemes may keep, and nobody knows yet whether these do.
     pub(super) fn checks_before_tuning(&self, state: &State, schemes: &Schemes) -> Result<bool> {
-        let of = |a: &&Attempt| a.overrides == schemes.overrides;
-        let known = state.attempts.iter().find(of);
+        let known = state.attempt(&schemes.overrides);
         Ok(self.options.tuning.is_some()
             && self.may_raise()
             && !self.is_tuned(state, schemes)?
@@ -174,56 +222,67 @@ impl Job<'_> {
         let expected = found.kld * self.left_by_tuning(state);
         if expected > limit {
             self.progress.note(&format!(
-                "KL divergence {:.5}, which tuning would take to about {expected:.5}: not tuned, \
-                 as {limit:.5} is wanted",
-                found.kld
+                "mean KL divergence {}, which tuning would take to about {}: not tuned, as {} is \
+                 wanted",
+                nats(found.kld),
+                nats(expected),
+                nats(limit)
             ));
         }
         expected <= limit
     }
 
-    /// What to try after what was measured so far.
+    /// What to try after what was measured so far, none of which keeps the limits.
     pub(super) fn next_schemes(
         &self,
         writer: &Writer,
         state: &mut State,
         calibration: Option<&Sequences>,
     ) -> Result<Next> {
-        if self.options.schemes_fixed {
-            return Ok(Next::Hopeless(None));
+        if !self.may_raise() {
+            let target = self
+                .options
+                .target
+                .map(|_| "the target size leaves no room to raise bits");
+            return Ok(Next::Hopeless(target.map(str::to_owned)));
         }
-        let limits = self.options.limits;
         let Some(last) = state.attempts.last().cloned() else {
             return Ok(Next::Schemes(self.options.schemes.clone()));
         };
-        let attempts = state.attempts.clone();
-        let found = self.expected(state, &last);
-        let menus = self.menus(writer, state, calibration)?;
-        let base = &self.options.schemes;
-        let predicted =
-            |schemes: &Schemes| allocation::loss(menus, &allocation::chosen_by(schemes, menus));
+        self.menus(writer, state, calibration)?;
+        let menus = state.menus.as_deref().unwrap_or_default();
         // What the sum of all groups' losses makes of the whole, methods and their making up
         // for errors included.
-        let scale = found / predicted(&self.schemes_of(&last)).max(f64::MIN_POSITIVE);
-        let limit = last.limit(&limits);
+        let predicted = self.predicted(menus, &last).max(f64::MIN_POSITIVE);
+        let scale = self.expected(state, &last) / predicted;
         let best = allocation::best(menus);
         let least = scale * allocation::loss(menus, &best);
-        if attempts.len() >= ATTEMPTS || least.is_nan() || least > HOPE * limit {
-            return Ok(Next::Hopeless(Some(least)));
+        let reach = format!(
+            "the best choice of bits is predicted to reach {}",
+            nats(least)
+        );
+        if least.is_nan() || least > HOPE * last.limit(&self.options.limits) {
+            return Ok(Next::Hopeless(Some(reach)));
         }
-        let mut aim = AIM * limit / scale;
+        if state.attempts.len() >= ATTEMPTS {
+            let tried = format!("{reach}, but {ATTEMPTS} attempts were not enough");
+            return Ok(Next::Hopeless(Some(tried)));
+        }
+        let Some(mut loss) = aim(&self.tried(state, menus)) else {
+            return Ok(Next::Hopeless(Some(reach)));
+        };
         for _ in 0..32 {
-            let chosen = allocation::within_loss(menus, aim).unwrap_or_else(|| best.clone());
-            let schemes = allocation::apply(base, menus, &chosen);
-            if attempts.iter().all(|a| a.overrides != schemes.overrides) {
+            let chosen = allocation::within_loss(menus, loss).unwrap_or_else(|| best.clone());
+            let schemes = allocation::apply(&self.options.schemes, menus, &chosen);
+            if state.attempt(&schemes.overrides).is_none() {
                 return Ok(Next::Schemes(schemes));
             }
             if chosen == best {
                 break;
             }
-            aim *= 0.9;
+            loss *= 0.9;
         }
-        Ok(Next::Hopeless(Some(least)))
+        Ok(Next::Hopeless(Some(reach)))
     }
 
     /// The menus, measured at the first call.

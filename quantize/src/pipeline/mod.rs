@@ -11,7 +11,9 @@
 mod device;
 mod ends;
 mod guard;
+mod kept;
 mod layers;
+mod search;
 mod state;
 mod texts;
 mod tune;
@@ -254,61 +256,44 @@ impl<'a> Job<'a> {
             expected_bytes: self.estimate().file_bytes,
         };
         let plan = self.plan(&source);
-        let writer = match Writer::open(&options.out, checkpoint.files(), &plan, writer_options)? {
-            Opened::Writer(writer) => writer,
-            Opened::Complete => {
-                let mut report = quality::report_of(&Checkpoint::open(&options.out)?)?;
-                report.source_bytes = checkpoint.store().file_bytes();
-                return Ok(report);
-            }
-        };
+        let mut writer =
+            match Writer::open(&options.out, checkpoint.files(), &plan, writer_options)? {
+                Opened::Writer(writer) => writer,
+                Opened::Complete => {
+                    let mut report = quality::report_of(&Checkpoint::open(&options.out)?)?;
+                    report.source_bytes = checkpoint.store().file_bytes();
+                    return Ok(report);
+                }
+            };
         let mut state: State = match writer.state()? {
             Some(value) => serde_json::from_value(value).unwrap_or_default(),
             None => State::default(),
         };
+        state.forget_missing(&writer.sets()?);
+        self.say_what_is_resumed(&writer, &state);
         let (calibration, held_out) = self.texts(&writer, &mut state)?;
         mapping::trim_heap();
         let mut schemes = self.first_schemes(&writer, &mut state, calibration.as_ref())?;
         let (measured, record) = loop {
+            self.enter(&mut writer, &mut state, &schemes)?;
             let texts = (calibration.as_ref(), held_out.as_ref());
             let (measured, record) = self.attempt(&writer, &mut state, &schemes, &source, texts)?;
             let broken = options.limits.broken(&measured.evaluation.report);
-            if broken.is_empty() {
-                let Some(next) = self.smaller_schemes(&state, &schemes) else {
-                    break (measured, record);
-                };
-                let bytes = self.bytes(&next);
-                self.progress
-                    .note(&format!("the limits hold: trying {bytes} bytes"));
-                schemes = next;
-                continue;
-            }
-            if let Some(held) = self.holding(&state) {
-                schemes = held;
-                continue;
-            }
-            let why = broken.join("; ");
-            match self.next_schemes(&writer, &mut state, calibration.as_ref())? {
-                Next::Schemes(next) => {
-                    let (from, to) = (self.bytes(&schemes), self.bytes(&next));
-                    self.progress.note(&format!(
-                        "{why}: trying {to} bytes instead of {from}, chosen by sensitivity"
-                    ));
-                    schemes = next;
-                }
-                Next::Hopeless(least) => {
+            match self.decide(&writer, &mut state, &schemes, &broken, calibration.as_ref())? {
+                Next::Done => break (measured, record),
+                Next::Schemes(next) => schemes = next,
+                Next::Hopeless(more) => {
                     let mut report = self.report(&state, &schemes, &measured, &record);
                     report.seconds = start.elapsed().as_secs_f64();
                     report.peak_rss_bytes = memory::peak_rss();
                     report.peak_device_bytes = device::peak_memory();
                     report.stages = self.progress.done();
                     return Err(Error::Guard {
-                        broken: match least {
-                            Some(least) => format!(
-                                "{why}; the best choice of bits is predicted to reach {least:.5}"
-                            ),
-                            None => why,
-                        },
+                        broken: broken
+                            .into_iter()
+                            .chain(more)
+                            .collect::<Vec<_>>()
+                            .join("; "),
                         worst: report.worst_layers(5).join(", "),
                         out: options.out.clone(),
                         report: Box::new(report),
@@ -317,6 +302,8 @@ impl<'a> Job<'a> {
             }
         };
         let mut report = self.report(&state, &schemes, &measured, &record);
+        // The disk need not hold what is not chosen beside the result.
+        writer.retain_sets(&[state.set])?;
         let written = writer.finish(record, &self.progress)?;
         report.tensor_bytes = written.tensor_bytes;
         report.file_bytes = written.file_bytes;
@@ -340,9 +327,11 @@ impl<'a> Job<'a> {
         (calibration, held_out): (Option<&Sequences>, Option<&Sequences>),
     ) -> Result<(Measured, QuantizationRecord)> {
         self.prepare_tuning(writer, state, schemes)?;
-        let stream = self.quantize_layers(writer, state, schemes, calibration)?;
-        let ends = || self.quantize_ends(writer, state, schemes, stream);
-        self.progress.time("quantizing embedding and head", ends)?;
+        if !self.is_staged(writer, state, schemes)? {
+            let stream = self.quantize_layers(writer, state, schemes, calibration)?;
+            let ends = || self.quantize_ends(writer, state, schemes, stream);
+            self.progress.time("quantizing embedding and head", ends)?;
+        }
         mapping::trim_heap();
         let measure = |state: &mut State| -> Result<(Measured, QuantizationRecord)> {
             let mut record = self.record(state, source, calibration, schemes);
@@ -471,10 +460,33 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// True if a broken limit would have the sensitivity measured.
+    /// Says that there is nothing to resume, or how much.
+    fn say_what_is_resumed(&self, writer: &Writer, state: &State) {
+        let folder = writer.staging().display();
+        if writer.resumed() {
+            let valid = state.steps.values().filter(|s| !s.key.is_empty());
+            let (steps, all) = (valid.count(), self.config().num_hidden_layers + 1);
+            let measured = match state.attempts.len() {
+                0 => String::new(),
+                1 => ", 1 model measured".into(),
+                n => format!(", {n} models measured"),
+            };
+            self.progress.note(&format!(
+                "resuming from {folder}: {steps} of {all} steps done{measured}"
+            ));
+        } else if self.options.resume {
+            self.progress.note(&format!(
+                "--resume: no unfinished work in {folder}, so this run begins anew"
+            ));
+        }
+    }
+
+    /// True if a broken limit would have the sensitivity measured. A target size is kept to
+    /// whatever limits ask for.
     fn may_raise(&self) -> bool {
-        let limits = self.options.limits;
-        !self.options.schemes_fixed && (limits.max_kld.is_some() || limits.min_top1.is_some())
+        let (options, limits) = (self.options, self.options.limits);
+        let limited = limits.max_kld.is_some() || limits.min_top1.is_some();
+        limited && options.target.is_none() && !options.schemes_fixed
     }
 
     fn source_engine(&self) -> Result<Arc<dyn nq_runtime::Engine>> {

@@ -1,6 +1,7 @@
 //! What a run must know after being killed, beside the staged weights.
 
 use super::Tuning;
+use super::kept::Kept;
 use crate::allocation::Menu;
 use crate::calibration::Sequences;
 use crate::device_memory::SampledFrom;
@@ -11,6 +12,9 @@ use nq_formats::AffineScheme;
 use nq_formats::nq::Writer;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+
+/// Schemes by weight, where they are not those asked for.
+pub(super) type Overrides = BTreeMap<String, AffineScheme>;
 
 /// Where a run is.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -28,6 +32,12 @@ pub(super) struct State {
     pub(super) noise: Option<KldStats>,
     /// What was made and measured, in order.
     pub(super) attempts: Vec<Attempt>,
+    /// The set of steps at work in.
+    pub(super) set: usize,
+    /// The schemes that it is of; `None` before it is begun.
+    pub(super) overrides: Option<Overrides>,
+    /// Other sets, to be returned to.
+    pub(super) kept: Vec<Kept>,
     /// Reports of finished steps, by name.
     pub(super) steps: BTreeMap<String, Step>,
     /// Tuning, once its schedule is chosen.
@@ -39,7 +49,7 @@ pub(super) struct State {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Attempt {
     /// Schemes that deviate from those asked for.
-    pub(super) overrides: BTreeMap<String, AffineScheme>,
+    pub(super) overrides: Overrides,
     /// Bytes of all tensors.
     pub(super) bytes: u64,
     /// Mean KL divergence.

@@ -77,10 +77,11 @@ pub struct QuantizeArgs {
     /// Seed of everything random
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Raise bits until the mean KL divergence against the source is at most this, or fail
+    /// Raise bits until the mean KL divergence against the source is at most this, or fail; with
+    /// a target size, do not raise them
     #[arg(long, value_name = "X", value_parser = parse_kld)]
     pub max_kld: Option<f64>,
-    /// Raise bits until the best token agrees at this share of positions, or fail
+    /// The same until the best token agrees at this share of positions, e.g. 0.95 or 95%
     #[arg(long, value_name = "Y", value_parser = parse_share)]
     pub min_top1: Option<f64>,
     /// Text to measure quality on [default: held-out text sampled from the model]
@@ -138,9 +139,13 @@ fn parse_kld(s: &str) -> Result<f64, String> {
 }
 
 fn parse_share(s: &str) -> Result<f64, String> {
-    match s.parse() {
-        Ok(y) if (0.0..=1.0).contains(&y) => Ok(y),
-        _ => Err("expected a share, 0 to 1".into()),
+    let (number, whole) = match s.strip_suffix('%') {
+        Some(percent) => (percent.trim_end(), 100.0),
+        None => (s, 1.0),
+    };
+    match number.parse::<f64>() {
+        Ok(y) if (0.0..=whole).contains(&y) => Ok(y / whole),
+        _ => Err("expected a share, 0 to 1, or a percentage such as 95%".into()),
     }
 }
 
@@ -344,7 +349,7 @@ impl QuantizeArgs {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_size;
+    use super::{parse_share, parse_size};
     use crate::cli::{Cli, Command};
     use clap::Parser;
 
@@ -372,6 +377,16 @@ mod tests {
             };
             let schemes = args.schemes().unwrap();
             assert_eq!(args.default_name("demo", &schemes).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn shares_may_be_percentages() {
+        for (text, share) in [("0.95", 0.95), ("95%", 0.95), ("1", 1.0), ("100 %", 1.0)] {
+            assert_eq!(parse_share(text), Ok(share), "{text}");
+        }
+        for text in ["95", "101%", "-1%", "%", "nan", "nan%", ""] {
+            assert!(parse_share(text).is_err(), "{text}");
         }
     }
 
