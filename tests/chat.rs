@@ -5,7 +5,7 @@
 mod pty;
 
 use pty::Pty;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
 
 /// The binary, away from the user's own models and settings.
@@ -185,6 +185,7 @@ fn failures_have_exit_codes_and_reasons() {
         2,
         "drop-oldest",
     );
+    check(&["-p", ""], Some(""), 1, "no prompt");
     let long = "word ".repeat(100);
     check(
         &["-p", &long, "--ctx", "64"],
@@ -192,6 +193,79 @@ fn failures_have_exit_codes_and_reasons() {
         1,
         "context of 64 tokens",
     );
+}
+
+/// A text that is piped in goes after the prompt; nothing changes where there is none.
+#[test]
+fn a_prompt_goes_with_what_is_piped_in() {
+    let answer = |prompt: &str, input: Option<&str>| -> serde_json::Value {
+        let args = ["--max-tokens", "5", "--json", "-p", prompt];
+        let output = run(&with(&args), input);
+        assert!(output.status.success(), "{}", err(&output));
+        let json: serde_json::Value = serde_json::from_str(out(&output)).unwrap();
+        serde_json::json!([json["prompt_tokens"], json["answer"], json["thinking"]])
+    };
+    let both = answer("Name a word of this:", Some("the quick brown fox\n\n"));
+    let typed = "Name a word of this:\n\nthe quick brown fox";
+    assert_eq!(both, answer(typed, None));
+    let alone = answer("Name a word of this:", None);
+    assert_ne!(both, alone);
+    assert_eq!(alone, answer("Name a word of this:", Some(" \n")));
+    // The end of what is typed may switch thinking, the end of a text may not.
+    let switched = answer(
+        "Name a word of this: /no_think",
+        Some("the quick brown fox"),
+    );
+    let off = answer(
+        "Name a word of this:\n\nthe quick brown fox /no_think",
+        None,
+    );
+    assert_eq!(switched, off);
+    let quoted = answer("Name a word of this:", Some("fox /no_think"));
+    let fox = answer("Name a word of this:", Some("fox"));
+    assert_ne!(quoted[0], fox[0]);
+}
+
+/// The error says how much too long, so that the text can be cut or the context chosen.
+#[test]
+fn a_piped_text_that_is_too_long_says_by_how_much() {
+    let long = "word ".repeat(100);
+    let count = |ctx: &str| {
+        let output = run(
+            &with(&["--ctx", ctx, "--max-tokens", "1", "-p", "x"]),
+            Some(&long),
+        );
+        (output.status.code(), err(&output).to_owned())
+    };
+    let (code, said) = count("64");
+    assert_eq!(code, Some(1), "{said}");
+    let (_, more) = said.split_once(" tokens, ").expect(&said);
+    let more: usize = more.split(' ').next().unwrap().parse().expect(&said);
+    let enough = 64 + more;
+    assert_eq!(count(&(enough - 1).to_string()).0, Some(1));
+    assert_eq!(count(&enough.to_string()).0, Some(0));
+}
+
+/// Whoever starts it without a terminal and leaves the pipe open learns what it waits for.
+#[test]
+fn an_open_pipe_is_waited_for_and_that_is_said() {
+    let home = home();
+    let mut child = nq(&home)
+        .args(with(&["--max-tokens", "1", "-p", "Hello!"]))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = String::new();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    stderr.read_line(&mut said).unwrap();
+    assert!(
+        said.contains("standard input") && said.contains("< /dev/null"),
+        "{said}"
+    );
+    drop(child.stdin.take());
+    assert!(child.wait_with_output().unwrap().status.success());
 }
 
 #[test]

@@ -184,12 +184,15 @@ impl<'m> Conversation<'m> {
         let start = Instant::now();
         let (text, mut prompt) = match self.fitting_prompt(0, on_event)? {
             Prompt::Fits(text, ids) => (text, ids),
-            Prompt::TooLong(tokens) => bail!(
-                "the chat does not fit the context of {} tokens: it has {tokens}, and an answer \
-                 needs room; {}",
-                self.session.spec().ctx,
-                self.what_helps(true)
-            ),
+            Prompt::TooLong(tokens) => {
+                let ctx = self.session.spec().ctx;
+                bail!(
+                    "the chat has {tokens} tokens, {} more than the context of {ctx} tokens has \
+                     room for before an answer; {}",
+                    tokens + 1 - ctx,
+                    self.what_helps(true)
+                )
+            }
         };
         let mut writer = Writer {
             splitter: Splitter::after(&text),

@@ -4,6 +4,7 @@
 pub mod conversation;
 pub mod input;
 pub mod interrupt;
+pub mod piped;
 pub mod printer;
 pub mod repl;
 pub mod report;

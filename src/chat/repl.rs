@@ -1,7 +1,7 @@
 //! The conversation in a terminal: reads entries, runs commands, prints answers.
 
 use super::conversation::{Conversation, Event, Turn};
-use super::input::{Command, Entry, HELP, Lines, parse, thinking_switch};
+use super::input::{Command, Entry, HELP, Lines, parse};
 use super::interrupt::Answering;
 use super::printer::{Printer, Thinking};
 use super::{Overflow, report};
@@ -64,10 +64,14 @@ pub enum Flow {
 }
 
 impl Repl<'_> {
-    /// Answers one message and prints it. With `json`, stdout gets one object at the end
-    /// instead of the text.
-    pub fn answer_once(&mut self, text: &str, json: bool) -> anyhow::Result<ExitCode> {
-        let (text, switch) = thinking_switch(text);
+    /// Answers one message and prints it, thinking switched on or off if it asks for that. With
+    /// `json`, stdout gets one object at the end instead of the text.
+    pub fn answer_once(
+        &mut self,
+        text: &str,
+        switch: Option<bool>,
+        json: bool,
+    ) -> anyhow::Result<ExitCode> {
         if switch.is_some() {
             self.switch_thinking(switch, &mut io::stderr())?;
         }

@@ -2,13 +2,15 @@
 
 use crate::chat::Overflow;
 use crate::chat::conversation::{Conversation, Settings};
+use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
+use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
 use crate::cli::{Global, parse_kv, parse_load_bits};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::Args;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
 use nq_quantize::quantize_at_load;
@@ -17,7 +19,7 @@ use nq_runtime::device::Device;
 use nq_runtime::{
     ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,
 };
-use std::io::{self, IsTerminal, Read};
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -33,7 +35,8 @@ const DEFAULT_CTX: usize = 8192;
 pub struct ChatArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
     pub model: Option<String>,
-    /// Answer this prompt and exit
+    /// Answer this prompt and exit; text on standard input goes after it, or is the prompt if
+    /// there is no -p
     #[arg(short, long, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// System prompt
@@ -83,11 +86,11 @@ pub struct ChatArgs {
     pub on_overflow: Overflow,
 }
 
-/// Runs `nq chat`: one answer for `-p` or for what is piped in, else a conversation.
+/// Runs `nq chat`: one answer to `-p` and what is piped in, else a conversation.
 pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     interrupt::install()?;
     // Read before the model is loaded: an empty prompt need not wait for it.
-    let prompt = prompt(args)?;
+    let question = question(args)?;
     let terminal = Terminal::new();
     let (name, checkpoint, schemes) = open(args, global, &terminal)?;
     let config = checkpoint.config();
@@ -132,8 +135,8 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         hide_thinking: args.hide_thinking,
         totals: Totals::default(),
     };
-    if let Some(prompt) = prompt {
-        return repl.answer_once(&prompt, global.json);
+    if let Some((text, thinking)) = question {
+        return repl.answer_once(&text, thinking, global.json);
     }
     terminal.note(&format!(
         "{} on {}, context of {ctx} tokens; /help lists the commands",
@@ -146,13 +149,30 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     repl.run(history)
 }
 
-/// The one prompt to answer: `-p`, or what is piped in. `None` where someone is there to talk to.
-fn prompt(args: &ChatArgs) -> anyhow::Result<Option<String>> {
+/// A message to answer for a script, and the thinking that it asks for.
+type Question = (String, Option<bool>);
+
+/// The one message to answer: `-p`, what is piped in, or both. `None` where someone is there to
+/// talk to.
+fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
+    let piped = match (piped::kind(&io::stdin()), &args.prompt) {
+        (Input::Terminal, None) => return Ok(None),
+        (Input::Text, Some(_)) => piped::read(
+            "waiting for the end of standard input, which goes with -p (`< /dev/null` keeps it out)",
+        )?,
+        (Input::Text, None) => piped::read("waiting for a prompt on standard input")?,
+        _ => String::new(),
+    };
+    // What asks for thinking is the end of what was typed, not of a text that goes with it.
     match &args.prompt {
-        Some(text) if text.trim().is_empty() => bail!("no prompt: -p is empty"),
-        Some(text) => Ok(Some(text.clone())),
-        None if io::stdin().is_terminal() => Ok(None),
-        None => piped_prompt().map(Some),
+        Some(prompt) => {
+            let (prompt, thinking) = thinking_switch(prompt);
+            Ok(Some((piped::join(Some(prompt), &piped)?, thinking)))
+        }
+        None => {
+            let (text, thinking) = thinking_switch(&piped);
+            Ok(Some((piped::join(None, text)?, thinking)))
+        }
     }
 }
 
@@ -236,19 +256,6 @@ pub fn at_load(
     let schemes = Schemes::defaults(bits);
     let checkpoint = quantize_at_load(checkpoint, schemes.clone())?;
     Ok((checkpoint, Some(schemes)))
-}
-
-/// All of stdin as one prompt.
-fn piped_prompt() -> anyhow::Result<String> {
-    let mut bytes = Vec::new();
-    io::stdin()
-        .read_to_end(&mut bytes)
-        .context("standard input cannot be read")?;
-    let text = String::from_utf8(bytes).context("standard input is not UTF-8")?;
-    match text.trim_end() {
-        "" => bail!("no prompt: standard input is empty and there is no -p"),
-        text => Ok(text.to_owned()),
-    }
 }
 
 /// The model's sampling with the flags over it.

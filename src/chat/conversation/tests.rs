@@ -248,7 +248,7 @@ fn a_full_context_is_said() {
     // The next message does not fit: an error, and the message is not kept.
     let e = talk.ask("two").unwrap_err().to_string();
     assert!(
-        e.contains("100 tokens") && e.contains("--on-overflow"),
+        e.contains("more than the context of 100 tokens") && e.contains("--on-overflow"),
         "{e}"
     );
     assert_eq!(talk.conversation.messages().len(), 3);

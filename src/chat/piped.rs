@@ -1,0 +1,97 @@
+//! What is piped in, apart from a prompt that is typed.
+
+use crate::terminal::say;
+use anyhow::{Context, bail};
+use std::fs::File;
+use std::io::{self, IsTerminal, Read, Stdin};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+/// How long standard input may stay open in silence before it is said that it is waited for.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What standard input is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// Someone types.
+    Terminal,
+    /// A file, a pipe or a socket: something that was meant to be read.
+    Text,
+    /// Anything else, e.g. `/dev/null`.
+    Nothing,
+}
+
+/// What standard input is.
+pub fn kind(stdin: &Stdin) -> Input {
+    if stdin.is_terminal() {
+        return Input::Terminal;
+    }
+    let file = stdin.as_fd().try_clone_to_owned().map(File::from);
+    match file.and_then(|f| f.metadata()).map(|m| m.file_type()) {
+        Ok(t) if t.is_file() || t.is_fifo() || t.is_socket() => Input::Text,
+        _ => Input::Nothing,
+    }
+}
+
+/// All of standard input, without the space at its end. After some seconds without any end of it
+/// `waiting` is said, once.
+///
+/// # Errors
+/// Input that cannot be read or is not UTF-8.
+pub fn read(waiting: &str) -> anyhow::Result<String> {
+    let (done, result) = channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let read = io::stdin().read_to_end(&mut bytes);
+        let _ = done.send(read.map(|_| bytes)); // fails if nobody waits any more
+    });
+    let bytes = match result.recv_timeout(PATIENCE) {
+        Err(RecvTimeoutError::Timeout) => {
+            say(&format!("nq: {waiting}"));
+            result.recv()?
+        }
+        early => early?,
+    };
+    let bytes = bytes.context("standard input cannot be read")?;
+    let mut text = String::from_utf8(bytes).context("standard input is not UTF-8")?;
+    text.truncate(text.trim_end().len());
+    Ok(text)
+}
+
+/// The one message that a prompt and what is piped in make: the prompt, a blank line, the text.
+/// Either may be missing.
+///
+/// # Errors
+/// If there is neither.
+pub fn join(prompt: Option<&str>, piped: &str) -> anyhow::Result<String> {
+    let prompt = prompt.unwrap_or_default();
+    let parts = [prompt, piped].map(|part| (!part.trim().is_empty()).then_some(part));
+    match parts {
+        [Some(prompt), Some(piped)] => Ok(format!("{}\n\n{piped}", prompt.trim_end())),
+        [Some(one), None] | [None, Some(one)] => Ok(one.to_owned()),
+        [None, None] => {
+            bail!("no prompt: expected -p TEXT or text on standard input, found neither")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::join;
+
+    #[test]
+    fn a_prompt_goes_before_the_text() {
+        for (prompt, piped, expected) in [
+            (Some("Summarize:"), "a\nb", "Summarize:\n\na\nb"),
+            (Some("Summarize:\n"), "  a", "Summarize:\n\n  a"),
+            (Some("Hello "), "", "Hello "),
+            (None, "a", "a"),
+            (Some(" "), "a", "a"),
+        ] {
+            assert_eq!(join(prompt, piped).unwrap(), expected);
+        }
+        assert!(join(None, "\n").is_err() && join(Some(""), "").is_err());
+    }
+}
