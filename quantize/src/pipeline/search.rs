@@ -22,8 +22,9 @@ pub(super) fn aim(tried: &[Tried]) -> Option<f64> {
         let alike = tried.iter().filter(usable);
         alike.filter(move |t| (t.measured <= 1.0) == holds)
     };
-    let holding = of(true).max_by(|a, b| a.measured.total_cmp(&b.measured));
-    let broken = of(false).min_by(|a, b| a.measured.total_cmp(&b.measured));
+    // By predictions, which do not scatter as measurements do.
+    let holding = of(true).max_by(|a, b| a.predicted.total_cmp(&b.predicted));
+    let broken = of(false).min_by(|a, b| a.predicted.total_cmp(&b.predicted));
     let nearest = holding.or(broken)?;
     let share = AIM.powi(of(false).count().max(1) as i32);
     let Some((a, b)) = holding
@@ -75,6 +76,10 @@ mod tests {
         assert!((law(aim(&points).unwrap()) - AIM).abs() < 1e-9);
         // Nothing is left to gain between them.
         assert!((aim(&tried(&[(0.01, 0.99), (0.012, 1.1)])).unwrap() - 0.01).abs() < 1e-12);
+        // A measurement that scatters does not widen the bounds again.
+        let points = tried(&[(0.01, 0.8), (0.011, 1.2), (0.012, 1.1), (0.03, 2.0)]);
+        let aimed = aim(&points).unwrap();
+        assert!(aimed > 0.01 && aimed < 0.011, "{aimed}");
         // Out of order, a choice says nothing of the other.
         let aimed = aim(&tried(&[(0.02, 0.5), (0.01, 1.1)])).unwrap();
         assert!((aimed - 0.04 * AIM).abs() < 1e-12, "{aimed}");
