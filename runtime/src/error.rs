@@ -1,5 +1,6 @@
 //! The one error type of this crate.
 
+use nq_formats::human_bytes;
 use std::path::PathBuf;
 
 /// Shorthand for this crate's results.
@@ -76,7 +77,10 @@ pub enum Error {
         found: String,
     },
     /// Something does not fit a device's memory.
-    #[error("{what} needs {needed} bytes; {available} are available")]
+    #[error(
+        "{what} needs {}; {} are available",
+        human_bytes(*needed), human_bytes(*available)
+    )]
     Memory {
         /// What was to be allocated.
         what: &'static str,
@@ -84,6 +88,21 @@ pub enum Error {
         needed: u64,
         /// Bytes that the device can still hand out.
         available: u64,
+    },
+    /// A model and its session do not fit a GPU's free memory.
+    #[error(
+        "the GPU has {} free, and {} are needed ({parts}): what fits is {help}",
+        human_bytes(*free), human_bytes(*needed)
+    )]
+    DeviceMemory {
+        /// Bytes of all of it.
+        needed: u64,
+        /// What they are for.
+        parts: String,
+        /// Bytes that the driver has free.
+        free: u64,
+        /// What would fit, as flags of the program.
+        help: String,
     },
     /// The layers' output is finite, the head's is not.
     #[error("logits are not finite: the head's weights or activations overflow")]

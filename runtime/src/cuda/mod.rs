@@ -12,7 +12,7 @@ use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::OpTiming;
 use nq_kernels::cuda::{Gpu, MOST_SEQUENCES};
-use plan::Plan;
+use plan::{Plan, Request};
 use session::CudaSession;
 use std::sync::{Arc, OnceLock};
 
@@ -123,9 +123,13 @@ impl Engine for CudaEngine {
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
         let model = &self.model;
-        Plan::default()
-            .with_session(&model.config, model.kernels, &spec)
-            .check(model.gpu.free_memory()?)?;
+        Request {
+            config: &model.config,
+            kernels: model.kernels,
+            weights: 0,
+            session: Some(&spec),
+        }
+        .check(model.gpu.free_memory()?)?;
         Ok(Box::new(CudaSession::new(self.model.clone(), spec)?))
     }
 }

@@ -1,6 +1,6 @@
 //! A model's weights on a GPU.
 
-use super::plan::{Plan, taken};
+use super::plan::{Request, taken, weight_bytes};
 use crate::engine::{LayerWeights, SessionSpec};
 use crate::error::{Error, Result};
 use crate::models::qwen3;
@@ -107,11 +107,14 @@ impl CudaModel {
         };
         let first = LayerWeights::read(store, config, 0)?;
         let embedding = embedding_weight.as_ref();
-        let mut plan = Plan::of_weights(config, &first, &head_weight, embedding)?;
-        if let Some(spec) = session {
-            plan = plan.with_session(config, kernels, spec);
-        }
-        plan.check(gpu.free_memory()?)?;
+        let weights = weight_bytes(config, store, &first, &head_weight, embedding)?;
+        let request = Request {
+            config,
+            kernels,
+            weights,
+            session,
+        };
+        request.check(gpu.free_memory()?)?;
         let mut uploader = Uploader::new(&gpu)?;
 
         let mut dense_f32 = false;
@@ -152,7 +155,7 @@ impl CudaModel {
         }
         let model = CudaModel {
             rotary: Rotary::new(config),
-            weights: plan.weights,
+            weights,
             config: config.clone(),
             gpu,
             kernels,
