@@ -54,12 +54,24 @@ fn gemm_limit(g: Gemm) -> f64 {
     1e-6 + additions as f64 * 2f64.powi(-24)
 }
 
-/// Runs every operation and returns what each leaves, with the error it is allowed.
-fn run<O: GradOps>(ops: &O) -> Vec<Case> {
-    let mut cases: Vec<Case> = Vec::new();
-    let f = |n: usize, stream: u64| put(ops, &random(n, stream));
-    let r = |x: &O::Floats, n: usize| get(ops, x, n);
+/// Fills and reads an implementation's values.
+struct On<'a, O>(&'a O);
 
+impl<O: GradOps> On<'_, O> {
+    /// `n` normal values of stream `stream`.
+    fn f(&self, n: usize, stream: u64) -> O::Floats {
+        put(self.0, &random(n, stream))
+    }
+
+    fn r(&self, x: &O::Floats, n: usize) -> Vec<f32> {
+        get(self.0, x, n)
+    }
+}
+
+/// Products.
+fn gemms<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
+    let mut cases = Vec::new();
     // Shapes at and off the edges of tiles; one whose k is cut into parts.
     let shapes = [
         (128, 128, 64, 1),
@@ -79,44 +91,54 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
                 alpha: 0.5,
                 accumulate: layout & 4 == 4,
             };
-            let (a, b) = (f(batch * m * k, 1), f(batch * k * n, 2));
-            let mut c = f(batch * m * n, 3);
+            let (a, b) = (on.f(batch * m * k, 1), on.f(batch * k * n, 2));
+            let mut c = on.f(batch * m * n, 3);
             ops.gemm(g, &a, &b, &mut c).unwrap();
-            cases.push(("gemm", gemm_limit(g), vec![r(&c, batch * m * n)]));
+            cases.push(("gemm", gemm_limit(g), vec![on.r(&c, batch * m * n)]));
         }
     }
+    cases
+}
 
+/// RMSNorm.
+fn norms<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
     let (rows, width) = (70, 200);
-    let (x, gain, dy) = (f(rows * width, 4), f(width, 5), f(rows * width, 6));
-    let (mut y, mut inv) = (f(rows * width, 7), f(rows, 8));
+    let (x, gain, dy) = (on.f(rows * width, 4), on.f(width, 5), on.f(rows * width, 6));
+    let (mut y, mut inv) = (on.f(rows * width, 7), on.f(rows, 8));
     ops.rms_norm(&x, &gain, &mut y, &mut inv, (rows, width), 1e-6)
         .unwrap();
-    let mut dgain = f(width, 9);
-    let mut dx = f(rows * width, 10);
+    let mut dgain = on.f(width, 9);
+    let mut dx = on.f(rows * width, 10);
     let shape = (rows, width);
     ops.rms_norm_grad(&x, &gain, &inv, &dy, &mut dx, true, &mut dgain, shape)
         .unwrap();
     let out = vec![
-        r(&y, rows * width),
-        r(&inv, rows),
-        r(&dx, rows * width),
-        r(&dgain, width),
+        on.r(&y, rows * width),
+        on.r(&inv, rows),
+        on.r(&dx, rows * width),
+        on.r(&dgain, width),
     ];
-    cases.push(("rms_norm", 1e-6, out));
+    vec![("rms_norm", 1e-6, out)]
+}
 
+/// Norm and RoPE of heads, and their layout.
+fn heads<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
+    let mut cases = Vec::new();
     let s = HeadShape::whole(3, 10, 4, 32);
-    let (x, gain, dy) = (f(s.values(), 11), f(32, 12), f(s.room(), 13));
+    let (x, gain, dy) = (on.f(s.values(), 11), on.f(32, 12), on.f(s.room(), 13));
     let turns: Vec<f32> = (0..20 * 16)
         .flat_map(|i| [(i as f32).cos(), (i as f32).sin()])
         .collect();
     let turns = put(ops, &turns);
-    let (mut y, mut inv) = (f(s.room(), 14), f(s.rows() * 4, 15));
+    let (mut y, mut inv) = (on.f(s.room(), 14), on.f(s.rows() * 4, 15));
     ops.head_norm_rope(&x, &gain, &turns, &mut y, &mut inv, s, 1e-6)
         .unwrap();
-    let (mut dx, mut dgain) = (f(s.values(), 16), f(32, 17));
+    let (mut dx, mut dgain) = (on.f(s.values(), 16), on.f(32, 17));
     ops.head_norm_rope_grad(&x, &gain, &turns, &inv, &dy, &mut dx, &mut dgain, s)
         .unwrap();
-    let out = vec![r(&y, s.room()), r(&dx, s.values()), r(&dgain, 32)];
+    let out = vec![on.r(&y, s.room()), on.r(&dx, s.values()), on.r(&dgain, 32)];
     cases.push(("head_norm_rope", 1e-6, out));
     let one = HeadShape {
         seq: 1,
@@ -127,44 +149,78 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
     };
     ops.head_norm_rope(&x, &gain, &turns, &mut y, &mut inv, one, 1e-6)
         .unwrap();
-    let mut z = f(one.room(), 18);
+    let mut z = on.f(one.room(), 18);
     ops.rows_to_heads(&x, &mut z, one).unwrap();
-    let mut back = f(s.values(), 19);
+    let mut back = on.f(s.values(), 19);
     ops.heads_to_rows(&z, &mut back, s).unwrap();
-    let out = vec![r(&y, one.room()), r(&z, one.room()), r(&back, s.values())];
+    let out = vec![
+        on.r(&y, one.room()),
+        on.r(&z, one.room()),
+        on.r(&back, s.values()),
+    ];
     cases.push(("heads", 1e-6, out));
+    cases
+}
 
+/// Causal softmax.
+fn softmax<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
     let (rows, seq) = (90, 30);
-    let mut p = f(rows * seq, 20);
+    let mut p = on.f(rows * seq, 20);
     ops.causal_softmax(&mut p, rows, seq).unwrap();
-    let mut dp = f(rows * seq, 21);
+    let mut dp = on.f(rows * seq, 21);
     ops.softmax_grad(&p, &mut dp, rows, seq).unwrap();
-    cases.push(("softmax", 1e-6, vec![r(&p, rows * seq), r(&dp, rows * seq)]));
+    vec![(
+        "softmax",
+        1e-6,
+        vec![on.r(&p, rows * seq), on.r(&dp, rows * seq)],
+    )]
+}
 
+/// SwiGLU.
+fn silu<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
     let n = 1000;
-    let (mut gate, mut up, dout) = (f(n, 22), f(n, 23), f(n, 24));
-    let mut out = f(n, 25);
+    let (mut gate, mut up, dout) = (on.f(n, 22), on.f(n, 23), on.f(n, 24));
+    let mut out = on.f(n, 25);
     ops.silu_mul(&gate, &up, &mut out, n).unwrap();
     ops.silu_mul_grad(&mut gate, &mut up, &dout, n).unwrap();
-    cases.push(("silu", 1e-6, vec![r(&out, n), r(&gate, n), r(&up, n)]));
+    vec![(
+        "silu",
+        1e-6,
+        vec![on.r(&out, n), on.r(&gate, n), on.r(&up, n)],
+    )]
+}
 
+/// The loss.
+fn divergence<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
     let (rows, vocab) = (5, 700);
-    let (teacher, mut logits, mut loss) = (f(rows * vocab, 26), f(rows * vocab, 27), f(rows, 28));
+    let (teacher, mut logits, mut loss) = (
+        on.f(rows * vocab, 26),
+        on.f(rows * vocab, 27),
+        on.f(rows, 28),
+    );
     ops.kl_divergence(&teacher, &mut logits, &mut loss, (rows, vocab), 0.25)
         .unwrap();
-    cases.push((
+    vec![(
         "kl_divergence",
         2e-6,
-        vec![r(&logits, rows * vocab), r(&loss, rows)],
-    ));
+        vec![on.r(&logits, rows * vocab), on.r(&loss, rows)],
+    )]
+}
 
+/// Rounding, and weights from codes.
+fn rounding<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
+    let mut cases = Vec::new();
     let shape = Rounding {
         rows: 6,
         cols: 96,
         group: 48,
         max_code: 15,
     };
-    let (latent, dw) = (f(576, 29), f(576, 30));
+    let (latent, dw) = (on.f(576, 29), on.f(576, 30));
     let scales = put(
         ops,
         &random(12, 31)
@@ -173,7 +229,7 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
             .collect::<Vec<_>>(),
     );
     let zeros = put(ops, &(0..12).map(|i| (i % 16) as f32).collect::<Vec<_>>());
-    let (mut w, mut dlatent, mut dscales) = (f(576, 32), f(576, 33), f(12, 34));
+    let (mut w, mut dlatent, mut dscales) = (on.f(576, 32), on.f(576, 33), on.f(12, 34));
     ops.round(shape, &latent, &scales, &zeros, &mut w).unwrap();
     ops.round_grad(
         shape,
@@ -185,7 +241,7 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
         &mut dscales,
     )
     .unwrap();
-    let out = vec![r(&w, 576), r(&dlatent, 576), r(&dscales, 12)];
+    let out = vec![on.r(&w, 576), on.r(&dlatent, 576), on.r(&dscales, 12)];
     cases.push(("round", 1e-6, out));
     let codes: Vec<u8> = (0..576).map(|i| (i * 7 % 16) as u8).collect();
     let codes = ops.codes("a test", &codes).unwrap();
@@ -193,8 +249,14 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
         .unwrap();
     ops.dequantize_grad(shape, &codes, &zeros, &dw, &mut dscales)
         .unwrap();
-    cases.push(("dequantize", 1e-6, vec![r(&w, 576), r(&dscales, 12)]));
+    cases.push(("dequantize", 1e-6, vec![on.r(&w, 576), on.r(&dscales, 12)]));
+    cases
+}
 
+/// A step of the optimizer.
+fn adam<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
+    let n = 1000;
     let step = Adam {
         rate: 0.1,
         beta1: 0.9,
@@ -203,30 +265,47 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
         correction2: 0.01,
         epsilon: 1e-8,
     };
-    let (mut value, mut mean, mut grad) = (f(n, 35), f(n, 36), f(n, 37));
+    let (mut value, mut mean, mut grad) = (on.f(n, 35), on.f(n, 36), on.f(n, 37));
     let mut square = put(
         ops,
         &random(n, 38).iter().map(|v| v * v).collect::<Vec<_>>(),
     );
     ops.adam(step, &mut value, &mut mean, &mut square, &mut grad, n)
         .unwrap();
-    cases.push((
+    vec![(
         "adam",
         1e-6,
-        vec![r(&value, n), r(&mean, n), r(&square, n), r(&grad, n)],
-    ));
+        vec![
+            on.r(&value, n),
+            on.r(&mean, n),
+            on.r(&square, n),
+            on.r(&grad, n),
+        ],
+    )]
+}
 
+/// The embedding.
+fn embedding<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
     let tokens: Vec<u32> = (0..50).map(|i| i * i % 23).collect();
     let mut ids = ops.ids("a test", 100).unwrap();
     let spread: Vec<u32> = tokens.iter().flat_map(|&t| [0, t]).collect();
     ops.write_ids(&mut ids, &spread).unwrap();
-    let (mut table, mut x) = (f(23 * 40, 39), f(50 * 40, 40));
+    let (mut table, mut x) = (on.f(23 * 40, 39), on.f(50 * 40, 40));
     ops.embed(&table, &ids, (50, 2, 1), &mut x, 40).unwrap();
-    let dx = f(50 * 40, 41);
+    let dx = on.f(50 * 40, 41);
     ops.embed_grad(&dx, &Occurrences::new(&tokens), &mut table, 40)
         .unwrap();
-    cases.push(("embed", 1e-6, vec![r(&x, 50 * 40), r(&table, 23 * 40)]));
+    vec![(
+        "embed",
+        1e-6,
+        vec![on.r(&x, 50 * 40), on.r(&table, 23 * 40)],
+    )]
+}
 
+/// Attention of one token.
+fn attend_one<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
     let s = OneShape {
         batch: 3,
         heads: 4,
@@ -235,11 +314,19 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
         capacity: 200,
         seen: 150,
     };
-    let (q, keys, values) = (f(3 * 4 * 48, 42), f(6 * 200 * 48, 43), f(6 * 200 * 48, 44));
-    let mut out = f(3 * 4 * 48, 45);
+    let (q, keys, values) = (
+        on.f(3 * 4 * 48, 42),
+        on.f(6 * 200 * 48, 43),
+        on.f(6 * 200 * 48, 44),
+    );
+    let mut out = on.f(3 * 4 * 48, 45);
     ops.attend_one(&q, &keys, &values, &mut out, s).unwrap();
-    cases.push(("attend_one", 2e-6, vec![r(&out, 3 * 4 * 48)]));
+    vec![("attend_one", 2e-6, vec![on.r(&out, 3 * 4 * 48)])]
+}
 
+/// Draws.
+fn sample<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
     let (batch, vocab) = (200, 1000);
     let logits: Vec<f32> = random(batch * vocab, 46).iter().map(|v| v * 4.0).collect();
     let logits = put(ops, &logits);
@@ -260,8 +347,16 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
     ops.read_ids(&ids, &mut drawn).unwrap();
     assert_eq!(drawn[3 * 7 + 2], 5);
     let drawn: Vec<f32> = drawn.iter().skip(2).step_by(3).map(|&t| t as f32).collect();
-    cases.push(("sample", 0.02, vec![drawn]));
-    cases
+    vec![("sample", 0.02, vec![drawn])]
+}
+
+/// Runs every operation and returns what each leaves, with the error it is allowed.
+fn run<O: GradOps>(ops: &O) -> Vec<Case> {
+    let parts = [
+        gemms, norms, heads, softmax, silu, divergence, rounding, adam, embedding, attend_one,
+        sample,
+    ];
+    parts.iter().flat_map(|part| part(&On(ops))).collect()
 }
 
 /// Share of `b` that `a` is off by: of its norm, or of values for draws.

@@ -1,7 +1,7 @@
 //! The products of a decode step of several sequences.
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
-use super::gemv::GemvOutput;
+use super::gemv::{GemvOutput, Norm};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
 use super::rows::at_least;
@@ -179,6 +179,72 @@ fn refused(what: &'static str, expected: impl ToString, found: impl ToString) ->
     }
 }
 
+/// A [`GemvOutput`] as the kernel takes it.
+struct Output<'a> {
+    norm: Option<Norm<'a>>,
+    values: &'a mut Buffer<f32>,
+    /// The best of each block, beside logits.
+    best: Option<&'a mut Buffer<[f32; 2]>>,
+    /// `Epilogue` of the kernel.
+    epilogue: i32,
+    /// Values of a row.
+    width: usize,
+}
+
+impl<'a> Output<'a> {
+    /// Of a product with a weight of `rows` outputs.
+    fn new(output: GemvOutput<'a>, rows: usize) -> Self {
+        let (norm, values, best, epilogue, width) = match output {
+            GemvOutput::Store(norm, out) => (Some(norm), out, None, 0, rows),
+            GemvOutput::Add(residual) => (None, residual, None, 1, rows),
+            GemvOutput::Silu(norm, out) => (Some(norm), out, None, 2, rows / 2),
+            GemvOutput::Head(norm, logits, best) => (Some(norm), logits, Some(best), 3, rows),
+        };
+        Output {
+            norm,
+            values,
+            best,
+            epilogue,
+            width,
+        }
+    }
+
+    /// Checks that there is room for `m` rows, made by so many blocks of `inputs` inputs.
+    fn check(&self, m: usize, blocks: usize, inputs: usize) -> Result<()> {
+        let at_least = |what, expected, found| at_least("gemv_batch", what, expected, found);
+        if let Some(best) = &self.best {
+            at_least("best", m * blocks, best.len())?;
+        }
+        at_least("outputs", m * self.width, self.values.len())?;
+        match &self.norm {
+            Some(norm) => at_least("gain", inputs, norm.gain.len()),
+            None => Ok(()),
+        }
+    }
+}
+
+impl GemvBatchArgs {
+    /// What the launches of one product share.
+    fn new(w: &DeviceLinear, plan: &BatchPlan, epilogue: i32) -> Self {
+        let packed = w.args();
+        GemvBatchArgs {
+            codes: packed.codes,
+            meta: packed.meta,
+            rows: packed.rows,
+            tiles: w.rows().div_ceil(TILE) as i32,
+            spans: packed.spans,
+            groups: packed.groups,
+            meta_bytes: packed.meta_bytes,
+            split: plan.split as i32,
+            inverse: 256usize.div_ceil(plan.split) as i32,
+            depth: plan.depth as i32,
+            epilogue,
+            scale: packed.scale,
+            ..GemvBatchArgs::zeroed()
+        }
+    }
+}
+
 impl Stream {
     /// `m` rows of activations `x` `[m, inputs]` times `w`, for one reading of `w`: two kernels
     /// of a decode step of several sequences. `columns` is scratch. `late` keeps the next
@@ -206,55 +272,37 @@ impl Stream {
         at_least("values of x", m * inputs, x.len())?;
         at_least("rows of columns", m, columns.rows)?;
         at_least("spans of columns", inputs.div_ceil(SPAN), columns.spans)?;
-        let packed = w.args();
-        let mut args = GemvBatchArgs {
-            codes: packed.codes,
-            meta: packed.meta,
-            rows: packed.rows,
-            tiles: w.rows().div_ceil(TILE) as i32,
-            spans: packed.spans,
-            groups: packed.groups,
-            meta_bytes: packed.meta_bytes,
-            split: plan.split as i32,
-            inverse: 256usize.div_ceil(plan.split) as i32,
-            depth: plan.depth as i32,
-            scale: packed.scale,
-            ..GemvBatchArgs::zeroed()
-        };
-        let (norm, out, best, width) = match output {
-            GemvOutput::Store(norm, out) => (Some(norm), out, None, w.rows()),
-            GemvOutput::Add(residual) => {
-                args.epilogue = 1;
-                (None, residual, None, w.rows())
-            }
-            GemvOutput::Silu(norm, out) => {
-                args.epilogue = 2;
-                (Some(norm), out, None, w.rows() / 2)
-            }
-            GemvOutput::Head(norm, logits, best) => {
-                args.epilogue = 3;
-                at_least("best", m * plan.blocks, best.len())?;
-                (Some(norm), logits, Some(best), w.rows())
-            }
-        };
-        at_least("outputs", m * width, out.len())?;
-        if let Some(norm) = &norm {
-            at_least("gain", inputs, norm.gain.len())?;
-        }
-        let bits = w.kind().bits();
-        let prepare = ColumnsArgs {
+        let output = Output::new(output, w.rows());
+        output.check(m, plan.blocks, inputs)?;
+        self.prepare_columns(w, x, output.norm, columns, m, late)?;
+        self.multiply_columns(w, &plan, columns, &output, m)
+    }
+
+    /// Writes the `m` rows of `x` to `columns` as the product with `w` reads them. Sizes are
+    /// checked.
+    fn prepare_columns(
+        &self,
+        w: &DeviceLinear,
+        x: &Buffer<f32>,
+        norm: Option<Norm<'_>>,
+        columns: &Columns,
+        m: usize,
+        late: bool,
+    ) -> Result<()> {
+        let spans = w.args().spans;
+        let args = ColumnsArgs {
             x: x.at(0),
             gain: norm.map_or(Address::NULL, |n| n.gain.at(0)),
             columns: columns.words.at(0),
             factors: columns.factors.at(0),
-            inputs: inputs as i32,
-            spans: packed.spans,
+            inputs: w.inputs() as i32,
+            spans,
             eps: norm.map_or(0.0, |n| n.eps),
             late: i32::from(late),
         };
         let parts = match norm {
             Some(_) => 1,
-            None => (packed.spans as usize).div_ceil(16),
+            None => (spans as usize).div_ceil(16),
         };
         let shape = LaunchShape {
             grid: (m, parts, 1),
@@ -268,28 +316,36 @@ impl Stream {
         };
         // SAFETY: the arguments are `ColumnsArgs` of the kernel; x and the columns hold m rows
         // of the weight's inputs, as checked.
-        unsafe { self.launch(&format!("columns_{kind}"), shape, &prepare)? };
+        unsafe { self.launch(&format!("columns_{kind}"), shape, &args) }
+    }
 
-        let name = format!(
-            "gemv_batch_{}_{}",
-            w.kind().kernel_part(),
-            plan.groups * GROUP
-        );
+    /// `m` rows in `columns` times `w`, in launches of as many groups as `plan` says. Sizes are
+    /// checked.
+    fn multiply_columns(
+        &self,
+        w: &DeviceLinear,
+        plan: &BatchPlan,
+        columns: &Columns,
+        output: &Output<'_>,
+        m: usize,
+    ) -> Result<()> {
+        let together = plan.groups * GROUP;
+        let name = format!("gemv_batch_{}_{together}", w.kind().kernel_part());
         let shape = LaunchShape {
             grid: (plan.blocks, 1, 1),
             threads: WARPS * 32,
             shared: plan.shared,
             overlap: true,
         };
-        for first in (0..m).step_by(plan.groups * GROUP) {
-            let group = first / GROUP;
-            args.m = (m - first).min(plan.groups * GROUP) as i32;
-            args.columns = columns
-                .words
-                .at(group * group_bytes(bits, packed.spans as usize));
-            args.factors = norm.map_or(Address::NULL, |_| columns.factors.at(first));
-            args.out = out.at(first * width);
-            if let Some(best) = &best {
+        let mut args = GemvBatchArgs::new(w, plan, output.epilogue);
+        let group_bytes = group_bytes(w.kind().bits(), args.spans as usize);
+        for first in (0..m).step_by(together) {
+            args.m = (m - first).min(together) as i32;
+            args.columns = columns.words.at(first / GROUP * group_bytes);
+            let factors = || columns.factors.at(first);
+            args.factors = output.norm.map_or(Address::NULL, |_| factors());
+            args.out = output.values.at(first * output.width);
+            if let Some(best) = &output.best {
                 args.best = best.at(first * plan.blocks);
             }
             // SAFETY: the arguments are `GemvBatchArgs` of the kernel; sizes were checked

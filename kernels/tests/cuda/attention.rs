@@ -5,10 +5,11 @@ use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use half::f16;
 use nq_kernels::cpu::{KvBlock, KvType};
 use nq_kernels::cuda::{
-    AttentionScratch, AttentionShape, DeviceCache, Gpu, HEAD_DIM, Heads, Row, SequenceRows, Step,
-    operand_index,
+    AttentionScratch, AttentionShape, Buffer, DeviceCache, Gpu, HEAD_DIM, Heads, Row, SequenceRows,
+    Step, Stream, operand_index,
 };
 use nq_kernels::reference;
+use std::ops::Range;
 
 /// One layer's heads, and sequences of random queries, keys and values.
 pub(super) struct Case {
@@ -104,148 +105,217 @@ impl Case {
     }
 }
 
-fn check_attention(gpu: &Gpu, case: &Case) {
-    let stream = gpu.stream().unwrap();
-    let (heads, len, width) = (case.heads, case.len, case.width());
-    let name = format!("{} heads {heads}/{} len {len}", case.kv, case.kv_heads);
-    let q_gain = gpu.upload("a test", &case.gains[0]).unwrap();
-    let k_gain = gpu.upload("a test", &case.gains[1]).unwrap();
-    let table: Vec<[f32; 2]> = case.table.iter().map(|&(c, s)| [c, s]).collect();
-    let table = gpu.upload("a test", &table).unwrap();
-    let settings = Heads {
-        heads,
-        q_gain: &q_gain,
-        k_gain: &k_gain,
-        cos_sin: &table,
-        eps: 1e-6,
-    };
-    // Codes may differ by one where rounding is a close call; keys and values then differ by
-    // half a step of 1/127 of their greatest.
-    let tolerance = if case.kv == KvType::Int8 { 2e-5 } else { 1e-6 };
-    const SLOTS: usize = 2;
-    let slot = 1;
-    let rows: Vec<usize> = (0..len).filter(|r| r % 61 == 0 || r + 3 > len).collect();
-    let expected = case.expected(&rows);
-    let pick = |all: &[f32], stride: usize| -> Vec<f32> {
-        let of = |&r: &usize| all[r * stride..][..heads * HEAD_DIM].to_vec();
-        rows.iter().flat_map(of).collect()
-    };
-    let new_cache = || DeviceCache::new(gpu, case.kv, SLOTS, case.kv_heads, len).unwrap();
+/// A case's gains and table on a device.
+pub(super) struct Uploaded {
+    heads: usize,
+    q_gain: Buffer<f32>,
+    k_gain: Buffer<f32>,
+    table: Buffer<[f32; 2]>,
+}
 
-    // In two parts, the second at an offset.
-    let mut cache = new_cache();
-    let mut full = guarded(gpu, &vec![GUARD; len * heads * HEAD_DIM]);
-    let padded = (heads * HEAD_DIM).next_multiple_of(256);
-    let mut half = gpu.zeros::<u16>("a test", len * padded).unwrap();
-    let places: Vec<Row> = (0..len)
-        .map(|p| Row {
+impl Uploaded {
+    pub(super) fn new(gpu: &Gpu, case: &Case) -> Self {
+        let table: Vec<[f32; 2]> = case.table.iter().map(|&(c, s)| [c, s]).collect();
+        Uploaded {
+            heads: case.heads,
+            q_gain: gpu.upload("a test", &case.gains[0]).unwrap(),
+            k_gain: gpu.upload("a test", &case.gains[1]).unwrap(),
+            table: gpu.upload("a test", &table).unwrap(),
+        }
+    }
+
+    pub(super) fn settings(&self) -> Heads<'_> {
+        Heads {
+            heads: self.heads,
+            q_gain: &self.q_gain,
+            k_gain: &self.k_gain,
+            cos_sin: &self.table,
+            eps: 1e-6,
+        }
+    }
+}
+
+/// Sequences that a cache has room for, and the one that is used.
+const SLOTS: usize = 2;
+const SLOT: usize = 1;
+
+/// A case on a device, and what its kernels should yield of some of its rows.
+struct Check<'a> {
+    gpu: &'a Gpu,
+    stream: Stream,
+    case: &'a Case,
+    on_device: Uploaded,
+    name: String,
+    rows: Vec<usize>,
+    expected: Vec<f32>,
+}
+
+impl<'a> Check<'a> {
+    fn new(gpu: &'a Gpu, case: &'a Case) -> Self {
+        let len = case.len;
+        let rows: Vec<usize> = (0..len).filter(|r| r % 61 == 0 || r + 3 > len).collect();
+        Check {
+            gpu,
+            stream: gpu.stream().unwrap(),
+            case,
+            on_device: Uploaded::new(gpu, case),
+            name: format!(
+                "{} heads {}/{} len {len}",
+                case.kv, case.heads, case.kv_heads
+            ),
+            expected: case.expected(&rows),
+            rows,
+        }
+    }
+
+    fn new_cache(&self) -> DeviceCache {
+        let (kv, kv_heads, len) = (self.case.kv, self.case.kv_heads, self.case.len);
+        DeviceCache::new(self.gpu, kv, SLOTS, kv_heads, len).unwrap()
+    }
+
+    /// Values of a row of what attention yields.
+    fn width(&self) -> usize {
+        self.case.heads * HEAD_DIM
+    }
+
+    /// The rows that are looked at, of all in rows of `stride`.
+    fn pick(&self, all: &[f32], stride: usize) -> Vec<f32> {
+        let of = |&r: &usize| all[r * stride..][..self.width()].to_vec();
+        self.rows.iter().flat_map(of).collect()
+    }
+
+    /// Holds `found` against what is expected, off by `factor` times the usual at most.
+    fn compare(&self, op: &str, found: &[f32], factor: f64) {
+        // Codes may differ by one where rounding is a close call; keys and values then differ by
+        // half a step of 1/127 of their greatest.
+        let tolerance = match self.case.kv {
+            KvType::Int8 => 2e-5,
+            _ => 1e-6,
+        };
+        let error = nmse(found, &self.expected);
+        assert!(error < factor * tolerance, "{op} {}: {error:e}", self.name);
+    }
+
+    /// Appends the tokens `part` of the case; gives back their queries, keys and values.
+    fn append(&self, cache: &mut DeviceCache, part: Range<usize>) -> (Buffer<f32>, Buffer<Row>) {
+        let place = |p: usize| Row {
             position: p as i32,
-            slot: slot as i32,
-        })
-        .collect();
-    let cut = len / 3;
-    for part in [0..cut, cut..len] {
-        if !part.is_empty() {
-            let places = gpu.upload("a test", &places[part.clone()]).unwrap();
-            let part = part.start * width..part.end * width;
-            let mut qkv = gpu.upload("a test", &case.qkv[part.clone()]).unwrap();
-            stream
-                .append(&mut qkv, &places, &settings, &mut cache, part.len() / width)
-                .unwrap();
-            stream.synchronize().unwrap();
-        }
-    }
-    // At once: positions that are whole groups of eight take another path.
-    let places = gpu.upload("a test", &places).unwrap();
-    let mut qkv = gpu.upload("a test", &case.qkv).unwrap();
-    let mut at_once = new_cache();
-    stream
-        .append(&mut qkv, &places, &settings, &mut at_once, len)
-        .unwrap();
-    stream
-        .attention_reference(&qkv, &places, heads, &at_once, &mut full, len)
-        .unwrap();
-    for (row, count) in [(0, cut), (cut, len - cut)] {
-        if count > 0 {
-            let sequence = SequenceRows {
-                row,
-                count,
-                position: row,
-                slot,
-            };
-            stream
-                .attention_prefill(&qkv, sequence, heads, &cache, &mut half)
-                .unwrap();
-        }
-    }
-    let found = finish(&stream, &full);
-    let error = nmse(&pick(&found, heads * HEAD_DIM), &expected);
-    assert!(error < tolerance, "attention_reference {name}: {error:e}");
-    let mut halves = vec![0u16; len * padded];
-    half.read(0, &mut halves).unwrap();
-    let in_order = |i: usize| f16::from_bits(halves[operand_index(i)]).to_f32();
-    let halves: Vec<f32> = (0..halves.len()).map(in_order).collect();
-    let error = nmse(&pick(&halves, padded), &expected);
-    assert!(
-        error < 2.0 * tolerance,
-        "attention_prefill {name}: {error:e}"
-    );
-
-    // One token after another.
-    let mut cache = new_cache();
-    let mut scratch = AttentionScratch::new(gpu, heads, case.kv_heads, 1).unwrap();
-    let mut out = guarded(gpu, &vec![GUARD; heads * HEAD_DIM]);
-    let mut step = gpu.zeros::<Step>("a test", 1).unwrap();
-    let mut found = Vec::new();
-    for r in 0..len {
-        let shape = AttentionShape {
-            m: 1,
-            splits: AttentionScratch::splits(gpu, case.kv_heads, 1, r + 1),
-            late: r % 2 == 0,
+            slot: SLOT as i32,
         };
-        let at = Step {
-            position: r as i32,
-            slot: slot as i32,
-            ..Step::default()
-        };
-        step.write(0, &[at]).unwrap();
-        let row = gpu
-            .upload("a test", &case.qkv[r * width..(r + 1) * width])
-            .unwrap();
-        stream
-            .attention_decode(
-                &row,
-                &step,
-                &settings,
-                &mut cache,
-                &mut scratch,
-                &mut out,
-                shape,
+        let places: Vec<Row> = part.clone().map(place).collect();
+        let places = self.gpu.upload("a test", &places).unwrap();
+        let width = self.case.width();
+        let qkv = &self.case.qkv[part.start * width..part.end * width];
+        let mut qkv = self.gpu.upload("a test", qkv).unwrap();
+        self.stream
+            .append(
+                &mut qkv,
+                &places,
+                &self.on_device.settings(),
+                cache,
+                part.len(),
             )
             .unwrap();
-        if rows.contains(&r) {
-            let values = finish(&stream, &out);
-            found.extend_from_slice(&values);
-            // The token that is there already is written again: the same result.
-            stream
-                .attention_decode(
-                    &row,
-                    &step,
-                    &settings,
-                    &mut cache,
-                    &mut scratch,
-                    &mut out,
-                    shape,
-                )
-                .unwrap();
-            assert!(
-                values == finish(&stream, &out),
-                "attention_decode {name}: not the same again"
-            );
-        }
+        self.stream.synchronize().unwrap();
+        (qkv, places)
     }
-    let error = nmse(&found, &expected);
-    assert!(error < tolerance, "attention_decode {name}: {error:e}");
+
+    /// Many tokens, in two parts of which the second is at an offset, and at once: positions that
+    /// are whole groups of eight take another path.
+    fn prefill(&self) {
+        let (heads, len, width) = (self.case.heads, self.case.len, self.width());
+        let cut = len / 3;
+        let mut cache = self.new_cache();
+        for part in [0..cut, cut..len] {
+            if !part.is_empty() {
+                self.append(&mut cache, part);
+            }
+        }
+        let mut at_once = self.new_cache();
+        let (qkv, places) = self.append(&mut at_once, 0..len);
+        let mut full = guarded(self.gpu, &vec![GUARD; len * width]);
+        self.stream
+            .attention_reference(&qkv, &places, heads, &at_once, &mut full, len)
+            .unwrap();
+        let padded = width.next_multiple_of(256);
+        let mut half = self.gpu.zeros::<u16>("a test", len * padded).unwrap();
+        for (row, count) in [(0, cut), (cut, len - cut)] {
+            if count > 0 {
+                let sequence = SequenceRows {
+                    row,
+                    count,
+                    position: row,
+                    slot: SLOT,
+                };
+                self.stream
+                    .attention_prefill(&qkv, sequence, heads, &cache, &mut half)
+                    .unwrap();
+            }
+        }
+        let found = finish(&self.stream, &full);
+        self.compare("attention_reference", &self.pick(&found, width), 1.0);
+        let mut halves = vec![0u16; len * padded];
+        half.read(0, &mut halves).unwrap();
+        let in_order = |i: usize| f16::from_bits(halves[operand_index(i)]).to_f32();
+        let halves: Vec<f32> = (0..halves.len()).map(in_order).collect();
+        self.compare("attention_prefill", &self.pick(&halves, padded), 2.0);
+    }
+
+    /// One token after another; one that is there already is written again with the same result.
+    fn decode(&self) {
+        let (heads, kv_heads, width) = (self.case.heads, self.case.kv_heads, self.case.width());
+        let mut cache = self.new_cache();
+        let mut scratch = AttentionScratch::new(self.gpu, heads, kv_heads, 1).unwrap();
+        let mut out = guarded(self.gpu, &vec![GUARD; self.width()]);
+        let mut step = self.gpu.zeros::<Step>("a test", 1).unwrap();
+        let mut found = Vec::new();
+        for r in 0..self.case.len {
+            let shape = AttentionShape {
+                m: 1,
+                splits: AttentionScratch::splits(self.gpu, kv_heads, 1, r + 1),
+                late: r % 2 == 0,
+            };
+            let at = Step {
+                position: r as i32,
+                slot: SLOT as i32,
+                ..Step::default()
+            };
+            step.write(0, &[at]).unwrap();
+            let row = &self.case.qkv[r * width..(r + 1) * width];
+            let row = self.gpu.upload("a test", row).unwrap();
+            let settings = self.on_device.settings();
+            let mut run = |is_read: bool| {
+                self.stream
+                    .attention_decode(
+                        &row,
+                        &step,
+                        &settings,
+                        &mut cache,
+                        &mut scratch,
+                        &mut out,
+                        shape,
+                    )
+                    .unwrap();
+                is_read.then(|| finish(&self.stream, &out))
+            };
+            let is_read = self.rows.contains(&r);
+            if let Some(values) = run(is_read) {
+                assert!(
+                    run(true).as_ref() == Some(&values),
+                    "attention_decode {}: not the same again",
+                    self.name
+                );
+                found.extend(values);
+            }
+        }
+        self.compare("attention_decode", &found, 1.0);
+    }
+}
+
+fn check_attention(gpu: &Gpu, case: &Case) {
+    let check = Check::new(gpu, case);
+    check.prefill();
+    check.decode();
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The kernels of a decode step of several sequences.
 
-use super::attention::Case;
+use super::attention::{Case, Uploaded};
 use super::common::{affine, dense, nmse, normal};
 use super::{
     EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, is_sanitizing,
@@ -9,7 +9,7 @@ use super::{
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
-    AttentionScratch, AttentionShape, Columns, DeviceCache, GemvOutput, Gpu, HEAD_DIM, Heads,
+    AttentionScratch, AttentionShape, Columns, DeviceCache, GemvOutput, Gpu, HEAD_DIM,
     MOST_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len,
 };
 use nq_kernels::reference;
@@ -220,17 +220,8 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
     let stream = gpu.stream().unwrap();
     let (heads, width, m) = (case.heads, case.width(), lengths.len());
     let name = format!("{} heads {heads}/{} {lengths:?}", case.kv, case.kv_heads);
-    let q_gain = gpu.upload("a test", &case.gains[0]).unwrap();
-    let k_gain = gpu.upload("a test", &case.gains[1]).unwrap();
-    let table: Vec<[f32; 2]> = case.table.iter().map(|&(c, s)| [c, s]).collect();
-    let table = gpu.upload("a test", &table).unwrap();
-    let settings = Heads {
-        heads,
-        q_gain: &q_gain,
-        k_gain: &k_gain,
-        cos_sin: &table,
-        eps: 1e-6,
-    };
+    let uploaded = Uploaded::new(gpu, case);
+    let settings = uploaded.settings();
     let slot_of = |i: usize| (i + 1) % m;
     let mut cache = DeviceCache::new(gpu, case.kv, m, case.kv_heads, case.len).unwrap();
     for (i, &len) in lengths.iter().enumerate() {

@@ -1,12 +1,148 @@
 //! A forward over the rows of many tokens.
 
+use super::super::model::CudaModel;
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, padded, product};
 use crate::engine::{Chunk, LinearKind, Observer};
 use crate::error::Result;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, GemmOutput, HEAD_DIM, Row, RowsOut, SequenceRows, Stream, operand_index,
+    Buffer, DeviceCache, DeviceLinear, GemmOutput, HEAD_DIM, Heads, Row, RowsOut, SequenceRows,
+    Stream, operand_index,
 };
+
+/// What every operation on `m` rows needs.
+struct Pass<'a> {
+    stream: &'a Stream,
+    model: &'a CudaModel,
+    m: usize,
+}
+
+impl Pass<'_> {
+    /// True for the kernels that are checked against.
+    fn is_plain(&self) -> bool {
+        self.model.kernels == KernelSet::Reference
+    }
+
+    /// Rows times `w`, stored in `out` or added to it: the f32 rows `full` by plain kernels, else
+    /// the FP16 rows `half`.
+    fn linear(
+        &self,
+        (name, w): (&'static str, &DeviceLinear),
+        full: Option<&Buffer<f32>>,
+        half: &Buffer<u16>,
+        out: GemmOutput<'_>,
+    ) -> Result<()> {
+        let (stream, m) = (self.stream, self.m);
+        match (full.filter(|_| self.is_plain()), out) {
+            (Some(x), GemmOutput::Store(out)) => stream.linear_reference(w, x, out, m, false)?,
+            (Some(x), GemmOutput::Add(out)) => stream.linear_reference(w, x, out, m, true)?,
+            (_, out) => product(stream, name, w, || stream.gemm(w, half, out, m))?,
+        }
+        Ok(())
+    }
+
+    /// `many.x`, normalized, to `many.normed`.
+    fn norm(&self, gain: &Buffer<f32>, many: &mut ManyRows) -> Result<()> {
+        let c = &self.model.config;
+        let out = RowsOut {
+            full: many.full.as_mut().map(|f| &mut f.normed),
+            half: Some(&mut many.normed),
+        };
+        let key = ("norm", "fused", (self.m, c.hidden_size));
+        Ok(self.stream.timed(key, 0, || {
+            self.stream
+                .rms_norm(&many.x, None, gain, &out, self.m, c.rms_norm_eps)
+        })?)
+    }
+
+    /// The new keys and values to `cache`, and what attention makes of them to `many.attended`.
+    fn attend(
+        &self,
+        many: &mut ManyRows,
+        cache: &mut DeviceCache,
+        settings: &Heads<'_>,
+        sequences: &[SequenceRows],
+    ) -> Result<()> {
+        let (stream, m, heads) = (self.stream, self.m, settings.heads);
+        let shape = (heads, HEAD_DIM);
+        stream.timed(("append", "fused", shape), 0, || {
+            stream.append(&mut many.qkv, &many.rows, settings, cache, m)
+        })?;
+        match &mut many.full {
+            Some(full) if self.is_plain() => {
+                let out = &mut full.attended;
+                stream.attention_reference(&many.qkv, &many.rows, heads, cache, out, m)?;
+            }
+            _ => stream.timed(("attention", "fused", shape), 0, || {
+                sequences.iter().try_for_each(|&s| {
+                    stream.attention_prefill(&many.qkv, s, heads, cache, &mut many.attended)
+                })
+            })?,
+        }
+        Ok(())
+    }
+
+    /// `many.normed` times gate and up, through SwiGLU, to `many.mlp`.
+    fn gate_up(&self, w: &DeviceLinear, many: &mut ManyRows) -> Result<()> {
+        let (stream, m) = (self.stream, self.m);
+        let Some(full) = &mut many.full else {
+            let out = GemmOutput::Silu(&mut many.mlp);
+            return self.linear(("gate_up", w), None, &many.normed, out);
+        };
+        let both = &mut full.gate_up;
+        match self.is_plain() {
+            true => stream.linear_reference(w, &full.normed, both, m, false)?,
+            false => stream.gemm(w, &many.normed, GemmOutput::Store(both), m)?,
+        }
+        let out = RowsOut {
+            full: Some(&mut full.mlp),
+            half: Some(&mut many.mlp),
+        };
+        Ok(stream.silu_mul(&full.gate_up, &out, m, self.model.config.intermediate_size)?)
+    }
+
+    /// Shows an observer rows of `width` inputs of a Linear, if there are any in f32.
+    fn show(
+        &self,
+        observer: &mut Option<&mut dyn Observer>,
+        (layer, kinds): (usize, &[LinearKind]),
+        x: Option<&Buffer<f32>>,
+        width: usize,
+    ) -> Result<()> {
+        if let (Some(observer), Some(x)) = (observer, x) {
+            let values = fetch(self.stream, x, self.m * width)?;
+            observer.linear_input(layer, kinds, &values);
+        }
+        Ok(())
+    }
+
+    /// Shows an observer what attention yields: rows in f32, or FP16 rows `[m, width padded]` in
+    /// operand order.
+    fn show_attended(
+        &self,
+        observer: &mut Option<&mut dyn Observer>,
+        (layer, kinds): (usize, &[LinearKind]),
+        many: &ManyRows,
+    ) -> Result<()> {
+        let width = self.model.config.q_dim();
+        if self.is_plain() {
+            let full = many.full.as_ref();
+            return self.show(observer, (layer, kinds), full.map(|f| &f.attended), width);
+        }
+        let Some(observer) = observer else {
+            return Ok(());
+        };
+        self.stream.synchronize()?;
+        let mut halves = vec![0u16; self.m * padded(width)];
+        many.attended.read(0, &mut halves)?;
+        let rows = halves.chunks_exact(padded(width));
+        let values: Vec<f32> = rows
+            .flat_map(|r| (0..width).map(|k| half::f16::from_bits(r[operand_index(k)]).to_f32()))
+            .collect();
+        observer.linear_input(layer, kinds, &values);
+        Ok(())
+    }
+}
 
 impl CudaSession {
     /// Runs the layers over the chunks' rows: `many.x` becomes the residual stream.
@@ -24,142 +160,32 @@ impl CudaSession {
             many,
             ..
         } = self;
+        let (stream, model): (&Stream, &CudaModel) = (stream, model);
         let c = &model.config;
-        let eps = c.rms_norm_eps;
-        let heads = c.num_attention_heads;
-        let plain = model.kernels == KernelSet::Reference;
+        let pass = Pass { stream, model, m };
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
         let [qkv_in, o_in, mlp_in, down_in] = LinearKind::INPUTS;
         for (index, layer) in model.layers.iter().enumerate() {
+            pass.norm(&layer.input_norm, many)?;
+            let normed = many.full.as_ref().map(|f| &f.normed);
+            pass.show(observer, (index, qkv_in), normed, c.hidden_size)?;
+            let out = GemmOutput::Store(&mut many.qkv);
+            pass.linear(("qkv", &layer.qkv), normed, &many.normed, out)?;
             let settings = model.heads(index, cos_sin);
-            let cache = &mut cache[index];
-            let norm = |gain, many: &mut ManyRows| {
-                let out = RowsOut {
-                    full: many.full.as_mut().map(|f| &mut f.normed),
-                    half: Some(&mut many.normed),
-                };
-                let key = ("norm", "fused", (m, c.hidden_size));
-                stream.timed(key, 0, || {
-                    stream.rms_norm(&many.x, None, gain, &out, m, eps)
-                })
-            };
-            norm(&layer.input_norm, many)?;
-            show(
-                stream,
-                observer,
-                index,
-                qkv_in,
-                many.full.as_ref().map(|f| &f.normed),
-                m * c.hidden_size,
-            )?;
-            match &many.full {
-                Some(full) if plain => {
-                    stream.linear_reference(&layer.qkv, &full.normed, &mut many.qkv, m, false)?;
-                }
-                _ => product(stream, "qkv", &layer.qkv, || {
-                    let out = GemmOutput::Store(&mut many.qkv);
-                    stream.gemm(&layer.qkv, &many.normed, out, m)
-                })?,
-            }
-            stream.timed(("append", "fused", (heads, HEAD_DIM)), 0, || {
-                stream.append(&mut many.qkv, &many.rows, &settings, cache, m)
-            })?;
-            match &mut many.full {
-                Some(full) if plain => {
-                    stream.attention_reference(
-                        &many.qkv,
-                        &many.rows,
-                        heads,
-                        cache,
-                        &mut full.attended,
-                        m,
-                    )?;
-                }
-                _ => {
-                    let key = ("attention", "fused", (heads, HEAD_DIM));
-                    stream.timed(key, 0, || {
-                        sequences.iter().try_for_each(|&s| {
-                            stream.attention_prefill(&many.qkv, s, heads, cache, &mut many.attended)
-                        })
-                    })?;
-                }
-            }
-            match plain {
-                true => {
-                    let full = many.full.as_ref();
-                    show(
-                        stream,
-                        observer,
-                        index,
-                        o_in,
-                        full.map(|f| &f.attended),
-                        m * c.q_dim(),
-                    )?;
-                }
-                false => show_half(stream, observer, index, o_in, &many.attended, m, c.q_dim())?,
-            }
-            match &many.full {
-                Some(full) if plain => {
-                    stream.linear_reference(&layer.o, &full.attended, &mut many.x, m, true)?;
-                }
-                _ => product(stream, "o", &layer.o, || {
-                    stream.gemm(&layer.o, &many.attended, GemmOutput::Add(&mut many.x), m)
-                })?,
-            }
+            pass.attend(many, &mut cache[index], &settings, sequences)?;
+            pass.show_attended(observer, (index, o_in), many)?;
+            let attended = many.full.as_ref().map(|f| &f.attended);
+            let out = GemmOutput::Add(&mut many.x);
+            pass.linear(("o", &layer.o), attended, &many.attended, out)?;
 
-            norm(&layer.post_attention_norm, many)?;
-            show(
-                stream,
-                observer,
-                index,
-                mlp_in,
-                many.full.as_ref().map(|f| &f.normed),
-                m * c.hidden_size,
-            )?;
-            match &mut many.full {
-                None => product(stream, "gate_up", &layer.gate_up, || {
-                    let out = GemmOutput::Silu(&mut many.mlp);
-                    stream.gemm(&layer.gate_up, &many.normed, out, m)
-                })?,
-                Some(full) => {
-                    match plain {
-                        true => stream.linear_reference(
-                            &layer.gate_up,
-                            &full.normed,
-                            &mut full.gate_up,
-                            m,
-                            false,
-                        )?,
-                        false => stream.gemm(
-                            &layer.gate_up,
-                            &many.normed,
-                            GemmOutput::Store(&mut full.gate_up),
-                            m,
-                        )?,
-                    }
-                    let out = RowsOut {
-                        full: Some(&mut full.mlp),
-                        half: Some(&mut many.mlp),
-                    };
-                    stream.silu_mul(&full.gate_up, &out, m, c.intermediate_size)?;
-                }
-            }
-            show(
-                stream,
-                observer,
-                index,
-                down_in,
-                many.full.as_ref().map(|f| &f.mlp),
-                m * c.intermediate_size,
-            )?;
-            match &many.full {
-                Some(full) if plain => {
-                    stream.linear_reference(&layer.down, &full.mlp, &mut many.x, m, true)?;
-                }
-                _ => product(stream, "down", &layer.down, || {
-                    stream.gemm(&layer.down, &many.mlp, GemmOutput::Add(&mut many.x), m)
-                })?,
-            }
+            pass.norm(&layer.post_attention_norm, many)?;
+            let normed = many.full.as_ref().map(|f| &f.normed);
+            pass.show(observer, (index, mlp_in), normed, c.hidden_size)?;
+            pass.gate_up(&layer.gate_up, many)?;
+            let mlp = many.full.as_ref().map(|f| &f.mlp);
+            pass.show(observer, (index, down_in), mlp, c.intermediate_size)?;
+            let out = GemmOutput::Add(&mut many.x);
+            pass.linear(("down", &layer.down), mlp, &many.mlp, out)?;
             if let Some(observer) = observer {
                 observer.layer_output(index, &fetch(stream, &many.x, m * c.hidden_size)?);
             }
@@ -179,7 +205,6 @@ impl CudaSession {
         } = self;
         let c = &model.config;
         let (h, vocab, eps) = (c.hidden_size, c.vocab_size, c.rms_norm_eps);
-        let plain = model.kernels == KernelSet::Reference;
         let mut seen = Vec::new();
         for rows in rows.chunks(LOGIT_ROWS) {
             let m = rows.len();
@@ -192,21 +217,10 @@ impl CudaSession {
             if let (Some(_), Some(full)) = (&observer, &many.full) {
                 seen.extend(fetch(stream, &full.normed, m * h)?);
             }
-            match &many.full {
-                Some(full) if plain => {
-                    stream.linear_reference(
-                        &model.head,
-                        &full.normed,
-                        &mut many.logits,
-                        m,
-                        false,
-                    )?;
-                }
-                _ => product(stream, "head", &model.head, || {
-                    let out = GemmOutput::Store(&mut many.logits);
-                    stream.gemm(&model.head, &many.head_in, out, m)
-                })?,
-            }
+            let normed = many.full.as_ref().map(|f| &f.normed);
+            let out = GemmOutput::Store(&mut many.logits);
+            let pass = Pass { stream, model, m };
+            pass.linear(("head", &model.head), normed, &many.head_in, out)?;
             stream.read(&many.logits, 0, logits_host, m * vocab)?;
             stream.synchronize()?;
             logits.extend_from_slice(&logits_host.values()[..m * vocab]);
@@ -266,44 +280,4 @@ fn fetch(stream: &Stream, from: &Buffer<f32>, n: usize) -> Result<Vec<f32>> {
     let mut values = vec![0f32; n];
     from.read(0, &mut values)?;
     Ok(values)
-}
-
-/// Shows an observer the input of a Linear.
-fn show(
-    stream: &Stream,
-    observer: &mut Option<&mut dyn Observer>,
-    layer: usize,
-    kinds: &[LinearKind],
-    x: Option<&Buffer<f32>>,
-    n: usize,
-) -> Result<()> {
-    if let (Some(observer), Some(x)) = (observer, x) {
-        observer.linear_input(layer, kinds, &fetch(stream, x, n)?);
-    }
-    Ok(())
-}
-
-/// As [`show`], of FP16 rows `[m, width padded]` in operand order: what the attention kernel
-/// yields.
-fn show_half(
-    stream: &Stream,
-    observer: &mut Option<&mut dyn Observer>,
-    layer: usize,
-    kinds: &[LinearKind],
-    x: &Buffer<u16>,
-    m: usize,
-    width: usize,
-) -> Result<()> {
-    let Some(observer) = observer else {
-        return Ok(());
-    };
-    stream.synchronize()?;
-    let mut halves = vec![0u16; m * padded(width)];
-    x.read(0, &mut halves)?;
-    let rows = halves.chunks_exact(padded(width));
-    let values: Vec<f32> = rows
-        .flat_map(|r| (0..width).map(|k| half::f16::from_bits(r[operand_index(k)]).to_f32()))
-        .collect();
-    observer.linear_input(layer, kinds, &values);
-    Ok(())
 }
