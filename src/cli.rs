@@ -5,7 +5,7 @@ use crate::commands;
 use crate::terminal::say;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::error::ErrorKind;
-use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::{Isa, IsaChoice};
 use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions};
@@ -36,7 +36,7 @@ pub enum Command {
     Eval(commands::eval::EvalArgs),
     /// Measure tokens per second beside the machine's bandwidth
     Bench(commands::bench::BenchArgs),
-    /// Write a checkpoint in another format, with the same numbers
+    /// Write a checkpoint in another format, with the same numbers where that can hold them
     Convert(commands::convert::ConvertArgs),
     /// Show what a checkpoint holds
     Inspect(commands::inspect::InspectArgs),
@@ -53,6 +53,57 @@ pub enum Command {
         /// The shell
         shell: clap_complete::Shell,
     },
+}
+
+/// Flags that say how a model is run.
+const RUNNING: [&str; 6] = ["device", "threads", "pin", "activations", "kernels", "isa"];
+
+/// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help is
+/// about others.
+const OF_NO_USE: [(&str, &[&[&str]]); 7] = [
+    ("list", &[&RUNNING, &["offline", "verbose"]]),
+    ("rm", &[&RUNNING, &["offline", "json", "verbose"]]),
+    ("completions", &[&RUNNING, &["offline", "json", "verbose"]]),
+    ("inspect", &[&RUNNING, &["verbose"]]),
+    ("convert", &[&RUNNING, &["verbose"]]),
+    (
+        "synth",
+        &[&[
+            "device",
+            "pin",
+            "activations",
+            "kernels",
+            "isa",
+            "offline",
+            "verbose",
+        ]],
+    ),
+    (
+        "doctor",
+        &[&["activations", "kernels", "offline", "verbose"]],
+    ),
+];
+
+/// The command line as its help shows it.
+fn program() -> clap::Command {
+    let plain = Cli::command();
+    OF_NO_USE
+        .iter()
+        .fold(plain.clone(), |program, (name, flags)| {
+            let is_hidden = |id: &str| flags.iter().any(|some| some.contains(&id));
+            let shared = plain
+                .get_arguments()
+                .filter(|a| is_hidden(a.get_id().as_str()));
+            let hidden: Vec<clap::Arg> = shared.map(|a| a.clone().hide(true)).collect();
+            // A subcommand's own argument stands in for the shared one of its name.
+            program.mut_subcommand(name, |command| command.args(hidden))
+        })
+}
+
+/// What this process was called with. Ends it where that is no command, or asks for help.
+pub fn parse() -> Cli {
+    let matches = program().get_matches();
+    Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit())
 }
 
 /// Flags that every subcommand takes.
@@ -154,7 +205,7 @@ impl Global {
 /// Ends the program, called with `subcommand`, as clap does for flags that contradict each other in
 /// ways that its own rules cannot tell.
 pub fn refuse(subcommand: &str, message: &str) -> ! {
-    let mut program = Cli::command();
+    let mut program = program();
     program.build();
     let command = program
         .find_subcommand_mut(subcommand)
@@ -209,5 +260,38 @@ fn version() -> &'static str {
         (true, false) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda)"),
         (false, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: demo)"),
         (false, false) => concat!(env!("CARGO_PKG_VERSION"), " (no features)"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{OF_NO_USE, program};
+    use clap::FromArgMatches;
+
+    #[test]
+    fn flags_of_no_use_are_taken_and_left_out_of_help() {
+        let mut built = program();
+        built.build();
+        for (name, flags) in OF_NO_USE {
+            let command = built.find_subcommand_mut(name).unwrap();
+            let help = command.render_long_help().to_string();
+            for flag in flags.iter().copied().flatten() {
+                assert!(!help.contains(&format!("--{flag}")), "{name}: {help}");
+            }
+        }
+        let quantize = built.find_subcommand_mut("quantize").unwrap();
+        assert!(quantize.render_long_help().to_string().contains("--isa"));
+
+        let words = [
+            "nq", "list", "--device", "cpu", "-v", "--json", "--isa", "scalar",
+        ];
+        let matches = program().try_get_matches_from(words).unwrap();
+        let cli = super::Cli::from_arg_matches(&matches).unwrap();
+        assert!(cli.global.verbose && cli.global.json);
+        assert_eq!(cli.global.device, nq_runtime::DeviceChoice::Cpu);
+        let words = ["nq", "--threads", "1", "rm", "x", "--yes"];
+        let matches = program().try_get_matches_from(words).unwrap();
+        let cli = super::Cli::from_arg_matches(&matches).unwrap();
+        assert_eq!(cli.global.threads, Some(1));
     }
 }

@@ -11,11 +11,10 @@ mod system;
 mod terminal;
 mod texts;
 
-use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let cli = cli::Cli::parse();
+    let cli = cli::parse();
     match commands::run(cli) {
         Ok(code) => code,
         Err(e) if terminal::is_broken_pipe(&e) => ExitCode::SUCCESS,

@@ -386,3 +386,56 @@ fn resuming_nothing_is_said() {
     let expected = format!("no unfinished work in {}", partial.display());
     assert!(error.contains(&expected), "{error}");
 }
+
+/// A dry run is asked for its plan: that is what goes to stdout, with the folder, and whether it is
+/// free.
+#[test]
+fn a_dry_run_says_where_the_result_would_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("x");
+    let plan = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+        command.args(["quantize", "demo", "--device", "cpu", "--dry-run", "--out"]);
+        let output = command.arg(&out).args(more).output().unwrap();
+        assert_eq!(output.status.code(), Some(0));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let free = plan(&[]);
+    assert!(
+        free.ends_with(&format!("out: {}\n", out.display())),
+        "{free}"
+    );
+    assert!(
+        free.contains("int4 g64") && free.contains("memory: "),
+        "{free}"
+    );
+    std::fs::create_dir(&out).unwrap();
+    assert!(plan(&[]).contains("needs --force"));
+    assert!(plan(&["--force"]).contains("replaced"));
+}
+
+/// What calibration cannot read, or has too little of, is said.
+#[test]
+fn calibration_files_are_looked_at_before_and_counted_after() {
+    let dir = tempfile::tempdir().unwrap();
+    let (other, short) = (dir.path().join("a.md"), dir.path().join("a.txt"));
+    for path in [&other, &short] {
+        std::fs::write(path, "The river was quiet. ".repeat(150)).unwrap();
+    }
+    let run = |path: &Path| {
+        let calib = ["--method", "awq", "--calib", path.to_str().unwrap()];
+        quantize(&dir.path().join("x"), &calib)
+    };
+    let refused = run(&other);
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{error}");
+    assert!(
+        error.contains(".txt or .jsonl") && !error.contains("memory:"),
+        "{error}"
+    );
+    let made = run(&short);
+    let error = String::from_utf8_lossy(&made.stderr).into_owned();
+    assert_eq!(made.status.code(), Some(0), "{error}");
+    let counted = "calibrated on all of its 512 tokens, fewer than the 1024 asked for";
+    assert!(error.contains(counted), "{error}");
+}

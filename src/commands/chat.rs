@@ -60,19 +60,19 @@ pub struct ChatArgs {
     /// Keep the smallest set of this probability [default: the model's]
     #[arg(long, value_name = "P")]
     pub top_p: Option<f32>,
-    /// Drop tokens below this share of the best one's probability
+    /// Drop tokens below this share of the best one's probability [default: the model's]
     #[arg(long, value_name = "P")]
     pub min_p: Option<f32>,
-    /// Divide the logits of tokens already seen by this
+    /// Divide the logits of tokens already seen by this [default: the model's]
     #[arg(long, value_name = "R")]
     pub repetition_penalty: Option<f32>,
-    /// Subtract this from the logits of tokens already written
+    /// Subtract this from the logits of tokens already written [default: the model's]
     #[arg(long, value_name = "R")]
     pub presence_penalty: Option<f32>,
     /// Seed of the sampler [default: drawn from the clock, shown by -v]
     #[arg(long)]
     pub seed: Option<u64>,
-    /// Most tokens of one answer
+    /// Most tokens of one answer [default: as many as the context holds]
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<usize>,
     /// Context length in tokens [default: the model's, at most 8192]

@@ -316,6 +316,9 @@ impl Workbench<'_> {
         }
         lines.push(String::new());
         lines.extend(table(outcomes));
+        if reference.is_some() {
+            lines.push(LEGEND.to_owned());
+        }
         if global.verbose {
             for o in outcomes.iter().filter(|o| !o.worst.is_empty()) {
                 lines.push(format!("\nwhere {} strays most", o.name));
@@ -422,6 +425,12 @@ impl Outcome {
     }
 }
 
+/// What the rows of a comparison are, where their names do not say.
+const LEGEND: &str = "
+ln ratio: of the perplexities, model to reference
+floor: mean KLD of the reference from itself, its KV cache in f32 and its tokens in other portions
+RMS dp: root mean square of the change in the probability of the text's tokens";
+
 /// Figures as rows and models as columns, which stays readable with several models.
 fn table(outcomes: &[Outcome]) -> Vec<String> {
     let mut rows: Vec<Vec<String>> = Vec::new();
@@ -461,7 +470,7 @@ fn table(outcomes: &[Outcome]) -> Vec<String> {
     push("    99.9 %", &kld(|k| k.p999));
     push("    max", &kld(|k| k.max));
     push("    floor", &|o| Some(kld_cell(o.self_noise?.mean)));
-    push("same top-1", &|o| {
+    push("same best token", &|o| {
         Some(format!("{:.2} %", 100.0 * against(o)?.same_top1))
     });
     push("RMS dp", &|o| {

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 #[derive(Args, Debug)]
 pub struct InspectArgs {
     /// demo, a folder, a file, a hub id or a name from `nq list`
-    pub path: String,
+    pub model: String,
     /// Also read every parameter and the tokenizer, and fail if anything is wrong
     #[arg(long)]
     pub verify: bool,
@@ -51,7 +51,7 @@ struct Row {
 
 /// Runs `nq inspect`.
 pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
-    let opened = model::open(Some(&args.path), global, &Terminal::new())?;
+    let opened = model::open(Some(&args.model), global, &Terminal::new())?;
     let checkpoint = &opened.checkpoint;
     if args.verify {
         nq::verify(checkpoint)?;
@@ -201,17 +201,15 @@ fn describe_record(out: &mut String, record: &QuantizationRecord) -> fmt::Result
         None => writeln!(out, "  quality          not measured")?,
         Some(q) => {
             let number = |pointer: &str| q.pointer(pointer).and_then(Value::as_f64);
-            let mut said = Vec::new();
-            for (label, pointer) in [
-                ("KL divergence", "/kld/mean"),
-                ("same top-1", "/same_top1"),
-                ("perplexity", "/ppl"),
-                ("of the source", "/ppl_ref"),
-            ] {
-                if let Some(v) = number(pointer) {
-                    said.push(format!("{label} {v:.5}"));
-                }
-            }
+            let said: Vec<String> = [
+                number("/kld/mean").map(|v| format!("KL divergence {v:.5}")),
+                number("/same_top1").map(|v| format!("same best token {:.2} %", 100.0 * v)),
+                number("/ppl").map(|v| format!("perplexity {v:.3}")),
+                number("/ppl_ref").map(|v| format!("of the source {v:.3}")),
+            ]
+            .into_iter()
+            .flatten()
+            .collect();
             writeln!(out, "  quality          {}", said.join(", "))?;
             if let (Some(text), Some(tokens)) =
                 (q.get("text").and_then(Value::as_str), q.get("tokens"))

@@ -133,7 +133,7 @@ fn table(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
             "p99",
             "p99.9",
             "max",
-            "same top-1",
+            "same best token",
             "RMS dp",
             "ln(ppl/ppl_ref)",
         ]);

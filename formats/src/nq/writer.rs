@@ -111,6 +111,15 @@ impl Writer {
         let resuming = options.resume && staging.join(PLAN).exists();
         // What a kill at the very end of `discard` leaves; fails, as it should, unless empty.
         let _ = fs::remove_dir(&staging);
+        if options.resume && !resuming && !options.force && dest.exists() {
+            return Err(Error::Exists {
+                path: dest.into(),
+                what:
+                    "already there, and no unfinished work to resume beside it; --force replaces \
+                       it once the new one is whole"
+                        .into(),
+            });
+        }
         check_destination(dest, Form::Folder, options.force)?;
         source.check_apart(dest)?;
         let (files, staged) = staged_work(&staging)?;

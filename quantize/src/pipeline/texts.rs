@@ -5,6 +5,7 @@ use super::state::{State, Text, save};
 use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
 use crate::error::Result;
 use crate::quality;
+use nq_formats::Progress;
 use nq_formats::nq::Writer;
 
 /// Seeds of held-out text differ from those of calibration text by this.
@@ -37,7 +38,16 @@ impl Job<'_> {
         if let (CalibrationSource::File(path), None) = (&o.calibration, &calibration)
             && n > 0
         {
-            calibration = Some(calibration::read(path, &prompter, (n, length))?);
+            let text = calibration::read(path, &prompter, (n, length))?;
+            if text.ids.len() < n {
+                self.progress.note(&format!(
+                    "{}: calibrated on all of its {} tokens, fewer than the {} asked for",
+                    path.display(),
+                    text.tokens(),
+                    o.calib_tokens
+                ));
+            }
+            calibration = Some(text);
         }
         if sample_calibration || sample_held_out {
             let engine = self.sampling_engine(state)?;

@@ -77,8 +77,8 @@ pub struct QuantizeArgs {
     /// Seed of everything random
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Raise bits until the mean KL divergence against the source is at most this, or fail; with
-    /// a target size, do not raise them
+    /// Raise bits until the mean KL divergence from the source, in nats per token, is at most this
+    /// (e.g. 0.02), or fail; with a target size, just fail
     #[arg(long, value_name = "X", value_parser = parse_kld)]
     pub max_kld: Option<f64>,
     /// The same until the best token agrees at this share of positions, e.g. 0.95 or 95%
@@ -217,6 +217,13 @@ impl QuantizeArgs {
         }
         if let CalibrationSource::File(path) = self.calibration() {
             check_text(&path, "--calib")?;
+            let extension = path.extension().and_then(|e| e.to_str());
+            if !extension.is_some_and(|e| ["txt", "jsonl"].contains(&e)) {
+                bail!(
+                    "--calib {}: expected `self` or a file that ends in .txt or .jsonl",
+                    path.display()
+                );
+            }
         }
         self.eval_text
             .as_deref()

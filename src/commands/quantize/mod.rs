@@ -45,20 +45,19 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let options = args.options(global, schemes, target.folder(), source);
     let job = Job::new(&model.checkpoint, &options, &terminal)?;
     let estimate = job.estimate();
-    for line in plan(&model.name, &options, &estimate) {
-        terminal.note(&line);
-    }
+    let mut lines = plan(&model.name, &options, &estimate);
     match job.device_estimate()? {
-        Some(device) => terminal.note(&device_plan(&device)),
+        Some(device) => lines.push(device_plan(&device)),
         None if args.device_memory.is_some() => {
             terminal.note("--device-memory is ignored: no GPU is used");
         }
         None => {}
     }
     if args.dry_run {
-        dry_run(&job, &estimate, global, &terminal)?;
+        dry_run(&job, &target, lines, &estimate, global)?;
         return Ok(ExitCode::SUCCESS);
     }
+    lines.iter().for_each(|line| terminal.note(line));
     if let Some(parent) = options.out.parent() {
         std::fs::create_dir_all(parent).with_context(|| format!("{}: create", parent.display()))?;
     }
@@ -104,24 +103,30 @@ fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The rest of the plan, which takes a look at the device, and the whole as JSON.
+/// Prints the plan `lines` and the rest of it, or the whole as JSON.
 fn dry_run(
     job: &Job<'_>,
+    target: &Target,
+    mut lines: Vec<String>,
     estimate: &Estimate,
     global: &Global,
-    terminal: &Terminal,
 ) -> anyhow::Result<()> {
     let tuning = job.tuning_estimate()?;
-    if let Some(tuning) = &tuning {
-        terminal.note(&tuning.describe());
-    }
     if global.json {
         let mut json = serde_json::to_value(estimate)?;
         json["tuning"] = serde_json::to_value(tuning)?;
         json["device"] = serde_json::to_value(job.device_estimate()?)?;
-        print_line(&serde_json::to_string_pretty(&json)?)?;
+        json["out"] = target.out.display().to_string().into();
+        return Ok(print_line(&serde_json::to_string_pretty(&json)?)?);
     }
-    Ok(())
+    lines.extend(tuning.map(|tuning| tuning.describe()));
+    let there = match (target.out.exists(), target.force) {
+        (true, false) => " (already there: the run needs --force)",
+        (true, true) => " (already there: replaced once the new one is whole)",
+        (false, _) => "",
+    };
+    lines.push(format!("out: {}{there}", target.out.display()));
+    Ok(print_line(&lines.join("\n"))?)
 }
 
 /// What a run takes of a GPU's memory, in a line.
@@ -143,7 +148,7 @@ fn device_plan(device: &DeviceEstimate) -> String {
 fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<String> {
     let head = match options.schemes.head {
         Some(head) => head.to_string(),
-        None => "as it is".into(),
+        None => "as they are".into(),
     };
     let least = u32::from(options.bits);
     let chosen = match options.target {

@@ -92,7 +92,10 @@ fn cost_lines(report: &QuantizeReport) -> Vec<String> {
         let floor = format!("{:.1e}: the source against itself in FP16", noise.mean);
         lines.push(row("noise floor", floor));
     }
-    lines.push(row("fallbacks", report.fallbacks.len()));
+    match &report.fallbacks[..] {
+        [] => lines.push(row("fallbacks", "none")),
+        all => lines.extend(all.iter().map(|why| row("fallback", why))),
+    }
     if report.seconds > 0.0 {
         let took = format!(
             "{:.1} s, {} of memory at the peak",
@@ -148,8 +151,8 @@ fn worst_layer_lines(report: &QuantizeReport) -> Vec<String> {
     let mut lines = vec![
         format!("\nThe worst of {} weights:", report.layers.len()),
         format!(
-            "  {:<40} {:>4} {:>9} {:>9}",
-            "weight", "bits", "error", "at output"
+            "  {:<40} {:>4} {:>12} {:>12}",
+            "name", "bits", "weight error", "output error"
         ),
     ];
     lines.extend(report.worst(WORST_LAYERS).into_iter().map(|l| {
@@ -158,7 +161,7 @@ fn worst_layer_lines(report: &QuantizeReport) -> Vec<String> {
             None => "-".into(),
         };
         let error = format!("{:.2} %", 100.0 * l.rel_error);
-        format!("  {:<40} {:>4} {error:>9} {output:>9}", l.name, l.bits)
+        format!("  {:<40} {:>4} {error:>12} {output:>12}", l.name, l.bits)
     }));
     lines
 }
