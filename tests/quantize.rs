@@ -189,7 +189,7 @@ fn auto_tunes_only_what_can_keep_the_limit() {
     let (hopeless, error) = run("0.000001", &[]);
     assert_eq!(hopeless.status.code(), Some(1));
     assert!(
-        error.contains("not tuned, as 0.00000100 is wanted"),
+        error.contains("not tuned, as 0.000001 is wanted"),
         "{error}"
     );
     assert!(error.contains("is predicted to reach"), "{error}");

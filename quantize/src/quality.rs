@@ -45,13 +45,17 @@ impl Limits {
     }
 }
 
-/// A divergence as people read it: three significant digits, without an exponent.
+/// A divergence as people read it: four significant digits at most, without an exponent.
 pub(crate) fn nats(x: f64) -> String {
     let places = match x.abs() {
-        a if a > 0.0 && a.is_finite() => (2 - a.log10().floor() as i32).clamp(0, 12),
+        a if a > 0.0 && a.is_finite() => (3 - a.log10().floor() as i32).clamp(0, 12),
         _ => 0,
     };
-    format!("{x:.*}", places as usize)
+    let text = format!("{x:.*}", places as usize);
+    match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text,
+    }
 }
 
 /// Text that quality is measured on.
@@ -212,16 +216,17 @@ mod tests {
     use super::nats;
 
     #[test]
-    fn divergences_of_any_size_show_three_digits() {
+    fn divergences_of_any_size_show_four_digits() {
         for (x, expected) in [
-            (0.03553, "0.0355"),
-            (0.000_001, "0.00000100"),
-            (1.5, "1.50"),
+            (0.035_534, "0.03553"),
+            (0.000_001, "0.000001"),
+            (1.5, "1.5"),
             (1234.4, "1234"),
+            (1200.0, "1200"),
             (0.0, "0"),
             (f64::NAN, "NaN"),
             (f64::INFINITY, "inf"),
-            (1e-300, "0.000000000000"),
+            (1e-300, "0"),
         ] {
             assert_eq!(nats(x), expected);
         }

@@ -83,13 +83,19 @@ impl Job<'_> {
         calibration: Option<&Sequences>,
     ) -> Result<Schemes> {
         if let Some(held) = self.holding(state) {
-            return Ok(held);
+            // A run that was killed while it tried a smaller one goes on with that.
+            let begun = |next: &Schemes| state.overrides.as_ref() == Some(&next.overrides);
+            let next = self.smaller_schemes(state, &held).filter(begun);
+            return Ok(next.unwrap_or(held));
         }
         if !state.attempts.is_empty() {
             return Ok(match self.next_schemes(writer, state, calibration)? {
                 Next::Schemes(schemes) => schemes,
-                // Measured again, so that the report says by how much.
-                Next::Done | Next::Hopeless(_) => self.schemes_of(&state.attempts[0]),
+                // Measured again, so that the report says by how much: what is staged, if it was.
+                Next::Done | Next::Hopeless(_) => {
+                    let staged = state.overrides.as_ref().and_then(|o| state.attempt(o));
+                    self.schemes_of(staged.unwrap_or(&state.attempts[0]))
+                }
             });
         }
         let Some(target) = self.options.target else {
@@ -182,6 +188,7 @@ impl Job<'_> {
         let attempts = state.attempts.iter().map(|a| Tried {
             predicted: self.predicted(menus, a),
             measured: self.expected(state, a) / a.limit(&self.options.limits),
+            aimed: !a.out_of_reach && a.overrides != self.options.schemes.overrides,
         });
         attempts.collect()
     }

@@ -10,10 +10,12 @@ pub(super) struct Tried {
     pub(super) predicted: f64,
     /// What was measured of it, as a share of the limit: up to 1 it holds.
     pub(super) measured: f64,
+    /// True if it was chosen to hold the limit.
+    pub(super) aimed: bool,
 }
 
-/// The predicted loss at which the limit is expected to hold, but barely; each choice that broke it
-/// leaves more room for error. Between one choice that
+/// The predicted loss at which the limit is expected to hold, but barely; each choice that was to
+/// hold it and did not leaves more room for error. Between one choice that
 /// holds it and one that does not, what is measured is taken for a power of what is predicted;
 /// beyond them, for proportional to it. `None` without a choice whose figures are numbers.
 pub(super) fn aim(tried: &[Tried]) -> Option<f64> {
@@ -26,7 +28,8 @@ pub(super) fn aim(tried: &[Tried]) -> Option<f64> {
     let holding = of(true).max_by(|a, b| a.predicted.total_cmp(&b.predicted));
     let broken = of(false).min_by(|a, b| a.predicted.total_cmp(&b.predicted));
     let nearest = holding.or(broken)?;
-    let share = AIM.powi(of(false).count().max(1) as i32);
+    let missed = of(false).filter(|t| t.aimed).count();
+    let share = AIM.powi(1 + missed as i32);
     let Some((a, b)) = holding
         .zip(broken)
         .filter(|(a, b)| a.predicted < b.predicted)
@@ -47,6 +50,7 @@ mod tests {
         let tried = |&(predicted, measured)| Tried {
             predicted,
             measured,
+            aimed: false,
         };
         points.iter().map(tried).collect()
     }
@@ -59,9 +63,13 @@ mod tests {
         assert!((aimed - 0.015 * AIM).abs() < 1e-12, "{aimed}");
         let aimed = aim(&tried(&[(0.01, 0.5)])).unwrap();
         assert!((aimed - 0.02 * AIM).abs() < 1e-12, "{aimed}");
-        // Of those that do not hold, the nearest.
-        let aimed = aim(&tried(&[(0.03, 2.0), (0.02, 1.1), (0.05, 3.0)])).unwrap();
-        assert!((aimed - 0.02 * AIM.powi(3) / 1.1).abs() < 1e-12, "{aimed}");
+        // Of those that do not hold, the nearest; one that was to hold leaves more room.
+        let mut points = tried(&[(0.03, 2.0), (0.02, 1.1), (0.05, 3.0)]);
+        let aimed = aim(&points).unwrap();
+        assert!((aimed - 0.02 * AIM / 1.1).abs() < 1e-12, "{aimed}");
+        points[1].aimed = true;
+        let aimed = aim(&points).unwrap();
+        assert!((aimed - 0.02 * AIM.powi(2) / 1.1).abs() < 1e-12, "{aimed}");
         assert!(aim(&tried(&[(0.03, 0.0)])).unwrap() > 1.0);
     }
 
@@ -97,6 +105,7 @@ mod tests {
                 points.push(Tried {
                     predicted,
                     measured,
+                    aimed: true,
                 });
             }
             let held = points.iter().map(|t| t.measured).filter(|m| *m <= 1.0);
