@@ -146,7 +146,7 @@ fn run_on_gpu(setup: &Setup, v: &Variant) -> anyhow::Result<()> {
     use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
     let precision = match v.tf32 {
         true => GemmPrecision::Tf32,
-        false => GemmPrecision::Split,
+        false => GemmPrecision::Full,
     };
     run(&CudaOps::new(&Gpu::open(0)?, precision)?, setup, v)
 }

@@ -12,15 +12,25 @@ use nq_kernels::grad::{
 };
 use nq_kernels::rng::Philox;
 
-fn ops(precision: GemmPrecision) -> Option<CudaOps> {
-    match Gpu::open(0) {
-        Ok(gpu) => Some(CudaOps::new(&gpu, precision).unwrap()),
+/// The GPU with nq's products and, where it is installed, with cuBLAS's.
+fn ops(precision: GemmPrecision) -> Vec<CudaOps> {
+    let gpu = match Gpu::open(0) {
+        Ok(gpu) => gpu,
         Err(e) => {
             let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
             assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
             println!("skipped: {e}");
-            None
+            return Vec::new();
         }
+    };
+    let own = CudaOps::with_own_products(&gpu, precision).unwrap();
+    let best = CudaOps::new(&gpu, precision).unwrap();
+    match best.products() == own.products() {
+        true => {
+            println!("skipped: cuBLAS's products, as it is not installed");
+            vec![own]
+        }
+        false => vec![own, best],
     }
 }
 
@@ -373,18 +383,27 @@ fn error(name: &str, a: &[f32], b: &[f32]) -> f64 {
 
 #[test]
 fn operations_are_those_of_the_cpu() {
-    let Some(gpu) = ops(GemmPrecision::Split) else {
+    let gpus = ops(GemmPrecision::Full);
+    if gpus.is_empty() {
         return;
-    };
+    }
     let expected = run(&CpuOps);
-    let (found, again) = (run(&gpu), run(&gpu));
-    assert!(found == again, "the same operation twice, two results");
     let mut failed = Vec::new();
-    for (i, ((name, limit, a), (_, _, b))) in found.iter().zip(&expected).enumerate() {
-        for (part, (a, b)) in a.iter().zip(b).enumerate() {
-            let e = error(name, a, b);
-            if e.is_nan() || e > *limit {
-                failed.push(format!("case {i}, {name}, part {part}: off by {e:.2e}"));
+    for gpu in gpus {
+        let by = gpu.products();
+        let (found, again) = (run(&gpu), run(&gpu));
+        assert!(
+            found == again,
+            "the same operation twice, two results, {by}"
+        );
+        for (i, ((name, limit, a), (_, _, b))) in found.iter().zip(&expected).enumerate() {
+            for (part, (a, b)) in a.iter().zip(b).enumerate() {
+                let e = error(name, a, b);
+                if e.is_nan() || e > *limit {
+                    failed.push(format!(
+                        "{by}, case {i}, {name}, part {part}: off by {e:.2e}"
+                    ));
+                }
             }
         }
     }
@@ -393,26 +412,16 @@ fn operations_are_those_of_the_cpu() {
 
 #[test]
 fn tf32_products_are_near() {
-    let Some(gpu) = ops(GemmPrecision::Tf32) else {
-        return;
-    };
-    let product = |precise: bool| {
-        let g = Gemm::linear(200, 150, 700);
-        let (a, b) = (random(200 * 700, 1), random(150 * 700, 2));
-        let n = 200 * 150;
-        match precise {
-            true => {
-                let mut c = vec![0.0; n];
-                CpuOps.gemm(g, &a, &b, &mut c).unwrap();
-                c
-            }
-            false => {
-                let mut c = put(&gpu, &vec![0.0; n]);
-                gpu.gemm(g, &put(&gpu, &a), &put(&gpu, &b), &mut c).unwrap();
-                get(&gpu, &c, n)
-            }
-        }
-    };
-    let e = error("gemm", &product(false), &product(true));
-    assert!((1e-6..1e-3).contains(&e), "off by {e:.2e}");
+    let g = Gemm::linear(200, 150, 700);
+    let n = 200 * 150;
+    let (a, b) = (random(200 * 700, 1), random(150 * 700, 2));
+    let mut precise = vec![0.0; n];
+    CpuOps.gemm(g, &a, &b, &mut precise).unwrap();
+    for gpu in ops(GemmPrecision::Tf32) {
+        let mut c = put(&gpu, &vec![0.0; n]);
+        gpu.gemm(g, &put(&gpu, &a), &put(&gpu, &b), &mut c).unwrap();
+        let e = error("gemm", &get(&gpu, &c, n), &precise);
+        let by = gpu.products();
+        assert!((1e-6..1e-3).contains(&e), "{by}: off by {e:.2e}");
+    }
 }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 fn ops() -> Option<Arc<CudaOps>> {
     match Gpu::open(0) {
-        Ok(gpu) => Some(Arc::new(CudaOps::new(&gpu, GemmPrecision::Split).unwrap())),
+        Ok(gpu) => Some(Arc::new(CudaOps::new(&gpu, GemmPrecision::Full).unwrap())),
         Err(e) => {
             let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
             assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");

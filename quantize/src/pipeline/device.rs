@@ -111,7 +111,7 @@ impl Job<'_> {
             use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
             let gpu = Gpu::open(n)?;
             let buffer = gpu.upload("moments of the head's inputs", &moments.data)?;
-            let ops = Arc::new(CudaOps::new(&gpu, GemmPrecision::Split)?);
+            let ops = Arc::new(CudaOps::new(&gpu, GemmPrecision::Full)?);
             return crate::second_order::device::input_stats(&ops, buffer, moments.cols);
         }
         Ok(inputs)

@@ -139,7 +139,7 @@ impl Job<'_> {
             #[cfg(feature = "cuda")]
             Device::Cuda(n) => {
                 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-                let ops = CudaOps::new(&Gpu::open(n)?, GemmPrecision::Split)?;
+                let ops = CudaOps::new(&Gpu::open(n)?, GemmPrecision::Full)?;
                 let rows = self.device_estimate()?.map_or(usize::MAX, |d| d.rows);
                 let stepper = crate::stepper::OpsStepper::with_rows(ops, self.config(), rows);
                 Ok(Stepper::Gpu(Box::new(stepper)))

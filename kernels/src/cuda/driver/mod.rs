@@ -3,10 +3,12 @@
 //! The driver library is loaded when a device is opened, so one binary runs with or without
 //! one. Kernels are in fatbins that the build embeds; a kernel is found by its name.
 
+mod blas;
 mod memory;
 mod stream;
 mod tensor_map;
 
+pub(crate) use blas::{Blas, Side};
 pub use memory::{Address, Buffer, MemoryUse, Pinned, taken};
 pub(crate) use stream::LaunchShape;
 pub use stream::{Graph, Mark, Stream};

@@ -59,6 +59,11 @@ impl Stream {
         &self.0.gpu
     }
 
+    /// As the driver knows it.
+    pub(super) fn raw(&self) -> sys::CUstream {
+        self.0.handle
+    }
+
     /// Launches kernel `name` with `args`, the one structure it takes by value.
     ///
     /// # Safety

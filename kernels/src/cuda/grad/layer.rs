@@ -2,7 +2,7 @@
 //! `cuda/grad_rows.cu`.
 
 use super::{CudaOps, GemmPrecision, THREADS, blocks};
-use crate::cuda::driver::{Address, Buffer};
+use crate::cuda::driver::{Address, Buffer, Side};
 use crate::error::Result;
 use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences, enough};
 
@@ -62,13 +62,6 @@ struct SiluArgs {
     n: i64,
 }
 
-/// A matrix of a product: where it starts, and values from row to row.
-#[derive(Clone, Copy)]
-pub(in crate::cuda) struct Side {
-    pub(in crate::cuda) at: Address,
-    pub(in crate::cuda) ld: usize,
-}
-
 /// `GradGemmArgs` of `cuda/grad_gemm.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -100,6 +93,20 @@ impl CudaOps {
     /// # Safety
     /// The operands hold what `g` says; C's rows are contiguous unless the batch is 1.
     pub(in crate::cuda) unsafe fn product(&self, g: Gemm, a: Side, b: Side, c: Side) -> Result<()> {
+        if let Some(blas) = &self.blas {
+            let tf32 = self.precision == GemmPrecision::Tf32;
+            // SAFETY: the caller's.
+            return unsafe { blas.product(g, (a, b, c), tf32) };
+        }
+        // SAFETY: the caller's.
+        unsafe { self.own_product(g, a, b, c) }
+    }
+
+    /// The same by nq's kernels.
+    ///
+    /// # Safety
+    /// As [`CudaOps::product`].
+    unsafe fn own_product(&self, g: Gemm, a: Side, b: Side, c: Side) -> Result<()> {
         let (an, bn, cn) = (g.m * g.k, g.k * g.n, g.m * g.n);
         let tiles = g.m.div_ceil(TILE) * g.n.div_ceil(TILE);
         let wanted = (2 * self.gpu.info().multiprocessors).div_ceil(tiles);
@@ -140,7 +147,7 @@ impl CudaOps {
         };
         let side = |transposed| if transposed { 't' } else { 'n' };
         let terms = match self.precision {
-            GemmPrecision::Split => 3,
+            GemmPrecision::Full => 3,
             GemmPrecision::Tf32 => 1,
         };
         let name = format!("grad_gemm_{}{}_{terms}", side(g.ta), side(g.tb));

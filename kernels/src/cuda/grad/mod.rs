@@ -3,17 +3,18 @@
 pub(super) mod layer;
 mod train;
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
+use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Stream};
 use crate::error::Result;
 use crate::grad::{Buffers, enough};
 use std::sync::{Mutex, MutexGuard};
 
-/// How products of f32 use tensor cores.
+/// How precise products of f32 are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GemmPrecision {
-    /// Operands in two TF32 parts: within about `2^-27 k` for sums of k products.
+    /// As in f32: by cuBLAS in f32, by nq's kernels with operands in two TF32 parts, within
+    /// about `2^-27 k` for sums of k products.
     #[default]
-    Split,
+    Full,
     /// Operands rounded to TF32.
     Tf32,
 }
@@ -23,6 +24,7 @@ pub struct CudaOps {
     gpu: Gpu,
     stream: Stream,
     precision: GemmPrecision,
+    blas: Option<Blas>,
     scratch: Mutex<Buffer<f32>>,
 }
 
@@ -34,17 +36,35 @@ fn blocks(n: usize, of: usize) -> (usize, usize, usize) {
 }
 
 impl CudaOps {
-    /// The device, with a stream of its own.
+    /// The device, with a stream of its own. Products are cuBLAS's where it is installed
+    /// (`NQ_CUBLAS` names its file, or is `off`), else those of nq's kernels.
+    ///
+    /// # Errors
+    /// The driver's; a library that `NQ_CUBLAS` names and that cannot be used.
+    pub fn new(gpu: &Gpu, precision: GemmPrecision) -> Result<Self> {
+        let mut ops = Self::with_own_products(gpu, precision)?;
+        ops.blas = Blas::open(&ops.stream)?;
+        Ok(ops)
+    }
+
+    /// As [`CudaOps::new`], without cuBLAS.
     ///
     /// # Errors
     /// The driver's.
-    pub fn new(gpu: &Gpu, precision: GemmPrecision) -> Result<Self> {
+    pub fn with_own_products(gpu: &Gpu, precision: GemmPrecision) -> Result<Self> {
         Ok(CudaOps {
             gpu: gpu.clone(),
             stream: gpu.stream()?,
             precision,
+            blas: None,
             scratch: Mutex::new(gpu.zeros("partial sums", 1)?),
         })
+    }
+
+    /// What multiplies matrices: cuBLAS and its version, or nq's kernels.
+    pub fn products(&self) -> String {
+        let own = || "nq's kernels".to_owned();
+        self.blas.as_ref().map_or_else(own, Blas::name)
     }
 
     /// The device.
@@ -151,7 +171,7 @@ impl Buffers for CudaOps {
     type Codes = Buffer<u8>;
 
     fn device(&self) -> String {
-        self.gpu.info().to_string()
+        format!("{}, products by {}", self.gpu.info(), self.products())
     }
 
     fn floats(&self, what: &'static str, len: usize) -> Result<Buffer<f32>> {

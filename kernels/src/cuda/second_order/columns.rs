@@ -2,9 +2,9 @@
 //! `cuda/round_columns.cu`).
 
 use super::{Order, THREADS, cover, runs};
+use crate::cuda::driver::Side;
 use crate::cuda::driver::{Address, Buffer};
 use crate::cuda::grad::CudaOps;
-use crate::cuda::grad::layer::Side;
 use crate::error::Result;
 use crate::grad::{Gemm, enough};
 use std::ops::Range;

@@ -1,0 +1,274 @@
+//! cuBLAS, where it is installed: products of f32 matrices.
+//!
+//! NVIDIA's library is not part of a driver, so it is loaded when first asked for, and whoever
+//! asks has kernels of its own for a machine without it. Only what is called is looked up, in
+//! whichever of the versions is there: these functions are the same in all of them.
+
+use super::{Address, Buffer, Gpu, Stream};
+use crate::error::{Error, Result};
+use crate::grad::Gemm;
+use cudarc::cublas::sys::{
+    cublasComputeType_t as Compute, cublasGemmAlgo_t as Algorithm, cublasHandle_t as Handle,
+    cublasOperation_t as Operation, cudaDataType as Type,
+};
+use cudarc::driver::sys::CUstream;
+use libloading::Library;
+use std::env;
+use std::ffi::{OsString, c_int, c_longlong, c_void};
+use std::ptr;
+use std::sync::{Mutex, PoisonError};
+
+/// Says where the library is, or `off`.
+pub(crate) const VARIABLE: &str = "NQ_CUBLAS";
+
+/// Where it is looked for otherwise: the newest that the loader knows, then the toolkit's.
+const NAMES: [&str; 4] = [
+    "libcublas.so.13",
+    "libcublas.so.12",
+    "libcublas.so.11",
+    "/usr/local/cuda/lib64/libcublas.so",
+];
+
+/// Bytes that the library may work in: what NVIDIA recommends for its largest chips
+/// (cuBLAS documentation, `cublasSetWorkspace`). Given, so that it takes none by itself.
+const WORKSPACE: usize = 32 << 20;
+
+/// What a function answers; 0 is success.
+type Status = c_int;
+type Create = unsafe extern "C" fn(*mut Handle) -> Status;
+type Destroy = unsafe extern "C" fn(Handle) -> Status;
+type SetStream = unsafe extern "C" fn(Handle, CUstream) -> Status;
+type SetWorkspace = unsafe extern "C" fn(Handle, *mut c_void, usize) -> Status;
+type GetVersion = unsafe extern "C" fn(Handle, *mut c_int) -> Status;
+type GemmStridedBatchedEx = unsafe extern "C" fn(
+    Handle,
+    Operation,
+    Operation,
+    c_int,
+    c_int,
+    c_int,
+    *const c_void,
+    *const c_void,
+    Type,
+    c_int,
+    c_longlong,
+    *const c_void,
+    Type,
+    c_int,
+    c_longlong,
+    *const c_void,
+    *mut c_void,
+    Type,
+    c_int,
+    c_longlong,
+    c_int,
+    Compute,
+    Algorithm,
+) -> Status;
+
+/// A matrix of a product, row-major: where it starts, and values from row to row.
+#[derive(Clone, Copy)]
+pub(crate) struct Side {
+    pub(crate) at: Address,
+    pub(crate) ld: usize,
+}
+
+/// The library, bound to one stream.
+pub(crate) struct Blas {
+    gpu: Gpu,
+    // One call at a time: they share the handle's workspace.
+    handle: Mutex<Owned>,
+    gemm: GemmStridedBatchedEx,
+    destroy: Destroy,
+    version: c_int,
+    _workspace: Buffer<u8>,
+    // Last, so that nothing outlives its code.
+    _library: Library,
+}
+
+struct Owned(Handle);
+
+// SAFETY: the handle may be used from any thread, one at a time, which the mutex around it sees
+// to, once the context is current there.
+unsafe impl Send for Owned {}
+
+impl Blas {
+    /// The library, its work queued in `stream`; `None` where there is none that works, or the
+    /// user wants none.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if the library that the user names cannot be used, and the driver's.
+    pub(crate) fn open(stream: &Stream) -> Result<Option<Self>> {
+        match env::var_os(VARIABLE).filter(|v| !v.is_empty()) {
+            Some(v) if v == "off" => Ok(None),
+            Some(path) => Self::load(&path, stream).map(Some),
+            None => {
+                let found = NAMES.iter().map(|name| Self::load(&name.into(), stream));
+                Ok(found.filter_map(Result::ok).next())
+            }
+        }
+    }
+
+    fn load(name: &OsString, stream: &Stream) -> Result<Self> {
+        let failed = |why: String| Error::Cuda {
+            what: "using cuBLAS",
+            why: format!("{}: {why}", name.display()),
+        };
+        let gpu = stream.gpu().clone();
+        gpu.0.bind()?;
+        // SAFETY: the library's initializers are NVIDIA's. The types are those of its headers.
+        let (library, create, destroy, set_stream, set_workspace, get_version, gemm) = unsafe {
+            let library = Library::new(name).map_err(|e| failed(e.to_string()))?;
+            let missing = |e: libloading::Error| failed(e.to_string());
+            let create = *library
+                .get::<Create>(b"cublasCreate_v2\0")
+                .map_err(missing)?;
+            let destroy = *library
+                .get::<Destroy>(b"cublasDestroy_v2\0")
+                .map_err(missing)?;
+            let stream = *library
+                .get::<SetStream>(b"cublasSetStream_v2\0")
+                .map_err(missing)?;
+            let workspace = *library
+                .get::<SetWorkspace>(b"cublasSetWorkspace_v2\0")
+                .map_err(missing)?;
+            let version = *library
+                .get::<GetVersion>(b"cublasGetVersion_v2\0")
+                .map_err(missing)?;
+            let gemm = *library
+                .get::<GemmStridedBatchedEx>(b"cublasGemmStridedBatchedEx\0")
+                .map_err(missing)?;
+            (library, create, destroy, stream, workspace, version, gemm)
+        };
+        let workspace: Buffer<u8> = gpu.zeros("cuBLAS's workspace", WORKSPACE)?;
+        let mut handle: Handle = ptr::null_mut();
+        let mut version = 0;
+        let call = |what: &str, status: Status| match status {
+            0 => Ok(()),
+            status => Err(failed(format!("{what} answers {status}"))),
+        };
+        // SAFETY: the context is current; the handle is what was created; stream and workspace
+        // live as long as it. The stream comes first: setting it would reset the workspace.
+        unsafe {
+            call("cublasCreate", create(&raw mut handle))?;
+            let ready = call("cublasSetStream", set_stream(handle, stream.raw()))
+                .and_then(|()| {
+                    let at = workspace.at(0).0 as *mut c_void;
+                    call("cublasSetWorkspace", set_workspace(handle, at, WORKSPACE))
+                })
+                .and_then(|()| call("cublasGetVersion", get_version(handle, &raw mut version)));
+            if let Err(e) = ready {
+                destroy(handle);
+                return Err(e);
+            }
+        }
+        Ok(Blas {
+            gpu,
+            handle: Mutex::new(Owned(handle)),
+            gemm,
+            destroy,
+            version,
+            _workspace: workspace,
+            _library: library,
+        })
+    }
+
+    /// The library and its version.
+    pub(crate) fn name(&self) -> String {
+        // 11.x and later: major * 10000 + minor * 100 + patch.
+        let (major, minor) = (self.version / 10_000, self.version / 100 % 100);
+        format!("cuBLAS {major}.{minor}")
+    }
+
+    /// Queues `C (+)= alpha op(A) op(B)`; operands in TF32 if `tf32`, in f32 otherwise.
+    ///
+    /// # Safety
+    /// The operands hold what `g` says, and stay until the stream is waited for.
+    ///
+    /// # Errors
+    /// A shape that the library cannot count; its own.
+    pub(crate) unsafe fn product(
+        &self,
+        g: Gemm,
+        (a, b, c): (Side, Side, Side),
+        tf32: bool,
+    ) -> Result<()> {
+        let failed = |why: String| Error::Cuda {
+            what: "multiplying matrices by cuBLAS",
+            why,
+        };
+        let size = |n: usize| {
+            c_int::try_from(n).map_err(|_| failed(format!("{n} is beyond what it counts to")))
+        };
+        let op = |transposed| match transposed {
+            true => Operation::CUBLAS_OP_T,
+            false => Operation::CUBLAS_OP_N,
+        };
+        let pointer = |s: Side| s.at.0 as *const c_void;
+        let stride = |n: usize| n as c_longlong;
+        let compute = match tf32 {
+            true => Compute::CUBLAS_COMPUTE_32F_FAST_TF32,
+            false => Compute::CUBLAS_COMPUTE_32F,
+        };
+        let beta = if g.accumulate { 1.0f32 } else { 0.0 };
+        let (m, n, k, batch) = (size(g.m)?, size(g.n)?, size(g.k)?, size(g.batch)?);
+        let (lda, ldb, ldc) = (size(a.ld)?, size(b.ld)?, size(c.ld)?);
+        let float = Type::CUDA_R_32F;
+        self.gpu.0.bind()?;
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        // The library's matrices are column-major: C^T = op(B)^T op(A)^T.
+        // SAFETY: the caller's; the factors are read before the call returns, which is the
+        // library's default.
+        let status = unsafe {
+            (self.gemm)(
+                handle.0,
+                op(g.tb),
+                op(g.ta),
+                n,
+                m,
+                k,
+                (&raw const g.alpha).cast(),
+                pointer(b),
+                float,
+                ldb,
+                stride(g.k * g.n),
+                pointer(a),
+                float,
+                lda,
+                stride(g.m * g.k),
+                (&raw const beta).cast(),
+                c.at.0 as *mut c_void,
+                float,
+                ldc,
+                stride(g.m * g.n),
+                batch,
+                compute,
+                Algorithm::CUBLAS_GEMM_DEFAULT,
+            )
+        };
+        match status {
+            0 => Ok(()),
+            status => Err(failed(format!(
+                "{}: status {status} for {} x {} x {}, {} at once",
+                self.name(),
+                g.m,
+                g.n,
+                g.k,
+                g.batch
+            ))),
+        }
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        let handle = self
+            .handle
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        if self.gpu.0.bind().is_ok() {
+            // SAFETY: made by `load`, destroyed once. A failure here has no one to hear of it.
+            unsafe { (self.destroy)(handle.0) };
+        }
+    }
+}
