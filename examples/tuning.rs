@@ -3,7 +3,8 @@
 //!
 //! `cargo run --release --example tuning -- SOURCE QUANTIZED TEXT[:BYTES],... VARIANT...`, where
 //! QUANTIZED is a folder that nq made from SOURCE and a variant is
-//! `NAME:steps=300,batch=32,codes=0.00185,...`; what it does not set is the product's, but for 200 steps.
+//! `NAME:steps=300,batch=32,codes=0.00185,...`; what it does not set is the product's, but for 200
+//! steps.
 //! Divergences of texts are measured on the second halves of windows of 512 tokens, in f32.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
@@ -15,6 +16,7 @@ use nq_kernels::grad::GradOps;
 use nq_quantize::calibration::Prompter;
 use nq_quantize::tune::graph::Graph;
 use nq_quantize::tune::params::{Canonical, Model};
+use nq_quantize::tune::plan::rate_codes;
 use nq_quantize::tune::train::{Settings, Trainer};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -38,6 +40,8 @@ fn variant(spec: &str) -> anyhow::Result<Variant> {
         settings: Settings {
             steps: 200,
             seed: 0x7475_6E69_6E67_0001,
+            // Unless one is given, that of the steps and the batch.
+            rate_codes: f32::NAN,
             ..Settings::default()
         },
     };
@@ -60,7 +64,11 @@ fn variant(spec: &str) -> anyhow::Result<Variant> {
             other => bail!("no setting {other}"),
         }
     }
-    v.settings.pass = v.settings.pass.min(v.settings.batch);
+    let s = &mut v.settings;
+    s.pass = s.pass.min(s.batch);
+    if s.rate_codes.is_nan() {
+        s.rate_codes = rate_codes(s.steps, s.batch);
+    }
     Ok(v)
 }
 

@@ -7,8 +7,8 @@
 
 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
 use nq_kernels::grad::{
-    Adam, CpuOps, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape, Rounding,
-    UNKNOWN,
+    Adam, Buffers, CpuOps, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape,
+    Rounding, UNKNOWN,
 };
 use nq_kernels::rng::Philox;
 
@@ -424,4 +424,29 @@ fn tf32_products_are_near() {
         let by = gpu.products();
         assert!((1e-6..1e-3).contains(&e), "{by}: off by {e:.2e}");
     }
+}
+
+#[test]
+fn rows_arrive_as_they_are_made() {
+    let Some(gpu) = ops(GemmPrecision::Full).pop() else {
+        return;
+    };
+    // More than both staging buffers hold, in rows that do not fill them.
+    let (rows, cols) = (3000, 4100);
+    let fill = |row: usize, values: &mut [f32]| {
+        let number = |(col, v): (usize, &mut f32)| *v = (row * 7 + col) as f32;
+        values.iter_mut().enumerate().for_each(number);
+        Ok::<_, nq_kernels::Error>(())
+    };
+    let made = gpu.rows("a test", (rows, cols), fill).unwrap();
+    let values = get(&gpu, &made, rows * cols);
+    let expected = CpuOps.rows("a test", (rows, cols), fill).unwrap();
+    assert!(values == expected);
+    let wide = gpu.rows("a test", (2, 5 << 20), fill).unwrap();
+    assert_eq!(get(&gpu, &wide, 10 << 20)[(5 << 20) + 3], 10.0);
+    let refuse = |row: usize, _: &mut [f32]| match row {
+        2999 => Err(nq_kernels::Error::DeviceMemory { what: "row 2999" }),
+        _ => Ok(()),
+    };
+    assert!(gpu.rows("a test", (rows, cols), refuse).is_err());
 }

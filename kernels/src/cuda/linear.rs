@@ -1,6 +1,6 @@
 //! Packed weights on the device, and the products with them.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Mark, Pinned, Stream};
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Staging, Stream};
 use super::pack::{PackedKind, Packing, Stack};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
@@ -41,8 +41,7 @@ const STAGING: usize = 32 << 20;
 pub struct Uploader {
     gpu: Gpu,
     stream: Stream,
-    staging: [(Pinned<u8>, Option<Mark>); 2],
-    steps: usize,
+    staging: Staging<u8>,
 }
 
 impl Uploader {
@@ -51,12 +50,10 @@ impl Uploader {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn new(gpu: &Gpu) -> Result<Self> {
-        let staging = || gpu.pinned("a staging buffer", STAGING);
         Ok(Uploader {
             stream: gpu.stream()?,
-            staging: [(staging()?, None), (staging()?, None)],
+            staging: Staging::new(gpu, STAGING)?,
             gpu: gpu.clone(),
-            steps: 0,
         })
     }
 
@@ -88,19 +85,14 @@ impl Uploader {
         }
         for first in (0..packing.tiles()).step_by(step) {
             let n = step.min(packing.tiles() - first);
-            let (host, pending) = &mut self.staging[self.steps % 2];
-            self.steps += 1;
-            if let Some(mark) = pending.take() {
-                mark.wait()?;
-            }
             let (cn, mn) = (n * code_tile, n * meta_tile);
-            let (c, m) = host.values_mut()[..cn + mn].split_at_mut(cn);
-            packing.pack(first, c, m)?;
-            self.stream
-                .write(&mut codes, first * code_tile, host, 0..cn)?;
-            self.stream
-                .write(&mut meta, first * meta_tile, host, cn..cn + mn)?;
-            *pending = Some(self.stream.mark()?);
+            let stream = &self.stream;
+            self.staging.turn(stream, |host| {
+                let (c, m) = host.values_mut()[..cn + mn].split_at_mut(cn);
+                packing.pack(first, c, m)?;
+                stream.write(&mut codes, first * code_tile, host, 0..cn)?;
+                stream.write(&mut meta, first * meta_tile, host, cn..cn + mn)
+            })?;
         }
         Ok(DeviceLinear {
             kind,

@@ -263,6 +263,14 @@ pub trait Buffers {
 
     /// `len` zeros; `what` is named if they do not fit.
     fn floats(&self, what: &'static str, len: usize) -> Result<Self::Floats>;
+    /// `rows` rows of `cols` values, each as `fill` writes it, given the row's number: on all
+    /// cores, so that a large matrix needs no copy in the host's memory.
+    fn rows<E: From<Error> + Send>(
+        &self,
+        what: &'static str,
+        dims: (usize, usize),
+        fill: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
+    ) -> Result<Self::Floats, E>;
     /// `len` zeros.
     fn ids(&self, what: &'static str, len: usize) -> Result<Self::Ids>;
     /// A copy of `values`.

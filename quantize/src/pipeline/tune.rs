@@ -15,7 +15,7 @@ use crate::tune::plan::{
 };
 use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
 use nq_formats::nq::{Param, Writer};
-use nq_formats::{Group, Progress, Weight};
+use nq_formats::{Group, Progress, Unit, Weight};
 use nq_kernels::grad::{CpuOps, GradOps};
 use nq_kernels::rng::Philox;
 use nq_runtime::device::Device;
@@ -76,10 +76,6 @@ impl TuningEstimate {
         }
     }
 }
-
-/// Sequences of a batch from which on the rate of codes is that of [`Settings`]' default: below it
-/// goes with the root of the batch.
-const RATE_BATCH: f32 = 32.0;
 
 /// What a device takes on at once, at most.
 #[derive(Clone, Copy)]
@@ -308,14 +304,20 @@ impl Job<'_> {
         trainer.run(Some(&path), &self.progress)?;
         tuning.settings = Some(trainer.settings().clone());
         tuning.checks = trainer.checks().to_vec();
+        let steps = config.num_hidden_layers as u64 + 1;
+        (self.progress).begin("rounding the tuned weights", steps, Unit::Items);
         let best = trainer.best(&staged)?;
         drop(trainer);
         match best {
-            Some(best) => self.restage(writer, state, &best, &source)?,
+            Some(best) => {
+                self.restage(writer, state, &best, &source)?;
+                self.progress.end();
+            }
             None => {
                 let why = "tuning did not lower the KL divergence on held-out text; the weights \
                            stay as the method made them";
                 tuning.fallback = Some(why.into());
+                self.progress.end();
                 self.progress.note(why);
             }
         }
@@ -385,10 +387,7 @@ impl Job<'_> {
             return Ok(false);
         };
         chosen.batch = chosen.batch.next_multiple_of(pass);
-        // That of codes goes with the root of the batch.
-        let rate =
-            Settings::default().rate_codes * (chosen.batch as f32 / RATE_BATCH).sqrt().min(1.0);
-        trainer.plan(chosen, rate);
+        trainer.plan(chosen);
         Ok(true)
     }
 
@@ -473,6 +472,7 @@ impl Job<'_> {
                 note_tuned(rows, &name, weights.linear(kind), source.linear(kind))?;
             }
             writer.put(&step, &params(index, weights))?;
+            self.progress.advance(1);
         }
         let mut ends = vec![
             (FINAL_NORM.to_owned(), Param::Vector(&tuned.final_norm)),

@@ -177,10 +177,8 @@ impl<O: GradOps> Matrix<O> {
     /// # Errors
     /// A weight that is not finite; the device's.
     pub fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
-        let values = crate::linalg::Matrix::from_weight(name, weight)?.data;
-        let mut floats = ops.floats("weights", values.len())?;
-        ops.write(&mut floats, &values)?;
-        Ok(Matrix::Dense(floats))
+        let row = |row: usize, values: &mut [f32]| read_row(name, weight, row, values);
+        Ok(Matrix::Dense(ops.rows("weights", weight.dims(), row)?))
     }
 
     /// A student's weight: tuned if it is quantized in groups that fill its rows, else as it
@@ -544,6 +542,19 @@ impl<O: GradOps> Model<O> {
     }
 }
 
+/// The weight with other scales; its codes stay.
+fn with_scales(a: &AffineWeight, scales: &[f32]) -> Result<Weight> {
+    let w = AffineWeight::new(
+        a.scheme(),
+        (a.out_features(), a.in_features()),
+        a.codes().clone(),
+        scales.iter().map(|&s| f16::from_f32(s)).collect(),
+        a.zeros().clone(),
+        None,
+    )?;
+    Ok(Weight::Quantized(QuantizedWeight::Affine(w)))
+}
+
 /// `base` with the tuned values that `lookup` gives for a name put in: codes rounded anew,
 /// scales to f16. Zero-points stay.
 ///
@@ -561,6 +572,10 @@ pub fn rounded<'a>(
             return Ok(w.clone());
         };
         check_finite(name, scales, a.groups())?;
+        let Some(latent) = lookup(&format!("{name}.latent")) else {
+            return with_scales(a, scales);
+        };
+        check_finite(name, latent, a.in_features())?;
         let p = parts(a);
         let mut out = Rounded::new(Grid::new(a.scheme())?, a.out_features(), a.in_features());
         out.codes = p.codes;
@@ -570,13 +585,10 @@ pub fn rounded<'a>(
                 zero: zero as u8,
             };
         }
-        if let Some(latent) = lookup(&format!("{name}.latent")) {
-            check_finite(name, latent, a.in_features())?;
-            let groups = out.codes.chunks_mut(p.group).zip(latent.chunks(p.group));
-            for ((codes, latent), &params) in groups.zip(&out.params) {
-                out.grid.round(params, latent, codes);
-            }
-        }
+        let codes = out.codes.par_chunks_mut(p.group);
+        let groups = codes.zip(latent.par_chunks(p.group));
+        let groups = groups.zip(out.params.par_iter());
+        groups.for_each(|((codes, latent), &params)| out.grid.round(params, latent, codes));
         out.to_weight()
     };
     let norm = |name: String, t: &Tensor| -> Result<Tensor> {

@@ -452,6 +452,6 @@ fn tuning_helps_and_resumes_to_the_same_bits() {
         batch: 16,
         checks: 8,
     };
-    other.plan(schedule, 0.004);
+    other.plan(schedule);
     assert!(!other.take_up(&path).unwrap());
 }

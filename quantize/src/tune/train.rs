@@ -2,7 +2,7 @@
 
 use super::graph::Graph;
 use super::params::{Canonical, Kind, Model, Values, rounded};
-use super::plan::{CHECKS, Pace, Schedule};
+use super::plan::{CHECKS, Pace, RATE_CODES, Schedule, rate_codes};
 use super::sample::Sampler;
 use super::strays::Strays;
 use crate::error::{Error, Result};
@@ -64,15 +64,17 @@ impl Default for Settings {
             held_out: 64,
             checks: CHECKS,
             codes: true,
-            rate_codes: 1.85e-3,
+            rate_codes: RATE_CODES,
             rate_scales: 3e-4,
             rate_gains: 1e-3,
             warmup: 20,
             // Text seen twice costs half as much to sample and teaches as much as text seen once;
             // four times taught less.
             visits: 2,
+            // In every sequence: where only half of them had any, long schedules drifted away
+            // from the teacher on text of another kind.
             strays: Strays {
-                sequences: 0.5,
+                sequences: 1.0,
                 tokens: 0.1,
             },
             seed: 0,
@@ -80,8 +82,8 @@ impl Default for Settings {
     }
 }
 
-/// Adam's decays. The second is short: a schedule is a few hundred steps.
-const BETA1: f32 = 0.9;
+/// Adam's decays. The second is short: a schedule may be a few hundred steps.
+const BETA1: f32 = 0.95;
 const BETA2: f32 = 0.99;
 /// Far below the root of any squared gradient that matters.
 const EPSILON: f32 = 1e-12;
@@ -189,7 +191,11 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         progress: &dyn Progress,
     ) -> Result<Self> {
         let s = &settings;
+        progress.begin("moving both models to the device", 2, Unit::Items);
         let student = Model::student(ops, config, quantized, source, s.codes)?;
+        progress.advance(1);
+        let teacher = Model::teacher(ops, config, source)?;
+        progress.end();
         let (sum, n) = student
             .values()
             .iter()
@@ -199,7 +205,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             });
         let mut trainer = Trainer {
             ops,
-            teacher: Model::teacher(ops, config, source)?,
+            teacher,
             student,
             graph: Graph::new(ops, config, s.pass, s.length)?,
             sampler: Sampler::new(ops, config, s.slots, s.length)?,
@@ -306,11 +312,12 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         Ok(pace)
     }
 
-    /// Sets the schedule. Its batch must be a multiple of the sequences of a pass.
-    pub fn plan(&mut self, schedule: Schedule, rate_codes: f32) {
+    /// Sets the schedule, and the rate that suits it. Its batch must be a multiple of the
+    /// sequences of a pass.
+    pub fn plan(&mut self, schedule: Schedule) {
         let s = &mut self.settings;
         (s.steps, s.batch, s.checks) = (schedule.steps, schedule.batch, schedule.checks);
-        s.rate_codes = rate_codes;
+        s.rate_codes = rate_codes(s.steps, s.batch);
     }
 
     /// What decides the result.

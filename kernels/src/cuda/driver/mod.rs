@@ -5,11 +5,13 @@
 
 mod blas;
 mod memory;
+mod staging;
 mod stream;
 mod tensor_map;
 
 pub(crate) use blas::{Blas, Side};
 pub use memory::{Address, Buffer, MemoryUse, Pinned, taken};
+pub(crate) use staging::Staging;
 pub(crate) use stream::LaunchShape;
 pub use stream::{Graph, Mark, Stream};
 pub(crate) use tensor_map::{Matrix, TensorMap};

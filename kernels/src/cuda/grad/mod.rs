@@ -3,10 +3,11 @@
 pub(super) mod layer;
 mod train;
 
-use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Stream};
-use crate::error::Result;
+use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Staging, Stream};
+use crate::error::{Error, Result};
 use crate::grad::{Buffers, enough};
-use std::sync::{Mutex, MutexGuard};
+use rayon::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// How precise products of f32 are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,7 +27,12 @@ pub struct CudaOps {
     precision: GemmPrecision,
     blas: Option<Blas>,
     scratch: Mutex<Buffer<f32>>,
+    /// Made when first needed.
+    staging: Mutex<Option<Staging<f32>>>,
 }
+
+/// Values that are made and copied at a time.
+const STAGED: usize = 4 << 20;
 
 /// Threads of a block of elementwise work, and of warps that take a row each.
 const THREADS: usize = 256;
@@ -58,6 +64,7 @@ impl CudaOps {
             precision,
             blas: None,
             scratch: Mutex::new(gpu.zeros("partial sums", 1)?),
+            staging: Mutex::new(None),
         })
     }
 
@@ -176,6 +183,33 @@ impl Buffers for CudaOps {
 
     fn floats(&self, what: &'static str, len: usize) -> Result<Buffer<f32>> {
         self.gpu.zeros(what, len)
+    }
+
+    fn rows<E: From<Error> + Send>(
+        &self,
+        what: &'static str,
+        (rows, cols): (usize, usize),
+        fill: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
+    ) -> Result<Buffer<f32>, E> {
+        let mut to = self.gpu.zeros(what, rows * cols)?;
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        // A row that is longer than a buffer gets a buffer of its length.
+        let room = STAGED.max(cols);
+        let staging = match &mut *staging {
+            Some(staging) if staging.len() >= room => staging,
+            other => other.insert(Staging::new(&self.gpu, room)?),
+        };
+        let step = room / cols.max(1);
+        for first in (0..rows).step_by(step.max(1)) {
+            let n = step.min(rows - first) * cols;
+            staging.turn(&self.stream, |host| {
+                let by_row = host.values_mut()[..n].par_chunks_mut(cols).enumerate();
+                by_row.try_for_each(|(row, values)| fill(first + row, values))?;
+                let copied = self.stream.write(&mut to, first * cols, host, 0..n);
+                copied.map_err(E::from)
+            })?;
+        }
+        Ok(to)
     }
 
     fn ids(&self, what: &'static str, len: usize) -> Result<Buffer<u32>> {

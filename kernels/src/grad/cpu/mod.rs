@@ -5,6 +5,8 @@ mod layer;
 mod train;
 
 use super::{Buffers, Result, enough};
+use crate::error::Error;
+use rayon::prelude::*;
 
 /// The CPU, on rayon's threads.
 #[derive(Clone, Copy, Debug, Default)]
@@ -31,6 +33,18 @@ impl Buffers for CpuOps {
 
     fn floats(&self, _what: &'static str, len: usize) -> Result<Vec<f32>> {
         Ok(vec![0.0; len])
+    }
+
+    fn rows<E: From<Error> + Send>(
+        &self,
+        _what: &'static str,
+        (rows, cols): (usize, usize),
+        fill: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
+    ) -> Result<Vec<f32>, E> {
+        let mut values = vec![0.0; rows * cols];
+        let by_row = values.par_chunks_mut(cols.max(1)).enumerate();
+        by_row.try_for_each(|(row, values)| fill(row, values))?;
+        Ok(values)
     }
 
     fn ids(&self, _what: &'static str, len: usize) -> Result<Vec<u32>> {
