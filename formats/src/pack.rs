@@ -20,8 +20,12 @@ pub fn unpack_row(bits: Bits, packed: &[u8], codes: &mut [u8]) {
     match bits {
         Bits::B8 => codes.copy_from_slice(&packed[..codes.len()]),
         Bits::B4 => {
-            for (i, c) in codes.iter_mut().enumerate() {
-                *c = (packed[i / 2] >> (4 * (i & 1))) & 15;
+            let (pairs, last) = codes.as_chunks_mut::<2>();
+            for ([low, high], &b) in pairs.iter_mut().zip(packed) {
+                (*low, *high) = (b & 15, b >> 4);
+            }
+            for c in last {
+                *c = packed[pairs.len()] & 15;
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::pack;
-use crate::scheme::{AffineScheme, Group, Zeros};
+use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use crate::tensor::Tensor;
 use bytes::Bytes;
 use half::f16;
@@ -291,14 +291,45 @@ impl AffineWeight {
         (s, o)
     }
 
-    /// Writes row `row` as f32 into `out` (`in_features` long): `s * q + o`, one rounding.
+    /// Writes row `row` as f32 into `out` (`in_features` long): `s * q + o`, one rounding, as
+    /// the product of an f16 and 8 bits is exact.
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
-        let packed = self.row_codes(row);
-        let affine: Vec<_> = (0..self.groups()).map(|g| self.affine(row, g)).collect();
-        for (i, w) in out.iter_mut().enumerate() {
-            let (s, o) = affine[self.group_of(i)];
-            let q = f32::from(pack::code_at(self.scheme.bits, packed, i));
-            *w = s.mul_add(q, o);
+        let (bits, packed) = (self.scheme.bits, self.row_codes(row));
+        if self.g_idx.is_some() {
+            let affine: Vec<_> = (0..self.groups()).map(|g| self.affine(row, g)).collect();
+            for (i, w) in out.iter_mut().enumerate() {
+                let (s, o) = affine[self.group_of(i)];
+                *w = s * f32::from(pack::code_at(bits, packed, i)) + o;
+            }
+            return;
+        }
+        let size = self.scheme.group.size(self.in_features).max(1);
+        for (g, values) in out.chunks_mut(size).enumerate() {
+            let (s, o) = self.affine(row, g);
+            let start = g * size;
+            match bits {
+                Bits::B8 => {
+                    for (w, &q) in values.iter_mut().zip(&packed[start..]) {
+                        *w = s * f32::from(q) + o;
+                    }
+                }
+                Bits::B4 if start.is_multiple_of(2) => {
+                    let (pairs, last) = values.as_chunks_mut::<2>();
+                    let bytes = &packed[start / 2..];
+                    for ([low, high], &b) in pairs.iter_mut().zip(bytes) {
+                        *low = s * f32::from(b & 15) + o;
+                        *high = s * f32::from(b >> 4) + o;
+                    }
+                    for w in last {
+                        *w = s * f32::from(bytes[pairs.len()] & 15) + o;
+                    }
+                }
+                Bits::B4 => {
+                    for (i, w) in values.iter_mut().enumerate() {
+                        *w = s * f32::from(pack::code_at(bits, packed, start + i)) + o;
+                    }
+                }
+            }
         }
     }
 }

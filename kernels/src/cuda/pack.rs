@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 use nq_formats::pack::code_at;
 use nq_formats::{
     AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
@@ -342,15 +343,20 @@ impl<'a> Packing<'a> {
     fn pack_dense(&self, t: &Tensor, row: usize, place: Place, codes: &mut [u8]) -> Result<()> {
         let factor = 2f32.powi(self.exponent);
         let mut values = [0f32; SPAN];
+        let mut halves = [f16::ZERO; SPAN];
         for (span, codes) in codes.chunks_exact_mut(self.kind.code_bytes()).enumerate() {
             let n = SPAN.min(self.inputs - span * SPAN);
             values[n..].fill(0.0);
             t.copy_f32(row * self.inputs + span * SPAN, &mut values[..n])?;
-            for (k, v) in values.iter().enumerate() {
-                let (c, t, i) = (k / 32, k % 32 / 8, k % 8);
-                let word = ((2 * c + i / 4) * 32 + place.lane(t)) * 16;
-                let at = word + (i % 4 / 2 * 2 + place.upper) * 4 + i % 2 * 2;
-                codes[at..at + 2].copy_from_slice(&f16::from_f32(v * factor).to_le_bytes());
+            values.iter_mut().for_each(|v| *v *= factor);
+            halves.convert_from_f32_slice(&values);
+            // Two inputs at a time: they stand next to each other.
+            for (pair, [low, high]) in halves.as_chunks::<2>().0.iter().enumerate() {
+                let (c, t, i) = (pair / 16, pair % 16 / 4, pair % 4);
+                let word = ((2 * c + i / 2) * 32 + place.lane(t)) * 16;
+                let at = word + (i % 2 * 2 + place.upper) * 4;
+                let both = u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16;
+                codes[at..at + 4].copy_from_slice(&both.to_le_bytes());
             }
         }
         Ok(())
@@ -495,17 +501,7 @@ fn common_exponent(parts: &[&Weight]) -> Result<i32> {
             continue;
         }
         all_half = false;
-        const CHUNK: usize = 1 << 16;
-        let top = (0..t.len().div_ceil(CHUNK))
-            .into_par_iter()
-            .map(|i| -> Result<f32> {
-                let n = CHUNK.min(t.len() - i * CHUNK);
-                let mut values = vec![0f32; n];
-                t.copy_f32(i * CHUNK, &mut values)?;
-                Ok(values.iter().fold(0f32, |m, v| m.max(v.abs())))
-            })
-            .try_reduce(|| 0f32, |a, b| Ok(a.max(b)))?;
-        greatest = greatest.max(top);
+        greatest = greatest.max(greatest_of(t)?);
     }
     if all_half || greatest == 0.0 || !greatest.is_finite() {
         return Ok(0);
@@ -519,6 +515,26 @@ fn common_exponent(parts: &[&Weight]) -> Result<i32> {
         }
     }
     Ok(exponent.clamp(-100, 100))
+}
+
+/// The greatest magnitude in a tensor of floats; what is no number does not count.
+fn greatest_of(t: &Tensor) -> Result<f32> {
+    const PART: usize = 1 << 20;
+    let parts = (0..t.len().div_ceil(PART)).into_par_iter();
+    parts
+        .map(|part| {
+            let (start, end) = (part * PART, t.len().min((part + 1) * PART));
+            // On the stack: allocating for each piece costs more than looking at it.
+            let mut values = [0f32; 4096];
+            let mut greatest = 0f32;
+            for at in (start..end).step_by(values.len()) {
+                let values = &mut values[..4096.min(end - at)];
+                t.copy_f32(at, values)?;
+                greatest = values.iter().fold(greatest, |m, v| m.max(v.abs()));
+            }
+            Ok(greatest)
+        })
+        .try_reduce(|| 0f32, |a, b| Ok(a.max(b)))
 }
 
 #[cfg(test)]

@@ -513,12 +513,14 @@ fn note_tuned(
         return Ok(());
     };
     let (n, cols) = source.dims();
-    let rows = (0..n).into_par_iter().map(|r| {
-        let (mut a, mut b) = (vec![0.0; cols], vec![0.0; cols]);
-        read_row(name, source, r, &mut a)?;
-        read_row(name, tuned, r, &mut b)?;
+    // Rows go through memory that each thread keeps: allocated for each, it would be mapped anew
+    // all the time.
+    let room = || (vec![0.0; cols], vec![0.0; cols]);
+    let rows = (0..n).into_par_iter().map_init(room, |(a, b), r| {
+        read_row(name, source, r, a)?;
+        read_row(name, tuned, r, b)?;
         let square = |v: f32| f64::from(v).powi(2);
-        let error: f64 = a.iter().zip(&b).map(|(a, b)| square(a - b)).sum();
+        let error: f64 = a.iter().zip(b.iter()).map(|(a, b)| square(a - b)).sum();
         Ok((error, a.iter().map(|&a| square(a)).sum::<f64>()))
     });
     // Summed in order: the same for any number of threads.
