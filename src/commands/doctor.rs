@@ -50,6 +50,8 @@ struct GpuFindings {
     devices: Vec<String>,
     /// What the driver says of each device that this build can use.
     usable: Vec<UsableGpu>,
+    /// What multiplies matrices of f32 when quantizing on the first of them.
+    products: Option<String>,
     /// The driver that this build's kernels need.
     driver_needed: Option<u32>,
 }
@@ -80,6 +82,19 @@ fn usable() -> Result<Vec<UsableGpu>, String> {
 #[cfg(not(feature = "cuda"))]
 fn usable() -> Result<Vec<UsableGpu>, String> {
     Ok(Vec::new())
+}
+
+/// What multiplies matrices when the first GPU quantizes, or why that cannot be said.
+#[cfg(feature = "cuda")]
+fn products() -> Result<String, String> {
+    use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+    let ops = Gpu::open(0).and_then(|gpu| CudaOps::new(&gpu, GemmPrecision::Full));
+    ops.map(|ops| ops.products()).map_err(|e| e.to_string())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn products() -> Result<String, String> {
+    Err("built for the CPU alone".into())
 }
 
 #[derive(Serialize)]
@@ -312,11 +327,25 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
             Vec::new()
         }
     };
+    let products = match usable.is_empty() {
+        true => None,
+        false => match products() {
+            Ok(products) => Some(products),
+            Err(why) => {
+                problems.push(Problem {
+                    problem: format!("the GPU cannot quantize: {why}"),
+                    remedy: "unset NQ_CUBLAS or correct it, if it is set".into(),
+                });
+                None
+            }
+        },
+    };
     GpuFindings {
         built_in,
         driver,
         devices,
         usable,
+        products,
         driver_needed: built_in.then_some(DRIVER_NEEDED),
     }
 }
@@ -367,7 +396,7 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
 }
 
 /// Variables that change what nq does.
-const VARIABLES: [&str; 9] = [
+const VARIABLES: [&str; 10] = [
     "HF_HOME",
     "HF_HUB_CACHE",
     "HF_ENDPOINT",
@@ -376,6 +405,7 @@ const VARIABLES: [&str; 9] = [
     "NQ_HOME",
     "XDG_DATA_HOME",
     "NO_COLOR",
+    "NQ_CUBLAS",
     "CUDA_VISIBLE_DEVICES",
 ];
 
@@ -447,6 +477,16 @@ impl std::fmt::Display for Findings {
                 g.multiprocessors,
                 g.driver_cuda
             )?;
+        }
+        if let Some(products) = &self.gpu.products {
+            writeln!(f, "          quantizing multiplies by {products}")?;
+            if !products.starts_with("cuBLAS") {
+                writeln!(
+                    f,
+                    "          (cuBLAS, of the CUDA toolkit or pip's nvidia-cublas with NQ_CUBLAS \
+                     naming its libcublas.so, does more steps of --method auto in the same time)"
+                )?;
+            }
         }
         if let Some(needed) = self.gpu.driver_needed {
             writeln!(
