@@ -292,6 +292,13 @@ fn auto_tunes_what_gptq_made() {
         "gptq"
     };
     assert_eq!(report["method"], method);
+    assert_eq!(report["tuning"].is_object(), named.is_empty());
+    if named.is_empty() {
+        let (before, after) = ("held_out_before", "held_out_after");
+        let at = |key: &str| report["tuning"][key].as_f64().expect("a KL divergence");
+        assert!(at(after) < at(before), "{}", report["tuning"]);
+        assert_eq!(report["tuning"]["steps"], 2);
+    }
 
     let killed = dir.path().join("killed");
     let mut child = command(&killed, &steps)

@@ -88,6 +88,20 @@ impl Machine<'_> {
 }
 
 impl BenchSpec {
+    /// The largest session of any test, so that an engine can refuse it before it loads.
+    pub fn largest_session(&self) -> SessionSpec {
+        self.session_spec(self.prompt_tokens.max(self.gen_tokens))
+    }
+
+    fn session_spec(&self, tokens: usize) -> SessionSpec {
+        SessionSpec {
+            slots: self.batch,
+            ctx: self.depth + tokens,
+            kv: self.kv,
+            max_rows: PREFILL_ROWS.max(self.batch),
+        }
+    }
+
     /// A session with room for `tokens` after the depth, filled to the depth with random
     /// tokens.
     fn session(
@@ -116,12 +130,7 @@ impl BenchSpec {
                 found: format!("{} + {tokens}", self.depth),
             });
         }
-        let mut session = engine.session(SessionSpec {
-            slots: self.batch,
-            ctx,
-            kv: self.kv,
-            max_rows: PREFILL_ROWS.max(self.batch),
-        })?;
+        let mut session = engine.session(self.session_spec(tokens))?;
         if self.depth > 0 {
             let stage = format!("filling {} tokens", self.depth);
             let _stage = Stage::begin(progress, &stage, 1, Unit::Items);

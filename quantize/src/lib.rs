@@ -37,7 +37,7 @@ pub use memory::Estimate;
 pub use on_the_fly::{OnTheFly, quantize_at_load, requantize, rounded_weights};
 pub use pipeline::{Job, QuantizeOptions, TargetSize, Tuning};
 pub use quality::Limits;
-pub use report::{LayerReport, QuantizeReport, WorstToken};
+pub use report::{LayerReport, QuantizeReport, TuningReport, WorstToken};
 pub use schemes::Schemes;
 pub use stages::Stage;
 pub use tune::{Effort, TuneOptions};

@@ -2,7 +2,7 @@
 
 use crate::calibration::Sequences;
 use crate::error::{Error, Result};
-use crate::pipeline::SEQUENCE;
+use crate::pipeline::{SEQUENCE, Tuning};
 use crate::report::WorstToken;
 use nq_evals::{EvalReport, EvalSpec, Evaluation, KldStats, Protocol, compare, self_noise};
 use nq_formats::{Files, ModelConfig, Progress};
@@ -186,6 +186,8 @@ pub fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::QuantizeR
     let store = checkpoint.store();
     let tensor_bytes: u64 = store.entries().iter().map(|e| e.bytes).sum();
     let linears = record.linears;
+    let tuning = record.settings.get("tuning").cloned();
+    let tuning: Option<Tuning> = tuning.and_then(|t| serde_json::from_value(t).ok());
     Ok(crate::QuantizeReport {
         out: root,
         format: store.format().into(),
@@ -207,6 +209,7 @@ pub fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::QuantizeR
         stages: Vec::new(),
         worst_tokens: Vec::new(),
         allocation: Vec::new(),
+        tuning: tuning.as_ref().and_then(Tuning::report),
         self_noise: None,
     })
 }

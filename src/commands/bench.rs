@@ -110,11 +110,13 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         ),
         false => None,
     };
+    let spec = args.spec();
     let options = LoadOptions {
         engine: match args.engine {
             EngineArg::Nq => EngineKind::Nq,
             EngineArg::Candle => EngineKind::Candle,
         },
+        session: Some(spec.largest_session()),
         ..global.load_options()
     };
     let meter = Meter::new(&options)?;
@@ -126,7 +128,6 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         read_gb_s: &read,
         cache_bytes: meter.cache_bytes()?,
     };
-    let spec = args.spec();
     let mut rows = bare(engine, args, &spec, machine, &terminal)?;
     if let Some(tokenizer) = &tokenizer {
         let sampling = SamplingParams::from_defaults(checkpoint.generation());

@@ -456,6 +456,7 @@ impl<'a> Job<'a> {
             quality: Some(measured.evaluation.report.clone()),
             worst_tokens: measured.worst.clone(),
             allocation: self.choices(state, schemes).unwrap_or_default(),
+            tuning: state.tuning.as_ref().and_then(Tuning::report),
             self_noise: state.noise,
         }
     }

@@ -7,7 +7,7 @@ use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
 use crate::error::{Error, Result};
 use crate::linalg::read_row;
 use crate::pipeline::SEQUENCE;
-use crate::report::LayerReport;
+use crate::report::{LayerReport, TuningReport};
 use crate::schemes::Schemes;
 use crate::tune::params::Canonical;
 use crate::tune::plan::{
@@ -42,6 +42,24 @@ pub struct Tuning {
     pub done: bool,
     /// Why nothing was tuned, or what was not done as asked.
     pub fallback: Option<String>,
+}
+
+impl Tuning {
+    /// What it did; `None` if it left the method's weights.
+    pub fn report(&self) -> Option<TuningReport> {
+        let (settings, last) = (self.settings.as_ref()?, self.checks.last()?);
+        let held_out = self.checks.iter().map(|c| c.held_out);
+        let done = self.done && self.fallback.is_none();
+        done.then(|| TuningReport {
+            device: self.device.clone(),
+            codes: settings.codes,
+            steps: last.step,
+            batch: settings.batch,
+            length: settings.length,
+            held_out_before: self.checks[0].held_out,
+            held_out_after: held_out.fold(f64::INFINITY, f64::min),
+        })
+    }
 }
 
 /// What tuning takes of a device's memory, before anything is done.

@@ -88,6 +88,15 @@ fn quality_lines(q: &EvalReport) -> Vec<String> {
 
 fn cost_lines(report: &QuantizeReport) -> Vec<String> {
     let mut lines = Vec::new();
+    if let Some(t) = &report.tuning {
+        let what = if t.codes { "codes, scales" } else { "scales" };
+        let tuned = format!(
+            "{what} and norms, {} steps of {} x {} tokens: KL divergence {:.5} -> {:.5} on text \
+             that no step saw",
+            t.steps, t.batch, t.length, t.held_out_before, t.held_out_after
+        );
+        lines.push(row("tuned", tuned));
+    }
     if let Some(noise) = &report.self_noise {
         let floor = format!("{:.1e}: the source against itself in FP16", noise.mean);
         lines.push(row("noise floor", floor));
