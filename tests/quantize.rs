@@ -4,16 +4,22 @@
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 /// The binary on the demo model with little text, so that a run takes seconds.
 fn command(out: &Path, more: &[&str]) -> Command {
+    command_of(Path::new("demo"), out, more)
+}
+
+fn command_of(model: &Path, out: &Path, more: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
     command
-        .args(["quantize", "demo", "--json", "--device", "cpu"])
-        .args(["--calib-tokens", "1024", "--eval-tokens", "512", "--out"])
+        .arg("quantize")
+        .arg(model)
+        .args(["--json", "--device", "cpu", "--calib-tokens", "1024"])
+        .args(["--eval-tokens", "512", "--out"])
         .arg(out)
         .args(more);
     command
@@ -21,6 +27,22 @@ fn command(out: &Path, more: &[&str]) -> Command {
 
 fn quantize(out: &Path, more: &[&str]) -> Output {
     command(out, more).output().expect("the binary runs")
+}
+
+/// The demo model for 128 positions, in `dir`: tuning takes text as long as the model does.
+fn short_demo(dir: &Path) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let to = dir.join("short");
+    std::fs::create_dir(&to).unwrap();
+    for entry in std::fs::read_dir(source).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+    let path = to.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["max_position_embeddings"] = 128.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    to
 }
 
 fn report(output: &Output) -> Value {
@@ -179,6 +201,12 @@ fn a_broken_limit_raises_bits_until_it_holds() {
 #[test]
 fn auto_tunes_only_what_can_keep_the_limit() {
     let dir = tempfile::tempdir().unwrap();
+    let model = short_demo(dir.path());
+    let quantize = |out: &Path, more: &[&str]| {
+        command_of(&model, out, more)
+            .output()
+            .expect("the binary runs")
+    };
     let out = dir.path().join("out");
     let run = |limit: &str, more: &[&str]| {
         let auto = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
@@ -268,6 +296,12 @@ fn a_target_that_nothing_reaches_is_refused_at_once() {
 #[test]
 fn auto_tunes_what_gptq_made() {
     let dir = tempfile::tempdir().unwrap();
+    let model = short_demo(dir.path());
+    let quantize = |out: &Path, more: &[&str]| {
+        command_of(&model, out, more)
+            .output()
+            .expect("the binary runs")
+    };
     let out = dir.path().join("auto");
     let steps = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
     let tuned = quantize(&out, &steps);
@@ -301,7 +335,7 @@ fn auto_tunes_what_gptq_made() {
     }
 
     let killed = dir.path().join("killed");
-    let mut child = command(&killed, &steps)
+    let mut child = command_of(&model, &killed, &steps)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
@@ -328,13 +362,19 @@ fn auto_tunes_what_gptq_made() {
 #[test]
 fn auto_goes_back_to_what_it_tuned() {
     let dir = tempfile::tempdir().unwrap();
+    let model = short_demo(dir.path());
+    let quantize = |out: &Path, more: &[&str]| {
+        command_of(&model, out, more)
+            .output()
+            .expect("the binary runs")
+    };
     let (out, whole) = (dir.path().join("out"), dir.path().join("whole"));
     let auto = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
     let undisturbed = quantize(&whole, &[&auto[..], &["--max-kld", "0.2"]].concat());
     assert_eq!(undisturbed.status.code(), Some(0));
     // Near enough for tuning to be tried, too far for two steps of it.
     let limit = (0.8 * kld(&report(&undisturbed))).to_string();
-    let mut child = command(&out, &[&auto[..], &["--max-kld", &limit]].concat())
+    let mut child = command_of(&model, &out, &[&auto[..], &["--max-kld", &limit]].concat())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()

@@ -74,7 +74,7 @@ pub struct Schedule {
     pub checks: usize,
 }
 
-/// The rate of codes of short schedules of [`RATE_BATCH`] sequences a step.
+/// The rate of codes of short schedules of 32 sequences a step.
 pub const RATE_CODES: f32 = 1.85e-3;
 /// Steps up to which it is that.
 const RATE_STEPS: f32 = 200.0;
