@@ -26,8 +26,16 @@ fn command_of(model: &Path, out: &Path, more: &[&str]) -> Command {
 }
 
 fn quantize(out: &Path, more: &[&str]) -> Output {
-    command(out, more).output().expect("the binary runs")
+    quantize_of(Path::new("demo"), out, more)
 }
+
+fn quantize_of(model: &Path, out: &Path, more: &[&str]) -> Output {
+    let output = command_of(model, out, more).output();
+    output.expect("the binary runs")
+}
+
+/// As little tuning as can be.
+const AUTO: [&str; 6] = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
 
 /// The demo model for 128 positions, in `dir`: tuning takes text as long as the model does.
 fn short_demo(dir: &Path) -> PathBuf {
@@ -202,15 +210,10 @@ fn a_broken_limit_raises_bits_until_it_holds() {
 fn auto_tunes_only_what_can_keep_the_limit() {
     let dir = tempfile::tempdir().unwrap();
     let model = short_demo(dir.path());
-    let quantize = |out: &Path, more: &[&str]| {
-        command_of(&model, out, more)
-            .output()
-            .expect("the binary runs")
-    };
+    let quantize = |out: &Path, more: &[&str]| quantize_of(&model, out, more);
     let out = dir.path().join("out");
     let run = |limit: &str, more: &[&str]| {
-        let auto = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
-        let made = quantize(&out, &[&auto[..], &["--max-kld", limit], more].concat());
+        let made = quantize(&out, &[&AUTO[..], &["--max-kld", limit], more].concat());
         let error = String::from_utf8_lossy(&made.stderr).into_owned();
         (made, error)
     };
@@ -297,14 +300,9 @@ fn a_target_that_nothing_reaches_is_refused_at_once() {
 fn auto_tunes_what_gptq_made() {
     let dir = tempfile::tempdir().unwrap();
     let model = short_demo(dir.path());
-    let quantize = |out: &Path, more: &[&str]| {
-        command_of(&model, out, more)
-            .output()
-            .expect("the binary runs")
-    };
+    let quantize = |out: &Path, more: &[&str]| quantize_of(&model, out, more);
     let out = dir.path().join("auto");
-    let steps = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
-    let tuned = quantize(&out, &steps);
+    let tuned = quantize(&out, &AUTO);
     let report = report(&tuned);
     assert_eq!(report["tensor_bytes"], 8_502_784);
     let config: Value = {
@@ -335,7 +333,7 @@ fn auto_tunes_what_gptq_made() {
     }
 
     let killed = dir.path().join("killed");
-    let mut child = command_of(&model, &killed, &steps)
+    let mut child = command_of(&model, &killed, &AUTO)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
@@ -346,7 +344,7 @@ fn auto_tunes_what_gptq_made() {
     child.kill().unwrap();
     child.wait().unwrap();
     assert!(!killed.exists(), "killed after its end");
-    let mut again = steps.to_vec();
+    let mut again = AUTO.to_vec();
     again.push("--resume");
     assert_eq!(quantize(&killed, &again).status.code(), Some(0));
     assert!(files(&killed) == files(&out));
@@ -363,18 +361,13 @@ fn auto_tunes_what_gptq_made() {
 fn auto_goes_back_to_what_it_tuned() {
     let dir = tempfile::tempdir().unwrap();
     let model = short_demo(dir.path());
-    let quantize = |out: &Path, more: &[&str]| {
-        command_of(&model, out, more)
-            .output()
-            .expect("the binary runs")
-    };
+    let quantize = |out: &Path, more: &[&str]| quantize_of(&model, out, more);
     let (out, whole) = (dir.path().join("out"), dir.path().join("whole"));
-    let auto = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
-    let undisturbed = quantize(&whole, &[&auto[..], &["--max-kld", "0.2"]].concat());
+    let undisturbed = quantize(&whole, &[&AUTO[..], &["--max-kld", "0.2"]].concat());
     assert_eq!(undisturbed.status.code(), Some(0));
     // Near enough for tuning to be tried, too far for two steps of it.
     let limit = (0.8 * kld(&report(&undisturbed))).to_string();
-    let mut child = command_of(&model, &out, &[&auto[..], &["--max-kld", &limit]].concat())
+    let mut child = command_of(&model, &out, &[&AUTO[..], &["--max-kld", &limit]].concat())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
@@ -397,7 +390,7 @@ fn auto_goes_back_to_what_it_tuned() {
 
     let resumed = quantize(
         &out,
-        &[&auto[..], &["--max-kld", "0.2", "--resume"]].concat(),
+        &[&AUTO[..], &["--max-kld", "0.2", "--resume"]].concat(),
     );
     let error = String::from_utf8_lossy(&resumed.stderr).into_owned();
     assert_eq!(resumed.status.code(), Some(0), "{error}");

@@ -29,7 +29,7 @@ pub(crate) const PIECE: usize = 1 << 26;
 pub(crate) const LOOKED_UP: f32 = 1.0;
 
 impl Job<'_> {
-    /// Names what the step depends on, besides the plan.
+    /// Names what the step, the last, depends on besides the plan: all schemes.
     pub(super) fn ends_key(&self, schemes: &Schemes) -> Result<String> {
         let layers = key(schemes, self.config().num_hidden_layers)?;
         Ok(format!("{layers} {:?}", schemes.of(HEAD)))

@@ -1,7 +1,7 @@
 //! Tuning of what the method made: from the staged weights, and back to them.
 
 use super::Job;
-use super::layers::{key, params, staged_layer};
+use super::layers::{params, staged_layer};
 use super::state::{State, save};
 use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::tune::plan::{
 };
 use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
 use nq_formats::nq::{Param, Writer};
-use nq_formats::{Group, Progress, Unit, Weight};
+use nq_formats::{Group, Progress, Unit, Weight, human_bytes};
 use nq_kernels::grad::{CpuOps, GradOps};
 use nq_kernels::rng::Philox;
 use nq_runtime::device::Device;
@@ -83,13 +83,13 @@ impl TuningEstimate {
             Some(plan) => format!(
                 "tuning {}: {} of {device}'s memory, {} may be used",
                 plan.what(),
-                human(plan.bytes),
-                human(self.limit)
+                human_bytes(plan.bytes),
+                human_bytes(self.limit)
             ),
             None => format!(
                 "no tuning: it takes {} of {device}'s memory at least, {} may be used",
-                human(self.least),
-                human(self.limit)
+                human_bytes(self.least),
+                human_bytes(self.limit)
             ),
         }
     }
@@ -149,7 +149,7 @@ impl Job<'_> {
         state: &mut State,
         schemes: &Schemes,
     ) -> Result<()> {
-        let key = self.tuning_key(schemes)?;
+        let key = self.ends_key(schemes)?;
         let Some(tuning) = state.tuning.as_mut().filter(|t| t.key != key) else {
             return Ok(());
         };
@@ -164,17 +164,12 @@ impl Job<'_> {
         remove_checkpoint(writer)
     }
 
-    fn tuning_key(&self, schemes: &Schemes) -> Result<String> {
-        let layers = key(schemes, self.checkpoint.config().num_hidden_layers)?;
-        Ok(format!("{layers} {:?}", schemes.of(HEAD)))
-    }
-
     /// True if the staged weights are those that tuning under `schemes` left.
     ///
     /// # Errors
     /// Schemes that do not fit the model.
     pub(super) fn is_tuned(&self, state: &State, schemes: &Schemes) -> Result<bool> {
-        let key = self.tuning_key(schemes)?;
+        let key = self.ends_key(schemes)?;
         Ok((state.tuning.as_ref()).is_some_and(|t| t.key == key && t.done))
     }
 
@@ -189,7 +184,7 @@ impl Job<'_> {
         if self.is_tuned(state, schemes)? {
             return Ok(());
         }
-        let key = self.tuning_key(schemes)?;
+        let key = self.ends_key(schemes)?;
         let staged = self.staged(writer)?;
         let limit = self.tuning_limit()?;
         match self.options.load.device.resolve()? {
@@ -288,7 +283,7 @@ impl Job<'_> {
             "tuning on {}: {}, {} of its memory, passes of {} x {length} tokens",
             tuning.device,
             plan.what(),
-            human(plan.bytes),
+            human_bytes(plan.bytes),
             plan.pass,
         ));
         let known = state.tuning.take().filter(|t| t.key == tuning.key);
@@ -591,8 +586,4 @@ fn total_memory() -> u64 {
     let line = info.lines().find_map(|l| l.strip_prefix("MemTotal:"));
     let kib = line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
     kib.map_or(8 << 30, |kib| kib * 1024)
-}
-
-fn human(bytes: u64) -> String {
-    format!("{:.1} GB", bytes as f64 / 1e9)
 }

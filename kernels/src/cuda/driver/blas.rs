@@ -14,7 +14,8 @@ use cudarc::cublas::sys::{
 use cudarc::driver::sys::CUstream;
 use libloading::Library;
 use std::env;
-use std::ffi::{OsString, c_int, c_longlong, c_void};
+use std::ffi::{OsStr, c_int, c_longlong, c_void};
+use std::fmt::Display;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
@@ -92,60 +93,73 @@ struct Owned(Handle);
 // to, once the context is current there.
 unsafe impl Send for Owned {}
 
+fn failed(name: &OsStr, why: &dyn Display) -> Error {
+    Error::Cuda {
+        what: "using cuBLAS",
+        why: format!("{}: {why} ({VARIABLE}=off does without)", name.display()),
+    }
+}
+
+/// A function of the library.
+///
+/// # Safety
+/// `F` is its type.
+unsafe fn symbol<F: Copy>(name: &OsStr, library: &Library, function: &str) -> Result<F> {
+    // SAFETY: the caller's.
+    let found = unsafe { library.get::<F>(function) };
+    found.map(|f| *f).map_err(|e| failed(name, &e))
+}
+
 impl Blas {
-    /// The library, its work queued in `stream`; `None` where there is none that works, or the
-    /// user wants none.
+    /// The library, its work queued in `stream`; `None` where none is installed, or the user wants
+    /// none.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the library that the user names cannot be used, and the driver's.
+    /// [`Error::Cuda`] if the library that the user names, or each of those installed, cannot be
+    /// used.
     pub(crate) fn open(stream: &Stream) -> Result<Option<Self>> {
+        // SAFETY: the library's initializers are NVIDIA's.
+        let load = |name: &OsStr| unsafe { Library::new(name) };
         match env::var_os(VARIABLE).filter(|v| !v.is_empty()) {
             Some(v) if v == "off" => Ok(None),
-            Some(path) => Self::load(&path, stream).map(Some),
+            Some(path) => {
+                let library = load(&path).map_err(|e| failed(&path, &e))?;
+                Self::bind(&path, library, stream).map(Some)
+            }
             None => {
-                let found = NAMES.iter().map(|name| Self::load(&name.into(), stream));
-                Ok(found.filter_map(Result::ok).next())
+                let mut refusal = None;
+                for name in NAMES.map(OsStr::new) {
+                    let Ok(library) = load(name) else { continue };
+                    match Self::bind(name, library, stream) {
+                        Ok(blas) => return Ok(Some(blas)),
+                        Err(e) => refusal = refusal.or(Some(e)),
+                    }
+                }
+                refusal.map_or(Ok(None), Err)
             }
         }
     }
 
-    fn load(name: &OsString, stream: &Stream) -> Result<Self> {
-        let failed = |why: String| Error::Cuda {
-            what: "using cuBLAS",
-            why: format!("{}: {why}", name.display()),
-        };
+    fn bind(name: &OsStr, library: Library, stream: &Stream) -> Result<Self> {
         let gpu = stream.gpu().clone();
         gpu.0.bind()?;
-        // SAFETY: the library's initializers are NVIDIA's. The types are those of its headers.
-        let (library, create, destroy, set_stream, set_workspace, get_version, gemm) = unsafe {
-            let library = Library::new(name).map_err(|e| failed(e.to_string()))?;
-            let missing = |e: libloading::Error| failed(e.to_string());
-            let create = *library
-                .get::<Create>(b"cublasCreate_v2\0")
-                .map_err(missing)?;
-            let destroy = *library
-                .get::<Destroy>(b"cublasDestroy_v2\0")
-                .map_err(missing)?;
-            let stream = *library
-                .get::<SetStream>(b"cublasSetStream_v2\0")
-                .map_err(missing)?;
-            let workspace = *library
-                .get::<SetWorkspace>(b"cublasSetWorkspace_v2\0")
-                .map_err(missing)?;
-            let version = *library
-                .get::<GetVersion>(b"cublasGetVersion_v2\0")
-                .map_err(missing)?;
-            let gemm = *library
-                .get::<GemmStridedBatchedEx>(b"cublasGemmStridedBatchedEx\0")
-                .map_err(missing)?;
-            (library, create, destroy, stream, workspace, version, gemm)
+        // SAFETY: the types are those of the library's headers.
+        let (create, destroy, set_stream, set_workspace, get_version, gemm) = unsafe {
+            (
+                symbol::<Create>(name, &library, "cublasCreate_v2")?,
+                symbol::<Destroy>(name, &library, "cublasDestroy_v2")?,
+                symbol::<SetStream>(name, &library, "cublasSetStream_v2")?,
+                symbol::<SetWorkspace>(name, &library, "cublasSetWorkspace_v2")?,
+                symbol::<GetVersion>(name, &library, "cublasGetVersion_v2")?,
+                symbol::<GemmStridedBatchedEx>(name, &library, "cublasGemmStridedBatchedEx")?,
+            )
         };
         let workspace: Buffer<u8> = gpu.zeros("cuBLAS's workspace", WORKSPACE)?;
         let mut handle: Handle = ptr::null_mut();
         let mut version = 0;
         let call = |what: &str, status: Status| match status {
             0 => Ok(()),
-            status => Err(failed(format!("{what} answers {status}"))),
+            status => Err(failed(name, &format!("{what} answers {status}"))),
         };
         // SAFETY: the context is current; the handle is what was created; stream and workspace
         // live as long as it. The stream comes first: setting it would reset the workspace.
