@@ -21,16 +21,27 @@ struct Dequant {
     DEVICE void load(const uint8_t* meta, int groups, int step, int j, int g) {
         if constexpr (BITS != 16) {
             const int at = (SLOT == 32 ? step % 4 * 2 + j / 2 : step % 4 * groups >> 2) * 8 + g;
-            const __half2 both = reinterpret_cast<const __half2*>(meta)[at];
-            scale[0] = __low2half2(both), scale[1] = __high2half2(both);
             const uint8_t* const z = meta + groups * 32;
+            uint32_t zeros = 0;
+            if constexpr (ZERO == OFFSET) zeros = reinterpret_cast<const uint32_t*>(z)[at];
+            if constexpr (ZERO == INT && BITS == 4) zeros = z[at];
+            if constexpr (ZERO == INT && BITS == 8) zeros = reinterpret_cast<const uint16_t*>(z)[at];
+            set(reinterpret_cast<const uint32_t*>(meta)[at], zeros);
+        }
+    }
+
+    // From a record's scales and its zero-points or offsets of both rows.
+    DEVICE void set(uint32_t scales, uint32_t zeros) {
+        if constexpr (BITS != 16) {
+            const __half2 both = *reinterpret_cast<const __half2*>(&scales);
+            scale[0] = __low2half2(both), scale[1] = __high2half2(both);
             if constexpr (ZERO == OFFSET) {
-                const __half2 o = reinterpret_cast<const __half2*>(z)[at];
+                const __half2 o = *reinterpret_cast<const __half2*>(&zeros);
                 zero[0] = __low2half2(o), zero[1] = __high2half2(o);
             } else {
-                uint32_t of[2] = {BITS == 4 ? 8u : 128u, BITS == 4 ? 8u : 128u};
-                if constexpr (ZERO == INT && BITS == 4) of[0] = z[at] & 15, of[1] = z[at] >> 4;
-                if constexpr (ZERO == INT && BITS == 8) of[0] = z[at * 2], of[1] = z[at * 2 + 1];
+                constexpr int ONE_ROW = BITS == 4 ? 15 : 255;
+                const uint32_t of[2] = {ZERO == SYM ? (BITS == 4 ? 8u : 128u) : zeros & ONE_ROW,
+                                        ZERO == SYM ? (BITS == 4 ? 8u : 128u) : zeros >> (BITS == 4 ? 4 : 8)};
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     // In [1024, 2048) the last bit of FP16 stands for 1, in [64, 128) for 1 / 16.

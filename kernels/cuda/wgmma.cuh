@@ -22,17 +22,42 @@ DEVICE void barrier_init(uint64_t* b, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
 
-// Without a branch: between products, the compiler would serialize them.
-DEVICE void barrier_arrive_if(uint64_t* b, bool arrive) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(
-        shared_address(b)), "r"(int(arrive)) : "memory");
+// As `barrier_wait`, by address.
+DEVICE void barrier_wait_at(uint32_t b, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(b), "r"(parity) : "memory");
 }
+
+// Without a branch: between products, the compiler would serialize them.
+DEVICE void barrier_arrive_at(uint32_t b, bool arrive) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(b), "r"(int(arrive)) : "memory");
+}
+DEVICE void barrier_arrive_if(uint64_t* b, bool arrive) { barrier_arrive_at(shared_address(b), arrive); }
 
 // Products begin after what threads have done to registers; they end in groups, in order.
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N>
 DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// Fetches what the copy engine must know, before the first copy.
+DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// A barrier of all threads of a cluster that have not ended, in two halves: what they wrote before
+// the first is seen after the second.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// To where `to` stands, in the shared memory of the cluster's block `rank`.
+DEVICE void store_cluster(const float* to, int rank, float v) {
+    uint32_t at;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(to)), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
 
 // The right operand: rows of 128 bytes, 16-byte word u of row r at u ^ (r % 8), the rows'
 // start a multiple of 1024. 16 inputs further is 2 more.
@@ -49,6 +74,18 @@ struct Wgmma;
 
 #define D8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+template <>
+struct Wgmma<32> {
+    static DEVICE void multiply(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+            "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+            : D8(0), D8(8)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    }
+};
 
 template <>
 struct Wgmma<64> {

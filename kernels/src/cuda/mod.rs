@@ -13,6 +13,7 @@ mod bandwidth;
 mod batch;
 mod driver;
 mod gemm;
+mod gemm_step;
 mod gemv;
 mod grad;
 mod linear;
@@ -27,6 +28,7 @@ pub use driver::{
     Address, Buffer, Gpu, GpuInfo, Graph, Mark, MemoryUse, Pinned, Stream, device_count, taken,
 };
 pub use gemm::{GemmOutput, SequenceRows};
+pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};
 pub use gemv::{GemvOutput, Norm, best_len};
 pub use grad::{CudaOps, GemmPrecision};
 pub use linear::{DeviceLinear, Uploader};

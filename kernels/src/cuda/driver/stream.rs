@@ -76,14 +76,43 @@ impl Stream {
         shape: LaunchShape,
         args: &A,
     ) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { self.launch_cluster(name, shape, 1, args) }
+    }
+
+    /// As [`Stream::launch`], in clusters of `cluster` blocks that follow one another along x.
+    ///
+    /// # Safety
+    /// That of [`Stream::launch`].
+    pub(crate) unsafe fn launch_cluster<A: Copy>(
+        &self,
+        name: &str,
+        shape: LaunchShape,
+        cluster: usize,
+        args: &A,
+    ) -> Result<()> {
         let function = self.0.gpu.reserve_shared(name, shape.shared)?;
         self.0.gpu.0.bind()?;
-        // SAFETY: a structure of integers and a union of them; all zero is valid.
-        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
-        attribute.id =
-            sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        attribute.value.programmaticStreamSerializationAllowed = 1;
-        let overlap = shape.overlap && self.0.gpu.info().capability >= (9, 0);
+        // SAFETY: structures of integers and unions of them; all zero is valid.
+        let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
+        let mut count = 0;
+        if shape.overlap && self.0.gpu.info().capability >= (9, 0) {
+            attributes[count].id = sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attributes[count]
+                .value
+                .programmaticStreamSerializationAllowed = 1;
+            count += 1;
+        }
+        if cluster > 1 {
+            attributes[count].id =
+                sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            attributes[count].value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+                x: cluster as u32,
+                y: 1,
+                z: 1,
+            };
+            count += 1;
+        }
         let config = sys::CUlaunchConfig {
             gridDimX: shape.grid.0 as u32,
             gridDimY: shape.grid.1 as u32,
@@ -93,8 +122,8 @@ impl Stream {
             blockDimZ: 1,
             sharedMemBytes: shape.shared as u32,
             hStream: self.0.handle,
-            attrs: &raw mut attribute,
-            numAttrs: u32::from(overlap),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: count as u32,
         };
         let mut params = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
         // SAFETY: the caller vouches for the arguments; the driver copies them before it

@@ -1,0 +1,471 @@
+//! The products of a decode step of 17 to 64 sequences, and the norms between them.
+
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Matrix, Stream, TensorMap};
+use super::gemv::Norm;
+use super::linear::DeviceLinear;
+use super::pack::{PackedKind, SPAN};
+use super::rows::at_least;
+use crate::error::{Error, Result};
+
+/// Sequences that [`Stream::gemm_step`] takes at most.
+pub const MOST_WIDE_SEQUENCES: usize = 64;
+
+/// Parts that the inputs of a product are cut into, at most: blocks that share rows of weights.
+const MOST_PARTS: usize = 8;
+
+/// A product before its sums are whole: each part of the inputs has its own, `[parts, m, rows]`, for
+/// the next kernel to add in the order of the parts.
+pub struct PartialSums {
+    values: Buffer<f32>,
+    parts: usize,
+    m: usize,
+    rows: usize,
+}
+
+impl PartialSums {
+    /// Room for products of `m` sequences with weights of up to `rows` outputs. Products that
+    /// follow one another may share it, where each has been read before the next is queued.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn new(gpu: &Gpu, m: usize, rows: usize) -> Result<Self> {
+        Ok(PartialSums {
+            values: gpu.zeros("activations", MOST_PARTS * m * rows)?,
+            parts: 0,
+            m: 0,
+            rows: 0,
+        })
+    }
+
+    /// Device bytes of [`PartialSums::new`].
+    pub const fn device_bytes(m: usize, rows: usize) -> usize {
+        4 * MOST_PARTS * m * rows
+    }
+
+    /// The sums `[parts, m, rows]` of the product queued last.
+    pub fn values(&self) -> &Buffer<f32> {
+        &self.values
+    }
+
+    /// Parts of the product queued last.
+    pub fn parts(&self) -> usize {
+        self.parts
+    }
+}
+
+/// What a wide step's product of `m` sequences becomes.
+pub enum StepOutput<'a> {
+    /// Sums `[m, rows]`, in parts.
+    Parts(&'a mut PartialSums),
+    /// `[m, rows]`: slower than [`StepOutput::Parts`] where there are few rows.
+    Store(&'a mut Buffer<f32>),
+    /// An interleaved gate and up: `silu(gate) * up` `[m, rows / 2 padded to 256]` in FP16, in
+    /// operand order.
+    Silu(&'a mut Buffer<u16>),
+    /// Logits `[m, rows]`, and the best of each block: [`wide_best_len`] values (logit, row as
+    /// bits) a sequence.
+    Head(&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
+}
+
+/// `GemmStepArgs` of `cuda/gemm_step.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct GemmStepArgs {
+    x: TensorMap,
+    codes: TensorMap,
+    meta: TensorMap,
+    y: Address,
+    half: Address,
+    best: Address,
+    m: i32,
+    rows: i32,
+    spans: i32,
+    groups: i32,
+    meta_bytes: i32,
+    padded: i32,
+    row_groups: i32,
+    depth: i32,
+    epilogue: i32,
+    parts: i32,
+    scale: f32,
+}
+
+/// An instance of `cuda/gemm_step.cu`.
+#[derive(Debug, PartialEq)]
+struct Instance {
+    /// Warpgroups, each of four tiles of weights.
+    groups: usize,
+    /// Rows of x.
+    rows: usize,
+    /// Microseconds of a group of rows on a multiprocessor, for 64 inputs and besides: as measured
+    /// on an H200.
+    cost: (f64, f64),
+}
+
+impl Instance {
+    const fn new(groups: usize, rows: usize, cost: (f64, f64)) -> Self {
+        Instance { groups, rows, cost }
+    }
+}
+
+const INSTANCES: [Instance; 6] = [
+    Instance::new(1, 32, (0.20, 2.4)),
+    Instance::new(2, 32, (0.29, 2.6)),
+    Instance::new(3, 32, (0.41, 2.7)),
+    Instance::new(1, 64, (0.24, 3.4)),
+    Instance::new(2, 64, (0.33, 3.5)),
+    Instance::new(3, 64, (0.48, 3.6)),
+];
+
+/// Microseconds that the next kernel takes longer for each part.
+const PART_COST: f64 = 0.2;
+
+/// `MOST_STAGES` of `cuda/gemm_step.cuh`.
+const MOST_STAGES: usize = 16;
+
+/// Shared memory that is left to the norms before and after, which stand on the same multiprocessor.
+const LEFT_TO_NORMS: usize = 24 << 10;
+
+/// How a product is cut.
+#[derive(Debug, PartialEq)]
+struct StepPlan {
+    instance: &'static Instance,
+    parts: usize,
+    /// Groups of `instance.groups * 64` weight rows that are taken at once.
+    taken: usize,
+}
+
+impl StepPlan {
+    /// The cheapest for `m` rows of x and so many tiles and spans of weights; `parted` if its sums
+    /// may stay in parts.
+    fn new(multiprocessors: usize, m: usize, tiles: usize, spans: usize, parted: bool) -> Self {
+        let rows = if m <= 32 { 32 } else { 64 };
+        let most = if parted { MOST_PARTS.min(spans) } else { 1 };
+        let mut best: Option<(f64, StepPlan)> = None;
+        for instance in INSTANCES.iter().filter(|i| i.rows == rows) {
+            let groups = tiles.div_ceil(instance.groups * 4).max(1);
+            for parts in 1..=most {
+                let at_once = (multiprocessors / parts).max(1);
+                let rounds = groups.div_ceil(at_once);
+                let steps = 4 * spans.div_ceil(parts);
+                let round = instance.cost.0 * steps as f64 + instance.cost.1;
+                let cost = rounds as f64 * round + PART_COST * parts as f64;
+                if best.as_ref().is_none_or(|(least, _)| cost < *least) {
+                    let plan = StepPlan {
+                        instance,
+                        parts,
+                        taken: groups.div_ceil(rounds),
+                    };
+                    best = Some((cost, plan));
+                }
+            }
+        }
+        best.map_or(
+            StepPlan {
+                instance: &INSTANCES[0],
+                parts: 1,
+                taken: 1,
+            },
+            |(_, plan)| plan,
+        )
+    }
+
+    fn of(gpu: &Gpu, w: &DeviceLinear, m: usize, parted: bool) -> Self {
+        let multiprocessors = gpu.info().multiprocessors;
+        Self::new(multiprocessors, m, w.tiles(), w.spans(), parted)
+    }
+}
+
+impl Instance {
+    fn name(&self, kind: PackedKind) -> String {
+        let (weights, x) = (self.groups * 64, self.rows);
+        format!("gemm_step_{}_{weights}x{x}", kind.kernel_part())
+    }
+
+    /// Stages of the ring, and shared memory of a block, of at most `room`: `STAGE`, `OUT_BYTES`,
+    /// `tops` and the alignment of `GemmStep`.
+    fn shared(&self, kind: PackedKind, head: bool, room: usize) -> (usize, usize) {
+        let tiles = self.groups * 4;
+        let x = 2 * self.rows * 128;
+        let stage = (x + tiles * (kind.bits() * 256 + kind.meta_room())).next_multiple_of(1024);
+        let tops = if head { tiles * self.rows * 8 } else { 0 };
+        let fixed = 1024 + tiles * 1280 + tops;
+        let depth = (room.saturating_sub(fixed) / stage).clamp(2, MOST_STAGES);
+        (depth, fixed + depth * stage)
+    }
+}
+
+/// Blocks of a wide step's head: values a row that [`StepOutput::Head`]'s best must hold.
+pub fn wide_best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
+    StepPlan::of(gpu, w, m, false).taken
+}
+
+impl Gpu {
+    /// True if [`Stream::gemm_step`] and [`Stream::norm_step`] run here: on compute capability 9.0,
+    /// if this build has machine code for it.
+    pub fn takes_wide_steps(&self) -> bool {
+        self.info().capability == (9, 0) && self.has_kernel("norm_step")
+    }
+
+    fn check_wide(&self, op: &'static str, m: usize) -> Result<()> {
+        if !self.takes_wide_steps() {
+            return Err(Error::NoKernel {
+                op,
+                scheme: "any".into(),
+                activations: "f16".into(),
+                device: self.info().to_string(),
+            });
+        }
+        match (1..=MOST_WIDE_SEQUENCES).contains(&m) {
+            true => Ok(()),
+            false => Err(Error::Shape {
+                op,
+                what: "rows",
+                expected: format!("1 to {MOST_WIDE_SEQUENCES}"),
+                found: m.to_string(),
+            }),
+        }
+    }
+}
+
+impl Stream {
+    /// `m` rows of FP16 activations `x` `[m, inputs padded to 256]`, in operand order
+    /// ([`operand_index`](super::pack::operand_index)), times `w`, rounded to FP16: a kernel of a
+    /// decode step of up to [`MOST_WIDE_SEQUENCES`] sequences. Weights are requested before the
+    /// kernel in front has ended.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] unless [`Gpu::takes_wide_steps`]; [`Error::Shape`] if an operand does
+    /// not fit; the driver's.
+    pub fn gemm_step(
+        &self,
+        w: &DeviceLinear,
+        x: &Buffer<u16>,
+        output: StepOutput<'_>,
+        m: usize,
+    ) -> Result<()> {
+        let gpu = self.gpu();
+        gpu.check_wide("gemm_step", m)?;
+        let fits = |what, expected, found| at_least("gemm_step", what, expected, found);
+        let (kind, spans, tiles, rows) = (w.kind(), w.spans(), w.tiles(), w.rows());
+        fits("x", m * spans * SPAN, x.len())?;
+        let plan = StepPlan::of(gpu, w, m, matches!(output, StepOutput::Parts(_)));
+        let (mut y, mut half, mut best) = (Address::NULL, Address::NULL, Address::NULL);
+        let padded = (rows / 2).next_multiple_of(SPAN);
+        // `Epilogue` of `cuda/weights.cuh`.
+        let epilogue = match output {
+            StepOutput::Parts(sums) => {
+                fits("partial sums", plan.parts * m * rows, sums.values.len())?;
+                (sums.parts, sums.m, sums.rows) = (plan.parts, m, rows);
+                y = sums.values.at(0);
+                0
+            }
+            StepOutput::Store(out) => {
+                fits("outputs", m * rows, out.len())?;
+                y = out.at(0);
+                0
+            }
+            StepOutput::Silu(out) => {
+                fits("FP16 outputs", m * padded, out.len())?;
+                half = out.at(0);
+                2
+            }
+            StepOutput::Head(logits, bests) => {
+                fits("logits", m * rows, logits.len())?;
+                fits("best", m * plan.taken, bests.len())?;
+                (y, best) = (logits.at(0), bests.at(0));
+                3
+            }
+        };
+        let packed = w.args();
+        let block = plan.instance.groups * 4;
+        let room = gpu.info().shared_memory.saturating_sub(LEFT_TO_NORMS);
+        let (depth, shared) = plan.instance.shared(kind, epilogue == 3, room);
+        let matrix = |address, element, rows, width, tile, swizzled| Matrix {
+            address,
+            element,
+            rows,
+            width,
+            tile,
+            swizzled,
+        };
+        let boxes = (plan.instance.rows, 64);
+        let x = gpu.tensor_map(matrix(x.at(0), 2, m, spans * SPAN, boxes, true))?;
+        // A box has 256 elements at most: 128 inputs of a tile in 4 bits are 1 KiB, in 8 2 KiB; in
+        // 16, 64 inputs are.
+        let element = if kind.bits() == 4 { 4 } else { 8 };
+        let width = spans * kind.code_bytes() / element;
+        let codes = gpu.tensor_map(matrix(
+            packed.codes,
+            element,
+            tiles,
+            width,
+            (block, 256),
+            false,
+        ))?;
+        let words = packed.meta_bytes as usize / 4;
+        let meta = match words {
+            0 => TensorMap::NONE,
+            _ => {
+                let boxes = (block, words);
+                gpu.tensor_map(matrix(packed.meta, 4, tiles, spans * words, boxes, false))?
+            }
+        };
+        let args = GemmStepArgs {
+            x,
+            codes,
+            meta,
+            y,
+            half,
+            best,
+            m: m as i32,
+            rows: packed.rows,
+            spans: packed.spans,
+            groups: packed.groups,
+            meta_bytes: packed.meta_bytes,
+            padded: padded as i32,
+            row_groups: tiles.div_ceil(block) as i32,
+            depth: depth as i32,
+            epilogue,
+            parts: plan.parts as i32,
+            scale: packed.scale,
+        };
+        let shape = LaunchShape {
+            grid: (plan.taken * plan.parts, 1, 1),
+            threads: plan.instance.groups * 128 + 32,
+            shared,
+            overlap: true,
+        };
+        // SAFETY: the arguments are `GemmStepArgs` of the kernel, over operands whose sizes were
+        // checked against the shape that the weight has; its boxes are the kernel's. The buffers
+        // are borrowed by the caller, who keeps them while the stream works (their owners wait for
+        // it before freeing).
+        unsafe { self.launch(&plan.instance.name(kind), shape, &args) }
+    }
+
+    /// Adds the parts of `sums` `[parts, m, width]`, if given, to the residuals `x` `[m, width]`,
+    /// and normalizes these: `half` `[m, width padded to 256]` in FP16, in operand order. `late`
+    /// keeps the next kernels from starting before the one in front has ended.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] unless [`Gpu::takes_wide_steps`]; [`Error::Shape`] if an operand does
+    /// not fit; the driver's.
+    pub fn norm_step(
+        &self,
+        x: &mut Buffer<f32>,
+        sums: Option<&PartialSums>,
+        norm: Norm<'_>,
+        half: &mut Buffer<u16>,
+        m: usize,
+        late: bool,
+    ) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            x: Address,
+            parts: Address,
+            gain: Address,
+            half: Address,
+            count: i32,
+            width: i32,
+            padded: i32,
+            eps: f32,
+            late: i32,
+        }
+        const THREADS: usize = 128;
+        self.gpu().check_wide("norm_step", m)?;
+        let width = norm.gain.len();
+        let refused = |what, expected: String, found: String| Error::Shape {
+            op: "norm_step",
+            what,
+            expected,
+            found,
+        };
+        if width == 0 || !width.is_multiple_of(4) {
+            let expected = "a multiple of 4".into();
+            return Err(refused("width", expected, width.to_string()));
+        }
+        let padded = width.next_multiple_of(SPAN);
+        at_least("norm_step", "x", m * width, x.len())?;
+        at_least("norm_step", "FP16 output", m * padded, half.len())?;
+        if let Some(s) = sums
+            && (s.m, s.rows) != (m, width)
+        {
+            let found = format!("[{}, {}]", s.m, s.rows);
+            return Err(refused("partial sums", format!("[{m}, {width}]"), found));
+        }
+        let args = Args {
+            x: x.at(0),
+            parts: sums.map_or(Address::NULL, |s| s.values.at(0)),
+            gain: norm.gain.at(0),
+            half: half.at(0),
+            count: sums.map_or(0, |s| s.parts as i32),
+            width: width as i32,
+            padded: padded as i32,
+            eps: norm.eps,
+            late: i32::from(late),
+        };
+        // Of 1,024 values and more a thread has two vectors.
+        let blocks = (width / (8 * THREADS)).clamp(1, 4);
+        let shape = LaunchShape {
+            grid: (blocks, m, 1),
+            threads: THREADS,
+            shared: (padded / 4).div_ceil(blocks) * 16,
+            overlap: true,
+        };
+        // SAFETY: the arguments are the kernel's; sizes were checked.
+        unsafe { self.launch_cluster("norm_step", shape, blocks, &args) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{INSTANCES, MOST_PARTS, MOST_STAGES, StepPlan};
+    use crate::cuda::PackedKind;
+    use nq_formats::{Bits, Zeros};
+
+    #[test]
+    fn blocks_fit_shared_memory() {
+        let affine = |bits| PackedKind::Affine {
+            bits,
+            zeros: Zeros::Offset,
+            groups: 8,
+        };
+        let kinds = [affine(Bits::B4), affine(Bits::B8), PackedKind::Fp16];
+        let room = (227 << 10) - super::LEFT_TO_NORMS;
+        for i in &INSTANCES {
+            for kind in kinds {
+                for head in [false, true] {
+                    let (depth, shared) = i.shared(kind, head, room);
+                    assert!((2..=MOST_STAGES).contains(&depth), "{i:?} {kind:?}");
+                    assert!(shared <= room, "{i:?} {kind:?}: {shared}");
+                }
+            }
+        }
+    }
+
+    /// On 132 multiprocessors, every row of weights is taken, all blocks stand at once, and no part
+    /// is empty.
+    #[test]
+    fn plans_cover_the_product() {
+        for (rows, inputs) in [(1024, 2048), (4096, 12288), (51200, 5120), (151_936, 4096)] {
+            let (tiles, spans) = (rows / 16, inputs / 256);
+            for (m, parted) in [(17, true), (32, false), (33, true), (64, false)] {
+                let p = StepPlan::new(132, m, tiles, spans, parted);
+                let groups = tiles.div_ceil(p.instance.groups * 4);
+                let rounds = groups.div_ceil(132 / p.parts);
+                assert!(m <= p.instance.rows && p.taken * rounds >= groups, "{p:?}");
+                assert!(p.taken * p.parts <= 132, "{p:?}");
+                assert!(p.parts <= spans.min(MOST_PARTS), "{p:?}");
+                assert!(parted || p.parts == 1, "{p:?}");
+            }
+        }
+        // One span cannot be shared.
+        assert_eq!(StepPlan::new(132, 64, 1, 1, true).parts, 1);
+        // 8B: gate_up in one round, down on all multiprocessors.
+        let gate_up = StepPlan::new(132, 64, 1536, 16, false);
+        assert_eq!((gate_up.instance.groups, gate_up.taken), (3, 128));
+        let down = StepPlan::new(132, 64, 256, 48, true);
+        assert!(down.taken * down.parts > 120, "{down:?}");
+    }
+}
