@@ -97,6 +97,7 @@ impl BenchSpec {
         SessionSpec {
             slots: self.batch,
             ctx: self.depth + tokens,
+            pages: None,
             kv: self.kv,
             max_rows: PREFILL_ROWS.max(self.batch),
         }

@@ -186,6 +186,7 @@ pub(crate) mod gpu {
             let spec = SessionSpec {
                 slots,
                 ctx: length,
+                pages: None,
                 kv: KvType::F16,
                 max_rows,
             };

@@ -88,6 +88,7 @@ impl Estimate {
                 let spec = SessionSpec {
                     slots,
                     ctx: length,
+                    pages: None,
                     kv: KvType::F16,
                     max_rows: slots.max(SAMPLING_ROWS),
                 };
@@ -97,6 +98,7 @@ impl Estimate {
         let spec = SessionSpec {
             slots: 1,
             ctx: length,
+            pages: None,
             kv: KvType::F16,
             max_rows: ROWS,
         };

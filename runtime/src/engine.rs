@@ -8,7 +8,7 @@
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::cpu::{KvType, OpTiming};
+use nq_kernels::cpu::{KvType, OpTiming, PAGE};
 use rayon::prelude::*;
 use std::fmt;
 use std::ops::{ControlFlow, Range};
@@ -103,16 +103,27 @@ pub struct DeviceMemory {
 }
 
 /// What a session reserves.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct SessionSpec {
     /// Sequences that can be held at once.
     pub slots: usize,
-    /// Positions per sequence.
+    /// Positions per sequence, at most.
     pub ctx: usize,
+    /// Pages of [`PAGE`] positions that all sequences have together; `None`: enough for every
+    /// slot to be filled.
+    pub pages: Option<usize>,
     /// What keys and values are rounded to.
     pub kv: KvType,
     /// Most tokens of one `forward` (all chunks together); longer inputs must be fed in parts.
     pub max_rows: usize,
+}
+
+impl SessionSpec {
+    /// Pages of keys and values.
+    pub fn page_count(&self) -> usize {
+        let all = self.slots * self.ctx.div_ceil(PAGE);
+        self.pages.unwrap_or(all)
+    }
 }
 
 /// New tokens of one sequence. They go to positions `len(slot) ..` of it.
@@ -183,12 +194,31 @@ pub trait Session: Send {
     /// Forgets all but the first `len` tokens of a sequence.
     fn truncate(&mut self, slot: usize, len: usize);
 
+    /// Makes the sequence in slot `to` the first `len` tokens of that in `from`; what `to` held is
+    /// forgotten. Their keys and values are shared, not copied, and take memory once.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if there are no such slots or fewer tokens, or if the engine shares
+    /// nothing.
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+        Err(Error::Request {
+            what: "fork",
+            expected: "an engine whose sequences share keys and values".into(),
+            found: format!("slot {from} to {to}, {len} tokens"),
+        })
+    }
+
+    /// Pages for keys and values that no sequence has; `None` if the engine has no pages.
+    fn free_pages(&self) -> Option<usize> {
+        None
+    }
+
     /// Runs the chunks through the model and appends them to their sequences. Several
     /// chunks must name different slots.
     ///
     /// # Errors
-    /// [`crate::Error::ContextFull`] or [`crate::Error::Request`] before anything is
-    /// computed; the sequences are then unchanged.
+    /// [`crate::Error::ContextFull`], [`crate::Error::PagesFull`] or [`crate::Error::Request`]
+    /// before anything is computed; the sequences are then unchanged.
     fn forward(
         &mut self,
         chunks: &[Chunk<'_>],

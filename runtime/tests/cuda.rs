@@ -45,6 +45,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots: 2,
         ctx: 64,
+        pages: None,
         kv,
         max_rows: 128,
     };
@@ -330,6 +331,7 @@ fn many_sequences_continue_as_each_alone() {
     let spec = SessionSpec {
         slots: 16,
         ctx: 64,
+        pages: None,
         kv: KvType::F16,
         max_rows: 128,
     };
@@ -431,6 +433,7 @@ fn requests_that_do_not_fit_are_refused() {
     let spec = SessionSpec {
         slots: 1,
         ctx: 1 << 40,
+        pages: None,
         kv: KvType::F16,
         max_rows: 1,
     };

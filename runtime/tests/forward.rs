@@ -249,6 +249,7 @@ fn rounding_the_cache_costs_little() {
         let spec = SessionSpec {
             slots: 1,
             ctx: 50,
+            pages: None,
             kv,
             max_rows: 50,
         };
@@ -368,6 +369,7 @@ fn layer_by_layer_equals_the_whole_forward() {
         let spec = SessionSpec {
             slots: 1,
             ctx: 700,
+            pages: None,
             kv: KvType::F32,
             max_rows: 700,
         };
@@ -498,6 +500,7 @@ fn candle_names_what_it_does_not_do() {
     let spec = SessionSpec {
         slots: 1,
         ctx: 64,
+        pages: None,
         kv: KvType::F32,
         max_rows: 64,
     };

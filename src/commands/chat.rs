@@ -106,6 +106,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let spec = SessionSpec {
         slots: 1,
         ctx,
+        pages: None,
         kv: args.kv,
         max_rows: CHUNK.min(ctx),
     };

@@ -2,12 +2,11 @@
 
 use crate::engine::{LayerWeights, LinearKind, Observer};
 use crate::error::{Error, Result};
-use crate::kv::KvPair;
 use crate::load::LoadOptions;
 use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, Linear, Span};
+use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
 
 /// The weights of a layer, repacked for this CPU.
 pub(crate) struct Layer {
@@ -76,6 +75,7 @@ impl Layer {
             config,
             batch,
             kv,
+            tables,
             scratch,
         } = pass;
         let m = batch.rows();
@@ -100,22 +100,16 @@ impl Layer {
         cpu.qk_norm_rope(qkv, stride, 0, heads, &self.q_norm, eps, table, rows);
         cpu.qk_norm_rope(qkv, stride, q_dim, kv_heads, &self.k_norm, eps, table, rows);
         for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
-            let pair = &mut kv[slot];
             for r in 0..span.len {
                 let row = &qkv[(span.row + r) * stride + q_dim..][..2 * kv_dim];
                 let (keys, values) = row.split_at(kv_dim);
-                for h in 0..kv_heads {
-                    let head = h * d..(h + 1) * d;
-                    pair.keys.store(h, span.position + r, &keys[head.clone()]);
-                    pair.values.store(h, span.position + r, &values[head]);
-                }
+                let position = span.position + r;
+                kv.store(tables[slot][position / PAGE], position % PAGE, keys, values);
             }
         }
-        let cache = |i: usize| {
-            let KvPair { keys, values } = &kv[batch.slots[i]];
-            (keys, values)
-        };
-        cpu.attention_batch(qkv, stride, &batch.spans, heads, d, cache, attended);
+        let kv = &*kv;
+        let sequence = |i: usize| KvSequence::new(kv, &tables[batch.slots[i]]);
+        cpu.attention_batch(qkv, stride, &batch.spans, heads, d, sequence, attended);
         observer.linear_input(self.index, o_in, attended);
         cpu.linear(&self.o, attended, x, Epilogue::Add)?;
 
@@ -161,8 +155,10 @@ pub(crate) struct Pass<'a> {
     pub(crate) cpu: &'a Cpu,
     pub(crate) config: &'a ModelConfig,
     pub(crate) batch: &'a Batch,
-    /// This layer's keys and values, by slot.
-    pub(crate) kv: &'a mut [KvPair],
+    /// This layer's keys and values.
+    pub(crate) kv: &'a mut KvPages,
+    /// The pages of each slot's sequence.
+    pub(crate) tables: &'a [Vec<u32>],
     pub(crate) scratch: &'a mut Scratch,
 }
 
@@ -181,7 +177,7 @@ pub(crate) fn all_finite(x: &[f32]) -> bool {
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     spans: Vec<Span>,
-    slots: Vec<usize>,        // [spans]: which of the layer's KV pairs
+    slots: Vec<usize>,        // [spans]: whose page tables
     cos_sin: Vec<(f32, f32)>, // [rows, head_dim / 2]
     row_ids: Vec<usize>,      // 0 .. rows: each row has a table row of its own
 }

@@ -257,6 +257,7 @@ mod tests {
         SessionSpec {
             slots: 1,
             ctx,
+            pages: None,
             kv,
             max_rows: 512,
         }

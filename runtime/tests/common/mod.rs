@@ -235,6 +235,7 @@ pub(crate) fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots,
         ctx: 64,
+        pages: None,
         kv: KvType::F32,
         max_rows: 128,
     };
