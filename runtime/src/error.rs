@@ -69,6 +69,15 @@ pub enum Error {
         /// The first that is not, or that there is none.
         found: String,
     },
+    /// Nothing is left to sample from.
+    #[error(
+        "none of {vocab} tokens may follow: the token mask and the logit biases exclude every \
+         one that the model does not"
+    )]
+    NoTokenAllowed {
+        /// Tokens of the vocabulary.
+        vocab: usize,
+    },
     /// A device that was asked for is absent or unusable.
     #[error("device {device}: {why}")]
     Device {

@@ -41,5 +41,5 @@ pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, cpu_stepper, load};
 pub use memory::{MemoryEstimate, WeightSource, weight_kinds};
 pub use nq_kernels::cpu::{KvType, OpTiming};
-pub use sampler::{Sampler, SamplingParams};
+pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
 pub use tokenizer::Tokenizer;

@@ -357,9 +357,9 @@ impl CudaSession {
         if p.has_penalties() {
             let vocab = self.model.config.vocab_size;
             let mut seen = vec![0u8; vocab];
-            for (id, generated) in sampler.seen() {
-                if let Some(state) = seen.get_mut(id as usize) {
-                    *state = 1 + u8::from(generated);
+            for token in sampler.seen() {
+                if let Some(state) = seen.get_mut(token.id as usize) {
+                    *state = 1 + u8::from(token.count > 0);
                 }
             }
             self.step.seen.write(row * vocab, &seen)?;
@@ -442,7 +442,16 @@ impl CudaSession {
         each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
     ) -> Result<()> {
         let m = sequences.len();
-        if self.model.kernels == KernelSet::Reference || m > MOST_SEQUENCES {
+        // What the device's sampler does not know.
+        let for_host = |s: &Decoding<'_>| {
+            let (sampler, p) = (&s.sampler, s.sampler.params());
+            p.frequency_penalty != 0.0
+                || !sampler.bias().is_empty()
+                || sampler.mask().is_some()
+                || sampler.top_logprobs().is_some()
+        };
+        let host = m > MOST_SEQUENCES || sequences.iter().any(for_host);
+        if self.model.kernels == KernelSet::Reference || host {
             return decode_on_host(self, sequences, steps, each);
         }
         if steps == 0 || m == 0 {
