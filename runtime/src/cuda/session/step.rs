@@ -8,9 +8,9 @@ use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Advance, AttentionScratch, AttentionShape, Buffer, Candidates, Columns, DeviceLinear,
-    GemvOutput, Graph, HEAD_DIM, MOST_SEQUENCES, NOT_FINITE, Norm, Pinned, Sampling, Step, Stream,
-    best_len,
+    Adjustments, Advance, AttentionScratch, AttentionShape, Buffer, Candidates, Columns,
+    DeviceLinear, GemvOutput, Graph, HEAD_DIM, Logprobs, MOST_SEQUENCES, NOT_FINITE, Norm, Pinned,
+    Sampling, Step, Stream, best_len,
 };
 use std::collections::{HashMap, HashSet};
 use std::ops::ControlFlow;
@@ -39,9 +39,10 @@ pub(super) struct StepRows {
     best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
     sampling: Buffer<Sampling>, // [rows]
     candidates: Option<Candidates>,
-    seen: Buffer<u8>,        // [rows, vocab]
-    ring: Pinned<u32>,       // [rows, RING]
-    step_host: Pinned<Step>, // [1]
+    adjust: Adjustments,        // [rows]
+    ring: Pinned<u32>,          // [rows, RING]
+    logprobs: Pinned<Logprobs>, // [rows, RING]
+    step_host: Pinned<Step>,    // [1]
 }
 
 impl StepRows {
@@ -70,8 +71,9 @@ impl StepRows {
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
             sampling: gpu.zeros("activations", rows)?,
             candidates: Candidates::new(gpu, w.vocab, rows)?,
-            seen: gpu.zeros("activations", rows * w.vocab)?,
+            adjust: Adjustments::new(gpu, w.vocab, rows)?,
             ring: gpu.pinned("sampled tokens", rows * RING)?,
+            logprobs: gpu.pinned("sampled tokens", rows * RING)?,
             step_host: gpu.pinned("activations", 1)?,
         })
     }
@@ -83,7 +85,10 @@ impl StepRows {
             0 | 1 => 0,
             _ => Columns::device_bytes(rows, w.widest_input()),
         };
-        rows.max(1) * (5 * w.vocab + 4 * (w.qkv + w.hidden + w.q + w.mlp)) + columns
+        let rows = rows.max(1);
+        rows * 4 * (w.vocab + w.qkv + w.hidden + w.q + w.mlp)
+            + Adjustments::device_bytes(w.vocab, rows)
+            + columns
     }
 }
 
@@ -154,7 +159,7 @@ impl CudaSession {
                     &step.best,
                     blocks,
                     &step.sampling,
-                    &step.seen,
+                    &step.adjust,
                     candidates,
                     vocab,
                     m,
@@ -168,9 +173,10 @@ impl CudaSession {
             best: &step.best,
             blocks,
             sampling: &step.sampling,
-            seen: &mut step.seen,
+            adjust: &mut step.adjust,
             step: &mut step.step,
             ring: &mut step.ring,
+            logprobs: &mut step.logprobs,
             ring_len: RING,
             embedding: model.embedding(),
             x: &mut step.x,
@@ -346,23 +352,22 @@ impl CudaSession {
             top_p: p.top_p,
             min_p: p.min_p,
             repetition: p.repetition_penalty,
+            frequency: p.frequency_penalty,
             presence: p.presence_penalty,
             top_k: i32::try_from(p.top_k).unwrap_or(i32::MAX),
-            penalties: i32::from(p.has_penalties()),
+            adjusts: match p.has_penalties() {
+                true => Sampling::PENALIZED,
+                false => 0,
+            },
+            logprobs: 0,
             seed: words(p.seed),
             stream: words(sampler.stream()),
             position: words(sampler.position()),
         };
         self.step.sampling.write(row, &[sampling])?;
         if p.has_penalties() {
-            let vocab = self.model.config.vocab_size;
-            let mut seen = vec![0u8; vocab];
-            for token in sampler.seen() {
-                if let Some(state) = seen.get_mut(token.id as usize) {
-                    *state = 1 + u8::from(token.count > 0);
-                }
-            }
-            self.step.seen.write(row * vocab, &seen)?;
+            let seen = sampler.seen().map(|t| (t.id, t.in_prompt, t.count));
+            self.step.adjust.write_seen(row, seen)?;
         }
         Ok(())
     }
