@@ -4,13 +4,13 @@ use super::{CudaSession, Widths, product};
 use crate::cuda::model::CudaModel;
 use crate::engine::{Chunk, Decoding, LogitsWanted, check_chunks, decode_on_host};
 use crate::error::{Error, Result};
-use crate::sampler::Sampler;
+use crate::sampler::{MOST_LOGPROBS, Sampler, TokenLogprobs};
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, AttentionShape, Buffer, Candidates, Columns,
-    DeviceLinear, GemvOutput, Graph, HEAD_DIM, Logprobs, MOST_SEQUENCES, NOT_FINITE, Norm, Pinned,
-    Sampling, Step, Stream, best_len,
+    DeviceLinear, GemvOutput, Graph, HEAD_DIM, Logprobs, MOST_SEQUENCES, NONE_ALLOWED, NOT_FINITE,
+    Norm, Pinned, Sampling, Step, Stream, best_len,
 };
 use std::collections::{HashMap, HashSet};
 use std::ops::ControlFlow;
@@ -24,6 +24,7 @@ const AHEAD: usize = 12;
 const FLOOD: usize = 4 << 20;
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
+const _: () = assert!(MOST_LOGPROBS == nq_kernels::cuda::MOST_LOGPROBS);
 
 /// Buffers of the fused step; `rows` are the sequences that it takes at most.
 pub(super) struct StepRows {
@@ -345,8 +346,11 @@ impl CudaSession {
 
     /// Puts the state of sequence `row`'s sampler on the device.
     fn write_sampling(&mut self, row: usize, sampler: &Sampler) -> Result<()> {
+        sampler.check(self.model.config.vocab_size)?;
         let p = sampler.params();
         let words = |v: u64| [v as u32, (v >> 32) as u32];
+        let flag = |bit, set: bool| if set { bit } else { 0 };
+        let bias = sampler.bias().as_slice();
         let sampling = Sampling {
             temperature: p.temperature,
             top_p: p.top_p,
@@ -355,25 +359,31 @@ impl CudaSession {
             frequency: p.frequency_penalty,
             presence: p.presence_penalty,
             top_k: i32::try_from(p.top_k).unwrap_or(i32::MAX),
-            adjusts: match p.has_penalties() {
-                true => Sampling::PENALIZED,
-                false => 0,
-            },
-            logprobs: 0,
+            adjusts: flag(Sampling::BIASED, !bias.is_empty())
+                + flag(Sampling::PENALIZED, p.has_penalties())
+                + flag(Sampling::MASKED, sampler.mask().is_some()),
+            logprobs: sampler.top_logprobs().map_or(0, |n| 1 + n as i32),
             seed: words(p.seed),
             stream: words(sampler.stream()),
             position: words(sampler.position()),
         };
         self.step.sampling.write(row, &[sampling])?;
+        let adjust = &mut self.step.adjust;
+        if !bias.is_empty() {
+            adjust.write_bias(row, bias)?;
+        }
+        if let Some(mask) = sampler.mask() {
+            adjust.write_mask(row, mask)?;
+        }
         if p.has_penalties() {
             let seen = sampler.seen().map(|t| (t.id, t.in_prompt, t.count));
-            self.step.adjust.write_seen(row, seen)?;
+            adjust.write_seen(row, seen)?;
         }
         Ok(())
     }
 
-    /// Waits for the token of step `i` of sequence `row`.
-    fn receive(&mut self, row: usize, i: usize) -> Result<u32> {
+    /// Waits for the token of step `i` of sequence `row`, and tells its sampler.
+    fn receive(&mut self, row: usize, i: usize, sampler: &mut Sampler) -> Result<u32> {
         let at = row * RING + i % RING;
         let mut spins = 0u32;
         let token = loop {
@@ -394,9 +404,27 @@ impl CudaSession {
         };
         self.step.ring.store(at, PENDING);
         match token {
-            NOT_FINITE => Err(Error::LogitsNotFinite),
-            token => Ok(token),
+            NOT_FINITE => return Err(Error::LogitsNotFinite),
+            NONE_ALLOWED => {
+                let vocab = self.model.config.vocab_size;
+                return Err(Error::NoTokenAllowed { vocab });
+            }
+            _ => {}
         }
+        if sampler.top_logprobs().is_none() {
+            sampler.accept(token);
+            return Ok(token);
+        }
+        // Written before the token.
+        let said = self.step.logprobs.load(at);
+        let n = (said.count as usize).min(MOST_LOGPROBS);
+        sampler.accept_with(TokenLogprobs {
+            position: sampler.position(),
+            token,
+            logprob: said.chosen,
+            top: (said.ids.into_iter().zip(said.values).take(n)).collect(),
+        });
+        Ok(token)
     }
 
     /// Queues steps ahead of the tokens that the host reads; counts the steps whose tokens were
@@ -421,8 +449,7 @@ impl CudaSession {
             }
             let mut flow = ControlFlow::Continue(());
             for (row, sequence) in sequences.iter_mut().enumerate() {
-                let token = self.receive(row, *received)?;
-                sequence.sampler.accept(token);
+                let token = self.receive(row, *received, sequence.sampler)?;
                 if each(row, token).is_break() {
                     flow = ControlFlow::Break(());
                 }
@@ -447,16 +474,7 @@ impl CudaSession {
         each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
     ) -> Result<()> {
         let m = sequences.len();
-        // What the device's sampler does not know.
-        let for_host = |s: &Decoding<'_>| {
-            let (sampler, p) = (&s.sampler, s.sampler.params());
-            p.frequency_penalty != 0.0
-                || !sampler.bias().is_empty()
-                || sampler.mask().is_some()
-                || sampler.top_logprobs().is_some()
-        };
-        let host = m > MOST_SEQUENCES || sequences.iter().any(for_host);
-        if self.model.kernels == KernelSet::Reference || host {
+        if self.model.kernels == KernelSet::Reference || m > MOST_SEQUENCES {
             return decode_on_host(self, sequences, steps, each);
         }
         if steps == 0 || m == 0 {
@@ -482,7 +500,7 @@ impl CudaSession {
         let room = steps.min(self.spec.ctx - longest);
         let lists = |s: &Decoding<'_>| {
             let p = s.sampler.params();
-            p.has_penalties() || !(p.is_greedy() || p.top_k == 1)
+            s.sampler.adjusts() || !(p.is_greedy() || p.top_k == 1)
         };
         let end = match sequences.iter().any(lists) {
             true => StepEnd::Sampled,
