@@ -9,8 +9,8 @@ use common::{Store, distance, feed, nq, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::{
-    Decoding, DeviceChoice, Engine, KvType, LinearKind, LoadOptions, Observer, Sampler,
-    SamplingParams, Session, SessionSpec,
+    Decoding, DeviceChoice, Engine, Error, KvType, LinearKind, LoadOptions, LogitBias, Observer,
+    Sampler, SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -264,6 +264,11 @@ fn samples_as_the_host_does() {
                 top_p: 0.9,
                 ..base
             },
+            SamplingParams {
+                frequency_penalty: 1.5,
+                temperature: 0.0,
+                ..base
+            },
         ];
         for params in all {
             const STEPS: usize = 24;
@@ -296,6 +301,164 @@ fn samples_as_the_host_does() {
                 token = found;
             }
         }
+    }
+}
+
+/// At the start of `prompt`'s answer, with what is set beside the parameters: biases (bit 0 of
+/// `extras`), a mask (bit 1) and log-probabilities (bit 2).
+fn sampler(
+    params: SamplingParams,
+    stream: u64,
+    prompt: &[u32],
+    extras: usize,
+    vocab: usize,
+) -> Sampler {
+    let mut sampler = Sampler::new(params, stream).expect("valid");
+    sampler.begin(prompt);
+    if extras & 1 != 0 {
+        let bias = |id: u32| match id {
+            _ if id.is_multiple_of(7) => Some((id, 0.75)),
+            _ if id.is_multiple_of(11) => Some((id, -100.0)),
+            _ if id.is_multiple_of(13) => Some((id, f32::NEG_INFINITY)),
+            _ => None,
+        };
+        let biases = LogitBias::new((0..vocab as u32).filter_map(bias));
+        sampler.set_bias(biases.expect("valid"));
+    }
+    if extras & 2 != 0 {
+        let words = (0..vocab.div_ceil(32)).map(|i| 0x5a1c_9304u32.rotate_left(i as u32));
+        sampler.set_mask(Some(&words.collect::<Vec<u32>>()));
+    }
+    let top = (extras & 4 != 0).then_some(5);
+    sampler.set_logprobs(top).expect("few");
+    sampler
+}
+
+/// Biases, masks, penalties, filters and log-probabilities in all combinations: the device's tokens
+/// and what it says of them are the host's from the same logits.
+#[test]
+fn samples_as_the_host_does_under_masks_and_biases() {
+    for vocab in [300, 40_000] {
+        let config = ModelConfig {
+            vocab_size: vocab,
+            num_hidden_layers: 1,
+            ..config()
+        };
+        let store = Store::random(&config, 23).quantized(INT8);
+        let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+            return;
+        };
+        // Few of the larger vocabulary's tokens are kept: bounds between thousands of them lie as
+        // close as sums are rounded.
+        let base = SamplingParams {
+            seed: 29,
+            top_k: if vocab > 1000 { 300 } else { 0 },
+            ..SamplingParams::default()
+        };
+        let filters = [
+            SamplingParams::greedy(),
+            base,
+            SamplingParams { top_k: 20, ..base },
+            SamplingParams { top_p: 0.4, ..base },
+            SamplingParams { min_p: 0.2, ..base },
+            SamplingParams {
+                top_k: 65,
+                top_p: 0.9,
+                min_p: 0.02,
+                ..base
+            },
+        ];
+        for (filter, penalized) in filters.into_iter().flat_map(|f| [(f, false), (f, true)]) {
+            let params = match penalized {
+                false => filter,
+                true => SamplingParams {
+                    repetition_penalty: 1.2,
+                    frequency_penalty: 0.8,
+                    presence_penalty: 0.3,
+                    ..filter
+                },
+            };
+            for extras in 0..8 {
+                const STEPS: usize = 16;
+                let what = format!("vocabulary {vocab}, {params:?}, extras {extras}");
+                let mut ours = session(&*gpu, KvType::F16);
+                let mut chooser = sampler(params, 3, &[7, 9, 7], extras, vocab);
+                feed(&mut *ours, 0, &[7, 9]);
+                let mut drawn = Vec::new();
+                let each = &mut |token| {
+                    drawn.push(token);
+                    ControlFlow::Continue(())
+                };
+                // In two calls: what the first one counted is written anew.
+                ours.decode(0, 7, STEPS / 2, &mut chooser, each)
+                    .expect("it runs");
+                let last = drawn[STEPS / 2 - 1];
+                let each = &mut |token| {
+                    drawn.push(token);
+                    ControlFlow::Continue(())
+                };
+                ours.decode(0, last, STEPS / 2, &mut chooser, each)
+                    .expect("it runs");
+
+                let mut theirs = session(&*gpu, KvType::F16);
+                feed(&mut *theirs, 1, &[7]);
+                feed(&mut *theirs, 0, &[7, 9]);
+                let mut host = sampler(params, 3, &[7, 9, 7], extras, vocab);
+                let mut token = 7;
+                for (i, &found) in drawn.iter().enumerate() {
+                    let logits = feed(&mut *theirs, 0, &[token]);
+                    let expected = host.sample(&logits).expect("finite");
+                    assert_eq!(found, expected, "{what}, token {i}");
+                    token = found;
+                }
+                assert_eq!(chooser.logprobs().len(), host.logprobs().len(), "{what}");
+                for (a, b) in chooser.logprobs().iter().zip(host.logprobs()) {
+                    assert_eq!((a.position, a.token), (b.position, b.token), "{what}");
+                    let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-4, "{what}: {a} {b}");
+                    close(a.logprob, b.logprob);
+                    assert_eq!(a.top.len(), 5, "{what}");
+                    for (a, b) in a.top.iter().zip(&b.top) {
+                        assert_eq!(a.0, b.0, "{what}");
+                        close(a.1, b.1);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A sequence for which nothing is left to draw fails by name, and goes on once there is.
+#[test]
+fn a_mask_that_allows_nothing_is_an_error() {
+    let config = config();
+    let store = Store::random(&config, 31).quantized(INT8);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let vocab = config.vocab_size;
+    for params in [SamplingParams::greedy(), SamplingParams::default()] {
+        let mut session = session(&*gpu, KvType::F16);
+        let mut sampler = Sampler::new(params, 0).expect("valid");
+        sampler.begin(&[3]);
+        let mut mask = vec![0; vocab.div_ceil(32)];
+        sampler.set_mask(Some(&mask));
+        let none = &mut |_| ControlFlow::Continue(());
+        let e = session.decode(0, 3, 2, &mut sampler, none).unwrap_err();
+        assert!(matches!(e, Error::NoTokenAllowed { .. }), "{e}");
+        assert_eq!((session.len(0), sampler.position()), (0, 1));
+        mask[2] = 1 << 9;
+        sampler.set_mask(Some(&mask));
+        let mut drawn = Vec::new();
+        let each = &mut |token| {
+            drawn.push(token);
+            ControlFlow::Continue(())
+        };
+        session.decode(0, 3, 2, &mut sampler, each).expect("one is");
+        assert_eq!(drawn, [73, 73]);
+        // Of another vocabulary: refused before anything runs.
+        sampler.set_mask(Some(&mask[1..]));
+        let e = session.decode(0, 73, 2, &mut sampler, none).unwrap_err();
+        assert!(matches!(e, Error::Request { .. }), "{e}");
     }
 }
 
@@ -339,14 +502,14 @@ fn many_sequences_continue_as_each_alone() {
     for m in [1, 2, 5, 8, 9, 16] {
         for kinds in [&kinds[..1], &kinds[..]] {
             let params = |i: usize| kinds[i % kinds.len()];
+            // Some with biases, masks and log-probabilities, beside others without.
+            let extras = |i: usize| if kinds.len() > 1 { i * 5 % 8 } else { 0 };
             let slot = |i: usize| (3 * i + 2) % 16;
             let prompts: Vec<Vec<u32>> = (0..m).map(|i| tokens(1 + 2 * i, 40 + i as u64)).collect();
             let mut ours = gpu.session(spec).expect("it fits");
             let mut samplers = Vec::new();
             for (i, prompt) in prompts.iter().enumerate() {
-                let mut sampler = Sampler::new(params(i), i as u64).expect("valid");
-                sampler.begin(prompt);
-                samplers.push(sampler);
+                samplers.push(sampler(params(i), i as u64, prompt, extras(i), 3000));
                 if prompt.len() > 1 {
                     feed(&mut *ours, slot(i), &prompt[..prompt.len() - 1]);
                 }
@@ -377,8 +540,7 @@ fn many_sequences_continue_as_each_alone() {
             theirs.truncate(15, 0);
             for (i, prompt) in prompts.iter().enumerate() {
                 assert_eq!(ours.len(slot(i)), prompt.len() - 1 + STEPS);
-                let mut host = Sampler::new(params(i), i as u64).expect("valid");
-                host.begin(prompt);
+                let mut host = sampler(params(i), i as u64, prompt, extras(i), 3000);
                 if prompt.len() > 1 {
                     feed(&mut *theirs, slot(i), &prompt[..prompt.len() - 1]);
                 }

@@ -20,7 +20,9 @@ pub mod pack;
 mod rows;
 mod second_order;
 
-pub use advance::{Advance, Candidates, NOT_FINITE, Sampling};
+pub use advance::{
+    Adjustments, Advance, Candidates, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling,
+};
 pub use attention::{
     AttentionScratch, AttentionShape, DevicePages, HEAD_DIM, Heads, LayerPages, PageEntry,
     PagesShape,

@@ -4,13 +4,13 @@ use super::{CudaSession, Widths, product};
 use crate::cuda::model::CudaModel;
 use crate::engine::{Chunk, Decoding, LogitsWanted, check_chunks, decode_on_host};
 use crate::error::{Error, Result};
-use crate::sampler::Sampler;
+use crate::sampler::{MOST_LOGPROBS, Sampler, TokenLogprobs};
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Advance, AttentionScratch, AttentionShape, Buffer, Candidates, Columns, DeviceLinear,
-    GemvOutput, Graph, HEAD_DIM, MOST_SEQUENCES, NOT_FINITE, Norm, Pinned, Sampling, Step, Stream,
-    best_len,
+    Adjustments, Advance, AttentionScratch, AttentionShape, Buffer, Candidates, Columns,
+    DeviceLinear, GemvOutput, Graph, HEAD_DIM, Logprobs, MOST_SEQUENCES, NONE_ALLOWED, NOT_FINITE,
+    Norm, Pinned, Sampling, Step, Stream, best_len,
 };
 use std::collections::{HashMap, HashSet};
 use std::ops::ControlFlow;
@@ -24,6 +24,7 @@ const AHEAD: usize = 12;
 const FLOOD: usize = 4 << 20;
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
+const _: () = assert!(MOST_LOGPROBS == nq_kernels::cuda::MOST_LOGPROBS);
 
 /// Buffers of the fused step; `rows` are the sequences that it takes at most.
 pub(super) struct StepRows {
@@ -39,9 +40,10 @@ pub(super) struct StepRows {
     best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
     sampling: Buffer<Sampling>, // [rows]
     candidates: Option<Candidates>,
-    seen: Buffer<u8>,        // [rows, vocab]
-    ring: Pinned<u32>,       // [rows, RING]
-    step_host: Pinned<Step>, // [1]
+    adjust: Adjustments,        // [rows]
+    ring: Pinned<u32>,          // [rows, RING]
+    logprobs: Pinned<Logprobs>, // [rows, RING]
+    step_host: Pinned<Step>,    // [1]
 }
 
 impl StepRows {
@@ -70,8 +72,9 @@ impl StepRows {
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
             sampling: gpu.zeros("activations", rows)?,
             candidates: Candidates::new(gpu, w.vocab, rows)?,
-            seen: gpu.zeros("activations", rows * w.vocab)?,
+            adjust: Adjustments::new(gpu, w.vocab, rows)?,
             ring: gpu.pinned("sampled tokens", rows * RING)?,
+            logprobs: gpu.pinned("sampled tokens", rows * RING)?,
             step_host: gpu.pinned("activations", 1)?,
         })
     }
@@ -83,7 +86,10 @@ impl StepRows {
             0 | 1 => 0,
             _ => Columns::device_bytes(rows, w.widest_input()),
         };
-        rows.max(1) * (5 * w.vocab + 4 * (w.qkv + w.hidden + w.q + w.mlp)) + columns
+        let rows = rows.max(1);
+        rows * 4 * (w.vocab + w.qkv + w.hidden + w.q + w.mlp)
+            + Adjustments::device_bytes(w.vocab, rows)
+            + columns
     }
 }
 
@@ -154,7 +160,7 @@ impl CudaSession {
                     &step.best,
                     blocks,
                     &step.sampling,
-                    &step.seen,
+                    &step.adjust,
                     candidates,
                     vocab,
                     m,
@@ -168,9 +174,10 @@ impl CudaSession {
             best: &step.best,
             blocks,
             sampling: &step.sampling,
-            seen: &mut step.seen,
+            adjust: &mut step.adjust,
             step: &mut step.step,
             ring: &mut step.ring,
+            logprobs: &mut step.logprobs,
             ring_len: RING,
             embedding: model.embedding(),
             x: &mut step.x,
@@ -339,36 +346,44 @@ impl CudaSession {
 
     /// Puts the state of sequence `row`'s sampler on the device.
     fn write_sampling(&mut self, row: usize, sampler: &Sampler) -> Result<()> {
+        sampler.check(self.model.config.vocab_size)?;
         let p = sampler.params();
         let words = |v: u64| [v as u32, (v >> 32) as u32];
+        let flag = |bit, set: bool| if set { bit } else { 0 };
+        let bias = sampler.bias().as_slice();
         let sampling = Sampling {
             temperature: p.temperature,
             top_p: p.top_p,
             min_p: p.min_p,
             repetition: p.repetition_penalty,
+            frequency: p.frequency_penalty,
             presence: p.presence_penalty,
             top_k: i32::try_from(p.top_k).unwrap_or(i32::MAX),
-            penalties: i32::from(p.has_penalties()),
+            adjusts: flag(Sampling::BIASED, !bias.is_empty())
+                + flag(Sampling::PENALIZED, p.has_penalties())
+                + flag(Sampling::MASKED, sampler.mask().is_some()),
+            logprobs: sampler.top_logprobs().map_or(0, |n| 1 + n as i32),
             seed: words(p.seed),
             stream: words(sampler.stream()),
             position: words(sampler.position()),
         };
         self.step.sampling.write(row, &[sampling])?;
+        let adjust = &mut self.step.adjust;
+        if !bias.is_empty() {
+            adjust.write_bias(row, bias)?;
+        }
+        if let Some(mask) = sampler.mask() {
+            adjust.write_mask(row, mask)?;
+        }
         if p.has_penalties() {
-            let vocab = self.model.config.vocab_size;
-            let mut seen = vec![0u8; vocab];
-            for token in sampler.seen() {
-                if let Some(state) = seen.get_mut(token.id as usize) {
-                    *state = 1 + u8::from(token.count > 0);
-                }
-            }
-            self.step.seen.write(row * vocab, &seen)?;
+            let seen = sampler.seen().map(|t| (t.id, t.in_prompt, t.count));
+            adjust.write_seen(row, seen)?;
         }
         Ok(())
     }
 
-    /// Waits for the token of step `i` of sequence `row`.
-    fn receive(&mut self, row: usize, i: usize) -> Result<u32> {
+    /// Waits for the token of step `i` of sequence `row`, and tells its sampler.
+    fn receive(&mut self, row: usize, i: usize, sampler: &mut Sampler) -> Result<u32> {
         let at = row * RING + i % RING;
         let mut spins = 0u32;
         let token = loop {
@@ -389,9 +404,27 @@ impl CudaSession {
         };
         self.step.ring.store(at, PENDING);
         match token {
-            NOT_FINITE => Err(Error::LogitsNotFinite),
-            token => Ok(token),
+            NOT_FINITE => return Err(Error::LogitsNotFinite),
+            NONE_ALLOWED => {
+                let vocab = self.model.config.vocab_size;
+                return Err(Error::NoTokenAllowed { vocab });
+            }
+            _ => {}
         }
+        if sampler.top_logprobs().is_none() {
+            sampler.accept(token);
+            return Ok(token);
+        }
+        // Written before the token.
+        let said = self.step.logprobs.load(at);
+        let n = (said.count as usize).min(MOST_LOGPROBS);
+        sampler.accept_with(TokenLogprobs {
+            position: sampler.position(),
+            token,
+            logprob: said.chosen,
+            top: (said.ids.into_iter().zip(said.values).take(n)).collect(),
+        });
+        Ok(token)
     }
 
     /// Queues steps ahead of the tokens that the host reads; counts the steps whose tokens were
@@ -416,8 +449,7 @@ impl CudaSession {
             }
             let mut flow = ControlFlow::Continue(());
             for (row, sequence) in sequences.iter_mut().enumerate() {
-                let token = self.receive(row, *received)?;
-                sequence.sampler.accept(token);
+                let token = self.receive(row, *received, sequence.sampler)?;
                 if each(row, token).is_break() {
                     flow = ControlFlow::Break(());
                 }
@@ -442,16 +474,7 @@ impl CudaSession {
         each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
     ) -> Result<()> {
         let m = sequences.len();
-        // What the device's sampler does not know.
-        let for_host = |s: &Decoding<'_>| {
-            let (sampler, p) = (&s.sampler, s.sampler.params());
-            p.frequency_penalty != 0.0
-                || !sampler.bias().is_empty()
-                || sampler.mask().is_some()
-                || sampler.top_logprobs().is_some()
-        };
-        let host = m > MOST_SEQUENCES || sequences.iter().any(for_host);
-        if self.model.kernels == KernelSet::Reference || host {
+        if self.model.kernels == KernelSet::Reference || m > MOST_SEQUENCES {
             return decode_on_host(self, sequences, steps, each);
         }
         if steps == 0 || m == 0 {
@@ -477,7 +500,7 @@ impl CudaSession {
         let room = steps.min(self.spec.ctx - longest);
         let lists = |s: &Decoding<'_>| {
             let p = s.sampler.params();
-            p.has_penalties() || !(p.is_greedy() || p.top_k == 1)
+            s.sampler.adjusts() || !(p.is_greedy() || p.top_k == 1)
         };
         let end = match sequences.iter().any(lists) {
             true => StepEnd::Sampled,
