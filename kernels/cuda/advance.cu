@@ -35,6 +35,7 @@ struct AdvanceArgs {
     int blocks;
     int vocab;
     int ring_size;            // a power of two
+    int idle;                 // slot of rows that nobody sits in
 };
 
 constexpr int THREADS = 1024;
@@ -510,7 +511,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
             if ((state & MOST_COUNTED) < MOST_COUNTED) *seen = state + 1;
         }
         Step now = step;
-        now.position++;
+        // Nobody's row stays where it is.
+        if (step.slot != p.idle) now.position++;
         now.drawn++;
         now.token = token;
         p.step[row] = now;

@@ -5,13 +5,13 @@
 //! observer. [`LayerStepper`] is the same forward one layer at a time, for quantizing models
 //! larger than memory.
 
+use crate::batch::StepsAhead;
 use crate::error::{Error, Result};
-use crate::sampler::Sampler;
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::cpu::{KvType, OpTiming, PAGE};
 use rayon::prelude::*;
 use std::fmt;
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 
 /// A model on a device, ready to run. Weights are shared by all its sessions.
 pub trait Engine: Send + Sync {
@@ -37,8 +37,8 @@ pub trait Engine: Send + Sync {
         None
     }
 
-    /// Sequences, at most, whose next tokens one step of [`Session::decode_many`] finds without
-    /// taking logits to the host; `None` if it always takes them.
+    /// Sequences, at most, whose next tokens one step of a [`Batch`](crate::batch::Batch) finds
+    /// without taking logits to the host; `None` if it always takes them.
     fn sampled_together(&self) -> Option<usize> {
         None
     }
@@ -225,96 +225,10 @@ pub trait Session: Send {
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>>;
 
-    /// Feeds `token` to a sequence, samples its successor, feeds that, and so on, at most
-    /// `steps` times. Each sampled token goes to `each`, which may break off. The sequence
-    /// then holds `token` and every sampled token but the last.
-    ///
-    /// # Errors
-    /// As [`Session::decode_many`].
-    fn decode(
-        &mut self,
-        slot: usize,
-        token: u32,
-        steps: usize,
-        sampler: &mut Sampler,
-        each: &mut dyn FnMut(u32) -> ControlFlow<()>,
-    ) -> Result<()> {
-        let mut alone = [Decoding {
-            slot,
-            token,
-            sampler,
-        }];
-        self.decode_many(&mut alone, steps, &mut |_, token| each(token))
+    /// What runs steps ahead of the host and draws their tokens, if the device does.
+    fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        None
     }
-
-    /// As [`Session::decode`] for several sequences, in different slots, that advance together.
-    /// `each` is given the index of a sequence and its token, step by step in order; where it
-    /// breaks off, the step's other tokens are still given to it, and no step follows.
-    ///
-    /// This implementation takes the logits to the host at every step. A device that samples
-    /// itself may queue steps ahead, as long as it draws what [`Sampler`] documents, leaves
-    /// the sequences as said here and tells the samplers of each token
-    /// ([`Sampler::accept`]).
-    ///
-    /// # Errors
-    /// Those of [`Session::forward`] and [`Sampler::sample`]; the sequences then hold the
-    /// tokens fed before.
-    fn decode_many(
-        &mut self,
-        sequences: &mut [Decoding<'_>],
-        steps: usize,
-        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
-    ) -> Result<()> {
-        decode_on_host(self, sequences, steps, each)
-    }
-}
-
-/// A sequence to be continued.
-pub struct Decoding<'a> {
-    /// Where it is held.
-    pub slot: usize,
-    /// The token to feed first.
-    pub token: u32,
-    /// What chooses its tokens.
-    pub sampler: &'a mut Sampler,
-}
-
-/// [`Session::decode_many`] with the logits of every step taken to the host.
-pub(crate) fn decode_on_host<S: Session + ?Sized>(
-    session: &mut S,
-    sequences: &mut [Decoding<'_>],
-    steps: usize,
-    each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
-) -> Result<()> {
-    let mut tokens: Vec<u32> = sequences.iter().map(|s| s.token).collect();
-    for _ in 0..steps {
-        let chunks: Vec<Chunk<'_>> = (sequences.iter().zip(&tokens))
-            .map(|(s, token)| Chunk {
-                slot: s.slot,
-                tokens: std::slice::from_ref(token),
-                logits: LogitsWanted::Last,
-            })
-            .collect();
-        let logits = session.forward(&chunks, None)?;
-        drop(chunks);
-        // A large vocabulary's softmax takes a millisecond: no sequence waits for another's.
-        (sequences.par_iter_mut().zip(&mut tokens).enumerate()).try_for_each(
-            |(i, (sequence, token))| -> Result<()> {
-                *token = sequence.sampler.sample(logits.row(i))?;
-                Ok(())
-            },
-        )?;
-        let mut flow = ControlFlow::Continue(());
-        for (i, &token) in tokens.iter().enumerate() {
-            if each(i, token).is_break() {
-                flow = ControlFlow::Break(());
-            }
-        }
-        if flow.is_break() {
-            break;
-        }
-    }
-    Ok(())
 }
 
 /// Refuses chunks that do not fit a session before anything is computed. `len` gives the

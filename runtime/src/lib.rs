@@ -30,11 +30,12 @@ mod weights;
 #[cfg(feature = "cuda")]
 pub use cuda::session_bytes as gpu_session_bytes;
 
+pub use batch::{Batch, Continuation, Piece, StepsAhead};
 pub use chat_template::{ChatTemplate, Message};
 pub use detokenizer::Detokenizer;
 pub use engine::{
-    Chunk, Decoding, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, LayerWeights,
-    LinearId, LinearKind, Logits, LogitsWanted, Observer, Session, SessionSpec,
+    Chunk, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, LayerWeights, LinearId,
+    LinearKind, Logits, LogitsWanted, Observer, Session, SessionSpec,
 };
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};

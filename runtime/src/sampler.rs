@@ -174,6 +174,7 @@ pub fn uniform(seed: u64, stream: u64, position: u64) -> f64 {
 }
 
 /// Chooses the tokens of one sequence.
+#[derive(Clone, Debug)]
 pub struct Sampler {
     params: SamplingParams,
     bias: LogitBias,

@@ -8,9 +8,10 @@ mod common;
 use common::{Store, distance, feed, nq, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
+use nq_runtime::batch::decode;
 use nq_runtime::{
-    Decoding, DeviceChoice, Engine, Error, KvType, LinearKind, LoadOptions, LogitBias, Observer,
-    Sampler, SamplingParams, Session, SessionSpec,
+    Batch, Continuation, DeviceChoice, Engine, Error, KvType, LinearKind, LoadOptions, LogitBias,
+    Observer, Piece, Sampler, SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -282,8 +283,7 @@ fn samples_as_the_host_does() {
                 drawn.push(token);
                 ControlFlow::Continue(())
             };
-            ours.decode(0, prompt[2], STEPS, &mut sampler, each)
-                .expect("it runs");
+            decode(&mut *ours, 0, prompt[2], STEPS, &mut sampler, each).expect("it runs");
             assert_eq!(drawn.len(), STEPS);
             assert_eq!(ours.len(0), 2 + STEPS);
 
@@ -390,15 +390,13 @@ fn samples_as_the_host_does_under_masks_and_biases() {
                     ControlFlow::Continue(())
                 };
                 // In two calls: what the first one counted is written anew.
-                ours.decode(0, 7, STEPS / 2, &mut chooser, each)
-                    .expect("it runs");
+                decode(&mut *ours, 0, 7, STEPS / 2, &mut chooser, each).expect("it runs");
                 let last = drawn[STEPS / 2 - 1];
                 let each = &mut |token| {
                     drawn.push(token);
                     ControlFlow::Continue(())
                 };
-                ours.decode(0, last, STEPS / 2, &mut chooser, each)
-                    .expect("it runs");
+                decode(&mut *ours, 0, last, STEPS / 2, &mut chooser, each).expect("it runs");
 
                 let mut theirs = session(&*gpu, KvType::F16);
                 feed(&mut *theirs, 1, &[7]);
@@ -443,7 +441,7 @@ fn a_mask_that_allows_nothing_is_an_error() {
         let mut mask = vec![0; vocab.div_ceil(32)];
         sampler.set_mask(Some(&mask));
         let none = &mut |_| ControlFlow::Continue(());
-        let e = session.decode(0, 3, 2, &mut sampler, none).unwrap_err();
+        let e = decode(&mut *session, 0, 3, 2, &mut sampler, none).unwrap_err();
         assert!(matches!(e, Error::NoTokenAllowed { .. }), "{e}");
         assert_eq!((session.len(0), sampler.position()), (0, 1));
         mask[2] = 1 << 9;
@@ -453,11 +451,11 @@ fn a_mask_that_allows_nothing_is_an_error() {
             drawn.push(token);
             ControlFlow::Continue(())
         };
-        session.decode(0, 3, 2, &mut sampler, each).expect("one is");
+        decode(&mut *session, 0, 3, 2, &mut sampler, each).expect("one is");
         assert_eq!(drawn, [73, 73]);
         // Of another vocabulary: refused before anything runs.
         sampler.set_mask(Some(&mask[1..]));
-        let e = session.decode(0, 73, 2, &mut sampler, none).unwrap_err();
+        let e = decode(&mut *session, 0, 73, 2, &mut sampler, none).unwrap_err();
         assert!(matches!(e, Error::Request { .. }), "{e}");
     }
 }
@@ -514,24 +512,34 @@ fn many_sequences_continue_as_each_alone() {
                     feed(&mut *ours, slot(i), &prompt[..prompt.len() - 1]);
                 }
             }
-            let mut sequences: Vec<Decoding<'_>> = (samplers.iter_mut().zip(&prompts).enumerate())
-                .map(|(i, (sampler, prompt))| Decoding {
+            let mut pieces: Vec<Piece<'_>> = (samplers.into_iter().zip(&prompts).enumerate())
+                .map(|(i, (sampler, prompt))| Piece {
                     slot: slot(i),
-                    token: prompt[prompt.len() - 1],
-                    sampler,
+                    tokens: &prompt[prompt.len() - 1..],
+                    then: Some(Continuation {
+                        sampler,
+                        tokens: STEPS + 5,
+                    }),
                 })
                 .collect();
             let mut drawn = vec![Vec::new(); m];
             let mut order = Vec::new();
-            ours.decode_many(&mut sequences, STEPS + 5, &mut |i, token| {
-                drawn[i].push(token);
-                order.push(i);
-                match drawn[i].len() == STEPS {
-                    true => ControlFlow::Break(()),
-                    false => ControlFlow::Continue(()),
-                }
-            })
-            .expect("it runs");
+            let index = |s: usize| (0..m).find(|&i| slot(i) == s).expect("one of them");
+            let mut batch = Batch::new(&mut *ours);
+            while !pieces.is_empty() || batch.running() > 0 {
+                batch
+                    .step(std::mem::take(&mut pieces), &mut |s, token| {
+                        let i = index(s);
+                        drawn[i].push(token.expect("it runs"));
+                        order.push(i);
+                        match drawn[i].len() == STEPS {
+                            true => ControlFlow::Break(()),
+                            false => ControlFlow::Continue(()),
+                        }
+                    })
+                    .expect("it runs");
+            }
+            drop(batch);
             let expected: Vec<usize> = (0..STEPS).flat_map(|_| 0..m).collect();
             assert_eq!(order, expected);
 
@@ -578,8 +586,7 @@ fn a_first_step_leaves_the_prompt_alone() {
     feed(&mut *ours, 0, &text[..11]);
     let mut sampler = Sampler::new(SamplingParams::greedy(), 0).expect("valid");
     let each = &mut |_| ControlFlow::Continue(());
-    ours.decode(0, text[11], 3, &mut sampler, each)
-        .expect("it runs");
+    decode(&mut *ours, 0, text[11], 3, &mut sampler, each).expect("it runs");
     ours.truncate(0, 11);
     let d = distance(&feed(&mut *ours, 0, &text[11..]), &expected);
     assert!(d < 1.5e-2, "after a sampled one: {d}");

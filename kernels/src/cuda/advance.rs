@@ -258,6 +258,8 @@ pub struct Advance<'a> {
     pub embedding: &'a DeviceLinear,
     /// Receives the next residuals, `[m, hidden]`.
     pub x: &'a mut Buffer<f32>,
+    /// Slot of rows that nobody sits in: they stay where they are.
+    pub idle: usize,
 }
 
 impl Stream {
@@ -350,6 +352,7 @@ impl Stream {
             blocks: i32,
             vocab: i32,
             ring_size: i32,
+            idle: i32,
         }
         let vocab = a.embedding.rows();
         let width = a.embedding.inputs();
@@ -392,6 +395,7 @@ impl Stream {
             blocks: a.blocks as i32,
             vocab: vocab as i32,
             ring_size: a.ring_len as i32,
+            idle: a.idle as i32,
         };
         let shape = LaunchShape {
             grid: (m, 1, 1),

@@ -134,6 +134,7 @@ impl Bench {
             ring_len: RING,
             embedding: &self.embedding,
             x: &mut self.x,
+            idle: M,
         };
         self.stream.advance(advance).unwrap();
         self.stream.synchronize().unwrap();
@@ -492,6 +493,7 @@ fn operands_that_do_not_fit_are_refused() {
             ring_len: RING,
             embedding: &bench.embedding,
             x: &mut bench.x,
+            idle: M,
         })
     };
     let mut short = gpu.pinned("a test", M * RING - 1).unwrap();

@@ -16,7 +16,7 @@ pub use sample::{BatchRequest, sample_sequences};
 
 use crate::engine::{Chunk, LogitsWanted, Session};
 use crate::error::{Error, Result};
-use crate::sampler::Sampler;
+use crate::sampler::{Sampler, TokenLogprobs};
 use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
@@ -71,12 +71,21 @@ pub trait StepsAhead {
     /// [`Error::PagesFull`] before anything is queued; the device's.
     fn queue(&mut self) -> Result<()>;
 
-    /// Waits for the first step queued that has not been received; `token` is given every row that
-    /// was in it.
+    /// Waits for the first step queued that has not been received; `each` is given what every row
+    /// in it drew.
     ///
     /// # Errors
     /// The device's.
-    fn receive(&mut self, token: &mut dyn FnMut(usize, Result<u32>)) -> Result<()>;
+    fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()>;
+}
+
+/// A token that a device drew.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Drawn {
+    /// Its id.
+    pub token: u32,
+    /// Its log-probability and the best tokens with theirs, where the sampler wants them.
+    pub logprobs: Option<(f32, Vec<(u32, f32)>)>,
 }
 
 /// What becomes of a sequence's token: its slot, and the token or why there is none.
@@ -130,6 +139,11 @@ impl<'s> Batch<'s> {
     /// Sequences that are being continued.
     pub fn running(&self) -> usize {
         self.members.len()
+    }
+
+    /// True if the sequence in `slot` is being continued.
+    pub fn is_running(&self, slot: usize) -> bool {
+        self.members.iter().any(|m| m.slot == slot)
     }
 
     /// Takes the sequence in `slot` out: it then holds all that was fed before the tokens drawn,
@@ -254,13 +268,7 @@ impl<'s> Batch<'s> {
         if prompts.is_empty() {
             return Ok(());
         }
-        let chunks = chunks_of(&[], &prompts);
-        let logits = self.session.forward(&chunks, None)?;
-        drop(chunks);
-        let mut samplers: Vec<&mut Sampler> = (prompts.iter_mut())
-            .filter_map(|p| Some(&mut p.then.as_mut()?.sampler))
-            .collect();
-        let drawn = draw(&mut samplers, |i| logits.row(i));
+        let drawn = forward(self.session, &mut [], &mut prompts, each)?;
         self.join_drawn(prompts, drawn, each);
         Ok(())
     }
@@ -409,8 +417,8 @@ impl<'s> Batch<'s> {
                 }
             }
             // Nobody can go on: those who are blocked are told when nothing is queued for them.
-            while let Some(at) = (self.members.iter())
-                .position(|m| m.queued == 0 && m.blocked.is_some())
+            while let Some(at) =
+                (self.members.iter()).position(|m| m.queued == 0 && m.blocked.is_some())
             {
                 let error = self.members[at].blocked.take();
                 if let Some(e) = error {
@@ -427,7 +435,7 @@ impl<'s> Batch<'s> {
         else {
             return Ok(());
         };
-        let mut drawn: Vec<(usize, Result<u32>)> = Vec::with_capacity(rows.len());
+        let mut drawn: Vec<(usize, Result<Drawn>)> = Vec::with_capacity(rows.len());
         device.receive(&mut |row, token| {
             if let Some(&(_, slot)) = rows.iter().find(|r| r.0 == row) {
                 drawn.push((slot, token));
@@ -440,12 +448,23 @@ impl<'s> Batch<'s> {
             };
             let member = &mut self.members[at];
             member.queued -= 1;
-            if let Ok(token) = token {
-                member.sampler.accept(token);
-            }
+            let token = token.map(|Drawn { token, logprobs }| {
+                match logprobs {
+                    None => member.sampler.accept(token),
+                    Some((logprob, top)) => member.sampler.accept_with(TokenLogprobs {
+                        position: member.sampler.position(),
+                        token,
+                        logprob,
+                        top,
+                    }),
+                }
+                token
+            });
             let stays = self.deliver(at, token, 1, each);
             let told = stays.then(|| self.members[at].queued == 0);
-            if told == Some(true) && let Some(e) = self.members[at].blocked.take() {
+            if told == Some(true)
+                && let Some(e) = self.members[at].blocked.take()
+            {
                 self.deliver(at, Err(e), 0, each);
             }
         }
@@ -476,7 +495,7 @@ impl<'s> Batch<'s> {
         if self.members.is_empty() && pieces.is_empty() {
             return Ok(());
         }
-        let drawn = match self.forward_all(&mut pieces) {
+        let drawn = match forward(self.session, &mut self.members, &mut pieces, each) {
             Ok(drawn) => drawn,
             Err(Error::PagesFull { .. }) if pieces.is_empty() && !self.members.is_empty() => {
                 // The last to join gives way.
@@ -488,7 +507,6 @@ impl<'s> Batch<'s> {
                 self.deliver(self.members.len() - 1, Err(error), 0, each);
                 return self.step_on_host(pieces, each);
             }
-            Err(e) if is_numeric(&e) => self.forward_each(&mut pieces, each),
             Err(e) => return Err(e),
         };
         let mut drawn = drawn.into_iter();
@@ -502,45 +520,63 @@ impl<'s> Batch<'s> {
         self.join_drawn(pieces, drawn, each);
         Ok(())
     }
+}
 
-    /// What everybody, then every piece that goes on, draws after one forward over all.
-    fn forward_all(&mut self, pieces: &mut [Piece<'_>]) -> Result<Vec<Result<u32>>> {
-        let fed: Vec<(usize, u32)> = self.members.iter().map(|m| (m.slot, m.token)).collect();
-        let chunks = chunks_of(&fed, pieces);
-        let logits = self.session.forward(&chunks, None)?;
-        drop(chunks);
-        let joining = pieces.iter_mut().filter_map(|p| Some(&mut p.then.as_mut()?.sampler));
-        let members = self.members.iter_mut().map(|m| &mut m.sampler);
-        let mut samplers: Vec<&mut Sampler> = members.chain(joining).collect();
-        Ok(draw(&mut samplers, |i| logits.row(i)))
+/// What each member, then each piece that goes on, draws after one forward over all. Where numbers
+/// come out that are none, each goes alone: only those that they come from fail. A piece that does
+/// not go on tells `each`.
+fn forward(
+    session: &mut dyn Session,
+    members: &mut [Member],
+    pieces: &mut [Piece<'_>],
+    each: &mut Each<'_>,
+) -> Result<Vec<Result<u32>>> {
+    let fed: Vec<(usize, u32)> = members.iter().map(|m| (m.slot, m.token)).collect();
+    let chunks = chunks_of(&fed, pieces);
+    match session.forward(&chunks, None) {
+        Ok(logits) => {
+            drop(chunks);
+            let joining = pieces.iter_mut().filter_map(|p| p.then.as_mut());
+            let members = members.iter_mut().map(|m| &mut m.sampler);
+            let mut samplers: Vec<&mut Sampler> =
+                members.chain(joining.map(|t| &mut t.sampler)).collect();
+            return Ok(draw(&mut samplers, |i| logits.row(i)));
+        }
+        Err(Error::NotFinite { .. } | Error::LogitsNotFinite | Error::Logits { .. }) => {}
+        Err(e) => return Err(e),
     }
+    let mut alone = |chunk: &[Chunk<'_>], sampler: Option<&mut Sampler>| {
+        let logits = session.forward(chunk, None)?;
+        sampler.map(|s| s.sample(logits.row(0))).transpose()
+    };
+    let mut drawn = Vec::new();
+    for member in members {
+        let fed = [(member.slot, member.token)];
+        let token = alone(&chunks_of(&fed, &[]), Some(&mut member.sampler));
+        drawn.extend(token.transpose());
+    }
+    for piece in pieces {
+        let mut then = piece.then.take();
+        let chunk = Chunk {
+            slot: piece.slot,
+            tokens: piece.tokens,
+            logits: wanted(then.is_some()),
+        };
+        let token = alone(&[chunk], then.as_mut().map(|t| &mut t.sampler));
+        match (&then, token) {
+            (None, Err(e)) => drop(each(piece.slot, Err(e))),
+            (_, token) => drawn.extend(token.transpose()),
+        }
+        piece.then = then;
+    }
+    Ok(drawn)
+}
 
-    /// As [`Batch::forward_all`], each alone, after numbers that are none came of all together:
-    /// only those that they come from end. A piece that does not go on tells `each`.
-    fn forward_each(
-        &mut self,
-        pieces: &mut [Piece<'_>],
-        each: &mut Each<'_>,
-    ) -> Vec<Result<u32>> {
-        let mut drawn = Vec::new();
-        for member in &mut self.members {
-            let fed = [(member.slot, member.token)];
-            let logits = self.session.forward(&chunks_of(&fed, &[]), None);
-            drawn.push(logits.and_then(|l| member.sampler.sample(l.row(0))));
-        }
-        for piece in pieces {
-            let alone = chunks_of(&[], std::slice::from_ref(piece));
-            let logits = self.session.forward(&alone, None);
-            drop(alone);
-            match (&mut piece.then, logits) {
-                (Some(then), logits) => {
-                    drawn.push(logits.and_then(|l| then.sampler.sample(l.row(0))));
-                }
-                (None, Err(e)) => drop(each(piece.slot, Err(e))),
-                (None, Ok(_)) => {}
-            }
-        }
-        drawn
+/// A sequence that goes on needs its last row's logits.
+fn wanted(goes_on: bool) -> LogitsWanted {
+    match goes_on {
+        true => LogitsWanted::Last,
+        false => LogitsWanted::None,
     }
 }
 
@@ -567,10 +603,6 @@ pub(crate) fn bucket(rows: usize) -> usize {
     fits.unwrap_or(rows.next_multiple_of(64))
 }
 
-fn is_numeric(e: &Error) -> bool {
-    matches!(e, Error::NotFinite { .. } | Error::LogitsNotFinite | Error::Logits { .. })
-}
-
 /// One token of each of `fed`, and the pieces: logits of the last rows of all that go on.
 fn chunks_of<'a>(fed: &'a [(usize, u32)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<'a>> {
     let members = fed.iter().map(|(slot, token)| Chunk {
@@ -581,10 +613,7 @@ fn chunks_of<'a>(fed: &'a [(usize, u32)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<
     let pieces = pieces.iter().map(|p| Chunk {
         slot: p.slot,
         tokens: p.tokens,
-        logits: match p.then {
-            Some(_) => LogitsWanted::Last,
-            None => LogitsWanted::None,
-        },
+        logits: wanted(p.then.is_some()),
     });
     members.chain(pieces).collect()
 }

@@ -101,7 +101,7 @@ pub struct SeenToken {
 }
 
 /// Tokens that penalties concern.
-#[derive(Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Seen {
     /// By id: the top bit if the prompt has it, below that how often the answer does.
     state: Vec<u32>,

@@ -88,6 +88,21 @@ impl Store {
         store
     }
 
+    /// The same weights, but `token`'s embedding is not a number.
+    pub(crate) fn with_poison(mut self, token: u32) -> Self {
+        let embedding = &self.matrices[qwen3::EMBEDDING];
+        let (rows, width) = embedding.dims();
+        let mut values = vec![0.0; rows * width];
+        for (row, values) in values.chunks_exact_mut(width).enumerate() {
+            embedding.dequantize_row(row, values).unwrap();
+        }
+        values[token as usize * width..][..width].fill(f32::NAN);
+        let poisoned = Tensor::from_f32(vec![rows, width], values).unwrap();
+        let name = qwen3::EMBEDDING.to_owned();
+        self.matrices.insert(name, Weight::Dense(poisoned));
+        self
+    }
+
     /// The same weights, each rounded to `scheme`.
     pub(crate) fn quantized(&self, scheme: AffineScheme) -> Self {
         let mut store = self.clone();

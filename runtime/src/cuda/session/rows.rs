@@ -6,7 +6,7 @@ use crate::engine::{Chunk, LinearKind, Observer};
 use crate::error::Result;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, DeviceCache, DeviceLinear, GemmOutput, HEAD_DIM, Heads, Row, RowsOut, SequenceRows,
+    Buffer, DeviceLinear, GemmOutput, HEAD_DIM, Heads, LayerPages, Row, RowsOut, SequenceRows,
     Stream, operand_index,
 };
 
@@ -59,7 +59,7 @@ impl Pass<'_> {
     fn attend(
         &self,
         many: &mut ManyRows,
-        cache: &mut DeviceCache,
+        cache: LayerPages<'_>,
         settings: &Heads<'_>,
         sequences: &[SequenceRows],
     ) -> Result<()> {
@@ -155,7 +155,7 @@ impl CudaSession {
         let Self {
             stream,
             model,
-            cache,
+            pages,
             cos_sin,
             many,
             ..
@@ -172,7 +172,7 @@ impl CudaSession {
             let out = GemmOutput::Store(&mut many.qkv);
             pass.linear(("qkv", &layer.qkv), normed, &many.normed, out)?;
             let settings = model.heads(index, cos_sin);
-            pass.attend(many, &mut cache[index], &settings, sequences)?;
+            pass.attend(many, pages.layer(index), &settings, sequences)?;
             pass.show_attended(observer, (index, o_in), many)?;
             let attended = many.full.as_ref().map(|f| &f.attended);
             let out = GemmOutput::Add(&mut many.x);
@@ -243,7 +243,7 @@ impl CudaSession {
         let mut sequences = Vec::with_capacity(chunks.len());
         let (mut tokens, mut rows, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks {
-            let (row, position) = (tokens.len(), self.lengths[chunk.slot]);
+            let (row, position) = (tokens.len(), self.tables.len(chunk.slot));
             let count = chunk.tokens.len();
             sequences.push(SequenceRows {
                 row,
@@ -258,6 +258,7 @@ impl CudaSession {
             }));
             wanted.extend(chunk.logits.rows(count).map(|i| (row + i) as i32));
         }
+        self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         self.many.tokens.write(0, &tokens)?;
         self.many.rows.write(0, &rows)?;
         self.run_layers(&sequences, tokens.len(), &mut observer)?;
