@@ -3,12 +3,11 @@
 //! as it is, through candle's quantized Qwen3.
 
 use crate::engine::{
-    Chunk, Engine, EngineDescription, LayerWeights, LinearId, LinearKind, Logits, Observer,
-    Session, SessionSpec, check_chunks,
+    Chunk, Engine, EngineDescription, Logits, Observer, Session, SessionSpec, check_chunks,
 };
 use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
-use crate::models::qwen3;
+use crate::models::{LayerWeights, LinearId, LinearKind, qwen3};
 use crate::weights::{Census, LoadProgress};
 use candle_core::quantized::gguf_file;
 use candle_core::{DType, Device, Tensor};

@@ -33,13 +33,14 @@ pub use cuda::session_bytes as gpu_session_bytes;
 pub use chat_template::{ChatTemplate, Message};
 pub use detokenizer::Detokenizer;
 pub use engine::{
-    Chunk, Decoding, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, LayerWeights,
-    LinearId, LinearKind, Logits, LogitsWanted, Observer, Session, SessionSpec,
+    Chunk, Decoding, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, Logits,
+    LogitsWanted, Observer, Session, SessionSpec,
 };
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, cpu_stepper, load};
 pub use memory::{MemoryEstimate, WeightSource, weight_kinds};
+pub use models::{LayerWeights, LinearId, LinearKind};
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{Sampler, SamplingParams};
 pub use tokenizer::Tokenizer;

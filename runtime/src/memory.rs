@@ -1,9 +1,9 @@
 //! How much memory a model takes, before any of it is allocated.
 
 use crate::cpu::session_bytes;
-use crate::engine::{LinearId, LinearKind, SessionSpec};
+use crate::engine::SessionSpec;
 use crate::error::Result;
-use crate::models::qwen3;
+use crate::models::{LinearId, LinearKind, qwen3};
 use nq_formats::{ModelConfig, WeightStore, Zeros};
 use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;

@@ -1,9 +1,10 @@
 //! One Qwen3 layer on the CPU: the function that sessions and the layer stepper share.
 
-use crate::engine::{LayerWeights, LinearKind, Observer};
+use crate::engine::Observer;
 use crate::error::{Error, Result};
 use crate::kv::KvPair;
 use crate::load::LoadOptions;
+use crate::models::{LayerWeights, LinearKind};
 use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Weight};

@@ -8,10 +8,10 @@ pub(crate) use session::session_bytes;
 pub(crate) use stepper::CpuStepper;
 
 use crate::device::available_memory;
-use crate::engine::{Engine, EngineDescription, LayerWeights, Session, SessionSpec};
+use crate::engine::{Engine, EngineDescription, Session, SessionSpec};
 use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, LoadOptions};
-use crate::models::qwen3;
+use crate::models::{LayerWeights, qwen3};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
 use layer::{Layer, pack};

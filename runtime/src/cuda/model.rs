@@ -1,9 +1,9 @@
 //! A model's weights on a GPU.
 
 use super::plan::{Request, taken, weight_bytes};
-use crate::engine::{LayerWeights, SessionSpec};
+use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
-use crate::models::qwen3;
+use crate::models::{LayerWeights, qwen3};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
 use nq_formats::{ModelConfig, Progress, Tensor, Weight, WeightStore};

@@ -2,8 +2,9 @@
 
 use super::super::model::CudaModel;
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, padded, product};
-use crate::engine::{Chunk, LinearKind, Observer};
+use crate::engine::{Chunk, Observer};
 use crate::error::Result;
+use crate::models::LinearKind;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
     Buffer, DeviceCache, DeviceLinear, GemmOutput, HEAD_DIM, Heads, Row, RowsOut, SequenceRows,
