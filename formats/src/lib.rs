@@ -1,7 +1,7 @@
 //! Weights and checkpoints as files: numeric schemes, canonical weights, packing,
 //! and the readers and writers of checkpoint formats.
 //!
-//! This crate knows no device and no model graph. A weight leaves it in canonical
+//! This crate knows no device, and of models what [`models`] says. A weight leaves it in canonical
 //! form ([`Weight`]): row-major `[out, in]`, the same whatever file it came from.
 
 #![forbid(unsafe_op_in_unsafe_fn)]
@@ -18,6 +18,7 @@ pub mod hash;
 pub mod hub;
 pub mod import;
 pub mod mapping;
+pub mod models;
 pub mod names;
 pub mod nq;
 pub mod pack;

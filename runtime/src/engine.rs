@@ -6,8 +6,9 @@
 //! larger than memory.
 
 use crate::error::{Error, Result};
-use crate::models::{LayerWeights, LinearKind};
+use crate::models::LayerWeights;
 use crate::sampler::Sampler;
+use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::cpu::{KvType, OpTiming};
 use rayon::prelude::*;
@@ -358,10 +359,10 @@ pub trait Observer {
         true
     }
 
-    /// The input `x` `[rows, in]` of the Linears `kinds` of `layer`, which share it, before
-    /// any rounding of activations.
-    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        let _ = (layer, kinds, x);
+    /// The input `x` `[rows, in]` of the Linears of `product` in `layer`, which share it,
+    /// before any rounding of activations.
+    fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
+        let _ = (layer, product, x);
     }
 
     /// The residual stream `x` `[rows, hidden]` after `layer`.

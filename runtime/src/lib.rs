@@ -1,4 +1,4 @@
-//! Qwen3 on a device: weights, KV cache, forward pass, tokenizer, chat template, sampling
+//! A model on a device: weights, KV cache, forward pass, tokenizer, chat template, sampling
 //! and generation.
 //!
 //! [`Engine`] and [`Session`] are the interfaces that everything above this crate uses;
@@ -40,7 +40,7 @@ pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, cpu_stepper, load};
 pub use memory::{MemoryEstimate, WeightSource, weight_kinds};
-pub use models::{LayerWeights, LinearId, LinearKind};
+pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{Sampler, SamplingParams};
 pub use tokenizer::Tokenizer;

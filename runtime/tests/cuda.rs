@@ -6,11 +6,12 @@
 mod common;
 
 use common::{Store, distance, feed, nq, small_config, tokens};
+use nq_formats::models::Product;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::{
-    Decoding, DeviceChoice, Engine, KvType, LinearKind, LoadOptions, Observer, Sampler,
-    SamplingParams, Session, SessionSpec,
+    Decoding, DeviceChoice, Engine, KvType, LoadOptions, Observer, Sampler, SamplingParams,
+    Session, SessionSpec,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -127,8 +128,9 @@ fn agrees_with_the_cpu() {
 struct Everything(Vec<(String, Vec<f32>)>);
 
 impl Observer for Everything {
-    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        self.0.push((format!("{layer} {kinds:?}"), x.to_vec()));
+    fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
+        self.0
+            .push((format!("{layer} {}", product.name), x.to_vec()));
     }
     fn layer_output(&mut self, layer: usize, x: &[f32]) {
         self.0.push((format!("{layer} output"), x.to_vec()));
