@@ -11,7 +11,7 @@ use nq_formats::models::{NormSpec, Product, Source};
 use nq_formats::names::{EMBEDDING, HEAD, in_layer, layer_of};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{DType, ModelConfig, Tensor, checkpoint};
+use nq_formats::{DType, ModelConfig, Tensor, files};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -25,7 +25,7 @@ fn read(model: &Path) -> anyhow::Result<Tensors> {
     for entry in std::fs::read_dir(model)? {
         let path = entry?.path();
         if path.extension().is_some_and(|e| e == "safetensors") {
-            let file = SafetensorsFile::parse(&path, checkpoint::map_file(&path)?)?;
+            let file = SafetensorsFile::parse(&path, files::map_file(&path)?)?;
             for name in file.names() {
                 let tensor = file.get(name).context("a listed tensor")?;
                 tensors.insert(name.to_owned(), tensor);
@@ -141,7 +141,7 @@ fn main() -> anyhow::Result<()> {
     })?;
 
     let mut scaled = source;
-    let path = model.join(checkpoint::CONFIG);
+    let path = model.join(files::CONFIG);
     let config = ModelConfig::parse(&path, &std::fs::read(&path)?)?;
     let spec = config.layer();
     // In one layer before attention, in another before the MLP.

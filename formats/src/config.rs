@@ -2,71 +2,9 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::models::{self, Architecture, LayerSpec};
+use crate::models::{self, Architecture, ModelConfig, Rope, RopeScaling};
 use serde_json::{Map, Value, json};
 use std::path::Path;
-
-/// The shape of a model. Dimensions in elements.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ModelConfig {
-    /// What its layers are made of.
-    pub architecture: &'static Architecture,
-    /// Width of the residual stream.
-    pub hidden_size: usize,
-    /// Width of the MLP.
-    pub intermediate_size: usize,
-    /// Transformer layers.
-    pub num_hidden_layers: usize,
-    /// Query heads.
-    pub num_attention_heads: usize,
-    /// Key/value heads; divides `num_attention_heads`.
-    pub num_key_value_heads: usize,
-    /// Width of one head. A key of its own: not `hidden_size / heads` on several sizes.
-    pub head_dim: usize,
-    /// Rows of the embedding (the tokenizer may know fewer tokens).
-    pub vocab_size: usize,
-    /// Positions the model was trained for.
-    pub max_position_embeddings: usize,
-    /// Epsilon of every RMSNorm.
-    pub rms_norm_eps: f32,
-    /// Rotary embedding.
-    pub rope: Rope,
-    /// The head is the embedding matrix.
-    pub tie_word_embeddings: bool,
-    /// Tokens that end a text; `generation_config.json` may add to them.
-    pub eos_token_ids: Vec<u32>,
-    /// The type the config says the weights have.
-    pub dtype: Option<DType>,
-}
-
-/// Rotary position embedding.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rope {
-    /// Base of the frequencies.
-    pub theta: f64,
-    /// Extension beyond the trained length.
-    pub scaling: RopeScaling,
-}
-
-/// How rotary frequencies are stretched for longer contexts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RopeScaling {
-    /// As trained.
-    None,
-    /// YaRN (arXiv 2309.00071), as Qwen3 documents it.
-    Yarn {
-        /// Stretch of the context.
-        factor: f64,
-        /// Length before stretching.
-        original_max_position_embeddings: usize,
-        /// Rotations above which a dimension is left alone.
-        beta_fast: f64,
-        /// Rotations below which a dimension is fully interpolated.
-        beta_slow: f64,
-        /// Scale of queries and keys; `0.1 ln(factor) + 1` where the config has none.
-        attention_factor: f64,
-    },
-}
 
 /// Sampling defaults from `generation_config.json`.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -88,30 +26,6 @@ pub struct GenerationDefaults {
 }
 
 impl ModelConfig {
-    /// Width of all query heads together.
-    pub fn q_dim(&self) -> usize {
-        self.num_attention_heads * self.head_dim
-    }
-
-    /// Width of all key (or value) heads together.
-    pub fn kv_dim(&self) -> usize {
-        self.num_key_value_heads * self.head_dim
-    }
-
-    /// Parameters of the model; a tied head counts once.
-    pub fn parameters(&self) -> usize {
-        let h = self.hidden_size;
-        let layer = self.layer().parameters();
-        let layer: usize = layer.iter().map(|p| p.shape(self).elements()).sum();
-        let heads = if self.tie_word_embeddings { 1 } else { 2 };
-        self.num_hidden_layers * layer + h + heads * self.vocab_size * h
-    }
-
-    /// What each of its layers is made of.
-    pub fn layer(&self) -> &'static LayerSpec {
-        &self.architecture.layer
-    }
-
     /// Reads a `config.json`.
     ///
     /// # Errors

@@ -1,8 +1,8 @@
 //! The parameters of a model by their Hugging Face names (without `.weight`). Those outside its
 //! layers have the same names in every architecture; those within are in [`crate::models`].
 
-use crate::config::ModelConfig;
-use crate::models::{ARCHITECTURES, LinearSpec};
+use crate::models::{ARCHITECTURES, LAYERS, LinearSpec, ModelConfig};
+pub use crate::models::{Shape, in_layer};
 
 /// Token embedding `[vocab, hidden]`; the head too where it is tied.
 pub const EMBEDDING: &str = "model.embed_tokens";
@@ -10,41 +10,6 @@ pub const EMBEDDING: &str = "model.embed_tokens";
 pub const NORM: &str = "model.norm";
 /// Untied head `[vocab, hidden]`.
 pub const HEAD: &str = "lm_head";
-
-/// A parameter's shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shape {
-    /// `[len]`: a norm.
-    Vector(usize),
-    /// `[out_features, in_features]`: a Linear or the embedding.
-    Matrix(usize, usize),
-}
-
-impl Shape {
-    /// Number of elements.
-    pub fn elements(self) -> usize {
-        match self {
-            Shape::Vector(n) => n,
-            Shape::Matrix(rows, cols) => rows * cols,
-        }
-    }
-
-    /// Dimensions, outermost first.
-    pub fn dims(self) -> Vec<usize> {
-        match self {
-            Shape::Vector(n) => vec![n],
-            Shape::Matrix(rows, cols) => vec![rows, cols],
-        }
-    }
-}
-
-/// What the names of layers' parameters begin with, before the layer's number.
-pub(crate) const LAYERS: &str = "model.layers.";
-
-/// The full name of a parameter of layer `layer`.
-pub fn in_layer(layer: usize, suffix: &str) -> String {
-    format!("{LAYERS}{layer}.{suffix}")
-}
 
 /// The parameters of layer `layer`, in the order they are used.
 pub fn layer_parameters(c: &ModelConfig, layer: usize) -> impl Iterator<Item = (String, Shape)> {

@@ -1,18 +1,19 @@
 //! Random models of published shapes: folders for tests of scale, and
 //! weights in memory for speed measurements before a download.
 
-use crate::checkpoint::{
-    CONFIG, Checkpoint, Files, GENERATION_CONFIG, TensorEntry, VirtualFiles, WeightStore,
-};
-use crate::config::{GenerationDefaults, ModelConfig};
+use crate::checkpoint::Checkpoint;
+use crate::config::GenerationDefaults;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
+use crate::models::ModelConfig;
 pub use crate::models::Preset;
 use crate::names::{Shape, parameters};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
+use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use bytes::Bytes;

@@ -1,7 +1,7 @@
 //! A checkpoint as one GGUF file, with tokenizer and chat template.
 
 use super::{Change, ExportOptions, ExportReport, Exported};
-use crate::checkpoint::{Checkpoint, Exactness};
+use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::durable::{Sink, check_space, parent};
 use crate::error::{Error, Result};
@@ -11,6 +11,7 @@ use crate::models::LinearKind;
 use crate::names::{EMBEDDING, HEAD, Shape, layer_linear, parameters};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Zeros};
+use crate::store::Exactness;
 use crate::stored::StoredWeight;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight};
 use half::f16;

@@ -1,12 +1,13 @@
 //! A quantized checkpoint of another format as nq's own folder.
 
 use super::{Change, ExportOptions, ExportReport, Exported};
-use crate::checkpoint::{Checkpoint, WeightStore};
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters, parameters};
 use crate::nq::{Opened, Param, Writer, WriterOptions};
 use crate::nq::{QuantizationRecord, SourceRecord};
 use crate::progress::Progress;
+use crate::store::WeightStore;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use serde_json::json;

@@ -1,8 +1,9 @@
 //! `config.json` and `generation_config.json` from GGUF metadata.
 
-use super::file::{GgufFile, malformed};
+use super::file::GgufFile;
 use super::tokenizer::{TokenKind, Vocabulary};
 use super::types::BlockType;
+use super::value::malformed;
 use crate::error::{Error, Result};
 use crate::models::{self, Architecture};
 use serde_json::{Map, Value, json};

@@ -3,9 +3,10 @@
 use super::tokenizer::{PATTERN, PRE, TokenKind};
 use super::value::{Array, Value};
 use super::writer::GgufPlan;
-use crate::checkpoint::{Checkpoint, Files};
-use crate::config::RopeScaling;
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
+use crate::files::Files;
+use crate::models::RopeScaling;
 use serde::Deserialize;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! Parameter names: GGUF's and those of Hugging Face checkpoints, without `.weight`.
 
-use crate::models::{Architecture, Parameter};
-use crate::names::{self, EMBEDDING, HEAD, NORM};
+use crate::models::{Architecture, LAYERS, Parameter};
+use crate::names::{EMBEDDING, HEAD, NORM};
 
 /// Outside the layers: (Hugging Face, GGUF), in every architecture.
 const MODEL: [(&str, &str); 3] = [
@@ -11,7 +11,7 @@ const MODEL: [(&str, &str); 3] = [
 ];
 
 /// What names within layers begin with, before the layer's number: (Hugging Face, GGUF).
-const LAYERS: (&str, &str) = (names::LAYERS, "blk.");
+const PREFIXES: (&str, &str) = (LAYERS, "blk.");
 
 /// Rewrites a name by the pairs (from, to) outside the layers, before the layer's number and
 /// behind it.
@@ -40,14 +40,20 @@ fn translate(
 /// `model.layers.0.self_attn.q_proj`.
 pub fn to_gguf(architecture: &Architecture, name: &str) -> Option<String> {
     let within = |p: &Parameter| (p.suffix(), p.gguf());
-    translate(name, MODEL.into_iter(), LAYERS, within, architecture)
+    translate(name, MODEL.into_iter(), PREFIXES, within, architecture)
 }
 
 /// The Hugging Face name of a GGUF parameter: the inverse of [`to_gguf`].
 pub fn from_gguf(architecture: &Architecture, name: &str) -> Option<String> {
     let outside = MODEL.into_iter().map(|(hf, gguf)| (gguf, hf));
     let within = |p: &Parameter| (p.gguf(), p.suffix());
-    translate(name, outside, (LAYERS.1, LAYERS.0), within, architecture)
+    translate(
+        name,
+        outside,
+        (PREFIXES.1, PREFIXES.0),
+        within,
+        architecture,
+    )
 }
 
 #[cfg(test)]

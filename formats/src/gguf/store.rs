@@ -1,20 +1,21 @@
 //! Opening GGUF checkpoints: finding the files, joining split ones, serving weights.
 
 use super::config;
-use super::file::{GgufFile, MAGIC, malformed};
+use super::file::{GgufFile, MAGIC};
 use super::names;
 use super::tokenizer::{self, Vocabulary};
 use super::types::BlockType;
+use super::value::malformed;
 use super::weight::BlockWeight;
-use crate::checkpoint::{
-    CONFIG, Checkpoint, Exactness, Files, GENERATION_CONFIG, Source, TensorEntry, VirtualFiles,
-    WeightStore,
-};
-use crate::config::{GenerationDefaults, ModelConfig};
+use crate::checkpoint::{Checkpoint, Source};
+use crate::config::GenerationDefaults;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::models::Architecture;
+use crate::models::ModelConfig;
 use crate::names::layer_of;
+use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{QuantizedWeight, Weight};

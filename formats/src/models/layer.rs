@@ -1,8 +1,14 @@
 //! What a layer is made of: its parameters by name and shape, and what it computes of them.
 
-use crate::config::ModelConfig;
-use crate::names::{Shape, in_layer};
 use std::fmt;
+
+/// What the names of layers' parameters begin with, before the layer's number.
+pub(crate) const LAYERS: &str = "model.layers.";
+
+/// The full name of a parameter of layer `layer`.
+pub fn in_layer(layer: usize, suffix: &str) -> String {
+    format!("{LAYERS}{layer}.{suffix}")
+}
 
 /// A layer: its halves in order. Each adds what it computes to the residual stream.
 #[derive(Clone, Copy, Debug)]
@@ -158,7 +164,7 @@ pub enum NormKind {
     K,
 }
 
-/// A dimension that a [`ModelConfig`] gives.
+/// A dimension that a model's configuration gives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Width {
     /// `hidden_size`
@@ -248,11 +254,6 @@ impl LayerSpec {
 }
 
 impl Product {
-    /// Width of its input in a model of this shape.
-    pub fn inputs(&self, c: &ModelConfig) -> usize {
-        self.linears[0].inputs.of(c)
-    }
-
     /// Its Linears in words: `q k v`.
     pub fn words(&self) -> String {
         let words: Vec<String> = self.linears.iter().map(|l| l.kind.to_string()).collect();
@@ -265,32 +266,12 @@ impl LinearSpec {
     pub fn name(&self, layer: usize) -> String {
         in_layer(layer, self.suffix)
     }
-
-    /// `(out_features, in_features)` in a model of this shape.
-    pub fn dims(&self, c: &ModelConfig) -> (usize, usize) {
-        (self.out.of(c), self.inputs.of(c))
-    }
-
-    /// Elements of its weight.
-    pub fn elements(&self, c: &ModelConfig) -> usize {
-        self.out.of(c) * self.inputs.of(c)
-    }
 }
 
 impl NormSpec {
     /// As [`LinearSpec::name`].
     pub fn name(&self, layer: usize) -> String {
         in_layer(layer, self.suffix)
-    }
-}
-
-impl LinearKind {
-    /// `(out_features, in_features)` in a model of this shape.
-    ///
-    /// # Panics
-    /// If its layers have no such Linear.
-    pub fn dims(self, c: &ModelConfig) -> (usize, usize) {
-        c.layer().linear(self).dims(c)
     }
 }
 
@@ -308,19 +289,6 @@ impl fmt::Display for LinearKind {
     }
 }
 
-impl Width {
-    /// How wide it is in a model of this shape.
-    pub fn of(self, c: &ModelConfig) -> usize {
-        match self {
-            Width::Hidden => c.hidden_size,
-            Width::Heads => c.q_dim(),
-            Width::KvHeads => c.kv_dim(),
-            Width::Head => c.head_dim,
-            Width::Mlp => c.intermediate_size,
-        }
-    }
-}
-
 impl Parameter {
     /// Hugging Face's name within a layer, without `.weight`.
     pub fn suffix(&self) -> &'static str {
@@ -335,17 +303,6 @@ impl Parameter {
         match self {
             Parameter::Norm(n) => n.gguf,
             Parameter::Linear(l) => l.gguf,
-        }
-    }
-
-    /// Its shape in a model of this shape.
-    pub fn shape(&self, c: &ModelConfig) -> Shape {
-        match self {
-            Parameter::Norm(n) => Shape::Vector(n.len.of(c)),
-            Parameter::Linear(l) => {
-                let (out, inputs) = l.dims(c);
-                Shape::Matrix(out, inputs)
-            }
         }
     }
 }

@@ -4,35 +4,18 @@
 //! A new architecture is a file here and a row of [`ARCHITECTURES`]. One whose layers compute
 //! something else is a variant of [`MlpSpec`] too, and its kernels.
 
+mod architecture;
 mod layer;
 mod qwen3;
+mod shape;
 
+pub use architecture::{Architecture, Preset};
+pub(crate) use layer::LAYERS;
 pub use layer::{
     AttentionSpec, LayerSpec, LinearKind, LinearSpec, MlpSpec, NormKind, NormSpec, Parameter,
-    Product, Source, Width,
+    Product, Source, Width, in_layer,
 };
-
-use crate::config::{ModelConfig, Rope, RopeScaling};
-use crate::dtype::DType;
-use std::fmt;
-
-/// A family of models whose layers are alike.
-pub struct Architecture {
-    /// The family, for messages: `Qwen3`.
-    pub family: &'static str,
-    /// Which of its models these are, for messages: `Qwen3 dense`.
-    pub title: &'static str,
-    /// The class that config.json's `architectures` names.
-    pub class: &'static str,
-    /// config.json's `model_type`.
-    pub model_type: &'static str,
-    /// GGUF's `general.architecture`, which the keys of its metadata begin with.
-    pub gguf: &'static str,
-    /// Its layers, all alike.
-    pub layer: LayerSpec,
-    /// Its published models.
-    pub presets: &'static [Preset],
-}
+pub use shape::{ModelConfig, Rope, RopeScaling, Shape};
 
 /// Every architecture.
 pub static ARCHITECTURES: [&Architecture; 1] = [&qwen3::QWEN3];
@@ -49,41 +32,6 @@ pub fn supported(key: fn(&Architecture) -> &'static str) -> String {
     format!("nq runs {}", names.join(", "))
 }
 
-impl PartialEq for Architecture {
-    /// Classes differ.
-    fn eq(&self, other: &Self) -> bool {
-        self.class == other.class
-    }
-}
-
-impl fmt::Debug for Architecture {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.class)
-    }
-}
-
-/// A published model's shape.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Preset {
-    /// What `--preset` and `nq synth` call it.
-    pub name: &'static str,
-    /// The published model.
-    pub hub_id: &'static str,
-    architecture: &'static Architecture,
-    hidden: usize,
-    intermediate: usize,
-    layers: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    vocab: usize,
-    positions: usize,
-    eps: f32,
-    theta: f64,
-    tied: bool,
-    eos: u32,
-}
-
 impl Preset {
     /// The presets of all architectures.
     pub fn all() -> impl Iterator<Item = Preset> {
@@ -95,29 +43,6 @@ impl Preset {
     /// The preset of this name, in any case.
     pub fn find(name: &str) -> Option<Preset> {
         Self::all().find(|p| p.name.eq_ignore_ascii_case(name))
-    }
-
-    /// Its published shape.
-    pub fn config(&self) -> ModelConfig {
-        ModelConfig {
-            architecture: self.architecture,
-            hidden_size: self.hidden,
-            intermediate_size: self.intermediate,
-            num_hidden_layers: self.layers,
-            num_attention_heads: self.heads,
-            num_key_value_heads: self.kv_heads,
-            head_dim: self.head_dim,
-            vocab_size: self.vocab,
-            max_position_embeddings: self.positions,
-            rms_norm_eps: self.eps,
-            rope: Rope {
-                theta: self.theta,
-                scaling: RopeScaling::None,
-            },
-            tie_word_embeddings: self.tied,
-            eos_token_ids: vec![self.eos],
-            dtype: Some(DType::BF16),
-        }
     }
 }
 

@@ -1,9 +1,8 @@
 //! Qwen3, dense (arXiv 2505.09388).
 
-use super::layer::{linear, norm};
-use super::{
-    Architecture, AttentionSpec, LayerSpec, LinearKind, MlpSpec, NormKind, Preset, Product, Source,
-    Width,
+use super::architecture::{Architecture, Preset};
+use super::layer::{
+    AttentionSpec, LayerSpec, LinearKind, MlpSpec, NormKind, Product, Source, Width, linear, norm,
 };
 
 #[rustfmt::skip]
