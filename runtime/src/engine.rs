@@ -7,6 +7,8 @@
 
 use crate::batch::StepsAhead;
 use crate::error::{Error, Result};
+use crate::models::LayerWeights;
+use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::cpu::{KvType, OpTiming, PAGE};
 use rayon::prelude::*;
@@ -293,86 +295,6 @@ pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<()> {
     }
 }
 
-/// The seven Linears of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum LinearKind {
-    /// Queries.
-    Q,
-    /// Keys.
-    K,
-    /// Values.
-    V,
-    /// Attention output.
-    O,
-    /// MLP gate.
-    Gate,
-    /// MLP up.
-    Up,
-    /// MLP down.
-    Down,
-}
-
-impl LinearKind {
-    /// In the order they run.
-    pub const ALL: [LinearKind; 7] = [
-        LinearKind::Q,
-        LinearKind::K,
-        LinearKind::V,
-        LinearKind::O,
-        LinearKind::Gate,
-        LinearKind::Up,
-        LinearKind::Down,
-    ];
-
-    /// The Linears that share one input, in the order they run.
-    pub const INPUTS: [&'static [LinearKind]; 4] = [
-        &[LinearKind::Q, LinearKind::K, LinearKind::V],
-        &[LinearKind::O],
-        &[LinearKind::Gate, LinearKind::Up],
-        &[LinearKind::Down],
-    ];
-
-    /// Hugging Face's name within a layer, without `.weight`.
-    pub const fn suffix(self) -> &'static str {
-        match self {
-            LinearKind::Q => "self_attn.q_proj",
-            LinearKind::K => "self_attn.k_proj",
-            LinearKind::V => "self_attn.v_proj",
-            LinearKind::O => "self_attn.o_proj",
-            LinearKind::Gate => "mlp.gate_proj",
-            LinearKind::Up => "mlp.up_proj",
-            LinearKind::Down => "mlp.down_proj",
-        }
-    }
-
-    /// `(out_features, in_features)` in a model of this shape.
-    pub fn dims(self, c: &ModelConfig) -> (usize, usize) {
-        match self {
-            LinearKind::Q => (c.q_dim(), c.hidden_size),
-            LinearKind::K | LinearKind::V => (c.kv_dim(), c.hidden_size),
-            LinearKind::O => (c.hidden_size, c.q_dim()),
-            LinearKind::Gate | LinearKind::Up => (c.intermediate_size, c.hidden_size),
-            LinearKind::Down => (c.hidden_size, c.intermediate_size),
-        }
-    }
-}
-
-/// One Linear of one layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct LinearId {
-    /// Layer, counted from 0.
-    pub layer: usize,
-    /// Which one.
-    pub kind: LinearKind,
-}
-
-impl fmt::Display for LinearId {
-    /// Hugging Face's full name, without `.weight`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "model.layers.{}.{}", self.layer, self.kind.suffix())
-    }
-}
-
 /// Sees activations as a forward computes them. Methods default to nothing.
 pub trait Observer {
     /// False if [`Observer::linear_input`] does nothing: a device then need not bring the
@@ -381,10 +303,10 @@ pub trait Observer {
         true
     }
 
-    /// The input `x` `[rows, in]` of the Linears `kinds` of `layer`, which share it, before
-    /// any rounding of activations.
-    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        let _ = (layer, kinds, x);
+    /// The input `x` `[rows, in]` of the Linears of `product` in `layer`, which share it,
+    /// before any rounding of activations.
+    fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
+        let _ = (layer, product, x);
     }
 
     /// The residual stream `x` `[rows, hidden]` after `layer`.
@@ -404,21 +326,6 @@ impl Observer for () {
     fn wants_inputs(&self) -> bool {
         false
     }
-}
-
-/// The canonical weights of one layer.
-#[derive(Clone, Debug)]
-pub struct LayerWeights {
-    /// By [`LinearKind`], in the order of [`LinearKind::ALL`].
-    pub linears: [Weight; 7],
-    /// RMSNorm before attention, `[hidden]`.
-    pub input_norm: Tensor,
-    /// RMSNorm before the MLP, `[hidden]`.
-    pub post_attention_norm: Tensor,
-    /// Per-head RMSNorm of queries, `[head_dim]`.
-    pub q_norm: Tensor,
-    /// Per-head RMSNorm of keys, `[head_dim]`.
-    pub k_norm: Tensor,
 }
 
 /// The residual stream of a set of whole sequences, kept between layers.

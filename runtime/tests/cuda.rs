@@ -6,12 +6,13 @@
 mod common;
 
 use common::{Store, distance, feed, nq, small_config, tokens};
+use nq_formats::models::Product;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;
 use nq_runtime::{
-    Batch, Continuation, DeviceChoice, Engine, Error, KvType, LinearKind, LoadOptions, LogitBias,
-    Observer, Piece, Sampler, SamplingParams, Session, SessionSpec,
+    Batch, Continuation, DeviceChoice, Engine, Error, KvType, LoadOptions, LogitBias, Observer,
+    Piece, Sampler, SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -129,8 +130,9 @@ fn agrees_with_the_cpu() {
 struct Everything(Vec<(String, Vec<f32>)>);
 
 impl Observer for Everything {
-    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        self.0.push((format!("{layer} {kinds:?}"), x.to_vec()));
+    fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
+        self.0
+            .push((format!("{layer} {}", product.name), x.to_vec()));
     }
     fn layer_output(&mut self, layer: usize, x: &[f32]) {
         self.0.push((format!("{layer} output"), x.to_vec()));

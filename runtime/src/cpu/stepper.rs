@@ -1,9 +1,10 @@
 //! [`LayerStepper`] on the CPU.
 
 use super::layer::{Batch, Layer, Pass, Scratch, pack};
-use crate::engine::{Hidden, LayerStepper, LayerWeights, Observer};
+use crate::engine::{Hidden, LayerStepper, Observer};
 use crate::error::Result;
 use crate::load::LoadOptions;
+use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Tensor, Weight};

@@ -2,8 +2,9 @@
 
 use super::model::CudaLayer;
 use super::session::{LOGIT_ROWS, Widths, padded, pages_shape, step_bytes};
-use crate::engine::{LayerWeights, SessionSpec};
+use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
+use crate::models::LayerWeights;
 use nq_formats::{ModelConfig, TensorEntry, Weight, WeightStore, human_bytes};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::{KvType, PAGE};
