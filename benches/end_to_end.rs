@@ -42,6 +42,7 @@ fn end_to_end(c: &mut Criterion) {
         let spec = SessionSpec {
             slots: 1,
             ctx: PROMPT + 1,
+            pages: None,
             kv: KvType::F16,
             max_rows: PROMPT,
         };

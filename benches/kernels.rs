@@ -10,7 +10,9 @@
 use criterion::{BenchmarkId, Criterion, Throughput};
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cpu::linear::kernels::{KERNELS, LinearKernel};
-use nq_kernels::cpu::{Cpu, Epilogue, Isa, IsaChoice, KvBlock, KvType, Linear, Span};
+use nq_kernels::cpu::{
+    Cpu, Epilogue, Isa, IsaChoice, KvPages, KvSequence, KvType, Linear, PAGE, Span,
+};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -67,14 +69,12 @@ fn attention(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("attention");
     for (isa, (rows, len), kind) in combinations([(1, 4096), (512, 512)]) {
         let cpu = cpu(isa);
-        let mut keys = KvBlock::new(kind, kv_heads, len, d);
-        let row = weight::values(d);
-        for head in 0..kv_heads {
-            for p in 0..len {
-                keys.store(head, p, &row);
-            }
+        let table: Vec<u32> = (0..len.div_ceil(PAGE) as u32).collect();
+        let mut pages = KvPages::new(kind, table.len(), kv_heads, d);
+        let row = weight::values(kv_heads * d);
+        for p in 0..len {
+            pages.store(table[p / PAGE], p % PAGE, &row, &row);
         }
-        let values = keys.clone();
         let q = weight::values(rows * heads * d);
         let mut y = vec![0.0; rows * heads * d];
         let span = Span {
@@ -89,7 +89,8 @@ fn attention(criterion: &mut Criterion) {
         });
         let id = BenchmarkId::new(isa.name(), format!("{kind}-m{rows}"));
         group.bench_function(id, |b| {
-            b.iter(|| cpu.attention(&q, heads * d, span, heads, d, &keys, &values, &mut y));
+            let kv = KvSequence::new(&pages, &table);
+            b.iter(|| cpu.attention(&q, heads * d, span, heads, d, kv, &mut y));
         });
     }
     group.finish();

@@ -7,9 +7,11 @@
 //! `OUT/outliers` from a folder of bf16 weights with a tied head.
 
 use anyhow::{Context, ensure};
+use nq_formats::models::{NormSpec, Product, Source};
+use nq_formats::names::{EMBEDDING, HEAD, in_layer, layer_of};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{DType, Tensor, checkpoint};
+use nq_formats::{DType, ModelConfig, Tensor, files};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -23,7 +25,7 @@ fn read(model: &Path) -> anyhow::Result<Tensors> {
     for entry in std::fs::read_dir(model)? {
         let path = entry?.path();
         if path.extension().is_some_and(|e| e == "safetensors") {
-            let file = SafetensorsFile::parse(&path, checkpoint::map_file(&path)?)?;
+            let file = SafetensorsFile::parse(&path, files::map_file(&path)?)?;
             for name in file.names() {
                 let tensor = file.get(name).context("a listed tensor")?;
                 tensors.insert(name.to_owned(), tensor);
@@ -55,17 +57,24 @@ fn scaled(tensor: &Tensor, each: usize, factor: f32) -> anyhow::Result<Tensor> {
     )?)
 }
 
-/// Scales channels of the norm before each of `readers` and divides their inputs by as much.
-fn outliers(tensors: &mut Tensors, norm: &str, readers: &[&str]) -> anyhow::Result<()> {
+/// Scales channels of the norm that makes a product's input in layer `layer` and divides the
+/// inputs of the product's weights by as much.
+fn outliers(
+    tensors: &mut Tensors,
+    layer: usize,
+    norm: &NormSpec,
+    product: &Product,
+) -> anyhow::Result<()> {
     const EACH: usize = 61;
-    let mut change = |name: &str, factor| -> anyhow::Result<()> {
-        let tensor = tensors.get_mut(name).with_context(|| name.to_owned())?;
+    let mut change = |name: String, factor| -> anyhow::Result<()> {
+        let tensor = tensors.get_mut(&format!("{name}.weight"));
+        let tensor = tensor.with_context(|| name)?;
         *tensor = scaled(tensor, EACH, factor)?;
         Ok(())
     };
-    change(norm, OUTLIER)?;
-    for reader in readers {
-        change(reader, 1.0 / OUTLIER)?;
+    change(norm.name(layer), OUTLIER)?;
+    for linear in product.linears {
+        change(linear.name(layer), 1.0 / OUTLIER)?;
     }
     Ok(())
 }
@@ -73,17 +82,14 @@ fn outliers(tensors: &mut Tensors, norm: &str, readers: &[&str]) -> anyhow::Resu
 /// The tensors without layer `dropped`, those after it one number lower.
 fn without(tensors: &Tensors, dropped: usize) -> Tensors {
     let renamed = tensors.iter().filter_map(|(name, tensor)| {
-        let Some(rest) = name.strip_prefix("model.layers.") else {
-            return Some((name.clone(), tensor.clone()));
+        let name = match layer_of(name) {
+            Some(index) if index == dropped => return None,
+            Some(index) if index > dropped => {
+                name.replacen(&in_layer(index, ""), &in_layer(index - 1, ""), 1)
+            }
+            _ => name.clone(),
         };
-        let (index, rest) = rest.split_once('.')?;
-        let index: usize = index.parse().ok()?;
-        let index = match index.cmp(&dropped) {
-            std::cmp::Ordering::Less => index,
-            std::cmp::Ordering::Equal => return None,
-            std::cmp::Ordering::Greater => index - 1,
-        };
-        Some((format!("model.layers.{index}.{rest}"), tensor.clone()))
+        Some((name, tensor.clone()))
     });
     renamed.collect()
 }
@@ -121,9 +127,9 @@ fn main() -> anyhow::Result<()> {
     let source = read(model)?;
 
     let mut untied = source.clone();
-    let embedding = source.get("model.embed_tokens.weight");
+    let embedding = source.get(&format!("{EMBEDDING}.weight"));
     let embedding = embedding.context("an embedding")?.clone();
-    untied.insert("lm_head.weight".into(), embedding);
+    untied.insert(format!("{HEAD}.weight"), embedding);
     write((model, &out.join("untied")), untied, |config| {
         config["tie_word_embeddings"] = false.into();
     })?;
@@ -135,17 +141,17 @@ fn main() -> anyhow::Result<()> {
     })?;
 
     let mut scaled = source;
-    let q = "model.layers.1.self_attn.q_proj.weight";
-    let k = "model.layers.1.self_attn.k_proj.weight";
-    let v = "model.layers.1.self_attn.v_proj.weight";
-    outliers(
-        &mut scaled,
-        "model.layers.1.input_layernorm.weight",
-        &[q, k, v],
-    )?;
-    let gate = "model.layers.3.mlp.gate_proj.weight";
-    let up = "model.layers.3.mlp.up_proj.weight";
-    let norm = "model.layers.3.post_attention_layernorm.weight";
-    outliers(&mut scaled, norm, &[gate, up])?;
+    let path = model.join(files::CONFIG);
+    let config = ModelConfig::parse(&path, &std::fs::read(&path)?)?;
+    let spec = config.layer();
+    // In one layer before attention, in another before the MLP.
+    let mut layers = [1, 3].into_iter();
+    for product in spec.products() {
+        if let Source::Norm(kind) = product.source
+            && let Some(layer) = layers.next()
+        {
+            outliers(&mut scaled, layer, spec.norm(kind), product)?;
+        }
+    }
     write((model, &out.join("outliers")), scaled, |_| {})
 }

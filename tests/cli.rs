@@ -138,11 +138,10 @@ fn flags_that_make_no_sense_are_exit_code_2() {
         assert!(stderr(&out).contains(said), "{args:?}: {}", stderr(&out));
     }
     // Valid: refused for the model's name alone.
-    let out = nq(
-        home.path(),
-        &["chat", "no-such", "--presence-penalty", "-0.5", "-p", "x"],
-    );
-    assert!(stderr(&out).contains("no model"), "{}", stderr(&out));
+    for flag in ["--presence-penalty", "--frequency-penalty"] {
+        let out = nq(home.path(), &["chat", "no-such", flag, "-0.5", "-p", "x"]);
+        assert!(stderr(&out).contains("no model"), "{}", stderr(&out));
+    }
 }
 
 /// What a long run would fail for at its end, or after a folder is made, is said at once.

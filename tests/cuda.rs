@@ -59,6 +59,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots: 3,
         ctx: 256,
+        pages: None,
         kv,
         max_rows: 256,
     };

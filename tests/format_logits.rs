@@ -40,6 +40,7 @@ fn logits(checkpoint: &Checkpoint) -> Vec<f32> {
     let spec = SessionSpec {
         slots: 1,
         ctx: tokens.len(),
+        pages: None,
         kv: KvType::F32,
         max_rows: tokens.len(),
     };

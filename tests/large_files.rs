@@ -93,7 +93,10 @@ fn sixteen_gigabytes_are_inspected_in_a_second_and_little_memory() {
             Shape::Vector(_) => BlockType::F32,
             Shape::Matrix(..) => BlockType::BF16,
         };
-        let name = format!("{}.weight", names::to_gguf(&name).unwrap());
+        let name = format!(
+            "{}.weight",
+            names::to_gguf(config.architecture, &name).unwrap()
+        );
         plan.add(name, kind, shape.dims()).unwrap();
     }
     let gguf = dir.path().join("8b.gguf");

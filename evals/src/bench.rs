@@ -7,8 +7,8 @@ use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    Chunk, Decoding, Detokenizer, Engine, Generated, KvType, Limits, LogitsWanted, Sampler,
-    SamplingParams, Sequence, Session, SessionSpec, Tokenizer, generate::generate,
+    Batch, Chunk, Continuation, Detokenizer, Engine, Generated, KvType, Limits, LogitsWanted,
+    Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer, generate::generate,
 };
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -97,6 +97,7 @@ impl BenchSpec {
         SessionSpec {
             slots: self.batch,
             ctx: self.depth + tokens,
+            pages: None,
             kv: self.kv,
             max_rows: PREFILL_ROWS.max(self.batch),
         }
@@ -340,29 +341,37 @@ pub fn decode(
 
 /// Continues sequences by `n` tokens each, greedily, as chat does; milliseconds of each step.
 fn decode_greedily(session: &mut dyn Session, first: &[u32], n: usize) -> Result<Vec<f64>> {
-    let sampler = |_: &u32| Sampler::new(SamplingParams::greedy(), 0);
-    let mut samplers: Vec<Sampler> = first
-        .iter()
-        .map(sampler)
-        .collect::<nq_runtime::Result<_>>()?;
-    let mut sequences: Vec<Decoding<'_>> = (first.iter().zip(&mut samplers).enumerate())
-        .map(|(slot, (&token, sampler))| Decoding {
+    let mut pieces = Vec::with_capacity(first.len());
+    for (slot, token) in first.iter().enumerate() {
+        pieces.push(Piece {
             slot,
-            token,
-            sampler,
-        })
-        .collect();
+            tokens: std::slice::from_ref(token),
+            then: Some(Continuation {
+                sampler: Sampler::new(SamplingParams::greedy(), 0)?,
+                tokens: n,
+            }),
+        });
+    }
+    let mut batch = Batch::new(session);
     let mut times = Vec::with_capacity(n);
+    let mut failed = None;
     let mut start = Instant::now();
-    session.decode_many(&mut sequences, n, &mut |i, _| {
-        if i + 1 == first.len() {
-            // One clock reading a step: nothing between steps goes untimed.
-            let now = Instant::now();
-            times.push(1e3 * (now - start).as_secs_f64());
-            start = now;
-        }
-        ControlFlow::Continue(())
-    })?;
+    while times.len() < n && failed.is_none() {
+        batch.step(std::mem::take(&mut pieces), &mut |_, token| match token {
+            Ok(_) => ControlFlow::Continue(()),
+            Err(e) => {
+                failed.get_or_insert(e);
+                ControlFlow::Break(())
+            }
+        })?;
+        // One clock reading a step: nothing between steps goes untimed.
+        let now = Instant::now();
+        times.push(1e3 * (now - start).as_secs_f64());
+        start = now;
+    }
+    if let Some(e) = failed {
+        return Err(e.into());
+    }
     Ok(times)
 }
 

@@ -166,6 +166,7 @@ impl<'a> Plan<'a> {
         Ok(engine.session(SessionSpec {
             slots: self.slots,
             ctx: self.ctx,
+            pages: None,
             kv: self.kv,
             max_rows: self.rows,
         })?)

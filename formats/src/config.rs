@@ -2,68 +2,9 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::models::{self, Architecture, ModelConfig, Rope, RopeScaling};
 use serde_json::{Map, Value, json};
 use std::path::Path;
-
-/// The shape of a Qwen3 dense model. Dimensions in elements.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ModelConfig {
-    /// Width of the residual stream.
-    pub hidden_size: usize,
-    /// Width of the MLP.
-    pub intermediate_size: usize,
-    /// Transformer layers.
-    pub num_hidden_layers: usize,
-    /// Query heads.
-    pub num_attention_heads: usize,
-    /// Key/value heads; divides `num_attention_heads`.
-    pub num_key_value_heads: usize,
-    /// Width of one head. A key of its own: not `hidden_size / heads` on several sizes.
-    pub head_dim: usize,
-    /// Rows of the embedding (the tokenizer may know fewer tokens).
-    pub vocab_size: usize,
-    /// Positions the model was trained for.
-    pub max_position_embeddings: usize,
-    /// Epsilon of every RMSNorm.
-    pub rms_norm_eps: f32,
-    /// Rotary embedding.
-    pub rope: Rope,
-    /// The head is the embedding matrix.
-    pub tie_word_embeddings: bool,
-    /// Tokens that end a text; `generation_config.json` may add to them.
-    pub eos_token_ids: Vec<u32>,
-    /// The type the config says the weights have.
-    pub dtype: Option<DType>,
-}
-
-/// Rotary position embedding.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rope {
-    /// Base of the frequencies.
-    pub theta: f64,
-    /// Extension beyond the trained length.
-    pub scaling: RopeScaling,
-}
-
-/// How rotary frequencies are stretched for longer contexts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RopeScaling {
-    /// As trained.
-    None,
-    /// YaRN (arXiv 2309.00071), as Qwen3 documents it.
-    Yarn {
-        /// Stretch of the context.
-        factor: f64,
-        /// Length before stretching.
-        original_max_position_embeddings: usize,
-        /// Rotations above which a dimension is left alone.
-        beta_fast: f64,
-        /// Rotations below which a dimension is fully interpolated.
-        beta_slow: f64,
-        /// Scale of queries and keys; `0.1 ln(factor) + 1` where the config has none.
-        attention_factor: f64,
-    },
-}
 
 /// Sampling defaults from `generation_config.json`.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -85,25 +26,6 @@ pub struct GenerationDefaults {
 }
 
 impl ModelConfig {
-    /// Width of all query heads together.
-    pub fn q_dim(&self) -> usize {
-        self.num_attention_heads * self.head_dim
-    }
-
-    /// Width of all key (or value) heads together.
-    pub fn kv_dim(&self) -> usize {
-        self.num_key_value_heads * self.head_dim
-    }
-
-    /// Parameters of the model; a tied head counts once.
-    pub fn parameters(&self) -> usize {
-        let h = self.hidden_size;
-        let attn = h * (self.q_dim() + 2 * self.kv_dim()) + self.q_dim() * h + 2 * self.head_dim;
-        let mlp = 3 * h * self.intermediate_size;
-        let heads = if self.tie_word_embeddings { 1 } else { 2 };
-        self.num_hidden_layers * (attn + mlp + 2 * h) + h + heads * self.vocab_size * h
-    }
-
     /// Reads a `config.json`.
     ///
     /// # Errors
@@ -112,10 +34,12 @@ impl ModelConfig {
     /// mistyped or inconsistent keys.
     pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
         let obj = Object::parse(path, json)?;
-        obj.require_qwen3()?;
+        let architecture = obj.architecture()?;
+        obj.check_layers(architecture)?;
         let heads = obj.dim("num_attention_heads")?;
         let kv_heads = obj.dim("num_key_value_heads")?;
         let cfg = ModelConfig {
+            architecture,
             hidden_size: obj.dim("hidden_size")?,
             intermediate_size: obj.dim("intermediate_size")?,
             num_hidden_layers: obj.dim("num_hidden_layers")?,
@@ -139,9 +63,11 @@ impl ModelConfig {
             ));
         }
         // Each is in range; their product must be too, or sizes overflow further on.
-        let layer = (cfg.hidden_size as u128)
-            * (2 * (heads + kv_heads) as u128 * cfg.head_dim as u128
-                + 3 * cfg.intermediate_size as u128);
+        let linears = cfg.layer().linears().into_iter();
+        let layer: u128 = linears
+            .map(|l| l.dims(&cfg))
+            .map(|(out, inputs)| out as u128 * inputs as u128)
+            .sum();
         let total = layer * cfg.num_hidden_layers as u128
             + 2 * cfg.vocab_size as u128 * cfg.hidden_size as u128;
         if total > MAX_PARAMETERS {
@@ -200,7 +126,7 @@ impl ModelConfig {
         // f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
         let eps: f64 = self.rms_norm_eps.to_string().parse().unwrap_or(1e-6);
         let Value::Object(map) = json!({
-            "architectures": ["Qwen3ForCausalLM"],
+            "architectures": [self.architecture.class],
             "attention_bias": false,
             "attention_dropout": 0.0,
             "eos_token_id": eos,
@@ -211,7 +137,7 @@ impl ModelConfig {
             "intermediate_size": self.intermediate_size,
             "max_position_embeddings": self.max_position_embeddings,
             "max_window_layers": self.num_hidden_layers,
-            "model_type": "qwen3",
+            "model_type": self.architecture.model_type,
             "num_attention_heads": self.num_attention_heads,
             "num_hidden_layers": self.num_hidden_layers,
             "num_key_value_heads": self.num_key_value_heads,
@@ -390,10 +316,12 @@ impl<'a> Object<'a> {
         )
     }
 
-    fn require_qwen3(&self) -> Result<()> {
-        const SUPPORTED: &str = "nq runs Qwen3 dense models (Qwen3ForCausalLM)";
+    /// The architecture that `architectures` and `model_type` name.
+    fn architecture(&self) -> Result<&'static Architecture> {
+        let unsupported =
+            |what: String| Err(self.unsupported(what, &models::supported(|a| a.class)));
         let model_type = self.str("model_type")?;
-        let archs: Vec<String> = self
+        let classes: Vec<String> = self
             .typed("architectures", "a list of strings", |v| {
                 v.as_array()?
                     .iter()
@@ -401,23 +329,42 @@ impl<'a> Object<'a> {
                     .collect()
             })?
             .unwrap_or_default();
-        if let Some(a) = archs.iter().find(|a| *a != "Qwen3ForCausalLM") {
-            return Err(self.unsupported(format!("architecture {a}"), SUPPORTED));
+        let mut found = None;
+        for class in classes {
+            found = models::find(|a| a.class, &class);
+            if found.is_none() {
+                return unsupported(format!("architecture {class}"));
+            }
         }
-        if let Some(t) = model_type.as_ref().filter(|t| *t != "qwen3") {
-            return Err(self.unsupported(format!("model_type {t}"), SUPPORTED));
+        let types: Vec<String> = models::ARCHITECTURES
+            .iter()
+            .filter(|&&a| found.is_none_or(|f| f == a))
+            .map(|a| format!("{:?}", a.model_type))
+            .collect();
+        match model_type {
+            Some(t) => match models::find(|a| a.model_type, &t) {
+                None => unsupported(format!("model_type {t}")),
+                Some(a) if found.is_none_or(|f| f == a) => Ok(a),
+                Some(_) => Err(self.bad("model_type", types.join(" or "), t)),
+            },
+            None => found
+                .ok_or_else(|| self.bad("model_type", types.join(" or "), "no such key".into())),
         }
-        if model_type.is_none() && archs.is_empty() {
-            return Err(self.bad("model_type", "\"qwen3\"".into(), "no such key".into()));
-        }
+    }
+
+    /// Refuses what the architecture's layers have not.
+    fn check_layers(&self, architecture: &Architecture) -> Result<()> {
+        let family = architecture.family;
         if self.bool("attention_bias")?.unwrap_or(false) {
-            return Err(self.unsupported("attention_bias true".into(), "Qwen3 has none"));
+            let why = format!("{family} has none");
+            return Err(self.unsupported("attention_bias true".into(), &why));
         }
         if self.bool("use_sliding_window")?.unwrap_or(false) {
             return Err(self.unsupported("use_sliding_window true".into(), "nq attends fully"));
         }
         if let Some(act) = self.str("hidden_act")?.filter(|a| a != "silu") {
-            return Err(self.unsupported(format!("hidden_act {act}"), "Qwen3 uses silu"));
+            let why = format!("{family} uses silu");
+            return Err(self.unsupported(format!("hidden_act {act}"), &why));
         }
         Ok(())
     }

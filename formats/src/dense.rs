@@ -1,9 +1,10 @@
 //! Unquantized Hugging Face checkpoints: safetensors in bf16, f16 or f32.
 
-use crate::checkpoint::{Checkpoint, Source, TensorEntry, WeightStore};
+use crate::checkpoint::{Checkpoint, Source};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::shards::Shards;
+use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 

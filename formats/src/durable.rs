@@ -1,7 +1,7 @@
 //! Files and folders that appear whole or not at all, and outlast a crash.
 
-use crate::checkpoint::CONFIG;
 use crate::error::{Error, Result};
+use crate::files::CONFIG;
 use rustix::fs::{Access, CWD, RenameFlags, access, renameat_with, statvfs};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};

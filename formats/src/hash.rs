@@ -1,7 +1,7 @@
 //! SHA-256 of files, for a record's provenance.
 
-use crate::checkpoint::Files;
 use crate::error::Result;
+use crate::files::Files;
 use crate::mapping;
 use crate::progress::{Progress, Unit};
 use sha2::{Digest, Sha256};

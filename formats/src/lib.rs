@@ -1,7 +1,7 @@
 //! Weights and checkpoints as files: numeric schemes, canonical weights, packing,
 //! and the readers and writers of checkpoint formats.
 //!
-//! This crate knows no device and no model graph. A weight leaves it in canonical
+//! This crate knows no device, and of models what [`models`] says. A weight leaves it in canonical
 //! form ([`Weight`]): row-major `[out, in]`, the same whatever file it came from.
 
 #![forbid(unsafe_op_in_unsafe_fn)]
@@ -13,13 +13,16 @@ mod dtype;
 pub mod durable;
 mod error;
 pub mod export;
+pub mod files;
 pub mod gguf;
 pub mod hash;
 pub mod hub;
 pub mod import;
 pub mod mapping;
+pub mod models;
 pub mod names;
 pub mod nq;
+mod open;
 pub mod pack;
 pub mod parquet;
 mod progress;
@@ -27,6 +30,7 @@ pub mod safetensors;
 mod scheme;
 pub mod serialize;
 pub mod shards;
+mod store;
 mod stored;
 pub mod synth;
 mod tensor;
@@ -34,12 +38,15 @@ pub mod tokenizer;
 mod units;
 mod weight;
 
-pub use checkpoint::{Checkpoint, Exactness, Files, TensorEntry, VirtualFiles, WeightStore};
-pub use config::{GenerationDefaults, ModelConfig, Rope, RopeScaling};
+pub use checkpoint::Checkpoint;
+pub use config::GenerationDefaults;
 pub use dtype::DType;
 pub use error::{Error, HubProblem, Result};
+pub use files::{Files, VirtualFiles};
+pub use models::{ModelConfig, Rope, RopeScaling};
 pub use progress::{Progress, Unit};
 pub use scheme::{AffineScheme, Bits, Group, Zeros};
+pub use store::{Exactness, TensorEntry, WeightStore};
 pub use stored::StoredWeight;
 pub use tensor::Tensor;
 pub use units::human_bytes;

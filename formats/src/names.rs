@@ -1,6 +1,8 @@
-//! The parameters of a Qwen3 dense model by their Hugging Face names (without `.weight`).
+//! The parameters of a model by their Hugging Face names (without `.weight`). Those outside its
+//! layers have the same names in every architecture; those within are in [`crate::models`].
 
-use crate::config::ModelConfig;
+use crate::models::{ARCHITECTURES, LAYERS, LinearSpec, ModelConfig};
+pub use crate::models::{Shape, in_layer};
 
 /// Token embedding `[vocab, hidden]`; the head too where it is tied.
 pub const EMBEDDING: &str = "model.embed_tokens";
@@ -9,55 +11,10 @@ pub const NORM: &str = "model.norm";
 /// Untied head `[vocab, hidden]`.
 pub const HEAD: &str = "lm_head";
 
-/// A parameter's shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shape {
-    /// `[len]`: a norm.
-    Vector(usize),
-    /// `[out_features, in_features]`: a Linear or the embedding.
-    Matrix(usize, usize),
-}
-
-impl Shape {
-    /// Number of elements.
-    pub fn elements(self) -> usize {
-        match self {
-            Shape::Vector(n) => n,
-            Shape::Matrix(rows, cols) => rows * cols,
-        }
-    }
-
-    /// Dimensions, outermost first.
-    pub fn dims(self) -> Vec<usize> {
-        match self {
-            Shape::Vector(n) => vec![n],
-            Shape::Matrix(rows, cols) => vec![rows, cols],
-        }
-    }
-}
-
-/// The full name of a parameter of layer `layer`.
-pub fn in_layer(layer: usize, suffix: &str) -> String {
-    format!("model.layers.{layer}.{suffix}")
-}
-
-/// The parameters of one layer by suffix, norms included, in the order they are used.
-pub fn layer_parameters(c: &ModelConfig) -> [(&'static str, Shape); 11] {
-    use Shape::{Matrix, Vector};
-    let (h, m) = (c.hidden_size, c.intermediate_size);
-    [
-        ("input_layernorm", Vector(h)),
-        ("self_attn.q_proj", Matrix(c.q_dim(), h)),
-        ("self_attn.k_proj", Matrix(c.kv_dim(), h)),
-        ("self_attn.v_proj", Matrix(c.kv_dim(), h)),
-        ("self_attn.q_norm", Vector(c.head_dim)),
-        ("self_attn.k_norm", Vector(c.head_dim)),
-        ("self_attn.o_proj", Matrix(h, c.q_dim())),
-        ("post_attention_layernorm", Vector(h)),
-        ("mlp.gate_proj", Matrix(m, h)),
-        ("mlp.up_proj", Matrix(m, h)),
-        ("mlp.down_proj", Matrix(h, m)),
-    ]
+/// The parameters of layer `layer`, in the order they are used.
+pub fn layer_parameters(c: &ModelConfig, layer: usize) -> impl Iterator<Item = (String, Shape)> {
+    let all = c.layer().parameters().into_iter();
+    all.map(move |p| (in_layer(layer, p.suffix()), p.shape(c)))
 }
 
 /// Every parameter of a model of this shape, in the order they are used. A tied head is
@@ -66,9 +23,7 @@ pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
     let embedding = Shape::Matrix(c.vocab_size, c.hidden_size);
     let mut all = vec![(EMBEDDING.to_owned(), embedding)];
     for layer in 0..c.num_hidden_layers {
-        for (suffix, shape) in layer_parameters(c) {
-            all.push((in_layer(layer, suffix), shape));
-        }
+        all.extend(layer_parameters(c, layer));
     }
     all.push((NORM.to_owned(), Shape::Vector(c.hidden_size)));
     if !c.tie_word_embeddings {
@@ -77,15 +32,27 @@ pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
     all
 }
 
-/// The layer that a parameter or tensor belongs to, by its name; `None` outside of layers.
-pub fn layer_of(name: &str) -> Option<usize> {
-    let rest = name.strip_prefix("model.layers.")?;
-    rest.split('.').next()?.parse().ok()
+/// Takes the name of a layer's parameter or tensor apart: the layer and the rest of the name.
+fn split(name: &str) -> Option<(usize, &str)> {
+    let (layer, suffix) = name.strip_prefix(LAYERS)?.split_once('.')?;
+    Some((layer.parse().ok()?, suffix))
 }
 
-/// True for the seven Linears of each layer: what a quantization's default scheme covers.
+/// The layer that a parameter or tensor belongs to, by its name; `None` outside of layers.
+pub fn layer_of(name: &str) -> Option<usize> {
+    Some(split(name)?.0)
+}
+
+/// The Linear of a layer whose weight has this name, and the layer.
+pub fn layer_linear(name: &str) -> Option<(usize, &'static LinearSpec)> {
+    let (layer, suffix) = split(name)?;
+    let mut linears = ARCHITECTURES.iter().flat_map(|a| a.layer.linears());
+    Some((layer, linears.find(|l| l.suffix == suffix)?))
+}
+
+/// True for the Linears of each layer: what a quantization's default scheme covers.
 pub fn is_layer_linear(name: &str) -> bool {
-    name.starts_with("model.layers.") && name.ends_with("_proj")
+    layer_linear(name).is_some()
 }
 
 /// Compares names so that layer 2 comes before layer 10.

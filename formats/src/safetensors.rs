@@ -4,9 +4,9 @@
 //! numbers and a name given twice silently wins; the parser here says what is wrong
 //! where. Tests hold it against that crate.
 
-use crate::checkpoint::TensorEntry;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::store::TensorEntry;
 use crate::tensor::Tensor;
 use bytes::Bytes;
 use serde::Deserialize;

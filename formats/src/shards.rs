@@ -1,10 +1,11 @@
 //! The safetensors files of one checkpoint as one set of tensors: a single file, or
 //! shards listed by an index.
 
-use crate::checkpoint::{Files, TensorEntry};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::files::Files;
 use crate::safetensors::SafetensorsFile;
+use crate::store::TensorEntry;
 use crate::tensor::Tensor;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};

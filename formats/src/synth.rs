@@ -1,17 +1,19 @@
-//! Random models of the published Qwen3 shapes: folders for tests of scale, and
+//! Random models of published shapes: folders for tests of scale, and
 //! weights in memory for speed measurements before a download.
 
-use crate::checkpoint::{
-    CONFIG, Checkpoint, Files, GENERATION_CONFIG, TensorEntry, VirtualFiles, WeightStore,
-};
-use crate::config::{GenerationDefaults, ModelConfig, Rope, RopeScaling};
+use crate::checkpoint::Checkpoint;
+use crate::config::GenerationDefaults;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
+use crate::models::ModelConfig;
+pub use crate::models::Preset;
 use crate::names::{Shape, parameters};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
+use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use bytes::Bytes;
@@ -21,63 +23,6 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
-
-/// A published Qwen3 dense model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Preset {
-    /// What `--preset` and `nq synth` call it.
-    pub name: &'static str,
-    /// The published model.
-    pub hub_id: &'static str,
-    hidden: usize,
-    intermediate: usize,
-    layers: usize,
-    heads: usize,
-    kv_heads: usize,
-    tied: bool,
-}
-
-/// All presets.
-#[rustfmt::skip]
-pub const PRESETS: [Preset; 6] = [
-    Preset { name: "qwen3-0.6b", hub_id: "Qwen/Qwen3-0.6B", hidden: 1024, intermediate: 3072,  layers: 28, heads: 16, kv_heads: 8, tied: true },
-    Preset { name: "qwen3-1.7b", hub_id: "Qwen/Qwen3-1.7B", hidden: 2048, intermediate: 6144,  layers: 28, heads: 16, kv_heads: 8, tied: true },
-    Preset { name: "qwen3-4b",   hub_id: "Qwen/Qwen3-4B",   hidden: 2560, intermediate: 9728,  layers: 36, heads: 32, kv_heads: 8, tied: true },
-    Preset { name: "qwen3-8b",   hub_id: "Qwen/Qwen3-8B",   hidden: 4096, intermediate: 12288, layers: 36, heads: 32, kv_heads: 8, tied: false },
-    Preset { name: "qwen3-14b",  hub_id: "Qwen/Qwen3-14B",  hidden: 5120, intermediate: 17408, layers: 40, heads: 40, kv_heads: 8, tied: false },
-    Preset { name: "qwen3-32b",  hub_id: "Qwen/Qwen3-32B",  hidden: 5120, intermediate: 25600, layers: 64, heads: 64, kv_heads: 8, tied: false },
-];
-
-impl Preset {
-    /// The preset of this name, in any case.
-    pub fn find(name: &str) -> Option<Preset> {
-        PRESETS
-            .into_iter()
-            .find(|p| p.name.eq_ignore_ascii_case(name))
-    }
-
-    /// Its published shape.
-    pub fn config(&self) -> ModelConfig {
-        ModelConfig {
-            hidden_size: self.hidden,
-            intermediate_size: self.intermediate,
-            num_hidden_layers: self.layers,
-            num_attention_heads: self.heads,
-            num_key_value_heads: self.kv_heads,
-            head_dim: 128,
-            vocab_size: 151_936,
-            max_position_embeddings: 40_960,
-            rms_norm_eps: 1e-6,
-            rope: Rope {
-                theta: 1e6,
-                scaling: RopeScaling::None,
-            },
-            tie_word_embeddings: self.tied,
-            eos_token_ids: vec![151_645],
-            dtype: Some(DType::BF16),
-        }
-    }
-}
 
 /// Standard deviation of weights, as the published models were initialized.
 const WEIGHT_STD: f64 = 0.02;

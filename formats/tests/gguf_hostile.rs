@@ -3,7 +3,7 @@
 mod common;
 
 use common::{assets, names};
-use nq_formats::checkpoint::Files;
+use nq_formats::Files;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{Array, BlockType, GgufFile, GgufPlan, Value};
 use nq_formats::{Checkpoint, Result};

@@ -4,7 +4,7 @@ mod common;
 
 use bytes::Bytes;
 use common::{assets, names, safetensors, shared, tiny_config};
-use nq_formats::checkpoint::Files;
+use nq_formats::Files;
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::shards::Shards;
 use nq_formats::{Checkpoint, DType, Weight};

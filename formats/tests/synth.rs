@@ -5,7 +5,7 @@ mod common;
 use common::{names, shared};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::names::{Shape, parameters};
-use nq_formats::synth::{self, PRESETS, Preset};
+use nq_formats::synth::{self, Preset};
 use nq_formats::{Checkpoint, ModelConfig, Weight, nq};
 use serde_json::Value;
 use std::fs;
@@ -21,10 +21,10 @@ fn presets_are_the_published_models() {
         14_768_307_200,
         32_762_123_264,
     ];
-    for (preset, parameters) in PRESETS.iter().zip(parameters) {
+    for (preset, parameters) in Preset::all().zip(parameters) {
         let config = preset.config();
         assert_eq!(config.parameters(), parameters, "{}", preset.name);
-        assert_eq!(Preset::find(&preset.name.to_uppercase()), Some(*preset));
+        assert_eq!(Preset::find(&preset.name.to_uppercase()), Some(preset));
         let size = preset.hub_id.trim_start_matches("Qwen/");
         let Some(path) = shared(&format!("data/qwen3/config-{size}.json")) else {
             continue;
@@ -49,7 +49,7 @@ fn small() -> ModelConfig {
         vocab_size: 300,
         eos_token_ids: vec![299],
         tie_word_embeddings: false,
-        ..PRESETS[0].config()
+        ..Preset::find("qwen3-0.6b").unwrap().config()
     }
 }
 

@@ -4,7 +4,7 @@
 #![allow(dead_code, unreachable_pub)]
 
 use bytes::Bytes;
-use nq_formats::checkpoint::VirtualFiles;
+use nq_formats::VirtualFiles;
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::{
     Checkpoint, Files, GenerationDefaults, ModelConfig, Result, names, nq, tokenizer,

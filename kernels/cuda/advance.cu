@@ -1,8 +1,8 @@
 // The end of a decode step: chooses each sequence's next token from its logits, hands it to the
 // host and looks its embedding up. A block a sequence.
 //
-// The order of penalties, temperature, top-k, top-p, min-p and the draw is that of the host's
-// sampler: of equal logits the lowest id is the better one, and the draw inverts the cumulative
+// The order of mask, biases, penalties, temperature, top-k, top-p, min-p and the draw is that of the
+// host's sampler: of equal logits the lowest id is the better one, and the draw inverts the cumulative
 // distribution in id order at u = the upper 53 bits of the first two words of Philox block
 // (seed, stream, position).
 //
@@ -12,7 +12,11 @@
 // list does (a flat distribution with top-p alone), thresholds are found by radix selection over all
 // logits. Sums are in fixed point or in a fixed order, so a seed always gives one token.
 //
-// Bytes: logits once (greedily only the best of each block of the head), the embedding's row.
+// Log-probabilities, where they are asked for, are those of the logits as they are: the best of
+// GROUPS groups of tokens bound the best of all, so two passes over the logits find sum and best.
+//
+// Bytes: logits once (greedily only the best of each block of the head), twice more for
+// log-probabilities; the embedding's row.
 #include "shortlist.cuh"
 #include "weights.cuh"
 
@@ -20,9 +24,10 @@ struct AdvanceArgs {
     const float* logits;      // [m][vocab]
     const float2* best;       // [m][blocks], of the head
     const Sampling* sampling; // [m]
-    uint8_t* seen;            // [m][vocab]: 0 no, 1 in the prompt, 2 in the answer
+    Adjustments adjust;
     Step* step;               // [m]
     uint32_t* ring;           // [m][ring_size], read by the host
+    Logprobs* logprobs;       // [m][ring_size], likewise, beside tokens whose `Sampling` asks for them
     const Range* ranges;      // [m][RANGES], of `candidates`; null: best tokens are wanted, or no list
     Shortlist* shortlists;    // [m], likewise
     PackedWeight embedding;
@@ -30,6 +35,7 @@ struct AdvanceArgs {
     int blocks;
     int vocab;
     int ring_size;            // a power of two
+    int idle;                 // slot of rows that nobody sits in
 };
 
 constexpr int THREADS = 1024;
@@ -37,7 +43,11 @@ constexpr int LIST = 4096;
 constexpr int EACH = LIST / THREADS;   // keys of the lists that a thread holds
 // Tokens that are looked at first where top-k does not say how many matter: most of any nucleus.
 constexpr int NARROW = 256;
-constexpr uint32_t NOT_FINITE = 0xfffffffe;   // instead of a token
+// Instead of a token.
+constexpr uint32_t NOT_FINITE = 0xfffffffe;
+constexpr uint32_t NONE_ALLOWED = 0xfffffffd;
+// Groups whose best bound the best of all: MOST_LOGPROBS of them hold at most a list's tokens.
+constexpr int GROUPS = 2 * THREADS;
 
 struct Shared {
     unsigned long long list[LIST];   // keys: logit, then lower ids first
@@ -46,7 +56,6 @@ struct Shared {
     unsigned long long top[32];
     unsigned long long left;
     double rest;
-    double range_weight;
     int count;
     int chosen;
     uint32_t threshold;
@@ -147,80 +156,76 @@ DEVICE void list_from(const unsigned long long (&mine)[EACH], uint32_t threshold
     __syncthreads();
 }
 
-// Draws from the sorted list, which holds all tokens from `complete` up; false if others matter.
-// `peak` is the greatest logit, `total` the weight of all tokens.
-DEVICE bool draw_from_list(const Sampling& how, Shared& s, int vocab, float peak, float complete, double total, double u) {
-    const float scale = 1.f / how.temperature;
-    const bool limited = limits_k(how, vocab);
-    int n = s.count;
-    auto weight = [&](unsigned long long key) { return double(__expf((unordered(uint32_t(key >> 32)) - peak) * scale)); };
-    auto pad = [&](int from) {
-        const int size = power_of_two(from);
+// The least `found` of any thread or, where none found anything, the greatest `last`; -1 is nothing.
+DEVICE int least(Shared& s, int found, int last) {
+    constexpr int UNFOUND = 1 << 30;
+    __syncthreads();
+    if (threadIdx.x == 0) s.chosen = UNFOUND;
+    __syncthreads();
+    const int mine = __reduce_min_sync(~0u, found >= 0 ? found : last >= 0 ? UNFOUND - last : UNFOUND);
+    if (threadIdx.x % 32 == 0 && mine < UNFOUND) atomicMin(&s.chosen, mine);
+    __syncthreads();
+    return s.chosen > UNFOUND / 2 ? UNFOUND - s.chosen : s.chosen;
+}
+
+// The block as a team of `draw_sorted`: element e is thread e / EACH's e % EACH-th.
+struct BlockTeam {
+    Shared& s;
+
+    DEVICE int at(int i) const { return int(threadIdx.x) * EACH + i; }
+
+    // The first `n` keys; the others are zero.
+    DEVICE void sort(unsigned long long (&key)[EACH], int n) const {
         __syncthreads();
-        for (int i = from + threadIdx.x; i < size; i += THREADS) s.list[i] = 0;
-        return size;
-    };
-    sort(s.list, pad(n));
-    if (limited) {
-        if (n < how.top_k) return false;
-        n = how.top_k;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) s.list[at(i)] = key[i];
+        ::sort(s.list, power_of_two(n));
+        load(key, n);
     }
-    // Four consecutive tokens a thread.
-    const int first = threadIdx.x * EACH;
-    if (how.top_p < 1.f) {
+
+    DEVICE void load(unsigned long long (&key)[EACH], int n) const {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) key[i] = at(i) < n ? s.list[at(i)] : 0;
+    }
+
+    DEVICE double scan(double (&v)[EACH]) const {
         double sum = 0.0, all;
-        for (int i = first; i < min(first + EACH, n); i++) sum += weight(s.list[i]);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) sum += v[i];
         double before = block_scan(sum, s, all);
-        const double target = double(how.top_p) * (limited ? all : total);
-        if (!limited && all < target) return false;
-        __syncthreads();
-        if (threadIdx.x == 0) s.chosen = n;
-        __syncthreads();
-        for (int i = first; i < min(first + EACH, n); i++) {
-            before += weight(s.list[i]);
-            if (before >= target) {
-                atomicMin(&s.chosen, i + 1);
-                break;
-            }
-        }
-        __syncthreads();
-        n = s.chosen;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) v[i] = before += v[i];
+        return all;
     }
-    if (how.min_p > 0.f) {
-        const float floor = peak + how.temperature * __logf(how.min_p);
-        if (!limited && how.top_p >= 1.f && floor < complete) return false;
-        __syncthreads();
-        if (threadIdx.x == 0) s.chosen = n;
-        __syncthreads();
-        for (int i = max(1, int(threadIdx.x)); i < n; i += THREADS)
-            if (unordered(uint32_t(s.list[i] >> 32)) < floor) atomicMin(&s.chosen, i);
-        __syncthreads();
-        n = s.chosen;
+
+    template <class F>
+    DEVICE int first(int most, F test) const {
+        int found = -1;
+#pragma unroll
+        for (int i = EACH - 1; i >= 0; i--)
+            if (at(i) < most && test(i)) found = at(i);
+        return least(s, found, most);
     }
-    // By id: the key becomes (~id, logit).
-    __syncthreads();
-    for (int i = threadIdx.x; i < n; i += THREADS) s.list[i] = s.list[i] << 32 | s.list[i] >> 32;
-    sort(s.list, pad(n));
-    auto weight_by_id = [&](unsigned long long key) { return double(__expf((unordered(uint32_t(key)) - peak) * scale)); };
+
+    DEVICE unsigned long long element(const unsigned long long (&)[EACH], int e) const { return s.list[e]; }
+};
+
+// Draws in id order: `walk` visits this thread's tokens, which follow on those of the thread before,
+// with their weights, until a visit returns false.
+template <class Walk>
+DEVICE int draw_in_order(Shared& s, double u, Walk walk) {
     double sum = 0.0, all;
-    for (int i = first; i < min(first + EACH, n); i++) sum += weight_by_id(s.list[i]);
+    walk([&](int, double w) { sum += w; return true; });
     double before = block_scan(sum, s, all);
-    __syncthreads();
-    if (threadIdx.x == 0) s.chosen = n - 1;
-    __syncthreads();
-    for (int i = first; i < min(first + EACH, n); i++) {
-        before += weight_by_id(s.list[i]);
-        if (before > u * all) {
-            atomicMin(&s.chosen, i);
-            break;
-        }
-    }
-    __syncthreads();
-    const int id = int(~uint32_t(s.list[s.chosen] >> 32));
-    __syncthreads();
-    if (threadIdx.x == 0) s.chosen = id;
-    __syncthreads();
-    return true;
+    int found = -1, last = -1;
+    walk([&](int i, double w) {
+        if (w > 0.0) last = i;
+        before += w;
+        if (before > u * all) found = i;
+        return found < 0;
+    });
+    // Rounding may leave u past the last sum.
+    return least(s, found, last);
 }
 
 // Adds, over tokens whose key's upper bits equal `prefix` above `shift + 8`, one or their
@@ -253,7 +258,7 @@ DEVICE void descend(const Logits& logits, Shared& s, int vocab, uint32_t floor_k
 }
 
 // Draws by radix selection over all logits.
-DEVICE void draw_from_all(const Logits& logits, Shared& s, int vocab, float peak, double u) {
+DEVICE int draw_from_all(const Logits& logits, Shared& s, int vocab, float peak, double u) {
     const Sampling& how = logits.how;
     const float scale = 1.f / how.temperature;
     // Kept: keys above `cut`, and of those equal to it the first `ties` by id.
@@ -289,15 +294,15 @@ DEVICE void draw_from_all(const Logits& logits, Shared& s, int vocab, float peak
         const uint32_t floor = ordered(peak + how.temperature * __logf(how.min_p));
         if (floor > cut) cut = floor, ties = ~0ull;
     }
+    if (cut <= EXCLUDED) cut = EXCLUDED, ties = 0;
     // Consecutive ids a thread: ties are counted, then weights summed, in id order.
     const int per = (vocab + THREADS - 1) / THREADS;
     const int begin = min(int(threadIdx.x) * per, vocab), end = min(begin + per, vocab);
     double equal = 0.0, all;
     for (int i = begin; i < end; i++) equal += ordered(logits.get(i)) == cut;
-    double tied = block_scan(equal, s, all);
-    const double first_tied = tied;
-    auto walk = [&](auto&& visit) {
-        tied = first_tied;
+    const double first_tied = block_scan(equal, s, all);
+    return draw_in_order(s, u, [&](auto&& visit) {
+        double tied = first_tied;
         for (int i = begin; i < end; i++) {
             const float x = logits.get(i);
             const uint32_t k = ordered(x);
@@ -305,70 +310,30 @@ DEVICE void draw_from_all(const Logits& logits, Shared& s, int vocab, float peak
             tied += k == cut;
             if (kept && !visit(i, double(__expf((x - peak) * scale)))) break;
         }
-    };
-    double sum = 0.0;
-    walk([&](int, double w) { sum += w; return true; });
-    double before = block_scan(sum, s, all);
-    __syncthreads();
-    if (threadIdx.x == 0) s.chosen = vocab;
-    __syncthreads();
-    int last = -1;
-    walk([&](int i, double w) {
-        last = i;
-        before += w;
-        if (before > u * all) {
-            atomicMin(&s.chosen, i);
-            return false;
-        }
-        return true;
     });
-    // Rounding may leave u past the last sum: then the last token that is kept.
-    __syncthreads();
-    const bool found = s.chosen < vocab;
-    __syncthreads();
-    if (!found && threadIdx.x == 0) s.chosen = -1;
-    __syncthreads();
-    if (!found && last >= 0) atomicMax(&s.chosen, last);
-    __syncthreads();
 }
 
 // Draws from all tokens, unfiltered: ranges lie in id order, so their sums say which holds the
 // token.
-DEVICE void draw_unfiltered(const Range* ranges, int vocab, const Logits& logits, Shared& s, float peak, double u) {
+DEVICE int draw_unfiltered(const Range* ranges, int vocab, const Logits& logits, Shared& s, float peak, double u) {
     const float scale = 1.f / logits.how.temperature;
     const int r = threadIdx.x;
     double weight = 0.0, all;
     if (r < RANGES) weight = double(__ldcg(&ranges[r].sum)) * double(__expf((__ldcg(&ranges[r].peak) - peak) * scale));
     const double before = block_scan(weight, s, all);
+    const bool any = weight > 0.0;
+    const int range = least(s, any && before + weight > u * all ? r : -1, any ? r : -1);
+    // The range's own sum was rounded: what counts is the share of it that u leaves.
+    if (r == range) s.rest = (u * all - before) / weight;
     __syncthreads();
-    if (threadIdx.x == 0) s.chosen = 2 * RANGES + 1;
-    __syncthreads();
-    // Rounding may leave u past the last sum: then the last range of any weight.
-    if (weight > 0.0) atomicMin(&s.chosen, before + weight > u * all ? r : RANGES + RANGES - r);
-    __syncthreads();
-    const int range = s.chosen > RANGES ? 2 * RANGES - s.chosen : s.chosen;
-    if (r == range) s.rest = u * all - before, s.range_weight = weight;
-    __syncthreads();
-    const double rest = s.rest, range_weight = s.range_weight;
+    const double rest = s.rest;
     const int per = (vocab + RANGES - 1) / RANGES, each = (per + THREADS - 1) / THREADS;
     const int start = range * per, stop = min(start + per, vocab);
     const int begin = min(start + int(threadIdx.x) * each, stop), end = min(begin + each, stop);
-    double sum = 0.0;
-    for (int i = begin; i < end; i++) sum += double(__expf((logits.get(i) - peak) * scale));
-    double total;
-    double walked = block_scan(sum, s, total);
-    const double target = rest / range_weight * total;   // the range's own sum was rounded
-    __syncthreads();
-    if (threadIdx.x == 0) s.chosen = stop - 1;
-    __syncthreads();
-    for (int i = begin; i < end; i++) {
-        walked += double(__expf((logits.get(i) - peak) * scale));
-        if (walked > target) {
-            atomicMin(&s.chosen, i);
-            break;
-        }
-    }
-    __syncthreads();
+    return draw_in_order(s, rest, [&](auto&& visit) {
+        for (int i = begin; i < end; i++)
+            if (!visit(i, double(__expf((logits.get(i) - peak) * scale)))) break;
+    });
 }
 
 // What the lists of the ranges say: this thread's keys, zero where it has none, and above which
@@ -389,6 +354,7 @@ struct Listed {
         }
         bad = __syncthreads_or(bad);
         complete = uint32_t(block_reduce(static_cast<unsigned long long>(complete), s.top, 0ull, larger));
+        complete = max(complete, EXCLUDED + 1);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int at = i * THREADS + threadIdx.x, range = at / RANGE_LIST;
@@ -403,28 +369,32 @@ struct Listed {
     }
 };
 
-// Draws from what the ranges list; false if other tokens matter.
-DEVICE bool draw_from_ranges(const Sampling& how, const Listed& listed, const Range* ranges, Shared& s, int vocab, float peak, double u) {
-    if (listed.count == 0) return false;
+// Draws from what the ranges list; -1 if other tokens matter.
+DEVICE int draw_from_ranges(const Sampling& how, const Listed& listed, const Range* ranges, Shared& s, int vocab, float peak, double u) {
+    if (listed.count == 0) return -1;
     double total = 0.0;
     if (threadIdx.x < RANGES) {
         const Range& r = ranges[threadIdx.x];
         total = double(__ldcg(&r.sum)) * double(__expf((__ldcg(&r.peak) - peak) * (1.f / how.temperature)));
     }
     total = block_sum(total, s);
+    const BlockTeam team{s};
+    auto draw_from = [&](uint32_t threshold) {
+        list_from(listed.mine, threshold, s);
+        unsigned long long key[EACH];
+        team.load(key, s.count);
+        return draw_sorted(team, how, limits_k(how, vocab), key, s.count, threshold, total, u, peak);
+    };
     // Few are sorted first, all that are listed only where those do not suffice.
     const int want = limits_k(how, vocab) ? how.top_k : NARROW;
     const uint32_t from = narrow(listed.mine, listed.count, want, listed.complete, uint32_t(listed.top >> 32));
-    list_from(listed.mine, from, s);
-    if (draw_from_list(how, s, vocab, peak, unordered(from), total, u)) return true;
-    if (from <= listed.complete) return false;
-    list_from(listed.mine, listed.complete, s);
-    return draw_from_list(how, s, vocab, peak, unordered(listed.complete), total, u);
+    const int token = draw_from(from);
+    return token >= 0 || from == listed.complete ? token : draw_from(listed.complete);
 }
 
-// The token to choose; NOT_FINITE if a logit is not.
+// The token to choose; NOT_FINITE if a logit is not, NONE_ALLOWED if mask and biases leave none.
 DEVICE uint32_t choose(const AdvanceArgs& p, int row, const Sampling& how, double u, Shared& s) {
-    const Logits logits{p.logits + size_t(row) * p.vocab, p.seen + size_t(row) * p.vocab, how};
+    const Logits logits(p.logits, p.adjust, row, p.vocab, how);
     const Range* const ranges = p.ranges ? p.ranges + row * RANGES : nullptr;
     const bool greedy = is_greedy(how);
     const bool few = ranges && shortlist_rank(how, p.vocab, p.blocks) > 0;
@@ -440,11 +410,11 @@ DEVICE uint32_t choose(const AdvanceArgs& p, int row, const Sampling& how, doubl
     }
     Listed listed;
     // Of a short list that top-k makes there are no ranges beside it, nor of the best token alone.
-    const bool has_ranges = ranges && !(few && limits_k(how, p.vocab)) && !(greedy && !how.penalties);
+    const bool has_ranges = ranges && !(few && limits_k(how, p.vocab)) && !(greedy && !how.adjusts);
     if (has_ranges) listed.read(ranges, s);
     auto larger = [](unsigned long long a, unsigned long long b) { return a > b ? a : b; };
     // Many equal logits may leave the lists empty.
-    if (!has_ranges && !how.penalties) {
+    if (!has_ranges && !how.adjusts) {
         for (int i = threadIdx.x; i < p.blocks; i += THREADS) {
             const float2 b = __ldcg(p.best + row * p.blocks + i);
             listed.top = larger(listed.top, key_of(b.x, __float_as_int(b.y)));
@@ -459,13 +429,57 @@ DEVICE uint32_t choose(const AdvanceArgs& p, int row, const Sampling& how, doubl
         listed.top = block_reduce(listed.top, s.top, 0ull, larger);
     }
     const float peak = unordered(uint32_t(listed.top >> 32));
-    if (__syncthreads_or(listed.bad) || !isfinite(peak)) return NOT_FINITE;
+    if (__syncthreads_or(listed.bad)) return NOT_FINITE;
+    if (peak == -INFINITY && how.adjusts & (BIASED | MASKED)) return NONE_ALLOWED;
+    if (!isfinite(peak)) return NOT_FINITE;
     if (greedy) return ~uint32_t(listed.top);
-    if (has_ranges && !is_filtered(how, p.vocab))
-        draw_unfiltered(ranges, p.vocab, logits, s, peak, u);
-    else if (!has_ranges || !draw_from_ranges(how, listed, ranges, s, p.vocab, peak, u))
-        draw_from_all(logits, s, p.vocab, peak, u);
-    return uint32_t(s.chosen);
+    if (has_ranges && !is_filtered(how, p.vocab)) return draw_unfiltered(ranges, p.vocab, logits, s, peak, u);
+    const int token = has_ranges ? draw_from_ranges(how, listed, ranges, s, p.vocab, peak, u) : -1;
+    return token >= 0 ? token : draw_from_all(logits, s, p.vocab, peak, u);
+}
+
+// Writes the log-probabilities of `token` and of the `most` best ones; false if a logit is not finite.
+DEVICE bool report(const float* logits, int vocab, int token, int most, Logprobs& to, Shared& s) {
+    __syncthreads();
+    for (int g = threadIdx.x; g < GROUPS; g += THREADS) {
+        unsigned long long best = 0;
+        for (int i = g; i < vocab; i += GROUPS) best = max(best, key_of(__ldcg(logits + i), i));
+        s.list[g] = best;
+    }
+    sort(s.list, GROUPS);
+    const float peak = unordered(uint32_t(s.list[0] >> 32));
+    // As many tokens reach it as groups do, or more.
+    unsigned long long bound = static_cast<unsigned long long>(EXCLUDED + 1) << 32;
+    if (most > 0) bound = max(bound, s.list[most - 1]);
+    __syncthreads();
+    if (threadIdx.x == 0) s.count = 0;
+    __syncthreads();
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < vocab; i += THREADS) {
+        const float x = __ldcg(logits + i);
+        sum += double(__expf(x - peak));
+        const unsigned long long key = key_of(x, i);
+        if (most > 0 && key >= bound) s.list[atomicAdd(&s.count, 1)] = key;
+    }
+    sum = block_sum(sum, s);
+    if (!isfinite(peak) || !isfinite(sum)) return false;
+    const int listed = s.count, n = min(most, listed), size = power_of_two(listed);
+    for (int i = listed + threadIdx.x; i < size; i += THREADS) s.list[i] = 0;
+    sort(s.list, size);
+    const double whole = double(peak) + double(logf(float(sum)));
+    if (threadIdx.x < n) {
+        const unsigned long long key = s.list[threadIdx.x];
+        to.ids[threadIdx.x] = int(~uint32_t(key));
+        to.values[threadIdx.x] = float(double(unordered(uint32_t(key >> 32))) - whole);
+    }
+    if (threadIdx.x == 0) {
+        to.chosen = float(double(__ldcg(logits + token)) - whole);
+        to.count = n;
+    }
+    // Before the token is.
+    __threadfence_system();
+    __syncthreads();
+    return true;
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_constant__ AdvanceArgs p) {
@@ -481,18 +495,28 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
     uint32_t w0, w1;
     philox(how.seed, position, how.stream, w0, w1);
     const double u = double(static_cast<unsigned long long>(w0) << 21 | w1 >> 11) * 0x1p-53;
+    const int place = row * p.ring_size + (step.drawn & (p.ring_size - 1));
     wait_for_predecessor();
 
-    const uint32_t chosen = choose(p, row, how, u, s);
-    const uint32_t token = chosen == NOT_FINITE ? 0 : chosen;
+    uint32_t chosen = choose(p, row, how, u, s);
+    if (how.logprobs > 0 && chosen < NONE_ALLOWED) {
+        const int most = min(how.logprobs - 1, MOST_LOGPROBS);
+        if (!report(p.logits + size_t(row) * p.vocab, p.vocab, chosen, most, p.logprobs[place], s)) chosen = NOT_FINITE;
+    }
+    const uint32_t token = chosen < NONE_ALLOWED ? chosen : 0;
     if (threadIdx.x == 0) {
-        if (how.penalties) p.seen[size_t(row) * p.vocab + token] = 2;
+        if (how.adjusts & PENALIZED) {
+            uint16_t* const seen = p.adjust.seen + size_t(row) * p.vocab + token;
+            const uint16_t state = __ldcg(seen);
+            if ((state & MOST_COUNTED) < MOST_COUNTED) *seen = state + 1;
+        }
         Step now = step;
-        now.position++;
+        // Nobody's row stays where it is.
+        if (step.slot != p.idle) now.position++;
         now.drawn++;
         now.token = token;
         p.step[row] = now;
-        p.ring[row * p.ring_size + (step.drawn & (p.ring_size - 1))] = chosen;
+        p.ring[place] = chosen;
         __threadfence_system();
     }
     for (int k = threadIdx.x; k < p.embedding.inputs; k += THREADS)

@@ -3,10 +3,7 @@
 //
 //   out[h] = softmax(rope(norm(q[h])) . K[h / G] / sqrt(128)) V[h / G],  G = heads / kv_heads <= 8
 //
-// Cache (capacity a multiple of 32; finite everywhere, also past the positions in use), FP16 or
-// int8 with one f16 scale per head and position:
-//   keys    [kv_heads][capacity][128]
-//   values  [kv_heads][128][capacity], so that positions are contiguous
+// Keys and values lie in pages (`Cache`): a pass of a block covers one page.
 //
 // Grid (kv_heads, splits of the longest context, sequences). A block serves the G query heads of
 // one key/value head over its split of the positions, 128 at a time: warp w computes the scores of
@@ -46,6 +43,7 @@ constexpr int ATTENTION_WARPS = 4;
 constexpr int WARP_POSITIONS = 32;
 // Positions that one pass of a block covers.
 constexpr int BLOCK_POSITIONS = ATTENTION_WARPS * WARP_POSITIONS;
+static_assert(BLOCK_POSITIONS == PAGE, "a pass covers a page");
 // Positions from which on a context is split: joining the parts costs more than some passes.
 constexpr int LEAST_SPLIT = 256;
 // Parts of a context, at most.
@@ -107,23 +105,21 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const int slot = __ldcg(&p.step[sequence].slot);
     const int length = position + 1;
     const int most = min((length + LEAST_SPLIT - 1) / LEAST_SPLIT, int(gridDim.y));
-    const int share = ((length + most - 1) / most + WARP_POSITIONS - 1) / WARP_POSITIONS * WARP_POSITIONS;
+    const int share = ((length + most - 1) / most + PAGE - 1) / PAGE * PAGE;
     const int splits = (length + share - 1) / share;
     if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its predecessor
     const int start = blockIdx.y * share;
     const int end = min(start + share, length);
     const bool newest = blockIdx.y == splits - 1;
-    const size_t row0 = (size_t(slot) * p.cache.kv_heads + kv) * p.cache.capacity;
-    const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + row0 * 128 * BYTES;
-    const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * 128 + size_t(8 * DIM_TILES * warp + g) * p.cache.capacity) * BYTES;
 
     // Keys of this warp's 32 positions: column n of product j is position
     // base + 32 warp + 8 (n / 2) + 2j + n % 2, so that lane (g, t) ends with the scores of
     // positions 8t .. 8t+7. Load i holds dims EACH (4i + t) and on.
     // Values: dims 32 warp + 8n + g, positions base + EACH (4c + t) and on.
-    auto request = [&](int base, int buffer) {
+    auto request = [&](int base, uint32_t page, int buffer) {
+        const size_t row0 = p.cache.head(page, kv) * PAGE;
         if (base + 32 * warp < end) {
-            const int8_t* from = keys + size_t(base + 32 * warp + 8 * (g / 2) + g % 2) * 128 * BYTES + t * 16;
+            const int8_t* from = static_cast<const int8_t*>(p.cache.keys) + (row0 + 32 * warp + 8 * (g / 2) + g % 2) * HEAD_DIM * BYTES + t * 16;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
 #pragma unroll
@@ -132,24 +128,25 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             }
             if constexpr (INT8) {
                 const __half* scales = lane < 4 ? p.cache.key_scales : p.cache.value_scales;
-                if (lane < 8) copy_async(&sm.scales[buffer][warp][lane / 4][t], scales + row0 + base + 32 * warp + 8 * t);
+                if (lane < 8) copy_async(&sm.scales[buffer][warp][lane / 4][t], scales + row0 + 32 * warp + 8 * t);
             }
         }
         copy_commit();
         const int there = (end - base + 31) / 32 * 32;   // positions that the cache has
-        const int8_t* from = values + size_t(base) * BYTES + t * 16;
+        const int8_t* from = static_cast<const int8_t*>(p.cache.values) + (row0 * HEAD_DIM + (8 * DIM_TILES * warp + g) * PAGE) * BYTES + t * 16;
 #pragma unroll 1
         for (int c = 0; c < LOADS && EACH * 4 * c < there; c++) {
             if (EACH * (4 * c + t) < there) {
 #pragma unroll
                 for (int n = 0; n < DIM_TILES; n++)
-                    copy_async(&sm.values[buffer][warp][c][n][lane], from + size_t(8 * n) * p.cache.capacity * BYTES);
+                    copy_async(&sm.values[buffer][warp][c][n][lane], from + 8 * n * PAGE * BYTES);
             }
             from += 64;
         }
         copy_commit();
     };
-    request(start, 0);
+    const uint32_t newest_page = p.cache.page(slot, position);
+    request(start, p.cache.page(slot, start), 0);
     // What else no kernel of this step writes.
     const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
     const float4 c0 = __ldg(angles), c1 = __ldg(angles + 1);
@@ -192,7 +189,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             } else {
                 reinterpret_cast<uint2*>(sm.fresh[which])[lane] = kept.half;
             }
-            store_row<INT8>(p.cache, which, size_t(slot) * p.cache.kv_heads + kv, position, kept, lane);
+            store_row<INT8>(p.cache, which, p.cache.head(newest_page, kv), position % PAGE, kept, lane);
         }
     }
     __syncthreads();
@@ -208,9 +205,10 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         float score[8];
         float value_scale[8];
         float peak = -INFINITY;
+        const uint32_t next_page = base + BLOCK_POSITIONS < end ? p.cache.page(slot, base + BLOCK_POSITIONS) : 0;
         if constexpr (BUFFERS == 2) {
             if (base + BLOCK_POSITIONS < end) {
-                request(base + BLOCK_POSITIONS, buffer ^ 1);
+                request(base + BLOCK_POSITIONS, next_page, buffer ^ 1);
             } else {
                 copy_commit();
                 copy_commit();
@@ -335,7 +333,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             }
         }
         if (base + BLOCK_POSITIONS < end) {
-            if constexpr (BUFFERS == 1) request(base + BLOCK_POSITIONS, 0);
+            if constexpr (BUFFERS == 1) request(base + BLOCK_POSITIONS, next_page, 0);
             __syncthreads();   // the weights are read
         }
         buffer ^= BUFFERS - 1;

@@ -50,31 +50,30 @@ DEVICE void prefill(const PrefillArgs& p) {
     const int query0 = blockIdx.x * QUERIES;
     const int last = p.position0 + min(query0 + QUERIES, p.count) - 1;   // greatest position
     const int tiles = last / TILE_POSITIONS + 1;
-    const size_t row0 = (size_t(p.slot) * p.cache.kv_heads + kv) * p.cache.capacity;
-    const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + row0 * 128 * BYTES;
-    const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + row0 * 128 * BYTES;
+    static_assert(PAGE % TILE_POSITIONS == 0, "a tile lies in one page");
 
-    // Rows of a tile past the cache's capacity (a multiple of 32) repeat rows within it.
+    // The page of the next tile to request, known a tile ahead.
+    uint32_t page = p.cache.page(p.slot, 0);
     auto request = [&](int tile) {
         if (tile < tiles) {
-            const int base = tile * TILE_POSITIONS, b = tile % 2;
+            const int base = tile * TILE_POSITIONS % PAGE, b = tile % 2;   // rows of the page
+            const size_t row0 = p.cache.head(page, kv) * PAGE;
+            const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + (row0 + base) * HEAD_DIM * BYTES;
+            const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * HEAD_DIM + base) * BYTES;
             for (int i = threadIdx.x; i < TILE_POSITIONS * KEY_UNITS; i += 128) {
                 const int r = i / KEY_UNITS, u = i % KEY_UNITS;
-                const int pos = min(base + r, p.cache.capacity - 1);
-                copy_async(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (KEY_UNITS / 4)))], keys + size_t(pos) * 128 * BYTES + u * 16);
+                copy_async(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (KEY_UNITS / 4)))], keys + i * 16);
             }
             for (int i = threadIdx.x; i < HEAD_DIM * VALUE_UNITS; i += 128) {
                 const int d = i / VALUE_UNITS, u = i % VALUE_UNITS;
-                const int pos = min(base + u * 16 / BYTES, p.cache.capacity - 16 / BYTES);
-                copy_async(&sm.values[b][d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))],
-                           values + (size_t(d) * p.cache.capacity + pos) * BYTES);
+                copy_async(&sm.values[b][d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))], values + d * PAGE * BYTES + u * 16);
             }
             if (INT8 && threadIdx.x < 2 * TILE_POSITIONS / 8) {
                 const int which = threadIdx.x / (TILE_POSITIONS / 8), u = threadIdx.x % (TILE_POSITIONS / 8);
-                const int pos = min(base + u * 8, p.cache.capacity - 8);
                 copy_async((which ? sm.value_scales : sm.key_scales)[b] + u * 8,
-                           (which ? p.cache.value_scales : p.cache.key_scales) + row0 + pos);
+                           (which ? p.cache.value_scales : p.cache.key_scales) + row0 + base + u * 8);
             }
+            if (tile + 1 < tiles) page = p.cache.page(p.slot, (tile + 1) * TILE_POSITIONS);
         }
         copy_commit();
     };

@@ -2,7 +2,7 @@
 //
 // Where few tokens matter (top-k of up to 64, or a small nucleus) one short list of all of them:
 // any token among the best k reaches the k-th greatest of the best of the head's blocks. Where
-// many may, or penalties change the order: the vocabulary is cut into ranges, a block each, and
+// many may, or mask, biases or penalties change the order: the vocabulary is cut into ranges, a block each, and
 // the best few of each range are listed, with the sum of all weights in it.
 //
 // Bytes: logits once, from L2.
@@ -12,7 +12,7 @@ struct CandidateArgs {
     const float* logits;       // [m][vocab]
     const float2* best;        // [m][blocks], of the head
     const Sampling* sampling;  // [m]
-    const uint8_t* seen;       // [m][vocab]
+    Adjustments adjust;
     Range* ranges;             // [m][RANGES]
     Shortlist* shortlists;     // [m]
     int vocab;                 // at most RANGES * RANGE_THREADS * RANGE_PER_THREAD
@@ -30,7 +30,7 @@ struct Mine {
     DEVICE unsigned long long listed(int i) const { return key_of(x[i], start + i * RANGE_THREADS + threadIdx.x); }
 };
 
-// The `rank`-th greatest of the best of the first blocks, as a key.
+// The `rank`-th greatest of the best of the first blocks, as a key above those of excluded tokens.
 DEVICE uint32_t nth_best(const float2* best, int blocks, int rank) {
     __shared__ uint4 keys[RANGE_THREADS / 4];
     __shared__ uint32_t threshold;
@@ -48,7 +48,7 @@ DEVICE uint32_t nth_best(const float2* best, int blocks, int rank) {
     const uint32_t most = __reduce_max_sync(~0u, reached >= rank ? mine : 0);
     if (threadIdx.x % 32 == 0 && most > 0) atomicMax(&threshold, most);
     __syncthreads();
-    return threshold;
+    return max(threshold, EXCLUDED + 1);
 }
 
 // Adds what reaches `threshold` to the list of all.
@@ -61,7 +61,7 @@ DEVICE void add_to_shortlist(const Mine& mine, uint32_t threshold, bool bad, Sho
     }
     if (threadIdx.x != 0) return;
     if (bad) to.bad = 1;
-    if (blockIdx.x == 0) to.threshold = unordered(threshold);
+    if (blockIdx.x == 0) to.threshold = threshold;
 }
 
 // Lists the best of the block's range of `n` tokens.
@@ -133,26 +133,31 @@ extern "C" __global__ __launch_bounds__(RANGE_THREADS) void candidates(const __g
     release_successor();
     const int row = blockIdx.y;
     const Sampling how = p.sampling[row];   // written before the step was queued
-    const Logits logits{p.logits + size_t(row) * p.vocab, p.seen + size_t(row) * p.vocab, how};
+    const Logits logits(p.logits, p.adjust, row, p.vocab, how);
     const int per = (p.vocab + RANGES - 1) / RANGES, start = blockIdx.x * per, n = max(0, min(per, p.vocab - start));
     const int rank = shortlist_rank(how, p.vocab, p.blocks);
     wait_for_predecessor();
     // The head has found the best token.
-    if (is_greedy(how) && !how.penalties) return;
+    if (is_greedy(how) && !how.adjusts) return;
 
     Mine mine;
     mine.start = start;
     bool bad = false;
+    auto read = [&](auto get) {
 #pragma unroll
-    for (int i = 0; i < RANGE_PER_THREAD; i++) {
-        const int at = i * RANGE_THREADS + threadIdx.x;
-        mine.key[i] = 0;
-        if (at < n) {
-            mine.x[i] = logits.get(start + at);
-            bad |= isnan(mine.x[i]);
-            mine.key[i] = ordered(mine.x[i]);
+        for (int i = 0; i < RANGE_PER_THREAD; i++) {
+            const int at = i * RANGE_THREADS + threadIdx.x;
+            mine.key[i] = 0;
+            if (at < n) {
+                mine.x[i] = get(start + at);
+                bad |= isnan(mine.x[i]);
+                mine.key[i] = ordered(mine.x[i]);
+            }
         }
-    }
+    };
+    // Told apart here, so that a thread requests all its logits at once.
+    if (how.adjusts) read([&](int i) { return logits.adjusted(i); });
+    else read([&](int i) { return __ldcg(logits.logits + i); });
     bad = __syncthreads_or(bad);
     if (rank > 0) add_to_shortlist(mine, nth_best(p.best + size_t(row) * p.blocks, p.blocks, rank), bad, p.shortlists[row]);
     if (rank == 0 || !limits_k(how, p.vocab)) list_range(mine, n, how.temperature, bad, p.ranges[row * RANGES + blockIdx.x]);

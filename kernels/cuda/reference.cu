@@ -102,10 +102,9 @@ struct AppendArgs {
 
 constexpr int APPEND_ROWS = 8;
 
-// Values of eight rows at positions 8i .. 8i + 7 of a sequence, gathered: the cache has them side
-// by side.
+// Values of rows 8i .. 8i + 7 of a page, gathered: the cache has them side by side.
 template <bool INT8>
-DEVICE void store_values(const Cache& c, size_t head, int position, const Kept& k, int warp, int lane) {
+DEVICE void store_values(const Cache& c, size_t head, int row, const Kept& k, int warp, int lane) {
     constexpr int BYTES = INT8 ? 1 : 2, DIM = APPEND_ROWS * BYTES;
     // A dim's room is left after each four: lanes then write to other banks.
     __shared__ uint4 gathered[HEAD_DIM * DIM / 16 * 2];
@@ -117,11 +116,11 @@ DEVICE void store_values(const Cache& c, size_t head, int position, const Kept& 
         if constexpr (INT8) *to = reinterpret_cast<const uint8_t*>(&k.code)[i];
         else *reinterpret_cast<__half*>(to) = reinterpret_cast<const __half*>(&k.half)[i];
     }
-    if (INT8 && lane == 0) c.value_scales[head * c.capacity + position + warp] = k.scale;
+    if (INT8 && lane == 0) c.value_scales[head * PAGE + row + warp] = k.scale;
     __syncthreads();
     const int dim = threadIdx.x;
     if (dim >= HEAD_DIM) return;
-    uint8_t* const to = static_cast<uint8_t*>(c.values) + ((head * HEAD_DIM + dim) * c.capacity + position) * BYTES;
+    uint8_t* const to = static_cast<uint8_t*>(c.values) + ((head * HEAD_DIM + dim) * PAGE + row) * BYTES;
     using Word = typename std::conditional<INT8, uint2, uint4>::type;
     *reinterpret_cast<Word*>(to) = *reinterpret_cast<const Word*>(bytes + place(dim));
 }
@@ -145,14 +144,14 @@ DEVICE void append(const AppendArgs& p) {
         if (mine) *at = v;
         return;
     }
-    const size_t kv = size_t(row.slot) * p.cache.kv_heads + (head - p.heads) % p.cache.kv_heads;
+    const size_t kv = p.cache.head(p.cache.page(row.slot, row.position), (head - p.heads) % p.cache.kv_heads);
     const Kept kept = round_row<INT8>(v);
     // The same for the whole block, as are the barriers.
     const bool together = mine && first.position % APPEND_ROWS == 0 && row.slot == first.slot && row.position == first.position + warp;
     if (which == 1 && __syncthreads_and(together))
-        store_values<INT8>(p.cache, kv, first.position, kept, warp, lane);
+        store_values<INT8>(p.cache, kv, first.position % PAGE, kept, warp, lane);
     else if (mine)
-        store_row<INT8>(p.cache, which, kv, row.position, kept, lane);
+        store_row<INT8>(p.cache, which, kv, row.position % PAGE, kept, lane);
 }
 
 extern "C" __global__ void append_fp16(const __grid_constant__ AppendArgs p) { append<false>(p); }
@@ -173,16 +172,16 @@ extern "C" __global__ void attention_reference(const __grid_constant__ AttendArg
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = blockIdx.y;
     const Row row = p.rows[blockIdx.x];
     const Cache& c = p.cache;
-    const size_t kv = size_t(row.slot) * c.kv_heads + h / (p.heads / c.kv_heads);
     const float4 q = reinterpret_cast<const float4*>(
         p.qkv + (size_t(blockIdx.x) * (p.heads + 2 * c.kv_heads) + h) * HEAD_DIM)[lane];
     float top = -INFINITY, total = 0.f, acc[4] = {};
     for (int pos = warp; pos <= row.position; pos += 4) {
-        const size_t at = kv * c.capacity + pos;
+        const size_t kv = c.head(c.page(row.slot, pos), h / (p.heads / c.kv_heads));
+        const size_t at = kv * PAGE + pos % PAGE;
         float k[4], v[4];
         for (int i = 0; i < 4; i++) {
             const size_t ka = at * HEAD_DIM + 4 * lane + i;
-            const size_t va = (kv * HEAD_DIM + 4 * lane + i) * c.capacity + pos;
+            const size_t va = (kv * HEAD_DIM + 4 * lane + i) * PAGE + pos % PAGE;
             if (c.key_scales) {
                 k[i] = static_cast<const int8_t*>(c.keys)[ka] * __half2float(c.key_scales[at]);
                 v[i] = static_cast<const int8_t*>(c.values)[va] * __half2float(c.value_scales[at]);

@@ -11,15 +11,25 @@ struct Row {
     int slot;
 };
 
-// One layer's cache of all sequences. FP16, or int8 with one f16 scale per head and position
-// (`key_scales` not null).
+// Positions of a page of keys and values.
+constexpr int PAGE = 128;
+
+// One layer's keys and values of all sequences, in pages: position p of a sequence is row p % PAGE
+// of page tables[slot][p / PAGE]. FP16, or int8 with one f16 scale per head and position
+// (`key_scales` not null). Finite everywhere, also past the positions in use. Values have the
+// positions of a page side by side.
 struct Cache {
-    void* keys;             // [slots][kv_heads][capacity][128]
-    void* values;           // [slots][kv_heads][128][capacity]
-    __half* key_scales;     // [slots][kv_heads][capacity]
+    void* keys;               // [pages][kv_heads][PAGE][128]
+    void* values;             // [pages][kv_heads][128][PAGE]
+    __half* key_scales;       // [pages][kv_heads][PAGE]
     __half* value_scales;
+    const uint32_t* tables;   // [slots][table_len], written before the kernels of a step start
     int kv_heads;
-    int capacity;           // a multiple of 32
+    int table_len;
+
+    DEVICE uint32_t page(int slot, int position) const { return __ldcg(tables + size_t(slot) * table_len + position / PAGE); }
+    // Which head of all pages' heads.
+    DEVICE size_t head(uint32_t page, int kv) const { return size_t(page) * kv_heads + kv; }
 };
 
 // RMSNorm and rotary embedding of one head by one warp; lane l holds elements 4l .. 4l+3, `w`
@@ -67,26 +77,24 @@ DEVICE Kept round_row(float4 v) {
     return k;
 }
 
-// Stores it at `position` of head row `head` (slot * kv_heads + head).
+// Stores it as row `row` of a page's head `head` (`Cache::head`).
 template <bool INT8>
-DEVICE void store_row(const Cache& c, int which, size_t head, int position, const Kept& k, int lane) {
-    const size_t at = head * c.capacity + position;
+DEVICE void store_row(const Cache& c, int which, size_t head, int row, const Kept& k, int lane) {
+    const size_t at = head * PAGE + row;
     if constexpr (INT8) {
         if (which == 0) {
             static_cast<char4*>(c.keys)[at * 32 + lane] = k.code;
         } else {
-            int8_t* to = static_cast<int8_t*>(c.values) + (head * 128 + lane * 4) * c.capacity + position;
-            to[0] = k.code.x, to[c.capacity] = k.code.y;
-            to[size_t(c.capacity) * 2] = k.code.z, to[size_t(c.capacity) * 3] = k.code.w;
+            int8_t* to = static_cast<int8_t*>(c.values) + (head * HEAD_DIM + lane * 4) * PAGE + row;
+            to[0] = k.code.x, to[PAGE] = k.code.y, to[PAGE * 2] = k.code.z, to[PAGE * 3] = k.code.w;
         }
         if (lane == 0) (which ? c.value_scales : c.key_scales)[at] = k.scale;
     } else if (which == 0) {
         static_cast<uint2*>(c.keys)[at * 32 + lane] = k.half;
     } else {
         const __half* h = reinterpret_cast<const __half*>(&k.half);
-        __half* to = static_cast<__half*>(c.values) + (head * 128 + lane * 4) * c.capacity + position;
-        to[0] = h[0], to[c.capacity] = h[1];
-        to[size_t(c.capacity) * 2] = h[2], to[size_t(c.capacity) * 3] = h[3];
+        __half* to = static_cast<__half*>(c.values) + (head * HEAD_DIM + lane * 4) * PAGE + row;
+        to[0] = h[0], to[PAGE] = h[1], to[PAGE * 2] = h[2], to[PAGE * 3] = h[3];
     }
 }
 

@@ -4,14 +4,21 @@
 
 #include "common.cuh"
 
+// Why logits are not looked at as they are: bits of `Sampling::adjusts`.
+constexpr int BIASED = 1;      // the row's biases are added
+constexpr int PENALIZED = 2;   // tokens seen are penalized, and counted
+constexpr int MASKED = 4;      // tokens whose bit is not set in the row's mask are excluded
+
 struct Sampling {
     float temperature;       // 0: the best token
     float top_p;
     float min_p;
     float repetition;
+    float frequency;
     float presence;
     int top_k;               // 0: all
-    int penalties;           // any
+    int adjusts;             // bits; 0: not at all
+    int logprobs;            // 0: none; else of the token chosen and one less than this of the best
     uint32_t seed[2];
     uint32_t stream[2];
     uint32_t position[2];    // tokens before the first sampled one
@@ -41,7 +48,7 @@ constexpr int NUCLEUS_RANK = 48;
 struct Shortlist {
     int count;         // that reach the threshold; those past SHORT_LIST are not listed. 0 between steps
     int bad;           // a logit is not a number. 0 between steps
-    float threshold;
+    uint32_t threshold;
     int pad;
     unsigned long long list[SHORT_LIST];
 };
@@ -52,10 +59,10 @@ DEVICE bool is_filtered(const Sampling& how, int vocab) {
     return limits_k(how, vocab) || how.top_p < 1.f || how.min_p > 0.f;
 }
 
-// 0 if there is no short list: nothing is drawn, all tokens or too many matter, or penalties
-// change what is best.
+// 0 if there is no short list: nothing is drawn, all tokens or too many matter, or what is best is
+// not what the head found.
 DEVICE int shortlist_rank(const Sampling& how, int vocab, int blocks) {
-    if (is_greedy(how) || how.penalties || !is_filtered(how, vocab)) return 0;
+    if (is_greedy(how) || how.adjusts || !is_filtered(how, vocab)) return 0;
     const int rank = limits_k(how, vocab) ? how.top_k : NUCLEUS_RANK;
     return rank <= MOST_RANK && rank <= blocks ? rank : 0;
 }
@@ -71,6 +78,9 @@ DEVICE float unordered(uint32_t k) {
 DEVICE unsigned long long key_of(float logit, int id) {
     return static_cast<unsigned long long>(ordered(logit)) << 32 | uint32_t(~id);
 }
+
+// Key of a logit that excludes its token: minus infinity's.
+constexpr uint32_t EXCLUDED = 0x007fffff;
 
 // Philox4x32-10; the first two words.
 DEVICE void philox(const uint32_t (&seed)[2], unsigned long long counter, const uint32_t (&stream)[2], uint32_t& w0, uint32_t& w1) {
@@ -90,19 +100,55 @@ DEVICE void philox(const uint32_t (&seed)[2], unsigned long long counter, const 
     w0 = c0, w1 = c1;
 }
 
-// The logits as the sampler sees them.
+// What changes logits, a row a sequence; read where `Sampling::adjusts` says so.
+struct Adjustments {
+    const float* bias;      // [m][vocab]
+    const uint32_t* mask;   // [m][mask_words(vocab)]: bit i % 32 of word i / 32 is set where token i is allowed
+    uint16_t* seen;         // [m][vocab]: IN_PROMPT, below that how often the answer has it
+};
+
+constexpr int IN_PROMPT = 1 << 15;
+constexpr int MOST_COUNTED = IN_PROMPT - 1;
+
+DEVICE int mask_words(int vocab) { return (vocab + 31) / 32; }
+
+// The logits as the sampler sees them. Each step is rounded as the host's.
 struct Logits {
     const float* logits;
-    const uint8_t* seen;
+    const float* bias;
+    const uint32_t* mask;
+    const uint16_t* seen;
     const Sampling& how;
 
-    DEVICE float get(int i) const {
+    DEVICE Logits(const float* all, const Adjustments& a, int row, int vocab, const Sampling& how)
+        : logits(all + size_t(row) * vocab),
+          bias(a.bias + size_t(row) * vocab),
+          mask(a.mask + size_t(row) * mask_words(vocab)),
+          seen(a.seen + size_t(row) * vocab),
+          how(how) {}
+
+    DEVICE float get(int i) const { return how.adjusts ? adjusted(i) : __ldcg(logits + i); }
+
+    DEVICE float adjusted(int i) const {
+        if (how.adjusts & MASKED && !(__ldcg(mask + i / 32) >> i % 32 & 1)) return -INFINITY;
         float x = __ldcg(logits + i);
-        if (how.penalties) {
-            const uint8_t state = __ldcg(seen + i);
-            if (state) x = x > 0.f ? x / how.repetition : x * how.repetition;
-            if (state == 2) x -= how.presence;
-        }
-        return x;
+        if (how.adjusts & BIASED) x = __fadd_rn(x, __ldcg(bias + i));
+        if (!(how.adjusts & PENALIZED)) return x;
+        const int state = __ldcg(seen + i);
+        if (state == 0) return x;
+        x = x > 0.f ? __fdiv_rn(x, how.repetition) : __fmul_rn(x, how.repetition);
+        const int count = state & MOST_COUNTED;
+        if (count == 0) return x;
+        x = __fsub_rn(x, __fmul_rn(how.frequency, float(count)));
+        return __fsub_rn(x, how.presence);
     }
+};
+
+// Log-probabilities of the model's own distribution.
+constexpr int MOST_LOGPROBS = 20;
+struct Logprobs {
+    float chosen;
+    int count;   // of the best ones
+    int ids[MOST_LOGPROBS];
+    float values[MOST_LOGPROBS];
 };

@@ -1,4 +1,5 @@
-// The choice from a short list of tokens (`sampling.cuh`), by one warp in registers.
+// The choice from a list of the best tokens (`sampling.cuh`), by one warp in registers where it is
+// short.
 #pragma once
 
 #include "sampling.cuh"
@@ -65,52 +66,68 @@ DEVICE int first_of(int most, F test) {
     return first;
 }
 
-// Draws from the list, which holds all tokens from `threshold` up; -1 if others matter. `key` is
-// zero behind the list's `n` tokens, `total` the weight of all tokens, of use where top-k limits nothing;
-// `peak` receives the greatest logit.
+// A warp as a team of `draw_sorted`.
 template <int N>
-DEVICE int draw_from_few(const Sampling& how, bool limited, unsigned long long (&key)[N], int n, float threshold, double total,
-                         double u, float& peak) {
-    const int lane = threadIdx.x % 32;
+struct WarpTeam {
+    int lane;
+
+    DEVICE int at(int i) const { return 32 * i + lane; }
+    DEVICE void sort(unsigned long long (&key)[N], int) const { warp_sort(key, lane); }
+    DEVICE double scan(double (&v)[N]) const { return warp_scan(v, lane); }
+    template <class F>
+    DEVICE int first(int most, F test) const { return first_of<N>(most, test); }
+    DEVICE unsigned long long element(const unsigned long long (&key)[N], int e) const {
+        unsigned long long found = 0;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const unsigned long long k = __shfl_sync(~0u, key[i], e % 32);
+            if (i == e / 32) found = k;
+        }
+        return found;
+    }
+};
+
+// Draws from a list of `n` tokens, which holds all whose logit's key is at least `complete`; -1 if
+// others matter. The team's threads hold the tokens' keys, zero behind them, `at(i)` being the place
+// of the i-th; `total` is the weight of all tokens, of use where top-k limits nothing; `peak` receives
+// the greatest logit.
+template <class Team, int N>
+DEVICE int draw_sorted(const Team& team, const Sampling& how, bool limited, unsigned long long (&key)[N], int n, uint32_t complete,
+                       double total, double u, float& peak) {
     const float scale = 1.f / how.temperature;
-    warp_sort(key, lane);
-    const float top = unordered(uint32_t(__shfl_sync(~0u, key[0], 0) >> 32));
+    const bool whole = complete == EXCLUDED + 1;   // no other token can be drawn
+    team.sort(key, n);
+    const float top = unordered(uint32_t(team.element(key, 0) >> 32));
     peak = top;
     if (limited) {
-        if (n < how.top_k) return -1;
-        n = how.top_k;
+        if (n < how.top_k && !whole) return -1;
+        n = min(n, how.top_k);
     }
     auto weigh = [&](uint32_t logit) { return double(__expf((unordered(logit) - top) * scale)); };
     double sums[N];
     if (how.top_p < 1.f) {
 #pragma unroll
-        for (int i = 0; i < N; i++) sums[i] = 32 * i + lane < n ? weigh(uint32_t(key[i] >> 32)) : 0.0;
-        const double all = warp_scan(sums, lane);
+        for (int i = 0; i < N; i++) sums[i] = team.at(i) < n ? weigh(uint32_t(key[i] >> 32)) : 0.0;
+        const double all = team.scan(sums);
         const double target = double(how.top_p) * (limited ? all : total);
-        if (!limited && all < target) return -1;
-        n = first_of<N>(n - 1, [&](int i) { return sums[i] >= target; }) + 1;
+        if (!limited && !whole && all < target) return -1;
+        n = team.first(n - 1, [&](int i) { return sums[i] >= target; }) + 1;
     }
     if (how.min_p > 0.f) {
         const float floor = top + how.temperature * __logf(how.min_p);
-        if (!limited && how.top_p >= 1.f && floor < threshold) return -1;
-        n = first_of<N>(n, [&](int i) { return 32 * i + lane > 0 && unordered(uint32_t(key[i] >> 32)) < floor; });
+        if (!limited && how.top_p >= 1.f && floor < unordered(complete)) return -1;
+        n = team.first(n, [&](int i) { return team.at(i) > 0 && unordered(uint32_t(key[i] >> 32)) < floor; });
     }
     // By id: the key becomes (~id, logit).
 #pragma unroll
-    for (int i = 0; i < N; i++) key[i] = 32 * i + lane < n ? key[i] << 32 | key[i] >> 32 : 0;
-    warp_sort(key, lane);
+    for (int i = 0; i < N; i++) key[i] = team.at(i) < n ? key[i] << 32 | key[i] >> 32 : 0;
+    team.sort(key, n);
 #pragma unroll
-    for (int i = 0; i < N; i++) sums[i] = 32 * i + lane < n ? weigh(uint32_t(key[i])) : 0.0;
-    const double all = warp_scan(sums, lane);
+    for (int i = 0; i < N; i++) sums[i] = team.at(i) < n ? weigh(uint32_t(key[i])) : 0.0;
+    const double all = team.scan(sums);
     // Rounding may leave u past the last sum: then the last token that is kept.
-    const int at = first_of<N>(n - 1, [&](int i) { return sums[i] > u * all; });
-    unsigned long long chosen = 0;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        const unsigned long long k = __shfl_sync(~0u, key[i], at % 32);
-        if (i == at / 32) chosen = k;
-    }
-    return int(~uint32_t(chosen >> 32));
+    const int at = team.first(n - 1, [&](int i) { return sums[i] > u * all; });
+    return int(~uint32_t(team.element(key, at) >> 32));
 }
 
 // What one warp makes of a short list.
@@ -123,7 +140,7 @@ DEVICE Choice choose_from_few(const Sampling& how, int vocab, Shortlist& list, c
     const int lane = threadIdx.x % 32;
     const bool limited = limits_k(how, vocab);
     const int2 state = __ldcg(reinterpret_cast<const int2*>(&list));   // count, bad
-    const float threshold = __ldcg(&list.threshold);
+    const uint32_t complete = __ldcg(&list.threshold);
     unsigned long long key[SHORT_LIST / 32];
 #pragma unroll
     for (int i = 0; i < SHORT_LIST / 32; i++) key[i] = __ldcg(list.list + 32 * i + lane);
@@ -158,9 +175,9 @@ DEVICE Choice choose_from_few(const Sampling& how, int vocab, Shortlist& list, c
     int token;
     if (n <= 64) {
         unsigned long long few[2] = {key[0], key[1]};
-        token = draw_from_few(how, limited, few, n, threshold, total, u, peak);
+        token = draw_sorted(WarpTeam<2>{lane}, how, limited, few, n, complete, total, u, peak);
     } else {
-        token = draw_from_few(how, limited, key, n, threshold, total, u, peak);
+        token = draw_sorted(WarpTeam<4>{lane}, how, limited, key, n, complete, total, u, peak);
     }
     return {token, !isfinite(peak)};
 }

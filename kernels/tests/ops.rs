@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Guarded, cpu, isas, nmse, normal};
-use nq_kernels::cpu::{KvBlock, KvType, Span};
+use nq_kernels::cpu::{KvPages, KvSequence, KvType, PAGE, Span};
 use nq_kernels::reference;
 
 #[test]
@@ -56,6 +56,29 @@ fn qk_norm_rope() {
     }
 }
 
+/// `keys` and `values` `[kv_heads, total, d]` in pages that lie backwards among others, and the
+/// sequence's page table.
+fn paged(
+    kind: KvType,
+    kv_heads: usize,
+    d: usize,
+    [keys, values]: [&[f32]; 2],
+) -> (KvPages, Vec<u32>) {
+    let total = keys.len() / (kv_heads * d);
+    let needed = total.div_ceil(PAGE);
+    let mut pages = KvPages::new(kind, 2 * needed + 1, kv_heads, d);
+    let table: Vec<u32> = (0..needed).rev().map(|i| 2 * i as u32 + 1).collect();
+    for p in 0..total {
+        let row = |x: &[f32]| -> Vec<f32> {
+            (0..kv_heads)
+                .flat_map(|h| x[(h * total + p) * d..][..d].to_vec())
+                .collect()
+        };
+        pages.store(table[p / PAGE], p % PAGE, &row(keys), &row(values));
+    }
+    (pages, table)
+}
+
 struct Case {
     kind: KvType,
     heads: usize,
@@ -76,20 +99,12 @@ fn attention_case(case: &Case) {
         len,
     } = case;
     let total = position + len;
-    let capacity = total + 3;
-    let mut keys = KvBlock::new(kind, kv_heads, capacity, d);
-    let mut values = KvBlock::new(kind, kv_heads, capacity, d);
     let (k, v) = (
         normal(kv_heads * total * d, 1),
         normal(kv_heads * total * d, 2),
     );
-    for head in 0..kv_heads {
-        for p in 0..total {
-            let at = (head * total + p) * d;
-            keys.store(head, p, &k[at..at + d]);
-            values.store(head, p, &v[at..at + d]);
-        }
-    }
+    let (pages, table) = paged(kind, kv_heads, d, [&k, &v]);
+    let kv = KvSequence::new(&pages, &table);
     // The batch holds another row before the span and one after it.
     let row = 1;
     let stride = (heads + 2 * kv_heads) * d;
@@ -100,8 +115,9 @@ fn attention_case(case: &Case) {
     let (mut kh, mut vh) = (vec![0.0; total * d], vec![0.0; total * d]);
     for head in 0..kv_heads {
         for p in 0..total {
-            keys.load(head, p, &mut kh[p * d..(p + 1) * d]);
-            values.load(head, p, &mut vh[p * d..(p + 1) * d]);
+            let at = p * d..(p + 1) * d;
+            let (key, value) = (&mut kh[at.clone()], &mut vh[at]);
+            pages.load(table[p / PAGE], p % PAGE, head, key, value);
         }
         let group = heads / kv_heads;
         for r in 0..len {
@@ -118,7 +134,7 @@ fn attention_case(case: &Case) {
         let mut results = Vec::new();
         for threads in [1, 2, 3] {
             let mut y = Guarded::new(&vec![7.0; m * width]);
-            cpu(isa, threads).attention(&qkv, stride, span, heads, d, &keys, &values, y.values());
+            cpu(isa, threads).attention(&qkv, stride, span, heads, d, kv, y.values());
             results.push(y.finish());
         }
         assert!(results.iter().all(|r| r == &results[0]));
@@ -179,14 +195,10 @@ fn attention() {
 #[test]
 fn attention_with_extreme_scores() {
     let (d, n) = (16, 300);
-    let mut keys = KvBlock::new(KvType::F32, 1, n, d);
-    let mut values = KvBlock::new(KvType::F32, 1, n, d);
     let k: Vec<f32> = normal(n * d, 1).iter().map(|k| k * 60.0).collect();
     let v = normal(n * d, 2);
-    for p in 0..n {
-        keys.store(0, p, &k[p * d..(p + 1) * d]);
-        values.store(0, p, &v[p * d..(p + 1) * d]);
-    }
+    let (pages, table) = paged(KvType::F32, 1, d, [&k, &v]);
+    let kv = KvSequence::new(&pages, &table);
     for (position, len) in [(n - 1, 1), (n - 20, 20)] {
         let q: Vec<f32> = normal(len * d, 3).iter().map(|q| q * 60.0).collect();
         let mut expected = vec![0.0; len * d];
@@ -202,7 +214,7 @@ fn attention_with_extreme_scores() {
                 position,
             };
             let mut y = vec![0.0; len * d];
-            cpu(isa, 2).attention(&q, d, span, 1, d, &keys, &values, &mut y);
+            cpu(isa, 2).attention(&q, d, span, 1, d, kv, &mut y);
             // Scores of some 10^4 carry an absolute error of 10^-3 in f32.
             let error = nmse(&y, &expected);
             assert!(error < 1e-5, "{isa}: {error:e}");
@@ -224,30 +236,94 @@ fn attention_of_a_batch() {
             spans.push(Span { row, len, position });
             row += len + i % 2;
         }
-        let caches: Vec<[KvBlock; 2]> = (0..spans.len() as u64)
+        let caches: Vec<(KvPages, Vec<u32>)> = (0..spans.len() as u64)
             .map(|i| {
-                [i, i + 100].map(|seed| {
-                    let mut block = KvBlock::new(KvType::F16, kv_heads, 340, d);
-                    let x = normal(kv_heads * 340 * d, seed);
-                    for (i, x) in x.chunks_exact(d).enumerate() {
-                        block.store(i / 340, i % 340, x);
-                    }
-                    block
-                })
+                let [k, v] = [i, i + 100].map(|seed| normal(kv_heads * 340 * d, seed));
+                paged(KvType::F16, kv_heads, d, [&k, &v])
             })
             .collect();
+        let kv = |i: usize| KvSequence::new(&caches[i].0, &caches[i].1);
         let qkv = normal(row * stride, 7);
         for isa in isas() {
             let cpu = cpu(isa, 2);
             let mut one_by_one = vec![f32::NAN; row * heads * d];
             let mut together = one_by_one.clone();
-            for (&span, [k, v]) in spans.iter().zip(&caches) {
-                cpu.attention(&qkv, stride, span, heads, d, k, v, &mut one_by_one);
+            for (i, &span) in spans.iter().enumerate() {
+                cpu.attention(&qkv, stride, span, heads, d, kv(i), &mut one_by_one);
             }
-            let cache = |i: usize| (&caches[i][0], &caches[i][1]);
-            cpu.attention_batch(&qkv, stride, &spans, heads, d, cache, &mut together);
+            cpu.attention_batch(&qkv, stride, &spans, heads, d, kv, &mut together);
             let bits = |y: &[f32]| y.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
             assert!(bits(&one_by_one) == bits(&together), "{isa}, {lengths:?}");
+        }
+    }
+}
+
+/// A NaN in a query, a key or a value reaches the outputs of the rows that see it, whatever the
+/// instruction set and the type of cache.
+#[test]
+fn attention_keeps_what_is_not_a_number() {
+    let (d, total) = (32, 300);
+    for kind in [KvType::F32, KvType::F16, KvType::Int8] {
+        for (place, (position, len)) in
+            (0..3).flat_map(|p| [(p, (total - 1, 1)), (p, (total - 5, 5))])
+        {
+            let mut q = normal(len * d, 3);
+            let (mut k, mut v) = (normal(total * d, 1), normal(total * d, 2));
+            match place {
+                0 => q[(len - 1) * d + 3] = f32::NAN,
+                1 => k[(total - 200) * d + 5] = f32::NAN,
+                _ => v[7 * d + 1] = f32::NAN,
+            }
+            let (pages, table) = paged(kind, 1, d, [&k, &v]);
+            let span = Span {
+                row: 0,
+                len,
+                position,
+            };
+            for isa in isas() {
+                let mut y = vec![0.0; len * d];
+                let kv = KvSequence::new(&pages, &table);
+                cpu(isa, 2).attention(&q, d, span, 1, d, kv, &mut y);
+                let last = &y[(len - 1) * d..];
+                assert!(
+                    last.iter().any(|v| v.is_nan()),
+                    "{kind} {isa}: place {place}, {len} rows"
+                );
+            }
+        }
+    }
+}
+
+/// Rows copied to another page are those of the first, and rows past them stay.
+#[test]
+fn pages_are_copied_by_rows() {
+    let (kv_heads, d) = (3, 16);
+    for kind in [KvType::F32, KvType::F16, KvType::Int8] {
+        let mut pages = KvPages::new(kind, 4, kv_heads, d);
+        let row = |seed| normal(kv_heads * d, seed);
+        for at in 0..PAGE {
+            pages.store(1, at, &row(at as u64), &row(1000 + at as u64));
+            pages.store(3, at, &row(2000 + at as u64), &row(3000 + at as u64));
+        }
+        let read = |pages: &KvPages, page, at, head| {
+            let (mut k, mut v) = (vec![0.0; d], vec![0.0; d]);
+            pages.load(page, at, head, &mut k, &mut v);
+            (k, v)
+        };
+        let before = pages.clone();
+        pages.copy_rows(1, 3, 77);
+        for (at, head) in (0..PAGE).flat_map(|at| (0..kv_heads).map(move |h| (at, h))) {
+            let from = if at < 77 { 1 } else { 3 };
+            assert_eq!(
+                read(&pages, 3, at, head),
+                read(&before, from, at, head),
+                "{kind}"
+            );
+            assert_eq!(
+                read(&pages, 1, at, head),
+                read(&before, 1, at, head),
+                "{kind}"
+            );
         }
     }
 }

@@ -8,9 +8,8 @@
 
 use crate::error::{Error, Result};
 use crate::schemes::Schemes;
+use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
-use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
-use nq_runtime::{LinearId, LinearKind};
 use serde::{Deserialize, Serialize};
 
 /// Weights that get one scheme, because a kernel reads them as one matrix.
@@ -27,13 +26,12 @@ pub struct WeightGroup {
 /// Where a group stands in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// The Linears of a layer that share the input of this number in
-    /// [`LinearKind::INPUTS`].
+    /// The Linears of one of a layer's products.
     Layer {
         /// Layer, counted from 0.
         index: usize,
-        /// Which input.
-        input: usize,
+        /// Which of [`nq_formats::models::LayerSpec::products`].
+        product: usize,
     },
     /// The embedding, which may be the head too.
     Embedding,
@@ -75,18 +73,15 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
         weights: vec![(EMBEDDING.into(), ends)],
     }];
     for index in 0..config.num_hidden_layers {
-        for (input, kinds) in LinearKind::INPUTS.iter().enumerate() {
-            let name = ["q k v", "o", "gate up", "down"][input];
-            let weight = |&kind: &LinearKind| {
-                (
-                    LinearId { layer: index, kind }.to_string(),
-                    kind.dims(config),
-                )
-            };
+        for (place, product) in config.layer().products().into_iter().enumerate() {
+            let linears = product.linears.iter();
             groups.push(WeightGroup {
-                name: format!("layers.{index} {name}"),
-                place: Place::Layer { index, input },
-                weights: kinds.iter().map(weight).collect(),
+                name: format!("layers.{index} {}", product.words()),
+                place: Place::Layer {
+                    index,
+                    product: place,
+                },
+                weights: linears.map(|l| (l.name(index), l.dims(config))).collect(),
             });
         }
     }

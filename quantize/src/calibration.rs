@@ -167,6 +167,7 @@ pub fn sample(
     let mut session = engine.session(SessionSpec {
         slots,
         ctx: length,
+        pages: None,
         kv: KvType::F16,
         max_rows: slots.max(longest).max(SAMPLING_ROWS),
     })?;

@@ -148,7 +148,7 @@ pub(crate) mod gpu {
     use crate::streamed;
     use nq_formats::{Bits, ModelConfig};
     use nq_kernels::cuda::{CudaOps, MOST_SEQUENCES};
-    use nq_runtime::{KvType, LinearKind, SessionSpec, gpu_session_bytes};
+    use nq_runtime::{KvType, SessionSpec, gpu_session_bytes};
 
     /// Partial sums of products that are cut into parts, at most.
     const PARTIAL: u64 = 40 << 20;
@@ -186,6 +186,7 @@ pub(crate) mod gpu {
             let spec = SessionSpec {
                 slots,
                 ctx: length,
+                pages: None,
                 kv: KvType::F16,
                 max_rows,
             };
@@ -221,8 +222,8 @@ pub(crate) mod gpu {
 
     /// Elements of a layer's weights.
     fn elements(c: &ModelConfig) -> u64 {
-        let of = |k: LinearKind| (k.dims(c).0 * k.dims(c).1) as u64;
-        LinearKind::ALL.map(of).into_iter().sum()
+        let linears = c.layer().linears().into_iter();
+        linears.map(|l| l.elements(c) as u64).sum()
     }
 
     /// The moments of the head's inputs, and what rounding a piece of it takes.
@@ -254,15 +255,13 @@ pub(crate) mod gpu {
         if work.needs != Needs::Hessian {
             return own;
         }
-        let moments: u64 = LinearKind::INPUTS
-            .map(|kinds| 4 * (kinds[0].dims(c).1 as u64).pow(2))
-            .into_iter()
-            .sum();
-        let most = LinearKind::ALL.map(|kind| {
-            let (out, n) = kind.dims(c);
+        let products = c.layer().products().into_iter();
+        let moments: u64 = products.map(|p| 4 * (p.inputs(c) as u64).pow(2)).sum();
+        let most = c.layer().linears().into_iter().map(|l| {
+            let (out, n) = l.dims(c);
             rounding(out, n, work)
         });
-        moments + own.max(most.into_iter().max().unwrap_or(0))
+        moments + own.max(most.max().unwrap_or(0))
     }
 }
 

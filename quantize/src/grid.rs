@@ -8,9 +8,14 @@ use crate::error::{Error, Result};
 use crate::linalg::Matrix;
 use bytes::Bytes;
 use half::f16;
+use nq_formats::models::LinearKind;
 use nq_formats::{AffineScheme, AffineWeight, Weight, ZeroPoints, Zeros, pack};
 use nq_formats::{Bits, Group, QuantizedWeight};
 use rayon::prelude::*;
+use std::collections::BTreeMap;
+
+/// The grids of a layer's Linears.
+pub type Grids = BTreeMap<LinearKind, Grid>;
 
 /// Scale and zero-point of one group, as stored.
 #[derive(Clone, Copy, Debug, PartialEq)]

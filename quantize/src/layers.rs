@@ -1,50 +1,55 @@
 //! One layer's work: gather what its Linears see, transform it, round it.
 
 use crate::error::Result;
-use crate::grid::{Grid, Rounded};
+use crate::grid::{Grids, Rounded};
 use crate::linalg::{InputStats, Matrix, Moments};
 use crate::methods::{Layer, Method, Needs, Problem};
 use crate::report::LayerReport;
 use crate::second_order::Errors;
 use crate::stepper::Stepper;
+use nq_formats::models::{LinearSpec, Product, Source};
 use nq_formats::{ModelConfig, Progress, Tensor, Weight};
 use nq_kernels::reference;
-use nq_runtime::{Hidden, LayerWeights, LinearId, LinearKind, Observer};
+use nq_runtime::{Hidden, LayerWeights, Observer};
 
-/// Gathers the second moments of a layer's four inputs.
+/// Gathers the second moments of what each of a layer's products sees.
 pub struct Gather<'a> {
-    moments: [Moments; 4],
+    products: Vec<&'static Product>,
+    moments: Vec<Moments>, // of each product's input
     progress: &'a dyn Progress,
 }
 
 impl<'a> Gather<'a> {
     /// For a model of this shape; `progress` is advanced by rows.
     pub fn new(config: &ModelConfig, needs: Needs, progress: &'a dyn Progress) -> Self {
-        let moments = LinearKind::INPUTS
-            .map(|kinds| Moments::new(kinds[0].dims(config).1, needs == Needs::Hessian));
-        Gather { moments, progress }
+        let products = config.layer().products();
+        let moments = |p: &&Product| Moments::new(p.inputs(config), needs == Needs::Hessian);
+        Gather {
+            moments: products.iter().map(moments).collect(),
+            products,
+            progress,
+        }
     }
 
-    /// The second moments, in the order of [`LinearKind::INPUTS`].
+    /// The second moments, by product.
     #[cfg(test)]
-    pub(crate) fn matrices(self) -> [Matrix; 4] {
-        self.moments.map(Moments::matrix)
+    pub(crate) fn matrices(self) -> Vec<Matrix> {
+        self.moments.into_iter().map(Moments::matrix).collect()
     }
 
-    /// The statistics, in the order of [`LinearKind::INPUTS`].
-    pub fn finish(self) -> [InputStats; 4] {
-        self.moments.map(Moments::finish)
+    /// The statistics, by product.
+    pub fn finish(self) -> Vec<InputStats> {
+        self.moments.into_iter().map(Moments::finish).collect()
     }
 }
 
 impl Observer for Gather<'_> {
-    fn linear_input(&mut self, _layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        let Some(kind) = kinds.first() else { return };
-        let input = LinearKind::INPUTS.iter().position(|k| k.contains(kind));
-        if let Some(input) = input {
-            self.moments[input].add(x);
-        }
-        if *kind == LinearKind::Q {
+    fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
+        let Some(place) = self.products.iter().position(|&p| p == product) else {
+            return;
+        };
+        self.moments[place].add(x);
+        if place == 0 {
             let rows = x.len() / self.moments[0].width();
             self.progress.advance(rows as u64);
         }
@@ -74,16 +79,25 @@ impl Observer for Pass<'_> {
 /// # Errors
 /// [`crate::Error::NotFinite`] naming a weight with a NaN or infinity.
 pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Result<Layer> {
-    let linear = |kind: LinearKind| {
-        let name = LinearId { layer: index, kind }.to_string();
-        Matrix::from_weight(&name, weights.linear(kind))
-    };
-    let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
+    let spec = weights.spec;
+    let linears = spec.linears().into_iter().map(|linear| {
+        let weight = weights.linear(linear.kind);
+        Ok((
+            linear.kind,
+            Matrix::from_weight(&linear.name(index), weight)?,
+        ))
+    });
+    let linears = linears.collect::<Result<_>>()?;
+    let norms = spec.products().into_iter().filter_map(|p| match p.source {
+        Source::Norm(kind) => Some(kind),
+        Source::Heads(_) | Source::Rows(_) => None,
+    });
+    let norms = norms.map(|kind| Ok((kind, weights.norm(kind).to_f32()?)));
     Ok(Layer {
         index,
-        linears: [q?, k?, v?, o?, gate?, up?, down?],
-        input_norm: weights.input_norm.to_f32()?,
-        post_attention_norm: weights.post_attention_norm.to_f32()?,
+        spec,
+        linears,
+        norms: norms.collect::<Result<_>>()?,
         head_dim: config.head_dim,
     })
 }
@@ -98,8 +112,7 @@ pub struct Quantized {
     pub fallbacks: Vec<String>,
 }
 
-/// Quantizes one layer. `stats` are those of [`LinearKind::INPUTS`], unless the method needs
-/// none; `grids` are by [`LinearKind`].
+/// Quantizes one layer. `stats` are by product, unless the method needs none.
 ///
 /// # Errors
 /// As [`read`]; what the method refuses.
@@ -107,36 +120,38 @@ pub fn quantize(
     method: &dyn Method,
     index: usize,
     source: &LayerWeights,
-    mut stats: Option<[InputStats; 4]>,
-    grids: &[Grid; 7],
+    mut stats: Option<Vec<InputStats>>,
+    grids: &Grids,
     config: &ModelConfig,
-    mut done: impl FnMut(LinearKind),
+    mut done: impl FnMut(&LinearSpec),
 ) -> Result<Quantized> {
     let mut layer = read(index, source, config)?;
     let mut weights = source.clone();
     if let Some(stats) = &mut stats
         && method.transform(&mut layer, stats, grids)?
     {
-        let norm = |n: &[f32]| Tensor::from_f32(vec![n.len()], n.to_vec());
-        weights.input_norm = norm(&layer.input_norm)?;
-        weights.post_attention_norm = norm(&layer.post_attention_norm)?;
+        for (&kind, gains) in &layer.norms {
+            let gains = Tensor::from_f32(vec![gains.len()], gains.clone())?;
+            weights.norms.insert(kind, gains);
+        }
     }
     let (mut rows, mut fallbacks) = (Vec::new(), Vec::new());
-    for (input, kinds) in LinearKind::INPUTS.iter().enumerate() {
-        for &kind in *kinds {
-            let name = LinearId { layer: index, kind }.to_string();
+    for (place, product) in source.spec.products().into_iter().enumerate() {
+        for linear in product.linears {
+            let name = linear.name(index);
             let problem = Problem {
                 name: &name,
-                weight: layer.linear(kind),
-                inputs: stats.as_ref().map(|s| &s[input]),
-                grid: grids[kind as usize],
+                weight: layer.linear(linear.kind),
+                inputs: stats.as_ref().map(|s| &s[place]),
+                grid: grids[&linear.kind],
             };
             let outcome = method.round(&problem)?;
             let errors = errors(&problem, &outcome.rounded)?;
             rows.push(errors.report(&name, problem.grid, outcome.method));
             fallbacks.extend(outcome.fallbacks);
-            weights.linears[kind as usize] = outcome.rounded.to_weight()?;
-            done(kind);
+            let rounded = outcome.rounded.to_weight()?;
+            weights.linears.insert(linear.kind, rounded);
+            done(linear);
         }
     }
     Ok(Quantized {
@@ -181,7 +196,7 @@ pub(crate) fn head_inputs(
     moments.finish()
 }
 
-/// Runs `weights` over `hidden`, which stays as it is, and gathers what its Linears see.
+/// Runs `weights` over `hidden`, which stays as it is, and gathers what each product sees.
 ///
 /// # Errors
 /// What the stepper reports, e.g. activations that overflow.
@@ -192,7 +207,7 @@ pub fn gather(
     hidden: &Hidden,
     needs: Needs,
     progress: &dyn Progress,
-) -> Result<[InputStats; 4]> {
+) -> Result<Vec<InputStats>> {
     if needs == Needs::Hessian {
         let mut done = |rows: usize| progress.advance(rows as u64);
         if let Some(stats) = stepper.moments(index, weights, hidden, &mut done)? {
@@ -204,10 +219,8 @@ pub fn gather(
     Ok(gather.finish())
 }
 
-/// True if every Linear of the layer is unquantized.
-pub fn is_dense(weights: &LayerWeights) -> bool {
-    weights
-        .linears
-        .iter()
-        .all(|w| matches!(w, Weight::Dense(_)))
+/// The first Linear of the layer that is quantized, if any is.
+pub fn quantized(weights: &LayerWeights) -> Option<&Weight> {
+    let mut linears = weights.linears.values();
+    linears.find(|w| !matches!(w, Weight::Dense(_)))
 }

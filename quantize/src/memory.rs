@@ -10,13 +10,11 @@ use crate::methods::Needs;
 use crate::pipeline::{PIECE, SEQUENCE};
 use crate::schemes::Schemes;
 use crate::sensitivity;
+use nq_formats::models::LinearSpec;
+use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{Checkpoint, DType, Files, ModelConfig, Weight};
 use nq_kernels::registry::WeightKind;
-use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
-use nq_runtime::{
-    KvType, LayerWeights, LinearId, LinearKind, MemoryEstimate, SessionSpec, WeightSource,
-    weight_kinds,
-};
+use nq_runtime::{KvType, LayerWeights, MemoryEstimate, SessionSpec, WeightSource, weight_kinds};
 use serde::Serialize;
 
 /// What a run needs, in bytes.
@@ -88,6 +86,7 @@ impl Estimate {
                 let spec = SessionSpec {
                     slots,
                     ctx: length,
+                    pages: None,
                     kv: KvType::F16,
                     max_rows: slots.max(SAMPLING_ROWS),
                 };
@@ -97,6 +96,7 @@ impl Estimate {
         let spec = SessionSpec {
             slots: 1,
             ctx: length,
+            pages: None,
             kv: KvType::F16,
             max_rows: ROWS,
         };
@@ -188,13 +188,11 @@ fn fixed(checkpoint: &Checkpoint) -> (u64, u64) {
 }
 
 /// The type of the source's weights.
-fn dense_type(checkpoint: &Checkpoint) -> DType {
-    match LayerWeights::read(checkpoint.store(), checkpoint.config(), 0) {
-        Ok(layer) => match layer.linear(LinearKind::Q) {
-            Weight::Dense(t) => t.dtype(),
-            Weight::Quantized(_) => DType::BF16,
-        },
-        Err(_) => DType::BF16,
+pub(crate) fn dense_type(checkpoint: &Checkpoint) -> DType {
+    let layer = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0);
+    match layer.ok().and_then(|l| l.linears.into_values().next()) {
+        Some(Weight::Dense(t)) => t.dtype(),
+        _ => DType::BF16,
     }
 }
 
@@ -205,12 +203,12 @@ pub fn file_bytes(config: &ModelConfig, schemes: &Schemes, dense: usize) -> u64 
     if !config.tie_word_embeddings {
         total += schemes.bytes(HEAD, ends, dense);
     }
-    let norms = (2 * config.hidden_size + 2 * config.head_dim) * dense;
+    let spec = config.layer();
+    let norms: usize = spec.norms().iter().map(|n| n.len.of(config)).sum();
     for layer in 0..config.num_hidden_layers {
-        total += norms as u64;
-        for kind in LinearKind::ALL {
-            let name = LinearId { layer, kind }.to_string();
-            total += schemes.bytes(&name, kind.dims(config), dense);
+        total += (norms * dense) as u64;
+        for linear in spec.linears() {
+            total += schemes.bytes(&linear.name(layer), linear.dims(config), dense);
         }
     }
     total + (config.hidden_size * dense) as u64
@@ -220,15 +218,13 @@ pub fn file_bytes(config: &ModelConfig, schemes: &Schemes, dense: usize) -> u64 
 /// to its codes; a layer packed to be run, with what is gathered; a layer in f32, with the
 /// method's work on its largest weight.
 fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
-    let elements = |k: LinearKind| k.dims(config).0 * k.dims(config).1;
-    let sum = |f: &dyn Fn(LinearKind) -> usize| LinearKind::ALL.map(f).into_iter().sum::<usize>();
-    let layer = sum(&elements);
+    let (linears, products) = (config.layer().linears(), config.layer().products());
+    let layer: usize = linears.iter().map(|l| l.elements(config)).sum();
     let stream = 4 * work.calibration * config.hidden_size;
-    let moments = match work.needs {
-        Needs::Hessian => LinearKind::INPUTS.map(|k| 4 * k[0].dims(config).1.pow(2)),
-        Needs::Squares | Needs::Nothing => [0; 4],
+    let gathered: usize = match work.needs {
+        Needs::Hessian => (products.iter()).map(|p| 4 * p.inputs(config).pow(2)).sum(),
+        Needs::Squares | Needs::Nothing => 0,
     };
-    let gathered: usize = moments.into_iter().sum();
 
     let ends = config.vocab_size * config.hidden_size;
     let end = dense * ends
@@ -249,11 +245,11 @@ fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
     let run =
         2 * dense * layer + rows * (4 * widths + 4 * config.hidden_size + 4 * config.kv_dim());
 
-    let rounding = LinearKind::ALL.map(|kind| {
-        let name = LinearId { layer: 0, kind }.to_string();
-        let scheme = work.schemes.of(&name).unwrap_or(work.schemes.linears);
-        let (out, inputs) = kind.dims(config);
-        let n = elements(kind);
+    let rounding = linears.iter().map(|linear| {
+        let scheme = work.schemes.of(&linear.name(0));
+        let scheme = scheme.unwrap_or(work.schemes.linears);
+        let (out, inputs) = linear.dims(config);
+        let n = out * inputs;
         // A code of one byte each, and parameters of eight a group.
         let rounded = n + 8 * out * scheme.group.count(inputs);
         let factoring = match work.needs {
@@ -265,16 +261,12 @@ fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
         // The weight's error, for the report.
         factoring.max(rounded + 4 * n)
     });
-    let codes = |k: LinearKind| {
-        let name = LinearId { layer: 0, kind: k }.to_string();
-        work.schemes.bytes(&name, k.dims(config), dense) as usize
-    };
-    let packed = sum(&codes);
-    let most = rounding.into_iter().max().unwrap_or(0);
+    let codes = |l: &&LinearSpec| work.schemes.bytes(&l.name(0), l.dims(config), dense) as usize;
+    let packed: usize = linears.iter().map(codes).sum();
+    let most = rounding.max().unwrap_or(0);
     // In f32, as read, and as rounded so far.
     let round = 4 * layer + dense * layer + packed + most;
-    let widest = LinearKind::INPUTS.map(|k| k[0].dims(config).1);
-    let widest = widest.into_iter().max().unwrap_or(0);
+    let widest = products.iter().map(|p| p.inputs(config)).max().unwrap_or(0);
     let factoring = match work.needs {
         Needs::Hessian => 20 * widest.pow(2),
         Needs::Squares | Needs::Nothing => 0,

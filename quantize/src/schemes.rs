@@ -1,11 +1,10 @@
 //! Which scheme each weight of a model gets.
 
 use crate::error::{Error, Result};
-use crate::grid::Grid;
+use crate::grid::{Grid, Grids};
+use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Zeros};
 use nq_kernels::registry::WeightKind;
-use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
-use nq_runtime::{LinearId, LinearKind};
 use std::collections::BTreeMap;
 
 /// Schemes by weight.
@@ -80,17 +79,17 @@ impl Schemes {
         }
     }
 
-    /// The grids of a layer's Linears, by [`LinearKind`].
+    /// The grids of a layer's Linears.
     ///
     /// # Errors
     /// As [`Grid::new`].
-    pub fn grids(&self, layer: usize) -> Result<[Grid; 7]> {
-        let grid = |kind| {
-            let name = LinearId { layer, kind }.to_string();
-            Grid::new(self.of(&name).unwrap_or(self.linears))
-        };
-        let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(grid);
-        Ok([q?, k?, v?, o?, gate?, up?, down?])
+    pub fn grids(&self, config: &ModelConfig, layer: usize) -> Result<Grids> {
+        let linears = config.layer().linears().into_iter();
+        let grids = linears.map(|linear| {
+            let scheme = self.of(&linear.name(layer)).unwrap_or(self.linears);
+            Ok((linear.kind, Grid::new(scheme)?))
+        });
+        grids.collect()
     }
 
     /// Checks that groups divide the rows they lie in: kernels take no ragged groups, and no
@@ -101,8 +100,8 @@ impl Schemes {
     pub fn check(&self, config: &ModelConfig) -> Result<()> {
         let mut weights: Vec<(String, usize)> = vec![(EMBEDDING.into(), config.hidden_size)];
         for layer in 0..config.num_hidden_layers {
-            for kind in LinearKind::ALL {
-                weights.push((LinearId { layer, kind }.to_string(), kind.dims(config).1));
+            for linear in config.layer().linears() {
+                weights.push((linear.name(layer), linear.dims(config).1));
             }
         }
         for (name, cols) in weights {
@@ -136,6 +135,7 @@ impl Schemes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nq_formats::models::{LinearKind, Preset};
 
     #[test]
     fn overrides_come_first_and_the_head_has_its_own() {
@@ -152,8 +152,9 @@ mod tests {
             .overrides
             .insert(name.into(), default_scheme(Bits::B8));
         assert_eq!(schemes.of(name).unwrap().bits, Bits::B8);
-        let grids = schemes.grids(3).unwrap();
-        assert_eq!(grids[LinearKind::Down as usize].bits(), Bits::B8);
-        assert_eq!(grids[LinearKind::Up as usize].bits(), Bits::B4);
+        let config = Preset::find("qwen3-0.6b").unwrap().config();
+        let grids = schemes.grids(&config, 3).unwrap();
+        assert_eq!(grids[&LinearKind::Down].bits(), Bits::B8);
+        assert_eq!(grids[&LinearKind::Up].bits(), Bits::B4);
     }
 }

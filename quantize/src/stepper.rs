@@ -8,7 +8,7 @@ use crate::tune::forward::{Forward, Saved};
 use crate::tune::params::{Layer, Matrix};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::grad::{Gemm, GradOps};
-use nq_runtime::{Hidden, LayerStepper, LayerWeights, LinearKind, Observer};
+use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -49,7 +49,7 @@ impl AsMut<dyn LayerStepper> for Stepper {
 
 impl Stepper {
     /// Runs layer `index` over `hidden`, which stays as it is, and gives the statistics of what
-    /// each of [`LinearKind::INPUTS`] sees, second moments included; `done` hears of rows.
+    /// each of its products sees, second moments included; `done` hears of rows.
     /// `None` if they are an observer's to gather.
     ///
     /// # Errors
@@ -60,7 +60,7 @@ impl Stepper {
         weights: &LayerWeights,
         hidden: &Hidden,
         done: &mut dyn FnMut(usize),
-    ) -> Result<Option<[InputStats; 4]>> {
+    ) -> Result<Option<Vec<InputStats>>> {
         match self {
             Stepper::Host(_) => {
                 let _ = (index, weights, hidden, done);
@@ -69,16 +69,11 @@ impl Stepper {
             #[cfg(feature = "cuda")]
             Stepper::Gpu(stepper) => {
                 let sums = stepper.sums(index, weights, hidden, done)?;
-                let config = &stepper.config;
-                let width = LinearKind::INPUTS.map(|kinds| kinds[0].dims(config).1);
-                let [a, b, c, d] = sums;
-                let stats = |sum, n| crate::second_order::device::input_stats(&stepper.ops, sum, n);
-                Ok(Some([
-                    stats(a, width[0])?,
-                    stats(b, width[1])?,
-                    stats(c, width[2])?,
-                    stats(d, width[3])?,
-                ]))
+                let stats = sums
+                    .into_iter()
+                    .zip(stepper.widths())
+                    .map(|(sum, n)| crate::second_order::device::input_stats(&stepper.ops, sum, n));
+                Ok(Some(stats.collect::<Result<_>>()?))
             }
         }
     }
@@ -197,8 +192,14 @@ impl<O: GradOps> OpsStepper<O> {
         Ok((pieces, Layer::dense(self.ops.as_ref(), index, weights)?))
     }
 
-    /// Runs the layer over `x`, the rows of `piece`. `shown` sees the input of each place of
-    /// [`LinearKind::INPUTS`], `[rows, in]`.
+    /// Widths of the inputs of a layer's products.
+    fn widths(&self) -> Vec<usize> {
+        let products = self.config.layer().products().into_iter();
+        products.map(|p| p.inputs(&self.config)).collect()
+    }
+
+    /// Runs the layer over `x`, the rows of `piece`. `shown` sees the input `[rows, in]` of each
+    /// product by its place.
     fn run(
         &mut self,
         layer: &Layer<O>,
@@ -232,14 +233,13 @@ impl<O: GradOps> OpsStepper<O> {
         x: &mut [f32],
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let config = self.config.clone();
+        let (products, widths) = (self.config.layer().products(), self.widths());
         let wants = observer.wants_inputs();
-        self.run(layer, piece, x, |ops, input, floats| {
+        self.run(layer, piece, x, |ops, place, floats| {
             if wants {
-                let kinds = LinearKind::INPUTS[input];
-                let mut seen = vec![0.0; piece.rows() * kinds[0].dims(&config).1];
+                let mut seen = vec![0.0; piece.rows() * widths[place]];
                 ops.read(floats, &mut seen)?;
-                observer.linear_input(index, kinds, &seen);
+                observer.linear_input(index, products[place], &seen);
             }
             Ok(())
         })?;
@@ -257,7 +257,7 @@ impl<O: GradOps> OpsStepper<O> {
     }
 
     /// Runs layer `index` over `hidden`, which stays as it is: the second moments of what each
-    /// of [`LinearKind::INPUTS`] sees, `[in, in]`, on the device. `done` hears of rows.
+    /// of its products sees, `[in, in]`, on the device. `done` hears of rows.
     ///
     /// # Errors
     /// What the layer or the device reports.
@@ -267,22 +267,21 @@ impl<O: GradOps> OpsStepper<O> {
         weights: &LayerWeights,
         hidden: &Hidden,
         done: &mut dyn FnMut(usize),
-    ) -> Result<[O::Floats; 4]> {
-        let width = LinearKind::INPUTS.map(|kinds| kinds[0].dims(&self.config).1);
-        let zeros = |n: usize| self.ops.floats("moments of a layer's inputs", n * n);
-        let [a, b, c, d] = width.map(zeros);
-        let mut sums = [a?, b?, c?, d?];
+    ) -> Result<Vec<O::Floats>> {
+        let width = self.widths();
+        let zeros = |&n: &usize| Ok(self.ops.floats("moments of a layer's inputs", n * n)?);
+        let mut sums = width.iter().map(zeros).collect::<Result<Vec<_>>>()?;
         let share = 1.0 / hidden.lengths.iter().sum::<usize>().max(1) as f32;
         let (pieces, layer) = self.begin(index, weights, hidden)?;
         for piece in &pieces {
             let rows = piece.rows();
             let x = &hidden.data[piece.range(self.config.hidden_size)];
-            self.run(&layer, piece, x, |ops, input, x| {
+            self.run(&layer, piece, x, |ops, place, x| {
                 let product = Gemm {
                     alpha: share,
-                    ..Gemm::weight_grad(rows, width[input], width[input]).add()
+                    ..Gemm::weight_grad(rows, width[place], width[place]).add()
                 };
-                Ok(ops.gemm(product, x, x, &mut sums[input])?)
+                Ok(ops.gemm(product, x, x, &mut sums[place])?)
             })?;
             done(rows);
         }
@@ -409,7 +408,7 @@ mod tests {
     use crate::methods::Needs;
     use nq_formats::Checkpoint;
     use nq_kernels::grad::CpuOps;
-    use nq_runtime::models::qwen3::{self, FINAL_NORM};
+    use nq_runtime::models;
     use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, load};
     use std::path::Path;
 
@@ -457,7 +456,7 @@ mod tests {
             .iter()
             .map(|&n| (0..n).map(|i| (i * 37 + n) % 4000).collect())
             .collect();
-        let embedding = qwen3::embedding(store, config).unwrap();
+        let embedding = models::embedding(store, config).unwrap();
         let mut a = Hidden::embed(&embedding, &text).unwrap();
         let mut b = a.clone();
         for index in 0..config.num_hidden_layers {
@@ -470,7 +469,11 @@ mod tests {
                 stepper
                     .observe(index, &weights, hidden, &mut gather)
                     .unwrap();
-                gather.matrices().map(|m| m.data)
+                gather
+                    .matrices()
+                    .into_iter()
+                    .map(|m| m.data)
+                    .collect::<Vec<_>>()
             };
             let (seen, expected) = (gathered(&mut own, &a), gathered(cpu.as_mut(), &b));
             for ((sum, seen), expected) in sums.iter().zip(&seen).zip(&expected) {
@@ -481,7 +484,7 @@ mod tests {
             cpu.layer(index, &weights, &mut b, &mut ()).unwrap();
             assert!(off(&a.data, &b.data) < 1e-4, "{}", off(&a.data, &b.data));
         }
-        let norm = store.vector(FINAL_NORM, config.hidden_size).unwrap();
+        let norm = models::final_norm(store, config).unwrap();
         let rows = 3..40;
         let a = own.head(&norm, &embedding, &a, rows.clone()).unwrap();
         let b = cpu.head(&norm, &embedding, &b, rows).unwrap();

@@ -6,9 +6,10 @@ use crate::error::Result;
 use crate::layers::Pass;
 use crate::stepper::OpsStepper;
 use crate::tune::params::Matrix;
+use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{ModelConfig, Progress, Unit, Weight, WeightStore};
 use nq_kernels::grad::{Gemm, GradOps};
-use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
+use nq_runtime::models;
 use nq_runtime::{
     Chunk, Engine, EngineDescription, Error as RuntimeError, Hidden, LayerStepper, LayerWeights,
     Logits, Observer, Session, SessionSpec,
@@ -57,7 +58,7 @@ where
         progress: &dyn Progress,
     ) -> Result<Self> {
         let config = stepper.config().clone();
-        let embedding = qwen3::embedding(store, &config)?;
+        let embedding = models::embedding(store, &config)?;
         let mut stream = Hidden::embed(&embedding, texts)?;
         let tokens: usize = stream.lengths.iter().sum();
         let layers = config.num_hidden_layers;
@@ -70,7 +71,7 @@ where
                 progress,
             };
             stepper.layer(index, &weights, &mut stream, &mut pass)?;
-            weights.linears.iter().for_each(Weight::release);
+            weights.linears.values().for_each(Weight::release);
         }
         progress.end();
         let ops = stepper.into_ops();
@@ -82,12 +83,12 @@ where
             bits: 16,
             threads: 0,
         };
-        let norm = store.vector(FINAL_NORM, config.hidden_size)?.to_f32()?;
+        let norm = models::final_norm(store, &config)?.to_f32()?;
         let mut gain = ops.floats("norm", norm.len())?;
         ops.write(&mut gain, &norm)?;
         let head = match config.tie_word_embeddings {
             true => Matrix::dense(ops.as_ref(), EMBEDDING, &embedding)?,
-            false => Matrix::dense(ops.as_ref(), HEAD, &qwen3::head(store, &config)?)?,
+            false => Matrix::dense(ops.as_ref(), HEAD, &models::head(store, &config)?)?,
         };
         embedding.release();
         let inner = Inner {

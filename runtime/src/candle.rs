@@ -3,18 +3,19 @@
 //! as it is, through candle's quantized Qwen3.
 
 use crate::engine::{
-    Chunk, Engine, EngineDescription, LayerWeights, LinearId, LinearKind, Logits, Observer,
-    Session, SessionSpec, check_chunks,
+    Chunk, Engine, EngineDescription, Logits, Observer, Session, SessionSpec, check_chunks,
 };
 use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
-use crate::models::qwen3;
+use crate::models::{self, LayerWeights};
 use crate::weights::{Census, LoadProgress};
 use candle_core::quantized::gguf_file;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::quantized_qwen3::ModelWeights;
 use candle_transformers::models::qwen3::{Config, Model};
+use nq_formats::gguf::names::to_gguf;
+use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{ModelConfig, Progress, RopeScaling, Weight, WeightStore};
 use nq_kernels::Activations;
 use nq_kernels::cpu::KvType;
@@ -33,6 +34,9 @@ pub(crate) struct CandleEngine {
     description: EngineDescription,
     bytes_per_token: usize,
 }
+
+/// The architecture that candle's models here are.
+const MODEL_TYPE: &str = "qwen3";
 
 /// One of candle's implementations, with its cache.
 #[derive(Clone)]
@@ -87,6 +91,10 @@ fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
         let found = options.activations.to_string();
         return Err(unsupported("activations", "f32", found));
     }
+    if config.architecture.model_type != MODEL_TYPE {
+        let found = format!("{:?}", config.architecture);
+        return Err(unsupported("architecture", MODEL_TYPE, found));
+    }
     if config.rope.scaling != RopeScaling::None {
         let found = format!("{:?}", config.rope.scaling);
         return Err(unsupported("rope scaling", "none", found));
@@ -111,28 +119,22 @@ fn dense_tensors(
     let mut norms = Vec::new();
     for layer in 0..config.num_hidden_layers {
         let weights = LayerWeights::read(store, config, layer)?;
-        for kind in LinearKind::ALL {
-            matrix(LinearId { layer, kind }.to_string(), weights.linear(kind))?;
+        for linear in weights.spec.linears() {
+            matrix(linear.name(layer), weights.linear(linear.kind))?;
         }
-        for (name, norm) in [
-            ("input_layernorm", weights.input_norm),
-            ("post_attention_layernorm", weights.post_attention_norm),
-            ("self_attn.q_norm", weights.q_norm),
-            ("self_attn.k_norm", weights.k_norm),
-        ] {
-            norms.push((format!("model.layers.{layer}.{name}.weight"), norm));
+        for (kind, norm) in weights.norms {
+            norms.push((weights.spec.norm(kind).name(layer), norm));
         }
     }
-    let embedding = qwen3::embedding(store, config)?;
-    let mut head = matrix(qwen3::EMBEDDING.into(), &embedding)?;
+    let embedding = models::embedding(store, config)?;
+    let mut head = matrix(EMBEDDING.into(), &embedding)?;
     if !config.tie_word_embeddings {
-        head = matrix(qwen3::HEAD.into(), &qwen3::head(store, config)?)?;
+        head = matrix(HEAD.into(), &models::head(store, config)?)?;
     }
-    let final_norm = store.vector(qwen3::FINAL_NORM, config.hidden_size)?;
-    norms.push((format!("{}.weight", qwen3::FINAL_NORM), final_norm));
+    norms.push((NORM.into(), models::final_norm(store, config)?));
     for (name, norm) in norms {
         let t = Tensor::from_vec(norm.to_f32()?, norm.shape(), &Device::Cpu)?;
-        tensors.insert(name, t);
+        tensors.insert(format!("{name}.weight"), t);
     }
     done.end();
     Ok((tensors, head))
@@ -197,12 +199,14 @@ impl CandleEngine {
         })?;
         let mut reader = BufReader::new(open);
         let content = gguf_file::Content::read(&mut reader)?;
-        let tied = !content.tensor_infos.contains_key(HEAD);
+        let stored = |name| to_gguf(config.architecture, name).map(|n| format!("{n}.weight"));
+        let (embedding, head) = (stored(EMBEDDING), stored(HEAD));
+        let tied = head.is_none_or(|head| !content.tensor_infos.contains_key(&head));
         let (mut bytes, mut parameters) = (0, BTreeMap::new());
         for (name, info) in &content.tensor_infos {
             let (kind, n) = (info.ggml_dtype, info.shape.elem_count());
             // Only rows that are looked up are read of an embedding that is not the head.
-            if tied || name != EMBEDDING {
+            if tied || embedding.as_ref() != Some(name) {
                 bytes += n / kind.block_size() * kind.type_size();
             }
             *parameters
@@ -239,10 +243,6 @@ impl CandleEngine {
         })
     }
 }
-
-/// Names of the embedding and of a head of its own in GGUF files.
-const EMBEDDING: &str = "token_embd.weight";
-const HEAD: &str = "output.weight";
 
 /// The threads that candle runs on.
 fn threads(options: &LoadOptions) -> Result<rayon::ThreadPool> {

@@ -5,13 +5,15 @@
 //! observer. [`LayerStepper`] is the same forward one layer at a time, for quantizing models
 //! larger than memory.
 
+use crate::batch::StepsAhead;
 use crate::error::{Error, Result};
-use crate::sampler::Sampler;
+use crate::models::LayerWeights;
+use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::cpu::{KvType, OpTiming};
+use nq_kernels::cpu::{KvType, OpTiming, PAGE};
 use rayon::prelude::*;
 use std::fmt;
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 
 /// A model on a device, ready to run. Weights are shared by all its sessions.
 pub trait Engine: Send + Sync {
@@ -37,8 +39,8 @@ pub trait Engine: Send + Sync {
         None
     }
 
-    /// Sequences, at most, whose next tokens one step of [`Session::decode_many`] finds without
-    /// taking logits to the host; `None` if it always takes them.
+    /// Sequences, at most, whose next tokens one step of a [`Batch`](crate::batch::Batch) finds
+    /// without taking logits to the host; `None` if it always takes them.
     fn sampled_together(&self) -> Option<usize> {
         None
     }
@@ -103,16 +105,27 @@ pub struct DeviceMemory {
 }
 
 /// What a session reserves.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct SessionSpec {
     /// Sequences that can be held at once.
     pub slots: usize,
-    /// Positions per sequence.
+    /// Positions per sequence, at most.
     pub ctx: usize,
+    /// Pages of [`PAGE`] positions that all sequences have together; `None`: enough for every
+    /// slot to be filled.
+    pub pages: Option<usize>,
     /// What keys and values are rounded to.
     pub kv: KvType,
     /// Most tokens of one `forward` (all chunks together); longer inputs must be fed in parts.
     pub max_rows: usize,
+}
+
+impl SessionSpec {
+    /// Pages of keys and values.
+    pub fn page_count(&self) -> usize {
+        let all = self.slots * self.ctx.div_ceil(PAGE);
+        self.pages.unwrap_or(all)
+    }
 }
 
 /// New tokens of one sequence. They go to positions `len(slot) ..` of it.
@@ -183,108 +196,41 @@ pub trait Session: Send {
     /// Forgets all but the first `len` tokens of a sequence.
     fn truncate(&mut self, slot: usize, len: usize);
 
+    /// Makes the sequence in slot `to` the first `len` tokens of that in `from`; what `to` held is
+    /// forgotten. Their keys and values are shared, not copied, and take memory once.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if there are no such slots or fewer tokens, or if the engine shares
+    /// nothing.
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+        Err(Error::Request {
+            what: "fork",
+            expected: "an engine whose sequences share keys and values".into(),
+            found: format!("slot {from} to {to}, {len} tokens"),
+        })
+    }
+
+    /// Pages for keys and values that no sequence has; `None` if the engine has no pages.
+    fn free_pages(&self) -> Option<usize> {
+        None
+    }
+
     /// Runs the chunks through the model and appends them to their sequences. Several
     /// chunks must name different slots.
     ///
     /// # Errors
-    /// [`crate::Error::ContextFull`] or [`crate::Error::Request`] before anything is
-    /// computed; the sequences are then unchanged.
+    /// [`crate::Error::ContextFull`], [`crate::Error::PagesFull`] or [`crate::Error::Request`]
+    /// before anything is computed; the sequences are then unchanged.
     fn forward(
         &mut self,
         chunks: &[Chunk<'_>],
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>>;
 
-    /// Feeds `token` to a sequence, samples its successor, feeds that, and so on, at most
-    /// `steps` times. Each sampled token goes to `each`, which may break off. The sequence
-    /// then holds `token` and every sampled token but the last.
-    ///
-    /// # Errors
-    /// As [`Session::decode_many`].
-    fn decode(
-        &mut self,
-        slot: usize,
-        token: u32,
-        steps: usize,
-        sampler: &mut Sampler,
-        each: &mut dyn FnMut(u32) -> ControlFlow<()>,
-    ) -> Result<()> {
-        let mut alone = [Decoding {
-            slot,
-            token,
-            sampler,
-        }];
-        self.decode_many(&mut alone, steps, &mut |_, token| each(token))
+    /// What runs steps ahead of the host and draws their tokens, if the device does.
+    fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        None
     }
-
-    /// As [`Session::decode`] for several sequences, in different slots, that advance together.
-    /// `each` is given the index of a sequence and its token, step by step in order; where it
-    /// breaks off, the step's other tokens are still given to it, and no step follows.
-    ///
-    /// This implementation takes the logits to the host at every step. A device that samples
-    /// itself may queue steps ahead, as long as it draws what [`Sampler`] documents, leaves
-    /// the sequences as said here and tells the samplers of each token
-    /// ([`Sampler::accept`]).
-    ///
-    /// # Errors
-    /// Those of [`Session::forward`] and [`Sampler::sample`]; the sequences then hold the
-    /// tokens fed before.
-    fn decode_many(
-        &mut self,
-        sequences: &mut [Decoding<'_>],
-        steps: usize,
-        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
-    ) -> Result<()> {
-        decode_on_host(self, sequences, steps, each)
-    }
-}
-
-/// A sequence to be continued.
-pub struct Decoding<'a> {
-    /// Where it is held.
-    pub slot: usize,
-    /// The token to feed first.
-    pub token: u32,
-    /// What chooses its tokens.
-    pub sampler: &'a mut Sampler,
-}
-
-/// [`Session::decode_many`] with the logits of every step taken to the host.
-pub(crate) fn decode_on_host<S: Session + ?Sized>(
-    session: &mut S,
-    sequences: &mut [Decoding<'_>],
-    steps: usize,
-    each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
-) -> Result<()> {
-    let mut tokens: Vec<u32> = sequences.iter().map(|s| s.token).collect();
-    for _ in 0..steps {
-        let chunks: Vec<Chunk<'_>> = (sequences.iter().zip(&tokens))
-            .map(|(s, token)| Chunk {
-                slot: s.slot,
-                tokens: std::slice::from_ref(token),
-                logits: LogitsWanted::Last,
-            })
-            .collect();
-        let logits = session.forward(&chunks, None)?;
-        drop(chunks);
-        // A large vocabulary's softmax takes a millisecond: no sequence waits for another's.
-        (sequences.par_iter_mut().zip(&mut tokens).enumerate()).try_for_each(
-            |(i, (sequence, token))| -> Result<()> {
-                *token = sequence.sampler.sample(logits.row(i))?;
-                Ok(())
-            },
-        )?;
-        let mut flow = ControlFlow::Continue(());
-        for (i, &token) in tokens.iter().enumerate() {
-            if each(i, token).is_break() {
-                flow = ControlFlow::Break(());
-            }
-        }
-        if flow.is_break() {
-            break;
-        }
-    }
-    Ok(())
 }
 
 /// Refuses chunks that do not fit a session before anything is computed. `len` gives the
@@ -349,86 +295,6 @@ pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<()> {
     }
 }
 
-/// The seven Linears of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum LinearKind {
-    /// Queries.
-    Q,
-    /// Keys.
-    K,
-    /// Values.
-    V,
-    /// Attention output.
-    O,
-    /// MLP gate.
-    Gate,
-    /// MLP up.
-    Up,
-    /// MLP down.
-    Down,
-}
-
-impl LinearKind {
-    /// In the order they run.
-    pub const ALL: [LinearKind; 7] = [
-        LinearKind::Q,
-        LinearKind::K,
-        LinearKind::V,
-        LinearKind::O,
-        LinearKind::Gate,
-        LinearKind::Up,
-        LinearKind::Down,
-    ];
-
-    /// The Linears that share one input, in the order they run.
-    pub const INPUTS: [&'static [LinearKind]; 4] = [
-        &[LinearKind::Q, LinearKind::K, LinearKind::V],
-        &[LinearKind::O],
-        &[LinearKind::Gate, LinearKind::Up],
-        &[LinearKind::Down],
-    ];
-
-    /// Hugging Face's name within a layer, without `.weight`.
-    pub const fn suffix(self) -> &'static str {
-        match self {
-            LinearKind::Q => "self_attn.q_proj",
-            LinearKind::K => "self_attn.k_proj",
-            LinearKind::V => "self_attn.v_proj",
-            LinearKind::O => "self_attn.o_proj",
-            LinearKind::Gate => "mlp.gate_proj",
-            LinearKind::Up => "mlp.up_proj",
-            LinearKind::Down => "mlp.down_proj",
-        }
-    }
-
-    /// `(out_features, in_features)` in a model of this shape.
-    pub fn dims(self, c: &ModelConfig) -> (usize, usize) {
-        match self {
-            LinearKind::Q => (c.q_dim(), c.hidden_size),
-            LinearKind::K | LinearKind::V => (c.kv_dim(), c.hidden_size),
-            LinearKind::O => (c.hidden_size, c.q_dim()),
-            LinearKind::Gate | LinearKind::Up => (c.intermediate_size, c.hidden_size),
-            LinearKind::Down => (c.hidden_size, c.intermediate_size),
-        }
-    }
-}
-
-/// One Linear of one layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct LinearId {
-    /// Layer, counted from 0.
-    pub layer: usize,
-    /// Which one.
-    pub kind: LinearKind,
-}
-
-impl fmt::Display for LinearId {
-    /// Hugging Face's full name, without `.weight`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "model.layers.{}.{}", self.layer, self.kind.suffix())
-    }
-}
-
 /// Sees activations as a forward computes them. Methods default to nothing.
 pub trait Observer {
     /// False if [`Observer::linear_input`] does nothing: a device then need not bring the
@@ -437,10 +303,10 @@ pub trait Observer {
         true
     }
 
-    /// The input `x` `[rows, in]` of the Linears `kinds` of `layer`, which share it, before
-    /// any rounding of activations.
-    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        let _ = (layer, kinds, x);
+    /// The input `x` `[rows, in]` of the Linears of `product` in `layer`, which share it,
+    /// before any rounding of activations.
+    fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
+        let _ = (layer, product, x);
     }
 
     /// The residual stream `x` `[rows, hidden]` after `layer`.
@@ -460,21 +326,6 @@ impl Observer for () {
     fn wants_inputs(&self) -> bool {
         false
     }
-}
-
-/// The canonical weights of one layer.
-#[derive(Clone, Debug)]
-pub struct LayerWeights {
-    /// By [`LinearKind`], in the order of [`LinearKind::ALL`].
-    pub linears: [Weight; 7],
-    /// RMSNorm before attention, `[hidden]`.
-    pub input_norm: Tensor,
-    /// RMSNorm before the MLP, `[hidden]`.
-    pub post_attention_norm: Tensor,
-    /// Per-head RMSNorm of queries, `[head_dim]`.
-    pub q_norm: Tensor,
-    /// Per-head RMSNorm of keys, `[head_dim]`.
-    pub k_norm: Tensor,
 }
 
 /// The residual stream of a set of whole sequences, kept between layers.

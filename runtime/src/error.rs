@@ -1,6 +1,7 @@
 //! The one error type of this crate.
 
 use nq_formats::human_bytes;
+use nq_kernels::cpu::PAGE;
 use std::path::PathBuf;
 
 /// Shorthand for this crate's results.
@@ -23,6 +24,18 @@ pub enum Error {
         capacity: usize,
         /// Positions that were asked for.
         needed: usize,
+    },
+    /// The pages for keys and values are used up.
+    #[error(
+        "keys and values: {free} of {pages} pages of {PAGE} tokens are free, {needed} more are needed"
+    )]
+    PagesFull {
+        /// Pages wanted.
+        needed: usize,
+        /// Pages that no sequence has.
+        free: usize,
+        /// All pages of the session.
+        pages: usize,
     },
     /// A request to an engine does not fit it.
     #[error("{what}: expected {expected}, found {found}")]
@@ -55,6 +68,15 @@ pub enum Error {
     Logits {
         /// The first that is not, or that there is none.
         found: String,
+    },
+    /// Nothing is left to sample from.
+    #[error(
+        "none of {vocab} tokens may follow: the token mask and the logit biases exclude every \
+         one that the model does not"
+    )]
+    NoTokenAllowed {
+        /// Tokens of the vocabulary.
+        vocab: usize,
     },
     /// A device that was asked for is absent or unusable.
     #[error("device {device}: {why}")]

@@ -1,5 +1,6 @@
 //! The loop from a prompt to an answer, over any [`Session`].
 
+use crate::batch::decode;
 use crate::detokenizer::Detokenizer;
 use crate::engine::{Chunk, Logits, LogitsWanted, Session};
 use crate::error::{Error, Result};
@@ -182,7 +183,7 @@ pub fn generate(
     let result = match receive(first) {
         ControlFlow::Break(()) => Ok(()),
         ControlFlow::Continue(()) => {
-            session.decode(sequence.slot, first, steps, sampler, &mut receive)
+            decode(session, sequence.slot, first, steps, sampler, &mut receive)
         }
     };
     answer.stats.decode = start.elapsed() - answer.stats.first_token;

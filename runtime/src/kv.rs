@@ -1,54 +1,46 @@
-//! The KV cache of a session: preallocated blocks per layer and sequence.
+//! Which pages of a session's pool hold which sequence: page tables and reference counts, whatever
+//! device the pages lie on.
+//!
+//! A page is [`PAGE`] positions of all layers. Position `p` of the sequence in a slot is row
+//! `p % PAGE` of page `table[p / PAGE]`. A page may be in several tables: sequences forked from
+//! one another share what they have in common. What lies behind a shared part is written to a
+//! page of the sequence's own: the first write after a fork in mid-page copies the rows before it
+//! (copy on write, as PagedAttention has it, arXiv 2309.06180).
 
-use nq_formats::ModelConfig;
-use nq_kernels::cpu::{KvBlock, KvType};
+use crate::engine::SessionSpec;
+use crate::error::{Error, Result};
+use nq_kernels::cpu::PAGE;
 
-/// Keys and values of one layer of one sequence.
-#[derive(Clone, Debug)]
-pub(crate) struct KvPair {
-    /// `[kv_heads, ctx, head_dim]`
-    pub(crate) keys: KvBlock,
-    /// `[kv_heads, ctx, head_dim]`
-    pub(crate) values: KvBlock,
+/// Rows at the beginning of a page that a sequence needs in a page of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PageCopy {
+    /// The shared page.
+    pub(crate) from: u32,
+    /// The sequence's own.
+    pub(crate) to: u32,
+    /// Rows to copy: fewer than a page's.
+    pub(crate) rows: usize,
 }
 
-impl KvPair {
-    /// Room for `ctx` positions.
-    pub(crate) fn new(config: &ModelConfig, kv: KvType, ctx: usize) -> Self {
-        let block = || KvBlock::new(kv, config.num_key_value_heads, ctx, config.head_dim);
-        KvPair {
-            keys: block(),
-            values: block(),
-        }
-    }
-}
-
-/// Keys and values of all layers and sequences, and how much of them is filled.
+/// The pages of a session, and the sequences in them by slot.
 #[derive(Debug)]
-pub(crate) struct KvCache {
-    layers: Vec<Vec<KvPair>>, // [layers][slots]
-    lengths: Vec<usize>,      // [slots]
+pub(crate) struct PageTables {
+    counts: Vec<u32>,      // [pages]: tables that name the page
+    free: Vec<u32>,        // pages in no table, the next one last
+    tables: Vec<Vec<u32>>, // [slots]
+    lengths: Vec<usize>,   // [slots]: positions filled
 }
 
-impl KvCache {
-    /// Room for `slots` sequences of `ctx` positions.
-    pub(crate) fn new(config: &ModelConfig, kv: KvType, slots: usize, ctx: usize) -> Self {
-        let layer = || (0..slots).map(|_| KvPair::new(config, kv, ctx)).collect();
-        KvCache {
-            layers: (0..config.num_hidden_layers).map(|_| layer()).collect(),
-            lengths: vec![0; slots],
+impl PageTables {
+    /// As many empty sequences as `spec` has slots, over its pages.
+    pub(crate) fn new(spec: &SessionSpec) -> Self {
+        let pages = spec.page_count();
+        PageTables {
+            counts: vec![0; pages],
+            free: (0..pages as u32).rev().collect(),
+            tables: vec![Vec::new(); spec.slots],
+            lengths: vec![0; spec.slots],
         }
-    }
-
-    /// Bytes that [`KvCache::new`] reserves.
-    pub(crate) fn bytes(config: &ModelConfig, kv: KvType, slots: usize, ctx: usize) -> usize {
-        let position = 2 * config.num_key_value_heads * kv.bytes(config.head_dim);
-        config.num_hidden_layers * slots * ctx * position
-    }
-
-    /// The sequences' blocks of one layer, by slot.
-    pub(crate) fn layer(&mut self, layer: usize) -> &mut [KvPair] {
-        &mut self.layers[layer]
     }
 
     /// Filled positions of a sequence.
@@ -56,8 +48,274 @@ impl KvCache {
         self.lengths[slot]
     }
 
-    /// Sets the number of filled positions of a sequence.
-    pub(crate) fn set_len(&mut self, slot: usize, len: usize) {
-        self.lengths[slot] = len;
+    /// A sequence's pages, in the order of positions.
+    pub(crate) fn table(&self, slot: usize) -> &[u32] {
+        &self.tables[slot]
+    }
+
+    /// The pages of every slot's sequence.
+    pub(crate) fn all(&self) -> &[Vec<u32>] {
+        &self.tables
+    }
+
+    /// Pages in no sequence.
+    pub(crate) fn free_pages(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Makes room for more positions of sequences, `growth` of (slot, positions) in different
+    /// slots: afterwards each may write behind what it has. What has to be copied first is
+    /// returned, to be copied before anything else is written.
+    ///
+    /// # Errors
+    /// [`Error::PagesFull`] if there are not enough pages; nothing has changed then.
+    pub(crate) fn reserve(
+        &mut self,
+        growth: impl Iterator<Item = (usize, usize)> + Clone,
+    ) -> Result<Vec<PageCopy>> {
+        let pages = |(slot, more): (usize, usize)| {
+            let wanted = (self.lengths[slot] + more).div_ceil(PAGE);
+            let fresh = wanted.saturating_sub(self.tables[slot].len());
+            fresh + usize::from(more > 0 && self.shared_end(slot).is_some())
+        };
+        let needed: usize = growth.clone().map(pages).sum();
+        if needed > self.free.len() {
+            return Err(Error::PagesFull {
+                needed,
+                free: self.free.len(),
+                pages: self.counts.len(),
+            });
+        }
+        let mut copies = Vec::new();
+        for (slot, more) in growth.filter(|g| g.1 > 0) {
+            if let Some(at) = self.shared_end(slot) {
+                let (from, to) = (self.tables[slot][at], self.take());
+                self.tables[slot][at] = to;
+                self.release(from);
+                let rows = self.lengths[slot] % PAGE;
+                copies.push(PageCopy { from, to, rows });
+            }
+            let wanted = (self.lengths[slot] + more).div_ceil(PAGE);
+            while self.tables[slot].len() < wanted {
+                let page = self.take();
+                self.tables[slot].push(page);
+            }
+        }
+        Ok(copies)
+    }
+
+    /// Where in its table a sequence has a page that is partly filled and that others have too.
+    fn shared_end(&self, slot: usize) -> Option<usize> {
+        let at = self.lengths[slot] / PAGE;
+        let partly = !self.lengths[slot].is_multiple_of(PAGE);
+        (partly && self.counts[self.tables[slot][at] as usize] > 1).then_some(at)
+    }
+
+    /// A free page, now in one table. There is one: `reserve` has counted.
+    fn take(&mut self) -> u32 {
+        let page = self.free.pop().expect("pages were counted");
+        self.counts[page as usize] = 1;
+        page
+    }
+
+    /// One table fewer names `page`.
+    fn release(&mut self, page: u32) {
+        let count = &mut self.counts[page as usize];
+        *count -= 1;
+        if *count == 0 {
+            self.free.push(page);
+        }
+    }
+
+    /// The sequence has `rows` positions more, for which there was room.
+    pub(crate) fn advance(&mut self, slot: usize, rows: usize) {
+        self.lengths[slot] += rows;
+        debug_assert!(self.lengths[slot] <= self.tables[slot].len() * PAGE);
+    }
+
+    /// Forgets all but the first `len` positions of a sequence, and gives back the pages behind
+    /// them.
+    pub(crate) fn truncate(&mut self, slot: usize, len: usize) {
+        self.lengths[slot] = self.lengths[slot].min(len);
+        while self.tables[slot].len() > self.lengths[slot].div_ceil(PAGE) {
+            if let Some(page) = self.tables[slot].pop() {
+                self.release(page);
+            }
+        }
+    }
+
+    /// Makes the sequence in slot `to` the first `len` positions of that in `from`, whose pages it
+    /// shares.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a slot that there is not, the same one twice, or more positions than
+    /// the sequence has.
+    pub(crate) fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+        let slots = self.tables.len();
+        let refuse = |what, expected, found: usize| {
+            Err(Error::Request {
+                what,
+                expected,
+                found: found.to_string(),
+            })
+        };
+        if let Some(&slot) = [from, to].iter().find(|&&slot| slot >= slots) {
+            return refuse("fork", format!("slots below {slots}"), slot);
+        }
+        if from == to {
+            return refuse("fork", "two different slots".into(), to);
+        }
+        if len > self.lengths[from] {
+            let most = format!(
+                "at most the {} positions that there are",
+                self.lengths[from]
+            );
+            return refuse("fork", most, len);
+        }
+        self.truncate(to, 0);
+        let shared = self.tables[from][..len.div_ceil(PAGE)].to_vec();
+        for &page in &shared {
+            self.counts[page as usize] += 1;
+        }
+        self.tables[to] = shared;
+        self.lengths[to] = len;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_kernels::rng::Philox;
+
+    fn tables(slots: usize, pages: usize) -> PageTables {
+        PageTables::new(&SessionSpec {
+            slots,
+            ctx: 100 * PAGE,
+            pages: Some(pages),
+            ..SessionSpec::default()
+        })
+    }
+
+    fn grow(tables: &mut PageTables, slot: usize, rows: usize) -> Result<Vec<PageCopy>> {
+        let copies = tables.reserve([(slot, rows)].into_iter())?;
+        tables.advance(slot, rows);
+        Ok(copies)
+    }
+
+    #[test]
+    fn a_fork_shares_whole_pages_and_copies_the_rows_of_a_part() {
+        let mut t = tables(3, 8);
+        assert_eq!(grow(&mut t, 0, 2 * PAGE + 5).unwrap(), []);
+        assert_eq!(t.free_pages(), 5);
+        t.fork(0, 1, 2 * PAGE + 3).unwrap();
+        assert_eq!((t.free_pages(), t.table(1)), (5, t.table(0)));
+        // Whoever writes first takes a page of its own; then nobody shares the last one.
+        let (last, own) = (t.table(0)[2], 3);
+        let copy = PageCopy {
+            from: last,
+            to: own,
+            rows: 3,
+        };
+        assert_eq!(grow(&mut t, 1, 1).unwrap(), [copy]);
+        assert_eq!(t.table(1)[..2], t.table(0)[..2]);
+        assert_eq!(grow(&mut t, 0, 1).unwrap(), []);
+        // At the end of a page there is nothing to copy.
+        t.fork(0, 2, 2 * PAGE).unwrap();
+        assert_eq!(grow(&mut t, 2, 1).unwrap(), []);
+        assert_eq!(t.free_pages(), 3);
+        for slot in 0..3 {
+            t.truncate(slot, 0);
+        }
+        assert_eq!(t.free_pages(), 8);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_figures_and_changes_nothing() {
+        let mut t = tables(2, 3);
+        grow(&mut t, 0, PAGE + 1).unwrap();
+        let refused = t.reserve([(0, PAGE), (1, 1)].into_iter()).unwrap_err();
+        assert!(matches!(
+            refused,
+            Error::PagesFull {
+                needed: 2,
+                free: 1,
+                pages: 3
+            }
+        ));
+        assert_eq!(
+            (t.table(0).len(), t.table(1).len(), t.free_pages()),
+            (2, 0, 1)
+        );
+        grow(&mut t, 0, PAGE).unwrap();
+        // A copy needs a page too.
+        t.fork(0, 1, 2 * PAGE + 1).unwrap();
+        let refused = grow(&mut t, 1, 1).unwrap_err().to_string();
+        assert!(
+            refused.contains("0 of 3 pages") && refused.contains("1 more"),
+            "{refused}"
+        );
+        for (from, to, len) in [(0, 0, 1), (0, 2, 1), (2, 0, 1), (0, 1, 2 * PAGE + 2)] {
+            assert!(matches!(t.fork(from, to, len), Err(Error::Request { .. })));
+        }
+    }
+
+    /// Against a model that writes every row down.
+    #[test]
+    fn every_sequence_keeps_its_rows_and_no_page_is_lost() {
+        const SLOTS: usize = 5;
+        const PAGES: usize = 24;
+        let mut t = tables(SLOTS, PAGES);
+        let mut written = vec![[0u64; PAGE]; PAGES];
+        let mut expected: Vec<Vec<u64>> = vec![Vec::new(); SLOTS];
+        let mut next = 1;
+        for step in 0..20_000u64 {
+            let [a, b, c, _] = Philox::block([7, 7], 0, step).map(|w| w as usize);
+            let slot = a % SLOTS;
+            match b % 10 {
+                0 => {
+                    let len = c % (expected[slot].len() + 1);
+                    t.truncate(slot, len);
+                    expected[slot].truncate(len);
+                }
+                1 => {
+                    let (to, len) = (
+                        (slot + 1 + c % (SLOTS - 1)) % SLOTS,
+                        b % (expected[slot].len() + 1),
+                    );
+                    t.fork(slot, to, len).unwrap();
+                    expected[to] = expected[slot][..len].to_vec();
+                }
+                _ => {
+                    let more = c % 70;
+                    let Ok(copies) = t.reserve([(slot, more)].into_iter()) else {
+                        t.truncate(slot, 0);
+                        expected[slot].clear();
+                        continue;
+                    };
+                    for PageCopy { from, to, rows } in copies {
+                        let rows = written[from as usize][..rows].to_vec();
+                        written[to as usize][..rows.len()].copy_from_slice(&rows);
+                    }
+                    for _ in 0..more {
+                        let at = t.len(slot);
+                        t.advance(slot, 1);
+                        written[t.table(slot)[at / PAGE] as usize][at % PAGE] = next;
+                        expected[slot].push(next);
+                        next += 1;
+                    }
+                }
+            }
+            let row = |slot: usize, p: usize| written[t.table(slot)[p / PAGE] as usize][p % PAGE];
+            for (slot, rows) in expected.iter().enumerate() {
+                assert_eq!(t.len(slot), rows.len());
+                let kept = rows.iter().enumerate().all(|(p, &r)| row(slot, p) == r);
+                assert!(kept, "slot {slot} after {step} steps");
+            }
+            let mut used: Vec<u32> = t.tables.concat();
+            used.sort_unstable();
+            used.dedup();
+            assert_eq!(used.len() + t.free_pages(), PAGES, "after {step} steps");
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Qwen3 on a device: weights, KV cache, forward pass, tokenizer, chat template, sampling
+//! A model on a device: weights, KV cache, forward pass, tokenizer, chat template, sampling
 //! and generation.
 //!
 //! [`Engine`] and [`Session`] are the interfaces that everything above this crate uses;
@@ -30,16 +30,18 @@ mod weights;
 #[cfg(feature = "cuda")]
 pub use cuda::session_bytes as gpu_session_bytes;
 
+pub use batch::{Batch, Continuation, Piece, StepsAhead};
 pub use chat_template::{ChatTemplate, Message};
 pub use detokenizer::Detokenizer;
 pub use engine::{
-    Chunk, Decoding, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, LayerWeights,
-    LinearId, LinearKind, Logits, LogitsWanted, Observer, Session, SessionSpec,
+    Chunk, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, Logits, LogitsWanted,
+    Observer, Session, SessionSpec,
 };
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, cpu_stepper, load};
 pub use memory::{MemoryEstimate, WeightSource, weight_kinds};
+pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
-pub use sampler::{Sampler, SamplingParams};
+pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
 pub use tokenizer::Tokenizer;

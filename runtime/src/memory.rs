@@ -1,9 +1,9 @@
 //! How much memory a model takes, before any of it is allocated.
 
 use crate::cpu::session_bytes;
-use crate::engine::{LinearId, LinearKind, SessionSpec};
+use crate::engine::SessionSpec;
 use crate::error::Result;
-use crate::models::qwen3;
+use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{ModelConfig, WeightStore, Zeros};
 use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;
@@ -49,22 +49,23 @@ impl MemoryEstimate {
         let c = config;
         let vocab = (c.vocab_size, c.hidden_size);
         let head_name = match c.tie_word_embeddings {
-            true => qwen3::EMBEDDING,
-            false => qwen3::HEAD,
+            true => EMBEDDING,
+            false => HEAD,
         };
         let head = kinds(head_name);
-        let norms = c.num_hidden_layers * 2 * (c.hidden_size + c.head_dim) + c.hidden_size;
+        let norms: usize = c.layer().norms().iter().map(|n| n.len.of(c)).sum();
+        let norms = c.num_hidden_layers * norms + c.hidden_size;
         let mut weights = packed_bytes(head, vocab) + 4 * norms;
         if !c.tie_word_embeddings && source == WeightSource::Made {
-            weights += canonical_bytes(kinds(qwen3::EMBEDDING), vocab);
+            weights += canonical_bytes(kinds(EMBEDDING), vocab);
         }
         let mut loading = 0;
         for layer in 0..c.num_hidden_layers {
             let mut read = 0;
-            for kind in LinearKind::ALL {
-                let scheme = kinds(&LinearId { layer, kind }.to_string());
-                weights += packed_bytes(scheme, kind.dims(c));
-                read += canonical_bytes(scheme, kind.dims(c));
+            for linear in c.layer().linears() {
+                let kind = kinds(&linear.name(layer));
+                weights += packed_bytes(kind, linear.dims(c));
+                read += canonical_bytes(kind, linear.dims(c));
             }
             loading = loading.max(read);
         }
@@ -105,13 +106,13 @@ pub fn weight_kinds(
         Ok(())
     };
     let vocab = (config.vocab_size, config.hidden_size);
-    add(qwen3::EMBEDDING, vocab)?;
+    add(EMBEDDING, vocab)?;
     if !config.tie_word_embeddings {
-        add(qwen3::HEAD, vocab)?;
+        add(HEAD, vocab)?;
     }
     for layer in 0..config.num_hidden_layers {
-        for kind in LinearKind::ALL {
-            add(&LinearId { layer, kind }.to_string(), kind.dims(config))?;
+        for linear in config.layer().linears() {
+            add(&linear.name(layer), linear.dims(config))?;
         }
     }
     Ok(kinds)

@@ -2,16 +2,23 @@
 //!
 //! Steps, in this order (Hugging Face transformers'; vLLM differs only in applying min-p before
 //! top-k and top-p, which changes what top-p counts):
-//! 1. repetition penalty (arXiv 1909.05858): logits of tokens in the prompt or the answer are
+//! 1. token mask (a grammar's, or a list of allowed tokens): other tokens are excluded, and their
+//!    logits not looked at;
+//! 2. logit bias: added to the model's logits, before any penalty, as vLLM and llama.cpp do with
+//!    `logit_bias` and transformers with `sequence_bias`; OpenAI's API says "prior to sampling";
+//! 3. repetition penalty (arXiv 1909.05858): logits of tokens in the prompt or the answer are
 //!    divided by it where positive and multiplied where negative;
-//! 2. presence penalty (as OpenAI's API and vLLM define it; transformers has none): subtracted
-//!    once from the logits of tokens in the answer, not of those in the prompt alone;
-//! 3. temperature: logits are divided by it; 0 means the best token, with no draw;
-//! 4. top-k: the k best tokens stay;
-//! 5. top-p (arXiv 1904.09751): of those, renormalized, the fewest best ones whose
+//! 4. frequency and presence penalty (as OpenAI's API and vLLM define them; transformers has
+//!    none): from the logit of a token that the answer has `c` times, `c` times the one and once
+//!    the other is subtracted; that the prompt has it does not matter;
+//! 5. temperature: logits are divided by it; 0 means the best token, with no draw;
+//! 6. top-k: the k best tokens stay;
+//! 7. top-p (arXiv 1904.09751): of those, renormalized, the fewest best ones whose
 //!    probabilities reach p stay; the best one always does;
-//! 6. min-p (arXiv 2407.01082): tokens below `min_p` times the best one's probability go;
-//! 7. one draw from what is left, renormalized.
+//! 8. min-p (arXiv 2407.01082): tokens below `min_p` times the best one's probability go;
+//! 9. one draw from what is left, renormalized.
+//!
+//! Log-probabilities ([`TokenLogprobs`]) are those of the model, before all of these steps.
 //!
 //! Of equal logits the lowest id counts as the best, so top-k keeps exactly k tokens
 //! (transformers keeps all that tie with the k-th).
@@ -19,9 +26,17 @@
 //! The draw inverts the cumulative distribution over the surviving tokens in id order at `u`,
 //! the 53 bits `(w0 << 21 | w1 >> 11) / 2^53` of the first two words of Philox block
 //! `(seed, stream, position)`. The stream is the sequence (or the answer), the position the
-//! number of tokens before the sampled one; a device that knows the three draws the same `u`.
+//! number of tokens before the sampled one; a device that knows the three draws the same `u`, and
+//! so does a sampler that is taken back ([`Sampler::rewind`]).
+
+mod adjust;
+mod logprobs;
+
+pub use adjust::{LogitBias, SeenToken};
+pub use logprobs::{MOST_LOGPROBS, TokenLogprobs};
 
 use crate::error::{Error, Result};
+use adjust::{Seen, check_mask, exclude};
 use nq_formats::GenerationDefaults;
 use nq_kernels::rng::Philox;
 use std::cmp::Ordering;
@@ -40,7 +55,9 @@ pub struct SamplingParams {
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of tokens seen before; 1: off.
     pub repetition_penalty: f32,
-    /// Subtracted from the logits of tokens already generated; 0: off.
+    /// Subtracted from the logits of tokens already generated, as often as they were; 0: off.
+    pub frequency_penalty: f32,
+    /// Subtracted once from the logits of tokens already generated; 0: off.
     pub presence_penalty: f32,
     /// Key of the random numbers.
     pub seed: u64,
@@ -50,12 +67,13 @@ impl fmt::Display for SamplingParams {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "temperature {}, top-k {}, top-p {}, min-p {}, repetition penalty {}, presence penalty {}, seed {}",
+            "temperature {}, top-k {}, top-p {}, min-p {}, repetition penalty {}, frequency penalty {}, presence penalty {}, seed {}",
             self.temperature,
             self.top_k,
             self.top_p,
             self.min_p,
             self.repetition_penalty,
+            self.frequency_penalty,
             self.presence_penalty,
             self.seed
         )
@@ -71,6 +89,7 @@ impl Default for SamplingParams {
             top_p: 1.0,
             min_p: 0.0,
             repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
             presence_penalty: 0.0,
             seed: 0,
         }
@@ -113,7 +132,9 @@ impl SamplingParams {
 
     /// True if tokens seen before change the logits.
     pub fn has_penalties(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0
+        self.repetition_penalty != 1.0
+            || self.frequency_penalty != 0.0
+            || self.presence_penalty != 0.0
     }
 
     /// Refuses values without meaning.
@@ -138,6 +159,8 @@ impl SamplingParams {
         let p = self.repetition_penalty;
         let ok = p.is_finite() && p > 0.0;
         check("repetition_penalty", p, ok, "a positive number")?;
+        let p = self.frequency_penalty;
+        check("frequency_penalty", p, p.is_finite(), "a finite number")?;
         let p = self.presence_penalty;
         check("presence_penalty", p, p.is_finite(), "a finite number")
     }
@@ -151,13 +174,24 @@ pub fn uniform(seed: u64, stream: u64, position: u64) -> f64 {
 }
 
 /// Chooses the tokens of one sequence.
+#[derive(Clone, Debug)]
 pub struct Sampler {
     params: SamplingParams,
+    bias: LogitBias,
+    /// Bits of allowed tokens; all are where it is empty.
+    mask: Vec<u32>,
+    /// Alternatives to report with log-probabilities; none are computed without.
+    top_logprobs: Option<usize>,
     stream: u64,
+    /// Tokens before the answer.
+    start: u64,
     position: u64,
     seen: Seen,
-    /// Logits after penalties; unused without them.
-    penalized: Vec<f32>,
+    /// The answer, to be taken back; unused without penalties.
+    answer: Vec<u32>,
+    logprobs: Vec<TokenLogprobs>,
+    /// Logits after mask, biases and penalties; unused without them.
+    adjusted: Vec<f32>,
     /// Best tokens of the step: (logit, id).
     best: Vec<(f32, u32)>,
     /// Sum of exponentials of each block of [`BLOCK`] tokens.
@@ -173,10 +207,16 @@ impl Sampler {
         params.validate()?;
         Ok(Sampler {
             params,
+            bias: LogitBias::default(),
+            mask: Vec::new(),
+            top_logprobs: None,
             stream,
+            start: 0,
             position: 0,
             seen: Seen::default(),
-            penalized: Vec::new(),
+            answer: Vec::new(),
+            logprobs: Vec::new(),
+            adjusted: Vec::new(),
             best: Vec::new(),
             block_sums: Vec::new(),
         })
@@ -197,20 +237,83 @@ impl Sampler {
         self.position
     }
 
-    /// Tokens that penalties concern, each once, and whether they are in the answer; none
-    /// without penalties.
-    pub fn seen(&self) -> impl Iterator<Item = (u32, bool)> {
-        let state = |&id: &u32| (id, self.seen.state[id as usize] == 2);
-        self.seen.ids.iter().map(state)
+    /// Sets what is added to logits, in this sequence and those that follow.
+    pub fn set_bias(&mut self, bias: LogitBias) {
+        self.bias = bias;
     }
 
-    /// Starts a sequence over: `prompt` is all that comes before the first sampled token.
+    /// What is added to logits.
+    pub fn bias(&self) -> &LogitBias {
+        &self.bias
+    }
+
+    /// Allows only the tokens whose bit is set, `i % 32` of word `i / 32` for token `i`, in all
+    /// draws until it is set anew or a sequence begins; `None` allows all. There are as many words
+    /// as the vocabulary needs, which a draw checks.
+    pub fn set_mask(&mut self, mask: Option<&[u32]>) {
+        self.mask.clear();
+        self.mask.extend_from_slice(mask.unwrap_or_default());
+    }
+
+    /// Bits of the allowed tokens, `None` if all are.
+    pub fn mask(&self) -> Option<&[u32]> {
+        (!self.mask.is_empty()).then_some(&self.mask)
+    }
+
+    /// True if mask, biases or penalties may change the logits.
+    pub fn adjusts(&self) -> bool {
+        self.params.has_penalties() || self.excludes()
+    }
+
+    /// True if mask or biases may exclude tokens.
+    fn excludes(&self) -> bool {
+        !self.bias.is_empty() || !self.mask.is_empty()
+    }
+
+    /// Asks for the log-probabilities of each token from the next on, and of the `top` most
+    /// probable ones beside it; `None` for none, which costs nothing.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for more than [`MOST_LOGPROBS`].
+    pub fn set_logprobs(&mut self, top: Option<usize>) -> Result<()> {
+        if let Some(n) = top.filter(|&n| n > MOST_LOGPROBS) {
+            return Err(Error::Request {
+                what: "top_logprobs",
+                expected: format!("at most {MOST_LOGPROBS}"),
+                found: n.to_string(),
+            });
+        }
+        self.top_logprobs = top;
+        Ok(())
+    }
+
+    /// How many alternatives are reported with log-probabilities; `None` if none are computed.
+    pub fn top_logprobs(&self) -> Option<usize> {
+        self.top_logprobs
+    }
+
+    /// Log-probabilities of the answer's tokens for which they were asked, in their order.
+    pub fn logprobs(&self) -> &[TokenLogprobs] {
+        &self.logprobs
+    }
+
+    /// Tokens that penalties concern, each once; none without penalties.
+    pub fn seen(&self) -> impl Iterator<Item = SeenToken> {
+        self.seen.tokens()
+    }
+
+    /// Starts a sequence over, with all tokens allowed: `prompt` is all that comes before the
+    /// first sampled token.
     pub fn begin(&mut self, prompt: &[u32]) {
-        self.position = prompt.len() as u64;
+        self.start = prompt.len() as u64;
+        self.position = self.start;
+        self.mask.clear();
         self.seen.clear();
+        self.answer.clear();
+        self.logprobs.clear();
         if self.params.has_penalties() {
             for &id in prompt {
-                self.seen.add(id, false);
+                self.seen.add_prompt(id);
             }
         }
     }
@@ -220,29 +323,90 @@ impl Sampler {
     pub fn accept(&mut self, id: u32) {
         self.position += 1;
         if self.params.has_penalties() {
-            self.seen.add(id, true);
+            self.seen.add_answer(id);
+            self.answer.push(id);
         }
+    }
+
+    /// As [`Sampler::accept`], of a token whose log-probabilities were computed elsewhere.
+    pub fn accept_with(&mut self, logprobs: TokenLogprobs) {
+        let id = logprobs.token;
+        self.logprobs.push(logprobs);
+        self.accept(id);
+    }
+
+    /// Takes back the answer's last tokens, so that `position` tokens come before the next one:
+    /// what is drawn then is what was drawn there before from the same logits. Biases and the
+    /// mask stay.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a position before the answer's first token or past its end.
+    pub fn rewind(&mut self, position: u64) -> Result<()> {
+        if !(self.start..=self.position).contains(&position) {
+            return Err(Error::Request {
+                what: "rewinding a sampler",
+                expected: format!("position {} to {}", self.start, self.position),
+                found: position.to_string(),
+            });
+        }
+        if self.params.has_penalties() {
+            for id in self.answer.drain((position - self.start) as usize..).rev() {
+                self.seen.remove_answer(id);
+            }
+        }
+        self.position = position;
+        let kept = self.logprobs.partition_point(|l| l.position < position);
+        self.logprobs.truncate(kept);
+        Ok(())
     }
 
     /// Chooses the next token from its `logits` `[vocab]` and records it. A logit of minus
     /// infinity excludes a token.
     ///
     /// # Errors
-    /// [`Error::Logits`] for NaN or plus infinity, or if every token is excluded.
+    /// [`Error::Logits`] for NaN or plus infinity, or if every token is excluded by the model;
+    /// [`Error::NoTokenAllowed`] if mask and biases leave none; [`Error::Request`] if they are not
+    /// of the vocabulary. Nothing is recorded then.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
-        let id = if self.params.has_penalties() {
-            let mut penalized = std::mem::take(&mut self.penalized);
-            penalized.clear();
-            penalized.extend_from_slice(logits);
-            self.seen.penalize(&self.params, &mut penalized);
-            let id = self.choose(&penalized);
-            self.penalized = penalized;
+        let id = if self.adjusts() {
+            let mut adjusted = std::mem::take(&mut self.adjusted);
+            adjusted.clear();
+            adjusted.extend_from_slice(logits);
+            let id = self
+                .adjust(&mut adjusted)
+                .and_then(|()| self.choose(&adjusted));
+            self.adjusted = adjusted;
             id?
         } else {
             self.choose(logits)?
         };
-        self.accept(id);
+        match self.top_logprobs {
+            Some(n) => self.accept_with(TokenLogprobs::of(logits, self.position, id, n)?),
+            None => self.accept(id),
+        }
         Ok(id)
+    }
+
+    /// Refuses biases and a mask that are not of a vocabulary.
+    pub(crate) fn check(&self, vocab: usize) -> Result<()> {
+        self.bias.check(vocab)?;
+        self.mask().map_or(Ok(()), |mask| check_mask(mask, vocab))
+    }
+
+    /// Applies biases, penalties and the mask.
+    fn adjust(&self, logits: &mut [f32]) -> Result<()> {
+        let vocab = logits.len();
+        self.check(vocab)?;
+        self.bias.add_to(logits);
+        self.seen.penalize(&self.params, logits);
+        // Last, so that nothing makes another number of minus infinity.
+        if let Some(mask) = self.mask() {
+            exclude(mask, logits);
+        }
+        match self.excludes() && logits.iter().all(|&x| x == f32::NEG_INFINITY) {
+            true => Err(Error::NoTokenAllowed { vocab }),
+            false => Ok(()),
+        }
     }
 
     fn choose(&mut self, logits: &[f32]) -> Result<u32> {
@@ -333,68 +497,34 @@ impl Sampler {
     /// Fills `block_sums` and returns their sum.
     fn sum_blocks(&mut self, logits: &[f32], max: f32, scale: f32) -> f64 {
         self.block_sums.clear();
-        self.block_sums.extend(logits.chunks(BLOCK).map(|block| {
-            let mut lanes = [0.0f32; LANES];
-            let (groups, rest) = block.as_chunks::<LANES>();
-            for group in groups {
-                for (sum, x) in lanes.iter_mut().zip(group) {
-                    *sum += exp((x - max) * scale);
-                }
-            }
-            let rest: f64 = rest.iter().map(|x| f64::from(exp((x - max) * scale))).sum();
-            lanes.iter().map(|&x| f64::from(x)).sum::<f64>() + rest
-        }));
+        let sums = logits.chunks(BLOCK).map(|b| sum_block(b, max, scale));
+        self.block_sums.extend(sums);
         self.block_sums.iter().sum()
     }
+}
+
+/// The sum of a block's exponentials.
+fn sum_block(block: &[f32], max: f32, scale: f32) -> f64 {
+    let mut lanes = [0.0f32; LANES];
+    let (groups, rest) = block.as_chunks::<LANES>();
+    for group in groups {
+        for (sum, x) in lanes.iter_mut().zip(group) {
+            *sum += exp((x - max) * scale);
+        }
+    }
+    let rest: f64 = rest.iter().map(|x| f64::from(exp((x - max) * scale))).sum();
+    lanes.iter().map(|&x| f64::from(x)).sum::<f64>() + rest
+}
+
+/// The sum of `e^(x - max)` over all logits.
+fn sum_of_exponentials(logits: &[f32], max: f32) -> f64 {
+    logits.chunks(BLOCK).map(|b| sum_block(b, max, 1.0)).sum()
 }
 
 /// Tokens summed together.
 const BLOCK: usize = 256;
 /// Partial sums and maxima kept side by side, so that they compile to vector instructions.
 const LANES: usize = 16;
-
-/// Tokens that penalties concern.
-#[derive(Default)]
-struct Seen {
-    /// By id: 0 not seen, 1 in the prompt only, 2 in the answer.
-    state: Vec<u8>,
-    /// Ids seen, each once.
-    ids: Vec<u32>,
-}
-
-impl Seen {
-    fn clear(&mut self) {
-        for &id in &self.ids {
-            self.state[id as usize] = 0;
-        }
-        self.ids.clear();
-    }
-
-    fn add(&mut self, id: u32, generated: bool) {
-        let i = id as usize;
-        if i >= self.state.len() {
-            self.state.resize(i + 1, 0);
-        }
-        if self.state[i] == 0 {
-            self.ids.push(id);
-        }
-        self.state[i] = self.state[i].max(1 + u8::from(generated));
-    }
-
-    fn penalize(&self, p: &SamplingParams, logits: &mut [f32]) {
-        for &id in &self.ids {
-            if let Some(x) = logits.get_mut(id as usize) {
-                *x = match *x > 0.0 {
-                    true => *x / p.repetition_penalty,
-                    false => *x * p.repetition_penalty,
-                };
-                if self.state[id as usize] == 2 {
-                    *x -= p.presence_penalty;
-                }
-            }
-        }
-    }
-}
 
 /// The largest logit.
 fn finite_max(logits: &[f32]) -> Result<f32> {

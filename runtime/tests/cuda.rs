@@ -6,11 +6,13 @@
 mod common;
 
 use common::{Store, distance, feed, nq, small_config, tokens};
+use nq_formats::models::Product;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
+use nq_runtime::batch::decode;
 use nq_runtime::{
-    Decoding, DeviceChoice, Engine, KvType, LinearKind, LoadOptions, Observer, Sampler,
-    SamplingParams, Session, SessionSpec,
+    Batch, Continuation, DeviceChoice, Engine, Error, KvType, LoadOptions, LogitBias, Observer,
+    Piece, Sampler, SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -45,6 +47,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots: 2,
         ctx: 64,
+        pages: None,
         kv,
         max_rows: 128,
     };
@@ -127,8 +130,9 @@ fn agrees_with_the_cpu() {
 struct Everything(Vec<(String, Vec<f32>)>);
 
 impl Observer for Everything {
-    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        self.0.push((format!("{layer} {kinds:?}"), x.to_vec()));
+    fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
+        self.0
+            .push((format!("{layer} {}", product.name), x.to_vec()));
     }
     fn layer_output(&mut self, layer: usize, x: &[f32]) {
         self.0.push((format!("{layer} output"), x.to_vec()));
@@ -263,6 +267,11 @@ fn samples_as_the_host_does() {
                 top_p: 0.9,
                 ..base
             },
+            SamplingParams {
+                frequency_penalty: 1.5,
+                temperature: 0.0,
+                ..base
+            },
         ];
         for params in all {
             const STEPS: usize = 24;
@@ -276,8 +285,7 @@ fn samples_as_the_host_does() {
                 drawn.push(token);
                 ControlFlow::Continue(())
             };
-            ours.decode(0, prompt[2], STEPS, &mut sampler, each)
-                .expect("it runs");
+            decode(&mut *ours, 0, prompt[2], STEPS, &mut sampler, each).expect("it runs");
             assert_eq!(drawn.len(), STEPS);
             assert_eq!(ours.len(0), 2 + STEPS);
 
@@ -295,6 +303,162 @@ fn samples_as_the_host_does() {
                 token = found;
             }
         }
+    }
+}
+
+/// At the start of `prompt`'s answer, with what is set beside the parameters: biases (bit 0 of
+/// `extras`), a mask (bit 1) and log-probabilities (bit 2).
+fn sampler(
+    params: SamplingParams,
+    stream: u64,
+    prompt: &[u32],
+    extras: usize,
+    vocab: usize,
+) -> Sampler {
+    let mut sampler = Sampler::new(params, stream).expect("valid");
+    sampler.begin(prompt);
+    if extras & 1 != 0 {
+        let bias = |id: u32| match id {
+            _ if id.is_multiple_of(7) => Some((id, 0.75)),
+            _ if id.is_multiple_of(11) => Some((id, -100.0)),
+            _ if id.is_multiple_of(13) => Some((id, f32::NEG_INFINITY)),
+            _ => None,
+        };
+        let biases = LogitBias::new((0..vocab as u32).filter_map(bias));
+        sampler.set_bias(biases.expect("valid"));
+    }
+    if extras & 2 != 0 {
+        let words = (0..vocab.div_ceil(32)).map(|i| 0x5a1c_9304u32.rotate_left(i as u32));
+        sampler.set_mask(Some(&words.collect::<Vec<u32>>()));
+    }
+    let top = (extras & 4 != 0).then_some(5);
+    sampler.set_logprobs(top).expect("few");
+    sampler
+}
+
+/// Biases, masks, penalties, filters and log-probabilities in all combinations: the device's tokens
+/// and what it says of them are the host's from the same logits.
+#[test]
+fn samples_as_the_host_does_under_masks_and_biases() {
+    for vocab in [300, 40_000] {
+        let config = ModelConfig {
+            vocab_size: vocab,
+            num_hidden_layers: 1,
+            ..config()
+        };
+        let store = Store::random(&config, 23).quantized(INT8);
+        let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+            return;
+        };
+        // Few of the larger vocabulary's tokens are kept: bounds between thousands of them lie as
+        // close as sums are rounded.
+        let base = SamplingParams {
+            seed: 29,
+            top_k: if vocab > 1000 { 300 } else { 0 },
+            ..SamplingParams::default()
+        };
+        let filters = [
+            SamplingParams::greedy(),
+            base,
+            SamplingParams { top_k: 20, ..base },
+            SamplingParams { top_p: 0.4, ..base },
+            SamplingParams { min_p: 0.2, ..base },
+            SamplingParams {
+                top_k: 65,
+                top_p: 0.9,
+                min_p: 0.02,
+                ..base
+            },
+        ];
+        for (filter, penalized) in filters.into_iter().flat_map(|f| [(f, false), (f, true)]) {
+            let params = match penalized {
+                false => filter,
+                true => SamplingParams {
+                    repetition_penalty: 1.2,
+                    frequency_penalty: 0.8,
+                    presence_penalty: 0.3,
+                    ..filter
+                },
+            };
+            for extras in 0..8 {
+                const STEPS: usize = 16;
+                let what = format!("vocabulary {vocab}, {params:?}, extras {extras}");
+                let mut ours = session(&*gpu, KvType::F16);
+                let mut chooser = sampler(params, 3, &[7, 9, 7], extras, vocab);
+                feed(&mut *ours, 0, &[7, 9]);
+                let mut drawn = Vec::new();
+                let each = &mut |token| {
+                    drawn.push(token);
+                    ControlFlow::Continue(())
+                };
+                // In two calls: what the first one counted is written anew.
+                decode(&mut *ours, 0, 7, STEPS / 2, &mut chooser, each).expect("it runs");
+                let last = drawn[STEPS / 2 - 1];
+                let each = &mut |token| {
+                    drawn.push(token);
+                    ControlFlow::Continue(())
+                };
+                decode(&mut *ours, 0, last, STEPS / 2, &mut chooser, each).expect("it runs");
+
+                let mut theirs = session(&*gpu, KvType::F16);
+                feed(&mut *theirs, 1, &[7]);
+                feed(&mut *theirs, 0, &[7, 9]);
+                let mut host = sampler(params, 3, &[7, 9, 7], extras, vocab);
+                let mut token = 7;
+                for (i, &found) in drawn.iter().enumerate() {
+                    let logits = feed(&mut *theirs, 0, &[token]);
+                    let expected = host.sample(&logits).expect("finite");
+                    assert_eq!(found, expected, "{what}, token {i}");
+                    token = found;
+                }
+                assert_eq!(chooser.logprobs().len(), host.logprobs().len(), "{what}");
+                for (a, b) in chooser.logprobs().iter().zip(host.logprobs()) {
+                    assert_eq!((a.position, a.token), (b.position, b.token), "{what}");
+                    let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-4, "{what}: {a} {b}");
+                    close(a.logprob, b.logprob);
+                    assert_eq!(a.top.len(), 5, "{what}");
+                    for (a, b) in a.top.iter().zip(&b.top) {
+                        assert_eq!(a.0, b.0, "{what}");
+                        close(a.1, b.1);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A sequence for which nothing is left to draw fails by name, and goes on once there is.
+#[test]
+fn a_mask_that_allows_nothing_is_an_error() {
+    let config = config();
+    let store = Store::random(&config, 31).quantized(INT8);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let vocab = config.vocab_size;
+    for params in [SamplingParams::greedy(), SamplingParams::default()] {
+        let mut session = session(&*gpu, KvType::F16);
+        let mut sampler = Sampler::new(params, 0).expect("valid");
+        sampler.begin(&[3]);
+        let mut mask = vec![0; vocab.div_ceil(32)];
+        sampler.set_mask(Some(&mask));
+        let none = &mut |_| ControlFlow::Continue(());
+        let e = decode(&mut *session, 0, 3, 2, &mut sampler, none).unwrap_err();
+        assert!(matches!(e, Error::NoTokenAllowed { .. }), "{e}");
+        assert_eq!((session.len(0), sampler.position()), (0, 1));
+        mask[2] = 1 << 9;
+        sampler.set_mask(Some(&mask));
+        let mut drawn = Vec::new();
+        let each = &mut |token| {
+            drawn.push(token);
+            ControlFlow::Continue(())
+        };
+        decode(&mut *session, 0, 3, 2, &mut sampler, each).expect("one is");
+        assert_eq!(drawn, [73, 73]);
+        // Of another vocabulary: refused before anything runs.
+        sampler.set_mask(Some(&mask[1..]));
+        let e = decode(&mut *session, 0, 73, 2, &mut sampler, none).unwrap_err();
+        assert!(matches!(e, Error::Request { .. }), "{e}");
     }
 }
 
@@ -330,6 +494,7 @@ fn many_sequences_continue_as_each_alone() {
     let spec = SessionSpec {
         slots: 16,
         ctx: 64,
+        pages: None,
         kv: KvType::F16,
         max_rows: 128,
     };
@@ -337,36 +502,46 @@ fn many_sequences_continue_as_each_alone() {
     for m in [1, 2, 5, 8, 9, 16] {
         for kinds in [&kinds[..1], &kinds[..]] {
             let params = |i: usize| kinds[i % kinds.len()];
+            // Some with biases, masks and log-probabilities, beside others without.
+            let extras = |i: usize| if kinds.len() > 1 { i * 5 % 8 } else { 0 };
             let slot = |i: usize| (3 * i + 2) % 16;
             let prompts: Vec<Vec<u32>> = (0..m).map(|i| tokens(1 + 2 * i, 40 + i as u64)).collect();
             let mut ours = gpu.session(spec).expect("it fits");
             let mut samplers = Vec::new();
             for (i, prompt) in prompts.iter().enumerate() {
-                let mut sampler = Sampler::new(params(i), i as u64).expect("valid");
-                sampler.begin(prompt);
-                samplers.push(sampler);
+                samplers.push(sampler(params(i), i as u64, prompt, extras(i), 3000));
                 if prompt.len() > 1 {
                     feed(&mut *ours, slot(i), &prompt[..prompt.len() - 1]);
                 }
             }
-            let mut sequences: Vec<Decoding<'_>> = (samplers.iter_mut().zip(&prompts).enumerate())
-                .map(|(i, (sampler, prompt))| Decoding {
+            let mut pieces: Vec<Piece<'_>> = (samplers.into_iter().zip(&prompts).enumerate())
+                .map(|(i, (sampler, prompt))| Piece {
                     slot: slot(i),
-                    token: prompt[prompt.len() - 1],
-                    sampler,
+                    tokens: &prompt[prompt.len() - 1..],
+                    then: Some(Continuation {
+                        sampler,
+                        tokens: STEPS + 5,
+                    }),
                 })
                 .collect();
             let mut drawn = vec![Vec::new(); m];
             let mut order = Vec::new();
-            ours.decode_many(&mut sequences, STEPS + 5, &mut |i, token| {
-                drawn[i].push(token);
-                order.push(i);
-                match drawn[i].len() == STEPS {
-                    true => ControlFlow::Break(()),
-                    false => ControlFlow::Continue(()),
-                }
-            })
-            .expect("it runs");
+            let index = |s: usize| (0..m).find(|&i| slot(i) == s).expect("one of them");
+            let mut batch = Batch::new(&mut *ours);
+            while !pieces.is_empty() || batch.running() > 0 {
+                batch
+                    .step(std::mem::take(&mut pieces), &mut |s, token| {
+                        let i = index(s);
+                        drawn[i].push(token.expect("it runs"));
+                        order.push(i);
+                        match drawn[i].len() == STEPS {
+                            true => ControlFlow::Break(()),
+                            false => ControlFlow::Continue(()),
+                        }
+                    })
+                    .expect("it runs");
+            }
+            drop(batch);
             let expected: Vec<usize> = (0..STEPS).flat_map(|_| 0..m).collect();
             assert_eq!(order, expected);
 
@@ -375,8 +550,7 @@ fn many_sequences_continue_as_each_alone() {
             theirs.truncate(15, 0);
             for (i, prompt) in prompts.iter().enumerate() {
                 assert_eq!(ours.len(slot(i)), prompt.len() - 1 + STEPS);
-                let mut host = Sampler::new(params(i), i as u64).expect("valid");
-                host.begin(prompt);
+                let mut host = sampler(params(i), i as u64, prompt, extras(i), 3000);
                 if prompt.len() > 1 {
                     feed(&mut *theirs, slot(i), &prompt[..prompt.len() - 1]);
                 }
@@ -414,8 +588,7 @@ fn a_first_step_leaves_the_prompt_alone() {
     feed(&mut *ours, 0, &text[..11]);
     let mut sampler = Sampler::new(SamplingParams::greedy(), 0).expect("valid");
     let each = &mut |_| ControlFlow::Continue(());
-    ours.decode(0, text[11], 3, &mut sampler, each)
-        .expect("it runs");
+    decode(&mut *ours, 0, text[11], 3, &mut sampler, each).expect("it runs");
     ours.truncate(0, 11);
     let d = distance(&feed(&mut *ours, 0, &text[11..]), &expected);
     assert!(d < 1.5e-2, "after a sampled one: {d}");
@@ -431,6 +604,7 @@ fn requests_that_do_not_fit_are_refused() {
     let spec = SessionSpec {
         slots: 1,
         ctx: 1 << 40,
+        pages: None,
         kv: KvType::F16,
         max_rows: 1,
     };

@@ -3,10 +3,14 @@
 mod common;
 
 use common::{Store, candle, distance, feed, nq, options, session, small_config, tokens};
+use nq_formats::models::{
+    ARCHITECTURES, Architecture, AttentionSpec, LayerSpec, LinearKind, LinearSpec, MlpSpec,
+    NormSpec, Product,
+};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_runtime::{
-    ActivationChoice, Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LinearKind,
-    LoadOptions, Logits, LogitsWanted, Observer, SessionSpec,
+    ActivationChoice, Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LoadOptions, Logits,
+    LogitsWanted, Observer, SessionSpec, load, weight_kinds,
 };
 
 /// Logits are of order 1; two f32 implementations agree to this.
@@ -249,6 +253,7 @@ fn rounding_the_cache_costs_little() {
         let spec = SessionSpec {
             slots: 1,
             ctx: 50,
+            pages: None,
             kv,
             max_rows: 50,
         };
@@ -266,14 +271,14 @@ fn rounding_the_cache_costs_little() {
 /// Everything an observer is shown.
 #[derive(Default)]
 struct Recorder {
-    inputs: Vec<(usize, Vec<LinearKind>, Vec<f32>)>,
+    inputs: Vec<(usize, Product, Vec<f32>)>,
     outputs: Vec<(usize, Vec<f32>)>,
     head: Vec<f32>,
 }
 
 impl Observer for Recorder {
-    fn linear_input(&mut self, layer: usize, kinds: &[LinearKind], x: &[f32]) {
-        self.inputs.push((layer, kinds.to_vec(), x.to_vec()));
+    fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
+        self.inputs.push((layer, *product, x.to_vec()));
     }
 
     fn layer_output(&mut self, layer: usize, x: &[f32]) {
@@ -303,17 +308,17 @@ fn an_observer_sees_every_input_in_order() {
     let window = 3 * config.vocab_size..7 * config.vocab_size;
     assert!(distance(&logits, &whole[window]) < CLOSE);
 
-    let expected = (0..config.num_hidden_layers)
-        .flat_map(|layer| LinearKind::INPUTS.map(|kinds| (layer, kinds)));
-    assert!(
-        seen.inputs
-            .iter()
-            .map(|(l, k, _)| (*l, &k[..]))
-            .eq(expected)
-    );
-    for (layer, kinds, x) in &seen.inputs {
-        let width = kinds[0].dims(&config).1;
-        assert_eq!(x.len(), text.len() * width, "layer {layer}, {kinds:?}");
+    let expected = (0..config.num_hidden_layers).flat_map(|layer| {
+        config
+            .layer()
+            .products()
+            .into_iter()
+            .map(move |p| (layer, *p))
+    });
+    assert!(seen.inputs.iter().map(|(l, p, _)| (*l, *p)).eq(expected));
+    for (layer, product, x) in &seen.inputs {
+        let width = product.inputs(&config);
+        assert_eq!(x.len(), text.len() * width, "layer {layer}, {product:?}");
     }
     assert_eq!(seen.outputs.len(), config.num_hidden_layers);
     assert_eq!(seen.head.len(), 4 * config.hidden_size);
@@ -345,8 +350,8 @@ fn layer_by_layer_equals_the_whole_forward() {
         .collect();
     let mut stepper =
         nq_runtime::cpu_stepper(&config, &options(EngineKind::Nq), KvType::F32).unwrap();
-    let embedding = nq_runtime::models::qwen3::embedding(&store, &config).unwrap();
-    let head = nq_runtime::models::qwen3::head(&store, &config).unwrap();
+    let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
+    let head = nq_runtime::models::head(&store, &config).unwrap();
     let norm = &store.vectors["model.norm"];
     let mut hidden: Hidden = Hidden::embed(&embedding, &texts).unwrap();
     let mut seen = Recorder::default();
@@ -368,6 +373,7 @@ fn layer_by_layer_equals_the_whole_forward() {
         let spec = SessionSpec {
             slots: 1,
             ctx: 700,
+            pages: None,
             kv: KvType::F32,
             max_rows: 700,
         };
@@ -498,6 +504,7 @@ fn candle_names_what_it_does_not_do() {
     let spec = SessionSpec {
         slots: 1,
         ctx: 64,
+        pages: None,
         kv: KvType::F32,
         max_rows: 64,
     };
@@ -534,4 +541,97 @@ fn candle_names_what_it_does_not_do() {
         error.contains("int8 channel symmetric in model.layers.0.self_attn.q_proj"),
         "{error}"
     );
+}
+
+/// Qwen3's layers under other names.
+fn renamed() -> &'static Architecture {
+    let layer = ARCHITECTURES[0].layer;
+    let name = |n: &str| -> &'static str { format!("other.{n}").leak() };
+    let norm = |n: NormSpec| NormSpec {
+        suffix: name(n.suffix),
+        ..n
+    };
+    let linear = |l: &LinearSpec| LinearSpec {
+        suffix: name(l.suffix),
+        ..*l
+    };
+    let product = |p: Product| Product {
+        linears: p.linears.iter().map(linear).collect::<Vec<_>>().leak(),
+        ..p
+    };
+    let attention = layer.attention;
+    let MlpSpec::SwiGlu {
+        norm: before,
+        gate_up,
+        down,
+    } = layer.mlp;
+    Box::leak(Box::new(Architecture {
+        family: "Other",
+        title: "Other",
+        class: "OtherForCausalLM",
+        model_type: "other",
+        gguf: "other",
+        layer: LayerSpec {
+            attention: AttentionSpec {
+                norm: norm(attention.norm),
+                qkv: product(attention.qkv),
+                q_norm: norm(attention.q_norm),
+                k_norm: norm(attention.k_norm),
+                o: product(attention.o),
+            },
+            mlp: MlpSpec::SwiGlu {
+                norm: norm(before),
+                gate_up: product(gate_up),
+                down: product(down),
+            },
+        },
+        presets: &[],
+    }))
+}
+
+/// What weights are called stands in the architecture's table alone: under other names the same
+/// weights give the same logits, whole and layer by layer.
+#[test]
+fn another_architecture_of_the_same_layers_is_a_table() {
+    let plain = small_config();
+    let other = ModelConfig {
+        architecture: renamed(),
+        ..plain.clone()
+    };
+    let text = tokens(9, 3);
+    let run = |config: &ModelConfig| {
+        let store = Store::random(config, 31);
+        let kinds = weight_kinds(config, &store).unwrap();
+        assert!(kinds.keys().eq(store.matrices.keys()));
+        let mut stepper =
+            nq_runtime::cpu_stepper(config, &options(EngineKind::Nq), KvType::F32).unwrap();
+        let embedding = nq_runtime::models::embedding(&store, config).unwrap();
+        let mut hidden = Hidden::embed(&embedding, std::slice::from_ref(&text)).unwrap();
+        for index in 0..config.num_hidden_layers {
+            let weights = LayerWeights::read(&store, config, index).unwrap();
+            stepper
+                .layer(index, &weights, &mut hidden, &mut ())
+                .unwrap();
+        }
+        let logits = feed(&mut *session(&*nq(config, &store), 1), 0, &text);
+        (store, logits, hidden.data)
+    };
+    let ((_, logits, hidden), (store, same_logits, same_hidden)) = (run(&plain), run(&other));
+    assert!(
+        store
+            .vectors
+            .contains_key("model.layers.2.other.self_attn.q_norm")
+    );
+    assert!(
+        !store
+            .matrices
+            .contains_key("model.layers.2.self_attn.q_proj")
+    );
+    assert_eq!(logits, same_logits);
+    assert_eq!(hidden, same_hidden);
+
+    // candle knows only its own.
+    let refused = load(&other, &store, &options(EngineKind::Candle), &());
+    let refused = refused.err().expect("candle has no such model").to_string();
+    assert!(refused.contains("OtherForCausalLM"), "{refused}");
 }

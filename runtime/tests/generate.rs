@@ -32,6 +32,7 @@ impl Fake {
             spec: SessionSpec {
                 slots,
                 ctx,
+                pages: None,
                 kv: KvType::F16,
                 max_rows,
             },

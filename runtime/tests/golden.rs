@@ -53,6 +53,7 @@ fn spec(ctx: usize) -> SessionSpec {
     SessionSpec {
         slots: 1,
         ctx,
+        pages: None,
         kv: KvType::F32,
         max_rows: ctx,
     }

@@ -346,6 +346,7 @@ impl Repl<'_> {
             "top_p" => sampling.top_p = read(name, value)?,
             "min_p" => sampling.min_p = read(name, value)?,
             "repetition_penalty" => sampling.repetition_penalty = read(name, value)?,
+            "frequency_penalty" => sampling.frequency_penalty = read(name, value)?,
             "presence_penalty" => sampling.presence_penalty = read(name, value)?,
             "seed" => sampling.seed = read(name, value)?,
             "max_tokens" if value == "none" => settings.max_tokens = None,
@@ -375,13 +376,14 @@ impl Repl<'_> {
         writeln!(
             err,
             "temperature {}  top_k {}  top_p {}  min_p {}\n\
-             repetition_penalty {}  presence_penalty {}  seed {}\n\
+             repetition_penalty {}  frequency_penalty {}  presence_penalty {}  seed {}\n\
              max_tokens {max_tokens}  thinking {}  hide_thinking {}  on_overflow {}",
             p.temperature,
             p.top_k,
             p.top_p,
             p.min_p,
             p.repetition_penalty,
+            p.frequency_penalty,
             p.presence_penalty,
             p.seed,
             s.thinking.map_or("auto", on_off),

@@ -66,7 +66,11 @@ pub struct ChatArgs {
     /// Divide the logits of tokens already seen by this [default: the model's]
     #[arg(long, value_name = "R")]
     pub repetition_penalty: Option<f32>,
-    /// Subtract this from the logits of tokens already written [default: the model's]
+    /// Subtract this from the logits of tokens already written, as often as they were [default:
+    /// the model's]
+    #[arg(long, value_name = "R")]
+    pub frequency_penalty: Option<f32>,
+    /// Subtract this once from the logits of tokens already written [default: the model's]
     #[arg(long, value_name = "R")]
     pub presence_penalty: Option<f32>,
     /// Seed of the sampler [default: drawn from the clock, shown by -v]
@@ -106,6 +110,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let spec = SessionSpec {
         slots: 1,
         ctx,
+        pages: None,
         kv: args.kv,
         max_rows: CHUNK.min(ctx),
     };
@@ -270,6 +275,7 @@ fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
         top_p: args.top_p.unwrap_or(model.top_p),
         min_p: args.min_p.unwrap_or(model.min_p),
         repetition_penalty: args.repetition_penalty.unwrap_or(model.repetition_penalty),
+        frequency_penalty: args.frequency_penalty.unwrap_or(model.frequency_penalty),
         presence_penalty: args.presence_penalty.unwrap_or(model.presence_penalty),
         seed: args.seed.unwrap_or_else(clock),
     }

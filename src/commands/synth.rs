@@ -5,7 +5,7 @@ use crate::terminal::{Terminal, human_bytes, print_line, say};
 use anyhow::Context;
 use clap::Args;
 use nq_formats::Checkpoint;
-use nq_formats::synth::{self, PRESETS, Preset};
+use nq_formats::synth::{self, Preset};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -27,7 +27,7 @@ pub struct SynthArgs {
 /// The preset of this name, for flags that take one.
 pub fn parse_preset(name: &str) -> Result<Preset, String> {
     Preset::find(name).ok_or_else(|| {
-        let names: Vec<_> = PRESETS.iter().map(|p| p.name).collect();
+        let names: Vec<_> = Preset::all().map(|p| p.name).collect();
         format!("expected one of {}", names.join(", "))
     })
 }

@@ -1,6 +1,7 @@
 //! An engine whose logits are a hash of the whole prefix: a window fed in the wrong order,
 //! to the wrong slot or after a stale token gives other logits.
 
+use nq_formats::models::ARCHITECTURES;
 use nq_formats::{ModelConfig, Rope, RopeScaling};
 use nq_kernels::rng::Philox;
 use nq_runtime::{
@@ -20,6 +21,7 @@ impl FakeEngine {
     pub(crate) fn new(vocab: usize, noise: f32) -> Self {
         FakeEngine {
             config: ModelConfig {
+                architecture: ARCHITECTURES[0],
                 hidden_size: 8,
                 intermediate_size: 8,
                 num_hidden_layers: 1,

@@ -2,9 +2,9 @@
 
 use super::folder::{Description, Linear, Packing, Part};
 use super::folder::{codes, transposed_scales, uniform, word, zero_points};
-use crate::checkpoint::Exactness;
 use crate::dtype::DType;
 use crate::scheme::{AffineScheme, Bits, Zeros};
+use crate::store::Exactness;
 use crate::weight::AffineWeight;
 use serde_json::json;
 

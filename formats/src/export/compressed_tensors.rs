@@ -2,9 +2,9 @@
 
 use super::folder::{Description, Linear, LinearScheme, Packing, Part};
 use super::folder::{codes, float_bytes, word, zero_points};
-use crate::checkpoint::Exactness;
 use crate::dtype::DType;
 use crate::scheme::{AffineScheme, Zeros};
+use crate::store::Exactness;
 use crate::weight::AffineWeight;
 use serde_json::{Map, Value, json};
 

@@ -4,18 +4,20 @@
 //! written unquantized in the model's own type, as the loaders of these formats need them.
 
 use super::{Change, ExportReport, Exported};
-use crate::checkpoint::{CONFIG, Checkpoint, Exactness};
+use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::durable::{
     check_space, parent, rename_folder, sync_folder, temporary_folder, write_bytes,
 };
 use crate::error::{Error, Result};
+use crate::files::CONFIG;
 use crate::names::{Shape, is_layer_linear, parameters};
 use crate::nq::copied_files;
 use crate::pack;
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec};
+use crate::store::Exactness;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use half::{bf16, f16};
 use serde_json::{Map, Value};

@@ -1,15 +1,17 @@
 //! A checkpoint as one GGUF file, with tokenizer and chat template.
 
 use super::{Change, ExportOptions, ExportReport, Exported};
-use crate::checkpoint::{Checkpoint, Exactness};
+use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::durable::{Sink, check_space, parent};
 use crate::error::{Error, Result};
 use crate::gguf::writer::{GgufPlan, TensorPlan};
 use crate::gguf::{BlockType, encode, metadata, names};
-use crate::names::{EMBEDDING, HEAD, Shape, parameters};
+use crate::models::LinearKind;
+use crate::names::{EMBEDDING, HEAD, Shape, layer_linear, parameters};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Zeros};
+use crate::store::Exactness;
 use crate::stored::StoredWeight;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight};
 use half::f16;
@@ -43,11 +45,11 @@ impl Mix {
             Mix::All(kind) => Some(kind),
             Mix::Q4KM => {
                 let head = if tied { EMBEDDING } else { HEAD };
-                let layer = name.strip_prefix("model.layers.");
-                let layer = layer.and_then(|r| r.split('.').next()?.parse::<usize>().ok());
-                let sensitive = ["v_proj", "down_proj"].iter().any(|s| name.ends_with(s));
-                let more = match layer {
-                    Some(i) => sensitive && more_bits(i, layers),
+                let more = match layer_linear(name) {
+                    Some((i, linear)) => {
+                        matches!(linear.kind, LinearKind::V | LinearKind::Down)
+                            && more_bits(i, layers)
+                    }
                     None => name == head,
                 };
                 Some(if more {
@@ -151,7 +153,8 @@ pub fn export(
         file.set("nq.source_quantization", quantization.to_string().as_str());
     }
     for p in &plans {
-        let stored = names::to_gguf(&p.name).expect("every parameter of the model has a name");
+        let stored = names::to_gguf(checkpoint.config().architecture, &p.name)
+            .expect("every parameter of the model has a name");
         file.add(format!("{stored}.weight"), p.kind, p.shape.dims())?;
     }
     check_space(&parent(out), file.file_bytes())?;

@@ -16,10 +16,11 @@ mod verify;
 pub use fit::requantization;
 pub use verify::{Difference, compare};
 
-use crate::checkpoint::{Checkpoint, Exactness};
+use crate::checkpoint::Checkpoint;
 use crate::durable::{Form, check_destination, parent};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
+use crate::store::Exactness;
 use std::path::Path;
 
 /// What an export may do.

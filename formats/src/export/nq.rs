@@ -1,12 +1,13 @@
 //! A quantized checkpoint of another format as nq's own folder.
 
 use super::{Change, ExportOptions, ExportReport, Exported};
-use crate::checkpoint::{Checkpoint, WeightStore};
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::names::{EMBEDDING, HEAD, NORM, Shape, in_layer, layer_parameters, parameters};
+use crate::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters, parameters};
 use crate::nq::{Opened, Param, Writer, WriterOptions};
 use crate::nq::{QuantizationRecord, SourceRecord};
 use crate::progress::Progress;
+use crate::store::WeightStore;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use serde_json::json;
@@ -52,8 +53,8 @@ pub fn export(
     };
     stage("embedding", outside(EMBEDDING))?;
     for layer in 0..config.num_hidden_layers {
-        let names = layer_parameters(config).map(|(suffix, s)| (in_layer(layer, suffix), s));
-        stage(&format!("layer-{layer:05}"), names.into())?;
+        let names = layer_parameters(config, layer).collect();
+        stage(&format!("layer-{layer:05}"), names)?;
     }
     stage("norm", outside(NORM))?;
     if !config.tie_word_embeddings {

@@ -1,20 +1,15 @@
 //! `config.json` and `generation_config.json` from GGUF metadata.
 
-use super::file::{GgufFile, malformed};
+use super::file::GgufFile;
 use super::tokenizer::{TokenKind, Vocabulary};
 use super::types::BlockType;
+use super::value::malformed;
 use crate::error::{Error, Result};
+use crate::models::{self, Architecture};
 use serde_json::{Map, Value, json};
-
-/// The architecture that nq runs, and the prefix of its keys.
-const ARCHITECTURE: &str = "qwen3";
 
 /// Texts of control tokens that end a turn in Qwen3's vocabulary; files name only one of them.
 pub(super) const END_TOKENS: [&str; 2] = ["<|im_end|>", "<|endoftext|>"];
-
-fn key(name: &str) -> String {
-    format!("{ARCHITECTURE}.{name}")
-}
 
 /// A float as its shortest decimal: 1e-6, not the f64 nearest to its f32.
 fn decimal(v: f64) -> Value {
@@ -24,21 +19,18 @@ fn decimal(v: f64) -> Value {
     }
 }
 
-/// Checks that the file is a Qwen3 model.
+/// The architecture of the file's model.
 ///
 /// # Errors
-/// [`Error::Unsupported`] naming another architecture.
-pub(super) fn require_qwen3(file: &GgufFile) -> Result<()> {
+/// [`Error::Unsupported`] naming one that nq does not run.
+pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
     let name = "general.architecture";
     let architecture = file.required(name, file.str(name)?)?;
-    if architecture != ARCHITECTURE {
-        return Err(Error::Unsupported {
-            path: file.path().into(),
-            what: format!("architecture {architecture}"),
-            why: "nq runs Qwen3 dense models (qwen3)".into(),
-        });
-    }
-    Ok(())
+    models::find(|a| a.gguf, architecture).ok_or_else(|| Error::Unsupported {
+        path: file.path().into(),
+        what: format!("architecture {architecture}"),
+        why: models::supported(|a| a.gguf),
+    })
 }
 
 /// The object of `config.json`. `embedding` is the type and shape of `token_embd.weight`;
@@ -48,10 +40,12 @@ pub(super) fn require_qwen3(file: &GgufFile) -> Result<()> {
 /// [`Error::Malformed`] naming a key that is absent, of another type, or at odds with others.
 pub(super) fn config(
     file: &GgufFile,
+    architecture: &Architecture,
     (kind, shape): (BlockType, &[usize]),
     tied: bool,
     vocabulary: &Vocabulary<'_>,
 ) -> Result<Map<String, Value>> {
+    let key = |name: &str| format!("{}.{name}", architecture.gguf);
     let dim = |name: &str| {
         let key = key(name);
         file.required(&key, file.u64(&key)?)
@@ -97,7 +91,7 @@ pub(super) fn config(
     ];
     let dtype = dtype.iter().find(|(t, _)| *t == kind).map(|(_, name)| name);
     let config = json!({
-        "architectures": ["Qwen3ForCausalLM"],
+        "architectures": [architecture.class],
         "attention_bias": false,
         "bos_token_id": file.u64("tokenizer.ggml.bos_token_id")?,
         "eos_token_id": file.u64("tokenizer.ggml.eos_token_id")?,
@@ -106,13 +100,13 @@ pub(super) fn config(
         "hidden_size": hidden,
         "intermediate_size": dim("feed_forward_length")?,
         "max_position_embeddings": dim("context_length")?,
-        "model_type": "qwen3",
+        "model_type": architecture.model_type,
         "num_attention_heads": heads,
         "num_hidden_layers": dim("block_count")?,
         "num_key_value_heads": kv_heads,
         "pad_token_id": file.u64("tokenizer.ggml.padding_token_id")?,
         "rms_norm_eps": decimal(eps),
-        "rope_scaling": rope_scaling(file)?,
+        "rope_scaling": rope_scaling(file, key)?,
         "rope_theta": decimal(theta),
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
@@ -125,7 +119,7 @@ pub(super) fn config(
     }
 }
 
-fn rope_scaling(file: &GgufFile) -> Result<Value> {
+fn rope_scaling(file: &GgufFile, key: impl Fn(&str) -> String) -> Result<Value> {
     let name = |part: &str| key(&format!("rope.scaling.{part}"));
     let kind = match file.str(&name("type"))? {
         None | Some("none") => return Ok(Value::Null),

@@ -2,9 +2,9 @@
 //! bytes, and zero-copy views of its tensors. Arrays stay in the file until asked for.
 
 use super::types::BlockType;
-use super::value::{Array, Reader, Value};
-use crate::checkpoint::TensorEntry;
+use super::value::{Array, Reader, Value, malformed};
 use crate::error::{Error, Result};
+use crate::store::TensorEntry;
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -216,15 +216,6 @@ impl GgufFile {
     /// [`Error::Malformed`] if it is absent.
     pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T> {
         value.ok_or_else(|| self.bad(key, "the key", "no such key".into()))
-    }
-}
-
-pub(super) fn malformed(path: &Path, what: &str, expected: String, found: String) -> Error {
-    Error::Malformed {
-        path: path.into(),
-        what: what.into(),
-        expected,
-        found,
     }
 }
 

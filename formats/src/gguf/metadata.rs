@@ -3,9 +3,10 @@
 use super::tokenizer::{PATTERN, PRE, TokenKind};
 use super::value::{Array, Value};
 use super::writer::GgufPlan;
-use crate::checkpoint::{Checkpoint, Files};
-use crate::config::RopeScaling;
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
+use crate::files::Files;
+use crate::models::RopeScaling;
 use serde::Deserialize;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -18,10 +19,11 @@ const TEMPLATE: &str = "chat_template.jinja";
 /// The version of the block layouts, as `general.quantization_version` states it.
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// Adds `general.*` and `qwen3.*` to `plan`.
+/// Adds `general.*` and the architecture's keys to `plan`.
 pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, file_type: u32) {
     let c = checkpoint.config();
-    plan.set("general.architecture", "qwen3");
+    let architecture = c.architecture.gguf;
+    plan.set("general.architecture", architecture);
     plan.set("general.type", "model");
     plan.set("general.name", name);
     plan.set("general.file_type", file_type);
@@ -45,7 +47,8 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
             plan.set(format!("general.sampling.{key}"), v);
         }
     }
-    for (key, n) in [
+    let key = |name: &str| format!("{architecture}.{name}");
+    for (name, n) in [
         ("block_count", c.num_hidden_layers),
         ("context_length", c.max_position_embeddings),
         ("embedding_length", c.hidden_size),
@@ -55,10 +58,10 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
         ("attention.key_length", c.head_dim),
         ("attention.value_length", c.head_dim),
     ] {
-        plan.set(format!("qwen3.{key}"), n as u32); // dimensions are below 2^28
+        plan.set(key(name), n as u32); // dimensions are below 2^28
     }
-    plan.set("qwen3.attention.layer_norm_rms_epsilon", c.rms_norm_eps);
-    plan.set("qwen3.rope.freq_base", c.rope.theta as f32);
+    plan.set(key("attention.layer_norm_rms_epsilon"), c.rms_norm_eps);
+    plan.set(key("rope.freq_base"), c.rope.theta as f32);
     if let RopeScaling::Yarn {
         factor,
         original_max_position_embeddings,
@@ -67,7 +70,7 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
         attention_factor,
     } = c.rope.scaling
     {
-        let mut set = |key: &str, v: Value| plan.set(format!("qwen3.rope.scaling.{key}"), v);
+        let mut set = |part: &str, v: Value| plan.set(key(&format!("rope.scaling.{part}")), v);
         set("type", "yarn".into());
         set("factor", (factor as f32).into());
         set(

@@ -1,38 +1,28 @@
 //! Parameter names: GGUF's and those of Hugging Face checkpoints, without `.weight`.
 
-/// Outside the layers: (Hugging Face, GGUF).
+use crate::models::{Architecture, LAYERS, Parameter};
+use crate::names::{EMBEDDING, HEAD, NORM};
+
+/// Outside the layers: (Hugging Face, GGUF), in every architecture.
 const MODEL: [(&str, &str); 3] = [
-    ("model.embed_tokens", "token_embd"),
-    ("model.norm", "output_norm"),
-    ("lm_head", "output"),
+    (EMBEDDING, "token_embd"),
+    (NORM, "output_norm"),
+    (HEAD, "output"),
 ];
 
-/// Within a layer: (Hugging Face after `model.layers.N.`, GGUF after `blk.N.`).
-const LAYER: [(&str, &str); 11] = [
-    ("input_layernorm", "attn_norm"),
-    ("self_attn.q_proj", "attn_q"),
-    ("self_attn.k_proj", "attn_k"),
-    ("self_attn.v_proj", "attn_v"),
-    ("self_attn.o_proj", "attn_output"),
-    ("self_attn.q_norm", "attn_q_norm"),
-    ("self_attn.k_norm", "attn_k_norm"),
-    ("post_attention_layernorm", "ffn_norm"),
-    ("mlp.gate_proj", "ffn_gate"),
-    ("mlp.up_proj", "ffn_up"),
-    ("mlp.down_proj", "ffn_down"),
-];
+/// What names within layers begin with, before the layer's number: (Hugging Face, GGUF).
+const PREFIXES: (&str, &str) = (LAYERS, "blk.");
 
-/// Rewrites `name` from `prefix.N.a` to `other.N.b`, or by the model's table.
+/// Rewrites a name by the pairs (from, to) outside the layers, before the layer's number and
+/// behind it.
 fn translate(
     name: &str,
+    mut outside: impl Iterator<Item = (&'static str, &'static str)>,
     (prefix, other): (&str, &str),
-    pick: fn(&(&'static str, &'static str)) -> (&'static str, &'static str),
+    within: impl Fn(&Parameter) -> (&'static str, &'static str),
+    architecture: &Architecture,
 ) -> Option<String> {
-    let look_up = |table: &[(&'static str, &'static str)], name: &str| {
-        let found = table.iter().map(pick).find(|(from, _)| *from == name);
-        found.map(|(_, to)| to)
-    };
-    if let Some(to) = look_up(&MODEL, name) {
+    if let Some((_, to)) = outside.find(|(from, _)| *from == name) {
         return Some(to.into());
     }
     let (layer, rest) = name.strip_prefix(prefix)?.split_once('.')?;
@@ -40,26 +30,40 @@ fn translate(
     if number.to_string() != layer {
         return None; // "+1", "01"
     }
-    Some(format!("{other}{layer}.{}", look_up(&LAYER, rest)?))
+    let parameters = architecture.layer.parameters();
+    let mut pairs = parameters.iter().map(within);
+    let (_, to) = pairs.find(|(from, _)| *from == rest)?;
+    Some(format!("{other}{layer}.{to}"))
 }
 
 /// The GGUF name of a Hugging Face parameter, e.g. `blk.0.attn_q` for
 /// `model.layers.0.self_attn.q_proj`.
-pub fn to_gguf(name: &str) -> Option<String> {
-    translate(name, ("model.layers.", "blk."), |&(hf, gguf)| (hf, gguf))
+pub fn to_gguf(architecture: &Architecture, name: &str) -> Option<String> {
+    let within = |p: &Parameter| (p.suffix(), p.gguf());
+    translate(name, MODEL.into_iter(), PREFIXES, within, architecture)
 }
 
 /// The Hugging Face name of a GGUF parameter: the inverse of [`to_gguf`].
-pub fn from_gguf(name: &str) -> Option<String> {
-    translate(name, ("blk.", "model.layers."), |&(hf, gguf)| (gguf, hf))
+pub fn from_gguf(architecture: &Architecture, name: &str) -> Option<String> {
+    let outside = MODEL.into_iter().map(|(hf, gguf)| (gguf, hf));
+    let within = |p: &Parameter| (p.gguf(), p.suffix());
+    translate(
+        name,
+        outside,
+        (PREFIXES.1, PREFIXES.0),
+        within,
+        architecture,
+    )
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::models::ARCHITECTURES;
 
     #[test]
     fn names_translate_both_ways() {
+        let [qwen3] = ARCHITECTURES;
         for (hf, gguf) in [
             ("model.embed_tokens", "token_embd"),
             ("lm_head", "output"),
@@ -67,8 +71,8 @@ mod tests {
             ("model.layers.12.mlp.down_proj", "blk.12.ffn_down"),
             ("model.layers.3.post_attention_layernorm", "blk.3.ffn_norm"),
         ] {
-            assert_eq!(to_gguf(hf).as_deref(), Some(gguf));
-            assert_eq!(from_gguf(gguf).as_deref(), Some(hf));
+            assert_eq!(to_gguf(qwen3, hf).as_deref(), Some(gguf));
+            assert_eq!(from_gguf(qwen3, gguf).as_deref(), Some(hf));
         }
         for unknown in [
             "blk.0",
@@ -77,7 +81,7 @@ mod tests {
             "blk.+1.attn_q",
             "rope_freqs",
         ] {
-            assert_eq!(from_gguf(unknown), None);
+            assert_eq!(from_gguf(qwen3, unknown), None);
         }
     }
 }

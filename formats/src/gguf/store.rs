@@ -1,19 +1,21 @@
 //! Opening GGUF checkpoints: finding the files, joining split ones, serving weights.
 
 use super::config;
-use super::file::{GgufFile, MAGIC, malformed};
+use super::file::{GgufFile, MAGIC};
 use super::names;
 use super::tokenizer::{self, Vocabulary};
 use super::types::BlockType;
+use super::value::malformed;
 use super::weight::BlockWeight;
-use crate::checkpoint::{
-    CONFIG, Checkpoint, Exactness, Files, GENERATION_CONFIG, Source, TensorEntry, VirtualFiles,
-    WeightStore,
-};
-use crate::config::{GenerationDefaults, ModelConfig};
+use crate::checkpoint::{Checkpoint, Source};
+use crate::config::GenerationDefaults;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
+use crate::models::Architecture;
+use crate::models::ModelConfig;
 use crate::names::layer_of;
+use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{QuantizedWeight, Weight};
@@ -98,12 +100,12 @@ impl Split {
 ///
 /// # Errors
 /// As [`GgufFile::parse`]; [`Error::Missing`] naming an absent file of a split set;
-/// [`Error::Unsupported`] for another architecture, tokenizer, or parameter that Qwen3 has
-/// not; [`Error::Malformed`] for metadata at odds with itself or the tensors.
+/// [`Error::Unsupported`] for another architecture, tokenizer, or parameter that the
+/// architecture has not; [`Error::Malformed`] for metadata at odds with itself or the tensors.
 pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     let files = open_set(source.files(), name)?;
     let first = files[0].clone();
-    config::require_qwen3(&first)?;
+    let architecture = config::architecture(&first)?;
     let mut by_name = BTreeMap::new();
     for (i, file) in files.iter().enumerate() {
         for tensor in file.tensors().keys() {
@@ -119,6 +121,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     }
     let vocabulary = Vocabulary::read(&first)?;
     let mut store = GgufStore {
+        architecture,
         quantization: None,
         files,
         by_name,
@@ -133,7 +136,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         })?;
     let tied = store.info("output.weight").is_none();
     let shape = (embedding.kind, &embedding.shape[..]);
-    let json = config::config(&first, shape, tied, &vocabulary)?;
+    let json = config::config(&first, architecture, shape, tied, &vocabulary)?;
     let eos = config::eos_ids(&first, &vocabulary)?;
     let generation = config::generation(&first, &eos)?;
     let contents = |map: Map<String, Value>| -> Bytes { Value::Object(map).to_string().into() };
@@ -204,17 +207,19 @@ fn open_set(folder: &Files, name: &str) -> Result<Vec<GgufFile>> {
 
 /// The tensors of one model's GGUF files.
 struct GgufStore {
+    architecture: &'static Architecture,
     files: Vec<GgufFile>,
     by_name: BTreeMap<String, usize>, // GGUF name -> index into files
     quantization: Option<Value>,
 }
 
-/// The stored name of a parameter.
-fn stored_name(name: &str) -> Option<String> {
-    Some(format!("{}.weight", names::to_gguf(name)?))
-}
-
 impl GgufStore {
+    /// The stored name of a parameter.
+    fn stored_name(&self, name: &str) -> Option<String> {
+        let stored = names::to_gguf(self.architecture, name)?;
+        Some(format!("{stored}.weight"))
+    }
+
     fn info(&self, stored: &str) -> Option<&super::file::TensorInfo> {
         self.files[*self.by_name.get(stored)?].tensors().get(stored)
     }
@@ -231,7 +236,7 @@ impl GgufStore {
 
     /// The type and bytes of a parameter, which must have `shape`.
     fn require(&self, name: &str, shape: &[usize]) -> Result<(String, BlockType, Bytes)> {
-        let stored = stored_name(name).unwrap_or_else(|| name.into());
+        let stored = self.stored_name(name).unwrap_or_else(|| name.into());
         let Some(info) = self.info(&stored) else {
             let expected = format!("shape {shape:?}");
             return Err(self.error(&stored, expected, "no such tensor".into()));
@@ -244,17 +249,21 @@ impl GgufStore {
         Ok((stored, info.kind, bytes))
     }
 
-    /// Refuses parameters that nq's Qwen3 would leave unused: their numbers would be missing
+    /// Refuses parameters that nq would leave unused: their numbers would be missing
     /// from every result.
     fn check_names(&self, layers: usize) -> Result<()> {
         for (stored, &i) in &self.by_name {
-            let name = stored.strip_suffix(".weight").and_then(names::from_gguf);
+            let name = stored.strip_suffix(".weight");
+            let name = name.and_then(|n| names::from_gguf(self.architecture, n));
             let known = name.is_some_and(|n| layer_of(&n).is_none_or(|l| l < layers));
             if !known {
                 return Err(Error::Unsupported {
                     path: self.files[i].path().into(),
                     what: format!("tensor {stored}"),
-                    why: format!("a Qwen3 dense model of {layers} layers has no such parameter"),
+                    why: format!(
+                        "a {} model of {layers} layers has no such parameter",
+                        self.architecture.title
+                    ),
                 });
             }
         }
@@ -325,7 +334,8 @@ impl WeightStore for GgufStore {
     }
 
     fn contains(&self, name: &str) -> bool {
-        stored_name(name).is_some_and(|n| self.by_name.contains_key(&n))
+        self.stored_name(name)
+            .is_some_and(|n| self.by_name.contains_key(&n))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
@@ -360,7 +370,7 @@ impl WeightStore for GgufStore {
     }
 
     fn exactness(&self, name: &str) -> Exactness {
-        let info = stored_name(name).and_then(|n| self.info(&n));
+        let info = self.stored_name(name).and_then(|n| self.info(&n));
         info.map_or(Exactness::Exact, |i| BlockWeight::exactness(i.kind))
     }
 

@@ -3,7 +3,8 @@
 //! GGUF keeps a byte-level BPE as its tokens by id, their kinds and the merges; the
 //! pre-tokenizer only by name. What a name stands for is written here.
 
-use super::file::{GgufFile, malformed};
+use super::file::GgufFile;
+use super::value::malformed;
 use crate::error::{Error, Result};
 use serde::Serialize;
 use serde::ser::{SerializeMap, SerializeSeq, Serializer};

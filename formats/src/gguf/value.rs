@@ -1,7 +1,6 @@
 //! Metadata values, and reading them from bytes that may claim anything.
 
-use super::file::malformed;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use bytes::Bytes;
 use std::fmt;
 use std::path::Path;
@@ -436,5 +435,15 @@ impl<'a> Reader<'a> {
             count,
             bytes,
         })
+    }
+}
+
+/// What a file says of `what` instead of what it should.
+pub(super) fn malformed(path: &Path, what: &str, expected: String, found: String) -> Error {
+    Error::Malformed {
+        path: path.into(),
+        what: what.into(),
+        expected,
+        found,
     }
 }

@@ -2,11 +2,11 @@
 
 use super::blocks::Scratch;
 use super::types::BlockType;
-use crate::checkpoint::Exactness;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::pack;
 use crate::scheme::Bits;
+use crate::store::Exactness;
 use crate::weight::{AffineWeight, ZeroPoints};
 use bytes::Bytes;
 use half::f16;

@@ -7,11 +7,12 @@
 //! | `X.weight_scale_inv` | F32 or BF16 `[ceil(out / 128), ceil(in / 128)]` |
 
 use super::Settings;
-use crate::checkpoint::{Checkpoint, Exactness, Source, TensorEntry, WeightStore};
+use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::{FLOATS, weight_name};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::shards::Shards;
+use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;

@@ -6,13 +6,15 @@ pub mod compressed_tensors;
 pub mod fp8;
 pub mod gptq;
 
-use crate::checkpoint::{CONFIG, Checkpoint, Exactness, Source, TensorEntry, WeightStore};
+use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::{FLOATS, weight_name};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::files::CONFIG;
 use crate::pack;
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use crate::shards::Shards;
+use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};

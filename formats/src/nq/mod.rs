@@ -9,13 +9,14 @@ pub use record::{CalibrationRecord, QuantizationRecord, SourceRecord, TensorSche
 pub use staging::{at_work, staging};
 pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copied_files, is_copied};
 
-use crate::checkpoint::{Checkpoint, Source, TensorEntry, WeightStore};
-use crate::config::ModelConfig;
+use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::{FLOATS, weight_name};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::models::ModelConfig;
 use crate::scheme::{AffineScheme, Zeros};
 use crate::shards::Shards;
+use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use bytes::Bytes;
@@ -43,7 +44,7 @@ pub(crate) mod part {
 /// [`Error::Malformed`] for a record that is not one, [`Error::Unsupported`] for another version,
 /// [`Error::Tensor`] where record and tensors disagree; else as [`Shards::open`].
 pub fn open(source: Source) -> Result<Checkpoint> {
-    let path = source.files().path(crate::checkpoint::CONFIG);
+    let path = source.files().path(crate::files::CONFIG);
     let value = source.quantization().cloned().unwrap_or_default();
     let record = QuantizationRecord::parse(&path, &value)?;
     let store = NqStore::new(source.shards()?, record, value)?;
@@ -55,7 +56,7 @@ pub fn open(source: Source) -> Result<Checkpoint> {
 /// # Errors
 /// As [`QuantizationRecord::parse`].
 pub fn record(checkpoint: &Checkpoint) -> Result<Option<QuantizationRecord>> {
-    let path = checkpoint.files().path(crate::checkpoint::CONFIG);
+    let path = checkpoint.files().path(crate::files::CONFIG);
     match checkpoint.store().quantization() {
         Some(value) if checkpoint.store().format() == METHOD => {
             QuantizationRecord::parse(&path, value).map(Some)

@@ -71,7 +71,7 @@ pub struct CalibrationRecord {
 /// written; the rest is the caller's.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct QuantizationRecord {
-    /// Of the seven Linears of every layer; `None`: they are unquantized.
+    /// Of the Linears of every layer; `None`: they are unquantized.
     pub linears: Option<TensorScheme>,
     /// Weights that deviate from `linears`, and quantized ones outside the layers; null for
     /// an unquantized one.

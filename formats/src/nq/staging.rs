@@ -10,9 +10,9 @@
 //! finished       hash of the result's config.json, written just before the final rename
 //! ```
 
-use crate::checkpoint::CONFIG;
 use crate::durable::parent;
 use crate::error::{Error, Result};
+use crate::files::CONFIG;
 use crate::hash;
 use serde_json::Value;
 use std::fs::{self, File};

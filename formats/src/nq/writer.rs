@@ -9,13 +9,14 @@ use super::staging::{
     read_json, remove, remove_file, set_folder, sets, staged_work, staging,
 };
 use super::{NqStore, VERSION, parts, read_affine, verify};
-use crate::checkpoint::{CONFIG, Checkpoint, Files, GENERATION_CONFIG, Source};
+use crate::checkpoint::Checkpoint;
 use crate::dense::{FLOATS, weight_name};
 use crate::durable::{
     Form, available, check_destination, check_space, parent, rename_folder, sync_folder,
     write_bytes,
 };
 use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files, GENERATION_CONFIG};
 use crate::hash;
 use crate::progress::Progress;
 use crate::safetensors::SafetensorsFile;
@@ -355,7 +356,7 @@ impl Writer {
         record.set_schemes(&staged.schemes);
         let value = record.to_json();
         let store = NqStore::new(staged.shards, record, value)?;
-        Source::new(self.source.clone(), None)?.into_checkpoint(Box::new(store))
+        Checkpoint::of_files(self.source.clone(), Box::new(store))
     }
 
     /// Assembles the staged steps into the final folder, checks that it opens and that every
@@ -423,8 +424,7 @@ impl Staged {
         let mut files = Vec::new();
         let mut schemes = BTreeMap::new();
         for path in &paths {
-            let bytes =
-                crate::checkpoint::map_file(path).map_err(|e| Error::io(path, "open", e))?;
+            let bytes = crate::files::map_file(path).map_err(|e| Error::io(path, "open", e))?;
             let file = SafetensorsFile::parse(path, bytes)?;
             let text = file.metadata().get(SCHEMES).map_or("", String::as_str);
             let step: BTreeMap<String, Option<TensorScheme>> =

@@ -2,7 +2,7 @@
 
 use crate::common::{Rng, names, random_dense};
 use half::{bf16, f16};
-use nq_formats::checkpoint::Exactness;
+use nq_formats::Exactness;
 use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, DType, ModelConfig, Tensor, nq};

@@ -7,7 +7,7 @@ mod encode;
 
 use common::names;
 use encode::*;
-use nq_formats::checkpoint::Exactness;
+use nq_formats::Exactness;
 use nq_formats::{Checkpoint, DType, Tensor, Weight, nq};
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! Keys and values of one layer and one sequence, as attention reads them.
+//! Keys and values of one layer, in pages, as attention reads them.
 
 use super::memory::Buffer;
 use half::f16;
@@ -38,115 +38,59 @@ impl fmt::Display for KvType {
     }
 }
 
-/// Keys or values of one layer of one sequence: `[kv_heads, capacity, head_dim]`.
+/// Positions of a page. A power of two, so that kernels divide by shifts; of the sizes tried, the
+/// largest whose unused ends cost little: a sequence wastes half a page.
+pub const PAGE: usize = 128;
+
+/// Keys and values of one layer, in pages that belong to sequences through their page tables: of
+/// each page `[kv_heads, PAGE, head_dim]` keys and as many values.
 #[derive(Clone, Debug)]
-pub struct KvBlock {
+pub struct KvPages {
     kv_heads: usize,
-    capacity: usize,
     head_dim: usize,
-    data: KvData,
+    pages: usize,
+    keys: KvData,
+    values: KvData,
 }
 
+/// `[pages, kv_heads, PAGE, head_dim]`
 #[derive(Clone, Debug)]
-enum KvData {
+pub(crate) enum KvData {
     F32(Buffer<f32>),
     F16(Buffer<f16>),
+    /// Scales are `[pages, kv_heads, PAGE]`.
     Int8 {
         codes: Buffer<i8>,
         scales: Buffer<f16>,
     },
 }
 
-/// One head of a [`KvBlock`].
-#[derive(Clone, Copy)]
-pub(crate) struct KvView<'a> {
-    pub(crate) data: HeadData<'a>,
-    pub(crate) head_dim: usize,
-}
-
-/// Values `[capacity, head_dim]`.
-#[derive(Clone, Copy)]
-pub(crate) enum HeadData<'a> {
-    F32(&'a [f32]),
-    F16(&'a [f16]),
-    /// Scales are `[capacity]`.
-    Int8 {
-        codes: &'a [i8],
-        scales: &'a [f16],
-    },
-}
-
-impl KvBlock {
-    /// Room for `capacity` positions, zeroed.
-    pub fn new(kind: KvType, kv_heads: usize, capacity: usize, head_dim: usize) -> Self {
-        let n = kv_heads * capacity * head_dim;
-        let data = match kind {
+impl KvData {
+    fn new(kind: KvType, rows: usize, head_dim: usize) -> Self {
+        let n = rows * head_dim;
+        match kind {
             KvType::F32 => KvData::F32(Buffer::sparse(n)),
             KvType::F16 => KvData::F16(Buffer::sparse(n)),
             KvType::Int8 => KvData::Int8 {
                 codes: Buffer::sparse(n),
-                scales: Buffer::sparse(kv_heads * capacity),
+                scales: Buffer::sparse(rows),
             },
-        };
-        KvBlock {
-            kv_heads,
-            capacity,
-            head_dim,
-            data,
         }
     }
 
-    /// What values are rounded to.
-    pub fn kind(&self) -> KvType {
-        match self.data {
-            KvData::F32(_) => KvType::F32,
-            KvData::F16(_) => KvType::F16,
-            KvData::Int8 { .. } => KvType::Int8,
-        }
-    }
-
-    /// Width of a head.
-    pub fn head_dim(&self) -> usize {
-        self.head_dim
-    }
-
-    /// All positions of one head.
-    pub(crate) fn head(&self, head: usize) -> KvView<'_> {
-        let rows = head * self.capacity..(head + 1) * self.capacity;
-        let values = rows.start * self.head_dim..rows.end * self.head_dim;
-        let data = match &self.data {
-            KvData::F32(d) => HeadData::F32(&d[values]),
-            KvData::F16(d) => HeadData::F16(&d[values]),
-            KvData::Int8 { codes, scales } => HeadData::Int8 {
-                codes: &codes[values],
-                scales: &scales[rows],
-            },
-        };
-        KvView {
-            data,
-            head_dim: self.head_dim,
-        }
-    }
-
-    /// Positions there is room for.
-    pub fn capacity(&self) -> usize {
-        self.capacity
-    }
-
-    /// Heads.
-    pub fn kv_heads(&self) -> usize {
-        self.kv_heads
-    }
-
-    /// Rounds and stores one head's vector (`head_dim` long) at `position`.
-    pub fn store(&mut self, head: usize, position: usize, x: &[f32]) {
-        let row = head * self.capacity + position;
-        let span = row * self.head_dim..(row + 1) * self.head_dim;
-        match &mut self.data {
+    /// Rounds `x` to row `row`.
+    fn store(&mut self, row: usize, x: &[f32]) {
+        let span = row * x.len()..(row + 1) * x.len();
+        match self {
             KvData::F32(d) => d[span].copy_from_slice(x),
             KvData::F16(d) => d[span].convert_from_f32_slice(x),
             KvData::Int8 { codes, scales } => {
-                let absmax = x.iter().fold(0f32, |m, v| m.max(v.abs()));
+                // A NaN must not be lost among the codes, which have none: the scale keeps it.
+                let larger = |m: f32, v: &f32| if v.is_nan() { f32::NAN } else { m.max(v.abs()) };
+                let absmax = x.iter().fold(0f32, |m, v| match m.is_nan() {
+                    true => m,
+                    false => larger(m, v),
+                });
                 let scale = f16::from_f32(absmax / 127.0);
                 scales[row] = scale;
                 let inv = if scale.to_f32() > 0.0 {
@@ -161,11 +105,10 @@ impl KvBlock {
         }
     }
 
-    /// Reads one head's vector at `position` back as f32.
-    pub fn load(&self, head: usize, position: usize, out: &mut [f32]) {
-        let row = head * self.capacity + position;
-        let span = row * self.head_dim..(row + 1) * self.head_dim;
-        match &self.data {
+    /// Reads row `row` back.
+    fn load(&self, row: usize, out: &mut [f32]) {
+        let span = row * out.len()..(row + 1) * out.len();
+        match self {
             KvData::F32(d) => out.copy_from_slice(&d[span]),
             KvData::F16(d) => d[span].convert_to_f32_slice(out),
             KvData::Int8 { codes, scales } => {
@@ -175,5 +118,157 @@ impl KvBlock {
                 }
             }
         }
+    }
+
+    /// Copies `n` rows of `width` values from row `from` to row `to`.
+    fn copy(&mut self, from: usize, to: usize, n: usize, width: usize) {
+        let span = from * width..(from + n) * width;
+        match self {
+            KvData::F32(d) => d.copy_within(span, to * width),
+            KvData::F16(d) => d.copy_within(span, to * width),
+            KvData::Int8 { codes, scales } => {
+                codes.copy_within(span, to * width);
+                scales.copy_within(from..from + n, to);
+            }
+        }
+    }
+
+    fn kind(&self) -> KvType {
+        match self {
+            KvData::F32(_) => KvType::F32,
+            KvData::F16(_) => KvType::F16,
+            KvData::Int8 { .. } => KvType::Int8,
+        }
+    }
+}
+
+impl KvPages {
+    /// Room for `pages` pages, zeroed. What is never written takes no memory.
+    pub fn new(kind: KvType, pages: usize, kv_heads: usize, head_dim: usize) -> Self {
+        let data = || KvData::new(kind, pages * kv_heads * PAGE, head_dim);
+        KvPages {
+            kv_heads,
+            head_dim,
+            pages,
+            keys: data(),
+            values: data(),
+        }
+    }
+
+    /// Bytes of a page: keys and values of one layer.
+    pub const fn page_bytes(kind: KvType, kv_heads: usize, head_dim: usize) -> usize {
+        2 * kv_heads * PAGE * kind.bytes(head_dim)
+    }
+
+    /// What keys and values are rounded to.
+    pub fn kind(&self) -> KvType {
+        self.keys.kind()
+    }
+
+    /// Width of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// Pages there is room for.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
+    fn row(&self, page: u32, head: usize, at: usize) -> usize {
+        assert!(at < PAGE, "row {at} of a page of {PAGE}");
+        (page as usize * self.kv_heads + head) * PAGE + at
+    }
+
+    /// Rounds and stores the keys and values `[kv_heads, head_dim]` of one position: row `at` of
+    /// `page`.
+    pub fn store(&mut self, page: u32, at: usize, keys: &[f32], values: &[f32]) {
+        let d = self.head_dim;
+        let heads = keys.chunks_exact(d).zip(values.chunks_exact(d));
+        for (head, (k, v)) in heads.enumerate() {
+            let row = self.row(page, head, at);
+            self.keys.store(row, k);
+            self.values.store(row, v);
+        }
+    }
+
+    /// Reads one head's key and value `[head_dim]` at row `at` of `page` back as f32.
+    pub fn load(&self, page: u32, at: usize, head: usize, key: &mut [f32], value: &mut [f32]) {
+        let row = self.row(page, head, at);
+        self.keys.load(row, key);
+        self.values.load(row, value);
+    }
+
+    /// Copies the first `rows` rows of page `from` to page `to`.
+    pub fn copy_rows(&mut self, from: u32, to: u32, rows: usize) {
+        assert!(rows <= PAGE, "{rows} rows of a page of {PAGE}");
+        for head in 0..self.kv_heads {
+            let (from, to) = (self.row(from, head, 0), self.row(to, head, 0));
+            self.keys.copy(from, to, rows, self.head_dim);
+            self.values.copy(from, to, rows, self.head_dim);
+        }
+    }
+}
+
+/// Keys and values of one layer of one sequence: position `p` is row `p % PAGE` of page
+/// `table[p / PAGE]`.
+#[derive(Clone, Copy, Debug)]
+pub struct KvSequence<'a> {
+    pages: &'a KvPages,
+    table: &'a [u32],
+}
+
+impl<'a> KvSequence<'a> {
+    /// # Panics
+    /// If the table names a page that there is not.
+    pub fn new(pages: &'a KvPages, table: &'a [u32]) -> Self {
+        let there = |&page: &u32| (page as usize) < pages.pages;
+        assert!(table.iter().all(there), "a page past the pool's");
+        KvSequence { pages, table }
+    }
+
+    /// The pages that it lies in.
+    pub fn pages(&self) -> &'a KvPages {
+        self.pages
+    }
+
+    /// Positions there is room for.
+    pub fn capacity(&self) -> usize {
+        self.table.len() * PAGE
+    }
+
+    /// Keys and values of one head.
+    pub(crate) fn head(&self, head: usize) -> [KvView<'a>; 2] {
+        assert!(head < self.pages.kv_heads, "head {head}");
+        [&self.pages.keys, &self.pages.values].map(|data| KvView {
+            data,
+            table: self.table,
+            head_dim: self.pages.head_dim,
+            kv_heads: self.pages.kv_heads,
+            head,
+        })
+    }
+}
+
+/// Keys or values of one head of a sequence, whose pages all exist.
+#[derive(Clone, Copy)]
+pub(crate) struct KvView<'a> {
+    pub(crate) data: &'a KvData,
+    pub(crate) head_dim: usize,
+    table: &'a [u32],
+    kv_heads: usize,
+    head: usize,
+}
+
+impl KvView<'_> {
+    /// The first row of the sequence's page `i` among all rows of the pool.
+    #[inline(always)]
+    pub(crate) fn page_row(&self, i: usize) -> usize {
+        (self.table[i] as usize * self.kv_heads + self.head) * PAGE
     }
 }

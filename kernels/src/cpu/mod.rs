@@ -17,7 +17,7 @@ pub mod team;
 
 pub use bandwidth::{Bandwidth, BandwidthBuffer};
 pub use isa::{Isa, IsaChoice};
-pub use kv::{KvBlock, KvType};
+pub use kv::{KvPages, KvSequence, KvType, PAGE};
 pub use linear::{Epilogue, Linear};
 pub use ops::Span;
 #[cfg(feature = "cuda")]

@@ -8,6 +8,8 @@ use bytemuck::{Pod, Zeroable};
 
 /// What the device writes instead of a token whose logits are not finite.
 pub const NOT_FINITE: u32 = 0xffff_fffe;
+/// What the device writes instead of a token where mask and biases leave none.
+pub const NONE_ALLOWED: u32 = 0xffff_fffd;
 
 /// How tokens are chosen: `Sampling` of `cuda/sampling.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
@@ -21,18 +23,174 @@ pub struct Sampling {
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of tokens seen.
     pub repetition: f32,
-    /// Subtracted from logits of tokens in the answer.
+    /// Subtracted from logits of tokens in the answer, as often as it has them.
+    pub frequency: f32,
+    /// Subtracted once from logits of tokens in the answer.
     pub presence: f32,
     /// Keeps this many best tokens; 0: all.
     pub top_k: i32,
-    /// 1 if tokens seen change the logits.
-    pub penalties: i32,
+    /// What changes the logits: a sum of [`Sampling::BIASED`], [`Sampling::PENALIZED`] and
+    /// [`Sampling::MASKED`].
+    pub adjusts: i32,
+    /// 0: no log-probabilities are given; else those of the token chosen and of one less than
+    /// this of the best tokens, [`MOST_LOGPROBS`] at most.
+    pub logprobs: i32,
     /// Key of the random numbers, low word first.
     pub seed: [u32; 2],
     /// Their stream.
     pub stream: [u32; 2],
     /// Tokens before the first sampled one.
     pub position: [u32; 2],
+}
+
+impl Sampling {
+    /// The row's biases are added to its logits.
+    pub const BIASED: i32 = 1;
+    /// Tokens seen are penalized, and counted.
+    pub const PENALIZED: i32 = 2;
+    /// Tokens that the row's mask does not allow are excluded.
+    pub const MASKED: i32 = 4;
+}
+
+/// Most tokens whose log-probabilities are given beside the chosen one's.
+pub const MOST_LOGPROBS: usize = 20;
+/// Most tokens of a vocabulary of which [`Stream::advance`] finds so many: their groups, of which
+/// there are 2,048, hold no more than its list.
+const MOST_RANKED: usize = 4096 / MOST_LOGPROBS * 2048;
+
+/// Log-probabilities of the model's own distribution, before any change of its logits: `Logprobs`
+/// of `cuda/sampling.cuh`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Logprobs {
+    /// Of the token chosen.
+    pub chosen: f32,
+    /// How many of the best tokens follow.
+    pub count: u32,
+    /// Their ids, best first.
+    pub ids: [u32; MOST_LOGPROBS],
+    /// Their log-probabilities.
+    pub values: [f32; MOST_LOGPROBS],
+}
+
+/// What changes logits before a token is chosen, a row a sequence; read where a row's [`Sampling`]
+/// says so.
+pub struct Adjustments {
+    vocab: usize,
+    bias: Buffer<f32>, // [rows, vocab]
+    mask: Buffer<u32>, // [rows, vocab / 32, rounded up]
+    seen: Buffer<u16>, // [rows, vocab]: IN_PROMPT, and how often the answer has a token
+}
+
+/// `Adjustments` of `cuda/sampling.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AdjustArgs {
+    bias: Address,
+    mask: Address,
+    seen: Address,
+}
+
+impl Adjustments {
+    /// Set in the state of a token that the prompt has; below it is counted how often the answer
+    /// has it.
+    const IN_PROMPT: u16 = 1 << 15;
+
+    /// Room for those of `rows` sequences; none say anything yet.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn new(gpu: &Gpu, vocab: usize, rows: usize) -> Result<Self> {
+        Ok(Adjustments {
+            vocab,
+            bias: gpu.zeros("logit biases", rows * vocab)?,
+            mask: gpu.zeros("token masks", rows * vocab.div_ceil(32))?,
+            seen: gpu.zeros("tokens seen", rows * vocab)?,
+        })
+    }
+
+    /// Device bytes of [`Adjustments::new`].
+    pub fn device_bytes(vocab: usize, rows: usize) -> usize {
+        rows * (6 * vocab + 4 * vocab.div_ceil(32))
+    }
+
+    /// Replaces the biases of a row: tokens and what is added to their logits.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a token past the vocabulary or a row that there is none of; the
+    /// driver's.
+    pub fn write_bias(&mut self, row: usize, biases: &[(u32, f32)]) -> Result<()> {
+        let all = self.by_token(biases.iter().copied())?;
+        self.bias.write(row * self.vocab, &all)
+    }
+
+    /// Replaces the mask of a row, whose bit `i % 32` of word `i / 32` allows token `i`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for another number of words than the vocabulary needs or a row that there
+    /// is none of; the driver's.
+    pub fn write_mask(&mut self, row: usize, mask: &[u32]) -> Result<()> {
+        let words = self.vocab.div_ceil(32);
+        if mask.len() != words {
+            return Err(Error::Shape {
+                op: "sampling",
+                what: "mask",
+                expected: format!("{words} words for {} tokens", self.vocab),
+                found: format!("{} words", mask.len()),
+            });
+        }
+        self.mask.write(row * words, mask)
+    }
+
+    /// Replaces the tokens seen of a row: tokens, whether the prompt has them and how often the
+    /// answer does, 32,767 standing for more.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a token past the vocabulary or a row that there is none of; the
+    /// driver's.
+    pub fn write_seen(
+        &mut self,
+        row: usize,
+        tokens: impl Iterator<Item = (u32, bool, u32)>,
+    ) -> Result<()> {
+        let most = u32::from(Self::IN_PROMPT - 1);
+        let all = self.by_token(tokens.map(|(id, in_prompt, count)| {
+            let prompt = if in_prompt { Self::IN_PROMPT } else { 0 };
+            (id, prompt | count.min(most) as u16)
+        }))?;
+        self.seen.write(row * self.vocab, &all)
+    }
+
+    /// A row of what is said of some tokens.
+    fn by_token<T: Pod>(&self, some: impl Iterator<Item = (u32, T)>) -> Result<Vec<T>> {
+        let mut all = vec![T::zeroed(); self.vocab];
+        for (id, value) in some {
+            match all.get_mut(id as usize) {
+                Some(place) => *place = value,
+                None => {
+                    return Err(Error::Shape {
+                        op: "sampling",
+                        what: "token",
+                        expected: format!("below {}", self.vocab),
+                        found: id.to_string(),
+                    });
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn have(&self, vocab: usize, rows: usize) -> bool {
+        self.vocab == vocab && self.seen.len() >= rows * vocab
+    }
+
+    fn args(&self) -> AdjustArgs {
+        AdjustArgs {
+            bias: self.bias.at(0),
+            mask: self.mask.at(0),
+            seen: self.seen.at(0),
+        }
+    }
 }
 
 /// Ranges that [`Stream::candidates`] cuts a vocabulary into.
@@ -86,24 +244,28 @@ pub struct Advance<'a> {
     pub candidates: Option<&'a Candidates>,
     /// `[m]`
     pub sampling: &'a Buffer<Sampling>,
-    /// `[m, vocab]`: 0 not seen, 1 in the prompt, 2 in the answer.
-    pub seen: &'a mut Buffer<u8>,
+    /// Of which the tokens seen are counted on.
+    pub adjust: &'a mut Adjustments,
     /// `[m]`
     pub step: &'a mut Buffer<Step>,
     /// `[m, ring_len]`: receives token `drawn % ring_len` of each.
     pub ring: &'a mut Pinned<u32>,
+    /// `[m, ring_len]`: receives, before the token is written, what `sampling` asks for of it.
+    pub logprobs: &'a mut Pinned<Logprobs>,
     /// A power of two.
     pub ring_len: usize,
     /// `[vocab, hidden]`
     pub embedding: &'a DeviceLinear,
     /// Receives the next residuals, `[m, hidden]`.
     pub x: &'a mut Buffer<f32>,
+    /// Slot of rows that nobody sits in: they stay where they are.
+    pub idle: usize,
 }
 
 impl Stream {
     /// Lists the tokens that sampling may choose from, for `m` sequences: few of all, or the best
-    /// of each range of the vocabulary. `logits` and `seen` are `[m, vocab]`, `best` `[m, blocks]`
-    /// as in [`Advance`].
+    /// of each range of the vocabulary. `logits` are `[m, vocab]`, `best` `[m, blocks]` as in
+    /// [`Advance`].
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
@@ -114,7 +276,7 @@ impl Stream {
         best: &Buffer<[f32; 2]>,
         blocks: usize,
         sampling: &Buffer<Sampling>,
-        seen: &Buffer<u8>,
+        adjust: &Adjustments,
         to: &mut Candidates,
         vocab: usize,
         m: usize,
@@ -125,7 +287,7 @@ impl Stream {
             logits: Address,
             best: Address,
             sampling: Address,
-            seen: Address,
+            adjust: AdjustArgs,
             ranges: Address,
             short: Address,
             vocab: i32,
@@ -133,7 +295,7 @@ impl Stream {
         }
         let fits = vocab <= MOST_LISTED
             && logits.len() >= m * vocab
-            && seen.len() >= m * vocab
+            && adjust.have(vocab, m)
             && sampling.len() >= m
             && best.len() >= m * blocks
             && to.have(m);
@@ -151,7 +313,7 @@ impl Stream {
             logits: logits.at(0),
             best: best.at(0),
             sampling: sampling.at(0),
-            seen: seen.at(0),
+            adjust: adjust.args(),
             ranges: to.ranges.at(0),
             short: to.short.at(0),
             vocab: vocab as i32,
@@ -179,9 +341,10 @@ impl Stream {
             logits: Address,
             best: Address,
             sampling: Address,
-            seen: Address,
+            adjust: AdjustArgs,
             step: Address,
             ring: Address,
+            logprobs: Address,
             ranges: Address,
             short: Address,
             embedding: PackedArgs,
@@ -189,6 +352,7 @@ impl Stream {
             blocks: i32,
             vocab: i32,
             ring_size: i32,
+            idle: i32,
         }
         let vocab = a.embedding.rows();
         let width = a.embedding.inputs();
@@ -198,17 +362,20 @@ impl Stream {
             && a.blocks > 0
             && a.candidates.is_none_or(|c| c.have(m))
             && a.sampling.len() >= m
-            && a.seen.len() >= m * vocab
+            && a.adjust.have(vocab, m)
             && a.step.len() >= m
             && a.ring_len.is_power_of_two()
             && a.ring.len() >= m * a.ring_len
+            && a.logprobs.len() >= m * a.ring_len
+            && vocab <= MOST_RANKED
             && a.x.len() >= m * width;
         if !fits {
             return Err(Error::Shape {
                 op: "advance",
                 what: "operands",
                 expected: format!(
-                    "buffers for {m} times a vocabulary of {vocab} and a width of {width}"
+                    "buffers for {m} times a vocabulary of {vocab}, at most {MOST_RANKED}, and a \
+                     width of {width}"
                 ),
                 found: format!("{} logits, a ring of {}", a.logits.len(), a.ring.len()),
             });
@@ -217,9 +384,10 @@ impl Stream {
             logits: a.logits.at(0),
             best: a.best.at(0),
             sampling: a.sampling.at(0),
-            seen: a.seen.at(0),
+            adjust: a.adjust.args(),
             step: a.step.at(0),
             ring: a.ring.at(0),
+            logprobs: a.logprobs.at(0),
             ranges: a.candidates.map_or(Address::NULL, |c| c.ranges.at(0)),
             short: a.candidates.map_or(Address::NULL, |c| c.short.at(0)),
             embedding: a.embedding.args(),
@@ -227,6 +395,7 @@ impl Stream {
             blocks: a.blocks as i32,
             vocab: vocab as i32,
             ring_size: a.ring_len as i32,
+            idle: a.idle as i32,
         };
         let shape = LaunchShape {
             grid: (m, 1, 1),

@@ -2,21 +2,84 @@
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
 use super::rows::{Row, Step, at_least, shape};
-use crate::cpu::KvType;
+use crate::cpu::{KvType, PAGE};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 
 /// Width of a head that the attention kernels serve.
 pub const HEAD_DIM: usize = 128;
 
-/// Keys and values of one layer, of all sequences.
-pub struct DeviceCache {
-    keys: Buffer<u8>,
-    values: Buffer<u8>,
-    scales: Option<(Buffer<u16>, Buffer<u16>)>,
-    kv_heads: usize,
-    capacity: usize,
-    slots: usize,
+/// Keys and values of all layers and sequences, in pages of [`PAGE`] positions.
+///
+/// A sequence is a row of the page tables: its position `p` is row `p % PAGE` of page
+/// `tables[slot][p / PAGE]`. One page more than asked for, and one slot that has it as its first,
+/// belong to nobody: rows that fill a step up are computed there ([`DevicePages::idle_slot`]).
+pub struct DevicePages {
+    keys: Buffer<u8>,   // [layers, pages + 1, kv_heads, PAGE, 128]
+    values: Buffer<u8>, // [layers, pages + 1, kv_heads, 128, PAGE]
+    scales: Option<(Buffer<u16>, Buffer<u16>)>, // [layers, pages + 1, kv_heads, PAGE]
+    tables: Buffer<u32>, // [slots + 1, table_len]
+    shape: PagesShape,
+    table_len: usize,
+}
+
+/// Sizes of [`DevicePages`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagesShape {
+    /// What keys and values are rounded to.
+    pub kv: KvType,
+    /// Layers.
+    pub layers: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Pages of each layer.
+    pub pages: usize,
+    /// Sequences at most.
+    pub slots: usize,
+    /// Positions of a sequence at most.
+    pub ctx: usize,
+}
+
+impl PagesShape {
+    /// Rows of keys (and of values) of one page.
+    fn page_rows(&self) -> usize {
+        self.kv_heads * PAGE
+    }
+
+    fn rows(&self) -> usize {
+        self.layers * (self.pages + 1) * self.page_rows()
+    }
+
+    /// Device bytes of keys, of values, of the scales of each, and of the tables: one allocation
+    /// each.
+    pub fn allocations(&self) -> [usize; 5] {
+        let codes = match self.kv {
+            KvType::Int8 => HEAD_DIM,
+            KvType::F16 | KvType::F32 => self.kv.bytes(HEAD_DIM),
+        };
+        let scale = self.kv.bytes(HEAD_DIM) - codes;
+        let (codes, scale) = (self.rows() * codes, self.rows() * scale);
+        let tables = 4 * (self.slots + 1) * self.ctx.div_ceil(PAGE);
+        [codes, codes, scale, scale, tables]
+    }
+}
+
+/// Where [`DevicePages::set_pages`] puts a page: `slot`'s positions from `PAGE * index` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageEntry {
+    /// The sequence.
+    pub slot: usize,
+    /// Which of its pages.
+    pub index: usize,
+    /// The page.
+    pub page: u32,
+}
+
+/// One layer of [`DevicePages`].
+#[derive(Clone, Copy)]
+pub struct LayerPages<'a> {
+    pages: &'a DevicePages,
+    layer: usize,
 }
 
 /// `Cache` of `cuda/rows.cuh`.
@@ -27,84 +90,107 @@ pub(crate) struct CacheArgs {
     values: Address,
     key_scales: Address,
     value_scales: Address,
+    tables: Address,
     kv_heads: i32,
-    capacity: i32,
+    table_len: i32,
 }
 
-impl DeviceCache {
-    /// Bytes of one layer's cache.
-    pub fn device_bytes(kv: KvType, slots: usize, kv_heads: usize, ctx: usize) -> usize {
-        2 * slots * kv_heads * ctx.next_multiple_of(32) * kv.bytes(HEAD_DIM)
-    }
-
-    /// Room for `ctx` positions of `slots` sequences.
+impl DevicePages {
+    /// Zeroed pages; every table's entries name the page that belongs to nobody.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for f32, which the device does not keep.
-    pub fn new(gpu: &Gpu, kv: KvType, slots: usize, kv_heads: usize, ctx: usize) -> Result<Self> {
-        let capacity = ctx.next_multiple_of(32);
-        let rows = slots * kv_heads * capacity;
+    pub fn new(gpu: &Gpu, shape: PagesShape) -> Result<Self> {
         let what = "the KV cache";
-        let (bytes, int8) = match kv {
-            KvType::F16 => (2, false),
-            KvType::Int8 => (1, true),
-            KvType::F32 => {
-                return Err(Error::NoKernel {
-                    op: "attention",
-                    scheme: "f32 keys and values".into(),
-                    activations: "f32".into(),
-                    device: gpu.info().to_string(),
-                });
-            }
+        if shape.kv == KvType::F32 {
+            return Err(Error::NoKernel {
+                op: "attention",
+                scheme: "f32 keys and values".into(),
+                activations: "f32".into(),
+                device: gpu.info().to_string(),
+            });
+        }
+        let [codes, _, scales, _, _] = shape.allocations();
+        let scales = match scales {
+            0 => None,
+            n => Some((gpu.zeros(what, n / 2)?, gpu.zeros(what, n / 2)?)),
         };
-        let scales = match int8 {
-            true => Some((gpu.zeros(what, rows)?, gpu.zeros(what, rows)?)),
-            false => None,
-        };
-        Ok(DeviceCache {
-            keys: gpu.zeros(what, rows * HEAD_DIM * bytes)?,
-            values: gpu.zeros(what, rows * HEAD_DIM * bytes)?,
+        let table_len = shape.ctx.div_ceil(PAGE);
+        let nobodys = vec![shape.pages as u32; (shape.slots + 1) * table_len];
+        Ok(DevicePages {
+            keys: gpu.zeros(what, codes)?,
+            values: gpu.zeros(what, codes)?,
             scales,
-            kv_heads,
-            capacity,
-            slots,
+            tables: gpu.upload(what, &nobodys)?,
+            shape,
+            table_len,
         })
     }
 
-    /// Positions there is room for.
-    pub fn capacity(&self) -> usize {
-        self.capacity
+    /// Sizes.
+    pub fn shape(&self) -> &PagesShape {
+        &self.shape
+    }
+
+    /// A slot of nobody's, for rows at position 0 whose results nobody reads.
+    pub fn idle_slot(&self) -> usize {
+        self.shape.slots
+    }
+
+    /// One layer's keys and values.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn layer(&self, layer: usize) -> LayerPages<'_> {
+        assert!(
+            layer < self.shape.layers,
+            "layer {layer} of {}",
+            self.shape.layers
+        );
+        LayerPages { pages: self, layer }
+    }
+}
+
+impl LayerPages<'_> {
+    /// Positions of a sequence that its table has room for.
+    pub(crate) fn capacity(&self) -> usize {
+        self.pages.table_len * PAGE
     }
 
     /// Key and value heads.
-    pub fn kv_heads(&self) -> usize {
-        self.kv_heads
+    pub(crate) fn kv_heads(&self) -> usize {
+        self.pages.shape.kv_heads
     }
 
-    /// Sequences.
-    pub fn slots(&self) -> usize {
-        self.slots
+    /// Sequences, nobody's included.
+    pub(crate) fn slots(&self) -> usize {
+        self.pages.shape.slots + 1
     }
 
     pub(crate) fn suffix(&self) -> &'static str {
-        match self.scales {
+        match self.pages.scales {
             Some(_) => "int8",
             None => "fp16",
         }
     }
 
     pub(crate) fn args(&self) -> CacheArgs {
-        let (k, v) = match &self.scales {
-            Some((k, v)) => (k.at(0), v.at(0)),
+        let pages = self.pages;
+        let rows = (pages.shape.pages + 1) * pages.shape.page_rows();
+        let row = self.layer * rows;
+        let bytes = pages.keys.len() / pages.shape.rows();
+        let (k, v) = match &pages.scales {
+            Some((k, v)) => (k.at(row), v.at(row)),
             None => (Address::NULL, Address::NULL),
         };
         CacheArgs {
-            keys: self.keys.at(0),
-            values: self.values.at(0),
+            keys: pages.keys.at(row * bytes),
+            values: pages.values.at(row * bytes),
             key_scales: k,
             value_scales: v,
-            kv_heads: self.kv_heads as i32,
-            capacity: self.capacity as i32,
+            tables: pages.tables.at(0),
+            kv_heads: pages.shape.kv_heads as i32,
+            table_len: pages.table_len as i32,
         }
     }
 }
@@ -124,22 +210,23 @@ pub struct Heads<'a> {
 }
 
 impl Heads<'_> {
-    pub(crate) fn check(&self, op: &'static str, cache: &DeviceCache) -> Result<()> {
-        let group = self.heads / cache.kv_heads.max(1);
-        if !self.heads.is_multiple_of(cache.kv_heads) || !(1..=8).contains(&group) {
+    pub(crate) fn check(&self, op: &'static str, cache: LayerPages<'_>) -> Result<()> {
+        let kv_heads = cache.kv_heads();
+        let group = self.heads / kv_heads.max(1);
+        if !self.heads.is_multiple_of(kv_heads) || !(1..=8).contains(&group) {
             return Err(Error::Shape {
                 op,
                 what: "query heads",
-                expected: format!("1 to 8 for each of {} key heads", cache.kv_heads),
+                expected: format!("1 to 8 for each of {kv_heads} key heads"),
                 found: self.heads.to_string(),
             });
         }
-        let enough = self.cos_sin.len() >= cache.capacity * HEAD_DIM / 2;
+        let enough = self.cos_sin.len() >= cache.capacity() * HEAD_DIM / 2;
         if self.q_gain.len() != HEAD_DIM || self.k_gain.len() != HEAD_DIM || !enough {
             return Err(Error::Shape {
                 op,
                 what: "gains and rotary table",
-                expected: format!("{HEAD_DIM}, and {} positions", cache.capacity),
+                expected: format!("{HEAD_DIM}, and {} positions", cache.capacity()),
                 found: format!(
                     "{} and {}",
                     self.q_gain.len(),
@@ -211,6 +298,84 @@ impl AttentionScratch {
 }
 
 impl Stream {
+    /// Writes entries of the page tables, in order with the stream's other work.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a slot, index or page that there is not; the driver's.
+    pub fn set_pages(&self, pages: &mut DevicePages, entries: &[PageEntry]) -> Result<()> {
+        /// `MOST_ENTRIES` of `cuda/pages.cu`.
+        const MOST: usize = 256;
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            tables: Address,
+            count: i32,
+            entries: [[u32; 2]; MOST],
+        }
+        let of = pages.shape;
+        let there = |e: &PageEntry| {
+            e.slot < of.slots && e.index < pages.table_len && (e.page as usize) < of.pages
+        };
+        if let Some(entry) = entries.iter().find(|e| !there(e)) {
+            return Err(Error::Shape {
+                op: "set_pages",
+                what: "entry",
+                expected: format!(
+                    "{} slots of {} of {} pages",
+                    of.slots, pages.table_len, of.pages
+                ),
+                found: format!("{entry:?}"),
+            });
+        }
+        for some in entries.chunks(MOST) {
+            let mut args = Args {
+                tables: pages.tables.at(0),
+                count: some.len() as i32,
+                entries: [[0; 2]; MOST],
+            };
+            for (to, e) in args.entries.iter_mut().zip(some) {
+                *to = [(e.slot * pages.table_len + e.index) as u32, e.page];
+            }
+            // SAFETY: the arguments are `SetPagesArgs` of the kernel, copied at the launch; the
+            // entries lie in the tables.
+            unsafe { self.launch("set_pages", shape((1, 1), MOST), &args)? };
+        }
+        Ok(())
+    }
+
+    /// Copies page `from` to page `to`, in all layers.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a page that there is not; the driver's.
+    pub fn copy_page(&self, pages: &mut DevicePages, from: u32, to: u32) -> Result<()> {
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            parts: [Address; 4],
+            words: [i32; 4],
+            pages: i32,
+            from: u32,
+            to: u32,
+        }
+        let of = pages.shape;
+        at_least("copy_page", "pages", from.max(to) as usize + 1, of.pages)?;
+        let bytes = pages.keys.len() / of.rows() * of.page_rows();
+        let (k, v) = match &pages.scales {
+            Some((k, v)) => (k.at(0), v.at(0)),
+            None => (Address::NULL, Address::NULL),
+        };
+        let scales = (2 * of.page_rows() / 16) as i32;
+        let args = Args {
+            parts: [pages.keys.at(0), pages.values.at(0), k, v],
+            words: [(bytes / 16) as i32, (bytes / 16) as i32, scales, scales],
+            pages: of.pages as i32 + 1,
+            from,
+            to,
+        };
+        // SAFETY: the arguments are `CopyPageArgs` of the kernel; both pages lie in the pool.
+        unsafe { self.launch("copy_page", shape((16, of.layers), 256), &args) }
+    }
+
     /// Normalizes and rotates queries (in place) and keys of `qkv` `[m, (heads + 2 kv_heads) *
     /// 128]`, and appends keys and values to the cache at `rows`.
     ///
@@ -221,7 +386,7 @@ impl Stream {
         qkv: &mut Buffer<f32>,
         rows: &Buffer<Row>,
         heads: &Heads<'_>,
-        cache: &mut DeviceCache,
+        cache: LayerPages<'_>,
         m: usize,
     ) -> Result<()> {
         #[derive(Clone, Copy)]
@@ -238,7 +403,7 @@ impl Stream {
             eps: f32,
         }
         heads.check("append", cache)?;
-        let width = heads.heads + 2 * cache.kv_heads;
+        let width = heads.heads + 2 * cache.kv_heads();
         at_least("append", "qkv", m * width * HEAD_DIM, qkv.len())?;
         at_least("append", "rows", m, rows.len())?;
         let args = Args {
@@ -268,7 +433,7 @@ impl Stream {
         qkv: &Buffer<f32>,
         rows: &Buffer<Row>,
         heads: usize,
-        cache: &DeviceCache,
+        cache: LayerPages<'_>,
         out: &mut Buffer<f32>,
         m: usize,
     ) -> Result<()> {
@@ -282,7 +447,7 @@ impl Stream {
             heads: i32,
         }
         let op = "attention_reference";
-        let width = (heads + 2 * cache.kv_heads) * HEAD_DIM;
+        let width = (heads + 2 * cache.kv_heads()) * HEAD_DIM;
         at_least(op, "qkv", m * width, qkv.len())?;
         at_least(op, "rows", m, rows.len())?;
         at_least(op, "out", m * heads * HEAD_DIM, out.len())?;
@@ -308,7 +473,7 @@ impl Stream {
         qkv: &Buffer<f32>,
         step: &Buffer<Step>,
         heads: &Heads<'_>,
-        cache: &mut DeviceCache,
+        cache: LayerPages<'_>,
         scratch: &mut AttentionScratch,
         out: &mut Buffer<f32>,
         shape: AttentionShape,
@@ -333,14 +498,14 @@ impl Stream {
         let op = "attention_decode";
         let AttentionShape { m, splits, late } = shape;
         heads.check(op, cache)?;
-        let width = (heads.heads + 2 * cache.kv_heads) * HEAD_DIM;
+        let width = (heads.heads + 2 * cache.kv_heads()) * HEAD_DIM;
         at_least(op, "qkv", m * width, qkv.len())?;
         at_least(op, "out", m * heads.heads * HEAD_DIM, out.len())?;
         at_least(op, "step", m, step.len())?;
         at_least(op, "splits", 1, splits)?;
         at_least(op, "room for splits", splits, AttentionScratch::MOST_SPLITS)?;
         at_least(op, "scratch", m * heads.heads * splits, scratch.tops.len())?;
-        at_least(op, "scratch", m * cache.kv_heads, scratch.arrived.len())?;
+        at_least(op, "scratch", m * cache.kv_heads(), scratch.arrived.len())?;
         let args = Args {
             qkv: qkv.at(0),
             q_gain: heads.q_gain.at(0),
@@ -357,9 +522,9 @@ impl Stream {
             late: i32::from(late),
         };
         let shape = LaunchShape {
-            grid: (cache.kv_heads, splits, m),
+            grid: (cache.kv_heads(), splits, m),
             threads: 128,
-            shared: match cache.scales {
+            shared: match cache.pages.scales {
                 Some(_) => AttentionScratch::SHARED_INT8,
                 None => AttentionScratch::SHARED_FP16,
             },

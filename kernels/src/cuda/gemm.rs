@@ -1,6 +1,6 @@
 //! Products and attention of many rows at once.
 
-use super::attention::{CacheArgs, DeviceCache, HEAD_DIM};
+use super::attention::{CacheArgs, HEAD_DIM, LayerPages};
 use super::driver::{Address, Buffer, LaunchShape, Matrix, Stream, TensorMap};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
@@ -306,7 +306,7 @@ impl Stream {
         qkv: &Buffer<f32>,
         sequence: SequenceRows,
         heads: usize,
-        cache: &DeviceCache,
+        cache: LayerPages<'_>,
         out: &mut Buffer<u16>,
     ) -> Result<()> {
         #[derive(Clone, Copy)]

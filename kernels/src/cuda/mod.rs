@@ -21,8 +21,13 @@ pub mod pack;
 mod rows;
 mod second_order;
 
-pub use advance::{Advance, Candidates, NOT_FINITE, Sampling};
-pub use attention::{AttentionScratch, AttentionShape, DeviceCache, HEAD_DIM, Heads};
+pub use advance::{
+    Adjustments, Advance, Candidates, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling,
+};
+pub use attention::{
+    AttentionScratch, AttentionShape, DevicePages, HEAD_DIM, Heads, LayerPages, PageEntry,
+    PagesShape,
+};
 pub use batch::{Columns, MOST_SEQUENCES};
 pub use driver::{
     Address, Buffer, Gpu, GpuInfo, Graph, Mark, MemoryUse, Pinned, Stream, device_count, taken,

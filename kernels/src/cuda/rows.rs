@@ -85,6 +85,38 @@ impl RowsOut<'_> {
 }
 
 impl Stream {
+    /// Writes `value` to index `at` of `to`, in order with the stream's other work; it may change
+    /// or go right after.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there is no such index; the driver's.
+    pub fn put<T: Pod>(&self, to: &mut Buffer<T>, at: usize, value: T) -> Result<()> {
+        /// `MOST_WORDS` of `cuda/put.cu`.
+        const MOST: usize = 64;
+        #[derive(Clone, Copy)]
+        #[repr(C)]
+        struct Args {
+            to: Address,
+            words: i32,
+            value: [u32; MOST],
+        }
+        const {
+            assert!(size_of::<T>() <= 4 * MOST && size_of::<T>().is_multiple_of(4));
+            assert!(align_of::<T>().is_multiple_of(4));
+        }
+        at_least("put", "values", at + 1, to.len())?;
+        let mut args = Args {
+            to: to.at(at),
+            words: (size_of::<T>() / 4) as i32,
+            value: [0; MOST],
+        };
+        let bytes = bytemuck::bytes_of(&value);
+        bytemuck::bytes_of_mut(&mut args.value)[..bytes.len()].copy_from_slice(bytes);
+        // SAFETY: the arguments are `PutArgs` of the kernel, copied at the launch; the value lies
+        // in the buffer.
+        unsafe { self.launch("put", shape((1, 1), MOST), &args) }
+    }
+
     /// `x[i]` = row `tokens[i]` of `embedding`, `[m, width]`. Tokens must be in range.
     ///
     /// # Errors

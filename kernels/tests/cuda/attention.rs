@@ -3,10 +3,10 @@
 use super::common::{nmse, normal};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use half::f16;
-use nq_kernels::cpu::{KvBlock, KvType};
+use nq_kernels::cpu::{KvPages, KvType, PAGE};
 use nq_kernels::cuda::{
-    AttentionScratch, AttentionShape, Buffer, DeviceCache, Gpu, HEAD_DIM, Heads, Row, SequenceRows,
-    Step, Stream, operand_index,
+    AttentionScratch, AttentionShape, Buffer, DevicePages, Gpu, HEAD_DIM, Heads, PageEntry,
+    PagesShape, Row, SequenceRows, Step, Stream, operand_index,
 };
 use nq_kernels::reference;
 use std::ops::Range;
@@ -31,7 +31,7 @@ impl Case {
                 .collect()
         };
         let angle = |p: usize, i: usize| p as f64 * 1e6f64.powf(-(i as f64) / 64.0);
-        let capacity = len.next_multiple_of(32);
+        let capacity = len.next_multiple_of(PAGE);
         let table = (0..capacity * HEAD_DIM / 2)
             .map(|k| angle(k / 64, k % 64))
             .map(|a| (a.cos() as f32, a.sin() as f32))
@@ -55,8 +55,8 @@ impl Case {
     pub(super) fn expected(&self, rows: &[usize]) -> Vec<f32> {
         let d = HEAD_DIM;
         let group = self.heads / self.kv_heads;
-        let mut keys = KvBlock::new(self.kv, self.kv_heads, self.len, d);
-        let mut values = keys.clone();
+        let mut pages = KvPages::new(self.kv, self.len.div_ceil(PAGE), self.kv_heads, d);
+        let place = |p: usize| ((p / PAGE) as u32, p % PAGE);
         let rotated = |x: &[f32], gain: &[f32], position: usize| {
             let mut v = vec![0f32; d];
             reference::rms_norm(x, gain, 1e-6, &mut v);
@@ -68,15 +68,11 @@ impl Case {
         };
         for (position, row) in self.qkv.chunks(self.width()).enumerate() {
             let (k, v) = row[self.heads * d..].split_at(self.kv_heads * d);
-            for h in 0..self.kv_heads {
-                let head = h * d..(h + 1) * d;
-                keys.store(
-                    h,
-                    position,
-                    &rotated(&k[head.clone()], &self.gains[1], position),
-                );
-                values.store(h, position, &v[head]);
-            }
+            let k = k
+                .chunks(d)
+                .flat_map(|k| rotated(k, &self.gains[1], position));
+            let (page, at) = place(position);
+            pages.store(page, at, &k.collect::<Vec<f32>>(), v);
         }
         let mut out = Vec::new();
         for &r in rows {
@@ -85,16 +81,9 @@ impl Case {
                 let q = rotated(q, &self.gains[0], r);
                 let (mut k, mut v) = (vec![0f32; (r + 1) * d], vec![0f32; (r + 1) * d]);
                 for position in 0..=r {
-                    keys.load(
-                        h / group,
-                        position,
-                        &mut k[position * d..(position + 1) * d],
-                    );
-                    values.load(
-                        h / group,
-                        position,
-                        &mut v[position * d..(position + 1) * d],
-                    );
+                    let row = position * d..(position + 1) * d;
+                    let (page, at) = place(position);
+                    pages.load(page, at, h / group, &mut k[row.clone()], &mut v[row]);
                 }
                 let mut y = vec![0f32; d];
                 reference::attend(&q, &k, &v, &mut y);
@@ -138,6 +127,32 @@ impl Uploaded {
 /// Sequences that a cache has room for, and the one that is used.
 const SLOTS: usize = 2;
 const SLOT: usize = 1;
+/// Layers that it has, and the one that is used.
+const LAYERS: usize = 3;
+pub(super) const LAYER: usize = 1;
+
+/// Pages for `slots` sequences of up to `case.len` positions, given out so that no sequence's
+/// follow one another.
+pub(super) fn new_cache(gpu: &Gpu, stream: &Stream, case: &Case, slots: usize) -> DevicePages {
+    let each = case.len.div_ceil(PAGE);
+    let shape = PagesShape {
+        kv: case.kv,
+        layers: LAYERS,
+        kv_heads: case.kv_heads,
+        pages: slots * each,
+        slots,
+        ctx: case.len,
+    };
+    let mut pages = DevicePages::new(gpu, shape).unwrap();
+    let entry = |i: usize| PageEntry {
+        slot: i % slots,
+        index: i / slots,
+        page: (slots * each - 1 - i) as u32,
+    };
+    let entries: Vec<PageEntry> = (0..slots * each).map(entry).collect();
+    stream.set_pages(&mut pages, &entries).unwrap();
+    pages
+}
 
 /// A case on a device, and what its kernels should yield of some of its rows.
 struct Check<'a> {
@@ -168,9 +183,8 @@ impl<'a> Check<'a> {
         }
     }
 
-    fn new_cache(&self) -> DeviceCache {
-        let (kv, kv_heads, len) = (self.case.kv, self.case.kv_heads, self.case.len);
-        DeviceCache::new(self.gpu, kv, SLOTS, kv_heads, len).unwrap()
+    fn new_cache(&self) -> DevicePages {
+        new_cache(self.gpu, &self.stream, self.case, SLOTS)
     }
 
     /// Values of a row of what attention yields.
@@ -197,7 +211,7 @@ impl<'a> Check<'a> {
     }
 
     /// Appends the tokens `part` of the case; gives back their queries, keys and values.
-    fn append(&self, cache: &mut DeviceCache, part: Range<usize>) -> (Buffer<f32>, Buffer<Row>) {
+    fn append(&self, cache: &DevicePages, part: Range<usize>) -> (Buffer<f32>, Buffer<Row>) {
         let place = |p: usize| Row {
             position: p as i32,
             slot: SLOT as i32,
@@ -212,7 +226,7 @@ impl<'a> Check<'a> {
                 &mut qkv,
                 &places,
                 &self.on_device.settings(),
-                cache,
+                cache.layer(LAYER),
                 part.len(),
             )
             .unwrap();
@@ -225,17 +239,17 @@ impl<'a> Check<'a> {
     fn prefill(&self) {
         let (heads, len, width) = (self.case.heads, self.case.len, self.width());
         let cut = len / 3;
-        let mut cache = self.new_cache();
+        let cache = self.new_cache();
         for part in [0..cut, cut..len] {
             if !part.is_empty() {
-                self.append(&mut cache, part);
+                self.append(&cache, part);
             }
         }
-        let mut at_once = self.new_cache();
-        let (qkv, places) = self.append(&mut at_once, 0..len);
+        let at_once = self.new_cache();
+        let (qkv, places) = self.append(&at_once, 0..len);
         let mut full = guarded(self.gpu, &vec![GUARD; len * width]);
         self.stream
-            .attention_reference(&qkv, &places, heads, &at_once, &mut full, len)
+            .attention_reference(&qkv, &places, heads, at_once.layer(LAYER), &mut full, len)
             .unwrap();
         let padded = width.next_multiple_of(256);
         let mut half = self.gpu.zeros::<u16>("a test", len * padded).unwrap();
@@ -248,7 +262,7 @@ impl<'a> Check<'a> {
                     slot: SLOT,
                 };
                 self.stream
-                    .attention_prefill(&qkv, sequence, heads, &cache, &mut half)
+                    .attention_prefill(&qkv, sequence, heads, cache.layer(LAYER), &mut half)
                     .unwrap();
             }
         }
@@ -264,7 +278,7 @@ impl<'a> Check<'a> {
     /// One token after another; one that is there already is written again with the same result.
     fn decode(&self) {
         let (heads, kv_heads, width) = (self.case.heads, self.case.kv_heads, self.case.width());
-        let mut cache = self.new_cache();
+        let cache = self.new_cache();
         let mut scratch = AttentionScratch::new(self.gpu, heads, kv_heads, 1).unwrap();
         let mut out = guarded(self.gpu, &vec![GUARD; self.width()]);
         let mut step = self.gpu.zeros::<Step>("a test", 1).unwrap();
@@ -290,7 +304,7 @@ impl<'a> Check<'a> {
                         &row,
                         &step,
                         &settings,
-                        &mut cache,
+                        cache.layer(LAYER),
                         &mut scratch,
                         &mut out,
                         shape,
@@ -334,5 +348,47 @@ fn attention() {
             }
             check_attention(&gpu, &Case::new(heads, kv_heads, kv, len));
         }
+    }
+}
+
+/// A page copied to another one serves as well as the first, in every layer.
+#[test]
+fn copied_pages() {
+    let Some(gpu) = gpu() else { return };
+    for kv in [KvType::F16, KvType::Int8] {
+        let case = Case::new(4, 2, kv, 2 * PAGE + 30);
+        let check = Check::new(&gpu, &case);
+        let mut cache = new_cache(&gpu, &check.stream, &case, 3);
+        let (qkv, places) = check.append(&cache, 0..case.len);
+        let width = check.width();
+        let mut out = guarded(&gpu, &vec![GUARD; case.len * width]);
+        let attend = |cache: &DevicePages, out: &mut Buffer<f32>| {
+            let layer = cache.layer(LAYER);
+            check
+                .stream
+                .attention_reference(&qkv, &places, case.heads, layer, out, case.len)
+                .unwrap();
+            finish(&check.stream, out)
+        };
+        let before = attend(&cache, &mut out);
+        // Slot 1 has pages 7, 4 and 1 of 9, slot 0 has 8, 5 and 2.
+        let mut entries = Vec::new();
+        for (index, (from, page)) in [(7, 8), (4, 5), (1, 2)].into_iter().enumerate() {
+            check.stream.copy_page(&mut cache, from, page).unwrap();
+            entries.push(PageEntry {
+                slot: SLOT,
+                index,
+                page,
+            });
+        }
+        check.stream.set_pages(&mut cache, &entries).unwrap();
+        assert!(attend(&cache, &mut out) == before, "{kv}");
+        let outside = PageEntry {
+            slot: SLOT,
+            index: 0,
+            page: 9,
+        };
+        assert!(check.stream.set_pages(&mut cache, &[outside]).is_err());
+        assert!(check.stream.copy_page(&mut cache, 0, 9).is_err());
     }
 }

@@ -1,6 +1,6 @@
 //! The kernels of a decode step of several sequences.
 
-use super::attention::{Case, Uploaded};
+use super::attention::{Case, LAYER, Uploaded, new_cache};
 use super::common::{affine, dense, nmse, normal};
 use super::{
     EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, is_sanitizing,
@@ -9,8 +9,8 @@ use super::{
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
-    AttentionScratch, AttentionShape, Columns, DeviceCache, GemvOutput, Gpu, HEAD_DIM,
-    MOST_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len,
+    AttentionScratch, AttentionShape, Columns, GemvOutput, Gpu, HEAD_DIM, MOST_SEQUENCES, Norm,
+    Row, Stack, Step, Stream, best_len,
 };
 use nq_kernels::reference;
 
@@ -223,7 +223,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
     let uploaded = Uploaded::new(gpu, case);
     let settings = uploaded.settings();
     let slot_of = |i: usize| (i + 1) % m;
-    let mut cache = DeviceCache::new(gpu, case.kv, m, case.kv_heads, case.len).unwrap();
+    let cache = new_cache(gpu, &stream, case, m);
     for (i, &len) in lengths.iter().enumerate() {
         let places: Vec<Row> = (0..len)
             .map(|p| Row {
@@ -234,7 +234,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
         let places = gpu.upload("a test", &places).unwrap();
         let mut qkv = gpu.upload("a test", &case.qkv).unwrap();
         stream
-            .append(&mut qkv, &places, &settings, &mut cache, len)
+            .append(&mut qkv, &places, &settings, cache.layer(LAYER), len)
             .unwrap();
         stream.synchronize().unwrap();
     }
@@ -267,7 +267,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
                 &qkv,
                 &steps,
                 &settings,
-                &mut cache,
+                cache.layer(LAYER),
                 &mut scratch,
                 &mut out,
                 shape,

@@ -9,6 +9,7 @@ mod attention;
 mod batch;
 #[path = "../common/mod.rs"]
 mod common;
+mod sampling;
 mod wide;
 
 use common::{affine, dense, nmse, normal, schemes};

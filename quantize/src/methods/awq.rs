@@ -11,10 +11,10 @@
 use super::{Layer, Method, Needs, Outcome, Problem, rtn};
 use crate::error::Result;
 use crate::fit::Fit;
-use crate::grid::Grid;
+use crate::grid::{Grid, Grids};
 use crate::linalg::{InputStats, Matrix};
 use crate::second_order::Hessian;
-use nq_runtime::LinearKind;
+use nq_formats::models::{Product, Source};
 use serde_json::{Map, Value};
 
 /// AWQ's settings.
@@ -57,26 +57,23 @@ impl Method for Awq {
     fn transform(
         &self,
         layer: &mut Layer,
-        inputs: &mut [InputStats; 4],
-        grids: &[Grid; 7],
+        inputs: &mut [InputStats],
+        grids: &Grids,
     ) -> Result<bool> {
         let mut changed = false;
-        for (kinds, stats) in LinearKind::INPUTS.iter().zip(inputs.iter_mut()) {
-            let query_heads = match kinds[0] {
-                LinearKind::O => {
-                    let (q, kv) = (
-                        layer.linear(LinearKind::O).cols,
-                        &layer.linear(LinearKind::V),
-                    );
-                    Some((q / layer.head_dim, kv.rows / layer.head_dim))
+        for (product, stats) in layer.spec.products().into_iter().zip(inputs) {
+            let heads = match product.source {
+                Source::Heads(values) => {
+                    let (queries, values) = (stats.mean_square.len(), layer.linear(values).rows);
+                    Some((queries / layer.head_dim, values / layer.head_dim))
                 }
-                _ => None,
+                Source::Norm(_) | Source::Rows(_) => None,
             };
-            let rms = tie(&stats.mean_square, query_heads, layer.head_dim);
-            let Some(scales) = self.search(layer, kinds, stats, &rms, grids)? else {
+            let rms = tie(&stats.mean_square, heads, layer.head_dim);
+            let Some(scales) = self.search(layer, product, stats, &rms, grids)? else {
                 continue;
             };
-            fold(layer, kinds, &scales);
+            fold(layer, product, &scales);
             stats.divide(&scales)?;
             changed = true;
         }
@@ -98,17 +95,17 @@ impl Awq {
     fn search(
         &self,
         layer: &Layer,
-        kinds: &[LinearKind],
+        product: &Product,
         stats: &InputStats,
         rms: &[f32],
-        grids: &[Grid; 7],
+        grids: &Grids,
     ) -> Result<Option<Vec<f32>>> {
         let Some(hessian) = &stats.hessian else {
             return Ok(None);
         };
-        let samples: Vec<(Matrix, Grid)> = kinds
-            .iter()
-            .map(|&k| (sample(layer.linear(k)), grids[k as usize]))
+        let linears = product.linears.iter();
+        let samples: Vec<(Matrix, Grid)> = linears
+            .map(|l| (sample(layer.linear(l.kind)), grids[&l.kind]))
             .collect();
         let error = |scales: &[f32]| -> Result<f64> {
             let mut scaled = stats.mean_square.clone();
@@ -220,10 +217,11 @@ fn scale_columns(w: &mut Matrix, scales: &[f32]) {
     }
 }
 
-/// Multiplies the columns of `kinds` by `scales` and divides what makes their input by them.
-fn fold(layer: &mut Layer, kinds: &[LinearKind], scales: &[f32]) {
-    for &k in kinds {
-        scale_columns(&mut layer.linears[k as usize], scales);
+/// Multiplies the columns of a product's weights by `scales` and divides what makes its input
+/// by them.
+fn fold(layer: &mut Layer, product: &Product, scales: &[f32]) {
+    for linear in product.linears {
+        scale_columns(layer.linear_mut(linear.kind), scales);
     }
     let divide_rows = |w: &mut Matrix, scale_of: &dyn Fn(usize) -> f32| {
         let cols = w.cols;
@@ -232,26 +230,18 @@ fn fold(layer: &mut Layer, kinds: &[LinearKind], scales: &[f32]) {
             row.iter_mut().for_each(|v| *v /= s);
         }
     };
-    match kinds[0] {
-        LinearKind::O => {
+    match product.source {
+        Source::Norm(kind) => {
+            for (gain, s) in layer.norms.get_mut(&kind).into_iter().flatten().zip(scales) {
+                *gain /= s;
+            }
+        }
+        Source::Heads(kind) => {
             let d = layer.head_dim;
-            let share = scales.len() / layer.linear(LinearKind::V).rows;
-            let v = &mut layer.linears[LinearKind::V as usize];
-            divide_rows(v, &|i| scales[i / d * share * d + i % d]);
+            let values = layer.linear_mut(kind);
+            let share = scales.len() / values.rows;
+            divide_rows(values, &|i| scales[i / d * share * d + i % d]);
         }
-        LinearKind::Down => {
-            let up = &mut layer.linears[LinearKind::Up as usize];
-            divide_rows(up, &|i| scales[i]);
-        }
-        LinearKind::Gate | LinearKind::Up => {
-            divide(&mut layer.post_attention_norm, scales);
-        }
-        LinearKind::Q | LinearKind::K | LinearKind::V => divide(&mut layer.input_norm, scales),
-    }
-}
-
-fn divide(norm: &mut [f32], scales: &[f32]) {
-    for (n, s) in norm.iter_mut().zip(scales) {
-        *n /= s;
+        Source::Rows(kind) => divide_rows(layer.linear_mut(kind), &|i| scales[i]),
     }
 }

@@ -5,7 +5,7 @@ use super::awq::Awq;
 use super::gptq::{Gptq, Order};
 use super::{Layer, Method, Needs, Outcome, Problem};
 use crate::error::Result;
-use crate::grid::Grid;
+use crate::grid::Grids;
 use crate::linalg::InputStats;
 use serde_json::{Map, Value};
 
@@ -49,8 +49,8 @@ impl Method for AwqGptq {
     fn transform(
         &self,
         layer: &mut Layer,
-        inputs: &mut [InputStats; 4],
-        grids: &[Grid; 7],
+        inputs: &mut [InputStats],
+        grids: &Grids,
     ) -> Result<bool> {
         self.awq.transform(layer, inputs, grids)
     }

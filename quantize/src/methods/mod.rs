@@ -10,10 +10,11 @@ mod tests;
 
 use crate::error::Result;
 use crate::fit::Fit;
-use crate::grid::{Grid, Rounded};
+use crate::grid::{Grid, Grids, Rounded};
 use crate::linalg::{InputStats, Matrix};
-use nq_runtime::LinearKind;
+use nq_formats::models::{LayerSpec, LinearKind, NormKind};
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 
 /// One weight to be rounded.
 #[derive(Clone, Copy, Debug)]
@@ -55,12 +56,12 @@ pub enum Needs {
 pub struct Layer {
     /// Layer, counted from 0.
     pub index: usize,
-    /// By [`LinearKind`], `[out, in]`.
-    pub linears: [Matrix; 7],
-    /// RMSNorm before attention, `[hidden]`.
-    pub input_norm: Vec<f32>,
-    /// RMSNorm before the MLP, `[hidden]`.
-    pub post_attention_norm: Vec<f32>,
+    /// What it is made of.
+    pub spec: &'static LayerSpec,
+    /// `[out, in]`
+    pub linears: BTreeMap<LinearKind, Matrix>,
+    /// Gains of the norms whose outputs Linears see.
+    pub norms: BTreeMap<NormKind, Vec<f32>>,
     /// Width of a head.
     pub head_dim: usize,
 }
@@ -68,7 +69,15 @@ pub struct Layer {
 impl Layer {
     /// The weight of one Linear.
     pub fn linear(&self, kind: LinearKind) -> &Matrix {
-        &self.linears[kind as usize]
+        &self.linears[&kind]
+    }
+
+    /// The same, to be changed.
+    ///
+    /// # Panics
+    /// If the layer has no such Linear.
+    pub fn linear_mut(&mut self, kind: LinearKind) -> &mut Matrix {
+        (self.linears.get_mut(&kind)).unwrap_or_else(|| panic!("a layer without {kind}"))
     }
 }
 
@@ -84,16 +93,16 @@ pub trait Method: Send + Sync {
     fn settings(&self) -> Map<String, Value>;
 
     /// Changes a layer into one of the same function that rounds better. `inputs` are the
-    /// statistics of [`LinearKind::INPUTS`] in that order, and are changed along; `grids`
-    /// are by [`LinearKind`]. Returns true if anything changed.
+    /// statistics of what each product sees, in order, and are changed along. Returns true if
+    /// anything changed.
     ///
     /// # Errors
     /// None that the methods here raise; a method of its own may refuse a layer.
     fn transform(
         &self,
         layer: &mut Layer,
-        inputs: &mut [InputStats; 4],
-        grids: &[Grid; 7],
+        inputs: &mut [InputStats],
+        grids: &Grids,
     ) -> Result<bool> {
         let _ = (layer, inputs, grids);
         Ok(false)

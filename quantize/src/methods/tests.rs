@@ -6,9 +6,9 @@ use super::{Layer, METHODS, Method, Needs, Problem, by_name, rtn};
 use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::linalg::{InputStats, Matrix, Moments};
+use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::rng::Philox;
-use nq_runtime::LinearKind;
 
 fn grid(bits: Bits, group: Group, zeros: Zeros) -> Grid {
     Grid::new(AffineScheme { bits, group, zeros }).unwrap()
@@ -296,19 +296,27 @@ fn gptq_without_statistics_is_an_error() {
 fn awq_folds_scales_without_changing_the_layer() {
     let (hidden, heads, kv_heads, head_dim, inner) = (32, 4, 2, 8, 48);
     let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+    let linears = [
+        normal(q, hidden, 0.1, 70),
+        normal(kv, hidden, 0.1, 71),
+        normal(kv, hidden, 0.1, 72),
+        normal(hidden, q, 0.1, 73),
+        normal(inner, hidden, 0.1, 74),
+        normal(inner, hidden, 0.1, 75),
+        normal(hidden, inner, 0.1, 76),
+    ];
+    let spec = &ARCHITECTURES[0].layer;
+    let kinds = || spec.linears().into_iter().map(|l| l.kind);
+    let gains = |gain: fn(f32) -> f32| (0..hidden).map(|i| gain(i as f32)).collect();
     let layer = Layer {
         index: 0,
-        linears: [
-            normal(q, hidden, 0.1, 70),
-            normal(kv, hidden, 0.1, 71),
-            normal(kv, hidden, 0.1, 72),
-            normal(hidden, q, 0.1, 73),
-            normal(inner, hidden, 0.1, 74),
-            normal(inner, hidden, 0.1, 75),
-            normal(hidden, inner, 0.1, 76),
-        ],
-        input_norm: (0..hidden).map(|i| 1.0 + i as f32 / 9.0).collect(),
-        post_attention_norm: (0..hidden).map(|i| 2.0 - i as f32 / 40.0).collect(),
+        spec,
+        linears: kinds().zip(linears).collect(),
+        norms: [
+            (NormKind::Attention, gains(|i| 1.0 + i / 9.0)),
+            (NormKind::Mlp, gains(|i| 2.0 - i / 40.0)),
+        ]
+        .into(),
         head_dim,
     };
     let grid = grid(Bits::B4, Group::Size(16), Zeros::Integer);
@@ -321,22 +329,23 @@ fn awq_folds_scales_without_changing_the_layer() {
     let before = inputs.clone();
     let mut scaled = layer.clone();
     let changed = Awq::default()
-        .transform(&mut scaled, &mut inputs, &[grid; 7])
+        .transform(
+            &mut scaled,
+            &mut inputs,
+            &kinds().map(|k| (k, grid)).collect(),
+        )
         .unwrap();
     assert!(changed);
-    assert_ne!(scaled.input_norm, layer.input_norm);
+    assert_ne!(scaled.norms, layer.norms);
 
     // Each path through the layer that a scale is folded into, as one matrix.
     let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} {b}");
-    for (kind, norm, norm_before) in [
-        (LinearKind::Q, &scaled.input_norm, &layer.input_norm),
-        (LinearKind::K, &scaled.input_norm, &layer.input_norm),
-        (
-            LinearKind::Gate,
-            &scaled.post_attention_norm,
-            &layer.post_attention_norm,
-        ),
+    for (kind, norm) in [
+        (LinearKind::Q, NormKind::Attention),
+        (LinearKind::K, NormKind::Attention),
+        (LinearKind::Gate, NormKind::Mlp),
     ] {
+        let (norm, norm_before) = (&scaled.norms[&norm], &layer.norms[&norm]);
         let (a, b) = (scaled.linear(kind), layer.linear(kind));
         for i in 0..a.data.len() {
             close(
@@ -345,7 +354,9 @@ fn awq_folds_scales_without_changing_the_layer() {
             );
         }
     }
-    let v = |l: &Layer, i: usize, j: usize| l.linear(LinearKind::V).row(i)[j] * l.input_norm[j];
+    let v = |l: &Layer, i: usize, j: usize| {
+        l.linear(LinearKind::V).row(i)[j] * l.norms[&NormKind::Attention][j]
+    };
     let o = |l: &Layer, i: usize, j: usize| l.linear(LinearKind::O).row(i)[j];
     for head in 0..heads {
         for d in 0..head_dim {
@@ -358,14 +369,15 @@ fn awq_folds_scales_without_changing_the_layer() {
     }
     for d in 0..inner {
         let path = |l: &Layer| {
-            let up = l.linear(LinearKind::Up).row(d)[3] * l.post_attention_norm[3];
+            let up = l.linear(LinearKind::Up).row(d)[3] * l.norms[&NormKind::Mlp][3];
             up * l.linear(LinearKind::Down).row(2)[d]
         };
         close(path(&scaled), path(&layer));
     }
 
     // The statistics follow: an input divided by s has its moments divided by s_i s_j.
-    let s = layer.input_norm[0] / scaled.input_norm[0];
+    let gain = |l: &Layer| l.norms[&NormKind::Attention][0];
+    let s = gain(&layer) / gain(&scaled);
     close(inputs[0].mean_square[0], before[0].mean_square[0] / (s * s));
 
     // And it pays: less output error than rounding the layer as it was.

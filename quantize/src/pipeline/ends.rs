@@ -13,9 +13,10 @@ use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::second_order::Errors;
 use nq_formats::Weight;
+use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_runtime::Hidden;
-use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
+use nq_runtime::models;
 use rayon::prelude::*;
 
 /// The step that stages them.
@@ -31,7 +32,8 @@ pub(crate) const LOOKED_UP: f32 = 1.0;
 impl Job<'_> {
     /// Names what the step, the last, depends on besides the plan: all schemes.
     pub(super) fn ends_key(&self, schemes: &Schemes) -> Result<String> {
-        let layers = key(schemes, self.config().num_hidden_layers)?;
+        let config = self.config();
+        let layers = key(config, schemes, config.num_hidden_layers)?;
         Ok(format!("{layers} {:?}", schemes.of(HEAD)))
     }
 
@@ -49,7 +51,7 @@ impl Job<'_> {
             return Ok(());
         }
         let (config, store) = (self.config(), self.checkpoint.store());
-        let norm = store.vector(FINAL_NORM, config.hidden_size)?;
+        let norm = models::final_norm(store, config)?;
         let inputs = match stream {
             Some(stream) => {
                 let needs = self.method.needs();
@@ -65,10 +67,10 @@ impl Job<'_> {
             }
             None => None,
         };
-        let embedding = qwen3::embedding(store, config)?;
+        let embedding = models::embedding(store, config)?;
         let mut names = vec![(EMBEDDING, embedding)];
         if !config.tie_word_embeddings {
-            names.push((HEAD, qwen3::head(store, config)?));
+            names.push((HEAD, models::head(store, config)?));
         }
         let mut report = Step {
             key,
@@ -99,7 +101,7 @@ impl Job<'_> {
         writer.remove_step(STEP)?;
         state.steps.insert(STEP.into(), report);
         save(writer, state)?;
-        let mut params = vec![(FINAL_NORM.to_owned(), Param::Vector(&norm))];
+        let mut params = vec![(NORM.to_owned(), Param::Vector(&norm))];
         for (name, weight) in &weights {
             params.push(((*name).to_owned(), Param::Matrix(weight)));
         }

@@ -11,10 +11,9 @@ use crate::memory;
 use crate::quality::{Limits, nats};
 use crate::schemes::Schemes;
 use crate::sensitivity;
+use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::nq::Writer;
-use nq_formats::{Bits, Progress, Weight, human_bytes, mapping};
-use nq_runtime::models::qwen3::{EMBEDDING, HEAD};
-use nq_runtime::{LayerWeights, LinearKind};
+use nq_formats::{Bits, Progress, human_bytes, mapping};
 
 /// A size to be kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -381,12 +380,8 @@ impl Job<'_> {
 
     /// Bytes of all tensors under `schemes`.
     pub(super) fn bytes(&self, schemes: &Schemes) -> u64 {
-        let layer = LayerWeights::read(self.checkpoint.store(), self.config(), 0);
-        let dense = match layer.as_ref().map(|l| l.linear(LinearKind::Q)) {
-            Ok(Weight::Dense(t)) => t.dtype().size(),
-            _ => 2,
-        };
-        memory::file_bytes(self.config(), schemes, dense)
+        let dense = memory::dense_type(self.checkpoint);
+        memory::file_bytes(self.config(), schemes, dense.size())
     }
 }
 

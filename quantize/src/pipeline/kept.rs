@@ -150,9 +150,10 @@ impl Job<'_> {
 
     /// The reports of steps that are what `schemes` ask for.
     fn valid_steps(&self, state: &State, schemes: &Schemes) -> Result<BTreeMap<String, Step>> {
-        let layers = self.config().num_hidden_layers;
+        let config = self.config();
+        let layers = config.num_hidden_layers;
         let mut valid = BTreeMap::new();
-        let names = (0..layers).map(|i| Ok((step_name(i), key(schemes, i + 1)?)));
+        let names = (0..layers).map(|i| Ok((step_name(i), key(config, schemes, i + 1)?)));
         let ends = self
             .ends_key(schemes)
             .map(|key| (ends::STEP.to_owned(), key));

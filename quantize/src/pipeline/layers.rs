@@ -5,18 +5,18 @@ use super::ends::end;
 use super::state::{State, Step, save};
 use crate::calibration::Sequences;
 use crate::error::Result;
-use crate::grid::Grid;
+use crate::grid::Grids;
 use crate::layers::{self, Pass};
 use crate::linalg::read_row;
 use crate::schemes::Schemes;
 use crate::stepper::Stepper;
+use nq_formats::models::LinearSpec;
+use nq_formats::names::EMBEDDING;
 use nq_formats::nq::{Param, Staged, Writer};
 use nq_formats::{AffineScheme, ModelConfig, Progress, Tensor, Unit, Weight, hash, mapping};
 use nq_runtime::device::Device;
-use nq_runtime::models::qwen3::{self, EMBEDDING};
-use nq_runtime::{
-    ActivationChoice, Hidden, KvType, LayerWeights, LinearId, LinearKind, LoadOptions, load,
-};
+use nq_runtime::models;
+use nq_runtime::{ActivationChoice, Hidden, KvType, LayerWeights, LoadOptions, load};
 use std::collections::BTreeSet;
 
 /// Parts of the stage, as reports call them.
@@ -46,13 +46,13 @@ impl Job<'_> {
             None => None,
         };
         let tokens = calibration.map_or(0, Sequences::tokens) as u64;
-        let share = tokens.max(LinearKind::ALL.len() as u64); // of a layer's rounding
+        let share = tokens.max(config.layer().linears().len() as u64); // of a layer's rounding
         let total = layers as u64 * (2 * tokens + share);
         self.progress
             .begin("quantizing layers", total, Unit::Tokens);
         for index in 0..layers {
             let step = step_name(index);
-            let key = key(schemes, index + 1)?;
+            let key = key(config, schemes, index + 1)?;
             let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
             let staged = match valid {
                 true => writer.staged(&step)?,
@@ -64,7 +64,7 @@ impl Job<'_> {
                     staged_layer(&staged, config, index)?
                 }
                 None => {
-                    let grids = schemes.grids(index)?;
+                    let grids = schemes.grids(config, index)?;
                     let done =
                         self.quantize_layer(index, stream.as_ref(), &mut stepper, &grids, share)?;
                     for f in &done.fallbacks {
@@ -102,7 +102,7 @@ impl Job<'_> {
     /// The calibration text as the rounded embedding gives it. Of a large vocabulary most rows
     /// do not occur, and only those that do are rounded.
     fn embed(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
-        let embedding = qwen3::embedding(self.checkpoint.store(), self.config())?;
+        let embedding = models::embedding(self.checkpoint.store(), self.config())?;
         let (vocab, width) = embedding.dims();
         let ids: BTreeSet<u32> = text.ids.iter().flatten().copied().collect();
         if ids.last().is_some_and(|&id| id as usize >= vocab) {
@@ -152,7 +152,7 @@ impl Job<'_> {
         index: usize,
         stream: Option<&Hidden>,
         stepper: &mut Stepper,
-        grids: &[Grid; 7],
+        grids: &Grids,
         share: u64,
     ) -> Result<layers::Quantized> {
         let (config, store) = (self.config(), self.checkpoint.store());
@@ -168,11 +168,11 @@ impl Job<'_> {
             }
             None => None,
         };
-        let elements = |k: LinearKind| (k.dims(config).0 * k.dims(config).1) as u64;
-        let all: u64 = LinearKind::ALL.into_iter().map(elements).sum();
+        let linears = config.layer().linears().into_iter();
+        let all: u64 = linears.map(|l| l.elements(config) as u64).sum();
         let (mut seen, mut reported) = (0, 0);
-        let advance = |kind| {
-            seen += elements(kind);
+        let advance = |linear: &LinearSpec| {
+            seen += linear.elements(config) as u64;
             let at = (u128::from(share) * u128::from(seen) / u128::from(all)) as u64;
             self.progress.advance(at - reported);
             reported = at;
@@ -180,7 +180,7 @@ impl Job<'_> {
         let method = self.method.as_ref();
         let round = || layers::quantize(method, index, &source, stats, grids, config, advance);
         let done = self.progress.time(ROUNDING, round)?;
-        source.linears.iter().for_each(Weight::release);
+        source.linears.values().for_each(Weight::release);
         mapping::trim_heap();
         Ok(done)
     }
@@ -188,10 +188,11 @@ impl Job<'_> {
 
 /// Names what the first `layers` layers depend on, besides the plan: the schemes of the
 /// embedding and of these layers.
-pub(super) fn key(schemes: &Schemes, layers: usize) -> Result<String> {
+pub(super) fn key(config: &ModelConfig, schemes: &Schemes, layers: usize) -> Result<String> {
     let mut text = format!("{:?}", schemes.of(EMBEDDING));
     for layer in 0..layers {
-        let schemes: [AffineScheme; 7] = schemes.grids(layer)?.map(|g| g.scheme());
+        let grids = schemes.grids(config, layer)?;
+        let schemes: Vec<AffineScheme> = grids.values().map(|g| g.scheme()).collect();
         text += &format!("{schemes:?}");
     }
     Ok(hash::sha256_hex(text.as_bytes()))
@@ -204,18 +205,10 @@ pub(super) fn step_name(index: usize) -> String {
 
 /// A layer's parameters by name.
 pub(super) fn params(index: usize, w: &LayerWeights) -> Vec<(String, Param<'_>)> {
-    let norm = |name: &str, t| (format!("model.layers.{index}.{name}"), Param::Vector(t));
-    let mut all = vec![
-        norm("input_layernorm", &w.input_norm),
-        norm("post_attention_layernorm", &w.post_attention_norm),
-        norm("self_attn.q_norm", &w.q_norm),
-        norm("self_attn.k_norm", &w.k_norm),
-    ];
-    for kind in LinearKind::ALL {
-        let name = LinearId { layer: index, kind }.to_string();
-        all.push((name, Param::Matrix(w.linear(kind))));
-    }
-    all
+    let norms = (w.norms.iter()).map(|(&k, t)| (w.spec.norm(k).name(index), Param::Vector(t)));
+    let linears =
+        (w.linears.iter()).map(|(&k, m)| (w.spec.linear(k).name(index), Param::Matrix(m)));
+    norms.chain(linears).collect()
 }
 
 /// A layer as it was staged.
@@ -224,17 +217,9 @@ pub(super) fn staged_layer(
     config: &ModelConfig,
     index: usize,
 ) -> Result<LayerWeights> {
-    let linear = |kind: LinearKind| {
-        let name = LinearId { layer: index, kind }.to_string();
-        staged.matrix(&name, kind.dims(config))
-    };
-    let norm = |name: &str, len| staged.vector(&format!("model.layers.{index}.{name}"), len);
-    let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
-    Ok(LayerWeights {
-        linears: [q?, k?, v?, o?, gate?, up?, down?],
-        input_norm: norm("input_layernorm", config.hidden_size)?,
-        post_attention_norm: norm("post_attention_layernorm", config.hidden_size)?,
-        q_norm: norm("self_attn.q_norm", config.head_dim)?,
-        k_norm: norm("self_attn.k_norm", config.head_dim)?,
-    })
+    LayerWeights::collect(
+        config.layer(),
+        |linear| Ok(staged.matrix(&linear.name(index), linear.dims(config))?),
+        |norm| Ok(staged.vector(&norm.name(index), norm.len.of(config))?),
+    )
 }

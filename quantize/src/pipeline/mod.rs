@@ -34,7 +34,7 @@ use guard::Next;
 pub use guard::TargetSize;
 use nq_formats::nq::{Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, hash, mapping};
-use nq_runtime::{LayerWeights, LinearKind, LoadOptions, load};
+use nq_runtime::{LayerWeights, LoadOptions, load};
 use serde_json::{Map, Value, json};
 use state::{Attempt, State};
 use std::path::PathBuf;
@@ -137,11 +137,11 @@ impl<'a> Job<'a> {
         options.schemes.check(checkpoint.config())?;
         guard::check(options.target, options.bits)?;
         let first = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0)?;
-        if !crate::layers::is_dense(&first) {
+        if let Some(quantized) = crate::layers::quantized(&first) {
             return Err(Error::Request {
                 what: "source",
                 expected: "an unquantized model".into(),
-                found: format!("{} weights", first.linear(LinearKind::Q).scheme_name()),
+                found: format!("{} weights", quantized.scheme_name()),
             });
         }
         let job = Job {

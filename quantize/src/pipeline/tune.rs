@@ -14,13 +14,12 @@ use crate::tune::plan::{
     CHECKS, Effort, MemoryPlan, Schedule, TuneOptions, default_seconds, schedule,
 };
 use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
+use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Unit, Weight, human_bytes};
 use nq_kernels::grad::{CpuOps, GradOps};
 use nq_kernels::rng::Philox;
 use nq_runtime::device::Device;
-use nq_runtime::models::qwen3::{EMBEDDING, FINAL_NORM, HEAD};
-use nq_runtime::{LinearId, LinearKind};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
@@ -435,7 +434,7 @@ impl Job<'_> {
         let dims = (config.vocab_size, config.hidden_size);
         Ok(Canonical {
             layers,
-            final_norm: ends.vector(FINAL_NORM, config.hidden_size)?,
+            final_norm: ends.vector(NORM, config.hidden_size)?,
             embedding: ends.matrix(EMBEDDING, dims)?,
             head: match config.tie_word_embeddings {
                 true => None,
@@ -479,8 +478,8 @@ impl Job<'_> {
     ) -> Result<()> {
         for (index, (weights, source)) in tuned.layers.iter().zip(&source.layers).enumerate() {
             let step = super::layers::step_name(index);
-            for kind in LinearKind::ALL {
-                let name = LinearId { layer: index, kind }.to_string();
+            for linear in weights.spec.linears() {
+                let (name, kind) = (linear.name(index), linear.kind);
                 let rows = state.steps.get_mut(&step).map(|s| &mut s.rows);
                 note_tuned(rows, &name, weights.linear(kind), source.linear(kind))?;
             }
@@ -488,7 +487,7 @@ impl Job<'_> {
             self.progress.advance(1);
         }
         let mut ends = vec![
-            (FINAL_NORM.to_owned(), Param::Vector(&tuned.final_norm)),
+            (NORM.to_owned(), Param::Vector(&tuned.final_norm)),
             (EMBEDDING.to_owned(), Param::Matrix(&tuned.embedding)),
         ];
         let rows = state.steps.get_mut(super::ends::STEP).map(|s| &mut s.rows);
@@ -568,7 +567,7 @@ fn remove_checkpoint(writer: &Writer) -> Result<()> {
 
 /// The smallest group of any weight; 64 if none is quantized.
 fn least_group(w: &Canonical) -> usize {
-    let layers = w.layers.iter().flat_map(|l| &l.linears);
+    let layers = w.layers.iter().flat_map(|l| l.linears.values());
     let all = layers.chain([&w.embedding]).chain(&w.head);
     let group = |w: &Weight| match w {
         Weight::Quantized(nq_formats::QuantizedWeight::Affine(a)) => match a.scheme().group {

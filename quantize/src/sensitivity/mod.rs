@@ -24,8 +24,7 @@ use crate::methods::Method;
 use crate::stepper::Stepper;
 use errors::Found;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Progress, Unit, WeightStore, Zeros};
-use nq_runtime::LinearKind;
-use nq_runtime::models::qwen3;
+use nq_runtime::models;
 use run::Run;
 
 /// What groups are rounded to, to see what it costs.
@@ -74,9 +73,10 @@ pub struct Probe<'a> {
 
 impl Probe<'_> {
     /// Rows that the progress will count.
-    fn work(&self, layers: usize) -> u64 {
+    fn work(&self, config: &ModelConfig) -> u64 {
+        let layers = config.num_hidden_layers;
         let tokens: usize = self.text.iter().map(Vec::len).sum();
-        let per_layer = LinearKind::INPUTS.len();
+        let per_layer = config.layer().products().len();
         let begin = 3; // the source, the embedding's variant and that of all layers
         // Each layer runs what branched off before it, then its own groups.
         let runs: usize = (0..layers).map(|l| begin + per_layer * l + per_layer).sum();
@@ -90,9 +90,9 @@ impl Probe<'_> {
     /// # Errors
     /// What reading and running the model report; logits that are no numbers.
     pub fn menus(&self, stepper: &mut Stepper) -> Result<Vec<Menu>> {
-        let layers = stepper.as_mut().config().num_hidden_layers;
+        let work = self.work(stepper.as_mut().config());
         self.progress
-            .begin("measuring sensitivity", self.work(layers), Unit::Tokens);
+            .begin("measuring sensitivity", work, Unit::Tokens);
         let run = self.run(stepper);
         self.progress.end();
         let (found, together) = run?;
@@ -118,7 +118,7 @@ impl Probe<'_> {
     /// of the sum over their groups.
     fn run(&self, stepper: &mut Stepper) -> Result<(Vec<Found>, f64)> {
         let config = stepper.as_mut().config().clone();
-        let embedding = qwen3::embedding(self.store, &config)?;
+        let embedding = models::embedding(self.store, &config)?;
         let mut run = Run::new(self, stepper, &config, &embedding)?;
         for index in 0..config.num_hidden_layers {
             run.layer(index)?;

@@ -12,9 +12,11 @@ use crate::methods::{Needs, Problem, rtn};
 use crate::pipeline::LOOKED_UP;
 use crate::stepper::Stepper;
 use nq_evals::kld_rows;
+use nq_formats::models::Product;
+use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
-use nq_runtime::{Hidden, LayerWeights, LinearId, LinearKind};
+use nq_runtime::models;
+use nq_runtime::{Hidden, LayerWeights};
 use std::ops::Range;
 
 /// A stream that runs along.
@@ -100,14 +102,15 @@ impl<'r> Run<'r> {
         let stats = layers::gather(self.stepper, index, &source, &before, needs, &())?;
         pass(self.stepper, self.probe, index, &source, &mut self.stream)?;
         let mut all = source.clone();
-        for input in 0..LinearKind::INPUTS.len() {
-            let Some(g) = group_at(self.probe.groups, Place::Layer { index, input }) else {
+        for (product, linears) in source.spec.products().into_iter().enumerate() {
+            let Some(g) = group_at(self.probe.groups, Place::Layer { index, product }) else {
                 continue;
             };
-            let tried = tried.as_ref().map(|t| &t[input]);
-            let weights = self.round_group(g, &source, input, &stats[input], tried)?;
-            for &kind in LinearKind::INPUTS[input] {
-                all.linears[kind as usize] = weights.linear(kind).clone();
+            let tried = tried.as_ref().map(|t| &t[product]);
+            let weights = self.round_group(g, &source, linears, &stats[product], tried)?;
+            for linear in linears.linears {
+                let rounded = weights.linear(linear.kind).clone();
+                all.linears.insert(linear.kind, rounded);
             }
             let mut variant = before.clone();
             pass(self.stepper, self.probe, index, &weights, &mut variant)?;
@@ -115,7 +118,7 @@ impl<'r> Run<'r> {
             self.variants.push(Variant::Group(g));
         }
         pass(self.stepper, self.probe, index, &all, &mut self.rounded)?;
-        source.linears.iter().for_each(Weight::release);
+        source.linears.values().for_each(Weight::release);
         Ok(())
     }
 
@@ -130,18 +133,19 @@ impl<'r> Run<'r> {
         &mut self,
         g: usize,
         source: &LayerWeights,
-        input: usize,
+        product: &Product,
         stats: &InputStats,
         tried: Option<&Rounded>,
     ) -> Result<LayerWeights> {
         let found = &mut self.found[g];
         found.in_layer = true;
         let mut weights = source.clone();
-        for (i, &kind) in LinearKind::INPUTS[input].iter().enumerate() {
+        for (i, linear) in product.linears.iter().enumerate() {
+            let kind = linear.kind;
             let (weight, name) = (source.linear(kind), &self.probe.groups[g].weights[i].0);
             let importance = &stats.mean_square;
             let (rounded, _) = rtn::round_rows(name, weight, self.grid, Fit::clip(), importance)?;
-            weights.linears[kind as usize] = rounded;
+            weights.linears.insert(kind, rounded);
             let rows = sample(name, weight)?;
             found.add_weight(weight, &rows, importance, self.probe.candidates)?;
             if let (0, Some(tried)) = (i, tried) {
@@ -161,18 +165,14 @@ impl<'r> Run<'r> {
         let needs = self.probe.method.needs();
         let known = layers::gather(self.stepper, index, source, text, needs, &())?;
         pass(self.stepper, self.probe, index, source, text)?;
-        let round = |(kinds, known): (&&[LinearKind], &InputStats)| {
-            let kind = kinds[0];
-            let name = LinearId { layer: index, kind }.to_string();
-            by_method(
-                self.probe,
-                &name,
-                &sample(&name, source.linear(kind))?,
-                known,
-            )
+        let round = |(product, known): (&Product, &InputStats)| {
+            let linear = &product.linears[0];
+            let name = linear.name(index);
+            let rows = sample(&name, source.linear(linear.kind))?;
+            by_method(self.probe, &name, &rows, known)
         };
-        let tried: Result<Vec<Rounded>> =
-            LinearKind::INPUTS.iter().zip(&known).map(round).collect();
+        let products = source.spec.products().into_iter();
+        let tried: Result<Vec<Rounded>> = products.zip(&known).map(round).collect();
         Ok(Some(tried?))
     }
 
@@ -202,7 +202,7 @@ impl<'r> Run<'r> {
 
     fn end(&self, embedding: &Weight) -> Result<End> {
         let (store, groups) = (self.probe.store, self.probe.groups);
-        let norm = store.vector(FINAL_NORM, self.config.hidden_size)?;
+        let norm = models::final_norm(store, self.config)?;
         Ok(if self.config.tie_word_embeddings {
             End {
                 norm,
@@ -212,7 +212,7 @@ impl<'r> Run<'r> {
         } else {
             End {
                 norm,
-                head: qwen3::head(store, self.config)?,
+                head: models::head(store, self.config)?,
                 group: group_at(groups, Place::Head).map(|g| (g, HEAD)),
             }
         })

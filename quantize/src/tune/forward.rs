@@ -1,4 +1,4 @@
-//! One layer of a Qwen3 model over whole sequences, on any device of `kernels::grad`.
+//! One layer over whole sequences, on any device of `kernels::grad`.
 //!
 //! Heads are laid out `[sequence, kv head, query head of its group, token, dim]`, so that the
 //! queries that share a key head are one matrix, and attention is a batch of plain products.
@@ -6,8 +6,8 @@
 use super::params::Layer;
 use crate::error::Result;
 use nq_formats::ModelConfig;
+use nq_formats::models::{LinearKind, NormKind};
 use nq_kernels::grad::{Gemm, GradOps, HeadShape};
-use nq_runtime::LinearKind;
 use nq_runtime::rope::Rotary;
 
 /// What the forward of one layer leaves for the backward.
@@ -132,10 +132,10 @@ impl<O: GradOps> Forward<O> {
         let (hidden, eps, rows) = (c.hidden_size, c.rms_norm_eps, batch * seq);
         let shape = |heads| HeadShape::whole(batch, seq, heads, c.head_dim);
         let (qs, ks) = (shape(c.num_attention_heads), shape(c.num_key_value_heads));
-        let norms = &weights.norms;
+        let gain = |kind| &weights.norm(kind).value;
         let w = &mut self.w;
-        let gain = &norms[0].value;
-        ops.rms_norm(x, gain, &mut self.h, &mut s.inv1, (rows, hidden), eps)?;
+        let norm = gain(NormKind::Attention);
+        ops.rms_norm(x, norm, &mut self.h, &mut s.inv1, (rows, hidden), eps)?;
         linear(ops, c, weights, LinearKind::Q, rows, (&self.h, &mut s.q), w)?;
         linear(ops, c, weights, LinearKind::K, rows, (&self.h, &mut s.k), w)?;
         let v = (&self.h, &mut self.kv);
@@ -143,8 +143,8 @@ impl<O: GradOps> Forward<O> {
         let turn = |x: &_, gain: &_, y: &mut _, inv: &mut _, shape| {
             ops.head_norm_rope(x, gain, &self.cos_sin, y, inv, shape, eps)
         };
-        turn(&s.q, &norms[2].value, &mut s.qh, &mut s.inv_q, qs)?;
-        turn(&s.k, &norms[3].value, &mut s.kh, &mut s.inv_k, ks)?;
+        turn(&s.q, gain(NormKind::Q), &mut s.qh, &mut s.inv_q, qs)?;
+        turn(&s.k, gain(NormKind::K), &mut s.kh, &mut s.inv_k, ks)?;
         ops.rows_to_heads(&self.kv, &mut s.vh, ks)?;
         attention_weights(ops, c, (batch, seq), s, &mut self.p)?;
         let values = Attention::of(c, batch, seq).values;
@@ -173,7 +173,7 @@ impl<O: GradOps> Forward<O> {
         let c = &self.config;
         let (hidden, inter, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
         let w = &mut self.w;
-        let gain = &weights.norms[1].value;
+        let gain = &weights.norm(NormKind::Mlp).value;
         ops.rms_norm(&s.mid, gain, &mut self.h, &mut s.inv2, (rows, hidden), eps)?;
         let gate = (&self.h, &mut s.gate);
         linear(ops, c, weights, LinearKind::Gate, rows, gate, w)?;

@@ -1,4 +1,4 @@
-//! Forward and backward of a Qwen3 model over whole sequences, and the KL divergence of the
+//! Forward and backward of a model over whole sequences, and the KL divergence of the
 //! student's logits against the teacher's.
 //!
 //! What the backward needs and the forward has is kept if it is dear to compute (products),
@@ -8,8 +8,8 @@ use super::forward::{Attention, Forward, Saved, attention_weights};
 use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;
+use nq_formats::models::{LinearKind, NormKind};
 use nq_kernels::grad::{Gemm, GradOps, HeadShape, Occurrences};
-use nq_runtime::LinearKind;
 
 /// Logits held at once, per model.
 const LOGITS: usize = 1 << 26;
@@ -66,9 +66,9 @@ fn head_rows(c: &ModelConfig, rows: usize) -> usize {
 
 /// Elements of the largest weight.
 pub fn largest_weight(c: &ModelConfig) -> usize {
-    let linears = LinearKind::ALL.map(|k| k.dims(c).0 * k.dims(c).1);
+    let linears = c.layer().linears().into_iter();
     linears
-        .into_iter()
+        .map(|l| l.elements(c))
         .max()
         .unwrap_or(0)
         .max(c.vocab_size * c.hidden_size)
@@ -377,7 +377,7 @@ impl<O: GradOps> Graph<O> {
         )?;
         ops.silu_mul_grad(&mut s.gate, &mut s.up, &self.wide2, rows * inter)?;
 
-        let gain = &model.layers[layer].norms[1].value;
+        let gain = &model.layers[layer].norm(NormKind::Mlp).value;
         ops.rms_norm(
             &s.mid,
             gain,
@@ -392,7 +392,7 @@ impl<O: GradOps> Graph<O> {
         ops.gemm(input_grad(LinearKind::Gate), &s.gate, gate, &mut self.dh)?;
         let up = model.layers[layer].linear(LinearKind::Up).load(ops, w)?;
         ops.gemm(input_grad(LinearKind::Up).add(), &s.up, up, &mut self.dh)?;
-        let norm = &mut model.layers[layer].norms[1];
+        let norm = model.layers[layer].norm_mut(NormKind::Mlp);
         if let Some(state) = &mut norm.state {
             ops.rms_norm_grad(
                 &s.mid,
@@ -445,34 +445,22 @@ impl<O: GradOps> Graph<O> {
         ops.softmax_grad(&self.f.p, &mut self.dp, score_rows, self.seq)?;
         ops.gemm(a.queries_grad, &self.dp, &s.kh, &mut self.f.heads)?;
         ops.gemm(a.keys_grad, &self.dp, &s.qh, &mut self.f.kv)?;
-        let [_, _, q_norm, k_norm] = &mut model.layers[layer].norms;
-        if let (Some(q), Some(k)) = (&mut q_norm.state, &mut k_norm.state) {
-            let turns = &self.f.cos_sin;
-            let (dq, dk) = (&mut self.f.wide, &mut self.dk);
-            ops.head_norm_rope_grad(
-                &s.q,
-                &q_norm.value,
-                turns,
-                &s.inv_q,
-                &self.f.heads,
-                dq,
-                &mut q.grad,
-                qs,
-            )?;
-            ops.head_norm_rope_grad(
-                &s.k,
-                &k_norm.value,
-                turns,
-                &s.inv_k,
-                &self.f.kv,
-                dk,
-                &mut k.grad,
-                ks,
-            )?;
+        let turns = &self.f.cos_sin;
+        let norm = model.layers[layer].norm_mut(NormKind::Q);
+        if let Some(state) = &mut norm.state {
+            let (dy, dx) = (&self.f.heads, &mut self.f.wide);
+            let (gain, grad) = (&norm.value, &mut state.grad);
+            ops.head_norm_rope_grad(&s.q, gain, turns, &s.inv_q, dy, dx, grad, qs)?;
+        }
+        let norm = model.layers[layer].norm_mut(NormKind::K);
+        if let Some(state) = &mut norm.state {
+            let (gain, grad) = (&norm.value, &mut state.grad);
+            let (dy, dx) = (&self.f.kv, &mut self.dk);
+            ops.head_norm_rope_grad(&s.k, gain, turns, &s.inv_k, dy, dx, grad, ks)?;
         }
 
         let x = &self.xs[layer];
-        let gain = &model.layers[layer].norms[0].value;
+        let gain = &model.layers[layer].norm(NormKind::Attention).value;
         ops.rms_norm(x, gain, &mut self.f.h, &mut s.inv1, (rows, hidden), eps)?;
         let grads = [
             (LinearKind::Q, &self.f.wide),
@@ -486,7 +474,7 @@ impl<O: GradOps> Graph<O> {
             g.accumulate = i > 0;
             ops.gemm(g, dy, weight, &mut self.dh)?;
         }
-        let norm = &mut model.layers[layer].norms[0];
+        let norm = model.layers[layer].norm_mut(NormKind::Attention);
         if let Some(state) = &mut norm.state {
             ops.rms_norm_grad(
                 x,

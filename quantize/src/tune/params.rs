@@ -5,13 +5,16 @@ use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::read_row;
 use half::f16;
+use nq_formats::models::{LinearKind, NormKind};
+use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{
     AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, ZeroPoints, pack,
 };
 use nq_kernels::grad::{Adam, GradOps, Rounding};
-use nq_runtime::models::qwen3::{self, EMBEDDING, FINAL_NORM, HEAD};
-use nq_runtime::{LayerWeights, LinearId, LinearKind};
+use nq_runtime::LayerWeights;
+use nq_runtime::models;
 use rayon::prelude::*;
+use std::collections::BTreeMap;
 
 /// What kind of parameter a vector of values is: each kind has a learning rate of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -340,10 +343,10 @@ impl<O: GradOps> Matrix<O> {
 
 /// One layer.
 pub struct Layer<O: GradOps> {
-    /// By [`LinearKind`].
-    pub linears: [Matrix<O>; 7],
-    /// Before attention, before the MLP, of queries, of keys.
-    pub norms: [Values<O>; 4],
+    /// Weights of its Linears.
+    pub linears: BTreeMap<LinearKind, Matrix<O>>,
+    /// Gains of its norms.
+    pub norms: BTreeMap<NormKind, Values<O>>,
 }
 
 impl<O: GradOps> Layer<O> {
@@ -362,31 +365,47 @@ impl<O: GradOps> Layer<O> {
         source: Option<&LayerWeights>,
         codes: bool,
     ) -> Result<Self> {
-        let linear = |kind: LinearKind| {
-            let name = LinearId { layer, kind }.to_string();
+        let linears = w.linears.iter().map(|(&kind, weight)| {
+            let name = w.spec.linear(kind).name(layer);
             let source = source.map(|s| s.linear(kind));
-            Matrix::build(ops, &name, w.linear(kind), source, codes)
-        };
-        let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
-        let [a, b, c, d] = norms_of(w);
-        let norm = |i: usize, t: &Tensor| {
-            let name = format!("model.layers.{layer}.{}", NORMS[i]);
-            Values::new(ops, name, Kind::Gain, &t.to_f32()?, source.is_some())
-        };
+            Ok((kind, Matrix::build(ops, &name, weight, source, codes)?))
+        });
+        let norms = w.norms.iter().map(|(&kind, gains)| {
+            let name = w.spec.norm(kind).name(layer);
+            let gains = gains.to_f32()?;
+            let values = Values::new(ops, name, Kind::Gain, &gains, source.is_some())?;
+            Ok((kind, values))
+        });
         Ok(Layer {
-            linears: [q?, k?, v?, o?, gate?, up?, down?],
-            norms: [norm(0, a)?, norm(1, b)?, norm(2, c)?, norm(3, d)?],
+            linears: linears.collect::<Result<_>>()?,
+            norms: norms.collect::<Result<_>>()?,
         })
     }
 
     /// One Linear.
     pub fn linear(&self, kind: LinearKind) -> &Matrix<O> {
-        &self.linears[kind as usize]
+        &self.linears[&kind]
     }
 
     /// One Linear, to be changed.
+    ///
+    /// # Panics
+    /// If the layer has no such Linear.
     pub fn linear_mut(&mut self, kind: LinearKind) -> &mut Matrix<O> {
-        &mut self.linears[kind as usize]
+        (self.linears.get_mut(&kind)).unwrap_or_else(|| panic!("a layer without {kind}"))
+    }
+
+    /// One norm.
+    pub fn norm(&self, kind: NormKind) -> &Values<O> {
+        &self.norms[&kind]
+    }
+
+    /// One norm, to be changed.
+    ///
+    /// # Panics
+    /// If the layer has no such norm.
+    pub fn norm_mut(&mut self, kind: NormKind) -> &mut Values<O> {
+        (self.norms.get_mut(&kind)).unwrap_or_else(|| panic!("a layer without {kind:?}"))
     }
 }
 
@@ -413,11 +432,11 @@ impl Canonical {
             .collect::<Result<_>>()?;
         Ok(Canonical {
             layers,
-            final_norm: store.vector(FINAL_NORM, config.hidden_size)?,
-            embedding: qwen3::embedding(store, config)?,
+            final_norm: models::final_norm(store, config)?,
+            embedding: models::embedding(store, config)?,
             head: match config.tie_word_embeddings {
                 true => None,
-                false => Some(qwen3::head(store, config)?),
+                false => Some(models::head(store, config)?),
             },
         })
     }
@@ -435,18 +454,6 @@ pub struct Model<O: GradOps> {
     pub layers: Vec<Layer<O>>,
     /// The norm before the head.
     pub final_norm: Values<O>,
-}
-
-/// Names of a layer's norms, in the order of [`Layer::norms`].
-const NORMS: [&str; 4] = [
-    "input_layernorm",
-    "post_attention_layernorm",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
-];
-
-fn norms_of(w: &LayerWeights) -> [&Tensor; 4] {
-    [&w.input_norm, &w.post_attention_norm, &w.q_norm, &w.k_norm]
 }
 
 impl<O: GradOps> Model<O> {
@@ -501,7 +508,7 @@ impl<O: GradOps> Model<O> {
             embedding: matrix(EMBEDDING, &w.embedding, source.map(|s| &s.embedding))?,
             head,
             layers,
-            final_norm: gain("model.norm".into(), &w.final_norm)?,
+            final_norm: gain(NORM.into(), &w.final_norm)?,
         })
     }
 
@@ -520,8 +527,8 @@ impl<O: GradOps> Model<O> {
         let mut all = self.embedding.values();
         all.extend(self.head.iter().flat_map(Matrix::values));
         for layer in &self.layers {
-            all.extend(layer.linears.iter().flat_map(Matrix::values));
-            all.extend(&layer.norms);
+            all.extend(layer.linears.values().flat_map(Matrix::values));
+            all.extend(layer.norms.values());
         }
         all.push(&self.final_norm);
         all.retain(|v| v.state.is_some());
@@ -533,8 +540,8 @@ impl<O: GradOps> Model<O> {
         let mut all = self.embedding.values_mut();
         all.extend(self.head.iter_mut().flat_map(Matrix::values_mut));
         for layer in &mut self.layers {
-            all.extend(layer.linears.iter_mut().flat_map(Matrix::values_mut));
-            all.extend(&mut layer.norms);
+            all.extend(layer.linears.values_mut().flat_map(Matrix::values_mut));
+            all.extend(layer.norms.values_mut());
         }
         all.push(&mut self.final_norm);
         all.retain(|v| v.state.is_some());
@@ -602,21 +609,15 @@ pub fn rounded<'a>(
     };
     let mut layers = Vec::new();
     for (layer, w) in base.layers.iter().enumerate() {
-        let linear =
-            |kind: LinearKind| weight(&LinearId { layer, kind }.to_string(), w.linear(kind));
-        let [q, k, v, o, gate, up, down] = LinearKind::ALL.map(linear);
-        let name = |i: usize| format!("model.layers.{layer}.{}", NORMS[i]);
-        layers.push(LayerWeights {
-            linears: [q?, k?, v?, o?, gate?, up?, down?],
-            input_norm: norm(name(0), &w.input_norm)?,
-            post_attention_norm: norm(name(1), &w.post_attention_norm)?,
-            q_norm: norm(name(2), &w.q_norm)?,
-            k_norm: norm(name(3), &w.k_norm)?,
-        });
+        layers.push(LayerWeights::collect(
+            w.spec,
+            |l| weight(&l.name(layer), w.linear(l.kind)),
+            |n| norm(n.name(layer), w.norm(n.kind)),
+        )?);
     }
     Ok(Canonical {
         layers,
-        final_norm: norm("model.norm".into(), &base.final_norm)?,
+        final_norm: norm(NORM.into(), &base.final_norm)?,
         embedding: weight(EMBEDDING, &base.embedding)?,
         head: match &base.head {
             Some(head) => Some(weight(HEAD, head)?),

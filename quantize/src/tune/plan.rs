@@ -196,7 +196,7 @@ fn bytes(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::synth::PRESETS;
+    use nq_formats::synth::Preset;
 
     #[test]
     fn schedules_fill_the_budget_and_no_more() {
@@ -258,11 +258,12 @@ mod tests {
 
     #[test]
     fn large_models_tune_scales_alone_where_codes_do_not_fit() {
-        let plan = |preset: usize, limit: u64| {
-            MemoryPlan::new(&PRESETS[preset].config(), 512, 64, limit << 30, (32, 1024))
+        let plan = |preset: &str, limit: u64| {
+            let config = Preset::find(preset).unwrap().config();
+            MemoryPlan::new(&config, 512, 64, limit << 30, (32, 1024))
         };
-        assert!(plan(0, 100).is_ok_and(|p| p.codes && p.bytes <= 100 << 30));
-        assert!(plan(3, 130).is_ok_and(|p| !p.codes));
-        assert!(plan(5, 20).is_err_and(|least| least > 20 << 30));
+        assert!(plan("qwen3-0.6b", 100).is_ok_and(|p| p.codes && p.bytes <= 100 << 30));
+        assert!(plan("qwen3-8b", 130).is_ok_and(|p| !p.codes));
+        assert!(plan("qwen3-32b", 20).is_err_and(|least| least > 20 << 30));
     }
 }

@@ -4,8 +4,8 @@ use super::forward::rotations;
 use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;
+use nq_formats::models::{LinearKind, NormKind};
 use nq_kernels::grad::{Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
-use nq_runtime::LinearKind;
 
 /// Keys, values and activations of sequences that are sampled together.
 pub struct Sampler<O: GradOps> {
@@ -151,7 +151,7 @@ impl<O: GradOps> Sampler<O> {
             hidden,
         )?;
         for (layer, weights) in model.layers.iter().enumerate() {
-            let norms = &weights.norms;
+            let gain = |kind| &weights.norm(kind).value;
             let (keys, values) = (&mut self.keys[layer], &mut self.values[layer]);
             let w = &mut self.w;
             let mut linear = |kind: LinearKind, from: &O::Floats, to: &mut O::Floats, add| {
@@ -162,12 +162,27 @@ impl<O: GradOps> Sampler<O> {
             };
             let norm = (batch, hidden);
             let inv = &mut self.inv;
-            ops.rms_norm(&self.x, &norms[0].value, &mut self.h, inv, norm, eps)?;
+            ops.rms_norm(
+                &self.x,
+                gain(NormKind::Attention),
+                &mut self.h,
+                inv,
+                norm,
+                eps,
+            )?;
             linear(LinearKind::Q, &self.h, &mut self.q, false)?;
             let turns = &self.cos_sin;
-            ops.head_norm_rope(&self.q, &norms[2].value, turns, &mut self.qh, inv, qs, eps)?;
+            ops.head_norm_rope(
+                &self.q,
+                gain(NormKind::Q),
+                turns,
+                &mut self.qh,
+                inv,
+                qs,
+                eps,
+            )?;
             linear(LinearKind::K, &self.h, &mut self.k, false)?;
-            ops.head_norm_rope(&self.k, &norms[3].value, turns, keys, inv, ks, eps)?;
+            ops.head_norm_rope(&self.k, gain(NormKind::K), turns, keys, inv, ks, eps)?;
             linear(LinearKind::V, &self.h, &mut self.k, false)?;
             ops.rows_to_heads(&self.k, values, ks)?;
             let one = OneShape {
@@ -180,7 +195,7 @@ impl<O: GradOps> Sampler<O> {
             };
             ops.attend_one(&self.qh, keys, values, &mut self.q, one)?;
             linear(LinearKind::O, &self.q, &mut self.x, true)?;
-            ops.rms_norm(&self.x, &norms[1].value, &mut self.h, inv, norm, eps)?;
+            ops.rms_norm(&self.x, gain(NormKind::Mlp), &mut self.h, inv, norm, eps)?;
             linear(LinearKind::Gate, &self.h, &mut self.gate, false)?;
             linear(LinearKind::Up, &self.h, &mut self.up, false)?;
             ops.silu_mul(&self.gate, &self.up, &mut self.act, batch * inter)?;

@@ -8,15 +8,18 @@ use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::linalg;
 use crate::methods::rtn;
+use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind};
 use nq_formats::{
     AffineScheme, Bits, Group, ModelConfig, Rope, RopeScaling, Tensor, Weight, Zeros,
 };
 use nq_kernels::grad::{CpuOps, UNKNOWN};
 use nq_kernels::rng::Philox;
-use nq_runtime::{LayerWeights, LinearKind};
+use nq_runtime::LayerWeights;
+use std::collections::BTreeMap;
 
 fn config(tied: bool) -> ModelConfig {
     ModelConfig {
+        architecture: ARCHITECTURES[0],
         hidden_size: 32,
         intermediate_size: 48,
         num_hidden_layers: 2,
@@ -48,8 +51,13 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
         let values = normal(out * inp, 0.0, gain / (inp as f32).sqrt());
         Weight::Dense(Tensor::from_f32(vec![out, inp], values).unwrap())
     };
-    let layers: Vec<[Weight; 7]> = (0..c.num_hidden_layers)
-        .map(|_| LinearKind::ALL.map(|k| matrix(k.dims(c), 1.0)))
+    let linears = || c.layer().linears().into_iter();
+    let layers: Vec<BTreeMap<LinearKind, Weight>> = (0..c.num_hidden_layers)
+        .map(|_| {
+            linears()
+                .map(|l| (l.kind, matrix(l.dims(c), 1.0)))
+                .collect()
+        })
         .collect();
     let embedding = matrix((c.vocab_size, c.hidden_size), 2.0);
     let head = (!c.tie_word_embeddings).then(|| matrix((c.vocab_size, c.hidden_size), 2.0));
@@ -58,11 +66,11 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
         layers: layers
             .into_iter()
             .map(|linears| LayerWeights {
+                spec: c.layer(),
                 linears,
-                input_norm: norm(c.hidden_size),
-                post_attention_norm: norm(c.hidden_size),
-                q_norm: norm(c.head_dim),
-                k_norm: norm(c.head_dim),
+                norms: (c.layer().norms().into_iter())
+                    .map(|n| (n.kind, norm(n.len.of(c))))
+                    .collect(),
             })
             .collect(),
         final_norm: norm(c.hidden_size),
@@ -89,7 +97,7 @@ fn quantized(w: &Canonical, bits: Bits) -> Canonical {
             .layers
             .iter()
             .map(|l| LayerWeights {
-                linears: l.linears.each_ref().map(round),
+                linears: (l.linears.iter()).map(|(&k, w)| (k, round(w))).collect(),
                 ..l.clone()
             })
             .collect(),
@@ -285,11 +293,15 @@ fn nothing_tuned_is_nothing_changed() {
     let quantized = quantized(&source, Bits::B4);
     let model = Model::student(&ops, &c, &quantized, &source, true).unwrap();
     let mut scratch = vec![0.0; c.q_dim() * c.hidden_size];
-    let Matrix::Latent { .. } = &model.layers[0].linears[0] else {
+    let Matrix::Latent { .. } = model.layers[0].linear(LinearKind::Q) else {
         panic!("expected latent weights");
     };
-    let w = model.layers[0].linears[0].load(&ops, &mut scratch).unwrap();
-    let expected = linalg::Matrix::from_weight("q", &quantized.layers[0].linears[0]).unwrap();
+    let w = model.layers[0]
+        .linear(LinearKind::Q)
+        .load(&ops, &mut scratch)
+        .unwrap();
+    let expected =
+        linalg::Matrix::from_weight("q", quantized.layers[0].linear(LinearKind::Q)).unwrap();
     assert_eq!(w[..expected.data.len()], expected.data);
 
     let values: Vec<(String, Vec<f32>)> = model
@@ -305,11 +317,12 @@ fn nothing_tuned_is_nothing_changed() {
     };
     let back = rounded(&quantized, lookup).unwrap();
     for (a, b) in back.layers.iter().zip(&quantized.layers) {
-        for (a, b) in a.linears.iter().zip(&b.linears) {
+        for (a, b) in a.linears.values().zip(b.linears.values()) {
             let a = linalg::Matrix::from_weight("a", a).unwrap();
             assert_eq!(a, linalg::Matrix::from_weight("b", b).unwrap());
         }
-        assert_eq!(a.q_norm.to_f32().unwrap(), b.q_norm.to_f32().unwrap());
+        let q_norm = |l: &LayerWeights| l.norm(NormKind::Q).to_f32().unwrap();
+        assert_eq!(q_norm(a), q_norm(b));
     }
     let a = linalg::Matrix::from_weight("a", back.head.as_ref().unwrap()).unwrap();
     let b = linalg::Matrix::from_weight("b", quantized.head.as_ref().unwrap()).unwrap();
@@ -440,7 +453,7 @@ fn tuning_helps_and_resumes_to_the_same_bits() {
     assert_eq!(rest.checks(), whole.checks());
     let resumed = rest.best(&quantized).unwrap().unwrap();
     for (a, b) in resumed.layers.iter().zip(&tuned.layers) {
-        for (a, b) in a.linears.iter().zip(&b.linears) {
+        for (a, b) in a.linears.values().zip(b.linears.values()) {
             let a = linalg::Matrix::from_weight("a", a).unwrap();
             assert_eq!(a, linalg::Matrix::from_weight("b", b).unwrap());
         }

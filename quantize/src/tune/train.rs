@@ -8,7 +8,7 @@ use super::strays::Strays;
 use crate::error::{Error, Result};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Progress, Tensor, Unit, checkpoint};
+use nq_formats::{Progress, Tensor, Unit, files};
 use nq_kernels::grad::{Adam, GradOps};
 use nq_kernels::rng::Philox;
 use serde::{Deserialize, Serialize};
@@ -526,7 +526,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         if !path.exists() {
             return Ok(false);
         }
-        let bytes = checkpoint::map_file(path).map_err(|e| Error::io(path, "open", e))?;
+        let bytes = files::map_file(path).map_err(|e| Error::io(path, "open", e))?;
         let file = SafetensorsFile::parse(path, bytes)?;
         let header = file.metadata().get(HEADER).map_or("", String::as_str);
         let Ok(header) = serde_json::from_str::<Header>(header) else {
@@ -572,7 +572,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
 
 /// The settings of the checkpoint at `path`, if there is one that can be read.
 pub fn settings_of(path: &Path) -> Option<Settings> {
-    let bytes = checkpoint::map_file(path).ok()?;
+    let bytes = files::map_file(path).ok()?;
     let file = SafetensorsFile::parse(path, bytes).ok()?;
     let header: Header = serde_json::from_str(file.metadata().get(HEADER)?).ok()?;
     Some(header.settings)

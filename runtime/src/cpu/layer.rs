@@ -1,17 +1,19 @@
-//! One Qwen3 layer on the CPU: the function that sessions and the layer stepper share.
+//! One layer on the CPU: the function that sessions and the layer stepper share.
 
-use crate::engine::{LayerWeights, LinearKind, Observer};
+use crate::engine::Observer;
 use crate::error::{Error, Result};
-use crate::kv::KvPair;
 use crate::load::LoadOptions;
+use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;
+use nq_formats::models::{LayerSpec, MlpSpec, NormKind, Product};
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, Linear, Span};
+use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
 
 /// The weights of a layer, repacked for this CPU.
 pub(crate) struct Layer {
     index: usize,
+    spec: &'static LayerSpec,
     input_norm: Vec<f32>,          // [hidden]
     qkv: Linear,                   // [q_dim + 2 kv_dim, hidden]
     q_norm: Vec<f32>,              // [head_dim]
@@ -31,18 +33,24 @@ impl Layer {
         weights: &LayerWeights,
         census: &mut Census,
     ) -> Result<Self> {
-        let [q, k, v, o, gate, up, down] = &weights.linears;
-        let mut pack = |name, parts: &[&Weight]| pack(cpu, options, name, parts, census);
+        let spec = weights.spec;
+        let MlpSpec::SwiGlu { gate_up, down, .. } = &spec.mlp;
+        let norm = |kind| weights.norm(kind).to_f32();
+        let mut pack = |product: &Product| {
+            let parts = weights.product(product);
+            pack(cpu, options, product.name, &parts, census)
+        };
         Ok(Layer {
             index,
-            input_norm: weights.input_norm.to_f32()?,
-            qkv: pack("qkv", &[q, k, v])?,
-            q_norm: weights.q_norm.to_f32()?,
-            k_norm: weights.k_norm.to_f32()?,
-            o: pack("o", &[o])?,
-            post_attention_norm: weights.post_attention_norm.to_f32()?,
-            gate_up: pack("gate_up", &[gate, up])?,
-            down: pack("down", &[down])?,
+            spec,
+            input_norm: norm(NormKind::Attention)?,
+            qkv: pack(&spec.attention.qkv)?,
+            q_norm: norm(NormKind::Q)?,
+            k_norm: norm(NormKind::K)?,
+            o: pack(&spec.attention.o)?,
+            post_attention_norm: norm(NormKind::Mlp)?,
+            gate_up: pack(gate_up)?,
+            down: pack(down)?,
         })
     }
 
@@ -76,6 +84,7 @@ impl Layer {
             config,
             batch,
             kv,
+            tables,
             scratch,
         } = pass;
         let m = batch.rows();
@@ -90,39 +99,34 @@ impl Layer {
         let qkv = &mut scratch.qkv[..m * stride];
         let attended = &mut scratch.attended[..m * q_dim];
         let mlp = &mut scratch.mlp[..m * config.intermediate_size];
-        let [qkv_in, o_in, mlp_in, down_in] = LinearKind::INPUTS;
+        let attention = &self.spec.attention;
+        let MlpSpec::SwiGlu { gate_up, down, .. } = &self.spec.mlp;
 
         cpu.rms_norm(x, &self.input_norm, eps, normed);
-        observer.linear_input(self.index, qkv_in, normed);
+        observer.linear_input(self.index, &attention.qkv, normed);
         cpu.linear(&self.qkv, normed, qkv, Epilogue::Store)?;
 
         let (table, rows) = (&batch.cos_sin, &batch.row_ids);
         cpu.qk_norm_rope(qkv, stride, 0, heads, &self.q_norm, eps, table, rows);
         cpu.qk_norm_rope(qkv, stride, q_dim, kv_heads, &self.k_norm, eps, table, rows);
         for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
-            let pair = &mut kv[slot];
             for r in 0..span.len {
                 let row = &qkv[(span.row + r) * stride + q_dim..][..2 * kv_dim];
                 let (keys, values) = row.split_at(kv_dim);
-                for h in 0..kv_heads {
-                    let head = h * d..(h + 1) * d;
-                    pair.keys.store(h, span.position + r, &keys[head.clone()]);
-                    pair.values.store(h, span.position + r, &values[head]);
-                }
+                let position = span.position + r;
+                kv.store(tables[slot][position / PAGE], position % PAGE, keys, values);
             }
         }
-        let cache = |i: usize| {
-            let KvPair { keys, values } = &kv[batch.slots[i]];
-            (keys, values)
-        };
-        cpu.attention_batch(qkv, stride, &batch.spans, heads, d, cache, attended);
-        observer.linear_input(self.index, o_in, attended);
+        let kv = &*kv;
+        let sequence = |i: usize| KvSequence::new(kv, &tables[batch.slots[i]]);
+        cpu.attention_batch(qkv, stride, &batch.spans, heads, d, sequence, attended);
+        observer.linear_input(self.index, &attention.o, attended);
         cpu.linear(&self.o, attended, x, Epilogue::Add)?;
 
         cpu.rms_norm(x, &self.post_attention_norm, eps, normed);
-        observer.linear_input(self.index, mlp_in, normed);
+        observer.linear_input(self.index, gate_up, normed);
         cpu.linear(&self.gate_up, normed, mlp, Epilogue::SiluMul)?;
-        observer.linear_input(self.index, down_in, mlp);
+        observer.linear_input(self.index, down, mlp);
         cpu.linear(&self.down, mlp, x, Epilogue::Add)?;
         observer.layer_output(self.index, x);
         Ok(())
@@ -161,8 +165,10 @@ pub(crate) struct Pass<'a> {
     pub(crate) cpu: &'a Cpu,
     pub(crate) config: &'a ModelConfig,
     pub(crate) batch: &'a Batch,
-    /// This layer's keys and values, by slot.
-    pub(crate) kv: &'a mut [KvPair],
+    /// This layer's keys and values.
+    pub(crate) kv: &'a mut KvPages,
+    /// The pages of each slot's sequence.
+    pub(crate) tables: &'a [Vec<u32>],
     pub(crate) scratch: &'a mut Scratch,
 }
 
@@ -181,7 +187,7 @@ pub(crate) fn all_finite(x: &[f32]) -> bool {
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     spans: Vec<Span>,
-    slots: Vec<usize>,        // [spans]: which of the layer's KV pairs
+    slots: Vec<usize>,        // [spans]: whose page tables
     cos_sin: Vec<(f32, f32)>, // [rows, head_dim / 2]
     row_ids: Vec<usize>,      // 0 .. rows: each row has a table row of its own
 }

@@ -8,10 +8,10 @@ pub(crate) use session::session_bytes;
 pub(crate) use stepper::CpuStepper;
 
 use crate::device::available_memory;
-use crate::engine::{Engine, EngineDescription, LayerWeights, Session, SessionSpec};
+use crate::engine::{Engine, EngineDescription, Session, SessionSpec};
 use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, LoadOptions};
-use crate::models::qwen3;
+use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
 use layer::{Layer, pack};
@@ -53,24 +53,22 @@ impl CpuEngine {
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         // The largest weight first: while it is held twice, nothing else is held yet.
-        let head_weight = qwen3::head(store, config)?;
+        let head_weight = models::head(store, config)?;
         let head = pack(&cpu, options, "head", &[&head_weight], &mut census)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = match config.tie_word_embeddings {
             true => None,
-            false => Some(qwen3::embedding(store, config)?),
+            false => Some(models::embedding(store, config)?),
         };
         embedding.iter().for_each(|w| done.add(w));
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index)?;
             layers.push(Layer::pack(&cpu, options, index, &weights, &mut census)?);
-            weights.linears.iter().for_each(|w| done.add(w));
+            weights.linears.values().for_each(|w| done.add(w));
         }
-        let norm = store
-            .vector(qwen3::FINAL_NORM, config.hidden_size)?
-            .to_f32()?;
+        let norm = models::final_norm(store, config)?.to_f32()?;
         done.end();
         let forced = !matches!(
             options.activations,

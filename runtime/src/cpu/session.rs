@@ -4,16 +4,17 @@ use super::CpuModel;
 use super::layer::{Batch, Pass, Scratch, all_finite};
 use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, check_chunks};
 use crate::error::{Error, Result};
-use crate::kv::KvCache;
+use crate::kv::{PageCopy, PageTables};
 use nq_formats::Weight;
-use nq_kernels::cpu::Epilogue;
+use nq_kernels::cpu::{Epilogue, KvPages};
 use std::sync::Arc;
 
 /// Sequences in progress over a [`CpuModel`].
 pub(super) struct CpuSession {
     model: Arc<CpuModel>,
     spec: SessionSpec,
-    kv: KvCache,
+    tables: PageTables,
+    kv: Vec<KvPages>, // [layers]
     batch: Batch,
     scratch: Scratch,
     x: Vec<f32>,       // [max_rows, hidden], the residual stream
@@ -23,13 +24,15 @@ pub(super) struct CpuSession {
 
 /// What [`CpuSession::new`] reserves.
 pub(crate) mod session_bytes {
-    use super::{KvCache, Scratch};
+    use super::Scratch;
     use crate::engine::SessionSpec;
     use nq_formats::ModelConfig;
+    use nq_kernels::cpu::KvPages;
 
     /// Bytes of keys and values.
     pub(crate) fn kv(c: &ModelConfig, spec: &SessionSpec) -> usize {
-        KvCache::bytes(c, spec.kv, spec.slots, spec.ctx)
+        let page = KvPages::page_bytes(spec.kv, c.num_key_value_heads, c.head_dim);
+        c.num_hidden_layers * spec.page_count() * page
     }
 
     /// Bytes of activations, without the logits, which depend on what is asked for.
@@ -42,7 +45,17 @@ impl CpuSession {
     pub(super) fn new(model: Arc<CpuModel>, spec: SessionSpec) -> Self {
         let c = &model.config;
         CpuSession {
-            kv: KvCache::new(c, spec.kv, spec.slots, spec.ctx),
+            tables: PageTables::new(&spec),
+            kv: (0..c.num_hidden_layers)
+                .map(|_| {
+                    KvPages::new(
+                        spec.kv,
+                        spec.page_count(),
+                        c.num_key_value_heads,
+                        c.head_dim,
+                    )
+                })
+                .collect(),
             batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
             scratch: Scratch::new(c, spec.max_rows),
             x: vec![0.0; spec.max_rows * c.hidden_size],
@@ -77,7 +90,8 @@ impl CpuSession {
                 cpu: &model.cpu,
                 config: &model.config,
                 batch: &self.batch,
-                kv: self.kv.layer(index),
+                kv: &mut self.kv[index],
+                tables: self.tables.all(),
                 scratch: &mut self.scratch,
             };
             layer.forward(pass, x, observer)?;
@@ -125,12 +139,19 @@ impl Session for CpuSession {
     }
 
     fn len(&self, slot: usize) -> usize {
-        self.kv.len(slot)
+        self.tables.len(slot)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {
-        let len = len.min(self.kv.len(slot));
-        self.kv.set_len(slot, len);
+        self.tables.truncate(slot, len);
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+        self.tables.fork(from, to, len)
+    }
+
+    fn free_pages(&self) -> Option<usize> {
+        Some(self.tables.free_pages())
     }
 
     fn forward(
@@ -139,10 +160,16 @@ impl Session for CpuSession {
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>> {
         let vocab = self.model.config.vocab_size;
-        check_chunks(chunks, &self.spec, vocab, |slot| self.kv.len(slot))?;
+        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
+        let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
+        for PageCopy { from, to, rows } in self.tables.reserve(growth)? {
+            self.kv
+                .iter_mut()
+                .for_each(|layer| layer.copy_rows(from, to, rows));
+        }
         self.batch.clear();
         for chunk in chunks {
-            let position = self.kv.len(chunk.slot);
+            let position = self.tables.len(chunk.slot);
             let rows = chunk.tokens.len();
             self.batch
                 .push(&self.model.rotary, chunk.slot, position, rows);
@@ -161,8 +188,7 @@ impl Session for CpuSession {
             return Err(Error::LogitsNotFinite);
         }
         for chunk in chunks {
-            let len = self.kv.len(chunk.slot) + chunk.tokens.len();
-            self.kv.set_len(chunk.slot, len);
+            self.tables.advance(chunk.slot, chunk.tokens.len());
         }
         Ok(Logits {
             data: &self.logits,

@@ -1,14 +1,14 @@
 //! [`LayerStepper`] on the CPU.
 
 use super::layer::{Batch, Layer, Pass, Scratch, pack};
-use crate::engine::{Hidden, LayerStepper, LayerWeights, Observer};
+use crate::engine::{Hidden, LayerStepper, Observer};
 use crate::error::Result;
-use crate::kv::KvPair;
 use crate::load::LoadOptions;
+use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, KvType};
+use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvType, PAGE};
 use std::ops::Range;
 
 /// Rows that run through a layer at once: enough to keep the products efficient, few enough
@@ -22,7 +22,8 @@ pub(crate) struct CpuStepper {
     cpu: Cpu,
     rotary: Rotary,
     kv_type: KvType,
-    kv: Vec<KvPair>, // one per sequence of a piece
+    kv: KvPages,
+    tables: Vec<Vec<u32>>, // of each sequence of a piece
     batch: Batch,
     scratch: Scratch,
 }
@@ -38,7 +39,8 @@ impl CpuStepper {
             cpu: options.cpu()?,
             rotary: Rotary::new(config),
             kv_type,
-            kv: Vec::new(),
+            kv: KvPages::new(kv_type, 0, config.num_key_value_heads, config.head_dim),
+            tables: Vec::new(),
             batch: Batch::with_capacity(config, ROWS, 0),
             scratch: Scratch::new(config, ROWS),
             options: *options,
@@ -75,6 +77,7 @@ impl CpuStepper {
             config: &self.config,
             batch: &self.batch,
             kv: &mut self.kv,
+            tables: &self.tables,
             scratch: &mut self.scratch,
         };
         layer.forward(pass, x, observer)?;
@@ -85,10 +88,16 @@ impl CpuStepper {
     fn reserve(&mut self, plan: &[Piece]) {
         let slots = plan.iter().map(|p| p.chunks.len()).max().unwrap_or(0);
         let ends = plan.iter().flat_map(|p| &p.chunks).map(|c| c.0 + c.1);
-        let ctx = ends.max().unwrap_or(0);
-        if self.kv.len() < slots || self.kv.first().is_some_and(|p| p.keys.capacity() < ctx) {
-            let pair = || KvPair::new(&self.config, self.kv_type, ctx);
-            self.kv = (0..slots).map(|_| pair()).collect();
+        let pages = ends.max().unwrap_or(0).div_ceil(PAGE);
+        if self.tables.len() < slots || self.tables.first().is_some_and(|t| t.len() < pages) {
+            let (heads, d) = (self.config.num_key_value_heads, self.config.head_dim);
+            self.kv = KvPages::new(self.kv_type, slots * pages, heads, d);
+            let table = |slot: usize| {
+                (slot * pages..(slot + 1) * pages)
+                    .map(|p| p as u32)
+                    .collect()
+            };
+            self.tables = (0..slots).map(table).collect();
         }
     }
 }

@@ -1,12 +1,13 @@
 //! A model's weights on a GPU.
 
 use super::plan::{Request, taken, weight_bytes};
-use crate::engine::{LayerWeights, SessionSpec};
+use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
-use crate::models::qwen3;
+use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
-use nq_formats::{ModelConfig, Progress, Tensor, Weight, WeightStore};
+use nq_formats::models::{LayerSpec, MlpSpec, NormKind, Product};
+use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cuda::{Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, Stack, Uploader};
 use nq_kernels::{Activations, KernelSet};
 
@@ -40,33 +41,31 @@ pub(super) struct CudaLayer {
 impl CudaLayer {
     /// Packs the weights of a layer.
     pub(super) fn new(uploader: &mut Uploader, weights: &LayerWeights) -> Result<Self> {
-        let [q, k, v, o, gate, up, down] = &weights.linears;
+        let spec = weights.spec;
+        let MlpSpec::SwiGlu { gate_up, down, .. } = &spec.mlp;
         let gpu = uploader.gpu().clone();
-        let norm = |t: &Tensor| -> Result<Buffer<f32>> { Ok(gpu.upload("a norm", &t.to_f32()?)?) };
+        let norm = |kind| -> Result<Buffer<f32>> {
+            Ok(gpu.upload("a norm", &weights.norm(kind).to_f32()?)?)
+        };
+        let mut pack = |product| uploader.pack(&weights.product(product), stack(spec, product));
         Ok(CudaLayer {
-            input_norm: norm(&weights.input_norm)?,
-            qkv: uploader.pack(&[q, k, v], Stack::Concat)?,
-            q_norm: norm(&weights.q_norm)?,
-            k_norm: norm(&weights.k_norm)?,
-            o: uploader.pack(&[o], Stack::Concat)?,
-            post_attention_norm: norm(&weights.post_attention_norm)?,
-            gate_up: uploader.pack(&[gate, up], Stack::Interleave)?,
-            down: uploader.pack(&[down], Stack::Concat)?,
+            input_norm: norm(NormKind::Attention)?,
+            qkv: pack(&spec.attention.qkv)?,
+            q_norm: norm(NormKind::Q)?,
+            k_norm: norm(NormKind::K)?,
+            o: pack(&spec.attention.o)?,
+            post_attention_norm: norm(NormKind::Mlp)?,
+            gate_up: pack(gate_up)?,
+            down: pack(down)?,
         })
     }
 
     /// Device memory that a layer with these weights takes.
     pub(super) fn device_bytes(weights: &LayerWeights) -> Result<usize> {
-        let [q, k, v, o, gate, up, down] = &weights.linears;
-        let stacks: [(&[&Weight], Stack); 4] = [
-            (&[q, k, v], Stack::Concat),
-            (&[o], Stack::Concat),
-            (&[gate, up], Stack::Interleave),
-            (&[down], Stack::Concat),
-        ];
         let mut bytes = 0;
-        for (parts, stack) in stacks {
-            let (codes, meta) = DeviceLinear::device_bytes(parts, stack)?;
+        for product in weights.spec.products() {
+            let parts = weights.product(product);
+            let (codes, meta) = DeviceLinear::device_bytes(&parts, stack(weights.spec, product))?;
             bytes += taken(codes) + taken(meta);
         }
         Ok(bytes)
@@ -86,6 +85,15 @@ impl CudaLayer {
     }
 }
 
+/// How the outputs of a product's Linears lie: those that an epilogue takes in pairs beside each
+/// other.
+fn stack(spec: &LayerSpec, product: &Product) -> Stack {
+    match &spec.mlp {
+        MlpSpec::SwiGlu { gate_up, .. } if gate_up == product => Stack::Interleave,
+        MlpSpec::SwiGlu { .. } => Stack::Concat,
+    }
+}
+
 impl CudaModel {
     /// Reads and packs a model, if there is room for it and for `session`; also returns the
     /// bits of most weights.
@@ -100,10 +108,10 @@ impl CudaModel {
         check_shape(config)?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
-        let head_weight = qwen3::head(store, config)?;
+        let head_weight = models::head(store, config)?;
         let embedding_weight = match config.tie_word_embeddings {
             true => None,
-            false => Some(qwen3::embedding(store, config)?),
+            false => Some(models::embedding(store, config)?),
         };
         let first = LayerWeights::read(store, config, 0)?;
         let embedding = embedding_weight.as_ref();
@@ -142,11 +150,11 @@ impl CudaModel {
                 Some(weights) => weights,
                 None => LayerWeights::read(store, config, index)?,
             };
-            count(&weights.linears.each_ref());
+            count(&weights.linears.values().collect::<Vec<_>>());
             layers.push(CudaLayer::new(&mut uploader, &weights)?);
-            weights.linears.iter().for_each(|w| done.add(w));
+            weights.linears.values().for_each(|w| done.add(w));
         }
-        let norm = store.vector(qwen3::FINAL_NORM, config.hidden_size)?;
+        let norm = models::final_norm(store, config)?;
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
         done.end();

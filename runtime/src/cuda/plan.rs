@@ -1,14 +1,15 @@
 //! What a model and its sessions will take of a GPU's memory, before any of it is allocated.
 
 use super::model::CudaLayer;
-use super::session::{LOGIT_ROWS, Widths, padded, step_bytes};
-use crate::engine::{LayerWeights, SessionSpec};
+use super::session::{LOGIT_ROWS, Widths, padded, pages_shape, step_bytes};
+use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
+use crate::models::LayerWeights;
 use nq_formats::{ModelConfig, TensorEntry, Weight, WeightStore, human_bytes};
 use nq_kernels::KernelSet;
-use nq_kernels::cpu::KvType;
+use nq_kernels::cpu::{KvType, PAGE};
 pub(super) use nq_kernels::cuda::taken;
-use nq_kernels::cuda::{DeviceCache, DeviceLinear, HEAD_DIM, Stack};
+use nq_kernels::cuda::{DeviceLinear, HEAD_DIM, Stack};
 
 /// Bytes of device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,14 +54,6 @@ impl Plan {
     ) -> Self {
         let w = Widths::of(config);
         let m = spec.max_rows.max(1);
-        // Keys and values of a layer are two allocations, and their scales two more.
-        let half =
-            DeviceCache::device_bytes(spec.kv, spec.slots, config.num_key_value_heads, spec.ctx)
-                / 2;
-        let codes = match spec.kv {
-            KvType::Int8 => half / spec.kv.bytes(HEAD_DIM) * HEAD_DIM,
-            KvType::F16 | KvType::F32 => half,
-        };
         let full = match kernels {
             KernelSet::Reference => 4 * (w.hidden + w.q + 3 * w.mlp),
             KernelSet::Fused => 0,
@@ -75,10 +68,14 @@ impl Plan {
         ];
         let rows: usize = rows.iter().map(|bytes| taken(m * bytes)).sum();
         let logits = LOGIT_ROWS * (4 * w.vocab + 2 * padded(w.hidden));
-        let table = spec.ctx.next_multiple_of(32) * HEAD_DIM * 4;
+        let table = spec.ctx.next_multiple_of(PAGE) * HEAD_DIM * 4;
         let step = step_bytes(config, spec.slots);
         Plan {
-            kv: config.num_hidden_layers * 2 * (taken(codes) + taken(half - codes)),
+            kv: pages_shape(config, spec)
+                .allocations()
+                .map(taken)
+                .iter()
+                .sum(),
             scratch: rows + taken(logits) + taken(table) + step,
             ..self
         }
@@ -244,7 +241,7 @@ mod tests {
     use crate::engine::SessionSpec;
     use nq_formats::TensorEntry;
     use nq_kernels::KernelSet;
-    use nq_kernels::cpu::KvType;
+    use nq_kernels::cpu::{KvType, PAGE};
 
     /// Qwen3-8B's shape.
     fn config() -> nq_formats::ModelConfig {
@@ -257,6 +254,7 @@ mod tests {
         SessionSpec {
             slots: 1,
             ctx,
+            pages: None,
             kv,
             max_rows: 512,
         }

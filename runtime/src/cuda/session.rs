@@ -4,16 +4,17 @@ mod rows;
 mod step;
 
 use super::model::CudaModel;
-use crate::engine::{
-    Chunk, Decoding, Logits, LogitsWanted, Observer, Session, SessionSpec, check_chunks,
-};
+use crate::batch::StepsAhead;
+use crate::engine::{Chunk, Logits, LogitsWanted, Observer, Session, SessionSpec, check_chunks};
 use crate::error::{Error, Result};
+use crate::kv::{PageCopy, PageTables};
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
+use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
-    Buffer, DeviceCache, DeviceLinear, HEAD_DIM, MOST_SEQUENCES, Pinned, Row, Stream,
+    Buffer, DeviceLinear, DevicePages, HEAD_DIM, MOST_SEQUENCES, PageEntry, PagesShape, Pinned,
+    Row, Stream,
 };
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use step::{Graphs, StepRows};
 
@@ -27,8 +28,10 @@ pub(super) struct CudaSession {
     graphs: Graphs,
     model: Arc<CudaModel>,
     spec: SessionSpec,
-    lengths: Vec<usize>,       // [slots]
-    cache: Vec<DeviceCache>,   // [layers]
+    tables: PageTables,
+    /// What the device's page tables say, by slot.
+    placed: Vec<Vec<u32>>,
+    pages: DevicePages,
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, head_dim / 2]
     step: StepRows,
     many: ManyRows,
@@ -113,14 +116,8 @@ impl CudaSession {
         let c = &model.config;
         let w = Widths::of(&model.config);
         let m = spec.max_rows.max(1);
-        let kv_heads = c.num_key_value_heads;
-        let mut cache = Vec::with_capacity(c.num_hidden_layers);
-        for _ in 0..c.num_hidden_layers {
-            cache.push(DeviceCache::new(
-                gpu, spec.kv, spec.slots, kv_heads, spec.ctx,
-            )?);
-        }
-        let capacity = spec.ctx.next_multiple_of(32);
+        let pages = DevicePages::new(gpu, pages_shape(c, &spec))?;
+        let capacity = spec.ctx.next_multiple_of(PAGE);
         let mut table = vec![(0f32, 0f32); capacity * HEAD_DIM / 2];
         for (position, row) in table.chunks_exact_mut(HEAD_DIM / 2).enumerate() {
             model.rotary.row(position, row);
@@ -135,10 +132,11 @@ impl CudaSession {
         Ok(CudaSession {
             stream: gpu.stream()?,
             graphs: Graphs::default(),
-            lengths: vec![0; spec.slots],
-            cache,
+            tables: PageTables::new(&spec),
+            placed: vec![Vec::new(); spec.slots],
+            pages,
             cos_sin: gpu.upload("the rotary table", &table)?,
-            step: StepRows::new(&model, spec.slots.min(MOST_SEQUENCES))?,
+            step: StepRows::new(&model, spec.slots.min(MOST_SEQUENCES), spec.slots)?,
             many: ManyRows {
                 tokens: gpu.zeros("activations", m)?,
                 rows: gpu.zeros("activations", m)?,
@@ -160,6 +158,42 @@ impl CudaSession {
     }
 }
 
+/// The pool of keys and values that `spec` asks for.
+pub(super) fn pages_shape(c: &ModelConfig, spec: &SessionSpec) -> PagesShape {
+    PagesShape {
+        kv: spec.kv,
+        layers: c.num_hidden_layers,
+        kv_heads: c.num_key_value_heads,
+        pages: spec.page_count(),
+        slots: spec.slots,
+        ctx: spec.ctx,
+    }
+}
+
+impl CudaSession {
+    /// Makes room for more positions of sequences, (slot, positions) each: queues the copies of
+    /// pages that were shared, and what changes in the device's tables.
+    fn reserve(&mut self, growth: impl Iterator<Item = (usize, usize)> + Clone) -> Result<()> {
+        for PageCopy { from, to, .. } in self.tables.reserve(growth.clone())? {
+            // All rows: those past the shared ones are written before they are read.
+            self.stream.copy_page(&mut self.pages, from, to)?;
+        }
+        let mut entries = Vec::new();
+        for (slot, _) in growth {
+            let placed = &mut self.placed[slot];
+            for (index, &page) in self.tables.table(slot).iter().enumerate() {
+                match placed.get_mut(index) {
+                    Some(there) if *there == page => continue,
+                    Some(there) => *there = page,
+                    None => placed.push(page),
+                }
+                entries.push(PageEntry { slot, index, page });
+            }
+        }
+        Ok(self.stream.set_pages(&mut self.pages, &entries)?)
+    }
+}
+
 /// Queues a product with `w`, timed as `op`.
 fn product(
     stream: &Stream,
@@ -177,11 +211,19 @@ impl Session for CudaSession {
     }
 
     fn len(&self, slot: usize) -> usize {
-        self.lengths[slot]
+        self.tables.len(slot)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {
-        self.lengths[slot] = self.lengths[slot].min(len);
+        self.tables.truncate(slot, len);
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+        self.tables.fork(from, to, len)
+    }
+
+    fn free_pages(&self) -> Option<usize> {
+        Some(self.tables.free_pages())
     }
 
     fn forward(
@@ -190,9 +232,9 @@ impl Session for CudaSession {
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>> {
         let vocab = self.model.config.vocab_size;
-        check_chunks(chunks, &self.spec, vocab, |slot| self.lengths[slot])?;
+        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
         self.logits.clear();
-        let fused = self.model.kernels == KernelSet::Fused && observer.is_none();
+        let fused = self.model.kernels == KernelSet::Fused && observer.is_none() && self.is_idle();
         match chunks {
             [chunk] if fused && chunk.tokens.len() == 1 && chunk.logits != LogitsWanted::None => {
                 let wanted = !chunk.logits.rows(1).is_empty();
@@ -208,7 +250,7 @@ impl Session for CudaSession {
             return Err(Error::LogitsNotFinite);
         }
         for chunk in chunks {
-            self.lengths[chunk.slot] += chunk.tokens.len();
+            self.tables.advance(chunk.slot, chunk.tokens.len());
         }
         Ok(Logits {
             data: &self.logits,
@@ -216,12 +258,10 @@ impl Session for CudaSession {
         })
     }
 
-    fn decode_many(
-        &mut self,
-        sequences: &mut [Decoding<'_>],
-        steps: usize,
-        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
-    ) -> Result<()> {
-        self.decode_on_device(sequences, steps, each)
+    fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        match self.model.kernels {
+            KernelSet::Fused => Some(self),
+            KernelSet::Reference => None,
+        }
     }
 }

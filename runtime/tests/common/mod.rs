@@ -1,15 +1,16 @@
 //! Random models for tests.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+use nq_formats::models::ARCHITECTURES;
+use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{
     AffineScheme, AffineWeight, Error, ModelConfig, QuantizedWeight, Result, Rope, RopeScaling,
     Tensor, TensorEntry, Weight, WeightStore, ZeroPoints, Zeros, pack,
 };
 use nq_kernels::rng::Philox;
-use nq_runtime::models::qwen3;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, Engine, EngineKind, KvType, LinearId, LinearKind,
-    LoadOptions, LogitsWanted, Session, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, Engine, EngineKind, KvType, LoadOptions, LogitsWanted,
+    Session, SessionSpec,
 };
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -18,6 +19,7 @@ use std::sync::Arc;
 /// A small model whose dimensions are all different.
 pub(crate) fn small_config() -> ModelConfig {
     ModelConfig {
+        architecture: ARCHITECTURES[0],
         hidden_size: 48,
         intermediate_size: 80,
         num_hidden_layers: 3,
@@ -60,14 +62,13 @@ impl Store {
             store.matrices.insert(name, Weight::Dense(t.unwrap()));
         };
         let vocab = (c.vocab_size, c.hidden_size);
-        matrix(&mut store, qwen3::EMBEDDING.into(), vocab);
+        matrix(&mut store, EMBEDDING.into(), vocab);
         if !c.tie_word_embeddings {
-            matrix(&mut store, qwen3::HEAD.into(), vocab);
+            matrix(&mut store, HEAD.into(), vocab);
         }
         for layer in 0..c.num_hidden_layers {
-            for kind in LinearKind::ALL {
-                let name = LinearId { layer, kind }.to_string();
-                matrix(&mut store, name, kind.dims(c));
+            for linear in c.layer().linears() {
+                matrix(&mut store, linear.name(layer), linear.dims(c));
             }
         }
         let mut vector = |name: String, n: usize| {
@@ -75,17 +76,27 @@ impl Store {
             store.vectors.insert(name, t);
         };
         for layer in 0..c.num_hidden_layers {
-            for (name, n) in [
-                ("input_layernorm", c.hidden_size),
-                ("post_attention_layernorm", c.hidden_size),
-                ("self_attn.q_norm", c.head_dim),
-                ("self_attn.k_norm", c.head_dim),
-            ] {
-                vector(format!("model.layers.{layer}.{name}"), n);
+            for norm in c.layer().norms() {
+                vector(norm.name(layer), norm.len.of(c));
             }
         }
-        vector(qwen3::FINAL_NORM.into(), c.hidden_size);
+        vector(NORM.into(), c.hidden_size);
         store
+    }
+
+    /// The same weights, but `token`'s embedding is not a number.
+    pub(crate) fn with_poison(mut self, token: u32) -> Self {
+        let embedding = &self.matrices[qwen3::EMBEDDING];
+        let (rows, width) = embedding.dims();
+        let mut values = vec![0.0; rows * width];
+        for (row, values) in values.chunks_exact_mut(width).enumerate() {
+            embedding.dequantize_row(row, values).unwrap();
+        }
+        values[token as usize * width..][..width].fill(f32::NAN);
+        let poisoned = Tensor::from_f32(vec![rows, width], values).unwrap();
+        let name = qwen3::EMBEDDING.to_owned();
+        self.matrices.insert(name, Weight::Dense(poisoned));
+        self
     }
 
     /// The same weights, each rounded to `scheme`.
@@ -235,6 +246,7 @@ pub(crate) fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots,
         ctx: 64,
+        pages: None,
         kv: KvType::F32,
         max_rows: 128,
     };

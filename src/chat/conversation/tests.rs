@@ -115,6 +115,7 @@ impl Bench {
             spec: SessionSpec {
                 slots: 1,
                 ctx,
+                pages: None,
                 kv: KvType::F16,
                 max_rows: 64,
             },

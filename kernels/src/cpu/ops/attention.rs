@@ -6,7 +6,7 @@
 //! one token that share a key head: it puts the head's dimensions in the lanes and reads
 //! every key and value once.
 
-use crate::cpu::kv::{HeadData, KvView};
+use crate::cpu::kv::{KvData, KvView, PAGE};
 use crate::cpu::linear::float::tile;
 use crate::cpu::simd::{LANES, Simd};
 use half::f16;
@@ -19,6 +19,9 @@ pub(crate) const CHUNK: usize = 256;
 /// Positions in a block of [`prefill`].
 const BLOCK: usize = 64;
 
+// A block lies in one page.
+const _: () = assert!(PAGE.is_multiple_of(BLOCK));
+
 /// Floats from one row of a block to the next; longer heads are cut into parts of this.
 const PITCH: usize = 128;
 
@@ -26,7 +29,7 @@ const PITCH: usize = 128;
 /// infinities meet.
 const MASKED: f32 = -1e30;
 
-/// How one head's rows are read.
+/// How the rows of one head of a page are read.
 trait Rows: Copy {
     /// 16 values of row `row` from dimension `i` on, before scaling.
     unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F;
@@ -46,7 +49,7 @@ struct Int8Rows(*const i8, *const f16, usize);
 impl Rows for F32Rows {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F {
-        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the head.
+        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the page.
         unsafe { s.load(self.0.add(row * self.1 + i)) }
     }
     #[inline(always)]
@@ -63,7 +66,7 @@ impl Rows for F32Rows {
 impl Rows for F16Rows {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F {
-        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the head.
+        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the page.
         unsafe { s.load_f16(self.0.add(row * self.1 + i)) }
     }
     #[inline(always)]
@@ -80,7 +83,7 @@ impl Rows for F16Rows {
 impl Rows for Int8Rows {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F {
-        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the head.
+        // SAFETY: the caller keeps `row` and `i .. i + 16` inside the page.
         unsafe { s.load_i8(self.0.add(row * self.2 + i)) }
     }
     #[inline(always)]
@@ -95,24 +98,79 @@ impl Rows for Int8Rows {
     }
 }
 
-/// Calls `$f` with the head's [`Rows`].
-macro_rules! with_rows {
-    ($view:expr, |$rows:ident| $body:expr) => {
+/// The pages of one head: the sequence's page `i` as [`Rows`].
+trait Pages: Copy {
+    type Rows: Rows;
+    unsafe fn page(self, i: usize) -> Self::Rows;
+}
+
+#[derive(Clone, Copy)]
+struct F32Pages<'a>(KvView<'a>, &'a [f32]);
+#[derive(Clone, Copy)]
+struct F16Pages<'a>(KvView<'a>, &'a [f16]);
+#[derive(Clone, Copy)]
+struct Int8Pages<'a>(KvView<'a>, &'a [i8], &'a [f16]);
+
+impl Pages for F32Pages<'_> {
+    type Rows = F32Rows;
+    #[inline(always)]
+    unsafe fn page(self, i: usize) -> F32Rows {
+        let d = self.0.head_dim;
+        // SAFETY: a sequence's pages lie in the pool.
+        F32Rows(unsafe { self.1.as_ptr().add(self.0.page_row(i) * d) }, d)
+    }
+}
+
+impl Pages for F16Pages<'_> {
+    type Rows = F16Rows;
+    #[inline(always)]
+    unsafe fn page(self, i: usize) -> F16Rows {
+        let d = self.0.head_dim;
+        // SAFETY: a sequence's pages lie in the pool.
+        F16Rows(unsafe { self.1.as_ptr().add(self.0.page_row(i) * d) }, d)
+    }
+}
+
+impl Pages for Int8Pages<'_> {
+    type Rows = Int8Rows;
+    #[inline(always)]
+    unsafe fn page(self, i: usize) -> Int8Rows {
+        let (d, row) = (self.0.head_dim, self.0.page_row(i));
+        // SAFETY: a sequence's pages lie in the pool.
+        unsafe { Int8Rows(self.1.as_ptr().add(row * d), self.2.as_ptr().add(row), d) }
+    }
+}
+
+/// Calls `$body` with the view's [`Pages`].
+macro_rules! with_pages {
+    ($view:expr, |$pages:ident| $body:expr) => {
         match $view.data {
-            HeadData::F32(p) => {
-                let $rows = F32Rows(p.as_ptr(), $view.head_dim);
+            KvData::F32(d) => {
+                let $pages = F32Pages($view, d);
                 $body
             }
-            HeadData::F16(p) => {
-                let $rows = F16Rows(p.as_ptr(), $view.head_dim);
+            KvData::F16(d) => {
+                let $pages = F16Pages($view, d);
                 $body
             }
-            HeadData::Int8 { codes, scales } => {
-                let $rows = Int8Rows(codes.as_ptr(), scales.as_ptr(), $view.head_dim);
+            KvData::Int8 { codes, scales } => {
+                let $pages = Int8Pages($view, codes, scales);
                 $body
             }
         }
     };
+}
+
+/// The parts of `positions` that lie in one page each: page, rows of it, and the position of the
+/// first of them, counted from the first of all.
+#[inline(always)]
+fn parts(positions: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
+    let Range { start, end } = positions;
+    (start / PAGE..end.div_ceil(PAGE)).map(move |page| {
+        let first = start.max(page * PAGE);
+        let last = end.min((page + 1) * PAGE);
+        (page, first - page * PAGE..last - page * PAGE, first - start)
+    })
 }
 
 /// A query block's result before division by `sum`: `out` is relative to `exp(max)`.
@@ -153,14 +211,14 @@ pub(crate) unsafe fn decode<S: Simd>(
             ($c:literal) => {
                 // SAFETY: by this function's contract.
                 unsafe {
-                    with_rows!(keys, |rows| decode_scores::<S, _, $c>(
-                        s, rows, d, from, to, q, scale, scores
+                    with_pages!(keys, |pages| decode_scores::<S, _, $c>(
+                        s, pages, d, from, to, q, scale, scores
                     ));
                     for c in 0..$c {
                         partials[c] = soften(s, &mut scores[c * CHUNK..(c + 1) * CHUNK], to - from);
                     }
-                    with_rows!(values, |rows| decode_values::<S, _, $c>(
-                        s, rows, d, from, to, scores, out
+                    with_pages!(values, |pages| decode_values::<S, _, $c>(
+                        s, pages, d, from, to, scores, out
                     ));
                 }
             };
@@ -178,9 +236,9 @@ pub(crate) unsafe fn decode<S: Simd>(
 /// Scores of `C` heads, `[C, CHUNK]`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "operands of one flat kernel")]
-unsafe fn decode_scores<S: Simd, R: Rows, const C: usize>(
+unsafe fn decode_scores<S: Simd, K: Pages, const C: usize>(
     s: S,
-    rows: R,
+    pages: K,
     d: usize,
     from: usize,
     to: usize,
@@ -189,29 +247,34 @@ unsafe fn decode_scores<S: Simd, R: Rows, const C: usize>(
     scores: &mut [f32],
 ) {
     debug_assert!(q.len() >= C * d && scores.len() >= C * CHUNK);
-    for p in from..to {
-        // SAFETY: `p` and `i .. i + 16` are inside the head, `c * d + i + 16` inside q.
+    for (page, rows, at) in parts(from..to) {
+        let first = rows.start;
+        // SAFETY: the caller keeps the positions within the views; `i .. i + 16` lie inside the
+        // head, `c * d + i + 16` inside q, and scores are as many as positions.
         unsafe {
-            let mut acc = [[s.splat(0.0); 2]; C];
-            let mut i = 0;
-            while i < d {
-                let k = rows.load(s, p, i);
-                for (c, acc) in acc.iter_mut().enumerate() {
-                    acc[0] = s.fma(k, s.load(q.as_ptr().add(c * d + i)), acc[0]);
-                }
-                i += LANES;
-                if i < d {
-                    let k = rows.load(s, p, i);
+            let keys = pages.page(page);
+            for row in rows {
+                let mut acc = [[s.splat(0.0); 2]; C];
+                let mut i = 0;
+                while i < d {
+                    let k = keys.load(s, row, i);
                     for (c, acc) in acc.iter_mut().enumerate() {
-                        acc[1] = s.fma(k, s.load(q.as_ptr().add(c * d + i)), acc[1]);
+                        acc[0] = s.fma(k, s.load(q.as_ptr().add(c * d + i)), acc[0]);
                     }
                     i += LANES;
+                    if i < d {
+                        let k = keys.load(s, row, i);
+                        for (c, acc) in acc.iter_mut().enumerate() {
+                            acc[1] = s.fma(k, s.load(q.as_ptr().add(c * d + i)), acc[1]);
+                        }
+                        i += LANES;
+                    }
                 }
-            }
-            let scale = scale * rows.scale(p);
-            for (c, acc) in acc.iter().enumerate() {
-                *scores.get_unchecked_mut(c * CHUNK + p - from) =
-                    s.sum(s.add(acc[0], acc[1])) * scale;
+                let scale = scale * keys.scale(row);
+                for (c, acc) in acc.iter().enumerate() {
+                    *scores.get_unchecked_mut(c * CHUNK + at + row - first) =
+                        s.sum(s.add(acc[0], acc[1])) * scale;
+                }
             }
         }
     }
@@ -233,9 +296,11 @@ fn soften<S: Simd>(s: S, scores: &mut [f32], n: usize) -> Partial {
     for v in scores {
         // SAFETY: an array of 16.
         unsafe {
-            let e = s.exp(s.sub(s.load(v.as_ptr()), s.splat(max)));
+            let score = s.load(v.as_ptr());
+            let e = s.exp(s.sub(score, s.splat(max)));
             s.store(v.as_mut_ptr(), e);
-            sum = s.add(sum, e);
+            // The maximum and the exponential lose a NaN: zero times it does not.
+            sum = s.add(sum, s.fma(score, s.splat(0.0), e));
         }
     }
     Partial {
@@ -246,9 +311,10 @@ fn soften<S: Simd>(s: S, scores: &mut [f32], n: usize) -> Partial {
 
 /// `out = weights * values` for `C` heads; the weights are `[C, CHUNK]`.
 #[inline(always)]
-unsafe fn decode_values<S: Simd, R: Rows, const C: usize>(
+#[allow(clippy::too_many_arguments, reason = "operands of one flat kernel")]
+unsafe fn decode_values<S: Simd, V: Pages, const C: usize>(
     s: S,
-    rows: R,
+    pages: V,
     d: usize,
     from: usize,
     to: usize,
@@ -262,10 +328,10 @@ unsafe fn decode_values<S: Simd, R: Rows, const C: usize>(
         // SAFETY: rows, dimensions and weights as in `decode_scores`.
         unsafe {
             if i + WIDE * LANES <= d {
-                weigh::<S, R, C, WIDE>(s, rows, d, i, from, to, weights, out);
+                weigh::<S, V, C, WIDE>(s, pages, d, i, from, to, weights, out);
                 i += WIDE * LANES;
             } else {
-                weigh::<S, R, C, 1>(s, rows, d, i, from, to, weights, out);
+                weigh::<S, V, C, 1>(s, pages, d, i, from, to, weights, out);
                 i += LANES;
             }
         }
@@ -275,9 +341,9 @@ unsafe fn decode_values<S: Simd, R: Rows, const C: usize>(
 /// Dimensions `i .. i + 16 W` of [`decode_values`].
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "operands of one flat kernel")]
-unsafe fn weigh<S: Simd, R: Rows, const C: usize, const W: usize>(
+unsafe fn weigh<S: Simd, V: Pages, const C: usize, const W: usize>(
     s: S,
-    rows: R,
+    pages: V,
     d: usize,
     i: usize,
     from: usize,
@@ -288,16 +354,20 @@ unsafe fn weigh<S: Simd, R: Rows, const C: usize, const W: usize>(
     // SAFETY: by the caller's contract.
     unsafe {
         let mut acc = [[s.splat(0.0); W]; C];
-        for p in from..to {
-            let scale = rows.scale(p);
-            let mut v = [s.splat(0.0); W];
-            for (j, v) in v.iter_mut().enumerate() {
-                *v = rows.load(s, p, i + j * LANES);
-            }
-            for (c, acc) in acc.iter_mut().enumerate() {
-                let weight = s.splat(scale * weights.get_unchecked(c * CHUNK + p - from));
-                for (acc, v) in acc.iter_mut().zip(v) {
-                    *acc = s.fma(v, weight, *acc);
+        for (page, rows, at) in parts(from..to) {
+            let (values, first) = (pages.page(page), rows.start);
+            for row in rows {
+                let scale = values.scale(row);
+                let mut v = [s.splat(0.0); W];
+                for (j, v) in v.iter_mut().enumerate() {
+                    *v = values.load(s, row, i + j * LANES);
+                }
+                for (c, acc) in acc.iter_mut().enumerate() {
+                    let weight = weights.get_unchecked(c * CHUNK + at + row - first);
+                    let weight = s.splat(scale * weight);
+                    for (acc, v) in acc.iter_mut().zip(v) {
+                        *acc = s.fma(v, weight, *acc);
+                    }
                 }
             }
         }
@@ -387,7 +457,7 @@ pub(crate) unsafe fn prefill<S: Simd, const P: usize, const C: usize>(
         let mut from = 0;
         while from < end {
             let n = BLOCK.min(end - from);
-            with_rows!(keys, |rows| unpack(s, rows, d, from, n, block));
+            with_pages!(keys, |pages| unpack(s, pages, d, from, n, block));
             for part in 0..parts {
                 let width = PITCH.min(d - part * PITCH);
                 for p in (0..n).step_by(C) {
@@ -413,7 +483,7 @@ pub(crate) unsafe fn prefill<S: Simd, const P: usize, const C: usize>(
                 let outputs = outputs.as_mut_ptr().add(p * parts * PITCH * LANES);
                 fold(s, scores, n, outputs, d, &mut max[p], &mut sum[p]);
             }
-            with_rows!(values, |rows| unpack(s, rows, d, from, n, block));
+            with_pages!(values, |pages| unpack(s, pages, d, from, n, block));
             for part in 0..parts {
                 let width = PITCH.min(d - part * PITCH);
                 for i in (0..width).step_by(C) {
@@ -490,9 +560,11 @@ unsafe fn fold<S: Simd>(
         let mut total = s.mul(*sum, fade);
         for i in 0..n {
             let at = scores.add(i * LANES);
-            let e = s.exp(s.sub(s.load(at), top));
+            let score = s.load(at);
+            let e = s.exp(s.sub(score, top));
             s.store(at, e);
-            total = s.add(total, e);
+            // As in `soften`.
+            total = s.add(total, s.fma(score, s.splat(0.0), e));
         }
         *sum = total;
         for i in 0..d {
@@ -506,30 +578,33 @@ unsafe fn fold<S: Simd>(
 /// may hold anything: they meet nothing but their own outputs, which nobody reads.
 ///
 /// # Safety
-/// The rows are inside the head.
+/// The rows are inside the view and of one page.
 #[inline(always)]
-unsafe fn unpack<S: Simd, R: Rows>(
+unsafe fn unpack<S: Simd, K: Pages>(
     s: S,
-    rows: R,
+    pages: K,
     d: usize,
     from: usize,
     n: usize,
     block: &mut [f32],
 ) {
+    // SAFETY: by contract.
+    let rows = unsafe { pages.page(from / PAGE) };
     for row in 0..n {
+        let at = from % PAGE + row;
         // SAFETY: by contract; `to` stays inside the block.
         unsafe {
-            let scale = rows.scale(from + row);
+            let scale = rows.scale(at);
             let mut i = 0;
             while i + LANES <= d {
-                let v = s.mul(rows.load(s, from + row, i), s.splat(scale));
+                let v = s.mul(rows.load(s, at, i), s.splat(scale));
                 let to = (i / PITCH * BLOCK + row) * PITCH + i % PITCH;
                 s.store(block.as_mut_ptr().add(to), v);
                 i += LANES;
             }
             while i < d {
                 let to = (i / PITCH * BLOCK + row) * PITCH + i % PITCH;
-                block[to] = rows.value(from + row, i) * scale;
+                block[to] = rows.value(at, i) * scale;
                 i += 1;
             }
         }

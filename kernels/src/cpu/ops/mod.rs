@@ -5,7 +5,7 @@ pub(crate) mod rows;
 
 use super::memory::{Buffer, Shared};
 use super::simd::LANES;
-use super::{Cpu, KvBlock, with_scratch};
+use super::{Cpu, KvSequence, with_scratch};
 use attention::{CHUNK, Partial};
 
 /// Consecutive new tokens of one sequence within a batch's rows.
@@ -100,8 +100,7 @@ impl Cpu {
         span: Span,
         heads: usize,
         head_dim: usize,
-        keys: &KvBlock,
-        values: &KvBlock,
+        kv: KvSequence<'_>,
         y: &mut [f32],
     ) {
         if span.len == 0 {
@@ -111,15 +110,15 @@ impl Cpu {
         let q = &qkv[span.row * stride..];
         let y = &mut y[span.row * width..(span.row + span.len) * width];
         let begin = self.profile.begin();
-        self.attend(q, stride, span, heads, head_dim, keys, values, y);
-        let bytes = cache_bytes(span, keys, values);
+        self.attend(q, stride, span, heads, head_dim, kv, y);
+        let bytes = cache_bytes(span, kv);
         let shape = (heads, head_dim);
         self.profile
             .end(begin, "attention", self.isa.name(), shape, bytes);
     }
 
     /// [`Cpu::attention`] of several sequences, whose `spans` lie one behind another; the
-    /// keys and values of `spans[i]` are `cache(i)`. Many sequences are shared out whole, so
+    /// keys and values of `spans[i]` are `kv(i)`. Many sequences are shared out whole, so
     /// that the team works in step once and not once for each.
     ///
     /// # Panics
@@ -135,13 +134,12 @@ impl Cpu {
         spans: &[Span],
         heads: usize,
         head_dim: usize,
-        cache: impl Fn(usize) -> (&'a KvBlock, &'a KvBlock) + Send + Sync,
+        kv: impl Fn(usize) -> KvSequence<'a> + Send + Sync,
         y: &mut [f32],
     ) {
         if spans.len() < 2 * self.threads() {
             for (i, &span) in spans.iter().enumerate() {
-                let (keys, values) = cache(i);
-                self.attention(qkv, stride, span, heads, head_dim, keys, values, y);
+                self.attention(qkv, stride, span, heads, head_dim, kv(i), y);
             }
             return;
         }
@@ -152,17 +150,14 @@ impl Cpu {
         let y = Shared::new(y);
         self.team().run_ranges(spans.len(), 1, |tasks| {
             for i in tasks.filter(|&i| spans[i].len > 0) {
-                let (span, (keys, values)) = (spans[i], cache(i));
+                let span = spans[i];
                 let q = &qkv[span.row * stride..];
                 // SAFETY: spans do not overlap, and each is one task.
                 let y = unsafe { y.part(span.row * width..(span.row + span.len) * width) };
-                self.attend(q, stride, span, heads, head_dim, keys, values, y);
+                self.attend(q, stride, span, heads, head_dim, kv(i), y);
             }
         });
-        let bytes_of = |(i, &span)| {
-            let (keys, values) = cache(i);
-            cache_bytes(span, keys, values)
-        };
+        let bytes_of = |(i, &span)| cache_bytes(span, kv(i));
         let bytes = spans.iter().enumerate().map(bytes_of).sum();
         let shape = (heads, head_dim);
         self.profile
@@ -178,25 +173,23 @@ impl Cpu {
         span: Span,
         heads: usize,
         head_dim: usize,
-        keys: &KvBlock,
-        values: &KvBlock,
+        kv: KvSequence<'_>,
         y: &mut [f32],
     ) {
-        let kv_heads = keys.kv_heads();
-        assert!(heads.is_multiple_of(kv_heads) && kv_heads == values.kv_heads());
-        assert!(keys.head_dim() == head_dim && values.head_dim() == head_dim);
-        assert!(span.position + span.len <= keys.capacity().min(values.capacity()));
+        assert!(heads.is_multiple_of(kv.pages().kv_heads()));
+        assert!(kv.pages().head_dim() == head_dim);
+        assert!(span.position + span.len <= kv.capacity());
         if span.len == 1 && head_dim.is_multiple_of(LANES) {
-            self.attend_one(&q[..heads * head_dim], span.position + 1, keys, values, y);
+            self.attend_one(&q[..heads * head_dim], span.position + 1, kv, y);
         } else {
-            self.attend_many(q, stride, span, heads, keys, values, y);
+            self.attend_many(q, stride, span, heads, kv, y);
         }
     }
 
     /// One token: a task is a key head and a chunk of positions.
-    fn attend_one(&self, q: &[f32], len: usize, keys: &KvBlock, values: &KvBlock, y: &mut [f32]) {
-        let d = keys.head_dim();
-        let kv_heads = keys.kv_heads();
+    fn attend_one(&self, q: &[f32], len: usize, kv: KvSequence<'_>, y: &mut [f32]) {
+        let d = kv.pages().head_dim();
+        let kv_heads = kv.pages().kv_heads();
         let group = q.len() / d / kv_heads;
         let chunks = len.div_ceil(CHUNK);
         let scale = 1.0 / (d as f32).sqrt();
@@ -220,9 +213,10 @@ impl Cpu {
                             unsafe {
                                 let outs = outs.part(task * group * d..(task + 1) * group * d);
                                 let partials = partials.part(task * group..(task + 1) * group);
+                                let [keys, values] = kv.head(head);
                                 (self.table.decode)(
-                                    keys.head(head),
-                                    values.head(head),
+                                    keys,
+                                    values,
                                     from,
                                     to,
                                     q,
@@ -261,12 +255,11 @@ impl Cpu {
         stride: usize,
         span: Span,
         heads: usize,
-        keys: &KvBlock,
-        values: &KvBlock,
+        kv: KvSequence<'_>,
         y: &mut [f32],
     ) {
-        let d = keys.head_dim();
-        let kv_heads = keys.kv_heads();
+        let d = kv.pages().head_dim();
+        let kv_heads = kv.pages().kv_heads();
         let group = heads / kv_heads;
         let panels = self.table.query_panels;
         let tile = panels * LANES;
@@ -299,9 +292,10 @@ impl Cpu {
                     // pointers are to `d` floats each; this CPU has the table's
                     // instructions.
                     unsafe {
+                        let [keys, values] = kv.head(head);
                         (self.table.prefill)(
-                            keys.head(head),
-                            values.head(head),
+                            keys,
+                            values,
                             &qs[..count],
                             &limits[..count],
                             scale,
@@ -316,9 +310,10 @@ impl Cpu {
 }
 
 /// Bytes of keys and values that the last token of a span attends over.
-fn cache_bytes(span: Span, keys: &KvBlock, values: &KvBlock) -> usize {
-    let rows = keys.kv_heads() * (span.position + span.len);
-    rows * (keys.kind().bytes(keys.head_dim()) + values.kind().bytes(values.head_dim()))
+fn cache_bytes(span: Span, kv: KvSequence<'_>) -> usize {
+    let pages = kv.pages();
+    let rows = 2 * pages.kv_heads() * (span.position + span.len);
+    rows * pages.kind().bytes(pages.head_dim())
 }
 
 /// Queries in a tile of any instruction set, at most.

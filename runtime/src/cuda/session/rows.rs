@@ -2,11 +2,12 @@
 
 use super::super::model::CudaModel;
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, padded, product};
-use crate::engine::{Chunk, LinearKind, Observer};
+use crate::engine::{Chunk, Observer};
 use crate::error::Result;
+use nq_formats::models::{MlpSpec, Product};
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, DeviceCache, DeviceLinear, GemmOutput, HEAD_DIM, Heads, Row, RowsOut, SequenceRows,
+    Buffer, DeviceLinear, GemmOutput, HEAD_DIM, Heads, LayerPages, Row, RowsOut, SequenceRows,
     Stream, operand_index,
 };
 
@@ -59,7 +60,7 @@ impl Pass<'_> {
     fn attend(
         &self,
         many: &mut ManyRows,
-        cache: &mut DeviceCache,
+        cache: LayerPages<'_>,
         settings: &Heads<'_>,
         sequences: &[SequenceRows],
     ) -> Result<()> {
@@ -105,13 +106,13 @@ impl Pass<'_> {
     fn show(
         &self,
         observer: &mut Option<&mut dyn Observer>,
-        (layer, kinds): (usize, &[LinearKind]),
+        (layer, product): (usize, &Product),
         x: Option<&Buffer<f32>>,
         width: usize,
     ) -> Result<()> {
         if let (Some(observer), Some(x)) = (observer, x) {
             let values = fetch(self.stream, x, self.m * width)?;
-            observer.linear_input(layer, kinds, &values);
+            observer.linear_input(layer, product, &values);
         }
         Ok(())
     }
@@ -121,13 +122,13 @@ impl Pass<'_> {
     fn show_attended(
         &self,
         observer: &mut Option<&mut dyn Observer>,
-        (layer, kinds): (usize, &[LinearKind]),
+        (layer, product): (usize, &Product),
         many: &ManyRows,
     ) -> Result<()> {
         let width = self.model.config.q_dim();
         if self.is_plain() {
             let full = many.full.as_ref();
-            return self.show(observer, (layer, kinds), full.map(|f| &f.attended), width);
+            return self.show(observer, (layer, product), full.map(|f| &f.attended), width);
         }
         let Some(observer) = observer else {
             return Ok(());
@@ -139,7 +140,7 @@ impl Pass<'_> {
         let values: Vec<f32> = rows
             .flat_map(|r| (0..width).map(|k| half::f16::from_bits(r[operand_index(k)]).to_f32()))
             .collect();
-        observer.linear_input(layer, kinds, &values);
+        observer.linear_input(layer, product, &values);
         Ok(())
     }
 }
@@ -155,7 +156,7 @@ impl CudaSession {
         let Self {
             stream,
             model,
-            cache,
+            pages,
             cos_sin,
             many,
             ..
@@ -164,26 +165,27 @@ impl CudaSession {
         let c = &model.config;
         let pass = Pass { stream, model, m };
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
-        let [qkv_in, o_in, mlp_in, down_in] = LinearKind::INPUTS;
+        let attention = &c.layer().attention;
+        let MlpSpec::SwiGlu { gate_up, down, .. } = &c.layer().mlp;
         for (index, layer) in model.layers.iter().enumerate() {
             pass.norm(&layer.input_norm, many)?;
             let normed = many.full.as_ref().map(|f| &f.normed);
-            pass.show(observer, (index, qkv_in), normed, c.hidden_size)?;
+            pass.show(observer, (index, &attention.qkv), normed, c.hidden_size)?;
             let out = GemmOutput::Store(&mut many.qkv);
             pass.linear(("qkv", &layer.qkv), normed, &many.normed, out)?;
             let settings = model.heads(index, cos_sin);
-            pass.attend(many, &mut cache[index], &settings, sequences)?;
-            pass.show_attended(observer, (index, o_in), many)?;
+            pass.attend(many, pages.layer(index), &settings, sequences)?;
+            pass.show_attended(observer, (index, &attention.o), many)?;
             let attended = many.full.as_ref().map(|f| &f.attended);
             let out = GemmOutput::Add(&mut many.x);
             pass.linear(("o", &layer.o), attended, &many.attended, out)?;
 
             pass.norm(&layer.post_attention_norm, many)?;
             let normed = many.full.as_ref().map(|f| &f.normed);
-            pass.show(observer, (index, mlp_in), normed, c.hidden_size)?;
+            pass.show(observer, (index, gate_up), normed, c.hidden_size)?;
             pass.gate_up(&layer.gate_up, many)?;
             let mlp = many.full.as_ref().map(|f| &f.mlp);
-            pass.show(observer, (index, down_in), mlp, c.intermediate_size)?;
+            pass.show(observer, (index, down), mlp, c.intermediate_size)?;
             let out = GemmOutput::Add(&mut many.x);
             pass.linear(("down", &layer.down), mlp, &many.mlp, out)?;
             if let Some(observer) = observer {
@@ -243,7 +245,7 @@ impl CudaSession {
         let mut sequences = Vec::with_capacity(chunks.len());
         let (mut tokens, mut rows, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks {
-            let (row, position) = (tokens.len(), self.lengths[chunk.slot]);
+            let (row, position) = (tokens.len(), self.tables.len(chunk.slot));
             let count = chunk.tokens.len();
             sequences.push(SequenceRows {
                 row,
@@ -258,6 +260,7 @@ impl CudaSession {
             }));
             wanted.extend(chunk.logits.rows(count).map(|i| (row + i) as i32));
         }
+        self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         self.many.tokens.write(0, &tokens)?;
         self.many.rows.write(0, &rows)?;
         self.run_layers(&sequences, tokens.len(), &mut observer)?;

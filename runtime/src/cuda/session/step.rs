@@ -1,19 +1,19 @@
-//! The fused step of one token a sequence, alone or sampling on the device.
+//! The fused step of one token a sequence: its logits for the host, or a token drawn on the device
+//! for the next step, which is queued before the host has seen it.
 
 use super::{CudaSession, Widths, product};
+use crate::batch::{Drawn, StepsAhead, bucket};
 use crate::cuda::model::CudaModel;
-use crate::engine::{Chunk, Decoding, LogitsWanted, check_chunks, decode_on_host};
+use crate::engine::check_tokens;
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
-use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Advance, AttentionScratch, AttentionShape, Buffer, Candidates, Columns, DeviceLinear,
-    GemvOutput, Graph, HEAD_DIM, MOST_SEQUENCES, NOT_FINITE, Norm, Pinned, Sampling, Step, Stream,
-    best_len,
+    Adjustments, Advance, AttentionScratch, AttentionShape, Buffer, Candidates, Columns,
+    DeviceLinear, GemvOutput, Graph, HEAD_DIM, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE,
+    Norm, Pinned, Sampling, Step, Stream, best_len,
 };
-use std::collections::{HashMap, HashSet};
-use std::ops::ControlFlow;
+use std::collections::{HashMap, HashSet, VecDeque};
 
 /// Tokens of a sequence that the device may be ahead of the host, at most; a power of two.
 const RING: usize = 64;
@@ -24,6 +24,7 @@ const AHEAD: usize = 12;
 const FLOOD: usize = 4 << 20;
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
+const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
 
 /// Buffers of the fused step; `rows` are the sequences that it takes at most.
 pub(super) struct StepRows {
@@ -39,17 +40,39 @@ pub(super) struct StepRows {
     best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
     sampling: Buffer<Sampling>, // [rows]
     candidates: Option<Candidates>,
-    seen: Buffer<u8>,        // [rows, vocab]
-    ring: Pinned<u32>,       // [rows, RING]
-    step_host: Pinned<Step>, // [1]
+    adjust: Adjustments,        // [rows]
+    ring: Pinned<u32>,          // [rows, RING]
+    logprobs: Pinned<Logprobs>, // [rows, RING]
+    seats: Vec<Seat>,           // [rows]
+    /// Rows of each step queued and not received, and the draws of those rows before it.
+    queued: VecDeque<Vec<i32>>,
+    /// A row was written: its token's embedding is not looked up yet.
+    written: bool,
+}
+
+/// A row, as the host knows it.
+#[derive(Clone, Copy, Default)]
+struct Seat {
+    /// The sequence; none: it runs idle.
+    slot: Option<usize>,
+    /// Draws queued in it, of all who sat there.
+    drawn: i32,
+    /// Its sampler looks at more than the best token.
+    lists: bool,
+    /// Its sampler wants log-probabilities.
+    logprobs: bool,
 }
 
 impl StepRows {
-    pub(super) fn new(model: &CudaModel, rows: usize) -> Result<Self> {
+    /// For steps of up to `rows` rows, all idle in the slot `idle`.
+    pub(super) fn new(model: &CudaModel, rows: usize, idle: usize) -> Result<Self> {
         let gpu = &model.gpu;
         let c = &model.config;
         let w = Widths::of(&model.config);
         let rows = rows.max(1);
+        let idle = idle_step(idle, 0);
+        let mut ring = gpu.pinned("sampled tokens", rows * RING)?;
+        ring.values_mut().fill(PENDING);
         let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
         let blocks = (1..=rows).map(|m| m * best_len(gpu, &model.head, m));
         let columns = match rows {
@@ -59,7 +82,7 @@ impl StepRows {
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
         Ok(StepRows {
             rows,
-            step: gpu.zeros("activations", rows)?,
+            step: gpu.upload("activations", &vec![idle; rows])?,
             x: f32s(w.hidden)?,
             qkv: f32s(w.qkv)?,
             attended: f32s(w.q)?,
@@ -70,9 +93,12 @@ impl StepRows {
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
             sampling: gpu.zeros("activations", rows)?,
             candidates: Candidates::new(gpu, w.vocab, rows)?,
-            seen: gpu.zeros("activations", rows * w.vocab)?,
-            ring: gpu.pinned("sampled tokens", rows * RING)?,
-            step_host: gpu.pinned("activations", 1)?,
+            adjust: Adjustments::new(gpu, w.vocab, rows)?,
+            ring,
+            logprobs: gpu.pinned("sampled tokens", rows * RING)?,
+            seats: vec![Seat::default(); rows],
+            queued: VecDeque::new(),
+            written: false,
         })
     }
 
@@ -83,7 +109,10 @@ impl StepRows {
             0 | 1 => 0,
             _ => Columns::device_bytes(rows, w.widest_input()),
         };
-        rows.max(1) * (5 * w.vocab + 4 * (w.qkv + w.hidden + w.q + w.mlp)) + columns
+        let rows = rows.max(1);
+        rows * 4 * (w.vocab + w.qkv + w.hidden + w.q + w.mlp)
+            + Adjustments::device_bytes(w.vocab, rows)
+            + columns
     }
 }
 
@@ -115,6 +144,16 @@ enum StepEnd {
     Greedy,
     /// A token drawn from candidates that are listed first, looked up for the next step.
     Sampled,
+}
+
+/// Where a row stands that nobody sits in.
+fn idle_step(slot: usize, drawn: i32) -> Step {
+    Step {
+        position: 0,
+        slot: slot as i32,
+        token: 0,
+        drawn,
+    }
 }
 
 /// Queues a step's product of `m` rows.
@@ -154,7 +193,7 @@ impl CudaSession {
                     &step.best,
                     blocks,
                     &step.sampling,
-                    &step.seen,
+                    &step.adjust,
                     candidates,
                     vocab,
                     m,
@@ -168,12 +207,14 @@ impl CudaSession {
             best: &step.best,
             blocks,
             sampling: &step.sampling,
-            seen: &mut step.seen,
+            adjust: &mut step.adjust,
             step: &mut step.step,
             ring: &mut step.ring,
+            logprobs: &mut step.logprobs,
             ring_len: RING,
             embedding: model.embedding(),
             x: &mut step.x,
+            idle: self.pages.idle_slot(),
         };
         self.stream.timed(key, 0, || self.stream.advance(advance))
     }
@@ -184,7 +225,7 @@ impl CudaSession {
         let Self {
             stream,
             model,
-            cache,
+            pages,
             cos_sin,
             step,
             ..
@@ -213,7 +254,7 @@ impl CudaSession {
                     &step.qkv,
                     &step.step,
                     &model.heads(index, cos_sin),
-                    &mut cache[index],
+                    pages.layer(index),
                     &mut step.attention,
                     &mut step.attended,
                     shape,
@@ -251,23 +292,15 @@ impl CudaSession {
         }
     }
 
-    /// Before the first step of its kind: runs it, unrecorded, and waits. True if there was need;
-    /// then the positions it counted on have to be written again. Not while profiling, which would
-    /// count it: another session has run such steps then.
-    fn warm_up(&mut self, kind: StepKind) -> Result<bool> {
-        let profiling = self.model.gpu.is_profiling();
-        let first = !profiling && self.graphs.warm.insert((kind.m, kind.end));
-        if first {
-            self.queue_step(kind)?;
-            self.stream.synchronize()?;
-        }
-        Ok(first)
-    }
-
-    /// Runs a step, which is recorded the first time; while profiling each time, as each
-    /// recording has events of its own.
+    /// Runs a step, by its recording. The first of its kind is not recorded: kernels are loaded
+    /// and shared memory is reserved, which a recording does not allow. While profiling each step
+    /// is recorded anew, as each recording has events of its own.
     fn run_step(&mut self, kind: StepKind) -> Result<()> {
-        if self.model.gpu.is_profiling() || !self.graphs.recorded.contains_key(&kind) {
+        let profiling = self.model.gpu.is_profiling();
+        if !profiling && self.graphs.warm.insert((kind.m, kind.end)) {
+            return Ok(self.queue_step(kind)?);
+        }
+        if profiling || !self.graphs.recorded.contains_key(&kind) {
             let stream = self.stream.clone();
             let graph = stream.record(|| self.queue_step(kind))?;
             self.graphs.recorded.insert(kind, graph);
@@ -297,22 +330,26 @@ impl CudaSession {
         }
     }
 
-    /// The logits of one token, by the fused step.
+    /// True if a step for the host would not disturb one that is drawn on the device.
+    pub(super) fn is_idle(&self) -> bool {
+        self.step.seats.iter().all(|s| s.slot.is_none()) && self.step.queued.is_empty()
+    }
+
+    /// The logits of one token, by the fused step, where nobody sits in its rows.
     pub(super) fn forward_step(&mut self, slot: usize, token: u32) -> Result<()> {
-        let position = self.lengths[slot];
+        self.reserve([(slot, 1)].into_iter())?;
+        let position = self.tables.len(slot);
         let vocab = self.model.config.vocab_size;
-        let step = &mut self.step;
-        step.step_host.values_mut()[0] = Step {
+        let step = Step {
             position: position as i32,
             slot: slot as i32,
             token,
-            drawn: 0,
+            drawn: self.step.seats[0].drawn,
         };
-        self.stream
-            .write(&mut step.step, 0, &step.step_host, 0..1)?;
-        let kind = self.kind(1, position + 1, StepEnd::Logits);
-        self.warm_up(kind)?;
-        self.run_step(kind)?;
+        self.stream.put(&mut self.step.step, 0, step)?;
+        self.run_step(self.kind(1, position + 1, StepEnd::Logits))?;
+        let idle = idle_step(self.pages.idle_slot(), step.drawn);
+        self.stream.put(&mut self.step.step, 0, idle)?;
         self.stream
             .read(&self.step.logits, 0, &mut self.logits_host, vocab)?;
         self.stream.synchronize()?;
@@ -321,55 +358,54 @@ impl CudaSession {
         self.settle_profile()
     }
 
-    /// Puts where the sequences stand on the device, and forgets tokens not received.
-    fn write_states(&mut self, sequences: &[Decoding<'_>]) -> Result<()> {
-        self.step.ring.values_mut().fill(PENDING);
-        for (row, sequence) in sequences.iter().enumerate() {
-            self.write_sampling(row, sequence.sampler)?;
-            let step = Step {
-                position: self.lengths[sequence.slot] as i32,
-                slot: sequence.slot as i32,
-                token: sequence.token,
-                drawn: 0,
-            };
-            self.step.step.write(row, &[step])?;
-        }
-        Ok(())
-    }
-
-    /// Puts the state of sequence `row`'s sampler on the device.
-    fn write_sampling(&mut self, row: usize, sampler: &Sampler) -> Result<()> {
+    /// Puts the state of a sampler in `row` on the device, where the row's next draw is number
+    /// `drawn`.
+    fn write_sampling(&mut self, row: usize, sampler: &Sampler, drawn: i32) -> Result<()> {
+        sampler.check(self.model.config.vocab_size)?;
         let p = sampler.params();
         let words = |v: u64| [v as u32, (v >> 32) as u32];
+        let flag = |bit, set: bool| if set { bit } else { 0 };
+        let bias = sampler.bias().as_slice();
         let sampling = Sampling {
             temperature: p.temperature,
             top_p: p.top_p,
             min_p: p.min_p,
             repetition: p.repetition_penalty,
+            frequency: p.frequency_penalty,
             presence: p.presence_penalty,
             top_k: i32::try_from(p.top_k).unwrap_or(i32::MAX),
-            penalties: i32::from(p.has_penalties()),
+            adjusts: flag(Sampling::BIASED, !bias.is_empty())
+                + flag(Sampling::PENALIZED, p.has_penalties())
+                + flag(Sampling::MASKED, sampler.mask().is_some()),
+            logprobs: sampler.top_logprobs().map_or(0, |n| 1 + n as i32),
             seed: words(p.seed),
             stream: words(sampler.stream()),
-            position: words(sampler.position()),
+            // The device adds the draws of the row.
+            position: words(sampler.position().wrapping_sub(i64::from(drawn) as u64)),
         };
-        self.step.sampling.write(row, &[sampling])?;
+        self.stream.put(&mut self.step.sampling, row, sampling)?;
+        if sampling.adjusts != 0 {
+            // These are written out of order with the stream: who sat here before may still be
+            // drawing.
+            self.stream.synchronize()?;
+        }
+        let adjust = &mut self.step.adjust;
+        if !bias.is_empty() {
+            adjust.write_bias(row, bias)?;
+        }
+        if let Some(mask) = sampler.mask() {
+            adjust.write_mask(row, mask)?;
+        }
         if p.has_penalties() {
-            let vocab = self.model.config.vocab_size;
-            let mut seen = vec![0u8; vocab];
-            for (id, generated) in sampler.seen() {
-                if let Some(state) = seen.get_mut(id as usize) {
-                    *state = 1 + u8::from(generated);
-                }
-            }
-            self.step.seen.write(row * vocab, &seen)?;
+            let seen = sampler.seen().map(|t| (t.id, t.in_prompt, t.count));
+            adjust.write_seen(row, seen)?;
         }
         Ok(())
     }
 
-    /// Waits for the token of step `i` of sequence `row`.
-    fn receive(&mut self, row: usize, i: usize) -> Result<u32> {
-        let at = row * RING + i % RING;
+    /// Waits for draw number `drawn` of `row`.
+    fn wait_for(&mut self, row: usize, drawn: i32) -> Result<Drawn> {
+        let at = row * RING + drawn as usize % RING;
         let mut spins = 0u32;
         let token = loop {
             match self.step.ring.load(at) {
@@ -388,114 +424,120 @@ impl CudaSession {
             }
         };
         self.step.ring.store(at, PENDING);
-        match token {
-            NOT_FINITE => Err(Error::LogitsNotFinite),
-            token => Ok(token),
+        let wanted = self.step.seats[row].logprobs;
+        let logprobs = wanted.then(|| {
+            // Written before the token.
+            let said = self.step.logprobs.load(at);
+            let n = (said.count as usize).min(MOST_LOGPROBS);
+            let top = said.ids.into_iter().zip(said.values).take(n).collect();
+            (said.chosen, top)
+        });
+        Ok(Drawn { token, logprobs })
+    }
+}
+
+impl StepsAhead for CudaSession {
+    fn rows(&self) -> usize {
+        self.step.rows
+    }
+
+    fn depth(&self) -> usize {
+        match self.model.gpu.is_profiling() {
+            true => 1,
+            false => AHEAD,
         }
     }
 
-    /// Queues steps ahead of the tokens that the host reads; counts the steps whose tokens were
-    /// received. The longest sequence has `longest` positions.
-    fn decode_ahead(
-        &mut self,
-        end: StepEnd,
-        longest: usize,
-        steps: usize,
-        sequences: &mut [Decoding<'_>],
-        received: &mut usize,
-        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
-    ) -> Result<ControlFlow<()>> {
-        let m = sequences.len();
-        let profiling = self.model.gpu.is_profiling();
-        let ahead = if profiling { 1 } else { AHEAD };
-        let mut queued = 0;
-        while *received < steps {
-            while queued < steps && queued - *received < ahead {
-                self.run_step(self.kind(m, longest + queued + 1, end))?;
-                queued += 1;
-            }
-            let mut flow = ControlFlow::Continue(());
-            for (row, sequence) in sequences.iter_mut().enumerate() {
-                let token = self.receive(row, *received)?;
-                sequence.sampler.accept(token);
-                if each(row, token).is_break() {
-                    flow = ControlFlow::Break(());
-                }
-            }
-            *received += 1;
-            if profiling {
-                self.stream.synchronize()?;
-                self.settle_profile()?;
-            }
-            if flow.is_break() {
-                return Ok(flow);
-            }
-        }
-        Ok(ControlFlow::Continue(()))
+    /// A mask is that of one token: the host has to see each before it knows the next.
+    fn knows(&self, sampler: &Sampler) -> bool {
+        sampler.mask().is_none()
     }
 
-    /// [`crate::Session::decode_many`].
-    pub(super) fn decode_on_device(
-        &mut self,
-        sequences: &mut [Decoding<'_>],
-        steps: usize,
-        each: &mut dyn FnMut(usize, u32) -> ControlFlow<()>,
-    ) -> Result<()> {
-        let m = sequences.len();
-        if self.model.kernels == KernelSet::Reference || m > MOST_SEQUENCES {
-            return decode_on_host(self, sequences, steps, each);
+    fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
+        check_tokens(&[token], self.model.config.vocab_size)?;
+        let seat = &mut self.step.seats[row];
+        // Counted round before it overflows, in step with the ring.
+        if seat.drawn > i32::MAX / 2 {
+            seat.drawn %= RING as i32;
         }
-        if steps == 0 || m == 0 {
-            return Ok(());
-        }
-        let chunks: Vec<Chunk<'_>> = (sequences.iter())
-            .map(|s| Chunk {
-                slot: s.slot,
-                tokens: std::slice::from_ref(&s.token),
-                logits: LogitsWanted::Last,
-            })
-            .collect();
-        let vocab = self.model.config.vocab_size;
-        check_chunks(&chunks, &self.spec, vocab, |slot| self.lengths[slot])?;
-        drop(chunks);
-        debug_assert!(
-            m <= self.step.rows,
-            "different slots, so not more than those"
-        );
-        let starts: Vec<usize> = sequences.iter().map(|s| self.lengths[s.slot]).collect();
-        // As many steps as there are positions; one more is refused as `forward` would.
-        let longest = starts.iter().copied().max().unwrap_or(0);
-        let room = steps.min(self.spec.ctx - longest);
-        let lists = |s: &Decoding<'_>| {
-            let p = s.sampler.params();
-            p.has_penalties() || !(p.is_greedy() || p.top_k == 1)
+        let drawn = seat.drawn;
+        self.write_sampling(row, sampler, drawn)?;
+        let step = Step {
+            position: self.tables.len(slot) as i32,
+            slot: slot as i32,
+            token,
+            drawn,
         };
-        let end = match sequences.iter().any(lists) {
+        self.stream.put(&mut self.step.step, row, step)?;
+        let p = sampler.params();
+        self.step.written = true;
+        self.step.seats[row] = Seat {
+            slot: Some(slot),
+            drawn,
+            lists: sampler.adjusts() || !(p.is_greedy() || p.top_k == 1),
+            logprobs: sampler.top_logprobs().is_some(),
+        };
+        Ok(())
+    }
+
+    fn vacate(&mut self, row: usize) -> Result<()> {
+        let drawn = self.step.seats[row].drawn;
+        self.step.seats[row] = Seat {
+            drawn,
+            ..Seat::default()
+        };
+        let idle = idle_step(self.pages.idle_slot(), drawn);
+        self.stream.put(&mut self.step.step, row, idle)?;
+        let greedy = Sampling::default();
+        self.stream.put(&mut self.step.sampling, row, greedy)?;
+        self.step.written = true;
+        Ok(())
+    }
+
+    fn queue(&mut self) -> Result<()> {
+        let seats = self.step.seats.iter();
+        let slots: Vec<usize> = seats.clone().filter_map(|s| s.slot).collect();
+        let last = seats.clone().rposition(|s| s.slot.is_some()).unwrap_or(0);
+        let m = bucket(last + 1).min(self.step.rows);
+        self.reserve(slots.iter().map(|&slot| (slot, 1)))?;
+        slots.iter().for_each(|&slot| self.tables.advance(slot, 1));
+        let longest = slots.iter().map(|&slot| self.tables.len(slot)).max();
+        let end = match self.step.seats.iter().any(|s| s.lists) {
             true => StepEnd::Sampled,
             false => StepEnd::Greedy,
         };
-        self.write_states(sequences)?;
-        self.queue_embedding(m)?;
-        if self.warm_up(self.kind(m, longest + 1, end))? {
-            self.write_states(sequences)?;
-            self.queue_embedding(m)?;
+        if std::mem::take(&mut self.step.written) {
+            self.queue_embedding(self.step.rows)?;
         }
-        let mut received = 0;
-        let result = self.decode_ahead(end, longest, room, sequences, &mut received, each);
-        // Steps queued past the last token wanted wrote behind it: positions that are not
-        // part of the sequence.
-        let ended = self.stream.synchronize();
-        // The token of each step that gave one is in the cache.
-        for (sequence, start) in sequences.iter().zip(starts) {
-            self.lengths[sequence.slot] = start + received;
+        self.run_step(self.kind(m, longest.unwrap_or(1), end))?;
+        let drawn = self.step.seats[..m].iter_mut().map(|seat| {
+            let before = seat.drawn;
+            seat.drawn = before.wrapping_add(1);
+            before
+        });
+        self.step.queued.push_back(drawn.collect());
+        Ok(())
+    }
+
+    fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()> {
+        let Some(drawn) = self.step.queued.pop_front() else {
+            return Ok(());
+        };
+        for (row, drawn) in drawn.into_iter().enumerate() {
+            let found = self.wait_for(row, drawn)?;
+            let vocab = self.model.config.vocab_size;
+            each(
+                row,
+                match found.token {
+                    NOT_FINITE => Err(Error::LogitsNotFinite),
+                    NONE_ALLOWED => Err(Error::NoTokenAllowed { vocab }),
+                    _ => Ok(found),
+                },
+            );
         }
-        let flow = result?;
-        ended?;
-        if room < steps && flow.is_continue() {
-            return Err(Error::ContextFull {
-                capacity: self.spec.ctx,
-                needed: self.spec.ctx + 1,
-            });
+        if self.model.gpu.is_profiling() {
+            self.stream.synchronize()?;
+            self.settle_profile()?;
         }
         Ok(())
     }

@@ -1,0 +1,98 @@
+//! The architectures that nq runs: what their weights are called in a layer, their dimensions,
+//! which of them share an input, and what a layer computes. Everything else walks these tables.
+//!
+//! A new architecture is a file here and a row of [`ARCHITECTURES`]. One whose layers compute
+//! something else is a variant of [`MlpSpec`] too, and its kernels.
+
+mod architecture;
+mod layer;
+mod qwen3;
+mod shape;
+
+pub use architecture::{Architecture, Preset};
+pub(crate) use layer::LAYERS;
+pub use layer::{
+    AttentionSpec, LayerSpec, LinearKind, LinearSpec, MlpSpec, NormKind, NormSpec, Parameter,
+    Product, Source, Width, in_layer,
+};
+pub use shape::{ModelConfig, Rope, RopeScaling, Shape};
+
+/// Every architecture.
+pub static ARCHITECTURES: [&Architecture; 1] = [&qwen3::QWEN3];
+
+/// The architecture of which `key` is `value`, e.g. the one whose `model_type` is `qwen3`.
+pub fn find(key: fn(&Architecture) -> &'static str, value: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES.into_iter().find(|a| key(a) == value)
+}
+
+/// What nq runs, for messages, each architecture with its `key` in brackets.
+pub fn supported(key: fn(&Architecture) -> &'static str) -> String {
+    let name = |a: &Architecture| format!("{} models ({})", a.title, key(a));
+    let names: Vec<String> = ARCHITECTURES.into_iter().map(name).collect();
+    format!("nq runs {}", names.join(", "))
+}
+
+impl Preset {
+    /// The presets of all architectures.
+    pub fn all() -> impl Iterator<Item = Preset> {
+        ARCHITECTURES
+            .into_iter()
+            .flat_map(|a| a.presets.iter().copied())
+    }
+
+    /// The preset of this name, in any case.
+    pub fn find(name: &str) -> Option<Preset> {
+        Self::all().find(|p| p.name.eq_ignore_ascii_case(name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    /// What the rest of nq takes for granted of a row.
+    #[test]
+    fn rows_are_told_apart_and_name_each_weight_once() {
+        for (i, a) in ARCHITECTURES.into_iter().enumerate() {
+            assert_eq!(find(|a| a.class, a.class), Some(a));
+            assert_eq!(find(|a| a.model_type, a.model_type), Some(a));
+            assert_eq!(find(|a| a.gguf, a.gguf), Some(a));
+            assert!(!ARCHITECTURES[..i].contains(&a), "{a:?} twice");
+            let parameters = a.layer.parameters();
+            let distinct = |name: fn(&Parameter) -> &'static str| {
+                let names: BTreeSet<_> = parameters.iter().map(name).collect();
+                assert_eq!(names.len(), parameters.len(), "{a:?}: {names:?}");
+            };
+            distinct(Parameter::suffix);
+            distinct(Parameter::gguf);
+            let kinds: BTreeSet<_> = a.layer.linears().iter().map(|l| l.kind).collect();
+            assert_eq!(kinds.len(), a.layer.linears().len(), "{a:?}: {kinds:?}");
+            let norms: BTreeSet<_> = a.layer.norms().iter().map(|n| n.kind).collect();
+            assert_eq!(norms.len(), a.layer.norms().len(), "{a:?}: {norms:?}");
+        }
+    }
+
+    /// One matrix for a kernel, and scales can be moved to where an input comes from.
+    #[test]
+    fn products_share_an_input_that_its_source_makes() {
+        for a in ARCHITECTURES {
+            for preset in a.presets {
+                let c = preset.config();
+                assert_eq!(c.architecture, a);
+                for product in a.layer.products() {
+                    let inputs = product.inputs(&c);
+                    assert!(product.linears.iter().all(|l| l.dims(&c).1 == inputs));
+                    match product.source {
+                        Source::Norm(kind) => assert_eq!(a.layer.norm(kind).len.of(&c), inputs),
+                        Source::Rows(kind) => assert_eq!(kind.dims(&c).0, inputs),
+                        Source::Heads(kind) => {
+                            let groups = c.num_attention_heads / c.num_key_value_heads;
+                            assert_eq!(kind.dims(&c).0 * groups, inputs);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Qwen3, dense (arXiv 2505.09388).
+
+use super::architecture::{Architecture, Preset};
+use super::layer::{
+    AttentionSpec, LayerSpec, LinearKind, MlpSpec, NormKind, Product, Source, Width, linear, norm,
+};
+
+#[rustfmt::skip]
+pub(super) static QWEN3: Architecture = Architecture {
+    family: "Qwen3",
+    title: "Qwen3 dense",
+    class: "Qwen3ForCausalLM",
+    model_type: "qwen3",
+    gguf: "qwen3",
+    layer: LayerSpec {
+        attention: AttentionSpec {
+            norm: norm(NormKind::Attention, "input_layernorm", "attn_norm", Width::Hidden),
+            qkv: Product {
+                name: "qkv",
+                linears: &[
+                    linear(LinearKind::Q, "self_attn.q_proj", "attn_q", (Width::Heads, Width::Hidden)),
+                    linear(LinearKind::K, "self_attn.k_proj", "attn_k", (Width::KvHeads, Width::Hidden)),
+                    linear(LinearKind::V, "self_attn.v_proj", "attn_v", (Width::KvHeads, Width::Hidden)),
+                ],
+                source: Source::Norm(NormKind::Attention),
+            },
+            q_norm: norm(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head),
+            k_norm: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head),
+            o: Product {
+                name: "o",
+                linears: &[
+                    linear(LinearKind::O, "self_attn.o_proj", "attn_output", (Width::Hidden, Width::Heads)),
+                ],
+                source: Source::Heads(LinearKind::V),
+            },
+        },
+        mlp: MlpSpec::SwiGlu {
+            norm: norm(NormKind::Mlp, "post_attention_layernorm", "ffn_norm", Width::Hidden),
+            gate_up: Product {
+                name: "gate_up",
+                linears: &[
+                    linear(LinearKind::Gate, "mlp.gate_proj", "ffn_gate", (Width::Mlp, Width::Hidden)),
+                    linear(LinearKind::Up, "mlp.up_proj", "ffn_up", (Width::Mlp, Width::Hidden)),
+                ],
+                source: Source::Norm(NormKind::Mlp),
+            },
+            down: Product {
+                name: "down",
+                linears: &[
+                    linear(LinearKind::Down, "mlp.down_proj", "ffn_down", (Width::Hidden, Width::Mlp)),
+                ],
+                source: Source::Rows(LinearKind::Up),
+            },
+        },
+    },
+    presets: &[
+        preset(("qwen3-0.6b", "Qwen/Qwen3-0.6B"), (1024, 3072), 28, 16, true),
+        preset(("qwen3-1.7b", "Qwen/Qwen3-1.7B"), (2048, 6144), 28, 16, true),
+        preset(("qwen3-4b", "Qwen/Qwen3-4B"), (2560, 9728), 36, 32, true),
+        preset(("qwen3-8b", "Qwen/Qwen3-8B"), (4096, 12288), 36, 32, false),
+        preset(("qwen3-14b", "Qwen/Qwen3-14B"), (5120, 17408), 40, 40, false),
+        preset(("qwen3-32b", "Qwen/Qwen3-32B"), (5120, 25600), 64, 64, false),
+    ],
+};
+
+/// A published size: names, widths of the residual stream and the MLP, layers and query heads.
+/// The rest is alike.
+const fn preset(
+    (name, hub_id): (&'static str, &'static str),
+    (hidden, intermediate): (usize, usize),
+    layers: usize,
+    heads: usize,
+    tied: bool,
+) -> Preset {
+    Preset {
+        name,
+        hub_id,
+        architecture: &QWEN3,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        kv_heads: 8,
+        head_dim: 128,
+        vocab: 151_936,
+        positions: 40_960,
+        eps: 1e-6,
+        theta: 1e6,
+        tied,
+        eos: 151_645,
+    }
+}

@@ -1,0 +1,200 @@
+//! The shape of a model, and what its configuration makes of the table's dimensions.
+
+use super::architecture::{Architecture, Preset};
+use super::layer::{LayerSpec, LinearKind, LinearSpec, Parameter, Product, Width};
+use crate::dtype::DType;
+
+/// The shape of a model. Dimensions in elements.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// What its layers are made of.
+    pub architecture: &'static Architecture,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Transformer layers.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key/value heads; divides `num_attention_heads`.
+    pub num_key_value_heads: usize,
+    /// Width of one head. A key of its own: not `hidden_size / heads` on several sizes.
+    pub head_dim: usize,
+    /// Rows of the embedding (the tokenizer may know fewer tokens).
+    pub vocab_size: usize,
+    /// Positions the model was trained for.
+    pub max_position_embeddings: usize,
+    /// Epsilon of every RMSNorm.
+    pub rms_norm_eps: f32,
+    /// Rotary embedding.
+    pub rope: Rope,
+    /// The head is the embedding matrix.
+    pub tie_word_embeddings: bool,
+    /// Tokens that end a text; `generation_config.json` may add to them.
+    pub eos_token_ids: Vec<u32>,
+    /// The type the config says the weights have.
+    pub dtype: Option<DType>,
+}
+
+/// Rotary position embedding.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Extension beyond the trained length.
+    pub scaling: RopeScaling,
+}
+
+/// How rotary frequencies are stretched for longer contexts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// As trained.
+    None,
+    /// YaRN (arXiv 2309.00071), as Qwen3 documents it.
+    Yarn {
+        /// Stretch of the context.
+        factor: f64,
+        /// Length before stretching.
+        original_max_position_embeddings: usize,
+        /// Rotations above which a dimension is left alone.
+        beta_fast: f64,
+        /// Rotations below which a dimension is fully interpolated.
+        beta_slow: f64,
+        /// Scale of queries and keys; `0.1 ln(factor) + 1` where the config has none.
+        attention_factor: f64,
+    },
+}
+
+/// A parameter's shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shape {
+    /// `[len]`: a norm.
+    Vector(usize),
+    /// `[out_features, in_features]`: a Linear or the embedding.
+    Matrix(usize, usize),
+}
+
+impl Shape {
+    /// Number of elements.
+    pub fn elements(self) -> usize {
+        match self {
+            Shape::Vector(n) => n,
+            Shape::Matrix(rows, cols) => rows * cols,
+        }
+    }
+
+    /// Dimensions, outermost first.
+    pub fn dims(self) -> Vec<usize> {
+        match self {
+            Shape::Vector(n) => vec![n],
+            Shape::Matrix(rows, cols) => vec![rows, cols],
+        }
+    }
+}
+
+impl ModelConfig {
+    /// Width of all query heads together.
+    pub fn q_dim(&self) -> usize {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Width of all key (or value) heads together.
+    pub fn kv_dim(&self) -> usize {
+        self.num_key_value_heads * self.head_dim
+    }
+
+    /// Parameters of the model; a tied head counts once.
+    pub fn parameters(&self) -> usize {
+        let h = self.hidden_size;
+        let layer = self.layer().parameters();
+        let layer: usize = layer.iter().map(|p| p.shape(self).elements()).sum();
+        let heads = if self.tie_word_embeddings { 1 } else { 2 };
+        self.num_hidden_layers * layer + h + heads * self.vocab_size * h
+    }
+
+    /// What each of its layers is made of.
+    pub fn layer(&self) -> &'static LayerSpec {
+        &self.architecture.layer
+    }
+}
+
+impl Preset {
+    /// Its published shape.
+    pub fn config(&self) -> ModelConfig {
+        ModelConfig {
+            architecture: self.architecture,
+            hidden_size: self.hidden,
+            intermediate_size: self.intermediate,
+            num_hidden_layers: self.layers,
+            num_attention_heads: self.heads,
+            num_key_value_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            vocab_size: self.vocab,
+            max_position_embeddings: self.positions,
+            rms_norm_eps: self.eps,
+            rope: Rope {
+                theta: self.theta,
+                scaling: RopeScaling::None,
+            },
+            tie_word_embeddings: self.tied,
+            eos_token_ids: vec![self.eos],
+            dtype: Some(DType::BF16),
+        }
+    }
+}
+
+impl Width {
+    /// How wide it is in a model of this shape.
+    pub fn of(self, c: &ModelConfig) -> usize {
+        match self {
+            Width::Hidden => c.hidden_size,
+            Width::Heads => c.q_dim(),
+            Width::KvHeads => c.kv_dim(),
+            Width::Head => c.head_dim,
+            Width::Mlp => c.intermediate_size,
+        }
+    }
+}
+
+impl LinearSpec {
+    /// `(out_features, in_features)` in a model of this shape.
+    pub fn dims(&self, c: &ModelConfig) -> (usize, usize) {
+        (self.out.of(c), self.inputs.of(c))
+    }
+
+    /// Elements of its weight.
+    pub fn elements(&self, c: &ModelConfig) -> usize {
+        self.out.of(c) * self.inputs.of(c)
+    }
+}
+
+impl LinearKind {
+    /// `(out_features, in_features)` in a model of this shape.
+    ///
+    /// # Panics
+    /// If its layers have no such Linear.
+    pub fn dims(self, c: &ModelConfig) -> (usize, usize) {
+        c.layer().linear(self).dims(c)
+    }
+}
+
+impl Product {
+    /// Width of its input in a model of this shape.
+    pub fn inputs(&self, c: &ModelConfig) -> usize {
+        self.linears[0].inputs.of(c)
+    }
+}
+
+impl Parameter {
+    /// Its shape in a model of this shape.
+    pub fn shape(&self, c: &ModelConfig) -> Shape {
+        match self {
+            Parameter::Norm(n) => Shape::Vector(n.len.of(c)),
+            Parameter::Linear(l) => {
+                let (out, inputs) = l.dims(c);
+                Shape::Matrix(out, inputs)
+            }
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Opening a checkpoint: which format it is, told by content.
+
+use crate::checkpoint::{Checkpoint, Source};
+use crate::dense;
+use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files};
+use crate::gguf;
+use crate::import::{awq, compressed_tensors, fp8, gptq};
+use crate::nq;
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// A checkpoint format: how to tell it by content, and how to open it.
+struct Format {
+    detect: fn(&Source) -> bool,
+    open: fn(Source) -> Result<Checkpoint>,
+}
+
+/// Every format that can be opened; the first that detects itself is used.
+const FORMATS: &[Format] = &[
+    Format {
+        detect: |s| s.gguf.is_some(),
+        open: |s| gguf::open(&s, s.gguf.as_deref().unwrap_or_default()),
+    },
+    Format {
+        detect: |s| s.config.is_some() && s.quantization.is_none(),
+        open: dense::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(nq::METHOD),
+        open: nq::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(gptq::METHOD),
+        open: gptq::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(awq::METHOD),
+        open: awq::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(compressed_tensors::METHOD),
+        open: compressed_tensors::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(fp8::METHOD),
+        open: fp8::open,
+    },
+];
+
+impl Checkpoint {
+    /// Opens a folder, or a weight file with its configuration beside it. The format is told
+    /// by content, never by name; weights are memory-mapped.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] if there is nothing at `path` or a file is absent; [`Error::Unsupported`]
+    /// naming a quantization or architecture without a reader; else what the format's
+    /// reader finds wrong.
+    pub fn open(path: &Path) -> Result<Self> {
+        let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => Error::Missing {
+                path: path.into(),
+                what: "folder or file".into(),
+            },
+            _ => Error::io(path, "open", e),
+        })?;
+        if metadata.is_dir() {
+            return Self::open_files(Files::Folder(path.into()));
+        }
+        let name = path.file_name().and_then(|n| n.to_str());
+        let Some(name) = name else {
+            return Err(Error::Malformed {
+                path: path.into(),
+                what: "file name".into(),
+                expected: "UTF-8".into(),
+                found: "other bytes".into(),
+            });
+        };
+        let folder = match path.parent() {
+            Some(p) if p != Path::new("") => p,
+            _ => Path::new("."),
+        };
+        Source::new(Files::Folder(folder.into()), Some(name.into()))?.open()
+    }
+
+    /// As [`Checkpoint::open`], over files that may be embedded.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_files(files: Files) -> Result<Self> {
+        Source::new(files, None)?.open()
+    }
+}
+
+impl Source {
+    /// Reads config.json (if there is one) and what it says about quantization.
+    fn new(files: Files, weights: Option<String>) -> Result<Self> {
+        let gguf = gguf::find(&files, weights.as_deref())?;
+        let config = match gguf {
+            // Such a file says all itself; what stands beside it may be another model's.
+            Some(_) => None,
+            None => files.get(CONFIG)?,
+        };
+        let config = match config {
+            None => None,
+            Some(bytes) => match serde_json::from_slice(&bytes) {
+                Ok(map) => Some(map),
+                Err(e) => {
+                    return Err(Error::Malformed {
+                        path: files.path(CONFIG),
+                        what: "contents".into(),
+                        expected: "a JSON object".into(),
+                        found: e.to_string(),
+                    });
+                }
+            },
+        };
+        let quantization = config.as_ref().and_then(|c: &Map<String, Value>| {
+            let found = c.get("quantization_config").or(c.get("compression_config"));
+            found.filter(|q| !q.is_null()).cloned()
+        });
+        let quantization = match quantization {
+            None if config.is_some() => legacy_gptq(&files)?,
+            found => found,
+        };
+        Ok(Source {
+            files,
+            weights,
+            gguf,
+            config,
+            quantization,
+        })
+    }
+
+    fn open(self) -> Result<Checkpoint> {
+        if let Some(format) = FORMATS.iter().find(|f| (f.detect)(&self)) {
+            return (format.open)(self);
+        }
+        let Some(quantization) = &self.quantization else {
+            return Err(Error::Missing {
+                path: self.files.root(),
+                what: match &self.weights {
+                    Some(name) => format!("{CONFIG} beside {name}, which is no GGUF file,"),
+                    None => CONFIG.into(),
+                },
+            });
+        };
+        let method = match self.quant_method() {
+            Some(method) => format!("quant_method {method}"),
+            None => format!("a quantization_config without quant_method ({quantization})"),
+        };
+        Err(Error::Unsupported {
+            path: self.files.path(CONFIG),
+            what: method,
+            why: "nq has no reader for it".into(),
+        })
+    }
+}
+
+/// The settings of an early GPTQ checkpoint, which stand in a file of their own and do
+/// not name the method.
+fn legacy_gptq(files: &Files) -> Result<Option<Value>> {
+    const NAME: &str = "quantize_config.json";
+    let Some(bytes) = files.get(NAME)? else {
+        return Ok(None);
+    };
+    let mut map: Map<String, Value> =
+        serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
+            path: files.path(NAME),
+            what: "contents".into(),
+            expected: "a JSON object".into(),
+            found: e.to_string(),
+        })?;
+    map.entry("quant_method")
+        .or_insert_with(|| gptq::METHOD.into());
+    Ok(Some(Value::Object(map)))
+}

@@ -1,0 +1,88 @@
+//! The weights of a checkpoint, whatever its format.
+
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::stored::StoredWeight;
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+use std::path::Path;
+
+/// One tensor as it stands in a file, for listings.
+#[derive(Clone, Debug)]
+pub struct TensorEntry {
+    /// Its name in the file.
+    pub name: String,
+    /// Element type or block type, by the format's own name.
+    pub dtype: String,
+    /// Shape as stored, outermost dimension first.
+    pub shape: Vec<usize>,
+    /// Stored bytes.
+    pub bytes: u64,
+    /// File that holds it.
+    pub file: String,
+}
+
+/// How the numbers of a weight that a store gives relate to those that its file stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exactness {
+    /// The same numbers.
+    Exact,
+    /// The same codes; scales and offsets rounded to this type.
+    ScalesRounded(DType),
+    /// Values rounded to this type.
+    ValuesRounded(DType),
+}
+
+/// The weights of one checkpoint format, by their Hugging Face names without the
+/// `.weight` suffix (`model.layers.0.self_attn.q_proj`, `model.norm`, `lm_head`).
+/// A new format implements this and adds one line to [`crate::Checkpoint::open`].
+pub trait WeightStore: Send + Sync {
+    /// The format's name, e.g. `safetensors`, `nq`, `gguf`.
+    fn format(&self) -> &'static str;
+
+    /// True if the parameter `name` is present.
+    fn contains(&self, name: &str) -> bool;
+
+    /// A dense one-dimensional parameter (norms).
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if it is absent or not `[len]`.
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor>;
+
+    /// The weight of a Linear or embedding.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if it is absent, or its shape is not `[out_features, in_features]`.
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight>;
+
+    /// The weight exactly as the file stands for it, which may be in a form that no kernel
+    /// runs; for comparisons.
+    ///
+    /// # Errors
+    /// As [`WeightStore::matrix`].
+    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        self.matrix(name, dims).map(StoredWeight::Canonical)
+    }
+
+    /// How [`WeightStore::matrix`] differs from [`WeightStore::stored`] for `name`.
+    fn exactness(&self, name: &str) -> Exactness {
+        let _ = name;
+        Exactness::Exact
+    }
+
+    /// Every stored tensor, in name order.
+    fn entries(&self) -> Vec<TensorEntry>;
+
+    /// Bytes of the weight files, headers included.
+    fn file_bytes(&self) -> u64;
+
+    /// What the file says about its quantization, as it stands there; `None` if
+    /// unquantized.
+    fn quantization(&self) -> Option<&serde_json::Value>;
+
+    /// The one GGUF file that holds everything, for engines that read it themselves; `None`
+    /// where there is no such file.
+    fn gguf_file(&self) -> Option<&Path> {
+        None
+    }
+}

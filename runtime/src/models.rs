@@ -1,0 +1,97 @@
+//! A model's weights in canonical form, as its architecture lists them, read from a store.
+
+use crate::error::Result;
+use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, NormSpec, Product};
+use nq_formats::names::{EMBEDDING, HEAD, NORM};
+use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
+use std::collections::BTreeMap;
+
+/// The canonical weights of one layer.
+#[derive(Clone, Debug)]
+pub struct LayerWeights {
+    /// What the layer is made of.
+    pub spec: &'static LayerSpec,
+    /// Weights of its Linears.
+    pub linears: BTreeMap<LinearKind, Weight>,
+    /// Gains of its norms.
+    pub norms: BTreeMap<NormKind, Tensor>,
+}
+
+impl LayerWeights {
+    /// Reads layer `index` of a checkpoint.
+    ///
+    /// # Errors
+    /// A missing tensor, or one of another shape than the config says.
+    pub fn read(store: &dyn WeightStore, config: &ModelConfig, index: usize) -> Result<Self> {
+        Self::collect(
+            config.layer(),
+            |linear| Ok(store.matrix(&linear.name(index), linear.dims(config))?),
+            |norm| Ok(store.vector(&norm.name(index), norm.len.of(config))?),
+        )
+    }
+
+    /// What `linear` and `norm` give for all that the layer is made of.
+    ///
+    /// # Errors
+    /// The first that they return.
+    pub fn collect<E>(
+        spec: &'static LayerSpec,
+        mut linear: impl FnMut(&LinearSpec) -> Result<Weight, E>,
+        mut norm: impl FnMut(&NormSpec) -> Result<Tensor, E>,
+    ) -> Result<Self, E> {
+        let linears = spec.linears().into_iter();
+        let norms = spec.norms().into_iter();
+        Ok(LayerWeights {
+            spec,
+            linears: linears
+                .map(|l| Ok((l.kind, linear(l)?)))
+                .collect::<Result<_, E>>()?,
+            norms: norms
+                .map(|n| Ok((n.kind, norm(n)?)))
+                .collect::<Result<_, E>>()?,
+        })
+    }
+
+    /// The weight of one Linear.
+    pub fn linear(&self, kind: LinearKind) -> &Weight {
+        &self.linears[&kind]
+    }
+
+    /// The weights of a product's Linears, in its order.
+    pub fn product(&self, product: &Product) -> Vec<&Weight> {
+        let linears = product.linears.iter();
+        linears.map(|l| self.linear(l.kind)).collect()
+    }
+
+    /// The gains of one norm.
+    pub fn norm(&self, kind: NormKind) -> &Tensor {
+        &self.norms[&kind]
+    }
+}
+
+/// Reads the embedding `[vocab, hidden]`.
+///
+/// # Errors
+/// As [`LayerWeights::read`].
+pub fn embedding(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
+    Ok(store.matrix(EMBEDDING, (config.vocab_size, config.hidden_size))?)
+}
+
+/// Reads the head `[vocab, hidden]`: the embedding, when tied.
+///
+/// # Errors
+/// As [`LayerWeights::read`].
+pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
+    if config.tie_word_embeddings {
+        return embedding(store, config);
+    }
+    Ok(store.matrix(HEAD, (config.vocab_size, config.hidden_size))?)
+}
+
+/// Reads the final norm `[hidden]`.
+///
+/// # Errors
+/// As [`LayerWeights::read`].
+pub fn final_norm(store: &dyn WeightStore, config: &ModelConfig) -> Result<Tensor> {
+    Ok(store.vector(NORM, config.hidden_size)?)
+}

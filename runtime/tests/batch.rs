@@ -1,0 +1,357 @@
+//! Sequences that join, leave, fork and fail in a running batch give what each gives alone.
+
+mod common;
+
+use common::{Store, feed, nq, small_config, tokens};
+use nq_formats::ModelConfig;
+use nq_kernels::cpu::PAGE;
+use nq_kernels::rng::Philox;
+use nq_runtime::{
+    Batch, Continuation, Engine, Error, KvType, Piece, Sampler, SamplingParams, Session,
+    SessionSpec,
+};
+use std::ops::ControlFlow;
+
+fn spec(slots: usize, pages: Option<usize>) -> SessionSpec {
+    SessionSpec {
+        slots,
+        ctx: 3 * PAGE,
+        pages,
+        kv: KvType::F16,
+        max_rows: 256,
+    }
+}
+
+/// A sequence as a test knows it.
+struct Known {
+    params: SamplingParams,
+    stream: u64,
+    /// Its prompt, then what it drew.
+    tokens: Vec<u32>,
+    prompt: usize,
+}
+
+impl Known {
+    fn sampler(&self) -> Sampler {
+        let mut sampler = Sampler::new(self.params, self.stream).expect("valid");
+        sampler.begin(&self.tokens[..self.prompt]);
+        sampler
+    }
+
+    /// Draws the sequence alone and compares. Where logits may be rounded otherwise, tokens may
+    /// part at a near tie of greedy ones, and at any of drawn ones: none is compared behind that.
+    fn check(&self, session: &mut dyn Session, rounds: bool) {
+        session.truncate(0, 0);
+        let mut sampler = self.sampler();
+        let (prompt, drawn) = self.tokens.split_at(self.prompt);
+        let vocab = feed(session, 0, &prompt[..1]).len();
+        let mut logits = match prompt.len() {
+            1 => {
+                session.truncate(0, 0);
+                feed(session, 0, prompt)
+            }
+            _ => feed(session, 0, &prompt[1..]),
+        };
+        for (i, &found) in drawn.iter().enumerate() {
+            let last = &logits[logits.len() - vocab..];
+            let expected = sampler.sample(last).expect("finite");
+            if found != expected {
+                let gap = last[expected as usize] - last[found as usize];
+                let tie = rounds && (!self.params.is_greedy() || gap.abs() < 0.05);
+                assert!(
+                    tie,
+                    "token {i} of {}: {found}, alone {expected}, {gap}",
+                    drawn.len()
+                );
+                return;
+            }
+            if i + 1 < drawn.len() {
+                logits = feed(session, 0, &[found]);
+            }
+        }
+    }
+}
+
+/// `steps` steps of a batch in which sequences begin, fork, end, are cancelled and run out of
+/// pages and positions, at random.
+fn at_random(engine: &dyn Engine, steps: u64, rounds: bool) {
+    const SLOTS: usize = 9;
+    const PAGES: usize = 16;
+    let mut session = engine.session(spec(SLOTS, Some(PAGES))).expect("it fits");
+    let mut alone = engine.session(spec(1, None)).expect("it fits");
+    let mut known: Vec<Option<Known>> = (0..SLOTS).map(|_| None).collect();
+    let mut running = [false; SLOTS];
+    let (mut ended, mut full, mut forked, mut drawn) = (0, [0, 0], 0, 0);
+    let mut batch = Batch::new(&mut *session);
+    for step in 0..steps {
+        let [a, b, c, d] = Philox::block([3, 9], 0, step).map(|w| w as usize);
+        let slot = a % SLOTS;
+        let mut prompts: Vec<(usize, Vec<u32>)> = Vec::new();
+        if b.is_multiple_of(11) && running[slot] {
+            let sampler = batch.leave(slot).expect("it is in the batch");
+            let k = known[slot].as_ref().expect("it runs");
+            assert_eq!(sampler.position(), k.tokens.len() as u64);
+            running[slot] = false;
+        } else if b % 11 < 5 && !running[slot] {
+            // Of another sequence's tokens, one that runs included, or anew.
+            let from = (slot + 1 + c % (SLOTS - 1)) % SLOTS;
+            let params = match d % 3 {
+                0 => SamplingParams::greedy(),
+                1 => SamplingParams {
+                    top_k: 12,
+                    seed: 5,
+                    ..SamplingParams::default()
+                },
+                _ => SamplingParams {
+                    repetition_penalty: 1.2,
+                    frequency_penalty: 0.1,
+                    temperature: 0.8,
+                    seed: 6,
+                    ..SamplingParams::default()
+                },
+            };
+            let more = tokens(1 + d % 60, step);
+            let (shared, fed) = match &known[from] {
+                Some(k) if c % 3 == 0 && k.tokens.len() > 1 => {
+                    let shared = 1 + c / 7 % (k.tokens.len() - 1);
+                    batch
+                        .session()
+                        .fork(from, slot, shared)
+                        .expect("it has so many");
+                    forked += 1;
+                    (k.tokens[..shared].to_vec(), more)
+                }
+                _ => {
+                    batch.session().truncate(slot, 0);
+                    (Vec::new(), more)
+                }
+            };
+            let all = [shared, fed.clone()].concat();
+            if all.len() < 3 * PAGE {
+                known[slot] = Some(Known {
+                    params,
+                    stream: step,
+                    prompt: all.len(),
+                    tokens: all,
+                });
+                prompts.push((slot, fed));
+            }
+        }
+        let pieces: Vec<Piece<'_>> = (prompts.iter())
+            .map(|(slot, fed)| Piece {
+                slot: *slot,
+                tokens: fed,
+                then: Some(Continuation {
+                    sampler: known[*slot].as_ref().expect("just made").sampler(),
+                    tokens: 1 + d / 64 % 200,
+                }),
+            })
+            .collect();
+        let result = batch.step(pieces, &mut |slot, token| {
+            let k = known[slot].as_mut().expect("only those that run draw");
+            match token {
+                Ok(token) => {
+                    drawn += 1;
+                    k.tokens.push(token);
+                    match token == 100 {
+                        true => ControlFlow::Break(()),
+                        false => ControlFlow::Continue(()),
+                    }
+                }
+                Err(Error::PagesFull { .. }) => {
+                    full[0] += 1;
+                    ControlFlow::Break(())
+                }
+                Err(Error::ContextFull { .. }) => {
+                    full[1] += 1;
+                    ControlFlow::Break(())
+                }
+                Err(e) => panic!("{e}"),
+            }
+        });
+        match result {
+            Ok(()) => prompts.iter().for_each(|p| running[p.0] = true),
+            // No room for the prompt; everybody else goes on.
+            Err(Error::PagesFull { .. }) => {
+                known[slot] = None;
+                batch.session().truncate(slot, 0);
+            }
+            Err(e) => panic!("{e}"),
+        }
+        for slot in 0..SLOTS {
+            // A sequence that has left has a sampler to take.
+            if running[slot] && !batch.is_running(slot) {
+                assert!(batch.leave(slot).is_some());
+                running[slot] = false;
+                ended += 1;
+                let k = known[slot].take().expect("it ran");
+                assert_eq!(batch.session().len(slot), k.tokens.len() - 1);
+                k.check(&mut *alone, rounds);
+                if c % 2 == 0 {
+                    batch.session().truncate(slot, 0);
+                } else {
+                    known[slot] = Some(k);
+                }
+            }
+        }
+    }
+    drop(batch);
+    println!("{ended} ended, {full:?} full, {forked} forked, {drawn} drawn");
+    assert!(ended > steps / 50 && forked > steps / 50 && full.iter().all(|&n| n > 0));
+    for slot in 0..SLOTS {
+        session.truncate(slot, 0);
+    }
+    assert_eq!(session.free_pages(), Some(PAGES));
+}
+
+/// Sequences that share 2 1/2 pages take pages of their own only for what is theirs.
+fn forks_share(engine: &dyn Engine) {
+    let mut session = engine.session(spec(4, None)).expect("it fits");
+    let text = tokens(2 * PAGE + PAGE / 2, 8);
+    let all = session.free_pages().expect("it has pages");
+    feed(&mut *session, 0, &text[..200]);
+    feed(&mut *session, 0, &text[200..]);
+    assert_eq!(session.free_pages(), Some(all - 3));
+    let others = tokens(20, 9);
+    for slot in 1..4 {
+        session
+            .fork(0, slot, text.len() - slot)
+            .expect("it has so many");
+        assert_eq!(session.free_pages(), Some(all - 2 - slot));
+        let found = feed(&mut *session, slot, &others[slot..]);
+        let mut alone = engine.session(spec(1, None)).expect("it fits");
+        feed(&mut *alone, 0, &text[..200]);
+        feed(&mut *alone, 0, &text[200..text.len() - slot]);
+        let expected = feed(&mut *alone, 0, &others[slot..]);
+        assert!(common::distance(&found, &expected) == 0.0, "slot {slot}");
+        assert_eq!(
+            session.free_pages(),
+            Some(all - 3 - slot),
+            "one page of its own"
+        );
+    }
+    // The first is not disturbed.
+    let found = feed(&mut *session, 0, &others);
+    let mut alone = engine.session(spec(1, None)).expect("it fits");
+    feed(&mut *alone, 0, &text[..200]);
+    feed(&mut *alone, 0, &text[200..]);
+    assert!(common::distance(&found, &feed(&mut *alone, 0, &others)) == 0.0);
+}
+
+/// One sequence whose numbers overflow ends; its neighbours do not notice.
+fn failures_stay_alone(engine: &dyn Engine, poison: u32) {
+    let mut session = engine.session(spec(3, None)).expect("it fits");
+    let prompts = [vec![3, 5], vec![7, poison], vec![9]];
+    let mut drawn = vec![Vec::new(); 3];
+    let mut failed = Vec::new();
+    let mut batch = Batch::new(&mut *session);
+    let mut pieces: Vec<Piece<'_>> = (prompts.iter().enumerate())
+        .map(|(slot, tokens)| Piece {
+            slot,
+            tokens,
+            then: Some(Continuation {
+                sampler: Sampler::new(SamplingParams::greedy(), 0).expect("valid"),
+                tokens: 20,
+            }),
+        })
+        .collect();
+    while !pieces.is_empty() || batch.running() > 0 {
+        batch
+            .step(std::mem::take(&mut pieces), &mut |slot, token| {
+                match token {
+                    Ok(token) => drawn[slot].push(token),
+                    Err(_) => failed.push(slot),
+                }
+                ControlFlow::Continue(())
+            })
+            .expect("the batch goes on");
+    }
+    drop(batch);
+    assert_eq!(failed, [1]);
+    let lengths: Vec<usize> = drawn.iter().map(Vec::len).collect();
+    assert_eq!(lengths, [20, 0, 20]);
+}
+
+fn config() -> ModelConfig {
+    ModelConfig {
+        max_position_embeddings: 1024,
+        ..small_config()
+    }
+}
+
+#[test]
+fn sequences_at_random_give_what_each_gives_alone() {
+    let config = config();
+    let engine = nq(&config, &Store::random(&config, 23));
+    at_random(&*engine, 10_000, false);
+}
+
+#[test]
+fn forked_sequences_share_pages() {
+    let config = config();
+    forks_share(&*nq(&config, &Store::random(&config, 23)));
+}
+
+#[test]
+fn one_sequence_fails_alone() {
+    let config = config();
+    let store = Store::random(&config, 23).with_poison(77);
+    failures_stay_alone(&*nq(&config, &store), 77);
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+    use nq_formats::{AffineScheme, Bits, Group, Zeros};
+    use nq_runtime::{DeviceChoice, LoadOptions};
+    use std::sync::Arc;
+
+    fn gpu(store: &Store, config: &ModelConfig) -> Option<Arc<dyn Engine>> {
+        let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+        if let Err(e) = nq_kernels::cuda::device_count() {
+            assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
+            println!("skipped: {e}");
+            return None;
+        }
+        let options = LoadOptions {
+            device: DeviceChoice::Cuda(0),
+            ..LoadOptions::default()
+        };
+        Some(nq_runtime::load(config, store, &options, &()).expect("the GPU loads it"))
+    }
+
+    fn config() -> ModelConfig {
+        ModelConfig {
+            hidden_size: 320,
+            intermediate_size: 520,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 128,
+            ..super::config()
+        }
+    }
+
+    #[test]
+    fn sequences_at_random_give_what_each_gives_alone_on_a_gpu() {
+        let config = config();
+        let scheme = AffineScheme {
+            bits: Bits::B4,
+            group: Group::Size(64),
+            zeros: Zeros::Integer,
+        };
+        let store = Store::random(&config, 23).quantized(scheme);
+        if let Some(engine) = gpu(&store, &config) {
+            at_random(&*engine, 10_000, true);
+            forks_share(&*engine);
+        }
+    }
+
+    #[test]
+    fn one_sequence_fails_alone_on_a_gpu() {
+        let config = config();
+        let store = Store::random(&config, 23).with_poison(77);
+        if let Some(engine) = gpu(&store, &config) {
+            failures_stay_alone(&*engine, 77);
+        }
+    }
+}
