@@ -16,7 +16,8 @@
 
 #define SIZES(name, bits, zero, slot)     \
     HEIGHTS(name, bits, zero, slot, 32)   \
-    HEIGHTS(name, bits, zero, slot, 64)
+    HEIGHTS(name, bits, zero, slot, 64)   \
+    GEMM(name##_256x32, bits, zero, slot, 32, 4)
 
 SIZES(gemm_step_int4_sym_64, 4, SYM, 64)
 SIZES(gemm_step_int4_int_64, 4, INT, 64)

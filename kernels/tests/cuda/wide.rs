@@ -228,6 +228,10 @@ fn gates_and_ups_of_many_sequences() {
             reference::linear(&x, gate, &mut g).unwrap();
             reference::linear(&x, up, &mut u).unwrap();
             reference::silu_mul(&g, &u, &mut expected);
+            // 8-bit codes with offsets have a mean far from zero, and some gates times ups leave the
+            // range of FP16: they are held at its end.
+            let top = f16::MAX.to_f32();
+            expected.iter_mut().for_each(|v| *v = v.clamp(-top, top));
             let halves = gpu.upload("a test", &halves).unwrap();
             let padded = width.next_multiple_of(256);
             for m in SEQUENCES {
