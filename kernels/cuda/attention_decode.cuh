@@ -31,10 +31,12 @@ struct AttentionArgs {
     Cache cache;            // of this layer
     const Step* step;       // [m]: position of the new token, and its slot
     float* out;             // [m][heads * 128]
+    __half* half;           // unless null, instead: [m][padded] in FP16, in operand order
     float4* partial;        // [m][heads][most splits][32]: sums
     float2* tops;           // [m][heads][most splits]: greatest score, weight
     int* arrived;           // [m][kv_heads], zero between launches
     int heads;
+    int padded;
     float eps;
     int late;               // release the successor only after the predecessor's end
 };
@@ -340,13 +342,23 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     }
 
     float* const to = p.out + size_t(head0) * HEAD_DIM;
+    __half* const half = p.half + size_t(sequence) * p.padded;
+    // Two outputs, the first of which is `dim`, of all this block's heads.
+    auto store_half = [&](int dim, float x, float y) {
+        *reinterpret_cast<__half2*>(half + operand_index(kv * heads * HEAD_DIM + dim)) =
+            __float22half2_rn(make_float2(clamp_half(x), clamp_half(y)));
+    };
     if (splits == 1) {
         const float inv = 1.f / total;
 #pragma unroll
-        for (int n = 0; n < DIM_TILES; n++)
-            if (g < heads)
-                reinterpret_cast<float2*>(to + g * HEAD_DIM + 8 * (DIM_TILES * warp + n))[t] =
-                    make_float2((out[n][0] + out[n][2]) * inv, (out[n][1] + out[n][3]) * inv);
+        for (int n = 0; n < DIM_TILES; n++) {
+            const int dim = g * HEAD_DIM + 8 * (DIM_TILES * warp + n) + 2 * t;
+            const float2 v = make_float2((out[n][0] + out[n][2]) * inv, (out[n][1] + out[n][3]) * inv);
+            if (g < heads && p.half != nullptr)
+                store_half(dim, v.x, v.y);
+            else if (g < heads)
+                *reinterpret_cast<float2*>(to + dim) = v;
+        }
         return;
     }
     const float4* const parts = p.partial + size_t(head0) * gridDim.y * (HEAD_DIM / 4);
@@ -400,6 +412,11 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             v.x = fmaf(f, part.x, v.x), v.y = fmaf(f, part.y, v.y);
             v.z = fmaf(f, part.z, v.z), v.w = fmaf(f, part.w, v.w);
         }
-        reinterpret_cast<float4*>(to)[i] = v;
+        if (p.half != nullptr) {
+            store_half(4 * i, v.x, v.y);
+            store_half(4 * i + 2, v.z, v.w);
+        } else {
+            reinterpret_cast<float4*>(to)[i] = v;
+        }
     }
 }

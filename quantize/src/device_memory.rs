@@ -147,7 +147,7 @@ pub(crate) mod gpu {
     use crate::stepper::work_bytes;
     use crate::streamed;
     use nq_formats::{Bits, ModelConfig};
-    use nq_kernels::cuda::{CudaOps, MOST_SEQUENCES};
+    use nq_kernels::cuda::{CudaOps, MOST_WIDE_SEQUENCES};
     use nq_runtime::{KvType, SessionSpec, gpu_session_bytes};
 
     /// Partial sums of products that are cut into parts, at most.
@@ -198,7 +198,7 @@ pub(crate) mod gpu {
         let sampling = match work.sampled {
             0 => Vec::new(),
             n => {
-                let slots = sampling_slots(c, n, length, Some(MOST_SEQUENCES));
+                let slots = sampling_slots(c, n, length, Some(MOST_WIDE_SEQUENCES));
                 let session = session(slots, SAMPLING_ROWS);
                 copies.map(|from| (from, weights(from) + session)).to_vec()
             }

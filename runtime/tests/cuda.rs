@@ -492,21 +492,29 @@ fn many_sequences_continue_as_each_alone() {
         SamplingParams { min_p: 0.5, ..base },
     ];
     let spec = SessionSpec {
-        slots: 16,
-        ctx: 64,
+        slots: 64,
+        ctx: 160,
         pages: None,
         kv: KvType::F16,
         max_rows: 128,
     };
     const STEPS: usize = 20;
-    for m in [1, 2, 5, 8, 9, 16] {
+    for m in [1, 2, 5, 8, 9, 16, 17, 24, 33, 64] {
         for kinds in [&kinds[..1], &kinds[..]] {
             let params = |i: usize| kinds[i % kinds.len()];
             // Some with biases, masks and log-probabilities, beside others without.
-            let extras = |i: usize| if kinds.len() > 1 { i * 5 % 8 } else { 0 };
-            let slot = |i: usize| (3 * i + 2) % 16;
+            // The host draws with masks: so many sequences have none, and are drawn for in one step
+            // where the device has such.
+            let extras = |i: usize| match kinds.len() {
+                1 => 0,
+                _ if m > 16 => i * 5 % 8 & !2,
+                _ => i * 5 % 8,
+            };
+            let slot = |i: usize| (3 * i + 2) % 64;
             let prompts: Vec<Vec<u32>> = (0..m).map(|i| tokens(1 + 2 * i, 40 + i as u64)).collect();
             let mut ours = gpu.session(spec).expect("it fits");
+            let rows = ours.steps_ahead().map(|device| device.rows());
+            assert_eq!(rows, gpu.sampled_together());
             let mut samplers = Vec::new();
             for (i, prompt) in prompts.iter().enumerate() {
                 samplers.push(sampler(params(i), i as u64, prompt, extras(i), 3000));
@@ -545,6 +553,9 @@ fn many_sequences_continue_as_each_alone() {
             let expected: Vec<usize> = (0..STEPS).flat_map(|_| 0..m).collect();
             assert_eq!(order, expected);
 
+            // Steps of many sequences round the inputs of products to FP16: where two tokens are
+            // as good but for that, or a token's bound lies at the draw, the other may come.
+            let mut others = 0;
             let mut theirs = gpu.session(spec).expect("it fits");
             feed(&mut *theirs, 15, &[1]);
             theirs.truncate(15, 0);
@@ -558,10 +569,29 @@ fn many_sequences_continue_as_each_alone() {
                 for (step, &found) in drawn[i].iter().enumerate() {
                     let logits = feed(&mut *theirs, slot(i), &[token]);
                     let expected = host.sample(&logits).expect("finite");
-                    assert_eq!(found, expected, "{m} sequences, {i}, token {step}");
+                    let what = format!("{m} sequences, {i}, token {step}");
+                    if m <= 16 {
+                        assert_eq!(found, expected, "{what}");
+                    }
+                    if found != expected {
+                        let top = logits.iter().fold(0f32, |top, v| top.max(v.abs()));
+                        let apart = (logits[expected as usize] - logits[found as usize]).abs();
+                        let is_near = !params(i).is_greedy() || apart < 1e-2 * top;
+                        assert!(
+                            is_near,
+                            "{what}: {found} for {expected}, {apart} of {top} apart"
+                        );
+                        others += 1;
+                        host.rewind(host.position() - 1).expect("it drew");
+                        host.accept(found);
+                    }
                     token = found;
                 }
             }
+            assert!(
+                25 * others <= m * STEPS,
+                "{m} sequences: {others} other tokens"
+            );
         }
     }
 }

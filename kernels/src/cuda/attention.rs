@@ -1,6 +1,7 @@
 //! Keys and values on the device, and attention over them.
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
+use super::pack::SPAN;
 use super::rows::{Row, Step, at_least, shape};
 use crate::cpu::{KvType, PAGE};
 use crate::error::{Error, Result};
@@ -250,6 +251,15 @@ pub struct AttentionShape {
     pub late: bool,
 }
 
+/// Where a step's attention goes.
+pub enum AttentionOutput<'a> {
+    /// `[m, heads * 128]`.
+    Full(&'a mut Buffer<f32>),
+    /// `[m, heads * 128 padded to 256]` in FP16, in operand order
+    /// ([`operand_index`](super::pack::operand_index)); what lies past `heads * 128` stays.
+    Half(&'a mut Buffer<u16>),
+}
+
 /// Where the splits of long contexts meet.
 pub struct AttentionScratch {
     partial: Buffer<[f32; HEAD_DIM]>, // [m, heads, splits]
@@ -463,7 +473,7 @@ impl Stream {
     }
 
     /// Attention of the step's `m` tokens: `qkv` are their products `[m, (heads + 2 kv_heads) *
-    /// 128]`; keys and values are appended; the results are `out` `[m, heads * 128]`.
+    /// 128]`; keys and values are appended; the results go to `out`.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
@@ -475,7 +485,7 @@ impl Stream {
         heads: &Heads<'_>,
         cache: LayerPages<'_>,
         scratch: &mut AttentionScratch,
-        out: &mut Buffer<f32>,
+        out: AttentionOutput<'_>,
         shape: AttentionShape,
     ) -> Result<()> {
         #[derive(Clone, Copy)]
@@ -488,10 +498,12 @@ impl Stream {
             cache: CacheArgs,
             step: Address,
             out: Address,
+            half: Address,
             partial: Address,
             tops: Address,
             arrived: Address,
             heads: i32,
+            padded: i32,
             eps: f32,
             late: i32,
         }
@@ -500,7 +512,18 @@ impl Stream {
         heads.check(op, cache)?;
         let width = (heads.heads + 2 * cache.kv_heads()) * HEAD_DIM;
         at_least(op, "qkv", m * width, qkv.len())?;
-        at_least(op, "out", m * heads.heads * HEAD_DIM, out.len())?;
+        let outputs = heads.heads * HEAD_DIM;
+        let padded = outputs.next_multiple_of(SPAN);
+        let (out, half) = match out {
+            AttentionOutput::Full(out) => {
+                at_least(op, "out", m * outputs, out.len())?;
+                (out.at(0), Address::NULL)
+            }
+            AttentionOutput::Half(out) => {
+                at_least(op, "FP16 output", m * padded, out.len())?;
+                (Address::NULL, out.at(0))
+            }
+        };
         at_least(op, "step", m, step.len())?;
         at_least(op, "splits", 1, splits)?;
         at_least(op, "room for splits", splits, AttentionScratch::MOST_SPLITS)?;
@@ -513,11 +536,13 @@ impl Stream {
             cos_sin: heads.cos_sin.at(0),
             cache: cache.args(),
             step: step.at(0),
-            out: out.at(0),
+            out,
+            half,
             partial: scratch.partial.at(0),
             tops: scratch.tops.at(0),
             arrived: scratch.arrived.at(0),
             heads: heads.heads as i32,
+            padded: padded as i32,
             eps: heads.eps,
             late: i32::from(late),
         };

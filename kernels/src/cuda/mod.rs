@@ -25,8 +25,8 @@ pub use advance::{
     Adjustments, Advance, Candidates, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling,
 };
 pub use attention::{
-    AttentionScratch, AttentionShape, DevicePages, HEAD_DIM, Heads, LayerPages, PageEntry,
-    PagesShape,
+    AttentionOutput, AttentionScratch, AttentionShape, DevicePages, HEAD_DIM, Heads, LayerPages,
+    PageEntry, PagesShape,
 };
 pub use batch::{Columns, MOST_SEQUENCES};
 pub use driver::{

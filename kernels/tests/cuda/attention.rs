@@ -5,8 +5,8 @@ use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use half::f16;
 use nq_kernels::cpu::{KvPages, KvType, PAGE};
 use nq_kernels::cuda::{
-    AttentionScratch, AttentionShape, Buffer, DevicePages, Gpu, HEAD_DIM, Heads, PageEntry,
-    PagesShape, Row, SequenceRows, Step, Stream, operand_index,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, DevicePages, Gpu, HEAD_DIM, Heads,
+    PageEntry, PagesShape, Row, SequenceRows, Step, Stream, operand_index,
 };
 use nq_kernels::reference;
 use std::ops::Range;
@@ -306,7 +306,7 @@ impl<'a> Check<'a> {
                         &settings,
                         cache.layer(LAYER),
                         &mut scratch,
-                        &mut out,
+                        AttentionOutput::Full(&mut out),
                         shape,
                     )
                     .unwrap();

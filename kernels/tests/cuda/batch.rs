@@ -6,11 +6,12 @@ use super::{
     EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, is_sanitizing,
     pack, weights,
 };
+use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
-    AttentionScratch, AttentionShape, Columns, GemvOutput, Gpu, HEAD_DIM, MOST_SEQUENCES, Norm,
-    Row, Stack, Step, Stream, best_len,
+    AttentionOutput, AttentionScratch, AttentionShape, Columns, GemvOutput, Gpu, HEAD_DIM,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len, operand_index,
 };
 use nq_kernels::reference;
 
@@ -259,20 +260,17 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
     };
     let expected = case.expected(&last);
     let tolerance = if case.kv == KvType::Int8 { 2e-5 } else { 1e-6 };
+    let mut run = |out: AttentionOutput<'_>| {
+        let cache = cache.layer(LAYER);
+        stream
+            .attention_decode(&qkv, &steps, &settings, cache, &mut scratch, out, shape)
+            .unwrap();
+    };
+    let outputs = heads * HEAD_DIM;
     let mut before: Option<Vec<f32>> = None;
     for _ in 0..2 {
-        let mut out = guarded(gpu, &vec![GUARD; m * heads * HEAD_DIM]);
-        stream
-            .attention_decode(
-                &qkv,
-                &steps,
-                &settings,
-                cache.layer(LAYER),
-                &mut scratch,
-                &mut out,
-                shape,
-            )
-            .unwrap();
+        let mut out = guarded(gpu, &vec![GUARD; m * outputs]);
+        run(AttentionOutput::Full(&mut out));
         let found = finish(&stream, &out);
         let error = nmse(&found, &expected);
         assert!(error < tolerance, "attention_decode {name}: {error:e}");
@@ -282,6 +280,27 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
         );
         before = Some(found);
     }
+    // The same in FP16; what lies past the outputs stays.
+    let padded = outputs.next_multiple_of(256);
+    const OTHER: u16 = 0x7eef;
+    let mut half = gpu
+        .upload("a test", &vec![OTHER; (m + 1) * padded])
+        .unwrap();
+    run(AttentionOutput::Half(&mut half));
+    stream.synchronize().unwrap();
+    let mut found = vec![0u16; (m + 1) * padded];
+    half.read(0, &mut found).unwrap();
+    let mut rounded = vec![OTHER; (m + 1) * padded];
+    let rows = before.iter().flat_map(|b| b.chunks(outputs));
+    for (row, to) in rows.zip(rounded.chunks_mut(padded)) {
+        for (k, v) in row.iter().enumerate() {
+            to[operand_index(k)] = f16::from_f32(*v).to_bits();
+        }
+    }
+    assert!(
+        found == rounded,
+        "attention_decode {name}: otherwise in FP16"
+    );
 }
 
 #[test]
@@ -291,12 +310,18 @@ fn attention_of_several_sequences() {
         let case = Case::new(16, 8, kv, 300);
         check_attention(&gpu, &case, &[1, 300]);
         check_attention(&gpu, &case, &[257, 32, 33, 1, 2, 300, 128, 129]);
+        // Outputs that end within a padded span, of as many sequences as a step has at most.
+        let case = Case::new(3, 1, kv, 300);
+        let lengths: Vec<usize> = (0..MOST_WIDE_SEQUENCES).map(|i| 1 + i * 37 % 300).collect();
+        check_attention(&gpu, &case, &lengths);
         if is_sanitizing() {
             continue;
         }
         let case = Case::new(8, 1, kv, 1500);
         check_attention(&gpu, &case, &[1500, 700, 5]);
         let lengths: Vec<usize> = (0..MOST_SEQUENCES).map(|i| 1 + 97 * i).collect();
+        check_attention(&gpu, &case, &lengths);
+        let lengths: Vec<usize> = (0..MOST_WIDE_SEQUENCES).map(|i| 1 + 23 * i).collect();
         check_attention(&gpu, &case, &lengths);
     }
 }

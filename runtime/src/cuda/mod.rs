@@ -11,9 +11,9 @@ use model::CudaModel;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::OpTiming;
-use nq_kernels::cuda::{Gpu, MOST_SEQUENCES};
+use nq_kernels::cuda::{Gpu, MOST_WIDE_SEQUENCES};
 use plan::{Plan, Request};
-use session::CudaSession;
+use session::{CudaSession, most_together};
 use std::sync::{Arc, OnceLock};
 
 /// [`Engine`] on a GPU.
@@ -23,9 +23,10 @@ pub(crate) struct CudaEngine {
     bandwidth: OnceLock<Option<f64>>,
 }
 
-/// Bytes of a GPU's memory that a session takes, beside its model's weights.
+/// Bytes of a GPU's memory that a session takes, beside its model's weights: on the GPU whose steps
+/// take most sequences.
 pub fn session_bytes(config: &ModelConfig, spec: &SessionSpec) -> usize {
-    let plan = Plan::default().with_session(config, KernelSet::Fused, spec);
+    let plan = Plan::default().with_session(config, KernelSet::Fused, spec, MOST_WIDE_SEQUENCES);
     plan.kv + plan.scratch
 }
 
@@ -108,7 +109,8 @@ impl Engine for CudaEngine {
 
     fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
         let model = &self.model;
-        let plan = Plan::default().with_session(&model.config, model.kernels, spec);
+        let together = most_together(&model.gpu);
+        let plan = Plan::default().with_session(&model.config, model.kernels, spec, together);
         Some(DeviceMemory {
             weights: model.weights,
             kv: plan.kv,
@@ -118,7 +120,7 @@ impl Engine for CudaEngine {
     }
 
     fn sampled_together(&self) -> Option<usize> {
-        (self.model.kernels == KernelSet::Fused).then_some(MOST_SEQUENCES)
+        (self.model.kernels == KernelSet::Fused).then(|| most_together(&self.model.gpu))
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
@@ -128,6 +130,7 @@ impl Engine for CudaEngine {
             kernels: model.kernels,
             weights: 0,
             session: Some(&spec),
+            together: most_together(&model.gpu),
         }
         .check(model.gpu.free_memory()?)?;
         Ok(Box::new(CudaSession::new(self.model.clone(), spec)?))

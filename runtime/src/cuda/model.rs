@@ -1,6 +1,7 @@
 //! A model's weights on a GPU.
 
 use super::plan::{Request, taken, weight_bytes};
+use super::session::most_together;
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
 use crate::models::{self, LayerWeights};
@@ -121,6 +122,7 @@ impl CudaModel {
             kernels,
             weights,
             session,
+            together: most_together(&gpu),
         };
         request.check(gpu.free_memory()?)?;
         let mut uploader = Uploader::new(&gpu)?;

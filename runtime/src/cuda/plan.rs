@@ -45,12 +45,13 @@ pub(super) fn weight_bytes(
 }
 
 impl Plan {
-    /// With a session besides.
+    /// With a session besides, whose steps take up to `together` sequences.
     pub(super) fn with_session(
         self,
         config: &ModelConfig,
         kernels: KernelSet,
         spec: &SessionSpec,
+        together: usize,
     ) -> Self {
         let w = Widths::of(config);
         let m = spec.max_rows.max(1);
@@ -69,7 +70,7 @@ impl Plan {
         let rows: usize = rows.iter().map(|bytes| taken(m * bytes)).sum();
         let logits = LOGIT_ROWS * (4 * w.vocab + 2 * padded(w.hidden));
         let table = spec.ctx.next_multiple_of(PAGE) * HEAD_DIM * 4;
-        let step = step_bytes(config, spec.slots);
+        let step = step_bytes(config, spec.slots.min(together));
         Plan {
             kv: pages_shape(config, spec)
                 .allocations()
@@ -98,6 +99,8 @@ pub(super) struct Request<'a> {
     pub(super) weights: usize,
     /// The session.
     pub(super) session: Option<&'a SessionSpec>,
+    /// Sequences that its steps take, at most.
+    pub(super) together: usize,
 }
 
 /// Contexts are suggested in multiples of this.
@@ -113,7 +116,7 @@ impl Request<'_> {
             ..Plan::default()
         };
         match self.session {
-            Some(spec) => weights.with_session(self.config, self.kernels, spec),
+            Some(spec) => weights.with_session(self.config, self.kernels, spec, self.together),
             None => weights,
         }
     }
@@ -242,6 +245,7 @@ mod tests {
     use nq_formats::TensorEntry;
     use nq_kernels::KernelSet;
     use nq_kernels::cpu::{KvType, PAGE};
+    use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 
     /// Qwen3-8B's shape.
     fn config() -> nq_formats::ModelConfig {
@@ -270,6 +274,7 @@ mod tests {
             kernels: KernelSet::Fused,
             weights,
             session: Some(session),
+            together: MOST_SEQUENCES,
         }
     }
 
@@ -372,8 +377,10 @@ mod tests {
     #[test]
     fn a_session_counts_keys_and_values_and_rows() {
         let config = config();
-        let with =
-            |spec: &SessionSpec| Plan::default().with_session(&config, KernelSet::Fused, spec);
+        let together = |spec: &SessionSpec, together| {
+            Plan::default().with_session(&config, KernelSet::Fused, spec, together)
+        };
+        let with = |spec: &SessionSpec| together(spec, MOST_SEQUENCES);
         let plan = with(&spec(8192, KvType::F16));
         // 36 layers, 8 heads of 128, two of two bytes each.
         assert_eq!(plan.kv, 36 * 8192 * 8 * 128 * 2 * 2);
@@ -384,6 +391,25 @@ mod tests {
         assert!(
             (rows..2 * rows + 64 * 4 * 151_936).contains(&plan.scratch),
             "{plan:?}"
+        );
+        // Rows of a step are as many as slots, up to what a device takes: logits, biases and tokens
+        // seen of each, and of wide steps their FP16 rows and partial sums.
+        let many = SessionSpec {
+            slots: 64,
+            ..spec(8192, KvType::F16)
+        };
+        let narrow = together(&many, MOST_SEQUENCES).scratch;
+        let wide = together(&many, MOST_WIDE_SEQUENCES).scratch;
+        let more = 48 * (10 * 151_936 + 4 * 10240) + 64 * (2 * 20480 + 8 * 4 * 4096);
+        assert!(
+            (more..more + more / 20).contains(&(wide - narrow)),
+            "{}",
+            wide - narrow
+        );
+        let few = SessionSpec { slots: 16, ..many };
+        assert_eq!(
+            together(&few, MOST_WIDE_SEQUENCES),
+            together(&few, MOST_SEQUENCES)
         );
     }
 }

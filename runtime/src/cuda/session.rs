@@ -12,10 +12,10 @@ use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, DevicePages, HEAD_DIM, MOST_SEQUENCES, PageEntry, PagesShape, Pinned,
-    Row, Stream,
+    Buffer, DeviceLinear, DevicePages, HEAD_DIM, PageEntry, PagesShape, Pinned, Row, Stream,
 };
 use std::sync::Arc;
+pub(super) use step::most_together;
 use step::{Graphs, StepRows};
 
 /// Rows of logits computed and copied at a time.
@@ -88,9 +88,9 @@ impl Widths {
     }
 }
 
-/// Device bytes of the buffers of steps of up to `slots` sequences.
-pub(super) fn step_bytes(config: &ModelConfig, slots: usize) -> usize {
-    StepRows::device_bytes(config, slots.min(MOST_SEQUENCES))
+/// Device bytes of the buffers of steps of up to `rows` sequences.
+pub(super) fn step_bytes(config: &ModelConfig, rows: usize) -> usize {
+    StepRows::device_bytes(config, rows)
 }
 
 pub(super) fn padded(width: usize) -> usize {
@@ -136,7 +136,7 @@ impl CudaSession {
             placed: vec![Vec::new(); spec.slots],
             pages,
             cos_sin: gpu.upload("the rotary table", &table)?,
-            step: StepRows::new(&model, spec.slots.min(MOST_SEQUENCES), spec.slots)?,
+            step: StepRows::new(&model, spec.slots.min(most_together(gpu)), spec.slots)?,
             many: ManyRows {
                 tokens: gpu.zeros("activations", m)?,
                 rows: gpu.zeros("activations", m)?,

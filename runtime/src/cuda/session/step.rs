@@ -1,7 +1,7 @@
 //! The fused step of one token a sequence: its logits for the host, or a token drawn on the device
 //! for the next step, which is queued before the host has seen it.
 
-use super::{CudaSession, Widths, product};
+use super::{CudaSession, Widths, padded, product};
 use crate::batch::{Drawn, StepsAhead, bucket};
 use crate::cuda::model::CudaModel;
 use crate::engine::check_tokens;
@@ -9,9 +9,10 @@ use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
-    Adjustments, Advance, AttentionScratch, AttentionShape, Buffer, Candidates, Columns,
-    DeviceLinear, GemvOutput, Graph, HEAD_DIM, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE,
-    Norm, Pinned, Sampling, Step, Stream, best_len,
+    Adjustments, Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Candidates,
+    Columns, DeviceLinear, GemvOutput, Gpu, Graph, HEAD_DIM, Logprobs, MOST_LOGPROBS,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, NONE_ALLOWED, NOT_FINITE, Norm, PartialSums, Pinned,
+    Sampling, Step, StepOutput, Stream, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -32,10 +33,11 @@ pub(super) struct StepRows {
     step: Buffer<Step>,    // [rows]
     x: Buffer<f32>,        // [rows, hidden], the residual
     qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
-    attended: Buffer<f32>, // [rows, q_dim]
-    mlp: Buffer<f32>,      // [rows, intermediate]
+    attended: Buffer<f32>, // [narrow rows, q_dim]
+    mlp: Buffer<f32>,      // [narrow rows, intermediate]
     attention: AttentionScratch,
-    columns: Option<Columns>,   // of several rows
+    columns: Option<Columns>,   // of several narrow rows
+    wide: Option<WideRows>,     // of more rows than `MOST_SEQUENCES`
     logits: Buffer<f32>,        // [rows, vocab]
     best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
     sampling: Buffer<Sampling>, // [rows]
@@ -48,6 +50,48 @@ pub(super) struct StepRows {
     queued: VecDeque<Vec<i32>>,
     /// A row was written: its token's embedding is not looked up yet.
     written: bool,
+}
+
+/// What steps of more than [`MOST_SEQUENCES`] rows, which their own kernels run, have besides: inputs
+/// of products in FP16 and operand order.
+struct WideRows {
+    normed: Buffer<u16>,   // [rows, hidden padded]
+    attended: Buffer<u16>, // [rows, q_dim padded]
+    mlp: Buffer<u16>,      // [rows, intermediate padded]
+    sums: PartialSums,     // [parts, rows, hidden]
+}
+
+impl WideRows {
+    fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Self> {
+        let halves = |n: usize| gpu.zeros::<u16>("activations", rows * padded(n));
+        Ok(WideRows {
+            normed: halves(w.hidden)?,
+            attended: halves(w.q)?,
+            mlp: halves(w.mlp)?,
+            sums: PartialSums::new(gpu, rows, w.hidden)?,
+        })
+    }
+
+    fn device_bytes(w: &Widths, rows: usize) -> usize {
+        let halves = padded(w.hidden) + padded(w.q) + padded(w.mlp);
+        2 * rows * halves + PartialSums::device_bytes(rows, w.hidden)
+    }
+}
+
+/// Sequences that a step takes on `gpu`, at most.
+pub(in crate::cuda) fn most_together(gpu: &Gpu) -> usize {
+    match gpu.takes_wide_steps() {
+        true => MOST_WIDE_SEQUENCES,
+        false => MOST_SEQUENCES,
+    }
+}
+
+/// Values of a row that the head's product of `m` rows leaves in [`StepRows::best`].
+fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> usize {
+    match m <= MOST_SEQUENCES {
+        true => best_len(gpu, head, m),
+        false => wide_best_len(gpu, head, m),
+    }
 }
 
 /// A row, as the host knows it.
@@ -73,23 +117,29 @@ impl StepRows {
         let idle = idle_step(idle, 0);
         let mut ring = gpu.pinned("sampled tokens", rows * RING)?;
         ring.values_mut().fill(PENDING);
-        let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
-        let blocks = (1..=rows).map(|m| m * best_len(gpu, &model.head, m));
-        let columns = match rows {
+        let narrow = rows.min(MOST_SEQUENCES);
+        let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
+        let blocks = (1..=rows).map(|m| m * head_blocks(gpu, &model.head, m));
+        let columns = match narrow {
             1 => None,
-            _ => Some(Columns::new(gpu, rows, w.widest_input())?),
+            _ => Some(Columns::new(gpu, narrow, w.widest_input())?),
+        };
+        let wide = match rows > narrow {
+            true => Some(WideRows::new(gpu, &w, rows)?),
+            false => None,
         };
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
         Ok(StepRows {
             rows,
             step: gpu.upload("activations", &vec![idle; rows])?,
-            x: f32s(w.hidden)?,
-            qkv: f32s(w.qkv)?,
-            attended: f32s(w.q)?,
-            mlp: f32s(w.mlp)?,
+            x: f32s(rows, w.hidden)?,
+            qkv: f32s(rows, w.qkv)?,
+            attended: f32s(narrow, w.q)?,
+            mlp: f32s(narrow, w.mlp)?,
             attention: AttentionScratch::new(gpu, heads, kv_heads, rows)?,
             columns,
-            logits: f32s(w.vocab)?,
+            wide,
+            logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
             sampling: gpu.zeros("activations", rows)?,
             candidates: Candidates::new(gpu, w.vocab, rows)?,
@@ -105,14 +155,21 @@ impl StepRows {
     /// Device bytes of [`StepRows::new`], up to what does not grow with the model.
     pub(super) fn device_bytes(config: &ModelConfig, rows: usize) -> usize {
         let w = Widths::of(config);
-        let columns = match rows {
-            0 | 1 => 0,
-            _ => Columns::device_bytes(rows, w.widest_input()),
-        };
         let rows = rows.max(1);
-        rows * 4 * (w.vocab + w.qkv + w.hidden + w.q + w.mlp)
+        let narrow = rows.min(MOST_SEQUENCES);
+        let columns = match narrow {
+            1 => 0,
+            _ => Columns::device_bytes(narrow, w.widest_input()),
+        };
+        let wide = match rows > narrow {
+            true => WideRows::device_bytes(&w, rows),
+            false => 0,
+        };
+        4 * rows * (w.vocab + w.qkv + w.hidden)
+            + 4 * narrow * (w.q + w.mlp)
             + Adjustments::device_bytes(w.vocab, rows)
             + columns
+            + wide
     }
 }
 
@@ -184,7 +241,7 @@ impl CudaSession {
     fn queue_advance(&mut self, m: usize, lists: bool) -> nq_kernels::Result<()> {
         let (model, step) = (&self.model, &mut self.step);
         let vocab = model.config.vocab_size;
-        let blocks = best_len(&model.gpu, &model.head, m);
+        let blocks = head_blocks(&model.gpu, &model.head, m);
         let key = ("sample", "fused", (m, vocab));
         if lists && let Some(candidates) = &mut step.candidates {
             self.stream.timed(key, 4 * m * vocab, || {
@@ -256,7 +313,7 @@ impl CudaSession {
                     &model.heads(index, cos_sin),
                     pages.layer(index),
                     &mut step.attention,
-                    &mut step.attended,
+                    AttentionOutput::Full(&mut step.attended),
                     shape,
                 )
             })?;
@@ -279,12 +336,105 @@ impl CudaSession {
         })
     }
 
+    /// As [`CudaSession::queue_layers`], by the kernels for more than [`MOST_SEQUENCES`] sequences:
+    /// each product leaves its sums in parts, which the norm behind it adds.
+    fn queue_wide_layers(&mut self, m: usize, splits: usize) -> nq_kernels::Result<()> {
+        let Self {
+            stream,
+            model,
+            pages,
+            cos_sin,
+            step,
+            ..
+        } = self;
+        let StepRows {
+            x,
+            step,
+            qkv,
+            attention: scratch,
+            wide: Some(wide),
+            logits,
+            best,
+            ..
+        } = step
+        else {
+            return Err(nq_kernels::Error::Shape {
+                op: "a step",
+                what: "rows",
+                expected: format!("at most {MOST_SEQUENCES}"),
+                found: m.to_string(),
+            });
+        };
+        let WideRows {
+            normed,
+            attended,
+            mlp,
+            sums,
+        } = wide;
+        let c = &model.config;
+        let eps = c.rms_norm_eps;
+        let norm = |gain| Norm { gain, eps };
+        let norm_key = ("norm", "fused", (m, c.hidden_size));
+        let attention = ("attention", "fused", (c.num_attention_heads, HEAD_DIM));
+        let shape = AttentionShape {
+            m,
+            splits,
+            late: false,
+        };
+        for (index, layer) in model.layers.iter().enumerate() {
+            // The first kernel of a step lets nothing overtake the sampler of the last one, which
+            // the attention kernel's early reads depend on.
+            let late = index == 0;
+            let last = (index > 0).then_some(&*sums);
+            let gain = norm(&layer.input_norm);
+            stream.timed(norm_key, 0, || {
+                stream.norm_step(x, last, gain, normed, m, late)
+            })?;
+            product(stream, "qkv", &layer.qkv, || {
+                stream.gemm_step(&layer.qkv, normed, StepOutput::Store(qkv), m)
+            })?;
+            stream.timed(attention, 0, || {
+                stream.attention_decode(
+                    qkv,
+                    step,
+                    &model.heads(index, cos_sin),
+                    pages.layer(index),
+                    scratch,
+                    AttentionOutput::Half(attended),
+                    shape,
+                )
+            })?;
+            product(stream, "o", &layer.o, || {
+                stream.gemm_step(&layer.o, attended, StepOutput::Parts(sums), m)
+            })?;
+            let gain = norm(&layer.post_attention_norm);
+            stream.timed(norm_key, 0, || {
+                stream.norm_step(x, Some(sums), gain, normed, m, false)
+            })?;
+            product(stream, "gate_up", &layer.gate_up, || {
+                stream.gemm_step(&layer.gate_up, normed, StepOutput::Silu(mlp), m)
+            })?;
+            product(stream, "down", &layer.down, || {
+                stream.gemm_step(&layer.down, mlp, StepOutput::Parts(sums), m)
+            })?;
+        }
+        stream.timed(norm_key, 0, || {
+            stream.norm_step(x, Some(sums), norm(&model.norm), normed, m, false)
+        })?;
+        product(stream, "head", &model.head, || {
+            stream.gemm_step(&model.head, normed, StepOutput::Head(logits, best), m)
+        })
+    }
+
     /// Queues a step.
     fn queue_step(&mut self, StepKind { m, splits, end }: StepKind) -> nq_kernels::Result<()> {
         if end == StepEnd::Logits {
             self.queue_embedding(m)?;
         }
-        self.queue_layers(m, splits)?;
+        match m <= MOST_SEQUENCES {
+            true => self.queue_layers(m, splits)?,
+            false => self.queue_wide_layers(m, splits)?,
+        }
         match end {
             StepEnd::Logits => Ok(()),
             StepEnd::Greedy => self.queue_advance(m, false),
