@@ -182,9 +182,11 @@ DEVICE int operand_index(int k) {
     return (k & ~31) | (k >> 2 & 1) << 4 | (k >> 1 & 1) << 3 | (k >> 3 & 3) << 1 | (k & 1);
 }
 
-// Into the range of FP16.
+// Into the range of FP16; what is not a number stays so.
 DEVICE float clamp_half(float v) {
-    return fminf(fmaxf(v, -65504.f), 65504.f);
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(-65504.f));
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(65504.f));
+    return v;
 }
 
 DEVICE uint32_t half2_bits(__half2 h) {

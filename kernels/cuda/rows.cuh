@@ -71,8 +71,11 @@ DEVICE Kept round_row(float4 v) {
     if constexpr (INT8) {
         k.code = int8_codes(v, k.scale);
     } else {
-        k.half = make_uint2(half2_bits(__float22half2_rn(make_float2(clamp_half(v.x), clamp_half(v.y)))),
-                            half2_bits(__float22half2_rn(make_float2(clamp_half(v.z), clamp_half(v.w)))));
+        // Finite, whatever it is: rows that are not seen are multiplied with zero, also by sequences
+        // that get the page later.
+        auto finite = [](float x) { return fminf(fmaxf(x, -65504.f), 65504.f); };
+        k.half = make_uint2(half2_bits(__float22half2_rn(make_float2(finite(v.x), finite(v.y)))),
+                            half2_bits(__float22half2_rn(make_float2(finite(v.z), finite(v.w)))));
     }
     return k;
 }

@@ -76,7 +76,7 @@ impl Known {
 /// pages and positions, at random.
 fn at_random(engine: &dyn Engine, steps: u64, rounds: bool) {
     const SLOTS: usize = 9;
-    const PAGES: usize = 16;
+    const PAGES: usize = 10;
     let mut session = engine.session(spec(SLOTS, Some(PAGES))).expect("it fits");
     let mut alone = engine.session(spec(1, None)).expect("it fits");
     let mut known: Vec<Option<Known>> = (0..SLOTS).map(|_| None).collect();
@@ -143,7 +143,7 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool) {
                 tokens: fed,
                 then: Some(Continuation {
                     sampler: known[*slot].as_ref().expect("just made").sampler(),
-                    tokens: 1 + d / 64 % 200,
+                    tokens: 1 + d / 64 % 400,
                 }),
             })
             .collect();
@@ -197,7 +197,7 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool) {
     }
     drop(batch);
     println!("{ended} ended, {full:?} full, {forked} forked, {drawn} drawn");
-    assert!(ended > steps / 50 && forked > steps / 50 && full.iter().all(|&n| n > 0));
+    assert!(ended > steps / 50 && forked > steps / 50 && full[0] > 0);
     for slot in 0..SLOTS {
         session.truncate(slot, 0);
     }
@@ -272,6 +272,51 @@ fn failures_stay_alone(engine: &dyn Engine, poison: u32) {
     assert_eq!(lengths, [20, 0, 20]);
 }
 
+/// A sequence at the end of its context says so and leaves; the other goes on.
+fn a_full_context_ends_one(engine: &dyn Engine) {
+    let mut session = engine.session(spec(2, None)).expect("it fits");
+    let prompts = [tokens(200, 5), vec![3]];
+    let mut batch = Batch::new(&mut *session);
+    let piece = |slot: usize, range: std::ops::Range<usize>, goes_on: bool| Piece {
+        slot,
+        tokens: &prompts[slot][range],
+        then: goes_on.then(|| Continuation {
+            sampler: Sampler::new(SamplingParams::greedy(), 0).expect("valid"),
+            tokens: 250,
+        }),
+    };
+    let mut drawn = [0; 2];
+    let mut errors = Vec::new();
+    let mut steps = vec![
+        vec![piece(0, 0..150, false)],
+        vec![piece(0, 150..200, true), piece(1, 0..1, true)],
+    ];
+    while !steps.is_empty() || batch.running() > 0 {
+        let pieces = match steps.is_empty() {
+            true => Vec::new(),
+            false => steps.remove(0),
+        };
+        batch
+            .step(pieces, &mut |slot, token| {
+                match token {
+                    Ok(_) => drawn[slot] += 1,
+                    Err(e) => errors.push((slot, e.to_string())),
+                }
+                ControlFlow::Continue(())
+            })
+            .expect("the batch goes on");
+    }
+    drop(batch);
+    let full = Error::ContextFull {
+        capacity: 3 * PAGE,
+        needed: 3 * PAGE + 1,
+    };
+    assert_eq!(errors, [(0, full.to_string())]);
+    // The last token drawn has no place.
+    assert_eq!(drawn, [3 * PAGE - 200 + 1, 250]);
+    assert_eq!((session.len(0), session.len(1)), (3 * PAGE, 250));
+}
+
 fn config() -> ModelConfig {
     ModelConfig {
         max_position_embeddings: 1024,
@@ -290,6 +335,12 @@ fn sequences_at_random_give_what_each_gives_alone() {
 fn forked_sequences_share_pages() {
     let config = config();
     forks_share(&*nq(&config, &Store::random(&config, 23)));
+}
+
+#[test]
+fn a_full_context_ends_one_sequence() {
+    let config = config();
+    a_full_context_ends_one(&*nq(&config, &Store::random(&config, 23)));
 }
 
 #[test]
@@ -343,6 +394,7 @@ mod cuda {
         if let Some(engine) = gpu(&store, &config) {
             at_random(&*engine, 10_000, true);
             forks_share(&*engine);
+            a_full_context_ends_one(&*engine);
         }
     }
 

@@ -50,9 +50,6 @@ pub trait StepsAhead {
     /// Steps to queue ahead of the tokens that the host has.
     fn depth(&self) -> usize;
 
-    /// True if the device draws what this sampler would.
-    fn knows(&self, sampler: &Sampler) -> bool;
-
     /// Seats the sequence in `slot`, which is fed `token` by the next step queued, in `row`.
     ///
     /// # Errors
@@ -171,8 +168,9 @@ impl<'s> Batch<'s> {
     }
 
     /// Runs `pieces` and a step of every sequence in the batch. Each draws a token, which goes to
-    /// `each`, or its error; where that breaks off, or there is an error, the sequence leaves. On a
-    /// device that is ahead the tokens are those of the first step not received yet.
+    /// `each`, or its error; where that breaks off, or there is an error, the sequence leaves. One
+    /// that fails is as it was before the step. On a device that is ahead the tokens are those of
+    /// the first step not received yet.
     ///
     /// # Errors
     /// [`Error::Request`], [`Error::ContextFull`] and [`Error::PagesFull`] for pieces that do not
@@ -233,16 +231,12 @@ impl<'s> Batch<'s> {
         Ok(())
     }
 
-    /// True if the device can draw for everybody.
+    /// True if there is a device that has rows for everybody.
     fn runs_ahead(&mut self, pieces: &[Piece<'_>]) -> bool {
-        let Some(device) = self.session.steps_ahead() else {
-            return false;
-        };
-        let joining = pieces.iter().filter_map(|p| p.then.as_ref());
-        let members = self.members.iter().map(|m| &m.sampler);
-        let mut samplers = members.chain(joining.map(|t| &t.sampler));
-        let (rows, all) = (device.rows(), samplers.clone().count());
-        all <= rows && samplers.all(|s| device.knows(s))
+        let joining = pieces.iter().filter(|p| p.then.is_some()).count();
+        let all = self.members.len() + joining;
+        let device = self.session.steps_ahead();
+        device.is_some_and(|device| all <= device.rows())
     }
 
     fn step_ahead(&mut self, pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
@@ -282,7 +276,10 @@ impl<'s> Batch<'s> {
     ) {
         let joining = pieces.into_iter().filter(|p| p.then.is_some());
         for (piece, token) in joining.zip(drawn) {
-            let len = self.session.len(piece.slot);
+            let mut len = self.session.len(piece.slot);
+            if token.is_err() {
+                len -= piece.tokens.len();
+            }
             self.join(piece.slot, 0, len, piece.then);
             let at = self.members.len() - 1;
             self.members[at].left -= 1;

@@ -244,7 +244,7 @@ mod tests {
     use crate::engine::SessionSpec;
     use nq_formats::TensorEntry;
     use nq_kernels::KernelSet;
-    use nq_kernels::cpu::{KvType, PAGE};
+    use nq_kernels::cpu::KvType;
     use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 
     /// Qwen3-8B's shape.
@@ -292,8 +292,7 @@ mod tests {
             "5.00 GB of weights".into(),
             format!("{} for a context of 32768 tokens", human(plan.kv)),
             format!("{} of activations", human(plan.scratch)),
-            // Pages of 2 MiB are 1024 positions of a layer's keys.
-            "a context of 31744 tokens (--ctx), or INT8 keys and values (--kv 8), or the CPU"
+            "a context of 32512 tokens (--ctx), or INT8 keys and values (--kv 8), or the CPU"
                 .into(),
         ] {
             assert!(refused.contains(&figure), "{figure} in {refused}");
@@ -382,10 +381,12 @@ mod tests {
         };
         let with = |spec: &SessionSpec| together(spec, MOST_SEQUENCES);
         let plan = with(&spec(8192, KvType::F16));
-        // 36 layers, 8 heads of 128, two of two bytes each.
-        assert_eq!(plan.kv, 36 * 8192 * 8 * 128 * 2 * 2);
+        // 64 pages and nobody's: 36 layers, 8 heads of 128, two of two bytes each.
+        let bytes = 36 * (8192 + 128) * 8 * 128 * 2 * 2;
+        assert!((bytes..bytes + (6 << 20)).contains(&plan.kv), "{plan:?}");
         assert!(with(&spec(8192, KvType::Int8)).kv < plan.kv * 9 / 16);
-        assert_eq!(with(&spec(16384, KvType::F16)).kv, 2 * plan.kv);
+        let twice = with(&spec(16384, KvType::F16)).kv;
+        assert!(twice < 2 * plan.kv && twice > plan.kv * 19 / 10);
         // 512 rows of 4096 + 6144 f32 and 4096 + 4096 + 12288 FP16, logits of 64 rows.
         let rows = 512 * (4 * 10240 + 2 * 20480);
         assert!(

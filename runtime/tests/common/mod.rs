@@ -86,7 +86,7 @@ impl Store {
 
     /// The same weights, but `token`'s embedding is not a number.
     pub(crate) fn with_poison(mut self, token: u32) -> Self {
-        let embedding = &self.matrices[qwen3::EMBEDDING];
+        let embedding = &self.matrices[EMBEDDING];
         let (rows, width) = embedding.dims();
         let mut values = vec![0.0; rows * width];
         for (row, values) in values.chunks_exact_mut(width).enumerate() {
@@ -94,7 +94,7 @@ impl Store {
         }
         values[token as usize * width..][..width].fill(f32::NAN);
         let poisoned = Tensor::from_f32(vec![rows, width], values).unwrap();
-        let name = qwen3::EMBEDDING.to_owned();
+        let name = EMBEDDING.to_owned();
         self.matrices.insert(name, Weight::Dense(poisoned));
         self
     }

@@ -46,8 +46,8 @@ pub(super) struct StepRows {
     ring: Pinned<u32>,          // [rows, RING]
     logprobs: Pinned<Logprobs>, // [rows, RING]
     seats: Vec<Seat>,           // [rows]
-    /// Rows of each step queued and not received, and the draws of those rows before it.
-    queued: VecDeque<Vec<i32>>,
+    /// Who sat in the rows of each step that is queued and not received.
+    queued: VecDeque<Vec<Seat>>,
     /// A row was written: its token's embedding is not looked up yet.
     written: bool,
 }
@@ -99,7 +99,7 @@ fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> usize {
 struct Seat {
     /// The sequence; none: it runs idle.
     slot: Option<usize>,
-    /// Draws queued in it, of all who sat there.
+    /// Draws queued in it before, of all who sat there.
     drawn: i32,
     /// Its sampler looks at more than the best token.
     lists: bool,
@@ -553,9 +553,9 @@ impl CudaSession {
         Ok(())
     }
 
-    /// Waits for draw number `drawn` of `row`.
-    fn wait_for(&mut self, row: usize, drawn: i32) -> Result<Drawn> {
-        let at = row * RING + drawn as usize % RING;
+    /// Waits for what `row` drew for `seat`.
+    fn wait_for(&mut self, row: usize, seat: Seat) -> Result<Drawn> {
+        let at = row * RING + seat.drawn as usize % RING;
         let mut spins = 0u32;
         let token = loop {
             match self.step.ring.load(at) {
@@ -574,8 +574,7 @@ impl CudaSession {
             }
         };
         self.step.ring.store(at, PENDING);
-        let wanted = self.step.seats[row].logprobs;
-        let logprobs = wanted.then(|| {
+        let logprobs = seat.logprobs.then(|| {
             // Written before the token.
             let said = self.step.logprobs.load(at);
             let n = (said.count as usize).min(MOST_LOGPROBS);
@@ -596,11 +595,6 @@ impl StepsAhead for CudaSession {
             true => 1,
             false => AHEAD,
         }
-    }
-
-    /// A mask is that of one token: the host has to see each before it knows the next.
-    fn knows(&self, sampler: &Sampler) -> bool {
-        sampler.mask().is_none()
     }
 
     fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
@@ -660,21 +654,19 @@ impl StepsAhead for CudaSession {
             self.queue_embedding(self.step.rows)?;
         }
         self.run_step(self.kind(m, longest.unwrap_or(1), end))?;
-        let drawn = self.step.seats[..m].iter_mut().map(|seat| {
-            let before = seat.drawn;
-            seat.drawn = before.wrapping_add(1);
-            before
-        });
-        self.step.queued.push_back(drawn.collect());
+        self.step.queued.push_back(self.step.seats[..m].to_vec());
+        for seat in &mut self.step.seats[..m] {
+            seat.drawn = seat.drawn.wrapping_add(1);
+        }
         Ok(())
     }
 
     fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()> {
-        let Some(drawn) = self.step.queued.pop_front() else {
+        let Some(seats) = self.step.queued.pop_front() else {
             return Ok(());
         };
-        for (row, drawn) in drawn.into_iter().enumerate() {
-            let found = self.wait_for(row, drawn)?;
+        for (row, seat) in seats.into_iter().enumerate() {
+            let found = self.wait_for(row, seat)?;
             let vocab = self.model.config.vocab_size;
             each(
                 row,
