@@ -262,24 +262,33 @@ impl<'s> Batch<'s> {
         if prompts.is_empty() {
             return Ok(());
         }
+        let before = self.lengths(&prompts);
         let drawn = forward(self.session, &mut [], &mut prompts, each)?;
-        self.join_drawn(prompts, drawn, each);
+        self.join_drawn(prompts, &before, drawn, each);
         Ok(())
     }
 
-    /// The sequences of `pieces` that go on join with the tokens that they drew.
+    /// The lengths of the pieces' sequences.
+    fn lengths(&self, pieces: &[Piece<'_>]) -> Vec<usize> {
+        pieces.iter().map(|p| self.session.len(p.slot)).collect()
+    }
+
+    /// The sequences of `pieces` that go on join with the tokens that they drew; `before` are their
+    /// lengths before.
     fn join_drawn(
         &mut self,
         pieces: Vec<Piece<'_>>,
+        before: &[usize],
         drawn: impl IntoIterator<Item = Result<u32>>,
         each: &mut Each<'_>,
     ) {
-        let joining = pieces.into_iter().filter(|p| p.then.is_some());
-        for (piece, token) in joining.zip(drawn) {
-            let mut len = self.session.len(piece.slot);
-            if token.is_err() {
-                len -= piece.tokens.len();
-            }
+        let joining = pieces.into_iter().enumerate();
+        let joining = joining.filter(|(_, p)| p.then.is_some());
+        for ((at, piece), token) in joining.zip(drawn) {
+            let len = match token {
+                Ok(_) => self.session.len(piece.slot),
+                Err(_) => before[at],
+            };
             self.join(piece.slot, 0, len, piece.then);
             let at = self.members.len() - 1;
             self.members[at].left -= 1;
@@ -492,6 +501,7 @@ impl<'s> Batch<'s> {
         if self.members.is_empty() && pieces.is_empty() {
             return Ok(());
         }
+        let before = self.lengths(&pieces);
         let drawn = match forward(self.session, &mut self.members, &mut pieces, each) {
             Ok(drawn) => drawn,
             Err(Error::PagesFull { .. }) if pieces.is_empty() && !self.members.is_empty() => {
@@ -514,7 +524,7 @@ impl<'s> Batch<'s> {
                 self.deliver(at, token, 1, each);
             }
         }
-        self.join_drawn(pieces, drawn, each);
+        self.join_drawn(pieces, &before, drawn, each);
         Ok(())
     }
 }
