@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-pub use nq_runtime::device::available_memory;
+pub use nq_runtime::device::{available_memory, total_memory};
 
 /// The processor's name, where the system tells it.
 pub fn cpu_name() -> Option<String> {
@@ -16,14 +16,6 @@ pub fn cpu_name() -> Option<String> {
         })?;
         Some(line.split_once(':')?.1.trim().to_owned())
     })
-}
-
-/// Bytes of memory in all.
-pub fn total_memory() -> Option<u64> {
-    let info = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }
 
 /// Bytes of last-level cache: the sum over the caches of the highest level that the

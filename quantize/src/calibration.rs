@@ -12,6 +12,9 @@ use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::{ChatTemplate, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer};
 use std::path::{Path, PathBuf};
 
+/// Tokens of a calibration sequence, at most.
+pub const SEQUENCE: usize = 512;
+
 /// Where calibration text comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CalibrationSource {

@@ -140,9 +140,9 @@ pub(crate) mod gpu {
     //! The bytes of each stage, from shapes alone.
 
     use super::{ROWS, SampledFrom, Ways, engine_weights};
-    use crate::calibration::{SAMPLING_ROWS, sampling_slots};
+    use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
+    use crate::layers::PIECE;
     use crate::methods::Needs;
-    use crate::pipeline::{PIECE, SEQUENCE};
     use crate::schemes::Schemes;
     use crate::stepper::work_bytes;
     use crate::streamed;

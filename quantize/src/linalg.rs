@@ -1,14 +1,12 @@
 //! Dense matrices of the methods: row-major f32, products and factorizations through faer.
 
 use crate::error::{Error, Result};
-use crate::second_order::Hessian;
 use faer::linalg::matmul::matmul;
 use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
 use nq_formats::{Tensor, Weight};
 use rayon::prelude::*;
-use std::sync::Arc;
 
 /// A row-major f32 matrix.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -187,50 +185,16 @@ impl Moments {
         }
     }
 
-    /// The means.
-    pub fn finish(mut self) -> InputStats {
-        if self.full {
-            return InputStats::of(self.matrix());
-        }
+    /// `E[x_i^2]`.
+    pub fn mean_squares(&self) -> Vec<f32> {
+        let step = if self.full { self.n + 1 } else { 1 };
         let scale = 1.0 / self.rows.max(1) as f32;
-        self.sum.iter_mut().for_each(|v| *v *= scale);
-        InputStats {
-            mean_square: self.sum,
-            hessian: None,
-        }
-    }
-}
-
-/// What calibration says about a Linear's inputs.
-#[derive(Clone, Debug, Default)]
-pub struct InputStats {
-    /// `E[x_i^2]`, `[in]`.
-    pub mean_square: Vec<f32>,
-    /// `E[x x^T]`, `[in, in]`.
-    pub hessian: Option<Arc<dyn Hessian>>,
-}
-
-impl InputStats {
-    /// Of these second moments.
-    pub fn of(moments: Matrix) -> Self {
-        InputStats {
-            mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
-            hessian: Some(Arc::new(moments)),
-        }
+        self.sum.iter().step_by(step).map(|v| v * scale).collect()
     }
 
-    /// The statistics of `x_i / s_i`.
-    ///
-    /// # Errors
-    /// The device's, where the moments are on one.
-    pub fn divide(&mut self, s: &[f32]) -> Result<()> {
-        for (m, &s) in self.mean_square.iter_mut().zip(s) {
-            *m /= s * s;
-        }
-        if let Some(h) = &mut self.hessian {
-            *h = h.divided(s)?;
-        }
-        Ok(())
+    /// True if all of `E[x x^T]` is kept.
+    pub fn is_full(&self) -> bool {
+        self.full
     }
 }
 
@@ -330,40 +294,14 @@ mod tests {
         let full = full.matrix();
         let mut diagonal = Moments::new(n, false);
         diagonal.add(&x.data);
-        let diagonal = diagonal.finish();
+        let diagonal = diagonal.mean_squares();
         for i in 0..n {
             for j in 0..n {
                 let want: f32 = x.iter_rows().map(|r| r[i] * r[j]).sum::<f32>() / rows as f32;
                 let got = full.data[i * n + j];
                 assert!((got - want).abs() < 1e-5, "{i} {j}: {got} {want}");
             }
-            assert!((full.data[i * n + i] - diagonal.mean_square[i]).abs() < 1e-5);
-        }
-    }
-
-    #[test]
-    fn raised_moments_have_more_on_the_diagonal() {
-        let (n, x) = (3, [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]);
-        for full in [false, true] {
-            let finish = |share| {
-                let mut moments = Moments::new(n, full);
-                moments.add(&x);
-                moments.raise(share);
-                moments.finish()
-            };
-            let (plain, raised) = (finish(0.0), finish(0.5));
-            // E[x^2] is 5, 4, 5.
-            let more = 0.5 * 14.0 / 3.0;
-            for (a, b) in plain.mean_square.iter().zip(&raised.mean_square) {
-                assert!((b - a - more).abs() < 1e-5, "{a} {b}");
-            }
-            if let (Some(a), Some(b)) = (plain.hessian, raised.hessian) {
-                let mut e = Matrix::zeros(1, n);
-                e.data = vec![1.0, -2.0, 0.5];
-                let norm = 1.0 + 4.0 + 0.25;
-                let got = b.quadratic_error(&e).unwrap() - a.quadratic_error(&e).unwrap();
-                assert!((got - norm * f64::from(more)).abs() < 1e-4, "{got}");
-            }
+            assert!((full.data[i * n + i] - diagonal[i]).abs() < 1e-5);
         }
     }
 

@@ -4,10 +4,10 @@
 //! layers are quantized one by one; source and result are measured side by side. The peak is
 //! that of the greediest.
 
-use crate::calibration::{SAMPLING_ROWS, sampling_slots};
+use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
 use crate::error::Result;
+use crate::layers::PIECE;
 use crate::methods::Needs;
-use crate::pipeline::{PIECE, SEQUENCE};
 use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::models::LinearSpec;

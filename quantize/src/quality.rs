@@ -1,9 +1,10 @@
 //! What a quantization cost, measured against the source; and the limits it must keep.
 
+use crate::calibration::SEQUENCE;
 use crate::calibration::Sequences;
 use crate::error::{Error, Result};
-use crate::pipeline::{SEQUENCE, Tuning};
 use crate::report::WorstToken;
+use crate::tune::record::Tuning;
 use nq_evals::{EvalReport, EvalSpec, Evaluation, KldStats, Protocol, compare, self_noise};
 use nq_formats::{Files, ModelConfig, Progress};
 use nq_runtime::{Engine, Tokenizer};

@@ -3,7 +3,7 @@
 //! layer. Second moments of what the Linears see are summed on the device and stay there.
 
 use crate::error::{Error, Result};
-use crate::linalg::InputStats;
+use crate::second_order::InputStats;
 use crate::tune::forward::{Forward, Saved};
 use crate::tune::params::{Layer, Matrix};
 use nq_formats::{ModelConfig, Tensor, Weight};

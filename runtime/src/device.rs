@@ -137,8 +137,18 @@ impl GpuMeter {
 
 /// Bytes that the system can still hand out without swapping, where it says so.
 pub fn available_memory() -> Option<u64> {
+    memory("MemAvailable:")
+}
+
+/// Bytes of the machine's memory, where the system says so.
+pub fn total_memory() -> Option<u64> {
+    memory("MemTotal:")
+}
+
+/// Bytes that the line of /proc/meminfo gives which begins so.
+fn memory(line: &str) -> Option<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    let kib = info.lines().find_map(|l| l.strip_prefix(line))?;
+    let kib: u64 = kib.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }

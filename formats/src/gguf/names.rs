@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn names_translate_both_ways() {
-        let [qwen3] = ARCHITECTURES;
+        let qwen3 = ARCHITECTURES[0];
         for (hf, gguf) in [
             ("model.embed_tokens", "token_embd"),
             ("lm_head", "output"),

@@ -18,26 +18,24 @@ pub use layer::{
 pub use shape::{ModelConfig, Rope, RopeScaling, Shape};
 
 /// Every architecture.
-pub static ARCHITECTURES: [&Architecture; 1] = [&qwen3::QWEN3];
+pub static ARCHITECTURES: &[&Architecture] = &[&qwen3::QWEN3];
 
 /// The architecture of which `key` is `value`, e.g. the one whose `model_type` is `qwen3`.
 pub fn find(key: fn(&Architecture) -> &'static str, value: &str) -> Option<&'static Architecture> {
-    ARCHITECTURES.into_iter().find(|a| key(a) == value)
+    ARCHITECTURES.iter().copied().find(|a| key(a) == value)
 }
 
 /// What nq runs, for messages, each architecture with its `key` in brackets.
 pub fn supported(key: fn(&Architecture) -> &'static str) -> String {
     let name = |a: &Architecture| format!("{} models ({})", a.title, key(a));
-    let names: Vec<String> = ARCHITECTURES.into_iter().map(name).collect();
+    let names: Vec<String> = ARCHITECTURES.iter().copied().map(name).collect();
     format!("nq runs {}", names.join(", "))
 }
 
 impl Preset {
     /// The presets of all architectures.
     pub fn all() -> impl Iterator<Item = Preset> {
-        ARCHITECTURES
-            .into_iter()
-            .flat_map(|a| a.presets.iter().copied())
+        ARCHITECTURES.iter().flat_map(|a| a.presets.iter().copied())
     }
 
     /// The preset of this name, in any case.
@@ -54,7 +52,7 @@ mod tests {
     /// What the rest of nq takes for granted of a row.
     #[test]
     fn rows_are_told_apart_and_name_each_weight_once() {
-        for (i, a) in ARCHITECTURES.into_iter().enumerate() {
+        for (i, a) in ARCHITECTURES.iter().copied().enumerate() {
             assert_eq!(find(|a| a.class, a.class), Some(a));
             assert_eq!(find(|a| a.model_type, a.model_type), Some(a));
             assert_eq!(find(|a| a.gguf, a.gguf), Some(a));
@@ -76,7 +74,7 @@ mod tests {
     /// One matrix for a kernel, and scales can be moved to where an input comes from.
     #[test]
     fn products_share_an_input_that_its_source_makes() {
-        for a in ARCHITECTURES {
+        for &a in ARCHITECTURES {
             for preset in a.presets {
                 let c = preset.config();
                 assert_eq!(c.architecture, a);

@@ -12,8 +12,8 @@ use super::{Layer, Method, Needs, Outcome, Problem, rtn};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Grids};
-use crate::linalg::{InputStats, Matrix};
-use crate::second_order::Hessian;
+use crate::linalg::Matrix;
+use crate::second_order::{Hessian, InputStats};
 use nq_formats::models::{Product, Source};
 use serde_json::{Map, Value};
 

@@ -6,7 +6,7 @@ use super::gptq::{Gptq, Order};
 use super::{Layer, Method, Needs, Outcome, Problem};
 use crate::error::Result;
 use crate::grid::Grids;
-use crate::linalg::InputStats;
+use crate::second_order::InputStats;
 use serde_json::{Map, Value};
 
 /// The settings of both.

@@ -11,7 +11,8 @@ mod tests;
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Grids, Rounded};
-use crate::linalg::{InputStats, Matrix};
+use crate::linalg::Matrix;
+use crate::second_order::InputStats;
 use nq_formats::models::{LayerSpec, LinearKind, NormKind};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -119,6 +120,10 @@ pub trait Method: Send + Sync {
 pub struct Entry {
     /// Its name.
     pub name: &'static str,
+    /// What it does, in a line of help.
+    pub about: &'static str,
+    /// The name of the same method with each group's range searched, where that is another.
+    pub clip: Option<&'static str>,
     /// Makes it with its default settings.
     pub make: fn() -> Box<dyn Method>,
 }
@@ -126,28 +131,43 @@ pub struct Entry {
 /// Every method.
 pub const METHODS: &[Entry] = &[
     Entry {
+        name: "gptq",
+        about: "Second-order rounding with error feedback (arXiv 2210.17323)",
+        clip: None,
+        make: || Box::new(gptq::Gptq::default()),
+    },
+    Entry {
+        name: "awq",
+        about: "Activation-aware scaling (arXiv 2306.00978)",
+        clip: None,
+        make: || Box::new(awq::Awq::default()),
+    },
+    Entry {
+        name: "awq-gptq",
+        about: "AWQ's scales, then GPTQ",
+        clip: None,
+        make: || Box::new(awq_gptq::AwqGptq::default()),
+    },
+    Entry {
         name: "rtn",
+        about: "Round to nearest",
+        clip: Some("rtn-clip"),
         make: || Box::new(rtn::Rtn::new(Fit::absmax())),
     },
     Entry {
         name: "rtn-clip",
+        about: "Round to nearest, the range of each group searched",
+        clip: None,
         make: || Box::new(rtn::Rtn::new(Fit::clip())),
-    },
-    Entry {
-        name: "awq",
-        make: || Box::new(awq::Awq::default()),
-    },
-    Entry {
-        name: "gptq",
-        make: || Box::new(gptq::Gptq::default()),
-    },
-    Entry {
-        name: "awq-gptq",
-        make: || Box::new(awq_gptq::AwqGptq::default()),
     },
 ];
 
+/// The row of the method `name`.
+pub fn find(name: &str) -> Option<&'static Entry> {
+    METHODS.iter().find(|m| m.name == name)
+}
+
 /// The method `name` with its default settings.
 pub fn by_name(name: &str) -> Option<Box<dyn Method>> {
-    METHODS.iter().find(|m| m.name == name).map(|m| (m.make)())
+    find(name).map(|m| (m.make)())
 }

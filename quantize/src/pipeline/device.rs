@@ -1,11 +1,11 @@
 //! What a run holds of a GPU's memory, and what it does where the source does not fit.
 
-use super::Job;
+use super::job::Job;
 use super::state::State;
 use crate::device_memory::{DeviceEstimate, SampledFrom};
 use crate::error::Result;
-use crate::linalg::InputStats;
 use crate::quality::Judge;
+use crate::second_order::InputStats;
 #[cfg(feature = "cuda")]
 use nq_formats::Progress;
 use nq_runtime::Engine;

@@ -1,33 +1,22 @@
 //! The final norm, the embedding and the head of a run.
 
-use super::Job;
-use super::layers::key;
-use super::state::{State, Step, save};
+use super::job::Job;
+use super::state::{ENDS, State, Step, key, save};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Packer};
-use crate::layers::{errors, head_inputs};
-use crate::linalg::{InputStats, Matrix, read_row};
+use crate::layers::{LOOKED_UP, PIECE, errors, head_inputs};
+use crate::linalg::{Matrix, read_row};
 use crate::methods::{Problem, rtn};
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
-use crate::second_order::Errors;
+use crate::second_order::{Errors, InputStats};
 use nq_formats::Weight;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_runtime::Hidden;
 use nq_runtime::models;
 use rayon::prelude::*;
-
-/// The step that stages them.
-pub(super) const STEP: &str = "ends";
-
-/// Elements of a large weight that are held in f32 at once.
-pub(crate) const PIECE: usize = 1 << 26;
-
-/// What being looked up too adds to the moments of a tied head's inputs: there all elements
-/// matter alike. Of 0, .1, 1, 3 and 10, 1 gave the least divergence on the demo model.
-pub(crate) const LOOKED_UP: f32 = 1.0;
 
 impl Job<'_> {
     /// Names what the step, the last, depends on besides the plan: all schemes.
@@ -46,8 +35,8 @@ impl Job<'_> {
         stream: Option<Hidden>,
     ) -> Result<()> {
         let key = self.ends_key(schemes)?;
-        let valid = state.steps.get(STEP).is_some_and(|s| s.key == key);
-        if valid && writer.staged(STEP)?.is_some() {
+        let valid = state.steps.get(ENDS).is_some_and(|s| s.key == key);
+        if valid && writer.staged(ENDS)?.is_some() {
             return Ok(());
         }
         let (config, store) = (self.config(), self.checkpoint.store());
@@ -98,14 +87,14 @@ impl Job<'_> {
             report.rows.push(row);
             weights.push((name, weight));
         }
-        writer.remove_step(STEP)?;
-        state.steps.insert(STEP.into(), report);
+        writer.remove_step(ENDS)?;
+        state.steps.insert(ENDS.into(), report);
         save(writer, state)?;
         let mut params = vec![(NORM.to_owned(), Param::Vector(&norm))];
         for (name, weight) in &weights {
             params.push(((*name).to_owned(), Param::Matrix(weight)));
         }
-        Ok(writer.put(STEP, &params)?)
+        Ok(writer.put(ENDS, &params)?)
     }
 
     /// Rounds a large weight by the method, piece by piece of its rows.

@@ -1,7 +1,7 @@
 //! Which schemes to try: those asked for, those that fit a target size, and, where a limit of
 //! quality is broken, those that are predicted to keep it in the fewest bytes.
 
-use super::Job;
+use super::job::{Job, TargetSize};
 use super::search::{Tried, aim};
 use super::state::{Attempt, State, save};
 use crate::allocation::{self, Menu, WeightGroup};
@@ -13,16 +13,7 @@ use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::nq::Writer;
-use nq_formats::{Bits, Progress, human_bytes, mapping};
-
-/// A size to be kept.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum TargetSize {
-    /// Bytes of all tensors.
-    Bytes(u64),
-    /// Bits per weight, all tensors counted.
-    BitsPerWeight(f64),
-}
+use nq_formats::{Progress, human_bytes, mapping};
 
 /// Whole models that are made in search of one that keeps the limits, at most.
 const ATTEMPTS: usize = 6;
@@ -382,17 +373,5 @@ impl Job<'_> {
     pub(super) fn bytes(&self, schemes: &Schemes) -> u64 {
         let dense = memory::dense_type(self.checkpoint);
         memory::file_bytes(self.config(), schemes, dense.size())
-    }
-}
-
-/// Refuses a target that makes no sense.
-pub(super) fn check(target: Option<TargetSize>, bits: Bits) -> Result<()> {
-    match target {
-        Some(TargetSize::BitsPerWeight(x)) if !(x > 0.0 && x <= 16.0) => Err(Error::Request {
-            what: "target bits per weight",
-            expected: format!("{} to 16", u32::from(bits)),
-            found: x.to_string(),
-        }),
-        _ => Ok(()),
     }
 }

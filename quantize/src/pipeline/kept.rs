@@ -1,30 +1,14 @@
 //! Whole models that stay staged while others are made, so that a search for schemes that returns
 //! to one neither rounds nor tunes it again. Each is in a set of steps of its own.
 
-use super::ends;
-use super::layers::{key, step_name};
-use super::state::{Attempt, Overrides, State, Step, save};
-use super::{Job, Tuning};
+use super::job::Job;
+use super::state::{Attempt, ENDS, Kept, Overrides, State, Step, key, save, step_name};
 use crate::error::Result;
 use crate::schemes::Schemes;
 use nq_formats::nq::Writer;
 use nq_formats::{Progress, human_bytes};
-use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-
-/// What is staged of schemes other than those at work on.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Kept {
-    /// The set of steps.
-    set: usize,
-    /// Schemes that deviate from those asked for.
-    overrides: Overrides,
-    /// Reports of its steps.
-    steps: BTreeMap<String, Step>,
-    /// Its tuning.
-    tuning: Option<Tuning>,
-}
 
 impl State {
     /// Forgets what is kept in sets that are not there.
@@ -154,9 +138,7 @@ impl Job<'_> {
         let layers = config.num_hidden_layers;
         let mut valid = BTreeMap::new();
         let names = (0..layers).map(|i| Ok((step_name(i), key(config, schemes, i + 1)?)));
-        let ends = self
-            .ends_key(schemes)
-            .map(|key| (ends::STEP.to_owned(), key));
+        let ends = self.ends_key(schemes).map(|key| (ENDS.to_owned(), key));
         for named in names.chain([ends]) {
             let (name, key) = named?;
             let step = state.steps.get(&name).filter(|s| s.key == key);
@@ -220,6 +202,7 @@ impl Job<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tune::Tuning;
     use nq_formats::{AffineScheme, Bits, Group, Zeros};
 
     fn overrides(bits: Bits) -> Overrides {

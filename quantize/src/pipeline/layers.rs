@@ -1,8 +1,8 @@
 //! The layers of a run, one after another: gathered, rounded, staged, run again as rounded.
 
-use super::Job;
 use super::ends::end;
-use super::state::{State, Step, save};
+use super::job::Job;
+use super::state::{State, Step, key, save, step_name};
 use crate::calibration::Sequences;
 use crate::error::Result;
 use crate::grid::Grids;
@@ -13,7 +13,7 @@ use crate::stepper::Stepper;
 use nq_formats::models::LinearSpec;
 use nq_formats::names::EMBEDDING;
 use nq_formats::nq::{Param, Staged, Writer};
-use nq_formats::{AffineScheme, ModelConfig, Progress, Tensor, Unit, Weight, hash, mapping};
+use nq_formats::{ModelConfig, Progress, Tensor, Unit, Weight, mapping};
 use nq_runtime::device::Device;
 use nq_runtime::models;
 use nq_runtime::{ActivationChoice, Hidden, KvType, LayerWeights, LoadOptions, load};
@@ -184,23 +184,6 @@ impl Job<'_> {
         mapping::trim_heap();
         Ok(done)
     }
-}
-
-/// Names what the first `layers` layers depend on, besides the plan: the schemes of the
-/// embedding and of these layers.
-pub(super) fn key(config: &ModelConfig, schemes: &Schemes, layers: usize) -> Result<String> {
-    let mut text = format!("{:?}", schemes.of(EMBEDDING));
-    for layer in 0..layers {
-        let grids = schemes.grids(config, layer)?;
-        let schemes: Vec<AffineScheme> = grids.values().map(|g| g.scheme()).collect();
-        text += &format!("{schemes:?}");
-    }
-    Ok(hash::sha256_hex(text.as_bytes()))
-}
-
-/// The step that stages layer `index`.
-pub(super) fn step_name(index: usize) -> String {
-    format!("layer-{index:03}")
 }
 
 /// A layer's parameters by name.

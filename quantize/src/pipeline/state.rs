@@ -1,15 +1,16 @@
 //! What a run must know after being killed, beside the staged weights.
 
-use super::Tuning;
-use super::kept::Kept;
 use crate::allocation::Menu;
 use crate::calibration::Sequences;
 use crate::device_memory::SampledFrom;
 use crate::error::Result;
 use crate::report::LayerReport;
+use crate::schemes::Schemes;
+use crate::tune::record::Tuning;
 use nq_evals::KldStats;
-use nq_formats::AffineScheme;
+use nq_formats::names::EMBEDDING;
 use nq_formats::nq::Writer;
+use nq_formats::{AffineScheme, ModelConfig, hash};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -81,6 +82,19 @@ pub(super) struct Step {
     pub(super) key: String,
 }
 
+/// What is staged of schemes other than those at work on.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Kept {
+    /// The set of steps.
+    pub(super) set: usize,
+    /// Schemes that deviate from those asked for.
+    pub(super) overrides: Overrides,
+    /// Reports of its steps.
+    pub(super) steps: BTreeMap<String, Step>,
+    /// Its tuning.
+    pub(super) tuning: Option<Tuning>,
+}
+
 impl Text {
     pub(super) fn new(sequences: &Sequences) -> Self {
         let join = |s: &Vec<u32>| {
@@ -106,4 +120,24 @@ impl Text {
 pub(super) fn save(writer: &Writer, state: &State) -> Result<()> {
     let value = serde_json::to_value(state).expect("string keys and finite numbers");
     Ok(writer.set_state(&value)?)
+}
+
+/// The step that stages the final norm, the embedding and the head.
+pub(super) const ENDS: &str = "ends";
+
+/// Names what the first `layers` layers depend on, besides the plan: the schemes of the
+/// embedding and of these layers.
+pub(super) fn key(config: &ModelConfig, schemes: &Schemes, layers: usize) -> Result<String> {
+    let mut text = format!("{:?}", schemes.of(EMBEDDING));
+    for layer in 0..layers {
+        let grids = schemes.grids(config, layer)?;
+        let schemes: Vec<AffineScheme> = grids.values().map(|g| g.scheme()).collect();
+        text += &format!("{schemes:?}");
+    }
+    Ok(hash::sha256_hex(text.as_bytes()))
+}
+
+/// The step that stages layer `index`.
+pub(super) fn step_name(index: usize) -> String {
+    format!("layer-{index:03}")
 }

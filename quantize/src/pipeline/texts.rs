@@ -1,6 +1,6 @@
 //! The texts of a run: sampled from the source or read from files, once.
 
-use super::Job;
+use super::job::Job;
 use super::state::{State, Text, save};
 use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
 use crate::error::Result;

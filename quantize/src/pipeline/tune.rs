@@ -1,65 +1,28 @@
 //! Tuning of what the method made: from the staged weights, and back to them.
 
-use super::Job;
+use super::job::Job;
 use super::layers::{params, staged_layer};
-use super::state::{State, save};
-use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
+use super::state::{ENDS, State, save, step_name};
+use crate::calibration::{self, CalibrationSource, Prompter, SEQUENCE, Sequences};
 use crate::error::{Error, Result};
 use crate::linalg::read_row;
-use crate::pipeline::SEQUENCE;
-use crate::report::{LayerReport, TuningReport};
+use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::tune::params::Canonical;
 use crate::tune::plan::{
     CHECKS, Effort, MemoryPlan, Schedule, TuneOptions, default_seconds, schedule,
 };
-use crate::tune::train::{Beginnings, Check, Settings, Trainer, settings_of};
+use crate::tune::record::Tuning;
+use crate::tune::train::{Beginnings, Settings, Trainer, settings_of};
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Unit, Weight, human_bytes};
 use nq_kernels::grad::{CpuOps, GradOps};
 use nq_kernels::rng::Philox;
-use nq_runtime::device::Device;
+use nq_runtime::device::{Device, total_memory};
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::time::Instant;
-
-/// What a tuning did, for the record.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Tuning {
-    /// Names the schemes that were tuned under.
-    pub key: String,
-    /// Where.
-    pub device: String,
-    /// What decided the result; `None` if nothing was done.
-    pub settings: Option<Settings>,
-    /// Held-out KL divergence along the way.
-    pub checks: Vec<Check>,
-    /// Bytes that were planned on the device.
-    pub device_bytes: u64,
-    /// Finished: the staged weights are the tuned ones.
-    pub done: bool,
-    /// Why nothing was tuned, or what was not done as asked.
-    pub fallback: Option<String>,
-}
-
-impl Tuning {
-    /// What it did; `None` if it left the method's weights.
-    pub fn report(&self) -> Option<TuningReport> {
-        let (settings, last) = (self.settings.as_ref()?, self.checks.last()?);
-        let held_out = self.checks.iter().map(|c| c.held_out);
-        let done = self.done && self.fallback.is_none();
-        done.then(|| TuningReport {
-            device: self.device.clone(),
-            codes: settings.codes,
-            steps: last.step,
-            batch: settings.batch,
-            length: settings.length,
-            held_out_before: self.checks[0].held_out,
-            held_out_after: held_out.fold(f64::INFINITY, f64::min),
-        })
-    }
-}
 
 /// What tuning takes of a device's memory, before anything is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -202,7 +165,8 @@ impl Job<'_> {
     /// Bytes of the device's memory that tuning may use.
     fn tuning_limit(&self) -> Result<u64> {
         match self.options.load.device.resolve()? {
-            Device::Cpu => Ok(total_memory() / 2),
+            // 8 GiB where the system does not say.
+            Device::Cpu => Ok(total_memory().unwrap_or(8 << 30) / 2),
             #[cfg(feature = "cuda")]
             Device::Cuda(n) => {
                 let gpu = nq_kernels::cuda::Gpu::open(n)?;
@@ -428,9 +392,9 @@ impl Job<'_> {
             })
         };
         let layers = (0..config.num_hidden_layers)
-            .map(|index| staged_layer(&open(&super::layers::step_name(index))?, config, index))
+            .map(|index| staged_layer(&open(&step_name(index))?, config, index))
             .collect::<Result<_>>()?;
-        let ends = open(super::ends::STEP)?;
+        let ends = open(ENDS)?;
         let dims = (config.vocab_size, config.hidden_size);
         Ok(Canonical {
             layers,
@@ -477,7 +441,7 @@ impl Job<'_> {
         source: &Canonical,
     ) -> Result<()> {
         for (index, (weights, source)) in tuned.layers.iter().zip(&source.layers).enumerate() {
-            let step = super::layers::step_name(index);
+            let step = step_name(index);
             for linear in weights.spec.linears() {
                 let (name, kind) = (linear.name(index), linear.kind);
                 let rows = state.steps.get_mut(&step).map(|s| &mut s.rows);
@@ -490,14 +454,14 @@ impl Job<'_> {
             (NORM.to_owned(), Param::Vector(&tuned.final_norm)),
             (EMBEDDING.to_owned(), Param::Matrix(&tuned.embedding)),
         ];
-        let rows = state.steps.get_mut(super::ends::STEP).map(|s| &mut s.rows);
+        let rows = state.steps.get_mut(ENDS).map(|s| &mut s.rows);
         note_tuned(rows, EMBEDDING, &tuned.embedding, &source.embedding)?;
         if let (Some(head), Some(source)) = (&tuned.head, &source.head) {
-            let rows = state.steps.get_mut(super::ends::STEP).map(|s| &mut s.rows);
+            let rows = state.steps.get_mut(ENDS).map(|s| &mut s.rows);
             note_tuned(rows, HEAD, head, source)?;
             ends.push((HEAD.to_owned(), Param::Matrix(head)));
         }
-        Ok(writer.put(super::ends::STEP, &ends)?)
+        Ok(writer.put(ENDS, &ends)?)
     }
 }
 
@@ -577,12 +541,4 @@ fn least_group(w: &Canonical) -> usize {
         _ => None,
     };
     all.filter_map(group).min().unwrap_or(64)
-}
-
-/// Bytes of the machine's memory; 8 GiB where the system does not say.
-fn total_memory() -> u64 {
-    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = info.lines().find_map(|l| l.strip_prefix("MemTotal:"));
-    let kib = line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.map_or(8 << 30, |kib| kib * 1024)
 }

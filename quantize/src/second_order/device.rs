@@ -1,11 +1,11 @@
 //! On a GPU: moments stay where they were summed, and only a weight, its codes and its groups'
 //! parameters travel.
 
-use super::{Columns, Damped, Errors, Factor, Hessian};
+use super::{Columns, Damped, Errors, Factor, Hessian, InputStats};
 use crate::error::Result;
 use crate::fit::{Fit, Power};
 use crate::grid::{Grid, GroupParams, Rounded};
-use crate::linalg::{InputStats, Matrix};
+use crate::linalg::Matrix;
 use nq_kernels::cuda::{self, Buffer, Codes, ColumnBlock, CudaOps, FitShape, Groups};
 use nq_kernels::grad::{Gemm, LayerOps};
 use std::fmt;

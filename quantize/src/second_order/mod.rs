@@ -9,7 +9,7 @@ pub mod host;
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
-use crate::linalg::Matrix;
+use crate::linalg::{Matrix, Moments};
 use crate::report::LayerReport;
 use std::fmt::Debug;
 use std::ops::{AddAssign, Range};
@@ -123,6 +123,51 @@ impl Columns<'_> {
     }
 }
 
+/// What calibration says about a Linear's inputs.
+#[derive(Clone, Debug, Default)]
+pub struct InputStats {
+    /// `E[x_i^2]`, `[in]`.
+    pub mean_square: Vec<f32>,
+    /// `E[x x^T]`, `[in, in]`.
+    pub hessian: Option<Arc<dyn Hessian>>,
+}
+
+impl InputStats {
+    /// Of these second moments.
+    pub fn of(moments: Matrix) -> Self {
+        InputStats {
+            mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
+            hessian: Some(Arc::new(moments)),
+        }
+    }
+
+    /// The statistics of `x_i / s_i`.
+    ///
+    /// # Errors
+    /// The device's, where the moments are on one.
+    pub fn divide(&mut self, s: &[f32]) -> Result<()> {
+        for (m, &s) in self.mean_square.iter_mut().zip(s) {
+            *m /= s * s;
+        }
+        if let Some(h) = &mut self.hessian {
+            *h = h.divided(s)?;
+        }
+        Ok(())
+    }
+}
+
+impl From<Moments> for InputStats {
+    fn from(moments: Moments) -> Self {
+        match moments.is_full() {
+            true => InputStats::of(moments.matrix()),
+            false => InputStats {
+                mean_square: moments.mean_squares(),
+                hessian: None,
+            },
+        }
+    }
+}
+
 /// What rounding a weight changed: squared norms, of values and of mean outputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Errors {
@@ -156,5 +201,36 @@ impl AddAssign for Errors {
         self.change += more.change;
         self.outputs += more.outputs;
         self.output_change += more.output_change;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn raised_moments_have_more_on_the_diagonal() {
+        let (n, x) = (3, [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]);
+        for full in [false, true] {
+            let finish = |share| {
+                let mut moments = Moments::new(n, full);
+                moments.add(&x);
+                moments.raise(share);
+                InputStats::from(moments)
+            };
+            let (plain, raised) = (finish(0.0), finish(0.5));
+            // E[x^2] is 5, 4, 5.
+            let more = 0.5 * 14.0 / 3.0;
+            for (a, b) in plain.mean_square.iter().zip(&raised.mean_square) {
+                assert!((b - a - more).abs() < 1e-5, "{a} {b}");
+            }
+            if let (Some(a), Some(b)) = (plain.hessian, raised.hessian) {
+                let mut e = Matrix::zeros(1, n);
+                e.data = vec![1.0, -2.0, 0.5];
+                let norm = 1.0 + 4.0 + 0.25;
+                let got = b.quadratic_error(&e).unwrap() - a.quadratic_error(&e).unwrap();
+                assert!((got - norm * f64::from(more)).abs() < 1e-4, "{got}");
+            }
+        }
     }
 }

@@ -1,11 +1,12 @@
 //! What rounding errs by, and what that makes of a group's losses.
 
-use super::PROBE;
+use super::probe::PROBE;
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
-use crate::linalg::{InputStats, Matrix, read_row};
+use crate::linalg::{Matrix, read_row};
 use crate::methods::rtn;
+use crate::second_order::InputStats;
 use nq_formats::{AffineScheme, Weight};
 
 /// Rows of a weight that its output errors are sampled on, at most.

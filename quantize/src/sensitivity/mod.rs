@@ -16,32 +16,24 @@
 //! than it is.
 
 mod errors;
+mod probe;
 mod run;
 
 use crate::allocation::{Candidate, Menu, WeightGroup};
 use crate::error::Result;
-use crate::methods::Method;
 use crate::stepper::Stepper;
 use errors::Found;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Progress, Unit, WeightStore, Zeros};
+use nq_formats::{ModelConfig, Unit};
 use nq_runtime::models;
+use probe::LOGITS;
+pub use probe::Probe;
 use run::Run;
-
-/// What groups are rounded to, to see what it costs.
-const PROBE: AffineScheme = AffineScheme {
-    bits: Bits::B4,
-    group: Group::Size(32),
-    zeros: Zeros::Integer,
-};
 
 /// Tokens of a window, at most. The second half is scored.
 const WINDOW: usize = 256;
 
 /// Multiplications that a measurement may take: the forwards of all variants.
 const WORK: u64 = 40_000_000_000_000;
-
-/// Bytes of logits that are held at once.
-const LOGITS: usize = 64 << 20;
 
 /// (number, length) of the windows to measure on: of `tokens` in all, if `WORK` allows as
 /// many, and from 2 to 16.
@@ -51,24 +43,6 @@ pub fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usiz
     let n = (WORK / window.max(1)).min((tokens / length) as u64);
     let n = n.clamp(2, 16) as usize;
     (n, length)
-}
-
-/// A measurement to be made.
-pub struct Probe<'a> {
-    /// The source's weights.
-    pub store: &'a dyn WeightStore,
-    /// Sequences to measure on, all of one length.
-    pub text: &'a [Vec<u32>],
-    /// The groups, as [`crate::allocation::groups`] lists them.
-    pub groups: &'a [WeightGroup],
-    /// The schemes to choose from.
-    pub candidates: &'a [AffineScheme],
-    /// What layers will be rounded by.
-    pub method: &'a dyn Method,
-    /// Text that it will go by; none if it needs nothing to go by.
-    pub calibration: Option<&'a [Vec<u32>]>,
-    /// Told of rows that went through a layer.
-    pub progress: &'a dyn Progress,
 }
 
 impl Probe<'_> {

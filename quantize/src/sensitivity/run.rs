@@ -1,15 +1,15 @@
 //! A measurement under way: the streams that run along, layer after layer.
 
 use super::errors::{Found, sample};
-use super::{LOGITS, PROBE, Probe};
+use super::probe::{LOGITS, PROBE, Probe};
 use crate::allocation::{Place, WeightGroup};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
-use crate::layers::{self, Pass, head_inputs};
-use crate::linalg::{InputStats, Matrix};
+use crate::layers::{self, LOOKED_UP, Pass, head_inputs};
+use crate::linalg::Matrix;
 use crate::methods::{Needs, Problem, rtn};
-use crate::pipeline::LOOKED_UP;
+use crate::second_order::InputStats;
 use crate::stepper::Stepper;
 use nq_evals::kld_rows;
 use nq_formats::models::Product;

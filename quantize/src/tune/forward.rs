@@ -6,7 +6,7 @@
 use super::params::Layer;
 use crate::error::Result;
 use nq_formats::ModelConfig;
-use nq_formats::models::{LinearKind, NormKind};
+use nq_formats::models::{LinearKind, MlpSpec, NormKind};
 use nq_kernels::grad::{Gemm, GradOps, HeadShape};
 use nq_runtime::rope::Rotary;
 
@@ -171,6 +171,7 @@ impl<O: GradOps> Forward<O> {
         rows: usize,
     ) -> Result<()> {
         let c = &self.config;
+        let MlpSpec::SwiGlu { .. } = c.layer().mlp; // another MLP is another function
         let (hidden, inter, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
         let w = &mut self.w;
         let gain = &weights.norm(NormKind::Mlp).value;

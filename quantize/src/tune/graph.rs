@@ -8,7 +8,7 @@ use super::forward::{Attention, Forward, Saved, attention_weights};
 use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;
-use nq_formats::models::{LinearKind, NormKind};
+use nq_formats::models::{LinearKind, MlpSpec, NormKind};
 use nq_kernels::grad::{Gemm, GradOps, HeadShape, Occurrences};
 
 /// Logits held at once, per model.
@@ -357,6 +357,7 @@ impl<O: GradOps> Graph<O> {
         rows: usize,
     ) -> Result<()> {
         let c = &self.config;
+        let MlpSpec::SwiGlu { .. } = c.layer().mlp; // another MLP is another function
         let (hidden, inter, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
         let s = &mut self.saved[layer];
         let (w, dw) = (&mut self.f.w, &mut self.dw);

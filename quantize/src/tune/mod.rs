@@ -11,6 +11,7 @@ pub mod forward;
 pub mod graph;
 pub mod params;
 pub mod plan;
+pub mod record;
 pub mod sample;
 pub mod strays;
 #[cfg(test)]
@@ -18,3 +19,4 @@ mod tests;
 pub mod train;
 
 pub use plan::{Effort, TuneOptions};
+pub use record::Tuning;

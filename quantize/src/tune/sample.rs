@@ -4,7 +4,7 @@ use super::forward::rotations;
 use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;
-use nq_formats::models::{LinearKind, NormKind};
+use nq_formats::models::{LinearKind, MlpSpec, NormKind};
 use nq_kernels::grad::{Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
 
 /// Keys, values and activations of sequences that are sampled together.
@@ -133,6 +133,7 @@ impl<O: GradOps> Sampler<O> {
     /// Token `t` of every sequence through all layers.
     fn step(&mut self, ops: &O, model: &Model<O>, batch: usize, t: usize) -> Result<()> {
         let c = &self.config;
+        let MlpSpec::SwiGlu { .. } = c.layer().mlp; // another MLP is another function
         let (hidden, inter, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
         let shape = |heads, capacity, at| HeadShape {
             capacity,

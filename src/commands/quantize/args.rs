@@ -3,9 +3,11 @@
 use crate::cli::{self, Global};
 use crate::commands::convert::FormatArg;
 use anyhow::{Context, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_quantize::methods::{self, METHODS};
 use nq_quantize::pipeline::QuantizeOptions;
 use nq_quantize::schemes::default_scheme;
 use nq_quantize::{CalibrationSource, Effort, Limits, Schemes, TargetSize, TuneOptions};
@@ -23,8 +25,8 @@ pub struct QuantizeArgs {
     #[arg(long, default_value_t = 4, value_parser = parse_bits)]
     pub bits: u32,
     /// How codes are chosen
-    #[arg(long, value_enum, default_value_t = MethodArg::Gptq)]
-    pub method: MethodArg,
+    #[arg(long, default_value = "gptq", value_parser = method_names())]
+    pub method: String,
     /// Minutes that tuning may take (auto) [default: 30 on a CPU; on a GPU 90 s and 25 s for each
     /// billion parameters]
     #[arg(long, value_name = "MIN", value_parser = parse_minutes)]
@@ -101,19 +103,16 @@ pub struct QuantizeArgs {
     pub resume: bool,
 }
 
-/// Methods by their command-line names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum MethodArg {
-    /// Second-order rounding with error feedback (arXiv 2210.17323)
-    Gptq,
-    /// Activation-aware scaling (arXiv 2306.00978)
-    Awq,
-    /// AWQ's scales, then GPTQ
-    AwqGptq,
-    /// Round to nearest
-    Rtn,
-    /// gptq, then tuned end to end against the source's logits while that helps
-    Auto,
+/// The method that is gptq and tuning.
+const AUTO: &str = "auto";
+
+/// The methods of the library, but those that `--clip` names, and [`AUTO`].
+fn method_names() -> PossibleValuesParser {
+    let named = |name| METHODS.iter().any(|m| m.clip == Some(name));
+    let values = METHODS.iter().filter(|m| !named(m.name));
+    let values = values.map(|m| PossibleValue::new(m.name).help(m.about));
+    let auto = "gptq, then tuned end to end against the source's logits while that helps";
+    PossibleValuesParser::new(values.chain([PossibleValue::new(AUTO).help(auto)]))
 }
 
 fn parse_bits(s: &str) -> Result<u32, String> {
@@ -205,7 +204,7 @@ impl QuantizeArgs {
             (self.budget.is_some(), "--budget"),
         ];
         let given = tuning.into_iter().find(|(given, _)| *given);
-        if let Some((_, flag)) = given.filter(|_| self.method != MethodArg::Auto) {
+        if let Some((_, flag)) = given.filter(|_| self.method != AUTO) {
             cli::refuse("quantize", &format!("{flag} needs --method auto"));
         }
         if self.target().is_some() && self.format != FormatArg::Nq {
@@ -272,13 +271,12 @@ impl QuantizeArgs {
     }
 
     fn method(&self) -> &'static str {
-        match (self.method, self.clip) {
-            (MethodArg::Gptq | MethodArg::Auto, _) => "gptq",
-            (MethodArg::Awq, _) => "awq",
-            (MethodArg::AwqGptq, _) => "awq-gptq",
-            (MethodArg::Rtn, true) => "rtn-clip",
-            (MethodArg::Rtn, false) => "rtn",
-        }
+        let name = match self.method.as_str() {
+            AUTO => "gptq",
+            name => name,
+        };
+        let method = methods::find(name).expect("the flag takes no other");
+        method.clip.filter(|_| self.clip).unwrap_or(method.name)
     }
 
     fn target(&self) -> Option<TargetSize> {
@@ -297,7 +295,7 @@ impl QuantizeArgs {
                 None => Effort::Default,
             },
         };
-        (self.method == MethodArg::Auto).then_some(TuneOptions { effort })
+        (self.method == AUTO).then_some(TuneOptions { effort })
     }
 
     /// The schemes to begin with.
@@ -326,7 +324,7 @@ impl QuantizeArgs {
         let mut name = format!("{model}-int{}", self.bits);
         let usual = default_scheme(schemes.linears.bits);
         let (linears, head) = self.format.schemes(usual, None)?;
-        if self.method == MethodArg::Auto {
+        if self.method == AUTO {
             name += "-auto";
         }
         if self.method() != "gptq" {

@@ -1,0 +1,212 @@
+//! A quantization about to be run: what is asked for, checked against the model.
+
+use crate::allocation;
+use crate::calibration::{CalibrationSource, SEQUENCE};
+use crate::device_memory::DeviceEstimate;
+use crate::error::{Error, Result};
+use crate::memory;
+use crate::methods::{self, Method, Needs};
+use crate::quality::{self, Limits};
+use crate::schemes::Schemes;
+use crate::stages::Stages;
+use crate::tune::TuneOptions;
+use nq_formats::nq::SourceRecord;
+use nq_formats::{Bits, Checkpoint, ModelConfig, Progress};
+use nq_runtime::{LayerWeights, LoadOptions, load};
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+/// What to make.
+#[derive(Clone, Debug)]
+pub struct QuantizeOptions {
+    /// Bits asked for, for the report.
+    pub bits: Bits,
+    /// Schemes of all weights; where `target` or a broken limit asks for others, those of
+    /// what cannot be chosen.
+    pub schemes: Schemes,
+    /// A size for which the schemes of all weights are chosen by measured sensitivity, from
+    /// those of `bits` and more.
+    pub target: Option<TargetSize>,
+    /// The embedding and head keep `schemes.head` whatever is chosen for the rest.
+    pub head_fixed: bool,
+    /// A broken limit fails at once, for a format that takes no other schemes.
+    pub schemes_fixed: bool,
+    /// A name of [`methods::METHODS`].
+    pub method: String,
+    /// Calibration text.
+    pub calibration: CalibrationSource,
+    /// Tokens of it.
+    pub calib_tokens: usize,
+    /// Tuning of the method's result against the source's logits.
+    pub tuning: Option<TuneOptions>,
+    /// Of everything random.
+    pub seed: u64,
+    /// Limits that the measured quality must keep.
+    pub limits: Limits,
+    /// Text to measure quality on; `None`: held-out text sampled from the model.
+    pub eval_text: Option<PathBuf>,
+    /// Tokens to measure quality on, at most.
+    pub eval_tokens: usize,
+    /// Folder to write.
+    pub out: PathBuf,
+    /// Replace an existing output.
+    pub force: bool,
+    /// Go on with an interrupted run.
+    pub resume: bool,
+    /// The unquantized model, for the record; its hash is filled in.
+    pub source: SourceRecord,
+    /// Device, threads and activations of every run of the model.
+    pub load: LoadOptions,
+    /// Bytes of a GPU's memory that may be used; `None`: what is free.
+    pub device_memory: Option<u64>,
+}
+
+/// A quantization about to be run.
+pub struct Job<'a> {
+    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) options: &'a QuantizeOptions,
+    pub(super) method: Box<dyn Method>,
+    pub(super) progress: Stages<'a>,
+    pub(super) device: OnceLock<Option<DeviceEstimate>>,
+}
+
+impl<'a> Job<'a> {
+    /// Checks the request against the model.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for an unknown method, a scheme that does not fit the model, a target
+    /// that no choice of schemes reaches, or a
+    /// model that is quantized already.
+    pub fn new(
+        checkpoint: &'a Checkpoint,
+        options: &'a QuantizeOptions,
+        progress: &'a dyn Progress,
+    ) -> Result<Self> {
+        let method = methods::by_name(&options.method).ok_or_else(|| Error::Request {
+            what: "method",
+            expected: methods::METHODS
+                .iter()
+                .map(|m| m.name)
+                .collect::<Vec<_>>()
+                .join(", "),
+            found: options.method.clone(),
+        })?;
+        Job::with_method(checkpoint, options, method, progress)
+    }
+
+    /// As [`Job::new`] with a method of the caller's, for experiments. Resuming tells methods
+    /// apart by their names and settings.
+    ///
+    /// # Errors
+    /// As [`Job::new`].
+    pub fn with_method(
+        checkpoint: &'a Checkpoint,
+        options: &'a QuantizeOptions,
+        method: Box<dyn Method>,
+        progress: &'a dyn Progress,
+    ) -> Result<Self> {
+        options.schemes.check(checkpoint.config())?;
+        check(options.target, options.bits)?;
+        let first = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0)?;
+        if let Some(quantized) = crate::layers::quantized(&first) {
+            return Err(Error::Request {
+                what: "source",
+                expected: "an unquantized model".into(),
+                found: format!("{} weights", quantized.scheme_name()),
+            });
+        }
+        let job = Job {
+            checkpoint,
+            options,
+            method,
+            progress: Stages::new(progress),
+            device: OnceLock::new(),
+        };
+        job.check_target()?;
+        Ok(job)
+    }
+
+    pub(super) fn config(&self) -> &ModelConfig {
+        self.checkpoint.config()
+    }
+
+    /// (number, length) of calibration sequences; (0, 0) if the method needs none.
+    pub(super) fn shape(&self) -> (usize, usize) {
+        if self.method.needs() == Needs::Nothing {
+            return (0, 0);
+        }
+        let length = SEQUENCE.min(self.config().max_position_embeddings);
+        let n = self.options.calib_tokens.div_ceil(length).max(1);
+        (n, length)
+    }
+
+    /// Sequences sampled, at most; 0 if none are.
+    pub(super) fn sampled(&self) -> usize {
+        let (n, _) = self.shape();
+        let mut sampled = 0;
+        if self.options.calibration == CalibrationSource::SelfSampled {
+            sampled = n;
+        }
+        if self.options.eval_text.is_none() {
+            let (n, _) = quality::held_out_shape(self.config(), self.options.eval_tokens);
+            sampled = sampled.max(n);
+        }
+        sampled
+    }
+
+    /// What the run will need, before anything is done.
+    pub fn estimate(&self) -> memory::Estimate {
+        let (n, length) = self.shape();
+        let work = memory::Work {
+            schemes: &self.options.schemes,
+            needs: self.method.needs(),
+            calibration: n * length,
+            sampled: self.sampled(),
+            groups: match self.options.target.is_some() || self.may_raise() {
+                true => allocation::groups(self.config()).len(),
+                false => 0,
+            },
+            eval_tokens: self.options.eval_tokens,
+        };
+        memory::Estimate::new(self.checkpoint, work)
+    }
+
+    /// True if a broken limit would have the sensitivity measured. A target size is kept to
+    /// whatever limits ask for.
+    pub(super) fn may_raise(&self) -> bool {
+        let (options, limits) = (self.options, self.options.limits);
+        let limited = limits.max_kld.is_some() || limits.min_top1.is_some();
+        limited && options.target.is_none() && !options.schemes_fixed
+    }
+
+    pub(super) fn source_engine(&self) -> Result<Arc<dyn nq_runtime::Engine>> {
+        let (config, store) = (self.config(), self.checkpoint.store());
+        Ok(load::load(
+            config,
+            store,
+            &self.options.load,
+            &self.progress,
+        )?)
+    }
+}
+
+/// A size to be kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TargetSize {
+    /// Bytes of all tensors.
+    Bytes(u64),
+    /// Bits per weight, all tensors counted.
+    BitsPerWeight(f64),
+}
+
+/// Refuses a target that makes no sense.
+fn check(target: Option<TargetSize>, bits: Bits) -> Result<()> {
+    match target {
+        Some(TargetSize::BitsPerWeight(x)) if !(x > 0.0 && x <= 16.0) => Err(Error::Request {
+            what: "target bits per weight",
+            expected: format!("{} to 16", u32::from(bits)),
+            found: x.to_string(),
+        }),
+        _ => Ok(()),
+    }
+}
