@@ -14,6 +14,10 @@ use std::io::Write;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
+/// Standard deviation of the repeats, as a share of their median, above which a row says that it
+/// means little: differences between builds and machines are often smaller.
+const WIDEST_SPREAD: f64 = 0.1;
+
 /// Tokens of one forward of a prefill, all sequences together, as chat feeds them.
 pub const PREFILL_ROWS: usize = 512;
 
@@ -254,6 +258,17 @@ impl Sample {
             breakdown: None,
         };
         machine.judge(&mut row);
+        if row.tok_s_std > WIDEST_SPREAD * row.tok_s {
+            let wide = format!(
+                "the repeats spread by ±{:.0} %: too wide to compare by; something else takes this \
+                 machine's time, or --repeats is too small",
+                100.0 * row.tok_s_std / row.tok_s
+            );
+            row.note = Some(
+                row.note
+                    .map_or(wide.clone(), |note| format!("{wide}; {note}")),
+            );
+        }
         row
     }
 }
