@@ -6,7 +6,8 @@ use crate::softmax;
 use crate::stats;
 use crate::windows::{EvalSpec, Place, Plan};
 use nq_formats::Progress;
-use nq_runtime::{Chunk, Engine, LinearKind, Logits, LogitsWanted, Observer};
+use nq_formats::models::Product;
+use nq_runtime::{Chunk, Engine, Logits, LogitsWanted, Observer};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -320,7 +321,7 @@ fn first_not_finite(engine: &dyn Engine, plan: &Plan<'_>, window: usize) -> Resu
         }
     }
     impl Observer for First {
-        fn linear_input(&mut self, layer: usize, _: &[LinearKind], x: &[f32]) {
+        fn linear_input(&mut self, layer: usize, _: &Product, x: &[f32]) {
             self.look(layer, x);
         }
         fn layer_output(&mut self, layer: usize, x: &[f32]) {

@@ -628,7 +628,7 @@ fn a_large_file_opens_at_once() {
             .unwrap()
     };
     let (before, start) = (resident(), std::time::Instant::now());
-    let mapped = nq_formats::checkpoint::map_file(&path).unwrap();
+    let mapped = nq_formats::files::map_file(&path).unwrap();
     let file = GgufFile::parse(&path, mapped).unwrap();
     assert_eq!(file.data(&file.tensors()["t"]).len(), 16 << 30);
     assert!(start.elapsed().as_secs_f64() < 1.0, "{:?}", start.elapsed());

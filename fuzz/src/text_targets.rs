@@ -4,7 +4,7 @@
 #![allow(dead_code, unreachable_pub)]
 
 use bytes::Bytes;
-use nq_formats::checkpoint::VirtualFiles;
+use nq_formats::files::VirtualFiles;
 use nq_formats::{Files, Result};
 use nq_runtime::{ChatTemplate, Message, Tokenizer};
 use std::path::PathBuf;

@@ -48,12 +48,7 @@ impl PageTables {
         self.lengths[slot]
     }
 
-    /// A sequence's pages, in the order of positions.
-    pub(crate) fn table(&self, slot: usize) -> &[u32] {
-        &self.tables[slot]
-    }
-
-    /// The pages of every slot's sequence.
+    /// Every slot's sequence's pages, in the order of positions.
     pub(crate) fn all(&self) -> &[Vec<u32>] {
         &self.tables
     }
@@ -209,16 +204,16 @@ mod tests {
         assert_eq!(grow(&mut t, 0, 2 * PAGE + 5).unwrap(), []);
         assert_eq!(t.free_pages(), 5);
         t.fork(0, 1, 2 * PAGE + 3).unwrap();
-        assert_eq!((t.free_pages(), t.table(1)), (5, t.table(0)));
+        assert_eq!((t.free_pages(), &t.all()[1]), (5, &t.all()[0]));
         // Whoever writes first takes a page of its own; then nobody shares the last one.
-        let (last, own) = (t.table(0)[2], 3);
+        let (last, own) = (t.all()[0][2], 3);
         let copy = PageCopy {
             from: last,
             to: own,
             rows: 3,
         };
         assert_eq!(grow(&mut t, 1, 1).unwrap(), [copy]);
-        assert_eq!(t.table(1)[..2], t.table(0)[..2]);
+        assert_eq!(t.all()[1][..2], t.all()[0][..2]);
         assert_eq!(grow(&mut t, 0, 1).unwrap(), []);
         // At the end of a page there is nothing to copy.
         t.fork(0, 2, 2 * PAGE).unwrap();
@@ -244,7 +239,7 @@ mod tests {
             }
         ));
         assert_eq!(
-            (t.table(0).len(), t.table(1).len(), t.free_pages()),
+            (t.all()[0].len(), t.all()[1].len(), t.free_pages()),
             (2, 0, 1)
         );
         grow(&mut t, 0, PAGE).unwrap();
@@ -300,13 +295,13 @@ mod tests {
                     for _ in 0..more {
                         let at = t.len(slot);
                         t.advance(slot, 1);
-                        written[t.table(slot)[at / PAGE] as usize][at % PAGE] = next;
+                        written[t.all()[slot][at / PAGE] as usize][at % PAGE] = next;
                         expected[slot].push(next);
                         next += 1;
                     }
                 }
             }
-            let row = |slot: usize, p: usize| written[t.table(slot)[p / PAGE] as usize][p % PAGE];
+            let row = |slot: usize, p: usize| written[t.all()[slot][p / PAGE] as usize][p % PAGE];
             for (slot, rows) in expected.iter().enumerate() {
                 assert_eq!(t.len(slot), rows.len());
                 let kept = rows.iter().enumerate().all(|(p, &r)| row(slot, p) == r);

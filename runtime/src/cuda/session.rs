@@ -181,7 +181,7 @@ impl CudaSession {
         let mut entries = Vec::new();
         for (slot, _) in growth {
             let placed = &mut self.placed[slot];
-            for (index, &page) in self.tables.table(slot).iter().enumerate() {
+            for (index, &page) in self.tables.all()[slot].iter().enumerate() {
                 match placed.get_mut(index) {
                     Some(there) if *there == page => continue,
                     Some(there) => *there = page,
