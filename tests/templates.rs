@@ -93,7 +93,7 @@ fn what_harms_its_process_is_an_error() {
 #[test]
 fn a_template_goes_on_after_one_rendering_failed() {
     isolated();
-    let source = "{% if messages|length > 1 %}{% set ns = namespace() %}{% set ns.s = ns %}{{ ns }}\
+    let source = "{% if messages|length > 1 %}{{ messages|slice(1000000000)|list }}\
                   {% else %}{{ messages[0].content }}{% endif %}";
     let template = ChatTemplate::from_source("t.jinja", source).unwrap();
     let one = [Message::new("user", "x")];
@@ -101,7 +101,7 @@ fn a_template_goes_on_after_one_rendering_failed() {
     for _ in 0..2 {
         assert_eq!(template.render(&one, None, true, None).unwrap(), "x");
         let error = template.render(&two, None, true, None).unwrap_err();
-        assert!(error.to_string().contains("nests too deeply"), "{error}");
+        assert!(error.to_string().contains("1024 MB of memory"), "{error}");
     }
 }
 
