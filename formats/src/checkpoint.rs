@@ -52,12 +52,13 @@ pub trait VirtualFiles: fmt::Debug + Send + Sync {
 }
 
 impl Files {
-    /// The path of `name`, for messages and, in a folder, for opening.
+    /// The path of `name`, for messages and, in a folder, for opening. Of virtual files, that of the
+    /// file that they are made from.
     pub fn path(&self, name: &str) -> PathBuf {
         match self {
             Files::Folder(dir) => dir.join(name),
             Files::Embedded { label, .. } => Path::new(label).join(name),
-            Files::Virtual(files) => files.root().join(name),
+            Files::Virtual(files) => files.root(),
         }
     }
 

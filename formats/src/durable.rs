@@ -3,9 +3,12 @@
 use crate::checkpoint::CONFIG;
 use crate::error::{Error, Result};
 use rustix::fs::{Access, CWD, RenameFlags, access, renameat_with, statvfs};
+use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Duration;
 
 /// Writes `path` through a temporary file beside it: synced, then renamed over any old one.
 ///
@@ -14,12 +17,14 @@ use std::path::{Path, PathBuf};
 /// temporary file is then removed and an old file is untouched.
 pub fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
     let folder = parent(path);
+    sweep(&folder);
     let temporary = tempfile::Builder::new()
-        .prefix(".nq-")
-        .suffix(".tmp")
+        .prefix(PREFIX)
+        .suffix(SUFFIX)
         .permissions(permissions(0o666))
         .tempfile_in(&folder)
         .map_err(|e| Error::io(path, "create", e))?;
+    let _live = Live::begin(temporary.path(), temporary.as_file());
     let mut sink = Sink::new(temporary.as_file().try_clone(), path)?;
     fill(&mut sink)?;
     sink.finish()?;
@@ -42,14 +47,124 @@ fn permissions(mode: u32) -> fs::Permissions {
     fs::Permissions::from_mode(mode)
 }
 
-/// A folder in `parent` to be renamed into place; removed when dropped before that.
-pub(crate) fn temporary_folder(parent: &Path) -> Result<tempfile::TempDir> {
-    tempfile::Builder::new()
-        .prefix(".nq-")
-        .suffix(".tmp")
+/// A folder to be renamed into place; removed when dropped before that.
+pub(crate) struct TemporaryFolder {
+    folder: tempfile::TempDir,
+    _live: Live,
+    _lock: Option<File>,
+}
+
+impl TemporaryFolder {
+    pub(crate) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+/// A temporary folder in `parent`.
+pub(crate) fn temporary_folder(parent: &Path) -> Result<TemporaryFolder> {
+    sweep(parent);
+    let folder = tempfile::Builder::new()
+        .prefix(PREFIX)
+        .suffix(SUFFIX)
         .permissions(permissions(0o777))
         .tempdir_in(parent)
-        .map_err(|e| Error::io(parent, "create a folder in", e))
+        .map_err(|e| Error::io(parent, "create a folder in", e))?;
+    let lock = File::open(folder.path()).ok();
+    let live = match &lock {
+        Some(lock) => Live::begin(folder.path(), lock),
+        None => Live::new(folder.path()),
+    };
+    Ok(TemporaryFolder {
+        folder,
+        _live: live,
+        _lock: lock,
+    })
+}
+
+/// How temporary files and folders are called.
+const PREFIX: &str = ".nq-";
+const SUFFIX: &str = ".tmp";
+
+/// How old a temporary file must be before [`sweep`] takes it for one that a killed run left:
+/// long after its maker has locked it.
+const STALE: Duration = Duration::from_secs(60);
+
+/// Temporary files and folders that this process is at work on.
+static LIVE: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// While it lives, a path is in [`LIVE`].
+struct Live(PathBuf);
+
+impl Live {
+    /// Also locks the file, which tells other processes that it is not left over.
+    fn begin(path: &Path, file: &File) -> Self {
+        let _ = file.try_lock(); // where there are no locks, `sweep` gets none either
+        Live::new(path)
+    }
+
+    fn new(path: &Path) -> Self {
+        LIVE.lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .insert(path.into());
+        Live(path.into())
+    }
+}
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        LIVE.lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .remove(&self.0);
+    }
+}
+
+/// Removes the temporary files and folders that this process is at work on: for a program that is
+/// about to end by a signal.
+pub fn remove_temporaries() {
+    let live = LIVE.lock().unwrap_or_else(|e| e.into_inner());
+    for path in live.iter().rev() {
+        // Another thread may still write into a folder: its new files are in the way for a moment.
+        for _ in 0..10 {
+            match remove_tree(path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                _ => break,
+            }
+        }
+    }
+}
+
+/// Removes what killed runs left in `folder`: temporary files and folders that are a minute old
+/// and that no process has locked. What cannot be removed stays.
+fn sweep(folder: &Path) {
+    let stale = |path: &Path| -> io::Result<bool> {
+        let file = File::open(path)?;
+        let age = file.metadata()?.modified()?.elapsed().unwrap_or_default();
+        Ok(age > STALE && file.try_lock().is_ok())
+    };
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let middle = name
+            .strip_prefix(PREFIX)
+            .and_then(|n| n.strip_suffix(SUFFIX));
+        let ours = middle.is_some_and(|m| m.len() == 6 && m.chars().all(char::is_alphanumeric));
+        let kind = entry.file_type();
+        if ours
+            && kind.is_ok_and(|k| k.is_file() || k.is_dir())
+            && stale(&entry.path()).unwrap_or(false)
+        {
+            let _ = remove_tree(&entry.path());
+        }
+    }
+}
+
+fn remove_tree(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path)?.is_dir() {
+        true => fs::remove_dir_all(path),
+        false => fs::remove_file(path),
+    }
 }
 
 /// A file being written, whose errors name it.
@@ -127,11 +242,12 @@ pub enum Form {
 }
 
 /// Refuses a destination that something stands at. With `force` it may be replaced, but only by
-/// its like: a file by a file; by a folder an empty one, or one that holds a model (a config.json)
-/// and no other folders. So a mistyped destination costs nobody a folder of other things.
+/// its like: a GGUF file (or an empty file) by a file; by a folder an empty one, or one that holds
+/// a model (a config.json) and nothing but files that nq writes into such a folder. So a mistyped
+/// destination costs nobody anything else.
 ///
 /// # Errors
-/// [`Error::Exists`], or [`Error::Io`] for a folder that cannot be listed.
+/// [`Error::Exists`], or [`Error::Io`] for a folder or file that cannot be read.
 pub fn check_destination(path: &Path, form: Form, force: bool) -> Result<()> {
     if fs::symlink_metadata(path).is_err() {
         return Ok(());
@@ -144,7 +260,8 @@ pub fn check_destination(path: &Path, form: Form, force: bool) -> Result<()> {
         return refused("already there; --force replaces it once the new one is whole".into());
     }
     match (form, path.is_dir()) {
-        (Form::File, false) => Ok(()),
+        (Form::File, false) if !path.exists() || is_gguf(path)? => Ok(()),
+        (Form::File, false) => refused("expected a GGUF file to replace, found another".into()),
         (Form::File, true) => refused("expected a file to replace, found a folder".into()),
         (Form::Folder, false) if path.exists() => {
             refused("expected a model's folder to replace, found a file".into())
@@ -154,15 +271,34 @@ pub fn check_destination(path: &Path, form: Form, force: bool) -> Result<()> {
         (Form::Folder, true) => match foreign_entry(path)? {
             None => Ok(()),
             Some(found) => refused(format!(
-                "expected a model's folder to replace (a config.json, no folders within) or an \
-                 empty one, found {found}"
+                "expected a model's folder to replace (a config.json, and only files that nq \
+                 writes beside it) or an empty one, found {found}"
             )),
         },
     }
 }
 
+/// True for a GGUF file and for an empty one.
+fn is_gguf(path: &Path) -> Result<bool> {
+    let mut start = Vec::new();
+    let read = |start: &mut Vec<u8>| File::open(path)?.take(4).read_to_end(start);
+    match path.is_file() {
+        true => read(&mut start).map_err(|e| Error::io(path, "read", e))?,
+        false => return Ok(false), // opening a pipe would wait for a writer
+    };
+    Ok(start.is_empty() || start == *b"GGUF")
+}
+
 /// What shows that a folder is not just a model's; `None` if nothing does.
 fn foreign_entry(folder: &Path) -> Result<Option<String>> {
+    let written = |name: &str| {
+        const OTHERS: [&str; 3] = [
+            CONFIG,
+            "quantize_config.json",
+            "model.safetensors.index.json",
+        ];
+        OTHERS.contains(&name) || name.ends_with(".safetensors") || is_copied(name)
+    };
     let list = || -> io::Result<Option<String>> {
         let (mut model, mut first) = (false, None);
         for entry in fs::read_dir(folder)? {
@@ -171,12 +307,33 @@ fn foreign_entry(folder: &Path) -> Result<Option<String>> {
             if entry.file_type()?.is_dir() {
                 return Ok(Some(format!("the folder {name}")));
             }
+            if !written(&name) {
+                return Ok(Some(name));
+            }
             model |= name == CONFIG;
             first.get_or_insert(name);
         }
         Ok(first.filter(|_| !model))
     };
     list().map_err(|e| Error::io(folder, "list", e))
+}
+
+/// True for the name of a file that goes with a model's weights and config.json into a folder that nq
+/// writes: of its tokenizer, its templates and its licence.
+pub fn is_copied(name: &str) -> bool {
+    const NAMES: [&str; 10] = [
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+        "NOTICE",
+    ];
+    NAMES.contains(&name) || (name.starts_with("LICENSE") && !name.contains('/'))
 }
 
 /// Bytes that may still be written to the file system of `folder`, or, if that does not exist

@@ -34,7 +34,20 @@ fn only_its_like_is_replaced() {
     for (entries, refused) in [
         (&[][..], None),
         (&["config.json"], None),
-        (&["config.json", "model.safetensors", "README.md"], None),
+        (
+            &[
+                "config.json",
+                "model.safetensors",
+                "LICENSE.txt",
+                "tokenizer.json",
+            ],
+            None,
+        ),
+        (
+            &["config.json", "model.safetensors", "thesis.docx"],
+            Some("found thesis.docx"),
+        ),
+        (&["config.json", "README.md"], Some("found README.md")),
         (&["letter.txt"], Some("found letter.txt")),
         (&["config.json", "photos/"], Some("found the folder photos")),
     ] {
@@ -56,7 +69,14 @@ fn only_its_like_is_replaced() {
         &["found a file"],
     );
     names(check_destination(&file, Form::File, false), &["--force"]);
-    check_destination(&file, Form::File, true).unwrap();
+    names(
+        check_destination(&file, Form::File, true),
+        &["expected a GGUF file"],
+    );
+    for like in [&b"GGUF\x03"[..], b""] {
+        fs::write(&file, like).unwrap();
+        check_destination(&file, Form::File, true).unwrap();
+    }
     check_destination(&dir.path().join("new"), Form::Folder, false).unwrap();
 }
 
@@ -87,6 +107,9 @@ fn writers_touch_no_folder_of_other_things_and_no_source() {
     fs::create_dir(&source).unwrap();
     for entry in fs::read_dir(assets().join("demo")).unwrap() {
         let entry = entry.unwrap();
+        if entry.file_name() == "README.md" {
+            continue; // nothing that nq would write, which is refused before
+        }
         fs::copy(entry.path(), source.join(entry.file_name())).unwrap();
     }
     let before = fs::read_dir(&source).unwrap().count();
@@ -120,5 +143,53 @@ fn a_place_that_cannot_be_written_is_named() {
     names(
         check_writable(&dir.path().join("file/b")),
         &["file: write to"],
+    );
+}
+
+/// What a killed run left is removed by the next one that writes there; what another process is
+/// at work on, and what only looks alike, is not.
+#[test]
+fn temporary_files_of_killed_runs_are_removed() {
+    use std::time::{Duration, SystemTime};
+    let dir = tempfile::tempdir().unwrap();
+    folder_with(
+        dir.path(),
+        &[
+            ".nq-abc123.tmp",
+            ".nq-locked.tmp",
+            ".nq-new456.tmp",
+            ".nq-letter.tmp.txt",
+            "nq-abc123.tmp",
+            ".nq-dir123.tmp/",
+        ],
+    );
+    folder_with(&dir.path().join(".nq-dir123.tmp"), &["model.safetensors"]);
+    let old = SystemTime::now() - Duration::from_secs(3600);
+    for entry in fs::read_dir(dir.path()).unwrap() {
+        let entry = entry.unwrap();
+        if entry.file_name() != ".nq-new456.tmp" {
+            fs::File::open(entry.path())
+                .unwrap()
+                .set_modified(old)
+                .unwrap();
+        }
+    }
+    let locked = fs::File::open(dir.path().join(".nq-locked.tmp")).unwrap();
+    locked.try_lock().unwrap();
+    nq_formats::durable::write_bytes(&dir.path().join("out"), b"x").unwrap();
+    let mut left: Vec<String> = fs::read_dir(dir.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    left.sort();
+    assert_eq!(
+        left,
+        [
+            ".nq-letter.tmp.txt",
+            ".nq-locked.tmp",
+            ".nq-new456.tmp",
+            "nq-abc123.tmp",
+            "out"
+        ]
     );
 }

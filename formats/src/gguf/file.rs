@@ -156,12 +156,13 @@ impl GgufFile {
         self.typed(key, "a non-negative integer", Value::as_u64)
     }
 
-    /// A float of either width, if the key is there.
+    /// A finite float of either width, if the key is there.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it is of another kind.
+    /// [`Error::Malformed`] if it is of another kind, NaN or infinite.
     pub fn f64(&self, key: &str) -> Result<Option<f64>> {
-        self.typed(key, "a number", Value::as_f64)
+        let finite = |v: &Value| v.as_f64().filter(|f| f.is_finite());
+        self.typed(key, "a finite number", finite)
     }
 
     /// A truth value, if the key is there.
@@ -364,7 +365,9 @@ fn read_table(path: &Path, reader: &mut Reader<'_>, count: u64) -> Result<Vec<Ra
     Ok(table)
 }
 
-/// Checks names and places: aligned, within the data section of `length` bytes, no overlap.
+/// Checks names and places: aligned, within the data section of `length` bytes, one after another.
+/// The format leaves nothing between tensors or after the last but what aligns them: another size
+/// than a tensor's place shows is that of another type or shape.
 fn check_layout(
     path: &Path,
     mut table: Vec<Raw>,
@@ -373,7 +376,7 @@ fn check_layout(
 ) -> Result<BTreeMap<String, TensorInfo>> {
     table.sort_by_key(|t| t.offset);
     let mut tensors = BTreeMap::new();
-    let mut end = 0;
+    let (mut end, mut next) = (0, 0);
     let mut previous = String::new();
     for raw in table {
         let error = |expected: String, found: String| Error::Tensor {
@@ -402,6 +405,18 @@ fn check_layout(
                 ));
             }
         };
+        let due = next;
+        next = end.next_multiple_of(alignment);
+        if offset != due {
+            let after = match previous.as_str() {
+                "" => "where data starts".into(),
+                name => format!("where {name} ends"),
+            };
+            return Err(error(
+                format!("an offset of {due}, {after}"),
+                offset.to_string(),
+            ));
+        }
         previous.clone_from(&raw.name);
         let info = TensorInfo {
             kind: raw.kind,
@@ -411,6 +426,10 @@ fn check_layout(
         if tensors.insert(raw.name.clone(), info).is_some() {
             return Err(error("each name once".into(), "it a second time".into()));
         }
+    }
+    if length > next {
+        let expected = format!("{next} bytes, where {previous} ends");
+        return Err(malformed(path, "data", expected, length.to_string()));
     }
     Ok(tensors)
 }

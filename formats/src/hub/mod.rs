@@ -7,9 +7,9 @@
 mod client;
 mod dataset;
 
+use crate::durable::is_copied;
 use crate::durable::{check_space, sync_folder, write_bytes};
 use crate::error::{Error, HubProblem, Result};
-use crate::nq::is_copied;
 use crate::progress::{Progress, Unit};
 use crate::shards::{INDEX, SINGLE};
 use client::{Client, Remote};

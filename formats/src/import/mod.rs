@@ -127,7 +127,15 @@ impl<L: Layout> ImportStore<L> {
             return Ok(None);
         }
         refuse_bias(&self.shards, name)?;
-        self.layout.read(&self.shards, name, dims).map(Some)
+        let parts = self.layout.read(&self.shards, name, dims)?;
+        // Before any value is used: scales decide which way a weight is read.
+        if let Some((i, s)) = (0..).zip(&parts.scales).find(|(_, s)| !s.is_finite()) {
+            let tensor = format!("{name}{}", self.layout.scales());
+            let groups = (parts.scales.len() / dims.0.max(1)).max(1);
+            let found = format!("{s} in row {}, group {}", i / groups, i % groups);
+            return Err(self.shards.error(&tensor, "finite values".into(), found));
+        }
+        Ok(Some(parts))
     }
 
     fn dense(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
@@ -311,7 +319,8 @@ pub(crate) fn in_word(bits: Bits, word: u32, i: usize) -> u8 {
     (word >> (bits.width() * i)) as u8 & bits.max_code()
 }
 
-/// A group index, or `None` if it says no more than `i / group size`.
+/// A group index, or `None` if it says no more than `i / group size`. Entries past the last group
+/// are refused.
 pub(crate) fn listed_groups(
     shards: &Shards,
     name: &str,
@@ -319,6 +328,11 @@ pub(crate) fn listed_groups(
     group: Group,
 ) -> Result<Option<Arc<[u32]>>> {
     let g_idx = crate::nq::read_group_index(shards, name, cols)?;
+    let groups = group.count(cols);
+    if let Some(i) = g_idx.iter().position(|&g| g as usize >= groups) {
+        let found = format!("{} at input {i}", g_idx[i].cast_signed());
+        return Err(shards.error(name, format!("groups below {groups}"), found));
+    }
     let size = group.size(cols).max(1);
     let plain = g_idx
         .iter()

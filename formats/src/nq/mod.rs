@@ -7,7 +7,7 @@ mod writer;
 
 pub use record::{CalibrationRecord, QuantizationRecord, SourceRecord, TensorScheme};
 pub use staging::{at_work, staging};
-pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copied_files, is_copied};
+pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copied_files};
 
 use crate::checkpoint::{Checkpoint, Source, TensorEntry, WeightStore};
 use crate::config::ModelConfig;
@@ -20,6 +20,7 @@ use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
+use rayon::prelude::*;
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -255,6 +256,43 @@ fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
 /// The first parameter that is absent or wrong.
 pub fn verify(checkpoint: &Checkpoint) -> Result<()> {
     verify_store(checkpoint.store(), checkpoint.config())
+}
+
+/// As [`verify`], and that every value of every parameter is a finite number.
+///
+/// # Errors
+/// As [`verify`]; [`Error::Tensor`] naming the parameter and the first value that is not.
+pub fn verify_values(checkpoint: &Checkpoint) -> Result<()> {
+    use crate::names::{Shape, parameters};
+    let store = checkpoint.store();
+    let check =
+        |name: &str, row: usize, values: &[f32]| match values.iter().position(|v| !v.is_finite()) {
+            None => Ok(()),
+            Some(i) => Err(Error::Tensor {
+                path: checkpoint.files().root(),
+                tensor: name.into(),
+                expected: "finite values".into(),
+                found: format!("{} at row {row}, column {i}", values[i]),
+            }),
+        };
+    for (name, shape) in parameters(checkpoint.config()) {
+        match shape {
+            Shape::Vector(len) => check(&name, 0, &store.vector(&name, len)?.to_f32()?)?,
+            Shape::Matrix(rows, cols) => {
+                let weight = store.matrix(&name, (rows, cols))?;
+                // The first bad row, whatever the threads.
+                let bad = (0..rows).into_par_iter().map_init(
+                    || vec![0.0; cols],
+                    |values, row| {
+                        weight.dequantize_row(row, values)?;
+                        check(&name, row, values)
+                    },
+                );
+                bad.find_first(Result::is_err).unwrap_or(Ok(()))?;
+            }
+        }
+    }
+    Ok(())
 }
 
 fn verify_store(store: &dyn WeightStore, config: &ModelConfig) -> Result<()> {

@@ -9,10 +9,10 @@ use super::staging::{
     read_json, remove, remove_file, set_folder, sets, staged_work, staging,
 };
 use super::{NqStore, VERSION, parts, read_affine, verify};
-use crate::checkpoint::{CONFIG, Checkpoint, Files, GENERATION_CONFIG, Source};
+use crate::checkpoint::{CONFIG, Checkpoint, Files, Source};
 use crate::dense::{FLOATS, weight_name};
 use crate::durable::{
-    Form, available, check_destination, check_space, parent, rename_folder, sync_folder,
+    Form, available, check_destination, check_space, is_copied, parent, rename_folder, sync_folder,
     write_bytes,
 };
 use crate::error::{Error, Result};
@@ -504,23 +504,6 @@ pub fn copied_files(files: &Files) -> Result<Vec<String>> {
     let mut names = files.names()?;
     names.retain(|n| is_copied(n));
     Ok(names)
-}
-
-/// True for the name of a file that [`copied_files`] lists.
-pub fn is_copied(name: &str) -> bool {
-    const NAMES: [&str; 10] = [
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        GENERATION_CONFIG,
-        "merges.txt",
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "vocab.json",
-        "NOTICE",
-    ];
-    NAMES.contains(&name) || (name.starts_with("LICENSE") && !name.contains('/'))
 }
 
 /// The entries of `plan` that `other` has not so; all of it if one of them is no object.

@@ -344,13 +344,20 @@ impl Folder {
     #[track_caller]
     pub(crate) fn refuses(mut self, name: &str, tensor: Option<Tensor>, parts: &[&str]) {
         self.tensors.retain(|(n, _)| n != name);
-        if let Some(t) = tensor {
-            self.tensors.push((name.into(), t));
+        match tensor {
+            Some(t) => self.replace(name, t),
+            None => self.write(),
         }
-        self.write();
         names(
             Checkpoint::open(self.dir.path()).and_then(|c| nq::verify(&c)),
             parts,
         );
+    }
+
+    /// Writes the folder with another tensor under this name.
+    pub(crate) fn replace(&mut self, name: &str, tensor: Tensor) {
+        self.tensors.retain(|(n, _)| n != name);
+        self.tensors.push((name.into(), tensor));
+        self.write();
     }
 }

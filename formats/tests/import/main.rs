@@ -73,6 +73,41 @@ fn gptq_activation_order() {
     );
 }
 
+/// What decides how a weight is read is checked before any of its values is used: such a group
+/// index was once followed where a scale was no f16, as infinity is not.
+#[test]
+fn values_are_checked_before_they_are_used() {
+    let settings = gptq_settings("", 4, 16).replace("false", "true");
+    let name = "model.layers.0.self_attn.q_proj";
+    let index = |last: i32| {
+        let groups = (0..32).map(|i| if i == 31 { last } else { i / 16 });
+        let bytes: Vec<u8> = groups.flat_map(i32::to_le_bytes).collect();
+        Tensor::new(DType::I32, vec![32], bytes.into()).unwrap()
+    };
+    for (scale, last, parts) in [
+        (
+            f32::INFINITY,
+            1,
+            ["scales", "finite", "inf in row 0, group 0"],
+        ),
+        (f32::NAN, 2, ["g_idx", "groups below 2", "2 at input 31"]),
+        (1e-9, -1, ["g_idx", "groups below 2", "-1 at input 31"]),
+    ] {
+        let mut folder = Folder::new(&settings, |_| LIKE, |n| gptq(n, true));
+        let scales = float_tensor(DType::F32, &[2, 32], std::iter::repeat_n(scale, 64));
+        folder.replace(&format!("{name}.scales"), scales);
+        folder.replace(&format!("{name}.g_idx"), index(last));
+        let opened = folder.open();
+        for found in [
+            opened.store().stored(name, (32, 32)).map(drop),
+            opened.store().matrix(name, (32, 32)).map(drop),
+        ] {
+            names(found, &parts);
+            names(nq::verify(&opened), &["q_proj"]);
+        }
+    }
+}
+
 #[test]
 fn gptq_per_module_settings_and_early_files() {
     let settings = gptq_settings(
