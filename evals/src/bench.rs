@@ -14,6 +14,21 @@ use std::io::Write;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
+/// Standard deviation of the repeats, as a share of their median, above which a row says that it
+/// means little: differences between builds and machines are often smaller.
+const WIDEST_SPREAD: f64 = 0.1;
+
+/// What a row says whose repeats spread too widely; `None` if they do not.
+fn spread_note(tok_s: f64, std: f64) -> Option<String> {
+    (std > WIDEST_SPREAD * tok_s).then(|| {
+        format!(
+            "the repeats spread by ±{:.0} %: too wide to compare by; something else takes this \
+             machine's time, or --repeats is too small",
+            100.0 * std / tok_s
+        )
+    })
+}
+
 /// Tokens of one forward of a prefill, all sequences together, as chat feeds them.
 pub const PREFILL_ROWS: usize = 512;
 
@@ -253,6 +268,9 @@ impl Sample {
             breakdown: None,
         };
         machine.judge(&mut row);
+        if let Some(wide) = spread_note(row.tok_s, row.tok_s_std) {
+            row.note = Some(row.note.map_or(wide.clone(), |n| format!("{wide}; {n}")));
+        }
         row
     }
 }
@@ -563,4 +581,17 @@ pub fn breakdown(
             })
             .collect(),
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::spread_note;
+
+    #[test]
+    fn a_wide_spread_is_said() {
+        let note = spread_note(80.0, 45.0).unwrap();
+        assert!(note.contains("±56 %: too wide to compare by"), "{note}");
+        assert_eq!(spread_note(80.0, 2.0), None);
+        assert_eq!(spread_note(80.0, 0.0), None);
+    }
 }

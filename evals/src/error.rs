@@ -51,6 +51,23 @@ pub enum Error {
         /// Position in the window, counted from 0.
         position: usize,
     },
+    /// Figures that come of finite logits are not finite.
+    #[error(
+        "{what}: expected a finite number, found {found}{}",
+        match layer {
+            Some(l) => format!("; the first numbers that are not finite are in layer {l}"),
+            None => String::new(),
+        }
+    )]
+    ResultNotFinite {
+        /// Which figure.
+        what: &'static str,
+        /// What it came to.
+        found: f64,
+        /// The first layer in which inputs of a Linear, or the output, are not finite; `None` if
+        /// those of all are.
+        layer: Option<usize>,
+    },
     /// Reference log-probabilities would not fit their limit.
     #[error(
         "reference log-probabilities of {windows} windows: expected at most {limit} bytes, \

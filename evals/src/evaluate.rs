@@ -6,7 +6,7 @@ use crate::softmax;
 use crate::stats;
 use crate::windows::{EvalSpec, Place, Plan};
 use nq_formats::Progress;
-use nq_runtime::{Engine, Logits};
+use nq_runtime::{Chunk, Engine, LinearKind, Logits, LogitsWanted, Observer};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -120,7 +120,8 @@ impl Evaluation {
 ///
 /// # Errors
 /// As [`EvalSpec::windows`]; [`Error::Spec`] if the context or a token does not fit the
-/// model; [`Error::NotFinite`] for logits that are no numbers; else what the engine reports.
+/// model; [`Error::NotFinite`] for logits that are no numbers; [`Error::ResultNotFinite`] for
+/// figures that are none, with the first layer at fault; else what the engine reports.
 pub fn evaluate(
     engine: &dyn Engine,
     tokens: &[u32],
@@ -137,7 +138,7 @@ pub fn evaluate(
         scatter(&plan, places, &rows, &mut nll);
         Ok(())
     })?;
-    Ok(finish(engine, spec, &plan, nll, Vec::new()))
+    finish(engine, spec, &plan, nll, Vec::new())
 }
 
 /// Measures `engine` against `reference` on the same tokens, both run window by window in
@@ -185,7 +186,7 @@ pub fn compare(
             Ok(())
         },
     )?;
-    Ok(finish(engine, spec, &plan, nll, pairs))
+    finish(engine, spec, &plan, nll, pairs)
 }
 
 impl PairScore {
@@ -256,14 +257,17 @@ pub(crate) fn scatter<T: Copy>(plan: &Plan<'_>, places: &[Place], rows: &[T], al
     }
 }
 
-/// Sums up.
+/// Sums up, and refuses figures that are not finite.
+///
+/// # Errors
+/// [`Error::ResultNotFinite`].
 pub(crate) fn finish(
     engine: &dyn Engine,
     spec: &EvalSpec,
     plan: &Plan<'_>,
     nll: Vec<f64>,
     pairs: Vec<PairScore>,
-) -> Evaluation {
+) -> Result<Evaluation> {
     let (mean, se) = stats::mean_and_se(nll.iter().copied());
     let ppl = mean.exp();
     let description = engine.description();
@@ -280,12 +284,70 @@ pub(crate) fn finish(
         device: description.device.clone(),
         against: (!pairs.is_empty()).then(|| comparison(&nll, &pairs)),
     };
-    Evaluation {
+    let against = report.against.as_ref();
+    let figures = [
+        ("perplexity", report.ppl),
+        ("perplexity's standard error", report.ppl_se),
+        ("KL divergence", against.map_or(0.0, |a| a.kld.max)),
+        (
+            "the reference's perplexity",
+            against.map_or(0.0, |a| a.ppl_ref),
+        ),
+    ];
+    if let Some((what, found)) = figures.into_iter().find(|(_, f)| !f.is_finite()) {
+        let worst = (0..nll.len()).max_by(|&a, &b| nll[a].total_cmp(&nll[b]));
+        let window = worst.unwrap_or(0) / spec.scored().len();
+        let layer = first_not_finite(engine, plan, window)?;
+        return Err(Error::ResultNotFinite { what, found, layer });
+    }
+    Ok(Evaluation {
         report,
         nll,
         pairs,
         scored: spec.scored(),
+    })
+}
+
+/// The first layer of a window in which numbers are not finite, by running it again.
+fn first_not_finite(engine: &dyn Engine, plan: &Plan<'_>, window: usize) -> Result<Option<usize>> {
+    #[derive(Default)]
+    struct First(Option<usize>);
+    impl First {
+        fn look(&mut self, layer: usize, x: &[f32]) {
+            if self.0.is_none() && x.iter().any(|v| !v.is_finite()) {
+                self.0 = Some(layer);
+            }
+        }
     }
+    impl Observer for First {
+        fn linear_input(&mut self, layer: usize, _: &[LinearKind], x: &[f32]) {
+            self.look(layer, x);
+        }
+        fn layer_output(&mut self, layer: usize, x: &[f32]) {
+            self.look(layer, x);
+        }
+    }
+    let mut first = First::default();
+    let mut session = plan.session(engine)?;
+    let rows = session.spec().max_rows.max(1);
+    for tokens in plan.window(window).chunks(rows) {
+        let logits = LogitsWanted::None;
+        let chunk = Chunk {
+            slot: 0,
+            tokens,
+            logits,
+        };
+        match session.forward(&[chunk], Some(&mut first)) {
+            Ok(_) => {}
+            // The layer that the engine found itself.
+            Err(nq_runtime::Error::NotFinite { layer, .. }) => return Ok(first.0.or(Some(layer))),
+            Err(e) => return Err(e.into()),
+        }
+        if first.0.is_some() {
+            break;
+        }
+    }
+    Ok(first.0)
 }
 
 /// Statistics of a comparison.

@@ -211,7 +211,7 @@ impl ReferenceLogits {
                 Ok(())
             },
         )?;
-        Ok(finish(engine, spec, &plan, nll, pairs))
+        finish(engine, spec, &plan, nll, pairs)
     }
 
     /// What was recorded.

@@ -72,6 +72,30 @@ fn perplexity_is_the_definition_whatever_the_portions() {
     }
 }
 
+/// Logits that are numbers may come to figures that are none: those are not reported.
+#[test]
+fn figures_that_are_not_finite_are_refused() {
+    let engine = FakeEngine::new(VOCAB, 1e6);
+    let spec = EvalSpec::new(Protocol::Hf, 16, "squares");
+    let error = evaluate(&engine, &text(77), &spec, &()).expect_err("e^1000000");
+    assert!(
+        matches!(
+            error,
+            Error::ResultNotFinite {
+                what: "perplexity",
+                layer: None,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert!(
+        error
+            .to_string()
+            .contains("expected a finite number, found inf")
+    );
+}
+
 #[test]
 fn comparison_is_the_definition() {
     let (engine, reference) = (FakeEngine::new(VOCAB, 0.4), FakeEngine::new(VOCAB, 0.0));

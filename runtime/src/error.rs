@@ -44,6 +44,9 @@ pub enum Error {
         /// Why.
         why: String,
     },
+    /// Whoever waited for a result no longer does.
+    #[error("interrupted")]
+    Interrupted,
     /// The reference engine failed.
     #[error("candle: {why}")]
     Candle {

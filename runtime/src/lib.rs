@@ -9,7 +9,7 @@
 
 pub mod batch;
 mod candle;
-mod chat_template;
+pub mod chat_template;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -272,6 +272,76 @@ fn unusable_files_are_named() {
     assert!(error("no decoder").contains("ByteLevel"));
 }
 
+/// What the tokenizers crate panics on, or takes time or memory without bound for, is refused by
+/// name before it gets there.
+#[test]
+fn harmful_parts_are_refused_by_name() {
+    use serde_json::{Value, json};
+    let dir = tempfile::tempdir().unwrap();
+    let text = std::fs::read_to_string(repository().join("assets/demo/tokenizer.json")).unwrap();
+    let whole: Value = serde_json::from_str(&text).unwrap();
+    let refused = |pointer: &str, value: Value, parts: &[&str]| {
+        let mut json = whole.clone();
+        *json.pointer_mut(pointer).unwrap() = value;
+        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+        let error = Tokenizer::from_files(&Files::Folder(dir.path().into())).err();
+        let error = error.expect(pointer).to_string();
+        for part in parts.iter().chain(&["tokenizer.json"]) {
+            assert!(error.contains(part), "{part} is not in {error}");
+        }
+    };
+    let precompiled = json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
+    refused(
+        "/normalizer",
+        precompiled.clone(),
+        &["normalizer", "NFC", "Precompiled"],
+    );
+    let replace = json!({"type": "Replace", "pattern": {"String": ""}, "content": "x"});
+    refused("/normalizer", replace.clone(), &["normalizer", "Replace"]);
+    let sequence = |parts: Value| json!({"type": "Sequence", "normalizers": parts});
+    refused(
+        "/normalizer",
+        sequence(json!([{"type": "NFC"}, replace])),
+        &["normalizer", "Replace"],
+    );
+    let nested = sequence(json!([sequence(json!([precompiled]))]));
+    refused("/normalizer", nested, &["normalizer", "Sequence"]);
+    let split =
+        json!({"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": false});
+    refused("/pre_tokenizer", split, &["pre_tokenizer", "pattern"]);
+    refused(
+        "/pre_tokenizer",
+        json!({"type": "Metaspace"}),
+        &["pre_tokenizer", "Metaspace"],
+    );
+    refused(
+        "/decoder",
+        json!({"type": "WordPiece"}),
+        &["decoder", "ByteLevel", "WordPiece"],
+    );
+    refused(
+        "/model/continuing_subword_prefix",
+        json!("##"),
+        &["continuing_subword_prefix", "##"],
+    );
+    refused(
+        "/model/end_of_word_suffix",
+        json!("</w>"),
+        &["end_of_word_suffix", "</w>"],
+    );
+    refused("/model/dropout", json!(0.5), &["dropout", "0.5"]);
+    refused(
+        "/model/type",
+        json!("Unigram"),
+        &["model.type", "BPE", "Unigram"],
+    );
+    refused(
+        "/model/merges",
+        json!([["a", "no such token"]]),
+        &["no such token"],
+    );
+}
+
 /// A tokenizer saved with the limits of a training run must not cut texts.
 #[test]
 fn truncation_in_the_file_is_ignored() {

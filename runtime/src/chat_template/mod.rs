@@ -4,13 +4,20 @@
 //! string and dict methods, `raise_exception`, `strftime_now`, loop controls, and a `tojson`
 //! that is `json.dumps(..., ensure_ascii=False)`.
 
+mod jinja;
+mod prompt;
+mod worker;
+
+pub use prompt::Prompt;
+pub use worker::{Isolation, isolate, serve};
+
 use crate::error::{Error, Result};
-use minijinja::value::{Kwargs, Serde, Value as Jinja};
-use minijinja::{Environment, ErrorKind};
+use jinja::Templates;
 use nq_formats::Files;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::PathBuf;
+use worker::Worker;
 
 /// The file that holds a template alone; it takes precedence, as in transformers.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
@@ -52,13 +59,29 @@ impl Message {
 }
 
 /// The chat template of a model.
+///
+/// It is a program of whoever made the model. What it may take is bounded (see [`Error::Text`]'s
+/// messages): the source's length, the instructions of a rendering and what it writes, on a stack
+/// that holds any nesting of a source. It can still fill the memory, and recurse without end over a
+/// value that contains itself. So a program that opens models of others calls [`isolate`] first:
+/// templates are then compiled and rendered in a process of their own, which a bound on memory and
+/// one on time end instead.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    env: Environment<'static>,
+    renderer: Renderer,
     path: PathBuf,
     /// Special tokens by their role (`eos_token`, ...), as templates may use them.
     special_tokens: Map<String, Value>,
     switches_thinking: bool,
+}
+
+/// Where a template runs.
+#[derive(Debug)]
+enum Renderer {
+    /// In this process.
+    Here(Templates),
+    /// In one of its own.
+    Isolated(Worker),
 }
 
 impl ChatTemplate {
@@ -100,13 +123,16 @@ impl ChatTemplate {
         special_tokens: Map<String, Value>,
     ) -> Result<Self> {
         let switches_thinking = templates.iter().any(|t| t.1.contains("enable_thinking"));
-        let mut env = environment().map_err(|e| text_error(&path, describe(&e)))?;
-        for (name, source) in templates {
-            env.add_template_owned(name, source)
-                .map_err(|e| text_error(&path, describe(&e)))?;
-        }
+        let renderer = match worker::isolation() {
+            None => Templates::compile(&templates)
+                .map(Renderer::Here)
+                .map_err(|why| text_error(&path, why))?,
+            Some(isolation) => Worker::start(isolation, &templates)
+                .map(Renderer::Isolated)
+                .map_err(|e| e.at(&path))?,
+        };
         Ok(ChatTemplate {
-            env,
+            renderer,
             path,
             special_tokens,
             switches_thinking,
@@ -118,11 +144,37 @@ impl ChatTemplate {
         self.switches_thinking
     }
 
+    /// The chat as [`ChatTemplate::render`] gives it, for [`Tokenizer::encode_prompt`]: wherever a
+    /// string of `messages` or `tools` holds one of the `control` tokens, or could be completed to
+    /// one, it is marked as a quotation. Templates see the mark, one character of a private use
+    /// area after the token's first: one that looks for control tokens in a message does not find
+    /// them. Where that is what a template is for, [`ChatTemplate::render`] and
+    /// [`Tokenizer::encode`] take messages as they are.
+    ///
+    /// [`Tokenizer::encode`]: crate::Tokenizer::encode
+    /// [`Tokenizer::encode_prompt`]: crate::Tokenizer::encode_prompt
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`].
+    pub fn prompt(
+        &self,
+        control: &[String],
+        messages: &[Message],
+        tools: Option<&[Value]>,
+        add_generation_prompt: bool,
+        enable_thinking: Option<bool>,
+    ) -> Result<Prompt> {
+        Prompt::new(control, messages, tools, |messages, tools| {
+            self.render(messages, tools, add_generation_prompt, enable_thinking)
+        })
+    }
+
     /// The chat as text. `tools` are JSON schemas of functions. `add_generation_prompt` opens
     /// the assistant's next message. `enable_thinking` is left undefined if `None`.
     ///
     /// # Errors
-    /// [`Error::Text`] with the template's line, or with what it raised.
+    /// [`Error::Text`] with the template's line, or with what it raised or which bound it reached;
+    /// [`Error::Interrupted`].
     pub fn render(
         &self,
         messages: &[Message],
@@ -130,23 +182,24 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         enable_thinking: Option<bool>,
     ) -> Result<String> {
-        let fail = |e: minijinja::Error| text_error(&self.path, describe(&e));
-        let named = |name| self.env.get_template(name);
-        let template = match tools {
-            Some(_) => named(TOOL_USE).or_else(|_| named(DEFAULT)),
-            None => named(DEFAULT),
-        };
         let mut variables = self.special_tokens.clone();
         variables.insert("add_generation_prompt".into(), add_generation_prompt.into());
         if let Some(thinking) = enable_thinking {
             variables.insert("enable_thinking".into(), thinking.into());
         }
-        let context = Jinja::from(Serde(Context {
+        let context = Context {
             messages,
             tools,
             variables,
-        }));
-        template.map_err(fail)?.render(context).map_err(fail)
+        };
+        match &self.renderer {
+            Renderer::Here(templates) => templates
+                .render(tools.is_some(), &context)
+                .map_err(|why| text_error(&self.path, why)),
+            Renderer::Isolated(worker) => worker
+                .render(tools.is_some(), &context)
+                .map_err(|e| e.at(&self.path)),
+        }
     }
 }
 
@@ -222,131 +275,9 @@ fn text_error(path: &std::path::Path, why: String) -> Error {
     }
 }
 
-/// The error with its line; a chain of causes in one line.
-fn describe(e: &minijinja::Error) -> String {
-    let mut text = e.to_string();
-    let mut source = std::error::Error::source(e);
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
-}
-
-fn environment() -> Result<Environment<'static>, minijinja::Error> {
-    let mut env = Environment::new();
-    let mut syntax = env.syntax().to_builder();
-    env.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
-    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    env.add_filter("tojson", tojson);
-    env.add_function("raise_exception", |message: String| -> Result<Jinja, _> {
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-    });
-    env.add_function("strftime_now", |format: String| {
-        jiff::fmt::strtime::format(&format, &jiff::Zoned::now())
-            .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))
-    });
-    Ok(env)
-}
-
-/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`.
-fn tojson(
-    value: &Jinja,
-    indent: Option<usize>,
-    options: Kwargs,
-) -> Result<Jinja, minijinja::Error> {
-    let indent = match indent {
-        Some(n) => Some(n),
-        None => options.get::<Option<usize>>("indent")?,
-    };
-    // ensure_ascii is passed by some templates; transformers' filter takes it too.
-    let ascii: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    if value.is_undefined() || ascii == Some(true) {
-        let what = match value.is_undefined() {
-            true => "tojson of an undefined value",
-            false => "tojson with ensure_ascii is not supported",
-        };
-        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, what));
-    }
-    let json = serde_json::to_value(value)
-        .map_err(|e| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string()))?;
-    let mut out = String::new();
-    dump(&json, indent, 0, &mut out);
-    Ok(Jinja::from(out))
-}
-
-fn dump(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) {
-    let new_line = |depth: usize, out: &mut String| {
-        if let Some(width) = indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', width * depth));
-        }
-    };
-    let comma = if indent.is_some() { "," } else { ", " };
-    match value {
-        Value::Array(items) if !items.is_empty() => {
-            out.push('[');
-            for (i, item) in items.iter().enumerate() {
-                out.push_str(if i > 0 { comma } else { "" });
-                new_line(depth + 1, out);
-                dump(item, indent, depth + 1, out);
-            }
-            new_line(depth, out);
-            out.push(']');
-        }
-        Value::Object(map) if !map.is_empty() => {
-            out.push('{');
-            for (i, (key, item)) in map.iter().enumerate() {
-                out.push_str(if i > 0 { comma } else { "" });
-                new_line(depth + 1, out);
-                out.push_str(&Value::from(key.as_str()).to_string());
-                out.push_str(": ");
-                dump(item, indent, depth + 1, out);
-            }
-            new_line(depth, out);
-            out.push('}');
-        }
-        Value::Number(n) if n.is_f64() => out.push_str(&python_float(n.as_f64().unwrap_or(0.0))),
-        // serde_json escapes strings as Python does: quotes, backslashes and controls only.
-        other => out.push_str(&other.to_string()),
-    }
-}
-
-/// Python's `repr` of a finite float: the shortest digits that read back, with an exponent
-/// below 1e-4 and from 1e16 on.
-fn python_float(x: f64) -> String {
-    let scientific = format!("{x:e}");
-    let Some((mantissa, exponent)) = scientific.split_once('e') else {
-        return scientific;
-    };
-    let exponent: i32 = exponent.parse().unwrap_or(0);
-    if (-4..16).contains(&exponent) {
-        return format!("{x:?}");
-    }
-    let sign = if exponent < 0 { '-' } else { '+' };
-    format!("{mantissa}e{sign}{:02}", exponent.abs())
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
-
-    #[test]
-    fn floats_are_pythons() {
-        let check = |x: f64, expected: &str| assert_eq!(python_float(x), expected);
-        check(2.5, "2.5");
-        check(3.0, "3.0");
-        check(-0.0, "-0.0");
-        check(1e15, "1000000000000000.0");
-        check(1e16, "1e+16");
-        check(1.5e300, "1.5e+300");
-        check(0.0001, "0.0001");
-        check(0.00001, "1e-05");
-        check(-1.25e-7, "-1.25e-07");
-    }
+    use super::ChatTemplate;
 
     #[test]
     fn tojson_is_json_dumps() {

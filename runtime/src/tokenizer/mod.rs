@@ -5,11 +5,15 @@
 //! model's vocabulary, and a table of each token's bytes, which decoding (here) and streaming
 //! ([`crate::Detokenizer`]) read.
 
+mod outline;
+
+use crate::chat_template::Prompt;
 use crate::error::{Error, Result};
 use nq_formats::Files;
 use rayon::prelude::*;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The file that holds a tokenizer.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -33,6 +37,10 @@ pub struct Tokenizer {
     bytes: Arc<TokenBytes>,
     /// Texts may be encoded in pieces cut at [`next_boundary`].
     cuttable: bool,
+    /// Tokens marked special.
+    control: Vec<String>,
+    /// The same tokenizer without them; made when a text first needs it.
+    literal: OnceLock<Box<tokenizers::Tokenizer>>,
 }
 
 impl Tokenizer {
@@ -40,7 +48,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// [`nq_formats::Error::Missing`] without that file; [`Error::Text`] if it does not hold a
-    /// tokenizer, or one whose decoder is not byte-level.
+    /// byte-level BPE tokenizer, or one with parts that nq does not read, by name.
     pub fn from_files(files: &Files) -> Result<Self> {
         let json = files.require(TOKENIZER_FILE)?;
         let path = files.path(TOKENIZER_FILE);
@@ -49,23 +57,26 @@ impl Tokenizer {
             what: "tokenizer",
             why,
         };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&json).map_err(|e| bad(e.to_string()))?;
+        outline::check(&json).map_err(bad)?;
+        let read = guarded(|| tokenizers::Tokenizer::from_bytes(&json));
+        let mut inner = read.map_err(bad)?;
         // Files saved after training may carry limits of the training run; a runner that
         // obeyed them would drop text silently.
         inner
             .with_truncation(None)
             .map_err(|e| bad(e.to_string()))?
-            .with_padding(None);
-        let decoder = part(inner.get_decoder());
-        if decoder["type"] != "ByteLevel" {
-            return Err(bad(format!(
-                "decoder: expected ByteLevel, found {}",
-                decoder["type"]
-            )));
-        }
+            .with_padding(None)
+            .with_post_processor(None::<tokenizers::PostProcessorWrapper>);
         let bytes = TokenBytes::new(&inner).map_err(bad)?;
+        let added = inner.get_added_tokens_decoder();
+        let control = added
+            .values()
+            .filter(|t| t.special && !t.content.is_empty());
+        let control = control.map(|t| t.content.clone()).collect();
         Ok(Tokenizer {
             cuttable: is_cuttable(&inner),
+            control,
+            literal: OnceLock::new(),
             bytes: Arc::new(bytes),
             inner,
             path,
@@ -96,14 +107,52 @@ impl Tokenizer {
     }
 
     fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
-        match self.inner.encode_fast(text, false) {
+        self.encode_with(&self.inner, text)
+    }
+
+    fn encode_with(&self, tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
+        match guarded(|| tokenizer.encode_fast(text, false)) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(e) => Err(Error::Text {
+            Err(why) => Err(Error::Text {
                 path: self.path.clone(),
                 what: "tokenizer",
-                why: format!("cannot encode: {e}"),
+                why: format!("cannot encode: {why}"),
             }),
         }
+    }
+
+    /// Tokens marked special (`<|im_end|>`): what [`Tokenizer::encode_prompt`] takes for control
+    /// only where the template wrote it.
+    pub fn control_tokens(&self) -> &[String] {
+        &self.control
+    }
+
+    /// The ids of a chat. What its messages quote stays text: `<|im_end|>` in a message is encoded
+    /// by its characters, as any other word that the vocabulary does not hold.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>> {
+        if !prompt.is_marked() {
+            return self.encode(&prompt.text());
+        }
+        let mut ids = Vec::new();
+        for (text, quotes) in prompt.parts(&self.control) {
+            ids.extend(match quotes {
+                false => self.encode(&text)?,
+                true => self.encode_with(self.literal(), &text)?,
+            });
+        }
+        Ok(ids)
+    }
+
+    /// The tokenizer that takes control tokens for text.
+    fn literal(&self) -> &tokenizers::Tokenizer {
+        self.literal.get_or_init(|| {
+            let mut literal = self.inner.clone();
+            literal.set_encode_special_tokens(true);
+            Box::new(literal)
+        })
     }
 
     /// The text of `ids`. Bytes that are not UTF-8 become U+FFFD and ids without a token
@@ -167,6 +216,14 @@ impl Tokenizer {
             what: "tokenizer",
             why: format!("it belongs to another model: {why}"),
         })
+    }
+}
+
+/// What the `tokenizers` crate returns, its panics as errors.
+fn guarded<T>(f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(f)) {
+        Ok(result) => result.map_err(|e| e.to_string()),
+        Err(_) => Err("the tokenizers crate panicked".into()),
     }
 }
 

@@ -1,0 +1,287 @@
+//! Templates in a process of their own, so that what a hostile one does to its process ends there.
+//!
+//! The process is this program, started in a way that makes it call [`serve`]. It reads a line of
+//! JSON with the templates, then one for each rendering, and answers each with a line. It lives as
+//! long as the [`ChatTemplate`](super::ChatTemplate), or until a template kills it; the next
+//! rendering starts another.
+
+use super::jinja::{STACK, Templates};
+use crate::error::Error;
+use rlimit::Resource;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+/// Bytes that the process may allocate. Held by Linux; macOS does not bound a process's memory.
+const MAX_MEMORY: u64 = 1 << 30;
+
+/// How long an answer may take.
+const MAX_TIME: Duration = Duration::from_secs(10);
+
+/// How often an interrupt is looked for while an answer is awaited.
+const TICK: Duration = Duration::from_millis(10);
+
+/// How a program renders templates in a process of its own.
+#[derive(Debug)]
+pub struct Isolation {
+    /// Starts this program so that it calls [`serve`].
+    pub command: fn() -> io::Result<Command>,
+    /// True once nobody waits for the rendering under way.
+    pub interrupted: fn() -> bool,
+}
+
+static ISOLATION: OnceLock<Isolation> = OnceLock::new();
+
+/// From now on all templates of this process are compiled and rendered in processes of their own.
+/// Where the templates run is a matter of the program, not of a caller: the first call decides.
+pub fn isolate(isolation: Isolation) {
+    let _ = ISOLATION.set(isolation);
+}
+
+pub(super) fn isolation() -> Option<&'static Isolation> {
+    ISOLATION.get()
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(super) enum Failure {
+    Interrupted,
+    Template(String),
+}
+
+impl Failure {
+    /// As an error about the template at `path`.
+    pub(super) fn at(self, path: &Path) -> Error {
+        match self {
+            Failure::Interrupted => Error::Interrupted,
+            Failure::Template(why) => super::text_error(path, why),
+        }
+    }
+}
+
+/// One rendering, as it is asked for.
+#[derive(Serialize)]
+struct Request<'a, C> {
+    tools: bool,
+    context: &'a C,
+}
+
+/// One rendering, as it is read.
+#[derive(Deserialize)]
+struct Received {
+    tools: bool,
+    context: Value,
+}
+
+/// The process, seen from outside.
+pub(super) struct Worker {
+    isolation: &'static Isolation,
+    /// What it is told first.
+    templates: Vec<u8>,
+    process: Mutex<Option<Process>>,
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Worker").finish_non_exhaustive()
+    }
+}
+
+impl Worker {
+    /// Starts the process and compiles `templates` there.
+    pub(super) fn start(
+        isolation: &'static Isolation,
+        templates: &[(String, String)],
+    ) -> Result<Self, Failure> {
+        let mut worker = Worker {
+            isolation,
+            templates: line(&templates)?,
+            process: Mutex::new(None),
+        };
+        worker.process = Mutex::new(Some(worker.process()?));
+        Ok(worker)
+    }
+
+    /// Renders there; see [`Templates::render`].
+    pub(super) fn render(&self, tools: bool, context: &impl Serialize) -> Result<String, Failure> {
+        let request = line(&Request { tools, context })?;
+        let mut slot = self.process.lock().unwrap_or_else(|e| e.into_inner());
+        let mut process = match slot.take() {
+            Some(process) => process,
+            None => self.process()?,
+        };
+        let answer = process.ask(&request, self.isolation)?;
+        *slot = Some(process); // a process that gave no answer is killed instead
+        answer.map_err(Failure::Template)
+    }
+
+    fn process(&self) -> Result<Process, Failure> {
+        let started = Process::start(self.isolation)
+            .map_err(|e| Failure::Template(format!("a process to render in cannot start: {e}")));
+        let mut process = started?;
+        let compiled = process.ask(&self.templates, self.isolation)?;
+        compiled.map_err(Failure::Template)?;
+        Ok(process)
+    }
+}
+
+/// A value as a line of JSON.
+fn line(value: &impl Serialize) -> Result<Vec<u8>, Failure> {
+    let json = serde_json::to_vec(value);
+    let mut json = json.map_err(|e| Failure::Template(e.to_string()))?;
+    json.push(b'\n');
+    Ok(json)
+}
+
+/// The running process; killed when dropped.
+struct Process {
+    child: Child,
+    requests: ChildStdin,
+    answers: Receiver<String>,
+}
+
+impl Process {
+    fn start(isolation: &Isolation) -> io::Result<Self> {
+        let mut child = (isolation.command)()?
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // A terminal's interrupt is for the program, which ends this process if it wants to.
+            .process_group(0)
+            .spawn()?;
+        let closed = || io::Error::from(io::ErrorKind::BrokenPipe);
+        let requests = child.stdin.take().ok_or_else(closed)?;
+        let output = child.stdout.take().ok_or_else(closed)?;
+        let (send, answers) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                if send.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Process {
+            child,
+            requests,
+            answers,
+        })
+    }
+
+    /// The process's answer, which may be an error of the template. Fails if there is none.
+    fn ask(
+        &mut self,
+        request: &[u8],
+        isolation: &Isolation,
+    ) -> Result<Result<String, String>, Failure> {
+        // If it does not read any more, its end says why below.
+        let _ = self.requests.write_all(request);
+        let deadline = Instant::now() + MAX_TIME;
+        loop {
+            match self.answers.recv_timeout(TICK) {
+                Ok(answer) => {
+                    return serde_json::from_str(&answer)
+                        .map_err(|e| Failure::Template(format!("its process answered {e}")));
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(self.end()),
+                Err(RecvTimeoutError::Timeout) if (isolation.interrupted)() => {
+                    return Err(Failure::Interrupted);
+                }
+                Err(RecvTimeoutError::Timeout) if Instant::now() > deadline => {
+                    return Err(Failure::Template(format!(
+                        "rendering took more than {} s",
+                        MAX_TIME.as_secs()
+                    )));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    /// Why the process is gone.
+    fn end(&mut self) -> Failure {
+        let mut said = String::new();
+        if let Some(stderr) = self.child.stderr.take() {
+            let _ = stderr.take(4096).read_to_string(&mut said);
+        }
+        Failure::Template(match self.child.wait() {
+            _ if said.contains("overflowed its stack") => format!(
+                "a value or an expression nests too deeply for a stack of {} MB",
+                STACK >> 20
+            ),
+            _ if said.contains("memory allocation of") => {
+                format!(
+                    "rendering takes more than {} MB of memory",
+                    MAX_MEMORY >> 20
+                )
+            }
+            Ok(status) => match status.signal() {
+                Some(signal) => format!("its process was ended by signal {signal}"),
+                None => format!("its process ended early ({status})"),
+            },
+            Err(e) => format!("its process was lost: {e}"),
+        })
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Both fail only for a process that has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The process, seen from inside: reads from `input` until its end and answers to `output`.
+/// Returns at the end of `input` even while a template runs, so that the process can end.
+///
+/// # Errors
+/// If the process cannot bound itself or reading fails.
+pub fn serve(input: impl BufRead, mut output: impl Write + Send + 'static) -> io::Result<()> {
+    Resource::CORE.set(0, 0)?;
+    if cfg!(target_os = "linux") {
+        let most = MAX_MEMORY + STACK as u64;
+        Resource::AS.set(most, most)?;
+    }
+    // A panic is an answer, with its message.
+    std::panic::set_hook(Box::new(|_| {}));
+    let (send, requests) = channel::<String>();
+    std::thread::spawn(move || -> io::Result<()> {
+        let mut templates: Option<Templates> = None;
+        for request in requests {
+            let answer = answer(&mut templates, &request);
+            serde_json::to_writer(&mut output, &answer)?;
+            output.write_all(b"\n")?;
+            output.flush()?;
+        }
+        Ok(())
+    });
+    for line in input.lines() {
+        if send.send(line?).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The answer to a line: to the first, nothing if its templates compile.
+fn answer(templates: &mut Option<Templates>, request: &str) -> Result<String, String> {
+    let bad = |e: serde_json::Error| e.to_string();
+    match templates {
+        None => {
+            let sources: Vec<(String, String)> = serde_json::from_str(request).map_err(bad)?;
+            *templates = Some(Templates::compile(&sources)?);
+            Ok(String::new())
+        }
+        Some(templates) => {
+            let request: Received = serde_json::from_str(request).map_err(bad)?;
+            templates.render(request.tools, &request.context)
+        }
+    }
+}
