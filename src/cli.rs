@@ -84,9 +84,57 @@ const OF_NO_USE: [(&str, &[&[&str]]); 7] = [
     ),
 ];
 
+/// Ends of the subcommands' help.
+const EXAMPLES: [(&str, &str); 11] = [
+    (
+        "quantize",
+        "nq quantize demo --bits 4\n\
+         nq quantize Qwen/Qwen3-0.6B --target-size 400MB --max-kld 0.05\n\
+         nq quantize ./model --format gptq --out ./model-gptq",
+    ),
+    (
+        "chat",
+        "nq chat demo\n\
+         nq chat Qwen3-0.6B-int4 -p \"Why is the sky blue?\" --no-think\n\
+         cat notes.txt | nq chat demo -p \"Summarize:\" --quiet",
+    ),
+    (
+        "eval",
+        "nq eval demo-int4 --against demo --report report.html\n\
+         nq eval demo --protocol llama --text book.txt --json",
+    ),
+    (
+        "bench",
+        "nq bench demo-int4\n\
+         nq bench --preset qwen3-8b --bits 4 -p 512 -n 64 --depth 4096",
+    ),
+    (
+        "convert",
+        "nq convert demo-int4 demo.gguf --format gguf\n\
+         nq convert model.gguf ./model --format nq --verify",
+    ),
+    (
+        "inspect",
+        "nq inspect demo-int4\nnq inspect model.gguf --verify",
+    ),
+    ("list", "nq list\nnq list --json"),
+    ("rm", "nq rm demo-int4"),
+    ("doctor", "nq doctor"),
+    ("synth", "nq synth qwen3-0.6b ./random"),
+    (
+        "completions",
+        "nq completions bash > ~/.local/share/bash-completion/completions/nq",
+    ),
+];
+
 /// The command line as its help shows it.
 fn program() -> clap::Command {
-    let plain = Cli::command();
+    let plain = EXAMPLES
+        .iter()
+        .fold(Cli::command(), |program, (name, lines)| {
+            let lines = lines.replace('\n', "\n  ");
+            program.mut_subcommand(name, |c| c.after_help(format!("Examples:\n  {lines}")))
+        });
     OF_NO_USE
         .iter()
         .fold(plain.clone(), |program, (name, flags)| {
@@ -278,6 +326,14 @@ mod tests {
             for flag in flags.iter().copied().flatten() {
                 assert!(!help.contains(&format!("--{flag}")), "{name}: {help}");
             }
+        }
+        for command in built
+            .get_subcommands_mut()
+            .filter(|c| c.get_name() != "help")
+        {
+            let help = command.render_help().to_string();
+            let example = format!("Examples:\n  nq {}", command.get_name());
+            assert!(help.contains(&example), "{help}");
         }
         let quantize = built.find_subcommand_mut("quantize").unwrap();
         assert!(quantize.render_long_help().to_string().contains("--isa"));

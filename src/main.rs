@@ -8,19 +8,26 @@ mod commands;
 mod demo;
 mod model;
 mod system;
+mod templates;
 mod terminal;
 mod texts;
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    if let Some(code) = templates::serve_or_isolate() {
+        return code;
+    }
     let cli = cli::parse();
     match commands::run(cli) {
         Ok(code) => code,
         Err(e) if terminal::is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
             terminal::say(&format!("nq: {e:#}"));
-            ExitCode::from(1)
+            match e.downcast_ref() {
+                Some(nq_runtime::Error::Interrupted) => ExitCode::from(terminal::INTERRUPTED),
+                _ => ExitCode::from(1),
+            }
         }
     }
 }

@@ -40,8 +40,7 @@ pub fn models_dir() -> anyhow::Result<PathBuf> {
     Ok(data.join("nq/models"))
 }
 
-/// Opens the model a command was given; without one, the default model, or the demo model
-/// where neither the cache nor the hub has the default (said on stderr).
+/// Opens the model a command was given; without one, the default model.
 pub fn open(
     model: Option<&str>,
     global: &Global,
@@ -81,11 +80,30 @@ fn open_named(model: &str, global: &Global, progress: &dyn Progress) -> anyhow::
     if HubId::parse(model).is_none() {
         bail!(
             "no model {model:?}: it is neither `demo`, a folder or file, a name in {}, nor a hub \
-             id such as {DEFAULT_ID}",
-            models_dir()?.display()
+             id such as {DEFAULT_ID}{}",
+            models_dir()?.display(),
+            match alike(model)? {
+                Some(name) => format!("; did you mean {name}?"),
+                None => String::new(),
+            }
         );
     }
     open_hub(model, global, progress)
+}
+
+/// The name that is most like `model`, of those in nq's folder and `demo`, if any is.
+fn alike(model: &str) -> anyhow::Result<Option<String>> {
+    let entries = std::fs::read_dir(models_dir()?).into_iter().flatten();
+    let own = entries
+        .flatten()
+        .filter_map(|e| e.file_name().into_string().ok());
+    let names = own.chain([demo::LABEL.to_owned()]);
+    let distance =
+        |name: &str| strsim::damerau_levenshtein(&name.to_lowercase(), &model.to_lowercase());
+    let nearest = names.map(|n| (distance(&n), n)).min();
+    Ok(nearest
+        .filter(|(d, name)| *d <= 1 + name.len() / 5)
+        .map(|(_, name)| name))
 }
 
 fn open_hub(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
@@ -104,10 +122,15 @@ fn open_hub(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Resul
 
 fn open_default(global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
     match open_hub(DEFAULT_ID, global, progress) {
-        Err(e) if is_unreachable(&e) && demo::files().is_some() => {
-            progress.note(&format!("{e}; using the demo model"));
-            open_demo()
-        }
+        Err(e) if is_unreachable(&e) => Err(e.context(format!(
+            "no MODEL is named, and {DEFAULT_ID}, which stands in for one, is not on this machine: \
+             the same command with a connection to the hub downloads it; a folder or file that is \
+             here can be named instead{}",
+            match demo::files() {
+                Some(_) => ", or `demo`, a small model that is built in",
+                None => "",
+            }
+        ))),
         result => result,
     }
 }

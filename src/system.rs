@@ -1,5 +1,6 @@
 //! What this machine is: processor, caches, memory.
 
+use nq_formats::human_bytes;
 use std::fs;
 use std::path::Path;
 
@@ -16,6 +17,21 @@ pub fn cpu_name() -> Option<String> {
         })?;
         Some(line.split_once(':')?.1.trim().to_owned())
     })
+}
+
+/// Refuses what needs more memory than the machine has free; `help` says what needs less.
+///
+/// # Errors
+/// With both figures.
+pub fn check_memory(needed: u64, help: &str) -> anyhow::Result<()> {
+    match available_memory() {
+        Some(available) if needed > available => anyhow::bail!(
+            "this needs {} of memory, and {} are free: {help}",
+            human_bytes(needed),
+            human_bytes(available)
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// Bytes of memory in all.

@@ -1,4 +1,10 @@
 //! What the terminal gets: progress bars, notes and the handling of closed pipes.
+//!
+//! A terminal obeys what is printed on it: escape codes move its cursor, set its title and fill its
+//! clipboard. Names, errors and answers come from files of others, so all that nq prints goes
+//! through this module, which writes control characters out as `\u001b`. What goes to stdout where
+//! that is no terminal is data: an answer is written there as the model gave it, and reports with
+//! such characters written out, which in JSON is the same text.
 
 use indicatif::{ProgressBar, ProgressStyle};
 pub use nq_formats::human_bytes;
@@ -11,6 +17,21 @@ use std::time::Duration;
 
 /// Exit code after an interrupt.
 pub const INTERRUPTED: u8 = 130;
+
+/// Ends the program as an interrupt does, without leaving temporary files.
+pub fn leave_interrupted() -> ! {
+    nq_formats::durable::remove_temporaries();
+    std::process::exit(INTERRUPTED.into());
+}
+
+/// Makes SIGINT, SIGTERM and SIGHUP end the program so.
+///
+/// # Errors
+/// If the system refuses a handler.
+pub fn leave_on_signals() -> anyhow::Result<()> {
+    ctrlc::set_handler(|| leave_interrupted())?;
+    Ok(())
+}
 
 /// Draws stages on stderr; each note is printed once.
 #[derive(Default)]
@@ -38,7 +59,7 @@ impl Progress for Terminal {
             .unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = ProgressBar::new(total)
             .with_style(style)
-            .with_message(stage.to_owned());
+            .with_message(printable(stage).into_owned());
         bar.enable_steady_tick(Duration::from_millis(200));
         *self.bar.lock().unwrap_or_else(|e| e.into_inner()) = Some(bar);
     }
@@ -85,7 +106,7 @@ pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
 pub fn print_line(text: &str) -> io::Result<()> {
     let print = || -> io::Result<()> {
         let mut out = io::stdout().lock();
-        writeln!(out, "{text}")?;
+        writeln!(out, "{}", printable(text))?;
         out.flush()
     };
     print().map_err(|e| match e.kind() {
@@ -94,10 +115,60 @@ pub fn print_line(text: &str) -> io::Result<()> {
     })
 }
 
-/// Prints text and a line break on stderr. Unlike with `eprintln!`, a reader that went away is no
-/// panic: it must not cost the work that a note is about.
+/// Prints text and a line break on stderr, long lines without their middle. Unlike with
+/// `eprintln!`, a reader that went away is no panic: it must not cost the work that a note is about.
 pub fn say(text: &str) {
-    let _ = writeln!(io::stderr().lock(), "{text}");
+    let text = printable(text);
+    let lines: Vec<Cow<'_, str>> = text.split('\n').map(|l| shortened(l, LONGEST)).collect();
+    let _ = writeln!(io::stderr().lock(), "{}", lines.join("\n"));
+}
+
+/// Characters of a line on stderr, at most. A line that quotes a file could have any length.
+const LONGEST: usize = 1000;
+
+/// `text` without its middle if it has more than `most` characters; what was left out is counted.
+pub fn shortened(text: &str, most: usize) -> Cow<'_, str> {
+    let count = text.chars().count();
+    if count <= most {
+        return text.into();
+    }
+    let at = |n| text.char_indices().nth(n).map_or(text.len(), |(i, _)| i);
+    // An error names its subject first and says last what was expected and found.
+    let (head, tail) = (most * 3 / 5, most * 3 / 10);
+    let left_out = count - head - tail;
+    let (head, tail) = (&text[..at(head)], &text[at(count - tail)..]);
+    format!("{head}[{left_out} characters]{tail}").into()
+}
+
+/// `text` with control characters, all but line feed and tab, written out: `\u001b`.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let harms = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if !text.contains(harms) {
+        return text.into();
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match harms(c) {
+            true => out.push_str(&format!("\\u{:04x}", u32::from(c))),
+            false => out.push(c),
+        }
+    }
+    out.into()
+}
+
+/// Writes printable text on: see [`printable`]. Each write is whole characters.
+pub struct Printable<W>(pub W);
+
+impl<W: Write> Write for Printable<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let text = String::from_utf8_lossy(bytes);
+        self.0.write_all(printable(&text).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// `text` as a word that a shell takes as it is: quoted where it must be.
@@ -111,7 +182,38 @@ pub fn shell_word(text: &str) -> Cow<'_, str> {
 
 #[cfg(test)]
 mod tests {
-    use super::shell_word;
+    use super::{Printable, printable, shell_word, shortened};
+    use std::io::Write;
+
+    #[test]
+    fn control_characters_are_written_out() {
+        for (text, expected) in [
+            ("plain\ttext\nof é and 日本", "plain\ttext\nof é and 日本"),
+            ("\x1b]52;c;aGk=\x07", r"\u001b]52;c;aGk=\u0007"),
+            ("a\rb\x08\x7f", r"a\u000db\u0008\u007f"),
+            // The one-character forms of escape sequences.
+            ("\u{9b}31m\u{90}", r"\u009b31m\u0090"),
+        ] {
+            assert_eq!(printable(text), expected);
+            let mut written = Vec::new();
+            write!(Printable(&mut written), "{text}").unwrap();
+            assert_eq!(String::from_utf8(written).unwrap(), expected);
+        }
+        // JSON with them written out is the same value.
+        let json = serde_json::to_string("\u{9b}\u{7f}").unwrap();
+        let read: String = serde_json::from_str(&printable(&json)).unwrap();
+        assert_eq!(read, "\u{9b}\u{7f}");
+    }
+
+    #[test]
+    fn long_lines_keep_their_ends() {
+        assert_eq!(shortened("abc", 3), "abc");
+        let line = format!("file: {}: expected 1, found 2", "é".repeat(5000));
+        let short = shortened(&line, 1000);
+        assert!(short.starts_with("file: éé") && short.ends_with("é: expected 1, found 2"));
+        assert!(short.contains("[4127 characters]"), "{short}");
+        assert!(short.chars().count() < 1000);
+    }
 
     #[test]
     fn a_command_to_copy_is_quoted_where_it_must_be() {

@@ -4,7 +4,7 @@ use crate::demo;
 use anyhow::{Context, bail};
 use nq_formats::hash::sha256_hex;
 use nq_formats::hub::{Hub, HubOptions};
-use nq_formats::{Progress, parquet};
+use nq_formats::{Progress, human_bytes, parquet};
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::Read;
@@ -98,15 +98,33 @@ pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
     })
 }
 
+/// Reads all of `input`, of which more than `most` bytes are refused.
+///
+/// # Errors
+/// What reading fails with, or that there is more.
+pub fn read_bounded(input: impl Read, most: u64) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    input.take(most + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > most {
+        false => Ok(bytes),
+        true => Err(std::io::Error::other(format!(
+            "expected at most {}, found more",
+            human_bytes(most)
+        ))),
+    }
+}
+
+/// Bytes of a text to evaluate on, or to calibrate with, at most.
+const MOST: u64 = 1_000_000_000;
+
 fn read(path: &Path, max_bytes: Option<usize>) -> anyhow::Result<Text> {
     let open = || -> std::io::Result<(Vec<u8>, u64)> {
         let file = File::open(path)?;
         let total = file.metadata()?.len();
-        let mut bytes = Vec::new();
         // One character more than asked for, so that a cut inside one can be told from
         // bytes that are no UTF-8.
-        let most = max_bytes.map_or(u64::MAX, |n| n as u64 + 3);
-        file.take(most).read_to_end(&mut bytes)?;
+        let most = max_bytes.map_or(u64::MAX, |n| (n as u64).saturating_add(3));
+        let bytes = read_bounded(file.take(most), MOST)?;
         Ok((bytes, total))
     };
     let (mut bytes, total) = open().with_context(|| format!("text {}", path.display()))?;

@@ -473,24 +473,36 @@ fn thinking_is_dimmed_unless_colours_are_off() {
     assert_eq!(pty.exit_code(), 0);
 }
 
+/// `-p` and `-f` are the message to the character; `--quiet` leaves the answer's figures out.
 #[test]
-fn without_a_model_the_demo_model_answers_quantized_at_load() {
+fn a_prompt_is_taken_as_it_is_given() {
     let home = home();
-    let output = Command::new(env!("CARGO_BIN_EXE_nq"))
-        .env("NQ_HOME", home.path())
-        .env("HOME", home.path())
-        .env("HF_HOME", home.path())
-        .env_remove("HF_HUB_CACHE")
-        .args(["chat", "--offline", "--device", "cpu", "-p", "Hello!"])
-        .args(["--max-tokens", "8", "--temperature", "0"])
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", err(&output));
-    assert!(!out(&output).trim().is_empty());
-    let said = err(&output);
-    assert!(said.contains("demo model"), "which model: {said}");
-    assert!(said.contains("quantizing at load"), "how: {said}");
+    let file = home.path().join("prompt.txt");
+    std::fs::write(&file, "Hello! \n\n").unwrap();
+    let tokens = |args: &[&str]| {
+        let args = [args, &["--json", "--quiet", "--max-tokens", "2"]].concat();
+        let output = run(&with(&args), None);
+        assert!(output.status.success(), "{}", err(&output));
+        assert!(!err(&output).contains("tok"), "{}", err(&output));
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        json["prompt_tokens"].as_u64().unwrap()
+    };
+    let plain = tokens(&["-p", "Hello!"]);
+    let given = tokens(&["-p", "Hello! \n\n"]);
+    assert!(given > plain, "{given} {plain}");
+    assert_eq!(tokens(&["-f", file.to_str().unwrap()]), given);
+    // A control token in a message is several tokens of text.
+    assert!(tokens(&["-p", "Hello!<|im_end|>"]) > plain + 2);
+}
+
+#[test]
+fn a_chat_without_end_is_not_loaded() {
+    let home = home();
+    let mut pty = terminal(&home, &[], &[]);
+    pty.line("/load /dev/zero");
+    pty.wait_for("/dev/zero: expected at most 64.00 MB, found more");
+    pty.answer(">>> ", "/exit");
+    assert_eq!(pty.exit_code(), 0);
 }
 
 #[test]

@@ -104,7 +104,10 @@ fn flags_that_make_no_sense_are_exit_code_2() {
             &["bench", "no-such", "-p", "0", "-n", "0"],
             "nothing to measure",
         ),
-        (&["bench", "no-such", "--repeats", "0"], "at least 1"),
+        (
+            &["bench", "no-such", "--repeats", "0"],
+            "expected 1 to 1024",
+        ),
         (
             &[
                 "convert", "no-such", "x", "--format", "nq", "--type", "q4_0",

@@ -38,7 +38,7 @@ const SMALL: [&str; 6] = ["--text-bytes", "2500", "--ctx", "128", "--windows", "
 fn eval_prints_perplexity_as_json_and_as_a_table() {
     let mut args = vec!["eval", "demo", "--json"];
     args.extend(SMALL);
-    let r = json(&nq(&args));
+    let r = json(&nq(&args))[0].clone(); // a list, for one model as for several
     keys(
         &r,
         &[
@@ -83,7 +83,7 @@ fn eval_against_itself_finds_no_divergence() {
         "32",
     ];
     args.extend(SMALL);
-    let r = json(&nq(&args));
+    let r = json(&nq(&args))[0].clone(); // a list, for one model as for several
     keys(
         &r,
         &[
@@ -396,7 +396,7 @@ fn eval_rounds_the_model_but_not_what_it_is_held_against() {
         let mut args = vec!["eval", "demo", "--against", "demo", "--json"];
         args.extend(SMALL);
         args.extend(["--activations", activations]);
-        json(&nq(&args))["kld"]["mean"].as_f64().unwrap()
+        json(&nq(&args))[0]["kld"]["mean"].as_f64().unwrap()
     };
     assert!(kld("f32").abs() < 1e-9);
     let rounded = kld("bf16");

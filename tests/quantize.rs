@@ -243,7 +243,7 @@ fn a_dry_run_writes_nothing() {
     let out = dir.path().join("x");
     let output = quantize(&out, &["--dry-run", "--bits", "8"]);
     assert_eq!(output.status.code(), Some(0));
-    assert!(report(&output)["peak"].as_u64().unwrap() > 0);
+    assert!(report(&output)["peak_bytes"].as_u64().unwrap() > 0);
     assert!(report(&output)["tuning"].is_null());
     let output = quantize(&out, &["--dry-run", "--method", "auto"]);
     let tuning = report(&output)["tuning"].take();
@@ -251,7 +251,7 @@ fn a_dry_run_writes_nothing() {
     assert_eq!(tuning["plan"]["codes"], true);
     // Latent weights, gradients, two moments and the teacher at least, in f32.
     let bytes = tuning["plan"]["bytes"].as_u64().unwrap();
-    assert!(bytes > 5 * 4 * 13_900_000 && bytes <= tuning["limit"].as_u64().unwrap());
+    assert!(bytes > 5 * 4 * 13_900_000 && bytes <= tuning["limit_bytes"].as_u64().unwrap());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 

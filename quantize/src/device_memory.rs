@@ -38,16 +38,21 @@ impl fmt::Display for SampledFrom {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceEstimate {
     /// What may be used.
+    #[serde(rename = "limit_bytes")]
     pub limit: u64,
     /// The most that is held at once, without tuning.
+    #[serde(rename = "peak_bytes")]
     pub peak: u64,
     /// Where.
     pub stage: &'static str,
     /// While text is sampled.
+    #[serde(rename = "sampling_bytes")]
     pub sampling: u64,
     /// While layers are quantized.
+    #[serde(rename = "quantizing_bytes")]
     pub quantizing: u64,
     /// While quality is measured.
+    #[serde(rename = "measuring_bytes")]
     pub measuring: u64,
     /// What text is sampled from.
     pub sampled_from: SampledFrom,

@@ -23,15 +23,19 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Estimate {
     /// Greatest resident memory of the process.
+    #[serde(rename = "peak_bytes")]
     pub peak: u64,
     /// Of it, the source's files as they are read, without what is copied from them. Mapped
     /// pages are given back as soon as they were read; a model built into the program stays.
+    #[serde(rename = "mapped_bytes")]
     pub mapped: u64,
     /// Where the peak is reached.
     pub stage: &'static str,
     /// While text is sampled or quality measured, whichever takes more.
+    #[serde(rename = "running_bytes")]
     pub running: u64,
     /// While layers are quantized.
+    #[serde(rename = "quantizing_bytes")]
     pub quantizing: u64,
     /// The weight files to be written.
     pub file_bytes: u64,

@@ -310,17 +310,21 @@ impl<'m> Conversation<'m> {
         let room = more + wanted.clamp(1, (capacity / 4).max(1));
         let mut count = 0;
         let prompt = loop {
-            let text =
-                self.template
-                    .render(&self.messages(), None, true, self.settings.thinking)?;
-            let ids = self.tokenizer.encode(&text)?;
+            let prompt = self.template.prompt(
+                self.tokenizer.control_tokens(),
+                &self.messages(),
+                None,
+                true,
+                self.settings.thinking,
+            )?;
+            let ids = self.tokenizer.encode_prompt(&prompt)?;
             let may_drop = self.settings.overflow == Overflow::DropOldest;
             if ids.len() + room > capacity && may_drop && self.drop_oldest() {
                 count += 1;
                 continue;
             }
             break match ids.len() + more < capacity {
-                true => Prompt::Fits(text, ids),
+                true => Prompt::Fits(prompt.text().into_owned(), ids),
                 false => Prompt::TooLong(ids.len() + more),
             };
         };

@@ -146,14 +146,14 @@ pub fn parse(text: &str) -> Entry {
         };
     }
     let (message, thinking) = thinking_switch(text);
-    Entry::Message(message.into(), thinking)
+    Entry::Message(message.trim_end().into(), thinking)
 }
 
-/// A message without the `/think` or `/no_think` that may end it, and what that asks for.
+/// A message without the `/think` or `/no_think` that may end it, and what that asks for. One that
+/// neither ends is as it was given.
 pub fn thinking_switch(text: &str) -> (&str, Option<bool>) {
-    let text = text.trim_end();
     for (word, on) in [("/no_think", false), ("/think", true)] {
-        match text.strip_suffix(word) {
+        match text.trim_end().strip_suffix(word) {
             Some(rest) if rest.is_empty() || rest.ends_with(char::is_whitespace) => {
                 return (rest.trim_end(), Some(on));
             }
@@ -278,6 +278,8 @@ mod tests {
 
     #[test]
     fn thinking_switches_end_a_message() {
+        assert_eq!(thinking_switch(" a \n\n"), (" a \n\n", None));
+        assert_eq!(thinking_switch("a  /think \n"), ("a", Some(true)));
         let on = Entry::Message("Why?".into(), Some(true));
         assert_eq!(parse("Why? /think"), on);
         assert_eq!(

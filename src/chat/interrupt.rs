@@ -1,6 +1,6 @@
 //! Ctrl-C: the first stops the answer under way, the next leaves with 130.
 
-use crate::terminal::INTERRUPTED;
+use crate::terminal::leave_interrupted;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// An answer is under way.
@@ -17,9 +17,14 @@ pub fn install() -> anyhow::Result<()> {
         if ANSWERING.load(Ordering::SeqCst) && !STOP.swap(true, Ordering::SeqCst) {
             return;
         }
-        std::process::exit(INTERRUPTED.into());
+        leave_interrupted();
     })?;
     Ok(())
+}
+
+/// True once the answer under way is to stop.
+pub fn is_asked_for() -> bool {
+    ANSWERING.load(Ordering::SeqCst) && STOP.load(Ordering::SeqCst)
 }
 
 /// While it lives, an interrupt stops the answer instead of the program.

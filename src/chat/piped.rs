@@ -1,11 +1,13 @@
 //! What is piped in, apart from a prompt that is typed.
 
 use crate::terminal::say;
+use crate::texts::read_bounded;
 use anyhow::{Context, bail};
 use std::fs::File;
-use std::io::{self, IsTerminal, Read, Stdin};
+use std::io::{self, IsTerminal, Stdin};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
@@ -35,17 +37,19 @@ pub fn kind(stdin: &Stdin) -> Input {
     }
 }
 
+/// Bytes of standard input, at most: several times what the longest context holds.
+const MOST: u64 = 16_000_000;
+
 /// All of standard input, without the space at its end. After some seconds without any end of it
 /// `waiting` is said, once.
 ///
 /// # Errors
-/// Input that cannot be read or is not UTF-8.
+/// Input that cannot be read, is longer than 16 MB or is not UTF-8.
 pub fn read(waiting: &str) -> anyhow::Result<String> {
     let (done, result) = channel();
     std::thread::spawn(move || {
-        let mut bytes = Vec::new();
-        let read = io::stdin().read_to_end(&mut bytes);
-        let _ = done.send(read.map(|_| bytes)); // fails if nobody waits any more
+        let read = read_bounded(io::stdin(), MOST);
+        let _ = done.send(read); // fails if nobody waits any more
     });
     let bytes = match result.recv_timeout(PATIENCE) {
         Err(RecvTimeoutError::Timeout) => {
@@ -54,10 +58,22 @@ pub fn read(waiting: &str) -> anyhow::Result<String> {
         }
         early => early?,
     };
-    let bytes = bytes.context("standard input cannot be read")?;
+    let bytes = bytes.context("standard input")?;
     let mut text = String::from_utf8(bytes).context("standard input is not UTF-8")?;
     text.truncate(text.trim_end().len());
     Ok(text)
+}
+
+/// The text of a file, as it is.
+///
+/// # Errors
+/// As [`read`], naming the file.
+pub fn read_file(path: &Path) -> anyhow::Result<String> {
+    let read = || -> anyhow::Result<String> {
+        let bytes = read_bounded(File::open(path)?, MOST)?;
+        String::from_utf8(bytes).context("it is not UTF-8")
+    };
+    read().with_context(|| path.display().to_string())
 }
 
 /// The one message that a prompt and what is piped in make: the prompt, a blank line, the text.

@@ -2,6 +2,7 @@
 //! stderr where stdout is not one, or nowhere.
 
 use super::thinking::Part;
+use crate::terminal::printable;
 use std::io::{self, Write};
 
 const DIM: &str = "\x1b[2m";
@@ -25,17 +26,25 @@ pub struct Printer<'a> {
     out: &'a mut dyn Write,
     err: &'a mut dyn Write,
     thinking: Thinking,
+    raw: bool,
     last: Option<Part>,
     ends_line: bool,
 }
 
 impl<'a> Printer<'a> {
-    /// A printer to stdout and stderr, or what stands for them.
-    pub fn new(out: &'a mut dyn Write, err: &'a mut dyn Write, thinking: Thinking) -> Self {
+    /// A printer to stdout and stderr, or what stands for them. `raw`: stdout is data, and gets
+    /// what the model wrote; else control characters are written out.
+    pub fn new(
+        out: &'a mut dyn Write,
+        err: &'a mut dyn Write,
+        thinking: Thinking,
+        raw: bool,
+    ) -> Self {
         Printer {
             out,
             err,
             thinking,
+            raw,
             last: None,
             ends_line: true,
         }
@@ -61,6 +70,10 @@ impl<'a> Printer<'a> {
             self.last = Some(part);
         }
         self.ends_line = text.ends_with('\n');
+        let text = match self.raw && part == Part::Answer {
+            true => text.into(),
+            false => printable(text),
+        };
         let target = self.target(part);
         target.write_all(text.as_bytes())?;
         target.flush()
@@ -107,7 +120,8 @@ mod tests {
 
     fn print(thinking: Thinking, pieces: &[(Part, &str)]) -> (String, String) {
         let (mut out, mut err) = (Vec::new(), Vec::new());
-        let mut printer = Printer::new(&mut out, &mut err, thinking);
+        let raw = thinking == Thinking::Aside;
+        let mut printer = Printer::new(&mut out, &mut err, thinking, raw);
         for (part, text) in pieces {
             printer.piece(*part, text).unwrap();
         }
@@ -131,6 +145,21 @@ mod tests {
         check(Thinking::Dimmed, "\x1b[2ma b\x1b[0m\n\nc d\n", "");
         check(Thinking::Tagged, "<think>\na b\n</think>\n\nc d\n", "");
         check(Thinking::Aside, "c d\n", "<think>\na b\n</think>\n\n");
+    }
+
+    /// A model may write anything, the clipboard's escape code (OSC 52) among it.
+    #[test]
+    fn escape_codes_do_not_reach_a_terminal() {
+        let code = "\x1b]52;c;cm0gLXJm\x07\tx\n";
+        let pieces = [(Part::Thinking, code), (Part::Answer, code)];
+        let written_out = r"\u001b]52;c;cm0gLXJm\u0007";
+        let (out, _) = print(Thinking::Tagged, &pieces);
+        assert_eq!(out.matches(written_out).count(), 2, "{out:?}");
+        assert!(!out.contains(['\x1b', '\x07']) && out.ends_with("\tx\n"));
+        // In a pipe an answer is data; stderr may be a terminal all the same.
+        let (out, err) = print(Thinking::Aside, &pieces);
+        assert_eq!(out, code);
+        assert!(err.contains(written_out) && !err.contains('\x1b'));
     }
 
     #[test]

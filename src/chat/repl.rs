@@ -5,7 +5,8 @@ use super::input::{Command, Entry, HELP, Lines, parse};
 use super::interrupt::Answering;
 use super::printer::{Printer, Thinking};
 use super::{Overflow, report};
-use crate::terminal::{INTERRUPTED, say};
+use crate::terminal::{INTERRUPTED, Printable, print_line, say};
+use crate::texts::read_bounded;
 use anyhow::{Context, bail};
 use nq_runtime::{Engine, Message, Stats, StopReason};
 use rustyline::config::Configurer;
@@ -14,6 +15,9 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
+
+/// Bytes of a saved chat, at most.
+const MOST: u64 = 64_000_000;
 
 /// Entries kept in the history file.
 const HISTORY: usize = 1000;
@@ -30,6 +34,8 @@ pub struct Repl<'m> {
     pub shown: Thinking,
     /// Hide it.
     pub hide_thinking: bool,
+    /// Leave out the line of figures after an answer.
+    pub quiet: bool,
     /// Sums over all answers.
     pub totals: Totals,
 }
@@ -54,6 +60,11 @@ impl Totals {
     }
 }
 
+/// Where notes go.
+fn stderr() -> Printable<io::Stderr> {
+    Printable(io::stderr())
+}
+
 /// What to do after an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
@@ -73,24 +84,16 @@ impl Repl<'_> {
         json: bool,
     ) -> anyhow::Result<ExitCode> {
         if switch.is_some() {
-            self.switch_thinking(switch, &mut io::stderr())?;
+            self.switch_thinking(switch, &mut stderr())?;
         }
         let turn = if json {
             let mut nothing = io::sink();
-            let turn = self.turn(
-                Some(text),
-                &mut nothing,
-                &mut io::stderr(),
-                Thinking::Hidden,
-            )?;
-            let mut out = io::stdout().lock();
-            serde_json::to_writer(&mut out, &self.json(&turn))?;
-            out.write_all(b"\n")?;
-            out.flush()?;
+            let turn = self.turn(Some(text), &mut nothing, &mut stderr(), Thinking::Hidden)?;
+            print_line(&self.json(&turn).to_string())?;
             turn
         } else {
             let thinking = self.thinking();
-            self.turn(Some(text), &mut io::stdout(), &mut io::stderr(), thinking)?
+            self.turn(Some(text), &mut io::stdout(), &mut stderr(), thinking)?
         };
         Ok(match turn.stop {
             StopReason::Interrupted => ExitCode::from(INTERRUPTED),
@@ -122,7 +125,7 @@ impl Repl<'_> {
                     if !entry.trim().is_empty() {
                         editor.add_history_entry(entry.as_str())?;
                     }
-                    match self.handle(&entry, &mut io::stdout(), &mut io::stderr()) {
+                    match self.handle(&entry, &mut io::stdout(), &mut stderr()) {
                         Ok(Flow::Continue) => {}
                         Ok(Flow::Exit) => break ExitCode::SUCCESS,
                         Err(e) if crate::terminal::is_broken_pipe(&e) => return Err(e),
@@ -215,9 +218,10 @@ impl Repl<'_> {
         thinking: Thinking,
     ) -> anyhow::Result<Turn> {
         let answering = Answering::begin();
-        let mut notes = io::stderr();
+        let mut notes = stderr();
         let turn = {
-            let mut printer = Printer::new(out, err, thinking);
+            let raw = self.shown == Thinking::Aside; // stdout is no terminal
+            let mut printer = Printer::new(out, err, thinking, raw);
             let mut on_event = |event: Event<'_>| -> anyhow::Result<()> {
                 match event {
                     Event::Piece(part, text) => printer.piece(part, text)?,
@@ -245,7 +249,9 @@ impl Repl<'_> {
             self.engine.bytes_per_token(),
             self.engine.memory_bandwidth(),
         );
-        writeln!(err, "nq: {line}")?;
+        if !self.quiet {
+            writeln!(err, "nq: {line}")?;
+        }
         Ok(turn)
     }
 
@@ -318,8 +324,11 @@ impl Repl<'_> {
 
     fn load(&mut self, path: &Path) -> anyhow::Result<usize> {
         let place = || path.display().to_string();
-        let text = std::fs::read_to_string(path).with_context(place)?;
-        let json: serde_json::Value = serde_json::from_str(&text).with_context(place)?;
+        let file = std::fs::File::open(path);
+        let bytes = file
+            .and_then(|f| read_bounded(f, MOST))
+            .with_context(place)?;
+        let json: serde_json::Value = serde_json::from_slice(&bytes).with_context(place)?;
         let messages = json.get("messages").unwrap_or(&json).clone();
         let messages: Vec<Message> = serde_json::from_value(messages)
             .with_context(|| format!("{}: expected a list of messages", path.display()))?;

@@ -13,6 +13,7 @@ use nq_formats::synth::{self, Preset};
 use nq_formats::{Bits, Checkpoint, Progress};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
 use nq_quantize::schemes::Schemes;
+use nq_runtime::device::Device;
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -32,13 +33,13 @@ pub struct BenchArgs {
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
     /// Prompt tokens of the prefill test; 0 leaves it out
-    #[arg(short = 'p', long, default_value_t = 512, value_name = "N")]
+    #[arg(short = 'p', long, default_value_t = 512, value_name = "N", value_parser = parse_tokens)]
     pub prompt_tokens: usize,
     /// Tokens of the decode test; 0 leaves it out
-    #[arg(short = 'n', long, default_value_t = 128, value_name = "N")]
+    #[arg(short = 'n', long, default_value_t = 128, value_name = "N", value_parser = parse_tokens)]
     pub gen_tokens: usize,
     /// Tokens already in the context when the test starts
-    #[arg(long, default_value_t = 0, value_name = "N")]
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = parse_tokens)]
     pub depth: usize,
     /// Sequences decoded at once
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = parse_count)]
@@ -85,10 +86,25 @@ pub enum EngineArg {
     Candle,
 }
 
+/// Most sequences at once, and most repeats.
+const MOST: usize = 1024;
+/// Most tokens of a test or a depth: more than any model's positions.
+const MOST_TOKENS: usize = 1 << 24;
+
+/// Positions of all sequences from which on it is asked first whether they fit the memory.
+const MANY: usize = 1 << 15;
+
 fn parse_count(s: &str) -> Result<usize, String> {
     match s.parse() {
-        Ok(n) if n > 0 => Ok(n),
-        _ => Err("expected at least 1".into()),
+        Ok(n @ 1..=MOST) => Ok(n),
+        _ => Err(format!("expected 1 to {MOST}")),
+    }
+}
+
+fn parse_tokens(s: &str) -> Result<usize, String> {
+    match s.parse() {
+        Ok(n @ 0..=MOST_TOKENS) => Ok(n),
+        _ => Err(format!("expected 0 to {MOST_TOKENS}")),
     }
 }
 
@@ -119,6 +135,14 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         session: Some(spec.largest_session()),
         ..global.load_options()
     };
+    let session = spec.largest_session();
+    if session.slots * session.ctx > MANY && options.device.resolve()? == Device::Cpu {
+        let memory = nq_quantize::memory::running(&checkpoint, None, &session)?;
+        system::check_memory(
+            memory.peak,
+            "a smaller --batch, --depth, -p or -n needs less",
+        )?;
+    }
     let meter = Meter::new(&options)?;
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &terminal)
         .with_context(|| name.clone())?;

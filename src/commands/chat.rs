@@ -10,7 +10,7 @@ use crate::chat::repl::{Repl, Totals};
 use crate::cli::{Global, parse_kv, parse_load_bits};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
-use anyhow::bail;
+use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
 use nq_quantize::quantize_at_load;
@@ -20,6 +20,7 @@ use nq_runtime::{
     ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,
 };
 use std::io::{self, IsTerminal};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -39,6 +40,9 @@ pub struct ChatArgs {
     /// there is no -p
     #[arg(short, long, value_name = "TEXT")]
     pub prompt: Option<String>,
+    /// As -p, with the text of this file
+    #[arg(short, long, value_name = "FILE", conflicts_with = "prompt")]
+    pub file: Option<PathBuf>,
     /// System prompt
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
@@ -48,6 +52,9 @@ pub struct ChatArgs {
     /// Do not show the thinking
     #[arg(long)]
     pub hide_thinking: bool,
+    /// Leave out the line of figures after an answer
+    #[arg(short, long)]
+    pub quiet: bool,
     /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
@@ -94,7 +101,12 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let terminal = Terminal::new();
     let (name, checkpoint, schemes) = open(args, global, &terminal)?;
     let config = checkpoint.config();
-    let sampling = sampling(args, SamplingParams::from_defaults(checkpoint.generation()));
+    let defaults = SamplingParams::from_defaults(checkpoint.generation());
+    defaults.validate().with_context(|| {
+        let file = checkpoint.files().path("generation_config.json");
+        file.display().to_string()
+    })?;
+    let sampling = sampling(args, defaults);
     sampling.validate()?;
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
@@ -133,6 +145,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         model: name,
         shown: shown_thinking(),
         hide_thinking: args.hide_thinking,
+        quiet: args.quiet,
         totals: Totals::default(),
     };
     if let Some((text, thinking)) = question {
@@ -155,16 +168,21 @@ type Question = (String, Option<bool>);
 /// The one message to answer: `-p`, what is piped in, or both. `None` where someone is there to
 /// talk to.
 fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
-    let piped = match (piped::kind(&io::stdin()), &args.prompt) {
+    let given = match &args.file {
+        Some(path) => Some(piped::read_file(path)?),
+        None => args.prompt.clone(),
+    };
+    let piped = match (piped::kind(&io::stdin()), &given) {
         (Input::Terminal, None) => return Ok(None),
         (Input::Text, Some(_)) => piped::read(
-            "waiting for the end of standard input, which goes with -p (`< /dev/null` keeps it out)",
+            "waiting for the end of standard input, which goes with the prompt (`< /dev/null` keeps \
+             it out)",
         )?,
         (Input::Text, None) => piped::read("waiting for a prompt on standard input")?,
         _ => String::new(),
     };
     // What asks for thinking is the end of what was typed, not of a text that goes with it.
-    match &args.prompt {
+    match &given {
         Some(prompt) => {
             let (prompt, thinking) = thinking_switch(prompt);
             Ok(Some((piped::join(Some(prompt), &piped)?, thinking)))
@@ -296,7 +314,8 @@ fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<
 
 /// Thinking is dimmed on a terminal (NO_COLOR: tagged), and kept out of a pipe.
 fn shown_thinking() -> Thinking {
-    let no_color = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+    let no_color = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty())
+        || std::env::var_os("TERM").is_some_and(|v| v == "dumb");
     match (io::stdout().is_terminal(), no_color) {
         (true, false) => Thinking::Dimmed,
         (true, true) => Thinking::Tagged,

@@ -11,8 +11,8 @@ use nq_evals::{
     EvalReport, EvalSpec, Evaluation, KldStats, Precision, Protocol, ReferenceLogits, WorstToken,
     compare, evaluate, self_noise,
 };
-use nq_formats::Progress;
 use nq_formats::durable::check_writable;
+use nq_formats::{Progress, nq};
 use nq_runtime::{ActivationChoice, Engine, EngineDescription, KvType, LoadOptions, Tokenizer};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -177,6 +177,8 @@ fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Res
     let checkpoint = &model.checkpoint;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(checkpoint.config().vocab_size)?;
+    // What a device makes of a NaN differs; figures of such a model mean nothing on any.
+    nq::verify_values(checkpoint)?;
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)
         .with_context(|| model.source.clone())?;
     Ok(Loaded {
@@ -211,10 +213,11 @@ impl Workbench<'_> {
             );
         }
         let spec = self.spec(loaded, terminal);
+        let of = || loaded.model.source.clone();
         let engine = loaded.engine.as_ref();
         let mut noise = None;
         let evaluation = match &self.reference {
-            None => evaluate(engine, &tokens, &spec, terminal)?,
+            None => evaluate(engine, &tokens, &spec, terminal).with_context(of)?,
             Some(reference) => {
                 let few = EvalSpec {
                     max_windows: Some(spec.max_windows.unwrap_or(NOISE_WINDOWS).min(NOISE_WINDOWS)),
@@ -230,8 +233,9 @@ impl Workbench<'_> {
                     self.recorded = record(reference, &tokens, &spec, terminal)?;
                 }
                 match &self.recorded {
-                    Some(recorded) => recorded.compare(engine, terminal)?,
-                    None => compare(engine, reference.engine.as_ref(), &tokens, &spec, terminal)?,
+                    Some(recorded) => recorded.compare(engine, terminal).with_context(of)?,
+                    None => compare(engine, reference.engine.as_ref(), &tokens, &spec, terminal)
+                        .with_context(of)?,
                 }
             }
         };
@@ -286,15 +290,12 @@ impl Workbench<'_> {
         spec
     }
 
-    /// Prints JSON, or the table.
+    /// Prints JSON, a list of one object for each model, or the table.
     fn print(&self, outcomes: &[Outcome], global: &Global) -> anyhow::Result<()> {
         let reference = self.reference.as_ref().map(|r| r.model.name.as_str());
         if global.json {
             let json: Vec<Json<'_>> = outcomes.iter().map(|o| o.json(reference)).collect();
-            let text = match json.as_slice() {
-                [one] => serde_json::to_string_pretty(one)?,
-                many => serde_json::to_string_pretty(many)?,
-            };
+            let text = serde_json::to_string_pretty(&json)?;
             return Ok(crate::terminal::print_line(&text)?);
         }
         let Some(first) = outcomes.first() else {

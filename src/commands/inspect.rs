@@ -2,10 +2,11 @@
 
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::{Terminal, human_bytes, print_line};
+use crate::terminal::{Terminal, human_bytes, print_line, shortened};
 use clap::Args;
 use nq_formats::nq::{self, QuantizationRecord};
-use nq_formats::{Checkpoint, TensorEntry, tokenizer};
+use nq_formats::{Checkpoint, TensorEntry};
+use nq_runtime::Tokenizer;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::fmt::{self, Write};
@@ -16,10 +17,14 @@ use std::process::ExitCode;
 pub struct InspectArgs {
     /// demo, a folder, a file, a hub id or a name from `nq list`
     pub model: String,
-    /// Also read every parameter and the tokenizer, and fail if anything is wrong
+    /// Also read every value of every parameter and load the tokenizer, and fail if a value is not
+    /// finite or anything else is wrong
     #[arg(long)]
     pub verify: bool,
 }
+
+/// Characters of a name in the table, at most; `--json` has all of it.
+const LONGEST_NAME: usize = 100;
 
 /// `nq inspect --json`.
 #[derive(Serialize)]
@@ -54,8 +59,8 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let opened = model::open(Some(&args.model), global, &Terminal::new())?;
     let checkpoint = &opened.checkpoint;
     if args.verify {
-        nq::verify(checkpoint)?;
-        tokenizer::check(checkpoint)?;
+        nq::verify_values(checkpoint)?;
+        Tokenizer::from_files(checkpoint.files())?.check_vocab(checkpoint.config().vocab_size)?;
     }
     let record = nq::record(checkpoint)?;
     let row = |e: TensorEntry| row(e, record.as_ref());
@@ -115,21 +120,28 @@ fn describe(
         .iter()
         .map(|t| format!("{:?}", t.shape))
         .collect();
-    let width =
-        |items: &mut dyn Iterator<Item = usize>, least: usize| items.max().unwrap_or(0).max(least);
-    let name = width(&mut report.tensors.iter().map(|t| t.name.len()), 6);
-    let shape = width(&mut shapes.iter().map(String::len), 5);
-    let dtype = width(&mut report.tensors.iter().map(|t| t.dtype.len()), 5);
+    let names: Vec<_> = report
+        .tensors
+        .iter()
+        .map(|t| shortened(&t.name, LONGEST_NAME))
+        .collect();
+    let width = |items: &mut dyn Iterator<Item = &str>, least: usize| {
+        let longest = items.map(|i| i.chars().count()).max();
+        longest.unwrap_or(0).clamp(least, LONGEST_NAME)
+    };
+    let name = width(&mut names.iter().map(|n| &**n), 6);
+    let shape = width(&mut shapes.iter().map(String::as_str), 5);
+    let dtype = width(&mut report.tensors.iter().map(|t| t.dtype.as_str()), 5);
     writeln!(
         out,
         "{:name$}  {:dtype$}  {:>shape$}  {:>7}  {:>12}  FILE",
         "TENSOR", "DTYPE", "SHAPE", "BITS", "BYTES"
     )?;
-    for (t, dims) in report.tensors.iter().zip(&shapes) {
+    for ((t, dims), shown) in report.tensors.iter().zip(&shapes).zip(&names) {
         writeln!(
             out,
-            "{:name$}  {:dtype$}  {dims:>shape$}  {:>7.4}  {:>12}  {}",
-            t.name, t.dtype, t.bits, t.bytes, t.file
+            "{shown:name$}  {:dtype$}  {dims:>shape$}  {:>7.4}  {:>12}  {}",
+            t.dtype, t.bits, t.bytes, t.file
         )?;
     }
     writeln!(out)?;
@@ -170,7 +182,10 @@ fn describe(
         describe_record(out, record)?;
     }
     if report.verified {
-        writeln!(out, "  verified         every parameter and the tokenizer")?;
+        writeln!(
+            out,
+            "  verified         every value of every parameter is finite; the tokenizer loads"
+        )?;
     }
     Ok(())
 }

@@ -11,7 +11,7 @@ pub mod quantize;
 pub mod synth;
 
 use crate::cli::{Cli, Command};
-use crate::terminal::print_line;
+use crate::terminal::{leave_on_signals, print_line};
 use clap::CommandFactory;
 use std::process::ExitCode;
 
@@ -19,6 +19,10 @@ use std::process::ExitCode;
 pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let Cli { command, global } = cli;
     global.note_threads();
+    // The others have an end of their own for what they do then.
+    if !matches!(command, Command::Quantize(_) | Command::Chat(_)) {
+        leave_on_signals()?;
+    }
     match command {
         Command::Quantize(args) => quantize::run(&args, &global),
         Command::Chat(args) => chat::run(&args, &global),

@@ -2,7 +2,7 @@
 
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::{human_bytes, print_line, say};
+use crate::terminal::{human_bytes, print_line, printable, say, shortened};
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::Checkpoint;
@@ -21,6 +21,9 @@ pub struct RmArgs {
     #[arg(short, long)]
     pub yes: bool,
 }
+
+/// Characters of a row that says why a model cannot be read, at most.
+const LONGEST_REASON: usize = 300;
 
 /// One model of the folder.
 #[derive(Serialize)]
@@ -88,7 +91,11 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
                 };
                 (String::new(), Some(why.to_owned()))
             }
-            Err(e) => (String::new(), Some(format!("unreadable: {e}"))),
+            Err(e) => {
+                let why = e.to_string();
+                let why = shortened(&why, LONGEST_REASON);
+                (String::new(), Some(format!("unreadable: {why}")))
+            }
         };
         rows.push(Row {
             name,
@@ -144,7 +151,7 @@ pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
         write!(
             std::io::stderr(),
             "remove {} ({})? [y/N] ",
-            path.display(),
+            printable(&path.display().to_string()),
             human_bytes(size_of_tree(&path))
         )?;
         let mut answer = String::new();

@@ -68,10 +68,12 @@ pub struct TuningEstimate {
     /// It is the CPU's memory.
     pub on_cpu: bool,
     /// Bytes that may be used.
+    #[serde(rename = "limit_bytes")]
     pub limit: u64,
     /// What fits; `None`: nothing, and the method's weights stay.
     pub plan: Option<MemoryPlan>,
     /// Bytes that the least would take, where it does not fit.
+    #[serde(rename = "least_bytes")]
     pub least: u64,
 }
 

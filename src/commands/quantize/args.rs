@@ -39,7 +39,7 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "N", value_parser = parse_group)]
     pub group_size: Option<Group>,
     /// Store a zero-point per group [default: at 4 bits]
-    #[arg(long, overrides_with = "sym")]
+    #[arg(long, conflicts_with = "sym")]
     pub asym: bool,
     /// No zero-points [default: at 8 bits]
     #[arg(long)]

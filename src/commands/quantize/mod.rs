@@ -6,7 +6,7 @@ mod target;
 
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::{INTERRUPTED, Terminal, human_bytes, print_line, say, shell_word};
+use crate::terminal::{Terminal, human_bytes, leave_interrupted, print_line, say, shell_word};
 use anyhow::Context;
 pub use args::QuantizeArgs;
 use nq_formats::Progress;
@@ -98,7 +98,7 @@ fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
                 staging.display()
             ));
         }
-        std::process::exit(INTERRUPTED.into());
+        leave_interrupted();
     })?;
     Ok(())
 }
