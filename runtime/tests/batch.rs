@@ -1,4 +1,5 @@
 //! Sequences that join, leave, fork and fail in a running batch give what each gives alone.
+#![allow(clippy::print_stdout, reason = "tests say what they did and skip")]
 
 mod common;
 

@@ -736,7 +736,7 @@ fn broken_logits_are_errors() {
 #[test]
 fn parameters_without_meaning_are_refused() {
     let check = |p: SamplingParams, name: &str| {
-        let e = Sampler::new(p, 0).err().expect(name).to_string();
+        let e = Sampler::new(p, 0).expect_err(name).to_string();
         assert!(e.contains(name), "{e}");
     };
     let p = params();
