@@ -48,7 +48,7 @@ impl Source {
     /// A checkpoint of these files and `store`.
     ///
     /// # Errors
-    /// As [`Checkpoint::of_files`].
+    /// As `Checkpoint::of_files`.
     pub fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
         Checkpoint::of_files(self.files, store)
     }

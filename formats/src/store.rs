@@ -46,13 +46,13 @@ pub trait WeightStore: Send + Sync {
     /// A dense one-dimensional parameter (norms).
     ///
     /// # Errors
-    /// [`Error::Tensor`] if it is absent or not `[len]`.
+    /// [`crate::Error::Tensor`] if it is absent or not `[len]`.
     fn vector(&self, name: &str, len: usize) -> Result<Tensor>;
 
     /// The weight of a Linear or embedding.
     ///
     /// # Errors
-    /// [`Error::Tensor`] if it is absent, or its shape is not `[out_features, in_features]`.
+    /// [`crate::Error::Tensor`] if it is absent, or its shape is not `[out_features, in_features]`.
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight>;
 
     /// The weight exactly as the file stands for it, which may be in a form that no kernel
