@@ -38,8 +38,8 @@ impl fmt::Display for KvType {
     }
 }
 
-/// Positions of a page. A power of two, so that kernels divide by shifts; of the sizes tried, the
-/// largest whose unused ends cost little: a sequence wastes half a page.
+/// Positions of a page: as many as a pass of a GPU's decode attention covers. A sequence leaves half
+/// a page unused on average.
 pub const PAGE: usize = 128;
 
 /// Keys and values of one layer, in pages that belong to sequences through their page tables: of
