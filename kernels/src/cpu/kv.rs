@@ -85,13 +85,10 @@ impl KvData {
             KvData::F32(d) => d[span].copy_from_slice(x),
             KvData::F16(d) => d[span].convert_from_f32_slice(x),
             KvData::Int8 { codes, scales } => {
-                // A NaN must not be lost among the codes, which have none: the scale keeps it.
-                let larger = |m: f32, v: &f32| if v.is_nan() { f32::NAN } else { m.max(v.abs()) };
-                let absmax = x.iter().fold(0f32, |m, v| match m.is_nan() {
-                    true => m,
-                    false => larger(m, v),
-                });
-                let scale = f16::from_f32(absmax / 127.0);
+                let absmax = x.iter().fold(0f32, |m, v| m.max(v.abs()));
+                // A NaN, which the maximum loses and codes do not have, stays in the scale.
+                let nan: f32 = x.iter().map(|v| v * 0.0).sum();
+                let scale = f16::from_f32(absmax / 127.0 + nan);
                 scales[row] = scale;
                 let inv = if scale.to_f32() > 0.0 {
                     1.0 / scale.to_f32()

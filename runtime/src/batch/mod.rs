@@ -182,23 +182,21 @@ impl<'s> Batch<'s> {
         } else if self.queued.is_empty() {
             self.step_on_host(pieces, each)
         } else {
-            // What is queued comes first; then the host takes over.
+            // What is queued comes first, all of it where there are pieces to run.
             self.receive(each)?;
+            while !pieces.is_empty() && !self.queued.is_empty() {
+                self.receive(each)?;
+            }
             match pieces.is_empty() {
                 true => Ok(()),
-                false => {
-                    while !self.queued.is_empty() {
-                        self.receive(each)?;
-                    }
-                    self.step_on_host(pieces, each)
-                }
+                false => self.step_on_host(pieces, each),
             }
         }
     }
 
     fn check(&self, pieces: &[Piece<'_>]) -> Result<()> {
         let spec = self.session.spec();
-        for piece in pieces {
+        for (at, piece) in pieces.iter().enumerate() {
             let refuse = |expected: &str, found: String| {
                 Err(Error::Request {
                     what: "piece",
@@ -220,9 +218,12 @@ impl<'s> Batch<'s> {
                     needed,
                 });
             }
-            if self.members.iter().any(|m| m.slot == piece.slot) {
+            if self.is_running(piece.slot) {
                 let found = format!("slot {}, which is in it", piece.slot);
                 return refuse("a sequence that is not in the batch", found);
+            }
+            if pieces[..at].iter().any(|p| p.slot == piece.slot) {
+                return refuse("different slots", format!("slot {} twice", piece.slot));
             }
             if piece.then.as_ref().is_some_and(|t| t.tokens == 0) {
                 return refuse("a continuation of at least one token", "none".into());
@@ -241,7 +242,7 @@ impl<'s> Batch<'s> {
 
     fn step_ahead(&mut self, pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
         // Steps of those who run already go before prompts, so that their tokens do not wait.
-        self.fill(each)?;
+        self.fill()?;
         let (joining, prompts): (Vec<_>, Vec<_>) = pieces
             .into_iter()
             .partition(|p| p.tokens.len() == 1 && p.then.is_some());
@@ -250,10 +251,18 @@ impl<'s> Batch<'s> {
             let len = self.session.len(piece.slot);
             self.join(piece.slot, piece.tokens[0], len, piece.then);
         }
-        self.fill(each)?;
-        match self.queued.is_empty() {
-            true => Ok(()),
-            false => self.receive(each),
+        self.fill()?;
+        self.tell_blocked(each);
+        self.receive(each)
+    }
+
+    /// Sequences that cannot go on, and for which nothing is queued, leave and say why.
+    fn tell_blocked(&mut self, each: &mut Each<'_>) {
+        let told = |m: &Member| m.queued == 0 && m.blocked.is_some();
+        while let Some(at) = self.members.iter().position(told) {
+            if let Some(e) = self.members[at].blocked.take() {
+                self.deliver(at, Err(e), 0, each);
+            }
         }
     }
 
@@ -313,8 +322,8 @@ impl<'s> Batch<'s> {
     }
 
     /// Gives member `at` what it drew after `fed` tokens, which the sampler has recorded; takes it
-    /// out if it is done. True if it stays.
-    fn deliver(&mut self, at: usize, drawn: Result<u32>, fed: usize, each: &mut Each<'_>) -> bool {
+    /// out if it is done.
+    fn deliver(&mut self, at: usize, drawn: Result<u32>, fed: usize, each: &mut Each<'_>) {
         let member = &mut self.members[at];
         let over = match drawn {
             Ok(token) => {
@@ -331,11 +340,10 @@ impl<'s> Batch<'s> {
         if over {
             self.remove(at);
         }
-        !over
     }
 
     /// Keeps the device ahead: seats whoever stands, and queues steps.
-    fn fill(&mut self, each: &mut Each<'_>) -> Result<()> {
+    fn fill(&mut self) -> Result<()> {
         let ctx = self.session.spec().ctx;
         loop {
             let Some(device) = self.session.steps_ahead() else {
@@ -399,39 +407,27 @@ impl<'s> Batch<'s> {
                 self.remove(at);
                 return Err(e);
             }
-            if going > 0 {
-                match device.queue() {
-                    Ok(()) => {
-                        let sitting = self.members.iter_mut().filter(|m| m.row.is_some());
-                        let rows = sitting.filter_map(|m| {
-                            m.left -= 1;
-                            m.queued += 1;
-                            Some((m.row?, m.slot))
-                        });
-                        self.queued.push_back(rows.collect());
-                        continue;
-                    }
-                    // The last to join gives way.
-                    Err(e @ Error::PagesFull { .. }) => {
-                        let last = self.members.iter_mut().rev().find(|m| m.row.is_some());
-                        if let Some(member) = last {
-                            member.blocked = Some(e);
-                        }
-                        continue;
-                    }
-                    Err(e) => return Err(e),
-                }
+            if going == 0 {
+                return Ok(());
             }
-            // Nobody can go on: those who are blocked are told when nothing is queued for them.
-            while let Some(at) =
-                (self.members.iter()).position(|m| m.queued == 0 && m.blocked.is_some())
-            {
-                let error = self.members[at].blocked.take();
-                if let Some(e) = error {
-                    self.deliver(at, Err(e), 0, each);
+            let mut sitting = self.members.iter_mut().filter(|m| m.row.is_some());
+            match device.queue() {
+                Ok(()) => {
+                    let rows = sitting.filter_map(|m| {
+                        m.left -= 1;
+                        m.queued += 1;
+                        Some((m.row?, m.slot))
+                    });
+                    self.queued.push_back(rows.collect());
                 }
+                // The last to join gives way.
+                Err(e @ Error::PagesFull { .. }) => {
+                    if let Some(member) = sitting.next_back() {
+                        member.blocked = Some(e);
+                    }
+                }
+                Err(e) => return Err(e),
             }
-            return Ok(());
         }
     }
 
@@ -466,14 +462,9 @@ impl<'s> Batch<'s> {
                 }
                 token
             });
-            let stays = self.deliver(at, token, 1, each);
-            let told = stays.then(|| self.members[at].queued == 0);
-            if told == Some(true)
-                && let Some(e) = self.members[at].blocked.take()
-            {
-                self.deliver(at, Err(e), 0, each);
-            }
+            self.deliver(at, token, 1, each);
         }
+        self.tell_blocked(each);
         Ok(())
     }
 
@@ -494,7 +485,7 @@ impl<'s> Batch<'s> {
                 needed,
             });
             match blocked.or(full) {
-                Some(e) => drop(self.deliver(at, Err(e), 0, each)),
+                Some(e) => self.deliver(at, Err(e), 0, each),
                 None => at += 1,
             }
         }
@@ -677,14 +668,12 @@ pub fn decode(
             tokens: steps,
         }),
     }];
-    loop {
-        batch.step(std::mem::take(&mut pieces), &mut receive)?;
-        if batch.running() == 0 {
-            break;
-        }
+    let mut result = Ok(());
+    while result.is_ok() && (!pieces.is_empty() || batch.running() > 0) {
+        result = batch.step(std::mem::take(&mut pieces), &mut receive);
     }
     if let Some(used) = batch.leave(slot) {
         *sampler = used;
     }
-    failed.map_or(Ok(()), Err)
+    result.and(failed.map_or(Ok(()), Err))
 }

@@ -651,7 +651,7 @@ impl StepsAhead for CudaSession {
             false => StepEnd::Greedy,
         };
         if std::mem::take(&mut self.step.written) {
-            self.queue_embedding(self.step.rows)?;
+            self.queue_embedding(m)?;
         }
         self.run_step(self.kind(m, longest.unwrap_or(1), end))?;
         self.step.queued.push_back(self.step.seats[..m].to_vec());
