@@ -410,6 +410,8 @@ impl<'s> Batch<'s> {
             if going == 0 {
                 return Ok(());
             }
+            let full = |e: &Option<Error>| matches!(e, Some(Error::PagesFull { .. }));
+            let waiting = self.members.iter().any(|m| full(&m.blocked));
             let mut sitting = self.members.iter_mut().filter(|m| m.row.is_some());
             match device.queue() {
                 Ok(()) => {
@@ -420,12 +422,11 @@ impl<'s> Batch<'s> {
                     });
                     self.queued.push_back(rows.collect());
                 }
-                // The last to join gives way.
-                Err(e @ Error::PagesFull { .. }) => {
-                    if let Some(member) = sitting.next_back() {
-                        member.blocked = Some(e);
-                    }
-                }
+                // The last to join gives way, and the others wait for what it gives back.
+                Err(e @ Error::PagesFull { .. }) => match sitting.next_back() {
+                    Some(member) if !waiting => member.blocked = Some(e),
+                    _ => return Ok(()),
+                },
                 Err(e) => return Err(e),
             }
         }
