@@ -1,11 +1,16 @@
-// Attention of the new tokens of a step, one a sequence: per-head RMSNorm of q and k, rotary
-// embedding, append to the cache, softmax over the positions so far, split over blocks.
+// Attention of the new tokens of a step: per-head RMSNorm of q and k, rotary embedding, append to
+// the cache, softmax over the positions so far, split over blocks.
 //
 //   out[h] = softmax(rope(norm(q[h])) . K[h / G] / sqrt(128)) V[h / G],  G = heads / kv_heads <= 8
 //
 // Keys and values lie in pages (`Cache`): a pass of a block covers one page.
 //
-// Grid (kv_heads, splits of the longest context, sequences). A block serves the G query heads of
+// Grid (kv_heads, splits of the longest context, rows). A row is one token. With ROWS > 1 rows that
+// follow one another may be a run: consecutive positions of one sequence, up to ROWS of them. What
+// the rows of a run append, the cache has only after the kernel: a block computes the new keys and
+// values up to its own row itself, and stores those of its own row.
+//
+// A block serves the G query heads of
 // one key/value head over its split of the positions, 128 at a time: warp w computes the scores of
 // 32 of them, then, once the weights of all are in shared memory, dims 32w .. 32w+31 of the output
 // over all of them. Of int8 there is room for two passes: one is fetched while the other is read.
@@ -50,6 +55,8 @@ static_assert(BLOCK_POSITIONS == PAGE, "a pass covers a page");
 constexpr int LEAST_SPLIT = 256;
 // Parts of a context, at most.
 constexpr int MOST_SPLITS = 64;
+// Rows of one sequence, at most.
+constexpr int MOST_RUN = 16;
 // 8-dim tiles of a warp's part of the output.
 constexpr int DIM_TILES = HEAD_DIM / 8 / ATTENTION_WARPS;
 
@@ -68,7 +75,7 @@ struct ScalesShared<true> {
     uint4 scales[2][ATTENTION_WARPS][2][4];   // of each buffer, of a warp's keys and values
 };
 
-template <bool INT8>
+template <bool INT8, int ROWS>
 struct AttentionShared : ScalesShared<INT8> {
     static constexpr int BUFFERS = INT8 ? 2 : 1;
     // Private to lanes: of each 8 positions of a warp, and of each 8 of its dims.
@@ -76,26 +83,27 @@ struct AttentionShared : ScalesShared<INT8> {
     uint4 values[BUFFERS][ATTENTION_WARPS][INT8 ? 2 : 4][DIM_TILES][32];
     uint4 weights[ATTENTION_WARPS][2][32];              // left operands: high and low parts
     uint4 q[2][8][16];                                  // high and low parts, [head][128] FP16
-    uint4 fresh[2][INT8 ? 8 : 16];                      // new key and value: codes or FP16
-    __half fresh_scale[2];
+    uint4 fresh[2][ROWS][INT8 ? 8 : 16];                // new keys and values: codes or FP16
+    __half fresh_scale[2][ROWS];
     float top[ATTENTION_WARPS][8];
     float sum[ATTENTION_WARPS][8];
     float share[8][MOST_SPLITS];                        // of the parts in a head's result
     bool last;
 };
 // What the launcher asks for.
-static_assert(sizeof(AttentionShared<false>) == 76560 && sizeof(AttentionShared<true>) == 77328);
+static_assert(sizeof(AttentionShared<false, 1>) == 76560 && sizeof(AttentionShared<true, 1>) == 77328);
+static_assert(sizeof(AttentionShared<false, MOST_RUN>) == 84304 && sizeof(AttentionShared<true, MOST_RUN>) == 81232);
 
-template <bool INT8>
+template <bool INT8, int ROWS>
 DEVICE void attention_decode(const AttentionArgs& p) {
     constexpr float LOG2E = 1.4426950408889634f;
     constexpr int BYTES = INT8 ? 1 : 2;
     constexpr int EACH = 16 / BYTES;               // elements that a lane loads at once
     constexpr int EIGHTS = EACH / 8;
     constexpr int LOADS = HEAD_DIM / (4 * EACH);   // of four lanes for a vector
-    constexpr int BUFFERS = AttentionShared<INT8>::BUFFERS;
+    constexpr int BUFFERS = AttentionShared<INT8, ROWS>::BUFFERS;
     extern __shared__ uint4 dynamic_shared[];
-    AttentionShared<INT8>& sm = *reinterpret_cast<AttentionShared<INT8>*>(dynamic_shared);
+    AttentionShared<INT8, ROWS>& sm = *reinterpret_cast<AttentionShared<INT8, ROWS>*>(dynamic_shared);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
@@ -112,7 +120,18 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its predecessor
     const int start = blockIdx.y * share;
     const int end = min(start + share, length);
-    const bool newest = blockIdx.y == splits - 1;
+    // Rows of the run in front of this one; of their positions and this one those from `fresh_from`
+    // on lie in this block's split.
+    int before = 0;
+    if constexpr (ROWS > 1) {
+        bool same = false;
+        if (lane < ROWS - 1 && lane < sequence) {
+            const Step* const at = p.step + sequence - 1 - lane;
+            same = __ldcg(&at->slot) == slot && __ldcg(&at->position) == position - 1 - lane;
+        }
+        before = __ffs(~__ballot_sync(~0u, same)) - 1;
+    }
+    const int fresh_from = max(start, position - before), fresh_rows = max(end - fresh_from, 0);
 
     // Keys of this warp's 32 positions: column n of product j is position
     // base + 32 warp + 8 (n / 2) + 2j + n % 2, so that lane (g, t) ends with the scores of
@@ -160,39 +179,48 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const float* const qkv = p.qkv + size_t(sequence) * (p.heads + 2 * p.cache.kv_heads) * HEAD_DIM;
     const int head0 = sequence * p.heads + kv * heads;   // of all sequences' query heads
 
-    // Jobs 0 .. heads - 1: queries; then the new key and the new value.
-    constexpr int ROUNDS = (8 + 2 + ATTENTION_WARPS - 1) / ATTENTION_WARPS;
-    const int jobs = heads + (newest ? 2 : 0);
+    // Jobs 0 .. heads - 1: queries; then the new key and the new value of each row of the run.
+    constexpr int ROUNDS = (8 + 2 * ROWS + ATTENTION_WARPS - 1) / ATTENTION_WARPS;
+    const int jobs = heads + 2 * fresh_rows;
     float4 fresh[ROUNDS];
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
-        const int job = warp + i * ATTENTION_WARPS, which = job - heads;
-        const int row = which < 0 ? kv * heads + job : p.heads + which * p.cache.kv_heads + kv;
-        if (job < jobs) fresh[i] = __ldcg(reinterpret_cast<const float4*>(qkv + row * HEAD_DIM) + lane);
+        const int job = warp + i * ATTENTION_WARPS, which = (job - heads) % 2;
+        if (job >= jobs) break;
+        const int head = job < heads ? kv * heads + job : p.heads + which * p.cache.kv_heads + kv;
+        // Rows in front of this one lie in front of it in `qkv`.
+        const int back = job < heads ? 0 : position - fresh_from - (job - heads) / 2;
+        fresh[i] = __ldcg(reinterpret_cast<const float4*>(qkv + (head - back * (p.heads + 2 * p.cache.kv_heads)) * HEAD_DIM) + lane);
     }
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
-        const int job = warp + i * ATTENTION_WARPS, which = job - heads;
+        const int job = warp + i * ATTENTION_WARPS;
         if (job >= jobs) break;
         float4 v = fresh[i];
-        if (which < 1) v = norm_rope(v, which < 0 ? q_gain : k_gain, c0, c1, p.eps, lane);
-        if (which < 0) {
+        if (job < heads) {
+            v = norm_rope(v, q_gain, c0, c1, p.eps, lane);
             const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
             uint2 hi, lo;
             split_pair(v.x * s, v.y * s, hi.x, lo.x);
             split_pair(v.z * s, v.w * s, hi.y, lo.y);
             reinterpret_cast<uint2*>(sm.q[0][job])[lane] = hi;
             reinterpret_cast<uint2*>(sm.q[1][job])[lane] = lo;
-        } else {
-            const Kept kept = round_row<INT8>(v);
-            if constexpr (INT8) {
-                reinterpret_cast<char4*>(sm.fresh[which])[lane] = kept.code;
-                if (lane == 0) sm.fresh_scale[which] = kept.scale;
-            } else {
-                reinterpret_cast<uint2*>(sm.fresh[which])[lane] = kept.half;
-            }
-            store_row<INT8>(p.cache, which, p.cache.head(newest_page, kv), position % PAGE, kept, lane);
+            continue;
         }
+        const int which = (job - heads) % 2, r = (job - heads) / 2, pos = fresh_from + r;
+        if (which == 0) {
+            const float4* const turn = angles - (position - pos) * 32;
+            v = ROWS == 1 ? norm_rope(v, k_gain, c0, c1, p.eps, lane)
+                          : norm_rope(v, k_gain, __ldg(turn), __ldg(turn + 1), p.eps, lane);
+        }
+        const Kept kept = round_row<INT8>(v);
+        if constexpr (INT8) {
+            reinterpret_cast<char4*>(sm.fresh[which][r])[lane] = kept.code;
+            if (lane == 0) sm.fresh_scale[which][r] = kept.scale;
+        } else {
+            reinterpret_cast<uint2*>(sm.fresh[which][r])[lane] = kept.half;
+        }
+        if (pos == position) store_row<INT8>(p.cache, which, p.cache.head(newest_page, kv), position % PAGE, kept, lane);
     }
     __syncthreads();
 
@@ -203,7 +231,8 @@ DEVICE void attention_decode(const AttentionArgs& p) {
 #pragma unroll 1
     for (int base = start; base < end; base += BLOCK_POSITIONS) {
         const int mine = base + 32 * warp;          // this warp's positions
-        const bool has_new = newest && position < base + BLOCK_POSITIONS;
+        // New rows among this pass's positions.
+        const int new_from = max(fresh_from, base), new_end = min(end, base + BLOCK_POSITIONS);
         float score[8];
         float value_scale[8];
         float peak = -INFINITY;
@@ -219,12 +248,14 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         copy_wait<2 * BUFFERS - 1>();
         if (INT8) __syncwarp();   // scales are other lanes' copies
         if (mine < end) {
-            // The new key is not yet readable from the cache.
-            if (has_new && position >= mine) {
-                const int at = position - mine;
+            // The new keys are not yet readable from the cache.
+#pragma unroll 1
+            for (int pos = max(new_from, mine); pos < min(new_end, mine + WARP_POSITIONS); pos++) {
+                const int at = pos - mine;
                 if (at / 8 == g / 2 && at % 2 == g % 2) {
 #pragma unroll
-                    for (int i = 0; i < LOADS; i++) sm.keys[buffer][warp][at % 8 / 2][i][lane] = sm.fresh[0][4 * i + t];
+                    for (int i = 0; i < LOADS; i++)
+                        sm.keys[buffer][warp][at % 8 / 2][i][lane] = sm.fresh[0][pos - fresh_from][4 * i + t];
                 }
             }
             float s[4][4] = {};
@@ -257,9 +288,10 @@ DEVICE void attention_decode(const AttentionArgs& p) {
                 float v = s[i / 2][i % 2] + s[i / 2][i % 2 + 2];
                 const int pos = mine + 8 * t + i;
                 if constexpr (INT8) {
-                    bool fresh = newest && pos == position;
-                    v *= __half2float(fresh ? sm.fresh_scale[0] : reinterpret_cast<const __half*>(&key_scales)[i]);
-                    value_scale[i] = __half2float(fresh ? sm.fresh_scale[1] : reinterpret_cast<const __half*>(&value_scales)[i]);
+                    const bool fresh = pos >= fresh_from && pos < end;
+                    const int r = fresh ? pos - fresh_from : 0;
+                    v *= __half2float(fresh ? sm.fresh_scale[0][r] : reinterpret_cast<const __half*>(&key_scales)[i]);
+                    value_scale[i] = __half2float(fresh ? sm.fresh_scale[1][r] : reinterpret_cast<const __half*>(&value_scales)[i]);
                 }
                 score[i] = pos < end ? v : -INFINITY;
                 peak = fmaxf(peak, score[i]);
@@ -294,16 +326,19 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         }
         if (t == 0) sm.sum[warp][g] = sum;
         copy_wait<2 * BUFFERS - 2>();
-        const int newest_at = position - base;
-        if (has_new && newest_at % (4 * EACH) / EACH == t) {
+#pragma unroll 1
+        for (int pos = new_from; pos < new_end; pos++) {
+            const int newest_at = pos - base;
+            if (newest_at % (4 * EACH) / EACH != t) continue;
 #pragma unroll
             for (int n = 0; n < DIM_TILES; n++) {
                 uint4* const to = &sm.values[buffer][warp][newest_at / (4 * EACH)][n][lane];
                 const int at = newest_at % EACH, dim = 8 * (DIM_TILES * warp + n) + g;
+                const uint4* const from = sm.fresh[1][pos - fresh_from];
                 if constexpr (INT8)
-                    reinterpret_cast<int8_t*>(to)[at] = reinterpret_cast<const int8_t*>(sm.fresh[1])[dim];
+                    reinterpret_cast<int8_t*>(to)[at] = reinterpret_cast<const int8_t*>(from)[dim];
                 else
-                    reinterpret_cast<__half*>(to)[at] = reinterpret_cast<const __half*>(sm.fresh[1])[dim];
+                    reinterpret_cast<__half*>(to)[at] = reinterpret_cast<const __half*>(from)[dim];
             }
         }
         __syncthreads();

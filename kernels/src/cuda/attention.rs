@@ -242,14 +242,20 @@ impl Heads<'_> {
 /// How a step's attention is launched.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShape {
-    /// Sequences.
+    /// Rows.
     pub m: usize,
     /// [`AttentionScratch::splits`] of the longest.
     pub splits: usize,
     /// Keeps the next kernel from starting before the one in front has ended: what it requests
     /// early then does not hold up this one's operands.
     pub late: bool,
+    /// Rows that follow one another may be of one sequence: up to [`MOST_RUN`] at consecutive
+    /// positions. Without, each row is a sequence of its own.
+    pub runs: bool,
 }
+
+/// Rows of one sequence in a step, at most (`cuda/attention_decode.cuh`).
+pub const MOST_RUN: usize = 16;
 
 /// Where a step's attention goes.
 pub enum AttentionOutput<'a> {
@@ -272,12 +278,15 @@ impl AttentionScratch {
     /// share a multiprocessor with the products of the largest models.
     const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2832;
     const SHARED_INT8: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 3600;
+    /// What the new keys and values of a run take more, and their scales.
+    const RUN_FP16: usize = 2 * (MOST_RUN - 1) * 2 * HEAD_DIM + 64;
+    const RUN_INT8: usize = 2 * (MOST_RUN - 1) * HEAD_DIM + 64;
     /// `LEAST_SPLIT` of `cuda/attention_decode.cuh`.
     const LEAST_SPLIT: usize = 256;
     /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
     const MOST_SPLITS: usize = 64;
 
-    /// For steps of up to `sequences` tokens, with `heads` query and `kv_heads` key heads.
+    /// For steps of up to `sequences` rows, with `heads` query and `kv_heads` key heads.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
@@ -508,7 +517,12 @@ impl Stream {
             late: i32,
         }
         let op = "attention_decode";
-        let AttentionShape { m, splits, late } = shape;
+        let AttentionShape {
+            m,
+            splits,
+            late,
+            runs,
+        } = shape;
         heads.check(op, cache)?;
         let width = (heads.heads + 2 * cache.kv_heads()) * HEAD_DIM;
         at_least(op, "qkv", m * width, qkv.len())?;
@@ -549,13 +563,19 @@ impl Stream {
         let shape = LaunchShape {
             grid: (cache.kv_heads(), splits, m),
             threads: 128,
-            shared: match cache.pages.scales {
-                Some(_) => AttentionScratch::SHARED_INT8,
-                None => AttentionScratch::SHARED_FP16,
+            shared: match (&cache.pages.scales, runs) {
+                (Some(_), false) => AttentionScratch::SHARED_INT8,
+                (None, false) => AttentionScratch::SHARED_FP16,
+                (Some(_), true) => AttentionScratch::SHARED_INT8 + AttentionScratch::RUN_INT8,
+                (None, true) => AttentionScratch::SHARED_FP16 + AttentionScratch::RUN_FP16,
             },
             overlap: true,
         };
-        let name = format!("{op}_{}", cache.suffix());
+        let kernel = match runs {
+            true => "attention_run",
+            false => op,
+        };
+        let name = format!("{kernel}_{}", cache.suffix());
         // SAFETY: the arguments are the kernel's; sizes were checked. The steps' positions and
         // slots are within the cache: the engine checks before it queues steps.
         unsafe { self.launch(&name, shape, &args) }

@@ -26,7 +26,7 @@ pub use advance::{
 };
 pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, DevicePages, HEAD_DIM, Heads, LayerPages,
-    PageEntry, PagesShape,
+    MOST_RUN, PageEntry, PagesShape,
 };
 pub use batch::{Columns, MOST_SEQUENCES};
 pub use driver::{

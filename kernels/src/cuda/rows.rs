@@ -85,12 +85,12 @@ impl RowsOut<'_> {
 }
 
 impl Stream {
-    /// Writes `value` to index `at` of `to`, in order with the stream's other work; it may change
-    /// or go right after.
+    /// Writes `values` to `to` from index `at` on, in order with the stream's other work; they may
+    /// change or go right after.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is no such index; the driver's.
-    pub fn put<T: Pod>(&self, to: &mut Buffer<T>, at: usize, value: T) -> Result<()> {
+    /// [`Error::Shape`] if there is no room for them; the driver's.
+    pub fn put<T: Pod>(&self, to: &mut Buffer<T>, at: usize, values: &[T]) -> Result<()> {
         /// `MOST_WORDS` of `cuda/put.cu`.
         const MOST: usize = 64;
         #[derive(Clone, Copy)]
@@ -104,17 +104,21 @@ impl Stream {
             assert!(size_of::<T>() <= 4 * MOST && size_of::<T>().is_multiple_of(4));
             assert!(align_of::<T>().is_multiple_of(4));
         }
-        at_least("put", "values", at + 1, to.len())?;
-        let mut args = Args {
-            to: to.at(at),
-            words: (size_of::<T>() / 4) as i32,
-            value: [0; MOST],
-        };
-        let bytes = bytemuck::bytes_of(&value);
-        bytemuck::bytes_of_mut(&mut args.value)[..bytes.len()].copy_from_slice(bytes);
-        // SAFETY: the arguments are `PutArgs` of the kernel, copied at the launch; the value lies
-        // in the buffer.
-        unsafe { self.launch("put", shape((1, 1), MOST), &args) }
+        at_least("put", "values", at + values.len(), to.len())?;
+        let together = 4 * MOST / size_of::<T>();
+        for (i, some) in values.chunks(together).enumerate() {
+            let mut args = Args {
+                to: to.at(at + i * together),
+                words: (size_of_val(some) / 4) as i32,
+                value: [0; MOST],
+            };
+            let bytes = bytemuck::cast_slice(some);
+            bytemuck::bytes_of_mut(&mut args.value)[..bytes.len()].copy_from_slice(bytes);
+            // SAFETY: the arguments are `PutArgs` of the kernel, copied at the launch; the values
+            // lie in the buffer.
+            unsafe { self.launch("put", shape((1, 1), MOST), &args)? };
+        }
+        Ok(())
     }
 
     /// `x[i]` = row `tokens[i]` of `embedding`, `[m, width]`. Tokens must be in range.

@@ -6,7 +6,7 @@ use half::f16;
 use nq_kernels::cpu::{KvPages, KvType, PAGE};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, DevicePages, Gpu, HEAD_DIM, Heads,
-    PageEntry, PagesShape, Row, SequenceRows, Step, Stream, operand_index,
+    MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, Step, Stream, operand_index,
 };
 use nq_kernels::reference;
 use std::ops::Range;
@@ -288,6 +288,7 @@ impl<'a> Check<'a> {
                 m: 1,
                 splits: AttentionScratch::splits(self.gpu, kv_heads, 1, r + 1),
                 late: r % 2 == 0,
+                runs: false,
             };
             let at = Step {
                 position: r as i32,
@@ -324,12 +325,66 @@ impl<'a> Check<'a> {
         }
         self.compare("attention_decode", &found, 1.0);
     }
+
+    /// Runs of tokens, between rows of another sequence that has the same ones, one at a time.
+    fn runs(&self) {
+        let (heads, kv_heads, width) = (self.case.heads, self.case.kv_heads, self.case.width());
+        let cache = self.new_cache();
+        let mut scratch = AttentionScratch::new(self.gpu, heads, kv_heads, 2 + MOST_RUN).unwrap();
+        let mut out = guarded(self.gpu, &vec![GUARD; (2 + MOST_RUN) * self.width()]);
+        let mut found = vec![0.0; self.case.len * self.width()];
+        let mut other = 0;
+        let (mut from, mut length) = (0, 1);
+        while from < self.case.len {
+            let run = length.min(self.case.len - from);
+            let at = |position: usize, slot: usize| Step {
+                position: position as i32,
+                slot: slot as i32,
+                ..Step::default()
+            };
+            let mut places: Vec<Step> = (from..from + run).map(|p| at(p, SLOT)).collect();
+            // A neighbour at the position before the run's, and one behind it that idles.
+            places.insert(0, at(other, 1 - SLOT));
+            places.push(at(0, cache.idle_slot()));
+            let m = places.len();
+            let row = |p: usize| &self.case.qkv[p * width..][..width];
+            let mut qkv = row(other).to_vec();
+            (from..from + run).for_each(|p| qkv.extend(row(p)));
+            qkv.extend(row(0));
+            let qkv = self.gpu.upload("a test", &qkv).unwrap();
+            let step = self.gpu.upload("a test", &places).unwrap();
+            let shape = AttentionShape {
+                m,
+                splits: AttentionScratch::splits(self.gpu, kv_heads, m, from + run),
+                late: run % 2 == 0,
+                runs: true,
+            };
+            self.stream
+                .attention_decode(
+                    &qkv,
+                    &step,
+                    &self.on_device.settings(),
+                    cache.layer(LAYER),
+                    &mut scratch,
+                    AttentionOutput::Full(&mut out),
+                    shape,
+                )
+                .unwrap();
+            let values = finish(&self.stream, &out);
+            found[from * self.width()..(from + run) * self.width()]
+                .copy_from_slice(&values[self.width()..(1 + run) * self.width()]);
+            (from, other) = (from + run, other + 1);
+            length = (length + 4) % MOST_RUN + 1;
+        }
+        self.compare("attention_run", &self.pick(&found, self.width()), 1.0);
+    }
 }
 
 fn check_attention(gpu: &Gpu, case: &Case) {
     let check = Check::new(gpu, case);
     check.prefill();
     check.decode();
+    check.runs();
 }
 
 #[test]

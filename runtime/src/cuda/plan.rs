@@ -70,7 +70,7 @@ impl Plan {
         let rows: usize = rows.iter().map(|bytes| taken(m * bytes)).sum();
         let logits = LOGIT_ROWS * (4 * w.vocab + 2 * padded(w.hidden));
         let table = spec.ctx.next_multiple_of(PAGE) * HEAD_DIM * 4;
-        let step = step_bytes(config, spec.slots.min(together));
+        let step = step_bytes(config, spec, together);
         Plan {
             kv: pages_shape(config, spec)
                 .allocations()

@@ -5,7 +5,7 @@ mod step;
 
 use super::model::CudaModel;
 use crate::batch::StepsAhead;
-use crate::engine::{Chunk, Logits, LogitsWanted, Observer, Session, SessionSpec, check_chunks};
+use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, check_chunks};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::ModelConfig;
@@ -16,7 +16,7 @@ use nq_kernels::cuda::{
 };
 use std::sync::Arc;
 pub(super) use step::most_together;
-use step::{Graphs, StepRows};
+use step::{Graphs, StepRows, StepSize};
 
 /// Rows of logits computed and copied at a time.
 pub(super) const LOGIT_ROWS: usize = 64;
@@ -88,9 +88,9 @@ impl Widths {
     }
 }
 
-/// Device bytes of the buffers of steps of up to `rows` sequences.
-pub(super) fn step_bytes(config: &ModelConfig, rows: usize) -> usize {
-    StepRows::device_bytes(config, rows)
+/// Device bytes of the buffers of a session's steps, on a device that takes `together` sequences.
+pub(super) fn step_bytes(config: &ModelConfig, spec: &SessionSpec, together: usize) -> usize {
+    StepRows::device_bytes(config, StepSize::new(spec, together))
 }
 
 pub(super) fn padded(width: usize) -> usize {
@@ -136,7 +136,7 @@ impl CudaSession {
             placed: vec![Vec::new(); spec.slots],
             pages,
             cos_sin: gpu.upload("the rotary table", &table)?,
-            step: StepRows::new(&model, spec.slots.min(most_together(gpu)), spec.slots)?,
+            step: StepRows::new(&model, &spec)?,
             many: ManyRows {
                 tokens: gpu.zeros("activations", m)?,
                 rows: gpu.zeros("activations", m)?,
@@ -236,14 +236,8 @@ impl Session for CudaSession {
         self.logits.clear();
         let fused = self.model.kernels == KernelSet::Fused && observer.is_none() && self.is_idle();
         match chunks {
-            [chunk] if fused && chunk.tokens.len() == 1 && chunk.logits != LogitsWanted::None => {
-                let wanted = !chunk.logits.rows(1).is_empty();
-                self.forward_step(chunk.slot, chunk.tokens[0])?;
-                if !wanted {
-                    self.logits.clear();
-                }
-            }
             [] => {}
+            chunks if fused && self.fit_a_step(chunks) => self.forward_step(chunks)?,
             chunks => self.forward_many(chunks, observer)?,
         }
         if self.logits.iter().any(|v| !v.is_finite()) {

@@ -1,16 +1,16 @@
-//! The fused step of one token a sequence: its logits for the host, or a token drawn on the device
-//! for the next step, which is queued before the host has seen it.
+//! The fused step of a few rows: logits for the host, or, of one row a sequence, a token drawn on
+//! the device for the next step, which is queued before the host has seen it.
 
-use super::{CudaSession, Widths, padded, product};
+use super::{CudaSession, LOGIT_ROWS, Widths, padded, product};
 use crate::batch::{Drawn, StepsAhead, bucket};
 use crate::cuda::model::CudaModel;
-use crate::engine::check_tokens;
+use crate::engine::{Chunk, LogitsWanted, SessionSpec, check_tokens};
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Candidates,
-    Columns, DeviceLinear, GemvOutput, Gpu, Graph, HEAD_DIM, Logprobs, MOST_LOGPROBS,
+    Columns, DeviceLinear, GemvOutput, Gpu, Graph, HEAD_DIM, Logprobs, MOST_LOGPROBS, MOST_RUN,
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, NONE_ALLOWED, NOT_FINITE, Norm, PartialSums, Pinned,
     Sampling, Step, StepOutput, Stream, best_len, wide_best_len,
 };
@@ -27,7 +27,7 @@ const FLOOD: usize = 4 << 20;
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
 
-/// Buffers of the fused step; `rows` are the sequences that it takes at most.
+/// Buffers of the fused step of up to `rows` rows. Tokens are drawn in the first of them, the seats.
 pub(super) struct StepRows {
     rows: usize,
     step: Buffer<Step>,    // [rows]
@@ -40,12 +40,12 @@ pub(super) struct StepRows {
     wide: Option<WideRows>,     // of more rows than `MOST_SEQUENCES`
     logits: Buffer<f32>,        // [rows, vocab]
     best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
-    sampling: Buffer<Sampling>, // [rows]
+    sampling: Buffer<Sampling>, // [seats]
     candidates: Option<Candidates>,
-    adjust: Adjustments,        // [rows]
-    ring: Pinned<u32>,          // [rows, RING]
-    logprobs: Pinned<Logprobs>, // [rows, RING]
-    seats: Vec<Seat>,           // [rows]
+    adjust: Adjustments,        // [seats]
+    ring: Pinned<u32>,          // [seats, RING]
+    logprobs: Pinned<Logprobs>, // [seats, RING]
+    seats: Vec<Seat>,
     /// Who sat in the rows of each step that is queued and not received.
     queued: VecDeque<Vec<Seat>>,
     /// A row was written: its token's embedding is not looked up yet.
@@ -86,6 +86,26 @@ pub(in crate::cuda) fn most_together(gpu: &Gpu) -> usize {
     }
 }
 
+/// How many rows steps have.
+#[derive(Clone, Copy)]
+pub(in crate::cuda) struct StepSize {
+    /// Rows that draw tokens: sequences in a step at most.
+    seats: usize,
+    /// Rows at most.
+    rows: usize,
+}
+
+impl StepSize {
+    /// Of the steps of a session on a device that takes `together` sequences at most.
+    pub(in crate::cuda) fn new(spec: &SessionSpec, together: usize) -> Self {
+        let seats = spec.slots.min(together).max(1);
+        StepSize {
+            seats,
+            rows: seats.max(MOST_RUN.min(spec.max_rows)),
+        }
+    }
+}
+
 /// Values of a row that the head's product of `m` rows leaves in [`StepRows::best`].
 fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> usize {
     match m <= MOST_SEQUENCES {
@@ -108,14 +128,14 @@ struct Seat {
 }
 
 impl StepRows {
-    /// For steps of up to `rows` rows, all idle in the slot `idle`.
-    pub(super) fn new(model: &CudaModel, rows: usize, idle: usize) -> Result<Self> {
+    /// For the steps of a session that `spec` describes; all rows are idle.
+    pub(super) fn new(model: &CudaModel, spec: &SessionSpec) -> Result<Self> {
         let gpu = &model.gpu;
+        let StepSize { seats, rows } = StepSize::new(spec, most_together(gpu));
         let c = &model.config;
         let w = Widths::of(&model.config);
-        let rows = rows.max(1);
-        let idle = idle_step(idle, 0);
-        let mut ring = gpu.pinned("sampled tokens", rows * RING)?;
+        let idle = idle_step(spec.slots, 0);
+        let mut ring = gpu.pinned("sampled tokens", seats * RING)?;
         ring.values_mut().fill(PENDING);
         let narrow = rows.min(MOST_SEQUENCES);
         let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
@@ -141,21 +161,21 @@ impl StepRows {
             wide,
             logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
-            sampling: gpu.zeros("activations", rows)?,
-            candidates: Candidates::new(gpu, w.vocab, rows)?,
-            adjust: Adjustments::new(gpu, w.vocab, rows)?,
+            sampling: gpu.zeros("activations", seats)?,
+            candidates: Candidates::new(gpu, w.vocab, seats)?,
+            adjust: Adjustments::new(gpu, w.vocab, seats)?,
             ring,
-            logprobs: gpu.pinned("sampled tokens", rows * RING)?,
-            seats: vec![Seat::default(); rows],
+            logprobs: gpu.pinned("sampled tokens", seats * RING)?,
+            seats: vec![Seat::default(); seats],
             queued: VecDeque::new(),
             written: false,
         })
     }
 
     /// Device bytes of [`StepRows::new`], up to what does not grow with the model.
-    pub(super) fn device_bytes(config: &ModelConfig, rows: usize) -> usize {
+    pub(super) fn device_bytes(config: &ModelConfig, size: StepSize) -> usize {
         let w = Widths::of(config);
-        let rows = rows.max(1);
+        let StepSize { seats, rows } = size;
         let narrow = rows.min(MOST_SEQUENCES);
         let columns = match narrow {
             1 => 0,
@@ -167,7 +187,7 @@ impl StepRows {
         };
         4 * rows * (w.vocab + w.qkv + w.hidden)
             + 4 * narrow * (w.q + w.mlp)
-            + Adjustments::device_bytes(w.vocab, rows)
+            + Adjustments::device_bytes(w.vocab, seats)
             + columns
             + wide
     }
@@ -185,7 +205,7 @@ pub(super) struct Graphs {
 /// What a step is recorded for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct StepKind {
-    /// Sequences.
+    /// Rows.
     m: usize,
     /// Parts that attention cuts contexts into, at most: a short context starts few blocks.
     splits: usize,
@@ -195,12 +215,24 @@ struct StepKind {
 /// What a step ends with.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum StepEnd {
-    /// Logits, for the host. Such a step begins with looking its tokens up.
+    /// Logits, for the host. Such a step begins with looking its tokens up; several of its rows
+    /// may be of one sequence.
     Logits,
     /// The best token, looked up for the next step.
     Greedy,
     /// A token drawn from candidates that are listed first, looked up for the next step.
     Sampled,
+}
+
+impl StepKind {
+    fn attention(self, late: bool) -> AttentionShape {
+        AttentionShape {
+            m: self.m,
+            splits: self.splits,
+            late,
+            runs: self.end == StepEnd::Logits && self.m > 1,
+        }
+    }
 }
 
 /// Where a row stands that nobody sits in.
@@ -276,9 +308,9 @@ impl CudaSession {
         self.stream.timed(key, 0, || self.stream.advance(advance))
     }
 
-    /// Queues a token of each of `m` sequences, looked up already, through the layers and the
-    /// head.
-    fn queue_layers(&mut self, m: usize, splits: usize) -> nq_kernels::Result<()> {
+    /// Queues the rows of a step, looked up already, through the layers and the head.
+    fn queue_layers(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
+        let m = kind.m;
         let Self {
             stream,
             model,
@@ -294,11 +326,8 @@ impl CudaSession {
         // How many keys and values are read, the device alone knows.
         let attention = ("attention", "fused", (c.num_attention_heads, HEAD_DIM));
         for (index, layer) in model.layers.iter().enumerate() {
-            let shape = AttentionShape {
-                m,
-                splits,
-                late: m == 1 && layer.o.bytes() > FLOOD,
-            };
+            let late = m == 1 && layer.o.bytes() > FLOOD;
+            let shape = kind.attention(late);
             // The first product of a step lets nothing overtake the sampler of the last one,
             // which the attention kernel's early reads depend on.
             let late = index == 0;
@@ -338,7 +367,8 @@ impl CudaSession {
 
     /// As [`CudaSession::queue_layers`], by the kernels for more than [`MOST_SEQUENCES`] sequences:
     /// each product leaves its sums in parts, which the norm behind it adds.
-    fn queue_wide_layers(&mut self, m: usize, splits: usize) -> nq_kernels::Result<()> {
+    fn queue_wide_layers(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
+        let m = kind.m;
         let Self {
             stream,
             model,
@@ -376,11 +406,7 @@ impl CudaSession {
         let norm = |gain| Norm { gain, eps };
         let norm_key = ("norm", "fused", (m, c.hidden_size));
         let attention = ("attention", "fused", (c.num_attention_heads, HEAD_DIM));
-        let shape = AttentionShape {
-            m,
-            splits,
-            late: false,
-        };
+        let shape = kind.attention(false);
         for (index, layer) in model.layers.iter().enumerate() {
             // The first kernel of a step lets nothing overtake the sampler of the last one, which
             // the attention kernel's early reads depend on.
@@ -427,13 +453,14 @@ impl CudaSession {
     }
 
     /// Queues a step.
-    fn queue_step(&mut self, StepKind { m, splits, end }: StepKind) -> nq_kernels::Result<()> {
+    fn queue_step(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
+        let StepKind { m, end, .. } = kind;
         if end == StepEnd::Logits {
             self.queue_embedding(m)?;
         }
         match m <= MOST_SEQUENCES {
-            true => self.queue_layers(m, splits)?,
-            false => self.queue_wide_layers(m, splits)?,
+            true => self.queue_layers(kind)?,
+            false => self.queue_wide_layers(kind)?,
         }
         match end {
             StepEnd::Logits => Ok(()),
@@ -470,7 +497,7 @@ impl CudaSession {
         Ok(())
     }
 
-    /// A step of `m` sequences, the longest of which has `positions`, new ones included.
+    /// A step of `m` rows, the longest of whose sequences has `positions`, new ones included.
     fn kind(&self, m: usize, positions: usize, end: StepEnd) -> StepKind {
         let kv_heads = self.model.config.num_key_value_heads;
         StepKind {
@@ -485,26 +512,51 @@ impl CudaSession {
         self.step.seats.iter().all(|s| s.slot.is_none()) && self.step.queued.is_empty()
     }
 
-    /// The logits of one token, by the fused step, where nobody sits in its rows.
-    pub(super) fn forward_step(&mut self, slot: usize, token: u32) -> Result<()> {
-        self.reserve([(slot, 1)].into_iter())?;
-        let position = self.tables.len(slot);
+    /// True if [`CudaSession::forward_step`] can take the chunks: someone wants logits, which every
+    /// row of a step computes.
+    pub(super) fn fit_a_step(&self, chunks: &[Chunk<'_>]) -> bool {
+        let rows: usize = chunks.iter().map(|c| c.tokens.len()).sum();
+        rows <= self.step.rows
+            && chunks.iter().all(|c| c.tokens.len() <= MOST_RUN)
+            && chunks.iter().any(|c| c.logits != LogitsWanted::None)
+    }
+
+    /// The logits of chunks that fit a step, by one, where nobody sits in its rows.
+    pub(super) fn forward_step(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+        self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         let vocab = self.model.config.vocab_size;
-        let step = Step {
-            position: position as i32,
-            slot: slot as i32,
-            token,
-            drawn: self.step.seats[0].drawn,
-        };
-        self.stream.put(&mut self.step.step, 0, step)?;
-        self.run_step(self.kind(1, position + 1, StepEnd::Logits))?;
-        let idle = idle_step(self.pages.idle_slot(), step.drawn);
-        self.stream.put(&mut self.step.step, 0, idle)?;
-        self.stream
-            .read(&self.step.logits, 0, &mut self.logits_host, vocab)?;
-        self.stream.synchronize()?;
-        self.logits
-            .extend_from_slice(&self.logits_host.values()[..vocab]);
+        let mut rows: Vec<Step> = Vec::with_capacity(self.step.rows);
+        let mut wanted = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let (first, position) = (rows.len(), self.tables.len(chunk.slot));
+            rows.extend(chunk.tokens.iter().enumerate().map(|(i, &token)| Step {
+                position: (position + i) as i32,
+                slot: chunk.slot as i32,
+                token,
+                drawn: 0,
+            }));
+            let of = chunk.logits.rows(chunk.tokens.len());
+            wanted.push(first + of.start..first + of.end);
+        }
+        let m = bucket(rows.len()).min(self.step.rows);
+        let longest = rows.iter().map(|r| r.position as usize + 1).max();
+        let kind = self.kind(m, longest.unwrap_or(1), StepEnd::Logits);
+        self.stream.put(&mut self.step.step, 0, &rows)?;
+        self.run_step(kind)?;
+        for (row, step) in rows.iter_mut().enumerate() {
+            let drawn = self.step.seats.get(row).map_or(0, |s| s.drawn);
+            *step = idle_step(self.pages.idle_slot(), drawn);
+        }
+        self.stream.put(&mut self.step.step, 0, &rows)?;
+        for rows in wanted {
+            for some in rows.clone().step_by(LOGIT_ROWS) {
+                let n = LOGIT_ROWS.min(rows.end - some) * vocab;
+                let host = &mut self.logits_host;
+                self.stream.read(&self.step.logits, some * vocab, host, n)?;
+                self.stream.synchronize()?;
+                self.logits.extend_from_slice(&host.values()[..n]);
+            }
+        }
         self.settle_profile()
     }
 
@@ -533,7 +585,7 @@ impl CudaSession {
             // The device adds the draws of the row.
             position: words(sampler.position().wrapping_sub(i64::from(drawn) as u64)),
         };
-        self.stream.put(&mut self.step.sampling, row, sampling)?;
+        self.stream.put(&mut self.step.sampling, row, &[sampling])?;
         if sampling.adjusts != 0 {
             // These are written out of order with the stream: who sat here before may still be
             // drawing.
@@ -587,7 +639,7 @@ impl CudaSession {
 
 impl StepsAhead for CudaSession {
     fn rows(&self) -> usize {
-        self.step.rows
+        self.step.seats.len()
     }
 
     fn depth(&self) -> usize {
@@ -612,7 +664,7 @@ impl StepsAhead for CudaSession {
             token,
             drawn,
         };
-        self.stream.put(&mut self.step.step, row, step)?;
+        self.stream.put(&mut self.step.step, row, &[step])?;
         let p = sampler.params();
         self.step.written = true;
         self.step.seats[row] = Seat {
@@ -631,9 +683,9 @@ impl StepsAhead for CudaSession {
             ..Seat::default()
         };
         let idle = idle_step(self.pages.idle_slot(), drawn);
-        self.stream.put(&mut self.step.step, row, idle)?;
+        self.stream.put(&mut self.step.step, row, &[idle])?;
         let greedy = Sampling::default();
-        self.stream.put(&mut self.step.sampling, row, greedy)?;
+        self.stream.put(&mut self.step.sampling, row, &[greedy])?;
         self.step.written = true;
         Ok(())
     }
@@ -642,7 +694,7 @@ impl StepsAhead for CudaSession {
         let seats = self.step.seats.iter();
         let slots: Vec<usize> = seats.clone().filter_map(|s| s.slot).collect();
         let last = seats.clone().rposition(|s| s.slot.is_some()).unwrap_or(0);
-        let m = bucket(last + 1).min(self.step.rows);
+        let m = bucket(last + 1).min(self.step.seats.len());
         self.reserve(slots.iter().map(|&slot| (slot, 1)))?;
         slots.iter().for_each(|&slot| self.tables.advance(slot, 1));
         let longest = slots.iter().map(|&slot| self.tables.len(slot)).max();
