@@ -17,6 +17,7 @@ mod detokenizer;
 pub mod device;
 mod engine;
 mod error;
+mod forward;
 pub mod generate;
 mod kv;
 pub mod load;

@@ -1,146 +1,47 @@
-//! One layer on the CPU: the function that sessions and the layer stepper share.
+//! A layer on the CPU, for sessions and for the layer stepper.
 
 use crate::engine::Observer;
 use crate::error::{Error, Result};
+use crate::forward::{self, Attention, Operand, Ops, Packed, Projection};
 use crate::load::LoadOptions;
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;
-use nq_formats::models::{LayerSpec, MlpSpec, NormKind, Product};
+use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
 
 /// The weights of a layer, repacked for this CPU.
-pub(crate) struct Layer {
+pub(crate) type Layer = forward::Layer<Linear, Vec<f32>>;
+
+/// Repacks `weights` as layer `index`, counting them in `census`.
+pub(crate) fn pack_layer(
+    cpu: &Cpu,
+    options: &LoadOptions,
     index: usize,
-    spec: &'static LayerSpec,
-    input_norm: Vec<f32>,          // [hidden]
-    qkv: Linear,                   // [q_dim + 2 kv_dim, hidden]
-    q_norm: Vec<f32>,              // [head_dim]
-    k_norm: Vec<f32>,              // [head_dim]
-    o: Linear,                     // [hidden, q_dim]
-    post_attention_norm: Vec<f32>, // [hidden]
-    gate_up: Linear,               // [2 intermediate, hidden]
-    down: Linear,                  // [hidden, intermediate]
+    weights: &LayerWeights,
+    census: &mut Census,
+) -> Result<Layer> {
+    let linear = |product: &'static Product, parts: &[&Weight]| {
+        pack(cpu, options, product.name, parts, census)
+    };
+    Layer::pack(index, weights, linear, |gains| Ok(gains.to_f32()?))
 }
 
-impl Layer {
-    /// Repacks `weights` as layer `index`, counting them in `census`.
-    pub(crate) fn pack(
-        cpu: &Cpu,
-        options: &LoadOptions,
-        index: usize,
-        weights: &LayerWeights,
-        census: &mut Census,
-    ) -> Result<Self> {
-        let spec = weights.spec;
-        let MlpSpec::SwiGlu { gate_up, down, .. } = &spec.mlp;
-        let norm = |kind| weights.norm(kind).to_f32();
-        let mut pack = |product: &Product| {
-            let parts = weights.product(product);
-            pack(cpu, options, product.name, &parts, census)
-        };
-        Ok(Layer {
-            index,
-            spec,
-            input_norm: norm(NormKind::Attention)?,
-            qkv: pack(&spec.attention.qkv)?,
-            q_norm: norm(NormKind::Q)?,
-            k_norm: norm(NormKind::K)?,
-            o: pack(&spec.attention.o)?,
-            post_attention_norm: norm(NormKind::Mlp)?,
-            gate_up: pack(gate_up)?,
-            down: pack(down)?,
-        })
-    }
+/// Bytes that one token reads of a layer.
+pub(crate) fn layer_bytes(layer: &Layer) -> usize {
+    let norms = layer.norms().map(|n| 4 * n.len()).sum::<usize>();
+    norms + layer.linears().map(Linear::bytes).sum::<usize>()
+}
 
-    /// Bytes that one token reads.
-    pub(crate) fn bytes(&self) -> usize {
-        let norms = [
-            &self.input_norm,
-            &self.post_attention_norm,
-            &self.q_norm,
-            &self.k_norm,
-        ];
-        norms.iter().map(|n| 4 * n.len()).sum::<usize>()
-            + self.linears().map(Linear::bytes).sum::<usize>()
-    }
-
-    /// Its products.
-    pub(crate) fn linears(&self) -> impl Iterator<Item = &Linear> {
-        [&self.qkv, &self.o, &self.gate_up, &self.down].into_iter()
-    }
-
-    /// Runs the layer over the residual stream `x` `[m, hidden]`, in place, appending keys
-    /// and values to `pass.kv`.
-    pub(crate) fn forward(
-        &self,
-        pass: Pass<'_>,
-        x: &mut [f32],
-        observer: &mut dyn Observer,
-    ) -> Result<()> {
-        let Pass {
-            cpu,
-            config,
-            batch,
-            kv,
-            tables,
-            scratch,
-        } = pass;
-        let m = batch.rows();
-        let (heads, kv_heads, d) = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        );
-        let (q_dim, kv_dim, eps) = (config.q_dim(), config.kv_dim(), config.rms_norm_eps);
-        let stride = q_dim + 2 * kv_dim;
-        let normed = &mut scratch.normed[..m * config.hidden_size];
-        let qkv = &mut scratch.qkv[..m * stride];
-        let attended = &mut scratch.attended[..m * q_dim];
-        let mlp = &mut scratch.mlp[..m * config.intermediate_size];
-        let attention = &self.spec.attention;
-        let MlpSpec::SwiGlu { gate_up, down, .. } = &self.spec.mlp;
-
-        cpu.rms_norm(x, &self.input_norm, eps, normed);
-        observer.linear_input(self.index, &attention.qkv, normed);
-        cpu.linear(&self.qkv, normed, qkv, Epilogue::Store)?;
-
-        let (table, rows) = (&batch.cos_sin, &batch.row_ids);
-        cpu.qk_norm_rope(qkv, stride, 0, heads, &self.q_norm, eps, table, rows);
-        cpu.qk_norm_rope(qkv, stride, q_dim, kv_heads, &self.k_norm, eps, table, rows);
-        for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
-            for r in 0..span.len {
-                let row = &qkv[(span.row + r) * stride + q_dim..][..2 * kv_dim];
-                let (keys, values) = row.split_at(kv_dim);
-                let position = span.position + r;
-                kv.store(tables[slot][position / PAGE], position % PAGE, keys, values);
-            }
-        }
-        let kv = &*kv;
-        let sequence = |i: usize| KvSequence::new(kv, &tables[batch.slots[i]]);
-        cpu.attention_batch(qkv, stride, &batch.spans, heads, d, sequence, attended);
-        observer.linear_input(self.index, &attention.o, attended);
-        cpu.linear(&self.o, attended, x, Epilogue::Add)?;
-
-        cpu.rms_norm(x, &self.post_attention_norm, eps, normed);
-        observer.linear_input(self.index, gate_up, normed);
-        cpu.linear(&self.gate_up, normed, mlp, Epilogue::SiluMul)?;
-        observer.linear_input(self.index, down, mlp);
-        cpu.linear(&self.down, mlp, x, Epilogue::Add)?;
-        observer.layer_output(self.index, x);
-        Ok(())
-    }
-
-    /// An error if `x`, the layer's output, holds a NaN or an infinity.
-    pub(crate) fn check_finite(&self, x: &[f32]) -> Result<()> {
-        if all_finite(x) {
-            return Ok(());
-        }
-        Err(Error::NotFinite {
+/// An error if `x`, the output of layer `layer`, holds a NaN or an infinity.
+pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
+    match all_finite(x) {
+        true => Ok(()),
+        false => Err(Error::NotFinite {
             what: "the output",
-            layer: self.index,
-        })
+            layer,
+        }),
     }
 }
 
@@ -160,16 +61,91 @@ pub(crate) fn pack(
     Ok(Linear::new(cpu, parts, activations, kernels)?.named(name))
 }
 
-/// What a layer works with and on, besides its weights and the residual stream.
+/// What layers work with and on, besides their weights.
 pub(crate) struct Pass<'a> {
     pub(crate) cpu: &'a Cpu,
     pub(crate) config: &'a ModelConfig,
     pub(crate) batch: &'a Batch,
-    /// This layer's keys and values.
+    /// The layer's keys and values.
     pub(crate) kv: &'a mut KvPages,
     /// The pages of each slot's sequence.
     pub(crate) tables: &'a [Vec<u32>],
     pub(crate) scratch: &'a mut Scratch,
+    /// The residual stream `[m, hidden]`.
+    pub(crate) x: &'a mut [f32],
+    pub(crate) observer: &'a mut dyn Observer,
+}
+
+impl Ops for Pass<'_> {
+    type Linear = Linear;
+    type Gains = Vec<f32>;
+    type Error = Error;
+
+    fn project(
+        &mut self,
+        layer: usize,
+        norm: &Vec<f32>,
+        w: &Packed<Linear>,
+        to: Projection,
+    ) -> Result<()> {
+        let (c, m) = (self.config, self.batch.rows());
+        let normed = &mut self.scratch.normed[..m * c.hidden_size];
+        self.cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
+        self.observer.linear_input(layer, w.spec, normed);
+        let (out, epilogue) = match to {
+            Projection::Qkv => {
+                let width = c.q_dim() + 2 * c.kv_dim();
+                (&mut self.scratch.qkv[..m * width], Epilogue::Store)
+            }
+            Projection::Gated => {
+                let width = c.intermediate_size;
+                (&mut self.scratch.gated[..m * width], Epilogue::SiluMul)
+            }
+        };
+        Ok(self.cpu.linear(&w.linear, normed, out, epilogue)?)
+    }
+
+    fn attend(&mut self, _layer: usize, attention: &Attention<Linear, Vec<f32>>) -> Result<()> {
+        let (cpu, c, batch) = (self.cpu, self.config, self.batch);
+        let (heads, kv_heads, d) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+        let (q_dim, kv_dim, eps) = (c.q_dim(), c.kv_dim(), c.rms_norm_eps);
+        let (m, stride) = (batch.rows(), q_dim + 2 * kv_dim);
+        let qkv = &mut self.scratch.qkv[..m * stride];
+        let (table, rows) = (&batch.cos_sin, &batch.row_ids);
+        let Attention { q_norm, k_norm, .. } = attention;
+        cpu.qk_norm_rope(qkv, stride, 0, heads, q_norm, eps, table, rows);
+        cpu.qk_norm_rope(qkv, stride, q_dim, kv_heads, k_norm, eps, table, rows);
+        let tables = self.tables;
+        for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
+            for r in 0..span.len {
+                let row = &qkv[(span.row + r) * stride + q_dim..][..2 * kv_dim];
+                let (keys, values) = row.split_at(kv_dim);
+                let position = span.position + r;
+                let page = tables[slot][position / PAGE];
+                self.kv.store(page, position % PAGE, keys, values);
+            }
+        }
+        let kv = &*self.kv;
+        let sequence = |i: usize| KvSequence::new(kv, &tables[batch.slots[i]]);
+        let attended = &mut self.scratch.attended[..m * q_dim];
+        cpu.attention_batch(qkv, stride, &batch.spans, heads, d, sequence, attended);
+        Ok(())
+    }
+
+    fn add(&mut self, layer: usize, operand: Operand, w: &Packed<Linear>) -> Result<()> {
+        let (c, m) = (self.config, self.batch.rows());
+        let operand = match operand {
+            Operand::Attended => &self.scratch.attended[..m * c.q_dim()],
+            Operand::Gated => &self.scratch.gated[..m * c.intermediate_size],
+        };
+        self.observer.linear_input(layer, w.spec, operand);
+        Ok(self.cpu.linear(&w.linear, operand, self.x, Epilogue::Add)?)
+    }
+
+    fn end_layer(&mut self, layer: usize) -> Result<()> {
+        self.observer.layer_output(layer, self.x);
+        Ok(())
+    }
 }
 
 /// True if there is neither a NaN nor an infinity in `x`.
@@ -241,7 +217,7 @@ pub(crate) struct Scratch {
     normed: Vec<f32>,   // [rows, hidden]
     qkv: Vec<f32>,      // [rows, q_dim + 2 kv_dim]
     attended: Vec<f32>, // [rows, q_dim]
-    mlp: Vec<f32>,      // [rows, intermediate]
+    gated: Vec<f32>,    // [rows, intermediate]
 }
 
 impl Scratch {
@@ -251,7 +227,7 @@ impl Scratch {
             normed: vec![0.0; rows * c.hidden_size],
             qkv: vec![0.0; rows * (c.q_dim() + 2 * c.kv_dim())],
             attended: vec![0.0; rows * c.q_dim()],
-            mlp: vec![0.0; rows * c.intermediate_size],
+            gated: vec![0.0; rows * c.intermediate_size],
         }
     }
 

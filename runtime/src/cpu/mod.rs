@@ -14,7 +14,7 @@ use crate::load::{ActivationChoice, LoadOptions};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
-use layer::{Layer, pack};
+use layer::{Layer, layer_bytes, pack, pack_layer};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, Linear, OpTiming};
 use session::CpuSession;
@@ -65,7 +65,7 @@ impl CpuEngine {
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index)?;
-            layers.push(Layer::pack(&cpu, options, index, &weights, &mut census)?);
+            layers.push(pack_layer(&cpu, options, index, &weights, &mut census)?);
             weights.linears.values().for_each(|w| done.add(w));
         }
         let norm = models::final_norm(store, config)?.to_f32()?;
@@ -119,7 +119,7 @@ impl Engine for CpuEngine {
 
     fn bytes_per_token(&self) -> usize {
         let m = &self.model;
-        m.layers.iter().map(Layer::bytes).sum::<usize>() + 4 * m.norm.len() + m.head.bytes()
+        m.layers.iter().map(layer_bytes).sum::<usize>() + 4 * m.norm.len() + m.head.bytes()
     }
 
     fn memory_bandwidth(&self) -> Option<f64> {

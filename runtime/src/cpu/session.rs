@@ -1,7 +1,7 @@
 //! [`Session`] on the CPU.
 
 use super::CpuModel;
-use super::layer::{Batch, Pass, Scratch, all_finite};
+use super::layer::{Batch, Pass, Scratch, all_finite, check_finite};
 use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, check_chunks};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
@@ -86,17 +86,19 @@ impl CpuSession {
             }
         }
         for (index, layer) in model.layers.iter().enumerate() {
-            let pass = Pass {
+            let mut pass = Pass {
                 cpu: &model.cpu,
                 config: &model.config,
                 batch: &self.batch,
                 kv: &mut self.kv[index],
                 tables: self.tables.all(),
                 scratch: &mut self.scratch,
+                x,
+                observer,
             };
-            layer.forward(pass, x, observer)?;
+            layer.run(&mut pass)?;
             if locate {
-                layer.check_finite(x)?;
+                check_finite(index, x)?;
             }
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! [`LayerStepper`] on the CPU.
 
-use super::layer::{Batch, Layer, Pass, Scratch, pack};
+use super::layer::{Batch, Layer, Pass, Scratch, check_finite, pack, pack_layer};
 use crate::engine::{Hidden, LayerStepper, Observer};
 use crate::error::Result;
 use crate::load::LoadOptions;
@@ -50,7 +50,7 @@ impl CpuStepper {
 
     fn pack_layer(&self, index: usize, weights: &LayerWeights) -> Result<Layer> {
         let census = &mut Census::default();
-        Layer::pack(&self.cpu, &self.options, index, weights, census)
+        pack_layer(&self.cpu, &self.options, index, weights, census)
     }
 
     /// The stream in pieces, with room made for the sequences of each.
@@ -72,16 +72,18 @@ impl CpuStepper {
         for (slot, &(position, len)) in piece.chunks.iter().enumerate() {
             self.batch.push(&self.rotary, slot, position, len);
         }
-        let pass = Pass {
+        let mut pass = Pass {
             cpu: &self.cpu,
             config: &self.config,
             batch: &self.batch,
             kv: &mut self.kv,
             tables: &self.tables,
             scratch: &mut self.scratch,
+            x,
+            observer,
         };
-        layer.forward(pass, x, observer)?;
-        layer.check_finite(x)
+        layer.run(&mut pass)?;
+        check_finite(layer.index, x)
     }
 
     /// Makes room for the sequences of any piece of `plan`.

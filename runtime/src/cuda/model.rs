@@ -4,11 +4,12 @@ use super::plan::{Request, taken, weight_bytes};
 use super::session::most_together;
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
+use crate::forward::{Attention, Layer};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
-use nq_formats::models::{LayerSpec, MlpSpec, NormKind, Product};
-use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
+use nq_formats::models::{LayerSpec, MlpSpec, Product};
+use nq_formats::{ModelConfig, Progress, Tensor, Weight, WeightStore};
 use nq_kernels::cuda::{Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, Stack, Uploader};
 use nq_kernels::{Activations, KernelSet};
 
@@ -27,63 +28,28 @@ pub(super) struct CudaModel {
     embedding: Option<DeviceLinear>,
 }
 
-/// The weights of a layer.
-pub(super) struct CudaLayer {
-    pub(super) input_norm: Buffer<f32>,          // [hidden]
-    pub(super) qkv: DeviceLinear,                // [q_dim + 2 kv_dim, hidden]
-    pub(super) q_norm: Buffer<f32>,              // [head_dim]
-    pub(super) k_norm: Buffer<f32>,              // [head_dim]
-    pub(super) o: DeviceLinear,                  // [hidden, q_dim]
-    pub(super) post_attention_norm: Buffer<f32>, // [hidden]
-    pub(super) gate_up: DeviceLinear,            // [2 intermediate, hidden], interleaved
-    pub(super) down: DeviceLinear,               // [hidden, intermediate]
+/// The weights of a layer; gate and up are interleaved.
+pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
+
+/// Packs the weights of layer `index`.
+fn pack_layer(uploader: &mut Uploader, index: usize, weights: &LayerWeights) -> Result<CudaLayer> {
+    let gpu = uploader.gpu().clone();
+    let linear = |product: &'static Product, parts: &[&Weight]| {
+        Ok(uploader.pack(parts, stack(weights.spec, product))?)
+    };
+    let norm = |gains: &Tensor| Ok(gpu.upload("a norm", &gains.to_f32()?)?);
+    Layer::pack(index, weights, linear, norm)
 }
 
-impl CudaLayer {
-    /// Packs the weights of a layer.
-    pub(super) fn new(uploader: &mut Uploader, weights: &LayerWeights) -> Result<Self> {
-        let spec = weights.spec;
-        let MlpSpec::SwiGlu { gate_up, down, .. } = &spec.mlp;
-        let gpu = uploader.gpu().clone();
-        let norm = |kind| -> Result<Buffer<f32>> {
-            Ok(gpu.upload("a norm", &weights.norm(kind).to_f32()?)?)
-        };
-        let mut pack = |product| uploader.pack(&weights.product(product), stack(spec, product));
-        Ok(CudaLayer {
-            input_norm: norm(NormKind::Attention)?,
-            qkv: pack(&spec.attention.qkv)?,
-            q_norm: norm(NormKind::Q)?,
-            k_norm: norm(NormKind::K)?,
-            o: pack(&spec.attention.o)?,
-            post_attention_norm: norm(NormKind::Mlp)?,
-            gate_up: pack(gate_up)?,
-            down: pack(down)?,
-        })
+/// Device memory that a layer with these weights takes.
+pub(super) fn layer_bytes(weights: &LayerWeights) -> Result<usize> {
+    let mut bytes = 0;
+    for product in weights.spec.products() {
+        let parts = weights.product(product);
+        let (codes, meta) = DeviceLinear::device_bytes(&parts, stack(weights.spec, product))?;
+        bytes += taken(codes) + taken(meta);
     }
-
-    /// Device memory that a layer with these weights takes.
-    pub(super) fn device_bytes(weights: &LayerWeights) -> Result<usize> {
-        let mut bytes = 0;
-        for product in weights.spec.products() {
-            let parts = weights.product(product);
-            let (codes, meta) = DeviceLinear::device_bytes(&parts, stack(weights.spec, product))?;
-            bytes += taken(codes) + taken(meta);
-        }
-        Ok(bytes)
-    }
-
-    /// Bytes that one token reads.
-    fn bytes(&self) -> usize {
-        let norms = [
-            &self.input_norm,
-            &self.post_attention_norm,
-            &self.q_norm,
-            &self.k_norm,
-        ];
-        let linears = [&self.qkv, &self.o, &self.gate_up, &self.down];
-        norms.iter().map(|n| n.bytes()).sum::<usize>()
-            + linears.iter().map(|l| l.bytes()).sum::<usize>()
-    }
+    Ok(bytes)
 }
 
 /// How the outputs of a product's Linears lie: those that an epilogue takes in pairs beside each
@@ -153,7 +119,7 @@ impl CudaModel {
                 None => LayerWeights::read(store, config, index)?,
             };
             count(&weights.linears.values().collect::<Vec<_>>());
-            layers.push(CudaLayer::new(&mut uploader, &weights)?);
+            layers.push(pack_layer(&mut uploader, index, &weights)?);
             weights.linears.values().for_each(|w| done.add(w));
         }
         let norm = models::final_norm(store, config)?;
@@ -184,17 +150,24 @@ impl CudaModel {
 
     /// Bytes that decoding one token reads.
     pub(super) fn bytes_per_token(&self) -> usize {
-        let layers: usize = self.layers.iter().map(CudaLayer::bytes).sum();
-        layers + self.norm.bytes() + self.head.bytes()
+        let linears = self.layers.iter().flat_map(Layer::linears);
+        let norms = self.layers.iter().flat_map(Layer::norms);
+        linears.map(DeviceLinear::bytes).sum::<usize>()
+            + norms.map(Buffer::bytes).sum::<usize>()
+            + self.norm.bytes()
+            + self.head.bytes()
     }
 
-    /// What attention needs of layer `index`.
-    pub(super) fn heads<'a>(&'a self, index: usize, cos_sin: &'a Buffer<[f32; 2]>) -> Heads<'a> {
-        let layer = &self.layers[index];
+    /// What attention needs of a layer.
+    pub(super) fn heads<'a>(
+        &self,
+        attention: &'a Attention<DeviceLinear, Buffer<f32>>,
+        cos_sin: &'a Buffer<[f32; 2]>,
+    ) -> Heads<'a> {
         Heads {
             heads: self.config.num_attention_heads,
-            q_gain: &layer.q_norm,
-            k_gain: &layer.k_norm,
+            q_gain: &attention.q_norm,
+            k_gain: &attention.k_norm,
             cos_sin,
             eps: self.config.rms_norm_eps,
         }

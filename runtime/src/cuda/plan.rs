@@ -1,6 +1,6 @@
 //! What a model and its sessions will take of a GPU's memory, before any of it is allocated.
 
-use super::model::CudaLayer;
+use super::model::layer_bytes;
 use super::session::{LOGIT_ROWS, Widths, padded, pages_shape, step_bytes};
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ pub(super) fn weight_bytes(
 ) -> Result<usize> {
     let layers = config.num_hidden_layers;
     let stored = stored_by_layer(&store.entries(), layers);
-    let mut weights = all_layers(CudaLayer::device_bytes(first)?, layers, stored.as_deref());
+    let mut weights = all_layers(layer_bytes(first)?, layers, stored.as_deref());
     for w in [Some(head), embedding].into_iter().flatten() {
         let (codes, meta) = DeviceLinear::device_bytes(&[w], Stack::Concat)?;
         weights += taken(codes) + taken(meta);

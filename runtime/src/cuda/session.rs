@@ -1,5 +1,6 @@
 //! [`Session`] on a GPU.
 
+mod passes;
 mod rows;
 mod step;
 

@@ -3,98 +3,72 @@
 use super::super::model::CudaModel;
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, padded, product};
 use crate::engine::{Chunk, Observer};
-use crate::error::Result;
-use nq_formats::models::{MlpSpec, Product};
+use crate::error::{Error, Result};
+use crate::forward::{Attention, Operand, Ops, Packed, Projection};
+use nq_formats::models::Product;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, GemmOutput, HEAD_DIM, Heads, LayerPages, Row, RowsOut, SequenceRows,
-    Stream, operand_index,
+    Buffer, DeviceLinear, DevicePages, GemmOutput, HEAD_DIM, Row, RowsOut, SequenceRows, Stream,
+    operand_index,
 };
 
-/// What every operation on `m` rows needs.
-struct Pass<'a> {
+/// A pass of `m` rows.
+struct Pass<'a, 'o> {
     stream: &'a Stream,
     model: &'a CudaModel,
+    pages: &'a DevicePages,
+    cos_sin: &'a Buffer<[f32; 2]>,
+    many: &'a mut ManyRows,
+    sequences: &'a [SequenceRows],
     m: usize,
+    observer: &'a mut Option<&'o mut dyn Observer>,
 }
 
-impl Pass<'_> {
-    /// True for the kernels that are checked against.
-    fn is_plain(&self) -> bool {
-        self.model.kernels == KernelSet::Reference
+/// Rows times `w` by the kernels that are checked against, where `full` rows are given and those
+/// are asked for; else the FP16 rows `half`.
+fn multiply(
+    (stream, kernels): (&Stream, KernelSet),
+    (name, w): (&'static str, &DeviceLinear),
+    full: Option<&Buffer<f32>>,
+    half: &Buffer<u16>,
+    out: GemmOutput<'_>,
+    m: usize,
+) -> Result<()> {
+    let full = full.filter(|_| kernels == KernelSet::Reference);
+    match (full, out) {
+        (Some(x), GemmOutput::Store(out)) => stream.linear_reference(w, x, out, m, false)?,
+        (Some(x), GemmOutput::Add(out)) => stream.linear_reference(w, x, out, m, true)?,
+        (_, out) => product(stream, name, w, || stream.gemm(w, half, out, m))?,
     }
+    Ok(())
+}
 
-    /// Rows times `w`, stored in `out` or added to it: the f32 rows `full` by plain kernels, else
-    /// the FP16 rows `half`.
-    fn linear(
-        &self,
-        (name, w): (&'static str, &DeviceLinear),
-        full: Option<&Buffer<f32>>,
-        half: &Buffer<u16>,
-        out: GemmOutput<'_>,
-    ) -> Result<()> {
-        let (stream, m) = (self.stream, self.m);
-        match (full.filter(|_| self.is_plain()), out) {
-            (Some(x), GemmOutput::Store(out)) => stream.linear_reference(w, x, out, m, false)?,
-            (Some(x), GemmOutput::Add(out)) => stream.linear_reference(w, x, out, m, true)?,
-            (_, out) => product(stream, name, w, || stream.gemm(w, half, out, m))?,
-        }
-        Ok(())
-    }
-
+impl Pass<'_, '_> {
     /// `many.x`, normalized, to `many.normed`.
-    fn norm(&self, gain: &Buffer<f32>, many: &mut ManyRows) -> Result<()> {
+    fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
         let c = &self.model.config;
+        let (stream, m, many) = (self.stream, self.m, &mut *self.many);
         let out = RowsOut {
             full: many.full.as_mut().map(|f| &mut f.normed),
             half: Some(&mut many.normed),
         };
-        let key = ("norm", "fused", (self.m, c.hidden_size));
-        Ok(self.stream.timed(key, 0, || {
-            self.stream
-                .rms_norm(&many.x, None, gain, &out, self.m, c.rms_norm_eps)
+        let key = ("norm", "fused", (m, c.hidden_size));
+        Ok(stream.timed(key, 0, || {
+            stream.rms_norm(&many.x, None, gain, &out, m, c.rms_norm_eps)
         })?)
     }
 
-    /// The new keys and values to `cache`, and what attention makes of them to `many.attended`.
-    fn attend(
-        &self,
-        many: &mut ManyRows,
-        cache: LayerPages<'_>,
-        settings: &Heads<'_>,
-        sequences: &[SequenceRows],
-    ) -> Result<()> {
-        let (stream, m, heads) = (self.stream, self.m, settings.heads);
-        let shape = (heads, HEAD_DIM);
-        stream.timed(("append", "fused", shape), 0, || {
-            stream.append(&mut many.qkv, &many.rows, settings, cache, m)
-        })?;
-        match &mut many.full {
-            Some(full) if self.is_plain() => {
-                let out = &mut full.attended;
-                stream.attention_reference(&many.qkv, &many.rows, heads, cache, out, m)?;
-            }
-            _ => stream.timed(("attention", "fused", shape), 0, || {
-                sequences.iter().try_for_each(|&s| {
-                    stream.attention_prefill(&many.qkv, s, heads, cache, &mut many.attended)
-                })
-            })?,
-        }
-        Ok(())
-    }
-
     /// `many.normed` times gate and up, through SwiGLU, to `many.mlp`.
-    fn gate_up(&self, w: &DeviceLinear, many: &mut ManyRows) -> Result<()> {
-        let (stream, m) = (self.stream, self.m);
+    fn gate_up(&mut self, w: &Packed<DeviceLinear>) -> Result<()> {
+        let (stream, kernels, m) = (self.stream, self.model.kernels, self.m);
+        let many = &mut *self.many;
+        let name = (w.spec.name, &w.linear);
         let Some(full) = &mut many.full else {
             let out = GemmOutput::Silu(&mut many.mlp);
-            return self.linear(("gate_up", w), None, &many.normed, out);
+            return multiply((stream, kernels), name, None, &many.normed, out, m);
         };
-        let both = &mut full.gate_up;
-        match self.is_plain() {
-            true => stream.linear_reference(w, &full.normed, both, m, false)?,
-            false => stream.gemm(w, &many.normed, GemmOutput::Store(both), m)?,
-        }
+        let (normed, out) = (Some(&full.normed), GemmOutput::Store(&mut full.gate_up));
+        multiply((stream, kernels), name, normed, &many.normed, out, m)?;
         let out = RowsOut {
             full: Some(&mut full.mlp),
             half: Some(&mut many.mlp),
@@ -102,45 +76,121 @@ impl Pass<'_> {
         Ok(stream.silu_mul(&full.gate_up, &out, m, self.model.config.intermediate_size)?)
     }
 
-    /// Shows an observer rows of `width` inputs of a Linear, if there are any in f32.
+    /// Shows the observer the rows that a product multiplies, if there are any in f32.
     fn show(
-        &self,
-        observer: &mut Option<&mut dyn Observer>,
-        (layer, product): (usize, &Product),
-        x: Option<&Buffer<f32>>,
-        width: usize,
+        &mut self,
+        layer: usize,
+        product: &Product,
+        rows: impl Fn(&FullRows) -> &Buffer<f32>,
     ) -> Result<()> {
-        if let (Some(observer), Some(x)) = (observer, x) {
-            let values = fetch(self.stream, x, self.m * width)?;
-            observer.linear_input(layer, product, &values);
+        if let (Some(observer), Some(full)) = (&mut *self.observer, &self.many.full) {
+            let n = self.m * product.inputs(&self.model.config);
+            observer.linear_input(layer, product, &fetch(self.stream, rows(full), n)?);
         }
         Ok(())
     }
 
-    /// Shows an observer what attention yields: rows in f32, or FP16 rows `[m, width padded]` in
+    /// Shows the observer what attention yields: rows in f32, or FP16 rows `[m, width padded]` in
     /// operand order.
-    fn show_attended(
-        &self,
-        observer: &mut Option<&mut dyn Observer>,
-        (layer, product): (usize, &Product),
-        many: &ManyRows,
-    ) -> Result<()> {
-        let width = self.model.config.q_dim();
-        if self.is_plain() {
-            let full = many.full.as_ref();
-            return self.show(observer, (layer, product), full.map(|f| &f.attended), width);
+    fn show_attended(&mut self, layer: usize, product: &Product) -> Result<()> {
+        if self.model.kernels == KernelSet::Reference {
+            return self.show(layer, product, |f| &f.attended);
         }
-        let Some(observer) = observer else {
+        let Some(observer) = &mut *self.observer else {
             return Ok(());
         };
+        let width = self.model.config.q_dim();
         self.stream.synchronize()?;
         let mut halves = vec![0u16; self.m * padded(width)];
-        many.attended.read(0, &mut halves)?;
+        self.many.attended.read(0, &mut halves)?;
         let rows = halves.chunks_exact(padded(width));
         let values: Vec<f32> = rows
             .flat_map(|r| (0..width).map(|k| half::f16::from_bits(r[operand_index(k)]).to_f32()))
             .collect();
         observer.linear_input(layer, product, &values);
+        Ok(())
+    }
+}
+
+impl Ops for Pass<'_, '_> {
+    type Linear = DeviceLinear;
+    type Gains = Buffer<f32>;
+    type Error = Error;
+
+    fn project(
+        &mut self,
+        layer: usize,
+        norm: &Buffer<f32>,
+        w: &Packed<DeviceLinear>,
+        to: Projection,
+    ) -> Result<()> {
+        self.norm(norm)?;
+        self.show(layer, w.spec, |f| &f.normed)?;
+        if to == Projection::Gated {
+            return self.gate_up(w);
+        }
+        let (device, m) = ((self.stream, self.model.kernels), self.m);
+        let many = &mut *self.many;
+        let normed = many.full.as_ref().map(|f| &f.normed);
+        let out = GemmOutput::Store(&mut many.qkv);
+        multiply(
+            device,
+            (w.spec.name, &w.linear),
+            normed,
+            &many.normed,
+            out,
+            m,
+        )
+    }
+
+    fn attend(
+        &mut self,
+        layer: usize,
+        attention: &Attention<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        let (stream, m) = (self.stream, self.m);
+        let settings = self.model.heads(attention, self.cos_sin);
+        let (heads, cache) = (settings.heads, self.pages.layer(layer));
+        let many = &mut *self.many;
+        let shape = (heads, HEAD_DIM);
+        stream.timed(("append", "fused", shape), 0, || {
+            stream.append(&mut many.qkv, &many.rows, &settings, cache, m)
+        })?;
+        match &mut many.full {
+            Some(full) if self.model.kernels == KernelSet::Reference => {
+                let out = &mut full.attended;
+                stream.attention_reference(&many.qkv, &many.rows, heads, cache, out, m)?;
+            }
+            _ => stream.timed(("attention", "fused", shape), 0, || {
+                self.sequences.iter().try_for_each(|&s| {
+                    stream.attention_prefill(&many.qkv, s, heads, cache, &mut many.attended)
+                })
+            })?,
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
+        match operand {
+            Operand::Attended => self.show_attended(layer, w.spec)?,
+            Operand::Gated => self.show(layer, w.spec, |f| &f.mlp)?,
+        }
+        let (device, m) = ((self.stream, self.model.kernels), self.m);
+        let many = &mut *self.many;
+        let full = many.full.as_ref();
+        let (full, half) = match operand {
+            Operand::Attended => (full.map(|f| &f.attended), &many.attended),
+            Operand::Gated => (full.map(|f| &f.mlp), &many.mlp),
+        };
+        let out = GemmOutput::Add(&mut many.x);
+        multiply(device, (w.spec.name, &w.linear), full, half, out, m)
+    }
+
+    fn end_layer(&mut self, layer: usize) -> Result<()> {
+        if let Some(observer) = &mut *self.observer {
+            let n = self.m * self.model.config.hidden_size;
+            observer.layer_output(layer, &fetch(self.stream, &self.many.x, n)?);
+        }
         Ok(())
     }
 }
@@ -161,38 +211,18 @@ impl CudaSession {
             many,
             ..
         } = self;
-        let (stream, model): (&Stream, &CudaModel) = (stream, model);
-        let c = &model.config;
-        let pass = Pass { stream, model, m };
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
-        let attention = &c.layer().attention;
-        let MlpSpec::SwiGlu { gate_up, down, .. } = &c.layer().mlp;
-        for (index, layer) in model.layers.iter().enumerate() {
-            pass.norm(&layer.input_norm, many)?;
-            let normed = many.full.as_ref().map(|f| &f.normed);
-            pass.show(observer, (index, &attention.qkv), normed, c.hidden_size)?;
-            let out = GemmOutput::Store(&mut many.qkv);
-            pass.linear(("qkv", &layer.qkv), normed, &many.normed, out)?;
-            let settings = model.heads(index, cos_sin);
-            pass.attend(many, pages.layer(index), &settings, sequences)?;
-            pass.show_attended(observer, (index, &attention.o), many)?;
-            let attended = many.full.as_ref().map(|f| &f.attended);
-            let out = GemmOutput::Add(&mut many.x);
-            pass.linear(("o", &layer.o), attended, &many.attended, out)?;
-
-            pass.norm(&layer.post_attention_norm, many)?;
-            let normed = many.full.as_ref().map(|f| &f.normed);
-            pass.show(observer, (index, gate_up), normed, c.hidden_size)?;
-            pass.gate_up(&layer.gate_up, many)?;
-            let mlp = many.full.as_ref().map(|f| &f.mlp);
-            pass.show(observer, (index, down), mlp, c.intermediate_size)?;
-            let out = GemmOutput::Add(&mut many.x);
-            pass.linear(("down", &layer.down), mlp, &many.mlp, out)?;
-            if let Some(observer) = observer {
-                observer.layer_output(index, &fetch(stream, &many.x, m * c.hidden_size)?);
-            }
-        }
-        Ok(())
+        let mut pass = Pass {
+            stream,
+            model,
+            pages,
+            cos_sin,
+            many,
+            sequences,
+            m,
+            observer,
+        };
+        model.layers.iter().try_for_each(|l| l.run(&mut pass))
     }
 
     /// Final norm and head over the listed rows of `many.x`.
@@ -221,8 +251,8 @@ impl CudaSession {
             }
             let normed = many.full.as_ref().map(|f| &f.normed);
             let out = GemmOutput::Store(&mut many.logits);
-            let pass = Pass { stream, model, m };
-            pass.linear(("head", &model.head), normed, &many.head_in, out)?;
+            let (device, head) = ((&*stream, model.kernels), ("head", &model.head));
+            multiply(device, head, normed, &many.head_in, out, m)?;
             stream.read(&many.logits, 0, logits_host, m * vocab)?;
             stream.synchronize()?;
             logits.extend_from_slice(&logits_host.values()[..m * vocab]);

@@ -1,7 +1,8 @@
 //! The fused step of a few rows: logits for the host, or, of one row a sequence, a token drawn on
 //! the device for the next step, which is queued before the host has seen it.
 
-use super::{CudaSession, LOGIT_ROWS, Widths, padded, product};
+use super::passes::Device;
+use super::{CudaSession, LOGIT_ROWS, Widths, padded};
 use crate::batch::{Drawn, StepsAhead, bucket};
 use crate::cuda::model::CudaModel;
 use crate::engine::{Chunk, LogitsWanted, SessionSpec, check_tokens};
@@ -9,10 +10,9 @@ use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
-    Adjustments, Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Candidates,
-    Columns, DeviceLinear, GemvOutput, Gpu, Graph, HEAD_DIM, Logprobs, MOST_LOGPROBS, MOST_RUN,
-    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, NONE_ALLOWED, NOT_FINITE, Norm, PartialSums, Pinned,
-    Sampling, Step, StepOutput, Stream, best_len, wide_best_len,
+    Adjustments, Advance, AttentionScratch, Buffer, Candidates, Columns, DeviceLinear, Gpu, Graph,
+    Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, NONE_ALLOWED,
+    NOT_FINITE, PartialSums, Pinned, Sampling, Step, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -20,9 +20,6 @@ use std::collections::{HashMap, HashSet, VecDeque};
 const RING: usize = 64;
 /// Steps queued ahead of the token that the host waits for.
 const AHEAD: usize = 12;
-/// Bytes of the product behind attention from which on its early requests for weights hold up
-/// what attention reads, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
-const FLOOD: usize = 4 << 20;
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
@@ -30,17 +27,17 @@ const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
 /// Buffers of the fused step of up to `rows` rows. Tokens are drawn in the first of them, the seats.
 pub(super) struct StepRows {
     rows: usize,
-    step: Buffer<Step>,    // [rows]
-    x: Buffer<f32>,        // [rows, hidden], the residual
-    qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
-    attended: Buffer<f32>, // [narrow rows, q_dim]
-    mlp: Buffer<f32>,      // [narrow rows, intermediate]
-    attention: AttentionScratch,
-    columns: Option<Columns>,   // of several narrow rows
-    wide: Option<WideRows>,     // of more rows than `MOST_SEQUENCES`
-    logits: Buffer<f32>,        // [rows, vocab]
-    best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
-    sampling: Buffer<Sampling>, // [seats]
+    pub(super) step: Buffer<Step>,    // [rows]
+    pub(super) x: Buffer<f32>,        // [rows, hidden], the residual
+    pub(super) qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
+    pub(super) attended: Buffer<f32>, // [narrow rows, q_dim]
+    pub(super) gated: Buffer<f32>,    // [narrow rows, intermediate]
+    pub(super) attention: AttentionScratch,
+    pub(super) columns: Option<Columns>, // of several narrow rows
+    pub(super) wide: Option<WideRows>,   // of more rows than `MOST_SEQUENCES`
+    pub(super) logits: Buffer<f32>,      // [rows, vocab]
+    pub(super) best: Buffer<[f32; 2]>,   // [rows, blocks of the head]
+    sampling: Buffer<Sampling>,          // [seats]
     candidates: Option<Candidates>,
     adjust: Adjustments,        // [seats]
     ring: Pinned<u32>,          // [seats, RING]
@@ -54,11 +51,11 @@ pub(super) struct StepRows {
 
 /// What steps of more than [`MOST_SEQUENCES`] rows, which their own kernels run, have besides: inputs
 /// of products in FP16 and operand order.
-struct WideRows {
-    normed: Buffer<u16>,   // [rows, hidden padded]
-    attended: Buffer<u16>, // [rows, q_dim padded]
-    mlp: Buffer<u16>,      // [rows, intermediate padded]
-    sums: PartialSums,     // [parts, rows, hidden]
+pub(super) struct WideRows {
+    pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
+    pub(super) attended: Buffer<u16>, // [rows, q_dim padded]
+    pub(super) gated: Buffer<u16>,    // [rows, intermediate padded]
+    pub(super) sums: PartialSums,     // [parts, rows, hidden]
 }
 
 impl WideRows {
@@ -67,7 +64,7 @@ impl WideRows {
         Ok(WideRows {
             normed: halves(w.hidden)?,
             attended: halves(w.q)?,
-            mlp: halves(w.mlp)?,
+            gated: halves(w.mlp)?,
             sums: PartialSums::new(gpu, rows, w.hidden)?,
         })
     }
@@ -155,7 +152,7 @@ impl StepRows {
             x: f32s(rows, w.hidden)?,
             qkv: f32s(rows, w.qkv)?,
             attended: f32s(narrow, w.q)?,
-            mlp: f32s(narrow, w.mlp)?,
+            gated: f32s(narrow, w.mlp)?,
             attention: AttentionScratch::new(gpu, heads, kv_heads, rows)?,
             columns,
             wide,
@@ -204,17 +201,17 @@ pub(super) struct Graphs {
 
 /// What a step is recorded for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct StepKind {
+pub(super) struct StepKind {
     /// Rows.
-    m: usize,
+    pub(super) m: usize,
     /// Parts that attention cuts contexts into, at most: a short context starts few blocks.
-    splits: usize,
-    end: StepEnd,
+    pub(super) splits: usize,
+    pub(super) end: StepEnd,
 }
 
 /// What a step ends with.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum StepEnd {
+pub(super) enum StepEnd {
     /// Logits, for the host. Such a step begins with looking its tokens up; several of its rows
     /// may be of one sequence.
     Logits,
@@ -224,17 +221,6 @@ enum StepEnd {
     Sampled,
 }
 
-impl StepKind {
-    fn attention(self, late: bool) -> AttentionShape {
-        AttentionShape {
-            m: self.m,
-            splits: self.splits,
-            late,
-            runs: self.end == StepEnd::Logits && self.m > 1,
-        }
-    }
-}
-
 /// Where a row stands that nobody sits in.
 fn idle_step(slot: usize, drawn: i32) -> Step {
     Step {
@@ -242,22 +228,6 @@ fn idle_step(slot: usize, drawn: i32) -> Step {
         slot: slot as i32,
         token: 0,
         drawn,
-    }
-}
-
-/// Queues a step's product of `m` rows.
-fn multiply(
-    stream: &Stream,
-    w: &DeviceLinear,
-    x: &Buffer<f32>,
-    output: GemvOutput<'_>,
-    columns: &mut Option<Columns>,
-    m: usize,
-    late: bool,
-) -> nq_kernels::Result<()> {
-    match columns {
-        Some(columns) if m > 1 => stream.gemv_batch(w, x, output, columns, m, late),
-        _ => stream.gemv(w, x, output, late),
     }
 }
 
@@ -310,7 +280,6 @@ impl CudaSession {
 
     /// Queues the rows of a step, looked up already, through the layers and the head.
     fn queue_layers(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
-        let m = kind.m;
         let Self {
             stream,
             model,
@@ -319,137 +288,14 @@ impl CudaSession {
             step,
             ..
         } = self;
-        let c = &model.config;
-        let eps = c.rms_norm_eps;
-        let norm = |gain| Norm { gain, eps };
-        let columns = &mut step.columns;
-        // How many keys and values are read, the device alone knows.
-        let attention = ("attention", "fused", (c.num_attention_heads, HEAD_DIM));
-        for (index, layer) in model.layers.iter().enumerate() {
-            let late = m == 1 && layer.o.bytes() > FLOOD;
-            let shape = kind.attention(late);
-            // The first product of a step lets nothing overtake the sampler of the last one,
-            // which the attention kernel's early reads depend on.
-            let late = index == 0;
-            let out = GemvOutput::Store(norm(&layer.input_norm), &mut step.qkv);
-            product(stream, "qkv", &layer.qkv, || {
-                multiply(stream, &layer.qkv, &step.x, out, columns, m, late)
-            })?;
-            stream.timed(attention, 0, || {
-                stream.attention_decode(
-                    &step.qkv,
-                    &step.step,
-                    &model.heads(index, cos_sin),
-                    pages.layer(index),
-                    &mut step.attention,
-                    AttentionOutput::Full(&mut step.attended),
-                    shape,
-                )
-            })?;
-            let out = GemvOutput::Add(&mut step.x);
-            product(stream, "o", &layer.o, || {
-                multiply(stream, &layer.o, &step.attended, out, columns, m, false)
-            })?;
-            let out = GemvOutput::Silu(norm(&layer.post_attention_norm), &mut step.mlp);
-            product(stream, "gate_up", &layer.gate_up, || {
-                multiply(stream, &layer.gate_up, &step.x, out, columns, m, false)
-            })?;
-            let out = GemvOutput::Add(&mut step.x);
-            product(stream, "down", &layer.down, || {
-                multiply(stream, &layer.down, &step.mlp, out, columns, m, false)
-            })?;
-        }
-        let out = GemvOutput::Head(norm(&model.norm), &mut step.logits, &mut step.best);
-        product(stream, "head", &model.head, || {
-            multiply(stream, &model.head, &step.x, out, columns, m, false)
-        })
-    }
-
-    /// As [`CudaSession::queue_layers`], by the kernels for more than [`MOST_SEQUENCES`] sequences:
-    /// each product leaves its sums in parts, which the norm behind it adds.
-    fn queue_wide_layers(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
-        let m = kind.m;
-        let Self {
+        let device = Device {
             stream,
             model,
             pages,
             cos_sin,
-            step,
-            ..
-        } = self;
-        let StepRows {
-            x,
-            step,
-            qkv,
-            attention: scratch,
-            wide: Some(wide),
-            logits,
-            best,
-            ..
-        } = step
-        else {
-            return Err(nq_kernels::Error::Shape {
-                op: "a step",
-                what: "rows",
-                expected: format!("at most {MOST_SEQUENCES}"),
-                found: m.to_string(),
-            });
+            kind,
         };
-        let WideRows {
-            normed,
-            attended,
-            mlp,
-            sums,
-        } = wide;
-        let c = &model.config;
-        let eps = c.rms_norm_eps;
-        let norm = |gain| Norm { gain, eps };
-        let norm_key = ("norm", "fused", (m, c.hidden_size));
-        let attention = ("attention", "fused", (c.num_attention_heads, HEAD_DIM));
-        let shape = kind.attention(false);
-        for (index, layer) in model.layers.iter().enumerate() {
-            // The first kernel of a step lets nothing overtake the sampler of the last one, which
-            // the attention kernel's early reads depend on.
-            let late = index == 0;
-            let last = (index > 0).then_some(&*sums);
-            let gain = norm(&layer.input_norm);
-            stream.timed(norm_key, 0, || {
-                stream.norm_step(x, last, gain, normed, m, late)
-            })?;
-            product(stream, "qkv", &layer.qkv, || {
-                stream.gemm_step(&layer.qkv, normed, StepOutput::Store(qkv), m)
-            })?;
-            stream.timed(attention, 0, || {
-                stream.attention_decode(
-                    qkv,
-                    step,
-                    &model.heads(index, cos_sin),
-                    pages.layer(index),
-                    scratch,
-                    AttentionOutput::Half(attended),
-                    shape,
-                )
-            })?;
-            product(stream, "o", &layer.o, || {
-                stream.gemm_step(&layer.o, attended, StepOutput::Parts(sums), m)
-            })?;
-            let gain = norm(&layer.post_attention_norm);
-            stream.timed(norm_key, 0, || {
-                stream.norm_step(x, Some(sums), gain, normed, m, false)
-            })?;
-            product(stream, "gate_up", &layer.gate_up, || {
-                stream.gemm_step(&layer.gate_up, normed, StepOutput::Silu(mlp), m)
-            })?;
-            product(stream, "down", &layer.down, || {
-                stream.gemm_step(&layer.down, mlp, StepOutput::Parts(sums), m)
-            })?;
-        }
-        stream.timed(norm_key, 0, || {
-            stream.norm_step(x, Some(sums), norm(&model.norm), normed, m, false)
-        })?;
-        product(stream, "head", &model.head, || {
-            stream.gemm_step(&model.head, normed, StepOutput::Head(logits, best), m)
-        })
+        device.queue(step)
     }
 
     /// Queues a step.
@@ -458,10 +304,7 @@ impl CudaSession {
         if end == StepEnd::Logits {
             self.queue_embedding(m)?;
         }
-        match m <= MOST_SEQUENCES {
-            true => self.queue_layers(kind)?,
-            false => self.queue_wide_layers(kind)?,
-        }
+        self.queue_layers(kind)?;
         match end {
             StepEnd::Logits => Ok(()),
             StepEnd::Greedy => self.queue_advance(m, false),

@@ -1,0 +1,294 @@
+//! The layers of a step: each operation is a kernel or two, which the stream queues or records.
+
+use super::product;
+use super::step::{StepEnd, StepKind, StepRows, WideRows};
+use crate::cuda::model::CudaModel;
+use crate::forward::{Attention, Operand, Ops, Packed, Projection};
+use nq_kernels::cuda::{
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Columns, DeviceLinear, DevicePages,
+    GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput, Stream,
+};
+use nq_kernels::{Error, Result};
+
+/// Bytes of the product behind attention from which on its early requests for weights hold up
+/// what attention reads, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
+const FLOOD: usize = 4 << 20;
+
+/// What all layers of a step work with.
+#[derive(Clone, Copy)]
+pub(super) struct Device<'a> {
+    pub(super) stream: &'a Stream,
+    pub(super) model: &'a CudaModel,
+    pub(super) pages: &'a DevicePages,
+    pub(super) cos_sin: &'a Buffer<[f32; 2]>,
+    pub(super) kind: StepKind,
+}
+
+impl Device<'_> {
+    /// Queues a step's layers and head.
+    pub(super) fn queue(self, step: &mut StepRows) -> Result<()> {
+        let layers = &self.model.layers;
+        if self.kind.m <= MOST_SEQUENCES {
+            let mut pass = NarrowPass { device: self, step };
+            layers.iter().try_for_each(|l| l.run(&mut pass))?;
+            pass.head()
+        } else {
+            let mut pass = WidePass::new(self, step)?;
+            layers.iter().try_for_each(|l| l.run(&mut pass))?;
+            pass.head()
+        }
+    }
+
+    fn norm<'b>(&self, gain: &'b Buffer<f32>) -> Norm<'b> {
+        Norm {
+            gain,
+            eps: self.model.config.rms_norm_eps,
+        }
+    }
+
+    fn attend(
+        &self,
+        layer: usize,
+        attention: &Attention<DeviceLinear, Buffer<f32>>,
+        (qkv, step): (&Buffer<f32>, &Buffer<Step>),
+        scratch: &mut AttentionScratch,
+        out: AttentionOutput<'_>,
+        late: bool,
+    ) -> Result<()> {
+        let StepKind { m, splits, end } = self.kind;
+        let shape = AttentionShape {
+            m,
+            splits,
+            late,
+            runs: end == StepEnd::Logits && m > 1,
+        };
+        let heads = self.model.heads(attention, self.cos_sin);
+        let cache = self.pages.layer(layer);
+        // How many keys and values are read, the device alone knows.
+        let key = ("attention", "fused", (heads.heads, HEAD_DIM));
+        self.stream.timed(key, 0, || {
+            self.stream
+                .attention_decode(qkv, step, &heads, cache, scratch, out, shape)
+        })
+    }
+}
+
+/// Up to [`MOST_SEQUENCES`] rows: five products and attention are all there is, norms among them.
+struct NarrowPass<'a> {
+    device: Device<'a>,
+    step: &'a mut StepRows,
+}
+
+impl NarrowPass<'_> {
+    fn multiply(
+        device: Device<'_>,
+        (name, w): (&'static str, &DeviceLinear),
+        x: &Buffer<f32>,
+        out: GemvOutput<'_>,
+        columns: &mut Option<Columns>,
+        late: bool,
+    ) -> Result<()> {
+        let (stream, m) = (device.stream, device.kind.m);
+        product(stream, name, w, || match columns {
+            Some(columns) if m > 1 => stream.gemv_batch(w, x, out, columns, m, late),
+            _ => stream.gemv(w, x, out, late),
+        })
+    }
+
+    /// Final norm and head.
+    fn head(&mut self) -> Result<()> {
+        let (device, step) = (self.device, &mut *self.step);
+        let (norm, head) = (device.norm(&device.model.norm), &device.model.head);
+        let out = GemvOutput::Head(norm, &mut step.logits, &mut step.best);
+        Self::multiply(
+            device,
+            ("head", head),
+            &step.x,
+            out,
+            &mut step.columns,
+            false,
+        )
+    }
+}
+
+impl Ops for NarrowPass<'_> {
+    type Linear = DeviceLinear;
+    type Gains = Buffer<f32>;
+    type Error = Error;
+
+    fn project(
+        &mut self,
+        layer: usize,
+        norm: &Buffer<f32>,
+        w: &Packed<DeviceLinear>,
+        to: Projection,
+    ) -> Result<()> {
+        let (device, step) = (self.device, &mut *self.step);
+        let norm = device.norm(norm);
+        let out = match to {
+            Projection::Qkv => GemvOutput::Store(norm, &mut step.qkv),
+            Projection::Gated => GemvOutput::Silu(norm, &mut step.gated),
+        };
+        // The first product of a step lets nothing overtake the sampler of the last one, which the
+        // attention kernel's early reads depend on.
+        let late = layer == 0 && to == Projection::Qkv;
+        let w = (w.spec.name, &w.linear);
+        Self::multiply(device, w, &step.x, out, &mut step.columns, late)
+    }
+
+    fn attend(
+        &mut self,
+        layer: usize,
+        attention: &Attention<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        let step = &mut *self.step;
+        let late = self.device.kind.m == 1 && attention.o.linear.bytes() > FLOOD;
+        let out = AttentionOutput::Full(&mut step.attended);
+        let from = (&step.qkv, &step.step);
+        self.device
+            .attend(layer, attention, from, &mut step.attention, out, late)
+    }
+
+    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
+        let step = &mut *self.step;
+        let operand = match operand {
+            Operand::Attended => &step.attended,
+            Operand::Gated => &step.gated,
+        };
+        let (w, out) = ((w.spec.name, &w.linear), GemvOutput::Add(&mut step.x));
+        Self::multiply(self.device, w, operand, out, &mut step.columns, false)
+    }
+}
+
+/// More rows: each product that is added leaves its sums in parts, which the norm behind it adds.
+struct WidePass<'a> {
+    device: Device<'a>,
+    x: &'a mut Buffer<f32>,
+    step: &'a Buffer<Step>,
+    qkv: &'a mut Buffer<f32>,
+    scratch: &'a mut AttentionScratch,
+    rows: &'a mut WideRows,
+    head: (&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
+    /// The last product's sums are not in `x` yet.
+    pending: bool,
+}
+
+impl<'a> WidePass<'a> {
+    fn new(device: Device<'a>, step: &'a mut StepRows) -> Result<Self> {
+        let StepRows {
+            x,
+            step,
+            qkv,
+            attention,
+            wide: Some(rows),
+            logits,
+            best,
+            ..
+        } = step
+        else {
+            return Err(Error::Shape {
+                op: "a step",
+                what: "rows",
+                expected: format!("at most {MOST_SEQUENCES}"),
+                found: device.kind.m.to_string(),
+            });
+        };
+        Ok(WidePass {
+            device,
+            x,
+            step,
+            qkv,
+            scratch: attention,
+            rows,
+            head: (logits, best),
+            pending: false,
+        })
+    }
+
+    /// `x`, with the sums that are pending, normalized to `normed`.
+    fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
+        let Device {
+            stream,
+            model,
+            kind: StepKind { m, .. },
+            ..
+        } = self.device;
+        // The first kernel of a step lets nothing overtake the sampler of the last one, which the
+        // attention kernel's early reads depend on.
+        let late = !self.pending;
+        let WideRows { normed, sums, .. } = &mut *self.rows;
+        let sums = self.pending.then_some(&*sums);
+        let gain = self.device.norm(gain);
+        let key = ("norm", "fused", (m, model.config.hidden_size));
+        stream.timed(key, 0, || {
+            stream.norm_step(self.x, sums, gain, normed, m, late)
+        })
+    }
+
+    fn multiply(
+        device: Device<'_>,
+        (name, w): (&'static str, &DeviceLinear),
+        x: &Buffer<u16>,
+        out: StepOutput<'_>,
+    ) -> Result<()> {
+        let (stream, m) = (device.stream, device.kind.m);
+        product(stream, name, w, || stream.gemm_step(w, x, out, m))
+    }
+
+    /// Final norm and head.
+    fn head(&mut self) -> Result<()> {
+        let model = self.device.model;
+        self.norm(&model.norm)?;
+        let out = StepOutput::Head(self.head.0, self.head.1);
+        Self::multiply(self.device, ("head", &model.head), &self.rows.normed, out)
+    }
+}
+
+impl Ops for WidePass<'_> {
+    type Linear = DeviceLinear;
+    type Gains = Buffer<f32>;
+    type Error = Error;
+
+    fn project(
+        &mut self,
+        _layer: usize,
+        norm: &Buffer<f32>,
+        w: &Packed<DeviceLinear>,
+        to: Projection,
+    ) -> Result<()> {
+        self.norm(norm)?;
+        let WideRows { normed, gated, .. } = &mut *self.rows;
+        let out = match to {
+            Projection::Qkv => StepOutput::Store(self.qkv),
+            Projection::Gated => StepOutput::Silu(gated),
+        };
+        Self::multiply(self.device, (w.spec.name, &w.linear), normed, out)
+    }
+
+    fn attend(
+        &mut self,
+        layer: usize,
+        attention: &Attention<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        let out = AttentionOutput::Half(&mut self.rows.attended);
+        let from = (&*self.qkv, self.step);
+        self.device
+            .attend(layer, attention, from, self.scratch, out, false)
+    }
+
+    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
+        let WideRows {
+            attended,
+            gated,
+            sums,
+            ..
+        } = &mut *self.rows;
+        let operand = match operand {
+            Operand::Attended => attended,
+            Operand::Gated => gated,
+        };
+        self.pending = true;
+        let out = StepOutput::Parts(sums);
+        Self::multiply(self.device, (w.spec.name, &w.linear), operand, out)
+    }
+}
