@@ -25,7 +25,7 @@
 // Bytes: 2 x 256 (int8: 2 x 130) per position and key/value head.
 #pragma once
 
-#include "activations.cuh"
+#include "columns.cuh"
 #include "rows.cuh"
 
 struct AttentionArgs {
@@ -37,11 +37,14 @@ struct AttentionArgs {
     const Step* step;       // [m]: position of the new token, and its slot
     float* out;             // [m][heads * 128]
     __half* half;           // unless null, instead: [m][padded] in FP16, in operand order
+    void* columns;          // unless null, instead: [groups of 8 rows][slots], for codes of `bits` bits
     float4* partial;        // [m][heads][most splits][32]: sums
     float2* tops;           // [m][heads][most splits]: greatest score, weight
     int* arrived;           // [m][kv_heads], zero between launches
     int heads;
     int padded;
+    int bits;
+    int slots;              // of a group of rows, zeros past the outputs
     float eps;
     int late;               // release the successor only after the predecessor's end
 };
@@ -93,6 +96,31 @@ struct AttentionShared : ScalesShared<INT8> {
 // What the launcher asks for.
 static_assert(sizeof(AttentionShared<false, 1>) == 76560 && sizeof(AttentionShared<true, 1>) == 77328);
 static_assert(sizeof(AttentionShared<false, MOST_RUN>) == 84304 && sizeof(AttentionShared<true, MOST_RUN>) == 81232);
+
+// The outputs of a block's heads, [heads][128] in shared memory, as columns of the product that
+// follows (`columns.cuh`): a lane has eight of them, a warp four slots at once.
+DEVICE void store_columns(const AttentionArgs& p, const float* outputs, int row, int kv, int heads, int warp, int lane) {
+    __syncthreads();   // all outputs are there
+    const int mine = 2 * heads, first = kv * mine;                                    // slots
+    const int slots = kv == p.cache.kv_heads - 1 ? p.slots - first : mine;            // and those of zeros
+    for (int s = 4 * warp; s < slots; s += 4 * ATTENTION_WARPS) {
+        const int slot = s + lane / 8;
+        float v[8] = {};
+        if (slot < mine) {
+            const float4* const from = reinterpret_cast<const float4*>(outputs + slot * 64 + lane % 8 * 8);
+            const float4 a = from[0], b = from[1];
+            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+            v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        }
+        const size_t at = size_t(row / 8) * p.slots + first + s;
+        if (p.bits == 4)
+            put_cell<4>(static_cast<DigitColumns*>(p.columns) + at, row % 8, v, lane, slot < slots);
+        else if (p.bits == 8)
+            put_cell<8>(static_cast<DigitColumns*>(p.columns) + at, row % 8, v, lane, slot < slots);
+        else
+            put_cell<16>(static_cast<HalfColumns*>(p.columns) + at, row % 8, v, lane, slot < slots);
+    }
+}
 
 template <bool INT8, int ROWS>
 DEVICE void attention_decode(const AttentionArgs& p) {
@@ -376,7 +404,9 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         buffer ^= BUFFERS - 1;
     }
 
-    float* const to = p.out + size_t(head0) * HEAD_DIM;
+    // For columns the outputs meet in shared memory, [heads][128], where q was.
+    float* const outputs = reinterpret_cast<float*>(sm.q);
+    float* const to = p.columns != nullptr ? outputs : p.out + size_t(head0) * HEAD_DIM;
     __half* const half = p.half + size_t(sequence) * p.padded;
     // Two outputs, the first of which is `dim`, of all this block's heads.
     auto store_half = [&](int dim, float x, float y) {
@@ -394,6 +424,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             else if (g < heads)
                 *reinterpret_cast<float2*>(to + dim) = v;
         }
+        if (p.columns != nullptr) store_columns(p, outputs, sequence, kv, heads, warp, lane);
         return;
     }
     const float4* const parts = p.partial + size_t(head0) * gridDim.y * (HEAD_DIM / 4);
@@ -454,4 +485,5 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             reinterpret_cast<float4*>(to)[i] = v;
         }
     }
+    if (p.columns != nullptr) store_columns(p, outputs, sequence, kv, heads, warp, lane);
 }

@@ -233,6 +233,17 @@ pub trait Session: Send {
     }
 }
 
+/// True if there is neither a NaN nor an infinity in `x`.
+pub(crate) fn all_finite(x: &[f32]) -> bool {
+    const EXPONENT: u32 = 0x7f80_0000;
+    // Without an early exit within a block the compiler can use vectors.
+    let block_finite = |b: &[f32]| {
+        b.iter()
+            .fold(true, |ok, v| ok & (v.to_bits() & EXPONENT != EXPONENT))
+    };
+    x.chunks(4096).all(block_finite)
+}
+
 /// Refuses chunks that do not fit a session before anything is computed. `len` gives the
 /// tokens that a slot holds.
 pub(crate) fn check_chunks(

@@ -1,7 +1,8 @@
 //! Keys and values on the device, and attention over them.
 
+use super::batch::Columns;
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
-use super::pack::SPAN;
+use super::pack::{PackedKind, SPAN};
 use super::rows::{Row, Step, at_least, shape};
 use crate::cpu::{KvType, PAGE};
 use crate::error::{Error, Result};
@@ -264,6 +265,8 @@ pub enum AttentionOutput<'a> {
     /// `[m, heads * 128 padded to 256]` in FP16, in operand order
     /// ([`operand_index`](super::pack::operand_index)); what lies past `heads * 128` stays.
     Half(&'a mut Buffer<u16>),
+    /// What [`Stream::gemv_batch`] multiplies with a weight of this kind.
+    Columns(&'a mut Columns, PackedKind),
 }
 
 /// Where the splits of long contexts meet.
@@ -508,11 +511,14 @@ impl Stream {
             step: Address,
             out: Address,
             half: Address,
+            columns: Address,
             partial: Address,
             tops: Address,
             arrived: Address,
             heads: i32,
             padded: i32,
+            bits: i32,
+            slots: i32,
             eps: f32,
             late: i32,
         }
@@ -528,16 +534,22 @@ impl Stream {
         at_least(op, "qkv", m * width, qkv.len())?;
         let outputs = heads.heads * HEAD_DIM;
         let padded = outputs.next_multiple_of(SPAN);
-        let (out, half) = match out {
+        let (mut full, mut half, mut columns, mut bits) =
+            (Address::NULL, Address::NULL, Address::NULL, 0);
+        match out {
             AttentionOutput::Full(out) => {
                 at_least(op, "out", m * outputs, out.len())?;
-                (out.at(0), Address::NULL)
+                full = out.at(0);
             }
             AttentionOutput::Half(out) => {
                 at_least(op, "FP16 output", m * padded, out.len())?;
-                (Address::NULL, out.at(0))
+                half = out.at(0);
             }
-        };
+            AttentionOutput::Columns(out, kind) => {
+                bits = kind.bits();
+                columns = out.take(op, m, outputs)?;
+            }
+        }
         at_least(op, "step", m, step.len())?;
         at_least(op, "splits", 1, splits)?;
         at_least(op, "room for splits", splits, AttentionScratch::MOST_SPLITS)?;
@@ -550,13 +562,16 @@ impl Stream {
             cos_sin: heads.cos_sin.at(0),
             cache: cache.args(),
             step: step.at(0),
-            out,
+            out: full,
             half,
+            columns,
             partial: scratch.partial.at(0),
             tops: scratch.tops.at(0),
             arrived: scratch.arrived.at(0),
             heads: heads.heads as i32,
             padded: padded as i32,
+            bits: bits as i32,
+            slots: (padded / 64) as i32,
             eps: heads.eps,
             late: i32::from(late),
         };

@@ -1,6 +1,6 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
-use crate::engine::Observer;
+use crate::engine::{Observer, all_finite};
 use crate::error::{Error, Result};
 use crate::forward::{self, Attention, Operand, Ops, Packed, Projection};
 use crate::load::LoadOptions;
@@ -146,17 +146,6 @@ impl Ops for Pass<'_> {
         self.observer.layer_output(layer, self.x);
         Ok(())
     }
-}
-
-/// True if there is neither a NaN nor an infinity in `x`.
-pub(crate) fn all_finite(x: &[f32]) -> bool {
-    const EXPONENT: u32 = 0x7f80_0000;
-    // Without an early exit within a block the compiler can use vectors.
-    let block_finite = |b: &[f32]| {
-        b.iter()
-            .fold(true, |ok, v| ok & (v.to_bits() & EXPONENT != EXPONENT))
-    };
-    x.chunks(4096).all(block_finite)
 }
 
 /// Which rows of a forward belong to which sequence and position.

@@ -1,8 +1,8 @@
 //! [`Session`] on the CPU.
 
 use super::CpuModel;
-use super::layer::{Batch, Pass, Scratch, all_finite, check_finite};
-use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, check_chunks};
+use super::layer::{Batch, Pass, Scratch, check_finite};
+use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::Weight;

@@ -6,7 +6,7 @@ mod step;
 
 use super::model::CudaModel;
 use crate::batch::StepsAhead;
-use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, check_chunks};
+use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::ModelConfig;
@@ -241,7 +241,7 @@ impl Session for CudaSession {
             chunks if fused && self.fit_a_step(chunks) => self.forward_step(chunks)?,
             chunks => self.forward_many(chunks, observer)?,
         }
-        if self.logits.iter().any(|v| !v.is_finite()) {
+        if !all_finite(&self.logits) {
             return Err(Error::LogitsNotFinite);
         }
         for chunk in chunks {
