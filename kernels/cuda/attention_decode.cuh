@@ -25,7 +25,7 @@
 // Bytes: 2 x 256 (int8: 2 x 130) per position and key/value head.
 #pragma once
 
-#include "columns.cuh"
+#include "activations.cuh"
 #include "rows.cuh"
 
 struct AttentionArgs {
@@ -37,14 +37,11 @@ struct AttentionArgs {
     const Step* step;       // [m]: position of the new token, and its slot
     float* out;             // [m][heads * 128]
     __half* half;           // unless null, instead: [m][padded] in FP16, in operand order
-    void* columns;          // unless null, instead: [groups of 8 rows][slots], for codes of `bits` bits
     float4* partial;        // [m][heads][most splits][32]: sums
     float2* tops;           // [m][heads][most splits]: greatest score, weight
     int* arrived;           // [m][kv_heads], zero between launches
     int heads;
     int padded;
-    int bits;
-    int slots;              // of a group of rows, zeros past the outputs
     float eps;
     int late;               // release the successor only after the predecessor's end
 };
@@ -78,8 +75,15 @@ struct ScalesShared<true> {
     uint4 scales[2][ATTENTION_WARPS][2][4];   // of each buffer, of a warp's keys and values
 };
 
+template <int ROWS>
+struct JobsShared {
+    float4 jobs[8 + 2 * ROWS][32];   // queries, new keys and values, as they come
+};
+template <>
+struct JobsShared<1> {};
+
 template <bool INT8, int ROWS>
-struct AttentionShared : ScalesShared<INT8> {
+struct AttentionShared : ScalesShared<INT8>, JobsShared<ROWS> {
     static constexpr int BUFFERS = INT8 ? 2 : 1;
     // Private to lanes: of each 8 positions of a warp, and of each 8 of its dims.
     uint4 keys[BUFFERS][ATTENTION_WARPS][4][INT8 ? 2 : 4][32];
@@ -95,32 +99,7 @@ struct AttentionShared : ScalesShared<INT8> {
 };
 // What the launcher asks for.
 static_assert(sizeof(AttentionShared<false, 1>) == 76560 && sizeof(AttentionShared<true, 1>) == 77328);
-static_assert(sizeof(AttentionShared<false, MOST_RUN>) == 84304 && sizeof(AttentionShared<true, MOST_RUN>) == 81232);
-
-// The outputs of a block's heads, [heads][128] in shared memory, as columns of the product that
-// follows (`columns.cuh`): a lane has eight of them, a warp four slots at once.
-DEVICE void store_columns(const AttentionArgs& p, const float* outputs, int row, int kv, int heads, int warp, int lane) {
-    __syncthreads();   // all outputs are there
-    const int mine = 2 * heads, first = kv * mine;                                    // slots
-    const int slots = kv == p.cache.kv_heads - 1 ? p.slots - first : mine;            // and those of zeros
-    for (int s = 4 * warp; s < slots; s += 4 * ATTENTION_WARPS) {
-        const int slot = s + lane / 8;
-        float v[8] = {};
-        if (slot < mine) {
-            const float4* const from = reinterpret_cast<const float4*>(outputs + slot * 64 + lane % 8 * 8);
-            const float4 a = from[0], b = from[1];
-            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-            v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-        }
-        const size_t at = size_t(row / 8) * p.slots + first + s;
-        if (p.bits == 4)
-            put_cell<4>(static_cast<DigitColumns*>(p.columns) + at, row % 8, v, lane, slot < slots);
-        else if (p.bits == 8)
-            put_cell<8>(static_cast<DigitColumns*>(p.columns) + at, row % 8, v, lane, slot < slots);
-        else
-            put_cell<16>(static_cast<HalfColumns*>(p.columns) + at, row % 8, v, lane, slot < slots);
-    }
-}
+static_assert(sizeof(AttentionShared<false, MOST_RUN>) == 84304 + 20480 && sizeof(AttentionShared<true, MOST_RUN>) == 81232 + 20480);
 
 template <bool INT8, int ROWS>
 DEVICE void attention_decode(const AttentionArgs& p) {
@@ -207,7 +186,9 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const float* const qkv = p.qkv + size_t(sequence) * (p.heads + 2 * p.cache.kv_heads) * HEAD_DIM;
     const int head0 = sequence * p.heads + kv * heads;   // of all sequences' query heads
 
-    // Jobs 0 .. heads - 1: queries; then the new key and the new value of each row of the run.
+    // Jobs 0 .. heads - 1: queries; then the new key and the new value of each row of the run. Those
+    // of many rows are requested together, and wait in shared memory: the code for each once
+    // stays short, as every step reads it anew.
     constexpr int ROUNDS = (8 + 2 * ROWS + ATTENTION_WARPS - 1) / ATTENTION_WARPS;
     const int jobs = heads + 2 * fresh_rows;
     float4 fresh[ROUNDS];
@@ -220,11 +201,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         const int back = job < heads ? 0 : position - fresh_from - (job - heads) / 2;
         fresh[i] = __ldcg(reinterpret_cast<const float4*>(qkv + (head - back * (p.heads + 2 * p.cache.kv_heads)) * HEAD_DIM) + lane);
     }
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        const int job = warp + i * ATTENTION_WARPS;
-        if (job >= jobs) break;
-        float4 v = fresh[i];
+    auto keep_job = [&](int job, float4 v) {
         if (job < heads) {
             v = norm_rope(v, q_gain, c0, c1, p.eps, lane);
             const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
@@ -233,7 +210,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             split_pair(v.z * s, v.w * s, hi.y, lo.y);
             reinterpret_cast<uint2*>(sm.q[0][job])[lane] = hi;
             reinterpret_cast<uint2*>(sm.q[1][job])[lane] = lo;
-            continue;
+            return;
         }
         const int which = (job - heads) % 2, r = (job - heads) / 2, pos = fresh_from + r;
         if (which == 0) {
@@ -249,6 +226,20 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             reinterpret_cast<uint2*>(sm.fresh[which][r])[lane] = kept.half;
         }
         if (pos == position) store_row<INT8>(p.cache, which, p.cache.head(newest_page, kv), position % PAGE, kept, lane);
+    };
+    if constexpr (ROWS == 1) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            const int job = warp + i * ATTENTION_WARPS;
+            if (job >= jobs) break;
+            keep_job(job, fresh[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++)
+            if (warp + i * ATTENTION_WARPS < jobs) sm.jobs[warp + i * ATTENTION_WARPS][lane] = fresh[i];
+#pragma unroll 1
+        for (int job = warp; job < jobs; job += ATTENTION_WARPS) keep_job(job, sm.jobs[job][lane]);   // the lane's own
     }
     __syncthreads();
 
@@ -404,9 +395,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         buffer ^= BUFFERS - 1;
     }
 
-    // For columns the outputs meet in shared memory, [heads][128], where q was.
-    float* const outputs = reinterpret_cast<float*>(sm.q);
-    float* const to = p.columns != nullptr ? outputs : p.out + size_t(head0) * HEAD_DIM;
+    float* const to = p.out + size_t(head0) * HEAD_DIM;
     __half* const half = p.half + size_t(sequence) * p.padded;
     // Two outputs, the first of which is `dim`, of all this block's heads.
     auto store_half = [&](int dim, float x, float y) {
@@ -424,7 +413,6 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             else if (g < heads)
                 *reinterpret_cast<float2*>(to + dim) = v;
         }
-        if (p.columns != nullptr) store_columns(p, outputs, sequence, kv, heads, warp, lane);
         return;
     }
     const float4* const parts = p.partial + size_t(head0) * gridDim.y * (HEAD_DIM / 4);
@@ -485,5 +473,4 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             reinterpret_cast<float4*>(to)[i] = v;
         }
     }
-    if (p.columns != nullptr) store_columns(p, outputs, sequence, kv, heads, warp, lane);
 }

@@ -20,16 +20,15 @@ struct HalfColumns {
     uint4 words[2][2][32];   // [chunk][hi, lo]
 };
 
-// Lane c's cell (inputs 8c .. 8c+7 of four slots) of row `row` of its group, from slot `to` on; lanes
-// that are not `there` store nothing.
+// Lane c's cell (inputs 8c .. 8c+7 of a span) of row `row` of its group, from slot `to` of the
+// span on.
 template <int BITS>
-DEVICE void put_cell(DigitColumns* to, int row, const float (&v)[8], int lane, bool there = true) {
+DEVICE void put_cell(DigitColumns* to, int row, const float (&v)[8], int lane) {
     const CellDigits cell = digits_of<BITS>(v);
     const int chunk = lane / 4 % 2, t = lane % 4;
     // Each lane of a pair that shares words takes one digit.
     const uint32_t first = __shfl_xor_sync(~0u, chunk ? cell.high[0] : cell.low[0], 4);
     const uint32_t second = __shfl_xor_sync(~0u, chunk ? cell.high[1] : cell.low[1], 4);
-    if (!there) return;
     DigitColumns& slot = to[lane / 8];
     slot.words[chunk][row * 4 + t] = chunk ? make_uint4(first, second, cell.low[0], cell.low[1])
                                            : make_uint4(cell.high[0], cell.high[1], first, second);
@@ -38,8 +37,7 @@ DEVICE void put_cell(DigitColumns* to, int row, const float (&v)[8], int lane, b
 }
 
 template <int BITS>
-DEVICE void put_cell(HalfColumns* to, int row, const float (&v)[8], int lane, bool there = true) {
-    if (!there) return;
+DEVICE void put_cell(HalfColumns* to, int row, const float (&v)[8], int lane) {
     const CellHalves cell = halves_of(v);
     uint4(&words)[2][32] = to[lane / 8].words[lane / 4 % 2];
     words[0][row * 4 + lane % 4] = cell.high;

@@ -1,8 +1,7 @@
 //! Keys and values on the device, and attention over them.
 
-use super::batch::Columns;
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
-use super::pack::{PackedKind, SPAN};
+use super::pack::SPAN;
 use super::rows::{Row, Step, at_least, shape};
 use crate::cpu::{KvType, PAGE};
 use crate::error::{Error, Result};
@@ -265,8 +264,6 @@ pub enum AttentionOutput<'a> {
     /// `[m, heads * 128 padded to 256]` in FP16, in operand order
     /// ([`operand_index`](super::pack::operand_index)); what lies past `heads * 128` stays.
     Half(&'a mut Buffer<u16>),
-    /// What [`Stream::gemv_batch`] multiplies with a weight of this kind.
-    Columns(&'a mut Columns, PackedKind),
 }
 
 /// Where the splits of long contexts meet.
@@ -281,9 +278,10 @@ impl AttentionScratch {
     /// share a multiprocessor with the products of the largest models.
     const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2832;
     const SHARED_INT8: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 3600;
-    /// What the new keys and values of a run take more, and their scales.
-    const RUN_FP16: usize = 2 * (MOST_RUN - 1) * 2 * HEAD_DIM + 64;
-    const RUN_INT8: usize = 2 * (MOST_RUN - 1) * HEAD_DIM + 64;
+    /// What the new keys and values of a run take more, their scales, and what they are made of.
+    const RUN_FP16: usize = 2 * (MOST_RUN - 1) * 2 * HEAD_DIM + 64 + Self::JOBS;
+    const RUN_INT8: usize = 2 * (MOST_RUN - 1) * HEAD_DIM + 64 + Self::JOBS;
+    const JOBS: usize = (8 + 2 * MOST_RUN) * 4 * HEAD_DIM;
     /// `LEAST_SPLIT` of `cuda/attention_decode.cuh`.
     const LEAST_SPLIT: usize = 256;
     /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
@@ -511,14 +509,11 @@ impl Stream {
             step: Address,
             out: Address,
             half: Address,
-            columns: Address,
             partial: Address,
             tops: Address,
             arrived: Address,
             heads: i32,
             padded: i32,
-            bits: i32,
-            slots: i32,
             eps: f32,
             late: i32,
         }
@@ -534,22 +529,16 @@ impl Stream {
         at_least(op, "qkv", m * width, qkv.len())?;
         let outputs = heads.heads * HEAD_DIM;
         let padded = outputs.next_multiple_of(SPAN);
-        let (mut full, mut half, mut columns, mut bits) =
-            (Address::NULL, Address::NULL, Address::NULL, 0);
-        match out {
+        let (out, half) = match out {
             AttentionOutput::Full(out) => {
                 at_least(op, "out", m * outputs, out.len())?;
-                full = out.at(0);
+                (out.at(0), Address::NULL)
             }
             AttentionOutput::Half(out) => {
                 at_least(op, "FP16 output", m * padded, out.len())?;
-                half = out.at(0);
+                (Address::NULL, out.at(0))
             }
-            AttentionOutput::Columns(out, kind) => {
-                bits = kind.bits();
-                columns = out.take(op, m, outputs)?;
-            }
-        }
+        };
         at_least(op, "step", m, step.len())?;
         at_least(op, "splits", 1, splits)?;
         at_least(op, "room for splits", splits, AttentionScratch::MOST_SPLITS)?;
@@ -562,16 +551,13 @@ impl Stream {
             cos_sin: heads.cos_sin.at(0),
             cache: cache.args(),
             step: step.at(0),
-            out: full,
+            out,
             half,
-            columns,
             partial: scratch.partial.at(0),
             tops: scratch.tops.at(0),
             arrived: scratch.arrived.at(0),
             heads: heads.heads as i32,
             padded: padded as i32,
-            bits: bits as i32,
-            slots: (padded / 64) as i32,
             eps: heads.eps,
             late: i32::from(late),
         };

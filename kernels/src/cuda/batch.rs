@@ -44,25 +44,10 @@ impl Columns {
         })
     }
 
-    /// Where a kernel writes `m` rows of `inputs` values.
-    pub(super) fn take(&mut self, op: &'static str, m: usize, inputs: usize) -> Result<Address> {
-        at_least(op, "rows of columns", m, self.rows)?;
-        at_least(op, "spans of columns", inputs.div_ceil(SPAN), self.spans)?;
-        Ok(self.words.at(0))
-    }
-
     /// Device bytes of [`Columns::new`].
     pub fn device_bytes(rows: usize, inputs: usize) -> usize {
         rows.div_ceil(GROUP) * group_bytes(16, inputs.div_ceil(SPAN))
     }
-}
-
-/// What [`Stream::gemv_batch`] multiplies.
-pub enum BatchInput<'a> {
-    /// `[m, inputs]`, which a kernel of its own makes columns of, in the memory given.
-    Rows(&'a Buffer<f32>, &'a mut Columns),
-    /// What another kernel has made: [`AttentionOutput::Columns`](super::AttentionOutput::Columns).
-    Columns(&'a Columns),
 }
 
 /// `sizeof(DigitColumns)` or `sizeof(HalfColumns)` of `cuda/columns.cuh`: 64 inputs of a group.
@@ -261,16 +246,18 @@ impl GemvBatchArgs {
 }
 
 impl Stream {
-    /// `m` rows of activations times `w`, for one reading of `w`. `late` keeps the next kernels from
-    /// starting before the one in front has ended.
+    /// `m` rows of activations `x` `[m, inputs]` times `w`, for one reading of `w`: two kernels
+    /// of a decode step of several sequences. `columns` is scratch. `late` keeps the next
+    /// kernels from starting before the one in front has ended.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
     pub fn gemv_batch(
         &self,
         w: &DeviceLinear,
-        input: BatchInput<'_>,
+        x: &Buffer<f32>,
         output: GemvOutput<'_>,
+        columns: &mut Columns,
         m: usize,
         late: bool,
     ) -> Result<()> {
@@ -282,24 +269,12 @@ impl Stream {
         }
         let plan = BatchPlan::new(self.gpu(), w, m)
             .ok_or_else(|| refused("shared memory", "room for two stages", self.gpu().info()))?;
+        at_least("values of x", m * inputs, x.len())?;
+        at_least("rows of columns", m, columns.rows)?;
+        at_least("spans of columns", inputs.div_ceil(SPAN), columns.spans)?;
         let output = Output::new(output, w.rows());
         output.check(m, plan.blocks, inputs)?;
-        let columns = match input {
-            BatchInput::Rows(x, columns) => {
-                at_least("values of x", m * inputs, x.len())?;
-                columns.take("gemv_batch", m, inputs)?;
-                self.prepare_columns(w, x, output.norm, columns, m, late)?;
-                columns
-            }
-            BatchInput::Columns(columns) => {
-                at_least("rows of columns", m, columns.rows)?;
-                at_least("spans of columns", inputs.div_ceil(SPAN), columns.spans)?;
-                if output.norm.is_some() {
-                    return Err(refused("norm", "none of columns that are made", "one"));
-                }
-                columns
-            }
-        };
+        self.prepare_columns(w, x, output.norm, columns, m, late)?;
         self.multiply_columns(w, &plan, columns, &output, m)
     }
 

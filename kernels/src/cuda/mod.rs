@@ -28,7 +28,7 @@ pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, DevicePages, HEAD_DIM, Heads, LayerPages,
     MOST_RUN, PageEntry, PagesShape,
 };
-pub use batch::{BatchInput, Columns, MOST_SEQUENCES};
+pub use batch::{Columns, MOST_SEQUENCES};
 pub use driver::{
     Address, Buffer, Gpu, GpuInfo, Graph, Mark, MemoryUse, Pinned, Stream, device_count, taken,
 };

@@ -10,9 +10,8 @@ use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, BatchInput, Columns, GemvOutput, Gpu,
-    HEAD_DIM, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len,
-    operand_index,
+    AttentionOutput, AttentionScratch, AttentionShape, Columns, GemvOutput, Gpu, HEAD_DIM,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len, operand_index,
 };
 use nq_kernels::reference;
 
@@ -67,13 +66,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
             let mut y = guarded(gpu, &vec![GUARD; m * out]);
             let output = GemvOutput::Store(norm, &mut y);
             stream
-                .gemv_batch(
-                    &packed,
-                    BatchInput::Rows(&x, &mut columns),
-                    output,
-                    m,
-                    false,
-                )
+                .gemv_batch(&packed, &x, output, &mut columns, m, false)
                 .unwrap();
             let found = finish(stream, &y);
             let error = nmse(&pick(&found), &normalized[..n]);
@@ -91,7 +84,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
             let mut best = gpu.zeros("a test", m * blocks).unwrap();
             let output = GemvOutput::Head(norm, &mut logits, &mut best);
             stream
-                .gemv_batch(&packed, BatchInput::Rows(&x, &mut columns), output, m, true)
+                .gemv_batch(&packed, &x, output, &mut columns, m, true)
                 .unwrap();
             let found = finish(stream, &logits);
             assert!(
@@ -120,13 +113,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
         // Added to a residual, without a norm.
         let mut y = guarded(gpu, &residual[..m * out]);
         stream
-            .gemv_batch(
-                &packed,
-                BatchInput::Rows(&x, &mut columns),
-                GemvOutput::Add(&mut y),
-                m,
-                false,
-            )
+            .gemv_batch(&packed, &x, GemvOutput::Add(&mut y), &mut columns, m, false)
             .unwrap();
         let found = finish(stream, &y);
         let expected: Vec<f32> = plain[..n]
@@ -216,13 +203,7 @@ fn gates_and_ups_of_several_sequences() {
                 let mut y = guarded(&gpu, &vec![GUARD; m * width]);
                 let output = GemvOutput::Silu(norm, &mut y);
                 stream
-                    .gemv_batch(
-                        &packed,
-                        BatchInput::Rows(&x, &mut columns),
-                        output,
-                        m,
-                        false,
-                    )
+                    .gemv_batch(&packed, &x, output, &mut columns, m, false)
                     .unwrap();
                 let error = nmse(&finish(&stream, &y), &expected[..m * width]);
                 let name = gate.scheme_name();
@@ -321,40 +302,6 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
         found == rounded,
         "attention_decode {name}: otherwise in FP16"
     );
-    if m <= MOST_SEQUENCES {
-        check_columns(gpu, &stream, &name, (m, outputs), &mut run);
-    }
-}
-
-/// What attention leaves as columns is what becomes of its f32 outputs.
-fn check_columns(
-    gpu: &Gpu,
-    stream: &Stream,
-    name: &str,
-    (m, outputs): (usize, usize),
-    run: &mut impl FnMut(AttentionOutput<'_>),
-) {
-    let mut full = gpu.zeros::<f32>("a test", m * outputs).unwrap();
-    run(AttentionOutput::Full(&mut full));
-    let mut columns = Columns::new(gpu, m, outputs).unwrap();
-    for w in weights(40, outputs, 5) {
-        let packed = pack(gpu, &[&w], Stack::Concat);
-        let product = |input: BatchInput<'_>| {
-            let mut y = guarded(gpu, &vec![0.0; m * 40]);
-            stream
-                .gemv_batch(&packed, input, GemvOutput::Add(&mut y), m, false)
-                .unwrap();
-            finish(stream, &y)
-        };
-        let expected = product(BatchInput::Rows(&full, &mut columns));
-        run(AttentionOutput::Columns(&mut columns, packed.kind()));
-        let found = product(BatchInput::Columns(&columns));
-        assert!(
-            found == expected,
-            "{name}: other columns of {:?}",
-            packed.kind()
-        );
-    }
 }
 
 #[test]

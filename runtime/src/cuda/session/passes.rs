@@ -5,8 +5,8 @@ use super::step::{StepEnd, StepKind, StepRows, WideRows};
 use crate::cuda::model::CudaModel;
 use crate::forward::{Attention, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, BatchInput, Buffer, Columns, DeviceLinear,
-    DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput, Stream,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Columns, DeviceLinear, DevicePages,
+    GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput, Stream,
 };
 use nq_kernels::{Error, Result};
 
@@ -90,9 +90,7 @@ impl NarrowPass<'_> {
     ) -> Result<()> {
         let (stream, m) = (device.stream, device.kind.m);
         product(stream, name, w, || match columns {
-            Some(columns) if m > 1 => {
-                stream.gemv_batch(w, BatchInput::Rows(x, columns), out, m, late)
-            }
+            Some(columns) if m > 1 => stream.gemv_batch(w, x, out, columns, m, late),
             _ => stream.gemv(w, x, out, late),
         })
     }
@@ -144,39 +142,21 @@ impl Ops for NarrowPass<'_> {
         attention: &Attention<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
         let step = &mut *self.step;
-        let (m, o) = (self.device.kind.m, &attention.o.linear);
-        let late = m == 1 && o.bytes() > FLOOD;
-        let out = match &mut step.columns {
-            Some(columns) if m > 1 => AttentionOutput::Columns(columns, o.kind()),
-            _ => AttentionOutput::Full(&mut step.attended),
-        };
+        let late = self.device.kind.m == 1 && attention.o.linear.bytes() > FLOOD;
+        let out = AttentionOutput::Full(&mut step.attended);
         let from = (&step.qkv, &step.step);
         self.device
             .attend(layer, attention, from, &mut step.attention, out, late)
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
-        let (step, name) = (&mut *self.step, w.spec.name);
-        let (w, out) = (&w.linear, GemvOutput::Add(&mut step.x));
-        let operand = match (operand, &step.columns) {
-            (Operand::Attended, Some(columns)) if self.device.kind.m > 1 => {
-                let (stream, m) = (self.device.stream, self.device.kind.m);
-                let made = BatchInput::Columns(columns);
-                return product(stream, name, w, || {
-                    stream.gemv_batch(w, made, out, m, false)
-                });
-            }
-            (Operand::Attended, _) => &step.attended,
-            (Operand::Gated, _) => &step.gated,
+        let step = &mut *self.step;
+        let operand = match operand {
+            Operand::Attended => &step.attended,
+            Operand::Gated => &step.gated,
         };
-        Self::multiply(
-            self.device,
-            (name, w),
-            operand,
-            out,
-            &mut step.columns,
-            false,
-        )
+        let (w, out) = ((w.spec.name, &w.linear), GemvOutput::Add(&mut step.x));
+        Self::multiply(self.device, w, operand, out, &mut step.columns, false)
     }
 }
 
