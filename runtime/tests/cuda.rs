@@ -109,6 +109,12 @@ fn agrees_with_the_cpu() {
                 let Some(gpu) = gpu_engine(&config, &store, kernels) else {
                     return;
                 };
+                let rounds = &gpu.description().activations;
+                match (kernels, scheme) {
+                    (KernelSet::Reference, _) => assert_eq!(rounds, "f32"),
+                    (_, None) => assert_eq!(rounds, "f16 + 2 f16 in steps"),
+                    (_, Some(_)) => assert_eq!(rounds, "f16 + int16 g64 in steps"),
+                }
                 for kv in [KvType::F16, KvType::Int8] {
                     let what = format!("{name} tied {tied} {kernels} {kv}");
                     // A key's code that rounds the other way is half a step off.

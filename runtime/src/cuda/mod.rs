@@ -46,9 +46,15 @@ impl CudaEngine {
             return Err(Error::Unsupported {
                 engine: "nq on a GPU",
                 what: "activations",
-                expected: "f32 or auto: GPU kernels do not round them".into(),
+                expected: "auto, or f32 by the reference kernels".into(),
                 found: options.activations.to_string(),
             });
+        }
+        let fused = options.kernels == KernelSet::Fused;
+        if fused && options.activations == ActivationChoice::F32 {
+            progress.note(
+                "the GPU's fused kernels round activations, as the report says; --kernels reference keeps f32",
+            );
         }
         let gpu = Gpu::open(ordinal)?;
         let device = gpu.info().to_string();
@@ -64,7 +70,14 @@ impl CudaEngine {
             engine: "nq".into(),
             device,
             kernels: options.kernels.to_string(),
-            activations: "f32".into(),
+            activations: match (fused, bits) {
+                (false, _) => "f32",
+                // Products of many rows round to FP16; steps of up to 16 rows split a value in two:
+                // digits of 16 bits for codes (`cuda/activations.cuh`), FP16 and what that lost else.
+                (true, 16..) => "f16 + 2 f16 in steps",
+                (true, _) => "f16 + int16 g64 in steps",
+            }
+            .into(),
             bits,
             threads: 0,
         };
