@@ -171,6 +171,13 @@ impl<W: Write> Write for Printable<W> {
     }
 }
 
+/// Columns of the terminal that stdout is; `None` where it is none, or one that does not say.
+pub fn width() -> Option<usize> {
+    let dumb = std::env::var_os("TERM").is_some_and(|v| v == "dumb");
+    let (width, _) = terminal_size::terminal_size_of(io::stdout()).filter(|_| !dumb)?;
+    Some(usize::from(width.0))
+}
+
 /// `text` as a word that a shell takes as it is: quoted where it must be.
 pub fn shell_word(text: &str) -> Cow<'_, str> {
     let plain = |c: char| c.is_alphanumeric() || "._-/+=:,@%".contains(c);

@@ -1,4 +1,5 @@
-//! The fuzz targets over mutations of valid files, so that every test run tries some.
+//! The fuzz targets over `fuzz/seeds` and mutations of valid files, so that every test run tries
+//! some.
 
 mod common;
 #[path = "../../fuzz/src/targets.rs"]
@@ -7,7 +8,7 @@ mod targets;
 use common::{Rng, assets, random_affine, random_dense, safetensors};
 use nq_formats::export::gguf::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
-use nq_formats::gguf::BlockType;
+use nq_formats::gguf::{BlockType, GgufFile, GgufPlan, Value};
 use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
@@ -86,8 +87,8 @@ fn mutate(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     data
 }
 
-/// Gives `target`, called `name`, every seed and `rounds` mutations of each. Where NQ_FUZZ_CORPUS
-/// names a folder, the seeds are put there for libFuzzer.
+/// Gives `target`, called `name`, every file of `fuzz/seeds/NAME`, every seed and `rounds` mutations
+/// of each. Where NQ_FUZZ_CORPUS names a folder, the seeds are put there for libFuzzer.
 fn run(name: &str, target: fn(&[u8]), seeds: &[Vec<u8>], rounds: usize) {
     if let Some(corpus) = std::env::var_os("NQ_FUZZ_CORPUS") {
         let folder = Path::new(&corpus).join(name);
@@ -95,6 +96,12 @@ fn run(name: &str, target: fn(&[u8]), seeds: &[Vec<u8>], rounds: usize) {
         for (i, seed) in seeds.iter().enumerate() {
             fs::write(folder.join(format!("seed-{i}")), seed).unwrap();
         }
+    }
+    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
+    let kept: Vec<_> = fs::read_dir(kept.join(name)).unwrap().collect();
+    assert!(!kept.is_empty(), "{name}");
+    for file in kept {
+        target(&fs::read(file.unwrap().path()).unwrap());
     }
     let mut rng = Rng(1);
     for seed in seeds {
@@ -291,11 +298,12 @@ fn small_tokenizer() -> String {
 /// A GGUF model of the shape that [`nq_seed`] has, its tensors of `kind`.
 fn gguf_seed(kind: BlockType) -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
-    // Rows of whole blocks: as wide as the widest block.
+    // Rows of one whole block.
+    let width = kind.elements().max(32);
     let config = format!("{{{}}}", targets::SHAPE)
-        .replace("\"hidden_size\":8", "\"hidden_size\":256")
-        .replace("\"intermediate_size\":16", "\"intermediate_size\":256")
-        .replace("\"head_dim\":8", "\"head_dim\":128");
+        .replace("\"hidden_size\":8", &format!("\"hidden_size\":{width}"))
+        .replace("\"intermediate_size\":16", &format!("\"intermediate_size\":{width}"))
+        .replace("\"head_dim\":8", &format!("\"head_dim\":{}", width / 2));
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
     let mut rng = Rng(5);
     let tensors: Vec<_> = parameters(&shape)
@@ -319,6 +327,37 @@ fn gguf_seed(kind: BlockType) -> Vec<u8> {
     fs::read(out).unwrap()
 }
 
+/// A GGUF file with a tensor of each type and no model.
+fn gguf_types() -> Vec<u8> {
+    let mut plan = GgufPlan::new();
+    plan.set("general.architecture", Value::String("qwen3".into()));
+    for kind in BlockType::all() {
+        let shape = vec![2, kind.elements()];
+        plan.add(format!("t.{kind}"), kind, shape).unwrap();
+    }
+    let mut rng = Rng(6);
+    let mut file = plan.head();
+    for tensor in plan.tensors() {
+        file.extend((0..tensor.bytes()).map(|_| rng.below(256) as u8));
+        file.resize(file.len().next_multiple_of(32), 0);
+    }
+    file
+}
+
+#[test]
+fn gguf_blocks() {
+    let mut rng = Rng(7);
+    let kinds = BlockType::all().filter(|k| k.layout().is_some());
+    let seeds: Vec<Vec<u8>> = kinds
+        .map(|kind| {
+            let mut seed = vec![kind.id() as u8];
+            seed.extend((0..2 * kind.bytes()).map(|_| rng.below(256) as u8));
+            seed
+        })
+        .collect();
+    run("blocks", targets::blocks, &seeds, 200);
+}
+
 #[test]
 fn gguf_files() {
     let kinds = [
@@ -334,5 +373,7 @@ fn gguf_files() {
         fs::write(&path, seed).unwrap();
         nq_formats::nq::verify(&Checkpoint::open(&path).unwrap()).unwrap();
     }
-    run("gguf", targets::gguf, &seeds, 300);
+    let types = gguf_types();
+    GgufFile::parse(Path::new("x.gguf"), types.clone().into()).unwrap();
+    run("gguf", targets::gguf, &[&seeds[..], &[types]].concat(), 300);
 }

@@ -24,7 +24,7 @@ fn quantized() -> impl Iterator<Item = BlockType> {
 
 #[test]
 fn dequantization_is_identical_bit_for_bit() {
-    assert_eq!(quantized().count(), 12);
+    assert_eq!(quantized().count(), 23);
     for kind in quantized() {
         let (data, expected) = fixture(kind);
         // As one row, and as rows of one block.

@@ -1,13 +1,15 @@
 //! What is fuzzed: readers of files that may come from anywhere. A target panics if a reader
-//! panics or breaks a promise. `cargo fuzz run NAME` runs them under libFuzzer;
-//! `formats/tests/fuzz_smoke.rs` runs the same functions over mutations of valid files.
+//! panics or breaks a promise. `fuzz/run NAME` runs them under libFuzzer;
+//! `formats/tests/fuzz_smoke.rs` runs the same functions over `fuzz/seeds` and mutations of valid
+//! files.
 #![allow(dead_code, unreachable_pub)]
 
 use bytes::Bytes;
 use nq_formats::VirtualFiles;
+use nq_formats::gguf::{BlockType, BlockWeight};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::{
-    Checkpoint, Files, GenerationDefaults, ModelConfig, Result, names, nq, tokenizer,
+    Checkpoint, Exactness, Files, GenerationDefaults, ModelConfig, Result, names, nq, tokenizer,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,8 +34,8 @@ pub fn safetensors(data: &[u8]) {
     assert_eq!(total as u64, file.entries().map(|e| e.bytes).sum::<u64>());
 }
 
-/// A GGUF file: what is accepted lies in the file, its tokenizer is rebuilt or refused, and of
-/// what opens as a model all parameters are read and dequantized.
+/// A GGUF file: what is accepted lies in the file, every tensor in blocks is dequantized, the
+/// tokenizer is rebuilt or refused, and of what opens as a model all parameters are read.
 pub fn gguf(data: &[u8]) {
     let path = Path::new("fuzz.gguf");
     let Ok(file) = nq_formats::gguf::GgufFile::parse(path, Bytes::copy_from_slice(data)) else {
@@ -41,7 +43,14 @@ pub fn gguf(data: &[u8]) {
     };
     let mut total = 0;
     for info in file.tensors().values() {
-        total += file.data(info).len() as u64;
+        let data = file.data(info);
+        total += data.len() as u64;
+        if let [rows, cols] = info.shape[..]
+            && info.kind.layout().is_some()
+            && rows.saturating_mul(cols) <= MOST
+        {
+            dequantize(info.kind, (rows, cols), data);
+        }
     }
     assert_eq!(total, file.entries().map(|e| e.bytes).sum::<u64>());
     assert!(total <= file.file_bytes());
@@ -53,6 +62,40 @@ pub fn gguf(data: &[u8]) {
     )])));
     if let Ok(checkpoint) = Checkpoint::open_files(files) {
         read_all(&checkpoint);
+    }
+}
+
+/// A tensor in GGUF blocks: the number of its type, then the blocks of one row. What is read is what
+/// the canonical weight holds, but for the rounding of scales.
+pub fn blocks(data: &[u8]) {
+    let Some((&id, data)) = data.split_first() else {
+        return;
+    };
+    let kind = BlockType::from_id(id.into()).filter(|k| k.layout().is_some());
+    let Some(kind) = kind else { return };
+    let blocks = data.len() / kind.bytes();
+    if blocks > 0 {
+        let data = Bytes::copy_from_slice(&data[..blocks * kind.bytes()]);
+        dequantize(kind, (1, blocks * kind.elements()), data);
+    }
+}
+
+/// Dequantizes a tensor of a file that was accepted.
+fn dequantize(kind: BlockType, (rows, cols): (usize, usize), data: Bytes) {
+    let weight = BlockWeight::new(kind, (rows, cols), data).expect("the file's own shape");
+    let mut row = vec![0.0; cols];
+    for r in 0..rows {
+        weight.dequantize_row(r, &mut row);
+    }
+    // Refused only for a scale that is no finite f16.
+    let Ok(affine) = weight.to_affine() else {
+        return;
+    };
+    assert_eq!((affine.out_features(), affine.in_features()), (rows, cols));
+    if BlockWeight::exactness(kind) == Exactness::Exact {
+        let mut again = vec![0.0; cols];
+        affine.dequantize_row(rows - 1, &mut again);
+        assert_eq!(row, again, "{kind}");
     }
 }
 

@@ -1,6 +1,7 @@
 //! What is fuzzed of text: chat templates and tokenizers, which are programs of whoever made a
-//! model. A target panics if reading or running one does. `cargo fuzz run NAME` runs them under
-//! libFuzzer; `runtime/tests/fuzz_smoke.rs` runs the same functions over mutations of valid files.
+//! model. A target panics if reading or running one does. `fuzz/run NAME` runs them under libFuzzer;
+//! `runtime/tests/fuzz_smoke.rs` runs the same functions over `fuzz/seeds` and mutations of valid
+//! files.
 #![allow(dead_code, unreachable_pub)]
 
 use bytes::Bytes;

@@ -1,10 +1,13 @@
-//! The fuzz targets of text over mutations of valid files, so that every test run tries some.
+//! The fuzz targets of text over `fuzz/seeds` and mutations of valid files, so that every test run
+//! tries some.
 
 #[path = "../../fuzz/src/text_targets.rs"]
 mod text_targets;
 
 use nq_kernels::rng::Philox;
 use serde_json::json;
+use std::fs;
+use std::path::Path;
 
 /// Changes a few bytes, or puts in some of `tokens`.
 fn mutate(rng: &mut Philox, seed: &[u8], tokens: &[&str]) -> Vec<u8> {
@@ -25,6 +28,24 @@ fn mutate(rng: &mut Philox, seed: &[u8], tokens: &[&str]) -> Vec<u8> {
         }
     }
     data
+}
+
+/// Gives `target`, called `name`, every file of `fuzz/seeds/NAME`. Where NQ_FUZZ_CORPUS names a
+/// folder, `seeds` are put there for libFuzzer.
+fn replay(name: &str, target: fn(&[u8]), seeds: &[&str]) {
+    if let Some(corpus) = std::env::var_os("NQ_FUZZ_CORPUS") {
+        let folder = Path::new(&corpus).join(name);
+        fs::create_dir_all(&folder).unwrap();
+        for (i, seed) in seeds.iter().enumerate() {
+            fs::write(folder.join(format!("seed-{i}")), seed).unwrap();
+        }
+    }
+    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
+    let kept: Vec<_> = fs::read_dir(kept.join(name)).unwrap().collect();
+    assert!(!kept.is_empty(), "{name}");
+    for file in kept {
+        target(&fs::read(file.unwrap().path()).unwrap());
+    }
 }
 
 #[test]
@@ -79,6 +100,7 @@ fn templates() {
         "{:>99}",
         "\u{301}",
     ];
+    replay("template", text_targets::template, &seeds);
     let mut rng = Philox::new(1, 0);
     for i in 0..1500 {
         let seed = seeds[i % seeds.len()];
@@ -112,6 +134,7 @@ fn tokenizers() {
             "ignore_merges": false, "vocab": vocab, "merges": [["a", "b"], ["Ġ", "a"]]}})
     .to_string();
     text_targets::tokenizer(seed.as_bytes());
+    replay("tokenizer", text_targets::tokenizer, &[&seed]);
     let tokens = [
         "null",
         "-1",

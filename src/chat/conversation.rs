@@ -4,6 +4,7 @@
 //! what the cache does not hold of the result.
 
 use super::Overflow;
+use super::stop::{Passed, StopTexts};
 use super::thinking::{Part, Splitter};
 use anyhow::{Context, bail};
 use nq_runtime::generate::generate;
@@ -26,6 +27,26 @@ pub struct Settings {
     pub thinking: Option<bool>,
     /// When the context is full.
     pub overflow: Overflow,
+    /// Texts before which an answer ends; none is empty.
+    pub stop: Vec<String>,
+}
+
+/// What a model reads of messages.
+#[derive(Clone, Copy)]
+pub enum Form<'m> {
+    /// What its chat template makes of them.
+    Chat(&'m ChatTemplate),
+    /// Their texts one after another, in which control tokens are control tokens.
+    Raw,
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// As generating ended.
+    Generated(StopReason),
+    /// A stop text came.
+    Text,
 }
 
 /// What comes of an answer while it is made.
@@ -44,7 +65,7 @@ pub struct Turn {
     /// The answer.
     pub answer: String,
     /// Why it ended.
-    pub stop: StopReason,
+    pub end: End,
     /// Counts and times.
     pub stats: Stats,
 }
@@ -60,7 +81,7 @@ enum Prompt {
 /// Messages, the cache that holds most of them, and settings.
 pub struct Conversation<'m> {
     tokenizer: &'m Tokenizer,
-    template: &'m ChatTemplate,
+    form: Form<'m>,
     stop: Vec<u32>,
     session: Box<dyn Session>,
     sequence: Sequence,
@@ -77,7 +98,7 @@ impl<'m> Conversation<'m> {
     /// An empty conversation in slot 0 of `session`. `stop` are the tokens that end a turn.
     pub fn new(
         tokenizer: &'m Tokenizer,
-        template: &'m ChatTemplate,
+        form: Form<'m>,
         stop: &[u32],
         mut session: Box<dyn Session>,
         system: Option<String>,
@@ -86,7 +107,7 @@ impl<'m> Conversation<'m> {
         let sequence = Sequence::new(session.as_mut(), 0);
         Conversation {
             tokenizer,
-            template,
+            form,
             stop: stop.to_vec(),
             session,
             sequence,
@@ -135,7 +156,15 @@ impl<'m> Conversation<'m> {
 
     /// True if the template can turn thinking on and off.
     pub fn switches_thinking(&self) -> bool {
-        self.template.switches_thinking()
+        match self.form {
+            Form::Chat(template) => template.switches_thinking(),
+            Form::Raw => false,
+        }
+    }
+
+    /// True if the model reads texts as they are.
+    pub fn is_raw(&self) -> bool {
+        matches!(self.form, Form::Raw)
     }
 
     /// Adds a user's message and answers it. If that fails, the message is not kept.
@@ -195,7 +224,12 @@ impl<'m> Conversation<'m> {
             }
         };
         let mut writer = Writer {
-            splitter: Splitter::after(&text),
+            splitter: match self.form {
+                Form::Chat(_) => Splitter::after(&text),
+                Form::Raw => Splitter::none(),
+            },
+            stops: StopTexts::new(&self.settings.stop),
+            ended: false,
             raw: String::new(),
             thinking: String::new(),
             answer: String::new(),
@@ -205,7 +239,7 @@ impl<'m> Conversation<'m> {
         let mut detokenizer = Detokenizer::new(self.tokenizer, true);
         let mut tokens: Vec<u32> = Vec::new();
         let mut stats: Option<Stats> = None;
-        let stop = loop {
+        let generated = loop {
             let part = self.part(
                 &prompt,
                 tokens.len(),
@@ -237,12 +271,16 @@ impl<'m> Conversation<'m> {
             let _ = writer.push(&rest);
         }
         writer.finish();
+        let end = match writer.ended {
+            true => End::Text,
+            false => End::Generated(generated),
+        };
         if let Some(e) = writer.failed {
             return Err(e);
         }
         let mut stats = stats.unwrap_or_default();
         stats.decode = start.elapsed().saturating_sub(stats.first_token);
-        if stop == StopReason::ContextFull {
+        if end == End::Generated(StopReason::ContextFull) {
             let capacity = self.session.spec().ctx;
             (writer.on_event)(Event::Note(format!(
                 "the context of {capacity} tokens is full: the answer is cut off; {}",
@@ -254,7 +292,7 @@ impl<'m> Conversation<'m> {
         Ok(Turn {
             thinking: writer.thinking,
             answer: writer.answer,
-            stop,
+            end,
             stats,
         })
     }
@@ -310,21 +348,14 @@ impl<'m> Conversation<'m> {
         let room = more + wanted.clamp(1, (capacity / 4).max(1));
         let mut count = 0;
         let prompt = loop {
-            let prompt = self.template.prompt(
-                self.tokenizer.control_tokens(),
-                &self.messages(),
-                None,
-                true,
-                self.settings.thinking,
-            )?;
-            let ids = self.tokenizer.encode_prompt(&prompt)?;
+            let (text, ids) = self.prompt()?;
             let may_drop = self.settings.overflow == Overflow::DropOldest;
             if ids.len() + room > capacity && may_drop && self.drop_oldest() {
                 count += 1;
                 continue;
             }
             break match ids.len() + more < capacity {
-                true => Prompt::Fits(prompt.text().into_owned(), ids),
+                true => Prompt::Fits(text, ids),
                 false => Prompt::TooLong(ids.len() + more),
             };
         };
@@ -332,6 +363,29 @@ impl<'m> Conversation<'m> {
             on_event(Event::Note(dropped(count)))?;
         }
         Ok(prompt)
+    }
+
+    /// What the model reads of all messages, as text and as tokens.
+    fn prompt(&self) -> anyhow::Result<(String, Vec<u32>)> {
+        let messages = self.messages();
+        match self.form {
+            Form::Chat(template) => {
+                let prompt = template.prompt(
+                    self.tokenizer.control_tokens(),
+                    &messages,
+                    None,
+                    true,
+                    self.settings.thinking,
+                )?;
+                let ids = self.tokenizer.encode_prompt(&prompt)?;
+                Ok((prompt.text().into_owned(), ids))
+            }
+            Form::Raw => {
+                let text: String = messages.iter().map(Message::text).collect();
+                let ids = self.tokenizer.encode(&text)?;
+                Ok((text, ids))
+            }
+        }
     }
 
     /// Forgets the oldest turn: a user's message and all up to the next one. False if the
@@ -356,6 +410,9 @@ fn dropped(turns: usize) -> String {
 /// Passes an answer's text on and collects it.
 struct Writer<'e> {
     splitter: Splitter,
+    stops: StopTexts,
+    /// A stop text came.
+    ended: bool,
     raw: String,
     thinking: String,
     answer: String,
@@ -366,11 +423,14 @@ struct Writer<'e> {
 
 impl Writer<'_> {
     fn push(&mut self, piece: &str) -> ControlFlow<()> {
+        if self.ended {
+            return ControlFlow::Break(());
+        }
         self.raw.push_str(piece);
         self.split(|splitter, emit| splitter.push(piece, emit));
-        match self.failed {
-            Some(_) => ControlFlow::Break(()),
-            None => ControlFlow::Continue(()),
+        match self.failed.is_some() || self.ended {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
         }
     }
 
@@ -379,27 +439,46 @@ impl Writer<'_> {
             // Cut off: closed, so that the template can tell it from the answer.
             self.raw.push_str("\n</think>\n\n");
         }
-        self.split(|splitter, emit| splitter.finish(emit));
+        if !self.ended {
+            self.split(|splitter, emit| splitter.finish(emit));
+            let rest = self.stops.finish();
+            self.emit(Part::Answer, &rest);
+        }
     }
 
     fn split(&mut self, run: impl FnOnce(&mut Splitter, &mut dyn FnMut(Part, &str))) {
-        let Writer {
-            splitter,
-            thinking,
-            answer,
-            on_event,
-            failed,
-            ..
-        } = self;
-        run(splitter, &mut |part, text| {
-            match part {
-                Part::Thinking => thinking.push_str(text),
-                Part::Answer => answer.push_str(text),
-            }
-            if failed.is_none() {
-                *failed = on_event(Event::Piece(part, text)).err();
-            }
+        let mut pieces = Vec::new();
+        run(&mut self.splitter, &mut |part, text| {
+            pieces.push((part, text.to_owned()));
         });
+        for (part, text) in pieces {
+            match part {
+                Part::Answer if !self.ended => match self.stops.push(&text) {
+                    Passed::More(text) => self.emit(part, &text),
+                    Passed::Ended(text, behind) => {
+                        self.ended = true;
+                        // The answer is the end of what was sampled.
+                        self.raw.truncate(self.raw.len() - behind);
+                        self.emit(part, &text);
+                    }
+                },
+                Part::Answer => {}
+                Part::Thinking => self.emit(part, &text),
+            }
+        }
+    }
+
+    fn emit(&mut self, part: Part, text: &str) {
+        if text.is_empty() {
+            return;
+        }
+        match part {
+            Part::Thinking => self.thinking.push_str(text),
+            Part::Answer => self.answer.push_str(text),
+        }
+        if self.failed.is_none() {
+            self.failed = (self.on_event)(Event::Piece(part, text)).err();
+        }
     }
 }
 

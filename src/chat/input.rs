@@ -83,8 +83,8 @@ pub enum Entry {
 /// A command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// List the commands.
-    Help,
+    /// List the commands, or say what one does.
+    Help(Option<String>),
     /// Forget all messages but the system prompt.
     Clear,
     /// Answer the last message again.
@@ -96,8 +96,8 @@ pub enum Command {
         /// Overwrite.
         force: bool,
     },
-    /// Read a chat from a file.
-    Load(String),
+    /// Read a chat from a file, or the last one.
+    Load(Option<String>),
     /// Show or set the system prompt.
     System(Option<String>),
     /// Show all settings, or set one.
@@ -110,20 +110,113 @@ pub enum Command {
     Exit,
 }
 
-/// The commands, for `/help`.
-pub const HELP: &str = "\
-/help                  this list
-/clear                 forget all messages but the system prompt
-/regen                 answer the last message again
-/save [--force] FILE   write the chat to FILE (JSON)
-/load FILE             go on with a saved chat
-/system [TEXT]         show or set the system prompt
-/set [NAME VALUE]      show all settings or set one
-/stats                 tokens, context and rates
-/think, /no_think      thinking on or off; also as the last word of a message
-/exit                  leave (also Ctrl-D)
-Several lines: end a line with \\, or put the text between two \"\"\".
-Ctrl-C stops an answer; at the prompt it leaves.";
+/// A command as `/help` lists it.
+pub struct Listed {
+    /// Its word.
+    pub name: &'static str,
+    arguments: &'static str,
+    does: &'static str,
+    /// More, for `/help` with its name.
+    more: &'static str,
+}
+
+const fn listed(
+    name: &'static str,
+    arguments: &'static str,
+    does: &'static str,
+    more: &'static str,
+) -> Listed {
+    Listed {
+        name,
+        arguments,
+        does,
+        more,
+    }
+}
+
+/// All commands.
+pub const COMMANDS: [Listed; 11] = [
+    listed("/help", "[COMMAND]", "this list, or more about one command", ""),
+    listed("/clear", "", "forget all messages but the system prompt", ""),
+    listed(
+        "/regen",
+        "",
+        "answer the last message again",
+        "The former answer is forgotten.",
+    ),
+    listed(
+        "/save",
+        "[--force] FILE",
+        "write the chat to FILE (JSON)",
+        "~ is your home. A FILE that exists is replaced only with --force.",
+    ),
+    listed(
+        "/load",
+        "[FILE]",
+        "go on with a saved chat, or with the last one",
+        "Every chat in a terminal is kept after each answer, until the next chat's first.",
+    ),
+    listed("/system", "[TEXT]", "show or set the system prompt", ""),
+    listed(
+        "/set",
+        "[NAME VALUE]",
+        "show all settings or set one",
+        "E.g. /set temperature 0.7; max_tokens none and thinking auto undo what was set.",
+    ),
+    listed("/stats", "", "tokens, context and rates", ""),
+    listed(
+        "/think",
+        "",
+        "thinking on; also as the last word of a message",
+        "",
+    ),
+    listed(
+        "/no_think",
+        "",
+        "thinking off; also as the last word of a message",
+        "",
+    ),
+    listed("/exit", "", "leave (also /quit, Ctrl-D)", ""),
+];
+
+/// What `/set` knows.
+pub const SETTINGS: [&str; 12] = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "max_tokens",
+    "thinking",
+    "hide_thinking",
+    "on_overflow",
+];
+
+/// All commands, or what is to know of one.
+pub fn help(command: Option<&str>) -> String {
+    let line = |c: &Listed| {
+        let call = format!("{} {}", c.name, c.arguments);
+        format!("{call:<22} {}", c.does)
+    };
+    let Some(name) = command else {
+        let lines: Vec<String> = COMMANDS.iter().map(line).collect();
+        return format!(
+            "{}\nSeveral lines: end a line with \\, or put the text between two \"\"\".\n\
+             Tab completes commands, settings and files.\n\
+             Ctrl-C stops an answer; at the prompt it clears what is typed, and on an empty line \
+             the second one leaves.",
+            lines.join("\n")
+        );
+    };
+    match COMMANDS.iter().find(|c| c.name == name) {
+        Some(c) if c.more.is_empty() => line(c),
+        Some(c) => format!("{}\n{}", line(c), c.more),
+        None => format!("no command {name}: /help lists them"),
+    }
+}
 
 /// What an entry means.
 pub fn parse(text: &str) -> Entry {
@@ -172,15 +265,23 @@ fn command(word: &str, rest: &str) -> Result<Command, String> {
         "" => Err(format!("{word} needs a file")),
         path => Ok(path.to_owned()),
     };
+    if matches!(rest, "--help" | "-h") && COMMANDS.iter().any(|c| c.name == word) {
+        return Ok(Command::Help(Some(word.to_owned())));
+    }
     match word {
-        "/help" => bare(Command::Help),
+        "/help" => match rest {
+            "" => Ok(Command::Help(None)),
+            _ if rest.contains(' ') => Err(format!("/help takes one command, found {rest:?}")),
+            // With or without the slash.
+            _ => Ok(Command::Help(Some(format!("/{}", rest.trim_start_matches('/'))))),
+        },
         "/clear" => bare(Command::Clear),
         "/regen" => bare(Command::Regen),
         "/stats" => bare(Command::Stats),
         "/exit" | "/quit" => bare(Command::Exit),
         "/think" => bare(Command::Think(true)),
         "/no_think" => bare(Command::Think(false)),
-        "/load" => file(rest).map(Command::Load),
+        "/load" => Ok(Command::Load((!rest.is_empty()).then(|| rest.to_owned()))),
         "/save" => {
             let forced = rest.strip_prefix("--force");
             let path = file(forced.unwrap_or(rest).trim())?;
@@ -242,7 +343,11 @@ mod tests {
         );
         assert_eq!(parse("/ 2"), message("/ 2"));
         let check = |text, command| assert_eq!(parse(text), Entry::Command(command), "{text}");
-        check("/help", Command::Help);
+        check("/help", Command::Help(None));
+        let about = |word: &str| Command::Help(Some(word.into()));
+        check("/help save", about("/save"));
+        check("/set --help", about("/set"));
+        check("/load", Command::Load(None));
         check(" /exit ", Command::Exit);
         check("/system", Command::System(None));
         check(
@@ -266,14 +371,26 @@ mod tests {
         );
         for wrong in [
             "/nonsense",
-            "/help me",
+            "/help me now",
             "/save",
-            "/load",
             "/save --force",
             "/set seed",
         ] {
             assert!(matches!(parse(wrong), Entry::Wrong(_)), "{wrong}");
         }
+    }
+
+    #[test]
+    fn every_command_is_listed_and_known() {
+        for c in &COMMANDS {
+            assert!(help(None).contains(c.name), "{}", c.name);
+            assert!(help(Some(c.name)).starts_with(c.name));
+            assert_eq!(
+                command(c.name, "--help"),
+                Ok(Command::Help(Some(c.name.to_owned())))
+            );
+        }
+        assert!(help(Some("/save")).contains("--force") && help(Some("/x")).contains("no command"));
     }
 
     #[test]

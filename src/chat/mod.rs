@@ -2,13 +2,17 @@
 //! [`repl`] knows a terminal.
 
 pub mod conversation;
+pub mod editor;
 pub mod input;
 pub mod interrupt;
 pub mod piped;
 pub mod printer;
 pub mod repl;
 pub mod report;
+pub mod saved;
+pub mod stop;
 pub mod thinking;
+pub mod wrap;
 
 /// What to do when the context is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

@@ -2,8 +2,11 @@
 //! stderr where stdout is not one, or nowhere.
 
 use super::thinking::Part;
+use super::wrap::Wrap;
 use crate::terminal::printable;
+use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{self, Write};
+use std::time::Duration;
 
 const DIM: &str = "\x1b[2m";
 const RESET: &str = "\x1b[0m";
@@ -29,16 +32,21 @@ pub struct Printer<'a> {
     raw: bool,
     last: Option<Part>,
     ends_line: bool,
+    wrap: Wrap,
+    /// What moves on stderr, where that is a terminal, while thinking is hidden.
+    sign: Option<ProgressBar>,
 }
 
 impl<'a> Printer<'a> {
     /// A printer to stdout and stderr, or what stands for them. `raw`: stdout is data, and gets
-    /// what the model wrote; else control characters are written out.
+    /// what the model wrote; else control characters are written out. Lines for people are broken
+    /// at `width` columns.
     pub fn new(
         out: &'a mut dyn Write,
         err: &'a mut dyn Write,
         thinking: Thinking,
         raw: bool,
+        width: Option<usize>,
     ) -> Self {
         Printer {
             out,
@@ -47,6 +55,8 @@ impl<'a> Printer<'a> {
             raw,
             last: None,
             ends_line: true,
+            wrap: Wrap::new(width.filter(|_| !raw)),
+            sign: None,
         }
     }
 
@@ -56,8 +66,10 @@ impl<'a> Printer<'a> {
     /// What writing fails with; a closed pipe among it.
     pub fn piece(&mut self, part: Part, text: &str) -> io::Result<()> {
         if part == Part::Thinking && self.thinking == Thinking::Hidden {
+            self.sign.get_or_insert_with(sign);
             return Ok(());
         }
+        self.end_sign();
         if self.last != Some(part) {
             self.leave()?;
             if part == Part::Thinking {
@@ -71,8 +83,8 @@ impl<'a> Printer<'a> {
         }
         self.ends_line = text.ends_with('\n');
         let text = match self.raw && part == Part::Answer {
-            true => text.into(),
-            false => printable(text),
+            true => text.to_owned(),
+            false => self.wrap.push(&printable(text)),
         };
         let target = self.target(part);
         target.write_all(text.as_bytes())?;
@@ -84,7 +96,12 @@ impl<'a> Printer<'a> {
     /// # Errors
     /// As [`Printer::piece`].
     pub fn finish(&mut self) -> io::Result<()> {
+        self.end_sign();
         self.leave()?;
+        if self.last == Some(Part::Answer) {
+            let rest = self.wrap.finish();
+            self.out.write_all(rest.as_bytes())?;
+        }
         if self.last == Some(Part::Answer) && !self.ends_line {
             self.out.write_all(b"\n")?;
         }
@@ -101,9 +118,16 @@ impl<'a> Printer<'a> {
             _ => "\n</think>",
         };
         self.last = None;
+        let rest = self.wrap.finish();
         let target = self.target(Part::Thinking);
-        write!(target, "{closing}\n\n")?;
+        write!(target, "{rest}{closing}\n\n")?;
         target.flush()
+    }
+
+    fn end_sign(&mut self) {
+        if let Some(sign) = self.sign.take() {
+            sign.finish_and_clear();
+        }
     }
 
     fn target(&mut self, part: Part) -> &mut dyn Write {
@@ -114,14 +138,27 @@ impl<'a> Printer<'a> {
     }
 }
 
+/// Says on stderr, where that is a terminal, that the model thinks, and for how long.
+fn sign() -> ProgressBar {
+    let style = ProgressStyle::with_template("{spinner} thinking {elapsed}");
+    let sign = ProgressBar::new_spinner();
+    sign.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
+    sign.enable_steady_tick(Duration::from_millis(150));
+    sign
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn print(thinking: Thinking, pieces: &[(Part, &str)]) -> (String, String) {
+        print_at(80, thinking, pieces)
+    }
+
+    fn print_at(width: usize, thinking: Thinking, pieces: &[(Part, &str)]) -> (String, String) {
         let (mut out, mut err) = (Vec::new(), Vec::new());
         let raw = thinking == Thinking::Aside;
-        let mut printer = Printer::new(&mut out, &mut err, thinking, raw);
+        let mut printer = Printer::new(&mut out, &mut err, thinking, raw, Some(width));
         for (part, text) in pieces {
             printer.piece(*part, text).unwrap();
         }
@@ -160,6 +197,20 @@ mod tests {
         let (out, err) = print(Thinking::Aside, &pieces);
         assert_eq!(out, code);
         assert!(err.contains(written_out) && !err.contains('\x1b'));
+    }
+
+    #[test]
+    fn lines_are_broken_for_people_only() {
+        let words = "one two three four five six seven";
+        let pieces = [(Part::Thinking, words), (Part::Answer, words)];
+        let broken = "one two three four\nfive six seven";
+        let check = |thinking, out: &str, err: &str| {
+            assert_eq!(print_at(20, thinking, &pieces), (out.into(), err.into()));
+        };
+        let both = format!("<think>\n{broken}\n</think>\n\n{broken}\n");
+        check(Thinking::Tagged, &both, "");
+        let aside = format!("<think>\n{words}\n</think>\n\n");
+        check(Thinking::Aside, &format!("{words}\n"), &aside);
     }
 
     #[test]

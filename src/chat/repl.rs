@@ -1,26 +1,21 @@
 //! The conversation in a terminal: reads entries, runs commands, prints answers.
 
-use super::conversation::{Conversation, Event, Turn};
-use super::input::{Command, Entry, HELP, Lines, parse};
+use super::conversation::{Conversation, End, Event, Turn};
+use super::input::{Command, Entry, Lines, help, parse};
 use super::interrupt::Answering;
 use super::printer::{Printer, Thinking};
-use super::{Overflow, report};
-use crate::terminal::{INTERRUPTED, Printable, print_line, say};
-use crate::texts::read_bounded;
+use super::{Overflow, editor, report, saved};
+use crate::terminal::{INTERRUPTED, Printable, print_line, say, width};
 use anyhow::{Context, bail};
-use nq_runtime::{Engine, Message, Stats, StopReason};
-use rustyline::config::Configurer;
+use nq_runtime::{Engine, Stats, StopReason};
 use rustyline::error::ReadlineError;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// Bytes of a saved chat, at most.
-const MOST: u64 = 64_000_000;
-
-/// Entries kept in the history file.
-const HISTORY: usize = 1000;
+/// The file, beside the history of entries, that holds the last chat.
+const LAST_CHAT: &str = "last_chat.json";
 
 /// A conversation and how it is shown.
 pub struct Repl<'m> {
@@ -38,6 +33,8 @@ pub struct Repl<'m> {
     pub quiet: bool,
     /// Sums over all answers.
     pub totals: Totals,
+    /// Where what was typed and the last chat are kept, if anywhere.
+    pub folder: Option<PathBuf>,
 }
 
 /// Sums over all answers of a process.
@@ -95,17 +92,16 @@ impl Repl<'_> {
             let thinking = self.thinking();
             self.turn(Some(text), &mut io::stdout(), &mut stderr(), thinking)?
         };
-        Ok(match turn.stop {
-            StopReason::Interrupted => ExitCode::from(INTERRUPTED),
+        Ok(match turn.end {
+            End::Generated(StopReason::Interrupted) => ExitCode::from(INTERRUPTED),
             _ => ExitCode::SUCCESS,
         })
     }
 
     /// Reads and handles entries until the user leaves.
-    pub fn run(&mut self, history: Option<PathBuf>) -> anyhow::Result<ExitCode> {
-        let mut editor = rustyline::DefaultEditor::new()?;
-        editor.set_max_history_size(HISTORY)?;
-        editor.set_auto_add_history(false);
+    pub fn run(&mut self) -> anyhow::Result<ExitCode> {
+        let mut editor = editor::new()?;
+        let history = self.folder.as_ref().map(|dir| dir.join("chat_history"));
         if let Some(path) = history.as_deref().filter(|p| p.exists())
             && let Err(e) = editor.load_history(path)
         {
@@ -115,10 +111,12 @@ impl Repl<'_> {
             ));
         }
         let mut lines = Lines::default();
+        let mut interrupted = false;
         let code = loop {
             let prompt = if lines.is_open() { "... " } else { ">>> " };
             match editor.readline(prompt) {
                 Ok(line) => {
+                    interrupted = false;
                     let Some(entry) = lines.push(&line) else {
                         continue;
                     };
@@ -133,6 +131,10 @@ impl Repl<'_> {
                     }
                 }
                 Err(ReadlineError::Interrupted) if lines.is_open() => lines.clear(),
+                Err(ReadlineError::Interrupted) if !interrupted => {
+                    interrupted = true;
+                    say("nq: Ctrl-C again, Ctrl-D or /exit leaves");
+                }
                 Err(ReadlineError::Interrupted) => break ExitCode::from(INTERRUPTED),
                 Err(ReadlineError::Eof) => break ExitCode::SUCCESS,
                 Err(e) => return Err(e.into()),
@@ -150,7 +152,33 @@ impl Repl<'_> {
                 ));
             }
         }
+        if let Some(path) = self.last_chat().filter(|p| self.totals.answers > 0 && p.exists()) {
+            say(&format!(
+                "nq: this chat is kept in {} until the next one: /load goes on with it",
+                path.display()
+            ));
+        }
         Ok(code)
+    }
+
+    /// Where the last chat is kept.
+    fn last_chat(&self) -> Option<PathBuf> {
+        Some(self.folder.as_ref()?.join(LAST_CHAT))
+    }
+
+    /// Keeps the chat, so that nothing is lost however the program ends.
+    fn keep(&mut self) {
+        let (Some(folder), Some(path)) = (&self.folder, self.last_chat()) else {
+            return;
+        };
+        let made = std::fs::create_dir_all(folder)
+            .with_context(|| folder.display().to_string());
+        let messages = self.conversation.messages();
+        let kept = made.and_then(|()| saved::save(&path, true, &self.model, &messages));
+        if let Err(e) = kept {
+            say(&format!("nq: the chat is not kept: {e:#}"));
+            self.folder = None;
+        }
     }
 
     /// Does what an entry asks for. Answers go to `out`, everything else to `err`.
@@ -161,7 +189,7 @@ impl Repl<'_> {
         err: &mut dyn Write,
     ) -> anyhow::Result<Flow> {
         let thinking = self.thinking();
-        match parse(entry) {
+        match self.parse(entry) {
             Entry::Empty => {}
             Entry::Wrong(why) => bail!(why),
             Entry::Message(text, switch) => {
@@ -172,28 +200,41 @@ impl Repl<'_> {
                     return Ok(Flow::Continue);
                 }
                 self.turn(Some(&text), out, err, thinking)?;
+                self.keep();
             }
             Entry::Command(Command::Regen) => {
                 self.turn(None, out, err, thinking)?;
+                self.keep();
             }
             Entry::Command(Command::Exit) => return Ok(Flow::Exit),
-            Entry::Command(Command::Help) => writeln!(err, "{HELP}")?,
+            Entry::Command(Command::Help(about)) => {
+                writeln!(err, "{}", help(about.as_deref()))?;
+            }
             Entry::Command(Command::Clear) => {
                 self.conversation.clear();
                 writeln!(err, "nq: all messages are forgotten")?;
             }
             Entry::Command(Command::Save { path, force }) => {
-                self.save(Path::new(&path), force)?;
-                writeln!(err, "nq: saved to {path}")?;
+                let path = saved::at_home(&path);
+                let messages = self.conversation.messages();
+                saved::save(&path, force, &self.model, &messages)?;
+                writeln!(err, "nq: saved to {}", path.display())?;
             }
             Entry::Command(Command::Load(path)) => {
-                let n = self.load(Path::new(&path))?;
-                writeln!(err, "nq: {n} messages from {path}")?;
+                let path = match path {
+                    Some(path) => saved::at_home(&path),
+                    None => self.last_chat().context("/load needs a file")?,
+                };
+                let n = self.load(&path)?;
+                writeln!(err, "nq: {n} messages from {}", path.display())?;
             }
             Entry::Command(Command::System(None)) => match self.conversation.system() {
                 Some(text) => writeln!(err, "{text}")?,
                 None => writeln!(err, "nq: there is no system prompt")?,
             },
+            Entry::Command(Command::System(_)) if self.conversation.is_raw() => {
+                bail!("--raw has no system prompt: write it where the model expects it")
+            }
             Entry::Command(Command::System(text)) => {
                 self.conversation.set_system(text);
                 writeln!(err, "nq: the system prompt is set")?;
@@ -209,6 +250,16 @@ impl Repl<'_> {
         Ok(Flow::Continue)
     }
 
+    /// What an entry means: to a model that reads texts as they are, all but commands is text.
+    fn parse(&self, entry: &str) -> Entry {
+        match parse(entry) {
+            Entry::Message(..) if self.conversation.is_raw() => {
+                Entry::Message(entry.to_owned(), None)
+            }
+            parsed => parsed,
+        }
+    }
+
     /// One answer, to a new message or anew to the last one.
     fn turn(
         &mut self,
@@ -221,7 +272,8 @@ impl Repl<'_> {
         let mut notes = stderr();
         let turn = {
             let raw = self.shown == Thinking::Aside; // stdout is no terminal
-            let mut printer = Printer::new(out, err, thinking, raw);
+            let width = width().filter(|_| !raw);
+            let mut printer = Printer::new(out, err, thinking, raw, width);
             let mut on_event = |event: Event<'_>| -> anyhow::Result<()> {
                 match event {
                     Event::Piece(part, text) => printer.piece(part, text)?,
@@ -245,7 +297,7 @@ impl Repl<'_> {
         self.totals.add(&turn.stats);
         let line = report::line(
             &turn.stats,
-            turn.stop,
+            turn.end,
             self.engine.bytes_per_token(),
             self.engine.memory_bandwidth(),
         );
@@ -273,7 +325,7 @@ impl Repl<'_> {
             "model": self.model,
             "answer": turn.answer,
             "thinking": turn.thinking,
-            "stop": report::stop_name(turn.stop),
+            "stop": report::end_name(turn.end),
             "prompt_tokens": s.prompt_tokens,
             "reused_tokens": s.reused_tokens,
             "tokens": s.tokens,
@@ -298,40 +350,8 @@ impl Repl<'_> {
         writeln!(err, "nq: thinking is {state}")
     }
 
-    fn save(&self, path: &Path, force: bool) -> anyhow::Result<()> {
-        if path.exists() && !force {
-            bail!("{} exists: /save --force overwrites it", path.display());
-        }
-        let chat = serde_json::json!({
-            "model": self.model,
-            "messages": self.conversation.messages(),
-        });
-        let mut name = path
-            .file_name()
-            .context("a file name is needed")?
-            .to_owned();
-        name.push(".partial");
-        let partial = path.with_file_name(name);
-        let write = || -> io::Result<()> {
-            let mut file = std::fs::File::create(&partial)?;
-            serde_json::to_writer_pretty(&mut file, &chat)?;
-            file.write_all(b"\n")?;
-            file.sync_all()?;
-            std::fs::rename(&partial, path)
-        };
-        write().with_context(|| format!("{}: cannot be written", path.display()))
-    }
-
     fn load(&mut self, path: &Path) -> anyhow::Result<usize> {
-        let place = || path.display().to_string();
-        let file = std::fs::File::open(path);
-        let bytes = file
-            .and_then(|f| read_bounded(f, MOST))
-            .with_context(place)?;
-        let json: serde_json::Value = serde_json::from_slice(&bytes).with_context(place)?;
-        let messages = json.get("messages").unwrap_or(&json).clone();
-        let messages: Vec<Message> = serde_json::from_value(messages)
-            .with_context(|| format!("{}: expected a list of messages", path.display()))?;
+        let messages = saved::load(path)?;
         let count = messages.len();
         self.conversation.replace(messages);
         Ok(count)

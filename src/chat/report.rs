@@ -1,12 +1,13 @@
 //! What `nq chat` says after an answer.
 
+use super::conversation::End;
 use nq_runtime::{Stats, StopReason};
 
 /// The line after an answer. `bandwidth` is what the weights' memory was measured to be read
 /// at, in bytes per second.
 pub fn line(
     stats: &Stats,
-    stop: StopReason,
+    end: End,
     bytes_per_token: usize,
     bandwidth: Option<f64>,
 ) -> String {
@@ -28,22 +29,24 @@ pub fn line(
         "; prompt {} tokens, {} of them cached",
         stats.prompt_tokens, stats.reused_tokens
     );
-    match stop {
-        StopReason::Eos(_) => {}
-        StopReason::MaxTokens => line += "; ended by --max-tokens",
-        StopReason::ContextFull => line += "; ended by the context",
-        StopReason::Interrupted => line += "; interrupted",
-    }
+    line += match end {
+        End::Generated(StopReason::Eos(_)) => "",
+        End::Generated(StopReason::MaxTokens) => "; ended by --max-tokens",
+        End::Generated(StopReason::ContextFull) => "; ended by the context",
+        End::Generated(StopReason::Interrupted) => "; interrupted",
+        End::Text => "; ended by --stop",
+    };
     line
 }
 
-/// The name of a stop reason in JSON.
-pub fn stop_name(stop: StopReason) -> &'static str {
-    match stop {
-        StopReason::Eos(_) => "eos",
-        StopReason::MaxTokens => "max_tokens",
-        StopReason::ContextFull => "context_full",
-        StopReason::Interrupted => "interrupted",
+/// The name of an answer's end in JSON.
+pub fn end_name(end: End) -> &'static str {
+    match end {
+        End::Generated(StopReason::Eos(_)) => "eos",
+        End::Generated(StopReason::MaxTokens) => "max_tokens",
+        End::Generated(StopReason::ContextFull) => "context_full",
+        End::Generated(StopReason::Interrupted) => "interrupted",
+        End::Text => "stop_text",
     }
 }
 
@@ -62,14 +65,15 @@ mod tests {
             decode: Duration::from_secs(2),
         };
         assert_eq!(
-            line(&stats, StopReason::Eos(1), 1_000_000_000, Some(20e9)),
+            line(&stats, End::Generated(StopReason::Eos(1)), 1_000_000_000, Some(20e9)),
             "11 tokens, first after 0.25 s, 5.0 tok/s, 5.00 GB/s (25 % of 20.0 GB/s); \
              prompt 20 tokens, 8 of them cached"
         );
-        let cut = line(&stats, StopReason::MaxTokens, 1_000_000_000, None);
+        let most = End::Generated(StopReason::MaxTokens);
+        let cut = line(&stats, most, 1_000_000_000, None);
         assert!(cut.contains(", 5.00 GB/s; prompt 20"));
         assert!(cut.ends_with("; ended by --max-tokens"));
         let one = Stats { tokens: 1, ..stats };
-        assert!(!line(&one, StopReason::Interrupted, 1, None).contains("tok/s"));
+        assert!(!line(&one, End::Text, 1, None).contains("tok/s"));
     }
 }

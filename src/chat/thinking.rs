@@ -1,5 +1,7 @@
 //! Tells thinking from answer in text that comes in pieces.
 
+use super::stop::overlap;
+
 const OPEN: &str = "<think>";
 const CLOSE: &str = "</think>";
 
@@ -41,6 +43,14 @@ impl Splitter {
         };
         Splitter {
             state,
+            held: String::new(),
+        }
+    }
+
+    /// A splitter that takes all text for the answer.
+    pub fn none() -> Self {
+        Splitter {
+            state: State::Answer,
             held: String::new(),
         }
     }
@@ -125,14 +135,6 @@ impl Splitter {
             }
         }
     }
-}
-
-/// Length of the longest end of `text` that `tag` begins with.
-fn overlap(text: &str, tag: &str) -> usize {
-    (1..tag.len())
-        .rev()
-        .find(|&n| text.ends_with(&tag[..n]))
-        .unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! `nq chat`: a conversation in the terminal, or one answer for a script.
 
 use crate::chat::Overflow;
-use crate::chat::conversation::{Conversation, Settings};
+use crate::chat::conversation::{Conversation, Form, Settings};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
@@ -52,6 +52,13 @@ pub struct ChatArgs {
     /// Do not show the thinking
     #[arg(long)]
     pub hide_thinking: bool,
+    /// Give the model the text as it is, without a chat template, and go on from there; control
+    /// tokens such as <|im_start|> are read as such
+    #[arg(long, conflicts_with_all = ["system", "no_think", "hide_thinking"])]
+    pub raw: bool,
+    /// End an answer before this text; may be given several times
+    #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
+    pub stop: Vec<String>,
     /// Leave out the line of figures after an answer
     #[arg(short, long)]
     pub quiet: bool,
@@ -115,8 +122,12 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(config.vocab_size)?;
-    let template = ChatTemplate::from_files(checkpoint.files())?;
-    if args.no_think && !template.switches_thinking() {
+    let template = match args.raw {
+        true => None,
+        false => Some(ChatTemplate::from_files(checkpoint.files())?),
+    };
+    let form = template.as_ref().map_or(Form::Raw, Form::Chat);
+    if args.no_think && !template.as_ref().is_some_and(ChatTemplate::switches_thinking) {
         terminal.note("--no-think: this model's template cannot switch thinking");
     }
     let spec = SessionSpec {
@@ -136,11 +147,12 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),
         overflow: args.on_overflow,
+        stop: args.stop.clone(),
     };
     let mut repl = Repl {
         conversation: Conversation::new(
             &tokenizer,
-            &template,
+            form,
             checkpoint.eos_token_ids(),
             session,
             args.system.clone(),
@@ -152,6 +164,9 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         hide_thinking: args.hide_thinking,
         quiet: args.quiet,
         totals: Totals::default(),
+        folder: model::models_dir()
+            .ok()
+            .and_then(|dir| Some(dir.parent()?.to_owned())),
     };
     if let Some((text, thinking)) = question {
         return repl.answer_once(&text, thinking, global.json);
@@ -161,10 +176,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         repl.model,
         engine.description().device
     ));
-    let history = model::models_dir()
-        .ok()
-        .and_then(|dir| Some(dir.parent()?.join("chat_history")));
-    repl.run(history)
+    repl.run()
 }
 
 /// A message to answer for a script, and the thinking that it asks for.
@@ -186,6 +198,10 @@ fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
         (Input::Text, None) => piped::read("waiting for a prompt on standard input")?,
         _ => String::new(),
     };
+    if args.raw {
+        let text = piped::join(given.as_deref(), &piped)?;
+        return Ok(Some((text, None)));
+    }
     // What asks for thinking is the end of what was typed, not of a text that goes with it.
     match &given {
         Some(prompt) => {
@@ -315,6 +331,13 @@ fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<
         None => Ok(trained.min(DEFAULT_CTX)),
         Some(n) if (2..=trained).contains(&n) => Ok(n),
         Some(n) => bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}"),
+    }
+}
+
+fn parse_stop(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("expected a text".into()),
+        _ => Ok(text.into()),
     }
 }
 

@@ -1,6 +1,6 @@
 //! The integer block types of GGUF taken apart: codes, and a scale and an offset per group.
 //!
-//! Every one of them means `w = s * q + o` within a group of 16 or 32, which is also nq's
+//! Every one of them means `w = s * q + o` within a group of 16 to 128, which is also nq's
 //! canonical form ([`crate::AffineScheme`]); so one function per type serves both
 //! dequantization and loading without a second rounding. The products that make up a
 //! scale are exact in f32: an 11-bit significand times at most 8 bits.
@@ -16,7 +16,7 @@ pub struct Layout {
     pub group: u32,
     /// True if groups have offsets; else codes are centred on `bits.midpoint()`.
     pub offsets: bool,
-    /// True if a group's scale is stored as one f16, not as a product.
+    /// True if a group's scale is an f16, not a product that no f16 may hold.
     pub plain_scales: bool,
     /// Takes one block apart: canonical codes (one per element), scales and offsets (one
     /// per group; offsets are left alone where the type has none).
@@ -77,12 +77,12 @@ pub struct Scratch {
     offsets: Vec<f32>,
 }
 
-fn f16_at(block: &[u8], at: usize) -> f32 {
+pub(super) fn f16_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
 /// Low nibbles into the first half of `codes`, high nibbles into the second.
-fn nibbles(bytes: &[u8], codes: &mut [u8]) {
+pub(super) fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     let (low, high) = codes.split_at_mut(bytes.len());
     for ((&b, l), h) in bytes.iter().zip(low).zip(high) {
         *l = b & 15;
@@ -166,7 +166,7 @@ pub(super) const Q8_0: Layout = Layout {
 
 /// Two-bit fields of 32 bytes per half of 128: element `32 k + l` of a half is bits `2k` of
 /// byte `l`.
-fn crumbs(bytes: &[u8], codes: &mut [u8]) {
+pub(super) fn crumbs(bytes: &[u8], codes: &mut [u8]) {
     for (half, bytes) in codes.chunks_mut(128).zip(bytes.chunks(32)) {
         for (k, codes) in half.chunks_mut(32).enumerate() {
             for (q, b) in codes.iter_mut().zip(bytes) {
@@ -287,7 +287,7 @@ pub(super) const Q6_K: Layout = Layout {
 };
 
 /// The values that the 4-bit codes of IQ4_NL and IQ4_XS stand for.
-pub(super) const IQ4_VALUES: [i8; 16] = [
+const IQ4_VALUES: [i8; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
 

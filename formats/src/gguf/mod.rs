@@ -9,6 +9,7 @@ pub mod blocks;
 mod config;
 pub mod encode;
 pub mod file;
+mod grids;
 pub mod metadata;
 pub mod names;
 mod store;

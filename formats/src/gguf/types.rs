@@ -1,6 +1,7 @@
 //! Tensor types of GGUF: one table of blocks, their sizes and how to take them apart.
 
 use super::blocks::{self, Layout};
+use super::grids;
 use std::fmt;
 
 /// Makes the enum and its table from one list: name, number in files, elements and bytes of a
@@ -69,16 +70,28 @@ types! {
     IQ4_XS = 23, 256, 136, Some(blocks::IQ4_XS);
     Q8_1 = 9, 32, 36, None;
     Q8_K = 15, 256, 292, None;
-    IQ2_XXS = 16, 256, 66, None;
-    IQ2_XS = 17, 256, 74, None;
-    IQ3_XXS = 18, 256, 98, None;
-    IQ1_S = 19, 256, 50, None;
-    IQ3_S = 21, 256, 110, None;
-    IQ2_S = 22, 256, 82, None;
-    IQ1_M = 29, 256, 56, None;
-    TQ1_0 = 34, 256, 54, None;
-    TQ2_0 = 35, 256, 66, None;
-    MXFP4 = 39, 32, 17, None;
+    /// Points of a grid of 256, a 4-bit scale per 32.
+    IQ2_XXS = 16, 256, 66, Some(grids::IQ2_XXS);
+    /// Points of a grid of 512, a 4-bit scale per 16.
+    IQ2_XS = 17, 256, 74, Some(grids::IQ2_XS);
+    /// Points of a grid of 256, a 4-bit scale per 32.
+    IQ3_XXS = 18, 256, 98, Some(grids::IQ3_XXS);
+    /// Points of a grid of 2,048, a 3-bit scale and a shift per 32.
+    IQ1_S = 19, 256, 50, Some(grids::IQ1_S);
+    /// Points of a grid of 512, a 4-bit scale per 32.
+    IQ3_S = 21, 256, 110, Some(grids::IQ3_S);
+    /// Points of a grid of 1,024, a 4-bit scale per 16.
+    IQ2_S = 22, 256, 82, Some(grids::IQ2_S);
+    /// Points of a grid of 2,048, a 3-bit scale per 16, a shift per 8.
+    IQ1_M = 29, 256, 56, Some(grids::IQ1_M);
+    /// Digits of three, a scale per 256.
+    TQ1_0 = 34, 256, 54, Some(grids::TQ1_0);
+    /// 2-bit codes, a scale per 256.
+    TQ2_0 = 35, 256, 66, Some(grids::TQ2_0);
+    /// FP4, a power of two per 32.
+    MXFP4 = 39, 32, 17, Some(grids::MXFP4);
+    /// FP4, an 8-bit float per 16.
+    NVFP4 = 40, 64, 36, Some(grids::NVFP4);
     I8 = 24, 1, 1, None;
     I16 = 25, 1, 2, None;
     I32 = 26, 1, 4, None;

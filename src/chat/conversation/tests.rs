@@ -128,13 +128,14 @@ impl Bench {
             max_tokens: None,
             thinking: None,
             overflow,
+            stop: Vec::new(),
         };
         let stop = [self.tokenizer.token_id("<|im_end|>").unwrap()];
-        let (tokenizer, template) = (self.tokenizer.as_ref(), &self.template);
+        let (tokenizer, form) = (self.tokenizer.as_ref(), Form::Chat(&self.template));
         let system = system.map(String::from);
         let session = Box::new(session);
         Talk {
-            conversation: Conversation::new(tokenizer, template, &stop, session, system, settings),
+            conversation: Conversation::new(tokenizer, form, &stop, session, system, settings),
             notes: Vec::new(),
             fed,
         }
@@ -174,7 +175,7 @@ fn turns_reuse_the_cache_though_thinking_is_stripped() {
     let first = talk.ask("one").unwrap();
     assert_eq!(first.thinking, "hm");
     assert_eq!(first.answer, "word  of 1: one");
-    assert!(matches!(first.stop, StopReason::Eos(_)));
+    assert!(matches!(first.end, End::Generated(StopReason::Eos(_))));
     assert_eq!(first.stats.reused_tokens, 0);
     let second = talk.ask("two").unwrap();
     assert_eq!(second.answer, "word  of 2: two");
@@ -238,7 +239,7 @@ fn a_full_context_is_said() {
     let bench = Bench::new();
     let mut talk = bench.talk(100, Some("long"), Overflow::Stop);
     let turn = talk.ask("one").unwrap();
-    assert_eq!(turn.stop, StopReason::ContextFull);
+    assert_eq!(turn.end, End::Generated(StopReason::ContextFull));
     assert!(
         talk.notes[0].contains("context of 100 tokens is full"),
         "{:?}",
@@ -268,7 +269,7 @@ fn oldest_turns_are_dropped_before_an_answer() {
     let mut talk = bench.talk(160, Some("Be brief."), Overflow::DropOldest);
     for i in 0..12 {
         let turn = talk.ask(&format!("message number {i}")).unwrap();
-        assert!(matches!(turn.stop, StopReason::Eos(_)));
+        assert!(matches!(turn.end, End::Generated(StopReason::Eos(_))));
         assert!(turn.answer.ends_with(&format!("message number {i}")));
         let messages = talk.conversation.messages();
         assert_eq!(messages[0].role, "system");
@@ -331,7 +332,7 @@ fn an_interrupted_answer_is_kept_and_its_thinking_closed() {
         Ok(())
     });
     let turn = turn.unwrap();
-    assert_eq!(turn.stop, StopReason::Interrupted);
+    assert_eq!(turn.end, End::Generated(StopReason::Interrupted));
     assert_eq!(turn.answer, "");
     let text = talk.conversation.messages()[1].text().to_owned();
     assert!(text.contains("</think>"), "{text}");

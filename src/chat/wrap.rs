@@ -1,0 +1,154 @@
+//! Breaking lines between words at a terminal's width, while text streams.
+
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
+
+/// Columns below which lines are left to the terminal.
+const LEAST: usize = 20;
+/// Columns between tab stops.
+const TAB: usize = 8;
+/// What begins and ends a block of code, which is left as it is.
+const FENCE: &str = "```";
+
+/// Breaks lines. A word is held back until it is known to be whole, which the next one tells.
+pub struct Wrap {
+    /// Columns of a line; `None` leaves lines as they are.
+    width: Option<usize>,
+    column: usize,
+    spaces: String,
+    word: String,
+    /// The line began with a fence.
+    fence: bool,
+    code: bool,
+}
+
+impl Wrap {
+    /// For lines of `width` columns, unless that is too few to be one.
+    pub fn new(width: Option<usize>) -> Self {
+        Wrap {
+            width: width.filter(|w| *w >= LEAST),
+            column: 0,
+            spaces: String::new(),
+            word: String::new(),
+            fence: false,
+            code: false,
+        }
+    }
+
+    /// Takes more text; what is certain of it.
+    pub fn push(&mut self, text: &str) -> String {
+        if self.width.is_none() {
+            return text.into();
+        }
+        let mut out = String::new();
+        for c in text.chars() {
+            match c {
+                '\n' => {
+                    self.end_word(&mut out);
+                    out.push('\n');
+                    self.spaces.clear();
+                    self.column = 0;
+                    self.code ^= std::mem::take(&mut self.fence);
+                }
+                ' ' | '\t' => {
+                    self.end_word(&mut out);
+                    self.spaces.push(c);
+                }
+                // Scripts of wide characters break between any two.
+                _ if c.width() == Some(2) => {
+                    self.end_word(&mut out);
+                    self.word.push(c);
+                }
+                _ => self.word.push(c),
+            }
+        }
+        out
+    }
+
+    /// The rest, at the end of the text.
+    pub fn finish(&mut self) -> String {
+        let mut out = String::new();
+        self.end_word(&mut out);
+        out.push_str(&std::mem::take(&mut self.spaces));
+        self.column = 0;
+        self.code = false;
+        self.fence = false;
+        out
+    }
+
+    fn end_word(&mut self, out: &mut String) {
+        if self.word.is_empty() {
+            return;
+        }
+        if self.column == 0 && self.word.starts_with(FENCE) {
+            self.fence = true;
+        }
+        let after_spaces = self.spaces.chars().fold(self.column, |at, c| match c {
+            '\t' => (at / TAB + 1) * TAB,
+            _ => at + 1,
+        });
+        let width = self.word.width();
+        let fits = self.width.is_none_or(|w| after_spaces + width <= w);
+        if fits || self.column == 0 || self.code {
+            out.push_str(&self.spaces);
+            self.column = after_spaces;
+        } else {
+            out.push('\n');
+            self.column = 0;
+        }
+        out.push_str(&self.word);
+        self.column += width;
+        self.spaces.clear();
+        self.word.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Wrap;
+
+    /// Whatever the pieces, the same lines.
+    fn check(text: &str, expected: &str) {
+        for size in [1, 2, 3, 7, 1000] {
+            let mut wrap = Wrap::new(Some(20));
+            let chars: Vec<char> = text.chars().collect();
+            let mut out = String::new();
+            for piece in chars.chunks(size) {
+                out += &wrap.push(&piece.iter().collect::<String>());
+            }
+            out += &wrap.finish();
+            assert_eq!(out, expected, "by {size}");
+        }
+    }
+
+    #[test]
+    fn lines_break_between_words() {
+        check("short", "short");
+        check("twenty columns fit x and no more", "twenty columns fit x\nand no more");
+        check("  indented by two, kept  \nnext", "  indented by two,\nkept\nnext");
+        check(
+            "see https://example.org/a/very/long/address there",
+            "see\nhttps://example.org/a/very/long/address\nthere",
+        );
+        check("a\n\nb\n", "a\n\nb\n");
+        check("日本語日本語日本語日本語", "日本語日本語日本語日\n本語");
+    }
+
+    #[test]
+    fn code_is_left_as_it_is() {
+        let code = "```text\nlet value = compute(first, second);\n```\n";
+        check(code, code);
+        check(
+            &format!("{code}and then words again, broken"),
+            &format!("{code}and then words\nagain, broken"),
+        );
+    }
+
+    #[test]
+    fn without_a_width_text_passes_at_once() {
+        for width in [None, Some(0), Some(19)] {
+            let mut wrap = Wrap::new(width);
+            assert_eq!(wrap.push("a long line of words that "), "a long line of words that ");
+            assert_eq!(wrap.finish(), "");
+        }
+    }
+}
