@@ -227,6 +227,12 @@ pub trait Session: Send {
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>>;
 
+    /// Rows of one sequence up to which a forward gives the logits, bit for bit, that as many
+    /// forwards of one row give: then drafted tokens can be checked together.
+    fn exact_rows(&self) -> usize {
+        1
+    }
+
     /// What runs steps ahead of the host and draws their tokens, if the device does.
     fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
         None

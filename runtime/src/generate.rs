@@ -5,6 +5,7 @@ use crate::detokenizer::Detokenizer;
 use crate::engine::{Chunk, Logits, LogitsWanted, Session};
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
+use crate::speculation::{DraftCounts, DraftLength, Drafting, decode_drafted};
 use crate::tokenizer::Tokenizer;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -60,6 +61,9 @@ pub struct Limits<'a> {
     /// Ends it, when set by another thread or a signal handler, at the next token or chunk
     /// of the prompt.
     pub interrupt: Option<&'a AtomicBool>,
+    /// Whether tokens are guessed ahead and checked together: the answer is the same, and comes
+    /// sooner where it repeats what the text has.
+    pub drafting: Drafting,
 }
 
 impl Limits<'_> {
@@ -90,6 +94,10 @@ pub struct Stats {
     pub reused_tokens: usize,
     /// Tokens sampled, the stop token included.
     pub tokens: usize,
+    /// Tokens that were drafted and checked, and those of them that were right.
+    pub drafted: usize,
+    /// See [`Stats::drafted`].
+    pub accepted: usize,
     /// From the call to the first token.
     pub first_token: Duration,
     /// From the first token to the last.
@@ -104,10 +112,12 @@ impl Stats {
         (steps > 0 && seconds > 0.0).then(|| steps as f64 / seconds)
     }
 
-    /// Bytes of weights read per second of decoding, where each token reads
-    /// `bytes_per_token` ([`crate::Engine::bytes_per_token`]).
+    /// Bytes of weights read per second of decoding, where each forward reads `bytes_per_token`
+    /// ([`crate::Engine::bytes_per_token`]): one for each token that was not drafted.
     pub fn bytes_per_second(&self, bytes_per_token: usize) -> Option<f64> {
-        Some(self.tokens_per_second()? * bytes_per_token as f64)
+        let steps = self.tokens.checked_sub(1)?;
+        let forwards = steps.saturating_sub(self.accepted) as f64 / steps as f64;
+        Some(self.tokens_per_second()? * forwards * bytes_per_token as f64)
     }
 }
 
@@ -167,6 +177,7 @@ pub fn generate(
         answer.stop = StopReason::ContextFull;
     }
     let steps = room.min(limits.max_tokens) - 1;
+    let (rows, mut counts) = (session.exact_rows(), DraftCounts::default());
     let mut receive = |token: u32| {
         answer.stats.tokens += 1;
         if limits.stop.contains(&token) {
@@ -182,10 +193,26 @@ pub fn generate(
     };
     let result = match receive(first) {
         ControlFlow::Break(()) => Ok(()),
+        ControlFlow::Continue(()) if limits.drafting != Drafting::None && rows > 1 => {
+            let mut text = prompt.to_vec();
+            text.push(first);
+            let mut length = DraftLength::new(rows, limits.drafting == Drafting::NgramAlways);
+            let drafts = (&mut length, &mut counts);
+            decode_drafted(
+                session,
+                sequence.slot,
+                text,
+                steps,
+                sampler,
+                drafts,
+                &mut receive,
+            )
+        }
         ControlFlow::Continue(()) => {
             decode(session, sequence.slot, first, steps, sampler, &mut receive)
         }
     };
+    (answer.stats.drafted, answer.stats.accepted) = (counts.drafted, counts.accepted);
     answer.stats.decode = start.elapsed() - answer.stats.first_token;
     sequence.tokens.extend_from_slice(&answer.tokens);
     sequence.tokens.truncate(session.len(sequence.slot));

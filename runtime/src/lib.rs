@@ -25,6 +25,7 @@ mod memory;
 pub mod models;
 pub mod rope;
 pub mod sampler;
+pub mod speculation;
 pub mod tokenizer;
 mod weights;
 
@@ -45,4 +46,5 @@ pub use memory::{MemoryEstimate, WeightSource, weight_kinds};
 pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
+pub use speculation::Drafting;
 pub use tokenizer::Tokenizer;

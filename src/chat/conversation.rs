@@ -9,8 +9,8 @@ use super::thinking::{Part, Splitter};
 use anyhow::{Context, bail};
 use nq_runtime::generate::generate;
 use nq_runtime::{
-    ChatTemplate, Detokenizer, Generated, Limits, Message, Sampler, SamplingParams, Sequence,
-    Session, Stats, StopReason, Tokenizer,
+    ChatTemplate, Detokenizer, Drafting, Generated, Limits, Message, Sampler, SamplingParams,
+    Sequence, Session, Stats, StopReason, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
@@ -25,6 +25,8 @@ pub struct Settings {
     pub max_tokens: Option<usize>,
     /// `enable_thinking` for the template; `None` leaves it to the template.
     pub thinking: Option<bool>,
+    /// Whether tokens are drafted.
+    pub drafting: Drafting,
     /// When the context is full.
     pub overflow: Overflow,
     /// Texts before which an answer ends; none is empty.
@@ -255,6 +257,8 @@ impl<'m> Conversation<'m> {
                 ..part.stats
             });
             total.tokens += part.stats.tokens;
+            total.drafted += part.stats.drafted;
+            total.accepted += part.stats.accepted;
             let goes_on = part.stop == StopReason::ContextFull
                 && self.settings.overflow == Overflow::DropOldest
                 && self.drop_oldest();
@@ -310,6 +314,7 @@ impl<'m> Conversation<'m> {
             stop: &self.stop,
             max_tokens: self.settings.max_tokens.unwrap_or(usize::MAX) - before,
             interrupt: Some(interrupt),
+            drafting: self.settings.drafting,
         };
         let mut sampler = Sampler::new(self.settings.sampling, self.streams)?;
         self.streams += 1;

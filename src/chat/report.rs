@@ -5,12 +5,7 @@ use nq_runtime::{Stats, StopReason};
 
 /// The line after an answer. `bandwidth` is what the weights' memory was measured to be read
 /// at, in bytes per second.
-pub fn line(
-    stats: &Stats,
-    end: End,
-    bytes_per_token: usize,
-    bandwidth: Option<f64>,
-) -> String {
+pub fn line(stats: &Stats, end: End, bytes_per_token: usize, bandwidth: Option<f64>) -> String {
     let mut line = format!(
         "{} tokens, first after {:.2} s",
         stats.tokens,
@@ -24,6 +19,10 @@ pub fn line(
         if let Some(b) = bandwidth {
             line += &format!(" ({:.0} % of {:.1} GB/s)", 100.0 * bytes / b, b / 1e9);
         }
+    }
+    if stats.drafted > 0 {
+        let (right, drafted) = (stats.accepted, stats.drafted);
+        line += &format!(", {right} of {drafted} drafted tokens right");
     }
     line += &format!(
         "; prompt {} tokens, {} of them cached",
@@ -61,11 +60,18 @@ mod tests {
             prompt_tokens: 20,
             reused_tokens: 8,
             tokens: 11,
+            drafted: 0,
+            accepted: 0,
             first_token: Duration::from_millis(250),
             decode: Duration::from_secs(2),
         };
         assert_eq!(
-            line(&stats, End::Generated(StopReason::Eos(1)), 1_000_000_000, Some(20e9)),
+            line(
+                &stats,
+                End::Generated(StopReason::Eos(1)),
+                1_000_000_000,
+                Some(20e9)
+            ),
             "11 tokens, first after 0.25 s, 5.0 tok/s, 5.00 GB/s (25 % of 20.0 GB/s); \
              prompt 20 tokens, 8 of them cached"
         );

@@ -1,12 +1,12 @@
 //! `nq chat`: a conversation in the terminal, or one answer for a script.
 
-use crate::chat::Overflow;
 use crate::chat::conversation::{Conversation, Form, Settings};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
+use crate::chat::{Draft, Overflow};
 use crate::cli::{Global, parse_kv, parse_load_bits};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
@@ -99,6 +99,10 @@ pub struct ChatArgs {
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
+    /// Guess tokens from the text so far and check them together: the same answers, sooner where they
+    /// repeat the text
+    #[arg(long, value_enum, default_value_t = Draft::Ngram, value_name = "FROM")]
+    pub draft: Draft,
     /// What to do when the context is full
     #[arg(long, value_enum, default_value_t = Overflow::Stop)]
     pub on_overflow: Overflow,
@@ -127,7 +131,11 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         false => Some(ChatTemplate::from_files(checkpoint.files())?),
     };
     let form = template.as_ref().map_or(Form::Raw, Form::Chat);
-    if args.no_think && !template.as_ref().is_some_and(ChatTemplate::switches_thinking) {
+    if args.no_think
+        && !template
+            .as_ref()
+            .is_some_and(ChatTemplate::switches_thinking)
+    {
         terminal.note("--no-think: this model's template cannot switch thinking");
     }
     let spec = SessionSpec {
@@ -146,6 +154,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         sampling,
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),
+        drafting: args.draft.into(),
         overflow: args.on_overflow,
         stop: args.stop.clone(),
     };

@@ -19,7 +19,7 @@ pub use bandwidth::{Bandwidth, BandwidthBuffer};
 pub use isa::{Isa, IsaChoice};
 pub use kv::{KvPages, KvSequence, KvType, PAGE};
 pub use linear::{Epilogue, Linear};
-pub use ops::Span;
+pub use ops::{FEW_ROWS, Span};
 #[cfg(feature = "cuda")]
 pub(crate) use profile::Key;
 pub use profile::{OpTiming, Profile};

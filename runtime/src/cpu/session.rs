@@ -1,12 +1,12 @@
 //! [`Session`] on the CPU.
 
 use super::CpuModel;
-use super::layer::{Batch, Pass, Scratch, check_finite};
+use super::layer::{Batch, Layer, Pass, Scratch, check_finite};
 use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::Weight;
-use nq_kernels::cpu::{Epilogue, KvPages};
+use nq_kernels::cpu::{Epilogue, FEW_ROWS, KvPages, Linear};
 use std::sync::Arc;
 
 /// Sequences in progress over a [`CpuModel`].
@@ -154,6 +154,16 @@ impl Session for CpuSession {
 
     fn free_pages(&self) -> Option<usize> {
         Some(self.tables.free_pages())
+    }
+
+    fn exact_rows(&self) -> usize {
+        let model = &*self.model;
+        if !model.config.head_dim.is_multiple_of(16) {
+            return 1;
+        }
+        let linears = model.layers.iter().flat_map(Layer::linears);
+        let linears = linears.chain([&model.head]).map(Linear::exact_rows);
+        linears.fold(FEW_ROWS.min(self.spec.max_rows), usize::min)
     }
 
     fn forward(

@@ -1,6 +1,6 @@
 use super::*;
 use nq_formats::Files;
-use nq_runtime::{Chunk, KvType, Logits, LogitsWanted, Observer, SessionSpec};
+use nq_runtime::{Chunk, Drafting, KvType, Logits, LogitsWanted, Observer, SessionSpec};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -127,6 +127,7 @@ impl Bench {
             sampling: SamplingParams::greedy(),
             max_tokens: None,
             thinking: None,
+            drafting: Drafting::default(),
             overflow,
             stop: Vec::new(),
         };

@@ -161,6 +161,18 @@ impl Linear {
         self.out_features
     }
 
+    /// Rows of x up to which each row's product is, bit for bit, that of the row alone. Integer
+    /// products are for any number, as all kernels add the groups' exact sums in one order; sums of
+    /// floats are made in another order for each number of rows.
+    pub fn exact_rows(&self) -> usize {
+        let integers = !matches!(self.activations, Activations::F32 | Activations::Bf16);
+        let packed = |part: &Part| matches!(part.weight, Body::Packed(..));
+        match integers || !self.parts.iter().any(packed) {
+            true => usize::MAX,
+            false => 1,
+        }
+    }
+
     /// Bytes one pass reads from memory: the packed codes and scales.
     pub fn bytes(&self) -> usize {
         self.bytes

@@ -19,6 +19,10 @@ pub struct Span {
     pub position: usize,
 }
 
+/// Rows of a span up to which attention computes each as if it were alone, bit for bit, where heads
+/// are whole vectors.
+pub const FEW_ROWS: usize = 8;
+
 /// Values below which an operation on rows is not worth waking the team for.
 const SMALL: usize = 8_192;
 
@@ -179,8 +183,12 @@ impl Cpu {
         assert!(heads.is_multiple_of(kv.pages().kv_heads()));
         assert!(kv.pages().head_dim() == head_dim);
         assert!(span.position + span.len <= kv.capacity());
-        if span.len == 1 && head_dim.is_multiple_of(LANES) {
-            self.attend_one(&q[..heads * head_dim], span.position + 1, kv, y);
+        if span.len <= FEW_ROWS && head_dim.is_multiple_of(LANES) {
+            let width = heads * head_dim;
+            for (r, y) in y.chunks_exact_mut(width).enumerate() {
+                let q = &q[r * stride..][..width];
+                self.attend_one(q, span.position + r + 1, kv, y);
+            }
         } else {
             self.attend_many(q, stride, span, heads, kv, y);
         }
