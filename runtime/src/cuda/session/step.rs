@@ -10,9 +10,9 @@ use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Candidates,
-    Columns, DeviceLinear, GemvOutput, Gpu, Graph, HEAD_DIM, Logprobs, MOST_LOGPROBS,
-    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, NONE_ALLOWED, NOT_FINITE, Norm, PartialSums, Pinned,
-    Sampling, Step, StepOutput, Stream, best_len, wide_best_len,
+    Checked, Columns, DeviceLinear, GemvOutput, Gpu, Graph, HEAD_DIM, Logprobs, MOST_LOGPROBS,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, NONE_ALLOWED, NOT_FINITE, Norm, PartialSums,
+    Places, Sampling, Step, StepBounds, StepOutput, Stream, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -30,7 +30,7 @@ const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
 /// Buffers of the fused step; `rows` are the sequences that it takes at most.
 pub(super) struct StepRows {
     rows: usize,
-    step: Buffer<Step>,    // [rows]
+    step: Checked<Step>,   // [rows]
     x: Buffer<f32>,        // [rows, hidden], the residual
     qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
     attended: Buffer<f32>, // [narrow rows, q_dim]
@@ -43,8 +43,8 @@ pub(super) struct StepRows {
     sampling: Buffer<Sampling>, // [rows]
     candidates: Option<Candidates>,
     adjust: Adjustments,        // [rows]
-    ring: Pinned<u32>,          // [rows, RING]
-    logprobs: Pinned<Logprobs>, // [rows, RING]
+    ring: Mapped<u32>,          // [rows, RING]
+    logprobs: Mapped<Logprobs>, // [rows, RING]
     seats: Vec<Seat>,           // [rows]
     /// Who sat in the rows of each step that is queued and not received.
     queued: VecDeque<Vec<Seat>>,
@@ -108,15 +108,15 @@ struct Seat {
 }
 
 impl StepRows {
-    /// For steps of up to `rows` rows, all idle in the slot `idle`.
-    pub(super) fn new(model: &CudaModel, rows: usize, idle: usize) -> Result<Self> {
+    /// For steps of up to `rows` rows, all idle in the last slot of `places`.
+    pub(super) fn new(model: &CudaModel, rows: usize, places: Places) -> Result<Self> {
         let gpu = &model.gpu;
         let c = &model.config;
         let w = Widths::of(&model.config);
         let rows = rows.max(1);
-        let idle = idle_step(idle, 0);
-        let mut ring = gpu.pinned("sampled tokens", rows * RING)?;
-        ring.values_mut().fill(PENDING);
+        let idle = idle_step(places.slots - 1, 0);
+        let tokens = w.vocab;
+        let bounds = StepBounds { places, tokens };
         let narrow = rows.min(MOST_SEQUENCES);
         let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
         let blocks = (1..=rows).map(|m| m * head_blocks(gpu, &model.head, m));
@@ -131,7 +131,7 @@ impl StepRows {
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
         Ok(StepRows {
             rows,
-            step: gpu.upload("activations", &vec![idle; rows])?,
+            step: Checked::new(gpu, "activations", rows, idle, bounds)?,
             x: f32s(rows, w.hidden)?,
             qkv: f32s(rows, w.qkv)?,
             attended: f32s(narrow, w.q)?,
@@ -144,8 +144,8 @@ impl StepRows {
             sampling: gpu.zeros("activations", rows)?,
             candidates: Candidates::new(gpu, w.vocab, rows)?,
             adjust: Adjustments::new(gpu, w.vocab, rows)?,
-            ring,
-            logprobs: gpu.pinned("sampled tokens", rows * RING)?,
+            ring: gpu.mapped("sampled tokens", rows * RING, PENDING)?,
+            logprobs: gpu.mapped("sampled tokens", rows * RING, Logprobs::default())?,
             seats: vec![Seat::default(); rows],
             queued: VecDeque::new(),
             written: false,
@@ -496,15 +496,15 @@ impl CudaSession {
             token,
             drawn: self.step.seats[0].drawn,
         };
-        self.stream.put(&mut self.step.step, 0, step)?;
+        self.stream.put_checked(&mut self.step.step, 0, step)?;
         self.run_step(self.kind(1, position + 1, StepEnd::Logits))?;
         let idle = idle_step(self.pages.idle_slot(), step.drawn);
-        self.stream.put(&mut self.step.step, 0, idle)?;
+        self.stream.put_checked(&mut self.step.step, 0, idle)?;
         self.stream
             .read(&self.step.logits, 0, &mut self.logits_host, vocab)?;
         self.stream.synchronize()?;
         self.logits
-            .extend_from_slice(&self.logits_host.values()[..vocab]);
+            .extend_from_slice(&self.logits_host.values()?[..vocab]);
         self.settle_profile()
     }
 
@@ -612,7 +612,7 @@ impl StepsAhead for CudaSession {
             token,
             drawn,
         };
-        self.stream.put(&mut self.step.step, row, step)?;
+        self.stream.put_checked(&mut self.step.step, row, step)?;
         let p = sampler.params();
         self.step.written = true;
         self.step.seats[row] = Seat {
@@ -631,7 +631,7 @@ impl StepsAhead for CudaSession {
             ..Seat::default()
         };
         let idle = idle_step(self.pages.idle_slot(), drawn);
-        self.stream.put(&mut self.step.step, row, idle)?;
+        self.stream.put_checked(&mut self.step.step, row, idle)?;
         let greedy = Sampling::default();
         self.stream.put(&mut self.step.sampling, row, greedy)?;
         self.step.written = true;
