@@ -263,12 +263,9 @@ fn arguments_have_the_sizes_that_the_code_takes() {
     let mut found = BTreeSet::new();
     for (at, fatbin) in FATBINS.iter().enumerate() {
         for (kernel, size) in argument_sizes(fatbin) {
-            assert_eq!(
-                sizes.get(kernel.as_str()),
-                Some(&size),
-                "arguments of {kernel}"
-            );
-            found.insert(kernel);
+            let expected = sizes.get(kernel.as_str());
+            assert_eq!(expected, Some(&size), "argument of {kernel}");
+            assert!(found.insert((at, kernel)), "two arguments");
         }
     }
     assert!(
