@@ -36,6 +36,7 @@ struct AdvanceArgs {
     int vocab;
     int ring_size;            // a power of two
     int idle;                 // slot of rows that nobody sits in
+    int positions;            // of a sequence: the last is kept
 };
 
 constexpr int THREADS = 1024;
@@ -499,6 +500,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
     wait_for_predecessor();
 
     uint32_t chosen = choose(p, row, how, u, s);
+    // Where the lists do not belong to the logits; tokens are followed to memory.
+    if (chosen < NONE_ALLOWED && chosen >= uint32_t(p.vocab)) chosen = NOT_FINITE;
     if (how.logprobs > 0 && chosen < NONE_ALLOWED) {
         const int most = min(how.logprobs - 1, MOST_LOGPROBS);
         if (!report(p.logits + size_t(row) * p.vocab, p.vocab, chosen, most, p.logprobs[place], s)) chosen = NOT_FINITE;
@@ -511,8 +514,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
             if ((state & MOST_COUNTED) < MOST_COUNTED) *seen = state + 1;
         }
         Step now = step;
-        // Nobody's row stays where it is.
-        if (step.slot != p.idle) now.position++;
+        // Nobody's row stays where it is, as does one at the end of its sequence's room.
+        if (step.slot != p.idle && step.position + 1 < p.positions) now.position++;
         now.drawn++;
         now.token = token;
         p.step[row] = now;

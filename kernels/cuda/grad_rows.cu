@@ -19,18 +19,20 @@ extern "C" __global__ void grad_copy(const __grid_constant__ GradCopyArgs p) {
     if (i < p.n) p.to[i] = p.from ? p.from[i] : 0.f;
 }
 
-// x[r] = table[ids[r * stride + offset]]. A row a block.
+// x[r] = table[ids[r * stride + offset]]; not a number for an id past the table, as one is that was
+// not drawn yet. A row a block.
 struct GradEmbedArgs {
-    const float* table;   // [.][width]
+    const float* table;   // [tokens][width]
     const uint32_t* ids;
     float* x;             // [rows][width]
-    int stride, offset, width, pad;
+    int stride, offset, width, tokens;
 };
 
 extern "C" __global__ void grad_embed(const __grid_constant__ GradEmbedArgs p) {
     const long long r = blockIdx.x;
-    const float* from = p.table + (long long)p.ids[r * p.stride + p.offset] * p.width;
-    for (int i = threadIdx.x; i < p.width; i += blockDim.x) p.x[r * p.width + i] = from[i];
+    const uint32_t id = p.ids[r * p.stride + p.offset];
+    const float* from = id < uint32_t(p.tokens) ? p.table + (long long)id * p.width : nullptr;
+    for (int i = threadIdx.x; i < p.width; i += blockDim.x) p.x[r * p.width + i] = from ? from[i] : __uint_as_float(0x7fffffffu);
 }
 
 // table[tokens[t]] += sum of dx[rows[starts[t] .. starts[t + 1]]]. A token a block.

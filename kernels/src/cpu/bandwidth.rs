@@ -1,7 +1,6 @@
 //! How fast this machine's memory can be read: the limit that speeds are compared with.
 
 use super::memory::{Buffer, Shared};
-use super::simd::LANES;
 use super::table::Table;
 use super::{Cpu, IsaChoice, Linear};
 use std::hint::black_box;
@@ -95,22 +94,4 @@ impl Cpu {
             bytes,
         }
     }
-}
-
-/// A sum over the bytes of the words, 16 lanes by 4: every byte is read, little else is done.
-/// In integers, since floats of any bits may be slow ones.
-#[inline(always)]
-pub(crate) fn checksum<S: super::simd::Simd>(s: S, words: &[u32]) -> f32 {
-    let (lines, _) = words.as_chunks::<LANES>();
-    let (fours, _) = lines.as_chunks::<4>();
-    let mut sums = [s.splat_i(0); 4];
-    for four in fours {
-        for (sum, line) in sums.iter_mut().zip(four) {
-            // SAFETY: an array of 16 words.
-            let v = unsafe { s.load_bits(line.as_ptr()) };
-            *sum = s.dot4_bytes(*sum, v, 0x0101_0101);
-        }
-    }
-    let [a, b, c, d] = sums.map(|sum| s.to_f32(sum));
-    s.sum(s.add(s.add(a, b), s.add(c, d)))
 }

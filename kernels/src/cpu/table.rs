@@ -11,7 +11,6 @@
     reason = "signatures repeat those of the kernels they point to"
 )]
 
-use super::bandwidth;
 use super::isa::Isa;
 use super::kv::KvView;
 use super::linear::float::{self, Units};
@@ -285,7 +284,7 @@ macro_rules! instantiate {
 
             row_operations! {
                 $simd, #[$enable],
-                checksum = bandwidth::checksum[words: &[u32]] -> f32;
+                checksum = rows::checksum[words: &[u32]] -> f32;
                 sum = rows::sum[x: &[f32]] -> f32;
                 quantize = rows::quantize[x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32]] -> ();
                 quantize_wide = rows::quantize_wide[x: &[f32], group: usize, high: &mut [i8], low: &mut [i8], scales: &mut [f32]] -> ();

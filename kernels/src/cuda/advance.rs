@@ -1,6 +1,7 @@
 //! The end of a decode step on the device: sampling, and the next token's embedding.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Pinned, Stream};
+use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Mapped, Operands, Stream};
+use super::kernel::kernels;
 use super::linear::{DeviceLinear, PackedArgs};
 use super::rows::Step;
 use crate::error::{Error, Result};
@@ -180,16 +181,16 @@ impl Adjustments {
         Ok(all)
     }
 
-    fn have(&self, vocab: usize, rows: usize) -> bool {
-        self.vocab == vocab && self.seen.len() >= rows * vocab
-    }
-
-    fn args(&self) -> AdjustArgs {
-        AdjustArgs {
-            bias: self.bias.at(0),
-            mask: self.mask.at(0),
-            seen: self.seen.at(0),
+    /// As operands of `o`, of `rows` rows.
+    fn args(&self, o: &Operands<'_>, vocab: usize, rows: usize) -> Result<AdjustArgs> {
+        if self.vocab != vocab {
+            return o.refuse("tokens of adjustments", vocab, self.vocab);
         }
+        Ok(AdjustArgs {
+            bias: o.of("biases", &self.bias, &[rows, vocab])?,
+            mask: o.of("masks", &self.mask, &[rows, vocab.div_ceil(32)])?,
+            seen: o.of("tokens seen", &self.seen, &[rows, vocab])?,
+        })
     }
 }
 
@@ -205,6 +206,7 @@ const SHORT_WORDS: usize = 2 + 128;
 
 /// Where [`Stream::candidates`] lists tokens.
 pub struct Candidates {
+    vocab: usize,
     ranges: Buffer<u64>,
     short: Buffer<u64>,
 }
@@ -218,6 +220,7 @@ impl Candidates {
     pub fn new(gpu: &Gpu, vocab: usize, rows: usize) -> Result<Option<Self>> {
         match vocab <= MOST_LISTED {
             true => Ok(Some(Candidates {
+                vocab,
                 ranges: gpu.zeros("candidates", rows * RANGES * RANGE_WORDS)?,
                 short: gpu.zeros("candidates", rows * SHORT_WORDS)?,
             })),
@@ -225,8 +228,15 @@ impl Candidates {
         }
     }
 
-    fn have(&self, rows: usize) -> bool {
-        self.ranges.len() >= rows * RANGES * RANGE_WORDS && self.short.len() >= rows * SHORT_WORDS
+    /// As operands of `o`, of `rows` rows: lists of ranges, short lists.
+    fn args(&self, o: &Operands<'_>, vocab: usize, rows: usize) -> Result<(Address, Address)> {
+        if self.vocab != vocab {
+            return o.refuse("tokens of candidates", vocab, self.vocab);
+        }
+        Ok((
+            o.of("ranges", &self.ranges, &[rows, RANGES, RANGE_WORDS])?,
+            o.of("short lists", &self.short, &[rows, SHORT_WORDS])?,
+        ))
     }
 }
 
@@ -247,11 +257,11 @@ pub struct Advance<'a> {
     /// Of which the tokens seen are counted on.
     pub adjust: &'a mut Adjustments,
     /// `[m]`
-    pub step: &'a mut Buffer<Step>,
+    pub step: &'a mut Checked<Step>,
     /// `[m, ring_len]`: receives token `drawn % ring_len` of each.
-    pub ring: &'a mut Pinned<u32>,
+    pub ring: &'a mut Mapped<u32>,
     /// `[m, ring_len]`: receives, before the token is written, what `sampling` asks for of it.
-    pub logprobs: &'a mut Pinned<Logprobs>,
+    pub logprobs: &'a mut Mapped<Logprobs>,
     /// A power of two.
     pub ring_len: usize,
     /// `[vocab, hidden]`
@@ -260,6 +270,52 @@ pub struct Advance<'a> {
     pub x: &'a mut Buffer<f32>,
     /// Slot of rows that nobody sits in: they stay where they are.
     pub idle: usize,
+}
+
+kernels! {
+    CANDIDATES: CandidateArgs = "candidates" in "candidates.cu",
+        test "kernels/tests/cuda/sampling.rs::tokens_follow_the_documented_steps",
+        bench "sampling";
+    ADVANCE: AdvanceArgs = "advance" in "advance.cu",
+        test "kernels/tests/cuda/sampling.rs::tokens_follow_the_documented_steps",
+        bench "sampling";
+}
+
+/// `CandidateArgs` of `cuda/candidates.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CandidateArgs {
+    logits: Address,
+    best: Address,
+    sampling: Address,
+    adjust: AdjustArgs,
+    ranges: Address,
+    short: Address,
+    vocab: i32,
+    blocks: i32,
+}
+
+/// `AdvanceArgs` of `cuda/advance.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AdvanceArgs {
+    logits: Address,
+    best: Address,
+    sampling: Address,
+    adjust: AdjustArgs,
+    step: Address,
+    ring: Address,
+    logprobs: Address,
+    ranges: Address,
+    short: Address,
+    embedding: PackedArgs,
+    x: Address,
+    blocks: i32,
+    vocab: i32,
+    ring_size: i32,
+    idle: i32,
+    positions: i32,
+    pad: i32,
 }
 
 impl Stream {
@@ -281,131 +337,66 @@ impl Stream {
         vocab: usize,
         m: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            logits: Address,
-            best: Address,
-            sampling: Address,
-            adjust: AdjustArgs,
-            ranges: Address,
-            short: Address,
-            vocab: i32,
-            blocks: i32,
-        }
-        let fits = vocab <= MOST_LISTED
-            && logits.len() >= m * vocab
-            && adjust.have(vocab, m)
-            && sampling.len() >= m
-            && best.len() >= m * blocks
-            && to.have(m);
-        if !fits {
-            return Err(Error::Shape {
-                op: "candidates",
-                what: "operands",
-                expected: format!(
-                    "buffers for {m} times a vocabulary of {vocab}, at most {MOST_LISTED}"
-                ),
-                found: format!("{} logits", logits.len()),
-            });
-        }
-        let args = Args {
-            logits: logits.at(0),
-            best: best.at(0),
-            sampling: sampling.at(0),
-            adjust: adjust.args(),
-            ranges: to.ranges.at(0),
-            short: to.short.at(0),
+        let o = self.operands("candidates");
+        o.at_most("vocabulary", MOST_LISTED, vocab)?;
+        let (ranges, short) = to.args(&o, vocab, m)?;
+        let args = CandidateArgs {
+            logits: o.of("logits", logits, &[m, vocab])?,
+            best: o.of("best", best, &[m, blocks])?,
+            sampling: o.of("sampling", sampling, &[m])?,
+            adjust: adjust.args(&o, vocab, m)?,
+            ranges,
+            short,
             vocab: vocab as i32,
             blocks: blocks as i32,
         };
-        let shape = LaunchShape {
-            grid: (RANGES, m, 1),
-            threads: 256,
-            shared: 0,
-            overlap: true,
-        };
-        // SAFETY: the arguments are the kernel's; sizes were checked.
-        unsafe { self.launch("candidates", shape, &args) }
+        let shape = LaunchShape::new((RANGES, m, 1), 256).overlapping();
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(&CANDIDATES, shape, &args) }
     }
 
     /// Chooses each sequence's token after a step, writes it to the ring and to the step, and
-    /// looks its embedding up.
+    /// looks its embedding up. The last position that the steps have room for is kept.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; the driver's.
     pub fn advance(&self, a: Advance<'_>) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            logits: Address,
-            best: Address,
-            sampling: Address,
-            adjust: AdjustArgs,
-            step: Address,
-            ring: Address,
-            logprobs: Address,
-            ranges: Address,
-            short: Address,
-            embedding: PackedArgs,
-            x: Address,
-            blocks: i32,
-            vocab: i32,
-            ring_size: i32,
-            idle: i32,
+        let o = self.operands("advance");
+        let (m, vocab, width) = (a.m, a.embedding.rows(), a.embedding.inputs());
+        let bounds = *a.step.bounds();
+        o.at_least("blocks", 1, a.blocks)?;
+        o.at_most("vocabulary", MOST_RANKED, vocab)?;
+        o.at_most("vocabulary", bounds.tokens, vocab)?;
+        if !a.ring_len.is_power_of_two() {
+            return o.refuse("ring", "a power of two", a.ring_len);
         }
-        let vocab = a.embedding.rows();
-        let width = a.embedding.inputs();
-        let m = a.m;
-        let fits = a.logits.len() >= m * vocab
-            && a.best.len() >= m * a.blocks
-            && a.blocks > 0
-            && a.candidates.is_none_or(|c| c.have(m))
-            && a.sampling.len() >= m
-            && a.adjust.have(vocab, m)
-            && a.step.len() >= m
-            && a.ring_len.is_power_of_two()
-            && a.ring.len() >= m * a.ring_len
-            && a.logprobs.len() >= m * a.ring_len
-            && vocab <= MOST_RANKED
-            && a.x.len() >= m * width;
-        if !fits {
-            return Err(Error::Shape {
-                op: "advance",
-                what: "operands",
-                expected: format!(
-                    "buffers for {m} times a vocabulary of {vocab}, at most {MOST_RANKED}, and a \
-                     width of {width}"
-                ),
-                found: format!("{} logits, a ring of {}", a.logits.len(), a.ring.len()),
-            });
-        }
-        let args = Args {
-            logits: a.logits.at(0),
-            best: a.best.at(0),
-            sampling: a.sampling.at(0),
-            adjust: a.adjust.args(),
-            step: a.step.at(0),
-            ring: a.ring.at(0),
-            logprobs: a.logprobs.at(0),
-            ranges: a.candidates.map_or(Address::NULL, |c| c.ranges.at(0)),
-            short: a.candidates.map_or(Address::NULL, |c| c.short.at(0)),
-            embedding: a.embedding.args(),
-            x: a.x.at(0),
+        let lists = a.candidates.map(|c| c.args(&o, vocab, m)).transpose()?;
+        let (ranges, short) = lists.unwrap_or((Address::NULL, Address::NULL));
+        let args = AdvanceArgs {
+            logits: o.of("logits", a.logits, &[m, vocab])?,
+            best: o.of("best", a.best, &[m, a.blocks])?,
+            sampling: o.of("sampling", a.sampling, &[m])?,
+            adjust: a.adjust.args(&o, vocab, m)?,
+            step: o.of("step", a.step.values(), &[m])?,
+            ring: o.mapped("ring", a.ring, &[m, a.ring_len])?,
+            logprobs: o.mapped("log-probabilities", a.logprobs, &[m, a.ring_len])?,
+            ranges,
+            short,
+            embedding: a.embedding.args(&o)?,
+            x: o.of("x", a.x, &[m, width])?,
             blocks: a.blocks as i32,
             vocab: vocab as i32,
             ring_size: a.ring_len as i32,
             idle: a.idle as i32,
+            positions: bounds.places.positions as i32,
+            pad: 0,
         };
-        let shape = LaunchShape {
-            grid: (m, 1, 1),
-            threads: 1024,
+        let shape = LaunchShape::new((m, 1, 1), 1024)
             // `Shared` of the kernel: list, histogram, partial sums.
-            shared: 8 * (4096 + 256 + 32 + 32) + 64,
-            overlap: true,
-        };
-        // SAFETY: the arguments are the kernel's; sizes were checked. Tokens it writes are
-        // below the vocabulary.
-        unsafe { self.launch("advance", shape, &args) }
+            .shared(8 * (4096 + 256 + 32 + 32) + 64)
+            .overlapping();
+        // SAFETY: the operands were checked. The kernel takes no token past the vocabulary, and no
+        // position past those of the steps.
+        unsafe { self.launch(&ADVANCE, shape, &args) }
     }
 }

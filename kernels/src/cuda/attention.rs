@@ -1,11 +1,11 @@
 //! Keys and values on the device, and attention over them.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
+use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
+use super::kernel::kernels;
 use super::pack::SPAN;
-use super::rows::{Row, Step, at_least, shape};
+use super::rows::{Places, Row, Step, shape};
 use crate::cpu::{KvType, PAGE};
 use crate::error::{Error, Result};
-use bytemuck::{Pod, Zeroable};
 
 /// Width of a head that the attention kernels serve.
 pub const HEAD_DIM: usize = 128;
@@ -84,7 +84,7 @@ pub struct LayerPages<'a> {
 }
 
 /// `Cache` of `cuda/rows.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
+#[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct CacheArgs {
     keys: Address,
@@ -138,6 +138,14 @@ impl DevicePages {
         self.shape.slots
     }
 
+    /// Where rows may stand: in nobody's slot, too.
+    pub fn places(&self) -> Places {
+        Places {
+            positions: self.table_len * PAGE,
+            slots: self.shape.slots + 1,
+        }
+    }
+
     /// One layer's keys and values.
     ///
     /// # Panics
@@ -153,9 +161,9 @@ impl DevicePages {
 }
 
 impl LayerPages<'_> {
-    /// Positions of a sequence that its table has room for.
-    pub(crate) fn capacity(&self) -> usize {
-        self.pages.table_len * PAGE
+    /// Where rows may stand.
+    pub(crate) fn places(&self) -> Places {
+        self.pages.places()
     }
 
     /// Key and value heads.
@@ -163,36 +171,33 @@ impl LayerPages<'_> {
         self.pages.shape.kv_heads
     }
 
-    /// Sequences, nobody's included.
-    pub(crate) fn slots(&self) -> usize {
-        self.pages.shape.slots + 1
+    pub(crate) fn is_int8(&self) -> bool {
+        self.pages.scales.is_some()
     }
 
-    pub(crate) fn suffix(&self) -> &'static str {
-        match self.pages.scales {
-            Some(_) => "int8",
-            None => "fp16",
-        }
-    }
-
-    pub(crate) fn args(&self) -> CacheArgs {
+    /// As operands of `o`.
+    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<CacheArgs> {
         let pages = self.pages;
         let rows = (pages.shape.pages + 1) * pages.shape.page_rows();
         let row = self.layer * rows;
         let bytes = pages.keys.len() / pages.shape.rows();
+        let codes = |all| o.part("cache", all, row * bytes, &[rows, bytes]);
         let (k, v) = match &pages.scales {
-            Some((k, v)) => (k.at(row), v.at(row)),
+            Some((k, v)) => (
+                o.part("scales of the cache", k, row, &[rows])?,
+                o.part("scales of the cache", v, row, &[rows])?,
+            ),
             None => (Address::NULL, Address::NULL),
         };
-        CacheArgs {
-            keys: pages.keys.at(row * bytes),
-            values: pages.values.at(row * bytes),
+        Ok(CacheArgs {
+            keys: codes(&pages.keys)?,
+            values: codes(&pages.values)?,
             key_scales: k,
             value_scales: v,
-            tables: pages.tables.at(0),
+            tables: o.of("page tables", &pages.tables, &[pages.tables.len()])?,
             kv_heads: pages.shape.kv_heads as i32,
             table_len: pages.table_len as i32,
-        }
+        })
     }
 }
 
@@ -210,32 +215,28 @@ pub struct Heads<'a> {
     pub eps: f32,
 }
 
+/// [`Heads`] as kernels take them.
+struct HeadArgs {
+    q_gain: Address,
+    k_gain: Address,
+    cos_sin: Address,
+}
+
 impl Heads<'_> {
-    pub(crate) fn check(&self, op: &'static str, cache: LayerPages<'_>) -> Result<()> {
+    /// As operands of `o`, over `cache`.
+    fn args(&self, o: &Operands<'_>, cache: LayerPages<'_>) -> Result<HeadArgs> {
         let kv_heads = cache.kv_heads();
         let group = self.heads / kv_heads.max(1);
         if !self.heads.is_multiple_of(kv_heads) || !(1..=8).contains(&group) {
-            return Err(Error::Shape {
-                op,
-                what: "query heads",
-                expected: format!("1 to 8 for each of {kv_heads} key heads"),
-                found: self.heads.to_string(),
-            });
+            let expected = format!("1 to 8 for each of {kv_heads} key heads");
+            return o.refuse("query heads", expected, self.heads);
         }
-        let enough = self.cos_sin.len() >= cache.capacity() * HEAD_DIM / 2;
-        if self.q_gain.len() != HEAD_DIM || self.k_gain.len() != HEAD_DIM || !enough {
-            return Err(Error::Shape {
-                op,
-                what: "gains and rotary table",
-                expected: format!("{HEAD_DIM}, and {} positions", cache.capacity()),
-                found: format!(
-                    "{} and {}",
-                    self.q_gain.len(),
-                    self.cos_sin.len() * 2 / HEAD_DIM
-                ),
-            });
-        }
-        Ok(())
+        let positions = cache.places().positions;
+        Ok(HeadArgs {
+            q_gain: o.of("gain of queries", self.q_gain, &[HEAD_DIM])?,
+            k_gain: o.of("gain of keys", self.k_gain, &[HEAD_DIM])?,
+            cos_sin: o.of("rotary table", self.cos_sin, &[positions, HEAD_DIM / 2])?,
+        })
     }
 }
 
@@ -317,48 +318,121 @@ impl AttentionScratch {
     }
 }
 
+kernels! {
+    SET_PAGES: SetPagesArgs = "set_pages" in "pages.cu",
+        test "kernels/tests/cuda/attention.rs::copied_pages", bench "pages";
+    COPY_PAGE: CopyPageArgs = "copy_page" in "pages.cu",
+        test "kernels/tests/cuda/attention.rs::copied_pages", bench "pages";
+    APPEND: AppendArgs = "append" in "reference.cu",
+        test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill",
+        instances &["append_fp16", "append_int8"];
+    ATTENTION_REFERENCE: AttendArgs = "attention_reference" in "reference.cu",
+        test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill";
+    ATTENTION_DECODE: AttentionArgs = "attention_decode" in "attention_decode.cu",
+        test "kernels/tests/cuda/attention.rs::attention", bench "attention_decode",
+        instances &["attention_decode_fp16", "attention_decode_int8"];
+    ATTENTION_RUN: AttentionArgs = "attention_run" in "attention_decode.cu",
+        test "kernels/tests/cuda/attention.rs::attention", bench "attention_run",
+        instances &["attention_run_fp16", "attention_run_int8"];
+}
+
+/// `MOST_ENTRIES` of `cuda/pages.cu`.
+const MOST_ENTRIES: usize = 256;
+
+/// `SetPagesArgs` of `cuda/pages.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SetPagesArgs {
+    tables: Address,
+    count: i32,
+    entries: [[u32; 2]; MOST_ENTRIES],
+}
+
+/// `CopyPageArgs` of `cuda/pages.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CopyPageArgs {
+    parts: [Address; 4],
+    words: [i32; 4],
+    pages: i32,
+    from: u32,
+    to: u32,
+}
+
+/// `AppendArgs` of `cuda/reference.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AppendArgs {
+    qkv: Address,
+    rows: Address,
+    q_gain: Address,
+    k_gain: Address,
+    cos_sin: Address,
+    cache: CacheArgs,
+    m: i32,
+    heads: i32,
+    eps: f32,
+}
+
+/// `AttendArgs` of `cuda/reference.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AttendArgs {
+    qkv: Address,
+    rows: Address,
+    cache: CacheArgs,
+    out: Address,
+    heads: i32,
+}
+
+/// `AttentionArgs` of `cuda/attention_decode.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AttentionArgs {
+    qkv: Address,
+    q_gain: Address,
+    k_gain: Address,
+    cos_sin: Address,
+    cache: CacheArgs,
+    step: Address,
+    out: Address,
+    half: Address,
+    partial: Address,
+    tops: Address,
+    arrived: Address,
+    heads: i32,
+    padded: i32,
+    eps: f32,
+    late: i32,
+}
+
 impl Stream {
     /// Writes entries of the page tables, in order with the stream's other work.
     ///
     /// # Errors
     /// [`Error::Shape`] for a slot, index or page that there is not; the driver's.
     pub fn set_pages(&self, pages: &mut DevicePages, entries: &[PageEntry]) -> Result<()> {
-        /// `MOST_ENTRIES` of `cuda/pages.cu`.
-        const MOST: usize = 256;
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            tables: Address,
-            count: i32,
-            entries: [[u32; 2]; MOST],
-        }
+        let o = self.operands("set_pages");
         let of = pages.shape;
         let there = |e: &PageEntry| {
             e.slot < of.slots && e.index < pages.table_len && (e.page as usize) < of.pages
         };
         if let Some(entry) = entries.iter().find(|e| !there(e)) {
-            return Err(Error::Shape {
-                op: "set_pages",
-                what: "entry",
-                expected: format!(
-                    "{} slots of {} of {} pages",
-                    of.slots, pages.table_len, of.pages
-                ),
-                found: format!("{entry:?}"),
-            });
+            let (slots, len, pages) = (of.slots, pages.table_len, of.pages);
+            let expected = format!("{slots} slots of {len} of {pages} pages");
+            return o.refuse("entry", expected, format!("{entry:?}"));
         }
-        for some in entries.chunks(MOST) {
-            let mut args = Args {
-                tables: pages.tables.at(0),
+        for some in entries.chunks(MOST_ENTRIES) {
+            let mut args = SetPagesArgs {
+                tables: o.of("page tables", &pages.tables, &[pages.tables.len()])?,
                 count: some.len() as i32,
-                entries: [[0; 2]; MOST],
+                entries: [[0; 2]; MOST_ENTRIES],
             };
             for (to, e) in args.entries.iter_mut().zip(some) {
                 *to = [(e.slot * pages.table_len + e.index) as u32, e.page];
             }
-            // SAFETY: the arguments are `SetPagesArgs` of the kernel, copied at the launch; the
-            // entries lie in the tables.
-            unsafe { self.launch("set_pages", shape((1, 1), MOST), &args)? };
+            // SAFETY: the entries lie in the tables.
+            unsafe { self.launch(&SET_PAGES, shape((1, 1), MOST_ENTRIES), &args)? };
         }
         Ok(())
     }
@@ -368,32 +442,26 @@ impl Stream {
     /// # Errors
     /// [`Error::Shape`] for a page that there is not; the driver's.
     pub fn copy_page(&self, pages: &mut DevicePages, from: u32, to: u32) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            parts: [Address; 4],
-            words: [i32; 4],
-            pages: i32,
-            from: u32,
-            to: u32,
-        }
+        let o = self.operands("copy_page");
         let of = pages.shape;
-        at_least("copy_page", "pages", from.max(to) as usize + 1, of.pages)?;
+        o.at_least("pages", from.max(to) as usize + 1, of.pages)?;
         let bytes = pages.keys.len() / of.rows() * of.page_rows();
+        let whole = |all: &Buffer<u8>| o.of("cache", all, &[all.len()]);
+        let scales = |all: &Buffer<u16>| o.of("scales of the cache", all, &[all.len()]);
         let (k, v) = match &pages.scales {
-            Some((k, v)) => (k.at(0), v.at(0)),
+            Some((k, v)) => (scales(k)?, scales(v)?),
             None => (Address::NULL, Address::NULL),
         };
-        let scales = (2 * of.page_rows() / 16) as i32;
-        let args = Args {
-            parts: [pages.keys.at(0), pages.values.at(0), k, v],
-            words: [(bytes / 16) as i32, (bytes / 16) as i32, scales, scales],
+        let (words, scale_words) = ((bytes / 16) as i32, (2 * of.page_rows() / 16) as i32);
+        let args = CopyPageArgs {
+            parts: [whole(&pages.keys)?, whole(&pages.values)?, k, v],
+            words: [words, words, scale_words, scale_words],
             pages: of.pages as i32 + 1,
             from,
             to,
         };
-        // SAFETY: the arguments are `CopyPageArgs` of the kernel; both pages lie in the pool.
-        unsafe { self.launch("copy_page", shape((16, of.layers), 256), &args) }
+        // SAFETY: both pages lie in the pool.
+        unsafe { self.launch(&COPY_PAGE, shape((16, of.layers), 256), &args) }
     }
 
     /// Normalizes and rotates queries (in place) and keys of `qkv` `[m, (heads + 2 kv_heads) *
@@ -404,43 +472,33 @@ impl Stream {
     pub fn append(
         &self,
         qkv: &mut Buffer<f32>,
-        rows: &Buffer<Row>,
+        rows: &Checked<Row>,
         heads: &Heads<'_>,
         cache: LayerPages<'_>,
         m: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            qkv: Address,
-            rows: Address,
-            q_gain: Address,
-            k_gain: Address,
-            cos_sin: Address,
-            cache: CacheArgs,
-            m: i32,
-            heads: i32,
-            eps: f32,
-        }
-        heads.check("append", cache)?;
+        let o = self.operands("append");
+        rows.bounds().check(&o, cache.places())?;
+        let HeadArgs {
+            q_gain,
+            k_gain,
+            cos_sin,
+        } = heads.args(&o, cache)?;
         let width = heads.heads + 2 * cache.kv_heads();
-        at_least("append", "qkv", m * width * HEAD_DIM, qkv.len())?;
-        at_least("append", "rows", m, rows.len())?;
-        let args = Args {
-            qkv: qkv.at(0),
-            rows: rows.at(0),
-            q_gain: heads.q_gain.at(0),
-            k_gain: heads.k_gain.at(0),
-            cos_sin: heads.cos_sin.at(0),
-            cache: cache.args(),
+        let args = AppendArgs {
+            qkv: o.of("qkv", qkv, &[m, width, HEAD_DIM])?,
+            rows: o.of("rows", rows.values(), &[m])?,
+            q_gain,
+            k_gain,
+            cos_sin,
+            cache: cache.args(&o)?,
             m: m as i32,
             heads: heads.heads as i32,
             eps: heads.eps,
         };
-        let name = format!("append_{}", cache.suffix());
-        // SAFETY: the arguments are the kernel's; sizes were checked. Rows hold positions and
-        // slots within the cache: the engine checks requests before it queues them.
-        unsafe { self.launch(&name, shape((m.div_ceil(8), width), 256), &args) }
+        let kernel = APPEND.instance(usize::from(cache.is_int8()));
+        // SAFETY: the operands were checked, and that the rows lie in the cache.
+        unsafe { self.launch(kernel, shape((m.div_ceil(8), width), 256), &args) }
     }
 
     /// `out` `[m, heads * 128]`: attention of each row over its sequence up to itself, by the
@@ -451,35 +509,25 @@ impl Stream {
     pub fn attention_reference(
         &self,
         qkv: &Buffer<f32>,
-        rows: &Buffer<Row>,
+        rows: &Checked<Row>,
         heads: usize,
         cache: LayerPages<'_>,
         out: &mut Buffer<f32>,
         m: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            qkv: Address,
-            rows: Address,
-            cache: CacheArgs,
-            out: Address,
-            heads: i32,
-        }
-        let op = "attention_reference";
-        let width = (heads + 2 * cache.kv_heads()) * HEAD_DIM;
-        at_least(op, "qkv", m * width, qkv.len())?;
-        at_least(op, "rows", m, rows.len())?;
-        at_least(op, "out", m * heads * HEAD_DIM, out.len())?;
-        let args = Args {
-            qkv: qkv.at(0),
-            rows: rows.at(0),
-            cache: cache.args(),
-            out: out.at(0),
+        let o = self.operands("attention_reference");
+        rows.bounds().check(&o, cache.places())?;
+        o.multiple("query heads", cache.kv_heads(), heads)?;
+        let width = heads + 2 * cache.kv_heads();
+        let args = AttendArgs {
+            qkv: o.of("qkv", qkv, &[m, width, HEAD_DIM])?,
+            rows: o.of("rows", rows.values(), &[m])?,
+            cache: cache.args(&o)?,
+            out: o.of("out", out, &[m, heads, HEAD_DIM])?,
             heads: heads as i32,
         };
         // SAFETY: as for `append`.
-        unsafe { self.launch(op, shape((m, heads), HEAD_DIM), &args) }
+        unsafe { self.launch(&ATTENTION_REFERENCE, shape((m, heads), HEAD_DIM), &args) }
     }
 
     /// Attention of the step's `m` tokens: `qkv` are their products `[m, (heads + 2 kv_heads) *
@@ -491,94 +539,65 @@ impl Stream {
     pub fn attention_decode(
         &self,
         qkv: &Buffer<f32>,
-        step: &Buffer<Step>,
+        step: &Checked<Step>,
         heads: &Heads<'_>,
         cache: LayerPages<'_>,
         scratch: &mut AttentionScratch,
         out: AttentionOutput<'_>,
         shape: AttentionShape,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            qkv: Address,
-            q_gain: Address,
-            k_gain: Address,
-            cos_sin: Address,
-            cache: CacheArgs,
-            step: Address,
-            out: Address,
-            half: Address,
-            partial: Address,
-            tops: Address,
-            arrived: Address,
-            heads: i32,
-            padded: i32,
-            eps: f32,
-            late: i32,
-        }
-        let op = "attention_decode";
+        let o = self.operands("attention_decode");
         let AttentionShape {
             m,
             splits,
             late,
             runs,
         } = shape;
-        heads.check(op, cache)?;
-        let width = (heads.heads + 2 * cache.kv_heads()) * HEAD_DIM;
-        at_least(op, "qkv", m * width, qkv.len())?;
-        let outputs = heads.heads * HEAD_DIM;
-        let padded = outputs.next_multiple_of(SPAN);
+        let (count, kv_heads) = (heads.heads, cache.kv_heads());
+        step.bounds().places.check(&o, cache.places())?;
+        let HeadArgs {
+            q_gain,
+            k_gain,
+            cos_sin,
+        } = heads.args(&o, cache)?;
+        let padded = (count * HEAD_DIM).next_multiple_of(SPAN);
         let (out, half) = match out {
-            AttentionOutput::Full(out) => {
-                at_least(op, "out", m * outputs, out.len())?;
-                (out.at(0), Address::NULL)
-            }
-            AttentionOutput::Half(out) => {
-                at_least(op, "FP16 output", m * padded, out.len())?;
-                (Address::NULL, out.at(0))
-            }
+            AttentionOutput::Full(out) => (o.of("out", out, &[m, count, HEAD_DIM])?, Address::NULL),
+            AttentionOutput::Half(out) => (Address::NULL, o.of("FP16 output", out, &[m, padded])?),
         };
-        at_least(op, "step", m, step.len())?;
-        at_least(op, "splits", 1, splits)?;
-        at_least(op, "room for splits", splits, AttentionScratch::MOST_SPLITS)?;
-        at_least(op, "scratch", m * heads.heads * splits, scratch.tops.len())?;
-        at_least(op, "scratch", m * cache.kv_heads(), scratch.arrived.len())?;
-        let args = Args {
-            qkv: qkv.at(0),
-            q_gain: heads.q_gain.at(0),
-            k_gain: heads.k_gain.at(0),
-            cos_sin: heads.cos_sin.at(0),
-            cache: cache.args(),
-            step: step.at(0),
+        o.at_least("splits", 1, splits)?;
+        o.at_most("splits", AttentionScratch::MOST_SPLITS, splits)?;
+        let args = AttentionArgs {
+            qkv: o.of("qkv", qkv, &[m, count + 2 * kv_heads, HEAD_DIM])?,
+            q_gain,
+            k_gain,
+            cos_sin,
+            cache: cache.args(&o)?,
+            step: o.of("step", step.values(), &[m])?,
             out,
             half,
-            partial: scratch.partial.at(0),
-            tops: scratch.tops.at(0),
-            arrived: scratch.arrived.at(0),
-            heads: heads.heads as i32,
+            partial: o.of("scratch", &scratch.partial, &[m, count, splits])?,
+            tops: o.of("scratch", &scratch.tops, &[m, count, splits])?,
+            arrived: o.of("scratch", &scratch.arrived, &[m, kv_heads])?,
+            heads: count as i32,
             padded: padded as i32,
             eps: heads.eps,
             late: i32::from(late),
         };
-        let shape = LaunchShape {
-            grid: (cache.kv_heads(), splits, m),
-            threads: 128,
-            shared: match (&cache.pages.scales, runs) {
-                (Some(_), false) => AttentionScratch::SHARED_INT8,
-                (None, false) => AttentionScratch::SHARED_FP16,
-                (Some(_), true) => AttentionScratch::SHARED_INT8 + AttentionScratch::RUN_INT8,
-                (None, true) => AttentionScratch::SHARED_FP16 + AttentionScratch::RUN_FP16,
-            },
-            overlap: true,
+        let int8 = cache.is_int8();
+        let (kernel, more) = match (runs, int8) {
+            (false, _) => (&ATTENTION_DECODE, 0),
+            (true, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16),
+            (true, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8),
         };
-        let kernel = match runs {
-            true => "attention_run",
-            false => op,
+        let shared = match int8 {
+            true => AttentionScratch::SHARED_INT8,
+            false => AttentionScratch::SHARED_FP16,
         };
-        let name = format!("{kernel}_{}", cache.suffix());
-        // SAFETY: the arguments are the kernel's; sizes were checked. The steps' positions and
-        // slots are within the cache: the engine checks before it queues steps.
-        unsafe { self.launch(&name, shape, &args) }
+        let shape = LaunchShape::new((kv_heads, splits, m), 128)
+            .shared(shared + more)
+            .overlapping();
+        // SAFETY: the operands were checked, and that the steps lie in the cache.
+        unsafe { self.launch(kernel.instance(usize::from(int8)), shape, &args) }
     }
 }

@@ -1,7 +1,24 @@
 //! How fast the device's memory can be read: what products are held against.
 
 use super::driver::{Address, Gpu, LaunchShape, Mark};
+use super::kernel::kernels;
 use crate::error::Result;
+
+kernels! {
+    FILL_ALL: ReadArgs = "fill_all" in "reference.cu",
+        test "kernels/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
+    READ_ALL: ReadArgs = "read_all" in "reference.cu",
+        test "kernels/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
+}
+
+/// `ReadArgs` of `cuda/reference.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ReadArgs {
+    x: Address,
+    out: Address,
+    words: u64,
+}
 
 impl Gpu {
     /// Bytes per second of reading `bytes` of device memory: the median of nine passes after
@@ -10,34 +27,22 @@ impl Gpu {
     /// # Errors
     /// [`crate::Error::DeviceMemory`]; the driver's.
     pub fn read_bandwidth(&self, bytes: usize) -> Result<f64> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            out: Address,
-            words: u64,
-        }
         let x = self.zeros::<u32>("measuring the bandwidth", bytes / 4)?;
         let out = self.zeros::<u32>("measuring the bandwidth", 1)?;
-        let args = Args {
-            x: x.at(0),
-            out: out.at(0),
+        let stream = self.stream()?;
+        let o = stream.operands("read_all");
+        let args = ReadArgs {
+            x: o.of("values", &x, &[x.len()])?,
+            out: o.of("sum", &out, &[1])?,
             words: (x.bytes() / 16) as u64,
         };
-        let shape = LaunchShape {
-            grid: (self.info().multiprocessors * 8, 1, 1),
-            threads: 512,
-            shared: 0,
-            overlap: false,
-        };
-        let stream = self.stream()?;
-        // SAFETY: the arguments are the kernel's: it writes `words` 16-byte words of x.
-        unsafe { stream.launch("fill_all", shape, &args)? };
+        let shape = LaunchShape::new((self.info().multiprocessors * 8, 1, 1), 512);
+        // SAFETY: the kernel writes `words` 16-byte words of x.
+        unsafe { stream.launch(&FILL_ALL, shape, &args)? };
         let mut marks: Vec<Mark> = Vec::new();
         for _ in 0..11 {
-            // SAFETY: the arguments are the kernel's: it reads `words` 16-byte words of x,
-            // which outlives the stream's work.
-            unsafe { stream.launch("read_all", shape, &args)? };
+            // SAFETY: the kernel reads `words` 16-byte words of x.
+            unsafe { stream.launch(&READ_ALL, shape, &args)? };
             marks.push(stream.mark()?);
         }
         stream.synchronize()?;

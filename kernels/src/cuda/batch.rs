@@ -1,12 +1,11 @@
 //! The products of a decode step of several sequences.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Stream};
-use super::gemv::{GemvOutput, Norm};
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
+use super::gemv::{self, GemvOutput, Norm, Output};
+use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
-use super::pack::{PackedKind, SPAN, TILE};
-use super::rows::at_least;
-use crate::error::{Error, Result};
-use bytemuck::{Pod, Zeroable};
+use super::pack::{PackedKind, SPAN};
+use crate::error::Result;
 
 /// Sequences that one step takes at most.
 pub const MOST_SEQUENCES: usize = 16;
@@ -87,8 +86,8 @@ impl BatchPlan {
     fn of(gpu: &Gpu, w: &DeviceLinear, groups: usize) -> Option<Self> {
         let info = gpu.info();
         let bits = w.kind().bits();
-        let tiles = w.rows().div_ceil(TILE);
-        let pieces = w.inputs().div_ceil(SPAN) * bits / 4;
+        let tiles = w.tiles();
+        let pieces = w.spans() * bits / 4;
         let mut best: Option<(f64, BatchPlan, usize)> = None;
         for split in 1..=WARPS.min(pieces) {
             let teams = WARPS / split;
@@ -127,13 +126,25 @@ impl BatchPlan {
     }
 }
 
-/// Blocks of a product of `m` rows.
-pub(super) fn blocks(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Option<usize> {
-    BatchPlan::new(gpu, w, m).map(|p| p.blocks)
+/// Blocks of a product of `m` rows: values a row that [`GemvOutput::Head`]'s `best` must hold.
+pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
+    match m {
+        1 => gemv::blocks(gpu.info(), w),
+        m => BatchPlan::new(gpu, w, m).map_or(1, |p| p.blocks),
+    }
+}
+
+kernels! {
+    COLUMNS: ColumnsArgs = "columns" in "columns.cu",
+        test "kernels/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
+        instances &["columns_int4", "columns_int8", "columns_fp16"];
+    GEMV_BATCH: GemvBatchArgs = "gemv_batch" in "gemv_batch.cu",
+        test "kernels/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
+        instances names!(kinds "gemv_batch"; "_8", "_16");
 }
 
 /// `ColumnsArgs` of `cuda/columns.cu`.
-#[derive(Clone, Copy, Pod, Zeroable)]
+#[derive(Clone, Copy)]
 #[repr(C)]
 struct ColumnsArgs {
     x: Address,
@@ -147,7 +158,7 @@ struct ColumnsArgs {
 }
 
 /// `GemvBatchArgs` of `cuda/gemv_batch.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
+#[derive(Clone, Copy)]
 #[repr(C)]
 struct GemvBatchArgs {
     codes: Address,
@@ -170,88 +181,13 @@ struct GemvBatchArgs {
     pad: i32,
 }
 
-fn refused(what: &'static str, expected: impl ToString, found: impl ToString) -> Error {
-    Error::Shape {
-        op: "gemv_batch",
-        what,
-        expected: expected.to_string(),
-        found: found.to_string(),
-    }
-}
-
-/// A [`GemvOutput`] as the kernel takes it.
-struct Output<'a> {
-    norm: Option<Norm<'a>>,
-    values: &'a mut Buffer<f32>,
-    /// The best of each block, beside logits.
-    best: Option<&'a mut Buffer<[f32; 2]>>,
-    /// `Epilogue` of the kernel.
-    epilogue: i32,
-    /// Values of a row.
-    width: usize,
-}
-
-impl<'a> Output<'a> {
-    /// Of a product with a weight of `rows` outputs.
-    fn new(output: GemvOutput<'a>, rows: usize) -> Self {
-        let (norm, values, best, epilogue, width) = match output {
-            GemvOutput::Store(norm, out) => (Some(norm), out, None, 0, rows),
-            GemvOutput::Add(residual) => (None, residual, None, 1, rows),
-            GemvOutput::Silu(norm, out) => (Some(norm), out, None, 2, rows / 2),
-            GemvOutput::Head(norm, logits, best) => (Some(norm), logits, Some(best), 3, rows),
-        };
-        Output {
-            norm,
-            values,
-            best,
-            epilogue,
-            width,
-        }
-    }
-
-    /// Checks that there is room for `m` rows, made by so many blocks of `inputs` inputs.
-    fn check(&self, m: usize, blocks: usize, inputs: usize) -> Result<()> {
-        let at_least = |what, expected, found| at_least("gemv_batch", what, expected, found);
-        if let Some(best) = &self.best {
-            at_least("best", m * blocks, best.len())?;
-        }
-        at_least("outputs", m * self.width, self.values.len())?;
-        match &self.norm {
-            Some(norm) => at_least("gain", inputs, norm.gain.len()),
-            None => Ok(()),
-        }
-    }
-}
-
-impl GemvBatchArgs {
-    /// What the launches of one product share.
-    fn new(w: &DeviceLinear, plan: &BatchPlan, epilogue: i32) -> Self {
-        let packed = w.args();
-        GemvBatchArgs {
-            codes: packed.codes,
-            meta: packed.meta,
-            rows: packed.rows,
-            tiles: w.rows().div_ceil(TILE) as i32,
-            spans: packed.spans,
-            groups: packed.groups,
-            meta_bytes: packed.meta_bytes,
-            split: plan.split as i32,
-            inverse: 256usize.div_ceil(plan.split) as i32,
-            depth: plan.depth as i32,
-            epilogue,
-            scale: packed.scale,
-            ..GemvBatchArgs::zeroed()
-        }
-    }
-}
-
 impl Stream {
     /// `m` rows of activations `x` `[m, inputs]` times `w`, for one reading of `w`: two kernels
     /// of a decode step of several sequences. `columns` is scratch. `late` keeps the next
     /// kernels from starting before the one in front has ended.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
     pub fn gemv_batch(
         &self,
         w: &DeviceLinear,
@@ -261,27 +197,25 @@ impl Stream {
         m: usize,
         late: bool,
     ) -> Result<()> {
-        let inputs = w.inputs();
-        w.check_inputs("gemv_batch")?;
-        let at_least = |what, expected, found| at_least("gemv_batch", what, expected, found);
-        if !(1..=MOST_SEQUENCES).contains(&m) {
-            return Err(refused("rows", format!("1 to {MOST_SEQUENCES}"), m));
-        }
-        let plan = BatchPlan::new(self.gpu(), w, m)
-            .ok_or_else(|| refused("shared memory", "room for two stages", self.gpu().info()))?;
-        at_least("values of x", m * inputs, x.len())?;
-        at_least("rows of columns", m, columns.rows)?;
-        at_least("spans of columns", inputs.div_ceil(SPAN), columns.spans)?;
+        let o = self.operands("gemv_batch");
+        o.multiple("inputs", 8, w.inputs())?;
+        o.at_least("rows", 1, m)?;
+        o.at_most("rows", MOST_SEQUENCES, m)?;
+        o.at_most("rows", columns.rows, m)?;
+        o.at_most("spans", columns.spans, w.spans())?;
+        let Some(plan) = BatchPlan::new(self.gpu(), w, m) else {
+            return o.refuse("shared memory", "room for two stages", self.gpu().info());
+        };
         let output = Output::new(output, w.rows());
-        output.check(m, plan.blocks, inputs)?;
-        self.prepare_columns(w, x, output.norm, columns, m, late)?;
-        self.multiply_columns(w, &plan, columns, &output, m)
+        self.prepare_columns(&o, w, x, output.norm, columns, m, late)?;
+        self.multiply_columns(&o, w, &plan, columns, &output, m)
     }
 
-    /// Writes the `m` rows of `x` to `columns` as the product with `w` reads them. Sizes are
-    /// checked.
+    /// Writes the `m` rows of `x` to `columns` as the product with `w` reads them.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     fn prepare_columns(
         &self,
+        o: &Operands<'_>,
         w: &DeviceLinear,
         x: &Buffer<f32>,
         norm: Option<Norm<'_>>,
@@ -289,40 +223,36 @@ impl Stream {
         m: usize,
         late: bool,
     ) -> Result<()> {
-        let spans = w.args().spans;
+        let (inputs, spans) = (w.inputs(), w.spans());
+        let bits = w.kind().bits();
+        let bytes = m.div_ceil(GROUP) * group_bytes(bits, spans);
         let args = ColumnsArgs {
-            x: x.at(0),
-            gain: norm.map_or(Address::NULL, |n| n.gain.at(0)),
-            columns: columns.words.at(0),
-            factors: columns.factors.at(0),
-            inputs: w.inputs() as i32,
-            spans,
+            x: o.of("x", x, &[m, inputs])?,
+            gain: norm.map_or(Ok(Address::NULL), |n| n.gain(o, inputs))?,
+            columns: o.of("columns", &columns.words, &[bytes])?,
+            factors: o.of("factors", &columns.factors, &[m])?,
+            inputs: inputs as i32,
+            spans: spans as i32,
             eps: norm.map_or(0.0, |n| n.eps),
             late: i32::from(late),
         };
         let parts = match norm {
             Some(_) => 1,
-            None => (spans as usize).div_ceil(16),
+            None => spans.div_ceil(16),
         };
-        let shape = LaunchShape {
-            grid: (m, parts, 1),
-            threads: 512,
-            shared: 0,
-            overlap: true,
+        let kernel = match w.kind() {
+            PackedKind::Fp16 => 2,
+            _ => usize::from(bits == 8),
         };
-        let kind = match w.kind() {
-            PackedKind::Fp16 => "fp16",
-            kind => kind.name(),
-        };
-        // SAFETY: the arguments are `ColumnsArgs` of the kernel; x and the columns hold m rows
-        // of the weight's inputs, as checked.
-        unsafe { self.launch(&format!("columns_{kind}"), shape, &args) }
+        let shape = LaunchShape::new((m, parts, 1), 512).overlapping();
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(COLUMNS.instance(kernel), shape, &args) }
     }
 
-    /// `m` rows in `columns` times `w`, in launches of as many groups as `plan` says. Sizes are
-    /// checked.
+    /// `m` rows in `columns` times `w`, in launches of as many groups as `plan` says.
     fn multiply_columns(
         &self,
+        o: &Operands<'_>,
         w: &DeviceLinear,
         plan: &BatchPlan,
         columns: &Columns,
@@ -330,29 +260,43 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let together = plan.groups * GROUP;
-        let name = format!("gemv_batch_{}_{together}", w.kind().kernel_part());
-        let shape = LaunchShape {
-            grid: (plan.blocks, 1, 1),
-            threads: WARPS * 32,
-            shared: plan.shared,
-            overlap: true,
-        };
-        let mut args = GemvBatchArgs::new(w, plan, output.epilogue);
-        let group_bytes = group_bytes(w.kind().bits(), args.spans as usize);
+        let kernel = GEMV_BATCH.of_kind(plan.groups - 1, w.kind());
+        let shape = LaunchShape::new((plan.blocks, 1, 1), WARPS * 32)
+            .shared(plan.shared)
+            .overlapping();
+        let group_bytes = group_bytes(w.kind().bits(), w.spans());
+        let words = o.of("columns", &columns.words, &[m.div_ceil(GROUP), group_bytes])?;
+        let factors = output.norm.map(|_| &columns.factors);
+        let factors = o.optional("factors", factors, &[m])?;
+        let (out, best) = output.addresses(o, m, plan.blocks)?;
+        let packed = w.args(o)?;
         for first in (0..m).step_by(together) {
-            args.m = (m - first).min(together) as i32;
-            args.columns = columns.words.at(first / GROUP * group_bytes);
-            let factors = || columns.factors.at(first);
-            args.factors = output.norm.map_or(Address::NULL, |_| factors());
-            args.out = output.values.at(first * output.width);
-            if let Some(best) = &output.best {
-                args.best = best.at(first * plan.blocks);
-            }
-            // SAFETY: the arguments are `GemvBatchArgs` of the kernel; sizes were checked
-            // against the shape that the weight has, and the buffers are borrowed by the
-            // caller, who keeps them while the stream works (their owners wait for it before
-            // freeing).
-            unsafe { self.launch(&name, shape, &args)? };
+            let further = |from: Address, bytes: usize| match from {
+                Address::NULL => from,
+                from => from.plus(first * bytes),
+            };
+            let args = GemvBatchArgs {
+                codes: packed.codes,
+                meta: packed.meta,
+                columns: words.plus(first / GROUP * group_bytes),
+                factors: further(factors, size_of::<f32>()),
+                out: further(out, output.width * size_of::<f32>()),
+                best: further(best, plan.blocks * size_of::<[f32; 2]>()),
+                m: (m - first).min(together) as i32,
+                rows: packed.rows,
+                tiles: w.tiles() as i32,
+                spans: packed.spans,
+                groups: packed.groups,
+                meta_bytes: packed.meta_bytes,
+                split: plan.split as i32,
+                inverse: 256usize.div_ceil(plan.split) as i32,
+                depth: plan.depth as i32,
+                epilogue: output.epilogue,
+                scale: packed.scale,
+                pad: 0,
+            };
+            // SAFETY: the operands were checked, for all rows.
+            unsafe { self.launch(kernel, shape, &args)? };
         }
         Ok(())
     }

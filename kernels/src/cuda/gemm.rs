@@ -1,11 +1,10 @@
-//! Products and attention of many rows at once.
+//! Products of many rows at once.
 
-use super::attention::{CacheArgs, HEAD_DIM, LayerPages};
 use super::driver::{Address, Buffer, LaunchShape, Matrix, Stream, TensorMap};
+use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
-use crate::error::{Error, Result};
-use bytemuck::{Pod, Zeroable};
+use crate::error::Result;
 
 /// What a product of many rows becomes.
 pub enum GemmOutput<'a> {
@@ -18,21 +17,17 @@ pub enum GemmOutput<'a> {
     Silu(&'a mut Buffer<u16>),
 }
 
-/// New tokens of one sequence among the rows of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SequenceRows {
-    /// First row.
-    pub row: usize,
-    /// Rows.
-    pub count: usize,
-    /// Position of the first.
-    pub position: usize,
-    /// The sequence.
-    pub slot: usize,
+kernels! {
+    GEMM: GemmArgs = "gemm" in "gemm.cu",
+        test "kernels/tests/cuda/main.rs::products_of_many_rows", bench "gemm",
+        instances names!(kinds "gemm"; "_8", "_16", "_64", "_128");
+    GEMM_WGMMA: WgmmaArgs = "gemm_wgmma" in "gemm_wgmma.cu",
+        test "kernels/tests/cuda/main.rs::products_of_many_rows_in_real_shapes", bench "gemm",
+        instances names!(kinds "gemm"; "_64x64", "_64x128", "_192x128");
 }
 
 /// `GemmArgs` of `cuda/gemm.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
+#[derive(Clone, Copy)]
 #[repr(C)]
 struct GemmArgs {
     codes: Address,
@@ -56,10 +51,9 @@ impl Instance {
     /// The smallest that takes `m` rows of x at once, or the largest, of those whose stages a
     /// block's `room` of shared memory holds: with 99 KiB (compute capability 8.6, 8.9, 12.0)
     /// the largest for 16-bit weights does not fit.
-    fn choose(room: usize, m: usize, kind: PackedKind) -> &'static Self {
-        let (first, rest) = (&INSTANCES[0], &INSTANCES[1..]);
-        let fitting = rest.iter().filter(|i| i.shared(kind) <= room);
-        fitting.fold(first, |best, i| if best.rows < m { i } else { best })
+    fn choose(room: usize, m: usize, kind: PackedKind) -> usize {
+        let fitting = (1..INSTANCES.len()).filter(|&i| INSTANCES[i].shared(kind) <= room);
+        fitting.fold(0, |best, i| if INSTANCES[best].rows < m { i } else { best })
     }
 
     fn shared(&self, kind: PackedKind) -> usize {
@@ -77,7 +71,7 @@ struct WgmmaArgs {
     p: GemmArgs,
 }
 
-/// An instance of `cuda/gemm.cu`: rows of x and tiles of weights that a block takes.
+/// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: rows of x and tiles of weights that a block takes.
 struct Instance {
     rows: usize,
     tiles: usize,
@@ -111,7 +105,7 @@ const INSTANCES: [Instance; 4] = [
 /// Stages of `cuda/gemm.cu` and of `cuda/gemm_wgmma.cu`.
 const STAGES: usize = 4;
 
-/// An instance of `cuda/gemm_wgmma.cu`.
+/// An instance of `cuda/gemm_wgmma.cu`, in the order of [`GEMM_WGMMA`]'s names.
 struct WgmmaInstance {
     /// Warpgroups, each of four tiles of weights.
     groups: usize,
@@ -145,20 +139,14 @@ const WGMMA_ROWS: usize = 17;
 
 impl WgmmaInstance {
     /// The cheapest for `m` rows of x and `tiles` tiles of weights, over `spans` spans.
-    fn choose(multiprocessors: usize, m: usize, tiles: usize, spans: usize) -> &'static Self {
-        let cost = |i: &Self| {
+    fn choose(multiprocessors: usize, m: usize, tiles: usize, spans: usize) -> usize {
+        let cost = |i: usize| {
+            let i = &WGMMA_INSTANCES[i];
             let blocks = m.div_ceil(i.rows) * tiles.div_ceil(i.groups * 4);
             let turns = blocks.div_ceil(multiprocessors.max(1)) as f64;
             turns * (i.cost.0 * (4 * spans) as f64 + i.cost.1)
         };
-        let (first, rest) = (&WGMMA_INSTANCES[0], &WGMMA_INSTANCES[1..]);
-        rest.iter()
-            .fold(first, |best, i| if cost(i) < cost(best) { i } else { best })
-    }
-
-    fn name(&self, kind: PackedKind) -> String {
-        let (weights, x) = (self.groups * 64, self.rows);
-        format!("gemm_{}_{weights}x{x}", kind.kernel_part())
+        (1..WGMMA_INSTANCES.len()).fold(0, |best, i| if cost(i) < cost(best) { i } else { best })
     }
 
     /// `STAGE`, `OUT_BYTES` and the alignment of `WgmmaGemm`.
@@ -175,7 +163,7 @@ impl Stream {
     /// On compute capability 9.0, more than 16 rows meet weights rounded to FP16.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
     pub fn gemm(
         &self,
         w: &DeviceLinear,
@@ -183,82 +171,61 @@ impl Stream {
         output: GemmOutput<'_>,
         m: usize,
     ) -> Result<()> {
-        let spans = w.inputs().div_ceil(SPAN);
-        let fits = |what, expected: usize, found: usize| match found >= expected {
-            true => Ok(()),
-            false => Err(Error::Shape {
-                op: "gemm",
-                what,
-                expected: format!("at least {expected} values"),
-                found: found.to_string(),
-            }),
+        let o = self.operands("gemm");
+        let (spans, kind) = (w.spans(), w.kind());
+        let packed = w.args(&o)?;
+        let padded = (w.rows() / 2).next_multiple_of(SPAN);
+        // `Epilogue` of `cuda/weights.cuh`.
+        let (y, half, epilogue) = match output {
+            GemmOutput::Store(y) => (o.of("y", y, &[m, w.rows()])?, Address::NULL, 0),
+            GemmOutput::Add(y) => (o.of("y", y, &[m, w.rows()])?, Address::NULL, 1),
+            GemmOutput::Silu(half) => (Address::NULL, o.of("FP16 output", half, &[m, padded])?, 2),
         };
-        fits("x", m * spans * SPAN, x.len())?;
-        let packed = w.args();
-        let mut args = GemmArgs {
+        let args = GemmArgs {
             codes: packed.codes,
             meta: packed.meta,
-            x: x.at(0),
+            x: o.of("x", x, &[m, spans, SPAN])?,
+            y,
+            half,
             m: m as i32,
             rows: packed.rows,
-            tiles: w.rows().div_ceil(TILE) as i32,
+            tiles: w.tiles() as i32,
             spans: packed.spans,
             groups: packed.groups,
             meta_bytes: packed.meta_bytes,
+            padded: padded as i32,
+            epilogue,
             scale: packed.scale,
-            ..GemmArgs::zeroed()
+            pad: 0,
         };
-        match output {
-            GemmOutput::Store(y) => {
-                fits("y", m * w.rows(), y.len())?;
-                args.y = y.at(0);
-            }
-            GemmOutput::Add(y) => {
-                fits("y", m * w.rows(), y.len())?;
-                args.y = y.at(0);
-                args.epilogue = 1;
-            }
-            GemmOutput::Silu(half) => {
-                let padded = (w.rows() / 2).next_multiple_of(SPAN);
-                fits("FP16 output", m * padded, half.len())?;
-                args.half = half.at(0);
-                args.padded = padded as i32;
-                args.epilogue = 2;
-            }
-        }
-        let gpu = self.gpu();
-        let (kind, tiles) = (w.kind(), args.tiles as usize);
-        if m >= WGMMA_ROWS && gpu.info().capability == (9, 0) {
-            let of = gpu.info().multiprocessors;
-            let instance = WgmmaInstance::choose(of, m, tiles, spans);
+        let info = self.gpu().info();
+        if m >= WGMMA_ROWS && info.capability == (9, 0) {
+            let instance = WgmmaInstance::choose(info.multiprocessors, m, w.tiles(), spans);
             // Absent from a build for other architectures than sm_90a.
-            if gpu.has_kernel(&instance.name(kind)) {
+            if self.gpu().has_kernel(&GEMM_WGMMA.of_kind(instance, kind)) {
                 return self.gemm_wgmma(kind, instance, args);
             }
         }
-        let instance = Instance::choose(gpu.info().shared_memory, m, kind);
-        let shape = LaunchShape {
-            grid: (tiles.div_ceil(instance.tiles), m.div_ceil(instance.rows), 1),
-            threads: instance.threads,
-            shared: instance.shared(kind),
-            overlap: false,
-        };
-        let name = format!("gemm_{}_{}", kind.kernel_part(), instance.rows);
-        // SAFETY: the arguments are `GemmArgs` of the kernel; sizes were checked.
-        unsafe { self.launch(&name, shape, &args) }
+        let instance = Instance::choose(info.shared_memory, m, kind);
+        let of = &INSTANCES[instance];
+        let grid = (w.tiles().div_ceil(of.tiles), m.div_ceil(of.rows), 1);
+        let shape = LaunchShape::new(grid, of.threads).shared(of.shared(kind));
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(GEMM.of_kind(instance, kind), shape, &args) }
     }
 
-    /// The same by a kernel of `cuda/gemm_wgmma.cu`; `p`'s operands have been checked.
-    fn gemm_wgmma(&self, kind: PackedKind, instance: &WgmmaInstance, p: GemmArgs) -> Result<()> {
+    /// The same by a kernel of `cuda/gemm_wgmma.cu`.
+    fn gemm_wgmma(&self, kind: PackedKind, instance: usize, p: GemmArgs) -> Result<()> {
         let gpu = self.gpu();
+        let of = &WGMMA_INSTANCES[instance];
         let (m, tiles, spans) = (p.m as usize, p.tiles as usize, p.spans as usize);
-        let block = instance.groups * 4;
+        let block = of.groups * 4;
         let x = gpu.tensor_map(Matrix {
             address: p.x,
             element: 2,
             rows: m,
             width: spans * SPAN,
-            tile: (instance.rows, 64),
+            tile: (of.rows, 64),
             swizzled: true,
         })?;
         // A box has 256 elements at most: of 16-bit weights a step's 2,048 bytes of a tile.
@@ -285,95 +252,10 @@ impl Stream {
             })?,
         };
         let args = WgmmaArgs { x, codes, meta, p };
-        let shape = LaunchShape {
-            grid: (m.div_ceil(instance.rows), tiles.div_ceil(block), 1),
-            threads: instance.groups * 128 + 32,
-            shared: instance.shared(kind),
-            overlap: false,
-        };
-        // SAFETY: the arguments are `WgmmaArgs` of the kernel, over the operands that were
-        // checked; its boxes are the kernel's.
-        unsafe { self.launch(&instance.name(kind), shape, &args) }
-    }
-
-    /// `out` `[rows, heads * 128 padded to 256]` in FP16, in operand order: attention of one sequence's new rows
-    /// over its cache, which holds their keys and values already.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
-    pub fn attention_prefill(
-        &self,
-        qkv: &Buffer<f32>,
-        sequence: SequenceRows,
-        heads: usize,
-        cache: LayerPages<'_>,
-        out: &mut Buffer<u16>,
-    ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            qkv: Address,
-            cache: CacheArgs,
-            out: Address,
-            row0: i32,
-            count: i32,
-            position0: i32,
-            slot: i32,
-            heads: i32,
-            padded: i32,
-        }
-        let SequenceRows {
-            row,
-            count,
-            position,
-            slot,
-        } = sequence;
-        let end = row + count;
-        let width = (heads + 2 * cache.kv_heads()) * HEAD_DIM;
-        let padded = (heads * HEAD_DIM).next_multiple_of(SPAN);
-        let fits = qkv.len() >= end * width
-            && out.len() >= end * padded
-            && position + count <= cache.capacity()
-            && slot < cache.slots()
-            && heads.is_multiple_of(cache.kv_heads())
-            && count > 0;
-        if !fits {
-            return Err(Error::Shape {
-                op: "attention_prefill",
-                what: "rows",
-                expected: format!(
-                    "rows of {width} and {padded} values, in a cache of {} x {}",
-                    cache.slots(),
-                    cache.capacity()
-                ),
-                found: format!("{sequence:?} in {} and {} values", qkv.len(), out.len()),
-            });
-        }
-        let args = Args {
-            qkv: qkv.at(0),
-            cache: cache.args(),
-            out: out.at(0),
-            row0: row as i32,
-            count: count as i32,
-            position0: position as i32,
-            slot: slot as i32,
-            heads: heads as i32,
-            padded: padded as i32,
-        };
-        let name = format!("attention_prefill_{}", cache.suffix());
-        let tile = 64 * HEAD_DIM;
-        let shape = LaunchShape {
-            grid: (count.div_ceil(64), heads, 1),
-            threads: 128,
-            // `PrefillShared`: two buffers of keys and values, and of scales.
-            shared: match cache.suffix() {
-                "int8" => 4 * tile + 8 * 64,
-                _ => 8 * tile + 8 * 64,
-            },
-            overlap: false,
-        };
-        // SAFETY: the arguments are the kernel's; sizes were checked.
-        unsafe { self.launch(&name, shape, &args) }
+        let grid = (m.div_ceil(of.rows), tiles.div_ceil(block), 1);
+        let shape = LaunchShape::new(grid, of.groups * 128 + 32).shared(of.shared(kind));
+        // SAFETY: the caller checked the operands; the boxes are the kernel's.
+        unsafe { self.launch(GEMM_WGMMA.of_kind(instance, kind), shape, &args) }
     }
 }
 
@@ -394,7 +276,7 @@ mod tests {
         // Compute capability 8.6, 8.9 and 12.0; 8.0; 9.0.
         for (room, largest) in [(99, [128, 128, 64]), (163, [128; 3]), (227, [128; 3])] {
             for (kind, largest) in kinds.into_iter().zip(largest) {
-                let chosen = |m| Instance::choose(room << 10, m, kind).rows;
+                let chosen = |m| INSTANCES[Instance::choose(room << 10, m, kind)].rows;
                 assert_eq!([1, 8, 9, 17, 64].map(chosen), [8, 8, 16, 64, 64]);
                 assert_eq!(
                     [65, 128, 1000].map(chosen),
@@ -414,6 +296,7 @@ mod tests {
     fn blocks_suit_the_product() {
         let chosen = |m: usize, rows: usize, inputs: usize| {
             let i = WgmmaInstance::choose(132, m, rows.div_ceil(16), inputs.div_ceil(256));
+            let i = &super::WGMMA_INSTANCES[i];
             (i.groups * 64, i.rows)
         };
         // 8B: qkv, o, gate_up, down.

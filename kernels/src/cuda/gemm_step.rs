@@ -1,10 +1,10 @@
 //! The products of a decode step of 17 to 64 sequences, and the norms between them.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Matrix, Stream, TensorMap};
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Matrix, Operands, Stream, TensorMap};
 use super::gemv::Norm;
+use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN};
-use super::rows::at_least;
 use crate::error::{Error, Result};
 
 /// Sequences that [`Stream::gemm_step`] takes at most.
@@ -67,6 +67,33 @@ pub enum StepOutput<'a> {
     Head(&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
 }
 
+kernels! {
+    GEMM_STEP: GemmStepArgs = "gemm_step" in "gemm_step.cu",
+        test "kernels/tests/cuda/wide.rs::products_of_many_sequences", bench "gemm_step",
+        instances names!(
+            kinds "gemm_step"; "_64x32", "_128x32", "_192x32", "_256x32", "_64x64", "_128x64",
+            "_192x64"
+        );
+    NORM_STEP: NormStepArgs = "norm_step" in "norm_step.cu",
+        test "kernels/tests/cuda/wide.rs::norms_add_what_products_left_in_parts",
+        bench "gemm_step";
+}
+
+/// `NormStepArgs` of `cuda/norm_step.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NormStepArgs {
+    x: Address,
+    parts: Address,
+    gain: Address,
+    half: Address,
+    count: i32,
+    width: i32,
+    padded: i32,
+    eps: f32,
+    late: i32,
+}
+
 /// `GemmStepArgs` of `cuda/gemm_step.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -108,7 +135,7 @@ impl Instance {
     }
 }
 
-/// Of 256 rows of weights and 64 of x none: it gains nothing.
+/// In the order of [`GEMM_STEP`]'s names. Of 256 rows of weights and 64 of x none: it gains nothing.
 const INSTANCES: [Instance; 7] = [
     Instance::new(1, 32, (0.16, 1.9)),
     Instance::new(2, 32, (0.22, 1.9)),
@@ -131,7 +158,7 @@ const LEFT_TO_NORMS: usize = 24 << 10;
 /// How a product is cut.
 #[derive(Debug, PartialEq)]
 struct StepPlan {
-    instance: &'static Instance,
+    instance: usize,
     parts: usize,
     /// Groups of `instance.groups * 64` weight rows that are taken at once.
     taken: usize,
@@ -144,7 +171,7 @@ impl StepPlan {
         let rows = if m <= 32 { 32 } else { 64 };
         let most = if parted { MOST_PARTS.min(spans) } else { 1 };
         let mut best: Option<(f64, StepPlan)> = None;
-        for instance in INSTANCES.iter().filter(|i| i.rows == rows) {
+        for (index, instance) in INSTANCES.iter().enumerate().filter(|i| i.1.rows == rows) {
             let groups = tiles.div_ceil(instance.groups * 4).max(1);
             for parts in 1..=most {
                 let at_once = (multiprocessors / parts).max(1);
@@ -154,7 +181,7 @@ impl StepPlan {
                 let cost = rounds as f64 * round + PART_COST * parts as f64;
                 if best.as_ref().is_none_or(|(least, _)| cost < *least) {
                     let plan = StepPlan {
-                        instance,
+                        instance: index,
                         parts,
                         taken: groups.div_ceil(rounds),
                     };
@@ -164,7 +191,7 @@ impl StepPlan {
         }
         best.map_or(
             StepPlan {
-                instance: &INSTANCES[0],
+                instance: 0,
                 parts: 1,
                 taken: 1,
             },
@@ -176,14 +203,13 @@ impl StepPlan {
         let multiprocessors = gpu.info().multiprocessors;
         Self::new(multiprocessors, m, w.tiles(), w.spans(), parted)
     }
+
+    fn instance(&self) -> &'static Instance {
+        &INSTANCES[self.instance]
+    }
 }
 
 impl Instance {
-    fn name(&self, kind: PackedKind) -> String {
-        let (weights, x) = (self.groups * 64, self.rows);
-        format!("gemm_step_{}_{weights}x{x}", kind.kernel_part())
-    }
-
     /// Stages of the ring, and shared memory of a block, of at most `room`: `STAGE`, `OUT_BYTES`,
     /// `tops` and the alignment of `GemmStep`.
     fn shared(&self, kind: PackedKind, head: bool, room: usize) -> (usize, usize) {
@@ -206,27 +232,70 @@ impl Gpu {
     /// True if [`Stream::gemm_step`] and [`Stream::norm_step`] run here: on compute capability 9.0,
     /// if this build has machine code for it.
     pub fn takes_wide_steps(&self) -> bool {
-        self.info().capability == (9, 0) && self.has_kernel("norm_step")
+        self.info().capability == (9, 0) && self.has_kernel(&NORM_STEP.instance(0))
     }
+}
 
-    fn check_wide(&self, op: &'static str, m: usize) -> Result<()> {
-        if !self.takes_wide_steps() {
-            return Err(Error::NoKernel {
-                op,
-                scheme: "any".into(),
-                activations: "f16".into(),
-                device: self.info().to_string(),
-            });
-        }
-        match (1..=MOST_WIDE_SEQUENCES).contains(&m) {
-            true => Ok(()),
-            false => Err(Error::Shape {
-                op,
-                what: "rows",
-                expected: format!("1 to {MOST_WIDE_SEQUENCES}"),
-                found: m.to_string(),
-            }),
-        }
+/// Refuses a device without kernels for wide steps, and more rows than they take.
+fn check_wide(o: &Operands<'_>, m: usize) -> Result<()> {
+    if !o.gpu().takes_wide_steps() {
+        return Err(Error::NoKernel {
+            op: o.op(),
+            scheme: "any".into(),
+            activations: "f16".into(),
+            device: o.gpu().info().to_string(),
+        });
+    }
+    o.at_least("rows", 1, m)?;
+    o.at_most("rows", MOST_WIDE_SEQUENCES, m)
+}
+
+/// What a wide product of `m` sequences with `w` writes.
+struct Written {
+    y: Address,
+    half: Address,
+    best: Address,
+    /// `Epilogue` of `cuda/weights.cuh`.
+    epilogue: i32,
+}
+
+impl Written {
+    fn new(
+        o: &Operands<'_>,
+        output: StepOutput<'_>,
+        w: &DeviceLinear,
+        m: usize,
+        plan: &StepPlan,
+    ) -> Result<Self> {
+        let rows = w.rows();
+        let padded = (rows / 2).next_multiple_of(SPAN);
+        let (mut y, mut half, mut best) = (Address::NULL, Address::NULL, Address::NULL);
+        let epilogue = match output {
+            StepOutput::Parts(sums) => {
+                y = o.of("partial sums", &sums.values, &[plan.parts, m, rows])?;
+                (sums.parts, sums.m, sums.rows) = (plan.parts, m, rows);
+                0
+            }
+            StepOutput::Store(out) => {
+                y = o.of("outputs", out, &[m, rows])?;
+                0
+            }
+            StepOutput::Silu(out) => {
+                half = o.of("FP16 outputs", out, &[m, padded])?;
+                2
+            }
+            StepOutput::Head(logits, bests) => {
+                y = o.of("logits", logits, &[m, rows])?;
+                best = o.of("best", bests, &[m, plan.taken])?;
+                3
+            }
+        };
+        Ok(Written {
+            y,
+            half,
+            best,
+            epilogue,
+        })
     }
 }
 
@@ -246,103 +315,60 @@ impl Stream {
         output: StepOutput<'_>,
         m: usize,
     ) -> Result<()> {
+        let o = self.operands("gemm_step");
+        check_wide(&o, m)?;
         let gpu = self.gpu();
-        gpu.check_wide("gemm_step", m)?;
-        let fits = |what, expected, found| at_least("gemm_step", what, expected, found);
         let (kind, spans, tiles, rows) = (w.kind(), w.spans(), w.tiles(), w.rows());
-        fits("x", m * spans * SPAN, x.len())?;
         let plan = StepPlan::of(gpu, w, m, matches!(output, StepOutput::Parts(_)));
-        let (mut y, mut half, mut best) = (Address::NULL, Address::NULL, Address::NULL);
-        let padded = (rows / 2).next_multiple_of(SPAN);
-        // `Epilogue` of `cuda/weights.cuh`.
-        let epilogue = match output {
-            StepOutput::Parts(sums) => {
-                fits("partial sums", plan.parts * m * rows, sums.values.len())?;
-                (sums.parts, sums.m, sums.rows) = (plan.parts, m, rows);
-                y = sums.values.at(0);
-                0
-            }
-            StepOutput::Store(out) => {
-                fits("outputs", m * rows, out.len())?;
-                y = out.at(0);
-                0
-            }
-            StepOutput::Silu(out) => {
-                fits("FP16 outputs", m * padded, out.len())?;
-                half = out.at(0);
-                2
-            }
-            StepOutput::Head(logits, bests) => {
-                fits("logits", m * rows, logits.len())?;
-                fits("best", m * plan.taken, bests.len())?;
-                (y, best) = (logits.at(0), bests.at(0));
-                3
-            }
-        };
-        let packed = w.args();
-        let block = plan.instance.groups * 4;
+        let written = Written::new(&o, output, w, m, &plan)?;
+        let packed = w.args(&o)?;
+        let instance = plan.instance();
+        let block = instance.groups * 4;
         let room = gpu.info().shared_memory.saturating_sub(LEFT_TO_NORMS);
-        let (depth, shared) = plan.instance.shared(kind, epilogue == 3, room);
-        let matrix = |address, element, rows, width, tile, swizzled| Matrix {
-            address,
-            element,
-            rows,
-            width,
-            tile,
-            swizzled,
+        let (depth, shared) = instance.shared(kind, written.epilogue == 3, room);
+        let matrix = |address, element, rows, width, tile, swizzled| {
+            gpu.tensor_map(Matrix {
+                address,
+                element,
+                rows,
+                width,
+                tile,
+                swizzled,
+            })
         };
-        let boxes = (plan.instance.rows, 64);
-        let x = gpu.tensor_map(matrix(x.at(0), 2, m, spans * SPAN, boxes, true))?;
+        let x = o.of("x", x, &[m, spans, SPAN])?;
         // A box has 256 elements at most: 128 inputs of a tile in 4 bits are 1 KiB, in 8 2 KiB; in
         // 16, 64 inputs are.
         let element = if kind.bits() == 4 { 4 } else { 8 };
         let width = spans * kind.code_bytes() / element;
-        let codes = gpu.tensor_map(matrix(
-            packed.codes,
-            element,
-            tiles,
-            width,
-            (block, 256),
-            false,
-        ))?;
         let words = packed.meta_bytes as usize / 4;
-        let meta = match words {
-            0 => TensorMap::NONE,
-            _ => {
-                let boxes = (block, words);
-                gpu.tensor_map(matrix(packed.meta, 4, tiles, spans * words, boxes, false))?
-            }
-        };
         let args = GemmStepArgs {
-            x,
-            codes,
-            meta,
-            y,
-            half,
-            best,
+            x: matrix(x, 2, m, spans * SPAN, (instance.rows, 64), true)?,
+            codes: matrix(packed.codes, element, tiles, width, (block, 256), false)?,
+            meta: match words {
+                0 => TensorMap::NONE,
+                _ => matrix(packed.meta, 4, tiles, spans * words, (block, words), false)?,
+            },
+            y: written.y,
+            half: written.half,
+            best: written.best,
             m: m as i32,
             rows: packed.rows,
             spans: packed.spans,
             groups: packed.groups,
             meta_bytes: packed.meta_bytes,
-            padded: padded as i32,
+            padded: (rows / 2).next_multiple_of(SPAN) as i32,
             row_groups: tiles.div_ceil(block) as i32,
             depth: depth as i32,
-            epilogue,
+            epilogue: written.epilogue,
             parts: plan.parts as i32,
             scale: packed.scale,
         };
-        let shape = LaunchShape {
-            grid: (plan.taken * plan.parts, 1, 1),
-            threads: plan.instance.groups * 128 + 32,
-            shared,
-            overlap: true,
-        };
-        // SAFETY: the arguments are `GemmStepArgs` of the kernel, over operands whose sizes were
-        // checked against the shape that the weight has; its boxes are the kernel's. The buffers
-        // are borrowed by the caller, who keeps them while the stream works (their owners wait for
-        // it before freeing).
-        unsafe { self.launch(&plan.instance.name(kind), shape, &args) }
+        let shape = LaunchShape::new((plan.taken * plan.parts, 1, 1), instance.groups * 128 + 32)
+            .shared(shared)
+            .overlapping();
+        // SAFETY: the operands were checked; the boxes are the kernel's.
+        unsafe { self.launch(GEMM_STEP.of_kind(plan.instance, kind), shape, &args) }
     }
 
     /// Adds the parts of `sums` `[parts, m, width]`, if given, to the residuals `x` `[m, width]`,
@@ -361,47 +387,25 @@ impl Stream {
         m: usize,
         late: bool,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            parts: Address,
-            gain: Address,
-            half: Address,
-            count: i32,
-            width: i32,
-            padded: i32,
-            eps: f32,
-            late: i32,
-        }
         const THREADS: usize = 128;
-        self.gpu().check_wide("norm_step", m)?;
+        let o = self.operands("norm_step");
+        check_wide(&o, m)?;
         let width = norm.gain.len();
-        let refused = |what, expected: String, found: String| Error::Shape {
-            op: "norm_step",
-            what,
-            expected,
-            found,
-        };
-        if width == 0 || !width.is_multiple_of(4) {
-            let expected = "a multiple of 4".into();
-            return Err(refused("width", expected, width.to_string()));
-        }
+        o.multiple("width", 4, width)?;
         let padded = width.next_multiple_of(SPAN);
-        at_least("norm_step", "x", m * width, x.len())?;
-        at_least("norm_step", "FP16 output", m * padded, half.len())?;
         if let Some(s) = sums
             && (s.m, s.rows) != (m, width)
         {
             let found = format!("[{}, {}]", s.m, s.rows);
-            return Err(refused("partial sums", format!("[{m}, {width}]"), found));
+            return o.refuse("partial sums", format!("[{m}, {width}]"), found);
         }
-        let args = Args {
-            x: x.at(0),
-            parts: sums.map_or(Address::NULL, |s| s.values.at(0)),
-            gain: norm.gain.at(0),
-            half: half.at(0),
-            count: sums.map_or(0, |s| s.parts as i32),
+        let count = sums.map_or(0, |s| s.parts);
+        let args = NormStepArgs {
+            x: o.of("x", x, &[m, width])?,
+            parts: o.optional("partial sums", sums.map(|s| &s.values), &[count, m, width])?,
+            gain: norm.gain(&o, width)?,
+            half: o.of("FP16 output", half, &[m, padded])?,
+            count: count as i32,
             width: width as i32,
             padded: padded as i32,
             eps: norm.eps,
@@ -409,14 +413,12 @@ impl Stream {
         };
         // Of 1,024 values and more a thread has two vectors.
         let blocks = (width / (8 * THREADS)).clamp(1, 4);
-        let shape = LaunchShape {
-            grid: (blocks, m, 1),
-            threads: THREADS,
-            shared: (padded / 4).div_ceil(blocks) * 16,
-            overlap: true,
-        };
-        // SAFETY: the arguments are the kernel's; sizes were checked.
-        unsafe { self.launch_cluster("norm_step", shape, blocks, &args) }
+        let shape = LaunchShape::new((blocks, m, 1), THREADS)
+            .shared((padded / 4).div_ceil(blocks) * 16)
+            .overlapping()
+            .clusters_of(blocks);
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(&NORM_STEP, shape, &args) }
     }
 }
 
@@ -454,9 +456,12 @@ mod tests {
             let (tiles, spans) = (rows / 16, inputs / 256);
             for (m, parted) in [(17, true), (32, false), (33, true), (64, false)] {
                 let p = StepPlan::new(132, m, tiles, spans, parted);
-                let groups = tiles.div_ceil(p.instance.groups * 4);
+                let groups = tiles.div_ceil(p.instance().groups * 4);
                 let rounds = groups.div_ceil(132 / p.parts);
-                assert!(m <= p.instance.rows && p.taken * rounds >= groups, "{p:?}");
+                assert!(
+                    m <= p.instance().rows && p.taken * rounds >= groups,
+                    "{p:?}"
+                );
                 assert!(p.taken * p.parts <= 132, "{p:?}");
                 assert!(p.parts <= spans.min(MOST_PARTS), "{p:?}");
                 assert!(parted || p.parts == 1, "{p:?}");
@@ -466,7 +471,7 @@ mod tests {
         assert_eq!(StepPlan::new(132, 64, 1, 1, true).parts, 1);
         // 8B: gate_up in one round, down on all multiprocessors.
         let gate_up = StepPlan::new(132, 64, 1536, 16, false);
-        assert_eq!((gate_up.instance.groups, gate_up.taken), (3, 128));
+        assert_eq!((gate_up.instance().groups, gate_up.taken), (3, 128));
         let down = StepPlan::new(132, 64, 256, 48, true);
         assert!(down.taken * down.parts > 120, "{down:?}");
     }

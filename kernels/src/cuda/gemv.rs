@@ -1,11 +1,10 @@
 //! One row of activations times a packed weight: the products of a decode step.
 
-use super::driver::{Address, Buffer, Gpu, GpuInfo, LaunchShape, Stream};
+use super::driver::{Address, Buffer, GpuInfo, LaunchShape, Operands, Stream};
+use super::kernel::{Instance, kernels, kind_index, names};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
-use super::rows::at_least;
-use crate::error::{Error, Result};
-use bytemuck::{Pod, Zeroable};
+use crate::error::Result;
 
 /// RMSNorm of a product's input.
 #[derive(Clone, Copy)]
@@ -25,23 +24,73 @@ pub enum GemvOutput<'a> {
     /// `silu(gate) * up` `[m, rows / 2]` of an interleaved gate and up, of the normalized input.
     Silu(Norm<'a>, &'a mut Buffer<f32>),
     /// Logits `[m, rows]` of the normalized input, and the best of each block: at least
-    /// [`best_len`] values (logit, row as bits) a sequence.
+    /// [`super::best_len`] values (logit, row as bits) a sequence.
     Head(Norm<'a>, &'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
 }
 
-impl GemvOutput<'_> {
-    fn name(&self) -> &'static str {
-        match self {
-            GemvOutput::Store(..) => "store",
-            GemvOutput::Add(..) => "add",
-            GemvOutput::Silu(..) => "silu",
-            GemvOutput::Head(..) => "head",
-        }
+impl Norm<'_> {
+    /// The gain as an operand of a product of `inputs`.
+    pub(super) fn gain(&self, o: &Operands<'_>, inputs: usize) -> Result<Address> {
+        o.of("gain", self.gain, &[inputs])
     }
 }
 
+/// A [`GemvOutput`] as kernels take it.
+pub(super) struct Output<'a> {
+    pub(super) norm: Option<Norm<'a>>,
+    values: &'a mut Buffer<f32>,
+    /// The best of each block, beside logits.
+    best: Option<&'a mut Buffer<[f32; 2]>>,
+    /// `Epilogue` of `cuda/weights.cuh`.
+    pub(super) epilogue: i32,
+    /// Values of a row.
+    pub(super) width: usize,
+}
+
+impl<'a> Output<'a> {
+    /// Of a product with a weight of `rows` outputs.
+    pub(super) fn new(output: GemvOutput<'a>, rows: usize) -> Self {
+        let (norm, values, best, epilogue, width) = match output {
+            GemvOutput::Store(norm, out) => (Some(norm), out, None, 0, rows),
+            GemvOutput::Add(residual) => (None, residual, None, 1, rows),
+            GemvOutput::Silu(norm, out) => (Some(norm), out, None, 2, rows / 2),
+            GemvOutput::Head(norm, logits, best) => (Some(norm), logits, Some(best), 3, rows),
+        };
+        Output {
+            norm,
+            values,
+            best,
+            epilogue,
+            width,
+        }
+    }
+
+    /// The addresses of `m` rows of values, and of their best of `blocks` blocks each.
+    pub(super) fn addresses(
+        &self,
+        o: &Operands<'_>,
+        m: usize,
+        blocks: usize,
+    ) -> Result<(Address, Address)> {
+        let best = self.best.as_deref();
+        Ok((
+            o.of("outputs", self.values, &[m, self.width])?,
+            o.optional("best", best, &[m, blocks])?,
+        ))
+    }
+}
+
+kernels! {
+    GEMV: GemvArgs = "gemv" in "gemv.cu",
+        test "kernels/tests/cuda/main.rs::products_of_a_step", bench "gemv",
+        instances names!(kinds "gemv"; "_store", "_add", "_silu", "_head");
+    GEMV_SHORT: GemvArgs = "gemv_short" in "gemv.cu",
+        test "kernels/tests/cuda/main.rs::products_of_a_step", bench "gemv",
+        instances names!(schemes "gemv"; "_store_short", "_add_short", "_silu_short");
+}
+
 /// `GemvArgs` of `cuda/gemv.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
+#[derive(Clone, Copy)]
 #[repr(C)]
 struct GemvArgs {
     codes: Address,
@@ -76,12 +125,9 @@ const fn short_spans(bits: usize) -> usize {
     }
 }
 
-/// Blocks of a product of `m` rows: values a row that [`GemvOutput::Head`]'s `best` must hold.
-pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
-    match m {
-        1 => Cut::new(gpu.info(), w).blocks,
-        m => super::batch::blocks(gpu, w, m).unwrap_or(1),
-    }
+/// Blocks of a product of one row.
+pub(super) fn blocks(info: &GpuInfo, w: &DeviceLinear) -> usize {
+    Cut::new(info, w).blocks
 }
 
 /// How a product is cut into shares of warps: see `cuda/gemv.cuh`.
@@ -179,39 +225,14 @@ impl GemvPlan {
     }
 }
 
-impl GemvArgs {
-    /// The product with `w`, cut so; inputs and outputs are the caller's to add.
-    fn of(w: &DeviceLinear, cut: Cut, depth: usize) -> Self {
-        let p = w.args();
-        GemvArgs {
-            codes: p.codes,
-            meta: p.meta,
-            inputs: p.inputs,
-            rows: p.rows,
-            tiles: w.tiles() as i32,
-            spans: p.spans,
-            groups: p.groups,
-            meta_bytes: p.meta_bytes,
-            split: cut.split as i32,
-            inverse: 256usize.div_ceil(cut.split) as i32,
-            depth: depth as i32,
-            scale: p.scale,
-            ..GemvArgs::zeroed()
-        }
-    }
-}
-
-impl PackedKind {
-    /// `MOST_META` of `cuda/weights.cuh`, padded to 16 bytes.
-    pub(super) fn meta_room(self) -> usize {
-        match self {
-            PackedKind::Fp16 => 0,
-            PackedKind::Affine { bits, zeros, .. } => PackedKind::Affine {
-                bits,
-                zeros,
-                groups: if self.groups() == 8 { 8 } else { 4 },
-            }
-            .meta_bytes(),
+impl GemvPlan {
+    /// The kernel that runs so.
+    fn kernel(&self, kind: PackedKind, epilogue: i32) -> Instance<GemvArgs> {
+        let suffix = epilogue as usize;
+        match self.depth {
+            // None for FP16, whose spans are never few.
+            0 => GEMV_SHORT.instance(suffix * 12 + kind_index(kind)),
+            _ => GEMV.of_kind(suffix, kind),
         }
     }
 }
@@ -221,7 +242,7 @@ impl Stream {
     /// the next kernel from starting before the one in front has ended.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
     pub fn gemv(
         &self,
         w: &DeviceLinear,
@@ -229,67 +250,44 @@ impl Stream {
         output: GemvOutput<'_>,
         late: bool,
     ) -> Result<()> {
+        let o = self.operands("gemv");
+        let info = self.gpu().info();
+        let inputs = w.inputs();
+        o.multiple("inputs", 8, inputs)?;
         let head = matches!(output, GemvOutput::Head(..));
-        let plan = GemvPlan::new(self.gpu().info(), w, head).ok_or_else(|| Error::Shape {
-            op: "gemv",
-            what: "inputs",
-            expected: format!(
-                "a row within the {} bytes of shared memory of {}",
-                self.gpu().info().shared_memory,
-                self.gpu().info()
-            ),
-            found: w.inputs().to_string(),
-        })?;
-        w.check_inputs("gemv")?;
-        let fits = |what, expected, found| at_least("gemv", what, expected, found);
-        fits("inputs of x", w.inputs(), x.len())?;
-        let name = format!(
-            "gemv_{}_{}{}",
-            w.kind().kernel_part(),
-            output.name(),
-            if plan.depth == 0 { "_short" } else { "" }
-        );
-        let mut args = GemvArgs::of(w, plan.cut, plan.depth);
-        args.x = x.at(0);
-        args.late = i32::from(late);
-        let mut norm = None;
-        match output {
-            GemvOutput::Store(n, out) => {
-                norm = Some(n);
-                fits("outputs", w.rows(), out.len())?;
-                args.out = out.at(0);
-            }
-            GemvOutput::Add(residual) => {
-                fits("residual", w.rows(), residual.len())?;
-                args.out = residual.at(0);
-            }
-            GemvOutput::Silu(n, out) => {
-                norm = Some(n);
-                fits("outputs", w.rows() / 2, out.len())?;
-                args.out = out.at(0);
-            }
-            GemvOutput::Head(n, logits, best) => {
-                norm = Some(n);
-                fits("logits", w.rows(), logits.len())?;
-                fits("best", plan.cut.blocks, best.len())?;
-                args.out = logits.at(0);
-                args.best = best.at(0);
-            }
-        }
-        if let Some(norm) = norm {
-            fits("gain", w.inputs(), norm.gain.len())?;
-            args.gain = norm.gain.at(0);
-            args.eps = norm.eps;
-        }
-        let shape = LaunchShape {
-            grid: (plan.cut.blocks, 1, 1),
-            threads: GEMV_WARPS * 32,
-            shared: plan.shared,
-            overlap: true,
+        let Some(plan) = GemvPlan::new(info, w, head) else {
+            let room = info.shared_memory;
+            let expected = format!("a row within the {room} bytes of shared memory of {info}");
+            return o.refuse("inputs", expected, inputs);
         };
-        // SAFETY: the arguments are `GemvArgs` of the kernel; sizes were checked against the
-        // shape that the weight has, and the buffers are borrowed by the caller, who keeps
-        // them while the stream works (their owners wait for it before freeing).
-        unsafe { self.launch(&name, shape, &args) }
+        let output = Output::new(output, w.rows());
+        let (out, best) = output.addresses(&o, 1, plan.cut.blocks)?;
+        let norm = output.norm;
+        let p = w.args(&o)?;
+        let args = GemvArgs {
+            codes: p.codes,
+            meta: p.meta,
+            x: o.of("x", x, &[inputs])?,
+            gain: norm.map_or(Ok(Address::NULL), |n| n.gain(&o, inputs))?,
+            out,
+            best,
+            inputs: p.inputs,
+            rows: p.rows,
+            tiles: w.tiles() as i32,
+            spans: p.spans,
+            groups: p.groups,
+            meta_bytes: p.meta_bytes,
+            split: plan.cut.split as i32,
+            inverse: 256usize.div_ceil(plan.cut.split) as i32,
+            depth: plan.depth as i32,
+            eps: norm.map_or(0.0, |n| n.eps),
+            scale: p.scale,
+            late: i32::from(late),
+        };
+        let shape = LaunchShape::new((plan.cut.blocks, 1, 1), GEMV_WARPS * 32)
+            .shared(plan.shared)
+            .overlapping();
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(plan.kernel(w.kind(), output.epilogue), shape, &args) }
     }
 }

@@ -1,6 +1,7 @@
 //! Packed weights on the device, and the products with them.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Staging, Stream};
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
+use super::kernel::kernels;
 use super::pack::{PackedKind, Packing, Stack};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
@@ -86,13 +87,11 @@ impl Uploader {
         for first in (0..packing.tiles()).step_by(step) {
             let n = step.min(packing.tiles() - first);
             let (cn, mn) = (n * code_tile, n * meta_tile);
-            let stream = &self.stream;
-            self.staging.turn(stream, |host| {
-                let (c, m) = host.values_mut()[..cn + mn].split_at_mut(cn);
-                packing.pack(first, c, m)?;
-                stream.write(&mut codes, first * code_tile, host, 0..cn)?;
-                stream.write(&mut meta, first * meta_tile, host, cn..cn + mn)
-            })?;
+            let (stream, host) = (&self.stream, self.staging.turn());
+            let (c, m) = host.values_mut()?[..cn + mn].split_at_mut(cn);
+            packing.pack(first, c, m)?;
+            stream.write(&mut codes, first * code_tile, host, 0..cn)?;
+            stream.write(&mut meta, first * meta_tile, host, cn..cn + mn)?;
         }
         Ok(DeviceLinear {
             kind,
@@ -155,23 +154,11 @@ impl DeviceLinear {
         self.codes.bytes() + self.meta.bytes()
     }
 
-    /// Refuses what products of a step cannot read in vectors.
-    pub(super) fn check_inputs(&self, op: &'static str) -> Result<()> {
-        if self.inputs.is_multiple_of(8) {
-            return Ok(());
-        }
-        Err(Error::Shape {
-            op,
-            what: "inputs",
-            expected: "a multiple of 8".into(),
-            found: self.inputs.to_string(),
-        })
-    }
-
-    pub(crate) fn args(&self) -> PackedArgs {
-        PackedArgs {
-            codes: self.codes.at(0),
-            meta: self.meta.at(0),
+    /// As an operand of `o`.
+    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<PackedArgs> {
+        Ok(PackedArgs {
+            codes: o.of("weights", &self.codes, &[self.codes.len()])?,
+            meta: o.of("weights", &self.meta, &[self.meta.len()])?,
             rows: self.rows as i32,
             inputs: self.inputs as i32,
             spans: self.spans as i32,
@@ -180,8 +167,24 @@ impl DeviceLinear {
             groups: self.kind.groups() as i32,
             meta_bytes: self.kind.meta_bytes() as i32,
             scale: self.scale,
-        }
+        })
     }
+}
+
+kernels! {
+    LINEAR_REFERENCE: LinearReferenceArgs = "linear_reference" in "reference.cu",
+        test "kernels/tests/cuda/main.rs::products_of_many_rows", bench "linear_reference";
+}
+
+/// `LinearReferenceArgs` of `cuda/reference.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct LinearReferenceArgs {
+    w: PackedArgs,
+    x: Address,
+    y: Address,
+    m: i32,
+    add: i32,
 }
 
 impl Stream {
@@ -198,37 +201,16 @@ impl Stream {
         m: usize,
         add: bool,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            w: PackedArgs,
-            x: Address,
-            y: Address,
-            m: i32,
-            add: i32,
-        }
-        if x.len() < m * w.inputs || y.len() < m * w.rows {
-            return Err(Error::Shape {
-                op: "linear_reference",
-                what: "x and y",
-                expected: format!("[{m}, {}] and [{m}, {}]", w.inputs, w.rows),
-                found: format!("{} and {} values", x.len(), y.len()),
-            });
-        }
-        let args = Args {
-            w: w.args(),
-            x: x.at(0),
-            y: y.at(0),
+        let o = self.operands("linear_reference");
+        let args = LinearReferenceArgs {
+            w: w.args(&o)?,
+            x: o.of("x", x, &[m, w.inputs])?,
+            y: o.of("y", y, &[m, w.rows])?,
             m: m as i32,
             add: i32::from(add),
         };
-        let shape = LaunchShape {
-            grid: (w.rows.div_ceil(8), m.div_ceil(8), 1),
-            threads: 256,
-            shared: 0,
-            overlap: false,
-        };
-        // SAFETY: the arguments are the kernel's; x and y hold m rows, as checked.
-        unsafe { self.launch("linear_reference", shape, &args) }
+        let shape = LaunchShape::new((w.rows.div_ceil(8), m.div_ceil(8), 1), 256);
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(&LINEAR_REFERENCE, shape, &args) }
     }
 }

@@ -113,6 +113,19 @@ impl PackedKind {
         }
     }
 
+    /// `MOST_META` of `cuda/weights.cuh`, padded to 16 bytes.
+    pub(super) fn meta_room(self) -> usize {
+        match self {
+            PackedKind::Fp16 => 0,
+            PackedKind::Affine { bits, zeros, .. } => PackedKind::Affine {
+                bits,
+                zeros,
+                groups: if self.groups() == 8 { 8 } else { 4 },
+            }
+            .meta_bytes(),
+        }
+    }
+
     /// Scale groups of a span, 1 without scales.
     pub fn groups(self) -> usize {
         match self {
@@ -134,25 +147,6 @@ impl PackedKind {
             } => 2,
             _ => 0,
         }
-    }
-
-    /// The part of a kernel's name that this decides, e.g. `int4_int_64`.
-    pub fn kernel_part(self) -> String {
-        let PackedKind::Affine {
-            bits,
-            zeros,
-            groups,
-        } = self
-        else {
-            return "fp16".into();
-        };
-        let zeros = match zeros {
-            Zeros::None => "sym",
-            Zeros::Integer => "int",
-            Zeros::Offset => "offset",
-        };
-        let slot = if groups == 8 { 32 } else { 64 };
-        format!("int{}_{zeros}_{slot}", bits.width())
     }
 }
 

@@ -1,13 +1,14 @@
 //! Rows of activations on the device, and what is done to each of them.
 
-use super::driver::{Address, Buffer, LaunchShape, Stream};
+use super::driver::{Address, Buffer, Checked, Followed, LaunchShape, Operands, Stream};
+use super::kernel::kernels;
 use super::linear::{DeviceLinear, PackedArgs};
 use super::pack::SPAN;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use bytemuck::{Pod, Zeroable};
 
 /// A token's place: `Row` of `cuda/rows.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Row {
     /// Position in its sequence.
@@ -30,32 +31,56 @@ pub struct Step {
     pub drawn: i32,
 }
 
-/// Refuses an operand of fewer values than `expected`.
-pub(super) fn at_least(
-    op: &'static str,
-    what: &'static str,
-    expected: usize,
-    found: usize,
-) -> Result<()> {
-    if found >= expected {
-        return Ok(());
+/// What tokens' places lie within.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// Positions of a sequence.
+    pub positions: usize,
+    /// Sequences.
+    pub slots: usize,
+}
+
+impl Places {
+    fn has(&self, position: i32, slot: i32) -> bool {
+        let below = |v: i32, n: usize| usize::try_from(v).is_ok_and(|v| v < n);
+        below(position, self.positions) && below(slot, self.slots)
     }
-    Err(Error::Shape {
-        op,
-        what,
-        expected: format!("at least {expected}"),
-        found: found.to_string(),
-    })
+
+    /// Refuses places that are not all among `there`.
+    pub(super) fn check(&self, o: &Operands<'_>, there: Places) -> Result<()> {
+        o.at_most("positions of rows", there.positions, self.positions)?;
+        o.at_most("sequences of rows", there.slots, self.slots)
+    }
+}
+
+impl Followed for Row {
+    type Bounds = Places;
+
+    fn is_within(&self, places: &Places) -> bool {
+        places.has(self.position, self.slot)
+    }
+}
+
+/// What steps lie within.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepBounds {
+    /// Where tokens may stand.
+    pub places: Places,
+    /// Size of the vocabulary.
+    pub tokens: usize,
+}
+
+impl Followed for Step {
+    type Bounds = StepBounds;
+
+    fn is_within(&self, of: &StepBounds) -> bool {
+        of.places.has(self.position, self.slot) && (self.token as usize) < of.tokens
+    }
 }
 
 /// Of a kernel that starts when the one before it has ended.
 pub(super) fn shape(grid: (usize, usize), threads: usize) -> LaunchShape {
-    LaunchShape {
-        grid: (grid.0, grid.1, 1),
-        threads,
-        shared: 0,
-        overlap: false,
-    }
+    LaunchShape::new((grid.0, grid.1, 1), threads)
 }
 
 /// Where a row-wise kernel puts its result: f32, FP16 padded to whole spans and in operand order
@@ -69,19 +94,73 @@ pub struct RowsOut<'a> {
 }
 
 impl RowsOut<'_> {
-    fn addresses(&self, op: &'static str, m: usize, width: usize) -> Result<(Address, Address)> {
+    fn addresses(&self, o: &Operands<'_>, m: usize, width: usize) -> Result<(Address, Address)> {
         let padded = width.next_multiple_of(SPAN);
-        let mut both = (Address::NULL, Address::NULL);
-        if let Some(full) = &self.full {
-            at_least(op, "f32 output", m * width, full.len())?;
-            both.0 = full.at(0);
-        }
-        if let Some(half) = &self.half {
-            at_least(op, "FP16 output", m * padded, half.len())?;
-            both.1 = half.at(0);
-        }
-        Ok(both)
+        Ok((
+            o.optional("f32 output", self.full.as_deref(), &[m, width])?,
+            o.optional("FP16 output", self.half.as_deref(), &[m, padded])?,
+        ))
     }
+}
+
+kernels! {
+    PUT: PutArgs = "put" in "put.cu",
+        test "kernels/tests/cuda/driver.rs::values_are_put_in_order", bench "rows";
+    EMBED: EmbedArgs = "embed" in "reference.cu",
+        test "kernels/tests/cuda/main.rs::embeddings", bench "rows";
+    EMBED_STEP: EmbedArgs = "embed_step" in "reference.cu",
+        test "kernels/tests/cuda/main.rs::embeddings", bench "rows";
+    RMS_NORM: NormArgs = "rms_norm" in "reference.cu",
+        test "kernels/tests/cuda/rows.rs::norms", bench "rows";
+    SILU_MUL: SiluArgs = "silu_mul" in "reference.cu",
+        test "kernels/tests/cuda/rows.rs::gates_times_ups", bench "rows";
+}
+
+/// `MOST_WORDS` of `cuda/put.cu`.
+const MOST_WORDS: usize = 64;
+
+/// `PutArgs` of `cuda/put.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PutArgs {
+    to: Address,
+    words: i32,
+    value: [u32; MOST_WORDS],
+}
+
+/// `EmbedArgs` and `EmbedStepArgs` of `cuda/reference.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct EmbedArgs {
+    w: PackedArgs,
+    /// Tokens, or steps.
+    tokens: Address,
+    x: Address,
+}
+
+/// `NormArgs` of `cuda/reference.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NormArgs {
+    x: Address,
+    rows: Address,
+    gain: Address,
+    y: Address,
+    half: Address,
+    width: i32,
+    padded: i32,
+    eps: f32,
+}
+
+/// `SiluArgs` of `cuda/reference.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SiluArgs {
+    x: Address,
+    y: Address,
+    half: Address,
+    width: i32,
+    padded: i32,
 }
 
 impl Stream {
@@ -89,131 +168,86 @@ impl Stream {
     /// change or go right after.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is no room for them; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if there is no room for them; the driver's.
     pub fn put<T: Pod>(&self, to: &mut Buffer<T>, at: usize, values: &[T]) -> Result<()> {
-        /// `MOST_WORDS` of `cuda/put.cu`.
-        const MOST: usize = 64;
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            to: Address,
-            words: i32,
-            value: [u32; MOST],
-        }
         const {
-            assert!(size_of::<T>() <= 4 * MOST && size_of::<T>().is_multiple_of(4));
+            assert!(size_of::<T>() <= 4 * MOST_WORDS && size_of::<T>().is_multiple_of(4));
             assert!(align_of::<T>().is_multiple_of(4));
         }
-        at_least("put", "values", at + values.len(), to.len())?;
-        let together = 4 * MOST / size_of::<T>();
+        let o = self.operands("put");
+        let together = 4 * MOST_WORDS / size_of::<T>();
         for (i, some) in values.chunks(together).enumerate() {
-            let mut args = Args {
-                to: to.at(at + i * together),
+            let mut args = PutArgs {
+                to: o.part("values", to, at + i * together, &[some.len()])?,
                 words: (size_of_val(some) / 4) as i32,
-                value: [0; MOST],
+                value: [0; MOST_WORDS],
             };
             let bytes = bytemuck::cast_slice(some);
             bytemuck::bytes_of_mut(&mut args.value)[..bytes.len()].copy_from_slice(bytes);
-            // SAFETY: the arguments are `PutArgs` of the kernel, copied at the launch; the values
-            // lie in the buffer.
-            unsafe { self.launch("put", shape((1, 1), MOST), &args)? };
+            // SAFETY: the values lie in the buffer.
+            unsafe { self.launch(&PUT, shape((1, 1), MOST_WORDS), &args)? };
         }
         Ok(())
     }
 
-    /// `x[i]` = row `tokens[i]` of `embedding`, `[m, width]`. Tokens must be in range.
+    /// `x[i]` = row `tokens[i]` of `embedding`, `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
     pub fn embed(
         &self,
         embedding: &DeviceLinear,
-        tokens: &Buffer<u32>,
+        tokens: &Checked<u32>,
         x: &mut Buffer<f32>,
         m: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            w: PackedArgs,
-            tokens: Address,
-            x: Address,
-        }
-        at_least("embed", "tokens", m, tokens.len())?;
-        at_least("embed", "x", m * embedding.inputs(), x.len())?;
-        let args = Args {
-            w: embedding.args(),
-            tokens: tokens.at(0),
-            x: x.at(0),
+        let o = self.operands("embed");
+        o.at_most("bound of tokens", embedding.rows(), *tokens.bounds())?;
+        let args = EmbedArgs {
+            w: embedding.args(&o)?,
+            tokens: o.of("tokens", tokens.values(), &[m])?,
+            x: o.of("x", x, &[m, embedding.inputs()])?,
         };
-        // SAFETY: the arguments are the kernel's; x holds m rows. Tokens are checked by the
-        // engine against the vocabulary, which is the embedding's height.
-        unsafe { self.launch("embed", shape((m, 1), 256), &args) }
+        // SAFETY: the operands were checked, and that the embedding has a row for each token.
+        unsafe { self.launch(&EMBED, shape((m, 1), 256), &args) }
     }
 
     /// RMSNorm of rows of `x` `[., width]` with `gain`: of rows `0..m`, or of those listed.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
     pub fn rms_norm(
         &self,
         x: &Buffer<f32>,
-        rows: Option<&Buffer<i32>>,
+        rows: Option<&Checked<u32>>,
         gain: &Buffer<f32>,
         out: &RowsOut<'_>,
         m: usize,
         eps: f32,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            rows: Address,
-            gain: Address,
-            y: Address,
-            half: Address,
-            width: i32,
-            padded: i32,
-            eps: f32,
-        }
+        let o = self.operands("rms_norm");
         let width = gain.len();
-        if !width.is_multiple_of(4) {
-            return Err(Error::Shape {
-                op: "rms_norm",
-                what: "width",
-                expected: "a multiple of 4".into(),
-                found: width.to_string(),
-            });
-        }
-        at_least(
-            "rms_norm",
-            "x",
-            width * if rows.is_some() { 1 } else { m },
-            x.len(),
-        )?;
-        if let Some(rows) = rows {
-            at_least("rms_norm", "rows", m, rows.len())?;
-        }
-        let (y, half) = out.addresses("rms_norm", m, width)?;
-        let args = Args {
-            x: x.at(0),
-            rows: rows.map_or(Address::NULL, |r| r.at(0)),
-            gain: gain.at(0),
+        o.multiple("width", 4, width)?;
+        let there = rows.map_or(m, |rows| *rows.bounds());
+        let (y, half) = out.addresses(&o, m, width)?;
+        let args = NormArgs {
+            x: o.of("x", x, &[there, width])?,
+            rows: o.optional("rows", rows.map(Checked::values), &[m])?,
+            gain: o.of("gain", gain, &[width])?,
             y,
             half,
             width: width as i32,
             padded: width.next_multiple_of(SPAN) as i32,
             eps,
         };
-        // SAFETY: the arguments are the kernel's; sizes were checked. Listed rows are the
-        // engine's own, below the rows that x holds.
-        unsafe { self.launch("rms_norm", shape((m, 1), 256), &args) }
+        // SAFETY: the operands were checked; x has a row for each that is listed.
+        unsafe { self.launch(&RMS_NORM, shape((m, 1), 256), &args) }
     }
 
     /// `silu(gate) * up` of rows `[m, 2 * width]` of interleaved gates and ups.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
     pub fn silu_mul(
         &self,
         x: &Buffer<f32>,
@@ -221,56 +255,68 @@ impl Stream {
         m: usize,
         width: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            y: Address,
-            half: Address,
-            width: i32,
-            padded: i32,
-        }
-        at_least("silu_mul", "x", 2 * m * width, x.len())?;
-        let (y, half) = out.addresses("silu_mul", m, width)?;
-        let args = Args {
-            x: x.at(0),
+        let o = self.operands("silu_mul");
+        // Gates and ups take turns of eight.
+        o.multiple("width", 8, width)?;
+        let (y, half) = out.addresses(&o, m, width)?;
+        let args = SiluArgs {
+            x: o.of("x", x, &[2, m, width])?,
             y,
             half,
             width: width as i32,
             padded: width.next_multiple_of(SPAN) as i32,
         };
-        // SAFETY: the arguments are the kernel's; sizes were checked.
-        unsafe { self.launch("silu_mul", shape((m, 1), 256), &args) }
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(&SILU_MUL, shape((m, 1), 256), &args) }
     }
 
     /// The embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
     pub fn embed_step(
         &self,
         embedding: &DeviceLinear,
-        step: &Buffer<Step>,
+        step: &Checked<Step>,
         x: &mut Buffer<f32>,
         m: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            w: PackedArgs,
-            step: Address,
-            x: Address,
-        }
+        let o = self.operands("embed_step");
         let width = embedding.inputs();
-        at_least("embed_step", "x", m * width, x.len())?;
-        at_least("embed_step", "step", m, step.len())?;
-        let args = Args {
-            w: embedding.args(),
-            step: step.at(0),
-            x: x.at(0),
+        o.at_most("bound of tokens", embedding.rows(), step.bounds().tokens)?;
+        let args = EmbedArgs {
+            w: embedding.args(&o)?,
+            tokens: o.of("step", step.values(), &[m])?,
+            x: o.of("x", x, &[m, width])?,
         };
-        // SAFETY: the arguments are the kernel's; sizes were checked, and the tokens are in the
-        // vocabulary: the engine checks those it writes, and the sampler yields no others.
-        unsafe { self.launch("embed_step", shape((width.div_ceil(256), m), 256), &args) }
+        let shape = shape((width.div_ceil(256), m), 256);
+        // SAFETY: the operands were checked, and that the embedding has a row for each token.
+        unsafe { self.launch(&EMBED_STEP, shape, &args) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Followed, Places, Row, Step, StepBounds};
+
+    #[test]
+    fn places_outside_are_told() {
+        let places = Places {
+            positions: 5,
+            slots: 2,
+        };
+        let row = |position, slot| Row { position, slot };
+        assert!(row(0, 0).is_within(&places) && row(4, 1).is_within(&places));
+        for outside in [row(5, 0), row(0, 2), row(-1, 0), row(0, -1)] {
+            assert!(!outside.is_within(&places), "{outside:?}");
+        }
+        let of = StepBounds { places, tokens: 3 };
+        let step = |position, token| Step {
+            position,
+            token,
+            ..Step::default()
+        };
+        assert!(step(4, 2).is_within(&of));
+        assert!(!step(4, 3).is_within(&of) && !step(5, 2).is_within(&of));
     }
 }

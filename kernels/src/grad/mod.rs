@@ -219,11 +219,11 @@ pub const UNKNOWN: u32 = u32::MAX;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Occurrences {
     /// Row numbers, sorted by token, then by row.
-    pub rows: Vec<u32>,
+    pub(crate) rows: Vec<u32>,
     /// The tokens that occur, rising.
-    pub tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
     /// Where each token's rows start in `rows`, and the end.
-    pub starts: Vec<u32>,
+    pub(crate) starts: Vec<u32>,
 }
 
 impl Occurrences {

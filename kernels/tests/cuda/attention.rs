@@ -5,8 +5,9 @@ use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use half::f16;
 use nq_kernels::cpu::{KvPages, KvType, PAGE};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, DevicePages, Gpu, HEAD_DIM, Heads,
-    MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, Step, Stream, operand_index,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DevicePages, Gpu, HEAD_DIM,
+    Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, Step, StepBounds, Stream,
+    operand_index,
 };
 use nq_kernels::reference;
 use std::ops::Range;
@@ -154,6 +155,14 @@ pub(super) fn new_cache(gpu: &Gpu, stream: &Stream, case: &Case, slots: usize) -
     pages
 }
 
+/// Of steps whose tokens nobody looks up.
+pub(super) fn step_bounds(cache: &DevicePages) -> StepBounds {
+    StepBounds {
+        places: cache.places(),
+        tokens: 1,
+    }
+}
+
 /// A case on a device, and what its kernels should yield of some of its rows.
 struct Check<'a> {
     gpu: &'a Gpu,
@@ -211,13 +220,13 @@ impl<'a> Check<'a> {
     }
 
     /// Appends the tokens `part` of the case; gives back their queries, keys and values.
-    fn append(&self, cache: &DevicePages, part: Range<usize>) -> (Buffer<f32>, Buffer<Row>) {
+    fn append(&self, cache: &DevicePages, part: Range<usize>) -> (Buffer<f32>, Checked<Row>) {
         let place = |p: usize| Row {
             position: p as i32,
             slot: SLOT as i32,
         };
         let places: Vec<Row> = part.clone().map(place).collect();
-        let places = self.gpu.upload("a test", &places).unwrap();
+        let places = Checked::upload(self.gpu, "a test", &places, cache.places()).unwrap();
         let width = self.case.width();
         let qkv = &self.case.qkv[part.start * width..part.end * width];
         let mut qkv = self.gpu.upload("a test", qkv).unwrap();
@@ -281,7 +290,8 @@ impl<'a> Check<'a> {
         let cache = self.new_cache();
         let mut scratch = AttentionScratch::new(self.gpu, heads, kv_heads, 1).unwrap();
         let mut out = guarded(self.gpu, &vec![GUARD; self.width()]);
-        let mut step = self.gpu.zeros::<Step>("a test", 1).unwrap();
+        let bounds = step_bounds(&cache);
+        let mut step = Checked::new(self.gpu, "a test", 1, Step::default(), bounds).unwrap();
         let mut found = Vec::new();
         for r in 0..self.case.len {
             let shape = AttentionShape {
@@ -352,7 +362,8 @@ impl<'a> Check<'a> {
             (from..from + run).for_each(|p| qkv.extend(row(p)));
             qkv.extend(row(0));
             let qkv = self.gpu.upload("a test", &qkv).unwrap();
-            let step = self.gpu.upload("a test", &places).unwrap();
+            let bounds = step_bounds(&cache);
+            let step = Checked::upload(self.gpu, "a test", &places, bounds).unwrap();
             let shape = AttentionShape {
                 m,
                 splits: AttentionScratch::splits(self.gpu, kv_heads, m, from + run),
@@ -446,4 +457,41 @@ fn copied_pages() {
         assert!(check.stream.set_pages(&mut cache, &[outside]).is_err());
         assert!(check.stream.copy_page(&mut cache, 0, 9).is_err());
     }
+}
+
+/// Rows that a cache has no room for are refused before a kernel sees them.
+#[test]
+fn rows_outside_the_cache_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let case = Case::new(4, 2, KvType::F16, 30);
+    let check = Check::new(&gpu, &case);
+    let cache = check.new_cache();
+    let larger = new_cache(
+        &gpu,
+        &check.stream,
+        &Case::new(4, 2, KvType::F16, PAGE + 1),
+        2,
+    );
+    let place = |position: usize, slot: i32| Row {
+        position: position as i32,
+        slot,
+    };
+    for outside in [place(PAGE, 0), place(0, 3), place(0, -1)] {
+        let rows = Checked::upload(&gpu, "a test", &[outside], cache.places());
+        assert!(rows.is_err(), "{outside:?}");
+    }
+    let rows = Checked::upload(&gpu, "a test", &[place(PAGE, 0)], larger.places()).unwrap();
+    let mut qkv = gpu.zeros("a test", check.case.width()).unwrap();
+    let settings = check.on_device.settings();
+    let append = (check.stream).append(&mut qkv, &rows, &settings, cache.layer(LAYER), 1);
+    assert!(
+        append
+            .unwrap_err()
+            .to_string()
+            .contains("positions of rows")
+    );
+    let mut out = gpu.zeros("a test", check.width()).unwrap();
+    let layer = cache.layer(LAYER);
+    let attended = (check.stream).attention_reference(&qkv, &rows, 4, layer, &mut out, 1);
+    assert!(attended.is_err());
 }

@@ -1,6 +1,6 @@
 //! The kernels of a decode step of several sequences.
 
-use super::attention::{Case, LAYER, Uploaded, new_cache};
+use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
 use super::common::{affine, dense, nmse, normal};
 use super::{
     EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, is_sanitizing,
@@ -10,7 +10,7 @@ use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Columns, GemvOutput, Gpu, HEAD_DIM,
+    AttentionOutput, AttentionScratch, AttentionShape, Checked, Columns, GemvOutput, Gpu, HEAD_DIM,
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len, operand_index,
 };
 use nq_kernels::reference;
@@ -232,7 +232,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
                 slot: slot_of(i) as i32,
             })
             .collect();
-        let places = gpu.upload("a test", &places).unwrap();
+        let places = Checked::upload(gpu, "a test", &places, cache.places()).unwrap();
         let mut qkv = gpu.upload("a test", &case.qkv).unwrap();
         stream
             .append(&mut qkv, &places, &settings, cache.layer(LAYER), len)
@@ -247,7 +247,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
             ..Step::default()
         })
         .collect();
-    let steps = gpu.upload("a test", &steps).unwrap();
+    let steps = Checked::upload(gpu, "a test", &steps, step_bounds(&cache)).unwrap();
     let of = |&p: &usize| case.qkv[p * width..(p + 1) * width].to_vec();
     let qkv: Vec<f32> = last.iter().flat_map(of).collect();
     let qkv = gpu.upload("a test", &qkv).unwrap();

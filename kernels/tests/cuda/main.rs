@@ -9,6 +9,8 @@ mod attention;
 mod batch;
 #[path = "../common/mod.rs"]
 mod common;
+mod driver;
+mod rows;
 mod sampling;
 mod wide;
 
@@ -16,8 +18,8 @@ use common::{affine, dense, nmse, normal, schemes};
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, RowsOut, Stack, Stream, Uploader,
-    best_len, operand_index,
+    Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, Places, RowsOut, Stack, Step,
+    StepBounds, Stream, Uploader, best_len, operand_index,
 };
 use nq_kernels::reference;
 
@@ -522,7 +524,7 @@ fn embeddings() {
         for (&t, row) in tokens.iter().zip(expected.chunks_mut(520)) {
             w.dequantize_row(t as usize, row).unwrap();
         }
-        let device_tokens = gpu.upload("a test", &tokens).unwrap();
+        let device_tokens = Checked::upload(&gpu, "a test", &tokens, 40).unwrap();
         let mut x = guarded(&gpu, &vec![GUARD; 4 * 520]);
         stream.embed(&packed, &device_tokens, &mut x, 4).unwrap();
         let found = finish(&stream, &x);
@@ -530,6 +532,28 @@ fn embeddings() {
             let (f, e) = (found[i], expected[i]);
             panic!("embed {}: value {i} is {f:e}, not {e:e}", w.scheme_name());
         }
+        let places = Places {
+            positions: 1,
+            slots: 1,
+        };
+        let bounds = |tokens| StepBounds { places, tokens };
+        let step = |token| Step {
+            token,
+            ..Step::default()
+        };
+        let steps = Checked::upload(&gpu, "a test", &tokens.map(step), bounds(40)).unwrap();
+        let mut x = guarded(&gpu, &vec![GUARD; 4 * 520]);
+        stream.embed_step(&packed, &steps, &mut x, 4).unwrap();
+        assert!(
+            finish(&stream, &x) == expected,
+            "embed_step {}",
+            w.scheme_name()
+        );
+        // Ids that the embedding may have no row for.
+        let wild = Checked::upload(&gpu, "a test", &tokens, 41).unwrap();
+        assert!(stream.embed(&packed, &wild, &mut x, 4).is_err());
+        let wild = Checked::upload(&gpu, "a test", &tokens.map(step), bounds(41)).unwrap();
+        assert!(stream.embed_step(&packed, &wild, &mut x, 4).is_err());
     }
 }
 

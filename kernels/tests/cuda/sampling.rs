@@ -5,8 +5,8 @@ use super::common::{dense, normal};
 use super::{gpu, is_sanitizing, pack};
 use nq_formats::DType;
 use nq_kernels::cuda::{
-    Adjustments, Advance, Buffer, Candidates, DeviceLinear, Gpu, Logprobs, MOST_LOGPROBS,
-    NONE_ALLOWED, NOT_FINITE, Pinned, Sampling, Stack, Step, Stream,
+    Adjustments, Advance, Buffer, Candidates, Checked, DeviceLinear, Gpu, Logprobs, MOST_LOGPROBS,
+    Mapped, NONE_ALLOWED, NOT_FINITE, Places, Sampling, Stack, Step, StepBounds, Stream,
 };
 use nq_kernels::rng::Philox;
 
@@ -17,6 +17,8 @@ const RING: usize = 4;
 /// Logits whose best the head's product gives.
 const HEAD_BLOCK: usize = 100;
 const HIDDEN: usize = 16;
+/// Positions of a sequence.
+const POSITIONS: usize = 100;
 
 /// What a sequence asks for.
 #[derive(Clone)]
@@ -38,11 +40,23 @@ struct Bench {
     candidates: Candidates,
     sampling: Buffer<Sampling>,
     adjust: Adjustments,
-    step: Buffer<Step>,
-    ring: Pinned<u32>,
-    logprobs: Pinned<Logprobs>,
+    step: Checked<Step>,
+    ring: Mapped<u32>,
+    logprobs: Mapped<Logprobs>,
     embedding: DeviceLinear,
     x: Buffer<f32>,
+}
+
+/// Sequences of up to [`POSITIONS`], and a slot for nobody.
+fn bounds(vocab: usize) -> StepBounds {
+    let places = Places {
+        positions: POSITIONS,
+        slots: M + 1,
+    };
+    StepBounds {
+        places,
+        tokens: vocab,
+    }
 }
 
 impl Bench {
@@ -57,9 +71,9 @@ impl Bench {
             candidates: Candidates::new(gpu, vocab, M).unwrap().unwrap(),
             sampling: gpu.zeros("a test", M).unwrap(),
             adjust: Adjustments::new(gpu, vocab, M).unwrap(),
-            step: gpu.zeros("a test", M).unwrap(),
-            ring: gpu.pinned("a test", M * RING).unwrap(),
-            logprobs: gpu.pinned("a test", M * RING).unwrap(),
+            step: Checked::new(gpu, "a test", M, Step::default(), bounds(vocab)).unwrap(),
+            ring: gpu.mapped("a test", M * RING, 0).unwrap(),
+            logprobs: gpu.mapped("a test", M * RING, Logprobs::default()).unwrap(),
             embedding: pack(gpu, &[&dense(DType::F16, vocab, HIDDEN, 5)], Stack::Concat),
             x: gpu.zeros("a test", M * HIDDEN).unwrap(),
         }
@@ -105,7 +119,7 @@ impl Bench {
     /// A step's end: the tokens and what is said of them.
     fn run(&mut self, lists: bool) -> Vec<(u32, Logprobs)> {
         let mut steps = [Step::default(); M];
-        self.step.read(0, &mut steps).unwrap();
+        self.step.values().read(0, &mut steps).unwrap();
         if lists {
             self.stream
                 .candidates(
@@ -478,7 +492,7 @@ fn operands_that_do_not_fit_are_refused() {
     ] {
         assert!(e.to_string().contains("expected"), "{e}");
     }
-    let mut advance = |adjust: &mut Adjustments, logprobs: &mut Pinned<Logprobs>| {
+    let mut advance = |adjust: &mut Adjustments, logprobs: &mut Mapped<Logprobs>| {
         bench.stream.advance(Advance {
             m: M,
             logits: &bench.logits,
@@ -496,7 +510,8 @@ fn operands_that_do_not_fit_are_refused() {
             idle: M,
         })
     };
-    let mut short = gpu.pinned("a test", M * RING - 1).unwrap();
+    let said = Logprobs::default();
+    let mut short = gpu.mapped("a test", M * RING - 1, said).unwrap();
     advance(&mut bench.adjust, &mut short).unwrap_err();
     for (vocab, rows) in [(3000, M - 1), (2999, M)] {
         let mut other = Adjustments::new(&gpu, vocab, rows).unwrap();
@@ -513,4 +528,48 @@ fn operands_that_do_not_fit_are_refused() {
         );
         lists.unwrap_err();
     }
+}
+
+/// What the head says of tokens that there are not is not followed, and a sequence whose room is
+/// full stays at its last position.
+#[test]
+fn what_is_followed_to_memory_stays_within_bounds() {
+    let Some(gpu) = gpu() else { return };
+    let mut bench = Bench::new(&gpu, 3000);
+    let greedy = Sampling {
+        top_p: 1.0,
+        repetition: 1.0,
+        ..Sampling::default()
+    };
+    let (_, rows) = plain(&mut bench, greedy);
+    bench.write_rows(&rows);
+    let wild = [f32::MAX, f32::from_bits(1 << 30)];
+    bench.best.write(bench.blocks, &[wild]).unwrap();
+    let last = |slot: i32, position: usize| Step {
+        position: position as i32,
+        slot,
+        ..Step::default()
+    };
+    let places = [
+        last(0, POSITIONS - 1),
+        last(1, POSITIONS - 2),
+        last(M as i32, 0),
+    ];
+    bench.step.write(0, &places).unwrap();
+    let tokens: Vec<u32> = bench.run(false).iter().map(|f| f.0).collect();
+    assert_eq!(tokens[1], NOT_FINITE);
+    assert!(tokens[0] < 3000 && tokens[2] < 3000, "{tokens:?}");
+    let mut steps = [Step::default(); M];
+    bench.step.values().read(0, &mut steps).unwrap();
+    let positions = steps.map(|s| s.position as usize);
+    assert_eq!(positions, [POSITIONS - 1, POSITIONS - 1, 0]);
+    for outside in [last(0, POSITIONS), last(-1, 0), last(M as i32 + 1, 0)] {
+        let put = bench.stream.put_checked(&mut bench.step, 0, &[outside]);
+        assert!(put.unwrap_err().to_string().contains("within"));
+    }
+    let token = Step {
+        token: 3000,
+        ..Step::default()
+    };
+    assert!(bench.step.write(0, &[token]).is_err());
 }

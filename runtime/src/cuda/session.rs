@@ -13,7 +13,8 @@ use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, DevicePages, HEAD_DIM, PageEntry, PagesShape, Pinned, Row, Stream,
+    Buffer, Checked, DeviceLinear, DevicePages, HEAD_DIM, PageEntry, PagesShape, Pinned, Row,
+    Stream,
 };
 use std::sync::Arc;
 pub(super) use step::most_together;
@@ -42,9 +43,9 @@ pub(super) struct CudaSession {
 
 /// Buffers of a forward over many rows.
 struct ManyRows {
-    tokens: Buffer<u32>,
-    rows: Buffer<Row>,
-    wanted: Buffer<i32>,
+    tokens: Checked<u32>,
+    rows: Checked<Row>,
+    wanted: Checked<u32>,
     x: Buffer<f32>,        // [rows, hidden], the residual
     normed: Buffer<u16>,   // [rows, hidden padded]
     qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
@@ -118,6 +119,7 @@ impl CudaSession {
         let w = Widths::of(&model.config);
         let m = spec.max_rows.max(1);
         let pages = DevicePages::new(gpu, pages_shape(c, &spec))?;
+        let places = pages.places();
         let capacity = spec.ctx.next_multiple_of(PAGE);
         let mut table = vec![(0f32, 0f32); capacity * HEAD_DIM / 2];
         for (position, row) in table.chunks_exact_mut(HEAD_DIM / 2).enumerate() {
@@ -137,11 +139,11 @@ impl CudaSession {
             placed: vec![Vec::new(); spec.slots],
             pages,
             cos_sin: gpu.upload("the rotary table", &table)?,
-            step: StepRows::new(&model, &spec)?,
+            step: StepRows::new(&model, &spec, places)?,
             many: ManyRows {
-                tokens: gpu.zeros("activations", m)?,
-                rows: gpu.zeros("activations", m)?,
-                wanted: gpu.zeros("activations", m)?,
+                tokens: Checked::new(gpu, "activations", m, 0, w.vocab)?,
+                rows: Checked::new(gpu, "activations", m, Row::default(), places)?,
+                wanted: Checked::new(gpu, "activations", m, 0, m)?,
                 x: f32s(m * w.hidden)?,
                 normed: halves(m * padded(w.hidden))?,
                 qkv: f32s(m * w.qkv)?,

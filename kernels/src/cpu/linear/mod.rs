@@ -1,8 +1,8 @@
 //! The Linear operation: weights repacked for this CPU, and the product.
 //!
 //! `pack` knows the layout, `float` and `int8` multiply it, `kernels` are the
-//! registry's rows, `input` prepares activations; this file splits the work, chooses the
-//! kernel and applies epilogues. Every thread streams contiguous panels, which hardware
+//! registry's rows, `input` says what activations look like and `prepare` makes them so; this
+//! file splits the work, chooses the kernel and applies epilogues. Every thread streams contiguous panels, which hardware
 //! prefetchers follow; prefetch instructions on top of them measured slower (Zen 4).
 
 pub(crate) mod float;
@@ -10,6 +10,7 @@ pub(crate) mod input;
 pub(crate) mod int8;
 pub mod kernels;
 pub(crate) mod pack;
+mod prepare;
 
 use super::memory::{Buffer, Shared};
 use super::simd::LANES;

@@ -4,7 +4,9 @@
 //! asks has kernels of its own for a machine without it. Only what is called is looked up, in
 //! whichever of the versions is there: these functions are the same in all of them.
 
-use super::{Address, Buffer, Gpu, Stream};
+use super::gpu::Gpu;
+use super::memory::{Address, Buffer};
+use super::stream::Stream;
 use crate::error::{Error, Result};
 use crate::grad::Gemm;
 use cudarc::cublas::sys::{
@@ -155,6 +157,7 @@ impl Blas {
             )
         };
         let workspace: Buffer<u8> = gpu.zeros("cuBLAS's workspace", WORKSPACE)?;
+        let place = workspace.range("cuBLAS's workspace", 0, WORKSPACE)?;
         let mut handle: Handle = ptr::null_mut();
         let mut version = 0;
         let call = |what: &str, status: Status| match status {
@@ -167,7 +170,7 @@ impl Blas {
             call("cublasCreate", create(&raw mut handle))?;
             let ready = call("cublasSetStream", set_stream(handle, stream.raw()))
                 .and_then(|()| {
-                    let at = workspace.at(0).0 as *mut c_void;
+                    let at = place.0 as *mut c_void;
                     call("cublasSetWorkspace", set_workspace(handle, at, WORKSPACE))
                 })
                 .and_then(|()| call("cublasGetVersion", get_version(handle, &raw mut version)));

@@ -1,12 +1,13 @@
 //! Memory: the device's, and the host's that a device can address.
 
-use super::{Gpu, check};
+use super::gpu::{Gpu, check};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use cudarc::driver::{result, sys};
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
 /// Pages that the driver hands out.
 const PAGE: usize = 2 << 20;
@@ -58,9 +59,93 @@ impl MemoryUse {
     }
 }
 
-/// Bytes of an allocation for `len` values.
-fn allocated<T>(len: usize) -> usize {
-    (len * size_of::<T>()).max(16)
+/// Memory of a device, or of the host that the device can address, until the last who shares in it
+/// is gone.
+pub(super) struct Allocation {
+    gpu: Gpu,
+    address: u64,
+    bytes: usize,
+    is_host: bool,
+}
+
+impl Allocation {
+    /// Zeroed device memory.
+    fn device(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
+        gpu.0.bind()?;
+        // SAFETY: freed in `Drop`; every byte is set before it is read.
+        unsafe {
+            let address = check(what, result::malloc_sync(bytes))?;
+            MemoryUse::take(taken(bytes));
+            let memory = Allocation {
+                gpu: gpu.clone(),
+                address,
+                bytes,
+                is_host: false,
+            };
+            check(what, result::memset_d8_sync(address, 0, bytes))?;
+            gpu.0.wait_for_default_stream()?;
+            Ok(memory)
+        }
+    }
+
+    /// Zeroed page-locked memory. With unified addressing the device's address is the host's.
+    pub(super) fn host(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
+        gpu.0.bind()?;
+        // SAFETY: freed in `Drop`, and zeroed before any use.
+        let address = unsafe {
+            let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
+            let address = check(what, result::malloc_host(bytes, flags))?;
+            ptr::write_bytes(address.cast::<u8>(), 0, bytes);
+            address
+        };
+        Ok(Allocation {
+            gpu: gpu.clone(),
+            address: address as u64,
+            bytes,
+            is_host: true,
+        })
+    }
+
+    pub(super) fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// The address of byte `at`, which is within the allocation or its end.
+    pub(super) fn address(&self, at: usize) -> Address {
+        Address(self.address + at as u64)
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if self.gpu.0.bind().is_err() {
+            return;
+        }
+        if self.is_host {
+            // What the device may still write to stays for good where it cannot be waited for.
+            if result::ctx::synchronize().is_ok() {
+                // SAFETY: made by `Allocation::host`; no work of the device uses it any more.
+                let _ = unsafe { result::free_host(self.address as *mut _) };
+            }
+            return;
+        }
+        // SAFETY: made by `Allocation::device`. The driver waits for work that uses it.
+        let _ = unsafe { result::free_sync(self.address) };
+        MemoryUse::give_back(taken(self.bytes));
+    }
+}
+
+/// Bytes to be allocated for `len` values.
+pub(super) fn allocated<T>(what: &'static str, len: usize) -> Result<usize> {
+    let bytes = len.checked_mul(size_of::<T>());
+    bytes.map_or(Err(Error::DeviceMemory { what }), |b| Ok(b.max(16)))
+}
+
+/// An allocation as memory of so many values.
+pub(super) struct Region<'a> {
+    pub(super) memory: &'a Arc<Allocation>,
+    pub(super) len: usize,
+    pub(super) value_bytes: usize,
 }
 
 impl Gpu {
@@ -69,24 +154,11 @@ impl Gpu {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn zeros<T: Pod>(&self, what: &'static str, len: usize) -> Result<Buffer<T>> {
-        self.0.bind()?;
-        let bytes = allocated::<T>(len);
-        // SAFETY: the allocation is freed in `Drop`; every byte is set before it is read, and
-        // any bytes are valid for a `Pod` type.
-        let address = unsafe {
-            let address = check(what, result::malloc_sync(bytes))?;
-            MemoryUse::take(taken(bytes));
-            let buffer = Buffer {
-                gpu: self.clone(),
-                address,
-                len,
-                marker: PhantomData,
-            };
-            check(what, result::memset_d8_sync(address, 0, bytes))?;
-            self.0.wait_for_default_stream()?;
-            buffer
-        };
-        Ok(address)
+        Ok(Buffer {
+            memory: Arc::new(Allocation::device(self, what, allocated::<T>(what, len)?)?),
+            len,
+            marker: PhantomData,
+        })
     }
 
     /// A copy of `values` in device memory.
@@ -99,34 +171,25 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// `len` zeroed values in host memory that the device can read and write as they are.
+    /// `len` times `value` in host memory that kernels write to.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
-    pub fn pinned<T: Pod>(&self, what: &'static str, len: usize) -> Result<Pinned<T>> {
-        self.0.bind()?;
-        let bytes = (len * size_of::<T>()).max(16);
-        // SAFETY: freed in `Drop`, and zeroed before any use.
-        let address = unsafe {
-            let address = check(
-                what,
-                result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP),
-            )?;
-            ptr::write_bytes(address.cast::<u8>(), 0, bytes);
-            address
-        };
-        Ok(Pinned {
-            gpu: self.clone(),
-            address: address.cast(),
+    pub fn mapped<T: Pod>(&self, what: &'static str, len: usize, value: T) -> Result<Mapped<T>> {
+        let memory = Allocation::host(self, what, allocated::<T>(what, len)?)?;
+        let mut mapped = Mapped {
+            memory: Arc::new(memory),
             len,
-        })
+            marker: PhantomData,
+        };
+        (0..len).for_each(|i| mapped.store(i, value));
+        Ok(mapped)
     }
 }
 
 /// Values in device memory.
 pub struct Buffer<T> {
-    gpu: Gpu,
-    address: sys::CUdeviceptr,
+    memory: Arc<Allocation>,
     len: usize,
     marker: PhantomData<T>,
 }
@@ -147,46 +210,22 @@ impl<T: Pod> Buffer<T> {
         self.len * size_of::<T>()
     }
 
-    /// Device address of value `at`, which may be the end.
-    ///
-    /// # Panics
-    /// If `at` is past the end.
-    pub fn at(&self, at: usize) -> Address {
-        assert!(at <= self.len, "value {at} of {}", self.len);
-        Address(self.address + (at * size_of::<T>()) as u64)
+    pub(super) fn region(&self) -> Region<'_> {
+        Region {
+            memory: &self.memory,
+            len: self.len,
+            value_bytes: size_of::<T>(),
+        }
     }
 
-    /// Writes `values` from index `at` on; returns when they are there.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if they do not fit.
-    pub fn write(&mut self, at: usize, values: &[T]) -> Result<()> {
-        self.check_range("device write", at, values.len())?;
-        self.gpu.0.bind()?;
-        // SAFETY: the range is within the allocation, and `values` are read before the call
-        // returns.
-        check("copying to the GPU", unsafe {
-            result::memcpy_htod_sync(self.at(at).0, values)
-        })?;
-        self.gpu.0.wait_for_default_stream()
+    pub(super) fn gpu(&self) -> &Gpu {
+        self.memory.gpu()
     }
 
-    /// Reads `out.len()` values from index `at` on. Work in streams must have ended.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if there are not so many.
-    pub fn read(&self, at: usize, out: &mut [T]) -> Result<()> {
-        self.check_range("device read", at, out.len())?;
-        self.gpu.0.bind()?;
-        // SAFETY: the range is within the allocation, and the call waits.
-        check("copying from the GPU", unsafe {
-            result::memcpy_dtoh_sync(out, self.at(at).0)
-        })
-    }
-
-    pub(super) fn check_range(&self, op: &'static str, at: usize, n: usize) -> Result<()> {
+    /// The device address of the `n` values from index `at` on.
+    pub(super) fn range(&self, op: &'static str, at: usize, n: usize) -> Result<Address> {
         if at.checked_add(n).is_some_and(|end| end <= self.len) {
-            return Ok(());
+            return Ok(self.memory.address(at * size_of::<T>()));
         }
         Err(Error::Shape {
             op,
@@ -195,29 +234,46 @@ impl<T: Pod> Buffer<T> {
             found: format!("{n} from {at}"),
         })
     }
-}
 
-impl<T> Drop for Buffer<T> {
-    fn drop(&mut self) {
-        if self.gpu.0.bind().is_ok() {
-            // SAFETY: allocated by `Gpu::zeros`. The driver waits for work that uses it.
-            let _ = unsafe { result::free_sync(self.address) };
-            MemoryUse::give_back(taken(allocated::<T>(self.len)));
-        }
+    /// Writes `values` from index `at` on; returns when they are there.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if they do not fit.
+    pub fn write(&mut self, at: usize, values: &[T]) -> Result<()> {
+        let to = self.range("device write", at, values.len())?;
+        let gpu = self.memory.gpu();
+        gpu.0.bind()?;
+        // SAFETY: the range is within the allocation, and `values` are read before the call
+        // returns.
+        check("copying to the GPU", unsafe {
+            result::memcpy_htod_sync(to.0, values)
+        })?;
+        gpu.0.wait_for_default_stream()
+    }
+
+    /// Reads `out.len()` values from index `at` on. What work in streams that has not ended writes
+    /// may be there or not.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there are not so many.
+    pub fn read(&self, at: usize, out: &mut [T]) -> Result<()> {
+        let from = self.range("device read", at, out.len())?;
+        self.memory.gpu().0.bind()?;
+        // SAFETY: the range is within the allocation, and the call waits.
+        check("copying from the GPU", unsafe {
+            result::memcpy_dtoh_sync(out, from.0)
+        })
     }
 }
 
-/// Page-locked host memory that the device can address.
-pub struct Pinned<T> {
-    gpu: Gpu,
-    address: *mut T,
+/// Host memory that kernels write to at any time, and the host reads value by value.
+pub struct Mapped<T> {
+    memory: Arc<Allocation>,
     len: usize,
+    marker: PhantomData<T>,
 }
 
-// SAFETY: it is plain memory, freed by a call that any thread may make.
-unsafe impl<T: Send> Send for Pinned<T> {}
-
-impl<T: Pod> Pinned<T> {
+impl<T: Pod> Mapped<T> {
     /// Number of values.
     pub fn len(&self) -> usize {
         self.len
@@ -228,26 +284,29 @@ impl<T: Pod> Pinned<T> {
         self.len == 0
     }
 
-    /// The values. The device must not be writing them: use [`Pinned::load`] for those.
-    pub fn values(&self) -> &[T] {
-        // SAFETY: `len` initialized values that live as long as `self`.
-        unsafe { std::slice::from_raw_parts(self.address, self.len) }
+    pub(super) fn region(&self) -> Region<'_> {
+        Region {
+            memory: &self.memory,
+            len: self.len,
+            value_bytes: size_of::<T>(),
+        }
     }
 
-    /// The values, to be written. The device must not be using them.
-    pub fn values_mut(&mut self) -> &mut [T] {
-        // SAFETY: as `values`, and the borrow is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.address, self.len) }
+    fn place(&self, i: usize) -> *mut T {
+        assert!(i < self.len, "value {i} of {}", self.len);
+        (self.memory.address as *mut T).wrapping_add(i)
     }
 
-    /// Reads value `i`, which the device may be writing.
+    /// Reads value `i`, which the device may be writing. What it wrote before that value, behind a
+    /// fence, is then seen as well.
     ///
     /// # Panics
     /// If there is no such value.
     pub fn load(&self, i: usize) -> T {
-        assert!(i < self.len, "value {i} of {}", self.len);
-        // SAFETY: in bounds; volatile, as another agent writes it.
-        unsafe { self.address.add(i).read_volatile() }
+        // SAFETY: in bounds; volatile, as another agent writes it. Any bytes are a value.
+        let value = unsafe { self.place(i).read_volatile() };
+        fence(Ordering::Acquire);
+        value
     }
 
     /// Writes value `i`, which the device may be reading.
@@ -255,38 +314,24 @@ impl<T: Pod> Pinned<T> {
     /// # Panics
     /// If there is no such value.
     pub fn store(&mut self, i: usize, value: T) {
-        assert!(i < self.len, "value {i} of {}", self.len);
         // SAFETY: as `load`.
-        unsafe { self.address.add(i).write_volatile(value) }
-    }
-
-    /// Device address of value `at`: with unified addressing, the host's.
-    ///
-    /// # Panics
-    /// If `at` is past the end.
-    pub fn at(&self, at: usize) -> Address {
-        assert!(at <= self.len, "value {at} of {}", self.len);
-        Address(self.address as u64 + (at * size_of::<T>()) as u64)
-    }
-}
-
-impl<T> Drop for Pinned<T> {
-    fn drop(&mut self) {
-        if self.gpu.0.bind().is_ok() {
-            // SAFETY: allocated by `Gpu::pinned`; users wait for their streams first.
-            let _ = unsafe { result::free_host(self.address.cast()) };
-        }
+        unsafe { self.place(i).write_volatile(value) }
     }
 }
 
 /// A device address, as kernels take it. Zero stands for none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
-pub struct Address(pub(super) u64);
+pub(crate) struct Address(pub(super) u64);
 
 impl Address {
     /// No memory.
-    pub const NULL: Address = Address(0);
+    pub(crate) const NULL: Address = Address(0);
+
+    /// Further on by so many bytes: within what the address was checked for.
+    pub(crate) fn plus(self, bytes: usize) -> Self {
+        Address(self.0 + bytes as u64)
+    }
 
     /// True at a multiple of `bytes`.
     pub(crate) fn is_aligned(self, bytes: u64) -> bool {

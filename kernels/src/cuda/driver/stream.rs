@@ -1,15 +1,17 @@
 //! Work in order: launches, copies, graphs, and points to wait for.
 
-use super::{Buffer, Gpu, Pinned, Timed, check};
+use super::gpu::{Gpu, Timed, check};
+use super::memory::Allocation;
 use crate::cpu::Key;
+use crate::cuda::kernel::Instance;
 use crate::error::{Error, Result};
-use bytemuck::Pod;
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
+use std::collections::HashMap;
 use std::ffi::c_void;
-use std::ops::Range;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 impl Gpu {
     /// A stream: work in it runs in order.
@@ -22,6 +24,8 @@ impl Gpu {
         Ok(Stream(Arc::new(StreamInner {
             gpu: self.clone(),
             handle: check("making a stream", handle)?,
+            is_recording: AtomicBool::new(false),
+            kept: Mutex::default(),
         })))
     }
 }
@@ -29,14 +33,42 @@ impl Gpu {
 /// How a kernel is launched.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LaunchShape {
-    /// Blocks.
-    pub(crate) grid: (usize, usize, usize),
-    /// Threads of a block.
-    pub(crate) threads: usize,
-    /// Bytes of dynamic shared memory.
-    pub(crate) shared: usize,
+    grid: (usize, usize, usize),
+    threads: usize,
+    shared: usize,
+    overlap: bool,
+    cluster: usize,
+}
+
+impl LaunchShape {
+    /// So many blocks of so many threads, which start when the kernel in front has ended.
+    pub(crate) fn new(grid: (usize, usize, usize), threads: usize) -> Self {
+        LaunchShape {
+            grid,
+            threads,
+            shared: 0,
+            overlap: false,
+            cluster: 1,
+        }
+    }
+
+    /// With bytes of dynamic shared memory.
+    pub(crate) fn shared(self, shared: usize) -> Self {
+        LaunchShape { shared, ..self }
+    }
+
     /// May start before the kernel in front of it has ended.
-    pub(crate) overlap: bool,
+    pub(crate) fn overlapping(self) -> Self {
+        LaunchShape {
+            overlap: true,
+            ..self
+        }
+    }
+
+    /// In clusters of so many blocks that follow one another along x.
+    pub(crate) fn clusters_of(self, cluster: usize) -> Self {
+        LaunchShape { cluster, ..self }
+    }
 }
 
 /// Work in order. Cloning shares it.
@@ -46,7 +78,14 @@ pub struct Stream(Arc<StreamInner>);
 struct StreamInner {
     gpu: Gpu,
     handle: sys::CUstream,
+    /// Launches go to a graph.
+    is_recording: AtomicBool,
+    /// Memory that they use, by address.
+    kept: Mutex<Kept>,
 }
+
+/// Memory that a graph shares in.
+type Kept = HashMap<*const Allocation, Arc<Allocation>>;
 
 // SAFETY: a stream may be used from any thread once the context is current there.
 unsafe impl Send for StreamInner {}
@@ -64,34 +103,70 @@ impl Stream {
         self.0.handle
     }
 
-    /// Launches kernel `name` with `args`, the one structure it takes by value.
-    ///
-    /// # Safety
-    /// `args` must have the kernel's layout, and every address in it must point to enough
-    /// memory, of the right kind and alive until the kernel has ended, for what the kernel
-    /// reads and writes with this shape.
-    pub(crate) unsafe fn launch<A: Copy>(
-        &self,
-        name: &str,
-        shape: LaunchShape,
-        args: &A,
-    ) -> Result<()> {
-        // SAFETY: the caller's.
-        unsafe { self.launch_cluster(name, shape, 1, args) }
+    /// True if both are the same.
+    pub(super) fn is(&self, other: &Stream) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// As [`Stream::launch`], in clusters of `cluster` blocks that follow one another along x.
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps memory for the graph that is being recorded, if one is.
+    pub(super) fn keep(&self, memory: &Arc<Allocation>) {
+        if self.0.is_recording.load(Ordering::Acquire) {
+            let memory = Arc::clone(memory);
+            self.kept().insert(Arc::as_ptr(&memory), memory);
+        }
+    }
+
+    /// Refuses what cannot be part of a graph.
+    pub(super) fn refuse_recording(&self, op: &'static str) -> Result<()> {
+        match self.0.is_recording.load(Ordering::Acquire) {
+            false => Ok(()),
+            true => Err(Error::Cuda {
+                what: op,
+                why: "copies to and from the host cannot be recorded in a graph".into(),
+            }),
+        }
+    }
+
+    /// Launches a kernel with `args`, the one structure it takes by value.
     ///
     /// # Safety
-    /// That of [`Stream::launch`].
-    pub(crate) unsafe fn launch_cluster<A: Copy>(
+    /// Every address in `args` must be one of [`Stream::operands`], checked for what the kernel
+    /// reads and writes with this shape; numbers that it follows into memory must be within bounds
+    /// ([`super::Checked`]); the shape must be one that the kernel is made for.
+    pub(crate) unsafe fn launch<A: Copy>(
         &self,
-        name: &str,
+        kernel: impl Into<Instance<A>>,
         shape: LaunchShape,
-        cluster: usize,
         args: &A,
     ) -> Result<()> {
-        let function = self.0.gpu.reserve_shared(name, shape.shared)?;
+        let kernel = kernel.into();
+        // SAFETY: the caller's.
+        let launch = || unsafe { self.launch_now(&kernel, shape, args) };
+        let gpu = &self.0.gpu;
+        if !gpu.times_kernels() {
+            return launch();
+        }
+        let blocks = shape.grid.0 * shape.grid.1 * shape.grid.2;
+        self.between_events(
+            (kernel.row.name, kernel.name(), (blocks, shape.threads)),
+            0,
+            launch,
+        )
+    }
+
+    /// # Safety
+    /// That of [`Stream::launch`].
+    unsafe fn launch_now<A: Copy>(
+        &self,
+        kernel: &Instance<A>,
+        shape: LaunchShape,
+        args: &A,
+    ) -> Result<()> {
+        let function = self.0.gpu.reserve(kernel, shape.shared)?;
         self.0.gpu.0.bind()?;
         // SAFETY: structures of integers and unions of them; all zero is valid.
         let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
@@ -103,11 +178,11 @@ impl Stream {
                 .programmaticStreamSerializationAllowed = 1;
             count += 1;
         }
-        if cluster > 1 {
+        if shape.cluster > 1 {
             attributes[count].id =
                 sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
             attributes[count].value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
-                x: cluster as u32,
+                x: shape.cluster as u32,
                 y: 1,
                 z: 1,
             };
@@ -126,8 +201,8 @@ impl Stream {
             numAttrs: count as u32,
         };
         let mut params = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
-        // SAFETY: the caller vouches for the arguments; the driver copies them before it
-        // returns.
+        // SAFETY: the caller vouches for what the arguments say; they have the size that the kernel
+        // takes, and the driver copies them before it returns.
         let result = unsafe {
             sys::cuLaunchKernelEx(
                 &raw const config,
@@ -138,7 +213,7 @@ impl Stream {
         };
         result.result().map_err(|e| Error::Cuda {
             what: "launching a kernel",
-            why: format!("{name}: {e}"),
+            why: format!("{}: {e}", kernel.name()),
         })
     }
 
@@ -149,9 +224,19 @@ impl Stream {
     /// `body`'s; the driver's.
     pub fn timed(&self, key: Key, bytes: usize, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let gpu = &self.0.gpu;
-        if !gpu.is_profiling() {
-            return body();
+        match gpu.is_profiling() && !gpu.times_kernels() {
+            true => self.between_events(key, bytes, body),
+            false => body(),
         }
+    }
+
+    fn between_events(
+        &self,
+        key: Key,
+        bytes: usize,
+        body: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let gpu = &self.0.gpu;
         gpu.0.bind()?;
         let event = || {
             let event = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT);
@@ -174,68 +259,19 @@ impl Stream {
             };
             check("recording an event", outcome)
         };
-        record(events[0])?;
-        body()?;
-        record(events[1])?;
+        let outcome = record(events[0])
+            .and_then(|()| body())
+            .and_then(|()| record(events[1]));
+        if outcome.is_err() {
+            for event in events {
+                // SAFETY: made above; none is waited for.
+                let _ = unsafe { result::event::destroy(event) };
+            }
+            return outcome;
+        }
         let mut timed = gpu.0.timed.lock().unwrap_or_else(|e| e.into_inner());
         timed.push(Timed { key, bytes, events });
         Ok(())
-    }
-
-    /// Copies the values `range` of `from` to index `at` of `to`, in order with the stream's
-    /// other work. `from` must not change before that is done.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if they do not fit.
-    pub fn write<T: Pod>(
-        &self,
-        to: &mut Buffer<T>,
-        at: usize,
-        from: &Pinned<T>,
-        range: Range<usize>,
-    ) -> Result<()> {
-        to.check_range("device write", at, range.len())?;
-        let values = from
-            .values()
-            .get(range.clone())
-            .ok_or_else(|| Error::Shape {
-                op: "device write",
-                what: "pinned values",
-                expected: format!("within {}", from.len()),
-                found: format!("{range:?}"),
-            })?;
-        self.0.gpu.0.bind()?;
-        // SAFETY: both ranges are in bounds. The pinned memory's owner waits for the stream
-        // before it writes or frees it, as `Pinned` asks.
-        check("copying to the GPU", unsafe {
-            result::memcpy_htod_async(to.at(at).0, values, self.0.handle)
-        })
-    }
-
-    /// Copies `n` values from index `at` of `from`, in order with the stream's other work.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if there are not so many.
-    pub fn read<T: Pod>(
-        &self,
-        from: &Buffer<T>,
-        at: usize,
-        to: &mut Pinned<T>,
-        n: usize,
-    ) -> Result<()> {
-        from.check_range("device read", at, n)?;
-        let len = to.len();
-        let to = to.values_mut().get_mut(..n).ok_or_else(|| Error::Shape {
-            op: "device read",
-            what: "pinned values",
-            expected: format!("at least {n}"),
-            found: len.to_string(),
-        })?;
-        self.0.gpu.0.bind()?;
-        // SAFETY: both ranges are in bounds; readers wait for the stream first.
-        check("copying from the GPU", unsafe {
-            result::memcpy_dtoh_async(to, from.at(at).0, self.0.handle)
-        })
     }
 
     /// Waits until the stream's work is done.
@@ -264,22 +300,21 @@ impl Stream {
         }
     }
 
-    /// Records the launches of `body` as a graph instead of running them.
+    /// Records the launches of `body` as a graph instead of running them. The graph shares in the
+    /// memory that these were given.
     ///
     /// # Errors
     /// `body`'s and the driver's.
     pub fn record(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.0.gpu.0.bind()?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is valid; capture is always ended below.
+        // SAFETY: the stream is valid; `Recording` ends the capture in any case.
         check("recording a graph", unsafe {
             result::stream::begin_capture(self.0.handle, mode)
         })?;
+        let recording = Recording::new(self);
         let outcome = body();
-        // SAFETY: a capture is under way in this stream.
-        let graph = check("recording a graph", unsafe {
-            result::stream::end_capture(self.0.handle)
-        });
+        let (graph, kept) = recording.end();
         outcome?;
         let graph = graph?;
         // SAFETY: the graph is whole; its executable form does not need it any more.
@@ -291,16 +326,27 @@ impl Stream {
         Ok(Graph {
             gpu: self.0.gpu.clone(),
             handle: executable,
+            _kept: kept.into_values().collect(),
         })
     }
 
     /// Runs a graph.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`Error::Cuda`] for a graph of another device; the driver's.
     pub fn run(&self, graph: &Graph) -> Result<()> {
+        if !graph.gpu.is(&self.0.gpu) {
+            return Err(Error::Cuda {
+                what: "running a graph",
+                why: format!(
+                    "it is of {}, not of {}",
+                    graph.gpu.info(),
+                    self.0.gpu.info()
+                ),
+            });
+        }
         self.0.gpu.0.bind()?;
-        // SAFETY: both are valid; whoever recorded the graph keeps its memory alive.
+        // SAFETY: both are valid, and the graph shares in the memory that it uses.
         check("running a graph", unsafe {
             result::graph::launch(graph.handle, self.0.handle)
         })
@@ -317,11 +363,50 @@ impl Stream {
             gpu: self.0.gpu.clone(),
             handle: check("making an event", handle)?,
         };
-        // SAFETY: both handles are valid.
-        check("recording an event", unsafe {
-            result::event::record(mark.handle, self.0.handle)
-        })?;
+        mark.set(self)?;
         Ok(mark)
+    }
+}
+
+/// A capture under way in a stream, which ends with it.
+struct Recording<'a> {
+    stream: &'a Stream,
+    is_ended: bool,
+}
+
+impl<'a> Recording<'a> {
+    fn new(stream: &'a Stream) -> Self {
+        stream.0.is_recording.store(true, Ordering::Release);
+        Recording {
+            stream,
+            is_ended: false,
+        }
+    }
+
+    fn end(mut self) -> (Result<sys::CUgraph>, Kept) {
+        self.finish()
+    }
+
+    fn finish(&mut self) -> (Result<sys::CUgraph>, Kept) {
+        self.is_ended = true;
+        // SAFETY: a capture is under way in this stream.
+        let graph = check("recording a graph", unsafe {
+            result::stream::end_capture(self.stream.0.handle)
+        });
+        self.stream.0.is_recording.store(false, Ordering::Release);
+        (graph, std::mem::take(&mut *self.stream.kept()))
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        // A panic in what is recorded.
+        if !self.is_ended
+            && let (Ok(graph), _) = self.finish()
+        {
+            // SAFETY: just made, and not used.
+            let _ = unsafe { result::graph::destroy(graph) };
+        }
     }
 }
 
@@ -342,6 +427,7 @@ impl Drop for StreamInner {
 pub struct Graph {
     gpu: Gpu,
     handle: sys::CUgraphExec,
+    _kept: Vec<Arc<Allocation>>,
 }
 
 // SAFETY: as for streams.
@@ -366,6 +452,14 @@ pub struct Mark {
 unsafe impl Send for Mark {}
 
 impl Mark {
+    /// Moves the mark to behind what `stream` has been given by now.
+    pub(super) fn set(&self, stream: &Stream) -> Result<()> {
+        // SAFETY: both handles are valid.
+        check("recording an event", unsafe {
+            result::event::record(self.handle, stream.0.handle)
+        })
+    }
+
     /// Waits until the work before it is done.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! What the copy engine of compute capability 9.0 and newer must know of a matrix.
 
-use super::{Address, Gpu};
+use super::gpu::Gpu;
+use super::memory::Address;
 use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUtensorMapDataType as Type, CUtensorMapSwizzle as Swizzle};
 
@@ -75,10 +76,5 @@ impl Gpu {
             why: format!("{} x {}: {e}", matrix.rows, matrix.width),
         })?;
         Ok(TensorMap(map.opaque))
-    }
-
-    /// True if this build has kernel `name` for the device.
-    pub(crate) fn has_kernel(&self, name: &str) -> bool {
-        self.function(name).is_ok()
     }
 }

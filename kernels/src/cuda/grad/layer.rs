@@ -1,16 +1,37 @@
 //! A layer's operations, forward and backward: launchers of `cuda/grad_gemm.cu` and
 //! `cuda/grad_rows.cu`.
 
-use super::{CudaOps, GemmPrecision, THREADS, blocks};
-use crate::cuda::driver::{Address, Buffer, Side};
+use super::{BENCH, CudaOps, GemmPrecision, TEST, THREADS, blocks};
+use crate::cuda::driver::{Address, Buffer, Operands, Side};
+use crate::cuda::kernel::kernels;
 use crate::error::Result;
-use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences, enough};
+use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences};
 
 /// Side of a block's tile of C (`cuda/grad_gemm.cu`).
 const TILE: usize = 128;
 /// The shortest part of k that is worth a block of its own, and the most parts.
 const PART: usize = 512;
 const PARTS: usize = 32;
+
+kernels! {
+    GEMM: GemmArgs = "grad_gemm" in "grad_gemm.cu", test TEST, bench BENCH,
+        instances &[
+            "grad_gemm_nn_3", "grad_gemm_nt_3", "grad_gemm_tn_3", "grad_gemm_tt_3",
+            "grad_gemm_nn_1", "grad_gemm_nt_1", "grad_gemm_tn_1", "grad_gemm_tt_1",
+        ];
+    EMBED: EmbedArgs = "grad_embed" in "grad_rows.cu", test TEST, bench BENCH;
+    EMBED_GRAD: EmbedGradArgs = "grad_embed_grad" in "grad_rows.cu", test TEST, bench BENCH;
+    RMS_NORM: NormArgs = "grad_rms_norm" in "grad_rows.cu", test TEST, bench BENCH;
+    RMS_NORM_GRAD: NormGradArgs = "grad_rms_norm_grad" in "grad_rows.cu", test TEST, bench BENCH;
+    GAIN: GainArgs = "grad_gain" in "grad_rows.cu", test TEST, bench BENCH;
+    ROPE: RopeArgs = "grad_rope" in "grad_rows.cu", test TEST, bench BENCH;
+    TURN_BACK: TurnBackArgs = "grad_turn_back" in "grad_rows.cu", test TEST, bench BENCH;
+    HEADS: MoveArgs = "grad_heads" in "grad_rows.cu", test TEST, bench BENCH;
+    SOFTMAX: SoftmaxArgs = "grad_softmax" in "grad_rows.cu", test TEST, bench BENCH;
+    SOFTMAX_GRAD: SoftmaxArgs = "grad_softmax_grad" in "grad_rows.cu", test TEST, bench BENCH;
+    SILU: SiluArgs = "grad_silu" in "grad_rows.cu", test TEST, bench BENCH;
+    SILU_GRAD: SiluArgs = "grad_silu_grad" in "grad_rows.cu", test TEST, bench BENCH;
+}
 
 /// `Heads` of `cuda/grad_rows.cu`.
 #[derive(Clone, Copy)]
@@ -41,27 +62,6 @@ impl From<HeadShape> for HeadArgs {
     }
 }
 
-/// `GradSoftmaxArgs` and `GradSiluArgs` of `cuda/grad_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SoftmaxArgs {
-    s: Address,
-    p: Address,
-    rows: i64,
-    seq: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SiluArgs {
-    gate: Address,
-    up: Address,
-    dout: Address,
-    out: Address,
-    n: i64,
-}
-
 /// `GradGemmArgs` of `cuda/grad_gemm.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -84,6 +84,133 @@ struct GemmArgs {
     vector_b: i32,
     accumulate: i32,
     alpha: f32,
+}
+
+/// `GradEmbedArgs` of `cuda/grad_rows.cu`, as those below.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct EmbedArgs {
+    table: Address,
+    ids: Address,
+    x: Address,
+    stride: i32,
+    offset: i32,
+    width: i32,
+    tokens: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct EmbedGradArgs {
+    dx: Address,
+    rows: Address,
+    tokens: Address,
+    starts: Address,
+    table: Address,
+    width: i32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NormArgs {
+    x: Address,
+    gain: Address,
+    y: Address,
+    inv: Address,
+    rows: i64,
+    width: i32,
+    eps: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NormGradArgs {
+    x: Address,
+    gain: Address,
+    inv: Address,
+    dy: Address,
+    dx: Address,
+    rows: i64,
+    width: i32,
+    add: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GainArgs {
+    x: Address,
+    inv: Address,
+    dy: Address,
+    part: Address,
+    rows: i64,
+    width: i32,
+    rows_of_part: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RopeArgs {
+    x: Address,
+    gain: Address,
+    cos_sin: Address,
+    y: Address,
+    inv: Address,
+    s: HeadArgs,
+    eps: f32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TurnBackArgs {
+    dy: Address,
+    cos_sin: Address,
+    dx: Address,
+    s: HeadArgs,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct MoveArgs {
+    x: Address,
+    y: Address,
+    s: HeadArgs,
+    to_rows: i32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SoftmaxArgs {
+    s: Address,
+    p: Address,
+    rows: i64,
+    seq: i32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SiluArgs {
+    gate: Address,
+    up: Address,
+    dout: Address,
+    out: Address,
+    n: i64,
+}
+
+/// The operands of the gradient of a norm of rows; `dy` may be `dx`.
+struct NormGrad {
+    x: Address,
+    gain: Address,
+    inv: Address,
+    dy: Address,
+    dx: Address,
+    add: bool,
+    dgain: Address,
+    rows: usize,
+    width: usize,
 }
 
 impl CudaOps {
@@ -121,6 +248,8 @@ impl CudaOps {
             1 => None,
             _ => Some(self.scratch(splits * cn)?),
         };
+        let o = self.operands("gemm");
+        let parts = o.optional("partial sums", scratch.as_deref(), &[splits, cn])?;
         let whole = |s: Side, elements: usize| {
             let aligned = s.at.is_aligned(16) && s.ld.is_multiple_of(4);
             i32::from(aligned && (g.batch == 1 || elements.is_multiple_of(4)))
@@ -128,7 +257,7 @@ impl CudaOps {
         let args = GemmArgs {
             a: a.at,
             b: b.at,
-            c: scratch.as_ref().map_or(c.at, |s| s.at(0)),
+            c: if splits == 1 { c.at } else { parts },
             stride_a: an as i64,
             stride_b: bn as i64,
             stride_c: cn as i64,
@@ -145,131 +274,85 @@ impl CudaOps {
             accumulate: i32::from(g.accumulate && splits == 1),
             alpha: g.alpha,
         };
-        let side = |transposed| if transposed { 't' } else { 'n' };
-        let terms = match self.precision {
-            GemmPrecision::Full => 3,
-            GemmPrecision::Tf32 => 1,
-        };
-        let name = format!("grad_gemm_{}{}_{terms}", side(g.ta), side(g.tb));
+        let one = usize::from(self.precision == GemmPrecision::Tf32);
+        let kernel = GEMM.instance(4 * one + 2 * usize::from(g.ta) + usize::from(g.tb));
         let grid = (g.n.div_ceil(TILE), g.m.div_ceil(TILE), g.batch * splits);
         // SAFETY: the caller's; scratch holds the parts of C.
-        unsafe { self.launch(&name, grid, THREADS, &args)? };
-        match &scratch {
-            Some(parts) => self.sum_parts(parts.at(0), c.at, cn, splits, g.accumulate),
-            None => Ok(()),
+        unsafe { self.launch(kernel, grid, THREADS, &args)? };
+        match splits {
+            1 => Ok(()),
+            // SAFETY: C holds what the caller says, scratch its parts.
+            _ => unsafe { self.sum_parts(parts, c.at, cn, splits, g.accumulate) },
         }
     }
 
-    /// The gradient of a norm at its input and its gain; `dy` may be `dx`.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "inputs, upstream and two outputs"
-    )]
-    fn norm_grad(
-        &self,
-        x: Address,
-        gain: Address,
-        inv: Address,
-        dy: Address,
-        dx: Address,
-        add: bool,
-        dgain: Address,
-        (rows, width): (usize, usize),
-    ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct GainArgs {
-            x: Address,
-            inv: Address,
-            dy: Address,
-            part: Address,
-            rows: i64,
-            width: i32,
-            rows_of_part: i32,
-        }
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            gain: Address,
-            inv: Address,
-            dy: Address,
-            dx: Address,
-            rows: i64,
-            width: i32,
-            add: i32,
-        }
+    /// The gradient of a norm at its input and its gain.
+    ///
+    /// # Safety
+    /// x, dy and dx hold rows of width, inv a value a row, the gains the width.
+    unsafe fn norm_grad(&self, o: &Operands<'_>, n: &NormGrad) -> Result<()> {
+        let (rows, width) = (n.rows, n.width);
         let rows_of_part = rows.div_ceil(256).max(16);
         let parts = rows.div_ceil(rows_of_part);
         let scratch = self.scratch(parts * width)?;
-        let part = scratch.at(0);
-        let gain_args = GainArgs {
-            x,
-            inv,
-            dy,
+        let part = o.of("partial sums", &scratch, &[parts, width])?;
+        let gain = GainArgs {
+            x: n.x,
+            inv: n.inv,
+            dy: n.dy,
             part,
             rows: rows as i64,
             width: width as i32,
             rows_of_part: rows_of_part as i32,
         };
-        let args = Args {
-            x,
-            gain,
-            inv,
-            dy,
-            dx,
+        let args = NormGradArgs {
+            x: n.x,
+            gain: n.gain,
+            inv: n.inv,
+            dy: n.dy,
+            dx: n.dx,
             rows: rows as i64,
             width: width as i32,
-            add: i32::from(add),
+            add: i32::from(n.add),
         };
         let grid = (width.div_ceil(THREADS), parts, 1);
-        // SAFETY: callers check x, dy and dx for rows of width, inv for rows, the gains for
-        // width; scratch holds the parts. The gain's sums read dy before dx may replace it.
+        // SAFETY: the caller's; scratch holds the parts. The gain's sums read dy before dx may
+        // replace it.
         unsafe {
-            self.launch("grad_gain", grid, THREADS, &gain_args)?;
-            self.launch(
-                "grad_rms_norm_grad",
-                blocks(rows, THREADS / 32),
-                THREADS,
-                &args,
-            )?;
+            self.launch(&GAIN, grid, THREADS, &gain)?;
+            self.launch(&RMS_NORM_GRAD, blocks(rows, THREADS / 32), THREADS, &args)?;
+            self.sum_parts(part, n.dgain, width, parts, true)
         }
-        self.sum_parts(part, dgain, width, parts, true)
     }
 
-    fn move_heads(&self, x: Address, y: Address, s: HeadShape, to_rows: bool) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            y: Address,
-            s: HeadArgs,
-            to_rows: i32,
-            pad: i32,
-        }
-        let args = Args {
+    /// `x` to `y`, of which one is by rows and one by heads.
+    ///
+    /// # Safety
+    /// Both hold what the shape says.
+    unsafe fn move_heads(&self, x: Address, y: Address, s: HeadShape, to_rows: bool) -> Result<()> {
+        let args = MoveArgs {
             x,
             y,
             s: s.into(),
             to_rows: i32::from(to_rows),
             pad: 0,
         };
-        // SAFETY: callers check both sides.
-        unsafe { self.launch("grad_heads", blocks(s.values(), THREADS), THREADS, &args) }
+        // SAFETY: the caller's.
+        unsafe { self.launch(&HEADS, blocks(s.values(), THREADS), THREADS, &args) }
     }
 }
 
 impl LayerOps for CudaOps {
     fn gemm(&self, g: Gemm, a: &Buffer<f32>, b: &Buffer<f32>, c: &mut Buffer<f32>) -> Result<()> {
-        let (an, bn, cn) = (g.m * g.k, g.k * g.n, g.m * g.n);
-        enough("gemm", "A", g.batch * an, a.len())?;
-        enough("gemm", "B", g.batch * bn, b.len())?;
-        enough("gemm", "C", g.batch * cn, c.len())?;
+        let o = self.operands("gemm");
         let side = |at, ld| Side { at, ld };
-        let a = side(a.at(0), if g.ta { g.m } else { g.k });
-        let b = side(b.at(0), if g.tb { g.k } else { g.n });
+        let a = o.of("A", a, &[g.batch, g.m, g.k])?;
+        let b = o.of("B", b, &[g.batch, g.k, g.n])?;
+        let c = o.of("C", c, &[g.batch, g.m, g.n])?;
+        let a = side(a, if g.ta { g.m } else { g.k });
+        let b = side(b, if g.tb { g.k } else { g.n });
         // SAFETY: all three operands were checked.
-        unsafe { self.product(g, a, b, side(c.at(0), g.n)) }
+        unsafe { self.product(g, a, b, side(c, g.n)) }
     }
 
     fn embed(
@@ -280,69 +363,55 @@ impl LayerOps for CudaOps {
         x: &mut Buffer<f32>,
         width: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            table: Address,
-            ids: Address,
-            x: Address,
-            stride: i32,
-            offset: i32,
-            width: i32,
-            pad: i32,
-        }
-        enough("embed", "ids", (rows - 1) * stride + offset + 1, ids.len())?;
-        enough("embed", "x", rows * width, x.len())?;
-        let args = Args {
-            table: table.at(0),
-            ids: ids.at(0),
-            x: x.at(0),
+        let o = self.operands("embed");
+        o.at_least("rows", 1, rows)?;
+        o.at_least("width", 1, width)?;
+        let tokens = table.len() / width;
+        let last = (rows - 1).saturating_mul(stride).saturating_add(offset);
+        let args = EmbedArgs {
+            table: o.of("table", table, &[tokens, width])?,
+            ids: o.of("ids", ids, &[last.saturating_add(1)])?,
+            x: o.of("x", x, &[rows, width])?,
             stride: stride as i32,
             offset: offset as i32,
             width: width as i32,
-            pad: 0,
+            tokens: tokens as i32,
         };
-        // SAFETY: ids and x were checked; ids come from the tokenizer or the sampler, and both
-        // stay below the table's rows.
-        unsafe { self.launch("grad_embed", (rows, 1, 1), 128, &args) }
+        // SAFETY: the operands were checked; the kernel follows no id past the table.
+        unsafe { self.launch(&EMBED, (rows, 1, 1), 128, &args) }
     }
 
     fn embed_grad(
         &self,
         dx: &Buffer<f32>,
-        o: &Occurrences,
+        occurrences: &Occurrences,
         table: &mut Buffer<f32>,
         width: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            dx: Address,
-            rows: Address,
-            tokens: Address,
-            starts: Address,
-            table: Address,
-            width: i32,
-            pad: i32,
-        }
-        enough("embed_grad", "dx", o.rows.len() * width, dx.len())?;
-        let last = o.tokens.last().map_or(0, |&t| t as usize + 1);
-        enough("embed_grad", "table", last * width, table.len())?;
+        let o = self.operands("embed_grad");
+        let Occurrences {
+            rows,
+            tokens,
+            starts,
+        } = occurrences;
+        let Some(last) = tokens.last() else {
+            return Ok(());
+        };
         let upload = |values: &[u32]| self.gpu.upload("tokens by id", values);
-        let (rows, tokens, starts) = (upload(&o.rows)?, upload(&o.tokens)?, upload(&o.starts)?);
-        let args = Args {
-            dx: dx.at(0),
-            rows: rows.at(0),
-            tokens: tokens.at(0),
-            starts: starts.at(0),
-            table: table.at(0),
+        let (row_list, token_list, start_list) = (upload(rows)?, upload(tokens)?, upload(starts)?);
+        let args = EmbedGradArgs {
+            dx: o.of("dx", dx, &[rows.len(), width])?,
+            rows: o.of("rows", &row_list, &[rows.len()])?,
+            tokens: o.of("tokens", &token_list, &[tokens.len()])?,
+            starts: o.of("starts", &start_list, &[tokens.len() + 1])?,
+            table: o.of("table", table, &[*last as usize + 1, width])?,
             width: width as i32,
             pad: 0,
         };
-        // SAFETY: dx and the table were checked; the lists are consistent by construction and
-        // outlive the kernel, which is waited for.
-        unsafe { self.launch("grad_embed_grad", (o.tokens.len(), 1, 1), 128, &args)? };
-        self.stream.synchronize()
+        // SAFETY: the operands were checked; the lists are consistent by construction and outlive
+        // the kernel, which is waited for.
+        unsafe { self.launch(&EMBED_GRAD, (tokens.len(), 1, 1), 128, &args)? };
+        self.synchronize()
     }
 
     fn rms_norm(
@@ -354,32 +423,18 @@ impl LayerOps for CudaOps {
         (rows, width): (usize, usize),
         eps: f32,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            gain: Address,
-            y: Address,
-            inv: Address,
-            rows: i64,
-            width: i32,
-            eps: f32,
-        }
-        enough("rms_norm", "x", rows * width, x.len())?;
-        enough("rms_norm", "y", rows * width, y.len())?;
-        enough("rms_norm", "gain", width, gain.len())?;
-        enough("rms_norm", "inv", rows, inv.len())?;
-        let args = Args {
-            x: x.at(0),
-            gain: gain.at(0),
-            y: y.at(0),
-            inv: inv.at(0),
+        let o = self.operands("rms_norm");
+        let args = NormArgs {
+            x: o.of("x", x, &[rows, width])?,
+            gain: o.of("gain", gain, &[width])?,
+            y: o.of("y", y, &[rows, width])?,
+            inv: o.of("inv", inv, &[rows])?,
             rows: rows as i64,
             width: width as i32,
             eps,
         };
         // SAFETY: all operands were checked.
-        unsafe { self.launch("grad_rms_norm", blocks(rows, THREADS / 32), THREADS, &args) }
+        unsafe { self.launch(&RMS_NORM, blocks(rows, THREADS / 32), THREADS, &args) }
     }
 
     fn rms_norm_grad(
@@ -393,24 +448,20 @@ impl LayerOps for CudaOps {
         dgain: &mut Buffer<f32>,
         (rows, width): (usize, usize),
     ) -> Result<()> {
-        for (what, len) in [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())] {
-            enough("rms_norm_grad", what, rows * width, len)?;
-        }
-        enough("rms_norm_grad", "inv", rows, inv.len())?;
-        enough("rms_norm_grad", "gain", width, gain.len())?;
-        enough("rms_norm_grad", "dgain", width, dgain.len())?;
-        let (dx, dgain) = (dx.at(0), dgain.at(0));
-        let shape = (rows, width);
-        self.norm_grad(
-            x.at(0),
-            gain.at(0),
-            inv.at(0),
-            dy.at(0),
-            dx,
+        let o = self.operands("rms_norm_grad");
+        let n = NormGrad {
+            x: o.of("x", x, &[rows, width])?,
+            gain: o.of("gain", gain, &[width])?,
+            inv: o.of("inv", inv, &[rows])?,
+            dy: o.of("dy", dy, &[rows, width])?,
+            dx: o.of("dx", dx, &[rows, width])?,
             add,
-            dgain,
-            shape,
-        )
+            dgain: o.of("dgain", dgain, &[width])?,
+            rows,
+            width,
+        };
+        // SAFETY: all operands were checked.
+        unsafe { self.norm_grad(&o, &n) }
     }
 
     fn head_norm_rope(
@@ -423,38 +474,21 @@ impl LayerOps for CudaOps {
         s: HeadShape,
         eps: f32,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            gain: Address,
-            cos_sin: Address,
-            y: Address,
-            inv: Address,
-            s: HeadArgs,
-            eps: f32,
-            pad: i32,
-        }
-        let op = "head_norm_rope";
-        enough(op, "x", s.values(), x.len())?;
-        enough(op, "y", s.room(), y.len())?;
-        enough(op, "capacity", s.at + s.seq, s.capacity)?;
-        enough(op, "inv", s.rows() * s.heads, inv.len())?;
-        enough(op, "gain", s.dim, gain.len())?;
-        enough(op, "cos_sin", (s.position + s.seq) * s.dim, cos_sin.len())?;
-        let args = Args {
-            x: x.at(0),
-            gain: gain.at(0),
-            cos_sin: cos_sin.at(0),
-            y: y.at(0),
-            inv: inv.at(0),
+        let o = self.operands("head_norm_rope");
+        o.at_most("positions", s.capacity, s.at + s.seq)?;
+        let heads = s.rows() * s.heads;
+        let args = RopeArgs {
+            x: o.of("x", x, &[s.values()])?,
+            gain: o.of("gain", gain, &[s.dim])?,
+            cos_sin: o.of("cos_sin", cos_sin, &[s.position + s.seq, s.dim])?,
+            y: o.of("y", y, &[s.room()])?,
+            inv: o.of("inv", inv, &[heads])?,
             s: s.into(),
             eps,
             pad: 0,
         };
-        let grid = blocks(s.rows() * s.heads, THREADS / 32);
         // SAFETY: all operands were checked.
-        unsafe { self.launch("grad_rope", grid, THREADS, &args) }
+        unsafe { self.launch(&ROPE, blocks(heads, THREADS / 32), THREADS, &args) }
     }
 
     fn head_norm_rope_grad(
@@ -468,74 +502,60 @@ impl LayerOps for CudaOps {
         dgain: &mut Buffer<f32>,
         s: HeadShape,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            dy: Address,
-            cos_sin: Address,
-            dx: Address,
-            s: HeadArgs,
-        }
-        let op = "head_norm_rope_grad";
-        enough(op, "x", s.values(), x.len())?;
-        enough(op, "dx", s.values(), dx.len())?;
-        enough(op, "dy", s.room(), dy.len())?;
-        enough(op, "inv", s.rows() * s.heads, inv.len())?;
-        enough(op, "dgain", s.dim, dgain.len())?;
-        enough(op, "cos_sin", (s.position + s.seq) * s.dim, cos_sin.len())?;
-        let args = Args {
-            dy: dy.at(0),
-            cos_sin: cos_sin.at(0),
-            dx: dx.at(0),
+        let o = self.operands("head_norm_rope_grad");
+        o.at_most("positions", s.capacity, s.at + s.seq)?;
+        let heads = s.rows() * s.heads;
+        let dx = o.of("dx", dx, &[s.values()])?;
+        let args = TurnBackArgs {
+            dy: o.of("dy", dy, &[s.room()])?,
+            cos_sin: o.of("cos_sin", cos_sin, &[s.position + s.seq, s.dim])?,
+            dx,
             s: s.into(),
         };
-        let heads = s.rows() * s.heads;
+        let n = NormGrad {
+            x: o.of("x", x, &[heads, s.dim])?,
+            gain: o.of("gain", gain, &[s.dim])?,
+            inv: o.of("inv", inv, &[heads])?,
+            dy: dx,
+            dx,
+            add: false,
+            dgain: o.of("dgain", dgain, &[s.dim])?,
+            rows: heads,
+            width: s.dim,
+        };
         // SAFETY: all operands were checked.
         unsafe {
-            self.launch(
-                "grad_turn_back",
-                blocks(heads, THREADS / 32),
-                THREADS,
-                &args,
-            )?
-        };
-        let (dx, dgain) = (dx.at(0), dgain.at(0));
-        self.norm_grad(
-            x.at(0),
-            gain.at(0),
-            inv.at(0),
-            dx,
-            dx,
-            false,
-            dgain,
-            (heads, s.dim),
-        )
+            self.launch(&TURN_BACK, blocks(heads, THREADS / 32), THREADS, &args)?;
+            self.norm_grad(&o, &n)
+        }
     }
 
     fn rows_to_heads(&self, x: &Buffer<f32>, y: &mut Buffer<f32>, s: HeadShape) -> Result<()> {
-        enough("rows_to_heads", "x", s.values(), x.len())?;
-        enough("rows_to_heads", "y", s.room(), y.len())?;
-        enough("rows_to_heads", "capacity", s.at + s.seq, s.capacity)?;
-        self.move_heads(x.at(0), y.at(0), s, false)
+        let o = self.operands("rows_to_heads");
+        o.at_most("positions", s.capacity, s.at + s.seq)?;
+        let (x, y) = (o.of("x", x, &[s.values()])?, o.of("y", y, &[s.room()])?);
+        // SAFETY: both operands were checked.
+        unsafe { self.move_heads(x, y, s, false) }
     }
 
     fn heads_to_rows(&self, x: &Buffer<f32>, y: &mut Buffer<f32>, s: HeadShape) -> Result<()> {
-        enough("heads_to_rows", "x", s.room(), x.len())?;
-        enough("heads_to_rows", "y", s.values(), y.len())?;
-        self.move_heads(x.at(0), y.at(0), s, true)
+        let o = self.operands("heads_to_rows");
+        o.at_most("positions", s.capacity, s.at + s.seq)?;
+        let (x, y) = (o.of("x", x, &[s.room()])?, o.of("y", y, &[s.values()])?);
+        // SAFETY: both operands were checked.
+        unsafe { self.move_heads(x, y, s, true) }
     }
 
     fn causal_softmax(&self, s: &mut Buffer<f32>, rows: usize, seq: usize) -> Result<()> {
-        enough("causal_softmax", "scores", rows * seq, s.len())?;
         let args = SoftmaxArgs {
-            s: s.at(0),
+            s: (self.operands("causal_softmax")).of("scores", s, &[rows, seq])?,
             p: Address::NULL,
             rows: rows as i64,
             seq: seq as i32,
             pad: 0,
         };
         // SAFETY: the scores were checked.
-        unsafe { self.launch("grad_softmax", blocks(rows, THREADS / 32), THREADS, &args) }
+        unsafe { self.launch(&SOFTMAX, blocks(rows, THREADS / 32), THREADS, &args) }
     }
 
     fn softmax_grad(
@@ -545,24 +565,16 @@ impl LayerOps for CudaOps {
         rows: usize,
         seq: usize,
     ) -> Result<()> {
-        enough("softmax_grad", "p", rows * seq, p.len())?;
-        enough("softmax_grad", "dp", rows * seq, dp.len())?;
+        let o = self.operands("softmax_grad");
         let args = SoftmaxArgs {
-            s: dp.at(0),
-            p: p.at(0),
+            s: o.of("dp", dp, &[rows, seq])?,
+            p: o.of("p", p, &[rows, seq])?,
             rows: rows as i64,
             seq: seq as i32,
             pad: 0,
         };
         // SAFETY: both operands were checked.
-        unsafe {
-            self.launch(
-                "grad_softmax_grad",
-                blocks(rows, THREADS / 32),
-                THREADS,
-                &args,
-            )
-        }
+        unsafe { self.launch(&SOFTMAX_GRAD, blocks(rows, THREADS / 32), THREADS, &args) }
     }
 
     fn silu_mul(
@@ -572,18 +584,16 @@ impl LayerOps for CudaOps {
         out: &mut Buffer<f32>,
         n: usize,
     ) -> Result<()> {
-        for (what, len) in [("gate", gate.len()), ("up", up.len()), ("out", out.len())] {
-            enough("silu_mul", what, n, len)?;
-        }
+        let o = self.operands("silu_mul");
         let args = SiluArgs {
-            gate: gate.at(0),
-            up: up.at(0),
+            gate: o.of("gate", gate, &[n])?,
+            up: o.of("up", up, &[n])?,
             dout: Address::NULL,
-            out: out.at(0),
+            out: o.of("out", out, &[n])?,
             n: n as i64,
         };
         // SAFETY: all operands were checked.
-        unsafe { self.launch("grad_silu", blocks(n, THREADS), THREADS, &args) }
+        unsafe { self.launch(&SILU, blocks(n, THREADS), THREADS, &args) }
     }
 
     fn silu_mul_grad(
@@ -593,17 +603,15 @@ impl LayerOps for CudaOps {
         dout: &Buffer<f32>,
         n: usize,
     ) -> Result<()> {
-        for (what, len) in [("gate", gate.len()), ("up", up.len()), ("dout", dout.len())] {
-            enough("silu_mul_grad", what, n, len)?;
-        }
+        let o = self.operands("silu_mul_grad");
         let args = SiluArgs {
-            gate: gate.at(0),
-            up: up.at(0),
-            dout: dout.at(0),
+            gate: o.of("gate", gate, &[n])?,
+            up: o.of("up", up, &[n])?,
+            dout: o.of("dout", dout, &[n])?,
             out: Address::NULL,
             n: n as i64,
         };
         // SAFETY: all operands were checked.
-        unsafe { self.launch("grad_silu_grad", blocks(n, THREADS), THREADS, &args) }
+        unsafe { self.launch(&SILU_GRAD, blocks(n, THREADS), THREADS, &args) }
     }
 }

@@ -1,11 +1,12 @@
 //! Training operations on the device (`crate::grad`): launchers of `cuda/grad_*.cu`.
 
 pub(super) mod layer;
-mod train;
+pub(super) mod train;
 
-use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Staging, Stream};
+use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
+use super::kernel::{Instance, kernels};
 use crate::error::{Error, Result};
-use crate::grad::{Buffers, enough};
+use crate::grad::Buffers;
 use rayon::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -31,6 +32,10 @@ pub struct CudaOps {
     staging: Mutex<Option<Staging<f32>>>,
 }
 
+/// The test that holds all of these kernels against the CPU's operations, and what times them.
+const TEST: &str = "kernels/tests/grad.rs::operations_are_those_of_the_cpu";
+const BENCH: &str = "training";
+
 /// Values that are made and copied at a time.
 const STAGED: usize = 4 << 20;
 
@@ -39,6 +44,31 @@ const THREADS: usize = 256;
 /// A block for every so many values.
 fn blocks(n: usize, of: usize) -> (usize, usize, usize) {
     (n.div_ceil(of).max(1), 1, 1)
+}
+
+kernels! {
+    SUM: SumArgs = "grad_gemm_sum" in "grad_gemm.cu", test TEST, bench BENCH;
+    COPY: CopyArgs = "grad_copy" in "grad_rows.cu", test TEST, bench BENCH;
+}
+
+/// `GradGemmSumArgs` of `cuda/grad_gemm.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SumArgs {
+    x: Address,
+    c: Address,
+    n: i64,
+    parts: i32,
+    accumulate: i32,
+}
+
+/// `GradCopyArgs` of `cuda/grad_rows.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CopyArgs {
+    from: Address,
+    to: Address,
+    n: i64,
 }
 
 impl CudaOps {
@@ -83,17 +113,21 @@ impl CudaOps {
         self.stream.synchronize()
     }
 
+    pub(super) fn operands(&self, op: &'static str) -> Operands<'_> {
+        self.stream.operands(op)
+    }
+
     /// # Safety
     /// As [`Stream::launch`].
     unsafe fn launch<A: Copy>(
         &self,
-        name: &str,
+        kernel: impl Into<Instance<A>>,
         grid: (usize, usize, usize),
         threads: usize,
         args: &A,
     ) -> Result<()> {
         // SAFETY: the caller's.
-        unsafe { self.launch_shared(name, grid, (threads, 0), args) }
+        unsafe { self.launch_shared(kernel, grid, (threads, 0), args) }
     }
 
     /// With so many threads a block and bytes of shared memory.
@@ -102,19 +136,14 @@ impl CudaOps {
     /// As [`Stream::launch`].
     pub(super) unsafe fn launch_shared<A: Copy>(
         &self,
-        name: &str,
+        kernel: impl Into<Instance<A>>,
         grid: (usize, usize, usize),
         (threads, shared): (usize, usize),
         args: &A,
     ) -> Result<()> {
-        let shape = LaunchShape {
-            grid,
-            threads,
-            shared,
-            overlap: false,
-        };
+        let shape = LaunchShape::new(grid, threads).shared(shared);
         // SAFETY: the caller's.
-        unsafe { self.stream.launch(name, shape, args) }
+        unsafe { self.stream.launch(kernel, shape, args) }
     }
 
     /// Scratch memory for `n` values. Whoever holds it queues the work that uses it; a larger
@@ -128,8 +157,11 @@ impl CudaOps {
         Ok(scratch)
     }
 
-    /// `c (+)=` the sum of `parts` vectors of `n` in scratch memory.
-    fn sum_parts(
+    /// `c (+)=` the sum of `parts` vectors of `n` from `x` on.
+    ///
+    /// # Safety
+    /// Both hold so many.
+    unsafe fn sum_parts(
         &self,
         x: Address,
         c: Address,
@@ -137,38 +169,27 @@ impl CudaOps {
         parts: usize,
         accumulate: bool,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            x: Address,
-            c: Address,
-            n: i64,
-            parts: i32,
-            accumulate: i32,
-        }
-        let args = Args {
+        let args = SumArgs {
             x,
             c,
             n: n as i64,
             parts: parts as i32,
             accumulate: i32::from(accumulate),
         };
-        // SAFETY: callers pass a checked c and as many parts as they wrote.
-        unsafe { self.launch("grad_gemm_sum", blocks(n, THREADS), THREADS, &args) }
+        // SAFETY: the caller's.
+        unsafe { self.launch(&SUM, blocks(n, THREADS), THREADS, &args) }
     }
 
-    pub(super) fn copy_values(&self, from: Address, to: Address, n: usize) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            from: Address,
-            to: Address,
-            n: i64,
-        }
-        let n_i64 = n as i64;
-        let args = Args { from, to, n: n_i64 };
-        // SAFETY: callers check both ranges.
-        unsafe { self.launch("grad_copy", blocks(n, THREADS), THREADS, &args) }
+    /// # Safety
+    /// Both hold `n` values; `from` may be null, for zeros.
+    unsafe fn copy_values(&self, from: Address, to: Address, n: usize) -> Result<()> {
+        let args = CopyArgs {
+            from,
+            to,
+            n: n as i64,
+        };
+        // SAFETY: the caller's.
+        unsafe { self.launch(&COPY, blocks(n, THREADS), THREADS, &args) }
     }
 }
 
@@ -202,12 +223,10 @@ impl Buffers for CudaOps {
         let step = room / cols.max(1);
         for first in (0..rows).step_by(step.max(1)) {
             let n = step.min(rows - first) * cols;
-            staging.turn(&self.stream, |host| {
-                let by_row = host.values_mut()[..n].par_chunks_mut(cols).enumerate();
-                by_row.try_for_each(|(row, values)| fill(first + row, values))?;
-                let copied = self.stream.write(&mut to, first * cols, host, 0..n);
-                copied.map_err(E::from)
-            })?;
+            let host = staging.turn();
+            let by_row = host.values_mut()?[..n].par_chunks_mut(cols).enumerate();
+            by_row.try_for_each(|(row, values)| fill(first + row, values))?;
+            self.stream.write(&mut to, first * cols, host, 0..n)?;
         }
         Ok(to)
     }
@@ -241,8 +260,9 @@ impl Buffers for CudaOps {
     }
 
     fn clear(&self, x: &mut Buffer<f32>, n: usize) -> Result<()> {
-        enough("clear", "buffer", n, x.len())?;
-        self.copy_values(Address::NULL, x.at(0), n)
+        let to = self.operands("clear").of("buffer", x, &[n])?;
+        // SAFETY: the operand was checked.
+        unsafe { self.copy_values(Address::NULL, to, n) }
     }
 
     fn copy(
@@ -251,8 +271,10 @@ impl Buffers for CudaOps {
         (to, at): (&mut Buffer<f32>, usize),
         n: usize,
     ) -> Result<()> {
-        enough("copy", "source", start + n, from.len())?;
-        enough("copy", "destination", at + n, to.len())?;
-        self.copy_values(from.at(start), to.at(at), n)
+        let o = self.operands("copy");
+        let from = o.part("source", from, start, &[n])?;
+        let to = o.part("destination", to, at, &[n])?;
+        // SAFETY: both operands were checked.
+        unsafe { self.copy_values(from, to, n) }
     }
 }

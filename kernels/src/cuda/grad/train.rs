@@ -1,10 +1,31 @@
 //! Loss, rounding, Adam and sampling: launchers of `cuda/grad_rounding.cu`,
 //! `cuda/grad_sample.cu` and of the KL divergence in `cuda/grad_rows.cu`.
 
-use super::{CudaOps, THREADS, blocks};
-use crate::cuda::driver::{Address, Buffer, LaunchShape};
+use super::{BENCH, CudaOps, TEST, THREADS, blocks};
+use crate::cuda::driver::{Address, Buffer, Operands};
+use crate::cuda::kernel::{Kernel, kernels};
 use crate::error::Result;
-use crate::grad::{Adam, Draw, GradOps, OneShape, Rounding, enough};
+use crate::grad::{Adam, Draw, GradOps, OneShape, Rounding};
+
+kernels! {
+    KL: KlArgs = "grad_kl" in "grad_rows.cu", test TEST, bench BENCH;
+    ROUND: RoundingArgs = "grad_round" in "grad_rounding.cu", test TEST, bench BENCH;
+    ROUND_GRAD: RoundingArgs = "grad_round_grad" in "grad_rounding.cu", test TEST, bench BENCH;
+    ADAM: AdamArgs = "grad_adam" in "grad_rounding.cu", test TEST, bench BENCH;
+    ATTEND: AttendArgs = "grad_attend" in "grad_sample.cu", test TEST, bench BENCH;
+    SAMPLE: SampleArgs = "grad_sample" in "grad_sample.cu", test TEST, bench BENCH;
+}
+
+/// `GradKlArgs` of `cuda/grad_rows.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KlArgs {
+    teacher: Address,
+    logits: Address,
+    loss: Address,
+    vocab: i32,
+    weight: f32,
+}
 
 /// `GradRoundingArgs` of `cuda/grad_rounding.cu`.
 #[derive(Clone, Copy)]
@@ -22,28 +43,91 @@ struct RoundingArgs {
     max_code: f32,
 }
 
-impl RoundingArgs {
-    fn new(shape: Rounding, scales: Address, zeros: Address) -> Self {
-        RoundingArgs {
-            latent: Address::NULL,
-            codes: Address::NULL,
-            scales,
-            zeros,
-            dw: Address::NULL,
-            w: Address::NULL,
-            dscales: Address::NULL,
+/// `GradAdamArgs` of `cuda/grad_rounding.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AdamArgs {
+    value: Address,
+    mean: Address,
+    square: Address,
+    grad: Address,
+    n: i64,
+    step: [f32; 6],
+}
+
+/// `GradAttendArgs` of `cuda/grad_sample.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AttendArgs {
+    q: Address,
+    keys: Address,
+    values: Address,
+    out: Address,
+    heads: i32,
+    kv_heads: i32,
+    dim: i32,
+    capacity: i32,
+    seen: i32,
+    scale: f32,
+}
+
+/// `GradSampleArgs` of `cuda/grad_sample.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SampleArgs {
+    logits: Address,
+    ids: Address,
+    seed: u64,
+    stream: u64,
+    vocab: i32,
+    stride: i32,
+    offset: i32,
+    pad: i32,
+}
+
+/// The operands of rounding, of which each operation has some.
+#[derive(Default)]
+struct Rounded<'a> {
+    latent: Option<&'a Buffer<f32>>,
+    codes: Option<&'a Buffer<u8>>,
+    scales: Option<&'a Buffer<f32>>,
+    zeros: Option<&'a Buffer<f32>>,
+    dw: Option<&'a Buffer<f32>>,
+    w: Option<&'a Buffer<f32>>,
+    dscales: Option<&'a Buffer<f32>>,
+}
+
+impl Rounded<'_> {
+    fn args(&self, o: &Operands<'_>, shape: Rounding) -> Result<RoundingArgs> {
+        o.multiple("columns", shape.group.max(1), shape.cols)?;
+        let (all, groups) = (&[shape.elements()], &[shape.groups()]);
+        Ok(RoundingArgs {
+            latent: o.optional("latent", self.latent, all)?,
+            codes: o.optional("codes", self.codes, all)?,
+            scales: o.optional("scales", self.scales, groups)?,
+            zeros: o.optional("zeros", self.zeros, groups)?,
+            dw: o.optional("dw", self.dw, all)?,
+            w: o.optional("w", self.w, all)?,
+            dscales: o.optional("dscales", self.dscales, groups)?,
             groups: shape.groups() as i64,
             group: shape.group as i32,
             max_code: f32::from(shape.max_code),
-        }
+        })
     }
 }
 
 impl CudaOps {
-    fn rounding(&self, name: &str, args: &RoundingArgs) -> Result<()> {
-        let grid = blocks(args.groups as usize, THREADS / 32);
-        // SAFETY: callers check every operand for the shape's elements or groups.
-        unsafe { self.launch(name, grid, THREADS, args) }
+    fn rounding(
+        &self,
+        op: &'static str,
+        kernel: &'static Kernel<RoundingArgs>,
+        shape: Rounding,
+        operands: &Rounded<'_>,
+    ) -> Result<()> {
+        let args = operands.args(&self.operands(op), shape)?;
+        let grid = blocks(shape.groups(), THREADS / 32);
+        // SAFETY: the operands were checked; callers give those that the operation has.
+        unsafe { self.launch(kernel, grid, THREADS, &args) }
     }
 }
 
@@ -56,27 +140,16 @@ impl GradOps for CudaOps {
         (rows, vocab): (usize, usize),
         weight: f32,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            teacher: Address,
-            logits: Address,
-            loss: Address,
-            vocab: i32,
-            weight: f32,
-        }
-        enough("kl_divergence", "teacher", rows * vocab, teacher.len())?;
-        enough("kl_divergence", "logits", rows * vocab, logits.len())?;
-        enough("kl_divergence", "loss", rows, loss.len())?;
-        let args = Args {
-            teacher: teacher.at(0),
-            logits: logits.at(0),
-            loss: loss.at(0),
+        let o = self.operands("kl_divergence");
+        let args = KlArgs {
+            teacher: o.of("teacher", teacher, &[rows, vocab])?,
+            logits: o.of("logits", logits, &[rows, vocab])?,
+            loss: o.of("loss", loss, &[rows])?,
             vocab: vocab as i32,
             weight,
         };
         // SAFETY: all operands were checked.
-        unsafe { self.launch("grad_kl", (rows, 1, 1), THREADS, &args) }
+        unsafe { self.launch(&KL, (rows, 1, 1), THREADS, &args) }
     }
 
     fn round(
@@ -87,14 +160,14 @@ impl GradOps for CudaOps {
         zeros: &Buffer<f32>,
         w: &mut Buffer<f32>,
     ) -> Result<()> {
-        shape.check(
-            "round",
-            [("latent", latent.len()), ("w", w.len())],
-            [("scales", scales.len()), ("zeros", zeros.len())],
-        )?;
-        let mut args = RoundingArgs::new(shape, scales.at(0), zeros.at(0));
-        (args.latent, args.w) = (latent.at(0), w.at(0));
-        self.rounding("grad_round", &args)
+        let operands = Rounded {
+            latent: Some(latent),
+            scales: Some(scales),
+            zeros: Some(zeros),
+            w: Some(w),
+            ..Rounded::default()
+        };
+        self.rounding("round", &ROUND, shape, &operands)
     }
 
     fn round_grad(
@@ -107,23 +180,16 @@ impl GradOps for CudaOps {
         dlatent: &mut Buffer<f32>,
         dscales: &mut Buffer<f32>,
     ) -> Result<()> {
-        shape.check(
-            "round_grad",
-            [
-                ("latent", latent.len()),
-                ("dw", dw.len()),
-                ("dlatent", dlatent.len()),
-            ],
-            [
-                ("scales", scales.len()),
-                ("zeros", zeros.len()),
-                ("dscales", dscales.len()),
-            ],
-        )?;
-        let mut args = RoundingArgs::new(shape, scales.at(0), zeros.at(0));
-        (args.latent, args.dw, args.w) = (latent.at(0), dw.at(0), dlatent.at(0));
-        args.dscales = dscales.at(0);
-        self.rounding("grad_round_grad", &args)
+        let operands = Rounded {
+            latent: Some(latent),
+            scales: Some(scales),
+            zeros: Some(zeros),
+            dw: Some(dw),
+            w: Some(dlatent),
+            dscales: Some(dscales),
+            codes: None,
+        };
+        self.rounding("round_grad", &ROUND_GRAD, shape, &operands)
     }
 
     fn dequantize(
@@ -134,14 +200,14 @@ impl GradOps for CudaOps {
         zeros: &Buffer<f32>,
         w: &mut Buffer<f32>,
     ) -> Result<()> {
-        shape.check(
-            "dequantize",
-            [("codes", codes.len()), ("w", w.len())],
-            [("scales", scales.len()), ("zeros", zeros.len())],
-        )?;
-        let mut args = RoundingArgs::new(shape, scales.at(0), zeros.at(0));
-        (args.codes, args.w) = (codes.at(0), w.at(0));
-        self.rounding("grad_round", &args)
+        let operands = Rounded {
+            codes: Some(codes),
+            scales: Some(scales),
+            zeros: Some(zeros),
+            w: Some(w),
+            ..Rounded::default()
+        };
+        self.rounding("dequantize", &ROUND, shape, &operands)
     }
 
     fn dequantize_grad(
@@ -152,15 +218,16 @@ impl GradOps for CudaOps {
         dw: &Buffer<f32>,
         dscales: &mut Buffer<f32>,
     ) -> Result<()> {
-        shape.check(
-            "dequantize_grad",
-            [("codes", codes.len()), ("dw", dw.len())],
-            [("zeros", zeros.len()), ("dscales", dscales.len())],
-        )?;
-        // The kernel reads a scale that this gradient does not need: any will do.
-        let mut args = RoundingArgs::new(shape, zeros.at(0), zeros.at(0));
-        (args.codes, args.dw, args.dscales) = (codes.at(0), dw.at(0), dscales.at(0));
-        self.rounding("grad_round_grad", &args)
+        let operands = Rounded {
+            codes: Some(codes),
+            // The kernel reads a scale that this gradient does not need: any will do.
+            scales: Some(zeros),
+            zeros: Some(zeros),
+            dw: Some(dw),
+            dscales: Some(dscales),
+            ..Rounded::default()
+        };
+        self.rounding("dequantize_grad", &ROUND_GRAD, shape, &operands)
     }
 
     fn adam(
@@ -172,24 +239,12 @@ impl GradOps for CudaOps {
         grad: &mut Buffer<f32>,
         n: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            value: Address,
-            mean: Address,
-            square: Address,
-            grad: Address,
-            n: i64,
-            step: [f32; 6],
-        }
-        for len in [value.len(), mean.len(), square.len(), grad.len()] {
-            enough("adam", "operand", n, len)?;
-        }
-        let args = Args {
-            value: value.at(0),
-            mean: mean.at(0),
-            square: square.at(0),
-            grad: grad.at(0),
+        let o = self.operands("adam");
+        let args = AdamArgs {
+            value: o.of("values", value, &[n])?,
+            mean: o.of("means", mean, &[n])?,
+            square: o.of("squares", square, &[n])?,
+            grad: o.of("gradient", grad, &[n])?,
             n: n as i64,
             step: [
                 step.rate,
@@ -201,7 +256,7 @@ impl GradOps for CudaOps {
             ],
         };
         // SAFETY: all operands were checked.
-        unsafe { self.launch("grad_adam", blocks(n, THREADS), THREADS, &args) }
+        unsafe { self.launch(&ADAM, blocks(n, THREADS), THREADS, &args) }
     }
 
     fn attend_one(
@@ -212,31 +267,15 @@ impl GradOps for CudaOps {
         out: &mut Buffer<f32>,
         s: OneShape,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            q: Address,
-            keys: Address,
-            values: Address,
-            out: Address,
-            heads: i32,
-            kv_heads: i32,
-            dim: i32,
-            capacity: i32,
-            seen: i32,
-            scale: f32,
-        }
-        let cache = s.batch * s.kv_heads * s.capacity * s.dim;
-        enough("attend_one", "q", s.batch * s.heads * s.dim, q.len())?;
-        enough("attend_one", "out", s.batch * s.heads * s.dim, out.len())?;
-        enough("attend_one", "keys", cache, keys.len())?;
-        enough("attend_one", "values", cache, values.len())?;
-        enough("attend_one", "capacity", s.seen, s.capacity)?;
-        let args = Args {
-            q: q.at(0),
-            keys: keys.at(0),
-            values: values.at(0),
-            out: out.at(0),
+        let o = self.operands("attend_one");
+        o.at_most("positions", s.capacity, s.seen)?;
+        o.multiple("query heads", s.kv_heads.max(1), s.heads)?;
+        let cache = &[s.batch, s.kv_heads, s.capacity, s.dim];
+        let args = AttendArgs {
+            q: o.of("q", q, &[s.batch, s.heads, s.dim])?,
+            keys: o.of("keys", keys, cache)?,
+            values: o.of("values", values, cache)?,
+            out: o.of("out", out, &[s.batch, s.heads, s.dim])?,
             heads: s.heads as i32,
             kv_heads: s.kv_heads as i32,
             dim: s.dim as i32,
@@ -244,35 +283,17 @@ impl GradOps for CudaOps {
             seen: s.seen as i32,
             scale: 1.0 / (s.dim as f32).sqrt(),
         };
-        let shape = LaunchShape {
-            grid: (s.heads, s.batch, 1),
-            threads: 128,
-            shared: 4 * s.seen,
-            overlap: false,
-        };
+        let shape = (128, 4 * s.seen);
         // SAFETY: all operands were checked; shared memory holds the scores.
-        unsafe { self.stream.launch("grad_attend", shape, &args) }
+        unsafe { self.launch_shared(&ATTEND, (s.heads, s.batch, 1), shape, &args) }
     }
 
     fn sample(&self, logits: &Buffer<f32>, ids: &mut Buffer<u32>, d: Draw) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            logits: Address,
-            ids: Address,
-            seed: u64,
-            stream: u64,
-            vocab: i32,
-            stride: i32,
-            offset: i32,
-            pad: i32,
-        }
-        enough("sample", "logits", d.batch * d.vocab, logits.len())?;
-        enough("sample", "ids", d.batch * d.stride, ids.len())?;
-        enough("sample", "stride", d.offset + 1, d.stride)?;
-        let args = Args {
-            logits: logits.at(0),
-            ids: ids.at(0),
+        let o = self.operands("sample");
+        o.at_least("stride", d.offset + 1, d.stride)?;
+        let args = SampleArgs {
+            logits: o.of("logits", logits, &[d.batch, d.vocab])?,
+            ids: o.of("ids", ids, &[d.batch, d.stride])?,
             seed: d.seed,
             stream: d.stream,
             vocab: d.vocab as i32,
@@ -281,6 +302,6 @@ impl GradOps for CudaOps {
             pad: 0,
         };
         // SAFETY: both operands were checked; the kernel is made for 256 threads.
-        unsafe { self.launch("grad_sample", (d.batch, 1, 1), 256, &args) }
+        unsafe { self.launch(&SAMPLE, (d.batch, 1, 1), 256, &args) }
     }
 }

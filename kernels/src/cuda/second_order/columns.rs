@@ -1,17 +1,17 @@
 //! Ranges of groups, the column loop and its errors (`cuda/fit_groups.cu`,
 //! `cuda/round_columns.cu`).
 
-use super::{Order, THREADS, cover, runs};
-use crate::cuda::driver::Side;
-use crate::cuda::driver::{Address, Buffer};
+use super::{BENCH, MEASURES, Order, ROUNDING, THREADS, cover, runs};
+use crate::cuda::driver::{Address, Buffer, Operands, Side};
 use crate::cuda::grad::CudaOps;
+use crate::cuda::kernel::kernels;
 use crate::error::Result;
-use crate::grad::{Gemm, enough};
+use crate::grad::{Buffers, Gemm};
 use std::ops::Range;
 
 /// Columns that the kernel takes at once, and rows of a block.
 const COLUMNS: usize = 128;
-const ROWS: usize = 16;
+const BLOCK_ROWS: usize = 16;
 /// Blocks that sum a product of two vectors.
 const PARTS: usize = 1024;
 
@@ -61,6 +61,111 @@ pub struct ColumnBlock {
     pub begins: Option<usize>,
 }
 
+kernels! {
+    FIT_GROUPS: FitGroupsArgs = "fit_groups" in "fit_groups.cu", test ROUNDING, bench BENCH;
+    PERMUTE_COLUMNS: PermuteArgs = "permute_columns" in "round_columns.cu", test ROUNDING, bench BENCH;
+    ROUND_COLUMNS: RoundColumnsArgs = "round_columns" in "round_columns.cu", test ROUNDING, bench BENCH;
+    ROUNDING_ERROR: ErrorArgs = "rounding_error" in "round_columns.cu", test MEASURES, bench BENCH;
+    DOT_PARTS: DotArgs = "dot_parts" in "round_columns.cu", test MEASURES, bench BENCH;
+    DIVIDE_MOMENTS: DivideArgs = "divide_moments" in "round_columns.cu", test MEASURES, bench BENCH;
+    DIAGONAL: DiagonalArgs = "diagonal" in "round_columns.cu", test ROUNDING, bench BENCH;
+}
+
+/// `FitGroupsArgs` of `cuda/fit_groups.cu`; those below are of `cuda/round_columns.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct FitGroupsArgs {
+    w: Address,
+    h: Address,
+    scales: Address,
+    zeros: Address,
+    rows: i64,
+    ld: i32,
+    at: i32,
+    columns: i32,
+    group: i32,
+    groups: i32,
+    first: i32,
+    symmetric: i32,
+    steps: i32,
+    power: i32,
+    refits: i32,
+    least: f32,
+    max_code: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PermuteArgs {
+    from: Address,
+    order: Address,
+    to: Address,
+    n: i32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RoundColumnsArgs {
+    w: Address,
+    u: Address,
+    order: Address,
+    scales: Address,
+    zeros: Address,
+    codes: Address,
+    errors: Address,
+    rows: i32,
+    n: i32,
+    group: i32,
+    groups: i32,
+    start: i32,
+    len: i32,
+    max_code: f32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ErrorArgs {
+    w: Address,
+    codes: Address,
+    scales: Address,
+    zeros: Address,
+    e: Address,
+    n: i32,
+    group: i32,
+    groups: i32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DotArgs {
+    a: Address,
+    b: Address,
+    parts: Address,
+    n: i64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DivideArgs {
+    h: Address,
+    s: Address,
+    to: Address,
+    n: i32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DiagonalArgs {
+    h: Address,
+    to: Address,
+    n: i32,
+    pad: i32,
+}
+
 impl Groups {
     /// Room for them.
     ///
@@ -91,6 +196,15 @@ impl Groups {
     fn values(&self) -> usize {
         self.rows * self.cols
     }
+
+    /// Scales and zero-points as operands of `o`.
+    fn addresses(&self, o: &Operands<'_>) -> Result<(Address, Address)> {
+        let dims = [self.rows, self.groups()];
+        Ok((
+            o.of("scales", &self.scales, &dims)?,
+            o.of("zero-points", &self.zeros, &dims)?,
+        ))
+    }
 }
 
 impl CudaOps {
@@ -109,37 +223,16 @@ impl CudaOps {
         g: &mut Groups,
         first: usize,
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            w: Address,
-            h: Address,
-            scales: Address,
-            zeros: Address,
-            rows: i64,
-            ld: i32,
-            at: i32,
-            columns: i32,
-            group: i32,
-            groups: i32,
-            first: i32,
-            symmetric: i32,
-            steps: i32,
-            power: i32,
-            refits: i32,
-            least: f32,
-            max_code: f32,
-        }
+        let o = self.operands("fit_groups");
         let count = columns.len().div_ceil(g.group);
-        enough("fit_groups", "weights", g.values(), w.len())?;
-        enough("fit_groups", "columns", columns.end, g.cols)?;
-        enough("fit_groups", "groups", first + count, g.groups())?;
-        enough("fit_groups", "importance", columns.len(), importance.len())?;
-        let args = Args {
-            w: w.at(0),
-            h: importance.at(0),
-            scales: g.scales.at(0),
-            zeros: g.zeros.at(0),
+        o.at_most("columns", g.cols, columns.end)?;
+        o.at_most("groups", g.groups(), first.saturating_add(count))?;
+        let (scales, zeros) = g.addresses(&o)?;
+        let args = FitGroupsArgs {
+            w: o.of("weights", w, &[g.rows, g.cols])?,
+            h: o.of("importance", importance, &[columns.len()])?,
+            scales,
+            zeros,
             rows: g.rows as i64,
             ld: g.cols as i32,
             at: columns.start as i32,
@@ -155,8 +248,8 @@ impl CudaOps {
             max_code: f32::from(g.max_code),
         };
         let grid = ((g.rows * count).div_ceil(THREADS / 32), 1, 1);
-        // SAFETY: all operands were checked.
-        unsafe { self.launch_shared("fit_groups", grid, (THREADS, 0), &args) }
+        // SAFETY: the operands were checked.
+        unsafe { self.launch_shared(&FIT_GROUPS, grid, (THREADS, 0), &args) }
     }
 
     /// `[rows, n]` with the columns of `w` in `order`.
@@ -169,29 +262,20 @@ impl CudaOps {
         order: &Order,
         rows: usize,
     ) -> Result<Buffer<f32>> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            from: Address,
-            order: Address,
-            to: Address,
-            n: i32,
-            pad: i32,
-        }
+        let o = self.operands("permute_columns");
         let n = order.len();
-        enough("permute_columns", "weights", rows * n, w.len())?;
         let to = self.gpu().zeros("a weight to be rounded", rows * n)?;
         for run in runs(rows) {
-            let args = Args {
-                from: w.at(run.start * n),
-                order: order.0.at(0),
-                to: to.at(run.start * n),
+            let args = PermuteArgs {
+                from: o.part("weights", w, run.start * n, &[run.len(), n])?,
+                order: o.of("order", &order.0, &[n])?,
+                to: o.part("permuted weights", &to, run.start * n, &[run.len(), n])?,
                 n: n as i32,
                 pad: 0,
             };
             let grid = cover(n, run.len());
-            // SAFETY: both sides hold rows of n; the order is a permutation of the columns.
-            unsafe { self.launch_shared("permute_columns", grid, (THREADS, 0), &args)? };
+            // SAFETY: the operands were checked; the order names columns.
+            unsafe { self.launch_shared(&PERMUTE_COLUMNS, grid, (THREADS, 0), &args)? };
         }
         Ok(to)
     }
@@ -213,24 +297,22 @@ impl CudaOps {
         importance: &Buffer<f32>,
         g: &mut Groups,
     ) -> Result<Codes> {
+        let o = self.operands("round_columns");
         let (rows, n) = (g.rows, g.cols);
-        enough("round_columns", "weights", rows * n, w.len())?;
-        enough("round_columns", "factor", n * n, u.len())?;
-        enough("round_columns", "order", n, order.len())?;
-        enough("round_columns", "importance", n, importance.len())?;
         let codes: Codes = self.gpu().zeros("codes", rows * n)?;
         let errors: Buffer<f32> = self.gpu().zeros("errors of rounding", rows * COLUMNS)?;
         for ColumnBlock { places, begins } in blocks {
-            enough("round_columns", "places", places.end, n)?;
-            enough("round_columns", "a block", places.len(), COLUMNS)?;
+            o.at_most("places", n, places.end)?;
+            o.at_most("a block", COLUMNS, places.len())?;
             if let &Some(group) = begins {
+                o.at_least("groups", group.saturating_add(1), g.groups())?;
                 let columns = g.group.min(n - group * g.group);
                 let columns = places.start..places.start + columns;
                 let part = self.part(importance, columns.clone())?;
                 self.fit_groups(fit, &w, columns, &part, g, group)?;
             }
-            self.round_block(&w, u, order, places.clone(), g, (&codes, &errors))?;
-            self.take_over(&mut w, u, &errors, places.clone(), g)?;
+            self.round_block(&o, &w, u, order, places.clone(), g, (&codes, &errors))?;
+            self.take_over(&o, &mut w, u, &errors, places.clone(), g)?;
         }
         self.synchronize()?;
         Ok(codes)
@@ -238,14 +320,16 @@ impl CudaOps {
 
     /// A copy of some values.
     fn part(&self, from: &Buffer<f32>, range: Range<usize>) -> Result<Buffer<f32>> {
-        let to = self.gpu().zeros("importance of columns", range.len())?;
-        self.copy_values(from.at(range.start), to.at(0), range.len())?;
+        let mut to = self.gpu().zeros("importance of columns", range.len())?;
+        self.copy((from, range.start), (&mut to, 0), range.len())?;
         // It may be freed while the kernel that uses it is queued: freeing waits.
         Ok(to)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     fn round_block(
         &self,
+        o: &Operands<'_>,
         w: &Buffer<f32>,
         u: &Buffer<f32>,
         order: &Order,
@@ -253,35 +337,18 @@ impl CudaOps {
         g: &Groups,
         (codes, errors): (&Codes, &Buffer<f32>),
     ) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            w: Address,
-            u: Address,
-            order: Address,
-            scales: Address,
-            zeros: Address,
-            codes: Address,
-            errors: Address,
-            rows: i32,
-            n: i32,
-            group: i32,
-            groups: i32,
-            start: i32,
-            len: i32,
-            max_code: f32,
-            pad: i32,
-        }
-        let args = Args {
-            w: w.at(0),
-            u: u.at(0),
-            order: order.0.at(0),
-            scales: g.scales.at(0),
-            zeros: g.zeros.at(0),
-            codes: codes.at(0),
-            errors: errors.at(0),
+        let n = g.cols;
+        let (scales, zeros) = g.addresses(o)?;
+        let args = RoundColumnsArgs {
+            w: o.of("weights", w, &[g.rows, n])?,
+            u: o.of("factor", u, &[n, n])?,
+            order: o.of("order", &order.0, &[n])?,
+            scales,
+            zeros,
+            codes: o.of("codes", codes, &[g.rows, n])?,
+            errors: o.of("errors", errors, &[g.rows, COLUMNS])?,
             rows: g.rows as i32,
-            n: g.cols as i32,
+            n: n as i32,
             group: g.group as i32,
             groups: g.groups() as i32,
             start: places.start as i32,
@@ -289,15 +356,17 @@ impl CudaOps {
             max_code: f32::from(g.max_code),
             pad: 0,
         };
-        let shape = (32 * ROWS, 4 * COLUMNS * COLUMNS);
-        let grid = (g.rows.div_ceil(ROWS), 1, 1);
-        // SAFETY: the caller checked all operands; shared memory holds the block of U.
-        unsafe { self.launch_shared("round_columns", grid, shape, &args) }
+        let shape = (32 * BLOCK_ROWS, 4 * COLUMNS * COLUMNS);
+        let grid = (g.rows.div_ceil(BLOCK_ROWS), 1, 1);
+        // SAFETY: the operands were checked, and by the caller that the places are columns; shared
+        // memory holds the block of U.
+        unsafe { self.launch_shared(&ROUND_COLUMNS, grid, shape, &args) }
     }
 
     /// Takes what a block's errors make of later columns from them.
     fn take_over(
         &self,
+        o: &Operands<'_>,
         w: &mut Buffer<f32>,
         u: &Buffer<f32>,
         errors: &Buffer<f32>,
@@ -319,13 +388,17 @@ impl CudaOps {
             accumulate: true,
         };
         let errors = Side {
-            at: errors.at(0),
+            at: o.of("errors", errors, &[g.rows, COLUMNS])?,
             ld: COLUMNS,
         };
-        let side = |at| Side { at, ld: n };
-        let (u, w) = (side(u.at(places.start * n + end)), side(w.at(end)));
-        // SAFETY: errors are [rows, 128]; of U the block's rows and of w all rows are meant, in
-        // columns from `end` on.
+        // Of U the block's rows and of w all rows are meant, in columns from `end` on.
+        let side = |what, x: &Buffer<f32>, first: usize, rows: usize| {
+            let at = o.part(what, x, first * n, &[rows, n])?.plus(4 * end);
+            Ok::<_, crate::Error>(Side { at, ld: n })
+        };
+        let u = side("factor", u, places.start, places.len())?;
+        let w = side("weights", w, 0, g.rows)?;
+        // SAFETY: the operands were checked.
         unsafe { self.product(product, errors, u, w) }
     }
 
@@ -339,38 +412,25 @@ impl CudaOps {
         codes: &Codes,
         g: &Groups,
     ) -> Result<Buffer<f32>> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            w: Address,
-            codes: Address,
-            scales: Address,
-            zeros: Address,
-            e: Address,
-            n: i32,
-            group: i32,
-            groups: i32,
-            pad: i32,
-        }
-        enough("rounding_error", "weights", g.values(), w.len())?;
-        enough("rounding_error", "codes", g.values(), codes.len())?;
+        let o = self.operands("rounding_error");
+        let (scales, zeros) = g.addresses(&o)?;
         let e = self.gpu().zeros("errors of rounding", g.values())?;
         for run in runs(g.rows) {
             let (at, group) = (run.start * g.cols, run.start * g.groups());
-            let args = Args {
-                w: w.at(at),
-                codes: codes.at(at),
-                scales: g.scales.at(group),
-                zeros: g.zeros.at(group),
-                e: e.at(at),
+            let args = ErrorArgs {
+                w: o.part("weights", w, at, &[run.len(), g.cols])?,
+                codes: o.part("codes", codes, at, &[run.len(), g.cols])?,
+                scales: scales.plus(4 * group),
+                zeros: zeros.plus(4 * group),
+                e: o.part("errors", &e, at, &[run.len(), g.cols])?,
                 n: g.cols as i32,
                 group: g.group as i32,
                 groups: g.groups() as i32,
                 pad: 0,
             };
             let grid = cover(g.cols, run.len());
-            // SAFETY: all operands were checked, and the run is one of their rows.
-            unsafe { self.launch_shared("rounding_error", grid, (THREADS, 0), &args)? };
+            // SAFETY: the operands were checked.
+            unsafe { self.launch_shared(&ROUNDING_ERROR, grid, (THREADS, 0), &args)? };
         }
         Ok(e)
     }
@@ -380,25 +440,16 @@ impl CudaOps {
     /// # Errors
     /// Operands that are too short.
     pub fn dot(&self, a: &Buffer<f32>, b: &Buffer<f32>, n: usize) -> Result<f64> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            a: Address,
-            b: Address,
-            parts: Address,
-            n: i64,
-        }
-        enough("dot", "a", n, a.len())?;
-        enough("dot", "b", n, b.len())?;
+        let o = self.operands("dot");
         let parts: Buffer<f64> = self.gpu().zeros("partial sums", PARTS)?;
-        let args = Args {
-            a: a.at(0),
-            b: b.at(0),
-            parts: parts.at(0),
+        let args = DotArgs {
+            a: o.of("a", a, &[n])?,
+            b: o.of("b", b, &[n])?,
+            parts: o.of("partial sums", &parts, &[PARTS])?,
             n: n as i64,
         };
-        // SAFETY: both operands were checked; there is a part for each block.
-        unsafe { self.launch_shared("dot_parts", (PARTS, 1, 1), (THREADS, 0), &args)? };
+        // SAFETY: the operands were checked; there is a part for each block.
+        unsafe { self.launch_shared(&DOT_PARTS, (PARTS, 1, 1), (THREADS, 0), &args)? };
         self.synchronize()?;
         let mut sums = vec![0.0; PARTS];
         parts.read(0, &mut sums)?;
@@ -410,28 +461,19 @@ impl CudaOps {
     /// # Errors
     /// Too little memory; operands that are too short.
     pub fn divide_moments(&self, h: &Buffer<f32>, s: &[f32]) -> Result<Buffer<f32>> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            h: Address,
-            s: Address,
-            to: Address,
-            n: i32,
-            pad: i32,
-        }
         let n = s.len();
-        enough("divide_moments", "moments", n * n, h.len())?;
+        let o = self.operands("divide_moments");
         let s = self.gpu().upload("scales of inputs", s)?;
         let to = self.gpu().zeros("second moments", n * n)?;
-        let args = Args {
-            h: h.at(0),
-            s: s.at(0),
-            to: to.at(0),
+        let args = DivideArgs {
+            h: o.of("moments", h, &[n, n])?,
+            s: o.of("scales", &s, &[n])?,
+            to: o.of("divided moments", &to, &[n, n])?,
             n: n as i32,
             pad: 0,
         };
-        // SAFETY: both are [n, n]; the scales outlive the kernel, which is waited for.
-        unsafe { self.launch_shared("divide_moments", cover(n, n), (THREADS, 0), &args)? };
+        // SAFETY: the operands were checked.
+        unsafe { self.launch_shared(&DIVIDE_MOMENTS, cover(n, n), (THREADS, 0), &args)? };
         self.synchronize()?;
         Ok(to)
     }
@@ -441,24 +483,16 @@ impl CudaOps {
     /// # Errors
     /// A matrix that is too short.
     pub fn diagonal(&self, h: &Buffer<f32>, n: usize) -> Result<Vec<f32>> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            h: Address,
-            to: Address,
-            n: i32,
-            pad: i32,
-        }
-        enough("diagonal", "matrix", n * n, h.len())?;
+        let o = self.operands("diagonal");
         let to: Buffer<f32> = self.gpu().zeros("a diagonal", n)?;
-        let args = Args {
-            h: h.at(0),
-            to: to.at(0),
+        let args = DiagonalArgs {
+            h: o.of("matrix", h, &[n, n])?,
+            to: o.of("diagonal", &to, &[n])?,
             n: n as i32,
             pad: 0,
         };
-        // SAFETY: both operands hold what n says.
-        unsafe { self.launch_shared("diagonal", cover(n, 1), (THREADS, 0), &args)? };
+        // SAFETY: the operands were checked.
+        unsafe { self.launch_shared(&DIAGONAL, cover(n, 1), (THREADS, 0), &args)? };
         self.synchronize()?;
         let mut values = vec![0.0; n];
         to.read(0, &mut values)?;

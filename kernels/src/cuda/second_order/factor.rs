@@ -1,10 +1,10 @@
 //! The factor that GPTQ rounds by (`cuda/factor.cu`).
 
-use super::{THREADS, check_order, cover};
-use crate::cuda::driver::{Address, Buffer};
+use super::{BENCH, ROUNDING, THREADS, check_order, cover};
+use crate::cuda::driver::{Address, Buffer, Operands};
 use crate::cuda::grad::CudaOps;
+use crate::cuda::kernel::{Instance, kernels};
 use crate::error::Result;
-use crate::grad::enough;
 
 /// Side of a tile of `cuda/factor.cu`.
 const SIDE: usize = 64;
@@ -26,6 +26,19 @@ pub struct Damped<'a> {
     pub damping: f64,
 }
 
+kernels! {
+    GATHER: GatherArgs = "factor_gather" in "factor.cu", test ROUNDING, bench BENCH;
+    FACTOR_DIAGONAL: FactorDiagonalArgs = "factor_diagonal" in "factor.cu", test ROUNDING, bench BENCH;
+    TILES: Tiles = "factor_tiles" in "factor.cu", test ROUNDING, bench BENCH,
+        instances &["factor_tiles_nn", "factor_tiles_nt"];
+    PANEL: PanelArgs = "factor_panel" in "factor.cu", test ROUNDING, bench BENCH;
+    EMIT: EmitArgs = "factor_emit" in "factor.cu", test ROUNDING, bench BENCH;
+}
+
+/// Instances of [`TILES`]: B as it is, and transposed.
+const NN: usize = 0;
+const NT: usize = 1;
+
 /// `FactorTilesArgs` of `cuda/factor.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -42,14 +55,65 @@ struct Tiles {
     pad: i32,
 }
 
+/// `FactorGatherArgs` of `cuda/factor.cu`, as those below.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GatherArgs {
+    h: Address,
+    order: Address,
+    dead: Address,
+    a: Address,
+    fill: f64,
+    damping: f64,
+    n: i32,
+    np: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct FactorDiagonalArgs {
+    a: Address,
+    inverse: Address,
+    flag: Address,
+    np: i32,
+    k: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PanelArgs {
+    from: Address,
+    to: Address,
+    ld: i32,
+    pad: i32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct EmitArgs {
+    a: Address,
+    inverse: Address,
+    u: Address,
+    flag: Address,
+    n: i32,
+    np: i32,
+}
+
 /// A factorization under way.
 struct Work<'a> {
     ops: &'a CudaOps,
     np: usize,
-    a: Buffer<f64>,       // [np, np]
-    inverse: Buffer<f64>, // [np / 64][64][64]
-    panel: Buffer<f64>,   // [np, 64]
-    flag: Buffer<u32>,    // 1: not positive, or not finite
+    /// What the addresses are of.
+    _matrices: [Buffer<f64>; 3],
+    flag: Buffer<u32>,
+    at: Addresses,
+}
+
+struct Addresses {
+    a: Address,       // [np, np]
+    inverse: Address, // [np / 64][64][64]
+    panel: Address,   // [np, 64]
+    flag: Address,    // 1: not positive, or not finite
 }
 
 /// Bytes that a factorization of `n` inputs takes, beside its result.
@@ -72,28 +136,35 @@ impl CudaOps {
     /// # Errors
     /// Too little memory; the device's.
     pub fn inverse_factor(&self, h: &Buffer<f32>, d: Damped<'_>) -> Result<Option<Buffer<f32>>> {
+        let o = self.operands("inverse_factor");
         let n = d.order.len();
-        enough("inverse_factor", "moments", n * n, h.len())?;
-        enough("inverse_factor", "dead", n, d.dead.len())?;
+        o.at_least("dead", n, d.dead.len())?;
         check_order(d.order)?;
         let np = n.next_multiple_of(SIDE);
         let what = "factoring second moments";
+        let matrix = |n| self.gpu().zeros(what, n);
+        let (a, inverse, panel) = (matrix(np * np)?, matrix(np * SIDE)?, matrix(np * SIDE)?);
+        let flag = self.gpu().zeros(what, 1)?;
         let work = Work {
             ops: self,
             np,
-            a: self.gpu().zeros(what, np * np)?,
-            inverse: self.gpu().zeros(what, np * SIDE)?,
-            panel: self.gpu().zeros(what, np * SIDE)?,
-            flag: self.gpu().zeros(what, 1)?,
+            at: Addresses {
+                a: o.of("moments", &a, &[np, np])?,
+                inverse: o.of("inverses", &inverse, &[np, SIDE])?,
+                panel: o.of("panel", &panel, &[np, SIDE])?,
+                flag: o.of("flag", &flag, &[1])?,
+            },
+            _matrices: [a, inverse, panel],
+            flag,
         };
-        work.gather(h, d)?;
+        work.gather(&o, h, d)?;
         for k in 0..np / SIDE {
             work.factor_column(k)?;
         }
         for k in 0..np / SIDE {
             work.invert_column(k)?;
         }
-        let u = work.emit(n)?;
+        let u = work.emit(&o, n)?;
         self.synchronize()?;
         let mut flag = [0];
         work.flag.read(0, &mut flag)?;
@@ -104,75 +175,60 @@ impl CudaOps {
 impl Work<'_> {
     /// Tile `(row, col)` of A.
     fn tile(&self, row: usize, col: usize) -> Address {
-        self.a.at(row * SIDE * self.np + col * SIDE)
+        debug_assert!(row.max(col) < self.np / SIDE);
+        (self.at.a).plus((row * SIDE * self.np + col * SIDE) * size_of::<f64>())
     }
 
     /// The inverse of block `k` of the diagonal.
     fn diagonal(&self, k: usize) -> Address {
-        self.inverse.at(k * TILE)
+        debug_assert!(k < self.np / SIDE);
+        self.at.inverse.plus(k * TILE * size_of::<f64>())
     }
 
-    fn gather(&self, h: &Buffer<f32>, d: Damped<'_>) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            h: Address,
-            order: Address,
-            dead: Address,
-            a: Address,
-            fill: f64,
-            damping: f64,
-            n: i32,
-            np: i32,
-        }
-        let gpu = self.ops.gpu();
+    fn gather(&self, o: &Operands<'_>, h: &Buffer<f32>, d: Damped<'_>) -> Result<()> {
+        let (gpu, n) = (self.ops.gpu(), d.order.len());
         let order = gpu.upload("order of columns", d.order)?;
         let dead = gpu.upload("order of columns", d.dead)?;
-        let args = Args {
-            h: h.at(0),
-            order: order.at(0),
-            dead: dead.at(0),
-            a: self.a.at(0),
+        let args = GatherArgs {
+            h: o.of("moments", h, &[n, n])?,
+            order: o.of("order", &order, &[n])?,
+            dead: o.of("dead", &dead, &[n])?,
+            a: self.at.a,
             fill: d.fill,
             damping: d.damping,
-            n: d.order.len() as i32,
+            n: n as i32,
             np: self.np as i32,
         };
-        // SAFETY: h was checked for [n, n], A is [np, np]; the order is a permutation of the
-        // inputs, and both lists outlive the kernel, which is waited for.
+        // SAFETY: the operands were checked, and that the order names inputs.
         unsafe {
             let grid = cover(self.np, self.np);
-            (self.ops).launch_shared("factor_gather", grid, (THREADS, 0), &args)?;
+            (self.ops).launch_shared(&GATHER, grid, (THREADS, 0), &args)?;
         }
         self.ops.synchronize()
     }
 
     /// # Safety
     /// The tiles lie within the operands, `[rows]` by `[cols]` of them.
-    unsafe fn tiles(&self, name: &str, grid: (usize, usize), args: &Tiles) -> Result<()> {
+    unsafe fn tiles(
+        &self,
+        kernel: Instance<Tiles>,
+        grid: (usize, usize),
+        args: &Tiles,
+    ) -> Result<()> {
         if grid.0 * grid.1 == 0 {
             return Ok(());
         }
         let shape = (THREADS, TILES_SHARED);
         // SAFETY: the caller's; shared memory holds two tiles.
-        unsafe { (self.ops).launch_shared(name, (grid.0, grid.1, 1), shape, args) }
+        unsafe { (self.ops).launch_shared(kernel, (grid.0, grid.1, 1), shape, args) }
     }
 
     /// Column `k` of L, and what it takes from the columns behind it.
     fn factor_column(&self, k: usize) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            a: Address,
-            inverse: Address,
-            flag: Address,
-            np: i32,
-            k: i32,
-        }
-        let args = Args {
-            a: self.a.at(0),
-            inverse: self.inverse.at(0),
-            flag: self.flag.at(0),
+        let args = FactorDiagonalArgs {
+            a: self.at.a,
+            inverse: self.at.inverse,
+            flag: self.at.flag,
             np: self.np as i32,
             k: k as i32,
         };
@@ -181,7 +237,7 @@ impl Work<'_> {
         // SAFETY: block k is within A and the inverses; shared memory holds both tiles.
         unsafe {
             let shape = (THREADS, DIAGONAL_SHARED);
-            (self.ops).launch_shared("factor_diagonal", (1, 1, 1), shape, &args)?;
+            (self.ops).launch_shared(&FACTOR_DIAGONAL, (1, 1, 1), shape, &args)?;
         }
         if below == 0 {
             return Ok(());
@@ -210,21 +266,13 @@ impl Work<'_> {
         // SAFETY: `below` tiles of column k, one column of tiles that are their own A; and the
         // lower triangle of what is right of and below them.
         unsafe {
-            self.tiles("factor_tiles_nt", (1, below), &panel)?;
-            self.tiles("factor_tiles_nt", (below * (below + 1) / 2, 1), &behind)
+            self.tiles(TILES.instance(NT), (1, below), &panel)?;
+            self.tiles(TILES.instance(NT), (below * (below + 1) / 2, 1), &behind)
         }
     }
 
     /// Row `k` of the inverse, and what it adds to the rows below it.
     fn invert_column(&self, k: usize) -> Result<()> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            from: Address,
-            to: Address,
-            ld: i32,
-            pad: i32,
-        }
         let ld = self.np as i32;
         let below = self.np / SIDE - k - 1;
         let row = Tiles {
@@ -240,18 +288,18 @@ impl Work<'_> {
             pad: 0,
         };
         // SAFETY: the k tiles left of the diagonal, one row of tiles that are their own B.
-        unsafe { self.tiles("factor_tiles_nn", (k, 1), &row)? };
+        unsafe { self.tiles(TILES.instance(NN), (k, 1), &row)? };
         if below == 0 {
             return Ok(());
         }
-        let args = Args {
+        let args = PanelArgs {
             from: self.tile(k + 1, k),
-            to: self.panel.at(0),
+            to: self.at.panel,
             ld,
             pad: 0,
         };
         let left = Tiles {
-            a: self.panel.at(0),
+            a: self.at.panel,
             c: self.tile(k + 1, 0),
             alpha: -1.0,
             accumulate: 1,
@@ -268,37 +316,27 @@ impl Work<'_> {
         // up to k.
         unsafe {
             let rows = (below * SIDE, 1, 1);
-            (self.ops).launch_shared("factor_panel", rows, (SIDE, 0), &args)?;
-            self.tiles("factor_tiles_nn", (k, below), &left)?;
-            self.tiles("factor_tiles_nn", (1, below), &own)
+            (self.ops).launch_shared(&PANEL, rows, (SIDE, 0), &args)?;
+            self.tiles(TILES.instance(NN), (k, below), &left)?;
+            self.tiles(TILES.instance(NN), (1, below), &own)
         }
     }
 
-    fn emit(&self, n: usize) -> Result<Buffer<f32>> {
-        #[derive(Clone, Copy)]
-        #[repr(C)]
-        struct Args {
-            a: Address,
-            inverse: Address,
-            u: Address,
-            flag: Address,
-            n: i32,
-            np: i32,
-        }
+    fn emit(&self, o: &Operands<'_>, n: usize) -> Result<Buffer<f32>> {
         let u = self
             .ops
             .gpu()
             .zeros("the factor of second moments", n * n)?;
-        let args = Args {
-            a: self.a.at(0),
-            inverse: self.inverse.at(0),
-            u: u.at(0),
-            flag: self.flag.at(0),
+        let args = EmitArgs {
+            a: self.at.a,
+            inverse: self.at.inverse,
+            u: o.of("factor", &u, &[n, n])?,
+            flag: self.at.flag,
             n: n as i32,
             np: self.np as i32,
         };
         // SAFETY: U is [n, n], A and the inverses cover it.
-        unsafe { (self.ops).launch_shared("factor_emit", cover(n, n), (THREADS, 0), &args)? };
+        unsafe { (self.ops).launch_shared(&EMIT, cover(n, n), (THREADS, 0), &args)? };
         Ok(u)
     }
 }

@@ -4,8 +4,8 @@
 //!
 //! Which columns come first, how much is damped and what is tried is the caller's.
 
-mod columns;
-mod factor;
+pub(super) mod columns;
+pub(super) mod factor;
 
 pub use columns::{Codes, ColumnBlock, FitShape, Groups};
 pub use factor::Damped;
@@ -61,3 +61,9 @@ fn cover(n: usize, rows: usize) -> (usize, usize, usize) {
 }
 
 const THREADS: usize = 256;
+
+/// Tests of whole roundings and of what is measured of them, and what times these kernels.
+const ROUNDING: &str = "quantize/tests/second_order.rs::the_gpu_rounds_as_the_host";
+const MEASURES: &str =
+    "quantize/tests/second_order.rs::moments_are_scaled_and_errors_measured_where_they_are";
+const BENCH: &str = "second_order";

@@ -5,8 +5,8 @@ use super::step::{StepEnd, StepKind, StepRows, WideRows};
 use crate::cuda::model::CudaModel;
 use crate::forward::{Attention, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Columns, DeviceLinear, DevicePages,
-    GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput, Stream,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, Columns, DeviceLinear,
+    DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput, Stream,
 };
 use nq_kernels::{Error, Result};
 
@@ -50,7 +50,7 @@ impl Device<'_> {
         &self,
         layer: usize,
         attention: &Attention<DeviceLinear, Buffer<f32>>,
-        (qkv, step): (&Buffer<f32>, &Buffer<Step>),
+        (qkv, step): (&Buffer<f32>, &Checked<Step>),
         scratch: &mut AttentionScratch,
         out: AttentionOutput<'_>,
         late: bool,
@@ -164,7 +164,7 @@ impl Ops for NarrowPass<'_> {
 struct WidePass<'a> {
     device: Device<'a>,
     x: &'a mut Buffer<f32>,
-    step: &'a Buffer<Step>,
+    step: &'a Checked<Step>,
     qkv: &'a mut Buffer<f32>,
     scratch: &'a mut AttentionScratch,
     rows: &'a mut WideRows,

@@ -226,7 +226,7 @@ impl CudaSession {
     }
 
     /// Final norm and head over the listed rows of `many.x`.
-    fn run_head(&mut self, rows: &[i32], observer: &mut Option<&mut dyn Observer>) -> Result<()> {
+    fn run_head(&mut self, rows: &[u32], observer: &mut Option<&mut dyn Observer>) -> Result<()> {
         let Self {
             stream,
             model,
@@ -255,7 +255,7 @@ impl CudaSession {
             multiply(device, head, normed, &many.head_in, out, m)?;
             stream.read(&many.logits, 0, logits_host, m * vocab)?;
             stream.synchronize()?;
-            logits.extend_from_slice(&logits_host.values()[..m * vocab]);
+            logits.extend_from_slice(&logits_host.values()?[..m * vocab]);
         }
         if let Some(observer) = observer {
             observer.head_input(&seen);
@@ -288,7 +288,7 @@ impl CudaSession {
                 position: (position + i) as i32,
                 slot: chunk.slot as i32,
             }));
-            wanted.extend(chunk.logits.rows(count).map(|i| (row + i) as i32));
+            wanted.extend(chunk.logits.rows(count).map(|i| (row + i) as u32));
         }
         self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         self.many.tokens.write(0, &tokens)?;

@@ -10,9 +10,10 @@ use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
-    Adjustments, Advance, AttentionScratch, Buffer, Candidates, Columns, DeviceLinear, Gpu, Graph,
-    Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, NONE_ALLOWED,
-    NOT_FINITE, PartialSums, Pinned, Sampling, Step, best_len, wide_best_len,
+    Adjustments, Advance, AttentionScratch, Buffer, Candidates, Checked, Columns, DeviceLinear,
+    Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped,
+    NONE_ALLOWED, NOT_FINITE, PartialSums, Places, Sampling, Step, StepBounds, best_len,
+    wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -27,7 +28,7 @@ const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
 /// Buffers of the fused step of up to `rows` rows. Tokens are drawn in the first of them, the seats.
 pub(super) struct StepRows {
     rows: usize,
-    pub(super) step: Buffer<Step>,    // [rows]
+    pub(super) step: Checked<Step>,   // [rows]
     pub(super) x: Buffer<f32>,        // [rows, hidden], the residual
     pub(super) qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
     pub(super) attended: Buffer<f32>, // [narrow rows, q_dim]
@@ -40,8 +41,8 @@ pub(super) struct StepRows {
     sampling: Buffer<Sampling>,          // [seats]
     candidates: Option<Candidates>,
     adjust: Adjustments,        // [seats]
-    ring: Pinned<u32>,          // [seats, RING]
-    logprobs: Pinned<Logprobs>, // [seats, RING]
+    ring: Mapped<u32>,          // [seats, RING]
+    logprobs: Mapped<Logprobs>, // [seats, RING]
     seats: Vec<Seat>,
     /// Who sat in the rows of each step that is queued and not received.
     queued: VecDeque<Vec<Seat>>,
@@ -125,15 +126,16 @@ struct Seat {
 }
 
 impl StepRows {
-    /// For the steps of a session that `spec` describes; all rows are idle.
-    pub(super) fn new(model: &CudaModel, spec: &SessionSpec) -> Result<Self> {
+    /// For the steps of a session that `spec` describes; all rows are idle, in the last slot of
+    /// `places`.
+    pub(super) fn new(model: &CudaModel, spec: &SessionSpec, places: Places) -> Result<Self> {
         let gpu = &model.gpu;
         let StepSize { seats, rows } = StepSize::new(spec, most_together(gpu));
         let c = &model.config;
         let w = Widths::of(&model.config);
-        let idle = idle_step(spec.slots, 0);
-        let mut ring = gpu.pinned("sampled tokens", seats * RING)?;
-        ring.values_mut().fill(PENDING);
+        let idle = idle_step(places.slots - 1, 0);
+        let tokens = w.vocab;
+        let bounds = StepBounds { places, tokens };
         let narrow = rows.min(MOST_SEQUENCES);
         let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
         let blocks = (1..=rows).map(|m| m * head_blocks(gpu, &model.head, m));
@@ -148,7 +150,7 @@ impl StepRows {
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
         Ok(StepRows {
             rows,
-            step: gpu.upload("activations", &vec![idle; rows])?,
+            step: Checked::new(gpu, "activations", rows, idle, bounds)?,
             x: f32s(rows, w.hidden)?,
             qkv: f32s(rows, w.qkv)?,
             attended: f32s(narrow, w.q)?,
@@ -161,8 +163,8 @@ impl StepRows {
             sampling: gpu.zeros("activations", seats)?,
             candidates: Candidates::new(gpu, w.vocab, seats)?,
             adjust: Adjustments::new(gpu, w.vocab, seats)?,
-            ring,
-            logprobs: gpu.pinned("sampled tokens", seats * RING)?,
+            ring: gpu.mapped("sampled tokens", seats * RING, PENDING)?,
+            logprobs: gpu.mapped("sampled tokens", seats * RING, Logprobs::default())?,
             seats: vec![Seat::default(); seats],
             queued: VecDeque::new(),
             written: false,
@@ -384,20 +386,20 @@ impl CudaSession {
         let m = bucket(rows.len()).min(self.step.rows);
         let longest = rows.iter().map(|r| r.position as usize + 1).max();
         let kind = self.kind(m, longest.unwrap_or(1), StepEnd::Logits);
-        self.stream.put(&mut self.step.step, 0, &rows)?;
+        self.stream.put_checked(&mut self.step.step, 0, &rows)?;
         self.run_step(kind)?;
         for (row, step) in rows.iter_mut().enumerate() {
             let drawn = self.step.seats.get(row).map_or(0, |s| s.drawn);
             *step = idle_step(self.pages.idle_slot(), drawn);
         }
-        self.stream.put(&mut self.step.step, 0, &rows)?;
+        self.stream.put_checked(&mut self.step.step, 0, &rows)?;
         for rows in wanted {
             for some in rows.clone().step_by(LOGIT_ROWS) {
                 let n = LOGIT_ROWS.min(rows.end - some) * vocab;
                 let host = &mut self.logits_host;
                 self.stream.read(&self.step.logits, some * vocab, host, n)?;
                 self.stream.synchronize()?;
-                self.logits.extend_from_slice(&host.values()[..n]);
+                self.logits.extend_from_slice(&host.values()?[..n]);
             }
         }
         self.settle_profile()
@@ -507,7 +509,7 @@ impl StepsAhead for CudaSession {
             token,
             drawn,
         };
-        self.stream.put(&mut self.step.step, row, &[step])?;
+        self.stream.put_checked(&mut self.step.step, row, &[step])?;
         let p = sampler.params();
         self.step.written = true;
         self.step.seats[row] = Seat {
@@ -526,7 +528,7 @@ impl StepsAhead for CudaSession {
             ..Seat::default()
         };
         let idle = idle_step(self.pages.idle_slot(), drawn);
-        self.stream.put(&mut self.step.step, row, &[idle])?;
+        self.stream.put_checked(&mut self.step.step, row, &[idle])?;
         let greedy = Sampling::default();
         self.stream.put(&mut self.step.sampling, row, &[greedy])?;
         self.step.written = true;

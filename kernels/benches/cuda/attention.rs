@@ -1,0 +1,192 @@
+//! Attention, and the pages of keys and values that it reads.
+
+use super::timing::{MODELS, Model, Timing};
+use nq_kernels::Result;
+use nq_kernels::cpu::{KvType, PAGE};
+use nq_kernels::cuda::{
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DevicePages, HEAD_DIM,
+    Heads, PageEntry, PagesShape, Row, SequenceRows, Step, StepBounds,
+};
+
+/// Layers that take turns, so that pages come out of memory.
+const LAYERS: usize = 8;
+const KV: [(KvType, &str); 2] = [(KvType::F16, "fp16"), (KvType::Int8, "int8")];
+
+/// Gains and rotary table, and pages that `slots` sequences of `ctx` positions fill.
+struct Layers {
+    gain: Buffer<f32>,
+    table: Buffer<[f32; 2]>,
+    pages: DevicePages,
+}
+
+impl Layers {
+    fn new(t: &Timing, model: Model, kv: KvType, slots: usize, ctx: usize) -> Result<Self> {
+        let each = ctx.div_ceil(PAGE);
+        let shape = PagesShape {
+            kv,
+            layers: LAYERS,
+            kv_heads: model.kv_heads,
+            pages: slots * each,
+            slots,
+            ctx,
+        };
+        let mut pages = DevicePages::new(&t.gpu, shape)?;
+        let entry = |i: usize| PageEntry {
+            slot: i % slots,
+            index: i / slots,
+            page: i as u32,
+        };
+        let entries: Vec<PageEntry> = (0..slots * each).map(entry).collect();
+        t.stream.set_pages(&mut pages, &entries)?;
+        Ok(Layers {
+            gain: t.gpu.upload("a benchmark", &[1.0; HEAD_DIM])?,
+            table: t
+                .gpu
+                .upload("a benchmark", &vec![[1.0, 0.0]; each * PAGE * HEAD_DIM / 2])?,
+            pages,
+        })
+    }
+
+    fn heads(&self, heads: usize) -> Heads<'_> {
+        Heads {
+            heads,
+            q_gain: &self.gain,
+            k_gain: &self.gain,
+            cos_sin: &self.table,
+            eps: 1e-6,
+        }
+    }
+
+    /// Bytes of `n` positions' keys and values in a layer.
+    fn bytes(&self, n: usize) -> usize {
+        let shape = self.pages.shape();
+        2 * n * shape.kv_heads * shape.kv.bytes(HEAD_DIM)
+    }
+}
+
+/// Steps of one row a sequence: rows and positions.
+pub(crate) fn attention_decode(t: &mut Timing) -> Result<()> {
+    let shapes = [(1, 128), (1, 8192), (1, 32_768), (16, 512), (64, 512)];
+    attention_of_steps(t, false, &shapes)
+}
+
+/// Steps whose rows are one sequence's.
+pub(crate) fn attention_run(t: &mut Timing) -> Result<()> {
+    attention_of_steps(t, true, &[(2, 128), (8, 128), (8, 8192), (16, 512)])
+}
+
+fn attention_of_steps(t: &mut Timing, runs: bool, shapes: &[(usize, usize)]) -> Result<()> {
+    for model in MODELS {
+        for (kv, name) in KV {
+            for &(m, depth) in shapes {
+                let sequences = if runs { 1 } else { m };
+                let layers = Layers::new(t, model, kv, sequences, depth)?;
+                let (heads, kv_heads) = (model.heads, model.kv_heads);
+                let qkv = vec![0.1f32; m * (heads + 2 * kv_heads) * HEAD_DIM];
+                let qkv = t.gpu.upload("a benchmark", &qkv)?;
+                let steps: Vec<Step> = (0..m)
+                    .map(|row| Step {
+                        position: (if runs { depth - m + row } else { depth - 1 }) as i32,
+                        slot: (row % sequences) as i32,
+                        ..Step::default()
+                    })
+                    .collect();
+                let bounds = StepBounds {
+                    places: layers.pages.places(),
+                    tokens: 1,
+                };
+                let steps = Checked::upload(&t.gpu, "a benchmark", &steps, bounds)?;
+                let mut scratch = AttentionScratch::new(&t.gpu, heads, kv_heads, m)?;
+                let mut out = t.gpu.zeros("a benchmark", m * heads * HEAD_DIM)?;
+                let shape = AttentionShape {
+                    m,
+                    splits: AttentionScratch::splits(&t.gpu, kv_heads, m, depth),
+                    late: false,
+                    runs,
+                };
+                let what = format!("{} {m} x {depth} positions {name}", model.name);
+                t.chained(&what, layers.bytes(sequences * depth), |turn| {
+                    let out = AttentionOutput::Full(&mut out);
+                    let layer = layers.pages.layer(turn % LAYERS);
+                    let heads = layers.heads(heads);
+                    (t.stream).attention_decode(
+                        &qkv,
+                        &steps,
+                        &heads,
+                        layer,
+                        &mut scratch,
+                        out,
+                        shape,
+                    )
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A prefill's attention over its own rows: appending, by the fast kernel, and by the plain one.
+pub(crate) fn attention_prefill(t: &mut Timing) -> Result<()> {
+    const ROWS: usize = 2048;
+    for model in MODELS {
+        for (kv, name) in KV {
+            let layers = Layers::new(t, model, kv, 1, ROWS)?;
+            let (heads, width) = (model.heads, model.heads + 2 * model.kv_heads);
+            let qkv = vec![0.1f32; ROWS * width * HEAD_DIM];
+            let mut qkv = t.gpu.upload("a benchmark", &qkv)?;
+            let rows: Vec<Row> = (0..ROWS as i32)
+                .map(|position| Row { position, slot: 0 })
+                .collect();
+            let rows = Checked::upload(&t.gpu, "a benchmark", &rows, layers.pages.places())?;
+            let what = |op: &str| format!("{} {op} {ROWS} rows {name}", model.name);
+            let moved = 4 * ROWS * width * HEAD_DIM + layers.bytes(ROWS);
+            t.alone(&what("append"), moved, |turn| {
+                let layer = layers.pages.layer(turn % LAYERS);
+                t.stream
+                    .append(&mut qkv, &rows, &layers.heads(heads), layer, ROWS)
+            })?;
+            let sequence = SequenceRows {
+                row: 0,
+                count: ROWS,
+                position: 0,
+                slot: 0,
+            };
+            let mut half = t.gpu.zeros("a benchmark", ROWS * heads * HEAD_DIM)?;
+            t.alone(&what("attention_prefill"), layers.bytes(ROWS), |turn| {
+                let layer = layers.pages.layer(turn % LAYERS);
+                t.stream
+                    .attention_prefill(&qkv, sequence, heads, layer, &mut half)
+            })?;
+            let mut full = t.gpu.zeros("a benchmark", ROWS * heads * HEAD_DIM)?;
+            t.alone(&what("attention_reference"), layers.bytes(ROWS), |turn| {
+                let layer = layers.pages.layer(turn % LAYERS);
+                t.stream
+                    .attention_reference(&qkv, &rows, heads, layer, &mut full, ROWS)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn pages(t: &mut Timing) -> Result<()> {
+    for model in MODELS {
+        for (kv, name) in KV {
+            let mut layers = Layers::new(t, model, kv, 4, 8 * PAGE)?;
+            let page = layers.bytes(PAGE) * LAYERS;
+            let what = format!("{} copy_page {LAYERS} layers {name}", model.name);
+            t.alone(&what, 2 * page, |turn| {
+                let turn = turn as u32;
+                t.stream.copy_page(&mut layers.pages, turn, turn + 1)
+            })?;
+            let entry = PageEntry {
+                slot: 1,
+                index: 2,
+                page: 3,
+            };
+            t.chained(&format!("{} set_pages", model.name), 4, |_| {
+                t.stream.set_pages(&mut layers.pages, &[entry])
+            })?;
+        }
+    }
+    Ok(())
+}

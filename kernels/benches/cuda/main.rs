@@ -1,0 +1,74 @@
+//! Each CUDA kernel alone, in the shapes of Qwen3 0.6B and 8B, against the device's memory rate.
+//!
+//! `cargo bench -p nq-kernels --features cuda --bench cuda [-- NAME ...]` prints a line an
+//! operation: microseconds, bytes that it must read and write, and their share of the rate at
+//! which the device reads its memory. Operations of a decode step are also timed as a step runs
+//! them, in a recorded graph where one may begin before the last has ended ("chained"). Weights
+//! and pages come out of memory: copies larger than the cache take turns. Names are those of
+//! `BENCHES`; the kernels' rows in the table say which of them times which kernel.
+#![allow(missing_docs, reason = "a benchmark's main")]
+#![allow(clippy::print_stdout, reason = "a benchmark prints what it finds")]
+
+#[cfg(feature = "cuda")]
+mod attention;
+#[cfg(feature = "cuda")]
+mod products;
+#[cfg(feature = "cuda")]
+mod rows;
+#[cfg(feature = "cuda")]
+mod timing;
+#[cfg(feature = "cuda")]
+mod training;
+
+#[cfg(not(feature = "cuda"))]
+fn main() {
+    println!("skipped: this build has no CUDA kernels (feature `cuda`)");
+}
+
+#[cfg(feature = "cuda")]
+type Bench = (
+    &'static str,
+    fn(&mut timing::Timing) -> nq_kernels::Result<()>,
+);
+
+#[cfg(feature = "cuda")]
+const BENCHES: [Bench; 14] = [
+    ("read_all", rows::read_all),
+    ("gemv", products::gemv),
+    ("gemv_batch", products::gemv_batch),
+    ("gemm_step", products::gemm_step),
+    ("gemm", products::gemm),
+    ("linear_reference", products::linear_reference),
+    ("attention_decode", attention::attention_decode),
+    ("attention_run", attention::attention_run),
+    ("attention_prefill", attention::attention_prefill),
+    ("pages", attention::pages),
+    ("rows", rows::rows),
+    ("sampling", rows::sampling),
+    ("training", training::training),
+    ("second_order", training::second_order),
+];
+
+#[cfg(feature = "cuda")]
+fn main() {
+    let mut timing = match timing::Timing::new() {
+        Ok(timing) => timing,
+        Err(e) => {
+            println!("skipped: {e}");
+            return;
+        }
+    };
+    let wanted: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|a| !a.starts_with('-'))
+        .collect();
+    for (name, bench) in BENCHES {
+        if wanted.is_empty() || wanted.iter().any(|w| w == name) {
+            timing.begin(name);
+            if let Err(e) = bench(&mut timing) {
+                println!("  {name}: {e}");
+                std::process::exit(1);
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Products with packed weights.
+
+use super::timing::{MODELS, SCHEMES, Scheme, Timing, VOCAB};
+use nq_kernels::Result;
+use nq_kernels::cuda::{
+    Buffer, Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, PartialSums, StepOutput, best_len,
+};
+
+/// Buffers of a product of `m` rows.
+struct Operands {
+    x: Buffer<f32>,
+    half: Buffer<u16>,
+    gain: Buffer<f32>,
+    y: Buffer<f32>,
+    half_out: Buffer<u16>,
+}
+
+impl Operands {
+    fn new(t: &Timing, m: usize, out: usize, inp: usize) -> Result<Self> {
+        let what = "a benchmark";
+        Ok(Operands {
+            x: t.gpu.upload(what, &vec![0.5; m * inp])?,
+            half: t
+                .gpu
+                .upload(what, &vec![0x3800; m * inp.next_multiple_of(256)])?,
+            gain: t.gpu.upload(what, &vec![1.0; inp])?,
+            y: t.gpu.zeros(what, m * out)?,
+            half_out: t.gpu.zeros(what, m * out.next_multiple_of(256))?,
+        })
+    }
+}
+
+/// Runs `each` for the products of a layer of each model, in each scheme.
+fn of_layers(
+    t: &Timing,
+    schemes: &[(Scheme, &str)],
+    mut each: impl FnMut(&Timing, &str, &str, &[DeviceLinear]) -> Result<()>,
+) -> Result<()> {
+    for model in MODELS {
+        for &(scheme, name) in schemes {
+            for (product, out, inp) in model.products() {
+                let weights = t.weights(scheme, out, inp)?;
+                let what = format!("{} {product} {out} x {inp} {name}", model.name);
+                each(t, &what, product, &weights)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The output that a step has of a product, of normalized inputs where it has one.
+fn step_output<'a>(product: &str, gain: &'a Buffer<f32>, y: &'a mut Buffer<f32>) -> GemvOutput<'a> {
+    let norm = Norm { gain, eps: 1e-6 };
+    match product {
+        "qkv" => GemvOutput::Store(norm, y),
+        "gate_up" => GemvOutput::Silu(norm, y),
+        _ => GemvOutput::Add(y),
+    }
+}
+
+pub(crate) fn gemv(t: &mut Timing) -> Result<()> {
+    of_layers(t, &SCHEMES, |t, what, product, weights| {
+        let (out, inp) = (weights[0].rows(), weights[0].inputs());
+        let mut b = Operands::new(t, 1, out, inp)?;
+        t.chained(what, weights[0].bytes(), |turn| {
+            let w = &weights[turn % weights.len()];
+            t.stream
+                .gemv(w, &b.x, step_output(product, &b.gain, &mut b.y), false)
+        })
+    })?;
+    for model in MODELS {
+        let weights = t.weights(Scheme::Int8, VOCAB, model.hidden)?;
+        let w = &weights[0];
+        let mut b = Operands::new(t, 1, VOCAB, model.hidden)?;
+        let blocks = best_len(&t.gpu, w, 1);
+        let mut best = t.gpu.zeros("a benchmark", blocks)?;
+        let what = format!("{} head {VOCAB} x {} int8", model.name, model.hidden);
+        t.chained(&what, w.bytes(), |_| {
+            let norm = Norm {
+                gain: &b.gain,
+                eps: 1e-6,
+            };
+            t.stream
+                .gemv(w, &b.x, GemvOutput::Head(norm, &mut b.y, &mut best), false)
+        })?;
+    }
+    Ok(())
+}
+
+pub(crate) fn gemv_batch(t: &mut Timing) -> Result<()> {
+    of_layers(t, &SCHEMES, |t, what, product, weights| {
+        for m in [2, 8, 16] {
+            let (out, inp) = (weights[0].rows(), weights[0].inputs());
+            let mut b = Operands::new(t, m, out, inp)?;
+            let mut columns = Columns::new(&t.gpu, m, inp)?;
+            t.chained(&format!("{what}, {m} rows"), weights[0].bytes(), |turn| {
+                let w = &weights[turn % weights.len()];
+                let output = step_output(product, &b.gain, &mut b.y);
+                t.stream.gemv_batch(w, &b.x, output, &mut columns, m, false)
+            })?;
+        }
+        Ok(())
+    })
+}
+
+/// Products and norms of wide steps.
+pub(crate) fn gemm_step(t: &mut Timing) -> Result<()> {
+    if !t.gpu.takes_wide_steps() {
+        println!("  skipped: not on {}", t.gpu.info());
+        return Ok(());
+    }
+    of_layers(t, &SCHEMES, |t, what, product, weights| {
+        for m in [32, 64] {
+            let (out, inp) = (weights[0].rows(), weights[0].inputs());
+            let mut b = Operands::new(t, m, out, inp)?;
+            let mut sums = PartialSums::new(&t.gpu, m, out)?;
+            t.chained(&format!("{what}, {m} rows"), weights[0].bytes(), |turn| {
+                let w = &weights[turn % weights.len()];
+                let output = match product {
+                    "qkv" => StepOutput::Store(&mut b.y),
+                    "gate_up" => StepOutput::Silu(&mut b.half_out),
+                    _ => StepOutput::Parts(&mut sums),
+                };
+                t.stream.gemm_step(w, &b.half, output, m)
+            })?;
+            if product != "down" {
+                continue;
+            }
+            let mut x = t.gpu.zeros("a benchmark", m * out)?;
+            let gain = t.gpu.upload("a benchmark", &vec![1.0; out])?;
+            let bytes = 4 * m * out * (sums.parts() + 2) + 2 * m * out;
+            t.chained(&format!("norm behind {what}, {m} rows"), bytes, |_| {
+                let norm = Norm {
+                    gain: &gain,
+                    eps: 1e-6,
+                };
+                let half = &mut b.half_out;
+                t.stream
+                    .norm_step(&mut x, Some(&sums), norm, half, m, false)
+            })?;
+        }
+        Ok(())
+    })
+}
+
+pub(crate) fn gemm(t: &mut Timing) -> Result<()> {
+    of_layers(t, &SCHEMES, |t, what, product, weights| {
+        for m in [16, 64, 512] {
+            let (out, inp) = (weights[0].rows(), weights[0].inputs());
+            let mut b = Operands::new(t, m, out, inp)?;
+            let bytes = weights[0].bytes() + 2 * m * inp + 4 * m * out;
+            t.alone(&format!("{what}, {m} rows"), bytes, |turn| {
+                let w = &weights[turn % weights.len()];
+                let output = match product {
+                    "qkv" => GemmOutput::Store(&mut b.y),
+                    "gate_up" => GemmOutput::Silu(&mut b.half_out),
+                    _ => GemmOutput::Add(&mut b.y),
+                };
+                t.stream.gemm(w, &b.half, output, m)
+            })?;
+        }
+        Ok(())
+    })
+}
+
+pub(crate) fn linear_reference(t: &mut Timing) -> Result<()> {
+    of_layers(t, &SCHEMES[..1], |t, what, _, weights| {
+        let w = &weights[0];
+        let mut b = Operands::new(t, 8, w.rows(), w.inputs())?;
+        t.alone(&format!("{what}, 8 rows"), w.bytes(), |_| {
+            t.stream.linear_reference(w, &b.x, &mut b.y, 8, false)
+        })
+    })
+}

@@ -1,0 +1,212 @@
+//! Preparing activations: from rows of x to what [`super::input`] says that kernels read.
+
+use super::input::{Layout, Prepared, Values};
+use super::pack::{Codes, HOLE};
+use crate::cpu::memory::{Buffer, Shared};
+use crate::cpu::table::Table;
+use crate::cpu::{Team, with_scratch};
+use crate::reference::INT16_BASE;
+
+/// One row of x on its way into a block.
+#[derive(Default)]
+struct RowScratch {
+    floats: Buffer<f32>,
+    codes: [Buffer<i8>; 2],
+    scales: Buffer<f32>,
+    totals: [Buffer<i32>; 2],
+}
+
+impl Prepared {
+    /// Prepares `x` `[rows, k]`.
+    pub(crate) fn prepare(
+        &mut self,
+        team: &Team,
+        table: &Table,
+        layout: &Layout,
+        x: &[f32],
+        k: usize,
+    ) {
+        self.rows = x.len() / k;
+        // Blocks of equal width: 13 rows in blocks of at most 12 are 7 + 6, not 12 + 1.
+        let blocks = self.rows.div_ceil(layout.columns);
+        self.width = self.rows.div_ceil(blocks);
+        let rows = Rows {
+            team,
+            table,
+            layout,
+            x,
+            k,
+            width: self.width,
+            blocks: self.blocks(),
+        };
+        match layout.values {
+            Values::F32 => self.prepare_floats(&rows),
+            Values::Bf16 => self.prepare_pairs(&rows),
+            Values::Codes { share, .. } => {
+                self.share = share;
+                self.prepare_codes(&rows);
+            }
+        }
+    }
+
+    fn prepare_floats(&mut self, rows: &Rows<'_>) {
+        let (width, inputs) = (rows.width, rows.layout.inputs);
+        let groups = rows.groups();
+        let sums = Shared::new(self.sums.reserve(rows.blocks * groups * width));
+        let floats = Shared::new(self.floats.reserve(rows.blocks * inputs * width));
+        rows.each_block(|b, scratch| {
+            // SAFETY: each block is prepared once.
+            let (floats, sums) = unsafe {
+                (
+                    floats.part(b * inputs * width..(b + 1) * inputs * width),
+                    sums.part(b * groups * width..(b + 1) * groups * width),
+                )
+            };
+            for c in 0..width {
+                let row = rows.place(b * width + c, &mut scratch.floats);
+                for (to, &v) in floats[c..].iter_mut().step_by(width).zip(row) {
+                    *to = v;
+                }
+                if let Some(g) = rows.layout.sums {
+                    for (i, part) in row.chunks(g).enumerate() {
+                        sums[i * width + c] = (rows.table.sum)(part);
+                    }
+                }
+            }
+        });
+    }
+
+    fn prepare_pairs(&mut self, rows: &Rows<'_>) {
+        let part = rows.layout.inputs / 2 * rows.width;
+        let pairs = Shared::new(self.pairs.reserve(rows.blocks * part));
+        rows.each_block(|b, scratch| {
+            // SAFETY: each block is prepared once.
+            let pairs = unsafe { pairs.part(b * part..(b + 1) * part) };
+            for c in 0..rows.width {
+                let row = rows.place(b * rows.width + c, &mut scratch.floats);
+                (rows.table.pair_bf16)(row, pairs, c, rows.width);
+            }
+        });
+    }
+
+    /// Rounds to codes of one byte, or of two in planes of their own.
+    fn prepare_codes(&mut self, rows: &Rows<'_>) {
+        let Values::Codes {
+            planes,
+            group,
+            share,
+            start,
+            against,
+        } = rows.layout.values
+        else {
+            unreachable!("called for codes");
+        };
+        let (width, inputs, table) = (rows.width, rows.layout.inputs, rows.table);
+        // Both are powers of two, or equal.
+        let shift = (group / share).ilog2();
+        let (groups, shares, wide) = (rows.groups(), inputs / share, width * planes);
+        let sums = Shared::new(self.sums.reserve(rows.blocks * groups * width));
+        let codes = Shared::new(self.codes.reserve(rows.blocks * inputs * wide));
+        let scales = Shared::new(self.scales.reserve(rows.blocks * shares * width));
+        let starts = Shared::new(self.starts.reserve(rows.blocks * shares * wide));
+        rows.each_block(|b, scratch| {
+            // SAFETY: each block is prepared once.
+            let (codes, scales, starts, sums) = unsafe {
+                (
+                    codes.part(b * inputs * wide..(b + 1) * inputs * wide),
+                    scales.part(b * shares * width..(b + 1) * shares * width),
+                    starts.part(b * shares * wide..(b + 1) * shares * wide),
+                    sums.part(b * groups * width..(b + 1) * groups * width),
+                )
+            };
+            for c in 0..width {
+                let row = rows.place(b * width + c, &mut scratch.floats);
+                let row_scales = scratch.scales.reserve(inputs.div_ceil(group));
+                let [high, low] = &mut scratch.codes;
+                let high = high.reserve(inputs);
+                if planes == 1 {
+                    (table.quantize)(row, group, high, row_scales);
+                } else {
+                    (table.quantize_wide)(row, group, high, low.reserve(inputs), row_scales);
+                }
+                let nibbles = against == Codes::Nibble;
+                for (plane, bytes) in scratch.codes[..planes].iter().enumerate() {
+                    let (bytes, at) = (&bytes[..inputs], c * planes + plane);
+                    let totals = scratch.totals[plane].reserve(shares);
+                    (table.total)(bytes, share, totals);
+                    (table.interleave)(bytes, nibbles, codes, at, wide);
+                    for (i, &total) in totals.iter().enumerate() {
+                        starts[i * wide + at] = start * total;
+                    }
+                }
+                for i in 0..shares {
+                    scales[i * width + c] = row_scales[i >> shift];
+                }
+                let [high, low] = &scratch.totals;
+                let total = |j: usize| match planes {
+                    1 => high[j] as f32,
+                    _ => (high[j] * INT16_BASE as i32 + low[j]) as f32,
+                };
+                let per_group = rows.layout.sums.map_or(0, |g| g / share);
+                for i in 0..groups {
+                    let range = i * per_group..((i + 1) * per_group).min(shares);
+                    sums[i * width + c] = range.map(|j| row_scales[j >> shift] * total(j)).sum();
+                }
+            }
+        });
+    }
+}
+
+/// The rows of x to be prepared, and how.
+struct Rows<'a> {
+    team: &'a Team,
+    table: &'a Table,
+    layout: &'a Layout,
+    /// `[rows, k]`
+    x: &'a [f32],
+    k: usize,
+    width: usize,
+    blocks: usize,
+}
+
+impl Rows<'_> {
+    /// Sums of each row.
+    fn groups(&self) -> usize {
+        let group = self.layout.sums;
+        group.map_or(0, |g| self.layout.inputs.div_ceil(g))
+    }
+
+    /// Calls `f` for every block, on all threads.
+    fn each_block(&self, f: impl Fn(usize, &mut RowScratch) + Sync) {
+        // Below this many values, waking the team costs more than it saves.
+        let grain = (16_384 / (self.layout.inputs * self.width)).max(1);
+        self.team.run_ranges(self.blocks, grain, |range| {
+            with_scratch!(RowScratch, |scratch| {
+                for b in range {
+                    f(b, scratch);
+                }
+            });
+        });
+    }
+
+    /// Row `r`, permuted and padded; zeros if there is no such row.
+    fn place<'a>(&self, r: usize, row: &'a mut Buffer<f32>) -> &'a [f32] {
+        let row = row.reserve(self.layout.inputs);
+        let Some(x) = self.x.get(r * self.k..(r + 1) * self.k) else {
+            row.fill(0.0);
+            return row;
+        };
+        match &self.layout.order {
+            None => {
+                row[..self.k].copy_from_slice(x);
+                row[self.k..].fill(0.0);
+            }
+            Some(order) => {
+                for (to, &from) in row.iter_mut().zip(&**order) {
+                    *to = if from == HOLE { 0.0 } else { x[from as usize] };
+                }
+            }
+        }
+        row
+    }
+}

@@ -1,0 +1,127 @@
+//! Numbers in device memory that kernels follow to other memory.
+
+use super::gpu::Gpu;
+use super::memory::Buffer;
+use super::stream::Stream;
+use crate::error::{Error, Result};
+use bytemuck::Pod;
+use std::fmt::Debug;
+
+/// A value that says where a kernel reads or writes.
+pub trait Followed: Pod + Debug {
+    /// What it must lie within.
+    type Bounds: Copy + Debug;
+
+    /// True if a kernel may follow the value within `bounds`.
+    fn is_within(&self, bounds: &Self::Bounds) -> bool;
+}
+
+/// An id or a row's number, below the bound.
+impl Followed for u32 {
+    type Bounds = usize;
+
+    fn is_within(&self, below: &usize) -> bool {
+        (*self as usize) < *below
+    }
+}
+
+/// Device memory of values that lie within bounds, which are checked as they are written.
+pub struct Checked<T: Followed> {
+    values: Buffer<T>,
+    bounds: T::Bounds,
+}
+
+impl<T: Followed> Checked<T> {
+    /// `len` times `value`; `what` is named if they do not fit.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`]; [`Error::Shape`] if the value is not within the bounds.
+    pub fn new(
+        gpu: &Gpu,
+        what: &'static str,
+        len: usize,
+        value: T,
+        bounds: T::Bounds,
+    ) -> Result<Self> {
+        check_bounds(what, &[value], &bounds)?;
+        Ok(Checked {
+            values: gpu.upload(what, &vec![value; len])?,
+            bounds,
+        })
+    }
+
+    /// A copy of `values`.
+    ///
+    /// # Errors
+    /// As [`Checked::new`].
+    pub fn upload(gpu: &Gpu, what: &'static str, values: &[T], bounds: T::Bounds) -> Result<Self> {
+        check_bounds(what, values, &bounds)?;
+        Ok(Checked {
+            values: gpu.upload(what, values)?,
+            bounds,
+        })
+    }
+
+    /// What all values lie within.
+    pub fn bounds(&self) -> &T::Bounds {
+        &self.bounds
+    }
+
+    /// The values.
+    pub fn values(&self) -> &Buffer<T> {
+        &self.values
+    }
+
+    /// Writes `values` from index `at` on; returns when they are there.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a value that is not within the bounds, or if they do not fit.
+    pub fn write(&mut self, at: usize, values: &[T]) -> Result<()> {
+        check_bounds("device write", values, &self.bounds)?;
+        self.values.write(at, values)
+    }
+}
+
+impl Stream {
+    /// As [`Stream::put`], of values that kernels follow.
+    ///
+    /// # Errors
+    /// As [`Stream::put`]'s; [`Error::Shape`] for a value that is not within the bounds.
+    pub fn put_checked<T: Followed>(
+        &self,
+        to: &mut Checked<T>,
+        at: usize,
+        values: &[T],
+    ) -> Result<()> {
+        check_bounds("put", values, &to.bounds)?;
+        self.put(&mut to.values, at, values)
+    }
+}
+
+fn check_bounds<T: Followed>(op: &'static str, values: &[T], bounds: &T::Bounds) -> Result<()> {
+    match values.iter().position(|v| !v.is_within(bounds)) {
+        None => Ok(()),
+        Some(at) => Err(Error::Shape {
+            op,
+            what: "a value that kernels follow",
+            expected: format!("within {bounds:?}"),
+            found: format!("{:?} at {at}", values[at]),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check_bounds;
+
+    #[test]
+    fn ids_past_the_bound_are_refused() {
+        assert!(check_bounds::<u32>("a test", &[], &0).is_ok());
+        assert!(check_bounds("a test", &[0u32, 6], &7).is_ok());
+        let e = check_bounds("a test", &[0u32, 7], &7)
+            .unwrap_err()
+            .to_string();
+        assert!(e.contains("within 7") && e.contains("7 at 1"), "{e}");
+        assert!(check_bounds("a test", &[u32::MAX], &7).is_err());
+    }
+}

@@ -1,0 +1,487 @@
+//! A device: what it is, its kernels, and what is timed of its work.
+
+use crate::cpu::{Key, OpTiming, Profile};
+use crate::cuda::kernel::{Instance, KernelRow, MOST_INSTANCES};
+use crate::error::{Error, Result};
+use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::{DriverError, result};
+use std::ffi::{CString, c_void};
+use std::fmt;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+/// One fatbin per source and architecture.
+pub(in crate::cuda) const FATBINS: &[&[u8]] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
+
+/// The oldest driver whose library has all that is called here (CUDA 12.0).
+const OLDEST_DRIVER: i32 = 12_000;
+
+/// The oldest driver that says what arguments a kernel takes (CUDA 12.4).
+const KNOWS_ARGUMENTS: i32 = 12_040;
+
+/// Dynamic shared memory of a block that need not be asked for: of 48 KiB, static arrays take some.
+const UNASKED_SHARED: usize = 32 * 1024;
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuInfo {
+    /// Which of the machine's devices.
+    pub ordinal: usize,
+    /// As the driver calls it, e.g. `NVIDIA H200`.
+    pub name: String,
+    /// Compute capability, e.g. (9, 0).
+    pub capability: (i32, i32),
+    /// Streaming multiprocessors.
+    pub multiprocessors: usize,
+    /// Most dynamic shared memory of a block, in bytes.
+    pub shared_memory: usize,
+    /// Cache shared by all multiprocessors, in bytes.
+    pub l2_bytes: usize,
+    /// All of the device's memory, in bytes.
+    pub memory: usize,
+    /// CUDA version of the driver, e.g. 13000.
+    pub driver: i32,
+}
+
+impl fmt::Display for GpuInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, minor) = self.capability;
+        write!(
+            f,
+            "cuda:{} ({}, sm_{major}{minor})",
+            self.ordinal, self.name
+        )
+    }
+}
+
+/// An open device. Cloning shares it.
+#[derive(Clone)]
+pub struct Gpu(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    info: GpuInfo,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    modules: Vec<sys::CUmodule>,
+    /// By number of the instance in the table; none of those that this build has no code for.
+    functions: Box<[OnceLock<Option<Function>>]>,
+    profile: Profile,
+    /// While profiling, each kernel is timed.
+    by_kernel: AtomicBool,
+    pub(super) timed: Mutex<Vec<Timed>>,
+}
+
+/// An operation under way or done, between two events.
+pub(super) struct Timed {
+    pub(super) key: Key,
+    pub(super) bytes: usize,
+    pub(super) events: [sys::CUevent; 2],
+}
+
+// SAFETY: the driver's handles may be used from any thread once the context is current there,
+// which every method sees to.
+unsafe impl Send for Inner {}
+// SAFETY: as above; what changes is behind locks or atomic.
+unsafe impl Sync for Inner {}
+
+/// A kernel, as the driver knows it.
+struct Function {
+    handle: sys::CUfunction,
+    /// Dynamic shared memory that a block may have.
+    shared: AtomicUsize,
+}
+
+/// Turns a driver's answer into this crate's error.
+pub(super) fn check<T>(what: &'static str, result: Result<T, DriverError>) -> Result<T> {
+    result.map_err(|e| match e.0 {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::DeviceMemory { what },
+        _ => {
+            let name = e.error_name().map_or("?".into(), |n| n.to_string_lossy());
+            let text = e.error_string().map_or("?".into(), |n| n.to_string_lossy());
+            Error::Cuda {
+                what,
+                why: format!("{name}: {text}"),
+            }
+        }
+    })
+}
+
+/// The number of devices, or why none can be used: no driver library, one too old, no device.
+///
+/// # Errors
+/// [`Error::Cuda`] saying which.
+pub fn device_count() -> Result<usize> {
+    let none = |why: String| Error::Cuda {
+        what: "looking for a GPU",
+        why,
+    };
+    // SAFETY: only tries to open the library.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(none("no NVIDIA driver: libcuda is not installed".into()));
+    }
+    check("starting the CUDA driver", result::init())?;
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    check("asking the driver's version", unsafe {
+        sys::cuDriverGetVersion(&raw mut version).result()
+    })?;
+    if version < OLDEST_DRIVER {
+        return Err(none(format!(
+            "the driver is for CUDA {}.{}, and 12.0 or newer is needed (driver 525)",
+            version / 1000,
+            version % 1000 / 10
+        )));
+    }
+    let count = check("counting devices", result::device::get_count())?;
+    match count {
+        0 => Err(none("the driver is there, but no device".into())),
+        n => Ok(n as usize),
+    }
+}
+
+impl Gpu {
+    /// Opens device `ordinal` and loads the kernels.
+    ///
+    /// # Errors
+    /// [`device_count`]'s; [`Error::Cuda`] if there is no such device, or the kernels have no
+    /// code for it or need a newer driver.
+    pub fn open(ordinal: usize) -> Result<Self> {
+        let count = device_count()?;
+        if ordinal >= count {
+            return Err(Error::Cuda {
+                what: "opening a GPU",
+                why: format!("there is no cuda:{ordinal}; devices: {count}"),
+            });
+        }
+        let device = check("opening a GPU", result::device::get(ordinal as i32))?;
+        // SAFETY: `device` is valid; the reference is given back in `Drop`.
+        let context = unsafe { result::primary_ctx::retain(device) };
+        let context = check("opening a GPU", context)?;
+        // From here on `Drop` cleans up.
+        let mut inner = Inner {
+            info: GpuInfo {
+                ordinal,
+                name: String::new(),
+                capability: (0, 0),
+                multiprocessors: 0,
+                shared_memory: 0,
+                l2_bytes: 0,
+                memory: 0,
+                driver: 0,
+            },
+            device,
+            context,
+            modules: Vec::new(),
+            functions: (0..MOST_INSTANCES).map(|_| OnceLock::new()).collect(),
+            profile: Profile::default(),
+            by_kernel: AtomicBool::new(false),
+            timed: Mutex::new(Vec::new()),
+        };
+        inner.bind()?;
+        inner.describe()?;
+        inner.load_modules()?;
+        Ok(Gpu(Arc::new(inner)))
+    }
+
+    /// What the device is.
+    pub fn info(&self) -> &GpuInfo {
+        &self.0.info
+    }
+
+    /// True if both are the same device.
+    pub(crate) fn is(&self, other: &Gpu) -> bool {
+        self.0.context == other.0.context
+    }
+
+    /// Bytes of device memory that are free now.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn free_memory(&self) -> Result<usize> {
+        self.0.bind()?;
+        Ok(check("asking for free memory", result::mem_get_info())?.0)
+    }
+
+    /// Waits for all work of the device.
+    ///
+    /// # Errors
+    /// The first error of that work.
+    pub fn synchronize(&self) -> Result<()> {
+        self.0.bind()?;
+        check("running kernels", result::ctx::synchronize())
+    }
+
+    /// Starts timing what [`Stream::timed`] wraps, from zero.
+    pub fn start_profile(&self) {
+        self.0.by_kernel.store(false, Ordering::Relaxed);
+        self.0.profile.start();
+    }
+
+    /// Stops timing: what was counted, the most expensive first.
+    pub fn stop_profile(&self) -> Vec<OpTiming> {
+        self.0.profile.stop()
+    }
+
+    /// True while operations are timed.
+    pub fn is_profiling(&self) -> bool {
+        self.0.profile.is_on()
+    }
+
+    /// Counts the operations timed so far, all of which have run.
+    ///
+    /// # Errors
+    /// The driver's, e.g. if one has not.
+    pub fn settle_profile(&self) -> Result<()> {
+        self.0.bind()?;
+        let timed = std::mem::take(&mut *self.0.timed.lock().unwrap_or_else(|e| e.into_inner()));
+        let mut outcome = Ok(());
+        for Timed { key, bytes, events } in timed {
+            // SAFETY: both events were recorded by `Stream::timed`, and are not used again.
+            let ms = unsafe {
+                let ms = result::event::elapsed(events[0], events[1]);
+                for event in events {
+                    let _ = result::event::destroy(event);
+                }
+                ms
+            };
+            match check("timing kernels", ms) {
+                Ok(ms) => {
+                    let time = Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3);
+                    self.0.profile.add(key, time, bytes);
+                }
+                Err(e) => outcome = Err(e),
+            }
+        }
+        outcome
+    }
+
+    /// Starts timing each kernel alone, from zero, in place of what [`Stream::timed`] wraps.
+    pub fn start_profile_by_kernel(&self) {
+        self.0.by_kernel.store(true, Ordering::Relaxed);
+        self.0.profile.start();
+    }
+
+    /// True while each kernel is timed.
+    pub(super) fn times_kernels(&self) -> bool {
+        self.is_profiling() && self.0.by_kernel.load(Ordering::Relaxed)
+    }
+
+    /// True if this build has code of an instance of a kernel for the device.
+    ///
+    /// # Errors
+    /// The driver's; [`Error::Cuda`] if its arguments are not of the size that the table says.
+    ///
+    /// # Panics
+    /// If there are not so many instances.
+    pub fn has(&self, row: &'static KernelRow, instance: usize) -> Result<bool> {
+        assert!(instance < row.instances.len(), "{}", row.name);
+        Ok(self.function(row, instance)?.is_some())
+    }
+
+    /// True if this build has code of a kernel for the device.
+    pub(crate) fn has_kernel<A>(&self, kernel: &Instance<A>) -> bool {
+        matches!(self.function(kernel.row, kernel.index), Ok(Some(_)))
+    }
+
+    /// A kernel, looked up once; none if this build has no code for it.
+    fn function(&self, row: &'static KernelRow, index: usize) -> Result<Option<&Function>> {
+        let cell = &self.0.functions[row.number(index)];
+        if cell.get().is_none() {
+            let found = self.0.find(row, index)?;
+            return Ok(cell.get_or_init(|| found).as_ref());
+        }
+        Ok(cell.get().and_then(Option::as_ref))
+    }
+
+    /// A kernel whose blocks may have `shared` bytes of dynamic shared memory.
+    pub(super) fn reserve<A>(
+        &self,
+        kernel: &Instance<A>,
+        shared: usize,
+    ) -> Result<sys::CUfunction> {
+        let Some(f) = self.function(kernel.row, kernel.index)? else {
+            return Err(Error::Cuda {
+                what: "finding a kernel",
+                why: format!("{} is not in this build for {}", kernel.name(), self.info()),
+            });
+        };
+        if shared > f.shared.load(Ordering::Relaxed) {
+            self.0.bind()?;
+            // SAFETY: the handle is valid while the module is.
+            check("reserving shared memory", unsafe {
+                result::function::set_function_attribute(
+                    f.handle,
+                    sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    shared as i32,
+                )
+            })?;
+            f.shared.fetch_max(shared, Ordering::Relaxed);
+        }
+        Ok(f.handle)
+    }
+}
+
+impl Inner {
+    /// Makes the context current on this thread.
+    pub(super) fn bind(&self) -> Result<()> {
+        // SAFETY: the context is retained until `Drop`.
+        check("using a GPU", unsafe {
+            result::ctx::set_current(self.context)
+        })
+    }
+
+    /// Waits for memory to be set and copied: such calls may return before, and other streams
+    /// do not wait for the one they run in.
+    pub(super) fn wait_for_default_stream(&self) -> Result<()> {
+        // SAFETY: the null handle is the default stream.
+        check("copying to the GPU", unsafe {
+            result::stream::synchronize(ptr::null_mut())
+        })
+    }
+
+    fn describe(&mut self) -> Result<()> {
+        use sys::CUdevice_attribute_enum as A;
+        let get = |attribute| {
+            // SAFETY: the device is valid; one integer is written.
+            let value = unsafe { result::device::get_attribute(self.device, attribute) };
+            check("asking for a GPU's properties", value)
+        };
+        let mut driver = 0;
+        // SAFETY: writes one integer; the device is valid.
+        let memory = unsafe {
+            check(
+                "asking the driver's version",
+                sys::cuDriverGetVersion(&raw mut driver).result(),
+            )?;
+            check(
+                "asking for a GPU's memory",
+                result::device::total_mem(self.device),
+            )?
+        };
+        let name = check(
+            "asking for a GPU's name",
+            result::device::get_name(self.device),
+        )?;
+        self.info = GpuInfo {
+            ordinal: self.info.ordinal,
+            name: name.trim_end_matches('\0').into(),
+            capability: (
+                get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            multiprocessors: get(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            shared_memory: get(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+            l2_bytes: get(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+            memory,
+            driver,
+        };
+        Ok(())
+    }
+
+    /// Looks a kernel up in the modules.
+    fn find(&self, row: &KernelRow, index: usize) -> Result<Option<Function>> {
+        let name = row.instances[index];
+        let symbol = CString::new(name).map_err(|_| Error::Cuda {
+            what: "finding a kernel",
+            why: "its name holds a zero byte".into(),
+        })?;
+        self.bind()?;
+        let found = self.modules.iter().find_map(|&module| {
+            // SAFETY: the module lives as long as `self`.
+            unsafe { result::module::get_function(module, symbol.clone()) }.ok()
+        });
+        let Some(handle) = found else {
+            return Ok(None);
+        };
+        self.check_arguments(name, handle, row.args)?;
+        // All kernels want the same split between shared memory and L1: a multiprocessor changes it
+        // only when nothing runs there.
+        // SAFETY: the handle is valid while the module is.
+        check("reserving shared memory", unsafe {
+            result::function::set_function_attribute(
+                handle,
+                sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                sys::CUshared_carveout_enum::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as i32,
+            )
+        })?;
+        Ok(Some(Function {
+            handle,
+            shared: AtomicUsize::new(UNASKED_SHARED),
+        }))
+    }
+
+    /// Refuses a kernel that does not take one argument of `size` bytes, where the driver tells.
+    fn check_arguments(&self, name: &str, handle: sys::CUfunction, size: usize) -> Result<()> {
+        if self.info.driver < KNOWS_ARGUMENTS {
+            return Ok(());
+        }
+        let (mut offset, mut found) = (0, 0);
+        // SAFETY: the handle is valid while the module is; two integers are written. The driver
+        // refuses to speak of an argument that there is not.
+        let (first, second) = unsafe {
+            let second = sys::cuFuncGetParamInfo(handle, 1, &raw mut offset, &raw mut found);
+            let first = sys::cuFuncGetParamInfo(handle, 0, &raw mut offset, &raw mut found);
+            (first, second)
+        };
+        check("asking for a kernel's arguments", first.result())?;
+        if found == size && second == CUresult::CUDA_ERROR_INVALID_VALUE {
+            return Ok(());
+        }
+        let more = if second == CUresult::CUDA_SUCCESS {
+            " and more arguments"
+        } else {
+            ""
+        };
+        Err(Error::Cuda {
+            what: "finding a kernel",
+            why: format!("{name} takes {found} bytes{more} and is given {size}"),
+        })
+    }
+
+    /// Loads the fatbins that have code for this device.
+    fn load_modules(&mut self) -> Result<()> {
+        let mut refusal = None;
+        for image in FATBINS {
+            // SAFETY: the image is a whole fatbin; the driver checks it.
+            match unsafe { result::module::load_data(image.as_ptr().cast::<c_void>()) } {
+                Ok(module) => self.modules.push(module),
+                // Code for another architecture.
+                Err(e) if e.0 == CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {}
+                Err(e) => refusal = Some(e),
+            }
+        }
+        if !self.modules.is_empty() {
+            return Ok(());
+        }
+        if let Some(e) = refusal {
+            check("loading the kernels (they may need a newer driver)", Err(e))?;
+        }
+        let (major, minor) = self.info.capability;
+        Err(Error::Cuda {
+            what: "loading the kernels",
+            why: format!(
+                "{} has compute capability {major}.{minor}, for which this build has no code; \
+                 8.0 or newer is needed",
+                self.info.name
+            ),
+        })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.bind().is_err() {
+            return;
+        }
+        // SAFETY: nothing that uses the modules or the context outlives the last `Gpu`. A
+        // failure here has no one to hear of it.
+        unsafe {
+            for &module in &self.modules {
+                let _ = result::module::unload(module);
+            }
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! What an operation is given, checked where its addresses are taken.
+
+use super::gpu::Gpu;
+use super::memory::{Address, Buffer, Mapped, Region};
+use super::stream::Stream;
+use crate::error::{Error, Result};
+use bytemuck::Pod;
+
+/// The operands of one operation in a stream. An address that a kernel gets comes from here: it is
+/// of the stream's device, holds as many values as the operation says, and stays while a graph does
+/// that the operation is recorded in.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands<'a> {
+    op: &'static str,
+    stream: &'a Stream,
+}
+
+impl Stream {
+    /// For the operands of `op`.
+    pub(crate) fn operands(&self, op: &'static str) -> Operands<'_> {
+        Operands { op, stream: self }
+    }
+}
+
+/// The product of sizes; none if it is beyond what can be counted.
+fn product(dims: &[usize]) -> Option<usize> {
+    dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d))
+}
+
+impl Operands<'_> {
+    /// The operation.
+    pub(crate) fn op(&self) -> &'static str {
+        self.op
+    }
+
+    /// The device.
+    pub(crate) fn gpu(&self) -> &Gpu {
+        self.stream.gpu()
+    }
+
+    /// The address of `buffer`, which must hold values `dims`.
+    pub(crate) fn of<T: Pod>(
+        &self,
+        what: &'static str,
+        buffer: &Buffer<T>,
+        dims: &[usize],
+    ) -> Result<Address> {
+        self.part(what, buffer, 0, dims)
+    }
+
+    /// The address of value `at` of `buffer`, from which on it must hold values `dims`.
+    pub(crate) fn part<T: Pod>(
+        &self,
+        what: &'static str,
+        buffer: &Buffer<T>,
+        at: usize,
+        dims: &[usize],
+    ) -> Result<Address> {
+        self.region(what, &buffer.region(), at, dims)
+    }
+
+    /// The address of `memory`, which must hold values `dims`.
+    pub(crate) fn mapped<T: Pod>(
+        &self,
+        what: &'static str,
+        memory: &Mapped<T>,
+        dims: &[usize],
+    ) -> Result<Address> {
+        self.region(what, &memory.region(), 0, dims)
+    }
+
+    /// The address of `buffer` if there is one, which then must hold values `dims`.
+    pub(crate) fn optional<T: Pod>(
+        &self,
+        what: &'static str,
+        buffer: Option<&Buffer<T>>,
+        dims: &[usize],
+    ) -> Result<Address> {
+        buffer.map_or(Ok(Address::NULL), |b| self.of(what, b, dims))
+    }
+
+    fn region(
+        &self,
+        what: &'static str,
+        region: &Region<'_>,
+        at: usize,
+        dims: &[usize],
+    ) -> Result<Address> {
+        if !region.memory.gpu().is(self.gpu()) {
+            let found = region.memory.gpu().info().to_string();
+            return self.refuse(what, format!("memory of {}", self.gpu().info()), found);
+        }
+        let end = product(dims).and_then(|n| n.checked_add(at));
+        if end.is_none_or(|end| end > region.len) {
+            let expected = match at {
+                0 => format!("{dims:?} values"),
+                at => format!("{dims:?} values from {at} on"),
+            };
+            return self.refuse(what, expected, format!("{} values", region.len));
+        }
+        self.stream.keep(region.memory);
+        Ok(region.memory.address(at * region.value_bytes))
+    }
+
+    /// An error about operand `what`.
+    pub(crate) fn refuse<T>(
+        &self,
+        what: &'static str,
+        expected: impl ToString,
+        found: impl ToString,
+    ) -> Result<T> {
+        Err(Error::Shape {
+            op: self.op,
+            what,
+            expected: expected.to_string(),
+            found: found.to_string(),
+        })
+    }
+
+    /// An error unless `found` is at least `expected`.
+    pub(crate) fn at_least(&self, what: &'static str, expected: usize, found: usize) -> Result<()> {
+        match found >= expected {
+            true => Ok(()),
+            false => self.refuse(what, format!("at least {expected}"), found),
+        }
+    }
+
+    /// An error unless `found` is `expected` at most.
+    pub(crate) fn at_most(&self, what: &'static str, expected: usize, found: usize) -> Result<()> {
+        match found <= expected {
+            true => Ok(()),
+            false => self.refuse(what, format!("{expected} at most"), found),
+        }
+    }
+
+    /// An error unless `found` is a multiple of `of`, and not zero.
+    pub(crate) fn multiple(&self, what: &'static str, of: usize, found: usize) -> Result<()> {
+        match found > 0 && found.is_multiple_of(of) {
+            true => Ok(()),
+            false => self.refuse(what, format!("a multiple of {of}"), found),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::product;
+
+    #[test]
+    fn sizes_beyond_counting_have_no_product() {
+        assert_eq!(product(&[]), Some(1));
+        assert_eq!(product(&[3, 0, usize::MAX]), Some(0));
+        assert_eq!(product(&[1 << 40, 1 << 40]), None);
+    }
+}

@@ -1,0 +1,208 @@
+//! Page-locked host memory, and copies from and to it.
+
+use super::gpu::{Gpu, check};
+use super::memory::{Allocation, Buffer, allocated};
+use super::stream::{Mark, Stream};
+use crate::error::{Error, Result};
+use bytemuck::Pod;
+use cudarc::driver::{result, sys};
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+impl Gpu {
+    /// `len` zeroed values in page-locked host memory, to copy from and to.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn pinned<T: Pod>(&self, what: &'static str, len: usize) -> Result<Pinned<T>> {
+        Ok(Pinned {
+            memory: Allocation::host(self, what, allocated::<T>(what, len)?)?,
+            len,
+            copies: None,
+            marker: PhantomData,
+        })
+    }
+}
+
+impl Stream {
+    /// The buffer, if it is of this device.
+    fn own<'a, T: Pod>(&self, op: &'static str, buffer: &'a Buffer<T>) -> Result<&'a Buffer<T>> {
+        match buffer.gpu().is(self.gpu()) {
+            true => Ok(buffer),
+            false => Err(Error::Shape {
+                op,
+                what: "memory",
+                expected: self.gpu().info().to_string(),
+                found: buffer.gpu().info().to_string(),
+            }),
+        }
+    }
+
+    /// Copies the values `range` of `from` to index `at` of `to`, in order with the stream's
+    /// other work.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if they do not fit, or are not of this device; [`Error::Cuda`] while a
+    /// graph is recorded; the driver's.
+    pub fn write<T: Pod>(
+        &self,
+        to: &mut Buffer<T>,
+        at: usize,
+        from: &mut Pinned<T>,
+        range: Range<usize>,
+    ) -> Result<()> {
+        let op = "device write";
+        let to = self.own(op, to)?.range(op, at, range.len())?;
+        let n = range.len();
+        self.gpu().0.bind()?;
+        let copy = |from: *mut T| {
+            // SAFETY: both ranges are in bounds. Neither memory is freed before the copy is done,
+            // and the pinned values do not change before.
+            check("copying to the GPU", unsafe {
+                let from = std::slice::from_raw_parts(from.cast_const(), n);
+                result::memcpy_htod_async(to.0, from, self.raw())
+            })
+        };
+        // SAFETY: the copy takes the `n` values of the range.
+        unsafe { from.queue(op, self, range, copy) }
+    }
+
+    /// Copies `n` values from index `at` of `from` to the first of `to`, in order with the stream's
+    /// other work.
+    ///
+    /// # Errors
+    /// As [`Stream::write`]'s.
+    pub fn read<T: Pod>(
+        &self,
+        from: &Buffer<T>,
+        at: usize,
+        to: &mut Pinned<T>,
+        n: usize,
+    ) -> Result<()> {
+        let op = "device read";
+        let from = self.own(op, from)?.range(op, at, n)?;
+        self.gpu().0.bind()?;
+        let copy = |to: *mut T| {
+            // SAFETY: both ranges are in bounds. Neither memory is freed before the copy is done,
+            // and nobody looks at the pinned values before.
+            check("copying from the GPU", unsafe {
+                let to = to.cast::<c_void>();
+                sys::cuMemcpyDtoHAsync_v2(to, from.0, n * size_of::<T>(), self.raw()).result()
+            })
+        };
+        // SAFETY: the copy fills the first `n` values.
+        unsafe { to.queue(op, self, 0..n, copy) }
+    }
+}
+
+/// Page-locked host memory, which [`Stream::write`] and [`Stream::read`] copy without waiting.
+/// Whoever looks at the values waits until the copies queued last are done:
+///
+/// ```compile_fail,E0502
+/// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
+/// # fn f(s: &Stream, b: &Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
+/// let values = host.values()?;
+/// s.read(b, 0, host, 1)?; // the values seen would change
+/// println!("{values:?}");
+/// # Ok(()) }
+/// ```
+///
+/// ```compile_fail,E0502
+/// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
+/// # fn f(s: &Stream, b: &mut Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
+/// let values = host.values_mut()?;
+/// s.write(b, 0, host, 0..1)?; // the values written next may be copied, or not
+/// values[0] = 1.0;
+/// # Ok(()) }
+/// ```
+pub struct Pinned<T> {
+    memory: Allocation,
+    len: usize,
+    /// The stream of the copies queued last, and the point behind them.
+    copies: Option<(Stream, Mark)>,
+    marker: PhantomData<T>,
+}
+
+impl<T: Pod> Pinned<T> {
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The values, once copies of them are done.
+    ///
+    /// # Errors
+    /// The first error of the work before those copies.
+    pub fn values(&self) -> Result<&[T]> {
+        self.wait()?;
+        // SAFETY: `len` initialized values that live as long as `self`; no copy is under way, and
+        // none is queued while they are borrowed.
+        Ok(unsafe { std::slice::from_raw_parts(self.host(), self.len) })
+    }
+
+    /// The values, to be written, once copies of them are done.
+    ///
+    /// # Errors
+    /// As [`Pinned::values`].
+    pub fn values_mut(&mut self) -> Result<&mut [T]> {
+        self.wait()?;
+        // SAFETY: as `values`, and the borrow is exclusive.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.host(), self.len) })
+    }
+
+    fn host(&self) -> *mut T {
+        self.memory.address(0).0 as *mut T
+    }
+
+    fn wait(&self) -> Result<()> {
+        self.copies.as_ref().map_or(Ok(()), |(_, mark)| mark.wait())
+    }
+
+    /// Queues a copy of values `range` in `stream`, as `copy` does from or to their address.
+    ///
+    /// # Safety
+    /// `copy` queues work in `stream` that uses no more than those values' bytes.
+    pub(super) unsafe fn queue(
+        &mut self,
+        op: &'static str,
+        stream: &Stream,
+        range: Range<usize>,
+        copy: impl FnOnce(*mut T) -> Result<()>,
+    ) -> Result<()> {
+        let fits = range.start <= range.end && range.end <= self.len;
+        if !fits || !self.memory.gpu().is(stream.gpu()) {
+            return Err(Error::Shape {
+                op,
+                what: "pinned values",
+                expected: format!("within {} of {}", self.len, self.memory.gpu().info()),
+                found: format!("{range:?} for {}", stream.gpu().info()),
+            });
+        }
+        stream.refuse_recording(op)?;
+        // One mark stands for all copies: those of another stream must be done.
+        if let Some((of, _)) = &self.copies
+            && !of.is(stream)
+        {
+            self.wait()?;
+            self.copies = None;
+        }
+        let mark = match self.copies.take() {
+            Some((_, mark)) => mark,
+            None => stream.mark()?,
+        };
+        let queued = copy(self.host().wrapping_add(range.start));
+        // After an error, too: earlier copies may be under way.
+        let marked = mark.set(stream);
+        self.copies = Some((stream.clone(), mark));
+        if marked.is_err() {
+            stream.synchronize()?;
+        }
+        queued
+    }
+}

@@ -1,0 +1,93 @@
+//! Attention of many rows of one sequence.
+
+use super::attention::{CacheArgs, HEAD_DIM, LayerPages};
+use super::driver::{Address, Buffer, LaunchShape, Stream};
+use super::kernel::kernels;
+use super::pack::SPAN;
+use crate::error::Result;
+
+/// New tokens of one sequence among the rows of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SequenceRows {
+    /// First row.
+    pub row: usize,
+    /// Rows.
+    pub count: usize,
+    /// Position of the first.
+    pub position: usize,
+    /// The sequence.
+    pub slot: usize,
+}
+
+kernels! {
+    ATTENTION_PREFILL: PrefillArgs = "attention_prefill" in "attention_prefill.cu",
+        test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill",
+        instances &["attention_prefill_fp16", "attention_prefill_int8"];
+}
+
+/// `PrefillArgs` of `cuda/attention_prefill.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PrefillArgs {
+    qkv: Address,
+    cache: CacheArgs,
+    out: Address,
+    row0: i32,
+    count: i32,
+    position0: i32,
+    slot: i32,
+    heads: i32,
+    padded: i32,
+}
+
+impl Stream {
+    /// `out` `[rows, heads * 128 padded to 256]` in FP16, in operand order: attention of one
+    /// sequence's new rows over its cache, which holds their keys and values already.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    pub fn attention_prefill(
+        &self,
+        qkv: &Buffer<f32>,
+        sequence: SequenceRows,
+        heads: usize,
+        cache: LayerPages<'_>,
+        out: &mut Buffer<u16>,
+    ) -> Result<()> {
+        let o = self.operands("attention_prefill");
+        let SequenceRows {
+            row,
+            count,
+            position,
+            slot,
+        } = sequence;
+        let there = cache.places();
+        o.at_least("rows", 1, count)?;
+        o.at_most("positions", there.positions, position.saturating_add(count))?;
+        o.at_least("sequences", slot.saturating_add(1), there.slots)?;
+        o.multiple("query heads", cache.kv_heads(), heads)?;
+        let end = row.saturating_add(count);
+        let padded = (heads * HEAD_DIM).next_multiple_of(SPAN);
+        let args = PrefillArgs {
+            qkv: o.of("qkv", qkv, &[end, heads + 2 * cache.kv_heads(), HEAD_DIM])?,
+            cache: cache.args(&o)?,
+            out: o.of("FP16 output", out, &[end, padded])?,
+            row0: row as i32,
+            count: count as i32,
+            position0: position as i32,
+            slot: slot as i32,
+            heads: heads as i32,
+            padded: padded as i32,
+        };
+        let tile = 64 * HEAD_DIM;
+        let shape = LaunchShape::new((count.div_ceil(64), heads, 1), 128)
+            // `PrefillShared`: two buffers of keys and values, and of scales.
+            .shared(match cache.is_int8() {
+                true => 4 * tile + 8 * 64,
+                false => 8 * tile + 8 * 64,
+            });
+        let kernel = ATTENTION_PREFILL.instance(usize::from(cache.is_int8()));
+        // SAFETY: the operands were checked, and that the rows are in the cache.
+        unsafe { self.launch(kernel, shape, &args) }
+    }
+}

@@ -1,0 +1,32 @@
+//! The table of kernels: the rows of every file of launchers.
+
+use super::kernel::KernelRow;
+use super::{advance, attention, bandwidth, batch, gemm, gemm_step, gemv, grad, linear, prefill};
+use super::{rows, second_order};
+
+/// The rows of each file.
+static TABLE: [&[&KernelRow]; 15] = [
+    advance::ROWS,
+    attention::ROWS,
+    bandwidth::ROWS,
+    batch::ROWS,
+    gemm::ROWS,
+    gemm_step::ROWS,
+    gemv::ROWS,
+    grad::ROWS,
+    grad::layer::ROWS,
+    grad::train::ROWS,
+    linear::ROWS,
+    prefill::ROWS,
+    rows::ROWS,
+    second_order::columns::ROWS,
+    second_order::factor::ROWS,
+];
+
+/// All kernels of `kernels/cuda`.
+pub fn table() -> impl Iterator<Item = &'static KernelRow> {
+    TABLE.iter().flat_map(|rows| rows.iter().copied())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,156 @@
+//! Copies, graphs and memory: what is refused, what is waited for, and what stays.
+
+use super::{dense, gpu, pack};
+use nq_formats::DType;
+use nq_kernels::cuda::{GemvOutput, Gpu, Norm, Stack, table};
+
+/// Values put in a stream lie between what was queued before and behind, whatever becomes of the
+/// host's.
+#[test]
+fn values_are_put_in_order() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let mut to = gpu.zeros::<[u32; 3]>("a test", 5).unwrap();
+    for round in 0..100u32 {
+        for at in 0..4 {
+            let value = [round, at as u32, round ^ 0xffff];
+            stream.put(&mut to, at, &[value]).unwrap();
+        }
+    }
+    assert!(stream.put(&mut to, 4, &[[0; 3]; 2]).is_err());
+    stream.synchronize().unwrap();
+    let mut found = [[0; 3]; 5];
+    to.read(0, &mut found).unwrap();
+    let put = |at: u32| [99, at, 99 ^ 0xffff];
+    assert_eq!(found, [put(0), put(1), put(2), put(3), [0; 3]]);
+}
+
+#[test]
+fn memory_is_read_at_a_likely_rate() {
+    let Some(gpu) = gpu() else { return };
+    let rate = gpu.read_bandwidth(1 << 28).unwrap();
+    assert!((1e10..1e14).contains(&rate), "{rate:e} bytes a second");
+}
+
+/// Host values are those copied, without a word about waiting, in two streams by turns.
+#[test]
+fn pinned_values_are_there_when_looked_at() {
+    const N: usize = 1 << 20;
+    let Some(gpu) = gpu() else { return };
+    let streams = [gpu.stream().unwrap(), gpu.stream().unwrap()];
+    let mut host = gpu.pinned::<u32>("a test", N).unwrap();
+    let mut device = gpu.zeros::<u32>("a test", 2 * N).unwrap();
+    for round in 0..6u32 {
+        let stream = &streams[round as usize % 2];
+        let values = host.values_mut().unwrap();
+        values
+            .iter_mut()
+            .enumerate()
+            .for_each(|(i, v)| *v = round ^ i as u32);
+        stream.write(&mut device, N, &mut host, 0..N).unwrap();
+        // Copied again behind that, to the same values of the host.
+        stream.read(&device, N - 1, &mut host, N).unwrap();
+        let values = host.values().unwrap();
+        assert_eq!((values[0], values[1]), (0, round));
+        assert_eq!(values[N - 1], round ^ (N as u32 - 2));
+    }
+    assert!(
+        streams[0]
+            .write(&mut device, 0, &mut host, 1..N + 1)
+            .is_err()
+    );
+    assert!(
+        streams[0]
+            .write(&mut device, N + 1, &mut host, 0..N)
+            .is_err()
+    );
+    assert!(streams[0].read(&device, 0, &mut host, N + 1).is_err());
+    // Dropped while it is copied to: freeing waits.
+    streams[0].read(&device, 0, &mut host, N).unwrap();
+    drop(host);
+}
+
+/// A graph runs after all that was recorded in it was dropped; copies are not recorded.
+#[test]
+fn graphs_share_in_their_memory() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let w = pack(&gpu, &[&dense(DType::F16, 32, 256, 3)], Stack::Concat);
+    let x = gpu.upload("a test", &[1f32; 256]).unwrap();
+    let gain = gpu.upload("a test", &[1f32; 256]).unwrap();
+    let mut y = gpu.zeros::<f32>("a test", 32).unwrap();
+    let product = |y: &mut _| {
+        let norm = Norm {
+            gain: &gain,
+            eps: 1e-6,
+        };
+        stream.gemv(&w, &x, GemvOutput::Store(norm, y), false)
+    };
+    product(&mut y).unwrap(); // loads the kernel
+    let graph = stream.record(|| product(&mut y)).unwrap();
+    let mut host = gpu.pinned::<f32>("a test", 32).unwrap();
+    let copied = stream.record(|| stream.read(&y, 0, &mut host, 32));
+    let refusal = copied.err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(refusal.contains("recorded"), "{refusal}");
+    drop((w, x, gain, y));
+    stream.run(&graph).unwrap();
+    stream.synchronize().unwrap();
+    drop(graph);
+    // What is recorded may fail, or panic: the stream then goes on.
+    let mut to = gpu.zeros::<u32>("a test", 1).unwrap();
+    let fails = stream.record(|| stream.put(&mut to, 9, &[0]));
+    assert!(fails.is_err());
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        stream.record(|| panic!("a test")).is_ok()
+    }));
+    assert!(caught.is_err());
+    stream.put(&mut to, 0, &[7]).unwrap();
+    stream.synchronize().unwrap();
+    let mut found = [0];
+    to.read(0, &mut found).unwrap();
+    assert_eq!(found, [7]);
+}
+
+/// Memory of another device is refused.
+#[test]
+fn devices_do_not_mix() {
+    let Some(gpu) = gpu() else { return };
+    let Ok(other) = Gpu::open(1) else {
+        println!("skipped: there is one GPU");
+        return;
+    };
+    let stream = gpu.stream().unwrap();
+    let mut there = other.zeros::<u32>("a test", 4).unwrap();
+    let mut here = gpu.zeros::<u32>("a test", 4).unwrap();
+    let mut host = other.pinned::<u32>("a test", 4).unwrap();
+    assert!(stream.put(&mut there, 0, &[1]).is_err());
+    assert!(stream.read(&there, 0, &mut host, 4).is_err());
+    assert!(stream.write(&mut here, 0, &mut host, 0..4).is_err());
+    let theirs = other.stream().unwrap();
+    theirs.put(&mut there, 0, &[1]).unwrap();
+    let graph = theirs.record(|| theirs.put(&mut there, 0, &[1])).unwrap();
+    assert!(stream.run(&graph).is_err());
+}
+
+/// The driver knows every kernel of the table that this device has code for, with arguments of the
+/// size that the table says.
+#[test]
+fn the_table_is_the_device_s() {
+    let Some(gpu) = gpu() else { return };
+    let mut absent = Vec::new();
+    for row in table() {
+        for (i, name) in row.instances.iter().enumerate() {
+            if !gpu.has(row, i).unwrap() {
+                absent.push(*name);
+            }
+        }
+    }
+    let only_hopper = |n: &&str| n.contains('x') || n.starts_with("norm_step");
+    match gpu.info().capability == (9, 0) {
+        true => assert!(absent.is_empty(), "{absent:?}"),
+        false => assert!(absent.iter().all(only_hopper), "{absent:?}"),
+    }
+    if gpu.info().driver < 12_040 {
+        println!("skipped: sizes of arguments, which this driver does not tell");
+    }
+}
