@@ -332,7 +332,7 @@ fn mistakes_in_wide_steps_are_refused() {
         assert!(e.to_string().contains(what), "{e}");
     };
     let e = stream.gemm_step(&packed, &x, StepOutput::Store(&mut y), 65);
-    refused(e.unwrap_err(), "1 to 64");
+    refused(e.unwrap_err(), "64 at most, found 65");
     let short = gpu.zeros::<u16>("a test", 64 * 256 - 1).unwrap();
     let e = stream.gemm_step(&packed, &short, StepOutput::Store(&mut y), 64);
     refused(e.unwrap_err(), "16384");

@@ -64,6 +64,9 @@ pub(super) struct Inner {
     info: GpuInfo,
     device: sys::CUdevice,
     context: sys::CUcontext,
+    /// Memory is set and written here. Other streams do not wait for the default stream, and waiting
+    /// for that one spoils what other threads record.
+    copies: sys::CUstream,
     modules: Vec<sys::CUmodule>,
     /// By number of the instance in the table; none of those that this build has no code for.
     functions: Box<[OnceLock<Option<Function>>]>,
@@ -173,6 +176,7 @@ impl Gpu {
             },
             device,
             context,
+            copies: ptr::null_mut(),
             modules: Vec::new(),
             functions: (0..MOST_INSTANCES).map(|_| OnceLock::new()).collect(),
             profile: Profile::default(),
@@ -180,6 +184,8 @@ impl Gpu {
             timed: Mutex::new(Vec::new()),
         };
         inner.bind()?;
+        let copies = result::stream::create(result::stream::StreamKind::NonBlocking);
+        inner.copies = check("making a stream", copies)?;
         inner.describe()?;
         inner.load_modules()?;
         Ok(Gpu(Arc::new(inner)))
@@ -332,13 +338,16 @@ impl Inner {
         })
     }
 
-    /// Waits for memory to be set and copied: such calls may return before, and other streams
-    /// do not wait for the one they run in.
-    pub(super) fn wait_for_default_stream(&self) -> Result<()> {
-        // SAFETY: the null handle is the default stream.
-        check("copying to the GPU", unsafe {
-            result::stream::synchronize(ptr::null_mut())
-        })
+    /// Queues what `copy` does in the stream that it is given, and waits for it.
+    pub(super) fn copy(
+        &self,
+        what: &'static str,
+        copy: impl FnOnce(sys::CUstream) -> Result<(), DriverError>,
+    ) -> Result<()> {
+        self.bind()?;
+        check(what, copy(self.copies))?;
+        // SAFETY: the stream lives as long as `self`.
+        check(what, unsafe { result::stream::synchronize(self.copies) })
     }
 
     fn describe(&mut self) -> Result<()> {
@@ -478,6 +487,9 @@ impl Drop for Inner {
         // SAFETY: nothing that uses the modules or the context outlives the last `Gpu`. A
         // failure here has no one to hear of it.
         unsafe {
+            if !self.copies.is_null() {
+                let _ = result::stream::destroy(self.copies);
+            }
             for &module in &self.modules {
                 let _ = result::module::unload(module);
             }

@@ -82,8 +82,7 @@ impl Allocation {
                 bytes,
                 is_host: false,
             };
-            check(what, result::memset_d8_sync(address, 0, bytes))?;
-            gpu.0.wait_for_default_stream()?;
+            gpu.0.copy(what, |s| result::memset_d8_async(address, 0, bytes, s))?;
             Ok(memory)
         }
     }
@@ -241,14 +240,9 @@ impl<T: Pod> Buffer<T> {
     /// [`Error::Shape`] if they do not fit.
     pub fn write(&mut self, at: usize, values: &[T]) -> Result<()> {
         let to = self.range("device write", at, values.len())?;
-        let gpu = self.memory.gpu();
-        gpu.0.bind()?;
-        // SAFETY: the range is within the allocation, and `values` are read before the call
-        // returns.
-        check("copying to the GPU", unsafe {
-            result::memcpy_htod_sync(to.0, values)
-        })?;
-        gpu.0.wait_for_default_stream()
+        // SAFETY: the range is within the allocation, and `values` stay until they are copied.
+        let copy = |s| unsafe { result::memcpy_htod_async(to.0, values, s) };
+        self.memory.gpu().0.copy("copying to the GPU", copy)
     }
 
     /// Reads `out.len()` values from index `at` on. What work in streams that has not ended writes
