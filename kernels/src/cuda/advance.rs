@@ -194,15 +194,19 @@ impl Adjustments {
     }
 }
 
-/// Ranges that [`Stream::candidates`] cuts a vocabulary into.
+/// Ranges that [`Stream::candidates`] cuts a vocabulary into, threads of each and tokens of a thread.
 const RANGES: usize = 128;
+const RANGE_THREADS: usize = 256;
+const RANGE_PER_THREAD: usize = 8;
 /// Most tokens of a vocabulary that it takes.
-const MOST_LISTED: usize = RANGES * 256 * 8;
+const MOST_LISTED: usize = RANGES * RANGE_THREADS * RANGE_PER_THREAD;
 
-/// 8-byte words of the list of a range: `Range` of `cuda/sampling.cuh`.
-const RANGE_WORDS: usize = 2 + 32;
-/// 8-byte words of the short list of all tokens: `Shortlist` of `cuda/sampling.cuh`.
-const SHORT_WORDS: usize = 2 + 128;
+/// Tokens of a range's list, and of the short list of all.
+const RANGE_LIST: usize = 32;
+const SHORT_LIST: usize = 128;
+/// 8-byte words of the lists: `Range` and `Shortlist` of `cuda/sampling.cuh`.
+const RANGE_WORDS: usize = 2 + RANGE_LIST;
+const SHORT_WORDS: usize = 2 + SHORT_LIST;
 
 /// Where [`Stream::candidates`] lists tokens.
 pub struct Candidates {
@@ -350,7 +354,7 @@ impl Stream {
             vocab: vocab as i32,
             blocks: blocks as i32,
         };
-        let shape = LaunchShape::new((RANGES, m, 1), 256).overlapping();
+        let shape = LaunchShape::new((RANGES, m, 1), RANGE_THREADS).overlapping();
         // SAFETY: the operands were checked.
         unsafe { self.launch(&CANDIDATES, shape, &args) }
     }

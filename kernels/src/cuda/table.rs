@@ -5,7 +5,7 @@ use super::{advance, attention, bandwidth, batch, gemm, gemm_step, gemv, grad, l
 use super::{rows, second_order};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 15] = [
+static TABLE: [&[&KernelRow]; 16] = [
     advance::ROWS,
     attention::ROWS,
     bandwidth::ROWS,
@@ -14,6 +14,7 @@ static TABLE: [&[&KernelRow]; 15] = [
     gemm_step::ROWS,
     gemv::ROWS,
     grad::ROWS,
+    grad::gemm::ROWS,
     grad::layer::ROWS,
     grad::train::ROWS,
     linear::ROWS,

@@ -404,7 +404,6 @@ impl Inner {
         let Some(handle) = found else {
             return Ok(None);
         };
-        self.check_arguments(name, handle, row.args)?;
         // All kernels want the same split between shared memory and L1: a multiprocessor changes it
         // only when nothing runs there.
         // SAFETY: the handle is valid while the module is.
@@ -415,6 +414,7 @@ impl Inner {
                 sys::CUshared_carveout_enum::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as i32,
             )
         })?;
+        self.check_arguments(name, handle, row.args)?;
         Ok(Some(Function {
             handle,
             shared: AtomicUsize::new(UNASKED_SHARED),
@@ -435,7 +435,7 @@ impl Inner {
             (first, second)
         };
         check("asking for a kernel's arguments", first.result())?;
-        if found == size && second == CUresult::CUDA_ERROR_INVALID_VALUE {
+        if found == size && second != CUresult::CUDA_SUCCESS {
             return Ok(());
         }
         let more = if second == CUresult::CUDA_SUCCESS {

@@ -99,6 +99,17 @@ impl Stream {
 /// Page-locked host memory, which [`Stream::write`] and [`Stream::read`] copy without waiting.
 /// Whoever looks at the values waits until the copies queued last are done:
 ///
+/// ```no_run
+/// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
+/// # fn f(s: &Stream, b: &mut Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
+/// host.values_mut()?[0] = 1.0;
+/// s.write(b, 0, host, 0..1)?;
+/// s.read(b, 0, host, 1)?;
+/// let values = host.values()?; // both copies are done
+/// println!("{values:?}");
+/// # Ok(()) }
+/// ```
+///
 /// ```compile_fail,E0502
 /// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
 /// # fn f(s: &Stream, b: &Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {

@@ -1,5 +1,6 @@
 //! Training operations on the device (`crate::grad`): launchers of `cuda/grad_*.cu`.
 
+pub(super) mod gemm;
 pub(super) mod layer;
 pub(super) mod train;
 
@@ -47,19 +48,7 @@ fn blocks(n: usize, of: usize) -> (usize, usize, usize) {
 }
 
 kernels! {
-    SUM: SumArgs = "grad_gemm_sum" in "grad_gemm.cu", test TEST, bench BENCH;
     COPY: CopyArgs = "grad_copy" in "grad_rows.cu", test TEST, bench BENCH;
-}
-
-/// `GradGemmSumArgs` of `cuda/grad_gemm.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SumArgs {
-    x: Address,
-    c: Address,
-    n: i64,
-    parts: i32,
-    accumulate: i32,
 }
 
 /// `GradCopyArgs` of `cuda/grad_rows.cu`.
@@ -155,29 +144,6 @@ impl CudaOps {
             *scratch = self.gpu.zeros("partial sums", n)?;
         }
         Ok(scratch)
-    }
-
-    /// `c (+)=` the sum of `parts` vectors of `n` from `x` on.
-    ///
-    /// # Safety
-    /// Both hold so many.
-    unsafe fn sum_parts(
-        &self,
-        x: Address,
-        c: Address,
-        n: usize,
-        parts: usize,
-        accumulate: bool,
-    ) -> Result<()> {
-        let args = SumArgs {
-            x,
-            c,
-            n: n as i64,
-            parts: parts as i32,
-            accumulate: i32::from(accumulate),
-        };
-        // SAFETY: the caller's.
-        unsafe { self.launch(&SUM, blocks(n, THREADS), THREADS, &args) }
     }
 
     /// # Safety

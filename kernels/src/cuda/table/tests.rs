@@ -320,6 +320,124 @@ fn rows_have_tests_and_benches() {
     }
 }
 
+/// Constants of Rust and of CUDA that must be the same: file below `src`, name, file of
+/// `kernels/cuda`, name.
+const CONSTANTS: [[&str; 4]; 26] = [
+    ["cpu/kv.rs", "PAGE", "rows.cuh", "PAGE"],
+    ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
+    [
+        "cuda/advance.rs",
+        "NONE_ALLOWED",
+        "advance.cu",
+        "NONE_ALLOWED",
+    ],
+    ["cuda/advance.rs", "BIASED", "sampling.cuh", "BIASED"],
+    ["cuda/advance.rs", "PENALIZED", "sampling.cuh", "PENALIZED"],
+    ["cuda/advance.rs", "MASKED", "sampling.cuh", "MASKED"],
+    [
+        "cuda/advance.rs",
+        "MOST_LOGPROBS",
+        "sampling.cuh",
+        "MOST_LOGPROBS",
+    ],
+    ["cuda/advance.rs", "RANGES", "sampling.cuh", "RANGES"],
+    [
+        "cuda/advance.rs",
+        "RANGE_LIST",
+        "sampling.cuh",
+        "RANGE_LIST",
+    ],
+    [
+        "cuda/advance.rs",
+        "RANGE_THREADS",
+        "sampling.cuh",
+        "RANGE_THREADS",
+    ],
+    [
+        "cuda/advance.rs",
+        "RANGE_PER_THREAD",
+        "sampling.cuh",
+        "RANGE_PER_THREAD",
+    ],
+    [
+        "cuda/advance.rs",
+        "SHORT_LIST",
+        "sampling.cuh",
+        "SHORT_LIST",
+    ],
+    ["cuda/attention.rs", "HEAD_DIM", "rows.cuh", "HEAD_DIM"],
+    [
+        "cuda/attention.rs",
+        "LEAST_SPLIT",
+        "attention_decode.cuh",
+        "LEAST_SPLIT",
+    ],
+    [
+        "cuda/attention.rs",
+        "MOST_SPLITS",
+        "attention_decode.cuh",
+        "MOST_SPLITS",
+    ],
+    [
+        "cuda/attention.rs",
+        "MOST_ENTRIES",
+        "pages.cu",
+        "MOST_ENTRIES",
+    ],
+    ["cuda/batch.rs", "WARPS", "gemv_batch.cu", "WARPS"],
+    ["cuda/batch.rs", "TILES", "gemv_batch.cu", "TILES"],
+    ["cuda/batch.rs", "MOST_DEPTH", "ring.cuh", "MOST_DEPTH"],
+    [
+        "cuda/gemm_step.rs",
+        "MOST_STAGES",
+        "gemm_step.cuh",
+        "MOST_STAGES",
+    ],
+    ["cuda/gemv.rs", "GEMV_WARPS", "gemv.cu", "WARPS"],
+    ["cuda/grad/gemm.rs", "TILE", "grad_gemm.cu", "TILE"],
+    ["cuda/pack.rs", "SPAN", "weights.cuh", "SPAN"],
+    ["cuda/rows.rs", "MOST_WORDS", "put.cu", "MOST_WORDS"],
+    [
+        "cuda/second_order/columns.rs",
+        "COLUMNS",
+        "round_columns.cu",
+        "COLUMNS",
+    ],
+    ["cuda/second_order/factor.rs", "SIDE", "factor.cu", "SIDE"],
+];
+
+/// The number that follows `name` and what may stand between it and `=`.
+fn constant(source: &str, name: &str) -> Option<u64> {
+    source
+        .lines()
+        .filter(|l| l.contains("const"))
+        .find_map(|line| {
+            let (before, behind) = line.split_once(name)?;
+            if before.ends_with(is_word) || behind.starts_with(is_word) {
+                return None;
+            }
+            let value = behind.split_once("= ")?.1;
+            let value: String = value.chars().take_while(|&c| is_word(c)).collect();
+            let value = value.replace('_', "");
+            match value.strip_prefix("0x") {
+                Some(hex) => u64::from_str_radix(hex, 16).ok(),
+                None => value.parse().ok(),
+            }
+        })
+}
+
+#[test]
+fn constants_are_those_of_the_kernels() {
+    for [rust, here, cuda, there] in CONSTANTS {
+        let found = |folder: &str, file: &str, name: &str| {
+            let source = read(&workspace().join("kernels").join(folder).join(file));
+            constant(&source, name).unwrap_or_else(|| panic!("{file} has no {name}"))
+        };
+        let (a, b) = (found("src", rust, here), found("cuda", cuda, there));
+        assert_eq!(a, b, "{here} of {rust}, {there} of {cuda}");
+    }
+}
+
 /// The order of kinds is that of the names.
 #[test]
 fn kinds_have_the_names_of_their_instances() {
