@@ -82,7 +82,8 @@ impl Allocation {
                 bytes,
                 is_host: false,
             };
-            gpu.0.copy(what, |s| result::memset_d8_async(address, 0, bytes, s))?;
+            gpu.0
+                .copy(what, |s| result::memset_d8_async(address, 0, bytes, s))?;
             Ok(memory)
         }
     }
@@ -122,7 +123,7 @@ impl Drop for Allocation {
         }
         if self.is_host {
             // What the device may still write to stays for good where it cannot be waited for.
-            if result::ctx::synchronize().is_ok() {
+            if self.gpu.settle().is_ok() {
                 // SAFETY: made by `Allocation::host`; no work of the device uses it any more.
                 let _ = unsafe { result::free_host(self.address as *mut _) };
             }

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 impl Gpu {
     /// A stream: work in it runs in order.
@@ -21,13 +21,41 @@ impl Gpu {
     pub fn stream(&self) -> Result<Stream> {
         self.0.bind()?;
         let handle = result::stream::create(result::stream::StreamKind::NonBlocking);
-        Ok(Stream(Arc::new(StreamInner {
+        let stream = Arc::new(StreamInner {
             gpu: self.clone(),
             handle: check("making a stream", handle)?,
             is_recording: AtomicBool::new(false),
+            beginning: Mutex::default(),
             kept: Mutex::default(),
-        })))
+        });
+        let mut all = lock(&STREAMS);
+        all.retain(|s| s.strong_count() > 0);
+        all.push(Arc::downgrade(&stream));
+        Ok(Stream(stream))
     }
+
+    /// Waits for the work of all streams, as it is queued now. What is being recorded is no work yet:
+    /// waiting for the whole device would spoil it.
+    pub(super) fn settle(&self) -> Result<()> {
+        let all: Vec<Arc<StreamInner>> = lock(&STREAMS).iter().filter_map(Weak::upgrade).collect();
+        for stream in all.iter().filter(|s| s.gpu.is(self)) {
+            let _none_begins = lock(&stream.beginning);
+            if !stream.is_recording.load(Ordering::Acquire) {
+                // SAFETY: the stream is valid.
+                check("running kernels", unsafe {
+                    result::stream::synchronize(stream.handle)
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// All streams there are.
+static STREAMS: Mutex<Vec<Weak<StreamInner>>> = Mutex::new(Vec::new());
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// How a kernel is launched.
@@ -80,6 +108,8 @@ struct StreamInner {
     handle: sys::CUstream,
     /// Launches go to a graph.
     is_recording: AtomicBool,
+    /// Held while a recording begins.
+    beginning: Mutex<()>,
     /// Memory that they use, by address.
     kept: Mutex<Kept>,
 }
@@ -109,7 +139,7 @@ impl Stream {
     }
 
     fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.kept)
     }
 
     /// Keeps memory for the graph that is being recorded, if one is.
@@ -307,12 +337,7 @@ impl Stream {
     /// `body`'s and the driver's.
     pub fn record(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.0.gpu.0.bind()?;
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is valid; `Recording` ends the capture in any case.
-        check("recording a graph", unsafe {
-            result::stream::begin_capture(self.0.handle, mode)
-        })?;
-        let recording = Recording::new(self);
+        let recording = Recording::begin(self)?;
         let outcome = body();
         let (graph, kept) = recording.end();
         outcome?;
@@ -375,12 +400,18 @@ struct Recording<'a> {
 }
 
 impl<'a> Recording<'a> {
-    fn new(stream: &'a Stream) -> Self {
+    fn begin(stream: &'a Stream) -> Result<Self> {
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let _nobody_waits = lock(&stream.0.beginning);
+        // SAFETY: the stream is valid; the capture ends with `self` in any case.
+        check("recording a graph", unsafe {
+            result::stream::begin_capture(stream.0.handle, mode)
+        })?;
         stream.0.is_recording.store(true, Ordering::Release);
-        Recording {
+        Ok(Recording {
             stream,
             is_ended: false,
-        }
+        })
     }
 
     fn end(mut self) -> (Result<sys::CUgraph>, Kept) {
