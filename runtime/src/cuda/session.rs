@@ -236,6 +236,13 @@ impl Session for CudaSession {
     ) -> Result<Logits<'_>> {
         let vocab = self.model.config.vocab_size;
         check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
+        if let Some(chunk) = chunks.iter().find(|c| self.step.seats_slot(c.slot)) {
+            return Err(Error::Request {
+                what: "chunk",
+                expected: "a sequence that no step continues".into(),
+                found: format!("slot {}, which sits in one", chunk.slot),
+            });
+        }
         self.logits.clear();
         let fused = self.model.kernels == KernelSet::Fused && observer.is_none() && self.is_idle();
         match chunks {

@@ -171,6 +171,11 @@ impl StepRows {
         })
     }
 
+    /// True if the sequence in `slot` sits in a row.
+    pub(super) fn seats_slot(&self, slot: usize) -> bool {
+        self.seats.iter().any(|s| s.slot == Some(slot))
+    }
+
     /// Device bytes of [`StepRows::new`], up to what does not grow with the model.
     pub(super) fn device_bytes(config: &ModelConfig, size: StepSize) -> usize {
         let w = Widths::of(config);
