@@ -426,6 +426,29 @@ fn tf32_products_are_near() {
     }
 }
 
+/// An id that was not drawn yet, or that the table has no row for, is not followed: what it yields
+/// is no number.
+#[test]
+fn ids_without_a_row_are_not_followed() {
+    for ops in ops(GemmPrecision::Full) {
+        let table = put(&ops, &random(3 * 40, 80));
+        let mut ids = ops.ids("a test", 4).unwrap();
+        ops.write_ids(&mut ids, &[2, UNKNOWN, 3, 0]).unwrap();
+        let mut x = put(&ops, &[0.0; 4 * 40]);
+        ops.embed(&table, &ids, (4, 1, 0), &mut x, 40).unwrap();
+        let x = get(&ops, &x, 4 * 40);
+        let mut rows = x.chunks_exact(40);
+        for known in [true, false, false, true] {
+            let row = rows.next().unwrap();
+            assert!(row.iter().all(|v| v.is_nan() != known), "{row:?}");
+        }
+        assert!(
+            ops.embed(&table, &ids, (5, 1, 0), &mut put(&ops, &[0.0; 200]), 40)
+                .is_err()
+        );
+    }
+}
+
 #[test]
 fn rows_arrive_as_they_are_made() {
     let Some(gpu) = ops(GemmPrecision::Full).pop() else {

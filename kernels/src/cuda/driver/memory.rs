@@ -65,7 +65,18 @@ pub(super) struct Allocation {
     gpu: Gpu,
     address: u64,
     bytes: usize,
-    is_host: bool,
+    kind: Kind,
+}
+
+/// Whose memory it is, and what must have ended before it is freed.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Kind {
+    /// The device's: the driver waits for work that uses it.
+    Device,
+    /// The host's, for copies, which its owner waits for.
+    Copied,
+    /// The host's, which kernels write to.
+    Mapped,
 }
 
 impl Allocation {
@@ -80,7 +91,7 @@ impl Allocation {
                 gpu: gpu.clone(),
                 address,
                 bytes,
-                is_host: false,
+                kind: Kind::Device,
             };
             gpu.0
                 .copy(what, |s| result::memset_d8_async(address, 0, bytes, s))?;
@@ -89,7 +100,7 @@ impl Allocation {
     }
 
     /// Zeroed page-locked memory. With unified addressing the device's address is the host's.
-    pub(super) fn host(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
+    pub(super) fn host(gpu: &Gpu, what: &'static str, bytes: usize, kind: Kind) -> Result<Self> {
         gpu.0.bind()?;
         // SAFETY: freed in `Drop`, and zeroed before any use.
         let address = unsafe {
@@ -102,7 +113,7 @@ impl Allocation {
             gpu: gpu.clone(),
             address: address as u64,
             bytes,
-            is_host: true,
+            kind,
         })
     }
 
@@ -121,9 +132,9 @@ impl Drop for Allocation {
         if self.gpu.0.bind().is_err() {
             return;
         }
-        if self.is_host {
-            // What the device may still write to stays for good where it cannot be waited for.
-            if self.gpu.settle().is_ok() {
+        if self.kind != Kind::Device {
+            // What kernels may still write to stays for good where they cannot be waited for.
+            if self.kind == Kind::Copied || self.gpu.settle().is_ok() {
                 // SAFETY: made by `Allocation::host`; no work of the device uses it any more.
                 let _ = unsafe { result::free_host(self.address as *mut _) };
             }
@@ -176,7 +187,7 @@ impl Gpu {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn mapped<T: Pod>(&self, what: &'static str, len: usize, value: T) -> Result<Mapped<T>> {
-        let memory = Allocation::host(self, what, allocated::<T>(what, len)?)?;
+        let memory = Allocation::host(self, what, allocated::<T>(what, len)?, Kind::Mapped)?;
         let mut mapped = Mapped {
             memory: Arc::new(memory),
             len,

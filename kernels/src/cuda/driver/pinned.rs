@@ -1,7 +1,7 @@
 //! Page-locked host memory, and copies from and to it.
 
 use super::gpu::{Gpu, check};
-use super::memory::{Allocation, Buffer, allocated};
+use super::memory::{Allocation, Buffer, Kind, allocated};
 use super::stream::{Mark, Stream};
 use crate::error::{Error, Result};
 use bytemuck::Pod;
@@ -17,7 +17,7 @@ impl Gpu {
     /// [`Error::DeviceMemory`].
     pub fn pinned<T: Pod>(&self, what: &'static str, len: usize) -> Result<Pinned<T>> {
         Ok(Pinned {
-            memory: Allocation::host(self, what, allocated::<T>(what, len)?)?,
+            memory: Allocation::host(self, what, allocated::<T>(what, len)?, Kind::Copied)?,
             len,
             copies: None,
             marker: PhantomData,
@@ -215,5 +215,14 @@ impl<T: Pod> Pinned<T> {
             stream.synchronize()?;
         }
         queued
+    }
+}
+
+impl<T> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        if let Some((_, mark)) = &self.copies {
+            // After an error no copy is under way, and later work meets it again.
+            let _ = mark.wait();
+        }
     }
 }

@@ -340,8 +340,14 @@ impl Stream {
         let recording = Recording::begin(self)?;
         let outcome = body();
         let (graph, kept) = recording.end();
-        outcome?;
-        let graph = graph?;
+        let graph = match (outcome, graph) {
+            (Ok(()), graph) => graph?,
+            (Err(e), graph) => {
+                // SAFETY: just made, and not used.
+                let _ = graph.map(|g| unsafe { result::graph::destroy(g) });
+                return Err(e);
+            }
+        };
         // SAFETY: the graph is whole; its executable form does not need it any more.
         let executable = unsafe {
             let executable = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
