@@ -302,7 +302,10 @@ fn gguf_seed(kind: BlockType) -> Vec<u8> {
     let width = kind.elements().max(32);
     let config = format!("{{{}}}", targets::SHAPE)
         .replace("\"hidden_size\":8", &format!("\"hidden_size\":{width}"))
-        .replace("\"intermediate_size\":16", &format!("\"intermediate_size\":{width}"))
+        .replace(
+            "\"intermediate_size\":16",
+            &format!("\"intermediate_size\":{width}"),
+        )
         .replace("\"head_dim\":8", &format!("\"head_dim\":{}", width / 2));
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
     let mut rng = Rng(5);

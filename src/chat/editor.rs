@@ -86,9 +86,7 @@ fn candidates(typed: &str) -> (usize, Vec<String>) {
     let rest = rest.trim_start();
     let start = typed.len() - rest.len();
     match command {
-        "/set" if !rest.contains(' ') => {
-            (start, beginning(&mut SETTINGS.iter().copied(), rest))
-        }
+        "/set" if !rest.contains(' ') => (start, beginning(&mut SETTINGS.iter().copied(), rest)),
         "/help" => {
             let mut names = COMMANDS.iter().map(|c| c.name);
             (start, beginning(&mut names, rest))
@@ -153,7 +151,11 @@ mod tests {
             let start = command.len() + folder.len();
             check(&typed, start, &["chat é.json", "chats/"]);
         }
-        check(&format!("/load {folder}"), 6 + folder.len(), &["chat é.json", "chats/"]);
+        check(
+            &format!("/load {folder}"),
+            6 + folder.len(),
+            &["chat é.json", "chats/"],
+        );
         check("/load /no/such/folder/", 22, &[]);
     }
 }

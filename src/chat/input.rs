@@ -136,8 +136,18 @@ const fn listed(
 
 /// All commands.
 pub const COMMANDS: [Listed; 11] = [
-    listed("/help", "[COMMAND]", "this list, or more about one command", ""),
-    listed("/clear", "", "forget all messages but the system prompt", ""),
+    listed(
+        "/help",
+        "[COMMAND]",
+        "this list, or more about one command",
+        "",
+    ),
+    listed(
+        "/clear",
+        "",
+        "forget all messages but the system prompt",
+        "",
+    ),
     listed(
         "/regen",
         "",
@@ -273,7 +283,10 @@ fn command(word: &str, rest: &str) -> Result<Command, String> {
             "" => Ok(Command::Help(None)),
             _ if rest.contains(' ') => Err(format!("/help takes one command, found {rest:?}")),
             // With or without the slash.
-            _ => Ok(Command::Help(Some(format!("/{}", rest.trim_start_matches('/'))))),
+            _ => Ok(Command::Help(Some(format!(
+                "/{}",
+                rest.trim_start_matches('/')
+            )))),
         },
         "/clear" => bare(Command::Clear),
         "/regen" => bare(Command::Regen),

@@ -152,7 +152,10 @@ impl Repl<'_> {
                 ));
             }
         }
-        if let Some(path) = self.last_chat().filter(|p| self.totals.answers > 0 && p.exists()) {
+        if let Some(path) = self
+            .last_chat()
+            .filter(|p| self.totals.answers > 0 && p.exists())
+        {
             say(&format!(
                 "nq: this chat is kept in {} until the next one: /load goes on with it",
                 path.display()
@@ -171,8 +174,7 @@ impl Repl<'_> {
         let (Some(folder), Some(path)) = (&self.folder, self.last_chat()) else {
             return;
         };
-        let made = std::fs::create_dir_all(folder)
-            .with_context(|| folder.display().to_string());
+        let made = std::fs::create_dir_all(folder).with_context(|| folder.display().to_string());
         let messages = self.conversation.messages();
         let kept = made.and_then(|()| saved::save(&path, true, &self.model, &messages));
         if let Err(e) = kept {

@@ -5,12 +5,7 @@ use nq_runtime::{Stats, StopReason};
 
 /// The line after an answer. `bandwidth` is what the weights' memory was measured to be read
 /// at, in bytes per second.
-pub fn line(
-    stats: &Stats,
-    end: End,
-    bytes_per_token: usize,
-    bandwidth: Option<f64>,
-) -> String {
+pub fn line(stats: &Stats, end: End, bytes_per_token: usize, bandwidth: Option<f64>) -> String {
     let mut line = format!(
         "{} tokens, first after {:.2} s",
         stats.tokens,
@@ -65,7 +60,12 @@ mod tests {
             decode: Duration::from_secs(2),
         };
         assert_eq!(
-            line(&stats, End::Generated(StopReason::Eos(1)), 1_000_000_000, Some(20e9)),
+            line(
+                &stats,
+                End::Generated(StopReason::Eos(1)),
+                1_000_000_000,
+                Some(20e9)
+            ),
             "11 tokens, first after 0.25 s, 5.0 tok/s, 5.00 GB/s (25 % of 20.0 GB/s); \
              prompt 20 tokens, 8 of them cached"
         );

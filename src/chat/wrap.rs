@@ -123,8 +123,14 @@ mod tests {
     #[test]
     fn lines_break_between_words() {
         check("short", "short");
-        check("twenty columns fit x and no more", "twenty columns fit x\nand no more");
-        check("  indented by two, kept  \nnext", "  indented by two,\nkept\nnext");
+        check(
+            "twenty columns fit x and no more",
+            "twenty columns fit x\nand no more",
+        );
+        check(
+            "  indented by two, kept  \nnext",
+            "  indented by two,\nkept\nnext",
+        );
         check(
             "see https://example.org/a/very/long/address there",
             "see\nhttps://example.org/a/very/long/address\nthere",
@@ -147,7 +153,10 @@ mod tests {
     fn without_a_width_text_passes_at_once() {
         for width in [None, Some(0), Some(19)] {
             let mut wrap = Wrap::new(width);
-            assert_eq!(wrap.push("a long line of words that "), "a long line of words that ");
+            assert_eq!(
+                wrap.push("a long line of words that "),
+                "a long line of words that "
+            );
             assert_eq!(wrap.finish(), "");
         }
     }

@@ -19,6 +19,7 @@ use nq_runtime::device::Device;
 use nq_runtime::{
     ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,
 };
+use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -35,7 +36,7 @@ const DEFAULT_CTX: usize = 8192;
 #[command(allow_negative_numbers = true)]
 pub struct ChatArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
-    pub model: Option<String>,
+    pub model: Option<OsString>,
     /// Answer this prompt and exit; text on standard input goes after it, or is the prompt if
     /// there is no -p
     #[arg(short, long, value_name = "TEXT")]
@@ -127,7 +128,11 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         false => Some(ChatTemplate::from_files(checkpoint.files())?),
     };
     let form = template.as_ref().map_or(Form::Raw, Form::Chat);
-    if args.no_think && !template.as_ref().is_some_and(ChatTemplate::switches_thinking) {
+    if args.no_think
+        && !template
+            .as_ref()
+            .is_some_and(ChatTemplate::switches_thinking)
+    {
         terminal.note("--no-think: this model's template cannot switch thinking");
     }
     let spec = SessionSpec {
