@@ -3,6 +3,7 @@
 use crate::cli::Global;
 use crate::demo;
 use anyhow::{Context, bail};
+use nq_formats::gguf::BlockType;
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::{Checkpoint, Progress};
 use std::ffi::OsStr;
@@ -112,6 +113,33 @@ fn alike(model: &str) -> anyhow::Result<Option<String>> {
     Ok(nearest
         .filter(|(d, name)| *d <= 1 + name.len() / 5)
         .map(|(_, name)| name))
+}
+
+/// Says of GGUF types that have no kernel what they run as, where that takes notably more memory than
+/// the file.
+pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
+    let mut kinds: Vec<BlockType> = Vec::new();
+    for entry in checkpoint.store().entries() {
+        if let Some(kind) = BlockType::from_name(&entry.dtype)
+            && !kinds.contains(&kind)
+        {
+            kinds.push(kind);
+        }
+    }
+    let grown = kinds.into_iter().filter_map(|kind| {
+        let layout = kind.layout()?;
+        let stored = 8.0 * kind.bytes() as f64 / kind.elements() as f64;
+        let parts = if layout.offsets { 2.0 } else { 1.0 };
+        let run = layout.bits.width() as f64 + 16.0 * parts / f64::from(layout.group);
+        (run > 1.3 * stored).then(|| format!("{kind} ({stored:.2}) as {run:.2}"))
+    });
+    let grown: Vec<String> = grown.collect();
+    if !grown.is_empty() {
+        progress.note(&format!(
+            "types without a kernel of their own run as 4- or 8-bit codes, in bits per weight: {}",
+            grown.join(", ")
+        ));
+    }
 }
 
 /// The path of the hub's model `id`: downloaded unless the cache has it.

@@ -56,8 +56,8 @@ pub struct Work<'a> {
     pub eval_tokens: usize,
 }
 
-/// The program, its threads, and a tokenizer of a few thousand tokens.
-const BASE: u64 = 16 << 20;
+/// The program as far as it runs, its threads, and a tokenizer of a few thousand tokens.
+const BASE: u64 = 22 << 20;
 
 /// What the allocator keeps of the memory that earlier stages gave back.
 const KEPT: u64 = 12 << 20;

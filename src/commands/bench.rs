@@ -206,6 +206,7 @@ fn open(
     let Some(preset) = &args.preset else {
         let model = model::open(args.model.as_deref(), global, terminal)?;
         let (checkpoint, _) = super::chat::at_load(model.checkpoint, args.bits, terminal)?;
+        model::note_growth(&checkpoint, terminal);
         return Ok((model.name, checkpoint));
     };
     let label = format!("{} (random weights)", preset.name);

@@ -7,7 +7,7 @@ use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
-use crate::cli::{Global, parse_kv, parse_load_bits};
+use crate::cli::{self, Global, parse_kv, parse_load_bits};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
@@ -119,7 +119,9 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         file.display().to_string()
     })?;
     let sampling = sampling(args, defaults);
-    sampling.validate()?;
+    if let Err(e) = sampling.validate() {
+        cli::refuse("chat", &format!("{e}")); // the model's own are valid: a flag is not
+    }
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(config.vocab_size)?;
@@ -257,6 +259,7 @@ fn load(
             human_bytes(memory.kv)
         ));
     }
+    model::note_growth(checkpoint, terminal);
     let options = LoadOptions {
         session: Some(*spec),
         ..global.load_options()

@@ -1,6 +1,6 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
-use crate::cli::{Global, parse_kv};
+use crate::cli::{self, Global, parse_kv};
 use crate::model::{self, Model};
 use crate::terminal::{Terminal, shell_word, width};
 use crate::texts::{self, Text};
@@ -116,6 +116,9 @@ struct Json<'a> {
 /// Runs `nq eval`.
 pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.report {
+        if let Err(e) = render::Kind::of(path) {
+            cli::refuse("eval", &e.to_string());
+        }
         check_report(path)?; // before hours of work, not after
     }
     if let Some(threads) = global.threads {
@@ -180,6 +183,7 @@ fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Res
     tokenizer.check_vocab(checkpoint.config().vocab_size)?;
     // What a device makes of a NaN differs; figures of such a model mean nothing on any.
     nq::verify_values(checkpoint)?;
+    model::note_growth(checkpoint, terminal);
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)
         .with_context(|| model.source.clone())?;
     Ok(Loaded {
@@ -364,7 +368,6 @@ fn command_line() -> String {
 
 /// Checks that a report can be written to `path`, as far as can be told before.
 fn check_report(path: &Path) -> anyhow::Result<()> {
-    render::Kind::of(path)?;
     let folder = match path.parent() {
         Some(p) if p != Path::new("") => p,
         _ => Path::new("."),
