@@ -15,7 +15,7 @@ table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}\
 th,td{border-bottom:1px solid var(--line);padding:.35rem .6rem;text-align:right;vertical-align:top}\
 th:first-child,td:first-child,td.text,th.text{text-align:left}\
 .scroll{overflow-x:auto}code,pre{white-space:pre-wrap;font-size:.9em}\
-svg{max-width:100%;height:auto}.note{color:var(--note)}";
+td:not(.text),td:first-child,th{white-space:nowrap}svg{width:100%;height:auto}.note{color:var(--note)}";
 
 /// The document as self-contained HTML.
 ///

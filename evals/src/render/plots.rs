@@ -22,7 +22,7 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(204, 121, 167),
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
-    RGBColor(140, 140, 140),
+    RGBColor(140, 86, 75),
 ];
 
 /// What the reference is drawn in, behind the models.
