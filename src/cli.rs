@@ -40,6 +40,8 @@ pub enum Command {
     Convert(commands::convert::ConvertArgs),
     /// Show what a checkpoint holds
     Inspect(commands::inspect::InspectArgs),
+    /// Download a model from the hub into its cache
+    Pull(commands::models::PullArgs),
     /// List the models in nq's own folder
     List,
     /// Remove a model from nq's own folder
@@ -60,7 +62,8 @@ const RUNNING: [&str; 6] = ["device", "threads", "pin", "activations", "kernels"
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help is
 /// about others.
-const OF_NO_USE: [(&str, &[&[&str]]); 7] = [
+const OF_NO_USE: [(&str, &[&[&str]]); 8] = [
+    ("pull", &[&RUNNING, &["verbose"]]),
     ("list", &[&RUNNING, &["offline", "verbose"]]),
     ("rm", &[&RUNNING, &["offline", "json", "verbose"]]),
     ("completions", &[&RUNNING, &["offline", "json", "verbose"]]),
@@ -85,7 +88,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 7] = [
 ];
 
 /// Ends of the subcommands' help.
-const EXAMPLES: [(&str, &str); 11] = [
+const EXAMPLES: [(&str, &str); 12] = [
     (
         "quantize",
         "nq quantize demo --bits 4\n\
@@ -96,6 +99,7 @@ const EXAMPLES: [(&str, &str); 11] = [
         "chat",
         "nq chat demo\n\
          nq chat Qwen3-0.6B-int4 -p \"Why is the sky blue?\" --no-think\n\
+         nq chat demo --raw -p \"Once upon a time\" --stop \"The end\"\n\
          cat notes.txt | nq chat demo -p \"Summarize:\" --quiet",
     ),
     (
@@ -117,6 +121,7 @@ const EXAMPLES: [(&str, &str); 11] = [
         "inspect",
         "nq inspect demo-int4\nnq inspect model.gguf --verify",
     ),
+    ("pull", "nq pull Qwen/Qwen3-0.6B"),
     ("list", "nq list\nnq list --json"),
     ("rm", "nq rm demo-int4"),
     ("doctor", "nq doctor"),

@@ -3,8 +3,10 @@
 use crate::cli::Global;
 use crate::demo;
 use anyhow::{Context, bail};
+use nq_formats::gguf::BlockType;
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::{Checkpoint, Progress};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 /// The model that commands take when none is named.
@@ -40,14 +42,14 @@ pub fn models_dir() -> anyhow::Result<PathBuf> {
     Ok(data.join("nq/models"))
 }
 
-/// Opens the model a command was given; without one, the default model.
-pub fn open(
-    model: Option<&str>,
+/// Opens the model a command was given, a path or a name; without one, the default model.
+pub fn open<M: AsRef<OsStr> + ?Sized>(
+    model: Option<&M>,
     global: &Global,
     progress: &dyn Progress,
 ) -> anyhow::Result<Model> {
     match model {
-        Some(name) => open_named(name, global, progress),
+        Some(name) => open_named(name.as_ref(), global, progress),
         None => open_default(global, progress),
     }
 }
@@ -59,23 +61,30 @@ pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result
     for bits in [4, 8] {
         let copy = models_dir()?.join(format!("{name}-int{bits}"));
         if copy.exists() {
-            return open_path(&copy, name);
+            return open_path(&copy);
         }
     }
     open_default(global, progress)
 }
 
-fn open_named(model: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+fn open_named(model: &OsStr, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
     if model == demo::LABEL {
         return open_demo();
     }
     let path = Path::new(model);
-    if path.exists() {
-        return open_path(path, model);
+    // A file that is there and cannot be looked at is no hub id.
+    match path.symlink_metadata() {
+        Ok(_) => return open_path(path),
+        Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {
+            return Err(e).with_context(|| path.display().to_string());
+        }
+        Err(_) => {}
     }
+    // Names of the hub and of nq's folder are text.
+    let model = &*model.to_string_lossy();
     let own = models_dir()?.join(model);
     if !model.is_empty() && !model.contains(['/', '\\']) && own.exists() {
-        return open_path(&own, model);
+        return open_path(&own);
     }
     if HubId::parse(model).is_none() {
         bail!(
@@ -106,10 +115,45 @@ fn alike(model: &str) -> anyhow::Result<Option<String>> {
         .map(|(_, name)| name))
 }
 
-fn open_hub(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+/// Says of GGUF types that have no kernel what they run as, where that takes notably more memory than
+/// the file.
+pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
+    let mut kinds: Vec<BlockType> = Vec::new();
+    for entry in checkpoint.store().entries() {
+        if let Some(kind) = BlockType::from_name(&entry.dtype)
+            && !kinds.contains(&kind)
+        {
+            kinds.push(kind);
+        }
+    }
+    let grown = kinds.into_iter().filter_map(|kind| {
+        let layout = kind.layout()?;
+        let stored = 8.0 * kind.bytes() as f64 / kind.elements() as f64;
+        let parts = if layout.offsets { 2.0 } else { 1.0 };
+        let run = layout.bits.width() as f64 + 16.0 * parts / f64::from(layout.group);
+        (run > 1.3 * stored).then(|| format!("{kind} ({stored:.2}) as {run:.2}"))
+    });
+    let grown: Vec<String> = grown.collect();
+    if !grown.is_empty() {
+        progress.note(&format!(
+            "types without a kernel of their own run as 4- or 8-bit codes, in bits per weight: {}",
+            grown.join(", ")
+        ));
+    }
+}
+
+/// The path of the hub's model `id`: downloaded unless the cache has it.
+///
+/// # Errors
+/// What is no hub id, and what downloading fails with.
+pub fn fetch(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<PathBuf> {
     let mut options = HubOptions::from_env();
     options.offline |= global.offline;
-    let path = Hub::new(options).fetch_model(id, progress)?;
+    Ok(Hub::new(options).fetch_model(id, progress)?)
+}
+
+fn open_hub(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+    let path = fetch(id, global, progress)?;
     // In the cache, a file's real name is its hash: the id says what it is called.
     let (id_name, _) = id.split_once('@').unwrap_or((id, ""));
     let name = id_name.rsplit('/').next().unwrap_or(id_name);
@@ -152,17 +196,16 @@ fn open_demo() -> anyhow::Result<Model> {
     })
 }
 
-fn open_path(path: &Path, given: &str) -> anyhow::Result<Model> {
+fn open_path(path: &Path) -> anyhow::Result<Model> {
     let checkpoint = Checkpoint::open(path)?;
     let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let name = absolute
         .file_stem()
         .filter(|_| absolute.is_file())
         .or(absolute.file_name())
-        .and_then(|n| n.to_str())
-        .unwrap_or(given);
+        .unwrap_or(path.as_os_str());
     Ok(Model {
-        name: name.into(),
+        name: name.to_string_lossy().into_owned(),
         source: absolute.display().to_string(),
         checkpoint,
     })

@@ -2,6 +2,8 @@
 //! model.
 #![cfg(all(feature = "demo", target_os = "linux"))]
 
+#[path = "chat/daily.rs"]
+mod daily;
 mod pty;
 
 use pty::Pty;
@@ -171,7 +173,9 @@ fn failures_have_exit_codes_and_reasons() {
         assert_eq!(out(&output), "");
     };
     check(&[], Some("  \n"), 1, "no prompt");
-    check(&["-p", "x", "--top-p", "0"], None, 1, "top_p");
+    check(&["-p", "x", "--top-p", "0"], None, 2, "top_p");
+    check(&["-p", "x", "--stop", ""], None, 2, "--stop");
+    check(&["-p", "x", "--raw", "--system", "y"], None, 2, "--system");
     check(
         &["-p", "x", "--ctx", "4096"],
         None,
@@ -424,6 +428,10 @@ fn the_first_interrupt_stops_the_answer_and_the_next_leaves() {
     pty.wait_for("1 answers");
     pty.wait_for(">>> ");
     pty.send(b"\x03");
+    pty.wait_for("Ctrl-C again");
+    pty.wait_for(">>> ");
+    pty.send(b"\x03");
+    pty.wait_for("this chat is kept in");
     assert_eq!(pty.exit_code(), 130);
 }
 

@@ -137,6 +137,13 @@ fn eval_writes_reports_that_stand_alone() {
                 3,
                 "bytes, windows, divergence"
             );
+            for part in [
+                "prefers-color-scheme:dark",
+                "nq eval demo demo --against demo",
+                "currentColor",
+            ] {
+                assert!(report.contains(part), "{part}");
+            }
             for outside in ["<script", "<link", "src=", "url("] {
                 assert!(!report.contains(outside), "{outside}");
             }
@@ -164,6 +171,13 @@ fn eval_writes_reports_that_stand_alone() {
 }
 
 #[test]
+fn a_report_of_no_known_form_is_a_wrong_command_line() {
+    let out = nq(&["eval", "demo", "--report", "x.pdf"]);
+    assert_eq!(out.status.code(), Some(2), "{}", stderr(&out));
+    assert!(stderr(&out).contains("ends in .md or .html"));
+}
+
+#[test]
 fn eval_refuses_with_exit_code_1_and_says_why() {
     let dir = tempfile::tempdir().unwrap();
     let bad = dir.path().join("bad.txt");
@@ -184,10 +198,6 @@ fn eval_refuses_with_exit_code_1_and_says_why() {
         (
             vec!["eval", "demo", "--ctx", "4096"],
             "at most the model's 1024, found 4096",
-        ),
-        (
-            vec!["eval", "demo", "--report", "x.pdf"],
-            "ends in .md or .html",
         ),
         (vec!["eval", "no-such-model"], "no-such-model"),
     ] {

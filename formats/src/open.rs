@@ -137,11 +137,16 @@ impl Source {
             return (format.open)(self);
         }
         let Some(quantization) = &self.quantization else {
-            return Err(Error::Missing {
-                path: self.files.root(),
-                what: match &self.weights {
-                    Some(name) => format!("{CONFIG} beside {name}, which is no GGUF file,"),
-                    None => CONFIG.into(),
+            return Err(match &self.weights {
+                Some(name) => Error::Malformed {
+                    path: self.files.path(name),
+                    what: "model".into(),
+                    expected: format!("a GGUF file, or {CONFIG} beside it"),
+                    found: "neither".into(),
+                },
+                None => Error::Missing {
+                    path: self.files.root(),
+                    what: CONFIG.into(),
                 },
             });
         };

@@ -313,7 +313,7 @@ fn what_is_not_supported_is_refused_by_name() {
     put("notes.txt", "no model");
     names(
         Checkpoint::open(&dir.path().join("notes.txt")),
-        &["config.json beside notes.txt", "no GGUF"],
+        &["notes.txt", "expected a GGUF file", "config.json beside it"],
     );
     put("config.json", "[]");
     names(open(), &["config.json", "object"]);

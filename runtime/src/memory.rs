@@ -8,6 +8,12 @@ use nq_formats::{ModelConfig, WeightStore, Zeros};
 use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;
 
+/// Bytes of the least that is mapped.
+const PAGE: usize = 4096;
+
+/// Different tokens of a text, at most: longer texts repeat theirs.
+const DISTINCT: usize = 8192;
+
 /// Where weights come from when a model is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightSource {
@@ -56,8 +62,16 @@ impl MemoryEstimate {
         let norms: usize = c.layer().norms().iter().map(|n| n.len.of(c)).sum();
         let norms = c.num_hidden_layers * norms + c.hidden_size;
         let mut weights = packed_bytes(head, vocab) + 4 * norms;
-        if !c.tie_word_embeddings && source == WeightSource::Made {
-            weights += canonical_bytes(kinds(EMBEDDING), vocab);
+        if !c.tie_word_embeddings {
+            let embedding = canonical_bytes(kinds(EMBEDDING), vocab);
+            weights += match source {
+                WeightSource::Made => embedding,
+                // Pages of the rows that were looked up stay mapped.
+                WeightSource::Mapped => {
+                    let row = (embedding / c.vocab_size).max(PAGE);
+                    embedding.min(row * DISTINCT.min(spec.slots * spec.ctx))
+                }
+            };
         }
         let mut loading = 0;
         for layer in 0..c.num_hidden_layers {

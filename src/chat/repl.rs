@@ -7,7 +7,7 @@ use super::printer::{Printer, Thinking};
 use super::{Overflow, editor, report, saved};
 use crate::terminal::{INTERRUPTED, Printable, print_line, say, width};
 use anyhow::{Context, bail};
-use nq_runtime::{Engine, Stats, StopReason};
+use nq_runtime::{Engine, Error as RuntimeError, Stats, StopReason};
 use rustyline::error::ReadlineError;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -293,7 +293,13 @@ impl Repl<'_> {
                     .regenerate(answering.flag(), &mut on_event),
             };
             printer.finish()?;
-            turn?
+            turn.map_err(|e| match e.downcast_ref() {
+                // These name a place in a model, and not which.
+                Some(RuntimeError::NotFinite { .. } | RuntimeError::LogitsNotFinite) => {
+                    e.context(self.model.clone())
+                }
+                _ => e,
+            })?
         };
         drop(answering);
         self.totals.add(&turn.stats);

@@ -15,6 +15,7 @@ use nq_kernels::cpu::{BandwidthBuffer, Cpu};
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
+use std::ffi::OsString;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::process::ExitCode;
@@ -25,7 +26,7 @@ use std::process::ExitCode;
 pub struct BenchArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
     #[arg(conflicts_with = "preset")]
-    pub model: Option<String>,
+    pub model: Option<OsString>,
     /// Random weights of a published shape: qwen3-0.6b, -1.7b, -4b, -8b, -14b or -32b
     #[arg(long, value_parser = parse_preset)]
     pub preset: Option<Preset>,
@@ -205,6 +206,7 @@ fn open(
     let Some(preset) = &args.preset else {
         let model = model::open(args.model.as_deref(), global, terminal)?;
         let (checkpoint, _) = super::chat::at_load(model.checkpoint, args.bits, terminal)?;
+        model::note_growth(&checkpoint, terminal);
         return Ok((model.name, checkpoint));
     };
     let label = format!("{} (random weights)", preset.name);

@@ -7,7 +7,7 @@ use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
 use crate::chat::{Draft, Overflow};
-use crate::cli::{Global, parse_kv, parse_load_bits};
+use crate::cli::{self, Global, parse_kv, parse_load_bits};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
@@ -19,6 +19,7 @@ use nq_runtime::device::Device;
 use nq_runtime::{
     ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,
 };
+use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -35,7 +36,7 @@ const DEFAULT_CTX: usize = 8192;
 #[command(allow_negative_numbers = true)]
 pub struct ChatArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
-    pub model: Option<String>,
+    pub model: Option<OsString>,
     /// Answer this prompt and exit; text on standard input goes after it, or is the prompt if
     /// there is no -p
     #[arg(short, long, value_name = "TEXT")]
@@ -122,7 +123,9 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         file.display().to_string()
     })?;
     let sampling = sampling(args, defaults);
-    sampling.validate()?;
+    if let Err(e) = sampling.validate() {
+        cli::refuse("chat", &format!("{e}")); // the model's own are valid: a flag is not
+    }
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(config.vocab_size)?;
@@ -261,6 +264,7 @@ fn load(
             human_bytes(memory.kv)
         ));
     }
+    model::note_growth(checkpoint, terminal);
     let options = LoadOptions {
         session: Some(*spec),
         ..global.load_options()

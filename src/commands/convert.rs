@@ -14,6 +14,7 @@ use nq_formats::{Checkpoint, Exactness};
 use nq_quantize::requantize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -22,7 +23,7 @@ use std::process::ExitCode;
 pub struct ConvertArgs {
     /// demo, a folder, a file, a hub id or a name from `nq list`
     #[arg(value_name = "IN")]
-    pub model: String,
+    pub model: OsString,
     /// File (gguf) or folder to write
     pub out: PathBuf,
     /// What to write
@@ -279,7 +280,7 @@ fn report_json(
         .map(|w| {
             json!({
                 "name": w.name, "from": w.from, "to": w.to,
-                "change": words(w.change), "bytes": w.bytes,
+                "change": words(w.change), "tensor_bytes": w.bytes,
             })
         })
         .collect();

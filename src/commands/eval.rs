@@ -1,8 +1,8 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
-use crate::cli::{Global, parse_kv};
+use crate::cli::{self, Global, parse_kv};
 use crate::model::{self, Model};
-use crate::terminal::Terminal;
+use crate::terminal::{Terminal, shell_word, width};
 use crate::texts::{self, Text};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
@@ -15,6 +15,7 @@ use nq_formats::durable::check_writable;
 use nq_formats::{Progress, nq};
 use nq_runtime::{ActivationChoice, Engine, EngineDescription, KvType, LoadOptions, Tokenizer};
 use serde::Serialize;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -24,10 +25,10 @@ use std::sync::Arc;
 #[command(allow_negative_numbers = true)]
 pub struct EvalArgs {
     /// One or several of: demo, a folder, a hub id, a name from `nq list` [default: Qwen/Qwen3-0.6B]
-    pub models: Vec<String>,
+    pub models: Vec<OsString>,
     /// Compare with this model, token by token
     #[arg(long, value_name = "REF")]
-    pub against: Option<String>,
+    pub against: Option<OsString>,
     /// Text to evaluate on [default: WikiText-2 from the hub, else the built-in text]
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
@@ -115,6 +116,9 @@ struct Json<'a> {
 /// Runs `nq eval`.
 pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.report {
+        if let Err(e) = render::Kind::of(path) {
+            cli::refuse("eval", &e.to_string());
+        }
         check_report(path)?; // before hours of work, not after
     }
     if let Some(threads) = global.threads {
@@ -125,9 +129,9 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let terminal = Terminal::new();
     // All of them are opened before hours of work on the first.
-    let names: Vec<Option<&str>> = match args.models.as_slice() {
+    let names: Vec<Option<&OsStr>> = match args.models.as_slice() {
         [] => vec![None],
-        names => names.iter().map(|n| Some(n.as_str())).collect(),
+        names => names.iter().map(|n| Some(n.as_os_str())).collect(),
     };
     let open = |name| model::open(name, global, &terminal);
     let against = args.against.as_deref().map(|n| open(Some(n))).transpose()?;
@@ -179,6 +183,7 @@ fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Res
     tokenizer.check_vocab(checkpoint.config().vocab_size)?;
     // What a device makes of a NaN differs; figures of such a model mean nothing on any.
     nq::verify_values(checkpoint)?;
+    model::note_growth(checkpoint, terminal);
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)
         .with_context(|| model.source.clone())?;
     Ok(Loaded {
@@ -343,6 +348,8 @@ impl Workbench<'_> {
     fn document<'o>(&self, outcomes: &'o [Outcome]) -> Document<'o> {
         Document {
             program: format!("nq {}", env!("CARGO_PKG_VERSION")),
+            command: command_line(),
+            date: jiff::Zoned::now().strftime("%Y-%m-%d %H:%M %Z").to_string(),
             text: self.text.name.clone(),
             reference: self.reference.as_ref().map(|r| r.model.name.clone()),
             models: outcomes.iter().map(Outcome::section).collect(),
@@ -350,9 +357,17 @@ impl Workbench<'_> {
     }
 }
 
+/// How this process was called, as a shell takes it.
+fn command_line() -> String {
+    let words = std::env::args_os().skip(1);
+    let words: Vec<String> = words
+        .map(|w| shell_word(&w.to_string_lossy()).into_owned())
+        .collect();
+    format!("nq {}", words.join(" "))
+}
+
 /// Checks that a report can be written to `path`, as far as can be told before.
 fn check_report(path: &Path) -> anyhow::Result<()> {
-    render::Kind::of(path)?;
     let folder = match path.parent() {
         Some(p) if p != Path::new("") => p,
         _ => Path::new("."),
@@ -478,16 +493,68 @@ fn table(outcomes: &[Outcome]) -> Vec<String> {
         Some(format!("{:.2} %", 100.0 * against(o)?.rms_dp))
     });
 
-    let columns = outcomes.len() + 1;
+    blocks(&rows, width().unwrap_or(USUAL_WIDTH))
+}
+
+/// Columns of a terminal that does not say.
+const USUAL_WIDTH: usize = 100;
+
+/// Rows as lines of at most `most` columns: where all cells do not fit side by side, in blocks one
+/// under the other, each with the rows' names.
+fn blocks(rows: &[Vec<String>], most: usize) -> Vec<String> {
+    let columns = rows.first().map_or(0, Vec::len);
     let width = |c: usize| rows.iter().map(|r| r[c].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
-    rows.iter()
-        .map(|row| {
+    let mut lines: Vec<String> = Vec::new();
+    let mut from = 1;
+    while from < columns {
+        let mut to = from + 1;
+        let mut used = widths[0] + 2 + widths[from];
+        while to < columns && used + 2 + widths[to] <= most {
+            used += 2 + widths[to];
+            to += 1;
+        }
+        if from > 1 {
+            lines.push(String::new());
+        }
+        for row in rows {
             let mut line = format!("{:<w$}", row[0], w = widths[0]);
-            for (cell, w) in row.iter().zip(&widths).skip(1) {
+            for (cell, w) in row[from..to].iter().zip(&widths[from..to]) {
                 line.push_str(&format!("  {cell:>w$}"));
             }
-            line
-        })
-        .collect()
+            lines.push(line);
+        }
+        from = to;
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::blocks;
+
+    #[test]
+    fn models_that_do_not_fit_stand_below() {
+        let row = |cells: &[&str]| cells.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>();
+        let rows = [
+            row(&["", "one", "two", "three"]),
+            row(&["KLD", "0.1", "0.25", "0"]),
+        ];
+        assert_eq!(
+            blocks(&rows, 100),
+            ["     one   two  three", "KLD  0.1  0.25      0"]
+        );
+        assert_eq!(
+            blocks(&rows, 14),
+            [
+                "     one   two",
+                "KLD  0.1  0.25",
+                "",
+                "     three",
+                "KLD      0"
+            ]
+        );
+        // Too narrow for any: one a block.
+        assert_eq!(blocks(&rows, 3).len(), 3 * 2 + 2);
+    }
 }

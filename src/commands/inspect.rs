@@ -9,6 +9,7 @@ use nq_formats::{Checkpoint, TensorEntry};
 use nq_runtime::Tokenizer;
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::ffi::OsString;
 use std::fmt::{self, Write};
 use std::process::ExitCode;
 
@@ -16,7 +17,7 @@ use std::process::ExitCode;
 #[derive(Args, Debug)]
 pub struct InspectArgs {
     /// demo, a folder, a file, a hub id or a name from `nq list`
-    pub model: String,
+    pub model: OsString,
     /// Also read every value of every parameter and load the tokenizer, and fail if a value is not
     /// finite or anything else is wrong
     #[arg(long)]
@@ -50,7 +51,7 @@ struct Row {
     shape: Vec<usize>,
     /// Of one element; of one code where several share a byte.
     bits: f64,
-    bytes: u64,
+    tensor_bytes: u64,
     file: String,
 }
 
@@ -102,7 +103,7 @@ fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> Row {
         dtype: e.dtype,
         shape: e.shape,
         bits,
-        bytes: e.bytes,
+        tensor_bytes: e.bytes,
         file: e.file,
     }
 }
@@ -141,7 +142,7 @@ fn describe(
         writeln!(
             out,
             "{shown:name$}  {:dtype$}  {dims:>shape$}  {:>7.4}  {:>12}  {}",
-            t.dtype, t.bits, t.bytes, t.file
+            t.dtype, t.bits, t.tensor_bytes, t.file
         )?;
     }
     writeln!(out)?;

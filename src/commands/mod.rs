@@ -31,6 +31,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Convert(args) => convert::run(&args, &global),
         Command::Inspect(args) => inspect::run(&args, &global),
         Command::List => models::list(&global),
+        Command::Pull(args) => models::pull(&args, &global),
         Command::Rm(args) => models::remove(&args),
         Command::Doctor => doctor::run(&global),
         Command::Synth(args) => synth::run(&args, &global),

@@ -1,12 +1,13 @@
-//! `nq list` and `nq rm`: nq's own model folder.
+//! `nq list` and `nq rm`: nq's own model folder; `nq pull`: the hub's cache.
 
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::{human_bytes, print_line, printable, say, shortened};
+use crate::terminal::{Terminal, human_bytes, print_line, printable, say, shortened};
 use anyhow::{Context, bail};
 use clap::Args;
+use nq_evals::render::kld_cell;
 use nq_formats::Checkpoint;
-use nq_formats::nq::at_work;
+use nq_formats::nq::{at_work, record};
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -22,6 +23,27 @@ pub struct RmArgs {
     pub yes: bool,
 }
 
+/// Flags of `nq pull`.
+#[derive(Args, Debug)]
+pub struct PullArgs {
+    /// A hub id: OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME/FILE.gguf for one of its files
+    pub id: String,
+}
+
+/// Runs `nq pull`.
+pub fn pull(args: &PullArgs, global: &Global) -> anyhow::Result<ExitCode> {
+    let path = model::fetch(&args.id, global, &Terminal::new())?;
+    // What nq cannot read is said now, not when it is first needed.
+    let file_bytes = Checkpoint::open(&path)?.store().file_bytes();
+    if global.json {
+        let json = serde_json::json!({ "id": args.id, "path": path, "file_bytes": file_bytes });
+        print_line(&format!("{json:#}"))?;
+    } else {
+        print_line(&path.display().to_string())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
 /// Characters of a row that says why a model cannot be read, at most.
 const LONGEST_REASON: usize = 300;
 
@@ -31,7 +53,11 @@ struct Row {
     name: String,
     path: PathBuf,
     format: String,
-    bytes: u64,
+    file_bytes: u64,
+    /// Of its tensors, for each parameter.
+    bits_per_weight: Option<f64>,
+    /// Mean KL divergence from the source, as it was measured when the model was made.
+    kld: Option<f64>,
     /// What a folder holds that is no whole model: an interrupted run or a broken file.
     problem: Option<String>,
 }
@@ -57,11 +83,21 @@ pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
         .max()
         .unwrap_or(0)
         .max(4);
-    let mut table = format!("{:width$}  {:>10}  FORMAT", "NAME", "SIZE");
+    let mut table = format!(
+        "{:width$}  {:>10}  {:>5}  {:>7}  FORMAT",
+        "NAME", "SIZE", "BITS", "KLD"
+    );
     for r in &rows {
         let what = r.problem.as_deref().unwrap_or(&r.format);
-        let size = human_bytes(r.bytes);
-        table += &format!("\n{:width$}  {size:>10}  {what}", r.name);
+        let size = human_bytes(r.file_bytes);
+        let bits = r.bits_per_weight.map(|b| format!("{b:.2}"));
+        let kld = r.kld.map(kld_cell);
+        table += &format!(
+            "\n{:width$}  {size:>10}  {:>5}  {:>7}  {what}",
+            r.name,
+            bits.unwrap_or_default(),
+            kld.unwrap_or_default(),
+        );
     }
     print_line(&table)?;
     say(&format!("in {}", dir.display()));
@@ -82,7 +118,16 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
         let Some(name) = path.file_name().and_then(|n| n.to_str()).map(String::from) else {
             continue;
         };
-        let (format, problem) = match Checkpoint::open(&path) {
+        let opened = Checkpoint::open(&path);
+        let kld = |c: &Checkpoint| {
+            let quality = record(c).ok()??.quality?;
+            quality.pointer("/kld/mean")?.as_f64()
+        };
+        let (bits_per_weight, kld) = match &opened {
+            Ok(c) => (Some(c.bits_per_weight()), kld(c)),
+            Err(_) => (None, None),
+        };
+        let (format, problem) = match opened {
             Ok(c) => (c.store().format().to_owned(), None),
             Err(_) if name.ends_with(".partial") => {
                 let why = match at_work(&path) {
@@ -100,7 +145,9 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
         rows.push(Row {
             name,
             format,
-            bytes: size_of_tree(&path),
+            file_bytes: size_of_tree(&path),
+            bits_per_weight,
+            kld,
             path,
             problem,
         });

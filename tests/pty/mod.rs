@@ -26,11 +26,16 @@ pub struct Pty {
 
 impl Pty {
     /// Starts `command` as the leader of a session whose terminal is new.
-    pub fn spawn(mut command: Command) -> Self {
+    pub fn spawn(command: Command) -> Self {
+        Self::with_columns(command, 200)
+    }
+
+    /// As [`Pty::spawn`], in a terminal of so many columns.
+    pub fn with_columns(mut command: Command, columns: u16) -> Self {
         let (mut master, mut slave) = (0, 0);
         let size = libc::winsize {
             ws_row: 50,
-            ws_col: 200,
+            ws_col: columns,
             ws_xpixel: 0,
             ws_ypixel: 0,
         };

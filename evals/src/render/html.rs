@@ -6,14 +6,16 @@ use crate::error::Result;
 use std::fmt::Write as _;
 
 const STYLE: &str = "\
-body{font:15px/1.5 system-ui,sans-serif;max-width:78rem;margin:2rem auto;padding:0 1rem;\
-color:#1c1c1c;background:#fff}\
-h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}\
+:root{color-scheme:light dark;--text:#1c1c1c;--page:#fff;--line:#d8d8d8;--note:#555}\
+@media(prefers-color-scheme:dark){:root{--text:#e4e4e4;--page:#17191c;--line:#3b3f45;--note:#a8adb5}}\
+body{font:17px/1.55 system-ui,sans-serif;max-width:78rem;margin:2rem auto;padding:0 1rem;\
+color:var(--text);background:var(--page)}\
+h1{font-size:1.7rem}h2{font-size:1.35rem;margin-top:2.2rem}h3{font-size:1.1rem}\
 table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}\
-th,td{border-bottom:1px solid #d8d8d8;padding:.3rem .6rem;text-align:right;vertical-align:top}\
+th,td{border-bottom:1px solid var(--line);padding:.35rem .6rem;text-align:right;vertical-align:top}\
 th:first-child,td:first-child,td.text,th.text{text-align:left}\
-.scroll{overflow-x:auto}code{white-space:pre-wrap;font-size:.9em}\
-svg{max-width:100%;height:auto}.note{color:#555}";
+.scroll{overflow-x:auto}code,pre{white-space:pre-wrap;font-size:.9em}\
+td:not(.text),td:first-child,th{white-space:nowrap}svg{width:100%;height:auto}.note{color:var(--note)}";
 
 /// The document as self-contained HTML.
 ///
@@ -24,9 +26,12 @@ pub fn html(document: &Document<'_>) -> Result<String> {
     let _ = write!(
         out,
         "<meta name=\"viewport\" content=\"width=device-width\"><title>Evaluation</title>\
-         <style>{STYLE}</style></head><body>\n<h1>Evaluation</h1>\n<p>Measured by {}. Text: {}.</p>\n",
+         <style>{STYLE}</style></head><body>\n<h1>Evaluation</h1>\n<p>Measured by {} on {}. Text: \
+         {}.</p>\n<pre class=\"note\">{}</pre>\n",
         escape(&document.program),
-        escape(&document.text)
+        escape(&document.date),
+        escape(&document.text),
+        escape(&document.command)
     );
     if let Some(first) = document.models.first() {
         let _ = writeln!(out, "<p>{}.</p>", escape(&protocol_line(first.evaluation)));
@@ -45,13 +50,18 @@ pub fn html(document: &Document<'_>) -> Result<String> {
     }
     let _ = writeln!(
         out,
-        "<h2>Perplexity per window</h2>\n{}",
+        "<h2>Perplexity per window</h2>\n{}{}",
+        match document.reference {
+            Some(_) => "<p class=\"note\">Grey: the reference.</p>\n",
+            None => "",
+        },
         plots::window_perplexity(document)?
     );
     if document.reference.is_some() {
         let _ = writeln!(
             out,
-            "<h2>Distribution of the KL divergence</h2>\n{}",
+            "<h2>Distribution of the KL divergence</h2>\n<p class=\"note\">Everything below 1e-7 is in \
+             the first bin.</p>\n{}",
             plots::kld_distribution(document)?
         );
     }

@@ -9,8 +9,8 @@ pub fn markdown(document: &Document<'_>) -> String {
     let mut out = String::from("# Evaluation\n\n");
     let _ = writeln!(
         out,
-        "Measured by {}. Text: {}.\n",
-        document.program, document.text
+        "Measured by {} on {}. Text: {}.\n\n    {}\n",
+        document.program, document.date, document.text, document.command
     );
     if let Some(first) = document.models.first() {
         let _ = writeln!(out, "{}.\n", protocol_line(first.evaluation));

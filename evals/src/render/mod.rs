@@ -16,6 +16,10 @@ use std::path::Path;
 pub struct Document<'a> {
     /// Program and version that measured.
     pub program: String,
+    /// The command that measured, as a shell takes it.
+    pub command: String,
+    /// When, in words.
+    pub date: String,
     /// What was evaluated on, in words.
     pub text: String,
     /// The reference's name, where there is one.

@@ -4,8 +4,15 @@ use super::{Document, Section};
 use crate::error::{Error, Result};
 use plotters::prelude::*;
 
-/// Width and height of a plot in pixels.
-const SIZE: (u32, u32) = (900, 380);
+/// Width of a plot in pixels.
+const WIDTH: u32 = 960;
+/// Height of a plot that stands alone.
+const HEIGHT: u32 = 420;
+/// Height of one of several small ones.
+const PANEL: u32 = 270;
+/// Pixels of text: labels, and titles of panels.
+const LABEL: u32 = 16;
+const TITLE: u32 = 18;
 
 /// Colours that readers with any colour vision tell apart (Okabe and Ito).
 const COLOURS: [RGBColor; 7] = [
@@ -15,8 +22,11 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(204, 121, 167),
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
-    RGBColor(60, 60, 60),
+    RGBColor(140, 86, 75),
 ];
+
+/// What the reference is drawn in, behind the models.
+const REFERENCE: RGBColor = RGBColor(140, 140, 140);
 
 fn colour(i: usize) -> RGBColor {
     COLOURS[i % COLOURS.len()]
@@ -65,28 +75,24 @@ impl Histogram {
     }
 }
 
-/// Draws into a fresh SVG. plotters' error types name their backend; here they are words.
-fn svg(
-    what: &'static str,
-    draw: impl FnOnce(
-        &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>,
-    ) -> Result<(), Box<dyn std::error::Error>>,
-) -> Result<String> {
+/// Draws into a fresh SVG of this height. plotters' error types name their backend; here they are
+/// words.
+fn svg(what: &'static str, height: u32, draw: impl FnOnce(&Area<'_>) -> Drawn) -> Result<String> {
     let mut out = String::new();
     {
-        let area = SVGBackend::with_string(&mut out, SIZE).into_drawing_area();
-        let drawn = area
-            .fill(&WHITE)
-            .map_err(Into::into)
-            .and_then(|()| draw(&area))
-            .and_then(|()| area.present().map_err(Into::into));
+        let area = SVGBackend::with_string(&mut out, (WIDTH, height)).into_drawing_area();
+        let drawn = draw(&area).and_then(|()| area.present().map_err(Into::into));
         drawn.map_err(|e| Error::Plot {
             what,
             why: e.to_string(),
         })?;
     }
-    Ok(out)
+    // Text and axes take the page's colour, light or dark.
+    Ok(out.replace("#000000", "currentColor"))
 }
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
 
 /// Range of samples with a margin, never empty.
 fn padded(samples: impl Iterator<Item = f64>) -> (f64, f64) {
@@ -98,45 +104,90 @@ fn padded(samples: impl Iterator<Item = f64>) -> (f64, f64) {
     (low - margin, high + margin)
 }
 
-/// A line of perplexity over windows for every model and the reference.
+/// How many small plots stand side by side, and rows of them.
+fn grid(plots: usize) -> (usize, usize) {
+    let columns = match plots {
+        0 | 1 => 1,
+        2..=4 => 2,
+        _ => 3,
+    };
+    (columns, plots.max(1).div_ceil(columns))
+}
+
+/// Draws a small plot for every name by `draw`, each under its name: curves of one plot would hide
+/// each other.
+fn panels(
+    what: &'static str,
+    names: &[&str],
+    draw: impl Fn(usize, &mut ChartBuilder<'_, '_, SVGBackend<'_>>) -> Drawn,
+) -> Result<String> {
+    let (columns, rows) = grid(names.len());
+    let height = if names.len() == 1 { HEIGHT } else { PANEL };
+    svg(what, height * rows as u32, |area| {
+        let places = area.split_evenly((rows, columns));
+        let room = (WIDTH as usize / columns).saturating_sub(40) * 2 / TITLE as usize;
+        for (i, (name, place)) in names.iter().zip(&places).enumerate() {
+            let mut chart = ChartBuilder::on(place);
+            chart
+                .margin(10)
+                .x_label_area_size(52)
+                .y_label_area_size(74)
+                .caption(shortened(name, room), ("sans-serif", TITLE));
+            draw(i, &mut chart)?;
+        }
+        Ok(())
+    })
+}
+
+/// A name that is too long without its middle.
+fn shortened(name: &str, most: usize) -> String {
+    let chars: Vec<char> = name.chars().collect();
+    if chars.len() <= most {
+        return name.to_owned();
+    }
+    let half = most.saturating_sub(1) / 2;
+    let ends = [&chars[..half], &chars[chars.len() - half..]];
+    ends.map(|part| part.iter().collect::<String>()).join("…")
+}
+
+/// Perplexity over windows: a plot for every model, the reference's line behind it in grey.
 pub(super) fn window_perplexity(document: &Document<'_>) -> Result<String> {
-    let mut lines: Vec<(String, Vec<f64>)> = document
+    let names: Vec<&str> = document.models.iter().map(|m| m.name.as_str()).collect();
+    let lines: Vec<Vec<f64>> = document
         .models
         .iter()
-        .map(|m| (m.name.clone(), m.evaluation.window_ppl()))
+        .map(|m| m.evaluation.window_ppl())
         .collect();
-    let reference = document.models.first().map(reference_windows);
-    if let (Some(name), Some(ppl)) = (&document.reference, reference) {
-        lines.push((format!("{name} (reference)"), ppl));
-    }
-    svg("perplexity per window", |area| {
-        let (low, high) = padded(lines.iter().flat_map(|(_, l)| l.iter().copied()));
-        let windows = lines.iter().map(|(_, l)| l.len()).max().unwrap_or(1);
-        let mut chart = ChartBuilder::on(area)
-            .margin(12)
-            .x_label_area_size(36)
-            .y_label_area_size(60)
-            .build_cartesian_2d(0f64..windows.max(2) as f64 - 1.0, low.max(0.0)..high)?;
+    let reference: Vec<f64> = match (&document.reference, document.models.first()) {
+        (Some(_), Some(model)) => reference_windows(model),
+        _ => Vec::new(),
+    };
+    let (low, high) = padded(lines.iter().flatten().chain(&reference).copied());
+    let windows = lines.iter().map(Vec::len).max().unwrap_or(1);
+    panels("perplexity per window", &names, |i, chart| {
+        let mut chart =
+            chart.build_cartesian_2d(0f64..windows.max(2) as f64 - 1.0, low.max(0.0)..high)?;
         chart
             .configure_mesh()
             .x_desc("window")
             .y_desc("perplexity")
+            .x_labels(6)
+            .y_labels(6)
+            .label_style(("sans-serif", LABEL))
             .x_label_formatter(&|v| format!("{v:.0}"))
+            .y_label_formatter(&|v| format!("{v:.*}", usize::from(high < 10.0)))
             .light_line_style(TRANSPARENT)
             .draw()?;
-        for (i, (name, ppl)) in lines.iter().enumerate() {
-            let c = colour(i);
-            let points = ppl.iter().enumerate().map(|(x, &y)| (x as f64, y));
-            let line = if ppl.len() == 1 {
+        for (line, colour) in [(&reference, REFERENCE), (&lines[i], colour(i))] {
+            let points = line.iter().enumerate().map(|(x, &y)| (x as f64, y));
+            if line.len() == 1 {
                 // One window has no line; a mark shows it.
-                chart.draw_series(points.map(|p| Circle::new(p, 3, c.filled())))?
+                chart.draw_series(points.map(|p| Circle::new(p, 4, colour.filled())))?;
             } else {
-                chart.draw_series(LineSeries::new(points, c.stroke_width(1)))?
-            };
-            line.label(name.as_str())
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], c.stroke_width(3)));
+                chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;
+            }
         }
-        legend(&mut chart)
+        Ok(())
     })
 }
 
@@ -149,53 +200,49 @@ fn reference_windows(model: &Section<'_>) -> Vec<f64> {
         .collect()
 }
 
-/// Share of tokens by KL divergence, a line for every model.
+/// Share of tokens by KL divergence: a plot for every model, all to one scale.
 pub(super) fn kld_distribution(document: &Document<'_>) -> Result<String> {
     const PER_DECADE: i32 = 5;
-    let histograms: Vec<(&str, Histogram)> = document
+    let names: Vec<&str> = document.models.iter().map(|m| m.name.as_str()).collect();
+    let histograms: Vec<Histogram> = document
         .models
         .iter()
-        .map(|m| {
-            let klds = m.evaluation.pairs.iter().map(|p| p.kld);
-            (m.name.as_str(), Histogram::new(klds, PER_DECADE))
-        })
+        .map(|m| Histogram::new(m.evaluation.pairs.iter().map(|p| p.kld), PER_DECADE))
         .collect();
-    svg("the KL divergence's distribution", |area| {
-        let all = || histograms.iter().flat_map(|(_, h)| h.bins());
-        let top = all().map(|b| b.2).fold(0.01, f64::max);
-        let right = all().map(|b| b.1).fold(1.0, f64::max);
-        let mut chart = ChartBuilder::on(area)
-            .margin(12)
-            .x_label_area_size(36)
-            .y_label_area_size(60)
-            .build_cartesian_2d((1e-7f64..right).log_scale(), 0f64..100.0 * top * 1.05)?;
+    let all = || histograms.iter().flat_map(Histogram::bins);
+    let top = all().map(|b| b.2).fold(0.01, f64::max);
+    let right = all().map(|b| b.1).fold(1.0, f64::max);
+    panels("the KL divergence's distribution", &names, |i, chart| {
+        let x = (1e-7f64..right).log_scale();
+        let mut chart = chart.build_cartesian_2d(x, 0f64..100.0 * top * 1.05)?;
         chart
             .configure_mesh()
-            .x_desc("KL divergence, nats (everything below 1e-7 in the first bin)")
+            .x_desc("KL divergence, nats")
             .y_desc("% of tokens")
+            .x_labels(if names.len() > 4 { 4 } else { 8 })
+            .y_labels(5)
+            .label_style(("sans-serif", LABEL))
             .x_label_formatter(&|v| format!("{v:.0e}"))
+            .y_label_formatter(&|v| format!("{v:.0}"))
             .light_line_style(TRANSPARENT)
             .draw()?;
-        for (i, (name, h)) in histograms.iter().enumerate() {
-            let c = colour(i);
-            let steps = h
-                .bins()
-                .flat_map(|(l, r, s)| [(l, 100.0 * s), (r, 100.0 * s)]);
-            chart
-                .draw_series(AreaSeries::new(steps, 0.0, c.mix(0.15)).border_style(c))?
-                .label(*name)
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], c.stroke_width(3)));
-        }
-        legend(&mut chart)
+        let c = colour(i);
+        let steps = histograms[i]
+            .bins()
+            .flat_map(|(l, r, s)| [(l, 100.0 * s), (r, 100.0 * s)]);
+        let area = AreaSeries::new(steps, 0.0, c.mix(0.25)).border_style(c.stroke_width(2));
+        chart.draw_series(area)?;
+        Ok(())
     })
 }
 
-/// A mark for every model: its bytes, and its mean KL divergence (perplexity without a
-/// reference).
+/// A mark for every model: its bytes, and its mean KL divergence on a logarithmic axis (perplexity
+/// without a reference).
 pub(super) fn bytes_against_quality(document: &Document<'_>) -> Result<String> {
     let by_kld = document.reference.is_some();
+    let least = 1e-9; // the reference itself has none
     let quality = |m: &Section<'_>| match &m.evaluation.report.against {
-        Some(c) => c.kld.mean,
+        Some(c) => c.kld.mean.max(least).log10(),
         None => m.evaluation.report.ppl,
     };
     let points: Vec<(&str, f64, f64)> = document
@@ -203,46 +250,179 @@ pub(super) fn bytes_against_quality(document: &Document<'_>) -> Result<String> {
         .iter()
         .map(|m| (m.name.as_str(), m.bytes as f64 / 1e6, quality(m)))
         .collect();
-    svg("bytes against quality", |area| {
+    svg("bytes against quality", HEIGHT, |area| {
         let (left, right) = padded(points.iter().map(|p| p.1));
         let (low, high) = padded(points.iter().map(|p| p.2));
-        let width = right - left;
+        let margin = 0.04 * (right - left);
         let mut chart = ChartBuilder::on(area)
             .margin(12)
-            .x_label_area_size(36)
-            .y_label_area_size(70)
-            // Room on the right for names.
-            .build_cartesian_2d(left..right + 0.2 * width, low.max(0.0)..high)?;
+            .x_label_area_size(52)
+            .y_label_area_size(96)
+            .build_cartesian_2d(left - margin..right + margin, low..high)?;
         chart
             .configure_mesh()
             .x_desc("MB of tensors")
             .y_desc(if by_kld {
-                "mean KL divergence, nats"
+                "mean KL divergence, nats (log)"
             } else {
                 "perplexity"
             })
+            .y_labels(7)
+            .label_style(("sans-serif", LABEL))
+            .y_label_formatter(&|v| match by_kld {
+                true => significant(10f64.powf(*v)),
+                false => format!("{v:.2}"),
+            })
             .light_line_style(TRANSPARENT)
             .draw()?;
-        chart.draw_series(points.iter().enumerate().map(|(i, &(name, x, y))| {
-            let label = Text::new(name.to_owned(), (9, -6), ("sans-serif", 14));
-            EmptyElement::at((x, y)) + Circle::new((0, 0), 5, colour(i).filled()) + label
-        }))?;
+        chart.draw_series(
+            points
+                .iter()
+                .enumerate()
+                .map(|(i, &(_, x, y))| Circle::new((x, y), 6, colour(i).filled())),
+        )?;
+        let marks: Vec<(i32, i32)> = points
+            .iter()
+            .map(|&(_, x, y)| chart.backend_coord(&(x, y)))
+            .collect();
+        let (across, down) = chart.plotting_area().get_pixel_range();
+        let names: Vec<&str> = points.iter().map(|p| p.0).collect();
+        let style = ("sans-serif", LABEL).into_font().color(&BLACK);
+        for (name, at) in names
+            .iter()
+            .zip(label_places(&names, &marks, (across, down)))
+        {
+            area.draw(&Text::new((*name).to_owned(), at, style.clone()))?;
+        }
         Ok(())
     })
 }
 
-fn legend<'a, X, Y>(
-    chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>,
-) -> Result<(), Box<dyn std::error::Error>>
-where
-    X: Ranged<ValueType = f64>,
-    Y: Ranged<ValueType = f64>,
-{
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
-        .background_style(WHITE.mix(0.85))
-        .border_style(RGBColor(200, 200, 200))
-        .draw()?;
-    Ok(())
+/// Two significant digits, without an exponent where that is short.
+fn significant(v: f64) -> String {
+    match v {
+        0.001.. => format!("{v:.*}", (1 - v.log10().floor() as i32).max(0) as usize),
+        _ => format!("{v:.1e}"),
+    }
+}
+
+/// A rectangle of pixels: left, top, right, bottom.
+type Rect = (i32, i32, i32, i32);
+
+/// Upper left corners of the names of `marks` within a plot, each beside its mark where it covers no
+/// other mark or name, or as little as can be.
+fn label_places(
+    names: &[&str],
+    marks: &[(i32, i32)],
+    (across, down): (std::ops::Range<i32>, std::ops::Range<i32>),
+) -> Vec<(i32, i32)> {
+    const GAP: i32 = 10;
+    let height = LABEL as i32 + 2;
+    let mut taken: Vec<Rect> = marks
+        .iter()
+        .map(|&(x, y)| (x - 6, y - 6, x + 6, y + 6))
+        .collect();
+    let mut places = Vec::new();
+    for (name, &(x, y)) in names.iter().zip(marks) {
+        // Letters of a proportional face are some 0.55 of its size wide.
+        let width = name.chars().count() as i32 * LABEL as i32 * 11 / 20;
+        let beside = [
+            x + GAP,
+            x - GAP - width,
+            x - width / 2,
+            x + GAP,
+            x - GAP - width,
+        ];
+        let mut best = (i64::MAX, (x, y));
+        for step in 0..6 {
+            for up in [1, -1] {
+                for left in beside {
+                    let top = y - height / 2 + up * step * (height + 2);
+                    let rect = (left, top, left + width, top + height);
+                    let outside = (across.start - left).max(0)
+                        + (rect.2 - across.end).max(0)
+                        + (down.start - top).max(0)
+                        + (rect.3 - down.end).max(0);
+                    let covered: i64 = taken.iter().map(|t| overlap(rect, *t)).sum();
+                    let cost = covered * 100
+                        + i64::from(outside) * 1000
+                        + i64::from(step * height + (left - x).abs() / 8);
+                    if cost < best.0 {
+                        best = (cost, (left, top));
+                    }
+                }
+            }
+        }
+        let (left, top) = best.1;
+        taken.push((left, top, left + width, top + height));
+        places.push((left, top));
+    }
+    places
+}
+
+/// Pixels that two rectangles share.
+fn overlap(a: Rect, b: Rect) -> i64 {
+    let width = (a.2.min(b.2) - a.0.max(b.0)).max(0);
+    let height = (a.3.min(b.3) - a.1.max(b.1)).max(0);
+    i64::from(width) * i64::from(height)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_cover_neither_each_other_nor_marks() {
+        let names = [
+            "demo-int4-rtn",
+            "demo-int4-gptq",
+            "demo-int4-awq",
+            "demo-int4-auto",
+            "demo",
+        ];
+        let marks = [(300, 200), (304, 204), (306, 198), (310, 210), (780, 20)];
+        let places = label_places(&names, &marks, (100..800, 10..400));
+        let rects: Vec<Rect> = names
+            .iter()
+            .zip(&places)
+            .map(|(n, &(x, y))| (x, y, x + n.len() as i32 * 88 / 10, y + 18))
+            .collect();
+        for (i, &rect) in rects.iter().enumerate() {
+            assert!(
+                rect.0 >= 100 && rect.2 <= 800 && rect.1 >= 10 && rect.3 <= 400,
+                "{rect:?}"
+            );
+            for (j, &other) in rects.iter().enumerate() {
+                assert!(
+                    i == j || overlap(rect, other) == 0,
+                    "{} {}",
+                    names[i],
+                    names[j]
+                );
+            }
+            for &(x, y) in &marks {
+                assert_eq!(
+                    overlap(rect, (x - 6, y - 6, x + 6, y + 6)),
+                    0,
+                    "{}",
+                    names[i]
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_of_an_axis_are_short() {
+        for (v, text) in [
+            (0.0316, "0.032"),
+            (0.2, "0.20"),
+            (1.5, "1.5"),
+            (12.0, "12"),
+            (2e-5, "2.0e-5"),
+        ] {
+            assert_eq!(significant(v), text);
+        }
+        assert_eq!(shortened("a-very-long-name", 7), "a-v…ame");
+        assert_eq!(shortened("short", 7), "short");
+    }
 }

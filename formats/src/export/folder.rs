@@ -3,7 +3,7 @@
 //! The Linears of the layers are packed as the format says; norms, embedding and head are
 //! written unquantized in the model's own type, as the loaders of these formats need them.
 
-use super::{Change, ExportReport, Exported};
+use super::{Change, ExportReport, Exported, engines};
 use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::durable::{
@@ -338,6 +338,15 @@ impl Plan<'_> {
                 self.widened as f64 / 1e6,
             ));
         }
+        let mut schemes: Vec<(usize, bool)> = Vec::new();
+        for scheme in self.linears.iter().filter_map(|l| l.scheme) {
+            let scheme = (scheme.bits, scheme.symmetric);
+            if !schemes.contains(&scheme) {
+                schemes.push(scheme);
+            }
+        }
+        let engines = engines::notes(packing.format, &schemes);
+        self.report.notes.extend(engines);
         self.report.tensor_bytes = layout.tensor_bytes();
         self.report.file_bytes = layout.file_bytes();
         Ok(self.report)

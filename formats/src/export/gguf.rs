@@ -1,6 +1,6 @@
 //! A checkpoint as one GGUF file, with tokenizer and chat template.
 
-use super::{Change, ExportOptions, ExportReport, Exported};
+use super::{Change, ExportOptions, ExportReport, Exported, engines};
 use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::durable::{Sink, check_space, parent};
@@ -187,7 +187,7 @@ pub fn export(
         weights: weights.collect(),
         tensor_bytes: file.tensor_bytes(),
         file_bytes: file.file_bytes(),
-        notes: Vec::new(),
+        notes: vec![engines::GGUF.into()],
     })
 }
 

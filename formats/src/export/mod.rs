@@ -6,6 +6,7 @@
 
 mod awq;
 mod compressed_tensors;
+mod engines;
 mod fit;
 mod folder;
 pub mod gguf;

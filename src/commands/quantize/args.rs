@@ -11,6 +11,7 @@ use nq_quantize::methods::{self, METHODS};
 use nq_quantize::pipeline::QuantizeOptions;
 use nq_quantize::schemes::default_scheme;
 use nq_quantize::{CalibrationSource, Effort, Limits, Schemes, TargetSize, TuneOptions};
+use std::ffi::OsString;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,7 +21,7 @@ use std::time::Duration;
 #[command(allow_negative_numbers = true)]
 pub struct QuantizeArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
-    pub model: Option<String>,
+    pub model: Option<OsString>,
     /// Bits of a weight: 4 or 8
     #[arg(long, default_value_t = 4, value_parser = parse_bits)]
     pub bits: u32,

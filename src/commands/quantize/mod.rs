@@ -43,7 +43,8 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         ..SourceRecord::default()
     };
     let options = args.options(global, schemes, target.folder(), source);
-    let job = Job::new(&model.checkpoint, &options, &terminal)?;
+    let job =
+        Job::new(&model.checkpoint, &options, &terminal).with_context(|| model.source.clone())?;
     let estimate = job.estimate();
     let mut lines = plan(&model.name, &options, &estimate);
     match job.device_estimate()? {

@@ -1,0 +1,93 @@
+//! What makes a conversation in a terminal comfortable, and texts without a template.
+
+use super::*;
+
+/// Ctrl-C clears what is typed; what was said is there in the next chat.
+#[test]
+fn nothing_typed_or_said_is_lost() {
+    let home = home();
+    let mut pty = terminal(&home, &with(&["--no-think", "--max-tokens", "8"]), &[]);
+    pty.line("Hello!");
+    pty.wait_for("of them cached");
+    pty.wait_for(">>> ");
+    pty.send(b"half a line");
+    pty.wait_for("half a line");
+    pty.send(b"\x03");
+    // Cleared, and an entry of its own follows; then Ctrl-Y brings it back.
+    pty.line("/stats");
+    pty.wait_for("1 answers");
+    pty.wait_for(">>> ");
+    pty.send(b"\x19");
+    pty.wait_for("half a line");
+    pty.send(b"\x03");
+    pty.send(b"\x03");
+    pty.wait_for("Ctrl-C again");
+    pty.wait_for(">>> ");
+    // Tab completes a command; the home is a tilde.
+    pty.send(b"/sa\t~/kept.json\r");
+    pty.wait_for("saved to");
+    pty.answer(">>> ", "/help save");
+    pty.wait_for("--force");
+    pty.answer(">>> ", "/exit");
+    assert_eq!(pty.exit_code(), 0);
+    assert!(home.path().join("kept.json").exists());
+    let mut pty = terminal(&home, &[], &[]);
+    pty.line("/load");
+    pty.wait_for("2 messages from");
+    pty.answer(">>> ", "/exit");
+    assert_eq!(pty.exit_code(), 0);
+}
+
+#[test]
+fn lines_break_between_words_at_the_terminals_width() {
+    let home = home();
+    let mut command = nq(&home);
+    command.args(with(&["--no-think", "--quiet", "--max-tokens", "60", "-p"]));
+    command.arg("Tell me about the film The Silent River (1931).");
+    let whole = {
+        let home = self::home();
+        let mut same = nq(&home);
+        same.args(with(&["--no-think", "--quiet", "--max-tokens", "60", "-p"]));
+        same.arg("Tell me about the film The Silent River (1931).");
+        same.stdin(Stdio::null()).output().unwrap()
+    };
+    let mut pty = Pty::with_columns(command, 40);
+    let words: Vec<&str> = out(&whole).split_whitespace().collect();
+    let shown = pty.wait_for(words.last().unwrap());
+    assert_eq!(pty.exit_code(), 0);
+    let shown = &shown[shown.find(words[0]).unwrap()..]; // behind the progress bar
+    let lines: Vec<&str> = shown.lines().map(str::trim_end).collect();
+    assert!(
+        lines.len() > 3 && lines.iter().all(|l| l.chars().count() <= 40),
+        "{shown:?}"
+    );
+    let again: Vec<&str> = shown.split_whitespace().collect();
+    assert_eq!(again, words[..again.len()]);
+}
+
+/// Without a template the model goes on from the text itself, and an answer ends before a stop text.
+#[test]
+fn raw_text_goes_on_and_stop_texts_end_it() {
+    let ask = |more: &[&str]| {
+        let prompt = [
+            "--raw",
+            "-p",
+            "The film was made in ",
+            "--max-tokens",
+            "30",
+            "--json",
+        ];
+        let output = run(&with(&[&prompt[..], more].concat()), None);
+        assert!(output.status.success(), "{}", err(&output));
+        serde_json::from_str::<serde_json::Value>(out(&output)).unwrap()
+    };
+    let whole = ask(&[]);
+    // Few tokens: a template would add its own.
+    assert!(whole["prompt_tokens"].as_u64().unwrap() < 10, "{whole}");
+    let text = whole["answer"].as_str().unwrap();
+    let word = text.split_whitespace().nth(2).unwrap();
+    let before = &text[..text.find(word).unwrap()];
+    let stopped = ask(&["--stop", "no such text", "--stop", word]);
+    assert_eq!(stopped["stop"], "stop_text");
+    assert_eq!(stopped["answer"], before);
+}
