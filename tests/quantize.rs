@@ -95,11 +95,6 @@ fn the_peak_said_is_the_peak_measured() {
         let bytes = |key: &str| report[key].as_u64().unwrap() as f64;
         let (said, measured) = (bytes("estimated_peak_bytes"), bytes("peak_rss_bytes"));
         let off = measured / said - 1.0;
-        println!(
-            "{method}: said {:.1} MB, took {:.1}",
-            said / 1e6,
-            measured / 1e6
-        );
         assert!(off.abs() < 0.15, "{method}: said {said}, took {measured}");
     }
 }

@@ -222,7 +222,7 @@ const fn ternary(unpack: super::blocks::Unpack) -> Layout {
 /// The digit of 3 that `byte`, a fraction of 256, has `place` places behind the point, as a code.
 fn digit(byte: u8, place: u32) -> u8 {
     let shifted = byte.wrapping_mul(3u8.pow(place));
-    (u16::from(shifted) * 3 >> 8) as u8 + 7
+    ((u16::from(shifted) * 3) >> 8) as u8 + 7
 }
 
 /// 32 + 16 bytes of five digits of 3 each, 4 of four, f16 d; `d * (digit - 1)`.
