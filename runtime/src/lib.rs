@@ -24,6 +24,7 @@ mod memory;
 pub mod models;
 pub mod rope;
 pub mod sampler;
+pub mod thinking;
 pub mod tokenizer;
 mod weights;
 

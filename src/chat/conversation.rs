@@ -4,9 +4,9 @@
 //! what the cache does not hold of the result.
 
 use super::Overflow;
-use super::thinking::{Part, Splitter};
 use anyhow::{Context, bail};
 use nq_runtime::generate::generate;
+use nq_runtime::thinking::{Part, Splitter};
 use nq_runtime::{
     ChatTemplate, Detokenizer, Generated, Limits, Message, Sampler, SamplingParams, Sequence,
     Session, Stats, StopReason, Tokenizer,

@@ -8,7 +8,6 @@ pub mod piped;
 pub mod printer;
 pub mod repl;
 pub mod report;
-pub mod thinking;
 
 /// What to do when the context is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

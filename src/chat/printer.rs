@@ -1,8 +1,8 @@
 //! Where an answer goes: text to stdout as it comes; thinking dimmed on a terminal, to
 //! stderr where stdout is not one, or nowhere.
 
-use super::thinking::Part;
 use crate::terminal::printable;
+use nq_runtime::thinking::Part;
 use std::io::{self, Write};
 
 const DIM: &str = "\x1b[2m";
