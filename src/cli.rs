@@ -32,6 +32,8 @@ pub enum Command {
     Quantize(commands::quantize::QuantizeArgs),
     /// Talk to a model
     Chat(commands::chat::ChatArgs),
+    /// Serve a model to many clients over HTTP, by OpenAI's and Anthropic's protocols
+    Serve(commands::serve::ServeArgs),
     /// Measure perplexity and, against a reference, KL divergence
     Eval(commands::eval::EvalArgs),
     /// Measure tokens per second beside the machine's bandwidth
@@ -85,7 +87,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 7] = [
 ];
 
 /// Ends of the subcommands' help.
-const EXAMPLES: [(&str, &str); 11] = [
+const EXAMPLES: [(&str, &str); 12] = [
     (
         "quantize",
         "nq quantize demo --bits 4\n\
@@ -97,6 +99,12 @@ const EXAMPLES: [(&str, &str); 11] = [
         "nq chat demo\n\
          nq chat Qwen3-0.6B-int4 -p \"Why is the sky blue?\" --no-think\n\
          cat notes.txt | nq chat demo -p \"Summarize:\" --quiet",
+    ),
+    (
+        "serve",
+        "nq serve demo\n\
+         nq serve Qwen3-0.6B-int4 --parallel 32 --ctx 8192\n\
+         nq serve ./model --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan",
     ),
     (
         "eval",

@@ -185,8 +185,8 @@ impl Stream {
             }
             Event::Token { id, logprobs } => {
                 self.usage.completion += 1;
-                let thinking = choice.reader.is_thinking();
-                let stopped = choice.reader.push(id, &mut pieces);
+                let thinking = choice.reader.push(id, &mut pieces);
+                let stopped = choice.reader.is_stopped();
                 choice.logprobs.extend(logprobs.filter(|_| !thinking));
                 if stopped {
                     self.answers.cancel(index);

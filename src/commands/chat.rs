@@ -299,9 +299,9 @@ fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
     }
 }
 
-/// Positions to reserve, within what the model was trained for.
-fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<usize> {
-    let trained = match config.rope.scaling {
+/// Positions that the model was trained for.
+pub fn longest_context(config: &ModelConfig) -> usize {
+    match config.rope.scaling {
         RopeScaling::None => config.max_position_embeddings,
         RopeScaling::Yarn {
             factor,
@@ -310,7 +310,12 @@ fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<
         } => config
             .max_position_embeddings
             .max((factor * original as f64) as usize),
-    };
+    }
+}
+
+/// Positions to reserve, within what the model was trained for.
+fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<usize> {
+    let trained = longest_context(config);
     match asked {
         None => Ok(trained.min(DEFAULT_CTX)),
         Some(n) if (2..=trained).contains(&n) => Ok(n),

@@ -10,8 +10,10 @@ use nq_runtime::{Batch, Session};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// Tokens that are worth waiting for while another request computes them, and worth keeping.
-const WORTHWHILE: usize = 32;
+/// Tokens that are worth waiting for while another request computes them.
+const WORTH_WAITING: usize = 32;
+/// Tokens that are worth a slot.
+const WORTH_KEEPING: usize = 16;
 
 /// The slots of a session.
 pub(super) struct Seats {
@@ -94,7 +96,8 @@ impl Worker<'_> {
         let shares = |other: &&Job| {
             other.phase == Phase::Prompt
                 && other.request.client.salt == job.request.client.salt
-                && common(&other.tokens, &job.tokens[..job.tokens.len() - 1]) >= held + WORTHWHILE
+                && common(&other.tokens, &job.tokens[..job.tokens.len() - 1])
+                    >= held + WORTH_WAITING
         };
         if self.options.prefix_cache && self.seats.sharing && self.seated().any(|j| shares(&j)) {
             return Admission::Later;
@@ -189,7 +192,7 @@ impl Worker<'_> {
         let session = batch.session();
         let len = session.len(slot).min(job.tokens.len());
         let keeps = sound && self.options.prefix_cache && self.seats.sharing;
-        if !keeps || len < WORTHWHILE {
+        if !keeps || len < WORTH_KEEPING {
             self.seats.clear(session, slot);
             return;
         }

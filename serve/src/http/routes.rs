@@ -58,6 +58,13 @@ async fn guard(
     next: Next,
 ) -> Response {
     let (headers, uri) = (request.headers(), request.uri());
+    let lines = headers
+        .iter()
+        .map(|(name, value)| name.as_str().len() + value.len());
+    if lines.sum::<usize>() + uri.path().len() > app.limits.head {
+        let what = format!("the headers: expected at most {} bytes", app.limits.head);
+        return failure(&ApiError::bounds(431, what));
+    }
     let checked = app.security.check_host(headers, uri);
     let checked = checked.and_then(|()| app.security.check_origin(headers, request.method()));
     let origin = match checked {

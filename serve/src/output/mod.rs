@@ -68,13 +68,20 @@ impl Reader {
         }
     }
 
-    /// Takes a token; what is certain goes to `out`. True once a stop string has come: the answer
-    /// is over.
+    /// Takes a token; what is certain goes to `out`. Says whether the token is part of the
+    /// thinking, its tags included.
     pub fn push(&mut self, token: u32, out: &mut Vec<Piece>) -> bool {
-        self.reasoning_tokens += usize::from(self.is_thinking());
+        let before = self.is_thinking();
         if let Some(text) = self.detokenizer.push(token) {
             self.text(&text, out);
         }
+        let thinking = before || self.is_thinking();
+        self.reasoning_tokens += usize::from(thinking);
+        thinking
+    }
+
+    /// True once a stop string has come: the answer is over.
+    pub fn is_stopped(&self) -> bool {
         self.stop.is_over()
     }
 
