@@ -54,6 +54,8 @@ pub struct Output {
     pub pieces: Vec<Piece>,
     /// Log-probabilities of its tokens, thinking's excepted.
     pub logprobs: Vec<TokenLogprobs>,
+    /// The stop string that ended it.
+    pub stop_string: Option<String>,
     /// Its end.
     pub end: Option<Result<Ending, ApiError>>,
 }
@@ -186,7 +188,7 @@ impl Stream {
             Event::Token { id, logprobs } => {
                 self.usage.completion += 1;
                 let thinking = choice.reader.push(id, &mut pieces);
-                let stopped = choice.reader.is_stopped();
+                let stopped = choice.reader.stopped_by().is_some();
                 choice.logprobs.extend(logprobs.filter(|_| !thinking));
                 if stopped {
                     self.answers.cancel(index);
@@ -220,6 +222,7 @@ impl Stream {
             index,
             pieces,
             logprobs: std::mem::take(&mut choice.logprobs),
+            stop_string: choice.reader.stopped_by().map(str::to_owned),
             end,
         })
     }

@@ -6,7 +6,7 @@ use crate::error::ApiError;
 use crate::generation;
 use crate::model::Model;
 use crate::protocol::fields::Fields;
-use crate::protocol::{Parsed, chat, completions, tokens};
+use crate::protocol::{Parsed, chat, completions, messages, responses, tokens};
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware::{Next, from_fn_with_state};
@@ -24,19 +24,49 @@ use std::time::Instant;
 #[derive(Clone, Copy)]
 pub(super) struct Peer(pub(super) IpAddr);
 
-/// How a protocol reads a request.
-type Parse = fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>;
+/// How a protocol reads a request, and how it tells errors.
+#[derive(Clone, Copy)]
+struct Protocol {
+    parse: fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>,
+    error: fn(&ApiError) -> Value,
+}
+
+impl Protocol {
+    const fn openai(parse: fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>) -> Self {
+        Protocol {
+            parse,
+            error: ApiError::body,
+        }
+    }
+}
+
+const MESSAGES: Protocol = Protocol {
+    parse: messages::parse,
+    error: messages::error,
+};
 /// A request that is answered without the engine.
-type Answer = fn(&Model, Fields) -> Result<Value, ApiError>;
+type Answer = fn(&Arc<Model>, Fields) -> Result<Value, ApiError>;
 
 /// All routes, behind the guard.
 pub(super) fn router(app: Arc<App>) -> Router {
     let generates =
-        |parse: Parse| post(move |app, client, request| generate(app, client, request, parse));
+        |p: Protocol| post(move |app, client, request| generate(app, client, request, p));
     let answers = |f: Answer| post(move |app, request| answer(app, request, f));
     Router::new()
-        .route("/v1/chat/completions", generates(chat::parse))
-        .route("/v1/completions", generates(completions::parse))
+        .route(
+            "/v1/chat/completions",
+            generates(Protocol::openai(chat::parse)),
+        )
+        .route(
+            "/v1/completions",
+            generates(Protocol::openai(completions::parse)),
+        )
+        .route(
+            "/v1/responses",
+            generates(Protocol::openai(responses::parse)),
+        )
+        .route("/v1/messages", generates(MESSAGES))
+        .route("/v1/messages/count_tokens", answers(messages::count))
         .route("/v1/models", get(models))
         .route("/v1/models/{name}", get(model))
         .route("/v1/embeddings", post(embeddings))
@@ -120,10 +150,11 @@ async fn generate(
     State(app): State<Arc<App>>,
     Extension(client): Extension<Client>,
     request: Request,
-    parse: Parse,
+    protocol: Protocol,
 ) -> Response {
+    let failure = |e: &ApiError| failure_in(e, &(protocol.error)(e));
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let begun = begin(&app, client, request, parse, deadline).await;
+    let begun = begin(&app, client, request, protocol, deadline).await;
     let (stream, parsed) = match begun {
         Ok(begun) => begun,
         Err(e) => return failure(&e),
@@ -141,7 +172,7 @@ async fn begin(
     app: &Arc<App>,
     client: Client,
     request: Request,
-    parse: Parse,
+    protocol: Protocol,
     deadline: Option<Instant>,
 ) -> Result<(generation::Stream, Parsed), ApiError> {
     let fields = fields(app, request).await?;
@@ -149,7 +180,7 @@ async fn begin(
     // Templates, tokenizers and grammars take their time, and may panic: not here.
     blocking(move || {
         let (model, fields) = of_model(&app, fields)?;
-        let parsed = parse(&model, fields)?;
+        let parsed = (protocol.parse)(&model, fields)?;
         let stream = generation::start(&model, &parsed.generation, client, deadline)?;
         Ok((stream, parsed))
     })
@@ -251,8 +282,13 @@ async fn no_method(request: Request) -> Response {
 
 /// An error in OpenAI's shape.
 fn failure(error: &ApiError) -> Response {
+    failure_in(error, &error.body())
+}
+
+/// An error in the shape of `body`.
+fn failure_in(error: &ApiError, body: &Value) -> Response {
     let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut response = json_response(status, &error.body());
+    let mut response = json_response(status, body);
     if let Some(after) = error.retry_after {
         let seconds = after.as_secs_f64().ceil().max(1.0) as u64;
         response.headers_mut().insert(RETRY_AFTER, seconds.into());

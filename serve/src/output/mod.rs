@@ -80,9 +80,9 @@ impl Reader {
         thinking
     }
 
-    /// True once a stop string has come: the answer is over.
-    pub fn is_stopped(&self) -> bool {
-        self.stop.is_over()
+    /// The stop string that has come, if one has: the answer is over.
+    pub fn stopped_by(&self) -> Option<&str> {
+        self.stop.over.as_deref()
     }
 
     /// The end of the tokens: what was held back.
@@ -207,7 +207,8 @@ struct StopStrings {
     stop: Vec<String>,
     /// What may be the beginning of one.
     held: String,
-    over: bool,
+    /// The one that came.
+    over: Option<String>,
 }
 
 impl StopStrings {
@@ -219,23 +220,27 @@ impl StopStrings {
     }
 
     fn is_over(&self) -> bool {
-        self.over
+        self.over.is_some()
     }
 
     fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
-        if self.over {
+        if self.is_over() {
             return;
         }
         self.held.push_str(text);
-        let first = self.stop.iter().filter_map(|s| self.held.find(s)).min();
+        let found = self
+            .stop
+            .iter()
+            .filter_map(|s| Some((self.held.find(s)?, s)));
+        let first = found.min_by_key(|(at, _)| *at);
         let certain = match first {
-            Some(at) => at,
+            Some((at, _)) => at,
             None => {
                 let open = self.stop.iter().map(|s| overlap(&self.held, s));
                 self.held.len() - open.max().unwrap_or(0)
             }
         };
-        self.over = first.is_some();
+        self.over = first.map(|(_, s)| s.clone());
         if certain > 0 {
             join(out, Piece::Text(self.held[..certain].to_owned()));
             self.held.drain(..certain);
@@ -244,7 +249,7 @@ impl StopStrings {
 
     fn finish(&mut self, out: &mut Vec<Piece>) {
         let rest = std::mem::take(&mut self.held);
-        if !self.over && !rest.is_empty() {
+        if !self.is_over() && !rest.is_empty() {
             join(out, Piece::Text(rest));
         }
     }

@@ -1,9 +1,12 @@
 //! What clients send and get: one file a protocol, over one internal request
 //! ([`crate::generation::Generation`]) and one kind of event ([`crate::generation::Output`]).
 
+pub mod blocks;
 pub mod chat;
 pub mod completions;
 pub mod fields;
+pub mod messages;
+pub mod responses;
 pub mod sampling;
 pub mod tokens;
 pub mod tools;
@@ -62,11 +65,6 @@ pub trait Shape: Send {
 
     /// All answers as a whole.
     fn whole(&mut self, usage: Usage) -> Value;
-
-    /// An error before any answer.
-    fn error(&self, error: &ApiError) -> Value {
-        error.body()
-    }
 }
 
 /// A request that has been read.

@@ -4,12 +4,13 @@ use super::fields::Fields;
 use crate::error::ApiError;
 use crate::model::Model;
 use serde_json::{Value, json};
+use std::sync::Arc;
 
 /// The tokens of a text; special tokens written in it count as those.
 ///
 /// # Errors
 /// What is wrong in the request.
-pub fn tokenize(model: &Model, mut fields: Fields) -> Result<Value, ApiError> {
+pub fn tokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
     fields.only("add_special_tokens", &[json!(true), json!(false)])?;
     fields.only("parse_special", &[json!(true)])?;
     let prompt: Option<String> = fields.take("prompt")?;
@@ -34,7 +35,7 @@ pub fn tokenize(model: &Model, mut fields: Fields) -> Result<Value, ApiError> {
 ///
 /// # Errors
 /// What is wrong in the request.
-pub fn detokenize(model: &Model, mut fields: Fields) -> Result<Value, ApiError> {
+pub fn detokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
     let tokens: Vec<u32> = fields.require("tokens")?;
     fields.finish()?;
     let text = model.tokenizer().decode(&tokens, false);

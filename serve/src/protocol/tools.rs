@@ -103,6 +103,15 @@ pub fn choice(value: Option<Value>, tools: &[Value]) -> Result<Choice, ApiError>
     }
 }
 
+/// A tool in OpenAI's chat form.
+pub fn function(name: Value, description: Value, parameters: Value) -> Value {
+    let mut function = serde_json::json!({"name": name, "parameters": parameters});
+    if !description.is_null() {
+        function["description"] = description;
+    }
+    serde_json::json!({"type": "function", "function": function})
+}
+
 /// The calls of an assistant's message as templates read them: arguments are objects.
 ///
 /// # Errors
