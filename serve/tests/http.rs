@@ -394,3 +394,48 @@ fn few_pages_delay_answers_and_change_none() {
     let metrics = server.model.engine().metrics();
     assert!(metrics.preemptions.get() > 0, "{}", metrics.text());
 }
+
+#[test]
+fn the_page_is_a_fixed_table_under_a_strict_policy() {
+    let security = Security::new(&[KEY.into()], &[], &[]).unwrap();
+    let server = Running::with(EngineOptions::default(), security, Limits::default());
+    let page = server.get("/");
+    assert_eq!(
+        (page.status, page.header("content-type")),
+        (200, "text/html; charset=utf-8")
+    );
+    let policy = page.header("content-security-policy");
+    assert!(
+        policy.starts_with("default-src 'none'; script-src 'self'"),
+        "{policy}"
+    );
+    assert!(!policy.contains("unsafe"), "{policy}");
+    assert_eq!(page.header("x-content-type-options"), "nosniff");
+    // All that it names is there, and nothing comes from elsewhere.
+    let mut named = 0;
+    for part in page.body.split('"').filter(|p| p.starts_with("page/")) {
+        assert_eq!(server.get(&format!("/{part}")).status, 200, "{part}");
+        named += 1;
+    }
+    assert_eq!(named, 2);
+    assert!(
+        !page.body.contains("http:") && !page.body.contains("https:"),
+        "{}",
+        page.body
+    );
+    for script in ["/page/app.js", "/page/store.js", "/page/markdown.js"] {
+        let text = server.get(script).body;
+        for banned in ["innerHTML", "insertAdjacentHTML", "document.write", "eval("] {
+            assert!(!text.contains(banned), "{script}: {banned}");
+        }
+    }
+    for path in [
+        "/page/",
+        "/page/../Cargo.toml",
+        "/page/%2e%2e/Cargo.toml",
+        "/page/app.js/",
+        "//etc/passwd",
+    ] {
+        assert!([401, 404].contains(&server.get(path).status), "{path}");
+    }
+}

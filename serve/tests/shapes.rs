@@ -246,3 +246,62 @@ fn responses_call_tools_and_hold_to_schemas() {
     let value: Value = serde_json::from_str(text).unwrap();
     assert!(["Paris", "Oslo"].contains(&value["city"].as_str().unwrap()));
 }
+
+/// Each path of the description is served, and each field of a request is taken as it is described.
+#[test]
+fn the_description_is_that_of_the_server() {
+    let server = Running::start();
+    let document = server.get("/openapi.json").json();
+    let mut fields = 0;
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        let path = path.replace("{name}", "demo");
+        if methods.get("get").is_some() {
+            assert_eq!(server.get(&path).status, 200, "{path}");
+        }
+        let Some(post) = methods.get("post") else {
+            continue;
+        };
+        let schema = &post["requestBody"]["content"]["application/json"]["schema"];
+        let properties = schema["properties"].as_object().unwrap();
+        let example = |name: &str| properties[name]["example"].clone();
+        let required: Vec<&str> = schema["required"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|r| r.as_str().unwrap())
+            .collect();
+        let mut base = json!({});
+        for name in &required {
+            base[*name] = example(name);
+            let mut without = base.clone();
+            without[*name] = Value::Null;
+            assert_eq!(
+                server.post(&path, &without).status,
+                400,
+                "{path} without {name}"
+            );
+        }
+        for limit in ["max_tokens", "max_output_tokens"] {
+            if properties.contains_key(limit) {
+                base[limit] = 2.into();
+            }
+        }
+        for name in properties.keys() {
+            let mut body = base.clone();
+            body[name] = example(name);
+            if name == "top_logprobs" {
+                body["logprobs"] = true.into();
+            }
+            let response = server.post(&path, &body);
+            assert_eq!(
+                response.status, 200,
+                "{path} with {name}: {}",
+                response.body
+            );
+            fields += 1;
+        }
+        base["nonsense"] = 1.into();
+        assert_eq!(server.post(&path, &base).status, 400, "{path}");
+    }
+    assert!(fields > 60, "{fields}");
+}

@@ -208,7 +208,7 @@ pub enum Refused {
 
 /// What goes to the thread.
 enum Command {
-    Submit(job::Job),
+    Submit(Box<job::Job>),
     Close(Instant),
 }
 
@@ -335,7 +335,7 @@ impl Engine {
                     .fetch_sub(open - index, Ordering::Relaxed);
                 Refused::Invalid(e.to_string())
             })?;
-            self.send(Command::Submit(job)).map_err(|()| {
+            self.send(Command::Submit(Box::new(job))).map_err(|()| {
                 self.shared
                     .waiting
                     .fetch_sub(open - index, Ordering::Relaxed);

@@ -121,7 +121,7 @@ impl Worker<'_> {
                     let id = self.next;
                     self.next += 1;
                     self.queue.push(job.request.client.id, id);
-                    self.jobs.insert(id, job);
+                    self.jobs.insert(id, *job);
                 }
                 Ok(Command::Close(at)) => self.closing = Some(at),
                 Err(TryRecvError::Empty) => return,

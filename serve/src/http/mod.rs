@@ -2,6 +2,7 @@
 
 mod body;
 pub mod guard;
+mod page;
 mod routes;
 mod server;
 mod stream;

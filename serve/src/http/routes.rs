@@ -1,6 +1,6 @@
 //! Which path does what.
 
-use super::{App, body, stream};
+use super::{App, body, page, stream};
 use crate::engine::Client;
 use crate::error::ApiError;
 use crate::generation;
@@ -52,7 +52,11 @@ pub(super) fn router(app: Arc<App>) -> Router {
     let generates =
         |p: Protocol| post(move |app, client, request| generate(app, client, request, p));
     let answers = |f: Answer| post(move |app, request| answer(app, request, f));
-    Router::new()
+    let mut router = Router::new();
+    for (path, kind, text) in page::FILES {
+        router = router.route(path, get(move || async move { page::file(kind, text) }));
+    }
+    router
         .route(
             "/v1/chat/completions",
             generates(Protocol::openai(chat::parse)),
@@ -74,6 +78,7 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/detokenize", answers(tokens::detokenize))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
+        .route("/openapi.json", get(openapi))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(Arc::clone(&app), guard))
@@ -104,8 +109,10 @@ async fn guard(
     let mut response = if *request.method() == Method::OPTIONS && origin.is_some() {
         preflight()
     } else {
-        // Health says nothing but that, and whoever watches over a server has no key.
-        let open = request.uri().path() == "/health";
+        // Whoever watches over a server has no key, and a browser has none to fetch the page with,
+        // which asks for it.
+        let path = request.uri().path();
+        let open = path == "/health" || page::FILES.iter().any(|f| f.0 == path);
         match app.security.client(request.headers(), peer) {
             Err(e) if !open => failure(&e),
             client => {
@@ -267,6 +274,15 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
         CONTENT_TYPE,
         HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8"),
     );
+    response
+}
+
+/// What all of this looks like from outside (OpenAPI 3.1).
+async fn openapi() -> Response {
+    let text = include_str!("openapi.json").replace("VERSION", env!("CARGO_PKG_VERSION"));
+    let mut response = Response::new(Body::from(text));
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(CONTENT_TYPE, json);
     response
 }
 
