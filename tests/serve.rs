@@ -126,3 +126,67 @@ fn keys_come_from_a_file_or_the_environment_and_are_needed_abroad() {
     signal(&child);
     assert!(child.wait().unwrap().success());
 }
+
+#[test]
+fn a_terminal_talks_to_a_server() {
+    let key = "a-key-of-sixteen-or-more";
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("keys");
+    std::fs::write(&file, key).unwrap();
+    let (mut child, _stderr, _, address) = start(&["--api-key-file", file.to_str().unwrap()]);
+    let url = format!("http://{address}");
+    let talk = |args: &[&str], key: Option<&str>| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+        command
+            .args(["chat", "--server", &url, "--temperature", "0"])
+            .args(args);
+        command
+            .env_remove("NQ_API_KEY")
+            .env("NQ_HOME", folder.path())
+            .stdin(Stdio::null());
+        if let Some(key) = key {
+            command.env("NQ_API_KEY", key);
+        }
+        let output = command.output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (
+            output.status.success(),
+            text(&output.stdout),
+            text(&output.stderr),
+        )
+    };
+    let (ok, answer, said) = talk(&["-p", "Hello!", "--no-think"], Some(key));
+    assert!(ok && !answer.trim().is_empty(), "{said}");
+    assert!(said.contains("tok/s") && said.contains("cached"), "{said}");
+    let json = [
+        "demo",
+        "-p",
+        "Hello!",
+        "--no-think",
+        "--json",
+        "--max-tokens",
+        "3",
+    ];
+    let (ok, json, said) = talk(&json, Some(key));
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert!(
+        ok && answer.starts_with(json["answer"].as_str().unwrap()),
+        "{said}"
+    );
+    assert_eq!(
+        (&json["stop"], &json["tokens"]),
+        (&"max_tokens".into(), &3.into())
+    );
+    assert!(json["reused_tokens"].as_u64().unwrap() > 10, "{json}");
+    for (args, key, why) in [
+        (["demo", "-p", "x"], None, "401"),
+        (["other", "-p", "x"], Some(key), "demo, not other"),
+    ] {
+        let (ok, _, said) = talk(&args, key);
+        assert!(!ok && said.contains(why), "{said}");
+    }
+    let (ok, _, said) = talk(&["-p", &"word ".repeat(3000)], Some(key));
+    assert!(!ok && said.contains("1024"), "{said}");
+    signal(&child);
+    assert!(child.wait().unwrap().success());
+}

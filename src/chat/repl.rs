@@ -26,8 +26,8 @@ const HISTORY: usize = 1000;
 pub struct Repl<'m> {
     /// The conversation.
     pub conversation: Conversation<'m>,
-    /// What runs it.
-    pub engine: &'m dyn Engine,
+    /// What runs it, if that is in this process.
+    pub engine: Option<&'m dyn Engine>,
     /// The model's name, for saved chats.
     pub model: String,
     /// How thinking is shown when it is not hidden.
@@ -179,7 +179,7 @@ impl Repl<'_> {
             Entry::Command(Command::Exit) => return Ok(Flow::Exit),
             Entry::Command(Command::Help) => writeln!(err, "{HELP}")?,
             Entry::Command(Command::Clear) => {
-                self.conversation.clear();
+                self.conversation.chat.clear();
                 writeln!(err, "nq: all messages are forgotten")?;
             }
             Entry::Command(Command::Save { path, force }) => {
@@ -190,12 +190,12 @@ impl Repl<'_> {
                 let n = self.load(Path::new(&path))?;
                 writeln!(err, "nq: {n} messages from {path}")?;
             }
-            Entry::Command(Command::System(None)) => match self.conversation.system() {
+            Entry::Command(Command::System(None)) => match self.conversation.chat.system() {
                 Some(text) => writeln!(err, "{text}")?,
                 None => writeln!(err, "nq: there is no system prompt")?,
             },
             Entry::Command(Command::System(text)) => {
-                self.conversation.set_system(text);
+                self.conversation.chat.set_system(text);
                 writeln!(err, "nq: the system prompt is set")?;
             }
             Entry::Command(Command::Think(on)) => self.switch_thinking(Some(on), err)?,
@@ -246,8 +246,8 @@ impl Repl<'_> {
         let line = report::line(
             &turn.stats,
             turn.stop,
-            self.engine.bytes_per_token(),
-            self.engine.memory_bandwidth(),
+            self.engine.map(Engine::bytes_per_token),
+            self.engine.and_then(Engine::memory_bandwidth),
         );
         if !self.quiet {
             writeln!(err, "nq: {line}")?;
@@ -264,8 +264,9 @@ impl Repl<'_> {
 
     fn json(&self, turn: &Turn) -> serde_json::Value {
         let s = &turn.stats;
-        let bytes = s.bytes_per_second(self.engine.bytes_per_token());
-        let share = match (bytes, self.engine.memory_bandwidth()) {
+        let per_token = self.engine.map(Engine::bytes_per_token);
+        let bytes = per_token.and_then(|b| s.bytes_per_second(b));
+        let share = match (bytes, self.engine.and_then(Engine::memory_bandwidth)) {
             (Some(b), Some(limit)) => Some(b / limit),
             _ => None,
         };
@@ -281,7 +282,7 @@ impl Repl<'_> {
             "tok_s": s.tokens_per_second(),
             "gb_s": bytes.map(|b| b / 1e9),
             "bandwidth_share": share,
-            "seed": self.conversation.settings.sampling.seed,
+            "seed": self.conversation.chat.settings.sampling.seed,
         })
     }
 
@@ -289,7 +290,7 @@ impl Repl<'_> {
         if !self.conversation.switches_thinking() {
             return writeln!(err, "nq: this model's template cannot switch thinking");
         }
-        self.conversation.settings.thinking = to;
+        self.conversation.chat.settings.thinking = to;
         let state = match to {
             Some(true) => "on",
             Some(false) => "off",
@@ -304,7 +305,7 @@ impl Repl<'_> {
         }
         let chat = serde_json::json!({
             "model": self.model,
-            "messages": self.conversation.messages(),
+            "messages": self.conversation.chat.messages(),
         });
         let mut name = path
             .file_name()
@@ -333,7 +334,7 @@ impl Repl<'_> {
         let messages: Vec<Message> = serde_json::from_value(messages)
             .with_context(|| format!("{}: expected a list of messages", path.display()))?;
         let count = messages.len();
-        self.conversation.replace(messages);
+        self.conversation.chat.replace(messages);
         Ok(count)
     }
 
@@ -347,7 +348,7 @@ impl Repl<'_> {
             "off" | "false" => Ok(false),
             _ => bail!("{name}: expected on or off, found {value:?}"),
         };
-        let mut settings = self.conversation.settings.clone();
+        let mut settings = self.conversation.chat.settings.clone();
         let sampling = &mut settings.sampling;
         match name {
             "temperature" => sampling.temperature = read(name, value)?,
@@ -373,12 +374,12 @@ impl Repl<'_> {
             _ => bail!("no setting {name}: /set lists them"),
         }
         settings.sampling.validate()?;
-        self.conversation.settings = settings;
+        self.conversation.chat.settings = settings;
         Ok(())
     }
 
     fn show_settings(&self, err: &mut dyn Write) -> io::Result<()> {
-        let s = &self.conversation.settings;
+        let s = &self.conversation.chat.settings;
         let p = &s.sampling;
         let max_tokens = s.max_tokens.map_or("none".into(), |n| n.to_string());
         let on_off = |on: bool| if on { "on" } else { "off" };
@@ -407,24 +408,22 @@ impl Repl<'_> {
     fn show_stats(&self, err: &mut dyn Write) -> io::Result<()> {
         let t = &self.totals;
         let (used, capacity) = self.conversation.context();
-        let d = self.engine.description();
+        let runs = match self.engine {
+            Some(engine) => engine.description().to_string(),
+            None => "behind a server".into(),
+        };
         writeln!(
             err,
             "{} answers, {} tokens in {:.1} s; prompts {} tokens, {} of them cached\n\
              context {used} of {capacity} tokens, {} messages\n\
-             {}: {} on {}, {} kernels, {} activations, {} threads",
+             {}: {runs}",
             t.answers,
             t.tokens,
             t.time.as_secs_f64(),
             t.prompt_tokens,
             t.reused_tokens,
-            self.conversation.messages().len(),
+            self.conversation.chat.messages().len(),
             self.model,
-            d.engine,
-            d.device,
-            d.kernels,
-            d.activations,
-            d.threads,
         )
     }
 }

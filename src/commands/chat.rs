@@ -1,7 +1,7 @@
 //! `nq chat`: a conversation in the terminal, or one answer for a script.
 
 use crate::chat::Overflow;
-use crate::chat::conversation::{Conversation, Settings};
+use crate::chat::conversation::{Conversation, Remote, Settings};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
@@ -36,6 +36,10 @@ const DEFAULT_CTX: usize = 8192;
 pub struct ChatArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
     pub model: Option<String>,
+    /// Talk to the model of a server, such as http://127.0.0.1:8080; MODEL is then its name there.
+    /// NQ_API_KEY holds the key, if one is needed
+    #[arg(long, value_name = "URL", conflicts_with_all = ["bits", "ctx", "on_overflow"])]
+    pub server: Option<String>,
     /// Answer this prompt and exit; text on standard input goes after it, or is the prompt if
     /// there is no -p
     #[arg(short, long, value_name = "TEXT")]
@@ -103,6 +107,9 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     // Read before the model is loaded: an empty prompt need not wait for it.
     let question = question(args)?;
     let terminal = Terminal::new();
+    if let Some(url) = &args.server {
+        return remote(args, global, url, question, &terminal);
+    }
     let (name, checkpoint, schemes) = open(args, global, &terminal)?;
     let config = checkpoint.config();
     let defaults = SamplingParams::from_defaults(checkpoint.generation());
@@ -146,25 +153,69 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
             args.system.clone(),
             settings,
         ),
-        engine: engine.as_ref(),
+        engine: Some(engine.as_ref()),
         model: name,
         shown: shown_thinking(),
         hide_thinking: args.hide_thinking,
         quiet: args.quiet,
         totals: Totals::default(),
     };
+    let place = engine.description().device.clone();
+    talk(&mut repl, question, &place, ctx, global, &terminal)
+}
+
+/// Answers what was asked, or whatever comes.
+fn talk(
+    repl: &mut Repl<'_>,
+    question: Option<Question>,
+    place: &str,
+    ctx: usize,
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<ExitCode> {
     if let Some((text, thinking)) = question {
         return repl.answer_once(&text, thinking, global.json);
     }
     terminal.note(&format!(
-        "{} on {}, context of {ctx} tokens; /help lists the commands",
+        "{} on {place}, context of {ctx} tokens; /help lists the commands",
         repl.model,
-        engine.description().device
     ));
     let history = model::models_dir()
         .ok()
         .and_then(|dir| Some(dir.parent()?.join("chat_history")));
     repl.run(history)
+}
+
+/// A conversation with a server's model.
+fn remote(
+    args: &ChatArgs,
+    global: &Global,
+    url: &str,
+    question: Option<Question>,
+    terminal: &Terminal,
+) -> anyhow::Result<ExitCode> {
+    let key = std::env::var("NQ_API_KEY").ok().filter(|k| !k.is_empty());
+    let remote = Remote::connect(url, args.model.as_deref(), key)?;
+    let sampling = sampling(args, remote.sampling());
+    sampling.validate()?;
+    let settings = Settings {
+        sampling,
+        max_tokens: args.max_tokens,
+        thinking: args.no_think.then_some(false),
+        overflow: args.on_overflow,
+    };
+    let model = remote.model().to_owned();
+    let mut repl = Repl {
+        conversation: Conversation::remote(remote, args.system.clone(), settings),
+        engine: None,
+        model,
+        shown: shown_thinking(),
+        hide_thinking: args.hide_thinking,
+        quiet: args.quiet,
+        totals: Totals::default(),
+    };
+    let ctx = repl.conversation.context().1;
+    talk(&mut repl, question, url, ctx, global, terminal)
 }
 
 /// A message to answer for a script, and the thinking that it asks for.

@@ -232,9 +232,15 @@ async fn answer(State(app): State<Arc<App>>, request: Request, f: Answer) -> Res
 }
 
 fn card(model: &Model) -> Value {
+    let p = model.sampling();
+    let sampling = json!({
+        "temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p,
+        "repetition_penalty": p.repetition_penalty, "frequency_penalty": p.frequency_penalty,
+        "presence_penalty": p.presence_penalty,
+    });
     json!({
         "id": model.name(), "object": "model", "created": model.created(), "owned_by": "nq",
-        "max_model_len": model.context(),
+        "max_model_len": model.context(), "default_sampling": sampling,
     })
 }
 
