@@ -214,6 +214,59 @@ fn compact(schema: &Value, space: &str) -> Value {
     schema
 }
 
+/// Keywords beside which an object's properties are not all that there is to say about it.
+const COMPOSED: [&str; 9] = [
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "minProperties",
+    "anyOf",
+    "oneOf",
+    "if",
+    "$ref",
+];
+
+/// The schema with objects closed that list their properties and say nothing of others: what it
+/// allows, the original does, and a model that may add properties without end may do just that.
+/// Schemas that compose objects by `allOf` stay as they are.
+fn closed(schema: &Value) -> Value {
+    fn composes(value: &Value) -> bool {
+        match value {
+            Value::Object(map) => map.contains_key("allOf") || map.values().any(composes),
+            Value::Array(items) => items.iter().any(composes),
+            _ => false,
+        }
+    }
+    fn close(value: &mut Value) {
+        let Value::Object(map) = value else {
+            return;
+        };
+        let lists = map.contains_key("properties");
+        if lists && !COMPOSED.iter().any(|k| map.contains_key(*k)) {
+            map.insert("additionalProperties".into(), false.into());
+        }
+        for (key, inner) in map.iter_mut() {
+            match (key.as_str(), inner) {
+                ("properties" | "$defs" | "definitions", Value::Object(inner)) => {
+                    inner.values_mut().for_each(close);
+                }
+                ("items", inner) => close(inner),
+                ("prefixItems", Value::Array(inner)) => inner.iter_mut().for_each(close),
+                ("anyOf" | "oneOf", Value::Array(inner)) if !lists => {
+                    inner.iter_mut().for_each(close);
+                }
+                _ => {}
+            }
+        }
+    }
+    let mut schema = schema.clone();
+    if !composes(&schema) {
+        close(&mut schema);
+    }
+    schema
+}
+
 fn grammar(format: &Format) -> Result<TopLevelGrammar, String> {
     match format {
         Format::Object => {
@@ -222,7 +275,10 @@ fn grammar(format: &Format) -> Result<TopLevelGrammar, String> {
         }
         Format::Schema(schema) => {
             check(schema)?;
-            Ok(TopLevelGrammar::from_json_schema(compact(schema, " ?")))
+            Ok(TopLevelGrammar::from_json_schema(compact(
+                &closed(schema),
+                " ?",
+            )))
         }
         Format::Regex(text) | Format::Lark(text) if text.len() > MOST_BYTES => Err(format!(
             "expected at most {MOST_BYTES} bytes, found {}",
@@ -236,7 +292,7 @@ fn grammar(format: &Format) -> Result<TopLevelGrammar, String> {
                 check(schema)?;
                 let arguments = match schema.get("type") {
                     None => json!({"type": "object"}),
-                    Some(_) => schema.clone(),
+                    Some(_) => closed(schema),
                 };
                 let call = json!({
                     "type": "object",
@@ -339,5 +395,58 @@ impl Constraint for Conformant {
         self.matcher
             .consume_token(token)
             .map_err(|e| first_line(&e.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn objects_are_closed_where_that_excludes_nothing_that_was_meant() {
+        let open = json!({
+            "type": "object",
+            "properties": {
+                "a": {"type": "array", "items": {"type": "object", "properties": {"b": {}}}},
+                "c": {"anyOf": [{"properties": {"d": {}}}, {"type": "null"}]},
+                "e": {"type": "object"},
+                "f": {"properties": {"g": {}}, "anyOf": [{"properties": {"h": {}}}]},
+                "i": {"properties": {}, "additionalProperties": {"type": "string"}},
+            },
+            "$defs": {"j": {"properties": {"k": {}}}},
+        });
+        let shut = closed(&open);
+        let no = json!(false);
+        for pointer in [
+            "",
+            "/properties/a/items",
+            "/properties/c/anyOf/0",
+            "/$defs/j",
+        ] {
+            let found = shut.pointer(&format!("{pointer}/additionalProperties"));
+            assert_eq!(found, Some(&no), "{pointer}");
+        }
+        for pointer in [
+            "/properties/e",
+            "/properties/f",
+            "/properties/f/anyOf/0",
+            "/properties/i",
+        ] {
+            assert_eq!(shut.pointer(pointer), open.pointer(pointer), "{pointer}");
+        }
+        let composed = json!({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]});
+        assert_eq!(closed(&composed), composed);
+    }
+
+    #[test]
+    fn schemas_have_bounds() {
+        let mut deep = json!({"type": "string"});
+        for _ in 0..MOST_DEPTH {
+            deep = json!({"items": deep});
+        }
+        assert!(check(&deep).is_err());
+        assert!(check(&json!({"const": "x".repeat(MOST_BYTES)})).is_err());
+        assert!(check(&json!(3)).is_err());
+        assert!(check(&json!({"type": "string"})).is_ok() && check(&json!(true)).is_ok());
     }
 }

@@ -25,7 +25,7 @@ pub struct Metrics {
     pub waiting: Gauge,
     /// Pages of keys and values, in all.
     pub pages: Gauge,
-    /// Pages in no sequence, kept ones included.
+    /// Pages in no sequence.
     pub pages_free: Gauge,
     /// Tokens of sequences that are kept for prompts to come.
     pub kept_tokens: Gauge,
@@ -90,7 +90,7 @@ impl Metrics {
         r.register("kv_pages", "Pages of keys and values", self.pages.clone());
         r.register(
             "kv_pages_free",
-            "Pages that a new sequence may have, kept sequences' included",
+            "Pages in no sequence",
             self.pages_free.clone(),
         );
         r.register(

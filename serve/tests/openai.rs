@@ -462,3 +462,46 @@ fn tools_are_called_when_they_must_be() {
         assert!(next["choices"][0]["message"]["tool_calls"].is_null());
     }
 }
+
+/// A model without a chat template goes on with texts, and says why it does no more.
+#[test]
+fn a_model_without_a_template_serves_completions() {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(common::demo()).unwrap() {
+        let path = entry.unwrap().path();
+        let to = folder.path().join(path.file_name().unwrap());
+        if path.ends_with("tokenizer_config.json") {
+            std::fs::write(to, "{}").unwrap();
+        } else {
+            std::fs::copy(&path, to).unwrap();
+        }
+    }
+    let checkpoint = nq_formats::Checkpoint::open(folder.path()).unwrap();
+    let options = nq_runtime::LoadOptions {
+        device: nq_runtime::DeviceChoice::Cpu,
+        ..nq_runtime::LoadOptions::default()
+    };
+    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &()).unwrap();
+    let spec = nq_runtime::SessionSpec {
+        slots: 2,
+        ctx: 256,
+        pages: None,
+        kv: nq_runtime::KvType::F16,
+        max_rows: 64,
+    };
+    let options = nq_serve::EngineOptions {
+        parallel: 2,
+        ..nq_serve::EngineOptions::default()
+    };
+    let model = nq_serve::Model::new("plain", &checkpoint, engine, spec, options).unwrap();
+    let server = Running::over(
+        std::sync::Arc::new(model),
+        nq_serve::Security::default(),
+        nq_serve::Limits::default(),
+    );
+    let body = json!({"prompt": "Once upon a time", "max_tokens": 4});
+    assert_eq!(server.json("/v1/completions", &body)["model"], "plain");
+    let body = json!({"messages": [{"role": "user", "content": "x"}]});
+    let (_, _, why) = server.post("/v1/chat/completions", &body).error();
+    assert!(why.contains("no chat template"), "{why}");
+}

@@ -99,11 +99,10 @@ impl Worker<'_> {
             if self.jobs.is_empty() && (self.closing.is_some() || self.deserted) {
                 return Ok(());
             }
-            if self.jobs.is_empty() {
-                continue;
+            if !self.jobs.is_empty() {
+                self.admit(batch);
+                self.step(batch)?;
             }
-            self.admit(batch);
-            self.step(batch)?;
             self.measure(batch);
         }
     }
