@@ -179,7 +179,8 @@ fn a_terminal_talks_to_a_server() {
     );
     assert!(json["reused_tokens"].as_u64().unwrap() > 10, "{json}");
     let word = answer.split_whitespace().next_back().unwrap();
-    let stopped = ["-p", "Hello!", "--no-think", "--json", "--stop", word];
+    let stop = format!("--stop={word}");
+    let stopped = ["-p", "Hello!", "--no-think", "--json", &stop];
     let (ok, stopped, said) = talk(&stopped, Some(key));
     assert!(ok, "{said}");
     let stopped: serde_json::Value = serde_json::from_str(&stopped).unwrap();
