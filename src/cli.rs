@@ -32,6 +32,8 @@ pub enum Command {
     Quantize(commands::quantize::QuantizeArgs),
     /// Talk to a model
     Chat(commands::chat::ChatArgs),
+    /// Serve a model to many clients over HTTP, by OpenAI's and Anthropic's protocols
+    Serve(commands::serve::ServeArgs),
     /// Measure perplexity and, against a reference, KL divergence
     Eval(commands::eval::EvalArgs),
     /// Measure tokens per second beside the machine's bandwidth
@@ -88,7 +90,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 8] = [
 ];
 
 /// Ends of the subcommands' help.
-const EXAMPLES: [(&str, &str); 12] = [
+const EXAMPLES: [(&str, &str); 13] = [
     (
         "quantize",
         "nq quantize demo --bits 4\n\
@@ -101,6 +103,12 @@ const EXAMPLES: [(&str, &str); 12] = [
          nq chat Qwen3-0.6B-int4 -p \"Why is the sky blue?\" --no-think\n\
          nq chat demo --raw -p \"Once upon a time\" --stop \"The end\"\n\
          cat notes.txt | nq chat demo -p \"Summarize:\" --quiet",
+    ),
+    (
+        "serve",
+        "nq serve demo\n\
+         nq serve Qwen3-0.6B-int4 --parallel 32 --ctx 8192\n\
+         nq serve ./model --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan",
     ),
     (
         "eval",

@@ -3,12 +3,13 @@
 use cargo_metadata::MetadataCommand;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 6] = [
+const ORDER: [&str; 7] = [
     "nq-formats",
     "nq-kernels",
     "nq-runtime",
     "nq-evals",
     "nq-quantize",
+    "nq-serve",
     "nq",
 ];
 

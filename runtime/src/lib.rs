@@ -26,6 +26,7 @@ pub mod models;
 pub mod rope;
 pub mod sampler;
 pub mod speculation;
+pub mod thinking;
 pub mod tokenizer;
 mod weights;
 

@@ -1,20 +1,19 @@
-//! A conversation with a model: messages in, an answer out. It knows no terminal.
-//!
-//! Each turn renders all messages anew, as templates strip earlier thinking, and feeds only
-//! what the cache does not hold of the result.
+//! A conversation with a model: messages in, an answer out. It knows no terminal, and not whether
+//! the model is in this process or behind a server.
+
+mod local;
+mod remote;
+
+pub use remote::Remote;
 
 use super::Overflow;
-use super::stop::{Passed, StopTexts};
-use super::thinking::{Part, Splitter};
-use anyhow::{Context, bail};
-use nq_runtime::generate::generate;
+use anyhow::Context;
+use local::Local;
+use nq_runtime::thinking::Part;
 use nq_runtime::{
-    ChatTemplate, Detokenizer, Drafting, Generated, Limits, Message, Sampler, SamplingParams,
-    Sequence, Session, Stats, StopReason, Tokenizer,
+    ChatTemplate, Drafting, Message, SamplingParams, Session, Stats, StopReason, Tokenizer,
 };
-use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
 
 /// What a user may change between turns.
 #[derive(Clone, Debug)]
@@ -72,59 +71,40 @@ pub struct Turn {
     pub stats: Stats,
 }
 
-/// All messages as the model reads them.
-enum Prompt {
-    /// As text and as tokens.
-    Fits(String, Vec<u32>),
-    /// So many tokens, more than the context has room for.
-    TooLong(usize),
+/// Who is told what comes of an answer.
+pub type OnEvent<'e> = dyn FnMut(Event<'_>) -> anyhow::Result<()> + 'e;
+
+/// What answers.
+trait Answerer {
+    /// Answers the last message, and adds the answer to the messages.
+    fn answer(
+        &mut self,
+        chat: &mut Chat,
+        interrupt: &AtomicBool,
+        on_event: &mut OnEvent<'_>,
+    ) -> anyhow::Result<Turn>;
+
+    /// Tokens in the cache, and how many fit.
+    fn context(&self) -> (usize, usize);
+
+    /// True if thinking can be turned on and off.
+    fn switches_thinking(&self) -> bool;
+
+    /// True if the model reads texts as they are.
+    fn is_raw(&self) -> bool {
+        false
+    }
 }
 
-/// Messages, the cache that holds most of them, and settings.
-pub struct Conversation<'m> {
-    tokenizer: &'m Tokenizer,
-    form: Form<'m>,
-    stop: Vec<u32>,
-    session: Box<dyn Session>,
-    sequence: Sequence,
+/// Messages and settings.
+pub struct Chat {
     system: Option<String>,
     messages: Vec<Message>,
     /// Settings.
     pub settings: Settings,
-    /// Calls of the sampler so far: each draws from a stream of its own, so that an answer
-    /// made again is another one.
-    streams: u64,
 }
 
-impl<'m> Conversation<'m> {
-    /// An empty conversation in slot 0 of `session`. `stop` are the tokens that end a turn.
-    pub fn new(
-        tokenizer: &'m Tokenizer,
-        form: Form<'m>,
-        stop: &[u32],
-        mut session: Box<dyn Session>,
-        system: Option<String>,
-        settings: Settings,
-    ) -> Self {
-        let sequence = Sequence::new(session.as_mut(), 0);
-        Conversation {
-            tokenizer,
-            form,
-            stop: stop.to_vec(),
-            session,
-            sequence,
-            system,
-            messages: Vec::new(),
-            settings,
-            streams: 0,
-        }
-    }
-
-    /// Tokens in the cache, and how many fit.
-    pub fn context(&self) -> (usize, usize) {
-        (self.sequence.tokens().len(), self.session.spec().ctx)
-    }
-
+impl Chat {
     /// The system prompt.
     pub fn system(&self) -> Option<&str> {
         self.system.as_deref()
@@ -156,178 +136,6 @@ impl<'m> Conversation<'m> {
         self.messages = messages;
     }
 
-    /// True if the template can turn thinking on and off.
-    pub fn switches_thinking(&self) -> bool {
-        match self.form {
-            Form::Chat(template) => template.switches_thinking(),
-            Form::Raw => false,
-        }
-    }
-
-    /// True if the model reads texts as they are.
-    pub fn is_raw(&self) -> bool {
-        matches!(self.form, Form::Raw)
-    }
-
-    /// Adds a user's message and answers it. If that fails, the message is not kept.
-    ///
-    /// # Errors
-    /// A context too small for the message; the template's, the sampler's and the
-    /// session's; what `on_event` fails with.
-    pub fn ask(
-        &mut self,
-        text: &str,
-        interrupt: &AtomicBool,
-        on_event: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Turn> {
-        self.messages.push(Message::new("user", text));
-        let turn = self.answer(interrupt, on_event);
-        if turn.is_err() {
-            self.messages.pop();
-        }
-        turn
-    }
-
-    /// Answers the last user's message again.
-    ///
-    /// # Errors
-    /// If there is none; else as [`Conversation::ask`], and the former answer stays.
-    pub fn regenerate(
-        &mut self,
-        interrupt: &AtomicBool,
-        on_event: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Turn> {
-        let last = self.messages.iter().rposition(|m| m.role == "user");
-        let last = last.context("there is no message to answer again")?;
-        let former = self.messages.split_off(last + 1);
-        let turn = self.answer(interrupt, on_event);
-        if turn.is_err() {
-            self.messages.extend(former);
-        }
-        turn
-    }
-
-    fn answer(
-        &mut self,
-        interrupt: &AtomicBool,
-        on_event: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Turn> {
-        let start = Instant::now();
-        let (text, mut prompt) = match self.fitting_prompt(0, on_event)? {
-            Prompt::Fits(text, ids) => (text, ids),
-            Prompt::TooLong(tokens) => {
-                let ctx = self.session.spec().ctx;
-                bail!(
-                    "the chat has {tokens} tokens, {} more than the context of {ctx} tokens has \
-                     room for before an answer; {}",
-                    tokens + 1 - ctx,
-                    self.what_helps(true)
-                )
-            }
-        };
-        let mut writer = Writer {
-            splitter: match self.form {
-                Form::Chat(_) => Splitter::after(&text),
-                Form::Raw => Splitter::none(),
-            },
-            stops: StopTexts::new(&self.settings.stop),
-            ended: false,
-            raw: String::new(),
-            thinking: String::new(),
-            answer: String::new(),
-            on_event,
-            failed: None,
-        };
-        let mut detokenizer = Detokenizer::new(self.tokenizer, true);
-        let mut tokens: Vec<u32> = Vec::new();
-        let mut stats: Option<Stats> = None;
-        let generated = loop {
-            let part = self.part(
-                &prompt,
-                tokens.len(),
-                interrupt,
-                &mut |token| match detokenizer.push(token) {
-                    Some(piece) => writer.push(&piece),
-                    None => ControlFlow::Continue(()),
-                },
-            )?;
-            tokens.extend_from_slice(&part.tokens);
-            let total = stats.get_or_insert(Stats {
-                tokens: 0,
-                ..part.stats
-            });
-            total.tokens += part.stats.tokens;
-            total.drafted += part.stats.drafted;
-            total.accepted += part.stats.accepted;
-            let goes_on = part.stop == StopReason::ContextFull
-                && self.settings.overflow == Overflow::DropOldest
-                && self.drop_oldest();
-            if !goes_on {
-                break part.stop;
-            }
-            (writer.on_event)(Event::Note(dropped(1)))?;
-            match self.fitting_prompt(tokens.len(), writer.on_event)? {
-                Prompt::Fits(_, shorter) => prompt = [shorter.as_slice(), &tokens].concat(),
-                Prompt::TooLong(_) => break StopReason::ContextFull,
-            }
-        };
-        if let Some(rest) = detokenizer.flush() {
-            let _ = writer.push(&rest);
-        }
-        writer.finish();
-        let end = match writer.ended {
-            true => End::Text,
-            false => End::Generated(generated),
-        };
-        if let Some(e) = writer.failed {
-            return Err(e);
-        }
-        let mut stats = stats.unwrap_or_default();
-        stats.decode = start.elapsed().saturating_sub(stats.first_token);
-        if end == End::Generated(StopReason::ContextFull) {
-            let capacity = self.session.spec().ctx;
-            (writer.on_event)(Event::Note(format!(
-                "the context of {capacity} tokens is full: the answer is cut off; {}",
-                self.what_helps(false)
-            )))?;
-        }
-        // The content is kept as it was sampled: the template strips the thinking.
-        self.messages.push(Message::new("assistant", &writer.raw));
-        Ok(Turn {
-            thinking: writer.thinking,
-            answer: writer.answer,
-            end,
-            stats,
-        })
-    }
-
-    /// Generates until the answer ends or the context is full; `before` tokens of the answer were
-    /// made already.
-    fn part(
-        &mut self,
-        prompt: &[u32],
-        before: usize,
-        interrupt: &AtomicBool,
-        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
-    ) -> nq_runtime::Result<Generated> {
-        let limits = Limits {
-            stop: &self.stop,
-            max_tokens: self.settings.max_tokens.unwrap_or(usize::MAX) - before,
-            interrupt: Some(interrupt),
-            drafting: self.settings.drafting,
-        };
-        let mut sampler = Sampler::new(self.settings.sampling, self.streams)?;
-        self.streams += 1;
-        generate(
-            self.session.as_mut(),
-            &mut self.sequence,
-            prompt,
-            &mut sampler,
-            &limits,
-            on_token,
-        )
-    }
-
     /// What makes room in the context, or, before an answer, needs less of it.
     fn what_helps(&self, before: bool) -> &'static str {
         let turns = self.messages.iter().filter(|m| m.role == "user").count();
@@ -338,58 +146,6 @@ impl<'m> Conversation<'m> {
             (true, Overflow::DropOldest, _) => "/clear or a larger --ctx helps",
             (false, _, true) => "a shorter message or a larger --ctx helps",
             (false, _, false) => "a larger --ctx helps",
-        }
-    }
-
-    /// The prompt as text and ids, with room for `more` tokens and an answer; the oldest
-    /// turns are dropped for that where it is asked for.
-    fn fitting_prompt(
-        &mut self,
-        more: usize,
-        on_event: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Prompt> {
-        let capacity = self.session.spec().ctx;
-        let wanted = self.settings.max_tokens.unwrap_or(usize::MAX);
-        let room = more + wanted.clamp(1, (capacity / 4).max(1));
-        let mut count = 0;
-        let prompt = loop {
-            let (text, ids) = self.prompt()?;
-            let may_drop = self.settings.overflow == Overflow::DropOldest;
-            if ids.len() + room > capacity && may_drop && self.drop_oldest() {
-                count += 1;
-                continue;
-            }
-            break match ids.len() + more < capacity {
-                true => Prompt::Fits(text, ids),
-                false => Prompt::TooLong(ids.len() + more),
-            };
-        };
-        if count > 0 {
-            on_event(Event::Note(dropped(count)))?;
-        }
-        Ok(prompt)
-    }
-
-    /// What the model reads of all messages, as text and as tokens.
-    fn prompt(&self) -> anyhow::Result<(String, Vec<u32>)> {
-        let messages = self.messages();
-        match self.form {
-            Form::Chat(template) => {
-                let prompt = template.prompt(
-                    self.tokenizer.control_tokens(),
-                    &messages,
-                    None,
-                    true,
-                    self.settings.thinking,
-                )?;
-                let ids = self.tokenizer.encode_prompt(&prompt)?;
-                Ok((prompt.text().into_owned(), ids))
-            }
-            Form::Raw => {
-                let text: String = messages.iter().map(Message::text).collect();
-                let ids = self.tokenizer.encode(&text)?;
-                Ok((text, ids))
-            }
         }
     }
 
@@ -405,85 +161,94 @@ impl<'m> Conversation<'m> {
     }
 }
 
-fn dropped(turns: usize) -> String {
-    match turns {
-        1 => "the context is full: the oldest turn is forgotten".into(),
-        n => format!("the context is full: the {n} oldest turns are forgotten"),
-    }
+/// A chat and what answers it.
+pub struct Conversation<'m> {
+    /// The chat.
+    pub chat: Chat,
+    answerer: Box<dyn Answerer + 'm>,
 }
 
-/// Passes an answer's text on and collects it.
-struct Writer<'e> {
-    splitter: Splitter,
-    stops: StopTexts,
-    /// A stop text came.
-    ended: bool,
-    raw: String,
-    thinking: String,
-    answer: String,
-    on_event: &'e mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    /// Why it is broken off.
-    failed: Option<anyhow::Error>,
-}
+impl<'m> Conversation<'m> {
+    /// An empty conversation in slot 0 of `session`. `stop` are the tokens that end a turn.
+    pub fn new(
+        tokenizer: &'m Tokenizer,
+        form: Form<'m>,
+        stop: &[u32],
+        session: Box<dyn Session>,
+        system: Option<String>,
+        settings: Settings,
+    ) -> Self {
+        let local = Local::new(tokenizer, form, stop, session);
+        Conversation::with(Box::new(local), system, settings)
+    }
 
-impl Writer<'_> {
-    fn push(&mut self, piece: &str) -> ControlFlow<()> {
-        if self.ended {
-            return ControlFlow::Break(());
-        }
-        self.raw.push_str(piece);
-        self.split(|splitter, emit| splitter.push(piece, emit));
-        match self.failed.is_some() || self.ended {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
+    /// An empty conversation with a server's model.
+    pub fn remote(remote: Remote, system: Option<String>, settings: Settings) -> Self {
+        Conversation::with(Box::new(remote), system, settings)
+    }
+
+    fn with(answerer: Box<dyn Answerer + 'm>, system: Option<String>, settings: Settings) -> Self {
+        Conversation {
+            chat: Chat {
+                system,
+                messages: Vec::new(),
+                settings,
+            },
+            answerer,
         }
     }
 
-    fn finish(&mut self) {
-        if self.splitter.is_thinking() {
-            // Cut off: closed, so that the template can tell it from the answer.
-            self.raw.push_str("\n</think>\n\n");
-        }
-        if !self.ended {
-            self.split(|splitter, emit| splitter.finish(emit));
-            let rest = self.stops.finish();
-            self.emit(Part::Answer, &rest);
-        }
+    /// Tokens in the cache, and how many fit.
+    pub fn context(&self) -> (usize, usize) {
+        self.answerer.context()
     }
 
-    fn split(&mut self, run: impl FnOnce(&mut Splitter, &mut dyn FnMut(Part, &str))) {
-        let mut pieces = Vec::new();
-        run(&mut self.splitter, &mut |part, text| {
-            pieces.push((part, text.to_owned()));
-        });
-        for (part, text) in pieces {
-            match part {
-                Part::Answer if !self.ended => match self.stops.push(&text) {
-                    Passed::More(text) => self.emit(part, &text),
-                    Passed::Ended(text, behind) => {
-                        self.ended = true;
-                        // The answer is the end of what was sampled.
-                        self.raw.truncate(self.raw.len() - behind);
-                        self.emit(part, &text);
-                    }
-                },
-                Part::Answer => {}
-                Part::Thinking => self.emit(part, &text),
-            }
-        }
+    /// True if thinking can be turned on and off.
+    pub fn switches_thinking(&self) -> bool {
+        self.answerer.switches_thinking()
     }
 
-    fn emit(&mut self, part: Part, text: &str) {
-        if text.is_empty() {
-            return;
+    /// True if the model reads texts as they are.
+    pub fn is_raw(&self) -> bool {
+        self.answerer.is_raw()
+    }
+
+    /// Adds a user's message and answers it. If that fails, the message is not kept.
+    ///
+    /// # Errors
+    /// A context too small for the message; the template's, the sampler's and the
+    /// session's; what `on_event` fails with.
+    pub fn ask(
+        &mut self,
+        text: &str,
+        interrupt: &AtomicBool,
+        on_event: &mut OnEvent<'_>,
+    ) -> anyhow::Result<Turn> {
+        self.chat.messages.push(Message::new("user", text));
+        let turn = self.answerer.answer(&mut self.chat, interrupt, on_event);
+        if turn.is_err() {
+            self.chat.messages.pop();
         }
-        match part {
-            Part::Thinking => self.thinking.push_str(text),
-            Part::Answer => self.answer.push_str(text),
+        turn
+    }
+
+    /// Answers the last user's message again.
+    ///
+    /// # Errors
+    /// If there is none; else as [`Conversation::ask`], and the former answer stays.
+    pub fn regenerate(
+        &mut self,
+        interrupt: &AtomicBool,
+        on_event: &mut OnEvent<'_>,
+    ) -> anyhow::Result<Turn> {
+        let last = self.chat.messages.iter().rposition(|m| m.role == "user");
+        let last = last.context("there is no message to answer again")?;
+        let former = self.chat.messages.split_off(last + 1);
+        let turn = self.answerer.answer(&mut self.chat, interrupt, on_event);
+        if turn.is_err() {
+            self.chat.messages.extend(former);
         }
-        if self.failed.is_none() {
-            self.failed = (self.on_event)(Event::Piece(part, text)).err();
-        }
+        turn
     }
 }
 

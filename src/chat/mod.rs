@@ -11,7 +11,6 @@ pub mod repl;
 pub mod report;
 pub mod saved;
 pub mod stop;
-pub mod thinking;
 pub mod wrap;
 
 /// Where tokens are drafted from that are then checked together; answers stay the same.

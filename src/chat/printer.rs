@@ -1,10 +1,10 @@
 //! Where an answer goes: text to stdout as it comes; thinking dimmed on a terminal, to
 //! stderr where stdout is not one, or nowhere.
 
-use super::thinking::Part;
 use super::wrap::Wrap;
 use crate::terminal::printable;
 use indicatif::{ProgressBar, ProgressStyle};
+use nq_runtime::thinking::Part;
 use std::io::{self, Write};
 use std::time::Duration;
 

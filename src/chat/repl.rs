@@ -21,8 +21,8 @@ const LAST_CHAT: &str = "last_chat.json";
 pub struct Repl<'m> {
     /// The conversation.
     pub conversation: Conversation<'m>,
-    /// What runs it.
-    pub engine: &'m dyn Engine,
+    /// What runs it, if that is in this process.
+    pub engine: Option<&'m dyn Engine>,
     /// The model's name, for saved chats.
     pub model: String,
     /// How thinking is shown when it is not hidden.
@@ -175,7 +175,7 @@ impl Repl<'_> {
             return;
         };
         let made = std::fs::create_dir_all(folder).with_context(|| folder.display().to_string());
-        let messages = self.conversation.messages();
+        let messages = self.conversation.chat.messages();
         let kept = made.and_then(|()| saved::save(&path, true, &self.model, &messages));
         if let Err(e) = kept {
             say(&format!("nq: the chat is not kept: {e:#}"));
@@ -213,12 +213,12 @@ impl Repl<'_> {
                 writeln!(err, "{}", help(about.as_deref()))?;
             }
             Entry::Command(Command::Clear) => {
-                self.conversation.clear();
+                self.conversation.chat.clear();
                 writeln!(err, "nq: all messages are forgotten")?;
             }
             Entry::Command(Command::Save { path, force }) => {
                 let path = saved::at_home(&path);
-                let messages = self.conversation.messages();
+                let messages = self.conversation.chat.messages();
                 saved::save(&path, force, &self.model, &messages)?;
                 writeln!(err, "nq: saved to {}", path.display())?;
             }
@@ -230,7 +230,7 @@ impl Repl<'_> {
                 let n = self.load(&path)?;
                 writeln!(err, "nq: {n} messages from {}", path.display())?;
             }
-            Entry::Command(Command::System(None)) => match self.conversation.system() {
+            Entry::Command(Command::System(None)) => match self.conversation.chat.system() {
                 Some(text) => writeln!(err, "{text}")?,
                 None => writeln!(err, "nq: there is no system prompt")?,
             },
@@ -238,7 +238,7 @@ impl Repl<'_> {
                 bail!("--raw has no system prompt: write it where the model expects it")
             }
             Entry::Command(Command::System(text)) => {
-                self.conversation.set_system(text);
+                self.conversation.chat.set_system(text);
                 writeln!(err, "nq: the system prompt is set")?;
             }
             Entry::Command(Command::Think(on)) => self.switch_thinking(Some(on), err)?,
@@ -306,8 +306,8 @@ impl Repl<'_> {
         let line = report::line(
             &turn.stats,
             turn.end,
-            self.engine.bytes_per_token(),
-            self.engine.memory_bandwidth(),
+            self.engine.map(Engine::bytes_per_token),
+            self.engine.and_then(Engine::memory_bandwidth),
         );
         if !self.quiet {
             writeln!(err, "nq: {line}")?;
@@ -324,8 +324,9 @@ impl Repl<'_> {
 
     fn json(&self, turn: &Turn) -> serde_json::Value {
         let s = &turn.stats;
-        let bytes = s.bytes_per_second(self.engine.bytes_per_token());
-        let share = match (bytes, self.engine.memory_bandwidth()) {
+        let per_token = self.engine.map(Engine::bytes_per_token);
+        let bytes = per_token.and_then(|b| s.bytes_per_second(b));
+        let share = match (bytes, self.engine.and_then(Engine::memory_bandwidth)) {
             (Some(b), Some(limit)) => Some(b / limit),
             _ => None,
         };
@@ -343,7 +344,7 @@ impl Repl<'_> {
             "tok_s": s.tokens_per_second(),
             "gb_s": bytes.map(|b| b / 1e9),
             "bandwidth_share": share,
-            "seed": self.conversation.settings.sampling.seed,
+            "seed": self.conversation.chat.settings.sampling.seed,
         })
     }
 
@@ -351,7 +352,7 @@ impl Repl<'_> {
         if !self.conversation.switches_thinking() {
             return writeln!(err, "nq: this model's template cannot switch thinking");
         }
-        self.conversation.settings.thinking = to;
+        self.conversation.chat.settings.thinking = to;
         let state = match to {
             Some(true) => "on",
             Some(false) => "off",
@@ -363,7 +364,7 @@ impl Repl<'_> {
     fn load(&mut self, path: &Path) -> anyhow::Result<usize> {
         let messages = saved::load(path)?;
         let count = messages.len();
-        self.conversation.replace(messages);
+        self.conversation.chat.replace(messages);
         Ok(count)
     }
 
@@ -377,7 +378,7 @@ impl Repl<'_> {
             "off" | "false" => Ok(false),
             _ => bail!("{name}: expected on or off, found {value:?}"),
         };
-        let mut settings = self.conversation.settings.clone();
+        let mut settings = self.conversation.chat.settings.clone();
         let sampling = &mut settings.sampling;
         match name {
             "temperature" => sampling.temperature = read(name, value)?,
@@ -403,12 +404,12 @@ impl Repl<'_> {
             _ => bail!("no setting {name}: /set lists them"),
         }
         settings.sampling.validate()?;
-        self.conversation.settings = settings;
+        self.conversation.chat.settings = settings;
         Ok(())
     }
 
     fn show_settings(&self, err: &mut dyn Write) -> io::Result<()> {
-        let s = &self.conversation.settings;
+        let s = &self.conversation.chat.settings;
         let p = &s.sampling;
         let max_tokens = s.max_tokens.map_or("none".into(), |n| n.to_string());
         let on_off = |on: bool| if on { "on" } else { "off" };
@@ -437,24 +438,22 @@ impl Repl<'_> {
     fn show_stats(&self, err: &mut dyn Write) -> io::Result<()> {
         let t = &self.totals;
         let (used, capacity) = self.conversation.context();
-        let d = self.engine.description();
+        let runs = match self.engine {
+            Some(engine) => engine.description().to_string(),
+            None => "behind a server".into(),
+        };
         writeln!(
             err,
             "{} answers, {} tokens in {:.1} s; prompts {} tokens, {} of them cached\n\
              context {used} of {capacity} tokens, {} messages\n\
-             {}: {} on {}, {} kernels, {} activations, {} threads",
+             {}: {runs}",
             t.answers,
             t.tokens,
             t.time.as_secs_f64(),
             t.prompt_tokens,
             t.reused_tokens,
-            self.conversation.messages().len(),
+            self.conversation.chat.messages().len(),
             self.model,
-            d.engine,
-            d.device,
-            d.kernels,
-            d.activations,
-            d.threads,
         )
     }
 }

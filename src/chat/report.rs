@@ -5,17 +5,22 @@ use nq_runtime::{Stats, StopReason};
 
 /// The line after an answer. `bandwidth` is what the weights' memory was measured to be read
 /// at, in bytes per second.
-pub fn line(stats: &Stats, end: End, bytes_per_token: usize, bandwidth: Option<f64>) -> String {
+pub fn line(
+    stats: &Stats,
+    end: End,
+    bytes_per_token: Option<usize>,
+    bandwidth: Option<f64>,
+) -> String {
     let mut line = format!(
         "{} tokens, first after {:.2} s",
         stats.tokens,
         stats.first_token.as_secs_f64()
     );
-    if let (Some(rate), Some(bytes)) = (
-        stats.tokens_per_second(),
-        stats.bytes_per_second(bytes_per_token),
-    ) {
-        line += &format!(", {rate:.1} tok/s, {:.2} GB/s", bytes / 1e9);
+    if let Some(rate) = stats.tokens_per_second() {
+        line += &format!(", {rate:.1} tok/s");
+    }
+    if let Some(bytes) = bytes_per_token.and_then(|b| stats.bytes_per_second(b)) {
+        line += &format!(", {:.2} GB/s", bytes / 1e9);
         if let Some(b) = bandwidth {
             line += &format!(" ({:.0} % of {:.1} GB/s)", 100.0 * bytes / b, b / 1e9);
         }
@@ -69,17 +74,17 @@ mod tests {
             line(
                 &stats,
                 End::Generated(StopReason::Eos(1)),
-                1_000_000_000,
+                Some(1_000_000_000),
                 Some(20e9)
             ),
             "11 tokens, first after 0.25 s, 5.0 tok/s, 5.00 GB/s (25 % of 20.0 GB/s); \
              prompt 20 tokens, 8 of them cached"
         );
         let most = End::Generated(StopReason::MaxTokens);
-        let cut = line(&stats, most, 1_000_000_000, None);
+        let cut = line(&stats, most, Some(1_000_000_000), None);
         assert!(cut.contains(", 5.00 GB/s; prompt 20"));
         assert!(cut.ends_with("; ended by --max-tokens"));
         let one = Stats { tokens: 1, ..stats };
-        assert!(!line(&one, End::Text, 1, None).contains("tok/s"));
+        assert!(!line(&one, End::Text, Some(1), None).contains("tok/s"));
     }
 }

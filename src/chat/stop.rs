@@ -1,5 +1,7 @@
 //! Texts that end an answer.
 
+use nq_runtime::thinking::overlap;
+
 /// Passes an answer on up to the first of some texts, which and after which nothing is passed on.
 #[derive(Debug, Default)]
 pub struct StopTexts {
@@ -47,14 +49,6 @@ impl StopTexts {
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
-}
-
-/// Bytes of the longest end of `text` that `word` begins with, and which is not all of it.
-pub fn overlap(text: &str, word: &str) -> usize {
-    let ends = word.char_indices().map(|(i, _)| i).rev();
-    ends.filter(|&n| n > 0)
-        .find(|&n| text.ends_with(&word[..n]))
-        .unwrap_or(0)
 }
 
 #[cfg(test)]

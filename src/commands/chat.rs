@@ -1,6 +1,6 @@
 //! `nq chat`: a conversation in the terminal, or one answer for a script.
 
-use crate::chat::conversation::{Conversation, Form, Settings};
+use crate::chat::conversation::{Conversation, Form, Remote, Settings};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
@@ -19,7 +19,7 @@ use nq_runtime::device::Device;
 use nq_runtime::{
     ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,
 };
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -37,6 +37,14 @@ const DEFAULT_CTX: usize = 8192;
 pub struct ChatArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
     pub model: Option<OsString>,
+    /// Talk to the model of a server, such as http://127.0.0.1:8080; MODEL is then its name there.
+    /// NQ_API_KEY holds the key, if one is needed
+    #[arg(
+        long,
+        value_name = "URL",
+        conflicts_with_all = ["raw", "bits", "ctx", "kv", "draft", "on_overflow"]
+    )]
+    pub server: Option<String>,
     /// Answer this prompt and exit; text on standard input goes after it, or is the prompt if
     /// there is no -p
     #[arg(short, long, value_name = "TEXT")]
@@ -115,6 +123,9 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     // Read before the model is loaded: an empty prompt need not wait for it.
     let question = question(args)?;
     let terminal = Terminal::new();
+    if let Some(url) = &args.server {
+        return remote(args, global, url, question, &terminal);
+    }
     let (name, checkpoint, schemes) = open(args, global, &terminal)?;
     let config = checkpoint.config();
     let defaults = SamplingParams::from_defaults(checkpoint.generation());
@@ -123,9 +134,6 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         file.display().to_string()
     })?;
     let sampling = sampling(args, defaults);
-    if let Err(e) = sampling.validate() {
-        cli::refuse("chat", &format!("{e}")); // the model's own are valid: a flag is not
-    }
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(config.vocab_size)?;
@@ -170,25 +178,77 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
             args.system.clone(),
             settings,
         ),
-        engine: engine.as_ref(),
+        engine: Some(engine.as_ref()),
         model: name,
         shown: shown_thinking(),
         hide_thinking: args.hide_thinking,
         quiet: args.quiet,
         totals: Totals::default(),
-        folder: model::models_dir()
-            .ok()
-            .and_then(|dir| Some(dir.parent()?.to_owned())),
+        folder: folder(),
     };
+    let place = engine.description().device.clone();
+    talk(&mut repl, question, &place, ctx, global, &terminal)
+}
+
+/// Answers what was asked, or whatever comes.
+fn talk(
+    repl: &mut Repl<'_>,
+    question: Option<Question>,
+    place: &str,
+    ctx: usize,
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<ExitCode> {
     if let Some((text, thinking)) = question {
         return repl.answer_once(&text, thinking, global.json);
     }
     terminal.note(&format!(
-        "{} on {}, context of {ctx} tokens; /help lists the commands",
+        "{} on {place}, context of {ctx} tokens; /help lists the commands",
         repl.model,
-        engine.description().device
     ));
     repl.run()
+}
+
+/// A conversation with a server's model.
+fn remote(
+    args: &ChatArgs,
+    global: &Global,
+    url: &str,
+    question: Option<Question>,
+    terminal: &Terminal,
+) -> anyhow::Result<ExitCode> {
+    let key = std::env::var("NQ_API_KEY").ok().filter(|k| !k.is_empty());
+    // What a server calls its models is text.
+    let name = args.model.as_deref().map(OsStr::to_string_lossy);
+    let remote = Remote::connect(url, name.as_deref(), key)?;
+    let defaults = remote.sampling();
+    defaults.validate().with_context(|| url.to_owned())?;
+    let settings = Settings {
+        sampling: sampling(args, defaults),
+        max_tokens: args.max_tokens,
+        thinking: args.no_think.then_some(false),
+        drafting: args.draft.into(),
+        overflow: args.on_overflow,
+        stop: args.stop.clone(),
+    };
+    let model = remote.model().to_owned();
+    let mut repl = Repl {
+        conversation: Conversation::remote(remote, args.system.clone(), settings),
+        engine: None,
+        model,
+        shown: shown_thinking(),
+        hide_thinking: args.hide_thinking,
+        quiet: args.quiet,
+        totals: Totals::default(),
+        folder: folder(),
+    };
+    let ctx = repl.conversation.context().1;
+    talk(&mut repl, question, url, ctx, global, terminal)
+}
+
+/// Where chats are kept, beside the models.
+fn folder() -> Option<PathBuf> {
+    Some(model::models_dir().ok()?.parent()?.to_owned())
 }
 
 /// A message to answer for a script, and the thinking that it asks for.
@@ -310,13 +370,13 @@ pub fn at_load(
     Ok((checkpoint, Some(schemes)))
 }
 
-/// The model's sampling with the flags over it.
+/// The model's sampling, which is valid, with the flags over it.
 fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
     let clock = || {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         since.map_or(0, |d| d.as_nanos() as u64)
     };
-    SamplingParams {
+    let sampling = SamplingParams {
         temperature: args.temperature.unwrap_or(model.temperature),
         top_k: args.top_k.unwrap_or(model.top_k),
         top_p: args.top_p.unwrap_or(model.top_p),
@@ -325,12 +385,16 @@ fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
         frequency_penalty: args.frequency_penalty.unwrap_or(model.frequency_penalty),
         presence_penalty: args.presence_penalty.unwrap_or(model.presence_penalty),
         seed: args.seed.unwrap_or_else(clock),
+    };
+    if let Err(e) = sampling.validate() {
+        cli::refuse("chat", &format!("{e}"));
     }
+    sampling
 }
 
-/// Positions to reserve, within what the model was trained for.
-fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<usize> {
-    let trained = match config.rope.scaling {
+/// Positions that the model was trained for.
+pub fn longest_context(config: &ModelConfig) -> usize {
+    match config.rope.scaling {
         RopeScaling::None => config.max_position_embeddings,
         RopeScaling::Yarn {
             factor,
@@ -339,7 +403,12 @@ fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<
         } => config
             .max_position_embeddings
             .max((factor * original as f64) as usize),
-    };
+    }
+}
+
+/// Positions to reserve, within what the model was trained for.
+fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<usize> {
+    let trained = longest_context(config);
     match asked {
         None => Ok(trained.min(DEFAULT_CTX)),
         Some(n) if (2..=trained).contains(&n) => Ok(n),

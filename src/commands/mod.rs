@@ -8,6 +8,7 @@ pub mod eval;
 pub mod inspect;
 pub mod models;
 pub mod quantize;
+pub mod serve;
 pub mod synth;
 
 use crate::cli::{Cli, Command};
@@ -20,12 +21,16 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let Cli { command, global } = cli;
     global.note_threads();
     // The others have an end of their own for what they do then.
-    if !matches!(command, Command::Quantize(_) | Command::Chat(_)) {
+    if !matches!(
+        command,
+        Command::Quantize(_) | Command::Chat(_) | Command::Serve(_)
+    ) {
         leave_on_signals()?;
     }
     match command {
         Command::Quantize(args) => quantize::run(&args, &global),
         Command::Chat(args) => chat::run(&args, &global),
+        Command::Serve(args) => serve::run(&args, &global),
         Command::Eval(args) => eval::run(&args, &global),
         Command::Bench(args) => bench::run(&args, &global),
         Command::Convert(args) => convert::run(&args, &global),

@@ -143,6 +143,14 @@ impl<'s> Batch<'s> {
         self.members.iter().any(|m| m.slot == slot)
     }
 
+    /// What draws the tokens of the sequence in `slot`, which is in the batch or has left it by
+    /// itself: it has recorded every token given out.
+    pub fn sampler(&self, slot: usize) -> Option<&Sampler> {
+        let running = self.members.iter().find(|m| m.slot == slot);
+        let left = || self.left.iter().find(|l| l.0 == slot).map(|l| &l.1);
+        running.map(|m| &m.sampler).or_else(left)
+    }
+
     /// Takes the sequence in `slot` out: it then holds all that was fed before the tokens drawn,
     /// and every one of those but the last. Gives its sampler back, also where it left by itself.
     pub fn leave(&mut self, slot: usize) -> Option<Sampler> {

@@ -188,7 +188,7 @@ fn turns_reuse_the_cache_though_thinking_is_stripped() {
         rest + second.stats.tokens - 1
     );
     // The thinking stays in the messages, for templates that want it.
-    let messages = talk.conversation.messages();
+    let messages = talk.conversation.chat.messages();
     assert_eq!(messages.len(), 5);
     assert_eq!(messages[0], Message::new("system", "Be brief."));
     assert!(messages[2].text().starts_with("<think>\nhm\n</think>"));
@@ -199,13 +199,13 @@ fn thinking_can_be_switched() {
     let bench = Bench::new();
     let mut talk = bench.talk(1000, None, Overflow::Stop);
     assert!(talk.conversation.switches_thinking());
-    talk.conversation.settings.thinking = Some(false);
+    talk.conversation.chat.settings.thinking = Some(false);
     let turn = talk.ask("one").unwrap();
     assert_eq!(
         (turn.thinking.as_str(), turn.answer.as_str()),
         ("", "word  of 1: one")
     );
-    talk.conversation.settings.thinking = Some(true);
+    talk.conversation.chat.settings.thinking = Some(true);
     assert_eq!(talk.ask("two").unwrap().thinking, "hm");
 }
 
@@ -222,11 +222,11 @@ fn regenerating_replaces_the_answer() {
         .regenerate(&flag, &mut |_| Ok(()))
         .unwrap();
     assert_eq!(turn.answer, "word  of 1: one");
-    assert_eq!(talk.conversation.messages().len(), 2);
+    assert_eq!(talk.conversation.chat.messages().len(), 2);
     // With a temperature, another stream of numbers gives another answer. (All but one
     // logit are equal.)
-    talk.conversation.settings.sampling.temperature = 1.0;
-    talk.conversation.settings.max_tokens = Some(20);
+    talk.conversation.chat.settings.sampling.temperature = 1.0;
+    talk.conversation.chat.settings.max_tokens = Some(20);
     let mut again = || {
         talk.conversation
             .regenerate(&flag, &mut |_| Ok(()))
@@ -254,10 +254,10 @@ fn a_full_context_is_said() {
         e.contains("more than the context of 100 tokens") && e.contains("--on-overflow"),
         "{e}"
     );
-    assert_eq!(talk.conversation.messages().len(), 3);
-    talk.conversation.clear();
+    assert_eq!(talk.conversation.chat.messages().len(), 3);
+    talk.conversation.chat.clear();
     assert_eq!(
-        talk.conversation.messages().len(),
+        talk.conversation.chat.messages().len(),
         1,
         "the system prompt stays"
     );
@@ -272,14 +272,14 @@ fn oldest_turns_are_dropped_before_an_answer() {
         let turn = talk.ask(&format!("message number {i}")).unwrap();
         assert!(matches!(turn.end, End::Generated(StopReason::Eos(_))));
         assert!(turn.answer.ends_with(&format!("message number {i}")));
-        let messages = talk.conversation.messages();
+        let messages = talk.conversation.chat.messages();
         assert_eq!(messages[0].role, "system");
         assert_eq!(messages[1].role, "user", "turns are dropped whole");
     }
     assert!(talk.notes.iter().all(|n| n.contains("oldest")));
     assert!(talk.notes.len() >= 5, "{:?}", talk.notes);
     assert!(
-        talk.conversation.messages().len() > 3,
+        talk.conversation.chat.messages().len() > 3,
         "only as many as needed"
     );
 }
@@ -291,12 +291,12 @@ fn oldest_turns_are_dropped_within_an_answer() {
     for i in 0..4 {
         talk.ask(&format!("{i} {}", "filler ".repeat(10))).unwrap();
     }
-    let before = talk.conversation.messages().len();
-    talk.conversation.set_system(Some("long".into()));
+    let before = talk.conversation.chat.messages().len();
+    talk.conversation.chat.set_system(Some("long".into()));
     let turn = talk.ask("x").unwrap();
     // 400 words do not fit beside all turns, but nearly alone.
     assert!(
-        talk.conversation.messages().len() < before,
+        talk.conversation.chat.messages().len() < before,
         "{:?}",
         talk.notes
     );
@@ -318,7 +318,7 @@ fn a_failing_listener_ends_the_turn() {
     });
     let e = result.unwrap_err();
     assert!(crate::terminal::is_broken_pipe(&e), "{e}");
-    assert!(talk.conversation.messages().is_empty());
+    assert!(talk.conversation.chat.messages().is_empty());
 }
 
 #[test]
@@ -335,7 +335,7 @@ fn an_interrupted_answer_is_kept_and_its_thinking_closed() {
     let turn = turn.unwrap();
     assert_eq!(turn.end, End::Generated(StopReason::Interrupted));
     assert_eq!(turn.answer, "");
-    let text = talk.conversation.messages()[1].text().to_owned();
+    let text = talk.conversation.chat.messages()[1].text().to_owned();
     assert!(text.contains("</think>"), "{text}");
     assert_eq!(talk.ask("two").unwrap().answer, "word  of 2: two");
 }

@@ -149,7 +149,8 @@ fn parse_share(s: &str) -> Result<f64, String> {
     }
 }
 
-fn parse_size(s: &str) -> Result<u64, String> {
+/// Bytes: a number with a unit, such as `4GB` or `512MiB`.
+pub fn parse_size(s: &str) -> Result<u64, String> {
     const UNITS: [(&str, f64); 7] = [
         ("KiB", 1024.0),
         ("MiB", 1_048_576.0),

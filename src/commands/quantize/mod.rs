@@ -8,7 +8,7 @@ use crate::cli::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes, leave_interrupted, print_line, say, shell_word};
 use anyhow::Context;
-pub use args::QuantizeArgs;
+pub use args::{QuantizeArgs, parse_size};
 use nq_formats::Progress;
 use nq_formats::nq::{SourceRecord, staging};
 use nq_quantize::pipeline::{Job, QuantizeOptions};

@@ -1,7 +1,5 @@
 //! Tells thinking from answer in text that comes in pieces.
 
-use super::stop::overlap;
-
 const OPEN: &str = "<think>";
 const CLOSE: &str = "</think>";
 
@@ -135,6 +133,14 @@ impl Splitter {
             }
         }
     }
+}
+
+/// Bytes of the longest end of `text` that `word` begins with, and which is not all of it.
+pub fn overlap(text: &str, word: &str) -> usize {
+    let ends = word.char_indices().map(|(i, _)| i).rev();
+    ends.filter(|&n| n > 0)
+        .find(|&n| text.ends_with(&word[..n]))
+        .unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -1,0 +1,111 @@
+//! A request under way.
+
+use super::{Event, Finish, Request};
+use nq_runtime::{Result, Sampler};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// A request, what it has so far, and who waits for it.
+pub(super) struct Job {
+    pub(super) request: Request,
+    /// Which of the stream's requests.
+    index: usize,
+    events: UnboundedSender<(usize, Event)>,
+    cancelled: Arc<AtomicBool>,
+    /// What draws its tokens; in the batch while that continues it.
+    pub(super) sampler: Option<Sampler>,
+    /// The prompt, then what was drawn.
+    pub(super) tokens: Vec<u32>,
+    /// Where it sits.
+    pub(super) slot: Option<usize>,
+    /// Tokens that the session holds, while the prompt is computed.
+    pub(super) fed: usize,
+    /// Log-probabilities that were reported.
+    pub(super) reported: usize,
+    /// The sampler has the mask of what may follow.
+    pub(super) masked: bool,
+    /// Its beginning has been told.
+    pub(super) started: bool,
+    pub(super) arrived: Instant,
+    /// When the last token came.
+    pub(super) last: Option<Instant>,
+    pub(super) phase: Phase,
+}
+
+/// What a request waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// A slot.
+    Queue,
+    /// The rest of its prompt.
+    Prompt,
+    /// Its next token.
+    Answer,
+}
+
+impl Job {
+    pub(super) fn new(
+        request: Request,
+        index: usize,
+        events: UnboundedSender<(usize, Event)>,
+        cancelled: Arc<AtomicBool>,
+    ) -> Result<Self> {
+        let mut sampler = Sampler::new(request.sampling, request.stream)?;
+        sampler.set_bias(request.bias.clone());
+        sampler.set_logprobs(request.logprobs)?;
+        sampler.begin(&request.prompt);
+        Ok(Job {
+            tokens: request.prompt.clone(),
+            request,
+            index,
+            events,
+            cancelled,
+            sampler: Some(sampler),
+            slot: None,
+            fed: 0,
+            reported: 0,
+            masked: false,
+            started: false,
+            arrived: Instant::now(),
+            last: None,
+            phase: Phase::Queue,
+        })
+    }
+
+    /// Tokens drawn.
+    pub(super) fn drawn(&self) -> usize {
+        self.tokens.len() - self.request.prompt.len()
+    }
+
+    /// Tokens that may be drawn still, in a context of `ctx`.
+    pub(super) fn left(&self, ctx: usize) -> usize {
+        let room = ctx - self.request.prompt.len();
+        room.min(self.request.max_tokens) - self.drawn()
+    }
+
+    /// True once nobody waits for it.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed) || self.events.is_closed()
+    }
+
+    /// True once its deadline has passed.
+    pub(super) fn is_late(&self, now: Instant) -> bool {
+        self.request.deadline.is_some_and(|d| now >= d)
+    }
+
+    /// True if it has waited for longer than `most`.
+    pub(super) fn waited(&self, now: Instant, most: Duration) -> bool {
+        self.phase == Phase::Queue && !self.started && now - self.arrived > most
+    }
+
+    pub(super) fn tell(&self, event: Event) {
+        // Who does not listen any more is found at the next step.
+        let _ = self.events.send((self.index, event));
+    }
+
+    pub(super) fn finish(&self, finish: Finish) {
+        self.tell(Event::Finished(finish));
+    }
+}

@@ -1,0 +1,453 @@
+//! One model that answers many requests at once: a thread that owns a session and runs a batch over
+//! it without pause.
+//!
+//! [`Engine::submit`] gives requests to the thread and returns [`Answers`], a stream of their
+//! tokens. Requests join and leave between two steps; dropping the [`Answers`] takes them out,
+//! wherever they are: in the queue, in the prompt or in the answer.
+
+mod job;
+mod seats;
+mod step;
+mod worker;
+
+use crate::metrics::Metrics;
+use nq_runtime::{LogitBias, SamplingParams, Session, SessionSpec, TokenLogprobs};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+/// How an engine serves.
+#[derive(Clone, Copy, Debug)]
+pub struct EngineOptions {
+    /// Requests that are worked on at once. The session's other slots keep sequences that ended.
+    pub parallel: usize,
+    /// Requests that wait at most; more are refused.
+    pub queue: usize,
+    /// The longest that a request may wait in the queue.
+    pub queue_time: Duration,
+    /// What prompts may add to a step for those who decode, if that is more than a step takes.
+    pub prompt_time: Duration,
+    /// The longest step of prompts where nobody decodes.
+    pub prompt_time_alone: Duration,
+    /// False: nothing is kept for prompts to come.
+    pub prefix_cache: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        EngineOptions {
+            parallel: 16,
+            queue: 256,
+            queue_time: Duration::from_secs(600),
+            prompt_time: Duration::from_millis(8),
+            prompt_time_alone: Duration::from_millis(400),
+            prefix_cache: true,
+        }
+    }
+}
+
+/// Who sends a request. Clients take turns; a salt's prompts share what they have in common.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Client {
+    /// Names the client.
+    pub id: u64,
+    /// Names those whose prompts may be reused for one another's.
+    pub salt: u64,
+}
+
+/// What a grammar, a schema or another rule allows next.
+pub trait Constraint: Send {
+    /// Bits of the tokens that may follow, `i % 32` of word `i / 32` for token `i`; `None`: all.
+    ///
+    /// # Errors
+    /// What went wrong; the request ends with it.
+    fn mask(&mut self) -> Result<Option<&[u32]>, String>;
+
+    /// Takes note of the token that was drawn.
+    ///
+    /// # Errors
+    /// As [`Constraint::mask`].
+    fn accept(&mut self, token: u32) -> Result<(), String>;
+}
+
+/// A prompt to continue.
+pub struct Request {
+    /// Token ids, at least one and fewer than the context.
+    pub prompt: Vec<u32>,
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
+    /// Which of the seed's independent streams of random numbers.
+    pub stream: u64,
+    /// Added to logits.
+    pub bias: LogitBias,
+    /// Alternatives to report with log-probabilities; `None`: none are computed.
+    pub logprobs: Option<usize>,
+    /// Tokens to draw at most; the context may hold fewer.
+    pub max_tokens: usize,
+    /// Tokens that end the answer; they are not reported.
+    pub stop: Vec<u32>,
+    /// What the answer must conform to.
+    pub constraint: Option<Box<dyn Constraint>>,
+    /// Who asks.
+    pub client: Client,
+    /// When the request ends with [`Failure::Timeout`], whatever it has.
+    pub deadline: Option<Instant>,
+}
+
+impl Request {
+    /// A request for the best token at each step, with nothing else asked for.
+    pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
+        Request {
+            prompt,
+            sampling: SamplingParams::greedy(),
+            stream: 0,
+            bias: LogitBias::default(),
+            logprobs: None,
+            max_tokens,
+            stop: Vec::new(),
+            constraint: None,
+            client: Client::default(),
+            deadline: None,
+        }
+    }
+}
+
+/// What comes of a request.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// Its prompt is being computed; so many of its tokens were there already.
+    Started {
+        /// Tokens of the prompt that are not computed again.
+        cached: usize,
+    },
+    /// A token.
+    Token {
+        /// Its id.
+        id: u32,
+        /// Its log-probability and alternatives, if they were asked for.
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// The end: nothing comes after it.
+    Finished(Finish),
+}
+
+/// Why an answer ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Finish {
+    /// One of [`Request::stop`].
+    Stop(u32),
+    /// As many tokens as were asked for, or as the context holds.
+    Length,
+    /// It was given up by who asked for it.
+    Cancelled,
+    /// It could not go on.
+    Failed(Failure),
+}
+
+/// Why a request could not go on.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Failure {
+    /// Its deadline passed.
+    Timeout,
+    /// It waited longer in the queue than [`EngineOptions::queue_time`].
+    QueueTimeout,
+    /// The engine ended.
+    Closing,
+    /// Its constraint failed.
+    Constraint(String),
+    /// The model or the device failed.
+    Model(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Timeout => f.write_str("the request took longer than allowed"),
+            Failure::QueueTimeout => f.write_str("the request waited too long in the queue"),
+            Failure::Closing => f.write_str("the server is shutting down"),
+            Failure::Constraint(why) => write!(f, "the response format: {why}"),
+            Failure::Model(why) => f.write_str(why),
+        }
+    }
+}
+
+/// Why requests were not taken.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Refused {
+    /// The queue is full.
+    #[error("the queue is full: {waiting} of {room} requests are waiting")]
+    QueueFull {
+        /// Requests that wait.
+        waiting: usize,
+        /// Requests that may.
+        room: usize,
+        /// When to come again.
+        retry_after: Duration,
+    },
+    /// No work is taken any more.
+    #[error("the server is shutting down")]
+    Closing,
+    /// The prompt leaves no room for an answer.
+    #[error(
+        "the prompt has {prompt} tokens, and the context holds {ctx}, at least one of them for the \
+         answer"
+    )]
+    ContextFull {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Positions of a sequence.
+        ctx: usize,
+    },
+    /// The request cannot be served by anybody.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// What goes to the thread.
+enum Command {
+    Submit(Box<job::Job>),
+    Close(Instant),
+}
+
+/// What thread and handles share.
+struct Shared {
+    waiting: AtomicUsize,
+    closing: AtomicBool,
+    failed: AtomicBool,
+    /// Milliseconds that a request which now begins takes, as far as is known.
+    turnover: AtomicUsize,
+    metrics: Metrics,
+}
+
+/// A handle to the thread; dropping it ends the thread once its requests have ended.
+pub struct Engine {
+    commands: Mutex<mpsc::Sender<Command>>,
+    shared: Arc<Shared>,
+    spec: SessionSpec,
+    vocab: usize,
+    options: EngineOptions,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Opens the session that an engine runs over: once, and again after a panic in it.
+pub type OpenSession = Box<dyn FnMut() -> nq_runtime::Result<Box<dyn Session>> + Send>;
+
+impl Engine {
+    /// Starts the thread over the session that `open` gives, of a model with `vocab` tokens. Slots
+    /// beyond [`EngineOptions::parallel`] hold what is kept for prompts to come.
+    ///
+    /// # Errors
+    /// `open`'s; a session with fewer slots than requests at once, or whose step holds fewer rows.
+    pub fn start(
+        mut open: OpenSession,
+        vocab: usize,
+        options: EngineOptions,
+    ) -> nq_runtime::Result<Self> {
+        let session = open()?;
+        let spec = session.spec();
+        for (what, least, found) in [
+            ("requests at once", 1, options.parallel),
+            ("slots of a session", options.parallel, spec.slots),
+            ("rows of a step", options.parallel + 1, spec.max_rows),
+        ] {
+            if found < least {
+                return Err(nq_runtime::Error::Request {
+                    what,
+                    expected: format!("at least {least}"),
+                    found: found.to_string(),
+                });
+            }
+        }
+        let (commands, received) = mpsc::channel();
+        let shared = Arc::new(Shared {
+            waiting: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            turnover: AtomicUsize::new(0),
+            metrics: Metrics::default(),
+        });
+        let of_thread = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("nq-engine".into())
+            .spawn(move || worker::run(session, open, &received, &of_thread, options))
+            .map_err(|e| nq_runtime::Error::Device {
+                device: "engine thread".into(),
+                why: e.to_string(),
+            })?;
+        Ok(Engine {
+            commands: Mutex::new(commands),
+            shared,
+            spec,
+            vocab,
+            options,
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// What the session has.
+    pub fn spec(&self) -> SessionSpec {
+        self.spec
+    }
+
+    /// How the engine serves.
+    pub fn options(&self) -> EngineOptions {
+        self.options
+    }
+
+    /// What is counted and timed.
+    pub fn metrics(&self) -> &Metrics {
+        &self.shared.metrics
+    }
+
+    /// False once no work is taken any more, or the device does not answer.
+    pub fn is_healthy(&self) -> bool {
+        !self.shared.closing.load(Ordering::Relaxed) && !self.shared.failed.load(Ordering::Relaxed)
+    }
+
+    /// Takes requests, all or none of them: several answers to one prompt come in one stream.
+    ///
+    /// # Errors
+    /// [`Refused`], before anything is computed.
+    pub fn submit(&self, requests: Vec<Request>) -> Result<Answers, Refused> {
+        let refused = self.admit(&requests);
+        if let Err(refused) = refused {
+            self.metrics().refuse(match refused {
+                Refused::QueueFull { .. } => "queue_full",
+                Refused::Closing => "closing",
+                Refused::ContextFull { .. } => "context_full",
+                Refused::Invalid(_) => "invalid",
+            });
+            return Err(refused);
+        }
+        let (sender, events) = unbounded_channel();
+        let mut cancels = Vec::with_capacity(requests.len());
+        let open = requests.len();
+        for (index, request) in requests.into_iter().enumerate() {
+            let cancelled = Arc::new(AtomicBool::new(false));
+            cancels.push(Arc::clone(&cancelled));
+            let job = job::Job::new(request, index, sender.clone(), cancelled);
+            let job = job.map_err(|e| {
+                self.shared
+                    .waiting
+                    .fetch_sub(open - index, Ordering::Relaxed);
+                Refused::Invalid(e.to_string())
+            })?;
+            self.send(Command::Submit(Box::new(job))).map_err(|()| {
+                self.shared
+                    .waiting
+                    .fetch_sub(open - index, Ordering::Relaxed);
+                Refused::Closing
+            })?;
+        }
+        Ok(Answers {
+            events,
+            cancels,
+            open,
+        })
+    }
+
+    fn send(&self, command: Command) -> Result<(), ()> {
+        let commands = self.commands.lock().map_err(|_| ())?;
+        commands.send(command).map_err(|_| ())
+    }
+
+    /// Checks requests and takes room in the queue for all of them.
+    fn admit(&self, requests: &[Request]) -> Result<(), Refused> {
+        if !self.is_healthy() {
+            return Err(Refused::Closing);
+        }
+        for request in requests {
+            let (prompt, ctx) = (request.prompt.len(), self.spec.ctx);
+            if prompt >= ctx {
+                return Err(Refused::ContextFull { prompt, ctx });
+            }
+            let past = |t: &&u32| **t as usize >= self.vocab;
+            if let Some(token) = request.prompt.iter().find(past) {
+                return Err(Refused::Invalid(format!(
+                    "prompt: expected token ids below {}, found {token}",
+                    self.vocab
+                )));
+            }
+            if prompt == 0 || request.max_tokens == 0 {
+                let what = "expected a prompt and an answer of at least one token each";
+                return Err(Refused::Invalid(what.into()));
+            }
+        }
+        let room = self.options.queue;
+        let take = |waiting: usize| {
+            let more = waiting + requests.len();
+            (more <= room).then_some(more)
+        };
+        let waiting = &self.shared.waiting;
+        match waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
+            Ok(_) => Ok(()),
+            Err(waiting) => {
+                let turnover = self.shared.turnover.load(Ordering::Relaxed) as u64;
+                Err(Refused::QueueFull {
+                    waiting,
+                    room,
+                    retry_after: Duration::from_millis(turnover).max(Duration::from_secs(1)),
+                })
+            }
+        }
+    }
+
+    /// Takes no more work; what is under way may go on for `grace`, and then ends with
+    /// [`Failure::Closing`]. Returns once the thread has ended.
+    pub fn close(&self, grace: Duration) {
+        self.shared.closing.store(true, Ordering::Relaxed);
+        let _ = self.send(Command::Close(Instant::now() + grace));
+        let thread = self.thread.lock().ok().and_then(|mut t| t.take());
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The tokens of requests as they come. Dropping it gives the requests up.
+#[derive(Debug)]
+pub struct Answers {
+    events: UnboundedReceiver<(usize, Event)>,
+    cancels: Vec<Arc<AtomicBool>>,
+    /// Requests that have not ended.
+    open: usize,
+}
+
+impl Answers {
+    /// The next event and which request it is of; `None` once all have ended.
+    pub async fn next(&mut self) -> Option<(usize, Event)> {
+        if self.open == 0 {
+            return None;
+        }
+        let next = self.events.recv().await;
+        self.count(next)
+    }
+
+    /// As [`Answers::next`], for a thread that waits.
+    pub fn next_blocking(&mut self) -> Option<(usize, Event)> {
+        if self.open == 0 {
+            return None;
+        }
+        let next = self.events.blocking_recv();
+        self.count(next)
+    }
+
+    fn count(&mut self, next: Option<(usize, Event)>) -> Option<(usize, Event)> {
+        // A thread that is gone ends all.
+        let next = next.unwrap_or((0, Event::Finished(Finish::Failed(Failure::Closing))));
+        if let Event::Finished(_) = next.1 {
+            self.open -= 1;
+        }
+        Some(next)
+    }
+
+    /// Gives one of the requests up; the others go on.
+    pub fn cancel(&self, index: usize) {
+        if let Some(cancel) = self.cancels.get(index) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! Slots: who gets one, with what of its prompt in it, and what stays in it afterwards.
+
+use super::Event;
+use super::job::{Job, Phase};
+use super::worker::Worker;
+use crate::prefix::{Found, PrefixTree, common};
+use crate::scheduler::Admission;
+use nq_kernels::cpu::PAGE;
+use nq_runtime::{Batch, Session};
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+/// Tokens that are worth waiting for while another request computes them.
+const WORTH_WAITING: usize = 32;
+/// Tokens that are worth a slot.
+const WORTH_KEEPING: usize = 16;
+
+/// The slots of a session.
+pub(super) struct Seats {
+    /// Those that hold nothing.
+    free: Vec<usize>,
+    /// What the others hold.
+    pub(super) tree: PrefixTree,
+    /// False once the session has said that its sequences cannot share.
+    sharing: bool,
+}
+
+impl Seats {
+    /// All slots free.
+    pub(super) fn new(slots: usize) -> Self {
+        Seats {
+            free: (0..slots).rev().collect(),
+            tree: PrefixTree::default(),
+            sharing: true,
+        }
+    }
+
+    /// Empties a slot.
+    fn clear(&mut self, session: &mut dyn Session, slot: usize) {
+        self.tree.remove(slot);
+        session.truncate(slot, 0);
+        self.free.push(slot);
+    }
+
+    /// Gives up the kept sequence unused for longest; false if there is none but `spared`.
+    pub(super) fn give_up(&mut self, session: &mut dyn Session, spared: Option<usize>) -> bool {
+        let oldest = self.tree.oldest(spared);
+        if let Some(slot) = oldest {
+            self.clear(session, slot);
+        }
+        oldest.is_some()
+    }
+}
+
+/// Pages that a sequence of `to` tokens takes of its own where it shares the first `from`.
+fn pages(from: usize, to: usize) -> usize {
+    to.div_ceil(PAGE) - from / PAGE
+}
+
+impl Worker<'_> {
+    /// Gives slots to those whose turn it is.
+    pub(super) fn admit(&mut self, batch: &mut Batch<'_>) {
+        let mut queue = std::mem::take(&mut self.queue);
+        while let Some(id) = queue.next(|id| self.may_begin(batch, id)) {
+            if let Some(client) = self.begin(batch, id) {
+                queue.push_front(client, id);
+                break;
+            }
+        }
+        self.queue = queue;
+    }
+
+    fn seated(&self) -> impl Iterator<Item = &Job> {
+        self.jobs.values().filter(|j| j.phase != Phase::Queue)
+    }
+
+    /// What of a request's tokens is in a slot; its last token must be computed for its logits.
+    fn cached(&self, job: &Job) -> Option<Found> {
+        let most = job.tokens.len() - 1;
+        let found = self
+            .seats
+            .tree
+            .peek(job.request.client.salt, &job.tokens[..most]);
+        found.filter(|_| self.seats.sharing && self.options.prefix_cache)
+    }
+
+    fn may_begin(&mut self, batch: &mut Batch<'_>, id: u64) -> Admission {
+        let Some(job) = self.jobs.get(&id) else {
+            return Admission::Later;
+        };
+        if self.seated().count() >= self.options.parallel {
+            return Admission::Full;
+        }
+        let found = self.cached(job);
+        let held = found.map_or(0, |f| f.len);
+        let shares = |other: &&Job| {
+            other.phase == Phase::Prompt
+                && other.request.client.salt == job.request.client.salt
+                && common(&other.tokens, &job.tokens[..job.tokens.len() - 1])
+                    >= held + WORTH_WAITING
+        };
+        if self.options.prefix_cache && self.seats.sharing && self.seated().any(|j| shares(&j)) {
+            return Admission::Later;
+        }
+        let needed = pages(held, job.tokens.len() + 1);
+        let promised = self.seated().map(|j| match j.phase {
+            Phase::Prompt => pages(j.fed, j.tokens.len() + 1),
+            _ => 1,
+        });
+        let promised: usize = promised.sum();
+        let session = batch.session();
+        let spared = found.map(|f| f.slot);
+        while session
+            .free_pages()
+            .is_some_and(|free| free < needed + promised)
+        {
+            if !self.seats.give_up(session, spared) {
+                // Alone it fits: the session has the pages of a whole context.
+                return match promised {
+                    0 => Admission::Now,
+                    _ => Admission::Full,
+                };
+            }
+        }
+        Admission::Now
+    }
+
+    /// Gives a request a slot that holds what is known of its tokens; its client if there is none.
+    fn begin(&mut self, batch: &mut Batch<'_>, id: u64) -> Option<u64> {
+        let mut job = self.jobs.remove(&id)?;
+        let session = batch.session();
+        let found = self.cached(&job);
+        let spared = found.map(|f| f.slot);
+        if self.seats.free.is_empty() && !self.seats.give_up(session, spared) {
+            // The one that holds the prompt's beginning is all there is.
+            self.seats.give_up(session, None);
+        }
+        let Some(slot) = self.seats.free.pop() else {
+            let client = job.request.client.id;
+            self.jobs.insert(id, job);
+            return Some(client);
+        };
+        job.fed = 0;
+        if let Some(found) = found.filter(|f| session.len(f.slot) >= f.len) {
+            match session.fork(found.slot, slot, found.len) {
+                Ok(()) => job.fed = found.len,
+                Err(_) => self.seats.sharing = false,
+            }
+            self.seats
+                .tree
+                .find(job.request.client.salt, &job.tokens[..found.len]);
+        }
+        job.slot = Some(slot);
+        job.phase = Phase::Prompt;
+        let shared = self.shared;
+        shared.waiting.fetch_sub(1, Ordering::Relaxed);
+        if !job.started {
+            job.started = true;
+            let metrics = &shared.metrics;
+            metrics.prompt_tokens.inc_by(job.tokens.len() as u64);
+            metrics.cached_tokens.inc_by(job.fed as u64);
+            let waited = Instant::now() - job.arrived;
+            metrics.queue_time.observe(waited.as_secs_f64());
+            job.tell(Event::Started { cached: job.fed });
+        }
+        self.jobs.insert(id, job);
+        None
+    }
+
+    /// Lets others find a prompt that has been computed while its answer is made.
+    pub(super) fn show(&mut self, id: u64) {
+        if let Some((job, slot)) = self.jobs.get(&id).and_then(|j| Some((j, j.slot?)))
+            && self.options.prefix_cache
+            && self.seats.sharing
+        {
+            let tokens = &job.tokens[..job.fed];
+            self.seats
+                .tree
+                .insert(job.request.client.salt, tokens, slot, false);
+        }
+    }
+
+    /// Takes a request out of its slot or out of the queue. What the slot holds is kept if `sound`.
+    pub(super) fn unseat(&mut self, batch: &mut Batch<'_>, id: u64, job: &mut Job, sound: bool) {
+        let Some(slot) = job.slot.take() else {
+            self.queue.remove(job.request.client.id, id);
+            return;
+        };
+        if let Some(sampler) = batch.leave(slot) {
+            job.sampler = Some(sampler);
+        }
+        let session = batch.session();
+        let len = session.len(slot).min(job.tokens.len());
+        let keeps = sound && self.options.prefix_cache && self.seats.sharing;
+        if !keeps || len < WORTH_KEEPING {
+            self.seats.clear(session, slot);
+            return;
+        }
+        let (salt, tokens) = (job.request.client.salt, &job.tokens[..len]);
+        self.seats.tree.remove(slot);
+        for shorter in self.seats.tree.beginnings(salt, tokens) {
+            self.seats.clear(session, shorter);
+        }
+        let twin = self.seats.tree.peek(salt, tokens).filter(|f| f.len == len);
+        match twin {
+            // Another slot holds all of it already.
+            Some(_) => self.seats.clear(session, slot),
+            None => self.seats.tree.insert(salt, tokens, slot, true),
+        }
+    }
+
+    /// Sends a request back to the queue, where it comes first: its pages go to others.
+    pub(super) fn give_way(&mut self, batch: &mut Batch<'_>, id: u64) {
+        let Some(mut job) = self.jobs.remove(&id) else {
+            return;
+        };
+        self.unseat(batch, id, &mut job, true);
+        job.phase = Phase::Queue;
+        let shared = self.shared;
+        shared.waiting.fetch_add(1, Ordering::Relaxed);
+        shared.metrics.preemptions.inc();
+        self.queue.push_front(job.request.client.id, id);
+        self.jobs.insert(id, job);
+    }
+}

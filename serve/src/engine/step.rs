@@ -1,0 +1,294 @@
+//! One step of everybody: what is fed, and what becomes of what is drawn.
+
+use super::job::{Job, Phase};
+use super::worker::Worker;
+use super::{Event, Failure, Finish};
+use crate::scheduler::share;
+use nq_runtime::{Batch, Continuation, Error, Piece, Result, Sampler};
+use rayon::prelude::*;
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+/// What a request is fed in a step.
+struct Fed {
+    id: u64,
+    slot: usize,
+    from: usize,
+    to: usize,
+    then: Option<Continuation>,
+}
+
+impl Worker<'_> {
+    /// Runs a step of all who have a slot.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn step(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        self.constrain(batch);
+        let decoding = batch.running();
+        let (fed, rows, constrained) = self.plan(batch);
+        if fed.is_empty() && decoding == 0 {
+            // Whoever is left waits for somebody that has just gone.
+            std::thread::sleep(Duration::from_millis(1));
+            return Ok(());
+        }
+        let mut drawn: Vec<(usize, Result<u32>)> = Vec::new();
+        let begun = Instant::now();
+        let mut pieces = Vec::with_capacity(fed.len());
+        let mut of: Vec<(u64, usize, bool)> = Vec::with_capacity(fed.len());
+        for fed in fed {
+            of.push((fed.id, fed.to, fed.then.is_some()));
+            pieces.push(Piece {
+                slot: fed.slot,
+                tokens: &self.jobs[&fed.id].tokens[fed.from..fed.to],
+                then: fed.then,
+            });
+        }
+        let result = batch.step(pieces, &mut |slot, token| {
+            drawn.push((slot, token));
+            ControlFlow::Continue(())
+        });
+        if result.is_ok() {
+            self.steps += 1;
+            self.pace
+                .learn(begun.elapsed(), decoding + constrained, rows);
+            for &(id, to, goes_on) in &of {
+                self.fed(batch, id, to, goes_on);
+            }
+        }
+        for (slot, token) in drawn {
+            self.drawn(batch, slot, token);
+        }
+        match result {
+            Ok(()) => Ok(()),
+            Err(e) => self.refused(batch, &of, e),
+        }
+    }
+
+    /// What is fed: the last token of each that has a constraint, and of prompts what there is time
+    /// for. Rows of prompts, and requests with a constraint, are counted.
+    fn plan(&self, batch: &Batch<'_>) -> (Vec<Fed>, usize, usize) {
+        let mut fed = Vec::new();
+        let then = |job: &Job, sampler: &Sampler| Continuation {
+            sampler: sampler.clone(),
+            tokens: match job.request.constraint {
+                Some(_) => 1,
+                None => job.left(self.spec.ctx),
+            },
+        };
+        for (&id, job) in &self.jobs {
+            if let (Phase::Answer, Some(slot), Some(sampler)) = (job.phase, job.slot, &job.sampler)
+            {
+                fed.push(Fed {
+                    id,
+                    slot,
+                    from: job.tokens.len() - 1,
+                    to: job.tokens.len(),
+                    then: Some(then(job, sampler)),
+                });
+            }
+        }
+        let constrained = fed.len();
+        let decoding = batch.running() + constrained;
+        let room = self.spec.max_rows.saturating_sub(decoding);
+        let rows = self.pace.rows(decoding).min(room);
+        let prompts: Vec<(u64, &Job)> = self
+            .jobs
+            .iter()
+            .filter(|(_, j)| j.phase == Phase::Prompt)
+            .map(|(&id, j)| (id, j))
+            .collect();
+        let wanted: Vec<usize> = prompts
+            .iter()
+            .map(|(_, j)| j.tokens.len() - j.fed)
+            .collect();
+        let mut used = 0;
+        for ((id, job), rows) in prompts.into_iter().zip(share(rows, &wanted)) {
+            if let (Some(slot), Some(sampler), 1..) = (job.slot, &job.sampler, rows) {
+                let to = job.fed + rows;
+                used += rows;
+                fed.push(Fed {
+                    id,
+                    slot,
+                    from: job.fed,
+                    to,
+                    then: (to == job.tokens.len()).then(|| then(job, sampler)),
+                });
+            }
+        }
+        (fed, used, constrained)
+    }
+
+    /// Sets the masks of those who draw under a constraint: side by side, as a mask may take longer
+    /// than a layer.
+    fn constrain(&mut self, batch: &mut Batch<'_>) {
+        let draws = |job: &Job| match job.phase {
+            Phase::Queue => false,
+            Phase::Prompt => true,
+            Phase::Answer => job.sampler.is_some(),
+        };
+        let mut jobs: Vec<(u64, &mut Job)> = self
+            .jobs
+            .iter_mut()
+            .filter(|(_, job)| job.request.constraint.is_some() && !job.masked && draws(job))
+            .map(|(&id, job)| (id, job))
+            .collect();
+        let failed: Vec<(u64, String)> = jobs
+            .par_iter_mut()
+            .filter_map(|(id, job)| Some((*id, mask(job).err()?)))
+            .collect();
+        for (id, why) in failed {
+            self.finish(batch, id, Finish::Failed(Failure::Constraint(why)));
+        }
+    }
+
+    /// Notes what a request was fed.
+    fn fed(&mut self, batch: &mut Batch<'_>, id: u64, to: usize, goes_on: bool) {
+        let Some(job) = self.jobs.get_mut(&id) else {
+            return;
+        };
+        let was = std::mem::replace(&mut job.fed, to);
+        if !goes_on {
+            return;
+        }
+        let begins = job.phase == Phase::Prompt;
+        job.phase = Phase::Answer;
+        job.sampler = None;
+        debug_assert!(was <= to && batch.session().len(job.slot.unwrap_or(0)) <= job.tokens.len());
+        if begins {
+            self.show(id);
+        }
+    }
+
+    /// Passes on what the sequence in a slot drew.
+    fn drawn(&mut self, batch: &mut Batch<'_>, slot: usize, token: Result<u32>) {
+        let sits = |job: &Job| job.slot == Some(slot);
+        let Some(id) = self.jobs.iter().find(|(_, j)| sits(j)).map(|(&id, _)| id) else {
+            return;
+        };
+        match token {
+            Ok(token) => {
+                if let Some(finish) = self.take(batch, id, token) {
+                    self.finish(batch, id, finish);
+                }
+            }
+            Err(Error::PagesFull { .. }) if self.jobs.len() > self.queue.len() + 1 => {
+                self.give_way(batch, id);
+            }
+            Err(Error::PagesFull { .. }) if self.seats.give_up(batch.session(), None) => {
+                self.give_way(batch, id);
+            }
+            Err(Error::ContextFull { .. }) => self.finish(batch, id, Finish::Length),
+            Err(e) => {
+                let failure = Failure::Model(e.to_string());
+                self.finish(batch, id, Finish::Failed(failure));
+            }
+        }
+    }
+
+    /// Takes a token up; says if it was the last.
+    fn take(&mut self, batch: &mut Batch<'_>, id: u64, token: u32) -> Option<Finish> {
+        let job = self.jobs.get_mut(&id)?;
+        let slot = job.slot?;
+        let now = Instant::now();
+        let metrics = &self.shared.metrics;
+        metrics.generated_tokens.inc();
+        match job.last.replace(now) {
+            None => metrics
+                .first_token
+                .observe((now - job.arrived).as_secs_f64()),
+            Some(last) => metrics.inter_token.observe((now - last).as_secs_f64()),
+        }
+        job.tokens.push(token);
+        let mut logprobs = None;
+        if job.request.logprobs.is_some() {
+            let sampler = batch.sampler(slot);
+            logprobs = sampler.and_then(|s| s.logprobs().get(job.reported).cloned());
+            job.reported += 1;
+        }
+        if job.request.stop.contains(&token) {
+            return Some(Finish::Stop(token));
+        }
+        job.tell(Event::Token {
+            id: token,
+            logprobs,
+        });
+        if job.left(self.spec.ctx) == 0 {
+            return Some(Finish::Length);
+        }
+        let constraint = job.request.constraint.as_mut()?;
+        // It left by itself, to be asked again what may follow.
+        job.sampler = batch.leave(slot);
+        job.masked = false;
+        match catch_unwind(AssertUnwindSafe(|| constraint.accept(token))) {
+            Ok(Ok(())) => None,
+            Ok(Err(why)) => Some(Finish::Failed(Failure::Constraint(why))),
+            Err(_) => Some(Finish::Failed(Failure::Constraint("it panicked".into()))),
+        }
+    }
+
+    /// A step that was refused as a whole.
+    ///
+    /// # Errors
+    /// The error itself, if it is the device's.
+    fn refused(
+        &mut self,
+        batch: &mut Batch<'_>,
+        fed: &[(u64, usize, bool)],
+        e: Error,
+    ) -> Result<()> {
+        match e {
+            Error::PagesFull { .. } => {
+                if self.seats.give_up(batch.session(), None) {
+                    return Ok(());
+                }
+                // The last to come gives way, unless it is alone.
+                let last = fed.iter().map(|f| f.0).max();
+                let others = self.jobs.len() > self.queue.len() + 1;
+                match last {
+                    Some(id) if others => self.give_way(batch, id),
+                    Some(id) => {
+                        let failure = Failure::Model(e.to_string());
+                        self.finish(batch, id, Finish::Failed(failure));
+                    }
+                    None => return Err(e),
+                }
+                Ok(())
+            }
+            Error::Request { .. } | Error::ContextFull { .. } => {
+                // Of those in the batch, the one that it concerns has been taken out.
+                let out = |j: &Job| {
+                    let running = j.slot.is_some_and(|slot| batch.is_running(slot));
+                    j.phase == Phase::Answer && j.sampler.is_none() && !running
+                };
+                let jobs = self.jobs.iter().filter(|(_, j)| out(j));
+                let mut bad: Vec<u64> = jobs.map(|(&id, _)| id).collect();
+                if bad.is_empty() {
+                    bad.extend(fed.iter().map(|f| f.0));
+                }
+                if bad.is_empty() {
+                    return Err(e);
+                }
+                for id in bad {
+                    let failure = Failure::Model(e.to_string());
+                    self.finish(batch, id, Finish::Failed(failure));
+                }
+                Ok(())
+            }
+            e => Err(e),
+        }
+    }
+}
+
+/// Gives a request's sampler the mask of what may follow.
+fn mask(job: &mut Job) -> std::result::Result<(), String> {
+    let (Some(constraint), Some(sampler)) = (&mut job.request.constraint, &mut job.sampler) else {
+        return Ok(());
+    };
+    let mask = catch_unwind(AssertUnwindSafe(|| {
+        constraint.mask().map(|mask| sampler.set_mask(mask))
+    }));
+    job.masked = true;
+    mask.unwrap_or_else(|_| Err("it panicked".into()))
+}

@@ -1,0 +1,242 @@
+//! The engine's thread: takes requests in, runs step after step, and survives what goes wrong.
+
+use super::job::{Job, Phase};
+use super::seats::Seats;
+use super::{Command, EngineOptions, Failure, Finish, OpenSession, Shared};
+use crate::metrics::Reason;
+use crate::scheduler::{Pace, Queue};
+use nq_runtime::{Batch, Session, SessionSpec};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::{Duration, Instant};
+
+/// Sessions that fail one after another, without a step between them, before the engine gives up.
+const FAILURES: usize = 3;
+
+/// Everything but the session: it outlives one.
+pub(super) struct Worker<'e> {
+    pub(super) shared: &'e Shared,
+    pub(super) options: EngineOptions,
+    pub(super) spec: SessionSpec,
+    /// By number, which is the order of arrival.
+    pub(super) jobs: BTreeMap<u64, Job>,
+    pub(super) queue: Queue<u64, u64>,
+    pub(super) seats: Seats,
+    pub(super) pace: Pace,
+    /// When what is still under way ends, once no more work is taken.
+    closing: Option<Instant>,
+    /// Nobody can send commands any more.
+    deserted: bool,
+    next: u64,
+    /// Steps that ran.
+    pub(super) steps: u64,
+}
+
+/// The thread: serves until it is told to close, or until nobody can tell it anything.
+pub(super) fn run(
+    mut session: Box<dyn Session>,
+    mut open: OpenSession,
+    commands: &Receiver<Command>,
+    shared: &Shared,
+    options: EngineOptions,
+) {
+    let spec = session.spec();
+    let mut worker = Worker {
+        shared,
+        options,
+        spec,
+        jobs: BTreeMap::new(),
+        queue: Queue::default(),
+        seats: Seats::new(spec.slots),
+        pace: Pace::new(options.prompt_time, options.prompt_time_alone),
+        closing: None,
+        deserted: false,
+        next: 0,
+        steps: 0,
+    };
+    shared.metrics.pages.set(spec.page_count() as i64);
+    let mut failures = 0;
+    loop {
+        let steps = worker.steps;
+        let served = catch_unwind(AssertUnwindSafe(|| {
+            let mut batch = Batch::new(session.as_mut());
+            worker.serve(&mut batch, commands)
+        }));
+        let why = match served {
+            Ok(Ok(())) => return,
+            Ok(Err(e)) => e.to_string(),
+            Err(_) => "a panic while the model ran".to_owned(),
+        };
+        failures = match worker.steps == steps {
+            true => failures + 1,
+            false => 1,
+        };
+        worker.fail_seated(&why);
+        // What the session held is gone with it; those who wait may still be served.
+        drop(session);
+        match open() {
+            Ok(fresh) if failures < FAILURES => session = fresh,
+            _ => {
+                shared.failed.store(true, Ordering::Relaxed);
+                worker.fail_all(&Failure::Model(why));
+                return;
+            }
+        }
+    }
+}
+
+impl Worker<'_> {
+    fn serve(
+        &mut self,
+        batch: &mut Batch<'_>,
+        commands: &Receiver<Command>,
+    ) -> nq_runtime::Result<()> {
+        loop {
+            self.receive(commands);
+            self.sweep(batch);
+            if self.jobs.is_empty() && (self.closing.is_some() || self.deserted) {
+                return Ok(());
+            }
+            if !self.jobs.is_empty() {
+                self.admit(batch);
+                self.step(batch)?;
+            }
+            self.measure(batch);
+        }
+    }
+
+    /// Takes what has come; waits for something where there is nothing to do.
+    fn receive(&mut self, commands: &Receiver<Command>) {
+        loop {
+            let idle = self.jobs.is_empty() && self.closing.is_none();
+            let command = match idle {
+                true => commands.recv().map_err(|_| TryRecvError::Disconnected),
+                false => commands.try_recv(),
+            };
+            match command {
+                Ok(Command::Submit(job)) => {
+                    let id = self.next;
+                    self.next += 1;
+                    self.queue.push(job.request.client.id, id);
+                    self.jobs.insert(id, *job);
+                }
+                Ok(Command::Close(at)) => self.closing = Some(at),
+                Err(TryRecvError::Empty) => return,
+                Err(TryRecvError::Disconnected) => {
+                    self.deserted = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Ends what nobody waits for, and what has taken too long.
+    fn sweep(&mut self, batch: &mut Batch<'_>) {
+        let now = Instant::now();
+        let closed = self.closing.is_some_and(|at| now >= at);
+        let mut over = Vec::new();
+        for (&id, job) in &self.jobs {
+            let finish = if job.is_given_up() {
+                Finish::Cancelled
+            } else if closed {
+                Finish::Failed(Failure::Closing)
+            } else if job.is_late(now) {
+                Finish::Failed(Failure::Timeout)
+            } else if job.waited(now, self.options.queue_time) {
+                Finish::Failed(Failure::QueueTimeout)
+            } else {
+                continue;
+            };
+            over.push((id, finish));
+        }
+        for (id, finish) in over {
+            self.finish(batch, id, finish);
+        }
+    }
+
+    /// Ends a request; what its slot holds is kept for prompts to come.
+    pub(super) fn finish(&mut self, batch: &mut Batch<'_>, id: u64, finish: Finish) {
+        let Some(mut job) = self.jobs.remove(&id) else {
+            return;
+        };
+        self.unseat(
+            batch,
+            id,
+            &mut job,
+            !matches!(finish, Finish::Failed(Failure::Model(_))),
+        );
+        self.count(&job, &finish);
+        job.finish(finish);
+    }
+
+    /// Notes that a request has ended.
+    fn count(&mut self, job: &Job, finish: &Finish) {
+        if job.phase == Phase::Queue {
+            self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
+        }
+        let metrics = &self.shared.metrics;
+        let reason = match finish {
+            Finish::Stop(_) => "stop",
+            Finish::Length => "length",
+            Finish::Cancelled => "cancelled",
+            Finish::Failed(Failure::Timeout | Failure::QueueTimeout) => "timeout",
+            Finish::Failed(Failure::Closing) => "closing",
+            Finish::Failed(_) => "error",
+        };
+        metrics.finished.get_or_create(&Reason { reason }).inc();
+        metrics
+            .request_time
+            .observe(job.arrived.elapsed().as_secs_f64());
+    }
+
+    /// Ends all that were in a session that is lost.
+    fn fail_seated(&mut self, why: &str) {
+        self.seats = Seats::new(self.spec.slots);
+        let seated = |job: &Job| job.phase != Phase::Queue;
+        let ids: Vec<u64> = self
+            .jobs
+            .iter()
+            .filter(|j| seated(j.1))
+            .map(|j| *j.0)
+            .collect();
+        for id in ids {
+            self.fail(id, &Failure::Model(why.to_owned()));
+        }
+    }
+
+    fn fail_all(&mut self, failure: &Failure) {
+        let ids: Vec<u64> = self.jobs.keys().copied().collect();
+        for id in ids {
+            self.fail(id, failure);
+        }
+    }
+
+    /// Ends a request that is in no session any more.
+    fn fail(&mut self, id: u64, failure: &Failure) {
+        if let Some(job) = self.jobs.remove(&id) {
+            self.queue.remove(job.request.client.id, id);
+            let finish = Finish::Failed(failure.clone());
+            self.count(&job, &finish);
+            job.finish(finish);
+        }
+    }
+
+    /// Shows where things stand.
+    fn measure(&mut self, batch: &mut Batch<'_>) {
+        let metrics = &self.shared.metrics;
+        let waiting = self.queue.len();
+        metrics.waiting.set(waiting as i64);
+        metrics.running.set((self.jobs.len() - waiting) as i64);
+        if let Some(free) = batch.session().free_pages() {
+            metrics.pages_free.set(free as i64);
+        }
+        metrics.kept_tokens.set(self.seats.tree.kept().1 as i64);
+        let seated = self.jobs.values().filter(|j| j.phase == Phase::Answer);
+        let left = seated.map(|j| j.left(self.spec.ctx)).min().unwrap_or(0);
+        let turnover = self.pace.estimate(0, left).min(Duration::from_secs(60));
+        let turnover = turnover.as_millis() as usize;
+        self.shared.turnover.store(turnover, Ordering::Relaxed);
+    }
+}

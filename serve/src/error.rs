@@ -1,0 +1,158 @@
+//! What a client is told when a request fails.
+
+use crate::engine::{Failure, Refused};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// An error in the terms of HTTP and of OpenAI's API.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("{message}")]
+pub struct ApiError {
+    /// HTTP's status.
+    pub status: u16,
+    /// OpenAI's `type`.
+    pub kind: &'static str,
+    /// OpenAI's `code`.
+    pub code: Option<&'static str>,
+    /// The field of the request that it is about.
+    pub param: Option<String>,
+    /// For people.
+    pub message: String,
+    /// When to come again.
+    pub retry_after: Option<Duration>,
+}
+
+impl ApiError {
+    fn new(status: u16, kind: &'static str, message: impl Into<String>) -> Self {
+        ApiError {
+            status,
+            kind,
+            code: None,
+            param: None,
+            message: message.into(),
+            retry_after: None,
+        }
+    }
+
+    /// A request that is wrong in itself (400).
+    pub fn invalid(message: impl Into<String>) -> Self {
+        ApiError::new(400, "invalid_request_error", message)
+    }
+
+    /// A field that is wrong (400): what was expected and what was found.
+    pub fn field(param: &str, message: impl Into<String>) -> Self {
+        ApiError {
+            param: Some(param.to_owned()),
+            ..ApiError::invalid(format!("{param}: {}", message.into()))
+        }
+    }
+
+    /// A field that nq does not serve (400).
+    pub fn unsupported(param: &str, why: &str) -> Self {
+        ApiError {
+            code: Some("unsupported_parameter"),
+            ..ApiError::field(param, why)
+        }
+    }
+
+    /// A failure of the server (500).
+    pub fn internal(message: impl Into<String>) -> Self {
+        ApiError::new(500, "server_error", message)
+    }
+
+    /// No such route, or no such model (404).
+    pub fn not_found(message: impl Into<String>, code: &'static str) -> Self {
+        ApiError {
+            code: Some(code),
+            ..ApiError::new(404, "invalid_request_error", message)
+        }
+    }
+
+    /// Whoever asks may not (401 or 403).
+    pub fn denied(status: u16, message: impl Into<String>, code: &'static str) -> Self {
+        let kind = match status {
+            401 => "authentication_error",
+            _ => "permission_error",
+        };
+        ApiError {
+            code: Some(code),
+            ..ApiError::new(status, kind, message)
+        }
+    }
+
+    /// Too large, too slow or of the wrong kind: `status` says which.
+    pub fn bounds(status: u16, message: impl Into<String>) -> Self {
+        ApiError::new(status, "invalid_request_error", message)
+    }
+
+    /// OpenAI's shape.
+    pub fn body(&self) -> Value {
+        json!({"error": {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }})
+    }
+}
+
+impl From<Refused> for ApiError {
+    fn from(refused: Refused) -> Self {
+        let message = refused.to_string();
+        match refused {
+            Refused::QueueFull { retry_after, .. } => ApiError {
+                code: Some("queue_full"),
+                retry_after: Some(retry_after),
+                ..ApiError::new(429, "rate_limit_error", message)
+            },
+            Refused::Closing => ApiError {
+                code: Some("closing"),
+                retry_after: Some(Duration::from_secs(5)),
+                ..ApiError::new(503, "server_error", message)
+            },
+            Refused::ContextFull { .. } => ApiError {
+                code: Some("context_length_exceeded"),
+                param: Some("messages".into()),
+                ..ApiError::invalid(message)
+            },
+            Refused::Invalid(_) => ApiError::invalid(message),
+        }
+    }
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        let message = failure.to_string();
+        match failure {
+            Failure::Timeout => ApiError {
+                code: Some("timeout"),
+                ..ApiError::new(504, "server_error", message)
+            },
+            Failure::QueueTimeout => ApiError {
+                code: Some("queue_timeout"),
+                retry_after: Some(Duration::from_secs(5)),
+                ..ApiError::new(503, "server_error", message)
+            },
+            Failure::Closing => Refused::Closing.into(),
+            Failure::Constraint(_) => ApiError::invalid(message),
+            Failure::Model(_) => ApiError::internal(message),
+        }
+    }
+}
+
+impl From<nq_runtime::Error> for ApiError {
+    /// Errors of templates, tokenizers and samplers, which are about what a client sent.
+    fn from(e: nq_runtime::Error) -> Self {
+        match e {
+            nq_runtime::Error::Request { what, .. } => ApiError {
+                param: Some(what.to_owned()),
+                ..ApiError::invalid(e.to_string())
+            },
+            // Where the server keeps its files is nobody's business.
+            nq_runtime::Error::Text { what, why, .. } => {
+                ApiError::invalid(format!("{what}: {why}"))
+            }
+            e => ApiError::invalid(e.to_string()),
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! Answers to one prompt, whatever protocol asks for them: what is asked, and what comes of it.
+
+use crate::engine::{Answers, Client, Constraint, Event, Finish, Request};
+use crate::error::ApiError;
+use crate::grammar::{Format, Start};
+use crate::model::Model;
+use crate::output::{Piece, Reader, ReaderOptions};
+use nq_runtime::{LogitBias, SamplingParams, TokenLogprobs};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What is asked for.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    /// The prompt.
+    pub prompt: Vec<u32>,
+    /// Answers to it.
+    pub n: usize,
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
+    /// Added to logits.
+    pub bias: LogitBias,
+    /// Alternatives to report with log-probabilities; `None`: none are computed.
+    pub logprobs: Option<usize>,
+    /// Tokens of an answer, at most; `None`: as many as the context holds.
+    pub max_tokens: Option<usize>,
+    /// True: tokens that end an answer do not.
+    pub ignore_eos: bool,
+    /// What is looked for in the answer.
+    pub reader: ReaderOptions,
+    /// What the answer must be, and from where on.
+    pub format: Option<(Format, Start)>,
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// The model ended it.
+    Stop,
+    /// A stop string.
+    StopString,
+    /// It has as many tokens as were asked for, or as the context holds.
+    Length,
+    /// The model called tools.
+    ToolCalls,
+}
+
+/// What comes of one answer at a time.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// Which answer.
+    pub index: usize,
+    /// What it says.
+    pub pieces: Vec<Piece>,
+    /// Log-probabilities of its tokens, thinking's excepted.
+    pub logprobs: Vec<TokenLogprobs>,
+    /// The stop string that ended it.
+    pub stop_string: Option<String>,
+    /// Its end.
+    pub end: Option<Result<Ending, ApiError>>,
+}
+
+/// Tokens of all answers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// The prompt's.
+    pub prompt: usize,
+    /// Of those, tokens that were not computed again, for the first answer.
+    pub cached: usize,
+    /// All answers'.
+    pub completion: usize,
+    /// Of those, thinking.
+    pub reasoning: usize,
+}
+
+/// One of the answers.
+struct Choice {
+    reader: Reader,
+    /// Log-probabilities of tokens whose text is held back.
+    logprobs: Vec<TokenLogprobs>,
+    over: bool,
+}
+
+/// Answers as they come. Dropping it gives them up.
+pub struct Stream {
+    answers: Answers,
+    choices: Vec<Choice>,
+    usage: Usage,
+}
+
+/// Sends what is asked for to the model.
+///
+/// # Errors
+/// A format that cannot be served; what the engine refuses.
+pub fn start(
+    model: &Arc<Model>,
+    generation: &Generation,
+    client: Client,
+    deadline: Option<Instant>,
+) -> Result<Stream, ApiError> {
+    let constraint = match &generation.format {
+        None => None,
+        Some((format, start)) => {
+            let compiled = model.grammars()?.compile(format, *start);
+            Some(compiled.map_err(|why| ApiError::field("response_format", why))?)
+        }
+    };
+    let past = generation
+        .bias
+        .as_slice()
+        .iter()
+        .find(|b| b.0 as usize >= model.vocab());
+    if let Some((token, _)) = past {
+        let what = format!("expected token ids below {}, found {token}", model.vocab());
+        return Err(ApiError::field("logit_bias", what));
+    }
+    let room = model.context().saturating_sub(generation.prompt.len());
+    let request = |index: usize| Request {
+        prompt: generation.prompt.clone(),
+        sampling: generation.sampling,
+        stream: index as u64,
+        bias: generation.bias.clone(),
+        logprobs: generation.logprobs,
+        max_tokens: generation.max_tokens.unwrap_or(room.max(1)),
+        stop: match generation.ignore_eos {
+            true => Vec::new(),
+            false => model.stop().to_vec(),
+        },
+        constraint: constraint
+            .clone()
+            .map(|c| Box::new(c) as Box<dyn Constraint>),
+        client,
+        deadline,
+    };
+    let requests = (0..generation.n).map(request).collect();
+    let choice = || Choice {
+        reader: Reader::new(model.tokenizer(), &generation.reader),
+        logprobs: Vec::new(),
+        over: false,
+    };
+    Ok(Stream {
+        answers: model.engine().submit(requests)?,
+        choices: (0..generation.n).map(|_| choice()).collect(),
+        usage: Usage {
+            prompt: generation.prompt.len(),
+            ..Usage::default()
+        },
+    })
+}
+
+impl Stream {
+    /// What comes next; `None` once all answers have ended.
+    pub async fn next(&mut self) -> Option<Output> {
+        while self.choices.iter().any(|c| !c.over) {
+            let (index, event) = self.answers.next().await?;
+            if let Some(output) = self.take(index, event) {
+                return Some(output);
+            }
+        }
+        None
+    }
+
+    /// Tokens so far.
+    pub fn usage(&self) -> Usage {
+        Usage {
+            reasoning: self
+                .choices
+                .iter()
+                .map(|c| c.reader.reasoning_tokens())
+                .sum(),
+            ..self.usage
+        }
+    }
+
+    fn take(&mut self, index: usize, event: Event) -> Option<Output> {
+        let choice = &mut self.choices[index];
+        if choice.over {
+            return None;
+        }
+        let mut pieces = Vec::new();
+        let end = match event {
+            Event::Started { cached } => {
+                if index == 0 {
+                    self.usage.cached = cached;
+                }
+                return None;
+            }
+            Event::Token { id, logprobs } => {
+                self.usage.completion += 1;
+                let thinking = choice.reader.push(id, &mut pieces);
+                let stopped = choice.reader.stopped_by().is_some();
+                choice.logprobs.extend(logprobs.filter(|_| !thinking));
+                if stopped {
+                    self.answers.cancel(index);
+                }
+                stopped.then_some(Ok(Ending::StopString))
+            }
+            Event::Finished(finish) => {
+                choice.reader.finish(&mut pieces);
+                Some(match finish {
+                    Finish::Stop(_) => {
+                        self.usage.completion += 1;
+                        Ok(Ending::Stop)
+                    }
+                    Finish::Cancelled => Ok(Ending::Stop),
+                    Finish::Length => Ok(Ending::Length),
+                    Finish::Failed(failure) => Err(failure.into()),
+                })
+            }
+        };
+        choice.over = end.is_some();
+        let end = end.map(|end| match end {
+            Ok(Ending::Stop | Ending::StopString) if choice.reader.has_calls() => {
+                Ok(Ending::ToolCalls)
+            }
+            end => end,
+        });
+        if pieces.is_empty() && end.is_none() {
+            return None;
+        }
+        Some(Output {
+            index,
+            pieces,
+            logprobs: std::mem::take(&mut choice.logprobs),
+            stop_string: choice.reader.stopped_by().map(str::to_owned),
+            end,
+        })
+    }
+}

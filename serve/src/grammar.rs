@@ -1,0 +1,452 @@
+//! Answers that conform to a JSON schema or a grammar: llguidance finds the tokens that may follow.
+//!
+//! Its Earley parser walks the tokens' bytes, so an answer is valid whatever the sampling, as long
+//! as it is not cut off. Thinking is free: a constraint begins behind it.
+
+use crate::engine::Constraint;
+use llguidance::api::TopLevelGrammar;
+use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
+use nq_runtime::Tokenizer;
+use serde_json::{Value, json};
+use std::fmt;
+use std::sync::Arc;
+
+/// Bytes of a schema or a grammar, at most, and how deep a schema may nest.
+const MOST_BYTES: usize = 256 << 10;
+const MOST_DEPTH: usize = 64;
+
+/// Tokens that are markup though their tokenizer marks them as text: a JSON string must not hold
+/// them.
+const MARKUP: [&str; 6] = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+];
+
+/// What an answer must be.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Format {
+    /// A JSON object.
+    Object,
+    /// JSON of this schema.
+    Schema(Value),
+    /// A text that this regular expression matches as a whole.
+    Regex(String),
+    /// A text of this Lark grammar, whose first rule is `start`.
+    Lark(String),
+    /// One or more tool calls in Hermes' form: (name, schema of the arguments).
+    Calls {
+        /// Tools that may be called.
+        tools: Vec<(String, Value)>,
+        /// True if several calls may be made.
+        several: bool,
+    },
+}
+
+/// Where an answer stands when a constraint on it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// In the midst of thinking that the prompt began.
+    Thinking,
+    /// Where the model may begin to think.
+    MayThink,
+    /// Behind any thinking.
+    Answer,
+}
+
+/// Compiles formats for one vocabulary.
+pub struct Grammars {
+    factory: ParserFactory,
+    words: usize,
+    think: Option<(u32, u32)>,
+    /// Tokens of white space alone.
+    blank: Vec<u32>,
+    /// All tokens but those that end an answer.
+    unended: Vec<u32>,
+}
+
+impl fmt::Debug for Grammars {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grammars").finish_non_exhaustive()
+    }
+}
+
+impl Grammars {
+    /// For a model with `vocab` tokens, of which `stop` end an answer.
+    ///
+    /// # Errors
+    /// If no token ends an answer, or one is past the vocabulary.
+    pub fn new(tokenizer: &Tokenizer, vocab: usize, stop: &[u32]) -> Result<Self, String> {
+        if stop.is_empty() || stop.iter().any(|&t| t as usize >= vocab) {
+            return Err(format!(
+                "expected a token below {vocab} that ends an answer, found {stop:?}"
+            ));
+        }
+        let bytes = tokenizer.token_bytes();
+        let markup: Vec<u32> = MARKUP
+            .iter()
+            .filter_map(|t| tokenizer.token_id(t))
+            .collect();
+        let word = |id: u32| {
+            let word = bytes.get(id);
+            match bytes.is_special(id) || markup.contains(&id) {
+                true => [&[TokTrie::SPECIAL_TOKEN_MARKER], word].concat(),
+                // Alone, this byte is no text.
+                false if word.first() == Some(&TokTrie::SPECIAL_TOKEN_MARKER) => Vec::new(),
+                false => word.to_vec(),
+            }
+        };
+        let words: Vec<Vec<u8>> = (0..vocab as u32).map(word).collect();
+        let info = TokRxInfo::new(vocab as u32, stop[0]);
+        let trie = TokTrie::from(&info, &words).with_eos_tokens(stop);
+        let env: Arc<ApproximateTokEnv> = Arc::new(ApproximateTokEnv::new(trie));
+        let env: llguidance::toktrie::TokEnv = env;
+        let mut factory = ParserFactory::new_simple(&env).map_err(|e| e.to_string())?;
+        factory.quiet();
+        let limits = factory.limits_mut();
+        limits.verbose_errors = false;
+        limits.initial_lexer_fuel = 2_000_000;
+        let is_blank = |id: &u32| {
+            let word = bytes.get(*id);
+            !word.is_empty() && word.iter().all(u8::is_ascii_whitespace)
+        };
+        let count = vocab.div_ceil(32);
+        let mut unended = vec![u32::MAX; count];
+        if !vocab.is_multiple_of(32) {
+            unended[count - 1] = (1 << (vocab % 32)) - 1;
+        }
+        for &id in stop {
+            set(&mut unended, id, false);
+        }
+        Ok(Grammars {
+            factory,
+            words: count,
+            think: tokenizer
+                .token_id("<think>")
+                .zip(tokenizer.token_id("</think>")),
+            blank: (0..vocab as u32).filter(is_blank).collect(),
+            unended,
+        })
+    }
+
+    /// A constraint that holds an answer to `format`.
+    ///
+    /// # Errors
+    /// What of the format cannot be served, and why.
+    pub fn compile(&self, format: &Format, start: Start) -> Result<Conformant, String> {
+        let grammar = grammar(format)?;
+        let matcher = Matcher::new(self.factory.create_parser(grammar));
+        if let Some(why) = matcher.get_error() {
+            return Err(first_line(&why));
+        }
+        let state = match (start, self.think) {
+            (Start::Thinking, Some((_, end))) => State::Thinking(end),
+            (Start::MayThink, Some((begin, end))) => State::MayThink(begin, end),
+            _ => State::Answer,
+        };
+        Ok(Conformant {
+            matcher,
+            state,
+            words: self.words,
+            mask: Vec::new(),
+            blank: self.blank.clone().into(),
+            unended: self.unended.clone().into(),
+        })
+    }
+}
+
+fn first_line(why: &str) -> String {
+    why.lines().next().unwrap_or_default().to_owned()
+}
+
+fn set(mask: &mut [u32], id: u32, to: bool) {
+    let bit = 1 << (id % 32);
+    if let Some(word) = mask.get_mut(id as usize / 32) {
+        *word = match to {
+            true => *word | bit,
+            false => *word & !bit,
+        };
+    }
+}
+
+/// How deep arrays and objects nest.
+fn depth(value: &Value) -> usize {
+    let inner = match value {
+        Value::Array(items) => items.iter().map(depth).max(),
+        Value::Object(map) => map.values().map(depth).max(),
+        _ => return 0,
+    };
+    1 + inner.unwrap_or(0)
+}
+
+fn check(schema: &Value) -> Result<(), String> {
+    let (bytes, depth) = (schema.to_string().len(), depth(schema));
+    if bytes > MOST_BYTES || depth > MOST_DEPTH {
+        return Err(format!(
+            "expected a schema of at most {MOST_BYTES} bytes and {MOST_DEPTH} levels, found {bytes} \
+             and {depth}"
+        ));
+    }
+    if !schema.is_object() && !schema.is_boolean() {
+        return Err(format!(
+            "expected a schema, which is an object, found {schema}"
+        ));
+    }
+    Ok(())
+}
+
+/// A schema whose JSON has at most a space behind commas and colons: where any white space may
+/// stand, a model may write nothing else. `space` is what stands there, as a regular expression.
+fn compact(schema: &Value, space: &str) -> Value {
+    let mut schema = match schema {
+        Value::Bool(true) => json!({}),
+        other => other.clone(),
+    };
+    schema["x-guidance"] = json!({
+        "whitespace_flexible": false,
+        "item_separator": format!(",{space}"),
+        "key_separator": format!(":{space}"),
+    });
+    schema
+}
+
+/// Keywords beside which an object's properties are not all that there is to say about it.
+const COMPOSED: [&str; 9] = [
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "minProperties",
+    "anyOf",
+    "oneOf",
+    "if",
+    "$ref",
+];
+
+/// The schema with objects closed that list their properties and say nothing of others: what it
+/// allows, the original does, and a model that may add properties without end may do just that.
+/// Schemas that compose objects by `allOf` stay as they are.
+fn closed(schema: &Value) -> Value {
+    fn composes(value: &Value) -> bool {
+        match value {
+            Value::Object(map) => map.contains_key("allOf") || map.values().any(composes),
+            Value::Array(items) => items.iter().any(composes),
+            _ => false,
+        }
+    }
+    fn close(value: &mut Value) {
+        let Value::Object(map) = value else {
+            return;
+        };
+        let lists = map.contains_key("properties");
+        if lists && !COMPOSED.iter().any(|k| map.contains_key(*k)) {
+            map.insert("additionalProperties".into(), false.into());
+        }
+        for (key, inner) in map.iter_mut() {
+            match (key.as_str(), inner) {
+                ("properties" | "$defs" | "definitions", Value::Object(inner)) => {
+                    inner.values_mut().for_each(close);
+                }
+                ("items", inner) => close(inner),
+                ("prefixItems", Value::Array(inner)) => inner.iter_mut().for_each(close),
+                ("anyOf" | "oneOf", Value::Array(inner)) if !lists => {
+                    inner.iter_mut().for_each(close);
+                }
+                _ => {}
+            }
+        }
+    }
+    let mut schema = schema.clone();
+    if !composes(&schema) {
+        close(&mut schema);
+    }
+    schema
+}
+
+fn grammar(format: &Format) -> Result<TopLevelGrammar, String> {
+    match format {
+        Format::Object => {
+            let schema = compact(&json!({"type": "object"}), " ?");
+            Ok(TopLevelGrammar::from_json_schema(schema))
+        }
+        Format::Schema(schema) => {
+            check(schema)?;
+            Ok(TopLevelGrammar::from_json_schema(compact(
+                &closed(schema),
+                " ?",
+            )))
+        }
+        Format::Regex(text) | Format::Lark(text) if text.len() > MOST_BYTES => Err(format!(
+            "expected at most {MOST_BYTES} bytes, found {}",
+            text.len()
+        )),
+        Format::Regex(text) => Ok(TopLevelGrammar::from_regex(text)),
+        Format::Lark(text) => Ok(TopLevelGrammar::from_lark(text.clone())),
+        Format::Calls { tools, several } => {
+            let mut calls = Vec::new();
+            for (name, schema) in tools {
+                check(schema)?;
+                let arguments = match schema.get("type") {
+                    None => json!({"type": "object"}),
+                    Some(_) => closed(schema),
+                };
+                let call = json!({
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "arguments": arguments},
+                    "required": ["name", "arguments"],
+                    "additionalProperties": false,
+                });
+                // As templates write calls that were made: the next turn finds them in the cache.
+                calls.push(compact(&call, " "));
+            }
+            let rules: Vec<String> = (0..calls.len()).map(|i| format!("call{i}")).collect();
+            let times = if *several { "{1,16}" } else { "" };
+            let mut lark = format!("start: (call){times}\ncall: <tool_call> \"\\n\" (");
+            lark += &rules.join(" | ");
+            lark += ") \"\\n\" </tool_call>\n";
+            for (rule, schema) in rules.iter().zip(&calls) {
+                lark += &format!("{rule}: %json {schema}\n");
+            }
+            Ok(TopLevelGrammar::from_lark(lark))
+        }
+    }
+}
+
+/// Where an answer is.
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// Thinking, up to this token.
+    Thinking(u32),
+    /// At a beginning where the first of these tokens begins thinking and the second ends it.
+    MayThink(u32, u32),
+    /// Right behind thinking, where templates put line ends.
+    Gap,
+    Answer,
+}
+
+/// A constraint on one answer.
+#[derive(Clone)]
+pub struct Conformant {
+    matcher: Matcher,
+    state: State,
+    words: usize,
+    mask: Vec<u32>,
+    blank: Arc<[u32]>,
+    unended: Arc<[u32]>,
+}
+
+impl fmt::Debug for Conformant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Conformant")
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Constraint for Conformant {
+    fn mask(&mut self) -> Result<Option<&[u32]>, String> {
+        if let State::Thinking(_) = self.state {
+            return Ok(Some(&self.unended));
+        }
+        let allowed: SimpleVob = self
+            .matcher
+            .compute_mask_or_eos()
+            .map_err(|e| first_line(&e.to_string()))?;
+        self.mask.clear();
+        self.mask.extend_from_slice(allowed.as_slice());
+        self.mask.resize(self.words, 0);
+        match self.state {
+            State::MayThink(begin, _) => set(&mut self.mask, begin, true),
+            State::Gap => self
+                .blank
+                .iter()
+                .for_each(|&id| set(&mut self.mask, id, true)),
+            _ => {}
+        }
+        Ok(Some(&self.mask))
+    }
+
+    fn accept(&mut self, token: u32) -> Result<(), String> {
+        match self.state {
+            State::Thinking(end) => {
+                if token == end {
+                    self.state = State::Gap;
+                }
+                return Ok(());
+            }
+            State::MayThink(begin, end) if token == begin => {
+                self.state = State::Thinking(end);
+                return Ok(());
+            }
+            State::Gap if self.blank.binary_search(&token).is_ok() => {
+                let taken = self.matcher.validate_tokens(&[token]);
+                if !taken.is_ok_and(|n| n == 1) {
+                    self.state = State::Answer;
+                    return Ok(());
+                }
+            }
+            _ => {}
+        }
+        self.state = State::Answer;
+        self.matcher
+            .consume_token(token)
+            .map_err(|e| first_line(&e.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn objects_are_closed_where_that_excludes_nothing_that_was_meant() {
+        let open = json!({
+            "type": "object",
+            "properties": {
+                "a": {"type": "array", "items": {"type": "object", "properties": {"b": {}}}},
+                "c": {"anyOf": [{"properties": {"d": {}}}, {"type": "null"}]},
+                "e": {"type": "object"},
+                "f": {"properties": {"g": {}}, "anyOf": [{"properties": {"h": {}}}]},
+                "i": {"properties": {}, "additionalProperties": {"type": "string"}},
+            },
+            "$defs": {"j": {"properties": {"k": {}}}},
+        });
+        let shut = closed(&open);
+        let no = json!(false);
+        for pointer in [
+            "",
+            "/properties/a/items",
+            "/properties/c/anyOf/0",
+            "/$defs/j",
+        ] {
+            let found = shut.pointer(&format!("{pointer}/additionalProperties"));
+            assert_eq!(found, Some(&no), "{pointer}");
+        }
+        for pointer in [
+            "/properties/e",
+            "/properties/f",
+            "/properties/f/anyOf/0",
+            "/properties/i",
+        ] {
+            assert_eq!(shut.pointer(pointer), open.pointer(pointer), "{pointer}");
+        }
+        let composed = json!({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]});
+        assert_eq!(closed(&composed), composed);
+    }
+
+    #[test]
+    fn schemas_have_bounds() {
+        let mut deep = json!({"type": "string"});
+        for _ in 0..MOST_DEPTH {
+            deep = json!({"items": deep});
+        }
+        assert!(check(&deep).is_err());
+        assert!(check(&json!({"const": "x".repeat(MOST_BYTES)})).is_err());
+        assert!(check(&json!(3)).is_err());
+        assert!(check(&json!({"type": "string"})).is_ok() && check(&json!(true)).is_ok());
+    }
+}

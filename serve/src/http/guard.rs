@@ -1,0 +1,364 @@
+//! Who may ask: `Host`, `Origin` and keys, before a request's body is read.
+//!
+//! - `Host` is looked at on every route. A page of another site whose name was made to point at this
+//!   machine (DNS rebinding, CVE-2024-28224) sends its own name, which is not in the list. A plain IP
+//!   address cannot be made to point elsewhere.
+//! - A page of another origin is refused, whatever it asks, unless it is in the list.
+//! - Keys are compared as digests and in constant time (CVE-2025-59425), and are never logged.
+
+use crate::engine::Client;
+use crate::error::ApiError;
+use hyper::header::{self, HeaderMap};
+use hyper::{Method, Uri};
+use sha2::{Digest, Sha256};
+use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::IpAddr;
+use subtle::ConstantTimeEq;
+
+/// Who may ask.
+#[derive(Clone, Default)]
+pub struct Security {
+    /// SHA-256 of the keys; none: everybody may ask.
+    keys: Vec<[u8; 32]>,
+    /// Names that this server has, beside `localhost` and plain addresses.
+    hosts: Vec<String>,
+    /// Origins whose pages may ask, beside the server's own.
+    origins: Vec<String>,
+}
+
+impl fmt::Debug for Security {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Security")
+            .field("keys", &self.keys.len())
+            .field("hosts", &self.hosts)
+            .field("origins", &self.origins)
+            .finish()
+    }
+}
+
+impl Security {
+    /// With these keys, names and origins (`https://example.org`).
+    ///
+    /// # Errors
+    /// A key shorter than 16 bytes or with characters that no header holds; an origin that is none.
+    pub fn new(keys: &[String], hosts: &[String], origins: &[String]) -> Result<Self, String> {
+        for (i, key) in keys.iter().enumerate() {
+            if key.len() < 16 || !key.bytes().all(|b| b.is_ascii_graphic()) {
+                return Err(format!(
+                    "key {}: expected 16 or more printable ASCII characters without spaces, found {}",
+                    i + 1,
+                    key.len()
+                ));
+            }
+        }
+        for origin in origins {
+            let uri: Option<Uri> = origin.parse().ok();
+            let fits = uri.is_some_and(|u| {
+                u.scheme().is_some()
+                    && u.host().is_some()
+                    && u.path() == "/"
+                    && !origin.ends_with('/')
+            });
+            if !fits {
+                return Err(format!(
+                    "origin: expected a scheme and a host such as https://example.org, found {origin}"
+                ));
+            }
+        }
+        Ok(Security {
+            keys: keys
+                .iter()
+                .map(|k| Sha256::digest(k.as_bytes()).into())
+                .collect(),
+            hosts: hosts.iter().map(|h| h.to_ascii_lowercase()).collect(),
+            origins: origins.iter().map(|o| o.to_ascii_lowercase()).collect(),
+        })
+    }
+
+    /// True if a key is needed.
+    pub fn needs_key(&self) -> bool {
+        !self.keys.is_empty()
+    }
+
+    /// Refuses a `Host` that is not this server.
+    ///
+    /// # Errors
+    /// None, several or another one.
+    pub fn check_host(&self, headers: &HeaderMap, uri: &Uri) -> Result<(), ApiError> {
+        let mut given = headers.get_all(header::HOST).iter();
+        let host = match (given.next(), given.next(), uri.authority()) {
+            (Some(host), None, _) => host.to_str().ok(),
+            (None, None, Some(authority)) => Some(authority.as_str()),
+            _ => None,
+        };
+        let name = host.and_then(host_name);
+        match name {
+            Some(name) if self.is_own(&name) => Ok(()),
+            _ => Err(ApiError::denied(
+                403,
+                "Host: this server does not go by that name; --allow-host adds one",
+                "host_not_allowed",
+            )),
+        }
+    }
+
+    fn is_own(&self, name: &str) -> bool {
+        name == "localhost"
+            || name.parse::<IpAddr>().is_ok()
+            || self.hosts.iter().any(|h| h == name)
+    }
+
+    /// The origin that may read the answer, if a page of another one asks and may.
+    ///
+    /// # Errors
+    /// A page that may not.
+    pub fn check_origin(
+        &self,
+        headers: &HeaderMap,
+        method: &Method,
+    ) -> Result<Option<String>, ApiError> {
+        let refuse = || {
+            Err(ApiError::denied(
+                403,
+                "Origin: pages of other sites may not use this server; --allow-origin admits one",
+                "origin_not_allowed",
+            ))
+        };
+        let mut origins = headers.get_all(header::ORIGIN).iter();
+        let origin = match (origins.next(), origins.next()) {
+            (None, _) => None,
+            (Some(origin), None) => Some(origin.to_str().unwrap_or("null").to_ascii_lowercase()),
+            _ => return refuse(),
+        };
+        let Some(origin) = origin else {
+            // A browser that sends no origin says where a request comes from all the same.
+            let site = headers.get("sec-fetch-site").and_then(|v| v.to_str().ok());
+            let reads = *method == Method::GET || *method == Method::HEAD;
+            return match site {
+                None | Some("same-origin" | "none") => Ok(None),
+                Some(_) if reads && !is_fetch(headers) => Ok(None),
+                Some(_) => refuse(),
+            };
+        };
+        let host = headers.get(header::HOST).and_then(|h| h.to_str().ok());
+        let own = origin.split_once("://").zip(host);
+        if own.is_some_and(|((_, authority), host)| authority == host.to_ascii_lowercase()) {
+            return Ok(None);
+        }
+        match self.origins.contains(&origin) {
+            true => Ok(Some(origin)),
+            false => refuse(),
+        }
+    }
+
+    /// Who asks, by key or, where none is needed, by address. Those with the same key share what
+    /// their prompts have in common.
+    ///
+    /// # Errors
+    /// No key, or a wrong one.
+    pub fn client(&self, headers: &HeaderMap, peer: IpAddr) -> Result<Client, ApiError> {
+        if self.keys.is_empty() {
+            let mut hasher = DefaultHasher::new();
+            peer.hash(&mut hasher);
+            return Ok(Client {
+                id: hasher.finish(),
+                salt: 0,
+            });
+        }
+        let bearer = headers
+            .get(header::AUTHORIZATION)
+            .and_then(|v| v.to_str().ok());
+        let bearer = bearer.and_then(|v| match v.split_at_checked(7) {
+            Some((scheme, key)) if scheme.eq_ignore_ascii_case("bearer ") => Some(key.trim()),
+            _ => None,
+        });
+        let key = bearer.or_else(|| headers.get("x-api-key").and_then(|v| v.to_str().ok()));
+        let digest: [u8; 32] = Sha256::digest(key.unwrap_or_default().as_bytes()).into();
+        // All are compared, so that the time tells nothing.
+        let mut found = 0;
+        for (i, known) in self.keys.iter().enumerate() {
+            if known.ct_eq(&digest).into() {
+                found = i + 1;
+            }
+        }
+        match (key, found) {
+            (Some(_), 1..) => Ok(Client {
+                id: found as u64,
+                salt: found as u64,
+            }),
+            (given, _) => Err(ApiError::denied(
+                401,
+                match given {
+                    None => "a key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
+                    Some(_) => "this key is not known",
+                },
+                "invalid_api_key",
+            )),
+        }
+    }
+}
+
+/// True if a script asks, not a person who follows a link.
+fn is_fetch(headers: &HeaderMap) -> bool {
+    let mode = headers.get("sec-fetch-mode").and_then(|v| v.to_str().ok());
+    mode != Some("navigate")
+}
+
+/// The name in `Host`, without its port, in lower case.
+fn host_name(host: &str) -> Option<String> {
+    let name = match host.strip_prefix('[') {
+        Some(rest) => {
+            let (name, port) = rest.split_once(']')?;
+            let fits = port.is_empty() || port.strip_prefix(':').is_some_and(is_port);
+            fits.then_some(name)?
+        }
+        None => match host.split_once(':') {
+            Some((name, port)) => is_port(port).then_some(name)?,
+            None => host,
+        },
+    };
+    (!name.is_empty()).then(|| name.to_ascii_lowercase())
+}
+
+fn is_port(port: &str) -> bool {
+    port.parse::<u16>().is_ok() && port.bytes().all(|b| b.is_ascii_digit())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hyper::header::HeaderValue;
+
+    const KEY: &str = "0123456789abcdef";
+
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        let mut map = HeaderMap::new();
+        for (name, value) in pairs {
+            map.append(*name, HeaderValue::from_str(value).unwrap());
+        }
+        map
+    }
+
+    #[test]
+    fn only_its_own_names_are_hosts() {
+        let security = Security::new(&[], &["Box.lan".into()], &[]).unwrap();
+        let check = |host| security.check_host(&headers(&[("host", host)]), &Uri::from_static("/"));
+        for host in [
+            "localhost",
+            "localhost:8080",
+            "127.0.0.1:1",
+            "[::1]:8080",
+            "192.168.0.7",
+            "box.LAN:80",
+        ] {
+            assert!(check(host).is_ok(), "{host}");
+        }
+        for host in [
+            "",
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "localhost:x",
+            "localhost:80:80",
+            "[::1",
+            "evil.example:8080",
+            "localhost@evil",
+            "1.2.3.4:+5",
+        ] {
+            assert_eq!(check(host).unwrap_err().status, 403, "{host}");
+        }
+        let two = headers(&[("host", "localhost"), ("host", "evil.example")]);
+        assert!(security.check_host(&two, &Uri::from_static("/")).is_err());
+        assert!(
+            security
+                .check_host(&headers(&[]), &Uri::from_static("/"))
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn pages_of_other_origins_are_refused() {
+        let security = Security::new(&[], &[], &["https://app.example".into()]).unwrap();
+        let check = |pairs: &[(&'static str, &str)], method: Method| {
+            security
+                .check_origin(&headers(pairs), &method)
+                .map_err(|e| e.status)
+        };
+        let host = ("host", "localhost:8080");
+        let post = Method::POST;
+        assert_eq!(check(&[host], post.clone()), Ok(None));
+        assert_eq!(
+            check(&[host, ("origin", "http://localhost:8080")], post.clone()),
+            Ok(None)
+        );
+        let app = Some("https://app.example".into());
+        assert_eq!(
+            check(&[host, ("origin", "https://app.example")], post.clone()),
+            Ok(app)
+        );
+        for origin in [
+            "http://evil.example",
+            "null",
+            "http://localhost:81",
+            "https://app.example.evil",
+        ] {
+            assert_eq!(
+                check(&[host, ("origin", origin)], post.clone()),
+                Err(403),
+                "{origin}"
+            );
+            assert_eq!(
+                check(&[host, ("origin", origin)], Method::GET),
+                Err(403),
+                "{origin}"
+            );
+        }
+        assert_eq!(
+            check(&[host, ("sec-fetch-site", "cross-site")], post),
+            Err(403)
+        );
+        let link = [
+            host,
+            ("sec-fetch-site", "cross-site"),
+            ("sec-fetch-mode", "navigate"),
+        ];
+        assert_eq!(check(&link, Method::GET), Ok(None));
+        let script = [
+            host,
+            ("sec-fetch-site", "cross-site"),
+            ("sec-fetch-mode", "no-cors"),
+        ];
+        assert_eq!(check(&script, Method::GET), Err(403));
+    }
+
+    #[test]
+    fn keys_are_needed_where_there_are_any() {
+        let peer = IpAddr::from([127, 0, 0, 1]);
+        let open = Security::default();
+        assert_eq!(open.client(&headers(&[]), peer).unwrap().salt, 0);
+        let other = "fedcba9876543210".to_owned();
+        let security = Security::new(&[KEY.into(), other.clone()], &[], &[]).unwrap();
+        let client = |pairs: &[(&'static str, &str)]| security.client(&headers(pairs), peer);
+        let first = client(&[("authorization", &format!("Bearer {KEY}"))]).unwrap();
+        assert_eq!(client(&[("x-api-key", KEY)]).unwrap(), first);
+        let second = client(&[("authorization", &format!("bearer {other}"))]).unwrap();
+        assert!(first.salt != second.salt && first.id != second.id);
+        let basic = format!("Basic {KEY}");
+        for pairs in [
+            vec![],
+            vec![("authorization", "Bearer ")],
+            vec![("authorization", "Bearer 0123456789abcdee")],
+            vec![("authorization", basic.as_str())],
+            vec![("x-api-key", "0123456789abcde")],
+        ] {
+            let e = client(&pairs).unwrap_err();
+            assert_eq!((e.status, e.code), (401, Some("invalid_api_key")));
+            assert!(!e.to_string().contains("0123"), "{e}");
+        }
+        assert!(!format!("{security:?}").contains("0123"));
+        assert!(Security::new(&["short".into()], &[], &[]).is_err());
+        assert!(Security::new(&[], &[], &["example.org".into()]).is_err());
+        assert!(Security::new(&[], &[], &["*".into()]).is_err());
+    }
+}

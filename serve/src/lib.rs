@@ -1,0 +1,21 @@
+//! One model for many clients: an engine that answers many requests at once ([`Engine`]), and a
+//! server that speaks OpenAI's and Anthropic's protocols over it.
+
+#![forbid(unsafe_code)]
+
+pub mod engine;
+pub mod error;
+pub mod generation;
+pub mod grammar;
+pub mod http;
+pub mod metrics;
+pub mod model;
+pub mod output;
+pub mod prefix;
+pub mod protocol;
+pub mod scheduler;
+
+pub use engine::{Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, Request};
+pub use error::ApiError;
+pub use http::{Limits, Security, Server, Stopper};
+pub use model::Model;

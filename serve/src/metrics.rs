@@ -1,0 +1,161 @@
+//! What `/metrics` tells, in Prometheus' text format. Names follow vLLM's, with `nq_` before them.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+
+/// A label with a reason: why a request ended, or was refused.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct Reason {
+    /// One of few words.
+    pub reason: &'static str,
+}
+
+/// Counters, gauges and histograms of one engine.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    /// Requests that have a slot.
+    pub running: Gauge,
+    /// Requests in the queue.
+    pub waiting: Gauge,
+    /// Pages of keys and values, in all.
+    pub pages: Gauge,
+    /// Pages in no sequence.
+    pub pages_free: Gauge,
+    /// Tokens of sequences that are kept for prompts to come.
+    pub kept_tokens: Gauge,
+    /// Tokens of prompts.
+    pub prompt_tokens: Counter,
+    /// Of those, tokens that were not computed again.
+    pub cached_tokens: Counter,
+    /// Tokens drawn.
+    pub generated_tokens: Counter,
+    /// Requests that had to give way to others and begin again.
+    pub preemptions: Counter,
+    /// Requests that ended, by reason.
+    pub finished: Family<Reason, Counter>,
+    /// Requests that were refused before they began, by reason.
+    pub refused: Family<Reason, Counter>,
+    /// Seconds in the queue.
+    pub queue_time: Histogram,
+    /// Seconds from arrival to the first token.
+    pub first_token: Histogram,
+    /// Seconds between two tokens of a request.
+    pub inter_token: Histogram,
+    /// Seconds from arrival to the end.
+    pub request_time: Histogram,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let histogram = || Histogram::new(exponential_buckets(0.000_5, 2.0, 20));
+        let mut metrics = Metrics {
+            registry: Registry::with_prefix("nq"),
+            running: Gauge::default(),
+            waiting: Gauge::default(),
+            pages: Gauge::default(),
+            pages_free: Gauge::default(),
+            kept_tokens: Gauge::default(),
+            prompt_tokens: Counter::default(),
+            cached_tokens: Counter::default(),
+            generated_tokens: Counter::default(),
+            preemptions: Counter::default(),
+            finished: Family::default(),
+            refused: Family::default(),
+            queue_time: histogram(),
+            first_token: histogram(),
+            inter_token: histogram(),
+            request_time: histogram(),
+        };
+        metrics.register();
+        metrics
+    }
+}
+
+impl Metrics {
+    fn register(&mut self) {
+        let r = &mut self.registry;
+        let m = (&self.running, &self.waiting);
+        r.register(
+            "num_requests_running",
+            "Requests that have a slot",
+            m.0.clone(),
+        );
+        r.register("num_requests_waiting", "Requests in the queue", m.1.clone());
+        r.register("kv_pages", "Pages of keys and values", self.pages.clone());
+        r.register(
+            "kv_pages_free",
+            "Pages in no sequence",
+            self.pages_free.clone(),
+        );
+        r.register(
+            "prefix_cache_tokens",
+            "Tokens of ended sequences that are kept",
+            self.kept_tokens.clone(),
+        );
+        for (name, help, counter) in [
+            ("prompt_tokens", "Tokens of prompts", &self.prompt_tokens),
+            (
+                "prefix_cache_hit_tokens",
+                "Prompt tokens not computed again",
+                &self.cached_tokens,
+            ),
+            ("generation_tokens", "Tokens drawn", &self.generated_tokens),
+            (
+                "num_preemptions",
+                "Requests that began again",
+                &self.preemptions,
+            ),
+        ] {
+            r.register(name, help, counter.clone());
+        }
+        r.register(
+            "requests_finished",
+            "Requests that ended, by reason",
+            self.finished.clone(),
+        );
+        r.register(
+            "requests_refused",
+            "Requests refused, by reason",
+            self.refused.clone(),
+        );
+        for (name, help, histogram) in [
+            ("request_queue_time", "Time in the queue", &self.queue_time),
+            (
+                "time_to_first_token",
+                "From arrival to the first token",
+                &self.first_token,
+            ),
+            (
+                "inter_token_latency",
+                "Between two tokens of a request",
+                &self.inter_token,
+            ),
+            (
+                "request_latency",
+                "From arrival to the end",
+                &self.request_time,
+            ),
+        ] {
+            r.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+        }
+    }
+
+    /// One more refused request.
+    pub fn refuse(&self, reason: &'static str) {
+        self.refused.get_or_create(&Reason { reason }).inc();
+    }
+
+    /// All of it as text (OpenMetrics 1.0).
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string does not fail.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+}

@@ -1,0 +1,271 @@
+//! A model that is served: its text side and its engine.
+
+use crate::engine::{Engine, EngineOptions};
+use crate::error::ApiError;
+use crate::grammar::{Format, Grammars, Start};
+use crate::output::{CallForm, CallParser};
+use nq_formats::Checkpoint;
+use nq_runtime::{ChatTemplate, Message, SamplingParams, SessionSpec, Tokenizer};
+use serde_json::{Map, Value, json};
+use std::sync::{Arc, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// How a model is told of tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ToolPrompt {
+    /// Its template does it, and calls have this form.
+    Template(CallForm),
+    /// The template knows none: they are described in the system message, calls and results stand
+    /// in the text.
+    Described,
+}
+
+/// A model under its name.
+pub struct Model {
+    name: String,
+    created: u64,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    tool_prompt: ToolPrompt,
+    stop: Vec<u32>,
+    sampling: SamplingParams,
+    vocab: usize,
+    engine: Engine,
+    grammars: OnceLock<Result<Grammars, String>>,
+}
+
+/// A chat as the model reads it.
+#[derive(Clone, Debug)]
+pub struct Prompt {
+    /// As text.
+    pub text: String,
+    /// As tokens.
+    pub tokens: Vec<u32>,
+}
+
+impl Model {
+    /// Serves the checkpoint that `engine` runs, in sessions of `spec`. One without a chat template
+    /// serves completions alone.
+    ///
+    /// # Errors
+    /// A tokenizer or template that cannot be read; [`Engine::start`]'s.
+    pub fn new(
+        name: impl Into<String>,
+        checkpoint: &Checkpoint,
+        engine: Arc<dyn nq_runtime::Engine>,
+        spec: SessionSpec,
+        options: EngineOptions,
+    ) -> nq_runtime::Result<Self> {
+        let vocab = checkpoint.config().vocab_size;
+        let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+        tokenizer.check_vocab(vocab)?;
+        let template = match ChatTemplate::from_files(checkpoint.files()) {
+            Ok(template) => Some(template),
+            Err(nq_runtime::Error::Text { why, .. }) if why.contains("found none") => None,
+            Err(e) => return Err(e),
+        };
+        let sampling = SamplingParams::from_defaults(checkpoint.generation());
+        sampling.validate()?;
+        let engine = Engine::start(Box::new(move || engine.session(spec)), vocab, options)?;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH);
+        Ok(Model {
+            name: name.into(),
+            created: created.map_or(0, |d| d.as_secs()),
+            tool_prompt: template.as_ref().map_or(ToolPrompt::Described, tool_prompt),
+            tokenizer,
+            template,
+            stop: checkpoint.eos_token_ids().to_vec(),
+            sampling,
+            vocab,
+            engine,
+            grammars: OnceLock::new(),
+        })
+    }
+
+    /// What clients call it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// When it was opened, in seconds since 1970.
+    pub fn created(&self) -> u64 {
+        self.created
+    }
+
+    /// Its tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// What runs it.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Tokens that end an answer.
+    pub fn stop(&self) -> &[u32] {
+        &self.stop
+    }
+
+    /// How its makers sample.
+    pub fn sampling(&self) -> SamplingParams {
+        self.sampling
+    }
+
+    /// Rows of its logits.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// Positions of a sequence.
+    pub fn context(&self) -> usize {
+        self.engine.spec().ctx
+    }
+
+    /// What compiles formats for it; made at the first call.
+    ///
+    /// # Errors
+    /// If its tokens allow no constraints.
+    pub fn grammars(&self) -> Result<&Grammars, ApiError> {
+        let grammars = self
+            .grammars
+            .get_or_init(|| Grammars::new(&self.tokenizer, self.vocab, &self.stop));
+        grammars.as_ref().map_err(|e| ApiError::internal(e.clone()))
+    }
+
+    /// Where a constraint on the answer to `prompt` begins.
+    pub fn start(&self, prompt: &str, thinking: Option<bool>) -> Start {
+        let end = prompt.trim_end();
+        let thinks = self
+            .template
+            .as_ref()
+            .is_some_and(ChatTemplate::switches_thinking);
+        if end.ends_with("<think>") {
+            Start::Thinking
+        } else if end.ends_with("</think>") || thinking == Some(false) || !thinks {
+            Start::Answer
+        } else {
+            Start::MayThink
+        }
+    }
+
+    /// True if its calls come in the form that a constraint can hold them to.
+    pub fn constrains_calls(&self) -> bool {
+        self.tool_prompt != ToolPrompt::Template(CallForm::Xml)
+    }
+
+    /// A format that makes the model call one of `tools`.
+    pub fn calls_format(&self, tools: &[Value], name: Option<&str>, several: bool) -> Format {
+        let function = |tool: &Value| {
+            let function = &tool["function"];
+            let called = function["name"].as_str().unwrap_or_default().to_owned();
+            (called, function["parameters"].clone())
+        };
+        let tools = tools.iter().map(function);
+        let tools = tools.filter(|(called, _)| name.is_none_or(|n| n == called));
+        let object = |schema: Value| match schema {
+            Value::Null => json!({"type": "object"}),
+            schema => schema,
+        };
+        Format::Calls {
+            tools: tools.map(|(name, schema)| (name, object(schema))).collect(),
+            several,
+        }
+    }
+
+    /// The chat as text and tokens, with the assistant's turn begun.
+    ///
+    /// # Errors
+    /// A template that refuses the chat; a model without one.
+    pub fn prompt(
+        &self,
+        messages: Vec<Message>,
+        tools: Option<&[Value]>,
+        thinking: Option<bool>,
+    ) -> Result<Prompt, ApiError> {
+        let Some(template) = &self.template else {
+            let what = "this model has no chat template: it serves /v1/completions";
+            return Err(ApiError::invalid(what));
+        };
+        let (messages, tools) = match self.tool_prompt {
+            ToolPrompt::Template(_) => (messages, tools),
+            ToolPrompt::Described => (described(messages, tools), None),
+        };
+        let control = self.tokenizer.control_tokens();
+        let prompt = template.prompt(control, &messages, tools, true, thinking)?;
+        Ok(Prompt {
+            tokens: self.tokenizer.encode_prompt(&prompt)?,
+            text: prompt.text().into_owned(),
+        })
+    }
+}
+
+/// How a template tells of tools: found out by asking it to.
+fn tool_prompt(template: &ChatTemplate) -> ToolPrompt {
+    let name = "nq_probe";
+    let tool = json!({"type": "function", "function": {
+        "name": name, "description": "d",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    }});
+    let call = json!([{"type": "function", "id": "1", "function": {
+        "name": name, "arguments": {"key": "value"},
+    }}]);
+    let mut asked = Message::new("assistant", "");
+    asked.extra.insert("tool_calls".into(), call);
+    let messages = [Message::new("user", "u"), asked, Message::new("tool", "t")];
+    let text = template.render(&messages, Some(&[tool]), true, None);
+    match text {
+        Ok(text) if text.contains(&format!("<function={name}>")) => {
+            ToolPrompt::Template(CallForm::Xml)
+        }
+        Ok(text) if text.contains(CallParser::OPEN) && text.matches(name).count() > 1 => {
+            ToolPrompt::Template(CallForm::Json)
+        }
+        _ => ToolPrompt::Described,
+    }
+}
+
+/// Messages for a template that knows no tools.
+fn described(messages: Vec<Message>, tools: Option<&[Value]>) -> Vec<Message> {
+    let mut out: Vec<Message> = Vec::with_capacity(messages.len() + 1);
+    for mut message in messages {
+        if let Some(Value::Array(calls)) = message.extra.remove("tool_calls") {
+            let mut text = message.text().to_owned();
+            for call in &calls {
+                let function = &call["function"];
+                let call = json!({"name": function["name"], "arguments": function["arguments"]});
+                text += &format!("\n{}\n{call}\n{}", CallParser::OPEN, CallParser::CLOSE);
+            }
+            message.content = text.trim_start().into();
+        }
+        if message.role == "tool" {
+            let text = format!("<tool_response>\n{}\n</tool_response>", message.text());
+            message = Message::new("user", text);
+        }
+        out.push(message);
+    }
+    let Some(tools) = tools.filter(|t| !t.is_empty()) else {
+        return out;
+    };
+    let mut text =
+        String::from("You may call functions. Their signatures are JSON schemas:\n<tools>\n");
+    for tool in tools {
+        text += &format!("{tool}\n");
+    }
+    text += "</tools>\nTo call one, answer with a JSON object of its name and arguments:\n\
+             <tool_call>\n{\"name\": <name>, \"arguments\": <object>}\n</tool_call>";
+    match out.first_mut().filter(|m| m.role == "system") {
+        Some(system) => system.content = format!("{}\n\n{text}", system.text()).into(),
+        None => out.insert(0, Message::new("system", text)),
+    }
+    out
+}
+
+/// A message with what else a template may read.
+pub fn message(role: &str, content: String, extra: Map<String, Value>) -> Message {
+    Message {
+        role: role.to_owned(),
+        content: content.into(),
+        extra,
+    }
+}

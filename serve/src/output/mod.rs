@@ -1,0 +1,302 @@
+//! From tokens to what a client is told: text, thinking and tool calls, piece by piece.
+//!
+//! tokens -> characters -> thinking or answer -> text or tool call -> text up to a stop string.
+//! Each stage holds back what it cannot decide yet, and nothing else.
+
+mod calls;
+
+pub use calls::{CallForm, CallParser};
+
+use nq_runtime::thinking::{Part, Splitter, overlap};
+use nq_runtime::{Detokenizer, Tokenizer};
+
+/// A piece of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Piece {
+    /// Thinking.
+    Reasoning(String),
+    /// Text of the answer.
+    Text(String),
+    /// A tool call begins.
+    CallStart {
+        /// Which of the answer's calls, from 0.
+        index: usize,
+        /// What it is called.
+        name: String,
+    },
+    /// More of a call's arguments, which are JSON text.
+    CallArguments {
+        /// Which call.
+        index: usize,
+        /// The text.
+        text: String,
+    },
+}
+
+/// What a reader looks for.
+#[derive(Clone, Debug, Default)]
+pub struct ReaderOptions {
+    /// Tells thinking from the answer; the prompt's text says whether it has begun.
+    pub thinking: Option<String>,
+    /// Looks for tool calls.
+    pub calls: bool,
+    /// Texts that end the answer; they are not part of it.
+    pub stop: Vec<String>,
+}
+
+/// Reads the tokens of one answer.
+pub struct Reader {
+    detokenizer: Detokenizer,
+    thinking: Option<Splitter>,
+    /// Thinking that may be the beginning of [`CallParser::OPEN`].
+    held: String,
+    calls: Option<CallParser>,
+    stop: StopStrings,
+    reasoning_tokens: usize,
+}
+
+impl Reader {
+    /// For an answer in the tokens of `tokenizer`.
+    pub fn new(tokenizer: &Tokenizer, options: &ReaderOptions) -> Self {
+        Reader {
+            detokenizer: Detokenizer::new(tokenizer, true),
+            thinking: options.thinking.as_deref().map(Splitter::after),
+            held: String::new(),
+            calls: options.calls.then(CallParser::default),
+            stop: StopStrings::new(&options.stop),
+            reasoning_tokens: 0,
+        }
+    }
+
+    /// Takes a token; what is certain goes to `out`. Says whether the token is part of the
+    /// thinking, its tags included.
+    pub fn push(&mut self, token: u32, out: &mut Vec<Piece>) -> bool {
+        let before = self.is_thinking();
+        if let Some(text) = self.detokenizer.push(token) {
+            self.text(&text, out);
+        }
+        let thinking = before || self.is_thinking();
+        self.reasoning_tokens += usize::from(thinking);
+        thinking
+    }
+
+    /// The stop string that has come, if one has: the answer is over.
+    pub fn stopped_by(&self) -> Option<&str> {
+        self.stop.over.as_deref()
+    }
+
+    /// The end of the tokens: what was held back.
+    pub fn finish(&mut self, out: &mut Vec<Piece>) {
+        if let Some(rest) = self.detokenizer.flush() {
+            self.text(&rest, out);
+        }
+        let held = std::mem::take(&mut self.held);
+        self.split(&held, true, out);
+        let mut after = Vec::new();
+        if let Some(calls) = &mut self.calls {
+            calls.finish(&mut after);
+        }
+        self.deliver(after, out);
+        self.stop.finish(out);
+    }
+
+    /// True while what comes is thinking.
+    pub fn is_thinking(&self) -> bool {
+        self.thinking.as_ref().is_some_and(Splitter::is_thinking)
+    }
+
+    /// Tokens that were thinking.
+    pub fn reasoning_tokens(&self) -> usize {
+        self.reasoning_tokens
+    }
+
+    /// True once a tool call has begun.
+    pub fn has_calls(&self) -> bool {
+        self.calls.as_ref().is_some_and(|c| c.count() > 0)
+    }
+
+    fn text(&mut self, text: &str, out: &mut Vec<Piece>) {
+        if self.calls.is_none() || !self.is_thinking() {
+            let held = std::mem::take(&mut self.held);
+            return self.split(&(held + text), false, out);
+        }
+        // A call in the midst of thinking ends it.
+        self.held.push_str(text);
+        let held = std::mem::take(&mut self.held);
+        match held.find(CallParser::OPEN) {
+            Some(at) => {
+                self.split(&held[..at], false, out);
+                if self.is_thinking() {
+                    self.split("</think>", false, out);
+                }
+                self.split(&held[at..], false, out);
+            }
+            None => {
+                let certain = held.len() - overlap(&held, CallParser::OPEN);
+                self.held = held[certain..].to_owned();
+                self.split(&held[..certain], false, out);
+            }
+        }
+    }
+
+    /// Tells thinking from the answer.
+    fn split(&mut self, text: &str, last: bool, out: &mut Vec<Piece>) {
+        let mut answer = String::new();
+        match &mut self.thinking {
+            None => answer.push_str(text),
+            Some(splitter) => {
+                let mut emit = |part, text: &str| match part {
+                    Part::Thinking => join(out, Piece::Reasoning(text.to_owned())),
+                    Part::Answer => answer.push_str(text),
+                };
+                splitter.push(text, &mut emit);
+                if last {
+                    splitter.finish(&mut emit);
+                }
+            }
+        }
+        if answer.is_empty() {
+            return;
+        }
+        let mut pieces = Vec::new();
+        match &mut self.calls {
+            None => pieces.push(Piece::Text(answer)),
+            Some(calls) => calls.push(&answer, &mut pieces),
+        }
+        self.deliver(pieces, out);
+    }
+
+    /// Looks for stop strings in text.
+    fn deliver(&mut self, pieces: Vec<Piece>, out: &mut Vec<Piece>) {
+        for piece in pieces {
+            match piece {
+                _ if self.stop.is_over() => return,
+                Piece::Text(text) => self.stop.push(&text, out),
+                other => {
+                    self.stop.finish(out);
+                    join(out, other);
+                }
+            }
+        }
+    }
+}
+
+/// Appends a piece, to the last one if that is of the same kind.
+fn join(out: &mut Vec<Piece>, piece: Piece) {
+    match (out.last_mut(), piece) {
+        (Some(Piece::Text(last)), Piece::Text(text))
+        | (Some(Piece::Reasoning(last)), Piece::Reasoning(text)) => last.push_str(&text),
+        (
+            Some(Piece::CallArguments { index, text: last }),
+            Piece::CallArguments { index: of, text },
+        ) if *index == of => last.push_str(&text),
+        (_, piece) => out.push(piece),
+    }
+}
+
+/// Texts that end an answer.
+#[derive(Debug, Default)]
+struct StopStrings {
+    stop: Vec<String>,
+    /// What may be the beginning of one.
+    held: String,
+    /// The one that came.
+    over: Option<String>,
+}
+
+impl StopStrings {
+    fn new(stop: &[String]) -> Self {
+        StopStrings {
+            stop: stop.iter().filter(|s| !s.is_empty()).cloned().collect(),
+            ..Self::default()
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.is_some()
+    }
+
+    fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
+        if self.is_over() {
+            return;
+        }
+        self.held.push_str(text);
+        let found = self
+            .stop
+            .iter()
+            .filter_map(|s| Some((self.held.find(s)?, s)));
+        let first = found.min_by_key(|(at, _)| *at);
+        let certain = match first {
+            Some((at, _)) => at,
+            None => {
+                let open = self.stop.iter().map(|s| overlap(&self.held, s));
+                self.held.len() - open.max().unwrap_or(0)
+            }
+        };
+        self.over = first.map(|(_, s)| s.clone());
+        if certain > 0 {
+            join(out, Piece::Text(self.held[..certain].to_owned()));
+            self.held.drain(..certain);
+        }
+    }
+
+    fn finish(&mut self, out: &mut Vec<Piece>) {
+        let rest = std::mem::take(&mut self.held);
+        if !self.is_over() && !rest.is_empty() {
+            join(out, Piece::Text(rest));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stopped(stop: &[&str], pieces: &[&str]) -> (String, bool) {
+        let stop: Vec<String> = stop.iter().map(|s| (*s).to_owned()).collect();
+        let (mut strings, mut out) = (StopStrings::new(&stop), Vec::new());
+        for piece in pieces {
+            strings.push(piece, &mut out);
+        }
+        strings.finish(&mut out);
+        let text = out.iter().map(|p| match p {
+            Piece::Text(text) => text.as_str(),
+            _ => unreachable!(),
+        });
+        (text.collect(), strings.is_over())
+    }
+
+    #[test]
+    fn stop_strings_end_text_whatever_the_pieces() {
+        for (stop, text, expected, over) in [
+            (vec!["END"], "one END two", "one ", true),
+            (vec!["END"], "one EN", "one EN", false),
+            (vec!["b\n", "ab"], "xxab\n", "xx", true),
+            (
+                vec!["é!", "zz"],
+                "caf\u{e9}? caf\u{e9}! more",
+                "caf\u{e9}? caf",
+                true,
+            ),
+            (vec![""], "text", "text", false),
+            (vec!["aab"], "aaaab", "aa", true),
+        ] {
+            let chars: Vec<String> = text.chars().map(String::from).collect();
+            for size in 1..=chars.len() {
+                let pieces: Vec<String> = chars.chunks(size).map(|c| c.concat()).collect();
+                let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+                let found = stopped(&stop, &pieces);
+                assert_eq!(found, (expected.to_owned(), over), "{text:?} by {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn text_that_begins_no_stop_string_does_not_wait() {
+        let (mut strings, mut out) = (StopStrings::new(&["END".into()]), Vec::new());
+        strings.push("one E", &mut out);
+        assert_eq!(out, [Piece::Text("one ".into())]);
+        strings.push("x", &mut out);
+        assert_eq!(out, [Piece::Text("one Ex".into())]);
+    }
+}

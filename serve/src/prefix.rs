@@ -1,0 +1,356 @@
+//! Which sequences of a session begin as a new prompt does: a radix tree over token ids.
+//!
+//! A sequence that ended stays in its slot, and its pages with it, until somebody needs them. The
+//! tree finds the slot that holds the longest beginning of a prompt, in time that goes with the
+//! prompt; the prompt's slot is then forked from it (SGLang's RadixAttention, arXiv 2312.07104, over
+//! tables of pages in place of pages of one token). Sequences of different salts never meet: whoever
+//! measures time learns nothing about the prompts of another salt.
+//!
+//! Slots are dropped whole, the one unused for longest first. Since pages are counted, that frees
+//! what no other sequence shares: the leaves.
+
+use std::collections::{BTreeMap, HashMap};
+
+/// Where sequences with the same beginning part.
+#[derive(Debug, Default)]
+struct Node {
+    /// Tokens from its parent to here; empty at a root.
+    label: Vec<u32>,
+    parent: Option<usize>,
+    /// By the first token of their labels.
+    children: BTreeMap<u32, usize>,
+    /// Slots whose sequences end here.
+    slots: Vec<usize>,
+}
+
+/// A sequence in the tree.
+#[derive(Debug)]
+struct Entry {
+    salt: u64,
+    node: usize,
+    len: usize,
+    used: u64,
+    kept: bool,
+}
+
+/// The beginning of a prompt that a slot holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Whose.
+    pub slot: usize,
+    /// Tokens.
+    pub len: usize,
+}
+
+/// Sequences by their tokens.
+#[derive(Debug, Default)]
+pub struct PrefixTree {
+    roots: HashMap<u64, usize>,
+    nodes: Vec<Node>,
+    free: Vec<usize>,
+    entries: HashMap<usize, Entry>,
+    clock: u64,
+}
+
+impl PrefixTree {
+    /// Puts the sequence in `slot`, which holds `tokens`, into the tree of `salt`, in place of what
+    /// the tree had of the slot. One that is `kept` may be given up by [`PrefixTree::oldest`].
+    pub fn insert(&mut self, salt: u64, tokens: &[u32], slot: usize, kept: bool) {
+        self.remove(slot);
+        let mut at = match self.roots.get(&salt) {
+            Some(&root) => root,
+            None => {
+                let root = self.add(Node::default());
+                self.roots.insert(salt, root);
+                root
+            }
+        };
+        let mut rest = tokens;
+        while let Some(first) = rest.first() {
+            let Some(&child) = self.nodes[at].children.get(first) else {
+                let leaf = self.add(Node {
+                    label: rest.to_vec(),
+                    parent: Some(at),
+                    ..Node::default()
+                });
+                self.nodes[at].children.insert(*first, leaf);
+                at = leaf;
+                break;
+            };
+            let same = common(&self.nodes[child].label, rest);
+            at = match same == self.nodes[child].label.len() {
+                true => child,
+                false => self.split(child, same),
+            };
+            rest = &rest[same..];
+        }
+        self.clock += 1;
+        self.nodes[at].slots.push(slot);
+        let entry = Entry {
+            salt,
+            node: at,
+            len: tokens.len(),
+            used: self.clock,
+            kept,
+        };
+        self.entries.insert(slot, entry);
+    }
+
+    /// The slot that holds the longest beginning of `tokens`, which then counts as just used.
+    pub fn find(&mut self, salt: u64, tokens: &[u32]) -> Option<Found> {
+        let found = self.peek(salt, tokens)?;
+        self.clock += 1;
+        if let Some(entry) = self.entries.get_mut(&found.slot) {
+            entry.used = self.clock;
+        }
+        Some(found)
+    }
+
+    /// As [`PrefixTree::find`], without counting as a use.
+    pub fn peek(&self, salt: u64, tokens: &[u32]) -> Option<Found> {
+        let mut at = *self.roots.get(&salt)?;
+        let mut len = 0;
+        while let Some(&child) = tokens.get(len).and_then(|t| self.nodes[at].children.get(t)) {
+            let label = &self.nodes[child].label;
+            let same = common(label, &tokens[len..]);
+            len += same;
+            at = child;
+            if same < label.len() {
+                break;
+            }
+        }
+        // Every sequence below begins so.
+        while self.nodes[at].slots.is_empty() {
+            at = *self.nodes[at].children.values().next()?;
+        }
+        let slot = *self.nodes[at].slots.last()?;
+        (len > 0).then_some(Found { slot, len })
+    }
+
+    /// Takes the sequence in `slot` out; false if it was not in.
+    pub fn remove(&mut self, slot: usize) -> bool {
+        let Some(entry) = self.entries.remove(&slot) else {
+            return false;
+        };
+        self.nodes[entry.node].slots.retain(|s| *s != slot);
+        self.prune(entry.salt, entry.node);
+        true
+    }
+
+    /// Kept sequences that are beginnings of `tokens`: a sequence of these tokens stands for them.
+    pub fn beginnings(&self, salt: u64, tokens: &[u32]) -> Vec<usize> {
+        let mut found = Vec::new();
+        let Some(&root) = self.roots.get(&salt) else {
+            return found;
+        };
+        let (mut at, mut len) = (root, 0);
+        loop {
+            let kept = |slot: &usize| self.entries[slot].kept;
+            found.extend(self.nodes[at].slots.iter().copied().filter(kept));
+            let next = tokens.get(len).and_then(|t| self.nodes[at].children.get(t));
+            match next {
+                Some(&child) if tokens[len..].starts_with(&self.nodes[child].label) => {
+                    len += self.nodes[child].label.len();
+                    at = child;
+                }
+                _ => return found,
+            }
+        }
+    }
+
+    /// The kept slot to give up next, `spared` excepted: the one unused for longest; of a salt that
+    /// has more than half of all kept tokens, where there are several salts.
+    pub fn oldest(&self, spared: Option<usize>) -> Option<usize> {
+        let mut tokens: HashMap<u64, usize> = HashMap::new();
+        for entry in self.entries.values().filter(|e| e.kept) {
+            *tokens.entry(entry.salt).or_default() += entry.len;
+        }
+        let all: usize = tokens.values().sum();
+        let greedy = |salt: &u64| tokens.len() > 1 && 2 * tokens[salt] > all;
+        let candidates = self
+            .entries
+            .iter()
+            .filter(|(slot, e)| e.kept && Some(**slot) != spared);
+        let first = candidates.min_by_key(|(_, e)| (!greedy(&e.salt), e.used));
+        first.map(|(slot, _)| *slot)
+    }
+
+    /// Sequences that are kept, and their tokens.
+    pub fn kept(&self) -> (usize, usize) {
+        let kept = self.entries.values().filter(|e| e.kept);
+        kept.fold((0, 0), |(n, tokens), e| (n + 1, tokens + e.len))
+    }
+
+    fn add(&mut self, node: Node) -> usize {
+        match self.free.pop() {
+            Some(at) => {
+                self.nodes[at] = node;
+                at
+            }
+            None => {
+                self.nodes.push(node);
+                self.nodes.len() - 1
+            }
+        }
+    }
+
+    /// Puts a node between `child` and its parent, `at` tokens behind the parent.
+    fn split(&mut self, child: usize, at: usize) -> usize {
+        let rest = self.nodes[child].label.split_off(at);
+        let label = std::mem::replace(&mut self.nodes[child].label, rest);
+        let (parent, first) = (self.nodes[child].parent, label[0]);
+        let next = self.nodes[child].label[0];
+        let middle = self.add(Node {
+            label,
+            parent,
+            children: BTreeMap::from([(next, child)]),
+            slots: Vec::new(),
+        });
+        self.nodes[child].parent = Some(middle);
+        if let Some(parent) = parent {
+            self.nodes[parent].children.insert(first, middle);
+        }
+        middle
+    }
+
+    /// Removes nodes that lead to no sequence, from `at` upwards, and joins one that only leads on.
+    fn prune(&mut self, salt: u64, mut at: usize) {
+        while self.nodes[at].slots.is_empty() {
+            let Some(parent) = self.nodes[at].parent else {
+                if self.nodes[at].children.is_empty() {
+                    self.roots.remove(&salt);
+                    self.free.push(at);
+                }
+                return;
+            };
+            match self.nodes[at].children.len() {
+                0 => {
+                    let first = self.nodes[at].label[0];
+                    self.nodes[parent].children.remove(&first);
+                    self.nodes[at] = Node::default();
+                    self.free.push(at);
+                    at = parent;
+                }
+                1 => {
+                    let Some(child) = self.nodes[at].children.values().next().copied() else {
+                        return;
+                    };
+                    let mut label = std::mem::take(&mut self.nodes[at].label);
+                    let first = label[0];
+                    label.append(&mut self.nodes[child].label);
+                    self.nodes[child].label = label;
+                    self.nodes[child].parent = Some(parent);
+                    self.nodes[parent].children.insert(first, child);
+                    self.nodes[at] = Node::default();
+                    self.free.push(at);
+                    return;
+                }
+                _ => return,
+            }
+        }
+    }
+}
+
+/// Tokens that two sequences have in common at their beginning.
+pub fn common(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_the_longest_beginning_and_only_of_its_salt() {
+        let mut tree = PrefixTree::default();
+        tree.insert(1, &[1, 2, 3, 4, 5], 0, true);
+        tree.insert(1, &[1, 2, 9], 1, true);
+        tree.insert(2, &[1, 2, 3, 4, 5, 6], 2, true);
+        let found = |tree: &PrefixTree, salt, tokens: &[u32]| {
+            tree.peek(salt, tokens).map(|f| (f.slot, f.len))
+        };
+        assert_eq!(found(&tree, 1, &[1, 2, 3, 4, 5, 6]), Some((0, 5)));
+        assert_eq!(found(&tree, 1, &[1, 2, 3, 7]), Some((0, 3)));
+        assert_eq!(found(&tree, 1, &[1, 2, 9, 9]), Some((1, 3)));
+        assert_eq!(found(&tree, 1, &[1, 2]).map(|f| f.1), Some(2));
+        assert_eq!(found(&tree, 1, &[2, 2]), None);
+        assert_eq!(found(&tree, 3, &[1, 2]), None);
+        assert!(tree.remove(0) && !tree.remove(0));
+        assert_eq!(found(&tree, 1, &[1, 2, 3, 4]), Some((1, 2)));
+        assert_eq!(found(&tree, 2, &[1, 2, 3, 4]), Some((2, 4)));
+    }
+
+    #[test]
+    fn the_oldest_goes_first_and_the_greedy_before_others() {
+        let mut tree = PrefixTree::default();
+        tree.insert(1, &[1, 1], 0, true);
+        tree.insert(1, &[2, 2], 1, true);
+        tree.insert(1, &[3, 3], 2, false);
+        assert_eq!(tree.oldest(None), Some(0));
+        tree.find(1, &[1, 1, 5]);
+        assert_eq!(tree.oldest(None), Some(1));
+        assert_eq!(tree.oldest(Some(1)), Some(0));
+        // Another key's sequence is older, and stays while this key has more than half.
+        let mut tree = PrefixTree::default();
+        tree.insert(7, &[1, 1], 0, true);
+        tree.insert(1, &[1, 1], 1, true);
+        tree.insert(1, &[2, 2], 2, true);
+        assert_eq!(tree.oldest(None), Some(1));
+        tree.remove(1);
+        assert_eq!(tree.oldest(None), Some(0));
+    }
+
+    #[test]
+    fn a_longer_sequence_stands_for_its_beginnings() {
+        let mut tree = PrefixTree::default();
+        tree.insert(0, &[1, 2], 0, true);
+        tree.insert(0, &[1, 2, 3], 1, false);
+        tree.insert(0, &[1, 2, 3, 4], 2, true);
+        tree.insert(0, &[1, 2, 5], 3, true);
+        assert_eq!(tree.beginnings(0, &[1, 2, 3, 4, 5]), [0, 2]);
+        assert_eq!(tree.kept(), (3, 9));
+    }
+
+    /// Against a list that is searched from end to end.
+    #[test]
+    fn holds_what_a_list_holds() {
+        let mut tree = PrefixTree::default();
+        let mut list: HashMap<usize, (u64, Vec<u32>)> = HashMap::new();
+        let mut state = 1u64;
+        let mut random = |n: u64| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            (state >> 33) % n
+        };
+        for _ in 0..20_000 {
+            let (slot, salt) = (random(12) as usize, random(2));
+            let tokens: Vec<u32> = (0..random(9)).map(|_| random(3) as u32).collect();
+            match random(3) {
+                0 => assert_eq!(tree.remove(slot), list.remove(&slot).is_some()),
+                1 => {
+                    tree.insert(salt, &tokens, slot, true);
+                    list.insert(slot, (salt, tokens));
+                }
+                _ => {
+                    let of = |(s, held): &(u64, Vec<u32>)| match *s == salt {
+                        true => common(held, &tokens),
+                        false => 0,
+                    };
+                    let longest = list.values().map(of).max().unwrap_or(0);
+                    let found = tree.peek(salt, &tokens);
+                    assert_eq!(found.map_or(0, |f| f.len), longest);
+                    if let Some(found) = found {
+                        assert_eq!(of(&list[&found.slot]), longest);
+                    }
+                }
+            }
+            let used = tree.nodes.len() - tree.free.len();
+            assert!(used <= 2 * list.len() + 2, "{used} nodes of {}", list.len());
+        }
+        for slot in 0..12 {
+            tree.remove(slot);
+        }
+        assert_eq!((tree.nodes.len(), tree.roots.len()), (tree.free.len(), 0));
+    }
+}

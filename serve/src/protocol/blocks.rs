@@ -1,0 +1,93 @@
+//! An answer as a list of blocks, for protocols that tell it so: thinking, text and calls, each of
+//! which begins, grows and ends before the next one.
+
+use super::unique;
+use crate::output::Piece;
+
+/// A part of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Block {
+    /// Thinking.
+    Reasoning(String),
+    /// Text.
+    Text(String),
+    /// A tool call.
+    Call {
+        /// Its id.
+        id: String,
+        /// The tool.
+        name: String,
+        /// JSON text.
+        arguments: String,
+    },
+}
+
+/// What a piece of an answer changes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// The block of this index begins.
+    Open(usize),
+    /// It has so much more.
+    Grow(usize, String),
+    /// It ends.
+    Close(usize),
+}
+
+/// The blocks of one answer.
+#[derive(Clone, Debug, Default)]
+pub struct Blocks {
+    list: Vec<Block>,
+    open: bool,
+}
+
+impl Blocks {
+    /// All so far.
+    pub fn list(&self) -> &[Block] {
+        &self.list
+    }
+
+    /// Adds pieces. `call` is what an id of a call begins with.
+    pub fn push(&mut self, pieces: Vec<Piece>, call: &str) -> Vec<Change> {
+        let mut changes = Vec::new();
+        for piece in pieces {
+            let same = matches!(
+                (self.list.last(), &piece),
+                (Some(Block::Reasoning(_)), Piece::Reasoning(_))
+                    | (Some(Block::Text(_)), Piece::Text(_))
+                    | (Some(Block::Call { .. }), Piece::CallArguments { .. })
+            );
+            if !(same && self.open) {
+                changes.extend(self.close());
+                self.list.push(match &piece {
+                    Piece::Reasoning(_) => Block::Reasoning(String::new()),
+                    Piece::Text(_) => Block::Text(String::new()),
+                    Piece::CallStart { name, .. } => Block::Call {
+                        id: unique(call),
+                        name: name.clone(),
+                        arguments: String::new(),
+                    },
+                    // Arguments come right behind their call's beginning.
+                    Piece::CallArguments { .. } => continue,
+                });
+                self.open = true;
+                changes.push(Change::Open(self.list.len() - 1));
+            }
+            let at = self.list.len() - 1;
+            match (&mut self.list[at], piece) {
+                (Block::Reasoning(all), Piece::Reasoning(text))
+                | (Block::Text(all), Piece::Text(text))
+                | (Block::Call { arguments: all, .. }, Piece::CallArguments { text, .. }) => {
+                    all.push_str(&text);
+                    changes.push(Change::Grow(at, text));
+                }
+                _ => {}
+            }
+        }
+        changes
+    }
+
+    /// Ends the last block, if it has not ended.
+    pub fn close(&mut self) -> Option<Change> {
+        std::mem::take(&mut self.open).then(|| Change::Close(self.list.len() - 1))
+    }
+}

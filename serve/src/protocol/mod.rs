@@ -1,0 +1,106 @@
+//! What clients send and get: one file a protocol, over one internal request
+//! ([`crate::generation::Generation`]) and one kind of event ([`crate::generation::Output`]).
+
+pub mod blocks;
+pub mod chat;
+pub mod completions;
+pub mod fields;
+pub mod messages;
+pub mod responses;
+pub mod sampling;
+pub mod tokens;
+pub mod tools;
+
+use crate::error::ApiError;
+use crate::generation::{Generation, Output, Usage};
+use serde_json::{Value, json};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// A chunk of an event stream.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SseEvent {
+    /// The event's name, where a protocol names them.
+    pub name: Option<&'static str>,
+    /// Its data: JSON, or a word.
+    pub data: String,
+}
+
+impl SseEvent {
+    /// JSON without a name.
+    pub fn data(data: &Value) -> Self {
+        SseEvent {
+            name: None,
+            data: data.to_string(),
+        }
+    }
+
+    /// JSON of which `type` is the name.
+    pub fn typed(name: &'static str, mut data: Value) -> Self {
+        data["type"] = name.into();
+        SseEvent {
+            name: Some(name),
+            data: data.to_string(),
+        }
+    }
+}
+
+/// How one request's answers are put into a protocol's shapes.
+pub trait Shape: Send {
+    /// What comes before any answer.
+    fn begin(&mut self) -> Vec<SseEvent>;
+
+    /// A piece of an answer as events of a stream.
+    fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent>;
+
+    /// What comes after all answers.
+    fn end(&mut self, usage: Usage) -> Vec<SseEvent>;
+
+    /// A failure in the midst of a stream.
+    fn fail(&mut self, error: &ApiError) -> Vec<SseEvent>;
+
+    /// Takes a piece of an answer that is told as a whole.
+    fn collect(&mut self, output: Output);
+
+    /// All answers as a whole.
+    fn whole(&mut self, usage: Usage) -> Value;
+}
+
+/// A request that has been read.
+pub struct Parsed {
+    /// What is asked of the model.
+    pub generation: Generation,
+    /// What it is told as.
+    pub shape: Box<dyn Shape>,
+    /// As a stream of events.
+    pub stream: bool,
+}
+
+/// A name that no other answer has: `chatcmpl-...`.
+pub fn unique(prefix: &str) -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    // Each state has keys of its own, drawn by the system.
+    let mut hasher = RandomState::new().build_hasher();
+    hasher.write_u64(COUNT.fetch_add(1, Ordering::Relaxed));
+    let a = hasher.finish();
+    hasher.write_u64(a);
+    format!("{prefix}{a:016x}{:016x}", hasher.finish())
+}
+
+/// Seconds since 1970.
+pub fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |d| d.as_secs())
+}
+
+/// `usage` as OpenAI has it.
+pub fn openai_usage(usage: Usage) -> Value {
+    json!({
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    })
+}

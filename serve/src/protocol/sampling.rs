@@ -1,0 +1,131 @@
+//! Fields about sampling, the same in all protocols.
+
+use super::fields::Fields;
+use crate::error::ApiError;
+use nq_runtime::sampler::MOST_LOGPROBS;
+use nq_runtime::{LogitBias, SamplingParams};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+/// Answers to one prompt, at most.
+pub const MOST_ANSWERS: usize = 16;
+/// Stop strings, at most, and bytes of one.
+const MOST_STOPS: usize = 16;
+const MOST_STOP_BYTES: usize = 1024;
+/// Tokens with a bias, at most.
+const MOST_BIASES: usize = 1024;
+
+/// Reads how tokens are chosen; what is not said is the model's.
+///
+/// # Errors
+/// A value out of bounds, by name.
+pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingParams, ApiError> {
+    let top_k =
+        match fields.take::<i64>("top_k")? {
+            // As vLLM has it, -1 keeps all.
+            Some(-1) => Some(0),
+            Some(k) => Some(usize::try_from(k).map_err(|_| {
+                ApiError::field("top_k", format!("expected -1, 0 or more, found {k}"))
+            })?),
+            None => None,
+        };
+    let seed = fields.take::<i64>("seed")?;
+    let params = SamplingParams {
+        temperature: fields
+            .number("temperature", 0.0, 2.0)?
+            .unwrap_or(model.temperature),
+        top_k: top_k.unwrap_or(model.top_k),
+        top_p: fields.number("top_p", 0.0, 1.0)?.unwrap_or(model.top_p),
+        min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(model.min_p),
+        repetition_penalty: fields
+            .number("repetition_penalty", 0.01, 10.0)?
+            .unwrap_or(model.repetition_penalty),
+        frequency_penalty: fields
+            .number("frequency_penalty", -2.0, 2.0)?
+            .unwrap_or(model.frequency_penalty),
+        presence_penalty: fields
+            .number("presence_penalty", -2.0, 2.0)?
+            .unwrap_or(model.presence_penalty),
+        seed: seed.map_or_else(random, |seed| seed as u64),
+    };
+    params.validate()?;
+    Ok(params)
+}
+
+/// A seed that nobody chose.
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// Reads `logit_bias`: token ids, as text, and what is added to their logits.
+///
+/// # Errors
+/// What is none, or too many.
+pub fn bias(fields: &mut Fields) -> Result<LogitBias, ApiError> {
+    let Some(map) = fields.take::<Map<String, Value>>("logit_bias")? else {
+        return Ok(LogitBias::default());
+    };
+    if map.len() > MOST_BIASES {
+        let what = format!("expected at most {MOST_BIASES} tokens, found {}", map.len());
+        return Err(ApiError::field("logit_bias", what));
+    }
+    let one = |(token, bias): (&String, &Value)| {
+        let bias = bias.as_f64().filter(|b| (-100.0..=100.0).contains(b));
+        token
+            .parse()
+            .ok()
+            .zip(bias.map(|b| b as f32))
+            .ok_or_else(|| {
+                let what = "expected token ids, and numbers from -100 to 100";
+                ApiError::field("logit_bias", format!("{what}, found {token:?}"))
+            })
+    };
+    let biases: Result<Vec<(u32, f32)>, ApiError> = map.iter().map(one).collect();
+    Ok(LogitBias::new(biases?)?)
+}
+
+/// Reads `stop`: a text or a list of texts.
+///
+/// # Errors
+/// Too many, too long or empty ones.
+pub fn stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiError> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Stop {
+        One(String),
+        Many(Vec<String>),
+    }
+    let stop = match fields.take::<Stop>(name)? {
+        None => Vec::new(),
+        Some(Stop::One(one)) => vec![one],
+        Some(Stop::Many(many)) => many,
+    };
+    if stop.len() > MOST_STOPS
+        || stop
+            .iter()
+            .any(|s| s.is_empty() || s.len() > MOST_STOP_BYTES)
+    {
+        let what =
+            format!("expected at most {MOST_STOPS} texts of 1 to {MOST_STOP_BYTES} bytes each");
+        return Err(ApiError::field(name, what));
+    }
+    Ok(stop)
+}
+
+/// Reads chat's `logprobs` and `top_logprobs`.
+///
+/// # Errors
+/// Too many, or the second without the first.
+pub fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+    let wanted = fields.take::<bool>("logprobs")?.unwrap_or(false);
+    let top = fields.count("top_logprobs", 0, MOST_LOGPROBS)?;
+    match (wanted, top) {
+        (false, Some(1..)) => Err(ApiError::field(
+            "top_logprobs",
+            "expected logprobs to be true beside it",
+        )),
+        (false, _) => Ok(None),
+        (true, top) => Ok(Some(top.unwrap_or(0))),
+    }
+}

@@ -1,0 +1,43 @@
+//! `POST /tokenize` and `POST /detokenize`, with the fields of vLLM's and of llama-server's.
+
+use super::fields::Fields;
+use crate::error::ApiError;
+use crate::model::Model;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The tokens of a text; special tokens written in it count as those.
+///
+/// # Errors
+/// What is wrong in the request.
+pub fn tokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
+    fields.only("add_special_tokens", &[json!(true), json!(false)])?;
+    fields.only("parse_special", &[json!(true)])?;
+    let prompt: Option<String> = fields.take("prompt")?;
+    let content: Option<String> = fields.take("content")?;
+    let with_pieces: bool = fields.take("return_token_strs")?.unwrap_or(false);
+    fields.finish()?;
+    let Some(text) = prompt.or(content) else {
+        return Err(ApiError::field("prompt", "expected a text, found none"));
+    };
+    let tokens = model.tokenizer().encode(&text)?;
+    let mut found = json!({"count": tokens.len(), "max_model_len": model.context()});
+    if with_pieces {
+        let bytes = model.tokenizer().token_bytes();
+        let text = |id: &u32| String::from_utf8_lossy(bytes.get(*id)).into_owned();
+        found["token_strs"] = tokens.iter().map(text).collect();
+    }
+    found["tokens"] = tokens.into();
+    Ok(found)
+}
+
+/// The text of tokens, special ones included.
+///
+/// # Errors
+/// What is wrong in the request.
+pub fn detokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
+    let tokens: Vec<u32> = fields.require("tokens")?;
+    fields.finish()?;
+    let text = model.tokenizer().decode(&tokens, false);
+    Ok(json!({"prompt": text, "content": text}))
+}

@@ -1,0 +1,262 @@
+//! A server with the demo model on a free port of this machine, and a client that can misbehave.
+
+#![allow(dead_code, unreachable_pub, reason = "each test uses its own part")]
+
+use nq_formats::Checkpoint;
+use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec};
+use nq_serve::{EngineOptions, Limits, Model, Security, Server, Stopper};
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// The demo model's folder.
+pub fn demo() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/demo"))
+}
+
+/// The demo model's weights, loaded once.
+fn engine() -> (&'static Checkpoint, Arc<dyn nq_runtime::Engine>) {
+    static LOADED: OnceLock<(Checkpoint, Arc<dyn nq_runtime::Engine>)> = OnceLock::new();
+    let (checkpoint, engine) = LOADED.get_or_init(|| {
+        let checkpoint = Checkpoint::open(demo()).unwrap();
+        let options = LoadOptions {
+            device: DeviceChoice::Cpu,
+            threads: Some(2),
+            ..LoadOptions::default()
+        };
+        let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &());
+        (checkpoint, engine.unwrap())
+    });
+    (checkpoint, Arc::clone(engine))
+}
+
+/// The demo model for `options.parallel` requests at once.
+pub fn model(pages: Option<usize>, options: EngineOptions) -> Arc<Model> {
+    let (checkpoint, engine) = engine();
+    let spec = SessionSpec {
+        slots: 2 * options.parallel,
+        ctx: 1024,
+        pages,
+        kv: KvType::F16,
+        max_rows: 256,
+    };
+    Arc::new(Model::new("demo", checkpoint, engine, spec, options).unwrap())
+}
+
+/// A server that runs until it is dropped.
+pub struct Running {
+    pub address: SocketAddr,
+    pub model: Arc<Model>,
+    pub stopper: Stopper,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    pub fn start() -> Self {
+        Running::with(
+            EngineOptions::default(),
+            Security::default(),
+            Limits::default(),
+        )
+    }
+
+    pub fn with(options: EngineOptions, security: Security, limits: Limits) -> Self {
+        Running::over(model(None, options), security, limits)
+    }
+
+    pub fn over(model: Arc<Model>, security: Security, limits: Limits) -> Self {
+        let address = SocketAddr::from(([127, 0, 0, 1], 0));
+        let server = Server::bind(address, vec![Arc::clone(&model)], security, limits).unwrap();
+        Running {
+            address: server.address().unwrap(),
+            model,
+            stopper: server.stopper(),
+            thread: Some(std::thread::spawn(move || server.run().unwrap())),
+        }
+    }
+
+    /// Waits for the end.
+    pub fn join(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+
+    pub fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(self.address).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
+        stream
+    }
+
+    /// Sends a request as it stands and reads what comes to the end.
+    pub fn raw(&self, request: &str) -> Response {
+        let mut stream = self.connect();
+        stream.write_all(request.as_bytes()).unwrap();
+        Response::read(stream)
+    }
+
+    pub fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Response {
+        self.raw(&self.request(method, path, headers, body))
+    }
+
+    /// The text of a request; `headers` stand in for the usual ones.
+    pub fn request(
+        &self,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &str,
+    ) -> String {
+        let has = |name| headers.iter().any(|h| h.0 == name);
+        let mut text = format!("{method} {path} HTTP/1.1\r\nconnection: close\r\n");
+        if !has("host") {
+            text += &format!("host: {}\r\n", self.address);
+        }
+        if !body.is_empty() {
+            text += &format!("content-length: {}\r\n", body.len());
+            if !has("content-type") {
+                text += "content-type: application/json\r\n";
+            }
+        }
+        for (name, value) in headers {
+            text += &format!("{name}: {value}\r\n");
+        }
+        text + "\r\n" + body
+    }
+
+    pub fn get(&self, path: &str) -> Response {
+        self.send("GET", path, &[], "")
+    }
+
+    pub fn post(&self, path: &str, body: &Value) -> Response {
+        self.send("POST", path, &[], &body.to_string())
+    }
+
+    /// An answer that there must be.
+    pub fn json(&self, path: &str, body: &Value) -> Value {
+        let response = self.post(path, body);
+        assert_eq!(response.status, 200, "{}", response.body);
+        response.json()
+    }
+
+    /// The events of a stream: their data, and [DONE] as a string.
+    pub fn events(&self, path: &str, body: &Value) -> Vec<Value> {
+        let response = self.post(path, body);
+        assert_eq!(response.status, 200, "{}", response.body);
+        assert_eq!(response.header("content-type"), "text/event-stream");
+        let datas = response
+            .body
+            .lines()
+            .filter_map(|l| l.strip_prefix("data: "));
+        let value = |data: &str| serde_json::from_str(data).unwrap_or_else(|_| data.into());
+        datas.map(value).collect()
+    }
+
+    /// Waits for a line of the metrics.
+    pub fn until(&self, line: &str) {
+        for _ in 0..2000 {
+            if self
+                .model
+                .engine()
+                .metrics()
+                .text()
+                .lines()
+                .any(|l| l == line)
+            {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!(
+            "{line} never came:\n{}",
+            self.model.engine().metrics().text()
+        );
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stopper.stop(Duration::ZERO);
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            assert!(ended.is_ok() || std::thread::panicking());
+        }
+    }
+}
+
+/// A response, read whole.
+pub struct Response {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub body: String,
+}
+
+impl Response {
+    pub fn read(stream: TcpStream) -> Self {
+        let mut reader = BufReader::new(stream);
+        let mut line = String::new();
+        reader.read_line(&mut line).unwrap();
+        let status = line.split(' ').nth(1).and_then(|s| s.parse().ok());
+        let mut headers = Vec::new();
+        loop {
+            line.clear();
+            reader.read_line(&mut line).unwrap();
+            match line.trim_end().split_once(": ") {
+                Some((name, value)) => headers.push((name.to_lowercase(), value.to_owned())),
+                None => break,
+            }
+        }
+        let mut response = Response {
+            status: status.unwrap_or(0),
+            headers,
+            body: String::new(),
+        };
+        let mut bytes = Vec::new();
+        if response.header("transfer-encoding") == "chunked" {
+            loop {
+                line.clear();
+                if reader.read_line(&mut line).unwrap_or(0) == 0 {
+                    break;
+                }
+                let size = usize::from_str_radix(line.trim_end(), 16).unwrap();
+                let mut chunk = vec![0; size + 2];
+                if reader.read_exact(&mut chunk).is_err() || size == 0 {
+                    break;
+                }
+                bytes.extend_from_slice(&chunk[..size]);
+            }
+        } else {
+            let _ = reader.read_to_end(&mut bytes);
+        }
+        response.body = String::from_utf8(bytes).unwrap();
+        response
+    }
+
+    pub fn header(&self, name: &str) -> &str {
+        let found = self.headers.iter().find(|h| h.0 == name);
+        found.map_or("", |h| h.1.as_str())
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e}: {}", self.body))
+    }
+
+    /// An error in OpenAI's shape: its param, code and message.
+    pub fn error(&self) -> (String, String, String) {
+        let json = self.json();
+        let error = &json["error"];
+        let word = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
+        assert!(
+            !word("message").is_empty() && !word("type").is_empty(),
+            "{}",
+            self.body
+        );
+        (word("param"), word("code"), word("message"))
+    }
+}

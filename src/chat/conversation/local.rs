@@ -1,0 +1,335 @@
+//! Answers by a model in this process.
+//!
+//! Each turn renders all messages anew, as templates strip earlier thinking, and feeds only
+//! what the cache does not hold of the result.
+
+use super::{Answerer, Chat, End, Event, Form, OnEvent, Turn};
+use crate::chat::Overflow;
+use crate::chat::stop::{Passed, StopTexts};
+use anyhow::bail;
+use nq_runtime::generate::generate;
+use nq_runtime::thinking::{Part, Splitter};
+use nq_runtime::{
+    Detokenizer, Generated, Limits, Message, Sampler, Sequence, Session, Stats, StopReason,
+    Tokenizer,
+};
+use std::ops::ControlFlow;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+/// All messages as the model reads them.
+enum Prompt {
+    /// As text and as tokens.
+    Fits(String, Vec<u32>),
+    /// So many tokens, more than the context has room for.
+    TooLong(usize),
+}
+
+/// A model, and the cache that holds most of the messages.
+pub(super) struct Local<'m> {
+    tokenizer: &'m Tokenizer,
+    form: Form<'m>,
+    stop: Vec<u32>,
+    session: Box<dyn Session>,
+    sequence: Sequence,
+    /// Calls of the sampler so far: each draws from a stream of its own, so that an answer
+    /// made again is another one.
+    streams: u64,
+}
+
+impl Answerer for Local<'_> {
+    fn answer(
+        &mut self,
+        chat: &mut Chat,
+        interrupt: &AtomicBool,
+        on_event: &mut OnEvent<'_>,
+    ) -> anyhow::Result<Turn> {
+        let start = Instant::now();
+        let (text, mut prompt) = match self.fitting_prompt(chat, 0, on_event)? {
+            Prompt::Fits(text, ids) => (text, ids),
+            Prompt::TooLong(tokens) => {
+                let ctx = self.session.spec().ctx;
+                bail!(
+                    "the chat has {tokens} tokens, {} more than the context of {ctx} tokens has \
+                     room for before an answer; {}",
+                    tokens + 1 - ctx,
+                    chat.what_helps(true)
+                )
+            }
+        };
+        let mut writer = Writer {
+            splitter: match self.form {
+                Form::Chat(_) => Splitter::after(&text),
+                Form::Raw => Splitter::none(),
+            },
+            stops: StopTexts::new(&chat.settings.stop),
+            ended: false,
+            raw: String::new(),
+            thinking: String::new(),
+            answer: String::new(),
+            on_event,
+            failed: None,
+        };
+        let mut detokenizer = Detokenizer::new(self.tokenizer, true);
+        let mut tokens: Vec<u32> = Vec::new();
+        let mut stats: Option<Stats> = None;
+        let generated = loop {
+            let part =
+                self.part(
+                    chat,
+                    &prompt,
+                    tokens.len(),
+                    interrupt,
+                    &mut |token| match detokenizer.push(token) {
+                        Some(piece) => writer.push(&piece),
+                        None => ControlFlow::Continue(()),
+                    },
+                )?;
+            tokens.extend_from_slice(&part.tokens);
+            let total = stats.get_or_insert(Stats {
+                tokens: 0,
+                ..part.stats
+            });
+            total.tokens += part.stats.tokens;
+            total.drafted += part.stats.drafted;
+            total.accepted += part.stats.accepted;
+            let goes_on = part.stop == StopReason::ContextFull
+                && chat.settings.overflow == Overflow::DropOldest
+                && chat.drop_oldest();
+            if !goes_on {
+                break part.stop;
+            }
+            (writer.on_event)(Event::Note(dropped(1)))?;
+            match self.fitting_prompt(chat, tokens.len(), writer.on_event)? {
+                Prompt::Fits(_, shorter) => prompt = [shorter.as_slice(), &tokens].concat(),
+                Prompt::TooLong(_) => break StopReason::ContextFull,
+            }
+        };
+        if let Some(rest) = detokenizer.flush() {
+            let _ = writer.push(&rest);
+        }
+        writer.finish();
+        let end = match writer.ended {
+            true => End::Text,
+            false => End::Generated(generated),
+        };
+        if let Some(e) = writer.failed {
+            return Err(e);
+        }
+        let mut stats = stats.unwrap_or_default();
+        stats.decode = start.elapsed().saturating_sub(stats.first_token);
+        if end == End::Generated(StopReason::ContextFull) {
+            let capacity = self.session.spec().ctx;
+            (writer.on_event)(Event::Note(format!(
+                "the context of {capacity} tokens is full: the answer is cut off; {}",
+                chat.what_helps(false)
+            )))?;
+        }
+        // The content is kept as it was sampled: the template strips the thinking.
+        chat.messages.push(Message::new("assistant", &writer.raw));
+        Ok(Turn {
+            thinking: writer.thinking,
+            answer: writer.answer,
+            end,
+            stats,
+        })
+    }
+
+    fn context(&self) -> (usize, usize) {
+        (self.sequence.tokens().len(), self.session.spec().ctx)
+    }
+
+    fn switches_thinking(&self) -> bool {
+        match self.form {
+            Form::Chat(template) => template.switches_thinking(),
+            Form::Raw => false,
+        }
+    }
+
+    fn is_raw(&self) -> bool {
+        matches!(self.form, Form::Raw)
+    }
+}
+
+impl<'m> Local<'m> {
+    /// In slot 0 of `session`. `stop` are the tokens that end a turn.
+    pub(super) fn new(
+        tokenizer: &'m Tokenizer,
+        form: Form<'m>,
+        stop: &[u32],
+        mut session: Box<dyn Session>,
+    ) -> Self {
+        let sequence = Sequence::new(session.as_mut(), 0);
+        Local {
+            tokenizer,
+            form,
+            stop: stop.to_vec(),
+            session,
+            sequence,
+            streams: 0,
+        }
+    }
+
+    /// Generates until the answer ends or the context is full; `before` tokens of the answer were
+    /// made already.
+    fn part(
+        &mut self,
+        chat: &Chat,
+        prompt: &[u32],
+        before: usize,
+        interrupt: &AtomicBool,
+        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
+    ) -> nq_runtime::Result<Generated> {
+        let limits = Limits {
+            stop: &self.stop,
+            max_tokens: chat.settings.max_tokens.unwrap_or(usize::MAX) - before,
+            interrupt: Some(interrupt),
+            drafting: chat.settings.drafting,
+        };
+        let mut sampler = Sampler::new(chat.settings.sampling, self.streams)?;
+        self.streams += 1;
+        generate(
+            self.session.as_mut(),
+            &mut self.sequence,
+            prompt,
+            &mut sampler,
+            &limits,
+            on_token,
+        )
+    }
+
+    /// The prompt as text and ids, with room for `more` tokens and an answer; the oldest
+    /// turns are dropped for that where it is asked for.
+    fn fitting_prompt(
+        &mut self,
+        chat: &mut Chat,
+        more: usize,
+        on_event: &mut OnEvent<'_>,
+    ) -> anyhow::Result<Prompt> {
+        let capacity = self.session.spec().ctx;
+        let wanted = chat.settings.max_tokens.unwrap_or(usize::MAX);
+        let room = more + wanted.clamp(1, (capacity / 4).max(1));
+        let mut count = 0;
+        let prompt = loop {
+            let (text, ids) = self.prompt(chat)?;
+            let may_drop = chat.settings.overflow == Overflow::DropOldest;
+            if ids.len() + room > capacity && may_drop && chat.drop_oldest() {
+                count += 1;
+                continue;
+            }
+            break match ids.len() + more < capacity {
+                true => Prompt::Fits(text, ids),
+                false => Prompt::TooLong(ids.len() + more),
+            };
+        };
+        if count > 0 {
+            on_event(Event::Note(dropped(count)))?;
+        }
+        Ok(prompt)
+    }
+
+    /// What the model reads of all messages, as text and as tokens.
+    fn prompt(&self, chat: &Chat) -> anyhow::Result<(String, Vec<u32>)> {
+        let messages = chat.messages();
+        match self.form {
+            Form::Chat(template) => {
+                let prompt = template.prompt(
+                    self.tokenizer.control_tokens(),
+                    &messages,
+                    None,
+                    true,
+                    chat.settings.thinking,
+                )?;
+                let ids = self.tokenizer.encode_prompt(&prompt)?;
+                Ok((prompt.text().into_owned(), ids))
+            }
+            Form::Raw => {
+                let text: String = messages.iter().map(Message::text).collect();
+                let ids = self.tokenizer.encode(&text)?;
+                Ok((text, ids))
+            }
+        }
+    }
+}
+
+fn dropped(turns: usize) -> String {
+    match turns {
+        1 => "the context is full: the oldest turn is forgotten".into(),
+        n => format!("the context is full: the {n} oldest turns are forgotten"),
+    }
+}
+
+/// Passes an answer's text on and collects it.
+struct Writer<'e> {
+    splitter: Splitter,
+    stops: StopTexts,
+    /// A stop text came.
+    ended: bool,
+    raw: String,
+    thinking: String,
+    answer: String,
+    on_event: &'e mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
+    /// Why it is broken off.
+    failed: Option<anyhow::Error>,
+}
+
+impl Writer<'_> {
+    fn push(&mut self, piece: &str) -> ControlFlow<()> {
+        if self.ended {
+            return ControlFlow::Break(());
+        }
+        self.raw.push_str(piece);
+        self.split(|splitter, emit| splitter.push(piece, emit));
+        match self.failed.is_some() || self.ended {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    }
+
+    fn finish(&mut self) {
+        if self.splitter.is_thinking() {
+            // Cut off: closed, so that the template can tell it from the answer.
+            self.raw.push_str("\n</think>\n\n");
+        }
+        if !self.ended {
+            self.split(|splitter, emit| splitter.finish(emit));
+            let rest = self.stops.finish();
+            self.emit(Part::Answer, &rest);
+        }
+    }
+
+    fn split(&mut self, run: impl FnOnce(&mut Splitter, &mut dyn FnMut(Part, &str))) {
+        let mut pieces = Vec::new();
+        run(&mut self.splitter, &mut |part, text| {
+            pieces.push((part, text.to_owned()));
+        });
+        for (part, text) in pieces {
+            match part {
+                Part::Answer if !self.ended => match self.stops.push(&text) {
+                    Passed::More(text) => self.emit(part, &text),
+                    Passed::Ended(text, behind) => {
+                        self.ended = true;
+                        // The answer is the end of what was sampled.
+                        self.raw.truncate(self.raw.len() - behind);
+                        self.emit(part, &text);
+                    }
+                },
+                Part::Answer => {}
+                Part::Thinking => self.emit(part, &text),
+            }
+        }
+    }
+
+    fn emit(&mut self, part: Part, text: &str) {
+        if text.is_empty() {
+            return;
+        }
+        match part {
+            Part::Thinking => self.thinking.push_str(text),
+            Part::Answer => self.answer.push_str(text),
+        }
+        if self.failed.is_none() {
+            self.failed = (self.on_event)(Event::Piece(part, text)).err();
+        }
+    }
+}

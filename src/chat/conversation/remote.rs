@@ -1,0 +1,310 @@
+//! Answers by a server that speaks OpenAI's chat protocol.
+
+use super::{Answerer, Chat, End, Event, OnEvent, Settings, Turn};
+use anyhow::{Context, bail};
+use nq_runtime::thinking::Part;
+use nq_runtime::{Message, SamplingParams, Stats, StopReason};
+use serde_json::{Map, Value, json};
+use std::io::{BufRead, BufReader, Read};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::{Duration, Instant};
+
+/// Bytes of a line that a server sends, at most.
+const MOST_LINE: u64 = 16 << 20;
+/// How long an interrupt may go unseen.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// A model behind a server.
+pub struct Remote {
+    agent: ureq::Agent,
+    base: String,
+    key: Option<String>,
+    model: String,
+    context: usize,
+    /// How the server samples where a request says nothing.
+    sampling: SamplingParams,
+    used: usize,
+}
+
+/// A line of an event stream, or why there is none.
+type Line = Result<String, String>;
+
+impl Remote {
+    /// The model called `model` of the server at `url` (`http://127.0.0.1:8080`), or its first.
+    ///
+    /// # Errors
+    /// A server that does not answer, refuses the key or has no such model.
+    pub fn connect(url: &str, model: Option<&str>, key: Option<String>) -> anyhow::Result<Self> {
+        let base = url.trim_end_matches('/').trim_end_matches("/v1").to_owned();
+        if !base.starts_with("http://") && !base.starts_with("https://") {
+            bail!("--server: expected an address such as http://127.0.0.1:8080, found {url}");
+        }
+        let config = ureq::Agent::config_builder()
+            .http_status_as_error(false)
+            .timeout_connect(Some(Duration::from_secs(10)))
+            .build();
+        let mut remote = Remote {
+            agent: config.into(),
+            base,
+            key,
+            model: String::new(),
+            context: 0,
+            sampling: SamplingParams::default(),
+            used: 0,
+        };
+        let request = remote.agent.get(format!("{}/v1/models", remote.base));
+        let response = remote
+            .with_key(request)
+            .call()
+            .with_context(|| url.to_owned())?;
+        let list: Value = serde_json::from_str(&text(checked(response)?)?)?;
+        let cards = list["data"]
+            .as_array()
+            .map(Vec::as_slice)
+            .unwrap_or_default();
+        let named = |card: &&Value| model.is_none_or(|m| card["id"] == m);
+        let Some(card) = cards.iter().find(named) else {
+            let names: Vec<&str> = cards.iter().filter_map(|c| c["id"].as_str()).collect();
+            bail!(
+                "{url} serves {}, not {}",
+                names.join(", "),
+                model.unwrap_or("a model")
+            );
+        };
+        remote.model = card["id"].as_str().unwrap_or_default().to_owned();
+        remote.context = card["max_model_len"].as_u64().unwrap_or(0) as usize;
+        remote.sampling = sampling(&card["default_sampling"]);
+        Ok(remote)
+    }
+
+    /// What the server calls the model.
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    /// How the server samples where nothing else is asked for.
+    pub fn sampling(&self) -> SamplingParams {
+        self.sampling
+    }
+
+    fn with_key<B>(&self, request: ureq::RequestBuilder<B>) -> ureq::RequestBuilder<B> {
+        match &self.key {
+            Some(key) => request.header("authorization", format!("Bearer {key}")),
+            None => request,
+        }
+    }
+
+    /// What is sent: settings that differ from the server's, so that other servers, which do not
+    /// know all of them, serve too.
+    fn body(&self, messages: &[Message], settings: &Settings) -> Value {
+        let mut body = json!({
+            "model": self.model,
+            "messages": messages,
+            "stream": true,
+            "stream_options": {"include_usage": true},
+            "seed": settings.sampling.seed as i64,
+        });
+        let (asked, own) = (&settings.sampling, &self.sampling);
+        for (name, asked, own) in [
+            ("temperature", asked.temperature, own.temperature),
+            ("top_p", asked.top_p, own.top_p),
+            ("min_p", asked.min_p, own.min_p),
+            (
+                "repetition_penalty",
+                asked.repetition_penalty,
+                own.repetition_penalty,
+            ),
+            (
+                "frequency_penalty",
+                asked.frequency_penalty,
+                own.frequency_penalty,
+            ),
+            (
+                "presence_penalty",
+                asked.presence_penalty,
+                own.presence_penalty,
+            ),
+        ] {
+            if asked != own {
+                body[name] = asked.into();
+            }
+        }
+        if asked.top_k != own.top_k {
+            body["top_k"] = asked.top_k.into();
+        }
+        if let Some(most) = settings.max_tokens {
+            body["max_tokens"] = most.into();
+        }
+        if !settings.stop.is_empty() {
+            body["stop"] = json!(settings.stop);
+        }
+        if let Some(thinking) = settings.thinking {
+            body["chat_template_kwargs"] = json!({"enable_thinking": thinking});
+        }
+        body
+    }
+
+    /// Asks, and reads the events in a thread of its own: an interrupt need not wait for one.
+    fn ask(&self, body: &Value) -> anyhow::Result<Receiver<Line>> {
+        let request = self
+            .agent
+            .post(format!("{}/v1/chat/completions", self.base));
+        let request = self
+            .with_key(request)
+            .header("content-type", "application/json");
+        let response = request
+            .send(body.to_string())
+            .with_context(|| self.base.clone())?;
+        let mut reader = BufReader::new(checked(response)?.into_body().into_reader());
+        let (sender, lines) = sync_channel(64);
+        std::thread::spawn(move || {
+            loop {
+                let mut line = String::new();
+                let read = reader.by_ref().take(MOST_LINE).read_line(&mut line);
+                let line = match read {
+                    Ok(0) => return,
+                    Ok(_) => Ok(line),
+                    Err(e) => Err(e.to_string()),
+                };
+                let over = line.is_err();
+                if sender.send(line).is_err() || over {
+                    return;
+                }
+            }
+        });
+        Ok(lines)
+    }
+}
+
+/// A response that says that all is well.
+///
+/// # Errors
+/// What the server says is wrong.
+fn checked(
+    response: ureq::http::Response<ureq::Body>,
+) -> anyhow::Result<ureq::http::Response<ureq::Body>> {
+    let status = response.status();
+    if status.is_success() {
+        return Ok(response);
+    }
+    let said: Value = serde_json::from_str(&text(response)?).unwrap_or_default();
+    let said = said["error"]["message"]
+        .as_str()
+        .unwrap_or("no reason is given");
+    bail!("the server says {}: {said}", status.as_u16())
+}
+
+fn text(response: ureq::http::Response<ureq::Body>) -> anyhow::Result<String> {
+    let body = response.into_body().into_with_config().limit(MOST_LINE);
+    Ok(body.read_to_string()?)
+}
+
+/// What a server says of its sampling; where it says nothing, OpenAI's.
+fn sampling(said: &Value) -> SamplingParams {
+    let plain = SamplingParams::default();
+    let number = |name: &str, otherwise: f32| said[name].as_f64().map_or(otherwise, |x| x as f32);
+    SamplingParams {
+        temperature: number("temperature", plain.temperature),
+        top_k: said["top_k"].as_u64().map_or(plain.top_k, |k| k as usize),
+        top_p: number("top_p", plain.top_p),
+        min_p: number("min_p", plain.min_p),
+        repetition_penalty: number("repetition_penalty", plain.repetition_penalty),
+        frequency_penalty: number("frequency_penalty", plain.frequency_penalty),
+        presence_penalty: number("presence_penalty", plain.presence_penalty),
+        seed: plain.seed,
+    }
+}
+
+impl Answerer for Remote {
+    fn answer(
+        &mut self,
+        chat: &mut Chat,
+        interrupt: &AtomicBool,
+        on_event: &mut OnEvent<'_>,
+    ) -> anyhow::Result<Turn> {
+        let begun = Instant::now();
+        let lines = self.ask(&self.body(&chat.messages(), &chat.settings))?;
+        let (mut thinking, mut answer) = (String::new(), String::new());
+        let mut stats = Stats::default();
+        let mut end = End::Generated(StopReason::Eos(0));
+        loop {
+            if interrupt.load(Ordering::Relaxed) {
+                end = End::Generated(StopReason::Interrupted);
+                break;
+            }
+            let line = match lines.recv_timeout(LOOK) {
+                Ok(line) => line.map_err(anyhow::Error::msg)?,
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => bail!("the server broke off"),
+            };
+            let Some(data) = line.trim_end().strip_prefix("data: ") else {
+                continue;
+            };
+            if data == "[DONE]" {
+                break;
+            }
+            let event: Value = serde_json::from_str(data).context("the server's event")?;
+            if let Some(error) = event["error"]["message"].as_str() {
+                bail!("the server says: {error}");
+            }
+            let choice = &event["choices"][0];
+            let delta = &choice["delta"];
+            let thought = delta["reasoning_content"]
+                .as_str()
+                .or(delta["reasoning"].as_str());
+            for (part, text, all) in [
+                (Part::Thinking, thought, &mut thinking),
+                (Part::Answer, delta["content"].as_str(), &mut answer),
+            ] {
+                let Some(text) = text.filter(|t| !t.is_empty()) else {
+                    continue;
+                };
+                if stats.first_token.is_zero() {
+                    stats.first_token = begun.elapsed();
+                }
+                all.push_str(text);
+                stats.tokens += 1;
+                on_event(Event::Piece(part, text))?;
+            }
+            if choice["finish_reason"] == "length" {
+                end = End::Generated(StopReason::MaxTokens);
+            }
+            // OpenAI's protocol does not tell a stop text from the model's own end; nq and vLLM do.
+            if choice["stop_reason"].is_string() {
+                end = End::Text;
+            }
+            let count = |value: &Value| value.as_u64().map(|n| n as usize);
+            let usage = &event["usage"];
+            if let Some(tokens) = count(&usage["completion_tokens"]) {
+                stats.tokens = tokens;
+                stats.prompt_tokens = count(&usage["prompt_tokens"]).unwrap_or(0);
+                let cached = &usage["prompt_tokens_details"]["cached_tokens"];
+                stats.reused_tokens = count(cached).unwrap_or(0);
+            }
+        }
+        stats.decode = begun.elapsed().saturating_sub(stats.first_token);
+        self.used = stats.prompt_tokens + stats.tokens;
+        let mut message = Message::new("assistant", &answer);
+        if !thinking.is_empty() {
+            let extra = Map::from_iter([("reasoning_content".into(), thinking.clone().into())]);
+            message.extra = extra;
+        }
+        chat.messages.push(message);
+        Ok(Turn {
+            thinking,
+            answer,
+            end,
+            stats,
+        })
+    }
+
+    fn context(&self) -> (usize, usize) {
+        (self.used, self.context)
+    }
+
+    /// The server knows; one that cannot ignores it.
+    fn switches_thinking(&self) -> bool {
+        true
+    }
+}
