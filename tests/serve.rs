@@ -18,19 +18,50 @@ fn nq(args: &[&str]) -> Command {
     command
 }
 
-/// A server, what it said before it listened, and its address.
-fn start(args: &[&str]) -> (Child, BufReader<ChildStderr>, Vec<String>, String) {
-    let mut child = nq(args).spawn().unwrap();
-    let mut reader = BufReader::new(child.stderr.take().unwrap());
-    let mut said = Vec::new();
-    loop {
-        let mut line = String::new();
-        assert!(reader.read_line(&mut line).unwrap() > 0, "{said:?}");
-        if let Some((_, address)) = line.trim_end().split_once("listening on http://") {
-            let address = address.to_owned();
-            return (child, reader, said, address);
+/// A server that ends with its test, whatever that comes to.
+struct Served {
+    child: Child,
+    /// Kept open, so that the server can write on.
+    stderr: BufReader<ChildStderr>,
+    /// What it said before it listened.
+    said: String,
+    address: String,
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Served {
+    fn start(args: &[&str]) -> Self {
+        let mut child = nq(args).spawn().unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let mut served = Served {
+            child,
+            stderr,
+            said: String::new(),
+            address: String::new(),
+        };
+        while served.address.is_empty() {
+            let mut line = String::new();
+            let read = served.stderr.read_line(&mut line).unwrap();
+            assert!(read > 0, "{}", served.said);
+            if let Some((_, address)) = line.trim_end().split_once("listening on http://") {
+                served.address = address.to_owned();
+            }
+            served.said += &line;
         }
-        said.push(line);
+        served
+    }
+
+    /// Interrupts it; it ends in good order.
+    fn stop(&mut self) {
+        let pid = self.child.id().to_string();
+        let sent = Command::new("kill").args(["-INT", &pid]).status().unwrap();
+        assert!(sent.success() && self.child.wait().unwrap().success());
     }
 }
 
@@ -52,25 +83,13 @@ fn ask(address: &str, path: &str, headers: &str, body: &str) -> String {
     response
 }
 
-fn signal(child: &Child) {
-    let pid = child.id().to_string();
-    assert!(
-        Command::new("kill")
-            .args(["-INT", &pid])
-            .status()
-            .unwrap()
-            .success()
-    );
-}
-
 const CHAT: &str =
     r#"{"messages":[{"role":"user","content":"Hello!"}],"temperature":0,"max_tokens":8}"#;
 
 #[test]
 fn it_says_what_it_serves_answers_and_ends_in_good_order() {
-    let (mut child, _stderr, said, address) =
-        start(&["--parallel", "4", "--ctx", "512", "--bits", "8"]);
-    let said = said.concat();
+    let mut served = Served::start(&["--parallel", "4", "--ctx", "512", "--bits", "8"]);
+    let (said, address) = (served.said.clone(), served.address.clone());
     assert!(
         said.contains("4 requests at once, contexts of 512 tokens"),
         "{said}"
@@ -79,9 +98,8 @@ fn it_says_what_it_serves_answers_and_ends_in_good_order() {
     let response = ask(&address, "/v1/chat/completions", "", CHAT);
     assert!(response.starts_with("HTTP/1.1 200"), "{response}");
     assert!(response.contains("\"model\":\"demo\""), "{response}");
-    signal(&child);
     let begun = Instant::now();
-    assert!(child.wait().unwrap().success());
+    served.stop();
     assert!(begun.elapsed() < Duration::from_secs(10));
     assert!(TcpStream::connect(&address).is_err());
 }
@@ -109,7 +127,7 @@ fn keys_come_from_a_file_or_the_environment_and_are_needed_abroad() {
 
     let key = "a-key-of-sixteen-or-more";
     std::fs::write(&file, format!("# ours\n{key}\n")).unwrap();
-    let (mut child, _stderr, said, address) = start(&[
+    let mut served = Served::start(&[
         "--host",
         "0.0.0.0",
         "--api-key-file",
@@ -117,14 +135,13 @@ fn keys_come_from_a_file_or_the_environment_and_are_needed_abroad() {
         "--served-name",
         "tiny",
     ]);
-    assert!(!said.concat().contains(key));
-    let address = address.replace("0.0.0.0", "127.0.0.1");
+    assert!(!served.said.contains(key));
+    let address = served.address.replace("0.0.0.0", "127.0.0.1");
     assert!(ask(&address, "/v1/models", "", "").starts_with("HTTP/1.1 401"));
     let bearer = format!("authorization: Bearer {key}\r\n");
     let models = ask(&address, "/v1/models", &bearer, "");
     assert!(models.contains("\"id\":\"tiny\""), "{models}");
-    signal(&child);
-    assert!(child.wait().unwrap().success());
+    served.stop();
 }
 
 #[test]
@@ -133,8 +150,8 @@ fn a_terminal_talks_to_a_server() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("keys");
     std::fs::write(&file, key).unwrap();
-    let (mut child, _stderr, _, address) = start(&["--api-key-file", file.to_str().unwrap()]);
-    let url = format!("http://{address}");
+    let mut served = Served::start(&["--api-key-file", file.to_str().unwrap()]);
+    let url = format!("http://{}", served.address);
     let talk = |args: &[&str], key: Option<&str>| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
         command
@@ -200,6 +217,5 @@ fn a_terminal_talks_to_a_server() {
     }
     let (ok, _, said) = talk(&["-p", &"word ".repeat(3000)], Some(key));
     assert!(!ok && said.contains("1024"), "{said}");
-    signal(&child);
-    assert!(child.wait().unwrap().success());
+    served.stop();
 }

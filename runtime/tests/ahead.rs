@@ -208,7 +208,9 @@ fn sequences_get_their_own_tokens() {
     for rows in [8, 5] {
         let mut device = Device::new(SLOTS, rows, 400);
         let mut batch = Batch::new(&mut device);
-        let mut known: Vec<Option<(u64, Vec<u32>, Vec<u32>)>> = (0..SLOTS).map(|_| None).collect();
+        // Of each slot: the sampler's stream, the prompt, and what was drawn.
+        type Known = Option<(u64, Vec<u32>, Vec<u32>)>;
+        let mut known: Vec<Known> = (0..SLOTS).map(|_| None).collect();
         let (mut ended, mut errors) = (0, 0);
         for step in 0..5000u64 {
             let [a, b, c, _] = Philox::block([1, 2], 0, step).map(|w| w as usize);
@@ -241,11 +243,11 @@ fn sequences_get_their_own_tokens() {
                 Err(Error::PagesFull { .. }) => known[slot] = None,
                 Err(e) => panic!("{e}"),
             }
-            for slot in 0..SLOTS {
+            for (slot, known) in known.iter_mut().enumerate() {
                 if batch.is_running(slot) {
                     continue;
                 }
-                if let Some((stream, prompt, drawn)) = known[slot].take() {
+                if let Some((stream, prompt, drawn)) = known.take() {
                     ended += 1;
                     assert_eq!(drawn, alone(stream, &prompt, drawn.len()), "step {step}");
                     let fed = (prompt.len() + drawn.len()).saturating_sub(1);

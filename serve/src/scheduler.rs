@@ -215,7 +215,7 @@ mod tests {
             order.push(next);
         }
         assert_eq!(order, [0, 10, 20, 1, 11, 2, 3, 4]);
-        assert!(queue.is_empty() && queue.len() == 0);
+        assert!(queue.is_empty());
     }
 
     #[test]

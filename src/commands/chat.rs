@@ -37,7 +37,7 @@ const DEFAULT_CTX: usize = 8192;
 pub struct ChatArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
     pub model: Option<OsString>,
-    /// Talk to the model of a server, such as http://127.0.0.1:8080; MODEL is then its name there.
+    /// Talk to the model of the server at this address; MODEL is then its name there.
     /// NQ_API_KEY holds the key, if one is needed
     #[arg(
         long,

@@ -44,7 +44,7 @@ pub struct ServeArgs {
     /// Name that this machine goes by, beside localhost and its addresses
     #[arg(long, value_name = "NAME")]
     pub allow_host: Vec<String>,
-    /// Origin whose pages may use the server, such as https://example.org
+    /// Origin, a scheme and a host, whose pages may use the server
     #[arg(long, value_name = "ORIGIN")]
     pub allow_origin: Vec<String>,
     /// What clients call the model [default: its own name]
