@@ -246,3 +246,36 @@ fn a_gpus_memory_is_no_matter_on_a_cpu() {
         stderr(&out)
     );
 }
+
+/// The demo model in a folder whose name is no text, and in nq's own with bits and no divergence.
+#[cfg(all(feature = "demo", target_os = "linux"))]
+#[test]
+fn a_models_path_need_not_be_utf8_and_the_list_has_bits() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    let home = tempfile::tempdir().expect("a folder");
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let odd = home.path().join(OsStr::from_bytes(b"\xff model"));
+    let own = home.path().join("models/plain");
+    for to in [&odd, &own] {
+        std::fs::create_dir_all(to).expect("a folder");
+        for file in std::fs::read_dir(&demo).expect("the demo") {
+            let file = file.expect("a file");
+            std::fs::copy(file.path(), to.join(file.file_name())).expect("a copy");
+        }
+    }
+    let out = command(home.path(), &["inspect", "--json"])
+        .arg(&odd)
+        .output()
+        .expect("nq runs");
+    assert!(out.status.success(), "{}", stderr(&out));
+    let out = nq(home.path(), &["list", "--json"]);
+    let rows: serde_json::Value = serde_json::from_str(&stdout(&out)).expect("JSON");
+    assert_eq!(rows[0]["bits_per_weight"], 16.0);
+    assert!(rows[0]["file_bytes"].as_u64() > Some(27_000_000) && rows[0]["kld"].is_null());
+    // What is downloaded is named by where it lies; what cannot be is exit 1.
+    let out = nq(home.path(), &["pull", "nobody/nothing", "--offline"]);
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("nobody/nothing"), "{}", stderr(&out));
+}

@@ -259,9 +259,10 @@ fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
         // A code of one byte each, and parameters of eight a group.
         let rounded = n + 8 * out * scheme.group.count(inputs);
         let factoring = match work.needs {
-            // A copy of the moments, two f64 matrices and the factor; all but the factor are
-            // gone when columns are rounded, on row tiles of each thread.
-            Needs::Hessian => (4 + 8 + 8 + 4) * inputs * inputs,
+            // A copy of the moments, two f64 matrices, the one that factoring them works in, and
+            // the factor; all but this are gone when columns are rounded, on row tiles of each
+            // thread.
+            Needs::Hessian => (4 + 8 + 8 + 8 + 4) * inputs * inputs,
             _ => 0,
         };
         // The weight's error and, by moments, what that does to outputs: for the report.
