@@ -110,7 +110,7 @@ fn answer(
 ) -> (Generated, usize) {
     let mut session = session(engine, KvType::F16, ctx);
     let mut sequence = Sequence::new(&mut *session, 0);
-    let mut sampler = Sampler::new(params.clone(), 3).unwrap();
+    let mut sampler = Sampler::new(*params, 3).unwrap();
     let mut seen = Vec::new();
     let answer = generate(
         &mut *session,
