@@ -41,7 +41,7 @@ const LEAST_MATCH: usize = 3;
 const MOST_MATCH: usize = 32;
 
 /// At most `most` tokens that followed the longest match of the end of `text` with what stands before;
-/// of several as long the last one's. Empty if fewer than [`LEAST_MATCH`] tokens agree.
+/// of several as long the last one's. Empty if fewer than three tokens agree.
 pub fn draft(text: &[u32], most: usize) -> &[u32] {
     let (mut best, mut found) = (LEAST_MATCH - 1, &[][..]);
     // `end` is where a match would end, and its continuation begin.
