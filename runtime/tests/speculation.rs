@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Store, feed, nq, options, small_config, tokens};
+use common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::cpu::{FEW_ROWS, Isa, IsaChoice};
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
@@ -111,6 +111,8 @@ fn answer(
     let mut session = session(engine, KvType::F16, ctx);
     let mut sequence = Sequence::new(&mut *session, 0);
     let mut sampler = Sampler::new(*params, 3).unwrap();
+    // Of few tokens, so that the text repeats itself.
+    sampler.set_mask(Some(&[0b1111, 0, 0, 0]));
     let mut seen = Vec::new();
     let answer = generate(
         &mut *session,
@@ -142,7 +144,11 @@ fn drafts_change_no_answer() {
     };
     let mut accepted = 0;
     for (name, store) in stores(&config) {
-        let engine = nq(&config, &store);
+        let options = LoadOptions {
+            activations: ActivationChoice::Auto,
+            ..options(EngineKind::Nq)
+        };
+        let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
         for params in [SamplingParams::greedy(), sampled(1.0), sampled(1.05)] {
             let phrase = tokens(12, 8);
             let prompt = [&phrase[..], &phrase, &tokens(20, 2), &phrase].concat();
@@ -185,5 +191,5 @@ fn drafts_change_no_answer() {
             }
         }
     }
-    assert!(accepted > 200, "{accepted} drafted tokens were right");
+    assert!(accepted > 50, "{accepted} drafted tokens were right");
 }
