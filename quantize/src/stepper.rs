@@ -7,26 +7,13 @@ use crate::second_order::InputStats;
 use crate::tune::forward::{Forward, Saved};
 use crate::tune::params::{Layer, Matrix};
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::grad::{Gemm, GradOps};
+use nq_kernels::grad::{Allocate, Gemm, GradOps};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Rows that run through a layer at once: enough to fill a device.
 const ROWS: usize = 8192;
-
-/// Bytes of the device that passing `rows` rows of sequences of `seq` tokens through a layer
-/// takes, beside the layer and what is summed.
-pub fn work_bytes(c: &ModelConfig, rows: usize, seq: usize) -> u64 {
-    let batch = rows.div_ceil(seq.max(1));
-    let (q, kv, inter) = (c.q_dim(), c.kv_dim(), c.intermediate_size);
-    let heads = c.num_attention_heads;
-    let forward = c.hidden_size + inter.max(q) + q + kv;
-    let saved = 2 + 3 * q + 3 * kv + heads + c.num_key_value_heads + c.hidden_size + 2 * inter;
-    let streams = 2 * c.hidden_size;
-    let row = forward + saved + streams + heads * seq;
-    4 * (batch * seq * row + seq * c.head_dim) as u64
-}
 
 /// The forward layer by layer, where it runs.
 pub enum Stepper {
@@ -88,13 +75,34 @@ pub struct OpsStepper<O: GradOps> {
 }
 
 /// Memory of a piece: up to `rows` rows of sequences of up to `seq` tokens.
-struct Work<O: GradOps> {
+pub struct Work<O: Allocate> {
     rows: usize,
     seq: usize,
     forward: Forward<O>,
     saved: Saved<O>,
     x: O::Floats,   // [rows, hidden]
     out: O::Floats, // [rows, hidden]
+}
+
+impl<O: Allocate> Work<O> {
+    /// Room for up to `rows` rows, in whole sequences of `seq` tokens.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn new(ops: &O, c: &ModelConfig, rows: usize, seq: usize) -> Result<Self> {
+        // Of shorter sequences there are more, whose scores take less.
+        let batch = rows.div_ceil(seq.max(1));
+        let rows = batch * seq;
+        let stream = || ops.floats("residual stream", rows * c.hidden_size);
+        Ok(Work {
+            rows,
+            seq,
+            forward: Forward::new(ops, c, (batch, seq), 0)?,
+            saved: Saved::new(ops, c, rows)?,
+            x: stream()?,
+            out: stream()?,
+        })
+    }
 }
 
 /// Consecutive sequences of one length that go through a layer together.
@@ -163,19 +171,7 @@ impl<O: GradOps> OpsStepper<O> {
             return Ok(());
         }
         self.work = None;
-        let (ops, c) = (self.ops.as_ref(), &self.config);
-        // Of shorter sequences there are more, whose scores take less.
-        let batch = rows.div_ceil(seq.max(1));
-        let rows = batch * seq;
-        let stream = || ops.floats("residual stream", rows * c.hidden_size);
-        self.work = Some(Work {
-            rows,
-            seq,
-            forward: Forward::new(ops, c, (batch, seq), 0)?,
-            saved: Saved::new(ops, c, rows)?,
-            x: stream()?,
-            out: stream()?,
-        });
+        self.work = Some(Work::new(self.ops.as_ref(), &self.config, rows, seq)?);
         Ok(())
     }
 

@@ -137,17 +137,22 @@ impl GpuMeter {
 
 /// Bytes that the system can still hand out without swapping, where it says so.
 pub fn available_memory() -> Option<u64> {
-    memory("MemAvailable:")
+    proc_bytes("meminfo", "MemAvailable:")
 }
 
 /// Bytes of the machine's memory, where the system says so.
 pub fn total_memory() -> Option<u64> {
-    memory("MemTotal:")
+    proc_bytes("meminfo", "MemTotal:")
 }
 
-/// Bytes that the line of /proc/meminfo gives which begins so.
-fn memory(line: &str) -> Option<u64> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+/// The greatest resident memory of this process so far, in bytes, where the system says so.
+pub fn peak_memory() -> Option<u64> {
+    proc_bytes("self/status", "VmHWM:")
+}
+
+/// Bytes that the line of a file in /proc gives which begins so.
+fn proc_bytes(file: &str, line: &str) -> Option<u64> {
+    let info = std::fs::read_to_string(format!("/proc/{file}")).ok()?;
     let kib = info.lines().find_map(|l| l.strip_prefix(line))?;
     let kib: u64 = kib.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)

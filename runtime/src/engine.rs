@@ -92,7 +92,7 @@ impl fmt::Display for EngineDescription {
 }
 
 /// Bytes of a device's own memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// Weights.
     pub weights: usize,
@@ -102,6 +102,13 @@ pub struct DeviceMemory {
     pub scratch: usize,
     /// Free now.
     pub free: usize,
+}
+
+impl DeviceMemory {
+    /// All that is taken.
+    pub fn total(&self) -> usize {
+        self.weights + self.kv + self.scratch
+    }
 }
 
 /// What a session reserves.

@@ -2,9 +2,7 @@
 //! runs them its own way, over its own buffers, and may queue or record them.
 
 use crate::error::Result;
-use crate::models::LayerWeights;
-use nq_formats::models::{MlpSpec, NormKind, Product};
-use nq_formats::{Tensor, Weight};
+use nq_formats::models::{LayerSpec, MlpSpec, NormKind, Product};
 
 /// A layer's weights as a device keeps them: products as `L`, gains of norms as `N`.
 pub(crate) struct Layer<L, N> {
@@ -93,19 +91,17 @@ pub(crate) trait Ops {
 }
 
 impl<L, N> Layer<L, N> {
-    /// Packs the weights of layer `index`: its products by `linear`, its norms by `norm`.
-    pub(crate) fn pack(
+    /// Layer `index`, as `spec` says: its products are `linear`'s, its norms `norm`'s.
+    pub(crate) fn new(
         index: usize,
-        weights: &LayerWeights,
-        mut linear: impl FnMut(&'static Product, &[&Weight]) -> Result<L>,
-        mut norm: impl FnMut(&Tensor) -> Result<N>,
+        spec: &'static LayerSpec,
+        mut linear: impl FnMut(&'static Product) -> Result<L>,
+        mut norm: impl FnMut(NormKind) -> Result<N>,
     ) -> Result<Self> {
-        let spec = weights.spec;
         let mut pack = |spec: &'static Product| -> Result<Packed<L>> {
-            let linear = linear(spec, &weights.product(spec))?;
+            let linear = linear(spec)?;
             Ok(Packed { spec, linear })
         };
-        let mut norm = |kind| norm(weights.norm(kind));
         let attention = Attention {
             norm: norm(NormKind::Attention)?,
             qkv: pack(&spec.attention.qkv)?,

@@ -31,10 +31,11 @@ pub mod tokenizer;
 mod weights;
 
 #[cfg(feature = "cuda")]
-pub use cuda::session_bytes as gpu_session_bytes;
+pub use cuda::gpu_memory;
 
 pub use batch::{Batch, Continuation, Piece, StepsAhead};
 pub use chat_template::{ChatTemplate, Message};
+pub use cpu::stepper_bytes;
 pub use detokenizer::Detokenizer;
 pub use engine::{
     Chunk, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, Logits, LogitsWanted,
@@ -43,7 +44,7 @@ pub use engine::{
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, cpu_stepper, load};
-pub use memory::{MemoryEstimate, WeightSource, weight_kinds};
+pub use memory::{Kinds, WeightSource, hold_model, hold_session, kv_bytes, weight_kinds};
 pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};

@@ -6,8 +6,8 @@ use nq_kernels::cuda::{
     Buffer, ColumnBlock, CudaOps, Damped, FitShape, GemmPrecision, Groups, Order,
 };
 use nq_kernels::grad::{
-    Adam, Buffers, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape, Rounding,
-    UNKNOWN,
+    Adam, Allocate, Buffers, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape,
+    Rounding, UNKNOWN,
 };
 
 /// Sequences of a step, and tokens of each.

@@ -33,8 +33,7 @@ pub use attention::{
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{
-    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, MemoryUse, Pinned, Stream,
-    device_count, taken,
+    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, device_count,
 };
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};

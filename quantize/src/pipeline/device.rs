@@ -8,22 +8,19 @@ use crate::quality::Judge;
 use crate::second_order::InputStats;
 #[cfg(feature = "cuda")]
 use nq_formats::Progress;
+use nq_kernels::Account;
 use nq_runtime::Engine;
 use nq_runtime::device::Device;
 use std::sync::Arc;
 
 /// The peak is that of the run that begins.
 pub(super) fn begin_memory() {
-    #[cfg(feature = "cuda")]
-    nq_kernels::cuda::MemoryUse::begin();
+    Account::of_all_gpus().begin();
 }
 
 /// Bytes of GPUs' memory that were held at most since [`begin_memory`].
 pub(super) fn peak_memory() -> u64 {
-    #[cfg(feature = "cuda")]
-    return nq_kernels::cuda::MemoryUse::now().peak as u64;
-    #[cfg(not(feature = "cuda"))]
-    0
+    Account::of_all_gpus().peak() as u64
 }
 
 /// What the record says of text that was not sampled from the source as it is.
@@ -54,7 +51,8 @@ impl Job<'_> {
     #[cfg(feature = "cuda")]
     fn fit_device(&self, ordinal: usize) -> Result<DeviceEstimate> {
         use crate::device_memory::gpu::{Work, ways};
-        let free = nq_kernels::cuda::Gpu::open(ordinal)?.free_memory()? as u64;
+        let gpu = nq_kernels::cuda::Gpu::open(ordinal)?;
+        let free = gpu.free_memory()? as u64;
         let limit = self.options.device_memory.unwrap_or(free).min(free);
         // Schemes that are chosen may be of 8 bits throughout.
         let most = crate::Schemes::defaults(nq_formats::Bits::B8);
@@ -64,7 +62,7 @@ impl Job<'_> {
             needs: self.method.needs(),
             sampled: self.sampled(),
         };
-        ways(self.config(), &work).choose(limit)
+        ways(gpu.info(), self.config(), &work)?.choose(limit)
     }
 
     /// What was announced of the device's memory, tuning included.

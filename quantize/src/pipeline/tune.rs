@@ -186,8 +186,7 @@ impl Job<'_> {
         if self.options.tuning.is_none() {
             return Ok(None);
         }
-        let device = self.options.load.device.resolve()?;
-        let most = match device {
+        let most = match self.options.load.device.resolve()? {
             Device::Cpu => CPU,
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => gpu(self.config().parameters()),
@@ -201,12 +200,14 @@ impl Job<'_> {
         };
         let limit = self.tuning_limit()?;
         let length = SEQUENCE.min(config.max_position_embeddings);
-        let plan = MemoryPlan::new(config, length, group, limit, (most.pass, most.slots));
+        let passes = (most.pass, most.slots);
+        let plan = MemoryPlan::new(most.on_cpu, config, length, group, limit, passes)?;
+        let fits = plan.bytes <= limit;
         Ok(Some(TuningEstimate {
-            on_cpu: device == Device::Cpu,
+            on_cpu: most.on_cpu,
             limit,
-            least: plan.err().unwrap_or_default(),
-            plan: plan.ok(),
+            least: if fits { 0 } else { plan.bytes },
+            plan: fits.then_some(plan),
         }))
     }
 
@@ -227,22 +228,15 @@ impl Job<'_> {
             device: ops.device(),
             ..Tuning::default()
         };
-        let plan = match MemoryPlan::new(
-            config,
-            length,
-            least_group(&staged),
-            limit,
-            (most.pass, most.slots),
-        ) {
-            Ok(plan) => plan,
-            Err(least) => {
-                let why = format!(
-                    "not tuned: that takes {least} bytes on {}, of which {limit} may be used",
-                    tuning.device
-                );
-                return self.leave(writer, state, tuning, why);
-            }
-        };
+        let (group, passes) = (least_group(&staged), (most.pass, most.slots));
+        let plan = MemoryPlan::new(most.on_cpu, config, length, group, limit, passes)?;
+        if plan.bytes > limit {
+            let why = format!(
+                "not tuned: that takes {} bytes on {}, of which {limit} may be used",
+                plan.bytes, tuning.device
+            );
+            return self.leave(writer, state, tuning, why);
+        }
         tuning.device_bytes = plan.bytes;
         self.progress.note(&format!(
             "tuning on {}: {}, {} of its memory, passes of {} x {length} tokens",

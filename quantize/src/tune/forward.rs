@@ -7,11 +7,11 @@ use super::params::Layer;
 use crate::error::Result;
 use nq_formats::ModelConfig;
 use nq_formats::models::{LinearKind, MlpSpec, NormKind};
-use nq_kernels::grad::{Gemm, GradOps, HeadShape};
+use nq_kernels::grad::{Allocate, Gemm, GradOps, HeadShape};
 use nq_runtime::rope::Rotary;
 
 /// What the forward of one layer leaves for the backward.
-pub struct Saved<O: GradOps> {
+pub struct Saved<O: Allocate> {
     /// `[rows]`, of the norm before attention.
     pub inv1: O::Floats,
     /// `[rows]`, of the norm before the MLP.
@@ -40,7 +40,7 @@ pub struct Saved<O: GradOps> {
     pub up: O::Floats,
 }
 
-impl<O: GradOps> Saved<O> {
+impl<O: Allocate> Saved<O> {
     /// Room for `rows` tokens.
     ///
     /// # Errors
@@ -67,7 +67,7 @@ impl<O: GradOps> Saved<O> {
 }
 
 /// Memory that a layer's forward uses and the next one's uses again.
-pub struct Forward<O: GradOps> {
+pub struct Forward<O: Allocate> {
     config: ModelConfig,
     /// `[seq, dim / 2]` pairs
     pub cos_sin: O::Floats,
@@ -85,7 +85,7 @@ pub struct Forward<O: GradOps> {
     pub w: O::Floats,
 }
 
-impl<O: GradOps> Forward<O> {
+impl<O: Allocate> Forward<O> {
     /// Room for `batch` sequences of `seq` tokens (or more and shorter ones of as many tokens)
     /// and for weights of `largest` values that are computed from codes.
     ///
@@ -114,7 +114,9 @@ impl<O: GradOps> Forward<O> {
             w: floats(largest)?,
         })
     }
+}
 
+impl<O: GradOps> Forward<O> {
     /// From the residual stream `x` to that after attention, `s.mid`, over `batch` sequences of
     /// `seq` tokens. Leaves in `h` what queries, keys and values are made of.
     ///

@@ -9,13 +9,13 @@ use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;
 use nq_formats::models::{LinearKind, MlpSpec, NormKind};
-use nq_kernels::grad::{Gemm, GradOps, HeadShape, Occurrences};
+use nq_kernels::grad::{Allocate, Gemm, GradOps, HeadShape, Occurrences};
 
 /// Logits held at once, per model.
 const LOGITS: usize = 1 << 26;
 
 /// Memory of forward and backward over up to `batch` sequences of `seq` tokens.
-pub struct Graph<O: GradOps> {
+pub struct Graph<O: Allocate> {
     config: ModelConfig,
     batch: usize,
     seq: usize,
@@ -39,25 +39,6 @@ pub struct Graph<O: GradOps> {
     loss: O::Floats,      // [head_rows]
 }
 
-/// Values of f32 that a [`Graph`] takes: for the plan of memory.
-pub fn graph_values(c: &ModelConfig, batch: usize, seq: usize) -> usize {
-    let rows = batch * seq;
-    let wide = c.intermediate_size.max(c.q_dim());
-    let layer = c.hidden_size * 2
-        + c.q_dim() * 3
-        + c.kv_dim() * 3
-        + 2 * c.intermediate_size
-        + 2
-        + c.num_attention_heads
-        + c.num_key_value_heads;
-    let shared = 5 * c.hidden_size + 2 * wide + c.q_dim() + 3 * c.kv_dim();
-    let head = head_rows(c, rows) * (2 * c.vocab_size + c.hidden_size);
-    rows * (layer * c.num_hidden_layers + shared)
-        + 2 * batch * c.num_attention_heads * seq * seq
-        + 2 * largest_weight(c)
-        + head
-}
-
 fn head_rows(c: &ModelConfig, rows: usize) -> usize {
     (LOGITS / c.vocab_size.max(1))
         .clamp(64, rows.max(64))
@@ -65,7 +46,7 @@ fn head_rows(c: &ModelConfig, rows: usize) -> usize {
 }
 
 /// Elements of the largest weight.
-pub fn largest_weight(c: &ModelConfig) -> usize {
+fn largest_weight(c: &ModelConfig) -> usize {
     let linears = c.layer().linears().into_iter();
     linears
         .map(|l| l.elements(c))
@@ -78,7 +59,7 @@ fn sum(losses: &[f32]) -> f64 {
     losses.iter().map(|&l| f64::from(l)).sum()
 }
 
-impl<O: GradOps> Graph<O> {
+impl<O: Allocate> Graph<O> {
     /// Room for `batch` sequences of `seq` tokens.
     ///
     /// # Errors
@@ -118,7 +99,9 @@ impl<O: GradOps> Graph<O> {
             loss: floats(head_rows)?,
         })
     }
+}
 
+impl<O: GradOps> Graph<O> {
     /// Sequences of one pass.
     pub fn batch(&self) -> usize {
         self.batch

@@ -5,10 +5,10 @@ use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;
 use nq_formats::models::{LinearKind, MlpSpec, NormKind};
-use nq_kernels::grad::{Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
+use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
 
 /// Keys, values and activations of sequences that are sampled together.
-pub struct Sampler<O: GradOps> {
+pub struct Sampler<O: Allocate> {
     config: ModelConfig,
     slots: usize,
     length: usize,
@@ -29,19 +29,7 @@ pub struct Sampler<O: GradOps> {
     w: O::Floats,           // unused by a teacher: its weights are dense
 }
 
-/// Values of f32 that a [`Sampler`] takes, for the plan of memory.
-pub fn sampler_values(c: &ModelConfig, slots: usize, length: usize) -> usize {
-    let cache = 2 * c.num_hidden_layers * c.kv_dim() * length;
-    let rows = 2 * c.hidden_size
-        + 2 * c.q_dim()
-        + c.kv_dim()
-        + 3 * c.intermediate_size
-        + c.num_attention_heads
-        + c.vocab_size;
-    slots * (cache + rows)
-}
-
-impl<O: GradOps> Sampler<O> {
+impl<O: Allocate> Sampler<O> {
     /// Room for `slots` sequences of `length` tokens.
     ///
     /// # Errors
@@ -79,7 +67,9 @@ impl<O: GradOps> Sampler<O> {
             w: ops.floats("weights", 0)?,
         })
     }
+}
 
+impl<O: GradOps> Sampler<O> {
     /// Sequences sampled together.
     pub fn slots(&self) -> usize {
         self.slots

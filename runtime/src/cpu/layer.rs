@@ -22,10 +22,18 @@ pub(crate) fn pack_layer(
     weights: &LayerWeights,
     census: &mut Census,
 ) -> Result<Layer> {
-    let linear = |product: &'static Product, parts: &[&Weight]| {
-        pack(cpu, options, product.name, parts, census)
+    let linear = |product: &'static Product| {
+        pack(
+            cpu,
+            options,
+            product.name,
+            &weights.product(product),
+            census,
+        )
     };
-    Layer::pack(index, weights, linear, |gains| Ok(gains.to_f32()?))
+    Layer::new(index, weights.spec, linear, |kind| {
+        Ok(weights.norm(kind).to_f32()?)
+    })
 }
 
 /// Bytes that one token reads of a layer.
@@ -210,18 +218,26 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
+    /// Values of a row of each buffer.
+    fn widths(c: &ModelConfig) -> [usize; 4] {
+        let qkv = c.q_dim() + 2 * c.kv_dim();
+        [c.hidden_size, qkv, c.q_dim(), c.intermediate_size]
+    }
+
     /// Room for `rows` rows.
     pub(crate) fn new(c: &ModelConfig, rows: usize) -> Self {
+        let [normed, qkv, attended, gated] = Self::widths(c).map(|width| vec![0.0; rows * width]);
         Scratch {
-            normed: vec![0.0; rows * c.hidden_size],
-            qkv: vec![0.0; rows * (c.q_dim() + 2 * c.kv_dim())],
-            attended: vec![0.0; rows * c.q_dim()],
-            gated: vec![0.0; rows * c.intermediate_size],
+            normed,
+            qkv,
+            attended,
+            gated,
         }
     }
 
     /// Bytes that [`Scratch::new`] reserves.
     pub(crate) fn bytes(c: &ModelConfig, rows: usize) -> usize {
-        4 * rows * (c.hidden_size + 2 * c.q_dim() + 2 * c.kv_dim() + c.intermediate_size)
+        let row: usize = Self::widths(c).iter().sum();
+        size_of::<f32>() * rows * row
     }
 }

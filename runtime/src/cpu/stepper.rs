@@ -28,6 +28,13 @@ pub(crate) struct CpuStepper {
     scratch: Scratch,
 }
 
+/// Bytes that the CPU's stepper takes for pieces of whole pages, beside the layer that it runs: what
+/// [`CpuStepper::new`] and the pieces reserve, and a copy of a piece of the stream.
+pub fn stepper_bytes(c: &ModelConfig, kv: KvType) -> usize {
+    let page = KvPages::page_bytes(kv, c.num_key_value_heads, c.head_dim);
+    Scratch::bytes(c, ROWS) + size_of::<f32>() * ROWS * c.hidden_size + ROWS.div_ceil(PAGE) * page
+}
+
 impl CpuStepper {
     /// A stepper for models of this shape; keys and values are rounded to `kv_type`.
     pub(crate) fn new(
