@@ -304,3 +304,29 @@ impl Address {
         self.0.is_multiple_of(bytes)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::Account;
+    use crate::cuda::{Checked, Gpu, GpuInfo};
+
+    /// On a dry device memory is counted, and nothing else is done: no driver is needed.
+    #[test]
+    fn a_dry_device_counts_what_is_allocated() {
+        let gpu = Gpu::dry(GpuInfo::default(), Account::gpu());
+        let bytes = || gpu.account().held();
+        let mut values = gpu.upload("a test", &[1f32; 300]).unwrap();
+        values.write(200, &[2.0; 100]).unwrap();
+        assert!(values.write(201, &[2.0; 100]).is_err());
+        assert_eq!(bytes(), 1200);
+        let ids = Checked::new(&gpu, "a test", 7, 3u32, 4).unwrap();
+        assert!(gpu.mapped("a test", 50, 0u32).unwrap().is_empty());
+        assert_eq!(bytes(), 1228);
+        drop(ids);
+        assert_eq!((bytes(), gpu.account().peak()), (1200, 1228));
+        let read = values.read(0, &mut [0.0]).unwrap_err().to_string();
+        assert!(read.contains("dry device"), "{read}");
+        assert!(gpu.pinned::<u32>("a test", 1).is_err());
+        assert!(gpu.stream().is_err() && gpu.free_memory().is_err());
+    }
+}
