@@ -148,7 +148,7 @@ pub(crate) mod gpu {
     use nq_formats::{Bits, DType, ModelConfig};
     use nq_kernels::Account;
     use nq_kernels::cuda::{CudaOps, GpuInfo, MOST_WIDE_SEQUENCES};
-    use nq_kernels::grad::{Allocate, GPU_SCRATCH};
+    use nq_kernels::grad::{Allocate, SCRATCH};
     use nq_kernels::registry::WeightKind;
     use nq_runtime::gpu_memory;
 
@@ -214,7 +214,7 @@ pub(crate) mod gpu {
     /// Bytes that `stage` holds at most, with what its products take.
     fn peak(stage: impl FnOnce(&Account) -> Result<()>) -> Result<u64> {
         let account = Account::gpu();
-        let _scratch = account.hold(GPU_SCRATCH);
+        let _scratch = account.hold(SCRATCH);
         stage(&account)?;
         Ok(account.peak() as u64)
     }

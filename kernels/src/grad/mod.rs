@@ -15,9 +15,9 @@ pub use cpu::CpuOps;
 use crate::account::{Account, Held};
 use crate::error::{Error, Result};
 
-/// Bytes of a GPU's memory that products take for themselves, at most: sums of parts of them, or
-/// cuBLAS's workspace.
-pub const GPU_SCRATCH: usize = 40 << 20;
+/// Bytes that products take for themselves, at most: on a GPU sums of parts of them, or cuBLAS's
+/// workspace.
+pub const SCRATCH: usize = 40 << 20;
 
 /// `C[b] (+)= alpha op(A[b]) op(B[b])` for every `b` of a batch of contiguous matrices.
 #[derive(Clone, Copy, Debug, PartialEq)]

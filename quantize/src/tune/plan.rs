@@ -6,7 +6,7 @@ use super::sample::Sampler;
 use crate::error::Result;
 use nq_formats::ModelConfig;
 use nq_kernels::Account;
-use nq_kernels::grad::GPU_SCRATCH;
+use nq_kernels::grad::SCRATCH;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -158,11 +158,11 @@ impl MemoryPlan {
         let halves = |most: usize| std::iter::successors(Some(most), |&n| (n > 1).then_some(n / 2));
         let small = config.parameters() <= LARGE;
         // What tunes is made on an account, where it is counted.
-        let (account, scratch) = match on_cpu {
-            true => (&Account::host(), 0),
-            false => (&Account::gpu(), GPU_SCRATCH),
+        let account = match on_cpu {
+            true => &Account::host(),
+            false => &Account::gpu(),
         };
-        let _scratch = account.hold(scratch);
+        let _scratch = account.hold(SCRATCH);
         let mut plan = MemoryPlan::default();
         for codes in [true, false] {
             let _models = both_models(account, config, group, codes)?;
