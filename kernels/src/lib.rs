@@ -13,6 +13,7 @@ pub mod grad;
 pub mod reference;
 pub mod registry;
 pub mod rng;
+pub mod second_order;
 
 pub use error::{Error, Result};
 pub use registry::{Activations, KernelSet};

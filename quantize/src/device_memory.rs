@@ -63,7 +63,6 @@ pub struct DeviceEstimate {
 }
 
 /// What the stages of a run take, each way that they can be done.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 pub(crate) struct Ways {
     /// Sampling, from the best to the smallest copy; none where nothing is sampled.
     pub(crate) sampling: Vec<(SampledFrom, u64)>,
@@ -76,10 +75,8 @@ pub(crate) struct Ways {
 }
 
 /// Rows of a piece that are tried.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 pub(crate) const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
 
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 impl Ways {
     /// The best ways that fit `limit` bytes.
     ///
@@ -123,7 +120,6 @@ impl Ways {
 }
 
 /// The first of `ways` that fits.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 fn first<T: Copy>(ways: &[(T, u64)], limit: u64, what: &'static str) -> Result<(T, u64)> {
     let least = ways.iter().map(|w| w.1).min().unwrap_or(0);
     let fits = ways.iter().find(|w| w.1 <= limit);
@@ -135,12 +131,10 @@ fn first<T: Copy>(ways: &[(T, u64)], limit: u64, what: &'static str) -> Result<(
 }
 
 /// Bytes of a model's weights packed for the GPU's engine.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 pub(crate) fn engine_weights(c: &ModelConfig, schemes: &Schemes) -> u64 {
     crate::memory::file_bytes(c, schemes, 2)
 }
 
-#[cfg(feature = "cuda")]
 pub(crate) mod gpu {
     //! The bytes of each stage, from shapes alone.
 
@@ -149,11 +143,11 @@ pub(crate) mod gpu {
     use crate::layers::PIECE;
     use crate::methods::Needs;
     use crate::schemes::Schemes;
-    use crate::stepper::work_bytes;
     use crate::streamed;
     use nq_formats::{Bits, ModelConfig};
-    use nq_kernels::cuda::{CudaOps, MOST_WIDE_SEQUENCES};
-    use nq_runtime::{KvType, SessionSpec, gpu_session_bytes};
+    use nq_runtime::full_precision::work_bytes;
+    use nq_runtime::gpu::GpuSizes;
+    use nq_runtime::{KvType, SessionSpec};
 
     /// Partial sums of products that are cut into parts, at most.
     const PARTIAL: u64 = 40 << 20;
@@ -166,6 +160,7 @@ pub(crate) mod gpu {
         pub(crate) needs: Needs,
         /// Sequences sampled, at most; 0: none.
         pub(crate) sampled: usize,
+        pub(crate) sizes: GpuSizes,
     }
 
     /// Schemes of a copy that text is sampled from.
@@ -195,7 +190,7 @@ pub(crate) mod gpu {
                 kv: KvType::F16,
                 max_rows,
             };
-            gpu_session_bytes(c, &spec) as u64
+            (work.sizes.session)(c, &spec) as u64
         };
         let copies = [SampledFrom::Source, SampledFrom::Int8, SampledFrom::Int4];
         let source = 2 * c.parameters() as u64;
@@ -203,7 +198,7 @@ pub(crate) mod gpu {
         let sampling = match work.sampled {
             0 => Vec::new(),
             n => {
-                let slots = sampling_slots(c, n, length, Some(MOST_WIDE_SEQUENCES));
+                let slots = sampling_slots(c, n, length, Some(work.sizes.together));
                 let session = session(slots, SAMPLING_ROWS);
                 copies.map(|from| (from, weights(from) + session)).to_vec()
             }
@@ -249,7 +244,7 @@ pub(crate) mod gpu {
         let round = factor + 9 * values + (512 + 8 * groups) as u64 * out as u64;
         // The weight, its changes and their outputs, codes.
         let errors = 13 * values;
-        let factoring = CudaOps::factor_bytes(n) as u64 + factor;
+        let factoring = (work.sizes.factor)(n) as u64 + factor;
         factoring.max(round).max(errors)
     }
 
@@ -312,11 +307,13 @@ mod tests {
 
     /// What users' cards hold: 8B goes through 12 GB, of which the driver takes a part, and 32B
     /// through 80 GB; a small card costs a rounded copy to sample from and a streamed source.
-    #[cfg(feature = "cuda")]
     #[test]
     fn published_shapes_fit_the_cards_of_their_users() {
         use crate::methods::Needs;
         use nq_formats::{Bits, synth::Preset};
+        let Ok(sizes) = nq_runtime::gpu::sizes() else {
+            return; // a build without CUDA
+        };
         let choose = |preset: &str, limit: u64| {
             let config = Preset::find(preset).expect("a published shape").config();
             let schemes = Schemes::defaults(Bits::B4);
@@ -324,6 +321,7 @@ mod tests {
                 schemes: &schemes,
                 needs: Needs::Hessian,
                 sampled: 64,
+                sizes,
             };
             gpu::ways(&config, &work).choose(limit)
         };

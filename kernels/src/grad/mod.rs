@@ -12,6 +12,8 @@ mod tests;
 pub use cpu::CpuOps;
 
 use crate::error::{Error, Result};
+use crate::second_order::SecondOrder;
+use std::sync::Arc;
 
 /// `C[b] (+)= alpha op(A[b]) op(B[b])` for every `b` of a batch of contiguous matrices.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -300,6 +302,12 @@ pub trait Buffers {
 /// # Errors
 /// As [`Buffers`].
 pub trait LayerOps: Buffers {
+    /// What rounds by second moments that were summed on the device; `None` if that is the
+    /// host's work.
+    fn second_order(self: &Arc<Self>) -> Option<Arc<dyn SecondOrder<Floats = Self::Floats>>> {
+        None
+    }
+
     /// A batch of products.
     fn gemm(&self, g: Gemm, a: &Self::Floats, b: &Self::Floats, c: &mut Self::Floats)
     -> Result<()>;
@@ -515,6 +523,15 @@ pub trait GradOps: LayerOps {
     /// the softmax of `logits[b]` takes its place. The draw is that of Philox stream
     /// `stream + b` at counter `offset`.
     fn sample(&self, logits: &Self::Floats, ids: &mut Self::Ids, draw: Draw) -> Result<()>;
+}
+
+/// Work that any device of a training step can do.
+pub trait GradWork {
+    /// What comes of it.
+    type Output;
+
+    /// Does it over `ops`.
+    fn run<O: GradOps>(self, ops: &O) -> Self::Output;
 }
 
 /// Shape of [`GradOps::attend_one`].

@@ -1,9 +1,8 @@
 //! The dense algebra of second-order rounding, wherever the moments of inputs are kept: the
-//! host ([`host`], any CPU) or a GPU (`device`, feature `cuda`). What is damped, in which order
+//! host ([`host`], any CPU) or a device that rounds by them (`device`). What is damped, in which order
 //! columns go and what their ranges are searched by is the method's, and the same on both.
 
-#[cfg(feature = "cuda")]
-pub mod device;
+mod device;
 pub mod host;
 
 use crate::error::Result;
@@ -138,6 +137,14 @@ impl InputStats {
         InputStats {
             mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
             hessian: Some(Arc::new(moments)),
+        }
+    }
+
+    /// Of second moments that a device keeps.
+    pub fn on_device(moments: Arc<dyn nq_kernels::second_order::Moments>) -> Self {
+        InputStats {
+            mean_square: moments.diagonal().to_vec(),
+            hessian: Some(Arc::new(device::DeviceHessian(moments))),
         }
     }
 

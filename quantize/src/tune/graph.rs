@@ -4,12 +4,14 @@
 //! What the backward needs and the forward has is kept if it is dear to compute (products),
 //! computed again if it is cheap (norms, SiLU, attention's weights).
 
-use super::forward::{Attention, Forward, Saved, attention_weights};
 use super::params::Model;
 use crate::error::Result;
 use nq_formats::ModelConfig;
 use nq_formats::models::{LinearKind, MlpSpec, NormKind};
 use nq_kernels::grad::{Gemm, GradOps, HeadShape, Occurrences};
+use nq_runtime::full_precision::{
+    AttentionProducts, Load, Pass, Tape, Workspace, attention_weights,
+};
 
 /// Logits held at once, per model.
 const LOGITS: usize = 1 << 26;
@@ -20,10 +22,10 @@ pub struct Graph<O: GradOps> {
     batch: usize,
     seq: usize,
     head_rows: usize,
-    f: Forward<O>,
+    f: Workspace<O>,
     ids: O::Ids,          // [rows]
     xs: Vec<O::Floats>,   // layers + 1 of [rows, hidden]
-    saved: Vec<Saved<O>>, // by layer
+    saved: Vec<Tape<O>>,  // by layer
     inv: O::Floats,       // [rows], of the final norm
     teacher: O::Floats,   // [rows, hidden], the teacher's normed output
     dx: O::Floats,        // [rows, hidden]
@@ -89,7 +91,7 @@ impl<O: GradOps> Graph<O> {
         let (hidden, kv) = (rows * c.hidden_size, rows * c.kv_dim());
         let floats = |n| ops.floats("activations of a training step", n);
         let layers = 0..c.num_hidden_layers;
-        let saved = layers.map(|_| Saved::new(ops, c, rows));
+        let saved = layers.map(|_| Ok(Tape::new(ops, c, rows)?));
         let saved = saved.collect::<Result<_>>()?;
         let xs = (0..=c.num_hidden_layers).map(|_| Ok(floats(hidden)?));
         let xs = xs.collect::<Result<_>>()?;
@@ -99,7 +101,7 @@ impl<O: GradOps> Graph<O> {
             batch,
             seq,
             head_rows,
-            f: Forward::new(ops, c, (batch, seq), largest_weight(c))?,
+            f: Workspace::new(ops, c, (batch, seq), largest_weight(c))?,
             ids: ops.ids("tokens", rows)?,
             xs,
             saved,
@@ -229,12 +231,11 @@ impl<O: GradOps> Graph<O> {
         let width = self.config.hidden_size;
         let table = model.embedding.load(ops, &mut self.f.w)?;
         ops.embed(table, &self.ids, (rows, 1, 0), &mut self.xs[0], width)?;
-        for layer in 0..self.config.num_hidden_layers {
-            let (before, after) = self.xs.split_at_mut(layer + 1);
-            let (weights, s) = (&model.layers[layer], &mut self.saved[layer]);
-            let shape = (rows / self.seq, self.seq);
-            self.f.attention(ops, weights, &before[layer], s, shape)?;
-            self.f.mlp(ops, weights, s, &mut after[0], rows)?;
+        let shape = (rows / self.seq, self.seq);
+        for (index, (layer, tape)) in model.layers.iter().zip(&mut self.saved).enumerate() {
+            let (before, after) = self.xs.split_at_mut(index + 1);
+            let streams = (&before[index], &mut after[0]);
+            Pass::new(ops, (&mut self.f, tape), shape, streams, &mut |_, _| Ok(())).run(layer)?;
         }
         let last = &self.xs[self.config.num_hidden_layers];
         let (norm, eps) = (&model.final_norm.value, self.config.rms_norm_eps);
@@ -431,7 +432,7 @@ impl<O: GradOps> Graph<O> {
             Gemm::input_grad(rows, n, k)
         };
         let shape = (rows / self.seq, self.seq);
-        let a = Attention::of(c, shape.0, shape.1);
+        let a = AttentionProducts::of(c, shape.0, shape.1);
         let score_rows = qs.rows() * qs.heads;
 
         Self::weight_gradient(ops, model, id(LinearKind::O), &self.dx, &s.o, dw)?;

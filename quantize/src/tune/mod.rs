@@ -7,7 +7,6 @@
 //! every step, so that there is nothing to learn by heart; text that no step sees decides which
 //! state is kept. The file's format does not change.
 
-pub mod forward;
 pub mod graph;
 pub mod params;
 pub mod plan;

@@ -15,6 +15,7 @@ use nq_formats::{
 use nq_kernels::grad::{CpuOps, UNKNOWN};
 use nq_kernels::rng::Philox;
 use nq_runtime::LayerWeights;
+use nq_runtime::full_precision::Load;
 use std::collections::BTreeMap;
 
 fn config(tied: bool) -> ModelConfig {

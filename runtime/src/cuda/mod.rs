@@ -25,7 +25,7 @@ pub(crate) struct CudaEngine {
 
 /// Bytes of a GPU's memory that a session takes, beside its model's weights: on the GPU whose steps
 /// take most sequences.
-pub fn session_bytes(config: &ModelConfig, spec: &SessionSpec) -> usize {
+pub(crate) fn session_bytes(config: &ModelConfig, spec: &SessionSpec) -> usize {
     let plan = Plan::default().with_session(config, KernelSet::Fused, spec, MOST_WIDE_SEQUENCES);
     plan.kv + plan.scratch
 }

@@ -37,7 +37,7 @@ fn pack_layer(uploader: &mut Uploader, index: usize, weights: &LayerWeights) -> 
     let linear = |product: &'static Product, parts: &[&Weight]| {
         Ok(uploader.pack(parts, stack(weights.spec, product))?)
     };
-    let norm = |gains: &Tensor| Ok(gpu.upload("a norm", &gains.to_f32()?)?);
+    let norm = |_, gains: &Tensor| Ok(gpu.upload("a norm", &gains.to_f32()?)?);
     Layer::pack(index, weights, linear, norm)
 }
 
