@@ -24,7 +24,7 @@ pub mod second_order;
 pub mod sensitivity;
 pub mod stages;
 pub mod streamed;
-pub mod tune;
+pub mod train;
 
 pub use calibration::CalibrationSource;
 pub use device_memory::DeviceEstimate;
@@ -38,4 +38,4 @@ pub use quality::Limits;
 pub use report::{Choice, LayerReport, QuantizeReport, TuningReport, WorstToken};
 pub use schemes::Schemes;
 pub use stages::Stage;
-pub use tune::{Effort, TuneOptions, Tuning};
+pub use train::{Effort, TuneOptions, Tuning};

@@ -3,7 +3,7 @@
 
 use crate::error::Result;
 use crate::models::LayerWeights;
-use nq_formats::models::{LinearKind, MlpSpec, NormKind, NormSpec, Product};
+use nq_formats::models::{MlpSpec, NormSpec, Product};
 use nq_formats::{Tensor, Weight};
 
 /// A layer's weights as a device keeps them: products as `L`, gains of norms as `N`.
@@ -163,7 +163,7 @@ impl<L, N> Layer<L, N> {
         [&a.qkv, &a.o, gate_up, down].into_iter().map(|p| &p.linear)
     }
 
-    /// Gains of its norms, in the order of [`NormKind`].
+    /// Gains of its norms, in the order of its table.
     pub fn norms(&self) -> impl Iterator<Item = &N> {
         let Mlp::SwiGlu { norm, .. } = &self.mlp;
         let a = &self.attention;
@@ -181,28 +181,6 @@ impl<L, N> Layer<L, N> {
         let linears = [&mut a.qkv, &mut a.o, gate_up, down].into_iter();
         let norms = [&mut a.norm, norm, &mut a.q_norm, &mut a.k_norm];
         (linears.map(|p| &mut p.linear), norms.into_iter())
-    }
-
-    /// Gains of one norm.
-    pub fn norm(&self, kind: NormKind) -> &N {
-        let Mlp::SwiGlu { norm, .. } = &self.mlp;
-        match kind {
-            NormKind::Attention => &self.attention.norm,
-            NormKind::Mlp => norm,
-            NormKind::Q => &self.attention.q_norm,
-            NormKind::K => &self.attention.k_norm,
-        }
-    }
-
-    /// Gains of one norm, to be changed.
-    pub fn norm_mut(&mut self, kind: NormKind) -> &mut N {
-        let Mlp::SwiGlu { norm, .. } = &mut self.mlp;
-        match kind {
-            NormKind::Attention => &mut self.attention.norm,
-            NormKind::Mlp => norm,
-            NormKind::Q => &mut self.attention.q_norm,
-            NormKind::K => &mut self.attention.k_norm,
-        }
     }
 
     /// Runs the layer over the rows of a pass.
@@ -226,35 +204,4 @@ impl<L, N> Layer<L, N> {
         }
         ops.end_layer(layer)
     }
-}
-
-impl<M, N> Layer<Vec<M>, N> {
-    /// The weight of one Linear, where a product keeps its Linears apart.
-    ///
-    /// # Panics
-    /// If the layer has no such Linear.
-    pub fn linear(&self, kind: LinearKind) -> &M {
-        let Mlp::SwiGlu { gate_up, down, .. } = &self.mlp;
-        let a = &self.attention;
-        let mut all = [&a.qkv, &a.o, gate_up, down].into_iter();
-        let found = all.find_map(|p| Some(&p.linear[place(p.spec, kind)?]));
-        found.unwrap_or_else(|| panic!("a layer without {kind}"))
-    }
-
-    /// [`Layer::linear`], to be changed.
-    ///
-    /// # Panics
-    /// If the layer has no such Linear.
-    pub fn linear_mut(&mut self, kind: LinearKind) -> &mut M {
-        let Mlp::SwiGlu { gate_up, down, .. } = &mut self.mlp;
-        let a = &mut self.attention;
-        let mut all = [&mut a.qkv, &mut a.o, gate_up, down].into_iter();
-        let found = all.find_map(|p| Some(&mut p.linear[place(p.spec, kind)?]));
-        found.unwrap_or_else(|| panic!("a layer without {kind}"))
-    }
-}
-
-/// Which of a product's Linears does this.
-fn place(product: &Product, kind: LinearKind) -> Option<usize> {
-    product.linears.iter().position(|l| l.kind == kind)
 }

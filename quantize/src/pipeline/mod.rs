@@ -26,7 +26,7 @@ use crate::memory;
 use crate::quality::{self, Measured};
 use crate::report::{Choice, QuantizeReport};
 use crate::schemes::Schemes;
-use crate::tune::Tuning;
+use crate::train::Tuning;
 use guard::Next;
 pub use job::{Job, QuantizeOptions, TargetSize};
 use nq_formats::nq::{Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};

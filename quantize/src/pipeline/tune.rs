@@ -8,12 +8,12 @@ use crate::error::{Error, Result};
 use crate::linalg::read_row;
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
-use crate::tune::params::Canonical;
-use crate::tune::plan::{
+use crate::train::params::Canonical;
+use crate::train::plan::{
     CHECKS, Effort, MemoryPlan, Schedule, TuneOptions, default_seconds, schedule,
 };
-use crate::tune::record::Tuning;
-use crate::tune::train::{Beginnings, Settings, Trainer, settings_of};
+use crate::train::record::Tuning;
+use crate::train::trainer::{Beginnings, Settings, Trainer, settings_of};
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Unit, Weight, human_bytes};

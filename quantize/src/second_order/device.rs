@@ -94,17 +94,13 @@ impl Factor for DeviceFactor<'_> {
     }
 
     fn round(&self, c: &Columns<'_>) -> Result<Rounded> {
-        let blocks = c.blocks.iter().map(|b| kernels::ColumnBlock {
-            places: b.places.clone(),
-            begins: b.begins,
-        });
         let found = self.0.round(&kernels::Columns {
             weight: &c.weight.data,
             rows: c.weight.rows,
             group: c.grid.group().size(c.weight.cols),
             max_code: c.grid.max_code(),
             order: &places(c.order),
-            blocks: &blocks.collect::<Vec<_>>(),
+            blocks: c.blocks,
             fit: fit_shape(c.fit, c.grid),
             importance: c.importance,
         })?;

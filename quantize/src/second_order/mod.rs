@@ -5,13 +5,15 @@
 mod device;
 pub mod host;
 
+pub use nq_kernels::second_order::ColumnBlock;
+
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
 use crate::linalg::{Matrix, Moments};
 use crate::report::LayerReport;
 use std::fmt::Debug;
-use std::ops::{AddAssign, Range};
+use std::ops::AddAssign;
 use std::sync::Arc;
 
 /// `E[x x^T]` of a Linear's inputs, `[in, in]`: half the Hessian of the output's squared error
@@ -97,22 +99,12 @@ pub struct Columns<'a> {
     /// The column of each place.
     pub order: &'a [usize],
     /// Runs of places, in order.
-    pub blocks: &'a [Block],
+    pub blocks: &'a [ColumnBlock],
     /// How the ranges of groups are chosen: before the first column, but for those that blocks
     /// begin.
     pub fit: Fit,
     /// Weights of that choice, by column.
     pub importance: &'a [f32],
-}
-
-/// Columns that are rounded before the rest of the row is updated.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Block {
-    /// Places in the order.
-    pub places: Range<usize>,
-    /// The group whose columns begin here and are whole in the order, if its range is chosen
-    /// only now.
-    pub begins: Option<usize>,
 }
 
 impl Columns<'_> {

@@ -1,4 +1,8 @@
 //! Without CUDA.
+#![allow(
+    missing_docs,
+    reason = "documented where they do something: `present.rs`"
+)]
 
 use super::{GpuMemory, GpuSizes};
 use crate::engine::Engine;
@@ -19,11 +23,11 @@ fn absent<T>(ordinal: usize) -> Result<T> {
     })
 }
 
-pub(super) fn count() -> Result<usize, String> {
+pub(crate) fn count() -> Result<usize, String> {
     Err(WHY.into())
 }
 
-pub(super) fn load(
+pub(crate) fn load(
     _: &ModelConfig,
     _: &dyn WeightStore,
     _: &LoadOptions,
@@ -33,7 +37,7 @@ pub(super) fn load(
     absent(ordinal)
 }
 
-pub(super) fn stepper(
+pub(crate) fn stepper(
     _: &ModelConfig,
     ordinal: usize,
     _rows: usize,
@@ -41,24 +45,24 @@ pub(super) fn stepper(
     absent(ordinal)
 }
 
-pub(super) fn memory(ordinal: usize) -> Result<GpuMemory> {
+pub fn memory(ordinal: usize) -> Result<GpuMemory> {
     absent(ordinal)
 }
 
-pub(super) fn sizes() -> Result<GpuSizes> {
+pub fn sizes() -> Result<GpuSizes> {
     absent(0)
 }
 
-pub(super) fn run<W: GradWork>(ordinal: usize, _: W) -> Result<W::Output> {
+pub fn run<W: GradWork>(ordinal: usize, _: W) -> Result<W::Output> {
     absent(ordinal)
 }
 
-pub(super) fn moments(ordinal: usize, _: &[f32], _: usize) -> Result<Arc<dyn Moments>> {
+pub fn moments(ordinal: usize, _: &[f32], _: usize) -> Result<Arc<dyn Moments>> {
     absent(ordinal)
 }
 
-pub(super) fn begin_use() {}
+pub fn begin_use() {}
 
-pub(super) fn peak_use() -> u64 {
+pub fn peak_use() -> u64 {
     0
 }

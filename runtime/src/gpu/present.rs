@@ -17,11 +17,13 @@ fn ops(ordinal: usize, precision: GemmPrecision) -> Result<CudaOps> {
     Ok(CudaOps::new(&Gpu::open(ordinal)?, precision)?)
 }
 
-pub(super) fn count() -> Result<usize, String> {
+/// GPUs of the machine, at least one; else why there is none, in words.
+pub(crate) fn count() -> Result<usize, String> {
     device_count().map_err(|e| e.to_string())
 }
 
-pub(super) fn load(
+/// The engine of GPU `ordinal`.
+pub(crate) fn load(
     config: &ModelConfig,
     store: &dyn WeightStore,
     options: &LoadOptions,
@@ -32,7 +34,9 @@ pub(super) fn load(
     Ok(Arc::new(engine))
 }
 
-pub(super) fn stepper(
+/// The layer stepper of GPU `ordinal`, which passes up to `rows` rows through a layer at once, a
+/// sequence at least.
+pub(crate) fn stepper(
     config: &ModelConfig,
     ordinal: usize,
     rows: usize,
@@ -41,7 +45,11 @@ pub(super) fn stepper(
     Ok(full_precision::stepper(ops, config, rows))
 }
 
-pub(super) fn memory(ordinal: usize) -> Result<GpuMemory> {
+/// Memory of GPU `ordinal`.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device) if there is none; the driver's.
+pub fn memory(ordinal: usize) -> Result<GpuMemory> {
     let gpu = Gpu::open(ordinal)?;
     Ok(GpuMemory {
         free: gpu.free_memory()? as u64,
@@ -49,8 +57,12 @@ pub(super) fn memory(ordinal: usize) -> Result<GpuMemory> {
     })
 }
 
+/// How much memory work takes.
+///
+/// # Errors
+/// In a build without GPUs.
 #[expect(clippy::unnecessary_wraps, reason = "without CUDA there are none")]
-pub(super) fn sizes() -> Result<GpuSizes> {
+pub fn sizes() -> Result<GpuSizes> {
     Ok(GpuSizes {
         together: MOST_WIDE_SEQUENCES,
         session: session_bytes,
@@ -58,21 +70,31 @@ pub(super) fn sizes() -> Result<GpuSizes> {
     })
 }
 
-pub(super) fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
+/// Does `work` on GPU `ordinal`, whose products of f32 round operands to TF32.
+///
+/// # Errors
+/// As [`memory`].
+pub fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
     Ok(work.run(&ops(ordinal, GemmPrecision::Tf32)?))
 }
 
-pub(super) fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn Moments>> {
+/// The second moments `values` `[n, n]` of `n` inputs, taken to GPU `ordinal`.
+///
+/// # Errors
+/// As [`memory`].
+pub fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn Moments>> {
     let gpu = Gpu::open(ordinal)?;
     let sums = gpu.upload("second moments", values)?;
     let ops = Arc::new(CudaOps::new(&gpu, GemmPrecision::Full)?);
     Ok(ops.moments(sums, n)?)
 }
 
-pub(super) fn begin_use() {
+/// Forgets the peak of [`peak_use`]: it begins with what is held now.
+pub fn begin_use() {
     MemoryUse::begin();
 }
 
-pub(super) fn peak_use() -> u64 {
+/// Bytes of GPUs' memory that this process held at most since [`begin_use`].
+pub fn peak_use() -> u64 {
     MemoryUse::now().peak as u64
 }
