@@ -14,6 +14,7 @@ pub mod grad;
 pub mod reference;
 pub mod registry;
 pub mod rng;
+pub mod second_order;
 
 pub use account::{Account, Held};
 pub use error::{Error, Result};

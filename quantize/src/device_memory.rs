@@ -61,7 +61,6 @@ pub struct DeviceEstimate {
 }
 
 /// What the stages of a run take, each way that they can be done.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 pub(crate) struct Ways {
     /// Sampling, from the best to the smallest copy; none where nothing is sampled.
     pub(crate) sampling: Vec<(SampledFrom, u64)>,
@@ -74,10 +73,8 @@ pub(crate) struct Ways {
 }
 
 /// Rows of a piece that are tried.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 pub(crate) const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
 
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 impl Ways {
     /// The best ways that fit `limit` bytes.
     ///
@@ -121,7 +118,6 @@ impl Ways {
 }
 
 /// The first of `ways` that fits.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 fn first<T: Copy>(ways: &[(T, u64)], limit: u64, what: &'static str) -> Result<(T, u64)> {
     let least = ways.iter().map(|w| w.1).min().unwrap_or(0);
     let fits = ways.iter().find(|w| w.1 <= limit);
@@ -132,7 +128,6 @@ fn first<T: Copy>(ways: &[(T, u64)], limit: u64, what: &'static str) -> Result<(
     })
 }
 
-#[cfg(feature = "cuda")]
 pub(crate) mod gpu {
     //! The bytes of each stage: its steps on an account, from shapes alone.
 
@@ -143,14 +138,13 @@ pub(crate) mod gpu {
     use crate::memory::{self, session};
     use crate::methods::Needs;
     use crate::schemes::Schemes;
-    use crate::stepper::Work as Pass;
     use crate::streamed;
     use nq_formats::{Bits, DType, ModelConfig};
     use nq_kernels::Account;
-    use nq_kernels::cuda::{CudaOps, GpuInfo, MOST_WIDE_SEQUENCES};
-    use nq_kernels::grad::{Allocate, SCRATCH};
+    use nq_kernels::grad::SCRATCH;
     use nq_kernels::registry::WeightKind;
-    use nq_runtime::gpu_memory;
+    use nq_runtime::full_precision::{hold_layer, hold_work};
+    use nq_runtime::gpu::GpuSizes;
 
     /// What a run does, as far as the GPU's memory depends on it.
     pub(crate) struct Work<'a> {
@@ -158,6 +152,7 @@ pub(crate) mod gpu {
         pub(crate) needs: Needs,
         /// Sequences sampled, at most; 0: none.
         pub(crate) sampled: usize,
+        pub(crate) sizes: GpuSizes,
     }
 
     /// Schemes of a copy that text is sampled from.
@@ -180,17 +175,17 @@ pub(crate) mod gpu {
     ///
     /// # Errors
     /// A scheme that no kernel of the GPU serves.
-    pub(crate) fn ways(gpu: &GpuInfo, c: &ModelConfig, work: &Work<'_>) -> Result<Ways> {
+    pub(crate) fn ways(c: &ModelConfig, work: &Work<'_>) -> Result<Ways> {
         // An engine with a session, of the source or of what schemes make of it.
         let engine = |schemes: Option<&Schemes>, slots, max_rows| {
             let dense = WeightKind::Dense(DType::BF16);
             let kinds = |name: &str| schemes.map_or(dense, |s| s.kind(name, DType::BF16));
-            gpu_memory(gpu, c, &kinds, &session(c, slots, max_rows))
+            (work.sizes.engine)(c, &kinds, &session(c, slots, max_rows))
         };
         let mut sampling = Vec::new();
         if work.sampled > 0 {
             let length = session(c, 0, 0).ctx;
-            let slots = sampling_slots(c, work.sampled, length, Some(MOST_WIDE_SEQUENCES));
+            let slots = sampling_slots(c, work.sampled, length, Some(work.sizes.together));
             for from in [SampledFrom::Source, SampledFrom::Int8, SampledFrom::Int4] {
                 let taken = engine(copy_schemes(from).as_ref(), slots, SAMPLING_ROWS)?;
                 sampling.push((from, taken.total() as u64));
@@ -220,47 +215,42 @@ pub(crate) mod gpu {
     }
 
     /// A layer is run over pieces of `rows` rows, whose memory stays.
-    fn run(a: &Account, c: &ModelConfig, rows: usize) -> Result<Pass<Account>> {
-        let pass = Pass::new(a, c, rows, session(c, 0, 0).ctx)?;
-        let linears = c.layer().linears().into_iter();
-        let layer: Result<Vec<_>> = linears
-            .map(|l| Ok(a.floats("weights", l.elements(c))?))
-            .collect();
-        layer?;
-        Ok(pass)
+    fn run(a: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
+        let work = hold_work(a, c, rows, session(c, 0, 0).ctx)?;
+        drop(hold_layer(a, c)?);
+        Ok(work)
     }
 
     /// Layers are quantized, the head before them in pieces.
     fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Result<()> {
-        let moments = |n: usize| a.floats("moments of a layer's inputs", n * n);
+        let moments = |n: usize| a.hold(4 * n * n);
         if work.needs != Needs::Hessian {
             return run(a, c, rows).map(drop);
         }
         let n = c.hidden_size;
-        let head = moments(n)?;
-        round(a, c.vocab_size.min(PIECE / n), n, work)?;
+        let head = moments(n);
+        round(a, c.vocab_size.min(PIECE / n), n, work);
         drop(head);
         let products = c.layer().products().into_iter();
         let _moments: Vec<_> = products.map(|p| moments(p.inputs(c))).collect();
         let _pass = run(a, c, rows)?;
         for linear in c.layer().linears() {
             let (out, inputs) = linear.dims(c);
-            round(a, out, inputs, work)?;
+            round(a, out, inputs, work);
         }
         Ok(())
     }
 
     /// A weight `[out, n]` is rounded by the moments of its inputs.
-    fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) -> Result<()> {
+    fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
         let (values, groups) = (out * n, work.schemes.linears.group.count(n));
-        let factor = a.floats("the factor", n * n)?;
-        drop(a.hold(CudaOps::factor_bytes(n)));
+        let factor = a.hold(4 * n * n);
+        drop(a.hold((work.sizes.factor)(n)));
         // The weight as it is and in the order, codes, errors of a block and parameters.
         drop(a.hold(9 * values + (512 + 8 * groups) * out));
         drop(factor);
         // The weight, its changes and their outputs, codes.
         drop(a.hold(13 * values));
-        Ok(())
     }
 }
 
@@ -306,12 +296,14 @@ mod tests {
 
     /// What users' cards hold: 8B goes through 12 GB, of which the driver takes a part, and 32B
     /// through 80 GB; a small card costs a rounded copy to sample from and a streamed source.
-    #[cfg(feature = "cuda")]
     #[test]
     fn published_shapes_fit_the_cards_of_their_users() {
         use crate::methods::Needs;
         use crate::schemes::Schemes;
         use nq_formats::{Bits, synth::Preset};
+        let Ok(sizes) = nq_runtime::gpu::sizes() else {
+            return; // a build without CUDA
+        };
         let choose = |preset: &str, limit: u64| {
             let config = Preset::find(preset).expect("a published shape").config();
             let schemes = Schemes::defaults(Bits::B4);
@@ -319,13 +311,9 @@ mod tests {
                 schemes: &schemes,
                 needs: Needs::Hessian,
                 sampled: 64,
+                sizes,
             };
-            let info = nq_kernels::cuda::GpuInfo {
-                multiprocessors: 132,
-                shared_memory: 227 << 10,
-                ..Default::default()
-            };
-            gpu::ways(&info, &config, &work)?.choose(limit)
+            gpu::ways(&config, &work)?.choose(limit)
         };
         let small = choose("qwen3-8b", 11_300_000_000).unwrap();
         assert_eq!(

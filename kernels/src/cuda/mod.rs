@@ -44,5 +44,5 @@ pub use linear::{DeviceLinear, Uploader};
 pub use pack::{PackedKind, Stack, operand_index};
 pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
-pub use second_order::{Codes, ColumnBlock, Damped, FitShape, Groups, Order};
+pub use second_order::{Codes, Groups, Order};
 pub use table::table;

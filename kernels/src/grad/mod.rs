@@ -14,6 +14,8 @@ pub use cpu::CpuOps;
 
 use crate::account::{Account, Held};
 use crate::error::{Error, Result};
+use crate::second_order::SecondOrder;
+use std::sync::Arc;
 
 /// Bytes that products take for themselves, at most: on a GPU sums of parts of them, or cuBLAS's
 /// workspace.
@@ -338,6 +340,12 @@ pub trait Buffers: Allocate {
 /// # Errors
 /// As [`Buffers`].
 pub trait LayerOps: Buffers {
+    /// What rounds by second moments that were summed on the device; `None` if that is the
+    /// host's work.
+    fn second_order(self: &Arc<Self>) -> Option<Arc<dyn SecondOrder<Floats = Self::Floats>>> {
+        None
+    }
+
     /// A batch of products.
     fn gemm(&self, g: Gemm, a: &Self::Floats, b: &Self::Floats, c: &mut Self::Floats)
     -> Result<()>;
@@ -553,6 +561,15 @@ pub trait GradOps: LayerOps {
     /// the softmax of `logits[b]` takes its place. The draw is that of Philox stream
     /// `stream + b` at counter `offset`.
     fn sample(&self, logits: &Self::Floats, ids: &mut Self::Ids, draw: Draw) -> Result<()>;
+}
+
+/// Work that any device of a training step can do.
+pub trait GradWork {
+    /// What comes of it.
+    type Output;
+
+    /// Does it over `ops`.
+    fn run<O: GradOps>(self, ops: &O) -> Self::Output;
 }
 
 /// Shape of [`GradOps::attend_one`].

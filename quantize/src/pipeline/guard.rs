@@ -358,7 +358,7 @@ impl Job<'_> {
             calibration: calibration.map(|text| &text.ids[..]),
             progress: &self.progress,
         }
-        .menus(&mut stepper)
+        .menus(stepper.as_mut())
     }
 
     /// The schemes of an attempt.

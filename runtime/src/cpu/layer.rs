@@ -1,6 +1,6 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
-use crate::engine::{Observer, all_finite};
+use crate::engine::Observer;
 use crate::error::{Error, Result};
 use crate::forward::{self, Attention, Operand, Ops, Packed, Projection};
 use crate::load::LoadOptions;
@@ -31,8 +31,8 @@ pub(crate) fn pack_layer(
             census,
         )
     };
-    Layer::new(index, weights.spec, linear, |kind| {
-        Ok(weights.norm(kind).to_f32()?)
+    Layer::new(index, weights.spec, linear, |norm| {
+        Ok(weights.norm(norm.kind).to_f32()?)
     })
 }
 
@@ -40,17 +40,6 @@ pub(crate) fn pack_layer(
 pub(crate) fn layer_bytes(layer: &Layer) -> usize {
     let norms = layer.norms().map(|n| 4 * n.len()).sum::<usize>();
     norms + layer.linears().map(Linear::bytes).sum::<usize>()
-}
-
-/// An error if `x`, the output of layer `layer`, holds a NaN or an infinity.
-pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
-    match all_finite(x) {
-        true => Ok(()),
-        false => Err(Error::NotFinite {
-            what: "the output",
-            layer,
-        }),
-    }
 }
 
 /// Repacks weights that share an input, rounded as `options` say, counting them in `census`.

@@ -5,7 +5,7 @@ mod session;
 mod stepper;
 
 pub(crate) use session::session_bytes;
-pub(crate) use stepper::CpuStepper;
+pub(crate) use stepper::CpuLayers;
 pub use stepper::stepper_bytes;
 
 use crate::device::available_memory;

@@ -1,8 +1,10 @@
 //! [`Session`] on the CPU.
 
 use super::CpuModel;
-use super::layer::{Batch, Layer, Pass, Scratch, check_finite};
-use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks};
+use super::layer::{Batch, Layer, Pass, Scratch};
+use crate::engine::{
+    Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks, check_finite,
+};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::{ModelConfig, Weight};

@@ -24,27 +24,38 @@ pub(crate) struct CudaEngine {
     bandwidth: OnceLock<Option<f64>>,
 }
 
+/// What a GPU is whose steps take most sequences, for plans without one.
+const LARGEST: GpuInfo = GpuInfo {
+    ordinal: 0,
+    name: String::new(),
+    capability: (9, 0),
+    multiprocessors: 132,
+    shared_memory: 227 << 10,
+    l2_bytes: 50 << 20,
+    memory: 0,
+    driver: 0,
+};
+
 /// Bytes that a model whose matrices are of these kinds will take of the memory of a GPU whose steps
 /// take most sequences, and a session of it.
 ///
 /// # Errors
 /// A weight that no kernel serves; keys and values that the device does not keep.
-pub fn gpu_memory(
-    info: &GpuInfo,
-    config: &ModelConfig,
+pub(crate) fn planned(
+    c: &ModelConfig,
     kinds: Kinds<'_>,
     spec: &SessionSpec,
 ) -> Result<DeviceMemory> {
-    let dry = Gpu::dry(info.clone(), Account::gpu());
+    let dry = Gpu::dry(LARGEST, Account::gpu());
     let request = Request {
-        info,
+        info: dry.info(),
         shape: SessionShape {
-            config,
+            config: c,
             kernels: KernelSet::Fused,
             together: MOST_WIDE_SEQUENCES,
         },
-        head: &plan::head(&dry, config, kinds)?,
-        weights: plan::weight_bytes(config, kinds, None)?,
+        head: &plan::head(&dry, c, kinds)?,
+        weights: plan::weight_bytes(c, kinds, None)?,
         session: Some(spec),
     };
     request.plan()

@@ -8,7 +8,7 @@ use crate::forward::{Attention, Layer};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
-use nq_formats::models::{LayerSpec, MlpSpec, Product};
+use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cuda::{Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, Stack, Uploader};
@@ -41,7 +41,7 @@ fn pack_layer(uploader: &mut Uploader, index: usize, weights: &LayerWeights) -> 
         let stack = stack(weights.spec, product);
         Ok(uploader.pack(&weights.product(product), stack)?)
     };
-    let norm = |kind| Ok(gpu.upload("a norm", &weights.norm(kind).to_f32()?)?);
+    let norm = |norm: &NormSpec| Ok(gpu.upload("a norm", &weights.norm(norm.kind).to_f32()?)?);
     Layer::new(index, weights.spec, linear, norm)
 }
 

@@ -7,7 +7,7 @@ use crate::engine::{DeviceMemory, SessionSpec};
 use crate::error::{Error, Result};
 use crate::forward::Layer;
 use crate::memory::Kinds;
-use nq_formats::models::{NormKind, Product};
+use nq_formats::models::{NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{ModelConfig, TensorEntry, human_bytes};
 use nq_kernels::Account;
@@ -39,9 +39,7 @@ pub(super) fn weight_bytes(
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
     let layer = |index: usize| -> Result<usize> {
         let before = account.held();
-        let norm = |kind: NormKind| -> Result<_> {
-            Ok(gpu.zeros("a norm", c.layer().norm(kind).len.of(c))?)
-        };
+        let norm = |norm: &NormSpec| -> Result<_> { Ok(gpu.zeros("a norm", norm.len.of(c))?) };
         let pack = |product: &'static Product| {
             let rows = product.linears.iter().map(|l| l.dims(c).0).sum();
             let name = product.linears[0].name(index);

@@ -5,16 +5,15 @@ use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::read_row;
 use half::f16;
-use nq_formats::models::{LinearKind, NormKind};
+use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::{
     AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, ZeroPoints, pack,
 };
 use nq_kernels::grad::{Adam, Allocate, GradOps, Rounding};
-use nq_runtime::LayerWeights;
-use nq_runtime::models;
+use nq_runtime::full_precision::Load;
+use nq_runtime::{LayerWeights, forward, models};
 use rayon::prelude::*;
-use std::collections::BTreeMap;
 
 /// What kind of parameter a vector of values is: each kind has a learning rate of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +50,12 @@ pub struct State<O: Allocate> {
     pub mean: O::Floats,
     /// Mean of their squares.
     pub square: O::Floats,
+}
+
+impl<O: Allocate> AsRef<O::Floats> for Values<O> {
+    fn as_ref(&self) -> &O::Floats {
+        &self.value
+    }
 }
 
 impl<O: Allocate> Values<O> {
@@ -235,7 +240,7 @@ impl<O: GradOps> Matrix<O> {
     ///
     /// # Errors
     /// A weight that is not finite; the device's.
-    pub fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
+    fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
         let row = |row: usize, values: &mut [f32]| read_row(name, weight, row, values);
         Ok(Matrix::Dense(ops.rows("weights", weight.dims(), row)?))
     }
@@ -295,29 +300,6 @@ impl<O: GradOps> Matrix<O> {
             None => Self::dense(ops, name, weight),
             Some(source) => Self::student(ops, name, weight, source, codes),
         }
-    }
-
-    /// The weight's values: its own, or computed to `scratch`.
-    ///
-    /// # Errors
-    /// The device's.
-    pub fn load<'a>(&'a self, ops: &O, scratch: &'a mut O::Floats) -> Result<&'a O::Floats> {
-        match self {
-            Matrix::Dense(w) => return Ok(w),
-            Matrix::Latent {
-                shape,
-                latent,
-                scales,
-                zeros,
-            } => ops.round(*shape, &latent.value, &scales.value, zeros, scratch)?,
-            Matrix::Fixed {
-                shape,
-                codes,
-                scales,
-                zeros,
-            } => ops.dequantize(*shape, codes, &scales.value, zeros, scratch)?,
-        }
-        Ok(scratch)
     }
 
     /// True if there is anything to tune.
@@ -381,70 +363,53 @@ impl<O: GradOps> Matrix<O> {
     }
 }
 
-/// One layer.
-pub struct Layer<O: Allocate> {
-    /// Weights of its Linears.
-    pub linears: BTreeMap<LinearKind, Matrix<O>>,
-    /// Gains of its norms.
-    pub norms: BTreeMap<NormKind, Values<O>>,
+impl<O: GradOps> Load<O> for Matrix<O> {
+    fn load<'a>(
+        &'a self,
+        ops: &O,
+        scratch: &'a mut O::Floats,
+    ) -> nq_kernels::Result<&'a O::Floats> {
+        match self {
+            Matrix::Dense(w) => return Ok(w),
+            Matrix::Latent {
+                shape,
+                latent,
+                scales,
+                zeros,
+            } => ops.round(*shape, &latent.value, &scales.value, zeros, scratch)?,
+            Matrix::Fixed {
+                shape,
+                codes,
+                scales,
+                zeros,
+            } => ops.dequantize(*shape, codes, &scales.value, zeros, scratch)?,
+        }
+        Ok(scratch)
+    }
 }
 
-impl<O: GradOps> Layer<O> {
-    /// Layer `index` with the values of its weights, to be run and not tuned.
-    ///
-    /// # Errors
-    /// A weight that is not finite; the device's.
-    pub fn dense(ops: &O, index: usize, w: &LayerWeights) -> Result<Self> {
-        Self::build(ops, index, w, None, false)
-    }
+/// One layer.
+pub type Layer<O> = forward::Layer<Vec<Matrix<O>>, Values<O>>;
 
-    fn build(
-        ops: &O,
-        layer: usize,
-        w: &LayerWeights,
-        source: Option<&LayerWeights>,
-        codes: bool,
-    ) -> Result<Self> {
-        let linears = w.linears.iter().map(|(&kind, weight)| {
-            let name = w.spec.linear(kind).name(layer);
-            let source = source.map(|s| s.linear(kind));
-            Ok((kind, Matrix::build(ops, &name, weight, source, codes)?))
+/// Layer `index`: to be tuned, and its codes too if `codes`, where there is a `source`.
+fn layer<O: GradOps>(
+    ops: &O,
+    index: usize,
+    w: &LayerWeights,
+    source: Option<&LayerWeights>,
+    codes: bool,
+) -> Result<Layer<O>> {
+    let product = |product: &Product| {
+        let matrix = product.linears.iter().map(|linear| {
+            let source = source.map(|s| s.linear(linear.kind));
+            let weight = w.linear(linear.kind);
+            Matrix::build(ops, &linear.name(index), weight, source, codes)
         });
-        let norms = w.norms.iter().map(|(&kind, gains)| {
-            let name = w.spec.norm(kind).name(layer);
-            Ok((kind, Values::gains(ops, name, gains, source.is_some())?))
-        });
-        Ok(Layer {
-            linears: linears.collect::<Result<_>>()?,
-            norms: norms.collect::<Result<_>>()?,
-        })
-    }
-
-    /// One Linear.
-    pub fn linear(&self, kind: LinearKind) -> &Matrix<O> {
-        &self.linears[&kind]
-    }
-
-    /// One Linear, to be changed.
-    ///
-    /// # Panics
-    /// If the layer has no such Linear.
-    pub fn linear_mut(&mut self, kind: LinearKind) -> &mut Matrix<O> {
-        (self.linears.get_mut(&kind)).unwrap_or_else(|| panic!("a layer without {kind}"))
-    }
-
-    /// One norm.
-    pub fn norm(&self, kind: NormKind) -> &Values<O> {
-        &self.norms[&kind]
-    }
-
-    /// One norm, to be changed.
-    ///
-    /// # Panics
-    /// If the layer has no such norm.
-    pub fn norm_mut(&mut self, kind: NormKind) -> &mut Values<O> {
-        (self.norms.get_mut(&kind)).unwrap_or_else(|| panic!("a layer without {kind:?}"))
-    }
+        matrix.collect::<Result<_>>()
+    };
+    forward::Layer::new(index, w.spec, product, |norm| {
+        Values::gains(ops, norm.name(index), w.norm(norm.kind), source.is_some())
+    })
 }
 
 /// Canonical weights of a whole model, as they are read and written.
@@ -561,7 +526,7 @@ impl<O: GradOps> Model<O> {
         let matrix = |name: &str, w: &Weight, source| Matrix::build(ops, name, w, source, codes);
         let layers = w.layers.iter().enumerate().map(|(index, w)| {
             let source = source.map(|s| &s.layers[index]);
-            Layer::build(ops, index, w, source, codes)
+            layer(ops, index, w, source, codes)
         });
         let layers = layers.collect::<Result<_>>()?;
         let head = match &w.head {
@@ -595,8 +560,8 @@ impl<O: GradOps> Model<O> {
         let mut all = self.embedding.values();
         all.extend(self.head.iter().flat_map(Matrix::values));
         for layer in &self.layers {
-            all.extend(layer.linears.values().flat_map(Matrix::values));
-            all.extend(layer.norms.values());
+            all.extend(layer.linears().flatten().flat_map(Matrix::values));
+            all.extend(layer.norms());
         }
         all.push(&self.final_norm);
         all.retain(|v| v.state.is_some());
@@ -608,8 +573,9 @@ impl<O: GradOps> Model<O> {
         let mut all = self.embedding.values_mut();
         all.extend(self.head.iter_mut().flat_map(Matrix::values_mut));
         for layer in &mut self.layers {
-            all.extend(layer.linears.values_mut().flat_map(Matrix::values_mut));
-            all.extend(layer.norms.values_mut());
+            let (linears, norms) = layer.parts_mut();
+            all.extend(linears.flatten().flat_map(Matrix::values_mut));
+            all.extend(norms);
         }
         all.push(&mut self.final_norm);
         all.retain(|v| v.state.is_some());
