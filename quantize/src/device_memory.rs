@@ -143,7 +143,7 @@ pub(crate) mod gpu {
     use nq_kernels::Account;
     use nq_kernels::grad::SCRATCH;
     use nq_kernels::registry::WeightKind;
-    use nq_runtime::full_precision::{hold_layer, hold_work};
+    use nq_runtime::full_precision::{hold_head, hold_layer, hold_work};
     use nq_runtime::gpu::GpuSizes;
 
     /// What a run does, as far as the GPU's memory depends on it.
@@ -193,7 +193,13 @@ pub(crate) mod gpu {
         }
         let source = engine(None, 1, memory::ROWS)?;
         let result = engine(Some(work.schemes), 1, memory::ROWS)?.total();
-        let head = result as u64 + streamed::device_bytes(c);
+        // Layers go through before the result is loaded, and leave the head.
+        let head = peak(|a| {
+            hold_head(a, c, streamed::ROWS)
+                .map(drop)
+                .map_err(Into::into)
+        })?;
+        let head = result as u64 + head;
         let quantizing = |rows| -> Result<_> { Ok((rows, peak(|a| quantize(a, c, work, rows))?)) };
         let streamed =
             |rows| -> Result<_> { Ok((rows, head.max(peak(|a| run(a, c, rows).map(drop))?))) };

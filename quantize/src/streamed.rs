@@ -13,7 +13,7 @@ use nq_runtime::{
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Rows whose logits are made at once.
-const ROWS: usize = 64;
+pub(crate) const ROWS: usize = 64;
 
 /// [`Engine`] for one text.
 pub struct Streamed {
@@ -26,12 +26,6 @@ struct Inner {
     texts: Vec<Vec<u32>>,
     hidden: Vec<f32>, // [tokens of all texts, hidden], after the last layer
     head: Mutex<Box<dyn Head>>,
-}
-
-/// Bytes that a [`Streamed`] of this shape keeps on its device, sessions included.
-pub fn device_bytes(c: &ModelConfig) -> u64 {
-    let rows = ROWS * (2 * c.hidden_size + c.vocab_size + 1);
-    4 * (c.vocab_size * c.hidden_size + c.hidden_size + rows) as u64
 }
 
 impl Streamed {

@@ -6,7 +6,7 @@
 
 mod stepper;
 
-pub use stepper::{hold_layer, hold_work, stepper};
+pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
 use crate::error::{Error, Result};
 use crate::forward::{Attention, Layer, Operand, Ops, Packed, Projection};

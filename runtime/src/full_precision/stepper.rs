@@ -39,6 +39,17 @@ pub fn hold_layer(account: &Account, c: &ModelConfig) -> Result<impl Sized> {
     Ok(layer)
 }
 
+/// Room on an account for the head, and for `rows` rows at it.
+///
+/// # Errors
+/// None that an account could give.
+pub fn hold_head(account: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
+    let weight = account.floats("head", c.vocab_size * c.hidden_size)?;
+    let gains = account.floats("norm", c.hidden_size)?;
+    let room = HeadRoom::new(account, (c.vocab_size, c.hidden_size), rows)?;
+    Ok((weight, gains, room))
+}
+
 /// The layer stepper on the device of `ops`, which passes up to `rows` rows through a layer at once,
 /// a sequence at least.
 pub fn stepper<O>(ops: O, config: &ModelConfig, rows: usize) -> Box<dyn LayerStepper>
@@ -279,14 +290,10 @@ where
         self.room = None;
         let ops = Arc::clone(&self.ops);
         let (vocab, hidden) = head.dims();
-        let floats = |n: usize| ops.floats("logits", rows * n);
         Ok(Box::new(OpsHead {
             weight: Dense::matrix(ops.as_ref(), "head", head)?,
             gains: Dense::gains(ops.as_ref(), norm)?,
-            x: floats(hidden)?,
-            normed: floats(hidden)?,
-            inv: floats(1)?,
-            logits: floats(vocab)?,
+            room: HeadRoom::new(ops.as_ref(), (vocab, hidden), rows)?,
             host: Vec::new(),
             shape: (vocab, hidden),
             eps: self.config.rms_norm_eps,
@@ -295,14 +302,31 @@ where
     }
 }
 
+/// Memory of up to `rows` rows at the head.
+struct HeadRoom<O: Allocate> {
+    x: O::Floats,      // [rows, hidden]
+    normed: O::Floats, // [rows, hidden]
+    inv: O::Floats,    // [rows]
+    logits: O::Floats, // [rows, vocab]
+}
+
+impl<O: Allocate> HeadRoom<O> {
+    fn new(ops: &O, (vocab, hidden): (usize, usize), rows: usize) -> Result<Self> {
+        let floats = |n: usize| ops.floats("logits", rows * n);
+        Ok(HeadRoom {
+            x: floats(hidden)?,
+            normed: floats(hidden)?,
+            inv: floats(1)?,
+            logits: floats(vocab)?,
+        })
+    }
+}
+
 struct OpsHead<O: LayerOps> {
     ops: Arc<O>,
-    weight: Dense<O>,      // [vocab, hidden]
-    gains: Dense<O>,       // [hidden]
-    x: O::Floats,          // [rows, hidden]
-    normed: O::Floats,     // [rows, hidden]
-    inv: O::Floats,        // [rows]
-    logits: O::Floats,     // [rows, vocab]
+    weight: Dense<O>, // [vocab, hidden]
+    gains: Dense<O>,  // [hidden]
+    room: HeadRoom<O>,
     host: Vec<f32>,        // [rows, vocab]
     shape: (usize, usize), // of the weight
     eps: f32,
@@ -317,19 +341,13 @@ where
         let rows = x.len() / hidden.max(1);
         self.host.resize(rows * vocab, 0.0);
         if rows > 0 {
-            ops.write(&mut self.x, x)?;
-            let (gains, normed) = (&self.gains.0, &mut self.normed);
-            ops.rms_norm(
-                &self.x,
-                gains,
-                normed,
-                &mut self.inv,
-                (rows, hidden),
-                self.eps,
-            )?;
+            let (room, shape) = (&mut self.room, (rows, hidden));
+            let (gains, normed, inv) = (&self.gains.0, &mut room.normed, &mut room.inv);
+            ops.write(&mut room.x, x)?;
+            ops.rms_norm(&room.x, gains, normed, inv, shape, self.eps)?;
             let product = Gemm::linear(rows, vocab, hidden);
-            ops.gemm(product, &self.normed, &self.weight.0, &mut self.logits)?;
-            ops.read(&self.logits, &mut self.host)?;
+            ops.gemm(product, normed, &self.weight.0, &mut room.logits)?;
+            ops.read(&room.logits, &mut self.host)?;
         }
         Ok(&self.host)
     }
