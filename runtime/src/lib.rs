@@ -33,7 +33,7 @@ mod weights;
 #[cfg(feature = "cuda")]
 pub use cuda::session_bytes as gpu_session_bytes;
 
-pub use batch::{Batch, Continuation, Piece, StepsAhead};
+pub use batch::{Batch, Continuation, Piece, Ran, StepsAhead};
 pub use chat_template::{ChatTemplate, Message};
 pub use detokenizer::Detokenizer;
 pub use engine::{

@@ -2,10 +2,11 @@
 //! thread and no clock of its own.
 //!
 //! Requests wait in a queue per client. Clients take turns, so that one who sends a hundred
-//! requests delays another by one. Prompts that are under way share the rows of a step evenly, what
-//! a short one does not need going to the others (max-min fairness). How many rows there are
-//! follows from time: what prompts may add to a step is bounded, since everybody who decodes waits
-//! for it (chunked prefill: Sarathi-Serve, arXiv 2403.02310).
+//! requests delays another by one. Of the rows that a step has for prompts, half go to the one that came
+//! first, so that none starves, and the others to those that lack least, so that a short one does not
+//! wait for long ones. How many rows there are follows from time: what prompts may add to a step is
+//! bounded, since everybody who decodes waits for it (chunked prefill: Sarathi-Serve, arXiv
+//! 2403.02310).
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -107,24 +108,23 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
     }
 }
 
-/// Splits `rows` among those who want so many each, evenly, nobody getting more than wanted. Those
-/// named first get what does not divide.
+/// Splits `rows` among prompts, of which `wanted` rows each are left, in the order they came: half for
+/// the first, the rest for the shortest.
 pub fn share(rows: usize, wanted: &[usize]) -> Vec<usize> {
     let mut shares = vec![0; wanted.len()];
     let mut left = rows;
-    loop {
-        let open = |i: &usize| shares[*i] < wanted[*i];
-        let hungry: Vec<usize> = (0..wanted.len()).filter(open).collect();
-        if hungry.is_empty() || left == 0 {
-            return shares;
-        }
-        let each = (left / hungry.len()).max(1);
-        for i in hungry {
-            let more = each.min(wanted[i] - shares[i]).min(left);
-            shares[i] += more;
-            left -= more;
-        }
+    let mut shortest: Vec<usize> = (0..wanted.len()).collect();
+    shortest.sort_by_key(|&i| wanted[i]);
+    let first = wanted.first().map(|_| (0, rows.div_ceil(2)));
+    for (i, most) in first
+        .into_iter()
+        .chain(shortest.into_iter().map(|i| (i, rows)))
+    {
+        let more = (wanted[i] - shares[i]).min(most).min(left);
+        shares[i] += more;
+        left -= more;
     }
+    shares
 }
 
 /// How many rows of prompts fit a stretch of time, learned from the steps that ran.
@@ -138,21 +138,26 @@ pub struct Pace {
     floor: Duration,
     /// The longest step of prompts alone: so long may an arrival or a cancellation go unseen.
     alone: Duration,
+    /// Rows before anything is known, and the fewest ever: fewer take as long.
+    least: usize,
 }
 
 /// Weight of the latest step in what is learned.
 const LATEST: f64 = 0.2;
-/// Rows before anything is known, and the fewest ever: fewer use no device well.
-const FEWEST: usize = 16;
+/// Steps that those who decode may wait for prompts after each of their own: a stream then never
+/// stops for as long as three.
+const STEPS: f64 = 1.5;
 
 impl Pace {
-    /// With what prompts may add to others' steps at least, and the longest step of prompts alone.
-    pub fn new(floor: Duration, alone: Duration) -> Self {
+    /// With what prompts may add to others' steps at least, the longest step of prompts alone, and
+    /// the fewest rows that are worth a step.
+    pub fn new(floor: Duration, alone: Duration, least: usize) -> Self {
         Pace {
             row: None,
             decode: None,
             floor,
             alone,
+            least,
         }
     }
 
@@ -166,7 +171,7 @@ impl Pace {
             (0, 0) => {}
             (_, 0) => blend(&mut self.decode, took),
             // Of so few rows the step's fixed cost is most.
-            (_, rows) if rows < FEWEST && self.row.is_some() => {}
+            (_, rows) if rows < self.least && self.row.is_some() => {}
             (0, rows) => blend(&mut self.row, took / rows as f64),
             (_, rows) => {
                 let own = (took - self.decode.unwrap_or(0.0)).max(took / 4.0);
@@ -175,17 +180,17 @@ impl Pace {
         }
     }
 
-    /// Rows of prompts for the next step beside `decoding` sequences: so many that those wait about
-    /// as long again as their own step takes.
+    /// Rows of prompts for the next step beside `decoding` sequences: so many that those wait for
+    /// [`STEPS`] times as long as their own step takes.
     pub fn rows(&self, decoding: usize) -> usize {
         let Some(row) = self.row else {
-            return FEWEST;
+            return self.least;
         };
         let time = match decoding {
             0 => self.alone.as_secs_f64(),
-            _ => self.decode.unwrap_or(0.0).max(self.floor.as_secs_f64()),
+            _ => (STEPS * self.decode.unwrap_or(0.0)).max(self.floor.as_secs_f64()),
         };
-        ((time / row.max(1e-9)) as usize).max(FEWEST)
+        ((time / row.max(1e-9)) as usize).max(self.least)
     }
 
     /// Seconds until a request of `rows` rows and `tokens` tokens might be through, as far as is
@@ -240,25 +245,27 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_shared_evenly_and_none_is_wasted() {
-        assert_eq!(share(100, &[1000, 1000]), [50, 50]);
-        assert_eq!(share(100, &[10, 1000, 1000]), [10, 45, 45]);
+    fn the_first_prompt_gets_half_and_short_ones_do_not_wait() {
+        assert_eq!(share(100, &[1000, 1000]), [100, 0]);
+        assert_eq!(share(100, &[1000, 900, 20]), [50, 30, 20]);
+        assert_eq!(share(100, &[10, 1000, 70]), [10, 20, 70]);
         assert_eq!(share(100, &[10, 20]), [10, 20]);
-        assert_eq!(share(2, &[5, 5, 5]), [1, 1, 0]);
+        assert_eq!(share(3, &[5, 5, 5]), [3, 0, 0]);
         assert_eq!(share(0, &[5]), [0]);
-        assert_eq!(share(7, &[3, 100]), [3, 4]);
+        assert!(share(7, &[]).is_empty());
     }
 
     #[test]
-    fn prompts_take_about_as_long_as_a_step_of_those_who_decode() {
+    fn prompts_take_half_as_long_again_as_a_step_of_those_who_decode() {
+        const LEAST: usize = 16;
         let ms = Duration::from_millis;
-        let mut pace = Pace::new(ms(5), ms(500));
-        assert_eq!(pace.rows(3), FEWEST);
+        let mut pace = Pace::new(ms(5), ms(500), LEAST);
+        assert_eq!(pace.rows(3), LEAST);
         for _ in 0..50 {
             pace.learn(ms(20), 4, 0);
             pace.learn(ms(120), 4, 100); // 1 ms a row
         }
-        assert!((15..=25).contains(&pace.rows(4)), "{}", pace.rows(4));
+        assert!((25..=35).contains(&pace.rows(4)), "{}", pace.rows(4));
         assert!((400..=600).contains(&pace.rows(0)), "{}", pace.rows(0));
         assert!(pace.estimate(1000, 100) > ms(2000));
         // A step of a few rows says nothing about a row.

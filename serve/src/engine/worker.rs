@@ -50,7 +50,11 @@ pub(super) fn run(
         jobs: BTreeMap::new(),
         queue: Queue::default(),
         seats: Seats::new(spec.slots),
-        pace: Pace::new(options.prompt_time, options.prompt_time_alone),
+        pace: Pace::new(
+            options.prompt_time,
+            options.prompt_time_alone,
+            options.least_rows,
+        ),
         closing: None,
         deserted: false,
         next: 0,
