@@ -24,7 +24,7 @@ use std::time::Duration;
 /// Prompt tokens computed together at most, on a CPU and on a GPU.
 const ROWS: (usize, usize) = (512, 2048);
 /// Prompt tokens computed together at least.
-const LEAST_ROWS: (usize, usize) = (16, 128);
+const LEAST_ROWS: (usize, usize) = (16, 64);
 
 /// Slots that keep sequences for prompts to come, for each request at once.
 const KEPT_PER_REQUEST: usize = 4;

@@ -28,11 +28,12 @@ pub struct EngineOptions {
     pub queue: usize,
     /// The longest that a request may wait in the queue.
     pub queue_time: Duration,
-    /// What prompts may add to a step for those who decode, if one and a half steps are less.
+    /// The longest that those who decode wait for a prompt to be done; one that takes longer is cut
+    /// into pieces of less than two of their steps.
     pub prompt_time: Duration,
     /// The longest step of prompts where nobody decodes.
     pub prompt_time_alone: Duration,
-    /// Rows of prompts below which a device gains no time.
+    /// The fewest rows of prompts in a step, where prompts want so many.
     pub least_rows: usize,
     /// False: nothing is kept for prompts to come.
     pub prefix_cache: bool,
@@ -44,7 +45,7 @@ impl Default for EngineOptions {
             parallel: 16,
             queue: 256,
             queue_time: Duration::from_secs(600),
-            prompt_time: Duration::from_millis(2),
+            prompt_time: Duration::from_millis(20),
             prompt_time_alone: Duration::from_millis(400),
             least_rows: 16,
             prefix_cache: true,

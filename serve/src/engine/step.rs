@@ -3,7 +3,7 @@
 use super::job::{Job, Phase};
 use super::worker::Worker;
 use super::{Event, Failure, Finish};
-use crate::scheduler::share;
+use crate::scheduler::{Rows, share};
 use nq_runtime::{Batch, Continuation, Error, Piece, Result, Sampler};
 use rayon::prelude::*;
 use std::ops::ControlFlow;
@@ -91,7 +91,6 @@ impl Worker<'_> {
         }
         let decoding = batch.running() + fed.len();
         let room = self.spec.max_rows.saturating_sub(decoding);
-        let rows = self.pace.rows(decoding).min(room);
         let prompts: Vec<(u64, &Job)> = self
             .jobs
             .iter()
@@ -102,6 +101,11 @@ impl Worker<'_> {
             .iter()
             .map(|(_, j)| j.tokens.len() - j.fed)
             .collect();
+        let Rows { some, whole } = self.pace.rows(decoding);
+        let rows = Rows {
+            some: some.min(room),
+            whole: whole.min(room / 2),
+        };
         for ((id, job), rows) in prompts.into_iter().zip(share(rows, &wanted)) {
             if let (Some(slot), Some(sampler), 1..) = (job.slot, &job.sampler, rows) {
                 let to = job.fed + rows;
