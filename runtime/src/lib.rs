@@ -33,7 +33,7 @@ pub mod thinking;
 pub mod tokenizer;
 mod weights;
 
-pub use batch::{Batch, Continuation, Piece, StepsAhead};
+pub use batch::{Batch, Continuation, Piece, Ran, StepsAhead};
 pub use chat_template::{ChatTemplate, Message};
 pub use cpu::stepper_bytes;
 pub use detokenizer::Detokenizer;

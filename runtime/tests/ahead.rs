@@ -9,6 +9,7 @@ use nq_runtime::{
 };
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
+use std::time::Duration;
 
 const VOCAB: usize = 40;
 const DEPTH: usize = 5;
@@ -37,6 +38,8 @@ struct Device {
     queued: VecDeque<Vec<u32>>,
     /// Rows of every step queued.
     rows: Vec<usize>,
+    /// Rows of prompts queued, and of those not waited for.
+    prompts: (usize, VecDeque<usize>),
     logits: Vec<f32>,
 }
 
@@ -55,6 +58,7 @@ impl Device {
             seats: (0..rows).map(|_| None).collect(),
             queued: VecDeque::new(),
             rows: Vec::new(),
+            prompts: (0, VecDeque::new()),
             logits: Vec::new(),
         }
     }
@@ -118,15 +122,33 @@ impl StepsAhead for Device {
         DEPTH
     }
 
-    fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
-        assert!(self.seats[row].is_none(), "row {row} is taken");
-        if token as usize >= VOCAB {
-            return Err(Error::Request {
+    fn check(&self, tokens: &[u32], _: Option<&Sampler>) -> Result<()> {
+        match tokens.iter().find(|&&t| t as usize >= VOCAB) {
+            None => Ok(()),
+            Some(token) => Err(Error::Request {
                 what: "token id",
                 expected: format!("below {VOCAB}"),
                 found: token.to_string(),
-            });
+            }),
         }
+    }
+
+    fn queue_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+        assert!(chunks.iter().all(|c| c.logits == LogitsWanted::None));
+        self.forward(chunks, None)?;
+        let rows = chunks.iter().map(|c| c.tokens.len()).sum();
+        self.prompts.0 += rows;
+        self.prompts.1.push_back(rows);
+        Ok(())
+    }
+
+    fn finish_prompts(&mut self) -> Result<Duration> {
+        let rows = self.prompts.1.pop_front().expect("prompts are queued");
+        Ok(Duration::from_secs(rows as u64))
+    }
+
+    fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
+        assert!(self.seats[row].is_none(), "row {row} is taken");
         self.seats[row] = Some(Seat {
             slot,
             token,
@@ -303,6 +325,63 @@ fn a_sequence_without_a_page_is_told_while_others_run() {
     let (slot, _, first) = told.expect("there is no room for both");
     assert_eq!((slot, drawn[0]), (1, 40));
     assert!(first < 40, "told when the first had ended");
+}
+
+/// Prompts are queued before those queued earlier are done, one ahead and no more, and what ran is
+/// told; their last tokens go through the steps.
+#[test]
+fn prompts_run_ahead_too() {
+    let mut device = Device::new(2, 2, 1000);
+    let mut batch = Batch::new(&mut device);
+    let prompt: Vec<u32> = (0..32).collect();
+    let mut ran = Vec::new();
+    let mut drawn = Vec::new();
+    for (at, tokens) in prompt.chunks(8).enumerate() {
+        let mut piece = piece(0, tokens, 5, 3);
+        let then = piece.then.as_mut().expect("it goes on");
+        then.sampler.begin(&prompt);
+        if at < 3 {
+            piece.then = None;
+        }
+        let mut each = |_: usize, token: Result<u32>| {
+            drawn.push(token.expect("there is room"));
+            ControlFlow::Continue(())
+        };
+        batch.step(vec![piece], &mut each).unwrap();
+        ran.push(
+            batch
+                .ran()
+                .iter()
+                .map(|r| r.prompt_rows)
+                .collect::<Vec<_>>(),
+        );
+    }
+    assert_eq!(ran, [vec![], vec![8], vec![8], vec![8, 7, 0]]);
+    let last = batch.ran()[1];
+    assert_eq!((last.took, last.decoding), (Duration::from_secs(7), 0));
+    assert_eq!(batch.ran()[2].decoding, 1);
+    while batch.running() > 0 {
+        batch
+            .step(Vec::new(), &mut |_, token| {
+                drawn.push(token.expect("there is room"));
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+    }
+    // Left alone, a prompt without a continuation is done at the next call.
+    let half = Piece {
+        slot: 1,
+        tokens: &[1, 2],
+        then: None,
+    };
+    let mut nothing = |_: usize, _: Result<u32>| panic!("nothing is drawn");
+    batch.step(vec![half], &mut nothing).unwrap();
+    assert!(batch.ran().is_empty());
+    batch.step(Vec::new(), &mut nothing).unwrap();
+    assert_eq!(batch.ran().len(), 1);
+    drop(batch);
+    assert_eq!(drawn, alone(5, &prompt, 3));
+    assert_eq!(device.prompts.0, 33);
 }
 
 /// Rows that nobody needs any more are not run for ever.

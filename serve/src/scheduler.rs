@@ -2,10 +2,11 @@
 //! thread and no clock of its own.
 //!
 //! Requests wait in a queue per client. Clients take turns, so that one who sends a hundred
-//! requests delays another by one. Prompts that are under way share the rows of a step evenly, what
-//! a short one does not need going to the others (max-min fairness). How many rows there are
-//! follows from time: what prompts may add to a step is bounded, since everybody who decodes waits
-//! for it (chunked prefill: Sarathi-Serve, arXiv 2403.02310).
+//! requests delays another by one. Of the rows that a step has for prompts, half go to the one that came
+//! first, so that none starves, and the others to those that lack least, so that a short one does not
+//! wait for long ones. How many rows there are follows from time: what prompts may add to a step is
+//! bounded, since everybody who decodes waits for it (chunked prefill: Sarathi-Serve, arXiv
+//! 2403.02310).
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -107,93 +108,165 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
     }
 }
 
-/// Splits `rows` among those who want so many each, evenly, nobody getting more than wanted. Those
-/// named first get what does not divide.
-pub fn share(rows: usize, wanted: &[usize]) -> Vec<usize> {
+/// Rows of prompts for a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    /// As many as prompts get in turn.
+    pub some: usize,
+    /// A prompt of which no more are left gets all of them.
+    pub whole: usize,
+}
+
+/// Splits rows among prompts, of which `wanted` each are left, in the order they came: half of some
+/// for the first, the rest for the shortest, which gets all that it wants if it is done with that.
+pub fn share(rows: Rows, wanted: &[usize]) -> Vec<usize> {
     let mut shares = vec![0; wanted.len()];
-    let mut left = rows;
-    loop {
-        let open = |i: &usize| shares[*i] < wanted[*i];
-        let hungry: Vec<usize> = (0..wanted.len()).filter(open).collect();
-        if hungry.is_empty() || left == 0 {
-            return shares;
-        }
-        let each = (left / hungry.len()).max(1);
-        for i in hungry {
-            let more = each.min(wanted[i] - shares[i]).min(left);
-            shares[i] += more;
-            left -= more;
-        }
+    let mut shortest: Vec<usize> = (0..wanted.len()).collect();
+    shortest.sort_by_key(|&i| wanted[i]);
+    let (Some(first), Some(&next)) = (shares.first_mut(), shortest.first()) else {
+        return shares;
+    };
+    *first = wanted[0].min(rows.some.div_ceil(2));
+    let mut left = rows.some - *first;
+    let lacks = wanted[next] - shares[next];
+    if lacks <= rows.whole {
+        left = left.max(lacks);
     }
+    for i in shortest {
+        let more = (wanted[i] - shares[i]).min(left);
+        shares[i] += more;
+        left -= more;
+    }
+    shares
 }
 
 /// How many rows of prompts fit a stretch of time, learned from the steps that ran.
 #[derive(Clone, Debug)]
 pub struct Pace {
-    /// Seconds a row of a prompt takes.
-    row: Option<f64>,
-    /// Seconds a step without prompts takes.
+    /// Seconds that rows of prompts take.
+    prompts: Line,
+    /// Seconds that a step without prompts takes.
     decode: Option<f64>,
-    /// What prompts may add to a step for those who decode, at least.
-    floor: Duration,
-    /// The longest step of prompts alone: so long may an arrival or a cancellation go unseen.
-    alone: Duration,
+    limits: PaceLimits,
 }
 
-/// Weight of the latest step in what is learned.
-const LATEST: f64 = 0.2;
-/// Rows before anything is known, and the fewest ever: fewer use no device well.
-const FEWEST: usize = 16;
+/// What prompts may cost others.
+#[derive(Clone, Copy, Debug)]
+pub struct PaceLimits {
+    /// The longest that those who decode wait for a prompt to be done.
+    pub to_finish: Duration,
+    /// The longest step of prompts alone: so long may an arrival or a cancellation go unseen.
+    pub alone: Duration,
+    /// Rows before anything is known, and the fewest ever.
+    pub least: usize,
+}
+
+/// Weight of what was learned before, beside the latest step.
+const KEPT: f64 = 0.8;
+/// Steps that those who decode may wait, after each of their own, for a prompt that is not done
+/// soon: no stream then stops for as long as three.
+const STEPS: f64 = 1.8;
 
 impl Pace {
-    /// With what prompts may add to others' steps at least, and the longest step of prompts alone.
-    pub fn new(floor: Duration, alone: Duration) -> Self {
+    /// Nothing is known yet.
+    pub fn new(limits: PaceLimits) -> Self {
         Pace {
-            row: None,
+            prompts: Line::default(),
             decode: None,
-            floor,
-            alone,
+            limits,
         }
     }
 
     /// Learns from a step that took `took`: with `decoding` sequences and `rows` of prompts.
     pub fn learn(&mut self, took: Duration, decoding: usize, rows: usize) {
-        let blend = |old: &mut Option<f64>, new: f64| {
-            *old = Some(old.map_or(new, |old| old + LATEST * (new - old)));
-        };
         let took = took.as_secs_f64();
+        let decode = self.decode.unwrap_or(0.0);
         match (decoding, rows) {
             (0, 0) => {}
-            (_, 0) => blend(&mut self.decode, took),
-            // Of so few rows the step's fixed cost is most.
-            (_, rows) if rows < FEWEST && self.row.is_some() => {}
-            (0, rows) => blend(&mut self.row, took / rows as f64),
-            (_, rows) => {
-                let own = (took - self.decode.unwrap_or(0.0)).max(took / 4.0);
-                blend(&mut self.row, own / rows as f64);
+            (_, 0) => {
+                let before = self.decode.unwrap_or(took);
+                self.decode = Some(KEPT * before + (1.0 - KEPT) * took);
             }
+            (0, rows) => self.prompts.learn(rows as f64, took),
+            (_, rows) => self
+                .prompts
+                .learn(rows as f64, (took - decode).max(took / 4.0)),
         }
     }
 
-    /// Rows of prompts for the next step beside `decoding` sequences: so many that those wait about
-    /// as long again as their own step takes.
-    pub fn rows(&self, decoding: usize) -> usize {
-        let Some(row) = self.row else {
-            return FEWEST;
+    /// Rows of prompts for the next step beside `decoding` sequences: what takes [`STEPS`] of their
+    /// steps, and what is done within [`PaceLimits::to_finish`]; a prompt so short would hold others up
+    /// for longer in pieces.
+    pub fn rows(&self, decoding: usize) -> Rows {
+        let within = |seconds: f64| self.prompts.within(seconds).unwrap_or(0);
+        let some = match decoding {
+            0 => within(self.limits.alone.as_secs_f64()),
+            _ => within(STEPS * self.decode.unwrap_or(0.0)),
         };
-        let time = match decoding {
-            0 => self.alone.as_secs_f64(),
-            _ => self.decode.unwrap_or(0.0).max(self.floor.as_secs_f64()),
-        };
-        ((time / row.max(1e-9)) as usize).max(FEWEST)
+        Rows {
+            some: some.max(self.limits.least),
+            whole: within(self.limits.to_finish.as_secs_f64()),
+        }
     }
 
-    /// Seconds until a request of `rows` rows and `tokens` tokens might be through, as far as is
-    /// known: for a client that is told to come again.
+    /// Time until a request of `rows` rows and `tokens` tokens might be through, as far as is known:
+    /// for a client that is told to come again.
     pub fn estimate(&self, rows: usize, tokens: usize) -> Duration {
-        let row = self.row.unwrap_or(0.0) * rows as f64;
+        let rows = self.prompts.at(rows as f64).unwrap_or(0.0);
         let decode = self.decode.unwrap_or(0.0) * tokens as f64;
-        Duration::from_secs_f64((row + decode).clamp(0.0, 3600.0))
+        Duration::from_secs_f64((rows + decode).clamp(0.0, 3600.0))
+    }
+}
+
+/// A line through points, by least squares; later points weigh more.
+#[derive(Clone, Copy, Debug, Default)]
+struct Line {
+    points: f64,
+    x: f64,
+    y: f64,
+    xx: f64,
+    xy: f64,
+}
+
+impl Line {
+    fn learn(&mut self, x: f64, y: f64) {
+        let sums = [
+            (&mut self.points, 1.0),
+            (&mut self.x, x),
+            (&mut self.y, y),
+            (&mut self.xx, x * x),
+            (&mut self.xy, x * y),
+        ];
+        for (sum, new) in sums {
+            *sum = KEPT * *sum + new;
+        }
+    }
+
+    /// Where it meets the axis, not below zero, and its slope, above zero; through the origin where
+    /// the points are too close together to tell.
+    fn coefficients(&self) -> Option<(f64, f64)> {
+        if self.points == 0.0 {
+            return None;
+        }
+        let (x, y) = (self.x / self.points, self.y / self.points);
+        let variance = self.xx / self.points - x * x;
+        let slope = (self.xy / self.points - x * y) / variance;
+        let at_zero = y - slope * x;
+        let tells = variance > 0.01 * x * x && slope > 0.0 && at_zero >= 0.0;
+        Some(match tells {
+            true => (at_zero, slope),
+            false => (0.0, (y / x).max(1e-9)),
+        })
+    }
+
+    fn at(&self, x: f64) -> Option<f64> {
+        self.coefficients().map(|(zero, slope)| zero + slope * x)
+    }
+
+    /// The largest whole `x` whose `y` is within `most`.
+    fn within(&self, most: f64) -> Option<usize> {
+        self.coefficients()
+            .map(|(zero, slope)| ((most - zero) / slope).max(0.0) as usize)
     }
 }
 
@@ -240,30 +313,71 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_shared_evenly_and_none_is_wasted() {
-        assert_eq!(share(100, &[1000, 1000]), [50, 50]);
-        assert_eq!(share(100, &[10, 1000, 1000]), [10, 45, 45]);
+    fn the_first_prompt_gets_half_and_short_ones_do_not_wait() {
+        let share = |some, wanted: &[usize]| super::share(Rows { some, whole: 0 }, wanted);
+        assert_eq!(share(100, &[1000, 1000]), [100, 0]);
+        assert_eq!(share(100, &[1000, 900, 20]), [50, 30, 20]);
+        assert_eq!(share(100, &[10, 1000, 70]), [10, 20, 70]);
         assert_eq!(share(100, &[10, 20]), [10, 20]);
-        assert_eq!(share(2, &[5, 5, 5]), [1, 1, 0]);
+        assert_eq!(share(3, &[5, 5, 5]), [3, 0, 0]);
         assert_eq!(share(0, &[5]), [0]);
-        assert_eq!(share(7, &[3, 100]), [3, 4]);
+        assert!(share(7, &[]).is_empty());
     }
 
     #[test]
-    fn prompts_take_about_as_long_as_a_step_of_those_who_decode() {
+    fn a_prompt_that_is_done_soon_is_not_cut() {
+        let share = |wanted: &[usize]| {
+            super::share(
+                Rows {
+                    some: 100,
+                    whole: 500,
+                },
+                wanted,
+            )
+        };
+        assert_eq!(share(&[500]), [500]);
+        assert_eq!(share(&[700]), [100]);
+        assert_eq!(share(&[8000, 600, 480]), [50, 0, 480]);
+        assert_eq!(share(&[500, 500]), [500, 0]);
+    }
+
+    /// 10 ms and 1 ms a row, whatever else runs.
+    fn learned() -> Pace {
         let ms = Duration::from_millis;
-        let mut pace = Pace::new(ms(5), ms(500));
-        assert_eq!(pace.rows(3), FEWEST);
-        for _ in 0..50 {
-            pace.learn(ms(20), 4, 0);
-            pace.learn(ms(120), 4, 100); // 1 ms a row
+        let mut pace = Pace::new(PaceLimits {
+            to_finish: ms(90),
+            alone: ms(500),
+            least: 16,
+        });
+        assert_eq!((pace.rows(3).some, pace.rows(0).some), (16, 16));
+        for rows in (20..60).chain(20..60) {
+            pace.learn(ms(30), 4, 0);
+            pace.learn(ms(40 + rows), 4, rows as usize);
+            pace.learn(ms(10 + 2 * rows), 0, 2 * rows as usize);
         }
-        assert!((15..=25).contains(&pace.rows(4)), "{}", pace.rows(4));
-        assert!((400..=600).contains(&pace.rows(0)), "{}", pace.rows(0));
-        assert!(pace.estimate(1000, 100) > ms(2000));
-        // A step of a few rows says nothing about a row.
-        let before = pace.rows(0);
-        pace.learn(ms(50), 0, 1);
-        assert_eq!(pace.rows(0), before);
+        pace
+    }
+
+    #[test]
+    fn a_long_prompt_takes_less_than_two_steps_of_those_who_decode() {
+        let mut pace = learned();
+        assert!((42..=45).contains(&pace.rows(4).some));
+        assert!((480..=491).contains(&pace.rows(0).some));
+        assert!((78..=81).contains(&pace.rows(4).whole));
+        assert!((2.9..3.1).contains(&pace.estimate(100, 97).as_secs_f64()));
+        // One slow step does not change everything.
+        pace.learn(Duration::from_millis(300), 4, 0);
+        assert!(pace.rows(4).some < 160);
+    }
+
+    /// Where all pieces are alike the line cannot be told from one through the origin.
+    #[test]
+    fn pieces_that_are_all_alike_give_a_rate() {
+        let mut line = Line::default();
+        for _ in 0..10 {
+            line.learn(100.0, 5.0);
+        }
+        assert_eq!(line.within(2.5), Some(50));
+        assert_eq!(line.at(200.0), Some(10.0));
     }
 }

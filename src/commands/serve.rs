@@ -23,6 +23,8 @@ use std::time::Duration;
 
 /// Prompt tokens computed together at most, on a CPU and on a GPU.
 const ROWS: (usize, usize) = (512, 2048);
+/// Prompt tokens computed together at least.
+const LEAST_ROWS: (usize, usize) = (16, 64);
 
 /// Slots that keep sequences for prompts to come, for each request at once.
 const KEPT_PER_REQUEST: usize = 4;
@@ -115,10 +117,15 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     )?;
     let name = args.served_name.clone().unwrap_or(model.name);
     let device = engine.description().device.clone();
+    let on_gpu = is_on_gpu(&options)?;
     let options = EngineOptions {
         parallel: args.parallel.into(),
         queue: args.queue.into(),
         prefix_cache: !args.no_prefix_cache,
+        least_rows: match on_gpu {
+            true => LEAST_ROWS.1,
+            false => LEAST_ROWS.0,
+        },
         ..EngineOptions::default()
     };
     let served = Arc::new(Model::new(&name, &checkpoint, engine, plan.spec, options)?);
@@ -159,6 +166,10 @@ fn security(args: &ServeArgs) -> anyhow::Result<Security> {
     Security::new(&keys, &args.allow_host, &args.allow_origin).map_err(anyhow::Error::msg)
 }
 
+fn is_on_gpu(options: &LoadOptions) -> anyhow::Result<bool> {
+    Ok(options.device.resolve()? != nq_runtime::device::Device::Cpu)
+}
+
 /// How many sequences of which length, and pages for them.
 fn plan(
     args: &ServeArgs,
@@ -169,7 +180,7 @@ fn plan(
 ) -> anyhow::Result<Plan> {
     let parallel = usize::from(args.parallel);
     let trained = longest_context(checkpoint.config());
-    let on_gpu = options.device.resolve()? != nq_runtime::device::Device::Cpu;
+    let on_gpu = is_on_gpu(options)?;
     let spec = |ctx: usize, pages: usize| SessionSpec {
         slots: parallel * (1 + KEPT_PER_REQUEST),
         ctx,

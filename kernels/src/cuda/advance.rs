@@ -1,6 +1,8 @@
 //! The end of a decode step on the device: sampling, and the next token's embedding.
 
-use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Mapped, Operands, Stream};
+use super::driver::{
+    Address, Buffer, Checked, Gpu, LaunchShape, Mapped, Operands, Staging, Stream,
+};
 use super::kernel::kernels;
 use super::linear::{DeviceLinear, PackedArgs};
 use super::rows::Step;
@@ -75,12 +77,33 @@ pub struct Logprobs {
 }
 
 /// What changes logits before a token is chosen, a row a sequence; read where a row's [`Sampling`]
-/// says so.
+/// says so. Rows are written in order with a stream's other work.
 pub struct Adjustments {
     vocab: usize,
-    bias: Buffer<f32>, // [rows, vocab]
-    mask: Buffer<u32>, // [rows, vocab / 32, rounded up]
-    seen: Buffer<u16>, // [rows, vocab]: IN_PROMPT, and how often the answer has a token
+    bias: Rows<f32>, // [rows, vocab]
+    mask: Rows<u32>, // [rows, vocab / 32, rounded up]
+    seen: Rows<u16>, // [rows, vocab]: IN_PROMPT, and how often the answer has a token
+}
+
+/// Rows on the device, and what they are copied through.
+struct Rows<T> {
+    values: Buffer<T>,
+    staging: Option<Staging<T>>,
+}
+
+impl<T: Pod> Rows<T> {
+    fn new(gpu: &Gpu, what: &'static str, len: usize) -> Result<Self> {
+        Ok(Rows {
+            values: gpu.zeros(what, len)?,
+            staging: None,
+        })
+    }
+
+    /// Replaces row `row` by `values`.
+    fn write(&mut self, stream: &Stream, row: usize, values: &[T]) -> Result<()> {
+        let at = row * values.len();
+        stream.write_staged(&mut self.values, at, &mut self.staging, values)
+    }
 }
 
 /// `Adjustments` of `cuda/sampling.cuh`.
@@ -104,9 +127,9 @@ impl Adjustments {
     pub fn new(gpu: &Gpu, vocab: usize, rows: usize) -> Result<Self> {
         Ok(Adjustments {
             vocab,
-            bias: gpu.zeros("logit biases", rows * vocab)?,
-            mask: gpu.zeros("token masks", rows * vocab.div_ceil(32))?,
-            seen: gpu.zeros("tokens seen", rows * vocab)?,
+            bias: Rows::new(gpu, "logit biases", rows * vocab)?,
+            mask: Rows::new(gpu, "token masks", rows * vocab.div_ceil(32))?,
+            seen: Rows::new(gpu, "tokens seen", rows * vocab)?,
         })
     }
 
@@ -115,9 +138,9 @@ impl Adjustments {
     /// # Errors
     /// [`Error::Shape`] for a token past the vocabulary or a row that there is none of; the
     /// driver's.
-    pub fn write_bias(&mut self, row: usize, biases: &[(u32, f32)]) -> Result<()> {
+    pub fn write_bias(&mut self, stream: &Stream, row: usize, biases: &[(u32, f32)]) -> Result<()> {
         let all = self.by_token(biases.iter().copied())?;
-        self.bias.write(row * self.vocab, &all)
+        self.bias.write(stream, row, &all)
     }
 
     /// Replaces the mask of a row, whose bit `i % 32` of word `i / 32` allows token `i`.
@@ -125,7 +148,7 @@ impl Adjustments {
     /// # Errors
     /// [`Error::Shape`] for another number of words than the vocabulary needs or a row that there
     /// is none of; the driver's.
-    pub fn write_mask(&mut self, row: usize, mask: &[u32]) -> Result<()> {
+    pub fn write_mask(&mut self, stream: &Stream, row: usize, mask: &[u32]) -> Result<()> {
         let words = self.vocab.div_ceil(32);
         if mask.len() != words {
             return Err(Error::Shape {
@@ -135,7 +158,7 @@ impl Adjustments {
                 found: format!("{} words", mask.len()),
             });
         }
-        self.mask.write(row * words, mask)
+        self.mask.write(stream, row, mask)
     }
 
     /// Replaces the tokens seen of a row: tokens, whether the prompt has them and how often the
@@ -146,6 +169,7 @@ impl Adjustments {
     /// driver's.
     pub fn write_seen(
         &mut self,
+        stream: &Stream,
         row: usize,
         tokens: impl Iterator<Item = (u32, bool, u32)>,
     ) -> Result<()> {
@@ -154,7 +178,7 @@ impl Adjustments {
             let prompt = if in_prompt { Self::IN_PROMPT } else { 0 };
             (id, prompt | count.min(most) as u16)
         }))?;
-        self.seen.write(row * self.vocab, &all)
+        self.seen.write(stream, row, &all)
     }
 
     /// A row of what is said of some tokens.
@@ -182,9 +206,9 @@ impl Adjustments {
             return o.refuse("tokens of adjustments", vocab, self.vocab);
         }
         Ok(AdjustArgs {
-            bias: o.of("biases", &self.bias, &[rows, vocab])?,
-            mask: o.of("masks", &self.mask, &[rows, vocab.div_ceil(32)])?,
-            seen: o.of("tokens seen", &self.seen, &[rows, vocab])?,
+            bias: o.of("biases", &self.bias.values, &[rows, vocab])?,
+            mask: o.of("masks", &self.mask.values, &[rows, vocab.div_ceil(32)])?,
+            seen: o.of("tokens seen", &self.seen.values, &[rows, vocab])?,
         })
     }
 }

@@ -102,17 +102,22 @@ impl Bench {
             self.sampling.write(row, &[asked.how]).unwrap();
             self.step.write(row, &[Step::default()]).unwrap();
             if !asked.bias.is_empty() {
-                self.adjust.write_bias(row, &asked.bias).unwrap();
+                self.adjust
+                    .write_bias(&self.stream, row, &asked.bias)
+                    .unwrap();
             }
             if let Some(mask) = &asked.mask {
-                self.adjust.write_mask(row, mask).unwrap();
+                self.adjust.write_mask(&self.stream, row, mask).unwrap();
             }
             let count = |id: u32| asked.answer.iter().filter(|&&t| t == id).count() as u32;
             let ids = asked.prompt.iter().chain(&asked.answer);
             let seen: Vec<(u32, bool, u32)> = ids
                 .map(|&id| (id, asked.prompt.contains(&id), count(id)))
                 .collect();
-            self.adjust.write_seen(row, seen.into_iter()).unwrap();
+            let adjust = &mut self.adjust;
+            adjust
+                .write_seen(&self.stream, row, seen.into_iter())
+                .unwrap();
         }
     }
 
@@ -479,16 +484,18 @@ fn rows_change_hands() {
 fn operands_that_do_not_fit_are_refused() {
     let Some(gpu) = gpu() else { return };
     let mut bench = Bench::new(&gpu, 3000);
-    let adjust = &mut bench.adjust;
+    let (stream, adjust) = (&bench.stream, &mut bench.adjust);
     for e in [
-        adjust.write_mask(0, &[0; 93]).unwrap_err(),
-        adjust.write_mask(M, &[0; 94]).unwrap_err(),
-        adjust.write_bias(0, &[(3000, 1.0)]).unwrap_err(),
-        adjust.write_bias(M, &[]).unwrap_err(),
+        adjust.write_mask(stream, 0, &[0; 93]).unwrap_err(),
+        adjust.write_mask(stream, M, &[0; 94]).unwrap_err(),
+        adjust.write_bias(stream, 0, &[(3000, 1.0)]).unwrap_err(),
+        adjust.write_bias(stream, M, &[]).unwrap_err(),
         adjust
-            .write_seen(0, [(3000, true, 0)].into_iter())
+            .write_seen(stream, 0, [(3000, true, 0)].into_iter())
             .unwrap_err(),
-        adjust.write_seen(M, std::iter::empty()).unwrap_err(),
+        adjust
+            .write_seen(stream, M, std::iter::empty())
+            .unwrap_err(),
     ] {
         assert!(e.to_string().contains("expected"), "{e}");
     }

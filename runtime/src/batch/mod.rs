@@ -3,23 +3,28 @@
 //! A [`Batch`] runs over a [`Session`]. Each of its sequences has its own sampler, its own end and
 //! its own error: what happens to one costs the others nothing, and no step that was computed for
 //! them is thrown away. A device that draws tokens itself ([`StepsAhead`]) is kept some steps ahead
-//! of the host; then a sequence that joins is in the steps queued from there on, and what was
-//! queued for one that left is passed over.
+//! of the host, and prompts are queued between them; then a sequence that joins is in the steps queued
+//! from there on, and what was queued for one that left is passed over.
 //!
 //! A sequence's tokens do not depend on who else is in the batch, as far as a session's logits do
 //! not: on the CPU not at all, on a GPU but for the order of sums, which goes with the number of
 //! rows in a step.
 
+mod ahead;
 mod sample;
 
+#[cfg(feature = "cuda")]
+pub(crate) use ahead::bucket;
+pub use ahead::{Drawn, StepsAhead};
 pub use sample::{BatchRequest, sample_sequences};
 
 use crate::engine::{Chunk, LogitsWanted, Session};
 use crate::error::{Error, Result};
-use crate::sampler::{Sampler, TokenLogprobs};
+use crate::sampler::Sampler;
+use ahead::Queue;
 use rayon::prelude::*;
-use std::collections::VecDeque;
 use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
 
 /// Tokens of a sequence for the next step, and how it goes on from there.
 #[derive(Debug)]
@@ -41,48 +46,15 @@ pub struct Continuation {
     pub tokens: usize,
 }
 
-/// Steps that a device runs and draws from by itself, ahead of the host: the part of a session that
-/// a [`Batch`] drives. Sequences sit in rows; rows that nobody sits in run idle.
-pub trait StepsAhead {
-    /// Rows at most.
-    fn rows(&self) -> usize;
-
-    /// Steps to queue ahead of the tokens that the host has.
-    fn depth(&self) -> usize;
-
-    /// Seats the sequence in `slot`, which is fed `token` by the next step queued, in `row`.
-    ///
-    /// # Errors
-    /// [`Error::Request`] for a token past the vocabulary; the device's.
-    fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()>;
-
-    /// Frees a row: steps queued from here on leave its sequence alone.
-    ///
-    /// # Errors
-    /// The device's.
-    fn vacate(&mut self, row: usize) -> Result<()>;
-
-    /// Queues a step of all that are seated.
-    ///
-    /// # Errors
-    /// [`Error::PagesFull`] before anything is queued; the device's.
-    fn queue(&mut self) -> Result<()>;
-
-    /// Waits for the first step queued that has not been received; `each` is given what every row
-    /// in it drew.
-    ///
-    /// # Errors
-    /// The device's.
-    fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()>;
-}
-
-/// A token that a device drew.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Drawn {
-    /// Its id.
-    pub token: u32,
-    /// Its log-probability and the best tokens with theirs, where the sampler wants them.
-    pub logprobs: Option<(f32, Vec<(u32, f32)>)>,
+/// Work that was waited for: a step, or on a device that is ahead the rows of prompts by themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ran {
+    /// From the end of the work before it to its own.
+    pub took: Duration,
+    /// Sequences that were continued.
+    pub decoding: usize,
+    /// Rows of prompts.
+    pub prompt_rows: usize,
 }
 
 /// What becomes of a sequence's token: its slot, and the token or why there is none.
@@ -111,8 +83,10 @@ pub struct Batch<'s> {
     session: &'s mut dyn Session,
     /// In the order they joined.
     members: Vec<Member>,
-    /// Who sat where in each step queued: (row, slot), taken out when a sequence leaves.
-    queued: VecDeque<Vec<(usize, usize)>>,
+    /// What a device is ahead by.
+    queue: Queue,
+    /// What the latest call of [`Batch::step`] waited for.
+    ran: Vec<Ran>,
     /// Samplers of sequences that have left, by slot.
     left: Vec<(usize, Sampler)>,
 }
@@ -123,7 +97,8 @@ impl<'s> Batch<'s> {
         Batch {
             session,
             members: Vec::new(),
-            queued: VecDeque::new(),
+            queue: Queue::default(),
+            ran: Vec::new(),
             left: Vec::new(),
         }
     }
@@ -151,6 +126,11 @@ impl<'s> Batch<'s> {
         running.map(|m| &m.sampler).or_else(left)
     }
 
+    /// What the latest call of [`Batch::step`] waited for, and how long that took.
+    pub fn ran(&self) -> &[Ran] {
+        &self.ran
+    }
+
     /// Takes the sequence in `slot` out: it then holds all that was fed before the tokens drawn,
     /// and every one of those but the last. Gives its sampler back, also where it left by itself.
     pub fn leave(&mut self, slot: usize) -> Option<Sampler> {
@@ -167,9 +147,7 @@ impl<'s> Batch<'s> {
             // A device that fails here fails in its next step too, and says so there.
             let _ = device.vacate(row);
         }
-        for rows in &mut self.queued {
-            rows.retain(|r| r.1 != member.slot);
-        }
+        self.queue.forget(member.slot);
         self.session.truncate(member.slot, member.len);
         self.left.retain(|l| l.0 != member.slot);
         self.left.push((member.slot, member.sampler));
@@ -178,21 +156,23 @@ impl<'s> Batch<'s> {
     /// Runs `pieces` and a step of every sequence in the batch. Each draws a token, which goes to
     /// `each`, or its error; where that breaks off, or there is an error, the sequence leaves. One
     /// that fails is as it was before the step. On a device that is ahead the tokens are those of
-    /// the first step not received yet.
+    /// the first step not received yet, and one that fails at its first token holds the rest of its
+    /// piece.
     ///
     /// # Errors
     /// [`Error::Request`], [`Error::ContextFull`] and [`Error::PagesFull`] for pieces that do not
     /// fit, before anything is computed; the device's. The batch stays as it was.
     pub fn step(&mut self, pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
+        self.ran.clear();
         self.check(&pieces)?;
         if self.runs_ahead(&pieces) {
             self.step_ahead(pieces, each)
-        } else if self.queued.is_empty() {
+        } else if self.queue.is_empty() {
             self.step_on_host(pieces, each)
         } else {
             // What is queued comes first, all of it where there are pieces to run.
             self.receive(each)?;
-            while !pieces.is_empty() && !self.queued.is_empty() {
+            while !pieces.is_empty() && !self.queue.is_empty() {
                 self.receive(each)?;
             }
             match pieces.is_empty() {
@@ -238,56 +218,6 @@ impl<'s> Batch<'s> {
             }
         }
         Ok(())
-    }
-
-    /// True if there is a device that has rows for everybody.
-    fn runs_ahead(&mut self, pieces: &[Piece<'_>]) -> bool {
-        let joining = pieces.iter().filter(|p| p.then.is_some()).count();
-        let all = self.members.len() + joining;
-        let device = self.session.steps_ahead();
-        device.is_some_and(|device| all <= device.rows())
-    }
-
-    fn step_ahead(&mut self, pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
-        // Steps of those who run already go before prompts, so that their tokens do not wait.
-        self.fill()?;
-        let (joining, prompts): (Vec<_>, Vec<_>) = pieces
-            .into_iter()
-            .partition(|p| p.tokens.len() == 1 && p.then.is_some());
-        self.run_prompts(prompts, each)?;
-        for piece in joining {
-            let len = self.session.len(piece.slot);
-            self.join(piece.slot, piece.tokens[0], len, piece.then);
-        }
-        self.fill()?;
-        self.tell_blocked(each);
-        self.receive(each)
-    }
-
-    /// Sequences that cannot go on, and for which nothing is queued, leave and say why.
-    fn tell_blocked(&mut self, each: &mut Each<'_>) {
-        let told = |m: &Member| m.queued == 0 && m.blocked.is_some();
-        while let Some(at) = self.members.iter().position(told) {
-            if let Some(e) = self.members[at].blocked.take() {
-                self.deliver(at, Err(e), 0, each);
-            }
-        }
-    }
-
-    /// Runs prompts over rows; the first token of those that go on is drawn on the host.
-    fn run_prompts(&mut self, mut prompts: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
-        if prompts.is_empty() {
-            return Ok(());
-        }
-        let before = self.lengths(&prompts);
-        let drawn = forward(self.session, &mut [], &mut prompts, each)?;
-        self.join_drawn(prompts, &before, drawn, each);
-        Ok(())
-    }
-
-    /// The lengths of the pieces' sequences.
-    fn lengths(&self, pieces: &[Piece<'_>]) -> Vec<usize> {
-        pieces.iter().map(|p| self.session.len(p.slot)).collect()
     }
 
     /// The sequences of `pieces` that go on join with the tokens that they drew; `before` are their
@@ -350,133 +280,6 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// Keeps the device ahead: seats whoever stands, and queues steps.
-    fn fill(&mut self) -> Result<()> {
-        let ctx = self.session.spec().ctx;
-        loop {
-            let Some(device) = self.session.steps_ahead() else {
-                return Ok(());
-            };
-            if self.queued.len() >= device.depth() {
-                return Ok(());
-            }
-            // Rows beyond those that the seated need cost every step: where fewer would do, all get
-            // up once nothing is queued, and sit down closer together.
-            let sitting = self.members.iter().filter(|m| m.row.is_some());
-            let highest = sitting.clone().filter_map(|m| m.row).max();
-            let spread = highest.is_some_and(|h| bucket(h + 1) > bucket(sitting.count()));
-            let standing = self.members.iter().any(|m| m.row.is_none() && m.left > 0);
-            if spread && !standing {
-                if !self.queued.is_empty() {
-                    return Ok(());
-                }
-                for member in &mut self.members {
-                    if let Some(row) = member.row.take() {
-                        device.vacate(row)?;
-                    }
-                }
-            }
-            let mut taken: Vec<bool> = vec![false; device.rows()];
-            for row in self.members.iter().filter_map(|m| m.row) {
-                taken[row] = true;
-            }
-            let mut going = 0;
-            let mut refused = None;
-            for (at, member) in self.members.iter_mut().enumerate() {
-                let full = member.len + member.queued >= ctx;
-                if full && member.left > 0 && member.blocked.is_none() {
-                    member.blocked = Some(Error::ContextFull {
-                        capacity: ctx,
-                        needed: ctx + 1,
-                    });
-                }
-                let goes_on = member.left > 0 && member.blocked.is_none();
-                match (member.row, goes_on) {
-                    (Some(row), false) => {
-                        device.vacate(row)?;
-                        member.row = None;
-                    }
-                    // Its token is known to the host once nothing is queued for it.
-                    (None, true) if member.queued == 0 => {
-                        let row = taken.iter().position(|t| !t).expect("rows were counted");
-                        let seated = device.seat(row, member.slot, member.token, &member.sampler);
-                        if let Err(e) = seated {
-                            refused = Some((at, e));
-                            break;
-                        }
-                        taken[row] = true;
-                        member.row = Some(row);
-                    }
-                    _ => {}
-                }
-                going += usize::from(member.row.is_some());
-            }
-            if let Some((at, e)) = refused {
-                self.remove(at);
-                return Err(e);
-            }
-            if going == 0 {
-                return Ok(());
-            }
-            let full = |e: &Option<Error>| matches!(e, Some(Error::PagesFull { .. }));
-            let waiting = self.members.iter().any(|m| full(&m.blocked));
-            let mut sitting = self.members.iter_mut().filter(|m| m.row.is_some());
-            match device.queue() {
-                Ok(()) => {
-                    let rows = sitting.filter_map(|m| {
-                        m.left -= 1;
-                        m.queued += 1;
-                        Some((m.row?, m.slot))
-                    });
-                    self.queued.push_back(rows.collect());
-                }
-                // The last to join gives way, and the others wait for what it gives back.
-                Err(e @ Error::PagesFull { .. }) => match sitting.next_back() {
-                    Some(member) if !waiting => member.blocked = Some(e),
-                    _ => return Ok(()),
-                },
-                Err(e) => return Err(e),
-            }
-        }
-    }
-
-    /// Waits for the first step queued and gives its tokens out.
-    fn receive(&mut self, each: &mut Each<'_>) -> Result<()> {
-        let (Some(rows), Some(device)) = (self.queued.pop_front(), self.session.steps_ahead())
-        else {
-            return Ok(());
-        };
-        let mut drawn: Vec<(usize, Result<Drawn>)> = Vec::with_capacity(rows.len());
-        device.receive(&mut |row, token| {
-            if let Some(&(_, slot)) = rows.iter().find(|r| r.0 == row) {
-                drawn.push((slot, token));
-            }
-        })?;
-        for (slot, token) in drawn {
-            // One that left while these were given out is passed over.
-            let Some(at) = self.members.iter().position(|m| m.slot == slot) else {
-                continue;
-            };
-            let member = &mut self.members[at];
-            member.queued -= 1;
-            let token = token.map(|Drawn { token, logprobs }| {
-                match logprobs {
-                    None => member.sampler.accept(token),
-                    Some((logprob, top)) => member.sampler.accept_with(TokenLogprobs {
-                        position: member.sampler.position(),
-                        token,
-                        logprob,
-                        top,
-                    }),
-                }
-                token
-            });
-            self.deliver(at, token, 1, each);
-        }
-        self.tell_blocked(each);
-        Ok(())
-    }
-
     /// One forward over everybody and the pieces, whose logits come to the host.
     fn step_on_host(&mut self, mut pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
         for member in &mut self.members {
@@ -501,7 +304,12 @@ impl<'s> Batch<'s> {
         if self.members.is_empty() && pieces.is_empty() {
             return Ok(());
         }
-        let before = self.lengths(&pieces);
+        let before: Vec<usize> = pieces.iter().map(|p| self.session.len(p.slot)).collect();
+        let begun = Instant::now();
+        let goes_on = |p: &&Piece<'_>| p.tokens.len() == 1 && p.then.is_some();
+        let joining = pieces.iter().filter(goes_on).count();
+        let rows: usize = pieces.iter().map(|p| p.tokens.len()).sum();
+        let (decoding, prompt_rows) = (self.members.len() + joining, rows - joining);
         let drawn = match forward(self.session, &mut self.members, &mut pieces, each) {
             Ok(drawn) => drawn,
             Err(Error::PagesFull { .. }) if pieces.is_empty() && !self.members.is_empty() => {
@@ -516,6 +324,11 @@ impl<'s> Batch<'s> {
             }
             Err(e) => return Err(e),
         };
+        self.ran.push(Ran {
+            took: begun.elapsed(),
+            decoding,
+            prompt_rows,
+        });
         let mut drawn = drawn.into_iter();
         let slots: Vec<usize> = self.members.iter().map(|m| m.slot).collect();
         for (slot, token) in slots.into_iter().zip(drawn.by_ref()) {
@@ -594,20 +407,10 @@ impl Drop for Batch<'_> {
             let slot = member.slot;
             self.leave(slot);
         }
-        while self.queued.pop_front().is_some() {
-            if let Some(device) = self.session.steps_ahead() {
-                // An error is the next call's too.
-                let _ = device.receive(&mut |_, _| {});
-            }
+        if let Some(device) = self.session.steps_ahead() {
+            self.queue.drain(device);
         }
     }
-}
-
-/// Rows that a device runs for so many sequences: sizes for which steps are recorded.
-pub(crate) fn bucket(rows: usize) -> usize {
-    const SIZES: [usize; 10] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64];
-    let fits = SIZES.into_iter().find(|&s| s >= rows);
-    fits.unwrap_or(rows.next_multiple_of(64))
 }
 
 /// One token of each of `fed`, and the pieces: logits of the last rows of all that go on.

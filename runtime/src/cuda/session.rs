@@ -12,9 +12,10 @@ use crate::kv::{PageCopy, PageTables};
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, DevicePages, Gpu, HEAD_DIM, PageEntry, PagesShape, Pinned,
+    Buffer, Checked, DeviceLinear, DevicePages, Gpu, HEAD_DIM, Mark, PageEntry, PagesShape, Pinned,
     Places, Row, Stream,
 };
+use std::collections::VecDeque;
 use std::sync::Arc;
 pub(super) use step::most_together;
 use step::{Graphs, StepRows, StepSize};
@@ -36,6 +37,8 @@ pub(super) struct CudaSession {
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, head_dim / 2]
     step: StepRows,
     many: ManyRows,
+    /// Where chunks begin and end that were queued and not waited for.
+    prompts: VecDeque<(Mark, Mark)>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
     logits: Vec<f32>,         // [rows wanted, vocab]
 }
@@ -201,6 +204,7 @@ impl CudaSession {
             cos_sin,
             step: memory.step,
             many: memory.many,
+            prompts: VecDeque::new(),
             logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
             logits: Vec::new(),
             model,
@@ -210,6 +214,20 @@ impl CudaSession {
 }
 
 impl CudaSession {
+    /// Refuses chunks that do not fit, or that a step continues.
+    fn check_chunks(&self, chunks: &[Chunk<'_>]) -> Result<()> {
+        let vocab = self.model.config.vocab_size;
+        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
+        match chunks.iter().find(|c| self.step.seats_slot(c.slot)) {
+            None => Ok(()),
+            Some(chunk) => Err(Error::Request {
+                what: "chunk",
+                expected: "a sequence that no step continues".into(),
+                found: format!("slot {}, which sits in one", chunk.slot),
+            }),
+        }
+    }
+
     /// Makes room for more positions of sequences, (slot, positions) each: queues the copies of
     /// pages that were shared, and what changes in the device's tables.
     fn reserve(&mut self, growth: impl Iterator<Item = (usize, usize)> + Clone) -> Result<()> {
@@ -270,15 +288,8 @@ impl Session for CudaSession {
         chunks: &[Chunk<'_>],
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>> {
+        self.check_chunks(chunks)?;
         let vocab = self.model.config.vocab_size;
-        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
-        if let Some(chunk) = chunks.iter().find(|c| self.step.seats_slot(c.slot)) {
-            return Err(Error::Request {
-                what: "chunk",
-                expected: "a sequence that no step continues".into(),
-                found: format!("slot {}, which sits in one", chunk.slot),
-            });
-        }
         self.logits.clear();
         let fused = self.model.kernels == KernelSet::Fused && observer.is_none() && self.is_idle();
         match chunks {

@@ -28,10 +28,13 @@ pub struct EngineOptions {
     pub queue: usize,
     /// The longest that a request may wait in the queue.
     pub queue_time: Duration,
-    /// What prompts may add to a step for those who decode, if that is more than a step takes.
+    /// The longest that those who decode wait for a prompt to be done; one that takes longer is cut
+    /// into pieces of less than two of their steps.
     pub prompt_time: Duration,
     /// The longest step of prompts where nobody decodes.
     pub prompt_time_alone: Duration,
+    /// The fewest rows of prompts in a step, where prompts want so many.
+    pub least_rows: usize,
     /// False: nothing is kept for prompts to come.
     pub prefix_cache: bool,
 }
@@ -42,8 +45,9 @@ impl Default for EngineOptions {
             parallel: 16,
             queue: 256,
             queue_time: Duration::from_secs(600),
-            prompt_time: Duration::from_millis(8),
+            prompt_time: Duration::from_millis(20),
             prompt_time_alone: Duration::from_millis(400),
+            least_rows: 16,
             prefix_cache: true,
         }
     }

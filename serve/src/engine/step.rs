@@ -3,7 +3,7 @@
 use super::job::{Job, Phase};
 use super::worker::Worker;
 use super::{Event, Failure, Finish};
-use crate::scheduler::share;
+use crate::scheduler::{Rows, share};
 use nq_runtime::{Batch, Continuation, Error, Piece, Result, Sampler};
 use rayon::prelude::*;
 use std::ops::ControlFlow;
@@ -27,14 +27,13 @@ impl Worker<'_> {
     pub(super) fn step(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         self.constrain(batch);
         let decoding = batch.running();
-        let (fed, rows, constrained) = self.plan(batch);
+        let fed = self.plan(batch);
         if fed.is_empty() && decoding == 0 {
             // Whoever is left waits for somebody that has just gone.
             std::thread::sleep(Duration::from_millis(1));
             return Ok(());
         }
         let mut drawn: Vec<(usize, Result<u32>)> = Vec::new();
-        let begun = Instant::now();
         let mut pieces = Vec::with_capacity(fed.len());
         let mut of: Vec<(u64, usize, bool)> = Vec::with_capacity(fed.len());
         for fed in fed {
@@ -51,8 +50,9 @@ impl Worker<'_> {
         });
         if result.is_ok() {
             self.steps += 1;
-            self.pace
-                .learn(begun.elapsed(), decoding + constrained, rows);
+            for ran in batch.ran() {
+                self.pace.learn(ran.took, ran.decoding, ran.prompt_rows);
+            }
             for &(id, to, goes_on) in &of {
                 self.fed(id, to, goes_on);
             }
@@ -67,8 +67,8 @@ impl Worker<'_> {
     }
 
     /// What is fed: the last token of each that has a constraint, and of prompts what there is time
-    /// for. Rows of prompts, and requests with a constraint, are counted.
-    fn plan(&self, batch: &Batch<'_>) -> (Vec<Fed>, usize, usize) {
+    /// for.
+    fn plan(&self, batch: &Batch<'_>) -> Vec<Fed> {
         let mut fed = Vec::new();
         let then = |job: &Job, sampler: &Sampler| Continuation {
             sampler: sampler.clone(),
@@ -89,10 +89,8 @@ impl Worker<'_> {
                 });
             }
         }
-        let constrained = fed.len();
-        let decoding = batch.running() + constrained;
+        let decoding = batch.running() + fed.len();
         let room = self.spec.max_rows.saturating_sub(decoding);
-        let rows = self.pace.rows(decoding).min(room);
         let prompts: Vec<(u64, &Job)> = self
             .jobs
             .iter()
@@ -103,11 +101,14 @@ impl Worker<'_> {
             .iter()
             .map(|(_, j)| j.tokens.len() - j.fed)
             .collect();
-        let mut used = 0;
+        let Rows { some, whole } = self.pace.rows(decoding);
+        let rows = Rows {
+            some: some.min(room),
+            whole: whole.min(room / 2),
+        };
         for ((id, job), rows) in prompts.into_iter().zip(share(rows, &wanted)) {
             if let (Some(slot), Some(sampler), 1..) = (job.slot, &job.sampler, rows) {
                 let to = job.fed + rows;
-                used += rows;
                 fed.push(Fed {
                     id,
                     slot,
@@ -117,7 +118,7 @@ impl Worker<'_> {
                 });
             }
         }
-        (fed, used, constrained)
+        fed
     }
 
     /// Sets the masks of those who draw under a constraint: side by side, as a mask may take longer

@@ -4,7 +4,7 @@ use super::job::{Job, Phase};
 use super::seats::Seats;
 use super::{Command, EngineOptions, Failure, Finish, OpenSession, Shared};
 use crate::metrics::Reason;
-use crate::scheduler::{Pace, Queue};
+use crate::scheduler::{Pace, PaceLimits, Queue};
 use nq_runtime::{Batch, Session, SessionSpec};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -50,7 +50,11 @@ pub(super) fn run(
         jobs: BTreeMap::new(),
         queue: Queue::default(),
         seats: Seats::new(spec.slots),
-        pace: Pace::new(options.prompt_time, options.prompt_time_alone),
+        pace: Pace::new(PaceLimits {
+            to_finish: options.prompt_time,
+            alone: options.prompt_time_alone,
+            least: options.least_rows,
+        }),
         closing: None,
         deserted: false,
         next: 0,

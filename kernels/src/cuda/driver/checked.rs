@@ -2,6 +2,7 @@
 
 use super::gpu::Gpu;
 use super::memory::Buffer;
+use super::staging::Staging;
 use super::stream::Stream;
 use crate::error::{Error, Result};
 use bytemuck::Pod;
@@ -29,6 +30,8 @@ impl Followed for u32 {
 pub struct Checked<T: Followed> {
     values: Buffer<T>,
     bounds: T::Bounds,
+    /// What [`Stream::write_checked`] copies from.
+    staging: Option<Staging<T>>,
 }
 
 impl<T: Followed> Checked<T> {
@@ -47,6 +50,7 @@ impl<T: Followed> Checked<T> {
         Ok(Checked {
             values: gpu.upload(what, &vec![value; len])?,
             bounds,
+            staging: None,
         })
     }
 
@@ -59,6 +63,7 @@ impl<T: Followed> Checked<T> {
         Ok(Checked {
             values: gpu.upload(what, values)?,
             bounds,
+            staging: None,
         })
     }
 
@@ -95,6 +100,16 @@ impl Stream {
     ) -> Result<()> {
         check_bounds("put", values, &to.bounds)?;
         self.put(&mut to.values, at, values)
+    }
+
+    /// Writes `values` to the first of `to`, in order with the stream's other work. Waits only if
+    /// the writes before the latest one are not done.
+    ///
+    /// # Errors
+    /// As [`Checked::write`]'s; [`Error::DeviceMemory`] at the first call.
+    pub fn write_checked<T: Followed>(&self, to: &mut Checked<T>, values: &[T]) -> Result<()> {
+        check_bounds("device write", values, &to.bounds)?;
+        self.write_staged(&mut to.values, 0, &mut to.staging, values)
     }
 }
 

@@ -1,7 +1,9 @@
 //! Page-locked memory that copies to the device go through.
 
 use super::gpu::Gpu;
+use super::memory::Buffer;
 use super::pinned::Pinned;
+use super::stream::Stream;
 use crate::error::Result;
 use bytemuck::Pod;
 
@@ -30,5 +32,28 @@ impl<T: Pod> Staging<T> {
     pub(crate) fn turn(&mut self) -> &mut Pinned<T> {
         self.turns += 1;
         &mut self.buffers[self.turns % 2]
+    }
+}
+
+impl Stream {
+    /// Copies `values` to index `at` of `to`, in order with the stream's other work, through
+    /// `staging`, which is made as it is needed. Waits only for the copy before the latest one.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if they do not fit; [`crate::Error::DeviceMemory`]; the driver's.
+    pub(crate) fn write_staged<T: Pod>(
+        &self,
+        to: &mut Buffer<T>,
+        at: usize,
+        staging: &mut Option<Staging<T>>,
+        values: &[T],
+    ) -> Result<()> {
+        let from = match staging {
+            Some(there) if there.len() >= values.len() => there,
+            none => none.insert(Staging::new(self.gpu(), values.len())?),
+        };
+        let from = from.turn();
+        from.values_mut()?[..values.len()].copy_from_slice(values);
+        self.write(to, at, from, 0..values.len())
     }
 }

@@ -11,6 +11,7 @@ use nq_kernels::cuda::{
     Buffer, DeviceLinear, DevicePages, GemmOutput, HEAD_DIM, Row, RowsOut, SequenceRows, Stream,
     operand_index,
 };
+use std::time::Duration;
 
 /// A pass of `m` rows.
 struct Pass<'a, 'o> {
@@ -263,17 +264,13 @@ impl CudaSession {
         Ok(())
     }
 
-    /// The logits of all chunks, over rows.
-    pub(super) fn forward_many(
+    /// Queues the chunks' rows through the layers: `many.x` becomes the residual stream. Gives the
+    /// rows of which logits are wanted.
+    fn queue_rows(
         &mut self,
         chunks: &[Chunk<'_>],
-        mut observer: Option<&mut dyn Observer>,
-    ) -> Result<()> {
-        if observer.is_some() && self.many.full.is_none() {
-            let (model, rows) = (&self.model, self.spec.max_rows.max(1));
-            let w = Widths::of(&model.config);
-            self.many.full = Some(FullRows::new(&model.gpu, &w, rows)?);
-        }
+        observer: &mut Option<&mut dyn Observer>,
+    ) -> Result<Vec<u32>> {
         let mut sequences = Vec::with_capacity(chunks.len());
         let (mut tokens, mut rows, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks {
@@ -293,9 +290,24 @@ impl CudaSession {
             wanted.extend(chunk.logits.rows(count).map(|i| (row + i) as u32));
         }
         self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
-        self.many.tokens.write(0, &tokens)?;
-        self.many.rows.write(0, &rows)?;
-        self.run_layers(&sequences, tokens.len(), &mut observer)?;
+        self.stream.write_checked(&mut self.many.tokens, &tokens)?;
+        self.stream.write_checked(&mut self.many.rows, &rows)?;
+        self.run_layers(&sequences, tokens.len(), observer)?;
+        Ok(wanted)
+    }
+
+    /// The logits of all chunks, over rows.
+    pub(super) fn forward_many(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        mut observer: Option<&mut dyn Observer>,
+    ) -> Result<()> {
+        if observer.is_some() && self.many.full.is_none() {
+            let (model, rows) = (&self.model, self.spec.max_rows.max(1));
+            let w = Widths::of(&model.config);
+            self.many.full = Some(FullRows::new(&model.gpu, &w, rows)?);
+        }
+        let wanted = self.queue_rows(chunks, &mut observer)?;
         self.run_head(&wanted, &mut observer)?;
         self.stream.synchronize()?;
         if self.model.gpu.is_profiling() {
@@ -306,6 +318,30 @@ impl CudaSession {
             self.many.full = None;
         }
         Ok(())
+    }
+
+    /// Queues the chunks, without logits.
+    pub(super) fn queue_chunks(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+        let begin = self.stream.mark()?;
+        self.queue_rows(chunks, &mut None)?;
+        self.prompts.push_back((begin, self.stream.mark()?));
+        for chunk in chunks {
+            self.tables.advance(chunk.slot, chunk.tokens.len());
+        }
+        Ok(())
+    }
+
+    /// Waits for the chunks queued first; how long they took.
+    pub(super) fn finish_chunks(&mut self) -> Result<Duration> {
+        let Some((begin, end)) = self.prompts.pop_front() else {
+            return Ok(Duration::ZERO);
+        };
+        end.wait()?;
+        if self.model.gpu.is_profiling() {
+            self.stream.synchronize()?;
+            self.settle_profile()?;
+        }
+        Ok(Duration::from_secs_f64(begin.seconds_until(&end)?))
     }
 }
 

@@ -15,6 +15,7 @@ use nq_kernels::cuda::{
     wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::time::Duration;
 
 /// Tokens of a sequence that the device may be ahead of the host, at most; a power of two.
 const RING: usize = 64;
@@ -317,7 +318,7 @@ impl CudaSession {
     }
 
     /// After the stream's work, while profiling: counts it, and forgets its recordings.
-    fn settle_profile(&mut self) -> Result<()> {
+    pub(super) fn settle_profile(&mut self) -> Result<()> {
         if self.model.gpu.is_profiling() {
             self.model.gpu.settle_profile()?;
             self.graphs.recorded.clear();
@@ -391,7 +392,6 @@ impl CudaSession {
     /// Puts the state of a sampler in `row` on the device, where the row's next draw is number
     /// `drawn`.
     fn write_sampling(&mut self, row: usize, sampler: &Sampler, drawn: i32) -> Result<()> {
-        sampler.check(self.model.config.vocab_size)?;
         let p = sampler.params();
         let words = |v: u64| [v as u32, (v >> 32) as u32];
         let flag = |bit, set: bool| if set { bit } else { 0 };
@@ -414,21 +414,16 @@ impl CudaSession {
             position: words(sampler.position().wrapping_sub(i64::from(drawn) as u64)),
         };
         self.stream.put(&mut self.step.sampling, row, &[sampling])?;
-        if sampling.adjusts != 0 {
-            // These are written out of order with the stream: who sat here before may still be
-            // drawing.
-            self.stream.synchronize()?;
-        }
-        let adjust = &mut self.step.adjust;
+        let (stream, adjust) = (&self.stream, &mut self.step.adjust);
         if !bias.is_empty() {
-            adjust.write_bias(row, bias)?;
+            adjust.write_bias(stream, row, bias)?;
         }
         if let Some(mask) = sampler.mask() {
-            adjust.write_mask(row, mask)?;
+            adjust.write_mask(stream, row, mask)?;
         }
         if p.has_penalties() {
             let seen = sampler.seen().map(|t| (t.id, t.in_prompt, t.count));
-            adjust.write_seen(row, seen)?;
+            adjust.write_seen(stream, row, seen)?;
         }
         Ok(())
     }
@@ -477,8 +472,23 @@ impl StepsAhead for CudaSession {
         }
     }
 
+    fn check(&self, tokens: &[u32], sampler: Option<&Sampler>) -> Result<()> {
+        let vocab = self.model.config.vocab_size;
+        check_tokens(tokens, vocab)?;
+        sampler.map_or(Ok(()), |s| s.check(vocab))
+    }
+
+    fn queue_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+        self.check_chunks(chunks)?;
+        self.queue_chunks(chunks)
+    }
+
+    fn finish_prompts(&mut self) -> Result<Duration> {
+        self.finish_chunks()
+    }
+
     fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
-        check_tokens(&[token], self.model.config.vocab_size)?;
+        self.check(&[token], Some(sampler))?;
         let seat = &mut self.step.seats[row];
         // Counted round before it overflows, in step with the ring.
         if seat.drawn > i32::MAX / 2 {
