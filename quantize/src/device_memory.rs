@@ -5,7 +5,19 @@
 //! through one at a time, in pieces of as many rows as fit; quality is measured with source and
 //! result side by side or, where they do not fit, the source run layer by layer.
 
+use crate::calibration::{SAMPLING_ROWS, sampling_slots};
 use crate::error::{Error, Result};
+use crate::layers::PIECE;
+use crate::memory::{self, session};
+use crate::methods::Needs;
+use crate::schemes::Schemes;
+use crate::streamed;
+use nq_formats::{Bits, DType, ModelConfig};
+use nq_kernels::Account;
+use nq_kernels::grad::SCRATCH;
+use nq_kernels::registry::WeightKind;
+use nq_runtime::full_precision::{hold_head, hold_layer, hold_work};
+use nq_runtime::gpu::GpuSizes;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -60,282 +72,231 @@ pub struct DeviceEstimate {
     pub rows: usize,
 }
 
-/// What the stages of a run take, each way that they can be done.
-pub(crate) struct Ways {
-    /// Sampling, from the best to the smallest copy; none where nothing is sampled.
-    pub(crate) sampling: Vec<(SampledFrom, u64)>,
-    /// Quantizing layers, by rows of a piece, from the most.
-    pub(crate) quantizing: Vec<(usize, u64)>,
-    /// Measuring with both models in memory.
-    pub(crate) side_by_side: u64,
-    /// Measuring with the source layer by layer, by rows of a piece.
-    pub(crate) streamed: Vec<(usize, u64)>,
+/// Rows of a piece that are tried.
+const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
+
+/// What a run does, as far as the GPU's memory depends on it.
+pub(crate) struct Work<'a> {
+    pub(crate) schemes: &'a Schemes,
+    pub(crate) needs: Needs,
+    /// Sequences sampled, at most; 0: none.
+    pub(crate) sampled: usize,
+    pub(crate) sizes: GpuSizes,
 }
 
-/// Rows of a piece that are tried.
-pub(crate) const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
-
-impl Ways {
-    /// The best ways that fit `limit` bytes.
-    ///
-    /// # Errors
-    /// [`Error::Request`] with the bytes needed if a stage has none.
-    pub(crate) fn choose(&self, limit: u64) -> Result<DeviceEstimate> {
-        let (sampled_from, sampling) = match self.sampling.is_empty() {
-            true => (SampledFrom::Source, 0),
-            false => first(&self.sampling, limit, "memory of the GPU for sampling text")?,
-        };
-        let what = "memory of the GPU for quantizing a layer";
-        let (rows, quantizing) = first(&self.quantizing, limit, what)?;
-        let streamed = self.side_by_side > limit;
-        let (rows, measuring) = match streamed {
-            false => (rows, self.side_by_side),
-            true => {
-                let ways: Vec<_> = (self.streamed.iter().copied())
-                    .filter(|&(r, _)| r <= rows)
-                    .collect();
-                first(&ways, limit, "memory of the GPU for measuring quality")?
-            }
-        };
-        let stages = [
-            (sampling, "sampling text"),
-            (quantizing, "quantizing a layer"),
-            (measuring, "measuring quality"),
-        ];
-        let (peak, stage) = stages.into_iter().max().unwrap_or_default();
-        Ok(DeviceEstimate {
-            limit,
-            peak,
-            stage,
-            sampling,
-            quantizing,
-            measuring,
-            sampled_from,
-            streamed,
-            rows,
-        })
+/// Schemes of a copy that text is sampled from.
+pub(crate) fn copy_schemes(from: SampledFrom) -> Option<Schemes> {
+    let schemes = |bits| {
+        let linears = crate::schemes::default_scheme(bits);
+        Schemes {
+            head: Some(linears),
+            ..Schemes::defaults(bits)
+        }
+    };
+    match from {
+        SampledFrom::Source => None,
+        SampledFrom::Int8 => Some(schemes(Bits::B8)),
+        SampledFrom::Int4 => Some(schemes(Bits::B4)),
     }
 }
 
-/// The first of `ways` that fits.
-fn first<T: Copy>(ways: &[(T, u64)], limit: u64, what: &'static str) -> Result<(T, u64)> {
-    let least = ways.iter().map(|w| w.1).min().unwrap_or(0);
-    let fits = ways.iter().find(|w| w.1 <= limit);
-    fits.copied().ok_or_else(|| Error::Request {
+/// The best way of each stage that fits `limit` bytes of a GPU.
+///
+/// # Errors
+/// [`Error::Request`] with the bytes needed if a stage has none; a scheme that no kernel serves.
+pub(crate) fn fit(c: &ModelConfig, work: &Work<'_>, limit: u64) -> Result<DeviceEstimate> {
+    // An engine with a session, of the source or of what schemes make of it.
+    let engine = |schemes: Option<&Schemes>, slots, max_rows| {
+        let dense = WeightKind::Dense(DType::BF16);
+        let kinds = |name: &str| schemes.map_or(dense, |s| s.kind(name, DType::BF16));
+        (work.sizes.engine)(c, &kinds, &session(c, slots, max_rows))
+    };
+    let what = "memory of the GPU for sampling text";
+    let (sampled_from, sampling) = match work.sampled {
+        0 => (SampledFrom::Source, 0),
+        n => {
+            let slots = sampling_slots(c, n, session(c, 0, 0).ctx, Some(work.sizes.together));
+            let copies = [SampledFrom::Source, SampledFrom::Int8, SampledFrom::Int4];
+            first(&copies, limit, what, |from| {
+                Ok(engine(copy_schemes(from).as_ref(), slots, SAMPLING_ROWS)?.total() as u64)
+            })?
+        }
+    };
+    let what = "memory of the GPU for quantizing a layer";
+    let (rows, quantizing) = first(&ROWS, limit, what, |rows| {
+        peak(|a| quantize(a, c, work, rows))
+    })?;
+    let source = engine(None, 1, memory::ROWS)?;
+    let result = engine(Some(work.schemes), 1, memory::ROWS)?.total();
+    // The source against itself takes two sessions of it.
+    let both = (source.total() + result.max(source.total() - source.weights)) as u64;
+    let streamed = both > limit;
+    let (rows, measuring) = match streamed {
+        false => (rows, both),
+        true => {
+            // Layers go through before the result is loaded, and leave the head.
+            let head = peak(|a| Ok(drop(hold_head(a, c, streamed::ROWS)?)))?;
+            let fewer = &ROWS[ROWS.iter().position(|&r| r == rows).unwrap_or(0)..];
+            let what = "memory of the GPU for measuring quality";
+            first(fewer, limit, what, |rows| {
+                let layers = peak(|a| Ok(drop(run(a, c, rows)?)))?;
+                Ok(layers.max(head + result as u64))
+            })?
+        }
+    };
+    let stages = [
+        (sampling, "sampling text"),
+        (quantizing, "quantizing a layer"),
+        (measuring, "measuring quality"),
+    ];
+    let (peak, stage) = stages.into_iter().max().unwrap_or_default();
+    Ok(DeviceEstimate {
+        limit,
+        peak,
+        stage,
+        sampling,
+        quantizing,
+        measuring,
+        sampled_from,
+        streamed,
+        rows,
+    })
+}
+
+/// The first of `ways` that takes no more than `limit` bytes, and what it takes.
+fn first<T: Copy>(
+    ways: &[T],
+    limit: u64,
+    what: &'static str,
+    bytes: impl Fn(T) -> Result<u64>,
+) -> Result<(T, u64)> {
+    let mut least = u64::MAX;
+    for &way in ways {
+        let taken = bytes(way)?;
+        if taken <= limit {
+            return Ok((way, taken));
+        }
+        least = least.min(taken);
+    }
+    Err(Error::Request {
         what,
         expected: format!("at least {least} bytes (--device-memory, or --device cpu)"),
         found: format!("{limit} that may be used"),
     })
 }
 
-pub(crate) mod gpu {
-    //! The bytes of each stage: its steps on an account, from shapes alone.
+/// Bytes that `stage` holds at most, with what its products take.
+fn peak(stage: impl FnOnce(&Account) -> Result<()>) -> Result<u64> {
+    let account = Account::gpu();
+    let _scratch = account.hold(SCRATCH);
+    stage(&account)?;
+    Ok(account.peak() as u64)
+}
 
-    use super::{ROWS, SampledFrom, Ways};
-    use crate::calibration::{SAMPLING_ROWS, sampling_slots};
-    use crate::error::Result;
-    use crate::layers::PIECE;
-    use crate::memory::{self, session};
-    use crate::methods::Needs;
-    use crate::schemes::Schemes;
-    use crate::streamed;
-    use nq_formats::{Bits, DType, ModelConfig};
-    use nq_kernels::Account;
-    use nq_kernels::grad::SCRATCH;
-    use nq_kernels::registry::WeightKind;
-    use nq_runtime::full_precision::{hold_head, hold_layer, hold_work};
-    use nq_runtime::gpu::GpuSizes;
+/// A layer is run over pieces of `rows` rows, whose memory stays.
+fn run(a: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
+    let work = hold_work(a, c, rows, session(c, 0, 0).ctx)?;
+    drop(hold_layer(a, c)?);
+    Ok(work)
+}
 
-    /// What a run does, as far as the GPU's memory depends on it.
-    pub(crate) struct Work<'a> {
-        pub(crate) schemes: &'a Schemes,
-        pub(crate) needs: Needs,
-        /// Sequences sampled, at most; 0: none.
-        pub(crate) sampled: usize,
-        pub(crate) sizes: GpuSizes,
+/// Layers are quantized, the head before them in pieces.
+fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Result<()> {
+    let moments = |n: usize| a.hold(4 * n * n);
+    if work.needs != Needs::Hessian {
+        return run(a, c, rows).map(drop);
     }
-
-    /// Schemes of a copy that text is sampled from.
-    pub(crate) fn copy_schemes(from: SampledFrom) -> Option<Schemes> {
-        let schemes = |bits| {
-            let linears = crate::schemes::default_scheme(bits);
-            Schemes {
-                head: Some(linears),
-                ..Schemes::defaults(bits)
-            }
-        };
-        match from {
-            SampledFrom::Source => None,
-            SampledFrom::Int8 => Some(schemes(Bits::B8)),
-            SampledFrom::Int4 => Some(schemes(Bits::B4)),
-        }
+    let n = c.hidden_size;
+    let head = moments(n);
+    round(a, c.vocab_size.min(PIECE / n), n, work);
+    drop(head);
+    let products = c.layer().products().into_iter();
+    let _moments: Vec<_> = products.map(|p| moments(p.inputs(c))).collect();
+    let _pass = run(a, c, rows)?;
+    for linear in c.layer().linears() {
+        let (out, inputs) = linear.dims(c);
+        round(a, out, inputs, work);
     }
+    Ok(())
+}
 
-    /// What each stage takes of a GPU, each way.
-    ///
-    /// # Errors
-    /// A scheme that no kernel of the GPU serves.
-    pub(crate) fn ways(c: &ModelConfig, work: &Work<'_>) -> Result<Ways> {
-        // An engine with a session, of the source or of what schemes make of it.
-        let engine = |schemes: Option<&Schemes>, slots, max_rows| {
-            let dense = WeightKind::Dense(DType::BF16);
-            let kinds = |name: &str| schemes.map_or(dense, |s| s.kind(name, DType::BF16));
-            (work.sizes.engine)(c, &kinds, &session(c, slots, max_rows))
-        };
-        let mut sampling = Vec::new();
-        if work.sampled > 0 {
-            let length = session(c, 0, 0).ctx;
-            let slots = sampling_slots(c, work.sampled, length, Some(work.sizes.together));
-            for from in [SampledFrom::Source, SampledFrom::Int8, SampledFrom::Int4] {
-                let taken = engine(copy_schemes(from).as_ref(), slots, SAMPLING_ROWS)?;
-                sampling.push((from, taken.total() as u64));
-            }
-        }
-        let source = engine(None, 1, memory::ROWS)?;
-        let result = engine(Some(work.schemes), 1, memory::ROWS)?.total();
-        // Layers go through before the result is loaded, and leave the head.
-        let head = peak(|a| {
-            hold_head(a, c, streamed::ROWS)
-                .map(drop)
-                .map_err(Into::into)
-        })?;
-        let head = result as u64 + head;
-        let quantizing = |rows| -> Result<_> { Ok((rows, peak(|a| quantize(a, c, work, rows))?)) };
-        let streamed =
-            |rows| -> Result<_> { Ok((rows, head.max(peak(|a| run(a, c, rows).map(drop))?))) };
-        Ok(Ways {
-            sampling,
-            quantizing: ROWS.into_iter().map(quantizing).collect::<Result<_>>()?,
-            // The source against itself takes two sessions of it.
-            side_by_side: (source.total() + result.max(source.total() - source.weights)) as u64,
-            streamed: ROWS.into_iter().map(streamed).collect::<Result<_>>()?,
-        })
-    }
-
-    /// Bytes that `stage` holds at most, with what its products take.
-    fn peak(stage: impl FnOnce(&Account) -> Result<()>) -> Result<u64> {
-        let account = Account::gpu();
-        let _scratch = account.hold(SCRATCH);
-        stage(&account)?;
-        Ok(account.peak() as u64)
-    }
-
-    /// A layer is run over pieces of `rows` rows, whose memory stays.
-    fn run(a: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
-        let work = hold_work(a, c, rows, session(c, 0, 0).ctx)?;
-        drop(hold_layer(a, c)?);
-        Ok(work)
-    }
-
-    /// Layers are quantized, the head before them in pieces.
-    fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Result<()> {
-        let moments = |n: usize| a.hold(4 * n * n);
-        if work.needs != Needs::Hessian {
-            return run(a, c, rows).map(drop);
-        }
-        let n = c.hidden_size;
-        let head = moments(n);
-        round(a, c.vocab_size.min(PIECE / n), n, work);
-        drop(head);
-        let products = c.layer().products().into_iter();
-        let _moments: Vec<_> = products.map(|p| moments(p.inputs(c))).collect();
-        let _pass = run(a, c, rows)?;
-        for linear in c.layer().linears() {
-            let (out, inputs) = linear.dims(c);
-            round(a, out, inputs, work);
-        }
-        Ok(())
-    }
-
-    /// A weight `[out, n]` is rounded by the moments of its inputs.
-    fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
-        let (values, groups) = (out * n, work.schemes.linears.group.count(n));
-        let factor = a.hold(4 * n * n);
-        drop(a.hold((work.sizes.factor)(n)));
-        // The weight as it is and in the order, codes, errors of a block and parameters.
-        drop(a.hold(9 * values + (512 + 8 * groups) * out));
-        drop(factor);
-        // The weight, its changes and their outputs, codes.
-        drop(a.hold(13 * values));
-    }
+/// A weight `[out, n]` is rounded by the moments of its inputs.
+fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
+    let (values, groups) = (out * n, work.schemes.linears.group.count(n));
+    let factor = a.hold(4 * n * n);
+    drop(a.hold((work.sizes.factor)(n)));
+    // The weight as it is and in the order, codes, errors of a block and parameters.
+    drop(a.hold(9 * values + (512 + 8 * groups) * out));
+    drop(factor);
+    // The weight, its changes and their outputs, codes.
+    drop(a.hold(13 * values));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nq_formats::names::{self, Shape};
+    use nq_formats::synth::Preset;
+    use nq_runtime::DeviceMemory;
 
     #[test]
     fn the_best_way_that_fits_is_taken() {
-        let ways = Ways {
-            sampling: vec![
-                (SampledFrom::Source, 100),
-                (SampledFrom::Int8, 60),
-                (SampledFrom::Int4, 40),
-            ],
-            quantizing: vec![(8192, 50), (4096, 30)],
-            side_by_side: 120,
-            streamed: vec![(8192, 45), (4096, 35)],
-        };
-        let all = ways.choose(120).unwrap();
-        assert_eq!(
-            (all.sampled_from, all.streamed),
-            (SampledFrom::Source, false)
-        );
-        assert_eq!((all.peak, all.stage), (120, "measuring quality"));
-        let less = ways.choose(60).unwrap();
-        assert_eq!(
-            (less.sampled_from, less.streamed),
-            (SampledFrom::Int8, true)
-        );
-        assert_eq!(
-            (less.rows, less.peak, less.stage),
-            (8192, 60, "sampling text")
-        );
-        let least = ways.choose(40).unwrap();
-        assert_eq!((least.sampled_from, least.rows), (SampledFrom::Int4, 4096));
-        let error = ways.choose(39).unwrap_err().to_string();
+        let way = |limit| first(&[100, 60, 40], limit, "a test", Ok);
+        assert_eq!(way(120).unwrap(), (100, 100));
+        assert_eq!(way(60).unwrap(), (60, 60));
+        let error = way(39).unwrap_err().to_string();
         assert!(
-            error.contains("sampling text") && error.contains("40 bytes"),
+            error.contains("a test") && error.contains("at least 40 bytes"),
             "{error}"
         );
     }
+
+    /// Packed weights are about as large as stored ones, and a session of one sequence is small.
+    const ABOUT: GpuSizes = GpuSizes {
+        together: 64,
+        engine: |c, kinds, spec| {
+            let all = names::parameters(c).into_iter();
+            let bytes = all.map(|(name, shape)| match shape {
+                Shape::Matrix(out, inputs) => kinds(&name).bytes((out, inputs)),
+                Shape::Vector(n) => 4 * n,
+            });
+            Ok(DeviceMemory {
+                weights: bytes.sum(),
+                kv: 4 * c.num_hidden_layers * c.kv_dim() * spec.ctx * spec.slots,
+                scratch: 64 * 10 * c.vocab_size,
+                free: 0,
+            })
+        },
+        factor: |n| 8 * n * (n + 128),
+    };
 
     /// What users' cards hold: 8B goes through 12 GB, of which the driver takes a part, and 32B
     /// through 80 GB; a small card costs a rounded copy to sample from and a streamed source.
     #[test]
     fn published_shapes_fit_the_cards_of_their_users() {
-        use crate::methods::Needs;
-        use crate::schemes::Schemes;
-        use nq_formats::{Bits, synth::Preset};
-        let Ok(sizes) = nq_runtime::gpu::sizes() else {
-            return; // a build without CUDA
-        };
-        let choose = |preset: &str, limit: u64| {
-            let config = Preset::find(preset).expect("a published shape").config();
-            let schemes = Schemes::defaults(Bits::B4);
-            let work = gpu::Work {
-                schemes: &schemes,
-                needs: Needs::Hessian,
-                sampled: 64,
-                sizes,
+        for sizes in [Some(ABOUT), nq_runtime::gpu::sizes().ok()]
+            .into_iter()
+            .flatten()
+        {
+            let choose = |preset: &str, limit: u64| {
+                let config = Preset::find(preset).expect("a published shape").config();
+                let work = Work {
+                    schemes: &Schemes::defaults(Bits::B4),
+                    needs: Needs::Hessian,
+                    sampled: 64,
+                    sizes,
+                };
+                let found = fit(&config, &work, limit)?;
+                assert!(found.peak <= limit, "{found:?}");
+                Ok::<_, Error>((found.sampled_from, found.streamed))
             };
-            gpu::ways(&config, &work)?.choose(limit)
-        };
-        let small = choose("qwen3-8b", 11_300_000_000).unwrap();
-        assert_eq!(
-            (small.sampled_from, small.streamed),
-            (SampledFrom::Int8, true)
-        );
-        let large = choose("qwen3-32b", 79_000_000_000).unwrap();
-        assert_eq!(
-            (large.sampled_from, large.streamed),
-            (SampledFrom::Source, true)
-        );
-        let whole = choose("qwen3-8b", 140_000_000_000).unwrap();
-        assert_eq!(
-            (whole.sampled_from, whole.streamed),
-            (SampledFrom::Source, false)
-        );
-        assert!(choose("qwen3-8b", 4_000_000_000).is_err());
+            let small = choose("qwen3-8b", 11_300_000_000).unwrap();
+            assert_eq!(small, (SampledFrom::Int8, true));
+            let large = choose("qwen3-32b", 79_000_000_000).unwrap();
+            assert_eq!(large, (SampledFrom::Source, true));
+            let whole = choose("qwen3-8b", 140_000_000_000).unwrap();
+            assert_eq!(whole, (SampledFrom::Source, false));
+            assert!(choose("qwen3-8b", 4_000_000_000).is_err());
+        }
     }
 }

@@ -2,8 +2,7 @@
 
 use super::job::Job;
 use super::state::State;
-use crate::device_memory::gpu::{Work, copy_schemes, ways};
-use crate::device_memory::{DeviceEstimate, SampledFrom};
+use crate::device_memory::{DeviceEstimate, SampledFrom, Work, copy_schemes, fit};
 use crate::error::Result;
 use crate::quality::Judge;
 use crate::second_order::InputStats;
@@ -49,7 +48,7 @@ impl Job<'_> {
             sampled: self.sampled(),
             sizes: gpu::sizes()?,
         };
-        ways(self.config(), &work)?.choose(limit)
+        fit(self.config(), &work, limit)
     }
 
     /// What was announced of the device's memory, tuning included.

@@ -131,28 +131,24 @@ impl<O: GradOps> Values<O> {
 pub enum Matrix<O: Allocate> {
     /// As it is.
     Dense(O::Floats),
-    /// Codes follow latent weights by straight-through rounding.
-    Latent {
-        /// Shape and groups.
-        shape: Rounding,
-        /// `[rows, cols]`
-        latent: Values<O>,
-        /// `[rows, groups]`
-        scales: Values<O>,
-        /// `[rows, groups]`
-        zeros: O::Floats,
-    },
-    /// Codes stay, scales are tuned.
-    Fixed {
-        /// Shape and groups.
-        shape: Rounding,
-        /// `[rows, cols]`
-        codes: O::Codes,
-        /// `[rows, groups]`
-        scales: Values<O>,
-        /// `[rows, groups]`
-        zeros: O::Floats,
-    },
+    /// Quantized.
+    Tuned(Tuned<O>),
+}
+
+/// A quantized weight whose scales are tuned.
+pub struct Tuned<O: Allocate> {
+    shape: Rounding,
+    codes: Codes<O>,
+    scales: Values<O>, // [rows, groups]
+    zeros: O::Floats,  // [rows, groups]
+}
+
+/// Codes `[rows, cols]`.
+enum Codes<O: Allocate> {
+    /// They follow latent weights by straight-through rounding.
+    Latent(Values<O>),
+    /// They stay.
+    Fixed(O::Codes),
 }
 
 /// A quantized weight's parts in the clear.
@@ -211,26 +207,20 @@ fn latent_values(name: &str, source: &Weight, p: &Parts, shape: Rounding) -> Res
     Ok(latent)
 }
 
-impl<O: Allocate> Matrix<O> {
-    /// Room for a weight that is tuned, its codes too if `codes`.
+impl<O: Allocate> Tuned<O> {
+    /// Room for a weight, whose codes are tuned too if `codes`.
     fn zeros(ops: &O, name: &str, shape: Rounding, codes: bool) -> Result<Self> {
         let values =
             |part: &str, kind, n| Values::zeros(ops, format!("{name}.{part}"), kind, n, true);
-        let scales = values("scales", Kind::Scale, shape.groups())?;
-        let zeros = ops.floats("zero-points", shape.groups())?;
-        Ok(match codes {
-            true => Matrix::Latent {
-                shape,
-                latent: values("latent", Kind::Latent, shape.elements())?,
-                scales,
-                zeros,
+        let n = shape.elements();
+        Ok(Tuned {
+            shape,
+            codes: match codes {
+                true => Codes::Latent(values("latent", Kind::Latent, n)?),
+                false => Codes::Fixed(ops.codes("codes", n)?),
             },
-            false => Matrix::Fixed {
-                shape,
-                codes: ops.codes("codes", shape.elements())?,
-                scales,
-                zeros,
-            },
+            scales: values("scales", Kind::Scale, shape.groups())?,
+            zeros: ops.floats("zero-points", shape.groups())?,
         })
     }
 }
@@ -271,21 +261,14 @@ impl<O: GradOps> Matrix<O> {
             group: p.group,
             max_code: w.scheme().bits.max_code(),
         };
-        let mut matrix = Self::zeros(ops, name, shape, codes)?;
-        match &mut matrix {
-            Matrix::Dense(_) => {}
-            Matrix::Fixed { codes, .. } => ops.write_codes(codes, &p.codes)?,
-            Matrix::Latent { latent, .. } => {
-                latent.start(ops, &latent_values(name, source, &p, shape)?)?;
-            }
+        let mut tuned = Tuned::zeros(ops, name, shape, codes)?;
+        match &mut tuned.codes {
+            Codes::Latent(latent) => latent.start(ops, &latent_values(name, source, &p, shape)?)?,
+            Codes::Fixed(codes) => ops.write_codes(codes, &p.codes)?,
         }
-        if let Matrix::Latent { scales, zeros, .. } | Matrix::Fixed { scales, zeros, .. } =
-            &mut matrix
-        {
-            scales.start(ops, &p.scales)?;
-            ops.write(zeros, &p.zeros)?;
-        }
-        Ok(matrix)
+        tuned.scales.start(ops, &p.scales)?;
+        ops.write(&mut tuned.zeros, &p.zeros)?;
+        Ok(Matrix::Tuned(tuned))
     }
 
     /// [`Matrix::student`] of `source`, or [`Matrix::dense`] where there is none.
@@ -312,36 +295,22 @@ impl<O: GradOps> Matrix<O> {
     /// # Errors
     /// The device's.
     pub fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
-        match self {
-            Matrix::Dense(_) => {}
-            Matrix::Latent {
-                shape,
-                latent,
-                scales,
-                zeros,
-            } => {
-                if let (Some(l), Some(s)) = (&mut latent.state, &mut scales.state) {
-                    ops.round_grad(
-                        *shape,
-                        &latent.value,
-                        &scales.value,
-                        zeros,
-                        dw,
-                        &mut l.grad,
-                        &mut s.grad,
-                    )?;
-                }
+        let Matrix::Tuned(t) = self else {
+            return Ok(());
+        };
+        let (shape, zeros) = (t.shape, &t.zeros);
+        match (&mut t.codes, &mut t.scales.state) {
+            (Codes::Latent(l), Some(s)) => {
+                let Some(latent) = &mut l.state else {
+                    return Ok(());
+                };
+                let (grad, scales) = (&mut latent.grad, &t.scales.value);
+                ops.round_grad(shape, &l.value, scales, zeros, dw, grad, &mut s.grad)?;
             }
-            Matrix::Fixed {
-                shape,
-                codes,
-                scales,
-                zeros,
-            } => {
-                if let Some(s) = &mut scales.state {
-                    ops.dequantize_grad(*shape, codes, zeros, dw, &mut s.grad)?;
-                }
+            (Codes::Fixed(codes), Some(s)) => {
+                ops.dequantize_grad(shape, codes, zeros, dw, &mut s.grad)?;
             }
+            (_, None) => {}
         }
         Ok(())
     }
@@ -349,16 +318,20 @@ impl<O: GradOps> Matrix<O> {
     fn values(&self) -> Vec<&Values<O>> {
         match self {
             Matrix::Dense(_) => Vec::new(),
-            Matrix::Latent { latent, scales, .. } => vec![latent, scales],
-            Matrix::Fixed { scales, .. } => vec![scales],
+            Matrix::Tuned(t) => match &t.codes {
+                Codes::Latent(latent) => vec![latent, &t.scales],
+                Codes::Fixed(_) => vec![&t.scales],
+            },
         }
     }
 
     fn values_mut(&mut self) -> Vec<&mut Values<O>> {
         match self {
             Matrix::Dense(_) => Vec::new(),
-            Matrix::Latent { latent, scales, .. } => vec![latent, scales],
-            Matrix::Fixed { scales, .. } => vec![scales],
+            Matrix::Tuned(t) => match &mut t.codes {
+                Codes::Latent(latent) => vec![latent, &mut t.scales],
+                Codes::Fixed(_) => vec![&mut t.scales],
+            },
         }
     }
 }
@@ -369,20 +342,14 @@ impl<O: GradOps> Load<O> for Matrix<O> {
         ops: &O,
         scratch: &'a mut O::Floats,
     ) -> nq_kernels::Result<&'a O::Floats> {
-        match self {
+        let t = match self {
             Matrix::Dense(w) => return Ok(w),
-            Matrix::Latent {
-                shape,
-                latent,
-                scales,
-                zeros,
-            } => ops.round(*shape, &latent.value, &scales.value, zeros, scratch)?,
-            Matrix::Fixed {
-                shape,
-                codes,
-                scales,
-                zeros,
-            } => ops.dequantize(*shape, codes, &scales.value, zeros, scratch)?,
+            Matrix::Tuned(t) => t,
+        };
+        let (scales, zeros) = (&t.scales.value, &t.zeros);
+        match &t.codes {
+            Codes::Latent(latent) => ops.round(t.shape, &latent.value, scales, zeros, scratch)?,
+            Codes::Fixed(codes) => ops.dequantize(t.shape, codes, scales, zeros, scratch)?,
         }
         Ok(scratch)
     }
@@ -454,15 +421,10 @@ pub fn both_models<O: Allocate>(
     c: &ModelConfig,
     group: usize,
     codes: bool,
-) -> Result<(Vec<Matrix<O>>, Vec<Values<O>>)> {
-    let (mut matrices, mut norms) = (Vec::new(), Vec::new());
+) -> Result<impl Sized> {
+    let (mut teacher, mut matrices, mut norms) = (Vec::new(), Vec::new(), Vec::new());
     for (name, shape) in names::parameters(c) {
-        match shape {
-            Shape::Vector(n) => {
-                for tuned in [false, true] {
-                    norms.push(Values::zeros(ops, name.clone(), Kind::Gain, n, tuned)?);
-                }
-            }
+        let n = match shape {
             Shape::Matrix(rows, cols) => {
                 let shape = Rounding {
                     rows,
@@ -470,12 +432,17 @@ pub fn both_models<O: Allocate>(
                     group: group.clamp(1, cols),
                     max_code: u8::MAX,
                 };
-                matrices.push(Matrix::Dense(ops.floats("weights", rows * cols)?));
-                matrices.push(Matrix::zeros(ops, &name, shape, codes)?);
+                matrices.push(Tuned::zeros(ops, &name, shape, codes)?);
+                shape.elements()
             }
-        }
+            Shape::Vector(n) => {
+                norms.push(Values::zeros(ops, name, Kind::Gain, n, true)?);
+                n
+            }
+        };
+        teacher.push(ops.floats("weights", n)?);
     }
-    Ok((matrices, norms))
+    Ok((teacher, matrices, norms))
 }
 
 /// A model on a device.

@@ -7,7 +7,7 @@ use crate::load::LoadOptions;
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;
-use nq_formats::models::Product;
+use nq_formats::models::{NormSpec, Product};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
 
@@ -23,17 +23,11 @@ pub(crate) fn pack_layer(
     census: &mut Census,
 ) -> Result<Layer> {
     let linear = |product: &'static Product| {
-        pack(
-            cpu,
-            options,
-            product.name,
-            &weights.product(product),
-            census,
-        )
+        let parts = weights.product(product);
+        pack(cpu, options, product.name, &parts, census)
     };
-    Layer::new(index, weights.spec, linear, |norm| {
-        Ok(weights.norm(norm.kind).to_f32()?)
-    })
+    let norm = |norm: &NormSpec| Ok(weights.norm(norm.kind).to_f32()?);
+    Layer::new(index, weights.spec, linear, norm)
 }
 
 /// Bytes that one token reads of a layer.

@@ -14,7 +14,7 @@ use nq_kernels::cpu::OpTiming;
 use nq_kernels::cuda::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 use nq_kernels::{Account, KernelSet};
 use plan::Request;
-use session::{CudaSession, SessionShape, most_together};
+use session::{CudaSession, most_together};
 use std::sync::{Arc, OnceLock};
 
 /// [`Engine`] on a GPU.
@@ -23,18 +23,6 @@ pub(crate) struct CudaEngine {
     description: EngineDescription,
     bandwidth: OnceLock<Option<f64>>,
 }
-
-/// What a GPU is whose steps take most sequences, for plans without one.
-const LARGEST: GpuInfo = GpuInfo {
-    ordinal: 0,
-    name: String::new(),
-    capability: (9, 0),
-    multiprocessors: 132,
-    shared_memory: 227 << 10,
-    l2_bytes: 50 << 20,
-    memory: 0,
-    driver: 0,
-};
 
 /// Bytes that a model whose matrices are of these kinds will take of the memory of a GPU whose steps
 /// take most sequences, and a session of it.
@@ -46,15 +34,17 @@ pub(crate) fn planned(
     kinds: Kinds<'_>,
     spec: &SessionSpec,
 ) -> Result<DeviceMemory> {
-    let dry = Gpu::dry(LARGEST, Account::gpu());
+    let info = &GpuInfo {
+        multiprocessors: 132,
+        shared_memory: 227 << 10,
+        ..GpuInfo::default()
+    };
     let request = Request {
-        info: dry.info(),
-        shape: SessionShape {
-            config: c,
-            kernels: KernelSet::Fused,
-            together: MOST_WIDE_SEQUENCES,
-        },
-        head: &plan::head(&dry, c, kinds)?,
+        info,
+        together: MOST_WIDE_SEQUENCES,
+        config: c,
+        kernels: KernelSet::Fused,
+        head: &plan::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds)?,
         weights: plan::weight_bytes(c, kinds, None)?,
         session: Some(spec),
     };

@@ -1,7 +1,7 @@
 //! A model's weights on a GPU.
 
 use super::plan::{self, Request, stored_by_layer, weight_bytes};
-use super::session::{SessionShape, most_together};
+use super::session::most_together;
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
 use crate::forward::{Attention, Layer};
@@ -88,11 +88,9 @@ impl CudaModel {
         let dry = Gpu::dry(gpu.info().clone(), Account::gpu());
         let request = Request {
             info: gpu.info(),
-            shape: SessionShape {
-                config,
-                kernels,
-                together: most_together(&gpu),
-            },
+            together: most_together(&gpu),
+            config,
+            kernels,
             head: &plan::head(&dry, config, &kinds)?,
             weights,
             session,
@@ -150,20 +148,13 @@ impl CudaModel {
         Ok((model, census.bits()))
     }
 
-    /// What its sessions' memory depends on.
-    pub(super) fn session_shape(&self) -> SessionShape<'_> {
-        SessionShape {
-            config: &self.config,
-            kernels: self.kernels,
-            together: most_together(&self.gpu),
-        }
-    }
-
     /// A session of it, to be planned.
     pub(super) fn request<'a>(&'a self, session: &'a SessionSpec) -> Request<'a> {
         Request {
             info: self.gpu.info(),
-            shape: self.session_shape(),
+            together: most_together(&self.gpu),
+            config: &self.config,
+            kernels: self.kernels,
             head: &self.head,
             weights: 0,
             session: Some(session),

@@ -2,7 +2,7 @@
 //! their constructors take of a device on which nothing runs.
 
 use super::model::CudaLayer;
-use super::session::{SessionMemory, SessionShape};
+use super::session::SessionMemory;
 use crate::engine::{DeviceMemory, SessionSpec};
 use crate::error::{Error, Result};
 use crate::forward::Layer;
@@ -10,9 +10,9 @@ use crate::memory::Kinds;
 use nq_formats::models::{NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{ModelConfig, TensorEntry, human_bytes};
-use nq_kernels::Account;
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, PackedKind};
+use nq_kernels::{Account, KernelSet};
 
 /// Room for the matrix `name` of a model, or for those stacked with it, `dims` in all.
 fn linear(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
@@ -49,7 +49,10 @@ pub(super) fn weight_bytes(
         Ok(account.held() - before)
     };
     let layers = match stored {
-        Some(stored) => all_layers(layer(0)?, stored),
+        Some(stored) => {
+            let all = layer(0)? as u128 * u128::from(stored.iter().sum::<u64>());
+            all.div_ceil(stored[0].into()) as usize
+        }
         None => (0..c.num_hidden_layers).map(layer).sum::<Result<usize>>()?,
     };
     let _norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
@@ -72,8 +75,12 @@ pub(super) fn weight_bytes(
 pub(super) struct Request<'a> {
     /// The device.
     pub(super) info: &'a GpuInfo,
-    /// The model.
-    pub(super) shape: SessionShape<'a>,
+    /// Sequences that its steps take, at most.
+    pub(super) together: usize,
+    /// The model's shape.
+    pub(super) config: &'a ModelConfig,
+    /// Its kernels.
+    pub(super) kernels: KernelSet,
     /// Its head, or room for it.
     pub(super) head: &'a DeviceLinear,
     /// Bytes of weights that are still to be loaded.
@@ -99,7 +106,8 @@ impl Request<'_> {
         };
         if let Some(spec) = self.session {
             let gpu = Gpu::dry(self.info.clone(), Account::gpu());
-            let session = SessionMemory::new(&gpu, self.shape, self.head, spec)?;
+            let (c, head) = (self.config, self.head);
+            let session = SessionMemory::new(&gpu, c, self.kernels, self.together, head, spec)?;
             plan.kv = session.kv_bytes();
             plan.scratch = gpu.account().held() - plan.kv;
         }
@@ -161,7 +169,7 @@ impl Request<'_> {
             }
         }
         let four = Request {
-            weights: self.shape.config.parameters() / 8 * INT4_BITS,
+            weights: self.config.parameters() / 8 * INT4_BITS,
             ..*self
         };
         if four.weights < self.weights && four.fits(free) {
@@ -217,17 +225,10 @@ pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<
     bytes.iter().all(|&b| b > 0).then_some(bytes)
 }
 
-/// Bytes of all layers, each as large beside the first as what is stored of it.
-fn all_layers(first: usize, stored: &[u64]) -> usize {
-    let share = |&bytes: &u64| (first as u128 * u128::from(bytes)).div_ceil(stored[0].into());
-    stored.iter().map(|bytes| share(bytes) as usize).sum()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use nq_formats::DType;
-    use nq_kernels::KernelSet;
     use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
     use nq_kernels::registry::WeightKind;
 
@@ -280,11 +281,9 @@ mod tests {
         fn request<'a>(&'a self, weights: usize, session: &'a SessionSpec) -> Request<'a> {
             Request {
                 info: &INFO,
-                shape: SessionShape {
-                    config: &self.config,
-                    kernels: KernelSet::Fused,
-                    together: MOST_SEQUENCES,
-                },
+                together: MOST_SEQUENCES,
+                config: &self.config,
+                kernels: KernelSet::Fused,
                 head: &self.head,
                 weights,
                 session: Some(session),
@@ -294,7 +293,7 @@ mod tests {
         /// A session whose steps take so many sequences.
         fn session(&self, spec: &SessionSpec, together: usize) -> DeviceMemory {
             let mut request = self.request(0, spec);
-            request.shape.together = together;
+            request.together = together;
             request.plan().unwrap()
         }
     }
@@ -388,7 +387,6 @@ mod tests {
         ];
         let stored = stored_by_layer(&entries, 2).unwrap();
         assert_eq!(stored, [100, 200]);
-        assert_eq!(all_layers(1000, &stored), 3000);
         assert_eq!(stored_by_layer(&entries, 3), None);
         assert_eq!(stored_by_layer(&entries, 1), None);
         let gguf = [entry("blk.0.attn_q.weight", 5), entry("output.weight", 9)];

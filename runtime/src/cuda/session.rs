@@ -132,15 +132,6 @@ impl ManyRows {
     }
 }
 
-/// What a session depends on besides its spec.
-#[derive(Clone, Copy)]
-pub(super) struct SessionShape<'a> {
-    pub(super) config: &'a ModelConfig,
-    pub(super) kernels: KernelSet,
-    /// Sequences that a step takes, at most.
-    pub(super) together: usize,
-}
-
 /// What a session holds of a device's memory.
 pub(super) struct SessionMemory {
     pages: DevicePages,
@@ -150,14 +141,17 @@ pub(super) struct SessionMemory {
 }
 
 impl SessionMemory {
-    /// For a model with this head; the rotary table is not written yet.
+    /// For a model with this head, on a device whose steps take `together` sequences; the rotary table
+    /// is not written yet.
     pub(super) fn new(
         gpu: &Gpu,
-        of: SessionShape<'_>,
+        c: &ModelConfig,
+        kernels: KernelSet,
+        together: usize,
         head: &DeviceLinear,
         spec: &SessionSpec,
     ) -> Result<Self> {
-        let (c, w) = (of.config, Widths::of(of.config));
+        let (w, size) = (Widths::of(c), StepSize::new(spec, together));
         let shape = PagesShape {
             kv: spec.kv,
             layers: c.num_hidden_layers,
@@ -169,11 +163,10 @@ impl SessionMemory {
         let pages = DevicePages::new(gpu, shape)?;
         let places = pages.places();
         let table = places.positions * HEAD_DIM / 2;
-        let size = StepSize::new(spec, of.together);
         Ok(SessionMemory {
             cos_sin: gpu.zeros("the rotary table", table)?,
             step: StepRows::new(gpu, c, head, size, places)?,
-            many: ManyRows::new(gpu, &w, of.kernels, spec.max_rows.max(1), places)?,
+            many: ManyRows::new(gpu, &w, kernels, spec.max_rows.max(1), places)?,
             pages,
         })
     }
@@ -187,7 +180,8 @@ impl SessionMemory {
 impl CudaSession {
     pub(super) fn new(model: Arc<CudaModel>, spec: SessionSpec) -> Result<Self> {
         let gpu = &model.gpu;
-        let memory = SessionMemory::new(gpu, model.session_shape(), &model.head, &spec)?;
+        let (c, together) = (&model.config, most_together(gpu));
+        let memory = SessionMemory::new(gpu, c, model.kernels, together, &model.head, &spec)?;
         let mut cos_sin = memory.cos_sin;
         let mut table = vec![(0f32, 0f32); cos_sin.len()];
         for (position, row) in table.chunks_exact_mut(HEAD_DIM / 2).enumerate() {
