@@ -1,5 +1,5 @@
 use super::graph::Graph;
-use super::params::{Canonical, Matrix, Model, rounded};
+use super::params::{Canonical, Model, rounded};
 use super::plan::Schedule;
 use super::sample::Sampler;
 use super::strays::Strays;
