@@ -14,10 +14,10 @@ use anyhow::{Context, bail};
 use nq_formats::Checkpoint;
 use nq_kernels::grad::GradOps;
 use nq_quantize::calibration::Prompter;
-use nq_quantize::tune::graph::Graph;
-use nq_quantize::tune::params::{Canonical, Model};
-use nq_quantize::tune::plan::rate_codes;
-use nq_quantize::tune::train::{Settings, Trainer};
+use nq_quantize::train::graph::Graph;
+use nq_quantize::train::params::{Canonical, Model};
+use nq_quantize::train::plan::rate_codes;
+use nq_quantize::train::trainer::{Settings, Trainer};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 

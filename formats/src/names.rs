@@ -11,6 +11,14 @@ pub const NORM: &str = "model.norm";
 /// Untied head `[vocab, hidden]`.
 pub const HEAD: &str = "lm_head";
 
+/// The matrix that gives logits: the embedding where it is tied.
+pub fn head(c: &ModelConfig) -> &'static str {
+    match c.tie_word_embeddings {
+        true => EMBEDDING,
+        false => HEAD,
+    }
+}
+
 /// The parameters of layer `layer`, in the order they are used.
 pub fn layer_parameters(c: &ModelConfig, layer: usize) -> impl Iterator<Item = (String, Shape)> {
     let all = c.layer().parameters().into_iter();

@@ -5,6 +5,7 @@
 //! [`registry`] says which kernel serves which operation, scheme, activation type,
 //! row count and instruction set; nothing outside it decides.
 
+pub mod account;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -13,6 +14,8 @@ pub mod grad;
 pub mod reference;
 pub mod registry;
 pub mod rng;
+pub mod second_order;
 
+pub use account::{Account, Held};
 pub use error::{Error, Result};
 pub use registry::{Activations, KernelSet};

@@ -83,6 +83,14 @@ impl WeightKind {
             Weight::Quantized(_) => unreachable!("a scheme without a WeightKind"),
         }
     }
+
+    /// Bytes of a weight `[out, inputs]` of this kind in canonical form, as it is read.
+    pub fn bytes(self, (out, inputs): (usize, usize)) -> usize {
+        match self {
+            WeightKind::Dense(dtype) => out * inputs * dtype.size(),
+            WeightKind::Affine { scheme, .. } => scheme.bytes(out, inputs),
+        }
+    }
 }
 
 impl fmt::Display for WeightKind {

@@ -7,8 +7,8 @@
 
 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
 use nq_kernels::grad::{
-    Adam, Buffers, CpuOps, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape,
-    Rounding, UNKNOWN,
+    Adam, Allocate, Buffers, CpuOps, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences,
+    OneShape, Rounding, UNKNOWN,
 };
 use nq_kernels::rng::Philox;
 
@@ -253,8 +253,9 @@ fn rounding<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     .unwrap();
     let out = vec![on.r(&w, 576), on.r(&dlatent, 576), on.r(&dscales, 12)];
     cases.push(("round", 1e-6, out));
-    let codes: Vec<u8> = (0..576).map(|i| (i * 7 % 16) as u8).collect();
-    let codes = ops.codes("a test", &codes).unwrap();
+    let written: Vec<u8> = (0..576).map(|i| (i * 7 % 16) as u8).collect();
+    let mut codes = ops.codes("a test", written.len()).unwrap();
+    ops.write_codes(&mut codes, &written).unwrap();
     ops.dequantize(shape, &codes, &scales, &zeros, &mut w)
         .unwrap();
     ops.dequantize_grad(shape, &codes, &zeros, &dw, &mut dscales)

@@ -419,6 +419,23 @@ fn packed_bytes_are_the_stored_bytes() {
     }
 }
 
+/// What is said of a weight by its kind is what packing it takes.
+#[test]
+fn planned_bytes_are_the_packed_bytes() {
+    let cpu = cpu(isas()[0], 1);
+    let (out, inp) = (37, 384);
+    let affine = schemes(&GROUPS)
+        .into_iter()
+        .map(|s| affine(s, out, inp, None, 5));
+    let dense = [DType::F32, DType::F16, DType::BF16].map(|d| dense(d, out, inp, 5));
+    for w in affine.chain(dense) {
+        let packed = Linear::new(cpu, &[&w], Activations::F32, KernelSet::Fused).unwrap();
+        let kind = WeightKind::of(&w);
+        assert_eq!(Linear::bytes_of(kind, (out, inp)), packed.bytes(), "{kind}");
+        assert_eq!(kind.bytes((out, inp)), w.bytes(), "{kind}");
+    }
+}
+
 #[test]
 fn refusals_name_what_is_wrong() {
     let cpu = cpu(Isa::Scalar, 1);

@@ -7,6 +7,7 @@
 //! programming over bytes. Whoever uses it measures what comes of it.
 
 use crate::error::{Error, Result};
+use crate::report::Choice;
 use crate::schemes::Schemes;
 use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
@@ -136,19 +137,6 @@ pub struct Menu {
     pub weights: Vec<String>,
     /// The candidates.
     pub candidates: Vec<Candidate>,
-}
-
-/// A group's chosen scheme, as reports and records show it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Choice {
-    /// The group.
-    pub group: String,
-    /// Its scheme, e.g. `int4 g32 asymmetric`.
-    pub scheme: String,
-    /// Bytes.
-    pub bytes: u64,
-    /// Predicted loss in nats of KL divergence.
-    pub loss: f64,
 }
 
 /// For each menu the place of the chosen candidate.

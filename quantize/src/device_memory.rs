@@ -6,8 +6,6 @@
 //! result side by side or, where they do not fit, the source run layer by layer.
 
 use crate::error::{Error, Result};
-use crate::schemes::Schemes;
-use nq_formats::ModelConfig;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -63,7 +61,6 @@ pub struct DeviceEstimate {
 }
 
 /// What the stages of a run take, each way that they can be done.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 pub(crate) struct Ways {
     /// Sampling, from the best to the smallest copy; none where nothing is sampled.
     pub(crate) sampling: Vec<(SampledFrom, u64)>,
@@ -76,10 +73,8 @@ pub(crate) struct Ways {
 }
 
 /// Rows of a piece that are tried.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 pub(crate) const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
 
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 impl Ways {
     /// The best ways that fit `limit` bytes.
     ///
@@ -123,7 +118,6 @@ impl Ways {
 }
 
 /// The first of `ways` that fits.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
 fn first<T: Copy>(ways: &[(T, u64)], limit: u64, what: &'static str) -> Result<(T, u64)> {
     let least = ways.iter().map(|w| w.1).min().unwrap_or(0);
     let fits = ways.iter().find(|w| w.1 <= limit);
@@ -134,31 +128,23 @@ fn first<T: Copy>(ways: &[(T, u64)], limit: u64, what: &'static str) -> Result<(
     })
 }
 
-/// Bytes of a model's weights packed for the GPU's engine.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a GPU's alone"))]
-pub(crate) fn engine_weights(c: &ModelConfig, schemes: &Schemes) -> u64 {
-    crate::memory::file_bytes(c, schemes, 2)
-}
-
-#[cfg(feature = "cuda")]
 pub(crate) mod gpu {
-    //! The bytes of each stage, from shapes alone.
+    //! The bytes of each stage: its steps on an account, from shapes alone.
 
-    use super::{ROWS, SampledFrom, Ways, engine_weights};
-    use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
+    use super::{ROWS, SampledFrom, Ways};
+    use crate::calibration::{SAMPLING_ROWS, sampling_slots};
+    use crate::error::Result;
     use crate::layers::PIECE;
+    use crate::memory::{self, session};
     use crate::methods::Needs;
     use crate::schemes::Schemes;
-    use crate::stepper::work_bytes;
     use crate::streamed;
-    use nq_formats::{Bits, ModelConfig};
-    use nq_kernels::cuda::{CudaOps, MOST_WIDE_SEQUENCES};
-    use nq_runtime::{KvType, SessionSpec, gpu_session_bytes};
-
-    /// Partial sums of products that are cut into parts, at most.
-    const PARTIAL: u64 = 40 << 20;
-    /// Rows of one forward of the evaluation.
-    const EVALUATED: usize = 512;
+    use nq_formats::{Bits, DType, ModelConfig};
+    use nq_kernels::Account;
+    use nq_kernels::grad::SCRATCH;
+    use nq_kernels::registry::WeightKind;
+    use nq_runtime::full_precision::{hold_head, hold_layer, hold_work};
+    use nq_runtime::gpu::GpuSizes;
 
     /// What a run does, as far as the GPU's memory depends on it.
     pub(crate) struct Work<'a> {
@@ -166,6 +152,7 @@ pub(crate) mod gpu {
         pub(crate) needs: Needs,
         /// Sequences sampled, at most; 0: none.
         pub(crate) sampled: usize,
+        pub(crate) sizes: GpuSizes,
     }
 
     /// Schemes of a copy that text is sampled from.
@@ -184,89 +171,92 @@ pub(crate) mod gpu {
         }
     }
 
-    /// What each stage takes, each way.
-    pub(crate) fn ways(c: &ModelConfig, work: &Work<'_>) -> Ways {
-        let length = SEQUENCE.min(c.max_position_embeddings);
-        let session = |slots: usize, max_rows: usize| {
-            let spec = SessionSpec {
-                slots,
-                ctx: length,
-                pages: None,
-                kv: KvType::F16,
-                max_rows,
-            };
-            gpu_session_bytes(c, &spec) as u64
+    /// What each stage takes of a GPU, each way.
+    ///
+    /// # Errors
+    /// A scheme that no kernel of the GPU serves.
+    pub(crate) fn ways(c: &ModelConfig, work: &Work<'_>) -> Result<Ways> {
+        // An engine with a session, of the source or of what schemes make of it.
+        let engine = |schemes: Option<&Schemes>, slots, max_rows| {
+            let dense = WeightKind::Dense(DType::BF16);
+            let kinds = |name: &str| schemes.map_or(dense, |s| s.kind(name, DType::BF16));
+            (work.sizes.engine)(c, &kinds, &session(c, slots, max_rows))
         };
-        let copies = [SampledFrom::Source, SampledFrom::Int8, SampledFrom::Int4];
-        let source = 2 * c.parameters() as u64;
-        let weights = |from| copy_schemes(from).map_or(source, |s| engine_weights(c, &s));
-        let sampling = match work.sampled {
-            0 => Vec::new(),
-            n => {
-                let slots = sampling_slots(c, n, length, Some(MOST_WIDE_SEQUENCES));
-                let session = session(slots, SAMPLING_ROWS);
-                copies.map(|from| (from, weights(from) + session)).to_vec()
+        let mut sampling = Vec::new();
+        if work.sampled > 0 {
+            let length = session(c, 0, 0).ctx;
+            let slots = sampling_slots(c, work.sampled, length, Some(work.sizes.together));
+            for from in [SampledFrom::Source, SampledFrom::Int8, SampledFrom::Int4] {
+                let taken = engine(copy_schemes(from).as_ref(), slots, SAMPLING_ROWS)?;
+                sampling.push((from, taken.total() as u64));
             }
-        };
-        let evaluated = session(1, EVALUATED);
-        let result = engine_weights(c, work.schemes) + evaluated;
-        let head = streamed::device_bytes(c) + result;
-        let pass = |rows: usize| work_bytes(c, rows, length) + PARTIAL;
-        Ways {
+        }
+        let source = engine(None, 1, memory::ROWS)?;
+        let result = engine(Some(work.schemes), 1, memory::ROWS)?.total();
+        // Layers go through before the result is loaded, and leave the head.
+        let head = peak(|a| {
+            hold_head(a, c, streamed::ROWS)
+                .map(drop)
+                .map_err(Into::into)
+        })?;
+        let head = result as u64 + head;
+        let quantizing = |rows| -> Result<_> { Ok((rows, peak(|a| quantize(a, c, work, rows))?)) };
+        let streamed =
+            |rows| -> Result<_> { Ok((rows, head.max(peak(|a| run(a, c, rows).map(drop))?))) };
+        Ok(Ways {
             sampling,
-            quantizing: ROWS
-                .map(|rows| (rows, (pass(rows) + layer(c, work)).max(head_piece(c, work))))
-                .to_vec(),
+            quantizing: ROWS.into_iter().map(quantizing).collect::<Result<_>>()?,
             // The source against itself takes two sessions of it.
-            side_by_side: source + evaluated + result.max(evaluated),
-            streamed: ROWS
-                .map(|rows| (rows, head.max(pass(rows) + 4 * elements(c))))
-                .to_vec(),
-        }
+            side_by_side: (source.total() + result.max(source.total() - source.weights)) as u64,
+            streamed: ROWS.into_iter().map(streamed).collect::<Result<_>>()?,
+        })
     }
 
-    /// Elements of a layer's weights.
-    fn elements(c: &ModelConfig) -> u64 {
-        let linears = c.layer().linears().into_iter();
-        linears.map(|l| l.elements(c) as u64).sum()
+    /// Bytes that `stage` holds at most, with what its products take.
+    fn peak(stage: impl FnOnce(&Account) -> Result<()>) -> Result<u64> {
+        let account = Account::gpu();
+        let _scratch = account.hold(SCRATCH);
+        stage(&account)?;
+        Ok(account.peak() as u64)
     }
 
-    /// The moments of the head's inputs, and what rounding a piece of it takes.
-    fn head_piece(c: &ModelConfig, work: &Work<'_>) -> u64 {
-        let n = c.hidden_size;
-        let rows = c.vocab_size.min(PIECE / n);
-        match work.needs {
-            Needs::Hessian => 4 * (n * n) as u64 + rounding(rows, n, work) + PARTIAL,
-            _ => 0,
-        }
+    /// A layer is run over pieces of `rows` rows, whose memory stays.
+    fn run(a: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
+        let work = hold_work(a, c, rows, session(c, 0, 0).ctx)?;
+        drop(hold_layer(a, c)?);
+        Ok(work)
     }
 
-    /// Rounding a weight `[out, n]` by the moments of its inputs.
-    fn rounding(out: usize, n: usize, work: &Work<'_>) -> u64 {
-        let (values, factor) = ((out * n) as u64, 4 * (n * n) as u64);
-        // The weight as it is and in the order, codes, errors of a block and parameters.
-        let groups = work.schemes.linears.group.count(n);
-        let round = factor + 9 * values + (512 + 8 * groups) as u64 * out as u64;
-        // The weight, its changes and their outputs, codes.
-        let errors = 13 * values;
-        let factoring = CudaOps::factor_bytes(n) as u64 + factor;
-        factoring.max(round).max(errors)
-    }
-
-    /// Beside the memory of a pass: a layer and the moments of its inputs, or the moments and
-    /// what rounding the largest weight takes.
-    fn layer(c: &ModelConfig, work: &Work<'_>) -> u64 {
-        let own = 4 * elements(c);
+    /// Layers are quantized, the head before them in pieces.
+    fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Result<()> {
+        let moments = |n: usize| a.hold(4 * n * n);
         if work.needs != Needs::Hessian {
-            return own;
+            return run(a, c, rows).map(drop);
         }
+        let n = c.hidden_size;
+        let head = moments(n);
+        round(a, c.vocab_size.min(PIECE / n), n, work);
+        drop(head);
         let products = c.layer().products().into_iter();
-        let moments: u64 = products.map(|p| 4 * (p.inputs(c) as u64).pow(2)).sum();
-        let most = c.layer().linears().into_iter().map(|l| {
-            let (out, n) = l.dims(c);
-            rounding(out, n, work)
-        });
-        moments + own.max(most.max().unwrap_or(0))
+        let _moments: Vec<_> = products.map(|p| moments(p.inputs(c))).collect();
+        let _pass = run(a, c, rows)?;
+        for linear in c.layer().linears() {
+            let (out, inputs) = linear.dims(c);
+            round(a, out, inputs, work);
+        }
+        Ok(())
+    }
+
+    /// A weight `[out, n]` is rounded by the moments of its inputs.
+    fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
+        let (values, groups) = (out * n, work.schemes.linears.group.count(n));
+        let factor = a.hold(4 * n * n);
+        drop(a.hold((work.sizes.factor)(n)));
+        // The weight as it is and in the order, codes, errors of a block and parameters.
+        drop(a.hold(9 * values + (512 + 8 * groups) * out));
+        drop(factor);
+        // The weight, its changes and their outputs, codes.
+        drop(a.hold(13 * values));
     }
 }
 
@@ -312,11 +302,14 @@ mod tests {
 
     /// What users' cards hold: 8B goes through 12 GB, of which the driver takes a part, and 32B
     /// through 80 GB; a small card costs a rounded copy to sample from and a streamed source.
-    #[cfg(feature = "cuda")]
     #[test]
     fn published_shapes_fit_the_cards_of_their_users() {
         use crate::methods::Needs;
+        use crate::schemes::Schemes;
         use nq_formats::{Bits, synth::Preset};
+        let Ok(sizes) = nq_runtime::gpu::sizes() else {
+            return; // a build without CUDA
+        };
         let choose = |preset: &str, limit: u64| {
             let config = Preset::find(preset).expect("a published shape").config();
             let schemes = Schemes::defaults(Bits::B4);
@@ -324,8 +317,9 @@ mod tests {
                 schemes: &schemes,
                 needs: Needs::Hessian,
                 sampled: 64,
+                sizes,
             };
-            gpu::ways(&config, &work).choose(limit)
+            gpu::ways(&config, &work)?.choose(limit)
         };
         let small = choose("qwen3-8b", 11_300_000_000).unwrap();
         assert_eq!(

@@ -6,11 +6,10 @@ use crate::linalg::{Matrix, Moments};
 use crate::methods::{Layer, Method, Needs, Problem};
 use crate::report::LayerReport;
 use crate::second_order::{Errors, InputStats};
-use crate::stepper::Stepper;
 use nq_formats::models::{LinearSpec, Product, Source};
 use nq_formats::{ModelConfig, Progress, Tensor, Weight};
 use nq_kernels::reference;
-use nq_runtime::{Hidden, LayerWeights, Observer};
+use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 
 /// Elements of a large weight that are held in f32 at once.
 pub(crate) const PIECE: usize = 1 << 26;
@@ -36,12 +35,6 @@ impl<'a> Gather<'a> {
             products,
             progress,
         }
-    }
-
-    /// The second moments, by product.
-    #[cfg(test)]
-    pub(crate) fn matrices(self) -> Vec<Matrix> {
-        self.moments.into_iter().map(Moments::matrix).collect()
     }
 
     /// The statistics, by product.
@@ -208,7 +201,7 @@ pub(crate) fn head_inputs(
 /// # Errors
 /// What the stepper reports, e.g. activations that overflow.
 pub fn gather(
-    stepper: &mut Stepper,
+    stepper: &mut dyn LayerStepper,
     index: usize,
     weights: &LayerWeights,
     hidden: &Hidden,
@@ -217,12 +210,12 @@ pub fn gather(
 ) -> Result<Vec<InputStats>> {
     if needs == Needs::Hessian {
         let mut done = |rows: usize| progress.advance(rows as u64);
-        if let Some(stats) = stepper.moments(index, weights, hidden, &mut done)? {
-            return Ok(stats);
+        if let Some(moments) = stepper.moments(index, weights, hidden, &mut done)? {
+            return Ok(moments.into_iter().map(InputStats::on_device).collect());
         }
     }
-    let mut gather = Gather::new(stepper.as_mut().config(), needs, progress);
-    (stepper.as_mut()).observe(index, weights, hidden, &mut gather)?;
+    let mut gather = Gather::new(stepper.config(), needs, progress);
+    stepper.observe(index, weights, hidden, &mut gather)?;
     Ok(gather.finish())
 }
 

@@ -1,8 +1,8 @@
 //! How much memory a quantization takes: estimated before, measured after.
 //!
 //! A run has three stages that never hold memory at the same time: the source samples text;
-//! layers are quantized one by one; source and result are measured side by side. The peak is
-//! that of the greediest.
+//! layers are quantized one by one; source and result are measured side by side. Each goes through
+//! its steps on an account; the peak is that of the greediest.
 
 use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
 use crate::error::Result;
@@ -10,11 +10,14 @@ use crate::layers::PIECE;
 use crate::methods::Needs;
 use crate::schemes::Schemes;
 use crate::sensitivity;
-use nq_formats::models::LinearSpec;
-use nq_formats::names::{EMBEDDING, HEAD};
+use nq_formats::names::{self, EMBEDDING, Shape};
 use nq_formats::{Checkpoint, DType, Files, ModelConfig, Weight};
+use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
-use nq_runtime::{KvType, LayerWeights, MemoryEstimate, SessionSpec, WeightSource, weight_kinds};
+use nq_runtime::{
+    Kinds, KvType, LayerWeights, SessionSpec, WeightSource, hold_model, hold_session, kv_bytes,
+    stepper_bytes, weight_kinds,
+};
 use serde::Serialize;
 
 /// What a run needs, in bytes.
@@ -69,69 +72,129 @@ const TOKENIZER: u64 = 9;
 /// Bytes of the logits that evaluation asks for at once, of one model.
 const LOGITS: usize = 128 << 20;
 
-/// Rows of one forward of the evaluation or the layer stepper.
-const ROWS: usize = 512;
+/// Rows of one forward of the evaluation.
+pub(crate) const ROWS: usize = 512;
 
 impl Estimate {
     /// For quantizing `checkpoint`.
     pub fn new(checkpoint: &Checkpoint, work: Work<'_>) -> Self {
-        let config = checkpoint.config();
-        let dtype = dense_type(checkpoint);
-        let file_bytes = file_bytes(config, work.schemes, dtype.size());
-        let source = |_: &str| WeightKind::Dense(dtype);
-        let result = |name: &str| work.schemes.kind(name, dtype);
-        let length = SEQUENCE.min(config.max_position_embeddings);
-        let memory = |kinds: &dyn Fn(&str) -> WeightKind, spec: SessionSpec, logits| {
-            MemoryEstimate::new(config, kinds, WeightSource::Mapped, &spec, logits)
-        };
-        let sampling = match work.sampled {
-            0 => 0,
-            n => {
-                let slots = sampling_slots(config, n, length, None);
-                let spec = SessionSpec {
-                    slots,
-                    ctx: length,
-                    pages: None,
-                    kv: KvType::F16,
-                    max_rows: slots.max(SAMPLING_ROWS),
-                };
-                memory(&source, spec, slots).peak()
-            }
-        };
-        let spec = SessionSpec {
-            slots: 1,
-            ctx: length,
-            pages: None,
-            kv: KvType::F16,
-            max_rows: ROWS,
-        };
-        let logits = (LOGITS / (4 * config.vocab_size)).clamp(1, length.div_ceil(2));
-        let (a, b) = (memory(&source, spec, logits), memory(&result, spec, logits));
-        let measuring = a
-            .peak()
-            .max(a.weights + b.peak())
-            .max(a.running() + b.running());
-        // The source against itself, its distribution kept for two windows.
-        let noise = a.running() + 2 * 4 * length.div_ceil(2) * config.vocab_size;
-        let measuring = measuring.max(noise);
-        let running = sampling.max(measuring) as u64;
-        let quantizing = quantizing(config, &work, dtype.size()) as u64;
-        let (most, stage) = if quantizing > running {
-            (quantizing, "quantizing a layer")
-        } else if sampling > measuring {
-            (running, "sampling text")
-        } else {
-            (running, "measuring quality")
-        };
+        let (c, dtype) = (checkpoint.config(), dense_type(checkpoint));
+        let sampling = host_peak(|a| sample(a, c, &work, dtype));
+        let quantizing = host_peak(|a| quantize(a, c, &work, dtype));
+        let measuring = host_peak(|a| measure(a, c, &work, dtype));
+        let stages = [
+            (sampling, "sampling text"),
+            (quantizing, "quantizing a layer"),
+            (measuring, "measuring quality"),
+        ];
+        let (most, stage) = stages.into_iter().max().unwrap_or_default();
         let (program, mapped) = fixed(checkpoint);
         Estimate {
             peak: program + KEPT + mapped + most,
             mapped,
             stage,
-            running,
+            running: sampling.max(measuring),
             quantizing,
-            file_bytes,
+            file_bytes: file_bytes(c, work.schemes, dtype),
         }
+    }
+}
+
+/// Bytes of the host's memory that `stage` holds at most.
+fn host_peak(stage: impl FnOnce(&Account)) -> u64 {
+    let account = Account::host();
+    stage(&account);
+    account.peak() as u64
+}
+
+/// A session of calibration's or evaluation's sequences.
+pub(crate) fn session(c: &ModelConfig, slots: usize, max_rows: usize) -> SessionSpec {
+    SessionSpec {
+        slots,
+        ctx: SEQUENCE.min(c.max_position_embeddings),
+        pages: None,
+        kv: KvType::F16,
+        max_rows,
+    }
+}
+
+/// The source samples text.
+fn sample(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
+    if work.sampled == 0 {
+        return;
+    }
+    let length = SEQUENCE.min(c.max_position_embeddings);
+    let slots = sampling_slots(c, work.sampled, length, None);
+    let spec = session(c, slots, slots.max(SAMPLING_ROWS));
+    let source = |_: &str| WeightKind::Dense(dtype);
+    let _model = hold_model(a, c, &source, WeightSource::Mapped, slots * length);
+    let _session = hold_session(a, c, &spec, slots);
+}
+
+/// The source is measured against itself, then the result against the source.
+fn measure(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
+    let spec = session(c, 1, ROWS);
+    let scored = spec.ctx.div_ceil(2);
+    let logits = (LOGITS / (4 * c.vocab_size)).clamp(1, scored);
+    let model = |kinds: Kinds<'_>| hold_model(a, c, kinds, WeightSource::Mapped, spec.ctx);
+    let session = || hold_session(a, c, &spec, logits);
+    let _source = model(&|_| WeightKind::Dense(dtype));
+    // Its distribution is kept for two windows.
+    drop((session(), a.hold(2 * 4 * scored * c.vocab_size)));
+    let _result = model(&|name| work.schemes.kind(name, dtype));
+    drop((session(), session()));
+}
+
+/// Layers are quantized, embedding and head before them.
+fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
+    let (linears, products) = (c.layer().linears(), c.layer().products());
+    let hessian = work.needs == Needs::Hessian;
+    let if_hessian = |bytes: usize| if hessian { bytes } else { 0 };
+    let values: usize = linears.iter().map(|l| l.elements(c)).sum();
+    let layer = dtype.size() * values;
+    let rounded = |name: &str, dims| work.schemes.kind(name, dtype).bytes(dims);
+    let _stream = a.hold(4 * work.calibration * c.hidden_size);
+
+    // The embedding or head as it is read and as it is written. By moments also a piece in f32, its
+    // codes, its errors and their product with the moments, beside these and their factor.
+    let (dims, n) = ((c.vocab_size, c.hidden_size), c.hidden_size);
+    let piece = 14 * (dims.0 * dims.1).min(PIECE) + 28 * n.pow(2);
+    let end = dtype.size() * dims.0 * dims.1 + rounded(EMBEDDING, dims);
+    drop(a.hold(end + if_hessian(piece)));
+
+    let moments = products.iter().map(|p| 4 * p.inputs(c).pow(2)).sum();
+    let _moments = a.hold(if_hessian(moments));
+    // A layer packed to be run, beside its source.
+    let running = if work.calibration > 0 {
+        stepper_bytes(c, KvType::F16)
+    } else {
+        0
+    };
+    drop(a.hold(2 * layer + running));
+
+    // A layer as it is read, in f32, and as rounded so far, with the method's work on a weight.
+    let packed: usize = linears.iter().map(|l| rounded(&l.name(0), l.dims(c))).sum();
+    let _layer = a.hold(layer + 4 * values + packed);
+    for linear in &linears {
+        let scheme = work
+            .schemes
+            .of(&linear.name(0))
+            .unwrap_or(work.schemes.linears);
+        let (out, inputs) = linear.dims(c);
+        // A copy of the moments, two f64 matrices, the one that factoring them works in, and the
+        // factor; all but this are gone when columns are rounded, on row tiles of each thread.
+        drop(a.hold(if_hessian((4 + 8 + 8 + 8 + 4) * inputs.pow(2))));
+        // A code of one byte each and parameters of eight a group; the weight's error and, by
+        // moments, what that does to outputs: for the report.
+        let codes = out * inputs + 8 * out * scheme.group.count(inputs);
+        drop(a.hold(codes + 4 * out * inputs + if_hessian(4 * out * inputs)));
+    }
+    drop(_layer);
+    if work.groups > 0 {
+        // All streams, with the source's layer and as rounded.
+        let widest = products.iter().map(|p| p.inputs(c)).max().unwrap_or(0);
+        let streams = sensitivity::bytes(c, work.groups, work.eval_tokens);
+        drop(a.hold(streams + if_hessian(20 * widest.pow(2)) + 4 * layer));
     }
 }
 
@@ -155,23 +218,27 @@ pub fn running(
     at_load: Option<&Schemes>,
     spec: &SessionSpec,
 ) -> Result<Running> {
-    let config = checkpoint.config();
-    let estimate = match at_load {
+    let c = checkpoint.config();
+    let run = |kinds: Kinds<'_>, source| {
+        host_peak(|a| {
+            let _model = hold_model(a, c, kinds, source, spec.slots * spec.ctx);
+            let _session = hold_session(a, c, spec, 1);
+        })
+    };
+    let peak = match at_load {
         Some(schemes) => {
             let dtype = dense_type(checkpoint);
-            let kinds = |name: &str| schemes.kind(name, dtype);
-            MemoryEstimate::new(config, &kinds, WeightSource::Made, spec, 1)
+            run(&|name| schemes.kind(name, dtype), WeightSource::Made)
         }
         None => {
-            let kinds = weight_kinds(config, checkpoint.store())?;
-            let kinds = |name: &str| kinds[name];
-            MemoryEstimate::new(config, &kinds, WeightSource::Mapped, spec, 1)
+            let kinds = weight_kinds(c, checkpoint.store())?;
+            run(&|name| kinds[name], WeightSource::Mapped)
         }
     };
     let (program, mapped) = fixed(checkpoint);
     Ok(Running {
-        peak: program + mapped + estimate.peak() as u64,
-        kv: estimate.kv as u64,
+        peak: program + mapped + peak,
+        kv: kv_bytes(c, spec) as u64,
     })
 }
 
@@ -201,105 +268,18 @@ pub(crate) fn dense_type(checkpoint: &Checkpoint) -> DType {
     }
 }
 
-/// Bytes of all tensors to be written; `dense` bytes an element where they are kept.
-pub fn file_bytes(config: &ModelConfig, schemes: &Schemes, dense: usize) -> u64 {
-    let ends = (config.vocab_size, config.hidden_size);
-    let mut total = schemes.bytes(EMBEDDING, ends, dense);
-    if !config.tie_word_embeddings {
-        total += schemes.bytes(HEAD, ends, dense);
-    }
-    let spec = config.layer();
-    let norms: usize = spec.norms().iter().map(|n| n.len.of(config)).sum();
-    for layer in 0..config.num_hidden_layers {
-        total += (norms * dense) as u64;
-        for linear in spec.linears() {
-            total += schemes.bytes(&linear.name(layer), linear.dims(config), dense);
-        }
-    }
-    total + (config.hidden_size * dense) as u64
-}
-
-/// The residual stream, and the greater of: the embedding or head on its way from the source
-/// to its codes; a layer packed to be run, with what is gathered; a layer in f32, with the
-/// method's work on its largest weight.
-fn quantizing(config: &ModelConfig, work: &Work<'_>, dense: usize) -> usize {
-    let (linears, products) = (config.layer().linears(), config.layer().products());
-    let layer: usize = linears.iter().map(|l| l.elements(config)).sum();
-    let stream = 4 * work.calibration * config.hidden_size;
-    let gathered: usize = match work.needs {
-        Needs::Hessian => (products.iter()).map(|p| 4 * p.inputs(config).pow(2)).sum(),
-        Needs::Squares | Needs::Nothing => 0,
+/// Bytes of all tensors to be written; what is kept is of type `dense`.
+pub fn file_bytes(c: &ModelConfig, schemes: &Schemes, dense: DType) -> u64 {
+    let bytes = |(name, shape): (String, Shape)| match shape {
+        Shape::Matrix(out, inputs) => schemes.kind(&name, dense).bytes((out, inputs)),
+        Shape::Vector(n) => n * dense.size(),
     };
-
-    let ends = config.vocab_size * config.hidden_size;
-    let end = dense * ends
-        + work
-            .schemes
-            .bytes(EMBEDDING, (config.vocab_size, config.hidden_size), dense) as usize
-        + match work.needs {
-            // A piece in f32, its codes, its errors and their product with the moments, beside these
-            // and their factor.
-            Needs::Hessian => 14 * ends.min(PIECE) + 28 * config.hidden_size.pow(2),
-            Needs::Squares | Needs::Nothing => 0,
-        };
-
-    let widths =
-        config.hidden_size + 2 * config.q_dim() + 2 * config.kv_dim() + config.intermediate_size;
-    let rows = if work.calibration > 0 { ROWS } else { 0 };
-    // The packed layer beside its source, scratch, a copied piece of the stream and its keys
-    // and values.
-    let run =
-        2 * dense * layer + rows * (4 * widths + 4 * config.hidden_size + 4 * config.kv_dim());
-
-    let rounding = linears.iter().map(|linear| {
-        let scheme = work.schemes.of(&linear.name(0));
-        let scheme = scheme.unwrap_or(work.schemes.linears);
-        let (out, inputs) = linear.dims(config);
-        let n = out * inputs;
-        // A code of one byte each, and parameters of eight a group.
-        let rounded = n + 8 * out * scheme.group.count(inputs);
-        let factoring = match work.needs {
-            // A copy of the moments, two f64 matrices, the one that factoring them works in, and
-            // the factor; all but this are gone when columns are rounded, on row tiles of each
-            // thread.
-            Needs::Hessian => (4 + 8 + 8 + 8 + 4) * inputs * inputs,
-            _ => 0,
-        };
-        // The weight's error and, by moments, what that does to outputs: for the report.
-        let reported = match work.needs {
-            Needs::Hessian => 8 * n,
-            Needs::Squares | Needs::Nothing => 4 * n,
-        };
-        factoring.max(rounded + reported)
-    });
-    let codes = |l: &&LinearSpec| work.schemes.bytes(&l.name(0), l.dims(config), dense) as usize;
-    let packed: usize = linears.iter().map(codes).sum();
-    let most = rounding.max().unwrap_or(0);
-    // In f32, as read, and as rounded so far.
-    let round = 4 * layer + dense * layer + packed + most;
-    let widest = products.iter().map(|p| p.inputs(config)).max().unwrap_or(0);
-    let factoring = match work.needs {
-        Needs::Hessian => 20 * widest.pow(2),
-        Needs::Squares | Needs::Nothing => 0,
-    };
-    let probing = match work.groups {
-        0 => 0,
-        groups => {
-            let streams = sensitivity::bytes(config, groups, work.eval_tokens) + stream;
-            // The source's layer, and as rounded.
-            streams + gathered + factoring + 4 * dense * layer
-        }
-    };
-    (stream + end.max(gathered + run.max(round))).max(probing)
+    let all: usize = names::parameters(c).into_iter().map(bytes).sum();
+    all as u64
 }
 
 /// The greatest resident memory of this process so far, in bytes; 0 where the system does
 /// not say.
 pub fn peak_rss() -> u64 {
-    let Ok(status) = std::fs::read_to_string("/proc/self/status") else {
-        return 0;
-    };
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|l| l.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    kib.unwrap_or(0) * 1024
+    nq_runtime::device::peak_memory().unwrap_or(0)
 }

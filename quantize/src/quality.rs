@@ -4,7 +4,7 @@ use crate::calibration::SEQUENCE;
 use crate::calibration::Sequences;
 use crate::error::{Error, Result};
 use crate::report::WorstToken;
-use crate::tune::record::Tuning;
+use crate::train::record::Tuning;
 use nq_evals::{EvalReport, EvalSpec, Evaluation, KldStats, Protocol, compare, self_noise};
 use nq_formats::{Files, ModelConfig, Progress};
 use nq_runtime::{Engine, Tokenizer};

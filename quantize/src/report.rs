@@ -1,6 +1,5 @@
 //! The report of `nq quantize`, as it stands in JSON. Fields may be added, never renamed.
 
-use crate::allocation::Choice;
 use crate::stages::Stage;
 use nq_evals::{EvalReport, KldStats};
 use serde::{Deserialize, Serialize};
@@ -136,4 +135,17 @@ impl LayerReport {
     fn error(&self) -> f64 {
         self.output_error.unwrap_or(self.rel_error)
     }
+}
+
+/// A group's chosen scheme, as reports and records show it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Choice {
+    /// The group.
+    pub group: String,
+    /// Its scheme, e.g. `int4 g32 asymmetric`.
+    pub scheme: String,
+    /// Bytes.
+    pub bytes: u64,
+    /// Predicted loss in nats of KL divergence.
+    pub loss: f64,
 }

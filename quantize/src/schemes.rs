@@ -121,15 +121,6 @@ impl Schemes {
         }
         Ok(())
     }
-
-    /// Bytes of the weight `name` `[out, in]` under these schemes; `dense` bytes an element
-    /// where it is kept.
-    pub fn bytes(&self, name: &str, (out, inp): (usize, usize), dense: usize) -> u64 {
-        match self.of(name) {
-            Some(scheme) => scheme.bytes(out, inp) as u64,
-            None => (out * inp * dense) as u64,
-        }
-    }
 }
 
 #[cfg(test)]

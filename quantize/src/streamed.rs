@@ -4,55 +4,38 @@
 
 use crate::error::Result;
 use crate::layers::Pass;
-use crate::stepper::OpsStepper;
-use crate::tune::params::Matrix;
-use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{ModelConfig, Progress, Unit, Weight, WeightStore};
-use nq_kernels::grad::{Gemm, GradOps};
 use nq_runtime::models;
 use nq_runtime::{
-    Chunk, Engine, EngineDescription, Error as RuntimeError, Hidden, LayerStepper, LayerWeights,
-    Logits, Observer, Session, SessionSpec,
+    Chunk, Engine, EngineDescription, Error as RuntimeError, Head, Hidden, LayerStepper,
+    LayerWeights, Logits, Observer, Session, SessionSpec,
 };
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Rows whose logits are made at once.
-const ROWS: usize = 64;
+pub(crate) const ROWS: usize = 64;
 
 /// [`Engine`] for one text.
-pub struct Streamed<O: GradOps> {
-    inner: Arc<Inner<O>>,
+pub struct Streamed {
+    inner: Arc<Inner>,
     description: EngineDescription,
 }
 
-struct Inner<O: GradOps> {
-    ops: Arc<O>,
+struct Inner {
     config: ModelConfig,
     texts: Vec<Vec<u32>>,
     hidden: Vec<f32>, // [tokens of all texts, hidden], after the last layer
-    gain: O::Floats,  // [hidden]
-    head: Matrix<O>,  // [vocab, hidden]
+    head: Mutex<Box<dyn Head>>,
 }
 
-/// Bytes that a [`Streamed`] of this shape keeps on its device, sessions included.
-pub fn device_bytes(c: &ModelConfig) -> u64 {
-    let rows = ROWS * (2 * c.hidden_size + c.vocab_size + 1);
-    4 * (c.vocab_size * c.hidden_size + c.hidden_size + rows) as u64
-}
-
-impl<O: GradOps + Send + Sync> Streamed<O>
-where
-    O::Floats: Send,
-    O::Codes: Send,
-    O::Ids: Send,
-{
+impl Streamed {
     /// Runs `store`'s layers over `texts` with `stepper`, whose memory is given back before the
     /// head takes its own.
     ///
     /// # Errors
     /// What reading or running the layers reports.
     pub fn new(
-        mut stepper: OpsStepper<O>,
+        mut stepper: Box<dyn LayerStepper>,
         store: &dyn WeightStore,
         texts: &[Vec<u32>],
         progress: &dyn Progress,
@@ -74,44 +57,33 @@ where
             weights.linears.values().for_each(Weight::release);
         }
         progress.end();
-        let ops = stepper.into_ops();
-        let description = EngineDescription {
-            engine: "nq, layer by layer".into(),
-            device: ops.device(),
-            kernels: "f32".into(),
-            activations: "f32".into(),
-            bits: 16,
-            threads: 0,
-        };
-        let norm = models::final_norm(store, &config)?.to_f32()?;
-        let mut gain = ops.floats("norm", norm.len())?;
-        ops.write(&mut gain, &norm)?;
         let head = match config.tie_word_embeddings {
-            true => Matrix::dense(ops.as_ref(), EMBEDDING, &embedding)?,
-            false => Matrix::dense(ops.as_ref(), HEAD, &models::head(store, &config)?)?,
+            true => embedding.clone(),
+            false => models::head(store, &config)?,
         };
+        let norm = models::final_norm(store, &config)?;
+        let opened = stepper.open_head(&norm, &head, ROWS)?;
         embedding.release();
-        let inner = Inner {
-            ops,
-            config,
-            texts: texts.to_vec(),
-            hidden: stream.data,
-            gain,
-            head,
-        };
         Ok(Streamed {
-            inner: Arc::new(inner),
-            description,
+            description: EngineDescription {
+                engine: "nq, layer by layer".into(),
+                device: stepper.device(),
+                kernels: "f32".into(),
+                activations: "f32".into(),
+                bits: 16,
+                threads: 0,
+            },
+            inner: Arc::new(Inner {
+                config,
+                texts: texts.to_vec(),
+                hidden: stream.data,
+                head: Mutex::new(opened),
+            }),
         })
     }
 }
 
-impl<O: GradOps + Send + Sync + 'static> Engine for Streamed<O>
-where
-    O::Floats: Send + Sync,
-    O::Codes: Send + Sync,
-    O::Ids: Send + Sync,
-{
+impl Engine for Streamed {
     fn config(&self) -> &ModelConfig {
         &self.inner.config
     }
@@ -126,33 +98,23 @@ where
     }
 
     fn session(&self, spec: SessionSpec) -> nq_runtime::Result<Box<dyn Session>> {
-        let c = &self.inner.config;
-        let floats = |n: usize| self.inner.ops.floats("logits", ROWS * n);
         Ok(Box::new(StreamedSession {
             spec,
             fed: vec![Vec::new(); spec.slots],
-            x: floats(c.hidden_size)?,
-            normed: floats(c.hidden_size)?,
-            inv: floats(1)?,
-            logits: floats(c.vocab_size)?,
             host: Vec::new(),
             of: Arc::clone(&self.inner),
         }))
     }
 }
 
-struct StreamedSession<O: GradOps> {
-    of: Arc<Inner<O>>,
+struct StreamedSession {
+    of: Arc<Inner>,
     spec: SessionSpec,
     fed: Vec<Vec<u32>>, // by slot
-    x: O::Floats,       // [ROWS, hidden]
-    normed: O::Floats,  // [ROWS, hidden]
-    inv: O::Floats,     // [ROWS]
-    logits: O::Floats,  // [ROWS, vocab]
     host: Vec<f32>,
 }
 
-impl<O: GradOps> StreamedSession<O> {
+impl StreamedSession {
     /// Where the text that begins with `tokens` starts in the stream.
     fn start(&self, tokens: &[u32]) -> nq_runtime::Result<usize> {
         let mut start = 0;
@@ -171,39 +133,17 @@ impl<O: GradOps> StreamedSession<O> {
 
     /// Logits of `rows` of the stream, behind those on the host.
     fn push_logits(&mut self, rows: std::ops::Range<usize>) -> nq_runtime::Result<()> {
-        let Inner {
-            ops,
-            config: c,
-            hidden,
-            gain,
-            head,
-            ..
-        } = self.of.as_ref();
-        let Matrix::Dense(head) = head else {
-            unreachable!("made dense");
-        };
-        let (h, vocab) = (c.hidden_size, c.vocab_size);
-        for at in rows.clone().step_by(ROWS) {
-            let n = ROWS.min(rows.end - at);
-            ops.write(&mut self.x, &hidden[at * h..(at + n) * h])?;
-            let (shape, eps) = ((n, h), c.rms_norm_eps);
-            ops.rms_norm(&self.x, gain, &mut self.normed, &mut self.inv, shape, eps)?;
-            let product = Gemm::linear(n, vocab, h);
-            ops.gemm(product, &self.normed, head, &mut self.logits)?;
-            let done = self.host.len();
-            self.host.resize(done + n * vocab, 0.0);
-            ops.read(&self.logits, &mut self.host[done..])?;
+        let h = self.of.config.hidden_size;
+        let mut head = (self.of.head.lock()).unwrap_or_else(PoisonError::into_inner);
+        let hidden = &self.of.hidden[rows.start * h..rows.end * h];
+        for rows in hidden.chunks(ROWS * h) {
+            self.host.extend_from_slice(head.logits(rows)?);
         }
         Ok(())
     }
 }
 
-impl<O: GradOps + Send + Sync> Session for StreamedSession<O>
-where
-    O::Floats: Send + Sync,
-    O::Codes: Send + Sync,
-    O::Ids: Send + Sync,
-{
+impl Session for StreamedSession {
     fn spec(&self) -> SessionSpec {
         self.spec
     }
@@ -241,8 +181,7 @@ mod tests {
     use super::*;
     use nq_evals::{EvalSpec, Protocol, compare};
     use nq_formats::Checkpoint;
-    use nq_kernels::grad::CpuOps;
-    use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions, load};
+    use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, load, stepper};
     use std::path::Path;
 
     /// The same distributions as the engine that holds the whole model.
@@ -253,13 +192,13 @@ mod tests {
         let (config, store) = (checkpoint.config(), checkpoint.store());
         let ids: Vec<u32> = (0..100).map(|i| (i * 37 + 11) % 4000).collect();
         let texts: Vec<Vec<u32>> = ids.chunks(50).map(<[u32]>::to_vec).collect();
-        let stepper = OpsStepper::new(CpuOps, config);
-        let streamed = Streamed::new(stepper, store, &texts, &()).unwrap();
         let options = LoadOptions {
             device: DeviceChoice::Cpu,
             activations: ActivationChoice::F32,
             ..LoadOptions::default()
         };
+        let stepper = stepper(config, &options, KvType::F32, usize::MAX).unwrap();
+        let streamed = Streamed::new(stepper, store, &texts, &()).unwrap();
         let whole = load::load(config, store, &options, &()).unwrap();
         let spec = EvalSpec::new(Protocol::Llama, 50, "a test");
         let found = compare(whole.as_ref(), &streamed, &ids, &spec, &()).unwrap();

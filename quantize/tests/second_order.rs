@@ -7,12 +7,12 @@
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
 use nq_kernels::rng::Philox;
+use nq_kernels::second_order::SecondOrder;
 use nq_quantize::fit::{Fit, Power};
 use nq_quantize::linalg::{Matrix, Moments};
 use nq_quantize::methods::gptq::{Gptq, Importance, Order};
 use nq_quantize::methods::{Method, Outcome, Problem};
 use nq_quantize::second_order::InputStats;
-use nq_quantize::second_order::device::input_stats;
 use nq_quantize::{Grid, Rounded};
 use std::sync::Arc;
 
@@ -58,8 +58,8 @@ fn grid(bits: Bits, group: Group, zeros: Zeros) -> Grid {
 fn both(ops: &Arc<CudaOps>, h: Matrix) -> [InputStats; 2] {
     let n = h.cols;
     let buffer = ops.gpu().upload("a test", &h.data).unwrap();
-    let device = input_stats(ops, buffer, n).unwrap();
-    [InputStats::of(h), device]
+    let device = Arc::clone(ops).moments(buffer, n).unwrap();
+    [InputStats::of(h), InputStats::on_device(device)]
 }
 
 fn round(method: &Gptq, weight: &Matrix, inputs: &InputStats, grid: Grid) -> Outcome {

@@ -1,6 +1,7 @@
 //! Which device runs a model, and what it has room for.
 
 use crate::error::{Error, Result};
+use crate::gpu;
 use crate::load::DeviceChoice;
 
 /// A device that is present.
@@ -9,7 +10,6 @@ pub enum Device {
     /// The CPU.
     Cpu,
     /// The GPU of this ordinal.
-    #[cfg(feature = "cuda")]
     Cuda(usize),
 }
 
@@ -18,52 +18,28 @@ impl DeviceChoice {
     ///
     /// # Errors
     /// [`Error::Device`] if the one asked for is absent, saying what is missing.
-    #[cfg(feature = "cuda")]
     pub fn resolve(self) -> Result<Device> {
-        use nq_kernels::cuda::device_count;
-        match self {
-            DeviceChoice::Cpu => Ok(Device::Cpu),
-            DeviceChoice::Auto => Ok(match device_count() {
-                Ok(_) => Device::Cuda(0),
-                Err(_) => Device::Cpu,
-            }),
-            DeviceChoice::Cuda(n) => match device_count() {
-                Ok(count) if n < count => Ok(Device::Cuda(n)),
-                Ok(count) => Err(Error::Device {
-                    device: format!("cuda:{n}"),
-                    why: format!("there are {count} devices, counted from 0"),
-                }),
-                Err(e) => Err(Error::Device {
-                    device: format!("cuda:{n}"),
-                    why: e.to_string(),
-                }),
-            },
-        }
-    }
-
-    /// The device to use here: the CPU.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if a GPU is asked for.
-    #[cfg(not(feature = "cuda"))]
-    pub fn resolve(self) -> Result<Device> {
-        match self {
-            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),
-            DeviceChoice::Cuda(n) => Err(Error::Device {
-                device: format!("cuda:{n}"),
-                why: "this nq was built without the feature `cuda`".into(),
-            }),
-        }
+        let ordinal = match self {
+            DeviceChoice::Cpu => return Ok(Device::Cpu),
+            DeviceChoice::Auto => {
+                return Ok(gpu::count().map_or(Device::Cpu, |_| Device::Cuda(0)));
+            }
+            DeviceChoice::Cuda(n) => n,
+        };
+        let why = match gpu::count() {
+            Ok(count) if ordinal < count => return Ok(Device::Cuda(ordinal)),
+            Ok(count) => format!("there are {count} devices, counted from 0"),
+            Err(why) => why,
+        };
+        Err(Error::Device {
+            device: format!("cuda:{ordinal}"),
+            why,
+        })
     }
 
     /// Why `Auto` does not take a GPU, where this build could use one; `None` if it does.
     pub fn why_no_gpu() -> Option<String> {
-        #[cfg(feature = "cuda")]
-        return nq_kernels::cuda::device_count()
-            .err()
-            .map(|e| e.to_string());
-        #[cfg(not(feature = "cuda"))]
-        None
+        gpu::count().err().filter(|_| cfg!(feature = "cuda"))
     }
 }
 
@@ -137,17 +113,22 @@ impl GpuMeter {
 
 /// Bytes that the system can still hand out without swapping, where it says so.
 pub fn available_memory() -> Option<u64> {
-    memory("MemAvailable:")
+    proc_bytes("meminfo", "MemAvailable:")
 }
 
 /// Bytes of the machine's memory, where the system says so.
 pub fn total_memory() -> Option<u64> {
-    memory("MemTotal:")
+    proc_bytes("meminfo", "MemTotal:")
 }
 
-/// Bytes that the line of /proc/meminfo gives which begins so.
-fn memory(line: &str) -> Option<u64> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+/// The greatest resident memory of this process so far, in bytes, where the system says so.
+pub fn peak_memory() -> Option<u64> {
+    proc_bytes("self/status", "VmHWM:")
+}
+
+/// Bytes that the line of a file in /proc gives which begins so.
+fn proc_bytes(file: &str, line: &str) -> Option<u64> {
+    let info = std::fs::read_to_string(format!("/proc/{file}")).ok()?;
     let kib = info.lines().find_map(|l| l.strip_prefix(line))?;
     let kib: u64 = kib.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)

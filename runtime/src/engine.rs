@@ -2,14 +2,13 @@
 //!
 //! One forward serves chat, evaluation, calibration and sensitivity: [`Session::forward`]
 //! takes a batch of token chunks, a KV cache that the session owns, the logits wanted and an
-//! observer. [`LayerStepper`] is the same forward one layer at a time, for quantizing models
+//! observer. [`LayerStepper`](crate::LayerStepper) is the same forward one layer at a time, for quantizing models
 //! larger than memory.
 
 use crate::batch::StepsAhead;
 use crate::error::{Error, Result};
-use crate::models::LayerWeights;
 use nq_formats::models::Product;
-use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{KvType, OpTiming, PAGE};
 use rayon::prelude::*;
 use std::fmt;
@@ -92,7 +91,7 @@ impl fmt::Display for EngineDescription {
 }
 
 /// Bytes of a device's own memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// Weights.
     pub weights: usize,
@@ -102,6 +101,13 @@ pub struct DeviceMemory {
     pub scratch: usize,
     /// Free now.
     pub free: usize,
+}
+
+impl DeviceMemory {
+    /// All that is taken.
+    pub fn total(&self) -> usize {
+        self.weights + self.kv + self.scratch
+    }
 }
 
 /// What a session reserves.
@@ -248,6 +254,17 @@ pub(crate) fn all_finite(x: &[f32]) -> bool {
             .fold(true, |ok, v| ok & (v.to_bits() & EXPONENT != EXPONENT))
     };
     x.chunks(4096).all(block_finite)
+}
+
+/// An error if `x`, the output of layer `layer`, holds a NaN or an infinity.
+pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
+    match all_finite(x) {
+        true => Ok(()),
+        false => Err(Error::NotFinite {
+            what: "the output",
+            layer,
+        }),
+    }
 }
 
 /// Refuses chunks that do not fit a session before anything is computed. `len` gives the
@@ -405,72 +422,4 @@ impl Hidden {
             }),
         }
     }
-}
-
-/// The forward pass one layer at a time over whole sequences from position 0, so that a model
-/// larger than memory can be calibrated and quantized layer by layer.
-pub trait LayerStepper: Send {
-    /// Shape of the model.
-    fn config(&self) -> &ModelConfig;
-
-    /// Runs layer `index` with `weights` over `hidden`, in place.
-    ///
-    /// # Errors
-    /// A weight no kernel serves; [`crate::Error::NotFinite`].
-    fn layer(
-        &mut self,
-        index: usize,
-        weights: &LayerWeights,
-        hidden: &mut Hidden,
-        observer: &mut dyn Observer,
-    ) -> Result<()>;
-
-    /// Shows `observer` what the layer sees and makes of `hidden`, which stays as it is.
-    ///
-    /// This implementation runs over a copy of the whole stream; a device that needs only a
-    /// part of it at a time does better.
-    ///
-    /// # Errors
-    /// As [`LayerStepper::layer`].
-    fn observe(
-        &mut self,
-        index: usize,
-        weights: &LayerWeights,
-        hidden: &Hidden,
-        observer: &mut dyn Observer,
-    ) -> Result<()> {
-        self.layer(index, weights, &mut hidden.clone(), observer)
-    }
-
-    /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.
-    ///
-    /// # Errors
-    /// A weight no kernel serves.
-    fn head(
-        &mut self,
-        norm: &Tensor,
-        head: &Weight,
-        hidden: &Hidden,
-        rows: Range<usize>,
-    ) -> Result<Vec<f32>> {
-        let mut found = Vec::new();
-        self.heads(norm, head, hidden, &[rows], &mut |_, logits| {
-            found.extend_from_slice(logits);
-        })?;
-        Ok(found)
-    }
-
-    /// As [`LayerStepper::head`] for many ranges of rows, each of whose logits go to `each`
-    /// with the range's place in `ranges`; what the head takes to prepare is done once.
-    ///
-    /// # Errors
-    /// As [`LayerStepper::head`].
-    fn heads(
-        &mut self,
-        norm: &Tensor,
-        head: &Weight,
-        hidden: &Hidden,
-        ranges: &[Range<usize>],
-        each: &mut dyn FnMut(usize, &[f32]),
-    ) -> Result<()>;
 }

@@ -2,43 +2,56 @@
 //! runs them its own way, over its own buffers, and may queue or record them.
 
 use crate::error::Result;
-use crate::models::LayerWeights;
-use nq_formats::models::{MlpSpec, NormKind, Product};
-use nq_formats::{Tensor, Weight};
+use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 
 /// A layer's weights as a device keeps them: products as `L`, gains of norms as `N`.
-pub(crate) struct Layer<L, N> {
-    pub(crate) index: usize,
-    pub(crate) attention: Attention<L, N>,
-    pub(crate) mlp: Mlp<L, N>,
+pub struct Layer<L, N> {
+    /// Its number, from 0.
+    pub index: usize,
+    /// The first half.
+    pub attention: Attention<L, N>,
+    /// The second.
+    pub mlp: Mlp<L, N>,
 }
 
-pub(crate) struct Attention<L, N> {
-    pub(crate) norm: N,        // [hidden]
-    pub(crate) qkv: Packed<L>, // [q_dim + 2 kv_dim, hidden]
-    pub(crate) q_norm: N,      // [head_dim]
-    pub(crate) k_norm: N,      // [head_dim]
-    pub(crate) o: Packed<L>,   // [hidden, q_dim]
+/// A layer's first half.
+pub struct Attention<L, N> {
+    /// `[hidden]`
+    pub norm: N,
+    /// `[q_dim + 2 kv_dim, hidden]`
+    pub qkv: Packed<L>,
+    /// `[head_dim]`
+    pub q_norm: N,
+    /// `[head_dim]`
+    pub k_norm: N,
+    /// `[hidden, q_dim]`
+    pub o: Packed<L>,
 }
 
 /// What follows attention.
-pub(crate) enum Mlp<L, N> {
+pub enum Mlp<L, N> {
+    /// As [`MlpSpec::SwiGlu`].
     SwiGlu {
-        norm: N,            // [hidden]
-        gate_up: Packed<L>, // [2 intermediate, hidden]
-        down: Packed<L>,    // [hidden, intermediate]
+        /// `[hidden]`
+        norm: N,
+        /// `[2 intermediate, hidden]`
+        gate_up: Packed<L>,
+        /// `[hidden, intermediate]`
+        down: Packed<L>,
     },
 }
 
 /// A product of the architecture's table, and its weight on a device.
-pub(crate) struct Packed<L> {
-    pub(crate) spec: &'static Product,
-    pub(crate) linear: L,
+pub struct Packed<L> {
+    /// Which product.
+    pub spec: &'static Product,
+    /// Its weight.
+    pub linear: L,
 }
 
 /// Where [`Ops::project`] puts a product of the normalized residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Projection {
+pub enum Projection {
     /// Queries, keys and values, which [`Ops::attend`] takes.
     Qkv,
     /// `silu(gate) * up`, which is [`Operand::Gated`].
@@ -47,7 +60,7 @@ pub(crate) enum Projection {
 
 /// What [`Ops::add`] multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Operand {
+pub enum Operand {
     /// What attention yields.
     Attended,
     /// What [`Projection::Gated`] left.
@@ -55,9 +68,15 @@ pub(crate) enum Operand {
 }
 
 /// The operations of a layer over the rows of a pass, which has their residual stream `x`.
-pub(crate) trait Ops {
+///
+/// # Errors
+/// Every operation gives the device's.
+pub trait Ops {
+    /// The weight of a product.
     type Linear;
+    /// The gains of a norm.
     type Gains;
+    /// What the device reports.
     type Error;
 
     /// `norm(x) w^T`.
@@ -93,29 +112,35 @@ pub(crate) trait Ops {
 }
 
 impl<L, N> Layer<L, N> {
-    /// Packs the weights of layer `index`: its products by `linear`, its norms by `norm`.
-    pub(crate) fn pack(
+    /// Layer `index`, as `spec` says: its products are `linear`'s, its norms `norm`'s.
+    ///
+    /// # Errors
+    /// The first that they return.
+    pub fn new<E>(
         index: usize,
-        weights: &LayerWeights,
-        mut linear: impl FnMut(&'static Product, &[&Weight]) -> Result<L>,
-        mut norm: impl FnMut(&Tensor) -> Result<N>,
-    ) -> Result<Self> {
-        let spec = weights.spec;
-        let mut pack = |spec: &'static Product| -> Result<Packed<L>> {
-            let linear = linear(spec, &weights.product(spec))?;
+        spec: &'static LayerSpec,
+        mut linear: impl FnMut(&'static Product) -> Result<L, E>,
+        mut norm: impl FnMut(&'static NormSpec) -> Result<N, E>,
+    ) -> Result<Self, E> {
+        let mut pack = |spec: &'static Product| -> Result<Packed<L>, E> {
+            let linear = linear(spec)?;
             Ok(Packed { spec, linear })
         };
-        let mut norm = |kind| norm(weights.norm(kind));
+        let a = &spec.attention;
         let attention = Attention {
-            norm: norm(NormKind::Attention)?,
-            qkv: pack(&spec.attention.qkv)?,
-            q_norm: norm(NormKind::Q)?,
-            k_norm: norm(NormKind::K)?,
-            o: pack(&spec.attention.o)?,
+            norm: norm(&a.norm)?,
+            qkv: pack(&a.qkv)?,
+            q_norm: norm(&a.q_norm)?,
+            k_norm: norm(&a.k_norm)?,
+            o: pack(&a.o)?,
         };
         let mlp = match &spec.mlp {
-            MlpSpec::SwiGlu { gate_up, down, .. } => Mlp::SwiGlu {
-                norm: norm(NormKind::Mlp)?,
+            MlpSpec::SwiGlu {
+                norm: gains,
+                gate_up,
+                down,
+            } => Mlp::SwiGlu {
+                norm: norm(gains)?,
                 gate_up: pack(gate_up)?,
                 down: pack(down)?,
             },
@@ -127,22 +152,38 @@ impl<L, N> Layer<L, N> {
         })
     }
 
-    /// Its products.
-    pub(crate) fn linears(&self) -> impl Iterator<Item = &L> {
+    /// The weights of its products, in the order they run.
+    pub fn linears(&self) -> impl Iterator<Item = &L> {
         let Mlp::SwiGlu { gate_up, down, .. } = &self.mlp;
         let a = &self.attention;
         [&a.qkv, &a.o, gate_up, down].into_iter().map(|p| &p.linear)
     }
 
-    /// Gains of its norms.
-    pub(crate) fn norms(&self) -> impl Iterator<Item = &N> {
+    /// Gains of its norms, in the order of its table.
+    pub fn norms(&self) -> impl Iterator<Item = &N> {
         let Mlp::SwiGlu { norm, .. } = &self.mlp;
         let a = &self.attention;
-        [&a.norm, &a.q_norm, &a.k_norm, norm].into_iter()
+        [&a.norm, norm, &a.q_norm, &a.k_norm].into_iter()
+    }
+
+    /// [`Layer::linears`] and [`Layer::norms`], to be changed.
+    pub fn parts_mut(&mut self) -> (impl Iterator<Item = &mut L>, impl Iterator<Item = &mut N>) {
+        let Mlp::SwiGlu {
+            norm,
+            gate_up,
+            down,
+        } = &mut self.mlp;
+        let a = &mut self.attention;
+        let linears = [&mut a.qkv, &mut a.o, gate_up, down].into_iter();
+        let norms = [&mut a.norm, norm, &mut a.q_norm, &mut a.k_norm];
+        (linears.map(|p| &mut p.linear), norms.into_iter())
     }
 
     /// Runs the layer over the rows of a pass.
-    pub(crate) fn run<O: Ops<Linear = L, Gains = N>>(&self, ops: &mut O) -> Result<(), O::Error> {
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn run<O: Ops<Linear = L, Gains = N>>(&self, ops: &mut O) -> Result<(), O::Error> {
         let (layer, attention) = (self.index, &self.attention);
         ops.project(layer, &attention.norm, &attention.qkv, Projection::Qkv)?;
         ops.attend(layer, attention)?;

@@ -17,8 +17,10 @@ mod detokenizer;
 pub mod device;
 mod engine;
 mod error;
-mod forward;
+pub mod forward;
+pub mod full_precision;
 pub mod generate;
+pub mod gpu;
 mod kv;
 pub mod load;
 mod memory;
@@ -26,26 +28,26 @@ pub mod models;
 pub mod rope;
 pub mod sampler;
 pub mod speculation;
+mod stepper;
 pub mod thinking;
 pub mod tokenizer;
 mod weights;
 
-#[cfg(feature = "cuda")]
-pub use cuda::session_bytes as gpu_session_bytes;
-
 pub use batch::{Batch, Continuation, Piece, Ran, StepsAhead};
 pub use chat_template::{ChatTemplate, Message};
+pub use cpu::stepper_bytes;
 pub use detokenizer::Detokenizer;
 pub use engine::{
-    Chunk, DeviceMemory, Engine, EngineDescription, Hidden, LayerStepper, Logits, LogitsWanted,
-    Observer, Session, SessionSpec,
+    Chunk, DeviceMemory, Engine, EngineDescription, Hidden, Logits, LogitsWanted, Observer,
+    Session, SessionSpec,
 };
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
-pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, cpu_stepper, load};
-pub use memory::{MemoryEstimate, WeightSource, weight_kinds};
+pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, load, stepper};
+pub use memory::{Kinds, WeightSource, hold_model, hold_session, kv_bytes, weight_kinds};
 pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
 pub use speculation::Drafting;
+pub use stepper::{Head, LayerStepper};
 pub use tokenizer::Tokenizer;

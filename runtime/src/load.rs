@@ -1,12 +1,12 @@
 //! From weights to a running engine.
 
 use crate::candle::CandleEngine;
-use crate::cpu::{CpuEngine, CpuStepper};
-#[cfg(feature = "cuda")]
-use crate::cuda::CudaEngine;
+use crate::cpu::{CpuEngine, CpuLayers};
 use crate::device::Device;
-use crate::engine::{Engine, LayerStepper, SessionSpec};
+use crate::engine::{Engine, SessionSpec};
 use crate::error::{Error, Result};
+use crate::gpu;
+use crate::stepper::{LayerStepper, Stepper};
 use crate::weights::bits;
 use nq_formats::{DType, ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, IsaChoice, KvType, TeamOptions};
@@ -171,24 +171,26 @@ pub fn load(
     }
     match options.device.resolve()? {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(n) => Ok(Arc::new(CudaEngine::load(
-            config, store, options, n, progress,
-        )?)),
+        Device::Cuda(n) => gpu::load(config, store, options, n, progress),
     }
 }
 
-/// The forward one layer at a time on the CPU, for weights that arrive layer by layer. Keys and
-/// values are rounded to `kv`.
+/// The forward one layer at a time, for weights that arrive layer by layer. On the CPU keys and
+/// values are rounded to `kv`; a GPU computes in f32 and passes up to `rows` rows through a layer at
+/// once, a sequence at least.
 ///
 /// # Errors
-/// An absent instruction set.
-pub fn cpu_stepper(
+/// An absent device or instruction set.
+pub fn stepper(
     config: &ModelConfig,
     options: &LoadOptions,
     kv: KvType,
+    rows: usize,
 ) -> Result<Box<dyn LayerStepper>> {
-    Ok(Box::new(CpuStepper::new(config, options, kv)?))
+    match options.device.resolve()? {
+        Device::Cpu => Ok(Box::new(Stepper(CpuLayers::new(config, options, kv)?))),
+        Device::Cuda(n) => gpu::stepper(config, n, rows),
+    }
 }
 
 impl ActivationChoice {

@@ -1,11 +1,14 @@
-//! How much memory a model takes, before any of it is allocated.
+//! What a model and its sessions take of the CPU's memory, before any of it is allocated: the steps of
+//! loading and running it, on an account.
 
 use crate::cpu::session_bytes;
 use crate::engine::SessionSpec;
 use crate::error::Result;
-use nq_formats::names::{EMBEDDING, HEAD};
-use nq_formats::{ModelConfig, WeightStore, Zeros};
+use nq_formats::names::{self, EMBEDDING, Shape};
+use nq_formats::{ModelConfig, WeightStore};
+use nq_kernels::cpu::Linear;
 use nq_kernels::registry::WeightKind;
+use nq_kernels::{Account, Held};
 use std::collections::BTreeMap;
 
 /// Bytes of the least that is mapped.
@@ -13,6 +16,9 @@ const PAGE: usize = 4096;
 
 /// Different tokens of a text, at most: longer texts repeat theirs.
 const DISTINCT: usize = 8192;
+
+/// The kind of each matrix of a model, by name.
+pub type Kinds<'a> = &'a dyn Fn(&str) -> WeightKind;
 
 /// Where weights come from when a model is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,86 +29,58 @@ pub enum WeightSource {
     Made,
 }
 
-/// Bytes that loading and running a model on the CPU takes, besides the program itself and
-/// its tokenizer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MemoryEstimate {
-    /// Weights as they are kept, norms included.
-    pub weights: usize,
-    /// Weights in the form they are read in, that are held at once while the rest is already
-    /// packed: those of one layer.
-    pub loading: usize,
-    /// The same for the head, which is packed first.
-    pub loading_head: usize,
-    /// Keys and values of all sequences, filled to the last position.
-    pub kv: usize,
-    /// Activations of the greatest batch.
-    pub scratch: usize,
-    /// Logits, and the input of the head, of the rows wanted at once.
-    pub logits: usize,
+/// Takes of `account` what loading a model takes: what stays is returned. A weight is held as it is
+/// read while it is packed, the head first, then layer by layer. Texts of up to `tokens` tokens are
+/// looked up.
+pub fn hold_model(
+    account: &Account,
+    c: &ModelConfig,
+    kinds: Kinds<'_>,
+    source: WeightSource,
+    tokens: usize,
+) -> Held {
+    let (head, dims) = (kinds(names::head(c)), (c.vocab_size, c.hidden_size));
+    let read = account.hold(head.bytes(dims));
+    let mut held = account.hold(Linear::bytes_of(head, dims));
+    drop(read);
+    if !c.tie_word_embeddings {
+        let embedding = kinds(EMBEDDING).bytes(dims);
+        // Pages of the rows that were looked up stay mapped.
+        let row = (embedding / c.vocab_size).max(PAGE);
+        held.add(match source {
+            WeightSource::Made => embedding,
+            WeightSource::Mapped => embedding.min(row * DISTINCT.min(tokens)),
+        });
+    }
+    for layer in 0..c.num_hidden_layers {
+        let linears = c.layer().linears().into_iter();
+        let linears = linears.map(|l| (kinds(&l.name(layer)), l.dims(c)));
+        let read = linears.clone().map(|(kind, dims)| kind.bytes(dims)).sum();
+        let _read = account.hold(read);
+        linears.for_each(|(kind, dims)| held.add(Linear::bytes_of(kind, dims)));
+        let norms = c.layer().norms().into_iter();
+        norms.for_each(|n| held.add(size_of::<f32>() * n.len.of(c)));
+    }
+    held.add(size_of::<f32>() * c.hidden_size);
+    held
 }
 
-impl MemoryEstimate {
-    /// What a model of shape `config` takes whose matrix `name` is of kind `kinds(name)`, in
-    /// sessions that ask for the logits of at most `logits_rows` rows at once.
-    pub fn new(
-        config: &ModelConfig,
-        kinds: &dyn Fn(&str) -> WeightKind,
-        source: WeightSource,
-        spec: &SessionSpec,
-        logits_rows: usize,
-    ) -> Self {
-        let c = config;
-        let vocab = (c.vocab_size, c.hidden_size);
-        let head_name = match c.tie_word_embeddings {
-            true => EMBEDDING,
-            false => HEAD,
-        };
-        let head = kinds(head_name);
-        let norms: usize = c.layer().norms().iter().map(|n| n.len.of(c)).sum();
-        let norms = c.num_hidden_layers * norms + c.hidden_size;
-        let mut weights = packed_bytes(head, vocab) + 4 * norms;
-        if !c.tie_word_embeddings {
-            let embedding = canonical_bytes(kinds(EMBEDDING), vocab);
-            weights += match source {
-                WeightSource::Made => embedding,
-                // Pages of the rows that were looked up stay mapped.
-                WeightSource::Mapped => {
-                    let row = (embedding / c.vocab_size).max(PAGE);
-                    embedding.min(row * DISTINCT.min(spec.slots * spec.ctx))
-                }
-            };
-        }
-        let mut loading = 0;
-        for layer in 0..c.num_hidden_layers {
-            let mut read = 0;
-            for linear in c.layer().linears() {
-                let kind = kinds(&linear.name(layer));
-                weights += packed_bytes(kind, linear.dims(c));
-                read += canonical_bytes(kind, linear.dims(c));
-            }
-            loading = loading.max(read);
-        }
-        MemoryEstimate {
-            weights,
-            loading,
-            loading_head: packed_bytes(head, vocab) + canonical_bytes(head, vocab),
-            kv: session_bytes::kv(c, spec),
-            scratch: session_bytes::scratch(c, spec),
-            logits: 4 * logits_rows * (c.vocab_size + c.hidden_size),
-        }
-    }
+/// Takes of `account` what a session takes whose sequences are filled to the last position, and which
+/// is asked for the logits of up to `logits_rows` rows at once.
+pub fn hold_session(
+    account: &Account,
+    c: &ModelConfig,
+    spec: &SessionSpec,
+    logits_rows: usize,
+) -> Held {
+    let (kv, scratch) = session_bytes(c, spec);
+    let logits = size_of::<f32>() * logits_rows * (c.vocab_size + c.hidden_size);
+    account.hold(kv + scratch + logits)
+}
 
-    /// Bytes while the model runs.
-    pub fn running(&self) -> usize {
-        self.weights + self.kv + self.scratch + self.logits
-    }
-
-    /// The most bytes at any moment, loading included.
-    pub fn peak(&self) -> usize {
-        let loading = (self.weights + self.loading).max(self.loading_head);
-        self.running().max(loading)
-    }
+/// Bytes of keys and values of a session on the CPU.
+pub fn kv_bytes(c: &ModelConfig, spec: &SessionSpec) -> usize {
+    session_bytes(c, spec).0
 }
 
 /// The kinds of all matrices in `store`, by name. A store that makes its weights makes all of
@@ -115,46 +93,11 @@ pub fn weight_kinds(
     store: &dyn WeightStore,
 ) -> Result<BTreeMap<String, WeightKind>> {
     let mut kinds = BTreeMap::new();
-    let mut add = |name: &str, dims| -> Result<()> {
-        kinds.insert(name.to_owned(), WeightKind::of(&store.matrix(name, dims)?));
-        Ok(())
-    };
-    let vocab = (config.vocab_size, config.hidden_size);
-    add(EMBEDDING, vocab)?;
-    if !config.tie_word_embeddings {
-        add(HEAD, vocab)?;
-    }
-    for layer in 0..config.num_hidden_layers {
-        for linear in config.layer().linears() {
-            add(&linear.name(layer), linear.dims(config))?;
+    for (name, shape) in names::parameters(config) {
+        if let Shape::Matrix(out, inputs) = shape {
+            let kind = WeightKind::of(&store.matrix(&name, (out, inputs))?);
+            kinds.insert(name, kind);
         }
     }
     Ok(kinds)
-}
-
-/// Bytes of a weight as it is read.
-fn canonical_bytes(kind: WeightKind, (out, inputs): (usize, usize)) -> usize {
-    match kind {
-        WeightKind::Dense(dtype) => out * inputs * dtype.size(),
-        WeightKind::Affine { scheme, .. } => scheme.bytes(out, inputs),
-    }
-}
-
-/// Bytes of a weight in the kernels' panels of 16 rows, whose zero-points are not padded to
-/// whole bytes per row.
-fn packed_bytes(kind: WeightKind, (out, inputs): (usize, usize)) -> usize {
-    let rows = out.next_multiple_of(16);
-    match kind {
-        WeightKind::Dense(dtype) => rows * inputs * dtype.size(),
-        WeightKind::Affine { scheme, act_order } => {
-            let groups = scheme.group.count(inputs);
-            let zeros = match scheme.zeros {
-                Zeros::None => 0,
-                Zeros::Integer => scheme.bits.bytes(rows * groups),
-                Zeros::Offset => 2 * rows * groups,
-            };
-            let order = if act_order { 4 * inputs } else { 0 };
-            rows * (scheme.bits.bytes(inputs) + 2 * groups) + zeros + order
-        }
-    }
 }

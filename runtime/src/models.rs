@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, NormSpec, Product};
-use nq_formats::names::{EMBEDDING, HEAD, NORM};
+use nq_formats::names::{self, EMBEDDING, NORM};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
 use std::collections::BTreeMap;
 
@@ -82,10 +82,8 @@ pub fn embedding(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight
 /// # Errors
 /// As [`LayerWeights::read`].
 pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
-    if config.tie_word_embeddings {
-        return embedding(store, config);
-    }
-    Ok(store.matrix(HEAD, (config.vocab_size, config.hidden_size))?)
+    let dims = (config.vocab_size, config.hidden_size);
+    Ok(store.matrix(names::head(config), dims)?)
 }
 
 /// Reads the final norm `[hidden]`.

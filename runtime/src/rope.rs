@@ -64,6 +64,18 @@ impl Rotary {
             *o = ((cos * scale) as f32, (sin * scale) as f32);
         }
     }
+
+    /// The rows of the first `positions` positions, cosines and sines in turn,
+    /// `[positions, head_dim]`.
+    pub fn pairs(&self, positions: usize) -> Vec<f32> {
+        let mut row = vec![(0.0, 0.0); self.inv_freq.len()];
+        let mut table = Vec::with_capacity(2 * positions * row.len());
+        for position in 0..positions {
+            self.row(position, &mut row);
+            table.extend(row.iter().flat_map(|&(cos, sin)| [cos, sin]));
+        }
+        table
+    }
 }
 
 /// The dimensions between which YaRN blends (arXiv 2309.00071, section 3.2): the one that

@@ -349,7 +349,7 @@ fn layer_by_layer_equals_the_whole_forward() {
         .map(|&n| tokens(n, n as u64))
         .collect();
     let mut stepper =
-        nq_runtime::cpu_stepper(&config, &options(EngineKind::Nq), KvType::F32).unwrap();
+        nq_runtime::stepper(&config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
     let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
     let head = nq_runtime::models::head(&store, &config).unwrap();
     let norm = &store.vectors["model.norm"];
@@ -604,7 +604,7 @@ fn another_architecture_of_the_same_layers_is_a_table() {
         let kinds = weight_kinds(config, &store).unwrap();
         assert!(kinds.keys().eq(store.matrices.keys()));
         let mut stepper =
-            nq_runtime::cpu_stepper(config, &options(EngineKind::Nq), KvType::F32).unwrap();
+            nq_runtime::stepper(config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
         let embedding = nq_runtime::models::embedding(&store, config).unwrap();
         let mut hidden = Hidden::embed(&embedding, std::slice::from_ref(&text)).unwrap();
         for index in 0..config.num_hidden_layers {

@@ -5,7 +5,7 @@ use nq_formats::{
     Zeros,
 };
 use nq_kernels::Result;
-use nq_kernels::cuda::{DeviceLinear, Gpu, Mark, Stack, Stream, Uploader};
+use nq_kernels::cuda::{DeviceLinear, Gpu, Mark, PackedKind, Stack, Stream, Uploader};
 
 /// Operations of a recorded graph, and runs of it.
 const CHAIN: usize = 24;
@@ -128,10 +128,8 @@ impl Timing {
         inp: usize,
     ) -> Result<Vec<DeviceLinear>> {
         let weight = scheme.weight(out, inp);
-        let (codes, meta) = DeviceLinear::device_bytes(&[&weight], Stack::Concat)?;
-        let copies = (3 * self.gpu.info().l2_bytes)
-            .div_ceil(codes + meta)
-            .clamp(1, 96);
+        let bytes = DeviceLinear::zeros(&self.gpu, PackedKind::of(&weight)?, (out, inp))?.bytes();
+        let copies = (3 * self.gpu.info().l2_bytes).div_ceil(bytes).clamp(1, 96);
         let mut uploader = Uploader::new(&self.gpu)?;
         let all: Result<Vec<_>> = (0..copies)
             .map(|_| uploader.pack(&[&weight], Stack::Concat))

@@ -2,13 +2,12 @@
 
 use super::timing::{MODELS, Model, Timing};
 use nq_kernels::Result;
-use nq_kernels::cuda::{
-    Buffer, ColumnBlock, CudaOps, Damped, FitShape, GemmPrecision, Groups, Order,
-};
+use nq_kernels::cuda::{Buffer, CudaOps, GemmPrecision, Groups, Order};
 use nq_kernels::grad::{
-    Adam, Buffers, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape, Rounding,
-    UNKNOWN,
+    Adam, Allocate, Buffers, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape,
+    Rounding, UNKNOWN,
 };
+use nq_kernels::second_order::{ColumnBlock, Damped, FitShape};
 
 /// Sequences of a step, and tokens of each.
 const BATCH: usize = 4;

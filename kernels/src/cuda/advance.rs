@@ -133,11 +133,6 @@ impl Adjustments {
         })
     }
 
-    /// Device bytes of [`Adjustments::new`].
-    pub fn device_bytes(vocab: usize, rows: usize) -> usize {
-        rows * (6 * vocab + 4 * vocab.div_ceil(32))
-    }
-
     /// Replaces the biases of a row: tokens and what is added to their logits.
     ///
     /// # Errors

@@ -50,19 +50,6 @@ impl PagesShape {
     fn rows(&self) -> usize {
         self.layers * (self.pages + 1) * self.page_rows()
     }
-
-    /// Device bytes of keys, of values, of the scales of each, and of the tables: one allocation
-    /// each.
-    pub fn allocations(&self) -> [usize; 5] {
-        let codes = match self.kv {
-            KvType::Int8 => HEAD_DIM,
-            KvType::F16 | KvType::F32 => self.kv.bytes(HEAD_DIM),
-        };
-        let scale = self.kv.bytes(HEAD_DIM) - codes;
-        let (codes, scale) = (self.rows() * codes, self.rows() * scale);
-        let tables = 4 * (self.slots + 1) * self.ctx.div_ceil(PAGE);
-        [codes, codes, scale, scale, tables]
-    }
 }
 
 /// Where [`DevicePages::set_pages`] puts a page: `slot`'s positions from `PAGE * index` on.
@@ -111,10 +98,11 @@ impl DevicePages {
                 device: gpu.info().to_string(),
             });
         }
-        let [codes, _, scales, _, _] = shape.allocations();
-        let scales = match scales {
-            0 => None,
-            n => Some((gpu.zeros(what, n / 2)?, gpu.zeros(what, n / 2)?)),
+        let codes = shape.rows() * HEAD_DIM * if shape.kv == KvType::Int8 { 1 } else { 2 };
+        let scales = || gpu.zeros(what, shape.rows());
+        let scales = match shape.kv {
+            KvType::Int8 => Some((scales()?, scales()?)),
+            _ => None,
         };
         let table_len = shape.ctx.div_ceil(PAGE);
         let nobodys = vec![shape.pages as u32; (shape.slots + 1) * table_len];
@@ -131,6 +119,15 @@ impl DevicePages {
     /// Sizes.
     pub fn shape(&self) -> &PagesShape {
         &self.shape
+    }
+
+    /// Bytes of keys, values, scales and tables.
+    pub fn bytes(&self) -> usize {
+        let scales = self
+            .scales
+            .as_ref()
+            .map_or(0, |(k, v)| k.bytes() + v.bytes());
+        self.keys.bytes() + self.values.bytes() + scales + self.tables.bytes()
     }
 
     /// A slot of nobody's, for rows at position 0 whose results nobody reads.

@@ -34,18 +34,13 @@ impl Columns {
     /// [`Error::DeviceMemory`].
     pub fn new(gpu: &Gpu, rows: usize, inputs: usize) -> Result<Self> {
         let spans = inputs.div_ceil(SPAN);
-        let bytes = Self::device_bytes(rows, inputs);
+        let bytes = rows.div_ceil(GROUP) * group_bytes(16, spans);
         Ok(Columns {
             words: gpu.zeros("activations", bytes)?,
             factors: gpu.zeros("activations", rows.next_multiple_of(GROUP))?,
             rows,
             spans,
         })
-    }
-
-    /// Device bytes of [`Columns::new`].
-    pub fn device_bytes(rows: usize, inputs: usize) -> usize {
-        rows.div_ceil(GROUP) * group_bytes(16, inputs.div_ceil(SPAN))
     }
 }
 

@@ -37,11 +37,6 @@ impl PartialSums {
         })
     }
 
-    /// Device bytes of [`PartialSums::new`].
-    pub const fn device_bytes(m: usize, rows: usize) -> usize {
-        4 * MOST_PARTS * m * rows
-    }
-
     /// The sums `[parts, m, rows]` of the product queued last.
     pub fn values(&self) -> &Buffer<f32> {
         &self.values

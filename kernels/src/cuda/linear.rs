@@ -2,7 +2,7 @@
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::kernels;
-use super::pack::{PackedKind, Packing, Stack};
+use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use nq_formats::Weight;
@@ -70,9 +70,9 @@ impl Uploader {
     /// [`Packing::new`]'s; [`Error::DeviceMemory`].
     pub fn pack(&mut self, parts: &[&Weight], stack: Stack) -> Result<DeviceLinear> {
         let packing = Packing::new(parts, stack)?;
-        let kind = packing.kind();
-        let mut codes = self.gpu.zeros("weights", packing.code_bytes())?;
-        let mut meta = self.gpu.zeros("weights", packing.meta_bytes())?;
+        let (kind, dims) = (packing.kind(), (packing.rows(), packing.inputs()));
+        let mut linear = DeviceLinear::zeros(&self.gpu, kind, dims)?;
+        linear.scale = packing.scale();
         let code_tile = packing.spans() * kind.code_bytes();
         let meta_tile = packing.spans() * kind.meta_bytes();
         let step = STAGING / (code_tile + meta_tile).max(1);
@@ -90,19 +90,10 @@ impl Uploader {
             let (stream, host) = (&self.stream, self.staging.turn());
             let (c, m) = host.values_mut()?[..cn + mn].split_at_mut(cn);
             packing.pack(first, c, m)?;
-            stream.write(&mut codes, first * code_tile, host, 0..cn)?;
-            stream.write(&mut meta, first * meta_tile, host, cn..cn + mn)?;
+            stream.write(&mut linear.codes, first * code_tile, host, 0..cn)?;
+            stream.write(&mut linear.meta, first * meta_tile, host, cn..cn + mn)?;
         }
-        Ok(DeviceLinear {
-            kind,
-            codes,
-            meta,
-            rows: packing.rows(),
-            inputs: packing.inputs(),
-            tiles: packing.tiles(),
-            spans: packing.spans(),
-            scale: packing.scale(),
-        })
+        Ok(linear)
     }
 
     /// Waits until all weights are on the device.
@@ -115,13 +106,23 @@ impl Uploader {
 }
 
 impl DeviceLinear {
-    /// Device bytes that `parts` take, packed: of codes, and of scales and zero-points.
+    /// Room for a weight `[rows, inputs]`: zeros, as [`Uploader::pack`] begins.
     ///
     /// # Errors
-    /// [`Packing::new`]'s.
-    pub fn device_bytes(parts: &[&Weight], stack: Stack) -> Result<(usize, usize)> {
-        let p = Packing::new(parts, stack)?;
-        Ok((p.code_bytes(), p.meta_bytes()))
+    /// [`Error::DeviceMemory`].
+    pub fn zeros(gpu: &Gpu, kind: PackedKind, (rows, inputs): (usize, usize)) -> Result<Self> {
+        let (tiles, spans) = (rows.div_ceil(TILE), inputs.div_ceil(SPAN));
+        let room = |record: usize| gpu.zeros("weights", tiles * spans * record);
+        Ok(DeviceLinear {
+            kind,
+            codes: room(kind.code_bytes())?,
+            meta: room(kind.meta_bytes())?,
+            rows,
+            inputs,
+            tiles,
+            spans,
+            scale: 1.0,
+        })
     }
 
     /// What kernels it needs.

@@ -33,8 +33,7 @@ pub use attention::{
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{
-    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, MemoryUse, Pinned, Stream,
-    device_count, taken,
+    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, device_count,
 };
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};
@@ -45,5 +44,5 @@ pub use linear::{DeviceLinear, Uploader};
 pub use pack::{PackedKind, Stack, operand_index};
 pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
-pub use second_order::{Codes, ColumnBlock, Damped, FitShape, Groups, Order};
+pub use second_order::{Codes, Groups, Order};
 pub use table::table;

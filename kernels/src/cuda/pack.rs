@@ -1,6 +1,7 @@
 //! From canonical weights to the device's layout (`cuda/weights.cuh` describes it).
 
 use crate::error::{Error, Result};
+use crate::registry::WeightKind;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use nq_formats::pack::code_at;
@@ -42,24 +43,31 @@ impl PackedKind {
     /// # Errors
     /// [`Error::NoKernel`] for groups that do not divide a span, and for activation order.
     pub fn of(weight: &Weight) -> Result<Self> {
+        Self::new(WeightKind::of(weight), weight.dims().1)
+    }
+
+    /// The kind that weights of so many inputs pack to.
+    ///
+    /// # Errors
+    /// As [`PackedKind::of`].
+    pub fn new(kind: WeightKind, inputs: usize) -> Result<Self> {
         let refuse = || {
             Err(Error::NoKernel {
                 op: "linear",
-                scheme: crate::registry::WeightKind::of(weight).to_string(),
+                scheme: kind.to_string(),
                 activations: "f32".into(),
                 device: "cuda (groups of 32, 64, 128, multiples of 256, or per channel, in order)"
                     .into(),
             })
         };
-        let a = match weight {
-            Weight::Dense(t) if t.dtype().is_float() => return Ok(PackedKind::Fp16),
-            Weight::Quantized(QuantizedWeight::Affine(a)) if a.g_idx().is_none() => a,
+        let scheme = match kind {
+            WeightKind::Dense(dtype) if dtype.is_float() => return Ok(PackedKind::Fp16),
+            WeightKind::Affine { scheme, act_order } if !act_order => scheme,
             _ => return refuse(),
         };
-        let scheme = a.scheme();
         let groups = match scheme.group {
             Group::Channel => 1,
-            Group::Size(n) if n as usize >= a.in_features() => 1,
+            Group::Size(n) if n as usize >= inputs => 1,
             Group::Size(n @ (32 | 64 | 128)) => SPAN / n as usize,
             Group::Size(n) if (n as usize).is_multiple_of(SPAN) => 1,
             Group::Size(_) => return refuse(),
@@ -254,16 +262,6 @@ impl<'a> Packing<'a> {
     /// so that bfloat16 and f32 values keep their exponents.
     pub fn scale(&self) -> f32 {
         2f32.powi(-self.exponent)
-    }
-
-    /// Bytes of all codes.
-    pub fn code_bytes(&self) -> usize {
-        self.tiles() * self.spans() * self.kind.code_bytes()
-    }
-
-    /// Bytes of all scales and zero-points.
-    pub fn meta_bytes(&self) -> usize {
-        self.tiles() * self.spans() * self.kind.meta_bytes()
     }
 
     /// Packs tiles `first ..` into `codes` and `meta`, which hold as many whole tiles each.

@@ -1,7 +1,8 @@
 //! Operations of a training step, forward and backward, over f32 buffers on a device.
 //!
 //! A graph written against [`GradOps`] runs on every device that implements it: [`CpuOps`],
-//! and `cuda::CudaOps` where the feature `cuda` is on. Matrices are row-major and contiguous.
+//! and `cuda::CudaOps` where the feature `cuda` is on; on an [`Account`](crate::Account) of memory
+//! memory is counted and nothing is computed. Matrices are row-major and contiguous.
 //! Every reduction has one fixed order, so that a step gives the same bits each time on the
 //! same device. The operations know no model: what is multiplied with what is the caller's.
 
@@ -11,7 +12,14 @@ mod tests;
 
 pub use cpu::CpuOps;
 
+use crate::account::{Account, Held};
 use crate::error::{Error, Result};
+use crate::second_order::SecondOrder;
+use std::sync::Arc;
+
+/// Bytes that products take for themselves, at most: on a GPU sums of parts of them, or cuBLAS's
+/// workspace.
+pub const SCRATCH: usize = 40 << 20;
 
 /// `C[b] (+)= alpha op(A[b]) op(B[b])` for every `b` of a batch of contiguous matrices.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -245,12 +253,12 @@ impl Occurrences {
     }
 }
 
-/// Memory of one device. Work may be queued; what is read back has been waited for.
+/// Where memory comes from: a device, or an [`Account`](crate::Account) that only counts, so that
+/// constructors show on it what they take.
 ///
 /// # Errors
-/// Every operation gives [`Error::Shape`] for a buffer that is too short, and what the device
-/// reports.
-pub trait Buffers {
+/// What the device reports; [`Error::Shape`] for values that a buffer is too short for.
+pub trait Allocate {
     /// f32 values on the device.
     type Floats;
     /// u32 values on the device.
@@ -258,11 +266,47 @@ pub trait Buffers {
     /// Bytes on the device.
     type Codes;
 
+    /// `len` zeros; `what` is named if they do not fit.
+    fn floats(&self, what: &'static str, len: usize) -> Result<Self::Floats>;
+    /// `len` zeros.
+    fn ids(&self, what: &'static str, len: usize) -> Result<Self::Ids>;
+    /// `len` zeros.
+    fn codes(&self, what: &'static str, len: usize) -> Result<Self::Codes>;
+    /// Writes from the host, from index 0 on.
+    fn write(&self, to: &mut Self::Floats, from: &[f32]) -> Result<()>;
+}
+
+impl Allocate for Account {
+    type Floats = Held;
+    type Ids = Held;
+    type Codes = Held;
+
+    fn floats(&self, _what: &'static str, len: usize) -> Result<Held> {
+        Ok(self.hold(size_of::<f32>() * len))
+    }
+
+    fn ids(&self, _what: &'static str, len: usize) -> Result<Held> {
+        Ok(self.hold(size_of::<u32>() * len))
+    }
+
+    fn codes(&self, _what: &'static str, len: usize) -> Result<Held> {
+        Ok(self.hold(len))
+    }
+
+    fn write(&self, _to: &mut Held, _from: &[f32]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Memory of one device. Work may be queued; what is read back has been waited for.
+///
+/// # Errors
+/// Every operation gives [`Error::Shape`] for a buffer that is too short, and what the device
+/// reports.
+pub trait Buffers: Allocate {
     /// The device, for reports.
     fn device(&self) -> String;
 
-    /// `len` zeros; `what` is named if they do not fit.
-    fn floats(&self, what: &'static str, len: usize) -> Result<Self::Floats>;
     /// `rows` rows of `cols` values, each as `fill` writes it, given the row's number: on all
     /// cores, so that a large matrix needs no copy in the host's memory.
     fn rows<E: From<Error> + Send>(
@@ -271,14 +315,10 @@ pub trait Buffers {
         dims: (usize, usize),
         fill: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
     ) -> Result<Self::Floats, E>;
-    /// `len` zeros.
-    fn ids(&self, what: &'static str, len: usize) -> Result<Self::Ids>;
-    /// A copy of `values`.
-    fn codes(&self, what: &'static str, values: &[u8]) -> Result<Self::Codes>;
-    /// Writes from the host, from index 0 on.
-    fn write(&self, to: &mut Self::Floats, from: &[f32]) -> Result<()>;
     /// Reads to the host, from index 0 on.
     fn read(&self, from: &Self::Floats, to: &mut [f32]) -> Result<()>;
+    /// Writes codes from the host.
+    fn write_codes(&self, to: &mut Self::Codes, from: &[u8]) -> Result<()>;
     /// Writes ids from the host.
     fn write_ids(&self, to: &mut Self::Ids, from: &[u32]) -> Result<()>;
     /// Reads ids to the host.
@@ -300,6 +340,12 @@ pub trait Buffers {
 /// # Errors
 /// As [`Buffers`].
 pub trait LayerOps: Buffers {
+    /// What rounds by second moments that were summed on the device; `None` if that is the
+    /// host's work.
+    fn second_order(self: &Arc<Self>) -> Option<Arc<dyn SecondOrder<Floats = Self::Floats>>> {
+        None
+    }
+
     /// A batch of products.
     fn gemm(&self, g: Gemm, a: &Self::Floats, b: &Self::Floats, c: &mut Self::Floats)
     -> Result<()>;
@@ -515,6 +561,15 @@ pub trait GradOps: LayerOps {
     /// the softmax of `logits[b]` takes its place. The draw is that of Philox stream
     /// `stream + b` at counter `offset`.
     fn sample(&self, logits: &Self::Floats, ids: &mut Self::Ids, draw: Draw) -> Result<()>;
+}
+
+/// Work that any device of a training step can do.
+pub trait GradWork {
+    /// What comes of it.
+    type Output;
+
+    /// Does it over `ops`.
+    fn run<O: GradOps>(self, ops: &O) -> Self::Output;
 }
 
 /// Shape of [`GradOps::attend_one`].

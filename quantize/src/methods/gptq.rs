@@ -10,7 +10,7 @@ use super::{Method, Needs, Outcome, Problem, rtn};
 use crate::error::{Error, Result};
 use crate::fit::Fit;
 use crate::grid::Grid;
-use crate::second_order::{Block, Columns, Damped};
+use crate::second_order::{ColumnBlock, Columns, Damped};
 use serde_json::{Map, Value};
 
 /// In which order columns are rounded.
@@ -202,7 +202,7 @@ impl Gptq {
 
     /// Runs of at most `most` columns, whose errors are gathered before the rest of the row is
     /// updated with one product.
-    fn blocks(&self, order: &[usize], grid: Grid, most: usize) -> Vec<Block> {
+    fn blocks(&self, order: &[usize], grid: Grid, most: usize) -> Vec<ColumnBlock> {
         let n = order.len();
         let size = grid.group().size(n);
         let mut blocks = Vec::new();
@@ -214,7 +214,7 @@ impl Gptq {
             };
             let group = (self.order == Order::Groups).then(|| order[start] / size);
             for at in (start..start + whole).step_by(most) {
-                blocks.push(Block {
+                blocks.push(ColumnBlock {
                     places: at..(at + most).min(start + whole),
                     begins: group.filter(|_| at == start),
                 });

@@ -2,29 +2,16 @@
 
 use super::job::Job;
 use super::state::State;
+use crate::device_memory::gpu::{Work, copy_schemes, ways};
 use crate::device_memory::{DeviceEstimate, SampledFrom};
 use crate::error::Result;
 use crate::quality::Judge;
 use crate::second_order::InputStats;
-#[cfg(feature = "cuda")]
+use crate::streamed::Streamed;
 use nq_formats::Progress;
-use nq_runtime::Engine;
 use nq_runtime::device::Device;
+use nq_runtime::{Engine, gpu, load};
 use std::sync::Arc;
-
-/// The peak is that of the run that begins.
-pub(super) fn begin_memory() {
-    #[cfg(feature = "cuda")]
-    nq_kernels::cuda::MemoryUse::begin();
-}
-
-/// Bytes of GPUs' memory that were held at most since [`begin_memory`].
-pub(super) fn peak_memory() -> u64 {
-    #[cfg(feature = "cuda")]
-    return nq_kernels::cuda::MemoryUse::now().peak as u64;
-    #[cfg(not(feature = "cuda"))]
-    0
-}
 
 /// What the record says of text that was not sampled from the source as it is.
 pub(super) fn sampling_fallback(from: SampledFrom) -> Option<String> {
@@ -45,16 +32,13 @@ impl Job<'_> {
         }
         let found = match self.options.load.device.resolve()? {
             Device::Cpu => None,
-            #[cfg(feature = "cuda")]
             Device::Cuda(n) => Some(self.fit_device(n)?),
         };
         Ok(*self.device.get_or_init(|| found))
     }
 
-    #[cfg(feature = "cuda")]
     fn fit_device(&self, ordinal: usize) -> Result<DeviceEstimate> {
-        use crate::device_memory::gpu::{Work, ways};
-        let free = nq_kernels::cuda::Gpu::open(ordinal)?.free_memory()? as u64;
+        let free = gpu::memory(ordinal)?.free;
         let limit = self.options.device_memory.unwrap_or(free).min(free);
         // Schemes that are chosen may be of 8 bits throughout.
         let most = crate::Schemes::defaults(nq_formats::Bits::B8);
@@ -63,8 +47,9 @@ impl Job<'_> {
             schemes: if chosen { &most } else { &self.options.schemes },
             needs: self.method.needs(),
             sampled: self.sampled(),
+            sizes: gpu::sizes()?,
         };
-        ways(self.config(), &work).choose(limit)
+        ways(self.config(), &work)?.choose(limit)
     }
 
     /// What was announced of the device's memory, tuning included.
@@ -82,10 +67,7 @@ impl Job<'_> {
         let estimate = self.device_estimate()?;
         let from = estimate.map_or(SampledFrom::Source, |d| d.sampled_from);
         state.sampled_from = from;
-        #[cfg(feature = "cuda")]
-        if let (Some(schemes), Some(estimate)) =
-            (crate::device_memory::gpu::copy_schemes(from), estimate)
-        {
+        if let (Some(schemes), Some(estimate)) = (copy_schemes(from), estimate) {
             self.progress.note(&format!(
                 "text is sampled from {from}, rounded as it is loaded: the source does not fit \
                  the {} bytes of the GPU's memory that may be used",
@@ -93,8 +75,7 @@ impl Job<'_> {
             ));
             let store = crate::rounded_weights(self.checkpoint, schemes)?;
             let options = &self.options.load;
-            let engine = nq_runtime::load(self.config(), &store, options, &self.progress)?;
-            return Ok(engine);
+            return Ok(load(self.config(), &store, options, &self.progress)?);
         }
         self.source_engine()
     }
@@ -104,15 +85,10 @@ impl Job<'_> {
     /// # Errors
     /// The device's.
     pub(super) fn on_device(&self, inputs: InputStats) -> Result<InputStats> {
-        #[cfg(feature = "cuda")]
-        if let Device::Cuda(n) = self.options.load.device.resolve()?
-            && let Some(moments) = inputs.hessian.as_ref().and_then(|h| h.host())
-        {
-            use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-            let gpu = Gpu::open(n)?;
-            let buffer = gpu.upload("moments of the head's inputs", &moments.data)?;
-            let ops = Arc::new(CudaOps::new(&gpu, GemmPrecision::Full)?);
-            return crate::second_order::device::input_stats(&ops, buffer, moments.cols);
+        let moments = inputs.hessian.as_ref().and_then(|h| h.host());
+        if let (Device::Cuda(n), Some(moments)) = (self.options.load.device.resolve()?, moments) {
+            let moments = gpu::moments(n, &moments.data, moments.cols)?;
+            return Ok(InputStats::on_device(moments));
         }
         Ok(inputs)
     }
@@ -127,18 +103,12 @@ impl Job<'_> {
         if !self.is_streamed()? {
             return Ok(None);
         }
-        #[cfg(feature = "cuda")]
-        if let crate::stepper::Stepper::Gpu(stepper) = self.stepper()? {
-            self.progress.note(
-                "quality is measured against the source layer by layer: source and result do \
-                 not fit the GPU's memory together",
-            );
-            let store = self.checkpoint.store();
-            let windows = judge.windows()?;
-            let source = crate::streamed::Streamed::new(*stepper, store, &windows, &self.progress)?;
-            return Ok(Some(Arc::new(source)));
-        }
-        let _ = judge;
-        Ok(None)
+        self.progress.note(
+            "quality is measured against the source layer by layer: source and result do not fit \
+             the GPU's memory together",
+        );
+        let (store, windows) = (self.checkpoint.store(), judge.windows()?);
+        let source = Streamed::new(self.stepper()?, store, &windows, &self.progress)?;
+        Ok(Some(Arc::new(source)))
     }
 }

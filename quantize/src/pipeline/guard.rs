@@ -358,7 +358,7 @@ impl Job<'_> {
             calibration: calibration.map(|text| &text.ids[..]),
             progress: &self.progress,
         }
-        .menus(&mut stepper)
+        .menus(stepper.as_mut())
     }
 
     /// The schemes of an attempt.
@@ -372,6 +372,6 @@ impl Job<'_> {
     /// Bytes of all tensors under `schemes`.
     pub(super) fn bytes(&self, schemes: &Schemes) -> u64 {
         let dense = memory::dense_type(self.checkpoint);
-        memory::file_bytes(self.config(), schemes, dense.size())
+        memory::file_bytes(self.config(), schemes, dense)
     }
 }

@@ -9,7 +9,7 @@ use crate::methods::{self, Method, Needs};
 use crate::quality::{self, Limits};
 use crate::schemes::Schemes;
 use crate::stages::Stages;
-use crate::tune::TuneOptions;
+use crate::train::TuneOptions;
 use nq_formats::nq::SourceRecord;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress};
 use nq_runtime::{LayerWeights, LoadOptions, load};

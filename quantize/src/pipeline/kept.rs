@@ -202,7 +202,7 @@ impl Job<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tune::Tuning;
+    use crate::train::Tuning;
     use nq_formats::{AffineScheme, Bits, Group, Zeros};
 
     fn overrides(bits: Bits) -> Overrides {

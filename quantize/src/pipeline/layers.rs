@@ -9,14 +9,14 @@ use crate::grid::Grids;
 use crate::layers::{self, Pass};
 use crate::linalg::read_row;
 use crate::schemes::Schemes;
-use crate::stepper::Stepper;
 use nq_formats::models::LinearSpec;
 use nq_formats::names::EMBEDDING;
 use nq_formats::nq::{Param, Staged, Writer};
 use nq_formats::{ModelConfig, Progress, Tensor, Unit, Weight, mapping};
-use nq_runtime::device::Device;
 use nq_runtime::models;
-use nq_runtime::{ActivationChoice, Hidden, KvType, LayerWeights, LoadOptions, load};
+use nq_runtime::{
+    ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LoadOptions, stepper,
+};
 use std::collections::BTreeSet;
 
 /// Parts of the stage, as reports call them.
@@ -65,8 +65,13 @@ impl Job<'_> {
                 }
                 None => {
                     let grids = schemes.grids(config, index)?;
-                    let done =
-                        self.quantize_layer(index, stream.as_ref(), &mut stepper, &grids, share)?;
+                    let done = self.quantize_layer(
+                        index,
+                        stream.as_ref(),
+                        stepper.as_mut(),
+                        &grids,
+                        share,
+                    )?;
                     for f in &done.fallbacks {
                         self.progress.note(f);
                     }
@@ -91,7 +96,7 @@ impl Job<'_> {
                     width: config.hidden_size,
                     progress: &self.progress,
                 };
-                let run = || stepper.as_mut().layer(index, &weights, stream, &mut pass);
+                let run = || stepper.layer(index, &weights, stream, &mut pass);
                 self.progress.time(RUNNING, run)?;
             }
         }
@@ -126,32 +131,20 @@ impl Job<'_> {
     /// The forward layer by layer, on the device asked for. Statistics and products do not
     /// depend on rounding of activations: what the layers pass on is what the weights alone
     /// make of the text.
-    pub(super) fn stepper(&self) -> Result<Stepper> {
+    pub(super) fn stepper(&self) -> Result<Box<dyn LayerStepper>> {
         let options = LoadOptions {
             activations: ActivationChoice::F32,
             ..self.options.load
         };
-        match options.device.resolve()? {
-            Device::Cpu => {
-                let stepper = load::cpu_stepper(self.config(), &options, KvType::F16)?;
-                Ok(Stepper::Host(stepper))
-            }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(n) => {
-                use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-                let ops = CudaOps::new(&Gpu::open(n)?, GemmPrecision::Full)?;
-                let rows = self.device_estimate()?.map_or(usize::MAX, |d| d.rows);
-                let stepper = crate::stepper::OpsStepper::with_rows(ops, self.config(), rows);
-                Ok(Stepper::Gpu(Box::new(stepper)))
-            }
-        }
+        let rows = self.device_estimate()?.map_or(usize::MAX, |d| d.rows);
+        Ok(stepper(self.config(), &options, KvType::F16, rows)?)
     }
 
     fn quantize_layer(
         &self,
         index: usize,
         stream: Option<&Hidden>,
-        stepper: &mut Stepper,
+        stepper: &mut dyn LayerStepper,
         grids: &Grids,
         share: u64,
     ) -> Result<layers::Quantized> {

@@ -19,18 +19,19 @@ mod state;
 mod texts;
 mod tune;
 
-use crate::allocation::{self, Choice};
+use crate::allocation;
 use crate::calibration::{CalibrationSource, Sequences};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::quality::{self, Measured};
-use crate::report::QuantizeReport;
+use crate::report::{Choice, QuantizeReport};
 use crate::schemes::Schemes;
-use crate::tune::Tuning;
+use crate::train::Tuning;
 use guard::Next;
 pub use job::{Job, QuantizeOptions, TargetSize};
 use nq_formats::nq::{Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
 use nq_formats::{Checkpoint, Progress, hash, mapping};
+use nq_kernels::Account;
 use nq_runtime::load;
 use serde_json::{Map, Value, json};
 use state::{Attempt, State};
@@ -81,7 +82,7 @@ impl Job<'_> {
     /// disk report.
     pub fn run(&self) -> Result<QuantizeReport> {
         let start = Instant::now();
-        device::begin_memory();
+        Account::of_all_gpus().begin();
         self.device_estimate()?;
         let (checkpoint, options) = (self.checkpoint, self.options);
         let mut source = options.source.clone();
@@ -124,7 +125,7 @@ impl Job<'_> {
                     let mut report = self.report(&state, &schemes, &measured, &record);
                     report.seconds = start.elapsed().as_secs_f64();
                     report.peak_rss_bytes = memory::peak_rss();
-                    report.peak_device_bytes = device::peak_memory();
+                    report.peak_device_bytes = Account::of_all_gpus().peak() as u64;
                     report.stages = self.progress.done();
                     return Err(Error::Guard {
                         broken: broken
@@ -149,7 +150,7 @@ impl Job<'_> {
         report.bits_per_weight = 8.0 * written.tensor_bytes as f64 / parameters;
         report.seconds = start.elapsed().as_secs_f64();
         report.peak_rss_bytes = memory::peak_rss();
-        report.peak_device_bytes = device::peak_memory();
+        report.peak_device_bytes = Account::of_all_gpus().peak() as u64;
         report.stages = self.progress.done();
         Ok(report)
     }

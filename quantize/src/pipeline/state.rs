@@ -6,7 +6,7 @@ use crate::device_memory::SampledFrom;
 use crate::error::Result;
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
-use crate::tune::record::Tuning;
+use crate::train::record::Tuning;
 use nq_evals::KldStats;
 use nq_formats::names::EMBEDDING;
 use nq_formats::nq::Writer;

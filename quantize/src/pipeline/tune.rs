@@ -8,16 +8,16 @@ use crate::error::{Error, Result};
 use crate::linalg::read_row;
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
-use crate::tune::params::Canonical;
-use crate::tune::plan::{
+use crate::train::params::Canonical;
+use crate::train::plan::{
     CHECKS, Effort, MemoryPlan, Schedule, TuneOptions, default_seconds, schedule,
 };
-use crate::tune::record::Tuning;
-use crate::tune::train::{Beginnings, Settings, Trainer, settings_of};
+use crate::train::record::Tuning;
+use crate::train::trainer::{Beginnings, Settings, Trainer, settings_of};
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Unit, Weight, human_bytes};
-use nq_kernels::grad::{CpuOps, GradOps};
+use nq_kernels::grad::{CpuOps, GradOps, GradWork};
 use nq_kernels::rng::Philox;
 use nq_runtime::device::{Device, total_memory};
 use rayon::prelude::*;
@@ -79,7 +79,6 @@ const CPU: Most = Most {
 };
 /// Of a GPU: passes that fill it and no more, so that a schedule of a larger model still has
 /// steps enough, and text as it is used up.
-#[cfg(feature = "cuda")]
 fn gpu(parameters: usize) -> Most {
     let (pass, slots, held_out) = match parameters {
         ..=200_000_000 => (32, 4096, 64),
@@ -100,6 +99,26 @@ const TEXT: u64 = 0x7475_6E69_6E67_0001;
 const FILE_SEQUENCES: usize = 4096;
 /// Of the budget, what may be planned: the rest is for checkpoints and for what is not measured.
 const SHARE: f64 = 0.95;
+
+/// A tuning about to be run, on some device.
+struct Work<'a> {
+    job: &'a Job<'a>,
+    limit: u64,
+    most: Most,
+    options: TuneOptions,
+    staged: Canonical,
+    writer: &'a Writer,
+    state: &'a mut State,
+    key: String,
+}
+
+impl GradWork for Work<'_> {
+    type Output = Result<()>;
+
+    fn run<O: GradOps>(self, ops: &O) -> Result<()> {
+        self.job.tune_on(ops, self)
+    }
+}
 
 impl Job<'_> {
     /// Sees to it that what is tuned under `schemes` depends on them alone: weights that were
@@ -151,16 +170,28 @@ impl Job<'_> {
         let key = self.ends_key(schemes)?;
         let staged = self.staged(writer)?;
         let limit = self.tuning_limit()?;
-        match self.options.load.device.resolve()? {
-            Device::Cpu => self.tune_on(&CpuOps, limit, CPU, options, staged, (writer, state, key)),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(n) => {
-                use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-                // What TF32 rounds is far below what the student is off by.
-                let ops = CudaOps::new(&Gpu::open(n)?, GemmPrecision::Tf32)?;
-                let most = gpu(self.config().parameters());
-                self.tune_on(&ops, limit, most, options, staged, (writer, state, key))
-            }
+        let device = self.options.load.device.resolve()?;
+        let work = Work {
+            job: self,
+            limit,
+            most: self.most(device),
+            options,
+            staged,
+            writer,
+            state,
+            key,
+        };
+        match device {
+            Device::Cpu => work.run(&CpuOps),
+            // What TF32 rounds is far below what the student is off by.
+            Device::Cuda(n) => nq_runtime::gpu::run(n, work)?,
+        }
+    }
+
+    fn most(&self, device: Device) -> Most {
+        match device {
+            Device::Cpu => CPU,
+            Device::Cuda(_) => gpu(self.config().parameters()),
         }
     }
 
@@ -169,10 +200,8 @@ impl Job<'_> {
         match self.options.load.device.resolve()? {
             // 8 GiB where the system does not say.
             Device::Cpu => Ok(total_memory().unwrap_or(8 << 30) / 2),
-            #[cfg(feature = "cuda")]
             Device::Cuda(n) => {
-                let gpu = nq_kernels::cuda::Gpu::open(n)?;
-                let most = gpu.info().memory as u64 / 10 * 8;
+                let most = nq_runtime::gpu::memory(n)?.total / 10 * 8;
                 Ok(self.options.device_memory.unwrap_or(most).min(most))
             }
         }
@@ -186,12 +215,7 @@ impl Job<'_> {
         if self.options.tuning.is_none() {
             return Ok(None);
         }
-        let device = self.options.load.device.resolve()?;
-        let most = match device {
-            Device::Cpu => CPU,
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => gpu(self.config().parameters()),
-        };
+        let most = self.most(self.options.load.device.resolve()?);
         let config = self.checkpoint.config();
         let schemes = &self.options.schemes;
         // Where schemes are chosen, the smallest groups may be.
@@ -201,25 +225,29 @@ impl Job<'_> {
         };
         let limit = self.tuning_limit()?;
         let length = SEQUENCE.min(config.max_position_embeddings);
-        let plan = MemoryPlan::new(config, length, group, limit, (most.pass, most.slots));
+        let passes = (most.pass, most.slots);
+        let plan = MemoryPlan::new(most.on_cpu, config, length, group, limit, passes)?;
+        let fits = plan.bytes <= limit;
         Ok(Some(TuningEstimate {
-            on_cpu: device == Device::Cpu,
+            on_cpu: most.on_cpu,
             limit,
-            least: plan.err().unwrap_or_default(),
-            plan: plan.ok(),
+            least: if fits { 0 } else { plan.bytes },
+            plan: fits.then_some(plan),
         }))
     }
 
-    fn tune_on<O: GradOps>(
-        &self,
-        ops: &O,
-        limit: u64,
-        most: Most,
-        options: TuneOptions,
-        staged: Canonical,
-        (writer, state, key): (&Writer, &mut State, String),
-    ) -> Result<()> {
+    fn tune_on<O: GradOps>(&self, ops: &O, work: Work<'_>) -> Result<()> {
         let start = Instant::now();
+        let Work {
+            limit,
+            most,
+            options,
+            staged,
+            writer,
+            state,
+            key,
+            ..
+        } = work;
         let config = self.checkpoint.config();
         let length = SEQUENCE.min(config.max_position_embeddings);
         let mut tuning = Tuning {
@@ -227,22 +255,15 @@ impl Job<'_> {
             device: ops.device(),
             ..Tuning::default()
         };
-        let plan = match MemoryPlan::new(
-            config,
-            length,
-            least_group(&staged),
-            limit,
-            (most.pass, most.slots),
-        ) {
-            Ok(plan) => plan,
-            Err(least) => {
-                let why = format!(
-                    "not tuned: that takes {least} bytes on {}, of which {limit} may be used",
-                    tuning.device
-                );
-                return self.leave(writer, state, tuning, why);
-            }
-        };
+        let (group, passes) = (least_group(&staged), (most.pass, most.slots));
+        let plan = MemoryPlan::new(most.on_cpu, config, length, group, limit, passes)?;
+        if plan.bytes > limit {
+            let why = format!(
+                "not tuned: that takes {} bytes on {}, of which {limit} may be used",
+                plan.bytes, tuning.device
+            );
+            return self.leave(writer, state, tuning, why);
+        }
         tuning.device_bytes = plan.bytes;
         self.progress.note(&format!(
             "tuning on {}: {}, {} of its memory, passes of {} x {length} tokens",

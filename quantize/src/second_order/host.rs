@@ -1,6 +1,6 @@
 //! On the host: faer's factorizations, and rows in tiles on all threads.
 
-use super::{Block, Columns, Damped, Errors, Factor, Hessian};
+use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, GroupParams, Rounded};
@@ -119,7 +119,7 @@ struct Tile<'a> {
     n: usize,
     groups: usize,
     order: &'a [usize],
-    blocks: &'a [Block],
+    blocks: &'a [ColumnBlock],
     widest: usize,
     factor: &'a Matrix,
     fit: Fit,

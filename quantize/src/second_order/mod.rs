@@ -1,10 +1,11 @@
 //! The dense algebra of second-order rounding, wherever the moments of inputs are kept: the
-//! host ([`host`], any CPU) or a GPU (`device`, feature `cuda`). What is damped, in which order
+//! host ([`host`], any CPU) or a device that rounds by them (`device`). What is damped, in which order
 //! columns go and what their ranges are searched by is the method's, and the same on both.
 
-#[cfg(feature = "cuda")]
-pub mod device;
+mod device;
 pub mod host;
+
+pub use nq_kernels::second_order::ColumnBlock;
 
 use crate::error::Result;
 use crate::fit::Fit;
@@ -12,7 +13,7 @@ use crate::grid::{Grid, Rounded};
 use crate::linalg::{Matrix, Moments};
 use crate::report::LayerReport;
 use std::fmt::Debug;
-use std::ops::{AddAssign, Range};
+use std::ops::AddAssign;
 use std::sync::Arc;
 
 /// `E[x x^T]` of a Linear's inputs, `[in, in]`: half the Hessian of the output's squared error
@@ -98,22 +99,12 @@ pub struct Columns<'a> {
     /// The column of each place.
     pub order: &'a [usize],
     /// Runs of places, in order.
-    pub blocks: &'a [Block],
+    pub blocks: &'a [ColumnBlock],
     /// How the ranges of groups are chosen: before the first column, but for those that blocks
     /// begin.
     pub fit: Fit,
     /// Weights of that choice, by column.
     pub importance: &'a [f32],
-}
-
-/// Columns that are rounded before the rest of the row is updated.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Block {
-    /// Places in the order.
-    pub places: Range<usize>,
-    /// The group whose columns begin here and are whole in the order, if its range is chosen
-    /// only now.
-    pub begins: Option<usize>,
 }
 
 impl Columns<'_> {
@@ -138,6 +129,14 @@ impl InputStats {
         InputStats {
             mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
             hessian: Some(Arc::new(moments)),
+        }
+    }
+
+    /// Of second moments that a device keeps.
+    pub fn on_device(moments: Arc<dyn nq_kernels::second_order::Moments>) -> Self {
+        InputStats {
+            mean_square: moments.diagonal().to_vec(),
+            hessian: Some(Arc::new(device::DeviceHessian(moments))),
         }
     }
 

@@ -21,10 +21,9 @@ mod run;
 
 use crate::allocation::{Candidate, Menu, WeightGroup};
 use crate::error::Result;
-use crate::stepper::Stepper;
 use errors::Found;
 use nq_formats::{ModelConfig, Unit};
-use nq_runtime::models;
+use nq_runtime::{LayerStepper, models};
 use probe::LOGITS;
 pub use probe::Probe;
 use run::Run;
@@ -63,8 +62,8 @@ impl Probe<'_> {
     ///
     /// # Errors
     /// What reading and running the model report; logits that are no numbers.
-    pub fn menus(&self, stepper: &mut Stepper) -> Result<Vec<Menu>> {
-        let work = self.work(stepper.as_mut().config());
+    pub fn menus(&self, stepper: &mut dyn LayerStepper) -> Result<Vec<Menu>> {
+        let work = self.work(stepper.config());
         self.progress
             .begin("measuring sensitivity", work, Unit::Tokens);
         let run = self.run(stepper);
@@ -90,8 +89,8 @@ impl Probe<'_> {
 
     /// What is known of every group, and what rounding all layers together costs as a share
     /// of the sum over their groups.
-    fn run(&self, stepper: &mut Stepper) -> Result<(Vec<Found>, f64)> {
-        let config = stepper.as_mut().config().clone();
+    fn run(&self, stepper: &mut dyn LayerStepper) -> Result<(Vec<Found>, f64)> {
+        let config = stepper.config().clone();
         let embedding = models::embedding(self.store, &config)?;
         let mut run = Run::new(self, stepper, &config, &embedding)?;
         for index in 0..config.num_hidden_layers {

@@ -10,13 +10,12 @@ use crate::layers::{self, LOOKED_UP, Pass, head_inputs};
 use crate::linalg::Matrix;
 use crate::methods::{Needs, Problem, rtn};
 use crate::second_order::InputStats;
-use crate::stepper::Stepper;
 use nq_evals::kld_rows;
 use nq_formats::models::Product;
 use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_runtime::models;
-use nq_runtime::{Hidden, LayerWeights};
+use nq_runtime::{Hidden, LayerStepper, LayerWeights};
 use std::ops::Range;
 
 /// A stream that runs along.
@@ -33,7 +32,7 @@ enum Variant {
 /// A measurement under way.
 pub(super) struct Run<'r> {
     probe: &'r Probe<'r>,
-    stepper: &'r mut Stepper,
+    stepper: &'r mut dyn LayerStepper,
     config: &'r ModelConfig,
     grid: Grid,
     /// The streams of `variants`, the source's first.
@@ -57,7 +56,7 @@ impl<'r> Run<'r> {
     /// The streams as the embedding gives them, rounded and not.
     pub(super) fn new(
         probe: &'r Probe<'r>,
-        stepper: &'r mut Stepper,
+        stepper: &'r mut dyn LayerStepper,
         config: &'r ModelConfig,
         embedding: &Weight,
     ) -> Result<Self> {
@@ -248,7 +247,7 @@ impl<'r> Run<'r> {
                 Err(e) => failed = Err(e),
             }
         };
-        (self.stepper.as_mut()).heads(&end.norm, &end.head, &self.stream, &ranges, &mut add)?;
+        (self.stepper).heads(&end.norm, &end.head, &self.stream, &ranges, &mut add)?;
         failed?;
         let mut together = 0.0;
         for (variant, sum) in self.variants.iter().zip(&sums) {
@@ -271,7 +270,7 @@ impl<'r> Run<'r> {
         let stats = self.head_inputs(end, self.source_stream())?;
         let importance = &stats.mean_square;
         let (rounded, _) = rtn::round_rows(name, &end.head, self.grid, Fit::clip(), importance)?;
-        let logits = (self.stepper.as_mut()).head(&end.norm, &rounded, &self.stream, tile)?;
+        let logits = (self.stepper).head(&end.norm, &rounded, &self.stream, tile)?;
         let divergences = kld_rows(&logits, first, self.config.vocab_size)?;
         let rows = sample(name, &end.head)?;
         let tried = match &self.calibration {
@@ -324,13 +323,12 @@ fn group_at(groups: &[WeightGroup], place: Place) -> Option<usize> {
 
 /// Runs a layer over `stream`, which becomes what comes out.
 fn pass(
-    stepper: &mut Stepper,
+    stepper: &mut dyn LayerStepper,
     probe: &Probe<'_>,
     index: usize,
     weights: &LayerWeights,
     stream: &mut Hidden,
 ) -> Result<()> {
-    let stepper = stepper.as_mut();
     let mut observer = Pass {
         width: stepper.config().hidden_size,
         progress: probe.progress,

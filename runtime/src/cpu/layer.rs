@@ -1,6 +1,6 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
-use crate::engine::{Observer, all_finite};
+use crate::engine::Observer;
 use crate::error::{Error, Result};
 use crate::forward::{self, Attention, Operand, Ops, Packed, Projection};
 use crate::load::LoadOptions;
@@ -22,27 +22,24 @@ pub(crate) fn pack_layer(
     weights: &LayerWeights,
     census: &mut Census,
 ) -> Result<Layer> {
-    let linear = |product: &'static Product, parts: &[&Weight]| {
-        pack(cpu, options, product.name, parts, census)
+    let linear = |product: &'static Product| {
+        pack(
+            cpu,
+            options,
+            product.name,
+            &weights.product(product),
+            census,
+        )
     };
-    Layer::pack(index, weights, linear, |gains| Ok(gains.to_f32()?))
+    Layer::new(index, weights.spec, linear, |norm| {
+        Ok(weights.norm(norm.kind).to_f32()?)
+    })
 }
 
 /// Bytes that one token reads of a layer.
 pub(crate) fn layer_bytes(layer: &Layer) -> usize {
     let norms = layer.norms().map(|n| 4 * n.len()).sum::<usize>();
     norms + layer.linears().map(Linear::bytes).sum::<usize>()
-}
-
-/// An error if `x`, the output of layer `layer`, holds a NaN or an infinity.
-pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
-    match all_finite(x) {
-        true => Ok(()),
-        false => Err(Error::NotFinite {
-            what: "the output",
-            layer,
-        }),
-    }
 }
 
 /// Repacks weights that share an input, rounded as `options` say, counting them in `census`.
@@ -210,18 +207,26 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
+    /// Values of a row of each buffer.
+    fn widths(c: &ModelConfig) -> [usize; 4] {
+        let qkv = c.q_dim() + 2 * c.kv_dim();
+        [c.hidden_size, qkv, c.q_dim(), c.intermediate_size]
+    }
+
     /// Room for `rows` rows.
     pub(crate) fn new(c: &ModelConfig, rows: usize) -> Self {
+        let [normed, qkv, attended, gated] = Self::widths(c).map(|width| vec![0.0; rows * width]);
         Scratch {
-            normed: vec![0.0; rows * c.hidden_size],
-            qkv: vec![0.0; rows * (c.q_dim() + 2 * c.kv_dim())],
-            attended: vec![0.0; rows * c.q_dim()],
-            gated: vec![0.0; rows * c.intermediate_size],
+            normed,
+            qkv,
+            attended,
+            gated,
         }
     }
 
     /// Bytes that [`Scratch::new`] reserves.
     pub(crate) fn bytes(c: &ModelConfig, rows: usize) -> usize {
-        4 * rows * (c.hidden_size + 2 * c.q_dim() + 2 * c.kv_dim() + c.intermediate_size)
+        let row: usize = Self::widths(c).iter().sum();
+        size_of::<f32>() * rows * row
     }
 }

@@ -5,7 +5,8 @@ mod session;
 mod stepper;
 
 pub(crate) use session::session_bytes;
-pub(crate) use stepper::CpuStepper;
+pub(crate) use stepper::CpuLayers;
+pub use stepper::stepper_bytes;
 
 use crate::device::available_memory;
 use crate::engine::{Engine, EngineDescription, Session, SessionSpec};
@@ -140,8 +141,8 @@ impl Engine for CpuEngine {
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
-        let c = self.config();
-        let needed = (session_bytes::kv(c, &spec) + session_bytes::scratch(c, &spec)) as u64;
+        let (kv, scratch) = session_bytes(self.config(), &spec);
+        let needed = (kv + scratch) as u64;
         match available_memory() {
             Some(available) if needed > available => Err(Error::Memory {
                 what: "the KV cache and scratch of a session",

@@ -1,11 +1,13 @@
 //! [`Session`] on the CPU.
 
 use super::CpuModel;
-use super::layer::{Batch, Layer, Pass, Scratch, check_finite};
-use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks};
+use super::layer::{Batch, Layer, Pass, Scratch};
+use crate::engine::{
+    Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks, check_finite,
+};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
-use nq_formats::Weight;
+use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Epilogue, FEW_ROWS, KvPages, Linear};
 use std::sync::Arc;
 
@@ -22,23 +24,15 @@ pub(super) struct CpuSession {
     logits: Vec<f32>,  // [rows wanted, vocab]
 }
 
-/// What [`CpuSession::new`] reserves.
-pub(crate) mod session_bytes {
-    use super::Scratch;
-    use crate::engine::SessionSpec;
-    use nq_formats::ModelConfig;
-    use nq_kernels::cpu::KvPages;
-
-    /// Bytes of keys and values.
-    pub(crate) fn kv(c: &ModelConfig, spec: &SessionSpec) -> usize {
-        let page = KvPages::page_bytes(spec.kv, c.num_key_value_heads, c.head_dim);
-        c.num_hidden_layers * spec.page_count() * page
-    }
-
-    /// Bytes of activations, without the logits, which depend on what is asked for.
-    pub(crate) fn scratch(c: &ModelConfig, spec: &SessionSpec) -> usize {
-        Scratch::bytes(c, spec.max_rows) + 4 * spec.max_rows * c.hidden_size
-    }
+/// Bytes that [`CpuSession::new`] reserves: of keys and values, and of activations without the logits,
+/// which depend on what is asked for.
+pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usize) {
+    let page = KvPages::page_bytes(spec.kv, c.num_key_value_heads, c.head_dim);
+    let stream = size_of::<f32>() * spec.max_rows * c.hidden_size;
+    (
+        c.num_hidden_layers * spec.page_count() * page,
+        Scratch::bytes(c, spec.max_rows) + stream,
+    )
 }
 
 impl CpuSession {

@@ -7,13 +7,14 @@ mod session;
 use crate::engine::{DeviceMemory, Engine, EngineDescription, Session, SessionSpec};
 use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, LoadOptions};
+use crate::memory::Kinds;
 use model::CudaModel;
 use nq_formats::{ModelConfig, Progress, WeightStore};
-use nq_kernels::KernelSet;
 use nq_kernels::cpu::OpTiming;
-use nq_kernels::cuda::{Gpu, MOST_WIDE_SEQUENCES};
-use plan::{Plan, Request};
-use session::{CudaSession, most_together};
+use nq_kernels::cuda::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
+use nq_kernels::{Account, KernelSet};
+use plan::Request;
+use session::{CudaSession, SessionShape, most_together};
 use std::sync::{Arc, OnceLock};
 
 /// [`Engine`] on a GPU.
@@ -23,11 +24,41 @@ pub(crate) struct CudaEngine {
     bandwidth: OnceLock<Option<f64>>,
 }
 
-/// Bytes of a GPU's memory that a session takes, beside its model's weights: on the GPU whose steps
-/// take most sequences.
-pub fn session_bytes(config: &ModelConfig, spec: &SessionSpec) -> usize {
-    let plan = Plan::default().with_session(config, KernelSet::Fused, spec, MOST_WIDE_SEQUENCES);
-    plan.kv + plan.scratch
+/// What a GPU is whose steps take most sequences, for plans without one.
+const LARGEST: GpuInfo = GpuInfo {
+    ordinal: 0,
+    name: String::new(),
+    capability: (9, 0),
+    multiprocessors: 132,
+    shared_memory: 227 << 10,
+    l2_bytes: 50 << 20,
+    memory: 0,
+    driver: 0,
+};
+
+/// Bytes that a model whose matrices are of these kinds will take of the memory of a GPU whose steps
+/// take most sequences, and a session of it.
+///
+/// # Errors
+/// A weight that no kernel serves; keys and values that the device does not keep.
+pub(crate) fn planned(
+    c: &ModelConfig,
+    kinds: Kinds<'_>,
+    spec: &SessionSpec,
+) -> Result<DeviceMemory> {
+    let dry = Gpu::dry(LARGEST, Account::gpu());
+    let request = Request {
+        info: dry.info(),
+        shape: SessionShape {
+            config: c,
+            kernels: KernelSet::Fused,
+            together: MOST_WIDE_SEQUENCES,
+        },
+        head: &plan::head(&dry, c, kinds)?,
+        weights: plan::weight_bytes(c, kinds, None)?,
+        session: Some(spec),
+    };
+    request.plan()
 }
 
 impl CudaEngine {
@@ -122,13 +153,10 @@ impl Engine for CudaEngine {
 
     fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
         let model = &self.model;
-        let together = most_together(&model.gpu);
-        let plan = Plan::default().with_session(&model.config, model.kernels, spec, together);
         Some(DeviceMemory {
             weights: model.weights,
-            kv: plan.kv,
-            scratch: plan.scratch,
             free: model.gpu.free_memory().ok()?,
+            ..model.request(spec).plan().ok()?
         })
     }
 
@@ -138,14 +166,7 @@ impl Engine for CudaEngine {
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
         let model = &self.model;
-        Request {
-            config: &model.config,
-            kernels: model.kernels,
-            weights: 0,
-            session: Some(&spec),
-            together: most_together(&model.gpu),
-        }
-        .check(model.gpu.free_memory()?)?;
-        Ok(Box::new(CudaSession::new(self.model.clone(), spec)?))
+        model.request(&spec).check(model.gpu.free_memory()?)?;
+        Ok(Box::new(CudaSession::new(model.clone(), spec)?))
     }
 }

@@ -1,17 +1,20 @@
 //! A model's weights on a GPU.
 
-use super::plan::{Request, taken, weight_bytes};
-use super::session::most_together;
+use super::plan::{self, Request, stored_by_layer, weight_bytes};
+use super::session::{SessionShape, most_together};
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
 use crate::forward::{Attention, Layer};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress};
-use nq_formats::models::{LayerSpec, MlpSpec, Product};
-use nq_formats::{ModelConfig, Progress, Tensor, Weight, WeightStore};
+use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
+use nq_formats::names::{self, EMBEDDING};
+use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cuda::{Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, Stack, Uploader};
-use nq_kernels::{Activations, KernelSet};
+use nq_kernels::registry::WeightKind;
+use nq_kernels::{Account, Activations, KernelSet};
+use std::collections::BTreeMap;
 
 /// A model packed for a GPU.
 pub(super) struct CudaModel {
@@ -34,22 +37,12 @@ pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
 /// Packs the weights of layer `index`.
 fn pack_layer(uploader: &mut Uploader, index: usize, weights: &LayerWeights) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
-    let linear = |product: &'static Product, parts: &[&Weight]| {
-        Ok(uploader.pack(parts, stack(weights.spec, product))?)
+    let linear = |product: &'static Product| {
+        let stack = stack(weights.spec, product);
+        Ok(uploader.pack(&weights.product(product), stack)?)
     };
-    let norm = |gains: &Tensor| Ok(gpu.upload("a norm", &gains.to_f32()?)?);
-    Layer::pack(index, weights, linear, norm)
-}
-
-/// Device memory that a layer with these weights takes.
-pub(super) fn layer_bytes(weights: &LayerWeights) -> Result<usize> {
-    let mut bytes = 0;
-    for product in weights.spec.products() {
-        let parts = weights.product(product);
-        let (codes, meta) = DeviceLinear::device_bytes(&parts, stack(weights.spec, product))?;
-        bytes += taken(codes) + taken(meta);
-    }
-    Ok(bytes)
+    let norm = |norm: &NormSpec| Ok(gpu.upload("a norm", &weights.norm(norm.kind).to_f32()?)?);
+    Layer::new(index, weights.spec, linear, norm)
 }
 
 /// How the outputs of a product's Linears lie: those that an epilogue takes in pairs beside each
@@ -81,14 +74,28 @@ impl CudaModel {
             false => Some(models::embedding(store, config)?),
         };
         let first = LayerWeights::read(store, config, 0)?;
-        let embedding = embedding_weight.as_ref();
-        let weights = weight_bytes(config, store, &first, &head_weight, embedding)?;
+        let linears = first.spec.linears().into_iter();
+        let linears = linears.map(|l| (l.name(0), WeightKind::of(first.linear(l.kind))));
+        let mut kinds: BTreeMap<String, WeightKind> = linears.collect();
+        kinds.insert(names::head(config).into(), WeightKind::of(&head_weight));
+        if let Some(w) = &embedding_weight {
+            kinds.insert(EMBEDDING.into(), WeightKind::of(w));
+        }
+        let kinds = |name: &str| kinds[name];
+        let layers = config.num_hidden_layers;
+        let stored = stored_by_layer(&store.entries(), layers).unwrap_or_else(|| vec![1; layers]);
+        let weights = weight_bytes(config, &kinds, Some(&stored))?;
+        let dry = Gpu::dry(gpu.info().clone(), Account::gpu());
         let request = Request {
-            config,
-            kernels,
+            info: gpu.info(),
+            shape: SessionShape {
+                config,
+                kernels,
+                together: most_together(&gpu),
+            },
+            head: &plan::head(&dry, config, &kinds)?,
             weights,
             session,
-            together: most_together(&gpu),
         };
         request.check(gpu.free_memory()?)?;
         let mut uploader = Uploader::new(&gpu)?;
@@ -141,6 +148,26 @@ impl CudaModel {
             embedding,
         };
         Ok((model, census.bits()))
+    }
+
+    /// What its sessions' memory depends on.
+    pub(super) fn session_shape(&self) -> SessionShape<'_> {
+        SessionShape {
+            config: &self.config,
+            kernels: self.kernels,
+            together: most_together(&self.gpu),
+        }
+    }
+
+    /// A session of it, to be planned.
+    pub(super) fn request<'a>(&'a self, session: &'a SessionSpec) -> Request<'a> {
+        Request {
+            info: self.gpu.info(),
+            shape: self.session_shape(),
+            head: &self.head,
+            weights: 0,
+            session: Some(session),
+        }
     }
 
     /// The embedding `[vocab, hidden]`.

@@ -1,106 +1,85 @@
-//! What a model and its sessions will take of a GPU's memory, before any of it is allocated.
+//! What a model and its sessions will take of a GPU's memory, before any of it is allocated: what
+//! their constructors take of a device on which nothing runs.
 
-use super::model::layer_bytes;
-use super::session::{LOGIT_ROWS, Widths, padded, pages_shape, step_bytes};
-use crate::engine::SessionSpec;
+use super::model::CudaLayer;
+use super::session::{SessionMemory, SessionShape};
+use crate::engine::{DeviceMemory, SessionSpec};
 use crate::error::{Error, Result};
-use crate::models::LayerWeights;
-use nq_formats::{ModelConfig, TensorEntry, Weight, WeightStore, human_bytes};
-use nq_kernels::KernelSet;
-use nq_kernels::cpu::{KvType, PAGE};
-pub(super) use nq_kernels::cuda::taken;
-use nq_kernels::cuda::{DeviceLinear, HEAD_DIM, Stack};
+use crate::forward::Layer;
+use crate::memory::Kinds;
+use nq_formats::models::{NormSpec, Product};
+use nq_formats::names::{self, EMBEDDING};
+use nq_formats::{ModelConfig, TensorEntry, human_bytes};
+use nq_kernels::Account;
+use nq_kernels::cpu::KvType;
+use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, PackedKind};
 
-/// Bytes of device memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Plan {
-    /// Packed weights.
-    pub(super) weights: usize,
-    /// Keys and values of a session's sequences.
-    pub(super) kv: usize,
-    /// Its activations and tables.
-    pub(super) scratch: usize,
+/// Room for the matrix `name` of a model, or for those stacked with it, `dims` in all.
+fn linear(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
+    let kind = PackedKind::new(kinds(name), dims.1)?;
+    Ok(DeviceLinear::zeros(gpu, kind, dims)?)
 }
 
-/// Bytes that a model's weights take, packed. One layer is read; the others are taken to be as large
-/// beside it as `store` has them.
+/// Room for the head.
+pub(super) fn head(gpu: &Gpu, c: &ModelConfig, kinds: Kinds<'_>) -> Result<DeviceLinear> {
+    linear(gpu, kinds, names::head(c), (c.vocab_size, c.hidden_size))
+}
+
+/// Bytes that weights of these kinds take, packed. Where `stored` says what a file has of each layer,
+/// the first alone is looked at, and the others are taken to be as large beside it as they are stored.
 ///
 /// # Errors
 /// A weight that no kernel serves.
 pub(super) fn weight_bytes(
-    config: &ModelConfig,
-    store: &dyn WeightStore,
-    first: &LayerWeights,
-    head: &Weight,
-    embedding: Option<&Weight>,
+    c: &ModelConfig,
+    kinds: Kinds<'_>,
+    stored: Option<&[u64]>,
 ) -> Result<usize> {
-    let layers = config.num_hidden_layers;
-    let stored = stored_by_layer(&store.entries(), layers);
-    let mut weights = all_layers(layer_bytes(first)?, layers, stored.as_deref());
-    for w in [Some(head), embedding].into_iter().flatten() {
-        let (codes, meta) = DeviceLinear::device_bytes(&[w], Stack::Concat)?;
-        weights += taken(codes) + taken(meta);
-    }
-    Ok(weights)
-}
-
-impl Plan {
-    /// With a session besides, whose steps take up to `together` sequences.
-    pub(super) fn with_session(
-        self,
-        config: &ModelConfig,
-        kernels: KernelSet,
-        spec: &SessionSpec,
-        together: usize,
-    ) -> Self {
-        let w = Widths::of(config);
-        let m = spec.max_rows.max(1);
-        let full = match kernels {
-            KernelSet::Reference => 4 * (w.hidden + w.q + 3 * w.mlp),
-            KernelSet::Fused => 0,
+    let account = Account::gpu();
+    let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
+    let layer = |index: usize| -> Result<usize> {
+        let before = account.held();
+        let norm = |norm: &NormSpec| -> Result<_> { Ok(gpu.zeros("a norm", norm.len.of(c))?) };
+        let pack = |product: &'static Product| {
+            let rows = product.linears.iter().map(|l| l.dims(c).0).sum();
+            let name = product.linears[0].name(index);
+            linear(gpu, kinds, &name, (rows, product.inputs(c)))
         };
-        let rows = [
-            4 * w.hidden,
-            4 * w.qkv,
-            2 * padded(w.hidden),
-            2 * padded(w.q),
-            2 * padded(w.mlp),
-            full,
-        ];
-        let rows: usize = rows.iter().map(|bytes| taken(m * bytes)).sum();
-        let logits = LOGIT_ROWS * (4 * w.vocab + 2 * padded(w.hidden));
-        let table = spec.ctx.next_multiple_of(PAGE) * HEAD_DIM * 4;
-        let step = step_bytes(config, spec, together);
-        Plan {
-            kv: pages_shape(config, spec)
-                .allocations()
-                .map(taken)
-                .iter()
-                .sum(),
-            scratch: rows + taken(logits) + taken(table) + step,
-            ..self
-        }
-    }
-
-    /// All of it.
-    pub(super) fn total(&self) -> usize {
-        self.weights + self.kv + self.scratch
-    }
+        let _layer: CudaLayer = Layer::new(index, c.layer(), pack, norm)?;
+        Ok(account.held() - before)
+    };
+    let layers = match stored {
+        Some(stored) => all_layers(layer(0)?, stored),
+        None => (0..c.num_hidden_layers).map(layer).sum::<Result<usize>>()?,
+    };
+    let _norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
+    let _head = head(gpu, c, kinds)?;
+    let _embedding = match c.tie_word_embeddings {
+        true => None,
+        false => Some(linear(
+            gpu,
+            kinds,
+            EMBEDDING,
+            (c.vocab_size, c.hidden_size),
+        )?),
+    };
+    Ok(layers + account.held())
 }
 
 /// A model about to be loaded, a session about to be begun, or both, to be held against the memory
 /// that the driver has free.
+#[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
-    /// The model's shape.
-    pub(super) config: &'a ModelConfig,
-    /// Its kernels.
-    pub(super) kernels: KernelSet,
+    /// The device.
+    pub(super) info: &'a GpuInfo,
+    /// The model.
+    pub(super) shape: SessionShape<'a>,
+    /// Its head, or room for it.
+    pub(super) head: &'a DeviceLinear,
     /// Bytes of weights that are still to be loaded.
     pub(super) weights: usize,
     /// The session.
     pub(super) session: Option<&'a SessionSpec>,
-    /// Sequences that its steps take, at most.
-    pub(super) together: usize,
 }
 
 /// Contexts are suggested in multiples of this.
@@ -110,26 +89,36 @@ const INT4_BITS: usize = 5;
 
 impl Request<'_> {
     /// What it takes.
-    pub(super) fn plan(&self) -> Plan {
-        let weights = Plan {
+    ///
+    /// # Errors
+    /// Keys and values that the device does not keep.
+    pub(super) fn plan(&self) -> Result<DeviceMemory> {
+        let mut plan = DeviceMemory {
             weights: self.weights,
-            ..Plan::default()
+            ..DeviceMemory::default()
         };
-        match self.session {
-            Some(spec) => weights.with_session(self.config, self.kernels, spec, self.together),
-            None => weights,
+        if let Some(spec) = self.session {
+            let gpu = Gpu::dry(self.info.clone(), Account::gpu());
+            let session = SessionMemory::new(&gpu, self.shape, self.head, spec)?;
+            plan.kv = session.kv_bytes();
+            plan.scratch = gpu.account().held() - plan.kv;
         }
+        Ok(plan)
+    }
+
+    fn fits(&self, free: usize) -> bool {
+        self.plan().is_ok_and(|plan| plan.total() <= free)
     }
 
     /// Refuses what does not fit `free` bytes, saying what it takes, what is free and what would
     /// fit.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`]
-    pub(super) fn check(&self, free: usize) -> Result<Plan> {
-        let plan = self.plan();
+    /// [`Error::DeviceMemory`]; [`Request::plan`]'s.
+    pub(super) fn check(&self, free: usize) -> Result<()> {
+        let plan = self.plan()?;
         if plan.total() <= free {
-            return Ok(plan);
+            return Ok(());
         }
         let human = |bytes: usize| human_bytes(bytes as u64);
         let mut parts = Vec::new();
@@ -171,12 +160,11 @@ impl Request<'_> {
                 _ => {}
             }
         }
-        let four = self.config.parameters() / 8 * INT4_BITS;
-        let fewer = Request {
-            weights: four,
+        let four = Request {
+            weights: self.shape.config.parameters() / 8 * INT4_BITS,
             ..*self
         };
-        if four < self.weights && fewer.plan().total() <= free {
+        if four.weights < self.weights && four.fits(free) {
             ways.push("4-bit weights (`nq quantize`, or --bits 4)".into());
         }
         ways.push("the CPU (--device cpu)".into());
@@ -197,7 +185,7 @@ impl Request<'_> {
                 session: Some(&spec),
                 ..*self
             };
-            shorter.plan().total() <= free
+            shorter.fits(free)
         };
         if fits(spec.ctx) {
             return Some(spec.ctx);
@@ -216,7 +204,7 @@ impl Request<'_> {
 }
 
 /// Stored bytes by layer; `None` if the file's names do not tell.
-fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<Vec<u64>> {
+pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<Vec<u64>> {
     let mut bytes = vec![0; layers];
     for entry in entries {
         let mut words = entry.name.split('.');
@@ -230,22 +218,18 @@ fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<Vec<u64>> {
 }
 
 /// Bytes of all layers, each as large beside the first as what is stored of it.
-fn all_layers(first: usize, layers: usize, stored: Option<&[u64]>) -> usize {
-    let Some(stored) = stored else {
-        return layers * first;
-    };
+fn all_layers(first: usize, stored: &[u64]) -> usize {
     let share = |&bytes: &u64| (first as u128 * u128::from(bytes)).div_ceil(stored[0].into());
     stored.iter().map(|bytes| share(bytes) as usize).sum()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{CTX_STEP, Plan, Request, all_layers, stored_by_layer};
-    use crate::engine::SessionSpec;
-    use nq_formats::TensorEntry;
+    use super::*;
+    use nq_formats::DType;
     use nq_kernels::KernelSet;
-    use nq_kernels::cpu::KvType;
     use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
+    use nq_kernels::registry::WeightKind;
 
     /// Qwen3-8B's shape.
     fn config() -> nq_formats::ModelConfig {
@@ -264,28 +248,65 @@ mod tests {
         }
     }
 
-    fn request<'a>(
-        config: &'a nq_formats::ModelConfig,
-        weights: usize,
-        session: &'a SessionSpec,
-    ) -> Request<'a> {
-        Request {
-            config,
-            kernels: KernelSet::Fused,
-            weights,
-            session: Some(session),
-            together: MOST_SEQUENCES,
+    static INFO: GpuInfo = GpuInfo {
+        ordinal: 0,
+        name: String::new(),
+        capability: (9, 0),
+        multiprocessors: 132,
+        shared_memory: 227 << 10,
+        l2_bytes: 50 << 20,
+        memory: 141 << 30,
+        driver: 13_000,
+    };
+
+    fn bf16(_: &str) -> WeightKind {
+        WeightKind::Dense(DType::BF16)
+    }
+
+    /// A model of that shape, and room for its head.
+    struct Model {
+        config: ModelConfig,
+        head: DeviceLinear,
+    }
+
+    impl Model {
+        fn new() -> Self {
+            let config = config();
+            let gpu = Gpu::dry(INFO.clone(), Account::gpu());
+            let head = head(&gpu, &config, &bf16).unwrap();
+            Model { config, head }
+        }
+
+        fn request<'a>(&'a self, weights: usize, session: &'a SessionSpec) -> Request<'a> {
+            Request {
+                info: &INFO,
+                shape: SessionShape {
+                    config: &self.config,
+                    kernels: KernelSet::Fused,
+                    together: MOST_SEQUENCES,
+                },
+                head: &self.head,
+                weights,
+                session: Some(session),
+            }
+        }
+
+        /// A session whose steps take so many sequences.
+        fn session(&self, spec: &SessionSpec, together: usize) -> DeviceMemory {
+            let mut request = self.request(0, spec);
+            request.shape.together = together;
+            request.plan().unwrap()
         }
     }
 
     #[test]
     fn what_does_not_fit_is_refused_with_figures() {
-        let (config, spec) = (config(), spec(32_768, KvType::F16));
-        let request = request(&config, 5_000_000_000, &spec);
-        let plan = request.plan();
-        assert_eq!(request.check(plan.total()).unwrap(), plan);
+        let (model, spec) = (Model::new(), spec(32_768, KvType::F16));
+        let request = model.request(5_000_000_000, &spec);
+        let plan = request.plan().unwrap();
+        assert!(request.check(plan.total()).is_ok());
         let refused = request.check(plan.total() - 1).unwrap_err().to_string();
-        let human = |bytes: usize| nq_formats::human_bytes(bytes as u64);
+        let human = |bytes: usize| human_bytes(bytes as u64);
         for figure in [
             human(plan.total()),
             human(plan.total() - 1),
@@ -307,21 +328,21 @@ mod tests {
 
     #[test]
     fn what_is_suggested_fits_and_no_longer_context_does() {
-        let config = config();
+        let model = Model::new();
         for (ctx, free) in [
             (65_536, 8_000_000_000),
             (40_960, 7_500_000_000),
             (131_072, 9_123_456_789),
         ] {
             let asked = spec(ctx, KvType::F16);
-            let help = request(&config, 5_000_000_000, &asked).help(free);
+            let help = model.request(5_000_000_000, &asked).help(free);
             let ways: Vec<&str> = help.split(", or ").collect();
             for (way, kv) in ways.iter().zip([KvType::F16, KvType::Int8]) {
                 assert_eq!(way.contains("INT8"), kv == KvType::Int8, "{help}");
                 let longest = suggested(way);
                 let total = |ctx| {
                     let spec = spec(ctx, kv);
-                    request(&config, 5_000_000_000, &spec).plan().total()
+                    model.request(5_000_000_000, &spec).plan().unwrap().total()
                 };
                 assert!(total(longest) <= free, "{help}");
                 assert!(total(longest + CTX_STEP) > free, "{help}");
@@ -331,18 +352,20 @@ mod tests {
 
     #[test]
     fn what_cannot_help_is_not_suggested() {
-        let (config, spec) = (config(), spec(8192, KvType::Int8));
+        let (model, spec) = (Model::new(), spec(8192, KvType::Int8));
         // 16 bits of 8.2 billion parameters do not fit 12 GB, 4 bits do.
-        let help = request(&config, 16_400_000_000, &spec).help(12_000_000_000);
+        let help = model.request(16_400_000_000, &spec).help(12_000_000_000);
         assert!(
             help.starts_with("4-bit weights") && !help.contains("--ctx"),
             "{help}"
         );
-        let help = request(&config, 16_400_000_000, &spec).help(2_000_000_000);
+        let help = model.request(16_400_000_000, &spec).help(2_000_000_000);
         assert_eq!(help, "the CPU (--device cpu)");
         // Beside weights that are loaded already.
-        let session = request(&config, 0, &spec);
-        let refused = session.check(session.plan().total() - 1).unwrap_err();
+        let session = model.request(0, &spec);
+        let refused = session
+            .check(session.plan().unwrap().total() - 1)
+            .unwrap_err();
         let refused = refused.to_string();
         assert!(!refused.contains("weights"), "{refused}");
         assert!(!refused.contains("--kv 8"), "{refused}");
@@ -365,8 +388,7 @@ mod tests {
         ];
         let stored = stored_by_layer(&entries, 2).unwrap();
         assert_eq!(stored, [100, 200]);
-        assert_eq!(all_layers(1000, 2, Some(&stored)), 3000);
-        assert_eq!(all_layers(1000, 2, None), 2000);
+        assert_eq!(all_layers(1000, &stored), 3000);
         assert_eq!(stored_by_layer(&entries, 3), None);
         assert_eq!(stored_by_layer(&entries, 1), None);
         let gguf = [entry("blk.0.attn_q.weight", 5), entry("output.weight", 9)];
@@ -375,11 +397,8 @@ mod tests {
 
     #[test]
     fn a_session_counts_keys_and_values_and_rows() {
-        let config = config();
-        let together = |spec: &SessionSpec, together| {
-            Plan::default().with_session(&config, KernelSet::Fused, spec, together)
-        };
-        let with = |spec: &SessionSpec| together(spec, MOST_SEQUENCES);
+        let model = Model::new();
+        let with = |spec: &SessionSpec| model.session(spec, MOST_SEQUENCES);
         let plan = with(&spec(8192, KvType::F16));
         // 64 pages and nobody's: 36 layers, 8 heads of 128, two of two bytes each.
         let bytes = 36 * (8192 + 128) * 8 * 128 * 2 * 2;
@@ -399,8 +418,8 @@ mod tests {
             slots: 64,
             ..spec(8192, KvType::F16)
         };
-        let narrow = together(&many, MOST_SEQUENCES).scratch;
-        let wide = together(&many, MOST_WIDE_SEQUENCES).scratch;
+        let narrow = model.session(&many, MOST_SEQUENCES).scratch;
+        let wide = model.session(&many, MOST_WIDE_SEQUENCES).scratch;
         let more = 48 * (10 * 151_936 + 4 * 10240) + 64 * (2 * 20480 + 8 * 4 * 4096);
         assert!(
             (more..more + more / 20).contains(&(wide - narrow)),
@@ -409,8 +428,29 @@ mod tests {
         );
         let few = SessionSpec { slots: 16, ..many };
         assert_eq!(
-            together(&few, MOST_WIDE_SEQUENCES),
-            together(&few, MOST_SEQUENCES)
+            model.session(&few, MOST_WIDE_SEQUENCES),
+            model.session(&few, MOST_SEQUENCES)
         );
+    }
+
+    #[test]
+    fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
+        let config = config();
+        let all = weight_bytes(&config, &bf16, None).unwrap();
+        let parameters = 2 * config.parameters();
+        assert!(
+            (parameters..parameters + parameters / 100).contains(&all),
+            "{all}"
+        );
+        let layers = config.num_hidden_layers;
+        let stored = |last: u64| {
+            let mut stored = vec![4; layers];
+            stored[layers - 1] = last;
+            weight_bytes(&config, &bf16, Some(&stored)).unwrap()
+        };
+        assert_eq!(stored(4), all);
+        let layer = 2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288);
+        let off = all - stored(2) - layer / 2;
+        assert!(off < 1 << 20, "{off}");
     }
 }

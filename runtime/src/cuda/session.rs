@@ -11,10 +11,9 @@ use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
-use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, DevicePages, HEAD_DIM, Mark, PageEntry, PagesShape, Pinned, Row,
-    Stream,
+    Buffer, Checked, DeviceLinear, DevicePages, Gpu, HEAD_DIM, Mark, PageEntry, PagesShape, Pinned,
+    Places, Row, Stream,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -93,19 +92,13 @@ impl Widths {
     }
 }
 
-/// Device bytes of the buffers of a session's steps, on a device that takes `together` sequences.
-pub(super) fn step_bytes(config: &ModelConfig, spec: &SessionSpec, together: usize) -> usize {
-    StepRows::device_bytes(config, StepSize::new(spec, together))
-}
-
 pub(super) fn padded(width: usize) -> usize {
     width.next_multiple_of(256)
 }
 
 impl FullRows {
-    fn new(model: &CudaModel, rows: usize) -> Result<Self> {
-        let w = Widths::of(&model.config);
-        let zeros = |n: usize| model.gpu.zeros("activations", rows * n);
+    fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Self> {
+        let zeros = |n: usize| gpu.zeros("activations", rows * n);
         Ok(FullRows {
             normed: zeros(w.hidden)?,
             attended: zeros(w.q)?,
@@ -115,65 +108,108 @@ impl FullRows {
     }
 }
 
+impl ManyRows {
+    /// For forwards over up to `m` rows that stand in `places`.
+    fn new(gpu: &Gpu, w: &Widths, kernels: KernelSet, m: usize, places: Places) -> Result<Self> {
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
+        let halves = |n: usize| gpu.zeros::<u16>("activations", n);
+        Ok(ManyRows {
+            tokens: Checked::new(gpu, "activations", m, 0, w.vocab)?,
+            rows: Checked::new(gpu, "activations", m, Row::default(), places)?,
+            wanted: Checked::new(gpu, "activations", m, 0, m)?,
+            x: f32s(m * w.hidden)?,
+            normed: halves(m * padded(w.hidden))?,
+            qkv: f32s(m * w.qkv)?,
+            attended: halves(m * padded(w.q))?,
+            mlp: halves(m * padded(w.mlp))?,
+            head_in: halves(LOGIT_ROWS * padded(w.hidden))?,
+            logits: f32s(LOGIT_ROWS * w.vocab)?,
+            full: match kernels {
+                KernelSet::Reference => Some(FullRows::new(gpu, w, m)?),
+                KernelSet::Fused => None,
+            },
+        })
+    }
+}
+
+/// What a session depends on besides its spec.
+#[derive(Clone, Copy)]
+pub(super) struct SessionShape<'a> {
+    pub(super) config: &'a ModelConfig,
+    pub(super) kernels: KernelSet,
+    /// Sequences that a step takes, at most.
+    pub(super) together: usize,
+}
+
+/// What a session holds of a device's memory.
+pub(super) struct SessionMemory {
+    pages: DevicePages,
+    cos_sin: Buffer<[f32; 2]>,
+    step: StepRows,
+    many: ManyRows,
+}
+
+impl SessionMemory {
+    /// For a model with this head; the rotary table is not written yet.
+    pub(super) fn new(
+        gpu: &Gpu,
+        of: SessionShape<'_>,
+        head: &DeviceLinear,
+        spec: &SessionSpec,
+    ) -> Result<Self> {
+        let (c, w) = (of.config, Widths::of(of.config));
+        let shape = PagesShape {
+            kv: spec.kv,
+            layers: c.num_hidden_layers,
+            kv_heads: c.num_key_value_heads,
+            pages: spec.page_count(),
+            slots: spec.slots,
+            ctx: spec.ctx,
+        };
+        let pages = DevicePages::new(gpu, shape)?;
+        let places = pages.places();
+        let table = places.positions * HEAD_DIM / 2;
+        let size = StepSize::new(spec, of.together);
+        Ok(SessionMemory {
+            cos_sin: gpu.zeros("the rotary table", table)?,
+            step: StepRows::new(gpu, c, head, size, places)?,
+            many: ManyRows::new(gpu, &w, of.kernels, spec.max_rows.max(1), places)?,
+            pages,
+        })
+    }
+
+    /// Bytes of keys and values.
+    pub(super) fn kv_bytes(&self) -> usize {
+        self.pages.bytes()
+    }
+}
+
 impl CudaSession {
     pub(super) fn new(model: Arc<CudaModel>, spec: SessionSpec) -> Result<Self> {
         let gpu = &model.gpu;
-        let c = &model.config;
-        let w = Widths::of(&model.config);
-        let m = spec.max_rows.max(1);
-        let pages = DevicePages::new(gpu, pages_shape(c, &spec))?;
-        let places = pages.places();
-        let capacity = spec.ctx.next_multiple_of(PAGE);
-        let mut table = vec![(0f32, 0f32); capacity * HEAD_DIM / 2];
+        let memory = SessionMemory::new(gpu, model.session_shape(), &model.head, &spec)?;
+        let mut cos_sin = memory.cos_sin;
+        let mut table = vec![(0f32, 0f32); cos_sin.len()];
         for (position, row) in table.chunks_exact_mut(HEAD_DIM / 2).enumerate() {
             model.rotary.row(position, row);
         }
         let table: Vec<[f32; 2]> = table.into_iter().map(|(c, s)| [c, s]).collect();
-        let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
-        let halves = |n: usize| gpu.zeros::<u16>("activations", n);
-        let full = match model.kernels {
-            KernelSet::Reference => Some(FullRows::new(&model, m)?),
-            KernelSet::Fused => None,
-        };
+        cos_sin.write(0, &table)?;
         Ok(CudaSession {
             stream: gpu.stream()?,
             graphs: Graphs::default(),
             tables: PageTables::new(&spec),
             placed: vec![Vec::new(); spec.slots],
-            pages,
-            cos_sin: gpu.upload("the rotary table", &table)?,
-            step: StepRows::new(&model, &spec, places)?,
-            many: ManyRows {
-                tokens: Checked::new(gpu, "activations", m, 0, w.vocab)?,
-                rows: Checked::new(gpu, "activations", m, Row::default(), places)?,
-                wanted: Checked::new(gpu, "activations", m, 0, m)?,
-                x: f32s(m * w.hidden)?,
-                normed: halves(m * padded(w.hidden))?,
-                qkv: f32s(m * w.qkv)?,
-                attended: halves(m * padded(w.q))?,
-                mlp: halves(m * padded(w.mlp))?,
-                head_in: halves(LOGIT_ROWS * padded(w.hidden))?,
-                logits: f32s(LOGIT_ROWS * w.vocab)?,
-                full,
-            },
+            pages: memory.pages,
+            cos_sin,
+            step: memory.step,
+            many: memory.many,
             prompts: VecDeque::new(),
-            logits_host: gpu.pinned("logits", LOGIT_ROWS * w.vocab)?,
+            logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
             logits: Vec::new(),
             model,
             spec,
         })
-    }
-}
-
-/// The pool of keys and values that `spec` asks for.
-pub(super) fn pages_shape(c: &ModelConfig, spec: &SessionSpec) -> PagesShape {
-    PagesShape {
-        kv: spec.kv,
-        layers: c.num_hidden_layers,
-        kv_heads: c.num_key_value_heads,
-        pages: spec.page_count(),
-        slots: spec.slots,
-        ctx: spec.ctx,
     }
 }
 

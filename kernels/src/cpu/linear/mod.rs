@@ -132,6 +132,11 @@ impl Linear {
         })
     }
 
+    /// Bytes that [`Linear::new`] takes for a weight `[out, inputs]` of this kind with fused kernels.
+    pub fn bytes_of(kind: WeightKind, dims: (usize, usize)) -> usize {
+        Packed::bytes_of(kind, dims)
+    }
+
     /// True if [`Linear::new`] has a kernel for this weight with these activations.
     pub fn supports(
         cpu: &Cpu,

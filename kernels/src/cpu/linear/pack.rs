@@ -15,9 +15,12 @@ use crate::cpu::Team;
 use crate::cpu::memory::{Buffer, Shared};
 use crate::cpu::simd::LANES;
 use crate::error::{Error, Result};
+use crate::registry::WeightKind;
 use half::f16;
 use nq_formats::pack::{code_at, unpack_row};
-use nq_formats::{AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints};
+use nq_formats::{
+    AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
+};
 use std::sync::Arc;
 
 /// What a unit of 4 bytes holds.
@@ -203,6 +206,25 @@ impl Packed {
             scales,
             zeros,
             order: order.map(Into::into),
+        }
+    }
+
+    /// Bytes that a weight `[rows, inputs]` of this kind takes in panels, those of its order of inputs
+    /// with them; what inputs are padded by for some kernels is left out.
+    pub(crate) fn bytes_of(kind: WeightKind, (rows, inputs): (usize, usize)) -> usize {
+        let rows = rows.next_multiple_of(LANES);
+        match kind {
+            WeightKind::Dense(dtype) => rows * inputs * dtype.size(),
+            WeightKind::Affine { scheme, act_order } => {
+                let groups = scheme.group.count(inputs);
+                let zeros = match scheme.zeros {
+                    Zeros::None => 0,
+                    Zeros::Integer => scheme.bits.bytes(rows * groups),
+                    Zeros::Offset => 2 * rows * groups,
+                };
+                let order = if act_order { 4 * inputs } else { 0 };
+                rows * (scheme.bits.bytes(inputs) + 2 * groups) + zeros + order
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 //! A device: what it is, its kernels, and what is timed of its work.
 
+use crate::account::Account;
 use crate::cpu::{Key, OpTiming, Profile};
 use crate::cuda::kernel::{Instance, KernelRow, MOST_INSTANCES};
 use crate::error::{Error, Result};
@@ -25,7 +26,7 @@ const KNOWS_ARGUMENTS: i32 = 12_040;
 const UNASKED_SHARED: usize = 32 * 1024;
 
 /// What a device is.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuInfo {
     /// Which of the machine's devices.
     pub ordinal: usize,
@@ -62,7 +63,10 @@ pub struct Gpu(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
     info: GpuInfo,
+    /// What is allocated there counts in it.
+    account: Account,
     device: sys::CUdevice,
+    /// Null of a device on which nothing runs.
     context: sys::CUcontext,
     /// Memory is set and written here. Other streams do not wait for the default stream, and waiting
     /// for that one spoils what other threads record.
@@ -163,32 +167,34 @@ impl Gpu {
         let context = unsafe { result::primary_ctx::retain(device) };
         let context = check("opening a GPU", context)?;
         // From here on `Drop` cleans up.
-        let mut inner = Inner {
-            info: GpuInfo {
-                ordinal,
-                name: String::new(),
-                capability: (0, 0),
-                multiprocessors: 0,
-                shared_memory: 0,
-                l2_bytes: 0,
-                memory: 0,
-                driver: 0,
-            },
-            device,
-            context,
-            copies: ptr::null_mut(),
-            modules: Vec::new(),
-            functions: (0..MOST_INSTANCES).map(|_| OnceLock::new()).collect(),
-            profile: Profile::default(),
-            by_kernel: AtomicBool::new(false),
-            timed: Mutex::new(Vec::new()),
+        let info = GpuInfo {
+            ordinal,
+            ..GpuInfo::default()
         };
+        let mut inner = Inner::new(info, Account::of_all_gpus().clone(), device, context);
         inner.bind()?;
         let copies = result::stream::create(result::stream::StreamKind::NonBlocking);
         inner.copies = check("making a stream", copies)?;
         inner.describe()?;
         inner.load_modules()?;
         Ok(Gpu(Arc::new(inner)))
+    }
+
+    /// A device of which `info` is told, and on which nothing runs: what is allocated there takes no
+    /// memory and counts in `account`. Constructors show on it what they will take; what they write
+    /// goes nowhere, and whatever asks for more of it is an error.
+    pub fn dry(info: GpuInfo, account: Account) -> Self {
+        Gpu(Arc::new(Inner::new(info, account, 0, ptr::null_mut())))
+    }
+
+    /// True if nothing runs on it.
+    pub(super) fn is_dry(&self) -> bool {
+        self.0.context.is_null()
+    }
+
+    /// What is allocated on the device: of an open one, all devices' of this process.
+    pub fn account(&self) -> &Account {
+        &self.0.account
     }
 
     /// What the device is.
@@ -330,20 +336,50 @@ impl Gpu {
 }
 
 impl Inner {
+    fn new(
+        info: GpuInfo,
+        account: Account,
+        device: sys::CUdevice,
+        context: sys::CUcontext,
+    ) -> Self {
+        Inner {
+            info,
+            account,
+            device,
+            context,
+            copies: ptr::null_mut(),
+            modules: Vec::new(),
+            functions: (0..MOST_INSTANCES).map(|_| OnceLock::new()).collect(),
+            profile: Profile::default(),
+            by_kernel: AtomicBool::new(false),
+            timed: Mutex::new(Vec::new()),
+        }
+    }
+
     /// Makes the context current on this thread.
     pub(super) fn bind(&self) -> Result<()> {
+        if self.context.is_null() {
+            return Err(Error::Cuda {
+                what: "using a GPU",
+                why: "nothing runs on a dry device".into(),
+            });
+        }
         // SAFETY: the context is retained until `Drop`.
         check("using a GPU", unsafe {
             result::ctx::set_current(self.context)
         })
     }
 
-    /// Queues what `copy` does in the stream that it is given, and waits for it.
+    /// Queues what `copy` does in the stream that it is given, and waits for it. On a dry device
+    /// nothing is done.
     pub(super) fn copy(
         &self,
         what: &'static str,
         copy: impl FnOnce(sys::CUstream) -> Result<(), DriverError>,
     ) -> Result<()> {
+        if self.context.is_null() {
+            return Ok(());
+        }
         self.bind()?;
         check(what, copy(self.copies))?;
         // SAFETY: the stream lives as long as `self`.

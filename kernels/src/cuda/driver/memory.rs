@@ -1,71 +1,23 @@
 //! Memory: the device's, and the host's that a device can address.
 
 use super::gpu::{Gpu, check};
+use crate::account::Held;
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use cudarc::driver::{result, sys};
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering, fence};
-
-/// Pages that the driver hands out.
-const PAGE: usize = 2 << 20;
-
-/// What an allocation of `bytes` takes of a device's memory: whole pages, or a part of one that
-/// others share.
-pub fn taken(bytes: usize) -> usize {
-    match bytes {
-        0..PAGE => bytes,
-        _ => bytes.next_multiple_of(PAGE),
-    }
-}
-
-/// Bytes that this process holds of devices' memory, and held at most since the mark was set.
-static HELD: AtomicUsize = AtomicUsize::new(0);
-static MOST: AtomicUsize = AtomicUsize::new(0);
-
-/// Device memory that this process has allocated, as it is and at its peak: all devices
-/// together, without what the driver takes for itself.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MemoryUse {
-    /// Bytes held now.
-    pub held: usize,
-    /// Bytes held at most since [`MemoryUse::begin`], or since the process began.
-    pub peak: usize,
-}
-
-impl MemoryUse {
-    /// As it is now.
-    pub fn now() -> Self {
-        MemoryUse {
-            held: HELD.load(Ordering::Relaxed),
-            peak: MOST.load(Ordering::Relaxed),
-        }
-    }
-
-    /// Forgets the peak: it begins with what is held now.
-    pub fn begin() {
-        MOST.store(HELD.load(Ordering::Relaxed), Ordering::Relaxed);
-    }
-
-    fn take(bytes: usize) {
-        let held = HELD.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        MOST.fetch_max(held, Ordering::Relaxed);
-    }
-
-    fn give_back(bytes: usize) {
-        HELD.fetch_sub(bytes, Ordering::Relaxed);
-    }
-}
+use std::sync::atomic::{Ordering, fence};
 
 /// Memory of a device, or of the host that the device can address, until the last who shares in it
 /// is gone.
 pub(super) struct Allocation {
     gpu: Gpu,
     address: u64,
-    bytes: usize,
     kind: Kind,
+    /// Of the device's memory.
+    _held: Option<Held>,
 }
 
 /// Whose memory it is, and what must have ended before it is freed.
@@ -82,21 +34,24 @@ pub(super) enum Kind {
 impl Allocation {
     /// Zeroed device memory.
     fn device(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
-        gpu.0.bind()?;
-        // SAFETY: freed in `Drop`; every byte is set before it is read.
-        unsafe {
-            let address = check(what, result::malloc_sync(bytes))?;
-            MemoryUse::take(taken(bytes));
-            let memory = Allocation {
-                gpu: gpu.clone(),
-                address,
-                bytes,
-                kind: Kind::Device,
-            };
-            gpu.0
-                .copy(what, |s| result::memset_d8_async(address, 0, bytes, s))?;
-            Ok(memory)
-        }
+        let address = match gpu.is_dry() {
+            true => 0,
+            false => {
+                gpu.0.bind()?;
+                // SAFETY: freed in `Drop`; every byte is set before it is read.
+                check(what, unsafe { result::malloc_sync(bytes) })?
+            }
+        };
+        let memory = Allocation {
+            gpu: gpu.clone(),
+            address,
+            kind: Kind::Device,
+            _held: Some(gpu.account().hold(bytes)),
+        };
+        // SAFETY: the allocation has so many bytes.
+        let zero = |s| unsafe { result::memset_d8_async(address, 0, bytes, s) };
+        gpu.0.copy(what, zero)?;
+        Ok(memory)
     }
 
     /// Zeroed page-locked memory. With unified addressing the device's address is the host's.
@@ -112,8 +67,8 @@ impl Allocation {
         Ok(Allocation {
             gpu: gpu.clone(),
             address: address as u64,
-            bytes,
             kind,
+            _held: None,
         })
     }
 
@@ -142,7 +97,6 @@ impl Drop for Allocation {
         }
         // SAFETY: made by `Allocation::device`. The driver waits for work that uses it.
         let _ = unsafe { result::free_sync(self.address) };
-        MemoryUse::give_back(taken(self.bytes));
     }
 }
 
@@ -182,12 +136,18 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// `len` times `value` in host memory that kernels write to.
+    /// `len` times `value` in host memory that kernels write to; none of it on a dry device.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn mapped<T: Pod>(&self, what: &'static str, len: usize, value: T) -> Result<Mapped<T>> {
-        let memory = Allocation::host(self, what, allocated::<T>(what, len)?, Kind::Mapped)?;
+        let (len, memory) = match self.is_dry() {
+            true => (0, Allocation::device(self, what, 0)?),
+            false => {
+                let bytes = allocated::<T>(what, len)?;
+                (len, Allocation::host(self, what, bytes, Kind::Mapped)?)
+            }
+        };
         let mut mapped = Mapped {
             memory: Arc::new(memory),
             len,
@@ -347,12 +307,26 @@ impl Address {
 
 #[cfg(test)]
 mod tests {
-    use super::{PAGE, taken};
+    use crate::Account;
+    use crate::cuda::{Checked, Gpu, GpuInfo};
 
+    /// On a dry device memory is counted, and nothing else is done: no driver is needed.
     #[test]
-    fn large_allocations_take_whole_pages() {
-        assert_eq!(taken(100), 100);
-        assert_eq!(taken(PAGE), PAGE);
-        assert_eq!(taken(PAGE + 1), 2 * PAGE);
+    fn a_dry_device_counts_what_is_allocated() {
+        let gpu = Gpu::dry(GpuInfo::default(), Account::gpu());
+        let bytes = || gpu.account().held();
+        let mut values = gpu.upload("a test", &[1f32; 300]).unwrap();
+        values.write(200, &[2.0; 100]).unwrap();
+        assert!(values.write(201, &[2.0; 100]).is_err());
+        assert_eq!(bytes(), 1200);
+        let ids = Checked::new(&gpu, "a test", 7, 3u32, 4).unwrap();
+        assert!(gpu.mapped("a test", 50, 0u32).unwrap().is_empty());
+        assert_eq!(bytes(), 1228);
+        drop(ids);
+        assert_eq!((bytes(), gpu.account().peak()), (1200, 1228));
+        let read = values.read(0, &mut [0.0]).unwrap_err().to_string();
+        assert!(read.contains("dry device"), "{read}");
+        assert!(gpu.pinned::<u32>("a test", 1).is_err());
+        assert!(gpu.stream().is_err() && gpu.free_memory().is_err());
     }
 }

@@ -28,7 +28,7 @@ pub use checked::{Checked, Followed};
 pub(in crate::cuda) use gpu::FATBINS;
 pub use gpu::{Gpu, GpuInfo, device_count};
 pub(crate) use memory::Address;
-pub use memory::{Buffer, Mapped, MemoryUse, taken};
+pub use memory::{Buffer, Mapped};
 pub(crate) use operands::Operands;
 pub use pinned::Pinned;
 pub(crate) use staging::Staging;

@@ -5,6 +5,8 @@ use crate::cuda::driver::{Address, Buffer, Operands, Side};
 use crate::cuda::kernel::kernels;
 use crate::error::Result;
 use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences};
+use crate::second_order::SecondOrder;
+use std::sync::Arc;
 
 kernels! {
     EMBED: EmbedArgs = "grad_embed" in "grad_rows.cu", test TEST, bench BENCH;
@@ -235,6 +237,10 @@ impl CudaOps {
 }
 
 impl LayerOps for CudaOps {
+    fn second_order(self: &Arc<Self>) -> Option<Arc<dyn SecondOrder<Floats = Buffer<f32>>>> {
+        Some(self.clone())
+    }
+
     fn gemm(&self, g: Gemm, a: &Buffer<f32>, b: &Buffer<f32>, c: &mut Buffer<f32>) -> Result<()> {
         let o = self.operands("gemm");
         let side = |at, ld| Side { at, ld };

@@ -7,7 +7,7 @@ pub(super) mod train;
 use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::{Instance, kernels};
 use crate::error::{Error, Result};
-use crate::grad::Buffers;
+use crate::grad::{Allocate, Buffers};
 use rayon::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -159,17 +159,32 @@ impl CudaOps {
     }
 }
 
-impl Buffers for CudaOps {
+impl Allocate for CudaOps {
     type Floats = Buffer<f32>;
     type Ids = Buffer<u32>;
     type Codes = Buffer<u8>;
 
-    fn device(&self) -> String {
-        format!("{}, products by {}", self.gpu.info(), self.products())
-    }
-
     fn floats(&self, what: &'static str, len: usize) -> Result<Buffer<f32>> {
         self.gpu.zeros(what, len)
+    }
+
+    fn ids(&self, what: &'static str, len: usize) -> Result<Buffer<u32>> {
+        self.gpu.zeros(what, len)
+    }
+
+    fn codes(&self, what: &'static str, len: usize) -> Result<Buffer<u8>> {
+        self.gpu.zeros(what, len)
+    }
+
+    fn write(&self, to: &mut Buffer<f32>, from: &[f32]) -> Result<()> {
+        self.stream.synchronize()?;
+        to.write(0, from)
+    }
+}
+
+impl Buffers for CudaOps {
+    fn device(&self) -> String {
+        format!("{}, products by {}", self.gpu.info(), self.products())
     }
 
     fn rows<E: From<Error> + Send>(
@@ -197,22 +212,14 @@ impl Buffers for CudaOps {
         Ok(to)
     }
 
-    fn ids(&self, what: &'static str, len: usize) -> Result<Buffer<u32>> {
-        self.gpu.zeros(what, len)
-    }
-
-    fn codes(&self, what: &'static str, values: &[u8]) -> Result<Buffer<u8>> {
-        self.gpu.upload(what, values)
-    }
-
-    fn write(&self, to: &mut Buffer<f32>, from: &[f32]) -> Result<()> {
-        self.stream.synchronize()?;
-        to.write(0, from)
-    }
-
     fn read(&self, from: &Buffer<f32>, to: &mut [f32]) -> Result<()> {
         self.stream.synchronize()?;
         from.read(0, to)
+    }
+
+    fn write_codes(&self, to: &mut Buffer<u8>, from: &[u8]) -> Result<()> {
+        self.stream.synchronize()?;
+        to.write(0, from)
     }
 
     fn write_ids(&self, to: &mut Buffer<u32>, from: &[u32]) -> Result<()> {

@@ -41,7 +41,7 @@ fn halves_lie_where_the_products_read_them() {
     let tensor = Tensor::from_f32(vec![rows, cols], values.clone()).unwrap();
     let weight = Weight::Dense(tensor);
     let packing = Packing::new(&[&weight], Stack::Concat).unwrap();
-    let mut codes = vec![0xff; packing.code_bytes()];
+    let mut codes = vec![0xff; packing.tiles() * packing.spans() * packing.kind().code_bytes()];
     packing.pack(0, &mut codes, &mut []).unwrap();
     let spans = packing.spans();
     for row in 0..packing.tiles() * TILE {

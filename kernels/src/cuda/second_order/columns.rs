@@ -7,6 +7,7 @@ use crate::cuda::grad::CudaOps;
 use crate::cuda::kernel::kernels;
 use crate::error::Result;
 use crate::grad::{Buffers, Gemm};
+use crate::second_order::{ColumnBlock, FitShape};
 use std::ops::Range;
 
 /// Columns that the kernel takes at once, and rows of a block.
@@ -14,22 +15,6 @@ const COLUMNS: usize = 128;
 const BLOCK_ROWS: usize = 16;
 /// Blocks that sum a product of two vectors.
 const PARTS: usize = 1024;
-
-/// How the range of a group is searched: `steps` ranges from the whole one down to `least` of
-/// it, errors to the power of 2 or 3, `refits` rounds of least squares.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct FitShape {
-    /// Smallest range, as a share of the whole.
-    pub least: f32,
-    /// Ranges; 0 takes the whole one.
-    pub steps: usize,
-    /// 2 or 3.
-    pub power: u32,
-    /// Rounds of refitting.
-    pub refits: usize,
-    /// Zero-points stay at the middle of the codes.
-    pub symmetric: bool,
-}
 
 /// Scales and zero-points of a weight `[rows, cols]` in groups of `group` columns, of which the
 /// last of a row may be shorter.
@@ -50,16 +35,6 @@ pub struct Groups {
 
 /// Codes of a weight, one byte each, by column.
 pub type Codes = Buffer<u8>;
-
-/// Columns that go through the loop together.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ColumnBlock {
-    /// Their places in the order, 128 at most.
-    pub places: Range<usize>,
-    /// The group that begins here and whose columns are next to each other in the order, if its
-    /// range is still to be chosen: from the weights as they are by now.
-    pub begins: Option<usize>,
-}
 
 kernels! {
     FIT_GROUPS: FitGroupsArgs = "fit_groups" in "fit_groups.cu", test ROUNDING, bench BENCH;

@@ -5,6 +5,7 @@ use crate::cuda::driver::{Address, Buffer, Operands};
 use crate::cuda::grad::CudaOps;
 use crate::cuda::kernel::{Instance, kernels};
 use crate::error::Result;
+use crate::second_order::Damped;
 
 /// Side of a tile of `cuda/factor.cu`.
 const SIDE: usize = 64;
@@ -12,19 +13,6 @@ const TILE: usize = SIDE * SIDE;
 /// Bytes of the two tiles that a block holds, rows apart by 66 and by 65.
 const TILES_SHARED: usize = 2 * SIDE * (SIDE + 2) * 8;
 const DIAGONAL_SHARED: usize = 2 * SIDE * (SIDE + 1) * 8;
-
-/// How second moments are made fit to be inverted.
-#[derive(Clone, Copy, Debug)]
-pub struct Damped<'a> {
-    /// The input of each place.
-    pub order: &'a [u32],
-    /// 1 for an input that was never seen, else 0, by input.
-    pub dead: &'a [u32],
-    /// The moment that such inputs get.
-    pub fill: f64,
-    /// Added to the diagonal.
-    pub damping: f64,
-}
 
 kernels! {
     GATHER: GatherArgs = "factor_gather" in "factor.cu", test ROUNDING, bench BENCH;

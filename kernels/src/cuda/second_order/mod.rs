@@ -6,9 +6,9 @@
 
 pub(super) mod columns;
 pub(super) mod factor;
+mod moments;
 
-pub use columns::{Codes, ColumnBlock, FitShape, Groups};
-pub use factor::Damped;
+pub use columns::{Codes, Groups};
 
 use super::driver::Buffer;
 use super::grad::CudaOps;

@@ -4,7 +4,7 @@
 mod layer;
 mod train;
 
-use super::{Buffers, Result, enough};
+use super::{Allocate, Buffers, Result, enough};
 use crate::error::Error;
 use rayon::prelude::*;
 
@@ -22,17 +22,33 @@ fn log_sum_exp(x: &[f32]) -> f32 {
     max + sum.ln() as f32
 }
 
-impl Buffers for CpuOps {
+impl Allocate for CpuOps {
     type Floats = Vec<f32>;
     type Ids = Vec<u32>;
     type Codes = Vec<u8>;
 
-    fn device(&self) -> String {
-        format!("cpu ({} threads)", rayon::current_num_threads())
-    }
-
     fn floats(&self, _what: &'static str, len: usize) -> Result<Vec<f32>> {
         Ok(vec![0.0; len])
+    }
+
+    fn ids(&self, _what: &'static str, len: usize) -> Result<Vec<u32>> {
+        Ok(vec![0; len])
+    }
+
+    fn codes(&self, _what: &'static str, len: usize) -> Result<Vec<u8>> {
+        Ok(vec![0; len])
+    }
+
+    fn write(&self, to: &mut Vec<f32>, from: &[f32]) -> Result<()> {
+        enough("write", "buffer", from.len(), to.len())?;
+        to[..from.len()].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+impl Buffers for CpuOps {
+    fn device(&self) -> String {
+        format!("cpu ({} threads)", rayon::current_num_threads())
     }
 
     fn rows<E: From<Error> + Send>(
@@ -47,23 +63,15 @@ impl Buffers for CpuOps {
         Ok(values)
     }
 
-    fn ids(&self, _what: &'static str, len: usize) -> Result<Vec<u32>> {
-        Ok(vec![0; len])
-    }
-
-    fn codes(&self, _what: &'static str, values: &[u8]) -> Result<Vec<u8>> {
-        Ok(values.to_vec())
-    }
-
-    fn write(&self, to: &mut Vec<f32>, from: &[f32]) -> Result<()> {
-        enough("write", "buffer", from.len(), to.len())?;
-        to[..from.len()].copy_from_slice(from);
-        Ok(())
-    }
-
     fn read(&self, from: &Vec<f32>, to: &mut [f32]) -> Result<()> {
         enough("read", "buffer", to.len(), from.len())?;
         to.copy_from_slice(&from[..to.len()]);
+        Ok(())
+    }
+
+    fn write_codes(&self, to: &mut Vec<u8>, from: &[u8]) -> Result<()> {
+        enough("write", "codes", from.len(), to.len())?;
+        to[..from.len()].copy_from_slice(from);
         Ok(())
     }
 

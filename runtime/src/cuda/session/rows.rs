@@ -1,7 +1,7 @@
 //! A forward over the rows of many tokens.
 
 use super::super::model::CudaModel;
-use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, padded, product};
+use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
 use crate::engine::{Chunk, Observer};
 use crate::error::{Error, Result};
 use crate::forward::{Attention, Operand, Ops, Packed, Projection};
@@ -303,7 +303,9 @@ impl CudaSession {
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<()> {
         if observer.is_some() && self.many.full.is_none() {
-            self.many.full = Some(FullRows::new(&self.model, self.spec.max_rows.max(1))?);
+            let (model, rows) = (&self.model, self.spec.max_rows.max(1));
+            let w = Widths::of(&model.config);
+            self.many.full = Some(FullRows::new(&model.gpu, &w, rows)?);
         }
         let wanted = self.queue_rows(chunks, &mut observer)?;
         self.run_head(&wanted, &mut observer)?;

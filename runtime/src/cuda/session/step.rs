@@ -4,7 +4,6 @@
 use super::passes::Device;
 use super::{CudaSession, LOGIT_ROWS, Widths, padded};
 use crate::batch::{Drawn, StepsAhead, bucket};
-use crate::cuda::model::CudaModel;
 use crate::engine::{Chunk, LogitsWanted, SessionSpec, check_tokens};
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
@@ -70,11 +69,6 @@ impl WideRows {
             sums: PartialSums::new(gpu, rows, w.hidden)?,
         })
     }
-
-    fn device_bytes(w: &Widths, rows: usize) -> usize {
-        let halves = padded(w.hidden) + padded(w.q) + padded(w.mlp);
-        2 * rows * halves + PartialSums::device_bytes(rows, w.hidden)
-    }
 }
 
 /// Sequences that a step takes on `gpu`, at most.
@@ -127,19 +121,23 @@ struct Seat {
 }
 
 impl StepRows {
-    /// For the steps of a session that `spec` describes; all rows are idle, in the last slot of
+    /// For steps of `size` of a model with this head; all rows are idle, in the last slot of
     /// `places`.
-    pub(super) fn new(model: &CudaModel, spec: &SessionSpec, places: Places) -> Result<Self> {
-        let gpu = &model.gpu;
-        let StepSize { seats, rows } = StepSize::new(spec, most_together(gpu));
-        let c = &model.config;
-        let w = Widths::of(&model.config);
+    pub(super) fn new(
+        gpu: &Gpu,
+        c: &ModelConfig,
+        head: &DeviceLinear,
+        size: StepSize,
+        places: Places,
+    ) -> Result<Self> {
+        let StepSize { seats, rows } = size;
+        let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
         let tokens = w.vocab;
         let bounds = StepBounds { places, tokens };
         let narrow = rows.min(MOST_SEQUENCES);
         let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
-        let blocks = (1..=rows).map(|m| m * head_blocks(gpu, &model.head, m));
+        let blocks = (1..=rows).map(|m| m * head_blocks(gpu, head, m));
         let columns = match narrow {
             1 => None,
             _ => Some(Columns::new(gpu, narrow, w.widest_input())?),
@@ -175,26 +173,6 @@ impl StepRows {
     /// True if the sequence in `slot` sits in a row.
     pub(super) fn seats_slot(&self, slot: usize) -> bool {
         self.seats.iter().any(|s| s.slot == Some(slot))
-    }
-
-    /// Device bytes of [`StepRows::new`], up to what does not grow with the model.
-    pub(super) fn device_bytes(config: &ModelConfig, size: StepSize) -> usize {
-        let w = Widths::of(config);
-        let StepSize { seats, rows } = size;
-        let narrow = rows.min(MOST_SEQUENCES);
-        let columns = match narrow {
-            1 => 0,
-            _ => Columns::device_bytes(narrow, w.widest_input()),
-        };
-        let wide = match rows > narrow {
-            true => WideRows::device_bytes(&w, rows),
-            false => 0,
-        };
-        4 * rows * (w.vocab + w.qkv + w.hidden)
-            + 4 * narrow * (w.q + w.mlp)
-            + Adjustments::device_bytes(w.vocab, seats)
-            + columns
-            + wide
     }
 }
 

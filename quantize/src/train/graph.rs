@@ -4,26 +4,28 @@
 //! What the backward needs and the forward has is kept if it is dear to compute (products),
 //! computed again if it is cheap (norms, SiLU, attention's weights).
 
-use super::forward::{Attention, Forward, Saved, attention_weights};
-use super::params::Model;
+use super::params::{Matrix, Model, Values};
 use crate::error::Result;
 use nq_formats::ModelConfig;
-use nq_formats::models::{LinearKind, MlpSpec, NormKind};
-use nq_kernels::grad::{Gemm, GradOps, HeadShape, Occurrences};
+use nq_kernels::grad::{Allocate, Gemm, GradOps, HeadShape, Occurrences};
+use nq_runtime::forward::{Attention, Layer, Mlp, Packed};
+use nq_runtime::full_precision::{
+    AttentionProducts, Load, Pass, Tape, Workspace, attention_weights,
+};
 
 /// Logits held at once, per model.
 const LOGITS: usize = 1 << 26;
 
 /// Memory of forward and backward over up to `batch` sequences of `seq` tokens.
-pub struct Graph<O: GradOps> {
+pub struct Graph<O: Allocate> {
     config: ModelConfig,
     batch: usize,
     seq: usize,
     head_rows: usize,
-    f: Forward<O>,
+    f: Workspace<O>,
     ids: O::Ids,          // [rows]
     xs: Vec<O::Floats>,   // layers + 1 of [rows, hidden]
-    saved: Vec<Saved<O>>, // by layer
+    saved: Vec<Tape<O>>,  // by layer
     inv: O::Floats,       // [rows], of the final norm
     teacher: O::Floats,   // [rows, hidden], the teacher's normed output
     dx: O::Floats,        // [rows, hidden]
@@ -39,25 +41,6 @@ pub struct Graph<O: GradOps> {
     loss: O::Floats,      // [head_rows]
 }
 
-/// Values of f32 that a [`Graph`] takes: for the plan of memory.
-pub fn graph_values(c: &ModelConfig, batch: usize, seq: usize) -> usize {
-    let rows = batch * seq;
-    let wide = c.intermediate_size.max(c.q_dim());
-    let layer = c.hidden_size * 2
-        + c.q_dim() * 3
-        + c.kv_dim() * 3
-        + 2 * c.intermediate_size
-        + 2
-        + c.num_attention_heads
-        + c.num_key_value_heads;
-    let shared = 5 * c.hidden_size + 2 * wide + c.q_dim() + 3 * c.kv_dim();
-    let head = head_rows(c, rows) * (2 * c.vocab_size + c.hidden_size);
-    rows * (layer * c.num_hidden_layers + shared)
-        + 2 * batch * c.num_attention_heads * seq * seq
-        + 2 * largest_weight(c)
-        + head
-}
-
 fn head_rows(c: &ModelConfig, rows: usize) -> usize {
     (LOGITS / c.vocab_size.max(1))
         .clamp(64, rows.max(64))
@@ -65,7 +48,7 @@ fn head_rows(c: &ModelConfig, rows: usize) -> usize {
 }
 
 /// Elements of the largest weight.
-pub fn largest_weight(c: &ModelConfig) -> usize {
+fn largest_weight(c: &ModelConfig) -> usize {
     let linears = c.layer().linears().into_iter();
     linears
         .map(|l| l.elements(c))
@@ -78,7 +61,7 @@ fn sum(losses: &[f32]) -> f64 {
     losses.iter().map(|&l| f64::from(l)).sum()
 }
 
-impl<O: GradOps> Graph<O> {
+impl<O: Allocate> Graph<O> {
     /// Room for `batch` sequences of `seq` tokens.
     ///
     /// # Errors
@@ -89,7 +72,7 @@ impl<O: GradOps> Graph<O> {
         let (hidden, kv) = (rows * c.hidden_size, rows * c.kv_dim());
         let floats = |n| ops.floats("activations of a training step", n);
         let layers = 0..c.num_hidden_layers;
-        let saved = layers.map(|_| Saved::new(ops, c, rows));
+        let saved = layers.map(|_| Ok(Tape::new(ops, c, rows)?));
         let saved = saved.collect::<Result<_>>()?;
         let xs = (0..=c.num_hidden_layers).map(|_| Ok(floats(hidden)?));
         let xs = xs.collect::<Result<_>>()?;
@@ -99,7 +82,7 @@ impl<O: GradOps> Graph<O> {
             batch,
             seq,
             head_rows,
-            f: Forward::new(ops, c, (batch, seq), largest_weight(c))?,
+            f: Workspace::new(ops, c, (batch, seq), largest_weight(c))?,
             ids: ops.ids("tokens", rows)?,
             xs,
             saved,
@@ -118,7 +101,9 @@ impl<O: GradOps> Graph<O> {
             loss: floats(head_rows)?,
         })
     }
+}
 
+impl<O: GradOps> Graph<O> {
     /// Sequences of one pass.
     pub fn batch(&self) -> usize {
         self.batch
@@ -193,8 +178,9 @@ impl<O: GradOps> Graph<O> {
         let rows = tokens.len();
         let loss = self.head_gradient(ops, teacher, student, rows, share / rows as f32)?;
         for layer in (0..self.config.num_hidden_layers).rev() {
-            self.mlp_gradient(ops, student, layer, rows)?;
-            self.attention_gradient(ops, student, layer, rows)?;
+            let Layer { attention, mlp, .. } = &mut student.layers[layer];
+            self.mlp_gradient(ops, mlp, layer, rows)?;
+            self.attention_gradient(ops, attention, layer, rows)?;
         }
         if student.embedding.is_tuned() {
             let width = self.config.hidden_size;
@@ -229,12 +215,11 @@ impl<O: GradOps> Graph<O> {
         let width = self.config.hidden_size;
         let table = model.embedding.load(ops, &mut self.f.w)?;
         ops.embed(table, &self.ids, (rows, 1, 0), &mut self.xs[0], width)?;
-        for layer in 0..self.config.num_hidden_layers {
-            let (before, after) = self.xs.split_at_mut(layer + 1);
-            let (weights, s) = (&model.layers[layer], &mut self.saved[layer]);
-            let shape = (rows / self.seq, self.seq);
-            self.f.attention(ops, weights, &before[layer], s, shape)?;
-            self.f.mlp(ops, weights, s, &mut after[0], rows)?;
+        let shape = (rows / self.seq, self.seq);
+        for (index, (layer, tape)) in model.layers.iter().zip(&mut self.saved).enumerate() {
+            let (before, after) = self.xs.split_at_mut(index + 1);
+            let streams = (&before[index], &mut after[0]);
+            Pass::new(ops, (&mut self.f, tape), shape, streams, &mut |_, _| Ok(())).run(layer)?;
         }
         let last = &self.xs[self.config.num_hidden_layers];
         let (norm, eps) = (&model.final_norm.value, self.config.rms_norm_eps);
@@ -313,107 +298,50 @@ impl<O: GradOps> Graph<O> {
         if tuned {
             student.head_mut().accumulate(ops, &self.dw)?;
         }
-        let norm = &mut student.final_norm;
-        if let Some(state) = &mut norm.state {
-            let x = &self.xs[self.config.num_hidden_layers];
-            ops.rms_norm_grad(
-                x,
-                &norm.value,
-                &self.inv,
-                &self.dh,
-                &mut self.dx,
-                false,
-                &mut state.grad,
-                (rows, hidden),
-            )?;
-        }
+        let x = &self.xs[self.config.num_hidden_layers];
+        let (saved, shape) = ((x, &self.inv), (rows, hidden));
+        let dx = (&mut self.dx, false);
+        norm_gradient(ops, &mut student.final_norm, saved, &self.dh, dx, shape)?;
         Ok(sum(&losses) / rows as f64)
-    }
-
-    /// The gradient at a Linear's weight, from its output's `dy` and its input `x`.
-    fn weight_gradient(
-        ops: &O,
-        model: &mut Model<O>,
-        (layer, kind, rows): (usize, LinearKind, usize),
-        dy: &O::Floats,
-        x: &O::Floats,
-        dw: &mut O::Floats,
-    ) -> Result<()> {
-        let (n, k) = kind.dims(&model.config);
-        let matrix = model.layers[layer].linear_mut(kind);
-        if matrix.is_tuned() {
-            ops.gemm(Gemm::weight_grad(rows, n, k), dy, x, dw)?;
-            matrix.accumulate(ops, dw)?;
-        }
-        Ok(())
     }
 
     /// From the gradient at a layer's output to that after its attention, both in `dx`.
     fn mlp_gradient(
         &mut self,
         ops: &O,
-        model: &mut Model<O>,
+        mlp: &mut Mlp<Vec<Matrix<O>>, Values<O>>,
         layer: usize,
         rows: usize,
     ) -> Result<()> {
-        let c = &self.config;
-        let MlpSpec::SwiGlu { .. } = c.layer().mlp; // another MLP is another function
-        let (hidden, inter, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
-        let s = &mut self.saved[layer];
-        let (w, dw) = (&mut self.f.w, &mut self.dw);
-        let id = |kind| (layer, kind, rows);
-        let input_grad = |kind: LinearKind| {
-            let (n, k) = kind.dims(c);
-            Gemm::input_grad(rows, n, k)
-        };
-
-        ops.silu_mul(&s.gate, &s.up, &mut self.f.wide, rows * inter)?;
-        Self::weight_gradient(ops, model, id(LinearKind::Down), &self.dx, &self.f.wide, dw)?;
-        let down = model.layers[layer].linear(LinearKind::Down).load(ops, w)?;
-        ops.gemm(
-            input_grad(LinearKind::Down),
-            &self.dx,
+        let Mlp::SwiGlu {
+            norm,
+            gate_up,
             down,
-            &mut self.wide2,
-        )?;
-        ops.silu_mul_grad(&mut s.gate, &mut s.up, &self.wide2, rows * inter)?;
-
-        let gain = &model.layers[layer].norm(NormKind::Mlp).value;
-        ops.rms_norm(
-            &s.mid,
-            gain,
-            &mut self.f.h,
-            &mut s.inv2,
-            (rows, hidden),
-            eps,
-        )?;
-        Self::weight_gradient(ops, model, id(LinearKind::Gate), &s.gate, &self.f.h, dw)?;
-        Self::weight_gradient(ops, model, id(LinearKind::Up), &s.up, &self.f.h, dw)?;
-        let gate = model.layers[layer].linear(LinearKind::Gate).load(ops, w)?;
-        ops.gemm(input_grad(LinearKind::Gate), &s.gate, gate, &mut self.dh)?;
-        let up = model.layers[layer].linear(LinearKind::Up).load(ops, w)?;
-        ops.gemm(input_grad(LinearKind::Up).add(), &s.up, up, &mut self.dh)?;
-        let norm = model.layers[layer].norm_mut(NormKind::Mlp);
-        if let Some(state) = &mut norm.state {
-            ops.rms_norm_grad(
-                &s.mid,
-                &norm.value,
-                &s.inv2,
-                &self.dh,
-                &mut self.dx,
-                true,
-                &mut state.grad,
-                (rows, hidden),
-            )?;
-        }
-        Ok(())
+        } = mlp;
+        let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
+        let (shape, values) = ((rows, c.hidden_size), rows * c.intermediate_size);
+        let mut product = Products {
+            ops,
+            c,
+            rows,
+            w: &mut f.w,
+            dw: &mut self.dw,
+        };
+        ops.silu_mul(&s.gate, &s.up, &mut f.wide, values)?;
+        product.gradient(down, &[&self.dx], &f.wide, &mut self.wide2)?;
+        ops.silu_mul_grad(&mut s.gate, &mut s.up, &self.wide2, values)?;
+        let gain = &norm.value;
+        ops.rms_norm(&s.mid, gain, &mut f.h, &mut s.inv2, shape, c.rms_norm_eps)?;
+        product.gradient(gate_up, &[&s.gate, &s.up], &f.h, &mut self.dh)?;
+        let dx = (&mut self.dx, true);
+        norm_gradient(ops, norm, (&s.mid, &s.inv2), &self.dh, dx, shape)
     }
 
     /// From the gradient after a layer's attention to that at its input, both in `dx`.
     fn attention_gradient(
         &mut self,
         ops: &O,
-        model: &mut Model<O>,
+        attention: &mut Attention<Vec<Matrix<O>>, Values<O>>,
         layer: usize,
         rows: usize,
     ) -> Result<()> {
@@ -421,73 +349,105 @@ impl<O: GradOps> Graph<O> {
             self.heads(rows, self.config.num_attention_heads),
             self.heads(rows, self.config.num_key_value_heads),
         );
-        let c = &self.config;
-        let (hidden, eps) = (c.hidden_size, c.rms_norm_eps);
-        let s = &mut self.saved[layer];
-        let (w, dw) = (&mut self.f.w, &mut self.dw);
-        let id = |kind| (layer, kind, rows);
-        let input_grad = |kind: LinearKind| {
-            let (n, k) = kind.dims(c);
-            Gemm::input_grad(rows, n, k)
-        };
+        let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
         let shape = (rows / self.seq, self.seq);
-        let a = Attention::of(c, shape.0, shape.1);
-        let score_rows = qs.rows() * qs.heads;
+        let a = AttentionProducts::of(c, shape.0, shape.1);
+        let mut product = Products {
+            ops,
+            c,
+            rows,
+            w: &mut f.w,
+            dw: &mut self.dw,
+        };
+        product.gradient(&mut attention.o, &[&self.dx], &s.o, &mut f.wide)?;
+        ops.rows_to_heads(&f.wide, &mut f.heads, qs)?;
 
-        Self::weight_gradient(ops, model, id(LinearKind::O), &self.dx, &s.o, dw)?;
-        let o = model.layers[layer].linear(LinearKind::O).load(ops, w)?;
-        ops.gemm(input_grad(LinearKind::O), &self.dx, o, &mut self.f.wide)?;
-        ops.rows_to_heads(&self.f.wide, &mut self.f.heads, qs)?;
+        attention_weights(ops, c, shape, s, &mut f.p)?;
+        ops.gemm(a.values_grad, &f.p, &f.heads, &mut f.kv)?;
+        ops.heads_to_rows(&f.kv, &mut self.dv, ks)?;
+        ops.gemm(a.weights_grad, &f.heads, &s.vh, &mut self.dp)?;
+        ops.softmax_grad(&f.p, &mut self.dp, qs.rows() * qs.heads, self.seq)?;
+        ops.gemm(a.queries_grad, &self.dp, &s.kh, &mut f.heads)?;
+        ops.gemm(a.keys_grad, &self.dp, &s.qh, &mut f.kv)?;
+        let turns = &f.cos_sin;
+        if let Values {
+            value,
+            state: Some(state),
+            ..
+        } = &mut attention.q_norm
+        {
+            let (dy, dx, grad) = (&f.heads, &mut f.wide, &mut state.grad);
+            ops.head_norm_rope_grad(&s.q, value, turns, &s.inv_q, dy, dx, grad, qs)?;
+        }
+        if let Values {
+            value,
+            state: Some(state),
+            ..
+        } = &mut attention.k_norm
+        {
+            let (dy, dx, grad) = (&f.kv, &mut self.dk, &mut state.grad);
+            ops.head_norm_rope_grad(&s.k, value, turns, &s.inv_k, dy, dx, grad, ks)?;
+        }
 
-        attention_weights(ops, c, shape, s, &mut self.f.p)?;
-        ops.gemm(a.values_grad, &self.f.p, &self.f.heads, &mut self.f.kv)?;
-        ops.heads_to_rows(&self.f.kv, &mut self.dv, ks)?;
-        ops.gemm(a.weights_grad, &self.f.heads, &s.vh, &mut self.dp)?;
-        ops.softmax_grad(&self.f.p, &mut self.dp, score_rows, self.seq)?;
-        ops.gemm(a.queries_grad, &self.dp, &s.kh, &mut self.f.heads)?;
-        ops.gemm(a.keys_grad, &self.dp, &s.qh, &mut self.f.kv)?;
-        let turns = &self.f.cos_sin;
-        let norm = model.layers[layer].norm_mut(NormKind::Q);
-        if let Some(state) = &mut norm.state {
-            let (dy, dx) = (&self.f.heads, &mut self.f.wide);
-            let (gain, grad) = (&norm.value, &mut state.grad);
-            ops.head_norm_rope_grad(&s.q, gain, turns, &s.inv_q, dy, dx, grad, qs)?;
-        }
-        let norm = model.layers[layer].norm_mut(NormKind::K);
-        if let Some(state) = &mut norm.state {
-            let (gain, grad) = (&norm.value, &mut state.grad);
-            let (dy, dx) = (&self.f.kv, &mut self.dk);
-            ops.head_norm_rope_grad(&s.k, gain, turns, &s.inv_k, dy, dx, grad, ks)?;
-        }
+        let (x, norm, shape) = (&self.xs[layer], &mut attention.norm, (rows, c.hidden_size));
+        let (gain, eps) = (&norm.value, c.rms_norm_eps);
+        ops.rms_norm(x, gain, &mut f.h, &mut s.inv1, shape, eps)?;
+        let dqkv = [&f.wide, &self.dk, &self.dv];
+        product.gradient(&mut attention.qkv, &dqkv, &f.h, &mut self.dh)?;
+        let dx = (&mut self.dx, true);
+        norm_gradient(ops, norm, (x, &s.inv1), &self.dh, dx, shape)
+    }
+}
 
-        let x = &self.xs[layer];
-        let gain = &model.layers[layer].norm(NormKind::Attention).value;
-        ops.rms_norm(x, gain, &mut self.f.h, &mut s.inv1, (rows, hidden), eps)?;
-        let grads = [
-            (LinearKind::Q, &self.f.wide),
-            (LinearKind::K, &self.dk),
-            (LinearKind::V, &self.dv),
-        ];
-        for (i, (kind, dy)) in grads.into_iter().enumerate() {
-            Self::weight_gradient(ops, model, id(kind), dy, &self.f.h, dw)?;
-            let weight = model.layers[layer].linear(kind).load(ops, w)?;
-            let mut g = input_grad(kind);
-            g.accumulate = i > 0;
-            ops.gemm(g, dy, weight, &mut self.dh)?;
-        }
-        let norm = model.layers[layer].norm_mut(NormKind::Attention);
-        if let Some(state) = &mut norm.state {
-            ops.rms_norm_grad(
-                x,
-                &norm.value,
-                &s.inv1,
-                &self.dh,
-                &mut self.dx,
-                true,
-                &mut state.grad,
-                (rows, hidden),
-            )?;
+/// What gradients of products work with.
+struct Products<'a, O: GradOps> {
+    ops: &'a O,
+    c: &'a ModelConfig,
+    rows: usize,
+    w: &'a mut O::Floats,  // the largest weight
+    dw: &'a mut O::Floats, // the same
+}
+
+impl<O: GradOps> Products<'_, O> {
+    /// From the gradients `dy` at a product's outputs, by Linear, and its input `x`: each weight
+    /// takes in its own; `dx` becomes that at the input.
+    fn gradient(
+        &mut self,
+        product: &mut Packed<Vec<Matrix<O>>>,
+        dy: &[&O::Floats],
+        x: &O::Floats,
+        dx: &mut O::Floats,
+    ) -> Result<()> {
+        let ops = self.ops;
+        let linears = product.spec.linears.iter().zip(&mut product.linear).zip(dy);
+        for (i, ((linear, weight), dy)) in linears.enumerate() {
+            let (n, k) = linear.dims(self.c);
+            if weight.is_tuned() {
+                ops.gemm(Gemm::weight_grad(self.rows, n, k), dy, x, self.dw)?;
+                weight.accumulate(ops, self.dw)?;
+            }
+            let back = Gemm {
+                accumulate: i > 0,
+                ..Gemm::input_grad(self.rows, n, k)
+            };
+            ops.gemm(back, dy, weight.load(ops, self.w)?, dx)?;
         }
         Ok(())
     }
+}
+
+/// From the gradient `dy` at a norm's output, and what it saw and by what it divided: its gains, if
+/// they are tuned, take in their own, and that at its input goes to `dx`, or is added to it.
+fn norm_gradient<O: GradOps>(
+    ops: &O,
+    norm: &mut Values<O>,
+    (x, inv): (&O::Floats, &O::Floats),
+    dy: &O::Floats,
+    (dx, add): (&mut O::Floats, bool),
+    shape: (usize, usize),
+) -> Result<()> {
+    if let Some(state) = &mut norm.state {
+        ops.rms_norm_grad(x, &norm.value, inv, dy, dx, add, &mut state.grad, shape)?;
+    }
+    Ok(())
 }

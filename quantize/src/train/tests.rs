@@ -3,7 +3,7 @@ use super::params::{Canonical, Matrix, Model, rounded};
 use super::plan::Schedule;
 use super::sample::Sampler;
 use super::strays::Strays;
-use super::train::{Settings, Trainer};
+use super::trainer::{Settings, Trainer};
 use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::linalg;
@@ -15,6 +15,7 @@ use nq_formats::{
 use nq_kernels::grad::{CpuOps, UNKNOWN};
 use nq_kernels::rng::Philox;
 use nq_runtime::LayerWeights;
+use nq_runtime::full_precision::Load;
 use std::collections::BTreeMap;
 
 fn config(tied: bool) -> ModelConfig {
@@ -293,13 +294,11 @@ fn nothing_tuned_is_nothing_changed() {
     let quantized = quantized(&source, Bits::B4);
     let model = Model::student(&ops, &c, &quantized, &source, true).unwrap();
     let mut scratch = vec![0.0; c.q_dim() * c.hidden_size];
-    let Matrix::Latent { .. } = model.layers[0].linear(LinearKind::Q) else {
+    let query = &model.layers[0].attention.qkv.linear[0];
+    let Matrix::Latent { .. } = query else {
         panic!("expected latent weights");
     };
-    let w = model.layers[0]
-        .linear(LinearKind::Q)
-        .load(&ops, &mut scratch)
-        .unwrap();
+    let w = query.load(&ops, &mut scratch).unwrap();
     let expected =
         linalg::Matrix::from_weight("q", quantized.layers[0].linear(LinearKind::Q)).unwrap();
     assert_eq!(w[..expected.data.len()], expected.data);

@@ -1,8 +1,12 @@
 //! How much a tuning is to do, and what memory it takes.
 
-use super::graph::{graph_values, largest_weight};
-use super::sample::sampler_values;
+use super::graph::Graph;
+use super::params::both_models;
+use super::sample::Sampler;
+use crate::error::Result;
 use nq_formats::ModelConfig;
+use nq_kernels::Account;
+use nq_kernels::grad::SCRATCH;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -117,7 +121,7 @@ pub fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule> {
 }
 
 /// What fits a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryPlan {
     /// Codes are tuned, not scales and gains alone.
     pub codes: bool,
@@ -138,59 +142,52 @@ impl MemoryPlan {
         }
     }
 
-    /// The largest passes that fit `limit` bytes, or `Err` with what the smallest take.
-    /// `group` is the least group size of the model's schemes.
+    /// The largest passes with which a tuning holds no more than `limit` bytes of the device's memory;
+    /// if none do, the smallest. `group` is the least group size of the model's schemes.
     ///
     /// # Errors
-    /// The bytes that the smallest plan takes, if they exceed the limit.
+    /// None that an account could give.
     pub fn new(
+        on_cpu: bool,
         config: &ModelConfig,
         length: usize,
         group: usize,
         limit: u64,
         (most_pass, most_slots): (usize, usize),
-    ) -> Result<Self, u64> {
+    ) -> Result<Self> {
         let halves = |most: usize| std::iter::successors(Some(most), |&n| (n > 1).then_some(n / 2));
         let small = config.parameters() <= LARGE;
-        let mut least = u64::MAX;
+        // What tunes is made on an account, where it is counted.
+        let account = match on_cpu {
+            true => &Account::host(),
+            false => &Account::gpu(),
+        };
+        let _scratch = account.hold(SCRATCH);
+        let mut plan = MemoryPlan::default();
         for codes in [true, false] {
+            let _models = both_models(account, config, group, codes)?;
             for pass in halves(most_pass) {
                 // A large model tunes codes only if that costs it no sensible pass.
                 if codes && !small && pass < most_pass.min(8) {
                     break;
                 }
+                let _graph = Graph::new(account, config, pass, length)?;
                 for slots in halves(most_slots).take_while(|&s| s >= most_slots.min(32)) {
-                    let bytes = bytes(config, codes, (pass, slots, length), group);
-                    if bytes <= limit {
-                        return Ok(MemoryPlan {
-                            codes,
-                            pass,
-                            slots,
-                            bytes,
-                        });
+                    let _sampler = Sampler::new(account, config, slots, length)?;
+                    plan = MemoryPlan {
+                        codes,
+                        pass,
+                        slots,
+                        bytes: account.held() as u64,
+                    };
+                    if plan.bytes <= limit {
+                        return Ok(plan);
                     }
-                    least = least.min(bytes);
                 }
             }
         }
-        Err(least)
+        Ok(plan)
     }
-}
-
-/// Bytes on the device: both models, Adam's moments, activations, the sampler.
-fn bytes(
-    c: &ModelConfig,
-    codes: bool,
-    (pass, slots, length): (usize, usize, usize),
-    group: usize,
-) -> u64 {
-    let n = c.parameters() as u64;
-    let groups = n / group.max(1) as u64;
-    let each = if codes { 16 } else { 1 };
-    let values = graph_values(c, pass, length) + sampler_values(c, slots, length);
-    // Partial sums of split products, at most.
-    let partial = 8 * largest_weight(c).min(1 << 22);
-    n * (4 + each) + groups * 20 + 4 * (values + partial) as u64
 }
 
 #[cfg(test)]
@@ -260,10 +257,11 @@ mod tests {
     fn large_models_tune_scales_alone_where_codes_do_not_fit() {
         let plan = |preset: &str, limit: u64| {
             let config = Preset::find(preset).unwrap().config();
-            MemoryPlan::new(&config, 512, 64, limit << 30, (32, 1024))
+            let plan = MemoryPlan::new(false, &config, 512, 64, limit << 30, (32, 1024)).unwrap();
+            (plan.codes, plan.bytes <= limit << 30)
         };
-        assert!(plan("qwen3-0.6b", 100).is_ok_and(|p| p.codes && p.bytes <= 100 << 30));
-        assert!(plan("qwen3-8b", 130).is_ok_and(|p| !p.codes));
-        assert!(plan("qwen3-32b", 20).is_err_and(|least| least > 20 << 30));
+        assert_eq!(plan("qwen3-0.6b", 100), (true, true));
+        assert_eq!(plan("qwen3-8b", 130), (false, true));
+        assert_eq!(plan("qwen3-32b", 20), (false, false));
     }
 }

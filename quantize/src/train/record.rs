@@ -1,6 +1,6 @@
 //! What a run and a file keep of a tuning.
 
-use super::train::{Check, Settings};
+use super::trainer::{Check, Settings};
 use crate::report::TuningReport;
 use serde::{Deserialize, Serialize};
 

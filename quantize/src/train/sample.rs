@@ -1,14 +1,15 @@
 //! Fresh text for every step: the teacher continues many beginnings at once, on the device.
 
-use super::forward::rotations;
-use super::params::Model;
-use crate::error::Result;
+use super::params::{Matrix, Model, Values};
+use crate::error::{Error, Result};
 use nq_formats::ModelConfig;
-use nq_formats::models::{LinearKind, MlpSpec, NormKind};
-use nq_kernels::grad::{Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
+use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
+use nq_runtime::forward::{Attention, Operand, Ops, Packed, Projection};
+use nq_runtime::full_precision::{Load, multiply};
+use nq_runtime::rope::Rotary;
 
 /// Keys, values and activations of sequences that are sampled together.
-pub struct Sampler<O: GradOps> {
+pub struct Sampler<O: Allocate> {
     config: ModelConfig,
     slots: usize,
     length: usize,
@@ -22,26 +23,14 @@ pub struct Sampler<O: GradOps> {
     qh: O::Floats,          // [slots, q_dim]
     k: O::Floats,           // [slots, kv_dim]
     gate: O::Floats,        // [slots, intermediate]
-    up: O::Floats,          // [slots, intermediate]
+    up: O::Floats,          // [slots, max(intermediate, kv_dim)]: values of heads, then the MLP's
     act: O::Floats,         // [slots, intermediate]
     inv: O::Floats,         // [slots, heads]
     logits: O::Floats,      // [slots, vocab]
     w: O::Floats,           // unused by a teacher: its weights are dense
 }
 
-/// Values of f32 that a [`Sampler`] takes, for the plan of memory.
-pub fn sampler_values(c: &ModelConfig, slots: usize, length: usize) -> usize {
-    let cache = 2 * c.num_hidden_layers * c.kv_dim() * length;
-    let rows = 2 * c.hidden_size
-        + 2 * c.q_dim()
-        + c.kv_dim()
-        + 3 * c.intermediate_size
-        + c.num_attention_heads
-        + c.vocab_size;
-    slots * (cache + rows)
-}
-
-impl<O: GradOps> Sampler<O> {
+impl<O: Allocate> Sampler<O> {
     /// Room for `slots` sequences of `length` tokens.
     ///
     /// # Errors
@@ -55,7 +44,7 @@ impl<O: GradOps> Sampler<O> {
                 .map(|_| Ok(floats(c.kv_dim() * length)?))
                 .collect::<Result<Vec<_>>>()
         };
-        let rotations = rotations(c, length);
+        let rotations = Rotary::new(c).pairs(length);
         let mut cos_sin = ops.floats("rotations", rotations.len())?;
         ops.write(&mut cos_sin, &rotations)?;
         Ok(Sampler {
@@ -72,14 +61,16 @@ impl<O: GradOps> Sampler<O> {
             qh: floats(c.q_dim())?,
             k: floats(c.kv_dim())?,
             gate: floats(c.intermediate_size)?,
-            up: floats(c.intermediate_size)?,
+            up: floats(c.intermediate_size.max(c.kv_dim()))?,
             act: floats(c.intermediate_size)?,
             inv: floats(c.num_attention_heads)?,
             logits: floats(c.vocab_size)?,
             w: ops.floats("weights", 0)?,
         })
     }
+}
 
+impl<O: GradOps> Sampler<O> {
     /// Sequences sampled together.
     pub fn slots(&self) -> usize {
         self.slots
@@ -132,77 +123,12 @@ impl<O: GradOps> Sampler<O> {
 
     /// Token `t` of every sequence through all layers.
     fn step(&mut self, ops: &O, model: &Model<O>, batch: usize, t: usize) -> Result<()> {
-        let c = &self.config;
-        let MlpSpec::SwiGlu { .. } = c.layer().mlp; // another MLP is another function
-        let (hidden, inter, eps) = (c.hidden_size, c.intermediate_size, c.rms_norm_eps);
-        let shape = |heads, capacity, at| HeadShape {
-            capacity,
-            at,
-            position: t,
-            ..HeadShape::whole(batch, 1, heads, c.head_dim)
-        };
-        let qs = shape(c.num_attention_heads, 1, 0);
-        let ks = shape(c.num_key_value_heads, self.length, t);
         let table = model.embedding.load(ops, &mut self.w)?;
-        ops.embed(
-            table,
-            &self.ids,
-            (batch, self.length, t),
-            &mut self.x,
-            hidden,
-        )?;
-        for (layer, weights) in model.layers.iter().enumerate() {
-            let gain = |kind| &weights.norm(kind).value;
-            let (keys, values) = (&mut self.keys[layer], &mut self.values[layer]);
-            let w = &mut self.w;
-            let mut linear = |kind: LinearKind, from: &O::Floats, to: &mut O::Floats, add| {
-                let (n, k) = kind.dims(c);
-                let mut g = Gemm::linear(batch, n, k);
-                g.accumulate = add;
-                Ok::<_, crate::Error>(ops.gemm(g, from, weights.linear(kind).load(ops, w)?, to)?)
-            };
-            let norm = (batch, hidden);
-            let inv = &mut self.inv;
-            ops.rms_norm(
-                &self.x,
-                gain(NormKind::Attention),
-                &mut self.h,
-                inv,
-                norm,
-                eps,
-            )?;
-            linear(LinearKind::Q, &self.h, &mut self.q, false)?;
-            let turns = &self.cos_sin;
-            ops.head_norm_rope(
-                &self.q,
-                gain(NormKind::Q),
-                turns,
-                &mut self.qh,
-                inv,
-                qs,
-                eps,
-            )?;
-            linear(LinearKind::K, &self.h, &mut self.k, false)?;
-            ops.head_norm_rope(&self.k, gain(NormKind::K), turns, keys, inv, ks, eps)?;
-            linear(LinearKind::V, &self.h, &mut self.k, false)?;
-            ops.rows_to_heads(&self.k, values, ks)?;
-            let one = OneShape {
-                batch,
-                heads: c.num_attention_heads,
-                kv_heads: c.num_key_value_heads,
-                dim: c.head_dim,
-                capacity: self.length,
-                seen: t + 1,
-            };
-            ops.attend_one(&self.qh, keys, values, &mut self.q, one)?;
-            linear(LinearKind::O, &self.q, &mut self.x, true)?;
-            ops.rms_norm(&self.x, gain(NormKind::Mlp), &mut self.h, inv, norm, eps)?;
-            linear(LinearKind::Gate, &self.h, &mut self.gate, false)?;
-            linear(LinearKind::Up, &self.h, &mut self.up, false)?;
-            ops.silu_mul(&self.gate, &self.up, &mut self.act, batch * inter)?;
-            linear(LinearKind::Down, &self.act, &mut self.x, true)?;
-        }
-        Ok(())
+        let (rows, hidden) = ((batch, self.length, t), self.config.hidden_size);
+        ops.embed(table, &self.ids, rows, &mut self.x, hidden)?;
+        let of = self;
+        let mut step = Step { ops, of, batch, t };
+        model.layers.iter().try_for_each(|l| l.run(&mut step))
     }
 
     fn head(&mut self, ops: &O, model: &Model<O>, batch: usize) -> Result<()> {
@@ -214,5 +140,85 @@ impl<O: GradOps> Sampler<O> {
         let product = Gemm::linear(batch, c.vocab_size, c.hidden_size);
         ops.gemm(product, &self.h, w, &mut self.logits)?;
         Ok(())
+    }
+}
+
+/// Token `t` of `batch` sequences.
+struct Step<'a, O: GradOps> {
+    ops: &'a O,
+    of: &'a mut Sampler<O>,
+    batch: usize,
+    t: usize,
+}
+
+impl<O: GradOps> Ops for Step<'_, O> {
+    type Linear = Vec<Matrix<O>>;
+    type Gains = Values<O>;
+    type Error = Error;
+
+    fn project(
+        &mut self,
+        _layer: usize,
+        norm: &Values<O>,
+        w: &Packed<Vec<Matrix<O>>>,
+        to: Projection,
+    ) -> Result<()> {
+        let (ops, s, batch) = (self.ops, &mut *self.of, self.batch);
+        let (c, h) = (&s.config, &mut s.h);
+        let (shape, eps) = ((batch, c.hidden_size), c.rms_norm_eps);
+        ops.rms_norm(&s.x, &norm.value, h, &mut s.inv, shape, eps)?;
+        match to {
+            Projection::Qkv => {
+                let to = &mut [&mut s.q, &mut s.k, &mut s.up];
+                Ok(multiply((ops, c), w, batch, (h, to), false, &mut s.w)?)
+            }
+            Projection::Gated => {
+                let to = &mut [&mut s.gate, &mut s.up];
+                multiply((ops, c), w, batch, (h, to), false, &mut s.w)?;
+                Ok(ops.silu_mul(&s.gate, &s.up, &mut s.act, batch * c.intermediate_size)?)
+            }
+        }
+    }
+
+    fn attend(
+        &mut self,
+        layer: usize,
+        attention: &Attention<Vec<Matrix<O>>, Values<O>>,
+    ) -> Result<()> {
+        let (ops, s, batch, t) = (self.ops, &mut *self.of, self.batch, self.t);
+        let (c, inv, turns) = (&s.config, &mut s.inv, &s.cos_sin);
+        let (keys, values) = (&mut s.keys[layer], &mut s.values[layer]);
+        let shape = |heads, capacity, at| HeadShape {
+            capacity,
+            at,
+            position: t,
+            ..HeadShape::whole(batch, 1, heads, c.head_dim)
+        };
+        let qs = shape(c.num_attention_heads, 1, 0);
+        let ks = shape(c.num_key_value_heads, s.length, t);
+        let (q_gain, k_gain) = (&attention.q_norm.value, &attention.k_norm.value);
+        let eps = c.rms_norm_eps;
+        ops.head_norm_rope(&s.q, q_gain, turns, &mut s.qh, inv, qs, eps)?;
+        ops.head_norm_rope(&s.k, k_gain, turns, keys, inv, ks, eps)?;
+        ops.rows_to_heads(&s.up, values, ks)?;
+        let one = OneShape {
+            batch,
+            heads: c.num_attention_heads,
+            kv_heads: c.num_key_value_heads,
+            dim: c.head_dim,
+            capacity: s.length,
+            seen: t + 1,
+        };
+        Ok(ops.attend_one(&s.qh, keys, values, &mut s.q, one)?)
+    }
+
+    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Vec<Matrix<O>>>) -> Result<()> {
+        let s = &mut *self.of;
+        let from = match operand {
+            Operand::Attended => &s.q,
+            Operand::Gated => &s.act,
+        };
+        let (device, to) = ((self.ops, &s.config), &mut [&mut s.x]);
+        Ok(multiply(device, w, self.batch, (from, to), true, &mut s.w)?)
     }
 }

@@ -5,16 +5,15 @@ use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::read_row;
 use half::f16;
-use nq_formats::models::{LinearKind, NormKind};
-use nq_formats::names::{EMBEDDING, HEAD, NORM};
+use nq_formats::models::Product;
+use nq_formats::names::{self, EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::{
     AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, ZeroPoints, pack,
 };
-use nq_kernels::grad::{Adam, GradOps, Rounding};
-use nq_runtime::LayerWeights;
-use nq_runtime::models;
+use nq_kernels::grad::{Adam, Allocate, GradOps, Rounding};
+use nq_runtime::full_precision::Load;
+use nq_runtime::{LayerWeights, forward, models};
 use rayon::prelude::*;
-use std::collections::BTreeMap;
 
 /// What kind of parameter a vector of values is: each kind has a learning rate of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +27,7 @@ pub enum Kind {
 }
 
 /// Values on the device, and what Adam keeps of them if they are tuned.
-pub struct Values<O: GradOps> {
+pub struct Values<O: Allocate> {
     /// Which parameter it is: `<weight name>.<part>`.
     pub name: String,
     /// What it is.
@@ -44,7 +43,7 @@ pub struct Values<O: GradOps> {
 }
 
 /// Gradient and Adam's moments.
-pub struct State<O: GradOps> {
+pub struct State<O: Allocate> {
     /// Summed since the last step.
     pub grad: O::Floats,
     /// Mean of gradients.
@@ -53,31 +52,51 @@ pub struct State<O: GradOps> {
     pub square: O::Floats,
 }
 
-impl<O: GradOps> Values<O> {
-    fn new(ops: &O, name: String, kind: Kind, values: &[f32], tuned: bool) -> Result<Self> {
-        let what = "parameters to be tuned";
-        let len = values.len();
-        let mut value = ops.floats(what, len)?;
-        ops.write(&mut value, values)?;
-        let state = match tuned {
-            true => Some(State {
-                grad: ops.floats(what, len)?,
-                mean: ops.floats(what, len)?,
-                square: ops.floats(what, len)?,
-            }),
-            false => None,
+impl<O: Allocate> AsRef<O::Floats> for Values<O> {
+    fn as_ref(&self) -> &O::Floats {
+        &self.value
+    }
+}
+
+impl<O: Allocate> Values<O> {
+    /// Room for `len` values, and what Adam keeps of them if they are tuned.
+    fn zeros(ops: &O, name: String, kind: Kind, len: usize, tuned: bool) -> Result<Self> {
+        let zeros = || ops.floats("parameters to be tuned", len);
+        let state = || -> Result<State<O>> {
+            Ok(State {
+                grad: zeros()?,
+                mean: zeros()?,
+                square: zeros()?,
+            })
         };
-        let sum: f64 = values.iter().map(|v| f64::from(v.abs())).sum();
         Ok(Values {
             name,
             kind,
             len,
-            value,
-            state,
-            magnitude: (sum / len.max(1) as f64) as f32,
+            value: zeros()?,
+            state: tuned.then(state).transpose()?,
+            magnitude: 0.0,
         })
     }
 
+    /// Gives them the values they start from.
+    fn start(&mut self, ops: &O, values: &[f32]) -> Result<()> {
+        ops.write(&mut self.value, values)?;
+        let sum: f64 = values.iter().map(|v| f64::from(v.abs())).sum();
+        self.magnitude = (sum / self.len.max(1) as f64) as f32;
+        Ok(())
+    }
+
+    /// Gains of a norm.
+    fn gains(ops: &O, name: String, gains: &Tensor, tuned: bool) -> Result<Self> {
+        let gains = gains.to_f32()?;
+        let mut values = Self::zeros(ops, name, Kind::Gain, gains.len(), tuned)?;
+        values.start(ops, &gains)?;
+        Ok(values)
+    }
+}
+
+impl<O: GradOps> Values<O> {
     /// One step of Adam, if it is tuned.
     ///
     /// # Errors
@@ -109,7 +128,7 @@ impl<O: GradOps> Values<O> {
 }
 
 /// A matrix on the device.
-pub enum Matrix<O: GradOps> {
+pub enum Matrix<O: Allocate> {
     /// As it is.
     Dense(O::Floats),
     /// Codes follow latent weights by straight-through rounding.
@@ -174,12 +193,54 @@ fn parts(w: &AffineWeight) -> Parts {
 /// source's: within the cell (half a step), so that the codes start as the method chose them.
 const LATENT_REACH: f32 = 0.45;
 
+/// Where latent weights start: in the cells that the method chose, towards `source`'s values.
+fn latent_values(name: &str, source: &Weight, p: &Parts, shape: Rounding) -> Result<Vec<f32>> {
+    let cols = shape.cols;
+    let mut latent = vec![0.0; shape.elements()];
+    let rows = latent.par_chunks_mut(cols).enumerate();
+    rows.try_for_each(|(r, out)| {
+        read_row(name, source, r, out)?;
+        for (c, out) in out.iter_mut().enumerate() {
+            let g = r * (cols / p.group) + c / p.group;
+            let value = p.scales[g] * (f32::from(p.codes[r * cols + c]) - p.zeros[g]);
+            let reach = LATENT_REACH * p.scales[g].abs();
+            *out = value + (*out - value).clamp(-reach, reach);
+        }
+        Ok::<_, crate::Error>(())
+    })?;
+    Ok(latent)
+}
+
+impl<O: Allocate> Matrix<O> {
+    /// Room for a weight that is tuned, its codes too if `codes`.
+    fn zeros(ops: &O, name: &str, shape: Rounding, codes: bool) -> Result<Self> {
+        let values =
+            |part: &str, kind, n| Values::zeros(ops, format!("{name}.{part}"), kind, n, true);
+        let scales = values("scales", Kind::Scale, shape.groups())?;
+        let zeros = ops.floats("zero-points", shape.groups())?;
+        Ok(match codes {
+            true => Matrix::Latent {
+                shape,
+                latent: values("latent", Kind::Latent, shape.elements())?,
+                scales,
+                zeros,
+            },
+            false => Matrix::Fixed {
+                shape,
+                codes: ops.codes("codes", shape.elements())?,
+                scales,
+                zeros,
+            },
+        })
+    }
+}
+
 impl<O: GradOps> Matrix<O> {
     /// The values of a weight, not tuned.
     ///
     /// # Errors
     /// A weight that is not finite; the device's.
-    pub fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
+    fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
         let row = |row: usize, values: &mut [f32]| read_row(name, weight, row, values);
         Ok(Matrix::Dense(ops.rows("weights", weight.dims(), row)?))
     }
@@ -210,37 +271,21 @@ impl<O: GradOps> Matrix<O> {
             group: p.group,
             max_code: w.scheme().bits.max_code(),
         };
-        let scales = Values::new(ops, format!("{name}.scales"), Kind::Scale, &p.scales, true)?;
-        let mut zeros = ops.floats("zero-points", p.zeros.len())?;
-        ops.write(&mut zeros, &p.zeros)?;
-        if !codes {
-            let codes = ops.codes("codes", &p.codes)?;
-            return Ok(Matrix::Fixed {
-                shape,
-                codes,
-                scales,
-                zeros,
-            });
-        }
-        let mut latent = vec![0.0; rows * cols];
-        let rows = latent.par_chunks_mut(cols).enumerate();
-        rows.try_for_each(|(r, out)| {
-            read_row(name, source, r, out)?;
-            for (c, out) in out.iter_mut().enumerate() {
-                let g = r * (cols / p.group) + c / p.group;
-                let value = p.scales[g] * (f32::from(p.codes[r * cols + c]) - p.zeros[g]);
-                let reach = LATENT_REACH * p.scales[g].abs();
-                *out = value + (*out - value).clamp(-reach, reach);
+        let mut matrix = Self::zeros(ops, name, shape, codes)?;
+        match &mut matrix {
+            Matrix::Dense(_) => {}
+            Matrix::Fixed { codes, .. } => ops.write_codes(codes, &p.codes)?,
+            Matrix::Latent { latent, .. } => {
+                latent.start(ops, &latent_values(name, source, &p, shape)?)?;
             }
-            Ok::<_, crate::Error>(())
-        })?;
-        let latent = Values::new(ops, format!("{name}.latent"), Kind::Latent, &latent, true)?;
-        Ok(Matrix::Latent {
-            shape,
-            latent,
-            scales,
-            zeros,
-        })
+        }
+        if let Matrix::Latent { scales, zeros, .. } | Matrix::Fixed { scales, zeros, .. } =
+            &mut matrix
+        {
+            scales.start(ops, &p.scales)?;
+            ops.write(zeros, &p.zeros)?;
+        }
+        Ok(matrix)
     }
 
     /// [`Matrix::student`] of `source`, or [`Matrix::dense`] where there is none.
@@ -255,29 +300,6 @@ impl<O: GradOps> Matrix<O> {
             None => Self::dense(ops, name, weight),
             Some(source) => Self::student(ops, name, weight, source, codes),
         }
-    }
-
-    /// The weight's values: its own, or computed to `scratch`.
-    ///
-    /// # Errors
-    /// The device's.
-    pub fn load<'a>(&'a self, ops: &O, scratch: &'a mut O::Floats) -> Result<&'a O::Floats> {
-        match self {
-            Matrix::Dense(w) => return Ok(w),
-            Matrix::Latent {
-                shape,
-                latent,
-                scales,
-                zeros,
-            } => ops.round(*shape, &latent.value, &scales.value, zeros, scratch)?,
-            Matrix::Fixed {
-                shape,
-                codes,
-                scales,
-                zeros,
-            } => ops.dequantize(*shape, codes, &scales.value, zeros, scratch)?,
-        }
-        Ok(scratch)
     }
 
     /// True if there is anything to tune.
@@ -341,72 +363,53 @@ impl<O: GradOps> Matrix<O> {
     }
 }
 
-/// One layer.
-pub struct Layer<O: GradOps> {
-    /// Weights of its Linears.
-    pub linears: BTreeMap<LinearKind, Matrix<O>>,
-    /// Gains of its norms.
-    pub norms: BTreeMap<NormKind, Values<O>>,
+impl<O: GradOps> Load<O> for Matrix<O> {
+    fn load<'a>(
+        &'a self,
+        ops: &O,
+        scratch: &'a mut O::Floats,
+    ) -> nq_kernels::Result<&'a O::Floats> {
+        match self {
+            Matrix::Dense(w) => return Ok(w),
+            Matrix::Latent {
+                shape,
+                latent,
+                scales,
+                zeros,
+            } => ops.round(*shape, &latent.value, &scales.value, zeros, scratch)?,
+            Matrix::Fixed {
+                shape,
+                codes,
+                scales,
+                zeros,
+            } => ops.dequantize(*shape, codes, &scales.value, zeros, scratch)?,
+        }
+        Ok(scratch)
+    }
 }
 
-impl<O: GradOps> Layer<O> {
-    /// Layer `index` with the values of its weights, to be run and not tuned.
-    ///
-    /// # Errors
-    /// A weight that is not finite; the device's.
-    pub fn dense(ops: &O, index: usize, w: &LayerWeights) -> Result<Self> {
-        Self::build(ops, index, w, None, false)
-    }
+/// One layer.
+pub type Layer<O> = forward::Layer<Vec<Matrix<O>>, Values<O>>;
 
-    fn build(
-        ops: &O,
-        layer: usize,
-        w: &LayerWeights,
-        source: Option<&LayerWeights>,
-        codes: bool,
-    ) -> Result<Self> {
-        let linears = w.linears.iter().map(|(&kind, weight)| {
-            let name = w.spec.linear(kind).name(layer);
-            let source = source.map(|s| s.linear(kind));
-            Ok((kind, Matrix::build(ops, &name, weight, source, codes)?))
+/// Layer `index`: to be tuned, and its codes too if `codes`, where there is a `source`.
+fn layer<O: GradOps>(
+    ops: &O,
+    index: usize,
+    w: &LayerWeights,
+    source: Option<&LayerWeights>,
+    codes: bool,
+) -> Result<Layer<O>> {
+    let product = |product: &Product| {
+        let matrix = product.linears.iter().map(|linear| {
+            let source = source.map(|s| s.linear(linear.kind));
+            let weight = w.linear(linear.kind);
+            Matrix::build(ops, &linear.name(index), weight, source, codes)
         });
-        let norms = w.norms.iter().map(|(&kind, gains)| {
-            let name = w.spec.norm(kind).name(layer);
-            let gains = gains.to_f32()?;
-            let values = Values::new(ops, name, Kind::Gain, &gains, source.is_some())?;
-            Ok((kind, values))
-        });
-        Ok(Layer {
-            linears: linears.collect::<Result<_>>()?,
-            norms: norms.collect::<Result<_>>()?,
-        })
-    }
-
-    /// One Linear.
-    pub fn linear(&self, kind: LinearKind) -> &Matrix<O> {
-        &self.linears[&kind]
-    }
-
-    /// One Linear, to be changed.
-    ///
-    /// # Panics
-    /// If the layer has no such Linear.
-    pub fn linear_mut(&mut self, kind: LinearKind) -> &mut Matrix<O> {
-        (self.linears.get_mut(&kind)).unwrap_or_else(|| panic!("a layer without {kind}"))
-    }
-
-    /// One norm.
-    pub fn norm(&self, kind: NormKind) -> &Values<O> {
-        &self.norms[&kind]
-    }
-
-    /// One norm, to be changed.
-    ///
-    /// # Panics
-    /// If the layer has no such norm.
-    pub fn norm_mut(&mut self, kind: NormKind) -> &mut Values<O> {
-        (self.norms.get_mut(&kind)).unwrap_or_else(|| panic!("a layer without {kind:?}"))
-    }
+        matrix.collect::<Result<_>>()
+    };
+    forward::Layer::new(index, w.spec, product, |norm| {
+        Values::gains(ops, norm.name(index), w.norm(norm.kind), source.is_some())
+    })
 }
 
 /// Canonical weights of a whole model, as they are read and written.
@@ -440,6 +443,39 @@ impl Canonical {
             },
         })
     }
+}
+
+/// Room for the parameters of a teacher and of a student of this shape, quantized in groups of `group`.
+///
+/// # Errors
+/// If the device has not enough memory.
+pub fn both_models<O: Allocate>(
+    ops: &O,
+    c: &ModelConfig,
+    group: usize,
+    codes: bool,
+) -> Result<(Vec<Matrix<O>>, Vec<Values<O>>)> {
+    let (mut matrices, mut norms) = (Vec::new(), Vec::new());
+    for (name, shape) in names::parameters(c) {
+        match shape {
+            Shape::Vector(n) => {
+                for tuned in [false, true] {
+                    norms.push(Values::zeros(ops, name.clone(), Kind::Gain, n, tuned)?);
+                }
+            }
+            Shape::Matrix(rows, cols) => {
+                let shape = Rounding {
+                    rows,
+                    cols,
+                    group: group.clamp(1, cols),
+                    max_code: u8::MAX,
+                };
+                matrices.push(Matrix::Dense(ops.floats("weights", rows * cols)?));
+                matrices.push(Matrix::zeros(ops, &name, shape, codes)?);
+            }
+        }
+    }
+    Ok((matrices, norms))
 }
 
 /// A model on a device.
@@ -487,13 +523,10 @@ impl<O: GradOps> Model<O> {
         source: Option<&Canonical>,
         codes: bool,
     ) -> Result<Self> {
-        let tuned = source.is_some();
         let matrix = |name: &str, w: &Weight, source| Matrix::build(ops, name, w, source, codes);
-        let gain =
-            |name: String, t: &Tensor| Values::new(ops, name, Kind::Gain, &t.to_f32()?, tuned);
         let layers = w.layers.iter().enumerate().map(|(index, w)| {
             let source = source.map(|s| &s.layers[index]);
-            Layer::build(ops, index, w, source, codes)
+            layer(ops, index, w, source, codes)
         });
         let layers = layers.collect::<Result<_>>()?;
         let head = match &w.head {
@@ -508,7 +541,7 @@ impl<O: GradOps> Model<O> {
             embedding: matrix(EMBEDDING, &w.embedding, source.map(|s| &s.embedding))?,
             head,
             layers,
-            final_norm: gain(NORM.into(), &w.final_norm)?,
+            final_norm: Values::gains(ops, NORM.into(), &w.final_norm, source.is_some())?,
         })
     }
 
@@ -527,8 +560,8 @@ impl<O: GradOps> Model<O> {
         let mut all = self.embedding.values();
         all.extend(self.head.iter().flat_map(Matrix::values));
         for layer in &self.layers {
-            all.extend(layer.linears.values().flat_map(Matrix::values));
-            all.extend(layer.norms.values());
+            all.extend(layer.linears().flatten().flat_map(Matrix::values));
+            all.extend(layer.norms());
         }
         all.push(&self.final_norm);
         all.retain(|v| v.state.is_some());
@@ -540,8 +573,9 @@ impl<O: GradOps> Model<O> {
         let mut all = self.embedding.values_mut();
         all.extend(self.head.iter_mut().flat_map(Matrix::values_mut));
         for layer in &mut self.layers {
-            all.extend(layer.linears.values_mut().flat_map(Matrix::values_mut));
-            all.extend(layer.norms.values_mut());
+            let (linears, norms) = layer.parts_mut();
+            all.extend(linears.flatten().flat_map(Matrix::values_mut));
+            all.extend(norms);
         }
         all.push(&mut self.final_norm);
         all.retain(|v| v.state.is_some());

@@ -1,4 +1,4 @@
-//! Tuning of a quantized model against the logits of the model it came from.
+//! Training: tuning of a quantized model against the logits of the model it came from.
 //!
 //! The codes that a method leaves are the best it can do layer by layer. Here the whole
 //! quantized model is trained, as a student, to give the unquantized one's logits: scales and
@@ -6,8 +6,10 @@
 //! through (Bengio et al., arXiv 1308.3432). The text is the teacher's own, sampled anew for
 //! every step, so that there is nothing to learn by heart; text that no step sees decides which
 //! state is kept. The file's format does not change.
+//!
+//! The forward of a layer is the runtime's ([`nq_runtime::full_precision`]), whose tape the backward
+//! in [`graph`] goes by; operations of its own are here for that and for sampling ([`sample`]).
 
-pub mod forward;
 pub mod graph;
 pub mod params;
 pub mod plan;
@@ -16,7 +18,7 @@ pub mod sample;
 pub mod strays;
 #[cfg(test)]
 mod tests;
-pub mod train;
+pub mod trainer;
 
 pub use plan::{Effort, TuneOptions};
 pub use record::Tuning;

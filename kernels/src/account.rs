@@ -1,0 +1,130 @@
+//! An account of memory: what is held, and the most that was at once.
+//!
+//! What allocates takes from an account and gives back to it when it is dropped, and so does a plan:
+//! it goes through the same steps on an account of its own, where nothing is allocated. What
+//! constructors take of a GPU is found by running them on [`Gpu::dry`](crate::cuda::Gpu::dry), and
+//! of a device of [`grad`](crate::grad) by running them on an account itself, which is a device that
+//! only counts. Stages that do not overlap need no formula of their own: the greediest makes the peak.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
+
+/// Pages that a GPU's driver hands out.
+const GPU_PAGE: usize = 2 << 20;
+
+/// Bytes held, now and at most. Clones are the same account.
+#[derive(Clone, Debug, Default)]
+pub struct Account(Arc<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    page: Option<usize>,
+    held: AtomicUsize,
+    most: AtomicUsize,
+}
+
+impl Account {
+    /// Of the host's memory. Nothing is held yet.
+    pub fn host() -> Self {
+        Self::default()
+    }
+
+    /// Of a GPU's memory, which is handed out in pages of 2 MiB: an allocation takes whole ones, or a
+    /// part of one that others share. Nothing is held yet.
+    pub fn gpu() -> Self {
+        Account(Arc::new(Counts {
+            page: Some(GPU_PAGE),
+            ..Counts::default()
+        }))
+    }
+
+    /// What this process has allocated of GPUs' memory, all devices together, without what the
+    /// driver takes for itself.
+    pub fn of_all_gpus() -> &'static Self {
+        static ALL: LazyLock<Account> = LazyLock::new(Account::gpu);
+        &ALL
+    }
+
+    /// An allocation of `bytes`, until it is dropped.
+    pub fn hold(&self, bytes: usize) -> Held {
+        let taken = match self.0.page {
+            Some(page) if bytes >= page => bytes.next_multiple_of(page),
+            _ => bytes,
+        };
+        let held = self.0.held.fetch_add(taken, Ordering::Relaxed) + taken;
+        self.0.most.fetch_max(held, Ordering::Relaxed);
+        Held {
+            of: self.clone(),
+            taken,
+        }
+    }
+
+    /// Bytes held now.
+    pub fn held(&self) -> usize {
+        self.0.held.load(Ordering::Relaxed)
+    }
+
+    /// Bytes held at most since [`Account::begin`], or ever.
+    pub fn peak(&self) -> usize {
+        self.0.most.load(Ordering::Relaxed)
+    }
+
+    /// Forgets the peak: it begins with what is held now.
+    pub fn begin(&self) {
+        self.0.most.store(self.held(), Ordering::Relaxed);
+    }
+}
+
+/// A part of what an [`Account`] holds.
+#[derive(Debug)]
+#[must_use = "what is dropped is no longer held"]
+pub struct Held {
+    of: Account,
+    taken: usize,
+}
+
+impl Held {
+    /// Bytes taken: whole pages where memory is handed out in these.
+    pub fn bytes(&self) -> usize {
+        self.taken
+    }
+
+    /// Another allocation of `bytes`, held as long.
+    pub fn add(&mut self, bytes: usize) {
+        let mut more = self.of.hold(bytes);
+        self.taken += std::mem::take(&mut more.taken);
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.of.0.held.fetch_sub(self.taken, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Account, GPU_PAGE};
+
+    #[test]
+    fn the_peak_is_that_of_the_greediest_stage() {
+        let account = Account::host();
+        let mut kept = account.hold(100);
+        kept.add(20);
+        drop(account.hold(50));
+        drop((account.hold(30), account.hold(40)));
+        assert_eq!((account.held(), account.peak()), (120, 190));
+        account.begin();
+        assert_eq!(account.clone().peak(), 120);
+        drop(kept);
+        assert_eq!((account.held(), account.peak()), (0, 120));
+    }
+
+    #[test]
+    fn large_allocations_of_a_gpu_take_whole_pages() {
+        let taken = |bytes| Account::gpu().hold(bytes).bytes();
+        assert_eq!(taken(100), 100);
+        assert_eq!(taken(GPU_PAGE), GPU_PAGE);
+        assert_eq!(taken(GPU_PAGE + 1), 2 * GPU_PAGE);
+    }
+}

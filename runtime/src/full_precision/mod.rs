@@ -1,0 +1,364 @@
+//! The operations of a layer in f32 over whole sequences, on any device of `kernels::grad`: for the
+//! layer stepper of a GPU, and for training, which needs what they leave behind.
+//!
+//! Heads are laid out `[sequence, kv head, query head of its group, token, dim]`, so that the
+//! queries that share a key head are one matrix, and attention is a batch of plain products.
+
+mod stepper;
+
+pub use stepper::{hold_head, hold_layer, hold_work, stepper};
+
+use crate::error::{Error, Result};
+use crate::forward::{Attention, Layer, Operand, Ops, Packed, Projection};
+use crate::rope::Rotary;
+use nq_formats::ModelConfig;
+use nq_formats::models::Product;
+use nq_kernels::grad::{Allocate, Gemm, HeadShape, LayerOps};
+use std::marker::PhantomData;
+
+/// A weight on a device: values, or what they are computed from.
+pub trait Load<O: LayerOps> {
+    /// Its values `[out, in]`: its own, or computed to `scratch`.
+    ///
+    /// # Errors
+    /// The device's.
+    fn load<'a>(&'a self, ops: &O, scratch: &'a mut O::Floats)
+    -> nq_kernels::Result<&'a O::Floats>;
+}
+
+/// What the forward of a layer leaves for the backward.
+pub struct Tape<O: Allocate> {
+    /// `[rows]`, of the norm before attention.
+    pub inv1: O::Floats,
+    /// `[rows]`, of the norm before the MLP.
+    pub inv2: O::Floats,
+    /// `[rows, q_dim]`, before norm and rotation.
+    pub q: O::Floats,
+    /// `[rows, kv_dim]`, the same of keys.
+    pub k: O::Floats,
+    /// `[rows, heads]`
+    pub inv_q: O::Floats,
+    /// `[rows, kv_heads]`
+    pub inv_k: O::Floats,
+    /// `[batch, heads, seq, dim]`
+    pub qh: O::Floats,
+    /// `[batch, kv_heads, seq, dim]`
+    pub kh: O::Floats,
+    /// `[batch, kv_heads, seq, dim]`
+    pub vh: O::Floats,
+    /// `[rows, q_dim]`, what `o_proj` sees.
+    pub o: O::Floats,
+    /// `[rows, hidden]`, after attention.
+    pub mid: O::Floats,
+    /// `[rows, intermediate]`
+    pub gate: O::Floats,
+    /// `[rows, intermediate]`
+    pub up: O::Floats,
+}
+
+impl<O: Allocate> Tape<O> {
+    /// Room for `rows` tokens.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn new(ops: &O, c: &ModelConfig, rows: usize) -> Result<Self> {
+        let floats = |width: usize| ops.floats("activations of a layer", rows * width);
+        let (q, kv) = (c.q_dim(), c.kv_dim());
+        Ok(Tape {
+            inv1: floats(1)?,
+            inv2: floats(1)?,
+            q: floats(q)?,
+            k: floats(kv)?,
+            inv_q: floats(c.num_attention_heads)?,
+            inv_k: floats(c.num_key_value_heads)?,
+            qh: floats(q)?,
+            kh: floats(kv)?,
+            vh: floats(kv)?,
+            o: floats(q)?,
+            mid: floats(c.hidden_size)?,
+            gate: floats(c.intermediate_size)?,
+            up: floats(c.intermediate_size)?,
+        })
+    }
+}
+
+/// Memory that a layer's forward uses and the next one's uses again.
+pub struct Workspace<O: Allocate> {
+    config: ModelConfig,
+    /// `[seq, dim / 2]` pairs
+    pub cos_sin: O::Floats,
+    /// `[rows, hidden]`: a norm's output.
+    pub h: O::Floats,
+    /// `[rows, max(intermediate, q_dim)]`
+    pub wide: O::Floats,
+    /// `[rows, q_dim]`
+    pub heads: O::Floats,
+    /// `[rows, kv_dim]`
+    pub kv: O::Floats,
+    /// `[batch, heads, seq, seq]`
+    pub p: O::Floats,
+    /// The largest weight that is computed.
+    pub w: O::Floats,
+}
+
+impl<O: Allocate> Workspace<O> {
+    /// Room for `batch` sequences of `seq` tokens (or more and shorter ones of as many tokens)
+    /// and for weights of `largest` values that are computed.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn new(
+        ops: &O,
+        config: &ModelConfig,
+        (batch, seq): (usize, usize),
+        largest: usize,
+    ) -> Result<Self> {
+        let c = config;
+        let rows = batch * seq;
+        let floats = |n: usize| ops.floats("activations of a layer", n);
+        let rotations = Rotary::new(c).pairs(seq);
+        let mut cos_sin = floats(rotations.len())?;
+        ops.write(&mut cos_sin, &rotations)?;
+        Ok(Workspace {
+            config: c.clone(),
+            cos_sin,
+            h: floats(rows * c.hidden_size)?,
+            wide: floats(rows * c.intermediate_size.max(c.q_dim()))?,
+            heads: floats(rows * c.q_dim())?,
+            kv: floats(rows * c.kv_dim())?,
+            p: floats(batch * c.num_attention_heads * seq * seq)?,
+            w: floats(largest)?,
+        })
+    }
+}
+
+/// A layer's forward over `batch` sequences of `seq` tokens, whose weights are `M` by Linear and
+/// whose gains are `G`.
+pub struct Pass<'a, O: LayerOps, M, G> {
+    ops: &'a O,
+    work: &'a mut Workspace<O>,
+    tape: &'a mut Tape<O>,
+    batch: usize,
+    seq: usize,
+    x: &'a O::Floats,       // [rows, hidden]
+    out: &'a mut O::Floats, // [rows, hidden]
+    shown: &'a mut Shown<'a, O>,
+    of: PhantomData<fn(&M, &G)>,
+}
+
+/// Sees the input `[rows, in]` of a product.
+pub type Shown<'a, O> = dyn FnMut(&Product, &<O as Allocate>::Floats) -> Result<()> + 'a;
+
+impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
+    /// From the residual stream `x` to `out`, over `(batch, seq)` sequences and tokens of each.
+    /// Leaves on `tape` what a backward needs.
+    pub fn new(
+        ops: &'a O,
+        (work, tape): (&'a mut Workspace<O>, &'a mut Tape<O>),
+        (batch, seq): (usize, usize),
+        (x, out): (&'a O::Floats, &'a mut O::Floats),
+        shown: &'a mut Shown<'a, O>,
+    ) -> Self {
+        Pass {
+            ops,
+            work,
+            tape,
+            batch,
+            seq,
+            x,
+            out,
+            shown,
+            of: PhantomData,
+        }
+    }
+
+    /// Runs a layer.
+    ///
+    /// # Errors
+    /// The device's, and those of what sees the inputs.
+    pub fn run(&mut self, layer: &Layer<Vec<M>, G>) -> Result<()> {
+        layer.run(self)
+    }
+
+    fn rows(&self) -> usize {
+        self.batch * self.seq
+    }
+}
+
+/// Products of `from` with the weights of `w`, each to one of `to`; `add`: to what is there.
+///
+/// # Errors
+/// The device's.
+pub fn multiply<O: LayerOps, M: Load<O>>(
+    (ops, c): (&O, &ModelConfig),
+    w: &Packed<Vec<M>>,
+    rows: usize,
+    (from, to): (&O::Floats, &mut [&mut O::Floats]),
+    add: bool,
+    scratch: &mut O::Floats,
+) -> Result<()> {
+    for ((linear, weight), to) in w.spec.linears.iter().zip(&w.linear).zip(to) {
+        let (n, k) = linear.dims(c);
+        let product = Gemm {
+            accumulate: add,
+            ..Gemm::linear(rows, n, k)
+        };
+        ops.gemm(product, from, weight.load(ops, scratch)?, to)?;
+    }
+    Ok(())
+}
+
+impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
+    type Linear = Vec<M>;
+    type Gains = G;
+    type Error = Error;
+
+    fn project(
+        &mut self,
+        _layer: usize,
+        norm: &G,
+        w: &Packed<Vec<M>>,
+        to: Projection,
+    ) -> Result<()> {
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let (c, scratch) = (&work.config, &mut work.w);
+        let (x, inv) = match to {
+            Projection::Qkv => (self.x, &mut tape.inv1),
+            Projection::Gated => (&tape.mid, &mut tape.inv2),
+        };
+        let shape = (rows, c.hidden_size);
+        ops.rms_norm(x, norm.as_ref(), &mut work.h, inv, shape, c.rms_norm_eps)?;
+        (self.shown)(w.spec, &work.h)?;
+        match to {
+            Projection::Qkv => {
+                let to = &mut [&mut tape.q, &mut tape.k, &mut work.kv];
+                multiply((ops, c), w, rows, (&work.h, to), false, scratch)
+            }
+            Projection::Gated => {
+                let to = &mut [&mut tape.gate, &mut tape.up];
+                multiply((ops, c), w, rows, (&work.h, to), false, scratch)?;
+                let values = rows * c.intermediate_size;
+                Ok(ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, values)?)
+            }
+        }
+    }
+
+    fn attend(&mut self, _layer: usize, attention: &Attention<Vec<M>, G>) -> Result<()> {
+        let (ops, batch, seq) = (self.ops, self.batch, self.seq);
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let c = &work.config;
+        let shape = |heads| HeadShape::whole(batch, seq, heads, c.head_dim);
+        let (qs, ks) = (shape(c.num_attention_heads), shape(c.num_key_value_heads));
+        let turn = |x: &_, gain: &G, y: &mut _, inv: &mut _, shape| {
+            ops.head_norm_rope(
+                x,
+                gain.as_ref(),
+                &work.cos_sin,
+                y,
+                inv,
+                shape,
+                c.rms_norm_eps,
+            )
+        };
+        turn(
+            &tape.q,
+            &attention.q_norm,
+            &mut tape.qh,
+            &mut tape.inv_q,
+            qs,
+        )?;
+        turn(
+            &tape.k,
+            &attention.k_norm,
+            &mut tape.kh,
+            &mut tape.inv_k,
+            ks,
+        )?;
+        ops.rows_to_heads(&work.kv, &mut tape.vh, ks)?;
+        let values = AttentionProducts::of(c, batch, seq).values;
+        attention_weights(ops, c, (batch, seq), tape, &mut work.p)?;
+        ops.gemm(values, &work.p, &tape.vh, &mut work.heads)?;
+        Ok(ops.heads_to_rows(&work.heads, &mut tape.o, qs)?)
+    }
+
+    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Vec<M>>) -> Result<()> {
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let (before, from, to) = match operand {
+            Operand::Attended => (self.x, &tape.o, &mut tape.mid),
+            Operand::Gated => (&tape.mid, &work.wide, &mut *self.out),
+        };
+        let (c, scratch) = (&work.config, &mut work.w);
+        (self.shown)(w.spec, from)?;
+        ops.copy((before, 0), (&mut *to, 0), rows * c.hidden_size)?;
+        multiply((ops, c), w, rows, (from, &mut [to]), true, scratch)
+    }
+}
+
+/// The products of attention over all key heads of a batch: queries `[group * seq, dim]`
+/// against keys and values `[seq, dim]`.
+pub struct AttentionProducts {
+    /// Scores from queries and keys.
+    pub scores: Gemm,
+    /// Outputs from weights and values.
+    pub values: Gemm,
+    /// The gradient at the values.
+    pub values_grad: Gemm,
+    /// At the weights.
+    pub weights_grad: Gemm,
+    /// At the queries.
+    pub queries_grad: Gemm,
+    /// At the keys.
+    pub keys_grad: Gemm,
+}
+
+impl AttentionProducts {
+    /// Over `batch` sequences of `seq` tokens.
+    pub fn of(c: &ModelConfig, batch: usize, seq: usize) -> Self {
+        let (m, dim) = (
+            c.num_attention_heads / c.num_key_value_heads * seq,
+            c.head_dim,
+        );
+        let scale = 1.0 / (dim as f32).sqrt();
+        let product = |(m, n, k), ta, tb, alpha| Gemm {
+            m,
+            n,
+            k,
+            batch: batch * c.num_key_value_heads,
+            ta,
+            tb,
+            alpha,
+            accumulate: false,
+        };
+        AttentionProducts {
+            scores: product((m, seq, dim), false, true, scale),
+            values: product((m, dim, seq), false, false, 1.0),
+            values_grad: product((seq, dim, m), true, false, 1.0),
+            weights_grad: product((m, seq, dim), false, true, 1.0),
+            queries_grad: product((m, dim, seq), false, false, scale),
+            keys_grad: product((seq, dim, m), true, false, scale),
+        }
+    }
+}
+
+/// Softmax of the scores of all queries on `tape` against the keys before them, in `p`.
+///
+/// # Errors
+/// The device's.
+pub fn attention_weights<O: LayerOps>(
+    ops: &O,
+    c: &ModelConfig,
+    (batch, seq): (usize, usize),
+    tape: &Tape<O>,
+    p: &mut O::Floats,
+) -> Result<()> {
+    ops.gemm(
+        AttentionProducts::of(c, batch, seq).scores,
+        &tape.qh,
+        &tape.kh,
+        p,
+    )?;
+    let rows = batch * seq * c.num_attention_heads;
+    Ok(ops.causal_softmax(p, rows, seq)?)
+}

@@ -1,0 +1,480 @@
+//! The layer stepper in f32: the residual stream stays on the host, and a piece of it at a time
+//! goes through a layer. Second moments of what Linears see are summed on the device and stay there.
+
+use super::{Load, Pass, Tape, Workspace};
+use crate::engine::{Hidden, Observer, all_finite};
+use crate::error::{Error, Result};
+use crate::forward;
+use crate::models::LayerWeights;
+use crate::stepper::{Cut, Head, LayerDevice, LayerStepper, Piece, Stepper};
+use nq_formats::models::{NormSpec, Product};
+use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_kernels::Account;
+use nq_kernels::grad::{Allocate, Gemm, LayerOps};
+use nq_kernels::second_order::Moments;
+use std::sync::Arc;
+
+/// Room on an account for pieces of `rows` rows of sequences of `seq` tokens, beside layers and what is
+/// summed.
+///
+/// # Errors
+/// None that an account could give.
+pub fn hold_work(
+    account: &Account,
+    c: &ModelConfig,
+    rows: usize,
+    seq: usize,
+) -> Result<impl Sized> {
+    Room::new(account, c, rows, seq)
+}
+
+/// Room on an account for a layer.
+///
+/// # Errors
+/// None that an account could give.
+pub fn hold_layer(account: &Account, c: &ModelConfig) -> Result<impl Sized> {
+    let dense = |n: usize| Ok::<_, Error>(Dense::<Account>(account.floats("weights", n)?));
+    let product = |p: &Product| p.linears.iter().map(|l| dense(l.elements(c))).collect();
+    let layer: Layer<Account> = Layer::new(0, c.layer(), product, |n| dense(n.len.of(c)))?;
+    Ok(layer)
+}
+
+/// Room on an account for the head, and for `rows` rows at it.
+///
+/// # Errors
+/// None that an account could give.
+pub fn hold_head(account: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
+    let weight = account.floats("head", c.vocab_size * c.hidden_size)?;
+    let gains = account.floats("norm", c.hidden_size)?;
+    let room = HeadRoom::new(account, (c.vocab_size, c.hidden_size), rows)?;
+    Ok((weight, gains, room))
+}
+
+/// The layer stepper on the device of `ops`, which passes up to `rows` rows through a layer at once,
+/// a sequence at least.
+pub fn stepper<O>(ops: O, config: &ModelConfig, rows: usize) -> Box<dyn LayerStepper>
+where
+    O: LayerOps + Send + Sync + 'static,
+    O::Floats: Send,
+{
+    Box::new(Stepper(FullPrecision::new(ops, config, rows)))
+}
+
+/// A device of `kernels::grad` that layers step on.
+struct FullPrecision<O: LayerOps> {
+    ops: Arc<O>,
+    config: ModelConfig,
+    rows: usize,
+    room: Option<Room<O>>,
+}
+
+/// Memory of a piece: up to `rows` rows of sequences of up to `seq` tokens.
+struct Room<O: Allocate> {
+    rows: usize,
+    seq: usize,
+    work: Workspace<O>,
+    tape: Tape<O>,
+    x: O::Floats,   // [rows, hidden]
+    out: O::Floats, // [rows, hidden]
+}
+
+impl<O: Allocate> Room<O> {
+    fn new(ops: &O, c: &ModelConfig, rows: usize, seq: usize) -> Result<Self> {
+        // Of shorter sequences there are more, whose scores take less.
+        let batch = rows.div_ceil(seq.max(1));
+        let rows = batch * seq;
+        let stream = || ops.floats("residual stream", rows * c.hidden_size);
+        Ok(Room {
+            rows,
+            seq,
+            work: Workspace::new(ops, c, (batch, seq), 0)?,
+            tape: Tape::new(ops, c, rows)?,
+            x: stream()?,
+            out: stream()?,
+        })
+    }
+}
+
+/// Values on the device.
+struct Dense<O: Allocate>(O::Floats);
+
+impl<O: LayerOps> Load<O> for Dense<O> {
+    fn load<'a>(&'a self, _: &O, _: &'a mut O::Floats) -> nq_kernels::Result<&'a O::Floats> {
+        Ok(&self.0)
+    }
+}
+
+impl<O: LayerOps> AsRef<O::Floats> for Dense<O> {
+    fn as_ref(&self) -> &O::Floats {
+        &self.0
+    }
+}
+
+impl<O: LayerOps> Dense<O> {
+    fn matrix(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
+        let row = |row: usize, values: &mut [f32]| {
+            weight.dequantize_row(row, values)?;
+            match all_finite(values) {
+                true => Ok(()),
+                false => Err(Error::Request {
+                    what: "weights",
+                    expected: format!("finite numbers in {name}"),
+                    found: format!("NaN or infinity in row {row}"),
+                }),
+            }
+        };
+        Ok(Dense(ops.rows("weights", weight.dims(), row)?))
+    }
+
+    fn gains(ops: &O, gains: &Tensor) -> Result<Self> {
+        let gains = gains.to_f32()?;
+        let mut to = ops.floats("norm", gains.len())?;
+        ops.write(&mut to, &gains)?;
+        Ok(Dense(to))
+    }
+}
+
+type Layer<O> = forward::Layer<Vec<Dense<O>>, Dense<O>>;
+
+fn pack<O: LayerOps>(ops: &O, index: usize, weights: &LayerWeights) -> Result<Layer<O>> {
+    let product = |product: &Product| {
+        let linears = product.linears.iter();
+        let matrix = linears.map(|l| Dense::matrix(ops, &l.name(index), weights.linear(l.kind)));
+        matrix.collect()
+    };
+    let norm = |norm: &NormSpec| Dense::gains(ops, weights.norm(norm.kind));
+    Layer::new(index, weights.spec, product, norm)
+}
+
+impl<O: LayerOps> FullPrecision<O> {
+    fn new(ops: O, config: &ModelConfig, rows: usize) -> Self {
+        FullPrecision {
+            ops: Arc::new(ops),
+            config: config.clone(),
+            rows,
+            room: None,
+        }
+    }
+
+    /// Runs the layer over the rows of `piece`, `x`, to `room.out`.
+    fn pass(
+        &mut self,
+        layer: &Layer<O>,
+        piece: &Piece,
+        x: &[f32],
+        shown: &mut dyn FnMut(&Product, &O::Floats) -> Result<()>,
+    ) -> Result<&O::Floats> {
+        let ops = self.ops.as_ref();
+        let room = (self.room.as_mut()).expect("room was made for every piece");
+        ops.write(&mut room.x, x)?;
+        let shape = (piece.chunks.len(), piece.chunks[0].1);
+        let work = (&mut room.work, &mut room.tape);
+        Pass::new(ops, work, shape, (&room.x, &mut room.out), shown).run(layer)?;
+        Ok(&room.out)
+    }
+
+    /// The second moments of what each of the layer's products sees, `[in, in]`, on the device.
+    fn sums(
+        &mut self,
+        (index, weights): (usize, &LayerWeights),
+        hidden: &Hidden,
+        pieces: &[Piece],
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Vec<O::Floats>> {
+        let (ops, c) = (Arc::clone(&self.ops), self.config.clone());
+        let products = c.layer().products();
+        let zeros = |p: &&Product| {
+            let n = p.inputs(&c);
+            Ok(ops.floats("moments of a layer's inputs", n * n)?)
+        };
+        let mut sums = products.iter().map(zeros).collect::<Result<Vec<_>>>()?;
+        let share = 1.0 / hidden.lengths.iter().sum::<usize>().max(1) as f32;
+        let layer = pack(ops.as_ref(), index, weights)?;
+        for piece in pieces {
+            let rows = piece.rows();
+            let x = &hidden.data[piece.values(c.hidden_size)];
+            self.pass(&layer, piece, x, &mut |product, x| {
+                let n = product.inputs(&c);
+                let square = Gemm {
+                    alpha: share,
+                    ..Gemm::weight_grad(rows, n, n).add()
+                };
+                let place = products.iter().position(|&p| p == product);
+                let sum = place.and_then(|place| sums.get_mut(place));
+                sum.map_or(Ok(()), |sum| Ok(ops.gemm(square, x, x, sum)?))
+            })?;
+            done(rows);
+        }
+        Ok(sums)
+    }
+}
+
+impl<O: LayerOps + Send + Sync + 'static> LayerDevice for FullPrecision<O>
+where
+    O::Floats: Send,
+{
+    type Layer = Layer<O>;
+
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn name(&self) -> String {
+        self.ops.device()
+    }
+
+    fn cut(&self) -> Cut {
+        Cut {
+            rows: self.rows,
+            alike: true,
+        }
+    }
+
+    fn reserve(&mut self, pieces: &[Piece]) -> Result<()> {
+        let rows = pieces.iter().map(Piece::rows).max().unwrap_or(0);
+        let seq = pieces.iter().map(|p| p.chunks[0].1).max().unwrap_or(0);
+        if (self.room.as_ref()).is_some_and(|w| w.rows >= rows && w.seq >= seq) {
+            return Ok(());
+        }
+        self.room = None;
+        self.room = Some(Room::new(self.ops.as_ref(), &self.config, rows, seq)?);
+        Ok(())
+    }
+
+    fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Layer<O>> {
+        pack(self.ops.as_ref(), index, weights)
+    }
+
+    fn run(
+        &mut self,
+        layer: &Layer<O>,
+        piece: &Piece,
+        x: &mut [f32],
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let (ops, c) = (Arc::clone(&self.ops), self.config.clone());
+        let wants = observer.wants_inputs();
+        let out = self.pass(layer, piece, x, &mut |product, floats| {
+            if wants {
+                let mut seen = vec![0.0; piece.rows() * product.inputs(&c)];
+                ops.read(floats, &mut seen)?;
+                observer.linear_input(layer.index, product, &seen);
+            }
+            Ok(())
+        })?;
+        ops.read(out, x)?;
+        observer.layer_output(layer.index, x);
+        Ok(())
+    }
+
+    fn moments(
+        &mut self,
+        layer: (usize, &LayerWeights),
+        hidden: &Hidden,
+        pieces: &[Piece],
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Option<Vec<Arc<dyn Moments>>>> {
+        let Some(device) = self.ops.second_order() else {
+            return Ok(None);
+        };
+        let sums = self.sums(layer, hidden, pieces, done)?;
+        let products = self.config.layer().products();
+        let moments = sums.into_iter().zip(products).map(|(sum, product)| {
+            let n = product.inputs(&self.config);
+            Ok(Arc::clone(&device).moments(sum, n)?)
+        });
+        Ok(Some(moments.collect::<Result<_>>()?))
+    }
+
+    fn head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>> {
+        self.room = None;
+        let ops = Arc::clone(&self.ops);
+        let (vocab, hidden) = head.dims();
+        Ok(Box::new(OpsHead {
+            weight: Dense::matrix(ops.as_ref(), "head", head)?,
+            gains: Dense::gains(ops.as_ref(), norm)?,
+            room: HeadRoom::new(ops.as_ref(), (vocab, hidden), rows)?,
+            host: Vec::new(),
+            shape: (vocab, hidden),
+            eps: self.config.rms_norm_eps,
+            ops,
+        }))
+    }
+}
+
+/// Memory of up to `rows` rows at the head.
+struct HeadRoom<O: Allocate> {
+    x: O::Floats,      // [rows, hidden]
+    normed: O::Floats, // [rows, hidden]
+    inv: O::Floats,    // [rows]
+    logits: O::Floats, // [rows, vocab]
+}
+
+impl<O: Allocate> HeadRoom<O> {
+    fn new(ops: &O, (vocab, hidden): (usize, usize), rows: usize) -> Result<Self> {
+        let floats = |n: usize| ops.floats("logits", rows * n);
+        Ok(HeadRoom {
+            x: floats(hidden)?,
+            normed: floats(hidden)?,
+            inv: floats(1)?,
+            logits: floats(vocab)?,
+        })
+    }
+}
+
+struct OpsHead<O: LayerOps> {
+    ops: Arc<O>,
+    weight: Dense<O>, // [vocab, hidden]
+    gains: Dense<O>,  // [hidden]
+    room: HeadRoom<O>,
+    host: Vec<f32>,        // [rows, vocab]
+    shape: (usize, usize), // of the weight
+    eps: f32,
+}
+
+impl<O: LayerOps + Send + Sync> Head for OpsHead<O>
+where
+    O::Floats: Send,
+{
+    fn logits(&mut self, x: &[f32]) -> Result<&[f32]> {
+        let (ops, (vocab, hidden)) = (self.ops.as_ref(), self.shape);
+        let rows = x.len() / hidden.max(1);
+        self.host.resize(rows * vocab, 0.0);
+        if rows > 0 {
+            let (room, shape) = (&mut self.room, (rows, hidden));
+            let (gains, normed, inv) = (&self.gains.0, &mut room.normed, &mut room.inv);
+            ops.write(&mut room.x, x)?;
+            ops.rms_norm(&room.x, gains, normed, inv, shape, self.eps)?;
+            let product = Gemm::linear(rows, vocab, hidden);
+            ops.gemm(product, normed, &self.weight.0, &mut room.logits)?;
+            ops.read(&room.logits, &mut self.host)?;
+        }
+        Ok(&self.host)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
+    use crate::models;
+    use nq_formats::Checkpoint;
+    use nq_kernels::cpu::KvType;
+    use nq_kernels::grad::CpuOps;
+    use std::path::Path;
+
+    fn demo() -> Checkpoint {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
+        Checkpoint::open(&root).unwrap()
+    }
+
+    /// How far apart, relative to `b`.
+    fn off(a: &[f32], b: &[f32]) -> f64 {
+        assert_eq!(a.len(), b.len());
+        let square = |x: f32| f64::from(x).powi(2);
+        let far: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+        (far / b.iter().map(|&b| square(b)).sum::<f64>()).sqrt()
+    }
+
+    /// All that Linears see, by product.
+    #[derive(Default)]
+    struct Seen(Vec<(&'static str, Vec<f32>)>);
+
+    impl Observer for Seen {
+        fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
+            match self.0.iter_mut().find(|s| s.0 == product.name) {
+                Some(seen) => seen.1.extend_from_slice(x),
+                None => self.0.push((product.name, x.to_vec())),
+            }
+        }
+    }
+
+    impl Seen {
+        /// Mean squares, by product and element.
+        fn squares(&self, c: &ModelConfig) -> Vec<Vec<f32>> {
+            let mean = |(product, (name, x)): (&Product, &(&str, Vec<f32>))| {
+                assert_eq!(product.name, *name);
+                let n = product.inputs(c);
+                let rows = (x.len() / n) as f32;
+                let square = |i: usize| x.iter().skip(i).step_by(n).map(|v| v * v).sum::<f32>();
+                (0..n).map(|i| square(i) / rows).collect()
+            };
+            c.layer()
+                .products()
+                .into_iter()
+                .zip(&self.0)
+                .map(mean)
+                .collect()
+        }
+    }
+
+    /// The demo model's layers, what they see, moments and logits are those of the CPU's own
+    /// stepper.
+    #[test]
+    fn it_is_the_forward_of_the_cpu() {
+        let checkpoint = demo();
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        let options = LoadOptions {
+            device: DeviceChoice::Cpu,
+            activations: ActivationChoice::F32,
+            ..LoadOptions::default()
+        };
+        let mut cpu = crate::stepper(config, &options, KvType::F32, 0).unwrap();
+        let mut own = Stepper(FullPrecision::new(CpuOps, config, 64));
+        let text: Vec<Vec<u32>> = [21, 21, 21, 33, 2]
+            .iter()
+            .map(|&n| (0..n).map(|i| (i * 37 + n) % 4000).collect())
+            .collect();
+        let embedding = models::embedding(store, config).unwrap();
+        let mut a = Hidden::embed(&embedding, &text).unwrap();
+        let mut b = a.clone();
+        for index in 0..config.num_hidden_layers {
+            let weights = LayerWeights::read(store, config, index).unwrap();
+            let mut rows = 0;
+            let pieces = crate::stepper::plan(&a.lengths, own.0.cut());
+            own.0.reserve(&pieces).unwrap();
+            let layer = (index, &weights);
+            let sums = own.0.sums(layer, &a, &pieces, &mut |n| rows += n).unwrap();
+            assert_eq!(rows, 98);
+            let seen = |stepper: &mut dyn LayerStepper, hidden: &Hidden| {
+                let mut seen = Seen::default();
+                stepper.observe(index, &weights, hidden, &mut seen).unwrap();
+                seen.squares(config)
+            };
+            let (seen, expected) = (seen(&mut own, &a), seen(cpu.as_mut(), &b));
+            for ((sum, seen), expected) in sums.iter().zip(&seen).zip(&expected) {
+                let diagonal: Vec<f32> = sum.iter().step_by(seen.len() + 1).copied().collect();
+                assert!(off(&diagonal, seen) < 1e-5, "{}", off(&diagonal, seen));
+                assert!(off(seen, expected) < 1e-4, "{}", off(seen, expected));
+                let n = seen.len();
+                let mirrored: Vec<f32> = (0..n * n).map(|i| sum[i % n * n + i / n]).collect();
+                assert!(off(sum, &mirrored) < 1e-5);
+            }
+            own.layer(index, &weights, &mut a, &mut ()).unwrap();
+            cpu.layer(index, &weights, &mut b, &mut ()).unwrap();
+            assert!(off(&a.data, &b.data) < 1e-4, "{}", off(&a.data, &b.data));
+        }
+        let norm = models::final_norm(store, config).unwrap();
+        let rows = 3..40;
+        let a = own.head(&norm, &embedding, &a, rows.clone()).unwrap();
+        let b = cpu.head(&norm, &embedding, &b, rows).unwrap();
+        assert!(off(&a, &b) < 1e-4, "{}", off(&a, &b));
+    }
+
+    #[test]
+    fn overflow_is_reported_with_its_layer() {
+        let checkpoint = demo();
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        let weights = LayerWeights::read(store, config, 1).unwrap();
+        let mut hidden = Hidden {
+            data: vec![f32::NAN; 2 * config.hidden_size],
+            lengths: vec![2],
+        };
+        let mut own = Stepper(FullPrecision::new(CpuOps, config, 64));
+        let error = own.layer(1, &weights, &mut hidden, &mut ()).unwrap_err();
+        assert!(error.to_string().contains("layer 1"), "{error}");
+        hidden.lengths = vec![3];
+        let error = own.layer(1, &weights, &mut hidden, &mut ()).unwrap_err();
+        assert!(error.to_string().contains("residual stream"), "{error}");
+    }
+}

@@ -1,0 +1,62 @@
+//! Without CUDA.
+#![allow(
+    missing_docs,
+    reason = "documented where they do something: `present.rs`"
+)]
+
+use super::{GpuMemory, GpuSizes};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::load::LoadOptions;
+use crate::stepper::LayerStepper;
+use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_kernels::grad::GradWork;
+use nq_kernels::second_order::Moments;
+use std::sync::Arc;
+
+const WHY: &str = "this nq was built without the feature `cuda`";
+
+fn absent<T>(ordinal: usize) -> Result<T> {
+    Err(Error::Device {
+        device: format!("cuda:{ordinal}"),
+        why: WHY.into(),
+    })
+}
+
+pub(crate) fn count() -> Result<usize, String> {
+    Err(WHY.into())
+}
+
+pub(crate) fn load(
+    _: &ModelConfig,
+    _: &dyn WeightStore,
+    _: &LoadOptions,
+    ordinal: usize,
+    _: &dyn Progress,
+) -> Result<Arc<dyn Engine>> {
+    absent(ordinal)
+}
+
+pub(crate) fn stepper(
+    _: &ModelConfig,
+    ordinal: usize,
+    _rows: usize,
+) -> Result<Box<dyn LayerStepper>> {
+    absent(ordinal)
+}
+
+pub fn memory(ordinal: usize) -> Result<GpuMemory> {
+    absent(ordinal)
+}
+
+pub fn sizes() -> Result<GpuSizes> {
+    absent(0)
+}
+
+pub fn run<W: GradWork>(ordinal: usize, _: W) -> Result<W::Output> {
+    absent(ordinal)
+}
+
+pub fn moments(ordinal: usize, _: &[f32], _: usize) -> Result<Arc<dyn Moments>> {
+    absent(ordinal)
+}

@@ -1,0 +1,90 @@
+//! With CUDA.
+
+use super::{GpuMemory, GpuSizes};
+use crate::cuda::{CudaEngine, planned};
+use crate::engine::Engine;
+use crate::error::Result;
+use crate::full_precision;
+use crate::load::LoadOptions;
+use crate::stepper::LayerStepper;
+use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, device_count};
+use nq_kernels::grad::GradWork;
+use nq_kernels::second_order::{Moments, SecondOrder};
+use std::sync::Arc;
+
+fn ops(ordinal: usize, precision: GemmPrecision) -> Result<CudaOps> {
+    Ok(CudaOps::new(&Gpu::open(ordinal)?, precision)?)
+}
+
+/// GPUs of the machine, at least one; else why there is none, in words.
+pub(crate) fn count() -> Result<usize, String> {
+    device_count().map_err(|e| e.to_string())
+}
+
+/// The engine of GPU `ordinal`.
+pub(crate) fn load(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    options: &LoadOptions,
+    ordinal: usize,
+    progress: &dyn Progress,
+) -> Result<Arc<dyn Engine>> {
+    let engine = CudaEngine::load(config, store, options, ordinal, progress)?;
+    Ok(Arc::new(engine))
+}
+
+/// The layer stepper of GPU `ordinal`, which passes up to `rows` rows through a layer at once, a
+/// sequence at least.
+pub(crate) fn stepper(
+    config: &ModelConfig,
+    ordinal: usize,
+    rows: usize,
+) -> Result<Box<dyn LayerStepper>> {
+    let ops = ops(ordinal, GemmPrecision::Full)?;
+    Ok(full_precision::stepper(ops, config, rows))
+}
+
+/// Memory of GPU `ordinal`.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device) if there is none; the driver's.
+pub fn memory(ordinal: usize) -> Result<GpuMemory> {
+    let gpu = Gpu::open(ordinal)?;
+    Ok(GpuMemory {
+        free: gpu.free_memory()? as u64,
+        total: gpu.info().memory as u64,
+    })
+}
+
+/// How much memory work takes.
+///
+/// # Errors
+/// In a build without GPUs.
+#[expect(clippy::unnecessary_wraps, reason = "without CUDA there are none")]
+pub fn sizes() -> Result<GpuSizes> {
+    Ok(GpuSizes {
+        together: MOST_WIDE_SEQUENCES,
+        engine: planned,
+        factor: CudaOps::factor_bytes,
+    })
+}
+
+/// Does `work` on GPU `ordinal`, whose products of f32 round operands to TF32.
+///
+/// # Errors
+/// As [`memory`].
+pub fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
+    Ok(work.run(&ops(ordinal, GemmPrecision::Tf32)?))
+}
+
+/// The second moments `values` `[n, n]` of `n` inputs, taken to GPU `ordinal`.
+///
+/// # Errors
+/// As [`memory`].
+pub fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn Moments>> {
+    let gpu = Gpu::open(ordinal)?;
+    let sums = gpu.upload("second moments", values)?;
+    let ops = Arc::new(CudaOps::new(&gpu, GemmPrecision::Full)?);
+    Ok(ops.moments(sums, n)?)
+}

@@ -1,0 +1,329 @@
+//! The forward one layer at a time, on any device: how a residual stream is cut into pieces, and
+//! what a device does with one.
+
+use crate::engine::{Hidden, Observer, check_finite};
+use crate::error::Result;
+use crate::models::LayerWeights;
+use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_kernels::second_order::Moments;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The forward pass one layer at a time over whole sequences from position 0, so that a model
+/// larger than memory can be calibrated and quantized layer by layer.
+pub trait LayerStepper: Send {
+    /// Shape of the model.
+    fn config(&self) -> &ModelConfig;
+
+    /// Where it runs, for reports.
+    fn device(&self) -> String;
+
+    /// Runs layer `index` with `weights` over `hidden`, in place.
+    ///
+    /// # Errors
+    /// A weight no kernel serves; [`Error::NotFinite`](crate::Error::NotFinite).
+    fn layer(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &mut Hidden,
+        observer: &mut dyn Observer,
+    ) -> Result<()>;
+
+    /// Shows `observer` what the layer sees and makes of `hidden`, which stays as it is.
+    ///
+    /// # Errors
+    /// As [`LayerStepper::layer`].
+    fn observe(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        observer: &mut dyn Observer,
+    ) -> Result<()>;
+
+    /// Runs the layer over `hidden`, which stays as it is, and sums the second moments of what each
+    /// of its products sees where the device rounds by them; `done` hears of rows. `None`, and
+    /// nothing is run, if they are an observer's to sum.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn moments(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Option<Vec<Arc<dyn Moments>>>>;
+
+    /// The final norm and the head, for up to `rows` rows at a time. Memory that layers took is
+    /// given back before.
+    ///
+    /// # Errors
+    /// A weight no kernel serves; too little memory.
+    fn open_head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
+
+    /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.
+    ///
+    /// # Errors
+    /// As [`LayerStepper::open_head`].
+    fn head(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        rows: Range<usize>,
+    ) -> Result<Vec<f32>> {
+        let mut found = Vec::new();
+        self.heads(norm, head, hidden, &[rows], &mut |_, logits| {
+            found.extend_from_slice(logits);
+        })?;
+        Ok(found)
+    }
+
+    /// As [`LayerStepper::head`] for many ranges of rows, each of whose logits go to `each`
+    /// with the range's place in `ranges`.
+    ///
+    /// # Errors
+    /// As [`LayerStepper::open_head`].
+    fn heads(
+        &mut self,
+        norm: &Tensor,
+        head: &Weight,
+        hidden: &Hidden,
+        ranges: &[Range<usize>],
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<()> {
+        let h = self.config().hidden_size;
+        hidden.check_rows(h, ranges)?;
+        let most = ranges.iter().map(Range::len).max().unwrap_or(0);
+        let mut head = self.open_head(norm, head, most)?;
+        for (i, rows) in ranges.iter().enumerate() {
+            each(i, head.logits(&hidden.data[rows.start * h..rows.end * h])?);
+        }
+        Ok(())
+    }
+}
+
+/// The final norm and the head of a model on a device.
+pub trait Head: Send {
+    /// Logits `[rows, vocab]` of rows `x` `[rows, hidden]` of the last layer's output.
+    ///
+    /// # Errors
+    /// The device's; more rows than there is room for.
+    fn logits(&mut self, x: &[f32]) -> Result<&[f32]>;
+}
+
+/// What a device does for a [`Stepper`].
+pub(crate) trait LayerDevice: Send {
+    /// The weights of a layer.
+    type Layer;
+
+    fn config(&self) -> &ModelConfig;
+
+    fn name(&self) -> String;
+
+    fn cut(&self) -> Cut;
+
+    /// Makes room for each of `pieces`.
+    fn reserve(&mut self, pieces: &[Piece]) -> Result<()>;
+
+    fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Self::Layer>;
+
+    /// Runs `layer` over `x`, the rows of `piece`, in place.
+    fn run(
+        &mut self,
+        layer: &Self::Layer,
+        piece: &Piece,
+        x: &mut [f32],
+        observer: &mut dyn Observer,
+    ) -> Result<()>;
+
+    /// As [`LayerStepper::moments`], over the stream in `pieces`.
+    fn moments(
+        &mut self,
+        _layer: (usize, &LayerWeights),
+        _hidden: &Hidden,
+        _pieces: &[Piece],
+        _done: &mut dyn FnMut(usize),
+    ) -> Result<Option<Vec<Arc<dyn Moments>>>> {
+        Ok(None)
+    }
+
+    fn head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
+}
+
+/// Which rows go through a layer together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cut {
+    /// At most so many.
+    pub(crate) rows: usize,
+    /// Whole sequences of one length, and one that is longer than `rows` alone; else any whole
+    /// sequences that fit, and the parts of a longer one in turn.
+    pub(crate) alike: bool,
+}
+
+/// Rows that go through a layer together.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// First row in the residual stream.
+    row: usize,
+    /// `(position, rows)` of consecutive sequences, or of a part of a long one.
+    pub(crate) chunks: Vec<(usize, usize)>,
+}
+
+impl Piece {
+    pub(crate) fn rows(&self) -> usize {
+        self.chunks.iter().map(|c| c.1).sum()
+    }
+
+    /// Its values in a stream of this width.
+    pub(crate) fn values(&self, width: usize) -> Range<usize> {
+        self.row * width..(self.row + self.rows()) * width
+    }
+}
+
+/// Cuts sequences into pieces.
+pub(crate) fn plan(lengths: &[usize], cut: Cut) -> Vec<Piece> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    let (mut row, mut room) = (0, 0);
+    for &len in lengths.iter().filter(|&&len| len > 0) {
+        match pieces.last_mut() {
+            Some(p) if len <= room && !(cut.alike && p.chunks[0].1 != len) => {
+                p.chunks.push((0, len));
+                room -= len;
+            }
+            _ => {
+                let part = if cut.alike { len } else { cut.rows };
+                pieces.extend((0..len).step_by(part).map(|start| Piece {
+                    row: row + start,
+                    chunks: vec![(start, part.min(len - start))],
+                }));
+                room = cut.rows.saturating_sub(len);
+            }
+        }
+        row += len;
+    }
+    pieces
+}
+
+/// [`LayerStepper`] on a device.
+pub(crate) struct Stepper<D>(pub(crate) D);
+
+impl<D: LayerDevice> Stepper<D> {
+    /// The stream in pieces, with room made for each.
+    fn pieces(&mut self, hidden: &Hidden) -> Result<Vec<Piece>> {
+        hidden.check(self.0.config().hidden_size)?;
+        let pieces = plan(&hidden.lengths, self.0.cut());
+        self.0.reserve(&pieces)?;
+        Ok(pieces)
+    }
+
+    fn run(
+        &mut self,
+        (index, layer): (usize, &D::Layer),
+        piece: &Piece,
+        x: &mut [f32],
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        self.0.run(layer, piece, x, observer)?;
+        check_finite(index, x)
+    }
+}
+
+impl<D: LayerDevice> LayerStepper for Stepper<D> {
+    fn config(&self) -> &ModelConfig {
+        self.0.config()
+    }
+
+    fn device(&self) -> String {
+        self.0.name()
+    }
+
+    fn layer(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &mut Hidden,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let (h, pieces) = (self.config().hidden_size, self.pieces(hidden)?);
+        let layer = self.0.pack(index, weights)?;
+        pieces.iter().try_for_each(|piece| {
+            let x = &mut hidden.data[piece.values(h)];
+            self.run((index, &layer), piece, x, observer)
+        })
+    }
+
+    fn observe(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let (h, pieces) = (self.config().hidden_size, self.pieces(hidden)?);
+        let layer = self.0.pack(index, weights)?;
+        let mut copy = Vec::new();
+        pieces.iter().try_for_each(|piece| {
+            copy.clear();
+            copy.extend_from_slice(&hidden.data[piece.values(h)]);
+            self.run((index, &layer), piece, &mut copy, observer)
+        })
+    }
+
+    fn moments(
+        &mut self,
+        index: usize,
+        weights: &LayerWeights,
+        hidden: &Hidden,
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Option<Vec<Arc<dyn Moments>>>> {
+        let pieces = self.pieces(hidden)?;
+        self.0.moments((index, weights), hidden, &pieces, done)
+    }
+
+    fn open_head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>> {
+        self.0.head(norm, head, rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Cut, plan};
+
+    const ROWS: usize = 512;
+
+    #[test]
+    fn pieces_cover_every_row_once_and_keep_sequences_whole_where_they_fit() {
+        for lengths in [
+            vec![],
+            vec![1],
+            vec![0, 3, 0],
+            vec![4, 4, 4, 4, 3, 3, 4, 0, 4],
+            vec![ROWS; 3],
+            vec![ROWS - 1, 1, 1],
+            vec![7, 2 * ROWS + 5, 5, 9, ROWS / 2, ROWS / 2 + 1],
+        ] {
+            for alike in [false, true] {
+                let pieces = plan(&lengths, Cut { rows: ROWS, alike });
+                let mut next = 0;
+                for p in &pieces {
+                    assert_eq!(p.row, next, "{lengths:?}");
+                    let rows = p.rows();
+                    assert!(rows >= 1, "{lengths:?}");
+                    assert!(p.chunks.len() == 1 || p.chunks.iter().all(|c| c.0 == 0));
+                    if alike {
+                        let first = p.chunks[0];
+                        assert!(p.chunks.iter().all(|&c| c == first), "{p:?}");
+                        assert!(rows <= ROWS || p.chunks == [(0, rows)], "{p:?}");
+                    } else {
+                        assert!(rows <= ROWS, "{lengths:?}: {rows} rows");
+                    }
+                    next += rows;
+                }
+                assert_eq!(next, lengths.iter().sum::<usize>(), "{lengths:?}");
+            }
+        }
+    }
+}

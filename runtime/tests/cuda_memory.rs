@@ -1,0 +1,69 @@
+//! What is planned of a GPU's memory is what is taken, byte for byte: alone in its process, as the
+//! account of all GPUs is one. Without a GPU the test says that it is skipped; `NQ_REQUIRE_CUDA=1`
+//! makes that a failure.
+#![cfg(feature = "cuda")]
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
+mod common;
+
+use common::{Store, feed, small_config, tokens};
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_kernels::{Account, KernelSet};
+use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec, load};
+
+#[test]
+fn plans_are_what_is_taken() {
+    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+    if let Err(e) = nq_kernels::cuda::device_count() {
+        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
+        println!("skipped: {e}");
+        return;
+    }
+    let held = || Account::of_all_gpus().held();
+    for (tied, kernels, kv) in [
+        (true, KernelSet::Fused, KvType::F16),
+        (false, KernelSet::Fused, KvType::Int8),
+        (false, KernelSet::Reference, KvType::F16),
+    ] {
+        let config = ModelConfig {
+            hidden_size: 320,
+            intermediate_size: 520,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 128,
+            vocab_size: 9001,
+            tie_word_embeddings: tied,
+            ..small_config()
+        };
+        let store = Store::random(&config, 5).quantized(AffineScheme {
+            bits: Bits::B4,
+            group: Group::Size(64),
+            zeros: Zeros::Integer,
+        });
+        let options = LoadOptions {
+            device: DeviceChoice::Cuda(0),
+            kernels,
+            ..LoadOptions::default()
+        };
+        let before = held();
+        let engine = load(&config, &store, &options, &()).unwrap();
+        let weights = held() - before;
+        for slots in [1, 5, 40] {
+            let spec = SessionSpec {
+                slots,
+                ctx: 200,
+                pages: None,
+                kv,
+                max_rows: 96,
+            };
+            let plan = engine.device_memory(&spec).unwrap();
+            let what = format!("{slots} sequences, {kernels}: {plan:?}");
+            assert_eq!(plan.weights, weights, "{what}");
+            let mut session = engine.session(spec).unwrap();
+            assert_eq!(held() - before, plan.total(), "{what}");
+            feed(&mut *session, 0, &tokens(90, 1));
+            feed(&mut *session, 0, &tokens(1, 2));
+            assert_eq!(held() - before, plan.total(), "{what}, while it runs");
+        }
+    }
+}
