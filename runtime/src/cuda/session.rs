@@ -121,11 +121,7 @@ impl CudaSession {
         let pages = DevicePages::new(gpu, pages_shape(c, &spec))?;
         let places = pages.places();
         let capacity = spec.ctx.next_multiple_of(PAGE);
-        let mut table = vec![(0f32, 0f32); capacity * HEAD_DIM / 2];
-        for (position, row) in table.chunks_exact_mut(HEAD_DIM / 2).enumerate() {
-            model.rotary.row(position, row);
-        }
-        let table: Vec<[f32; 2]> = table.into_iter().map(|(c, s)| [c, s]).collect();
+        let table = model.rotary.pairs(capacity);
         let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
         let halves = |n: usize| gpu.zeros::<u16>("activations", n);
         let full = match model.kernels {

@@ -117,8 +117,8 @@ impl<O: LayerOps> Workspace<O> {
         let rows = batch * seq;
         let floats = |n: usize| ops.floats("activations of a layer", n);
         let rotations = Rotary::new(c).pairs(seq);
-        let mut cos_sin = floats(rotations.len())?;
-        ops.write(&mut cos_sin, &rotations)?;
+        let mut cos_sin = floats(2 * rotations.len())?;
+        ops.write(&mut cos_sin, rotations.as_flattened())?;
         Ok(Workspace {
             config: c.clone(),
             cos_sin,

@@ -8,8 +8,8 @@ mod here;
 #[path = "present.rs"]
 mod here;
 
-pub use here::{begin_use, memory, moments, peak_use, run, sizes};
-pub(crate) use here::{count, load, stepper};
+pub use here::{begin_use, memory, moments, peak_use, sizes};
+pub(crate) use here::{count, load, run, stepper};
 
 use crate::engine::SessionSpec;
 use nq_formats::ModelConfig;
