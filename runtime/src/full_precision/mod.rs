@@ -198,6 +198,7 @@ pub fn multiply<O: LayerOps, M: Load<O>>(
     add: bool,
     scratch: &mut O::Floats,
 ) -> Result<()> {
+    debug_assert_eq!(w.linear.len(), to.len(), "{}", w.spec.name);
     for ((linear, weight), to) in w.spec.linears.iter().zip(&w.linear).zip(to) {
         let (n, k) = linear.dims(c);
         let product = Gemm {
