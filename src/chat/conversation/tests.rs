@@ -198,7 +198,7 @@ fn turns_reuse_the_cache_though_thinking_is_stripped() {
 fn thinking_can_be_switched() {
     let bench = Bench::new();
     let mut talk = bench.talk(1000, None, Overflow::Stop);
-    assert!(talk.conversation.switches_thinking());
+    assert_eq!(talk.conversation.refuses("thinking"), None);
     talk.conversation.chat.settings.thinking = Some(false);
     let turn = talk.ask("one").unwrap();
     assert_eq!(
