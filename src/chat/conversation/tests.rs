@@ -207,6 +207,15 @@ fn thinking_can_be_switched() {
     );
     talk.conversation.chat.settings.thinking = Some(true);
     assert_eq!(talk.ask("two").unwrap().thinking, "hm");
+
+    let fixed = Bench {
+        template: ChatTemplate::from_source("test", "{{ messages[0].content }}").unwrap(),
+        ..Bench::new()
+    };
+    let talk = fixed.talk(1000, None, Overflow::Stop);
+    let why = talk.conversation.refuses("thinking").unwrap();
+    assert!(why.contains("template cannot switch"), "{why}");
+    assert_eq!(talk.conversation.refuses("on_overflow"), None);
 }
 
 #[test]
