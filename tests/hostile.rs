@@ -161,8 +161,9 @@ fn errors_name_the_model_or_its_file() {
     let convert = ["convert", path(&whole), path(&rounded), "--format", "gguf"];
     let out = nq(home.path(), &[&convert[..], &["--type", "q8_0"]].concat());
     assert!(out.status.success(), "{}", stderr(&out));
-    let quantize = ["quantize", path(&rounded), "--device", "cpu", "--dry-run"];
-    let out = nq(home.path(), &quantize);
+    let quantize = ["quantize", path(&rounded), "--group-size", "32"];
+    let more = ["--head-bits", "16", "--device", "cpu", "--dry-run"];
+    let out = nq(home.path(), &[&quantize[..], &more].concat());
     let said = stderr(&out);
     assert!(
         said.contains("rounded.gguf") && said.contains("expected an unquantized model"),
