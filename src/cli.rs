@@ -62,8 +62,8 @@ pub enum Command {
 /// Flags that say how a model is run.
 const RUNNING: [&str; 6] = ["device", "threads", "pin", "activations", "kernels", "isa"];
 
-/// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help is
-/// about others.
+/// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
+/// not name them.
 const OF_NO_USE: [(&str, &[&[&str]]); 8] = [
     ("pull", &[&RUNNING, &["verbose"]]),
     ("list", &[&RUNNING, &["offline", "verbose"]]),
@@ -140,26 +140,34 @@ const EXAMPLES: [(&str, &str); 13] = [
     ),
 ];
 
-/// The command line as its help shows it.
+/// The command line as its help shows it: `nq --help` explains the flags of [`Global`], the help of a
+/// subcommand only names those that are of use to it.
 fn program() -> clap::Command {
-    let plain = EXAMPLES
-        .iter()
-        .fold(Cli::command(), |program, (name, lines)| {
-            let lines = lines.replace('\n', "\n  ");
-            program.mut_subcommand(name, |c| c.after_help(format!("Examples:\n  {lines}")))
-        });
-    OF_NO_USE
-        .iter()
-        .fold(plain.clone(), |program, (name, flags)| {
-            let is_hidden = |id: &str| flags.iter().any(|some| some.contains(&id));
-            let shared = plain
-                .get_arguments()
-                .filter(|a| is_hidden(a.get_id().as_str()));
-            let hidden: Vec<clap::Arg> = shared.map(|a| a.clone().hide(true)).collect();
-            // A subcommand's own argument stands in for the shared one of its name.
-            program.mut_subcommand(name, |command| command.args(hidden))
-        })
+    let plain = Cli::command();
+    let shared: Vec<clap::Arg> = plain.get_arguments().cloned().collect();
+    EXAMPLES.iter().fold(plain, |program, (name, lines)| {
+        let of_no_use = OF_NO_USE.iter().find(|(of, _)| of == name);
+        let is_of_use = |a: &&clap::Arg| {
+            !of_no_use.is_some_and(|(_, flags)| flags.concat().contains(&a.get_id().as_str()))
+        };
+        let flags = shared
+            .iter()
+            .filter(is_of_use)
+            .filter_map(clap::Arg::get_long);
+        let flags: Vec<String> = flags.map(|long| format!("--{long}")).collect();
+        let mut end = match flags.is_empty() {
+            true => String::new(),
+            false => format!("Shared options ({EXPLAINED}):\n  {}\n\n", flags.join(" ")),
+        };
+        end += &format!("Examples:\n  {}", lines.replace('\n', "\n  "));
+        // A subcommand's own argument stands in for the shared one of its name.
+        let hidden = shared.iter().map(|a| a.clone().hide(true));
+        program.mut_subcommand(name, |command| command.args(hidden).after_help(end))
+    })
 }
+
+/// Where the shared flags are explained.
+const EXPLAINED: &str = "nq --help explains them";
 
 /// What this process was called with. Ends it where that is no command, or asks for help.
 pub fn parse() -> Cli {
@@ -169,7 +177,7 @@ pub fn parse() -> Cli {
 
 /// Flags that every subcommand takes.
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Everywhere")]
+#[command(next_help_heading = "Shared options")]
 pub struct Global {
     /// Where to run: auto, cpu, cuda or cuda:N
     #[arg(long, global = true, default_value = "auto", value_parser = parse_device)]
@@ -326,7 +334,7 @@ fn version() -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use super::{OF_NO_USE, program};
+    use super::{OF_NO_USE, RUNNING, program};
     use clap::FromArgMatches;
 
     #[test]
@@ -348,8 +356,25 @@ mod tests {
             let example = format!("Examples:\n  nq {}", command.get_name());
             assert!(help.contains(&example), "{help}");
         }
+        // Explained once, named where they are of use.
+        let shared = [&RUNNING[..], &["offline", "json", "verbose"]].concat();
         let quantize = built.find_subcommand_mut("quantize").unwrap();
-        assert!(quantize.render_long_help().to_string().contains("--isa"));
+        let help = quantize.render_long_help().to_string();
+        let line = help.lines().find(|l| l.contains("--isa")).unwrap();
+        let named: Vec<String> = shared.iter().map(|flag| format!("--{flag}")).collect();
+        assert_eq!(line.trim(), named.join(" "));
+        let first = |line: &str| line.trim().trim_start_matches("-v, ").to_owned();
+        for flag in &named {
+            let explained = help
+                .lines()
+                .filter(|&l| l != line)
+                .find(|l| first(l).split_whitespace().next() == Some(flag));
+            assert_eq!(explained, None);
+        }
+        let help = built.render_help().to_string();
+        for flag in &named {
+            assert!(help.lines().any(|l| first(l).starts_with(flag)), "{help}");
+        }
 
         let words = [
             "nq", "list", "--device", "cpu", "-v", "--json", "--isa", "scalar",

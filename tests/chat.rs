@@ -464,13 +464,27 @@ fn thinking_is_dimmed_unless_colours_are_off() {
     assert!(!text.contains("<think>"), "{text:?}");
     pty.answer(">>> ", "/exit");
     assert_eq!(pty.exit_code(), 0);
-    let mut pty = terminal(&home, &with(&["--max-tokens", "40"]), &[("NO_COLOR", "1")]);
+    // What is hidden shows a sign while it is written.
+    let mut pty = terminal(
+        &home,
+        &with(&["--max-tokens", "40", "--hide-thinking"]),
+        &[],
+    );
     pty.line(sum);
     let text = pty.wait_for("of them cached");
     assert!(
-        text.contains("<think>") && !text.contains("\x1b[2m"),
+        text.contains("thinking 0s") && !text.contains("\x1b[2m"),
         "{text:?}"
     );
+    for off in [("TERM", "dumb"), ("NO_COLOR", "1")] {
+        pty = terminal(&home, &with(&["--max-tokens", "40"]), &[off]);
+        pty.line(sum);
+        let text = pty.wait_for("of them cached");
+        assert!(
+            text.contains("<think>") && !text.contains("\x1b[2m"),
+            "{text:?}"
+        );
+    }
     pty.answer(">>> ", "Why? /no_think");
     let text = pty.wait_for("of them cached");
     assert!(

@@ -38,6 +38,11 @@ fn an_unknown_model_says_what_was_tried() {
         said.contains("no-such-model") && said.contains("hub id"),
         "{said}"
     );
+    assert!(!said.contains("did you mean"), "{said}");
+    std::fs::create_dir_all(home.path().join("models/qwen3-int4")).expect("a folder");
+    let out = nq(home.path(), &["inspect", "Qwen3-int8"]);
+    let said = stderr(&out);
+    assert!(said.contains("did you mean qwen3-int4?"), "{said}");
 }
 
 #[test]
@@ -114,6 +119,10 @@ fn flags_that_make_no_sense_are_exit_code_2() {
         (&["quantize", "no-such", "--max-kld", "nan"], "more than 0"),
         (&["quantize", "no-such", "--max-kld", "-1"], "more than 0"),
         (&["quantize", "no-such", "--min-top1", "2"], "0 to 1"),
+        (
+            &["quantize", "no-such", "--sym", "--asym"],
+            "cannot be used with",
+        ),
         (
             &["quantize", "no-such", "--budget", "5"],
             "--budget needs --method auto",

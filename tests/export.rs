@@ -164,6 +164,8 @@ fn weights_are_rounded_again_only_where_asked() {
             home.path(),
             &[&args[..], &["--requantize", "--verify"]].concat(),
         );
+        let notes = made["notes"].to_string();
+        assert!(notes.contains("loads in transformers 5.17"), "{notes}");
         let weights = made["weights"].as_array().unwrap();
         let again = |w: &&Value| w["change"] == "quantized a second time";
         assert!(weights.iter().filter(again).count() >= 20, "{format}");

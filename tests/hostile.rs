@@ -140,6 +140,48 @@ fn values_that_are_no_numbers_are_found() {
     }
 }
 
+/// Of several models and files a user must know which.
+#[test]
+fn errors_name_the_model_or_its_file() {
+    let home = tempfile::tempdir().unwrap();
+    let whole = model(home.path(), |_| ());
+    let ask = |model: &str| {
+        let args = ["chat", model, "--raw", "-p", "hi", "--device", "cpu"];
+        let out = nq(home.path(), &args);
+        assert_eq!(out.status.code(), Some(1), "{}", stdout(&out));
+        stderr(&out)
+    };
+    let generation = whole.join("generation_config.json");
+    std::fs::write(&generation, r#"{"top_p": 7}"#).unwrap();
+    let said = ask(path(&whole));
+    assert!(said.contains("generation_config.json: top_p"), "{said}");
+    std::fs::remove_file(generation).unwrap();
+
+    let rounded = home.path().join("rounded.gguf");
+    let convert = ["convert", path(&whole), path(&rounded), "--format", "gguf"];
+    let out = nq(home.path(), &[&convert[..], &["--type", "q8_0"]].concat());
+    assert!(out.status.success(), "{}", stderr(&out));
+    let quantize = ["quantize", path(&rounded), "--group-size", "32"];
+    let more = ["--head-bits", "16", "--device", "cpu", "--dry-run"];
+    let out = nq(home.path(), &[&quantize[..], &more].concat());
+    let said = stderr(&out);
+    assert!(
+        said.contains("rounded.gguf") && said.contains("expected an unquantized model"),
+        "{said}"
+    );
+
+    let broken = tempfile::tempdir().unwrap();
+    let broken = model(broken.path(), |tensors| {
+        let norm = "model.layers.0.input_layernorm.weight";
+        let (_, tensor) = tensors.iter_mut().find(|(n, _)| n == norm).unwrap();
+        let mut bytes = tensor.data().to_vec();
+        bytes[..2].copy_from_slice(&0x7fc0u16.to_le_bytes());
+        *tensor = Tensor::new(DType::BF16, tensor.shape().to_vec(), bytes.into()).unwrap();
+    });
+    let said = ask(path(&broken));
+    assert!(said.contains("small") && said.contains("layer"), "{said}");
+}
+
 #[test]
 fn verification_loads_the_tokenizer() {
     let home = tempfile::tempdir().unwrap();

@@ -56,7 +56,23 @@ fn short_demo(dir: &Path) -> PathBuf {
 
 fn report(output: &Output) -> Value {
     let error = String::from_utf8_lossy(&output.stderr);
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}\n{error}"))
+    let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}\n{error}"));
+    sizes_are_named(&report);
+    report
+}
+
+/// Keys of sizes end in `_bytes`.
+fn sizes_are_named(report: &Value) {
+    match report {
+        Value::Object(entries) => {
+            for (key, value) in entries {
+                assert!(!key.contains("bytes") || key.ends_with("_bytes"), "{key}");
+                sizes_are_named(value);
+            }
+        }
+        Value::Array(items) => items.iter().for_each(sizes_are_named),
+        _ => {}
+    }
 }
 
 fn weights(folder: &Path) -> Vec<u8> {
@@ -202,7 +218,10 @@ fn a_target_size_is_met_by_choosing_schemes_and_the_record_says_which() {
     assert!((8_100_000..=8_200_000).contains(&bytes), "{bytes}");
     let rows = report["allocation"].as_array().unwrap();
     assert_eq!(rows.len(), 1 + 5 * 4); // the tied head, and four inputs in each layer
-    let listed: u64 = rows.iter().map(|r| r["bytes"].as_u64().unwrap()).sum();
+    let listed: u64 = rows
+        .iter()
+        .map(|r| r["tensor_bytes"].as_u64().unwrap())
+        .sum();
     let norms = 2 * (5 * (2 * 512 + 2 * 128) + 512);
     assert_eq!(listed + norms, bytes);
     let schemes: BTreeSet<&str> = rows.iter().filter_map(|r| r["scheme"].as_str()).collect();
@@ -287,7 +306,7 @@ fn a_dry_run_writes_nothing() {
     assert_eq!(tuning["on_cpu"], true);
     assert_eq!(tuning["plan"]["codes"], true);
     // Latent weights, gradients, two moments and the teacher at least, in f32.
-    let bytes = tuning["plan"]["bytes"].as_u64().unwrap();
+    let bytes = tuning["plan"]["device_bytes"].as_u64().unwrap();
     assert!(bytes > 5 * 4 * 13_900_000 && bytes <= tuning["limit_bytes"].as_u64().unwrap());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

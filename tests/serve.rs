@@ -1,6 +1,10 @@
 //! `nq serve` as its users run it: the real binary on the demo model.
 #![cfg(all(feature = "demo", target_os = "linux"))]
 
+#[allow(dead_code, reason = "other tests use the rest")]
+mod pty;
+
+use pty::Pty;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, ChildStderr, Command, Stdio};
@@ -209,6 +213,7 @@ fn a_terminal_talks_to_a_server() {
     for (args, key, why) in [
         (["--raw", "-p", "x"], Some(key), "--raw"),
         (["--draft=none", "-p", "x"], Some(key), "--draft"),
+        (["--threads=1", "-p", "x"], Some(key), "--threads"),
         (["demo", "-p", "x"], None, "401"),
         (["other", "-p", "x"], Some(key), "demo, not other"),
     ] {
@@ -217,5 +222,17 @@ fn a_terminal_talks_to_a_server() {
     }
     let (ok, _, said) = talk(&["-p", &"word ".repeat(3000)], Some(key));
     assert!(!ok && said.contains("1024"), "{said}");
+
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    command.args(["chat", "--server", &url]);
+    command.env("NQ_API_KEY", key).env("NQ_HOME", folder.path());
+    let mut pty = Pty::spawn(command);
+    pty.answer(">>> ", "/set on_overflow drop-oldest");
+    pty.wait_for("on_overflow: a server keeps all");
+    pty.answer(">>> ", "/set top_k 3");
+    let settings = pty.wait_for("hide_thinking off");
+    assert!(settings.contains("top_k 3"), "{settings}");
+    pty.answer(">>> ", "/exit");
+    assert_eq!(pty.exit_code(), 0);
     served.stop();
 }

@@ -272,6 +272,9 @@ fn model(change: impl FnOnce(&mut GgufPlan)) -> (tempfile::TempDir, Result<Check
 fn models_at_odds_with_themselves_are_refused() {
     let refused = |key: &str, value: Value, parts: &[&str]| {
         let (_dir, opened) = model(|plan| plan.set(key, value));
+        // It has no other file to look into.
+        let said = opened.as_ref().err().map(ToString::to_string);
+        assert!(!said.unwrap_or_default().contains("config.json"), "{key}");
         names(opened, &[&[FILE], parts].concat());
     };
     assert!(model(|_| ()).1.is_ok());

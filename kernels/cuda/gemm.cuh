@@ -35,6 +35,7 @@ struct GemmArgs {
     int padded;
     int epilogue;
     float scale;
+    int parts;           // `gemm_wgmma.cuh`: blocks that share a tile
 };
 
 template <int BITS, int ZERO, int SLOT, int NT, int RT, int WR, int WC, int STAGES>

@@ -9,7 +9,11 @@
 // A warpgroup is held up while its products run, so it makes its next operand while the others
 // multiply; they take turns, as they would else all multiply, and all prepare, at once.
 //
-// Grid (m / N, rows / (64 WR)): blocks that share weights are neighbours.
+// Where that makes too few blocks, a cluster of `parts` blocks shares each tile: every block takes a
+// part of the inputs, leaves its sums in its shared memory, and adds up those of a part of the rows of
+// x in the order of the parts.
+//
+// Grid (parts * m / N, rows / (64 WR)): blocks that share weights are neighbours.
 // Bytes: codes once per N rows of x, x once per 64 WR weight rows.
 #pragma once
 
@@ -43,6 +47,17 @@ struct WgmmaGemm {
     uint8_t* stages;
     uint64_t *full, *empty;
     const WgmmaArgs& args;
+    int part, m0;            // of the cluster's blocks, and the first row of x
+    int first_step, steps;   // of 64 inputs: even
+
+    DEVICE WgmmaGemm(uint8_t* stages, uint64_t* full, uint64_t* empty, const WgmmaArgs& args)
+        : stages(stages), full(full), empty(empty), args(args) {
+        const int parts = WR == 1 ? args.p.parts : 1, pairs = args.p.spans * 2;
+        part = blockIdx.x % parts;
+        m0 = blockIdx.x / parts * N;
+        first_step = part * pairs / parts * 2;
+        steps = (part + 1) * pairs / parts * 2 - first_step;
+    }
 
     DEVICE uint8_t* stage(int i) const { return stages + i % STAGES * STAGE; }
 
@@ -69,7 +84,7 @@ struct WgmmaGemm {
     // The copying warp.
     DEVICE void copy() const {
         const GemmArgs& p = args.p;
-        const int steps = p.spans * 4, tile0 = blockIdx.y * TILES, m0 = blockIdx.x * N;
+        const int tile0 = blockIdx.y * TILES;
         if (threadIdx.x % 32 != 0) return;
         const int bytes = X_BYTES + TILES * (CODE_BYTES + (BITS == 16 ? 0 : p.meta_bytes));
         for (int step = 0; step < steps; step++) {
@@ -77,9 +92,10 @@ struct WgmmaGemm {
             uint64_t* const done = full + step % STAGES;
             if (step >= STAGES) barrier_wait(empty + step % STAGES, step / STAGES - 1 & 1);
             barrier_expect(done, bytes);
-            copy_tile(to, args.x, step * 64, m0, done);
-            copy_tile(to + X_BYTES, args.codes, step * CODE_WORDS, tile0, done);
-            if (BITS != 16) copy_tile(to + X_BYTES + TILES * CODE_BYTES, args.meta, step / 4 * (p.meta_bytes / 4), tile0, done);
+            const int at = first_step + step;
+            copy_tile(to, args.x, at * 64, m0, done);
+            copy_tile(to + X_BYTES, args.codes, at * CODE_WORDS, tile0, done);
+            if (BITS != 16) copy_tile(to + X_BYTES + TILES * CODE_BYTES, args.meta, at / 4 * (p.meta_bytes / 4), tile0, done);
         }
     }
 
@@ -92,7 +108,7 @@ struct WgmmaGemm {
         Operand of;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (j == 0 || (SLOT == 32 && j == 2)) of.load(meta, args.p.groups, step, j, lane / 4);
+            if (j == 0 || (SLOT == 32 && j == 2)) of.load(meta, args.p.groups, first_step + step, j, lane / 4);
             of.product(a[j], Operand::unit(mine, j), j);
         }
         // Here, and not somewhere among the products.
@@ -114,7 +130,6 @@ struct WgmmaGemm {
 
     // A warpgroup.
     DEVICE void multiply(uint8_t* out) const {
-        const int steps = args.p.spans * 4;   // of 64 inputs: even
         const int lane = threadIdx.x % 32, tile = threadIdx.x / 32, group = threadIdx.x / 128;
         if (WR > 1 && group == WR - 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
         float sums[N / 2] = {};
@@ -131,20 +146,72 @@ struct WgmmaGemm {
             barrier_arrive_if(empty + step % STAGES, lane == 0);
         }
         products_wait<0>();
-        if (args.p.epilogue == GEMM_SILU)
-            store_silu(sums, out + group * OUT_BYTES, tile, lane);
+        if (WR > 1 || args.p.parts == 1)
+            finish<1>(sums, out, group, tile, lane);
+        else if (args.p.parts == 2)
+            finish<2>(sums, out, group, tile, lane);
         else
-            store(sums, tile, lane);
+            finish<4>(sums, out, group, tile, lane);
     }
 
-    DEVICE void store(const float (&sums)[N / 2], int tile, int lane) const {
-        const GemmArgs& p = args.p;
-        const int row = (blockIdx.y * TILES + tile) * 16 + lane / 4, m0 = blockIdx.x * N + lane % 4 * 2;
+    // What becomes of the sums of a tile of which there are so many parts.
+    template <int PARTS>
+    DEVICE void finish(const float (&sums)[N / 2], uint8_t* out, int group, int tile, int lane) const {
+        constexpr int COUNT = N / 2 / PARTS;
+        const int first = part * (N / PARTS);   // of the rows of x that this block adds up
+        float own[COUNT];
+        if (PARTS > 1) {
+            add_parts<PARTS>(sums, own);
+        } else {
 #pragma unroll
-        for (int n = 0; n < N / 8; n++) {
+            for (int k = 0; k < COUNT; k++) own[k] = sums[k];
+        }
+        if (args.p.epilogue == GEMM_SILU)
+            store_silu<COUNT>(own, out + group * OUT_BYTES, tile, lane, first);
+        else
+            store<COUNT>(own, tile, lane, first);
+        // The others may still read what this block left.
+        if (PARTS > 1) cluster_wait();
+    }
+
+    // The sums of this block's share of the rows over all parts; ends with an arrival.
+    template <int PARTS, int COUNT = N / 2 / PARTS>
+    DEVICE void add_parts(const float (&sums)[N / 2], float (&own)[COUNT]) const {
+        static_assert(WR > 1 || STAGES * STAGE >= 128 * N / 2 * 4, "sums lie where stages were");
+        float* const left = reinterpret_cast<float*>(stages) + threadIdx.x;
+        // All warps have done with the stages.
+        asm volatile("bar.sync 15, %0;" ::"n"(WR * 128) : "memory");
+#pragma unroll
+        for (int k = 0; k < N / 2; k++) left[k * 128] = sums[k];
+        cluster_arrive();
+        cluster_wait();
+        // All are on their way before the first is waited for: another block is far.
+        float theirs[PARTS][COUNT];
+#pragma unroll
+        for (int r = 0; r < PARTS; r++) {
+            const uint32_t from = cluster_address(left, r) + part * COUNT * 512;
+#pragma unroll
+            for (int k = 0; k < COUNT; k++) theirs[r][k] = load_cluster(from + k * 512);
+        }
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            own[k] = theirs[0][k];
+#pragma unroll
+            for (int r = 1; r < PARTS; r++) own[k] += theirs[r][k];
+        }
+        cluster_arrive();
+    }
+
+    // Rows `first` .. of this block's rows of x.
+    template <int COUNT>
+    DEVICE void store(const float (&sums)[COUNT], int tile, int lane, int first) const {
+        const GemmArgs& p = args.p;
+        const int row = (blockIdx.y * TILES + tile) * 16 + lane / 4, m1 = m0 + first + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < COUNT / 4; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int m = m0 + n * 8 + i % 2, r = row + i / 2 * 8;
+                const int m = m1 + n * 8 + i % 2, r = row + i / 2 * 8;
                 if (m >= p.m || r >= p.rows) continue;
                 float* const y = p.y + size_t(m) * p.rows + r;
                 const float v = sums[n * 4 + i] * p.scale;
@@ -155,12 +222,14 @@ struct WgmmaGemm {
         }
     }
 
-    // silu(gate) * up of this warpgroup's 32 pairs, gathered in `out`: 64 bytes for a row of x.
-    DEVICE void store_silu(const float (&sums)[N / 2], uint8_t* out, int tile, int lane) const {
+    // silu(gate) * up of this warpgroup's 32 pairs for rows `first` .. of this block's rows of x,
+    // gathered in `out`: 64 bytes for a row.
+    template <int COUNT>
+    DEVICE void store_silu(const float (&sums)[COUNT], uint8_t* out, int tile, int lane, int first) const {
         const GemmArgs& p = args.p;
         const int t = lane % 4, within = operand_index(tile % 4 * 8 + lane / 4);
 #pragma unroll
-        for (int n = 0; n < N / 8; n++) {
+        for (int n = 0; n < COUNT / 4; n++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float gate = sums[n * 4 + i] * p.scale, up = sums[n * 4 + 2 + i] * p.scale;
@@ -169,11 +238,11 @@ struct WgmmaGemm {
             }
         }
         asm volatile("bar.sync %0, 128;" ::"r"(1 + WR + tile / 4) : "memory");
-        const int first = (blockIdx.y * TILES + tile / 4 * 4) * 8;   // of the 32
-        for (int i = threadIdx.x % 128; i < N * 4; i += 128) {
-            const int m = blockIdx.x * N + i / 4;
-            if (m < p.m && first < p.padded)
-                reinterpret_cast<uint4*>(p.half + size_t(m) * p.padded + first)[i % 4] =
+        const int pair = (blockIdx.y * TILES + tile / 4 * 4) * 8;   // the first of the 32
+        for (int i = threadIdx.x % 128; i < COUNT * 8; i += 128) {
+            const int m = m0 + first + i / 4;
+            if (m < p.m && pair < p.padded)
+                reinterpret_cast<uint4*>(p.half + size_t(m) * p.padded + pair)[i % 4] =
                     *reinterpret_cast<const uint4*>(out + i / 4 * OUT_ROW + i % 4 * 16);
         }
     }

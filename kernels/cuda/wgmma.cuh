@@ -52,11 +52,20 @@ DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensorma
 // the first is seen after the second.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Where `of` stands in the shared memory of the cluster's block `rank`.
+DEVICE uint32_t cluster_address(const void* of, int rank) {
+    uint32_t at;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(of)), "r"(rank));
+    return at;
+}
+DEVICE float load_cluster(uint32_t at) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
 // To where `to` stands, in the shared memory of the cluster's block `rank`.
 DEVICE void store_cluster(const float* to, int rank, float v) {
-    uint32_t at;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(to)), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(to, rank)), "f"(v) : "memory");
 }
 
 // The right operand: rows of 128 bytes, 16-byte word u of row r at u ^ (r % 8), the rows'

@@ -145,6 +145,7 @@ pub struct Choice {
     /// Its scheme, e.g. `int4 g32 asymmetric`.
     pub scheme: String,
     /// Bytes.
+    #[serde(rename = "tensor_bytes", alias = "bytes")]
     pub bytes: u64,
     /// Predicted loss in nats of KL divergence.
     pub loss: f64,

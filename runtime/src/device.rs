@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::gpu;
 use crate::load::DeviceChoice;
+use nq_kernels::grad::{CpuOps, GradWork};
 
 /// A device that is present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,6 +12,19 @@ pub enum Device {
     Cpu,
     /// The GPU of this ordinal.
     Cuda(usize),
+}
+
+impl Device {
+    /// Does `work` here; a GPU's products of f32 round operands to TF32.
+    ///
+    /// # Errors
+    /// An absent device, or the driver's; what comes of the work is within.
+    pub fn run<W: GradWork>(self, work: W) -> Result<W::Output> {
+        match self {
+            Device::Cpu => Ok(work.run(&CpuOps)),
+            Device::Cuda(n) => gpu::run(n, work),
+        }
+    }
 }
 
 impl DeviceChoice {

@@ -406,20 +406,20 @@ impl Hidden {
         })
     }
 
-    /// As [`Hidden::check`], and that the rows of all `ranges` are among them.
+    /// As [`Hidden::check`], and that `rows` are among them.
     ///
     /// # Errors
     /// [`Error::Request`]
-    pub fn check_rows(&self, width: usize, ranges: &[Range<usize>]) -> Result<()> {
+    pub fn check_rows(&self, width: usize, rows: &Range<usize>) -> Result<()> {
         self.check(width)?;
-        let rows: usize = self.lengths.iter().sum();
-        match ranges.iter().find(|r| r.start > r.end || r.end > rows) {
-            None => Ok(()),
-            Some(range) => Err(Error::Request {
-                what: "rows of the head",
-                expected: format!("within 0..{rows}"),
-                found: format!("{range:?}"),
-            }),
+        let all: usize = self.lengths.iter().sum();
+        if rows.start <= rows.end && rows.end <= all {
+            return Ok(());
         }
+        Err(Error::Request {
+            what: "rows of the head",
+            expected: format!("within 0..{all}"),
+            found: format!("{rows:?}"),
+        })
     }
 }

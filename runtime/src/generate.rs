@@ -113,7 +113,7 @@ impl Stats {
     }
 
     /// Bytes of weights read per second of decoding, where each forward reads `bytes_per_token`
-    /// ([`crate::Engine::bytes_per_token`]): one for each token that was not drafted.
+    /// ([`crate::Engine::bytes_per_token`]): one for each token that is not an accepted draft.
     pub fn bytes_per_second(&self, bytes_per_token: usize) -> Option<f64> {
         let steps = self.tokens.checked_sub(1)?;
         let forwards = steps.saturating_sub(self.accepted) as f64 / steps as f64;

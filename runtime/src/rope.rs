@@ -65,14 +65,13 @@ impl Rotary {
         }
     }
 
-    /// The rows of the first `positions` positions, cosines and sines in turn,
-    /// `[positions, head_dim]`.
-    pub fn pairs(&self, positions: usize) -> Vec<f32> {
+    /// Cosines and sines of the first `positions` positions, `[positions, head_dim / 2]`.
+    pub fn pairs(&self, positions: usize) -> Vec<[f32; 2]> {
         let mut row = vec![(0.0, 0.0); self.inv_freq.len()];
-        let mut table = Vec::with_capacity(2 * positions * row.len());
+        let mut table = Vec::with_capacity(positions * row.len());
         for position in 0..positions {
             self.row(position, &mut row);
-            table.extend(row.iter().flat_map(|&(cos, sin)| [cos, sin]));
+            table.extend(row.iter().map(|&(cos, sin)| [cos, sin]));
         }
         table
     }

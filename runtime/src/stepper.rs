@@ -74,34 +74,12 @@ pub trait LayerStepper: Send {
         hidden: &Hidden,
         rows: Range<usize>,
     ) -> Result<Vec<f32>> {
-        let mut found = Vec::new();
-        self.heads(norm, head, hidden, &[rows], &mut |_, logits| {
-            found.extend_from_slice(logits);
-        })?;
-        Ok(found)
-    }
-
-    /// As [`LayerStepper::head`] for many ranges of rows, each of whose logits go to `each`
-    /// with the range's place in `ranges`.
-    ///
-    /// # Errors
-    /// As [`LayerStepper::open_head`].
-    fn heads(
-        &mut self,
-        norm: &Tensor,
-        head: &Weight,
-        hidden: &Hidden,
-        ranges: &[Range<usize>],
-        each: &mut dyn FnMut(usize, &[f32]),
-    ) -> Result<()> {
         let h = self.config().hidden_size;
-        hidden.check_rows(h, ranges)?;
-        let most = ranges.iter().map(Range::len).max().unwrap_or(0);
-        let mut head = self.open_head(norm, head, most)?;
-        for (i, rows) in ranges.iter().enumerate() {
-            each(i, head.logits(&hidden.data[rows.start * h..rows.end * h])?);
-        }
-        Ok(())
+        hidden.check_rows(h, &rows)?;
+        let mut head = self.open_head(norm, head, rows.len())?;
+        Ok(head
+            .logits(&hidden.data[rows.start * h..rows.end * h])?
+            .to_vec())
     }
 }
 

@@ -59,11 +59,7 @@ impl Model {
         let vocab = checkpoint.config().vocab_size;
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(vocab)?;
-        let template = match ChatTemplate::from_files(checkpoint.files()) {
-            Ok(template) => Some(template),
-            Err(nq_runtime::Error::Text { why, .. }) if why.contains("found none") => None,
-            Err(e) => return Err(e),
-        };
+        let template = ChatTemplate::find(checkpoint.files())?;
         let sampling = SamplingParams::from_defaults(checkpoint.generation());
         sampling.validate()?;
         let engine = Engine::start(Box::new(move || engine.session(spec)), vocab, options)?;

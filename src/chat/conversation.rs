@@ -87,8 +87,8 @@ trait Answerer {
     /// Tokens in the cache, and how many fit.
     fn context(&self) -> (usize, usize);
 
-    /// True if thinking can be turned on and off.
-    fn switches_thinking(&self) -> bool;
+    /// Why the setting of this name would change nothing.
+    fn refuses(&self, setting: &str) -> Option<&'static str>;
 
     /// True if the model reads texts as they are.
     fn is_raw(&self) -> bool {
@@ -203,9 +203,9 @@ impl<'m> Conversation<'m> {
         self.answerer.context()
     }
 
-    /// True if thinking can be turned on and off.
-    pub fn switches_thinking(&self) -> bool {
-        self.answerer.switches_thinking()
+    /// Why the setting of this name would change nothing here.
+    pub fn refuses(&self, setting: &str) -> Option<&'static str> {
+        self.answerer.refuses(setting)
     }
 
     /// True if the model reads texts as they are.

@@ -10,7 +10,6 @@ pub mod printer;
 pub mod repl;
 pub mod report;
 pub mod saved;
-pub mod stop;
 pub mod wrap;
 
 /// Where tokens are drafted from that are then checked together; answers stay the same.

@@ -349,8 +349,8 @@ impl Repl<'_> {
     }
 
     fn switch_thinking(&mut self, to: Option<bool>, err: &mut dyn Write) -> io::Result<()> {
-        if !self.conversation.switches_thinking() {
-            return writeln!(err, "nq: this model's template cannot switch thinking");
+        if let Some(why) = self.conversation.refuses("thinking") {
+            return writeln!(err, "nq: {why}");
         }
         self.conversation.chat.settings.thinking = to;
         let state = match to {
@@ -378,6 +378,9 @@ impl Repl<'_> {
             "off" | "false" => Ok(false),
             _ => bail!("{name}: expected on or off, found {value:?}"),
         };
+        if let Some(why) = self.conversation.refuses(name) {
+            bail!("{name}: {why}");
+        }
         let mut settings = self.conversation.chat.settings.clone();
         let sampling = &mut settings.sampling;
         match name {
@@ -417,7 +420,7 @@ impl Repl<'_> {
             err,
             "temperature {}  top_k {}  top_p {}  min_p {}\n\
              repetition_penalty {}  frequency_penalty {}  presence_penalty {}  seed {}\n\
-             max_tokens {max_tokens}  thinking {}  hide_thinking {}  on_overflow {}",
+             max_tokens {max_tokens}  thinking {}  hide_thinking {}{}",
             p.temperature,
             p.top_k,
             p.top_p,
@@ -428,9 +431,10 @@ impl Repl<'_> {
             p.seed,
             s.thinking.map_or("auto", on_off),
             on_off(self.hide_thinking),
-            match s.overflow {
-                Overflow::Stop => "stop",
-                Overflow::DropOldest => "drop-oldest",
+            match (self.conversation.refuses("on_overflow"), s.overflow) {
+                (Some(_), _) => "",
+                (None, Overflow::Stop) => "  on_overflow stop",
+                (None, Overflow::DropOldest) => "  on_overflow drop-oldest",
             },
         )
     }

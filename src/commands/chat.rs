@@ -42,7 +42,10 @@ pub struct ChatArgs {
     #[arg(
         long,
         value_name = "URL",
-        conflicts_with_all = ["raw", "bits", "ctx", "kv", "draft", "on_overflow"]
+        conflicts_with_all = [
+            "raw", "bits", "ctx", "kv", "draft", "on_overflow", "offline",
+            "device", "threads", "pin", "activations", "kernels", "isa",
+        ]
     )]
     pub server: Option<String>,
     /// Answer this prompt and exit; text on standard input goes after it, or is the prompt if

@@ -145,9 +145,8 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         config: contents(json),
         generation: contents(generation),
     };
-    let config = ModelConfig::parse(&metadata.path(CONFIG), &metadata.config)?;
-    let generation =
-        GenerationDefaults::parse(&metadata.path(GENERATION_CONFIG), &metadata.generation)?;
+    let config = ModelConfig::parse(&metadata.root(), &metadata.config)?;
+    let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
     store.check_names(config.num_hidden_layers)?;
     store.quantization = store.describe_quantization()?;
     let files = Files::Virtual(Arc::new(metadata));
@@ -403,12 +402,6 @@ struct Metadata {
     file: GgufFile,
     config: Bytes,
     generation: Bytes,
-}
-
-impl Metadata {
-    fn path(&self, name: &str) -> PathBuf {
-        self.file.path().join(name)
-    }
 }
 
 impl VirtualFiles for Metadata {

@@ -44,7 +44,7 @@ struct GemmArgs {
     padded: i32,
     epilogue: i32,
     scale: f32,
-    pad: i32,
+    parts: i32,
 }
 
 impl Instance {
@@ -105,48 +105,85 @@ const INSTANCES: [Instance; 4] = [
 /// Stages of `cuda/gemm.cu` and of `cuda/gemm_wgmma.cu`.
 const STAGES: usize = 4;
 
-/// An instance of `cuda/gemm_wgmma.cu`, in the order of [`GEMM_WGMMA`]'s names.
+/// An instance of `cuda/gemm_wgmma.cu`, in the order of [`GEMM_WGMMA`]'s names. Times are microseconds,
+/// measured on an H200.
 struct WgmmaInstance {
     /// Warpgroups, each of four tiles of weights.
     groups: usize,
     /// Rows of x.
     rows: usize,
-    /// Microseconds that a block adds to its multiprocessor's work, for a step of 64 inputs and
-    /// besides: as measured on an H200.
-    cost: (f64, f64),
+    /// What a block adds to its multiprocessor's work: for a step of 64 inputs, and besides.
+    work: (f64, f64),
+    /// What a step of a block takes that has a multiprocessor for itself.
+    step: f64,
+    /// Blocks that share a tile, each with a part of the inputs, at most: of four large blocks no
+    /// two run on a multiprocessor at once.
+    most_parts: usize,
 }
 
 const WGMMA_INSTANCES: [WgmmaInstance; 3] = [
     WgmmaInstance {
         groups: 1,
         rows: 64,
-        cost: (0.18, 1.0),
+        work: (0.18, 1.0),
+        step: 0.30,
+        most_parts: 4,
     },
     WgmmaInstance {
         groups: 1,
         rows: 128,
-        cost: (0.23, 1.0),
+        work: (0.23, 1.0),
+        step: 0.33,
+        most_parts: 2,
     },
     WgmmaInstance {
         groups: 3,
         rows: 128,
-        cost: (0.54, 5.0),
+        work: (0.54, 5.0),
+        step: 0.54,
+        most_parts: 1,
     },
 ];
+
+/// Blocks that may share a tile.
+const PARTS: [usize; 3] = [1, 2, 4];
+/// Microseconds until a cluster's blocks have added up their sums.
+const ADDING: f64 = 5.0;
+/// Fewer steps of 64 inputs than this do not make a part.
+const LEAST_STEPS: usize = 8;
 
 /// Fewer rows than this are for `cuda/gemm.cu`: half of a warpgroup's product would be wasted.
 const WGMMA_ROWS: usize = 17;
 
 impl WgmmaInstance {
-    /// The cheapest for `m` rows of x and `tiles` tiles of weights, over `spans` spans.
-    fn choose(multiprocessors: usize, m: usize, tiles: usize, spans: usize) -> usize {
-        let cost = |i: usize| {
-            let i = &WGMMA_INSTANCES[i];
-            let blocks = m.div_ceil(i.rows) * tiles.div_ceil(i.groups * 4);
-            let turns = blocks.div_ceil(multiprocessors.max(1)) as f64;
-            turns * (i.cost.0 * (4 * spans) as f64 + i.cost.1)
+    /// Microseconds for `m` rows of x and `tiles` tiles of weights over `spans` spans, in `parts`.
+    fn time(
+        &self,
+        multiprocessors: usize,
+        (m, tiles, spans): (usize, usize, usize),
+        parts: usize,
+    ) -> f64 {
+        let blocks = parts * m.div_ceil(self.rows) * tiles.div_ceil(self.groups * 4);
+        let turns = blocks.div_ceil(multiprocessors.max(1)) as f64;
+        let steps = (4 * spans) as f64 / parts as f64;
+        let busy = turns * (self.work.0 * steps + self.work.1);
+        let alone = self.step * steps + self.work.1;
+        let adding = if parts > 1 { ADDING } else { 0.0 };
+        busy.max(alone) + adding
+    }
+
+    /// The fastest instance for `m` rows of x and `tiles` tiles of weights over `spans` spans, and
+    /// in how many parts.
+    fn choose(multiprocessors: usize, shape: (usize, usize, usize)) -> (usize, usize) {
+        let parts = |i: usize| {
+            let most = (4 * shape.2 / LEAST_STEPS).max(1);
+            let most = most.min(WGMMA_INSTANCES[i].most_parts);
+            PARTS.into_iter().filter(move |&p| p <= most)
         };
-        (1..WGMMA_INSTANCES.len()).fold(0, |best, i| if cost(i) < cost(best) { i } else { best })
+        let all = (0..WGMMA_INSTANCES.len()).flat_map(|i| parts(i).map(move |p| (i, p)));
+        let time = |(i, p): (usize, usize)| WGMMA_INSTANCES[i].time(multiprocessors, shape, p);
+        all.min_by(|&a, &b| time(a).total_cmp(&time(b)))
+            .unwrap_or((0, 1))
     }
 
     /// `STAGE`, `OUT_BYTES` and the alignment of `WgmmaGemm`.
@@ -196,14 +233,16 @@ impl Stream {
             padded: padded as i32,
             epilogue,
             scale: packed.scale,
-            pad: 0,
+            parts: 1,
         };
         let info = self.gpu().info();
         if m >= WGMMA_ROWS && info.capability == (9, 0) {
-            let instance = WgmmaInstance::choose(info.multiprocessors, m, w.tiles(), spans);
+            let (instance, parts) =
+                WgmmaInstance::choose(info.multiprocessors, (m, w.tiles(), spans));
             // Absent from a build for other architectures than sm_90a.
             if self.gpu().has_kernel(&GEMM_WGMMA.of_kind(instance, kind)) {
-                return self.gemm_wgmma(kind, instance, args);
+                let parts = parts as i32;
+                return self.gemm_wgmma(kind, instance, GemmArgs { parts, ..args });
             }
         }
         let instance = Instance::choose(info.shared_memory, m, kind);
@@ -252,8 +291,11 @@ impl Stream {
             })?,
         };
         let args = WgmmaArgs { x, codes, meta, p };
-        let grid = (m.div_ceil(of.rows), tiles.div_ceil(block), 1);
-        let shape = LaunchShape::new(grid, of.groups * 128 + 32).shared(of.shared(kind));
+        let parts = p.parts as usize;
+        let grid = (parts * m.div_ceil(of.rows), tiles.div_ceil(block), 1);
+        let shape = LaunchShape::new(grid, of.groups * 128 + 32)
+            .shared(of.shared(kind))
+            .clusters_of(parts);
         // SAFETY: the caller checked the operands; the boxes are the kernel's.
         unsafe { self.launch(GEMM_WGMMA.of_kind(instance, kind), shape, &args) }
     }
@@ -295,21 +337,24 @@ mod tests {
     #[test]
     fn blocks_suit_the_product() {
         let chosen = |m: usize, rows: usize, inputs: usize| {
-            let i = WgmmaInstance::choose(132, m, rows.div_ceil(16), inputs.div_ceil(256));
+            let shape = (m, rows.div_ceil(16), inputs.div_ceil(256));
+            let (i, parts) = WgmmaInstance::choose(132, shape);
             let i = &super::WGMMA_INSTANCES[i];
-            (i.groups * 64, i.rows)
+            (i.groups * 64, i.rows, parts)
         };
         // 8B: qkv, o, gate_up, down.
-        assert_eq!(chosen(512, 6144, 4096), (192, 128));
-        assert_eq!(chosen(512, 4096, 4096), (64, 128));
-        assert_eq!(chosen(512, 24576, 4096), (192, 128));
-        assert_eq!(chosen(512, 4096, 12288), (64, 128));
-        // 0.6B: o, down.
-        assert_eq!(chosen(512, 1024, 2048), (64, 64));
-        assert_eq!(chosen(512, 1024, 3072), (64, 64));
-        assert_eq!(chosen(17, 1, 1), (64, 64));
+        assert_eq!(chosen(512, 6144, 4096), (192, 128, 1));
+        assert_eq!(chosen(512, 4096, 4096), (64, 128, 1));
+        assert_eq!(chosen(512, 24576, 4096), (192, 128, 1));
+        assert_eq!(chosen(512, 4096, 12288), (64, 128, 1));
+        assert_eq!(chosen(128, 4096, 4096), (64, 128, 2));
+        assert_eq!(chosen(128, 4096, 12288), (64, 128, 2));
+        assert_eq!(chosen(64, 4096, 12288), (64, 64, 4));
+        assert_eq!(chosen(17, 1, 1), (64, 64, 1));
         // What `products_of_many_rows_in_real_shapes` relies on.
-        assert_eq!(chosen(333, 49_000, 1000), (192, 128));
-        assert_eq!(chosen(200, 4096, 1024), (64, 128));
+        assert_eq!(chosen(333, 49_000, 1000), (192, 128, 1));
+        assert_eq!(chosen(200, 4096, 1024), (64, 128, 1));
+        assert_eq!(chosen(100, 1024, 3072), (64, 64, 4));
+        assert_eq!(chosen(120, 4096, 2560), (64, 128, 2));
     }
 }

@@ -58,7 +58,7 @@ impl Job<'_> {
             "overrides": overrides,
             "target": match o.target {
                 None => Value::Null,
-                Some(TargetSize::Bytes(n)) => json!({ "bytes": n }),
+                Some(TargetSize::Bytes(n)) => json!({ "tensor_bytes": n }),
                 Some(TargetSize::BitsPerWeight(x)) => json!({ "bits_per_weight": x }),
             },
             "least_bits": o.bits,

@@ -17,7 +17,7 @@ use crate::train::trainer::{Beginnings, Settings, Trainer, settings_of};
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Unit, Weight, human_bytes};
-use nq_kernels::grad::{CpuOps, GradOps, GradWork};
+use nq_kernels::grad::{GradOps, GradWork};
 use nq_kernels::rng::Philox;
 use nq_runtime::device::{Device, total_memory};
 use rayon::prelude::*;
@@ -181,11 +181,8 @@ impl Job<'_> {
             state,
             key,
         };
-        match device {
-            Device::Cpu => work.run(&CpuOps),
-            // What TF32 rounds is far below what the student is off by.
-            Device::Cuda(n) => nq_runtime::gpu::run(n, work)?,
-        }
+        // What TF32 rounds is far below what the student is off by.
+        device.run(work)?
     }
 
     fn most(&self, device: Device) -> Most {

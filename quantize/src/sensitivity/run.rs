@@ -221,34 +221,28 @@ impl<'r> Run<'r> {
     /// source's logits on the first tile.
     fn score(&mut self, end: &End) -> Result<(f64, Vec<f32>)> {
         let (vocab, variants) = (self.config.vocab_size, self.variants.len());
-        let tokens = self.stream.lengths.iter().sum::<usize>() / variants;
-        let of_variant =
-            |v: usize, tile: &Range<usize>| v * tokens + tile.start..v * tokens + tile.end;
-        let ranges: Vec<Range<usize>> = (self.tiles().iter())
-            .flat_map(|tile| (0..variants).map(move |v| of_variant(v, tile)))
-            .collect();
+        let (tiles, h) = (self.tiles(), self.config.hidden_size);
+        let most = tiles.iter().map(Range::len).max().unwrap_or(0);
+        let mut head = self.stepper.open_head(&end.norm, &end.head, most)?;
         let mut sums = vec![(0f64, 0usize); variants];
-        let (mut reference, mut first, mut failed) = (Vec::new(), Vec::new(), Ok(()));
-        let mut add = |i: usize, logits: &[f32]| {
-            let variant = i % variants;
-            if variant == 0 {
-                reference.clear();
-                reference.extend_from_slice(logits);
-                if i == 0 {
-                    first.extend_from_slice(logits);
+        let mut first = Vec::new();
+        for tile in tiles {
+            let mut reference = Vec::new();
+            let streams = self.stream.data.chunks(self.stream.data.len() / variants);
+            for (stream, sum) in streams.zip(&mut sums) {
+                let logits = head.logits(&stream[tile.start * h..tile.end * h])?;
+                if reference.is_empty() {
+                    reference = logits.to_vec(); // the source's stream is the first
+                    continue;
                 }
-                return;
+                let rows = kld_rows(logits, &reference, vocab)?;
+                sum.0 += rows.iter().sum::<f64>();
+                sum.1 += rows.len();
             }
-            match kld_rows(logits, &reference, vocab) {
-                Ok(rows) => {
-                    sums[variant].0 += rows.iter().sum::<f64>();
-                    sums[variant].1 += rows.len();
-                }
-                Err(e) => failed = Err(e),
+            if first.is_empty() {
+                first = reference;
             }
-        };
-        (self.stepper).heads(&end.norm, &end.head, &self.stream, &ranges, &mut add)?;
-        failed?;
+        }
         let mut together = 0.0;
         for (variant, sum) in self.variants.iter().zip(&sums) {
             let kld = sum.0 / sum.1.max(1) as f64;

@@ -370,23 +370,15 @@ impl<O: GradOps> Graph<O> {
         ops.gemm(a.queries_grad, &self.dp, &s.kh, &mut f.heads)?;
         ops.gemm(a.keys_grad, &self.dp, &s.qh, &mut f.kv)?;
         let turns = &f.cos_sin;
-        if let Values {
-            value,
-            state: Some(state),
-            ..
-        } = &mut attention.q_norm
-        {
-            let (dy, dx, grad) = (&f.heads, &mut f.wide, &mut state.grad);
-            ops.head_norm_rope_grad(&s.q, value, turns, &s.inv_q, dy, dx, grad, qs)?;
-        }
-        if let Values {
-            value,
-            state: Some(state),
-            ..
-        } = &mut attention.k_norm
-        {
-            let (dy, dx, grad) = (&f.kv, &mut self.dk, &mut state.grad);
-            ops.head_norm_rope_grad(&s.k, value, turns, &s.inv_k, dy, dx, grad, ks)?;
+        let (q_norm, k_norm) = (&mut attention.q_norm, &mut attention.k_norm);
+        for (norm, x, inv, dy, dx, shape) in [
+            (q_norm, &s.q, &s.inv_q, &f.heads, &mut f.wide, qs),
+            (k_norm, &s.k, &s.inv_k, &f.kv, &mut self.dk, ks),
+        ] {
+            if let Some(state) = &mut norm.state {
+                let (gain, grad) = (&norm.value, &mut state.grad);
+                ops.head_norm_rope_grad(x, gain, turns, inv, dy, dx, grad, shape)?;
+            }
         }
 
         let (x, norm, shape) = (&self.xs[layer], &mut attention.norm, (rows, c.hidden_size));

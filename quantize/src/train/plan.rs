@@ -130,6 +130,7 @@ pub struct MemoryPlan {
     /// Sequences sampled together.
     pub slots: usize,
     /// Bytes of the device's memory.
+    #[serde(rename = "device_bytes", alias = "bytes")]
     pub bytes: u64,
 }
 

@@ -45,8 +45,8 @@ impl<O: Allocate> Sampler<O> {
                 .collect::<Result<Vec<_>>>()
         };
         let rotations = Rotary::new(c).pairs(length);
-        let mut cos_sin = ops.floats("rotations", rotations.len())?;
-        ops.write(&mut cos_sin, &rotations)?;
+        let mut cos_sin = ops.floats("rotations", 2 * rotations.len())?;
+        ops.write(&mut cos_sin, rotations.as_flattened())?;
         Ok(Sampler {
             config: c.clone(),
             slots,

@@ -85,27 +85,37 @@ enum Renderer {
 }
 
 impl ChatTemplate {
-    /// Reads `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`: a string,
-    /// or a list of named templates.
+    /// As [`ChatTemplate::find`], of a model that must have one.
     ///
     /// # Errors
-    /// [`Error::Text`] if there is none, or it is not a template.
+    /// Those of [`ChatTemplate::find`]; [`Error::Text`] if there is none.
     pub fn from_files(files: &Files) -> Result<Self> {
+        Self::find(files)?.ok_or_else(|| {
+            let why = format!(
+                "expected a chat_template, found none here and no {TEMPLATE_FILE} beside it"
+            );
+            text_error(&files.path(TOKENIZER_CONFIG_FILE), why)
+        })
+    }
+
+    /// Reads `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`: a string,
+    /// or a list of named templates. `None` if neither is there.
+    ///
+    /// # Errors
+    /// [`Error::Text`] if what is there is not a template.
+    pub fn find(files: &Files) -> Result<Option<Self>> {
         let config = TokenizerConfig::read(files)?;
         let path = files.path(TEMPLATE_FILE);
         if let Some(bytes) = files.get(TEMPLATE_FILE)? {
             let source = std::str::from_utf8(&bytes)
                 .map_err(|e| text_error(&path, format!("expected UTF-8, found {e}")))?;
             let templates = vec![(DEFAULT.to_owned(), source.to_owned())];
-            return Self::new(path, templates, config.special_tokens);
+            return Self::new(path, templates, config.special_tokens).map(Some);
         }
         if config.templates.is_empty() {
-            let why = format!(
-                "expected a chat_template, found none here and no {TEMPLATE_FILE} beside it"
-            );
-            return Err(text_error(&config.path, why));
+            return Ok(None);
         }
-        Self::new(config.path, config.templates, config.special_tokens)
+        Self::new(config.path, config.templates, config.special_tokens).map(Some)
     }
 
     /// A template from its source; `path` stands for it in messages.

@@ -183,12 +183,8 @@ impl CudaSession {
         let (c, together) = (&model.config, most_together(gpu));
         let memory = SessionMemory::new(gpu, c, model.kernels, together, &model.head, &spec)?;
         let mut cos_sin = memory.cos_sin;
-        let mut table = vec![(0f32, 0f32); cos_sin.len()];
-        for (position, row) in table.chunks_exact_mut(HEAD_DIM / 2).enumerate() {
-            model.rotary.row(position, row);
-        }
-        let table: Vec<[f32; 2]> = table.into_iter().map(|(c, s)| [c, s]).collect();
-        cos_sin.write(0, &table)?;
+        let positions = cos_sin.len() / (HEAD_DIM / 2);
+        cos_sin.write(0, &model.rotary.pairs(positions))?;
         Ok(CudaSession {
             stream: gpu.stream()?,
             graphs: Graphs::default(),

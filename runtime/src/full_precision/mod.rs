@@ -117,8 +117,8 @@ impl<O: Allocate> Workspace<O> {
         let rows = batch * seq;
         let floats = |n: usize| ops.floats("activations of a layer", n);
         let rotations = Rotary::new(c).pairs(seq);
-        let mut cos_sin = floats(rotations.len())?;
-        ops.write(&mut cos_sin, &rotations)?;
+        let mut cos_sin = floats(2 * rotations.len())?;
+        ops.write(&mut cos_sin, rotations.as_flattened())?;
         Ok(Workspace {
             config: c.clone(),
             cos_sin,
@@ -197,6 +197,7 @@ pub fn multiply<O: LayerOps, M: Load<O>>(
     add: bool,
     scratch: &mut O::Floats,
 ) -> Result<()> {
+    debug_assert_eq!(w.linear.len(), to.len(), "{}", w.spec.name);
     for ((linear, weight), to) in w.spec.linears.iter().zip(&w.linear).zip(to) {
         let (n, k) = linear.dims(c);
         let product = Gemm {

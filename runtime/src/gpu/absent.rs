@@ -53,7 +53,7 @@ pub fn sizes() -> Result<GpuSizes> {
     absent(0)
 }
 
-pub fn run<W: GradWork>(ordinal: usize, _: W) -> Result<W::Output> {
+pub(crate) fn run<W: GradWork>(ordinal: usize, _: W) -> Result<W::Output> {
     absent(ordinal)
 }
 

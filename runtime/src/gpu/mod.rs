@@ -8,8 +8,8 @@ mod here;
 #[path = "present.rs"]
 mod here;
 
-pub(crate) use here::{count, load, stepper};
-pub use here::{memory, moments, run, sizes};
+pub(crate) use here::{count, load, run, stepper};
+pub use here::{memory, moments, sizes};
 
 use crate::engine::{DeviceMemory, SessionSpec};
 use crate::error::Result;

@@ -74,7 +74,7 @@ pub fn sizes() -> Result<GpuSizes> {
 ///
 /// # Errors
 /// As [`memory`].
-pub fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
+pub(crate) fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
     Ok(work.run(&ops(ordinal, GemmPrecision::Tf32)?))
 }
 

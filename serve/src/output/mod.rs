@@ -8,7 +8,7 @@ mod calls;
 pub use calls::{CallForm, CallParser};
 
 use nq_runtime::thinking::{Part, Splitter, overlap};
-use nq_runtime::{Detokenizer, Tokenizer};
+use nq_runtime::{Detokenizer, StopTexts, Tokenizer};
 
 /// A piece of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,7 +51,7 @@ pub struct Reader {
     /// Thinking that may be the beginning of [`CallParser::OPEN`].
     held: String,
     calls: Option<CallParser>,
-    stop: StopStrings,
+    stop: StopTexts,
     reasoning_tokens: usize,
 }
 
@@ -63,7 +63,7 @@ impl Reader {
             thinking: options.thinking.as_deref().map(Splitter::after),
             held: String::new(),
             calls: options.calls.then(CallParser::default),
-            stop: StopStrings::new(&options.stop),
+            stop: StopTexts::new(&options.stop),
             reasoning_tokens: 0,
         }
     }
@@ -82,7 +82,7 @@ impl Reader {
 
     /// The stop string that has come, if one has: the answer is over.
     pub fn stopped_by(&self) -> Option<&str> {
-        self.stop.over.as_deref()
+        self.stop.ended_by()
     }
 
     /// The end of the tokens: what was held back.
@@ -97,7 +97,8 @@ impl Reader {
             calls.finish(&mut after);
         }
         self.deliver(after, out);
-        self.stop.finish(out);
+        let rest = self.stop.finish();
+        join(out, Piece::Text(rest));
     }
 
     /// True while what comes is thinking.
@@ -170,10 +171,11 @@ impl Reader {
     fn deliver(&mut self, pieces: Vec<Piece>, out: &mut Vec<Piece>) {
         for piece in pieces {
             match piece {
-                _ if self.stop.is_over() => return,
-                Piece::Text(text) => self.stop.push(&text, out),
+                _ if self.stop.has_ended() => return,
+                Piece::Text(text) => join(out, Piece::Text(self.stop.push(&text))),
                 other => {
-                    self.stop.finish(out);
+                    let rest = self.stop.finish();
+                    join(out, Piece::Text(rest));
                     join(out, other);
                 }
             }
@@ -181,9 +183,10 @@ impl Reader {
     }
 }
 
-/// Appends a piece, to the last one if that is of the same kind.
+/// Appends a piece, to the last one if that is of the same kind; no text appends nothing.
 fn join(out: &mut Vec<Piece>, piece: Piece) {
     match (out.last_mut(), piece) {
+        (_, Piece::Text(text)) if text.is_empty() => {}
         (Some(Piece::Text(last)), Piece::Text(text))
         | (Some(Piece::Reasoning(last)), Piece::Reasoning(text)) => last.push_str(&text),
         (
@@ -191,112 +194,5 @@ fn join(out: &mut Vec<Piece>, piece: Piece) {
             Piece::CallArguments { index: of, text },
         ) if *index == of => last.push_str(&text),
         (_, piece) => out.push(piece),
-    }
-}
-
-/// Texts that end an answer.
-#[derive(Debug, Default)]
-struct StopStrings {
-    stop: Vec<String>,
-    /// What may be the beginning of one.
-    held: String,
-    /// The one that came.
-    over: Option<String>,
-}
-
-impl StopStrings {
-    fn new(stop: &[String]) -> Self {
-        StopStrings {
-            stop: stop.iter().filter(|s| !s.is_empty()).cloned().collect(),
-            ..Self::default()
-        }
-    }
-
-    fn is_over(&self) -> bool {
-        self.over.is_some()
-    }
-
-    fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
-        if self.is_over() {
-            return;
-        }
-        self.held.push_str(text);
-        let found = self
-            .stop
-            .iter()
-            .filter_map(|s| Some((self.held.find(s)?, s)));
-        let first = found.min_by_key(|(at, _)| *at);
-        let certain = match first {
-            Some((at, _)) => at,
-            None => {
-                let open = self.stop.iter().map(|s| overlap(&self.held, s));
-                self.held.len() - open.max().unwrap_or(0)
-            }
-        };
-        self.over = first.map(|(_, s)| s.clone());
-        if certain > 0 {
-            join(out, Piece::Text(self.held[..certain].to_owned()));
-            self.held.drain(..certain);
-        }
-    }
-
-    fn finish(&mut self, out: &mut Vec<Piece>) {
-        let rest = std::mem::take(&mut self.held);
-        if !self.is_over() && !rest.is_empty() {
-            join(out, Piece::Text(rest));
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn stopped(stop: &[&str], pieces: &[&str]) -> (String, bool) {
-        let stop: Vec<String> = stop.iter().map(|s| (*s).to_owned()).collect();
-        let (mut strings, mut out) = (StopStrings::new(&stop), Vec::new());
-        for piece in pieces {
-            strings.push(piece, &mut out);
-        }
-        strings.finish(&mut out);
-        let text = out.iter().map(|p| match p {
-            Piece::Text(text) => text.as_str(),
-            _ => unreachable!(),
-        });
-        (text.collect(), strings.is_over())
-    }
-
-    #[test]
-    fn stop_strings_end_text_whatever_the_pieces() {
-        for (stop, text, expected, over) in [
-            (vec!["END"], "one END two", "one ", true),
-            (vec!["END"], "one EN", "one EN", false),
-            (vec!["b\n", "ab"], "xxab\n", "xx", true),
-            (
-                vec!["é!", "zz"],
-                "caf\u{e9}? caf\u{e9}! more",
-                "caf\u{e9}? caf",
-                true,
-            ),
-            (vec![""], "text", "text", false),
-            (vec!["aab"], "aaaab", "aa", true),
-        ] {
-            let chars: Vec<String> = text.chars().map(String::from).collect();
-            for size in 1..=chars.len() {
-                let pieces: Vec<String> = chars.chunks(size).map(|c| c.concat()).collect();
-                let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
-                let found = stopped(&stop, &pieces);
-                assert_eq!(found, (expected.to_owned(), over), "{text:?} by {size}");
-            }
-        }
-    }
-
-    #[test]
-    fn text_that_begins_no_stop_string_does_not_wait() {
-        let (mut strings, mut out) = (StopStrings::new(&["END".into()]), Vec::new());
-        strings.push("one E", &mut out);
-        assert_eq!(out, [Piece::Text("one ".into())]);
-        strings.push("x", &mut out);
-        assert_eq!(out, [Piece::Text("one Ex".into())]);
     }
 }

@@ -5,13 +5,12 @@
 
 use super::{Answerer, Chat, End, Event, Form, OnEvent, Turn};
 use crate::chat::Overflow;
-use crate::chat::stop::{Passed, StopTexts};
 use anyhow::bail;
 use nq_runtime::generate::generate;
 use nq_runtime::thinking::{Part, Splitter};
 use nq_runtime::{
     Detokenizer, Generated, Limits, Message, Sampler, Sequence, Session, Stats, StopReason,
-    Tokenizer,
+    StopTexts, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
@@ -63,7 +62,6 @@ impl Answerer for Local<'_> {
                 Form::Raw => Splitter::none(),
             },
             stops: StopTexts::new(&chat.settings.stop),
-            ended: false,
             raw: String::new(),
             thinking: String::new(),
             answer: String::new(),
@@ -109,7 +107,7 @@ impl Answerer for Local<'_> {
             let _ = writer.push(&rest);
         }
         writer.finish();
-        let end = match writer.ended {
+        let end = match writer.stops.has_ended() {
             true => End::Text,
             false => End::Generated(generated),
         };
@@ -139,10 +137,13 @@ impl Answerer for Local<'_> {
         (self.sequence.tokens().len(), self.session.spec().ctx)
     }
 
-    fn switches_thinking(&self) -> bool {
-        match self.form {
-            Form::Chat(template) => template.switches_thinking(),
-            Form::Raw => false,
+    fn refuses(&self, setting: &str) -> Option<&'static str> {
+        match (self.form, setting) {
+            (Form::Raw, "thinking" | "hide_thinking") => Some("--raw does not tell thinking apart"),
+            (Form::Chat(template), "thinking") if !template.switches_thinking() => {
+                Some("this model's template cannot switch thinking")
+            }
+            _ => None,
         }
     }
 
@@ -263,8 +264,6 @@ fn dropped(turns: usize) -> String {
 struct Writer<'e> {
     splitter: Splitter,
     stops: StopTexts,
-    /// A stop text came.
-    ended: bool,
     raw: String,
     thinking: String,
     answer: String,
@@ -275,12 +274,12 @@ struct Writer<'e> {
 
 impl Writer<'_> {
     fn push(&mut self, piece: &str) -> ControlFlow<()> {
-        if self.ended {
+        if self.stops.has_ended() {
             return ControlFlow::Break(());
         }
         self.raw.push_str(piece);
         self.split(|splitter, emit| splitter.push(piece, emit));
-        match self.failed.is_some() || self.ended {
+        match self.failed.is_some() || self.stops.has_ended() {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         }
@@ -291,11 +290,9 @@ impl Writer<'_> {
             // Cut off: closed, so that the template can tell it from the answer.
             self.raw.push_str("\n</think>\n\n");
         }
-        if !self.ended {
-            self.split(|splitter, emit| splitter.finish(emit));
-            let rest = self.stops.finish();
-            self.emit(Part::Answer, &rest);
-        }
+        self.split(|splitter, emit| splitter.finish(emit));
+        let rest = self.stops.finish();
+        self.emit(Part::Answer, &rest);
     }
 
     fn split(&mut self, run: impl FnOnce(&mut Splitter, &mut dyn FnMut(Part, &str))) {
@@ -305,16 +302,13 @@ impl Writer<'_> {
         });
         for (part, text) in pieces {
             match part {
-                Part::Answer if !self.ended => match self.stops.push(&text) {
-                    Passed::More(text) => self.emit(part, &text),
-                    Passed::Ended(text, behind) => {
-                        self.ended = true;
-                        // The answer is the end of what was sampled.
-                        self.raw.truncate(self.raw.len() - behind);
-                        self.emit(part, &text);
-                    }
-                },
-                Part::Answer => {}
+                Part::Answer if self.stops.has_ended() => {}
+                Part::Answer => {
+                    let certain = self.stops.push(&text);
+                    // The answer is the end of what was sampled.
+                    self.raw.truncate(self.raw.len() - self.stops.cut_bytes());
+                    self.emit(part, &certain);
+                }
                 Part::Thinking => self.emit(part, &text),
             }
         }

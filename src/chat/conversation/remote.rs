@@ -303,8 +303,8 @@ impl Answerer for Remote {
         (self.used, self.context)
     }
 
-    /// The server knows; one that cannot ignores it.
-    fn switches_thinking(&self) -> bool {
-        true
+    /// Whether thinking can be switched, the server knows.
+    fn refuses(&self, setting: &str) -> Option<&'static str> {
+        (setting == "on_overflow").then_some("a server keeps all that it is sent, or refuses it")
     }
 }

@@ -198,7 +198,7 @@ fn turns_reuse_the_cache_though_thinking_is_stripped() {
 fn thinking_can_be_switched() {
     let bench = Bench::new();
     let mut talk = bench.talk(1000, None, Overflow::Stop);
-    assert!(talk.conversation.switches_thinking());
+    assert_eq!(talk.conversation.refuses("thinking"), None);
     talk.conversation.chat.settings.thinking = Some(false);
     let turn = talk.ask("one").unwrap();
     assert_eq!(
@@ -207,6 +207,15 @@ fn thinking_can_be_switched() {
     );
     talk.conversation.chat.settings.thinking = Some(true);
     assert_eq!(talk.ask("two").unwrap().thinking, "hm");
+
+    let fixed = Bench {
+        template: ChatTemplate::from_source("test", "{{ messages[0].content }}").unwrap(),
+        ..Bench::new()
+    };
+    let talk = fixed.talk(1000, None, Overflow::Stop);
+    let why = talk.conversation.refuses("thinking").unwrap();
+    assert!(why.contains("template cannot switch"), "{why}");
+    assert_eq!(talk.conversation.refuses("on_overflow"), None);
 }
 
 #[test]
