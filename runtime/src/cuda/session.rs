@@ -13,8 +13,7 @@ use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, DevicePages, HEAD_DIM, PageEntry, PagesShape, Pinned, Row,
-    Stream,
+    Buffer, Checked, DeviceLinear, DevicePages, PageEntry, PagesShape, Pinned, Row, Stream,
 };
 use std::sync::Arc;
 pub(super) use step::most_together;
