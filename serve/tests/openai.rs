@@ -325,10 +325,10 @@ fn models_health_and_metrics_are_told() {
     server.json("/v1/chat/completions", &chat("Hello!"));
     let metrics = server.get("/metrics").body;
     for line in [
-        "nq_requests_finished_total{reason=\"length\"} 1",
-        "nq_generation_tokens_total 12",
-        "nq_time_to_first_token_seconds_count 1",
-        "nq_inter_token_latency_seconds_count 11",
+        "nq_requests_finished_total{model_name=\"demo\",reason=\"length\"} 1",
+        "nq_generation_tokens_total{model_name=\"demo\"} 12",
+        "nq_time_to_first_token_seconds_count{model_name=\"demo\"} 1",
+        "nq_inter_token_latency_seconds_count{model_name=\"demo\"} 11",
     ] {
         assert!(metrics.lines().any(|l| l == line), "{line} in {metrics}");
     }

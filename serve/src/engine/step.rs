@@ -124,7 +124,7 @@ impl Worker<'_> {
     /// than a layer.
     fn constrain(&mut self, batch: &mut Batch<'_>) {
         let draws = |job: &Job| match job.phase {
-            Phase::Queue => false,
+            Phase::Queue | Phase::Restore => false,
             Phase::Prompt => true,
             Phase::Answer => job.sampler.is_some(),
         };
