@@ -308,10 +308,10 @@ fn what_is_wrong_is_named() {
     assert_eq!(response.error().1, "model_not_found");
     let response = server.post("/v1/completions", &json!({"prompt": "x", "echo": true}));
     assert_eq!(response.error().0, "echo");
-    assert_eq!(
-        server.post("/v1/embeddings", &json!({"input": "x"})).status,
-        400
-    );
+    let response = server.post("/v1/embeddings", &json!({"input": "x"}));
+    let (_, code, message) = response.error();
+    assert_eq!((response.status, code.as_str()), (400, "no_embeddings"));
+    assert!(message.contains("write text"), "{message}");
 }
 
 #[test]

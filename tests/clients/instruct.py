@@ -18,7 +18,8 @@ class Film(BaseModel):
     good: bool
 
 
-for mode in [instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA]:
+# Mode.JSON asks for any object, which the demo model makes without end.
+for mode in [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA]:
     asked = dict(model="demo", messages=HELLO, response_model=Film, max_tokens=300, max_retries=0)
     made = instructor.from_openai(client, mode=mode).create(
         **asked, extra_body={"reasoning_effort": "none"}

@@ -2,11 +2,17 @@
 
 import asyncio
 import json
+import os
 import sys
 from typing import Literal
 
+# It would fetch prices from the network.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
 import litellm
 from pydantic import BaseModel
+
+litellm.suppress_debug_info = True
 
 URL = sys.argv[1]
 

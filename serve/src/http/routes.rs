@@ -256,9 +256,10 @@ async fn model(
 }
 
 async fn embeddings() -> Response {
-    failure(&ApiError::invalid(
-        "this model writes text: it makes no embeddings",
-    ))
+    failure(&ApiError {
+        code: Some("no_embeddings"),
+        ..ApiError::invalid("what nq runs are models that write text: they make no embeddings")
+    })
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
