@@ -78,9 +78,9 @@ def judge(status, text, asked):
         note("broken")
 
 
-def ask(address, asked):
+def ask(address, asked, path=CHAT):
     connection = http.client.HTTPConnection(*address, timeout=120)
-    connection.request("POST", CHAT, json.dumps(asked), {"content-type": "application/json"})
+    connection.request("POST", path, json.dumps(asked), {"content-type": "application/json"})
     response = connection.getresponse()
     judge(response.status, response.read().decode(), asked)
     connection.close()
@@ -170,8 +170,9 @@ def holds(pid):
 def fill(address):
     """As many whole contexts at once as are served: all pages are needed."""
     def one(i):
-        words = {"messages": [{"role": "user", "content": f"{i} " * 300}], "ignore_eos": True, "stream": False}
-        ask(address, words)
+        prompt = [1000 + i] * (CTX - 8)
+        asked = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "stream": False}
+        ask(address, asked, "/v1/completions")
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(PARALLEL)]
     [t.start() for t in threads]

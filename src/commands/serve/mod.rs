@@ -23,7 +23,8 @@ use std::time::Duration;
 /// Flags of `nq serve`.
 #[derive(Args, Debug)]
 pub struct ServeArgs {
-    /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
+    /// demo, a folder, a hub id or a name from `nq list` [default: the
+    /// quantized Qwen3-0.6B, unless --model names others]
     pub model: Option<OsString>,
     /// Another model, loaded when it is first asked for: what clients call it, and a folder or any
     /// other MODEL
