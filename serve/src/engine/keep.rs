@@ -84,7 +84,7 @@ impl Worker<'_> {
             return;
         };
         let most = job.tokens.len() - 1;
-        let keys = disk.keys(job.request.client.salt, &job.tokens[..most]);
+        let mut keys = disk.keys(job.request.client.salt, &job.tokens[..most]);
         let found = disk.beginning(&keys);
         let held = job.fed / PAGE;
         if found * PAGE <= job.fed {
@@ -93,8 +93,11 @@ impl Worker<'_> {
         session.truncate(slot, held * PAGE);
         job.fed = held * PAGE;
         job.phase = Phase::Restore;
-        let keys = keys[held..found].to_vec().into_iter();
-        job.restore = Some(Restore { keys });
+        keys.truncate(found);
+        keys.drain(..held);
+        job.restore = Some(Restore {
+            keys: keys.into_iter(),
+        });
     }
 
     /// Reads pages back for as long as a step of prompts may take.
