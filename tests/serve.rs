@@ -41,7 +41,11 @@ impl Drop for Served {
 
 impl Served {
     fn start(args: &[&str]) -> Self {
-        let mut child = nq(args).spawn().unwrap();
+        Served::of(nq(args))
+    }
+
+    fn of(mut command: Command) -> Self {
+        let mut child = command.spawn().unwrap();
         let stderr = BufReader::new(child.stderr.take().unwrap());
         let mut served = Served {
             child,
@@ -235,4 +239,117 @@ fn a_terminal_talks_to_a_server() {
     pty.answer(">>> ", "/exit");
     assert_eq!(pty.exit_code(), 0);
     served.stop();
+}
+
+/// A prompt of more than a page of keys and values.
+fn long() -> String {
+    let text = "Tell me about the film The Silent River. ".repeat(24);
+    format!(
+        r#"{{"messages":[{{"role":"user","content":"{text}"}}],"temperature":0,"max_tokens":40}}"#
+    )
+}
+
+fn json(response: &str) -> serde_json::Value {
+    let body = response.split_once("\r\n\r\n").unwrap().1;
+    serde_json::from_str(body).unwrap_or_else(|e| panic!("{e}: {response}"))
+}
+
+/// The answer to [`long`], and how much of its prompt was not computed again.
+fn answer(served: &Served) -> (String, u64) {
+    let json = json(&ask(&served.address, "/v1/chat/completions", "", &long()));
+    let text = json["choices"][0]["message"].to_string();
+    let cached = &json["usage"]["prompt_tokens_details"]["cached_tokens"];
+    (text, cached.as_u64().unwrap())
+}
+
+#[test]
+fn other_models_are_found_at_once_and_loaded_when_they_are_asked_for() {
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo");
+    let other = format!("other={demo}");
+    let mut served = Served::start(&["--model", &other]);
+    assert!(
+        served.said.contains("loaded at first use: other"),
+        "{}",
+        served.said
+    );
+    let loaded = |served: &Served| {
+        let models = json(&ask(&served.address, "/v1/models", "", ""))["data"].clone();
+        [0, 1].map(|i| (models[i]["id"].clone(), models[i]["loaded"].clone()))
+    };
+    assert_eq!(
+        loaded(&served),
+        [("demo".into(), true.into()), ("other".into(), false.into())]
+    );
+    let chat = CHAT.replacen('{', r#"{"model":"other","#, 1);
+    let answer = json(&ask(&served.address, "/v1/chat/completions", "", &chat));
+    assert_eq!(answer["model"], "other");
+    assert_eq!(loaded(&served)[1].1, true);
+    served.stop();
+
+    for (model, why) in [
+        ("other=/nowhere/at/all", "/nowhere/at/all"),
+        ("nothing", "NAME=MODEL"),
+        ("demo=demo", "two models"),
+    ] {
+        let output = nq(&["--model", model]).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(why), "{said}");
+    }
+}
+
+/// Prompts are found on disk after a good end, and after the server was killed while it wrote; what
+/// is damaged is not used.
+#[test]
+fn prompts_outlast_the_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = folder.path().join("cache");
+    let start = || Served::start(&["--cache-dir", cache.to_str().unwrap()]);
+    let files = || {
+        let found = std::fs::read_dir(&cache).into_iter().flatten();
+        let pages = found.flatten().map(|e| e.path());
+        let pages: Vec<_> = pages
+            .filter(|p| p.extension().is_some_and(|e| e == "kv"))
+            .collect();
+        pages
+    };
+    let mut served = start();
+    let (first, cached) = answer(&served);
+    assert_eq!(cached, 0);
+    served.stop();
+    assert!(files().len() >= 2, "{:?}", files());
+
+    // Killed at any time, it leaves whole pages.
+    for pause in [0, 5, 20, 80] {
+        let mut served = start();
+        let (again, cached) = answer(&served);
+        assert_eq!(again, first);
+        assert!(cached >= 128, "{cached}");
+        let other = CHAT.replace(
+            "Hello!",
+            &format!("{pause} {}", "words to keep ".repeat(60)),
+        );
+        ask(&served.address, "/v1/chat/completions", "", &other);
+        std::thread::sleep(Duration::from_millis(pause));
+        served.child.kill().unwrap();
+        served.child.wait().unwrap();
+    }
+    let served = start();
+    assert!(!served.said.contains("removed"), "{}", served.said);
+    assert_eq!(answer(&served).0, first);
+    drop(served);
+
+    for path in files() {
+        let mut bytes = std::fs::read(&path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+    }
+    let served = start();
+    assert_eq!(answer(&served), (first, 0));
+    drop(served);
+
+    let conflict = nq(&["--cache-dir", "x", "--no-prefix-cache"])
+        .output()
+        .unwrap();
+    assert_eq!(conflict.status.code(), Some(2));
 }

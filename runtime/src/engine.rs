@@ -221,6 +221,35 @@ pub trait Session: Send {
         None
     }
 
+    /// Bytes of a page of keys and values of all layers, as [`Session::read_page`] gives it; `None`
+    /// if the engine gives none.
+    fn page_bytes(&self) -> Option<usize> {
+        None
+    }
+
+    /// Appends to `out` the keys and values of all layers at positions `index * PAGE` to
+    /// `(index + 1) * PAGE` of a sequence, as they lie in memory.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if the sequence has fewer positions, or if the engine gives no pages.
+    fn read_page(&self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
+        let _ = (slot, index, out);
+        Err(no_pages())
+    }
+
+    /// Appends [`PAGE`] positions to a sequence that ends with a page: what [`Session::read_page`]
+    /// gave of a sequence with the same tokens up to there, in a session of the same model and
+    /// [`SessionSpec::kv`].
+    ///
+    /// # Errors
+    /// [`Error::PagesFull`], [`Error::ContextFull`]; [`Error::Request`] if the sequence does not end
+    /// with a page, for other than [`Session::page_bytes`] bytes, or if the engine takes no pages. The
+    /// sequence is then unchanged.
+    fn append_page(&mut self, slot: usize, page: &[u8]) -> Result<()> {
+        let _ = (slot, page);
+        Err(no_pages())
+    }
+
     /// Runs the chunks through the model and appends them to their sequences. Several
     /// chunks must name different slots.
     ///
@@ -242,6 +271,15 @@ pub trait Session: Send {
     /// What runs steps ahead of the host and draws their tokens, if the device does.
     fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
         None
+    }
+}
+
+/// Of an engine that neither gives nor takes pages of keys and values.
+fn no_pages() -> Error {
+    Error::Request {
+        what: "pages of keys and values",
+        expected: "an engine that gives and takes them".into(),
+        found: "one that does not".into(),
     }
 }
 

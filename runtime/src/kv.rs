@@ -128,6 +128,49 @@ impl PageTables {
         debug_assert!(self.lengths[slot] <= self.tables[slot].len() * PAGE);
     }
 
+    /// The page with positions `index * PAGE` to `(index + 1) * PAGE` of a sequence.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a slot that there is not or a sequence that has fewer positions.
+    pub(crate) fn whole_page(&self, slot: usize, index: usize) -> Result<u32> {
+        let len = self.lengths.get(slot).copied().unwrap_or(0);
+        match len / PAGE {
+            whole if index < whole => Ok(self.tables[slot][index]),
+            whole => Err(Error::Request {
+                what: "a page of a sequence",
+                expected: format!("one of the first {whole} of slot {slot}"),
+                found: index.to_string(),
+            }),
+        }
+    }
+
+    /// A sequence that ends with a page, in a context of `ctx` positions, has one more: the page that
+    /// is to be filled.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a slot that there is not or a sequence that ends elsewhere,
+    /// [`Error::ContextFull`], [`Error::PagesFull`]; nothing has changed then.
+    pub(crate) fn append_page(&mut self, slot: usize, ctx: usize) -> Result<u32> {
+        let len = self.lengths.get(slot).copied();
+        let Some(len) = len.filter(|len| len.is_multiple_of(PAGE)) else {
+            return Err(Error::Request {
+                what: "a page to append",
+                expected: "a sequence that ends with a page".into(),
+                found: format!("slot {slot}, length {len:?}"),
+            });
+        };
+        if len + PAGE > ctx {
+            return Err(Error::ContextFull {
+                capacity: ctx,
+                needed: len + PAGE,
+            });
+        }
+        // At the end of a page there is nothing to copy.
+        self.reserve([(slot, PAGE)].into_iter())?;
+        self.advance(slot, PAGE);
+        Ok(self.tables[slot][len / PAGE])
+    }
+
     /// Forgets all but the first `len` positions of a sequence, and gives back the pages behind
     /// them.
     pub(crate) fn truncate(&mut self, slot: usize, len: usize) {

@@ -318,6 +318,55 @@ fn a_full_context_ends_one(engine: &dyn Engine) {
     assert_eq!((session.len(0), session.len(1)), (3 * PAGE, 250));
 }
 
+/// Pages that one session gives and another takes hold the same numbers, and only whole ones fit.
+fn pages_go_to_another_session(engine: &dyn Engine) {
+    for kv in [KvType::F32, KvType::F16, KvType::Int8] {
+        let spec = SessionSpec {
+            kv,
+            ..spec(2, Some(3))
+        };
+        let text = tokens(2 * PAGE + 30, 8);
+        let mut from = engine.session(spec).expect("it fits");
+        feed(&mut *from, 1, &text[..200]);
+        feed(&mut *from, 1, &text[200..2 * PAGE + 10]);
+        let mut to = engine.session(spec).expect("it fits");
+        let bytes = from.page_bytes().expect("it gives pages");
+        for index in 0..2 {
+            let mut page = Vec::new();
+            from.read_page(1, index, &mut page).expect("it has so many");
+            assert_eq!(page.len(), bytes);
+            to.append_page(0, &page).expect("it fits");
+        }
+        assert_eq!((to.len(0), to.free_pages()), (2 * PAGE, Some(1)));
+        feed(&mut *to, 0, &text[2 * PAGE..2 * PAGE + 10]);
+        let expected = feed(&mut *from, 1, &text[2 * PAGE + 10..]);
+        let found = feed(&mut *to, 0, &text[2 * PAGE + 10..]);
+        assert!(common::distance(&found, &expected) == 0.0, "{kv}");
+
+        let mut page = Vec::new();
+        for (slot, index) in [(1, 2), (0, 0), (2, 0)] {
+            assert!(from.read_page(slot, index, &mut page).is_err());
+        }
+        from.read_page(1, 0, &mut page).expect("it has it");
+        assert!(to.append_page(0, &page).is_err(), "it ends within a page");
+        assert!(to.append_page(2, &page).is_err(), "there is no such slot");
+        assert!(to.append_page(1, &page[1..]).is_err(), "a byte is missing");
+        assert!(matches!(
+            to.append_page(1, &page),
+            Err(Error::PagesFull { .. })
+        ));
+        to.truncate(0, PAGE);
+        for _ in 0..2 {
+            to.append_page(0, &page).expect("it fits");
+        }
+        to.truncate(1, 0);
+        assert!(matches!(
+            to.append_page(0, &page),
+            Err(Error::ContextFull { .. })
+        ));
+    }
+}
+
 fn config() -> ModelConfig {
     ModelConfig {
         max_position_embeddings: 1024,
@@ -336,6 +385,12 @@ fn sequences_at_random_give_what_each_gives_alone() {
 fn forked_sequences_share_pages() {
     let config = config();
     forks_share(&*nq(&config, &Store::random(&config, 23)));
+}
+
+#[test]
+fn pages_are_the_same_in_another_session() {
+    let config = config();
+    pages_go_to_another_session(&*nq(&config, &Store::random(&config, 23)));
 }
 
 #[test]

@@ -85,6 +85,15 @@ impl ApiError {
         ApiError::new(status, "invalid_request_error", message)
     }
 
+    /// A model that memory has no room for (503): for now, if `passes`.
+    pub fn no_memory(message: impl Into<String>, passes: bool) -> Self {
+        ApiError {
+            code: Some("insufficient_memory"),
+            retry_after: passes.then_some(Duration::from_secs(10)),
+            ..ApiError::new(503, "server_error", message)
+        }
+    }
+
     /// OpenAI's shape.
     pub fn body(&self) -> Value {
         json!({"error": {

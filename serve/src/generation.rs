@@ -83,6 +83,8 @@ struct Choice {
 
 /// Answers as they come. Dropping it gives them up.
 pub struct Stream {
+    /// Loaded for as long as it answers.
+    _model: Arc<Model>,
     answers: Answers,
     choices: Vec<Choice>,
     usage: Usage,
@@ -139,6 +141,7 @@ pub fn start(
         over: false,
     };
     Ok(Stream {
+        _model: Arc::clone(model),
         answers: model.engine().submit(requests)?,
         choices: (0..generation.n).map(|_| choice()).collect(),
         usage: Usage {

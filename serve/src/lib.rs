@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod disk;
 pub mod engine;
 pub mod error;
 pub mod generation;
@@ -10,12 +11,15 @@ pub mod grammar;
 pub mod http;
 pub mod metrics;
 pub mod model;
+pub mod models;
 pub mod output;
 pub mod prefix;
 pub mod protocol;
 pub mod scheduler;
 
+pub use disk::{ModelPages, PageStore};
 pub use engine::{Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, Request};
 pub use error::ApiError;
 pub use http::{Limits, Security, Server, Stopper};
 pub use model::Model;
+pub use models::{LoadError, Models, Source};

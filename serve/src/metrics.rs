@@ -33,6 +33,8 @@ pub struct Metrics {
     pub prompt_tokens: Counter,
     /// Of those, tokens that were not computed again.
     pub cached_tokens: Counter,
+    /// Of those, tokens that were read back from disk.
+    pub restored_tokens: Counter,
     /// Tokens drawn.
     pub generated_tokens: Counter,
     /// Requests that had to give way to others and begin again.
@@ -63,6 +65,7 @@ impl Default for Metrics {
             kept_tokens: Gauge::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
+            restored_tokens: Counter::default(),
             generated_tokens: Counter::default(),
             preemptions: Counter::default(),
             finished: Family::default(),
@@ -104,6 +107,11 @@ impl Metrics {
                 "prefix_cache_hit_tokens",
                 "Prompt tokens not computed again",
                 &self.cached_tokens,
+            ),
+            (
+                "prefix_cache_disk_tokens",
+                "Prompt tokens read back from disk",
+                &self.restored_tokens,
             ),
             ("generation_tokens", "Tokens drawn", &self.generated_tokens),
             (
@@ -151,11 +159,52 @@ impl Metrics {
         self.refused.get_or_create(&Reason { reason }).inc();
     }
 
-    /// All of it as text (OpenMetrics 1.0).
+    /// All of it as text (OpenMetrics 1.0), of an engine alone: see [`together`].
     pub fn text(&self) -> String {
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = encode(&mut text, &self.registry);
         text
+    }
+}
+
+/// The texts of several engines as one, each sample under a label with its model's name: a family of
+/// metrics is described once, and its samples stand together.
+pub fn together(texts: &[(String, String)]) -> String {
+    // By family, in the order of the first text: what describes it, and its samples.
+    let mut families: Vec<(String, String)> = Vec::new();
+    for (nth, (name, text)) in texts.iter().enumerate() {
+        let label = format!("model_name={name:?}");
+        let mut at = 0;
+        for line in text.lines().filter(|l| *l != "# EOF") {
+            let Some(described) = line.strip_prefix("# ") else {
+                if let Some(family) = families.get_mut(at - 1) {
+                    family.1 += &labelled(line, &label);
+                }
+                continue;
+            };
+            at += usize::from(described.starts_with("HELP "));
+            if families.len() < at {
+                families.push(Default::default());
+            }
+            if nth == 0 {
+                families[at - 1].0 += &format!("{line}\n");
+            }
+        }
+    }
+    let all = families
+        .iter()
+        .flat_map(|(head, samples)| [head.as_str(), samples]);
+    all.chain(["# EOF\n"]).collect()
+}
+
+/// A sample with one label more.
+fn labelled(line: &str, label: &str) -> String {
+    match line.split_once('{') {
+        Some((name, rest)) => format!("{name}{{{label},{rest}\n"),
+        None => match line.split_once(' ') {
+            Some((name, value)) => format!("{name}{{{label}}} {value}\n"),
+            None => String::new(),
+        },
     }
 }

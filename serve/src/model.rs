@@ -8,7 +8,6 @@ use nq_formats::Checkpoint;
 use nq_runtime::{ChatTemplate, Message, SamplingParams, SessionSpec, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, OnceLock};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// How a model is told of tools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +22,6 @@ enum ToolPrompt {
 /// A model under its name.
 pub struct Model {
     name: String,
-    created: u64,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     tool_prompt: ToolPrompt,
@@ -63,10 +61,8 @@ impl Model {
         let sampling = SamplingParams::from_defaults(checkpoint.generation());
         sampling.validate()?;
         let engine = Engine::start(Box::new(move || engine.session(spec)), vocab, options)?;
-        let created = SystemTime::now().duration_since(UNIX_EPOCH);
         Ok(Model {
             name: name.into(),
-            created: created.map_or(0, |d| d.as_secs()),
             tool_prompt: template.as_ref().map_or(ToolPrompt::Described, tool_prompt),
             tokenizer,
             template,
@@ -81,11 +77,6 @@ impl Model {
     /// What clients call it.
     pub fn name(&self) -> &str {
         &self.name
-    }
-
-    /// When it was opened, in seconds since 1970.
-    pub fn created(&self) -> u64 {
-        self.created
     }
 
     /// Its tokenizer.

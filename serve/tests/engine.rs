@@ -16,6 +16,9 @@ const NAN: u32 = 38;
 /// A forward that is fed it panics.
 const PANIC: u32 = 39;
 
+/// A token that a constraint panics at once it was drawn.
+const ACCEPTED: u32 = 37;
+
 /// What the fake was asked.
 #[derive(Default)]
 struct Log {
@@ -473,6 +476,7 @@ impl Constraint for Only {
 
     fn accept(&mut self, token: u32) -> std::result::Result<(), String> {
         assert_eq!(token, self.list[self.at]);
+        assert!(token != ACCEPTED, "a panic as asked");
         self.at += 1;
         Ok(())
     }
@@ -494,6 +498,7 @@ fn constraints_hold_at_every_token_and_fail_alone() {
     let mut held = one(&engine, only(vec![5, 4, 3, 2, 1, 0]));
     let short = one(&engine, only(vec![7, 7]));
     let panics = one(&engine, only(vec![7, PANIC]));
+    let panics_later = one(&engine, only(vec![7, ACCEPTED, 7]));
     let mut tokens = Vec::new();
     while let Some((_, event)) = held.next_blocking() {
         if let Event::Token { id, logprobs } = event {
@@ -506,10 +511,12 @@ fn constraints_hold_at_every_token_and_fail_alone() {
     let (tokens, _, finish) = all(short);
     let over = Finish::Failed(Failure::Constraint("the list is over".into()));
     assert_eq!((tokens, finish), (vec![7, 7], over));
-    assert!(matches!(
-        all(panics).2,
-        Finish::Failed(Failure::Constraint(_))
-    ));
+    for panics in [panics, panics_later] {
+        assert!(matches!(
+            all(panics).2,
+            Finish::Failed(Failure::Constraint(_))
+        ));
+    }
     assert_eq!(all(free).0, expected(&prompt(1, 5), 40));
 }
 

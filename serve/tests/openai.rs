@@ -308,10 +308,10 @@ fn what_is_wrong_is_named() {
     assert_eq!(response.error().1, "model_not_found");
     let response = server.post("/v1/completions", &json!({"prompt": "x", "echo": true}));
     assert_eq!(response.error().0, "echo");
-    assert_eq!(
-        server.post("/v1/embeddings", &json!({"input": "x"})).status,
-        400
-    );
+    let response = server.post("/v1/embeddings", &json!({"input": "x"}));
+    let (_, code, message) = response.error();
+    assert_eq!((response.status, code.as_str()), (400, "no_embeddings"));
+    assert!(message.contains("write text"), "{message}");
 }
 
 #[test]
@@ -325,10 +325,10 @@ fn models_health_and_metrics_are_told() {
     server.json("/v1/chat/completions", &chat("Hello!"));
     let metrics = server.get("/metrics").body;
     for line in [
-        "nq_requests_finished_total{reason=\"length\"} 1",
-        "nq_generation_tokens_total 12",
-        "nq_time_to_first_token_seconds_count 1",
-        "nq_inter_token_latency_seconds_count 11",
+        "nq_requests_finished_total{model_name=\"demo\",reason=\"length\"} 1",
+        "nq_generation_tokens_total{model_name=\"demo\"} 12",
+        "nq_time_to_first_token_seconds_count{model_name=\"demo\"} 1",
+        "nq_inter_token_latency_seconds_count{model_name=\"demo\"} 11",
     ] {
         assert!(metrics.lines().any(|l| l == line), "{line} in {metrics}");
     }

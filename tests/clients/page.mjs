@@ -68,6 +68,25 @@ assert.match(await text(".assistant pre code"), /<script>/);
 assert.equal(await page.$eval(".assistant details", (e) => e.open), false);
 assert.equal(await text(".assistant td"), "1");
 
+// The key is kept for this tab alone, unless it is to be remembered.
+const stored = () => page.evaluate(() => [localStorage, sessionStorage].map((s) => JSON.stringify({ ...s }).includes("a-secret-key")));
+await page.click("#settings-open");
+await page.type("#key", "a-secret-key");
+await page.keyboard.press("Tab");
+assert.deepEqual(await stored(), [false, true]);
+await page.click("#remember");
+assert.deepEqual(await stored(), [true, true]);
+await page.click("#remember");
+assert.deepEqual(await stored(), [false, true]);
+await shot("settings");
+await page.reload();
+assert.equal(await page.$eval("#key", (e) => e.value), "a-secret-key");
+await page.evaluate(() => {
+  document.getElementById("key").value = "";
+  document.getElementById("key").dispatchEvent(new Event("change"));
+});
+await page.waitForSelector(".assistant pre");
+
 await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
 await shot("dark");
 await page.setViewport({ width: 380, height: 700 });

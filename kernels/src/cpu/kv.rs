@@ -130,6 +130,34 @@ impl KvData {
         }
     }
 
+    /// Appends the bytes of `rows` rows of `width` values from row `from` on.
+    fn read(&self, from: usize, rows: usize, width: usize, out: &mut Vec<u8>) {
+        let span = from * width..(from + rows) * width;
+        match self {
+            KvData::F32(d) => out.extend_from_slice(bytemuck::cast_slice(&d[span])),
+            KvData::F16(d) => out.extend_from_slice(bytemuck::cast_slice(&d[span])),
+            KvData::Int8 { codes, scales } => {
+                out.extend_from_slice(bytemuck::cast_slice(&codes[span]));
+                out.extend_from_slice(bytemuck::cast_slice(&scales[from..from + rows]));
+            }
+        }
+    }
+
+    /// Takes back what [`KvData::read`] gave.
+    fn write(&mut self, from: usize, rows: usize, width: usize, bytes: &[u8]) {
+        let span = from * width..(from + rows) * width;
+        match self {
+            KvData::F32(d) => bytemuck::cast_slice_mut(&mut d[span]).copy_from_slice(bytes),
+            KvData::F16(d) => bytemuck::cast_slice_mut(&mut d[span]).copy_from_slice(bytes),
+            KvData::Int8 { codes, scales } => {
+                let (of_codes, of_scales) = bytes.split_at(rows * width);
+                bytemuck::cast_slice_mut(&mut codes[span]).copy_from_slice(of_codes);
+                let scales = &mut scales[from..from + rows];
+                bytemuck::cast_slice_mut(scales).copy_from_slice(of_scales);
+            }
+        }
+    }
+
     fn kind(&self) -> KvType {
         match self {
             KvData::F32(_) => KvType::F32,
@@ -209,6 +237,25 @@ impl KvPages {
             self.keys.copy(from, to, rows, self.head_dim);
             self.values.copy(from, to, rows, self.head_dim);
         }
+    }
+
+    /// Appends the bytes of `page` to `out`, [`KvPages::page_bytes`] of them: its keys, then its
+    /// values, as they lie in memory.
+    pub fn read_page(&self, page: u32, out: &mut Vec<u8>) {
+        let (from, rows) = (self.row(page, 0, 0), self.kv_heads * PAGE);
+        self.keys.read(from, rows, self.head_dim, out);
+        self.values.read(from, rows, self.head_dim, out);
+    }
+
+    /// Fills `page` with what [`KvPages::read_page`] gave of pages of this shape.
+    ///
+    /// # Panics
+    /// If there are not [`KvPages::page_bytes`] bytes.
+    pub fn write_page(&mut self, page: u32, bytes: &[u8]) {
+        let (from, rows) = (self.row(page, 0, 0), self.kv_heads * PAGE);
+        let (keys, values) = bytes.split_at(bytes.len() / 2);
+        self.keys.write(from, rows, self.head_dim, keys);
+        self.values.write(from, rows, self.head_dim, values);
     }
 }
 

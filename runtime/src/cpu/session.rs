@@ -150,6 +150,35 @@ impl Session for CpuSession {
         Some(self.tables.free_pages())
     }
 
+    fn page_bytes(&self) -> Option<usize> {
+        let c = &self.model.config;
+        let layer = KvPages::page_bytes(self.spec.kv, c.num_key_value_heads, c.head_dim);
+        Some(c.num_hidden_layers * layer)
+    }
+
+    fn read_page(&self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
+        let page = self.tables.whole_page(slot, index)?;
+        self.kv.iter().for_each(|layer| layer.read_page(page, out));
+        Ok(())
+    }
+
+    fn append_page(&mut self, slot: usize, page: &[u8]) -> Result<()> {
+        let expected = self.page_bytes().unwrap_or(0);
+        if page.len() != expected {
+            return Err(Error::Request {
+                what: "a page of keys and values",
+                expected: format!("{expected} bytes"),
+                found: page.len().to_string(),
+            });
+        }
+        let at = self.tables.append_page(slot, self.spec.ctx)?;
+        let layers = page.chunks_exact(expected / self.kv.len());
+        for (layer, bytes) in self.kv.iter_mut().zip(layers) {
+            layer.write_page(at, bytes);
+        }
+        Ok(())
+    }
+
     fn exact_rows(&self) -> usize {
         let model = &*self.model;
         if !model.config.head_dim.is_multiple_of(16) {

@@ -1,5 +1,6 @@
 //! A request under way.
 
+use super::keep::Restore;
 use super::{Event, Finish, Request};
 use nq_runtime::{Result, Sampler};
 use std::sync::Arc;
@@ -22,6 +23,8 @@ pub(super) struct Job {
     pub(super) slot: Option<usize>,
     /// Tokens that the session holds, while the prompt is computed.
     pub(super) fed: usize,
+    /// Pages that are on disk, while they are read.
+    pub(super) restore: Option<Restore>,
     /// Log-probabilities that were reported.
     pub(super) reported: usize,
     /// The sampler has the mask of what may follow.
@@ -39,10 +42,19 @@ pub(super) struct Job {
 pub(super) enum Phase {
     /// A slot.
     Queue,
+    /// Pages of its prompt that are on disk.
+    Restore,
     /// The rest of its prompt.
     Prompt,
     /// Its next token.
     Answer,
+}
+
+impl Phase {
+    /// True while its prompt fills its slot.
+    pub(super) fn fills(self) -> bool {
+        matches!(self, Phase::Restore | Phase::Prompt)
+    }
 }
 
 impl Job {
@@ -65,6 +77,7 @@ impl Job {
             sampler: Some(sampler),
             slot: None,
             fed: 0,
+            restore: None,
             reported: 0,
             masked: false,
             started: false,

@@ -6,10 +6,12 @@
 //! wherever they are: in the queue, in the prompt or in the answer.
 
 mod job;
+mod keep;
 mod seats;
 mod step;
 mod worker;
 
+use crate::disk::ModelPages;
 use crate::metrics::Metrics;
 use nq_runtime::{LogitBias, SamplingParams, Session, SessionSpec, TokenLogprobs};
 use std::fmt;
@@ -20,7 +22,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 /// How an engine serves.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct EngineOptions {
     /// Requests that are worked on at once. The session's other slots keep sequences that ended.
     pub parallel: usize,
@@ -37,6 +39,8 @@ pub struct EngineOptions {
     pub least_rows: usize,
     /// False: nothing is kept for prompts to come.
     pub prefix_cache: bool,
+    /// Where what is kept outlasts the engine, if it does.
+    pub disk: Option<ModelPages>,
 }
 
 impl Default for EngineOptions {
@@ -49,6 +53,7 @@ impl Default for EngineOptions {
             prompt_time_alone: Duration::from_millis(400),
             least_rows: 16,
             prefix_cache: true,
+            disk: None,
         }
     }
 }
@@ -265,6 +270,13 @@ impl Engine {
                 });
             }
         }
+        if options.disk.is_some() && session.page_bytes().is_none() {
+            return Err(nq_runtime::Error::Request {
+                what: "pages on disk",
+                expected: "an engine that gives and takes keys and values".into(),
+                found: "one that does not".into(),
+            });
+        }
         let (commands, received) = mpsc::channel();
         let shared = Arc::new(Shared {
             waiting: AtomicUsize::new(0),
@@ -273,10 +285,10 @@ impl Engine {
             turnover: AtomicUsize::new(0),
             metrics: Metrics::default(),
         });
-        let of_thread = Arc::clone(&shared);
+        let (of_thread, its_options) = (Arc::clone(&shared), options.clone());
         let thread = std::thread::Builder::new()
             .name("nq-engine".into())
-            .spawn(move || worker::run(session, open, &received, &of_thread, options))
+            .spawn(move || worker::run(session, open, &received, &of_thread, its_options))
             .map_err(|e| nq_runtime::Error::Device {
                 device: "engine thread".into(),
                 why: e.to_string(),
@@ -297,8 +309,8 @@ impl Engine {
     }
 
     /// How the engine serves.
-    pub fn options(&self) -> EngineOptions {
-        self.options
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
     }
 
     /// What is counted and timed.

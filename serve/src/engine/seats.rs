@@ -1,14 +1,13 @@
 //! Slots: who gets one, with what of its prompt in it, and what stays in it afterwards.
 
-use super::Event;
 use super::job::{Job, Phase};
+use super::keep::Unsaved;
 use super::worker::Worker;
 use crate::prefix::{Found, PrefixTree, common};
 use crate::scheduler::Admission;
 use nq_kernels::cpu::PAGE;
 use nq_runtime::{Batch, Session};
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 /// Tokens that are worth waiting for while another request computes them.
 const WORTH_WAITING: usize = 32;
@@ -21,6 +20,8 @@ pub(super) struct Seats {
     free: Vec<usize>,
     /// What the others hold.
     pub(super) tree: PrefixTree,
+    /// Kept sequences that are to be written to disk, the next one last.
+    pub(super) unsaved: Vec<Unsaved>,
     /// False once the session has said that its sequences cannot share.
     sharing: bool,
 }
@@ -31,6 +32,7 @@ impl Seats {
         Seats {
             free: (0..slots).rev().collect(),
             tree: PrefixTree::default(),
+            unsaved: Vec::new(),
             sharing: true,
         }
     }
@@ -38,6 +40,7 @@ impl Seats {
     /// Empties a slot.
     fn clear(&mut self, session: &mut dyn Session, slot: usize) {
         self.tree.remove(slot);
+        self.unsaved.retain(|u| u.slot != slot);
         session.truncate(slot, 0);
         self.free.push(slot);
     }
@@ -94,7 +97,7 @@ impl Worker<'_> {
         let found = self.cached(job);
         let held = found.map_or(0, |f| f.len);
         let shares = |other: &&Job| {
-            other.phase == Phase::Prompt
+            other.phase.fills()
                 && other.request.client.salt == job.request.client.salt
                 && common(&other.tokens, &job.tokens[..job.tokens.len() - 1])
                     >= held + WORTH_WAITING
@@ -103,9 +106,9 @@ impl Worker<'_> {
             return Admission::Later;
         }
         let needed = pages(held, job.tokens.len() + 1);
-        let promised = self.seated().map(|j| match j.phase {
-            Phase::Prompt => pages(j.fed, j.tokens.len() + 1),
-            _ => 1,
+        let promised = self.seated().map(|j| match j.phase.fills() {
+            true => pages(j.fed, j.tokens.len() + 1),
+            false => 1,
         });
         let promised: usize = promised.sum();
         let session = batch.session();
@@ -152,16 +155,11 @@ impl Worker<'_> {
         }
         job.slot = Some(slot);
         job.phase = Phase::Prompt;
+        self.find_on_disk(session, slot, &mut job);
         let shared = self.shared;
         shared.waiting.fetch_sub(1, Ordering::Relaxed);
-        if !job.started {
-            job.started = true;
-            let metrics = &shared.metrics;
-            metrics.prompt_tokens.inc_by(job.tokens.len() as u64);
-            metrics.cached_tokens.inc_by(job.fed as u64);
-            let waited = Instant::now() - job.arrived;
-            metrics.queue_time.observe(waited.as_secs_f64());
-            job.tell(Event::Started { cached: job.fed });
+        if job.phase == Phase::Prompt {
+            job.start(&shared.metrics);
         }
         self.jobs.insert(id, job);
         None
@@ -205,7 +203,10 @@ impl Worker<'_> {
         match twin {
             // Another slot holds all of it already.
             Some(_) => self.seats.clear(session, slot),
-            None => self.seats.tree.insert(salt, tokens, slot, true),
+            None => {
+                self.seats.tree.insert(salt, tokens, slot, true);
+                self.keep_on_disk(salt, tokens, slot);
+            }
         }
     }
 

@@ -125,7 +125,7 @@ impl Worker<'_> {
     /// than a layer.
     fn constrain(&mut self, batch: &mut Batch<'_>) {
         let draws = |job: &Job| match job.phase {
-            Phase::Queue => false,
+            Phase::Queue | Phase::Restore => false,
             Phase::Prompt => true,
             Phase::Answer => job.sampler.is_some(),
         };
@@ -174,10 +174,11 @@ impl Worker<'_> {
                     self.finish(batch, id, finish);
                 }
             }
-            Err(Error::PagesFull { .. }) if self.jobs.len() > self.queue.len() + 1 => {
-                self.give_way(batch, id);
-            }
-            Err(Error::PagesFull { .. }) if self.seats.give_up(batch.session(), None) => {
+            // Sequences that are merely kept give up their pages before others go back to the queue.
+            Err(Error::PagesFull { .. })
+                if self.seats.give_up(batch.session(), None)
+                    || self.jobs.len() > self.queue.len() + 1 =>
+            {
                 self.give_way(batch, id);
             }
             Err(Error::ContextFull { .. }) => self.finish(batch, id, Finish::Length),

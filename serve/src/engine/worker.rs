@@ -43,6 +43,11 @@ pub(super) fn run(
     options: EngineOptions,
 ) {
     let spec = session.spec();
+    let pace = Pace::new(PaceLimits {
+        to_finish: options.prompt_time,
+        alone: options.prompt_time_alone,
+        least: options.least_rows,
+    });
     let mut worker = Worker {
         shared,
         options,
@@ -50,11 +55,7 @@ pub(super) fn run(
         jobs: BTreeMap::new(),
         queue: Queue::default(),
         seats: Seats::new(spec.slots),
-        pace: Pace::new(PaceLimits {
-            to_finish: options.prompt_time,
-            alone: options.prompt_time_alone,
-            least: options.least_rows,
-        }),
+        pace,
         closing: None,
         deserted: false,
         next: 0,
@@ -101,11 +102,16 @@ impl Worker<'_> {
             self.receive(commands);
             self.sweep(batch);
             if self.jobs.is_empty() && (self.closing.is_some() || self.deserted) {
+                self.save_last(batch);
                 return Ok(());
             }
-            if !self.jobs.is_empty() {
-                self.admit(batch);
-                self.step(batch)?;
+            match self.jobs.is_empty() {
+                true => self.save_idle(batch),
+                false => {
+                    self.admit(batch);
+                    self.restore(batch);
+                    self.step(batch)?;
+                }
             }
             self.measure(batch);
         }
@@ -114,7 +120,8 @@ impl Worker<'_> {
     /// Takes what has come; waits for something where there is nothing to do.
     fn receive(&mut self, commands: &Receiver<Command>) {
         loop {
-            let idle = self.jobs.is_empty() && self.closing.is_none();
+            let idle =
+                self.jobs.is_empty() && self.closing.is_none() && self.seats.unsaved.is_empty();
             let command = match idle {
                 true => commands.recv().map_err(|_| TryRecvError::Disconnected),
                 false => commands.try_recv(),

@@ -176,16 +176,17 @@ impl Security {
         let key = bearer.or_else(|| headers.get("x-api-key").and_then(|v| v.to_str().ok()));
         let digest: [u8; 32] = Sha256::digest(key.unwrap_or_default().as_bytes()).into();
         // All are compared, so that the time tells nothing.
-        let mut found = 0;
-        for (i, known) in self.keys.iter().enumerate() {
-            if known.ct_eq(&digest).into() {
-                found = i + 1;
-            }
+        let mut found = false;
+        for known in &self.keys {
+            found |= bool::from(known.ct_eq(&digest));
         }
+        // The same after a restart, and wherever the key stands among others: what is kept on disk
+        // goes by it.
+        let name = u64::from_le_bytes(std::array::from_fn(|i| digest[i]));
         match (key, found) {
-            (Some(_), 1..) => Ok(Client {
-                id: found as u64,
-                salt: found as u64,
+            (Some(_), true) => Ok(Client {
+                id: name,
+                salt: name,
             }),
             (given, _) => Err(ApiError::denied(
                 401,

@@ -5,6 +5,7 @@ use crate::engine::Client;
 use crate::error::ApiError;
 use crate::generation;
 use crate::model::Model;
+use crate::models::Listed;
 use crate::protocol::fields::Fields;
 use crate::protocol::{Parsed, chat, completions, messages, responses, tokens};
 use axum::body::Body;
@@ -182,11 +183,9 @@ async fn begin(
     protocol: Protocol,
     deadline: Option<Instant>,
 ) -> Result<(generation::Stream, Parsed), ApiError> {
-    let fields = fields(app, request).await?;
-    let app = Arc::clone(app);
+    let (model, fields) = asked(app, request).await?;
     // Templates, tokenizers and grammars take their time, and may panic: not here.
     blocking(move || {
-        let (model, fields) = of_model(&app, fields)?;
         let parsed = (protocol.parse)(&model, fields)?;
         let stream = generation::start(&model, &parsed.generation, client, deadline)?;
         Ok((stream, parsed))
@@ -202,50 +201,47 @@ async fn blocking<T: Send + 'static>(
     done.unwrap_or_else(|_| Err(ApiError::internal("the request could not be read: a panic")))
 }
 
-/// The body's fields.
-async fn fields(app: &Arc<App>, request: Request) -> Result<Fields, ApiError> {
+/// The model that a request names, and the body's other fields.
+async fn asked(app: &App, request: Request) -> Result<(Arc<Model>, Fields), ApiError> {
     let (parts, body) = request.into_parts();
     let body = body::read(&parts.headers, body, &app.limits).await?;
-    Fields::parse(&body)
-}
-
-/// The model that a request names.
-fn of_model(app: &App, mut fields: Fields) -> Result<(Arc<Model>, Fields), ApiError> {
+    let mut fields = Fields::parse(&body)?;
     let name: Option<String> = fields.take("model")?;
-    Ok((app.model(name.as_deref())?, fields))
+    Ok((app.models.get(name.as_deref()).await?, fields))
 }
 
 /// A request that is answered without the engine.
 async fn answer(State(app): State<Arc<App>>, request: Request, f: Answer) -> Response {
-    let fields = match fields(&app, request).await {
-        Ok(fields) => fields,
-        Err(e) => return failure(&e),
+    let answered = async {
+        let (model, fields) = asked(&app, request).await?;
+        blocking(move || f(&model, fields)).await
     };
-    let answered = blocking(move || {
-        let (model, fields) = of_model(&app, fields)?;
-        f(&model, fields)
-    });
     match answered.await {
         Ok(value) => json_response(StatusCode::OK, &value),
         Err(e) => failure(&e),
     }
 }
 
-fn card(model: &Model) -> Value {
-    let p = model.sampling();
-    let sampling = json!({
-        "temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p,
-        "repetition_penalty": p.repetition_penalty, "frequency_penalty": p.frequency_penalty,
-        "presence_penalty": p.presence_penalty,
+/// A model as it is listed; what depends on memory is known once it is loaded.
+fn card(listed: Listed<'_>) -> Value {
+    let mut card = json!({
+        "id": listed.name, "object": "model", "created": listed.created, "owned_by": "nq",
+        "loaded": listed.model.is_some(),
     });
-    json!({
-        "id": model.name(), "object": "model", "created": model.created(), "owned_by": "nq",
-        "max_model_len": model.context(), "default_sampling": sampling,
-    })
+    if let Some(model) = listed.model {
+        let p = model.sampling();
+        card["max_model_len"] = model.context().into();
+        card["default_sampling"] = json!({
+            "temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p,
+            "repetition_penalty": p.repetition_penalty,
+            "frequency_penalty": p.frequency_penalty, "presence_penalty": p.presence_penalty,
+        });
+    }
+    card
 }
 
 async fn models(State(app): State<Arc<App>>) -> Response {
-    let cards: Vec<Value> = app.models.iter().map(|m| card(m)).collect();
+    let cards = app.models.each(card);
     json_response(StatusCode::OK, &json!({"object": "list", "data": cards}))
 }
 
@@ -253,20 +249,21 @@ async fn model(
     State(app): State<Arc<App>>,
     axum::extract::Path(name): axum::extract::Path<String>,
 ) -> Response {
-    match app.model(Some(&name)) {
-        Ok(model) => json_response(StatusCode::OK, &card(&model)),
+    match app.models.find(Some(&name)) {
+        Ok(at) => json_response(StatusCode::OK, &app.models.each(card)[at]),
         Err(e) => failure(&e),
     }
 }
 
 async fn embeddings() -> Response {
-    failure(&ApiError::invalid(
-        "this model writes text: it makes no embeddings",
-    ))
+    failure(&ApiError {
+        code: Some("no_embeddings"),
+        ..ApiError::invalid("what nq runs are models that write text: they make no embeddings")
+    })
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
-    let (status, word) = match app.models.iter().all(|m| m.engine().is_healthy()) {
+    let (status, word) = match app.models.is_healthy() {
         true => (StatusCode::OK, "ok"),
         false => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
     };
@@ -274,8 +271,7 @@ async fn health(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let texts = app.models.iter().map(|m| m.engine().metrics().text());
-    let mut response = Response::new(Body::from(texts.collect::<String>()));
+    let mut response = Response::new(Body::from(app.models.metrics()));
     response.headers_mut().insert(
         CONTENT_TYPE,
         HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8"),

@@ -2,7 +2,7 @@
 
 use super::routes::{Peer, router};
 use super::{App, Security};
-use crate::model::Model;
+use crate::models::Models;
 use axum::Extension;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -80,7 +80,7 @@ impl Server {
     /// An address that cannot be had, and one beyond this machine where no key is needed.
     pub fn bind(
         address: SocketAddr,
-        models: Vec<Arc<Model>>,
+        models: impl Into<Models>,
         security: Security,
         limits: Limits,
     ) -> io::Result<Self> {
@@ -96,7 +96,7 @@ impl Server {
         Ok(Server {
             listener,
             app: Arc::new(App {
-                models,
+                models: Arc::new(models.into()),
                 security,
                 limits,
             }),
@@ -164,15 +164,8 @@ impl Server {
         };
         drop(listener);
         let _ = finish.send(true);
-        let models = self.app.models.clone();
-        let closed = tokio::task::spawn_blocking(move || {
-            std::thread::scope(|scope| {
-                for model in &models {
-                    scope.spawn(|| model.engine().close(grace));
-                }
-            });
-        });
-        let _ = closed.await;
+        let models = Arc::clone(&self.app.models);
+        let _ = tokio::task::spawn_blocking(move || models.close(grace)).await;
         // What the engine had to say is on its way to those who listen.
         let rest = async { while connections.join_next().await.is_some() {} };
         let _ = tokio::time::timeout(Duration::from_secs(2), rest).await;

@@ -10,6 +10,8 @@ use axum::response::Response;
 use bytes::Bytes;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
 use serde_json::Value;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::task::{Context, Poll};
 use tokio::sync::mpsc::{Sender, channel};
 use tokio::time::timeout;
 
@@ -19,41 +21,16 @@ const WAITING: usize = 64;
 /// A comment, which clients pass over.
 const PING: &[u8] = b": keep-alive\n\n";
 
-/// Events as they come.
-pub(super) fn events(mut stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) -> Response {
+/// Events as they come. A panic in what makes them ends the stream with an error.
+pub(super) fn events(stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) -> Response {
     let (sender, receiver) = channel(WAITING);
     tokio::spawn(async move {
-        let mut events = shape.begin();
-        loop {
-            if !send(&sender, &events, &limits).await {
-                return;
-            }
-            // Whoever has gone is seen at once, not at the next token.
-            let next = tokio::select! {
-                () = sender.closed() => return,
-                next = timeout(limits.keep_alive, stream.next()) => next,
-            };
-            events = match next {
-                Err(_) => {
-                    if !send_bytes(&sender, Bytes::from_static(PING), &limits).await {
-                        return;
-                    }
-                    Vec::new()
-                }
-                Ok(Some(output)) => match &output.end {
-                    Some(Err(e)) => {
-                        let events = shape.fail(&e.clone());
-                        send(&sender, &events, &limits).await;
-                        return;
-                    }
-                    _ => shape.stream(output, stream.usage()),
-                },
-                Ok(None) => {
-                    let events = shape.end(stream.usage());
-                    send(&sender, &events, &limits).await;
-                    return;
-                }
-            };
+        if guarded(tell(stream, shape.as_mut(), &sender, &limits))
+            .await
+            .is_err()
+        {
+            let failed = catch_unwind(AssertUnwindSafe(|| shape.fail(&panicked())));
+            send(&sender, &failed.unwrap_or_default(), &limits).await;
         }
     });
     let mut response = Response::new(Body::new(Channel(receiver)));
@@ -63,6 +40,52 @@ pub(super) fn events(mut stream: Stream, mut shape: Box<dyn Shape>, limits: Limi
     // Proxies that collect answers before they pass them on leave this one alone.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
+}
+
+/// Sends all that comes of a stream, until it ends or nobody reads it.
+async fn tell(mut stream: Stream, shape: &mut dyn Shape, sender: &Sender<Bytes>, limits: &Limits) {
+    let mut events = shape.begin();
+    while send(sender, &events, limits).await {
+        // Whoever has gone is seen at once, not at the next token.
+        let next = tokio::select! {
+            () = sender.closed() => return,
+            next = timeout(limits.keep_alive, stream.next()) => next,
+        };
+        let (more, over) = match next {
+            Err(_) => match send_bytes(sender, Bytes::from_static(PING), limits).await {
+                true => (Vec::new(), false),
+                false => return,
+            },
+            Ok(None) => (shape.end(stream.usage()), true),
+            Ok(Some(output)) => match output.end.clone() {
+                Some(Err(e)) => (shape.fail(&e), true),
+                _ => (shape.stream(output, stream.usage()), false),
+            },
+        };
+        events = more;
+        if over {
+            send(sender, &events, limits).await;
+            return;
+        }
+    }
+}
+
+fn panicked() -> ApiError {
+    ApiError::internal("the answer could not be told: a panic")
+}
+
+/// What a future comes to, if none of its steps panics.
+async fn guarded<F: Future>(future: F) -> std::thread::Result<F::Output> {
+    let mut future = std::pin::pin!(future);
+    let step = |context: &mut Context<'_>| {
+        let step = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
+        match step {
+            Ok(Poll::Pending) => Poll::Pending,
+            Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
+            Err(panic) => Poll::Ready(Err(panic)),
+        }
+    };
+    std::future::poll_fn(step).await
 }
 
 /// False if the reader has gone, or is too slow.
@@ -87,16 +110,121 @@ async fn send_bytes(sender: &Sender<Bytes>, bytes: Bytes, limits: &Limits) -> bo
 /// All answers at once.
 ///
 /// # Errors
-/// The first answer that failed.
+/// The first answer that failed, or a panic.
 pub(super) async fn whole(
     mut stream: Stream,
     mut shape: Box<dyn Shape>,
 ) -> Result<Value, ApiError> {
-    while let Some(output) = stream.next().await {
-        if let Some(Err(e)) = output.end {
-            return Err(e);
+    let told = guarded(async {
+        while let Some(output) = stream.next().await {
+            if let Some(Err(e)) = output.end {
+                return Err(e);
+            }
+            shape.collect(output);
         }
-        shape.collect(output);
+        Ok(shape.whole(stream.usage()))
+    });
+    told.await.unwrap_or_else(|_| Err(panicked()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{Client, EngineOptions};
+    use crate::generation::{Output, Usage, start};
+    use crate::model::Model;
+    use crate::protocol::chat;
+    use crate::protocol::fields::Fields;
+    use http_body_util::BodyExt;
+    use nq_formats::Checkpoint;
+    use nq_runtime::{DeviceChoice, LoadOptions, SessionSpec};
+    use std::sync::Arc;
+
+    /// A protocol with a fault: it panics at the second piece.
+    struct Faulty(Box<dyn Shape>, usize);
+
+    impl Faulty {
+        fn step(&mut self) {
+            self.1 += 1;
+            assert!(self.1 < 2, "a panic as asked");
+        }
     }
-    Ok(shape.whole(stream.usage()))
+
+    impl Shape for Faulty {
+        fn begin(&mut self) -> Vec<SseEvent> {
+            self.0.begin()
+        }
+        fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent> {
+            self.step();
+            self.0.stream(output, usage)
+        }
+        fn end(&mut self, usage: Usage) -> Vec<SseEvent> {
+            self.0.end(usage)
+        }
+        fn fail(&mut self, error: &ApiError) -> Vec<SseEvent> {
+            self.0.fail(error)
+        }
+        fn collect(&mut self, output: Output) {
+            self.step();
+            self.0.collect(output);
+        }
+        fn whole(&mut self, usage: Usage) -> Value {
+            self.0.whole(usage)
+        }
+    }
+
+    fn model() -> Arc<Model> {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/demo");
+        let checkpoint = Checkpoint::open(folder.as_ref()).unwrap();
+        let options = LoadOptions {
+            device: DeviceChoice::Cpu,
+            ..LoadOptions::default()
+        };
+        let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &());
+        let spec = SessionSpec {
+            slots: 4,
+            ctx: 256,
+            max_rows: 64,
+            ..SessionSpec::default()
+        };
+        let options = EngineOptions {
+            parallel: 2,
+            ..EngineOptions::default()
+        };
+        Arc::new(Model::new("demo", &checkpoint, engine.unwrap(), spec, options).unwrap())
+    }
+
+    #[test]
+    fn a_panic_in_a_protocol_ends_its_request_alone() {
+        let model = model();
+        let body = br#"{"messages":[{"role":"user","content":"Hello!"}],"max_tokens":20,
+                        "temperature":0,"ignore_eos":true}"#;
+        let begin = || {
+            let parsed = chat::parse(&model, Fields::parse(body).unwrap()).unwrap();
+            let stream = start(&model, &parsed.generation, Client::default(), None).unwrap();
+            (stream, parsed.shape)
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let (well, its_shape) = begin();
+            let (stream, shape) = begin();
+            let failed = whole(stream, Box::new(Faulty(shape, 0))).await;
+            assert_eq!(failed.unwrap_err().status, 500);
+            let (stream, shape) = begin();
+            let told = events(stream, Box::new(Faulty(shape, 0)), Limits::default());
+            let text = told.into_body().collect().await.unwrap().to_bytes();
+            let text = String::from_utf8(text.to_vec()).unwrap();
+            let last = text.lines().rfind(|l| l.starts_with("data: ")).unwrap();
+            assert!(
+                last.contains("server_error") && last.contains("a panic"),
+                "{text}"
+            );
+            let answer = whole(well, its_shape).await.unwrap();
+            assert_eq!(answer["usage"]["completion_tokens"], 20);
+        });
+        assert!(model.engine().is_healthy());
+    }
 }

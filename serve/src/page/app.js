@@ -297,7 +297,7 @@ function bind() {
       begin();
     }
   });
-  for (const name of [...NUMBERS, "system", "thinking", "theme", "key"]) {
+  for (const name of [...NUMBERS, "system", "thinking", "theme", "key", "remember"]) {
     const input = $(name);
     const kind = input.type === "checkbox" ? "checked" : "value";
     if (settings[name] !== undefined) input[kind] = settings[name];

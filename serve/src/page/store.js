@@ -4,22 +4,29 @@
 const PLACE = "nq.conversations";
 const SETTINGS = "nq.settings";
 
-const read = (place, otherwise) => {
+const KEY = "nq.key";
+
+// A browser that keeps nothing for pages throws at their very names.
+const read = (store, place, otherwise) => {
   try {
-    return JSON.parse(localStorage.getItem(place)) ?? otherwise;
+    return JSON.parse(window[store].getItem(place)) ?? otherwise;
   } catch {
     return otherwise;
   }
 };
 
-export const settings = read(SETTINGS, { thinking: true });
-export const conversations = read(PLACE, []);
+export const settings = read("localStorage", SETTINGS, { thinking: true });
+// Unless it is to be remembered, the key lives as long as its tab.
+settings.key = read("sessionStorage", KEY, settings.key);
+export const conversations = read("localStorage", PLACE, []);
 
 /// False if the browser has no more room.
 export function save() {
   try {
     localStorage.setItem(PLACE, JSON.stringify(conversations.filter((c) => Object.keys(c.nodes).length)));
-    localStorage.setItem(SETTINGS, JSON.stringify(settings));
+    sessionStorage.setItem(KEY, JSON.stringify(settings.key ?? ""));
+    const kept = { ...settings, key: settings.remember ? settings.key : undefined };
+    localStorage.setItem(SETTINGS, JSON.stringify(kept));
     return true;
   } catch {
     return false;

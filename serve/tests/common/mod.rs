@@ -4,7 +4,7 @@
 
 use nq_formats::Checkpoint;
 use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec};
-use nq_serve::{EngineOptions, Limits, Model, Security, Server, Stopper};
+use nq_serve::{EngineOptions, Limits, Model, Models, Security, Server, Stopper};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -18,25 +18,35 @@ pub fn demo() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/demo"))
 }
 
-/// The demo model's weights, loaded once.
-fn engine() -> (&'static Checkpoint, Arc<dyn nq_runtime::Engine>) {
-    static LOADED: OnceLock<(Checkpoint, Arc<dyn nq_runtime::Engine>)> = OnceLock::new();
-    let (checkpoint, engine) = LOADED.get_or_init(|| {
-        let checkpoint = Checkpoint::open(demo()).unwrap();
-        let options = LoadOptions {
-            device: DeviceChoice::Cpu,
-            threads: Some(2),
-            ..LoadOptions::default()
-        };
-        let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &());
-        (checkpoint, engine.unwrap())
-    });
-    (checkpoint, Arc::clone(engine))
+fn checkpoint() -> &'static Checkpoint {
+    static OPENED: OnceLock<Checkpoint> = OnceLock::new();
+    OPENED.get_or_init(|| Checkpoint::open(demo()).unwrap())
+}
+
+/// The demo model's weights, loaded anew.
+pub fn load() -> Arc<dyn nq_runtime::Engine> {
+    let options = LoadOptions {
+        device: DeviceChoice::Cpu,
+        threads: Some(2),
+        ..LoadOptions::default()
+    };
+    nq_runtime::load(checkpoint().config(), checkpoint().store(), &options, &()).unwrap()
 }
 
 /// The demo model for `options.parallel` requests at once.
 pub fn model(pages: Option<usize>, options: EngineOptions) -> Arc<Model> {
-    let (checkpoint, engine) = engine();
+    static LOADED: OnceLock<Arc<dyn nq_runtime::Engine>> = OnceLock::new();
+    let engine = Arc::clone(LOADED.get_or_init(load));
+    Arc::new(named("demo", engine, pages, options))
+}
+
+/// As [`model`], with a name and weights of its own.
+pub fn named(
+    name: &str,
+    engine: Arc<dyn nq_runtime::Engine>,
+    pages: Option<usize>,
+    options: EngineOptions,
+) -> Model {
     let spec = SessionSpec {
         slots: 2 * options.parallel,
         ctx: 1024,
@@ -44,7 +54,7 @@ pub fn model(pages: Option<usize>, options: EngineOptions) -> Arc<Model> {
         kv: KvType::F16,
         max_rows: 256,
     };
-    Arc::new(Model::new("demo", checkpoint, engine, spec, options).unwrap())
+    Model::new(name, checkpoint(), engine, spec, options).unwrap()
 }
 
 /// A server that runs until it is dropped.
@@ -69,8 +79,14 @@ impl Running {
     }
 
     pub fn over(model: Arc<Model>, security: Security, limits: Limits) -> Self {
+        let models = vec![Arc::clone(&model)];
+        Running::all(models.into(), model, security, limits)
+    }
+
+    /// Of all models, [`Running::until`] looks at one.
+    pub fn all(models: Models, model: Arc<Model>, security: Security, limits: Limits) -> Self {
         let address = SocketAddr::from(([127, 0, 0, 1], 0));
-        let server = Server::bind(address, vec![Arc::clone(&model)], security, limits).unwrap();
+        let server = Server::bind(address, models, security, limits).unwrap();
         Running {
             address: server.address().unwrap(),
             model,

@@ -1,0 +1,464 @@
+//! Keys and values on disk: pages of prompts that outlast the program.
+//!
+//! A file holds a page: keys and values of all layers at [`PAGE`] positions. Its name is a hash of all
+//! that they depend on: the model and how it runs, whose prompt it is, and every token up to the
+//! page's end, chained from page to page (as vLLM names blocks). So prompts with the same beginning
+//! share files, a file is found without an index, and nothing of a prompt can be read in its name.
+//!
+//! A file appears whole or not at all, and is read only if its digest is right.
+
+use nq_formats::{Progress, durable};
+use nq_kernels::cpu::PAGE;
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+/// Begins each file; the last digit is the format's version.
+const MAGIC: &[u8; 8] = b"nq-kv  1";
+/// Of the magic, what all versions have in common.
+const OURS: usize = 5;
+/// [`MAGIC`], the name, the digest of the rest.
+const HEADER: usize = 8 + 32 + 32;
+const SUFFIX: &str = ".kv";
+
+/// Names a page.
+pub type Key = [u8; 32];
+
+/// A folder of pages, of all models of a server.
+pub struct PageStore {
+    folder: PathBuf,
+    limit: u64,
+    index: Mutex<Index>,
+    progress: Arc<dyn Progress>,
+}
+
+#[derive(Default)]
+struct Index {
+    files: HashMap<Key, Held>,
+    bytes: u64,
+    clock: u64,
+    /// Nothing is written any more.
+    broken: bool,
+}
+
+struct Held {
+    bytes: u64,
+    used: u64,
+}
+
+/// What of a [`PageStore`] belongs to one model.
+#[derive(Clone)]
+pub struct ModelPages {
+    store: Arc<PageStore>,
+    identity: Key,
+}
+
+impl std::fmt::Debug for ModelPages {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "pages in {}", self.store.folder.display())
+    }
+}
+
+impl PageStore {
+    /// Opens a folder, which is made if it is not there, for at most `limit` bytes of files. Those
+    /// that are no pages are told to `progress`, and removed if an nq wrote them.
+    ///
+    /// # Errors
+    /// A folder that cannot be made or read.
+    pub fn open(folder: &Path, limit: u64, progress: Arc<dyn Progress>) -> io::Result<Arc<Self>> {
+        make_private(folder)?;
+        let store = PageStore {
+            folder: folder.to_owned(),
+            limit,
+            index: Mutex::default(),
+            progress,
+        };
+        let mut found = Vec::new();
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
+            match look(&path) {
+                Ok(Some((key, bytes, used))) => found.push((used, key, bytes)),
+                Ok(None) => {}
+                Err(why) => store.discard(&path, &why),
+            }
+        }
+        found.sort_unstable();
+        let mut index = store.index();
+        for (_, key, bytes) in found {
+            index.add(key, bytes);
+        }
+        drop(index);
+        store.shrink();
+        Ok(Arc::new(store))
+    }
+
+    /// What of it belongs to the model that `identity` names: everything that its keys and values
+    /// depend on, weights, rounding and program among them.
+    pub fn of_model(self: &Arc<Self>, identity: &[u8]) -> ModelPages {
+        ModelPages {
+            store: Arc::clone(self),
+            identity: Sha256::digest(identity).into(),
+        }
+    }
+
+    fn index(&self) -> MutexGuard<'_, Index> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn path(&self, key: &Key) -> PathBuf {
+        let name: String = key.iter().map(|b| format!("{b:02x}")).collect();
+        self.folder.join(name + SUFFIX)
+    }
+
+    /// Says what is wrong with a file, and removes it if an nq wrote it.
+    fn discard(&self, path: &Path, why: &str) {
+        let removed = match is_ours(path) && fs::remove_file(path).is_ok() {
+            true => "removed",
+            false => "ignored",
+        };
+        let path = path.display();
+        self.progress.note(&format!("{path}: {why}: {removed}"));
+    }
+
+    /// Removes pages unused for longest until the rest is within the limit.
+    fn shrink(&self) {
+        let mut index = self.index();
+        while index.bytes > self.limit {
+            let oldest = index.files.iter().min_by_key(|(_, held)| held.used);
+            let Some(key) = oldest.map(|(key, _)| *key) else {
+                return;
+            };
+            index.remove(&key);
+            let _ = fs::remove_file(self.path(&key));
+        }
+    }
+}
+
+impl Index {
+    fn add(&mut self, key: Key, bytes: u64) {
+        self.remove(&key);
+        self.clock += 1;
+        self.bytes += bytes;
+        let used = self.clock;
+        self.files.insert(key, Held { bytes, used });
+    }
+
+    fn remove(&mut self, key: &Key) {
+        if let Some(held) = self.files.remove(key) {
+            self.bytes -= held.bytes;
+        }
+    }
+}
+
+impl ModelPages {
+    /// The names of the whole pages of a sequence.
+    pub fn keys(&self, salt: u64, tokens: &[u32]) -> Vec<Key> {
+        let begin = Sha256::new()
+            .chain_update(self.identity)
+            .chain_update(salt.to_le_bytes());
+        let mut last: Key = begin.finalize().into();
+        let pages = tokens.chunks_exact(PAGE).map(|page| {
+            let mut hash = Sha256::new().chain_update(last);
+            for token in page {
+                hash.update(token.to_le_bytes());
+            }
+            last = hash.finalize().into();
+            last
+        });
+        pages.collect()
+    }
+
+    /// How many of the first pages are there; they count as just used.
+    pub fn beginning(&self, keys: &[Key]) -> usize {
+        let mut index = self.store.index();
+        let there = |key: &&Key| index.files.contains_key(*key);
+        let found = keys.iter().take_while(there).count();
+        // The last ones go first, as nothing leads to them without those before.
+        for key in keys[..found].iter().rev() {
+            index.clock += 1;
+            let clock = index.clock;
+            if let Some(held) = index.files.get_mut(key) {
+                held.used = clock;
+            }
+        }
+        found
+    }
+
+    /// The page of a name, of `bytes` bytes; `None` if it is not there or not as it was written.
+    pub fn read(&self, key: &Key, bytes: usize) -> Option<Vec<u8>> {
+        let path = self.store.path(key);
+        let why = match read(&path, key, bytes) {
+            Ok(page) => return Some(page),
+            Err(Wrong::Gone) => None,
+            Err(Wrong::Io(e)) => Some(e.to_string()),
+            Err(Wrong::Content(why)) => Some(why),
+        };
+        self.store.index().remove(key);
+        if let Some(why) = why {
+            self.store.discard(&path, &why);
+        }
+        None
+    }
+
+    /// Writes a page, whole or not at all. After an error nothing is written any more.
+    pub fn write(&self, key: &Key, page: &[u8]) {
+        let store = &*self.store;
+        if store.index().broken {
+            return;
+        }
+        let path = store.path(key);
+        let digest: [u8; 32] = Sha256::digest(page).into();
+        let written = durable::write_file(&path, |sink| {
+            for part in [&MAGIC[..], key, &digest, page] {
+                sink.write(part)?;
+            }
+            Ok(())
+        });
+        match written {
+            Ok(()) => store.index().add(*key, (HEADER + page.len()) as u64),
+            Err(e) => {
+                store.index().broken = true;
+                let what = format!("{e}: prompts are kept on disk no more");
+                store.progress.note(&what);
+            }
+        }
+        store.shrink();
+    }
+}
+
+/// A folder that its owner alone may look into, as what is in it tells of prompts.
+fn make_private(folder: &Path) -> io::Result<()> {
+    use std::os::unix::fs::DirBuilderExt;
+    if let Some(parent) = folder.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    match fs::DirBuilder::new().mode(0o700).create(folder) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists && folder.is_dir() => Ok(()),
+        made => made,
+    }
+}
+
+/// The name, size and last use of a page; `None` for what is being written or not there any more.
+fn look(path: &Path) -> Result<Option<(Key, u64, SystemTime)>, String> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    if name.starts_with(".nq-") {
+        return Ok(None);
+    }
+    let Ok(metadata) = path.symlink_metadata() else {
+        return Ok(None);
+    };
+    let key = name.strip_suffix(SUFFIX).and_then(parse);
+    let key = key
+        .filter(|_| metadata.is_file())
+        .ok_or("no page of keys and values")?;
+    let mut header = [0; HEADER];
+    let begun = File::open(path).and_then(|mut f| f.read_exact(&mut header));
+    begun.map_err(|e| e.to_string())?;
+    check_header(&header, &key)?;
+    Ok(Some((
+        key,
+        metadata.len(),
+        metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH),
+    )))
+}
+
+/// A name's 32 bytes.
+fn parse(name: &str) -> Option<Key> {
+    let mut key = [0; 32];
+    let digits = name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    if name.len() != 64 || !digits {
+        return None;
+    }
+    for (i, byte) in key.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&name[2 * i..2 * i + 2], 16).ok()?;
+    }
+    Some(key)
+}
+
+fn check_header(header: &[u8], key: &Key) -> Result<(), String> {
+    if header[..8] != *MAGIC {
+        return Err("of no version that this nq reads".into());
+    }
+    match header[8..40] == *key {
+        true => Ok(()),
+        false => Err("its name is not that of its contents".into()),
+    }
+}
+
+/// True if an nq began the file.
+fn is_ours(path: &Path) -> bool {
+    let mut begin = [0; OURS];
+    let is_file = path.symlink_metadata().is_ok_and(|m| m.is_file());
+    let mut read = || File::open(path).and_then(|mut f| f.read_exact(&mut begin));
+    is_file && read().is_ok() && begin == MAGIC[..OURS]
+}
+
+/// Why a page was not read.
+enum Wrong {
+    Gone,
+    Io(io::Error),
+    Content(String),
+}
+
+impl From<io::Error> for Wrong {
+    fn from(e: io::Error) -> Self {
+        match e.kind() {
+            io::ErrorKind::NotFound => Wrong::Gone,
+            _ => Wrong::Io(e),
+        }
+    }
+}
+
+fn read(path: &Path, key: &Key, bytes: usize) -> Result<Vec<u8>, Wrong> {
+    let mut file = File::open(path)?;
+    let (expected, found) = ((HEADER + bytes) as u64, file.metadata()?.len());
+    if found != expected {
+        let why = format!("expected {expected} bytes, found {found}");
+        return Err(Wrong::Content(why));
+    }
+    let mut header = [0; HEADER];
+    file.read_exact(&mut header)?;
+    check_header(&header, key).map_err(Wrong::Content)?;
+    let mut page = vec![0; bytes];
+    file.read_exact(&mut page)?;
+    if header[40..] != Sha256::digest(&page)[..] {
+        return Err(Wrong::Content(
+            "its digest is not that of its contents".into(),
+        ));
+    }
+    // When it was used last, for the next start; a file system that keeps no such times loses little.
+    let _ = file.set_modified(SystemTime::now());
+    Ok(page)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Keeps what it is told.
+    #[derive(Default)]
+    struct Notes(Mutex<Vec<String>>);
+
+    impl Progress for Notes {
+        fn note(&self, message: &str) {
+            self.0.lock().unwrap().push(message.to_owned());
+        }
+    }
+
+    const BYTES: usize = 1000;
+
+    fn tokens(n: u32) -> Vec<u32> {
+        (0..n).collect()
+    }
+
+    fn open(folder: &Path, limit: u64) -> (ModelPages, Arc<Notes>) {
+        let notes = Arc::new(Notes::default());
+        let store = PageStore::open(folder, limit, notes.clone()).unwrap();
+        (store.of_model(b"a model"), notes)
+    }
+
+    #[test]
+    fn pages_are_found_again_by_model_salt_and_tokens() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().join("of/pages");
+        let (pages, _) = open(&folder, 1 << 20);
+        let long = tokens(3 * PAGE as u32 + 5);
+        let keys = pages.keys(7, &long);
+        assert_eq!(keys.len(), 3);
+        for (i, key) in keys.iter().enumerate() {
+            pages.write(key, &[i as u8; BYTES]);
+        }
+        use std::os::unix::fs::PermissionsExt;
+        assert_eq!(
+            fs::metadata(&folder).unwrap().permissions().mode() & 0o77,
+            0
+        );
+
+        let (pages, notes) = open(&folder, 1 << 20);
+        assert_eq!(pages.beginning(&keys), 3);
+        assert_eq!(pages.read(&keys[1], BYTES), Some(vec![1; BYTES]));
+        // Tokens alike at the beginning lead to the same files; others, another key or model do not.
+        let mut other = long.clone();
+        other[2 * PAGE] = 0;
+        assert_eq!(pages.beginning(&pages.keys(7, &other)), 2);
+        other[0] = 1;
+        assert_eq!(pages.beginning(&pages.keys(7, &other)), 0);
+        assert_eq!(pages.beginning(&pages.keys(8, &long)), 0);
+        let another = pages.store.of_model(b"another model");
+        assert_eq!(another.beginning(&another.keys(7, &long)), 0);
+        assert!(notes.0.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_is_damaged_goes_and_what_is_foreign_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let (pages, _) = open(folder, 1 << 20);
+        let keys = pages.keys(0, &tokens(5 * PAGE as u32));
+        for key in &keys {
+            pages.write(key, &[9; BYTES]);
+        }
+        let path = |i: usize| pages.store.path(&keys[i]);
+        let change = |i: usize, f: &dyn Fn(&mut Vec<u8>)| {
+            let mut bytes = fs::read(path(i)).unwrap();
+            f(&mut bytes);
+            fs::write(path(i), bytes).unwrap();
+        };
+        change(0, &|b| b.truncate(500));
+        change(1, &|b| b[HEADER + 10] ^= 1);
+        change(2, &|b| b[7] = b'0');
+        change(3, &|b| b[0] = b'x');
+        fs::write(folder.join("notes.txt"), "mine").unwrap();
+        let (pages, notes) = open(folder, 1 << 20);
+        assert_eq!(pages.read(&keys[0], BYTES), None);
+        assert_eq!(pages.read(&keys[1], BYTES), None);
+        assert_eq!(pages.beginning(&keys[2..]), 0);
+        assert_eq!(pages.read(&keys[4], BYTES), Some(vec![9; BYTES]));
+        assert_eq!(pages.read(&keys[4], BYTES + 1), None, "of another shape");
+        let left = [3].map(|i| path(i).exists());
+        assert_eq!(left, [true]);
+        assert!([0, 1, 2, 4].iter().all(|&i| !path(i).exists()));
+        assert_eq!(fs::read(folder.join("notes.txt")).unwrap(), b"mine");
+        let notes = notes.0.lock().unwrap();
+        assert_eq!(notes.len(), 6, "{notes:?}");
+        assert_eq!(notes.iter().filter(|n| n.ends_with("ignored")).count(), 2);
+    }
+
+    #[test]
+    fn what_is_unused_for_longest_makes_room() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = (HEADER + BYTES) as u64;
+        let (pages, _) = open(folder.path(), 4 * file);
+        let first = pages.keys(0, &tokens(2 * PAGE as u32));
+        let second = pages.keys(1, &tokens(2 * PAGE as u32));
+        for key in first.iter().chain(&second) {
+            pages.write(key, &[1; BYTES]);
+        }
+        assert_eq!(pages.beginning(&first), 2);
+        pages.write(&pages.keys(2, &tokens(PAGE as u32))[0], &[1; BYTES]);
+        assert_eq!((pages.beginning(&first), pages.beginning(&second)), (2, 0));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 4);
+        drop(open(folder.path(), 2 * file));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_to_is_said_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let (pages, notes) = open(folder.path(), 1 << 20);
+        let keys = pages.keys(0, &tokens(2 * PAGE as u32));
+        fs::remove_dir(folder.path()).unwrap();
+        for key in &keys {
+            pages.write(key, &[1; BYTES]);
+        }
+        let notes = notes.0.lock().unwrap();
+        assert!(
+            notes.len() == 1 && notes[0].contains("no more"),
+            "{notes:?}"
+        );
+    }
+}

@@ -1,0 +1,157 @@
+//! What stays on disk: kept sequences are written while nobody waits, and their pages are read back
+//! for prompts that begin alike.
+
+use super::Event;
+use super::job::{Job, Phase};
+use super::worker::Worker;
+use crate::disk::{Key, ModelPages};
+use nq_kernels::cpu::PAGE;
+use nq_runtime::{Batch, Session};
+use std::time::{Duration, Instant};
+
+/// How long writing may go on after the last answer.
+const AT_THE_END: Duration = Duration::from_secs(10);
+
+/// A kept sequence whose pages may not be on disk.
+pub(super) struct Unsaved {
+    pub(super) slot: usize,
+    keys: Vec<Key>,
+    /// Pages that are.
+    saved: usize,
+}
+
+/// Pages of a prompt that are read back.
+pub(super) struct Restore {
+    keys: std::vec::IntoIter<Key>,
+}
+
+impl Worker<'_> {
+    fn disk(&self) -> Option<&ModelPages> {
+        self.options.disk.as_ref()
+    }
+
+    /// Notes that a slot now keeps `tokens`.
+    pub(super) fn keep_on_disk(&mut self, salt: u64, tokens: &[u32], slot: usize) {
+        let keys = self.disk().map(|disk| disk.keys(salt, tokens));
+        if let Some(keys) = keys.filter(|keys| !keys.is_empty()) {
+            self.seats.unsaved.push(Unsaved {
+                slot,
+                keys,
+                saved: 0,
+            });
+        }
+    }
+
+    /// Writes one page; false if there is none left to write.
+    fn save(&mut self, session: &dyn Session) -> bool {
+        let (Some(disk), Some(last)) = (&self.options.disk, self.seats.unsaved.last_mut()) else {
+            return false;
+        };
+        // Those that another sequence had in common are there already.
+        last.saved = last.saved.max(disk.beginning(&last.keys));
+        let mut page = Vec::new();
+        let key = last.keys.get(last.saved);
+        let read = key.map(|key| (key, session.read_page(last.slot, last.saved, &mut page)));
+        match read {
+            Some((key, Ok(()))) => {
+                disk.write(key, &page);
+                last.saved += 1;
+            }
+            _ => {
+                self.seats.unsaved.pop();
+            }
+        }
+        true
+    }
+
+    /// Writes a page while there is nothing else to do.
+    pub(super) fn save_idle(&mut self, batch: &mut Batch<'_>) {
+        if self.jobs.is_empty() {
+            self.save(batch.session());
+        }
+    }
+
+    /// Writes what there is time for, at the end.
+    pub(super) fn save_last(&mut self, batch: &mut Batch<'_>) {
+        let end = Instant::now() + AT_THE_END;
+        while Instant::now() < end && self.save(batch.session()) {}
+    }
+
+    /// Finds pages on disk that go on where a slot's part of the prompt ends. If there are any, the
+    /// request waits for them, and its slot ends with a page.
+    pub(super) fn find_on_disk(&self, session: &mut dyn Session, slot: usize, job: &mut Job) {
+        let Some(disk) = self.disk() else {
+            return;
+        };
+        let most = job.tokens.len() - 1;
+        let mut keys = disk.keys(job.request.client.salt, &job.tokens[..most]);
+        let found = disk.beginning(&keys);
+        let held = job.fed / PAGE;
+        if found * PAGE <= job.fed {
+            return;
+        }
+        session.truncate(slot, held * PAGE);
+        job.fed = held * PAGE;
+        job.phase = Phase::Restore;
+        keys.truncate(found);
+        keys.drain(..held);
+        job.restore = Some(Restore {
+            keys: keys.into_iter(),
+        });
+    }
+
+    /// Reads pages back for as long as a step of prompts may take.
+    pub(super) fn restore(&mut self, batch: &mut Batch<'_>) {
+        let most = match batch.running() {
+            0 => self.options.prompt_time_alone,
+            _ => self.options.prompt_time,
+        };
+        let end = Instant::now() + most;
+        let waits = |(&id, job): (&u64, &Job)| (job.phase == Phase::Restore).then_some(id);
+        let waiting: Vec<u64> = self.jobs.iter().filter_map(waits).collect();
+        for id in waiting {
+            while self.restore_page(batch.session(), id) {
+                if Instant::now() >= end {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Reads one page back; false once the request needs no more.
+    fn restore_page(&mut self, session: &mut dyn Session, id: u64) -> bool {
+        let (Some(disk), Some(job)) = (&self.options.disk, self.jobs.get_mut(&id)) else {
+            return false;
+        };
+        let (Some(slot), Some(restore)) = (job.slot, &mut job.restore) else {
+            return false;
+        };
+        let bytes = session.page_bytes().unwrap_or(0);
+        let page = restore.keys.next().and_then(|key| disk.read(&key, bytes));
+        // Without room the prompt goes on as any other, and is told so.
+        if page.is_some_and(|page| session.append_page(slot, &page).is_ok()) {
+            job.fed += PAGE;
+            self.shared.metrics.restored_tokens.inc_by(PAGE as u64);
+            return true;
+        }
+        job.restore = None;
+        job.phase = Phase::Prompt;
+        job.start(&self.shared.metrics);
+        false
+    }
+}
+
+impl Job {
+    /// Tells, once, that the prompt is being computed, and how much of it was there.
+    pub(super) fn start(&mut self, metrics: &crate::metrics::Metrics) {
+        if std::mem::replace(&mut self.started, true) {
+            return;
+        }
+        metrics.prompt_tokens.inc_by(self.tokens.len() as u64);
+        metrics.cached_tokens.inc_by(self.fed as u64);
+        metrics
+            .queue_time
+            .observe(self.arrived.elapsed().as_secs_f64());
+        self.tell(Event::Started { cached: self.fed });
+    }
+}

@@ -1,0 +1,285 @@
+//! The models of a server by name: loaded at first use, and given up for one another where memory
+//! is short.
+
+use crate::error::ApiError;
+use crate::metrics;
+use crate::model::Model;
+use nq_formats::human_bytes;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// A model that can be loaded, again and again.
+pub trait Source: Send + Sync {
+    /// Loads the model if memory allows; what goes wrong is told to whoever runs the server.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    fn load(&self) -> Result<Model, LoadError>;
+}
+
+/// Why a model was not loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LoadError {
+    /// It does not fit.
+    #[error("it needs {needed} bytes of memory, and {free} are free")]
+    Memory {
+        /// Bytes that it takes, with keys and values of one context.
+        needed: u64,
+        /// Bytes that there are.
+        free: u64,
+    },
+    /// Anything else.
+    #[error("it cannot be loaded")]
+    Failed,
+}
+
+/// Models by name; the first answers requests that name none.
+#[derive(Default)]
+pub struct Models {
+    entries: Vec<Entry>,
+    states: Mutex<States>,
+    /// Held by whoever loads: one at a time, so that the next sees what memory is left.
+    loading: tokio::sync::Mutex<()>,
+}
+
+struct Entry {
+    name: String,
+    created: u64,
+    source: Option<Box<dyn Source>>,
+}
+
+#[derive(Default)]
+struct States {
+    /// Of each entry, the model while it is loaded, and when it was asked for last.
+    loaded: Vec<(Option<Arc<Model>>, u64)>,
+    clock: u64,
+    closed: bool,
+}
+
+/// A model as it is listed.
+pub struct Listed<'a> {
+    /// What clients call it.
+    pub name: &'a str,
+    /// When the server knew it first, in seconds since 1970.
+    pub created: u64,
+    /// The model, while it is loaded.
+    pub model: Option<&'a Model>,
+}
+
+/// Models that are loaded and stay so.
+impl From<Vec<Arc<Model>>> for Models {
+    fn from(models: Vec<Arc<Model>>) -> Self {
+        let mut all = Models::default();
+        for model in models {
+            all.push(model.name().to_owned(), None, Some(model));
+        }
+        all
+    }
+}
+
+impl Models {
+    /// Adds a model that is loaded when it is asked for.
+    pub fn add(&mut self, name: impl Into<String>, source: Box<dyn Source>) {
+        self.push(name.into(), Some(source), None);
+    }
+
+    /// Adds a model that `source` has loaded.
+    pub fn add_loaded(&mut self, source: Box<dyn Source>, model: Model) {
+        let name = model.name().to_owned();
+        self.push(name, Some(source), Some(Arc::new(model)));
+    }
+
+    fn push(&mut self, name: String, source: Option<Box<dyn Source>>, model: Option<Arc<Model>>) {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        self.entries.push(Entry {
+            name,
+            created: since.map_or(0, |d| d.as_secs()),
+            source,
+        });
+        self.states().loaded.push((model, 0));
+    }
+
+    fn states(&self) -> MutexGuard<'_, States> {
+        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What `f` says of each, in their order. None is loaded or given up meanwhile.
+    pub fn each<T>(&self, f: impl Fn(Listed<'_>) -> T) -> Vec<T> {
+        let states = self.states();
+        let both = self.entries.iter().zip(&states.loaded);
+        both.map(|(entry, (model, _))| {
+            f(Listed {
+                name: &entry.name,
+                created: entry.created,
+                model: model.as_deref(),
+            })
+        })
+        .collect()
+    }
+
+    /// Which model a request means; the first if it names none.
+    ///
+    /// # Errors
+    /// If there is none of that name.
+    pub fn find(&self, name: Option<&str>) -> Result<usize, ApiError> {
+        let found = match name {
+            None => (!self.entries.is_empty()).then_some(0),
+            Some(name) => self.entries.iter().position(|e| e.name == name),
+        };
+        found.ok_or_else(|| {
+            let names: Vec<&str> = self.entries.iter().map(|e| e.name.as_str()).collect();
+            ApiError {
+                param: Some("model".into()),
+                ..ApiError::not_found(
+                    format!(
+                        "there is no model {:?}: {} is served",
+                        name.unwrap_or_default(),
+                        names.join(", ")
+                    ),
+                    "model_not_found",
+                )
+            }
+        })
+    }
+
+    /// A model to be used: it stays loaded for as long as somebody has it.
+    ///
+    /// # Errors
+    /// If there is none of that name, or if it is not loaded and cannot be.
+    pub async fn get(self: &Arc<Self>, name: Option<&str>) -> Result<Arc<Model>, ApiError> {
+        let at = self.find(name)?;
+        if let Some(model) = self.take(at)? {
+            return Ok(model);
+        }
+        let models = Arc::clone(self);
+        // What is begun goes on, even if whoever asked for it has gone.
+        let loaded = tokio::spawn(async move {
+            let all = Arc::clone(&models);
+            let _alone = all.loading.lock().await;
+            tokio::task::spawn_blocking(move || models.load(at)).await
+        });
+        match loaded.await {
+            Ok(Ok(loaded)) => loaded,
+            _ => Err(ApiError::internal("the model could not be loaded: a panic")),
+        }
+    }
+
+    /// The model, if it is loaded; it then counts as just used.
+    fn take(&self, at: usize) -> Result<Option<Arc<Model>>, ApiError> {
+        let mut states = self.states();
+        if states.closed {
+            return Err(crate::engine::Refused::Closing.into());
+        }
+        states.clock += 1;
+        let clock = states.clock;
+        let (model, used) = &mut states.loaded[at];
+        *used = clock;
+        Ok(model.clone())
+    }
+
+    fn load(&self, at: usize) -> Result<Arc<Model>, ApiError> {
+        loop {
+            // Another request may have waited for the same model.
+            if let Some(model) = self.take(at)? {
+                return Ok(model);
+            }
+            let entry = &self.entries[at];
+            let loaded = match &entry.source {
+                Some(source) => source.load(),
+                None => Err(LoadError::Failed),
+            };
+            match loaded {
+                Ok(model) => {
+                    let model = Arc::new(model);
+                    let mut states = self.states();
+                    if !states.closed {
+                        states.loaded[at].0 = Some(Arc::clone(&model));
+                    }
+                    return Ok(model);
+                }
+                Err(LoadError::Memory { needed, free }) => {
+                    if !self.unload_idle() {
+                        return Err(self.no_room(&entry.name, needed, free));
+                    }
+                }
+                Err(LoadError::Failed) => {
+                    let what = format!(
+                        "{} could not be loaded: the server's log says why",
+                        entry.name
+                    );
+                    return Err(ApiError::internal(what));
+                }
+            }
+        }
+    }
+
+    /// Gives up the model that nobody uses and that was asked for longest ago; false if there is none.
+    fn unload_idle(&self) -> bool {
+        let model = {
+            let mut states = self.states();
+            // Whoever uses a model has it, and nobody else takes one meanwhile.
+            let idle = |i: &usize| {
+                let model = &states.loaded[*i].0;
+                model.as_ref().is_some_and(|m| Arc::strong_count(m) == 1)
+                    && self.entries[*i].source.is_some()
+            };
+            let all = 0..states.loaded.len();
+            let oldest = all.filter(idle).min_by_key(|&i| states.loaded[i].1);
+            oldest.and_then(|i| states.loaded[i].0.take())
+        };
+        if let Some(model) = &model {
+            model.engine().close(Duration::ZERO);
+        }
+        model.is_some()
+    }
+
+    fn no_room(&self, name: &str, needed: u64, free: u64) -> ApiError {
+        let loaded = self.each(|l| l.model.map(|_| l.name.to_owned()));
+        let loaded: Vec<String> = loaded.into_iter().flatten().collect();
+        let (others, busy) = match loaded.as_slice() {
+            [] => ("no other model is loaded".to_owned(), false),
+            names => (
+                format!("what is loaded is in use: {}", names.join(", ")),
+                true,
+            ),
+        };
+        let what = format!(
+            "{name} is not loaded: it needs {} of memory, {} are free, and {others}",
+            human_bytes(needed),
+            human_bytes(free)
+        );
+        ApiError::no_memory(what, busy)
+    }
+
+    /// False if a model that is loaded does not answer any more.
+    pub fn is_healthy(&self) -> bool {
+        let healthy = self.each(|l| l.model.is_none_or(|m| m.engine().is_healthy()));
+        !self.states().closed && healthy.into_iter().all(|h| h)
+    }
+
+    /// What Prometheus reads of the models that are loaded.
+    pub fn metrics(&self) -> String {
+        let text = |m: &Model| (m.name().to_owned(), m.engine().metrics().text());
+        let texts: Vec<_> = self
+            .each(|l| l.model.map(text))
+            .into_iter()
+            .flatten()
+            .collect();
+        metrics::together(&texts)
+    }
+
+    /// Loads nothing any more, and closes what is loaded: see [`crate::Engine::close`].
+    pub fn close(&self, grace: Duration) {
+        let models: Vec<Arc<Model>> = {
+            let mut states = self.states();
+            states.closed = true;
+            let loaded = states.loaded.iter_mut();
+            loaded.filter_map(|(model, _)| model.take()).collect()
+        };
+        std::thread::scope(|scope| {
+            for model in &models {
+                scope.spawn(|| model.engine().close(grace));
+            }
+        });
+    }
+}

@@ -1,0 +1,182 @@
+//! Several models: loaded when they are asked for, and given up for one another.
+
+mod common;
+
+use common::{Running, load, model, named};
+use nq_serve::{EngineOptions, Limits, LoadError, Model, Models, Security, Source};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+const CHAT: &str = "/v1/chat/completions";
+const MIB: u64 = 1 << 20;
+
+/// Memory for two models of 100 MiB.
+#[derive(Default)]
+struct Memory {
+    taken: Mutex<Vec<Weak<dyn nq_runtime::Engine>>>,
+    loads: AtomicUsize,
+}
+
+impl Memory {
+    fn free(&self) -> u64 {
+        let taken = self.taken.lock().unwrap();
+        let alive = taken.iter().filter(|e| e.strong_count() > 0);
+        250 * MIB - alive.count() as u64 * 100 * MIB
+    }
+}
+
+struct Demo(&'static str, Arc<Memory>);
+
+impl Source for Demo {
+    fn load(&self) -> Result<Model, LoadError> {
+        let Demo(name, memory) = self;
+        if *name == "broken" {
+            return Err(LoadError::Failed);
+        }
+        let needed = if *name == "huge" { 1000 } else { 100 } * MIB;
+        let free = memory.free();
+        if needed > free {
+            return Err(LoadError::Memory { needed, free });
+        }
+        memory.loads.fetch_add(1, Ordering::Relaxed);
+        let engine = load();
+        memory.taken.lock().unwrap().push(Arc::downgrade(&engine));
+        Ok(named(name, engine, None, EngineOptions::default()))
+    }
+}
+
+fn server(names: &[&'static str]) -> (Running, Arc<Memory>) {
+    let memory = Arc::new(Memory::default());
+    let mut models = Models::default();
+    for name in names {
+        models.add(*name, Box::new(Demo(name, Arc::clone(&memory))));
+    }
+    let other = model(None, EngineOptions::default());
+    let server = Running::all(models, other, Security::default(), Limits::default());
+    (server, memory)
+}
+
+fn chat(model: &str, tokens: usize) -> Value {
+    json!({
+        "model": model, "messages": [{"role": "user", "content": "Hello!"}],
+        "max_tokens": tokens, "ignore_eos": true, "temperature": 0,
+    })
+}
+
+/// A stream that has begun; whoever drops it hangs up.
+fn begin(server: &Running, model: &str) -> BufReader<std::net::TcpStream> {
+    let mut body = chat(model, 1000);
+    body["stream"] = true.into();
+    let mut stream = server.connect();
+    let request = server.request("POST", CHAT, &[], &body.to_string());
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut reader = BufReader::new(stream);
+    let mut line = String::new();
+    while !line.starts_with("data: ") {
+        line.clear();
+        assert!(reader.read_line(&mut line).unwrap() > 0);
+    }
+    reader
+}
+
+fn loaded(server: &Running) -> Vec<bool> {
+    let list = server.get("/v1/models").json();
+    let data = list["data"].as_array().unwrap();
+    data.iter()
+        .map(|m| m["loaded"].as_bool().unwrap())
+        .collect()
+}
+
+#[test]
+fn models_are_loaded_when_they_are_asked_for() {
+    let (server, memory) = server(&["a", "b", "broken"]);
+    assert_eq!(loaded(&server), [false, false, false]);
+    assert_eq!(
+        server.get("/v1/models/b").json()["max_model_len"],
+        Value::Null
+    );
+    assert_eq!(server.get("/health").status, 200);
+    // Many who ask for one at the same time wait for the same loading.
+    let server = &server;
+    std::thread::scope(|scope| {
+        let asked: Vec<_> = (0..6)
+            .map(|_| scope.spawn(|| server.json(CHAT, &chat("b", 3))))
+            .collect();
+        for answer in asked {
+            assert_eq!(answer.join().unwrap()["model"], "b");
+        }
+    });
+    assert_eq!(memory.loads.load(Ordering::Relaxed), 1);
+    assert_eq!(loaded(server), [false, true, false]);
+    assert_eq!(server.get("/v1/models/b").json()["max_model_len"], 1024);
+    // The first answers those who name none; an unknown name is not answered by another.
+    let mut unnamed = chat("a", 3);
+    unnamed.as_object_mut().unwrap().remove("model");
+    assert_eq!(server.json(CHAT, &unnamed)["model"], "a");
+    let unknown = server.post(CHAT, &chat("c", 3));
+    assert_eq!(
+        (unknown.status, unknown.error().1.as_str()),
+        (404, "model_not_found")
+    );
+    assert!(
+        unknown.error().2.contains("a, b, broken"),
+        "{}",
+        unknown.body
+    );
+    let broken = server.post(CHAT, &chat("broken", 3));
+    assert_eq!(broken.status, 500);
+    assert!(broken.error().2.contains("log"), "{}", broken.body);
+    let metrics = server.get("/metrics").body;
+    for line in [
+        "nq_generation_tokens_total{model_name=\"a\"} 3",
+        "nq_generation_tokens_total{model_name=\"b\"} 18",
+        "nq_requests_finished_total{model_name=\"b\",reason=\"length\"} 6",
+    ] {
+        assert!(metrics.lines().any(|l| l == line), "{line} in {metrics}");
+    }
+    for once in ["# EOF", "# TYPE nq_generation_tokens counter"] {
+        assert_eq!(metrics.lines().filter(|l| *l == once).count(), 1, "{once}");
+    }
+    let families: Vec<&str> = metrics
+        .lines()
+        .filter_map(|l| l.strip_prefix("# TYPE "))
+        .collect();
+    assert!(families.len() > 10, "{metrics}");
+}
+
+#[test]
+fn the_one_unused_for_longest_makes_room_and_none_that_is_used() {
+    let (server, memory) = server(&["a", "b", "c", "huge"]);
+    for name in ["a", "b", "a", "c"] {
+        assert_eq!(server.json(CHAT, &chat(name, 3))["model"], name);
+    }
+    assert_eq!(loaded(&server), [true, false, true, false]);
+    let streams = [begin(&server, "a"), begin(&server, "c")];
+    let refused = server.post(CHAT, &chat("b", 3));
+    assert_eq!(refused.status, 503, "{}", refused.body);
+    let (_, code, message) = refused.error();
+    assert_eq!(code, "insufficient_memory");
+    for said in ["needs 104.86 MB", "52.43 MB are free", "in use: a, c"] {
+        assert!(message.contains(said), "{message}");
+    }
+    assert!(refused.header("retry-after").parse::<u64>().unwrap() >= 1);
+    assert_eq!(loaded(&server), [true, false, true, false]);
+    drop(streams);
+    // Once they have gone, it is loaded.
+    let answered = (0..100).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        server.post(CHAT, &chat("b", 3)).status == 200
+    });
+    assert!(answered && memory.loads.load(Ordering::Relaxed) == 4);
+    // What can never fit is refused for good.
+    let refused = server.post(CHAT, &chat("huge", 3));
+    assert_eq!(refused.status, 503);
+    assert!(
+        refused.error().2.contains("no other model is loaded"),
+        "{}",
+        refused.body
+    );
+    assert_eq!(refused.header("retry-after"), "");
+}

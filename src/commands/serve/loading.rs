@@ -1,0 +1,335 @@
+//! What is served: a model that can be loaded again and again, and what is reserved for its
+//! sequences.
+
+use super::ServeArgs;
+use crate::cli::Global;
+use crate::commands::chat::{at_load, longest_context};
+use crate::model;
+use crate::system::available_memory;
+use crate::terminal::{Terminal, human_bytes};
+use anyhow::{Context, bail};
+use nq_formats::hash::sha256_hex;
+use nq_formats::{Checkpoint, Files, Progress};
+use nq_kernels::cpu::PAGE;
+use nq_quantize::schemes::Schemes;
+use nq_runtime::device::Device;
+use nq_runtime::{Engine, KvType, LoadOptions, SessionSpec};
+use nq_serve::{EngineOptions, LoadError, Model, PageStore, Source};
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Arc;
+
+/// Prompt tokens computed together at most, on a CPU and on a GPU.
+const ROWS: (usize, usize) = (512, 2048);
+/// At least.
+const LEAST_ROWS: (usize, usize) = (16, 64);
+
+/// Slots that keep sequences for prompts to come, for each request at once.
+const KEPT_PER_REQUEST: usize = 4;
+
+/// What all models are loaded with.
+#[derive(Clone)]
+pub(super) struct Settings {
+    load: LoadOptions,
+    bits: Option<u32>,
+    engine: EngineOptions,
+    ctx: Option<usize>,
+    kv: KvType,
+    kv_memory: Option<u64>,
+    /// Models that share what memory there is for keys and values.
+    models: u64,
+    /// Where keys and values outlast the server.
+    pages: Option<Arc<PageStore>>,
+}
+
+impl Settings {
+    pub(super) fn new(
+        args: &ServeArgs,
+        global: &Global,
+        models: usize,
+        terminal: &Arc<Terminal>,
+    ) -> anyhow::Result<Self> {
+        let load = global.load_options();
+        let on_gpu = load.device.resolve()? != Device::Cpu;
+        let pages = match &args.cache_dir {
+            None => None,
+            Some(_) if on_gpu => bail!(
+                "--cache-dir: a GPU computes prompts as fast as their keys and values are read back \
+                 from disk: it is for --device cpu"
+            ),
+            Some(folder) => {
+                let progress = Arc::clone(terminal) as Arc<dyn Progress>;
+                let opened = PageStore::open(folder, args.cache_size, progress);
+                Some(opened.with_context(|| format!("--cache-dir {}", folder.display()))?)
+            }
+        };
+        Ok(Settings {
+            load,
+            bits: args.bits,
+            engine: EngineOptions {
+                parallel: args.parallel.into(),
+                queue: args.queue.into(),
+                prefix_cache: !args.no_prefix_cache,
+                least_rows: if on_gpu { LEAST_ROWS.1 } else { LEAST_ROWS.0 },
+                ..EngineOptions::default()
+            },
+            ctx: args.ctx,
+            kv: args.kv,
+            kv_memory: args.kv_memory,
+            models: models.max(1) as u64,
+            pages,
+        })
+    }
+}
+
+/// A model on disk, or built in.
+pub(super) struct Loadable {
+    name: String,
+    checkpoint: Checkpoint,
+    /// How it is quantized at load.
+    schemes: Option<Schemes>,
+    settings: Settings,
+    terminal: Arc<Terminal>,
+}
+
+/// A model that runs, and what is reserved for it.
+pub(super) struct Loaded {
+    pub(super) model: Model,
+    pub(super) device: String,
+    pub(super) spec: SessionSpec,
+    pub(super) kv_bytes: u64,
+}
+
+impl Loadable {
+    /// Finds a model and looks at its files, without loading it.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn new(
+        name: Option<&str>,
+        model: model::Model,
+        settings: &Settings,
+        terminal: &Arc<Terminal>,
+    ) -> anyhow::Result<Self> {
+        let (checkpoint, schemes) = at_load(model.checkpoint, settings.bits, &**terminal)?;
+        model::note_growth(&checkpoint, &**terminal);
+        let trained = longest_context(checkpoint.config());
+        if let Some(n) = settings.ctx.filter(|n| !(2..=trained).contains(n)) {
+            bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}");
+        }
+        Ok(Loadable {
+            name: name.map_or(model.name, str::to_owned),
+            checkpoint,
+            schemes,
+            settings: settings.clone(),
+            terminal: Arc::clone(terminal),
+        })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Loads it and says what is reserved for it.
+    ///
+    /// # Errors
+    /// [`Short`] if memory does not hold it.
+    pub(super) fn load(&self) -> anyhow::Result<Loaded> {
+        let options = &self.settings.load;
+        let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
+        if options.device.resolve()? == Device::Cpu {
+            let running = nq_quantize::memory::running(checkpoint, schemes, &self.spec(PAGE, 1))?;
+            let free = available_memory().unwrap_or(u64::MAX);
+            if running.peak > free {
+                let (needed, help) = (running.peak, None);
+                return Err(Short { needed, free, help }.into());
+            }
+        }
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        let engine = nq_runtime::load(config, store, options, &*self.terminal)?;
+        let device = engine.description().device.clone();
+        let (spec, kv_bytes) = self.plan(engine.as_ref())?;
+        let mut options = self.settings.engine.clone();
+        if let Some(pages) = &self.settings.pages {
+            options.disk = Some(pages.of_model(&self.identity(engine.as_ref())?));
+        }
+        let model = Model::new(&self.name, checkpoint, engine, spec, options)?;
+        let (pages, parallel) = (spec.page_count(), self.settings.engine.parallel);
+        self.terminal.note(&format!(
+            "{} on {device}: {parallel} requests at once, contexts of {} tokens, {} tokens of keys \
+             and values in {}{}",
+            self.name,
+            spec.ctx,
+            pages * PAGE,
+            human_bytes(kv_bytes),
+            match self.settings.engine.prefix_cache {
+                true => ", shared where prompts begin alike",
+                false => "; nothing is kept for prompts to come",
+            }
+        ));
+        Ok(Loaded {
+            model,
+            device,
+            spec,
+            kv_bytes,
+        })
+    }
+
+    /// All that keys and values depend on, beside the tokens: the program, how it computes, and the
+    /// weights, by their files' sizes and times or, where they are built in, by their contents.
+    fn identity(&self, engine: &dyn Engine) -> anyhow::Result<Vec<u8>> {
+        let how = engine.description();
+        let mut text = format!(
+            "{} {PAGE} {} {} {} {} {:?} {:?}\n",
+            env!("CARGO_PKG_VERSION"),
+            self.settings.kv,
+            how.device,
+            how.kernels,
+            how.activations,
+            self.schemes,
+            self.checkpoint.config(),
+        );
+        let entries = self.checkpoint.store().entries();
+        let names: BTreeSet<String> = entries.into_iter().map(|e| e.file).collect();
+        let files = self.checkpoint.files();
+        for name in names {
+            let path = files.path(&name);
+            text += &match (path.canonicalize(), files) {
+                (_, Files::Embedded { .. }) | (Err(_), _) => sha256_hex(&files.require(&name)?),
+                (Ok(path), _) => {
+                    let metadata = path.metadata()?;
+                    let (bytes, time) = (metadata.len(), metadata.modified()?);
+                    format!("{path:?} {bytes} {time:?}\n")
+                }
+            };
+        }
+        Ok(text.into_bytes())
+    }
+
+    fn spec(&self, ctx: usize, pages: usize) -> SessionSpec {
+        let on_gpu = !matches!(self.settings.load.device.resolve(), Ok(Device::Cpu));
+        SessionSpec {
+            slots: self.settings.engine.parallel * (1 + KEPT_PER_REQUEST),
+            ctx,
+            pages: Some(pages),
+            kv: self.settings.kv,
+            max_rows: if on_gpu { ROWS.1 } else { ROWS.0 },
+        }
+    }
+
+    /// How many sequences of which length, pages for them, and their bytes.
+    fn plan(&self, engine: &dyn Engine) -> anyhow::Result<(SessionSpec, u64)> {
+        let settings = &self.settings;
+        let trained = longest_context(self.checkpoint.config());
+        let kv_bytes = |pages: usize| -> anyhow::Result<u64> {
+            let spec = self.spec(PAGE, pages);
+            Ok(match engine.device_memory(&spec) {
+                Some(memory) => memory.kv as u64,
+                None => {
+                    let schemes = self.schemes.as_ref();
+                    nq_quantize::memory::running(&self.checkpoint, schemes, &spec)?.kv
+                }
+            })
+        };
+        let page_bytes = kv_bytes(2)? - kv_bytes(1)?;
+        let longest = settings.ctx.unwrap_or(trained);
+        let (free, on_gpu) = match engine.device_memory(&self.spec(longest, 1)) {
+            Some(memory) => (memory.free.saturating_sub(memory.scratch) as u64, true),
+            None => (available_memory().unwrap_or(u64::MAX), false),
+        };
+        let share = if on_gpu { free / 10 * 9 } else { free / 5 * 2 } / settings.models;
+        let most = (settings.engine.parallel * longest.div_ceil(PAGE)) as u64;
+        let pages = match settings.kv_memory {
+            Some(bytes) => bytes / page_bytes,
+            None => (share / page_bytes).min(most),
+        };
+        let pages = usize::try_from(pages).unwrap_or(usize::MAX);
+        let pages = pages.min(u32::MAX as usize);
+        let ctx = settings.ctx.unwrap_or_else(|| trained.min(pages * PAGE));
+        let one = page_bytes * ctx.div_ceil(PAGE).max(1) as u64;
+        if pages < ctx.div_ceil(PAGE) || pages == 0 {
+            let room = settings.kv_memory.unwrap_or(share);
+            let what = format!(
+                "a sequence of {} tokens takes {} of keys and values, and {} are there for them: a \
+                 smaller --ctx or a larger --kv-memory helps",
+                ctx.max(PAGE),
+                human_bytes(one),
+                human_bytes(room)
+            );
+            if settings.kv_memory.is_some() {
+                bail!(what);
+            }
+            return Err(Short {
+                needed: one,
+                free: room,
+                help: Some(what),
+            }
+            .into());
+        }
+        if let Some(bytes) = settings.kv_memory.filter(|&bytes| bytes > free && !on_gpu) {
+            let what = format!(
+                "--kv-memory: {} are free on this machine",
+                human_bytes(free)
+            );
+            return Err(Short {
+                needed: bytes,
+                free,
+                help: Some(what),
+            }
+            .into());
+        }
+        Ok((self.spec(ctx, pages), page_bytes * pages as u64))
+    }
+}
+
+impl Source for Loadable {
+    fn load(&self) -> Result<Model, LoadError> {
+        let loaded = Loadable::load(self);
+        loaded.map(|l| l.model).map_err(|e| {
+            self.terminal
+                .note(&format!("{} is not loaded: {e:#}", self.name));
+            short_of(&e).unwrap_or(LoadError::Failed)
+        })
+    }
+}
+
+/// Memory does not hold a model.
+#[derive(Debug)]
+struct Short {
+    needed: u64,
+    free: u64,
+    /// What would help, if it is known.
+    help: Option<String>,
+}
+
+impl fmt::Display for Short {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.help {
+            Some(help) => f.write_str(help),
+            None => write!(
+                f,
+                "this needs {} of memory, and {} are free",
+                human_bytes(self.needed),
+                human_bytes(self.free)
+            ),
+        }
+    }
+}
+
+impl std::error::Error for Short {}
+
+/// What an error says of memory, if it is about that.
+fn short_of(e: &anyhow::Error) -> Option<LoadError> {
+    let (needed, free) = match (e.downcast_ref::<Short>(), e.downcast_ref()) {
+        (Some(short), _) => (short.needed, short.free),
+        (
+            _,
+            Some(nq_runtime::Error::Memory {
+                needed, available, ..
+            }),
+        ) => (*needed, *available),
+        (_, Some(nq_runtime::Error::DeviceMemory { needed, free, .. })) => (*needed, *free),
+        _ => return None,
+    };
+    Some(LoadError::Memory { needed, free })
+}

@@ -1,0 +1,256 @@
+//! `nq serve`: models for many clients, over HTTP.
+
+mod loading;
+
+use crate::cli::{Global, parse_kv, parse_load_bits};
+use crate::commands::quantize::parse_size;
+use crate::model;
+use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
+use anyhow::{Context, bail};
+use clap::Args;
+use loading::{Loadable, Loaded, Settings};
+use nq_formats::Progress;
+use nq_runtime::KvType;
+use nq_serve::{Limits, Models, Security, Server};
+use std::ffi::OsString;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Flags of `nq serve`.
+#[derive(Args, Debug)]
+pub struct ServeArgs {
+    /// demo, a folder, a hub id or a name from `nq list` [default: the
+    /// quantized Qwen3-0.6B, unless --model names others]
+    pub model: Option<OsString>,
+    /// Another model, loaded when it is first asked for: what clients call it, and a folder or any
+    /// other MODEL
+    #[arg(long = "model", value_name = "NAME=MODEL", value_parser = parse_named)]
+    pub models: Vec<(String, String)>,
+    /// Address to listen on; one that other machines reach needs a key
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: IpAddr,
+    /// Port to listen on; 0 takes a free one
+    #[arg(long, default_value_t = 8080)]
+    pub port: u16,
+    /// File with the keys that clients may use, one a line; NQ_API_KEY holds another
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Name that this machine goes by, beside localhost and its addresses
+    #[arg(long, value_name = "NAME")]
+    pub allow_host: Vec<String>,
+    /// Origin, a scheme and a host, whose pages may use the server
+    #[arg(long, value_name = "ORIGIN")]
+    pub allow_origin: Vec<String>,
+    /// What clients call MODEL [default: its own name]
+    #[arg(long, value_name = "NAME")]
+    pub served_name: Option<String>,
+    /// Requests worked on at once
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub parallel: u16,
+    /// Requests that wait at most; more are told to come again
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u16).range(1..))]
+    pub queue: u16,
+    /// Positions of a sequence [default: the model's, as far as the memory goes]
+    #[arg(long, value_name = "N")]
+    pub ctx: Option<usize>,
+    /// Memory for keys and values of all sequences of a model [default: what they can fill, at most
+    /// 40 % of what is free on a CPU and 90 % on a GPU, shared by all models]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub kv_memory: Option<u64>,
+    /// Bits of keys and values: 8, 16 or 32
+    #[arg(long, default_value = "16", value_parser = parse_kv)]
+    pub kv: KvType,
+    /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
+    #[arg(long, value_parser = parse_load_bits)]
+    pub bits: Option<u32>,
+    /// Keep nothing for prompts to come
+    #[arg(long)]
+    pub no_prefix_cache: bool,
+    /// Folder where keys and values of prompts outlast the server (CPU)
+    #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache")]
+    pub cache_dir: Option<PathBuf>,
+    /// Bytes of files in --cache-dir, at most; what is unused for longest makes room
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "8GB", requires = "cache_dir")]
+    pub cache_size: u64,
+    /// Seconds that a request may take in all; 0: as long as it takes
+    #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
+    pub timeout: u64,
+    /// Seconds that answers may go on after the server is told to end
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    pub grace: u64,
+}
+
+/// NAME=MODEL.
+fn parse_named(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, model)) if !name.is_empty() && !model.is_empty() => {
+            Ok((name.to_owned(), model.to_owned()))
+        }
+        _ => Err("expected NAME=MODEL".into()),
+    }
+}
+
+/// Runs `nq serve` until it is interrupted.
+pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
+    let terminal = Arc::new(Terminal::new());
+    // What a flag is wrong about need not wait for the model.
+    let security = security(args)?;
+    let address = SocketAddr::new(args.host, args.port);
+    if !args.host.is_loopback() && !security.needs_key() {
+        bail!(
+            "--host {}: other machines can reach it, which needs a key: --api-key-file or NQ_API_KEY",
+            args.host
+        );
+    }
+    let (models, loaded) = models(args, global, &terminal)?;
+    let limits = Limits {
+        request_time: (args.timeout > 0).then(|| Duration::from_secs(args.timeout)),
+        ..Limits::default()
+    };
+    let keyed = security.needs_key();
+    let server = Server::bind(address, models, security, limits)
+        .with_context(|| format!("--host {} --port {}", args.host, args.port))?;
+    stop_on_signals(&server, Duration::from_secs(args.grace))?;
+    let url = format!("http://{}", server.address()?);
+    match global.json {
+        true => announce_json(&url, &loaded, args, keyed)?,
+        false => announce(&url, &loaded, keyed, &terminal),
+    }
+    server.run()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What is told of the models: their names, and what is reserved for the one that is loaded.
+struct Served {
+    names: Vec<String>,
+    first: Option<Reserved>,
+}
+
+/// What is reserved for MODEL.
+struct Reserved {
+    device: String,
+    ctx: usize,
+    kv_pages: usize,
+    kv_bytes: u64,
+}
+
+/// MODEL, loaded, and those of `--model`, found. Without MODEL, those of `--model` alone; without
+/// either, the default model.
+fn models(
+    args: &ServeArgs,
+    global: &Global,
+    terminal: &Arc<Terminal>,
+) -> anyhow::Result<(Models, Served)> {
+    let first = match &args.model {
+        Some(name) => Some(model::open(Some(name), global, &**terminal)?),
+        None if args.models.is_empty() => Some(model::open_for_chat(global, &**terminal)?),
+        None if args.served_name.is_some() => bail!("--served-name: there is no MODEL to name"),
+        None => None,
+    };
+    let count = usize::from(first.is_some()) + args.models.len();
+    let settings = Settings::new(args, global, count, terminal)?;
+    let mut models = Models::default();
+    let mut served = Served {
+        names: Vec::new(),
+        first: None,
+    };
+    if let Some(first) = first {
+        let first = Loadable::new(args.served_name.as_deref(), first, &settings, terminal)?;
+        let Loaded {
+            model,
+            device,
+            spec,
+            kv_bytes,
+        } = first.load()?;
+        served.names.push(first.name().to_owned());
+        served.first = Some(Reserved {
+            device,
+            ctx: spec.ctx,
+            kv_pages: spec.page_count(),
+            kv_bytes,
+        });
+        models.add_loaded(Box::new(first), model);
+    }
+    for (name, path) in &args.models {
+        if served.names.contains(name) {
+            bail!("--model: {name} is the name of two models");
+        }
+        let model = model::open(Some(path.as_str()), global, &**terminal)
+            .with_context(|| format!("--model {name}={path}"))?;
+        let model = Loadable::new(Some(name), model, &settings, terminal)?;
+        models.add(name, Box::new(model));
+        served.names.push(name.clone());
+    }
+    Ok((models, served))
+}
+
+/// The keys of `--api-key-file` and `NQ_API_KEY`, and the names and origins.
+fn security(args: &ServeArgs) -> anyhow::Result<Security> {
+    let mut keys = Vec::new();
+    if let Some(path) = &args.api_key_file {
+        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let lines = text.lines().map(str::trim);
+        keys.extend(
+            lines
+                .filter(|l| !l.is_empty() && !l.starts_with('#'))
+                .map(str::to_owned),
+        );
+        if keys.is_empty() {
+            bail!("{}: expected a key a line, found none", path.display());
+        }
+    }
+    if let Some(key) = std::env::var_os("NQ_API_KEY").filter(|k| !k.is_empty()) {
+        let key = key.into_string();
+        keys.push(key.map_err(|_| anyhow::anyhow!("NQ_API_KEY: expected ASCII"))?);
+    }
+    Security::new(&keys, &args.allow_host, &args.allow_origin).map_err(anyhow::Error::msg)
+}
+
+/// The first signal ends the server in good order, the next one at once.
+fn stop_on_signals(server: &Server, grace: Duration) -> anyhow::Result<()> {
+    let stopper = server.stopper();
+    let stopping = AtomicBool::new(false);
+    ctrlc::set_handler(move || {
+        if stopping.swap(true, Ordering::SeqCst) {
+            leave_interrupted();
+        }
+        stopper.stop(grace);
+    })?;
+    Ok(())
+}
+
+/// Says where it listens and what it serves, as JSON.
+fn announce_json(url: &str, served: &Served, args: &ServeArgs, keyed: bool) -> anyhow::Result<()> {
+    let first = served.first.as_ref();
+    let report = serde_json::json!({
+        "model": served.names[0], "models": served.names, "url": url,
+        "parallel": args.parallel, "needs_key": keyed,
+        "device": first.map(|f| &f.device), "ctx": first.map(|f| f.ctx),
+        "kv_pages": first.map(|f| f.kv_pages), "kv_bytes": first.map(|f| f.kv_bytes),
+    });
+    Ok(print_line(&report.to_string())?)
+}
+
+/// Says what is loaded later, where the server listens and how to ask.
+fn announce(url: &str, served: &Served, keyed: bool, terminal: &Terminal) {
+    let later = &served.names[usize::from(served.first.is_some())..];
+    if !later.is_empty() {
+        terminal.note(&format!("loaded at first use: {}", later.join(", ")));
+    }
+    let key = match keyed {
+        true => " -H \"Authorization: Bearer $NQ_API_KEY\"",
+        false => "",
+    };
+    let body = serde_json::json!({
+        "model": served.names[0], "messages": [{"role": "user", "content": "Hello!"}],
+    });
+    terminal.note(&format!(
+        "try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {}",
+        shell_word(&body.to_string())
+    ));
+    terminal.note(&format!("listening on {url}"));
+}
