@@ -150,9 +150,16 @@ struct Header {
 
 impl Header {
     fn parse(path: &Path, json: &[u8]) -> Result<Header> {
+        // The parser does not look at strings that it passes over.
+        let json = std::str::from_utf8(json).map_err(|e| Error::Malformed {
+            path: path.into(),
+            what: "header".into(),
+            expected: "JSON in UTF-8".into(),
+            found: e.to_string(),
+        })?;
         // Which entry was being read, so that JSON errors can name it.
         let current = RefCell::new(None);
-        let mut parser = serde_json::Deserializer::from_slice(json);
+        let mut parser = serde_json::Deserializer::from_str(json);
         parser
             .deserialize_map(HeaderVisitor { current: &current })
             .and_then(|h| parser.end().map(|()| h))

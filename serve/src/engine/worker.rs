@@ -61,7 +61,9 @@ pub(super) fn run(
         next: 0,
         steps: 0,
     };
-    shared.metrics.pages.set(spec.page_count() as i64);
+    let pages = spec.page_count() as i64;
+    shared.metrics.pages.set(pages);
+    shared.metrics.pages_free.set(pages);
     let mut failures = 0;
     loop {
         let steps = worker.steps;
@@ -238,11 +240,11 @@ impl Worker<'_> {
     fn measure(&mut self, batch: &mut Batch<'_>) {
         let metrics = &self.shared.metrics;
         let waiting = self.queue.len();
-        metrics.waiting.set(waiting as i64);
-        metrics.running.set((self.jobs.len() - waiting) as i64);
         if let Some(free) = batch.session().free_pages() {
             metrics.pages_free.set(free as i64);
         }
+        metrics.waiting.set(waiting as i64);
+        metrics.running.set((self.jobs.len() - waiting) as i64);
         metrics.kept_tokens.set(self.seats.tree.kept().1 as i64);
         let seated = self.jobs.values().filter(|j| j.phase == Phase::Answer);
         let left = seated.map(|j| j.left(self.spec.ctx)).min().unwrap_or(0);
