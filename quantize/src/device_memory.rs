@@ -135,11 +135,17 @@ pub(crate) fn fit(c: &ModelConfig, work: &Work<'_>, limit: u64) -> Result<Device
         false => (rows, both),
         true => {
             // Layers go through before the result is loaded, and leave the head.
-            let head = peak(|a| Ok(drop(hold_head(a, c, streamed::ROWS)?)))?;
+            let head = peak(|a| {
+                hold_head(a, c, streamed::ROWS)?;
+                Ok(())
+            })?;
             let fewer = &ROWS[ROWS.iter().position(|&r| r == rows).unwrap_or(0)..];
             let what = "memory of the GPU for measuring quality";
             first(fewer, limit, what, |rows| {
-                let layers = peak(|a| Ok(drop(run(a, c, rows)?)))?;
+                let layers = peak(|a| {
+                    run(a, c, rows)?;
+                    Ok(())
+                })?;
                 Ok(layers.max(head + result as u64))
             })?
         }

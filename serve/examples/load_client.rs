@@ -11,6 +11,8 @@
 //! percentile) to the first text and between texts. `--long N` sends one prompt of N tokens once
 //! the clients have begun; its first text is told apart.
 
+#![allow(clippy::print_stdout, reason = "it prints what it measured")]
+
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::sync::Mutex;

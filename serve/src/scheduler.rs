@@ -194,9 +194,9 @@ impl Pace {
         }
     }
 
-    /// Rows of prompts for the next step beside `decoding` sequences: what takes [`STEPS`] of their
-    /// steps, and what is done within [`PaceLimits::to_finish`]; a prompt so short would hold others up
-    /// for longer in pieces.
+    /// Rows of prompts for the next step beside `decoding` sequences: what takes less than two of
+    /// their steps, and what is done within [`PaceLimits::to_finish`]; a prompt so short would hold
+    /// others up for longer in pieces.
     pub fn rows(&self, decoding: usize) -> Rows {
         let within = |seconds: f64| self.prompts.within(seconds).unwrap_or(0);
         let some = match decoding {

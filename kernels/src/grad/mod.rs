@@ -1,7 +1,7 @@
 //! Operations of a training step, forward and backward, over f32 buffers on a device.
 //!
 //! A graph written against [`GradOps`] runs on every device that implements it: [`CpuOps`],
-//! and `cuda::CudaOps` where the feature `cuda` is on; on an [`Account`](crate::Account) of memory
+//! and `cuda::CudaOps` where the feature `cuda` is on; on an [`Account`] of memory
 //! memory is counted and nothing is computed. Matrices are row-major and contiguous.
 //! Every reduction has one fixed order, so that a step gives the same bits each time on the
 //! same device. The operations know no model: what is multiplied with what is the caller's.
@@ -253,7 +253,7 @@ impl Occurrences {
     }
 }
 
-/// Where memory comes from: a device, or an [`Account`](crate::Account) that only counts, so that
+/// Where memory comes from: a device, or an [`Account`] that only counts, so that
 /// constructors show on it what they take.
 ///
 /// # Errors

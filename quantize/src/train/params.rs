@@ -239,7 +239,7 @@ impl<O: GradOps> Matrix<O> {
     /// is. `source` is what it was rounded from.
     ///
     /// # Errors
-    /// As [`Matrix::dense`].
+    /// As `Matrix::dense`.
     pub fn student(
         ops: &O,
         name: &str,

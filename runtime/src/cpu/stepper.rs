@@ -30,7 +30,7 @@ pub(crate) struct CpuLayers {
 }
 
 /// Bytes that the CPU's stepper takes for pieces of whole pages, beside the layer that it runs: what
-/// [`CpuLayers::new`] and the pieces reserve, and a copy of a piece of the stream.
+/// `CpuLayers::new` and the pieces reserve, and a copy of a piece of the stream.
 pub fn stepper_bytes(c: &ModelConfig, kv: KvType) -> usize {
     let page = KvPages::page_bytes(kv, c.num_key_value_heads, c.head_dim);
     Scratch::bytes(c, ROWS) + size_of::<f32>() * ROWS * c.hidden_size + ROWS.div_ceil(PAGE) * page

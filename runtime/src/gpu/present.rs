@@ -61,7 +61,6 @@ pub fn memory(ordinal: usize) -> Result<GpuMemory> {
 ///
 /// # Errors
 /// In a build without GPUs.
-#[expect(clippy::unnecessary_wraps, reason = "without CUDA there are none")]
 pub fn sizes() -> Result<GpuSizes> {
     Ok(GpuSizes {
         together: MOST_WIDE_SEQUENCES,
