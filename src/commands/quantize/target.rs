@@ -40,8 +40,7 @@ impl FormatArg {
         };
         let head = match bits {
             16 => None,
-            4 => Some(head_scheme(Bits::B4)),
-            _ => Some(head_scheme(Bits::B8)),
+            bits => Some(head_scheme(Bits::try_from(bits)?)),
         };
         let head = head.map(|s| format.scheme(s.bits, s)).transpose()?;
         Ok((linears, head))
