@@ -2,9 +2,8 @@
 //!
 //! What allocates takes from an account and gives back to it when it is dropped, and so does a plan:
 //! it goes through the same steps on an account of its own, where nothing is allocated. What
-//! constructors take of a GPU is found by running them on `cuda::Gpu::dry`, and
-//! of a device of [`grad`](crate::grad) by running them on an account itself, which is a device that
-//! only counts. Stages that do not overlap need no formula of their own: the greediest makes the peak.
+//! constructors take of a GPU is found by running them on `cuda::Gpu::dry`, and of a device of
+//! [`grad`](crate::grad) by running them on an account itself, which is a device that only counts. Stages that do not overlap need no formula of their own: the greediest makes the peak.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};

@@ -2,8 +2,8 @@
 //!
 //! One forward serves chat, evaluation, calibration and sensitivity: [`Session::forward`]
 //! takes a batch of token chunks, a KV cache that the session owns, the logits wanted and an
-//! observer. [`LayerStepper`](crate::LayerStepper) is the same forward one layer at a time, for quantizing models
-//! larger than memory.
+//! observer. [`LayerStepper`](crate::LayerStepper) is the same forward one layer at a time, for
+//! quantizing models larger than memory.
 
 use crate::batch::StepsAhead;
 use crate::error::{Error, Result};

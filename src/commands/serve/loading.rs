@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 /// Prompt tokens computed together at most, on a CPU and on a GPU.
 const ROWS: (usize, usize) = (512, 2048);
-/// At least.
+/// Prompt tokens computed together at least, where prompts have so many.
 const LEAST_ROWS: (usize, usize) = (16, 64);
 
 /// Slots that keep sequences for prompts to come, for each request at once.
@@ -237,7 +237,8 @@ impl Loadable {
             Some(memory) => (memory.free.saturating_sub(memory.scratch) as u64, true),
             None => (available_memory().unwrap_or(u64::MAX), false),
         };
-        let share = if on_gpu { free / 10 * 9 } else { free / 5 * 2 } / settings.models;
+        let usable = if on_gpu { free / 10 * 9 } else { free / 5 * 2 };
+        let share = usable / settings.models;
         let most = (settings.engine.parallel * longest.div_ceil(PAGE)) as u64;
         let pages = match settings.kv_memory {
             Some(bytes) => bytes / page_bytes,

@@ -50,7 +50,8 @@ impl Stream {
     ) -> Result<()> {
         let from = match staging {
             Some(there) if there.len() >= values.len() => there,
-            none => none.insert(Staging::new(self.gpu(), values.len())?),
+            // Growing a little at a time would allocate again and again.
+            none => none.insert(Staging::new(self.gpu(), values.len().next_power_of_two())?),
         };
         let from = from.turn();
         from.values_mut()?[..values.len()].copy_from_slice(values);
