@@ -246,6 +246,18 @@ impl Global {
         }
     }
 
+    /// Says why the CPU computes where there is a GPU and `--device` does not ask for the CPU.
+    pub fn note_gpu(&self) {
+        if self.device != DeviceChoice::Auto {
+            return;
+        }
+        if let Some(why) = DeviceChoice::why_no_gpu() {
+            say(&format!(
+                "nq: using the CPU (--device cpu leaves out this note): {why}"
+            ));
+        }
+    }
+
     /// How the flags place a model.
     pub fn load_options(&self) -> LoadOptions {
         LoadOptions {

@@ -3,8 +3,9 @@
 use cargo_metadata::MetadataCommand;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 7] = [
+const ORDER: [&str; 8] = [
     "nq-formats",
+    "nq-kernels-cuda",
     "nq-kernels",
     "nq-runtime",
     "nq-evals",

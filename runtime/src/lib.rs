@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod batch;
+#[cfg_attr(not(feature = "candle"), path = "candle_absent.rs")]
 mod candle;
 pub mod chat_template;
 mod cpu;

@@ -83,7 +83,7 @@ impl BenchArgs {
 pub enum EngineArg {
     /// nq's own
     Nq,
-    /// candle-transformers, the baseline
+    /// candle-transformers, the baseline, in a build with the feature `candle`
     Candle,
 }
 

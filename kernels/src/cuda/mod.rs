@@ -33,7 +33,8 @@ pub use attention::{
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{
-    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, device_count,
+    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, check_device,
+    device_count, driver_needed,
 };
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};

@@ -1,5 +1,7 @@
 //! A device: what it is, its kernels, and what is timed of its work.
 
+use super::code::Target;
+use super::found::{capability, code_for, driver_version, find};
 use crate::account::Account;
 use crate::cpu::{Key, OpTiming, Profile};
 use crate::cuda::kernel::{Instance, KernelRow, MOST_INSTANCES};
@@ -12,12 +14,6 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
-
-/// One fatbin per source and architecture.
-pub(in crate::cuda) const FATBINS: &[&[u8]] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
-
-/// The oldest driver whose library has all that is called here (CUDA 12.0).
-const OLDEST_DRIVER: i32 = 12_000;
 
 /// The oldest driver that says what arguments a kernel takes (CUDA 12.4).
 const KNOWS_ARGUMENTS: i32 = 12_040;
@@ -115,54 +111,15 @@ pub(super) fn check<T>(what: &'static str, result: Result<T, DriverError>) -> Re
     })
 }
 
-/// The number of devices, or why none can be used: no driver library, one too old, no device.
-///
-/// # Errors
-/// [`Error::Cuda`] saying which.
-pub fn device_count() -> Result<usize> {
-    let none = |why: String| Error::Cuda {
-        what: "looking for a GPU",
-        why,
-    };
-    // SAFETY: only tries to open the library.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(none("no NVIDIA driver: libcuda is not installed".into()));
-    }
-    check("starting the CUDA driver", result::init())?;
-    let mut version = 0;
-    // SAFETY: writes one integer.
-    check("asking the driver's version", unsafe {
-        sys::cuDriverGetVersion(&raw mut version).result()
-    })?;
-    if version < OLDEST_DRIVER {
-        return Err(none(format!(
-            "the driver is for CUDA {}.{}, and 12.0 or newer is needed (driver 525)",
-            version / 1000,
-            version % 1000 / 10
-        )));
-    }
-    let count = check("counting devices", result::device::get_count())?;
-    match count {
-        0 => Err(none("the driver is there, but no device".into())),
-        n => Ok(n as usize),
-    }
-}
-
 impl Gpu {
     /// Opens device `ordinal` and loads the kernels.
     ///
     /// # Errors
-    /// [`device_count`]'s; [`Error::Cuda`] if there is no such device, or the kernels have no
+    /// [`device_count`](super::device_count)'s; [`Error::Cuda`] if there is no such device, or the kernels have no
     /// code for it or need a newer driver.
     pub fn open(ordinal: usize) -> Result<Self> {
-        let count = device_count()?;
-        if ordinal >= count {
-            return Err(Error::Cuda {
-                what: "opening a GPU",
-                why: format!("there is no cuda:{ordinal}; devices: {count}"),
-            });
-        }
-        let device = check("opening a GPU", result::device::get(ordinal as i32))?;
+        let device = find(ordinal)?;
+        let code = code_for(device, ordinal)?;
         // SAFETY: `device` is valid; the reference is given back in `Drop`.
         let context = unsafe { result::primary_ctx::retain(device) };
         let context = check("opening a GPU", context)?;
@@ -176,7 +133,7 @@ impl Gpu {
         let copies = result::stream::create(result::stream::StreamKind::NonBlocking);
         inner.copies = check("making a stream", copies)?;
         inner.describe()?;
-        inner.load_modules()?;
+        inner.load_modules(code)?;
         Ok(Gpu(Arc::new(inner)))
     }
 
@@ -393,18 +350,9 @@ impl Inner {
             let value = unsafe { result::device::get_attribute(self.device, attribute) };
             check("asking for a GPU's properties", value)
         };
-        let mut driver = 0;
-        // SAFETY: writes one integer; the device is valid.
-        let memory = unsafe {
-            check(
-                "asking the driver's version",
-                sys::cuDriverGetVersion(&raw mut driver).result(),
-            )?;
-            check(
-                "asking for a GPU's memory",
-                result::device::total_mem(self.device),
-            )?
-        };
+        // SAFETY: the device is valid.
+        let memory = unsafe { result::device::total_mem(self.device) };
+        let memory = check("asking for a GPU's memory", memory)?;
         let name = check(
             "asking for a GPU's name",
             result::device::get_name(self.device),
@@ -412,15 +360,12 @@ impl Inner {
         self.info = GpuInfo {
             ordinal: self.info.ordinal,
             name: name.trim_end_matches('\0').into(),
-            capability: (
-                get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            ),
+            capability: capability(self.device)?,
             multiprocessors: get(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
             shared_memory: get(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
             l2_bytes: get(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
             memory,
-            driver,
+            driver: driver_version()?,
         };
         Ok(())
     }
@@ -485,33 +430,14 @@ impl Inner {
         })
     }
 
-    /// Loads the fatbins that have code for this device.
-    fn load_modules(&mut self) -> Result<()> {
-        let mut refusal = None;
-        for image in FATBINS {
+    /// Loads the kernels.
+    fn load_modules(&mut self, code: Target) -> Result<()> {
+        for image in code.images()? {
             // SAFETY: the image is a whole fatbin; the driver checks it.
-            match unsafe { result::module::load_data(image.as_ptr().cast::<c_void>()) } {
-                Ok(module) => self.modules.push(module),
-                // Code for another architecture.
-                Err(e) if e.0 == CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {}
-                Err(e) => refusal = Some(e),
-            }
+            let module = unsafe { result::module::load_data(image.as_ptr().cast::<c_void>()) };
+            self.modules.push(check("loading the kernels", module)?);
         }
-        if !self.modules.is_empty() {
-            return Ok(());
-        }
-        if let Some(e) = refusal {
-            check("loading the kernels (they may need a newer driver)", Err(e))?;
-        }
-        let (major, minor) = self.info.capability;
-        Err(Error::Cuda {
-            what: "loading the kernels",
-            why: format!(
-                "{} has compute capability {major}.{minor}, for which this build has no code; \
-                 8.0 or newer is needed",
-                self.info.name
-            ),
-        })
+        Ok(())
     }
 }
 
