@@ -84,7 +84,12 @@ fn prebuilt(sources: &[PathBuf]) -> String {
         .iter()
         .copied()
         .filter(|line| !found.iter().any(|f| f == line))
-        .chain(found.iter().map(String::as_str).filter(|f| !told.contains(f)))
+        .chain(
+            found
+                .iter()
+                .map(String::as_str)
+                .filter(|f| !told.contains(f)),
+        )
         .filter_map(|line| line.rsplit(' ').next())
         .collect();
     if !other.is_empty() {
@@ -169,7 +174,9 @@ fn version(nvcc: &Path) -> String {
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
     let version = said.split_whitespace().find_map(|w| {
         let version = w.strip_prefix('V')?;
-        version.starts_with(|c: char| c.is_ascii_digit()).then_some(version)
+        version
+            .starts_with(|c: char| c.is_ascii_digit())
+            .then_some(version)
     });
     version
         .unwrap_or_else(|| fail(&format!("{} does not say its version", nvcc.display())))

@@ -336,7 +336,7 @@ fn parse_threads(s: &str) -> Result<usize, String> {
 
 /// The version with the features of this build, as `--version` prints it.
 fn version() -> &'static str {
-    match (cfg!(feature = "cuda"), cfg!(feature = "demo")) {
+    match (cfg!(feature = "cuda"), cfg!(demo)) {
         (true, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda, demo)"),
         (true, false) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda)"),
         (false, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: demo)"),

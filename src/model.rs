@@ -187,7 +187,12 @@ fn is_unreachable(error: &anyhow::Error) -> bool {
 
 fn open_demo() -> anyhow::Result<Model> {
     let files = demo::files()
-        .context("this build has no demo model: it was built without the feature `demo`")?;
+        .context(concat!(
+        "this build has no demo model: it was built without the feature `demo`, or from the published \
+         crate, which is too small for it; folder assets/demo of ",
+        env!("CARGO_PKG_REPOSITORY"),
+        " holds it"
+    ))?;
     let checkpoint = Checkpoint::open_files(files)?;
     Ok(Model {
         name: demo::LABEL.into(),

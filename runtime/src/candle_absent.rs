@@ -15,6 +15,7 @@ pub(crate) fn load(
     _: &dyn Progress,
 ) -> Result<Arc<dyn Engine>> {
     Err(Error::Candle {
-        why: "this nq was built without the feature `candle`; build with `--features candle`".into(),
+        why: "this nq was built without the feature `candle`; build with `--features candle`"
+            .into(),
     })
 }

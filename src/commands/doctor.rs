@@ -125,13 +125,10 @@ pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
     let options = global.load_options();
     let findings = Findings {
         version: env!("CARGO_PKG_VERSION"),
-        features: [
-            (cfg!(feature = "cuda"), "cuda"),
-            (cfg!(feature = "demo"), "demo"),
-        ]
-        .into_iter()
-        .filter_map(|(on, name)| on.then_some(name))
-        .collect(),
+        features: [(cfg!(feature = "cuda"), "cuda"), (cfg!(demo), "demo")]
+            .into_iter()
+            .filter_map(|(on, name)| on.then_some(name))
+            .collect(),
         cpu: cpu(&options.isa, options.threads, &mut problems)?,
         memory: memory(&options, &terminal, &mut problems)?,
         gpu: gpu(&mut problems),

@@ -6,6 +6,8 @@
 //! source and header, the compiler's version, its flags and the hash of what came out. The build of
 //! nq-kernels refuses code of other sources than its own.
 
+#![forbid(unsafe_code)]
+
 /// Code by target: `sm_90a` is machine code for compute capability 9.0, `compute_100` is PTX, which a
 /// driver compiles for devices of 10.0 and newer. Each is a zstd frame of fatbins, one after another,
 /// a fatbin per source.

@@ -8,7 +8,9 @@ use crate::full_precision;
 use crate::load::LoadOptions;
 use crate::stepper::LayerStepper;
 use nq_formats::{ModelConfig, Progress, WeightStore};
-use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, check_device, device_count};
+use nq_kernels::cuda::{
+    CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, check_device, device_count,
+};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::{Moments, SecondOrder};
 use std::sync::Arc;

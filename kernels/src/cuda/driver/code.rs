@@ -192,7 +192,14 @@ mod tests {
 
     #[test]
     fn a_device_gets_the_newest_machine_code_that_it_runs() {
-        let all = ["sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_100"];
+        let all = [
+            "sm_80",
+            "sm_86",
+            "sm_90a",
+            "sm_100",
+            "sm_120",
+            "compute_100",
+        ];
         for (capability, name) in [
             ((7, 5), None),
             ((8, 0), Some("sm_80")),
