@@ -68,7 +68,7 @@ fn sources() -> Vec<PathBuf> {
 
 /// Sees to it that nq-kernels-cuda was compiled from `sources`; gives the compiler's version.
 fn prebuilt(sources: &[PathBuf]) -> String {
-    const REMEDY: &str = "kernels/prebuilt/build compiles them for all architectures (with nvcc, 150 \
+    const REMEDY: &str = "kernels/prebuilt/build compiles them for all architectures (with nvcc, 15 \
         core-minutes); the feature cuda-source does without, by nvcc at each build (NQ_CUDA_ARCHS=90a \
         limits it to one architecture); --no-default-features builds for the CPU alone";
     let path = env::var("DEP_NQ_KERNELS_CUDA_MANIFEST").expect("nq-kernels-cuda gives it");
