@@ -5,7 +5,8 @@
 
 use nq_formats::Checkpoint;
 use nq_runtime::{
-    Batch, Continuation, KvType, LoadOptions, Piece, Sampler, SamplingParams, SessionSpec, Tokenizer,
+    Batch, Continuation, KvType, LoadOptions, Piece, Sampler, SamplingParams, SessionSpec,
+    Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::path::Path;

@@ -32,7 +32,13 @@ fn main() -> anyhow::Result<()> {
     };
     let measured = compare(model.as_ref(), reference.as_ref(), &tokens, &spec, &())?;
     let against = measured.report.against.context("a reference")?;
-    println!("perplexity {:.3}, of the reference {:.3}", measured.report.ppl, against.ppl_ref);
-    println!("KL divergence {:.5}, at 99 % {:.5}", against.kld.mean, against.kld.p99);
+    println!(
+        "perplexity {:.3}, of the reference {:.3}",
+        measured.report.ppl, against.ppl_ref
+    );
+    println!(
+        "KL divergence {:.5}, at 99 % {:.5}",
+        against.kld.mean, against.kld.p99
+    );
     Ok(())
 }

@@ -7,8 +7,8 @@ use anyhow::Context;
 use nq_formats::Checkpoint;
 use nq_runtime::generate::generate_text;
 use nq_runtime::{
-    ChatTemplate, Drafting, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams, Sequence,
-    SessionSpec, Tokenizer,
+    ChatTemplate, Drafting, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams,
+    Sequence, SessionSpec, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -61,7 +61,14 @@ fn main() -> anyhow::Result<()> {
             ControlFlow::Continue(())
         },
     )?;
-    let rate = answer.stats.tokens_per_second().context("one token has no rate")?;
-    println!("\n({} tokens, {rate:.0} a second, {})", answer.tokens.len(), engine.description());
+    let rate = answer
+        .stats
+        .tokens_per_second()
+        .context("one token has no rate")?;
+    println!(
+        "\n({} tokens, {rate:.0} a second, {})",
+        answer.tokens.len(),
+        engine.description()
+    );
     Ok(())
 }

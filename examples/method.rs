@@ -36,8 +36,14 @@ impl Method for Stochastic {
         let mut rounded = Rounded::new(grid, weight.rows, weight.cols);
         let size = grid.group().size(weight.cols);
         let mut random = Philox::new(self.seed, 0);
-        let groups = weight.data.chunks(weight.cols).flat_map(|row| row.chunks(size));
-        let codes = rounded.codes.chunks_mut(weight.cols).flat_map(|row| row.chunks_mut(size));
+        let groups = weight
+            .data
+            .chunks(weight.cols)
+            .flat_map(|row| row.chunks(size));
+        let codes = rounded
+            .codes
+            .chunks_mut(weight.cols)
+            .flat_map(|row| row.chunks_mut(size));
         for ((values, codes), params) in groups.zip(codes).zip(&mut rounded.params) {
             *params = Fit::absmax().params(&grid, values, &[]);
             // A step's width apart at random, then to nearest: up as often as the distance says.

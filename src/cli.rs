@@ -155,9 +155,10 @@ fn program() -> clap::Command {
             .filter(is_of_use)
             .filter_map(clap::Arg::get_long);
         let flags: Vec<String> = flags.map(|long| format!("--{long}")).collect();
-        let mut end = match flags.is_empty() {
-            true => String::new(),
-            false => format!("Shared options ({EXPLAINED}):\n  {}\n\n", flags.join(" ")),
+        let mut end = if flags.is_empty() {
+            String::new()
+        } else {
+            format!("Shared options ({EXPLAINED}):\n  {}\n\n", flags.join(" "))
         };
         end += &format!("Examples:\n  {}", lines.replace('\n', "\n  "));
         // A subcommand's own argument stands in for the shared one of its name.

@@ -105,12 +105,13 @@ pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
 pub fn read_bounded(input: impl Read, most: u64) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     input.take(most + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > most {
-        false => Ok(bytes),
-        true => Err(std::io::Error::other(format!(
+    if bytes.len() as u64 > most {
+        Err(std::io::Error::other(format!(
             "expected at most {}, found more",
             human_bytes(most)
-        ))),
+        )))
+    } else {
+        Ok(bytes)
     }
 }
 

@@ -116,9 +116,10 @@ impl PageStore {
 
     /// Says what is wrong with a file, and removes it if an nq wrote it.
     fn discard(&self, path: &Path, why: &str) {
-        let removed = match is_ours(path) && fs::remove_file(path).is_ok() {
-            true => "removed",
-            false => "ignored",
+        let removed = if is_ours(path) && fs::remove_file(path).is_ok() {
+            "removed"
+        } else {
+            "ignored"
         };
         let path = path.display();
         self.progress.note(&format!("{path}: {why}: {removed}"));
@@ -283,9 +284,10 @@ fn check_header(header: &[u8], key: &Key) -> Result<(), String> {
     if header[..8] != *MAGIC {
         return Err("of no version that this nq reads".into());
     }
-    match header[8..40] == *key {
-        true => Ok(()),
-        false => Err("its name is not that of its contents".into()),
+    if header[8..40] == *key {
+        Ok(())
+    } else {
+        Err("its name is not that of its contents".into())
     }
 }
 

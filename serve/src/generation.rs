@@ -124,9 +124,10 @@ pub fn start(
         bias: generation.bias.clone(),
         logprobs: generation.logprobs,
         max_tokens: generation.max_tokens.unwrap_or(room.max(1)),
-        stop: match generation.ignore_eos {
-            true => Vec::new(),
-            false => model.stop().to_vec(),
+        stop: if generation.ignore_eos {
+            Vec::new()
+        } else {
+            model.stop().to_vec()
         },
         constraint: constraint
             .clone()

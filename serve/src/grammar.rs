@@ -166,10 +166,7 @@ fn first_line(why: &str) -> String {
 fn set(mask: &mut [u32], id: u32, to: bool) {
     let bit = 1 << (id % 32);
     if let Some(word) = mask.get_mut(id as usize / 32) {
-        *word = match to {
-            true => *word | bit,
-            false => *word & !bit,
-        };
+        *word = if to { *word | bit } else { *word & !bit };
     }
 }
 

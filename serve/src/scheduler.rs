@@ -253,9 +253,10 @@ impl Line {
         let slope = (self.xy / self.points - x * y) / variance;
         let at_zero = y - slope * x;
         let tells = variance > 0.01 * x * x && slope > 0.0 && at_zero >= 0.0;
-        Some(match tells {
-            true => (at_zero, slope),
-            false => (0.0, (y / x).max(1e-9)),
+        Some(if tells {
+            (at_zero, slope)
+        } else {
+            (0.0, (y / x).max(1e-9))
         })
     }
 

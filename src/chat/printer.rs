@@ -82,9 +82,10 @@ impl<'a> Printer<'a> {
             self.last = Some(part);
         }
         self.ends_line = text.ends_with('\n');
-        let text = match self.raw && part == Part::Answer {
-            true => text.to_owned(),
-            false => self.wrap.push(&printable(text)),
+        let text = if self.raw && part == Part::Answer {
+            text.to_owned()
+        } else {
+            self.wrap.push(&printable(text))
         };
         let target = self.target(part);
         target.write_all(text.as_bytes())?;

@@ -316,9 +316,10 @@ impl Repl<'_> {
     }
 
     fn thinking(&self) -> Thinking {
-        match self.hide_thinking {
-            true => Thinking::Hidden,
-            false => self.shown,
+        if self.hide_thinking {
+            Thinking::Hidden
+        } else {
+            self.shown
         }
     }
 

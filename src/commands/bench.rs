@@ -120,12 +120,13 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let terminal = Terminal::new();
     let (name, checkpoint) = open(args, global, &terminal)?;
     // Before the minutes that the other tests may take.
-    let tokenizer = match args.gen_tokens > 1 && !args.no_chat {
-        true => Some(
+    let tokenizer = if args.gen_tokens > 1 && !args.no_chat {
+        Some(
             Tokenizer::from_files(checkpoint.files())
                 .context("the chat test, which --no-chat leaves out")?,
-        ),
-        false => None,
+        )
+    } else {
+        None
     };
     let spec = args.spec();
     let options = LoadOptions {

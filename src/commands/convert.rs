@@ -136,34 +136,35 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let format = args.format.format();
     let checkpoint = &source.checkpoint;
-    let again = match args.requantize {
-        true => requantization(checkpoint, format)?,
-        false => BTreeMap::new(),
+    let again = if args.requantize {
+        requantization(checkpoint, format)?
+    } else {
+        BTreeMap::new()
     };
-    let report = match again.is_empty() {
-        true => export(checkpoint, format, &args.out, &options, &terminal)?,
-        false => {
-            let opened = model::open(Some(&args.model), global, &terminal)?.checkpoint;
-            let rounded = requantize(opened, again.clone());
-            let mut report = export(&rounded, format, &args.out, &options, &terminal)?;
-            for w in report
-                .weights
-                .iter_mut()
-                .filter(|w| again.contains_key(&w.name))
-            {
-                w.from = stored_scheme(checkpoint, &w.name)?;
-                w.change = Change::Requantized;
-            }
-            report
+    let report = if again.is_empty() {
+        export(checkpoint, format, &args.out, &options, &terminal)?
+    } else {
+        let opened = model::open(Some(&args.model), global, &terminal)?.checkpoint;
+        let rounded = requantize(opened, again.clone());
+        let mut report = export(&rounded, format, &args.out, &options, &terminal)?;
+        for w in report
+            .weights
+            .iter_mut()
+            .filter(|w| again.contains_key(&w.name))
+        {
+            w.from = stored_scheme(checkpoint, &w.name)?;
+            w.change = Change::Requantized;
         }
+        report
     };
-    let differences = match args.verify {
-        true => Some(compare(
+    let differences = if args.verify {
+        Some(compare(
             checkpoint,
             &Checkpoint::open(&args.out)?,
             &terminal,
-        )?),
-        false => None,
+        )?)
+    } else {
+        None
     };
     if global.json {
         let json = report_json(args, checkpoint, &report, differences.as_deref());

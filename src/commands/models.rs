@@ -130,9 +130,10 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
         let (format, problem) = match opened {
             Ok(c) => (c.store().format().to_owned(), None),
             Err(_) if name.ends_with(".partial") => {
-                let why = match at_work(&path) {
-                    true => "being written",
-                    false => "interrupted; `nq quantize --resume` goes on, `nq rm` removes it",
+                let why = if at_work(&path) {
+                    "being written"
+                } else {
+                    "interrupted; `nq quantize --resume` goes on, `nq rm` removes it"
                 };
                 (String::new(), Some(why.to_owned()))
             }

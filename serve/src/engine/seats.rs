@@ -106,9 +106,12 @@ impl Worker<'_> {
             return Admission::Later;
         }
         let needed = pages(held, job.tokens.len() + 1);
-        let promised = self.seated().map(|j| match j.phase.fills() {
-            true => pages(j.fed, j.tokens.len() + 1),
-            false => 1,
+        let promised = self.seated().map(|j| {
+            if j.phase.fills() {
+                pages(j.fed, j.tokens.len() + 1)
+            } else {
+                1
+            }
         });
         let promised: usize = promised.sum();
         let session = batch.session();

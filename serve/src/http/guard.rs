@@ -146,9 +146,10 @@ impl Security {
         if own.is_some_and(|((_, authority), host)| authority == host.to_ascii_lowercase()) {
             return Ok(None);
         }
-        match self.origins.contains(&origin) {
-            true => Ok(Some(origin)),
-            false => refuse(),
+        if self.origins.contains(&origin) {
+            Ok(Some(origin))
+        } else {
+            refuse()
         }
     }
 

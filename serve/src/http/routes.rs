@@ -263,9 +263,10 @@ async fn embeddings() -> Response {
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
-    let (status, word) = match app.models.is_healthy() {
-        true => (StatusCode::OK, "ok"),
-        false => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+    let (status, word) = if app.models.is_healthy() {
+        (StatusCode::OK, "ok")
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, "unavailable")
     };
     json_response(status, &json!({"status": word}))
 }

@@ -52,10 +52,13 @@ async fn tell(mut stream: Stream, shape: &mut dyn Shape, sender: &Sender<Bytes>,
             next = timeout(limits.keep_alive, stream.next()) => next,
         };
         let (more, over) = match next {
-            Err(_) => match send_bytes(sender, Bytes::from_static(PING), limits).await {
-                true => (Vec::new(), false),
-                false => return,
-            },
+            Err(_) => {
+                if send_bytes(sender, Bytes::from_static(PING), limits).await {
+                    (Vec::new(), false)
+                } else {
+                    return;
+                }
+            }
             Ok(None) => (shape.end(stream.usage()), true),
             Ok(Some(output)) => match output.end.clone() {
                 Some(Err(e)) => (shape.fail(&e), true),

@@ -200,9 +200,12 @@ impl CallParser {
 fn head(text: &str) -> Head {
     let mut rest = text;
     // What has come is a beginning of what is expected, or it is something else.
-    let open = |rest: &str, wanted: &str| match wanted.starts_with(rest) {
-        true => Head::Open,
-        false => Head::Other,
+    let open = |rest: &str, wanted: &str| {
+        if wanted.starts_with(rest) {
+            Head::Open
+        } else {
+            Head::Other
+        }
     };
     for wanted in ["{", "\"name\"", ":"] {
         rest = rest.trim_start();
@@ -236,9 +239,10 @@ fn head(text: &str) -> Head {
         }
     }
     rest = rest.trim_start();
-    match rest.starts_with('{') {
-        true => Head::Named(name, text.len() - rest.len()),
-        false => open(rest, "{"),
+    if rest.starts_with('{') {
+        Head::Named(name, text.len() - rest.len())
+    } else {
+        open(rest, "{")
     }
 }
 

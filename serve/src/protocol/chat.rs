@@ -137,9 +137,10 @@ pub fn render(
         reader: ReaderOptions {
             thinking: Some(prompt.text),
             calls: shown.is_some(),
-            stop: match must_call {
-                true => Vec::new(),
-                false => partial.reader.stop,
+            stop: if must_call {
+                Vec::new()
+            } else {
+                partial.reader.stop
             },
         },
         format: format.map(|f| (f, start)),
@@ -470,10 +471,7 @@ impl Shape for Chat {
             choices.push(json!({
                 "index": index,
                 "message": message,
-                "logprobs": match self.logprobs {
-                    true => json!({"content": answer.logprobs, "refusal": null}),
-                    false => Value::Null,
-                },
+                "logprobs": if self.logprobs { json!({"content": answer.logprobs, "refusal": null}) } else { Value::Null },
                 "finish_reason": answer.finish,
                 "stop_reason": answer.stop_string,
             }));

@@ -120,9 +120,10 @@ impl Completion {
         tokens: &[TokenLogprobs],
         finish: Value,
     ) -> Value {
-        let logprobs = match self.logprobs {
-            true => self.logprobs(index, tokens),
-            false => Value::Null,
+        let logprobs = if self.logprobs {
+            self.logprobs(index, tokens)
+        } else {
+            Value::Null
         };
         json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
     }

@@ -441,9 +441,10 @@ impl Shape for Response {
     fn end(&mut self, usage: Usage) -> Vec<SseEvent> {
         let last = self.blocks.close();
         let mut events: Vec<SseEvent> = last.into_iter().flat_map(|c| self.tell(c)).collect();
-        let name = match self.length {
-            true => "response.incomplete",
-            false => "response.completed",
+        let name = if self.length {
+            "response.incomplete"
+        } else {
+            "response.completed"
         };
         let frame = self.frame(self.status(), Some(usage), Value::Null);
         events.push(self.event(name, json!({"response": frame})));

@@ -162,9 +162,10 @@ impl Loadable {
             spec.ctx,
             pages * PAGE,
             human_bytes(kv_bytes),
-            match self.settings.engine.prefix_cache {
-                true => ", shared where prompts begin alike",
-                false => "; nothing is kept for prompts to come",
+            if self.settings.engine.prefix_cache {
+                ", shared where prompts begin alike"
+            } else {
+                "; nothing is kept for prompts to come"
             }
         ));
         Ok(Loaded {

@@ -116,9 +116,10 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         .with_context(|| format!("--host {} --port {}", args.host, args.port))?;
     stop_on_signals(&server, Duration::from_secs(args.grace))?;
     let url = format!("http://{}", server.address()?);
-    match global.json {
-        true => announce_json(&url, &loaded, args, keyed)?,
-        false => announce(&url, &loaded, keyed, &terminal),
+    if global.json {
+        announce_json(&url, &loaded, args, keyed)?
+    } else {
+        announce(&url, &loaded, keyed, &terminal)
     }
     server.run()?;
     Ok(ExitCode::SUCCESS)
@@ -241,9 +242,10 @@ fn announce(url: &str, served: &Served, keyed: bool, terminal: &Terminal) {
     if !later.is_empty() {
         terminal.note(&format!("loaded at first use: {}", later.join(", ")));
     }
-    let key = match keyed {
-        true => " -H \"Authorization: Bearer $NQ_API_KEY\"",
-        false => "",
+    let key = if keyed {
+        " -H \"Authorization: Bearer $NQ_API_KEY\""
+    } else {
+        ""
     };
     let body = serde_json::json!({
         "model": served.names[0], "messages": [{"role": "user", "content": "Hello!"}],
