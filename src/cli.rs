@@ -170,7 +170,7 @@ fn program() -> clap::Command {
 /// Where the shared flags are explained.
 const EXPLAINED: &str = "nq --help explains them";
 
-/// What this process was called with. Ends it where that is no command, or asks for help.
+/// Parses the arguments of this process. Ends it on a wrong command or a request for help.
 pub fn parse() -> Cli {
     let matches = program().get_matches();
     Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit())
@@ -189,7 +189,7 @@ pub struct Global {
     /// Bind every CPU thread to a physical core (Linux)
     #[arg(long, global = true)]
     pub pin: bool,
-    /// What inputs of the linear layers are rounded to: auto, f32, bf16, int8 or int16, the
+    /// How inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16, the
     /// last two with -g16, -g32, -g64 or -g128 for other groups than 32 and 128
     #[arg(long, global = true, value_name = "A", default_value = "auto")]
     pub activations: ActivationChoice,

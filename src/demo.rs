@@ -3,7 +3,7 @@
 
 use nq_formats::Files;
 
-/// What messages call the built-in model.
+/// The name of the built-in model in messages.
 pub const LABEL: &str = "demo";
 
 #[cfg(demo)]

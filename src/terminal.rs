@@ -1,4 +1,4 @@
-//! What the terminal gets: progress bars, notes and the handling of closed pipes.
+//! Output to the terminal: progress bars, notes and the handling of closed pipes.
 //!
 //! A terminal obeys what is printed on it: escape codes move its cursor, set its title and fill its
 //! clipboard. Names, errors and answers come from files of others, so all that nq prints goes

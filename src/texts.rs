@@ -101,7 +101,7 @@ pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
 /// Reads all of `input`, of which more than `most` bytes are refused.
 ///
 /// # Errors
-/// What reading fails with, or that there is more.
+/// Errors of reading; a text that is longer.
 pub fn read_bounded(input: impl Read, most: u64) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     input.take(most + 1).read_to_end(&mut bytes)?;

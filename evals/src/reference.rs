@@ -46,7 +46,7 @@ pub struct ReferenceLogits {
     rows: Vec<ReferenceRow>,
 }
 
-/// What is kept exactly of each row.
+/// The numbers of each row that are kept exactly.
 #[derive(Clone, Copy, Debug, Default)]
 struct ReferenceRow {
     nll: f64,
@@ -214,7 +214,7 @@ impl ReferenceLogits {
         finish(engine, spec, &plan, nll, pairs)
     }
 
-    /// What was recorded.
+    /// The specification of the recording.
     pub fn spec(&self) -> &EvalSpec {
         &self.spec
     }

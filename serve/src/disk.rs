@@ -19,7 +19,7 @@ use std::time::SystemTime;
 
 /// Begins each file; the last digit is the format's version.
 const MAGIC: &[u8; 8] = b"nq-kv  1";
-/// Of the magic, what all versions have in common.
+/// The part of the magic number that all versions share.
 const OURS: usize = 5;
 /// [`MAGIC`], the name, the digest of the rest.
 const HEADER: usize = 8 + 32 + 32;
@@ -50,7 +50,7 @@ struct Held {
     used: u64,
 }
 
-/// What of a [`PageStore`] belongs to one model.
+/// The part of a [`PageStore`] that belongs to one model.
 #[derive(Clone)]
 pub struct ModelPages {
     store: Arc<PageStore>,
@@ -96,7 +96,7 @@ impl PageStore {
         Ok(Arc::new(store))
     }
 
-    /// What of it belongs to the model that `identity` names: everything that its keys and values
+    /// The part that belongs to the model that `identity` names: everything that its keys and values
     /// depend on, weights, rounding and program among them.
     pub fn of_model(self: &Arc<Self>, identity: &[u8]) -> ModelPages {
         ModelPages {

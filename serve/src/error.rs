@@ -1,4 +1,4 @@
-//! What a client is told when a request fails.
+//! The errors that a client gets.
 
 use crate::engine::{Failure, Refused};
 use serde_json::{Value, json};

@@ -150,7 +150,7 @@ pub struct Pace {
     limits: PaceLimits,
 }
 
-/// What prompts may cost others.
+/// How long prompts may delay others.
 #[derive(Clone, Copy, Debug)]
 pub struct PaceLimits {
     /// The longest that those who decode wait for a prompt to be done.

@@ -33,7 +33,7 @@ pub struct Printer<'a> {
     last: Option<Part>,
     ends_line: bool,
     wrap: Wrap,
-    /// What moves on stderr, where that is a terminal, while thinking is hidden.
+    /// The sign of life on stderr, where that is a terminal, while thinking is hidden.
     sign: Option<ProgressBar>,
 }
 
@@ -63,7 +63,7 @@ impl<'a> Printer<'a> {
     /// Writes a piece at once.
     ///
     /// # Errors
-    /// What writing fails with; a closed pipe among it.
+    /// Errors of writing, a closed pipe among them.
     pub fn piece(&mut self, part: Part, text: &str) -> io::Result<()> {
         if part == Part::Thinking && self.thinking == Thinking::Hidden {
             self.sign.get_or_insert_with(sign);

@@ -48,7 +48,7 @@ pub struct BenchArgs {
     /// Measured repeats after a warm-up
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = parse_count)]
     pub repeats: usize,
-    /// What runs the model
+    /// The engine that runs the model
     #[arg(long, value_enum, default_value_t = EngineArg::Nq)]
     pub engine: EngineArg,
     /// Show time, bandwidth and calls per operation

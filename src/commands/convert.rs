@@ -26,7 +26,7 @@ pub struct ConvertArgs {
     pub model: OsString,
     /// File (gguf) or folder to write
     pub out: PathBuf,
-    /// What to write
+    /// Format to write
     #[arg(long, value_enum)]
     pub format: FormatArg,
     /// Tensor types of a GGUF file [default: those that hold the numbers as they are]
@@ -187,7 +187,7 @@ fn stored_scheme(checkpoint: &Checkpoint, name: &str) -> nq_formats::Result<Stri
     Ok(stored.scheme_name())
 }
 
-/// What happened to a weight, in words.
+/// A description of the change to a weight.
 fn words(change: Change) -> String {
     match change {
         Change::Kept(Exactness::Exact) => "the same numbers".into(),
@@ -217,7 +217,7 @@ fn summary(report: &ExportReport) -> Vec<(String, String, String, usize, u64)> {
     rows
 }
 
-/// What was written and how it differs, in lines.
+/// The output and how it differs from the source, in lines.
 pub(super) fn summary_lines(report: &ExportReport) -> Vec<String> {
     let line = |(from, to, change, count, bytes): (String, String, String, usize, u64)| {
         let megabytes = bytes as f64 / 1e6;
@@ -246,7 +246,7 @@ fn report_lines(
     lines
 }
 
-/// What reading the result back showed.
+/// The result of reading the output back.
 fn verification_line(differences: &[Difference]) -> String {
     let changed: Vec<_> = differences.iter().filter(|d| d.changed > 0).collect();
     let values: u64 = differences.iter().map(|d| d.values).sum();

@@ -11,7 +11,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// What is found, as `--json` prints it.
+/// All findings, as `--json` prints them.
 #[derive(Serialize)]
 struct Findings {
     version: &'static str,
@@ -48,9 +48,9 @@ struct GpuFindings {
     built_in: bool,
     driver: Option<String>,
     devices: Vec<String>,
-    /// What the driver says of each device that this build can use.
+    /// The driver's description of each device that this build can use.
     usable: Vec<UsableGpu>,
-    /// What multiplies matrices of f32 when quantizing on the first of them.
+    /// The library or kernels that multiply f32 matrices when the first of them quantizes.
     products: Option<String>,
     /// The driver that this build's kernels need.
     driver_needed: Option<u32>,
@@ -84,7 +84,7 @@ fn usable() -> Result<Vec<UsableGpu>, String> {
     Ok(Vec::new())
 }
 
-/// What multiplies matrices when the first GPU quantizes, or why that cannot be said.
+/// The library or kernels that multiply matrices when the first GPU quantizes.
 #[cfg(feature = "cuda")]
 fn products() -> Result<String, String> {
     use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};

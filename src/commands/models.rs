@@ -54,11 +54,11 @@ struct Row {
     path: PathBuf,
     format: String,
     file_bytes: u64,
-    /// Of its tensors, for each parameter.
+    /// Bits of its tensors per parameter.
     bits_per_weight: Option<f64>,
     /// Mean KL divergence from the source, as it was measured when the model was made.
     kld: Option<f64>,
-    /// What a folder holds that is no whole model: an interrupted run or a broken file.
+    /// Why a folder is not a complete model: an interrupted run or a broken file.
     problem: Option<String>,
 }
 

@@ -25,7 +25,7 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(140, 86, 75),
 ];
 
-/// What the reference is drawn in, behind the models.
+/// The color of the reference, drawn behind the models.
 const REFERENCE: RGBColor = RGBColor(140, 140, 140);
 
 fn colour(i: usize) -> RGBColor {

@@ -67,12 +67,12 @@ pub struct Client {
     pub salt: u64,
 }
 
-/// What a grammar, a schema or another rule allows next.
+/// The tokens that a grammar, a schema or another rule allows next.
 pub trait Constraint: Send {
     /// Bits of the tokens that may follow, `i % 32` of word `i / 32` for token `i`; `None`: all.
     ///
     /// # Errors
-    /// What went wrong; the request ends with it.
+    /// The error; the request ends with it.
     fn mask(&mut self) -> Result<Option<&[u32]>, String>;
 
     /// Takes note of the token that was drawn.
@@ -98,7 +98,7 @@ pub struct Request {
     pub max_tokens: usize,
     /// Tokens that end the answer; they are not reported.
     pub stop: Vec<u32>,
-    /// What the answer must conform to.
+    /// The constraint on the answer.
     pub constraint: Option<Box<dyn Constraint>>,
     /// Who asks.
     pub client: Client,
@@ -124,7 +124,7 @@ impl Request {
     }
 }
 
-/// What comes of a request.
+/// An event of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// Its prompt is being computed; so many of its tokens were there already.
@@ -215,13 +215,13 @@ pub enum Refused {
     Invalid(String),
 }
 
-/// What goes to the thread.
+/// A message to the thread.
 enum Command {
     Submit(Box<job::Job>),
     Close(Instant),
 }
 
-/// What thread and handles share.
+/// State that the thread and handles share.
 struct Shared {
     waiting: AtomicUsize,
     closing: AtomicBool,
@@ -303,7 +303,7 @@ impl Engine {
         })
     }
 
-    /// What the session has.
+    /// The sizes of the session.
     pub fn spec(&self) -> SessionSpec {
         self.spec
     }
@@ -313,7 +313,7 @@ impl Engine {
         &self.options
     }
 
-    /// What is counted and timed.
+    /// Counters and timings.
     pub fn metrics(&self) -> &Metrics {
         &self.shared.metrics
     }

@@ -134,7 +134,7 @@ async fn guard(
     response
 }
 
-/// What a browser asks before a page of an origin in the list may ask.
+/// Answers what a browser asks before a page of an origin in the list may ask.
 fn preflight() -> Response {
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::NO_CONTENT;
@@ -280,7 +280,7 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
     response
 }
 
-/// What all of this looks like from outside (OpenAPI 3.1).
+/// The description of all routes (OpenAPI 3.1).
 async fn openapi() -> Response {
     let text = include_str!("openapi.json").replace("VERSION", env!("CARGO_PKG_VERSION"));
     let mut response = Response::new(Body::from(text));

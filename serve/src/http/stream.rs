@@ -77,7 +77,7 @@ fn panicked() -> ApiError {
     ApiError::internal("the answer could not be told: a panic")
 }
 
-/// What a future comes to, if none of its steps panics.
+/// The output of a future, or an error if one of its steps panics.
 async fn guarded<F: Future>(future: F) -> std::thread::Result<F::Output> {
     let mut future = std::pin::pin!(future);
     let step = |context: &mut Context<'_>| {

@@ -64,7 +64,7 @@ impl Braces {
     }
 }
 
-/// What the beginning of a call says.
+/// The beginning of a call.
 enum Head {
     /// More must come.
     Open,
@@ -75,9 +75,9 @@ enum Head {
 }
 
 impl CallParser {
-    /// What begins a call.
+    /// The text that begins a call.
     pub const OPEN: &'static str = "<tool_call>";
-    /// What ends it.
+    /// The text that ends it.
     pub const CLOSE: &'static str = "</tool_call>";
 
     /// Calls that have begun.

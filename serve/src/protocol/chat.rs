@@ -37,14 +37,14 @@ pub struct ChatRequest {
     pub several_calls: bool,
     /// `enable_thinking`, where it is said.
     pub thinking: Option<bool>,
-    /// What the answer must be.
+    /// The format that the answer must have.
     pub format: Option<Format>,
 }
 
 /// Reads a request.
 ///
 /// # Errors
-/// What is wrong in it, or not served, by name.
+/// A field that is wrong or not served, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&WITHOUT_EFFECT);
     fields.only("store", &[json!(false)])?;

@@ -29,7 +29,7 @@ enum Prompt {
 /// Reads a request.
 ///
 /// # Errors
-/// What is wrong in it, or not served, by name.
+/// A field that is wrong or not served, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&["user"]);
     fields.only("echo", &[json!(false)])?;

@@ -29,7 +29,7 @@ const WITHOUT_EFFECT: [&str; 7] = [
 /// Reads a request.
 ///
 /// # Errors
-/// What is wrong in it, or not served, by name.
+/// A field that is wrong or not served, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&WITHOUT_EFFECT);
     fields.only("store", &[json!(false)])?;
@@ -252,7 +252,7 @@ struct Response {
     model: String,
     id: String,
     created: u64,
-    /// What is told back of the request.
+    /// Settings of the request that the answer repeats.
     settings: Value,
     blocks: Blocks,
     /// Names of the blocks' items.

@@ -6,10 +6,10 @@ use serde_json::{Map, Value};
 /// Tools of one request, at most.
 const MOST_TOOLS: usize = 128;
 
-/// What the model may call.
+/// Which tools the model may call.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Choice {
-    /// What it likes.
+    /// Any tool, or none.
     #[default]
     Auto,
     /// Nothing.

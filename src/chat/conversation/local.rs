@@ -231,7 +231,7 @@ impl<'m> Local<'m> {
         Ok(prompt)
     }
 
-    /// What the model reads of all messages, as text and as tokens.
+    /// The prompt that all messages make, as text and as tokens.
     fn prompt(&self, chat: &Chat) -> anyhow::Result<(String, Vec<u32>)> {
         let messages = chat.messages();
         match self.form {

@@ -45,7 +45,7 @@ pub struct ServeArgs {
     /// Origin, a scheme and a host, whose pages may use the server
     #[arg(long, value_name = "ORIGIN")]
     pub allow_origin: Vec<String>,
-    /// What clients call MODEL [default: its own name]
+    /// Name of MODEL for clients [default: its own]
     #[arg(long, value_name = "NAME")]
     pub served_name: Option<String>,
     /// Requests worked on at once
@@ -125,13 +125,13 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What is told of the models: their names, and what is reserved for the one that is loaded.
+/// The report about the models: their names, and what is reserved for the one that is loaded.
 struct Served {
     names: Vec<String>,
     first: Option<Reserved>,
 }
 
-/// What is reserved for MODEL.
+/// The memory reserved for MODEL.
 struct Reserved {
     device: String,
     ctx: usize,
