@@ -189,7 +189,7 @@ fn open_demo() -> anyhow::Result<Model> {
     let files = demo::files()
         .context(concat!(
         "this build has no demo model: it was built without the feature `demo`, or from the published \
-         crate, which is too small for it; folder assets/demo of ",
+         crate, which leaves the model out; the folder assets/demo of ",
         env!("CARGO_PKG_REPOSITORY"),
         " holds it"
     ))?;
