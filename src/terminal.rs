@@ -3,7 +3,7 @@
 //! A terminal obeys what is printed on it: escape codes move its cursor, set its title and fill its
 //! clipboard. Names, errors and answers come from files of others, so all that nq prints goes
 //! through this module, which writes control characters out as `\u001b`. What goes to stdout where
-//! that is no terminal is data: an answer is written there as the model gave it, and reports with
+//! that is not a terminal is data: an answer is written there as the model gave it, and reports with
 //! such characters written out, which in JSON is the same text.
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -93,7 +93,7 @@ impl Progress for Terminal {
     }
 }
 
-/// True if `error` comes of the reader of our output having gone away.
+/// True if `error` means that the reader of our output has gone away.
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()
@@ -172,7 +172,7 @@ impl<W: Write> Write for Printable<W> {
     }
 }
 
-/// Columns of the terminal that stdout is; `None` where it is none, or one that does not say.
+/// Columns of the terminal on stdout; `None` if stdout is not a terminal or its width is unknown.
 pub fn width() -> Option<usize> {
     let dumb = std::env::var_os("TERM").is_some_and(|v| v == "dumb");
     let (width, _) = terminal_size::terminal_size_of(io::stdout()).filter(|_| !dumb)?;

@@ -19,7 +19,7 @@ use std::fmt;
 /// How log-probabilities are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
-    /// As computed.
+    /// Kept as computed.
     F32,
     /// Rounded to 11 bits of mantissa. The rounding shifts a divergence by about 1e-6 nats
     /// at most (half the variance of an error of up to `2^-12` of each log-probability

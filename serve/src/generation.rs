@@ -1,4 +1,4 @@
-//! Answers to one prompt, whatever protocol asks for them: what is asked, and what comes of it.
+//! Answers to one prompt, whatever protocol asks for them: the request and its events.
 
 use crate::engine::{Answers, Client, Constraint, Event, Finish, Request};
 use crate::error::ApiError;

@@ -120,7 +120,7 @@ impl Models {
     /// Which model a request means; the first if it names none.
     ///
     /// # Errors
-    /// If there is none of that name.
+    /// If no model has that name.
     pub fn find(&self, name: Option<&str>) -> Result<usize, ApiError> {
         let found = match name {
             None => (!self.entries.is_empty()).then_some(0),
@@ -145,7 +145,7 @@ impl Models {
     /// A model to be used: it stays loaded for as long as somebody has it.
     ///
     /// # Errors
-    /// If there is none of that name, or if it is not loaded and cannot be.
+    /// If no model has that name, or if it is not loaded and cannot be.
     pub async fn get(self: &Arc<Self>, name: Option<&str>) -> Result<Arc<Model>, ApiError> {
         let at = self.find(name)?;
         if let Some(model) = self.take(at)? {
@@ -213,7 +213,7 @@ impl Models {
         }
     }
 
-    /// Gives up the model that nobody uses and that was asked for longest ago; false if there is none.
+    /// Unloads the unused model whose last request is the oldest; false if all are in use.
     fn unload_idle(&self) -> bool {
         let model = {
             let mut states = self.states();

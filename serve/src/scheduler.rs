@@ -1,4 +1,4 @@
-//! Who is served next, and how much of a step prompts may take: policy alone, with no session, no
+//! Decides who is served next, and how much of a step prompts may take: policy alone, with no session, no
 //! thread and no clock of its own.
 //!
 //! Requests wait in a queue per client. Clients take turns, so that one who sends a hundred

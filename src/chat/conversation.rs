@@ -44,7 +44,7 @@ pub enum Form<'m> {
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// As generating ended.
+    /// For the reason that generation gives.
     Generated(StopReason),
     /// A stop text came.
     Text,
@@ -71,7 +71,7 @@ pub struct Turn {
     pub stats: Stats,
 }
 
-/// Who is told what comes of an answer.
+/// Receives the events of an answer.
 pub type OnEvent<'e> = dyn FnMut(Event<'_>) -> anyhow::Result<()> + 'e;
 
 /// The side that answers: a model in this process, or a server.

@@ -76,7 +76,7 @@ pub enum Entry {
     Message(String, Option<bool>),
     /// A command.
     Command(Command),
-    /// Something that looks like a command; why it is none.
+    /// Looks like a command but is not one; the reason.
     Wrong(String),
 }
 

@@ -11,7 +11,7 @@ use tokio::sync::mpsc::UnboundedSender;
 /// A request, what it has so far, and who waits for it.
 pub(super) struct Job {
     pub(super) request: Request,
-    /// Which of the stream's requests.
+    /// Index of the request in its stream.
     index: usize,
     events: UnboundedSender<(usize, Event)>,
     cancelled: Arc<AtomicBool>,

@@ -58,7 +58,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// Who sends a request. Clients take turns; a salt's prompts share what they have in common.
+/// The sender of a request. Clients take turns; a salt's prompts share what they have in common.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Client {
     /// Names the client.
@@ -88,7 +88,7 @@ pub struct Request {
     pub prompt: Vec<u32>,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
-    /// Which of the seed's independent streams of random numbers.
+    /// Selects one of the seed's independent streams of random numbers.
     pub stream: u64,
     /// Added to logits.
     pub bias: LogitBias,
@@ -100,7 +100,7 @@ pub struct Request {
     pub stop: Vec<u32>,
     /// The constraint on the answer.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// Who asks.
+    /// The sender.
     pub client: Client,
     /// When the request ends with [`Failure::Timeout`], whatever it has.
     pub deadline: Option<Instant>,

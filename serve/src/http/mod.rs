@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub struct App {
     /// Models by name.
     pub models: Arc<Models>,
-    /// Who may ask.
+    /// Decides who may ask.
     pub security: Security,
     /// Bounds on one request or connection.
     pub limits: Limits,

@@ -42,7 +42,7 @@ pub(super) fn events(stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) 
     response
 }
 
-/// Sends all that comes of a stream, until it ends or nobody reads it.
+/// Sends all events of a stream, until it ends or nobody reads it.
 async fn tell(mut stream: Stream, shape: &mut dyn Shape, sender: &Sender<Bytes>, limits: &Limits) {
     let mut events = shape.begin();
     while send(sender, &events, limits).await {

@@ -180,7 +180,7 @@ impl CallParser {
         out.push(Piece::CallStart { index, name });
     }
 
-    /// Reads a call at its end; what is none stays text.
+    /// Reads a call at its end; anything else stays text.
     fn whole(&mut self, call: &str, close: &str, out: &mut Vec<Piece>) {
         match json_call(call).or_else(|| xml_call(call)) {
             Some((name, text)) => {

@@ -19,7 +19,7 @@ pub enum Piece {
     Text(String),
     /// A tool call begins.
     CallStart {
-        /// Which of the answer's calls, from 0.
+        /// Index of the call in the answer, from 0.
         index: usize,
         /// Its name.
         name: String,

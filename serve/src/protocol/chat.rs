@@ -31,7 +31,7 @@ pub struct ChatRequest {
     pub messages: Vec<Message>,
     /// Tools in OpenAI's form.
     pub tools: Vec<Value>,
-    /// Which of them.
+    /// Which of them the model may call.
     pub choice: Choice,
     /// Several calls may be made at once.
     pub several_calls: bool,

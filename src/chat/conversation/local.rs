@@ -20,7 +20,7 @@ use std::time::Instant;
 enum Prompt {
     /// As text and as tokens.
     Fits(String, Vec<u32>),
-    /// So many tokens, more than the context has room for.
+    /// More tokens than the context has room for; their number.
     TooLong(usize),
 }
 
