@@ -24,7 +24,7 @@ const RING: usize = 64;
 const AHEAD: usize = 12;
 /// Reads of a key head's page that reading them once must save in a step, for one more kernel a
 /// layer to pay (`benches/records/2026-11-22-cascade.csv`).
-const LEAST_SHARED: usize = 256;
+const LEAST_SHARED: usize = 1024;
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
