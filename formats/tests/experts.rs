@@ -21,12 +21,12 @@ use std::path::Path;
 
 fn small() -> ModelConfig {
     ModelConfig {
-        hidden_size: 64,
+        hidden_size: 128,
         intermediate_size: 80,
         experts: Some(Experts {
             count: 5,
             per_token: 2,
-            width: 32,
+            width: 64,
             normalized: true,
         }),
         num_hidden_layers: 2,
@@ -121,7 +121,7 @@ fn experts_kept_apart_and_fused_are_the_same_stacks() {
     assert_eq!(folder.bits_per_weight(), 16.0);
     let shards = Shards::open(&Files::Folder(apart.clone())).unwrap();
     let one = shards.get("model.layers.1.mlp.experts.4.down_proj.weight");
-    assert_eq!(one.unwrap().shape(), [64, 32]);
+    assert_eq!(one.unwrap().shape(), [128, 64]);
     let memory = synth::checkpoint("m", &small(), 7).unwrap();
     assert_equal(&folder, &memory);
     assert_eq!(folder.tensor_bytes(), memory.tensor_bytes());
@@ -141,9 +141,9 @@ fn experts_kept_apart_and_fused_are_the_same_stacks() {
             }
             let stack = |shape, data: Vec<u8>| Tensor::new(DType::BF16, shape, data.into());
             let prefix = format!("model.layers.{layer}.mlp.experts");
-            let gate_up = stack(vec![5, 64, 64], gate_up).unwrap();
+            let gate_up = stack(vec![5, 128, 128], gate_up).unwrap();
             tensors.insert(format!("{prefix}.gate_up_proj"), gate_up);
-            let down = stack(vec![5, 64, 32], down).unwrap();
+            let down = stack(vec![5, 128, 64], down).unwrap();
             tensors.insert(format!("{prefix}.down_proj"), down);
         }
     });
@@ -154,7 +154,7 @@ fn experts_kept_apart_and_fused_are_the_same_stacks() {
     let lying = dir.path().join("lying");
     rewritten(&fused, &lying, |_, config| {
         config.insert("num_experts".into(), 10.into());
-        config.insert("moe_intermediate_size".into(), 16.into());
+        config.insert("moe_intermediate_size".into(), 32.into());
     });
     let found = error(&lying);
     assert!(found.contains("gate"), "{found}");
@@ -245,9 +245,9 @@ fn unquantized_mixtures_become_gguf_and_any_mix_keeps_routers() {
         nq::verify_values(&opened).unwrap();
         let entries = opened.store().entries();
         let shape = |name: &str| &entries.iter().find(|e| e.name == name).unwrap().shape;
-        assert_eq!(shape("blk.1.ffn_gate_exps.weight"), &[5, 32, 64]);
-        assert_eq!(shape("blk.1.ffn_down_exps.weight"), &[5, 64, 32]);
-        assert_eq!(shape("blk.0.ffn_gate_inp.weight"), &[5, 64]);
+        assert_eq!(shape("blk.1.ffn_gate_exps.weight"), &[5, 64, 128]);
+        assert_eq!(shape("blk.1.ffn_down_exps.weight"), &[5, 128, 64]);
+        assert_eq!(shape("blk.0.ffn_gate_inp.weight"), &[5, 128]);
         if mix == Mix::Keep {
             let differences = compare(&source, &opened, &()).unwrap();
             assert!(differences.iter().all(|d| d.changed == 0), "{differences:?}");
@@ -288,13 +288,13 @@ fn experts_in_fp8_are_read() {
     let opened = Checkpoint::open(&fp8).unwrap();
     nq::verify_values(&opened).unwrap();
     let name = "model.layers.0.mlp.experts.up_proj";
-    let weight = opened.store().matrix(name, (5 * 32, 64)).unwrap();
-    let stored = opened.store().stored(name, (5 * 32, 64)).unwrap();
-    let (mut a, mut b) = ([0.0; 64], [0.0; 64]);
-    weight.dequantize_row(3 * 32 + 1, &mut a).unwrap();
-    stored.dequantize_row(3 * 32 + 1, &mut b).unwrap();
+    let weight = opened.store().matrix(name, (5 * 64, 128)).unwrap();
+    let stored = opened.store().stored(name, (5 * 64, 128)).unwrap();
+    let (mut a, mut b) = ([0.0; 128], [0.0; 128]);
+    weight.dequantize_row(3 * 64 + 1, &mut a).unwrap();
+    stored.dequantize_row(3 * 64 + 1, &mut b).unwrap();
     // Row 1 of expert 3, column 17: the second block of the first four.
-    let code = ((64 + 17) * 7 % 100) as u8;
+    let code = ((128 + 17) * 7 % 100) as u8;
     let value = nq_formats::import::fp8::e4m3(code) * 0.002;
     assert!((b[17] - value).abs() < 1e-9 && (a[17] - value).abs() <= value.abs() / 256.0);
     assert_eq!(opened.store().exactness(name), Exactness::ValuesRounded(DType::BF16));
@@ -378,22 +378,22 @@ fn files_that_lie_about_experts_are_refused_by_name() {
             let more = t[name].clone();
             t.insert(name.replace(".4.", ".5."), more);
         }),
-        ("model.layers.0.mlp.experts.5.gate_proj", |_, c| {
+        ("[6, 128], found BF16 [5, 128]", |_, c| {
             c.insert("num_experts".into(), 6.into());
         }),
         ("model.layers.0.mlp.gate.weight", |t, _| {
-            let router = t["model.layers.0.mlp.gate.weight"].data().slice(..4 * 64 * 2);
-            let router = Tensor::new(DType::BF16, vec![4, 64], router).unwrap();
+            let router = t["model.layers.0.mlp.gate.weight"].data().slice(..4 * 128 * 2);
+            let router = Tensor::new(DType::BF16, vec![4, 128], router).unwrap();
             t.insert("model.layers.0.mlp.gate.weight".into(), router);
         }),
         ("model.layers.0.mlp.experts.2.down_proj.weight", |t, _| {
             let name = "model.layers.0.mlp.experts.2.down_proj.weight";
-            let turned = Tensor::new(DType::BF16, vec![32, 64], t[name].data().clone());
+            let turned = Tensor::new(DType::BF16, vec![64, 128], t[name].data().clone());
             t.insert(name.into(), turned.unwrap());
         }),
         ("BF16, as the first, found F16 at expert 1", |t, _| {
             let name = "model.layers.0.mlp.experts.1.gate_proj.weight";
-            let other = Tensor::new(DType::F16, vec![32, 64], t[name].data().clone());
+            let other = Tensor::new(DType::F16, vec![64, 128], t[name].data().clone());
             t.insert(name.into(), other.unwrap());
         }),
     ];
@@ -407,13 +407,13 @@ fn files_that_lie_about_experts_are_refused_by_name() {
     rewritten(&plain, &nan, |t, _| {
         let name = "model.layers.1.mlp.experts.3.up_proj.weight";
         let mut data = t[name].data().to_vec();
-        data[2 * (64 * 2 + 5)..][..2].copy_from_slice(&[0xFF, 0x7F]);
-        let weight = Tensor::new(DType::BF16, vec![32, 64], data.into()).unwrap();
+        data[2 * (128 * 2 + 5)..][..2].copy_from_slice(&[0xFF, 0x7F]);
+        let weight = Tensor::new(DType::BF16, vec![64, 128], data.into()).unwrap();
         t.insert(name.into(), weight);
     });
     let opened = Checkpoint::open(&nan).unwrap();
     let found = nq::verify_values(&opened).unwrap_err().to_string();
-    let row = 3 * 32 + 2;
+    let row = 3 * 64 + 2;
     let named = format!("row {row}, column 5");
     assert!(found.contains("mlp.experts.up_proj") && found.contains(&named), "{found}");
 }

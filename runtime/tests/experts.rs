@@ -49,7 +49,7 @@ fn mixtures_agree_with_candle() {
 /// Experts of random sign would cancel each other: the sum must be what it is of each.
 #[test]
 fn every_expert_counts() {
-    let config = small_mixture(2, true);
+    let config = small_mixture(8, true);
     let store = Store::random(&config, 5);
     let text = tokens(30, 1);
     let logits = |store: &Store| feed(&mut *session(&*nq(&config, store), 1), 0, &text);

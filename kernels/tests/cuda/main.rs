@@ -10,6 +10,7 @@ mod batch;
 #[path = "../common/mod.rs"]
 mod common;
 mod driver;
+mod experts;
 mod rows;
 mod sampling;
 mod wide;

@@ -2,7 +2,7 @@
 //! the device for the next step, which is queued before the host has seen it.
 
 use super::passes::Device;
-use super::{CudaSession, LOGIT_ROWS, Widths, padded};
+use super::{CudaSession, ExpertRows, LOGIT_ROWS, Widths, padded};
 use crate::batch::{Drawn, StepsAhead, bucket};
 use crate::engine::{Chunk, LogitsWanted, SessionSpec, check_tokens};
 use crate::error::{Error, Result};
@@ -35,6 +35,7 @@ pub(super) struct StepRows {
     pub(super) gated: Buffer<f32>,    // [narrow rows, intermediate]
     pub(super) attention: AttentionScratch,
     pub(super) columns: Option<Columns>, // of several narrow rows
+    pub(super) experts: Option<ExpertRows>,
     pub(super) wide: Option<WideRows>,   // of more rows than `MOST_SEQUENCES`
     pub(super) logits: Buffer<f32>,      // [rows, vocab]
     pub(super) best: Buffer<[f32; 2]>,   // [rows, blocks of the head]
@@ -156,6 +157,7 @@ impl StepRows {
             gated: f32s(narrow, w.mlp)?,
             attention: AttentionScratch::new(gpu, heads, kv_heads, rows)?,
             columns,
+            experts: ExpertRows::new(gpu, &w, rows)?,
             wide,
             logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
