@@ -390,6 +390,7 @@ mod tests {
     use super::*;
     use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
     use crate::models;
+    use nq_formats::synth::{self, Preset};
     use nq_formats::Checkpoint;
     use nq_kernels::cpu::KvType;
     use nq_kernels::grad::CpuOps;
@@ -419,33 +420,41 @@ mod tests {
 
     /// All that Linears see, by product.
     #[derive(Default)]
-    struct Seen(Vec<(&'static str, Vec<f32>)>);
+    struct Seen(Vec<(&'static str, usize, Vec<f32>)>);
 
-    impl Observer for Seen {
-        fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
-            match self.0.iter_mut().find(|s| s.0 == product.name) {
-                Some(seen) => seen.1.extend_from_slice(x),
-                None => self.0.push((product.name, x.to_vec())),
+    impl Seen {
+        fn add(&mut self, name: &'static str, expert: usize, x: &[f32]) {
+            match self.0.iter_mut().find(|s| (s.0, s.1) == (name, expert)) {
+                Some(seen) => seen.2.extend_from_slice(x),
+                None => self.0.push((name, expert, x.to_vec())),
             }
         }
     }
 
+    impl Observer for Seen {
+        fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
+            self.add(product.name, 0, x);
+        }
+
+        fn expert_input(&mut self, _: usize, product: &Product, expert: usize, x: &[f32]) {
+            self.add(product.name, expert, x);
+        }
+    }
+
     impl Seen {
-        /// Mean squares, by product and element.
+        /// Mean squares, by product, expert and element.
         fn squares(&self, c: &ModelConfig) -> Vec<Vec<f32>> {
-            let mean = |(product, (name, x)): (&Product, &(&str, Vec<f32>))| {
-                assert_eq!(product.name, *name);
+            let products = c.layer().products().into_iter();
+            let all = products.flat_map(|p| (0..p.shares(c)).map(move |expert| (p, expert)));
+            type One = (&'static str, usize, Vec<f32>);
+            let mean = |((product, expert), (name, seen, x)): ((&Product, usize), &One)| {
+                assert_eq!((product.name, expert), (*name, *seen));
                 let n = product.inputs(c);
                 let rows = (x.len() / n) as f32;
                 let square = |i: usize| x.iter().skip(i).step_by(n).map(|v| v * v).sum::<f32>();
                 (0..n).map(|i| square(i) / rows).collect()
             };
-            c.layer()
-                .products()
-                .into_iter()
-                .zip(&self.0)
-                .map(mean)
-                .collect()
+            all.zip(&self.0).map(mean).collect()
         }
     }
 
@@ -453,7 +462,33 @@ mod tests {
     /// stepper.
     #[test]
     fn it_is_the_forward_of_the_cpu() {
-        let checkpoint = demo();
+        agrees_with_the_cpu(&demo());
+        agrees_with_the_cpu(&mixture());
+    }
+
+    /// A random mixture of 5 experts, 2 a token.
+    fn mixture() -> Checkpoint {
+        let config = ModelConfig {
+            hidden_size: 64,
+            experts: Some(nq_formats::Experts {
+                count: 5,
+                per_token: 2,
+                width: 24,
+                normalized: false,
+            }),
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 16,
+            vocab_size: 4001,
+            tie_word_embeddings: true,
+            eos_token_ids: vec![299],
+            ..Preset::find("30b-a3b").unwrap().config()
+        };
+        synth::checkpoint("a mixture", &config, 5).unwrap()
+    }
+
+    fn agrees_with_the_cpu(checkpoint: &Checkpoint) {
         let (config, store) = (checkpoint.config(), checkpoint.store());
         let options = LoadOptions {
             device: DeviceChoice::Cpu,
