@@ -42,6 +42,7 @@ const BENCHES: [Bench; 15] = [
     ("linear_reference", products::linear_reference),
     ("attention_decode", attention::attention_decode),
     ("attention_run", attention::attention_run),
+    ("attention_shared", attention::attention_shared),
     ("attention_prefill", attention::attention_prefill),
     ("pages", attention::pages),
     ("rows", rows::rows),

@@ -5,9 +5,11 @@ use super::{advance, attention, bandwidth, batch, experts, gemm, gemm_step, gemv
 use super::{prefill, rows, second_order};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 17] = [
+static TABLE: [&[&KernelRow]; 19] = [
     advance::ROWS,
     attention::ROWS,
+    attention::cascade::ROWS,
+    attention::pages::ROWS,
     bandwidth::ROWS,
     batch::ROWS,
     experts::ROWS,
