@@ -32,7 +32,7 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 15] = [
+const BENCHES: [Bench; 16] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
