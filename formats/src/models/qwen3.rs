@@ -70,6 +70,11 @@ pub(super) static QWEN3: Architecture = Architecture {
         preset(("qwen3-8b", "Qwen/Qwen3-8B"), (4096, 12288), 36, 32, false),
         preset(("qwen3-14b", "Qwen/Qwen3-14B"), (5120, 17408), 40, 40, false),
         preset(("qwen3-32b", "Qwen/Qwen3-32B"), (5120, 25600), 64, 64, false),
+        Preset {
+            positions: 262_144,
+            theta: 5e6,
+            ..preset(("qwen3-4b-2507", "Qwen/Qwen3-4B-Instruct-2507"), (2560, 9728), 36, 32, true)
+        },
     ],
 };
 

@@ -37,8 +37,9 @@ impl Default for Awq {
     }
 }
 
-/// Rows of a weight that the search measures, at most.
+/// Rows of a weight that the search measures, at most; of each expert's a share of them.
 const SAMPLE: usize = 512;
+const LEAST_SAMPLE: usize = 64;
 
 impl Method for Awq {
     fn name(&self) -> &'static str {
@@ -115,7 +116,8 @@ impl Awq {
         let samples: Vec<(Matrix, Grid)> = linears
             .map(|l| {
                 let weight = layer.linear(l.kind);
-                (sample(weight, share.rows(weight.rows)), grids[&l.kind])
+                let most = (SAMPLE / share.of).max(LEAST_SAMPLE);
+                (sample(weight, share.rows(weight.rows), most), grids[&l.kind])
             })
             .collect();
         let error = |scales: &[f32]| -> Result<f64> {
@@ -210,9 +212,9 @@ fn powers(rms: &[f32], exponent: f32) -> Vec<f32> {
         .collect()
 }
 
-/// Evenly spaced ones of these rows, at most [`SAMPLE`].
-fn sample(w: &Matrix, rows: Range<usize>) -> Matrix {
-    let step = rows.len().div_ceil(SAMPLE);
+/// Evenly spaced ones of these rows, `most` of them at most.
+fn sample(w: &Matrix, rows: Range<usize>, most: usize) -> Matrix {
+    let step = rows.len().div_ceil(most);
     let mut m = Matrix::zeros(rows.len().div_ceil(step), w.cols);
     for (i, row) in rows.step_by(step).enumerate() {
         m.row_mut(i).copy_from_slice(w.row(row));
