@@ -408,7 +408,10 @@ impl<'a> Object<'a> {
         if let Some(layer) = list.iter().flatten().next() {
             return some_without(format!("mlp_only_layers with {layer}"));
         }
-        if let Some(n) = self.u64("shared_expert_intermediate_size")?.filter(|&n| n > 0) {
+        if let Some(n) = self
+            .u64("shared_expert_intermediate_size")?
+            .filter(|&n| n > 0)
+        {
             let what = format!("shared_expert_intermediate_size {n}");
             return Err(self.unsupported(what, "Qwen3 shares no expert"));
         }

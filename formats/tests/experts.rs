@@ -48,8 +48,9 @@ fn rewritten(
     let files = Files::Folder(from.into());
     let shards = Shards::open(&files).unwrap();
     let names = shards.names().map(str::to_owned);
-    let mut tensors: BTreeMap<String, Tensor> =
-        names.map(|n| (n.clone(), shards.get(&n).unwrap())).collect();
+    let mut tensors: BTreeMap<String, Tensor> = names
+        .map(|n| (n.clone(), shards.get(&n).unwrap()))
+        .collect();
     let mut config: Map<String, Value> =
         serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
     change(&mut tensors, &mut config);
@@ -103,7 +104,10 @@ fn presets_are_the_published_mixtures() {
     for preset in Preset::all().filter(|p| p.config().experts.is_some()) {
         let c = preset.config();
         let text = Value::Object(c.to_json()).to_string();
-        assert_eq!(ModelConfig::parse(Path::new("c"), text.as_bytes()).unwrap(), c);
+        assert_eq!(
+            ModelConfig::parse(Path::new("c"), text.as_bytes()).unwrap(),
+            c
+        );
         // Planned without a weight being drawn.
         let memory = synth::checkpoint("m", &c, 0).unwrap();
         assert_eq!(memory.tensor_bytes(), 2 * c.parameters() as u64);
@@ -180,8 +184,14 @@ fn scheme(bits: Bits, zeros: Zeros) -> AffineScheme {
 fn every_format_holds_a_mixture() {
     let dir = tempfile::tempdir().unwrap();
     for (i, (format, scheme)) in [
-        (ExportFormat::CompressedTensors, scheme(Bits::B4, Zeros::None)),
-        (ExportFormat::CompressedTensors, scheme(Bits::B8, Zeros::Integer)),
+        (
+            ExportFormat::CompressedTensors,
+            scheme(Bits::B4, Zeros::None),
+        ),
+        (
+            ExportFormat::CompressedTensors,
+            scheme(Bits::B8, Zeros::Integer),
+        ),
         (ExportFormat::Gptq, scheme(Bits::B4, Zeros::None)),
         (ExportFormat::Gptq, scheme(Bits::B8, Zeros::None)),
         (ExportFormat::Awq, scheme(Bits::B4, Zeros::Integer)),
@@ -214,13 +224,22 @@ fn every_format_holds_a_mixture() {
         }
         // And as nq's own folder, whose stacks are whole.
         let own = dir.path().join(format!("{i}-nq"));
-        let report = export(&opened, ExportFormat::Nq, &own, &ExportOptions::default(), &());
+        let report = export(
+            &opened,
+            ExportFormat::Nq,
+            &own,
+            &ExportOptions::default(),
+            &(),
+        );
         assert!(report.unwrap().weights.iter().any(|w| is_router(&w.name)));
         let own = Checkpoint::open(&own).unwrap();
         nq::verify_values(&own).unwrap();
         assert_equal(&opened, &own);
         let record = nq::record(&own).unwrap().unwrap();
-        assert!(!record.overrides.keys().any(|name| is_router(name)), "{record:?}");
+        assert!(
+            !record.overrides.keys().any(|name| is_router(name)),
+            "{record:?}"
+        );
     }
 }
 
@@ -250,14 +269,23 @@ fn unquantized_mixtures_become_gguf_and_any_mix_keeps_routers() {
         assert_eq!(shape("blk.0.ffn_gate_inp.weight"), &[5, 128]);
         if mix == Mix::Keep {
             let differences = compare(&source, &opened, &()).unwrap();
-            assert!(differences.iter().all(|d| d.changed == 0), "{differences:?}");
+            assert!(
+                differences.iter().all(|d| d.changed == 0),
+                "{differences:?}"
+            );
         }
     }
     let mut other = small();
     other.experts.as_mut().unwrap().normalized = false;
     let source = synth::checkpoint("m", &other, 7).unwrap();
     let out = dir.path().join("other.gguf");
-    let refused = export(&source, ExportFormat::Gguf, &out, &ExportOptions::default(), &());
+    let refused = export(
+        &source,
+        ExportFormat::Gguf,
+        &out,
+        &ExportOptions::default(),
+        &(),
+    );
     let refused = refused.unwrap_err().to_string();
     assert!(refused.contains("norm_topk_prob"), "{refused}");
 }
@@ -276,11 +304,15 @@ fn experts_in_fp8_are_read() {
         let names: Vec<String> = tensors.keys().cloned().collect();
         for name in names.iter().filter(|n| n.contains("_proj")) {
             let shape = tensors[name].shape().to_vec();
-            let values = (0..shape[0] * shape[1]).map(|i| (i * 7 % 100) as u8).collect::<Vec<_>>();
+            let values = (0..shape[0] * shape[1])
+                .map(|i| (i * 7 % 100) as u8)
+                .collect::<Vec<_>>();
             let weight = Tensor::new(DType::F8E4M3, shape.clone(), values.into());
             tensors.insert(name.clone(), weight.unwrap());
             let blocks = vec![shape[0].div_ceil(32), shape[1].div_ceil(16)];
-            let scales = (0..blocks[0] * blocks[1]).map(|i| 0.001 * (i + 1) as f32).collect();
+            let scales = (0..blocks[0] * blocks[1])
+                .map(|i| 0.001 * (i + 1) as f32)
+                .collect();
             let scales = Tensor::from_f32(blocks, scales).unwrap();
             tensors.insert(name.replace(".weight", ".weight_scale_inv"), scales);
         }
@@ -297,7 +329,10 @@ fn experts_in_fp8_are_read() {
     let code = ((128 + 17) * 7 % 100) as u8;
     let value = nq_formats::import::fp8::e4m3(code) * 0.002;
     assert!((b[17] - value).abs() < 1e-9 && (a[17] - value).abs() <= value.abs() / 256.0);
-    assert_eq!(opened.store().exactness(name), Exactness::ValuesRounded(DType::BF16));
+    assert_eq!(
+        opened.store().exactness(name),
+        Exactness::ValuesRounded(DType::BF16)
+    );
 }
 
 #[test]
@@ -341,8 +376,14 @@ fn configurations_say_what_they_mean_or_are_refused() {
     assert_eq!(Some(experts(coder)), small().experts);
     for (result, named) in [
         (set("mlp_only_layers", json!([1])), "mlp_only_layers with 1"),
-        (set("decoder_sparse_step", json!(2)), "decoder_sparse_step 2"),
-        (set("shared_expert_intermediate_size", json!(64)), "shared_expert"),
+        (
+            set("decoder_sparse_step", json!(2)),
+            "decoder_sparse_step 2",
+        ),
+        (
+            set("shared_expert_intermediate_size", json!(64)),
+            "shared_expert",
+        ),
         (set("use_qk_norm", json!(false)), "use_qk_norm"),
         (set("qkv_bias", json!(true)), "qkv_bias"),
         (set("num_experts", json!(0)), "num_experts"),
@@ -352,7 +393,10 @@ fn configurations_say_what_they_mean_or_are_refused() {
         (set("num_experts_per_tok", json!(0)), "num_experts_per_tok"),
         (set("num_experts_per_tok", json!(6)), "num_experts_per_tok"),
         (set("num_local_experts", json!(6)), "num_local_experts"),
-        (set("moe_intermediate_size", json!(0)), "moe_intermediate_size"),
+        (
+            set("moe_intermediate_size", json!(0)),
+            "moe_intermediate_size",
+        ),
         (set("norm_topk_prob", json!("yes")), "norm_topk_prob"),
         (missing("num_experts"), "num_"),
         (missing("moe_intermediate_size"), "moe_intermediate_size"),
@@ -382,7 +426,9 @@ fn files_that_lie_about_experts_are_refused_by_name() {
             c.insert("num_experts".into(), 6.into());
         }),
         ("model.layers.0.mlp.gate.weight", |t, _| {
-            let router = t["model.layers.0.mlp.gate.weight"].data().slice(..4 * 128 * 2);
+            let router = t["model.layers.0.mlp.gate.weight"]
+                .data()
+                .slice(..4 * 128 * 2);
             let router = Tensor::new(DType::BF16, vec![4, 128], router).unwrap();
             t.insert("model.layers.0.mlp.gate.weight".into(), router);
         }),
@@ -415,5 +461,8 @@ fn files_that_lie_about_experts_are_refused_by_name() {
     let found = nq::verify_values(&opened).unwrap_err().to_string();
     let row = 3 * 64 + 2;
     let named = format!("row {row}, column 5");
-    assert!(found.contains("mlp.experts.up_proj") && found.contains(&named), "{found}");
+    assert!(
+        found.contains("mlp.experts.up_proj") && found.contains(&named),
+        "{found}"
+    );
 }

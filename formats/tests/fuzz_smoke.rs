@@ -213,7 +213,9 @@ fn imported_seed(
         None => vec![(name, rows)],
         Some((layer, linear)) => {
             let n = linear.copies(&shape);
-            (0..n).map(|e| (linear.expert_name(layer, e), rows / n)).collect()
+            (0..n)
+                .map(|e| (linear.expert_name(layer, e), rows / n))
+                .collect()
         }
     };
     let mut tensors = Vec::new();

@@ -53,7 +53,11 @@ impl Routes {
     pub fn by_expert(&self) -> Vec<(usize, Vec<(usize, f32)>)> {
         let mut all: Vec<(u32, usize, f32)> = Vec::with_capacity(self.chosen.len());
         for row in 0..self.rows() {
-            all.extend(self.of(row).iter().map(|&(expert, weight)| (expert, row, weight)));
+            all.extend(
+                self.of(row)
+                    .iter()
+                    .map(|&(expert, weight)| (expert, row, weight)),
+            );
         }
         all.sort_unstable_by_key(|&(expert, row, _)| (expert, row));
         let groups = all.chunk_by(|a, b| a.0 == b.0);

@@ -96,7 +96,11 @@ fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
     }
     if !MODEL_TYPES.contains(&config.architecture.model_type) {
         let found = format!("{:?}", config.architecture);
-        return Err(unsupported("architecture", &MODEL_TYPES.join(" or "), found));
+        return Err(unsupported(
+            "architecture",
+            &MODEL_TYPES.join(" or "),
+            found,
+        ));
     }
     if config.rope.scaling != RopeScaling::None {
         let found = format!("{:?}", config.rope.scaling);

@@ -58,7 +58,9 @@ pub fn hold_model(
         let linears: Vec<_> = linears.collect();
         let read = linears.iter().map(|(kind, dims)| kind.bytes(*dims)).sum();
         let _read = account.hold(read);
-        linears.into_iter().for_each(|(kind, dims)| held.add(Linear::bytes_of(kind, dims)));
+        linears
+            .into_iter()
+            .for_each(|(kind, dims)| held.add(Linear::bytes_of(kind, dims)));
         let norms = c.layer().norms().into_iter();
         norms.for_each(|n| held.add(size_of::<f32>() * n.len.of(c)));
     }

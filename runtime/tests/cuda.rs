@@ -138,7 +138,10 @@ fn mixtures_agree_with_the_cpu() {
         let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
             return;
         };
-        assert_eq!(gpu.description().bits, scheme.map_or(32, |s| s.bits.width()));
+        assert_eq!(
+            gpu.description().bits,
+            scheme.map_or(32, |s| s.bits.width())
+        );
         for kv in [KvType::F16, KvType::Int8] {
             let what = format!("a mixture, {name} {kv}");
             let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };

@@ -9,9 +9,7 @@ use common::{
 use nq_formats::models::{LinearKind, in_layer};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Tensor, Weight, Zeros};
 use nq_kernels::{KernelSet, Routes};
-use nq_runtime::{
-    ActivationChoice, Chunk, EngineKind, LoadOptions, LogitsWanted, Observer,
-};
+use nq_runtime::{ActivationChoice, Chunk, EngineKind, LoadOptions, LogitsWanted, Observer};
 
 /// Logits are of order 1; two f32 implementations agree to this.
 const CLOSE: f32 = 2e-5;
@@ -94,7 +92,12 @@ fn cuts_batches_threads_and_kernels_change_nothing() {
         tokens,
         logits: LogitsWanted::All,
     };
-    let chunks: Vec<Chunk<'_>> = texts.iter().map(Vec::as_slice).enumerate().map(chunk).collect();
+    let chunks: Vec<Chunk<'_>> = texts
+        .iter()
+        .map(Vec::as_slice)
+        .enumerate()
+        .map(chunk)
+        .collect();
     let together = batch.forward(&chunks, None).unwrap().data.to_vec();
     let alone: Vec<f32> = texts
         .iter()
@@ -122,7 +125,9 @@ fn wide(per_token: usize) -> ModelConfig {
     let mixture = small_mixture(per_token, true);
     ModelConfig {
         hidden_size: 64,
-        experts: mixture.experts.map(|e| nq_formats::Experts { width: 96, ..e }),
+        experts: mixture
+            .experts
+            .map(|e| nq_formats::Experts { width: 96, ..e }),
         ..mixture
     }
 }

@@ -10,8 +10,8 @@ use crate::durable::{
     check_space, parent, rename_folder, sync_folder, temporary_folder, write_bytes,
 };
 use crate::error::{Error, Result};
-use crate::files::CONFIG;
 use crate::experts::Recent;
+use crate::files::CONFIG;
 use crate::models::ModelConfig;
 use crate::names::{Shape, is_layer_linear, is_router, parameters, stack};
 use crate::nq::copied_files;

@@ -211,7 +211,7 @@ struct GgufStore {
     architecture: &'static Architecture,
     files: Vec<GgufFile>,
     by_name: BTreeMap<String, usize>, // GGUF name -> index into files
-    experts: usize, // of a layer; 0 if there are none
+    experts: usize,                   // of a layer; 0 if there are none
     quantization: Option<Value>,
 }
 

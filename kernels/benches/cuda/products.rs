@@ -74,7 +74,9 @@ pub(crate) fn experts(t: &mut Timing) -> Result<()> {
         let down = t.weights(scheme, e.count * hidden, e.width)?;
         for m in [1, 4, 16] {
             let mut b = Operands::new(t, m, hidden, hidden)?;
-            let scores: Vec<f32> = (0..m * e.count).map(|i| (i * 7919 % 1009) as f32 / 500.0).collect();
+            let scores: Vec<f32> = (0..m * e.count)
+                .map(|i| (i * 7919 % 1009) as f32 / 500.0)
+                .collect();
             let scores = t.gpu.upload("a benchmark", &scores)?;
             let mut gated = t.gpu.zeros("a benchmark", m * gated_width(&e))?;
             let read = |w: &DeviceLinear| m * w.bytes() / e.count * e.per_token;
@@ -84,12 +86,17 @@ pub(crate) fn experts(t: &mut Timing) -> Result<()> {
                     eps: 1e-6,
                 };
                 let w = &up[turn % up.len()];
-                t.stream.experts_up(w, (&b.x, norm), &scores, &mut gated, &e, m)
+                t.stream
+                    .experts_up(w, (&b.x, norm), &scores, &mut gated, &e, m)
             })?;
-            t.chained(&format!("down of {m} rows {name}"), read(&down[0]), |turn| {
-                let w = &down[turn % down.len()];
-                t.stream.experts_down(w, &gated, &scores, &mut b.y, &e, m)
-            })?;
+            t.chained(
+                &format!("down of {m} rows {name}"),
+                read(&down[0]),
+                |turn| {
+                    let w = &down[turn % down.len()];
+                    t.stream.experts_down(w, &gated, &scores, &mut b.y, &e, m)
+                },
+            )?;
         }
     }
     Ok(())

@@ -41,7 +41,9 @@ impl Stacks {
                 };
                 reference::linear(&n, &part(&self.gate, e.width), &mut g).unwrap();
                 reference::linear(&n, &part(&self.up, e.width), &mut u).unwrap();
-                g.iter_mut().zip(&u).for_each(|(g, u)| *g = reference::silu(*g) * u);
+                g.iter_mut()
+                    .zip(&u)
+                    .for_each(|(g, u)| *g = reference::silu(*g) * u);
                 reference::linear(&g, &part(&self.down, hidden), &mut one).unwrap();
                 y.iter_mut().zip(&one).for_each(|(y, v)| *y += weight * v);
             }
@@ -71,14 +73,21 @@ fn check(gpu: &Gpu, stream: &Stream, stacks: &Stacks, hidden: usize, e: &Experts
             let mut y = guarded(gpu, &x[..m * hidden]);
             let mut gated = guarded(gpu, &vec![GUARD; m * gated_width(e)]);
             let on = (&y, norm);
-            stream.experts_up(&gate_up, on, &on_device, &mut gated, e, m).unwrap();
-            stream.experts_down(&down, &gated, &on_device, &mut y, e, m).unwrap();
+            stream
+                .experts_up(&gate_up, on, &on_device, &mut gated, e, m)
+                .unwrap();
+            stream
+                .experts_down(&down, &gated, &on_device, &mut y, e, m)
+                .unwrap();
             finish(stream, &gated);
             let found = finish(stream, &y);
             let change: Vec<f32> = found.iter().zip(&x).map(|(y, x)| y - x).collect();
             let error = nmse(&change, &added[..m * hidden]);
             assert!(error < 1e-7, "{name} m {m}: {error:e}");
-            assert!(last.is_none_or(|l| l == found), "{name} m {m}: not the same again");
+            assert!(
+                last.is_none_or(|l| l == found),
+                "{name} m {m}: not the same again"
+            );
             last = Some(found);
         }
     }
@@ -124,9 +133,21 @@ fn experts_in_real_shapes() {
         zeros,
     };
     for (hidden, e, scheme) in [
-        (2048, experts(12, 8, 768, true), scheme(Bits::B4, 64, Zeros::Integer)),
-        (2048, experts(12, 8, 768, true), scheme(Bits::B8, 128, Zeros::None)),
-        (6144, experts(3, 2, 2560, true), scheme(Bits::B4, 128, Zeros::None)),
+        (
+            2048,
+            experts(12, 8, 768, true),
+            scheme(Bits::B4, 64, Zeros::Integer),
+        ),
+        (
+            2048,
+            experts(12, 8, 768, true),
+            scheme(Bits::B8, 128, Zeros::None),
+        ),
+        (
+            6144,
+            experts(3, 2, 2560, true),
+            scheme(Bits::B4, 128, Zeros::None),
+        ),
     ] {
         let make = |out, inp, seed| affine(scheme, out, inp, None, seed);
         check(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
@@ -153,8 +174,12 @@ fn ties_and_scores_that_are_no_numbers() {
         let scores = gpu.upload("a test", scores).unwrap();
         let mut y = guarded(&gpu, &x);
         let mut gated = guarded(&gpu, &vec![GUARD; gated_width(&e)]);
-        stream.experts_up(&gate_up, (&y, norm), &scores, &mut gated, &e, 1).unwrap();
-        stream.experts_down(&down, &gated, &scores, &mut y, &e, 1).unwrap();
+        stream
+            .experts_up(&gate_up, (&y, norm), &scores, &mut gated, &e, 1)
+            .unwrap();
+        stream
+            .experts_down(&down, &gated, &scores, &mut y, &e, 1)
+            .unwrap();
         finish(&stream, &y)
     };
     let mut scores = vec![-1.0; e.count];

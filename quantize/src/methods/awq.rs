@@ -57,18 +57,22 @@ impl Method for Awq {
         Needs::Hessian
     }
 
-    fn transform(
-        &self,
-        layer: &mut Layer,
-        inputs: &mut LayerStats,
-        grids: &Grids,
-    ) -> Result<bool> {
+    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         let mut changed = false;
         let products = layer.spec.products().into_iter().zip(inputs);
         let shares = products.flat_map(|(product, inputs)| {
             let of = inputs.len();
             let each = inputs.iter_mut().enumerate();
-            each.map(move |(expert, stats)| (Share { product, expert, of }, stats))
+            each.map(move |(expert, stats)| {
+                (
+                    Share {
+                        product,
+                        expert,
+                        of,
+                    },
+                    stats,
+                )
+            })
         });
         for (share, stats) in shares {
             let heads = match share.product.source {
@@ -117,7 +121,10 @@ impl Awq {
             .map(|l| {
                 let weight = layer.linear(l.kind);
                 let most = (SAMPLE / share.of).max(LEAST_SAMPLE);
-                (sample(weight, share.rows(weight.rows), most), grids[&l.kind])
+                (
+                    sample(weight, share.rows(weight.rows), most),
+                    grids[&l.kind],
+                )
             })
             .collect();
         let error = |scales: &[f32]| -> Result<f64> {
@@ -278,7 +285,9 @@ fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
             let values = layer.linear_mut(kind);
             let (rows, cols) = (values.rows, values.cols);
             let heads = scales.len() / rows;
-            divide_rows(&mut values.data, cols, &|i| scales[i / d * heads * d + i % d]);
+            divide_rows(&mut values.data, cols, &|i| {
+                scales[i / d * heads * d + i % d]
+            });
         }
         Source::Rows(kind) => {
             let rows = layer.linear_mut(kind);

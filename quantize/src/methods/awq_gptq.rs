@@ -46,12 +46,7 @@ impl Method for AwqGptq {
         Needs::Hessian
     }
 
-    fn transform(
-        &self,
-        layer: &mut Layer,
-        inputs: &mut LayerStats,
-        grids: &Grids,
-    ) -> Result<bool> {
+    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         self.awq.transform(layer, inputs, grids)
     }
 

@@ -100,12 +100,7 @@ pub trait Method: Send + Sync {
     ///
     /// # Errors
     /// None that the methods here raise; a method of its own may refuse a layer.
-    fn transform(
-        &self,
-        layer: &mut Layer,
-        inputs: &mut LayerStats,
-        grids: &Grids,
-    ) -> Result<bool> {
+    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         let _ = (layer, inputs, grids);
         Ok(false)
     }

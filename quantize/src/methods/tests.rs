@@ -426,7 +426,9 @@ fn folded_scales_leave_a_mixture_as_it_was() {
         vec![stats(&inputs(hidden, 80))],
         vec![stats(&inputs(64, 83))],
         vec![stats(&inputs(hidden, 86))],
-        (0..count).map(|e| stats(&inputs(inner, 89 + e as u64))).collect(),
+        (0..count)
+            .map(|e| stats(&inputs(inner, 89 + e as u64)))
+            .collect(),
     ];
     let mut scaled = layer.clone();
     let grids = kinds().map(|k| (k, grid)).collect();

@@ -5,7 +5,7 @@ use super::params::{Matrix, Model, Values};
 use crate::error::{Error, Result};
 use nq_formats::ModelConfig;
 use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
-use nq_runtime::forward::{Experts, Attention, Operand, Ops, Packed, Projection};
+use nq_runtime::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
 use nq_runtime::full_precision::{Load, multiply};
 use nq_runtime::rope::Rotary;
 

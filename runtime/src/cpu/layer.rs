@@ -9,8 +9,8 @@ use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::models::{LinearKind, NormSpec, Product};
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::{Activations, Routes};
 use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
+use nq_kernels::{Activations, Routes};
 
 /// The weights of a layer, repacked for this CPU.
 pub(crate) type Layer = forward::Layer<Linear, Vec<f32>>;
@@ -31,7 +31,13 @@ pub(crate) fn pack_layer(
             let linear = Linear::new(cpu, &parts, Activations::F32, options.kernels)?;
             return Ok(linear.named(product.name));
         }
-        pack(cpu, options, (product.name, spec.copies(config)), &parts, census)
+        pack(
+            cpu,
+            options,
+            (product.name, spec.copies(config)),
+            &parts,
+            census,
+        )
     };
     let norm = |norm: &NormSpec| Ok(weights.norm(norm.kind).to_f32()?);
     Layer::new(index, weights.spec, linear, norm)

@@ -94,7 +94,13 @@ impl LayerDevice for CpuLayers {
 
     fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Layer> {
         let census = &mut Census::default();
-        pack_layer((&self.cpu, &self.config), &self.options, index, weights, census)
+        pack_layer(
+            (&self.cpu, &self.config),
+            &self.options,
+            index,
+            weights,
+            census,
+        )
     }
 
     fn run(

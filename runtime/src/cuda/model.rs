@@ -81,7 +81,10 @@ impl CudaModel {
             false => Some(models::embedding(store, config)?),
         };
         let first = LayerWeights::read(store, config, 0)?;
-        let linears = first.spec.matrices().map(|l| (l.name(0), WeightKind::of(first.linear(l.kind))));
+        let linears = first
+            .spec
+            .matrices()
+            .map(|l| (l.name(0), WeightKind::of(first.linear(l.kind))));
         let mut kinds: BTreeMap<String, WeightKind> = linears.collect();
         kinds.insert(names::head(config).into(), WeightKind::of(&head_weight));
         if let Some(w) = &embedding_weight {

@@ -366,15 +366,27 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
             if routed.is_none() && !self.every_expert {
                 continue;
             }
-            ops.gemm(first, &work.h, gates[expert].load(ops, scratch)?, &mut tape.gate)?;
-            ops.gemm(first, &work.h, ups[expert].load(ops, scratch)?, &mut tape.up)?;
+            ops.gemm(
+                first,
+                &work.h,
+                gates[expert].load(ops, scratch)?,
+                &mut tape.gate,
+            )?;
+            ops.gemm(
+                first,
+                &work.h,
+                ups[expert].load(ops, scratch)?,
+                &mut tape.up,
+            )?;
             ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, rows * width)?;
             (self.shown)(Seen::Input(experts.down.spec, expert, &work.wide))?;
             let Some((_, routed)) = routed else {
                 continue;
             };
             let mut weights = vec![0.0; rows];
-            routed.into_iter().for_each(|(row, weight)| weights[row] = weight);
+            routed
+                .into_iter()
+                .for_each(|(row, weight)| weights[row] = weight);
             ops.write(&mut own.weights, &weights)?;
             ops.gemm(by_row, &own.weights, &work.wide, &mut own.weighted)?;
             let down = experts.down.linear[expert].load(ops, scratch)?;

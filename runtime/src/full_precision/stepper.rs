@@ -204,7 +204,10 @@ impl<O: LayerOps> FullPrecision<O> {
             let one = |_| Ok(ops.floats("moments of a layer's inputs", n * n)?);
             (0..p.shares(&c)).map(one).collect()
         };
-        let mut sums = products.iter().map(zeros).collect::<Result<Vec<Vec<_>>>>()?;
+        let mut sums = products
+            .iter()
+            .map(zeros)
+            .collect::<Result<Vec<Vec<_>>>>()?;
         let share = 1.0 / hidden.lengths.iter().sum::<usize>().max(1) as f32;
         let layer = pack(ops.as_ref(), &c, index, weights)?;
         for piece in pieces {
@@ -313,7 +316,8 @@ where
         let moments = sums.into_iter().zip(products).map(|(sums, product)| {
             let n = product.inputs(&self.config);
             let own = sums.into_iter();
-            own.map(|sum| Ok(Arc::clone(&device).moments(sum, n)?)).collect()
+            own.map(|sum| Ok(Arc::clone(&device).moments(sum, n)?))
+                .collect()
         });
         Ok(Some(moments.collect::<Result<_>>()?))
     }
@@ -390,8 +394,8 @@ mod tests {
     use super::*;
     use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
     use crate::models;
-    use nq_formats::synth::{self, Preset};
     use nq_formats::Checkpoint;
+    use nq_formats::synth::{self, Preset};
     use nq_kernels::cpu::KvType;
     use nq_kernels::grad::CpuOps;
     use std::path::Path;

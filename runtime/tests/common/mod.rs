@@ -4,8 +4,8 @@
 use nq_formats::models::ARCHITECTURES;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{
-    AffineScheme, AffineWeight, Error, Experts, ModelConfig, QuantizedWeight, Result, Rope, RopeScaling,
-    Tensor, TensorEntry, Weight, WeightStore, ZeroPoints, Zeros, pack,
+    AffineScheme, AffineWeight, Error, Experts, ModelConfig, QuantizedWeight, Result, Rope,
+    RopeScaling, Tensor, TensorEntry, Weight, WeightStore, ZeroPoints, Zeros, pack,
 };
 use nq_kernels::rng::Philox;
 use nq_runtime::{

@@ -92,7 +92,13 @@ impl Cpu {
     ///
     /// # Errors
     /// [`Error::Shape`] if there is no such expert or a slice's length does not fit.
-    pub fn gated_by(&self, gate_up: &Linear, expert: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+    pub fn gated_by(
+        &self,
+        gate_up: &Linear,
+        expert: usize,
+        x: &[f32],
+        y: &mut [f32],
+    ) -> Result<()> {
         let (k, width) = (gate_up.in_features, gate_up.out_features / 2);
         let m = x.len() / k.max(1);
         if expert >= gate_up.experts || x.len() != m * k || y.len() != m * width {
@@ -119,7 +125,10 @@ impl Cpu {
     }
 
     fn run_experts(&self, gate_up: &Linear, down: &Linear, jobs: &[Job], x: &[f32], y: &mut [f32]) {
-        let (width, all) = (down.in_features, jobs.iter().map(|j| j.rows.len()).sum::<usize>());
+        let (width, all) = (
+            down.in_features,
+            jobs.iter().map(|j| j.rows.len()).sum::<usize>(),
+        );
         let one = x.len() == gate_up.in_features;
         with_scratch!(Scratch, |scratch| {
             let Scratch {
@@ -197,7 +206,10 @@ impl Cpu {
         let (k, width, n) = (gate_up.in_features, down.in_features, down.out_features);
         for job in jobs {
             let rows = job.rows.iter();
-            let x: Vec<f32> = rows.flat_map(|r| &x[r.0 * k..(r.0 + 1) * k]).copied().collect();
+            let x: Vec<f32> = rows
+                .flat_map(|r| &x[r.0 * k..(r.0 + 1) * k])
+                .copied()
+                .collect();
             let mut gated = vec![0.0; job.rows.len() * width];
             let mut out = vec![0.0; job.rows.len() * n];
             let first = gate_up.canonical(job.expert);
@@ -311,7 +323,9 @@ impl Pass<'_> {
                         // SAFETY: these panels' outputs are written by this task alone.
                         let y = unsafe { y.part(at..at + count) };
                         let results = &out[(i * columns + c) * LANES..][..count];
-                        y.iter_mut().zip(results).for_each(|(y, r)| *y += weight * r);
+                        y.iter_mut()
+                            .zip(results)
+                            .for_each(|(y, r)| *y += weight * r);
                     }
                 }
             }

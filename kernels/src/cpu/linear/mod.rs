@@ -276,7 +276,9 @@ fn body(
 ) -> Result<(Body, usize)> {
     let kind = WeightKind::of(&weight);
     match kernels {
-        KernelSet::Reference if without_groups(activations) => Err(no_kernel(cpu, kind, activations)),
+        KernelSet::Reference if without_groups(activations) => {
+            Err(no_kernel(cpu, kind, activations))
+        }
         KernelSet::Reference => {
             let size = weight.bytes();
             Ok((Body::Canonical(weight), size))

@@ -1,7 +1,7 @@
 //! The layers of a step: each operation is a kernel or two, which the stream queues or records.
 
-use super::{ExpertRows, product};
 use super::step::{StepEnd, StepKind, StepRows, WideRows};
+use super::{ExpertRows, product};
 use crate::cuda::model::CudaModel;
 use crate::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{

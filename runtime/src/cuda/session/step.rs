@@ -44,10 +44,10 @@ pub(super) struct StepRows {
     shared: Option<CascadeShape>,
     pub(super) columns: Option<Columns>, // of several narrow rows
     pub(super) experts: Option<ExpertRows>,
-    pub(super) wide: Option<WideRows>,   // of more rows than `MOST_SEQUENCES`
-    pub(super) logits: Buffer<f32>,      // [rows, vocab]
-    pub(super) best: Buffer<[f32; 2]>,   // [rows, blocks of the head]
-    sampling: Buffer<Sampling>,          // [seats]
+    pub(super) wide: Option<WideRows>, // of more rows than `MOST_SEQUENCES`
+    pub(super) logits: Buffer<f32>,    // [rows, vocab]
+    pub(super) best: Buffer<[f32; 2]>, // [rows, blocks of the head]
+    sampling: Buffer<Sampling>,        // [seats]
     candidates: Option<Candidates>,
     adjust: Adjustments,        // [seats]
     ring: Mapped<u32>,          // [seats, RING]
