@@ -9,7 +9,7 @@ use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::models::{LinearKind, NormSpec, Product};
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
+use nq_kernels::cpu::{Cpu, Epilogue, FEW_ROWS, KvPages, KvSequence, Linear, PAGE, Span};
 use nq_kernels::{Activations, Routes};
 
 /// The weights of a layer, repacked for this CPU.
@@ -155,7 +155,13 @@ impl Ops for Pass<'_> {
         let normed = &mut self.scratch.normed[..m * c.hidden_size];
         let scores = &mut self.scratch.scores[..m * shape.count];
         cpu.rms_norm(self.x, &experts.norm, c.rms_norm_eps, normed);
-        cpu.linear(&experts.router.linear, normed, scores, Epilogue::Store)?;
+        // Few rows one by one: sums of floats depend on how many go together, and with them which
+        // experts are chosen.
+        let rows = if m <= FEW_ROWS { 1 } else { m };
+        let (x, y) = (rows * c.hidden_size, rows * shape.count);
+        for (x, y) in normed.chunks(x).zip(scores.chunks_mut(y)) {
+            cpu.linear(&experts.router.linear, x, y, Epilogue::Store)?;
+        }
         let (gate_up, down) = (&experts.gate_up, &experts.down);
         if self.observer.wants_inputs() {
             self.observer.linear_input(layer, gate_up.spec, normed);
