@@ -37,66 +37,51 @@ struct ExpertsArgs {
 struct Chosen {
     int expert[MOST_CHOSEN];
     float weight[MOST_CHOSEN];
+    uint32_t keys[MOST_EXPERTS];   // of all, while they are chosen from
 };
 
-// A float as a number of the same order.
+// A float as a number of the same order, and back.
 DEVICE uint32_t ordered(float v) {
     const uint32_t bits = __float_as_uint(v);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+DEVICE float unordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
-// One warp chooses the experts of a row.
+// A block of MOST_EXPERTS threads chooses the experts of a row: a thread counts how many are before its
+// own.
 DEVICE void choose(Chosen& to, const float* scores, const ExpertsArgs& a) {
-    constexpr int EACH = MOST_EXPERTS / 32;
-    const int lane = threadIdx.x % 32;
-    float score[EACH];
-    uint32_t key[EACH];   // 0: not there, or taken
-    float most = -INFINITY;
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int e = i * 32 + lane;
-        key[i] = 0;
-        if (i * 32 < a.experts && e < a.experts) {
-            score[i] = __ldcg(scores + e);
-            key[i] = ordered(score[i]);
-            most = fmaxf(most, score[i]);
-            finite = finite && isfinite(score[i]);
+    const int e = threadIdx.x;
+    const bool there = e < a.experts;
+    const float score = there ? __ldcg(scores + e) : 0.f;
+    const uint32_t own = ordered(score);
+    to.keys[e] = there ? own : 0;   // less than any number's
+    const bool finite = __syncthreads_and(isfinite(score));
+    if (there) {
+        int before[4] = {};
+        for (int i = 0; i < a.experts; i += 4) {
+            const uint4 v = *reinterpret_cast<const uint4*>(to.keys + i);
+            // Of equals the lower number comes first.
+            before[0] += v.x > own || (v.x == own && i < e);
+            before[1] += v.y > own || (v.y == own && i + 1 < e);
+            before[2] += v.z > own || (v.z == own && i + 2 < e);
+            before[3] += v.w > own || (v.w == own && i + 3 < e);
         }
+        const int place = before[0] + before[1] + (before[2] + before[3]);
+        if (place < a.per_token) to.expert[place] = e;
     }
-    finite = __all_sync(~0u, finite);
-#pragma unroll
-    for (int m = 16; m > 0; m >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
-    float sum = 0.f;
-    if (!a.normalized) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (key[i] != 0) sum += expf(score[i] - most);
+    __syncthreads();
+    if (e < 32) {
+        const float most = unordered(to.keys[to.expert[0]]);
+        const float weight = e < a.per_token ? expf(unordered(to.keys[to.expert[e]]) - most) : 0.f;
+        float sum = weight;
+        if (!a.normalized) {
+            sum = 0.f;
+            for (int i = e; i < a.experts; i += 32) sum += expf(unordered(to.keys[i]) - most);
+        }
         sum = warp_sum(sum);
+        if (e < a.per_token) to.weight[e] = finite ? weight / sum : __uint_as_float(0x7fc00000u);
     }
-    float weight = 0.f;   // of choice `lane`
-    int expert = 0;
-#pragma unroll 1
-    for (int s = 0; s < a.per_token; s++) {
-        uint32_t best = 0;
-        int at = MOST_EXPERTS;
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (key[i] > best) best = key[i], at = i * 32 + lane;
-        const uint32_t top = __reduce_max_sync(~0u, best);
-        const int e = __reduce_min_sync(~0u, best == top ? at : MOST_EXPERTS);
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (i * 32 + lane == e) key[i] = 0;
-        const uint32_t bits = top & 0x80000000u ? top & 0x7fffffffu : ~top;
-        const float w = expf(__uint_as_float(bits) - most);
-        if (a.normalized) sum += w;
-        if (lane == s) weight = w, expert = e;
-    }
-    if (lane < a.per_token) {
-        to.expert[lane] = min(expert, a.experts - 1);
-        to.weight[lane] = finite ? weight / sum : __uint_as_float(0x7fc00000u);
-    }
+    __syncthreads();
 }
 
 // As `Requests`, of the chosen experts' records.
@@ -152,13 +137,13 @@ DEVICE void experts(const ExpertsArgs& a) {
     using Next = ExpertRequests<BITS, ZERO, SLOT, EPI>;
     extern __shared__ __align__(128) uint4 shared[];
     __shared__ Meeting<WARPS> meeting;
-    __shared__ Chosen chosen;
+    __shared__ __align__(16) Chosen chosen;
 
     // UP lets nothing overtake the kernel that scores: DOWN reads the scores before UP has ended.
     if constexpr (EPI == SILU) wait_for_predecessor();
     release_successor();
-    if (threadIdx.x < 32) choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a);
-    __syncthreads();
+    static_assert(WARPS * 32 == MOST_EXPERTS);
+    choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a);
 
     GemvArgs p = a.product;
     p.x += size_t(blockIdx.y) * a.x_stride;

@@ -39,7 +39,7 @@ struct ExpertsArgs {
 }
 
 /// `sizeof(Chosen)` of `cuda/experts.cuh`.
-const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN;
+const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
 
 /// Values of a row between up and down: those of each chosen expert.
 pub fn gated_width(experts: &Experts) -> usize {
