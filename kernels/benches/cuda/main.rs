@@ -32,10 +32,11 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 15] = [
+const BENCHES: [Bench; 16] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
+    ("experts", products::experts),
     ("gemm_step", products::gemm_step),
     ("gemm", products::gemm),
     ("linear_reference", products::linear_reference),

@@ -12,6 +12,7 @@ mod attention;
 mod bandwidth;
 mod batch;
 mod driver;
+mod experts;
 mod gemm;
 mod gemm_step;
 mod gemv;
@@ -36,6 +37,7 @@ pub use driver::{
     Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, check_device,
     device_count, driver_needed,
 };
+pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};
 pub use gemv::{GemvOutput, Norm};

@@ -11,6 +11,7 @@ mod cascade;
 #[path = "../common/mod.rs"]
 mod common;
 mod driver;
+mod experts;
 mod rows;
 mod sampling;
 mod wide;

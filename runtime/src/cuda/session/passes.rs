@@ -1,9 +1,9 @@
 //! The layers of a step: each operation is a kernel or two, which the stream queues or records.
 
-use super::product;
 use super::step::{StepEnd, StepKind, StepRows, WideRows};
+use super::{ExpertRows, product};
 use crate::cuda::model::CudaModel;
-use crate::forward::{Attention, Operand, Ops, Packed, Projection};
+use crate::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
     DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput,
@@ -78,6 +78,37 @@ impl Device<'_> {
                 .attention_decode(qkv, step, &heads, cache, scratch, out, shape)
         })
     }
+}
+
+/// The experts of rows that are scored, of the residual stream `x`, added to it.
+pub(super) fn add_experts(
+    (stream, model): (&Stream, &CudaModel),
+    experts: &Experts<DeviceLinear, Buffer<f32>>,
+    rows: &mut ExpertRows,
+    x: &mut Buffer<f32>,
+    m: usize,
+) -> Result<()> {
+    let Some(shape) = &model.config.experts else {
+        unreachable!("layers of experts come with their numbers");
+    };
+    let norm = Norm {
+        gain: &experts.norm,
+        eps: model.config.rms_norm_eps,
+    };
+    let ExpertRows { scores, gated } = rows;
+    let part = |w: &DeviceLinear| w.bytes() / shape.count * shape.per_token;
+    let key = |w: &Packed<DeviceLinear>| {
+        let linear = &w.linear;
+        let rows = linear.rows() / shape.count;
+        (w.spec.name, linear.kind().name(), (rows, linear.inputs()))
+    };
+    let (up, down) = (&experts.gate_up, &experts.down);
+    stream.timed(key(up), m * part(&up.linear), || {
+        stream.experts_up(&up.linear, (x, norm), scores, gated, shape, m)
+    })?;
+    stream.timed(key(down), m * part(&down.linear), || {
+        stream.experts_down(&down.linear, gated, scores, x, shape, m)
+    })
 }
 
 /// Up to [`MOST_SEQUENCES`] rows: five products and attention are all there is, norms among them.
@@ -166,6 +197,22 @@ impl Ops for NarrowPass<'_> {
         let (w, out) = ((w.spec.name, &w.linear), GemvOutput::Add(&mut step.x));
         Self::multiply(self.device, w, operand, out, &mut step.columns, false)
     }
+
+    fn add_experts(
+        &mut self,
+        _layer: usize,
+        experts: &Experts<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        let (device, step) = (self.device, &mut *self.step);
+        let Some(rows) = &mut step.experts else {
+            unreachable!("sessions of mixtures have them");
+        };
+        let router = (experts.router.spec.name, &experts.router.linear);
+        let out = GemvOutput::Store(device.norm(&experts.norm), &mut rows.scores);
+        Self::multiply(device, router, &step.x, out, &mut step.columns, false)?;
+        let on = (device.stream, device.model);
+        add_experts(on, experts, rows, &mut step.x, device.kind.m)
+    }
 }
 
 /// More rows: each product that is added leaves its sums in parts, which the norm behind it adds.
@@ -177,6 +224,7 @@ struct WidePass<'a> {
     scratch: &'a mut AttentionScratch,
     cascade: Option<&'a Cascade>,
     rows: &'a mut WideRows,
+    experts: &'a mut Option<ExpertRows>,
     head: (&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
     /// The last product's sums are not in `x` yet.
     pending: bool,
@@ -191,6 +239,7 @@ impl<'a> WidePass<'a> {
             attention,
             cascade,
             wide: Some(rows),
+            experts,
             logits,
             best,
             ..
@@ -211,6 +260,7 @@ impl<'a> WidePass<'a> {
             scratch: attention,
             cascade: cascade.as_ref(),
             rows,
+            experts,
             head: (logits, best),
             pending: false,
         })
@@ -302,5 +352,23 @@ impl Ops for WidePass<'_> {
         self.pending = true;
         let out = StepOutput::Parts(sums);
         Self::multiply(self.device, (w.spec.name, &w.linear), operand, out)
+    }
+
+    fn add_experts(
+        &mut self,
+        _layer: usize,
+        experts: &Experts<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        // Which adds what is pending to `x`.
+        self.norm(&experts.norm)?;
+        self.pending = false;
+        let Some(rows) = &mut *self.experts else {
+            unreachable!("sessions of mixtures have them");
+        };
+        let router = (experts.router.spec.name, &experts.router.linear);
+        let out = StepOutput::Store(&mut rows.scores);
+        Self::multiply(self.device, router, &self.rows.normed, out)?;
+        let on = (self.device.stream, self.device.model);
+        add_experts(on, experts, rows, self.x, self.device.kind.m)
     }
 }

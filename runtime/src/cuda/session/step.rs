@@ -2,7 +2,7 @@
 //! the device for the next step, which is queued before the host has seen it.
 
 use super::passes::Device;
-use super::{CudaSession, LOGIT_ROWS, Widths, padded};
+use super::{CudaSession, ExpertRows, LOGIT_ROWS, Widths, padded};
 use crate::batch::{Drawn, StepsAhead, bucket};
 use crate::engine::{Chunk, LogitsWanted, SessionSpec, check_tokens};
 use crate::error::{Error, Result};
@@ -43,10 +43,11 @@ pub(super) struct StepRows {
     /// How attention over that is launched; none: nothing worth it is in common.
     shared: Option<CascadeShape>,
     pub(super) columns: Option<Columns>, // of several narrow rows
-    pub(super) wide: Option<WideRows>,   // of more rows than `MOST_SEQUENCES`
-    pub(super) logits: Buffer<f32>,      // [rows, vocab]
-    pub(super) best: Buffer<[f32; 2]>,   // [rows, blocks of the head]
-    sampling: Buffer<Sampling>,          // [seats]
+    pub(super) experts: Option<ExpertRows>,
+    pub(super) wide: Option<WideRows>, // of more rows than `MOST_SEQUENCES`
+    pub(super) logits: Buffer<f32>,    // [rows, vocab]
+    pub(super) best: Buffer<[f32; 2]>, // [rows, blocks of the head]
+    sampling: Buffer<Sampling>,        // [seats]
     candidates: Option<Candidates>,
     adjust: Adjustments,        // [seats]
     ring: Mapped<u32>,          // [seats, RING]
@@ -170,6 +171,7 @@ impl StepRows {
             cascade,
             shared: None,
             columns,
+            experts: ExpertRows::new(gpu, &w, rows)?,
             wide,
             logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
