@@ -32,7 +32,7 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 14] = [
+const BENCHES: [Bench; 15] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
@@ -42,6 +42,7 @@ const BENCHES: [Bench; 14] = [
     ("attention_decode", attention::attention_decode),
     ("attention_run", attention::attention_run),
     ("attention_prefill", attention::attention_prefill),
+    ("step_cluster", attention::step_cluster),
     ("pages", attention::pages),
     ("rows", rows::rows),
     ("sampling", rows::sampling),

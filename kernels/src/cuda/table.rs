@@ -2,10 +2,10 @@
 
 use super::kernel::KernelRow;
 use super::{advance, attention, bandwidth, batch, gemm, gemm_step, gemv, grad, linear, prefill};
-use super::{rows, second_order};
+use super::{rows, second_order, step_cluster};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 16] = [
+static TABLE: [&[&KernelRow]; 17] = [
     advance::ROWS,
     attention::ROWS,
     bandwidth::ROWS,
@@ -22,6 +22,7 @@ static TABLE: [&[&KernelRow]; 16] = [
     rows::ROWS,
     second_order::columns::ROWS,
     second_order::factor::ROWS,
+    step_cluster::ROWS,
 ];
 
 /// All kernels of `kernels/cuda`.

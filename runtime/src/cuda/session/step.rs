@@ -9,10 +9,10 @@ use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
-    Adjustments, Advance, AttentionScratch, Buffer, Candidates, Checked, Columns, DeviceLinear,
-    Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped,
-    NONE_ALLOWED, NOT_FINITE, PartialSums, Places, Sampling, Step, StepBounds, best_len,
-    wide_best_len,
+    Adjustments, Advance, AttentionScratch, Buffer, Candidates, Checked, ClusterParts, Columns,
+    DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES,
+    MOST_WIDE_SEQUENCES, Mapped, NONE_ALLOWED, NOT_FINITE, PartialSums, Places, Sampling, Step,
+    StepBounds, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -35,6 +35,7 @@ pub(super) struct StepRows {
     pub(super) gated: Buffer<f32>,    // [narrow rows, intermediate]
     pub(super) attention: AttentionScratch,
     pub(super) columns: Option<Columns>, // of several narrow rows
+    pub(super) parts: Option<ClusterParts>, // of a step of one row
     pub(super) wide: Option<WideRows>,   // of more rows than `MOST_SEQUENCES`
     pub(super) logits: Buffer<f32>,      // [rows, vocab]
     pub(super) best: Buffer<[f32; 2]>,   // [rows, blocks of the head]
@@ -156,6 +157,10 @@ impl StepRows {
             gated: f32s(narrow, w.mlp)?,
             attention: AttentionScratch::new(gpu, heads, kv_heads, rows)?,
             columns,
+            parts: match gpu.info().capability {
+                (9, 0) => Some(ClusterParts::new(gpu, w.hidden)?),
+                _ => None,
+            },
             wide,
             logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
