@@ -66,6 +66,7 @@ struct ClusterArgs {
     int clusters_in;         // of the kernel in front
     int slots2;              // 64 inputs each, of the second product; dealt to the clusters
     int depth;               // of the rings, at most MOST_CLUSTER_DEPTH
+    int sample;              // look at a word of each part before all are read, again and again
     ClusterRoom at;
     const float* q_gain;     // ATTEND: [128]
     const float* k_gain;
@@ -183,6 +184,13 @@ DEVICE float2 sum_parts(const uint4* in, int clusters, int pair, int pairs, uint
         for (int i = 0; i < AT_ONCE; i++) v.x += __uint_as_float(w[i].x), v.y += __uint_as_float(w[i].z);
     }
     return v;
+}
+
+// Waits until the parts of column pair `pair` are there, with few reads: a lane a part.
+DEVICE void await_parts(const uint4* in, int clusters, int pair, int pairs, uint32_t stamp, int lane) {
+    const uint4* const from = in + min(lane, clusters) * pairs + pair;
+    while (!__all_sync(~0u, load_stamped(from).y == stamp)) {
+    }
 }
 
 // a / b of small numbers.
@@ -540,6 +548,7 @@ DEVICE void cluster_half(const ClusterArgs& p) {
     for (int s = (rank * slots >> log_blocks) + warp; s < slot_end; s += WARPS) {
         const float2 gain = __ldg(reinterpret_cast<const float2*>(p.gain) + s * 32 + lane);
         const int pair = s * 32 + lane, pairs = p.hidden / 2;
+        if (p.sample && p.x == nullptr) await_parts(p.in, p.clusters_in, s * 32, pairs, stamp - 1, lane);
         const float2 v = p.x != nullptr ? __ldcg(reinterpret_cast<const float2*>(p.x) + pair) : sum_parts(p.in, p.clusters_in, pair, pairs, stamp - 1);
         __syncwarp();
         MARK(2); MARK_TIME(14);

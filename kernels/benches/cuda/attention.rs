@@ -5,7 +5,8 @@ use nq_kernels::Result;
 use nq_kernels::cpu::{KvType, PAGE};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, ClusterLayer, ClusterParts,
-    ClusterPlan, DevicePages, HEAD_DIM, Heads, PageEntry, PagesShape, Row, SequenceRows, Step, StepBounds,
+    ClusterPlan, DevicePages, HEAD_DIM, Heads, PageEntry, PagesShape, Row, SequenceRows, Step,
+    StepBounds,
 };
 
 /// Layers that take turns, so that pages come out of memory.
@@ -164,9 +165,11 @@ pub(crate) fn step_cluster(t: &mut Timing) -> Result<()> {
         let mut x = t.gpu.upload("a benchmark", &vec![0.5; model.hidden])?;
         let bytes = (0..4).flat_map(|p| (0..LAYERS).map(move |i| (p, i)));
         let bytes = bytes.map(|(p, i)| of(p, i).bytes()).sum::<usize>() + LAYERS * pages.bytes(80);
-        t.chained(&format!("{} {LAYERS} layers int4", model.name), bytes, |_| {
-            (t.stream).cluster_layers(&plan, &layers, &mut x, &step, &mut parts)
-        })?;
+        t.chained(
+            &format!("{} {LAYERS} layers int4", model.name),
+            bytes,
+            |_| (t.stream).cluster_layers(&plan, &layers, &mut x, &step, &mut parts),
+        )?;
     }
     Ok(())
 }

@@ -38,6 +38,9 @@ const MOST_CLUSTERS: usize = 16;
 const MOST_SOURCES: usize = 8;
 /// Kernels of a step, at most: a stamp has room for so many.
 const MOST_KERNELS: usize = 255;
+/// Values a token up to which blocks ask for all parts again and again until they are there: of more,
+/// that would hold up what else is read.
+const MOST_POLLED: usize = 2048;
 /// `ClusterDigits` of `cuda/step_cluster.cuh`.
 const DIGITS_BYTES: usize = 576;
 
@@ -124,6 +127,7 @@ struct ClusterArgs {
     clusters_in: i32,
     slots2: i32,
     depth: i32,
+    sample: i32,
     at: Room,
     q_gain: Address,
     k_gain: Address,
@@ -439,6 +443,7 @@ impl StepOf<'_> {
             clusters_in: clusters_in as i32,
             slots2: (second.inputs() / 64) as i32,
             depth: plan.depth as i32,
+            sample: i32::from(hidden > MOST_POLLED),
             at: plan.room,
             q_gain: heads.q_gain,
             k_gain: heads.k_gain,
