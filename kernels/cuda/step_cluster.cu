@@ -4,7 +4,7 @@
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr int WARPS = 16;
+constexpr int WARPS = 8;
 
 // Two blocks fit on a multiprocessor: the next kernel's weights are on their way while one runs.
 #define HALF(name, group, zero)                                                                                  \

@@ -27,8 +27,11 @@
 #include "rows.cuh"
 #include "weights.cuh"
 
+#ifndef STEP_SLEEP
+#define STEP_SLEEP 1
+#endif
 #ifndef STEP_CHUNK
-#define STEP_CHUNK 1
+#define STEP_CHUNK 2
 #endif
 
 struct ClusterWeight {
@@ -212,12 +215,13 @@ struct Deal {
 // A warp's way through its records: up to STEP_CHUNK at a time, of one tile.
 struct Walk {
     int spans, left, tile, span;
+    // Where warp `warp` starts, in one word; its place among those that have records of its first tile last.
     template <int WARPS>
-    DEVICE void start(const Deal<WARPS>& d, int warp) {
-        const int begin = d.begin(warp);
-        spans = d.spans, left = d.begin(warp + 1) - begin;
-        tile = quotient(begin, spans), span = begin - tile * spans;
+    static DEVICE uint32_t packed(const Deal<WARPS>& d, int warp) {
+        const int begin = d.begin(warp), tile = quotient(begin, d.spans);
+        return keep((d.begin(warp + 1) - begin) << 16 | tile << 10 | (begin - tile * d.spans) << 4 | (warp - d.owner(tile * d.spans)));
     }
+    DEVICE void start(uint32_t packed, int of) { spans = of, left = packed >> 16, tile = packed >> 10 & 63, span = packed >> 4 & 63; }
     DEVICE int n() const { return STEP_CHUNK == 1 ? 1 : min(STEP_CHUNK, min(left, spans - span)); }
     DEVICE void step(int n) {
         left -= n, span += n;
@@ -489,13 +493,14 @@ DEVICE void cluster_half(const ClusterArgs& p) {
     const uint32_t ring = keep(shared_address(shared + p.at.rings) + warp * p.depth * STAGE);
     int write = 0, read = 0, product = 0;   // product: that of the next request
     uint32_t parity = 0;
+    const uint32_t start1 = Walk::packed(deal1, warp), start2 = Walk::packed(deal2, warp);
     Walk ahead;
-    ahead.start(deal1, warp);
+    ahead.start(start1, p.first.spans);
     auto request = [&] {
         if (ahead.left == 0) {
             if (product == 1) return;
             product = 1;
-            ahead.start(deal2, warp);
+            ahead.start(start2, spans2);
             if (ahead.left == 0) return;
         }
         const int n = ahead.n();
@@ -574,7 +579,17 @@ DEVICE void cluster_half(const ClusterArgs& p) {
     if (!met) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
     MARK(3);
     if constexpr (KIND == ATTEND) copy_wait<0>();   // seen by all behind the block's next barrier
-    wait_sent(hops);
+    // One warp looks for what is sent. The others sleep at the block's barrier: they would take turns from
+    // the kernel that they wait for.
+    auto await_sent = [&](uint32_t barrier) {
+#if STEP_SLEEP
+        if (warp == WARPS - 1) wait_sent(barrier);
+        __syncthreads();
+#else
+        wait_sent(barrier);
+#endif
+    };
+    await_sent(hops);
     MARK(4);
     if (warp == WARPS - 1) {   // which has the fewest records
         float square = 0.f;
@@ -589,11 +604,11 @@ DEVICE void cluster_half(const ClusterArgs& p) {
         const uint32_t row_at = shared_address(row);
         const MetaAt<4, ZERO, 64> meta_at(which == 0 ? p.first.groups : p.second.groups, g, t);
         const int meta_bytes = which == 0 ? p.first.meta_bytes : p.second.meta_bytes;
-        const Deal<WARPS> deal(which == 0 ? tiles : tiles2, which == 0 ? p.first.spans : spans2);
+        const uint32_t start = which == 0 ? start1 : start2;
+        const int most = which == 0 ? deal1.most : deal2.most;
         Walk at;
-        at.start(deal, warp);
-        // This warp among those that have records of its first tile.
-        int place = warp - deal.owner(at.tile * at.spans);
+        at.start(start, which == 0 ? p.first.spans : spans2);
+        int place = start & 15;
         float y[2] = {};
 #pragma unroll 1
         while (at.left > 0) {
@@ -640,7 +655,7 @@ DEVICE void cluster_half(const ClusterArgs& p) {
                 for (int j = 0; j < 2; j++) {
                     y[j] += __shfl_xor_sync(~0u, y[j], 1);
                     y[j] += __shfl_xor_sync(~0u, y[j], 2);
-                    if (t == 0) sums[(here_tile * deal.most + place) * 16 + j * 8 + g] = y[j];
+                    if (t == 0) sums[(here_tile * most + place) * 16 + j * 8 + g] = y[j];
                     y[j] = 0.f;
                 }
                 place = 0;
@@ -650,12 +665,22 @@ DEVICE void cluster_half(const ClusterArgs& p) {
         MARK(which == 0 ? 5 : 11);
         // The sums of one output over the warps, in their order; of GATED's first product also those of 8 rows below.
         const int each = which == 0 ? TILE : 16;
-        const float* const from = sums + thread / each * (deal.most * 16) + thread % each;
+        const float* const from = sums + thread / each * (most * 16) + thread % each;
         float v = 0.f, below = 0.f;
+        const int owners = which == 0 ? owners1 : owners2;
 #pragma unroll 1
-        for (int w = 0; w < (which == 0 ? owners1 : owners2); w++) {
-            v += from[w * 16];
-            if (KIND == GATED) below += from[w * 16 + 8];   // not used of the second product
+        for (int w = 0; w < owners; w += 4) {
+            float a[4], b[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                a[i] = w + i < owners ? from[(w + i) * 16] : 0.f;
+                if (KIND == GATED) b[i] = w + i < owners ? from[(w + i) * 16 + 8] : 0.f;   // not used of the second product
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                v += a[i];
+                if (KIND == GATED) below += b[i];
+            }
         }
         if (which == 1) {
             uint64_t* const to = reinterpret_cast<uint64_t*>(p.out) + size_t(cluster) * p.hidden + tile2 * 16 + thread;
@@ -673,12 +698,12 @@ DEVICE void cluster_half(const ClusterArgs& p) {
             }
         }
         MARK(6);
-        wait_sent(hops + 8);
+        await_sent(hops + 8);
         MARK(7);
         if constexpr (KIND == ATTEND) {
             attend.run(shared, values, hops + 16, rank, log_blocks);
             MARK(8);
-            wait_sent(hops + 16);
+            await_sent(hops + 16);
             MARK(9);
         }
 #pragma unroll 1

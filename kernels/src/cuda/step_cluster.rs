@@ -30,8 +30,10 @@ pub struct ClusterLayer<'a> {
 /// Blocks of a cluster.
 const BLOCKS: usize = 8;
 /// Threads of a block of `cuda/step_cluster.cu`.
-const THREADS: usize = 512;
+const THREADS: usize = 256;
 const WARPS: usize = THREADS / 32;
+/// `STEP_CHUNK` of `cuda/step_cluster.cuh`: records of a stage of a ring.
+const STAGE_RECORDS: usize = 2;
 /// Clusters of a kernel, at most.
 const MOST_CLUSTERS: usize = 16;
 /// `MOST_SOURCES` of `cuda/step_cluster.cuh`.
@@ -250,8 +252,8 @@ fn choice(hidden: usize) -> Option<Choice> {
         })
     };
     match hidden {
-        ..=1024 => choice(2, 2, 8),
-        ..=2048 => choice(2, 3, 8),
+        ..=1024 => choice(2, 3, 8),
+        ..=2048 => choice(2, 3, 15),
         _ => None,
     }
 }
@@ -272,7 +274,7 @@ impl HalfPlan {
             hidden,
             slots: second.inputs() / 64,
             clusters,
-            stage: 2048 + first.kind().meta_room(),
+            stage: STAGE_RECORDS * (2048 + first.kind().meta_room()),
         };
         let rows = match half {
             Half::Attend(group) => (group + 2) * 128 * clusters,

@@ -206,7 +206,7 @@ fn layers_by_clusters() {
     // Shares of clusters that begin inside a span, and are not the same.
     for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
         for group in [Group::Size(64), Group::Size(128), Group::Channel] {
-            check(&gpu, of(256, 16, 512), scheme(zeros, group), 3);
+            check(&gpu, of(256, 16, 640), scheme(zeros, group), 3);
             check(&gpu, of(512, 32, 704), scheme(zeros, group), 3);
         }
     }
