@@ -23,6 +23,7 @@ pub mod pack;
 mod prefill;
 mod rows;
 mod second_order;
+mod step_cluster;
 mod table;
 
 pub use advance::{
@@ -48,4 +49,5 @@ pub use pack::{PackedKind, Stack, operand_index};
 pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
 pub use second_order::{Codes, Groups, Order};
+pub use step_cluster::{ClusterLayer, ClusterParts, ClusterPlan};
 pub use table::table;
