@@ -55,6 +55,16 @@ pub trait WeightStore: Send + Sync {
     /// [`crate::Error::Tensor`] if it is absent, or its shape is not `[out_features, in_features]`.
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight>;
 
+    /// The unquantized tensor that the files have under this very name, which must then have this
+    /// shape: experts that are kept in one tensor.
+    ///
+    /// # Errors
+    /// [`crate::Error::Tensor`] if its type or shape is another.
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        let _ = (name, shape);
+        Ok(None)
+    }
+
     /// The weight exactly as the file stands for it, which may be in a form that no kernel
     /// runs; for comparisons.
     ///

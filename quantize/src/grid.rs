@@ -140,6 +140,12 @@ impl Rounded {
         self.grid.group().count(self.cols)
     }
 
+    /// Adds the rows of `more`, which are as wide and of the same grid.
+    pub fn append(&mut self, more: Rounded) {
+        self.codes.extend_from_slice(&more.codes);
+        self.params.extend_from_slice(&more.params);
+    }
+
     /// Writes the values of row `row` into `out` (`cols` long).
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let size = self.grid.group().size(self.cols);

@@ -75,6 +75,6 @@ pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
 pub use speculation::Drafting;
-pub use stepper::{Head, LayerStepper};
+pub use stepper::{Head, LayerStepper, ProductMoments};
 pub use stop::StopTexts;
 pub use tokenizer::Tokenizer;

@@ -9,7 +9,7 @@ use crate::methods::{self, Method, Needs};
 use crate::quality::{self, Limits};
 use crate::schemes::Schemes;
 use crate::stages::Stages;
-use crate::train::TuneOptions;
+use crate::train::{TuneOptions, no_experts};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress};
 use nq_runtime::{LayerWeights, LoadOptions, load};
@@ -134,6 +134,9 @@ impl<'a> Job<'a> {
     ) -> Result<Self> {
         options.schemes.check(checkpoint.config())?;
         check(options.target, options.bits)?;
+        if checkpoint.config().experts.is_some() && options.tuning.is_some() {
+            return Err(no_experts());
+        }
         let first = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0)?;
         if let Some(quantized) = crate::layers::quantized(&first) {
             return Err(Error::Request {

@@ -42,7 +42,11 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         name: model.source.clone(),
         ..SourceRecord::default()
     };
-    let options = args.options(global, schemes, target.folder(), source);
+    let mut options = args.options(global, schemes, target.folder(), source);
+    if options.tuning.is_some() && model.checkpoint.config().experts.is_some() {
+        terminal.note("mixtures of experts are not tuned: --method auto is gptq here");
+        options.tuning = None;
+    }
     let job =
         Job::new(&model.checkpoint, &options, &terminal).with_context(|| model.source.clone())?;
     let estimate = job.estimate();

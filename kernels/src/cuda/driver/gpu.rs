@@ -2,6 +2,7 @@
 
 use super::code::Target;
 use super::found::{capability, code_for, driver_version, find};
+use super::stream::{Attributes, LaunchShape};
 use crate::account::Account;
 use crate::cpu::{Key, OpTiming, Profile};
 use crate::cuda::kernel::{Instance, KernelRow, MOST_INSTANCES};
@@ -94,7 +95,12 @@ struct Function {
     handle: sys::CUfunction,
     /// Dynamic shared memory that a block may have.
     shared: AtomicUsize,
+    /// Clusters may have more than [`PORTABLE_CLUSTER`] blocks.
+    large_clusters: AtomicBool,
 }
+
+/// Blocks of a cluster that every device with clusters takes.
+const PORTABLE_CLUSTER: usize = 8;
 
 /// Turns a driver's answer into this crate's error.
 pub(super) fn check<T>(what: &'static str, result: Result<T, DriverError>) -> Result<T> {
@@ -264,31 +270,59 @@ impl Gpu {
         Ok(cell.get().and_then(Option::as_ref))
     }
 
-    /// A kernel whose blocks may have `shared` bytes of dynamic shared memory.
+    /// A kernel that may be launched so.
     pub(super) fn reserve<A>(
         &self,
         kernel: &Instance<A>,
-        shared: usize,
+        shape: LaunchShape,
     ) -> Result<sys::CUfunction> {
+        use sys::CUfunction_attribute_enum as Attribute;
         let Some(f) = self.function(kernel.row, kernel.index)? else {
             return Err(Error::Cuda {
                 what: "finding a kernel",
                 why: format!("{} is not in this build for {}", kernel.name(), self.info()),
             });
         };
-        if shared > f.shared.load(Ordering::Relaxed) {
+        let allow = |what, attribute, value: usize| {
             self.0.bind()?;
             // SAFETY: the handle is valid while the module is.
-            check("reserving shared memory", unsafe {
-                result::function::set_function_attribute(
-                    f.handle,
-                    sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    shared as i32,
-                )
-            })?;
-            f.shared.fetch_max(shared, Ordering::Relaxed);
+            check(what, unsafe {
+                result::function::set_function_attribute(f.handle, attribute, value as i32)
+            })
+        };
+        if shape.shared > f.shared.load(Ordering::Relaxed) {
+            let bytes = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            allow("reserving shared memory", bytes, shape.shared)?;
+            f.shared.fetch_max(shape.shared, Ordering::Relaxed);
+        }
+        if shape.cluster > PORTABLE_CLUSTER && !f.large_clusters.load(Ordering::Relaxed) {
+            let large = Attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+            allow("allowing large clusters", large, 1)?;
+            f.large_clusters.store(true, Ordering::Relaxed);
         }
         Ok(f.handle)
+    }
+
+    /// Clusters of a launch that run at once, at most.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn clusters_at_once<A>(
+        &self,
+        kernel: &Instance<A>,
+        shape: LaunchShape,
+    ) -> Result<usize> {
+        let function = self.reserve(kernel, shape)?;
+        self.0.bind()?;
+        let mut attributes = Attributes::of(shape, self.info());
+        let config = attributes.config(shape, ptr::null_mut());
+        let mut count = 0;
+        // SAFETY: the function is valid, and so is what the configuration points to.
+        let outcome = unsafe {
+            sys::cuOccupancyMaxActiveClusters(&raw mut count, function, &raw const config)
+        };
+        check("asking for room for clusters", outcome.result())?;
+        Ok(usize::try_from(count).unwrap_or(0))
     }
 }
 
@@ -399,6 +433,7 @@ impl Inner {
         Ok(Some(Function {
             handle,
             shared: AtomicUsize::new(UNASKED_SHARED),
+            large_clusters: AtomicBool::new(false),
         }))
     }
 
