@@ -3,6 +3,19 @@
 //!
 //! This crate knows no device, and of models what [`models`] says. A weight leaves it in canonical
 //! form ([`Weight`]): row-major `[out, in]`, the same whatever file it came from.
+//!
+//! ```
+//! use nq_formats::Checkpoint;
+//! use std::path::Path;
+//!
+//! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
+//! assert_eq!(checkpoint.config().num_hidden_layers, 5);
+//! let config = checkpoint.config();
+//! let shape = (config.intermediate_size, config.hidden_size);
+//! let weight = checkpoint.store().matrix("model.layers.0.mlp.up_proj", shape)?;
+//! assert_eq!(weight.dims(), shape);
+//! # Ok::<(), nq_formats::Error>(())
+//! ```
 
 #![forbid(unsafe_op_in_unsafe_fn)]
 

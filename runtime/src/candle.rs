@@ -26,8 +26,28 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+/// The engine, by candle.
+///
+/// # Errors
+/// [`CandleEngine::load`]'s.
+pub(crate) fn load(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    options: &LoadOptions,
+    progress: &dyn Progress,
+) -> Result<Arc<dyn Engine>> {
+    let engine = CandleEngine::load(config, store, options, progress)?;
+    Ok(Arc::new(engine))
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(e: candle_core::Error) -> Self {
+        Error::Candle { why: e.to_string() }
+    }
+}
+
 /// [`Engine`] over candle's Qwen3.
-pub(crate) struct CandleEngine {
+struct CandleEngine {
     config: ModelConfig,
     model: CandleModel,
     pool: Arc<rayon::ThreadPool>,
@@ -160,7 +180,7 @@ impl CandleEngine {
     /// # Errors
     /// [`Error::Unsupported`] for what candle's Qwen3 does not do: quantized weights outside GGUF
     /// files, other devices, rounded activations, YaRN.
-    pub(crate) fn load(
+    fn load(
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,

@@ -264,6 +264,33 @@ fn agrees_with_the_cpu() {
     }
 }
 
+/// Of a shape whose steps of one row run by clusters, where the GPU has them.
+#[test]
+fn steps_by_clusters_agree_with_the_cpu() {
+    let config = ModelConfig {
+        hidden_size: 256,
+        intermediate_size: 640,
+        num_attention_heads: 16,
+        num_key_value_heads: 8,
+        ..config()
+    };
+    let store = Store::random(&config, 8).quantized(INT4);
+    let cpu = nq(&config, &store);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    for kv in [KvType::F16, KvType::Int8] {
+        let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
+        let what = format!("clusters {kv}");
+        compare(
+            &mut *session(&*gpu, kv),
+            &mut *session(&*cpu, kv),
+            &what,
+            close,
+        );
+    }
+}
+
 /// Collects everything that is shown.
 #[derive(Default)]
 struct Everything(Vec<(String, Vec<f32>)>);

@@ -49,7 +49,7 @@ struct Row {
     name: String,
     dtype: String,
     shape: Vec<usize>,
-    /// Of one element; of one code where several share a byte.
+    /// Bits of an element, or of a code where several share a byte.
     bits: f64,
     tensor_bytes: u64,
     file: String,

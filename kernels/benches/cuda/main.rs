@@ -32,7 +32,7 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 16] = [
+const BENCHES: [Bench; 17] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
@@ -44,6 +44,7 @@ const BENCHES: [Bench; 16] = [
     ("attention_run", attention::attention_run),
     ("attention_shared", attention::attention_shared),
     ("attention_prefill", attention::attention_prefill),
+    ("step_cluster", attention::step_cluster),
     ("pages", attention::pages),
     ("rows", rows::rows),
     ("sampling", rows::sampling),

@@ -23,6 +23,7 @@ pub mod pack;
 mod prefill;
 mod rows;
 mod second_order;
+mod step_cluster;
 mod table;
 
 pub use advance::{
@@ -34,7 +35,8 @@ pub use attention::{
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{
-    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, device_count,
+    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, check_device,
+    device_count, driver_needed,
 };
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width};
 pub use gemm::GemmOutput;
@@ -47,4 +49,5 @@ pub use pack::{PackedKind, Stack, operand_index};
 pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
 pub use second_order::{Codes, Groups, Order};
+pub use step_cluster::{ClusterLayer, ClusterParts, ClusterPlan};
 pub use table::table;

@@ -2,10 +2,10 @@
 
 use super::kernel::KernelRow;
 use super::{advance, attention, bandwidth, batch, experts, gemm, gemm_step, gemv, grad, linear};
-use super::{prefill, rows, second_order};
+use super::{prefill, rows, second_order, step_cluster};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 19] = [
+static TABLE: [&[&KernelRow]; 20] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -25,6 +25,7 @@ static TABLE: [&[&KernelRow]; 19] = [
     rows::ROWS,
     second_order::columns::ROWS,
     second_order::factor::ROWS,
+    step_cluster::ROWS,
 ];
 
 /// All kernels of `kernels/cuda`.

@@ -8,6 +8,7 @@
 mod attention;
 mod batch;
 mod cascade;
+mod cluster;
 #[path = "../common/mod.rs"]
 mod common;
 mod driver;

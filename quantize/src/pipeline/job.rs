@@ -61,6 +61,33 @@ pub struct QuantizeOptions {
     pub device_memory: Option<u64>,
 }
 
+impl QuantizeOptions {
+    /// What `nq quantize --bits BITS --out OUT` asks for, on the first GPU or else the CPU.
+    pub fn new(bits: Bits, out: impl Into<PathBuf>) -> Self {
+        QuantizeOptions {
+            bits,
+            schemes: Schemes::defaults(bits),
+            target: None,
+            head_fixed: false,
+            schemes_fixed: false,
+            method: "gptq".into(),
+            calibration: CalibrationSource::SelfSampled,
+            calib_tokens: 32_768,
+            tuning: None,
+            seed: 0,
+            limits: Limits::default(),
+            eval_text: None,
+            eval_tokens: 8192,
+            out: out.into(),
+            force: false,
+            resume: false,
+            source: SourceRecord::default(),
+            load: LoadOptions::default(),
+            device_memory: None,
+        }
+    }
+}
+
 /// A quantization about to be run.
 pub struct Job<'a> {
     pub(super) checkpoint: &'a Checkpoint,

@@ -134,7 +134,7 @@ fn dry_run(
     Ok(print_line(&lines.join("\n"))?)
 }
 
-/// What a run takes of a GPU's memory, in a line.
+/// A line about the GPU memory that a run takes.
 fn device_plan(device: &DeviceEstimate) -> String {
     let mut line = format!(
         "GPU memory: {} at its peak ({}), {} may be used; text sampled from {}",
@@ -149,7 +149,7 @@ fn device_plan(device: &DeviceEstimate) -> String {
     line
 }
 
-/// What will be done and what it takes, in lines.
+/// The plan and the memory it takes, in lines.
 fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<String> {
     let head = match options.schemes.head {
         Some(head) => head.to_string(),

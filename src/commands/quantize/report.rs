@@ -1,4 +1,4 @@
-//! What `nq quantize` made, told.
+//! The report that `nq quantize` prints.
 
 use crate::cli::Global;
 use crate::terminal::{human_bytes, print_line};
@@ -39,12 +39,13 @@ fn file_lines(report: &QuantizeReport) -> Vec<String> {
         Group::Size(n) => format!("group {n}"),
         Group::Channel => "per channel".into(),
     };
-    let scheme = match report.allocation.is_empty() {
-        true => format!("{}, {} bits, {group}", report.method, report.bits),
-        false => format!(
+    let scheme = if report.allocation.is_empty() {
+        format!("{}, {} bits, {group}", report.method, report.bits)
+    } else {
+        format!(
             "{}, {} bits and more, chosen by sensitivity (below)",
             report.method, report.bits
-        ),
+        )
     };
     let mut lines = vec![row("out", report.out.display()), row("scheme", scheme)];
     if report.file_bytes > 0 {

@@ -46,7 +46,7 @@ impl FormatArg {
         Ok((linears, head))
     }
 
-    /// What ends the names of models in this format in nq's own model folder.
+    /// Suffix of models of this format in nq's own model folder.
     pub(super) fn suffix(self) -> &'static str {
         match self {
             FormatArg::Nq => "",
@@ -139,7 +139,7 @@ impl Target {
     }
 }
 
-/// What was written, and how many parameters the model has.
+/// The folder or file that was written, and the number of parameters of the model.
 fn write_from(
     folder: &Path,
     target: &Target,

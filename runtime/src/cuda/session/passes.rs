@@ -2,18 +2,21 @@
 
 use super::step::{StepEnd, StepKind, StepRows, WideRows};
 use super::{ExpertRows, product};
-use crate::cuda::model::CudaModel;
-use crate::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
+use crate::cuda::model::{CudaLayer, CudaModel};
+use crate::forward::{Attention, Experts, Mlp, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
-    DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput,
-    Stream,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, ClusterLayer,
+    ClusterPlan, Columns, DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm,
+    Step, StepOutput, Stream,
 };
 use nq_kernels::{Error, Result};
 
 /// Bytes of the product behind attention from which on its early requests for weights hold up
 /// what attention reads, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
 const FLOOD: usize = 4 << 20;
+
+/// Parts of contexts ([`StepKind::splits`]) up to which clusters attend as fast.
+const CLUSTER_SPLITS: usize = 4;
 
 /// What all layers of a step work with.
 #[derive(Clone, Copy)]
@@ -30,14 +33,66 @@ impl Device<'_> {
     pub(super) fn queue(self, step: &mut StepRows) -> Result<()> {
         let layers = &self.model.layers;
         if self.kind.m <= MOST_SEQUENCES {
+            let by_clusters = self.queue_clusters(step)?;
             let mut pass = NarrowPass { device: self, step };
-            layers.iter().try_for_each(|l| l.run(&mut pass))?;
+            if !by_clusters {
+                layers.iter().try_for_each(|l| l.run(&mut pass))?;
+            }
             pass.head()
         } else {
             let mut pass = WidePass::new(self, step)?;
             layers.iter().try_for_each(|l| l.run(&mut pass))?;
             pass.head()
         }
+    }
+
+    /// Queues the layers of a step of one row, two kernels each, where those are the fastest: true
+    /// if so.
+    fn queue_clusters(self, step: &mut StepRows) -> Result<bool> {
+        let StepKind { m, splits, .. } = self.kind;
+        let Some(parts) = step
+            .parts
+            .as_mut()
+            .filter(|_| m == 1 && splits <= CLUSTER_SPLITS)
+        else {
+            return Ok(false);
+        };
+        let layers = self.model.layers.iter().map(|l| self.cluster(l));
+        let Some(layers) = layers.collect::<Option<Vec<_>>>() else {
+            return Ok(false);
+        };
+        let Some(plan) = ClusterPlan::new(&self.model.gpu, &layers)? else {
+            return Ok(false);
+        };
+        self.stream
+            .cluster_layers(&plan, &layers, &mut step.x, &step.step, parts)?;
+        Ok(true)
+    }
+
+    /// A layer as clusters run it, if they do: not one with experts.
+    fn cluster<'b>(&self, layer: &'b CudaLayer) -> Option<ClusterLayer<'b>>
+    where
+        Self: 'b,
+    {
+        let attention = &layer.attention;
+        let Mlp::SwiGlu {
+            norm,
+            gate_up,
+            down,
+        } = &layer.mlp
+        else {
+            return None;
+        };
+        Some(ClusterLayer {
+            attention_norm: &attention.norm,
+            qkv: &attention.qkv.linear,
+            heads: self.model.heads(attention, self.cos_sin),
+            cache: self.pages.layer(layer.index),
+            o: &attention.o.linear,
+            mlp_norm: norm,
+            gate_up: &gate_up.linear,
+            down: &down.linear,
+        })
     }
 
     fn norm<'b>(&self, gain: &'b Buffer<f32>) -> Norm<'b> {

@@ -11,9 +11,9 @@ use nq_formats::ModelConfig;
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
-    Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES,
-    MOST_WIDE_SEQUENCES, Mapped, NONE_ALLOWED, NOT_FINITE, PartialSums, Places, Sampling, Step,
-    StepBounds, best_len, wide_best_len,
+    ClusterParts, Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, NONE_ALLOWED, NOT_FINITE, PartialSums, Places,
+    Sampling, Step, StepBounds, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -24,7 +24,7 @@ const RING: usize = 64;
 const AHEAD: usize = 12;
 /// Reads of a key head's page that reading them once must save in a step, for one more kernel a
 /// layer to pay (`benches/records/2026-11-22-cascade.csv`).
-const LEAST_SHARED: usize = 256;
+const LEAST_SHARED: usize = 1024;
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
@@ -44,10 +44,11 @@ pub(super) struct StepRows {
     shared: Option<CascadeShape>,
     pub(super) columns: Option<Columns>, // of several narrow rows
     pub(super) experts: Option<ExpertRows>,
-    pub(super) wide: Option<WideRows>, // of more rows than `MOST_SEQUENCES`
-    pub(super) logits: Buffer<f32>,    // [rows, vocab]
-    pub(super) best: Buffer<[f32; 2]>, // [rows, blocks of the head]
-    sampling: Buffer<Sampling>,        // [seats]
+    pub(super) parts: Option<ClusterParts>, // of a step of one row
+    pub(super) wide: Option<WideRows>,      // of more rows than `MOST_SEQUENCES`
+    pub(super) logits: Buffer<f32>,         // [rows, vocab]
+    pub(super) best: Buffer<[f32; 2]>,      // [rows, blocks of the head]
+    sampling: Buffer<Sampling>,             // [seats]
     candidates: Option<Candidates>,
     adjust: Adjustments,        // [seats]
     ring: Mapped<u32>,          // [seats, RING]
@@ -172,6 +173,10 @@ impl StepRows {
             shared: None,
             columns,
             experts: ExpertRows::new(gpu, &w, rows)?,
+            parts: match gpu.info().capability {
+                (9, 0) => Some(ClusterParts::new(gpu, w.hidden)?),
+                _ => None,
+            },
             wide,
             logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
