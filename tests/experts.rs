@@ -62,7 +62,7 @@ fn every_method_quantizes_a_mixture_that_runs_and_is_converted() {
     let mut divergences = Vec::new();
     for method in ["rtn", "awq", "gptq", "auto"] {
         let to = home.join(method);
-        let bits = ["--bits", "4", "--method", method];
+        let bits = ["--bits", "4", "--group-size", "32", "--method", method];
         let made = succeeded(quantize(home, &model, &to, &bits));
         let report: Value = serde_json::from_str(&stdout(&made)).unwrap();
         let names = |row: &Value| row["name"].as_str().unwrap().to_owned();
