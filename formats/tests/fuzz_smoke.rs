@@ -165,11 +165,7 @@ fn nq_seed(zeros: Zeros, with_g_idx: bool) -> Vec<u8> {
     else {
         panic!("nothing is complete")
     };
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(4),
-        zeros,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(4), zeros);
     let mut rng = Rng(3);
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
     for (name, shape) in parameters(&shape) {

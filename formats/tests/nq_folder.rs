@@ -8,8 +8,8 @@ use nq_formats::names::{Shape, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, TensorScheme, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
-    AffineScheme, Bits, Checkpoint, DType, Files, Group, ModelConfig, QuantizedWeight, Tensor,
-    Weight, Zeros, nq, pack,
+    AffineScheme, Bits, Checkpoint, DType, Files, Group, Levels, ModelConfig, QuantizedWeight,
+    Scales, Tensor, TwoLevel, Weight, Zeros, nq, pack,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -24,11 +24,7 @@ const OPTIONS: WriterOptions = WriterOptions {
 };
 
 fn scheme(bits: Bits, group: u32, zeros: Zeros) -> AffineScheme {
-    AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    }
+    AffineScheme::new(bits, Group::Size(group), zeros)
 }
 
 fn writer(dest: &Path, source: &Files, options: WriterOptions) -> Writer {
@@ -372,6 +368,8 @@ fn record_round_trip() {
         bits: Bits::B8,
         group: Group::Channel,
         zeros: Zeros::None,
+        scales: Scales::Half,
+        levels: Levels::Even,
         g_idx: true,
     };
     assert_eq!(head, expected);
@@ -382,13 +380,34 @@ fn record_round_trip() {
 }
 
 fn any_scheme() -> impl Strategy<Value = AffineScheme> {
-    let bits = prop_oneof![Just(Bits::B4), Just(Bits::B8)];
+    let bits = prop::sample::select(Bits::ALL.to_vec());
     let group = prop_oneof![
         Just(Group::Channel),
         prop::sample::select(vec![1u32, 3, 16, 32, 64, 128]).prop_map(Group::Size)
     ];
     let zeros = prop_oneof![Just(Zeros::None), Just(Zeros::Integer), Just(Zeros::Offset)];
-    (bits, group, zeros).prop_map(|(bits, group, zeros)| AffineScheme { bits, group, zeros })
+    let two_level = (prop::sample::select(Bits::ALL.to_vec()), 0u32..4);
+    let kept = (prop::option::of(two_level), any::<bool>());
+    (bits, group, zeros, kept).prop_map(|(bits, group, zeros, (two_level, table))| {
+        let span = |groups| match group {
+            Group::Size(n) if groups > 0 => Group::Size(n * groups),
+            _ => Group::Channel,
+        };
+        let levels = match table && bits < Bits::B8 {
+            true => Levels::Table,
+            false => Levels::Even,
+        };
+        AffineScheme {
+            scales: two_level
+                .map(|(bits, groups)| TwoLevel {
+                    bits,
+                    span: span(groups),
+                })
+                .into(),
+            levels,
+            ..AffineScheme::new(bits, group, zeros)
+        }
+    })
 }
 
 proptest! {
@@ -405,7 +424,7 @@ proptest! {
         pack::unpack_row(bits, &packed, &mut back);
         prop_assert_eq!(&back, &codes);
         for (i, c) in codes.iter().enumerate() {
-            prop_assert_eq!(pack::code_at(bits, &packed, i), *c);
+            prop_assert_eq!(pack::code_at(bits, &packed, codes.len(), i), *c);
         }
         let mut again = vec![0; packed.len()];
         pack::pack_row(bits, &back, &mut again);

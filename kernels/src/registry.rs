@@ -84,6 +84,18 @@ impl WeightKind {
         }
     }
 
+    /// What devices hold such weights as, exactly: kernels serve 4 and 8 bits ([`AffineScheme::held`]).
+    #[must_use]
+    pub const fn held(self) -> Self {
+        match self {
+            WeightKind::Dense(_) => self,
+            WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
+                scheme: scheme.held(),
+                act_order,
+            },
+        }
+    }
+
     /// Bytes of a weight `[out, inputs]` of this kind in canonical form, as it is read.
     pub fn bytes(self, (out, inputs): (usize, usize)) -> usize {
         match self {

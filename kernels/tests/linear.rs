@@ -179,11 +179,7 @@ fn activation_order() {
             }
         }
         // Groups that are empty, too small and too large.
-        let scheme = AffineScheme {
-            bits: Bits::B4,
-            group: Group::Size(32),
-            zeros: Zeros::Integer,
-        };
+        let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
         let g_idx = (0..100).map(|i| if i % 7 == 0 { 3 } else { 1 }).collect();
         let w = affine(scheme, 20, 100, Some(g_idx), 6);
         for m in ROWS {
@@ -195,7 +191,7 @@ fn activation_order() {
 /// The projections of Qwen3-0.6B (two of each kind of aspect), on seeded rows.
 #[test]
 fn real_shapes() {
-    let affine_of = |bits, group, zeros| AffineScheme { bits, group, zeros };
+    let affine_of = |bits, group, zeros| AffineScheme::new(bits, group, zeros);
     let kinds = [
         affine_of(Bits::B4, Group::Size(64), Zeros::Integer),
         affine_of(Bits::B4, Group::Size(128), Zeros::None),
@@ -229,11 +225,7 @@ fn real_shapes() {
 /// More rows than pass the weights at a time.
 #[test]
 fn many_rows() {
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(32),
-        zeros: Zeros::Integer,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
     let w = affine(scheme, 40, 96, None, 1);
     let all: Vec<usize> = (0..40).collect();
     for isa in isas() {
@@ -252,11 +244,7 @@ fn many_rows() {
 /// Stacked parts of different schemes, with every epilogue, against one by one products.
 #[test]
 fn stacked_parts_and_epilogues() {
-    let scheme = |bits, zeros| AffineScheme {
-        bits,
-        group: Group::Size(32),
-        zeros,
-    };
+    let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(32), zeros);
     let k = 96;
     let parts = [
         affine(scheme(Bits::B4, Zeros::Integer), 40, k, None, 1),
@@ -329,11 +317,7 @@ fn stacked_parts_and_epilogues() {
 /// The reference set serves everything, odd groups included, with every epilogue.
 #[test]
 fn reference_kernels() {
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(9),
-        zeros: Zeros::Integer,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(9), Zeros::Integer);
     let cpu = cpu(Isa::Scalar, 2);
     let w = [
         affine(scheme, 21, 40, None, 1),
@@ -439,11 +423,7 @@ fn planned_bytes_are_the_packed_bytes() {
 #[test]
 fn refusals_name_what_is_wrong() {
     let cpu = cpu(Isa::Scalar, 1);
-    let odd = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(12),
-        zeros: Zeros::None,
-    };
+    let odd = AffineScheme::new(Bits::B4, Group::Size(12), Zeros::None);
     let w = affine(odd, 16, 48, None, 1);
     let error = |r: nq_kernels::Result<Linear>| r.err().expect("a refusal").to_string();
     let text = error(Linear::new(
@@ -484,11 +464,7 @@ fn refusals_name_what_is_wrong() {
 /// A value that is not finite must show in the outputs, not vanish in rounding.
 #[test]
 fn damage_shows() {
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(32),
-        zeros: Zeros::None,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::None);
     let w = affine(scheme, 16, 64, None, 1);
     for isa in isas() {
         let cpu = cpu(isa, 1);

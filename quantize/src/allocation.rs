@@ -98,11 +98,7 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
 
 /// The schemes that are chosen from, of at least `least` bits.
 pub fn candidates(least: Bits) -> Vec<AffineScheme> {
-    let scheme = |bits, group, zeros| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     let all = [
         scheme(Bits::B4, 128, Zeros::None),
         scheme(Bits::B4, 128, Zeros::Integer),

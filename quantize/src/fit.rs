@@ -272,7 +272,7 @@ mod tests {
 
     fn grid(bits: Bits, zeros: Zeros) -> Grid {
         let group = Group::Size(64);
-        Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+        Grid::new(AffineScheme::new(bits, group, zeros)).unwrap()
     }
 
     fn error(grid: &Grid, p: GroupParams, w: &[f32], h: &[f32]) -> f64 {

@@ -240,7 +240,7 @@ mod tests {
 
     fn grid(bits: Bits, zeros: Zeros) -> Grid {
         let group = Group::Size(4);
-        Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+        Grid::new(AffineScheme::new(bits, group, zeros)).unwrap()
     }
 
     #[test]
@@ -301,11 +301,7 @@ mod tests {
 
     #[test]
     fn float_offsets_are_refused() {
-        let scheme = AffineScheme {
-            bits: Bits::B4,
-            group: Group::Channel,
-            zeros: Zeros::Offset,
-        };
+        let scheme = AffineScheme::new(Bits::B4, Group::Channel, Zeros::Offset);
         let error = Grid::new(scheme).unwrap_err().to_string();
         assert_eq!(
             error,

@@ -209,5 +209,5 @@ fn nearest(
         _ if format == ExportFormat::Gptq || bits == Bits::B8 => Zeros::None,
         _ => Zeros::Integer,
     };
-    AffineScheme { bits, group, zeros }
+    AffineScheme::new(bits, group, zeros)
 }

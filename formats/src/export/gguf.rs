@@ -10,7 +10,7 @@ use crate::gguf::{BlockType, encode, metadata, names};
 use crate::models::LinearKind;
 use crate::names::{EMBEDDING, HEAD, Shape, layer_linear, parameters};
 use crate::progress::Progress;
-use crate::scheme::{AffineScheme, Bits, Zeros};
+use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
 use crate::store::Exactness;
 use crate::stored::StoredWeight;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight};
@@ -292,7 +292,9 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
         (Bits::B8, Zeros::Offset) if affine.codes().iter().all(|&q| q < 32) => {
             exact(BlockType::Q5_1, How::Repack)
         }
-        (Bits::B8, _) => None,
+        (Bits::B5, Zeros::None) => exact(BlockType::Q5_0, How::Repack),
+        (Bits::B5, Zeros::Offset) => exact(BlockType::Q5_1, How::Repack),
+        _ => None,
     }
 }
 
@@ -312,9 +314,17 @@ pub(super) fn holds(
             scheme.group.size(cols)
         ));
     }
+    if scheme.levels == Levels::Table {
+        return Err("its blocks have tables of their own; even steps would fit".into());
+    }
     match (scheme.bits, scheme.zeros) {
-        (Bits::B8, Zeros::Integer) => Err("its 8-bit blocks have no zero-points".into()),
-        _ => Ok(()),
+        (Bits::B4, _) | (Bits::B5 | Bits::B8, Zeros::None | Zeros::Offset) => Ok(()),
+        (Bits::B8, _) => Err("its 8-bit blocks have no zero-points".into()),
+        (Bits::B5, _) => Err("its 5-bit blocks have no zero-points; offsets or none fit".into()),
+        (bits, _) => Err(format!(
+            "it has no such blocks of {} bits; 4, 5 and 8 bits fit",
+            bits.width()
+        )),
     }
 }
 
@@ -322,7 +332,7 @@ pub(super) fn holds(
 fn nearest(weight: &StoredWeight, cols: usize) -> BlockType {
     let eight = match weight {
         StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => {
-            a.scheme().bits == Bits::B8
+            a.scheme().bits > Bits::B4
         }
         _ => false,
     };
@@ -423,7 +433,7 @@ fn repack_row(a: &AffineWeight, row: usize, kind: BlockType, out: &mut [u8]) {
                 }
                 continue;
             }
-            BlockType::Q4_0 => rest,
+            BlockType::Q4_0 | BlockType::Q5_0 => rest,
             _ => {
                 let (m, rest) = rest.split_at_mut(2);
                 m.copy_from_slice(&f16::from_f32(offset).to_le_bytes());
@@ -433,7 +443,7 @@ fn repack_row(a: &AffineWeight, row: usize, kind: BlockType, out: &mut [u8]) {
         let nibbles = match kind {
             BlockType::Q4_0 | BlockType::Q4_1 => rest,
             _ => {
-                let (high, rest) = rest.split_at_mut(4); // Q5_1
+                let (high, rest) = rest.split_at_mut(4); // Q5_0, Q5_1
                 let bits = codes.iter().enumerate();
                 let bits = bits.fold(0u32, |h, (i, q)| h | u32::from(q >> 4) << i);
                 high.copy_from_slice(&bits.to_le_bytes());

@@ -97,7 +97,7 @@ pub(crate) fn schemes(groups: &[Group]) -> Vec<AffineScheme> {
     for bits in [Bits::B4, Bits::B8] {
         for &group in groups {
             for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
-                all.push(AffineScheme { bits, group, zeros });
+                all.push(AffineScheme::new(bits, group, zeros));
             }
         }
     }

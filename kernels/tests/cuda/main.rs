@@ -199,11 +199,7 @@ fn products_of_many_rows_in_real_shapes() {
         return;
     }
     let stream = gpu.stream().unwrap();
-    let scheme = |bits, group, zeros| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     for (seed, (m, out, inp)) in [
         (512, 6144, 4096),
         (333, 49_000, 1000),
@@ -412,11 +408,7 @@ fn products_of_a_step_in_real_shapes() {
         (6144, 4096),
         (5120, 25600),
     ];
-    let scheme = |bits, group, zeros| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     for (i, (out, inp)) in shapes.into_iter().enumerate() {
         let mut rows: Vec<usize> = (0..64).map(|k| (k * 7919 + 13) % out).collect();
         rows.extend([0, out - 1]);

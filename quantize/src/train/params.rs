@@ -161,22 +161,13 @@ struct Parts {
 
 fn parts(w: &AffineWeight) -> Parts {
     let (rows, cols, groups) = (w.out_features(), w.in_features(), w.groups());
-    let bits = w.scheme().bits;
+    let scheme = w.scheme();
     let mut codes = vec![0; rows * cols];
-    let unpack = |(r, out): (usize, &mut [u8])| pack::unpack_row(bits, w.row_codes(r), out);
+    let unpack = |(r, out): (usize, &mut [u8])| pack::unpack_row(scheme.bits, w.row_codes(r), out);
     codes.par_chunks_mut(cols).enumerate().for_each(unpack);
-    let zero = |row: usize, group: usize| match w.zeros() {
-        ZeroPoints::Integer(z) => {
-            let stride = bits.bytes(groups);
-            f32::from(pack::code_at(
-                bits,
-                &z[row * stride..(row + 1) * stride],
-                group,
-            ))
-        }
-        _ => f32::from(bits.midpoint()),
-    };
-    let at = |i: usize| zero(i / groups, i % groups);
+    let middle = scheme.bits.midpoint();
+    let zero = |row, group| w.zero_point(row, group).unwrap_or(middle);
+    let at = |i: usize| f32::from(zero(i / groups, i % groups));
     Parts {
         codes,
         scales: w.scales().iter().map(|s| s.to_f32()).collect(),

@@ -259,7 +259,7 @@ fn choose(
     let mut chosen = Vec::new();
     let mut rows = 1;
     loop {
-        let kernel = LinearKernel::select(cpu.isa(), kind, activations, rows)
+        let kernel = LinearKernel::select(cpu.isa(), kind.held(), activations, rows)
             .ok_or_else(|| no_kernel(cpu, kind, activations))?;
         chosen.push(kernel);
         match kernel.info.rows.end().checked_add(1) {

@@ -17,7 +17,7 @@ use crate::cpu::simd::LANES;
 use crate::error::{Error, Result};
 use crate::registry::WeightKind;
 use half::f16;
-use nq_formats::pack::{code_at, unpack_row};
+use nq_formats::pack::{pack_row, unpack_row};
 use nq_formats::{
     AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
 };
@@ -57,9 +57,9 @@ impl Codes {
                 DType::BF16 => Some(Codes::Bf16),
                 _ => None,
             },
-            Weight::Quantized(QuantizedWeight::Affine(a)) => Some(match a.scheme().bits {
+            Weight::Quantized(QuantizedWeight::Affine(a)) => Some(match a.scheme().held().bits {
                 Bits::B4 => Codes::Nibble,
-                Bits::B8 => Codes::Byte,
+                _ => Codes::Byte,
             }),
             Weight::Quantized(_) => None,
         }
@@ -139,9 +139,7 @@ impl Packed {
             units,
             group: inputs,
             groups: 1,
-            data: interleave(team, rows, units, |row, _| {
-                Row::Borrowed(&data[row * stride..(row + 1) * stride])
-            }),
+            data: interleave(team, rows, units, &Rows::Dense { data, stride }),
             scales: Buffer::default(),
             zeros: PackedZeros::None,
             order: None,
@@ -150,7 +148,6 @@ impl Packed {
 
     fn affine(team: &Team, a: &AffineWeight, codes: Codes, align: usize) -> Self {
         let (rows, k) = (a.out_features(), a.in_features());
-        let bits = a.scheme().bits;
         let align = align.max(codes.inputs());
         // Packed groups: index of the original group, and where its inputs are.
         let (group, source, order) = match (a.g_idx(), a.scheme().group) {
@@ -171,29 +168,17 @@ impl Packed {
         }
         .next_multiple_of(align);
         let (units, groups) = (inputs / codes.inputs(), source.len());
-        let data = interleave(team, rows, units, |row, scratch| match &order {
-            None => Row::Borrowed(a.row_codes(row)),
-            Some(order) => {
-                let packed = a.row_codes(row);
-                scratch.clear();
-                scratch.resize(bits.bytes(inputs), 0);
-                for (i, &from) in order.iter().enumerate().filter(|(_, f)| **f != HOLE) {
-                    let code = code_at(bits, packed, from as usize);
-                    match bits {
-                        Bits::B8 => scratch[i] = code,
-                        Bits::B4 => scratch[i / 2] |= code << (4 * (i & 1)),
-                    }
-                }
-                Row::Scratch
-            }
-        });
+        let data = match &order {
+            None => interleave(team, rows, units, &Rows::Affine(a)),
+            Some(order) => interleave(team, rows, units, &Rows::Ordered(a, order)),
+        };
         let scales = panels_of(team, rows, a.groups(), &source, a.scales());
         let zeros = match a.zeros() {
             ZeroPoints::None => PackedZeros::None,
             ZeroPoints::Offset(o) => {
                 PackedZeros::Offsets(panels_of(team, rows, a.groups(), &source, o))
             }
-            ZeroPoints::Integer(z) => pack_zeros(team, a, &source, z),
+            ZeroPoints::Integer(_) => pack_zeros(team, a, &source),
         };
         Packed {
             codes,
@@ -216,7 +201,7 @@ impl Packed {
         match kind {
             WeightKind::Dense(dtype) => rows * inputs * dtype.size(),
             WeightKind::Affine { scheme, act_order } => {
-                let groups = scheme.group.count(inputs);
+                let (scheme, groups) = (scheme.held(), scheme.group.count(inputs));
                 let zeros = match scheme.zeros {
                     Zeros::None => 0,
                     Zeros::Integer => scheme.bits.bytes(rows * groups),
@@ -250,7 +235,7 @@ impl Packed {
         let o = match &self.zeros {
             PackedZeros::None if self.codes == Codes::Nibble => -s * 8.0,
             PackedZeros::None => -s * 128.0,
-            PackedZeros::Nibbles(z) => -s * f32::from(code_at(Bits::B4, z, at)),
+            PackedZeros::Nibbles(z) => -s * f32::from((z[at / 2] >> (4 * (at & 1))) & 15),
             PackedZeros::Bytes(z) => -s * f32::from(z[at]),
             PackedZeros::Offsets(o) => o[at].to_f32(),
         };
@@ -309,29 +294,23 @@ fn panels_of(
 }
 
 /// Integer zero-points in such panels, packed as codes are.
-fn pack_zeros(team: &Team, a: &AffineWeight, source: &[usize], zeros: &[u8]) -> PackedZeros {
-    let (rows, stride, bits) = (a.out_features(), a.groups(), a.scheme().bits);
-    let row_bytes = bits.bytes(stride);
+fn pack_zeros(team: &Team, a: &AffineWeight, source: &[usize]) -> PackedZeros {
+    let (rows, bits) = (a.out_features(), a.scheme().held().bits);
     let panel = bits.bytes(source.len() * LANES);
     let mut packed = Buffer::weights(rows.div_ceil(LANES) * panel);
     spread(team, &mut packed, panel, |index, packed| {
-        let mut codes = vec![0u8; stride];
+        let mut zeros = vec![0u8; source.len() * LANES];
         for lane in 0..LANES.min(rows - index * LANES) {
-            let row = index * LANES + lane;
-            let of_row = &zeros[row * row_bytes..(row + 1) * row_bytes];
-            unpack_row(bits, of_row, &mut codes);
             for (group, &from) in source.iter().enumerate() {
-                let i = group * LANES + lane;
-                match bits {
-                    Bits::B8 => packed[i] = codes[from],
-                    Bits::B4 => packed[i / 2] |= codes[from] << (4 * (i & 1)),
-                }
+                let zero = a.zero_point(index * LANES + lane, from);
+                zeros[group * LANES + lane] = zero.unwrap_or_default();
             }
         }
+        pack_row(bits, &zeros, packed);
     });
     match bits {
         Bits::B4 => PackedZeros::Nibbles(packed),
-        Bits::B8 => PackedZeros::Bytes(packed),
+        _ => PackedZeros::Bytes(packed),
     }
 }
 
@@ -354,28 +333,45 @@ fn gather_groups(g_idx: &[u32], groups: usize, size: usize) -> (Vec<usize>, Vec<
     (source, order)
 }
 
-/// A canonical row's bytes.
-enum Row<'a> {
-    Borrowed(&'a [u8]),
-    /// In the scratch that was passed.
-    Scratch,
+/// Where the rows that are packed come from.
+enum Rows<'a> {
+    Dense {
+        data: &'a [u8],
+        stride: usize,
+    },
+    Affine(&'a AffineWeight),
+    /// The input of each place, or [`HOLE`].
+    Ordered(&'a AffineWeight, &'a [u32]),
+}
+
+impl Rows<'_> {
+    /// One row's bytes, as they are or in `scratch`.
+    fn row<'a>(&'a self, row: usize, scratch: &'a mut Vec<u8>) -> &'a [u8] {
+        match self {
+            Rows::Dense { data, stride } => &data[row * stride..(row + 1) * stride],
+            Rows::Affine(a) => a.held_row(row, scratch),
+            Rows::Ordered(a, order) => {
+                let bits = a.scheme().held().bits;
+                let mut codes = vec![0; a.in_features()];
+                unpack_row(bits, a.held_row(row, scratch), &mut codes);
+                let at = |&from: &u32| codes.get(from as usize).copied().unwrap_or(0);
+                let ordered: Vec<u8> = order.iter().map(at).collect();
+                scratch.clear();
+                scratch.resize(bits.bytes(ordered.len()), 0);
+                pack_row(bits, &ordered, scratch);
+                scratch
+            }
+        }
+    }
 }
 
 /// Transposes rows into panels of 4-byte units, in parallel.
-fn interleave<'a>(
-    team: &Team,
-    rows: usize,
-    units: usize,
-    row: impl Fn(usize, &mut Vec<u8>) -> Row<'a> + Sync + Send,
-) -> Buffer<u32> {
+fn interleave(team: &Team, rows: usize, units: usize, source: &Rows<'_>) -> Buffer<u32> {
     let mut data = Buffer::weights(rows.div_ceil(LANES) * units * LANES);
     spread(team, &mut data, units * LANES, |panel, data| {
         let mut scratch = Vec::new();
         for lane in 0..LANES.min(rows - panel * LANES) {
-            let bytes = match row(panel * LANES + lane, &mut scratch) {
-                Row::Borrowed(b) => b,
-                Row::Scratch => &scratch,
-            };
+            let bytes = source.row(panel * LANES + lane, &mut scratch);
             let (whole, rest) = bytes.as_chunks::<4>();
             for (to, unit) in data[lane..].iter_mut().step_by(LANES).zip(whole) {
                 *to = u32::from_le_bytes(*unit);
