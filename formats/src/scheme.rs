@@ -8,6 +8,7 @@
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::str::FromStr;
 
 /// Bits of one code: a row of parameters, which everything about packing follows from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -358,6 +359,43 @@ impl AffineScheme {
             Levels::Table => 1 << self.bits.width(),
         };
         out_features * (self.bits.bytes(in_features) + scales + zeros) + levels
+    }
+}
+
+impl FromStr for AffineScheme {
+    type Err = Error;
+
+    /// The scheme of a name as it is displayed, such as `int4 g32 asymmetric scales8`.
+    fn from_str(name: &str) -> Result<Self> {
+        let bits = Bits::ALL.into_iter();
+        let groups = name.split_whitespace().nth(1).and_then(|group| {
+            let size = group.strip_prefix('g')?.parse().ok().map(Group::Size);
+            size.filter(|s| *s != Group::Size(0))
+        });
+        let group = groups.unwrap_or(Group::Channel);
+        // Names are few: whoever displays as this one is it.
+        let plain = bits.flat_map(|bits| {
+            let zeros = [Zeros::None, Zeros::Integer, Zeros::Offset];
+            zeros.map(|zeros| AffineScheme::new(bits, group, zeros))
+        });
+        let kept = |scheme: AffineScheme| {
+            let spans = name.split_once('/').and_then(|(_, span)| {
+                let digits = span.split_whitespace().next()?;
+                digits.parse().ok().filter(|n| *n > 0).map(Group::Size)
+            });
+            let span = spans.unwrap_or(Group::Channel);
+            let two = Bits::ALL.map(|bits| Scales::TwoLevel(TwoLevel { bits, span }));
+            [Scales::Half]
+                .into_iter()
+                .chain(two)
+                .map(move |scales| AffineScheme { scales, ..scheme })
+        };
+        let mut all = plain.flat_map(kept).flat_map(|s| [s, s.with_table()]);
+        let found = all.find(|s| s.to_string() == name && s.check().is_ok());
+        found.ok_or_else(|| Error::Scheme {
+            expected: "a scheme such as \"int4 g64 asymmetric\"".into(),
+            found: format!("{name:?}"),
+        })
     }
 }
 

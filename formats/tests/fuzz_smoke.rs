@@ -153,7 +153,7 @@ fn configs() {
 }
 
 /// An nq folder of the shape that the target uses, as its input.
-fn nq_seed(zeros: Zeros, with_g_idx: bool) -> Vec<u8> {
+fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
     let config = format!("{{{}}}", targets::SHAPE);
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("config.json"), &config).unwrap();
@@ -165,7 +165,6 @@ fn nq_seed(zeros: Zeros, with_g_idx: bool) -> Vec<u8> {
     else {
         panic!("nothing is complete")
     };
-    let scheme = AffineScheme::new(Bits::B4, Group::Size(4), zeros);
     let mut rng = Rng(3);
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
     for (name, shape) in parameters(&shape) {
@@ -235,10 +234,11 @@ fn quantized_folders() {
         "strategy":"group","group_size":8}}}}"#;
     let fp8 = r#"{"quant_method":"fp8","fmt":"e4m3","weight_block_size":[8,8]}"#;
     use DType::{BF16, F8E4M3, F16, I32};
+    let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(4), zeros);
     let seeds = [
-        nq_seed(Zeros::None, false),
-        nq_seed(Zeros::Integer, true),
-        nq_seed(Zeros::Offset, false),
+        nq_seed(scheme(Bits::B4, Zeros::None), false),
+        nq_seed(scheme(Bits::B4, Zeros::Integer), true),
+        nq_seed(scheme(Bits::B4, Zeros::Offset), false),
         imported_seed(gptq, |rows, cols| {
             vec![
                 (".qweight", I32, vec![cols / 8, rows]),
@@ -266,6 +266,8 @@ fn quantized_folders() {
                 (".weight_scale_inv", BF16, vec![rows / 8, cols / 8]),
             ]
         }),
+        nq_seed(scheme(Bits::B6, Zeros::Offset).two_level(Bits::B5), true),
+        nq_seed(scheme(Bits::B3, Zeros::Integer).with_table(), false),
     ];
     // The seeds themselves open: otherwise no mutation would reach the reader.
     for seed in &seeds {

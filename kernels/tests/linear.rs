@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{Guarded, affine, cpu, dense, isas, nmse, normal, schemes, shuffled_groups};
+use common::{
+    Guarded, affine, cpu, dense, held_as_others, isas, nmse, normal, schemes, shuffled_groups,
+};
 use nq_formats::{AffineScheme, Bits, DType, Group, QuantizedWeight, Weight, Zeros};
 use nq_kernels::cpu::linear::kernels::KERNELS;
 use nq_kernels::cpu::{Epilogue, Isa, Linear};
@@ -106,7 +108,7 @@ fn check(isa: Isa, w: &Weight, activations: Activations, m: usize, rows: &[usize
 /// Runs `check` for every registry row of `isa` that serves the weight, and returns how
 /// many cases that were.
 fn check_registry(isa: Isa, w: &Weight, rows: &[usize]) -> usize {
-    let kind = WeightKind::of(w);
+    let kind = WeightKind::of(w).held();
     let mut cases = 0;
     for kernel in KERNELS
         .iter()
@@ -163,6 +165,23 @@ fn affine_edge_shapes() {
                 let cases = check_registry(isa, &w, &all);
                 assert_eq!(cases, ROWS.len() * (ACTIVATIONS.len() - 1), "{scheme}");
             }
+        }
+    }
+}
+
+/// What a device holds as another scheme is multiplied by that scheme's kernels.
+#[test]
+fn schemes_that_are_held_as_others() {
+    for isa in isas() {
+        for scheme in [32, 64]
+            .map(Group::Size)
+            .into_iter()
+            .flat_map(held_as_others)
+        {
+            let w = affine(scheme, 33, 192, None, 7);
+            let all: Vec<usize> = (0..33).collect();
+            let cases = check_registry(isa, &w, &all);
+            assert_eq!(cases, ROWS.len() * (ACTIVATIONS.len() - 1), "{scheme}");
         }
     }
 }
@@ -360,8 +379,15 @@ fn packed_rows_are_the_canonical_ones() {
         dense(DType::F16, 19, 33, 2),
         dense(DType::BF16, 19, 33, 3),
     ];
-    for scheme in schemes(&GROUPS) {
+    for scheme in schemes(&GROUPS)
+        .into_iter()
+        .chain(held_as_others(Group::Size(32)))
+    {
         weights.push(affine(scheme, 19, 100, None, 4));
+    }
+    for scheme in held_as_others(Group::Size(16)) {
+        let g_idx = shuffled_groups(100, 16, 2);
+        weights.push(affine(scheme, 19, 100, Some(g_idx), 6));
     }
     for scheme in schemes(&[Group::Size(32)]) {
         weights.push(affine(
@@ -410,6 +436,7 @@ fn planned_bytes_are_the_packed_bytes() {
     let (out, inp) = (37, 384);
     let affine = schemes(&GROUPS)
         .into_iter()
+        .chain(held_as_others(Group::Size(64)))
         .map(|s| affine(s, out, inp, None, 5));
     let dense = [DType::F32, DType::F16, DType::BF16].map(|d| dense(d, out, inp, 5));
     for w in affine.chain(dense) {

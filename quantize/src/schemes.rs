@@ -23,6 +23,8 @@ pub const fn default_scheme(bits: Bits) -> AffineScheme {
     match bits {
         Bits::B4 => AffineScheme::new(bits, Group::Size(64), Zeros::Integer),
         Bits::B8 => AffineScheme::new(bits, Group::Size(128), Zeros::None),
+        Bits::B6 => AffineScheme::new(bits, Group::Size(64), Zeros::None).two_level(Bits::B8),
+        _ => AffineScheme::new(bits, Group::Size(32), Zeros::Integer).two_level(Bits::B8),
     }
 }
 
@@ -31,7 +33,7 @@ pub const fn default_scheme(bits: Bits) -> AffineScheme {
 pub const fn head_scheme(bits: Bits) -> AffineScheme {
     match bits {
         Bits::B4 => AffineScheme::new(bits, Group::Size(32), Zeros::Integer),
-        Bits::B8 => default_scheme(Bits::B8),
+        _ => default_scheme(bits),
     }
 }
 

@@ -14,7 +14,7 @@ use crate::dense::{FLOATS, weight_name};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::models::ModelConfig;
-use crate::scheme::{Levels, Scales, Zeros};
+use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
@@ -130,6 +130,10 @@ impl WeightStore for NqStore {
                 Ok(Weight::Dense(tensor))
             }
         }
+    }
+
+    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+        self.record.scheme(name).map(TensorScheme::affine)
     }
 
     fn entries(&self) -> Vec<TensorEntry> {

@@ -14,7 +14,7 @@ mod rows;
 mod sampling;
 mod wide;
 
-use common::{affine, dense, nmse, normal, schemes};
+use common::{affine, dense, held_as_others, nmse, normal, schemes};
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cuda::{
@@ -75,6 +75,7 @@ fn kinds() -> Vec<AffineScheme> {
     let groups = [32, 64, 128, 256].map(Group::Size);
     let mut all = schemes(&groups);
     all.extend(schemes(&[Group::Channel]));
+    all.extend(held_as_others(Group::Size(32)));
     all
 }
 
