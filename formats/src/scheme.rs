@@ -11,7 +11,7 @@ use std::fmt;
 use std::str::FromStr;
 
 /// Bits of one code: a row of parameters, which everything about packing follows from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "u32", try_from = "u32")]
 pub struct Bits(u8);
 
@@ -70,6 +70,12 @@ impl Bits {
     /// The width that devices hold such codes in: 4 or 8.
     pub const fn held(self) -> Bits {
         if self.0 <= 4 { Bits::B4 } else { Bits::B8 }
+    }
+}
+
+impl fmt::Debug for Bits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "B{}", self.0)
     }
 }
 
@@ -332,8 +338,13 @@ impl AffineScheme {
         }
     }
 
-    /// The scheme that devices hold such weights in, exactly: 4 or 8 bits, even steps, an f16 scale
-    /// for each group.
+    /// The same values with an f16 scale for each group and even steps.
+    pub const fn expanded(&self) -> Self {
+        AffineScheme::new(self.value_bits(), self.group, self.zeros)
+    }
+
+    /// The scheme that every device holds such weights in, exactly: 4 or 8 bits, even steps, an f16
+    /// scale for each group.
     pub const fn held(&self) -> Self {
         AffineScheme::new(self.value_bits().held(), self.group, self.zeros)
     }

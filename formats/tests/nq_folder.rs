@@ -336,7 +336,7 @@ fn records_that_disagree_with_the_tensors_are_named() {
         &scales(json!({"bits": 6, "span": 8, "offset": 1})),
     );
     refused(
-        &["q_proj.scales", "U8 [8, 1]", "F16 [8, 1]"],
+        &["q_proj.scales", "U8 [8, 2]", "F16 [8, 1]"],
         &scales(json!({"bits": 6, "span": 8})),
     );
     refused(&[file, "overrides", "fewer than 8 bits"], &|q| {

@@ -84,7 +84,19 @@ impl WeightKind {
         }
     }
 
-    /// What devices hold such weights as, exactly: kernels serve 4 and 8 bits ([`AffineScheme::held`]).
+    /// The same values in schemes that kernels know ([`AffineScheme::expanded`]).
+    #[must_use]
+    pub const fn expanded(self) -> Self {
+        match self {
+            WeightKind::Dense(_) => self,
+            WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
+                scheme: scheme.expanded(),
+                act_order,
+            },
+        }
+    }
+
+    /// What every device can hold such weights as, exactly: 4 or 8 bits ([`AffineScheme::held`]).
     #[must_use]
     pub const fn held(self) -> Self {
         match self {

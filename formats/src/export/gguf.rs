@@ -330,20 +330,16 @@ pub(super) fn holds(
 
 /// The type to requantize to: as many bits as the weight had.
 fn nearest(weight: &StoredWeight, cols: usize) -> BlockType {
-    let eight = match weight {
-        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => {
-            a.scheme().bits > Bits::B4
-        }
-        _ => false,
+    let bits = match weight {
+        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a.scheme().bits,
+        _ => Bits::B4,
     };
-    for_width(
-        if eight {
-            BlockType::Q8_0
-        } else {
-            BlockType::Q4_K
-        },
-        cols,
-    )
+    let kind = match bits {
+        Bits::B8 => BlockType::Q8_0,
+        bits if bits > Bits::B4 => BlockType::Q6_K,
+        _ => BlockType::Q4_K,
+    };
+    for_width(kind, cols)
 }
 
 fn most_common(plans: &[Plan]) -> BlockType {
