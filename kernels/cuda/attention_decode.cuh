@@ -21,6 +21,8 @@
 // computes the new token's q, k and v, has ended. Where positions are split the last block of
 // a head (counted in `arrived`) joins the partial results, in the order of the splits: a warp
 // weighs the parts of a query head, then each thread sums four dims of one, over all parts.
+// With SHARED, pages in front are left to `attention_shared.cu`, which ran before: its partial
+// results are joined too.
 //
 // Bytes: 2 x 256 (int8: 2 x 130) per position and key/value head.
 #pragma once
@@ -37,9 +39,12 @@ struct AttentionArgs {
     const Step* step;       // [m]: position of the new token, and its slot
     float* out;             // [m][heads * 128]
     __half* half;           // unless null, instead: [m][padded] in FP16, in operand order
-    float4* partial;        // [m][heads][most splits][32]: sums
-    float2* tops;           // [m][heads][most splits]: greatest score, weight
+    float4* partial;        // [m][heads][parts][32]: sums
+    float2* tops;           // [m][heads][parts]: greatest score, weight
     int* arrived;           // [m][kv_heads], zero between launches
+    const int* shared;      // [m], with SHARED: pages in front that `attention_shared` reads
+    int parts;              // this kernel's, then those of `attention_shared`
+    int shared_splits;      // of the latter, at most
     int heads;
     int padded;
     float eps;
@@ -57,6 +62,9 @@ constexpr int LEAST_SPLIT = 256;
 constexpr int MOST_SPLITS = 64;
 // Rows of one sequence, at most.
 constexpr int MOST_RUN = 16;
+// Pages that each of `splits` parts of `pages` has, the last of them fewer.
+DEVICE int shared_each(int pages, int splits) { return (pages + splits - 1) / splits; }
+
 // 8-dim tiles of a warp's part of the output.
 constexpr int DIM_TILES = HEAD_DIM / 8 / ATTENTION_WARPS;
 
@@ -101,7 +109,7 @@ struct AttentionShared : ScalesShared<INT8>, JobsShared<ROWS> {
 static_assert(sizeof(AttentionShared<false, 1>) == 76560 && sizeof(AttentionShared<true, 1>) == 77328);
 static_assert(sizeof(AttentionShared<false, MOST_RUN>) == 84304 + 20480 && sizeof(AttentionShared<true, MOST_RUN>) == 81232 + 20480);
 
-template <bool INT8, int ROWS>
+template <bool INT8, int ROWS, bool SHARED>
 DEVICE void attention_decode(const AttentionArgs& p) {
     constexpr float LOG2E = 1.4426950408889634f;
     constexpr int BYTES = INT8 ? 1 : 2;
@@ -120,13 +128,14 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     if (!p.late) release_successor();
     const int position = __ldcg(&p.step[sequence].position);
     const int slot = __ldcg(&p.step[sequence].slot);
-    const int length = position + 1;
+    const int shared = SHARED ? min(__ldcg(p.shared + sequence), position / PAGE) : 0;
+    const int length = position + 1 - shared * PAGE;   // what this kernel reads
     const int most = min((length + LEAST_SPLIT - 1) / LEAST_SPLIT, int(gridDim.y));
     const int share = ((length + most - 1) / most + PAGE - 1) / PAGE * PAGE;
     const int splits = (length + share - 1) / share;
     if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its predecessor
-    const int start = blockIdx.y * share;
-    const int end = min(start + share, length);
+    const int start = shared * PAGE + blockIdx.y * share;
+    const int end = min(start + share, position + 1);
     // Rows of the run in front of this one; of their positions and this one those from `fresh_from`
     // on lie in this block's split.
     int before = 0;
@@ -402,7 +411,8 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         *reinterpret_cast<__half2*>(half + operand_index(kv * heads * HEAD_DIM + dim)) =
             __float22half2_rn(make_float2(clamp_half(x), clamp_half(y)));
     };
-    if (splits == 1) {
+    const int joined = shared == 0 ? splits : splits + (shared - 1) / shared_each(shared, p.shared_splits) + 1;
+    if (joined == 1) {
         const float inv = 1.f / total;
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++) {
@@ -415,13 +425,15 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         }
         return;
     }
-    const float4* const parts = p.partial + size_t(head0) * gridDim.y * (HEAD_DIM / 4);
+    const float4* const parts = p.partial + size_t(head0) * p.parts * (HEAD_DIM / 4);
+    // Where the j-th part to be joined lies.
+    auto part_at = [&](int j) { return SHARED && j >= splits ? int(gridDim.y) + j - splits : j; };
     if (g < heads) {
-        float2* part = reinterpret_cast<float2*>(p.partial + (size_t(head0 + g) * gridDim.y + blockIdx.y) * (HEAD_DIM / 4));
+        float2* part = reinterpret_cast<float2*>(p.partial + (size_t(head0 + g) * p.parts + blockIdx.y) * (HEAD_DIM / 4));
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++)
             __stcg(part + 4 * (DIM_TILES * warp + n) + t, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
-        if (warp == 0 && t == 0) __stcg(p.tops + size_t(head0 + g) * gridDim.y + blockIdx.y, make_float2(top, total));
+        if (warp == 0 && t == 0) __stcg(p.tops + size_t(head0 + g) * p.parts + blockIdx.y, make_float2(top, total));
     }
     __threadfence();
     __syncthreads();
@@ -440,7 +452,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int j = 32 * i + lane;
-            part[i] = j < splits ? __ldcg(p.tops + size_t(head0 + head) * gridDim.y + j) : make_float2(-INFINITY, 0.f);
+            part[i] = j < joined ? __ldcg(p.tops + size_t(head0 + head) * p.parts + part_at(j)) : make_float2(-INFINITY, 0.f);
             peak = fmaxf(peak, part[i].x);
         }
 #pragma unroll
@@ -457,11 +469,11 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     __syncthreads();
     for (int i = threadIdx.x; i < heads * (HEAD_DIM / 4); i += ATTENTION_WARPS * 32) {
         const int head = i / (HEAD_DIM / 4);
-        const float4* from = parts + size_t(head) * gridDim.y * (HEAD_DIM / 4) + i % (HEAD_DIM / 4);
+        const float4* from = parts + size_t(head) * p.parts * (HEAD_DIM / 4) + i % (HEAD_DIM / 4);
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 16
-        for (int j = 0; j < splits; j++) {
-            const float4 part = __ldcg(from + j * (HEAD_DIM / 4));
+        for (int j = 0; j < joined; j++) {
+            const float4 part = __ldcg(from + part_at(j) * (HEAD_DIM / 4));
             const float f = sm.share[head][j];
             v.x = fmaf(f, part.x, v.x), v.y = fmaf(f, part.y, v.y);
             v.z = fmaf(f, part.z, v.z), v.w = fmaf(f, part.w, v.w);

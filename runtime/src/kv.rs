@@ -10,6 +10,8 @@
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
 use nq_kernels::cpu::PAGE;
+#[cfg(feature = "cuda")]
+use nq_kernels::cuda::SharedPrefix;
 
 /// Rows at the beginning of a page that a sequence needs in a page of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +22,12 @@ pub(crate) struct PageCopy {
     pub(crate) to: u32,
     /// Rows to copy: fewer than a page's.
     pub(crate) rows: usize,
+}
+
+/// Reads of a page that reading it once for all of its rows saves.
+#[cfg(feature = "cuda")]
+fn saved(prefix: &SharedPrefix) -> usize {
+    prefix.pages * (prefix.rows.len() - 1)
 }
 
 /// The pages of a session, and the sequences in them by slot.
@@ -97,6 +105,53 @@ impl PageTables {
             }
         }
         Ok(copies)
+    }
+
+    /// What sequences have in common: disjoint groups of the rows given with their slots, so chosen
+    /// that reading each group's first pages once saves most, where it saves at least `least` reads
+    /// of a page.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn prefixes(&self, rows: &[(usize, usize)], least: usize) -> Vec<SharedPrefix> {
+        let full = |slot: usize| &self.tables[slot][..self.lengths[slot] / PAGE];
+        let mut rows = rows.to_vec();
+        rows.sort_by_key(|&(_, slot)| full(slot));
+        let mut best = self.best_prefixes(&rows, 0).1;
+        best.retain(|p| saved(p) >= least.max(1));
+        best
+    }
+
+    /// Of rows in the order of their pages that have the first `common` pages in common: the reads
+    /// saved, and the groups that save them.
+    #[cfg(feature = "cuda")]
+    fn best_prefixes(&self, rows: &[(usize, usize)], common: usize) -> (usize, Vec<SharedPrefix>) {
+        let page = |&(_, slot): &(usize, usize), at: usize| {
+            let full = self.lengths[slot] / PAGE;
+            (at < full).then(|| self.tables[slot][at])
+        };
+        let [first, .., last] = rows else {
+            return (0, Vec::new());
+        };
+        let mut pages = common;
+        while page(first, pages).is_some() && page(first, pages) == page(last, pages) {
+            pages += 1;
+        }
+        let together = SharedPrefix {
+            slot: first.1,
+            pages,
+            rows: rows.iter().map(|r| r.0).collect(),
+        };
+        let parts =
+            rows.chunk_by(|a, b| page(a, pages).is_some() && page(a, pages) == page(b, pages));
+        let (mut apart, mut groups) = (0, Vec::new());
+        for part in parts {
+            let (reads, of) = self.best_prefixes(part, pages + 1);
+            apart += reads;
+            groups.extend(of);
+        }
+        match saved(&together) {
+            reads if reads >= apart && reads > 0 => (reads, vec![together]),
+            _ => (apart, groups),
+        }
     }
 
     /// Where in its table a sequence has a page that is partly filled and that others have too.
@@ -266,6 +321,44 @@ mod tests {
             t.truncate(slot, 0);
         }
         assert_eq!(t.free_pages(), 8);
+    }
+
+    /// Rows 10 to 16 over slots 0 to 6: four of five pages, two of which have a sixth, and others.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn what_is_in_common_is_grouped_so_that_most_is_saved() {
+        let mut t = tables(8, 60);
+        grow(&mut t, 0, 5 * PAGE + 3).unwrap();
+        t.fork(0, 1, 5 * PAGE).unwrap();
+        grow(&mut t, 1, PAGE).unwrap();
+        t.fork(1, 2, 6 * PAGE).unwrap();
+        t.fork(0, 3, 5 * PAGE + 3).unwrap();
+        grow(&mut t, 4, 9 * PAGE).unwrap();
+        t.fork(4, 5, 9 * PAGE).unwrap();
+        grow(&mut t, 6, PAGE).unwrap();
+        let rows: Vec<(usize, usize)> = (0..7).map(|slot| (10 + slot, slot)).collect();
+        let groups = |t: &PageTables, least| {
+            let mut found: Vec<_> = t
+                .prefixes(&rows, least)
+                .into_iter()
+                .map(|mut p| {
+                    p.rows.sort_unstable();
+                    (p.pages, p.rows)
+                })
+                .collect();
+            found.sort();
+            found
+        };
+        // Partly filled pages are nobody's to share; 15 reads saved by four, not 6 by two.
+        let (four, two) = ((5, vec![10, 11, 12, 13]), (9, vec![14, 15]));
+        assert_eq!(groups(&t, 1), [four.clone(), two]);
+        assert_eq!(groups(&t, 10), [four]);
+        assert_eq!(groups(&t, 16), []);
+        // Two that have much more in common do better alone.
+        grow(&mut t, 1, 20 * PAGE).unwrap();
+        t.fork(1, 2, 26 * PAGE).unwrap();
+        assert_eq!(groups(&t, 10), [(26, vec![11, 12])]);
+        assert!(t.prefixes(&rows[..1], 0).is_empty() && t.prefixes(&[], 0).is_empty());
     }
 
     #[test]

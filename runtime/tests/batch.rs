@@ -239,6 +239,75 @@ fn forks_share(engine: &dyn Engine) {
     assert!(common::distance(&found, &feed(&mut *alone, 0, &others)) == 0.0);
 }
 
+/// Sixteen sequences that begin with the same ten pages, which a device may read once for all of
+/// them, and one that does not, draw together what each draws alone.
+fn many_share(engine: &dyn Engine, rounds: bool) {
+    const MANY: usize = 16;
+    let long = SessionSpec {
+        ctx: 12 * PAGE,
+        max_rows: 12 * PAGE,
+        ..spec(MANY + 1, None)
+    };
+    let mut session = engine.session(long).expect("it fits");
+    let text = tokens(10 * PAGE + 7, 8);
+    feed(&mut *session, 0, &text);
+    for slot in 1..MANY {
+        session
+            .fork(0, slot, text.len() - slot % 3)
+            .expect("so many");
+    }
+    let mut known: Vec<Known> = (0..=MANY)
+        .map(|slot| {
+            let shared = if slot < MANY {
+                text.len() - slot % 3
+            } else {
+                0
+            };
+            let mut of = text[..shared].to_vec();
+            of.extend(tokens(1 + slot % 4, 30 + slot as u64));
+            Known {
+                params: SamplingParams::greedy(),
+                stream: slot as u64,
+                prompt: of.len(),
+                tokens: of,
+            }
+        })
+        .collect();
+    let prompts: Vec<Vec<u32>> = known.iter().map(|k| k.tokens.clone()).collect();
+    let mut batch = Batch::new(&mut *session);
+    let mut pieces: Vec<Piece<'_>> = (known.iter().enumerate())
+        .map(|(slot, k)| Piece {
+            slot,
+            tokens: &prompts[slot][if slot < MANY {
+                text.len() - slot % 3
+            } else {
+                0
+            }..],
+            then: Some(Continuation {
+                sampler: k.sampler(),
+                tokens: 24,
+            }),
+        })
+        .collect();
+    while !pieces.is_empty() || batch.running() > 0 {
+        let draw = &mut |slot: usize, token: nq_runtime::Result<u32>| {
+            known[slot].tokens.push(token.expect("finite"));
+            ControlFlow::Continue(())
+        };
+        batch
+            .step(std::mem::take(&mut pieces), draw)
+            .expect("it goes on");
+    }
+    drop(batch);
+    let mut alone = engine
+        .session(SessionSpec { slots: 1, ..long })
+        .expect("it fits");
+    for k in &known {
+        assert_eq!(k.tokens.len(), k.prompt + 24);
+        k.check(&mut *alone, rounds);
+    }
+}
+
 /// One sequence whose numbers overflow ends; its neighbours do not notice.
 fn failures_stay_alone(engine: &dyn Engine, poison: u32) {
     let mut session = engine.session(spec(3, None)).expect("it fits");
@@ -388,6 +457,12 @@ fn forked_sequences_share_pages() {
 }
 
 #[test]
+fn many_sequences_over_the_same_pages_draw_what_each_does_alone() {
+    let config = config();
+    many_share(&*nq(&config, &Store::random(&config, 23)), false);
+}
+
+#[test]
 fn pages_are_the_same_in_another_session() {
     let config = config();
     pages_go_to_another_session(&*nq(&config, &Store::random(&config, 23)));
@@ -446,6 +521,7 @@ mod cuda {
         if let Some(engine) = gpu(&store, &config) {
             at_random(&*engine, 10_000, true);
             forks_share(&*engine);
+            many_share(&*engine, true);
             a_full_context_ends_one(&*engine);
         }
     }

@@ -4,8 +4,8 @@ use super::timing::{MODELS, Model, Timing};
 use nq_kernels::Result;
 use nq_kernels::cpu::{KvType, PAGE};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DevicePages, HEAD_DIM,
-    Heads, PageEntry, PagesShape, Row, SequenceRows, Step, StepBounds,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages,
+    HEAD_DIM, Heads, PageEntry, PagesShape, Row, SequenceRows, SharedPrefix, Step, StepBounds,
 };
 
 /// Layers that take turns, so that pages come out of memory.
@@ -103,6 +103,7 @@ fn attention_of_steps(t: &mut Timing, runs: bool, shapes: &[(usize, usize)]) -> 
                     splits: AttentionScratch::splits(&t.gpu, kv_heads, m, depth),
                     late: false,
                     runs,
+                    shared: None,
                 };
                 let what = format!("{} {m} x {depth} positions {name}", model.name);
                 t.chained(&what, layers.bytes(sequences * depth), |turn| {
@@ -119,6 +120,90 @@ fn attention_of_steps(t: &mut Timing, runs: bool, shapes: &[(usize, usize)]) -> 
                         shape,
                     )
                 })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Rows whose sequences have so many pages in common, and 64 positions each of their own: with those
+/// pages read once for all of them, and row by row.
+pub(crate) fn attention_shared(t: &mut Timing) -> Result<()> {
+    for model in MODELS {
+        for (kv, name) in KV {
+            for (m, pages) in [
+                (2, 8),
+                (2, 32),
+                (4, 8),
+                (4, 64),
+                (16, 1),
+                (16, 4),
+                (16, 64),
+                (64, 4),
+            ] {
+                let depth = pages * PAGE + 64;
+                let mut layers = Layers::new(t, model, kv, m, depth)?;
+                let entries: Vec<PageEntry> = (0..m * pages)
+                    .map(|i| PageEntry {
+                        slot: i % m,
+                        index: i / m,
+                        page: (i / m * m) as u32,
+                    })
+                    .collect();
+                t.stream.set_pages(&mut layers.pages, &entries)?;
+                let (heads, kv_heads) = (model.heads, model.kv_heads);
+                let qkv = vec![0.1f32; m * (heads + 2 * kv_heads) * HEAD_DIM];
+                let qkv = t.gpu.upload("a benchmark", &qkv)?;
+                let steps: Vec<Step> = (0..m as i32)
+                    .map(|slot| Step {
+                        position: depth as i32 - 1,
+                        slot,
+                        ..Step::default()
+                    })
+                    .collect();
+                let bounds = StepBounds {
+                    places: layers.pages.places(),
+                    tokens: 1,
+                };
+                let steps = Checked::upload(&t.gpu, "a benchmark", &steps, bounds)?;
+                let mut scratch = AttentionScratch::new(&t.gpu, heads, kv_heads, m)?;
+                let mut out = t.gpu.zeros("a benchmark", m * heads * HEAD_DIM)?;
+                let mut cascade = Cascade::new(&t.gpu, m, layers.pages.places())?;
+                let prefix = SharedPrefix {
+                    slot: 0,
+                    pages,
+                    rows: (0..m).collect(),
+                };
+                let sizes = (heads / kv_heads, kv_heads);
+                let once = cascade.write(&t.stream, &[prefix], sizes)?;
+                for (shared, how, read) in [
+                    (once.map(|of| (&cascade, of)), "once", depth + 64 * (m - 1)),
+                    (None, "row by row", m * depth),
+                ] {
+                    let positions = if shared.is_some() { 64 } else { depth };
+                    let shape = AttentionShape {
+                        m,
+                        splits: AttentionScratch::splits(&t.gpu, kv_heads, m, positions),
+                        late: false,
+                        runs: false,
+                        shared,
+                    };
+                    let what = format!("{} {m} rows, {pages} pages {name}, {how}", model.name);
+                    t.chained(&what, layers.bytes(read), |turn| {
+                        let out = AttentionOutput::Full(&mut out);
+                        let layer = layers.pages.layer(turn % LAYERS);
+                        let heads = layers.heads(heads);
+                        (t.stream).attention_decode(
+                            &qkv,
+                            &steps,
+                            &heads,
+                            layer,
+                            &mut scratch,
+                            out,
+                            shape,
+                        )
+                    })?;
+                }
             }
         }
     }

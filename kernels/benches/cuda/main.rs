@@ -32,7 +32,7 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 14] = [
+const BENCHES: [Bench; 15] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
@@ -41,6 +41,7 @@ const BENCHES: [Bench; 14] = [
     ("linear_reference", products::linear_reference),
     ("attention_decode", attention::attention_decode),
     ("attention_run", attention::attention_run),
+    ("attention_shared", attention::attention_shared),
     ("attention_prefill", attention::attention_prefill),
     ("pages", attention::pages),
     ("rows", rows::rows),

@@ -28,8 +28,8 @@ pub use advance::{
     Adjustments, Advance, Candidates, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling,
 };
 pub use attention::{
-    AttentionOutput, AttentionScratch, AttentionShape, DevicePages, HEAD_DIM, Heads, LayerPages,
-    MOST_RUN, PageEntry, PagesShape,
+    AttentionOutput, AttentionScratch, AttentionShape, Cascade, CascadeShape, DevicePages,
+    HEAD_DIM, Heads, LayerPages, MOST_RUN, PageEntry, PagesShape, SharedPrefix,
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{

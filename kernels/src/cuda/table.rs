@@ -5,9 +5,11 @@ use super::{advance, attention, bandwidth, batch, gemm, gemm_step, gemv, grad, l
 use super::{rows, second_order};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 16] = [
+static TABLE: [&[&KernelRow]; 18] = [
     advance::ROWS,
     attention::ROWS,
+    attention::cascade::ROWS,
+    attention::pages::ROWS,
     bandwidth::ROWS,
     batch::ROWS,
     gemm::ROWS,

@@ -299,6 +299,7 @@ impl<'a> Check<'a> {
                 splits: AttentionScratch::splits(self.gpu, kv_heads, 1, r + 1),
                 late: r % 2 == 0,
                 runs: false,
+                shared: None,
             };
             let at = Step {
                 position: r as i32,
@@ -369,6 +370,7 @@ impl<'a> Check<'a> {
                 splits: AttentionScratch::splits(self.gpu, kv_heads, m, from + run),
                 late: run % 2 == 0,
                 runs: true,
+                shared: None,
             };
             self.stream
                 .attention_decode(

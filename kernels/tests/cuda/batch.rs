@@ -254,6 +254,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
         splits: AttentionScratch::splits(gpu, case.kv_heads, m, longest),
         late: false,
         runs: false,
+        shared: None,
     };
     let expected = case.expected(&last);
     let tolerance = if case.kv == KvType::Int8 { 2e-5 } else { 1e-6 };

@@ -7,6 +7,7 @@
 
 mod attention;
 mod batch;
+mod cascade;
 #[path = "../common/mod.rs"]
 mod common;
 mod driver;

@@ -165,7 +165,7 @@ impl SessionMemory {
         let table = places.positions * HEAD_DIM / 2;
         Ok(SessionMemory {
             cos_sin: gpu.zeros("the rotary table", table)?,
-            step: StepRows::new(gpu, c, head, size, places)?,
+            step: StepRows::new(gpu, c, head, size, (spec.kv, places))?,
             many: ManyRows::new(gpu, &w, kernels, spec.max_rows.max(1), places)?,
             pages,
         })

@@ -174,7 +174,7 @@ fn parts(positions: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>, 
 }
 
 /// A query block's result before division by `sum`: `out` is relative to `exp(max)`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Partial {
     pub(crate) max: f32,
     pub(crate) sum: f32,

@@ -107,23 +107,13 @@ impl Cpu {
         kv: KvSequence<'_>,
         y: &mut [f32],
     ) {
-        if span.len == 0 {
-            return;
-        }
-        let width = heads * head_dim;
-        let q = &qkv[span.row * stride..];
-        let y = &mut y[span.row * width..(span.row + span.len) * width];
-        let begin = self.profile.begin();
-        self.attend(q, stride, span, heads, head_dim, kv, y);
-        let bytes = cache_bytes(span, kv);
-        let shape = (heads, head_dim);
-        self.profile
-            .end(begin, "attention", self.isa.name(), shape, bytes);
+        self.attention_batch(qkv, stride, &[span], heads, head_dim, |_| kv, y);
     }
 
     /// [`Cpu::attention`] of several sequences, whose `spans` lie one behind another; the
-    /// keys and values of `spans[i]` are `kv(i)`. Many sequences are shared out whole, so
-    /// that the team works in step once and not once for each.
+    /// keys and values of `spans[i]` are `kv(i)`. Few rows of each are shared out together, so that
+    /// pages that sequences have in common are read from memory once; many sequences of more rows are
+    /// shared out whole, so that the team works in step once and not once for each.
     ///
     /// # Panics
     /// As [`Cpu::attention`], and if spans overlap or run backwards.
@@ -141,26 +131,40 @@ impl Cpu {
         kv: impl Fn(usize) -> KvSequence<'a> + Send + Sync,
         y: &mut [f32],
     ) {
-        if spans.len() < 2 * self.threads() {
-            for (i, &span) in spans.iter().enumerate() {
-                self.attention(qkv, stride, span, heads, head_dim, kv(i), y);
-            }
-            return;
-        }
         let ordered = |s: &[Span]| s[0].row + s[0].len <= s[1].row;
-        assert!(spans.windows(2).all(ordered), "attention_batch: spans");
-        let width = heads * head_dim;
+        assert!(spans.windows(2).all(ordered), "attention: spans");
+        for (i, span) in spans.iter().enumerate() {
+            let pages = kv(i).pages();
+            assert!(heads.is_multiple_of(pages.kv_heads()));
+            assert!(pages.head_dim() == head_dim);
+            assert!(span.position + span.len <= kv(i).capacity());
+        }
         let begin = self.profile.begin();
-        let y = Shared::new(y);
-        self.team().run_ranges(spans.len(), 1, |tasks| {
-            for i in tasks.filter(|&i| spans[i].len > 0) {
+        let few = |s: &Span| s.len <= FEW_ROWS && head_dim.is_multiple_of(LANES);
+        let width = heads * head_dim;
+        if spans.iter().all(few) {
+            self.attend_few(qkv, stride, spans, heads, &kv, y);
+        } else {
+            let all = Shared::new(y);
+            let attend = |i: usize| {
                 let span = spans[i];
-                let q = &qkv[span.row * stride..];
-                // SAFETY: spans do not overlap, and each is one task.
-                let y = unsafe { y.part(span.row * width..(span.row + span.len) * width) };
-                self.attend(q, stride, span, heads, head_dim, kv(i), y);
+                // SAFETY: spans do not overlap, and each is attended once.
+                let y = unsafe { all.part(span.row * width..(span.row + span.len) * width) };
+                if few(&span) {
+                    let first = Span { row: 0, ..span };
+                    let q = &qkv[span.row * stride..];
+                    self.attend_few(q, stride, &[first], heads, &|_| kv(i), y);
+                } else {
+                    self.attend_many(&qkv[span.row * stride..], stride, span, heads, kv(i), y);
+                }
+            };
+            match spans.len() < 2 * self.threads() {
+                true => (0..spans.len()).for_each(attend),
+                false => self
+                    .team()
+                    .run_ranges(spans.len(), 1, |tasks| tasks.for_each(attend)),
             }
-        });
+        }
         let bytes_of = |(i, &span)| cache_bytes(span, kv(i));
         let bytes = spans.iter().enumerate().map(bytes_of).sum();
         let shape = (heads, head_dim);
@@ -168,60 +172,53 @@ impl Cpu {
             .end(begin, "attention", self.isa.name(), shape, bytes);
     }
 
-    /// Attention of the rows of one span: `q` starts and `y` lies at its first row.
-    #[allow(clippy::too_many_arguments, reason = "one flat description")]
-    fn attend(
+    /// Each row as if it were alone. A task is a key head, a chunk of positions and a row; those of
+    /// rows that see the same positions follow one another, so that what sequences share is read
+    /// once and found in the cache by the others.
+    fn attend_few<'a>(
         &self,
-        q: &[f32],
+        qkv: &[f32],
         stride: usize,
-        span: Span,
+        spans: &[Span],
         heads: usize,
-        head_dim: usize,
-        kv: KvSequence<'_>,
+        kv: &(impl Fn(usize) -> KvSequence<'a> + Send + Sync),
         y: &mut [f32],
     ) {
-        assert!(heads.is_multiple_of(kv.pages().kv_heads()));
-        assert!(kv.pages().head_dim() == head_dim);
-        assert!(span.position + span.len <= kv.capacity());
-        if span.len <= FEW_ROWS && head_dim.is_multiple_of(LANES) {
-            let width = heads * head_dim;
-            for (r, y) in y.chunks_exact_mut(width).enumerate() {
-                let q = &q[r * stride..][..width];
-                self.attend_one(q, span.position + r + 1, kv, y);
-            }
-        } else {
-            self.attend_many(q, stride, span, heads, kv, y);
-        }
-    }
-
-    /// One token: a task is a key head and a chunk of positions.
-    fn attend_one(&self, q: &[f32], len: usize, kv: KvSequence<'_>, y: &mut [f32]) {
-        let d = kv.pages().head_dim();
-        let kv_heads = kv.pages().kv_heads();
-        let group = q.len() / d / kv_heads;
-        let chunks = len.div_ceil(CHUNK);
+        let Some(pages) = (0..spans.len()).map(|i| kv(i).pages()).next() else {
+            return;
+        };
+        let (d, kv_heads) = (pages.head_dim(), pages.kv_heads());
+        let group = heads / kv_heads;
         let scale = 1.0 / (d as f32).sqrt();
         with_scratch!(DecodeScratch, |scratch| {
-            let outs = scratch.outs.reserve(kv_heads * chunks * group * d);
-            let empty = Partial { max: 0.0, sum: 0.0 };
-            scratch.partials.clear();
-            scratch.partials.resize(kv_heads * chunks * group, empty);
+            scratch.plan(spans);
+            let DecodeScratch {
+                rows,
+                tasks,
+                outs,
+                partials,
+            } = scratch;
+            let each = tasks.len();
+            let outs = outs.reserve(kv_heads * each * group * d);
+            partials.resize(kv_heads * each * group, Partial::default());
             {
                 let outs = Shared::new(outs);
-                let partials = Shared::new(&mut scratch.partials);
-                self.team().run_ranges(kv_heads * chunks, 1, |tasks| {
+                let partials = Shared::new(partials);
+                self.team().run_ranges(kv_heads * each, 1, |range| {
                     with_scratch!(Buffer<f32>, |scores| {
-                        for task in tasks {
-                            let (head, chunk) = (task / chunks, task % chunks);
-                            let (from, to) = (chunk * CHUNK, ((chunk + 1) * CHUNK).min(len));
-                            let q = &q[head * group * d..(head + 1) * group * d];
+                        for i in range {
+                            let (head, Task { row, chunk }) = (i / each, tasks[i % each]);
+                            let row = &rows[row];
+                            let (from, to) = (chunk * CHUNK, ((chunk + 1) * CHUNK).min(row.len));
+                            let q = &qkv[row.row * stride + head * group * d..][..group * d];
+                            let at = head * each + row.first + chunk;
                             // SAFETY: each task has parts of its own; `to` is within the
-                            // capacity that `attention` checked; this CPU has the table's
+                            // capacity that `attention_batch` checked; this CPU has the table's
                             // instructions; `d` is a multiple of 16.
                             unsafe {
-                                let outs = outs.part(task * group * d..(task + 1) * group * d);
-                                let partials = partials.part(task * group..(task + 1) * group);
-                                let [keys, values] = kv.head(head);
+                                let outs = outs.part(at * group * d..(at + 1) * group * d);
+                                let partials = partials.part(at * group..(at + 1) * group);
+                                let [keys, values] = kv(row.span).head(head);
                                 (self.table.decode)(
                                     keys,
                                     values,
@@ -239,19 +236,26 @@ impl Cpu {
                 });
             }
             // Merge each query head's chunks, in their order.
-            let mut own = Vec::new();
-            let mut own_outs = Vec::new();
-            for (i, y) in y.chunks_exact_mut(d).enumerate() {
-                let (head, j) = (i / group, i % group);
-                own.clear();
-                own_outs.clear();
-                for chunk in 0..chunks {
-                    let at = (head * chunks + chunk) * group + j;
-                    own.push(scratch.partials[at]);
-                    own_outs.extend_from_slice(&scratch.outs[at * d..(at + 1) * d]);
-                }
-                (self.table.merge)(&own, &own_outs, y);
-            }
+            let y = Shared::new(y);
+            let grain = SMALL.div_ceil(each * d).max(1);
+            self.team().run_ranges(rows.len() * heads, grain, |range| {
+                with_scratch!(MergeScratch, |own| {
+                    for i in range {
+                        let (row, h) = (&rows[i / heads], i % heads);
+                        own.partials.clear();
+                        own.outs.clear();
+                        for chunk in 0..row.chunks() {
+                            let at = (h / group * each + row.first + chunk) * group + h % group;
+                            own.partials.push(partials[at]);
+                            own.outs.extend_from_slice(&outs[at * d..(at + 1) * d]);
+                        }
+                        let to = (row.row * heads + h) * d;
+                        // SAFETY: each head of a row is merged once.
+                        let y = unsafe { y.part(to..to + d) };
+                        (self.table.merge)(&own.partials, &own.outs, y);
+                    }
+                });
+            });
         });
     }
 
@@ -327,8 +331,68 @@ fn cache_bytes(span: Span, kv: KvSequence<'_>) -> usize {
 /// Queries in a tile of any instruction set, at most.
 const MOST_QUERIES: usize = 4 * LANES;
 
+/// A row of a few, and the chunks of positions that it sees.
+struct FewRow {
+    row: usize,
+    span: usize,
+    /// Positions that it sees.
+    len: usize,
+    /// Its first chunk among those of all rows.
+    first: usize,
+}
+
+impl FewRow {
+    fn chunks(&self) -> usize {
+        self.len.div_ceil(CHUNK)
+    }
+}
+
+/// A chunk of what a row sees.
+#[derive(Clone, Copy)]
+struct Task {
+    row: usize,
+    chunk: usize,
+}
+
+/// What attention of a few rows works with.
 #[derive(Default)]
 struct DecodeScratch {
-    outs: Buffer<f32>,
+    rows: Vec<FewRow>,
+    tasks: Vec<Task>,
+    outs: Buffer<f32>, // [kv_heads, chunks of all rows, query heads of each, d]
+    partials: Vec<Partial>, // the same, without d
+}
+
+impl DecodeScratch {
+    /// Lists the rows of `spans`, and their chunks by positions.
+    fn plan(&mut self, spans: &[Span]) {
+        self.rows.clear();
+        self.tasks.clear();
+        let mut first = 0;
+        for (i, span) in spans.iter().enumerate() {
+            for r in 0..span.len {
+                let row = FewRow {
+                    row: span.row + r,
+                    span: i,
+                    len: span.position + r + 1,
+                    first,
+                };
+                first += row.chunks();
+                self.rows.push(row);
+            }
+        }
+        let longest = self.rows.iter().map(FewRow::chunks).max().unwrap_or(0);
+        for chunk in 0..longest {
+            let rows = self.rows.iter().enumerate();
+            let those = rows.filter(|(_, r)| chunk < r.chunks());
+            self.tasks.extend(those.map(|(row, _)| Task { row, chunk }));
+        }
+    }
+}
+
+/// One query head's chunks.
+#[derive(Default)]
+struct MergeScratch {
     partials: Vec<Partial>,
+    outs: Vec<f32>,
 }

@@ -322,7 +322,7 @@ fn rows_have_tests_and_benches() {
 
 /// Constants of Rust and of CUDA that must be the same: file below `src`, name, file of
 /// `kernels/cuda`, name.
-const CONSTANTS: [[&str; 4]; 26] = [
+const CONSTANTS: [[&str; 4]; 28] = [
     ["cpu/kv.rs", "PAGE", "rows.cuh", "PAGE"],
     ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
     [
@@ -365,24 +365,36 @@ const CONSTANTS: [[&str; 4]; 26] = [
         "sampling.cuh",
         "SHORT_LIST",
     ],
-    ["cuda/attention.rs", "HEAD_DIM", "rows.cuh", "HEAD_DIM"],
+    ["cuda/attention/mod.rs", "HEAD_DIM", "rows.cuh", "HEAD_DIM"],
     [
-        "cuda/attention.rs",
+        "cuda/attention/mod.rs",
         "LEAST_SPLIT",
         "attention_decode.cuh",
         "LEAST_SPLIT",
     ],
     [
-        "cuda/attention.rs",
+        "cuda/attention/mod.rs",
         "MOST_SPLITS",
         "attention_decode.cuh",
         "MOST_SPLITS",
     ],
     [
-        "cuda/attention.rs",
+        "cuda/attention/pages.rs",
         "MOST_ENTRIES",
         "pages.cu",
         "MOST_ENTRIES",
+    ],
+    [
+        "cuda/attention/cascade.rs",
+        "MOST_GROUP",
+        "attention_shared.cu",
+        "MOST_GROUP",
+    ],
+    [
+        "cuda/attention/cascade.rs",
+        "WARPS",
+        "attention_shared.cu",
+        "SHARED_WARPS",
     ],
     ["cuda/batch.rs", "WARPS", "gemv_batch.cu", "WARPS"],
     ["cuda/batch.rs", "TILES", "gemv_batch.cu", "TILES"],

@@ -5,8 +5,9 @@ use super::step::{StepEnd, StepKind, StepRows, WideRows};
 use crate::cuda::model::CudaModel;
 use crate::forward::{Attention, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, Columns, DeviceLinear,
-    DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput, Stream,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
+    DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput,
+    Stream,
 };
 use nq_kernels::{Error, Result};
 
@@ -51,16 +52,22 @@ impl Device<'_> {
         layer: usize,
         attention: &Attention<DeviceLinear, Buffer<f32>>,
         (qkv, step): (&Buffer<f32>, &Checked<Step>),
-        scratch: &mut AttentionScratch,
+        (scratch, cascade): (&mut AttentionScratch, Option<&Cascade>),
         out: AttentionOutput<'_>,
         late: bool,
     ) -> Result<()> {
-        let StepKind { m, splits, end } = self.kind;
+        let StepKind {
+            m,
+            splits,
+            end,
+            shared,
+        } = self.kind;
         let shape = AttentionShape {
             m,
             splits,
             late,
             runs: end == StepEnd::Logits && m > 1,
+            shared: shared.and_then(|shape| Some((cascade?, shape))),
         };
         let heads = self.model.heads(attention, self.cos_sin);
         let cache = self.pages.layer(layer);
@@ -145,8 +152,9 @@ impl Ops for NarrowPass<'_> {
         let late = self.device.kind.m == 1 && attention.o.linear.bytes() > FLOOD;
         let out = AttentionOutput::Full(&mut step.attended);
         let from = (&step.qkv, &step.step);
+        let memory = (&mut step.attention, step.cascade.as_ref());
         self.device
-            .attend(layer, attention, from, &mut step.attention, out, late)
+            .attend(layer, attention, from, memory, out, late)
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
@@ -167,6 +175,7 @@ struct WidePass<'a> {
     step: &'a Checked<Step>,
     qkv: &'a mut Buffer<f32>,
     scratch: &'a mut AttentionScratch,
+    cascade: Option<&'a Cascade>,
     rows: &'a mut WideRows,
     head: (&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
     /// The last product's sums are not in `x` yet.
@@ -180,6 +189,7 @@ impl<'a> WidePass<'a> {
             step,
             qkv,
             attention,
+            cascade,
             wide: Some(rows),
             logits,
             best,
@@ -199,6 +209,7 @@ impl<'a> WidePass<'a> {
             step,
             qkv,
             scratch: attention,
+            cascade: cascade.as_ref(),
             rows,
             head: (logits, best),
             pending: false,
@@ -272,8 +283,9 @@ impl Ops for WidePass<'_> {
     ) -> Result<()> {
         let out = AttentionOutput::Half(&mut self.rows.attended);
         let from = (&*self.qkv, self.step);
+        let memory = (&mut *self.scratch, self.cascade);
         self.device
-            .attend(layer, attention, from, self.scratch, out, false)
+            .attend(layer, attention, from, memory, out, false)
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {

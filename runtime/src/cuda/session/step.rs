@@ -8,11 +8,12 @@ use crate::engine::{Chunk, LogitsWanted, SessionSpec, check_tokens};
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
 use nq_formats::ModelConfig;
+use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
-    Adjustments, Advance, AttentionScratch, Buffer, Candidates, Checked, Columns, DeviceLinear,
-    Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped,
-    NONE_ALLOWED, NOT_FINITE, PartialSums, Places, Sampling, Step, StepBounds, best_len,
-    wide_best_len,
+    Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
+    Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES,
+    MOST_WIDE_SEQUENCES, Mapped, NONE_ALLOWED, NOT_FINITE, PartialSums, Places, Sampling, Step,
+    StepBounds, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -21,6 +22,9 @@ use std::time::Duration;
 const RING: usize = 64;
 /// Steps queued ahead of the token that the host waits for.
 const AHEAD: usize = 12;
+/// Reads of a key head's page that reading them once must save in a step, for one more kernel a
+/// layer to pay (`benches/records/2026-11-22-cascade.csv`).
+const LEAST_SHARED: usize = 256;
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
@@ -34,6 +38,10 @@ pub(super) struct StepRows {
     pub(super) attended: Buffer<f32>, // [narrow rows, q_dim]
     pub(super) gated: Buffer<f32>,    // [narrow rows, intermediate]
     pub(super) attention: AttentionScratch,
+    /// What seated sequences have in common, where a device can read it once for all.
+    pub(super) cascade: Option<Cascade>,
+    /// How attention over that is launched; none: nothing worth it is in common.
+    shared: Option<CascadeShape>,
     pub(super) columns: Option<Columns>, // of several narrow rows
     pub(super) wide: Option<WideRows>,   // of more rows than `MOST_SEQUENCES`
     pub(super) logits: Buffer<f32>,      // [rows, vocab]
@@ -121,14 +129,14 @@ struct Seat {
 }
 
 impl StepRows {
-    /// For steps of `size` of a model with this head; all rows are idle, in the last slot of
-    /// `places`.
+    /// For steps of `size` of a model with this head, over keys and values of type `kv`; all rows
+    /// are idle, in the last slot of `places`.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
         head: &DeviceLinear,
         size: StepSize,
-        places: Places,
+        (kv, places): (KvType, Places),
     ) -> Result<Self> {
         let StepSize { seats, rows } = size;
         let w = Widths::of(c);
@@ -147,6 +155,10 @@ impl StepRows {
             false => None,
         };
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
+        let cascade = match seats > 1 && Cascade::fits(gpu, kv) {
+            true => Some(Cascade::new(gpu, seats, places)?),
+            false => None,
+        };
         Ok(StepRows {
             rows,
             step: Checked::new(gpu, "activations", rows, idle, bounds)?,
@@ -155,6 +167,8 @@ impl StepRows {
             attended: f32s(narrow, w.q)?,
             gated: f32s(narrow, w.mlp)?,
             attention: AttentionScratch::new(gpu, heads, kv_heads, rows)?,
+            cascade,
+            shared: None,
             columns,
             wide,
             logits: f32s(rows, w.vocab)?,
@@ -180,9 +194,9 @@ impl StepRows {
 #[derive(Default)]
 pub(super) struct Graphs {
     recorded: HashMap<StepKind, Graph>,
-    /// Sequences and ends of steps that ran: their kernels are loaded and their shared memory is
-    /// reserved, which cannot be recorded.
-    warm: HashSet<(usize, StepEnd)>,
+    /// Sequences and ends of steps that ran, and whether they share: their kernels are loaded and
+    /// their shared memory is reserved, which cannot be recorded.
+    warm: HashSet<(usize, StepEnd, bool)>,
 }
 
 /// What a step is recorded for.
@@ -193,6 +207,8 @@ pub(super) struct StepKind {
     /// Parts that attention cuts contexts into, at most: a short context starts few blocks.
     pub(super) splits: usize,
     pub(super) end: StepEnd,
+    /// Pages that its sequences have in common are read once.
+    pub(super) shared: Option<CascadeShape>,
 }
 
 /// What a step ends with.
@@ -303,7 +319,8 @@ impl CudaSession {
     /// is recorded anew, as each recording has events of its own.
     fn run_step(&mut self, kind: StepKind) -> Result<()> {
         let profiling = self.model.gpu.is_profiling();
-        if !profiling && self.graphs.warm.insert((kind.m, kind.end)) {
+        let warm = (kind.m, kind.end, kind.shared.is_some());
+        if !profiling && self.graphs.warm.insert(warm) {
             return Ok(self.queue_step(kind)?);
         }
         if profiling || !self.graphs.recorded.contains_key(&kind) {
@@ -333,7 +350,27 @@ impl CudaSession {
             m,
             splits: AttentionScratch::splits(&self.model.gpu, kv_heads, m, positions),
             end,
+            shared: None,
         }
+    }
+
+    /// Tells the device what the seated sequences have in common.
+    fn share(&mut self) -> Result<()> {
+        let Some(cascade) = &mut self.step.cascade else {
+            return Ok(());
+        };
+        let seats = self.step.seats.iter().enumerate();
+        let seated: Vec<(usize, usize)> = seats
+            .filter_map(|(row, seat)| Some((row, seat.slot?)))
+            .collect();
+        let c = &self.model.config;
+        let heads = (
+            c.num_attention_heads / c.num_key_value_heads,
+            c.num_key_value_heads,
+        );
+        let prefixes = self.tables.prefixes(&seated, LEAST_SHARED / heads.1);
+        self.step.shared = cascade.write(&self.stream, &prefixes, heads)?;
+        Ok(())
     }
 
     /// True if a step for the host would not disturb one that is drawn on the device.
@@ -542,8 +579,13 @@ impl StepsAhead for CudaSession {
         };
         if std::mem::take(&mut self.step.written) {
             self.queue_embedding(m)?;
+            self.share()?;
         }
-        self.run_step(self.kind(m, longest.unwrap_or(1), end))?;
+        let kind = StepKind {
+            shared: self.step.shared,
+            ..self.kind(m, longest.unwrap_or(1), end)
+        };
+        self.run_step(kind)?;
         self.step.queued.push_back(self.step.seats[..m].to_vec());
         for seat in &mut self.step.seats[..m] {
             seat.drawn = seat.drawn.wrapping_add(1);

@@ -1,202 +1,19 @@
-//! Keys and values on the device, and attention over them.
+//! Attention on the device: of a step's rows, and what it reads and leaves.
+
+pub(super) mod cascade;
+pub(super) mod pages;
 
 use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::kernels;
 use super::pack::SPAN;
-use super::rows::{Places, Row, Step, shape};
-use crate::cpu::{KvType, PAGE};
-use crate::error::{Error, Result};
+use super::rows::{Row, Step, shape};
+use crate::error::Result;
+pub use cascade::{Cascade, CascadeShape, SharedPrefix};
+pub(super) use pages::CacheArgs;
+pub use pages::{DevicePages, LayerPages, PageEntry, PagesShape};
 
 /// Width of a head that the attention kernels serve.
 pub const HEAD_DIM: usize = 128;
-
-/// Keys and values of all layers and sequences, in pages of [`PAGE`] positions.
-///
-/// A sequence is a row of the page tables: its position `p` is row `p % PAGE` of page
-/// `tables[slot][p / PAGE]`. One page more than asked for, and one slot that has it as its first,
-/// belong to nobody: rows that fill a step up are computed there ([`DevicePages::idle_slot`]).
-pub struct DevicePages {
-    keys: Buffer<u8>,   // [layers, pages + 1, kv_heads, PAGE, 128]
-    values: Buffer<u8>, // [layers, pages + 1, kv_heads, 128, PAGE]
-    scales: Option<(Buffer<u16>, Buffer<u16>)>, // [layers, pages + 1, kv_heads, PAGE]
-    tables: Buffer<u32>, // [slots + 1, table_len]
-    shape: PagesShape,
-    table_len: usize,
-}
-
-/// Sizes of [`DevicePages`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PagesShape {
-    /// What keys and values are rounded to.
-    pub kv: KvType,
-    /// Layers.
-    pub layers: usize,
-    /// Key and value heads.
-    pub kv_heads: usize,
-    /// Pages of each layer.
-    pub pages: usize,
-    /// Sequences at most.
-    pub slots: usize,
-    /// Positions of a sequence at most.
-    pub ctx: usize,
-}
-
-impl PagesShape {
-    /// Rows of keys (and of values) of one page.
-    fn page_rows(&self) -> usize {
-        self.kv_heads * PAGE
-    }
-
-    fn rows(&self) -> usize {
-        self.layers * (self.pages + 1) * self.page_rows()
-    }
-}
-
-/// Where [`DevicePages::set_pages`] puts a page: `slot`'s positions from `PAGE * index` on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageEntry {
-    /// The sequence.
-    pub slot: usize,
-    /// Which of its pages.
-    pub index: usize,
-    /// The page.
-    pub page: u32,
-}
-
-/// One layer of [`DevicePages`].
-#[derive(Clone, Copy)]
-pub struct LayerPages<'a> {
-    pages: &'a DevicePages,
-    layer: usize,
-}
-
-/// `Cache` of `cuda/rows.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct CacheArgs {
-    keys: Address,
-    values: Address,
-    key_scales: Address,
-    value_scales: Address,
-    tables: Address,
-    kv_heads: i32,
-    table_len: i32,
-}
-
-impl DevicePages {
-    /// Zeroed pages; every table's entries name the page that belongs to nobody.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for f32, which the device does not keep.
-    pub fn new(gpu: &Gpu, shape: PagesShape) -> Result<Self> {
-        let what = "the KV cache";
-        if shape.kv == KvType::F32 {
-            return Err(Error::NoKernel {
-                op: "attention",
-                scheme: "f32 keys and values".into(),
-                activations: "f32".into(),
-                device: gpu.info().to_string(),
-            });
-        }
-        let codes = shape.rows() * HEAD_DIM * if shape.kv == KvType::Int8 { 1 } else { 2 };
-        let scales = || gpu.zeros(what, shape.rows());
-        let scales = match shape.kv {
-            KvType::Int8 => Some((scales()?, scales()?)),
-            _ => None,
-        };
-        let table_len = shape.ctx.div_ceil(PAGE);
-        let nobodys = vec![shape.pages as u32; (shape.slots + 1) * table_len];
-        Ok(DevicePages {
-            keys: gpu.zeros(what, codes)?,
-            values: gpu.zeros(what, codes)?,
-            scales,
-            tables: gpu.upload(what, &nobodys)?,
-            shape,
-            table_len,
-        })
-    }
-
-    /// Sizes.
-    pub fn shape(&self) -> &PagesShape {
-        &self.shape
-    }
-
-    /// Bytes of keys, values, scales and tables.
-    pub fn bytes(&self) -> usize {
-        let scales = self
-            .scales
-            .as_ref()
-            .map_or(0, |(k, v)| k.bytes() + v.bytes());
-        self.keys.bytes() + self.values.bytes() + scales + self.tables.bytes()
-    }
-
-    /// A slot of nobody's, for rows at position 0 whose results nobody reads.
-    pub fn idle_slot(&self) -> usize {
-        self.shape.slots
-    }
-
-    /// Where rows may stand: in nobody's slot, too.
-    pub fn places(&self) -> Places {
-        Places {
-            positions: self.table_len * PAGE,
-            slots: self.shape.slots + 1,
-        }
-    }
-
-    /// One layer's keys and values.
-    ///
-    /// # Panics
-    /// If there is no such layer.
-    pub fn layer(&self, layer: usize) -> LayerPages<'_> {
-        assert!(
-            layer < self.shape.layers,
-            "layer {layer} of {}",
-            self.shape.layers
-        );
-        LayerPages { pages: self, layer }
-    }
-}
-
-impl LayerPages<'_> {
-    /// Where rows may stand.
-    pub(crate) fn places(&self) -> Places {
-        self.pages.places()
-    }
-
-    /// Key and value heads.
-    pub(crate) fn kv_heads(&self) -> usize {
-        self.pages.shape.kv_heads
-    }
-
-    pub(crate) fn is_int8(&self) -> bool {
-        self.pages.scales.is_some()
-    }
-
-    /// As operands of `o`.
-    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<CacheArgs> {
-        let pages = self.pages;
-        let rows = (pages.shape.pages + 1) * pages.shape.page_rows();
-        let row = self.layer * rows;
-        let bytes = pages.keys.len() / pages.shape.rows();
-        let codes = |all| o.part("cache", all, row * bytes, &[rows, bytes]);
-        let (k, v) = match &pages.scales {
-            Some((k, v)) => (
-                o.part("scales of the cache", k, row, &[rows])?,
-                o.part("scales of the cache", v, row, &[rows])?,
-            ),
-            None => (Address::NULL, Address::NULL),
-        };
-        Ok(CacheArgs {
-            keys: codes(&pages.keys)?,
-            values: codes(&pages.values)?,
-            key_scales: k,
-            value_scales: v,
-            tables: o.of("page tables", &pages.tables, &[pages.tables.len()])?,
-            kv_heads: pages.shape.kv_heads as i32,
-            table_len: pages.table_len as i32,
-        })
-    }
-}
 
 /// What attention needs of a layer besides its input.
 pub struct Heads<'a> {
@@ -238,8 +55,8 @@ impl Heads<'_> {
 }
 
 /// How a step's attention is launched.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionShape {
+#[derive(Clone, Copy)]
+pub struct AttentionShape<'a> {
     /// Rows.
     pub m: usize,
     /// [`AttentionScratch::splits`] of the longest.
@@ -250,6 +67,8 @@ pub struct AttentionShape {
     /// Rows that follow one another may be of one sequence: up to [`MOST_RUN`] at consecutive
     /// positions. Without, each row is a sequence of its own.
     pub runs: bool,
+    /// Pages that rows have in common are read once for all of them. Not of runs.
+    pub shared: Option<(&'a Cascade, CascadeShape)>,
 }
 
 /// Rows of one sequence in a step, at most (`cuda/attention_decode.cuh`).
@@ -266,8 +85,8 @@ pub enum AttentionOutput<'a> {
 
 /// Where the splits of long contexts meet.
 pub struct AttentionScratch {
-    partial: Buffer<[f32; HEAD_DIM]>, // [m, heads, splits]
-    tops: Buffer<[f32; 2]>,           // [m, heads, splits]
+    partial: Buffer<[f32; HEAD_DIM]>, // [m, heads, splits, and those of shared pages]
+    tops: Buffer<[f32; 2]>,           // the same
     arrived: Buffer<i32>,             // [m, kv_heads]
 }
 
@@ -290,7 +109,14 @@ impl AttentionScratch {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn new(gpu: &Gpu, heads: usize, kv_heads: usize, sequences: usize) -> Result<Self> {
-        let parts = (1..=sequences).map(|m| m * Self::most_splits(gpu, kv_heads, m));
+        let shared = |m| {
+            if m > 1 {
+                Cascade::most_splits(gpu, kv_heads)
+            } else {
+                0
+            }
+        };
+        let parts = (1..=sequences).map(|m| m * (Self::most_splits(gpu, kv_heads, m) + shared(m)));
         let parts = heads * parts.max().unwrap_or(0);
         let what = "attention scratch";
         Ok(AttentionScratch {
@@ -316,10 +142,6 @@ impl AttentionScratch {
 }
 
 kernels! {
-    SET_PAGES: SetPagesArgs = "set_pages" in "pages.cu",
-        test "kernels/tests/cuda/attention.rs::copied_pages", bench "pages";
-    COPY_PAGE: CopyPageArgs = "copy_page" in "pages.cu",
-        test "kernels/tests/cuda/attention.rs::copied_pages", bench "pages";
     APPEND: AppendArgs = "append" in "reference.cu",
         test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill",
         instances &["append_fp16", "append_int8"];
@@ -331,29 +153,9 @@ kernels! {
     ATTENTION_RUN: AttentionArgs = "attention_run" in "attention_decode.cu",
         test "kernels/tests/cuda/attention.rs::attention", bench "attention_run",
         instances &["attention_run_fp16", "attention_run_int8"];
-}
-
-/// `MOST_ENTRIES` of `cuda/pages.cu`.
-const MOST_ENTRIES: usize = 256;
-
-/// `SetPagesArgs` of `cuda/pages.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SetPagesArgs {
-    tables: Address,
-    count: i32,
-    entries: [[u32; 2]; MOST_ENTRIES],
-}
-
-/// `CopyPageArgs` of `cuda/pages.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct CopyPageArgs {
-    parts: [Address; 4],
-    words: [i32; 4],
-    pages: i32,
-    from: u32,
-    to: u32,
+    ATTENTION_REST: AttentionArgs = "attention_rest" in "attention_decode.cu",
+        test "kernels/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
+        instances &["attention_rest_fp16", "attention_rest_int8"];
 }
 
 /// `AppendArgs` of `cuda/reference.cu`.
@@ -397,6 +199,9 @@ struct AttentionArgs {
     partial: Address,
     tops: Address,
     arrived: Address,
+    shared: Address,
+    parts: i32,
+    shared_splits: i32,
     heads: i32,
     padded: i32,
     eps: f32,
@@ -404,63 +209,6 @@ struct AttentionArgs {
 }
 
 impl Stream {
-    /// Writes entries of the page tables, in order with the stream's other work.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for a slot, index or page that there is not; the driver's.
-    pub fn set_pages(&self, pages: &mut DevicePages, entries: &[PageEntry]) -> Result<()> {
-        let o = self.operands("set_pages");
-        let of = pages.shape;
-        let there = |e: &PageEntry| {
-            e.slot < of.slots && e.index < pages.table_len && (e.page as usize) < of.pages
-        };
-        if let Some(entry) = entries.iter().find(|e| !there(e)) {
-            let (slots, len, pages) = (of.slots, pages.table_len, of.pages);
-            let expected = format!("{slots} slots of {len} of {pages} pages");
-            return o.refuse("entry", expected, format!("{entry:?}"));
-        }
-        for some in entries.chunks(MOST_ENTRIES) {
-            let mut args = SetPagesArgs {
-                tables: o.of("page tables", &pages.tables, &[pages.tables.len()])?,
-                count: some.len() as i32,
-                entries: [[0; 2]; MOST_ENTRIES],
-            };
-            for (to, e) in args.entries.iter_mut().zip(some) {
-                *to = [(e.slot * pages.table_len + e.index) as u32, e.page];
-            }
-            // SAFETY: the entries lie in the tables.
-            unsafe { self.launch(&SET_PAGES, shape((1, 1), MOST_ENTRIES), &args)? };
-        }
-        Ok(())
-    }
-
-    /// Copies page `from` to page `to`, in all layers.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for a page that there is not; the driver's.
-    pub fn copy_page(&self, pages: &mut DevicePages, from: u32, to: u32) -> Result<()> {
-        let o = self.operands("copy_page");
-        let of = pages.shape;
-        o.at_least("pages", from.max(to) as usize + 1, of.pages)?;
-        let bytes = pages.keys.len() / of.rows() * of.page_rows();
-        let whole = |all: &Buffer<u8>| o.of("cache", all, &[all.len()]);
-        let scales = |all: &Buffer<u16>| o.of("scales of the cache", all, &[all.len()]);
-        let (k, v) = match &pages.scales {
-            Some((k, v)) => (scales(k)?, scales(v)?),
-            None => (Address::NULL, Address::NULL),
-        };
-        let (words, scale_words) = ((bytes / 16) as i32, (2 * of.page_rows() / 16) as i32);
-        let args = CopyPageArgs {
-            parts: [whole(&pages.keys)?, whole(&pages.values)?, k, v],
-            words: [words, words, scale_words, scale_words],
-            pages: of.pages as i32 + 1,
-            from,
-            to,
-        };
-        // SAFETY: both pages lie in the pool.
-        unsafe { self.launch(&COPY_PAGE, shape((16, of.layers), 256), &args) }
-    }
-
     /// Normalizes and rotates queries (in place) and keys of `qkv` `[m, (heads + 2 kv_heads) *
     /// 128]`, and appends keys and values to the cache at `rows`.
     ///
@@ -541,7 +289,7 @@ impl Stream {
         cache: LayerPages<'_>,
         scratch: &mut AttentionScratch,
         out: AttentionOutput<'_>,
-        shape: AttentionShape,
+        shape: AttentionShape<'_>,
     ) -> Result<()> {
         let o = self.operands("attention_decode");
         let AttentionShape {
@@ -549,6 +297,7 @@ impl Stream {
             splits,
             late,
             runs,
+            shared,
         } = shape;
         let (count, kv_heads) = (heads.heads, cache.kv_heads());
         step.bounds().places.check(&o, cache.places())?;
@@ -563,7 +312,14 @@ impl Stream {
             AttentionOutput::Half(out) => (Address::NULL, o.of("FP16 output", out, &[m, padded])?),
         };
         o.at_least("splits", 1, splits)?;
-        o.at_most("splits", AttentionScratch::MOST_SPLITS, splits)?;
+        let shared_splits = shared.map_or(0, |(_, of)| of.splits());
+        let parts = splits + shared_splits;
+        o.at_most("splits", AttentionScratch::MOST_SPLITS, parts)?;
+        let shared_pages = match shared {
+            Some((cascade, _)) if !runs => cascade.row_pages(&o, m)?,
+            Some(_) => return o.refuse("rows over shared pages", "no runs", "runs"),
+            None => Address::NULL,
+        };
         let args = AttentionArgs {
             qkv: o.of("qkv", qkv, &[m, count + 2 * kv_heads, HEAD_DIM])?,
             q_gain,
@@ -573,26 +329,33 @@ impl Stream {
             step: o.of("step", step.values(), &[m])?,
             out,
             half,
-            partial: o.of("scratch", &scratch.partial, &[m, count, splits])?,
-            tops: o.of("scratch", &scratch.tops, &[m, count, splits])?,
+            partial: o.of("scratch", &scratch.partial, &[m, count, parts])?,
+            tops: o.of("scratch", &scratch.tops, &[m, count, parts])?,
             arrived: o.of("scratch", &scratch.arrived, &[m, kv_heads])?,
+            shared: shared_pages,
+            parts: parts as i32,
+            shared_splits: shared_splits as i32,
             heads: count as i32,
             padded: padded as i32,
             eps: heads.eps,
             late: i32::from(late),
         };
         let int8 = cache.is_int8();
-        let (kernel, more) = match (runs, int8) {
-            (false, _) => (&ATTENTION_DECODE, 0),
-            (true, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16),
-            (true, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8),
+        if let Some((cascade, of)) = shared {
+            self.attention_shared(cascade, of, m, splits, &args, cache)?;
+        }
+        let (kernel, more) = match (runs, shared, int8) {
+            (false, None, _) => (&ATTENTION_DECODE, 0),
+            (false, Some(_), _) => (&ATTENTION_REST, 0),
+            (true, _, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16),
+            (true, _, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8),
         };
-        let shared = match int8 {
+        let shared_memory = match int8 {
             true => AttentionScratch::SHARED_INT8,
             false => AttentionScratch::SHARED_FP16,
         };
         let shape = LaunchShape::new((kv_heads, splits, m), 128)
-            .shared(shared + more)
+            .shared(shared_memory + more)
             .overlapping();
         // SAFETY: the operands were checked, and that the steps lie in the cache.
         unsafe { self.launch(kernel.instance(usize::from(int8)), shape, &args) }

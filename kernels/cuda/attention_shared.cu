@@ -1,0 +1,244 @@
+// Attention of a step's rows over pages that several of their sequences begin with: each page is
+// read once for all of a group's rows (cascade attention). `attention_rest`, behind it, reads what
+// each row has of its own and joins the partial results of both.
+//
+// Grid (kv_heads, splits, groups). A block serves the query heads of one key/value head, of all
+// rows of a group (at most 64), over its part of the pages. Warp w computes for queries 8w .. 8w+7:
+// their scores of a page, the softmax weights, the sums of values, in registers. Both products run
+// on tensor cores, with the left operand in FP16 and what that rounding lost, as in
+// `attention_decode.cuh`. The next page is fetched while one is read.
+//
+// Bytes: of each page and key/value head 2 x 256 (int8: 2 x 130) per position.
+#include "attention_decode.cuh"
+
+// Rows that read the same pages.
+constexpr int MOST_GROUP = 32;
+struct RowGroup {
+    int slot;    // a sequence that has the pages
+    int pages;
+    int count;   // of rows; none: the group is not used
+    int rows[MOST_GROUP];
+};
+
+struct SharedArgs {
+    const float* qkv;         // [m][(heads + 2 kv_heads) * 128]
+    const float* q_gain;      // [128]
+    const float2* cos_sin;    // [positions][64]
+    Cache cache;              // of this layer
+    const Step* step;         // [m]
+    const RowGroup* groups;   // the first has rows
+    float4* partial;          // [m][heads][parts][32]: sums
+    float2* tops;             // [m][heads][parts]: greatest score, weight
+    int m;
+    int heads;
+    int parts;
+    int first;                // of the parts, that this kernel fills
+    float eps;
+};
+
+constexpr int SHARED_WARPS = 8;
+constexpr int MOST_QUERIES = 8 * SHARED_WARPS;
+
+// Of a page and a head; each row's 16-byte units are permuted so that lanes meet no bank twice.
+template <bool INT8>
+struct PageShared {
+    static constexpr int UNITS = HEAD_DIM * (INT8 ? 1 : 2) / 16;   // of a row
+    uint4 keys[PAGE][UNITS];          // of a position
+    uint4 values[HEAD_DIM][UNITS];    // of a dim
+    uint4 scales[2][INT8 ? PAGE / 8 : 1];
+
+    DEVICE static int key_unit(int row, int unit) { return unit ^ (row % 2 * 4); }
+    DEVICE static int value_unit(int row, int unit) { return unit ^ (INT8 ? row % 4 * 2 : row % 2 * 4); }
+};
+
+template <bool INT8>
+struct GroupShared {
+    PageShared<INT8> pages[2];
+    uint4 q[2][MOST_QUERIES][16];   // high and low parts, [query][128] FP16
+};
+// What the launcher asks for.
+static_assert(sizeof(GroupShared<false>) == 163904 && sizeof(GroupShared<true>) == 99328);
+
+template <bool INT8>
+DEVICE void attention_shared(const SharedArgs& p) {
+    constexpr float LOG2E = 1.4426950408889634f;
+    constexpr int THREADS = 32 * SHARED_WARPS;
+    constexpr int UNITS = PageShared<INT8>::UNITS;
+    constexpr int EIGHTS = INT8 ? 2 : 1;   // of a unit's elements
+    constexpr int TILES = HEAD_DIM / 8;
+    extern __shared__ uint4 dynamic_shared[];
+    GroupShared<INT8>& sm = *reinterpret_cast<GroupShared<INT8>*>(dynamic_shared);
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    const int kv = blockIdx.x, heads = p.heads / p.cache.kv_heads;
+    release_successor();
+    const RowGroup* const group = p.groups + blockIdx.z;
+    const int pages = __ldcg(&group->pages), slot = __ldcg(&group->slot);
+    const int queries = min(__ldcg(&group->count) * heads, MOST_QUERIES);
+    const int each = shared_each(pages, gridDim.y);
+    const int start = blockIdx.y * each, end = min(start + each, pages);
+    if (queries == 0 || start >= end) return;   // block 0 of the first group has work: the kernel ends after its predecessor
+
+    auto request = [&](uint32_t page, PageShared<INT8>& to) {
+        const size_t row0 = p.cache.head(page, kv) * PAGE;
+        const uint4* const keys = static_cast<const uint4*>(p.cache.keys) + row0 * UNITS;
+        const uint4* const values = static_cast<const uint4*>(p.cache.values) + row0 * UNITS;
+#pragma unroll
+        for (int i = threadIdx.x; i < PAGE * UNITS; i += THREADS)
+            copy_async(&to.keys[i / UNITS][PageShared<INT8>::key_unit(i / UNITS, i % UNITS)], keys + i);
+#pragma unroll
+        for (int i = threadIdx.x; i < HEAD_DIM * UNITS; i += THREADS)
+            copy_async(&to.values[i / UNITS][PageShared<INT8>::value_unit(i / UNITS, i % UNITS)], values + i);
+        if (INT8 && threadIdx.x < 2 * PAGE / 8) {
+            const int which = threadIdx.x / (PAGE / 8), i = threadIdx.x % (PAGE / 8);
+            copy_async(&to.scales[which][i], reinterpret_cast<const uint4*>((which ? p.cache.value_scales : p.cache.key_scales) + row0) + i);
+        }
+        copy_commit();
+    };
+    auto page_at = [&](int i) { return i < end ? p.cache.page(slot, i * PAGE) : 0; };
+    uint32_t next = page_at(start + 1);
+    request(page_at(start), sm.pages[0]);
+    const float4 q_gain = __ldg(reinterpret_cast<const float4*>(p.q_gain) + lane);
+
+    wait_for_predecessor();
+    // Rows of the left operand that are no query's are zero.
+#pragma unroll 1
+    for (int query = warp; query < (queries + 7) / 8 * 8; query += SHARED_WARPS) {
+        uint2 hi = make_uint2(0, 0), lo = hi;
+        if (query < queries) {
+            const int row = min(__ldcg(group->rows + query / heads), p.m - 1), head = kv * heads + query % heads;
+            const int position = __ldcg(&p.step[row].position);
+            const float* const from = p.qkv + (size_t(row) * (p.heads + 2 * p.cache.kv_heads) + head) * HEAD_DIM;
+            const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
+            const float4 v = norm_rope(__ldcg(reinterpret_cast<const float4*>(from) + lane), q_gain, __ldg(angles), __ldg(angles + 1), p.eps, lane);
+            const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
+            split_pair(v.x * s, v.y * s, hi.x, lo.x);
+            split_pair(v.z * s, v.w * s, hi.y, lo.y);
+        }
+        reinterpret_cast<uint2*>(sm.q[0][query])[lane] = hi;
+        reinterpret_cast<uint2*>(sm.q[1][query])[lane] = lo;
+    }
+    __syncthreads();
+    const bool works = 8 * warp < queries;
+    // Dims 8 EIGHTS (4i + t) and on, in the order of a lane's loads of keys.
+    uint4 hi[4], lo[4];
+    if (works) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int eight = EIGHTS * (4 * (i / EIGHTS) + t) + i % EIGHTS;
+            hi[i] = sm.q[0][8 * warp + g][eight];
+            lo[i] = sm.q[1][8 * warp + g][eight];
+        }
+    }
+    float top = -INFINITY, total = 0.f;   // of query g; the lane's part of its weights
+    float out[TILES][4] = {};             // dims 8n + 2t, + 1: of high and of low parts
+
+#pragma unroll 1
+    for (int i = start; i < end; i++) {
+        PageShared<INT8>& page = sm.pages[(i - start) % 2];
+        if (i + 1 < end) {
+            request(next, sm.pages[(i - start + 1) % 2]);
+            next = page_at(i + 2);
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
+        __syncthreads();
+        if (works) {
+            // Column n of product j is position 32b + 8 (n / 2) + 2j + n % 2, so that lane (g, t)
+            // ends with the scores of positions 32b + 8t .. + 7.
+            float score[4][8];
+            float peak = top;
+#pragma unroll
+            for (int b = 0; b < 4; b++) {
+                float s[4][4] = {};
+#pragma unroll
+                for (int c = 0; c < 4 / EIGHTS; c++) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int row = 32 * b + 8 * (g / 2) + 2 * j + g % 2;
+                        const uint4 loaded = page.keys[row][PageShared<INT8>::key_unit(row, 4 * c + t)];
+#pragma unroll
+                        for (int h = 0; h < EIGHTS; h++) {
+                            const uint4 w = eight_of<INT8>(loaded, h);
+                            const uint4 a = hi[EIGHTS * c + h], z = lo[EIGHTS * c + h];
+                            mma_16816(s[j], a.x, z.x, a.y, z.y, w.x, w.y);
+                            mma_16816(s[j], a.z, z.z, a.w, z.w, w.z, w.w);
+                        }
+                    }
+                }
+                uint4 scales;
+                if constexpr (INT8) scales = page.scales[0][4 * b + t];
+#pragma unroll
+                for (int k = 0; k < 8; k++) {
+                    float v = s[k / 2][k % 2] + s[k / 2][k % 2 + 2];
+                    if constexpr (INT8) v *= __half2float(reinterpret_cast<const __half*>(&scales)[k]);
+                    score[b][k] = v;
+                    peak = fmaxf(peak, v);
+                }
+            }
+            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+            const float shrink = exp2f(top - peak);   // top = -inf at first: 0
+            top = peak;
+            total *= shrink;
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) out[n][k] *= shrink;
+#pragma unroll
+            for (int b = 0; b < 4; b++) {
+                uint4 scales;
+                if constexpr (INT8) scales = page.scales[1][4 * b + t];
+                uint32_t a[4], z[4];
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    float x = exp2f(score[b][2 * k] - top), y = exp2f(score[b][2 * k + 1] - top);
+                    total += x + y;
+                    if constexpr (INT8) {
+                        x *= __half2float(reinterpret_cast<const __half*>(&scales)[2 * k]);
+                        y *= __half2float(reinterpret_cast<const __half*>(&scales)[2 * k + 1]);
+                    }
+                    split_pair(x, y, a[k], z[k]);
+                }
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    const int row = 8 * n + g;
+                    uint4 w;
+                    if constexpr (INT8) {
+                        const int eight = 4 * b + t;   // of the page's positions
+                        const uint4* unit = &page.values[row][PageShared<INT8>::value_unit(row, eight / 2)];
+                        const uint2 codes = reinterpret_cast<const uint2*>(unit)[eight % 2];
+                        w = bytes_to_halves(codes.x, codes.y);
+                    } else {
+                        w = page.values[row][PageShared<INT8>::value_unit(row, 4 * b + t)];
+                    }
+                    mma_16816(out[n], a[0], z[0], a[1], z[1], w.x, w.y);
+                    mma_16816(out[n], a[2], z[2], a[3], z[3], w.z, w.w);
+                }
+            }
+        }
+        __syncthreads();   // the page is read
+    }
+
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const int query = 8 * warp + g;
+    const int row = query < queries ? __ldcg(group->rows + query / heads) : p.m;
+    if (row >= p.m) return;   // no query, or of a row that this step does not have
+    const int head = row * p.heads + kv * heads + query % heads;
+    const size_t part = size_t(head) * p.parts + p.first + blockIdx.y;
+    float2* const to = reinterpret_cast<float2*>(p.partial + part * (HEAD_DIM / 4));
+#pragma unroll
+    for (int n = 0; n < TILES; n++) __stcg(to + 4 * n + t, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
+    if (t == 0) __stcg(p.tops + part, make_float2(top, total));
+}
+
+#define SHARED(name, int8)                                                                                   \
+    extern "C" __global__ __launch_bounds__(256) void name(const __grid_constant__ SharedArgs p) {           \
+        attention_shared<int8>(p);                                                                           \
+    }
+
+SHARED(attention_shared_fp16, false)
+SHARED(attention_shared_int8, true)

@@ -1,0 +1,228 @@
+//! Attention over pages that several sequences of a step begin with: read once for all of them, as
+//! cascade attention has it (FlashInfer, arXiv 2501.01005, section 3.1.2).
+
+use super::{AttentionArgs, HEAD_DIM, LayerPages};
+use crate::cpu::{KvType, PAGE};
+use crate::cuda::driver::{Address, Buffer, Checked, Followed, Gpu, LaunchShape, Operands, Stream};
+use crate::cuda::kernel::kernels;
+use crate::cuda::rows::Places;
+use crate::error::Result;
+use bytemuck::{Pod, Zeroable};
+
+/// `MOST_GROUP` of `cuda/attention_shared.cu`.
+const MOST_GROUP: usize = 32;
+/// `SHARED_WARPS` of `cuda/attention_shared.cu`.
+const WARPS: usize = 8;
+/// Query heads of a group, of one key head.
+const MOST_QUERIES: usize = 8 * WARPS;
+/// Parts of shared pages, at most.
+const MOST_SHARED_SPLITS: usize = 16;
+
+/// Rows of a step whose sequences begin with the same pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharedPrefix {
+    /// One of the sequences.
+    pub slot: usize,
+    /// Pages that they have in common, all of them full.
+    pub pages: usize,
+    /// The rows, two or more.
+    pub rows: Vec<usize>,
+}
+
+/// What rows of a step have in common, on the device.
+pub struct Cascade {
+    groups: Checked<RowGroup>, // [rows / 2, and those that large groups are cut into]
+    pages: Buffer<i32>,        // [rows]
+}
+
+/// How attention over what is in common is launched: a recorded step keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CascadeShape {
+    groups: usize,
+    splits: usize,
+}
+
+impl CascadeShape {
+    /// Parts of the shared pages.
+    pub(super) fn splits(self) -> usize {
+        self.splits
+    }
+}
+
+/// `RowGroup` of `cuda/attention_shared.cu`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct RowGroup {
+    slot: i32,
+    pages: i32,
+    count: i32,
+    rows: [i32; MOST_GROUP],
+}
+
+/// The kernel passes over rows that a step does not have.
+impl Followed for RowGroup {
+    type Bounds = Places;
+
+    fn is_within(&self, of: &Places) -> bool {
+        let up_to = |v: i32, most: usize| usize::try_from(v).is_ok_and(|v| v <= most);
+        up_to(self.slot, of.slots.saturating_sub(1))
+            && up_to(self.pages, of.positions / PAGE)
+            && up_to(self.count, MOST_GROUP)
+            && self.rows.iter().all(|&row| row >= 0)
+    }
+}
+
+impl Cascade {
+    /// For steps of up to `rows` rows that stand in `places`, which nothing is in common of yet.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory)
+    pub fn new(gpu: &Gpu, rows: usize, places: Places) -> Result<Self> {
+        let what = "groups of rows";
+        Ok(Cascade {
+            groups: Checked::new(gpu, what, rows.max(1), RowGroup::zeroed(), places)?,
+            pages: gpu.zeros(what, rows)?,
+        })
+    }
+
+    /// True if a block of `gpu` has the shared memory for pages of `kv`.
+    pub fn fits(gpu: &Gpu, kv: KvType) -> bool {
+        Self::shared_memory(kv == KvType::Int8) <= gpu.info().shared_memory
+    }
+
+    /// `sizeof(GroupShared)` of `cuda/attention_shared.cu`: two pages' keys, values and scales, and
+    /// queries in two parts.
+    const fn shared_memory(int8: bool) -> usize {
+        let (bytes, scales) = if int8 { (1, 4 * PAGE) } else { (2, 32) };
+        2 * (2 * PAGE * HEAD_DIM * bytes + scales) + 2 * MOST_QUERIES * 2 * HEAD_DIM
+    }
+
+    /// Parts of shared pages, at most: as many as a block on every multiprocessor takes.
+    pub(super) fn most_splits(gpu: &Gpu, kv_heads: usize) -> usize {
+        (gpu.info().multiprocessors / kv_heads.max(1)).clamp(1, MOST_SHARED_SPLITS)
+    }
+
+    /// Writes what rows have in common, in order with the stream's other work: each row is in one
+    /// of `prefixes` or in none. Of a model with `heads` query heads for a key head and `kv_heads`
+    /// of those. Gives what the steps behind are to be launched with; `None` without prefixes.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) for a row, sequence or page that there is not, and for
+    /// more query heads than a block serves; the driver's.
+    pub fn write(
+        &mut self,
+        stream: &Stream,
+        prefixes: &[SharedPrefix],
+        (heads, kv_heads): (usize, usize),
+    ) -> Result<Option<CascadeShape>> {
+        let o = stream.operands("attention_shared");
+        o.at_most("query heads of a key head", 8, heads)?;
+        let each = (MOST_QUERIES / heads.max(1)).min(MOST_GROUP);
+        let rows = self.pages.len();
+        let mut pages = vec![0i32; rows];
+        let mut groups = Vec::new();
+        for prefix in prefixes {
+            for some in prefix.rows.chunks(each) {
+                let mut group = RowGroup {
+                    slot: prefix.slot as i32,
+                    pages: prefix.pages as i32,
+                    count: some.len() as i32,
+                    rows: [0; MOST_GROUP],
+                };
+                for (to, &row) in group.rows.iter_mut().zip(some) {
+                    o.at_least("rows", row + 1, rows)?;
+                    (*to, pages[row]) = (row as i32, prefix.pages as i32);
+                }
+                groups.push(group);
+            }
+        }
+        if groups.is_empty() {
+            return Ok(None);
+        }
+        // Sizes for which steps are recorded.
+        let used = groups
+            .len()
+            .next_power_of_two()
+            .min(self.groups.values().len());
+        o.at_least("groups", groups.len(), used)?;
+        groups.resize(used, RowGroup::zeroed());
+        stream.write_checked(&mut self.groups, &groups)?;
+        stream.put(&mut self.pages, 0, &pages)?;
+        let longest = prefixes.iter().map(|p| p.pages).max().unwrap_or(1);
+        let most = Self::most_splits(stream.gpu(), kv_heads * used);
+        Ok(Some(CascadeShape {
+            groups: used,
+            splits: longest.next_power_of_two().min(most),
+        }))
+    }
+
+    /// Pages that are read for each of `m` rows.
+    pub(super) fn row_pages(&self, o: &Operands<'_>, m: usize) -> Result<Address> {
+        o.of("pages in common", &self.pages, &[m])
+    }
+}
+
+kernels! {
+    ATTENTION_SHARED: SharedArgs = "attention_shared" in "attention_shared.cu",
+        test "kernels/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
+        instances &["attention_shared_fp16", "attention_shared_int8"];
+}
+
+/// `SharedArgs` of `cuda/attention_shared.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SharedArgs {
+    qkv: Address,
+    q_gain: Address,
+    cos_sin: Address,
+    cache: super::CacheArgs,
+    step: Address,
+    groups: Address,
+    partial: Address,
+    tops: Address,
+    m: i32,
+    heads: i32,
+    parts: i32,
+    first: i32,
+    eps: f32,
+}
+
+impl Stream {
+    /// The part of attention that reads what rows have in common; its results go behind the first
+    /// `splits` parts of the scratch memory of `of`, whose operands were checked.
+    pub(super) fn attention_shared(
+        &self,
+        cascade: &Cascade,
+        shape: CascadeShape,
+        m: usize,
+        splits: usize,
+        of: &AttentionArgs,
+        cache: LayerPages<'_>,
+    ) -> Result<()> {
+        let o = self.operands("attention_shared");
+        cascade.groups.bounds().check(&o, cache.places())?;
+        let int8 = cache.is_int8();
+        let args = SharedArgs {
+            qkv: of.qkv,
+            q_gain: of.q_gain,
+            cos_sin: of.cos_sin,
+            cache: of.cache,
+            step: of.step,
+            groups: o.of("groups of rows", cascade.groups.values(), &[shape.groups])?,
+            partial: of.partial,
+            tops: of.tops,
+            m: m as i32,
+            heads: of.heads,
+            parts: of.parts,
+            first: splits as i32,
+            eps: of.eps,
+        };
+        let grid = (cache.kv_heads(), shape.splits, shape.groups);
+        let launch = LaunchShape::new(grid, 32 * WARPS)
+            .shared(Cascade::shared_memory(int8))
+            .overlapping();
+        // SAFETY: the operands were checked, and that the groups' pages lie in the cache; the kernel
+        // passes over rows past `m`.
+        unsafe { self.launch(ATTENTION_SHARED.instance(usize::from(int8)), launch, &args) }
+    }
+}

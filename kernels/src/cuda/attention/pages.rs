@@ -1,0 +1,285 @@
+//! Keys and values on the device, in pages.
+
+use super::HEAD_DIM;
+use crate::cpu::{KvType, PAGE};
+use crate::cuda::driver::{Address, Buffer, Gpu, Operands, Stream};
+use crate::cuda::kernel::kernels;
+use crate::cuda::rows::{Places, shape};
+use crate::error::{Error, Result};
+
+/// Keys and values of all layers and sequences, in pages of [`PAGE`] positions.
+///
+/// A sequence is a row of the page tables: its position `p` is row `p % PAGE` of page
+/// `tables[slot][p / PAGE]`. One page more than asked for, and one slot that has it as its first,
+/// belong to nobody: rows that fill a step up are computed there ([`DevicePages::idle_slot`]).
+pub struct DevicePages {
+    keys: Buffer<u8>,   // [layers, pages + 1, kv_heads, PAGE, 128]
+    values: Buffer<u8>, // [layers, pages + 1, kv_heads, 128, PAGE]
+    scales: Option<(Buffer<u16>, Buffer<u16>)>, // [layers, pages + 1, kv_heads, PAGE]
+    tables: Buffer<u32>, // [slots + 1, table_len]
+    shape: PagesShape,
+    table_len: usize,
+}
+
+/// Sizes of [`DevicePages`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagesShape {
+    /// What keys and values are rounded to.
+    pub kv: KvType,
+    /// Layers.
+    pub layers: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Pages of each layer.
+    pub pages: usize,
+    /// Sequences at most.
+    pub slots: usize,
+    /// Positions of a sequence at most.
+    pub ctx: usize,
+}
+
+impl PagesShape {
+    /// Rows of keys (and of values) of one page.
+    fn page_rows(&self) -> usize {
+        self.kv_heads * PAGE
+    }
+
+    fn rows(&self) -> usize {
+        self.layers * (self.pages + 1) * self.page_rows()
+    }
+}
+
+/// Where [`DevicePages::set_pages`] puts a page: `slot`'s positions from `PAGE * index` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageEntry {
+    /// The sequence.
+    pub slot: usize,
+    /// Which of its pages.
+    pub index: usize,
+    /// The page.
+    pub page: u32,
+}
+
+/// One layer of [`DevicePages`].
+#[derive(Clone, Copy)]
+pub struct LayerPages<'a> {
+    pages: &'a DevicePages,
+    layer: usize,
+}
+
+/// `Cache` of `cuda/rows.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct CacheArgs {
+    keys: Address,
+    values: Address,
+    key_scales: Address,
+    value_scales: Address,
+    tables: Address,
+    kv_heads: i32,
+    table_len: i32,
+}
+
+impl DevicePages {
+    /// Zeroed pages; every table's entries name the page that belongs to nobody.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for f32, which the device does not keep.
+    pub fn new(gpu: &Gpu, shape: PagesShape) -> Result<Self> {
+        let what = "the KV cache";
+        if shape.kv == KvType::F32 {
+            return Err(Error::NoKernel {
+                op: "attention",
+                scheme: "f32 keys and values".into(),
+                activations: "f32".into(),
+                device: gpu.info().to_string(),
+            });
+        }
+        let codes = shape.rows() * HEAD_DIM * if shape.kv == KvType::Int8 { 1 } else { 2 };
+        let scales = || gpu.zeros(what, shape.rows());
+        let scales = match shape.kv {
+            KvType::Int8 => Some((scales()?, scales()?)),
+            _ => None,
+        };
+        let table_len = shape.ctx.div_ceil(PAGE);
+        let nobodys = vec![shape.pages as u32; (shape.slots + 1) * table_len];
+        Ok(DevicePages {
+            keys: gpu.zeros(what, codes)?,
+            values: gpu.zeros(what, codes)?,
+            scales,
+            tables: gpu.upload(what, &nobodys)?,
+            shape,
+            table_len,
+        })
+    }
+
+    /// Sizes.
+    pub fn shape(&self) -> &PagesShape {
+        &self.shape
+    }
+
+    /// Bytes of keys, values, scales and tables.
+    pub fn bytes(&self) -> usize {
+        let scales = self
+            .scales
+            .as_ref()
+            .map_or(0, |(k, v)| k.bytes() + v.bytes());
+        self.keys.bytes() + self.values.bytes() + scales + self.tables.bytes()
+    }
+
+    /// A slot of nobody's, for rows at position 0 whose results nobody reads.
+    pub fn idle_slot(&self) -> usize {
+        self.shape.slots
+    }
+
+    /// Where rows may stand: in nobody's slot, too.
+    pub fn places(&self) -> Places {
+        Places {
+            positions: self.table_len * PAGE,
+            slots: self.shape.slots + 1,
+        }
+    }
+
+    /// One layer's keys and values.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn layer(&self, layer: usize) -> LayerPages<'_> {
+        assert!(
+            layer < self.shape.layers,
+            "layer {layer} of {}",
+            self.shape.layers
+        );
+        LayerPages { pages: self, layer }
+    }
+}
+
+impl LayerPages<'_> {
+    /// Where rows may stand.
+    pub(crate) fn places(&self) -> Places {
+        self.pages.places()
+    }
+
+    /// Key and value heads.
+    pub(crate) fn kv_heads(&self) -> usize {
+        self.pages.shape.kv_heads
+    }
+
+    pub(crate) fn is_int8(&self) -> bool {
+        self.pages.scales.is_some()
+    }
+
+    /// As operands of `o`.
+    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<CacheArgs> {
+        let pages = self.pages;
+        let rows = (pages.shape.pages + 1) * pages.shape.page_rows();
+        let row = self.layer * rows;
+        let bytes = pages.keys.len() / pages.shape.rows();
+        let codes = |all| o.part("cache", all, row * bytes, &[rows, bytes]);
+        let (k, v) = match &pages.scales {
+            Some((k, v)) => (
+                o.part("scales of the cache", k, row, &[rows])?,
+                o.part("scales of the cache", v, row, &[rows])?,
+            ),
+            None => (Address::NULL, Address::NULL),
+        };
+        Ok(CacheArgs {
+            keys: codes(&pages.keys)?,
+            values: codes(&pages.values)?,
+            key_scales: k,
+            value_scales: v,
+            tables: o.of("page tables", &pages.tables, &[pages.tables.len()])?,
+            kv_heads: pages.shape.kv_heads as i32,
+            table_len: pages.table_len as i32,
+        })
+    }
+}
+
+kernels! {
+    SET_PAGES: SetPagesArgs = "set_pages" in "pages.cu",
+        test "kernels/tests/cuda/attention.rs::copied_pages", bench "pages";
+    COPY_PAGE: CopyPageArgs = "copy_page" in "pages.cu",
+        test "kernels/tests/cuda/attention.rs::copied_pages", bench "pages";
+}
+
+/// `MOST_ENTRIES` of `cuda/pages.cu`.
+const MOST_ENTRIES: usize = 256;
+
+/// `SetPagesArgs` of `cuda/pages.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SetPagesArgs {
+    tables: Address,
+    count: i32,
+    entries: [[u32; 2]; MOST_ENTRIES],
+}
+
+/// `CopyPageArgs` of `cuda/pages.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CopyPageArgs {
+    parts: [Address; 4],
+    words: [i32; 4],
+    pages: i32,
+    from: u32,
+    to: u32,
+}
+
+impl Stream {
+    /// Writes entries of the page tables, in order with the stream's other work.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a slot, index or page that there is not; the driver's.
+    pub fn set_pages(&self, pages: &mut DevicePages, entries: &[PageEntry]) -> Result<()> {
+        let o = self.operands("set_pages");
+        let of = pages.shape;
+        let there = |e: &PageEntry| {
+            e.slot < of.slots && e.index < pages.table_len && (e.page as usize) < of.pages
+        };
+        if let Some(entry) = entries.iter().find(|e| !there(e)) {
+            let (slots, len, pages) = (of.slots, pages.table_len, of.pages);
+            let expected = format!("{slots} slots of {len} of {pages} pages");
+            return o.refuse("entry", expected, format!("{entry:?}"));
+        }
+        for some in entries.chunks(MOST_ENTRIES) {
+            let mut args = SetPagesArgs {
+                tables: o.of("page tables", &pages.tables, &[pages.tables.len()])?,
+                count: some.len() as i32,
+                entries: [[0; 2]; MOST_ENTRIES],
+            };
+            for (to, e) in args.entries.iter_mut().zip(some) {
+                *to = [(e.slot * pages.table_len + e.index) as u32, e.page];
+            }
+            // SAFETY: the entries lie in the tables.
+            unsafe { self.launch(&SET_PAGES, shape((1, 1), MOST_ENTRIES), &args)? };
+        }
+        Ok(())
+    }
+
+    /// Copies page `from` to page `to`, in all layers.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a page that there is not; the driver's.
+    pub fn copy_page(&self, pages: &mut DevicePages, from: u32, to: u32) -> Result<()> {
+        let o = self.operands("copy_page");
+        let of = pages.shape;
+        o.at_least("pages", from.max(to) as usize + 1, of.pages)?;
+        let bytes = pages.keys.len() / of.rows() * of.page_rows();
+        let whole = |all: &Buffer<u8>| o.of("cache", all, &[all.len()]);
+        let scales = |all: &Buffer<u16>| o.of("scales of the cache", all, &[all.len()]);
+        let (k, v) = match &pages.scales {
+            Some((k, v)) => (scales(k)?, scales(v)?),
+            None => (Address::NULL, Address::NULL),
+        };
+        let (words, scale_words) = ((bytes / 16) as i32, (2 * of.page_rows() / 16) as i32);
+        let args = CopyPageArgs {
+            parts: [whole(&pages.keys)?, whole(&pages.values)?, k, v],
+            words: [words, words, scale_words, scale_words],
+            pages: of.pages as i32 + 1,
+            from,
+            to,
+        };
+        // SAFETY: both pages lie in the pool.
+        unsafe { self.launch(&COPY_PAGE, shape((16, of.layers), 256), &args) }
+    }
+}
