@@ -120,11 +120,6 @@ fn alike(model: &str) -> anyhow::Result<Option<String>> {
 /// Says of GGUF types that have no kernel what they run as, where that takes notably more memory than
 /// the file.
 pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
-    if let Some(held) = held_otherwise(checkpoint) {
-        progress.note(&format!(
-            "{held}: a device runs such weights as it would the larger ones"
-        ));
-    }
     let mut kinds: Vec<BlockType> = Vec::new();
     for entry in checkpoint.store().entries() {
         if let Some(kind) = BlockType::from_name(&entry.dtype)
@@ -149,8 +144,8 @@ pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
 }
 
-/// What devices hold codes of 3, 5 and 6 bits and levels as, and what that takes; `None` where all of
-/// nq's own weights are held as they are stored.
+/// What a device without kernels for codes of 3, 5 and 6 bits and for levels holds them as, and what
+/// that takes; `None` where all of nq's own weights are held as they are stored.
 pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
     let (mut stored, mut held, mut widths) = (0, 0, BTreeMap::new());
     for (name, shape) in parameters(checkpoint.config()) {

@@ -108,16 +108,25 @@ fn check(isa: Isa, w: &Weight, activations: Activations, m: usize, rows: &[usize
 /// Runs `check` for every registry row of `isa` that serves the weight, and returns how
 /// many cases that were.
 fn check_registry(isa: Isa, w: &Weight, rows: &[usize]) -> usize {
-    let kind = WeightKind::of(w).held();
+    let kernels = || {
+        let all = KERNELS.iter().flat_map(|k| k.iter());
+        all.filter(|k| k.isa == isa)
+    };
+    // In their own width where that has kernels for every number of rows.
+    let kind = |activations| {
+        let kind = WeightKind::of(w).expanded();
+        let serves = |m| kernels().any(|k| k.info.serves(kind, activations, m));
+        if ROWS.into_iter().all(serves) {
+            kind
+        } else {
+            kind.held()
+        }
+    };
     let mut cases = 0;
-    for kernel in KERNELS
-        .iter()
-        .flat_map(|k| k.iter())
-        .filter(|k| k.isa == isa)
-    {
+    for kernel in kernels() {
         for activations in ACTIVATIONS {
             for m in ROWS {
-                if kernel.info.serves(kind, activations, m) {
+                if kernel.info.serves(kind(activations), activations, m) {
                     let linear = Linear::new(cpu(isa, 1), &[w], activations, KernelSet::Fused);
                     let names = linear.unwrap().kernel_names();
                     assert!(names.contains(&kernel.info.name), "{names:?}");

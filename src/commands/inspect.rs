@@ -180,7 +180,7 @@ fn describe(
     )?;
     writeln!(out, "  bits per weight  {:.4}", report.bits_per_weight)?;
     if let Some(held) = model::held_otherwise(checkpoint) {
-        writeln!(out, "  when run         {held}")?;
+        writeln!(out, "  on a GPU         {held}")?;
     }
     if let Some(record) = record {
         describe_record(out, record)?;

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::forward::{Attention, Layer};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
-use crate::weights::{Census, LoadProgress};
+use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
@@ -135,6 +135,7 @@ impl CudaModel {
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
         done.end();
+        note_held(config, store, |scheme| scheme.held().bits, progress);
         if dense_f32 {
             progress.note("F32 weights run as FP16 on the GPU");
         }
