@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""Speed of `nq bench` on a GPU: measures it into a record, and makes the README's table of one.
+"""Speed of `nq bench` on a GPU, as a record; `docs/figures.py` makes tables of one.
 
-    benches/gpu_speed.py measure target/release/nq benches/records/DATE-gpu-decode.csv [PRESET ...]
-    benches/gpu_speed.py table benches/records/DATE-gpu-decode.csv
+    benches/gpu_speed.py target/release/nq benches/records/DATE-gpu-speed.csv [PRESET ...]
 
 A record is a CSV whose first lines, after `#`, say where and how it was measured. Weights are
 random: time does not depend on them, and no download is needed.
@@ -64,50 +63,7 @@ def measure(nq, path, presets):
                     file.flush()
 
 
-def table(path):
-    """Prints tokens per second, and the share of the measured bandwidth, as Markdown."""
-    with open(path, encoding="utf-8") as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-
-    def find(preset, bits, test, batch="1", depth=None, kv="16", kernels="fused"):
-        def fits(r):
-            at = (r["preset"], r["bits"], r["test"], r["batch"], r.get("kv", "16"), r["kernels"])
-            deep = r["depth"] == depth if depth else int(r["depth"]) <= 16
-            return at == (preset, str(bits), test, batch, kv, kernels) and deep
-
-        return next(filter(fits, rows), None)
-
-    def rate(row):
-        return f"{float(row['tok_s']):,.0f}" if row else "-"
-
-    def shared(row):
-        return f"{rate(row)} ({100 * float(row['bandwidth_share']):.0f} %)" if row else "-"
-
-    print("| Qwen3 | INT4 tok/s | INT8 tok/s | FP16 tok/s | prefill of 512, INT4 / INT8 / FP16 |")
-    print("|---|---:|---:|---:|---:|")
-    for preset in PRESETS:
-        if not find(preset, 4, "tg128"):
-            continue
-        decode = " | ".join(shared(find(preset, b, "tg128")) for b in BITS)
-        prefill = " / ".join(rate(find(preset, b, "pp512")) for b in BITS)
-        print(f"| {preset.upper()} | {decode} | {prefill} |")
-    if not find("0.6b", 4, "tg128", batch="8"):
-        return
-    print()
-    print("| Qwen3, INT4 | batch 4 / 8 / 16 | depth 8,192 | the same, INT8 KV | plain kernels |")
-    print("|---|---:|---:|---:|---:|")
-    for preset, bits in MORE:
-        batches = " / ".join(rate(find(preset, bits, "tg128", batch=b)) for b in ("4", "8", "16"))
-        deep = rate(find(preset, bits, "tg128", depth="8192"))
-        small = rate(find(preset, bits, "tg128", depth="8192", kv="8"))
-        plain = rate(find(preset, bits, "tg128", kernels="reference"))
-        print(f"| {preset.upper()} | {batches} | {deep} | {small} | {plain} |")
-
-
 if __name__ == "__main__":
-    if len(sys.argv) >= 4 and sys.argv[1] == "measure":
-        measure(sys.argv[2], sys.argv[3], sys.argv[4:] or PRESETS)
-    elif len(sys.argv) == 3 and sys.argv[1] == "table":
-        table(sys.argv[2])
-    else:
+    if len(sys.argv) < 3:
         sys.exit(__doc__)
+    measure(sys.argv[1], sys.argv[2], sys.argv[3:] or PRESETS)

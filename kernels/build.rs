@@ -1,18 +1,29 @@
-//! With the feature `cuda`: compiles `cuda/*.cu` to fatbins, which the library embeds.
+//! With the feature `cuda`: finds the machine code of `cuda/*.cu`, which the library embeds.
 //!
-//! `NVCC` names the compiler; otherwise it is looked for in `CUDA_HOME`, `CUDA_PATH`, `PATH`,
-//! `/usr/local/cuda` and among the packages of a Python environment (`NQ_NVCC_VENV`,
-//! `VIRTUAL_ENV`), where pip puts it. `NQ_CUDA_ARCHS` limits the architectures while developing,
-//! e.g. `90a`; a library so built runs on those alone.
+//! It comes of the crate nq-kernels-cuda, whose manifest says of which sources: others than those
+//! here are refused. With the feature `cuda-source` it is compiled here. `NVCC` then names the
+//! compiler; otherwise it is looked for in `CUDA_HOME`, `CUDA_PATH`, `PATH`, `/usr/local/cuda` and
+//! among the packages of a Python environment (`NQ_NVCC_VENV`, `VIRTUAL_ENV`), where pip puts it.
+//! `NQ_CUDA_ARCHS` limits the architectures while developing, e.g. `90a`; a library so built runs on
+//! those alone.
 
+use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
 
-/// Architectures with machine code; the last one's PTX serves newer devices.
-const ARCHS: &str = "80,86,89,90a,120";
+/// Machine code for these, and PTX for devices newer than all of them, as `prebuilt/build` has it.
+const TARGETS: [&str; 7] = [
+    "sm_80",
+    "sm_86",
+    "sm_89",
+    "sm_90a",
+    "sm_100",
+    "sm_120",
+    "compute_100",
+];
 
 const HOW_TO_GET_NVCC: &str = "\
 no nvcc was found. It comes with the CUDA toolkit (then set CUDA_HOME or PATH), or without root
@@ -20,15 +31,104 @@ from pip:
     python3 -m venv ~/nvcc
     ~/nvcc/bin/pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' \\
         'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*'
-    NQ_NVCC_VENV=~/nvcc cargo build --features cuda
-or set NVCC to the compiler. Without the feature `cuda` nothing of this is needed.";
+    NQ_NVCC_VENV=~/nvcc cargo build --features cuda-source
+or set NVCC to the compiler. Without the feature `cuda-source` nothing of this is needed.";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+    if !feature("CUDA") {
         return;
     }
     println!("cargo::rerun-if-changed=cuda");
+    let sources = sources();
+    let code = if feature("CUDA_SOURCE") {
+        compile(&sources)
+    } else {
+        prebuilt(&sources)
+    };
+    let out = env::var_os("OUT_DIR").expect("cargo sets OUT_DIR");
+    fs::write(Path::new(&out).join("code.rs"), code).expect("OUT_DIR can be written");
+}
+
+fn feature(name: &str) -> bool {
+    env::var_os(format!("CARGO_FEATURE_{name}")).is_some()
+}
+
+/// Kernels and headers, by name.
+fn sources() -> Vec<PathBuf> {
+    let dir = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
+    let mut sources: Vec<PathBuf> = fs::read_dir(&dir)
+        .unwrap_or_else(|e| fail(&format!("{}: {e}", dir.display())))
+        .filter_map(|entry| entry.ok().map(|e| e.path()))
+        .filter(|p| p.extension().is_some_and(|e| e == "cu" || e == "cuh"))
+        .collect();
+    sources.sort();
+    sources
+}
+
+/// Sees to it that nq-kernels-cuda was compiled from `sources`; gives the compiler's version.
+fn prebuilt(sources: &[PathBuf]) -> String {
+    const REMEDY: &str = "kernels/prebuilt/build compiles them for all architectures (with nvcc, 15 \
+        core-minutes); the feature cuda-source does without, by nvcc at each build (NQ_CUDA_ARCHS=90a \
+        limits it to one architecture); --no-default-features builds for the CPU alone";
+    let path = env::var("DEP_NQ_KERNELS_CUDA_MANIFEST").expect("nq-kernels-cuda gives it");
+    println!("cargo::rerun-if-changed={path}");
+    let manifest = fs::read_to_string(&path)
+        .unwrap_or_else(|e| fail(&format!("no prebuilt CUDA kernels: {path}: {e}\n{REMEDY}")));
+    let told: Vec<&str> = manifest
+        .lines()
+        .filter(|l| l.starts_with("source "))
+        .collect();
+    let found: Vec<String> = sources.iter().map(|path| source_line(path)).collect();
+    let other: Vec<&str> = told
+        .iter()
+        .copied()
+        .filter(|line| !found.iter().any(|f| f == line))
+        .chain(
+            found
+                .iter()
+                .map(String::as_str)
+                .filter(|f| !told.contains(f)),
+        )
+        .filter_map(|line| line.rsplit(' ').next())
+        .collect();
+    if !other.is_empty() {
+        fail(&format!(
+            "the prebuilt CUDA kernels were compiled from other sources; {path} and kernels/cuda \
+             differ in: {}\n{REMEDY}",
+            unique(other).join(", ")
+        ));
+    }
+    let version = manifest.lines().find_map(|l| l.strip_prefix("compiler "));
+    compiler(version.unwrap_or_else(|| fail(&format!("{path} names no compiler"))))
+}
+
+/// The line of a source in the manifest: its hash and name.
+fn source_line(path: &Path) -> String {
+    let bytes = fs::read(path).unwrap_or_else(|e| fail(&format!("{}: {e}", path.display())));
+    let hash = Sha256::digest(&bytes);
+    let hex: String = hash.iter().map(|b| format!("{b:02x}")).collect();
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    format!("source {hex} {name}")
+}
+
+fn unique(mut names: Vec<&str>) -> Vec<&str> {
+    names.sort_unstable();
+    names.dedup();
+    names
+}
+
+/// The compiler's version, of which `text` is like `13.0.88`, as the library reads it.
+fn compiler(text: &str) -> String {
+    let mut parts = text.split('.').map(str::parse::<i32>);
+    let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
+        fail(&format!("{text:?} is no version of a compiler"));
+    };
+    format!("/// CUDA version of the compiler.\nconst COMPILER: (i32, i32) = ({major}, {minor});\n")
+}
+
+/// Compiles `sources` with nvcc, and gives the table of what came out.
+fn compile(sources: &[PathBuf]) -> String {
     for name in VARIABLES {
         println!("cargo::rerun-if-env-changed={name}");
     }
@@ -36,7 +136,8 @@ fn main() {
         fail(HOW_TO_GET_NVCC);
     };
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let jobs = jobs(&out);
+    let targets = targets();
+    let jobs = jobs(sources, &targets, &out);
     let next = AtomicUsize::new(0);
     let errors = Mutex::new(Vec::new());
     let threads = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok());
@@ -54,10 +155,32 @@ fn main() {
     if let Some(e) = errors.into_inner().expect("no thread panics").first() {
         fail(e);
     }
-    let include = |j: &Job| format!("include_bytes!({:?}),", j.output);
-    let list: String = jobs.iter().map(include).collect();
-    let code = format!("&[{list}]");
-    fs::write(out.join("fatbins.rs"), code).expect("OUT_DIR can be written");
+    let mut code = compiler(&version(&nvcc));
+    code += "/// Fatbins by target, one for each source.\nconst CODE: &[(&str, &[&[u8]])] = &[";
+    for target in &targets {
+        code += &format!("({target:?}, &[");
+        for job in jobs.iter().filter(|j| j.target == *target) {
+            code += &format!("include_bytes!({:?}),", job.output);
+        }
+        code += "]),";
+    }
+    code + "];\n"
+}
+
+/// What `nvcc --version` says, e.g. `13.0.88`.
+fn version(nvcc: &Path) -> String {
+    let said = Command::new(nvcc).arg("--version").output();
+    let said = said.unwrap_or_else(|e| fail(&format!("{}: {e}", nvcc.display())));
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    let version = said.split_whitespace().find_map(|w| {
+        let version = w.strip_prefix('V')?;
+        version
+            .starts_with(|c: char| c.is_ascii_digit())
+            .then_some(version)
+    });
+    version
+        .unwrap_or_else(|| fail(&format!("{} does not say its version", nvcc.display())))
+        .to_owned()
 }
 
 /// What a build depends on besides the sources.
@@ -71,37 +194,36 @@ const VARIABLES: [&str; 7] = [
     "NQ_CUDA_ARCHS",
 ];
 
-/// One source for one architecture: a cubin, or PTX as well for the newest.
+/// One source for one target.
 struct Job {
     source: PathBuf,
+    target: String,
     output: PathBuf,
-    gencode: Vec<String>,
 }
 
-/// One fatbin per source and architecture, so that the compiler's work spreads over cores.
-fn jobs(out: &Path) -> Vec<Job> {
-    let archs = env::var("NQ_CUDA_ARCHS").unwrap_or_else(|_| ARCHS.into());
-    let archs: Vec<&str> = archs.split(',').map(str::trim).collect();
-    let dir = Path::new(&env::var("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
-    let mut sources: Vec<PathBuf> = fs::read_dir(&dir)
-        .unwrap_or_else(|e| fail(&format!("{}: {e}", dir.display())))
-        .filter_map(|entry| entry.ok().map(|e| e.path()))
-        .filter(|p| p.extension().is_some_and(|e| e == "cu"))
-        .collect();
-    sources.sort();
+fn targets() -> Vec<String> {
+    match env::var("NQ_CUDA_ARCHS") {
+        Ok(archs) => archs
+            .split(',')
+            .map(|a| format!("sm_{}", a.trim()))
+            .collect(),
+        Err(_) => TARGETS.map(String::from).to_vec(),
+    }
+}
+
+/// One fatbin per source and target, so that the compiler's work spreads over cores.
+fn jobs(sources: &[PathBuf], targets: &[String], out: &Path) -> Vec<Job> {
     let mut jobs = Vec::new();
-    for source in &sources {
+    for source in sources
+        .iter()
+        .filter(|s| s.extension().is_some_and(|e| e == "cu"))
+    {
         let stem = source.file_stem().unwrap_or_default().to_string_lossy();
-        for (i, arch) in archs.iter().enumerate() {
-            let mut gencode = vec![format!("arch=compute_{arch},code=sm_{arch}")];
-            // PTX of an architecture-specific target ("90a") runs on that one alone.
-            if i + 1 == archs.len() && arch.bytes().all(|b| b.is_ascii_digit()) {
-                gencode.push(format!("arch=compute_{arch},code=compute_{arch}"));
-            }
+        for target in targets {
             jobs.push(Job {
                 source: source.clone(),
-                output: out.join(format!("{stem}.{arch}.fatbin")),
-                gencode,
+                target: target.clone(),
+                output: out.join(format!("{stem}.{target}.fatbin")),
             });
         }
     }
@@ -110,12 +232,14 @@ fn jobs(out: &Path) -> Vec<Job> {
 
 impl Job {
     fn run(&self, nvcc: &Path) -> Result<(), String> {
+        let (_, arch) = self.target.split_once('_').unwrap_or_default();
         let mut command = Command::new(nvcc);
-        command.args(["-O3", "-std=c++17", "-fatbin"]);
-        for g in &self.gencode {
-            command.arg("-gencode").arg(g);
-        }
-        command.arg("-o").arg(&self.output).arg(&self.source);
+        command
+            .args(["-O3", "-std=c++17", "-fatbin", "-gencode"])
+            .arg(format!("arch=compute_{arch},code={}", self.target))
+            .arg("-o")
+            .arg(&self.output)
+            .arg(&self.source);
         let shown = format!("{command:?}");
         match command.output() {
             Err(e) => Err(format!("{}: {e}", nvcc.display())),

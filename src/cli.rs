@@ -155,9 +155,10 @@ fn program() -> clap::Command {
             .filter(is_of_use)
             .filter_map(clap::Arg::get_long);
         let flags: Vec<String> = flags.map(|long| format!("--{long}")).collect();
-        let mut end = match flags.is_empty() {
-            true => String::new(),
-            false => format!("Shared options ({EXPLAINED}):\n  {}\n\n", flags.join(" ")),
+        let mut end = if flags.is_empty() {
+            String::new()
+        } else {
+            format!("Shared options ({EXPLAINED}):\n  {}\n\n", flags.join(" "))
         };
         end += &format!("Examples:\n  {}", lines.replace('\n', "\n  "));
         // A subcommand's own argument stands in for the shared one of its name.
@@ -169,7 +170,7 @@ fn program() -> clap::Command {
 /// Where the shared flags are explained.
 const EXPLAINED: &str = "nq --help explains them";
 
-/// What this process was called with. Ends it where that is no command, or asks for help.
+/// Parses the arguments of this process. Ends it on a wrong command or a request for help.
 pub fn parse() -> Cli {
     let matches = program().get_matches();
     Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit())
@@ -188,7 +189,7 @@ pub struct Global {
     /// Bind every CPU thread to a physical core (Linux)
     #[arg(long, global = true)]
     pub pin: bool,
-    /// What inputs of the linear layers are rounded to: auto, f32, bf16, int8 or int16, the
+    /// How inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16, the
     /// last two with -g16, -g32, -g64 or -g128 for other groups than 32 and 128
     #[arg(long, global = true, value_name = "A", default_value = "auto")]
     pub activations: ActivationChoice,
@@ -242,6 +243,18 @@ impl Global {
         if let Some(threads) = self.threads.filter(|&n| n > cores) {
             say(&format!(
                 "nq: --threads {threads} on {cores} cores: slower than --threads {cores}"
+            ));
+        }
+    }
+
+    /// Says why the CPU computes where there is a GPU and `--device` does not ask for the CPU.
+    pub fn note_gpu(&self) {
+        if self.device != DeviceChoice::Auto {
+            return;
+        }
+        if let Some(why) = DeviceChoice::why_no_gpu() {
+            say(&format!(
+                "nq: using the CPU (--device cpu leaves out this note): {why}"
             ));
         }
     }
@@ -324,7 +337,7 @@ fn parse_threads(s: &str) -> Result<usize, String> {
 
 /// The version with the features of this build, as `--version` prints it.
 fn version() -> &'static str {
-    match (cfg!(feature = "cuda"), cfg!(feature = "demo")) {
+    match (cfg!(feature = "cuda"), cfg!(demo)) {
         (true, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda, demo)"),
         (true, false) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda)"),
         (false, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: demo)"),

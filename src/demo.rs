@@ -1,11 +1,12 @@
-//! The demo model and its evaluation text, built into the program by the feature `demo`.
+//! The demo model and its evaluation text, built into the program by the feature `demo` where the
+//! sources have them (`build.rs`).
 
 use nq_formats::Files;
 
-/// What messages call the built-in model.
+/// The name of the built-in model in messages.
 pub const LABEL: &str = "demo";
 
-#[cfg(feature = "demo")]
+#[cfg(demo)]
 macro_rules! asset {
     ($name:literal) => {
         (
@@ -15,7 +16,7 @@ macro_rules! asset {
     };
 }
 
-#[cfg(feature = "demo")]
+#[cfg(demo)]
 static FILES: &[(&str, &[u8])] = &[
     asset!("config.json"),
     asset!("generation_config.json"),
@@ -28,20 +29,20 @@ static FILES: &[(&str, &[u8])] = &[
 
 /// The demo model's files, if this build has them.
 pub fn files() -> Option<Files> {
-    #[cfg(feature = "demo")]
+    #[cfg(demo)]
     return Some(Files::Embedded {
         label: LABEL,
         files: FILES,
     });
-    #[cfg(not(feature = "demo"))]
+    #[cfg(not(demo))]
     None
 }
 
 /// Text sampled from the demo model at temperature 1: on it, the model's perplexity is its
 /// own entropy.
 pub fn eval_text() -> Option<&'static str> {
-    #[cfg(feature = "demo")]
+    #[cfg(demo)]
     return Some(include_str!("../assets/demo-eval.txt"));
-    #[cfg(not(feature = "demo"))]
+    #[cfg(not(demo))]
     None
 }

@@ -1,4 +1,4 @@
-//! What MODEL means: `demo`, a folder or file, a name in nq's model folder, or a hub id.
+//! Resolves MODEL: `demo`, a folder or file, a name in nq's model folder, or a hub id.
 
 use crate::cli::Global;
 use crate::demo;
@@ -18,7 +18,7 @@ pub const DEFAULT_ID: &str = "Qwen/Qwen3-0.6B";
 pub struct Model {
     /// A short name, fit for a folder: `demo`, `Qwen3-0.6B`.
     pub name: String,
-    /// What it was resolved from, for records: a path, a hub id or `demo`.
+    /// Where it came from, for records: a path, a hub id or `demo`.
     pub source: String,
     /// The opened checkpoint.
     pub checkpoint: Checkpoint,
@@ -172,7 +172,7 @@ pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
 /// The path of the hub's model `id`: downloaded unless the cache has it.
 ///
 /// # Errors
-/// What is no hub id, and what downloading fails with.
+/// If the name is not a hub id; errors of the download.
 pub fn fetch(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<PathBuf> {
     let mut options = HubOptions::from_env();
     options.offline |= global.offline;
@@ -214,7 +214,12 @@ fn is_unreachable(error: &anyhow::Error) -> bool {
 
 fn open_demo() -> anyhow::Result<Model> {
     let files = demo::files()
-        .context("this build has no demo model: it was built without the feature `demo`")?;
+        .context(concat!(
+        "this build has no demo model: it was built without the feature `demo`, or from the published \
+         crate, which leaves the model out; the folder assets/demo of ",
+        env!("CARGO_PKG_REPOSITORY"),
+        " holds it"
+    ))?;
     let checkpoint = Checkpoint::open_files(files)?;
     Ok(Model {
         name: demo::LABEL.into(),

@@ -1,4 +1,4 @@
-//! What this machine is: processor, caches, memory.
+//! Properties of this machine: processor, caches, memory.
 
 use nq_formats::human_bytes;
 use std::fs;

@@ -29,9 +29,10 @@ pub fn serve_or_isolate() -> Option<ExitCode> {
 fn command() -> io::Result<Command> {
     // On Linux this names the running program even after an update has replaced its file.
     let running = Path::new("/proc/self/exe");
-    let program = match running.exists() {
-        true => running.into(),
-        false => std::env::current_exe()?,
+    let program = if running.exists() {
+        running.into()
+    } else {
+        std::env::current_exe()?
     };
     let mut command = Command::new(program);
     command.arg(ARGUMENT);

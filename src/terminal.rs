@@ -1,9 +1,9 @@
-//! What the terminal gets: progress bars, notes and the handling of closed pipes.
+//! Output to the terminal: progress bars, notes and the handling of closed pipes.
 //!
 //! A terminal obeys what is printed on it: escape codes move its cursor, set its title and fill its
 //! clipboard. Names, errors and answers come from files of others, so all that nq prints goes
 //! through this module, which writes control characters out as `\u001b`. What goes to stdout where
-//! that is no terminal is data: an answer is written there as the model gave it, and reports with
+//! that is not a terminal is data: an answer is written there as the model gave it, and reports with
 //! such characters written out, which in JSON is the same text.
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -93,7 +93,7 @@ impl Progress for Terminal {
     }
 }
 
-/// True if `error` comes of the reader of our output having gone away.
+/// True if `error` means that the reader of our output has gone away.
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()
@@ -148,9 +148,10 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     }
     let mut out = String::with_capacity(text.len() + 16);
     for c in text.chars() {
-        match harms(c) {
-            true => out.push_str(&format!("\\u{:04x}", u32::from(c))),
-            false => out.push(c),
+        if harms(c) {
+            out.push_str(&format!("\\u{:04x}", u32::from(c)))
+        } else {
+            out.push(c)
         }
     }
     out.into()
@@ -171,7 +172,7 @@ impl<W: Write> Write for Printable<W> {
     }
 }
 
-/// Columns of the terminal that stdout is; `None` where it is none, or one that does not say.
+/// Columns of the terminal on stdout; `None` if stdout is not a terminal or its width is unknown.
 pub fn width() -> Option<usize> {
     let dumb = std::env::var_os("TERM").is_some_and(|v| v == "dumb");
     let (width, _) = terminal_size::terminal_size_of(io::stdout()).filter(|_| !dumb)?;
@@ -181,9 +182,10 @@ pub fn width() -> Option<usize> {
 /// `text` as a word that a shell takes as it is: quoted where it must be.
 pub fn shell_word(text: &str) -> Cow<'_, str> {
     let plain = |c: char| c.is_alphanumeric() || "._-/+=:,@%".contains(c);
-    match !text.is_empty() && text.chars().all(plain) {
-        true => text.into(),
-        false => format!("'{}'", text.replace('\'', r"'\''")).into(),
+    if !text.is_empty() && text.chars().all(plain) {
+        text.into()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''")).into()
     }
 }
 

@@ -101,16 +101,17 @@ pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
 /// Reads all of `input`, of which more than `most` bytes are refused.
 ///
 /// # Errors
-/// What reading fails with, or that there is more.
+/// Errors of reading; a text that is longer.
 pub fn read_bounded(input: impl Read, most: u64) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     input.take(most + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > most {
-        false => Ok(bytes),
-        true => Err(std::io::Error::other(format!(
+    if bytes.len() as u64 > most {
+        Err(std::io::Error::other(format!(
             "expected at most {}, found more",
             human_bytes(most)
-        ))),
+        )))
+    } else {
+        Ok(bytes)
     }
 }
 

@@ -3,14 +3,15 @@
 use cargo_metadata::MetadataCommand;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 7] = [
+const ORDER: [&str; 8] = [
     "nq-formats",
+    "nq-kernels-cuda",
     "nq-kernels",
     "nq-runtime",
     "nq-evals",
     "nq-quantize",
     "nq-serve",
-    "nq",
+    "nq-llm",
 ];
 
 /// Fuzz targets: programs, which nothing depends on.
@@ -52,7 +53,7 @@ fn libraries_do_not_use_what_belongs_to_the_binary() {
         .no_deps()
         .exec()
         .expect("cargo metadata");
-    let libraries = |name: &str| !["nq", FUZZ].contains(&name);
+    let libraries = |name: &str| !["nq-llm", FUZZ].contains(&name);
     for package in metadata.packages.iter().filter(|p| libraries(&p.name)) {
         for banned in ["clap", "anyhow", "indicatif", "rustyline"] {
             assert!(

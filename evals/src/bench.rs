@@ -19,7 +19,7 @@ use std::time::Instant;
 /// means little: differences between builds and machines are often smaller.
 const WIDEST_SPREAD: f64 = 0.1;
 
-/// What a row says whose repeats spread too widely; `None` if they do not.
+/// The caveat of a row whose repeats spread too widely; `None` if they do not.
 fn spread_note(tok_s: f64, std: f64) -> Option<String> {
     (std > WIDEST_SPREAD * tok_s).then(|| {
         format!(
@@ -33,7 +33,7 @@ fn spread_note(tok_s: f64, std: f64) -> Option<String> {
 /// Tokens of one forward of a prefill, all sequences together, as chat feeds them.
 pub const PREFILL_ROWS: usize = 512;
 
-/// What is timed.
+/// The specification of a benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct BenchSpec {
     /// Prompt tokens of the prefill test.
@@ -46,11 +46,11 @@ pub struct BenchSpec {
     pub batch: usize,
     /// Measured repeats, after one that is not.
     pub repeats: usize,
-    /// What keys and values are rounded to.
+    /// Type that keys and values are rounded to.
     pub kv: KvType,
 }
 
-/// What the machine can do, measured in the same run.
+/// The machine's limits, measured in the same run.
 #[derive(Clone, Copy)]
 pub struct Machine<'a> {
     /// Measures the read bandwidth of the memory that holds the weights, in 10^9 bytes per
@@ -227,7 +227,7 @@ struct Sample {
     seconds: Vec<f64>,
     /// Milliseconds of each step of every repeat.
     step_ms: Vec<f64>,
-    /// What the memory reads, measured between the repeats, in 10^9 bytes per second.
+    /// Read bandwidth of the memory, measured between the repeats, in 10^9 bytes per second.
     read_gb_s: Vec<f64>,
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// Shorthand for this crate's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong in a measurement.
+/// An error of a measurement.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -15,14 +15,14 @@ pub enum Error {
     /// A kernel refused.
     #[error(transparent)]
     Kernel(#[from] nq_kernels::Error),
-    /// What was asked for makes no measurement.
+    /// A specification that makes no measurement.
     #[error("{what}: expected {expected}, found {found}")]
     Spec {
         /// Which part of the request.
         what: &'static str,
-        /// What would do.
+        /// Valid values.
         expected: String,
-        /// What was given.
+        /// The value given.
         found: String,
     },
     /// The text has not one full window.
@@ -62,7 +62,7 @@ pub enum Error {
     ResultNotFinite {
         /// Which figure.
         what: &'static str,
-        /// What it came to.
+        /// Its value.
         found: f64,
         /// The first layer in which inputs of a Linear, or the output, are not finite; `None` if
         /// those of all are.
@@ -94,7 +94,7 @@ pub enum Error {
     /// A plot could not be drawn.
     #[error("plot of {what}: {why}")]
     Plot {
-        /// What it shows.
+        /// The quantity that it plots.
         what: &'static str,
         /// Why it failed.
         why: String,

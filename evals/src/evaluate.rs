@@ -121,8 +121,8 @@ impl Evaluation {
 ///
 /// # Errors
 /// As [`EvalSpec::windows`]; [`Error::Spec`] if the context or a token does not fit the
-/// model; [`Error::NotFinite`] for logits that are no numbers; [`Error::ResultNotFinite`] for
-/// figures that are none, with the first layer at fault; else what the engine reports.
+/// model; [`Error::NotFinite`] for logits that are not finite; [`Error::ResultNotFinite`] for
+/// figures that are not finite, with the first layer at fault; else what the engine reports.
 pub fn evaluate(
     engine: &dyn Engine,
     tokens: &[u32],

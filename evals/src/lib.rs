@@ -6,6 +6,23 @@
 //! [`evaluate()`] measures perplexity, [`compare`] a model against a reference in lockstep,
 //! [`ReferenceLogits`] several candidates against one pass of the reference. Work on rows of
 //! logits is spread over the caller's rayon pool; results do not depend on its size.
+//!
+//! ```
+//! use nq_evals::{EvalSpec, Protocol, evaluate};
+//! use nq_formats::Checkpoint;
+//! use nq_runtime::{LoadOptions, Tokenizer, load};
+//! use std::path::Path;
+//!
+//! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
+//! let engine = load(checkpoint.config(), checkpoint.store(), &LoadOptions::default(), &())?;
+//! let text = std::fs::read_to_string("../assets/demo-eval.txt")?;
+//! let tokens = Tokenizer::from_files(checkpoint.files())?.encode(&text)?;
+//! let spec = EvalSpec { max_windows: Some(2), ..EvalSpec::new(Protocol::Llama, 64, "demo-eval") };
+//! let measured = evaluate(engine.as_ref(), &tokens, &spec, &())?;
+//! assert_eq!(measured.report.windows, 2);
+//! assert!(measured.report.ppl > 1.0);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

@@ -19,7 +19,7 @@ use std::fmt;
 /// How log-probabilities are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
-    /// As computed.
+    /// Kept as computed.
     F32,
     /// Rounded to 11 bits of mantissa. The rounding shifts a divergence by about 1e-6 nats
     /// at most (half the variance of an error of up to `2^-12` of each log-probability
@@ -46,7 +46,7 @@ pub struct ReferenceLogits {
     rows: Vec<ReferenceRow>,
 }
 
-/// What is kept exactly of each row.
+/// The numbers of each row that are kept exactly.
 #[derive(Clone, Copy, Debug, Default)]
 struct ReferenceRow {
     nll: f64,
@@ -214,7 +214,7 @@ impl ReferenceLogits {
         finish(engine, spec, &plan, nll, pairs)
     }
 
-    /// What was recorded.
+    /// The specification of the recording.
     pub fn spec(&self) -> &EvalSpec {
         &self.spec
     }

@@ -43,10 +43,10 @@ pub struct EvalReport {
     pub protocol: Protocol,
     /// Name of the text.
     pub text: String,
-    /// What keys and values were rounded to.
+    /// Type that keys and values were rounded to.
     #[serde(default)]
     pub kv: String,
-    /// What inputs of the Linears were rounded to.
+    /// Type that inputs of the Linears were rounded to.
     #[serde(default)]
     pub activations: String,
     /// Device and instruction set.
@@ -104,7 +104,7 @@ pub struct BenchRow {
     pub engine: String,
     /// `fused` or `reference`.
     pub kernels: String,
-    /// What inputs are rounded to.
+    /// Type that inputs are rounded to.
     pub activations: String,
     /// Bits of most weights.
     pub bits: usize,
@@ -136,7 +136,7 @@ pub struct BenchRow {
     /// bare decode loop.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub streaming_overhead: Option<f64>,
-    /// What a reader must know to read the row rightly.
+    /// A caveat about the row.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
     /// Why this row is no result: it shows more than the machine can do.

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 /// `KL(softmax(reference) || softmax(model))` in nats, row by row, of logits `[rows, vocab]`.
 ///
 /// # Errors
-/// [`Error::NotFinite`] at a logit that is no number, its row given as the position.
+/// [`Error::NotFinite`] at a logit that is not finite, its row given as the position.
 ///
 /// # Panics
 /// If the two differ in length or are no whole number of rows.

@@ -88,7 +88,7 @@ pub(crate) fn log_sum_exp(row: &[f32], max: f32) -> f64 {
     max + total(sum).ln()
 }
 
-/// What [`divergence`] finds in a pair of rows.
+/// The result of [`divergence`] for a pair of rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Divergence {
     /// `KL(softmax(reference) || softmax(model))` in nats.

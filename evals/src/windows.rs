@@ -10,14 +10,14 @@ use std::ops::Range;
 /// Qwen3's vocabulary of 151,936.
 const LOGIT_BYTES: usize = 128 << 20;
 
-/// What is measured.
+/// The specification of a measurement.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvalSpec {
     /// How windows are cut and which tokens are scored.
     pub protocol: Protocol,
     /// Tokens of a window.
     pub ctx: usize,
-    /// What keys and values are rounded to.
+    /// Type that keys and values are rounded to.
     pub kv: KvType,
     /// Windows at most; `None`: all that the text has.
     pub max_windows: Option<usize>,

@@ -2,6 +2,7 @@
 
 use crate::config::{GenerationDefaults, check_eos};
 use crate::error::{Error, Result};
+use crate::experts::Gathered;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG};
 use crate::models::ModelConfig;
 use crate::names::layer_of;
@@ -86,6 +87,7 @@ impl Checkpoint {
     pub(crate) fn of_files(files: Files, store: Box<dyn WeightStore>) -> Result<Self> {
         let config = ModelConfig::parse(&files.path(CONFIG), &files.require(CONFIG)?)?;
         check_layers(&files, &config, store.as_ref())?;
+        let store = Gathered::over(store, &config, &files)?;
         let generation = match files.get(GENERATION_CONFIG)? {
             Some(bytes) => {
                 let path = files.path(GENERATION_CONFIG);

@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::models::{self, Architecture, ModelConfig, Rope, RopeScaling};
+use crate::models::{self, Architecture, Experts, ModelConfig, Rope, RopeScaling};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -42,6 +42,7 @@ impl ModelConfig {
             architecture,
             hidden_size: obj.dim("hidden_size")?,
             intermediate_size: obj.dim("intermediate_size")?,
+            experts: obj.experts(architecture)?,
             num_hidden_layers: obj.dim("num_hidden_layers")?,
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
@@ -63,8 +64,7 @@ impl ModelConfig {
             ));
         }
         // Each is in range; their product must be too, or sizes overflow further on.
-        let linears = cfg.layer().linears().into_iter();
-        let layer: u128 = linears
+        let layer: u128 = (cfg.layer().matrices())
             .map(|l| l.dims(&cfg))
             .map(|(out, inputs)| out as u128 * inputs as u128)
             .sum();
@@ -125,7 +125,7 @@ impl ModelConfig {
         };
         // f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
         let eps: f64 = self.rms_norm_eps.to_string().parse().unwrap_or(1e-6);
-        let Value::Object(map) = json!({
+        let Value::Object(mut map) = json!({
             "architectures": [self.architecture.class],
             "attention_bias": false,
             "attention_dropout": 0.0,
@@ -153,6 +153,19 @@ impl ModelConfig {
         }) else {
             unreachable!("written as an object")
         };
+        if let Some(experts) = self.experts {
+            let keys = [
+                ("decoder_sparse_step", json!(1)),
+                ("mlp_only_layers", json!([])),
+                ("moe_intermediate_size", json!(experts.width)),
+                ("norm_topk_prob", json!(experts.normalized)),
+                ("num_experts", json!(experts.count)),
+                ("num_experts_per_tok", json!(experts.per_token)),
+                ("output_router_logits", json!(false)),
+                ("router_aux_loss_coef", json!(0.001)),
+            ];
+            map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
+        }
         map
     }
 }
@@ -194,6 +207,9 @@ const MAX_DIM: u64 = 1 << 28;
 
 /// More parameters than this are absurd: a hundred trillion.
 const MAX_PARAMETERS: u128 = 100_000_000_000_000;
+
+/// More experts than this in a layer are absurd.
+const MAX_EXPERTS: usize = 1 << 16;
 
 /// A JSON object whose accessors fail with the file's and the key's name.
 struct Object<'a> {
@@ -355,9 +371,15 @@ impl<'a> Object<'a> {
     /// Refuses what the architecture's layers have not.
     fn check_layers(&self, architecture: &Architecture) -> Result<()> {
         let family = architecture.family;
-        if self.bool("attention_bias")?.unwrap_or(false) {
-            let why = format!("{family} has none");
-            return Err(self.unsupported("attention_bias true".into(), &why));
+        for bias in ["attention_bias", "qkv_bias"] {
+            if self.bool(bias)?.unwrap_or(false) {
+                let why = format!("{family} has none");
+                return Err(self.unsupported(format!("{bias} true"), &why));
+            }
+        }
+        if !self.bool("use_qk_norm")?.unwrap_or(true) {
+            let why = format!("{family} normalizes queries and keys");
+            return Err(self.unsupported("use_qk_norm false".into(), &why));
         }
         if self.bool("use_sliding_window")?.unwrap_or(false) {
             return Err(self.unsupported("use_sliding_window true".into(), "nq attends fully"));
@@ -367,6 +389,55 @@ impl<'a> Object<'a> {
             return Err(self.unsupported(format!("hidden_act {act}"), &why));
         }
         Ok(())
+    }
+
+    /// What a mixture says of its experts, which every layer must have: a layer has none if
+    /// `mlp_only_layers` lists it or `decoder_sparse_step` does not divide its number from 1.
+    fn experts(&self, architecture: &Architecture) -> Result<Option<Experts>> {
+        if architecture.layer.mlp.router().is_none() {
+            return Ok(None);
+        }
+        let some_without = |what: String| {
+            Err(self.unsupported(what, "nq runs mixtures whose every layer has experts"))
+        };
+        match self.u64("decoder_sparse_step")? {
+            None | Some(1) => {}
+            Some(n) => return some_without(format!("decoder_sparse_step {n}")),
+        }
+        let list = self.typed("mlp_only_layers", "a list", |v| v.as_array().cloned())?;
+        if let Some(layer) = list.iter().flatten().next() {
+            return some_without(format!("mlp_only_layers with {layer}"));
+        }
+        if let Some(n) = self
+            .u64("shared_expert_intermediate_size")?
+            .filter(|&n| n > 0)
+        {
+            let what = format!("shared_expert_intermediate_size {n}");
+            return Err(self.unsupported(what, "Qwen3 shares no expert"));
+        }
+        const COUNT: (&str, &str) = ("num_experts", "num_local_experts");
+        let (key, other) = match self.get(COUNT.0) {
+            Some(_) => COUNT,
+            None => (COUNT.1, COUNT.0),
+        };
+        let count = self.dim(key)?;
+        if self.get(other).is_some() && self.dim(other)? != count {
+            return Err(self.bad(other, count.to_string(), self.dim(other)?.to_string()));
+        }
+        if count > MAX_EXPERTS {
+            return Err(self.bad(key, format!("at most {MAX_EXPERTS}"), count.to_string()));
+        }
+        let per_token = self.dim("num_experts_per_tok")?;
+        if per_token > count {
+            let expected = format!("at most {key} ({count})");
+            return Err(self.bad("num_experts_per_tok", expected, per_token.to_string()));
+        }
+        Ok(Some(Experts {
+            count,
+            per_token,
+            width: self.dim("moe_intermediate_size")?,
+            normalized: self.bool("norm_topk_prob")?.unwrap_or(false),
+        }))
     }
 
     /// `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both.

@@ -50,6 +50,13 @@ impl WeightStore for DenseStore {
         Ok(Weight::Dense(tensor))
     }
 
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        match self.shards.contains(name) {
+            true => self.shards.require(name, &FLOATS, shape).map(Some),
+            false => Ok(None),
+        }
+    }
+
     fn entries(&self) -> Vec<TensorEntry> {
         self.shards.entries()
     }

@@ -3,6 +3,19 @@
 //!
 //! This crate knows no device, and of models what [`models`] says. A weight leaves it in canonical
 //! form ([`Weight`]): row-major `[out, in]`, the same whatever file it came from.
+//!
+//! ```
+//! use nq_formats::Checkpoint;
+//! use std::path::Path;
+//!
+//! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
+//! assert_eq!(checkpoint.config().num_hidden_layers, 5);
+//! let config = checkpoint.config();
+//! let shape = (config.intermediate_size, config.hidden_size);
+//! let weight = checkpoint.store().matrix("model.layers.0.mlp.up_proj", shape)?;
+//! assert_eq!(weight.dims(), shape);
+//! # Ok::<(), nq_formats::Error>(())
+//! ```
 
 #![forbid(unsafe_op_in_unsafe_fn)]
 
@@ -12,6 +25,7 @@ mod dense;
 mod dtype;
 pub mod durable;
 mod error;
+mod experts;
 pub mod export;
 pub mod files;
 pub mod gguf;
@@ -43,7 +57,7 @@ pub use config::GenerationDefaults;
 pub use dtype::DType;
 pub use error::{Error, HubProblem, Result};
 pub use files::{Files, VirtualFiles};
-pub use models::{ModelConfig, Rope, RopeScaling};
+pub use models::{Experts, ModelConfig, Rope, RopeScaling};
 pub use progress::{Progress, Unit};
 pub use scheme::{AffineScheme, Bits, Group, Levels, Scales, TwoLevel, Zeros};
 pub use store::{Exactness, TensorEntry, WeightStore};

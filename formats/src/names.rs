@@ -11,6 +11,9 @@ pub const NORM: &str = "model.norm";
 /// Untied head `[vocab, hidden]`.
 pub const HEAD: &str = "lm_head";
 
+/// What the names of experts' weights within a layer begin with.
+pub(crate) const EXPERTS: &str = "mlp.experts";
+
 /// The matrix that gives logits: the embedding where it is tied.
 pub fn head(c: &ModelConfig) -> &'static str {
     match c.tie_word_embeddings {
@@ -56,6 +59,17 @@ pub fn layer_linear(name: &str) -> Option<(usize, &'static LinearSpec)> {
     let (layer, suffix) = split(name)?;
     let mut linears = ARCHITECTURES.iter().flat_map(|a| a.layer.linears());
     Some((layer, linears.find(|l| l.suffix == suffix)?))
+}
+
+/// The stack whose rows are the weights of a layer's experts, if the parameter `name` is one.
+pub fn stack(name: &str) -> Option<(usize, &'static LinearSpec)> {
+    layer_linear(name).filter(|(_, linear)| linear.stacked)
+}
+
+/// True for what scores the experts of a layer.
+pub fn is_router(name: &str) -> bool {
+    let mut routers = ARCHITECTURES.iter().filter_map(|a| a.layer.mlp.router());
+    split(name).is_some_and(|(_, suffix)| routers.any(|r| r.suffix == suffix))
 }
 
 /// True for the Linears of each layer: what a quantization's default scheme covers.

@@ -63,6 +63,16 @@ pub trait WeightStore: Send + Sync {
         None
     }
 
+    /// The unquantized tensor that the files have under this very name, which must then have this
+    /// shape: experts that are kept in one tensor.
+    ///
+    /// # Errors
+    /// [`crate::Error::Tensor`] if its type or shape is another.
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        let _ = (name, shape);
+        Ok(None)
+    }
+
     /// The weight exactly as the file stands for it, which may be in a form that no kernel
     /// runs; for comparisons.
     ///

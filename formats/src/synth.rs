@@ -9,7 +9,7 @@ use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
 use crate::models::ModelConfig;
 pub use crate::models::Preset;
-use crate::names::{Shape, parameters};
+use crate::names::{Shape, parameters, stack};
 use crate::pack;
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
@@ -38,13 +38,13 @@ const NORM_STD: f64 = 0.05;
 /// [`Error::Exists`] if `dest` is there, [`Error::Space`] if the disk is too small, [`Error::Io`];
 /// [`Error::Malformed`] if the vocabulary is too small for a byte-level tokenizer.
 pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progress) -> Result<()> {
-    let specs = parameters(config)
-        .into_iter()
-        .map(|(name, shape)| TensorSpec {
-            name: format!("{name}.weight"),
-            dtype: DType::BF16,
-            shape: shape.dims(),
-        });
+    let tensors = parameters(config).into_iter();
+    let tensors = tensors.flat_map(|(name, shape)| tensors_of(&name, shape, config));
+    let specs = tensors.map(|(name, shape)| TensorSpec {
+        name: format!("{name}.weight"),
+        dtype: DType::BF16,
+        shape: shape.dims(),
+    });
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let layout = Layout::new(specs.collect(), &metadata, MAX_SHARD);
     let files = files(config)?;
@@ -62,6 +62,19 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
         }
         Ok(())
     })
+}
+
+/// The tensors that published files keep a parameter in: one for each expert of a stack.
+fn tensors_of(name: &str, shape: Shape, config: &ModelConfig) -> Vec<(String, Shape)> {
+    match (stack(name), shape) {
+        (Some((layer, linear)), Shape::Matrix(rows, cols)) => {
+            let count = linear.copies(config);
+            let each = Shape::Matrix(rows / count, cols);
+            let expert = |e| (linear.expert_name(layer, e), each);
+            (0..count).map(expert).collect()
+        }
+        _ => vec![(name.into(), shape)],
+    }
 }
 
 /// A random model in memory, opened like a folder. Weights are drawn when asked for,
@@ -106,6 +119,7 @@ fn checkpoint_of(
     let generation = GenerationDefaults::parse(&path, &files.require(GENERATION_CONFIG)?)?;
     let store = RandomStore {
         label: label.into(),
+        config: config.clone(),
         parameters: parameters(config).into_iter().collect(),
         seed,
         scheme_of,
@@ -141,6 +155,7 @@ impl VirtualFiles for MemoryFiles {
 
 struct RandomStore {
     label: String,
+    config: ModelConfig,
     parameters: BTreeMap<String, Shape>,
     seed: u64,
     scheme_of: SchemeOf,
@@ -267,7 +282,16 @@ impl WeightStore for RandomStore {
         let shape = Shape::Matrix(rows, cols);
         self.check(name, shape)?;
         Ok(match (self.scheme_of)(name) {
-            None => Weight::Dense(random_tensor(self.seed, name, shape)),
+            None => {
+                let tensors = tensors_of(name, shape, &self.config);
+                let drawn = |(name, shape): &(String, Shape)| {
+                    Weight::Dense(random_tensor(self.seed, name, *shape))
+                };
+                match tensors.as_slice() {
+                    [one] => drawn(one),
+                    experts => Weight::stack(&experts.iter().map(drawn).collect::<Vec<_>>())?,
+                }
+            }
             Some(scheme) => {
                 let weight = random_quantized(self.seed, name, (rows, cols), scheme)?;
                 Weight::Quantized(QuantizedWeight::Affine(weight))

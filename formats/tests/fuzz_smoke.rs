@@ -9,7 +9,7 @@ use common::{Rng, assets, random_affine, random_dense, safetensors};
 use nq_formats::export::gguf::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{BlockType, GgufFile, GgufPlan, Value};
-use nq_formats::names::{Shape, is_layer_linear, parameters};
+use nq_formats::names::{Shape, is_layer_linear, parameters, stack};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
@@ -147,6 +147,7 @@ fn configs() {
         demo("generation_config.json"),
         yarn.into_bytes(),
         nested.into_bytes(),
+        format!("{{{}}}", targets::MIXTURE).into_bytes(),
         tokenizer.to_vec(),
     ];
     run("config", targets::config, &seeds, 6_000);
@@ -194,20 +195,35 @@ fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
 /// A part of a quantized weight: suffix of its name, type, shape.
 type PartShape = (&'static str, DType, Vec<usize>);
 
-/// A folder of another tool's format: `settings` and, for each Linear `[out, in]` its `parts`, all
-/// bytes 1.
-fn imported_seed(settings: &str, parts: fn(usize, usize) -> Vec<PartShape>) -> Vec<u8> {
-    let config = format!("{{{}}}", targets::SHAPE);
+/// A folder of another tool's format, of a model of this shape: `settings` and, for each Linear
+/// `[out, in]`, those of experts apart, its `parts`, all bytes 1.
+fn imported_seed(
+    shape: &str,
+    settings: &str,
+    parts: fn(usize, usize) -> Vec<PartShape>,
+) -> Vec<u8> {
+    let config = format!("{{{shape}}}");
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+    let own = |name: String, rows: usize| match stack(&name) {
+        None => vec![(name, rows)],
+        Some((layer, linear)) => {
+            let n = linear.copies(&shape);
+            (0..n)
+                .map(|e| (linear.expert_name(layer, e), rows / n))
+                .collect()
+        }
+    };
     let mut tensors = Vec::new();
     let mut rng = Rng(4);
     for (name, shape) in parameters(&shape) {
         match shape {
             Shape::Matrix(rows, cols) if is_layer_linear(&name) => {
-                for (suffix, dtype, shape) in parts(rows, cols) {
-                    let bytes = shape.iter().product::<usize>() * dtype.size();
-                    let tensor = Tensor::new(dtype, shape, vec![1; bytes].into()).unwrap();
-                    tensors.push((format!("{name}{suffix}"), tensor));
+                for (name, rows) in own(name, rows) {
+                    for (suffix, dtype, shape) in parts(rows, cols) {
+                        let bytes = shape.iter().product::<usize>() * dtype.size();
+                        let tensor = Tensor::new(dtype, shape, vec![1; bytes].into()).unwrap();
+                        tensors.push((format!("{name}{suffix}"), tensor));
+                    }
                 }
             }
             _ => {
@@ -235,51 +251,65 @@ fn quantized_folders() {
     let fp8 = r#"{"quant_method":"fp8","fmt":"e4m3","weight_block_size":[8,8]}"#;
     use DType::{BF16, F8E4M3, F16, I32};
     let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(4), zeros);
+    let of_gptq = |rows: usize, cols: usize| {
+        vec![
+            (".qweight", I32, vec![cols / 8, rows]),
+            (".qzeros", I32, vec![cols / 8, rows / 8]),
+            (".scales", F16, vec![cols / 8, rows]),
+        ]
+    };
+    let of_awq = |rows: usize, cols: usize| {
+        vec![
+            (".qweight", I32, vec![cols, rows / 8]),
+            (".qzeros", I32, vec![cols / 8, rows / 8]),
+            (".scales", F16, vec![cols / 8, rows]),
+        ]
+    };
+    let of_packed = |rows: usize, cols: usize| {
+        vec![
+            (".weight_packed", I32, vec![rows, cols / 8]),
+            (".weight_scale", BF16, vec![rows, cols / 8]),
+            (".weight_zero_point", I32, vec![rows / 8, cols / 8]),
+        ]
+    };
+    let of_fp8 = |rows: usize, cols: usize| {
+        vec![
+            (".weight", F8E4M3, vec![rows, cols]),
+            (".weight_scale_inv", BF16, vec![rows / 8, cols / 8]),
+        ]
+    };
+    let (dense, mixture) = (targets::SHAPE, targets::MIXTURE);
     let seeds = [
-        nq_seed(scheme(Bits::B4, Zeros::None), false),
-        nq_seed(scheme(Bits::B4, Zeros::Integer), true),
-        nq_seed(scheme(Bits::B4, Zeros::Offset), false),
-        imported_seed(gptq, |rows, cols| {
-            vec![
-                (".qweight", I32, vec![cols / 8, rows]),
-                (".qzeros", I32, vec![cols / 8, rows / 8]),
-                (".scales", F16, vec![cols / 8, rows]),
-            ]
-        }),
-        imported_seed(awq, |rows, cols| {
-            vec![
-                (".qweight", I32, vec![cols, rows / 8]),
-                (".qzeros", I32, vec![cols / 8, rows / 8]),
-                (".scales", F16, vec![cols / 8, rows]),
-            ]
-        }),
-        imported_seed(packed, |rows, cols| {
-            vec![
-                (".weight_packed", I32, vec![rows, cols / 8]),
-                (".weight_scale", BF16, vec![rows, cols / 8]),
-                (".weight_zero_point", I32, vec![rows / 8, cols / 8]),
-            ]
-        }),
-        imported_seed(fp8, |rows, cols| {
-            vec![
-                (".weight", F8E4M3, vec![rows, cols]),
-                (".weight_scale_inv", BF16, vec![rows / 8, cols / 8]),
-            ]
-        }),
-        nq_seed(scheme(Bits::B6, Zeros::Offset).two_level(Bits::B5), true),
-        nq_seed(scheme(Bits::B3, Zeros::Integer).with_table(), false),
+        (dense, nq_seed(scheme(Bits::B4, Zeros::None), false)),
+        (dense, nq_seed(scheme(Bits::B4, Zeros::Integer), true)),
+        (dense, nq_seed(scheme(Bits::B4, Zeros::Offset), false)),
+        (dense, imported_seed(dense, gptq, of_gptq)),
+        (dense, imported_seed(dense, awq, of_awq)),
+        (dense, imported_seed(dense, packed, of_packed)),
+        (dense, imported_seed(dense, fp8, of_fp8)),
+        (mixture, imported_seed(mixture, gptq, of_gptq)),
+        (mixture, imported_seed(mixture, fp8, of_fp8)),
+        (
+            dense,
+            nq_seed(scheme(Bits::B6, Zeros::Offset).two_level(Bits::B5), true),
+        ),
+        (
+            dense,
+            nq_seed(scheme(Bits::B3, Zeros::Integer).with_table(), false),
+        ),
     ];
     // The seeds themselves open: otherwise no mutation would reach the reader.
-    for seed in &seeds {
+    for (shape, seed) in &seeds {
         let end = seed.iter().position(|b| *b == 0).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let record = std::str::from_utf8(&seed[..end]).unwrap();
-        let config = format!(r#"{{{},"quantization_config":{record}}}"#, targets::SHAPE);
+        let config = format!(r#"{{{shape},"quantization_config":{record}}}"#);
         fs::write(dir.path().join("config.json"), config).unwrap();
         fs::write(dir.path().join("model.safetensors"), &seed[end + 1..]).unwrap();
         let opened = Checkpoint::open(dir.path()).unwrap();
         nq_formats::nq::verify(&opened).unwrap();
     }
+    let seeds = seeds.map(|(_, seed)| seed);
     run("folder", targets::folder, &seeds, 5_000);
 }
 

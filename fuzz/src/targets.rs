@@ -134,6 +134,13 @@ pub const SHAPE: &str = r#""architectures":["Qwen3ForCausalLM"],"model_type":"qw
 "num_key_value_heads":1,"head_dim":8,"vocab_size":16,"max_position_embeddings":32,
 "rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
 
+/// The same of a mixture.
+pub const MIXTURE: &str = r#""architectures":["Qwen3MoeForCausalLM"],"model_type":"qwen3_moe",
+"hidden_size":8,"intermediate_size":16,"moe_intermediate_size":8,"num_experts":2,
+"num_experts_per_tok":1,"num_hidden_layers":1,"num_attention_heads":2,
+"num_key_value_heads":1,"head_dim":8,"vocab_size":16,"max_position_embeddings":32,
+"rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
+
 /// A quantized folder of any format: a `quantization_config` (JSON, ended by a zero byte), then
 /// the weight file. All parameters of what opens are read and dequantized.
 pub fn folder(data: &[u8]) {
@@ -143,17 +150,17 @@ pub fn folder(data: &[u8]) {
     let Ok(record) = std::str::from_utf8(&data[..end]) else {
         return;
     };
-    let config = format!(r#"{{{SHAPE},"quantization_config":{record}}}"#);
-    let files = Files::Virtual(Arc::new(Folder(vec![
-        ("config.json", config.into()),
-        (
-            "model.safetensors",
-            Bytes::copy_from_slice(&data[end + 1..]),
-        ),
-    ])));
-    if let Ok(checkpoint) = Checkpoint::open_files(files) {
-        let _ = nq::verify(&checkpoint);
-        read_all(&checkpoint);
+    let weights = Bytes::copy_from_slice(&data[end + 1..]);
+    for shape in [SHAPE, MIXTURE] {
+        let config = format!(r#"{{{shape},"quantization_config":{record}}}"#);
+        let files = Files::Virtual(Arc::new(Folder(vec![
+            ("config.json", config.into()),
+            ("model.safetensors", weights.clone()),
+        ])));
+        if let Ok(checkpoint) = Checkpoint::open_files(files) {
+            let _ = nq::verify(&checkpoint);
+            read_all(&checkpoint);
+        }
     }
 }
 

@@ -99,22 +99,38 @@ DEVICE void attention_shared(const SharedArgs& p) {
     auto page_at = [&](int i) { return i < end ? p.cache.page(slot, i * PAGE) : 0; };
     uint32_t next = page_at(start + 1);
     request(page_at(start), sm.pages[0]);
+    // What no kernel of this step writes of the warp's queries, and then, together, the queries.
     const float4 q_gain = __ldg(reinterpret_cast<const float4*>(p.q_gain) + lane);
+    float4 v[8], c0[8], c1[8];
+    const float* from[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int query = warp + i * SHARED_WARPS;
+        if (query >= queries) break;
+        const int row = min(__ldcg(group->rows + query / heads), p.m - 1), head = kv * heads + query % heads;
+        const int position = __ldcg(&p.step[row].position);
+        from[i] = p.qkv + (size_t(row) * (p.heads + 2 * p.cache.kv_heads) + head) * HEAD_DIM;
+        const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
+        c0[i] = __ldg(angles), c1[i] = __ldg(angles + 1);
+    }
 
     wait_for_predecessor();
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (warp + i * SHARED_WARPS >= queries) break;
+        v[i] = __ldcg(reinterpret_cast<const float4*>(from[i]) + lane);
+    }
     // Rows of the left operand that are no query's are zero.
-#pragma unroll 1
-    for (int query = warp; query < (queries + 7) / 8 * 8; query += SHARED_WARPS) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int query = warp + i * SHARED_WARPS;
+        if (query >= (queries + 7) / 8 * 8) break;
         uint2 hi = make_uint2(0, 0), lo = hi;
         if (query < queries) {
-            const int row = min(__ldcg(group->rows + query / heads), p.m - 1), head = kv * heads + query % heads;
-            const int position = __ldcg(&p.step[row].position);
-            const float* const from = p.qkv + (size_t(row) * (p.heads + 2 * p.cache.kv_heads) + head) * HEAD_DIM;
-            const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
-            const float4 v = norm_rope(__ldcg(reinterpret_cast<const float4*>(from) + lane), q_gain, __ldg(angles), __ldg(angles + 1), p.eps, lane);
+            const float4 q = norm_rope(v[i], q_gain, c0[i], c1[i], p.eps, lane);
             const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
-            split_pair(v.x * s, v.y * s, hi.x, lo.x);
-            split_pair(v.z * s, v.w * s, hi.y, lo.y);
+            split_pair(q.x * s, q.y * s, hi.x, lo.x);
+            split_pair(q.z * s, q.w * s, hi.y, lo.y);
         }
         reinterpret_cast<uint2*>(sm.q[0][query])[lane] = hi;
         reinterpret_cast<uint2*>(sm.q[1][query])[lane] = lo;

@@ -128,6 +128,9 @@ struct Requests {
             }
         }
     }
+
+    // What the outputs of a tile are multiplied by.
+    DEVICE float weight(int) const { return 1.f; }
 };
 
 // Where the warps of a block meet.
@@ -140,15 +143,15 @@ struct Meeting {
 template <int BITS>
 using PreparedRow = std::conditional_t<BITS == 16, Halves, Digits>;
 
-// Stages in registers, requested AHEAD stages ahead.
-template <int BITS, int ZERO, int SLOT, int AHEAD>
+// Stages in registers, requested AHEAD stages ahead, where `Next` says.
+template <int BITS, int ZERO, int SLOT, int AHEAD, class Next = Requests<BITS, ZERO, SLOT>>
 struct RegisterStages {
     const GemvArgs& p;
     const Share& share;
-    Requests<BITS, ZERO, SLOT> next;
+    Next next;
     Stage<BITS, ZERO, SLOT> stages[AHEAD];
 
-    DEVICE RegisterStages(const GemvArgs& p, const Share& share) : p(p), share(share), next(p, share) {
+    DEVICE RegisterStages(const GemvArgs& p, const Share& share, const Next& next) : p(p), share(share), next(next) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) give(i);
     }
@@ -169,20 +172,20 @@ struct RegisterStages {
 };
 
 // Stages from a ring in shared memory.
-template <int BITS, int ZERO, int SLOT>
+template <int BITS, int ZERO, int SLOT, class Next = Requests<BITS, ZERO, SLOT>>
 struct RingStages {
     using WeightRing = Ring<MOST_META<BITS, ZERO, SLOT>, 1>;
     const GemvArgs& p;
     const Share& share;
-    Requests<BITS, ZERO, SLOT> next;
+    Next next;
     WeightRing ring;
     Stage<BITS, ZERO, SLOT> now;
     // Of this lane in a stage.
     const MetaAt<BITS, ZERO, SLOT> meta_at;
     const uint32_t codes_at;
 
-    DEVICE RingStages(const GemvArgs& p, const Share& share, uint4* stages, uint64_t* barriers)
-        : p(p), share(share), next(p, share), ring(stages, barriers, p.depth),
+    DEVICE RingStages(const GemvArgs& p, const Share& share, const Next& next, uint4* stages, uint64_t* barriers)
+        : p(p), share(share), next(next), ring(stages, barriers, p.depth),
           meta_at(p.groups, threadIdx.x % 32 / 4, threadIdx.x % 4), codes_at(keep(threadIdx.x % 32 * 16)) {
 #pragma unroll 1
         for (int i = 0; i < p.depth - lags(); i++) request();
@@ -351,7 +354,7 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* r
             const int r = tile * 16 + lane % 16;
             if constexpr (EPI == SILU) {
                 const float up = __shfl_down_sync(~0u, v, 8);
-                if (lane < 8 && r < p.rows) p.out[tile * 8 + lane] = __fdividef(v, 1.f + __expf(-v)) * up;
+                if (lane < 8 && r < p.rows) p.out[tile * 8 + lane] = __fdividef(v, 1.f + __expf(-v)) * up * stages.next.weight(tile);
             } else if (lane < 16 && r < p.rows) {
                 p.out[r] = EPI == ADD ? v + residual : v;
                 if constexpr (EPI == HEAD) {
@@ -485,7 +488,7 @@ DEVICE void gemv(const GemvArgs& p) {
 
     if constexpr (AHEAD > 0) {
         const Share share = share_of<WARPS>(p, threadIdx.x / 32);
-        RegisterStages<BITS, ZERO, SLOT, AHEAD> stages(p, share);
+        RegisterStages<BITS, ZERO, SLOT, AHEAD> stages(p, share, {p, share});
         multiply<BITS, ZERO, SLOT, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
     } else {
         constexpr int STAGE_WORDS = RingStages<BITS, ZERO, SLOT>::WeightRing::STAGE_WORDS;
@@ -493,7 +496,7 @@ DEVICE void gemv(const GemvArgs& p) {
         // Known to be the same for the whole warp: addresses that follow from it cost less.
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const Share share = share_of<WARPS>(p, warp);
-        RingStages<BITS, ZERO, SLOT> stages(p, share, shared + warp * p.depth * STAGE_WORDS, barriers[warp]);
+        RingStages<BITS, ZERO, SLOT> stages(p, share, {p, share}, shared + warp * p.depth * STAGE_WORDS, barriers[warp]);
         auto* const row = reinterpret_cast<Row*>(shared + WARPS * p.depth * STAGE_WORDS);
         multiply<BITS, ZERO, SLOT, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
     }

@@ -14,8 +14,10 @@ pub mod grad;
 pub mod reference;
 pub mod registry;
 pub mod rng;
+pub mod routing;
 pub mod second_order;
 
 pub use account::{Account, Held};
 pub use error::{Error, Result};
 pub use registry::{Activations, KernelSet};
+pub use routing::Routes;

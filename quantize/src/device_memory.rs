@@ -217,11 +217,14 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Resul
     round(a, c.vocab_size.min(PIECE / n), n, work);
     drop(head);
     let products = c.layer().products().into_iter();
-    let _moments: Vec<_> = products.map(|p| moments(p.inputs(c))).collect();
+    let all = products.flat_map(|p| (0..p.shares(c)).map(|_| p.inputs(c)));
+    let _moments: Vec<_> = all.map(moments).collect();
     let _pass = run(a, c, rows)?;
-    for linear in c.layer().linears() {
-        let (out, inputs) = linear.dims(c);
-        round(a, out, inputs, work);
+    for product in c.layer().products() {
+        for linear in product.linears {
+            let (out, inputs) = linear.dims(c);
+            round(a, out / product.shares(c), inputs, work);
+        }
     }
     Ok(())
 }

@@ -241,6 +241,13 @@ impl Rounded {
         pieces.collect()
     }
 
+    /// Adds the rows of `more`, which are as wide and of the same grid.
+    pub fn append(&mut self, more: Rounded) {
+        self.codes.extend_from_slice(&more.codes);
+        self.params.extend_from_slice(&more.params);
+        self.spans.extend_from_slice(&more.spans);
+    }
+
     /// Writes the values of row `row` into `out` (`cols` long).
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let size = self.grid.group().size(self.cols);

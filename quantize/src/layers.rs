@@ -1,14 +1,14 @@
 //! One layer's work: gather what its Linears see, transform it, round it.
 
 use crate::error::Result;
-use crate::grid::{Grids, Rounded};
+use crate::grid::{Grid, Grids, Rounded};
 use crate::linalg::{Matrix, Moments};
-use crate::methods::{Layer, Method, Needs, Problem};
+use crate::methods::{Layer, Method, Needs, Outcome, Problem};
 use crate::report::LayerReport;
 use crate::second_order::{Errors, InputStats};
 use nq_formats::models::{LinearSpec, Product, Source};
 use nq_formats::{ModelConfig, Progress, Tensor, Weight};
-use nq_kernels::reference;
+use nq_kernels::{Routes, reference};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 
 /// Elements of a large weight that are held in f32 at once.
@@ -18,41 +18,111 @@ pub(crate) const PIECE: usize = 1 << 26;
 /// matter alike. Of 0, .1, 1, 3 and 10, 1 gave the least divergence on the demo model.
 pub(crate) const LOOKED_UP: f32 = 1.0;
 
+/// What calibration says of the inputs of each of a layer's products, in their order; of one whose
+/// experts have inputs of their own ([`Product::shares`]), of each expert's.
+pub type LayerStats = Vec<Vec<InputStats>>;
+
 /// Gathers the second moments of what each of a layer's products sees.
 pub struct Gather<'a> {
     products: Vec<&'static Product>,
-    moments: Vec<Moments>, // of each product's input
+    moments: Vec<Vec<Moments>>, // of each product's inputs
+    hits: Hits,
     progress: &'a dyn Progress,
+}
+
+/// How many rows went through each expert.
+#[derive(Debug, Default)]
+pub struct Hits {
+    by_expert: Vec<usize>,
+    rows: usize,
+    per_token: usize,
+}
+
+impl Hits {
+    fn new(config: &ModelConfig) -> Self {
+        let (count, per_token) = config.experts.map_or((0, 0), |e| (e.count, e.per_token));
+        Hits {
+            by_expert: vec![0; count],
+            rows: 0,
+            per_token,
+        }
+    }
+
+    fn add(&mut self, routes: &Routes) {
+        self.rows += routes.rows();
+        for row in 0..routes.rows() {
+            for &(expert, _) in routes.of(row) {
+                self.by_expert[expert as usize] += 1;
+            }
+        }
+    }
+
+    /// Which experts took less than a tenth of what each would take if all took alike, in words.
+    pub fn rare(&self) -> Option<String> {
+        let experts = self.by_expert.len();
+        let few = self.rows * self.per_token / (10 * experts.max(1));
+        let rare = self.by_expert.iter().filter(|&&n| n < few);
+        let unused = self.by_expert.iter().filter(|&&n| n == 0).count();
+        let rare = rare.count();
+        (rare > 0).then(|| {
+            format!(
+                "{rare} of {experts} experts take fewer than {few} of {} calibration tokens, \
+                 {unused} of them none: what the others take tells what these see",
+                self.rows
+            )
+        })
+    }
 }
 
 impl<'a> Gather<'a> {
     /// For a model of this shape; `progress` is advanced by rows.
     pub fn new(config: &ModelConfig, needs: Needs, progress: &'a dyn Progress) -> Self {
         let products = config.layer().products();
-        let moments = |p: &&Product| Moments::new(p.inputs(config), needs == Needs::Hessian);
+        let moments = |p: &&Product| {
+            let one = |_| Moments::new(p.inputs(config), needs == Needs::Hessian);
+            (0..p.shares(config)).map(one).collect()
+        };
         Gather {
+            hits: Hits::new(config),
             moments: products.iter().map(moments).collect(),
             products,
             progress,
         }
     }
 
-    /// The statistics, by product.
-    pub fn finish(self) -> Vec<InputStats> {
-        self.moments.into_iter().map(InputStats::from).collect()
+    /// The statistics, and what each expert took.
+    pub fn finish(self) -> (LayerStats, Hits) {
+        let stats = |own: Vec<Moments>| own.into_iter().map(InputStats::from).collect();
+        (self.moments.into_iter().map(stats).collect(), self.hits)
+    }
+
+    fn add(&mut self, product: &Product, share: usize, x: &[f32]) {
+        let Some(place) = self.products.iter().position(|&p| p == product) else {
+            return;
+        };
+        self.moments[place][share].add(x);
+        if place == 0 {
+            let rows = x.len() / self.moments[0][0].width();
+            self.progress.advance(rows as u64);
+        }
     }
 }
 
 impl Observer for Gather<'_> {
     fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
-        let Some(place) = self.products.iter().position(|&p| p == product) else {
-            return;
-        };
-        self.moments[place].add(x);
-        if place == 0 {
-            let rows = x.len() / self.moments[0].width();
-            self.progress.advance(rows as u64);
-        }
+        self.add(product, 0, x);
+    }
+
+    fn expert_input(&mut self, _layer: usize, product: &Product, expert: usize, x: &[f32]) {
+        self.add(product, expert, x);
+    }
+
+    fn routed(&mut self, _layer: usize, routes: &Routes) {
+        self.hits.add(routes);
+    }
+
+    fn rows(&mut self, rows: usize) {
+        self.progress.advance(rows as u64);
     }
 }
 
@@ -80,7 +150,7 @@ impl Observer for Pass<'_> {
 /// [`crate::Error::NotFinite`] naming a weight with a NaN or infinity.
 pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Result<Layer> {
     let spec = weights.spec;
-    let linears = spec.linears().into_iter().map(|linear| {
+    let linears = spec.matrices().map(|linear| {
         let weight = weights.linear(linear.kind);
         Ok((
             linear.kind,
@@ -120,7 +190,7 @@ pub fn quantize(
     method: &dyn Method,
     index: usize,
     source: &LayerWeights,
-    mut stats: Option<Vec<InputStats>>,
+    mut stats: Option<LayerStats>,
     grids: &Grids,
     config: &ModelConfig,
     mut done: impl FnMut(&LinearSpec),
@@ -134,20 +204,25 @@ pub fn quantize(
             let gains = Tensor::from_f32(vec![gains.len()], gains.clone())?;
             weights.norms.insert(kind, gains);
         }
+        if let Some(router) = source.spec.mlp.router() {
+            let scaled = layer.linear(router.kind);
+            let tensor = Tensor::from_f32(vec![scaled.rows, scaled.cols], scaled.data.clone())?;
+            weights.linears.insert(router.kind, Weight::Dense(tensor));
+        }
     }
     let (mut rows, mut fallbacks) = (Vec::new(), Vec::new());
     for (place, product) in source.spec.products().into_iter().enumerate() {
         for linear in product.linears {
             let name = linear.name(index);
-            let problem = Problem {
-                name: &name,
+            let stack = Stack {
+                index,
+                linear,
                 weight: layer.linear(linear.kind),
-                inputs: stats.as_ref().map(|s| &s[place]),
+                stats: stats.as_ref().map(|s| &s[place][..]),
                 grid: grids[&linear.kind],
             };
-            let outcome = method.round(&problem)?;
-            let errors = errors(&problem, &outcome.rounded)?;
-            rows.push(errors.report(&name, problem.grid, outcome.method));
+            let (outcome, errors) = stack.round(method)?;
+            rows.push(errors.report(&name, stack.grid, outcome.method));
             fallbacks.extend(outcome.fallbacks);
             let rounded = outcome.rounded.to_weight()?;
             weights.linears.insert(linear.kind, rounded);
@@ -159,6 +234,64 @@ pub fn quantize(
         rows,
         fallbacks,
     })
+}
+
+/// A Linear of a layer: one weight, or those of all experts.
+struct Stack<'a> {
+    index: usize,
+    linear: &'a LinearSpec,
+    weight: &'a Matrix,
+    /// Of its input, or of each expert's.
+    stats: Option<&'a [InputStats]>,
+    grid: Grid,
+}
+
+impl Stack<'_> {
+    /// Rounds it: at once where all its rows see one input, else expert by expert.
+    fn round(&self, method: &dyn Method) -> Result<(Outcome, Errors)> {
+        let shares = self.stats.map_or(1, <[InputStats]>::len);
+        if shares == 1 {
+            let name = self.linear.name(self.index);
+            return self.round_rows(method, &name, self.weight, 0);
+        }
+        let each = self.weight.rows / shares;
+        let mut all: Option<(Outcome, Errors)> = None;
+        for expert in 0..shares {
+            let name = self.linear.expert_name(self.index, expert);
+            let weight = self.weight.part(expert * each..(expert + 1) * each);
+            let (outcome, errors) = self.round_rows(method, &name, &weight, expert)?;
+            match &mut all {
+                None => all = Some((outcome, errors)),
+                Some((sum, total)) => {
+                    sum.rounded.append(outcome.rounded);
+                    sum.fallbacks.extend(outcome.fallbacks);
+                    if sum.method != outcome.method {
+                        sum.method = method.name();
+                    }
+                    *total += errors;
+                }
+            }
+        }
+        Ok(all.expect("a stack has an expert"))
+    }
+
+    fn round_rows(
+        &self,
+        method: &dyn Method,
+        name: &str,
+        weight: &Matrix,
+        share: usize,
+    ) -> Result<(Outcome, Errors)> {
+        let problem = Problem {
+            name,
+            weight,
+            inputs: self.stats.map(|s| &s[share]),
+            grid: self.grid,
+        };
+        let outcome = method.round(&problem)?;
+        let errors = errors(&problem, &outcome.rounded)?;
+        Ok((outcome, errors))
+    }
 }
 
 /// What rounding made of `problem`.
@@ -207,14 +340,14 @@ pub fn gather(
     hidden: &Hidden,
     needs: Needs,
     progress: &dyn Progress,
-) -> Result<Vec<InputStats>> {
-    if needs == Needs::Hessian {
-        let mut done = |rows: usize| progress.advance(rows as u64);
-        if let Some(moments) = stepper.moments(index, weights, hidden, &mut done)? {
-            return Ok(moments.into_iter().map(InputStats::on_device).collect());
-        }
-    }
+) -> Result<(LayerStats, Hits)> {
     let mut gather = Gather::new(stepper.config(), needs, progress);
+    if needs == Needs::Hessian
+        && let Some(moments) = stepper.moments(index, weights, hidden, &mut gather)?
+    {
+        let stats = |own: Vec<_>| own.into_iter().map(InputStats::on_device).collect();
+        return Ok((moments.into_iter().map(stats).collect(), gather.hits));
+    }
     stepper.observe(index, weights, hidden, &mut gather)?;
     Ok(gather.finish())
 }

@@ -2,6 +2,19 @@
 //!
 //! A method turns a matrix and statistics of its inputs into codes and scales on a grid; it
 //! never knows how they are laid out in a file or on a device.
+//!
+//! ```no_run
+//! use nq_formats::{Bits, Checkpoint};
+//! use nq_quantize::{Job, QuantizeOptions};
+//! use std::path::Path;
+//!
+//! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
+//! let options = QuantizeOptions::new(Bits::B4, "demo-int4");
+//! let report = Job::new(&checkpoint, &options, &())?.run()?;
+//! let against = report.quality.and_then(|q| q.against).ok_or("every run is measured")?;
+//! println!("mean KL divergence {}", against.kld.mean);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

@@ -53,6 +53,15 @@ impl Matrix {
         Ok(Weight::Dense(tensor))
     }
 
+    /// Rows `rows`.
+    pub fn part(&self, rows: std::ops::Range<usize>) -> Matrix {
+        Matrix {
+            rows: rows.len(),
+            cols: self.cols,
+            data: self.data[rows.start * self.cols..rows.end * self.cols].to_vec(),
+        }
+    }
+
     /// Row `i`.
     pub fn row(&self, i: usize) -> &[f32] {
         &self.data[i * self.cols..(i + 1) * self.cols]

@@ -10,6 +10,7 @@ use crate::layers::PIECE;
 use crate::methods::Needs;
 use crate::schemes::Schemes;
 use crate::sensitivity;
+use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING, Shape};
 use nq_formats::{Checkpoint, DType, Files, ModelConfig, Weight};
 use nq_kernels::Account;
@@ -162,7 +163,8 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let end = dtype.size() * dims.0 * dims.1 + rounded(EMBEDDING, dims);
     drop(a.hold(end + if_hessian(piece)));
 
-    let moments = products.iter().map(|p| 4 * p.inputs(c).pow(2)).sum();
+    let of_product = |p: &&Product| 4 * p.shares(c) * p.inputs(c).pow(2);
+    let moments = products.iter().map(of_product).sum();
     let _moments = a.hold(if_hessian(moments));
     // A layer packed to be run, beside its source.
     let running = if work.calibration > 0 {

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::grid::{Grid, Grids};
-use nq_formats::names::{EMBEDDING, HEAD};
+use nq_formats::names::{EMBEDDING, HEAD, is_router};
 use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Zeros};
 use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;
@@ -47,8 +47,11 @@ impl Schemes {
         }
     }
 
-    /// The scheme of the weight `name`, or `None` if it is kept.
+    /// The scheme of the weight `name`, or `None` if it is kept, as routers always are.
     pub fn of(&self, name: &str) -> Option<AffineScheme> {
+        if is_router(name) {
+            return None;
+        }
         if let Some(scheme) = self.overrides.get(name) {
             return Some(*scheme);
         }

@@ -13,7 +13,7 @@ use candle_core::quantized::gguf_file;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::quantized_qwen3::ModelWeights;
-use candle_transformers::models::qwen3::{Config, Model};
+use candle_transformers::models::{qwen3, qwen3_moe};
 use nq_formats::gguf::names::to_gguf;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{ModelConfig, Progress, RopeScaling, Weight, WeightStore};
@@ -26,8 +26,28 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+/// The engine, by candle.
+///
+/// # Errors
+/// [`CandleEngine::load`]'s.
+pub(crate) fn load(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    options: &LoadOptions,
+    progress: &dyn Progress,
+) -> Result<Arc<dyn Engine>> {
+    let engine = CandleEngine::load(config, store, options, progress)?;
+    Ok(Arc::new(engine))
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(e: candle_core::Error) -> Self {
+        Error::Candle { why: e.to_string() }
+    }
+}
+
 /// [`Engine`] over candle's Qwen3.
-pub(crate) struct CandleEngine {
+struct CandleEngine {
     config: ModelConfig,
     model: CandleModel,
     pool: Arc<rayon::ThreadPool>,
@@ -35,15 +55,19 @@ pub(crate) struct CandleEngine {
     bytes_per_token: usize,
 }
 
-/// The architecture that candle's models here are.
-const MODEL_TYPE: &str = "qwen3";
+/// The architectures that candle's models here are.
+const MODEL_TYPES: [&str; 2] = ["qwen3", "qwen3_moe"];
 
 /// One of candle's implementations, with its cache.
 #[derive(Clone)]
 enum CandleModel {
     Dense {
-        model: Model,
+        model: qwen3::Model,
         head: Tensor, // [hidden, vocab], a transposed view
+    },
+    Experts {
+        model: qwen3_moe::Model,
+        head: Tensor, // as above
     },
     Gguf(ModelWeights),
 }
@@ -57,24 +81,23 @@ impl CandleModel {
         rows: Range<usize>,
     ) -> candle_core::Result<Vec<f32>> {
         let input = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
-        match self {
-            CandleModel::Dense { model, head } => {
-                let hidden = model.forward(&input, cached)?.squeeze(0)?;
-                if rows.is_empty() {
-                    return Ok(Vec::new());
-                }
-                let hidden = hidden.narrow(0, rows.start, rows.len())?;
-                hidden.matmul(head)?.flatten_all()?.to_vec1()
-            }
+        let (hidden, head) = match self {
+            CandleModel::Dense { model, head } => (model.forward(&input, cached)?, head),
+            CandleModel::Experts { model, head } => (model.forward(&input, cached)?, head),
             // Always those of the last row.
             CandleModel::Gguf(model) => {
                 let logits = model.forward(&input, cached)?;
                 if rows.is_empty() {
                     return Ok(Vec::new());
                 }
-                logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+                return logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1();
             }
+        };
+        if rows.is_empty() {
+            return Ok(Vec::new());
         }
+        let hidden = hidden.squeeze(0)?.narrow(0, rows.start, rows.len())?;
+        hidden.matmul(head)?.flatten_all()?.to_vec1()
     }
 }
 
@@ -91,9 +114,13 @@ fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
         let found = options.activations.to_string();
         return Err(unsupported("activations", "f32", found));
     }
-    if config.architecture.model_type != MODEL_TYPE {
+    if !MODEL_TYPES.contains(&config.architecture.model_type) {
         let found = format!("{:?}", config.architecture);
-        return Err(unsupported("architecture", MODEL_TYPE, found));
+        return Err(unsupported(
+            "architecture",
+            &MODEL_TYPES.join(" or "),
+            found,
+        ));
     }
     if config.rope.scaling != RopeScaling::None {
         let found = format!("{:?}", config.rope.scaling);
@@ -119,8 +146,15 @@ fn dense_tensors(
     let mut norms = Vec::new();
     for layer in 0..config.num_hidden_layers {
         let weights = LayerWeights::read(store, config, layer)?;
-        for linear in weights.spec.linears() {
-            matrix(linear.name(layer), weights.linear(linear.kind))?;
+        for linear in weights.spec.matrices() {
+            let weight = weights.linear(linear.kind);
+            if !linear.stacked {
+                matrix(linear.name(layer), weight)?;
+                continue;
+            }
+            for (e, part) in weight.unstack(linear.copies(config)).enumerate() {
+                matrix(linear.expert_name(layer, e), &part)?;
+            }
         }
         for (kind, norm) in weights.norms {
             norms.push((weights.spec.norm(kind).name(layer), norm));
@@ -146,7 +180,7 @@ impl CandleEngine {
     /// # Errors
     /// [`Error::Unsupported`] for what candle's Qwen3 does not do: quantized weights outside GGUF
     /// files, other devices, rounded activations, YaRN.
-    pub(crate) fn load(
+    fn load(
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,
@@ -154,11 +188,13 @@ impl CandleEngine {
     ) -> Result<Self> {
         check_request(config, options)?;
         if let Some(path) = store.gguf_file() {
+            if config.experts.is_some() {
+                let found = format!("{:?}", config.architecture);
+                return Err(unsupported("GGUF files", "those of dense models", found));
+            }
             return Self::load_gguf(path, config, options, progress);
         }
         let (tensors, head) = dense_tensors(config, store, progress)?;
-        let elements = |t: &Tensor| t.elem_count();
-        let all: usize = tensors.values().map(elements).sum();
         let looked_up = match config.tie_word_embeddings {
             true => 0,
             false => config.vocab_size * config.hidden_size,
@@ -168,9 +204,15 @@ impl CandleEngine {
         let mut census = Census::default();
         census.add(&[], Activations::F32);
         Ok(CandleEngine {
-            model: CandleModel::Dense {
-                model: Model::new(&candle_config(config), vb)?,
-                head: head.t()?,
+            model: match candle_experts(config) {
+                None => CandleModel::Dense {
+                    model: qwen3::Model::new(&candle_config(config), vb)?,
+                    head: head.t()?,
+                },
+                Some(experts) => CandleModel::Experts {
+                    model: qwen3_moe::Model::new(&experts, vb)?,
+                    head: head.t()?,
+                },
             },
             description: EngineDescription {
                 engine: "candle".into(),
@@ -182,7 +224,7 @@ impl CandleEngine {
             },
             pool: Arc::new(pool),
             config: config.clone(),
-            bytes_per_token: 4 * (all - looked_up),
+            bytes_per_token: 4 * (config.active_parameters() - looked_up),
         })
     }
 
@@ -400,8 +442,8 @@ fn to_tensor(name: &str, weight: &Weight) -> Result<Tensor> {
 }
 
 /// The config in candle's words.
-fn candle_config(c: &ModelConfig) -> Config {
-    Config {
+fn candle_config(c: &ModelConfig) -> qwen3::Config {
+    qwen3::Config {
         vocab_size: c.vocab_size,
         hidden_size: c.hidden_size,
         intermediate_size: c.intermediate_size,
@@ -419,4 +461,33 @@ fn candle_config(c: &ModelConfig) -> Config {
         use_sliding_window: false,
         hidden_act: Activation::Silu,
     }
+}
+
+/// The config of a mixture in candle's words.
+fn candle_experts(c: &ModelConfig) -> Option<qwen3_moe::Config> {
+    let experts = c.experts?;
+    let dense = candle_config(c);
+    Some(qwen3_moe::Config {
+        vocab_size: dense.vocab_size,
+        hidden_size: dense.hidden_size,
+        intermediate_size: dense.intermediate_size,
+        num_hidden_layers: dense.num_hidden_layers,
+        num_attention_heads: dense.num_attention_heads,
+        head_dim: dense.head_dim,
+        attention_bias: dense.attention_bias,
+        num_key_value_heads: dense.num_key_value_heads,
+        max_position_embeddings: dense.max_position_embeddings,
+        sliding_window: dense.sliding_window,
+        max_window_layers: dense.max_window_layers,
+        tie_word_embeddings: dense.tie_word_embeddings,
+        rope_theta: dense.rope_theta,
+        rms_norm_eps: dense.rms_norm_eps,
+        use_sliding_window: dense.use_sliding_window,
+        hidden_act: dense.hidden_act,
+        decoder_sparse_step: 1,
+        moe_intermediate_size: experts.width,
+        num_experts_per_tok: experts.per_token,
+        num_experts: experts.count,
+        norm_topk_prob: experts.normalized,
+    })
 }

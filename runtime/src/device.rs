@@ -4,6 +4,8 @@ use crate::error::{Error, Result};
 use crate::gpu;
 use crate::load::DeviceChoice;
 use nq_kernels::grad::{CpuOps, GradWork};
+use std::fs;
+use std::path::Path;
 
 /// A device that is present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +38,7 @@ impl DeviceChoice {
         let ordinal = match self {
             DeviceChoice::Cpu => return Ok(Device::Cpu),
             DeviceChoice::Auto => {
-                return Ok(gpu::count().map_or(Device::Cpu, |_| Device::Cuda(0)));
+                return Ok(gpu::first().map_or(Device::Cpu, Device::Cuda));
             }
             DeviceChoice::Cuda(n) => n,
         };
@@ -51,10 +53,31 @@ impl DeviceChoice {
         })
     }
 
-    /// Why `Auto` does not take a GPU, where this build could use one; `None` if it does.
+    /// Why `Auto` takes the CPU although the machine has an NVIDIA GPU that this build has kernels
+    /// for; `None` where it takes the GPU, there is none, or `CUDA_VISIBLE_DEVICES` hides it.
     pub fn why_no_gpu() -> Option<String> {
-        gpu::count().err().filter(|_| cfg!(feature = "cuda"))
+        let why = gpu::first().err().filter(|_| cfg!(feature = "cuda"))?;
+        let hidden = |v: std::ffi::OsString| v.is_empty() || v == "-1";
+        if std::env::var_os("CUDA_VISIBLE_DEVICES").is_some_and(hidden) {
+            return None;
+        }
+        has_nvidia_gpu(Path::new("/")).then_some(why)
     }
+}
+
+/// True if the system below `root` has an NVIDIA GPU: its driver is loaded, or the PCI bus shows a
+/// display controller (class 03) of that vendor.
+fn has_nvidia_gpu(root: &Path) -> bool {
+    if root.join("proc/driver/nvidia/version").exists() {
+        return true;
+    }
+    let devices = fs::read_dir(root.join("sys/bus/pci/devices"));
+    devices.into_iter().flatten().flatten().any(|device| {
+        let is = |file: &str, start: &str| {
+            fs::read_to_string(device.path().join(file)).is_ok_and(|t| t.starts_with(start))
+        };
+        is("vendor", "0x10de") && is("class", "0x03")
+    })
 }
 
 /// A GPU as its driver describes it.
@@ -146,4 +169,26 @@ fn proc_bytes(file: &str, line: &str) -> Option<u64> {
     let kib = info.lines().find_map(|l| l.strip_prefix(line))?;
     let kib: u64 = kib.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_is_seen_without_its_driver() {
+        let root = tempfile::tempdir().unwrap();
+        let add = |name: &str, vendor: &str, class: &str| {
+            let device = root.path().join("sys/bus/pci/devices").join(name);
+            fs::create_dir_all(&device).unwrap();
+            fs::write(device.join("vendor"), vendor).unwrap();
+            fs::write(device.join("class"), class).unwrap();
+        };
+        assert!(!has_nvidia_gpu(root.path()));
+        add("0000:00:01.0", "0x8086\n", "0x030000\n");
+        add("0000:01:00.1", "0x10de\n", "0x040300\n"); // its sound
+        assert!(!has_nvidia_gpu(root.path()));
+        add("0000:01:00.0", "0x10de\n", "0x030200\n");
+        assert!(has_nvidia_gpu(root.path()));
+    }
 }

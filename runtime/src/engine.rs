@@ -9,6 +9,7 @@ use crate::batch::StepsAhead;
 use crate::error::{Error, Result};
 use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Weight};
+use nq_kernels::Routes;
 use nq_kernels::cpu::{KvType, OpTiming, PAGE};
 use rayon::prelude::*;
 use std::fmt;
@@ -369,8 +370,9 @@ pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<()> {
 
 /// Sees activations as a forward computes them. Methods default to nothing.
 pub trait Observer {
-    /// False if [`Observer::linear_input`] does nothing: a device then need not bring the
-    /// inputs to the host.
+    /// False if [`Observer::linear_input`] and [`Observer::expert_input`] do nothing: a device then
+    /// need not bring the inputs to the host, nor compute those of experts that rows do not go
+    /// through.
     fn wants_inputs(&self) -> bool {
         true
     }
@@ -379,6 +381,23 @@ pub trait Observer {
     /// before any rounding of activations.
     fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
         let _ = (layer, product, x);
+    }
+
+    /// The input `x` `[rows, in]` of the Linears of `product` of one expert in `layer`, of every row,
+    /// whether it goes through this expert or not.
+    fn expert_input(&mut self, layer: usize, product: &Product, expert: usize, x: &[f32]) {
+        let _ = (layer, product, expert, x);
+    }
+
+    /// Which experts of `layer` the rows go through.
+    fn routed(&mut self, layer: usize, routes: &Routes) {
+        let _ = (layer, routes);
+    }
+
+    /// So many more rows have gone through a layer whose inputs the device sums itself
+    /// ([`LayerStepper::moments`](crate::LayerStepper::moments)).
+    fn rows(&mut self, rows: usize) {
+        let _ = rows;
     }
 
     /// The residual stream `x` `[rows, hidden]` after `layer`.

@@ -141,9 +141,3 @@ pub enum Error {
         layer: usize,
     },
 }
-
-impl From<candle_core::Error> for Error {
-    fn from(e: candle_core::Error) -> Self {
-        Error::Candle { why: e.to_string() }
-    }
-}

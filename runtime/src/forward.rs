@@ -1,7 +1,7 @@
 //! The forward of a layer, written once: which operations it is made of, in their order. A device
 //! runs them its own way, over its own buffers, and may queue or record them.
 
-use crate::error::Result;
+use nq_formats::ModelConfig;
 use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 
 /// A layer's weights as a device keeps them: products as `L`, gains of norms as `N`.
@@ -39,6 +39,20 @@ pub enum Mlp<L, N> {
         /// `[hidden, intermediate]`
         down: Packed<L>,
     },
+    /// As [`MlpSpec::Experts`].
+    Experts(Experts<L, N>),
+}
+
+/// A mixture of experts.
+pub struct Experts<L, N> {
+    /// `[hidden]`
+    pub norm: N,
+    /// `[experts, hidden]`
+    pub router: Packed<L>,
+    /// Of every expert `[2 width, hidden]`.
+    pub gate_up: Packed<L>,
+    /// Of every expert `[hidden, width]`.
+    pub down: Packed<L>,
 }
 
 /// A product of the architecture's table, and its weight on a device.
@@ -104,6 +118,13 @@ pub trait Ops {
         w: &Packed<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
+    /// `x` plus the mixture of `experts`.
+    fn add_experts(
+        &mut self,
+        layer: usize,
+        experts: &Experts<Self::Linear, Self::Gains>,
+    ) -> Result<(), Self::Error>;
+
     /// Hears that `x` is the layer's output.
     fn end_layer(&mut self, layer: usize) -> Result<(), Self::Error> {
         let _ = layer;
@@ -144,6 +165,17 @@ impl<L, N> Layer<L, N> {
                 gate_up: pack(gate_up)?,
                 down: pack(down)?,
             },
+            MlpSpec::Experts {
+                norm: gains,
+                router,
+                gate_up,
+                down,
+            } => Mlp::Experts(Experts {
+                norm: norm(gains)?,
+                router: pack(router)?,
+                gate_up: pack(gate_up)?,
+                down: pack(down)?,
+            }),
         };
         Ok(Layer {
             index,
@@ -152,27 +184,53 @@ impl<L, N> Layer<L, N> {
         })
     }
 
-    /// The weights of its products, in the order they run.
+    /// What a token reads of its weights, `bytes` of each: of experts those that it goes through.
+    pub fn bytes_per_token(&self, c: &ModelConfig, bytes: impl Fn(&L) -> usize) -> usize {
+        let all: usize = self.linears().chain(self.router()).map(&bytes).sum();
+        let Mlp::Experts(Experts { gate_up, down, .. }) = &self.mlp else {
+            return all;
+        };
+        let stacks = bytes(&gate_up.linear) + bytes(&down.linear);
+        let (count, routed) = c.experts.map_or((1, 1), |e| (e.count, e.per_token));
+        all - stacks + stacks / count * routed
+    }
+
+    /// The weights of its products, in the order they run: all but the router's.
     pub fn linears(&self) -> impl Iterator<Item = &L> {
-        let Mlp::SwiGlu { gate_up, down, .. } = &self.mlp;
+        let (Mlp::SwiGlu { gate_up, down, .. } | Mlp::Experts(Experts { gate_up, down, .. })) =
+            &self.mlp;
         let a = &self.attention;
         [&a.qkv, &a.o, gate_up, down].into_iter().map(|p| &p.linear)
     }
 
+    /// What scores its experts, if it has any.
+    pub fn router(&self) -> Option<&L> {
+        match &self.mlp {
+            Mlp::SwiGlu { .. } => None,
+            Mlp::Experts(experts) => Some(&experts.router.linear),
+        }
+    }
+
     /// Gains of its norms, in the order of its table.
     pub fn norms(&self) -> impl Iterator<Item = &N> {
-        let Mlp::SwiGlu { norm, .. } = &self.mlp;
+        let (Mlp::SwiGlu { norm, .. } | Mlp::Experts(Experts { norm, .. })) = &self.mlp;
         let a = &self.attention;
         [&a.norm, norm, &a.q_norm, &a.k_norm].into_iter()
     }
 
     /// [`Layer::linears`] and [`Layer::norms`], to be changed.
     pub fn parts_mut(&mut self) -> (impl Iterator<Item = &mut L>, impl Iterator<Item = &mut N>) {
-        let Mlp::SwiGlu {
+        let (Mlp::SwiGlu {
             norm,
             gate_up,
             down,
-        } = &mut self.mlp;
+        }
+        | Mlp::Experts(Experts {
+            norm,
+            gate_up,
+            down,
+            ..
+        })) = &mut self.mlp;
         let a = &mut self.attention;
         let linears = [&mut a.qkv, &mut a.o, gate_up, down].into_iter();
         let norms = [&mut a.norm, norm, &mut a.q_norm, &mut a.k_norm];
@@ -197,6 +255,7 @@ impl<L, N> Layer<L, N> {
                 ops.project(layer, norm, gate_up, Projection::Gated)?;
                 ops.add(layer, Operand::Gated, down)?;
             }
+            Mlp::Experts(experts) => ops.add_experts(layer, experts)?,
         }
         ops.end_layer(layer)
     }

@@ -4,10 +4,35 @@
 //! [`Engine`] and [`Session`] are the interfaces that everything above this crate uses;
 //! [`load()`](load::load) makes an [`Engine`] of a checkpoint. Only this crate places data on
 //! devices.
+//!
+//! ```
+//! use nq_formats::Checkpoint;
+//! use nq_runtime::{Chunk, KvType, LoadOptions, LogitsWanted, SessionSpec, Tokenizer, load};
+//! use std::path::Path;
+//!
+//! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
+//! let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+//! let engine = load(checkpoint.config(), checkpoint.store(), &LoadOptions::default(), &())?;
+//! let mut session = engine.session(SessionSpec {
+//!     slots: 1,
+//!     ctx: 128,
+//!     pages: None,
+//!     kv: KvType::F16,
+//!     max_rows: 64,
+//! })?;
+//! let tokens = tokenizer.encode("The capital of France is")?;
+//! let chunk = Chunk { slot: 0, tokens: &tokens, logits: LogitsWanted::Last };
+//! let logits = session.forward(&[chunk], None)?;
+//! assert_eq!(logits.row(0).len(), checkpoint.config().vocab_size);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [`generate::generate_text`] makes an answer of such logits, a [`Batch`] several at once.
 
 #![forbid(unsafe_code)]
 
 pub mod batch;
+#[cfg_attr(not(feature = "candle"), path = "candle_absent.rs")]
 mod candle;
 pub mod chat_template;
 mod cpu;
@@ -50,6 +75,6 @@ pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
 pub use speculation::Drafting;
-pub use stepper::{Head, LayerStepper};
+pub use stepper::{Head, LayerStepper, ProductMoments};
 pub use stop::StopTexts;
 pub use tokenizer::Tokenizer;

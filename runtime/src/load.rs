@@ -1,6 +1,6 @@
 //! From weights to a running engine.
 
-use crate::candle::CandleEngine;
+use crate::candle;
 use crate::cpu::{CpuEngine, CpuLayers};
 use crate::device::Device;
 use crate::engine::{Engine, SessionSpec};
@@ -104,7 +104,8 @@ pub enum EngineKind {
     /// nq's own.
     #[default]
     Nq,
-    /// candle-transformers, the baseline: unquantized models and GGUF files, on the CPU only.
+    /// candle-transformers, the baseline: unquantized models and GGUF files, on the CPU only, with
+    /// the feature `candle`.
     Candle,
 }
 
@@ -166,8 +167,7 @@ pub fn load(
     progress: &dyn Progress,
 ) -> Result<Arc<dyn Engine>> {
     if options.engine == EngineKind::Candle {
-        let engine = CandleEngine::load(config, store, options, progress)?;
-        return Ok(Arc::new(engine));
+        return candle::load(config, store, options, progress);
     }
     match options.device.resolve()? {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),

@@ -53,11 +53,14 @@ pub fn hold_model(
         });
     }
     for layer in 0..c.num_hidden_layers {
-        let linears = c.layer().linears().into_iter();
+        let linears = c.layer().matrices();
         let linears = linears.map(|l| (kinds(&l.name(layer)), l.dims(c)));
-        let read = linears.clone().map(|(kind, dims)| kind.bytes(dims)).sum();
+        let linears: Vec<_> = linears.collect();
+        let read = linears.iter().map(|(kind, dims)| kind.bytes(*dims)).sum();
         let _read = account.hold(read);
-        linears.for_each(|(kind, dims)| held.add(Linear::bytes_of(kind, dims)));
+        linears
+            .into_iter()
+            .for_each(|(kind, dims)| held.add(Linear::bytes_of(kind, dims)));
         let norms = c.layer().norms().into_iter();
         norms.for_each(|n| held.add(size_of::<f32>() * n.len.of(c)));
     }

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 pub struct LayerWeights {
     /// What the layer is made of.
     pub spec: &'static LayerSpec,
-    /// Weights of its Linears.
+    /// Weights of its Linears, the router among them.
     pub linears: BTreeMap<LinearKind, Weight>,
     /// Gains of its norms.
     pub norms: BTreeMap<NormKind, Tensor>,
@@ -39,11 +39,10 @@ impl LayerWeights {
         mut linear: impl FnMut(&LinearSpec) -> Result<Weight, E>,
         mut norm: impl FnMut(&NormSpec) -> Result<Tensor, E>,
     ) -> Result<Self, E> {
-        let linears = spec.linears().into_iter();
         let norms = spec.norms().into_iter();
         Ok(LayerWeights {
             spec,
-            linears: linears
+            linears: (spec.matrices())
                 .map(|l| Ok((l.kind, linear(l)?)))
                 .collect::<Result<_, E>>()?,
             norms: norms

@@ -9,6 +9,10 @@ use nq_kernels::second_order::Moments;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Second moments of what each of a layer's products sees, in their order; of one whose experts have
+/// inputs of their own ([`Product::shares`](nq_formats::models::Product::shares)), for each expert.
+pub type ProductMoments = Vec<Vec<Arc<dyn Moments>>>;
+
 /// The forward pass one layer at a time over whole sequences from position 0, so that a model
 /// larger than memory can be calibrated and quantized layer by layer.
 pub trait LayerStepper: Send {
@@ -43,7 +47,7 @@ pub trait LayerStepper: Send {
     ) -> Result<()>;
 
     /// Runs the layer over `hidden`, which stays as it is, and sums the second moments of what each
-    /// of its products sees where the device rounds by them; `done` hears of rows. `None`, and
+    /// of its products sees where the device rounds by them; `observer` hears of rows and routes. `None`, and
     /// nothing is run, if they are an observer's to sum.
     ///
     /// # Errors
@@ -53,8 +57,8 @@ pub trait LayerStepper: Send {
         index: usize,
         weights: &LayerWeights,
         hidden: &Hidden,
-        done: &mut dyn FnMut(usize),
-    ) -> Result<Option<Vec<Arc<dyn Moments>>>>;
+        observer: &mut dyn Observer,
+    ) -> Result<Option<ProductMoments>>;
 
     /// The final norm and the head, for up to `rows` rows at a time. Memory that layers took is
     /// given back before.
@@ -123,8 +127,8 @@ pub(crate) trait LayerDevice: Send {
         _layer: (usize, &LayerWeights),
         _hidden: &Hidden,
         _pieces: &[Piece],
-        _done: &mut dyn FnMut(usize),
-    ) -> Result<Option<Vec<Arc<dyn Moments>>>> {
+        _observer: &mut dyn Observer,
+    ) -> Result<Option<ProductMoments>> {
         Ok(None)
     }
 
@@ -255,10 +259,10 @@ impl<D: LayerDevice> LayerStepper for Stepper<D> {
         index: usize,
         weights: &LayerWeights,
         hidden: &Hidden,
-        done: &mut dyn FnMut(usize),
-    ) -> Result<Option<Vec<Arc<dyn Moments>>>> {
+        observer: &mut dyn Observer,
+    ) -> Result<Option<ProductMoments>> {
         let pieces = self.pieces(hidden)?;
-        self.0.moments((index, weights), hidden, &pieces, done)
+        self.0.moments((index, weights), hidden, &pieces, observer)
     }
 
     fn open_head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>> {

@@ -521,8 +521,20 @@ mod cuda {
         if let Some(engine) = gpu(&store, &config) {
             at_random(&*engine, 10_000, true);
             forks_share(&*engine);
-            many_share(&*engine, true);
             a_full_context_ends_one(&*engine);
+        }
+    }
+
+    #[test]
+    fn many_sequences_over_the_same_pages_draw_what_each_does_alone_on_a_gpu() {
+        // Heads enough for reading what is shared once to pay.
+        let config = ModelConfig {
+            num_attention_heads: 16,
+            num_key_value_heads: 8,
+            ..config()
+        };
+        if let Some(engine) = gpu(&Store::random(&config, 23), &config) {
+            many_share(&*engine, true);
         }
     }
 

@@ -6,13 +6,14 @@
 mod common;
 
 use common::{Store, distance, feed, nq, small_config, tokens};
-use nq_formats::models::Product;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::models::{ARCHITECTURES, Product};
+use nq_formats::names::is_router;
+use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;
 use nq_runtime::{
-    Batch, Continuation, DeviceChoice, Engine, Error, KvType, LoadOptions, LogitBias, Observer,
-    Piece, Sampler, SamplingParams, Session, SessionSpec,
+    Batch, Chunk, Continuation, DeviceChoice, Engine, Error, KvType, LoadOptions, LogitBias,
+    LogitsWanted, Observer, Piece, Sampler, SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -83,6 +84,138 @@ fn compare(ours: &mut dyn Session, theirs: &mut dyn Session, what: &str, close: 
     }
 }
 
+/// A mixture of 6 experts, 2 a token.
+fn mixture() -> ModelConfig {
+    ModelConfig {
+        architecture: ARCHITECTURES[1],
+        experts: Some(Experts {
+            count: 6,
+            per_token: 2,
+            width: 256,
+            normalized: true,
+        }),
+        ..config()
+    }
+}
+
+/// Weights whose routers choose far from ties: rounded activations choose the same experts.
+fn mixture_store(config: &ModelConfig, scheme: Option<AffineScheme>) -> Store {
+    let plain = Store::random(config, 7);
+    let mut store = match scheme {
+        Some(scheme) => plain.quantized(scheme),
+        None => plain.clone(),
+    };
+    for (name, weight) in &plain.matrices {
+        if is_router(name) {
+            let (rows, cols) = weight.dims();
+            let mut values = vec![0.0; rows * cols];
+            for (row, values) in values.chunks_exact_mut(cols).enumerate() {
+                weight.dequantize_row(row, values).unwrap();
+                values.iter_mut().for_each(|v| *v *= 4.0);
+            }
+            let tensor = Tensor::from_f32(vec![rows, cols], values).unwrap();
+            store.matrices.insert(name.clone(), Weight::Dense(tensor));
+        }
+    }
+    store
+}
+
+/// Prompts, steps of one row and of several, drawn on the device too.
+#[test]
+fn mixtures_agree_with_the_cpu() {
+    let config = mixture();
+    for (scheme, name) in [(None, "dense"), (Some(INT4), "int4"), (Some(INT8), "int8")] {
+        let store = mixture_store(&config, scheme);
+        let cpu = nq(&config, &store);
+        let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+            return;
+        };
+        assert_eq!(
+            gpu.description().bits,
+            scheme.map_or(32, |s| s.bits.width())
+        );
+        for kv in [KvType::F16, KvType::Int8] {
+            let what = format!("a mixture, {name} {kv}");
+            let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
+            let (mut ours, mut theirs) = (session(&*gpu, kv), session(&*cpu, kv));
+            compare(&mut *ours, &mut *theirs, &what, close);
+        }
+        // The same row gives the same bits in any company.
+        let alone = |slots: usize| {
+            let spec = SessionSpec {
+                slots,
+                ctx: 64,
+                pages: None,
+                kv: KvType::F16,
+                max_rows: 128,
+            };
+            let mut s = gpu.session(spec).unwrap();
+            let texts: Vec<Vec<u32>> = (0..slots).map(|i| tokens(5, i as u64)).collect();
+            for (slot, text) in texts.iter().enumerate() {
+                feed(&mut *s, slot, text);
+            }
+            let chunks: Vec<Chunk<'_>> = (0..slots)
+                .map(|slot| Chunk {
+                    slot,
+                    tokens: &texts[slot][..1],
+                    logits: LogitsWanted::All,
+                })
+                .collect();
+            s.forward(&chunks, None).unwrap().data.to_vec()
+        };
+        let one = alone(1);
+        for slots in [2, 7, 16, 24] {
+            let many = alone(slots);
+            let d = distance(&one, &many[..one.len()]);
+            assert!(d < 5e-3, "{name}: {slots} slots: {d}");
+        }
+        // And the step that draws on the device says what logits say.
+        let greedy = |engine: &dyn Engine| {
+            let mut s = session(engine, KvType::F16);
+            let mut text = tokens(6, 2);
+            let mut drawn = Vec::new();
+            for _ in 0..8 {
+                let logits = feed(&mut *s, 0, &text);
+                let last = &logits[logits.len() - config.vocab_size..];
+                let best = (0..last.len()).max_by(|&a, &b| last[a].total_cmp(&last[b]));
+                drawn.push(best.unwrap() as u32);
+                text = vec![best.unwrap() as u32];
+            }
+            drawn
+        };
+        assert_eq!(greedy(&*gpu), greedy(&*cpu), "{name}");
+    }
+}
+
+#[test]
+fn mixtures_that_have_no_kernels_are_refused_by_name() {
+    let config = mixture();
+    let store = mixture_store(&config, None);
+    let refused = |config: &ModelConfig, kernels| {
+        let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+        if nq_kernels::cuda::device_count().is_err() && !required {
+            return None;
+        }
+        let options = LoadOptions {
+            device: DeviceChoice::Cuda(0),
+            kernels,
+            ..LoadOptions::default()
+        };
+        let refused = nq_runtime::load(config, &store, &options, &());
+        Some(refused.err().expect("refused").to_string())
+    };
+    let Some(reference) = refused(&config, KernelSet::Reference) else {
+        return;
+    };
+    assert!(reference.contains("mixtures of experts"), "{reference}");
+    let narrow = ModelConfig {
+        experts: config.experts.map(|e| Experts { width: 40, ..e }),
+        ..config.clone()
+    };
+    let narrow = refused(&narrow, KernelSet::Fused).unwrap_or_default();
+    assert!(narrow.contains("moe_intermediate_size"), "{narrow}");
+}
+
 #[test]
 fn agrees_with_the_cpu() {
     for tied in [true, false] {
@@ -120,6 +253,33 @@ fn agrees_with_the_cpu() {
                 }
             }
         }
+    }
+}
+
+/// Of a shape whose steps of one row run by clusters, where the GPU has them.
+#[test]
+fn steps_by_clusters_agree_with_the_cpu() {
+    let config = ModelConfig {
+        hidden_size: 256,
+        intermediate_size: 640,
+        num_attention_heads: 16,
+        num_key_value_heads: 8,
+        ..config()
+    };
+    let store = Store::random(&config, 8).quantized(INT4);
+    let cpu = nq(&config, &store);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    for kv in [KvType::F16, KvType::Int8] {
+        let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
+        let what = format!("clusters {kv}");
+        compare(
+            &mut *session(&*gpu, kv),
+            &mut *session(&*cpu, kv),
+            &what,
+            close,
+        );
     }
 }
 

@@ -556,7 +556,10 @@ fn renamed() -> &'static Architecture {
         norm: before,
         gate_up,
         down,
-    } = layer.mlp;
+    } = layer.mlp
+    else {
+        panic!("a dense layer");
+    };
     Box::leak(Box::new(Architecture {
         family: "Other",
         title: "Other",

@@ -9,7 +9,8 @@
 //! Prompts are token ids, so that servers with other tokenizers are given the same amount of work. A
 //! row a number of clients: tokens drawn per second of all, and milliseconds (median, 99th
 //! percentile) to the first text and between texts. `--long N` sends one prompt of N tokens once
-//! the clients have begun; its first text is told apart.
+//! the clients have begun; its first text is told apart. With `--shared N` all prompts begin with
+//! the same N tokens, of which the server is told in advance, and go on with `--in` of their own.
 
 #![allow(clippy::print_stdout, reason = "it prints what it measured")]
 
@@ -31,6 +32,8 @@ struct Options {
     each: usize,
     vocab: usize,
     long: Option<usize>,
+    /// What all prompts begin with.
+    shared: Vec<usize>,
 }
 
 impl Options {
@@ -45,7 +48,9 @@ impl Options {
             each: 3,
             vocab: 256,
             long: None,
+            shared: Vec::new(),
         };
+        let mut shared = 0;
         while let Some(flag) = args.next() {
             let value = args.next().ok_or(format!("{flag}: expected a value"))?;
             match flag.as_str() {
@@ -53,6 +58,7 @@ impl Options {
                 "--out" => options.out = value.parse()?,
                 "--each" => options.each = value.parse()?,
                 "--vocab" => options.vocab = value.parse()?,
+                "--shared" => shared = value.parse()?,
                 "--long" => options.long = Some(value.parse()?),
                 "--clients" => {
                     let counts = value.split(',').map(str::parse);
@@ -61,6 +67,7 @@ impl Options {
                 _ => return Err(format!("{flag}: no such flag").into()),
             }
         }
+        options.shared = random_tokens(shared, options.vocab);
         Ok(options)
     }
 }
@@ -98,8 +105,9 @@ fn model(agent: &ureq::Agent, url: &str) -> Result<String, Error> {
 }
 
 fn ask(agent: &ureq::Agent, options: &Options, n: usize) -> Result<Answer, Error> {
+    let prompt = [&options.shared[..], &random_tokens(n, options.vocab)].concat();
     let body = json!({
-        "model": options.model, "prompt": random_tokens(n, options.vocab), "max_tokens": options.out,
+        "model": options.model, "prompt": prompt, "max_tokens": options.out,
         "stream": true, "stream_options": {"include_usage": true}, "temperature": 0.8, "seed": 1,
     });
     let begun = Instant::now();
@@ -205,6 +213,9 @@ fn main() -> Result<(), Error> {
         .build()
         .new_agent();
     options.model = model(&agent, &options.url)?;
+    if !options.shared.is_empty() {
+        ask(&agent, &options, 1)?;
+    }
     println!("in,out,clients,tok_s,first_ms_p50,first_ms_p99,gap_ms_p50,gap_ms_p99,long_first_ms");
     for &clients in &options.clients {
         run(&agent, &options, clients)?;

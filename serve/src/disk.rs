@@ -19,7 +19,7 @@ use std::time::SystemTime;
 
 /// Begins each file; the last digit is the format's version.
 const MAGIC: &[u8; 8] = b"nq-kv  1";
-/// Of the magic, what all versions have in common.
+/// The part of the magic number that all versions share.
 const OURS: usize = 5;
 /// [`MAGIC`], the name, the digest of the rest.
 const HEADER: usize = 8 + 32 + 32;
@@ -50,7 +50,7 @@ struct Held {
     used: u64,
 }
 
-/// What of a [`PageStore`] belongs to one model.
+/// The part of a [`PageStore`] that belongs to one model.
 #[derive(Clone)]
 pub struct ModelPages {
     store: Arc<PageStore>,
@@ -96,7 +96,7 @@ impl PageStore {
         Ok(Arc::new(store))
     }
 
-    /// What of it belongs to the model that `identity` names: everything that its keys and values
+    /// The part that belongs to the model that `identity` names: everything that its keys and values
     /// depend on, weights, rounding and program among them.
     pub fn of_model(self: &Arc<Self>, identity: &[u8]) -> ModelPages {
         ModelPages {
@@ -116,9 +116,10 @@ impl PageStore {
 
     /// Says what is wrong with a file, and removes it if an nq wrote it.
     fn discard(&self, path: &Path, why: &str) {
-        let removed = match is_ours(path) && fs::remove_file(path).is_ok() {
-            true => "removed",
-            false => "ignored",
+        let removed = if is_ours(path) && fs::remove_file(path).is_ok() {
+            "removed"
+        } else {
+            "ignored"
         };
         let path = path.display();
         self.progress.note(&format!("{path}: {why}: {removed}"));
@@ -283,9 +284,10 @@ fn check_header(header: &[u8], key: &Key) -> Result<(), String> {
     if header[..8] != *MAGIC {
         return Err("of no version that this nq reads".into());
     }
-    match header[8..40] == *key {
-        true => Ok(()),
-        false => Err("its name is not that of its contents".into()),
+    if header[8..40] == *key {
+        Ok(())
+    } else {
+        Err("its name is not that of its contents".into())
     }
 }
 

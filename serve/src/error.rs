@@ -1,4 +1,4 @@
-//! What a client is told when a request fails.
+//! The errors that a client gets.
 
 use crate::engine::{Failure, Refused};
 use serde_json::{Value, json};
@@ -68,7 +68,7 @@ impl ApiError {
         }
     }
 
-    /// Whoever asks may not (401 or 403).
+    /// The client is not allowed to ask (401 or 403).
     pub fn denied(status: u16, message: impl Into<String>, code: &'static str) -> Self {
         let kind = match status {
             401 => "authentication_error",

@@ -1,4 +1,4 @@
-//! Answers to one prompt, whatever protocol asks for them: what is asked, and what comes of it.
+//! Answers to one prompt, whatever protocol asks for them: the request and its events.
 
 use crate::engine::{Answers, Client, Constraint, Event, Finish, Request};
 use crate::error::ApiError;
@@ -9,7 +9,7 @@ use nq_runtime::{LogitBias, SamplingParams, TokenLogprobs};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What is asked for.
+/// A request for answers.
 #[derive(Clone, Debug)]
 pub struct Generation {
     /// The prompt.
@@ -26,9 +26,9 @@ pub struct Generation {
     pub max_tokens: Option<usize>,
     /// True: tokens that end an answer do not.
     pub ignore_eos: bool,
-    /// What is looked for in the answer.
+    /// How the answer is taken apart.
     pub reader: ReaderOptions,
-    /// What the answer must be, and from where on.
+    /// The constraint on the answer, and from where on it holds.
     pub format: Option<(Format, Start)>,
 }
 
@@ -45,12 +45,12 @@ pub enum Ending {
     ToolCalls,
 }
 
-/// What comes of one answer at a time.
+/// An event of one answer.
 #[derive(Clone, Debug)]
 pub struct Output {
     /// Which answer.
     pub index: usize,
-    /// What it says.
+    /// Its new pieces.
     pub pieces: Vec<Piece>,
     /// Log-probabilities of its tokens, thinking's excepted.
     pub logprobs: Vec<TokenLogprobs>,
@@ -65,11 +65,11 @@ pub struct Output {
 pub struct Usage {
     /// The prompt's.
     pub prompt: usize,
-    /// Of those, tokens that were not computed again, for the first answer.
+    /// The part of them that was not computed again, for the first answer.
     pub cached: usize,
     /// All answers'.
     pub completion: usize,
-    /// Of those, thinking.
+    /// The part of them that is thinking.
     pub reasoning: usize,
 }
 
@@ -124,9 +124,10 @@ pub fn start(
         bias: generation.bias.clone(),
         logprobs: generation.logprobs,
         max_tokens: generation.max_tokens.unwrap_or(room.max(1)),
-        stop: match generation.ignore_eos {
-            true => Vec::new(),
-            false => model.stop().to_vec(),
+        stop: if generation.ignore_eos {
+            Vec::new()
+        } else {
+            model.stop().to_vec()
         },
         constraint: constraint
             .clone()
@@ -152,7 +153,7 @@ pub fn start(
 }
 
 impl Stream {
-    /// What comes next; `None` once all answers have ended.
+    /// The next event; `None` once all answers have ended.
     pub async fn next(&mut self) -> Option<Output> {
         while self.choices.iter().any(|c| !c.over) {
             let (index, event) = self.answers.next().await?;

@@ -27,7 +27,7 @@ const MARKUP: [&str; 6] = [
     "</tool_response>",
 ];
 
-/// What an answer must be.
+/// The format of an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Format {
     /// A JSON object.
@@ -136,7 +136,7 @@ impl Grammars {
     /// A constraint that holds an answer to `format`.
     ///
     /// # Errors
-    /// What of the format cannot be served, and why.
+    /// The part of the format that cannot be served, and why.
     pub fn compile(&self, format: &Format, start: Start) -> Result<Conformant, String> {
         let grammar = grammar(format)?;
         let matcher = Matcher::new(self.factory.create_parser(grammar));
@@ -166,10 +166,7 @@ fn first_line(why: &str) -> String {
 fn set(mask: &mut [u32], id: u32, to: bool) {
     let bit = 1 << (id % 32);
     if let Some(word) = mask.get_mut(id as usize / 32) {
-        *word = match to {
-            true => *word | bit,
-            false => *word & !bit,
-        };
+        *word = if to { *word | bit } else { *word & !bit };
     }
 }
 

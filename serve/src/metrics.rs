@@ -1,4 +1,4 @@
-//! What `/metrics` tells, in Prometheus' text format. Names follow vLLM's, with `nq_` before them.
+//! The figures of `/metrics`, in Prometheus' text format. Names follow vLLM's, with `nq_` before them.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -31,9 +31,9 @@ pub struct Metrics {
     pub kept_tokens: Gauge,
     /// Tokens of prompts.
     pub prompt_tokens: Counter,
-    /// Of those, tokens that were not computed again.
+    /// The part of them that was not computed again.
     pub cached_tokens: Counter,
-    /// Of those, tokens that were read back from disk.
+    /// The part of them that was read back from disk.
     pub restored_tokens: Counter,
     /// Tokens drawn.
     pub generated_tokens: Counter,

@@ -74,7 +74,7 @@ impl Model {
         })
     }
 
-    /// What clients call it.
+    /// Its name for clients.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -84,7 +84,7 @@ impl Model {
         &self.tokenizer
     }
 
-    /// What runs it.
+    /// The engine that runs it.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -109,7 +109,7 @@ impl Model {
         self.engine.spec().ctx
     }
 
-    /// What compiles formats for it; made at the first call.
+    /// Compiles formats for it; made at the first call.
     ///
     /// # Errors
     /// If its tokens allow no constraints.

@@ -50,7 +50,7 @@ struct Entry {
 
 #[derive(Default)]
 struct States {
-    /// Of each entry, the model while it is loaded, and when it was asked for last.
+    /// For each entry, the model while it is loaded, and the time of its last request.
     loaded: Vec<(Option<Arc<Model>>, u64)>,
     clock: u64,
     closed: bool,
@@ -58,7 +58,7 @@ struct States {
 
 /// A model as it is listed.
 pub struct Listed<'a> {
-    /// What clients call it.
+    /// Its name for clients.
     pub name: &'a str,
     /// When the server knew it first, in seconds since 1970.
     pub created: u64,
@@ -103,7 +103,7 @@ impl Models {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What `f` says of each, in their order. None is loaded or given up meanwhile.
+    /// Maps `f` over all in their order. None is loaded or given up meanwhile.
     pub fn each<T>(&self, f: impl Fn(Listed<'_>) -> T) -> Vec<T> {
         let states = self.states();
         let both = self.entries.iter().zip(&states.loaded);
@@ -120,7 +120,7 @@ impl Models {
     /// Which model a request means; the first if it names none.
     ///
     /// # Errors
-    /// If there is none of that name.
+    /// If no model has that name.
     pub fn find(&self, name: Option<&str>) -> Result<usize, ApiError> {
         let found = match name {
             None => (!self.entries.is_empty()).then_some(0),
@@ -145,7 +145,7 @@ impl Models {
     /// A model to be used: it stays loaded for as long as somebody has it.
     ///
     /// # Errors
-    /// If there is none of that name, or if it is not loaded and cannot be.
+    /// If no model has that name, or if it is not loaded and cannot be.
     pub async fn get(self: &Arc<Self>, name: Option<&str>) -> Result<Arc<Model>, ApiError> {
         let at = self.find(name)?;
         if let Some(model) = self.take(at)? {
@@ -213,7 +213,7 @@ impl Models {
         }
     }
 
-    /// Gives up the model that nobody uses and that was asked for longest ago; false if there is none.
+    /// Unloads the unused model whose last request is the oldest; false if all are in use.
     fn unload_idle(&self) -> bool {
         let model = {
             let mut states = self.states();
@@ -257,7 +257,7 @@ impl Models {
         !self.states().closed && healthy.into_iter().all(|h| h)
     }
 
-    /// What Prometheus reads of the models that are loaded.
+    /// The metrics of the models that are loaded.
     pub fn metrics(&self) -> String {
         let text = |m: &Model| (m.name().to_owned(), m.engine().metrics().text());
         let texts: Vec<_> = self

@@ -78,9 +78,10 @@ impl PrefixTree {
                 break;
             };
             let same = common(&self.nodes[child].label, rest);
-            at = match same == self.nodes[child].label.len() {
-                true => child,
-                false => self.split(child, same),
+            at = if same == self.nodes[child].label.len() {
+                child
+            } else {
+                self.split(child, same)
             };
             rest = &rest[same..];
         }
@@ -333,9 +334,8 @@ mod tests {
                     list.insert(slot, (salt, tokens));
                 }
                 _ => {
-                    let of = |(s, held): &(u64, Vec<u32>)| match *s == salt {
-                        true => common(held, &tokens),
-                        false => 0,
+                    let of = |(s, held): &(u64, Vec<u32>)| {
+                        if *s == salt { common(held, &tokens) } else { 0 }
                     };
                     let longest = list.values().map(of).max().unwrap_or(0);
                     let found = tree.peek(salt, &tokens);

@@ -1,4 +1,4 @@
-//! Who is served next, and how much of a step prompts may take: policy alone, with no session, no
+//! Decides who is served next, and how much of a step prompts may take: policy alone, with no session, no
 //! thread and no clock of its own.
 //!
 //! Requests wait in a queue per client. Clients take turns, so that one who sends a hundred
@@ -150,7 +150,7 @@ pub struct Pace {
     limits: PaceLimits,
 }
 
-/// What prompts may cost others.
+/// How long prompts may delay others.
 #[derive(Clone, Copy, Debug)]
 pub struct PaceLimits {
     /// The longest that those who decode wait for a prompt to be done.
@@ -253,9 +253,10 @@ impl Line {
         let slope = (self.xy / self.points - x * y) / variance;
         let at_zero = y - slope * x;
         let tells = variance > 0.01 * x * x && slope > 0.0 && at_zero >= 0.0;
-        Some(match tells {
-            true => (at_zero, slope),
-            false => (0.0, (y / x).max(1e-9)),
+        Some(if tells {
+            (at_zero, slope)
+        } else {
+            (0.0, (y / x).max(1e-9))
         })
     }
 

@@ -15,7 +15,7 @@ use nq_runtime::{
 };
 use std::sync::atomic::AtomicBool;
 
-/// What a user may change between turns.
+/// Settings that a user may change between turns.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// How tokens are chosen.
@@ -32,10 +32,10 @@ pub struct Settings {
     pub stop: Vec<String>,
 }
 
-/// What a model reads of messages.
+/// How messages become the text that a model reads.
 #[derive(Clone, Copy)]
 pub enum Form<'m> {
-    /// What its chat template makes of them.
+    /// Rendered by its chat template.
     Chat(&'m ChatTemplate),
     /// Their texts one after another, in which control tokens are control tokens.
     Raw,
@@ -44,13 +44,13 @@ pub enum Form<'m> {
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// As generating ended.
+    /// For the reason that generation gives.
     Generated(StopReason),
     /// A stop text came.
     Text,
 }
 
-/// What comes of an answer while it is made.
+/// An event while an answer is generated.
 pub enum Event<'e> {
     /// Text.
     Piece(Part, &'e str),
@@ -71,10 +71,10 @@ pub struct Turn {
     pub stats: Stats,
 }
 
-/// Who is told what comes of an answer.
+/// Receives the events of an answer.
 pub type OnEvent<'e> = dyn FnMut(Event<'_>) -> anyhow::Result<()> + 'e;
 
-/// What answers.
+/// The side that answers: a model in this process, or a server.
 trait Answerer {
     /// Answers the last message, and adds the answer to the messages.
     fn answer(
@@ -136,7 +136,7 @@ impl Chat {
         self.messages = messages;
     }
 
-    /// What makes room in the context, or, before an answer, needs less of it.
+    /// Suggests how to make room in the context, or, before an answer, needs less of it.
     fn what_helps(&self, before: bool) -> &'static str {
         let turns = self.messages.iter().filter(|m| m.role == "user").count();
         match (turns > 1, self.settings.overflow, before) {

@@ -77,9 +77,10 @@ fn candidates(typed: &str) -> (usize, Vec<String>) {
     };
     let Some((command, rest)) = typed.split_once(' ') else {
         let mut names = COMMANDS.iter().map(|c| c.name);
-        let words = match typed.starts_with('/') {
-            true => beginning(&mut names, typed),
-            false => Vec::new(),
+        let words = if typed.starts_with('/') {
+            beginning(&mut names, typed)
+        } else {
+            Vec::new()
         };
         return (0, words);
     };

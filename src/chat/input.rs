@@ -1,4 +1,4 @@
-//! What the user types: messages over several lines, and commands.
+//! Input of the user: messages over several lines, and commands.
 
 /// Marks the first and last line of a message of several lines.
 const BLOCK: &str = "\"\"\"";
@@ -67,7 +67,7 @@ impl Lines {
     }
 }
 
-/// What an entry asks for.
+/// A parsed entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
     /// Nothing was typed.
@@ -76,7 +76,7 @@ pub enum Entry {
     Message(String, Option<bool>),
     /// A command.
     Command(Command),
-    /// Something that looks like a command; why it is none.
+    /// Looks like a command but is not one; the reason.
     Wrong(String),
 }
 
@@ -189,7 +189,7 @@ pub const COMMANDS: [Listed; 11] = [
     listed("/exit", "", "leave (also /quit, Ctrl-D)", ""),
 ];
 
-/// What `/set` knows.
+/// The settings that `/set` knows.
 pub const SETTINGS: [&str; 12] = [
     "temperature",
     "top_k",
@@ -228,7 +228,7 @@ pub fn help(command: Option<&str>) -> String {
     }
 }
 
-/// What an entry means.
+/// Parses an entry.
 pub fn parse(text: &str) -> Entry {
     let trimmed = text.trim();
     if trimmed.is_empty() {

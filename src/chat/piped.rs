@@ -1,4 +1,4 @@
-//! What is piped in, apart from a prompt that is typed.
+//! Text that is piped in, apart from a prompt that is typed.
 
 use crate::terminal::say;
 use crate::texts::read_bounded;
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// How long standard input may stay open in silence before it is said that it is waited for.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What standard input is.
+/// The kind of standard input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
     /// Someone types.
@@ -25,7 +25,7 @@ pub enum Input {
     Nothing,
 }
 
-/// What standard input is.
+/// The kind of standard input.
 pub fn kind(stdin: &Stdin) -> Input {
     if stdin.is_terminal() {
         return Input::Terminal;

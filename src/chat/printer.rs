@@ -33,7 +33,7 @@ pub struct Printer<'a> {
     last: Option<Part>,
     ends_line: bool,
     wrap: Wrap,
-    /// What moves on stderr, where that is a terminal, while thinking is hidden.
+    /// The sign of life on stderr, where that is a terminal, while thinking is hidden.
     sign: Option<ProgressBar>,
 }
 
@@ -63,7 +63,7 @@ impl<'a> Printer<'a> {
     /// Writes a piece at once.
     ///
     /// # Errors
-    /// What writing fails with; a closed pipe among it.
+    /// Errors of writing, a closed pipe among them.
     pub fn piece(&mut self, part: Part, text: &str) -> io::Result<()> {
         if part == Part::Thinking && self.thinking == Thinking::Hidden {
             self.sign.get_or_insert_with(sign);
@@ -82,9 +82,10 @@ impl<'a> Printer<'a> {
             self.last = Some(part);
         }
         self.ends_line = text.ends_with('\n');
-        let text = match self.raw && part == Part::Answer {
-            true => text.to_owned(),
-            false => self.wrap.push(&printable(text)),
+        let text = if self.raw && part == Part::Answer {
+            text.to_owned()
+        } else {
+            self.wrap.push(&printable(text))
         };
         let target = self.target(part);
         target.write_all(text.as_bytes())?;

@@ -21,7 +21,7 @@ const LAST_CHAT: &str = "last_chat.json";
 pub struct Repl<'m> {
     /// The conversation.
     pub conversation: Conversation<'m>,
-    /// What runs it, if that is in this process.
+    /// The engine, if the model runs in this process.
     pub engine: Option<&'m dyn Engine>,
     /// The model's name, for saved chats.
     pub model: String,
@@ -62,7 +62,7 @@ fn stderr() -> Printable<io::Stderr> {
     Printable(io::stderr())
 }
 
-/// What to do after an entry.
+/// The next action after an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
     /// Read the next one.
@@ -252,7 +252,7 @@ impl Repl<'_> {
         Ok(Flow::Continue)
     }
 
-    /// What an entry means: to a model that reads texts as they are, all but commands is text.
+    /// Interprets an entry: to a model that reads texts as they are, all but commands is text.
     fn parse(&self, entry: &str) -> Entry {
         match parse(entry) {
             Entry::Message(..) if self.conversation.is_raw() => {
@@ -316,9 +316,10 @@ impl Repl<'_> {
     }
 
     fn thinking(&self) -> Thinking {
-        match self.hide_thinking {
-            true => Thinking::Hidden,
-            false => self.shown,
+        if self.hide_thinking {
+            Thinking::Hidden
+        } else {
+            self.shown
         }
     }
 

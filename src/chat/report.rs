@@ -1,4 +1,4 @@
-//! What `nq chat` says after an answer.
+//! The line of figures that `nq chat` prints after an answer.
 
 use super::conversation::End;
 use nq_runtime::{Stats, StopReason};

@@ -6,7 +6,7 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 const LEAST: usize = 20;
 /// Columns between tab stops.
 const TAB: usize = 8;
-/// What begins and ends a block of code, which is left as it is.
+/// Begins and ends a block of code, which is not wrapped.
 const FENCE: &str = "```";
 
 /// Breaks lines. A word is held back until it is known to be whole, which the next one tells.

@@ -48,7 +48,7 @@ pub struct BenchArgs {
     /// Measured repeats after a warm-up
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = parse_count)]
     pub repeats: usize,
-    /// What runs the model
+    /// The engine that runs the model
     #[arg(long, value_enum, default_value_t = EngineArg::Nq)]
     pub engine: EngineArg,
     /// Show time, bandwidth and calls per operation
@@ -83,7 +83,7 @@ impl BenchArgs {
 pub enum EngineArg {
     /// nq's own
     Nq,
-    /// candle-transformers, the baseline
+    /// candle-transformers, the baseline, in a build with the feature `candle`
     Candle,
 }
 
@@ -120,12 +120,13 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let terminal = Terminal::new();
     let (name, checkpoint) = open(args, global, &terminal)?;
     // Before the minutes that the other tests may take.
-    let tokenizer = match args.gen_tokens > 1 && !args.no_chat {
-        true => Some(
+    let tokenizer = if args.gen_tokens > 1 && !args.no_chat {
+        Some(
             Tokenizer::from_files(checkpoint.files())
                 .context("the chat test, which --no-chat leaves out")?,
-        ),
-        false => None,
+        )
+    } else {
+        None
     };
     let spec = args.spec();
     let options = LoadOptions {

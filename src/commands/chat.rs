@@ -140,9 +140,10 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(config.vocab_size)?;
-    let template = match args.raw {
-        true => None,
-        false => Some(ChatTemplate::from_files(checkpoint.files())?),
+    let template = if args.raw {
+        None
+    } else {
+        Some(ChatTemplate::from_files(checkpoint.files())?)
     };
     let form = template.as_ref().map_or(Form::Raw, Form::Chat);
     if args.no_think

@@ -26,7 +26,7 @@ pub struct ConvertArgs {
     pub model: OsString,
     /// File (gguf) or folder to write
     pub out: PathBuf,
-    /// What to write
+    /// Format to write
     #[arg(long, value_enum)]
     pub format: FormatArg,
     /// Tensor types of a GGUF file [default: those that hold the numbers as they are]
@@ -136,34 +136,35 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let format = args.format.format();
     let checkpoint = &source.checkpoint;
-    let again = match args.requantize {
-        true => requantization(checkpoint, format)?,
-        false => BTreeMap::new(),
+    let again = if args.requantize {
+        requantization(checkpoint, format)?
+    } else {
+        BTreeMap::new()
     };
-    let report = match again.is_empty() {
-        true => export(checkpoint, format, &args.out, &options, &terminal)?,
-        false => {
-            let opened = model::open(Some(&args.model), global, &terminal)?.checkpoint;
-            let rounded = requantize(opened, again.clone());
-            let mut report = export(&rounded, format, &args.out, &options, &terminal)?;
-            for w in report
-                .weights
-                .iter_mut()
-                .filter(|w| again.contains_key(&w.name))
-            {
-                w.from = stored_scheme(checkpoint, &w.name)?;
-                w.change = Change::Requantized;
-            }
-            report
+    let report = if again.is_empty() {
+        export(checkpoint, format, &args.out, &options, &terminal)?
+    } else {
+        let opened = model::open(Some(&args.model), global, &terminal)?.checkpoint;
+        let rounded = requantize(opened, again.clone());
+        let mut report = export(&rounded, format, &args.out, &options, &terminal)?;
+        for w in report
+            .weights
+            .iter_mut()
+            .filter(|w| again.contains_key(&w.name))
+        {
+            w.from = stored_scheme(checkpoint, &w.name)?;
+            w.change = Change::Requantized;
         }
+        report
     };
-    let differences = match args.verify {
-        true => Some(compare(
+    let differences = if args.verify {
+        Some(compare(
             checkpoint,
             &Checkpoint::open(&args.out)?,
             &terminal,
-        )?),
-        false => None,
+        )?)
+    } else {
+        None
     };
     if global.json {
         let json = report_json(args, checkpoint, &report, differences.as_deref());
@@ -186,7 +187,7 @@ fn stored_scheme(checkpoint: &Checkpoint, name: &str) -> nq_formats::Result<Stri
     Ok(stored.scheme_name())
 }
 
-/// What happened to a weight, in words.
+/// A description of the change to a weight.
 fn words(change: Change) -> String {
     match change {
         Change::Kept(Exactness::Exact) => "the same numbers".into(),
@@ -216,7 +217,7 @@ fn summary(report: &ExportReport) -> Vec<(String, String, String, usize, u64)> {
     rows
 }
 
-/// What was written and how it differs, in lines.
+/// The output and how it differs from the source, in lines.
 pub(super) fn summary_lines(report: &ExportReport) -> Vec<String> {
     let line = |(from, to, change, count, bytes): (String, String, String, usize, u64)| {
         let megabytes = bytes as f64 / 1e6;
@@ -245,7 +246,7 @@ fn report_lines(
     lines
 }
 
-/// What reading the result back showed.
+/// The result of reading the output back.
 fn verification_line(differences: &[Difference]) -> String {
     let changed: Vec<_> = differences.iter().filter(|d| d.changed > 0).collect();
     let values: u64 = differences.iter().map(|d| d.values).sum();

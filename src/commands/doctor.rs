@@ -11,7 +11,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// What is found, as `--json` prints it.
+/// All findings, as `--json` prints them.
 #[derive(Serialize)]
 struct Findings {
     version: &'static str,
@@ -48,9 +48,9 @@ struct GpuFindings {
     built_in: bool,
     driver: Option<String>,
     devices: Vec<String>,
-    /// What the driver says of each device that this build can use.
+    /// The driver's description of each device that this build can use.
     usable: Vec<UsableGpu>,
-    /// What multiplies matrices of f32 when quantizing on the first of them.
+    /// The library or kernels that multiply f32 matrices when the first of them quantizes.
     products: Option<String>,
     /// The driver that this build's kernels need.
     driver_needed: Option<u32>,
@@ -84,7 +84,7 @@ fn usable() -> Result<Vec<UsableGpu>, String> {
     Ok(Vec::new())
 }
 
-/// What multiplies matrices when the first GPU quantizes, or why that cannot be said.
+/// The library or kernels that multiply matrices when the first GPU quantizes.
 #[cfg(feature = "cuda")]
 fn products() -> Result<String, String> {
     use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
@@ -125,13 +125,10 @@ pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
     let options = global.load_options();
     let findings = Findings {
         version: env!("CARGO_PKG_VERSION"),
-        features: [
-            (cfg!(feature = "cuda"), "cuda"),
-            (cfg!(feature = "demo"), "demo"),
-        ]
-        .into_iter()
-        .filter_map(|(on, name)| on.then_some(name))
-        .collect(),
+        features: [(cfg!(feature = "cuda"), "cuda"), (cfg!(demo), "demo")]
+            .into_iter()
+            .filter_map(|(on, name)| on.then_some(name))
+            .collect(),
         cpu: cpu(&options.isa, options.threads, &mut problems)?,
         memory: memory(&options, &terminal, &mut problems)?,
         gpu: gpu(&mut problems),
@@ -277,76 +274,69 @@ fn devices() -> Vec<String> {
     gpus.flatten().filter_map(|g| model(g.path())).collect()
 }
 
-/// Driver that a build with nvcc 13 needs.
-const DRIVER_NEEDED: u32 = 580;
+/// The oldest driver that this build's kernels need.
+#[cfg(feature = "cuda")]
+fn driver_needed() -> Option<u32> {
+    Some(nq_kernels::cuda::driver_needed())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn driver_needed() -> Option<u32> {
+    None
+}
 
 fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
     let built_in = cfg!(feature = "cuda");
     let (driver, devices) = (driver(), devices());
-    match (&driver, built_in) {
-        (Some(version), false) => problems.push(Problem {
+    if let (Some(version), false) = (&driver, built_in) {
+        problems.push(Problem {
             problem: format!(
                 "an NVIDIA driver ({version}) is here, but this nq was built for the CPU alone"
             ),
-            remedy:
-                "build with `cargo install --path . --features cuda` (needs nvcc at build time)"
-                    .into(),
-        }),
-        (Some(version), true) => {
-            let major = version
-                .split('.')
-                .next()
-                .and_then(|m| m.parse::<u32>().ok());
-            if major.is_some_and(|m| m < DRIVER_NEEDED) {
-                problems.push(Problem {
-                    problem: format!(
-                        "driver {version}: kernels built with nvcc 13 need {DRIVER_NEEDED} or newer"
-                    ),
-                    remedy: "update the driver, or build nq with nvcc 12 (driver 525 or newer)"
-                        .into(),
-                });
-            }
-        }
-        (None, true) => problems.push(Problem {
-            problem: "this nq has CUDA kernels, but no NVIDIA driver is loaded".into(),
-            remedy: "install the driver, or in a container pass the GPU through; nq runs on the \
-                     CPU meanwhile"
+            remedy: "build with `cargo install --path .`, whose default features use the GPU"
                 .into(),
-        }),
-        (None, false) => {}
+        });
+    }
+    if let Some(why) = nq_runtime::DeviceChoice::why_no_gpu() {
+        problems.push(Problem {
+            problem: format!("the GPU cannot be used: {why}"),
+            remedy: format!(
+                "install driver {} or newer, or in a container pass the GPU through; nq runs on \
+                 the CPU meanwhile",
+                driver_needed().unwrap_or_default()
+            ),
+        });
     }
     let usable = match usable() {
         Ok(usable) => usable,
         Err(why) => {
-            if driver.is_some() {
+            // What keeps `auto` from it is named above.
+            if driver.is_some() && nq_runtime::DeviceChoice::why_no_gpu().is_none() {
                 problems.push(Problem {
                     problem: format!("the GPU cannot be used: {why}"),
-                    remedy: "nq runs on the CPU meanwhile".into(),
+                    remedy: "`--device cpu` runs on the CPU meanwhile".into(),
                 });
             }
             Vec::new()
         }
     };
-    let products = match usable.is_empty() {
-        true => None,
-        false => match products() {
-            Ok(products) => Some(products),
-            Err(why) => {
-                problems.push(Problem {
-                    problem: format!("the GPU cannot quantize: {why}"),
-                    remedy: "unset NQ_CUBLAS or correct it, if it is set".into(),
-                });
-                None
-            }
-        },
-    };
+    let mut products_found = None;
+    if !usable.is_empty() {
+        match products() {
+            Ok(products) => products_found = Some(products),
+            Err(why) => problems.push(Problem {
+                problem: format!("the GPU cannot quantize: {why}"),
+                remedy: "unset NQ_CUBLAS or correct it, if it is set".into(),
+            }),
+        }
+    }
     GpuFindings {
         built_in,
         driver,
         devices,
         usable,
-        products,
-        driver_needed: built_in.then_some(DRIVER_NEEDED),
+        products: products_found,
+        driver_needed: driver_needed(),
     }
 }
 
@@ -491,8 +481,7 @@ impl std::fmt::Display for Findings {
         if let Some(needed) = self.gpu.driver_needed {
             writeln!(
                 f,
-                "          this build's kernels need driver {needed} or newer (525 if built with \
-                 nvcc 12)"
+                "          this build's kernels need driver {needed} or newer"
             )?;
         }
         for folder in &self.folders {

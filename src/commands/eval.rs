@@ -94,7 +94,7 @@ struct Outcome {
     self_noise: Option<KldStats>,
 }
 
-/// What `--json` prints for a model: the report and what stands behind it.
+/// The JSON of a model: its report and the settings behind it.
 #[derive(Serialize)]
 struct Json<'a> {
     model: &'a str,
@@ -193,7 +193,7 @@ fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Res
     })
 }
 
-/// What all models of a run share.
+/// State that all models of a run share.
 struct Workbench<'a> {
     args: &'a EvalArgs,
     text: Text,
@@ -201,7 +201,7 @@ struct Workbench<'a> {
     /// The reference's log-probabilities, when several models are measured against it.
     recorded: Option<ReferenceLogits>,
     several: bool,
-    /// What the first model was measured under; the others must be measured alike.
+    /// Settings of the first model; the others must be measured alike.
     spec: Option<EvalSpec>,
 }
 
@@ -441,7 +441,7 @@ impl Outcome {
     }
 }
 
-/// What the rows of a comparison are, where their names do not say.
+/// Explains rows of a comparison whose names do not.
 const LEGEND: &str = "
 ln ratio: of the perplexities, model to reference
 floor: mean KLD of the reference from itself, its KV cache in f32 and its tokens in other portions

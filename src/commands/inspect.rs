@@ -49,7 +49,7 @@ struct Row {
     name: String,
     dtype: String,
     shape: Vec<usize>,
-    /// Of one element; of one code where several share a byte.
+    /// Bits of an element, or of a code where several share a byte.
     bits: f64,
     tensor_bytes: u64,
     file: String,
@@ -154,7 +154,7 @@ fn describe(
          vocabulary {}, {} head",
         c.num_hidden_layers,
         c.hidden_size,
-        c.intermediate_size,
+        c.mlp_width(),
         c.num_attention_heads,
         c.head_dim,
         c.num_key_value_heads,
@@ -165,7 +165,21 @@ fn describe(
             "untied"
         }
     )?;
+    if let Some(e) = c.experts {
+        let weights = match e.normalized {
+            true => "whose weights are made to sum to 1",
+            false => "whose weights are those of a softmax over all",
+        };
+        writeln!(
+            out,
+            "  experts          {} of {} a token, {weights}, each of width {}",
+            e.per_token, e.count, e.width
+        )?;
+    }
     writeln!(out, "  parameters       {}", report.parameters)?;
+    if c.experts.is_some() {
+        writeln!(out, "  of each token    {}", c.active_parameters())?;
+    }
     writeln!(
         out,
         "  tensors          {} ({})",

@@ -20,6 +20,15 @@ use std::process::ExitCode;
 pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let Cli { command, global } = cli;
     global.note_threads();
+    match &command {
+        Command::Chat(args) if args.server.is_some() => {}
+        Command::Quantize(_)
+        | Command::Chat(_)
+        | Command::Serve(_)
+        | Command::Eval(_)
+        | Command::Bench(_) => global.note_gpu(),
+        _ => {}
+    }
     // The others have an end of their own for what they do then.
     if !matches!(
         command,

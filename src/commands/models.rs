@@ -54,11 +54,11 @@ struct Row {
     path: PathBuf,
     format: String,
     file_bytes: u64,
-    /// Of its tensors, for each parameter.
+    /// Bits of its tensors per parameter.
     bits_per_weight: Option<f64>,
     /// Mean KL divergence from the source, as it was measured when the model was made.
     kld: Option<f64>,
-    /// What a folder holds that is no whole model: an interrupted run or a broken file.
+    /// Why a folder is not a complete model: an interrupted run or a broken file.
     problem: Option<String>,
 }
 
@@ -130,9 +130,10 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
         let (format, problem) = match opened {
             Ok(c) => (c.store().format().to_owned(), None),
             Err(_) if name.ends_with(".partial") => {
-                let why = match at_work(&path) {
-                    true => "being written",
-                    false => "interrupted; `nq quantize --resume` goes on, `nq rm` removes it",
+                let why = if at_work(&path) {
+                    "being written"
+                } else {
+                    "interrupted; `nq quantize --resume` goes on, `nq rm` removes it"
                 };
                 (String::new(), Some(why.to_owned()))
             }

@@ -73,9 +73,10 @@ pub fn markdown(document: &Document<'_>) -> String {
             push_table(&mut out, &WORST_HEAD, &rows);
         }
         out.push_str("\n### Windows\n\n");
-        let head: &[&str] = match e.pairs.is_empty() {
-            true => &["window", "perplexity"],
-            false => &["window", "perplexity", "mean KLD"],
+        let head: &[&str] = if e.pairs.is_empty() {
+            &["window", "perplexity"]
+        } else {
+            &["window", "perplexity", "mean KLD"]
         };
         push_table(&mut out, head, &windows);
     }

@@ -12,7 +12,7 @@ use crate::evaluate::Evaluation;
 use crate::report::KldStats;
 use std::path::Path;
 
-/// What a document shows.
+/// The content of a document.
 pub struct Document<'a> {
     /// Program and version that measured.
     pub program: String,
@@ -20,7 +20,7 @@ pub struct Document<'a> {
     pub command: String,
     /// When, in words.
     pub date: String,
-    /// What was evaluated on, in words.
+    /// The text, in words.
     pub text: String,
     /// The reference's name, where there is one.
     pub reference: Option<String>,
@@ -36,9 +36,9 @@ pub struct Section<'a> {
     pub bytes: u64,
     /// Bytes of its tensors over its parameters, times 8.
     pub bits_per_weight: f64,
-    /// What ran it, in words.
+    /// The engine and device, in words.
     pub engine: String,
-    /// What was measured.
+    /// The measurement.
     pub evaluation: &'a Evaluation,
     /// Where it strays most.
     pub worst: Vec<WorstLine>,

@@ -25,7 +25,7 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(140, 86, 75),
 ];
 
-/// What the reference is drawn in, behind the models.
+/// The color of the reference, drawn behind the models.
 const REFERENCE: RGBColor = RGBColor(140, 140, 140);
 
 fn colour(i: usize) -> RGBColor {
@@ -269,9 +269,12 @@ pub(super) fn bytes_against_quality(document: &Document<'_>) -> Result<String> {
             })
             .y_labels(7)
             .label_style(("sans-serif", LABEL))
-            .y_label_formatter(&|v| match by_kld {
-                true => significant(10f64.powf(*v)),
-                false => format!("{v:.2}"),
+            .y_label_formatter(&|v| {
+                if by_kld {
+                    significant(10f64.powf(*v))
+                } else {
+                    format!("{v:.2}")
+                }
             })
             .light_line_style(TRANSPARENT)
             .draw()?;

@@ -24,6 +24,7 @@ impl FakeEngine {
                 architecture: ARCHITECTURES[0],
                 hidden_size: 8,
                 intermediate_size: 8,
+                experts: None,
                 num_hidden_layers: 1,
                 num_attention_heads: 1,
                 num_key_value_heads: 1,

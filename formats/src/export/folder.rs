@@ -10,18 +10,22 @@ use crate::durable::{
     check_space, parent, rename_folder, sync_folder, temporary_folder, write_bytes,
 };
 use crate::error::{Error, Result};
+use crate::experts::Recent;
 use crate::files::CONFIG;
-use crate::names::{Shape, is_layer_linear, parameters};
+use crate::models::ModelConfig;
+use crate::names::{Shape, is_layer_linear, is_router, parameters, stack};
 use crate::nq::copied_files;
 use crate::pack;
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec};
-use crate::store::Exactness;
+use crate::store::{Exactness, WeightStore};
+use crate::stored::StoredWeight;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use half::{bf16, f16};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 /// One tensor of a packed Linear.
@@ -113,8 +117,54 @@ pub(super) fn dense_type(checkpoint: &Checkpoint) -> DType {
 
 /// A tensor to be written and where it comes from.
 enum Source {
-    Dense(String, Shape),
-    Packed(String, (usize, usize), Part),
+    Dense(Origin),
+    Packed(Origin, Part),
+}
+
+/// A parameter, or one expert's part of a stack.
+#[derive(Clone)]
+struct Origin {
+    /// As the store knows it.
+    parameter: String,
+    shape: Shape,
+    /// Which rows of it: all, unless it is a stack.
+    rows: Range<usize>,
+}
+
+impl Origin {
+    fn dims(&self) -> (usize, usize) {
+        match self.shape {
+            Shape::Matrix(rows, cols) => (rows, cols),
+            Shape::Vector(len) => (1, len),
+        }
+    }
+
+    /// Dimensions of the tensor that it becomes.
+    fn shape(&self) -> Vec<usize> {
+        match self.shape {
+            Shape::Matrix(_, cols) => vec![self.rows.len(), cols],
+            Shape::Vector(len) => vec![len],
+        }
+    }
+
+    /// The weights that the parameter `name` becomes, by the names that they get.
+    fn of(name: &str, dims: (usize, usize), config: &ModelConfig) -> Vec<(String, Origin)> {
+        let origin = |rows| Origin {
+            parameter: name.into(),
+            shape: Shape::Matrix(dims.0, dims.1),
+            rows,
+        };
+        let Some((layer, linear)) = stack(name) else {
+            return vec![(name.into(), origin(0..dims.0))];
+        };
+        let count = linear.copies(config);
+        let each = dims.0 / count.max(1);
+        let expert = |e: usize| {
+            let name = linear.expert_name(layer, e);
+            (name, origin(e * each..(e + 1) * each))
+        };
+        (0..count).map(expert).collect()
+    }
 }
 
 pub(super) fn affine(weight: &Weight) -> Option<&AffineWeight> {
@@ -148,7 +198,14 @@ pub(super) fn export(
     for (name, shape) in parameters(checkpoint.config()) {
         match shape {
             Shape::Vector(_) => {
-                plan.put_dense(&name, shape);
+                let parameter = name.clone();
+                let rows = 0..1;
+                let origin = Origin {
+                    parameter,
+                    shape,
+                    rows,
+                };
+                plan.put_dense(&name, origin);
             }
             Shape::Matrix(rows, cols) => plan.put_matrix(name, (rows, cols))?,
         }
@@ -202,43 +259,44 @@ impl Plan<'_> {
         bytes
     }
 
-    fn put_dense(&mut self, name: &str, shape: Shape) -> u64 {
-        let source = Source::Dense(name.into(), shape);
-        self.put(name, "weight", self.dense, shape.dims(), source)
+    fn put_dense(&mut self, name: &str, origin: Origin) -> u64 {
+        let shape = origin.shape();
+        self.put(name, "weight", self.dense, shape, Source::Dense(origin))
     }
 
-    /// Adds a matrix: packed if it is a quantized Linear of a layer.
+    /// Adds a matrix, or each expert's of a stack: packed if it is a quantized Linear of a layer.
     fn put_matrix(&mut self, name: String, dims: (usize, usize)) -> Result<()> {
         let store = self.checkpoint.store();
         let weight = store.matrix(&name, dims)?;
-        let packed = affine(&weight).filter(|_| is_layer_linear(&name));
-        let (to, kept, bytes) = match packed {
-            Some(a) => {
-                let (kept, bytes) = self.put_packed(&name, dims, a)?;
-                (a.scheme().to_string(), kept, bytes)
+        let packs = is_layer_linear(&name) && affine(&weight).is_some();
+        let (mut kept, mut bytes) = (Exactness::Exact, 0);
+        for (own, origin) in Origin::of(&name, dims, self.checkpoint.config()) {
+            let weight = match origin.rows.len() == dims.0 {
+                true => weight.clone(),
+                false => weight.rows(origin.rows.clone()),
+            };
+            let packed = affine(&weight).filter(|_| packs);
+            let (how, size) = match packed {
+                Some(a) => self.put_packed(&own, &origin, a)?,
+                None => self.put_unpacked(&own, origin, &weight),
+            };
+            bytes += size;
+            if how != Exactness::Exact {
+                kept = how;
             }
-            None => {
-                let bytes = self.put_dense(&name, Shape::Matrix(dims.0, dims.1));
-                let exact = matches!(&weight, Weight::Dense(t) if t.dtype() == self.dense);
-                if !exact {
-                    self.widened += bytes - (weight.bytes() as u64).min(bytes);
-                }
-                let kept = match exact {
-                    true => Exactness::Exact,
-                    false => Exactness::ValuesRounded(self.dense),
-                };
-                (self.dense.to_string(), kept, bytes)
+            if is_layer_linear(&name) || is_router(&name) {
+                self.linears.push(Linear {
+                    name: own,
+                    scheme: packed.map(LinearScheme::of),
+                });
             }
-        };
-        if is_layer_linear(&name) {
-            self.linears.push(Linear {
-                name: name.clone(),
-                scheme: packed.map(LinearScheme::of),
-            });
         }
         self.report.weights.push(Exported {
             from: store.stored(&name, dims)?.scheme_name(),
-            to,
+            to: match affine(&weight).filter(|_| packs) {
+                Some(a) => a.scheme().to_string(),
+                None => self.dense.to_string(),
+            },
             change: Change::Kept(kept),
             bytes,
             name,
@@ -246,11 +304,21 @@ impl Plan<'_> {
         Ok(())
     }
 
+    /// Adds a matrix unquantized; how exactly it is held, and its bytes.
+    fn put_unpacked(&mut self, name: &str, origin: Origin, weight: &Weight) -> (Exactness, u64) {
+        let bytes = self.put_dense(name, origin);
+        if matches!(weight, Weight::Dense(t) if t.dtype() == self.dense) {
+            return (Exactness::Exact, bytes);
+        }
+        self.widened += bytes - (weight.bytes() as u64).min(bytes);
+        (Exactness::ValuesRounded(self.dense), bytes)
+    }
+
     /// Adds the tensors of a packed Linear; how exactly they hold it, and their bytes.
     fn put_packed(
         &mut self,
         name: &str,
-        dims: (usize, usize),
+        origin: &Origin,
         a: &AffineWeight,
     ) -> Result<(Exactness, u64)> {
         let kept = self.packing.fits(a, self.dense).map_err(|why| {
@@ -263,11 +331,11 @@ impl Plan<'_> {
         let mut bytes = 0;
         for part in (self.packing.parts)(a, self.dense) {
             let (suffix, dtype, shape) = (part.suffix, part.dtype, part.shape.clone());
-            let source = Source::Packed(name.into(), dims, part);
+            let source = Source::Packed(origin.clone(), part);
             bytes += self.put(name, suffix, dtype, shape, source);
         }
         let kept = match kept {
-            Exactness::Exact => self.checkpoint.store().exactness(name),
+            Exactness::Exact => self.checkpoint.store().exactness(&origin.parameter),
             rounded => rounded,
         };
         Ok((kept, bytes))
@@ -306,15 +374,19 @@ impl Plan<'_> {
         let staging = temporary_folder(&folder)?;
         let new = staging.path().join("folder");
         std::fs::create_dir(&new).map_err(|e| Error::io(&new, "create", e))?;
+        let store = checkpoint.store();
+        let (mut weights, mut stored) = (Recent::default(), Recent::default());
         layout.write(
             &new,
             progress,
             &mut |spec, sink| match &self.sources[&spec.name] {
-                Source::Dense(name, shape) => {
-                    sink.write(&dense_bytes(checkpoint, name, *shape, spec.dtype)?)
+                Source::Dense(origin) => {
+                    sink.write(&dense_bytes(store, origin, spec.dtype, &mut stored)?)
                 }
-                Source::Packed(name, dims, part) => {
-                    let weight = checkpoint.store().matrix(name, *dims)?;
+                Source::Packed(origin, part) => {
+                    let read = || store.matrix(&origin.parameter, origin.dims());
+                    let whole = weights.get(&origin.parameter, read)?;
+                    let weight = whole.rows(origin.rows.clone());
                     let affine = affine(&weight).expect("it was one when the layout was made");
                     sink.write(&(packing.pack)(affine, part))
                 }
@@ -380,19 +452,23 @@ fn write_json(path: &Path, json: &Value) -> Result<()> {
 }
 
 /// An unquantized parameter in `dtype`.
-fn dense_bytes(checkpoint: &Checkpoint, name: &str, shape: Shape, dtype: DType) -> Result<Vec<u8>> {
-    let store = checkpoint.store();
-    let (rows, cols, weight) = match shape {
-        Shape::Vector(len) => (1, len, None),
-        Shape::Matrix(rows, cols) => (rows, cols, Some(store.stored(name, (rows, cols))?)),
-    };
-    let mut out = Vec::with_capacity(rows * cols * dtype.size());
+fn dense_bytes(
+    store: &dyn WeightStore,
+    origin: &Origin,
+    dtype: DType,
+    recent: &mut Recent<StoredWeight>,
+) -> Result<Vec<u8>> {
+    let (name, cols) = (&origin.parameter, origin.dims().1);
+    let mut out = Vec::with_capacity(origin.rows.len() * cols * dtype.size());
     let mut values = vec![0f32; cols];
-    for row in 0..rows {
-        match &weight {
-            Some(weight) => weight.dequantize_row(row, &mut values)?,
-            None => store.vector(name, cols)?.copy_f32(0, &mut values)?,
-        }
+    if matches!(origin.shape, Shape::Vector(_)) {
+        store.vector(name, cols)?.copy_f32(0, &mut values)?;
+        float_bytes(&values, dtype, &mut out);
+        return Ok(out);
+    }
+    let weight = recent.get(name, || store.stored(name, origin.dims()))?;
+    for row in origin.rows.clone() {
+        weight.dequantize_row(row, &mut values)?;
         float_bytes(&values, dtype, &mut out);
     }
     Ok(out)

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::gguf::writer::{GgufPlan, TensorPlan};
 use crate::gguf::{BlockType, encode, metadata, names};
 use crate::models::LinearKind;
-use crate::names::{EMBEDDING, HEAD, Shape, layer_linear, parameters};
+use crate::names::{EMBEDDING, HEAD, Shape, is_router, layer_linear, parameters, stack};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
 use crate::store::Exactness;
@@ -148,6 +148,13 @@ pub fn export(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
+    if checkpoint.config().experts.is_some_and(|e| !e.normalized) {
+        return Err(Error::Unsupported {
+            path: out.into(),
+            what: "norm_topk_prob false in GGUF".into(),
+            why: "its readers divide the weights of a token's experts by their sum".into(),
+        });
+    }
     let plans = plan(checkpoint, out, options)?;
     let mut file = GgufPlan::new();
     let name = checkpoint.files().root();
@@ -166,7 +173,11 @@ pub fn export(
     for p in &plans {
         let stored = names::to_gguf(checkpoint.config().architecture, &p.name)
             .expect("every parameter of the model has a name");
-        file.add(format!("{stored}.weight"), p.kind, p.shape.dims())?;
+        let dims = match (stack(&p.name), p.shape, checkpoint.config().experts) {
+            (Some(_), Shape::Matrix(rows, cols), Some(e)) => vec![e.count, rows / e.count, cols],
+            _ => p.shape.dims(),
+        };
+        file.add(format!("{stored}.weight"), p.kind, dims)?;
     }
     check_space(&parent(out), file.file_bytes())?;
     let mut next = plans.iter();
@@ -213,6 +224,18 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
             continue;
         };
         let weight = store.stored(&name, (rows, cols))?;
+        if is_router(&name) {
+            // As readers of this format want it; which holds every float.
+            plans.push(Plan {
+                name,
+                shape,
+                kind: BlockType::F32,
+                how: How::Encode,
+                from: weight.scheme_name(),
+                change: Change::Kept(Exactness::Exact),
+            });
+            continue;
+        }
         let own = own_type(&weight, cols);
         let wanted = options
             .mix

@@ -113,10 +113,21 @@ pub(super) fn config(
         "use_sliding_window": false,
         "vocab_size": rows,
     });
-    match config {
-        Value::Object(map) => Ok(map),
-        _ => unreachable!("the literal above is an object"),
+    let Value::Object(mut config) = config else {
+        unreachable!("the literal above is an object");
+    };
+    if architecture.layer.mlp.router().is_some() {
+        for (name, json) in [
+            ("expert_count", "num_experts"),
+            ("expert_used_count", "num_experts_per_tok"),
+            ("expert_feed_forward_length", "moe_intermediate_size"),
+        ] {
+            config.insert(json.into(), dim(name)?.into());
+        }
+        // What files of this architecture do not say.
+        config.insert("norm_topk_prob".into(), true.into());
     }
+    Ok(config)
 }
 
 fn rope_scaling(file: &GgufFile, key: impl Fn(&str) -> String) -> Result<Value> {

@@ -60,6 +60,11 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
     ] {
         plan.set(key(name), n as u32); // dimensions are below 2^28
     }
+    if let Some(experts) = c.experts {
+        plan.set(key("expert_count"), experts.count as u32);
+        plan.set(key("expert_used_count"), experts.per_token as u32);
+        plan.set(key("expert_feed_forward_length"), experts.width as u32);
+    }
     plan.set(key("attention.layer_norm_rms_epsilon"), c.rms_norm_eps);
     plan.set(key("rope.freq_base"), c.rope.theta as f32);
     if let RopeScaling::Yarn {

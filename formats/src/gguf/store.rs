@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::models::Architecture;
 use crate::models::ModelConfig;
-use crate::names::layer_of;
+use crate::names::{layer_of, stack};
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -125,6 +125,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         quantization: None,
         files,
         by_name,
+        experts: 0,
     };
     let embedding = store
         .info("token_embd.weight")
@@ -147,6 +148,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     };
     let config = ModelConfig::parse(&metadata.root(), &metadata.config)?;
     let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
+    store.experts = config.experts.map_or(0, |e| e.count);
     store.check_names(config.num_hidden_layers)?;
     store.quantization = store.describe_quantization()?;
     let files = Files::Virtual(Arc::new(metadata));
@@ -209,6 +211,7 @@ struct GgufStore {
     architecture: &'static Architecture,
     files: Vec<GgufFile>,
     by_name: BTreeMap<String, usize>, // GGUF name -> index into files
+    experts: usize,                   // of a layer; 0 if there are none
     quantization: Option<Value>,
 }
 
@@ -230,6 +233,14 @@ impl GgufStore {
             tensor: tensor.into(),
             expected,
             found,
+        }
+    }
+
+    /// The shape that a matrix has in the file: stacks of experts have a dimension of their own.
+    fn shape(&self, name: &str, (rows, cols): (usize, usize)) -> Vec<usize> {
+        match stack(name) {
+            Some(_) => vec![self.experts, rows / self.experts.max(1), cols],
+            None => vec![rows, cols],
         }
     }
 
@@ -292,7 +303,7 @@ impl GgufStore {
     }
 
     fn blocks(&self, name: &str, dims: (usize, usize)) -> Result<Stored> {
-        let (stored, kind, bytes) = self.require(name, &[dims.0, dims.1])?;
+        let (stored, kind, bytes) = self.require(name, &self.shape(name, dims))?;
         let wrap = |e: Error| match e {
             Error::Weight {
                 what,

@@ -1,6 +1,7 @@
 //! What a row of the table of architectures says.
 
 use super::layer::LayerSpec;
+use super::shape::Experts;
 use std::fmt;
 
 /// A family of models whose layers are alike.
@@ -44,6 +45,7 @@ pub struct Preset {
     pub(super) architecture: &'static Architecture,
     pub(super) hidden: usize,
     pub(super) intermediate: usize,
+    pub(super) experts: Option<Experts>,
     pub(super) layers: usize,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,

@@ -47,6 +47,20 @@ pub enum MlpSpec {
         /// Down.
         down: Product,
     },
+    /// A mixture of experts, each a SwiGLU: with `p = softmax(router(n))` of `n = norm(x)` in f32,
+    /// the sum of `p_e expert_e(n)` over the experts of the greatest `p`, divided by the sum of
+    /// these `p` where the model's configuration says so (Fedus, Zoph, Shazeer, arXiv 2101.03961;
+    /// Qwen3, arXiv 2505.09388).
+    Experts {
+        /// Before everything else.
+        norm: NormSpec,
+        /// What scores the experts. No scheme covers it: it stays as the source has it.
+        router: Product,
+        /// Gate and up of every expert.
+        gate_up: Product,
+        /// Down of every expert.
+        down: Product,
+    },
 }
 
 /// Linears that share one input: kernels multiply it by all of them at once.
@@ -72,7 +86,8 @@ pub enum Source {
     Rows(LinearKind),
 }
 
-/// A Linear of a layer.
+/// A Linear of a layer, or the same Linear of all experts of one: then its weight is a stack, the
+/// rows of expert 0, those of expert 1 and so on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearSpec {
     /// What it does.
@@ -81,10 +96,12 @@ pub struct LinearSpec {
     pub suffix: &'static str,
     /// GGUF's name within a block, without `.weight`.
     pub gguf: &'static str,
-    /// Its outputs.
+    /// Its outputs, of one expert.
     pub out: Width,
     /// Its inputs.
     pub inputs: Width,
+    /// Every expert has one.
+    pub stacked: bool,
 }
 
 /// An RMSNorm of a layer.
@@ -114,6 +131,20 @@ pub(super) const fn linear(
         gguf,
         out,
         inputs,
+        stacked: false,
+    }
+}
+
+/// As [`linear`], of every expert; `dims` are those of one.
+pub(super) const fn stack(
+    kind: LinearKind,
+    suffix: &'static str,
+    gguf: &'static str,
+    dims: (Width, Width),
+) -> LinearSpec {
+    LinearSpec {
+        stacked: true,
+        ..linear(kind, suffix, gguf, dims)
     }
 }
 
@@ -143,6 +174,8 @@ pub enum LinearKind {
     V,
     /// Attention output.
     O,
+    /// Scores of experts.
+    Router,
     /// MLP gate.
     Gate,
     /// MLP up.
@@ -177,6 +210,10 @@ pub enum Width {
     Head,
     /// `intermediate_size`
     Mlp,
+    /// `moe_intermediate_size`
+    Expert,
+    /// `num_experts`
+    Experts,
 }
 
 /// A parameter of a layer.
@@ -188,24 +225,59 @@ pub enum Parameter {
     Linear(LinearSpec),
 }
 
-impl LayerSpec {
-    /// Its products, in the order they run.
-    pub fn products(&self) -> Vec<&Product> {
-        let MlpSpec::SwiGlu { gate_up, down, .. } = &self.mlp;
-        vec![&self.attention.qkv, &self.attention.o, gate_up, down]
+impl MlpSpec {
+    /// The norm before everything else.
+    pub fn norm(&self) -> &NormSpec {
+        match self {
+            MlpSpec::SwiGlu { norm, .. } | MlpSpec::Experts { norm, .. } => norm,
+        }
     }
 
-    /// Its Linears, in the order they run.
+    /// Gate and up.
+    pub fn gate_up(&self) -> &Product {
+        match self {
+            MlpSpec::SwiGlu { gate_up, .. } | MlpSpec::Experts { gate_up, .. } => gate_up,
+        }
+    }
+
+    /// Down.
+    pub fn down(&self) -> &Product {
+        match self {
+            MlpSpec::SwiGlu { down, .. } | MlpSpec::Experts { down, .. } => down,
+        }
+    }
+
+    /// What scores the experts, if there are any.
+    pub fn router(&self) -> Option<&LinearSpec> {
+        match self {
+            MlpSpec::SwiGlu { .. } => None,
+            MlpSpec::Experts { router, .. } => Some(&router.linears[0]),
+        }
+    }
+}
+
+impl LayerSpec {
+    /// Its products whose weights schemes cover, in the order they run: all but the router.
+    pub fn products(&self) -> Vec<&Product> {
+        let (attention, mlp) = (&self.attention, &self.mlp);
+        vec![&attention.qkv, &attention.o, mlp.gate_up(), mlp.down()]
+    }
+
+    /// The Linears of [`LayerSpec::products`].
     pub fn linears(&self) -> Vec<&'static LinearSpec> {
         let products = self.products().into_iter();
         products.flat_map(|p| p.linears).collect()
     }
 
+    /// All that a layer multiplies by: the router and [`LayerSpec::linears`].
+    pub fn matrices(&self) -> impl Iterator<Item = &LinearSpec> {
+        self.mlp.router().into_iter().chain(self.linears())
+    }
+
     /// Its norms, in the order of [`NormKind`].
     pub fn norms(&self) -> Vec<&NormSpec> {
-        let MlpSpec::SwiGlu { norm, .. } = &self.mlp;
         let a = &self.attention;
-        vec![&a.norm, norm, &a.q_norm, &a.k_norm]
+        vec![&a.norm, self.mlp.norm(), &a.q_norm, &a.k_norm]
     }
 
     /// All parameters, in the order they are used.
@@ -222,13 +294,10 @@ impl LayerSpec {
         all.extend(product(qkv));
         all.extend([*q_norm, *k_norm].map(Parameter::Norm));
         all.extend(product(o));
-        let MlpSpec::SwiGlu {
-            norm,
-            gate_up,
-            down,
-        } = &self.mlp;
-        all.push(Parameter::Norm(*norm));
-        all.extend(product(gate_up).chain(product(down)));
+        let mlp = &self.mlp;
+        all.push(Parameter::Norm(*mlp.norm()));
+        all.extend(mlp.router().copied().map(Parameter::Linear));
+        all.extend(product(mlp.gate_up()).chain(product(mlp.down())));
         all
     }
 
@@ -236,9 +305,9 @@ impl LayerSpec {
     ///
     /// # Panics
     /// If the layer has none.
-    pub fn linear(&self, kind: LinearKind) -> &'static LinearSpec {
-        let mut all = self.linears().into_iter();
-        all.find(|l| l.kind == kind)
+    pub fn linear(&self, kind: LinearKind) -> &LinearSpec {
+        self.matrices()
+            .find(|l| l.kind == kind)
             .unwrap_or_else(|| panic!("a layer without {kind}"))
     }
 
@@ -266,6 +335,13 @@ impl LinearSpec {
     pub fn name(&self, layer: usize) -> String {
         in_layer(layer, self.suffix)
     }
+
+    /// What files that keep experts apart call that of one: `mlp.experts.5.gate_proj` of the stack
+    /// `mlp.experts.gate_proj`.
+    pub fn expert_name(&self, layer: usize, expert: usize) -> String {
+        let (experts, linear) = self.suffix.rsplit_once('.').unwrap_or(("", self.suffix));
+        in_layer(layer, &format!("{experts}.{expert}.{linear}"))
+    }
 }
 
 impl NormSpec {
@@ -282,6 +358,7 @@ impl fmt::Display for LinearKind {
             LinearKind::K => "k",
             LinearKind::V => "v",
             LinearKind::O => "o",
+            LinearKind::Router => "router",
             LinearKind::Gate => "gate",
             LinearKind::Up => "up",
             LinearKind::Down => "down",

@@ -15,10 +15,10 @@ pub use layer::{
     AttentionSpec, LayerSpec, LinearKind, LinearSpec, MlpSpec, NormKind, NormSpec, Parameter,
     Product, Source, Width, in_layer,
 };
-pub use shape::{ModelConfig, Rope, RopeScaling, Shape};
+pub use shape::{Experts, ModelConfig, Rope, RopeScaling, Shape};
 
 /// Every architecture.
-pub static ARCHITECTURES: &[&Architecture] = &[&qwen3::QWEN3];
+pub static ARCHITECTURES: &[&Architecture] = &[&qwen3::QWEN3, &qwen3::QWEN3_MOE];
 
 /// The architecture of which `key` is `value`, e.g. the one whose `model_type` is `qwen3`.
 pub fn find(key: fn(&Architecture) -> &'static str, value: &str) -> Option<&'static Architecture> {
@@ -38,9 +38,11 @@ impl Preset {
         ARCHITECTURES.iter().flat_map(|a| a.presets.iter().copied())
     }
 
-    /// The preset of this name, in any case.
+    /// The preset of this name, in any case; the family may be left out (`30b-a3b`).
     pub fn find(name: &str) -> Option<Preset> {
-        Self::all().find(|p| p.name.eq_ignore_ascii_case(name))
+        let name = name.to_ascii_lowercase();
+        let size = |p: &Preset| p.name.split_once('-').map(|(_, size)| size);
+        Self::all().find(|p| p.name == name || size(p) == Some(&name))
     }
 }
 
@@ -64,8 +66,8 @@ mod tests {
             };
             distinct(Parameter::suffix);
             distinct(Parameter::gguf);
-            let kinds: BTreeSet<_> = a.layer.linears().iter().map(|l| l.kind).collect();
-            assert_eq!(kinds.len(), a.layer.linears().len(), "{a:?}: {kinds:?}");
+            let kinds: BTreeSet<_> = a.layer.matrices().map(|l| l.kind).collect();
+            assert_eq!(kinds.len(), a.layer.matrices().count(), "{a:?}: {kinds:?}");
             let norms: BTreeSet<_> = a.layer.norms().iter().map(|n| n.kind).collect();
             assert_eq!(norms.len(), a.layer.norms().len(), "{a:?}: {norms:?}");
         }
@@ -83,7 +85,9 @@ mod tests {
                     assert!(product.linears.iter().all(|l| l.dims(&c).1 == inputs));
                     match product.source {
                         Source::Norm(kind) => assert_eq!(a.layer.norm(kind).len.of(&c), inputs),
-                        Source::Rows(kind) => assert_eq!(kind.dims(&c).0, inputs),
+                        Source::Rows(kind) => {
+                            assert_eq!(kind.dims(&c).0, inputs * product.shares(&c));
+                        }
                         Source::Heads(kind) => {
                             let groups = c.num_attention_heads / c.num_key_value_heads;
                             assert_eq!(kind.dims(&c).0 * groups, inputs);

@@ -1,9 +1,39 @@
-//! Qwen3, dense (arXiv 2505.09388).
+//! Qwen3, dense and mixtures of experts (arXiv 2505.09388).
 
 use super::architecture::{Architecture, Preset};
 use super::layer::{
-    AttentionSpec, LayerSpec, LinearKind, MlpSpec, NormKind, Product, Source, Width, linear, norm,
+    AttentionSpec, LayerSpec, LinearKind, MlpSpec, NormKind, NormSpec, Product, Source, Width,
+    linear, norm, stack,
 };
+use super::shape::Experts;
+
+#[rustfmt::skip]
+const ATTENTION: AttentionSpec = AttentionSpec {
+    norm: norm(NormKind::Attention, "input_layernorm", "attn_norm", Width::Hidden),
+    qkv: Product {
+        name: "qkv",
+        linears: &[
+            linear(LinearKind::Q, "self_attn.q_proj", "attn_q", (Width::Heads, Width::Hidden)),
+            linear(LinearKind::K, "self_attn.k_proj", "attn_k", (Width::KvHeads, Width::Hidden)),
+            linear(LinearKind::V, "self_attn.v_proj", "attn_v", (Width::KvHeads, Width::Hidden)),
+        ],
+        source: Source::Norm(NormKind::Attention),
+    },
+    q_norm: norm(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head),
+    k_norm: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head),
+    o: Product {
+        name: "o",
+        linears: &[
+            linear(LinearKind::O, "self_attn.o_proj", "attn_output", (Width::Hidden, Width::Heads)),
+        ],
+        source: Source::Heads(LinearKind::V),
+    },
+};
+
+/// Before the MLP.
+#[rustfmt::skip]
+const MLP_NORM: NormSpec =
+    norm(NormKind::Mlp, "post_attention_layernorm", "ffn_norm", Width::Hidden);
 
 #[rustfmt::skip]
 pub(super) static QWEN3: Architecture = Architecture {
@@ -13,29 +43,9 @@ pub(super) static QWEN3: Architecture = Architecture {
     model_type: "qwen3",
     gguf: "qwen3",
     layer: LayerSpec {
-        attention: AttentionSpec {
-            norm: norm(NormKind::Attention, "input_layernorm", "attn_norm", Width::Hidden),
-            qkv: Product {
-                name: "qkv",
-                linears: &[
-                    linear(LinearKind::Q, "self_attn.q_proj", "attn_q", (Width::Heads, Width::Hidden)),
-                    linear(LinearKind::K, "self_attn.k_proj", "attn_k", (Width::KvHeads, Width::Hidden)),
-                    linear(LinearKind::V, "self_attn.v_proj", "attn_v", (Width::KvHeads, Width::Hidden)),
-                ],
-                source: Source::Norm(NormKind::Attention),
-            },
-            q_norm: norm(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head),
-            k_norm: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head),
-            o: Product {
-                name: "o",
-                linears: &[
-                    linear(LinearKind::O, "self_attn.o_proj", "attn_output", (Width::Hidden, Width::Heads)),
-                ],
-                source: Source::Heads(LinearKind::V),
-            },
-        },
+        attention: ATTENTION,
         mlp: MlpSpec::SwiGlu {
-            norm: norm(NormKind::Mlp, "post_attention_layernorm", "ffn_norm", Width::Hidden),
+            norm: MLP_NORM,
             gate_up: Product {
                 name: "gate_up",
                 linears: &[
@@ -60,8 +70,81 @@ pub(super) static QWEN3: Architecture = Architecture {
         preset(("qwen3-8b", "Qwen/Qwen3-8B"), (4096, 12288), 36, 32, false),
         preset(("qwen3-14b", "Qwen/Qwen3-14B"), (5120, 17408), 40, 40, false),
         preset(("qwen3-32b", "Qwen/Qwen3-32B"), (5120, 25600), 64, 64, false),
+        Preset {
+            positions: 262_144,
+            theta: 5e6,
+            ..preset(("qwen3-4b-2507", "Qwen/Qwen3-4B-Instruct-2507"), (2560, 9728), 36, 32, true)
+        },
     ],
 };
+
+#[rustfmt::skip]
+pub(super) static QWEN3_MOE: Architecture = Architecture {
+    family: "Qwen3",
+    title: "Qwen3 mixture-of-experts",
+    class: "Qwen3MoeForCausalLM",
+    model_type: "qwen3_moe",
+    gguf: "qwen3moe",
+    layer: LayerSpec {
+        attention: ATTENTION,
+        mlp: MlpSpec::Experts {
+            norm: MLP_NORM,
+            router: Product {
+                name: "router",
+                linears: &[
+                    linear(LinearKind::Router, "mlp.gate", "ffn_gate_inp", (Width::Experts, Width::Hidden)),
+                ],
+                source: Source::Norm(NormKind::Mlp),
+            },
+            gate_up: Product {
+                name: "gate_up",
+                linears: &[
+                    stack(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", (Width::Expert, Width::Hidden)),
+                    stack(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", (Width::Expert, Width::Hidden)),
+                ],
+                source: Source::Norm(NormKind::Mlp),
+            },
+            down: Product {
+                name: "down",
+                linears: &[
+                    stack(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", (Width::Hidden, Width::Expert)),
+                ],
+                source: Source::Rows(LinearKind::Up),
+            },
+        },
+    },
+    presets: &[
+        mixture(("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"), (2048, 6144), 48, (32, 4), (128, 768)),
+        mixture(("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B"), (4096, 12288), 94, (64, 4), (128, 1536)),
+        Preset {
+            positions: 262_144,
+            theta: 1e7,
+            ..mixture(("qwen3-480b-a35b", "Qwen/Qwen3-Coder-480B-A35B-Instruct"), (6144, 8192), 62, (96, 8), (160, 2560))
+        },
+    ],
+};
+
+/// A published mixture: names, widths of the residual stream and of an MLP that no layer has,
+/// layers, heads of queries and of keys, experts and their width. The rest is alike.
+const fn mixture(
+    names: (&'static str, &'static str),
+    widths: (usize, usize),
+    layers: usize,
+    (heads, kv_heads): (usize, usize),
+    (count, width): (usize, usize),
+) -> Preset {
+    Preset {
+        architecture: &QWEN3_MOE,
+        kv_heads,
+        experts: Some(Experts {
+            count,
+            per_token: 8,
+            width,
+            normalized: true,
+        }),
+        ..preset(names, widths, layers, heads, false)
+    }
+}
 
 /// A published size: names, widths of the residual stream and the MLP, layers and query heads.
 /// The rest is alike.
@@ -78,6 +161,7 @@ const fn preset(
         architecture: &QWEN3,
         hidden,
         intermediate,
+        experts: None,
         layers,
         heads,
         kv_heads: 8,

@@ -1,7 +1,7 @@
 //! The shape of a model, and what its configuration makes of the table's dimensions.
 
 use super::architecture::{Architecture, Preset};
-use super::layer::{LayerSpec, LinearKind, LinearSpec, Parameter, Product, Width};
+use super::layer::{LayerSpec, LinearKind, LinearSpec, Parameter, Product, Source, Width};
 use crate::dtype::DType;
 
 /// The shape of a model. Dimensions in elements.
@@ -11,8 +11,10 @@ pub struct ModelConfig {
     pub architecture: &'static Architecture,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// Width of the MLP. Layers of experts have [`Experts::width`] instead.
     pub intermediate_size: usize,
+    /// What the experts of its layers are; `None` where the architecture has none.
+    pub experts: Option<Experts>,
     /// Transformer layers.
     pub num_hidden_layers: usize,
     /// Query heads.
@@ -35,6 +37,19 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// The type the config says the weights have.
     pub dtype: Option<DType>,
+}
+
+/// The experts of each layer of a mixture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// How many a layer has (`num_experts`).
+    pub count: usize,
+    /// How many of them each token goes through (`num_experts_per_tok`).
+    pub per_token: usize,
+    /// Width of each (`moe_intermediate_size`).
+    pub width: usize,
+    /// The weights of a token's experts are divided by their sum (`norm_topk_prob`).
+    pub normalized: bool,
 }
 
 /// Rotary position embedding.
@@ -113,6 +128,22 @@ impl ModelConfig {
         self.num_hidden_layers * layer + h + heads * self.vocab_size * h
     }
 
+    /// Width of the MLP of a layer, or of one of its experts.
+    pub fn mlp_width(&self) -> usize {
+        self.layer().mlp.down().inputs(self)
+    }
+
+    /// Parameters that a token goes through; all where there are no experts. The embedding counts
+    /// where it is the head.
+    pub fn active_parameters(&self) -> usize {
+        let Some(experts) = self.experts else {
+            return self.parameters();
+        };
+        let stacks = self.layer().linears().into_iter().filter(|l| l.stacked);
+        let expert: usize = stacks.map(|l| l.elements(self) / experts.count).sum();
+        self.parameters() - self.num_hidden_layers * expert * (experts.count - experts.per_token)
+    }
+
     /// What each of its layers is made of.
     pub fn layer(&self) -> &'static LayerSpec {
         &self.architecture.layer
@@ -126,6 +157,7 @@ impl Preset {
             architecture: self.architecture,
             hidden_size: self.hidden,
             intermediate_size: self.intermediate,
+            experts: self.experts,
             num_hidden_layers: self.layers,
             num_attention_heads: self.heads,
             num_key_value_heads: self.kv_heads,
@@ -153,19 +185,30 @@ impl Width {
             Width::KvHeads => c.kv_dim(),
             Width::Head => c.head_dim,
             Width::Mlp => c.intermediate_size,
+            Width::Expert => c.experts.map_or(0, |e| e.width),
+            Width::Experts => c.experts.map_or(0, |e| e.count),
         }
     }
 }
 
 impl LinearSpec {
-    /// `(out_features, in_features)` in a model of this shape.
+    /// `(out_features, in_features)` in a model of this shape; of a stack, those of all experts.
     pub fn dims(&self, c: &ModelConfig) -> (usize, usize) {
-        (self.out.of(c), self.inputs.of(c))
+        (self.copies(c) * self.out.of(c), self.inputs.of(c))
+    }
+
+    /// How many weights of one shape it stacks: the experts, or 1.
+    pub fn copies(&self, c: &ModelConfig) -> usize {
+        match self.stacked {
+            true => Width::Experts.of(c),
+            false => 1,
+        }
     }
 
     /// Elements of its weight.
     pub fn elements(&self, c: &ModelConfig) -> usize {
-        self.out.of(c) * self.inputs.of(c)
+        let (out, inputs) = self.dims(c);
+        out * inputs
     }
 }
 
@@ -180,6 +223,14 @@ impl LinearKind {
 }
 
 impl Product {
+    /// How many inputs it has: experts see each their own activations between up and down.
+    pub fn shares(&self, c: &ModelConfig) -> usize {
+        match self.source {
+            Source::Rows(_) => self.linears[0].copies(c),
+            Source::Norm(_) | Source::Heads(_) => 1,
+        }
+    }
+
     /// Width of its input in a model of this shape.
     pub fn inputs(&self, c: &ModelConfig) -> usize {
         self.linears[0].inputs.of(c)

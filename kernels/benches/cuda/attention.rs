@@ -1,11 +1,12 @@
 //! Attention, and the pages of keys and values that it reads.
 
-use super::timing::{MODELS, Model, Timing};
+use super::timing::{MODELS, Model, Scheme, Timing};
 use nq_kernels::Result;
 use nq_kernels::cpu::{KvType, PAGE};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages,
-    HEAD_DIM, Heads, PageEntry, PagesShape, Row, SequenceRows, SharedPrefix, Step, StepBounds,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, ClusterLayer,
+    ClusterParts, ClusterPlan, DevicePages, HEAD_DIM, Heads, PageEntry, PagesShape, Row,
+    SequenceRows, SharedPrefix, Step, StepBounds,
 };
 
 /// Layers that take turns, so that pages come out of memory.
@@ -206,6 +207,54 @@ pub(crate) fn attention_shared(t: &mut Timing) -> Result<()> {
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// Whole layers of a step of one row by clusters, where models run so.
+pub(crate) fn step_cluster(t: &mut Timing) -> Result<()> {
+    for model in MODELS {
+        let mut weights = Vec::new();
+        for (_, out, inp) in model.products() {
+            weights.push(t.weights(Scheme::Int4, out, inp)?);
+        }
+        let of = |product: usize, layer: usize| &weights[product][layer % weights[product].len()];
+        let gain = t.gpu.upload("a benchmark", &vec![1.0; model.hidden])?;
+        let pages = Layers::new(t, model, KvType::F16, 1, PAGE)?;
+        let layers: Vec<ClusterLayer<'_>> = (0..LAYERS)
+            .map(|i| ClusterLayer {
+                attention_norm: &gain,
+                qkv: of(0, i),
+                heads: pages.heads(model.heads),
+                cache: pages.pages.layer(i),
+                o: of(1, i),
+                mlp_norm: &gain,
+                gate_up: of(2, i),
+                down: of(3, i),
+            })
+            .collect();
+        let Some(plan) = ClusterPlan::new(&t.gpu, &layers)? else {
+            println!("  skipped: {} does not run by clusters", model.name);
+            continue;
+        };
+        let at = Step {
+            position: 79,
+            ..Step::default()
+        };
+        let bounds = StepBounds {
+            places: pages.pages.places(),
+            tokens: 1,
+        };
+        let step = Checked::upload(&t.gpu, "a benchmark", &[at], bounds)?;
+        let mut parts = ClusterParts::new(&t.gpu, model.hidden)?;
+        let mut x = t.gpu.upload("a benchmark", &vec![0.5; model.hidden])?;
+        let bytes = (0..4).flat_map(|p| (0..LAYERS).map(move |i| (p, i)));
+        let bytes = bytes.map(|(p, i)| of(p, i).bytes()).sum::<usize>() + LAYERS * pages.bytes(80);
+        t.chained(
+            &format!("{} {LAYERS} layers int4", model.name),
+            bytes,
+            |_| (t.stream).cluster_layers(&plan, &layers, &mut x, &step, &mut parts),
+        )?;
     }
     Ok(())
 }

@@ -32,10 +32,11 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 15] = [
+const BENCHES: [Bench; 17] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
+    ("experts", products::experts),
     ("gemm_step", products::gemm_step),
     ("gemm", products::gemm),
     ("linear_reference", products::linear_reference),
@@ -43,6 +44,7 @@ const BENCHES: [Bench; 15] = [
     ("attention_run", attention::attention_run),
     ("attention_shared", attention::attention_shared),
     ("attention_prefill", attention::attention_prefill),
+    ("step_cluster", attention::step_cluster),
     ("pages", attention::pages),
     ("rows", rows::rows),
     ("sampling", rows::sampling),

@@ -1,9 +1,11 @@
 //! Products with packed weights.
 
 use super::timing::{MODELS, SCHEMES, Scheme, Timing, VOCAB};
+use nq_formats::Experts;
 use nq_kernels::Result;
 use nq_kernels::cuda::{
     Buffer, Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, PartialSums, StepOutput, best_len,
+    gated_width,
 };
 
 /// Buffers of a product of `m` rows.
@@ -56,6 +58,48 @@ fn step_output<'a>(product: &str, gain: &'a Buffer<f32>, y: &'a mut Buffer<f32>)
         "gate_up" => GemvOutput::Silu(norm, y),
         _ => GemvOutput::Add(y),
     }
+}
+
+/// The experts of Qwen3-30B-A3B: gate and up, then down, of 8 in 128.
+pub(crate) fn experts(t: &mut Timing) -> Result<()> {
+    let e = Experts {
+        count: 128,
+        per_token: 8,
+        width: 768,
+        normalized: true,
+    };
+    let hidden = 2048;
+    for (scheme, name) in SCHEMES {
+        let up = t.weights(scheme, 2 * e.count * e.width, hidden)?;
+        let down = t.weights(scheme, e.count * hidden, e.width)?;
+        for m in [1, 4, 16] {
+            let mut b = Operands::new(t, m, hidden, hidden)?;
+            let scores: Vec<f32> = (0..m * e.count)
+                .map(|i| (i * 7919 % 1009) as f32 / 500.0)
+                .collect();
+            let scores = t.gpu.upload("a benchmark", &scores)?;
+            let mut gated = t.gpu.zeros("a benchmark", m * gated_width(&e))?;
+            let read = |w: &DeviceLinear| m * w.bytes() / e.count * e.per_token;
+            t.chained(&format!("up of {m} rows {name}"), read(&up[0]), |turn| {
+                let norm = Norm {
+                    gain: &b.gain,
+                    eps: 1e-6,
+                };
+                let w = &up[turn % up.len()];
+                t.stream
+                    .experts_up(w, (&b.x, norm), &scores, &mut gated, &e, m)
+            })?;
+            t.chained(
+                &format!("down of {m} rows {name}"),
+                read(&down[0]),
+                |turn| {
+                    let w = &down[turn % down.len()];
+                    t.stream.experts_down(w, &gated, &scores, &mut b.y, &e, m)
+                },
+            )?;
+        }
+    }
+    Ok(())
 }
 
 pub(crate) fn gemv(t: &mut Timing) -> Result<()> {

@@ -264,6 +264,17 @@ impl<'a, T> Shared<'a, T> {
         self.len
     }
 
+    /// The elements of `range`, shared in their turn.
+    pub(crate) fn within(&self, range: Range<usize>) -> Shared<'_, T> {
+        assert!(range.start <= range.end && range.end <= self.len);
+        Shared {
+            // SAFETY: inside the slice.
+            data: unsafe { self.data.add(range.start) },
+            len: range.len(),
+            _slice: PhantomData,
+        }
+    }
+
     /// The elements of `range`.
     ///
     /// # Safety

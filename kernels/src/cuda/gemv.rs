@@ -92,29 +92,29 @@ kernels! {
 /// `GemvArgs` of `cuda/gemv.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct GemvArgs {
-    codes: Address,
-    meta: Address,
-    x: Address,
-    gain: Address,
-    out: Address,
-    best: Address,
-    inputs: i32,
-    rows: i32,
-    tiles: i32,
-    spans: i32,
-    groups: i32,
-    meta_bytes: i32,
-    split: i32,
-    inverse: i32,
-    depth: i32,
-    eps: f32,
-    scale: f32,
-    late: i32,
+pub(super) struct GemvArgs {
+    pub(super) codes: Address,
+    pub(super) meta: Address,
+    pub(super) x: Address,
+    pub(super) gain: Address,
+    pub(super) out: Address,
+    pub(super) best: Address,
+    pub(super) inputs: i32,
+    pub(super) rows: i32,
+    pub(super) tiles: i32,
+    pub(super) spans: i32,
+    pub(super) groups: i32,
+    pub(super) meta_bytes: i32,
+    pub(super) split: i32,
+    pub(super) inverse: i32,
+    pub(super) depth: i32,
+    pub(super) eps: f32,
+    pub(super) scale: f32,
+    pub(super) late: i32,
 }
 
 /// Warps of a block of `cuda/gemv.cu`.
-const GEMV_WARPS: usize = 16;
+pub(super) const GEMV_WARPS: usize = 16;
 /// Spans a warp may have, of 4 or 8 bits, for the kernel that keeps them in registers: as
 /// measured on an H200.
 const fn short_spans(bits: usize) -> usize {
@@ -127,15 +127,33 @@ const fn short_spans(bits: usize) -> usize {
 
 /// Blocks of a product of one row.
 pub(super) fn blocks(info: &GpuInfo, w: &DeviceLinear) -> usize {
-    Cut::new(info, w).blocks
+    Cut::new(info.multiprocessors, &Records::of(w)).blocks
+}
+
+/// The records of a product, as kernels share them out.
+#[derive(Clone, Copy)]
+pub(super) struct Records {
+    pub(super) kind: PackedKind,
+    pub(super) tiles: usize,
+    pub(super) spans: usize,
+}
+
+impl Records {
+    fn of(w: &DeviceLinear) -> Self {
+        Records {
+            kind: w.kind(),
+            tiles: w.tiles(),
+            spans: w.spans(),
+        }
+    }
 }
 
 /// How a product is cut into shares of warps: see `cuda/gemv.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Cut {
+pub(super) struct Cut {
     /// Warps that share a tile.
-    split: usize,
-    blocks: usize,
+    pub(super) split: usize,
+    pub(super) blocks: usize,
     /// Spans of the busiest warp, of all its tiles.
     spans: usize,
 }
@@ -143,19 +161,19 @@ struct Cut {
 impl Cut {
     /// That with the shortest path of the busiest warp: rounds of tiles times (spans of a warp,
     /// and the meeting of the warps).
-    fn new(info: &GpuInfo, w: &DeviceLinear) -> Self {
+    fn new(multiprocessors: usize, w: &Records) -> Self {
         // Weights of the terms as measured on an H200.
-        let span_cost = match w.kind().bits() {
+        let span_cost = match w.kind.bits() {
             4 => 1.0,
             8 => 1.4,
             _ => 1.6,
         };
         let mut best: Option<(f64, Cut)> = None;
-        for split in 1..=GEMV_WARPS.min(w.spans()) {
+        for split in 1..=GEMV_WARPS.min(w.spans) {
             let groups = GEMV_WARPS / split;
-            let blocks = info.multiprocessors.min(w.tiles().div_ceil(groups)).max(1);
-            let rounds = w.tiles().div_ceil(blocks * groups);
-            let spans = w.spans().div_ceil(split);
+            let blocks = multiprocessors.min(w.tiles.div_ceil(groups)).max(1);
+            let rounds = w.tiles.div_ceil(blocks * groups);
+            let spans = w.spans.div_ceil(split);
             // Ties go to more blocks: to smaller groups.
             let cost = rounds as f64 * (spans as f64 * span_cost + 1.0) + 0.01 * groups as f64;
             if best.is_none_or(|(least, _)| cost < least) {
@@ -183,8 +201,8 @@ impl Cut {
 
 /// Shared memory that a block needs for its row of inputs: `Halves` or `Digits` of
 /// `cuda/activations.cuh` a span.
-fn row_bytes(w: &DeviceLinear) -> usize {
-    w.spans() * if w.kind().bits() == 16 { 1024 } else { 592 }
+fn row_bytes(w: &Records) -> usize {
+    w.spans * if w.kind.bits() == 16 { 1024 } else { 592 }
 }
 
 /// Static arrays of a kernel with rings: sums and squares of the warps, barriers.
@@ -196,20 +214,31 @@ fn stage_bytes(kind: PackedKind) -> usize {
 }
 
 /// How a product is launched.
-struct GemvPlan {
-    cut: Cut,
+pub(super) struct GemvPlan {
+    pub(super) cut: Cut,
     /// Stages in shared memory; 0: in registers.
-    depth: usize,
-    shared: usize,
+    pub(super) depth: usize,
+    pub(super) shared: usize,
 }
 
 impl GemvPlan {
     /// `None` if the row of x does not fit in shared memory.
     fn new(info: &GpuInfo, w: &DeviceLinear, head: bool) -> Option<Self> {
-        let cut = Cut::new(info, w);
-        let bits = w.kind().bits();
+        Self::of(info, info.multiprocessors, &Records::of(w), head, 0)
+    }
+
+    /// Of these records, on so many multiprocessors; the kernel has `more` static arrays.
+    pub(super) fn of(
+        info: &GpuInfo,
+        multiprocessors: usize,
+        w: &Records,
+        head: bool,
+        more: usize,
+    ) -> Option<Self> {
+        let cut = Cut::new(multiprocessors, w);
+        let bits = w.kind.bits();
         let row = row_bytes(w);
-        let room = info.shared_memory.checked_sub(row + FIXED_BYTES)?;
+        let room = info.shared_memory.checked_sub(row + FIXED_BYTES + more)?;
         if !head && cut.spans <= short_spans(bits) {
             return Some(GemvPlan {
                 cut,
@@ -217,7 +246,7 @@ impl GemvPlan {
                 shared: row,
             });
         }
-        let stage = stage_bytes(w.kind());
+        let stage = stage_bytes(w.kind);
         let deepest = if head { 3 } else { 4 };
         let depth = deepest.min(cut.spans * bits / 4).min(room / stage);
         let shared = depth * stage + row;

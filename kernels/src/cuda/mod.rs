@@ -12,6 +12,7 @@ mod attention;
 mod bandwidth;
 mod batch;
 mod driver;
+mod experts;
 mod gemm;
 mod gemm_step;
 mod gemv;
@@ -22,6 +23,7 @@ pub mod pack;
 mod prefill;
 mod rows;
 mod second_order;
+mod step_cluster;
 mod table;
 
 pub use advance::{
@@ -33,8 +35,10 @@ pub use attention::{
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{
-    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, device_count,
+    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, check_device,
+    device_count, driver_needed,
 };
+pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};
 pub use gemv::{GemvOutput, Norm};
@@ -45,4 +49,5 @@ pub use pack::{PackedKind, Stack, operand_index};
 pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
 pub use second_order::{Codes, Groups, Order};
+pub use step_cluster::{ClusterLayer, ClusterParts, ClusterPlan};
 pub use table::table;

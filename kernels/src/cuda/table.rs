@@ -1,17 +1,18 @@
 //! The table of kernels: the rows of every file of launchers.
 
 use super::kernel::KernelRow;
-use super::{advance, attention, bandwidth, batch, gemm, gemm_step, gemv, grad, linear, prefill};
-use super::{rows, second_order};
+use super::{advance, attention, bandwidth, batch, experts, gemm, gemm_step, gemv, grad, linear};
+use super::{prefill, rows, second_order, step_cluster};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 18] = [
+static TABLE: [&[&KernelRow]; 20] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
     attention::pages::ROWS,
     bandwidth::ROWS,
     batch::ROWS,
+    experts::ROWS,
     gemm::ROWS,
     gemm_step::ROWS,
     gemv::ROWS,
@@ -24,6 +25,7 @@ static TABLE: [&[&KernelRow]; 18] = [
     rows::ROWS,
     second_order::columns::ROWS,
     second_order::factor::ROWS,
+    step_cluster::ROWS,
 ];
 
 /// All kernels of `kernels/cuda`.

@@ -12,10 +12,12 @@ use super::{Layer, Method, Needs, Outcome, Problem, rtn};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Grids};
+use crate::layers::LayerStats;
 use crate::linalg::Matrix;
 use crate::second_order::{Hessian, InputStats};
-use nq_formats::models::{Product, Source};
+use nq_formats::models::{NormKind, Product, Source};
 use serde_json::{Map, Value};
+use std::ops::Range;
 
 /// AWQ's settings.
 #[derive(Clone, Copy, Debug)]
@@ -35,8 +37,9 @@ impl Default for Awq {
     }
 }
 
-/// Rows of a weight that the search measures, at most.
+/// Rows of a weight that the search measures, at most; of each expert's a share of them.
 const SAMPLE: usize = 512;
+const LEAST_SAMPLE: usize = 64;
 
 impl Method for Awq {
     fn name(&self) -> &'static str {
@@ -54,15 +57,25 @@ impl Method for Awq {
         Needs::Hessian
     }
 
-    fn transform(
-        &self,
-        layer: &mut Layer,
-        inputs: &mut [InputStats],
-        grids: &Grids,
-    ) -> Result<bool> {
+    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         let mut changed = false;
-        for (product, stats) in layer.spec.products().into_iter().zip(inputs) {
-            let heads = match product.source {
+        let products = layer.spec.products().into_iter().zip(inputs);
+        let shares = products.flat_map(|(product, inputs)| {
+            let of = inputs.len();
+            let each = inputs.iter_mut().enumerate();
+            each.map(move |(expert, stats)| {
+                (
+                    Share {
+                        product,
+                        expert,
+                        of,
+                    },
+                    stats,
+                )
+            })
+        });
+        for (share, stats) in shares {
+            let heads = match share.product.source {
                 Source::Heads(values) => {
                     let (queries, values) = (stats.mean_square.len(), layer.linear(values).rows);
                     Some((queries / layer.head_dim, values / layer.head_dim))
@@ -70,10 +83,10 @@ impl Method for Awq {
                 Source::Norm(_) | Source::Rows(_) => None,
             };
             let rms = tie(&stats.mean_square, heads, layer.head_dim);
-            let Some(scales) = self.search(layer, product, stats, &rms, grids)? else {
+            let Some(scales) = self.search(layer, share, stats, &rms, grids)? else {
                 continue;
             };
-            fold(layer, product, &scales);
+            fold(layer, share, &scales);
             stats.divide(&scales)?;
             changed = true;
         }
@@ -95,7 +108,7 @@ impl Awq {
     fn search(
         &self,
         layer: &Layer,
-        product: &Product,
+        share: Share<'_>,
         stats: &InputStats,
         rms: &[f32],
         grids: &Grids,
@@ -103,9 +116,16 @@ impl Awq {
         let Some(hessian) = &stats.hessian else {
             return Ok(None);
         };
-        let linears = product.linears.iter();
+        let linears = share.product.linears.iter();
         let samples: Vec<(Matrix, Grid)> = linears
-            .map(|l| (sample(layer.linear(l.kind)), grids[&l.kind]))
+            .map(|l| {
+                let weight = layer.linear(l.kind);
+                let most = (SAMPLE / share.of).max(LEAST_SAMPLE);
+                (
+                    sample(weight, share.rows(weight.rows), most),
+                    grids[&l.kind],
+                )
+            })
             .collect();
         let error = |scales: &[f32]| -> Result<f64> {
             let mut scaled = stats.mean_square.clone();
@@ -139,7 +159,7 @@ impl Awq {
         hessian: &dyn Hessian,
     ) -> Result<f64> {
         let mut scaled = w.clone();
-        scale_columns(&mut scaled, scales);
+        scale_columns(&mut scaled.data, scales);
         let rounded = rtn::round(&scaled, grid, self.fit, importance);
         let mut error = scaled;
         let mut row = vec![0.0; w.cols];
@@ -199,49 +219,80 @@ fn powers(rms: &[f32], exponent: f32) -> Vec<f32> {
         .collect()
 }
 
-/// Evenly spaced rows, at most [`SAMPLE`].
-fn sample(w: &Matrix) -> Matrix {
-    let step = w.rows.div_ceil(SAMPLE);
-    let mut m = Matrix::zeros(w.rows.div_ceil(step), w.cols);
-    for (i, row) in (0..w.rows).step_by(step).enumerate() {
+/// Evenly spaced ones of these rows, `most` of them at most.
+fn sample(w: &Matrix, rows: Range<usize>, most: usize) -> Matrix {
+    let step = rows.len().div_ceil(most);
+    let mut m = Matrix::zeros(rows.len().div_ceil(step), w.cols);
+    for (i, row) in rows.step_by(step).enumerate() {
         m.row_mut(i).copy_from_slice(w.row(row));
     }
     m
 }
 
-fn scale_columns(w: &mut Matrix, scales: &[f32]) {
-    for row in w.data.chunks_exact_mut(scales.len()) {
+fn scale_columns(rows: &mut [f32], scales: &[f32]) {
+    for row in rows.chunks_exact_mut(scales.len()) {
         for (w, s) in row.iter_mut().zip(scales) {
             *w *= s;
         }
     }
 }
 
-/// Multiplies the columns of a product's weights by `scales` and divides what makes its input
-/// by them.
-fn fold(layer: &mut Layer, product: &Product, scales: &[f32]) {
-    for linear in product.linears {
-        scale_columns(layer.linear_mut(linear.kind), scales);
+/// A product, or what it is of the expert `expert` of `of`, which sees its own input.
+#[derive(Clone, Copy)]
+struct Share<'a> {
+    product: &'a Product,
+    expert: usize,
+    of: usize,
+}
+
+impl Share<'_> {
+    /// Its rows of a weight of `rows`.
+    fn rows(&self, rows: usize) -> Range<usize> {
+        let each = rows / self.of;
+        self.expert * each..(self.expert + 1) * each
     }
-    let divide_rows = |w: &mut Matrix, scale_of: &dyn Fn(usize) -> f32| {
-        let cols = w.cols;
-        for (i, row) in w.data.chunks_exact_mut(cols).enumerate() {
+
+    /// The values of these rows.
+    fn values<'m>(&self, w: &'m mut Matrix) -> &'m mut [f32] {
+        let (rows, cols) = (self.rows(w.rows), w.cols);
+        &mut w.data[rows.start * cols..rows.end * cols]
+    }
+}
+
+/// Multiplies the columns of a product's weights by `scales` and divides what makes its input
+/// by them. What else sees that input is multiplied too: a router.
+fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
+    for linear in share.product.linears {
+        scale_columns(share.values(layer.linear_mut(linear.kind)), scales);
+    }
+    let divide_rows = |w: &mut [f32], cols: usize, scale_of: &dyn Fn(usize) -> f32| {
+        for (i, row) in w.chunks_exact_mut(cols).enumerate() {
             let s = scale_of(i);
             row.iter_mut().for_each(|v| *v /= s);
         }
     };
-    match product.source {
+    match share.product.source {
         Source::Norm(kind) => {
             for (gain, s) in layer.norms.get_mut(&kind).into_iter().flatten().zip(scales) {
                 *gain /= s;
+            }
+            if let (NormKind::Mlp, Some(router)) = (kind, layer.spec.mlp.router()) {
+                scale_columns(&mut layer.linear_mut(router.kind).data, scales);
             }
         }
         Source::Heads(kind) => {
             let d = layer.head_dim;
             let values = layer.linear_mut(kind);
-            let share = scales.len() / values.rows;
-            divide_rows(values, &|i| scales[i / d * share * d + i % d]);
+            let (rows, cols) = (values.rows, values.cols);
+            let heads = scales.len() / rows;
+            divide_rows(&mut values.data, cols, &|i| {
+                scales[i / d * heads * d + i % d]
+            });
         }
-        Source::Rows(kind) => divide_rows(layer.linear_mut(kind), &|i| scales[i]),
+        Source::Rows(kind) => {
+            let rows = layer.linear_mut(kind);
+            let cols = rows.cols;
+            divide_rows(share.values(rows), cols, &|i| scales[i]);
+        }
     }
 }

@@ -6,7 +6,7 @@ use super::gptq::{Gptq, Order};
 use super::{Layer, Method, Needs, Outcome, Problem};
 use crate::error::Result;
 use crate::grid::Grids;
-use crate::second_order::InputStats;
+use crate::layers::LayerStats;
 use serde_json::{Map, Value};
 
 /// The settings of both.
@@ -46,12 +46,7 @@ impl Method for AwqGptq {
         Needs::Hessian
     }
 
-    fn transform(
-        &self,
-        layer: &mut Layer,
-        inputs: &mut [InputStats],
-        grids: &Grids,
-    ) -> Result<bool> {
+    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         self.awq.transform(layer, inputs, grids)
     }
 

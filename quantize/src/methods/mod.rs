@@ -11,6 +11,7 @@ mod tests;
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Grids, Rounded};
+use crate::layers::LayerStats;
 use crate::linalg::Matrix;
 use crate::second_order::InputStats;
 use nq_formats::models::{LayerSpec, LinearKind, NormKind};
@@ -59,7 +60,7 @@ pub struct Layer {
     pub index: usize,
     /// What it is made of.
     pub spec: &'static LayerSpec,
-    /// `[out, in]`
+    /// `[out, in]`; the router, which is not rounded, among them.
     pub linears: BTreeMap<LinearKind, Matrix>,
     /// Gains of the norms whose outputs Linears see.
     pub norms: BTreeMap<NormKind, Vec<f32>>,
@@ -99,12 +100,7 @@ pub trait Method: Send + Sync {
     ///
     /// # Errors
     /// None that the methods here raise; a method of its own may refuse a layer.
-    fn transform(
-        &self,
-        layer: &mut Layer,
-        inputs: &mut [InputStats],
-        grids: &Grids,
-    ) -> Result<bool> {
+    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         let _ = (layer, inputs, grids);
         Ok(false)
     }

@@ -321,11 +321,11 @@ fn awq_folds_scales_without_changing_the_layer() {
         head_dim,
     };
     let grid = grid(Bits::B4, Group::Size(16), Zeros::Integer);
-    let mut inputs = [
-        stats(&inputs(hidden, 80)),
-        stats(&inputs(q, 83)),
-        stats(&inputs(hidden, 86)),
-        stats(&inputs(inner, 89)),
+    let mut inputs = vec![
+        vec![stats(&inputs(hidden, 80))],
+        vec![stats(&inputs(q, 83))],
+        vec![stats(&inputs(hidden, 86))],
+        vec![stats(&inputs(inner, 89))],
     ];
     let before = inputs.clone();
     let mut scaled = layer.clone();
@@ -379,15 +379,87 @@ fn awq_folds_scales_without_changing_the_layer() {
     // The statistics follow: an input divided by s has its moments divided by s_i s_j.
     let gain = |l: &Layer| l.norms[&NormKind::Attention][0];
     let s = gain(&layer) / gain(&scaled);
-    close(inputs[0].mean_square[0], before[0].mean_square[0] / (s * s));
+    close(
+        inputs[0][0].mean_square[0],
+        before[0][0].mean_square[0] / (s * s),
+    );
 
     // And it pays: less output error than rounding the layer as it was.
     let awq = by_name("awq").unwrap();
     let gate = LinearKind::Gate;
-    let after = output_error(scaled.linear(gate), awq.as_ref(), &inputs[2], grid);
+    let after = output_error(scaled.linear(gate), awq.as_ref(), &inputs[2][0], grid);
     let plain = rtn::Rtn::new(Fit::clip());
-    let without = output_error(layer.linear(gate), &plain, &before[2], grid);
+    let without = output_error(layer.linear(gate), &plain, &before[2][0], grid);
     assert!(after < without, "{after} {without}");
+}
+
+/// The same of a mixture: each expert's down has scales of its own, and the router sees what gate
+/// and up see.
+#[test]
+fn folded_scales_leave_a_mixture_as_it_was() {
+    let (count, hidden, inner) = (3, 32, 48);
+    let spec = &ARCHITECTURES[1].layer;
+    let kinds = || spec.linears().into_iter().map(|l| l.kind);
+    let linears = [
+        (LinearKind::Q, normal(64, hidden, 0.1, 70)),
+        (LinearKind::K, normal(32, hidden, 0.1, 71)),
+        (LinearKind::V, normal(32, hidden, 0.1, 72)),
+        (LinearKind::O, normal(hidden, 64, 0.1, 73)),
+        (LinearKind::Router, normal(count, hidden, 0.1, 77)),
+        (LinearKind::Gate, normal(count * inner, hidden, 0.1, 74)),
+        (LinearKind::Up, normal(count * inner, hidden, 0.1, 75)),
+        (LinearKind::Down, normal(count * hidden, inner, 0.1, 76)),
+    ];
+    let layer = Layer {
+        index: 0,
+        spec,
+        linears: linears.into(),
+        norms: [
+            (NormKind::Attention, vec![1.0; hidden]),
+            (NormKind::Mlp, vec![1.5; hidden]),
+        ]
+        .into(),
+        head_dim: 16,
+    };
+    let grid = grid(Bits::B4, Group::Size(16), Zeros::Integer);
+    let mut seen = vec![
+        vec![stats(&inputs(hidden, 80))],
+        vec![stats(&inputs(64, 83))],
+        vec![stats(&inputs(hidden, 86))],
+        (0..count)
+            .map(|e| stats(&inputs(inner, 89 + e as u64)))
+            .collect(),
+    ];
+    let mut scaled = layer.clone();
+    let grids = kinds().map(|k| (k, grid)).collect();
+    let changed = Awq::default().transform(&mut scaled, &mut seen, &grids);
+    assert!(changed.unwrap());
+    let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} {b}");
+    let seen_by = |l: &Layer, kind: LinearKind, row: usize, i: usize| {
+        l.linear(kind).row(row)[i] * l.norms[&NormKind::Mlp][i]
+    };
+    assert_ne!(
+        scaled.linear(LinearKind::Router).data,
+        layer.linear(LinearKind::Router).data
+    );
+    for i in 0..hidden {
+        for kind in [LinearKind::Router, LinearKind::Gate] {
+            close(seen_by(&scaled, kind, 1, i), seen_by(&layer, kind, 1, i));
+        }
+    }
+    let mut moved = 0;
+    for e in 0..count {
+        for d in 0..inner {
+            let path = |l: &Layer| {
+                let up = seen_by(l, LinearKind::Up, e * inner + d, 3);
+                up * l.linear(LinearKind::Down).row(e * hidden + 2)[d]
+            };
+            close(path(&scaled), path(&layer));
+            let down = |l: &Layer| l.linear(LinearKind::Down).row(e * hidden + 2)[d];
+            moved += usize::from(down(&scaled) != down(&layer));
+        }
+    }
+    assert!(moved > 0, "no expert's down was scaled");
 }
 
 /// The number of threads does not show in the result.

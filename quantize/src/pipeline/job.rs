@@ -9,7 +9,7 @@ use crate::methods::{self, Method, Needs};
 use crate::quality::{self, Limits};
 use crate::schemes::Schemes;
 use crate::stages::Stages;
-use crate::train::TuneOptions;
+use crate::train::{TuneOptions, no_experts};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress};
 use nq_runtime::{LayerWeights, LoadOptions, load};
@@ -61,6 +61,33 @@ pub struct QuantizeOptions {
     pub device_memory: Option<u64>,
 }
 
+impl QuantizeOptions {
+    /// What `nq quantize --bits BITS --out OUT` asks for, on the first GPU or else the CPU.
+    pub fn new(bits: Bits, out: impl Into<PathBuf>) -> Self {
+        QuantizeOptions {
+            bits,
+            schemes: Schemes::defaults(bits),
+            target: None,
+            head_fixed: false,
+            schemes_fixed: false,
+            method: "gptq".into(),
+            calibration: CalibrationSource::SelfSampled,
+            calib_tokens: 32_768,
+            tuning: None,
+            seed: 0,
+            limits: Limits::default(),
+            eval_text: None,
+            eval_tokens: 8192,
+            out: out.into(),
+            force: false,
+            resume: false,
+            source: SourceRecord::default(),
+            load: LoadOptions::default(),
+            device_memory: None,
+        }
+    }
+}
+
 /// A quantization about to be run.
 pub struct Job<'a> {
     pub(super) checkpoint: &'a Checkpoint,
@@ -107,6 +134,9 @@ impl<'a> Job<'a> {
     ) -> Result<Self> {
         options.schemes.check(checkpoint.config())?;
         check(options.target, options.bits)?;
+        if checkpoint.config().experts.is_some() && options.tuning.is_some() {
+            return Err(no_experts());
+        }
         let first = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0)?;
         if let Some(quantized) = crate::layers::quantized(&first) {
             return Err(Error::Request {

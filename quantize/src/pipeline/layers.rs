@@ -151,13 +151,15 @@ impl Job<'_> {
         let (config, store) = (self.config(), self.checkpoint.store());
         let source = LayerWeights::read(store, config, index)?;
         mapping::trim_heap();
+        let mut rare = None;
         let stats = match stream {
             Some(hidden) => {
                 let needs = self.method.needs();
                 let progress = &self.progress;
-                Some(progress.time(GATHERING, || {
-                    layers::gather(stepper, index, &source, hidden, needs, progress)
-                })?)
+                let gather = || layers::gather(stepper, index, &source, hidden, needs, progress);
+                let (stats, hits) = progress.time(GATHERING, gather)?;
+                rare = hits.rare();
+                Some(stats)
             }
             None => None,
         };
@@ -172,7 +174,8 @@ impl Job<'_> {
         };
         let method = self.method.as_ref();
         let round = || layers::quantize(method, index, &source, stats, grids, config, advance);
-        let done = self.progress.time(ROUNDING, round)?;
+        let mut done = self.progress.time(ROUNDING, round)?;
+        (done.fallbacks).extend(rare.map(|rare| format!("layer {index}: {rare}")));
         source.linears.values().for_each(Weight::release);
         mapping::trim_heap();
         Ok(done)

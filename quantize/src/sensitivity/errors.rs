@@ -10,7 +10,7 @@ use crate::second_order::InputStats;
 use nq_formats::{AffineScheme, Weight};
 
 /// Rows of a weight that its output errors are sampled on, at most.
-const SAMPLE: usize = 256;
+pub(super) const SAMPLE: usize = 256;
 
 /// What is known of a group.
 #[derive(Clone, Debug, Default)]
@@ -83,8 +83,13 @@ impl Found {
 
 /// Rows of the weight `name`, evenly spread, [`SAMPLE`] at most.
 pub(super) fn sample(name: &str, weight: &Weight) -> Result<Matrix> {
+    sample_of(name, weight, SAMPLE)
+}
+
+/// The same, `most` at most.
+pub(super) fn sample_of(name: &str, weight: &Weight, most: usize) -> Result<Matrix> {
     let (out, cols) = weight.dims();
-    let n = out.min(SAMPLE);
+    let n = out.min(most);
     let mut rows = Matrix::zeros(n, cols);
     for i in 0..n {
         read_row(name, weight, i * out / n, rows.row_mut(i))?;

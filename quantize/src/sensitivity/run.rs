@@ -1,6 +1,6 @@
 //! A measurement under way: the streams that run along, layer after layer.
 
-use super::errors::{Found, sample};
+use super::errors::{Found, SAMPLE, sample, sample_of};
 use super::probe::{LOGITS, PROBE, Probe};
 use crate::allocation::{Place, WeightGroup};
 use crate::error::Result;
@@ -98,7 +98,7 @@ impl<'r> Run<'r> {
         // Before the other statistics are gathered: a device holds one set of them.
         let tried = self.try_method(index, &source)?;
         let needs = self.probe.method.needs().max(Needs::Squares);
-        let stats = layers::gather(self.stepper, index, &source, &before, needs, &())?;
+        let (stats, _) = layers::gather(self.stepper, index, &source, &before, needs, &())?;
         pass(self.stepper, self.probe, index, &source, &mut self.stream)?;
         let mut all = source.clone();
         for (product, linears) in source.spec.products().into_iter().enumerate() {
@@ -126,29 +126,34 @@ impl<'r> Run<'r> {
         &self.stream.data[..self.stream.data.len() / self.variants.len()]
     }
 
-    /// The layer with group `g` rounded, whose Linears see what `stats` tell of. Notes what
-    /// they err by.
+    /// The layer with group `g` rounded, whose Linears, or experts, see what `stats` tell of. Notes
+    /// what they err by.
     fn round_group(
         &mut self,
         g: usize,
         source: &LayerWeights,
         product: &Product,
-        stats: &InputStats,
+        stats: &[InputStats],
         tried: Option<&Rounded>,
     ) -> Result<LayerWeights> {
         let found = &mut self.found[g];
         found.in_layer = true;
-        let mut weights = source.clone();
+        let (mut weights, all) = (source.clone(), stats.len());
         for (i, linear) in product.linears.iter().enumerate() {
             let kind = linear.kind;
             let (weight, name) = (source.linear(kind), &self.probe.groups[g].weights[i].0);
-            let importance = &stats.mean_square;
-            let (rounded, _) = rtn::round_rows(name, weight, self.grid, Fit::clip(), importance)?;
-            weights.linears.insert(kind, rounded);
-            let rows = sample(name, weight)?;
-            found.add_weight(weight, &rows, importance, self.probe.candidates)?;
+            let mut parts = Vec::new();
+            for (part, stats) in weight.unstack(stats.len()).zip(stats) {
+                let importance = &stats.mean_square;
+                let rounded = rtn::round_rows(name, &part, self.grid, Fit::clip(), importance)?;
+                parts.push(rounded.0);
+                let rows = sample_of(name, &part, SAMPLE.div_ceil(all))?;
+                found.add_weight(&part, &rows, importance, self.probe.candidates)?;
+            }
+            weights.linears.insert(kind, Weight::stack(&parts)?);
             if let (0, Some(tried)) = (i, tried) {
-                found.add_method(&rows, tried, stats)?;
+                let first = weight.rows(0..weight.dims().0 / all);
+                found.add_method(&sample(name, &first)?, tried, &stats[0])?;
             }
         }
         Ok(weights)
@@ -156,19 +161,19 @@ impl<'r> Run<'r> {
 
     /// What the method makes of rows of a layer's weights in the probe's scheme, going by the
     /// layer's inputs on the calibration text: one of the weights that share an input stands
-    /// for them. The text goes through the layer.
+    /// for them, and the first expert for all. The text goes through the layer.
     fn try_method(&mut self, index: usize, source: &LayerWeights) -> Result<Option<Vec<Rounded>>> {
         let Some(text) = &mut self.calibration else {
             return Ok(None);
         };
         let needs = self.probe.method.needs();
-        let known = layers::gather(self.stepper, index, source, text, needs, &())?;
+        let (known, _) = layers::gather(self.stepper, index, source, text, needs, &())?;
         pass(self.stepper, self.probe, index, source, text)?;
-        let round = |(product, known): (&Product, &InputStats)| {
+        let round = |(product, known): (&Product, &Vec<InputStats>)| {
             let linear = &product.linears[0];
-            let name = linear.name(index);
-            let rows = sample(&name, source.linear(linear.kind))?;
-            by_method(self.probe, &name, &rows, known)
+            let (name, weight) = (linear.name(index), source.linear(linear.kind));
+            let first = weight.rows(0..weight.dims().0 / known.len());
+            by_method(self.probe, &name, &sample(&name, &first)?, &known[0])
         };
         let products = source.spec.products().into_iter();
         let tried: Result<Vec<Rounded>> = products.zip(&known).map(round).collect();

@@ -4,6 +4,7 @@
 //! What the backward needs and the forward has is kept if it is dear to compute (products),
 //! computed again if it is cheap (norms, SiLU, attention's weights).
 
+use super::no_experts;
 use super::params::{Matrix, Model, Values};
 use crate::error::Result;
 use nq_formats::ModelConfig;
@@ -219,7 +220,7 @@ impl<O: GradOps> Graph<O> {
         for (index, (layer, tape)) in model.layers.iter().zip(&mut self.saved).enumerate() {
             let (before, after) = self.xs.split_at_mut(index + 1);
             let streams = (&before[index], &mut after[0]);
-            Pass::new(ops, (&mut self.f, tape), shape, streams, &mut |_, _| Ok(())).run(layer)?;
+            Pass::new(ops, (&mut self.f, tape), shape, streams, &mut |_| Ok(())).run(layer)?;
         }
         let last = &self.xs[self.config.num_hidden_layers];
         let (norm, eps) = (&model.final_norm.value, self.config.rms_norm_eps);
@@ -317,7 +318,10 @@ impl<O: GradOps> Graph<O> {
             norm,
             gate_up,
             down,
-        } = mlp;
+        } = mlp
+        else {
+            return Err(no_experts());
+        };
         let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
         let (shape, values) = ((rows, c.hidden_size), rows * c.intermediate_size);
         let mut product = Products {

@@ -22,3 +22,12 @@ pub mod trainer;
 
 pub use plan::{Effort, TuneOptions};
 pub use record::Tuning;
+
+/// What is trained has one MLP a layer.
+pub(crate) fn no_experts() -> crate::Error {
+    crate::Error::Request {
+        what: "tuning",
+        expected: "a dense model".into(),
+        found: "a mixture of experts".into(),
+    }
+}

@@ -1,10 +1,11 @@
 //! Fresh text for every step: the teacher continues many beginnings at once, on the device.
 
+use super::no_experts;
 use super::params::{Matrix, Model, Values};
 use crate::error::{Error, Result};
 use nq_formats::ModelConfig;
 use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
-use nq_runtime::forward::{Attention, Operand, Ops, Packed, Projection};
+use nq_runtime::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
 use nq_runtime::full_precision::{Load, multiply};
 use nq_runtime::rope::Rotary;
 
@@ -210,6 +211,14 @@ impl<O: GradOps> Ops for Step<'_, O> {
             seen: t + 1,
         };
         Ok(ops.attend_one(&s.qh, keys, values, &mut s.q, one)?)
+    }
+
+    fn add_experts(
+        &mut self,
+        _layer: usize,
+        _experts: &Experts<Vec<Matrix<O>>, Values<O>>,
+    ) -> Result<()> {
+        Err(no_experts())
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Vec<Matrix<O>>>) -> Result<()> {

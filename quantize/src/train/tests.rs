@@ -23,6 +23,7 @@ fn config(tied: bool) -> ModelConfig {
         architecture: ARCHITECTURES[0],
         hidden_size: 32,
         intermediate_size: 48,
+        experts: None,
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,

@@ -2,21 +2,22 @@
 
 use crate::engine::Observer;
 use crate::error::{Error, Result};
-use crate::forward::{self, Attention, Operand, Ops, Packed, Projection};
+use crate::forward::{self, Attention, Experts, Operand, Ops, Packed, Projection};
 use crate::load::LoadOptions;
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;
-use nq_formats::models::{NormSpec, Product};
+use nq_formats::models::{LinearKind, NormSpec, Product};
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
+use nq_kernels::cpu::{Cpu, Epilogue, FEW_ROWS, KvPages, KvSequence, Linear, PAGE, Span};
+use nq_kernels::{Activations, Routes};
 
 /// The weights of a layer, repacked for this CPU.
 pub(crate) type Layer = forward::Layer<Linear, Vec<f32>>;
 
 /// Repacks `weights` as layer `index`, counting them in `census`.
 pub(crate) fn pack_layer(
-    cpu: &Cpu,
+    (cpu, config): (&Cpu, &ModelConfig),
     options: &LoadOptions,
     index: usize,
     weights: &LayerWeights,
@@ -24,24 +25,37 @@ pub(crate) fn pack_layer(
 ) -> Result<Layer> {
     let linear = |product: &'static Product| {
         let parts = weights.product(product);
-        pack(cpu, options, product.name, &parts, census)
+        let spec = &product.linears[0];
+        if spec.kind == LinearKind::Router {
+            // What chooses experts is not rounded, whatever the options say, nor counted.
+            let linear = Linear::new(cpu, &parts, Activations::F32, options.kernels)?;
+            return Ok(linear.named(product.name));
+        }
+        pack(
+            cpu,
+            options,
+            (product.name, spec.copies(config)),
+            &parts,
+            census,
+        )
     };
     let norm = |norm: &NormSpec| Ok(weights.norm(norm.kind).to_f32()?);
     Layer::new(index, weights.spec, linear, norm)
 }
 
 /// Bytes that one token reads of a layer.
-pub(crate) fn layer_bytes(layer: &Layer) -> usize {
+pub(crate) fn layer_bytes(config: &ModelConfig, layer: &Layer) -> usize {
     let norms = layer.norms().map(|n| 4 * n.len()).sum::<usize>();
-    norms + layer.linears().map(Linear::bytes).sum::<usize>()
+    norms + layer.bytes_per_token(config, Linear::bytes)
 }
 
 /// Repacks weights that share an input, rounded as `options` say, counting them in `census`.
-/// Profiles count the product under `name`.
+/// Profiles count the product under `name`; each part stacks the weights of so many `experts`, or is
+/// one weight.
 pub(crate) fn pack(
     cpu: &Cpu,
     options: &LoadOptions,
-    name: &'static str,
+    (name, experts): (&'static str, usize),
     parts: &[&Weight],
     census: &mut Census,
 ) -> Result<Linear> {
@@ -49,7 +63,7 @@ pub(crate) fn pack(
     let supports = |w: &Weight, a| Linear::supports(cpu, w, a, kernels);
     let activations = options.activations.resolve(parts, supports);
     census.add(parts, activations);
-    Ok(Linear::new(cpu, parts, activations, kernels)?.named(name))
+    Ok(Linear::of_experts(cpu, parts, experts, activations, kernels)?.named(name))
 }
 
 /// What layers work with and on, besides their weights.
@@ -133,6 +147,36 @@ impl Ops for Pass<'_> {
         Ok(self.cpu.linear(&w.linear, operand, self.x, Epilogue::Add)?)
     }
 
+    fn add_experts(&mut self, layer: usize, experts: &Experts<Linear, Vec<f32>>) -> Result<()> {
+        let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
+        let Some(shape) = &c.experts else {
+            unreachable!("layers of experts come with their numbers");
+        };
+        let normed = &mut self.scratch.normed[..m * c.hidden_size];
+        let scores = &mut self.scratch.scores[..m * shape.count];
+        cpu.rms_norm(self.x, &experts.norm, c.rms_norm_eps, normed);
+        // Few rows one by one: sums of floats depend on how many go together, and with them which
+        // experts are chosen.
+        let rows = if m <= FEW_ROWS { 1 } else { m };
+        let (x, y) = (rows * c.hidden_size, rows * shape.count);
+        for (x, y) in normed.chunks(x).zip(scores.chunks_mut(y)) {
+            cpu.linear(&experts.router.linear, x, y, Epilogue::Store)?;
+        }
+        let (gate_up, down) = (&experts.gate_up, &experts.down);
+        if self.observer.wants_inputs() {
+            self.observer.linear_input(layer, gate_up.spec, normed);
+            // Every row through every expert, chosen or not.
+            let mut gated = vec![0.0; m * shape.width];
+            for expert in 0..shape.count {
+                cpu.gated_by(&gate_up.linear, expert, normed, &mut gated)?;
+                self.observer.expert_input(layer, down.spec, expert, &gated);
+            }
+        }
+        let routes = Routes::new(scores, shape);
+        self.observer.routed(layer, &routes);
+        Ok(cpu.experts(&gate_up.linear, &down.linear, &routes, normed, self.x)?)
+    }
+
     fn end_layer(&mut self, layer: usize) -> Result<()> {
         self.observer.layer_output(layer, self.x);
         Ok(())
@@ -197,24 +241,31 @@ pub(crate) struct Scratch {
     normed: Vec<f32>,   // [rows, hidden]
     qkv: Vec<f32>,      // [rows, q_dim + 2 kv_dim]
     attended: Vec<f32>, // [rows, q_dim]
-    gated: Vec<f32>,    // [rows, intermediate]
+    gated: Vec<f32>,    // [rows, intermediate]; none where there are experts
+    scores: Vec<f32>,   // [rows, experts]
 }
 
 impl Scratch {
     /// Values of a row of each buffer.
-    fn widths(c: &ModelConfig) -> [usize; 4] {
+    fn widths(c: &ModelConfig) -> [usize; 5] {
         let qkv = c.q_dim() + 2 * c.kv_dim();
-        [c.hidden_size, qkv, c.q_dim(), c.intermediate_size]
+        let (gated, scores) = match c.experts {
+            None => (c.intermediate_size, 0),
+            Some(experts) => (0, experts.count),
+        };
+        [c.hidden_size, qkv, c.q_dim(), gated, scores]
     }
 
     /// Room for `rows` rows.
     pub(crate) fn new(c: &ModelConfig, rows: usize) -> Self {
-        let [normed, qkv, attended, gated] = Self::widths(c).map(|width| vec![0.0; rows * width]);
+        let [normed, qkv, attended, gated, scores] =
+            Self::widths(c).map(|width| vec![0.0; rows * width]);
         Scratch {
             normed,
             qkv,
             attended,
             gated,
+            scores,
         }
     }
 

@@ -55,7 +55,7 @@ impl CpuEngine {
         let mut census = Census::default();
         // The largest weight first: while it is held twice, nothing else is held yet.
         let head_weight = models::head(store, config)?;
-        let head = pack(&cpu, options, "head", &[&head_weight], &mut census)?;
+        let head = pack(&cpu, options, ("head", 1), &[&head_weight], &mut census)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = match config.tie_word_embeddings {
@@ -66,7 +66,13 @@ impl CpuEngine {
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index)?;
-            layers.push(pack_layer(&cpu, options, index, &weights, &mut census)?);
+            layers.push(pack_layer(
+                (&cpu, config),
+                options,
+                index,
+                &weights,
+                &mut census,
+            )?);
             weights.linears.values().for_each(|w| done.add(w));
         }
         let norm = models::final_norm(store, config)?.to_f32()?;
@@ -121,7 +127,12 @@ impl Engine for CpuEngine {
 
     fn bytes_per_token(&self) -> usize {
         let m = &self.model;
-        m.layers.iter().map(layer_bytes).sum::<usize>() + 4 * m.norm.len() + m.head.bytes()
+        m.layers
+            .iter()
+            .map(|l| layer_bytes(&m.config, l))
+            .sum::<usize>()
+            + 4 * m.norm.len()
+            + m.head.bytes()
     }
 
     fn memory_bandwidth(&self) -> Option<f64> {

@@ -94,7 +94,13 @@ impl LayerDevice for CpuLayers {
 
     fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Layer> {
         let census = &mut Census::default();
-        pack_layer(&self.cpu, &self.options, index, weights, census)
+        pack_layer(
+            (&self.cpu, &self.config),
+            &self.options,
+            index,
+            weights,
+            census,
+        )
     }
 
     fn run(
@@ -124,7 +130,7 @@ impl LayerDevice for CpuLayers {
         let census = &mut Census::default();
         Ok(Box::new(CpuHead {
             cpu: Arc::clone(&self.cpu),
-            head: pack(&self.cpu, &self.options, "head", &[head], census)?,
+            head: pack(&self.cpu, &self.options, ("head", 1), &[head], census)?,
             norm: norm.to_f32()?,
             eps: self.config.rms_norm_eps,
             normed: Vec::new(),

@@ -11,7 +11,10 @@ use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
-use nq_kernels::cuda::{Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, Stack, Uploader};
+use nq_kernels::cuda::pack::{SPAN, TILE};
+use nq_kernels::cuda::{
+    Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, MOST_CHOSEN, MOST_EXPERTS, Stack, Uploader,
+};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
 use std::collections::BTreeMap;
@@ -49,8 +52,12 @@ fn pack_layer(uploader: &mut Uploader, index: usize, weights: &LayerWeights) -> 
 /// other.
 fn stack(spec: &LayerSpec, product: &Product) -> Stack {
     match &spec.mlp {
-        MlpSpec::SwiGlu { gate_up, .. } if gate_up == product => Stack::Interleave,
-        MlpSpec::SwiGlu { .. } => Stack::Concat,
+        MlpSpec::SwiGlu { gate_up, .. } | MlpSpec::Experts { gate_up, .. }
+            if gate_up == product =>
+        {
+            Stack::Interleave
+        }
+        _ => Stack::Concat,
     }
 }
 
@@ -65,7 +72,7 @@ impl CudaModel {
         session: Option<&SessionSpec>,
         progress: &dyn Progress,
     ) -> Result<(Self, usize)> {
-        check_shape(config)?;
+        check_shape(config, kernels)?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         let head_weight = models::head(store, config)?;
@@ -74,8 +81,10 @@ impl CudaModel {
             false => Some(models::embedding(store, config)?),
         };
         let first = LayerWeights::read(store, config, 0)?;
-        let linears = first.spec.linears().into_iter();
-        let linears = linears.map(|l| (l.name(0), WeightKind::of(first.linear(l.kind))));
+        let linears = first
+            .spec
+            .matrices()
+            .map(|l| (l.name(0), WeightKind::of(first.linear(l.kind))));
         let mut kinds: BTreeMap<String, WeightKind> = linears.collect();
         kinds.insert(names::head(config).into(), WeightKind::of(&head_weight));
         if let Some(w) = &embedding_weight {
@@ -173,9 +182,11 @@ impl CudaModel {
 
     /// Bytes that decoding one token reads.
     pub(super) fn bytes_per_token(&self) -> usize {
-        let linears = self.layers.iter().flat_map(Layer::linears);
         let norms = self.layers.iter().flat_map(Layer::norms);
-        linears.map(DeviceLinear::bytes).sum::<usize>()
+        let layers = self.layers.iter();
+        layers
+            .map(|l| l.bytes_per_token(&self.config, DeviceLinear::bytes))
+            .sum::<usize>()
             + norms.map(Buffer::bytes).sum::<usize>()
             + self.norm.bytes()
             + self.head.bytes()
@@ -198,7 +209,7 @@ impl CudaModel {
 }
 
 /// Refuses shapes that the kernels do not serve.
-fn check_shape(config: &ModelConfig) -> Result<()> {
+fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
     let refuse = |what, expected: &str, found: usize| {
         Err(Error::Unsupported {
             engine: "nq on a GPU",
@@ -214,12 +225,34 @@ fn check_shape(config: &ModelConfig) -> Result<()> {
     if group > 8 {
         return refuse("query heads per key head", "at most 8", group);
     }
-    if !config.intermediate_size.is_multiple_of(8) {
-        return refuse(
-            "intermediate_size",
-            "a multiple of 8",
-            config.intermediate_size,
-        );
+    match config.experts {
+        Some(experts) => {
+            if !experts.width.is_multiple_of(SPAN) {
+                return refuse("moe_intermediate_size", "a multiple of 256", experts.width);
+            }
+            if !config.hidden_size.is_multiple_of(TILE) {
+                return refuse("hidden_size", "a multiple of 16", config.hidden_size);
+            }
+            if experts.count > MOST_EXPERTS {
+                return refuse("num_experts", "at most 512", experts.count);
+            }
+            if experts.per_token > MOST_CHOSEN {
+                return refuse("num_experts_per_tok", "at most 32", experts.per_token);
+            }
+            if kernels == KernelSet::Reference {
+                return Err(Error::Unsupported {
+                    engine: "nq on a GPU",
+                    what: "kernels for mixtures of experts",
+                    expected: "fused".into(),
+                    found: kernels.to_string(),
+                });
+            }
+        }
+        None if !config.intermediate_size.is_multiple_of(8) => {
+            let found = config.intermediate_size;
+            return refuse("intermediate_size", "a multiple of 8", found);
+        }
+        None => {}
     }
     if !config.hidden_size.is_multiple_of(8) {
         return refuse("hidden_size", "a multiple of 8", config.hidden_size);

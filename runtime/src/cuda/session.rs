@@ -9,11 +9,11 @@ use crate::batch::StepsAhead;
 use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
-use nq_formats::ModelConfig;
+use nq_formats::{Experts, ModelConfig};
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
     Buffer, Checked, DeviceLinear, DevicePages, Gpu, HEAD_DIM, Mark, PageEntry, PagesShape, Pinned,
-    Places, Row, Stream,
+    Places, Row, Stream, gated_width,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -55,7 +55,28 @@ struct ManyRows {
     mlp: Buffer<u16>,      // [rows, intermediate padded]
     head_in: Buffer<u16>,  // [LOGIT_ROWS, hidden padded]
     logits: Buffer<f32>,   // [LOGIT_ROWS, vocab]
+    experts: Option<ExpertRows>,
     full: Option<FullRows>,
+}
+
+/// What layers of experts have of each row.
+pub(super) struct ExpertRows {
+    pub(super) scores: Buffer<f32>, // [rows, experts]
+    pub(super) gated: Buffer<f32>,  // [rows, chosen experts, width]
+}
+
+impl ExpertRows {
+    /// For up to `rows` rows; `None` where there are no experts.
+    pub(super) fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Option<Self>> {
+        let Some(experts) = &w.experts else {
+            return Ok(None);
+        };
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
+        Ok(Some(ExpertRows {
+            scores: f32s(experts.count)?,
+            gated: f32s(gated_width(experts))?,
+        }))
+    }
 }
 
 /// f32 activations, for the plain kernels and for observers.
@@ -71,8 +92,10 @@ pub(super) struct Widths {
     pub(super) hidden: usize,
     pub(super) qkv: usize,
     pub(super) q: usize,
+    /// Of a layer's MLP; experts have buffers of their own.
     pub(super) mlp: usize,
     pub(super) vocab: usize,
+    pub(super) experts: Option<Experts>,
 }
 
 impl Widths {
@@ -81,8 +104,9 @@ impl Widths {
             hidden: c.hidden_size,
             qkv: c.q_dim() + 2 * c.kv_dim(),
             q: c.q_dim(),
-            mlp: c.intermediate_size,
+            mlp: c.mlp_width(),
             vocab: c.vocab_size,
+            experts: c.experts,
         }
     }
 
@@ -124,6 +148,7 @@ impl ManyRows {
             mlp: halves(m * padded(w.mlp))?,
             head_in: halves(LOGIT_ROWS * padded(w.hidden))?,
             logits: f32s(LOGIT_ROWS * w.vocab)?,
+            experts: ExpertRows::new(gpu, w, m)?,
             full: match kernels {
                 KernelSet::Reference => Some(FullRows::new(gpu, w, m)?),
                 KernelSet::Fused => None,

@@ -9,10 +9,11 @@ mod stepper;
 pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
 use crate::error::{Error, Result};
-use crate::forward::{Attention, Layer, Operand, Ops, Packed, Projection};
+use crate::forward::{Attention, Experts, Layer, Operand, Ops, Packed, Projection};
 use crate::rope::Rotary;
 use nq_formats::ModelConfig;
 use nq_formats::models::Product;
+use nq_kernels::Routes;
 use nq_kernels::grad::{Allocate, Gemm, HeadShape, LayerOps};
 use std::marker::PhantomData;
 
@@ -50,9 +51,9 @@ pub struct Tape<O: Allocate> {
     pub o: O::Floats,
     /// `[rows, hidden]`, after attention.
     pub mid: O::Floats,
-    /// `[rows, intermediate]`
+    /// `[rows, intermediate]`; of the last expert where there are any
     pub gate: O::Floats,
-    /// `[rows, intermediate]`
+    /// `[rows, intermediate]`, the same of up
     pub up: O::Floats,
 }
 
@@ -76,8 +77,8 @@ impl<O: Allocate> Tape<O> {
             vh: floats(kv)?,
             o: floats(q)?,
             mid: floats(c.hidden_size)?,
-            gate: floats(c.intermediate_size)?,
-            up: floats(c.intermediate_size)?,
+            gate: floats(c.mlp_width())?,
+            up: floats(c.mlp_width())?,
         })
     }
 }
@@ -99,6 +100,14 @@ pub struct Workspace<O: Allocate> {
     pub p: O::Floats,
     /// The largest weight that is computed.
     pub w: O::Floats,
+    experts: Option<ExpertWork<O>>,
+}
+
+/// What layers of experts need besides.
+struct ExpertWork<O: Allocate> {
+    scores: O::Floats,   // [rows, experts]
+    weights: O::Floats,  // [rows], of one expert
+    weighted: O::Floats, // [rows, width of an expert]
 }
 
 impl<O: Allocate> Workspace<O> {
@@ -123,11 +132,19 @@ impl<O: Allocate> Workspace<O> {
             config: c.clone(),
             cos_sin,
             h: floats(rows * c.hidden_size)?,
-            wide: floats(rows * c.intermediate_size.max(c.q_dim()))?,
+            wide: floats(rows * c.mlp_width().max(c.q_dim()))?,
             heads: floats(rows * c.q_dim())?,
             kv: floats(rows * c.kv_dim())?,
             p: floats(batch * c.num_attention_heads * seq * seq)?,
             w: floats(largest)?,
+            experts: match c.experts {
+                None => None,
+                Some(experts) => Some(ExpertWork {
+                    scores: floats(rows * experts.count)?,
+                    weights: floats(rows)?,
+                    weighted: floats(rows * experts.width)?,
+                }),
+            },
         })
     }
 }
@@ -143,11 +160,21 @@ pub struct Pass<'a, O: LayerOps, M, G> {
     x: &'a O::Floats,       // [rows, hidden]
     out: &'a mut O::Floats, // [rows, hidden]
     shown: &'a mut Shown<'a, O>,
+    every_expert: bool,
     of: PhantomData<fn(&M, &G)>,
 }
 
-/// Sees the input `[rows, in]` of a product.
-pub type Shown<'a, O> = dyn FnMut(&Product, &<O as Allocate>::Floats) -> Result<()> + 'a;
+/// What a layer shows as it runs.
+pub enum Seen<'a, O: Allocate> {
+    /// The input `[rows, in]` of a product; of one whose experts have inputs of their own, that of the
+    /// expert of this number.
+    Input(&'a Product, usize, &'a O::Floats),
+    /// Which experts the rows go through.
+    Routes(&'a Routes),
+}
+
+/// Sees that.
+pub type Shown<'a, O> = dyn FnMut(Seen<'_, O>) -> Result<()> + 'a;
 
 impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
     /// From the residual stream `x` to `out`, over `(batch, seq)` sequences and tokens of each.
@@ -168,8 +195,16 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
             x,
             out,
             shown,
+            every_expert: false,
             of: PhantomData,
         }
+    }
+
+    /// Shows what every expert sees of all rows, whether any goes through it or not.
+    #[must_use]
+    pub fn through_every_expert(mut self, every: bool) -> Self {
+        self.every_expert = every;
+        self
     }
 
     /// Runs a layer.
@@ -230,7 +265,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         };
         let shape = (rows, c.hidden_size);
         ops.rms_norm(x, norm.as_ref(), &mut work.h, inv, shape, c.rms_norm_eps)?;
-        (self.shown)(w.spec, &work.h)?;
+        (self.shown)(Seen::Input(w.spec, 0, &work.h))?;
         match to {
             Projection::Qkv => {
                 let to = &mut [&mut tape.q, &mut tape.k, &mut work.kv];
@@ -239,7 +274,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
             Projection::Gated => {
                 let to = &mut [&mut tape.gate, &mut tape.up];
                 multiply((ops, c), w, rows, (&work.h, to), false, scratch)?;
-                let values = rows * c.intermediate_size;
+                let values = rows * c.mlp_width();
                 Ok(ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, values)?)
             }
         }
@@ -291,9 +326,73 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
             Operand::Gated => (&tape.mid, &work.wide, &mut *self.out),
         };
         let (c, scratch) = (&work.config, &mut work.w);
-        (self.shown)(w.spec, from)?;
+        (self.shown)(Seen::Input(w.spec, 0, from))?;
         ops.copy((before, 0), (&mut *to, 0), rows * c.hidden_size)?;
         multiply((ops, c), w, rows, (from, &mut [to]), true, scratch)
+    }
+
+    /// Every row through every expert that some row goes through: 16 times the work of a mixture of
+    /// 8 in 128, and what statistics of inputs want.
+    fn add_experts(&mut self, _layer: usize, experts: &Experts<Vec<M>, G>) -> Result<()> {
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let (c, scratch) = (&work.config, &mut work.w);
+        let (Some(shape), Some(own)) = (&c.experts, &mut work.experts) else {
+            unreachable!("layers of experts come with their numbers");
+        };
+        let (hidden, width, stream) = (c.hidden_size, shape.width, (rows, c.hidden_size));
+        let (norm, eps) = (experts.norm.as_ref(), c.rms_norm_eps);
+        ops.rms_norm(&tape.mid, norm, &mut work.h, &mut tape.inv2, stream, eps)?;
+        (self.shown)(Seen::Input(experts.gate_up.spec, 0, &work.h))?;
+        let router = experts.router.linear[0].load(ops, scratch)?;
+        let scoring = Gemm::linear(rows, shape.count, hidden);
+        ops.gemm(scoring, &work.h, router, &mut own.scores)?;
+        let mut scores = vec![0.0; rows * shape.count];
+        ops.read(&own.scores, &mut scores)?;
+        let routes = Routes::new(&scores, shape);
+        (self.shown)(Seen::Routes(&routes))?;
+        ops.copy((&tape.mid, 0), (&mut *self.out, 0), rows * hidden)?;
+        let (gates, ups) = experts.gate_up.linear.split_at(shape.count);
+        let first = Gemm::linear(rows, width, hidden);
+        // Each row times a number of its own.
+        let by_row = Gemm {
+            batch: rows,
+            ..Gemm::input_grad(1, 1, width)
+        };
+        let last = Gemm::linear(rows, hidden, width).add();
+        let mut by_expert = routes.by_expert().into_iter().peekable();
+        for expert in 0..shape.count {
+            let routed = by_expert.next_if(|(e, _)| *e == expert);
+            if routed.is_none() && !self.every_expert {
+                continue;
+            }
+            ops.gemm(
+                first,
+                &work.h,
+                gates[expert].load(ops, scratch)?,
+                &mut tape.gate,
+            )?;
+            ops.gemm(
+                first,
+                &work.h,
+                ups[expert].load(ops, scratch)?,
+                &mut tape.up,
+            )?;
+            ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, rows * width)?;
+            (self.shown)(Seen::Input(experts.down.spec, expert, &work.wide))?;
+            let Some((_, routed)) = routed else {
+                continue;
+            };
+            let mut weights = vec![0.0; rows];
+            routed
+                .into_iter()
+                .for_each(|(row, weight)| weights[row] = weight);
+            ops.write(&mut own.weights, &weights)?;
+            ops.gemm(by_row, &own.weights, &work.wide, &mut own.weighted)?;
+            let down = experts.down.linear[expert].load(ops, scratch)?;
+            ops.gemm(last, &own.weighted, down, self.out)?;
+        }
+        Ok(())
     }
 }
 

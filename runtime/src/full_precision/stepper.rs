@@ -1,17 +1,16 @@
 //! The layer stepper in f32: the residual stream stays on the host, and a piece of it at a time
 //! goes through a layer. Second moments of what Linears see are summed on the device and stay there.
 
-use super::{Load, Pass, Tape, Workspace};
+use super::{Load, Pass, Seen, Shown, Tape, Workspace};
 use crate::engine::{Hidden, Observer, all_finite};
 use crate::error::{Error, Result};
 use crate::forward;
 use crate::models::LayerWeights;
-use crate::stepper::{Cut, Head, LayerDevice, LayerStepper, Piece, Stepper};
-use nq_formats::models::{NormSpec, Product};
+use crate::stepper::{Cut, Head, LayerDevice, LayerStepper, Piece, ProductMoments, Stepper};
+use nq_formats::models::{LinearSpec, NormSpec, Product};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::Account;
 use nq_kernels::grad::{Allocate, Gemm, LayerOps};
-use nq_kernels::second_order::Moments;
 use std::sync::Arc;
 
 /// Room on an account for pieces of `rows` rows of sequences of `seq` tokens, beside layers and what is
@@ -34,7 +33,10 @@ pub fn hold_work(
 /// None that an account could give.
 pub fn hold_layer(account: &Account, c: &ModelConfig) -> Result<impl Sized> {
     let dense = |n: usize| Ok::<_, Error>(Dense::<Account>(account.floats("weights", n)?));
-    let product = |p: &Product| p.linears.iter().map(|l| dense(l.elements(c))).collect();
+    let product = |p: &Product| {
+        let each = |l: &LinearSpec| vec![l.elements(c) / l.copies(c); l.copies(c)];
+        p.linears.iter().flat_map(each).map(dense).collect()
+    };
     let layer: Layer<Account> = Layer::new(0, c.layer(), product, |n| dense(n.len.of(c)))?;
     Ok(layer)
 }
@@ -136,11 +138,21 @@ impl<O: LayerOps> Dense<O> {
 
 type Layer<O> = forward::Layer<Vec<Dense<O>>, Dense<O>>;
 
-fn pack<O: LayerOps>(ops: &O, index: usize, weights: &LayerWeights) -> Result<Layer<O>> {
+fn pack<O: LayerOps>(
+    ops: &O,
+    c: &ModelConfig,
+    index: usize,
+    weights: &LayerWeights,
+) -> Result<Layer<O>> {
     let product = |product: &Product| {
-        let linears = product.linears.iter();
-        let matrix = linears.map(|l| Dense::matrix(ops, &l.name(index), weights.linear(l.kind)));
-        matrix.collect()
+        let mut all = Vec::new();
+        for linear in product.linears {
+            let weight = weights.linear(linear.kind);
+            for part in weight.unstack(linear.copies(c)) {
+                all.push(Dense::matrix(ops, &linear.name(index), &part)?);
+            }
+        }
+        Ok(all)
     };
     let norm = |norm: &NormSpec| Dense::gains(ops, weights.norm(norm.kind));
     Layer::new(index, weights.spec, product, norm)
@@ -162,48 +174,63 @@ impl<O: LayerOps> FullPrecision<O> {
         layer: &Layer<O>,
         piece: &Piece,
         x: &[f32],
-        shown: &mut dyn FnMut(&Product, &O::Floats) -> Result<()>,
+        every_expert: bool,
+        shown: &mut Shown<'_, O>,
     ) -> Result<&O::Floats> {
         let ops = self.ops.as_ref();
         let room = (self.room.as_mut()).expect("room was made for every piece");
         ops.write(&mut room.x, x)?;
         let shape = (piece.chunks.len(), piece.chunks[0].1);
         let work = (&mut room.work, &mut room.tape);
-        Pass::new(ops, work, shape, (&room.x, &mut room.out), shown).run(layer)?;
+        Pass::new(ops, work, shape, (&room.x, &mut room.out), shown)
+            .through_every_expert(every_expert)
+            .run(layer)?;
         Ok(&room.out)
     }
 
-    /// The second moments of what each of the layer's products sees, `[in, in]`, on the device.
+    /// The second moments of what each of the layer's products sees, `[in, in]`, on the device, by
+    /// product and by its inputs if experts have their own.
     fn sums(
         &mut self,
         (index, weights): (usize, &LayerWeights),
         hidden: &Hidden,
         pieces: &[Piece],
-        done: &mut dyn FnMut(usize),
-    ) -> Result<Vec<O::Floats>> {
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<Vec<O::Floats>>> {
         let (ops, c) = (Arc::clone(&self.ops), self.config.clone());
         let products = c.layer().products();
         let zeros = |p: &&Product| {
             let n = p.inputs(&c);
-            Ok(ops.floats("moments of a layer's inputs", n * n)?)
+            let one = |_| Ok(ops.floats("moments of a layer's inputs", n * n)?);
+            (0..p.shares(&c)).map(one).collect()
         };
-        let mut sums = products.iter().map(zeros).collect::<Result<Vec<_>>>()?;
+        let mut sums = products
+            .iter()
+            .map(zeros)
+            .collect::<Result<Vec<Vec<_>>>>()?;
         let share = 1.0 / hidden.lengths.iter().sum::<usize>().max(1) as f32;
-        let layer = pack(ops.as_ref(), index, weights)?;
+        let layer = pack(ops.as_ref(), &c, index, weights)?;
         for piece in pieces {
             let rows = piece.rows();
             let x = &hidden.data[piece.values(c.hidden_size)];
-            self.pass(&layer, piece, x, &mut |product, x| {
+            self.pass(&layer, piece, x, true, &mut |seen| {
+                let (product, expert, x) = match seen {
+                    Seen::Input(product, expert, x) => (product, expert, x),
+                    Seen::Routes(routes) => {
+                        observer.routed(index, routes);
+                        return Ok(());
+                    }
+                };
                 let n = product.inputs(&c);
                 let square = Gemm {
                     alpha: share,
                     ..Gemm::weight_grad(rows, n, n).add()
                 };
                 let place = products.iter().position(|&p| p == product);
-                let sum = place.and_then(|place| sums.get_mut(place));
+                let sum = place.and_then(|place| sums[place].get_mut(expert));
                 sum.map_or(Ok(()), |sum| Ok(ops.gemm(square, x, x, sum)?))
             })?;
-            done(rows);
+            observer.rows(rows);
         }
         Ok(sums)
     }
@@ -242,7 +269,7 @@ where
     }
 
     fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Layer<O>> {
-        pack(self.ops.as_ref(), index, weights)
+        pack(self.ops.as_ref(), &self.config, index, weights)
     }
 
     fn run(
@@ -254,11 +281,18 @@ where
     ) -> Result<()> {
         let (ops, c) = (Arc::clone(&self.ops), self.config.clone());
         let wants = observer.wants_inputs();
-        let out = self.pass(layer, piece, x, &mut |product, floats| {
-            if wants {
-                let mut seen = vec![0.0; piece.rows() * product.inputs(&c)];
-                ops.read(floats, &mut seen)?;
-                observer.linear_input(layer.index, product, &seen);
+        let out = self.pass(layer, piece, x, wants, &mut |seen| {
+            match seen {
+                Seen::Routes(routes) => observer.routed(layer.index, routes),
+                Seen::Input(..) if !wants => {}
+                Seen::Input(product, expert, floats) => {
+                    let mut seen = vec![0.0; piece.rows() * product.inputs(&c)];
+                    ops.read(floats, &mut seen)?;
+                    match product.shares(&c) {
+                        1 => observer.linear_input(layer.index, product, &seen),
+                        _ => observer.expert_input(layer.index, product, expert, &seen),
+                    }
+                }
             }
             Ok(())
         })?;
@@ -272,16 +306,18 @@ where
         layer: (usize, &LayerWeights),
         hidden: &Hidden,
         pieces: &[Piece],
-        done: &mut dyn FnMut(usize),
-    ) -> Result<Option<Vec<Arc<dyn Moments>>>> {
+        observer: &mut dyn Observer,
+    ) -> Result<Option<ProductMoments>> {
         let Some(device) = self.ops.second_order() else {
             return Ok(None);
         };
-        let sums = self.sums(layer, hidden, pieces, done)?;
+        let sums = self.sums(layer, hidden, pieces, observer)?;
         let products = self.config.layer().products();
-        let moments = sums.into_iter().zip(products).map(|(sum, product)| {
+        let moments = sums.into_iter().zip(products).map(|(sums, product)| {
             let n = product.inputs(&self.config);
-            Ok(Arc::clone(&device).moments(sum, n)?)
+            let own = sums.into_iter();
+            own.map(|sum| Ok(Arc::clone(&device).moments(sum, n)?))
+                .collect()
         });
         Ok(Some(moments.collect::<Result<_>>()?))
     }
@@ -359,6 +395,7 @@ mod tests {
     use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
     use crate::models;
     use nq_formats::Checkpoint;
+    use nq_formats::synth::{self, Preset};
     use nq_kernels::cpu::KvType;
     use nq_kernels::grad::CpuOps;
     use std::path::Path;
@@ -376,35 +413,52 @@ mod tests {
         (far / b.iter().map(|&b| square(b)).sum::<f64>()).sqrt()
     }
 
+    /// Counts rows.
+    struct Rows(usize);
+
+    impl Observer for Rows {
+        fn rows(&mut self, rows: usize) {
+            self.0 += rows;
+        }
+    }
+
     /// All that Linears see, by product.
     #[derive(Default)]
-    struct Seen(Vec<(&'static str, Vec<f32>)>);
+    struct Seen(Vec<(&'static str, usize, Vec<f32>)>);
 
-    impl Observer for Seen {
-        fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
-            match self.0.iter_mut().find(|s| s.0 == product.name) {
-                Some(seen) => seen.1.extend_from_slice(x),
-                None => self.0.push((product.name, x.to_vec())),
+    impl Seen {
+        fn add(&mut self, name: &'static str, expert: usize, x: &[f32]) {
+            match self.0.iter_mut().find(|s| (s.0, s.1) == (name, expert)) {
+                Some(seen) => seen.2.extend_from_slice(x),
+                None => self.0.push((name, expert, x.to_vec())),
             }
         }
     }
 
+    impl Observer for Seen {
+        fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
+            self.add(product.name, 0, x);
+        }
+
+        fn expert_input(&mut self, _: usize, product: &Product, expert: usize, x: &[f32]) {
+            self.add(product.name, expert, x);
+        }
+    }
+
     impl Seen {
-        /// Mean squares, by product and element.
+        /// Mean squares, by product, expert and element.
         fn squares(&self, c: &ModelConfig) -> Vec<Vec<f32>> {
-            let mean = |(product, (name, x)): (&Product, &(&str, Vec<f32>))| {
-                assert_eq!(product.name, *name);
+            let products = c.layer().products().into_iter();
+            let all = products.flat_map(|p| (0..p.shares(c)).map(move |expert| (p, expert)));
+            type One = (&'static str, usize, Vec<f32>);
+            let mean = |((product, expert), (name, seen, x)): ((&Product, usize), &One)| {
+                assert_eq!((product.name, expert), (*name, *seen));
                 let n = product.inputs(c);
                 let rows = (x.len() / n) as f32;
                 let square = |i: usize| x.iter().skip(i).step_by(n).map(|v| v * v).sum::<f32>();
                 (0..n).map(|i| square(i) / rows).collect()
             };
-            c.layer()
-                .products()
-                .into_iter()
-                .zip(&self.0)
-                .map(mean)
-                .collect()
+            all.zip(&self.0).map(mean).collect()
         }
     }
 
@@ -412,7 +466,33 @@ mod tests {
     /// stepper.
     #[test]
     fn it_is_the_forward_of_the_cpu() {
-        let checkpoint = demo();
+        agrees_with_the_cpu(&demo());
+        agrees_with_the_cpu(&mixture());
+    }
+
+    /// A random mixture of 5 experts, 2 a token.
+    fn mixture() -> Checkpoint {
+        let config = ModelConfig {
+            hidden_size: 64,
+            experts: Some(nq_formats::Experts {
+                count: 5,
+                per_token: 2,
+                width: 24,
+                normalized: false,
+            }),
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 16,
+            vocab_size: 4001,
+            tie_word_embeddings: true,
+            eos_token_ids: vec![299],
+            ..Preset::find("30b-a3b").unwrap().config()
+        };
+        synth::checkpoint("a mixture", &config, 5).unwrap()
+    }
+
+    fn agrees_with_the_cpu(checkpoint: &Checkpoint) {
         let (config, store) = (checkpoint.config(), checkpoint.store());
         let options = LoadOptions {
             device: DeviceChoice::Cpu,
@@ -430,19 +510,19 @@ mod tests {
         let mut b = a.clone();
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index).unwrap();
-            let mut rows = 0;
+            let mut rows = Rows(0);
             let pieces = crate::stepper::plan(&a.lengths, own.0.cut());
             own.0.reserve(&pieces).unwrap();
             let layer = (index, &weights);
-            let sums = own.0.sums(layer, &a, &pieces, &mut |n| rows += n).unwrap();
-            assert_eq!(rows, 98);
+            let sums = own.0.sums(layer, &a, &pieces, &mut rows).unwrap();
+            assert_eq!(rows.0, 98);
             let seen = |stepper: &mut dyn LayerStepper, hidden: &Hidden| {
                 let mut seen = Seen::default();
                 stepper.observe(index, &weights, hidden, &mut seen).unwrap();
                 seen.squares(config)
             };
             let (seen, expected) = (seen(&mut own, &a), seen(cpu.as_mut(), &b));
-            for ((sum, seen), expected) in sums.iter().zip(&seen).zip(&expected) {
+            for ((sum, seen), expected) in sums.iter().flatten().zip(&seen).zip(&expected) {
                 let diagonal: Vec<f32> = sum.iter().step_by(seen.len() + 1).copied().collect();
                 assert!(off(&diagonal, seen) < 1e-5, "{}", off(&diagonal, seen));
                 assert!(off(seen, expected) < 1e-4, "{}", off(seen, expected));

@@ -8,7 +8,7 @@ mod here;
 #[path = "present.rs"]
 mod here;
 
-pub(crate) use here::{count, load, run, stepper};
+pub(crate) use here::{count, first, load, run, stepper};
 pub use here::{memory, moments, sizes};
 
 use crate::engine::{DeviceMemory, SessionSpec};

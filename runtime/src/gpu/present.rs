@@ -8,7 +8,9 @@ use crate::full_precision;
 use crate::load::LoadOptions;
 use crate::stepper::LayerStepper;
 use nq_formats::{ModelConfig, Progress, WeightStore};
-use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, device_count};
+use nq_kernels::cuda::{
+    CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, check_device, device_count,
+};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::{Moments, SecondOrder};
 use std::sync::Arc;
@@ -20,6 +22,13 @@ fn ops(ordinal: usize, precision: GemmPrecision) -> Result<CudaOps> {
 /// GPUs of the machine, at least one; else why there is none, in words.
 pub(crate) fn count() -> Result<usize, String> {
     device_count().map_err(|e| e.to_string())
+}
+
+/// The first GPU that this build can use; else why the first cannot be used, in words.
+pub(crate) fn first() -> Result<usize, String> {
+    let check = |n| check_device(n).map_err(|e| e.to_string());
+    let usable = (0..count()?).find(|&n| check(n).is_ok());
+    usable.map_or_else(|| check(0).map(|()| 0), Ok)
 }
 
 /// The engine of GPU `ordinal`.

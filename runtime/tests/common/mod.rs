@@ -4,8 +4,8 @@
 use nq_formats::models::ARCHITECTURES;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{
-    AffineScheme, AffineWeight, Error, ModelConfig, QuantizedWeight, Result, Rope, RopeScaling,
-    Tensor, TensorEntry, Weight, WeightStore, ZeroPoints, Zeros, pack,
+    AffineScheme, AffineWeight, Error, Experts, ModelConfig, QuantizedWeight, Result, Rope,
+    RopeScaling, Tensor, TensorEntry, Weight, WeightStore, ZeroPoints, Zeros, pack,
 };
 use nq_kernels::rng::Philox;
 use nq_runtime::{
@@ -22,6 +22,7 @@ pub(crate) fn small_config() -> ModelConfig {
         architecture: ARCHITECTURES[0],
         hidden_size: 48,
         intermediate_size: 80,
+        experts: None,
         num_hidden_layers: 3,
         num_attention_heads: 8,
         num_key_value_heads: 2,
@@ -36,6 +37,20 @@ pub(crate) fn small_config() -> ModelConfig {
         tie_word_embeddings: false,
         eos_token_ids: vec![],
         dtype: None,
+    }
+}
+
+/// The same as a mixture of 9 experts whose widths fill no panel.
+pub(crate) fn small_mixture(per_token: usize, normalized: bool) -> ModelConfig {
+    ModelConfig {
+        architecture: ARCHITECTURES[1],
+        experts: Some(Experts {
+            count: 9,
+            per_token,
+            width: 40,
+            normalized,
+        }),
+        ..small_config()
     }
 }
 
@@ -67,7 +82,7 @@ impl Store {
             matrix(&mut store, HEAD.into(), vocab);
         }
         for layer in 0..c.num_hidden_layers {
-            for linear in c.layer().linears() {
+            for linear in c.layer().matrices() {
                 matrix(&mut store, linear.name(layer), linear.dims(c));
             }
         }

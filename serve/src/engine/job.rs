@@ -11,11 +11,11 @@ use tokio::sync::mpsc::UnboundedSender;
 /// A request, what it has so far, and who waits for it.
 pub(super) struct Job {
     pub(super) request: Request,
-    /// Which of the stream's requests.
+    /// Index of the request in its stream.
     index: usize,
     events: UnboundedSender<(usize, Event)>,
     cancelled: Arc<AtomicBool>,
-    /// What draws its tokens; in the batch while that continues it.
+    /// Draws its tokens; in the batch while that continues it.
     pub(super) sampler: Option<Sampler>,
     /// The prompt, then what was drawn.
     pub(super) tokens: Vec<u32>,
@@ -37,7 +37,7 @@ pub(super) struct Job {
     pub(super) phase: Phase,
 }
 
-/// What a request waits for.
+/// The stage of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// A slot.

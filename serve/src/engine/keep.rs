@@ -1,4 +1,4 @@
-//! What stays on disk: kept sequences are written while nobody waits, and their pages are read back
+//! Pages on disk: kept sequences are written while nobody waits, and their pages are read back
 //! for prompts that begin alike.
 
 use super::Event;

@@ -58,7 +58,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// Who sends a request. Clients take turns; a salt's prompts share what they have in common.
+/// The sender of a request. Clients take turns; a salt's prompts share what they have in common.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Client {
     /// Names the client.
@@ -67,12 +67,12 @@ pub struct Client {
     pub salt: u64,
 }
 
-/// What a grammar, a schema or another rule allows next.
+/// The tokens that a grammar, a schema or another rule allows next.
 pub trait Constraint: Send {
     /// Bits of the tokens that may follow, `i % 32` of word `i / 32` for token `i`; `None`: all.
     ///
     /// # Errors
-    /// What went wrong; the request ends with it.
+    /// The error; the request ends with it.
     fn mask(&mut self) -> Result<Option<&[u32]>, String>;
 
     /// Takes note of the token that was drawn.
@@ -88,7 +88,7 @@ pub struct Request {
     pub prompt: Vec<u32>,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
-    /// Which of the seed's independent streams of random numbers.
+    /// Selects one of the seed's independent streams of random numbers.
     pub stream: u64,
     /// Added to logits.
     pub bias: LogitBias,
@@ -98,9 +98,9 @@ pub struct Request {
     pub max_tokens: usize,
     /// Tokens that end the answer; they are not reported.
     pub stop: Vec<u32>,
-    /// What the answer must conform to.
+    /// The constraint on the answer.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// Who asks.
+    /// The sender.
     pub client: Client,
     /// When the request ends with [`Failure::Timeout`], whatever it has.
     pub deadline: Option<Instant>,
@@ -124,7 +124,7 @@ impl Request {
     }
 }
 
-/// What comes of a request.
+/// An event of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// Its prompt is being computed; so many of its tokens were there already.
@@ -215,13 +215,13 @@ pub enum Refused {
     Invalid(String),
 }
 
-/// What goes to the thread.
+/// A message to the thread.
 enum Command {
     Submit(Box<job::Job>),
     Close(Instant),
 }
 
-/// What thread and handles share.
+/// State that the thread and handles share.
 struct Shared {
     waiting: AtomicUsize,
     closing: AtomicBool,
@@ -303,7 +303,7 @@ impl Engine {
         })
     }
 
-    /// What the session has.
+    /// The sizes of the session.
     pub fn spec(&self) -> SessionSpec {
         self.spec
     }
@@ -313,7 +313,7 @@ impl Engine {
         &self.options
     }
 
-    /// What is counted and timed.
+    /// Counters and timings.
     pub fn metrics(&self) -> &Metrics {
         &self.shared.metrics
     }

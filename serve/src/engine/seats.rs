@@ -18,7 +18,7 @@ const WORTH_KEEPING: usize = 16;
 pub(super) struct Seats {
     /// Those that hold nothing.
     free: Vec<usize>,
-    /// What the others hold.
+    /// Pages that the others hold.
     pub(super) tree: PrefixTree,
     /// Kept sequences that are to be written to disk, the next one last.
     pub(super) unsaved: Vec<Unsaved>,
@@ -77,7 +77,7 @@ impl Worker<'_> {
         self.jobs.values().filter(|j| j.phase != Phase::Queue)
     }
 
-    /// What of a request's tokens is in a slot; its last token must be computed for its logits.
+    /// The number of a request's tokens that a slot holds; its last token must be computed for its logits.
     fn cached(&self, job: &Job) -> Option<Found> {
         let most = job.tokens.len() - 1;
         let found = self
@@ -106,9 +106,12 @@ impl Worker<'_> {
             return Admission::Later;
         }
         let needed = pages(held, job.tokens.len() + 1);
-        let promised = self.seated().map(|j| match j.phase.fills() {
-            true => pages(j.fed, j.tokens.len() + 1),
-            false => 1,
+        let promised = self.seated().map(|j| {
+            if j.phase.fills() {
+                pages(j.fed, j.tokens.len() + 1)
+            } else {
+                1
+            }
         });
         let promised: usize = promised.sum();
         let session = batch.session();

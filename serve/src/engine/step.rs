@@ -10,7 +10,7 @@ use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-/// What a request is fed in a step.
+/// A request's part of a step.
 struct Fed {
     id: u64,
     slot: usize,
@@ -66,8 +66,8 @@ impl Worker<'_> {
         }
     }
 
-    /// What is fed: the last token of each that has a constraint, and of prompts what there is time
-    /// for.
+    /// The tokens to feed: the last token of each sequence that has a constraint, and as much of
+    /// prompts as there is time for.
     fn plan(&self, batch: &Batch<'_>) -> Vec<Fed> {
         let mut fed = Vec::new();
         let then = |job: &Job, sampler: &Sampler| Continuation {

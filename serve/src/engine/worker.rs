@@ -76,9 +76,10 @@ pub(super) fn run(
             Ok(Err(e)) => e.to_string(),
             Err(_) => "a panic while the model ran".to_owned(),
         };
-        failures = match worker.steps == steps {
-            true => failures + 1,
-            false => 1,
+        failures = if worker.steps == steps {
+            failures + 1
+        } else {
+            1
         };
         worker.fail_seated(&why);
         // What the session held is gone with it; those who wait may still be served.
@@ -107,13 +108,12 @@ impl Worker<'_> {
                 self.save_last(batch);
                 return Ok(());
             }
-            match self.jobs.is_empty() {
-                true => self.save_idle(batch),
-                false => {
-                    self.admit(batch);
-                    self.restore(batch);
-                    self.step(batch)?;
-                }
+            if self.jobs.is_empty() {
+                self.save_idle(batch)
+            } else {
+                self.admit(batch);
+                self.restore(batch);
+                self.step(batch)?;
             }
             self.measure(batch);
         }
@@ -124,9 +124,10 @@ impl Worker<'_> {
         loop {
             let idle =
                 self.jobs.is_empty() && self.closing.is_none() && self.seats.unsaved.is_empty();
-            let command = match idle {
-                true => commands.recv().map_err(|_| TryRecvError::Disconnected),
-                false => commands.try_recv(),
+            let command = if idle {
+                commands.recv().map_err(|_| TryRecvError::Disconnected)
+            } else {
+                commands.try_recv()
             };
             match command {
                 Ok(Command::Submit(job)) => {

@@ -1,4 +1,4 @@
-//! Who may ask: `Host`, `Origin` and keys, before a request's body is read.
+//! Decides who may ask: `Host`, `Origin` and keys, before a request's body is read.
 //!
 //! - `Host` is looked at on every route. A page of another site whose name was made to point at this
 //!   machine (DNS rebinding, CVE-2024-28224) sends its own name, which is not in the list. A plain IP
@@ -16,7 +16,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::IpAddr;
 use subtle::ConstantTimeEq;
 
-/// Who may ask.
+/// The rules for who may ask.
 #[derive(Clone, Default)]
 pub struct Security {
     /// SHA-256 of the keys; none: everybody may ask.
@@ -41,7 +41,7 @@ impl Security {
     /// With these keys, names and origins (`https://example.org`).
     ///
     /// # Errors
-    /// A key shorter than 16 bytes or with characters that no header holds; an origin that is none.
+    /// A key shorter than 16 bytes or with characters that no header holds; a malformed origin.
     pub fn new(keys: &[String], hosts: &[String], origins: &[String]) -> Result<Self, String> {
         for (i, key) in keys.iter().enumerate() {
             if key.len() < 16 || !key.bytes().all(|b| b.is_ascii_graphic()) {
@@ -146,13 +146,14 @@ impl Security {
         if own.is_some_and(|((_, authority), host)| authority == host.to_ascii_lowercase()) {
             return Ok(None);
         }
-        match self.origins.contains(&origin) {
-            true => Ok(Some(origin)),
-            false => refuse(),
+        if self.origins.contains(&origin) {
+            Ok(Some(origin))
+        } else {
+            refuse()
         }
     }
 
-    /// Who asks, by key or, where none is needed, by address. Those with the same key share what
+    /// Identifies the client, by key or, where none is needed, by address. Those with the same key share what
     /// their prompts have in common.
     ///
     /// # Errors

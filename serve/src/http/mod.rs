@@ -13,12 +13,12 @@ pub use server::{Limits, Server, Stopper};
 use crate::models::Models;
 use std::sync::Arc;
 
-/// What all requests share.
+/// State that all requests share.
 pub struct App {
     /// Models by name.
     pub models: Arc<Models>,
-    /// Who may ask.
+    /// Decides who may ask.
     pub security: Security,
-    /// What one request or connection may take.
+    /// Bounds on one request or connection.
     pub limits: Limits,
 }

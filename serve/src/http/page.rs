@@ -33,7 +33,7 @@ pub(super) const FILES: [(&str, &str, &str); 5] = [
     ),
 ];
 
-/// What the page may do: run its own files and ask its own server, nothing else. Text that a model
+/// The policy of the page: it may run its own files and ask its own server, nothing else. Text that a model
 /// wrote and that were taken for a script would not run.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                       img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";

@@ -134,7 +134,7 @@ async fn guard(
     response
 }
 
-/// What a browser asks before a page of an origin in the list may ask.
+/// Answers what a browser asks before a page of an origin in the list may ask.
 fn preflight() -> Response {
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::NO_CONTENT;
@@ -263,9 +263,10 @@ async fn embeddings() -> Response {
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
-    let (status, word) = match app.models.is_healthy() {
-        true => (StatusCode::OK, "ok"),
-        false => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+    let (status, word) = if app.models.is_healthy() {
+        (StatusCode::OK, "ok")
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, "unavailable")
     };
     json_response(status, &json!({"status": word}))
 }
@@ -279,7 +280,7 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
     response
 }
 
-/// What all of this looks like from outside (OpenAPI 3.1).
+/// The description of all routes (OpenAPI 3.1).
 async fn openapi() -> Response {
     let text = include_str!("openapi.json").replace("VERSION", env!("CARGO_PKG_VERSION"));
     let mut response = Response::new(Body::from(text));

@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
-/// What one request or connection may take.
+/// Bounds on one request or connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes of a request's body.
@@ -113,7 +113,7 @@ impl Server {
         self.listener.local_addr()
     }
 
-    /// What ends it.
+    /// The signal that ends it.
     pub fn stopper(&self) -> Stopper {
         self.stopper.clone()
     }

@@ -42,7 +42,7 @@ pub(super) fn events(stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) 
     response
 }
 
-/// Sends all that comes of a stream, until it ends or nobody reads it.
+/// Sends all events of a stream, until it ends or nobody reads it.
 async fn tell(mut stream: Stream, shape: &mut dyn Shape, sender: &Sender<Bytes>, limits: &Limits) {
     let mut events = shape.begin();
     while send(sender, &events, limits).await {
@@ -52,10 +52,13 @@ async fn tell(mut stream: Stream, shape: &mut dyn Shape, sender: &Sender<Bytes>,
             next = timeout(limits.keep_alive, stream.next()) => next,
         };
         let (more, over) = match next {
-            Err(_) => match send_bytes(sender, Bytes::from_static(PING), limits).await {
-                true => (Vec::new(), false),
-                false => return,
-            },
+            Err(_) => {
+                if send_bytes(sender, Bytes::from_static(PING), limits).await {
+                    (Vec::new(), false)
+                } else {
+                    return;
+                }
+            }
             Ok(None) => (shape.end(stream.usage()), true),
             Ok(Some(output)) => match output.end.clone() {
                 Some(Err(e)) => (shape.fail(&e), true),
@@ -74,7 +77,7 @@ fn panicked() -> ApiError {
     ApiError::internal("the answer could not be told: a panic")
 }
 
-/// What a future comes to, if none of its steps panics.
+/// The output of a future, or an error if one of its steps panics.
 async fn guarded<F: Future>(future: F) -> std::thread::Result<F::Output> {
     let mut future = std::pin::pin!(future);
     let step = |context: &mut Context<'_>| {

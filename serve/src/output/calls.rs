@@ -64,7 +64,7 @@ impl Braces {
     }
 }
 
-/// What the beginning of a call says.
+/// The beginning of a call.
 enum Head {
     /// More must come.
     Open,
@@ -75,9 +75,9 @@ enum Head {
 }
 
 impl CallParser {
-    /// What begins a call.
+    /// The text that begins a call.
     pub const OPEN: &'static str = "<tool_call>";
-    /// What ends it.
+    /// The text that ends it.
     pub const CLOSE: &'static str = "</tool_call>";
 
     /// Calls that have begun.
@@ -180,7 +180,7 @@ impl CallParser {
         out.push(Piece::CallStart { index, name });
     }
 
-    /// Reads a call at its end; what is none stays text.
+    /// Reads a call at its end; anything else stays text.
     fn whole(&mut self, call: &str, close: &str, out: &mut Vec<Piece>) {
         match json_call(call).or_else(|| xml_call(call)) {
             Some((name, text)) => {
@@ -200,9 +200,12 @@ impl CallParser {
 fn head(text: &str) -> Head {
     let mut rest = text;
     // What has come is a beginning of what is expected, or it is something else.
-    let open = |rest: &str, wanted: &str| match wanted.starts_with(rest) {
-        true => Head::Open,
-        false => Head::Other,
+    let open = |rest: &str, wanted: &str| {
+        if wanted.starts_with(rest) {
+            Head::Open
+        } else {
+            Head::Other
+        }
     };
     for wanted in ["{", "\"name\"", ":"] {
         rest = rest.trim_start();
@@ -236,9 +239,10 @@ fn head(text: &str) -> Head {
         }
     }
     rest = rest.trim_start();
-    match rest.starts_with('{') {
-        true => Head::Named(name, text.len() - rest.len()),
-        false => open(rest, "{"),
+    if rest.starts_with('{') {
+        Head::Named(name, text.len() - rest.len())
+    } else {
+        open(rest, "{")
     }
 }
 

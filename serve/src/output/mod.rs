@@ -19,9 +19,9 @@ pub enum Piece {
     Text(String),
     /// A tool call begins.
     CallStart {
-        /// Which of the answer's calls, from 0.
+        /// Index of the call in the answer, from 0.
         index: usize,
-        /// What it is called.
+        /// Its name.
         name: String,
     },
     /// More of a call's arguments, which are JSON text.
@@ -33,7 +33,7 @@ pub enum Piece {
     },
 }
 
-/// What a reader looks for.
+/// The markup that a reader looks for.
 #[derive(Clone, Debug, Default)]
 pub struct ReaderOptions {
     /// Tells thinking from the answer; the prompt's text says whether it has begun.

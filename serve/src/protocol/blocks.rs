@@ -22,7 +22,7 @@ pub enum Block {
     },
 }
 
-/// What a piece of an answer changes.
+/// The change that a piece of an answer makes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// The block of this index begins.

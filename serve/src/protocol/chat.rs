@@ -31,20 +31,20 @@ pub struct ChatRequest {
     pub messages: Vec<Message>,
     /// Tools in OpenAI's form.
     pub tools: Vec<Value>,
-    /// Which of them.
+    /// Which of them the model may call.
     pub choice: Choice,
     /// Several calls may be made at once.
     pub several_calls: bool,
     /// `enable_thinking`, where it is said.
     pub thinking: Option<bool>,
-    /// What the answer must be.
+    /// The format that the answer must have.
     pub format: Option<Format>,
 }
 
 /// Reads a request.
 ///
 /// # Errors
-/// What is wrong in it, or not served, by name.
+/// A field that is wrong or not served, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&WITHOUT_EFFECT);
     fields.only("store", &[json!(false)])?;
@@ -137,9 +137,10 @@ pub fn render(
         reader: ReaderOptions {
             thinking: Some(prompt.text),
             calls: shown.is_some(),
-            stop: match must_call {
-                true => Vec::new(),
-                false => partial.reader.stop,
+            stop: if must_call {
+                Vec::new()
+            } else {
+                partial.reader.stop
             },
         },
         format: format.map(|f| (f, start)),
@@ -470,10 +471,7 @@ impl Shape for Chat {
             choices.push(json!({
                 "index": index,
                 "message": message,
-                "logprobs": match self.logprobs {
-                    true => json!({"content": answer.logprobs, "refusal": null}),
-                    false => Value::Null,
-                },
+                "logprobs": if self.logprobs { json!({"content": answer.logprobs, "refusal": null}) } else { Value::Null },
                 "finish_reason": answer.finish,
                 "stop_reason": answer.stop_string,
             }));

@@ -29,7 +29,7 @@ enum Prompt {
 /// Reads a request.
 ///
 /// # Errors
-/// What is wrong in it, or not served, by name.
+/// A field that is wrong or not served, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&["user"]);
     fields.only("echo", &[json!(false)])?;
@@ -120,9 +120,10 @@ impl Completion {
         tokens: &[TokenLogprobs],
         finish: Value,
     ) -> Value {
-        let logprobs = match self.logprobs {
-            true => self.logprobs(index, tokens),
-            false => Value::Null,
+        let logprobs = if self.logprobs {
+            self.logprobs(index, tokens)
+        } else {
+            Value::Null
         };
         json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
     }

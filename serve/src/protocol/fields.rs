@@ -16,7 +16,7 @@ impl Fields {
     /// Those of a request's body.
     ///
     /// # Errors
-    /// A body that is no JSON object.
+    /// A body that is not a JSON object.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         match serde_json::from_slice(body) {
             Ok(Value::Object(map)) => Ok(Fields {
@@ -31,7 +31,7 @@ impl Fields {
     /// Those of an object inside a request, at `place`.
     ///
     /// # Errors
-    /// A value that is no object.
+    /// A value that is not an object.
     pub fn of(value: Value, place: &str) -> Result<Self, ApiError> {
         match value {
             Value::Object(map) => Ok(Fields {

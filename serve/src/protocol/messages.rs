@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// Reads a request.
 ///
 /// # Errors
-/// What is wrong in it, or not served, by name.
+/// A field that is wrong or not served, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     let max_tokens = fields.count("max_tokens", 1, usize::MAX)?;
     let max_tokens =
@@ -283,7 +283,7 @@ impl Answer {
         }
     }
 
-    /// What comes before the first block; the cache's part of the prompt is known by then.
+    /// The events before the first block; the cache's part of the prompt is known by then.
     fn start(&mut self, usage: Usage) -> Option<SseEvent> {
         let first = !std::mem::replace(&mut self.begun, true);
         first.then(|| {

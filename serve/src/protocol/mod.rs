@@ -1,4 +1,4 @@
-//! What clients send and get: one file a protocol, over one internal request
+//! The protocols that clients speak: one file each, over one internal request
 //! ([`crate::generation::Generation`]) and one kind of event ([`crate::generation::Output`]).
 
 pub mod blocks;
@@ -48,13 +48,13 @@ impl SseEvent {
 
 /// How one request's answers are put into a protocol's shapes.
 pub trait Shape: Send {
-    /// What comes before any answer.
+    /// The events before any answer.
     fn begin(&mut self) -> Vec<SseEvent>;
 
     /// A piece of an answer as events of a stream.
     fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent>;
 
-    /// What comes after all answers.
+    /// The events after all answers.
     fn end(&mut self, usage: Usage) -> Vec<SseEvent>;
 
     /// A failure in the midst of a stream.
@@ -69,9 +69,9 @@ pub trait Shape: Send {
 
 /// A request that has been read.
 pub struct Parsed {
-    /// What is asked of the model.
+    /// The request to the model.
     pub generation: Generation,
-    /// What it is told as.
+    /// The protocol that its answer is written in.
     pub shape: Box<dyn Shape>,
     /// As a stream of events.
     pub stream: bool,

@@ -29,7 +29,7 @@ const WITHOUT_EFFECT: [&str; 7] = [
 /// Reads a request.
 ///
 /// # Errors
-/// What is wrong in it, or not served, by name.
+/// A field that is wrong or not served, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&WITHOUT_EFFECT);
     fields.only("store", &[json!(false)])?;
@@ -252,7 +252,7 @@ struct Response {
     model: String,
     id: String,
     created: u64,
-    /// What is told back of the request.
+    /// Settings of the request that the answer repeats.
     settings: Value,
     blocks: Blocks,
     /// Names of the blocks' items.
@@ -441,9 +441,10 @@ impl Shape for Response {
     fn end(&mut self, usage: Usage) -> Vec<SseEvent> {
         let last = self.blocks.close();
         let mut events: Vec<SseEvent> = last.into_iter().flat_map(|c| self.tell(c)).collect();
-        let name = match self.length {
-            true => "response.incomplete",
-            false => "response.completed",
+        let name = if self.length {
+            "response.incomplete"
+        } else {
+            "response.completed"
         };
         let frame = self.frame(self.status(), Some(usage), Value::Null);
         events.push(self.event(name, json!({"response": frame})));

@@ -61,7 +61,7 @@ fn random() -> u64 {
 /// Reads `logit_bias`: token ids, as text, and what is added to their logits.
 ///
 /// # Errors
-/// What is none, or too many.
+/// A token or bias that is malformed, or too many of them.
 pub fn bias(fields: &mut Fields) -> Result<LogitBias, ApiError> {
     let Some(map) = fields.take::<Map<String, Value>>("logit_bias")? else {
         return Ok(LogitBias::default());

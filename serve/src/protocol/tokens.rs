@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// The tokens of a text; special tokens written in it count as those.
 ///
 /// # Errors
-/// What is wrong in the request.
+/// A field that is wrong.
 pub fn tokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
     fields.only("add_special_tokens", &[json!(true), json!(false)])?;
     fields.only("parse_special", &[json!(true)])?;
@@ -34,7 +34,7 @@ pub fn tokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiErro
 /// The text of tokens, special ones included.
 ///
 /// # Errors
-/// What is wrong in the request.
+/// A field that is wrong.
 pub fn detokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
     let tokens: Vec<u32> = fields.require("tokens")?;
     fields.finish()?;

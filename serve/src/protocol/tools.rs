@@ -6,10 +6,10 @@ use serde_json::{Map, Value};
 /// Tools of one request, at most.
 const MOST_TOOLS: usize = 128;
 
-/// What the model may call.
+/// Which tools the model may call.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Choice {
-    /// What it likes.
+    /// Any tool, or none.
     #[default]
     Auto,
     /// Nothing.
@@ -23,7 +23,7 @@ pub enum Choice {
 /// Reads the tools of a request.
 ///
 /// # Errors
-/// Too many; a tool that is no function, or has no proper name, or two of one name.
+/// Too many tools; a tool that is not a function, or has no proper name, or two of one name.
 pub fn read(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
     let tools = tools.unwrap_or_default();
     if tools.len() > MOST_TOOLS {

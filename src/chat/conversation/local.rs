@@ -20,7 +20,7 @@ use std::time::Instant;
 enum Prompt {
     /// As text and as tokens.
     Fits(String, Vec<u32>),
-    /// So many tokens, more than the context has room for.
+    /// More tokens than the context has room for; their number.
     TooLong(usize),
 }
 
@@ -107,9 +107,10 @@ impl Answerer for Local<'_> {
             let _ = writer.push(&rest);
         }
         writer.finish();
-        let end = match writer.stops.has_ended() {
-            true => End::Text,
-            false => End::Generated(generated),
+        let end = if writer.stops.has_ended() {
+            End::Text
+        } else {
+            End::Generated(generated)
         };
         if let Some(e) = writer.failed {
             return Err(e);
@@ -218,9 +219,10 @@ impl<'m> Local<'m> {
                 count += 1;
                 continue;
             }
-            break match ids.len() + more < capacity {
-                true => Prompt::Fits(text, ids),
-                false => Prompt::TooLong(ids.len() + more),
+            break if ids.len() + more < capacity {
+                Prompt::Fits(text, ids)
+            } else {
+                Prompt::TooLong(ids.len() + more)
             };
         };
         if count > 0 {
@@ -229,7 +231,7 @@ impl<'m> Local<'m> {
         Ok(prompt)
     }
 
-    /// What the model reads of all messages, as text and as tokens.
+    /// The prompt that all messages make, as text and as tokens.
     fn prompt(&self, chat: &Chat) -> anyhow::Result<(String, Vec<u32>)> {
         let messages = chat.messages();
         match self.form {
@@ -279,9 +281,10 @@ impl Writer<'_> {
         }
         self.raw.push_str(piece);
         self.split(|splitter, emit| splitter.push(piece, emit));
-        match self.failed.is_some() || self.stops.has_ended() {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
+        if self.failed.is_some() || self.stops.has_ended() {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
         }
     }
 

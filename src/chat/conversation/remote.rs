@@ -78,7 +78,7 @@ impl Remote {
         Ok(remote)
     }
 
-    /// What the server calls the model.
+    /// The name of the model on the server.
     pub fn model(&self) -> &str {
         &self.model
     }
@@ -95,7 +95,7 @@ impl Remote {
         }
     }
 
-    /// What is sent: settings that differ from the server's, so that other servers, which do not
+    /// The body of the request: settings that differ from the server's, so that other servers, which do not
     /// know all of them, serve too.
     fn body(&self, messages: &[Message], settings: &Settings) -> Value {
         let mut body = json!({
@@ -180,7 +180,7 @@ impl Remote {
 /// A response that says that all is well.
 ///
 /// # Errors
-/// What the server says is wrong.
+/// The message of an error that the server sent.
 fn checked(
     response: ureq::http::Response<ureq::Body>,
 ) -> anyhow::Result<ureq::http::Response<ureq::Body>> {
@@ -200,7 +200,7 @@ fn text(response: ureq::http::Response<ureq::Body>) -> anyhow::Result<String> {
     Ok(body.read_to_string()?)
 }
 
-/// What a server says of its sampling; where it says nothing, OpenAI's.
+/// A server's sampling settings; where it gives none, OpenAI's.
 fn sampling(said: &Value) -> SamplingParams {
     let plain = SamplingParams::default();
     let number = |name: &str, otherwise: f32| said[name].as_f64().map_or(otherwise, |x| x as f32);

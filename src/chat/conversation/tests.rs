@@ -94,7 +94,7 @@ impl Session for Parrot {
     }
 }
 
-/// What a test holds of a conversation.
+/// A conversation and its model, for a test.
 struct Bench {
     tokenizer: Arc<Tokenizer>,
     template: ChatTemplate,

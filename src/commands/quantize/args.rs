@@ -72,7 +72,7 @@ pub struct QuantizeArgs {
     /// Folder to write [default: nq's own model folder]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// What to write; quality is measured before, on nq's own form of it
+    /// Format to write; quality is measured before, on nq's own form of it
     #[arg(long, value_enum, default_value_t = FormatArg::Nq)]
     pub format: FormatArg,
     /// Replace an existing output
@@ -242,7 +242,7 @@ impl QuantizeArgs {
             .map_or(Ok(()), |path| check_text(path, "--eval-text"))
     }
 
-    /// What the library is asked for, in `schemes`, into `out`.
+    /// The options of the library for these flags, with `schemes`, written to `out`.
     pub(super) fn options(
         &self,
         global: &Global,

@@ -48,7 +48,11 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         name: model.source.clone(),
         ..SourceRecord::default()
     };
-    let options = args.options(global, schemes, target.folder(), source);
+    let mut options = args.options(global, schemes, target.folder(), source);
+    if options.tuning.is_some() && model.checkpoint.config().experts.is_some() {
+        terminal.note("mixtures of experts are not tuned: --method auto is gptq here");
+        options.tuning = None;
+    }
     let job =
         Job::new(&model.checkpoint, &options, &terminal).with_context(|| model.source.clone())?;
     let estimate = job.estimate();
@@ -136,7 +140,7 @@ fn dry_run(
     Ok(print_line(&lines.join("\n"))?)
 }
 
-/// What a run takes of a GPU's memory, in a line.
+/// A line about the GPU memory that a run takes.
 fn device_plan(device: &DeviceEstimate) -> String {
     let mut line = format!(
         "GPU memory: {} at its peak ({}), {} may be used; text sampled from {}",
@@ -151,7 +155,7 @@ fn device_plan(device: &DeviceEstimate) -> String {
     line
 }
 
-/// What will be done and what it takes, in lines.
+/// The plan and the memory it takes, in lines.
 fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<String> {
     let head = match options.schemes.head {
         Some(head) => head.to_string(),

@@ -1,4 +1,4 @@
-//! What `nq quantize` made, told.
+//! The report that `nq quantize` prints.
 
 use crate::cli::Global;
 use crate::terminal::{human_bytes, print_line};

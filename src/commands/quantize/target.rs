@@ -8,7 +8,7 @@ use crate::terminal::human_bytes;
 use anyhow::{Context, bail};
 use nq_formats::durable::check_destination;
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
-use nq_formats::names::{Shape, is_layer_linear, parameters};
+use nq_formats::names::{Shape, is_layer_linear, is_router, parameters};
 use nq_formats::{AffineScheme, Bits, Checkpoint, Progress};
 use nq_quantize::schemes::head_scheme;
 use nq_quantize::{QuantizeReport, Schemes};
@@ -46,7 +46,7 @@ impl FormatArg {
         Ok((linears, head))
     }
 
-    /// What ends the names of models in this format in nq's own model folder.
+    /// Suffix of models of this format in nq's own model folder.
     pub(super) fn suffix(self) -> &'static str {
         match self {
             FormatArg::Nq => "",
@@ -85,8 +85,8 @@ impl Target {
         checkpoint.files().check_apart(&self.out)?;
         let all = parameters(checkpoint.config());
         let matrices = all.iter().filter_map(|(name, shape)| match *shape {
-            Shape::Matrix(rows, cols) => Some((name.as_str(), (rows, cols))),
-            Shape::Vector(_) => None,
+            Shape::Matrix(rows, cols) if !is_router(name) => Some((name.as_str(), (rows, cols))),
+            _ => None,
         });
         let (linears, ends): (Vec<_>, Vec<_>) = matrices.partition(|(name, _)| {
             // In a GGUF file, embedding and head are blocks as Linears are.
@@ -139,7 +139,7 @@ impl Target {
     }
 }
 
-/// What was written, and how many parameters the model has.
+/// The folder or file that was written, and the number of parameters of the model.
 fn write_from(
     folder: &Path,
     target: &Target,

@@ -1,4 +1,4 @@
-//! What is served: a model that can be loaded again and again, and what is reserved for its
+//! The models that are served: each can be loaded again and again; and the memory reserved for its
 //! sequences.
 
 use super::ServeArgs;
@@ -27,7 +27,7 @@ const LEAST_ROWS: (usize, usize) = (16, 64);
 /// Slots that keep sequences for prompts to come, for each request at once.
 const KEPT_PER_REQUEST: usize = 4;
 
-/// What all models are loaded with.
+/// Settings that all models are loaded with.
 #[derive(Clone)]
 pub(super) struct Settings {
     load: LoadOptions,
@@ -104,7 +104,7 @@ impl Loadable {
     /// Finds a model and looks at its files, without loading it.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// Its error.
     pub(super) fn new(
         name: Option<&str>,
         model: model::Model,
@@ -162,9 +162,10 @@ impl Loadable {
             spec.ctx,
             pages * PAGE,
             human_bytes(kv_bytes),
-            match self.settings.engine.prefix_cache {
-                true => ", shared where prompts begin alike",
-                false => "; nothing is kept for prompts to come",
+            if self.settings.engine.prefix_cache {
+                ", shared where prompts begin alike"
+            } else {
+                "; nothing is kept for prompts to come"
             }
         ));
         Ok(Loaded {
@@ -299,7 +300,7 @@ impl Source for Loadable {
 struct Short {
     needed: u64,
     free: u64,
-    /// What would help, if it is known.
+    /// A remedy, if one is known.
     help: Option<String>,
 }
 
@@ -319,7 +320,7 @@ impl fmt::Display for Short {
 
 impl std::error::Error for Short {}
 
-/// What an error says of memory, if it is about that.
+/// The figures of an error about memory; `None` for other errors.
 fn short_of(e: &anyhow::Error) -> Option<LoadError> {
     let (needed, free) = match (e.downcast_ref::<Short>(), e.downcast_ref()) {
         (Some(short), _) => (short.needed, short.free),

@@ -45,7 +45,7 @@ pub struct ServeArgs {
     /// Origin, a scheme and a host, whose pages may use the server
     #[arg(long, value_name = "ORIGIN")]
     pub allow_origin: Vec<String>,
-    /// What clients call MODEL [default: its own name]
+    /// Name of MODEL for clients [default: its own]
     #[arg(long, value_name = "NAME")]
     pub served_name: Option<String>,
     /// Requests worked on at once
@@ -116,21 +116,22 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         .with_context(|| format!("--host {} --port {}", args.host, args.port))?;
     stop_on_signals(&server, Duration::from_secs(args.grace))?;
     let url = format!("http://{}", server.address()?);
-    match global.json {
-        true => announce_json(&url, &loaded, args, keyed)?,
-        false => announce(&url, &loaded, keyed, &terminal),
+    if global.json {
+        announce_json(&url, &loaded, args, keyed)?
+    } else {
+        announce(&url, &loaded, keyed, &terminal)
     }
     server.run()?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// What is told of the models: their names, and what is reserved for the one that is loaded.
+/// The report about the models: their names, and what is reserved for the one that is loaded.
 struct Served {
     names: Vec<String>,
     first: Option<Reserved>,
 }
 
-/// What is reserved for MODEL.
+/// The memory reserved for MODEL.
 struct Reserved {
     device: String,
     ctx: usize,
@@ -241,9 +242,10 @@ fn announce(url: &str, served: &Served, keyed: bool, terminal: &Terminal) {
     if !later.is_empty() {
         terminal.note(&format!("loaded at first use: {}", later.join(", ")));
     }
-    let key = match keyed {
-        true => " -H \"Authorization: Bearer $NQ_API_KEY\"",
-        false => "",
+    let key = if keyed {
+        " -H \"Authorization: Bearer $NQ_API_KEY\""
+    } else {
+        ""
     };
     let body = serde_json::json!({
         "model": served.names[0], "messages": [{"role": "user", "content": "Hello!"}],

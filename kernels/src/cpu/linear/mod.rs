@@ -5,6 +5,7 @@
 //! file splits the work, chooses the kernel and applies epilogues. Every thread streams contiguous panels, which hardware
 //! prefetchers follow; prefetch instructions on top of them measured slower (Zen 4).
 
+mod experts;
 pub(crate) mod float;
 pub(crate) mod input;
 pub(crate) mod int8;
@@ -38,10 +39,12 @@ pub enum Epilogue {
 }
 
 /// One or several weights with the same input, repacked for this CPU's kernels and
-/// multiplied in one pass (QKV; gate and up).
+/// multiplied in one pass (QKV; gate and up); or those of every expert of a layer.
 pub struct Linear {
     name: &'static str,
     parts: Vec<Part>,
+    /// Of how many experts these are the parts, one expert's after another's; 1 if of none.
+    experts: usize,
     activations: Activations,
     in_features: usize,
     out_features: usize,
@@ -86,6 +89,23 @@ impl Linear {
         activations: Activations,
         kernels: KernelSet,
     ) -> Result<Self> {
+        Self::of_experts(cpu, parts, 1, activations, kernels)
+    }
+
+    /// As [`Linear::new`], of stacks of `experts` weights, for [`Cpu::experts`].
+    ///
+    /// # Errors
+    /// As [`Linear::new`].
+    ///
+    /// # Panics
+    /// If a part's rows are no multiple of `experts`.
+    pub fn of_experts(
+        cpu: &Cpu,
+        parts: &[&Weight],
+        experts: usize,
+        activations: Activations,
+        kernels: KernelSet,
+    ) -> Result<Self> {
         let in_features = parts.first().map_or(0, |w| w.dims().1);
         if let Some(w) = parts.iter().find(|w| w.dims().1 != in_features) {
             return Err(Error::Shape {
@@ -97,36 +117,29 @@ impl Linear {
         }
         let mut stacked = Vec::new();
         let (mut start, mut bytes) = (0, 0);
-        for &weight in parts {
-            let rows = weight.dims().0;
-            let (weight, size) = match kernels {
-                KernelSet::Reference => {
-                    if without_groups(activations) {
-                        return Err(no_kernel(cpu, WeightKind::of(weight), activations));
-                    }
-                    (Body::Canonical(weight.clone()), weight.bytes())
-                }
-                KernelSet::Fused => {
-                    let kind = WeightKind::of(weight);
-                    let chosen = choose(cpu, kind, activations)?;
-                    let align = kernels::align(kind, activations);
-                    let codes = chosen[0].codes();
-                    let packed = Packed::new(cpu.team(), weight, codes, align)?;
-                    let size = packed.bytes();
-                    (Body::Packed(packed, chosen), size)
-                }
-            };
-            stacked.push(Part {
-                weight,
-                start,
-                rows,
-            });
-            start += rows;
-            bytes += size;
+        for expert in 0..experts {
+            start = 0;
+            for &whole in parts {
+                let rows = whole.dims().0 / experts;
+                assert_eq!(rows * experts, whole.dims().0, "rows of {experts} experts");
+                let part = match experts {
+                    1 => whole.clone(),
+                    _ => whole.rows(expert * rows..(expert + 1) * rows),
+                };
+                let (weight, size) = body(cpu, part, activations, kernels)?;
+                stacked.push(Part {
+                    weight,
+                    start,
+                    rows,
+                });
+                start += rows;
+                bytes += size;
+            }
         }
         Ok(Linear {
             name: "linear",
             parts: stacked,
+            experts,
             activations,
             in_features,
             out_features: start,
@@ -164,7 +177,18 @@ impl Linear {
         self.in_features
     }
 
-    /// Outputs of all parts together.
+    /// Of how many experts it has the weights; 1 if of none.
+    pub fn experts(&self) -> usize {
+        self.experts
+    }
+
+    /// The parts of one expert.
+    fn expert(&self, expert: usize) -> &[Part] {
+        let each = self.parts.len() / self.experts;
+        &self.parts[expert * each..][..each]
+    }
+
+    /// Outputs of all parts together, of one expert.
     pub fn out_features(&self) -> usize {
         self.out_features
     }
@@ -181,7 +205,7 @@ impl Linear {
         }
     }
 
-    /// Bytes one pass reads from memory: the packed codes and scales.
+    /// Bytes one pass reads from memory: the packed codes and scales. Those of all experts.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -241,6 +265,32 @@ impl Linear {
             Body::Canonical(w) => w.dequantize_row(row - part.start, out)?,
         }
         Ok(())
+    }
+}
+
+/// A part as kernels take it, and its bytes.
+fn body(
+    cpu: &Cpu,
+    weight: Weight,
+    activations: Activations,
+    kernels: KernelSet,
+) -> Result<(Body, usize)> {
+    let kind = WeightKind::of(&weight);
+    match kernels {
+        KernelSet::Reference if without_groups(activations) => {
+            Err(no_kernel(cpu, kind, activations))
+        }
+        KernelSet::Reference => {
+            let size = weight.bytes();
+            Ok((Body::Canonical(weight), size))
+        }
+        KernelSet::Fused => {
+            let chosen = choose(cpu, kind, activations)?;
+            let align = kernels::align(kind, activations);
+            let packed = Packed::new(cpu.team(), &weight, chosen[0].codes(), align)?;
+            let size = packed.bytes();
+            Ok((Body::Packed(packed, chosen), size))
+        }
     }
 }
 
@@ -311,6 +361,14 @@ impl Cpu {
     pub fn linear(&self, w: &Linear, x: &[f32], y: &mut [f32], epilogue: Epilogue) -> Result<()> {
         let (k, n) = (w.in_features, w.out_features);
         let m = x.len() / k.max(1);
+        if w.experts != 1 {
+            return Err(Error::Shape {
+                op: "linear",
+                what: "experts",
+                expected: "one weight".into(),
+                found: format!("those of {} experts", w.experts),
+            });
+        }
         let width = match epilogue {
             Epilogue::Store | Epilogue::Add => n,
             Epilogue::SiluMul => {
@@ -342,7 +400,7 @@ impl Cpu {
             if matches!(w.parts[0].weight, Body::Canonical(_)) {
                 self.linear_reference(w, x, y, width, epilogue)?;
             } else {
-                self.linear_pass(w, x, y, width, epilogue);
+                self.linear_pass((w, &w.parts), x, y, width, epilogue);
             }
         }
         let kernel = match &w.parts[0].weight {
@@ -354,12 +412,19 @@ impl Cpu {
         Ok(())
     }
 
-    /// One pass over packed weights for at most [`PASS_ROWS`] rows.
-    fn linear_pass(&self, w: &Linear, x: &[f32], y: &mut [f32], width: usize, epilogue: Epilogue) {
+    /// One pass over packed parts of `w` for at most [`PASS_ROWS`] rows.
+    fn linear_pass(
+        &self,
+        (w, parts): (&Linear, &[Part]),
+        x: &[f32],
+        y: &mut [f32],
+        width: usize,
+        epilogue: Epilogue,
+    ) {
         let m = x.len() / w.in_features;
         let many = m > super::table::GEMV_COLUMNS;
         with_scratch!(Vec<Prepared>, |inputs| {
-            let parts = self.prepare_parts(w, x, m, inputs);
+            let (parts, _) = self.prepare_parts(parts, w, x, (inputs, 0), &mut Vec::new());
             let pass = Pass {
                 table: self.table,
                 parts: &parts,
@@ -382,40 +447,44 @@ impl Cpu {
         });
     }
 
-    /// The parts of `w` with their kernels for `m` rows; prepares the activations once for all
-    /// parts that take them alike.
+    /// `parts`, some of those of `w`, with their kernels for the rows of `x`; prepares the
+    /// activations, from `inputs[first]` on, once for all that take them alike: `layouts` are those
+    /// that stand before `first` already. Also returns where the next ones go.
     fn prepare_parts<'a>(
         &self,
-        w: &'a Linear,
+        parts: &'a [Part],
+        w: &Linear,
         x: &[f32],
-        m: usize,
-        inputs: &mut Vec<Prepared>,
-    ) -> Vec<PassPart<'a>> {
-        let mut layouts: Vec<Layout> = Vec::with_capacity(w.parts.len());
+        (inputs, first): (&mut Vec<Prepared>, usize),
+        layouts: &mut Vec<Layout>,
+    ) -> (Vec<PassPart<'a>>, usize) {
+        let m = x.len() / w.in_features;
+        let before = first - layouts.len();
         let prepare = |part: &'a Part| {
             let Body::Packed(packed, kernels) = &part.weight else {
                 unreachable!("a Linear is either packed or canonical");
             };
             let kernel = serving(kernels, m);
             let layout = kernel.layout(packed, w.activations);
-            let input = layouts.iter().position(|l| *l == layout);
-            let input = input.unwrap_or_else(|| {
-                let i = layouts.len();
+            let place = layouts.iter().position(|l| *l == layout);
+            let place = place.unwrap_or_else(|| {
+                let i = before + layouts.len();
                 if inputs.len() == i {
                     inputs.push(Prepared::default());
                 }
                 inputs[i].prepare(self.team(), self.table, &layout, x, w.in_features);
                 layouts.push(layout);
-                i
+                layouts.len() - 1
             });
             PassPart {
                 part,
                 packed,
                 kernel,
-                input,
+                input: before + place,
             }
         };
-        w.parts.iter().map(prepare).collect()
+        let parts = parts.iter().map(prepare).collect();
+        (parts, before + layouts.len())
     }
 
     /// Plain products of canonical weights: the baseline.
@@ -558,27 +627,31 @@ impl Pass<'_> {
 
     /// `silu` of the first part's product times the second's.
     fn silu_mul(&self, team: &Team, y: &Shared<'_, f32>) {
+        let steps = self.steps(&self.parts[0]);
+        team.run_ranges(steps, 1, |range| self.silu_mul_range(range, y));
+    }
+
+    /// [`Pass::silu_mul`] of the panels of these steps, which no other task writes.
+    fn silu_mul_range(&self, steps: Range<usize>, y: &Shared<'_, f32>) {
         let [gate, up] = self.parts else {
             unreachable!("checked by the caller: gate and up");
         };
-        team.run_ranges(self.steps(gate), 1, |range| {
-            with_scratch!(Buffer<f32>, |buffer| {
-                for panels in self.batches(gate, range) {
-                    let strides = [gate, up].map(|p| self.columns(p) * LANES);
-                    let sizes = strides.map(|stride| panels.len() * stride);
-                    let buffer = buffer.reserve(sizes[0] + sizes[1]);
-                    let (g, u) = buffer.split_at_mut(sizes[0]);
-                    self.run(gate, panels.clone(), g);
-                    self.run(up, panels.clone(), u);
-                    for p in 0..panels.len() {
-                        let g = &mut g[p * strides[0]..][..self.m * LANES];
-                        let u = &u[p * strides[1]..][..self.m * LANES];
-                        (self.table.silu_mul)(g, u);
-                    }
-                    // SAFETY: these panels' outputs are written by this task alone.
-                    unsafe { self.put(gate, &panels, g, y, false) };
+        with_scratch!(Buffer<f32>, |buffer| {
+            for panels in self.batches(gate, steps) {
+                let strides = [gate, up].map(|p| self.columns(p) * LANES);
+                let sizes = strides.map(|stride| panels.len() * stride);
+                let buffer = buffer.reserve(sizes[0] + sizes[1]);
+                let (g, u) = buffer.split_at_mut(sizes[0]);
+                self.run(gate, panels.clone(), g);
+                self.run(up, panels.clone(), u);
+                for p in 0..panels.len() {
+                    let g = &mut g[p * strides[0]..][..self.m * LANES];
+                    let u = &u[p * strides[1]..][..self.m * LANES];
+                    (self.table.silu_mul)(g, u);
                 }
-            });
+                // SAFETY: these panels' outputs are written by this task alone.
+                unsafe { self.put(gate, &panels, g, y, false) };
+            }
         });
     }
 

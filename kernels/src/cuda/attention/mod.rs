@@ -30,15 +30,15 @@ pub struct Heads<'a> {
 }
 
 /// [`Heads`] as kernels take them.
-struct HeadArgs {
-    q_gain: Address,
-    k_gain: Address,
-    cos_sin: Address,
+pub(super) struct HeadArgs {
+    pub(super) q_gain: Address,
+    pub(super) k_gain: Address,
+    pub(super) cos_sin: Address,
 }
 
 impl Heads<'_> {
     /// As operands of `o`, over `cache`.
-    fn args(&self, o: &Operands<'_>, cache: LayerPages<'_>) -> Result<HeadArgs> {
+    pub(super) fn args(&self, o: &Operands<'_>, cache: LayerPages<'_>) -> Result<HeadArgs> {
         let kv_heads = cache.kv_heads();
         let group = self.heads / kv_heads.max(1);
         if !self.heads.is_multiple_of(kv_heads) || !(1..=8).contains(&group) {

@@ -1,5 +1,8 @@
 //! A device: what it is, its kernels, and what is timed of its work.
 
+use super::code::Target;
+use super::found::{capability, code_for, driver_version, find};
+use super::stream::{Attributes, LaunchShape};
 use crate::account::Account;
 use crate::cpu::{Key, OpTiming, Profile};
 use crate::cuda::kernel::{Instance, KernelRow, MOST_INSTANCES};
@@ -12,12 +15,6 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
-
-/// One fatbin per source and architecture.
-pub(in crate::cuda) const FATBINS: &[&[u8]] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
-
-/// The oldest driver whose library has all that is called here (CUDA 12.0).
-const OLDEST_DRIVER: i32 = 12_000;
 
 /// The oldest driver that says what arguments a kernel takes (CUDA 12.4).
 const KNOWS_ARGUMENTS: i32 = 12_040;
@@ -98,7 +95,12 @@ struct Function {
     handle: sys::CUfunction,
     /// Dynamic shared memory that a block may have.
     shared: AtomicUsize,
+    /// Clusters may have more than [`PORTABLE_CLUSTER`] blocks.
+    large_clusters: AtomicBool,
 }
+
+/// Blocks of a cluster that every device with clusters takes.
+const PORTABLE_CLUSTER: usize = 8;
 
 /// Turns a driver's answer into this crate's error.
 pub(super) fn check<T>(what: &'static str, result: Result<T, DriverError>) -> Result<T> {
@@ -115,54 +117,15 @@ pub(super) fn check<T>(what: &'static str, result: Result<T, DriverError>) -> Re
     })
 }
 
-/// The number of devices, or why none can be used: no driver library, one too old, no device.
-///
-/// # Errors
-/// [`Error::Cuda`] saying which.
-pub fn device_count() -> Result<usize> {
-    let none = |why: String| Error::Cuda {
-        what: "looking for a GPU",
-        why,
-    };
-    // SAFETY: only tries to open the library.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(none("no NVIDIA driver: libcuda is not installed".into()));
-    }
-    check("starting the CUDA driver", result::init())?;
-    let mut version = 0;
-    // SAFETY: writes one integer.
-    check("asking the driver's version", unsafe {
-        sys::cuDriverGetVersion(&raw mut version).result()
-    })?;
-    if version < OLDEST_DRIVER {
-        return Err(none(format!(
-            "the driver is for CUDA {}.{}, and 12.0 or newer is needed (driver 525)",
-            version / 1000,
-            version % 1000 / 10
-        )));
-    }
-    let count = check("counting devices", result::device::get_count())?;
-    match count {
-        0 => Err(none("the driver is there, but no device".into())),
-        n => Ok(n as usize),
-    }
-}
-
 impl Gpu {
     /// Opens device `ordinal` and loads the kernels.
     ///
     /// # Errors
-    /// [`device_count`]'s; [`Error::Cuda`] if there is no such device, or the kernels have no
+    /// [`device_count`](super::device_count)'s; [`Error::Cuda`] if there is no such device, or the kernels have no
     /// code for it or need a newer driver.
     pub fn open(ordinal: usize) -> Result<Self> {
-        let count = device_count()?;
-        if ordinal >= count {
-            return Err(Error::Cuda {
-                what: "opening a GPU",
-                why: format!("there is no cuda:{ordinal}; devices: {count}"),
-            });
-        }
-        let device = check("opening a GPU", result::device::get(ordinal as i32))?;
+        let device = find(ordinal)?;
+        let code = code_for(device, ordinal)?;
         // SAFETY: `device` is valid; the reference is given back in `Drop`.
         let context = unsafe { result::primary_ctx::retain(device) };
         let context = check("opening a GPU", context)?;
@@ -176,7 +139,7 @@ impl Gpu {
         let copies = result::stream::create(result::stream::StreamKind::NonBlocking);
         inner.copies = check("making a stream", copies)?;
         inner.describe()?;
-        inner.load_modules()?;
+        inner.load_modules(code)?;
         Ok(Gpu(Arc::new(inner)))
     }
 
@@ -307,31 +270,59 @@ impl Gpu {
         Ok(cell.get().and_then(Option::as_ref))
     }
 
-    /// A kernel whose blocks may have `shared` bytes of dynamic shared memory.
+    /// A kernel that may be launched so.
     pub(super) fn reserve<A>(
         &self,
         kernel: &Instance<A>,
-        shared: usize,
+        shape: LaunchShape,
     ) -> Result<sys::CUfunction> {
+        use sys::CUfunction_attribute_enum as Attribute;
         let Some(f) = self.function(kernel.row, kernel.index)? else {
             return Err(Error::Cuda {
                 what: "finding a kernel",
                 why: format!("{} is not in this build for {}", kernel.name(), self.info()),
             });
         };
-        if shared > f.shared.load(Ordering::Relaxed) {
+        let allow = |what, attribute, value: usize| {
             self.0.bind()?;
             // SAFETY: the handle is valid while the module is.
-            check("reserving shared memory", unsafe {
-                result::function::set_function_attribute(
-                    f.handle,
-                    sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    shared as i32,
-                )
-            })?;
-            f.shared.fetch_max(shared, Ordering::Relaxed);
+            check(what, unsafe {
+                result::function::set_function_attribute(f.handle, attribute, value as i32)
+            })
+        };
+        if shape.shared > f.shared.load(Ordering::Relaxed) {
+            let bytes = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            allow("reserving shared memory", bytes, shape.shared)?;
+            f.shared.fetch_max(shape.shared, Ordering::Relaxed);
+        }
+        if shape.cluster > PORTABLE_CLUSTER && !f.large_clusters.load(Ordering::Relaxed) {
+            let large = Attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+            allow("allowing large clusters", large, 1)?;
+            f.large_clusters.store(true, Ordering::Relaxed);
         }
         Ok(f.handle)
+    }
+
+    /// Clusters of a launch that run at once, at most.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn clusters_at_once<A>(
+        &self,
+        kernel: &Instance<A>,
+        shape: LaunchShape,
+    ) -> Result<usize> {
+        let function = self.reserve(kernel, shape)?;
+        self.0.bind()?;
+        let mut attributes = Attributes::of(shape, self.info());
+        let config = attributes.config(shape, ptr::null_mut());
+        let mut count = 0;
+        // SAFETY: the function is valid, and so is what the configuration points to.
+        let outcome = unsafe {
+            sys::cuOccupancyMaxActiveClusters(&raw mut count, function, &raw const config)
+        };
+        check("asking for room for clusters", outcome.result())?;
+        Ok(usize::try_from(count).unwrap_or(0))
     }
 }
 
@@ -393,18 +384,9 @@ impl Inner {
             let value = unsafe { result::device::get_attribute(self.device, attribute) };
             check("asking for a GPU's properties", value)
         };
-        let mut driver = 0;
-        // SAFETY: writes one integer; the device is valid.
-        let memory = unsafe {
-            check(
-                "asking the driver's version",
-                sys::cuDriverGetVersion(&raw mut driver).result(),
-            )?;
-            check(
-                "asking for a GPU's memory",
-                result::device::total_mem(self.device),
-            )?
-        };
+        // SAFETY: the device is valid.
+        let memory = unsafe { result::device::total_mem(self.device) };
+        let memory = check("asking for a GPU's memory", memory)?;
         let name = check(
             "asking for a GPU's name",
             result::device::get_name(self.device),
@@ -412,15 +394,12 @@ impl Inner {
         self.info = GpuInfo {
             ordinal: self.info.ordinal,
             name: name.trim_end_matches('\0').into(),
-            capability: (
-                get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            ),
+            capability: capability(self.device)?,
             multiprocessors: get(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
             shared_memory: get(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
             l2_bytes: get(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
             memory,
-            driver,
+            driver: driver_version()?,
         };
         Ok(())
     }
@@ -454,6 +433,7 @@ impl Inner {
         Ok(Some(Function {
             handle,
             shared: AtomicUsize::new(UNASKED_SHARED),
+            large_clusters: AtomicBool::new(false),
         }))
     }
 
@@ -485,33 +465,14 @@ impl Inner {
         })
     }
 
-    /// Loads the fatbins that have code for this device.
-    fn load_modules(&mut self) -> Result<()> {
-        let mut refusal = None;
-        for image in FATBINS {
+    /// Loads the kernels.
+    fn load_modules(&mut self, code: Target) -> Result<()> {
+        for image in code.images()? {
             // SAFETY: the image is a whole fatbin; the driver checks it.
-            match unsafe { result::module::load_data(image.as_ptr().cast::<c_void>()) } {
-                Ok(module) => self.modules.push(module),
-                // Code for another architecture.
-                Err(e) if e.0 == CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {}
-                Err(e) => refusal = Some(e),
-            }
+            let module = unsafe { result::module::load_data(image.as_ptr().cast::<c_void>()) };
+            self.modules.push(check("loading the kernels", module)?);
         }
-        if !self.modules.is_empty() {
-            return Ok(());
-        }
-        if let Some(e) = refusal {
-            check("loading the kernels (they may need a newer driver)", Err(e))?;
-        }
-        let (major, minor) = self.info.capability;
-        Err(Error::Cuda {
-            what: "loading the kernels",
-            why: format!(
-                "{} has compute capability {major}.{minor}, for which this build has no code; \
-                 8.0 or newer is needed",
-                self.info.name
-            ),
-        })
+        Ok(())
     }
 }
 

@@ -1,7 +1,8 @@
 //! The CUDA driver: a device, its memory, streams, graphs and launches.
 //!
 //! The driver library is loaded when a device is opened, so one binary runs with or without
-//! one. Kernels are in fatbins that the build embeds; each is looked up once ([`super::table`]).
+//! one. The build embeds the kernels' code for several architectures, of which the device's is
+//! unpacked; each kernel is looked up once ([`super::table`]).
 //!
 //! What the operations may rely on, whatever safe code does with the types here:
 //! - Memory outlives the work that uses it. Freeing device memory waits for the device; host memory
@@ -14,6 +15,8 @@
 
 mod blas;
 mod checked;
+mod code;
+mod found;
 mod gpu;
 mod memory;
 mod operands;
@@ -24,9 +27,11 @@ mod tensor_map;
 
 pub(crate) use blas::{Blas, Side};
 pub use checked::{Checked, Followed};
+pub use code::driver_needed;
 #[cfg(test)]
-pub(in crate::cuda) use gpu::FATBINS;
-pub use gpu::{Gpu, GpuInfo, device_count};
+pub(in crate::cuda) use code::targets;
+pub use found::{check_device, device_count};
+pub use gpu::{Gpu, GpuInfo};
 pub(crate) use memory::Address;
 pub use memory::{Buffer, Mapped};
 pub(crate) use operands::Operands;

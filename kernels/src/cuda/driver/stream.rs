@@ -1,6 +1,6 @@
 //! Work in order: launches, copies, graphs, and points to wait for.
 
-use super::gpu::{Gpu, Timed, check};
+use super::gpu::{Gpu, GpuInfo, Timed, check};
 use super::memory::Allocation;
 use crate::cpu::Key;
 use crate::cuda::kernel::Instance;
@@ -63,9 +63,9 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) struct LaunchShape {
     grid: (usize, usize, usize),
     threads: usize,
-    shared: usize,
+    pub(super) shared: usize,
     overlap: bool,
-    cluster: usize,
+    pub(super) cluster: usize,
 }
 
 impl LaunchShape {
@@ -96,6 +96,62 @@ impl LaunchShape {
     /// In clusters of so many blocks that follow one another along x.
     pub(crate) fn clusters_of(self, cluster: usize) -> Self {
         LaunchShape { cluster, ..self }
+    }
+}
+
+/// What a launch says besides its sizes.
+pub(super) struct Attributes {
+    all: [sys::CUlaunchAttribute; 2],
+    count: usize,
+}
+
+impl Attributes {
+    pub(super) fn of(shape: LaunchShape, info: &GpuInfo) -> Self {
+        use sys::CUlaunchAttributeID_enum as Id;
+        // SAFETY: structures of integers and unions of them; all zero is valid.
+        let all: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
+        let mut attributes = Attributes { all, count: 0 };
+        if shape.overlap && info.capability >= (9, 0) {
+            let to = attributes.next(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+            to.programmaticStreamSerializationAllowed = 1;
+        }
+        if shape.cluster > 1 {
+            let to = attributes.next(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+            to.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+                x: shape.cluster as u32,
+                y: 1,
+                z: 1,
+            };
+        }
+        attributes
+    }
+
+    /// The value of one more.
+    fn next(&mut self, id: sys::CUlaunchAttributeID) -> &mut sys::CUlaunchAttributeValue {
+        let attribute = &mut self.all[self.count];
+        self.count += 1;
+        attribute.id = id;
+        &mut attribute.value
+    }
+
+    /// A launch with them: it points to them.
+    pub(super) fn config(
+        &mut self,
+        shape: LaunchShape,
+        stream: sys::CUstream,
+    ) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: shape.grid.0 as u32,
+            gridDimY: shape.grid.1 as u32,
+            gridDimZ: shape.grid.2 as u32,
+            blockDimX: shape.threads as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared as u32,
+            hStream: stream,
+            attrs: self.all.as_mut_ptr(),
+            numAttrs: self.count as u32,
+        }
     }
 }
 
@@ -196,40 +252,10 @@ impl Stream {
         shape: LaunchShape,
         args: &A,
     ) -> Result<()> {
-        let function = self.0.gpu.reserve(kernel, shape.shared)?;
+        let function = self.0.gpu.reserve(kernel, shape)?;
         self.0.gpu.0.bind()?;
-        // SAFETY: structures of integers and unions of them; all zero is valid.
-        let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
-        let mut count = 0;
-        if shape.overlap && self.0.gpu.info().capability >= (9, 0) {
-            attributes[count].id = sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-            attributes[count]
-                .value
-                .programmaticStreamSerializationAllowed = 1;
-            count += 1;
-        }
-        if shape.cluster > 1 {
-            attributes[count].id =
-                sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-            attributes[count].value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
-                x: shape.cluster as u32,
-                y: 1,
-                z: 1,
-            };
-            count += 1;
-        }
-        let config = sys::CUlaunchConfig {
-            gridDimX: shape.grid.0 as u32,
-            gridDimY: shape.grid.1 as u32,
-            gridDimZ: shape.grid.2 as u32,
-            blockDimX: shape.threads as u32,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: shape.shared as u32,
-            hStream: self.0.handle,
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: count as u32,
-        };
+        let mut attributes = Attributes::of(shape, self.0.gpu.info());
+        let config = attributes.config(shape, self.0.handle);
         let mut params = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
         // SAFETY: the caller vouches for what the arguments say; they have the size that the kernel
         // takes, and the driver copies them before it returns.

@@ -2,7 +2,7 @@
 
 use super::table;
 use crate::cuda::PackedKind;
-use crate::cuda::driver::FATBINS;
+use crate::cuda::driver::targets;
 use crate::cuda::kernel::{KINDS, MOST_INSTANCES, kind_index, names};
 use nq_formats::{Bits, Zeros};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -261,11 +261,13 @@ fn arguments_have_the_sizes_that_the_code_takes() {
         sizes.extend(row.instances.iter().map(|&name| (name, row.args)));
     }
     let mut found = BTreeSet::new();
-    for (at, fatbin) in FATBINS.iter().enumerate() {
-        for (kernel, size) in argument_sizes(fatbin) {
-            let expected = sizes.get(kernel.as_str());
-            assert_eq!(expected, Some(&size), "argument of {kernel}");
-            assert!(found.insert((at, kernel)), "two arguments");
+    for target in targets().filter(|t| !t.is_ptx()) {
+        for fatbin in target.images().expect("whole code") {
+            for (kernel, size) in argument_sizes(&fatbin) {
+                let expected = sizes.get(kernel.as_str());
+                assert_eq!(expected, Some(&size), "argument of {kernel}");
+                assert!(found.insert((target.name(), kernel)), "two arguments");
+            }
         }
     }
     assert!(

@@ -1,19 +1,22 @@
 //! The layers of a step: each operation is a kernel or two, which the stream queues or records.
 
-use super::product;
 use super::step::{StepEnd, StepKind, StepRows, WideRows};
-use crate::cuda::model::CudaModel;
-use crate::forward::{Attention, Operand, Ops, Packed, Projection};
+use super::{ExpertRows, product};
+use crate::cuda::model::{CudaLayer, CudaModel};
+use crate::forward::{Attention, Experts, Mlp, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
-    DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm, Step, StepOutput,
-    Stream,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, ClusterLayer,
+    ClusterPlan, Columns, DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm,
+    Step, StepOutput, Stream,
 };
 use nq_kernels::{Error, Result};
 
 /// Bytes of the product behind attention from which on its early requests for weights hold up
 /// what attention reads, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
 const FLOOD: usize = 4 << 20;
+
+/// Parts of contexts ([`StepKind::splits`]) up to which clusters attend as fast.
+const CLUSTER_SPLITS: usize = 4;
 
 /// What all layers of a step work with.
 #[derive(Clone, Copy)]
@@ -30,14 +33,66 @@ impl Device<'_> {
     pub(super) fn queue(self, step: &mut StepRows) -> Result<()> {
         let layers = &self.model.layers;
         if self.kind.m <= MOST_SEQUENCES {
+            let by_clusters = self.queue_clusters(step)?;
             let mut pass = NarrowPass { device: self, step };
-            layers.iter().try_for_each(|l| l.run(&mut pass))?;
+            if !by_clusters {
+                layers.iter().try_for_each(|l| l.run(&mut pass))?;
+            }
             pass.head()
         } else {
             let mut pass = WidePass::new(self, step)?;
             layers.iter().try_for_each(|l| l.run(&mut pass))?;
             pass.head()
         }
+    }
+
+    /// Queues the layers of a step of one row, two kernels each, where those are the fastest: true
+    /// if so.
+    fn queue_clusters(self, step: &mut StepRows) -> Result<bool> {
+        let StepKind { m, splits, .. } = self.kind;
+        let Some(parts) = step
+            .parts
+            .as_mut()
+            .filter(|_| m == 1 && splits <= CLUSTER_SPLITS)
+        else {
+            return Ok(false);
+        };
+        let layers = self.model.layers.iter().map(|l| self.cluster(l));
+        let Some(layers) = layers.collect::<Option<Vec<_>>>() else {
+            return Ok(false);
+        };
+        let Some(plan) = ClusterPlan::new(&self.model.gpu, &layers)? else {
+            return Ok(false);
+        };
+        self.stream
+            .cluster_layers(&plan, &layers, &mut step.x, &step.step, parts)?;
+        Ok(true)
+    }
+
+    /// A layer as clusters run it, if they do: not one with experts.
+    fn cluster<'b>(&self, layer: &'b CudaLayer) -> Option<ClusterLayer<'b>>
+    where
+        Self: 'b,
+    {
+        let attention = &layer.attention;
+        let Mlp::SwiGlu {
+            norm,
+            gate_up,
+            down,
+        } = &layer.mlp
+        else {
+            return None;
+        };
+        Some(ClusterLayer {
+            attention_norm: &attention.norm,
+            qkv: &attention.qkv.linear,
+            heads: self.model.heads(attention, self.cos_sin),
+            cache: self.pages.layer(layer.index),
+            o: &attention.o.linear,
+            mlp_norm: norm,
+            gate_up: &gate_up.linear,
+            down: &down.linear,
+        })
     }
 
     fn norm<'b>(&self, gain: &'b Buffer<f32>) -> Norm<'b> {
@@ -78,6 +133,37 @@ impl Device<'_> {
                 .attention_decode(qkv, step, &heads, cache, scratch, out, shape)
         })
     }
+}
+
+/// The experts of rows that are scored, of the residual stream `x`, added to it.
+pub(super) fn add_experts(
+    (stream, model): (&Stream, &CudaModel),
+    experts: &Experts<DeviceLinear, Buffer<f32>>,
+    rows: &mut ExpertRows,
+    x: &mut Buffer<f32>,
+    m: usize,
+) -> Result<()> {
+    let Some(shape) = &model.config.experts else {
+        unreachable!("layers of experts come with their numbers");
+    };
+    let norm = Norm {
+        gain: &experts.norm,
+        eps: model.config.rms_norm_eps,
+    };
+    let ExpertRows { scores, gated } = rows;
+    let part = |w: &DeviceLinear| w.bytes() / shape.count * shape.per_token;
+    let key = |w: &Packed<DeviceLinear>| {
+        let linear = &w.linear;
+        let rows = linear.rows() / shape.count;
+        (w.spec.name, linear.kind().name(), (rows, linear.inputs()))
+    };
+    let (up, down) = (&experts.gate_up, &experts.down);
+    stream.timed(key(up), m * part(&up.linear), || {
+        stream.experts_up(&up.linear, (x, norm), scores, gated, shape, m)
+    })?;
+    stream.timed(key(down), m * part(&down.linear), || {
+        stream.experts_down(&down.linear, gated, scores, x, shape, m)
+    })
 }
 
 /// Up to [`MOST_SEQUENCES`] rows: five products and attention are all there is, norms among them.
@@ -166,6 +252,22 @@ impl Ops for NarrowPass<'_> {
         let (w, out) = ((w.spec.name, &w.linear), GemvOutput::Add(&mut step.x));
         Self::multiply(self.device, w, operand, out, &mut step.columns, false)
     }
+
+    fn add_experts(
+        &mut self,
+        _layer: usize,
+        experts: &Experts<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        let (device, step) = (self.device, &mut *self.step);
+        let Some(rows) = &mut step.experts else {
+            unreachable!("sessions of mixtures have them");
+        };
+        let router = (experts.router.spec.name, &experts.router.linear);
+        let out = GemvOutput::Store(device.norm(&experts.norm), &mut rows.scores);
+        Self::multiply(device, router, &step.x, out, &mut step.columns, false)?;
+        let on = (device.stream, device.model);
+        add_experts(on, experts, rows, &mut step.x, device.kind.m)
+    }
 }
 
 /// More rows: each product that is added leaves its sums in parts, which the norm behind it adds.
@@ -177,6 +279,7 @@ struct WidePass<'a> {
     scratch: &'a mut AttentionScratch,
     cascade: Option<&'a Cascade>,
     rows: &'a mut WideRows,
+    experts: &'a mut Option<ExpertRows>,
     head: (&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
     /// The last product's sums are not in `x` yet.
     pending: bool,
@@ -191,6 +294,7 @@ impl<'a> WidePass<'a> {
             attention,
             cascade,
             wide: Some(rows),
+            experts,
             logits,
             best,
             ..
@@ -211,6 +315,7 @@ impl<'a> WidePass<'a> {
             scratch: attention,
             cascade: cascade.as_ref(),
             rows,
+            experts,
             head: (logits, best),
             pending: false,
         })
@@ -302,5 +407,23 @@ impl Ops for WidePass<'_> {
         self.pending = true;
         let out = StepOutput::Parts(sums);
         Self::multiply(self.device, (w.spec.name, &w.linear), operand, out)
+    }
+
+    fn add_experts(
+        &mut self,
+        _layer: usize,
+        experts: &Experts<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        // Which adds what is pending to `x`.
+        self.norm(&experts.norm)?;
+        self.pending = false;
+        let Some(rows) = &mut *self.experts else {
+            unreachable!("sessions of mixtures have them");
+        };
+        let router = (experts.router.spec.name, &experts.router.linear);
+        let out = StepOutput::Store(&mut rows.scores);
+        Self::multiply(self.device, router, &self.rows.normed, out)?;
+        let on = (self.device.stream, self.device.model);
+        add_experts(on, experts, rows, self.x, self.device.kind.m)
     }
 }

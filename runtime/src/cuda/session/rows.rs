@@ -1,10 +1,11 @@
 //! A forward over the rows of many tokens.
 
 use super::super::model::CudaModel;
+use super::passes::add_experts;
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
 use crate::engine::{Chunk, Observer};
 use crate::error::{Error, Result};
-use crate::forward::{Attention, Operand, Ops, Packed, Projection};
+use crate::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
 use nq_formats::models::Product;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
@@ -185,6 +186,26 @@ impl Ops for Pass<'_, '_> {
         };
         let out = GemmOutput::Add(&mut many.x);
         multiply(device, (w.spec.name, &w.linear), full, half, out, m)
+    }
+
+    /// Rows go through their experts one by one: the weights of those that rows share come out of
+    /// the device's cache.
+    fn add_experts(
+        &mut self,
+        _layer: usize,
+        experts: &Experts<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        self.norm(&experts.norm)?;
+        let (device, m) = ((self.stream, self.model.kernels), self.m);
+        let many = &mut *self.many;
+        let Some(rows) = &mut many.experts else {
+            unreachable!("sessions of mixtures have them");
+        };
+        let router = (experts.router.spec.name, &experts.router.linear);
+        let out = GemmOutput::Store(&mut rows.scores);
+        multiply(device, router, None, &many.normed, out, m)?;
+        let on = (self.stream, self.model);
+        Ok(add_experts(on, experts, rows, &mut many.x, m)?)
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {

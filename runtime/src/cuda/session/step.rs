@@ -2,7 +2,7 @@
 //! the device for the next step, which is queued before the host has seen it.
 
 use super::passes::Device;
-use super::{CudaSession, LOGIT_ROWS, Widths, padded};
+use super::{CudaSession, ExpertRows, LOGIT_ROWS, Widths, padded};
 use crate::batch::{Drawn, StepsAhead, bucket};
 use crate::engine::{Chunk, LogitsWanted, SessionSpec, check_tokens};
 use crate::error::{Error, Result};
@@ -11,9 +11,9 @@ use nq_formats::ModelConfig;
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
-    Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN, MOST_SEQUENCES,
-    MOST_WIDE_SEQUENCES, Mapped, NONE_ALLOWED, NOT_FINITE, PartialSums, Places, Sampling, Step,
-    StepBounds, best_len, wide_best_len,
+    ClusterParts, Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, NONE_ALLOWED, NOT_FINITE, PartialSums, Places,
+    Sampling, Step, StepBounds, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -24,7 +24,7 @@ const RING: usize = 64;
 const AHEAD: usize = 12;
 /// Reads of a key head's page that reading them once must save in a step, for one more kernel a
 /// layer to pay (`benches/records/2026-11-22-cascade.csv`).
-const LEAST_SHARED: usize = 256;
+const LEAST_SHARED: usize = 1024;
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
@@ -43,10 +43,12 @@ pub(super) struct StepRows {
     /// How attention over that is launched; none: nothing worth it is in common.
     shared: Option<CascadeShape>,
     pub(super) columns: Option<Columns>, // of several narrow rows
-    pub(super) wide: Option<WideRows>,   // of more rows than `MOST_SEQUENCES`
-    pub(super) logits: Buffer<f32>,      // [rows, vocab]
-    pub(super) best: Buffer<[f32; 2]>,   // [rows, blocks of the head]
-    sampling: Buffer<Sampling>,          // [seats]
+    pub(super) experts: Option<ExpertRows>,
+    pub(super) parts: Option<ClusterParts>, // of a step of one row
+    pub(super) wide: Option<WideRows>,      // of more rows than `MOST_SEQUENCES`
+    pub(super) logits: Buffer<f32>,         // [rows, vocab]
+    pub(super) best: Buffer<[f32; 2]>,      // [rows, blocks of the head]
+    sampling: Buffer<Sampling>,             // [seats]
     candidates: Option<Candidates>,
     adjust: Adjustments,        // [seats]
     ring: Mapped<u32>,          // [seats, RING]
@@ -170,6 +172,11 @@ impl StepRows {
             cascade,
             shared: None,
             columns,
+            experts: ExpertRows::new(gpu, &w, rows)?,
+            parts: match gpu.info().capability {
+                (9, 0) => Some(ClusterParts::new(gpu, w.hidden)?),
+                _ => None,
+            },
             wide,
             logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,

@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Speed of nq beside other engines on this machine, in one go: a dated record and a plot.
+
+    benches/compare/speed.py --nq target/release/nq --device cpu --presets 0.6b
+    benches/compare/speed.py --nq target/release/nq --device cuda --presets 0.6b 8b --llama DIR
+
+llama.cpp is looked for in --llama (a folder with `llama-bench`, or sources that are built there with cmake)
+and in PATH; candle is measured where nq was built with the feature `candle`. What is absent is named and left
+out. All run random weights of the same shape: `nq synth` makes them and `nq convert` the GGUF file. The engines take
+turns, so that a machine whose speed changes changes it for all. Rows go to
+benches/records/DATE-compare-DEVICE.csv, the plot beside them as .svg.
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RECORDS = Path(__file__).resolve().parents[1] / "records"
+PROMPT, ANSWER = 512, 64
+COLOURS = {"nq": "#1f5fb4", "llama.cpp": "#d9822b", "candle": "#7a7a7a"}
+
+
+def output(command):
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def find_llama(folder, device):
+    """The path of llama-bench, built if `folder` holds sources; None if there is none."""
+    if folder is None:
+        found = shutil.which("llama-bench")
+        return Path(found) if found else None
+    for place in [folder, folder / "bin", folder / "build/bin"]:
+        if (place / "llama-bench").exists():
+            return place / "llama-bench"
+    if not (folder / "CMakeLists.txt").exists():
+        sys.exit(f"{folder} holds neither llama-bench nor sources of llama.cpp")
+    cuda = ["-DGGML_CUDA=ON"] if device == "cuda" else []
+    output(["cmake", "-S", folder, "-B", folder / "build", "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", *cuda])
+    output(["cmake", "--build", folder / "build", "--target", "llama-bench", "-j", os.cpu_count()])
+    return folder / "build/bin/llama-bench"
+
+
+def nq_rates(nq, model, device, engine, sizes):
+    """Tokens per second of prefill and decode by `nq bench`; None if this nq has no such engine."""
+    command = [nq, "bench", model, "--device", device, "--engine", engine, "--json", "--no-chat", "--repeats", 1,
+               "-p", sizes[0], "-n", sizes[1]]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if done.returncode and "without the feature `candle`" in done.stderr:
+        return None
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: {done.stderr.strip()[-2000:]}")
+    found = json.loads(done.stdout)
+    found = found["rows"] if isinstance(found, dict) else found
+    return {row["test"]: row["tok_s"] for row in found}
+
+
+def llama_rates(bench, model, device, sizes):
+    layers = 99 if device == "cuda" else 0
+    command = [bench, "-m", model, "-o", "json", "-r", 1, "-p", sizes[0], "-n", sizes[1], "-ngl", layers]
+    if device == "cpu":
+        command += ["-t", os.cpu_count()]
+    return {f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}": r["avg_ts"]
+            for r in json.loads(output(command))}
+
+
+def measure(args, preset, folder, llama):
+    """Rows of one shape."""
+    dense, quantized, gguf = folder / "dense", folder / "int4", folder / "q4_0.gguf"
+    output([args.nq, "synth", f"qwen3-{preset}", dense])
+    rtn = ["--method", "rtn", "--eval-tokens", 256, "--device", args.device]
+    output([args.nq, "quantize", dense, "--bits", 4, "--out", quantized, *rtn])
+    output([args.nq, "convert", dense, gguf, "--format", "gguf", "--type", "q4_0", "--requantize"])
+    engines = {"nq": ("INT4 g64", lambda: nq_rates(args.nq, quantized, args.device, "nq", args.sizes))}
+    if llama:
+        engines["llama.cpp"] = ("Q4_0", lambda: llama_rates(llama, gguf, args.device, args.sizes))
+    if args.device == "cpu":
+        engines["candle"] = ("Q4_0", lambda: nq_rates(args.nq, gguf, "cpu", "candle", args.sizes))
+    rates = {}
+    for turn in range(args.repeats):
+        for engine, (_, run) in list(engines.items()):
+            found = run()
+            if found is None:
+                print(f"{engine}: not in this nq, left out", file=sys.stderr)
+                del engines[engine]
+                continue
+            for test, rate in found.items():
+                rates.setdefault((engine, test), []).append(rate)
+    for (engine, test), found in sorted(rates.items()):
+        yield {"engine": engine, "model": preset, "weights": engines[engine][0], "test": test,
+               "tok_s": f"{statistics.median(found):.2f}", "least": f"{min(found):.2f}", "most": f"{max(found):.2f}",
+               "repeats": len(found)}
+
+
+def plot(rows, title):
+    """Horizontal bars, a group for each test of a model, each group on a scale of its own."""
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["test"]), []).append(row)
+    parts, y = [], 34
+    for (model, test), group in groups.items():
+        most = max(float(r["tok_s"]) for r in group)
+        parts.append(f'<text x="8" y="{y}" font-weight="bold">Qwen3-{model.upper()}, {test}, tokens per second</text>')
+        for row in group:
+            y += 20
+            width = 300 * float(row["tok_s"]) / most
+            parts.append(
+                f'<text x="8" y="{y + 3}">{row["engine"]} {row["weights"]}</text>'
+                f'<rect x="150" y="{y - 8}" width="{width:.0f}" height="14" fill="{COLOURS[row["engine"]]}"/>'
+                f'<text x="{156 + width:.0f}" y="{y + 3}">{float(row["tok_s"]):,.1f}</text>'
+            )
+        y += 32
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="540" height="{y}" font-family="sans-serif" font-size="12">'
+            f'<rect width="100%" height="100%" fill="white"/><text x="8" y="16">{title}</text>{"".join(parts)}</svg>\n')
+
+
+def machine(device):
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return "one " + output(query).splitlines()[0]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [l.split(":")[1].strip() for l in lines if l.startswith("model name")]
+    return f"{os.cpu_count()} logical cores of {names[0] if names else platform.processor()}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nq", default="nq", help="the program")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--presets", nargs="+", default=["0.6b"], help="shapes of Qwen3")
+    parser.add_argument("--llama", type=Path, help="folder of llama-bench, or of llama.cpp's sources")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of all engines; medians are written")
+    parser.add_argument("--sizes", type=int, nargs=2, default=[PROMPT, ANSWER], help="tokens of prompt and answer")
+    parser.add_argument("--out", type=Path, default=RECORDS, help="folder for record and plot")
+    args = parser.parse_args()
+    llama = find_llama(args.llama, args.device)
+    if llama is None:
+        print("llama.cpp: no llama-bench in PATH and no --llama, left out", file=sys.stderr)
+    rows = []
+    for preset in args.presets:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(args, preset, Path(folder), llama)
+    today = datetime.date.today().isoformat()
+    head = f"{today}, {machine(args.device)}; random weights, medians of {args.repeats} turns"
+    name = args.out / f"{today}-compare-{args.device}"
+    with open(f"{name}.csv", "w", newline="") as file:
+        file.write(f"# {head}; {output([args.nq, '--version']).strip()}\n")
+        file.write("# benches/compare/speed.py " + " ".join(sys.argv[1:]) + "\n")
+        out = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        out.writeheader()
+        out.writerows(rows)
+    Path(f"{name}.svg").write_text(plot(rows, head))
+    for row in rows:
+        print(f"{row['model']:6} {row['test']:7} {row['engine']:10} {row['weights']:9} {row['tok_s']:>12}")
+    print(f"{name}.csv, {name}.svg")
+
+
+if __name__ == "__main__":
+    main()

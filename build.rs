@@ -1,0 +1,15 @@
+//! Sets `demo` if the feature of that name is on and the demo model is there. The published crate
+//! comes without it, because a crate may have 10 MB.
+
+use std::env;
+use std::path::Path;
+
+fn main() {
+    println!("cargo::rustc-check-cfg=cfg(demo)");
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=assets/demo/config.json");
+    let wanted = env::var_os("CARGO_FEATURE_DEMO").is_some();
+    if wanted && Path::new("assets/demo/config.json").exists() {
+        println!("cargo::rustc-cfg=demo");
+    }
+}

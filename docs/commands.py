@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Runs the commands that README and docs show.
+
+    docs/commands.py target/debug/nq
+
+Blocks marked `sh` are run in order, all in one new folder, with the given program as `nq` and folders of its
+own for models. A block after `<!-- not run: REASON -->` (a download, a GPU, a build) is checked instead: by
+bash for its syntax, and for flags that the program does not know. `nq serve` runs in the background
+until its block ends.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]*) -->\n)?```sh\n(?P<text>.*?)```", re.S)
+
+
+def blocks(page):
+    """Line, reason for not running it or None, and text of each block."""
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        yield text.count("\n", 0, found.start("text")) + 1, found["why"], found["text"]
+
+
+def fail(page, line, why):
+    raise SystemExit(f"{page.relative_to(ROOT)}:{line}: {why}")
+
+
+def check(page, line, text, env):
+    """Fails if bash or nq would not understand a block."""
+    parsed = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    if parsed.returncode:
+        fail(page, line, parsed.stderr)
+    for command in re.split(r"[\n;|&]+", text.replace("\\\n", " ")):
+        words = shlex.split(command, comments=True)
+        if not words or words[0] != "nq":
+            continue
+        given = {w.split("=")[0] for w in words if w.startswith("--")}
+        name = next((w for w in words[1:] if not w.startswith("-")), None)
+        help = subprocess.run(["nq", name, "--help"], env=env, capture_output=True, text=True)
+        if help.returncode:
+            fail(page, line, f"nq has no command {name}")
+        for flag in given:
+            if not re.search(rf"{flag}\b", help.stdout):
+                fail(page, line, f"nq {name} has no flag {flag}")
+
+
+def wait_for_server(page, line, server):
+    for _ in range(600):
+        if server.poll() is not None:
+            fail(page, line, f"nq serve ended with {server.returncode}")
+        try:
+            urllib.request.urlopen("http://127.0.0.1:8080/health", timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    fail(page, line, "nq serve does not answer")
+
+
+def run(page, line, text, env, folder):
+    """Runs a block; servers end with it."""
+    servers, rest = [], []
+    for command in text.replace("\\\n", " ").splitlines():
+        if command.startswith("nq serve"):
+            servers.append(subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=env,
+                                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+            wait_for_server(page, line, servers[-1])
+        else:
+            rest.append(command)
+    began = time.monotonic()
+    try:
+        done = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", "\n".join(rest)], cwd=folder, env=env,
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900)
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait(60)
+    if done.returncode:
+        fail(page, line, f"exit code {done.returncode}\n{text}{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    print(f"ran      {page.relative_to(ROOT)}:{line} in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def main():
+    program = Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "bin").mkdir()
+        (folder / "bin/nq").symlink_to(program)
+        env = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "NQ_HOME": str(folder / "models"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        for page in PAGES:
+            for line, why, text in blocks(page):
+                if why:
+                    check(page, line, text, env)
+                    print(f"checked  {page.relative_to(ROOT)}:{line} ({why})", flush=True)
+                else:
+                    run(page, line, text, env, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+"""Tables of README and docs, made from benches/records.
+
+    docs/figures.py            fails where a table differs from the records
+    docs/figures.py --write    makes the tables anew
+
+A table stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function below. To show a
+newer measurement, put its rows into benches/records and name the file in the function.
+"""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benches/records"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PRESETS = ["0.6b", "1.7b", "4b", "8b", "14b", "32b"]
+
+
+def rows(file, **wanted):
+    """Rows of a record whose columns have these values."""
+    lines = [l for l in (RECORDS / file).read_text().splitlines() if not l.startswith("#")]
+    found = [r for r in csv.DictReader(lines) if all(r[k] == v for k, v in wanted.items())]
+    if not found:
+        raise SystemExit(f"{file}: no row with {wanted}")
+    return found
+
+
+def row(file, **wanted):
+    """The one row of a record whose columns have these values."""
+    found = rows(file, **wanted)
+    if len(found) != 1:
+        raise SystemExit(f"{file}: {len(found)} rows with {wanted}, expected one")
+    return found[0]
+
+
+def whole(value):
+    return f"{round(float(value)):,}"
+
+
+def percent(share, digits=1):
+    return f"{100 * float(share):.{digits}f} %"
+
+
+def table(header, lines, right=True):
+    """A table, its first column to the left and the others to the right or left."""
+    rule = "|---|" + ("---:|" if right else "---|") * (len(header) - 1)
+    return ["| " + " | ".join(header) + " |", rule, *("| " + " | ".join(l) + " |" for l in lines)]
+
+
+# Quality of the demo model. What is the default comes first after the source.
+QUALITY = [
+    ("source, bf16", "2026-11-21-methods.csv", {"method": "source"}),
+    ("INT8 g128 (`--bits 8`)", "2026-11-21-methods.csv", {"method": "gptq", "scheme": "int8 g128 symmetric"}),
+    ("INT4 g64 (`--bits 4`)", "2026-11-21-methods.csv", {"method": "gptq", "tensor_bytes": "8502784"}),
+    ("INT4 g64, tuned to `--max-kld 0.02`", "2026-11-22-tuning.csv", {"command": "--max-kld 0.02 --tune-steps 600"}),
+    ("bits chosen for 8.58 MB (`--target-size`)", "2026-11-21-allocation.csv", {"target": "8.58MB", "losses": "calibration", "head": "gptq"}),
+    ("bits chosen for 9.2 MB", "2026-11-21-allocation.csv", {"target": "9.2MB", "losses": "calibration", "head": "gptq"}),
+    ("bits chosen for 8.58 MB, tuned", "2026-11-22-tuning.csv", {"command": "--target-size 8580000"}),
+    ("bits chosen for 10.16 MB, tuned", "2026-11-22-tuning.csv", {"command": "--target-size 10160000 --tune-steps 800"}),
+]
+
+
+def quality():
+    lines = []
+    for label, file, wanted in QUALITY:
+        r = row(file, **wanted)
+        kld = r.get("mean_kld") or r.get("books")
+        same = r.get("same_top1") or r.get("same_top1_books")
+        lines.append([
+            label,
+            f"{int(r['tensor_bytes']) / 1e6:.2f} MB",
+            "0" if float(kld) == 0 else f"{float(kld):.5f}" if float(kld) < 0.001 else f"{float(kld):.4f}",
+            f"{float(r.get('perplexity') or r['ppl_books']):.2f}",
+            percent(same) if same else "",
+        ])
+    return table(["demo model", "size", "mean KLD", "perplexity", "same best token"], lines)
+
+
+def methods():
+    names = [
+        ("rtn", "rtn"), ("rtn with `--clip`", "rtn --clip"), ("awq", "awq"), ("gptq", "gptq"),
+        ("awq-gptq", "awq-gptq group by group"),
+    ]
+    lines = []
+    for label, name in names:
+        cells = [label]
+        for scheme in ["g64 asymmetric", "g128 symmetric"]:
+            r = rows("2026-11-21-methods.csv", method=name, scheme=scheme)[0]
+            cells.append(f"{float(r['mean_kld']):.4f}, {float(r['perplexity']):.2f}")
+        lines.append(cells)
+    return table(["method", "INT4 g64, zero-points", "INT4 g128, no zero-points"], lines)
+
+
+def variants():
+    shown = [("head untied by a copy", "untied"), ("one layer of five dropped", "dropped"), ("outlier channels, 32 times the others", "outliers")]
+    methods = ["rtn", "rtn --clip", "awq", "gptq"]
+    get = lambda v, m: f"{float(row('2026-11-21-variants.csv', variant=v, method=m)['mean_kld']):.4f}"
+    return table(["variant", *methods], [[label, *(get(v, m) for m in methods)] for label, v in shown])
+
+
+def activations():
+    file = "2026-11-21-cpu-activations.csv"
+    def kld(weights, name):
+        found = [r for r in rows(file, weights=weights) if r["activations"].startswith(name) or f"{name} (auto)" in r["activations"]]
+        return f"{float(found[0]['kld_mean']):.2g}".replace("e-0", "e-") if found else ""
+    shown = [("int8-g16", "int8 g16"), ("int8-g32", "int8 g32"), ("int8-g64", "int8 g64"), ("int8-g128", "int8 g128"), ("int16", "int16 g128")]
+    lines = [[f"`{flag}`", kld("INT4", name), kld("INT8", name)] for flag, name in shown]
+    lines.append(["`auto`", kld("INT4", "auto"), kld("INT8", "int16 g128")])
+    return table(["`--activations`", "INT4 file", "INT8 file"], lines)
+
+
+def tuning():
+    file = "2026-11-22-tuning-variants.csv"
+    runs = [
+        ("400", "0.5/0.1", "0.0012"), ("1200", "0.5/0.1", "0.0006"), ("2400", "0.5/0.1", "0.0004"),
+        ("2400", "1/0.1", "0.0004"), ("4800", "1/0.1", "0.0003"),
+    ]
+    lines = []
+    for steps, strays, codes in runs:
+        r = row(file, batch="32", steps=steps, strays=strays, codes=codes)
+        share = {"0.5": "half", "1": "all"}[strays.split("/")[0]]
+        lines.append([whole(steps), codes, share, f"{float(r['books']):.4f}", f"{float(r['wiki']):.4f}", whole(r["seconds"])])
+    return table(["steps", "rate of codes", "sequences with stray tokens", "books", "WikiText", "seconds (H200)"], lines)
+
+
+def gpu_quantize():
+    file = "2026-11-22-gpu-quantize.csv"
+    shown = [
+        ("0.6B, gptq", row(file, model="0.6b", flags="a later build")),
+        ("0.6B, auto (311 steps)", rows(file, model="0.6b")[3]),
+        ("8B, gptq, `--device-memory 12GB`", row(file, model="8b", flags="--device-memory 12GB")),
+        ("8B, auto (259 steps)", rows(file, model="8b")[1]),
+    ]
+    gb = lambda b: f"{int(b) / 1e9:.2f} GB"
+    lines = [[label, whole(r["seconds"]), whole(r["layers"]), gb(r["estimate_bytes"]), gb(r["peak_bytes"])] for label, r in shown]
+    return table(["shape, method", "seconds", "of it quantizing layers", "GPU memory, estimated", "at the peak"], lines)
+
+
+GPU_PAGES = "2026-11-22-gpu-pages.csv"
+GPU_OTHERS = "2026-11-22-gpu-against-others.csv"
+
+
+def batch(model, sequences):
+    """nq's INT4 decode of several sequences."""
+    depth = "512" if sequences > 16 else "16"
+    r = row(GPU_PAGES, preset=model, kv="16", test="tg128", depth=depth, batch=str(sequences))
+    return whole(r["tok_s"])
+
+
+def gpu_peers():
+    lines = []
+    for model, name in [("0.6b", "0.6B"), ("8b", "8B")]:
+        peers = {e: row(GPU_OTHERS, engine=e, model=model) for e in ["vLLM", "llama.cpp"]}
+        for sequences in [1, 16, 64]:
+            lines.append([f"Qwen3-{name}, {sequences} sequence{'s' if sequences > 1 else ''}", batch(model, sequences),
+                          *(whole(p[str(sequences)]) for p in peers.values())])
+    return table(["one H200, decode, tok/s of all", "nq INT4", "vLLM 0.26 GPTQ INT4", "llama.cpp Q4_0"], lines)
+
+
+CPU_OTHERS = "2026-11-21-cpu-against-others.csv"
+
+
+def cpu_rows(model, run, tests):
+    lines = []
+    for label, weights, peer, test in tests:
+        ours = rows(CPU_OTHERS, run=run, model=model, engine="nq", weights=weights, test=test)[0]
+        def theirs(engine):
+            found = [r for r in rows(CPU_OTHERS, run=run, model=model, engine=engine, weights=peer)
+                     if r["test"] == test or test.startswith("tg") and r["test"].startswith("tg") and "depth" not in r["test"] + test]
+            return f"{float(found[0]['tok_s']):.0f}" if found else ""
+        candle = "" if "depth" in test or test == "pp512" else theirs("candle")
+        lines.append([f"{label}, {weights}", f"{float(ours['tok_s']):.0f}", theirs("llama.cpp"), candle])
+    return lines
+
+
+def cpu_peers():
+    lines = cpu_rows("qwen3-0.6b", "4", [
+        ("decode", "INT4", "Q4_0", "tg64"), ("decode", "INT8", "Q8_0", "tg64"),
+        ("prefill of 128", "INT4", "Q4_K_M", "pp128"),
+    ])
+    return table(["two Zen 4 cores, Qwen3-0.6B, tok/s", "nq", "llama.cpp", "candle"], lines)
+
+
+def cpu():
+    lines = [["Qwen3-0.6B: " + l[0], *l[1:]] for l in cpu_rows("qwen3-0.6b", "4", [
+        ("decode", "INT4", "Q4_0", "tg64"), ("decode", "INT8", "Q8_0", "tg64"),
+        ("prefill of 128", "INT4", "Q4_K_M", "pp128"), ("prefill of 512", "INT4", "Q4_K_M", "pp512"),
+        ("prefill of 128", "INT8", "Q8_0", "pp128"),
+        ("decode at depth 3,584", "INT4", "Q4_0", "tg32 at depth 3584"),
+        ("prefill of 256 at that depth", "INT4", "Q4_0", "pp256 at depth 3584"),
+    ])]
+    lines += [["Qwen3-1.7B: " + l[0], *l[1:]] for l in cpu_rows("qwen3-1.7b", "3", [
+        ("decode", "INT4", "Q4_0", "tg32"), ("decode", "INT8", "Q8_0", "tg32"),
+        ("prefill of 128", "INT4", "Q4_K_M", "pp128"), ("prefill of 512", "INT4", "Q4_K_M", "pp512"),
+        ("prefill of 128", "INT8", "Q8_0", "pp128"),
+    ])]
+    return table(["two Zen 4 cores, tok/s", "nq", "llama.cpp", "candle"], lines)
+
+
+def gpu_speed():
+    file = "2026-11-21-gpu-speed.csv"
+    lines = []
+    for preset in PRESETS:
+        cells, prefill = [preset.upper()], []
+        for bits in ["4", "8", "16"]:
+            one = {"preset": preset, "bits": bits, "kv": "16", "depth": "16", "batch": "1", "kernels": "fused"}
+            r = row(file, test="tg128", **one)
+            cells.append(f"{whole(r['tok_s'])} ({percent(r['bandwidth_share'], 0)})")
+            if (preset, bits) != ("32b", "16"):
+                prefill.append(whole(row(file, test="pp512", **one)["tok_s"]))
+        lines.append([*cells, " / ".join(prefill)])
+    return table(["Qwen3", "INT4", "INT8", "FP16", "prefill of 512, INT4 / INT8 / FP16"], lines)
+
+
+def gpu_batch():
+    sizes = [1, 4, 8, 16, 32, 64]
+    lines = [[m.upper(), *(batch(m, n) for n in sizes)] for m in ["0.6b", "8b"]]
+    return table(["Qwen3, INT4", *map(str, sizes)], lines)
+
+
+def serve_load():
+    file = "2026-11-22-serve-load.csv"
+    lines = []
+    for model, run, tokens in [("0.6b", "2", "512"), ("8b", "3", "16"), ("8b", "3", "512")]:
+        find = lambda engine, run, n: next(r for r in rows(file, engine=engine, run=run, model=model, clients=str(n)) if r["in"] == tokens)
+        ours = [find("nq", run, n) for n in [1, 16, 64]]
+        theirs = [find("llama-server", "2", n) for n in [1, 16, 64]]
+        lines.append([
+            f"{model.upper()}, {tokens}", *(whole(r["tok_s"]) for r in ours),
+            f"{whole(ours[-1]['first_ms_p50'])} / {float(ours[-1]['gap_ms_p50']):.1f} ms",
+            " / ".join(whole(r["tok_s"]) for r in theirs),
+        ])
+    return table(["Qwen3, tokens in", "1 client", "16", "64", "first token / between tokens at 64", "llama-server, 1 / 16 / 64"], lines)
+
+
+def main():
+    write = "--write" in sys.argv[1:]
+    block = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.S)
+    differ = []
+    for page in PAGES:
+        text = page.read_text()
+        made = block.sub(lambda m: m[1] + "\n".join(globals()[m[2]]()) + "\n" + m[3], text)
+        if made != text:
+            differ.append(str(page.relative_to(ROOT)))
+            if write:
+                page.write_text(made)
+    if differ and not write:
+        raise SystemExit(f"tables differ from benches/records in {', '.join(differ)}: docs/figures.py --write")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+//! Stacks of experts: the weights of all experts of a layer as one matrix, the rows of expert 0
+//! first. nq's own folders and GGUF files keep them so; other files keep experts apart, or gate and
+//! up of all experts in one tensor, and [`Gathered`] makes stacks of them.
+
+use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files};
+use crate::mapping;
+use crate::models::{Experts, LinearKind, LinearSpec, ModelConfig};
+use crate::names::{EXPERTS, in_layer, layer_of, stack};
+use crate::pack::pack_rows;
+use crate::scheme::{AffineScheme, Scales, Zeros};
+use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::stored::StoredWeight;
+use crate::tensor::Tensor;
+use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, ZeroPoints};
+use bytes::Bytes;
+use half::f16;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+impl Weight {
+    /// Rows `rows` as a weight of their own. Values and codes are shared with this one, not copied.
+    ///
+    /// # Panics
+    /// If there are no such rows.
+    pub fn rows(&self, rows: Range<usize>) -> Weight {
+        match self {
+            Weight::Dense(t) => {
+                let stride = t.shape()[1] * t.dtype().size();
+                let data = t.data().slice(rows.start * stride..rows.end * stride);
+                let shape = vec![rows.len(), t.shape()[1]];
+                let part = Tensor::new(t.dtype(), shape, data);
+                Weight::Dense(part.expect("whole rows of a matrix are one"))
+            }
+            Weight::Quantized(QuantizedWeight::Affine(a)) => {
+                Weight::Quantized(QuantizedWeight::Affine(affine_rows(a, rows)))
+            }
+        }
+    }
+
+    /// This stack's weights, one for each of `experts`.
+    ///
+    /// # Panics
+    /// If its rows are no multiple of `experts`.
+    pub fn unstack(&self, experts: usize) -> impl Iterator<Item = Weight> {
+        let rows = self.dims().0 / experts.max(1);
+        assert_eq!(rows * experts, self.dims().0, "rows of {experts} experts");
+        (0..experts).map(move |e| self.rows(e * rows..(e + 1) * rows))
+    }
+
+    /// `parts`, which have as many inputs, as one weight: the rows of the first, then those of the
+    /// next. Symmetric parts beside some with zero-points get zero-points that say the same.
+    ///
+    /// # Errors
+    /// [`Error::Weight`] naming the first part, by its place, that is of another type or scheme or
+    /// lists other groups than the first.
+    pub fn stack(parts: &[Weight]) -> Result<Weight> {
+        let unlike = |place: usize, found: String| Error::Weight {
+            what: "a stack of weights",
+            expected: format!("{}, as the first", parts[0].scheme_name()),
+            found: format!("{found} at place {place}"),
+        };
+        let differ = |place: usize| Err(unlike(place, parts[place].scheme_name()));
+        let rows = parts.iter().map(|p| p.dims().0).sum();
+        match parts.first() {
+            None => Err(Error::Weight {
+                what: "a stack of weights",
+                expected: "at least one".into(),
+                found: "none".into(),
+            }),
+            Some(Weight::Dense(first)) => {
+                let mut data = Vec::with_capacity(rows * first.shape()[1] * first.dtype().size());
+                for (place, part) in parts.iter().enumerate() {
+                    match part {
+                        Weight::Dense(t)
+                            if t.dtype() == first.dtype() && t.shape()[1] == first.shape()[1] =>
+                        {
+                            data.extend_from_slice(t.data());
+                            mapping::release(t.data());
+                        }
+                        _ => return differ(place),
+                    }
+                }
+                let shape = vec![rows, first.shape()[1]];
+                Tensor::new(first.dtype(), shape, data.into()).map(Weight::Dense)
+            }
+            Some(Weight::Quantized(QuantizedWeight::Affine(first))) => {
+                let mut all = Vec::with_capacity(parts.len());
+                for (place, part) in parts.iter().enumerate() {
+                    match part {
+                        Weight::Quantized(QuantizedWeight::Affine(a)) if alike(a, first) => {
+                            all.push(a);
+                        }
+                        _ => return differ(place),
+                    }
+                    if all[place].g_idx() != first.g_idx() {
+                        let found = "groups of inputs in another order".into();
+                        return Err(unlike(place, found));
+                    }
+                }
+                let stacked = stack_affine(&all)?;
+                Ok(Weight::Quantized(QuantizedWeight::Affine(stacked)))
+            }
+        }
+    }
+}
+
+fn affine_rows(a: &AffineWeight, rows: Range<usize>) -> AffineWeight {
+    let (scheme, cols, groups) = (a.scheme(), a.in_features(), a.groups());
+    let of = |width: usize| rows.start * width..rows.end * width;
+    let values = |kept: GroupValues| match (kept, scheme.scales) {
+        (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) => {
+            GroupValues::TwoLevel {
+                small: small.slice(of(two.bits.bytes(groups))),
+                of_spans: of_spans[of(two.span.count(cols))].into(),
+            }
+        }
+        (GroupValues::Half(values), _) => GroupValues::Half(values[of(groups)].into()),
+        (kept, _) => kept,
+    };
+    let whole = a.parts();
+    let zeros = |z: Bytes| z.slice(of(scheme.value_bits().bytes(groups)));
+    let parts = Parts {
+        codes: whole.codes.slice(of(scheme.bits.bytes(cols))),
+        scales: values(whole.scales),
+        zeros: whole.zeros.map(zeros),
+        offsets: whole.offsets.map(values),
+        levels: whole.levels,
+        g_idx: whole.g_idx,
+    };
+    let part = AffineWeight::assemble(scheme, (rows.len(), cols), parts);
+    part.expect("whole rows of a weight are one")
+}
+
+/// Whether two weights' rows can stand in one: zero-points may be stored in one and all in the
+/// middle in the other. Other formats have f16 scales and even steps.
+fn alike(a: &AffineWeight, b: &AffineWeight) -> bool {
+    if !a.scheme().is_plain() || !b.scheme().is_plain() {
+        return false;
+    }
+    let zeros = |a: &AffineWeight| a.scheme().zeros == Zeros::Offset;
+    let (s, t) = (a.scheme(), b.scheme());
+    (s.bits, s.group, a.in_features()) == (t.bits, t.group, b.in_features()) && zeros(a) == zeros(b)
+}
+
+fn stack_affine(parts: &[&AffineWeight]) -> Result<AffineWeight> {
+    let first = parts[0];
+    let any = |zeros: Zeros| parts.iter().any(|p| p.scheme().zeros == zeros);
+    let kept = match (any(Zeros::Offset), any(Zeros::Integer)) {
+        (true, _) => Zeros::Offset,
+        (_, true) => Zeros::Integer,
+        _ => Zeros::None,
+    };
+    let scheme = AffineScheme {
+        zeros: kept,
+        ..first.scheme()
+    };
+    let (bits, groups) = (scheme.bits, first.groups());
+    let (mut rows, mut codes) = (0, Vec::new());
+    let (mut scales, mut zeros, mut offsets) = (Vec::<f16>::new(), Vec::new(), Vec::new());
+    for part in parts {
+        rows += part.out_features();
+        codes.extend_from_slice(part.codes());
+        mapping::release(part.codes());
+        scales.extend_from_slice(part.scales());
+        match part.zeros() {
+            ZeroPoints::Integer(z) => zeros.extend_from_slice(z),
+            ZeroPoints::Offset(o) => offsets.extend_from_slice(o),
+            ZeroPoints::None if kept == Zeros::Integer => {
+                let middle = vec![bits.midpoint(); part.out_features() * groups];
+                zeros.extend(pack_rows(bits, &middle, groups));
+            }
+            ZeroPoints::None => {}
+        }
+    }
+    let zeros = match kept {
+        Zeros::None => ZeroPoints::None,
+        Zeros::Integer => ZeroPoints::Integer(zeros.into()),
+        Zeros::Offset => ZeroPoints::Offset(offsets.into()),
+    };
+    let order = first.g_idx().map(Into::into);
+    let dims = (rows, first.in_features());
+    AffineWeight::new(scheme, dims, codes.into(), scales.into(), zeros, order)
+}
+
+/// A store whose stacks of experts are put together from what another one has.
+pub(crate) struct Gathered {
+    inner: Box<dyn WeightStore>,
+    experts: Experts,
+    root: PathBuf,
+}
+
+impl Gathered {
+    /// `store` with the stacks of a model of shape `config`: itself if there are none.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if it has more experts than the configuration says: what would run is
+    /// another model. (Fewer are found missing by name.)
+    pub(crate) fn over(
+        store: Box<dyn WeightStore>,
+        config: &ModelConfig,
+        files: &Files,
+    ) -> Result<Box<dyn WeightStore>> {
+        let Some(experts) = config.experts else {
+            return Ok(store);
+        };
+        check_count(&store.entries(), experts.count, &files.path(CONFIG))?;
+        Ok(Box::new(Gathered {
+            inner: store,
+            experts,
+            root: files.root(),
+        }))
+    }
+
+    /// The stack that `name` is, unless the files keep it as it is.
+    fn stack(&self, name: &str) -> Option<(usize, &'static LinearSpec)> {
+        stack(name).filter(|_| !self.inner.contains(name))
+    }
+
+    /// The stack of a file that keeps the experts' weights in tensors `[experts, out, in]`, gate
+    /// above up.
+    fn fused(
+        &self,
+        (layer, linear): (usize, &LinearSpec),
+        (rows, cols): (usize, usize),
+    ) -> Result<Option<Weight>> {
+        let out = rows / self.experts.count;
+        let (tensor, height, first) = match linear.kind {
+            LinearKind::Gate => ("gate_up_proj", 2 * out, 0),
+            LinearKind::Up => ("gate_up_proj", 2 * out, out),
+            _ => ("down_proj", out, 0),
+        };
+        let name = in_layer(layer, &format!("{EXPERTS}.{tensor}"));
+        let shape = [self.experts.count, height, cols];
+        let Some(stack) = self.inner.tensor(&name, &shape)? else {
+            return Ok(None);
+        };
+        let all = vec![shape[0] * shape[1], cols];
+        let stack = Weight::Dense(Tensor::new(stack.dtype(), all, stack.data().clone())?);
+        if height == out {
+            return Ok(Some(stack));
+        }
+        let part = |e: usize| stack.rows(e * height + first..e * height + first + out);
+        let parts: Vec<Weight> = (0..self.experts.count).map(part).collect();
+        Weight::stack(&parts).map(Some)
+    }
+
+    /// Stacks what `read` gives for each expert.
+    fn gather(
+        &self,
+        (layer, linear): (usize, &LinearSpec),
+        (rows, cols): (usize, usize),
+        read: impl Fn(&str, (usize, usize)) -> Result<Weight>,
+    ) -> Result<Weight> {
+        let count = self.experts.count;
+        let each = (rows / count, cols);
+        let one = |e: usize| read(&linear.expert_name(layer, e), each);
+        let parts = (0..count).map(one).collect::<Result<Vec<_>>>()?;
+        Weight::stack(&parts).map_err(|e| match e {
+            Error::Weight {
+                expected, found, ..
+            } => Error::Tensor {
+                path: self.root.clone(),
+                tensor: linear.name(layer),
+                expected: format!("experts of a layer kept alike: {expected}"),
+                found: found.replace("place", "expert"),
+            },
+            other => other,
+        })
+    }
+}
+
+/// Refuses experts past `count`.
+fn check_count(entries: &[TensorEntry], count: usize, config: &Path) -> Result<()> {
+    let beyond = |entry: &&TensorEntry| {
+        let within = format!(".{EXPERTS}.");
+        let expert = entry.name.split_once(&within).map(|(_, rest)| rest);
+        let number = expert.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        layer_of(&entry.name).is_some() && number.is_some_and(|n| n >= count)
+    };
+    match entries.iter().find(beyond) {
+        None => Ok(()),
+        Some(entry) => Err(Error::Malformed {
+            path: config.into(),
+            what: "num_experts".into(),
+            expected: format!("an expert for {} in {}", entry.name, entry.file),
+            found: count.to_string(),
+        }),
+    }
+}
+
+impl WeightStore for Gathered {
+    fn format(&self) -> &'static str {
+        self.inner.format()
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        match self.stack(name) {
+            None => self.inner.contains(name),
+            Some((layer, linear)) => self.inner.contains(&linear.expert_name(layer, 0)),
+        }
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.inner.vector(name, len)
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        let Some(stack) = self.stack(name) else {
+            return self.inner.matrix(name, dims);
+        };
+        match self.fused(stack, dims)? {
+            Some(weight) => Ok(weight),
+            None => self.gather(stack, dims, |name, dims| self.inner.matrix(name, dims)),
+        }
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        let Some(stack) = self.stack(name) else {
+            return self.inner.stored(name, dims);
+        };
+        if let Some(weight) = self.fused(stack, dims)? {
+            return Ok(StoredWeight::Canonical(weight));
+        }
+        // Where any expert's numbers are in no scheme of nq's, all are compared as floats.
+        let exact = |e: usize| self.inner.exactness(&stack.1.expert_name(stack.0, e));
+        let all_exact = (0..self.experts.count).all(|e| exact(e) == Exactness::Exact);
+        let read = |name: &str, dims| match self.inner.stored(name, dims)? {
+            StoredWeight::Canonical(weight) if all_exact => Ok(weight),
+            other => floats(&other),
+        };
+        self.gather(stack, dims, read).map(StoredWeight::Canonical)
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        let Some((layer, linear)) = self.stack(name) else {
+            return self.inner.exactness(name);
+        };
+        let names = (0..self.experts.count).map(|e| linear.expert_name(layer, e));
+        let mut rounded = names
+            .map(|n| self.inner.exactness(&n))
+            .filter(|e| *e != Exactness::Exact);
+        rounded.next().unwrap_or(Exactness::Exact)
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.inner.entries()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.inner.file_bytes()
+    }
+
+    fn quantization(&self) -> Option<&serde_json::Value> {
+        self.inner.quantization()
+    }
+
+    fn gguf_file(&self) -> Option<&Path> {
+        self.inner.gguf_file()
+    }
+}
+
+/// A weight's numbers in f32.
+fn floats(weight: &StoredWeight) -> Result<Weight> {
+    let (rows, cols) = weight.dims();
+    let mut values = vec![0.0; rows * cols];
+    for (row, values) in values.chunks_mut(cols.max(1)).enumerate() {
+        weight.dequantize_row(row, values)?;
+    }
+    Tensor::from_f32(vec![rows, cols], values).map(Weight::Dense)
+}
+
+/// What was read of the last few stacks: where experts are written one by one, each is a part of
+/// one of them.
+pub(crate) struct Recent<T>(Vec<(String, T)>);
+
+impl<T> Default for Recent<T> {
+    fn default() -> Self {
+        Recent(Vec::new())
+    }
+}
+
+impl<T> Recent<T> {
+    /// Stacks of a layer: gate, up and down, whose experts are written in turn.
+    const MOST: usize = 3;
+
+    /// What `read` gives for `name`, or gave for it before.
+    pub(crate) fn get(&mut self, name: &str, read: impl FnOnce() -> Result<T>) -> Result<&T> {
+        let at = match self.0.iter().position(|(n, _)| n == name) {
+            Some(at) => at,
+            None => {
+                self.0.truncate(Self::MOST - 1);
+                self.0.insert(0, (name.into(), read()?));
+                0
+            }
+        };
+        Ok(&self.0[at].1)
+    }
+}

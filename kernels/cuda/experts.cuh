@@ -1,0 +1,168 @@
+// The experts that a row of activations goes through, of a mixture whose stack is packed as one
+// weight: expert e has tiles e * tiles .. of gate and up in turns, and of down.
+//
+//   UP    gated[s][.] = w_s silu(gate_e n) * up_e n,   n = x / rms(x) * gain, e = e_s
+//   DOWN  out[.] += sum over s of down_e gated[s]
+//
+// s counts the `per_token` experts of the greatest scores, of equal ones those of lower number; w_s is
+// the softmax of the scores over all experts, divided by the sum of those chosen where `normalized`.
+// Every block finds them out for itself, from `scores`: that is sooner than waiting for a kernel that
+// does. A score that is no number makes every weight one that is none.
+//
+// Both are the product of `gemv.cuh`, of a weight whose records lie elsewhere: UP's tiles are those
+// of one chosen expert after another, DOWN's spans likewise, over the inputs of all. blockIdx.y is
+// the row.
+//
+// Bytes: codes + scales + zeros of the chosen experts once for each row; x once per block.
+#pragma once
+
+#include "gemv.cuh"
+
+constexpr int MOST_EXPERTS = 512;
+constexpr int MOST_CHOSEN = 32;
+
+struct ExpertsArgs {
+    GemvArgs product;      // of the first row, over the records of `per_token` experts
+    const float* scores;   // [rows][experts]
+    int experts;
+    int per_token;         // at most MOST_CHOSEN
+    int part;              // UP: tiles of an expert; DOWN: spans of one
+    int tiles;             // DOWN: tiles of an expert
+    int normalized;
+    int x_stride;          // values from a row to the next
+    int out_stride;
+    int unused;
+};
+
+struct Chosen {
+    int expert[MOST_CHOSEN];
+    float weight[MOST_CHOSEN];
+    uint32_t keys[MOST_EXPERTS];   // of all, while they are chosen from
+};
+
+// A float as a number of the same order, and back.
+DEVICE uint32_t ordered(float v) {
+    const uint32_t bits = __float_as_uint(v);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+DEVICE float unordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+// A block of MOST_EXPERTS threads chooses the experts of a row: a thread counts how many are before its
+// own.
+DEVICE void choose(Chosen& to, const float* scores, const ExpertsArgs& a) {
+    const int e = threadIdx.x;
+    const bool there = e < a.experts;
+    const float score = there ? __ldcg(scores + e) : 0.f;
+    const uint32_t own = ordered(score);
+    to.keys[e] = there ? own : 0;   // less than any number's
+    const bool finite = __syncthreads_and(isfinite(score));
+    if (there) {
+        int before[4] = {};
+        for (int i = 0; i < a.experts; i += 4) {
+            const uint4 v = *reinterpret_cast<const uint4*>(to.keys + i);
+            // Of equals the lower number comes first.
+            before[0] += v.x > own || (v.x == own && i < e);
+            before[1] += v.y > own || (v.y == own && i + 1 < e);
+            before[2] += v.z > own || (v.z == own && i + 2 < e);
+            before[3] += v.w > own || (v.w == own && i + 3 < e);
+        }
+        const int place = before[0] + before[1] + (before[2] + before[3]);
+        if (place < a.per_token) to.expert[place] = e;
+    }
+    __syncthreads();
+    if (e < 32) {
+        const float most = unordered(to.keys[to.expert[0]]);
+        const float weight = e < a.per_token ? expf(unordered(to.keys[to.expert[e]]) - most) : 0.f;
+        float sum = weight;
+        if (!a.normalized) {
+            sum = 0.f;
+            for (int i = e; i < a.experts; i += 32) sum += expf(unordered(to.keys[i]) - most);
+        }
+        sum = warp_sum(sum);
+        if (e < a.per_token) to.weight[e] = finite ? weight / sum : __uint_as_float(0x7fc00000u);
+    }
+    __syncthreads();
+}
+
+// As `Requests`, of the chosen experts' records.
+template <int BITS, int ZERO, int SLOT, int EPI>
+struct ExpertRequests {
+    static constexpr int STAGES = LOADS<BITS> / 4;
+    int tile, span, stage;
+    const uint8_t* codes;
+    const uint8_t* meta;
+    const Chosen& chosen;
+    int part, tiles;
+
+    DEVICE ExpertRequests(const GemvArgs& p, const Share& s, const Chosen& chosen, const ExpertsArgs& a)
+        : tile(s.first), span(s.begin), stage(0), chosen(chosen), part(a.part), tiles(a.tiles) {
+        find(p);
+    }
+
+    DEVICE void find(const GemvArgs& p) {
+        if (tile >= p.tiles) return;
+        size_t record;
+        if constexpr (EPI == SILU) {
+            const int s = tile / part;
+            record = (size_t(chosen.expert[s]) * part + (tile - s * part)) * p.spans + span;
+        } else {
+            const int s = span / part;
+            record = (size_t(chosen.expert[s]) * tiles + tile) * part + (span - s * part);
+        }
+        codes = reinterpret_cast<const uint8_t*>(p.codes) + record * (STAGES * 2048);
+        meta = p.meta + record * p.meta_bytes;
+    }
+
+    DEVICE bool has_meta() const { return SLOT == 32 || STAGES == 1 || stage == STAGES - 1; }
+
+    DEVICE void advance(const GemvArgs& p, const Share& s) {
+        const bool last = STAGES == 1 || stage == STAGES - 1;
+        codes += 2048;
+        stage = last ? 0 : stage + 1;
+        if (last) {
+            if (++span == s.end) {
+                span = s.begin;
+                tile += s.step;
+            }
+            find(p);
+        }
+    }
+
+    DEVICE float weight(int tile) const { return chosen.weight[tile / part]; }
+};
+
+template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int AHEAD>
+DEVICE void experts(const ExpertsArgs& a) {
+    using Row = PreparedRow<BITS>;
+    using Next = ExpertRequests<BITS, ZERO, SLOT, EPI>;
+    extern __shared__ __align__(128) uint4 shared[];
+    __shared__ Meeting<WARPS> meeting;
+    __shared__ __align__(16) Chosen chosen;
+
+    // UP lets nothing overtake the kernel that scores: DOWN reads the scores before UP has ended.
+    if constexpr (EPI == SILU) wait_for_predecessor();
+    release_successor();
+    static_assert(WARPS * 32 == MOST_EXPERTS);
+    choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a);
+
+    GemvArgs p = a.product;
+    p.x += size_t(blockIdx.y) * a.x_stride;
+    p.out += size_t(blockIdx.y) * a.out_stride;
+    auto wait = [&] {
+        if constexpr (EPI != SILU) wait_for_predecessor();
+    };
+    if constexpr (AHEAD > 0) {
+        const Share share = share_of<WARPS>(p, threadIdx.x / 32);
+        RegisterStages<BITS, ZERO, SLOT, AHEAD, Next> stages(p, share, Next(p, share, chosen, a));
+        multiply<BITS, ZERO, SLOT, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
+    } else {
+        constexpr int STAGE_WORDS = RingStages<BITS, ZERO, SLOT, Next>::WeightRing::STAGE_WORDS;
+        __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const Share share = share_of<WARPS>(p, warp);
+        RingStages<BITS, ZERO, SLOT, Next> stages(p, share, Next(p, share, chosen, a), shared + warp * p.depth * STAGE_WORDS,
+                                                  barriers[warp]);
+        auto* const row = reinterpret_cast<Row*>(shared + WARPS * p.depth * STAGE_WORDS);
+        multiply<BITS, ZERO, SLOT, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
+    }
+}

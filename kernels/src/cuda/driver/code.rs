@@ -1,0 +1,248 @@
+//! The kernels' code: which of a build's targets a device runs, and what driver that needs.
+
+use crate::error::{Error, Result};
+use std::borrow::Cow;
+
+include!(concat!(env!("OUT_DIR"), "/code.rs"));
+
+/// Code by target, e.g. `sm_90a`: fatbins, or a zstd frame of them.
+#[cfg(not(feature = "cuda-source"))]
+use nq_kernels_cuda::CODE;
+
+/// Most bytes of a target's code, unpacked: several times what there is.
+#[cfg(not(feature = "cuda-source"))]
+const MOST_BYTES: usize = 256 << 20;
+
+/// What code is for, by the compiler's name: `sm_86`, machine code for compute capability 8.6 and
+/// newer 8.x; `sm_90a`, for 9.0 alone; `compute_100`, PTX for 10.0 and newer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) struct Target {
+    name: &'static str,
+    capability: (i32, i32),
+    ptx: bool,
+    exact: bool,
+}
+
+impl Target {
+    fn of(name: &'static str) -> Option<Self> {
+        let (kind, arch) = name.split_once('_')?;
+        let digits = arch.trim_end_matches('a');
+        let number: i32 = digits.parse().ok()?;
+        Some(Target {
+            name,
+            capability: (number / 10, number % 10),
+            ptx: kind == "compute",
+            exact: digits != arch,
+        })
+    }
+
+    #[cfg(test)]
+    pub(in crate::cuda) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    #[cfg(test)]
+    pub(in crate::cuda) fn is_ptx(&self) -> bool {
+        self.ptx
+    }
+
+    fn runs_on(&self, capability: (i32, i32)) -> bool {
+        if self.exact {
+            return self.capability == capability;
+        }
+        self.capability <= capability && (self.ptx || self.capability.0 == capability.0)
+    }
+
+    /// CUDA version of the oldest driver that takes it: machine code wants the compiler's major
+    /// version, PTX its minor one too.
+    fn driver(&self) -> (i32, i32) {
+        (COMPILER.0, if self.ptx { COMPILER.1 } else { 0 })
+    }
+
+    /// The fatbins.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if what the build embeds is damaged.
+    pub(in crate::cuda) fn images(&self) -> Result<Vec<Cow<'static, [u8]>>> {
+        let code = CODE.iter().find(|(name, _)| *name == self.name);
+        let (_, code) = code.expect("targets are those of the table");
+        images(code).map_err(|why| Error::Cuda {
+            what: "unpacking the kernels",
+            why: format!("{}: {why}", self.name),
+        })
+    }
+}
+
+/// All that this build has code for.
+pub(in crate::cuda) fn targets() -> impl Iterator<Item = Target> {
+    CODE.iter().filter_map(|(name, _)| Target::of(name))
+}
+
+/// The best of `targets` for a device: machine code if there is any, then the newest.
+fn best(targets: impl Iterator<Item = Target>, capability: (i32, i32)) -> Option<Target> {
+    targets
+        .filter(|t| t.runs_on(capability))
+        .max_by_key(|t| (!t.ptx, t.capability, t.exact))
+}
+
+/// What a device of `capability` runs, if its driver, of CUDA version `driver` (e.g. 13000), takes it.
+///
+/// # Errors
+/// The reason why it cannot be used, and what could be done.
+pub(super) fn target_for(capability: (i32, i32), driver: i32) -> Result<Target, String> {
+    let (major, minor) = capability;
+    let Some(target) = best(targets(), capability) else {
+        let names: Vec<&str> = targets().map(|t| t.name).collect();
+        return Err(format!(
+            "it has compute capability {major}.{minor}, for which this build has no code (it has {}); \
+             8.0 or newer is needed",
+            names.join(", ")
+        ));
+    };
+    let needed = target.driver();
+    if (driver / 1000, driver % 1000 / 10) < needed {
+        return Err(too_old(driver, needed));
+    }
+    Ok(target)
+}
+
+/// How a driver for CUDA version `driver` is refused where `needed` is the oldest.
+pub(super) fn too_old(driver: i32, needed: (i32, i32)) -> String {
+    format!(
+        "the NVIDIA driver is too old: it is for CUDA {}.{}, and this build's kernels need one for \
+         {}.{} (driver {} or newer)",
+        driver / 1000,
+        driver % 1000 / 10,
+        needed.0,
+        needed.1,
+        release(needed)
+    )
+}
+
+/// The oldest driver that this build's machine code needs: its release, e.g. 580.
+pub fn driver_needed() -> u32 {
+    release((COMPILER.0, 0))
+}
+
+/// The first driver for Linux that is for a CUDA version (CUDA Toolkit Release Notes, table 3).
+fn release((major, minor): (i32, i32)) -> u32 {
+    match (major, minor) {
+        (..=12, 0) => 525,
+        (12, 1) => 530,
+        (12, 2) => 535,
+        (12, 3) => 545,
+        (12, 4) => 550,
+        (12, 5) => 555,
+        (12, 6) => 560,
+        (12, 7 | 8) => 570,
+        (..=12, _) => 575,
+        (13, 0) => 580,
+        _ => 590,
+    }
+}
+
+#[cfg(feature = "cuda-source")]
+fn images(code: &[&'static [u8]]) -> Result<Vec<Cow<'static, [u8]>>, String> {
+    Ok(code.iter().map(|image| Cow::Borrowed(*image)).collect())
+}
+
+#[cfg(not(feature = "cuda-source"))]
+fn images(packed: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
+    use std::io::Read;
+    let mut unpacked = Vec::new();
+    let decoder = ruzstd::decoding::StreamingDecoder::new(packed).map_err(|e| e.to_string())?;
+    let mut limited = decoder.take(MOST_BYTES as u64);
+    limited
+        .read_to_end(&mut unpacked)
+        .map_err(|e| e.to_string())?;
+    split(&unpacked)
+}
+
+/// The fatbins that lie one after another in `all`. Each begins with a header: magic, version (u16),
+/// bytes of the header (u16), bytes behind it (u64).
+#[cfg(not(feature = "cuda-source"))]
+fn split(mut all: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
+    const MAGIC: [u8; 4] = 0xba55_ed50_u32.to_le_bytes();
+    let mut images = Vec::new();
+    while !all.is_empty() {
+        let header = all.get(..16).ok_or("a fatbin's header is cut off")?;
+        if header[..4] != MAGIC {
+            return Err("what should be a fatbin is none".into());
+        }
+        let own = u16::from_le_bytes([header[6], header[7]]) as usize;
+        let behind = u64::from_le_bytes(header[8..16].try_into().expect("8 bytes"));
+        let image = usize::try_from(behind)
+            .ok()
+            .and_then(|n| all.get(..own.checked_add(n)?))
+            .ok_or("a fatbin is cut off")?;
+        images.push(Cow::Owned(image.to_vec()));
+        all = &all[image.len()..];
+    }
+    Ok(images)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(names: &[&'static str], capability: (i32, i32)) -> Option<&'static str> {
+        let targets = names.iter().map(|name| Target::of(name).unwrap());
+        best(targets, capability).map(|t| t.name)
+    }
+
+    #[test]
+    fn a_device_gets_the_newest_machine_code_that_it_runs() {
+        let all = [
+            "sm_80",
+            "sm_86",
+            "sm_90a",
+            "sm_100",
+            "sm_120",
+            "compute_100",
+        ];
+        for (capability, name) in [
+            ((7, 5), None),
+            ((8, 0), Some("sm_80")),
+            ((8, 7), Some("sm_86")),
+            ((8, 9), Some("sm_86")),
+            ((9, 0), Some("sm_90a")),
+            ((9, 1), None), // code of an `a` target runs on that capability alone
+            ((10, 3), Some("sm_100")),
+            ((11, 0), Some("compute_100")),
+            ((12, 1), Some("sm_120")),
+            ((13, 0), Some("compute_100")),
+        ] {
+            assert_eq!(chosen(&all, capability), name, "{capability:?}");
+        }
+    }
+
+    #[test]
+    fn a_driver_that_is_too_old_is_told_which_is_needed() {
+        let why = too_old(12_040, (13, 0));
+        assert!(why.contains("CUDA 12.4"), "{why}");
+        assert!(why.contains("driver 580 or newer"), "{why}");
+        let target = targets().next().expect("this build has code");
+        let old = (target.driver().0 - 1) * 1000;
+        let why = target_for(target.capability, old).unwrap_err();
+        assert!(why.contains("too old"), "{why}");
+        let new = (target.driver().0 + 1) * 1000;
+        assert_eq!(target_for(target.capability, new), Ok(target));
+    }
+
+    #[test]
+    fn a_device_without_code_is_told_so() {
+        let why = target_for((7, 5), 99_000).unwrap_err();
+        assert!(why.contains("7.5"), "{why}");
+    }
+
+    #[cfg(not(feature = "cuda-source"))]
+    #[test]
+    fn damaged_code_is_refused() {
+        assert!(split(&[1; 8]).is_err());
+        assert!(split(&[0; 16]).is_err());
+        let mut cut = 0xba55_ed50_u32.to_le_bytes().to_vec();
+        cut.extend([1, 0, 16, 0]);
+        cut.extend(u64::MAX.to_le_bytes());
+        assert!(split(&cut).is_err());
+    }
+}

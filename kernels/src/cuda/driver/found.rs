@@ -1,0 +1,91 @@
+//! Which GPUs there are, and whether this build can use them.
+
+use super::code::{Target, target_for, too_old};
+use super::gpu::check;
+use crate::error::{Error, Result};
+use cudarc::driver::{result, sys};
+
+/// The oldest driver whose library has all that is called here (CUDA 12.0).
+const OLDEST_DRIVER: i32 = 12_000;
+
+/// The number of devices, or why none can be used: no driver library, one too old, no device.
+///
+/// # Errors
+/// [`Error::Cuda`] saying which.
+pub fn device_count() -> Result<usize> {
+    let none = |why: String| Error::Cuda {
+        what: "looking for a GPU",
+        why,
+    };
+    // SAFETY: only tries to open the library.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(none("no NVIDIA driver: libcuda is not installed".into()));
+    }
+    check("starting the CUDA driver", result::init())?;
+    let version = driver_version()?;
+    if version < OLDEST_DRIVER {
+        return Err(none(too_old(version, (OLDEST_DRIVER / 1000, 0))));
+    }
+    let count = check("counting devices", result::device::get_count())?;
+    match count {
+        0 => Err(none("the driver is there, but no device".into())),
+        n => Ok(n as usize),
+    }
+}
+
+/// Sees whether device `ordinal` runs this build's kernels, without opening it.
+///
+/// # Errors
+/// [`device_count`]'s; [`Error::Cuda`] if there is no such device, or the kernels have no code for it
+/// or need a newer driver.
+pub fn check_device(ordinal: usize) -> Result<()> {
+    let device = find(ordinal)?;
+    code_for(device, ordinal).map(|_| ())
+}
+
+/// The device of number `ordinal`.
+pub(super) fn find(ordinal: usize) -> Result<sys::CUdevice> {
+    let count = device_count()?;
+    if ordinal >= count {
+        return Err(Error::Cuda {
+            what: "opening a GPU",
+            why: format!("there is no cuda:{ordinal}; devices: {count}"),
+        });
+    }
+    check("opening a GPU", result::device::get(ordinal as i32))
+}
+
+/// The code that a device runs.
+pub(super) fn code_for(device: sys::CUdevice, ordinal: usize) -> Result<Target> {
+    target_for(capability(device)?, driver_version()?).map_err(|why| Error::Cuda {
+        what: "looking for a GPU",
+        why: match result::device::get_name(device) {
+            Ok(name) => format!("cuda:{ordinal} ({}): {why}", name.trim_end_matches('\0')),
+            Err(_) => format!("cuda:{ordinal}: {why}"),
+        },
+    })
+}
+
+/// CUDA version of the driver, e.g. 13000.
+pub(super) fn driver_version() -> Result<i32> {
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    check("asking the driver's version", unsafe {
+        sys::cuDriverGetVersion(&raw mut version).result()
+    })?;
+    Ok(version)
+}
+
+/// Compute capability, e.g. (9, 0).
+pub(super) fn capability(device: sys::CUdevice) -> Result<(i32, i32)> {
+    use sys::CUdevice_attribute_enum as A;
+    let get = |attribute| {
+        // SAFETY: the device is valid; one integer is written.
+        let value = unsafe { result::device::get_attribute(device, attribute) };
+        check("asking for a GPU's properties", value)
+    };
+    Ok((
+        get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    ))
+}

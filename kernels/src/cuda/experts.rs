@@ -1,0 +1,243 @@
+//! The experts of a mixture: of each row those that its router's scores choose, found on the device.
+
+use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
+use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan, Norm, Records};
+use super::kernel::{Instance, kernels, kind_index, names};
+use super::linear::DeviceLinear;
+use super::pack::{PackedKind, SPAN, TILE};
+use crate::error::Result;
+use nq_formats::Experts;
+
+/// Experts of a layer, at most (`cuda/experts.cuh`).
+pub const MOST_EXPERTS: usize = 512;
+/// Experts of a row, at most.
+pub const MOST_CHOSEN: usize = 32;
+
+kernels! {
+    EXPERTS: ExpertsArgs = "experts" in "experts.cu",
+        test "kernels/tests/cuda/experts.rs::experts_of_rows", bench "experts",
+        instances names!(kinds "experts"; "_up", "_down");
+    EXPERTS_SHORT: ExpertsArgs = "experts_short" in "experts.cu",
+        test "kernels/tests/cuda/experts.rs::experts_of_rows", bench "experts",
+        instances names!(schemes "experts"; "_up_short", "_down_short");
+}
+
+/// `ExpertsArgs` of `cuda/experts.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ExpertsArgs {
+    product: GemvArgs,
+    scores: Address,
+    experts: i32,
+    per_token: i32,
+    part: i32,
+    tiles: i32,
+    normalized: i32,
+    x_stride: i32,
+    out_stride: i32,
+    unused: i32,
+}
+
+/// `sizeof(Chosen)` of `cuda/experts.cuh`.
+const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
+
+/// Values of a row between up and down: those of each chosen expert.
+pub fn gated_width(experts: &Experts) -> usize {
+    experts.per_token * experts.width
+}
+
+/// A half of the mixture's work.
+#[derive(Clone, Copy)]
+enum Half {
+    Up,
+    Down,
+}
+
+/// How it is launched for each of `m` rows.
+fn kernel(plan: &GemvPlan, half: Half, kind: PackedKind) -> Instance<ExpertsArgs> {
+    let suffix = half as usize;
+    match plan.depth {
+        0 => EXPERTS_SHORT.instance(suffix * 12 + kind_index(kind)),
+        _ => EXPERTS.of_kind(suffix, kind),
+    }
+}
+
+impl Stream {
+    /// Gate and up of each row's experts: `gated` `[m, gated_width]` becomes
+    /// `weight * silu(gate n) * (up n)`, with `n` the normalized rows of `x` `[m, inputs]`. `w` are
+    /// the stacks of all experts, in turns; `scores` `[m, count]` are the router's.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    pub fn experts_up(
+        &self,
+        w: &DeviceLinear,
+        (x, norm): (&Buffer<f32>, Norm<'_>),
+        scores: &Buffer<f32>,
+        gated: &mut Buffer<f32>,
+        experts: &Experts,
+        m: usize,
+    ) -> Result<()> {
+        let o = self.operands("experts_up");
+        // So that of each expert's values are whole spans.
+        o.multiple("width of an expert", SPAN, experts.width)?;
+        let tiles = 2 * experts.width / TILE;
+        check(&o, experts, (w.rows(), 2 * experts.width), m)?;
+        let product = GemvArgs {
+            x: o.of("x", x, &[m, w.inputs()])?,
+            gain: norm.gain(&o, w.inputs())?,
+            out: o.of("gated", gated, &[m, gated_width(experts)])?,
+            inputs: w.inputs() as i32,
+            rows: (experts.per_token * 2 * experts.width) as i32,
+            eps: norm.eps,
+            ..self.records(&o, w)?
+        };
+        let launch = Launch {
+            half: Half::Up,
+            tiles: experts.per_token * tiles,
+            spans: w.spans(),
+            part: tiles,
+            expert_tiles: tiles,
+            strides: (w.inputs(), gated_width(experts)),
+        };
+        self.launch_experts(&o, w, launch, product, scores, experts, m)
+    }
+
+    /// Down of each row's experts, of what [`Stream::experts_up`] left in `gated`, added to `x`
+    /// `[m, outputs]`.
+    ///
+    /// # Errors
+    /// As [`Stream::experts_up`].
+    pub fn experts_down(
+        &self,
+        w: &DeviceLinear,
+        gated: &Buffer<f32>,
+        scores: &Buffer<f32>,
+        x: &mut Buffer<f32>,
+        experts: &Experts,
+        m: usize,
+    ) -> Result<()> {
+        let o = self.operands("experts_down");
+        let outputs = w.rows() / experts.count.max(1);
+        o.multiple("outputs of an expert", TILE, outputs)?;
+        check(&o, experts, (w.rows(), outputs), m)?;
+        let inputs = gated_width(experts);
+        let product = GemvArgs {
+            x: o.of("gated", gated, &[m, inputs])?,
+            out: o.of("x", x, &[m, outputs])?,
+            inputs: inputs as i32,
+            rows: outputs as i32,
+            ..self.records(&o, w)?
+        };
+        let launch = Launch {
+            half: Half::Down,
+            tiles: outputs / TILE,
+            spans: experts.per_token * w.spans(),
+            part: w.spans(),
+            expert_tiles: outputs / TILE,
+            strides: (inputs, outputs),
+        };
+        self.launch_experts(&o, w, launch, product, scores, experts, m)
+    }
+
+    /// What both halves say of the weight.
+    fn records(&self, o: &Operands<'_>, w: &DeviceLinear) -> Result<GemvArgs> {
+        let p = w.args(o)?;
+        Ok(GemvArgs {
+            codes: p.codes,
+            meta: p.meta,
+            x: Address::NULL,
+            gain: Address::NULL,
+            out: Address::NULL,
+            best: Address::NULL,
+            inputs: 0,
+            rows: 0,
+            tiles: 0,
+            spans: 0,
+            groups: p.groups,
+            meta_bytes: p.meta_bytes,
+            split: 1,
+            inverse: 256,
+            depth: 0,
+            eps: 0.0,
+            scale: p.scale,
+            late: 0,
+        })
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
+    fn launch_experts(
+        &self,
+        o: &Operands<'_>,
+        w: &DeviceLinear,
+        launch: Launch,
+        product: GemvArgs,
+        scores: &Buffer<f32>,
+        experts: &Experts,
+        m: usize,
+    ) -> Result<()> {
+        let info = self.gpu().info();
+        let records = Records {
+            kind: w.kind(),
+            tiles: launch.tiles,
+            spans: launch.spans,
+        };
+        // Rows share the multiprocessors.
+        let own = (info.multiprocessors / m).max(1);
+        let Some(plan) = GemvPlan::of(info, own, &records, false, CHOSEN_BYTES) else {
+            let room = info.shared_memory;
+            let expected = format!("rows within the {room} bytes of shared memory of {info}");
+            return o.refuse("inputs", expected, launch.spans * SPAN);
+        };
+        let args = ExpertsArgs {
+            product: GemvArgs {
+                tiles: launch.tiles as i32,
+                spans: launch.spans as i32,
+                split: plan.cut.split as i32,
+                inverse: 256usize.div_ceil(plan.cut.split) as i32,
+                depth: plan.depth as i32,
+                ..product
+            },
+            scores: o.of("scores", scores, &[m, experts.count])?,
+            experts: experts.count as i32,
+            per_token: experts.per_token as i32,
+            part: launch.part as i32,
+            tiles: launch.expert_tiles as i32,
+            normalized: i32::from(experts.normalized),
+            x_stride: launch.strides.0 as i32,
+            out_stride: launch.strides.1 as i32,
+            unused: 0,
+        };
+        let shape = LaunchShape::new((plan.cut.blocks, m, 1), GEMV_WARPS * 32)
+            .shared(plan.shared)
+            .overlapping();
+        // SAFETY: the operands were checked; a choice is below the number of experts, whose records
+        // `w` was checked to have.
+        unsafe { self.launch(kernel(&plan, launch.half, w.kind()), shape, &args) }
+    }
+}
+
+/// What of the stacks a half reads, in records.
+struct Launch {
+    half: Half,
+    tiles: usize,
+    spans: usize,
+    /// Of an expert, along what goes from one to the next.
+    part: usize,
+    expert_tiles: usize,
+    /// Values from a row to the next, of inputs and outputs.
+    strides: (usize, usize),
+}
+
+/// Refuses what the kernels have no room for, and a weight `rows` that is not `each` of every expert.
+fn check(o: &Operands<'_>, e: &Experts, (rows, each): (usize, usize), m: usize) -> Result<()> {
+    o.at_least("rows", 1, m)?;
+    o.at_most("rows", u16::MAX.into(), m)?;
+    o.at_most("experts", MOST_EXPERTS, e.count)?;
+    o.at_least("experts of a row", 1, e.per_token)?;
+    o.at_most("experts of a row", MOST_CHOSEN.min(e.count), e.per_token)?;
+    match rows == e.count * each {
+        true => Ok(()),
+        false => o.refuse("rows of the stack", e.count * each, rows),
+    }
+}

@@ -1,0 +1,193 @@
+//! The experts that rows go through.
+
+use super::common::{affine, dense, nmse, normal};
+use super::{GUARD, finish, gpu, guarded, is_sanitizing, kinds, pack};
+use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Weight, Zeros};
+use nq_kernels::cuda::{Gpu, Norm, Stack, Stream, gated_width};
+use nq_kernels::{Routes, reference};
+
+/// Rows that kernels are tried with.
+const ROWS: [usize; 5] = [1, 2, 3, 16, 33];
+
+/// Gate, up and down of all experts, of one kind.
+struct Stacks {
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+}
+
+impl Stacks {
+    fn new(hidden: usize, e: &Experts, make: impl Fn(usize, usize, u64) -> Weight) -> Self {
+        Stacks {
+            gate: make(e.count * e.width, hidden, 1),
+            up: make(e.count * e.width, hidden, 2),
+            down: make(e.count * hidden, e.width, 3),
+        }
+    }
+
+    /// What the mixture adds to each row of `x`.
+    fn expected(&self, x: &[f32], gain: &[f32], scores: &[f32], e: &Experts) -> Vec<f32> {
+        let hidden = gain.len();
+        let routes = Routes::new(scores, e);
+        let mut y = vec![0f32; x.len()];
+        let (mut n, mut one) = (vec![0f32; hidden], vec![0f32; hidden]);
+        let (mut g, mut u) = (vec![0f32; e.width], vec![0f32; e.width]);
+        for (row, (x, y)) in x.chunks(hidden).zip(y.chunks_mut(hidden)).enumerate() {
+            reference::rms_norm(x, gain, 1e-6, &mut n);
+            for &(expert, weight) in routes.of(row) {
+                let part = |w: &Weight, rows: usize| {
+                    let first = expert as usize * rows;
+                    w.rows(first..first + rows)
+                };
+                reference::linear(&n, &part(&self.gate, e.width), &mut g).unwrap();
+                reference::linear(&n, &part(&self.up, e.width), &mut u).unwrap();
+                g.iter_mut()
+                    .zip(&u)
+                    .for_each(|(g, u)| *g = reference::silu(*g) * u);
+                reference::linear(&g, &part(&self.down, hidden), &mut one).unwrap();
+                y.iter_mut().zip(&one).for_each(|(y, v)| *y += weight * v);
+            }
+        }
+        y
+    }
+}
+
+fn check(gpu: &Gpu, stream: &Stream, stacks: &Stacks, hidden: usize, e: &Experts) {
+    let name = format!("{} [{hidden}] {e:?}", stacks.gate.scheme_name());
+    let gate_up = pack(gpu, &[&stacks.gate, &stacks.up], Stack::Interleave);
+    let down = pack(gpu, &[&stacks.down], Stack::Concat);
+    let most = ROWS[ROWS.len() - 1];
+    let x = normal(most * hidden, 5);
+    let gain: Vec<f32> = normal(hidden, 6).iter().map(|v| 1.0 + 0.2 * v).collect();
+    let scores = normal(most * e.count, 7);
+    let added = stacks.expected(&x, &gain, &scores, e);
+    let gains = gpu.upload("a test", &gain).unwrap();
+    let norm = Norm {
+        gain: &gains,
+        eps: 1e-6,
+    };
+    let on_device = gpu.upload("a test", &scores).unwrap();
+    for m in ROWS {
+        let mut last: Option<Vec<f32>> = None;
+        for _ in 0..2 {
+            let mut y = guarded(gpu, &x[..m * hidden]);
+            let mut gated = guarded(gpu, &vec![GUARD; m * gated_width(e)]);
+            let on = (&y, norm);
+            stream
+                .experts_up(&gate_up, on, &on_device, &mut gated, e, m)
+                .unwrap();
+            stream
+                .experts_down(&down, &gated, &on_device, &mut y, e, m)
+                .unwrap();
+            finish(stream, &gated);
+            let found = finish(stream, &y);
+            let change: Vec<f32> = found.iter().zip(&x).map(|(y, x)| y - x).collect();
+            let error = nmse(&change, &added[..m * hidden]);
+            assert!(error < 1e-7, "{name} m {m}: {error:e}");
+            assert!(
+                last.is_none_or(|l| l == found),
+                "{name} m {m}: not the same again"
+            );
+            last = Some(found);
+        }
+    }
+}
+
+fn experts(count: usize, per_token: usize, width: usize, normalized: bool) -> Experts {
+    Experts {
+        count,
+        per_token,
+        width,
+        normalized,
+    }
+}
+
+#[test]
+fn experts_of_rows() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    for (i, scheme) in kinds().into_iter().enumerate() {
+        let e = experts(5, 1 + i % 3, 256, i % 2 == 0);
+        let hidden = 320 + 16 * (i % 4);
+        let make = |out, inp, seed| affine(scheme, out, inp, None, seed);
+        check(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
+    }
+    for dtype in [DType::F16, DType::BF16] {
+        let e = experts(3, 2, 512, true);
+        let make = |out, inp, seed| dense(dtype, out, inp, seed);
+        check(&gpu, &stream, &Stacks::new(272, &e, make), 272, &e);
+    }
+}
+
+/// Widths of Qwen3-30B-A3B and of 480B, with fewer experts.
+#[test]
+fn experts_in_real_shapes() {
+    let Some(gpu) = gpu() else { return };
+    if is_sanitizing() {
+        return;
+    }
+    let stream = gpu.stream().unwrap();
+    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
+    for (hidden, e, scheme) in [
+        (
+            2048,
+            experts(12, 8, 768, true),
+            scheme(Bits::B4, 64, Zeros::Integer),
+        ),
+        (
+            2048,
+            experts(12, 8, 768, true),
+            scheme(Bits::B8, 128, Zeros::None),
+        ),
+        (
+            6144,
+            experts(3, 2, 2560, true),
+            scheme(Bits::B4, 128, Zeros::None),
+        ),
+    ] {
+        let make = |out, inp, seed| affine(scheme, out, inp, None, seed);
+        check(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
+    }
+}
+
+/// Of equal scores those of lower number; scores that are no numbers make outputs that are none.
+#[test]
+fn ties_and_scores_that_are_no_numbers() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let (hidden, e) = (64, experts(40, 3, 256, true));
+    let make = |out, inp, seed| dense(DType::F16, out, inp, seed);
+    let stacks = Stacks::new(hidden, &e, make);
+    let gate_up = pack(&gpu, &[&stacks.gate, &stacks.up], Stack::Interleave);
+    let down = pack(&gpu, &[&stacks.down], Stack::Concat);
+    let (x, gain) = (normal(hidden, 5), vec![1.0; hidden]);
+    let gains = gpu.upload("a test", &gain).unwrap();
+    let run = |scores: &[f32]| {
+        let norm = Norm {
+            gain: &gains,
+            eps: 1e-6,
+        };
+        let scores = gpu.upload("a test", scores).unwrap();
+        let mut y = guarded(&gpu, &x);
+        let mut gated = guarded(&gpu, &vec![GUARD; gated_width(&e)]);
+        stream
+            .experts_up(&gate_up, (&y, norm), &scores, &mut gated, &e, 1)
+            .unwrap();
+        stream
+            .experts_down(&down, &gated, &scores, &mut y, &e, 1)
+            .unwrap();
+        finish(&stream, &y)
+    };
+    let mut scores = vec![-1.0; e.count];
+    for equal in [39, 33, 7, 2] {
+        scores[equal] = 0.5;
+    }
+    let added = stacks.expected(&x, &gain, &scores, &e);
+    let change: Vec<f32> = run(&scores).iter().zip(&x).map(|(y, x)| y - x).collect();
+    assert!(nmse(&change, &added) < 1e-7);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut scores = normal(e.count, 3);
+        scores[11] = bad;
+        assert!(run(&scores).iter().all(|v| v.is_nan()), "{bad}");
+    }
+}

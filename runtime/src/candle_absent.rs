@@ -1,0 +1,21 @@
+//! `--engine candle` of a build without it.
+
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::load::LoadOptions;
+use nq_formats::{ModelConfig, Progress, WeightStore};
+use std::sync::Arc;
+
+/// # Errors
+/// Always, saying how to build nq with candle.
+pub(crate) fn load(
+    _: &ModelConfig,
+    _: &dyn WeightStore,
+    _: &LoadOptions,
+    _: &dyn Progress,
+) -> Result<Arc<dyn Engine>> {
+    Err(Error::Candle {
+        why: "this nq was built without the feature `candle`; build with `--features candle`"
+            .into(),
+    })
+}

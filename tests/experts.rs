@@ -1,0 +1,176 @@
+//! Mixtures of experts from the command line: quantized, written, read back and run.
+
+#[path = "common/mod.rs"]
+mod common;
+
+use common::{nq, stderr, stdout};
+use nq_formats::{Experts, ModelConfig, synth};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+/// A random mixture of 4 experts, 2 a token.
+fn mixture(dir: &Path) -> PathBuf {
+    let config = ModelConfig {
+        hidden_size: 128,
+        intermediate_size: 80,
+        experts: Some(Experts {
+            count: 4,
+            per_token: 2,
+            width: 64,
+            normalized: true,
+        }),
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 32,
+        vocab_size: 300,
+        max_position_embeddings: 512,
+        eos_token_ids: vec![299],
+        ..synth::Preset::find("30b-a3b").unwrap().config()
+    };
+    let to = dir.join("mixture");
+    synth::write(&to, &config, 1, &()).unwrap();
+    to
+}
+
+fn path(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+#[track_caller]
+fn succeeded(out: Output) -> Output {
+    assert_eq!(out.status.code(), Some(0), "{}", stderr(&out));
+    out
+}
+
+fn quantize(home: &Path, model: &Path, to: &Path, more: &[&str]) -> Output {
+    let mut args = vec!["quantize", path(model), "--out", path(to), "--json"];
+    let few = ["--calib-tokens", "2048", "--eval-tokens", "512"];
+    args.extend(
+        few.iter()
+            .chain(["--device", "cpu", "--group-size", "32"].iter()),
+    );
+    args.extend(more);
+    nq(home, &args)
+}
+
+#[test]
+fn every_method_quantizes_a_mixture_that_runs_and_is_converted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (home, model) = (dir.path(), mixture(dir.path()));
+    let mut divergences = Vec::new();
+    for method in ["rtn", "awq", "gptq", "auto"] {
+        let to = home.join(method);
+        let bits = ["--bits", "4", "--method", method];
+        let made = succeeded(quantize(home, &model, &to, &bits));
+        let report: Value = serde_json::from_str(&stdout(&made)).unwrap();
+        let names = |row: &Value| row["name"].as_str().unwrap().to_owned();
+        let rows: Vec<String> = report["layers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(names)
+            .collect();
+        assert!(rows.contains(&"model.layers.1.mlp.experts.down_proj".to_owned()));
+        assert!(
+            !rows.iter().any(|name| name.ends_with("mlp.gate")),
+            "{rows:?}"
+        );
+        divergences.push(report["quality"]["kld"]["mean"].as_f64().unwrap());
+        let said = stderr(&made).contains("mixtures of experts are not tuned");
+        assert_eq!(said, method == "auto");
+    }
+    // Random weights make no text of structure: that the methods stay near each other is all that
+    // can be asked of them here.
+    assert!(
+        divergences.iter().all(|&d| d > 0.0 && d < 0.05),
+        "{divergences:?}"
+    );
+
+    let gptq = home.join("gptq");
+    let shown = stdout(&succeeded(nq(home, &["inspect", path(&gptq), "--verify"])));
+    assert!(shown.contains("2 of 4 a token"), "{shown}");
+    let answer = nq(
+        home,
+        &[
+            "chat",
+            path(&gptq),
+            "-p",
+            "hi",
+            "--max-tokens",
+            "4",
+            "--temperature",
+            "0",
+        ],
+    );
+    succeeded(answer);
+    let json = |file: &Path| {
+        let args = [
+            "eval",
+            path(file),
+            "--against",
+            path(&model),
+            "--json",
+            "--text",
+        ];
+        let text = home.join("text.txt");
+        std::fs::write(
+            &text,
+            "The quick brown fox jumps over the lazy dog. ".repeat(20),
+        )
+        .unwrap();
+        let out = succeeded(nq(
+            home,
+            &[&args[..], &[path(&text), "--ctx", "64"]].concat(),
+        ));
+        let report: Value = serde_json::from_str(&stdout(&out)).unwrap();
+        report[0]["kld"]["mean"].as_f64().unwrap()
+    };
+    let own = json(&gptq);
+    for (format, name) in [("gguf", "m.gguf"), ("compressed-tensors", "ct")] {
+        let to = home.join(name);
+        let args = [
+            "convert",
+            path(&gptq),
+            path(&to),
+            "--format",
+            format,
+            "--verify",
+        ];
+        succeeded(nq(home, &args));
+        let other = json(&to);
+        assert!(
+            (other - own).abs() < 0.05 * own + 1e-5,
+            "{format}: {other}, not {own}"
+        );
+    }
+}
+
+#[test]
+fn schemes_of_a_mixture_are_chosen_under_a_budget_and_work_is_resumed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (home, model) = (dir.path(), mixture(dir.path()));
+    let (a, b) = (home.join("a"), home.join("b"));
+    let budget = ["--bits", "4", "--method", "gptq", "--target-bpw", "6"];
+    let fails = [&budget[..], &["--max-kld", "0.0000001"]].concat();
+    let failed = quantize(home, &model, &a, &fails);
+    assert_eq!(failed.status.code(), Some(1), "{}", stderr(&failed));
+    let resumed = succeeded(quantize(
+        home,
+        &model,
+        &a,
+        &[&budget[..], &["--resume"]].concat(),
+    ));
+    assert!(
+        stderr(&resumed).contains("3 of 3 steps done"),
+        "{}",
+        stderr(&resumed)
+    );
+    let report: Value = serde_json::from_str(&stdout(&resumed)).unwrap();
+    assert!(report["bits_per_weight"].as_f64().unwrap() <= 6.0);
+    assert!(!report["allocation"].as_array().unwrap().is_empty());
+    succeeded(quantize(home, &model, &b, &budget));
+    let weights = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
+    assert!(weights(&a) == weights(&b));
+}
