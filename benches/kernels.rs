@@ -169,7 +169,7 @@ impl Case {
 
 /// Every registry row that runs here, on the schemes that nq writes by default and dense.
 fn cases() -> Vec<Case> {
-    let affine = |bits, group, zeros| AffineScheme { bits, group, zeros };
+    let affine = |bits, group, zeros| AffineScheme::new(bits, group, zeros);
     let mut weights = vec![
         weight::affine(affine(Bits::B4, Group::Size(64), Zeros::Integer), SHAPE),
         weight::affine(affine(Bits::B4, Group::Size(128), Zeros::None), SHAPE),

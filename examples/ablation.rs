@@ -105,11 +105,7 @@ fn scheme(name: &str) -> anyhow::Result<AffineScheme> {
         "g64" => (64, Zeros::Integer),
         other => anyhow::bail!("expected g128 or g64, found {other}"),
     };
-    Ok(AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(size),
-        zeros,
-    })
+    Ok(AffineScheme::new(Bits::B4, Group::Size(size), zeros))
 }
 
 fn main() -> anyhow::Result<()> {

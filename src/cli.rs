@@ -28,7 +28,7 @@ pub struct Cli {
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Quantize a checkpoint to 4 or 8 bits and measure what it cost
+    /// Quantize a checkpoint to 3 to 8 bits and measure what it cost
     Quantize(commands::quantize::QuantizeArgs),
     /// Talk to a model
     Chat(commands::chat::ChatArgs),

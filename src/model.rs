@@ -5,7 +5,9 @@ use crate::demo;
 use anyhow::{Context, bail};
 use nq_formats::gguf::BlockType;
 use nq_formats::hub::{Hub, HubId, HubOptions};
-use nq_formats::{Checkpoint, Progress};
+use nq_formats::names::{Shape, parameters};
+use nq_formats::{Checkpoint, Progress, human_bytes};
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
@@ -140,6 +142,31 @@ pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
             grown.join(", ")
         ));
     }
+}
+
+/// What a device without kernels for codes of 3, 5 and 6 bits and for levels holds them as, and what
+/// that takes; `None` where all of nq's own weights are held as they are stored.
+pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
+    let (mut stored, mut held, mut widths) = (0, 0, BTreeMap::new());
+    for (name, shape) in parameters(checkpoint.config()) {
+        let (Shape::Matrix(rows, cols), Some(scheme)) = (shape, checkpoint.store().scheme(&name))
+        else {
+            continue;
+        };
+        stored += scheme.bytes(rows, cols) as u64;
+        held += scheme.held().bytes(rows, cols) as u64;
+        if scheme.held().bits != scheme.bits {
+            widths.insert(scheme.bits.width(), scheme.held().bits.width());
+        }
+    }
+    let words = widths
+        .iter()
+        .map(|(stored, held)| format!("{stored} bits held as {held}"));
+    let words: Vec<String> = words.collect();
+    (!words.is_empty()).then(|| {
+        let (stored, held) = (human_bytes(stored), human_bytes(held));
+        format!("{}, {stored} of weights as {held}", words.join(", "))
+    })
 }
 
 /// The path of the hub's model `id`: downloaded unless the cache has it.

@@ -55,11 +55,7 @@ fn logits(checkpoint: &Checkpoint) -> Vec<f32> {
 
 /// The demo model with Linears of one scheme, embedding and head unquantized.
 fn quantized(bits: Bits, group: u32, zeros: Zeros) -> Checkpoint {
-    let scheme = AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let scheme = AffineScheme::new(bits, Group::Size(group), zeros);
     let source = demo();
     let all = parameters(source.config()).into_iter();
     let linears = all.filter(|(name, _)| is_layer_linear(name));

@@ -142,7 +142,7 @@ fn a_failed_guard_keeps_its_work_and_resuming_gives_the_same_bytes() {
     assert_eq!(report["method"], "gptq");
     assert_eq!(report["bits"], 4);
     assert_eq!(report["group_size"], 64);
-    assert_eq!(report["tensor_bytes"], 8_502_784);
+    assert!(in_the_bytes_of_int4(&report));
     assert_eq!(report["fallbacks"], serde_json::json!([]));
     assert_eq!(report["layers"].as_array().map(Vec::len), Some(36));
     let kld = report["quality"]["kld"]["mean"].as_f64().unwrap();
@@ -201,6 +201,11 @@ fn a_run_killed_in_the_middle_of_layers_resumes_to_the_same_bytes() {
     assert_eq!(quantize(&whole, &[]).status.code(), Some(0));
     // Codes, scales, record and measured quality: two runs with one seed differ in nothing.
     assert!(files(&killed) == files(&whole));
+}
+
+/// True if a mix takes no more bytes than INT4 g64 with an 8-bit head, and hardly fewer.
+fn in_the_bytes_of_int4(report: &Value) -> bool {
+    (8_450_000..=8_502_784).contains(&report["tensor_bytes"].as_u64().unwrap())
 }
 
 /// Mean KL divergence of a report.
@@ -290,7 +295,7 @@ fn auto_tunes_only_what_can_keep_the_limit() {
     assert!(!error.contains("not tuned, as"), "{error}");
     let report = report(&made);
     assert!(kld(&report) <= 0.2);
-    assert_eq!(report["tensor_bytes"], 8_502_784);
+    assert!(in_the_bytes_of_int4(&report));
 }
 
 #[test]
@@ -360,7 +365,7 @@ fn auto_tunes_what_gptq_made() {
     let out = dir.path().join("auto");
     let tuned = quantize(&out, &AUTO);
     let report = report(&tuned);
-    assert_eq!(report["tensor_bytes"], 8_502_784);
+    assert!(in_the_bytes_of_int4(&report));
     let config: Value = {
         let bytes = std::fs::read(out.join("config.json")).unwrap();
         serde_json::from_slice(&bytes).unwrap()

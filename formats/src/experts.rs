@@ -8,11 +8,12 @@ use crate::mapping;
 use crate::models::{Experts, LinearKind, LinearSpec, ModelConfig};
 use crate::names::{EXPERTS, in_layer, layer_of, stack};
 use crate::pack::pack_rows;
-use crate::scheme::{AffineScheme, Zeros};
+use crate::scheme::{AffineScheme, Scales, Zeros};
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
-use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
+use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, ZeroPoints};
+use bytes::Bytes;
 use half::f16;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -105,27 +106,38 @@ impl Weight {
 }
 
 fn affine_rows(a: &AffineWeight, rows: Range<usize>) -> AffineWeight {
-    let (bits, groups) = (a.scheme().bits, a.groups());
+    let (scheme, cols, groups) = (a.scheme(), a.in_features(), a.groups());
     let of = |width: usize| rows.start * width..rows.end * width;
-    let zeros = match a.zeros() {
-        ZeroPoints::None => ZeroPoints::None,
-        ZeroPoints::Integer(z) => ZeroPoints::Integer(z.slice(of(bits.bytes(groups)))),
-        ZeroPoints::Offset(o) => ZeroPoints::Offset(o[of(groups)].into()),
+    let values = |kept: GroupValues| match (kept, scheme.scales) {
+        (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) => {
+            GroupValues::TwoLevel {
+                small: small.slice(of(two.bits.bytes(groups))),
+                of_spans: of_spans[of(two.span.count(cols))].into(),
+            }
+        }
+        (GroupValues::Half(values), _) => GroupValues::Half(values[of(groups)].into()),
+        (kept, _) => kept,
     };
-    let part = AffineWeight::new(
-        a.scheme(),
-        (rows.len(), a.in_features()),
-        a.codes().slice(of(bits.bytes(a.in_features()))),
-        a.scales()[of(groups)].into(),
-        zeros,
-        a.g_idx().map(Into::into),
-    );
+    let whole = a.parts();
+    let zeros = |z: Bytes| z.slice(of(scheme.value_bits().bytes(groups)));
+    let parts = Parts {
+        codes: whole.codes.slice(of(scheme.bits.bytes(cols))),
+        scales: values(whole.scales),
+        zeros: whole.zeros.map(zeros),
+        offsets: whole.offsets.map(values),
+        levels: whole.levels,
+        g_idx: whole.g_idx,
+    };
+    let part = AffineWeight::assemble(scheme, (rows.len(), cols), parts);
     part.expect("whole rows of a weight are one")
 }
 
 /// Whether two weights' rows can stand in one: zero-points may be stored in one and all in the
-/// middle in the other.
+/// middle in the other. Other formats have f16 scales and even steps.
 fn alike(a: &AffineWeight, b: &AffineWeight) -> bool {
+    if !a.scheme().is_plain() || !b.scheme().is_plain() {
+        return false;
+    }
     let zeros = |a: &AffineWeight| a.scheme().zeros == Zeros::Offset;
     let (s, t) = (a.scheme(), b.scheme());
     (s.bits, s.group, a.in_features()) == (t.bits, t.group, b.in_features()) && zeros(a) == zeros(b)

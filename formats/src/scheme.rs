@@ -1,71 +1,98 @@
 //! Affine quantization schemes: which integers stand for which real values.
 //!
 //! Every scheme reads `w = s * q + o` within a group of consecutive inputs of one
-//! output row. `q` is the *unsigned* code `0 ..= 2^bits - 1`; how `o` arises is
-//! [`Zeros`]. Kernels need only `s` and `o`, so all affine formats share them.
+//! output row. `q` is the *unsigned* code `0 ..= 2^bits - 1`, or the level that a table gives
+//! for it; how `o` arises is [`Zeros`]. A scheme is a row of parameters: whatever their
+//! combination, devices hold it as one of 4 or 8 bits ([`AffineScheme::held`]), exactly.
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::str::FromStr;
 
-/// Bits of one code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+/// Bits of one code: a row of parameters, which everything about packing follows from.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "u32", try_from = "u32")]
-pub enum Bits {
-    /// Codes 0 to 15, two in a byte.
-    B4,
-    /// Codes 0 to 255.
-    B8,
-}
+pub struct Bits(u8);
 
 impl Bits {
-    /// 4 or 8.
+    /// Codes 0 to 7.
+    pub const B3: Bits = Bits(3);
+    /// Codes 0 to 15, two in a byte.
+    pub const B4: Bits = Bits(4);
+    /// Codes 0 to 31.
+    pub const B5: Bits = Bits(5);
+    /// Codes 0 to 63.
+    pub const B6: Bits = Bits(6);
+    /// Codes 0 to 255, each a byte.
+    pub const B8: Bits = Bits(8);
+    /// Every width, in ascending order.
+    pub const ALL: [Bits; 5] = [Bits::B3, Bits::B4, Bits::B5, Bits::B6, Bits::B8];
+
+    /// 3, 4, 5, 6 or 8.
     pub const fn width(self) -> usize {
-        match self {
-            Bits::B4 => 4,
-            Bits::B8 => 8,
-        }
+        self.0 as usize
     }
 
-    /// The greatest code: 15 or 255.
+    /// The greatest code, `2^bits - 1`.
     pub const fn max_code(self) -> u8 {
-        match self {
-            Bits::B4 => 15,
-            Bits::B8 => 255,
-        }
+        (u16::MAX >> (16 - self.0)) as u8
     }
 
-    /// The zero-point of a symmetric scheme: 8 or 128.
+    /// The zero-point of a symmetric scheme, `2^(bits-1)`.
     pub const fn midpoint(self) -> u8 {
-        match self {
-            Bits::B4 => 8,
-            Bits::B8 => 128,
+        1 << (self.0 - 1)
+    }
+
+    /// Widths of the planes that codes are kept in, lowest bits first. A width divides 8, so that no
+    /// part of a code crosses a byte.
+    pub const fn planes(self) -> &'static [usize] {
+        match self.0 {
+            3 => &[2, 1],
+            4 => &[4],
+            5 => &[4, 1],
+            6 => &[4, 2],
+            _ => &[8],
         }
     }
 
-    /// Bytes that `n` codes of one row take; a row starts on a byte of its own.
+    /// Bytes that `n` codes of one row take; a row starts on a byte of its own, and so does each of
+    /// its planes.
     pub const fn bytes(self, n: usize) -> usize {
-        (n * self.width()).div_ceil(8)
+        let (planes, mut i, mut bytes) = (self.planes(), 0, 0);
+        while i < planes.len() {
+            bytes += (n * planes[i]).div_ceil(8);
+            i += 1;
+        }
+        bytes
+    }
+
+    /// The width that devices hold such codes in: 4 or 8.
+    pub const fn held(self) -> Bits {
+        if self.0 <= 4 { Bits::B4 } else { Bits::B8 }
+    }
+}
+
+impl fmt::Debug for Bits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "B{}", self.0)
     }
 }
 
 impl From<Bits> for u32 {
     fn from(b: Bits) -> u32 {
-        b.width() as u32
+        b.0.into()
     }
 }
 
 impl TryFrom<u32> for Bits {
     type Error = Error;
     fn try_from(n: u32) -> Result<Self> {
-        match n {
-            4 => Ok(Bits::B4),
-            8 => Ok(Bits::B8),
-            _ => Err(Error::Scheme {
-                expected: "4 or 8 bits".into(),
-                found: n.to_string(),
-            }),
-        }
+        let known = Bits::ALL.into_iter().find(|b| u32::from(*b) == n);
+        known.ok_or_else(|| Error::Scheme {
+            expected: "3, 4, 5, 6 or 8 bits".into(),
+            found: n.to_string(),
+        })
     }
 }
 
@@ -144,15 +171,50 @@ impl fmt::Display for Group {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Zeros {
-    /// Symmetric: `o = -s * 2^(bits-1)`; nothing is stored.
+    /// Symmetric: `o = -s * 2^(bits-1)`, or `-s * 128` with a table of levels; nothing is stored.
     None,
-    /// An integer zero-point `z` per group, of the codes' width: `o = -s * z`.
+    /// An integer zero-point `z` per group, as wide as what codes stand for: `o = -s * z`.
     Integer,
-    /// A float offset per group, stored as it is (GGUF minima).
+    /// A float offset per group, as it is (GGUF minima).
     Offset,
 }
 
-/// An affine scheme: bits, grouping and zero-points.
+/// How the scales of groups are kept (and the offsets of [`Zeros::Offset`], which are kept alike).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "Option<TwoLevel>", from = "Option<TwoLevel>")]
+pub enum Scales {
+    /// An f16 each.
+    #[default]
+    Half,
+    /// In two levels: the f16 nearest to an f16 times a small integer.
+    TwoLevel(TwoLevel),
+}
+
+/// Scales that are products of a small integer of each group and an f16 that groups share.
+///
+/// The integers are unsigned; those of the scales of a scheme with [`Zeros::None`] are signed and
+/// kept with `2^(bits-1)` added: there, the sign says which end of a group reaches one step further.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TwoLevel {
+    /// Width of the integers.
+    pub bits: Bits,
+    /// Inputs that share an f16: whole groups.
+    pub span: Group,
+}
+
+/// What the steps between codes are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Levels {
+    /// All alike: a code stands for itself.
+    #[default]
+    Even,
+    /// A table of the weight names an 8-bit code for each code; what follows is as at 8 bits.
+    Table,
+}
+
+/// An affine scheme: what decides how a weight is kept and what its codes mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AffineScheme {
     /// Width of a code.
@@ -161,19 +223,190 @@ pub struct AffineScheme {
     pub group: Group,
     /// How zero-points are kept.
     pub zeros: Zeros,
+    /// How scales are kept.
+    #[serde(default, skip_serializing_if = "Scales::is_half")]
+    pub scales: Scales,
+    /// What codes stand for.
+    #[serde(default, skip_serializing_if = "Levels::is_even")]
+    pub levels: Levels,
+}
+
+impl From<Option<TwoLevel>> for Scales {
+    fn from(two: Option<TwoLevel>) -> Self {
+        two.map_or(Scales::Half, Scales::TwoLevel)
+    }
+}
+
+impl From<Scales> for Option<TwoLevel> {
+    fn from(scales: Scales) -> Self {
+        match scales {
+            Scales::Half => None,
+            Scales::TwoLevel(two) => Some(two),
+        }
+    }
+}
+
+impl Scales {
+    /// True for an f16 each.
+    pub const fn is_half(&self) -> bool {
+        matches!(self, Scales::Half)
+    }
+
+    /// Bytes that the scales of a row take, in groups of `group`.
+    const fn row_bytes(&self, group: Group, in_features: usize) -> usize {
+        let groups = group.count(in_features);
+        match self {
+            Scales::Half => 2 * groups,
+            Scales::TwoLevel(two) => two.bits.bytes(groups) + 2 * two.span.count(in_features),
+        }
+    }
+}
+
+impl TwoLevel {
+    /// Scales of `bits` with one f16 a row.
+    pub const fn of_row(bits: Bits) -> Scales {
+        let span = Group::Channel;
+        Scales::TwoLevel(TwoLevel { bits, span })
+    }
+}
+
+impl Levels {
+    /// True for even steps.
+    pub const fn is_even(&self) -> bool {
+        matches!(self, Levels::Even)
+    }
 }
 
 impl AffineScheme {
-    /// Bytes that a `[out_features, in_features]` weight takes in nq's own files:
-    /// packed codes, f16 scales, and packed zero-points or f16 offsets.
+    /// Even steps, an f16 scale for each group.
+    pub const fn new(bits: Bits, group: Group, zeros: Zeros) -> Self {
+        AffineScheme {
+            bits,
+            group,
+            zeros,
+            scales: Scales::Half,
+            levels: Levels::Even,
+        }
+    }
+
+    /// The same with scales in two levels, one f16 a row.
+    pub const fn two_level(self, bits: Bits) -> Self {
+        let scales = TwoLevel::of_row(bits);
+        AffineScheme { scales, ..self }
+    }
+
+    /// The same with a table of levels.
+    pub const fn with_table(self) -> Self {
+        let levels = Levels::Table;
+        AffineScheme { levels, ..self }
+    }
+
+    /// Refuses parameters that do not go together.
+    ///
+    /// # Errors
+    /// [`Error::Scheme`] for empty groups, spans that groups do not fill, and tables of 256 levels.
+    pub fn check(&self) -> Result<()> {
+        let refuse = |expected: String, found: String| Err(Error::Scheme { expected, found });
+        if self.group == Group::Size(0) {
+            return refuse("a group size above 0".into(), "0".into());
+        }
+        if self.levels == Levels::Table && self.bits == Bits::B8 {
+            let expected = "a table of levels for fewer than 8 bits";
+            return refuse(expected.into(), "one for 8".into());
+        }
+        let Scales::TwoLevel(TwoLevel { span, .. }) = self.scales else {
+            return Ok(());
+        };
+        match (span, self.group) {
+            (Group::Channel, _) => Ok(()),
+            (Group::Size(span), Group::Size(n)) if span > 0 && span.is_multiple_of(n) => Ok(()),
+            _ => refuse(
+                format!(
+                    "scales in spans of a row or of whole groups ({})",
+                    self.group
+                ),
+                span.to_string(),
+            ),
+        }
+    }
+
+    /// Width of what codes stand for, and of integer zero-points: 8 with a table of levels.
+    pub const fn value_bits(&self) -> Bits {
+        match self.levels {
+            Levels::Even => self.bits,
+            Levels::Table => Bits::B8,
+        }
+    }
+
+    /// The same values with an f16 scale for each group and even steps.
+    pub const fn expanded(&self) -> Self {
+        AffineScheme::new(self.value_bits(), self.group, self.zeros)
+    }
+
+    /// The scheme that every device holds such weights in, exactly: 4 or 8 bits, even steps, an f16
+    /// scale for each group.
+    pub const fn held(&self) -> Self {
+        AffineScheme::new(self.value_bits().held(), self.group, self.zeros)
+    }
+
+    /// True for schemes that version 1 of nq's format knows.
+    pub fn is_plain(&self) -> bool {
+        let known = [Bits::B4, Bits::B8].contains(&self.bits);
+        known && self.scales.is_half() && self.levels.is_even()
+    }
+
+    /// Bytes that a `[out_features, in_features]` weight takes in nq's own files: packed codes, scales,
+    /// packed zero-points or offsets, and a table of levels.
     pub const fn bytes(&self, out_features: usize, in_features: usize) -> usize {
         let groups = self.group.count(in_features);
+        let scales = self.scales.row_bytes(self.group, in_features);
         let zeros = match self.zeros {
             Zeros::None => 0,
-            Zeros::Integer => self.bits.bytes(groups),
-            Zeros::Offset => 2 * groups,
+            Zeros::Integer => self.value_bits().bytes(groups),
+            Zeros::Offset => scales,
         };
-        out_features * (self.bits.bytes(in_features) + 2 * groups + zeros)
+        let levels = match self.levels {
+            Levels::Even => 0,
+            Levels::Table => 1 << self.bits.width(),
+        };
+        out_features * (self.bits.bytes(in_features) + scales + zeros) + levels
+    }
+}
+
+impl FromStr for AffineScheme {
+    type Err = Error;
+
+    /// The scheme of a name as it is displayed, such as `int4 g32 asymmetric scales8`.
+    fn from_str(name: &str) -> Result<Self> {
+        let bits = Bits::ALL.into_iter();
+        let groups = name.split_whitespace().nth(1).and_then(|group| {
+            let size = group.strip_prefix('g')?.parse().ok().map(Group::Size);
+            size.filter(|s| *s != Group::Size(0))
+        });
+        let group = groups.unwrap_or(Group::Channel);
+        // Names are few: whoever displays as this one is it.
+        let plain = bits.flat_map(|bits| {
+            let zeros = [Zeros::None, Zeros::Integer, Zeros::Offset];
+            zeros.map(|zeros| AffineScheme::new(bits, group, zeros))
+        });
+        let kept = |scheme: AffineScheme| {
+            let spans = name.split_once('/').and_then(|(_, span)| {
+                let digits = span.split_whitespace().next()?;
+                digits.parse().ok().filter(|n| *n > 0).map(Group::Size)
+            });
+            let span = spans.unwrap_or(Group::Channel);
+            let two = Bits::ALL.map(|bits| Scales::TwoLevel(TwoLevel { bits, span }));
+            [Scales::Half]
+                .into_iter()
+                .chain(two)
+                .map(move |scales| AffineScheme { scales, ..scheme })
+        };
+        let mut all = plain.flat_map(kept).flat_map(|s| [s, s.with_table()]);
+        let found = all.find(|s| s.to_string() == name && s.check().is_ok());
+        found.ok_or_else(|| Error::Scheme {
+            expected: "a scheme such as \"int4 g64 asymmetric\"".into(),
+            found: format!("{name:?}"),
+        })
     }
 }
 
@@ -184,6 +417,16 @@ impl fmt::Display for AffineScheme {
             Zeros::Integer => "asymmetric",
             Zeros::Offset => "offset",
         };
-        write!(f, "int{} {} {zeros}", self.bits.width(), self.group)
+        write!(f, "int{} {} {zeros}", self.bits.width(), self.group)?;
+        if let Scales::TwoLevel(TwoLevel { bits, span }) = self.scales {
+            write!(f, " scales{}", bits.width())?;
+            if let Group::Size(n) = span {
+                write!(f, "/{n}")?;
+            }
+        }
+        match self.levels {
+            Levels::Even => Ok(()),
+            Levels::Table => f.write_str(" levels"),
+        }
     }
 }

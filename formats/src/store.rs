@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::scheme::AffineScheme;
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
@@ -54,6 +55,13 @@ pub trait WeightStore: Send + Sync {
     /// # Errors
     /// [`crate::Error::Tensor`] if it is absent, or its shape is not `[out_features, in_features]`.
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight>;
+
+    /// The scheme of the weight `name`, where the file says it apart from the weight's tensors;
+    /// `None` where it does not, or the weight is unquantized.
+    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+        let _ = name;
+        None
+    }
 
     /// The unquantized tensor that the files have under this very name, which must then have this
     /// shape: experts that are kept in one tensor.

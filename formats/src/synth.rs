@@ -10,12 +10,13 @@ use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
 use crate::models::ModelConfig;
 pub use crate::models::Preset;
 use crate::names::{Shape, parameters, stack};
+use crate::pack;
 use crate::progress::Progress;
-use crate::scheme::{AffineScheme, Zeros};
+use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
-use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
+use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -188,8 +189,8 @@ pub fn random_quantized(
     (rows, cols): (usize, usize),
     scheme: AffineScheme,
 ) -> Result<AffineWeight> {
-    let AffineScheme { bits, group, zeros } = scheme;
-    let groups = group.count(cols);
+    scheme.check()?;
+    let groups = scheme.group.count(cols);
     let bytes = |what: &str, n: usize| {
         let key = key(seed, &format!("{name} {what}"));
         let mut out = vec![0u8; n];
@@ -204,27 +205,55 @@ pub fn random_quantized(
         out
     };
     // The deviation of uniform codes, of which a scale makes that of weights.
-    let codes = 1u32 << bits.width();
+    let values = scheme.value_bits();
+    let codes = 1u32 << values.width();
     let scale = WEIGHT_STD / ((f64::from(codes) * f64::from(codes) - 1.0) / 12.0).sqrt();
-    let near = |byte: u8| f16::from_f64(scale * (0.75 + f64::from(byte) / 512.0));
-    let scales: Arc<[f16]> = (bytes("scales", rows * groups).into_iter())
-        .map(near)
-        .collect();
-    let mid = bits.midpoint();
-    let zeros = match zeros {
-        Zeros::None => ZeroPoints::None,
-        Zeros::Integer => {
-            let mut z = bytes("zeros", rows * groups);
-            z.iter_mut().for_each(|b| *b = mid - 2 + *b % 4);
-            ZeroPoints::Integer(crate::pack::pack_rows(bits, &z, groups).into())
-        }
-        Zeros::Offset => {
+    let mid = values.midpoint();
+    let (scales, of_offset) = match scheme.scales {
+        Scales::Half => {
+            let near = |byte: u8| f16::from_f64(scale * (0.75 + f64::from(byte) / 512.0));
+            let scales: Arc<[f16]> = (bytes("scales", rows * groups).into_iter())
+                .map(near)
+                .collect();
             let offset = |s: &f16| f16::from_f32(-s.to_f32() * f32::from(mid));
-            ZeroPoints::Offset(scales.iter().map(offset).collect())
+            let offsets = scales.iter().map(offset).collect();
+            (GroupValues::Half(scales), GroupValues::Half(offsets))
+        }
+        Scales::TwoLevel(two) => {
+            // Integers in the upper quarter, of either kind.
+            let (bits, least) = (two.bits, two.bits.max_code() - two.bits.max_code() / 4);
+            let mut small = bytes("scales", rows * groups);
+            let spread = bits.max_code() - least + 1;
+            small.iter_mut().for_each(|b| *b = least + *b % spread);
+            let small = Bytes::from(pack::pack_rows(bits, &small, groups));
+            let signed = scheme.zeros == Zeros::None;
+            let middle = if signed { bits.midpoint() } else { 0 };
+            let of_span = scale / f64::from(least + spread / 2 - middle);
+            let spans = rows * two.span.count(cols);
+            let kept = |of_span: f64| GroupValues::TwoLevel {
+                small: small.clone(),
+                of_spans: vec![f16::from_f64(of_span); spans].into(),
+            };
+            (kept(of_span), kept(-of_span * f64::from(mid)))
         }
     };
-    let codes = bytes("codes", rows * bits.bytes(cols));
-    AffineWeight::new(scheme, (rows, cols), codes.into(), scales, zeros, None)
+    let zeros = (scheme.zeros == Zeros::Integer).then(|| {
+        let mut z = bytes("zeros", rows * groups);
+        z.iter_mut().for_each(|b| *b = mid - 2 + *b % 4);
+        pack::pack_rows(values, &z, groups).into()
+    });
+    // Levels from end to end.
+    let most = u32::from(scheme.bits.max_code());
+    let level = |i: u32| (i * u32::from(values.max_code()) / most) as u8;
+    let parts = Parts {
+        codes: bytes("codes", rows * scheme.bits.bytes(cols)).into(),
+        scales,
+        zeros,
+        offsets: (scheme.zeros == Zeros::Offset).then_some(of_offset),
+        levels: (scheme.levels == Levels::Table).then(|| (0..=most).map(level).collect()),
+        g_idx: None,
+    };
+    AffineWeight::assemble(scheme, (rows, cols), parts)
 }
 
 /// The random bf16 parameter `name` of a model drawn with `seed`.
@@ -483,7 +512,7 @@ mod tests {
             (Bits::B8, Zeros::None),
         ] {
             let group = Group::Size(64);
-            let scheme = AffineScheme { bits, group, zeros };
+            let scheme = AffineScheme::new(bits, group, zeros);
             let draw = |seed| random_quantized(seed, "a", (64, 320), scheme).unwrap();
             let (a, again, other) = (draw(1), draw(1), draw(2));
             assert_eq!(a.codes(), again.codes());

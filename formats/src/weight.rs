@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::pack;
-use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use crate::scheme::{AffineScheme, Group, Levels, Scales, TwoLevel, Zeros};
 use crate::tensor::Tensor;
 use bytes::Bytes;
 use half::f16;
@@ -77,6 +77,20 @@ impl Weight {
     }
 }
 
+/// Scales or offsets of groups as they are kept: the variant agrees with [`Scales`].
+#[derive(Clone, Debug)]
+pub enum GroupValues {
+    /// `[out, groups]`
+    Half(Arc<[f16]>),
+    /// In two levels.
+    TwoLevel {
+        /// Small integers `[out, groups]`, packed like codes ([`pack::pack_row`]).
+        small: Bytes,
+        /// What those of a span are multiplied with, `[out, spans]`.
+        of_spans: Arc<[f16]>,
+    },
+}
+
 /// The stored zero-points of an [`AffineWeight`]; the variant agrees with [`Zeros`].
 #[derive(Clone, Debug)]
 pub enum ZeroPoints {
@@ -86,6 +100,23 @@ pub enum ZeroPoints {
     Integer(Bytes),
     /// Float offsets `[out, groups]`.
     Offset(Arc<[f16]>),
+}
+
+/// What an [`AffineWeight`] is put together from.
+#[derive(Clone, Debug)]
+pub struct Parts {
+    /// Packed rows, `[out, bits.bytes(in)]`.
+    pub codes: Bytes,
+    /// Scales of groups.
+    pub scales: GroupValues,
+    /// Integer zero-points `[out, groups]`, packed, if the scheme has them.
+    pub zeros: Option<Bytes>,
+    /// Offsets of groups, if the scheme has them.
+    pub offsets: Option<GroupValues>,
+    /// The 8-bit code of each level, `[2^bits]`, if the scheme has a table.
+    pub levels: Option<Arc<[u8]>>,
+    /// Group of each input `[in]`, if it is not `i / group size` (activation order).
+    pub g_idx: Option<Arc<[u32]>>,
 }
 
 /// Codes and scales of an affine scheme: `w = s * q + o` per group (see [`AffineScheme`]).
@@ -98,125 +129,106 @@ pub struct AffineWeight {
     codes: Bytes,              // [out, bits.bytes(in)]
     scales: Arc<[f16]>,        // [out, groups]
     zeros: ZeroPoints,         // [out, groups]
+    levels: Option<Arc<[u8]>>, // [2^bits]
     g_idx: Option<Arc<[u32]>>, // [in]
+    /// `scales` and float offsets as they are kept, where that is in two levels.
+    two_level: Option<Box<(GroupValues, Option<GroupValues>)>>,
 }
 
 impl AffineWeight {
-    /// Assembles a weight `[out_features, in_features]`.
+    /// Assembles a weight `[out_features, in_features]` of f16 scales and even steps.
     ///
     /// `codes` are packed rows, `scales` is `[out, groups]`, `zeros` must match
     /// `scheme.zeros`. `g_idx`, if given, maps each input to its group (activation
     /// order); otherwise input `i` is in group `i / group size`.
     ///
     /// # Errors
-    /// [`Error::Weight`] naming the part whose length does not fit, a scale or offset
-    /// that is not finite, or a `g_idx` entry past the last group.
+    /// As [`AffineWeight::assemble`].
     pub fn new(
         scheme: AffineScheme,
-        (out_features, in_features): (usize, usize),
+        dims: (usize, usize),
         codes: Bytes,
         scales: Arc<[f16]>,
         zeros: ZeroPoints,
         g_idx: Option<Arc<[u32]>>,
     ) -> Result<Self> {
-        if scheme.group == Group::Size(0) {
-            return Err(Error::Scheme {
-                expected: "a group size above 0".into(),
-                found: "0".into(),
-            });
-        }
-        let weight = AffineWeight {
+        let (zeros, offsets) = match zeros {
+            ZeroPoints::None => (None, None),
+            ZeroPoints::Integer(z) => (Some(z), None),
+            ZeroPoints::Offset(o) => (None, Some(GroupValues::Half(o))),
+        };
+        let parts = Parts {
+            codes,
+            scales: GroupValues::Half(scales),
+            zeros,
+            offsets,
+            levels: None,
+            g_idx,
+        };
+        Self::assemble(scheme, dims, parts)
+    }
+
+    /// Assembles a weight `[out_features, in_features]` of any scheme.
+    ///
+    /// # Errors
+    /// [`Error::Scheme`] for parameters that do not go together; [`Error::Weight`] naming the part that
+    /// is missing, superfluous or of another length, a scale or offset that is not finite, or a
+    /// `g_idx` entry past the last group.
+    pub fn assemble(
+        scheme: AffineScheme,
+        (out_features, in_features): (usize, usize),
+        parts: Parts,
+    ) -> Result<Self> {
+        scheme.check()?;
+        let check = Check {
+            scheme,
+            rows: out_features,
+            cols: in_features,
+        };
+        check.lengths(&parts)?;
+        let signed = scheme.zeros == Zeros::None;
+        let scales = check.values("scales", &parts.scales, signed)?;
+        let zeros = match (parts.zeros, &parts.offsets) {
+            (Some(z), _) => ZeroPoints::Integer(z),
+            (None, Some(o)) => ZeroPoints::Offset(check.values("offsets", o, false)?),
+            (None, None) => ZeroPoints::None,
+        };
+        let two_level = (!scheme.scales.is_half()).then(|| Box::new((parts.scales, parts.offsets)));
+        Ok(AffineWeight {
             scheme,
             out_features,
             in_features,
-            codes,
+            codes: parts.codes,
             scales,
             zeros,
-            g_idx,
-        };
-        weight.check()?;
-        Ok(weight)
-    }
-
-    /// Checks the parts against the scheme and the dimensions.
-    fn check(&self) -> Result<()> {
-        let row = self.scheme.bits.bytes(self.in_features);
-        let codes = self.out_features.checked_mul(row);
-        self.check_length("codes", "bytes", codes, self.codes.len())?;
-        let values = self.out_features.checked_mul(self.groups());
-        self.check_length("scales", "values", values, self.scales.len())?;
-        self.check_finite("scales", &self.scales)?;
-        self.check_zeros(values)?;
-        let Some(g_idx) = &self.g_idx else {
-            return Ok(());
-        };
-        self.check_length("g_idx", "entries", Some(self.in_features), g_idx.len())?;
-        let groups = self.groups();
-        match g_idx.iter().position(|&g| g as usize >= groups) {
-            None => Ok(()),
-            Some(i) => Err(Error::Weight {
-                what: "g_idx",
-                expected: format!("groups below {groups}"),
-                found: format!("{} at input {i}", g_idx[i]),
-            }),
-        }
-    }
-
-    /// `expected` is `None` where it overflows.
-    fn check_length(
-        &self,
-        what: &'static str,
-        unit: &str,
-        expected: Option<usize>,
-        found: usize,
-    ) -> Result<()> {
-        if expected == Some(found) {
-            return Ok(());
-        }
-        let (rows, cols, scheme) = (self.out_features, self.in_features, self.scheme);
-        let expected = expected.map_or("a size in range".into(), |n| n.to_string());
-        Err(Error::Weight {
-            what,
-            expected: format!("{expected} {unit} for [{rows}, {cols}] {scheme}"),
-            found: format!("{found} {unit}"),
+            levels: parts.levels,
+            g_idx: parts.g_idx,
+            two_level,
         })
     }
 
-    /// `values` are `[out, groups]`.
-    fn check_finite(&self, what: &'static str, values: &[f16]) -> Result<()> {
-        let groups = self.groups();
-        match values.iter().position(|v| !v.is_finite()) {
-            None => Ok(()),
-            Some(i) => Err(Error::Weight {
-                what,
-                expected: "finite values".into(),
-                found: format!("{} in row {}, group {}", values[i], i / groups, i % groups),
-            }),
-        }
-    }
-
-    /// `values` is the number of groups in all rows.
-    fn check_zeros(&self, values: Option<usize>) -> Result<()> {
-        let found = match (&self.zeros, self.scheme.zeros) {
-            (ZeroPoints::None, Zeros::None) => return Ok(()),
-            (ZeroPoints::Integer(z), Zeros::Integer) => {
-                let row = self.scheme.bits.bytes(self.groups());
-                let bytes = self.out_features.checked_mul(row);
-                return self.check_length("zero-points", "bytes", bytes, z.len());
-            }
-            (ZeroPoints::Offset(o), Zeros::Offset) => {
-                self.check_length("offsets", "values", values, o.len())?;
-                return self.check_finite("offsets", o);
-            }
-            (ZeroPoints::None, _) => "none",
-            (ZeroPoints::Integer(_), _) => "integer zero-points",
-            (ZeroPoints::Offset(_), _) => "float offsets",
+    /// What it was put together from.
+    pub fn parts(&self) -> Parts {
+        let half = |values: &Arc<[f16]>| GroupValues::Half(values.clone());
+        let offsets = match &self.zeros {
+            ZeroPoints::Offset(o) => Some(half(o)),
+            _ => None,
         };
-        Err(Error::Weight {
-            what: "zero-points",
-            expected: format!("{:?}", self.scheme.zeros),
-            found: found.into(),
-        })
+        let (scales, offsets) = match self.two_level.as_deref() {
+            Some(kept) => kept.clone(),
+            None => (half(&self.scales), offsets),
+        };
+        Parts {
+            codes: self.codes.clone(),
+            scales,
+            zeros: match &self.zeros {
+                ZeroPoints::Integer(z) => Some(z.clone()),
+                _ => None,
+            },
+            offsets,
+            levels: self.levels.clone(),
+            g_idx: self.g_idx.clone(),
+        }
     }
 
     /// Bits, grouping and zero-points.
@@ -250,6 +262,49 @@ impl AffineWeight {
         &self.codes[row * n..(row + 1) * n]
     }
 
+    /// Codes of one row as devices hold them ([`AffineScheme::held`]), packed: as they are, or in
+    /// `scratch`.
+    pub fn held_row<'a>(&'a self, row: usize, scratch: &'a mut Vec<u8>) -> &'a [u8] {
+        let held = self.scheme.held();
+        let packed = self.row_codes(row);
+        if held.bits == self.scheme.bits {
+            return packed;
+        }
+        let n = self.in_features;
+        scratch.resize(n + held.bits.bytes(n), 0);
+        let (codes, out) = scratch.split_at_mut(n);
+        pack::unpack_row(self.scheme.bits, packed, codes);
+        match &self.levels {
+            Some(levels) => codes.iter_mut().for_each(|c| *c = levels[usize::from(*c)]),
+            None => {
+                // The middle of fewer bits becomes the middle of more.
+                let shift = match self.scheme.zeros {
+                    Zeros::None => held.bits.midpoint() - self.scheme.bits.midpoint(),
+                    _ => 0,
+                };
+                codes.iter_mut().for_each(|c| *c += shift);
+            }
+        }
+        pack::pack_row(held.bits, codes, out);
+        out
+    }
+
+    /// The 8-bit code of each level, if the scheme has a table.
+    pub fn levels(&self) -> Option<&[u8]> {
+        self.levels.as_deref()
+    }
+
+    /// Integer zero-point of one group, if the scheme has them.
+    pub fn zero_point(&self, row: usize, group: usize) -> Option<u8> {
+        let ZeroPoints::Integer(z) = &self.zeros else {
+            return None;
+        };
+        let (bits, groups) = (self.scheme.value_bits(), self.groups());
+        let stride = bits.bytes(groups);
+        let row = &z[row * stride..(row + 1) * stride];
+        Some(pack::code_at(bits, row, groups, group))
+    }
+
     /// Scales `[out, groups]`.
     pub fn scales(&self) -> &[f16] {
         &self.scales
@@ -280,13 +335,11 @@ impl AffineWeight {
         let at = row * self.groups() + group;
         let s = self.scales[at].to_f32();
         let o = match &self.zeros {
-            ZeroPoints::None => -s * f32::from(self.scheme.bits.midpoint()),
-            ZeroPoints::Integer(z) => {
-                let stride = self.scheme.bits.bytes(self.groups());
-                let row = &z[row * stride..(row + 1) * stride];
-                -s * f32::from(pack::code_at(self.scheme.bits, row, group))
-            }
             ZeroPoints::Offset(o) => o[at].to_f32(),
+            ZeroPoints::None => -s * f32::from(self.scheme.value_bits().midpoint()),
+            ZeroPoints::Integer(_) => {
+                -s * f32::from(self.zero_point(row, group).unwrap_or_default())
+            }
         };
         (s, o)
     }
@@ -294,42 +347,195 @@ impl AffineWeight {
     /// Writes row `row` as f32 into `out` (`in_features` long): `s * q + o`, one rounding, as
     /// the product of an f16 and 8 bits is exact.
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
-        let (bits, packed) = (self.scheme.bits, self.row_codes(row));
+        let mut codes = vec![0; out.len()];
+        pack::unpack_row(self.scheme.bits, self.row_codes(row), &mut codes);
+        if let Some(levels) = &self.levels {
+            codes.iter_mut().for_each(|c| *c = levels[usize::from(*c)]);
+        }
         if self.g_idx.is_some() {
             let affine: Vec<_> = (0..self.groups()).map(|g| self.affine(row, g)).collect();
-            for (i, w) in out.iter_mut().enumerate() {
+            for (i, (w, &q)) in out.iter_mut().zip(&codes).enumerate() {
                 let (s, o) = affine[self.group_of(i)];
-                *w = s * f32::from(pack::code_at(bits, packed, i)) + o;
+                *w = s * f32::from(q) + o;
             }
             return;
         }
         let size = self.scheme.group.size(self.in_features).max(1);
-        for (g, values) in out.chunks_mut(size).enumerate() {
+        for (g, (values, codes)) in out.chunks_mut(size).zip(codes.chunks(size)).enumerate() {
             let (s, o) = self.affine(row, g);
-            let start = g * size;
-            match bits {
-                Bits::B8 => {
-                    for (w, &q) in values.iter_mut().zip(&packed[start..]) {
-                        *w = s * f32::from(q) + o;
-                    }
-                }
-                Bits::B4 if start.is_multiple_of(2) => {
-                    let (pairs, last) = values.as_chunks_mut::<2>();
-                    let bytes = &packed[start / 2..];
-                    for ([low, high], &b) in pairs.iter_mut().zip(bytes) {
-                        *low = s * f32::from(b & 15) + o;
-                        *high = s * f32::from(b >> 4) + o;
-                    }
-                    for w in last {
-                        *w = s * f32::from(bytes[pairs.len()] & 15) + o;
-                    }
-                }
-                Bits::B4 => {
-                    for (i, w) in values.iter_mut().enumerate() {
-                        *w = s * f32::from(pack::code_at(bits, packed, start + i)) + o;
-                    }
-                }
+            for (w, &q) in values.iter_mut().zip(codes) {
+                *w = s * f32::from(q) + o;
             }
         }
     }
+}
+
+/// Holds parts against a scheme and dimensions.
+struct Check {
+    scheme: AffineScheme,
+    rows: usize,
+    cols: usize,
+}
+
+impl Check {
+    fn groups(&self) -> usize {
+        self.scheme.group.count(self.cols)
+    }
+
+    fn lengths(&self, parts: &Parts) -> Result<()> {
+        let (scheme, groups) = (self.scheme, self.groups());
+        self.length(
+            "codes",
+            "bytes",
+            scheme.bits.bytes(self.cols),
+            parts.codes.len(),
+        )?;
+        self.group_values("scales", &parts.scales)?;
+        self.present("zero-points", scheme.zeros == Zeros::Integer, &parts.zeros)?;
+        if let Some(zeros) = &parts.zeros {
+            let row = scheme.value_bits().bytes(groups);
+            self.length("zero-points", "bytes", row, zeros.len())?;
+        }
+        self.present("offsets", scheme.zeros == Zeros::Offset, &parts.offsets)?;
+        if let Some(offsets) = &parts.offsets {
+            self.group_values("offsets", offsets)?;
+        }
+        self.present("levels", scheme.levels == Levels::Table, &parts.levels)?;
+        if let Some(levels) = &parts.levels {
+            let expected = 1 << scheme.bits.width();
+            self.exact("levels", "bytes", Some(expected), levels.len())?;
+        }
+        let Some(g_idx) = &parts.g_idx else {
+            return Ok(());
+        };
+        self.exact("g_idx", "entries", Some(self.cols), g_idx.len())?;
+        match g_idx.iter().position(|&g| g as usize >= groups) {
+            None => Ok(()),
+            Some(i) => Err(Error::Weight {
+                what: "g_idx",
+                expected: format!("groups below {groups}"),
+                found: format!("{} at input {i}", g_idx[i]),
+            }),
+        }
+    }
+
+    fn present<T>(&self, what: &'static str, wanted: bool, part: &Option<T>) -> Result<()> {
+        let words = |there| if there { "some" } else { "none" };
+        if part.is_some() == wanted {
+            return Ok(());
+        }
+        Err(Error::Weight {
+            what,
+            expected: format!("{} for {}", words(wanted), self.scheme),
+            found: words(part.is_some()).into(),
+        })
+    }
+
+    fn group_values(&self, what: &'static str, values: &GroupValues) -> Result<()> {
+        let groups = self.groups();
+        match (values, self.scheme.scales) {
+            (GroupValues::Half(values), Scales::Half) => {
+                self.length(what, "values", groups, values.len())
+            }
+            (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) => {
+                self.length(what, "bytes", two.bits.bytes(groups), small.len())?;
+                self.length(what, "spans", two.span.count(self.cols), of_spans.len())
+            }
+            (GroupValues::Half(_), _) => self.unlike(what, "f16 values"),
+            (GroupValues::TwoLevel { .. }, _) => self.unlike(what, "values in two levels"),
+        }
+    }
+
+    fn unlike(&self, what: &'static str, found: &str) -> Result<()> {
+        Err(Error::Weight {
+            what,
+            expected: format!("those of {}", self.scheme),
+            found: found.into(),
+        })
+    }
+
+    /// `found` units of what every row has `row` of.
+    fn length(&self, what: &'static str, unit: &str, row: usize, found: usize) -> Result<()> {
+        self.exact(what, unit, self.rows.checked_mul(row), found)
+    }
+
+    /// `expected` is `None` where it overflows.
+    fn exact(
+        &self,
+        what: &'static str,
+        unit: &str,
+        expected: Option<usize>,
+        found: usize,
+    ) -> Result<()> {
+        if expected == Some(found) {
+            return Ok(());
+        }
+        let (rows, cols, scheme) = (self.rows, self.cols, self.scheme);
+        let expected = expected.map_or("a size in range".into(), |n| n.to_string());
+        Err(Error::Weight {
+            what,
+            expected: format!("{expected} {unit} for [{rows}, {cols}] {scheme}"),
+            found: format!("{found} {unit}"),
+        })
+    }
+
+    /// The values of all groups, finite.
+    fn values(&self, what: &'static str, kept: &GroupValues, signed: bool) -> Result<Arc<[f16]>> {
+        let groups = self.groups();
+        let values = match (kept, self.scheme.scales) {
+            (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) => {
+                self.finite(what, of_spans, two.span.count(self.cols))?;
+                self.products(two, small, of_spans, signed)
+            }
+            (GroupValues::Half(values), _) => values.clone(),
+            (GroupValues::TwoLevel { .. }, Scales::Half) => unreachable!("lengths were checked"),
+        };
+        self.finite(what, &values, groups)?;
+        Ok(values)
+    }
+
+    /// The f16 nearest to each small integer times the f16 of its span.
+    fn products(&self, two: TwoLevel, small: &[u8], of_spans: &[f16], signed: bool) -> Arc<[f16]> {
+        let (groups, spans) = (self.groups(), two.span.count(self.cols));
+        let per_span = match two.span {
+            Group::Channel => groups,
+            Group::Size(n) => n as usize / self.scheme.group.size(self.cols).max(1),
+        };
+        let middle = if signed { two.bits.midpoint() } else { 0 };
+        let stride = two.bits.bytes(groups);
+        let mut values = Vec::with_capacity(self.rows * groups);
+        let mut integers = vec![0; groups];
+        for row in 0..self.rows {
+            let packed = &small[row * stride..(row + 1) * stride];
+            pack::unpack_row(two.bits, packed, &mut integers);
+            for (g, &q) in integers.iter().enumerate() {
+                let of_span = of_spans[row * spans + g / per_span.max(1)];
+                values.push(product(of_span, i16::from(q) - i16::from(middle)));
+            }
+        }
+        values.into()
+    }
+
+    /// `values` are `[out, per_row]`.
+    fn finite(&self, what: &'static str, values: &[f16], per_row: usize) -> Result<()> {
+        match values.iter().position(|v| !v.is_finite()) {
+            None => Ok(()),
+            Some(i) => Err(Error::Weight {
+                what,
+                expected: "finite values".into(),
+                found: format!(
+                    "{} in row {}, group {}",
+                    values[i],
+                    i / per_row,
+                    i % per_row
+                ),
+            }),
+        }
+    }
+}
+
+/// A scale in two levels: the f16 nearest to the product, which f32 holds exactly.
+#[inline]
+pub fn product(of_span: f16, small: i16) -> f16 {
+    f16::from_f32(of_span.to_f32() * f32::from(small))
 }

@@ -44,11 +44,7 @@ fn work(dest: &Path, options: WriterOptions) -> Result<()> {
         Opened::Complete => return Ok(()),
     };
     let demo = Checkpoint::open(&assets().join("demo"))?;
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(64),
-        zeros: Zeros::Integer,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
     for (i, (name, shape)) in parameters(demo.config()).into_iter().enumerate() {
         if writer.staged(&name)?.is_some() {
             continue;

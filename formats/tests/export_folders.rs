@@ -81,7 +81,7 @@ fn folder(dir: &Path, scheme: impl Fn(&str) -> (AffineScheme, bool)) -> Checkpoi
 }
 
 fn affine(bits: Bits, group: Group, zeros: Zeros) -> AffineScheme {
-    AffineScheme { bits, group, zeros }
+    AffineScheme::new(bits, group, zeros)
 }
 
 fn write(source: &Checkpoint, format: ExportFormat, out: &Path) -> Result<ExportReport> {

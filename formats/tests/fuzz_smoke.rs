@@ -154,7 +154,7 @@ fn configs() {
 }
 
 /// An nq folder of the shape that the target uses, as its input.
-fn nq_seed(zeros: Zeros, with_g_idx: bool) -> Vec<u8> {
+fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
     let config = format!("{{{}}}", targets::SHAPE);
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("config.json"), &config).unwrap();
@@ -165,11 +165,6 @@ fn nq_seed(zeros: Zeros, with_g_idx: bool) -> Vec<u8> {
         Writer::open(&dest, &source, &plan, WriterOptions::default()).unwrap()
     else {
         panic!("nothing is complete")
-    };
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(4),
-        zeros,
     };
     let mut rng = Rng(3);
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
@@ -255,6 +250,7 @@ fn quantized_folders() {
         "strategy":"group","group_size":8}}}}"#;
     let fp8 = r#"{"quant_method":"fp8","fmt":"e4m3","weight_block_size":[8,8]}"#;
     use DType::{BF16, F8E4M3, F16, I32};
+    let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(4), zeros);
     let of_gptq = |rows: usize, cols: usize| {
         vec![
             (".qweight", I32, vec![cols / 8, rows]),
@@ -284,15 +280,23 @@ fn quantized_folders() {
     };
     let (dense, mixture) = (targets::SHAPE, targets::MIXTURE);
     let seeds = [
-        (dense, nq_seed(Zeros::None, false)),
-        (dense, nq_seed(Zeros::Integer, true)),
-        (dense, nq_seed(Zeros::Offset, false)),
+        (dense, nq_seed(scheme(Bits::B4, Zeros::None), false)),
+        (dense, nq_seed(scheme(Bits::B4, Zeros::Integer), true)),
+        (dense, nq_seed(scheme(Bits::B4, Zeros::Offset), false)),
         (dense, imported_seed(dense, gptq, of_gptq)),
         (dense, imported_seed(dense, awq, of_awq)),
         (dense, imported_seed(dense, packed, of_packed)),
         (dense, imported_seed(dense, fp8, of_fp8)),
         (mixture, imported_seed(mixture, gptq, of_gptq)),
         (mixture, imported_seed(mixture, fp8, of_fp8)),
+        (
+            dense,
+            nq_seed(scheme(Bits::B6, Zeros::Offset).two_level(Bits::B5), true),
+        ),
+        (
+            dense,
+            nq_seed(scheme(Bits::B3, Zeros::Integer).with_table(), false),
+        ),
     ];
     // The seeds themselves open: otherwise no mutation would reach the reader.
     for (shape, seed) in &seeds {

@@ -8,8 +8,8 @@ use nq_formats::names::{Shape, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, TensorScheme, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
-    AffineScheme, Bits, Checkpoint, DType, Files, Group, ModelConfig, QuantizedWeight, Tensor,
-    Weight, Zeros, nq, pack,
+    AffineScheme, AffineWeight, Bits, Checkpoint, DType, Files, Group, Levels, ModelConfig,
+    QuantizedWeight, Scales, Tensor, TwoLevel, Weight, ZeroPoints, Zeros, nq, pack,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -24,11 +24,7 @@ const OPTIONS: WriterOptions = WriterOptions {
 };
 
 fn scheme(bits: Bits, group: u32, zeros: Zeros) -> AffineScheme {
-    AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    }
+    AffineScheme::new(bits, Group::Size(group), zeros)
 }
 
 fn writer(dest: &Path, source: &Files, options: WriterOptions) -> Writer {
@@ -307,14 +303,56 @@ fn records_that_disagree_with_the_tensors_are_named() {
     refused(&[file, "version", "an integer"], &|q| {
         q["version"] = json!("1")
     });
-    refused(&[file, "version 2", "version 1"], &|q| {
-        q["version"] = json!(2)
+    refused(&[file, "version 3", "versions 1 to 2"], &|q| {
+        q["version"] = json!(3)
+    });
+    // Version 1 does not know the schemes of version 2.
+    refused(&[file, "linears", "version 1", "int6 g8"], &|q| {
+        q["linears"]["bits"] = json!(6)
+    });
+    refused(&[file, "linears", "version 1", "scales8"], &|q| {
+        q["linears"]["scales"] = json!({"bits": 8, "span": "channel"})
+    });
+    let scales = |scales: Value| {
+        move |q: &mut Value| {
+            q["version"] = json!(2);
+            q["linears"]["scales"] = scales.clone();
+        }
+    };
+    refused(
+        &[file, "whole groups (g8)", "g12"],
+        &scales(json!({"bits": 6, "span": 12})),
+    );
+    refused(
+        &[file, "3, 4, 5, 6 or 8 bits", "7"],
+        &scales(json!({"bits": 7, "span": 8})),
+    );
+    refused(
+        &[file, "group size above 0"],
+        &scales(json!({"bits": 6, "span": 0})),
+    );
+    refused(
+        &[file, "unknown field `offset`"],
+        &scales(json!({"bits": 6, "span": 8, "offset": 1})),
+    );
+    refused(
+        &["q_proj.scales", "U8 [8, 2]", "F16 [8, 1]"],
+        &scales(json!({"bits": 6, "span": 8})),
+    );
+    refused(&[file, "overrides", "fewer than 8 bits"], &|q| {
+        q["version"] = json!(2);
+        q["overrides"]["model.layers.0.mlp.up_proj"] =
+            json!({"bits": 8, "group": 8, "zeros": "none", "levels": "table"});
+    });
+    refused(&["q_proj.levels", "U8 [16]", "no such tensor"], &|q| {
+        q["version"] = json!(2);
+        q["linears"]["levels"] = json!("table");
     });
     refused(&[file, "linears", "no such key"], &|q| {
         q.as_object_mut().unwrap().remove("linears");
     });
-    refused(&[file, "4 or 8 bits", "3"], &|q| {
-        q["linears"]["bits"] = json!(3)
+    refused(&[file, "3, 4, 5, 6 or 8 bits", "7"], &|q| {
+        q["linears"]["bits"] = json!(7)
     });
     refused(&[file, "group size above 0"], &|q| {
         q["linears"]["group"] = json!(0)
@@ -372,6 +410,8 @@ fn record_round_trip() {
         bits: Bits::B8,
         group: Group::Channel,
         zeros: Zeros::None,
+        scales: Scales::Half,
+        levels: Levels::Even,
         g_idx: true,
     };
     assert_eq!(head, expected);
@@ -381,18 +421,60 @@ fn record_round_trip() {
     assert_eq!(q.bits, Bits::B4);
 }
 
+/// What devices hold a weight as: its held codes and its scales, as a scheme of version 1.
+fn held(a: &AffineWeight) -> Weight {
+    let (rows, cols) = (a.out_features(), a.in_features());
+    let scheme = a.scheme().held();
+    let mut scratch = Vec::new();
+    let codes = (0..rows).flat_map(|r| a.held_row(r, &mut scratch).to_vec());
+    let codes: Vec<u8> = codes.collect();
+    let zeros = match a.zeros() {
+        ZeroPoints::Integer(_) => {
+            let groups = a.groups();
+            let zeros = (0..rows * groups).map(|i| a.zero_point(i / groups, i % groups).unwrap());
+            let zeros: Vec<u8> = zeros.collect();
+            ZeroPoints::Integer(pack::pack_rows(scheme.bits, &zeros, groups).into())
+        }
+        other => other.clone(),
+    };
+    let (scales, g_idx) = (a.scales().into(), a.g_idx().map(Into::into));
+    let held = AffineWeight::new(scheme, (rows, cols), codes.into(), scales, zeros, g_idx);
+    Weight::Quantized(QuantizedWeight::Affine(held.unwrap()))
+}
+
 fn any_scheme() -> impl Strategy<Value = AffineScheme> {
-    let bits = prop_oneof![Just(Bits::B4), Just(Bits::B8)];
+    let bits = prop::sample::select(Bits::ALL.to_vec());
     let group = prop_oneof![
         Just(Group::Channel),
         prop::sample::select(vec![1u32, 3, 16, 32, 64, 128]).prop_map(Group::Size)
     ];
     let zeros = prop_oneof![Just(Zeros::None), Just(Zeros::Integer), Just(Zeros::Offset)];
-    (bits, group, zeros).prop_map(|(bits, group, zeros)| AffineScheme { bits, group, zeros })
+    let two_level = (prop::sample::select(Bits::ALL.to_vec()), 0u32..4);
+    let kept = (prop::option::of(two_level), any::<bool>());
+    (bits, group, zeros, kept).prop_map(|(bits, group, zeros, (two_level, table))| {
+        let span = |groups| match group {
+            Group::Size(n) if groups > 0 => Group::Size(n * groups),
+            _ => Group::Channel,
+        };
+        let levels = match table && bits < Bits::B8 {
+            true => Levels::Table,
+            false => Levels::Even,
+        };
+        AffineScheme {
+            scales: two_level
+                .map(|(bits, groups)| TwoLevel {
+                    bits,
+                    span: span(groups),
+                })
+                .into(),
+            levels,
+            ..AffineScheme::new(bits, group, zeros)
+        }
+    })
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     /// Packing and unpacking is the identity, in every width and for every row length.
     #[test]
@@ -405,7 +487,7 @@ proptest! {
         pack::unpack_row(bits, &packed, &mut back);
         prop_assert_eq!(&back, &codes);
         for (i, c) in codes.iter().enumerate() {
-            prop_assert_eq!(pack::code_at(bits, &packed, i), *c);
+            prop_assert_eq!(pack::code_at(bits, &packed, codes.len(), i), *c);
         }
         let mut again = vec![0; packed.len()];
         pack::pack_row(bits, &back, &mut again);
@@ -433,5 +515,13 @@ proptest! {
         assert_same(&read, &weight);
         let Weight::Quantized(QuantizedWeight::Affine(read)) = read else { unreachable!() };
         prop_assert_eq!(read.g_idx().is_some(), with_g_idx);
+        prop_assert_eq!(scheme.to_string().parse::<AffineScheme>().unwrap(), scheme);
+        // The form that devices hold has the same values, bit for bit.
+        let (held, mut a, mut b) = (held(&read), vec![0.0; dims.1], vec![0.0; dims.1]);
+        for row in 0..dims.0 {
+            read.dequantize_row(row, &mut a);
+            held.dequantize_row(row, &mut b).unwrap();
+            prop_assert_eq!(&a, &b);
+        }
     }
 }

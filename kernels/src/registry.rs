@@ -84,6 +84,30 @@ impl WeightKind {
         }
     }
 
+    /// The same values in schemes that kernels know ([`AffineScheme::expanded`]).
+    #[must_use]
+    pub const fn expanded(self) -> Self {
+        match self {
+            WeightKind::Dense(_) => self,
+            WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
+                scheme: scheme.expanded(),
+                act_order,
+            },
+        }
+    }
+
+    /// What every device can hold such weights as, exactly: 4 or 8 bits ([`AffineScheme::held`]).
+    #[must_use]
+    pub const fn held(self) -> Self {
+        match self {
+            WeightKind::Dense(_) => self,
+            WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
+                scheme: scheme.held(),
+                act_order,
+            },
+        }
+    }
+
     /// Bytes of a weight `[out, inputs]` of this kind in canonical form, as it is read.
     pub fn bytes(self, (out, inputs): (usize, usize)) -> usize {
         match self {

@@ -91,6 +91,8 @@ pub struct Columns<'a> {
     pub fit: FitShape,
     /// Weights of that search, by column.
     pub importance: &'a [f32],
+    /// Scales and zero-points `[rows, groups]`, where they were chosen already: `fit` is not asked.
+    pub chosen: Option<(&'a [f32], &'a [f32])>,
 }
 
 /// How the range of a group is searched: `steps` ranges from the whole one down to `least` of

@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{Guarded, affine, cpu, dense, isas, nmse, normal, schemes, shuffled_groups};
+use common::{
+    Guarded, affine, cpu, dense, held_as_others, isas, nmse, normal, schemes, shuffled_groups,
+};
 use nq_formats::{AffineScheme, Bits, DType, Group, QuantizedWeight, Weight, Zeros};
 use nq_kernels::cpu::linear::kernels::KERNELS;
 use nq_kernels::cpu::{Epilogue, Isa, Linear};
@@ -106,16 +108,25 @@ fn check(isa: Isa, w: &Weight, activations: Activations, m: usize, rows: &[usize
 /// Runs `check` for every registry row of `isa` that serves the weight, and returns how
 /// many cases that were.
 fn check_registry(isa: Isa, w: &Weight, rows: &[usize]) -> usize {
-    let kind = WeightKind::of(w);
+    let kernels = || {
+        let all = KERNELS.iter().flat_map(|k| k.iter());
+        all.filter(|k| k.isa == isa)
+    };
+    // In their own width where that has kernels for every number of rows.
+    let kind = |activations| {
+        let kind = WeightKind::of(w).expanded();
+        let serves = |m| kernels().any(|k| k.info.serves(kind, activations, m));
+        if ROWS.into_iter().all(serves) {
+            kind
+        } else {
+            kind.held()
+        }
+    };
     let mut cases = 0;
-    for kernel in KERNELS
-        .iter()
-        .flat_map(|k| k.iter())
-        .filter(|k| k.isa == isa)
-    {
+    for kernel in kernels() {
         for activations in ACTIVATIONS {
             for m in ROWS {
-                if kernel.info.serves(kind, activations, m) {
+                if kernel.info.serves(kind(activations), activations, m) {
                     let linear = Linear::new(cpu(isa, 1), &[w], activations, KernelSet::Fused);
                     let names = linear.unwrap().kernel_names();
                     assert!(names.contains(&kernel.info.name), "{names:?}");
@@ -167,6 +178,23 @@ fn affine_edge_shapes() {
     }
 }
 
+/// What a device holds as another scheme is multiplied by that scheme's kernels.
+#[test]
+fn schemes_that_are_held_as_others() {
+    for isa in isas() {
+        for scheme in [32, 64]
+            .map(Group::Size)
+            .into_iter()
+            .flat_map(held_as_others)
+        {
+            let w = affine(scheme, 33, 192, None, 7);
+            let all: Vec<usize> = (0..33).collect();
+            let cases = check_registry(isa, &w, &all);
+            assert_eq!(cases, ROWS.len() * (ACTIVATIONS.len() - 1), "{scheme}");
+        }
+    }
+}
+
 #[test]
 fn activation_order() {
     for isa in isas() {
@@ -179,11 +207,7 @@ fn activation_order() {
             }
         }
         // Groups that are empty, too small and too large.
-        let scheme = AffineScheme {
-            bits: Bits::B4,
-            group: Group::Size(32),
-            zeros: Zeros::Integer,
-        };
+        let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
         let g_idx = (0..100).map(|i| if i % 7 == 0 { 3 } else { 1 }).collect();
         let w = affine(scheme, 20, 100, Some(g_idx), 6);
         for m in ROWS {
@@ -195,7 +219,7 @@ fn activation_order() {
 /// The projections of Qwen3-0.6B (two of each kind of aspect), on seeded rows.
 #[test]
 fn real_shapes() {
-    let affine_of = |bits, group, zeros| AffineScheme { bits, group, zeros };
+    let affine_of = |bits, group, zeros| AffineScheme::new(bits, group, zeros);
     let kinds = [
         affine_of(Bits::B4, Group::Size(64), Zeros::Integer),
         affine_of(Bits::B4, Group::Size(128), Zeros::None),
@@ -229,11 +253,7 @@ fn real_shapes() {
 /// More rows than pass the weights at a time.
 #[test]
 fn many_rows() {
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(32),
-        zeros: Zeros::Integer,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
     let w = affine(scheme, 40, 96, None, 1);
     let all: Vec<usize> = (0..40).collect();
     for isa in isas() {
@@ -252,11 +272,7 @@ fn many_rows() {
 /// Stacked parts of different schemes, with every epilogue, against one by one products.
 #[test]
 fn stacked_parts_and_epilogues() {
-    let scheme = |bits, zeros| AffineScheme {
-        bits,
-        group: Group::Size(32),
-        zeros,
-    };
+    let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(32), zeros);
     let k = 96;
     let parts = [
         affine(scheme(Bits::B4, Zeros::Integer), 40, k, None, 1),
@@ -329,11 +345,7 @@ fn stacked_parts_and_epilogues() {
 /// The reference set serves everything, odd groups included, with every epilogue.
 #[test]
 fn reference_kernels() {
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(9),
-        zeros: Zeros::Integer,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(9), Zeros::Integer);
     let cpu = cpu(Isa::Scalar, 2);
     let w = [
         affine(scheme, 21, 40, None, 1),
@@ -376,8 +388,15 @@ fn packed_rows_are_the_canonical_ones() {
         dense(DType::F16, 19, 33, 2),
         dense(DType::BF16, 19, 33, 3),
     ];
-    for scheme in schemes(&GROUPS) {
+    for scheme in schemes(&GROUPS)
+        .into_iter()
+        .chain(held_as_others(Group::Size(32)))
+    {
         weights.push(affine(scheme, 19, 100, None, 4));
+    }
+    for scheme in held_as_others(Group::Size(16)) {
+        let g_idx = shuffled_groups(100, 16, 2);
+        weights.push(affine(scheme, 19, 100, Some(g_idx), 6));
     }
     for scheme in schemes(&[Group::Size(32)]) {
         weights.push(affine(
@@ -426,6 +445,7 @@ fn planned_bytes_are_the_packed_bytes() {
     let (out, inp) = (37, 384);
     let affine = schemes(&GROUPS)
         .into_iter()
+        .chain(held_as_others(Group::Size(64)))
         .map(|s| affine(s, out, inp, None, 5));
     let dense = [DType::F32, DType::F16, DType::BF16].map(|d| dense(d, out, inp, 5));
     for w in affine.chain(dense) {
@@ -439,11 +459,7 @@ fn planned_bytes_are_the_packed_bytes() {
 #[test]
 fn refusals_name_what_is_wrong() {
     let cpu = cpu(Isa::Scalar, 1);
-    let odd = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(12),
-        zeros: Zeros::None,
-    };
+    let odd = AffineScheme::new(Bits::B4, Group::Size(12), Zeros::None);
     let w = affine(odd, 16, 48, None, 1);
     let error = |r: nq_kernels::Result<Linear>| r.err().expect("a refusal").to_string();
     let text = error(Linear::new(
@@ -484,11 +500,7 @@ fn refusals_name_what_is_wrong() {
 /// A value that is not finite must show in the outputs, not vanish in rounding.
 #[test]
 fn damage_shows() {
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(32),
-        zeros: Zeros::None,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::None);
     let w = affine(scheme, 16, 64, None, 1);
     for isa in isas() {
         let cpu = cpu(isa, 1);

@@ -96,21 +96,23 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
     groups
 }
 
-/// The schemes that are chosen from, of at least `least` bits.
+/// The schemes that are chosen from, of at least `least` bits. Every device runs them: groups have 32
+/// inputs or more.
 pub fn candidates(least: Bits) -> Vec<AffineScheme> {
-    let scheme = |bits, group, zeros| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let plain = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
+    let scheme = |bits, group, zeros| plain(bits, group, zeros).two_level(Bits::B8);
     let all = [
-        scheme(Bits::B4, 128, Zeros::None),
-        scheme(Bits::B4, 128, Zeros::Integer),
-        scheme(Bits::B4, 64, Zeros::None),
+        scheme(Bits::B3, 64, Zeros::Integer),
+        scheme(Bits::B3, 32, Zeros::Integer),
+        plain(Bits::B4, 128, Zeros::None),
         scheme(Bits::B4, 64, Zeros::Integer),
-        scheme(Bits::B4, 32, Zeros::None),
+        plain(Bits::B4, 64, Zeros::Integer),
         scheme(Bits::B4, 32, Zeros::Integer),
-        scheme(Bits::B8, 128, Zeros::None),
+        scheme(Bits::B5, 64, Zeros::Integer),
+        scheme(Bits::B5, 32, Zeros::Integer),
+        scheme(Bits::B6, 64, Zeros::None),
+        scheme(Bits::B6, 32, Zeros::None),
+        plain(Bits::B8, 128, Zeros::None),
         scheme(Bits::B8, 64, Zeros::None),
         scheme(Bits::B8, 32, Zeros::None),
     ];

@@ -9,6 +9,7 @@
 
 use crate::grid::{Grid, GroupParams};
 use half::f16;
+use nq_formats::product;
 use serde_json::{Value, json};
 
 /// How a group's parameters are chosen.
@@ -107,6 +108,87 @@ impl Fit {
         search.best
     }
 
+    /// The parameters for the row `w` and, where the grid keeps scales in two levels, the f16 of
+    /// each span. `importance` is as for [`Fit::params`].
+    pub fn row(
+        &self,
+        grid: &Grid,
+        w: &[f32],
+        importance: &[f32],
+        params: &mut [GroupParams],
+        spans: &mut [f16],
+    ) {
+        let size = grid.group().size(w.len()).max(1);
+        for (g, (w, p)) in w.chunks(size).zip(params.iter_mut()).enumerate() {
+            *p = self.params(grid, w, importance_of(importance, g * size, w.len()));
+        }
+        let per_span = grid.groups_of_span(w.len());
+        for (s, (of_span, params)) in spans
+            .iter_mut()
+            .zip(params.chunks_mut(per_span))
+            .enumerate()
+        {
+            *of_span = grid.of_span(params.iter().fold(0.0, |m, p| p.scale.abs().max(m)));
+            for (g, p) in params.iter_mut().enumerate() {
+                let at = (s * per_span + g) * size;
+                let w = &w[at..w.len().min(at + size)];
+                *p = self.in_span(
+                    grid,
+                    *of_span,
+                    *p,
+                    w,
+                    importance_of(importance, at, w.len()),
+                );
+            }
+        }
+    }
+
+    /// Parameters near `p` whose scale is a product with a span's f16: of the integers around the
+    /// scale's, the one with the least weighted error of `w`.
+    pub fn in_span(
+        &self,
+        grid: &Grid,
+        of_span: f16,
+        p: GroupParams,
+        w: &[f32],
+        importance: &[f32],
+    ) -> GroupParams {
+        let (least, most) = grid.small_range();
+        let nearest = grid.small(of_span, p.scale);
+        let with = |small: i16, zero: u8| GroupParams {
+            scale: product(of_span, small).to_f32(),
+            zero,
+        };
+        let mut search = Search {
+            grid,
+            w,
+            importance,
+            power: self.power,
+            best: with(nearest, p.zero),
+            error: f32::INFINITY,
+        };
+        if p.scale == 0.0 || of_span == f16::ZERO {
+            return search.best;
+        }
+        let zeros = match grid.symmetric() || self.steps == 0 {
+            true => p.zero..=p.zero,
+            false => p.zero.saturating_sub(1)..=p.zero.saturating_add(1).min(grid.max_code()),
+        };
+        for small in nearest.saturating_sub(1).max(least)..=(nearest + 1).min(most) {
+            for zero in zeros.clone() {
+                let p = with(small, zero);
+                let error = match p.scale == 0.0 {
+                    true => continue,
+                    false => search.weighted_error(p),
+                };
+                if error < search.error {
+                    (search.best, search.error) = (p, error);
+                }
+            }
+        }
+        search.best
+    }
+
     /// Shares of the whole range, from 1 to `least`.
     fn shares(&self) -> impl Iterator<Item = f32> + Clone + '_ {
         let n = self.steps;
@@ -139,6 +221,11 @@ impl Fit {
             }
         }
     }
+}
+
+/// The importance of `n` inputs from `at` on, if there is any.
+fn importance_of(importance: &[f32], at: usize, n: usize) -> &[f32] {
+    importance.get(at..at + n).unwrap_or(&[])
 }
 
 /// Parameters that reach from `low` to `high` (which include 0), shrunk to `share`.
@@ -272,7 +359,7 @@ mod tests {
 
     fn grid(bits: Bits, zeros: Zeros) -> Grid {
         let group = Group::Size(64);
-        Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+        Grid::new(AffineScheme::new(bits, group, zeros)).unwrap()
     }
 
     fn error(grid: &Grid, p: GroupParams, w: &[f32], h: &[f32]) -> f64 {

@@ -1,16 +1,16 @@
 //! What values a stored group can take, which is all that a method needs to know of a format.
 //!
 //! A group of consecutive inputs of one row has a scale and a zero-point; code `q` stands for
-//! `s * (q - z)`. Scales are rounded to f16 before anything is rounded *to* them, so what a
-//! method sees is exactly what a file stores and a kernel computes.
+//! `s * (q - z)`. Scales are rounded to what can be stored, an f16 or a product in two levels,
+//! before anything is rounded *to* them, so what a method sees is exactly what a file stores and a
+//! kernel computes.
 
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
-use bytes::Bytes;
 use half::f16;
 use nq_formats::models::LinearKind;
-use nq_formats::{AffineScheme, AffineWeight, Weight, ZeroPoints, Zeros, pack};
-use nq_formats::{Bits, Group, QuantizedWeight};
+use nq_formats::{AffineScheme, AffineWeight, Weight, Zeros, pack, product};
+use nq_formats::{Bits, Group, GroupValues, Levels, Parts, QuantizedWeight, TwoLevel};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
@@ -46,8 +46,16 @@ impl Grid {
     /// The grid of `scheme`.
     ///
     /// # Errors
-    /// [`Error::Request`] for schemes that nq reads but does not write: float offsets.
+    /// [`Error::Request`] for schemes that nq reads but does not make: float offsets, tables of levels.
     pub fn new(scheme: AffineScheme) -> Result<Self> {
+        scheme.check()?;
+        if scheme.levels == Levels::Table {
+            return Err(Error::Request {
+                what: "levels",
+                expected: "even steps".into(),
+                found: "a table".into(),
+            });
+        }
         if scheme.zeros == Zeros::Offset {
             return Err(Error::Request {
                 what: "zero-points",
@@ -76,6 +84,68 @@ impl Grid {
     /// True if every group's zero-point is the midpoint.
     pub fn symmetric(&self) -> bool {
         self.scheme.zeros == Zeros::None
+    }
+
+    /// How scales are kept, if in two levels.
+    pub fn two_level(&self) -> Option<TwoLevel> {
+        self.scheme.scales.into()
+    }
+
+    /// Spans of a row of `cols`: none where every group has an f16 of its own.
+    pub fn spans(&self, cols: usize) -> usize {
+        self.two_level().map_or(0, |two| two.span.count(cols))
+    }
+
+    /// Groups of a span in a row of `cols`.
+    pub fn groups_of_span(&self, cols: usize) -> usize {
+        let span = self.two_level().map_or(cols, |two| two.span.size(cols));
+        span.div_ceil(self.group().size(cols).max(1)).max(1)
+    }
+
+    /// The least and the greatest integer that an f16 of a span is multiplied with.
+    pub fn small_range(&self) -> (i16, i16) {
+        let bits = self.two_level().map_or(Bits::B8, |two| two.bits);
+        let middle = i16::from(bits.midpoint());
+        match self.symmetric() {
+            true => (-middle, middle - 1),
+            false => (0, bits.max_code().into()),
+        }
+    }
+
+    /// The f16 of a span whose greatest scale in magnitude is `greatest`.
+    pub fn of_span(&self, greatest: f32) -> f16 {
+        let (_, most) = self.small_range();
+        // Products stay finite, and not all zero.
+        let greatest = greatest.abs().min(0.99 * f16::MAX.to_f32());
+        match f16::from_f32(greatest / f32::from(most)) {
+            of_span if of_span == f16::ZERO && greatest > 0.0 => f16::from_bits(1),
+            of_span => of_span,
+        }
+    }
+
+    /// The integer whose product with a span's f16 is nearest to `scale`.
+    pub fn small(&self, of_span: f16, scale: f32) -> i16 {
+        let (least, most) = self.small_range();
+        let ratio = scale / of_span.to_f32();
+        match ratio.is_finite() {
+            true => ratio.round_ties_even().clamp(least.into(), most.into()) as i16,
+            false => 0,
+        }
+    }
+
+    /// Takes the scales of a row's groups to the nearest that two levels hold, and gives the f16 of
+    /// each span in `spans`. Does nothing where scales are f16 each.
+    pub fn snap(&self, params: &mut [GroupParams], spans: &mut [f16]) {
+        if spans.is_empty() {
+            return;
+        }
+        let per_span = params.len().div_ceil(spans.len());
+        for (params, of_span) in params.chunks_mut(per_span).zip(spans) {
+            *of_span = self.of_span(params.iter().fold(0.0, |m, p| p.scale.abs().max(m)));
+            for p in params {
+                p.scale = product(*of_span, self.small(*of_span, p.scale)).to_f32();
+            }
+        }
     }
 
     /// The greatest code.
@@ -112,6 +182,8 @@ pub struct Rounded {
     pub codes: Vec<u8>,
     /// `[rows, groups]`.
     pub params: Vec<GroupParams>,
+    /// What the scales of a span are multiples of, `[rows, spans]`; empty where scales are f16 each.
+    pub spans: Vec<f16>,
 }
 
 impl Rounded {
@@ -127,6 +199,7 @@ impl Rounded {
             cols,
             codes: vec![0; rows * cols],
             params: vec![zero; rows * groups],
+            spans: vec![f16::ZERO; rows * grid.spans(cols)],
         }
     }
 
@@ -140,10 +213,39 @@ impl Rounded {
         self.grid.group().count(self.cols)
     }
 
+    /// The integers of scales in two levels as they are stored, `[rows, groups]`.
+    fn small_scales(&self) -> Vec<u8> {
+        let (groups, per_span) = (self.groups(), self.grid.groups_of_span(self.cols));
+        let spans = self.grid.spans(self.cols);
+        let (least, _) = self.grid.small_range();
+        let small = |(i, p): (usize, &GroupParams)| {
+            let of_span = self.spans[i / groups * spans + i % groups / per_span];
+            let small = self.grid.small(of_span, p.scale);
+            debug_assert_eq!(product(of_span, small).to_f32(), p.scale);
+            (small - least) as u8
+        };
+        self.params.iter().enumerate().map(small).collect()
+    }
+
+    /// Pieces of `n` rows, the last of which may be shorter.
+    pub fn rows_mut(&mut self, n: usize) -> Vec<RowsMut<'_>> {
+        let (cols, groups, spans) = (self.cols, self.groups(), self.grid.spans(self.cols));
+        let mut spans = self.spans.chunks_mut((n * spans).max(1));
+        let params = self.params.chunks_mut((n * groups).max(1));
+        let codes = self.codes.chunks_mut((n * cols).max(1));
+        let pieces = codes.zip(params).map(|(codes, params)| RowsMut {
+            codes,
+            params,
+            spans: spans.next().unwrap_or_default(),
+        });
+        pieces.collect()
+    }
+
     /// Adds the rows of `more`, which are as wide and of the same grid.
     pub fn append(&mut self, more: Rounded) {
         self.codes.extend_from_slice(&more.codes);
         self.params.extend_from_slice(&more.params);
+        self.spans.extend_from_slice(&more.spans);
     }
 
     /// Writes the values of row `row` into `out` (`cols` long).
@@ -184,6 +286,17 @@ impl Rounded {
     }
 }
 
+/// Some rows of a [`Rounded`], to be written.
+#[derive(Debug)]
+pub struct RowsMut<'a> {
+    /// `[rows, cols]`
+    pub codes: &'a mut [u8],
+    /// `[rows, groups]`
+    pub params: &'a mut [GroupParams],
+    /// `[rows, spans]`
+    pub spans: &'a mut [f16],
+}
+
 /// A weight put together from rounded pieces of its rows, in canonical form.
 #[derive(Clone, Debug)]
 pub struct Packer {
@@ -192,6 +305,7 @@ pub struct Packer {
     rows: usize,
     codes: Vec<u8>,
     scales: Vec<f16>,
+    small: Vec<u8>,
     zeros: Vec<u8>,
 }
 
@@ -204,6 +318,7 @@ impl Packer {
             rows: 0,
             codes: Vec::new(),
             scales: Vec::new(),
+            small: Vec::new(),
             zeros: Vec::new(),
         }
     }
@@ -214,8 +329,17 @@ impl Packer {
         let scheme = self.grid.scheme();
         let codes = pack::pack_rows(scheme.bits, &rows.codes, self.cols);
         self.codes.extend_from_slice(&codes);
-        let scales = rows.params.iter().map(|p| f16::from_f32(p.scale));
-        self.scales.extend(scales);
+        match self.grid.two_level() {
+            None => {
+                let scales = rows.params.iter().map(|p| f16::from_f32(p.scale));
+                self.scales.extend(scales);
+            }
+            Some(two) => {
+                let small = pack::pack_rows(two.bits, &rows.small_scales(), rows.groups());
+                self.small.extend_from_slice(&small);
+                self.scales.extend_from_slice(&rows.spans);
+            }
+        }
         if scheme.zeros == Zeros::Integer {
             let zeros: Vec<u8> = rows.params.iter().map(|p| p.zero).collect();
             let packed = pack::pack_rows(scheme.bits, &zeros, rows.groups());
@@ -224,18 +348,38 @@ impl Packer {
         self.rows += rows.rows();
     }
 
+    /// Appends what another of the same grid and columns has.
+    pub fn append(&mut self, more: Packer) {
+        debug_assert!(more.grid == self.grid && more.cols == self.cols);
+        self.codes.extend(more.codes);
+        self.scales.extend(more.scales);
+        self.small.extend(more.small);
+        self.zeros.extend(more.zeros);
+        self.rows += more.rows;
+    }
+
     /// The weight.
     ///
     /// # Errors
-    /// As [`AffineWeight::new`].
+    /// As [`AffineWeight::assemble`].
     pub fn finish(self) -> Result<Weight> {
         let scheme = self.grid.scheme();
-        let zeros = match scheme.zeros {
-            Zeros::Integer => ZeroPoints::Integer(Bytes::from(self.zeros)),
-            _ => ZeroPoints::None,
+        let scales = match self.grid.two_level() {
+            None => GroupValues::Half(self.scales.into()),
+            Some(_) => GroupValues::TwoLevel {
+                small: self.small.into(),
+                of_spans: self.scales.into(),
+            },
         };
-        let (dims, codes) = ((self.rows, self.cols), Bytes::from(self.codes));
-        let weight = AffineWeight::new(scheme, dims, codes, self.scales.into(), zeros, None)?;
+        let parts = Parts {
+            codes: self.codes.into(),
+            scales,
+            zeros: (scheme.zeros == Zeros::Integer).then(|| self.zeros.into()),
+            offsets: None,
+            levels: None,
+            g_idx: None,
+        };
+        let weight = AffineWeight::assemble(scheme, (self.rows, self.cols), parts)?;
         Ok(Weight::Quantized(QuantizedWeight::Affine(weight)))
     }
 }
@@ -246,7 +390,7 @@ mod tests {
 
     fn grid(bits: Bits, zeros: Zeros) -> Grid {
         let group = Group::Size(4);
-        Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+        Grid::new(AffineScheme::new(bits, group, zeros)).unwrap()
     }
 
     #[test]
@@ -307,11 +451,7 @@ mod tests {
 
     #[test]
     fn float_offsets_are_refused() {
-        let scheme = AffineScheme {
-            bits: Bits::B4,
-            group: Group::Channel,
-            zeros: Zeros::Offset,
-        };
+        let scheme = AffineScheme::new(Bits::B4, Group::Channel, Zeros::Offset);
         let error = Grid::new(scheme).unwrap_err().to_string();
         assert_eq!(
             error,
@@ -322,13 +462,22 @@ mod tests {
     /// What a method computes with is what a reader gets back, bit for bit.
     #[test]
     fn canonical_weight_dequantizes_to_the_same_values() {
-        for (bits, zeros) in [
-            (Bits::B4, Zeros::None),
-            (Bits::B4, Zeros::Integer),
-            (Bits::B8, Zeros::None),
-            (Bits::B8, Zeros::Integer),
-        ] {
-            let grid = grid(bits, zeros);
+        let zeros = [Zeros::None, Zeros::Integer];
+        let spans = [None, Some(Group::Channel), Some(Group::Size(8))];
+        let all = Bits::ALL.into_iter().flat_map(|bits| {
+            let with_zeros = zeros.into_iter();
+            with_zeros.flat_map(move |zeros| spans.map(|span| (bits, zeros, span)))
+        });
+        for (bits, zeros, span) in all {
+            let two = |span| TwoLevel {
+                bits: Bits::B6,
+                span,
+            };
+            let grid = Grid::new(AffineScheme {
+                scales: span.map(two).into(),
+                ..grid(bits, zeros).scheme()
+            })
+            .unwrap();
             let (rows, cols) = (3, 10); // the last group is short
             let mut r = Rounded::new(grid, rows, cols);
             let max = usize::from(grid.max_code()) + 1;
@@ -339,8 +488,12 @@ mod tests {
                 p.scale = f16::from_f32(0.013 * (i as f32 - 3.0)).to_f32();
                 if zeros == Zeros::Integer {
                     p.zero = (i * 5 % max) as u8;
+                    p.scale = p.scale.abs(); // what such grids have
                 }
             }
+            let spans = r.grid.spans(cols);
+            let rows_of = r.params.chunks_mut(3).zip(r.spans.chunks_mut(spans.max(1)));
+            rows_of.for_each(|(params, spans)| grid.snap(params, spans));
             let weight = r.to_weight().unwrap();
             let (mut a, mut b) = (vec![0.0; cols], vec![0.0; cols]);
             for row in 0..rows {

@@ -28,6 +28,7 @@ pub mod layers;
 pub mod linalg;
 pub mod memory;
 pub mod methods;
+pub mod mix;
 pub mod on_the_fly;
 pub mod pipeline;
 pub mod quality;

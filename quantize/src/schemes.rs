@@ -21,16 +21,10 @@ pub struct Schemes {
 /// The scheme of Linears that `nq quantize` uses unless told otherwise.
 pub const fn default_scheme(bits: Bits) -> AffineScheme {
     match bits {
-        Bits::B4 => AffineScheme {
-            bits,
-            group: Group::Size(64),
-            zeros: Zeros::Integer,
-        },
-        Bits::B8 => AffineScheme {
-            bits,
-            group: Group::Size(128),
-            zeros: Zeros::None,
-        },
+        Bits::B4 => AffineScheme::new(bits, Group::Size(64), Zeros::Integer),
+        Bits::B8 => AffineScheme::new(bits, Group::Size(128), Zeros::None),
+        Bits::B6 => AffineScheme::new(bits, Group::Size(64), Zeros::None).two_level(Bits::B8),
+        _ => AffineScheme::new(bits, Group::Size(32), Zeros::Integer).two_level(Bits::B8),
     }
 }
 
@@ -38,12 +32,8 @@ pub const fn default_scheme(bits: Bits) -> AffineScheme {
 /// Linear's: nothing after the head makes up for its errors.
 pub const fn head_scheme(bits: Bits) -> AffineScheme {
     match bits {
-        Bits::B4 => AffineScheme {
-            bits,
-            group: Group::Size(32),
-            zeros: Zeros::Integer,
-        },
-        Bits::B8 => default_scheme(Bits::B8),
+        Bits::B4 => AffineScheme::new(bits, Group::Size(32), Zeros::Integer),
+        _ => default_scheme(bits),
     }
 }
 

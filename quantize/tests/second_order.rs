@@ -51,7 +51,7 @@ fn moments(n: usize, dead: &[usize]) -> Matrix {
 }
 
 fn grid(bits: Bits, group: Group, zeros: Zeros) -> Grid {
-    Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+    Grid::new(AffineScheme::new(bits, group, zeros)).unwrap()
 }
 
 /// The same moments on the host and on the device.

@@ -1,6 +1,9 @@
 //! What loading has in common on every device: counting weights and reporting progress.
 
-use nq_formats::{ModelConfig, Progress, QuantizedWeight, Unit, Weight, WeightStore};
+use nq_formats::{
+    AffineScheme, Bits, ModelConfig, Progress, QuantizedWeight, Unit, Weight, WeightStore,
+    human_bytes, names,
+};
 use nq_kernels::Activations;
 use std::collections::BTreeMap;
 
@@ -54,6 +57,41 @@ impl Census {
         let names: Vec<String> = all.iter().map(|(a, _)| a.to_string()).collect();
         names.join(" + ")
     }
+}
+
+/// Says which codes the device holds in more bits than the file has, `held` being those that it gives a
+/// scheme, and what that takes.
+pub(crate) fn note_held(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    held: fn(&AffineScheme) -> Bits,
+    progress: &dyn Progress,
+) {
+    let (mut file, mut memory, mut widths) = (0, 0, BTreeMap::new());
+    for (name, shape) in names::parameters(config) {
+        let (names::Shape::Matrix(rows, cols), Some(scheme)) = (shape, store.scheme(&name)) else {
+            continue;
+        };
+        let as_held = AffineScheme::new(held(&scheme), scheme.group, scheme.zeros);
+        file += scheme.bytes(rows, cols) as u64;
+        memory += as_held.bytes(rows, cols) as u64;
+        if as_held.bits != scheme.bits {
+            widths.insert(scheme.bits.width(), as_held.bits.width());
+        }
+    }
+    if widths.is_empty() {
+        return;
+    }
+    let words = widths
+        .iter()
+        .map(|(file, held)| format!("{file} bits held as {held}"));
+    let words: Vec<String> = words.collect();
+    progress.note(&format!(
+        "on this device {}: {} of weights as {}",
+        words.join(", "),
+        human_bytes(file),
+        human_bytes(memory)
+    ));
 }
 
 /// Reports loading in bytes of the file. A store may hand out other bytes than it holds (it

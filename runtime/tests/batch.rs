@@ -516,11 +516,7 @@ mod cuda {
     #[test]
     fn sequences_at_random_give_what_each_gives_alone_on_a_gpu() {
         let config = config();
-        let scheme = AffineScheme {
-            bits: Bits::B4,
-            group: Group::Size(64),
-            zeros: Zeros::Integer,
-        };
+        let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
         let store = Store::random(&config, 23).quantized(scheme);
         if let Some(engine) = gpu(&store, &config) {
             at_random(&*engine, 10_000, true);

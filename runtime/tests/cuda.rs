@@ -55,16 +55,8 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
     engine.session(spec).expect("it fits")
 }
 
-const INT4: AffineScheme = AffineScheme {
-    bits: Bits::B4,
-    group: Group::Size(64),
-    zeros: Zeros::Integer,
-};
-const INT8: AffineScheme = AffineScheme {
-    bits: Bits::B8,
-    group: Group::Size(128),
-    zeros: Zeros::None,
-};
+const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
 
 /// Prefills and steps in turn, into both slots; logits are of order 1.
 fn compare(ours: &mut dyn Session, theirs: &mut dyn Session, what: &str, close: f32) {

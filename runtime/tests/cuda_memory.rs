@@ -35,11 +35,11 @@ fn plans_are_what_is_taken() {
             tie_word_embeddings: tied,
             ..small_config()
         };
-        let store = Store::random(&config, 5).quantized(AffineScheme {
-            bits: Bits::B4,
-            group: Group::Size(64),
-            zeros: Zeros::Integer,
-        });
+        let store = Store::random(&config, 5).quantized(AffineScheme::new(
+            Bits::B4,
+            Group::Size(64),
+            Zeros::Integer,
+        ));
         let options = LoadOptions {
             device: DeviceChoice::Cuda(0),
             kernels,

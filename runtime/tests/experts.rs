@@ -149,7 +149,7 @@ fn quantized_experts_equal_their_dequantized_values() {
     for bits in [Bits::B4, Bits::B8] {
         for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
             let group = Group::Size(32);
-            let scheme = AffineScheme { bits, group, zeros };
+            let scheme = AffineScheme::new(bits, group, zeros);
             let store = quantized(&Store::random(&config, 11), scheme);
             let rounded = nq(&config, &store);
             assert_eq!(rounded.description().bits, bits.width());
@@ -167,11 +167,7 @@ fn quantized_experts_equal_their_dequantized_values() {
 #[test]
 fn few_rows_are_exact_with_rounded_activations() {
     let config = wide(3);
-    let scheme = AffineScheme {
-        bits: Bits::B4,
-        group: Group::Size(32),
-        zeros: Zeros::Integer,
-    };
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
     let store = quantized(&Store::random(&config, 4), scheme);
     let options = LoadOptions {
         activations: ActivationChoice::Auto,

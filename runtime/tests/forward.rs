@@ -167,7 +167,7 @@ fn quantized_weights_equal_their_dequantized_values() {
                         tie_word_embeddings: tied,
                         ..small_config()
                     };
-                    let scheme = AffineScheme { bits, group, zeros };
+                    let scheme = AffineScheme::new(bits, group, zeros);
                     let store = Store::random(&config, 11).quantized(scheme);
                     let quantized = nq(&config, &store);
                     let dense = nq(&config, &store.dequantized());
@@ -191,11 +191,7 @@ fn activations_are_rounded_as_asked_and_by_default_for_4_bits() {
         intermediate_size: 96,
         ..small_config()
     };
-    let scheme = |bits| AffineScheme {
-        bits,
-        group: Group::Size(32),
-        zeros: Zeros::Integer,
-    };
+    let scheme = |bits| AffineScheme::new(bits, Group::Size(32), Zeros::Integer);
     let dense = Store::random(&config, 21);
     let text = tokens(20, 2);
     let load = |store: &Store, activations| {
@@ -529,11 +525,7 @@ fn candle_names_what_it_does_not_do() {
         .map(|l| l.rows())
         .expect_err("no observer");
     assert!(error.to_string().contains("candle: observer"), "{error}");
-    let scheme = AffineScheme {
-        bits: Bits::B8,
-        group: Group::Channel,
-        zeros: Zeros::None,
-    };
+    let scheme = AffineScheme::new(Bits::B8, Group::Channel, Zeros::None);
     let quantized = store.quantized(scheme);
     let error = nq_runtime::load(&config, &quantized, &options(EngineKind::Candle), &());
     let error = error.err().expect("no quantized weights").to_string();

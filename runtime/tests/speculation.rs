@@ -23,11 +23,7 @@ fn limits(max_tokens: usize, stop: &[u32], drafting: Drafting) -> Limits<'_> {
 
 fn stores(config: &ModelConfig) -> [(&'static str, Store); 3] {
     let plain = Store::random(config, 9);
-    let int = |bits, group| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros: Zeros::Integer,
-    };
+    let int = |bits, group| AffineScheme::new(bits, Group::Size(group), Zeros::Integer);
     [
         ("int4", plain.quantized(int(Bits::B4, 64))),
         ("int8", plain.quantized(int(Bits::B8, 128))),

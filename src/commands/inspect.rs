@@ -193,6 +193,9 @@ fn describe(
         human_bytes(report.file_bytes)
     )?;
     writeln!(out, "  bits per weight  {:.4}", report.bits_per_weight)?;
+    if let Some(held) = model::held_otherwise(checkpoint) {
+        writeln!(out, "  on a GPU         {held}")?;
+    }
     if let Some(record) = record {
         describe_record(out, record)?;
     }

@@ -1,7 +1,7 @@
 //! AWQ as AutoAWQ's `gemm` version has it: 4 bits, a zero-point per group.
 
 use super::folder::{Description, Linear, Packing, Part};
-use super::folder::{codes, transposed_scales, uniform, word, zero_points};
+use super::folder::{codes, even_codes, transposed_scales, uniform, word, zero_points};
 use crate::dtype::DType;
 use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::store::Exactness;
@@ -22,6 +22,7 @@ pub(super) const PACKING: Packing = Packing {
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), order: bool) -> Result<(), String> {
+    even_codes(scheme)?;
     if scheme.bits != Bits::B4 {
         return Err("it has 4 bits only".into());
     }

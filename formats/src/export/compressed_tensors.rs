@@ -1,7 +1,7 @@
 //! compressed-tensors `pack-quantized`: vLLM, SGLang and transformers.
 
 use super::folder::{Description, Linear, LinearScheme, Packing, Part};
-use super::folder::{codes, float_bytes, word, zero_points};
+use super::folder::{codes, even_codes, float_bytes, word, zero_points};
 use crate::dtype::DType;
 use crate::scheme::{AffineScheme, Zeros};
 use crate::store::Exactness;
@@ -19,6 +19,7 @@ pub(super) const PACKING: Packing = Packing {
 };
 
 fn holds(scheme: AffineScheme, (_, cols): (usize, usize), _order: bool) -> Result<(), String> {
+    even_codes(scheme)?;
     if scheme.zeros == Zeros::Offset {
         return Err("zero-points are integers there, not offsets".into());
     }

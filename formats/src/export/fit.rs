@@ -192,7 +192,7 @@ fn nearest(
     let bits = match (format, source) {
         (ExportFormat::Awq, _) => Bits::B4,
         (_, None) => Bits::B8,
-        (_, Some(s)) => s.bits,
+        (_, Some(s)) => s.held().bits,
     };
     let group = match source.map(|s| s.group) {
         Some(Group::Size(n)) => Group::Size(n.max(32)),
@@ -209,5 +209,5 @@ fn nearest(
         _ if format == ExportFormat::Gptq || bits == Bits::B8 => Zeros::None,
         _ => Zeros::Integer,
     };
-    AffineScheme { bits, group, zeros }
+    AffineScheme::new(bits, group, zeros)
 }

@@ -485,6 +485,17 @@ pub(super) fn float_bytes(values: &[f32], dtype: DType, out: &mut Vec<u8>) {
     }
 }
 
+/// Says why a format of 4 and 8 bits cannot hold a scheme. Scales in two levels are f16 numbers.
+pub(super) fn even_codes(scheme: AffineScheme) -> Result<(), String> {
+    let fitting = AffineScheme::new(scheme.value_bits().held(), scheme.group, scheme.zeros);
+    if fitting.bits == scheme.bits {
+        return Ok(());
+    }
+    Err(format!(
+        "it has codes of 4 and 8 bits with even steps only, such as {fitting}"
+    ))
+}
+
 /// All codes `[out, in]`, a byte each.
 pub(super) fn codes(a: &AffineWeight) -> Vec<u8> {
     let mut codes = vec![0; a.out_features() * a.in_features()];

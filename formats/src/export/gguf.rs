@@ -10,7 +10,7 @@ use crate::gguf::{BlockType, encode, metadata, names};
 use crate::models::LinearKind;
 use crate::names::{EMBEDDING, HEAD, Shape, is_router, layer_linear, parameters, stack};
 use crate::progress::Progress;
-use crate::scheme::{AffineScheme, Bits, Zeros};
+use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
 use crate::store::Exactness;
 use crate::stored::StoredWeight;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight};
@@ -315,7 +315,9 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
         (Bits::B8, Zeros::Offset) if affine.codes().iter().all(|&q| q < 32) => {
             exact(BlockType::Q5_1, How::Repack)
         }
-        (Bits::B8, _) => None,
+        (Bits::B5, Zeros::None) => exact(BlockType::Q5_0, How::Repack),
+        (Bits::B5, Zeros::Offset) => exact(BlockType::Q5_1, How::Repack),
+        _ => None,
     }
 }
 
@@ -335,28 +337,32 @@ pub(super) fn holds(
             scheme.group.size(cols)
         ));
     }
+    if scheme.levels == Levels::Table {
+        return Err("its blocks have tables of their own; even steps would fit".into());
+    }
     match (scheme.bits, scheme.zeros) {
-        (Bits::B8, Zeros::Integer) => Err("its 8-bit blocks have no zero-points".into()),
-        _ => Ok(()),
+        (Bits::B4, _) | (Bits::B5 | Bits::B8, Zeros::None | Zeros::Offset) => Ok(()),
+        (Bits::B8, _) => Err("its 8-bit blocks have no zero-points".into()),
+        (Bits::B5, _) => Err("its 5-bit blocks have no zero-points; offsets or none fit".into()),
+        (bits, _) => Err(format!(
+            "it has no such blocks of {} bits; 4, 5 and 8 bits fit",
+            bits.width()
+        )),
     }
 }
 
 /// The type to requantize to: as many bits as the weight had.
 fn nearest(weight: &StoredWeight, cols: usize) -> BlockType {
-    let eight = match weight {
-        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => {
-            a.scheme().bits == Bits::B8
-        }
-        _ => false,
+    let bits = match weight {
+        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a.scheme().bits,
+        _ => Bits::B4,
     };
-    for_width(
-        if eight {
-            BlockType::Q8_0
-        } else {
-            BlockType::Q4_K
-        },
-        cols,
-    )
+    let kind = match bits {
+        Bits::B8 => BlockType::Q8_0,
+        bits if bits > Bits::B4 => BlockType::Q6_K,
+        _ => BlockType::Q4_K,
+    };
+    for_width(kind, cols)
 }
 
 fn most_common(plans: &[Plan]) -> BlockType {
@@ -446,7 +452,7 @@ fn repack_row(a: &AffineWeight, row: usize, kind: BlockType, out: &mut [u8]) {
                 }
                 continue;
             }
-            BlockType::Q4_0 => rest,
+            BlockType::Q4_0 | BlockType::Q5_0 => rest,
             _ => {
                 let (m, rest) = rest.split_at_mut(2);
                 m.copy_from_slice(&f16::from_f32(offset).to_le_bytes());
@@ -456,7 +462,7 @@ fn repack_row(a: &AffineWeight, row: usize, kind: BlockType, out: &mut [u8]) {
         let nibbles = match kind {
             BlockType::Q4_0 | BlockType::Q4_1 => rest,
             _ => {
-                let (high, rest) = rest.split_at_mut(4); // Q5_1
+                let (high, rest) = rest.split_at_mut(4); // Q5_0, Q5_1
                 let bits = codes.iter().enumerate();
                 let bits = bits.fold(0u32, |h, (i, q)| h | u32::from(q >> 4) << i);
                 high.copy_from_slice(&bits.to_le_bytes());

@@ -1,7 +1,7 @@
 //! GPTQ version 1, which every loader of the format reads.
 
 use super::folder::{Description, Linear, Packing, Part};
-use super::folder::{codes, transposed_scales, uniform, word, zero_points};
+use super::folder::{codes, even_codes, transposed_scales, uniform, word, zero_points};
 use crate::dtype::DType;
 use crate::scheme::{AffineScheme, Zeros};
 use crate::store::Exactness;
@@ -19,6 +19,7 @@ pub(super) const PACKING: Packing = Packing {
 };
 
 fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), _order: bool) -> Result<(), String> {
+    even_codes(scheme)?;
     let per_word = 32 / scheme.bits.width();
     if scheme.zeros == Zeros::Offset {
         return Err("zero-points are integers there, not offsets".into());

@@ -29,14 +29,14 @@ pub type Unpack = fn(&[u8], &mut [u8], &mut [f32], &mut [f32]);
 impl Layout {
     /// The canonical scheme.
     pub const fn scheme(&self) -> AffineScheme {
-        AffineScheme {
-            bits: self.bits,
-            group: Group::Size(self.group),
-            zeros: match self.offsets {
+        AffineScheme::new(
+            self.bits,
+            Group::Size(self.group),
+            match self.offsets {
                 true => Zeros::Offset,
                 false => Zeros::None,
             },
-        }
+        )
     }
 
     /// Dequantizes one block into `out`, whose length is the block's. `scratch` keeps its

@@ -60,15 +60,15 @@ impl Parts {
         // fewer bytes.
         let middle = self.bits.midpoint();
         let zeros = self.zeros.filter(|z| z.iter().any(|&z| z != middle));
-        let scheme = AffineScheme {
-            bits: self.bits,
-            group: self.group,
-            zeros: if zeros.is_some() {
+        let scheme = AffineScheme::new(
+            self.bits,
+            self.group,
+            if zeros.is_some() {
                 Zeros::Integer
             } else {
                 Zeros::None
             },
-        };
+        );
         let zeros = match zeros {
             Some(z) => ZeroPoints::Integer(pack::pack_rows(self.bits, &z, groups).into()),
             None => ZeroPoints::None,
@@ -89,10 +89,12 @@ impl Parts {
             .enumerate()
             .for_each(|(r, row)| {
                 let packed = &self.codes[r * stride..(r + 1) * stride];
+                let mut codes = vec![0; cols];
+                pack::unpack_row(self.bits, packed, &mut codes);
                 for (i, w) in row.iter_mut().enumerate() {
                     let g = self.g_idx.as_ref().map_or(i / size, |g| g[i] as usize);
                     let z = self.zeros.as_ref().map_or(middle, |z| z[r * groups + g]);
-                    let q = i16::from(pack::code_at(self.bits, packed, i)) - i16::from(z);
+                    let q = i16::from(codes[i]) - i16::from(z);
                     *w = self.scales[r * groups + g] * f32::from(q);
                 }
             });
@@ -283,7 +285,9 @@ impl<'a> Settings<'a> {
     pub(crate) fn bits(&self, key: &str) -> Result<Bits> {
         let n = self.get(key).and_then(Value::as_u64);
         let n = n.ok_or_else(|| self.malformed(key, "a number of bits"))?;
-        let bits = u32::try_from(n).ok().and_then(|n| Bits::try_from(n).ok());
+        // Other widths are packed otherwise there than here.
+        let known = [Bits::B4, Bits::B8].into_iter();
+        let bits = known.into_iter().find(|b| b.width() as u64 == n);
         bits.ok_or_else(|| self.unsupported(format!("{n} bits"), "nq runs 4 and 8"))
     }
 

@@ -14,28 +14,34 @@ use crate::dense::{FLOATS, weight_name};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::models::ModelConfig;
-use crate::scheme::{AffineScheme, Zeros};
+use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
-use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
+use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
 use rayon::prelude::*;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The `quant_method` of the format.
 pub const METHOD: &str = "nq";
-/// The version that this crate reads and writes.
-pub const VERSION: u32 = 1;
+/// The first version: schemes of 4 or 8 bits with an f16 scale for each group and even steps.
+pub const FIRST_VERSION: u32 = 1;
+/// The newest version that this crate reads. A folder gets the oldest that knows its schemes.
+pub const VERSION: u32 = 2;
 
 /// The tensors that a quantized weight `X` is kept in, as suffixes of its name.
 pub(crate) mod part {
     pub(crate) const CODES: &str = ".codes";
     pub(crate) const SCALES: &str = ".scales";
+    pub(crate) const SPAN_SCALES: &str = ".span_scales";
     pub(crate) const ZEROS: &str = ".zeros";
     pub(crate) const OFFSETS: &str = ".offsets";
+    pub(crate) const SPAN_OFFSETS: &str = ".span_offsets";
+    pub(crate) const LEVELS: &str = ".levels";
     pub(crate) const GROUP_INDEX: &str = ".g_idx";
 }
 
@@ -126,6 +132,10 @@ impl WeightStore for NqStore {
         }
     }
 
+    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+        self.record.scheme(name).map(TensorScheme::affine)
+    }
+
     fn entries(&self) -> Vec<TensorEntry> {
         self.shards.entries()
     }
@@ -139,58 +149,109 @@ impl WeightStore for NqStore {
     }
 }
 
+/// The parts of a weight of a scheme: suffix, element type, shape. All those that it may have, and
+/// no others.
+fn layout(
+    stored: TensorScheme,
+    (rows, cols): (usize, usize),
+) -> Vec<(&'static str, DType, Vec<usize>)> {
+    let scheme = stored.affine();
+    let groups = scheme.group.count(cols);
+    let mut layout = vec![(part::CODES, DType::U8, vec![rows, scheme.bits.bytes(cols)])];
+    let mut of_groups = |values, of_spans| match scheme.scales {
+        Scales::Half => layout.push((values, DType::F16, vec![rows, groups])),
+        Scales::TwoLevel(two) => {
+            layout.push((values, DType::U8, vec![rows, two.bits.bytes(groups)]));
+            layout.push((of_spans, DType::F16, vec![rows, two.span.count(cols)]));
+        }
+    };
+    of_groups(part::SCALES, part::SPAN_SCALES);
+    if scheme.zeros == Zeros::Offset {
+        of_groups(part::OFFSETS, part::SPAN_OFFSETS);
+    }
+    if scheme.zeros == Zeros::Integer {
+        let width = scheme.value_bits().bytes(groups);
+        layout.push((part::ZEROS, DType::U8, vec![rows, width]));
+    }
+    if scheme.levels == Levels::Table {
+        let levels = 1 << scheme.bits.width();
+        layout.push((part::LEVELS, DType::U8, vec![levels]));
+    }
+    if stored.g_idx {
+        layout.push((part::GROUP_INDEX, DType::I32, vec![cols]));
+    }
+    layout
+}
+
 /// Assembles the weight `name` from its parts.
 fn read_affine(
     shards: &Shards,
     name: &str,
     stored: TensorScheme,
-    (rows, cols): (usize, usize),
+    dims: (usize, usize),
 ) -> Result<Weight> {
     let scheme = stored.affine();
-    let part = |suffix: &str| format!("{name}{suffix}");
-    for suffix in [".weight", part::ZEROS, part::OFFSETS, part::GROUP_INDEX] {
-        let wanted = match suffix {
-            part::ZEROS => scheme.zeros == Zeros::Integer,
-            part::OFFSETS => scheme.zeros == Zeros::Offset,
-            part::GROUP_INDEX => stored.g_idx,
-            _ => false,
-        };
-        if !wanted && shards.contains(&part(suffix)) {
+    // Groups and spans of no inputs have no shapes.
+    scheme.check().map_err(|e| {
+        let part = format!("{name}{}", part::CODES);
+        shards.error(&part, "a scheme that can be".into(), e.to_string())
+    })?;
+    let layout = layout(stored, dims);
+    let full = |suffix: &str| format!("{name}{suffix}");
+    let wanted = |suffix: &str| layout.iter().any(|part| part.0 == suffix);
+    let all = [
+        part::SPAN_SCALES,
+        part::ZEROS,
+        part::OFFSETS,
+        part::SPAN_OFFSETS,
+        part::LEVELS,
+        part::GROUP_INDEX,
+    ];
+    let known = all.into_iter().filter(|suffix| !wanted(suffix));
+    for suffix in known.chain([".weight"]) {
+        if shards.contains(&full(suffix)) {
             let expected = format!("no such tensor, as {name} is {stored}");
-            return Err(shards.error(&part(suffix), expected, "one".into()));
+            return Err(shards.error(&full(suffix), expected, "one".into()));
         }
     }
-    let [codes, groups, zeros] = widths(scheme, cols);
-    let codes = shards.require(&part(part::CODES), &[DType::U8], &[rows, codes])?;
-    let halves = |suffix: &str| -> Result<Arc<[f16]>> {
-        let tensor = shards.require(&part(suffix), &[DType::F16], &[rows, groups])?;
-        let (chunks, _) = tensor.data().as_chunks::<2>();
-        Ok(chunks.iter().map(|b| f16::from_le_bytes(*b)).collect())
+    let read = |suffix: &str| -> Result<Option<Tensor>> {
+        let Some((_, dtype, shape)) = layout.iter().find(|part| part.0 == suffix) else {
+            return Ok(None);
+        };
+        shards.require(&full(suffix), &[*dtype], shape).map(Some)
     };
-    let zero_points = match scheme.zeros {
-        Zeros::None => ZeroPoints::None,
-        Zeros::Integer => {
-            let packed = shards.require(&part(part::ZEROS), &[DType::U8], &[rows, zeros])?;
-            ZeroPoints::Integer(packed.data().clone())
-        }
-        Zeros::Offset => ZeroPoints::Offset(halves(part::OFFSETS)?),
+    let bytes = |suffix: &str| Ok(read(suffix)?.map(|t| t.data().clone()));
+    let group_values = |suffix: &str, of_spans: &str| -> Result<Option<GroupValues>> {
+        let Some(values) = read(suffix)? else {
+            return Ok(None);
+        };
+        Ok(Some(match read(of_spans)? {
+            None => GroupValues::Half(halves(&values)),
+            Some(spans) => GroupValues::TwoLevel {
+                small: values.data().clone(),
+                of_spans: halves(&spans),
+            },
+        }))
     };
-    let g_idx = match stored.g_idx {
-        true => Some(read_group_index(shards, &part(part::GROUP_INDEX), cols)?),
-        false => None,
+    let parts = Parts {
+        codes: bytes(part::CODES)?.unwrap_or_default(),
+        scales: group_values(part::SCALES, part::SPAN_SCALES)?.expect("every scheme has scales"),
+        zeros: bytes(part::ZEROS)?,
+        offsets: group_values(part::OFFSETS, part::SPAN_OFFSETS)?,
+        levels: bytes(part::LEVELS)?.map(|b| b[..].into()),
+        g_idx: match stored.g_idx {
+            true => Some(read_group_index(shards, &full(part::GROUP_INDEX), dims.1)?),
+            false => None,
+        },
     };
-    let scales = halves(part::SCALES)?;
-    let dims = (rows, cols);
-    let codes = codes.data().clone();
-    AffineWeight::new(scheme, dims, codes, scales, zero_points, g_idx)
+    AffineWeight::assemble(scheme, dims, parts)
         .map(|w| Weight::Quantized(QuantizedWeight::Affine(w)))
-        .map_err(|e| name_part(shards, name, scheme, e))
+        .map_err(|e| name_part(shards, name, e))
 }
 
-/// Bytes of codes, groups, and bytes of zero-points in a row of `cols` inputs.
-pub(crate) fn widths(scheme: AffineScheme, cols: usize) -> [usize; 3] {
-    let groups = scheme.group.count(cols);
-    [scheme.bits.bytes(cols), groups, scheme.bits.bytes(groups)]
+fn halves(tensor: &Tensor) -> Arc<[f16]> {
+    let (chunks, _) = tensor.data().as_chunks::<2>();
+    chunks.iter().map(|b| f16::from_le_bytes(*b)).collect()
 }
 
 /// A tensor `[cols]` of group numbers; negative ones come out too large and are refused as such.
@@ -201,7 +262,7 @@ pub(crate) fn read_group_index(shards: &Shards, name: &str, cols: usize) -> Resu
 }
 
 /// Turns an error about a part of the weight `name` into one about its tensor.
-fn name_part(shards: &Shards, name: &str, scheme: AffineScheme, error: Error) -> Error {
+fn name_part(shards: &Shards, name: &str, error: Error) -> Error {
     let Error::Weight {
         what,
         expected,
@@ -210,11 +271,12 @@ fn name_part(shards: &Shards, name: &str, scheme: AffineScheme, error: Error) ->
     else {
         return error;
     };
-    let suffix = match (what, scheme.zeros) {
-        ("codes", _) => part::CODES,
-        ("scales", _) => part::SCALES,
-        ("g_idx", _) => part::GROUP_INDEX,
-        (_, Zeros::Offset) => part::OFFSETS,
+    let suffix = match what {
+        "codes" => part::CODES,
+        "scales" => part::SCALES,
+        "g_idx" => part::GROUP_INDEX,
+        "offsets" => part::OFFSETS,
+        "levels" => part::LEVELS,
         _ => part::ZEROS,
     };
     shards.error(&format!("{name}{suffix}"), expected, found)
@@ -226,29 +288,38 @@ fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
         Weight::Dense(tensor) => return Ok(vec![(weight_name(name), tensor.clone())]),
         Weight::Quantized(QuantizedWeight::Affine(affine)) => affine,
     };
-    let rows = affine.out_features();
-    let [codes, groups, zeros] = widths(affine.scheme(), affine.in_features());
-    let halves = |values: &[f16]| -> Result<Tensor> {
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        Tensor::new(DType::F16, vec![rows, groups], bytes.into())
+    let little = |values: &[f16]| values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let kept = affine.parts();
+    let mut data: BTreeMap<&str, Bytes> = BTreeMap::from([(part::CODES, kept.codes)]);
+    let mut put = |suffix, of_spans, values: Option<GroupValues>| match values {
+        None => {}
+        Some(GroupValues::Half(values)) => {
+            data.insert(suffix, little(&values));
+        }
+        Some(GroupValues::TwoLevel {
+            small,
+            of_spans: spans,
+        }) => {
+            data.insert(suffix, small);
+            data.insert(of_spans, little(&spans));
+        }
     };
-    let raw = |width, bytes: &Bytes| Tensor::new(DType::U8, vec![rows, width], bytes.clone());
-    let mut parts = vec![
-        (part::CODES, raw(codes, affine.codes())?),
-        (part::SCALES, halves(affine.scales())?),
-    ];
-    match affine.zeros() {
-        ZeroPoints::None => {}
-        ZeroPoints::Integer(packed) => parts.push((part::ZEROS, raw(zeros, packed)?)),
-        ZeroPoints::Offset(offsets) => parts.push((part::OFFSETS, halves(offsets)?)),
-    }
-    if let Some(g_idx) = affine.g_idx() {
-        let bytes: Vec<u8> = g_idx.iter().flat_map(|g| g.to_le_bytes()).collect();
-        let tensor = Tensor::new(DType::I32, vec![g_idx.len()], bytes.into())?;
-        parts.push((part::GROUP_INDEX, tensor));
-    }
-    let full = |(suffix, tensor)| (format!("{name}{suffix}"), tensor);
-    Ok(parts.into_iter().map(full).collect())
+    put(part::SCALES, part::SPAN_SCALES, Some(kept.scales));
+    put(part::OFFSETS, part::SPAN_OFFSETS, kept.offsets);
+    data.extend(kept.zeros.map(|z| (part::ZEROS, z)));
+    data.extend(
+        kept.levels
+            .map(|l| (part::LEVELS, Bytes::copy_from_slice(&l))),
+    );
+    let index = |g: Arc<[u32]>| g.iter().flat_map(|g| g.to_le_bytes()).collect();
+    data.extend(kept.g_idx.map(|g| (part::GROUP_INDEX, index(g))));
+    let dims = (affine.out_features(), affine.in_features());
+    let parts = layout(TensorScheme::of(affine), dims).into_iter();
+    let tensor = |(suffix, dtype, shape): (&str, DType, Vec<usize>)| {
+        let data = data.remove(suffix).unwrap_or_default();
+        Ok((format!("{name}{suffix}"), Tensor::new(dtype, shape, data)?))
+    };
+    parts.map(tensor).collect()
 }
 
 /// Reads every parameter of `checkpoint` once, so that all shapes, types and scales are checked.

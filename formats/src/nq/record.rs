@@ -1,9 +1,10 @@
 //! What a quantized folder says about itself: config.json's `quantization_config`.
 
-use super::{METHOD, VERSION};
+use super::{FIRST_VERSION, METHOD, VERSION};
 use crate::error::{Error, Result};
 use crate::names::is_layer_linear;
-use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Zeros};
+use crate::weight::AffineWeight;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -20,18 +21,45 @@ pub struct TensorScheme {
     pub group: Group,
     /// How zero-points are kept.
     pub zeros: Zeros,
+    /// How scales are kept; absent: an f16 each.
+    #[serde(default, skip_serializing_if = "Scales::is_half")]
+    pub scales: Scales,
+    /// What codes stand for; absent: themselves.
+    #[serde(default, skip_serializing_if = "Levels::is_even")]
+    pub levels: Levels,
     /// Each input's group is listed (activation order).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub g_idx: bool,
 }
 
 impl TensorScheme {
+    /// How `weight` is kept.
+    pub fn of(weight: &AffineWeight) -> Self {
+        let AffineScheme {
+            bits,
+            group,
+            zeros,
+            scales,
+            levels,
+        } = weight.scheme();
+        TensorScheme {
+            bits,
+            group,
+            zeros,
+            scales,
+            levels,
+            g_idx: weight.g_idx().is_some(),
+        }
+    }
+
     /// The scheme without the group index.
     pub fn affine(self) -> AffineScheme {
         AffineScheme {
             bits: self.bits,
             group: self.group,
             zeros: self.zeros,
+            scales: self.scales,
+            levels: self.levels,
         }
     }
 }
@@ -126,12 +154,12 @@ impl QuantizationRecord {
             return Err(malformed(".quant_method", "\"nq\"", found));
         }
         match get("version").as_u64() {
-            Some(v) if v == u64::from(VERSION) => {}
+            Some(v) if (u64::from(FIRST_VERSION)..=u64::from(VERSION)).contains(&v) => {}
             Some(v) => {
                 return Err(Error::Unsupported {
                     path: path.into(),
                     what: format!("version {v} of the nq format"),
-                    why: format!("this build reads version {VERSION}"),
+                    why: format!("this build reads versions {FIRST_VERSION} to {VERSION}"),
                 });
             }
             None => {
@@ -147,14 +175,42 @@ impl QuantizationRecord {
                 "no such key".into(),
             ));
         }
-        Self::deserialize(value).map_err(|e| malformed("", "an nq record", e.to_string()))
+        let record =
+            Self::deserialize(value).map_err(|e| malformed("", "an nq record", e.to_string()))?;
+        for (key, scheme) in record.named_schemes() {
+            if let Err(e) = scheme.affine().check() {
+                return Err(malformed(&key, "a scheme that can be", e.to_string()));
+            }
+            if get("version") == FIRST_VERSION && !scheme.affine().is_plain() {
+                let expected = "a scheme of version 1";
+                return Err(malformed(&key, expected, scheme.to_string()));
+            }
+        }
+        Ok(record)
+    }
+
+    /// Every scheme, and the key that it stands under.
+    fn named_schemes(&self) -> impl Iterator<Item = (String, TensorScheme)> {
+        let linears = self.linears.map(|s| (".linears".to_owned(), s));
+        let overrides = self.overrides.iter();
+        let overrides =
+            overrides.filter_map(|(name, s)| Some((format!(".overrides.{name}"), (*s)?)));
+        linears.into_iter().chain(overrides)
+    }
+
+    /// The oldest version of the format that knows all schemes.
+    pub fn version(&self) -> u32 {
+        match self.named_schemes().all(|(_, s)| s.affine().is_plain()) {
+            true => FIRST_VERSION,
+            false => VERSION,
+        }
     }
 
     /// The `quantization_config` that says this.
     pub fn to_json(&self) -> Value {
         let mut map = Map::new();
         map.insert("quant_method".into(), METHOD.into());
-        map.insert("version".into(), VERSION.into());
+        map.insert("version".into(), self.version().into());
         match serde_json::to_value(self) {
             Ok(Value::Object(fields)) => map.extend(fields),
             other => unreachable!("a struct with string keys is an object: {other:?}"),

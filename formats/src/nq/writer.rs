@@ -8,7 +8,7 @@ use super::staging::{
     FINISHED, FOLDER, PLAN, STATE, STEP_SUFFIX, create, discard, is_complete, list, lock, pretty,
     read_json, remove, remove_file, set_folder, sets, staged_work, staging,
 };
-use super::{NqStore, VERSION, parts, read_affine, verify};
+use super::{NqStore, parts, read_affine, verify};
 use crate::checkpoint::Checkpoint;
 use crate::dense::{FLOATS, weight_name};
 use crate::durable::{
@@ -377,7 +377,7 @@ impl Writer {
         record.set_schemes(&staged.schemes);
         let metadata = [
             ("format", "pt".to_owned()),
-            ("nq_version", VERSION.to_string()),
+            ("nq_version", record.version().to_string()),
         ];
         let metadata = metadata.map(|(k, v)| (k.to_owned(), v)).into();
         let layout = Layout::new(staged.specs(), &metadata, MAX_SHARD);
@@ -486,12 +486,7 @@ impl Staged {
 fn scheme_of(weight: &Weight) -> Option<TensorScheme> {
     match weight {
         Weight::Dense(_) => None,
-        Weight::Quantized(QuantizedWeight::Affine(a)) => Some(TensorScheme {
-            bits: a.scheme().bits,
-            group: a.scheme().group,
-            zeros: a.scheme().zeros,
-            g_idx: a.g_idx().is_some(),
-        }),
+        Weight::Quantized(QuantizedWeight::Affine(a)) => Some(TensorScheme::of(a)),
     }
 }
 

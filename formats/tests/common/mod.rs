@@ -3,8 +3,12 @@
 
 use bytes::Bytes;
 use half::f16;
-use nq_formats::{AffineScheme, AffineWeight, DType, Tensor, Weight, ZeroPoints, Zeros, pack};
+use nq_formats::{
+    AffineScheme, AffineWeight, Bits, DType, GroupValues, Levels, Parts, Scales, Tensor, Weight,
+    Zeros, pack,
+};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The repository's assets folder.
 pub(crate) fn assets() -> PathBuf {
@@ -87,29 +91,42 @@ pub(crate) fn random_affine(
     (rows, cols): (usize, usize),
     with_g_idx: bool,
 ) -> AffineWeight {
-    let bits = scheme.bits;
     let groups = scheme.group.count(cols);
-    let mut packed = |width: usize| {
+    let mut packed = |bits: Bits, width: usize| {
         let codes: Vec<u8> = (0..rows * width)
             .map(|_| rng.next() as u8 & bits.max_code())
             .collect();
         Bytes::from(pack::pack_rows(bits, &codes, width))
     };
-    let codes = packed(cols);
-    let integer = packed(groups);
-    let mut halves = || {
-        (0..rows * groups)
+    let codes = packed(scheme.bits, cols);
+    let integer = packed(scheme.value_bits(), groups);
+    let small = match scheme.scales {
+        Scales::Half => [Bytes::new(), Bytes::new()],
+        Scales::TwoLevel(two) => [packed(two.bits, groups), packed(two.bits, groups)],
+    };
+    let mut halves = |n: usize| -> Arc<[f16]> {
+        (0..rows * n)
             .map(|_| f16::from_f32(rng.signed() / 16.0))
             .collect()
     };
-    let scales = halves();
-    let zeros = match scheme.zeros {
-        Zeros::None => ZeroPoints::None,
-        Zeros::Integer => ZeroPoints::Integer(integer),
-        Zeros::Offset => ZeroPoints::Offset(halves()),
+    let [scales, offsets] = small.map(|small| match scheme.scales {
+        Scales::Half => GroupValues::Half(halves(groups)),
+        Scales::TwoLevel(two) => GroupValues::TwoLevel {
+            small,
+            of_spans: halves(two.span.count(cols)),
+        },
+    });
+    let mut level = |_| rng.next() as u8;
+    let parts = Parts {
+        codes,
+        scales,
+        zeros: (scheme.zeros == Zeros::Integer).then_some(integer),
+        offsets: (scheme.zeros == Zeros::Offset).then_some(offsets),
+        levels: (scheme.levels == Levels::Table)
+            .then(|| (0..1 << scheme.bits.width()).map(&mut level).collect()),
+        g_idx: with_g_idx.then(|| (0..cols).map(|_| rng.below(groups) as u32).collect()),
     };
-    let g_idx = with_g_idx.then(|| (0..cols).map(|_| rng.below(groups) as u32).collect());
-    AffineWeight::new(scheme, (rows, cols), codes, scales, zeros, g_idx).unwrap()
+    AffineWeight::assemble(scheme, (rows, cols), parts).unwrap()
 }
 
 /// Asserts that two weights are the same, part by part and value by value.

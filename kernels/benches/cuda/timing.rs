@@ -80,7 +80,7 @@ impl Scheme {
                 return Weight::Dense(tensor.expect("a tensor of these sizes"));
             }
         };
-        let scheme = AffineScheme { bits, group, zeros };
+        let scheme = AffineScheme::new(bits, group, zeros);
         let groups = group.count(inp);
         let codes = vec![0x5au8; out * bits.bytes(inp)];
         let zeros = match zeros {

@@ -18,7 +18,7 @@ pub mod team;
 pub use bandwidth::{Bandwidth, BandwidthBuffer};
 pub use isa::{Isa, IsaChoice};
 pub use kv::{KvPages, KvSequence, KvType, PAGE};
-pub use linear::{Epilogue, Linear};
+pub use linear::{Epilogue, Linear, held_bits};
 pub use ops::{FEW_ROWS, Span};
 #[cfg(feature = "cuda")]
 pub(crate) use profile::Key;

@@ -67,6 +67,14 @@ pub(crate) struct Dots {
     pub(crate) nibbles_wide: [&'static [Dot]; PANELS],
     /// 8-bit weights, int16 columns.
     pub(crate) bytes_wide: [&'static [Dot]; PANELS],
+    /// 5-bit weights, int8 columns.
+    pub(crate) fives: [&'static [Dot]; PANELS],
+    /// 6-bit weights, int8 columns.
+    pub(crate) sixes: [&'static [Dot]; PANELS],
+    /// 5-bit weights, int16 columns.
+    pub(crate) fives_wide: [&'static [Dot]; PANELS],
+    /// 6-bit weights, int16 columns.
+    pub(crate) sixes_wide: [&'static [Dot]; PANELS],
     /// bf16 weights and columns.
     pub(crate) bf16: [&'static [Dot]; PANELS],
 }
@@ -74,9 +82,9 @@ pub(crate) struct Dots {
 /// One instruction set's kernels.
 pub(crate) struct Table {
     /// Indexed by [`super::linear::pack::Codes`].
-    pub(crate) dequantize: [Dequantize; 5],
+    pub(crate) dequantize: [Dequantize; 7],
     /// Indexed by codes, then columns - 1.
-    pub(crate) gemv: [[Gemv; GEMV_COLUMNS]; 5],
+    pub(crate) gemv: [[Gemv; GEMV_COLUMNS]; 7],
     /// Indexed by panels - 1, then columns - 1.
     pub(crate) tile: [&'static [Tile]; PANELS],
     pub(crate) dots: Dots,
@@ -209,6 +217,22 @@ macro_rules! products {
                 &[$(dot::<float::Byte, 1, $wc, 2>),*],
                 &[$(dot::<float::Byte, $panels, $wc, 2>),*],
             ],
+            fives: [
+                &[$(dot::<float::Five, 1, $ic, 1>),*],
+                &[$(dot::<float::Five, $panels, $ic, 1>),*],
+            ],
+            sixes: [
+                &[$(dot::<float::Six, 1, $ic, 1>),*],
+                &[$(dot::<float::Six, $panels, $ic, 1>),*],
+            ],
+            fives_wide: [
+                &[$(dot::<float::Five, 1, $wc, 2>),*],
+                &[$(dot::<float::Five, $panels, $wc, 2>),*],
+            ],
+            sixes_wide: [
+                &[$(dot::<float::Six, 1, $wc, 2>),*],
+                &[$(dot::<float::Six, $panels, $wc, 2>),*],
+            ],
             bf16: [
                 &[$(dot_bf16::<1, $bc>),*],
                 &[$(dot_bf16::<$panels, $bc>),*],
@@ -304,6 +328,8 @@ macro_rules! instantiate {
                     dequantize::<float::Bf16>,
                     dequantize::<float::Byte>,
                     dequantize::<float::Nibble>,
+                    dequantize::<float::Five>,
+                    dequantize::<float::Six>,
                 ],
                 gemv: [
                     [gemv::<float::F32, 1>, gemv::<float::F32, 2>, gemv::<float::F32, 3>, gemv::<float::F32, 4>],
@@ -311,6 +337,8 @@ macro_rules! instantiate {
                     [gemv::<float::Bf16, 1>, gemv::<float::Bf16, 2>, gemv::<float::Bf16, 3>, gemv::<float::Bf16, 4>],
                     [gemv::<float::Byte, 1>, gemv::<float::Byte, 2>, gemv::<float::Byte, 3>, gemv::<float::Byte, 4>],
                     [gemv::<float::Nibble, 1>, gemv::<float::Nibble, 2>, gemv::<float::Nibble, 3>, gemv::<float::Nibble, 4>],
+                    [gemv::<float::Five, 1>, gemv::<float::Five, 2>, gemv::<float::Five, 3>, gemv::<float::Five, 4>],
+                    [gemv::<float::Six, 1>, gemv::<float::Six, 2>, gemv::<float::Six, 3>, gemv::<float::Six, 4>],
                 ],
                 tile: [
                     &[$(tile::<1, $fc>),*],

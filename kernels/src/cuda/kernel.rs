@@ -165,7 +165,7 @@ pub(super) fn kind_index(kind: PackedKind) -> usize {
     };
     let bits = match bits {
         Bits::B4 => 0,
-        Bits::B8 => 1,
+        _ => 1,
     };
     // Kernels read scales for each 32 inputs, or for each 64.
     let slot = usize::from(groups == 8);

@@ -4,7 +4,6 @@ use crate::error::{Error, Result};
 use crate::registry::WeightKind;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use nq_formats::pack::code_at;
 use nq_formats::{
     AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
 };
@@ -62,7 +61,7 @@ impl PackedKind {
         };
         let scheme = match kind {
             WeightKind::Dense(dtype) if dtype.is_float() => return Ok(PackedKind::Fp16),
-            WeightKind::Affine { scheme, act_order } if !act_order => scheme,
+            WeightKind::Affine { scheme, act_order } if !act_order => scheme.held(),
             _ => return refuse(),
         };
         let groups = match scheme.group {
@@ -84,7 +83,7 @@ impl PackedKind {
         match self {
             PackedKind::Fp16 => "fp16",
             PackedKind::Affine { bits: Bits::B4, .. } => "int4",
-            PackedKind::Affine { bits: Bits::B8, .. } => "int8",
+            PackedKind::Affine { .. } => "int8",
         }
     }
 
@@ -113,7 +112,7 @@ impl PackedKind {
                 let zero = match (zeros, bits) {
                     (Zeros::None, _) => 0,
                     (Zeros::Integer, Bits::B4) => 8,
-                    (Zeros::Integer, Bits::B8) => 16,
+                    (Zeros::Integer, _) => 16,
                     (Zeros::Offset, _) => 32,
                 };
                 (groups * (32 + zero)).next_multiple_of(16)
@@ -365,7 +364,8 @@ impl<'a> Packing<'a> {
         let PackedKind::Affine { bits, groups, .. } = self.kind else {
             return;
         };
-        let source = a.row_codes(row);
+        let mut scratch = Vec::new();
+        let source = a.held_row(row, &mut scratch);
         let width = SPAN * bits.width() / 8;
         let record = self.kind.code_bytes();
         for (span, codes) in codes.chunks_exact_mut(record).enumerate() {
@@ -374,7 +374,7 @@ impl<'a> Packing<'a> {
             bytes[..from.len()].copy_from_slice(from);
             match bits {
                 Bits::B4 => place.int4(&bytes, codes),
-                Bits::B8 => place.int8(&bytes, codes),
+                _ => place.int8(&bytes, codes),
             }
         }
         let in_row = a.groups();
@@ -393,12 +393,11 @@ impl<'a> Packing<'a> {
                 let zeros = &mut meta[groups * 32..];
                 match a.zeros() {
                     ZeroPoints::None => {}
-                    ZeroPoints::Integer(z) => {
-                        let stride = bits.bytes(in_row);
-                        let z = code_at(bits, &z[row * stride..(row + 1) * stride], index);
+                    ZeroPoints::Integer(_) => {
+                        let z = a.zero_point(row, index).unwrap_or_default();
                         match bits {
                             Bits::B4 => zeros[at] |= z << (4 * place.upper),
-                            Bits::B8 => zeros[at * 2 + place.upper] = z,
+                            _ => zeros[at * 2 + place.upper] = z,
                         }
                     }
                     ZeroPoints::Offset(o) => {

@@ -5,11 +5,12 @@
     reason = "not every test uses everything; tests say what they skip"
 )]
 
+use bytes::Bytes;
 use half::{bf16, f16};
 use nq_formats::pack::pack_rows;
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints,
-    Zeros,
+    AffineScheme, AffineWeight, Bits, DType, Group, GroupValues, Levels, Parts, QuantizedWeight,
+    Scales, Tensor, Weight, Zeros,
 };
 use nq_kernels::cpu::{Cpu, Isa, IsaChoice};
 use nq_kernels::rng::Philox;
@@ -48,36 +49,37 @@ pub(crate) fn affine(
 ) -> Weight {
     let mut rng = Philox::new(seed, 11);
     let groups = scheme.group.count(inp);
-    let mask = scheme.bits.max_code();
-    let codes: Vec<u8> = (0..out * inp)
-        .map(|_| rng.next_u32() as u8 & mask)
-        .collect();
-    let scales: Vec<f16> = (0..out * groups)
-        .map(|_| f16::from_f32(0.005 + 0.02 * rng.uniform()))
-        .collect();
-    let zeros = match scheme.zeros {
-        Zeros::None => ZeroPoints::None,
-        Zeros::Integer => {
-            let z: Vec<u8> = (0..out * groups)
-                .map(|_| rng.next_u32() as u8 & mask)
-                .collect();
-            ZeroPoints::Integer(pack_rows(scheme.bits, &z, groups).into())
-        }
-        Zeros::Offset => ZeroPoints::Offset(
-            (0..out * groups)
-                .map(|_| f16::from_f32(-0.1 * rng.uniform()))
-                .collect(),
-        ),
+    let mut packed = |bits: Bits, n: usize| -> Bytes {
+        let codes: Vec<u8> = (0..out * n)
+            .map(|_| rng.next_u32() as u8 & bits.max_code())
+            .collect();
+        pack_rows(bits, &codes, n).into()
     };
-    let codes = pack_rows(scheme.bits, &codes, inp).into();
-    let weight = AffineWeight::new(
-        scheme,
-        (out, inp),
+    let codes = packed(scheme.bits, inp);
+    let zeros = packed(scheme.value_bits(), groups);
+    let levels = packed(Bits::B8, 1 << scheme.bits.width());
+    let mut values = |least: f32, range: f32| match scheme.scales {
+        Scales::Half => {
+            let value = |_| f16::from_f32(least + range * rng.uniform());
+            GroupValues::Half((0..out * groups).map(value).collect())
+        }
+        Scales::TwoLevel(two) => {
+            let value = |_| f16::from_f32((least + range * rng.uniform()) / 32.0);
+            let of_spans = (0..out * two.span.count(inp)).map(value).collect();
+            let small = (0..out * groups).map(|_| rng.next_u32() as u8 & two.bits.max_code());
+            let small = pack_rows(two.bits, &small.collect::<Vec<u8>>(), groups).into();
+            GroupValues::TwoLevel { small, of_spans }
+        }
+    };
+    let parts = Parts {
         codes,
-        scales.into(),
-        zeros,
-        g_idx.map(Into::into),
-    );
+        scales: values(0.005, 0.02),
+        zeros: (scheme.zeros == Zeros::Integer).then_some(zeros),
+        offsets: (scheme.zeros == Zeros::Offset).then(|| values(0.0, -0.1)),
+        levels: (scheme.levels == Levels::Table).then(|| levels[..1 << scheme.bits.width()].into()),
+        g_idx: g_idx.map(Into::into),
+    };
+    let weight = AffineWeight::assemble(scheme, (out, inp), parts);
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 
@@ -97,11 +99,31 @@ pub(crate) fn schemes(groups: &[Group]) -> Vec<AffineScheme> {
     for bits in [Bits::B4, Bits::B8] {
         for &group in groups {
             for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
-                all.push(AffineScheme { bits, group, zeros });
+                all.push(AffineScheme::new(bits, group, zeros));
             }
         }
     }
     all
+}
+
+/// Schemes that devices hold as others: every width, kind of scale and table at least once.
+pub(crate) fn held_as_others(group: Group) -> Vec<AffineScheme> {
+    let scheme = |bits, zeros| AffineScheme::new(bits, group, zeros);
+    vec![
+        scheme(Bits::B3, Zeros::None),
+        scheme(Bits::B3, Zeros::Integer).two_level(Bits::B6),
+        scheme(Bits::B3, Zeros::Offset).with_table(),
+        scheme(Bits::B4, Zeros::Integer).two_level(Bits::B8),
+        scheme(Bits::B4, Zeros::Offset).two_level(Bits::B4),
+        scheme(Bits::B4, Zeros::None)
+            .two_level(Bits::B6)
+            .with_table(),
+        scheme(Bits::B5, Zeros::Integer).two_level(Bits::B8),
+        scheme(Bits::B5, Zeros::Integer).with_table(),
+        scheme(Bits::B6, Zeros::None).two_level(Bits::B8),
+        scheme(Bits::B6, Zeros::Offset),
+        scheme(Bits::B8, Zeros::None).two_level(Bits::B5),
+    ]
 }
 
 /// Mean squared error relative to the mean square of what is expected.

@@ -146,11 +146,7 @@ fn products_of_several_sequences_in_real_shapes() {
         return;
     }
     let stream = gpu.stream().unwrap();
-    let scheme = |bits, group, zeros| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     let (int4, int8) = (
         scheme(Bits::B4, 64, Zeros::Integer),
         scheme(Bits::B8, 128, Zeros::None),

@@ -190,11 +190,7 @@ fn clusters() -> Option<Gpu> {
 #[test]
 fn layers_by_clusters() {
     let Some(gpu) = clusters() else { return };
-    let scheme = |zeros, group| AffineScheme {
-        bits: Bits::B4,
-        zeros,
-        group,
-    };
+    let scheme = |zeros, group| AffineScheme::new(Bits::B4, group, zeros);
     let of = |hidden, heads, mlp| Shape { hidden, heads, mlp };
     // Of 0.6B and 1.7B, but for the number of layers.
     if !is_sanitizing() {
@@ -225,11 +221,7 @@ fn weights_that_clusters_do_not_serve() {
     let case = Case::new(shape.heads, KV_HEADS, KvType::F16, 8);
     let on_device = Uploaded::new(&gpu, &case);
     let of = |bits, group, kv| {
-        let scheme = AffineScheme {
-            bits,
-            zeros: Zeros::Integer,
-            group,
-        };
+        let scheme = AffineScheme::new(bits, group, Zeros::Integer);
         let case = Case::new(shape.heads, KV_HEADS, kv, 8);
         let cache = new_cache(&gpu, &stream, &case, SLOT + 1);
         let w = Weights::new(&gpu, shape, scheme, 1);

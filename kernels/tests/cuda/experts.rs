@@ -127,11 +127,7 @@ fn experts_in_real_shapes() {
         return;
     }
     let stream = gpu.stream().unwrap();
-    let scheme = |bits, group, zeros| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     for (hidden, e, scheme) in [
         (
             2048,

@@ -17,7 +17,7 @@ mod rows;
 mod sampling;
 mod wide;
 
-use common::{affine, dense, nmse, normal, schemes};
+use common::{affine, dense, held_as_others, nmse, normal, schemes};
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cuda::{
@@ -78,6 +78,7 @@ fn kinds() -> Vec<AffineScheme> {
     let groups = [32, 64, 128, 256].map(Group::Size);
     let mut all = schemes(&groups);
     all.extend(schemes(&[Group::Channel]));
+    all.extend(held_as_others(Group::Size(32)));
     all
 }
 
@@ -202,11 +203,7 @@ fn products_of_many_rows_in_real_shapes() {
         return;
     }
     let stream = gpu.stream().unwrap();
-    let scheme = |bits, group, zeros| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     for (seed, (m, out, inp)) in [
         (512, 6144, 4096),
         (333, 49_000, 1000),
@@ -415,11 +412,7 @@ fn products_of_a_step_in_real_shapes() {
         (6144, 4096),
         (5120, 25600),
     ];
-    let scheme = |bits, group, zeros| AffineScheme {
-        bits,
-        group: Group::Size(group),
-        zeros,
-    };
+    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     for (i, (out, inp)) in shapes.into_iter().enumerate() {
         let mut rows: Vec<usize> = (0..64).map(|k| (k * 7919 + 13) % out).collect();
         rows.extend([0, out - 1]);

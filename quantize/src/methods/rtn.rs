@@ -4,11 +4,9 @@
 use super::{Method, Needs, Outcome, Problem};
 use crate::error::Result;
 use crate::fit::Fit;
-use crate::grid::{Grid, Rounded};
+use crate::grid::{Grid, Packer, Rounded};
 use crate::linalg::{Matrix, read_row};
-use bytes::Bytes;
-use half::f16;
-use nq_formats::{AffineWeight, QuantizedWeight, Weight, ZeroPoints, Zeros, pack};
+use nq_formats::Weight;
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
@@ -62,22 +60,12 @@ pub fn round(weight: &Matrix, grid: Grid, fit: Fit, importance: &[f32]) -> Round
     let cols = weight.cols;
     let size = grid.group().size(cols);
     let mut rounded = Rounded::new(grid, weight.rows, cols);
-    let groups = rounded.groups();
-    rounded
-        .codes
-        .par_chunks_mut(cols)
-        .zip(rounded.params.par_chunks_mut(groups))
+    (rounded.rows_mut(1).into_par_iter())
         .zip(weight.data.par_chunks(cols))
-        .for_each(|((codes, params), row)| {
-            for (g, ((codes, w), p)) in codes
-                .chunks_mut(size)
-                .zip(row.chunks(size))
-                .zip(params)
-                .enumerate()
-            {
-                let at = g * size;
-                let h = importance.get(at..at + w.len()).unwrap_or(&[]);
-                *p = fit.params(&grid, w, h);
+        .for_each(|(rounded, row)| {
+            fit.row(&grid, row, importance, rounded.params, rounded.spans);
+            let groups = rounded.codes.chunks_mut(size).zip(row.chunks(size));
+            for ((codes, w), p) in groups.zip(rounded.params) {
                 grid.round(*p, w, codes);
             }
         });
@@ -97,67 +85,31 @@ pub fn round_rows(
     importance: &[f32],
 ) -> Result<(Weight, f64)> {
     let (rows, cols) = weight.dims();
-    let scheme = grid.scheme();
-    let groups = scheme.group.count(cols);
-    let width = scheme.bits.bytes(cols);
-    let zeros_width = match scheme.zeros {
-        Zeros::Integer => scheme.bits.bytes(groups),
-        _ => 0,
-    };
     // Rows in one piece of work: enough to hide the hand-over, few enough to share evenly.
     const PIECE: usize = 16;
-    let mut codes = vec![0u8; rows * width];
-    let mut scales = vec![f16::ZERO; rows * groups];
-    let pieces: Vec<(Vec<u8>, f64, f64)> = codes
-        .par_chunks_mut(PIECE * width)
-        .zip(scales.par_chunks_mut(PIECE * groups))
-        .enumerate()
-        .map(|(piece, (codes, scales))| -> Result<_> {
-            let mut w = vec![0f32; cols];
-            let mut unpacked = vec![0u8; cols];
-            let mut zeros = vec![0u8; groups];
-            let mut packed_zeros = vec![0u8; codes.len() / width * zeros_width];
-            let (mut error, mut norm) = (0f64, 0f64);
-            let size = scheme.group.size(cols);
-            for (r, (codes, scales)) in codes
-                .chunks_exact_mut(width)
-                .zip(scales.chunks_exact_mut(groups))
-                .enumerate()
-            {
-                read_row(name, weight, piece * PIECE + r, &mut w)?;
-                for (g, (w, q)) in w.chunks(size).zip(unpacked.chunks_mut(size)).enumerate() {
-                    let h = importance.get(g * size..g * size + w.len()).unwrap_or(&[]);
-                    let p = fit.params(&grid, w, h);
-                    grid.round(p, w, q);
-                    (scales[g], zeros[g]) = (f16::from_f32(p.scale), p.zero);
-                    for (&w, &q) in w.iter().zip(q.iter()) {
-                        error += f64::from(w - p.value(q)).powi(2);
-                        norm += f64::from(w).powi(2);
-                    }
-                }
-                pack::pack_row(scheme.bits, &unpacked, codes);
-                if zeros_width > 0 {
-                    let out = &mut packed_zeros[r * zeros_width..(r + 1) * zeros_width];
-                    pack::pack_row(scheme.bits, &zeros, out);
-                }
-            }
-            Ok((packed_zeros, error, norm))
-        })
-        .collect::<Result<_>>()?;
+    let starts: Vec<usize> = (0..rows).step_by(PIECE).collect();
+    let piece = |&start: &usize| -> Result<(Packer, f64, f64)> {
+        let mut w = Matrix::zeros(PIECE.min(rows - start), cols);
+        for (r, row) in w.data.chunks_mut(cols.max(1)).enumerate() {
+            read_row(name, weight, start + r, row)?;
+        }
+        let rounded = round(&w, grid, fit, importance);
+        let (mut error, mut value) = (0f64, vec![0f32; cols]);
+        for (r, w) in w.iter_rows().enumerate() {
+            rounded.dequantize_row(r, &mut value);
+            let difference = |(w, v): (&f32, &f32)| f64::from(w - v).powi(2);
+            error += w.iter().zip(&value).map(difference).sum::<f64>();
+        }
+        let mut packer = Packer::new(grid, cols);
+        packer.push(&rounded);
+        Ok((packer, error, w.square_norm()))
+    };
+    let pieces: Vec<_> = starts.par_iter().map(piece).collect::<Result<_>>()?;
     let error: f64 = pieces.iter().map(|p| p.1).sum();
     let norm: f64 = pieces.iter().map(|p| p.2).sum();
-    let zeros = match scheme.zeros {
-        Zeros::Integer => {
-            let zeros: Vec<u8> = pieces.into_iter().flat_map(|p| p.0).collect();
-            ZeroPoints::Integer(Bytes::from(zeros))
-        }
-        _ => ZeroPoints::None,
-    };
-    let codes = Bytes::from(codes);
-    let weight = AffineWeight::new(scheme, (rows, cols), codes, scales.into(), zeros, None)?;
+    let mut packer = Packer::new(grid, cols);
+    pieces.into_iter().for_each(|piece| packer.append(piece.0));
+    let weight = packer.finish()?;
     let rel_error = (error / norm.max(f64::MIN_POSITIVE)).sqrt();
-    Ok((
-        Weight::Quantized(QuantizedWeight::Affine(weight)),
-        rel_error,
-    ))
+    Ok((weight, rel_error))
 }

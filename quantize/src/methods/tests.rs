@@ -12,7 +12,7 @@ use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::rng::Philox;
 
 fn grid(bits: Bits, group: Group, zeros: Zeros) -> Grid {
-    Grid::new(AffineScheme { bits, group, zeros }).unwrap()
+    Grid::new(AffineScheme::new(bits, group, zeros)).unwrap()
 }
 
 fn grids() -> Vec<Grid> {

@@ -206,11 +206,7 @@ mod tests {
     use nq_formats::{AffineScheme, Bits, Group, Zeros};
 
     fn overrides(bits: Bits) -> Overrides {
-        let scheme = AffineScheme {
-            bits,
-            group: Group::Size(32),
-            zeros: Zeros::None,
-        };
+        let scheme = AffineScheme::new(bits, Group::Size(32), Zeros::None);
         Overrides::from([("a".into(), scheme)])
     }
 

@@ -1,12 +1,13 @@
 //! On a device that rounds by second moments itself: they stay where they were summed, and only a
 //! weight, its codes and its groups' parameters travel.
 
-use super::{Columns, Damped, Errors, Factor, Hessian};
+use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian};
 use crate::error::Result;
 use crate::fit::{Fit, Power};
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::Matrix;
 use nq_kernels::second_order as kernels;
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// [`Hessian`] in a device's memory.
@@ -94,13 +95,32 @@ impl Factor for DeviceFactor<'_> {
     }
 
     fn round(&self, c: &Columns<'_>) -> Result<Rounded> {
+        // Devices search ranges group by group; two levels look at whole rows, here. They are chosen
+        // before the first column then, whatever the blocks say.
+        let mut rounded = Rounded::new(c.grid, c.weight.rows, c.weight.cols);
+        let two_level = c.grid.two_level().is_some();
+        if two_level {
+            (rounded.rows_mut(1).into_par_iter())
+                .zip(c.weight.data.par_chunks(c.weight.cols))
+                .for_each(|(out, w)| {
+                    c.fit.row(&c.grid, w, c.importance, out.params, out.spans);
+                });
+        }
+        let scales: Vec<f32> = rounded.params.iter().map(|p| p.scale).collect();
+        let zeros: Vec<f32> = rounded.params.iter().map(|p| f32::from(p.zero)).collect();
+        let begins_nothing = |b: &ColumnBlock| ColumnBlock {
+            places: b.places.clone(),
+            begins: b.begins.filter(|_| !two_level),
+        };
+        let blocks: Vec<ColumnBlock> = c.blocks.iter().map(begins_nothing).collect();
         let found = self.0.round(&kernels::Columns {
             weight: &c.weight.data,
             rows: c.weight.rows,
             group: c.grid.group().size(c.weight.cols),
             max_code: c.grid.max_code(),
             order: &places(c.order),
-            blocks: c.blocks,
+            blocks: &blocks,
+            chosen: two_level.then_some((&scales[..], &zeros[..])),
             fit: fit_shape(c.fit, c.grid),
             importance: c.importance,
         })?;
@@ -109,11 +129,8 @@ impl Factor for DeviceFactor<'_> {
             scale,
             zero: zero as u8,
         });
-        Ok(Rounded {
-            grid: c.grid,
-            cols: c.weight.cols,
-            codes: found.codes,
-            params: params.collect(),
-        })
+        rounded.codes = found.codes;
+        rounded.params = params.collect();
+        Ok(rounded)
     }
 }

@@ -3,7 +3,7 @@
 use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian};
 use crate::error::Result;
 use crate::fit::Fit;
-use crate::grid::{Grid, GroupParams, Rounded};
+use crate::grid::{Grid, Rounded, RowsMut};
 use crate::linalg::{Matrix, add_product, inverse_factor, quadratic_error};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -97,17 +97,15 @@ impl Factor for HostFactor {
             fit: columns.fit,
             importance: columns.importance,
         };
-        let fits_before = columns.fits_before();
-        rounded
-            .codes
-            .par_chunks_mut(TILE * n)
-            .zip(rounded.params.par_chunks_mut(TILE * tile.groups))
+        // Where groups' ranges are chosen on the way, spans are known before all the same.
+        let fits_before = columns.fits_before() || columns.grid.two_level().is_some();
+        (rounded.rows_mut(TILE).into_par_iter())
             .zip(columns.weight.data.par_chunks(TILE * n))
-            .for_each(|((codes, params), weight)| {
+            .for_each(|(mut rows, weight)| {
                 if fits_before {
-                    tile.fit_groups(weight, params);
+                    tile.fit_groups(weight, &mut rows);
                 }
-                tile.round(weight, codes, params);
+                tile.round(weight, rows);
             });
         Ok(rounded)
     }
@@ -128,38 +126,45 @@ struct Tile<'a> {
 
 impl Tile<'_> {
     /// Parameters of all groups from the original weights.
-    fn fit_groups(&self, weight: &[f32], params: &mut [GroupParams]) {
-        let size = self.grid.group().size(self.n);
-        for (w, p) in weight
+    fn fit_groups(&self, weight: &[f32], rows: &mut RowsMut<'_>) {
+        let spans = self.grid.spans(self.n);
+        let of_rows = weight
             .chunks_exact(self.n)
-            .zip(params.chunks_exact_mut(self.groups))
-        {
-            let h = self.importance.chunks(size);
-            for ((w, h), p) in w.chunks(size).zip(h).zip(p) {
-                *p = self.fit.params(&self.grid, w, h);
-            }
+            .zip(rows.params.chunks_exact_mut(self.groups));
+        for (r, (w, params)) in of_rows.enumerate() {
+            let spans = &mut rows.spans[r * spans..(r + 1) * spans];
+            self.fit.row(&self.grid, w, self.importance, params, spans);
         }
     }
 
     /// Parameters of `group`, whose columns begin at place `at` of the order, from the
     /// compensated and permuted rows `w` `[rows, n]`.
-    fn fit_group(&self, group: usize, at: usize, w: &[f32], params: &mut [GroupParams]) {
+    fn fit_group(&self, group: usize, at: usize, w: &[f32], rows: &mut RowsMut<'_>) {
         let size = self.grid.group().size(self.n);
         let places = at..at + size.min(self.n - group * size);
         let h: Vec<f32> = self.order[places.clone()]
             .iter()
             .map(|&i| self.importance[i])
             .collect();
-        for (w, p) in w
+        let (spans, per_span) = (self.grid.spans(self.n), self.grid.groups_of_span(self.n));
+        let of_rows = w
             .chunks_exact(self.n)
-            .zip(params.chunks_exact_mut(self.groups))
-        {
-            p[group] = self.fit.params(&self.grid, &w[places.clone()], &h);
+            .zip(rows.params.chunks_exact_mut(self.groups));
+        for (r, (w, params)) in of_rows.enumerate() {
+            let w = &w[places.clone()];
+            let p = self.fit.params(&self.grid, w, &h);
+            params[group] = match spans {
+                0 => p,
+                _ => {
+                    let of_span = rows.spans[r * spans + group / per_span];
+                    self.fit.in_span(&self.grid, of_span, p, w, &h)
+                }
+            };
         }
     }
 
     /// Rounds rows `weight` `[rows, n]`.
-    fn round(&self, weight: &[f32], codes: &mut [u8], params: &mut [GroupParams]) {
+    fn round(&self, weight: &[f32], mut out: RowsMut<'_>) {
         let n = self.n;
         let rows = weight.len() / n;
         let size = self.grid.group().size(n);
@@ -173,14 +178,14 @@ impl Tile<'_> {
         for block in self.blocks {
             let Range { start, end } = block.places.clone();
             if let Some(group) = block.begins {
-                self.fit_group(group, start, &w, params);
+                self.fit_group(group, start, &w, &mut out);
             }
             let len = end - start;
             let errors = &mut errors[..rows * len];
             for r in 0..rows {
                 let w = &mut w[r * n + start..r * n + end];
-                let codes = &mut codes[r * n..(r + 1) * n];
-                let params = &params[r * self.groups..(r + 1) * self.groups];
+                let codes = &mut out.codes[r * n..(r + 1) * n];
+                let params = &out.params[r * self.groups..(r + 1) * self.groups];
                 let errors = &mut errors[r * len..(r + 1) * len];
                 for j in 0..len {
                     let column = self.order[start + j];

@@ -127,11 +127,7 @@ mod tests {
     fn losses_follow_errors_and_the_method() {
         let rows = rows();
         let tensor = Tensor::from_f32(vec![4, 64], rows.data.clone()).unwrap();
-        let eight = AffineScheme {
-            bits: Bits::B8,
-            group: Group::Size(32),
-            zeros: Zeros::None,
-        };
+        let eight = AffineScheme::new(Bits::B8, Group::Size(32), Zeros::None);
         let mut found = Found {
             kld: 0.01,
             ..Found::default()

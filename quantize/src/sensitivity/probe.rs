@@ -5,11 +5,7 @@ use crate::methods::Method;
 use nq_formats::{AffineScheme, Bits, Group, Progress, WeightStore, Zeros};
 
 /// What groups are rounded to, to see what it costs.
-pub(super) const PROBE: AffineScheme = AffineScheme {
-    bits: Bits::B4,
-    group: Group::Size(32),
-    zeros: Zeros::Integer,
-};
+pub(super) const PROBE: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
 
 /// Bytes of logits that are held at once.
 pub(super) const LOGITS: usize = 64 << 20;

@@ -7,9 +7,7 @@ use crate::linalg::read_row;
 use half::f16;
 use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING, HEAD, NORM, Shape};
-use nq_formats::{
-    AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, ZeroPoints, pack,
-};
+use nq_formats::{AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, pack};
 use nq_kernels::grad::{Adam, Allocate, GradOps, Rounding};
 use nq_runtime::full_precision::Load;
 use nq_runtime::{LayerWeights, forward, models};
@@ -161,22 +159,13 @@ struct Parts {
 
 fn parts(w: &AffineWeight) -> Parts {
     let (rows, cols, groups) = (w.out_features(), w.in_features(), w.groups());
-    let bits = w.scheme().bits;
+    let scheme = w.scheme();
     let mut codes = vec![0; rows * cols];
-    let unpack = |(r, out): (usize, &mut [u8])| pack::unpack_row(bits, w.row_codes(r), out);
+    let unpack = |(r, out): (usize, &mut [u8])| pack::unpack_row(scheme.bits, w.row_codes(r), out);
     codes.par_chunks_mut(cols).enumerate().for_each(unpack);
-    let zero = |row: usize, group: usize| match w.zeros() {
-        ZeroPoints::Integer(z) => {
-            let stride = bits.bytes(groups);
-            f32::from(pack::code_at(
-                bits,
-                &z[row * stride..(row + 1) * stride],
-                group,
-            ))
-        }
-        _ => f32::from(bits.midpoint()),
-    };
-    let at = |i: usize| zero(i / groups, i % groups);
+    let middle = scheme.bits.midpoint();
+    let zero = |row, group| w.zero_point(row, group).unwrap_or(middle);
+    let at = |i: usize| f32::from(zero(i / groups, i % groups));
     Parts {
         codes,
         scales: w.scales().iter().map(|s| s.to_f32()).collect(),
@@ -550,19 +539,6 @@ impl<O: GradOps> Model<O> {
     }
 }
 
-/// The weight with other scales; its codes stay.
-fn with_scales(a: &AffineWeight, scales: &[f32]) -> Result<Weight> {
-    let w = AffineWeight::new(
-        a.scheme(),
-        (a.out_features(), a.in_features()),
-        a.codes().clone(),
-        scales.iter().map(|&s| f16::from_f32(s)).collect(),
-        a.zeros().clone(),
-        None,
-    )?;
-    Ok(Weight::Quantized(QuantizedWeight::Affine(w)))
-}
-
 /// `base` with the tuned values that `lookup` gives for a name put in: codes rounded anew,
 /// scales to f16. Zero-points stay.
 ///
@@ -580,10 +556,6 @@ pub fn rounded<'a>(
             return Ok(w.clone());
         };
         check_finite(name, scales, a.groups())?;
-        let Some(latent) = lookup(&format!("{name}.latent")) else {
-            return with_scales(a, scales);
-        };
-        check_finite(name, latent, a.in_features())?;
         let p = parts(a);
         let mut out = Rounded::new(Grid::new(a.scheme())?, a.out_features(), a.in_features());
         out.codes = p.codes;
@@ -593,6 +565,12 @@ pub fn rounded<'a>(
                 zero: zero as u8,
             };
         }
+        let grid = out.grid;
+        (out.rows_mut(1).into_par_iter()).for_each(|row| grid.snap(row.params, row.spans));
+        let Some(latent) = lookup(&format!("{name}.latent")) else {
+            return out.to_weight(); // codes stay
+        };
+        check_finite(name, latent, a.in_features())?;
         let codes = out.codes.par_chunks_mut(p.group);
         let groups = codes.zip(latent.par_chunks(p.group));
         let groups = groups.zip(out.params.par_iter());

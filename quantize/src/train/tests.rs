@@ -82,12 +82,7 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
 }
 
 fn quantized(w: &Canonical, bits: Bits) -> Canonical {
-    let grid = Grid::new(AffineScheme {
-        bits,
-        group: Group::Size(16),
-        zeros: Zeros::Integer,
-    })
-    .unwrap();
+    let grid = Grid::new(AffineScheme::new(bits, Group::Size(16), Zeros::Integer)).unwrap();
     let round = |w: &Weight| {
         let m = linalg::Matrix::from_weight("w", w).unwrap();
         rtn::round(&m, grid, Fit::absmax(), &[])

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::load::{ActivationChoice, LoadOptions};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
-use crate::weights::{Census, LoadProgress};
+use crate::weights::{Census, LoadProgress, note_held};
 use layer::{Layer, layer_bytes, pack, pack_layer};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, Linear, OpTiming};
@@ -77,6 +77,7 @@ impl CpuEngine {
         }
         let norm = models::final_norm(store, config)?.to_f32()?;
         done.end();
+        note_held(config, store, nq_kernels::cpu::held_bits, progress);
         let forced = !matches!(
             options.activations,
             ActivationChoice::Auto | ActivationChoice::F32

@@ -1,13 +1,13 @@
 //! A model's weights on a GPU.
 
-use super::plan::{self, Request, stored_by_layer, weight_bytes};
+use super::plan::{self, Request, stored_by_layer, told_kinds, weight_bytes};
 use super::session::most_together;
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
 use crate::forward::{Attention, Layer};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
-use crate::weights::{Census, LoadProgress};
+use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
@@ -90,10 +90,14 @@ impl CudaModel {
         if let Some(w) = &embedding_weight {
             kinds.insert(EMBEDDING.into(), WeightKind::of(w));
         }
+        let told = told_kinds(config, store);
+        let tells_all = told.is_some();
+        kinds.extend(told.into_iter().flatten());
         let kinds = |name: &str| kinds[name];
         let layers = config.num_hidden_layers;
         let stored = stored_by_layer(&store.entries(), layers).unwrap_or_else(|| vec![1; layers]);
-        let weights = weight_bytes(config, &kinds, Some(&stored))?;
+        let stored = Some(&stored[..]).filter(|_| !tells_all);
+        let weights = weight_bytes(config, &kinds, stored)?;
         let dry = Gpu::dry(gpu.info().clone(), Account::gpu());
         let request = Request {
             info: gpu.info(),
@@ -140,6 +144,7 @@ impl CudaModel {
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
         done.end();
+        note_held(config, store, |scheme| scheme.held().bits, progress);
         if dense_f32 {
             progress.note("F32 weights run as FP16 on the GPU");
         }

@@ -9,10 +9,12 @@ use crate::forward::Layer;
 use crate::memory::Kinds;
 use nq_formats::models::{NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{ModelConfig, TensorEntry, human_bytes};
+use nq_formats::{ModelConfig, TensorEntry, WeightStore, human_bytes};
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, PackedKind};
+use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, KernelSet};
+use std::collections::BTreeMap;
 
 /// Room for the matrix `name` of a model, or for those stacked with it, `dims` in all.
 fn linear(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
@@ -211,6 +213,25 @@ impl Request<'_> {
     }
 }
 
+/// The kinds of all Linears of the layers, by name, where the store says them all without reading
+/// them. Weights of other layers may be held in more bits than those of the first.
+pub(super) fn told_kinds(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+) -> Option<BTreeMap<String, WeightKind>> {
+    let layers = 0..config.num_hidden_layers;
+    let names = layers.flat_map(|layer| {
+        let linears = config.layer().linears().into_iter();
+        linears.map(move |linear| linear.name(layer))
+    });
+    let kind = |name: String| {
+        let scheme = store.scheme(&name)?;
+        let act_order = false; // which no GPU runs
+        Some((name, WeightKind::Affine { scheme, act_order }))
+    };
+    names.map(kind).collect()
+}
+
 /// Stored bytes by layer; `None` if the file's names do not tell.
 pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<Vec<u64>> {
     let mut bytes = vec![0; layers];
@@ -230,7 +251,6 @@ mod tests {
     use super::*;
     use nq_formats::DType;
     use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
-    use nq_kernels::registry::WeightKind;
 
     /// Qwen3-8B's shape.
     fn config() -> nq_formats::ModelConfig {

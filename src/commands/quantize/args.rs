@@ -22,9 +22,14 @@ use std::time::Duration;
 pub struct QuantizeArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
     pub model: Option<OsString>,
-    /// Bits of a weight: 4 or 8
+    /// Bits of a weight: 3, 4, 5, 6 or 8. Up to 6, layers, embedding and head get a mix of schemes in
+    /// the bytes of those bits for all layers and of 8 for the embedding and head
     #[arg(long, default_value_t = 4, value_parser = parse_bits)]
     pub bits: u32,
+    /// One scheme for all layers instead, 8 bits for the embedding and head: at 4 and 8 bits what other
+    /// formats hold too
+    #[arg(long)]
+    pub simple: bool,
     /// How codes are chosen
     #[arg(long, default_value = "gptq", value_parser = method_names())]
     pub method: String,
@@ -38,26 +43,28 @@ pub struct QuantizeArgs {
     /// Sequences of a tuning step
     #[arg(long, default_value_t = 32, value_name = "N", requires = "tune_steps", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub tune_batch: u32,
-    /// Inputs that share a scale: 32, 64, 128 or channel [default: 64 at 4 bits, 128 at 8]
+    /// Inputs that share a scale, for all layers: 32, 64, 128 or channel [default: 64 at 4 and 6 bits,
+    /// 128 at 8, else 32]
     #[arg(long, value_name = "N", value_parser = parse_group)]
     pub group_size: Option<Group>,
-    /// Store a zero-point per group [default: at 4 bits]
+    /// Store a zero-point per group, for all layers [default: below 6 bits]
     #[arg(long, conflicts_with = "sym")]
     pub asym: bool,
-    /// No zero-points [default: at 8 bits]
+    /// No zero-points, for all layers [default: at 6 and 8 bits]
     #[arg(long)]
     pub sym: bool,
-    /// Bits of the embedding and head: 4, 8 or 16 [default: 8, or 16 where the format needs it;
-    /// chosen with a target]
-    #[arg(long, value_name = "N", value_parser = cli::parse_load_bits)]
+    /// Bits of the embedding and head: 3, 4, 5, 6, 8 or 16, with one scheme for all layers [default:
+    /// chosen; with one scheme 8, or 16 where the format needs it]
+    #[arg(long, value_name = "N", value_parser = parse_head_bits)]
     pub head_bits: Option<u32>,
     /// Choose bits (of --bits and more) and groups of each weight by measured sensitivity, for
     /// this many bits per weight
-    #[arg(long, value_name = "X", conflicts_with_all = ["group_size", "asym", "sym"])]
+    #[arg(long, value_name = "X",
+          conflicts_with_all = ["group_size", "asym", "sym", "simple"])]
     pub target_bpw: Option<f64>,
     /// The same for a size of all tensors, e.g. 400MB
     #[arg(long, value_name = "SIZE", value_parser = parse_size,
-          conflicts_with_all = ["target_bpw", "group_size", "asym", "sym"])]
+          conflicts_with_all = ["target_bpw", "group_size", "asym", "sym", "simple"])]
     pub target_size: Option<u64>,
     /// Search the clipping range of each group (rtn; always on for awq and gptq)
     #[arg(long)]
@@ -117,10 +124,14 @@ fn method_names() -> PossibleValuesParser {
 }
 
 fn parse_bits(s: &str) -> Result<u32, String> {
+    let bits = s.parse().ok().filter(|&n| Bits::try_from(n).is_ok());
+    bits.ok_or_else(|| "expected 3, 4, 5, 6 or 8".into())
+}
+
+fn parse_head_bits(s: &str) -> Result<u32, String> {
     match s {
-        "4" => Ok(4),
-        "8" => Ok(8),
-        _ => Err("expected 4 or 8".into()),
+        "16" => Ok(16),
+        s => parse_bits(s).map_err(|e| e.replace("6 or 8", "6, 8 or 16")),
     }
 }
 
@@ -302,7 +313,7 @@ impl QuantizeArgs {
 
     /// The schemes to begin with.
     pub(super) fn schemes(&self) -> anyhow::Result<Schemes> {
-        let bits = if self.bits == 4 { Bits::B4 } else { Bits::B8 };
+        let bits = Bits::try_from(self.bits)?;
         let (default, head) = self.format.schemes(default_scheme(bits), self.head_bits)?;
         let zeros = match (self.asym, self.sym) {
             (true, _) => Zeros::Integer,
@@ -320,12 +331,22 @@ impl QuantizeArgs {
         })
     }
 
+    /// True if layers, embedding and head get a mix of schemes: unless something asks for one.
+    pub(super) fn mixes(&self) -> bool {
+        let one = self.simple || self.asym || self.sym || self.group_size.is_some();
+        let fixed = one || self.head_bits.is_some() || self.format != FormatArg::Nq;
+        !fixed && self.target().is_none() && self.bits < 8
+    }
+
     /// The folder's name in nq's own model folder: the model and what differs from the format's
     /// defaults.
     pub(super) fn default_name(&self, model: &str, schemes: &Schemes) -> anyhow::Result<String> {
         let mut name = format!("{model}-int{}", self.bits);
         let usual = default_scheme(schemes.linears.bits);
         let (linears, head) = self.format.schemes(usual, None)?;
+        if self.simple {
+            name += "-simple";
+        }
         if self.method == AUTO {
             name += "-auto";
         }
@@ -375,6 +396,8 @@ mod tests {
                 "demo-int4-auto-9000000bytes",
             ),
             ("--target-bpw 4.5", "demo-int4-4.5bpw"),
+            ("--simple", "demo-int4-simple"),
+            ("--bits 6 --head-bits 6", "demo-int6-head6"),
         ] {
             let words = ["nq", "quantize"]
                 .into_iter()

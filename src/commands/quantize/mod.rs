@@ -9,8 +9,9 @@ use crate::model;
 use crate::terminal::{Terminal, human_bytes, leave_interrupted, print_line, say, shell_word};
 use anyhow::Context;
 pub use args::{QuantizeArgs, parse_size};
-use nq_formats::Progress;
 use nq_formats::nq::{SourceRecord, staging};
+use nq_formats::{Bits, Progress};
+use nq_quantize::mix::mixed;
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
 use std::path::Path;
@@ -22,7 +23,12 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     args.check()?;
     let terminal = Terminal::new();
     let model = model::open(args.model.as_deref(), global, &terminal)?;
-    let schemes = args.schemes()?;
+    let mut schemes = args.schemes()?;
+    if args.mixes() {
+        // At 4 bits and more, nothing gets fewer than 4.
+        let least = schemes.linears.bits.min(Bits::B4);
+        schemes = mixed(model.checkpoint.config(), &schemes, least)?;
+    }
     let (out, call) = match &args.out {
         Some(out) => (out.clone(), out.display().to_string()),
         None => {
@@ -165,6 +171,13 @@ fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<Strin
         Some(size) => format!(
             "{name}: {least} bits and more with {}, chosen by measured sensitivity, {size}",
             options.method
+        ),
+        None if !options.schemes.overrides.is_empty() => format!(
+            "{name}: a mix of schemes in the bytes of {} layers and {head} embedding and head, with \
+             {}, {} to write",
+            options.schemes.linears,
+            options.method,
+            human_bytes(estimate.file_bytes),
         ),
         None => format!(
             "{name}: layers to {} with {}, embedding and head {head}, {} to write",

@@ -5,6 +5,7 @@ use crate::terminal::{human_bytes, print_line};
 use nq_evals::EvalReport;
 use nq_formats::Group;
 use nq_quantize::QuantizeReport;
+use std::collections::BTreeSet;
 use std::fmt::Display;
 
 /// Weights that the report shows; --json has them all.
@@ -39,13 +40,21 @@ fn file_lines(report: &QuantizeReport) -> Vec<String> {
         Group::Size(n) => format!("group {n}"),
         Group::Channel => "per channel".into(),
     };
-    let scheme = if report.allocation.is_empty() {
-        format!("{}, {} bits, {group}", report.method, report.bits)
-    } else {
-        format!(
+    let layers = report
+        .layers
+        .iter()
+        .filter(|l| l.name.starts_with("model.layers."));
+    let bits: BTreeSet<u32> = layers.map(|l| l.bits).collect();
+    let scheme = match (report.allocation.is_empty(), bits.first(), bits.last()) {
+        (true, Some(least), Some(most)) if least < most => format!(
+            "{}, a mix of {least} to {most} bits in the layers",
+            report.method
+        ),
+        (true, ..) => format!("{}, {} bits, {group}", report.method, report.bits),
+        (false, ..) => format!(
             "{}, {} bits and more, chosen by sensitivity (below)",
             report.method, report.bits
-        )
+        ),
     };
     let mut lines = vec![row("out", report.out.display()), row("scheme", scheme)];
     if report.file_bytes > 0 {

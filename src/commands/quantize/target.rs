@@ -32,7 +32,7 @@ impl FormatArg {
         let linears = format.scheme(linears.bits, linears)?;
         let bits = match head_bits {
             None if format.dense_ends() => 16,
-            Some(4 | 8) if format.dense_ends() => bail!(
+            Some(bits) if bits != 16 && format.dense_ends() => bail!(
                 "--head-bits: expected 16, which loaders of {} need, or none",
                 format.name()
             ),

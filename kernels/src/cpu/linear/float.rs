@@ -17,8 +17,22 @@ pub(crate) trait Units {
     const CODES: Codes;
     /// Subtracted from codes, so that they are centred; 0 for dense weights.
     const CENTRE: f32;
-    /// The unit's inputs, in order, in the first `CODES.inputs()` places.
-    fn expand<S: Simd>(s: S, v: S::I) -> [S::F; 8];
+    /// Inputs `8 piece ..` of the unit at `p`, in order; of a unit of fewer, all in the first places.
+    ///
+    /// # Safety
+    /// A unit of `CODES` is at `p`.
+    unsafe fn expand<S: Simd>(s: S, p: *const u32, piece: usize) -> [S::F; 8];
+
+    /// Four codes of each lane, as integer products take them: those that the `i`-th four bytes of
+    /// interleaved activations meet.
+    ///
+    /// # Safety
+    /// A unit of `CODES`, which are integers, is at `p`.
+    unsafe fn quad<S: Simd>(s: S, p: *const u32, i: usize) -> S::I {
+        let _ = i;
+        // SAFETY: by contract.
+        unsafe { s.load_bits(p) }
+    }
 }
 
 /// Repeats the first entries of a unit to fill 8 places; only the first `inputs()` are used.
@@ -30,9 +44,45 @@ macro_rules! units {
             const CODES: Codes = $codes;
             const CENTRE: f32 = $centre;
             #[inline(always)]
-            fn expand<S: Simd>(s: S, v: S::I) -> [S::F; 8] {
-                let u = s.$method(v);
+            unsafe fn expand<S: Simd>(s: S, p: *const u32, _: usize) -> [S::F; 8] {
+                // SAFETY: by contract.
+                let u = s.$method(unsafe { s.load_bits(p) });
                 [$(u[$i]),*]
+            }
+        }
+    };
+}
+
+/// [`Units`] of codes in two planes: words of low nibbles, each of 8 inputs, then one of high bits.
+macro_rules! planes {
+    ($name:ident, $codes:expr, $centre:literal, high: $bits:literal) => {
+        /// Marker for [`Units`].
+        pub(crate) struct $name;
+        impl Units for $name {
+            const CODES: Codes = $codes;
+            const CENTRE: f32 = $centre;
+            #[inline(always)]
+            unsafe fn expand<S: Simd>(s: S, p: *const u32, piece: usize) -> [S::F; 8] {
+                // SAFETY: by contract.
+                let quads = unsafe { [0, 1].map(|half| Self::quad(s, p, 2 * piece + half)) };
+                let centred = s.splat(128.0 - $centre);
+                let [even, odd] = quads.map(|q| s.byte_units(q).map(|v| s.add(v, centred)));
+                [
+                    even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3],
+                ]
+            }
+            #[inline(always)]
+            unsafe fn quad<S: Simd>(s: S, p: *const u32, i: usize) -> S::I {
+                let last = $codes.words() - 1;
+                // SAFETY: by contract.
+                let (low, high) = unsafe {
+                    (
+                        s.load_bits(p.add(i / 2 * LANES)),
+                        s.load_bits(p.add(last * LANES)),
+                    )
+                };
+                let mask = 0x0101_0101 * ((1 << $bits) - 1);
+                s.with_high(s.split_nibbles(low)[i % 2], high, (i * $bits) as i32, mask)
             }
         }
     };
@@ -47,13 +97,25 @@ units!(
     byte_units,
     [0, 1, 2, 3, 0, 1, 2, 3]
 );
-units!(
-    Nibble,
-    Codes::Nibble,
-    8.0,
-    nibble_units,
-    [0, 1, 2, 3, 4, 5, 6, 7]
-);
+planes!(Five, Codes::Five, 16.0, high: 1);
+planes!(Six, Codes::Six, 32.0, high: 2);
+
+/// Marker for [`Units`].
+pub(crate) struct Nibble;
+impl Units for Nibble {
+    const CODES: Codes = Codes::Nibble;
+    const CENTRE: f32 = 8.0;
+    #[inline(always)]
+    unsafe fn expand<S: Simd>(s: S, p: *const u32, _: usize) -> [S::F; 8] {
+        // SAFETY: by contract.
+        s.nibble_units(unsafe { s.load_bits(p) })
+    }
+    #[inline(always)]
+    unsafe fn quad<S: Simd>(s: S, p: *const u32, i: usize) -> S::I {
+        // SAFETY: by contract.
+        s.split_nibbles(unsafe { s.load_bits(p) })[i]
+    }
+}
 
 /// The offset per centred code, `o + centre * s`, of the 16 rows of a panel in group `at =
 /// panel * groups + group`; `None` if it is zero.
@@ -96,10 +158,11 @@ pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
     units: Range<usize>,
     out: *mut f32,
 ) {
-    let n = U::CODES.inputs();
+    let (n, words) = (U::CODES.inputs(), U::CODES.words());
+    let (pieces, of_piece) = (n.div_ceil(8), n.min(8));
     // SAFETY: by contract.
     unsafe {
-        let data = w.data.as_ptr().add(panel * w.units * LANES);
+        let data = w.data.as_ptr().add(panel * w.units * words * LANES);
         let mut out = out;
         let mut u = units.start;
         while u < units.end {
@@ -120,18 +183,20 @@ pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
             };
             let shift = shift.unwrap_or(s.splat(0.0));
             while u < end {
-                let v = U::expand(s, s.load_bits(data.add(u * LANES)));
-                for (i, &v) in v.iter().enumerate() {
-                    if i < n {
-                        let v = if U::CENTRE == 0.0 {
-                            v
-                        } else {
-                            s.fma(v, scale, shift)
-                        };
-                        s.store(out.add(i * LANES), v);
+                for piece in 0..pieces {
+                    let v = U::expand(s, data.add(u * words * LANES), piece);
+                    for (i, &v) in v.iter().enumerate() {
+                        if i < of_piece {
+                            let v = if U::CENTRE == 0.0 {
+                                v
+                            } else {
+                                s.fma(v, scale, shift)
+                            };
+                            s.store(out.add(i * LANES), v);
+                        }
                     }
+                    out = out.add(of_piece * LANES);
                 }
-                out = out.add(n * LANES);
                 u += 1;
             }
         }
@@ -151,13 +216,14 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
     panel: usize,
     out: *mut f32,
 ) {
-    let n = U::CODES.inputs();
+    let (n, words) = (U::CODES.inputs(), U::CODES.words());
+    let (pieces, of_piece) = (n.div_ceil(8), n.min(8));
     // Chains of additions per column: enough to hide their latency, few enough for the
     // registers.
     let chains = if C <= 2 { 4 } else { 2 };
     // SAFETY: by contract.
     unsafe {
-        let data = w.data.as_ptr().add(panel * w.units * LANES);
+        let data = w.data.as_ptr().add(panel * w.units * words * LANES);
         let xs = x.floats.as_ptr();
         let mut y = [s.splat(0.0); C];
         let mut u = 0;
@@ -165,16 +231,18 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
             let end = ((group + 1) * w.group / n).min(w.units);
             let mut acc = [[s.splat(0.0); 4]; C];
             while u < end {
-                let p = data.add(u * LANES);
-                let v = U::expand(s, s.load_bits(p));
-                for (i, &v) in v.iter().enumerate() {
-                    if i < n {
-                        // Dense units hold fewer inputs than there are chains: alternate
-                        // by unit as well.
-                        for c in 0..C {
-                            let x = s.splat(*xs.add((u * n + i) * C + c));
-                            let chain = i % chains;
-                            acc[c][chain] = s.fma(v, x, acc[c][chain]);
+                let p = data.add(u * words * LANES);
+                for piece in 0..pieces {
+                    let v = U::expand(s, p, piece);
+                    for (i, &v) in v.iter().enumerate() {
+                        if i < of_piece {
+                            // Dense units hold fewer inputs than there are chains: alternate
+                            // by unit as well.
+                            for c in 0..C {
+                                let x = s.splat(*xs.add((u * n + piece * 8 + i) * C + c));
+                                let chain = i % chains;
+                                acc[c][chain] = s.fma(v, x, acc[c][chain]);
+                            }
                         }
                     }
                 }

@@ -19,7 +19,7 @@ use crate::reference::INT16_BASE;
 /// `out_stride` floats apart.
 ///
 /// # Safety
-/// The panels lie inside `w`, which holds `U::CODES` (nibbles or bytes); `x` was prepared
+/// The panels lie inside `w`, which holds `U::CODES` (integers); `x` was prepared
 /// for `w` as codes of `N` bytes in blocks of `C` columns; `out` has room.
 #[inline(always)]
 #[allow(
@@ -35,13 +35,14 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
     out: *mut f32,
     out_stride: usize,
 ) {
-    let nibbles = matches!(U::CODES, Codes::Nibble);
+    let bytes = matches!(U::CODES, Codes::Byte);
+    let words = U::CODES.words();
     let per_unit = U::CODES.inputs() / 4; // dwords of x
     let share = x.share;
     let units = share / U::CODES.inputs();
     // SAFETY: by contract.
     unsafe {
-        let stride = w.units * LANES;
+        let stride = w.units * words * LANES;
         let mut data = w.data.as_ptr().add(panel * stride);
         let mut xs = x
             .codes
@@ -76,17 +77,17 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
                             for n in 0..N {
                                 let a = xs.add((half * C + c) * N + n).read_unaligned();
                                 for p in 0..P {
-                                    let v = s.load_bits(data.add(p * stride));
-                                    acc[p][c][n] = if nibbles {
-                                        s.dot4_nibbles(acc[p][c][n], s.split_nibbles(v)[half], a)
-                                    } else {
+                                    let v = U::quad(s, data.add(p * stride), half);
+                                    acc[p][c][n] = if bytes {
                                         s.dot4_bytes(acc[p][c][n], v, a)
+                                    } else {
+                                        s.dot4_nibbles(acc[p][c][n], v, a)
                                     };
                                 }
                             }
                         }
                     }
-                    data = data.add(LANES);
+                    data = data.add(words * LANES);
                     xs = xs.add(per_unit * C * N);
                 }
                 for c in 0..C {

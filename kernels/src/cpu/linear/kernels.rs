@@ -4,7 +4,7 @@
 //! of every instruction set share their drivers here; what differs is in the
 //! `Table`. The first row whose predicates hold is chosen.
 
-use super::float::{Byte, Nibble, Units};
+use super::float::{Byte, Five, Nibble, Six, Units};
 use super::input::{Layout, Prepared, Values};
 use super::pack::{Codes, Packed};
 use crate::cpu::isa::Isa;
@@ -52,6 +52,11 @@ impl LinearKernel {
             .iter()
             .flat_map(|k| k.iter())
             .find(|k| k.isa == isa && k.info.serves(weights, activations, rows))
+    }
+
+    /// What the weights that it multiplies are packed to.
+    pub(crate) fn codes(&self) -> Codes {
+        self.codes
     }
 
     /// How activations must be laid out for weight `w`.
@@ -275,6 +280,10 @@ fn dots(kernel: &LinearKernel, table: &Table, panels: usize) -> &'static [Dot] {
     match (kernel.codes, kernel.planes) {
         (Codes::Nibble, 1) => table.dots.nibbles[many],
         (Codes::Nibble, _) => table.dots.nibbles_wide[many],
+        (Codes::Five, 1) => table.dots.fives[many],
+        (Codes::Five, _) => table.dots.fives_wide[many],
+        (Codes::Six, 1) => table.dots.sixes[many],
+        (Codes::Six, _) => table.dots.sixes_wide[many],
         (Codes::Bf16, _) => table.dots.bf16[many],
         (_, 1) => table.dots.bytes[many],
         (..) => table.dots.bytes_wide[many],
@@ -302,6 +311,21 @@ fn nests(weights: WeightKind, bits: Bits) -> bool {
         },
         _ => false,
     }
+}
+
+/// True for groups of whole units of 32 inputs.
+fn units_of_32(weights: WeightKind) -> bool {
+    matches!(weights, WeightKind::Affine { scheme, .. } if scheme.group != Group::Size(16))
+}
+
+/// int8 activations whose scales do not change within 32 inputs.
+fn int8_in_32(activations: Activations) -> bool {
+    int8_activations(activations) && activations != Activations::Int8 { group: 16 }
+}
+
+/// The same of int16.
+fn int16_in_32(activations: Activations) -> bool {
+    int16_activations(activations) && activations != Activations::Int16 { group: 16 }
 }
 
 fn f32_activations(activations: Activations) -> bool {
@@ -341,6 +365,18 @@ macro_rules! rows {
                 $int8, <$simd as Simd>::NIBBLE_START, 1, gemv_codes, gemm_codes),
             ("int8_int8", Byte::CODES, |w| nests(w, Bits::B8), int8_activations,
                 $int8, <$simd as Simd>::BYTE_START, 1, gemv_codes, gemm_codes),
+            ("int5_int8", Five::CODES, |w| nests(w, Bits::B5) && units_of_32(w), int8_in_32,
+                $int8, -16, 1, gemv_codes, gemm_codes),
+            ("int6_int8", Six::CODES, |w| nests(w, Bits::B6), int8_activations,
+                $int8, -32, 1, gemv_codes, gemm_codes),
+            ("int5_int16", Five::CODES, |w| nests(w, Bits::B5) && units_of_32(w), int16_in_32,
+                $int16, -16, 2, gemv_codes, gemm_codes),
+            ("int6_int16", Six::CODES, |w| nests(w, Bits::B6), int16_activations,
+                $int16, -32, 2, gemv_codes, gemm_codes),
+            ("int5_f32", Five::CODES, |w| whole_units(w, Bits::B5, 32), f32_activations,
+                $f32, 0, 1, gemv_f32, gemm_f32),
+            ("int6_f32", Six::CODES, |w| whole_units(w, Bits::B6, 16), f32_activations,
+                $f32, 0, 1, gemv_f32, gemm_f32),
             ("int4_int16", Nibble::CODES, |w| nests(w, Bits::B4), int16_activations,
                 $int16, <$simd as Simd>::NIBBLE_START, 2, gemv_codes, gemm_codes),
             ("int8_int16", Byte::CODES, |w| nests(w, Bits::B8), int16_activations,

@@ -24,6 +24,7 @@ use input::{Layout, Prepared};
 use kernels::LinearKernel;
 use nq_formats::Weight;
 use pack::Packed;
+pub use pack::held_bits;
 use std::ops::Range;
 
 /// What is done with a product before it leaves the kernel.
@@ -285,7 +286,8 @@ fn body(
         }
         KernelSet::Fused => {
             let chosen = choose(cpu, kind, activations)?;
-            let packed = Packed::new(cpu.team(), &weight, kernels::align(kind, activations))?;
+            let align = kernels::align(kind, activations);
+            let packed = Packed::new(cpu.team(), &weight, chosen[0].codes(), align)?;
             let size = packed.bytes();
             Ok((Body::Packed(packed, chosen), size))
         }
@@ -306,15 +308,28 @@ fn choose(
     kind: WeightKind,
     activations: Activations,
 ) -> Result<Vec<&'static LinearKernel>> {
+    // In their own width if there are kernels, else in that which devices hold them in.
+    let kinds = [kind.expanded(), kind.held()];
+    let chosen = kinds
+        .into_iter()
+        .find_map(|kind| of_all_rows(cpu, kind, activations));
+    chosen.ok_or_else(|| no_kernel(cpu, kind, activations))
+}
+
+/// Kernels for exactly this kind, for every number of rows.
+fn of_all_rows(
+    cpu: &Cpu,
+    kind: WeightKind,
+    activations: Activations,
+) -> Option<Vec<&'static LinearKernel>> {
     let mut chosen = Vec::new();
     let mut rows = 1;
     loop {
-        let kernel = LinearKernel::select(cpu.isa(), kind, activations, rows)
-            .ok_or_else(|| no_kernel(cpu, kind, activations))?;
+        let kernel = LinearKernel::select(cpu.isa(), kind, activations, rows)?;
         chosen.push(kernel);
         match kernel.info.rows.end().checked_add(1) {
             Some(next) => rows = next,
-            None => return Ok(chosen),
+            None => return Some(chosen),
         }
     }
 }

@@ -8,7 +8,9 @@
 //!
 //! A unit is 4 consecutive bytes of a canonical row: 8 inputs of 4 bits, 4 of 8 bits, 2 of
 //! bf16 or f16, 1 of f32. One 64-byte load so gives every row of the panel its next inputs,
-//! in the lane that accumulates that row, on any instruction set. Scales and zero-points
+//! in the lane that accumulates that row, on any instruction set. Codes of 5 and 6 bits have units of
+//! several such words: those of their low 4 bits, 8 inputs each as above, and behind them one of their
+//! high bits, in each byte of which stand those of the inputs that its low nibbles meet. Scales and zero-points
 //! are kept per group in the same order of rows. Rows past the last one are zeros.
 
 use crate::cpu::Team;
@@ -17,9 +19,10 @@ use crate::cpu::simd::LANES;
 use crate::error::{Error, Result};
 use crate::registry::WeightKind;
 use half::f16;
-use nq_formats::pack::{code_at, unpack_row};
+use nq_formats::pack::{pack_row, unpack_row};
 use nq_formats::{
-    AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
+    AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints,
+    Zeros,
 };
 use std::sync::Arc;
 
@@ -36,6 +39,10 @@ pub(crate) enum Codes {
     Byte,
     /// Eight 4-bit codes.
     Nibble,
+    /// 32 codes of 5 bits, in five words.
+    Five,
+    /// 16 codes of 6 bits, in three words.
+    Six,
 }
 
 impl Codes {
@@ -46,23 +53,56 @@ impl Codes {
             Codes::F16 | Codes::Bf16 => 2,
             Codes::Byte => 4,
             Codes::Nibble => 8,
+            Codes::Five => 32,
+            Codes::Six => 16,
         }
     }
 
-    fn of(weight: &Weight) -> Option<Self> {
+    /// Words of 4 bytes of a unit.
+    pub(crate) const fn words(self) -> usize {
+        match self {
+            Codes::Five => 5,
+            Codes::Six => 3,
+            _ => 1,
+        }
+    }
+
+    /// Width of integer codes, and what symmetric ones are centred by.
+    fn bits(self) -> Bits {
+        match self {
+            Codes::Nibble => Bits::B4,
+            Codes::Five => Bits::B5,
+            Codes::Six => Bits::B6,
+            _ => Bits::B8,
+        }
+    }
+
+    /// What `weight` can be packed to.
+    fn of(weight: &Weight) -> Vec<Self> {
         match weight {
             Weight::Dense(t) => match t.dtype() {
-                DType::F32 => Some(Codes::F32),
-                DType::F16 => Some(Codes::F16),
-                DType::BF16 => Some(Codes::Bf16),
-                _ => None,
+                DType::F32 => vec![Codes::F32],
+                DType::F16 => vec![Codes::F16],
+                DType::BF16 => vec![Codes::Bf16],
+                _ => Vec::new(),
             },
-            Weight::Quantized(QuantizedWeight::Affine(a)) => Some(match a.scheme().bits {
-                Bits::B4 => Codes::Nibble,
-                Bits::B8 => Codes::Byte,
-            }),
-            Weight::Quantized(_) => None,
+            Weight::Quantized(QuantizedWeight::Affine(a)) => match a.scheme().value_bits() {
+                Bits::B5 => vec![Codes::Five, Codes::Byte],
+                Bits::B6 => vec![Codes::Six, Codes::Byte],
+                Bits::B8 => vec![Codes::Byte],
+                _ => vec![Codes::Nibble],
+            },
+            Weight::Quantized(_) => Vec::new(),
         }
+    }
+}
+
+/// The width that the CPU holds a scheme's codes in. Those of 5 bits it holds as 8 where activations
+/// have scales for each 16 inputs.
+pub fn held_bits(scheme: &AffineScheme) -> Bits {
+    match scheme.value_bits() {
+        Bits::B3 => Bits::B4,
+        bits => bits,
     }
 }
 
@@ -106,19 +146,19 @@ pub(crate) struct Packed {
 pub(crate) const HOLE: u32 = u32::MAX;
 
 impl Packed {
-    /// Packs `weight`, its inputs padded to whole multiples of `align`.
+    /// Packs `weight` to `codes`, its inputs padded to whole multiples of `align`.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] for element types that cannot be packed.
-    pub(crate) fn new(team: &Team, weight: &Weight, align: usize) -> Result<Self> {
-        let Some(codes) = Codes::of(weight) else {
+    /// [`Error::NoKernel`] for element types that cannot be packed so.
+    pub(crate) fn new(team: &Team, weight: &Weight, codes: Codes, align: usize) -> Result<Self> {
+        if !Codes::of(weight).contains(&codes) {
             return Err(Error::NoKernel {
                 op: "linear",
                 scheme: weight.scheme_name(),
                 activations: "any".into(),
                 device: "cpu".into(),
             });
-        };
+        }
         Ok(match weight {
             Weight::Quantized(QuantizedWeight::Affine(a)) => Self::affine(team, a, codes, align),
             Weight::Dense(t) => Self::dense(team, t, codes, align),
@@ -139,9 +179,7 @@ impl Packed {
             units,
             group: inputs,
             groups: 1,
-            data: interleave(team, rows, units, |row, _| {
-                Row::Borrowed(&data[row * stride..(row + 1) * stride])
-            }),
+            data: interleave(team, rows, units, &Rows::Dense { data, stride }),
             scales: Buffer::default(),
             zeros: PackedZeros::None,
             order: None,
@@ -150,7 +188,6 @@ impl Packed {
 
     fn affine(team: &Team, a: &AffineWeight, codes: Codes, align: usize) -> Self {
         let (rows, k) = (a.out_features(), a.in_features());
-        let bits = a.scheme().bits;
         let align = align.max(codes.inputs());
         // Packed groups: index of the original group, and where its inputs are.
         let (group, source, order) = match (a.g_idx(), a.scheme().group) {
@@ -171,29 +208,20 @@ impl Packed {
         }
         .next_multiple_of(align);
         let (units, groups) = (inputs / codes.inputs(), source.len());
-        let data = interleave(team, rows, units, |row, scratch| match &order {
-            None => Row::Borrowed(a.row_codes(row)),
-            Some(order) => {
-                let packed = a.row_codes(row);
-                scratch.clear();
-                scratch.resize(bits.bytes(inputs), 0);
-                for (i, &from) in order.iter().enumerate().filter(|(_, f)| **f != HOLE) {
-                    let code = code_at(bits, packed, from as usize);
-                    match bits {
-                        Bits::B8 => scratch[i] = code,
-                        Bits::B4 => scratch[i / 2] |= code << (4 * (i & 1)),
-                    }
-                }
-                Row::Scratch
-            }
-        });
+        let from = Rows::Affine {
+            weight: a,
+            codes,
+            inputs,
+            order: order.as_deref(),
+        };
+        let data = interleave(team, rows, units * codes.words(), &from);
         let scales = panels_of(team, rows, a.groups(), &source, a.scales());
         let zeros = match a.zeros() {
             ZeroPoints::None => PackedZeros::None,
             ZeroPoints::Offset(o) => {
                 PackedZeros::Offsets(panels_of(team, rows, a.groups(), &source, o))
             }
-            ZeroPoints::Integer(z) => pack_zeros(team, a, &source, z),
+            ZeroPoints::Integer(_) => pack_zeros(team, a, &source),
         };
         Packed {
             codes,
@@ -216,14 +244,14 @@ impl Packed {
         match kind {
             WeightKind::Dense(dtype) => rows * inputs * dtype.size(),
             WeightKind::Affine { scheme, act_order } => {
-                let groups = scheme.group.count(inputs);
+                let (held, groups) = (scheme.held(), scheme.group.count(inputs));
                 let zeros = match scheme.zeros {
                     Zeros::None => 0,
-                    Zeros::Integer => scheme.bits.bytes(rows * groups),
+                    Zeros::Integer => held.bits.bytes(rows * groups),
                     Zeros::Offset => 2 * rows * groups,
                 };
                 let order = if act_order { 4 * inputs } else { 0 };
-                rows * (scheme.bits.bytes(inputs) + 2 * groups) + zeros + order
+                rows * (held_bits(&scheme).bytes(inputs) + 2 * groups) + zeros + order
             }
         }
     }
@@ -248,9 +276,8 @@ impl Packed {
         let at = (row / LANES * self.groups + group) * LANES + row % LANES;
         let s = self.scales[at].to_f32();
         let o = match &self.zeros {
-            PackedZeros::None if self.codes == Codes::Nibble => -s * 8.0,
-            PackedZeros::None => -s * 128.0,
-            PackedZeros::Nibbles(z) => -s * f32::from(code_at(Bits::B4, z, at)),
+            PackedZeros::None => -s * f32::from(self.codes.bits().midpoint()),
+            PackedZeros::Nibbles(z) => -s * f32::from((z[at / 2] >> (4 * (at & 1))) & 15),
             PackedZeros::Bytes(z) => -s * f32::from(z[at]),
             PackedZeros::Offsets(o) => o[at].to_f32(),
         };
@@ -260,17 +287,19 @@ impl Packed {
     /// Writes row `row` as f32 into `out`, in the original order of inputs; the same values
     /// as the canonical weight's.
     pub(crate) fn dequantize_row(&self, row: usize, out: &mut [f32]) {
-        let panel = &self.data[row / LANES * self.units * LANES..];
+        let words = self.units * self.codes.words();
+        let panel = &self.data[row / LANES * words * LANES..];
         let unit = |u: usize| panel[u * LANES + row % LANES];
         let value = |i: usize| match self.codes {
             Codes::F32 => f32::from_bits(unit(i)),
             Codes::F16 => f16::from_bits((unit(i / 2) >> (16 * (i & 1))) as u16).to_f32(),
             Codes::Bf16 => f32::from_bits((unit(i / 2) >> (16 * (i & 1))) << 16),
-            Codes::Byte | Codes::Nibble => {
+            Codes::Byte | Codes::Nibble | Codes::Five | Codes::Six => {
                 let (s, o) = self.affine_of(row, i / self.group);
                 let q = match self.codes {
                     Codes::Byte => (unit(i / 4) >> (8 * (i & 3))) & 255,
-                    _ => (unit(i / 8) >> (4 * (i & 7))) & 15,
+                    Codes::Nibble => (unit(i / 8) >> (4 * (i & 7))) & 15,
+                    codes => code_of_planes(codes, i, unit),
                 };
                 s.mul_add(q as f32, o)
             }
@@ -309,29 +338,23 @@ fn panels_of(
 }
 
 /// Integer zero-points in such panels, packed as codes are.
-fn pack_zeros(team: &Team, a: &AffineWeight, source: &[usize], zeros: &[u8]) -> PackedZeros {
-    let (rows, stride, bits) = (a.out_features(), a.groups(), a.scheme().bits);
-    let row_bytes = bits.bytes(stride);
+fn pack_zeros(team: &Team, a: &AffineWeight, source: &[usize]) -> PackedZeros {
+    let (rows, bits) = (a.out_features(), a.scheme().held().bits);
     let panel = bits.bytes(source.len() * LANES);
     let mut packed = Buffer::weights(rows.div_ceil(LANES) * panel);
     spread(team, &mut packed, panel, |index, packed| {
-        let mut codes = vec![0u8; stride];
+        let mut zeros = vec![0u8; source.len() * LANES];
         for lane in 0..LANES.min(rows - index * LANES) {
-            let row = index * LANES + lane;
-            let of_row = &zeros[row * row_bytes..(row + 1) * row_bytes];
-            unpack_row(bits, of_row, &mut codes);
             for (group, &from) in source.iter().enumerate() {
-                let i = group * LANES + lane;
-                match bits {
-                    Bits::B8 => packed[i] = codes[from],
-                    Bits::B4 => packed[i / 2] |= codes[from] << (4 * (i & 1)),
-                }
+                let zero = a.zero_point(index * LANES + lane, from);
+                zeros[group * LANES + lane] = zero.unwrap_or_default();
             }
         }
+        pack_row(bits, &zeros, packed);
     });
     match bits {
         Bits::B4 => PackedZeros::Nibbles(packed),
-        Bits::B8 => PackedZeros::Bytes(packed),
+        _ => PackedZeros::Bytes(packed),
     }
 }
 
@@ -354,28 +377,97 @@ fn gather_groups(g_idx: &[u32], groups: usize, size: usize) -> (Vec<usize>, Vec<
     (source, order)
 }
 
-/// A canonical row's bytes.
-enum Row<'a> {
-    Borrowed(&'a [u8]),
-    /// In the scratch that was passed.
-    Scratch,
+/// Where the rows that are packed come from.
+enum Rows<'a> {
+    Dense {
+        data: &'a [u8],
+        stride: usize,
+    },
+    Affine {
+        weight: &'a AffineWeight,
+        codes: Codes,
+        /// Padded.
+        inputs: usize,
+        /// The input of each place, or [`HOLE`].
+        order: Option<&'a [u32]>,
+    },
+}
+
+impl Rows<'_> {
+    /// One row's bytes, as they are or in `scratch`.
+    fn row<'a>(&'a self, row: usize, scratch: &'a mut Vec<u8>) -> &'a [u8] {
+        match self {
+            Rows::Dense { data, stride } => &data[row * stride..(row + 1) * stride],
+            Rows::Affine {
+                weight,
+                codes,
+                order: None,
+                ..
+            } if codes.words() == 1 => weight.held_row(row, scratch),
+            Rows::Affine {
+                weight,
+                codes,
+                inputs,
+                order,
+            } => {
+                let (bits, mut values) = (codes.bits(), vec![0; weight.in_features()]);
+                match codes.words() {
+                    1 => unpack_row(bits, weight.held_row(row, scratch), &mut values),
+                    _ => unpack_row(bits, weight.row_codes(row), &mut values),
+                }
+                if let Some(order) = order {
+                    let at = |&from: &u32| values.get(from as usize).copied().unwrap_or(0);
+                    values = order.iter().map(at).collect();
+                }
+                values.resize(*inputs, 0);
+                scratch.clear();
+                match codes.words() {
+                    1 => {
+                        scratch.resize(bits.bytes(values.len()), 0);
+                        pack_row(bits, &values, scratch);
+                    }
+                    _ => pack_planes(*codes, &values, scratch),
+                }
+                scratch
+            }
+        }
+    }
+}
+
+/// Place in a unit's high word of the bits of input `i` of the unit.
+fn high_place(codes: Codes, i: usize) -> usize {
+    let (quad, byte) = (i / 8 * 2 + i % 2, i % 8 / 2);
+    8 * byte + quad * (codes.bits().width() - 4)
+}
+
+/// Appends units of codes in two planes.
+fn pack_planes(codes: Codes, values: &[u8], out: &mut Vec<u8>) {
+    let last = codes.words() - 1;
+    for unit in values.chunks(codes.inputs()) {
+        let mut words = [0u32; 5];
+        for (i, &q) in unit.iter().enumerate() {
+            words[i / 8] |= u32::from(q & 15) << (4 * (i % 8));
+            words[last] |= u32::from(q >> 4) << high_place(codes, i);
+        }
+        out.extend(words[..=last].iter().flat_map(|w| w.to_le_bytes()));
+    }
+}
+
+/// Code `i` of a row in units of two planes, of which `word` gives the words.
+fn code_of_planes(codes: Codes, i: usize, word: impl Fn(usize) -> u32) -> u32 {
+    let (first, i) = (i / codes.inputs() * codes.words(), i % codes.inputs());
+    let low = word(first + i / 8) >> (4 * (i % 8)) & 15;
+    let high = word(first + codes.words() - 1) >> high_place(codes, i);
+    low | (high & ((1 << (codes.bits().width() - 4)) - 1)) << 4
 }
 
 /// Transposes rows into panels of 4-byte units, in parallel.
-fn interleave<'a>(
-    team: &Team,
-    rows: usize,
-    units: usize,
-    row: impl Fn(usize, &mut Vec<u8>) -> Row<'a> + Sync + Send,
-) -> Buffer<u32> {
+fn interleave(team: &Team, rows: usize, units: usize, source: &Rows<'_>) -> Buffer<u32> {
     let mut data = Buffer::weights(rows.div_ceil(LANES) * units * LANES);
     spread(team, &mut data, units * LANES, |panel, data| {
         let mut scratch = Vec::new();
         for lane in 0..LANES.min(rows - panel * LANES) {
-            let bytes = match row(panel * LANES + lane, &mut scratch) {
-                Row::Borrowed(b) => b,
-                Row::Scratch => &scratch,
-            };
+            let bytes = source.row(panel * LANES + lane, &mut scratch);
             let (whole, rest) = bytes.as_chunks::<4>();
             for (to, unit) in data[lane..].iter_mut().step_by(LANES).zip(whole) {
                 *to = u32::from_le_bytes(*unit);

@@ -129,7 +129,7 @@ impl Prepared {
                 } else {
                     (table.quantize_wide)(row, group, high, low.reserve(inputs), row_scales);
                 }
-                let nibbles = against == Codes::Nibble;
+                let nibbles = against != Codes::Byte;
                 for (plane, bytes) in scratch.codes[..planes].iter().enumerate() {
                     let (bytes, at) = (&bytes[..inputs], c * planes + plane);
                     let totals = scratch.totals[plane].reserve(shares);

@@ -233,11 +233,20 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
                 ),
             ]
         }
+        fn with_high(self, low: I, high: I, shift: i32, mask: i32) -> I {
+            let (shift, mask) = (_mm_cvtsi32_si128(shift), _mm256_set1_epi32(mask));
+            let high = I(_mm256_srl_epi32(high.0, shift), _mm256_srl_epi32(high.1, shift));
+            let high = I(_mm256_and_si256(high.0, mask), _mm256_and_si256(high.1, mask));
+            I(
+                _mm256_or_si256(low.0, _mm256_slli_epi32::<4>(high.0)),
+                _mm256_or_si256(low.1, _mm256_slli_epi32::<4>(high.1)),
+            )
+        }
         fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
             if VNNI != WITHOUT {
                 return self.dpbusd(acc, w, x);
             }
-            // At most 2 * 15 * 127 per pair: no saturation.
+            // At most 2 * 63 * 127 per pair: no saturation.
             let x = _mm256_set1_epi32(x);
             I(
                 self.madd(acc.0, _mm256_maddubs_epi16(w.0, x)),

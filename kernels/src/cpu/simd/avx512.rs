@@ -120,6 +120,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 _mm512_and_si512(_mm512_srli_epi32::<4>(v), mask),
             ]
         }
+        fn with_high(self, low: __m512i, high: __m512i, shift: i32, mask: i32) -> __m512i {
+            let high = _mm512_srl_epi32(high, _mm_cvtsi32_si128(shift));
+            let high = _mm512_and_si512(high, _mm512_set1_epi32(mask));
+            _mm512_or_si512(low, _mm512_slli_epi32::<4>(high))
+        }
         fn dot4_nibbles(self, acc: __m512i, w: __m512i, x: i32) -> __m512i {
             _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
         }

@@ -162,9 +162,12 @@ pub(crate) trait Simd: Copy {
     fn to_f32(self, v: Self::I) -> Self::F;
     /// The low nibbles of all bytes, then the high ones.
     fn split_nibbles(self, v: Self::I) -> [Self::I; 2];
-    /// `acc + sum of 4 (w * x)` per lane, over the bytes `w`, all below 16, and the signed
-    /// bytes of `x`, all above -128. Started from `NIBBLE_START * (sum of x)`, it is the
-    /// dot product of `w - 8`.
+    /// The bytes of `low`, all below 16, and above them the bits `mask` (in each byte, 1 or 3) of the
+    /// bytes of `high` shifted right by `shift`.
+    fn with_high(self, low: Self::I, high: Self::I, shift: i32, mask: i32) -> Self::I;
+    /// `acc + sum of 4 (w * x)` per lane, over the bytes `w`, all below 64, and the signed
+    /// bytes of `x`, all above -128. Started from `-centre * (sum of x)`, it is the
+    /// dot product of `w - centre`; of nibbles, from `NIBBLE_START`, of `w - 8`.
     fn dot4_nibbles(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
     /// As [`Simd::dot4_nibbles`] for bytes up to 255, with `BYTE_START`, of `w - 128`.
     fn dot4_bytes(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;

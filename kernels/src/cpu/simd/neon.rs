@@ -218,6 +218,12 @@ impl Simd for Neon {
                 four!(i => vreinterpretq_s32_u8(vshrq_n_u8::<4>(vreinterpretq_u8_s32(v[i])))),
             ]
         }
+        fn with_high(self, low: I, high: I, shift: i32, mask: i32) -> I {
+            let (shift, mask) = (vdupq_n_s32(-shift), vdupq_n_s32(mask));
+            let high = four!(i => vshlq_u32(vreinterpretq_u32_s32(high[i]), shift));
+            let high = four!(i => vandq_s32(vreinterpretq_s32_u32(high[i]), mask));
+            four!(i => vorrq_s32(low[i], vshlq_n_s32::<4>(high[i])))
+        }
         fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
             let x = vreinterpretq_s8_s32(vdupq_n_s32(x));
             four!(i => self.sdot(acc[i], vreinterpretq_s8_s32(w[i]), x))

@@ -160,6 +160,10 @@ impl Simd for Scalar {
         ]
     }
     #[inline(always)]
+    fn with_high(self, low: I, high: I, shift: i32, mask: i32) -> I {
+        from_fn(|i| low[i] | ((high[i] >> shift) & mask as u32) << 4)
+    }
+    #[inline(always)]
     fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
         self.dot4_bytes(acc, w, x)
     }

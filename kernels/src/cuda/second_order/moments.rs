@@ -116,7 +116,10 @@ impl Factor for GpuFactor<'_> {
         let weight = ops.gpu().upload("a weight", c.weight)?;
         let mut groups = Groups::new(ops, (c.rows, n), c.group, c.max_code)?;
         let mut importance = ops.gpu().upload("importance of columns", c.importance)?;
-        if c.blocks.iter().all(|b| b.begins.is_none()) {
+        if let Some((scales, zeros)) = c.chosen {
+            groups.scales.write(0, scales)?;
+            groups.zeros.write(0, zeros)?;
+        } else if c.blocks.iter().all(|b| b.begins.is_none()) {
             ops.fit_groups(fit, &weight, 0..n, &importance, &mut groups, 0)?;
         } else {
             let permuted: Vec<f32> = (c.order.iter())

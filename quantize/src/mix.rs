@@ -1,0 +1,125 @@
+//! The mix of schemes that a model gets before anything of it was measured: bits where models of
+//! this kind use to need them, in the bytes of a scheme that is the same for all.
+//!
+//! The expected loss of a group of weights is how much a group of its kind and place matters, times
+//! its elements, times the error of a scheme on normal values. [`crate::sensitivity`] measures all
+//! of this for a model at hand, which takes longer than quantizing a large one.
+
+use crate::allocation::{self, Candidate, Menu, Place, WeightGroup};
+use crate::error::Result;
+use crate::fit::Fit;
+use crate::grid::Grid;
+use crate::linalg::Matrix;
+use crate::methods::rtn;
+use crate::schemes::Schemes;
+use nq_formats::models::LinearKind;
+use nq_formats::{AffineScheme, Bits, ModelConfig};
+use nq_kernels::rng::Philox;
+
+/// `base` with the schemes of at least `least` bits that are expected to lose least in the bytes that
+/// `base` takes for what it quantizes. Weights that no such scheme fits keep theirs.
+///
+/// # Errors
+/// None for schemes that can be made.
+pub fn mixed(config: &ModelConfig, base: &Schemes, least: Bits) -> Result<Schemes> {
+    let candidates = allocation::candidates(least);
+    let errors: Vec<f64> = candidates
+        .iter()
+        .map(|s| error(*s))
+        .collect::<Result<_>>()?;
+    let (mut menus, mut budget) = (Vec::new(), 0);
+    for group in allocation::groups(config) {
+        let known = group.weights.first().and_then(|w| base.of(&w.0));
+        let weight = importance(config, &group) * elements(&group) as f64;
+        let candidate = |(&scheme, &error): (&AffineScheme, &f64)| Candidate {
+            scheme,
+            bytes: group.bytes(scheme),
+            loss: weight * error,
+        };
+        let all = candidates.iter().zip(&errors);
+        let fitting: Vec<_> = all
+            .filter(|(s, _)| group.fits(**s))
+            .map(candidate)
+            .collect();
+        let Some(known) = known.filter(|_| !fitting.is_empty()) else {
+            continue;
+        };
+        budget += group.bytes(known);
+        menus.push(Menu {
+            weights: group.weights.iter().map(|w| w.0.clone()).collect(),
+            group: group.name,
+            candidates: fitting,
+        });
+    }
+    Ok(match allocation::within_bytes(&menus, budget) {
+        Ok(chosen) => allocation::apply(base, &menus, &chosen),
+        Err(_) => base.clone(), // its bytes are fewer than those of any candidate
+    })
+}
+
+fn elements(group: &WeightGroup) -> usize {
+    group.weights.iter().map(|w| w.1.0 * w.1.1).sum()
+}
+
+/// How much an error of a group's values matters beside one of a gate's in the middle of a model, as
+/// measured on models of this kind: a first layer moves all that comes after it, and nothing makes up
+/// for what a head loses.
+fn importance(config: &ModelConfig, group: &WeightGroup) -> f64 {
+    let Place::Layer { index, product } = group.place else {
+        return 2.0;
+    };
+    let kind = config.layer().products()[product].linears[0].kind;
+    match (index, kind) {
+        (0, LinearKind::Q | LinearKind::O) => 4.0,
+        (0, LinearKind::Down) => 3.0,
+        (_, LinearKind::Down) => 1.3,
+        _ => 1.0,
+    }
+}
+
+/// Mean squared error of a scheme on normal values.
+fn error(scheme: AffineScheme) -> Result<f64> {
+    let mut rng = Philox::new(0, 0);
+    let mut values = Matrix::zeros(32, 1024);
+    values.data.iter_mut().for_each(|v| *v = rng.normal());
+    let rounded = rtn::round(&values, Grid::new(scheme)?, Fit::clip(), &[]);
+    Ok(rounded.change(&values).square_norm() / values.data.len() as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_formats::models::Preset;
+    use nq_formats::names::EMBEDDING;
+
+    #[test]
+    fn a_mix_takes_no_more_bytes_and_gives_bits_where_they_matter() {
+        for preset in ["qwen3-0.6b", "qwen3-8b"] {
+            let config = Preset::find(preset).unwrap().config();
+            let base = Schemes::defaults(Bits::B4);
+            let mix = mixed(&config, &base, Bits::B4).unwrap();
+            let bytes = |schemes: &Schemes| -> u64 {
+                let groups = allocation::groups(&config).into_iter();
+                groups
+                    .map(|g| g.bytes(schemes.of(&g.weights[0].0).unwrap()))
+                    .sum()
+            };
+            assert!(bytes(&mix) <= bytes(&base) && 100 * bytes(&mix) > 99 * bytes(&base));
+            let bits = |name: &str| mix.of(name).unwrap().bits;
+            let o = |layer: usize| bits(&format!("model.layers.{layer}.self_attn.o_proj"));
+            assert!(o(0) > Bits::B4 && o(0) >= o(9));
+            assert!(bits(EMBEDDING) < Bits::B8);
+            // What a kernel reads as one matrix has one scheme.
+            let of = |part: &str| mix.of(&format!("model.layers.5.self_attn.{part}_proj"));
+            assert!(of("q") == of("k") && of("k") == of("v"));
+            mix.check(&config).unwrap();
+        }
+    }
+
+    #[test]
+    fn errors_fall_by_four_a_bit() {
+        let of = |bits| error(crate::schemes::default_scheme(bits)).unwrap();
+        let errors: Vec<f64> = [Bits::B3, Bits::B4, Bits::B5, Bits::B6].map(of).into();
+        assert!(errors.windows(2).all(|e| e[1] < 0.45 * e[0]), "{errors:?}");
+    }
+}
