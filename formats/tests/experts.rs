@@ -173,11 +173,7 @@ fn quantized(scheme: AffineScheme) -> Checkpoint {
 }
 
 fn scheme(bits: Bits, zeros: Zeros) -> AffineScheme {
-    AffineScheme {
-        bits,
-        group: Group::Size(32),
-        zeros,
-    }
+    AffineScheme::new(bits, Group::Size(32), zeros)
 }
 
 #[test]
