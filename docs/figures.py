@@ -54,10 +54,11 @@ def table(header, lines, right=True):
 QUALITY = [
     ("source, bf16", "2026-11-21-methods.csv", {"method": "source"}),
     ("INT8 g128 (`--bits 8`)", "2026-11-21-methods.csv", {"method": "gptq", "scheme": "int8 g128 symmetric"}),
-    ("INT4 g64 (`--bits 4`)", "2026-11-21-methods.csv", {"method": "gptq", "tensor_bytes": "8502784"}),
+    ("4 bits, mixed (`--bits 4`)", "2026-11-22-mixes.csv", {"command": "--bits 4"}),
+    ("bits chosen for 8.58 MB (`--target-size`)", "2026-11-22-mixes.csv", {"command": "--target-size 8580000B"}),
+    ("bits chosen for 11.55 MB", "2026-11-22-mixes.csv", {"command": "--target-size 11.55MB --eval-tokens 4096"}),
+    ("INT4 g64 (`--bits 4 --simple`)", "2026-11-21-methods.csv", {"method": "gptq", "tensor_bytes": "8502784"}),
     ("INT4 g64, tuned to `--max-kld 0.02`", "2026-11-22-tuning.csv", {"command": "--max-kld 0.02 --tune-steps 600"}),
-    ("bits chosen for 8.58 MB (`--target-size`)", "2026-11-21-allocation.csv", {"target": "8.58MB", "losses": "calibration", "head": "gptq"}),
-    ("bits chosen for 9.2 MB", "2026-11-21-allocation.csv", {"target": "9.2MB", "losses": "calibration", "head": "gptq"}),
     ("bits chosen for 8.58 MB, tuned", "2026-11-22-tuning.csv", {"command": "--target-size 8580000"}),
     ("bits chosen for 10.16 MB, tuned", "2026-11-22-tuning.csv", {"command": "--target-size 10160000 --tune-steps 800"}),
 ]
@@ -67,13 +68,14 @@ def quality():
     lines = []
     for label, file, wanted in QUALITY:
         r = row(file, **wanted)
-        kld = r.get("mean_kld") or r.get("books")
+        kld = r.get("mean_kld") or r.get("books") or r["kld_700k"]
+        ppl = r.get("perplexity") or r.get("ppl_books")
         same = r.get("same_top1") or r.get("same_top1_books")
         lines.append([
             label,
             f"{int(r['tensor_bytes']) / 1e6:.2f} MB",
             "0" if float(kld) == 0 else f"{float(kld):.5f}" if float(kld) < 0.001 else f"{float(kld):.4f}",
-            f"{float(r.get('perplexity') or r['ppl_books']):.2f}",
+            f"{float(ppl):.2f}" if ppl else "",
             percent(same) if same else "",
         ])
     return table(["demo model", "size", "mean KLD", "perplexity", "same best token"], lines)
@@ -140,12 +142,15 @@ def gpu_quantize():
 
 
 GPU_PAGES = "2026-11-22-gpu-pages.csv"
+DECODE = "2026-11-22-gpu-decode.csv"
 GPU_OTHERS = "2026-11-22-gpu-against-others.csv"
 
 
 def batch(model, sequences):
     """nq's INT4 decode of several sequences."""
     depth = "512" if sequences > 16 else "16"
+    if sequences == 1:
+        return whole(row(DECODE, preset=model, bits="4", batch="1", test="tg128")["tok_s"])
     r = row(GPU_PAGES, preset=model, kv="16", test="tg128", depth=depth, batch=str(sequences))
     return whole(r["tok_s"])
 
@@ -207,7 +212,8 @@ def gpu_speed():
         cells, prefill = [preset.upper()], []
         for bits in ["4", "8", "16"]:
             one = {"preset": preset, "bits": bits, "kv": "16", "depth": "16", "batch": "1", "kernels": "fused"}
-            r = row(file, test="tg128", **one)
+            newer = [r for r in rows(DECODE, test="tg128", batch="1") if (r["preset"], r["bits"]) == (preset, bits)]
+            r = newer[0] if newer else row(file, test="tg128", **one)
             cells.append(f"{whole(r['tok_s'])} ({percent(r['bandwidth_share'], 0)})")
             if (preset, bits) != ("32b", "16"):
                 prefill.append(whole(row(file, test="pp512", **one)["tok_s"]))

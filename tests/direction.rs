@@ -30,7 +30,9 @@ fn crates_depend_leftwards_only() {
         let own = rank(&package.name)
             .unwrap_or_else(|| panic!("{} has no place in the order of crates", package.name));
         seen += 1;
-        for dependency in &package.dependencies {
+        // A crate's own tests may ask for its features.
+        let others = package.dependencies.iter();
+        for dependency in others.filter(|d| d.name != *package.name) {
             if let Some(other) = rank(&dependency.name) {
                 assert!(
                     other < own,

@@ -47,10 +47,7 @@ fn succeeded(out: Output) -> Output {
 fn quantize(home: &Path, model: &Path, to: &Path, more: &[&str]) -> Output {
     let mut args = vec!["quantize", path(model), "--out", path(to), "--json"];
     let few = ["--calib-tokens", "2048", "--eval-tokens", "512"];
-    args.extend(
-        few.iter()
-            .chain(["--device", "cpu", "--group-size", "32"].iter()),
-    );
+    args.extend(few.iter().chain(["--device", "cpu"].iter()));
     args.extend(more);
     nq(home, &args)
 }

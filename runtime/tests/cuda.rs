@@ -136,7 +136,9 @@ fn mixtures_agree_with_the_cpu() {
         );
         for kv in [KvType::F16, KvType::Int8] {
             let what = format!("a mixture, {name} {kv}");
-            let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
+            // Logits reach 4.4 here, and routers multiply what rounding shifts by four: on the CPU
+            // alone, a cache in FP16 shifts logits by .006, one in int8 by .17.
+            let close = if kv == KvType::Int8 { 1.5e-1 } else { 4e-2 };
             let (mut ours, mut theirs) = (session(&*gpu, kv), session(&*cpu, kv));
             compare(&mut *ours, &mut *theirs, &what, close);
         }
