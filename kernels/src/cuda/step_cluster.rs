@@ -253,7 +253,7 @@ fn choice(hidden: usize) -> Option<Choice> {
     };
     match hidden {
         ..=1024 => choice(2, 3, 8),
-        ..=2048 => choice(2, 3, 15),
+        1025..=2048 => choice(2, 3, 15),
         _ => None,
     }
 }
