@@ -49,7 +49,7 @@ impl PagesShape {
     }
 }
 
-/// Where [`DevicePages::set_pages`] puts a page: `slot`'s positions from `PAGE * index` on.
+/// Where [`Stream::set_pages`] puts a page: `slot`'s positions from `PAGE * index` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageEntry {
     /// The sequence.
