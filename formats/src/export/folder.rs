@@ -3,7 +3,7 @@
 //! The Linears of the layers are packed as the format says; norms, embedding and head are
 //! written unquantized in the model's own type, as the loaders of these formats need them.
 
-use super::{Change, ExportReport, Exported, engines};
+use super::{Change, ExportReport, Exported, OTHERWISE, engines};
 use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::durable::{
@@ -323,10 +323,7 @@ impl Plan<'_> {
     ) -> Result<(Exactness, u64)> {
         let kept = self.packing.fits(a, self.dense).map_err(|why| {
             let what = format!("{name} ({}) in {}", a.scheme(), self.packing.format);
-            self.unsupported(
-                what,
-                format!("{why}; only requantizing (--requantize) would make it fit"),
-            )
+            self.unsupported(what, format!("{why}; {OTHERWISE}"))
         })?;
         let mut bytes = 0;
         for part in (self.packing.parts)(a, self.dense) {
@@ -355,7 +352,7 @@ impl Plan<'_> {
             ),
             Some(_) => (
                 store.format().to_string(),
-                "its Linears have no integer codes; only requantizing (--requantize) would give them some",
+                "its Linears have no integer codes; --requantize gives them some",
             ),
         };
         let what = format!("{what} in {}", self.packing.format);

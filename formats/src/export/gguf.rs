@@ -1,6 +1,6 @@
 //! A checkpoint as one GGUF file, with tokenizer and chat template.
 
-use super::{Change, ExportOptions, ExportReport, Exported, engines};
+use super::{Change, ExportOptions, ExportReport, Exported, OTHERWISE, engines};
 use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::durable::{Sink, check_space, parent};
@@ -276,8 +276,7 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
             Err(Error::Unsupported {
                 path: out.into(),
                 what: format!("{first}{others} in these GGUF types"),
-                why: "no block holds the same numbers; only requantizing (--requantize) would"
-                    .into(),
+                why: format!("no block holds the same numbers; {OTHERWISE}"),
             })
         }
     }

@@ -24,6 +24,10 @@ use crate::progress::Progress;
 use crate::store::Exactness;
 use std::path::Path;
 
+/// What else can be done with a weight whose numbers a format cannot hold.
+const OTHERWISE: &str =
+    "--requantize rounds them again, and nq quantize --format rounds the source for the format";
+
 /// What an export may do.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ExportOptions {
