@@ -7,7 +7,7 @@ use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    Batch, Chunk, Continuation, Detokenizer, Drafting, Engine, Generated, KvType, Limits,
+    Batch, Chunk, Continuation, Detokenizer, Engine, Generated, KvType, Limits,
     LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer,
     generate::generate,
 };
@@ -482,8 +482,6 @@ fn answer(
         stop: &[],
         max_tokens: n,
         interrupt: None,
-        // Measures the way of a token, not the luck of a text.
-        drafting: Drafting::None,
     };
     let mut detokenizer = Detokenizer::new(tokenizer, true);
     let mut failed = None;
