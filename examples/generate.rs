@@ -7,8 +7,8 @@ use anyhow::Context;
 use nq_formats::Checkpoint;
 use nq_runtime::generate::generate_text;
 use nq_runtime::{
-    ChatTemplate, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams,
-    Sequence, SessionSpec, Speculation, Tokenizer,
+    ChatTemplate, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams, Sequence,
+    SessionSpec, Speculation, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::path::Path;

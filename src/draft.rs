@@ -75,6 +75,11 @@ impl DraftCheckpoint {
         }
     }
 
+    /// Bytes of keys and values of a session that drafts for one of `spec`, on a CPU.
+    pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
+        nq_runtime::kv_bytes(self.checkpoint.config(), &self.spec(spec)) as u64
+    }
+
     /// Loads it where its target runs.
     ///
     /// # Errors

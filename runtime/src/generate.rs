@@ -197,7 +197,9 @@ pub fn generate(
     let steps = room.min(limits.max_tokens) - 1;
     let slot = sequence.slot;
     let mut speculation = sequence.speculation.as_mut();
-    let before = speculation.as_ref().map_or_else(Default::default, |s| s.counts());
+    let before = speculation
+        .as_ref()
+        .map_or_else(Default::default, |s| s.counts());
     let mut receive = |token: u32| {
         answer.stats.tokens += 1;
         if limits.stop.contains(&token) {

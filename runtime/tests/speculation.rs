@@ -100,12 +100,14 @@ fn check_rows(s: &mut dyn Session, what: &str) {
     }
 }
 
-/// An engine, its context, what a sequence may hold at once, and which drafts it gets.
+/// How an answer is made.
 struct Setting<'a> {
     engine: &'a dyn Engine,
     ctx: usize,
     params: SamplingParams,
     stream: u64,
+    /// Tokens of which it is mostly made, so that it repeats itself.
+    favoured: u32,
 }
 
 impl Setting<'_> {
@@ -119,8 +121,7 @@ impl Setting<'_> {
         let mut session = session(self.engine, KvType::F16, self.ctx);
         let mut sequence = Sequence::new(&mut *session, 0).with_drafts(drafts);
         let mut sampler = Sampler::new(self.params, self.stream).unwrap();
-        // Of few tokens, so that the text repeats itself.
-        sampler.set_bias(LogitBias::new((0..4).map(|id| (id, 9.0))).unwrap());
+        sampler.set_bias(LogitBias::new((0..self.favoured).map(|id| (id, 9.0))).unwrap());
         let mut seen = Vec::new();
         let answer = generate(
             &mut *session,
@@ -136,7 +137,10 @@ impl Setting<'_> {
         .unwrap();
         assert_eq!(seen, answer.tokens);
         assert_eq!(sequence.tokens().len(), session.len(0));
-        assert_eq!(sampler.position() as usize, prompt.len() + answer.stats.tokens);
+        assert_eq!(
+            sampler.position() as usize,
+            prompt.len() + answer.stats.tokens
+        );
         (answer, session.len(0))
     }
 
@@ -210,13 +214,18 @@ fn drafts_change_no_answer() {
     let mut accepted = 0;
     for (_, store) in stores(&config) {
         let engine = load(&config, &store);
-        for params in [SamplingParams::greedy(), sampled(0.05, 1.0, 5), sampled(0.05, 1.05, 5)] {
+        for params in [
+            SamplingParams::greedy(),
+            sampled(0.05, 1.0, 5),
+            sampled(0.05, 1.05, 5),
+        ] {
             let prompt = prompt();
             let at = |ctx| Setting {
                 engine: &*engine,
                 ctx,
                 params,
                 stream: 3,
+                favoured: 4,
             };
             let ngram = || Speculation::ngram();
             let always = || Speculation::ngram().always();
@@ -266,6 +275,7 @@ fn a_draft_model_changes_no_answer() {
                     ctx: 400,
                     params: sampled(temperature, penalty, seed),
                     stream: seed,
+                    favoured: 0,
                 };
                 let (free, right) = setting.check(&prompt(), &limits(90, &[]), &drafters);
                 accepted += right;
@@ -289,7 +299,7 @@ fn drafts_change_no_batch() {
             ctx: 300,
             pages: None,
             kv: KvType::F16,
-            max_rows: 100,
+            max_rows: 200,
         };
         let mut session = target.session(spec).unwrap();
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(30 + 9 * i, 5 + i as u64)).collect();
@@ -319,7 +329,9 @@ fn drafts_change_no_batch() {
             steps += 1;
         }
         let lengths: Vec<usize> = (0..3).map(|slot| batch.session().len(slot)).collect();
-        let positions: Vec<u64> = (0..3).map(|s| batch.sampler(s).unwrap().position()).collect();
+        let positions: Vec<u64> = (0..3)
+            .map(|s| batch.sampler(s).unwrap().position())
+            .collect();
         drop(batch);
         let counts = speculation.map(|s| s.counts()).unwrap_or_default();
         ((drawn, lengths, positions), steps, counts)

@@ -27,9 +27,8 @@ pub fn line(
     }
     if let Some(each) = stats.accepted_per_step() {
         let (right, drafted) = (stats.accepted, stats.drafted);
-        line += &format!(
-            ", {each:.2} drafted tokens accepted per step ({right} of {drafted} right)"
-        );
+        line +=
+            &format!(", {each:.2} drafted tokens accepted per step ({right} of {drafted} right)");
     }
     line += &format!(
         "; prompt {} tokens, {} of them cached",

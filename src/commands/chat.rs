@@ -1,12 +1,12 @@
 //! `nq chat`: a conversation in the terminal, or one answer for a script.
 
+use crate::chat::Overflow;
 use crate::chat::conversation::{Conversation, Form, Remote, Settings};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
-use crate::chat::Overflow;
 use crate::cli::{self, Global, parse_kv, parse_load_bits};
 use crate::draft::{self, DraftCheckpoint, DraftFrom, parse_draft};
 use crate::model;

@@ -113,7 +113,7 @@ const LATEST: f64 = 0.2;
 /// repeat.
 const RECOVERY: f64 = 0.01;
 /// Tokens of a dear drafter to check before it is given up.
-const TRIAL: usize = 24;
+const TRIAL: usize = 16;
 
 impl Speculation {
     /// Drafts by `drafter`, as many tokens as pay.
@@ -213,8 +213,8 @@ impl Speculation {
                 found
             }),
             false => {
-                let planned = self.plan(rows, room, &wishes);
-                self.give_up(wanted, &wishes, &planned);
+                let mut planned = self.plan(rows, room, &wishes);
+                self.try_or_give_up(wanted, &wishes, &mut planned);
                 let planned = planned.into_iter().zip(&wishes);
                 let wishes: Vec<Wish> = planned.map(|(most, w)| Wish { most, ..*w }).collect();
                 self.ask(wanted, &wishes)
@@ -274,19 +274,29 @@ impl Speculation {
         Ok(out)
     }
 
-    /// Leaves sequences alone for which a dear drafter has been tried and does not pay.
-    fn give_up(&mut self, wanted: &[(usize, usize)], wishes: &[Wish], planned: &[usize]) {
+    /// Drafts of a dear drafter that do not seem to pay are tried one token at a time, and left alone
+    /// once enough have been checked or where costs alone speak against them.
+    fn try_or_give_up(
+        &mut self,
+        wanted: &[(usize, usize)],
+        wishes: &[Wish],
+        planned: &mut [usize],
+    ) {
         let mut given_up = None;
-        for ((&(slot, _), wish), &n) in wanted.iter().zip(wishes).zip(planned) {
-            if let Some(followed) = self.followed.get_mut(&slot)
-                && (followed.checked.0 >= TRIAL || self.pace.knows_drafts())
-                && wish.most > 0
-                && n == 0
-                // Others in the step change what pays; alone it must.
-                && self.pace.plan(1, wish.most, &[*wish])[0] == 0
-            {
+        for ((&(slot, _), wish), n) in wanted.iter().zip(wishes).zip(planned) {
+            let Some(followed) = self.followed.get_mut(&slot) else {
+                continue;
+            };
+            // Others in the step change what pays; alone it must.
+            if wish.most == 0 || *n > 0 || self.pace.plan(1, wish.most, &[*wish])[0] > 0 {
+                continue;
+            }
+            let too_dear = followed.checked.0 == 0 && self.pace.knows_drafts();
+            if too_dear || followed.checked.0 >= TRIAL {
                 followed.off = true;
                 given_up = Some(followed.checked);
+            } else if wanted.len() == 1 {
+                *n = 1;
             }
         }
         if let Some((checked, right)) = given_up {
@@ -345,9 +355,10 @@ pub fn check_exact(rows: usize, device: &str) -> Result<()> {
         _ => Err(Error::Unsupported {
             engine: "nq",
             what: "drafts",
-            expected: "a device that computes a few tokens together exactly as one by one: a CPU with \
+            expected:
+                "a device that computes a few tokens together exactly as one by one: a CPU with \
                        integer activations, the default for quantized models"
-                .into(),
+                    .into(),
             found: device.to_owned(),
         }),
     }

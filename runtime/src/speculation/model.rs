@@ -45,7 +45,11 @@ impl DraftModel {
 
     /// Feeds `rows` (slot, tokens) and returns the best token behind each. `None` if no pages are left,
     /// even those of sequences that are not drafted for.
-    fn feed(&mut self, rows: &[(usize, Vec<u32>)], logits: LogitsWanted) -> Result<Option<Vec<u32>>> {
+    fn feed(
+        &mut self,
+        rows: &[(usize, Vec<u32>)],
+        logits: LogitsWanted,
+    ) -> Result<Option<Vec<u32>>> {
         let chunks: Vec<Chunk<'_>> = rows
             .iter()
             .map(|(slot, tokens)| Chunk {

@@ -103,31 +103,32 @@ impl Pace {
         if rows == 0 || rows > 64 {
             return;
         }
+        let anything = self.steps.iter().any(Option::is_some);
+        let expected = self.step(rows);
         if self.steps.len() < rows {
             self.steps.resize(rows, None);
         }
-        let anything = self.steps.iter().any(Option::is_some);
-        let expected = anything.then(|| self.step(rows));
-        self.steps[rows - 1] = Some(learned(expected, seconds));
+        let known = &mut self.steps[rows - 1];
+        *known = Some(match (anything, *known) {
+            (false, _) => seconds,
+            (true, None) => seconds.min(CLIP * expected),
+            (true, Some(known)) => learned(known, seconds),
+        });
     }
 
     /// Drafting took so long for each token.
     pub(super) fn drafted(&mut self, seconds: f64) {
-        let anything = self.steps.iter().any(Option::is_some);
-        let expected = anything.then(|| self.draft());
-        self.draft = Some(learned(expected, seconds));
+        self.draft = Some(match self.draft {
+            // The first has to compute what stands before, too.
+            None => seconds.min(self.step(1)),
+            Some(known) => learned(known, seconds),
+        });
     }
 }
 
 /// What is expected after a measurement.
-fn learned(expected: Option<f64>, measured: f64) -> f64 {
-    match expected {
-        None => measured,
-        Some(known) => {
-            let seen = measured.clamp(known / CLIP / CLIP, known * CLIP);
-            known + NEW * (seen - known)
-        }
-    }
+fn learned(known: f64, measured: f64) -> f64 {
+    known + NEW * (measured.clamp(known / CLIP, known * CLIP) - known)
 }
 
 #[cfg(test)]
@@ -175,7 +176,10 @@ mod tests {
         let wish = |right| Wish { right, most: 5 };
         let planned = pace.plan(3, 5, &[wish(0.2), wish(0.9), wish(0.7)]);
         assert_eq!(planned.iter().sum::<usize>(), 5);
-        assert!(planned[1] > planned[2] && planned[2] > planned[0], "{planned:?}");
+        assert!(
+            planned[1] > planned[2] && planned[2] > planned[0],
+            "{planned:?}"
+        );
     }
 
     #[test]
