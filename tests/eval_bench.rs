@@ -504,7 +504,14 @@ fn bench_measures_drafts_on_a_text() {
         drafts["replayed"] == false && drafts["drafted"].as_u64() > Some(20),
         "{own}"
     );
-    let edit = run(&["--before", text, "--draft", "ngram"]);
+    let dir = tempfile::tempdir().unwrap();
+    let part = dir.path().join("part.txt");
+    fs::write(&part, &fs::read(text).unwrap()[..1200]).unwrap();
+    let part = part.to_str().unwrap();
+    let few = ["bench", "demo", "--bits", "8", "--repeats", "1", "--json"];
+    let edit = json(&nq(
+        &[&few[..], &["--text", part, "--before", part]].concat()
+    ));
     let drafts = &edit[1]["drafts"];
     assert!(
         drafts["replayed"] == true && drafts["same"] == true,

@@ -3,6 +3,7 @@
 use super::super::synth::parse_preset;
 use super::{BenchArgs, Meter, random, show};
 use crate::cli::{self, Global};
+use crate::commands::chat::longest_context;
 use crate::draft::{DraftCheckpoint, DraftFrom, Drafts};
 use crate::terminal::Terminal;
 use anyhow::{Context, bail};
@@ -42,7 +43,15 @@ pub(super) fn run(
             (prompt.to_vec(), rest.to_vec())
         }
     };
-    answer.truncate(MOST);
+    let positions = longest_context(checkpoint.config());
+    if replayed && prompt.len() + 1 >= positions {
+        bail!(
+            "the text before the answer has {} tokens: expected fewer than the model's {positions} \
+             positions",
+            prompt.len()
+        );
+    }
+    answer.truncate(MOST.min(positions - prompt.len().min(positions)));
     let pieces: Vec<Vec<u32>> = [&prompt[..], &answer]
         .concat()
         .chunks_exact(PIECES.1)
