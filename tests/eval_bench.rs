@@ -485,7 +485,7 @@ fn doctor_describes_the_machine() {
     assert!(text.contains("/nowhere/nq/models"), "{text}");
 }
 
-/// The demo model drafts for itself: all tokens but few are right, and the text is the same.
+/// Texts are the same with drafts, of the model's own and of a given text.
 #[test]
 fn bench_measures_drafts_on_a_text() {
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo-eval.txt");
@@ -500,8 +500,10 @@ fn bench_measures_drafts_on_a_text() {
         own[0].get("drafts").is_none() && drafts["same"] == true,
         "{own}"
     );
+    // A draft as large as its target cannot pay.
+    let off = drafts["off"].as_str().unwrap_or_default();
     assert!(
-        drafts["replayed"] == false && drafts["drafted"].as_u64() > Some(20),
+        drafts["replayed"] == false && off.contains("drafts are off"),
         "{own}"
     );
     let dir = tempfile::tempdir().unwrap();

@@ -284,7 +284,7 @@ fn a_draft_model_changes_no_answer() {
             }
         }
     }
-    assert!(accepted > 500, "{accepted} drafted tokens were right");
+    assert!(accepted > 200, "{accepted} drafted tokens were right");
 }
 
 /// Sequences of a batch, drafted for or not, draw what they draw alone.
@@ -342,7 +342,7 @@ fn drafts_change_no_batch() {
     }
     let (drafted, fewer, counts) = run(Some(by_model(&*like, 300).always()));
     assert_eq!(drafted, plain);
-    assert!(counts.accepted > 30, "{counts:?}");
+    assert!(counts.accepted > 10, "{counts:?}");
     // The third sequence is the longest and has no drafts.
     assert_eq!(steps, fewer);
 }
