@@ -7,8 +7,8 @@ use anyhow::Context;
 use nq_formats::Checkpoint;
 use nq_runtime::generate::generate_text;
 use nq_runtime::{
-    ChatTemplate, Drafting, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams,
-    Sequence, SessionSpec, Tokenizer,
+    ChatTemplate, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams, Sequence,
+    SessionSpec, Speculation, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -46,9 +46,10 @@ fn main() -> anyhow::Result<()> {
         stop: checkpoint.eos_token_ids(),
         max_tokens: 200,
         interrupt: None,
-        drafting: Drafting::Ngram,
     };
-    let mut sequence = Sequence::new(session.as_mut(), 0);
+    // Tokens that repeat the text are checked several at once: the answer is the same.
+    let drafts = Some(Speculation::ngram());
+    let mut sequence = Sequence::new(session.as_mut(), 0).with_drafts(drafts);
     let answer = generate_text(
         session.as_mut(),
         &mut sequence,

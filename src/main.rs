@@ -6,6 +6,7 @@ mod chat;
 mod cli;
 mod commands;
 mod demo;
+mod draft;
 mod model;
 mod system;
 mod templates;

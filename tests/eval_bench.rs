@@ -484,3 +484,80 @@ fn doctor_describes_the_machine() {
     );
     assert!(text.contains("/nowhere/nq/models"), "{text}");
 }
+
+/// Texts are the same with drafts, of the model's own and of a given text.
+#[test]
+fn bench_measures_drafts_on_a_text() {
+    let text = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo-eval.txt");
+    let args = ["bench", "demo", "--bits", "8", "--text", text];
+    let run = |more: &[&str]| {
+        let few = ["-n", "24", "--repeats", "1", "--json"];
+        json(&nq(&[&args[..], &few, more].concat()))
+    };
+    let own = run(&["--draft", "demo"]);
+    let drafts = &own[1]["drafts"];
+    assert!(
+        own[0].get("drafts").is_none() && drafts["same"] == true,
+        "{own}"
+    );
+    // A draft as large as its target cannot pay.
+    let off = drafts["off"].as_str().unwrap_or_default();
+    assert!(
+        drafts["replayed"] == false && off.contains("drafts are off"),
+        "{own}"
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let part = dir.path().join("part.txt");
+    fs::write(&part, &fs::read(text).unwrap()[..1200]).unwrap();
+    let part = part.to_str().unwrap();
+    let few = ["bench", "demo", "--bits", "8", "--repeats", "1", "--json"];
+    let edit = json(&nq(
+        &[&few[..], &["--text", part, "--before", part]].concat()
+    ));
+    let drafts = &edit[1]["drafts"];
+    assert!(
+        drafts["replayed"] == true && drafts["same"] == true,
+        "{edit}"
+    );
+    assert!(drafts["right"].as_f64() > Some(0.8), "{edit}");
+    for (args, why) in [
+        (vec!["bench", "demo", "--draft", "ngram"], "--text"),
+        (
+            vec!["bench", "demo", "--text", text, "--draft", "demo"],
+            "integer activations",
+        ),
+    ] {
+        let out = nq(&args);
+        assert!(
+            !out.status.success() && stderr(&out).contains(why),
+            "{}",
+            stderr(&out)
+        );
+    }
+}
+
+/// A model with other tokens does not draft.
+#[test]
+fn other_vocabularies_draft_for_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo");
+    for entry in fs::read_dir(demo).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+    }
+    let file = dir.path().join("tokenizer.json");
+    let mut json: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let id = json["added_tokens"][0]["id"].clone();
+    json["added_tokens"][0]["special"] = false.into();
+    fs::write(&file, json.to_string()).unwrap();
+    let draft = dir.path().to_str().unwrap();
+    let out = nq(&[
+        "chat", "demo", "--bits", "8", "-p", "Hello!", "--draft", draft,
+    ]);
+    let said = stderr(&out);
+    let wanted = ["another vocabulary", &format!("token {id} is special")];
+    assert!(
+        !out.status.success() && wanted.iter().all(|w| said.contains(w)),
+        "{said}"
+    );
+}

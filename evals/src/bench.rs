@@ -1,5 +1,9 @@
 //! Tokens per second, beside what the machine's memory allows.
 
+mod text;
+
+pub use text::{Answer, DraftBy, TextSpec, text};
+
 use crate::error::{Error, Result};
 use crate::report::{BenchRow, Breakdown, OpRow};
 use crate::stats;
@@ -7,9 +11,8 @@ use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    Batch, Chunk, Continuation, Detokenizer, Drafting, Engine, Generated, KvType, Limits,
-    LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer,
-    generate::generate,
+    Batch, Chunk, Continuation, Detokenizer, Engine, Generated, KvType, Limits, LogitsWanted,
+    Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer, generate::generate,
 };
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -267,6 +270,7 @@ impl Sample {
             streaming_overhead: None,
             note: None,
             measurement_error: None,
+            drafts: None,
             breakdown: None,
         };
         machine.judge(&mut row);
@@ -482,8 +486,6 @@ fn answer(
         stop: &[],
         max_tokens: n,
         interrupt: None,
-        // Measures the way of a token, not the luck of a text.
-        drafting: Drafting::None,
     };
     let mut detokenizer = Detokenizer::new(tokenizer, true);
     let mut failed = None;

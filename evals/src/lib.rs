@@ -40,6 +40,8 @@ mod windows;
 pub use error::{Error, Result};
 pub use evaluate::{Evaluation, PairScore, WorstToken, compare, evaluate};
 pub use reference::{Precision, ReferenceLogits, self_noise};
-pub use report::{BenchRow, Breakdown, Comparison, EvalReport, KldStats, OpRow, Protocol};
+pub use report::{
+    BenchRow, Breakdown, Comparison, DraftRow, EvalReport, KldStats, OpRow, Protocol,
+};
 pub use rows::kld_rows;
 pub use windows::EvalSpec;

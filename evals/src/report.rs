@@ -142,9 +142,52 @@ pub struct BenchRow {
     /// Why this row is no result: it shows more than the machine can do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measurement_error: Option<String>,
+    /// What drafts came to, in a row with drafts; the row before it is the same without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drafts: Option<DraftRow>,
     /// Time by operation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub breakdown: Option<Breakdown>,
+}
+
+/// What drafts came to.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DraftRow {
+    /// `ngram` or the model that drafted.
+    pub from: String,
+    /// True if the text was given: the model drew it whatever it computed.
+    pub replayed: bool,
+    /// Tokens drafted and checked, in all repeats.
+    pub drafted: usize,
+    /// Share of them that was right.
+    pub right: f64,
+    /// Drafted tokens accepted in a step.
+    pub accepted_per_step: f64,
+    /// Time without drafts over time with them: median over pairs of repeats.
+    pub speed_up: f64,
+    /// Its standard deviation.
+    pub speed_up_std: f64,
+    /// True if all tokens were those drawn without drafts.
+    pub same: bool,
+    /// What was said when drafts were switched off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub off: Option<String>,
+}
+
+impl Default for DraftRow {
+    fn default() -> Self {
+        DraftRow {
+            from: String::new(),
+            replayed: false,
+            drafted: 0,
+            right: 0.0,
+            accepted_per_step: 0.0,
+            speed_up: 1.0,
+            speed_up_std: 0.0,
+            same: true,
+            off: None,
+        }
+    }
 }
 
 /// Where the time of a token goes.

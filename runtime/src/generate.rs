@@ -5,7 +5,7 @@ use crate::detokenizer::Detokenizer;
 use crate::engine::{Chunk, Logits, LogitsWanted, Session};
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
-use crate::speculation::{DraftCounts, DraftLength, Drafting, decode_drafted};
+use crate::speculation::{DraftCounts, Speculation};
 use crate::tokenizer::Tokenizer;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 
 /// The token ids that one slot of a session holds, so that a prompt which begins with them
 /// needs only its rest computed.
-#[derive(Clone, Debug, Default)]
+#[derive(Default)]
 pub struct Sequence {
     slot: usize,
     tokens: Vec<u32>,
+    speculation: Option<Speculation>,
 }
 
 impl Sequence {
@@ -26,7 +27,20 @@ impl Sequence {
         Sequence {
             slot,
             tokens: Vec::new(),
+            speculation: None,
         }
+    }
+
+    /// Drafts tokens of answers, where the session computes a few rows as it computes one: the answers
+    /// are the same, and come sooner where drafts are right.
+    pub fn with_drafts(mut self, speculation: Option<Speculation>) -> Self {
+        self.speculation = speculation;
+        self
+    }
+
+    /// What drafts tokens, if anything does.
+    pub fn speculation(&mut self) -> Option<&mut Speculation> {
+        self.speculation.as_mut()
     }
 
     /// The slot.
@@ -61,9 +75,6 @@ pub struct Limits<'a> {
     /// Ends it, when set by another thread or a signal handler, at the next token or chunk
     /// of the prompt.
     pub interrupt: Option<&'a AtomicBool>,
-    /// Whether tokens are guessed ahead and checked together: the answer is the same, and comes
-    /// sooner where it repeats what the text has.
-    pub drafting: Drafting,
 }
 
 impl Limits<'_> {
@@ -94,6 +105,8 @@ pub struct Stats {
     pub reused_tokens: usize,
     /// Tokens sampled, the stop token included.
     pub tokens: usize,
+    /// Steps in which tokens might have been drafted.
+    pub draft_steps: usize,
     /// Tokens that were drafted and checked, and those of them that were right.
     pub drafted: usize,
     /// See [`Stats::drafted`].
@@ -110,6 +123,11 @@ impl Stats {
         let steps = self.tokens.saturating_sub(1);
         let seconds = self.decode.as_secs_f64();
         (steps > 0 && seconds > 0.0).then(|| steps as f64 / seconds)
+    }
+
+    /// Drafted tokens accepted in a step; `None` if none were drafted.
+    pub fn accepted_per_step(&self) -> Option<f64> {
+        (self.drafted > 0).then(|| self.accepted as f64 / self.draft_steps.max(1) as f64)
     }
 
     /// Bytes of weights read per second of decoding, where each forward reads `bytes_per_token`
@@ -177,7 +195,11 @@ pub fn generate(
         answer.stop = StopReason::ContextFull;
     }
     let steps = room.min(limits.max_tokens) - 1;
-    let (rows, mut counts) = (session.exact_rows(), DraftCounts::default());
+    let slot = sequence.slot;
+    let mut speculation = sequence.speculation.as_mut();
+    let before = speculation
+        .as_ref()
+        .map_or_else(Default::default, |s| s.counts());
     let mut receive = |token: u32| {
         answer.stats.tokens += 1;
         if limits.stop.contains(&token) {
@@ -193,26 +215,23 @@ pub fn generate(
     };
     let result = match receive(first) {
         ControlFlow::Break(()) => Ok(()),
-        ControlFlow::Continue(()) if limits.drafting != Drafting::None && rows > 1 => {
-            let mut text = prompt.to_vec();
-            text.push(first);
-            let mut length = DraftLength::new(rows, limits.drafting == Drafting::NgramAlways);
-            let drafts = (&mut length, &mut counts);
-            decode_drafted(
-                session,
-                sequence.slot,
-                text,
-                steps,
-                sampler,
-                drafts,
-                &mut receive,
-            )
-        }
         ControlFlow::Continue(()) => {
-            decode(session, sequence.slot, first, steps, sampler, &mut receive)
+            if let Some(speculation) = &mut speculation {
+                speculation.follow(slot, [prompt, &[first]].concat());
+            }
+            let drafts = speculation.as_deref_mut();
+            decode(session, slot, first, steps, sampler, drafts, &mut receive)
         }
     };
-    (answer.stats.drafted, answer.stats.accepted) = (counts.drafted, counts.accepted);
+    if let Some(speculation) = speculation {
+        let DraftCounts {
+            steps,
+            drafted,
+            accepted,
+        } = speculation.counts() - before;
+        let stats = &mut answer.stats;
+        (stats.draft_steps, stats.drafted, stats.accepted) = (steps, drafted, accepted);
+    }
     answer.stats.decode = start.elapsed() - answer.stats.first_token;
     sequence.tokens.extend_from_slice(&answer.tokens);
     sequence.tokens.truncate(session.len(sequence.slot));

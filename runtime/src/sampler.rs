@@ -435,6 +435,14 @@ fn first_equal(logits: &[f32], max: f32) -> u32 {
     logits.iter().position(|&x| x == max).unwrap_or(0) as u32
 }
 
+/// The best token, as a greedy sampler without more draws it.
+///
+/// # Errors
+/// As [`Sampler::sample`].
+pub(crate) fn best_token(logits: &[f32]) -> Result<u32> {
+    Ok(first_equal(logits, finite_max(logits)?))
+}
+
 /// Better tokens first: by logit, then by id.
 fn better(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
     // NaN is excluded by `finite_max`.

@@ -8,8 +8,8 @@ use nq_formats::ModelConfig;
 use nq_kernels::cpu::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    Batch, Continuation, Engine, Error, KvType, Piece, Sampler, SamplingParams, Session,
-    SessionSpec,
+    Batch, Chunk, Continuation, DraftModel, Engine, Error, KvType, Logits, Observer, Piece, Result,
+    Sampler, SamplingParams, Session, SessionSpec, Speculation, StepsAhead,
 };
 use std::ops::ControlFlow;
 
@@ -73,17 +73,59 @@ impl Known {
     }
 }
 
+/// A session that takes f32 products of few rows for exact: they differ by less than ever changes a
+/// draw here.
+struct Exact(Box<dyn Session>);
+
+impl Session for Exact {
+    fn spec(&self) -> SessionSpec {
+        self.0.spec()
+    }
+
+    fn len(&self, slot: usize) -> usize {
+        self.0.len(slot)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.0.truncate(slot, len);
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+        self.0.fork(from, to, len)
+    }
+
+    fn free_pages(&self) -> Option<usize> {
+        self.0.free_pages()
+    }
+
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        observer: Option<&mut dyn Observer>,
+    ) -> Result<Logits<'_>> {
+        self.0.forward(chunks, observer)
+    }
+
+    fn exact_rows(&self) -> usize {
+        8
+    }
+
+    fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        self.0.steps_ahead()
+    }
+}
+
 /// `steps` steps of a batch in which sequences begin, fork, end, are cancelled and run out of
 /// pages and positions, at random.
-fn at_random(engine: &dyn Engine, steps: u64, rounds: bool) {
+fn at_random(engine: &dyn Engine, steps: u64, rounds: bool, mut drafts: Option<Speculation>) {
     const SLOTS: usize = 9;
     const PAGES: usize = 10;
-    let mut session = engine.session(spec(SLOTS, Some(PAGES))).expect("it fits");
+    let mut session = Exact(engine.session(spec(SLOTS, Some(PAGES))).expect("it fits"));
     let mut alone = engine.session(spec(1, None)).expect("it fits");
     let mut known: Vec<Option<Known>> = (0..SLOTS).map(|_| None).collect();
     let mut running = [false; SLOTS];
     let (mut ended, mut full, mut forked, mut drawn) = (0, [0, 0], 0, 0);
-    let mut batch = Batch::new(&mut *session);
+    let mut batch = Batch::new(&mut session).with_drafts(drafts.as_mut());
     for step in 0..steps {
         let [a, b, c, d] = Philox::block([3, 9], 0, step).map(|w| w as usize);
         let slot = a % SLOTS;
@@ -136,6 +178,11 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool) {
                     tokens: all,
                 });
                 prompts.push((slot, fed));
+            }
+        }
+        for (slot, _) in &prompts {
+            if let (Some(drafts), Some(known)) = (batch.speculation(), &known[*slot]) {
+                drafts.follow(*slot, known.tokens.clone());
             }
         }
         let pieces: Vec<Piece<'_>> = (prompts.iter())
@@ -443,11 +490,23 @@ fn config() -> ModelConfig {
     }
 }
 
+/// Also where tokens are drafted, by the same model from another session.
+#[test]
+fn drafted_sequences_at_random_give_what_each_gives_alone() {
+    let config = config();
+    let engine = nq(&config, &Store::random(&config, 23));
+    // As few pages as the sequences have: it forgets some of them now and then.
+    let session = engine.session(spec(9, Some(10))).expect("it fits");
+    let model = DraftModel::new(session, config.vocab_size);
+    let drafts = Speculation::new(Box::new(model)).always();
+    at_random(&*engine, 3_000, false, Some(drafts));
+}
+
 #[test]
 fn sequences_at_random_give_what_each_gives_alone() {
     let config = config();
     let engine = nq(&config, &Store::random(&config, 23));
-    at_random(&*engine, 10_000, false);
+    at_random(&*engine, 10_000, false, None);
 }
 
 #[test]
@@ -519,7 +578,7 @@ mod cuda {
         let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
         let store = Store::random(&config, 23).quantized(scheme);
         if let Some(engine) = gpu(&store, &config) {
-            at_random(&*engine, 10_000, true);
+            at_random(&*engine, 10_000, true, None);
             forks_share(&*engine);
             a_full_context_ends_one(&*engine);
         }

@@ -445,7 +445,7 @@ fn samples_as_the_host_does() {
                 drawn.push(token);
                 ControlFlow::Continue(())
             };
-            decode(&mut *ours, 0, prompt[2], STEPS, &mut sampler, each).expect("it runs");
+            decode(&mut *ours, 0, prompt[2], STEPS, &mut sampler, None, each).expect("it runs");
             assert_eq!(drawn.len(), STEPS);
             assert_eq!(ours.len(0), 2 + STEPS);
 
@@ -552,13 +552,13 @@ fn samples_as_the_host_does_under_masks_and_biases() {
                     ControlFlow::Continue(())
                 };
                 // In two calls: what the first one counted is written anew.
-                decode(&mut *ours, 0, 7, STEPS / 2, &mut chooser, each).expect("it runs");
+                decode(&mut *ours, 0, 7, STEPS / 2, &mut chooser, None, each).expect("it runs");
                 let last = drawn[STEPS / 2 - 1];
                 let each = &mut |token| {
                     drawn.push(token);
                     ControlFlow::Continue(())
                 };
-                decode(&mut *ours, 0, last, STEPS / 2, &mut chooser, each).expect("it runs");
+                decode(&mut *ours, 0, last, STEPS / 2, &mut chooser, None, each).expect("it runs");
 
                 let mut theirs = session(&*gpu, KvType::F16);
                 feed(&mut *theirs, 1, &[7]);
@@ -603,7 +603,7 @@ fn a_mask_that_allows_nothing_is_an_error() {
         let mut mask = vec![0; vocab.div_ceil(32)];
         sampler.set_mask(Some(&mask));
         let none = &mut |_| ControlFlow::Continue(());
-        let e = decode(&mut *session, 0, 3, 2, &mut sampler, none).unwrap_err();
+        let e = decode(&mut *session, 0, 3, 2, &mut sampler, None, none).unwrap_err();
         assert!(matches!(e, Error::NoTokenAllowed { .. }), "{e}");
         assert_eq!((session.len(0), sampler.position()), (0, 1));
         mask[2] = 1 << 9;
@@ -613,11 +613,11 @@ fn a_mask_that_allows_nothing_is_an_error() {
             drawn.push(token);
             ControlFlow::Continue(())
         };
-        decode(&mut *session, 0, 3, 2, &mut sampler, each).expect("one is");
+        decode(&mut *session, 0, 3, 2, &mut sampler, None, each).expect("one is");
         assert_eq!(drawn, [73, 73]);
         // Of another vocabulary: refused before anything runs.
         sampler.set_mask(Some(&mask[1..]));
-        let e = decode(&mut *session, 0, 73, 2, &mut sampler, none).unwrap_err();
+        let e = decode(&mut *session, 0, 73, 2, &mut sampler, None, none).unwrap_err();
         assert!(matches!(e, Error::Request { .. }), "{e}");
     }
 }
@@ -771,7 +771,7 @@ fn a_first_step_leaves_the_prompt_alone() {
     feed(&mut *ours, 0, &text[..11]);
     let mut sampler = Sampler::new(SamplingParams::greedy(), 0).expect("valid");
     let each = &mut |_| ControlFlow::Continue(());
-    decode(&mut *ours, 0, text[11], 3, &mut sampler, each).expect("it runs");
+    decode(&mut *ours, 0, text[11], 3, &mut sampler, None, each).expect("it runs");
     ours.truncate(0, 11);
     let d = distance(&feed(&mut *ours, 0, &text[11..]), &expected);
     assert!(d < 1.5e-2, "after a sampled one: {d}");

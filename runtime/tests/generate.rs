@@ -5,8 +5,8 @@ use nq_formats::{Files, Progress};
 use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::generate::{generate, generate_text};
 use nq_runtime::{
-    Chunk, Drafting, Error, KvType, Limits, Logits, LogitsWanted, Observer, Result, Sampler,
-    SamplingParams, Sequence, Session, SessionSpec, StopReason, Tokenizer,
+    Chunk, Error, KvType, Limits, Logits, LogitsWanted, Observer, Result, Sampler, SamplingParams,
+    Sequence, Session, SessionSpec, StopReason, Tokenizer,
 };
 use std::cell::Cell;
 use std::ops::ControlFlow;
@@ -116,7 +116,6 @@ fn limits(max_tokens: usize) -> Limits<'static> {
         stop: &[],
         max_tokens,
         interrupt: None,
-        drafting: Drafting::default(),
     }
 }
 

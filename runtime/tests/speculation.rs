@@ -6,18 +6,22 @@ use common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::cpu::{FEW_ROWS, Isa, IsaChoice};
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
+use nq_runtime::speculation::Draft;
 use nq_runtime::{
-    ActivationChoice, Chunk, Drafting, Engine, EngineKind, KvType, LoadOptions, LogitsWanted,
-    Sampler, SamplingParams, Session, SessionSpec,
+    ActivationChoice, Batch, Chunk, Continuation, DraftModel, Drafter, Engine, EngineKind, KvType,
+    LoadOptions, LogitBias, LogitsWanted, Piece, Sampler, SamplingParams, Session, SessionSpec,
+    Speculation,
 };
 use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-fn limits(max_tokens: usize, stop: &[u32], drafting: Drafting) -> Limits<'_> {
+fn limits(max_tokens: usize, stop: &[u32]) -> Limits<'_> {
     Limits {
         stop,
         max_tokens,
         interrupt: None,
-        drafting,
     }
 }
 
@@ -96,96 +100,299 @@ fn check_rows(s: &mut dyn Session, what: &str) {
     }
 }
 
-/// An answer to `prompt`, and the sequence's length after it.
-fn answer(
-    engine: &dyn Engine,
-    params: &SamplingParams,
-    prompt: &[u32],
-    limits: &Limits<'_>,
+/// How an answer is made.
+struct Setting<'a> {
+    engine: &'a dyn Engine,
     ctx: usize,
-) -> (Generated, usize) {
-    let mut session = session(engine, KvType::F16, ctx);
-    let mut sequence = Sequence::new(&mut *session, 0);
-    let mut sampler = Sampler::new(*params, 3).unwrap();
-    // Of few tokens, so that the text repeats itself.
-    sampler.set_mask(Some(&[0b1111, 0, 0, 0]));
-    let mut seen = Vec::new();
-    let answer = generate(
-        &mut *session,
-        &mut sequence,
-        prompt,
-        &mut sampler,
-        limits,
-        &mut |token| {
-            seen.push(token);
-            ControlFlow::Continue(())
-        },
-    )
-    .unwrap();
-    assert_eq!(seen, answer.tokens);
-    assert_eq!(sequence.tokens().len(), session.len(0));
-    (answer, session.len(0))
+    params: SamplingParams,
+    stream: u64,
+    /// Tokens of which it is mostly made, so that it repeats itself.
+    favoured: u32,
+}
+
+impl Setting<'_> {
+    /// An answer to `prompt`, and the sequence's length after it.
+    fn answer(
+        &self,
+        prompt: &[u32],
+        limits: &Limits<'_>,
+        drafts: Option<Speculation>,
+    ) -> (Generated, usize) {
+        let mut session = session(self.engine, KvType::F16, self.ctx);
+        let mut sequence = Sequence::new(&mut *session, 0).with_drafts(drafts);
+        let mut sampler = Sampler::new(self.params, self.stream).unwrap();
+        sampler.set_bias(LogitBias::new((0..self.favoured).map(|id| (id, 9.0))).unwrap());
+        let mut seen = Vec::new();
+        let answer = generate(
+            &mut *session,
+            &mut sequence,
+            prompt,
+            &mut sampler,
+            limits,
+            &mut |token| {
+                seen.push(token);
+                ControlFlow::Continue(())
+            },
+        )
+        .unwrap();
+        assert_eq!(seen, answer.tokens);
+        assert_eq!(sequence.tokens().len(), session.len(0));
+        assert_eq!(
+            sampler.position() as usize,
+            prompt.len() + answer.stats.tokens
+        );
+        (answer, session.len(0))
+    }
+
+    /// Asserts that the answer with drafts is the one without; that one, and how many tokens were
+    /// right of those drafted last.
+    fn check(
+        &self,
+        prompt: &[u32],
+        limits: &Limits<'_>,
+        drafters: &[&dyn Fn() -> Speculation],
+    ) -> (Generated, usize) {
+        let (plain, end) = self.answer(prompt, limits, None);
+        assert_eq!(plain.stats.drafted, 0);
+        let mut right = 0;
+        for (i, drafter) in drafters.iter().enumerate() {
+            let (drafted, same_end) = self.answer(prompt, limits, Some(drafter()));
+            let what = format!("drafter {i}, {:?}, {limits:?}, {}", self.params, self.ctx);
+            assert_eq!(plain.tokens, drafted.tokens, "{what}");
+            assert_eq!(plain.stop, drafted.stop, "{what}");
+            assert_eq!(plain.stats.tokens, drafted.stats.tokens, "{what}");
+            assert_eq!(end, same_end, "{what}");
+            right = drafted.stats.accepted;
+            assert!(right <= drafted.stats.drafted, "{what}");
+        }
+        (plain, right)
+    }
+}
+
+fn load(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
+    let options = LoadOptions {
+        activations: ActivationChoice::Auto,
+        ..options(EngineKind::Nq)
+    };
+    nq_runtime::load(config, store, &options, &()).unwrap()
+}
+
+/// Drafts by a model whose prompts are computed in parts.
+fn by_model(engine: &dyn Engine, ctx: usize) -> Speculation {
+    let spec = SessionSpec {
+        slots: 4,
+        ctx,
+        pages: None,
+        kv: KvType::Int8,
+        max_rows: 25,
+    };
+    let session = engine.session(spec).unwrap();
+    let vocab = engine.config().vocab_size;
+    Speculation::new(Box::new(DraftModel::new(session, vocab)))
+}
+
+fn sampled(temperature: f32, repetition_penalty: f32, seed: u64) -> SamplingParams {
+    SamplingParams {
+        temperature,
+        top_k: 4,
+        seed,
+        repetition_penalty,
+        ..SamplingParams::greedy()
+    }
+}
+
+/// A text that repeats itself.
+fn prompt() -> Vec<u32> {
+    let phrase = tokens(12, 8);
+    [&phrase[..], &phrase, &tokens(20, 2), &phrase].concat()
 }
 
 /// The same answer with drafts and without, however it is sampled and wherever it ends.
 #[test]
 fn drafts_change_no_answer() {
     let config = small_config();
-    let sampled = |repetition_penalty| SamplingParams {
-        temperature: 0.05,
-        top_k: 4,
-        seed: 5,
-        repetition_penalty,
-        ..SamplingParams::greedy()
-    };
     let mut accepted = 0;
-    for (name, store) in stores(&config) {
-        let options = LoadOptions {
-            activations: ActivationChoice::Auto,
-            ..options(EngineKind::Nq)
-        };
-        let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
-        for params in [SamplingParams::greedy(), sampled(1.0), sampled(1.05)] {
-            let phrase = tokens(12, 8);
-            let prompt = [&phrase[..], &phrase, &tokens(20, 2), &phrase].concat();
-            let run = |max: usize, stop: &[u32], ctx: usize| {
-                let (plain, end) = answer(
-                    &*engine,
-                    &params,
-                    &prompt,
-                    &limits(max, stop, Drafting::None),
-                    ctx,
-                );
-                assert_eq!(plain.stats.drafted, 0);
-                let mut right = 0;
-                for drafting in [Drafting::Ngram, Drafting::NgramAlways] {
-                    let limits = limits(max, stop, drafting);
-                    let (drafted, same_end) = answer(&*engine, &params, &prompt, &limits, ctx);
-                    let what = format!("{name}, {max} tokens, stop {stop:?}, context {ctx}");
-                    assert_eq!(plain.tokens, drafted.tokens, "{what}");
-                    assert_eq!(plain.stop, drafted.stop, "{what}");
-                    assert_eq!(plain.stats.tokens, drafted.stats.tokens, "{what}");
-                    assert_eq!(end, same_end, "{what}");
-                    right = drafted.stats.accepted;
-                    assert!(right <= drafted.stats.drafted);
-                }
-                (plain, right)
+    for (_, store) in stores(&config) {
+        let engine = load(&config, &store);
+        for params in [
+            SamplingParams::greedy(),
+            sampled(0.05, 1.0, 5),
+            sampled(0.05, 1.05, 5),
+        ] {
+            let prompt = prompt();
+            let at = |ctx| Setting {
+                engine: &*engine,
+                ctx,
+                params,
+                stream: 3,
+                favoured: 4,
             };
-            let (free, right) = run(120, &[], 400);
+            let ngram = || Speculation::ngram();
+            let always = || Speculation::ngram().always();
+            let drafters: [&dyn Fn() -> Speculation; 2] = [&ngram, &always];
+            let (free, right) = at(400).check(&prompt, &limits(120, &[]), &drafters);
             accepted += right;
             // Ends of every kind, also where a draft runs over them.
             for max in [1, 2, 3, 50, 51, 52, 53] {
-                run(max, &[], 400);
+                at(400).check(&prompt, &limits(max, &[]), &drafters);
             }
-            for at in [5, 40, 41, 42, 43] {
-                let (ended, _) = run(120, &[free.tokens[at]], 400);
-                assert_eq!(ended.stop, StopReason::Eos(free.tokens[at]));
+            for at_token in [5, 40, 41, 42, 43] {
+                let stop = [free.tokens[at_token]];
+                let (ended, _) = at(400).check(&prompt, &limits(120, &stop), &drafters);
+                assert_eq!(ended.stop, StopReason::Eos(stop[0]));
             }
             for ctx in [prompt.len() + 30, prompt.len() + 33] {
-                let (ended, _) = run(120, &[], ctx);
+                let (ended, _) = at(ctx).check(&prompt, &limits(120, &[]), &drafters);
                 assert_eq!(ended.stop, StopReason::ContextFull);
             }
         }
     }
     assert!(accepted > 50, "{accepted} drafted tokens were right");
+}
+
+/// A draft model is followed or not, whatever it says: one like the target, one that knows nothing of
+/// it, and one whose context is shorter than the text.
+#[test]
+fn a_draft_model_changes_no_answer() {
+    let config = small_config();
+    let [(_, int4), (_, int8), _] = stores(&config);
+    let strange = Store::random(&config, 77);
+    let (target, like) = (load(&config, &int4), load(&config, &int8));
+    let strange = load(&config, &strange);
+    let short = prompt().len() + 40;
+    let drafters: [&dyn Fn() -> Speculation; 4] = [
+        &|| by_model(&*strange, 400).always(),
+        &|| by_model(&*like, short).always(),
+        &|| by_model(&*like, 400),
+        &|| by_model(&*like, 400).always(),
+    ];
+    let mut accepted = 0;
+    for seed in 0..4 {
+        for temperature in [0.0, 0.3, 1.0] {
+            for penalty in [1.0, 1.2] {
+                let setting = Setting {
+                    engine: &*target,
+                    ctx: 400,
+                    params: sampled(temperature, penalty, seed),
+                    stream: seed,
+                    favoured: 0,
+                };
+                let (free, right) = setting.check(&prompt(), &limits(90, &[]), &drafters);
+                accepted += right;
+                let stop = [free.tokens[30]];
+                setting.check(&prompt(), &limits(90, &stop), &drafters);
+            }
+        }
+    }
+    assert!(accepted > 200, "{accepted} drafted tokens were right");
+}
+
+/// Sequences of a batch, drafted for or not, draw what they draw alone.
+#[test]
+fn drafts_change_no_batch() {
+    let config = small_config();
+    let [(_, int4), (_, int8), _] = stores(&config);
+    let (target, like) = (load(&config, &int4), load(&config, &int8));
+    let run = |mut speculation: Option<Speculation>| {
+        let spec = SessionSpec {
+            slots: 3,
+            ctx: 300,
+            pages: None,
+            kv: KvType::F16,
+            max_rows: 200,
+        };
+        let mut session = target.session(spec).unwrap();
+        let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(30 + 9 * i, 5 + i as u64)).collect();
+        if let Some(speculation) = &mut speculation {
+            // The third goes without.
+            (0..2).for_each(|slot| speculation.follow(slot, prompts[slot].clone()));
+        }
+        let mut batch = Batch::new(&mut *session).with_drafts(speculation.as_mut());
+        let mut pieces: Vec<Piece<'_>> = (0..3)
+            .map(|slot| Piece {
+                slot,
+                tokens: &prompts[slot],
+                then: Some(Continuation {
+                    sampler: Sampler::new(sampled(0.2, 1.1, 8), slot as u64).unwrap(),
+                    tokens: 40 + slot,
+                }),
+            })
+            .collect();
+        let mut drawn = vec![Vec::new(); 3];
+        let mut steps = 0;
+        while !pieces.is_empty() || batch.running() > 0 {
+            let each = &mut |slot: usize, token: nq_runtime::Result<u32>| {
+                drawn[slot].push(token.unwrap());
+                ControlFlow::Continue(())
+            };
+            batch.step(std::mem::take(&mut pieces), each).unwrap();
+            steps += 1;
+        }
+        let lengths: Vec<usize> = (0..3).map(|slot| batch.session().len(slot)).collect();
+        let positions: Vec<u64> = (0..3)
+            .map(|s| batch.sampler(s).unwrap().position())
+            .collect();
+        drop(batch);
+        let counts = speculation.map(|s| s.counts()).unwrap_or_default();
+        ((drawn, lengths, positions), steps, counts)
+    };
+    let (plain, steps, _) = run(None);
+    for speculation in [Speculation::ngram(), Speculation::ngram().always()] {
+        assert_eq!(run(Some(speculation)).0, plain);
+    }
+    let (drafted, fewer, counts) = run(Some(by_model(&*like, 300).always()));
+    assert_eq!(drafted, plain);
+    assert!(counts.accepted > 10, "{counts:?}");
+    // The third sequence is the longest and has no drafts.
+    assert_eq!(steps, fewer);
+}
+
+/// Tokens that are wrong, at a price.
+struct Useless {
+    asked: Arc<AtomicUsize>,
+    fails: bool,
+}
+
+impl Drafter for Useless {
+    fn draft(&mut self, drafts: &mut [Draft<'_>]) -> nq_runtime::Result<()> {
+        if self.fails {
+            return Err(nq_runtime::Error::LogitsNotFinite);
+        }
+        for draft in drafts {
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(1));
+            draft.tokens = vec![100; draft.most];
+        }
+        Ok(())
+    }
+}
+
+/// What does not pay, or fails, is left alone, and says so once.
+#[test]
+fn drafts_switch_themselves_off() {
+    let config = small_config();
+    let [(_, int4), ..] = stores(&config);
+    let engine = load(&config, &int4);
+    for (fails, why) in [(false, "do not pay"), (true, "not finite")] {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let useless = Useless {
+            asked: Arc::clone(&asked),
+            fails,
+        };
+        let mut session = session(&*engine, KvType::F16, 400);
+        let drafts = Speculation::new(Box::new(useless));
+        let mut sequence = Sequence::new(&mut *session, 0).with_drafts(Some(drafts));
+        let mut sampler = Sampler::new(SamplingParams::greedy(), 0).unwrap();
+        let mut notes = Vec::new();
+        for answer in 0..3 {
+            let prompt = [prompt(), vec![answer]].concat();
+            let limits = limits(100, &[]);
+            let each = &mut |_| ControlFlow::Continue(());
+            let (session, prompt) = (&mut *session, &prompt);
+            generate(session, &mut sequence, prompt, &mut sampler, &limits, each).unwrap();
+            notes.extend(sequence.speculation().unwrap().take_note());
+        }
+        assert!(notes.len() == 1 && notes[0].contains(why), "{notes:?}");
+        assert!(asked.load(Ordering::Relaxed) < 60, "{asked:?}");
+    }
 }

@@ -272,6 +272,42 @@ fn unusable_files_are_named() {
     assert!(error("no decoder").contains("ByteLevel"));
 }
 
+/// Models whose tokens are other ones are told apart, by the first that differs.
+#[test]
+fn other_vocabularies_are_refused_by_the_first_difference() {
+    use serde_json::{Value, json};
+    let ours = demo();
+    ours.check_same(&demo()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let text = std::fs::read_to_string(repository().join("assets/demo/tokenizer.json")).unwrap();
+    let whole: Value = serde_json::from_str(&text).unwrap();
+    let refused = |json: &Value, part: &str| {
+        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+        let other = open(dir.path().into());
+        let error = ours.check_same(&other).unwrap_err().to_string();
+        let file = dir.path().display().to_string();
+        for part in [part, &file, "assets/demo"] {
+            assert!(error.contains(part), "{part} is not in {error}");
+        }
+    };
+    let mut plain = whole.clone();
+    let special = &mut plain["added_tokens"][0];
+    let id = special["id"].clone();
+    special["special"] = json!(false);
+    refused(&plain, &format!("token {id} is special"));
+    let mut longer = whole.clone();
+    let next = ours.max_id() + 1;
+    let tokens = longer["added_tokens"].as_array_mut().unwrap();
+    let mut added = tokens[0].clone();
+    (added["id"], added["content"]) = (json!(next), json!("<|new|>"));
+    added["special"] = json!(true);
+    tokens.push(added);
+    refused(
+        &longer,
+        &format!("token {next} is none there and special \"<|new|>\" here"),
+    );
+}
+
 /// What the tokenizers crate panics on, or takes time or memory without bound for, is refused by
 /// name before it gets there.
 #[test]

@@ -18,7 +18,9 @@ pub mod protocol;
 pub mod scheduler;
 
 pub use disk::{ModelPages, PageStore};
-pub use engine::{Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, Request};
+pub use engine::{
+    Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, OpenDrafts, Request,
+};
 pub use error::ApiError;
 pub use http::{Limits, Security, Server, Stopper};
 pub use model::Model;

@@ -37,6 +37,10 @@ pub struct Metrics {
     pub restored_tokens: Counter,
     /// Tokens drawn.
     pub generated_tokens: Counter,
+    /// Tokens drafted and checked.
+    pub drafted_tokens: Counter,
+    /// The part of them that was right.
+    pub accepted_tokens: Counter,
     /// Requests that had to give way to others and begin again.
     pub preemptions: Counter,
     /// Requests that ended, by reason.
@@ -67,6 +71,8 @@ impl Default for Metrics {
             cached_tokens: Counter::default(),
             restored_tokens: Counter::default(),
             generated_tokens: Counter::default(),
+            drafted_tokens: Counter::default(),
+            accepted_tokens: Counter::default(),
             preemptions: Counter::default(),
             finished: Family::default(),
             refused: Family::default(),
@@ -114,6 +120,16 @@ impl Metrics {
                 &self.restored_tokens,
             ),
             ("generation_tokens", "Tokens drawn", &self.generated_tokens),
+            (
+                "spec_decode_num_draft_tokens",
+                "Tokens drafted and checked",
+                &self.drafted_tokens,
+            ),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Drafted tokens that were right",
+                &self.accepted_tokens,
+            ),
             (
                 "num_preemptions",
                 "Requests that began again",

@@ -1,11 +1,14 @@
 //! The engine over a session without a model: its logits follow from the tokens, a step takes as
 //! long as it is told to, and some tokens bring on what may go wrong.
 
+use nq_runtime::speculation::Draft;
 use nq_runtime::{
-    Chunk, Error, KvType, Logits, LogitsWanted, Observer, Result, Session, SessionSpec,
+    Chunk, Drafter, Error, KvType, Logits, Observer, Result, Session, SessionSpec, Speculation,
 };
 use nq_serve::engine::{Failure, Refused};
-use nq_serve::{Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, Request};
+use nq_serve::{
+    Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, OpenDrafts, Request,
+};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -75,6 +78,10 @@ impl Session for Fake {
         self.sequences[slot].truncate(len);
     }
 
+    fn exact_rows(&self) -> usize {
+        8
+    }
+
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
         self.sequences[to] = self.sequences[from][..len].to_vec();
         Ok(())
@@ -103,9 +110,12 @@ impl Session for Fake {
         }
         self.logits.clear();
         for c in chunks {
-            self.sequences[c.slot].extend_from_slice(c.tokens);
-            if c.logits == LogitsWanted::Last {
-                self.logits.extend(logits_after(&self.sequences[c.slot]));
+            let wanted = c.logits.rows(c.tokens.len());
+            for (row, &token) in c.tokens.iter().enumerate() {
+                self.sequences[c.slot].push(token);
+                if wanted.contains(&row) {
+                    self.logits.extend(logits_after(&self.sequences[c.slot]));
+                }
             }
         }
         Ok(Logits {
@@ -142,6 +152,32 @@ fn few(parallel: usize) -> EngineOptions {
     EngineOptions {
         parallel,
         ..EngineOptions::default()
+    }
+}
+
+/// Drafts what will come, but for every fourth token, in whose place stands one that does harm.
+struct Oracle;
+
+impl Drafter for Oracle {
+    fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
+        for draft in drafts {
+            draft.tokens = expected(draft.text, draft.most);
+            let first = draft.text.len();
+            let wrong = |i: &usize| (first + i) % 4 == 0;
+            for i in (0..draft.most).filter(wrong) {
+                draft.tokens[i] = if first % 3 == 0 { NAN } else { 1 };
+            }
+        }
+        Ok(())
+    }
+}
+
+/// As [`few`], with drafts.
+fn drafted(parallel: usize) -> EngineOptions {
+    let open = || Ok(Speculation::new(Box::new(Oracle)).always());
+    EngineOptions {
+        drafts: Some(OpenDrafts::new(open, Arc::new(()))),
+        ..few(parallel)
     }
 }
 
@@ -189,7 +225,12 @@ fn until(what: impl Fn() -> bool) {
 
 #[test]
 fn many_at_once_are_answered_as_each_alone() {
-    let (engine, log) = engine(0, few(3));
+    answer_many(few(3));
+    answer_many(drafted(3));
+}
+
+fn answer_many(options: EngineOptions) {
+    let (engine, log) = engine(0, options);
     let prompts: Vec<Vec<u32>> = (0..20).map(|i| prompt(i, 1 + 13 * i as usize)).collect();
     let answers: Vec<Answers> = prompts
         .iter()
@@ -212,6 +253,32 @@ fn many_at_once_are_answered_as_each_alone() {
         (tokens, finish),
         (answer[..at].to_vec(), Finish::Stop(answer[5]))
     );
+}
+
+/// Steps draw several tokens of a sequence, and what is kept of it ends with its answer.
+#[test]
+fn drafts_are_counted_and_end_with_their_answer() {
+    let (engine, _) = engine(0, drafted(2));
+    let first = prompt(3, 30);
+    let answer = expected(&first, 40);
+    let request = Request {
+        stop: vec![answer[21]],
+        ..Request::new(first.clone(), 40)
+    };
+    let at = answer.iter().position(|t| *t == answer[21]).unwrap();
+    let (tokens, _, finish) = all(one(&engine, request));
+    assert_eq!(
+        (&tokens[..], finish),
+        (&answer[..at], Finish::Stop(answer[21]))
+    );
+    // The chat goes on otherwise than the drafts behind its end.
+    let chat = [&first[..], &tokens, &prompt(9, 12)].concat();
+    let (tokens, cached, _) = all(one(&engine, Request::new(chat.clone(), 20)));
+    assert_eq!(tokens, expected(&chat, 20));
+    assert!(cached >= first.len() + at, "{cached}");
+    let metrics = engine.metrics();
+    let (drafted, right) = (metrics.drafted_tokens.get(), metrics.accepted_tokens.get());
+    assert!(0 < right && right < drafted, "{right} of {drafted}");
 }
 
 #[test]
@@ -375,7 +442,12 @@ fn what_is_wrong_is_refused_before_anything_is_computed() {
 
 #[test]
 fn numbers_that_are_none_end_one_request() {
-    let (engine, _) = engine(2, few(3));
+    end_one_without_numbers(few(3));
+    end_one_without_numbers(drafted(3));
+}
+
+fn end_one_without_numbers(options: EngineOptions) {
+    let (engine, _) = engine(2, options);
     let mut well = one(&engine, Request::new(prompt(1, 5), 50));
     some(&mut well, 3);
     let ill = one(&engine, Request::new(vec![1, 2, NAN], 50));
@@ -390,7 +462,12 @@ fn numbers_that_are_none_end_one_request() {
 
 #[test]
 fn a_panic_ends_those_in_it_and_the_engine_goes_on() {
-    let (engine, log) = engine(0, few(2));
+    panic_in_one(few(2));
+    panic_in_one(drafted(2));
+}
+
+fn panic_in_one(options: EngineOptions) {
+    let (engine, log) = engine(0, options);
     let (_, _, finish) = all(one(&engine, Request::new(vec![1, PANIC], 5)));
     assert!(
         matches!(finish, Finish::Failed(Failure::Model(_))),
@@ -484,7 +561,12 @@ impl Constraint for Only {
 
 #[test]
 fn constraints_hold_at_every_token_and_fail_alone() {
-    let (engine, _) = engine(0, few(3));
+    constrain_some(few(3));
+    constrain_some(drafted(3));
+}
+
+fn constrain_some(options: EngineOptions) {
+    let (engine, _) = engine(0, options);
     let only = |list: Vec<u32>| Request {
         constraint: Some(Box::new(Only {
             list,

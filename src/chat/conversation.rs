@@ -11,7 +11,7 @@ use anyhow::Context;
 use local::Local;
 use nq_runtime::thinking::Part;
 use nq_runtime::{
-    ChatTemplate, Drafting, Message, SamplingParams, Session, Stats, StopReason, Tokenizer,
+    ChatTemplate, Message, SamplingParams, Session, Speculation, Stats, StopReason, Tokenizer,
 };
 use std::sync::atomic::AtomicBool;
 
@@ -24,8 +24,6 @@ pub struct Settings {
     pub max_tokens: Option<usize>,
     /// `enable_thinking` for the template; `None` leaves it to the template.
     pub thinking: Option<bool>,
-    /// Whether tokens are drafted.
-    pub drafting: Drafting,
     /// When the context is full.
     pub overflow: Overflow,
     /// Texts before which an answer ends; none is empty.
@@ -169,16 +167,17 @@ pub struct Conversation<'m> {
 }
 
 impl<'m> Conversation<'m> {
-    /// An empty conversation in slot 0 of `session`. `stop` are the tokens that end a turn.
+    /// An empty conversation in slot 0 of `session`, whose answers `drafts` drafts. `stop` are the
+    /// tokens that end a turn.
     pub fn new(
         tokenizer: &'m Tokenizer,
         form: Form<'m>,
         stop: &[u32],
-        session: Box<dyn Session>,
+        (session, drafts): (Box<dyn Session>, Option<Speculation>),
         system: Option<String>,
         settings: Settings,
     ) -> Self {
-        let local = Local::new(tokenizer, form, stop, session);
+        let local = Local::new(tokenizer, form, stop, session, drafts);
         Conversation::with(Box::new(local), system, settings)
     }
 

@@ -12,25 +12,6 @@ pub mod report;
 pub mod saved;
 pub mod wrap;
 
-/// Where tokens are drafted from that are then checked together; answers stay the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Draft {
-    /// What followed the same words earlier in the text, where the device computes several tokens as
-    /// it computes one (CPUs do)
-    Ngram,
-    /// Nowhere
-    None,
-}
-
-impl From<Draft> for nq_runtime::Drafting {
-    fn from(draft: Draft) -> Self {
-        match draft {
-            Draft::Ngram => nq_runtime::Drafting::Ngram,
-            Draft::None => nq_runtime::Drafting::None,
-        }
-    }
-}
-
 /// What to do when the context is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Overflow {

@@ -341,6 +341,7 @@ impl Repl<'_> {
             "tokens": s.tokens,
             "drafted": s.drafted,
             "accepted": s.accepted,
+            "accepted_per_step": s.accepted_per_step(),
             "first_token_s": s.first_token.as_secs_f64(),
             "tok_s": s.tokens_per_second(),
             "gb_s": bytes.map(|b| b / 1e9),

@@ -25,9 +25,10 @@ pub fn line(
             line += &format!(" ({:.0} % of {:.1} GB/s)", 100.0 * bytes / b, b / 1e9);
         }
     }
-    if stats.drafted > 0 {
+    if let Some(each) = stats.accepted_per_step() {
         let (right, drafted) = (stats.accepted, stats.drafted);
-        line += &format!(", {right} of {drafted} drafted tokens right");
+        line +=
+            &format!(", {each:.2} drafted tokens accepted per step ({right} of {drafted} right)");
     }
     line += &format!(
         "; prompt {} tokens, {} of them cached",
@@ -65,6 +66,7 @@ mod tests {
             prompt_tokens: 20,
             reused_tokens: 8,
             tokens: 11,
+            draft_steps: 0,
             drafted: 0,
             accepted: 0,
             first_token: Duration::from_millis(250),
@@ -84,6 +86,17 @@ mod tests {
         let cut = line(&stats, most, Some(1_000_000_000), None);
         assert!(cut.contains(", 5.00 GB/s; prompt 20"));
         assert!(cut.ends_with("; ended by --max-tokens"));
+        let drafted = Stats {
+            draft_steps: 4,
+            drafted: 10,
+            accepted: 6,
+            ..stats
+        };
+        let drafted = line(&drafted, most, None, None);
+        assert!(
+            drafted.contains(", 1.50 drafted tokens accepted per step (6 of 10 right);"),
+            "{drafted}"
+        );
         let one = Stats { tokens: 1, ..stats };
         assert!(!line(&one, End::Text, Some(1), None).contains("tok/s"));
     }

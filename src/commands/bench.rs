@@ -1,7 +1,10 @@
 //! `nq bench`: tokens per second beside the machine's measured bandwidth.
 
+mod text;
+
 use super::synth::parse_preset;
 use crate::cli::{self, Global, parse_kv, parse_load_bits};
+use crate::draft::{DraftFrom, parse_draft};
 use crate::model;
 use crate::system;
 use crate::terminal::{Terminal, print_line};
@@ -19,6 +22,7 @@ use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokeni
 use std::ffi::OsString;
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Flags of `nq bench`.
@@ -64,6 +68,24 @@ pub struct BenchArgs {
     /// Bits of the KV cache: 8, 16 or 32 [default: 16; 32 for candle, which knows no other]
     #[arg(long, value_parser = parse_kv)]
     pub kv: Option<KvType>,
+    /// Decode this text with drafts and without, in turns, in place of the other tests: a preset draws
+    /// the text whatever it computes, a model continues pieces of it by -n tokens each
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["depth", "batch", "breakdown", "engine"])]
+    pub text: Option<PathBuf>,
+    /// Text before that of --text, such as a file of which that is an edit: any model then draws the
+    /// text whatever it computes
+    #[arg(long, value_name = "FILE", requires = "text")]
+    pub before: Option<PathBuf>,
+    /// With --text, what drafts: ngram, a smaller MODEL with the same tokens or, of random weights,
+    /// another preset [default: ngram]
+    #[arg(long, value_name = "FROM", value_parser = parse_draft, requires = "text")]
+    pub draft: Option<DraftFrom>,
+    /// Layers of the preset that drafts [default: its own]
+    #[arg(long, value_name = "N", requires = "draft", value_parser = parse_count)]
+    pub draft_layers: Option<usize>,
+    /// Share of a draft model's tokens that are made right where the text is given
+    #[arg(long, value_name = "SHARE", requires = "draft", value_parser = parse_share)]
+    pub draft_right: Option<f64>,
 }
 
 impl BenchArgs {
@@ -106,6 +128,13 @@ fn parse_count(s: &str) -> Result<usize, String> {
     }
 }
 
+fn parse_share(s: &str) -> Result<f64, String> {
+    match s.parse() {
+        Ok(share @ 0.0..=1.0) => Ok(share),
+        _ => Err("expected 0 to 1".into()),
+    }
+}
+
 fn parse_tokens(s: &str) -> Result<usize, String> {
     match s.parse() {
         Ok(n @ 0..=MOST_TOKENS) => Ok(n),
@@ -123,6 +152,9 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let terminal = Terminal::new();
     let (name, checkpoint) = open(args, global, &terminal)?;
+    if let Some(file) = &args.text {
+        return text::run(args, file, (&name, &checkpoint), global, &terminal);
+    }
     // Before the minutes that the other tests may take.
     let tokenizer = if args.gen_tokens > 1 && !args.no_chat {
         Some(
@@ -164,10 +196,22 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         let row = streaming(engine, tokenizer, &sampling, &spec, machine, &terminal)?;
         rows.push(row);
     }
+    show(&name, engine, machine, &rows, global, &terminal)
+}
+
+/// Prints rows; a row above the machine's limit makes the exit code 1.
+fn show(
+    name: &str,
+    engine: &dyn Engine,
+    machine: Machine<'_>,
+    rows: &[BenchRow],
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<ExitCode> {
     if global.json {
         print_line(&serde_json::to_string_pretty(&rows)?)?;
     } else {
-        print_line(&table(&name, engine, machine, &rows))?;
+        print_line(&table(name, engine, machine, rows))?;
     }
     let failed = rows.iter().filter_map(|r| r.measurement_error.as_ref());
     let failures = failed.inspect(|why| terminal.note(&format!("measurement error: {why}")));
@@ -214,17 +258,37 @@ fn open(
         model::note_growth(&checkpoint, terminal);
         return Ok((model.name, checkpoint));
     };
-    let label = format!("{} (random weights)", preset.name);
-    let config = preset.config();
-    let checkpoint = match args.bits {
-        None | Some(16) => synth::checkpoint(&label, &config, 0)?,
+    random(
+        preset,
+        preset.config().num_hidden_layers,
+        (args.bits, args.mixed),
+        0,
+    )
+}
+
+/// Random weights of a preset with so many layers.
+fn random(
+    preset: &Preset,
+    layers: usize,
+    (bits, mixed_schemes): (Option<u32>, bool),
+    seed: u64,
+) -> anyhow::Result<(String, Checkpoint)> {
+    let mut config = preset.config();
+    let label = if layers == config.num_hidden_layers {
+        format!("{} (random weights)", preset.name)
+    } else {
+        format!("{} of {layers} layers (random weights)", preset.name)
+    };
+    config.num_hidden_layers = layers;
+    let checkpoint = match bits {
+        None | Some(16) => synth::checkpoint(&label, &config, seed)?,
         Some(n) => {
             let least = Bits::try_from(n)?;
             let mut schemes = Schemes::defaults(least);
-            if args.mixed {
+            if mixed_schemes {
                 schemes = mixed(&config, &schemes, least)?;
             }
-            synth::quantized_checkpoint(&label, &config, 0, move |name| schemes.of(name))?
+            synth::quantized_checkpoint(&label, &config, seed, move |name| schemes.of(name))?
         }
     };
     Ok((label, checkpoint))
@@ -327,8 +391,9 @@ fn table(name: &str, engine: &dyn Engine, machine: Machine<'_>, rows: &[BenchRow
             ),
         };
         out.push_str(&format!(
-            "| {} | {} | {} | {:.2} ± {:.2} | {:.2} | {share} | {:.3} | {:.3} | {} |\n",
+            "| {}{} | {} | {} | {:.2} ± {:.2} | {:.2} | {share} | {:.3} | {:.3} | {} |\n",
             r.test,
+            r.drafts.as_ref().map_or("", |_| ", drafts"),
             r.depth,
             r.batch,
             r.tok_s,
@@ -345,6 +410,7 @@ fn table(name: &str, engine: &dyn Engine, machine: Machine<'_>, rows: &[BenchRow
                 100.0 * overhead
             ));
         }
+        notes.extend(r.drafts.as_ref().map(|d| text::line(&r.test, d)));
         notes.extend(r.note.iter().map(|n| format!("{}: {n}", r.test)));
     }
     for note in notes {

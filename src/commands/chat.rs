@@ -1,13 +1,14 @@
 //! `nq chat`: a conversation in the terminal, or one answer for a script.
 
+use crate::chat::Overflow;
 use crate::chat::conversation::{Conversation, Form, Remote, Settings};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
-use crate::chat::{Draft, Overflow};
 use crate::cli::{self, Global, parse_kv, parse_load_bits};
+use crate::draft::{self, DraftCheckpoint, DraftFrom, parse_draft};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
@@ -111,10 +112,11 @@ pub struct ChatArgs {
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
-    /// Guess tokens from the text so far and check them together: the same answers, sooner where they
-    /// repeat the text
-    #[arg(long, value_enum, default_value_t = Draft::Ngram, value_name = "FROM")]
-    pub draft: Draft,
+    /// Guess tokens and check them together, which gives the same answers sooner: from the text so far
+    /// (ngram), by a smaller MODEL with the same tokens, or not at all (none) [default: ngram where the
+    /// device computes a few tokens together as it computes one; CPUs do]
+    #[arg(long, value_name = "FROM", value_parser = parse_draft)]
+    pub draft: Option<DraftFrom>,
     /// What to do when the context is full
     #[arg(long, value_enum, default_value_t = Overflow::Stop)]
     pub on_overflow: Overflow,
@@ -162,6 +164,15 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let engine = load(&checkpoint, schemes.as_ref(), &spec, global, &terminal)?;
     let session = engine.session(spec)?;
+    let device = &engine.description().device;
+    let drafts = draft::drafts(args.draft.as_ref(), session.as_ref(), device, |name| {
+        let draft = DraftCheckpoint::open(name, &checkpoint, args.bits, global, &terminal)?;
+        if global.verbose && global.device.resolve()? == Device::Cpu {
+            terminal.note(&format!("memory: {}", draft::memory_of(&draft, &spec)?.0));
+        }
+        draft.load(&global.load_options(), config.vocab_size, &terminal)
+    })?;
+    let drafts = drafts.map(|d| d.speculation(&spec)).transpose()?;
     if global.verbose {
         terminal.note(&sampling.to_string());
     }
@@ -169,7 +180,6 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         sampling,
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),
-        drafting: args.draft.into(),
         overflow: args.on_overflow,
         stop: args.stop.clone(),
     };
@@ -178,7 +188,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
             &tokenizer,
             form,
             checkpoint.eos_token_ids(),
-            session,
+            (session, drafts),
             args.system.clone(),
             settings,
         ),
@@ -231,7 +241,6 @@ fn remote(
         sampling: sampling(args, defaults),
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),
-        drafting: args.draft.into(),
         overflow: args.on_overflow,
         stop: args.stop.clone(),
     };

@@ -11,6 +11,7 @@
 //! rows in a step.
 
 mod ahead;
+mod host;
 mod sample;
 
 #[cfg(feature = "cuda")]
@@ -18,13 +19,13 @@ pub(crate) use ahead::bucket;
 pub use ahead::{Drawn, StepsAhead};
 pub use sample::{BatchRequest, sample_sequences};
 
-use crate::engine::{Chunk, LogitsWanted, Session};
+use crate::engine::Session;
 use crate::error::{Error, Result};
 use crate::sampler::Sampler;
+use crate::speculation::Speculation;
 use ahead::Queue;
-use rayon::prelude::*;
 use std::ops::ControlFlow;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Tokens of a sequence for the next step, and how it goes on from there.
 #[derive(Debug)]
@@ -81,6 +82,8 @@ struct Member {
 /// Sequences of a session that decode together.
 pub struct Batch<'s> {
     session: &'s mut dyn Session,
+    /// Drafts tokens for those it follows.
+    speculation: Option<&'s mut Speculation>,
     /// In the order they joined.
     members: Vec<Member>,
     /// What a device is ahead by.
@@ -96,11 +99,24 @@ impl<'s> Batch<'s> {
     pub fn new(session: &'s mut dyn Session) -> Self {
         Batch {
             session,
+            speculation: None,
             members: Vec::new(),
             queue: Queue::default(),
             ran: Vec::new(),
             left: Vec::new(),
         }
+    }
+
+    /// Drafts tokens of the sequences that `speculation` follows, where the device computes a few rows
+    /// as it computes one: a step then draws one token of each or more, the same ones as without.
+    pub fn with_drafts(mut self, speculation: Option<&'s mut Speculation>) -> Self {
+        self.speculation = speculation.filter(|_| self.session.exact_rows() > 1);
+        self
+    }
+
+    /// What drafts tokens here, if anything does.
+    pub fn speculation(&mut self) -> Option<&mut Speculation> {
+        self.speculation.as_deref_mut()
     }
 
     /// The session, e.g. to make room in it. A sequence of the batch must be left alone there.
@@ -148,13 +164,17 @@ impl<'s> Batch<'s> {
             let _ = device.vacate(row);
         }
         self.queue.forget(member.slot);
+        if let Some(speculation) = self.speculation() {
+            speculation.forget(member.slot);
+        }
         self.session.truncate(member.slot, member.len);
         self.left.retain(|l| l.0 != member.slot);
         self.left.push((member.slot, member.sampler));
     }
 
-    /// Runs `pieces` and a step of every sequence in the batch. Each draws a token, which goes to
-    /// `each`, or its error; where that breaks off, or there is an error, the sequence leaves. One
+    /// Runs `pieces` and a step of every sequence in the batch. Each draws a token, with drafts also
+    /// several, which go to `each`, or its error; where that breaks off, or there is an error, the
+    /// sequence leaves. One
     /// that fails is as it was before the step. On a device that is ahead the tokens are those of
     /// the first step not received yet, and one that fails at its first token holds the rest of its
     /// piece.
@@ -267,6 +287,9 @@ impl<'s> Batch<'s> {
             Ok(token) => {
                 member.len += fed;
                 member.token = token;
+                if let Some(speculation) = &mut self.speculation {
+                    speculation.push(member.slot, token);
+                }
                 each(member.slot, Ok(token)).is_break()
                     || member.left + member.queued == 0 && member.blocked.is_none()
             }
@@ -278,125 +301,6 @@ impl<'s> Batch<'s> {
         if over {
             self.remove(at);
         }
-    }
-
-    /// One forward over everybody and the pieces, whose logits come to the host.
-    fn step_on_host(&mut self, mut pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
-        for member in &mut self.members {
-            if let (Some(row), Some(device)) = (member.row.take(), self.session.steps_ahead()) {
-                device.vacate(row)?;
-            }
-        }
-        let spec = self.session.spec();
-        let mut at = 0;
-        while at < self.members.len() {
-            let needed = self.members[at].len + 1;
-            let blocked = self.members[at].blocked.take();
-            let full = (needed > spec.ctx).then_some(Error::ContextFull {
-                capacity: spec.ctx,
-                needed,
-            });
-            match blocked.or(full) {
-                Some(e) => self.deliver(at, Err(e), 0, each),
-                None => at += 1,
-            }
-        }
-        if self.members.is_empty() && pieces.is_empty() {
-            return Ok(());
-        }
-        let before: Vec<usize> = pieces.iter().map(|p| self.session.len(p.slot)).collect();
-        let begun = Instant::now();
-        let goes_on = |p: &&Piece<'_>| p.tokens.len() == 1 && p.then.is_some();
-        let joining = pieces.iter().filter(goes_on).count();
-        let rows: usize = pieces.iter().map(|p| p.tokens.len()).sum();
-        let (decoding, prompt_rows) = (self.members.len() + joining, rows - joining);
-        let drawn = match forward(self.session, &mut self.members, &mut pieces, each) {
-            Ok(drawn) => drawn,
-            Err(Error::PagesFull { .. }) if pieces.is_empty() && !self.members.is_empty() => {
-                // The last to join gives way.
-                let error = Error::PagesFull {
-                    needed: 1,
-                    free: self.session.free_pages().unwrap_or(0),
-                    pages: spec.page_count(),
-                };
-                self.deliver(self.members.len() - 1, Err(error), 0, each);
-                return self.step_on_host(pieces, each);
-            }
-            Err(e) => return Err(e),
-        };
-        self.ran.push(Ran {
-            took: begun.elapsed(),
-            decoding,
-            prompt_rows,
-        });
-        let mut drawn = drawn.into_iter();
-        let slots: Vec<usize> = self.members.iter().map(|m| m.slot).collect();
-        for (slot, token) in slots.into_iter().zip(drawn.by_ref()) {
-            if let Some(at) = self.members.iter().position(|m| m.slot == slot) {
-                self.members[at].left -= 1;
-                self.deliver(at, token, 1, each);
-            }
-        }
-        self.join_drawn(pieces, &before, drawn, each);
-        Ok(())
-    }
-}
-
-/// What each member, then each piece that goes on, draws after one forward over all. Where numbers
-/// come out that are none, each goes alone: only those that they come from fail. A piece that does
-/// not go on tells `each`.
-fn forward(
-    session: &mut dyn Session,
-    members: &mut [Member],
-    pieces: &mut [Piece<'_>],
-    each: &mut Each<'_>,
-) -> Result<Vec<Result<u32>>> {
-    let fed: Vec<(usize, u32)> = members.iter().map(|m| (m.slot, m.token)).collect();
-    let chunks = chunks_of(&fed, pieces);
-    match session.forward(&chunks, None) {
-        Ok(logits) => {
-            drop(chunks);
-            let joining = pieces.iter_mut().filter_map(|p| p.then.as_mut());
-            let members = members.iter_mut().map(|m| &mut m.sampler);
-            let mut samplers: Vec<&mut Sampler> =
-                members.chain(joining.map(|t| &mut t.sampler)).collect();
-            return Ok(draw(&mut samplers, |i| logits.row(i)));
-        }
-        Err(Error::NotFinite { .. } | Error::LogitsNotFinite | Error::Logits { .. }) => {}
-        Err(e) => return Err(e),
-    }
-    let mut alone = |chunk: &[Chunk<'_>], sampler: Option<&mut Sampler>| {
-        let logits = session.forward(chunk, None)?;
-        sampler.map(|s| s.sample(logits.row(0))).transpose()
-    };
-    let mut drawn = Vec::new();
-    for member in members {
-        let fed = [(member.slot, member.token)];
-        let token = alone(&chunks_of(&fed, &[]), Some(&mut member.sampler));
-        drawn.extend(token.transpose());
-    }
-    for piece in pieces {
-        let mut then = piece.then.take();
-        let chunk = Chunk {
-            slot: piece.slot,
-            tokens: piece.tokens,
-            logits: wanted(then.is_some()),
-        };
-        let token = alone(&[chunk], then.as_mut().map(|t| &mut t.sampler));
-        match (&then, token) {
-            (None, Err(e)) => drop(each(piece.slot, Err(e))),
-            (_, token) => drawn.extend(token.transpose()),
-        }
-        piece.then = then;
-    }
-    Ok(drawn)
-}
-
-/// A sequence that goes on needs its last row's logits.
-fn wanted(goes_on: bool) -> LogitsWanted {
-    match goes_on {
-        true => LogitsWanted::Last,
-        false => LogitsWanted::None,
     }
 }
 
@@ -413,41 +317,10 @@ impl Drop for Batch<'_> {
     }
 }
 
-/// One token of each of `fed`, and the pieces: logits of the last rows of all that go on.
-fn chunks_of<'a>(fed: &'a [(usize, u32)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<'a>> {
-    let members = fed.iter().map(|(slot, token)| Chunk {
-        slot: *slot,
-        tokens: std::slice::from_ref(token),
-        logits: LogitsWanted::Last,
-    });
-    let pieces = pieces.iter().map(|p| Chunk {
-        slot: p.slot,
-        tokens: p.tokens,
-        logits: wanted(p.then.is_some()),
-    });
-    members.chain(pieces).collect()
-}
-
-/// A token by each of `samplers`. A large vocabulary's softmax takes a millisecond: nobody waits
-/// for another's.
-fn draw<'a>(
-    samplers: &mut [&mut Sampler],
-    row: impl Fn(usize) -> &'a [f32] + Sync,
-) -> Vec<Result<u32>> {
-    match samplers {
-        // Waking the pool would cost a lone greedy sequence more than its choice.
-        [one] => vec![one.sample(row(0))],
-        many => many
-            .par_iter_mut()
-            .enumerate()
-            .map(|(i, sampler)| sampler.sample(row(i)))
-            .collect(),
-    }
-}
-
 /// Feeds `token` to the sequence in `slot`, draws its successor, feeds that, and so on, at most
 /// `steps` times. Each token drawn goes to `each`, which may break off. The sequence then holds
-/// `token` and every token drawn but the last; `sampler` has recorded all of them.
+/// `token` and every token drawn but the last; `sampler` has recorded all of them. What `speculation`
+/// follows in `slot` is drafted.
 ///
 /// # Errors
 /// As [`Batch::step`], and the sequence's own.
@@ -457,12 +330,13 @@ pub fn decode(
     token: u32,
     steps: usize,
     sampler: &mut Sampler,
+    speculation: Option<&mut Speculation>,
     each: &mut dyn FnMut(u32) -> ControlFlow<()>,
 ) -> Result<()> {
     if steps == 0 {
         return Ok(());
     }
-    let mut batch = Batch::new(session);
+    let mut batch = Batch::new(session).with_drafts(speculation);
     let mut failed = None;
     let mut receive = |_: usize, token: Result<u32>| match token {
         Ok(token) => each(token),

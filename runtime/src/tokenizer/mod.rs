@@ -191,6 +191,36 @@ impl Tokenizer {
         &self.bytes
     }
 
+    /// Refuses another tokenizer that has another token for an id, or marks others special: what one of
+    /// two models says means something else to the other.
+    ///
+    /// # Errors
+    /// [`Error::Text`] that names `other`'s file and the first difference.
+    pub fn check_same(&self, other: &Tokenizer) -> Result<()> {
+        let (ours, theirs) = (&self.bytes, &other.bytes);
+        let named = |tokens: &TokenBytes, id: u32| match (tokens.get(id), tokens.is_special(id)) {
+            (b"", _) => "none".to_owned(),
+            (bytes, false) => format!("{:?}", String::from_utf8_lossy(bytes)),
+            (bytes, true) => format!("special {:?}", String::from_utf8_lossy(bytes)),
+        };
+        let differs = |id: &u32| {
+            ours.get(*id) != theirs.get(*id) || ours.is_special(*id) != theirs.is_special(*id)
+        };
+        match (0..=ours.max_id().max(theirs.max_id())).find(differs) {
+            None => Ok(()),
+            Some(id) => Err(Error::Text {
+                path: other.path.clone(),
+                what: "tokenizer",
+                why: format!(
+                    "expected the tokens of {}: token {id} is {} there and {} here",
+                    self.path.display(),
+                    named(ours, id),
+                    named(theirs, id)
+                ),
+            }),
+        }
+    }
+
     /// Refuses a model of another vocabulary. A model may have more rows than there are
     /// tokens (they are padded for alignment: Qwen3 has 151,936 for 151,669), not fewer.
     ///

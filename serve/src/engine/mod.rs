@@ -5,11 +5,14 @@
 //! tokens. Requests join and leave between two steps; dropping the [`Answers`] takes them out,
 //! wherever they are: in the queue, in the prompt or in the answer.
 
+mod drafts;
 mod job;
 mod keep;
 mod seats;
 mod step;
 mod worker;
+
+pub use drafts::OpenDrafts;
 
 use crate::disk::ModelPages;
 use crate::metrics::Metrics;
@@ -41,6 +44,8 @@ pub struct EngineOptions {
     pub prefix_cache: bool,
     /// Where what is kept outlasts the engine, if it does.
     pub disk: Option<ModelPages>,
+    /// What drafts tokens of answers, where the session computes a few rows as it computes one.
+    pub drafts: Option<OpenDrafts>,
 }
 
 impl Default for EngineOptions {
@@ -54,6 +59,7 @@ impl Default for EngineOptions {
             least_rows: 16,
             prefix_cache: true,
             disk: None,
+            drafts: None,
         }
     }
 }
@@ -256,6 +262,7 @@ impl Engine {
         options: EngineOptions,
     ) -> nq_runtime::Result<Self> {
         let session = open()?;
+        let drafts = options.drafts.as_ref().map(OpenDrafts::open).transpose()?;
         let spec = session.spec();
         for (what, least, found) in [
             ("requests at once", 1, options.parallel),
@@ -288,7 +295,7 @@ impl Engine {
         let (of_thread, its_options) = (Arc::clone(&shared), options.clone());
         let thread = std::thread::Builder::new()
             .name("nq-engine".into())
-            .spawn(move || worker::run(session, open, &received, &of_thread, its_options))
+            .spawn(move || worker::run((session, drafts), open, &received, &of_thread, its_options))
             .map_err(|e| nq_runtime::Error::Device {
                 device: "engine thread".into(),
                 why: e.to_string(),

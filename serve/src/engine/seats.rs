@@ -192,6 +192,8 @@ impl Worker<'_> {
         }
         let session = batch.session();
         let len = session.len(slot).min(job.tokens.len());
+        // Drafts that were right may lie behind the token that ended the answer.
+        session.truncate(slot, len);
         let keeps = sound && self.options.prefix_cache && self.seats.sharing;
         if !keeps || len < WORTH_KEEPING {
             self.seats.clear(session, slot);

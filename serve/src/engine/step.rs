@@ -38,9 +38,18 @@ impl Worker<'_> {
         let mut of: Vec<(u64, usize, bool)> = Vec::with_capacity(fed.len());
         for fed in fed {
             of.push((fed.id, fed.to, fed.then.is_some()));
+            let job = &self.jobs[&fed.id];
+            // What may follow under a constraint is known one token at a time.
+            if let (Some(drafts), true, None) = (
+                batch.speculation(),
+                fed.then.is_some(),
+                &job.request.constraint,
+            ) {
+                drafts.follow(fed.slot, job.tokens[..fed.to].to_vec());
+            }
             pieces.push(Piece {
                 slot: fed.slot,
-                tokens: &self.jobs[&fed.id].tokens[fed.from..fed.to],
+                tokens: &job.tokens[fed.from..fed.to],
                 then: fed.then,
             });
         }
@@ -60,6 +69,7 @@ impl Worker<'_> {
         for (slot, token) in drawn {
             self.drawn(batch, slot, token);
         }
+        self.count_drafts(batch);
         match result {
             Ok(()) => Ok(()),
             Err(e) => self.refused(batch, &of, e),

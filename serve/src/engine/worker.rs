@@ -2,10 +2,11 @@
 
 use super::job::{Job, Phase};
 use super::seats::Seats;
-use super::{Command, EngineOptions, Failure, Finish, OpenSession, Shared};
+use super::{Command, EngineOptions, Failure, Finish, OpenDrafts, OpenSession, Shared};
 use crate::metrics::Reason;
 use crate::scheduler::{Pace, PaceLimits, Queue};
-use nq_runtime::{Batch, Session, SessionSpec};
+use nq_runtime::speculation::DraftCounts;
+use nq_runtime::{Batch, Session, SessionSpec, Speculation};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -32,11 +33,13 @@ pub(super) struct Worker<'e> {
     next: u64,
     /// Steps that ran.
     pub(super) steps: u64,
+    /// What drafts have come to in this session.
+    pub(super) draft_counts: DraftCounts,
 }
 
 /// The thread: serves until it is told to close, or until nobody can tell it anything.
 pub(super) fn run(
-    mut session: Box<dyn Session>,
+    (mut session, mut drafts): (Box<dyn Session>, Option<Speculation>),
     mut open: OpenSession,
     commands: &Receiver<Command>,
     shared: &Shared,
@@ -60,6 +63,7 @@ pub(super) fn run(
         deserted: false,
         next: 0,
         steps: 0,
+        draft_counts: DraftCounts::default(),
     };
     let pages = spec.page_count() as i64;
     shared.metrics.pages.set(pages);
@@ -68,7 +72,7 @@ pub(super) fn run(
     loop {
         let steps = worker.steps;
         let served = catch_unwind(AssertUnwindSafe(|| {
-            let mut batch = Batch::new(session.as_mut());
+            let mut batch = Batch::new(session.as_mut()).with_drafts(drafts.as_mut());
             worker.serve(&mut batch, commands)
         }));
         let why = match served {
@@ -83,9 +87,11 @@ pub(super) fn run(
         };
         worker.fail_seated(&why);
         // What the session held is gone with it; those who wait may still be served.
-        drop(session);
-        match open() {
-            Ok(fresh) if failures < FAILURES => session = fresh,
+        drop((session, drafts));
+        worker.draft_counts = DraftCounts::default();
+        let opened = worker.options.drafts.as_ref().map(OpenDrafts::open);
+        match open().and_then(|session| Ok((session, opened.transpose()?))) {
+            Ok(fresh) if failures < FAILURES => (session, drafts) = fresh,
             _ => {
                 shared.failed.store(true, Ordering::Relaxed);
                 worker.fail_all(&Failure::Model(why));

@@ -9,8 +9,8 @@ use anyhow::bail;
 use nq_runtime::generate::generate;
 use nq_runtime::thinking::{Part, Splitter};
 use nq_runtime::{
-    Detokenizer, Generated, Limits, Message, Sampler, Sequence, Session, Stats, StopReason,
-    StopTexts, Tokenizer,
+    Detokenizer, Generated, Limits, Message, Sampler, Sequence, Session, Speculation, Stats,
+    StopReason, StopTexts, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
@@ -89,6 +89,7 @@ impl Answerer for Local<'_> {
                 ..part.stats
             });
             total.tokens += part.stats.tokens;
+            total.draft_steps += part.stats.draft_steps;
             total.drafted += part.stats.drafted;
             total.accepted += part.stats.accepted;
             let goes_on = part.stop == StopReason::ContextFull
@@ -117,6 +118,9 @@ impl Answerer for Local<'_> {
         }
         let mut stats = stats.unwrap_or_default();
         stats.decode = start.elapsed().saturating_sub(stats.first_token);
+        if let Some(note) = self.sequence.speculation().and_then(|s| s.take_note()) {
+            (writer.on_event)(Event::Note(note))?;
+        }
         if end == End::Generated(StopReason::ContextFull) {
             let capacity = self.session.spec().ctx;
             (writer.on_event)(Event::Note(format!(
@@ -154,14 +158,15 @@ impl Answerer for Local<'_> {
 }
 
 impl<'m> Local<'m> {
-    /// In slot 0 of `session`. `stop` are the tokens that end a turn.
+    /// In slot 0 of `session`, with what drafts there. `stop` are the tokens that end a turn.
     pub(super) fn new(
         tokenizer: &'m Tokenizer,
         form: Form<'m>,
         stop: &[u32],
         mut session: Box<dyn Session>,
+        drafts: Option<Speculation>,
     ) -> Self {
-        let sequence = Sequence::new(session.as_mut(), 0);
+        let sequence = Sequence::new(session.as_mut(), 0).with_drafts(drafts);
         Local {
             tokenizer,
             form,
@@ -186,7 +191,6 @@ impl<'m> Local<'m> {
             stop: &self.stop,
             max_tokens: chat.settings.max_tokens.unwrap_or(usize::MAX) - before,
             interrupt: Some(interrupt),
-            drafting: chat.settings.drafting,
         };
         let mut sampler = Sampler::new(chat.settings.sampling, self.streams)?;
         self.streams += 1;

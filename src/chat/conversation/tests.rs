@@ -1,6 +1,6 @@
 use super::*;
 use nq_formats::Files;
-use nq_runtime::{Chunk, Drafting, KvType, Logits, LogitsWanted, Observer, SessionSpec};
+use nq_runtime::{Chunk, KvType, Logits, LogitsWanted, Observer, SessionSpec};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -127,14 +127,13 @@ impl Bench {
             sampling: SamplingParams::greedy(),
             max_tokens: None,
             thinking: None,
-            drafting: Drafting::default(),
             overflow,
             stop: Vec::new(),
         };
         let stop = [self.tokenizer.token_id("<|im_end|>").unwrap()];
         let (tokenizer, form) = (self.tokenizer.as_ref(), Form::Chat(&self.template));
         let system = system.map(String::from);
-        let session = Box::new(session);
+        let session = (Box::new(session) as _, None);
         Talk {
             conversation: Conversation::new(tokenizer, form, &stop, session, system, settings),
             notes: Vec::new(),

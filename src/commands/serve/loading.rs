@@ -4,6 +4,7 @@
 use super::ServeArgs;
 use crate::cli::Global;
 use crate::commands::chat::{at_load, longest_context};
+use crate::draft::{self, DraftCheckpoint, DraftFrom, Drafts};
 use crate::model;
 use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
@@ -14,7 +15,7 @@ use nq_kernels::cpu::PAGE;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
 use nq_runtime::{Engine, KvType, LoadOptions, SessionSpec};
-use nq_serve::{EngineOptions, LoadError, Model, PageStore, Source};
+use nq_serve::{EngineOptions, LoadError, Model, OpenDrafts, PageStore, Source};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
@@ -40,6 +41,8 @@ pub(super) struct Settings {
     models: u64,
     /// Where keys and values outlast the server.
     pages: Option<Arc<PageStore>>,
+    /// What drafts for models without a draft model.
+    draft: Option<DraftFrom>,
 }
 
 impl Settings {
@@ -78,6 +81,10 @@ impl Settings {
             kv_memory: args.kv_memory,
             models: models.max(1) as u64,
             pages,
+            draft: args
+                .draft
+                .clone()
+                .filter(|d| !matches!(d, DraftFrom::Model(_))),
         })
     }
 }
@@ -88,6 +95,8 @@ pub(super) struct Loadable {
     checkpoint: Checkpoint,
     /// How it is quantized at load.
     schemes: Option<Schemes>,
+    /// The model that drafts for it.
+    draft: Option<DraftCheckpoint>,
     settings: Settings,
     terminal: Arc<Terminal>,
 }
@@ -121,9 +130,16 @@ impl Loadable {
             name: name.map_or(model.name, str::to_owned),
             checkpoint,
             schemes,
+            draft: None,
             settings: settings.clone(),
             terminal: Arc::clone(terminal),
         })
+    }
+
+    /// With a model that drafts for it.
+    pub(super) fn with_draft(mut self, draft: Option<DraftCheckpoint>) -> Self {
+        self.draft = draft;
+        self
     }
 
     pub(super) fn name(&self) -> &str {
@@ -138,18 +154,26 @@ impl Loadable {
         let options = &self.settings.load;
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
         if options.device.resolve()? == Device::Cpu {
-            let running = nq_quantize::memory::running(checkpoint, schemes, &self.spec(PAGE, 1))?;
+            let least = self.spec(PAGE, 1);
+            let running = nq_quantize::memory::running(checkpoint, schemes, &least)?;
+            let draft = self.draft.as_ref().map(|d| draft::memory_of(d, &least));
+            let needed = running.peak + draft.transpose()?.map_or(0, |(_, bytes)| bytes);
             let free = available_memory().unwrap_or(u64::MAX);
-            if running.peak > free {
-                let (needed, help) = (running.peak, None);
+            if needed > free {
+                let help = None;
                 return Err(Short { needed, free, help }.into());
             }
         }
         let (config, store) = (checkpoint.config(), checkpoint.store());
         let engine = nq_runtime::load(config, store, options, &*self.terminal)?;
         let device = engine.description().device.clone();
+        let drafts = self.drafts(engine.as_ref())?;
         let (spec, kv_bytes) = self.plan(engine.as_ref())?;
         let mut options = self.settings.engine.clone();
+        options.drafts = drafts.map(|drafts| {
+            let progress = Arc::clone(&self.terminal) as Arc<dyn Progress>;
+            OpenDrafts::new(move || drafts.speculation(&spec), progress)
+        });
         if let Some(pages) = &self.settings.pages {
             options.disk = Some(pages.of_model(&self.identity(engine.as_ref())?));
         }
@@ -173,6 +197,22 @@ impl Loadable {
             device,
             spec,
             kv_bytes,
+        })
+    }
+
+    /// What drafts for it, loaded.
+    fn drafts(&self, engine: &dyn Engine) -> anyhow::Result<Option<Drafts>> {
+        let session = engine.session(self.spec(PAGE, 1))?;
+        let named = self
+            .draft
+            .as_ref()
+            .map(|d| DraftFrom::Model(d.name.clone().into()));
+        let from = named.as_ref().or(self.settings.draft.as_ref());
+        let device = &engine.description().device;
+        draft::drafts(from, session.as_ref(), device, |_| {
+            let draft = self.draft.as_ref().context("--draft: no model")?;
+            let vocab = self.checkpoint.config().vocab_size;
+            draft.load(&self.settings.load, vocab, &*self.terminal)
         })
     }
 
@@ -224,13 +264,16 @@ impl Loadable {
         let trained = longest_context(self.checkpoint.config());
         let kv_bytes = |pages: usize| -> anyhow::Result<u64> {
             let spec = self.spec(PAGE, pages);
-            Ok(match engine.device_memory(&spec) {
+            let own = match engine.device_memory(&spec) {
                 Some(memory) => memory.kv as u64,
                 None => {
                     let schemes = self.schemes.as_ref();
                     nq_quantize::memory::running(&self.checkpoint, schemes, &spec)?.kv
                 }
-            })
+            };
+            // A draft model has a page for each.
+            let draft = self.draft.as_ref().map(|d| d.kv_bytes(&spec));
+            Ok(own + draft.unwrap_or(0))
         };
         let page_bytes = kv_bytes(2)? - kv_bytes(1)?;
         let longest = settings.ctx.unwrap_or(trained);

@@ -4,6 +4,7 @@ mod loading;
 
 use crate::cli::{Global, parse_kv, parse_load_bits};
 use crate::commands::quantize::parse_size;
+use crate::draft::{DraftCheckpoint, DraftFrom, parse_draft};
 use crate::model;
 use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
 use anyhow::{Context, bail};
@@ -67,6 +68,11 @@ pub struct ServeArgs {
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
+    /// Guess tokens and check them together, which gives the same answers sooner: from the text so far
+    /// (ngram), for MODEL by a smaller model with the same tokens, or not at all (none) [default: ngram
+    /// where the device computes a few tokens together as it computes one; CPUs do]
+    #[arg(long, value_name = "FROM", value_parser = parse_draft)]
+    pub draft: Option<DraftFrom>,
     /// Keep nothing for prompts to come
     #[arg(long)]
     pub no_prefix_cache: bool,
@@ -159,8 +165,25 @@ fn models(
         names: Vec::new(),
         first: None,
     };
+    let draft = match (&args.draft, &first) {
+        (Some(DraftFrom::Model(_)), None) => {
+            bail!("--draft: there is no MODEL to draft for; those of --model draft from their text")
+        }
+        (Some(DraftFrom::Model(name)), Some(first)) => {
+            let target = &first.checkpoint;
+            Some(DraftCheckpoint::open(
+                name,
+                target,
+                args.bits,
+                global,
+                &**terminal,
+            )?)
+        }
+        _ => None,
+    };
     if let Some(first) = first {
-        let first = Loadable::new(args.served_name.as_deref(), first, &settings, terminal)?;
+        let first = Loadable::new(args.served_name.as_deref(), first, &settings, terminal)?
+            .with_draft(draft);
         let Loaded {
             model,
             device,

@@ -1,0 +1,350 @@
+//! Decoding real text with drafts and without, in turns.
+
+use super::{Machine, Sample};
+use crate::error::Result;
+use crate::report::{BenchRow, DraftRow};
+use crate::stats;
+use crate::windows::Stage;
+use nq_formats::{Progress, Unit};
+use nq_kernels::rng::Philox;
+use nq_runtime::generate::generate;
+use nq_runtime::{
+    Chunk, DraftModel, Engine, Generated, KvType, Limits, Logits, LogitsWanted, Observer, Sampler,
+    SamplingParams, Sequence, Session, SessionSpec, Speculation,
+};
+use std::ops::ControlFlow;
+
+/// What is decoded.
+pub enum Answer<'a> {
+    /// The model's own answers to each prompt, of so many tokens.
+    Own {
+        /// Prompts, as tokens.
+        prompts: &'a [Vec<u32>],
+        /// Tokens of each answer.
+        tokens: usize,
+        /// How they are drawn.
+        sampling: SamplingParams,
+    },
+    /// A known answer to a prompt: whatever the model computes, it draws this text.
+    Replayed {
+        /// The prompt, as tokens.
+        prompt: &'a [u32],
+        /// The answer.
+        answer: &'a [u32],
+        /// Share of a draft model's tokens that are made right, wherever they stand; the others are
+        /// made wrong. `None`: they are its own.
+        right: Option<f64>,
+    },
+}
+
+/// What drafts.
+pub enum DraftBy<'a> {
+    /// The text itself.
+    Ngram,
+    /// A model.
+    Model {
+        /// The model.
+        engine: &'a dyn Engine,
+        /// Tokens that both models know.
+        vocab: usize,
+    },
+}
+
+/// A measurement of drafts.
+pub struct TextSpec<'a> {
+    /// What is decoded.
+    pub answer: Answer<'a>,
+    /// What drafts, and its name.
+    pub drafts: (DraftBy<'a>, &'a str),
+    /// Measured repeats, after one that is not.
+    pub repeats: usize,
+    /// Type that keys and values are rounded to.
+    pub kv: KvType,
+}
+
+impl TextSpec<'_> {
+    /// Each prompt with the tokens of its answer.
+    fn answers(&self) -> Vec<(&[u32], usize)> {
+        match &self.answer {
+            Answer::Own {
+                prompts, tokens, ..
+            } => prompts.iter().map(|p| (&p[..], *tokens)).collect(),
+            Answer::Replayed { prompt, answer, .. } => vec![(*prompt, answer.len())],
+        }
+    }
+
+    /// The session that it needs.
+    pub fn session_spec(&self) -> SessionSpec {
+        let longest = self.answers().into_iter().map(|(p, n)| p.len() + n).max();
+        SessionSpec {
+            slots: 2,
+            ctx: longest.unwrap_or(0),
+            pages: None,
+            kv: self.kv,
+            max_rows: super::PREFILL_ROWS,
+        }
+    }
+
+    /// A session, which draws the known answer if there is one.
+    fn session(&self, engine: &dyn Engine, right: Option<f64>) -> Result<Box<dyn Session>> {
+        let session = engine.session(self.session_spec())?;
+        let (Answer::Replayed { prompt, answer, .. }, Some(right)) = (&self.answer, right) else {
+            return Ok(session);
+        };
+        Ok(Box::new(Replay {
+            session,
+            text: [*prompt, *answer].concat(),
+            right,
+            logits: Vec::new(),
+            chosen: Vec::new(),
+        }))
+    }
+
+    fn speculation(&self) -> Result<Speculation> {
+        Ok(match &self.drafts.0 {
+            DraftBy::Ngram => Speculation::ngram(),
+            DraftBy::Model { engine, vocab } => {
+                let right = match self.answer {
+                    Answer::Replayed { right, .. } => right,
+                    Answer::Own { .. } => None,
+                };
+                let session = self.session(*engine, right)?;
+                Speculation::new(Box::new(DraftModel::new(session, *vocab)))
+            }
+        })
+    }
+}
+
+/// `text`: decodes the answers without drafts and with them, in turns. The second row says what drafts
+/// came to.
+///
+/// # Errors
+/// What the engines report; a device on which drafts would change answers.
+pub fn text(
+    engine: &dyn Engine,
+    spec: &TextSpec<'_>,
+    machine: Machine<'_>,
+    progress: &dyn Progress,
+) -> Result<[BenchRow; 2]> {
+    let mut session = spec.session(engine, Some(1.0))?;
+    let device = &engine.description().device;
+    nq_runtime::speculation::check_exact(session.exact_rows(), device)?;
+    let mut plain = Sequence::new(session.as_mut(), 0);
+    let drafts = Some(spec.speculation()?);
+    let mut drafted = Sequence::new(session.as_mut(), 1).with_drafts(drafts);
+    let answers = spec.answers();
+    let tokens: usize = answers.iter().map(|a| a.1 - 1).sum();
+    let test = format!("text{tokens}");
+    let rounds = (spec.repeats as u64 + 1) * answers.len() as u64;
+    let _stage = Stage::begin(progress, &test, rounds, Unit::Items);
+    let mut row = DraftRow {
+        from: spec.drafts.1.to_owned(),
+        replayed: matches!(spec.answer, Answer::Replayed { .. }),
+        ..DraftRow::default()
+    };
+    let (mut seconds, mut steps, mut right) = ([Vec::new(), Vec::new()], 0, 0);
+    let mut read_gb_s = vec![(machine.read_gb_s)()?];
+    for repeat in 0..=spec.repeats {
+        let mut took = [0.0; 2];
+        for (stream, &(prompt, n)) in answers.iter().enumerate() {
+            let mut run = |sequence: &mut Sequence| {
+                decode(session.as_mut(), sequence, spec, (prompt, n), stream as u64)
+            };
+            let (without, with) = (run(&mut plain)?, run(&mut drafted)?);
+            took[0] += without.stats.decode.as_secs_f64();
+            took[1] += with.stats.decode.as_secs_f64();
+            if repeat > 0 {
+                row.drafted += with.stats.drafted;
+                right += with.stats.accepted;
+                steps += with.stats.draft_steps;
+            }
+            row.same &= without.tokens == with.tokens;
+            progress.advance(1);
+        }
+        if repeat > 0 {
+            seconds[0].push(took[0]);
+            seconds[1].push(took[1]);
+            read_gb_s.push((machine.read_gb_s)()?);
+        }
+    }
+    let ratios: Vec<f64> = seconds[0]
+        .iter()
+        .zip(&seconds[1])
+        .map(|(a, b)| a / b)
+        .collect();
+    row.speed_up = stats::quantile(&stats::sorted(ratios.iter().copied()), 0.5);
+    row.speed_up_std = stats::std_dev(&ratios);
+    row.right = right as f64 / row.drafted.max(1) as f64;
+    row.accepted_per_step = right as f64 / steps.max(1) as f64;
+    row.off = drafted.speculation().and_then(Speculation::take_note);
+    let passes = [tokens, tokens - right / spec.repeats.max(1)];
+    let mut rows = seconds.into_iter().zip(passes).map(|(seconds, passes)| {
+        let per_token = seconds.iter().map(|s| 1e3 * s / tokens as f64);
+        let sample = Sample {
+            test: test.clone(),
+            tokens,
+            passes,
+            step_ms: per_token.collect(),
+            seconds,
+            read_gb_s: read_gb_s.clone(),
+        };
+        let bench = super::BenchSpec {
+            prompt_tokens: 0,
+            gen_tokens: tokens,
+            depth: answers.first().map_or(0, |a| a.0.len()),
+            batch: 1,
+            repeats: spec.repeats,
+            kv: spec.kv,
+        };
+        sample.row(engine, &bench, machine)
+    });
+    let (Some(without), Some(mut with)) = (rows.next(), rows.next()) else {
+        unreachable!("there are two samples");
+    };
+    with.drafts = Some(row);
+    Ok([without, with])
+}
+
+/// One answer of exactly `n` tokens.
+fn decode(
+    session: &mut dyn Session,
+    sequence: &mut Sequence,
+    spec: &TextSpec<'_>,
+    (prompt, n): (&[u32], usize),
+    stream: u64,
+) -> Result<Generated> {
+    let sampling = match spec.answer {
+        Answer::Own { sampling, .. } => sampling,
+        Answer::Replayed { .. } => SamplingParams::greedy(),
+    };
+    let limits = Limits {
+        stop: &[],
+        max_tokens: n,
+        interrupt: None,
+    };
+    let mut sampler = Sampler::new(sampling, stream)?;
+    let each = &mut |_| ControlFlow::Continue(());
+    Ok(generate(
+        session,
+        sequence,
+        prompt,
+        &mut sampler,
+        &limits,
+        each,
+    )?)
+}
+
+/// A session that computes what it is asked to, and whose logits then say what a known text has next.
+struct Replay {
+    session: Box<dyn Session>,
+    text: Vec<u32>,
+    /// Share of places at which they do; at the others they say something else.
+    right: f64,
+    /// `[rows, vocab]`: zeros but for the chosen ones.
+    logits: Vec<f32>,
+    chosen: Vec<usize>,
+}
+
+impl Replay {
+    /// What follows the token at `position`.
+    fn next(&self, position: usize, vocab: usize) -> usize {
+        let token = self.text.get(position + 1).map_or(0, |&t| t as usize);
+        let [word, ..] = Philox::block([7, 7], 0, position as u64);
+        match f64::from(word) < self.right * 2f64.powi(32) {
+            true => token,
+            false => (token + 1) % vocab,
+        }
+    }
+}
+
+impl Session for Replay {
+    fn spec(&self) -> SessionSpec {
+        self.session.spec()
+    }
+
+    fn len(&self, slot: usize) -> usize {
+        self.session.len(slot)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.session.truncate(slot, len);
+    }
+
+    fn exact_rows(&self) -> usize {
+        self.session.exact_rows()
+    }
+
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        observer: Option<&mut dyn Observer>,
+    ) -> nq_runtime::Result<Logits<'_>> {
+        let rows = |c: &Chunk<'_>| LogitsWanted::rows(&c.logits, c.tokens.len());
+        let places: Vec<usize> = chunks
+            .iter()
+            .flat_map(|c| rows(c).map(|row| self.session.len(c.slot) + row))
+            .collect();
+        let vocab = self.session.forward(chunks, observer)?.vocab;
+        for at in self.chosen.drain(..) {
+            self.logits[at] = 0.0;
+        }
+        self.logits.resize(places.len() * vocab, 0.0);
+        for (row, &place) in places.iter().enumerate() {
+            let at = row * vocab + self.next(place, vocab);
+            self.logits[at] = 100.0;
+            self.chosen.push(at);
+        }
+        Ok(Logits {
+            data: &self.logits,
+            vocab,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_tokens_are_right_as_asked() {
+        struct Nothing;
+        impl Session for Nothing {
+            fn spec(&self) -> SessionSpec {
+                SessionSpec::default()
+            }
+            fn len(&self, _: usize) -> usize {
+                0
+            }
+            fn truncate(&mut self, _: usize, _: usize) {}
+            fn forward(
+                &mut self,
+                _: &[Chunk<'_>],
+                _: Option<&mut dyn Observer>,
+            ) -> nq_runtime::Result<Logits<'_>> {
+                Ok(Logits {
+                    data: &[],
+                    vocab: 50,
+                })
+            }
+        }
+        let text: Vec<u32> = (0..2000).map(|i| i % 50).collect();
+        for (share, least, most) in [(1.0, 1999, 1999), (0.7, 1330, 1470), (0.0, 0, 0)] {
+            let mut replay = Replay {
+                session: Box::new(Nothing),
+                text: text.clone(),
+                right: share,
+                logits: Vec::new(),
+                chosen: Vec::new(),
+            };
+            let chunk = Chunk {
+                slot: 0,
+                tokens: &text[..1999],
+                logits: LogitsWanted::All,
+            };
+            let logits = replay.forward(&[chunk], None).unwrap();
+            let hot = |i: usize| logits.row(i)[text[i + 1] as usize] > 0.0;
+            let right = (0..1999).filter(|&i| hot(i)).count();
+            assert!((least..=most).contains(&right), "{share}: {right}");
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! How many tokens to draft: as many as give most tokens a second.
+
+/// Gain below which drafting is left alone.
+const LEAST_GAIN: f64 = 1.05;
+/// What a row costs more, in steps of one row, until it has been measured.
+const ROW: f64 = 0.25;
+/// What drafting a token costs, in steps of one row, until it has been measured.
+const DRAFT: f64 = 0.25;
+/// What one measurement changes at most: a step that another program held up must not count for long.
+const CLIP: f64 = 1.25;
+/// Weight of a new measurement.
+const NEW: f64 = 0.3;
+
+/// What steps and drafts take.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Pace {
+    /// Seconds of a step of `i + 1` rows, where known.
+    steps: Vec<Option<f64>>,
+    /// Seconds of drafting a token for all sequences of a step; none known of a free drafter.
+    draft: Option<f64>,
+    /// Drafts take time.
+    dear: bool,
+}
+
+/// Tokens that a sequence would have drafted.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Wish {
+    /// Share of them that is right.
+    pub right: f64,
+    /// At most so many.
+    pub most: usize,
+}
+
+impl Pace {
+    /// A drafter that takes time.
+    pub(super) fn dear() -> Self {
+        Pace {
+            dear: true,
+            ..Pace::default()
+        }
+    }
+
+    /// Tokens to draft for each of `wishes`, in a step of `rows` rows without them, at most `room`
+    /// together: rows go where they are most likely to be right, as long as that pays.
+    pub(super) fn plan(&self, rows: usize, room: usize, wishes: &[Wish]) -> Vec<usize> {
+        let mut lengths = vec![0; wishes.len()];
+        let mut best = (LEAST_GAIN * rows as f64 / self.step(rows), lengths.clone());
+        let mut tokens = rows as f64;
+        for drafted in 1..=room {
+            let chance = |i: usize| match lengths[i] < wishes[i].most {
+                true => wishes[i].right.powi(lengths[i] as i32 + 1),
+                false => 0.0,
+            };
+            let likeliest = (0..wishes.len()).max_by(|&a, &b| chance(a).total_cmp(&chance(b)));
+            let Some(i) = likeliest.filter(|&i| chance(i) > 0.0) else {
+                break;
+            };
+            tokens += chance(i);
+            lengths[i] += 1;
+            let longest = lengths.iter().max().copied().unwrap_or(0);
+            let seconds = self.step(rows + drafted) + self.draft() * longest as f64;
+            if tokens / seconds > best.0 {
+                best = (tokens / seconds, lengths.clone());
+            }
+        }
+        best.1
+    }
+
+    /// Seconds of a step; in steps of one row where nothing has been measured.
+    fn step(&self, rows: usize) -> f64 {
+        let known = |i: usize| self.steps.get(i).copied().flatten();
+        let below = (0..rows).rev().find_map(|i| Some((i + 1, known(i)?)));
+        let Some(one) = (0..self.steps.len()).find_map(known) else {
+            return 1.0 + ROW * (rows - 1) as f64;
+        };
+        let Some((measured, seconds)) = below else {
+            return one;
+        };
+        // Rows beyond those measured cost what rows have cost so far.
+        let first = (0..measured).find_map(|i| Some((i + 1, known(i)?)));
+        let row = match first {
+            Some((rows, first)) if rows < measured => (seconds - first) / (measured - rows) as f64,
+            _ => ROW * one,
+        };
+        seconds + row.max(0.0) * (rows - measured) as f64
+    }
+
+    /// True once drafting has been measured.
+    pub(super) fn knows_drafts(&self) -> bool {
+        self.draft.is_some()
+    }
+
+    fn draft(&self) -> f64 {
+        match self.dear {
+            true => self.draft.unwrap_or(DRAFT * self.step(1)),
+            false => 0.0,
+        }
+    }
+
+    /// A step of `rows` rows took so long.
+    pub(super) fn stepped(&mut self, rows: usize, seconds: f64) {
+        // More rows than drafts ever make.
+        if rows == 0 || rows > 64 {
+            return;
+        }
+        let anything = self.steps.iter().any(Option::is_some);
+        let expected = self.step(rows);
+        if self.steps.len() < rows {
+            self.steps.resize(rows, None);
+        }
+        let known = &mut self.steps[rows - 1];
+        *known = Some(match (anything, *known) {
+            (false, _) => seconds,
+            (true, None) => seconds.min(CLIP * expected),
+            (true, Some(known)) => learned(known, seconds),
+        });
+    }
+
+    /// Drafting took so long for each token.
+    pub(super) fn drafted(&mut self, seconds: f64) {
+        self.draft = Some(match self.draft {
+            // The first has to compute what stands before, too.
+            None => seconds.min(self.step(1)),
+            Some(known) => learned(known, seconds),
+        });
+    }
+}
+
+/// What is expected after a measurement.
+fn learned(known: f64, measured: f64) -> f64 {
+    known + NEW * (measured.clamp(known / CLIP, known * CLIP) - known)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(seconds: impl Fn(usize) -> f64, mut pace: Pace) -> Pace {
+        for _ in 0..200 {
+            (1..=8).for_each(|rows| pace.stepped(rows, seconds(rows)));
+        }
+        pace
+    }
+
+    fn alone(pace: &Pace, right: f64, most: usize) -> usize {
+        pace.plan(1, 7, &[Wish { right, most }])[0]
+    }
+
+    #[test]
+    fn lengths_follow_costs_and_luck() {
+        let pace = measured(|rows| 1.0 + 0.1 * (rows - 1) as f64, Pace::default());
+        assert_eq!(alone(&pace, 0.97, 20), 7);
+        assert_eq!(alone(&pace, 0.97, 3), 3);
+        assert_eq!(alone(&pace, 0.97, 0), 0);
+        assert!((1..4).contains(&alone(&pace, 0.4, 20)));
+        // Always wrong.
+        assert_eq!(alone(&pace, 0.1, 20), 0);
+        // Rows that cost as much as steps never pay.
+        let dear = measured(|rows| rows as f64, Pace::default());
+        assert_eq!(alone(&dear, 0.97, 20), 0);
+    }
+
+    #[test]
+    fn a_dear_drafter_must_earn_its_time() {
+        let mut pace = measured(|rows| 1.0 + 0.05 * (rows - 1) as f64, Pace::dear());
+        (0..100).for_each(|_| pace.drafted(0.15));
+        assert!((2..6).contains(&alone(&pace, 0.8, 20)));
+        assert_eq!(alone(&pace, 0.15, 20), 0);
+        (0..100).for_each(|_| pace.drafted(0.9));
+        assert_eq!(alone(&pace, 0.8, 20), 0);
+    }
+
+    #[test]
+    fn rows_go_where_they_are_likeliest_right() {
+        let pace = measured(|rows| 1.0 + 0.02 * (rows - 1) as f64, Pace::default());
+        let wish = |right| Wish { right, most: 5 };
+        let planned = pace.plan(3, 5, &[wish(0.2), wish(0.9), wish(0.7)]);
+        assert_eq!(planned.iter().sum::<usize>(), 5);
+        assert!(
+            planned[1] > planned[2] && planned[2] > planned[0],
+            "{planned:?}"
+        );
+    }
+
+    #[test]
+    fn one_slow_step_does_not_count_for_long() {
+        let mut pace = measured(|rows| 1.0 + 0.1 * (rows - 1) as f64, Pace::default());
+        pace.stepped(8, 50.0);
+        assert_eq!(alone(&pace, 0.97, 20), 7);
+    }
+}

@@ -1,0 +1,54 @@
+//! Drafts of the tokens of answers, for sequences that share steps.
+
+use super::worker::Worker;
+use nq_formats::Progress;
+use nq_runtime::{Batch, Speculation};
+use std::fmt;
+use std::sync::Arc;
+
+/// Opens what drafts tokens for a session: once, and again after a panic in it.
+#[derive(Clone)]
+pub struct OpenDrafts {
+    open: Arc<dyn Fn() -> nq_runtime::Result<Speculation> + Send + Sync>,
+    progress: Arc<dyn Progress>,
+}
+
+impl OpenDrafts {
+    /// By `open`; `progress` is told where drafts are switched off.
+    pub fn new(
+        open: impl Fn() -> nq_runtime::Result<Speculation> + Send + Sync + 'static,
+        progress: Arc<dyn Progress>,
+    ) -> Self {
+        OpenDrafts {
+            open: Arc::new(open),
+            progress,
+        }
+    }
+
+    pub(super) fn open(&self) -> nq_runtime::Result<Speculation> {
+        (self.open)()
+    }
+}
+
+impl fmt::Debug for OpenDrafts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OpenDrafts")
+    }
+}
+
+impl Worker<'_> {
+    /// Counts what drafts came to in a step, and passes on what they say.
+    pub(super) fn count_drafts(&mut self, batch: &mut Batch<'_>) {
+        let (Some(speculation), Some(drafts)) = (batch.speculation(), &self.options.drafts) else {
+            return;
+        };
+        let counts = speculation.counts();
+        let new = counts - std::mem::replace(&mut self.draft_counts, counts);
+        let metrics = &self.shared.metrics;
+        metrics.drafted_tokens.inc_by(new.drafted as u64);
+        metrics.accepted_tokens.inc_by(new.accepted as u64);
+        if let Some(note) = speculation.take_note() {
+            drafts.progress.note(&note);
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! `nq bench --text`: drafts on real text.
+
+use super::super::synth::parse_preset;
+use super::{BenchArgs, Meter, random, show};
+use crate::cli::{self, Global};
+use crate::commands::chat::longest_context;
+use crate::draft::{DraftCheckpoint, DraftFrom, Drafts};
+use crate::terminal::Terminal;
+use anyhow::{Context, bail};
+use nq_evals::DraftRow;
+use nq_evals::bench::{self, Answer, DraftBy, Machine, TextSpec};
+use nq_formats::{Checkpoint, Progress};
+use nq_runtime::{Engine, LoadOptions, SamplingParams, Tokenizer};
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fs;
+use std::path::Path;
+use std::process::ExitCode;
+
+/// Pieces of a text that a model continues, and tokens of each.
+const PIECES: (usize, usize) = (8, 256);
+/// Tokens of the longest answer that is replayed.
+const MOST: usize = 8192;
+
+/// Measures a text's decoding with drafts and without.
+pub(super) fn run(
+    args: &BenchArgs,
+    file: &Path,
+    (name, checkpoint): (&str, &Checkpoint),
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<ExitCode> {
+    let text = read(file)?;
+    let before = args.before.as_deref().map(read).transpose()?;
+    let mut encode = encoder(args, checkpoint, terminal)?;
+    let tokens = encode(&text)?;
+    let replayed = before.is_some() || args.preset.is_some();
+    let (prompt, mut answer) = match &before {
+        Some(before) => (encode(before)?, tokens),
+        // What stands before a part of the text is the text.
+        None => {
+            let (prompt, rest) = tokens.split_at(tokens.len() / 4);
+            (prompt.to_vec(), rest.to_vec())
+        }
+    };
+    let positions = longest_context(checkpoint.config());
+    if replayed && prompt.len() + 1 >= positions {
+        bail!(
+            "the text before the answer has {} tokens: expected fewer than the model's {positions} \
+             positions",
+            prompt.len()
+        );
+    }
+    answer.truncate(MOST.min(positions - prompt.len().min(positions)));
+    let pieces: Vec<Vec<u32>> = [&prompt[..], &answer]
+        .concat()
+        .chunks_exact(PIECES.1)
+        .take(PIECES.0)
+        .map(<[u32]>::to_vec)
+        .collect();
+    let long_enough = match replayed {
+        true => !prompt.is_empty() && answer.len() > 1,
+        false => !pieces.is_empty() && args.gen_tokens > 1,
+    };
+    if !long_enough {
+        bail!(
+            "--text {}: expected a longer text, or a larger -n",
+            file.display()
+        );
+    }
+    let answer = match replayed {
+        true => Answer::Replayed {
+            prompt: &prompt,
+            answer: &answer,
+            right: args.draft_right,
+        },
+        false => Answer::Own {
+            prompts: &pieces,
+            tokens: args.gen_tokens,
+            sampling: SamplingParams::from_defaults(checkpoint.generation()),
+        },
+    };
+    if args.draft_right.is_some() && !replayed {
+        cli::refuse(
+            "bench",
+            "--draft-right is for a text that is given: --before or --preset",
+        );
+    }
+    let meter = Meter::new(&global.load_options())?;
+    let options = global.load_options();
+    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, terminal)
+        .with_context(|| name.to_owned())?;
+    let (drafts, from) = drafts(args, checkpoint, &options, global, terminal)?;
+    let spec = TextSpec {
+        answer,
+        drafts: (
+            match &drafts {
+                Drafts::Ngram => DraftBy::Ngram,
+                Drafts::Model { engine, vocab, .. } => DraftBy::Model {
+                    engine: engine.as_ref(),
+                    vocab: *vocab,
+                },
+            },
+            &from,
+        ),
+        repeats: args.repeats,
+        kv: args.spec().kv,
+    };
+    let engine: &dyn Engine = engine.as_ref();
+    let read = || meter.read_gb_s();
+    let machine = Machine {
+        read_gb_s: &read,
+        cache_bytes: meter.cache_bytes()?,
+    };
+    let rows = bench::text(engine, &spec, machine, terminal)?;
+    show(name, engine, machine, &rows, global, terminal)
+}
+
+fn read(path: &Path) -> anyhow::Result<String> {
+    fs::read_to_string(path).with_context(|| path.display().to_string())
+}
+
+/// Turns texts into tokens. Random weights have no vocabulary to speak of: there each word, number and
+/// run of signs is a token.
+fn encoder<'a>(
+    args: &BenchArgs,
+    checkpoint: &'a Checkpoint,
+    terminal: &Terminal,
+) -> anyhow::Result<Box<dyn FnMut(&str) -> anyhow::Result<Vec<u32>> + 'a>> {
+    if args.preset.is_none() {
+        let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+        return Ok(Box::new(move |text| Ok(tokenizer.encode(text)?)));
+    }
+    terminal.note("a preset has no vocabulary: words and runs of signs of the text are its tokens");
+    let mut ids = HashMap::new();
+    let most = checkpoint.config().vocab_size;
+    Ok(Box::new(move |text| {
+        let ids = &mut ids;
+        let words = words(text).into_iter().map(|word| {
+            let next = ids.len() as u32;
+            *ids.entry(word.to_owned()).or_insert(next)
+        });
+        let words: Vec<u32> = words.collect();
+        match ids.len() < most {
+            true => Ok(words),
+            false => bail!(
+                "expected at most {most} different words, found {}",
+                ids.len()
+            ),
+        }
+    }))
+}
+
+/// A text in pieces such as tokens are: words of up to six letters with the space before them, digits,
+/// runs of signs, runs of white space.
+fn words(text: &str) -> Vec<&str> {
+    const LONGEST: usize = 6;
+    #[derive(PartialEq)]
+    enum Kind {
+        Letter,
+        Digit,
+        Space,
+        Sign,
+    }
+    let kind = |c: char| match c {
+        c if c.is_alphabetic() => Kind::Letter,
+        c if c.is_numeric() => Kind::Digit,
+        c if c.is_whitespace() => Kind::Space,
+        _ => Kind::Sign,
+    };
+    let mut pieces = Vec::new();
+    let (mut start, mut letters) = (0, 0);
+    let mut last: Option<char> = None;
+    for (at, c) in text.char_indices() {
+        let joins = last.is_none_or(|before| match (kind(before), kind(c)) {
+            (Kind::Letter, Kind::Letter) => letters < LONGEST,
+            (Kind::Space, Kind::Letter | Kind::Sign) => before == ' ' && at == start + 1,
+            (Kind::Space, Kind::Space) | (Kind::Sign, Kind::Sign) => true,
+            _ => false,
+        });
+        if !joins {
+            pieces.push(&text[start..at]);
+            (start, letters) = (at, 0);
+        }
+        letters += usize::from(kind(c) == Kind::Letter);
+        last = Some(c);
+    }
+    if start < text.len() {
+        pieces.push(&text[start..]);
+    }
+    pieces
+}
+
+/// What drafts, loaded, and its name.
+fn drafts(
+    args: &BenchArgs,
+    target: &Checkpoint,
+    options: &LoadOptions,
+    global: &Global,
+    terminal: &Terminal,
+) -> anyhow::Result<(Drafts, String)> {
+    let name: &OsString = match &args.draft {
+        None | Some(DraftFrom::Ngram) => return Ok((Drafts::Ngram, "ngram".into())),
+        Some(DraftFrom::None) => bail!("--draft none: there is nothing to measure"),
+        Some(DraftFrom::Model(name)) => name,
+    };
+    let preset = args
+        .preset
+        .as_ref()
+        .and_then(|_| parse_preset(name.to_str()?).ok());
+    let draft = match preset {
+        Some(preset) => {
+            let layers = args
+                .draft_layers
+                .unwrap_or(preset.config().num_hidden_layers);
+            let (name, checkpoint) = random(&preset, layers, args.bits, 1)?;
+            DraftCheckpoint {
+                name,
+                checkpoint,
+                schemes: None,
+            }
+        }
+        None if args.draft_layers.is_some() => bail!("--draft-layers is for a preset"),
+        None => DraftCheckpoint::open(name, target, args.bits, global, terminal)?,
+    };
+    let drafts = draft.load(options, target.config().vocab_size, terminal)?;
+    Ok((drafts, draft.name))
+}
+
+/// What drafts came to, in words.
+pub(super) fn line(test: &str, d: &DraftRow) -> String {
+    let mut line = format!(
+        "{test}, drafts by {}: {:.2} x the speed without (± {:.2}), {:.2} drafted tokens accepted per \
+         step, {:.0} % of those drafted right{}",
+        d.from,
+        d.speed_up,
+        d.speed_up_std,
+        d.accepted_per_step,
+        100.0 * d.right,
+        match d.replayed {
+            true => "; the text was given, not the model's own",
+            false => "; the model's own text",
+        },
+    );
+    if !d.same {
+        line += "; ITS TOKENS DIFFER from those without drafts";
+    }
+    line + &d
+        .off
+        .as_ref()
+        .map_or_else(String::new, |off| format!("; {off}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::words;
+
+    #[test]
+    fn words_are_such_as_tokens_are() {
+        let text = "let value = self.rows[12];\n    }\n";
+        let expected = [
+            "let", " value", " =", " self", ".", "rows", "[", "1", "2", "];", "\n    ", "}", "\n",
+        ];
+        assert_eq!(words(text), expected);
+        assert_eq!(words("quantization"), ["quanti", "zation"]);
+        assert_eq!(words(""), [""; 0]);
+    }
+}
