@@ -1,0 +1,154 @@
+//! What a model is for: writing text, or, by the files that sentence-transformers keeps beside it,
+//! embedding texts or scoring documents.
+
+use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use std::collections::BTreeMap;
+
+/// The steps that sentence-transformers takes with a model.
+pub const MODULES: &str = "modules.json";
+/// What it puts before texts.
+pub const PROMPTS: &str = "config_sentence_transformers.json";
+/// How it makes one vector of a text's.
+pub const POOLING: &str = "1_Pooling/config.json";
+/// Which tokens' logits it compares.
+pub const LOGIT_SCORE: &str = "1_LogitScore/config.json";
+
+/// What a model is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// Writing text.
+    Generate,
+    /// Vectors of texts: what the last token leaves behind the final norm.
+    Embed(Prompts),
+    /// How well documents answer a query: whether the next word is `yes` or `no`.
+    Rerank,
+}
+
+/// What an embedding model's makers put before texts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Prompts {
+    /// Before queries.
+    pub query: Option<String>,
+    /// Before what is searched.
+    pub document: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Module {
+    #[serde(rename = "type")]
+    class: String,
+    path: String,
+}
+
+/// `pooling_mode` since sentence-transformers 5.4, a switch for each mode before.
+#[derive(Deserialize)]
+struct Pooling {
+    pooling_mode: Option<String>,
+    #[serde(flatten)]
+    others: BTreeMap<String, serde_json::Value>,
+}
+
+impl Pooling {
+    fn modes(&self) -> Vec<&str> {
+        let switches = self.others.iter().filter(|(_, on)| **on == true);
+        let switches = switches.filter_map(|(key, _)| key.strip_prefix("pooling_mode_"));
+        switches.chain(self.pooling_mode.as_deref()).collect()
+    }
+}
+
+impl Task {
+    /// The task of a model with these files; `bare` says that its weights are named as those of a
+    /// model with nothing on top of it.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] for files that are not what sentence-transformers writes;
+    /// [`Error::Unsupported`] for an embedding made otherwise than of the last token.
+    pub fn of(files: &Files, bare: bool) -> Result<Task> {
+        #[derive(Deserialize)]
+        struct Config {
+            #[serde(default)]
+            architectures: Option<Vec<String>>,
+        }
+        let Some(modules) = read::<Vec<Module>>(files, MODULES)? else {
+            let config: Option<Config> = read(files, CONFIG)?;
+            let classes = config.and_then(|c| c.architectures).unwrap_or_default();
+            let base = classes.iter().any(|class| class.ends_with("Model"));
+            return Ok(match bare || base {
+                true => Task::Embed(prompts(files)?),
+                false => Task::Generate,
+            });
+        };
+        let kind = |m: &Module| m.class.rsplit('.').next().unwrap_or_default().to_owned();
+        let kinds: Vec<String> = modules.iter().map(kind).collect();
+        if kinds.iter().any(|k| k == "LogitScore") {
+            return Ok(Task::Rerank);
+        }
+        let unsupported = |name: &str, what: String| Error::Unsupported {
+            path: files.path(name),
+            what,
+            why: "nq makes embeddings of the last token's hidden state".into(),
+        };
+        let known = ["Transformer", "Pooling", "Normalize"];
+        if let Some(other) = kinds.iter().find(|k| !known.contains(&k.as_str())) {
+            return Err(unsupported(MODULES, format!("the module {other}")));
+        }
+        let Some(pooling) = modules.iter().find(|m| kind(m) == "Pooling") else {
+            return Ok(Task::Generate);
+        };
+        let place = format!("{}/config.json", pooling.path);
+        if place != POOLING {
+            return Err(unsupported(MODULES, format!("pooling in {place:?}")));
+        }
+        let pooling: Pooling = read(files, POOLING)?.ok_or_else(|| Error::Missing {
+            path: files.root(),
+            what: format!("{POOLING}, which {MODULES} names"),
+        })?;
+        match pooling.modes()[..] {
+            ["lasttoken"] => Ok(Task::Embed(prompts(files)?)),
+            ref modes => {
+                let what = format!("pooling of {}", modes.join(" and "));
+                Err(unsupported(POOLING, what))
+            }
+        }
+    }
+
+    /// The task of a model that is called `name`: rerankers from before sentence-transformers knew
+    /// them are told from other causal models by their name alone.
+    #[must_use]
+    pub fn of_name(self, name: &str) -> Task {
+        match self {
+            Task::Generate if name.to_ascii_lowercase().contains("reranker") => Task::Rerank,
+            task => task,
+        }
+    }
+}
+
+fn prompts(files: &Files) -> Result<Prompts> {
+    #[derive(Default, Deserialize)]
+    struct Config {
+        #[serde(default)]
+        prompts: BTreeMap<String, String>,
+    }
+    let mut config: Config = read(files, PROMPTS)?.unwrap_or_default();
+    Ok(Prompts {
+        query: config.prompts.remove("query"),
+        document: config.prompts.remove("document"),
+    })
+}
+
+/// The JSON file `name`, if there is one.
+fn read<T: DeserializeOwned>(files: &Files, name: &str) -> Result<Option<T>> {
+    let Some(bytes) = files.get(name)? else {
+        return Ok(None);
+    };
+    let parsed = serde_json::from_slice(&bytes);
+    parsed.map(Some).map_err(|e| Error::Malformed {
+        path: files.path(name),
+        what: "contents".into(),
+        expected: "what sentence-transformers writes".into(),
+        found: e.to_string(),
+    })
+}
