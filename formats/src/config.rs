@@ -348,7 +348,9 @@ impl<'a> Object<'a> {
         let mut found = None;
         for class in classes {
             // Saved without a head: Qwen3Model.
-            let causal = class.strip_suffix("Model").map(|family| format!("{family}ForCausalLM"));
+            let causal = class
+                .strip_suffix("Model")
+                .map(|family| format!("{family}ForCausalLM"));
             found = models::find(|a| a.class, causal.as_deref().unwrap_or(&class));
             if found.is_none() {
                 return unsupported(format!("architecture {class}"));

@@ -115,6 +115,15 @@ impl Task {
         }
     }
 
+    /// Its name in reports: `generate`, `embed` or `rerank`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Task::Generate => "generate",
+            Task::Embed(_) => "embed",
+            Task::Rerank => "rerank",
+        }
+    }
+
     /// The task of a model that is called `name`: rerankers from before sentence-transformers knew
     /// them are told from other causal models by their name alone.
     #[must_use]
@@ -151,4 +160,104 @@ fn read<T: DeserializeOwned>(files: &Files, name: &str) -> Result<Option<T>> {
         expected: "what sentence-transformers writes".into(),
         found: e.to_string(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn task(files: &[(&str, &str)], bare: bool) -> Result<Task> {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = folder.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        Task::of(&Files::Folder(folder.path().into()), bare)
+    }
+
+    /// Modules of these classes, each in a folder named after its number.
+    fn modules(classes: &[&str]) -> String {
+        let module = |(i, class): (usize, &&str)| {
+            format!(r#"{{"idx": {i}, "path": "{i}_{class}", "type": "some.where.{class}"}}"#)
+        };
+        let all: Vec<String> = classes.iter().enumerate().map(module).collect();
+        format!("[{}]", all.join(","))
+    }
+
+    #[test]
+    fn files_say_what_a_model_is_for() {
+        let embeds = Task::Embed(Prompts::default());
+        let causal = (CONFIG, r#"{"architectures": ["Qwen3ForCausalLM"]}"#);
+        let base = (CONFIG, r#"{"architectures": ["Qwen3Model"]}"#);
+        assert_eq!(task(&[], false).unwrap(), Task::Generate);
+        assert_eq!(task(&[causal], false).unwrap(), Task::Generate);
+        assert_eq!(task(&[causal], true).unwrap(), embeds);
+        assert_eq!(task(&[base], false).unwrap(), embeds);
+        let all = modules(&["Transformer", "Pooling", "Normalize"]);
+        let score = modules(&["Transformer", "LogitScore"]);
+        assert_eq!(
+            task(&[causal, (MODULES, &score)], true).unwrap(),
+            Task::Rerank
+        );
+        for pooling in [
+            r#"{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": false, "include_prompt": true}"#,
+            r#"{"embedding_dimension": 8, "pooling_mode": "lasttoken", "include_prompt": true}"#,
+        ] {
+            let files = [causal, (MODULES, &*all), (POOLING, pooling)];
+            assert_eq!(task(&files, false).unwrap(), embeds);
+            let prompts =
+                r#"{"prompts": {"query": "Q: ", "other": "O"}, "default_prompt_name": null}"#;
+            let files = [&files[..], &[(PROMPTS, prompts)]].concat();
+            let query = Some("Q: ".to_owned());
+            let found = task(&files, false).unwrap();
+            assert_eq!(
+                found,
+                Task::Embed(Prompts {
+                    query,
+                    document: None
+                })
+            );
+        }
+        assert_eq!(
+            Task::Generate.of_name("Qwen3-Reranker-0.6B-int4"),
+            Task::Rerank
+        );
+        assert_eq!(Task::Generate.of_name("Qwen3-0.6B"), Task::Generate);
+        assert_eq!(embeds.clone().of_name("a-reranker"), embeds);
+    }
+
+    #[test]
+    fn other_embeddings_are_refused_by_name() {
+        let all = modules(&["Transformer", "Pooling"]);
+        let dense = modules(&["Transformer", "Pooling", "Dense"]);
+        let mean = r#"{"pooling_mode_mean_tokens": true}"#;
+        let two = r#"{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": true}"#;
+        let last = r#"{"pooling_mode": "lasttoken"}"#;
+        let elsewhere = all.replace("1_Pooling", "../Pooling");
+        for (files, name) in [
+            (vec![(MODULES, &*all), (POOLING, mean)], "mean_tokens"),
+            (
+                vec![(MODULES, &all), (POOLING, two)],
+                "lasttoken and mean_tokens",
+            ),
+            (vec![(MODULES, &all), (POOLING, "{}")], "pooling of"),
+            (vec![(MODULES, &dense), (POOLING, last)], "Dense"),
+            (vec![(MODULES, &elsewhere), (POOLING, last)], "../Pooling"),
+            (vec![(MODULES, &all)], POOLING),
+            (vec![(MODULES, "{}")], MODULES),
+            (vec![(MODULES, &all), (POOLING, "[]")], POOLING),
+            (
+                vec![
+                    (MODULES, &all),
+                    (POOLING, last),
+                    (PROMPTS, "{\"prompts\": 1}"),
+                ],
+                PROMPTS,
+            ),
+        ] {
+            let e = task(&files, false).unwrap_err().to_string();
+            assert!(e.contains(name), "{name}: {e}");
+        }
+    }
 }

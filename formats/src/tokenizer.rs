@@ -67,7 +67,11 @@ pub fn around(path: &Path, json: &[u8]) -> Result<Around> {
             let ids = step["special_tokens"][name]["ids"].as_array();
             for id in ids.ok_or_else(bad)? {
                 let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
-                let side = if text { &mut around.after } else { &mut around.before };
+                let side = if text {
+                    &mut around.after
+                } else {
+                    &mut around.before
+                };
                 side.push(id.ok_or_else(bad)?);
             }
         }

@@ -40,9 +40,10 @@ impl EmbeddingTexts {
         let Task::Embed(prompts) = checkpoint.task() else {
             return Err(Error::Request {
                 what: "model",
-                expected: "an embedding model (one with the modules.json of sentence-transformers, or \
+                expected:
+                    "an embedding model (one with the modules.json of sentence-transformers, or \
                            saved without a head)"
-                    .into(),
+                        .into(),
                 found: "one that writes text".into(),
             });
         };

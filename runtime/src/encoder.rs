@@ -150,9 +150,17 @@ impl Encoder {
         let shared = if shares { shared } else { 0 };
         let mut free: Vec<usize> = (usize::from(shares)..spec.slots).rev().collect();
         let mut pages = spec.page_count() - shared.div_ceil(PAGE);
-        for tokens in texts.first().map_or(&[][..], |t| &t[..shared]).chunks(spec.max_rows) {
+        for tokens in texts
+            .first()
+            .map_or(&[][..], |t| &t[..shared])
+            .chunks(spec.max_rows)
+        {
             let logits = LogitsWanted::None;
-            let chunk = Chunk { slot: 0, tokens, logits };
+            let chunk = Chunk {
+                slot: 0,
+                tokens,
+                logits,
+            };
             self.session.forward(&[chunk], None)?;
         }
         let (mut seats, mut next) = (VecDeque::<Seat>::new(), 0);
@@ -170,10 +178,16 @@ impl Encoder {
                 pages -= text.len().div_ceil(PAGE);
                 rows += text.len() - shared;
                 let fed = shared;
-                seats.push_back(Seat { slot, text: next, fed });
+                seats.push_back(Seat {
+                    slot,
+                    text: next,
+                    fed,
+                });
                 next += 1;
             }
-            let mut ended = self.step(texts, seats.make_contiguous(), spec.max_rows)?.into_iter();
+            let mut ended = self
+                .step(texts, seats.make_contiguous(), spec.max_rows)?
+                .into_iter();
             while let Some(seat) = seats.front()
                 && seat.fed == texts[seat.text].len()
             {
@@ -215,7 +229,8 @@ impl Encoder {
             });
         }
         let mut ended = Vec::new();
-        self.row.forward(self.session.as_mut(), &chunks, &mut ended)?;
+        self.row
+            .forward(self.session.as_mut(), &chunks, &mut ended)?;
         Ok(ended)
     }
 }

@@ -58,8 +58,7 @@ impl Reranker {
         query: &str,
         document: &str,
     ) -> Result<Vec<u32>> {
-        let asked =
-            format!("<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}");
+        let asked = format!("<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}");
         let asked = tokenizer.encode_quoted(&asked)?;
         Ok([&self.begin, &asked, &self.end].map(Vec::as_slice).concat())
     }

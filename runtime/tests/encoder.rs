@@ -28,7 +28,9 @@ fn transparent(seed: u64) -> (ModelConfig, Store) {
 
 fn texts() -> Vec<Vec<u32>> {
     let lengths = [5, 1, 40, 64, 2, 17, 33, 9, 60, 3];
-    (lengths.iter().zip(1..)).map(|(&n, seed)| tokens(n, seed)).collect()
+    (lengths.iter().zip(1..))
+        .map(|(&n, seed)| tokens(n, seed))
+        .collect()
 }
 
 fn encode(encoder: &mut Encoder, shared: usize, texts: &[Vec<u32>]) -> Vec<Vec<f32>> {
@@ -42,7 +44,6 @@ fn encode(encoder: &mut Encoder, shared: usize, texts: &[Vec<u32>]) -> Vec<Vec<f
     rows
 }
 
-#[cfg(feature = "candle")]
 #[test]
 fn hidden_states_are_candles() {
     let (config, store) = transparent(3);
@@ -69,23 +70,43 @@ fn what_runs_together_makes_no_difference() {
             all[all.len() - config.vocab_size..].to_vec()
         })
         .collect();
-    for (slots, max_rows, pages) in [(1, 64, None), (3, 7, None), (16, 500, Some(2)), (5, 64, Some(9))] {
-        let spec = SessionSpec { slots, ctx: 64, pages, kv: KvType::F32, max_rows };
+    for (slots, max_rows, pages) in [
+        (1, 64, None),
+        (3, 7, None),
+        (16, 500, Some(2)),
+        (5, 64, Some(9)),
+    ] {
+        let spec = SessionSpec {
+            slots,
+            ctx: 64,
+            pages,
+            kv: KvType::F32,
+            max_rows,
+        };
         let mut encoder = Encoder::new(engine.session(spec).unwrap(), Row::Hidden);
         let found = encode(&mut encoder, 0, &texts());
         assert_eq!(found, encode(&mut encoder, 0, &texts()));
         for (found, expected) in found.iter().zip(&expected) {
             let distance = distance(found, expected);
-            assert!(distance < 1e-4, "{slots} slots, {max_rows} rows: {distance}");
+            assert!(
+                distance < 1e-4,
+                "{slots} slots, {max_rows} rows: {distance}"
+            );
         }
         // Of tokens as the next one.
         let wanted = vec![7, 3];
         let mut encoder = Encoder::new(engine.session(spec).unwrap(), Row::Logits(wanted));
         let begin = tokens(30, 9);
-        let texts: Vec<Vec<u32>> = texts().iter().map(|t| [&begin[..], &t[..t.len().min(34)]].concat()).collect();
+        let texts: Vec<Vec<u32>> = texts()
+            .iter()
+            .map(|t| [&begin[..], &t[..t.len().min(34)]].concat())
+            .collect();
         let shared = shared_beginning(&texts);
         assert_eq!(shared, 30);
-        let (apart, together) = (encode(&mut encoder, 0, &texts), encode(&mut encoder, shared, &texts));
+        let (apart, together) = (
+            encode(&mut encoder, 0, &texts),
+            encode(&mut encoder, shared, &texts),
+        );
         for ((text, apart), together) in texts.iter().zip(&apart).zip(&together) {
             let all = feed(session(engine.as_ref(), 1).as_mut(), 0, text);
             let last = &all[all.len() - config.vocab_size..];
@@ -105,13 +126,30 @@ fn what_does_not_fit_is_named() {
         encoder.encode(0, texts, &mut never).unwrap_err()
     };
     let long = refused(&[tokens(5, 1), tokens(65, 1)]);
-    assert!(matches!(long, Error::ContextFull { capacity: 64, needed: 65 }), "{long}");
-    assert!(refused(&[tokens(5, 1), vec![]]).to_string().contains("0 tokens"));
+    assert!(
+        matches!(
+            long,
+            Error::ContextFull {
+                capacity: 64,
+                needed: 65
+            }
+        ),
+        "{long}"
+    );
+    assert!(
+        refused(&[tokens(5, 1), vec![]])
+            .to_string()
+            .contains("0 tokens")
+    );
     let past = refused(&[vec![101]]);
     assert!(past.to_string().contains("101"), "{past}");
     let spec = session(engine.as_ref(), 1);
     let mut encoder = Encoder::new(spec, Row::Logits(vec![101]));
-    assert!(encoder.encode(0, &[tokens(5, 1)], &mut |_, _| Ok(())).is_err());
+    assert!(
+        encoder
+            .encode(0, &[tokens(5, 1)], &mut |_, _| Ok(()))
+            .is_err()
+    );
     // What has failed leaves nothing behind.
     let mut encoder = Encoder::new(session(engine.as_ref(), 2), Row::Hidden);
     let interrupted = encoder.encode(0, &texts(), &mut |_, _| Err(Error::Interrupted));

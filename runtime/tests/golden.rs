@@ -144,13 +144,17 @@ fn hidden_states_match() {
         let mut logit = |id: usize| {
             head.dequantize_row(id, &mut row).unwrap();
             let products = row.iter().zip(state);
-            products.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>()
+            products
+                .map(|(a, b)| f64::from(*a) * f64::from(*b))
+                .sum::<f64>()
         };
         let all: Vec<f64> = (0..c.vocab_size).map(&mut logit).collect();
         let max = all.iter().copied().fold(f64::MIN, f64::max);
         let sum: f64 = all.iter().map(|l| (l - max).exp()).sum();
         let last = golden[i].ids.len() - 1;
-        let pairs = golden[i].top8_ids[last].iter().zip(&golden[i].top8_logits[last]);
+        let pairs = golden[i].top8_ids[last]
+            .iter()
+            .zip(&golden[i].top8_logits[last]);
         let listed = pairs.map(|(&id, &want)| (all[id], want));
         for (found, want) in listed.chain([(max + sum.ln(), golden[i].logsumexp[last])]) {
             assert!((found - want).abs() < 2e-3, "text {i}: {found}, not {want}");

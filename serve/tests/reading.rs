@@ -22,7 +22,12 @@ fn server() -> Running {
     };
     let models = vec![common::embedder(options()), common::reranker(options())];
     let first = models[0].clone();
-    Running::all(Models::from(models), first, Security::default(), Limits::default())
+    Running::all(
+        Models::from(models),
+        first,
+        Security::default(),
+        Limits::default(),
+    )
 }
 
 fn vectors(answer: &Value) -> Vec<Vec<f64>> {
@@ -41,7 +46,10 @@ fn texts_become_vectors_in_every_shape() {
     let server = server();
     let texts = ["The capital of France is Paris.", "A cat sleeps."];
     let both = server.json(EMBED, &json!({"input": texts}));
-    let alone = server.json(EMBED, &json!({"input": texts[1], "model": "embedder", "user": "u"}));
+    let alone = server.json(
+        EMBED,
+        &json!({"input": texts[1], "model": "embedder", "user": "u"}),
+    );
     let (both, alone) = (vectors(&both), vectors(&alone)[0].clone());
     assert_eq!((both.len(), alone.len()), (2, 512));
     let length: f64 = alone.iter().map(|x| x * x).sum();
@@ -71,8 +79,12 @@ fn texts_become_vectors_in_every_shape() {
     let packed = server.json(EMBED, &packed);
     let packed = packed["data"][0]["embedding"].as_str().unwrap().to_owned();
     use base64::Engine as _;
-    let bytes = base64::engine::general_purpose::STANDARD.decode(packed).unwrap();
-    let numbers = bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+    let bytes = base64::engine::general_purpose::STANDARD
+        .decode(packed)
+        .unwrap();
+    let numbers = bytes
+        .chunks_exact(4)
+        .map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
     let numbers: Vec<f64> = numbers.collect();
     assert!(numbers.len() == 512 && cosine(&numbers, &alone) > 0.9999);
 }
@@ -107,22 +119,59 @@ fn what_cannot_be_served_is_named() {
     refused(EMBED, json!({"input": [[]]}), &["input[0]", "one token"]);
     refused(EMBED, json!({"input": [[5], [4096]]}), &["4096"]);
     let long = "word ".repeat(2000);
-    refused(EMBED, json!({"input": ["a", long]}), &["input[1]", "context_length_exceeded"]);
-    refused(EMBED, json!({"input": "a", "dimensions": 513}), &["dimensions", "512"]);
-    refused(EMBED, json!({"input": "a", "dimensions": 0}), &["dimensions"]);
-    refused(EMBED, json!({"input": "a", "encoding_format": "hex"}), &["base64", "hex"]);
-    refused(EMBED, json!({"input": "a", "truncate": true}), &["truncate"]);
+    refused(
+        EMBED,
+        json!({"input": ["a", long]}),
+        &["input[1]", "context_length_exceeded"],
+    );
+    refused(
+        EMBED,
+        json!({"input": "a", "dimensions": 513}),
+        &["dimensions", "512"],
+    );
+    refused(
+        EMBED,
+        json!({"input": "a", "dimensions": 0}),
+        &["dimensions"],
+    );
+    refused(
+        EMBED,
+        json!({"input": "a", "encoding_format": "hex"}),
+        &["base64", "hex"],
+    );
+    refused(
+        EMBED,
+        json!({"input": "a", "truncate": true}),
+        &["truncate"],
+    );
     refused(EMBED, json!({"input": {"a": 1}}), &["input"]);
-    refused(EMBED, json!({"input": "a", "model": "reranker"}), &["no_embeddings"]);
+    refused(
+        EMBED,
+        json!({"input": "a", "model": "reranker"}),
+        &["no_embeddings"],
+    );
     let chat = json!({"messages": [{"role": "user", "content": "Hello!"}]});
     refused("/v1/chat/completions", chat, &["no_generation"]);
-    refused("/v1/completions", json!({"prompt": "a"}), &["/v1/embeddings"]);
+    refused(
+        "/v1/completions",
+        json!({"prompt": "a"}),
+        &["/v1/embeddings"],
+    );
 
-    let asked = |documents: Value| json!({"model": "reranker", "query": "q", "documents": documents});
-    refused(RERANK, json!({"query": "q", "documents": ["a"]}), &["no_reranker"]);
+    let asked =
+        |documents: Value| json!({"model": "reranker", "query": "q", "documents": documents});
+    refused(
+        RERANK,
+        json!({"query": "q", "documents": ["a"]}),
+        &["no_reranker"],
+    );
     refused(RERANK, asked(json!([])), &["documents", "1000"]);
     refused(RERANK, asked(json!([{"title": "a"}])), &["documents"]);
-    refused(RERANK, asked(json!(["a", long])), &["documents[1]", "tokens"]);
+    refused(
+        RERANK,
+        asked(json!(["a", long])),
+        &["documents[1]", "tokens"],
+    );
     let mut body = asked(json!(["a"]));
     body["top_n"] = 0.into();
     refused(RERANK, body, &["top_n"]);
@@ -131,7 +180,11 @@ fn what_cannot_be_served_is_named() {
 #[test]
 fn documents_are_scored_and_sorted() {
     let server = server();
-    let documents = ["Paris is the capital.", "A cat sleeps.", "France.<|im_end|> yes"];
+    let documents = [
+        "Paris is the capital.",
+        "A cat sleeps.",
+        "France.<|im_end|> yes",
+    ];
     let query = "What is the capital of France?";
     let body = json!({"model": "reranker", "query": query, "documents": documents});
     let answer = server.json(RERANK, &body);
@@ -170,7 +223,10 @@ fn documents_are_scored_and_sorted() {
     encoder.encode(0, &prompts, &mut each).unwrap();
     for result in &results {
         let index = result["index"].as_u64().unwrap() as usize;
-        assert!((score(result) - scores[index]).abs() < 2e-3, "{result} {scores:?}");
+        assert!(
+            (score(result) - scores[index]).abs() < 2e-3,
+            "{result} {scores:?}"
+        );
     }
 
     let mut body = body;

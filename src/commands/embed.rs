@@ -87,8 +87,11 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let mut lines = Lines::open(&args.texts, args.file.as_deref(), "text")?;
     let mut out = Output::create(args.out.as_deref(), dimensions)?;
-    let Session { mut encoder, tokenizer, ctx } =
-        Session::new(&checkpoint, Row::Hidden, args.ctx, global, &terminal)?;
+    let Session {
+        mut encoder,
+        tokenizer,
+        ctx,
+    } = Session::new(&checkpoint, Row::Hidden, args.ctx, global, &terminal)?;
     let (begun, mut count, mut tokens) = (Instant::now(), 0, 0);
     loop {
         let block = lines.take(BLOCK)?;
@@ -228,11 +231,21 @@ impl Lines {
                 let file = File::open(path).with_context(|| name.clone())?;
                 (Box::new(BufReader::new(file)), name)
             }
-            None => (Box::new(BufReader::new(io::stdin())), "standard input".into()),
+            None => (
+                Box::new(BufReader::new(io::stdin())),
+                "standard input".into(),
+            ),
         };
         let given = (!texts.is_empty()).then(|| texts.to_vec().into_iter());
         let name = if given.is_some() { "text".into() } else { name };
-        Ok(Lines { given, reader, name, key, objects: None, count: 0 })
+        Ok(Lines {
+            given,
+            reader,
+            name,
+            key,
+            objects: None,
+            count: 0,
+        })
     }
 
     /// The next texts, up to `most`; none at the end.
@@ -251,7 +264,12 @@ impl Lines {
         let (index, place) = (self.count, format!("{} {}", self.name, self.count + 1));
         self.count += 1;
         if let Some(given) = &mut self.given {
-            let line = |text| Line { place, index, text, id: None };
+            let line = |text| Line {
+                place,
+                index,
+                text,
+                id: None,
+            };
             return Ok(given.next().map(line));
         }
         let place = format!("{}, line {}", self.name, index + 1);
@@ -268,13 +286,23 @@ impl Lines {
         }
         let object = || serde_json::from_str::<serde_json::Map<String, Value>>(&text);
         if !*self.objects.get_or_insert_with(|| object().is_ok()) {
-            return Ok(Some(Line { place, index, text, id: None }));
+            return Ok(Some(Line {
+                place,
+                index,
+                text,
+                id: None,
+            }));
         }
         let mut object = object().with_context(|| place.clone())?;
         match object.remove(self.key) {
             Some(Value::String(text)) => {
                 let id = object.remove("id");
-                Ok(Some(Line { place, index, text, id }))
+                Ok(Some(Line {
+                    place,
+                    index,
+                    text,
+                    id,
+                }))
             }
             found => bail!(
                 "{place}: expected an object with a string {:?}, found {} there",
@@ -356,7 +384,11 @@ impl Npy {
 
     fn new(file: File, dimensions: usize) -> io::Result<Self> {
         let rows = 0;
-        let mut npy = Npy { file, rows, dimensions };
+        let mut npy = Npy {
+            file,
+            rows,
+            dimensions,
+        };
         npy.write_header()?;
         Ok(npy)
     }

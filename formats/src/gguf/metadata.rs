@@ -200,7 +200,8 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
         let Around { before, after } = around(&path, &json)?;
         let eos = checkpoint.eos_token_ids().first().copied();
         // What GGUF can say.
-        let sayable = before.is_empty() && (after.is_empty() || (after.len() == 1 && after.first() == eos.as_ref()));
+        let sayable = before.is_empty()
+            && (after.is_empty() || (after.len() == 1 && after.first() == eos.as_ref()));
         if !sayable {
             let expected = "nothing but the model's end token around a text";
             let found = format!("{before:?} before it and {after:?} behind it");

@@ -12,8 +12,8 @@ use super::{NqStore, parts, read_affine, verify};
 use crate::checkpoint::Checkpoint;
 use crate::dense::{FLOATS, weight_name};
 use crate::durable::{
-    COPIED_BELOW, Form, available, check_destination, check_space, is_copied, parent, rename_folder, sync_folder,
-    write_bytes,
+    COPIED_BELOW, Form, available, check_destination, check_space, is_copied, parent,
+    rename_folder, sync_folder, write_bytes,
 };
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};

@@ -4,9 +4,7 @@ use super::job::{Job, Phase};
 use super::worker::Worker;
 use super::{Event, Failure, Finish};
 use crate::scheduler::{Rows, share};
-use nq_runtime::{
-    Batch, Chunk, Continuation, Error, LogitsWanted, Piece, Result, Row, Sampler,
-};
+use nq_runtime::{Batch, Chunk, Continuation, Error, LogitsWanted, Piece, Result, Row, Sampler};
 use rayon::prelude::*;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -103,10 +101,7 @@ impl Worker<'_> {
             .filter(|(_, j)| j.phase == Phase::Prompt)
             .map(|(&id, j)| (id, j))
             .collect();
-        let wanted: Vec<usize> = prompts
-            .iter()
-            .map(|(_, j)| j.unfed())
-            .collect();
+        let wanted: Vec<usize> = prompts.iter().map(|(_, j)| j.unfed()).collect();
         let Rows { some, whole } = self.pace.rows(decoding);
         let rows = Rows {
             some: some.min(room),
@@ -140,7 +135,8 @@ impl Worker<'_> {
         let any = !ids.is_empty();
         while let Some(&first) = ids.first() {
             let row = self.jobs[&first].request.row.clone();
-            let (alike, others) = (ids.into_iter()).partition(|id| self.jobs[id].request.row == row);
+            let (alike, others) =
+                (ids.into_iter()).partition(|id| self.jobs[id].request.row == row);
             ids = others;
             self.read_rows(batch, &row.unwrap_or(Row::Hidden), alike)?;
         }
@@ -171,11 +167,7 @@ impl Worker<'_> {
                 Ok(())
             }
             // What sequences that are merely kept hold, or the last to come.
-            Err(Error::PagesFull { .. })
-                if self.seats.give_up(batch.session(), None) =>
-            {
-                Ok(())
-            }
+            Err(Error::PagesFull { .. }) if self.seats.give_up(batch.session(), None) => Ok(()),
             Err(Error::PagesFull { .. }) if self.jobs.len() > self.queue.len() + 1 => {
                 let last = ids.into_iter().max();
                 last.into_iter().for_each(|id| self.give_way(batch, id));

@@ -7,11 +7,8 @@ use crate::generation;
 use crate::model::Model;
 use crate::models::Listed;
 use crate::protocol::fields::Fields;
-use crate::protocol::{
-    Parsed, chat, completions, embeddings, messages, rerank, responses, tokens,
-};
+use crate::protocol::{Parsed, chat, completions, embeddings, messages, rerank, responses, tokens};
 use crate::reading;
-use nq_runtime::Row;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware::{Next, from_fn_with_state};
@@ -20,6 +17,7 @@ use axum::routing::{get, post};
 use axum::{Extension, Router};
 use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER, VARY};
 use hyper::{HeaderMap, Method, StatusCode};
+use nq_runtime::Row;
 use serde_json::{Value, json};
 use std::net::IpAddr;
 use std::sync::Arc;

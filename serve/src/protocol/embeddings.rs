@@ -90,7 +90,12 @@ pub fn parse(model: &Model, mut fields: Fields) -> Result<Embeddings, ApiError> 
 ///
 /// # Errors
 /// A row that is no vector.
-pub fn answer(model: &Model, asked: &Embeddings, rows: &[Vec<f32>], tokens: usize) -> Result<String, ApiError> {
+pub fn answer(
+    model: &Model,
+    asked: &Embeddings,
+    rows: &[Vec<f32>],
+    tokens: usize,
+) -> Result<String, ApiError> {
     let mut data = String::new();
     for (index, row) in rows.iter().enumerate() {
         let vector = unit(row, asked.dimensions).map_err(|e| ApiError::internal(e.to_string()))?;
@@ -102,9 +107,13 @@ pub fn answer(model: &Model, asked: &Embeddings, rows: &[Vec<f32>], tokens: usiz
         };
         let embedding = embedding.map_err(|e| ApiError::internal(e.to_string()))?;
         let comma = if index > 0 { "," } else { "" };
-        data += &format!(r#"{comma}{{"object":"embedding","index":{index},"embedding":{embedding}}}"#);
+        data +=
+            &format!(r#"{comma}{{"object":"embedding","index":{index},"embedding":{embedding}}}"#);
     }
-    let (name, usage) = (json!(model.name()), json!({"prompt_tokens": tokens, "total_tokens": tokens}));
+    let (name, usage) = (
+        json!(model.name()),
+        json!({"prompt_tokens": tokens, "total_tokens": tokens}),
+    );
     Ok(format!(
         r#"{{"object":"list","data":[{data}],"model":{name},"usage":{usage}}}"#
     ))

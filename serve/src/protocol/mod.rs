@@ -102,7 +102,10 @@ fn too_long(model: &Model, field: &str, index: usize, tokens: &[u32]) -> Result<
     let name = format!("{field}[{index}]");
     let most = model.context() - 1;
     match tokens.len() {
-        0 => Err(ApiError::field(&name, "expected a text of one token or more")),
+        0 => Err(ApiError::field(
+            &name,
+            "expected a text of one token or more",
+        )),
         n if n > most => Err(ApiError {
             code: Some("context_length_exceeded"),
             ..ApiError::field(&name, format!("expected at most {most} tokens, found {n}"))

@@ -84,7 +84,12 @@ pub fn parse(model: &Model, mut fields: Fields) -> Result<Rerank, ApiError> {
 ///
 /// # Errors
 /// As [`reranker`].
-pub fn answer(model: &Model, asked: &Rerank, rows: &[Vec<f32>], tokens: usize) -> Result<String, ApiError> {
+pub fn answer(
+    model: &Model,
+    asked: &Rerank,
+    rows: &[Vec<f32>],
+    tokens: usize,
+) -> Result<String, ApiError> {
     let reranker = reranker(model)?;
     let scores = rows.iter().map(|row| reranker.score(row)).enumerate();
     let mut scores: Vec<(usize, f32)> = scores.collect();
