@@ -64,7 +64,7 @@ fn embedder(home: &Path) -> PathBuf {
         {
             "type": "TemplateProcessing",
             "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end, "type_id": 0}}],
-            "pair": [],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
             "special_tokens": {end: {"id": end, "ids": [id], "tokens": [end]}},
         },
     ]});
@@ -115,7 +115,10 @@ fn vectors_come_line_by_line_and_as_an_array() {
     let (home, folder) = (home.path(), embedder(home.path()));
     let model = folder.to_str().unwrap();
     let run = |args: &[&str]| {
-        let out = nq(home, &[&["embed", model, "--device", "cpu"], args].concat());
+        let out = nq(
+            home,
+            &[&["embed", model, "--device", "cpu"][..], args].concat(),
+        );
         assert!(out.status.success(), "{}", stderr(&out));
         stdout(&out)
     };
@@ -230,7 +233,7 @@ fn conversions_stay_embedding_models() {
             to.to_str().unwrap(),
             "--format",
         ];
-        let out = nq(home, &[&words, format].concat());
+        let out = nq(home, &[&words[..], format].concat());
         assert!(out.status.success(), "{format:?}: {}", stderr(&out));
         let cosine = cosine(&embed(to), &source);
         assert!(cosine > 0.999, "{format:?}: {cosine}");
@@ -254,15 +257,18 @@ fn what_is_no_embedding_model_is_named() {
             assert!(said.contains(part), "{part}: {said}");
         }
     };
+    let text = home.join("text.txt");
+    std::fs::write(&text, "Some text to evaluate on, if it were to be.").unwrap();
     refused(
         &["embed", "demo", "a"],
         &["embedding model", "modules.json"],
     );
-    for command in ["chat", "eval", "quantize"] {
-        refused(
-            &[command, model, "--device", "cpu"],
-            &["an embedding model"],
-        );
+    for more in [
+        &["chat", model, "-p", "Hi"][..],
+        &["eval", model, "--text", text.to_str().unwrap()],
+        &["quantize", model, "--bits", "4"],
+    ] {
+        refused(more, &["an embedding model"]);
     }
     refused(&["rerank", model, "-q", "a", "b"], &["an embedding model"]);
     refused(&["rerank", "demo", "-q", "a", "b"], &["\"yes\""]);
@@ -312,17 +318,17 @@ fn documents_are_ranked() {
             "-q",
             "What is it?",
         ];
-        let out = nq(home, &[&words, args].concat());
+        let out = nq(home, &[&words[..], args].concat());
         assert!(out.status.success(), "{}", stderr(&out));
         assert!(!stderr(&out).contains("not known as a reranker"));
         stdout(&out)
     };
-    let report: Value = serde_json::from_str(&run(&[&["--json"], &TEXTS[..]].concat())).unwrap();
+    let report: Value = serde_json::from_str(&run(&[&["--json"][..], &TEXTS].concat())).unwrap();
     let results = report["results"].as_array().unwrap();
     let score = |r: &Value| r["relevance_score"].as_f64().unwrap();
     assert!(results.len() == 3 && results.is_sorted_by(|a, b| score(a) >= score(b)));
     assert!(results.iter().all(|r| (0.0..=1.0).contains(&score(r))));
-    let lines = run(&[&["--top", "2", "--in-order"], &TEXTS[..]].concat());
+    let lines = run(&[&["--top", "2", "--in-order"][..], &TEXTS].concat());
     let best: Vec<u64> = results[..2]
         .iter()
         .map(|r| r["index"].as_u64().unwrap())

@@ -122,7 +122,9 @@ fn what_does_not_fit_is_named() {
     let engine = nq(&config, &store);
     let mut encoder = Encoder::new(session(engine.as_ref(), 2), Row::Hidden);
     let mut refused = |texts: &[Vec<u32>]| {
-        let mut never = |_, _: &[f32]| panic!("nothing was to be computed");
+        let mut never = |_: usize, _: &[f32]| -> nq_runtime::Result<()> {
+            panic!("nothing was to be computed")
+        };
         encoder.encode(0, texts, &mut never).unwrap_err()
     };
     let long = refused(&[tokens(5, 1), tokens(65, 1)]);

@@ -101,7 +101,7 @@ fn many_texts_are_read_in_their_order() {
         assert!(cosine(&all[i], &one[0]) > 0.9999, "{i}");
     }
     // Nothing is left behind.
-    server.until("nq_requests_running 0");
+    server.until("nq_num_requests_running 0");
 }
 
 #[test]

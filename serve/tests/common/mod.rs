@@ -103,7 +103,7 @@ pub fn as_embedder() -> Checkpoint {
         {
             "type": "TemplateProcessing",
             "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end, "type_id": 0}}],
-            "pair": [],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
             "special_tokens": {end: {"id": end, "ids": [id], "tokens": [end]}},
         },
     ]});
