@@ -197,7 +197,7 @@ mod tests {
         let all = modules(&["Transformer", "Pooling", "Normalize"]);
         let score = modules(&["Transformer", "LogitScore"]);
         assert_eq!(
-            task(&[causal, (MODULES, &score)], true).unwrap(),
+            task(&[causal, (MODULES, &*score)], true).unwrap(),
             Task::Rerank
         );
         for pooling in [
@@ -238,18 +238,18 @@ mod tests {
         for (files, name) in [
             (vec![(MODULES, &*all), (POOLING, mean)], "mean_tokens"),
             (
-                vec![(MODULES, &all), (POOLING, two)],
+                vec![(MODULES, &*all), (POOLING, two)],
                 "lasttoken and mean_tokens",
             ),
-            (vec![(MODULES, &all), (POOLING, "{}")], "pooling of"),
-            (vec![(MODULES, &dense), (POOLING, last)], "Dense"),
-            (vec![(MODULES, &elsewhere), (POOLING, last)], "../Pooling"),
-            (vec![(MODULES, &all)], POOLING),
+            (vec![(MODULES, &*all), (POOLING, "{}")], "pooling of"),
+            (vec![(MODULES, &*dense), (POOLING, last)], "Dense"),
+            (vec![(MODULES, &*elsewhere), (POOLING, last)], "../Pooling"),
+            (vec![(MODULES, &*all)], POOLING),
             (vec![(MODULES, "{}")], MODULES),
-            (vec![(MODULES, &all), (POOLING, "[]")], POOLING),
+            (vec![(MODULES, &*all), (POOLING, "[]")], POOLING),
             (
                 vec![
-                    (MODULES, &all),
+                    (MODULES, &*all),
                     (POOLING, last),
                     (PROMPTS, "{\"prompts\": 1}"),
                 ],
