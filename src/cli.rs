@@ -34,6 +34,10 @@ pub enum Command {
     Chat(commands::chat::ChatArgs),
     /// Serve a model to many clients over HTTP, by OpenAI's and Anthropic's protocols
     Serve(commands::serve::ServeArgs),
+    /// Make vectors of texts with an embedding model
+    Embed(commands::embed::EmbedArgs),
+    /// Score how well documents answer a query, with a reranker
+    Rerank(commands::rerank::RerankArgs),
     /// Measure perplexity and, against a reference, KL divergence
     Eval(commands::eval::EvalArgs),
     /// Measure tokens per second beside the machine's bandwidth
@@ -64,7 +68,8 @@ const RUNNING: [&str; 6] = ["device", "threads", "pin", "activations", "kernels"
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
 /// not name them.
-const OF_NO_USE: [(&str, &[&[&str]]); 8] = [
+const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
+    ("embed", &[&["json"]]),
     ("pull", &[&RUNNING, &["verbose"]]),
     ("list", &[&RUNNING, &["offline", "verbose"]]),
     ("rm", &[&RUNNING, &["offline", "json", "verbose"]]),
@@ -90,7 +95,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 8] = [
 ];
 
 /// Ends of the subcommands' help.
-const EXAMPLES: [(&str, &str); 13] = [
+const EXAMPLES: [(&str, &str); 15] = [
     (
         "quantize",
         "nq quantize demo --bits 4\n\
@@ -109,6 +114,15 @@ const EXAMPLES: [(&str, &str); 13] = [
         "nq serve demo\n\
          nq serve Qwen3-0.6B-int4 --parallel 32 --ctx 8192\n\
          nq serve ./model --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan",
+    ),
+    (
+        "embed",
+        "nq embed Qwen/Qwen3-Embedding-0.6B --query \"What is the capital of France?\"\n\
+         nq embed ./embedder -f passages.jsonl --out passages.npy --dimensions 256",
+    ),
+    (
+        "rerank",
+        "nq rerank Qwen/Qwen3-Reranker-0.6B --query \"Who wrote it?\" -f passages.txt --top 10",
     ),
     (
         "eval",

@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use nq_formats::gguf::BlockType;
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::names::{Shape, parameters};
-use nq_formats::{Checkpoint, Progress, human_bytes};
+use nq_formats::{Checkpoint, Progress, Task, human_bytes};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -115,6 +115,17 @@ fn alike(model: &str) -> anyhow::Result<Option<String>> {
     Ok(nearest
         .filter(|(d, name)| *d <= 1 + name.len() / 5)
         .map(|(_, name)| name))
+}
+
+/// Refuses a model that makes embeddings where text is to be written.
+pub fn check_writes(model: &Model) -> anyhow::Result<()> {
+    match model.checkpoint.task() {
+        Task::Embed(_) => bail!(
+            "{}: an embedding model: it writes no text; `nq embed` and `nq serve` run it",
+            model.source
+        ),
+        Task::Generate | Task::Rerank => Ok(()),
+    }
 }
 
 /// Says of GGUF types that have no kernel what they run as, where that takes notably more memory than

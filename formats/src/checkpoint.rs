@@ -5,9 +5,10 @@ use crate::error::{Error, Result};
 use crate::experts::Gathered;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG};
 use crate::models::ModelConfig;
-use crate::names::layer_of;
+use crate::names::{HEAD, layer_of};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
+use crate::task::Task;
 use serde_json::{Map, Value};
 
 /// What [`Checkpoint::open`] was given, read far enough to tell its format.
@@ -60,6 +61,7 @@ pub struct Checkpoint {
     files: Files,
     config: ModelConfig,
     generation: GenerationDefaults,
+    task: Task,
     store: Box<dyn WeightStore>,
 }
 
@@ -69,12 +71,19 @@ impl Checkpoint {
         files: Files,
         config: ModelConfig,
         generation: GenerationDefaults,
+        task: Task,
         store: Box<dyn WeightStore>,
     ) -> Self {
+        // No embedding needs the head: where there is none, the embedding matrix stands in for it.
+        let headless = matches!(task, Task::Embed(_)) && !store.contains(HEAD);
         Checkpoint {
+            config: ModelConfig {
+                tie_word_embeddings: config.tie_word_embeddings || headless,
+                ..config
+            },
             files,
-            config,
             generation,
+            task,
             store,
         }
     }
@@ -83,10 +92,11 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Missing`] without a config.json; else as [`ModelConfig::parse`] and
-    /// [`GenerationDefaults::parse`].
+    /// [`GenerationDefaults::parse`] and [`Task::of`].
     pub(crate) fn of_files(files: Files, store: Box<dyn WeightStore>) -> Result<Self> {
         let config = ModelConfig::parse(&files.path(CONFIG), &files.require(CONFIG)?)?;
         check_layers(&files, &config, store.as_ref())?;
+        let task = Task::of(&files, store.is_bare())?;
         let store = Gathered::over(store, &config, &files)?;
         let generation = match files.get(GENERATION_CONFIG)? {
             Some(bytes) => {
@@ -97,12 +107,17 @@ impl Checkpoint {
             }
             None => GenerationDefaults::default(),
         };
-        Ok(Checkpoint::new(files, config, generation, store))
+        Ok(Checkpoint::new(files, config, generation, task, store))
     }
 
     /// Model shape.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// What the model is for, as far as its files say.
+    pub fn task(&self) -> &Task {
+        &self.task
     }
 
     /// Sampling defaults.

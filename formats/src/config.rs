@@ -347,7 +347,11 @@ impl<'a> Object<'a> {
             .unwrap_or_default();
         let mut found = None;
         for class in classes {
-            found = models::find(|a| a.class, &class);
+            // Saved without a head: Qwen3Model.
+            let causal = class
+                .strip_suffix("Model")
+                .map(|family| format!("{family}ForCausalLM"));
+            found = models::find(|a| a.class, causal.as_deref().unwrap_or(&class));
             if found.is_none() {
                 return unsupported(format!("architecture {class}"));
             }

@@ -57,6 +57,10 @@ impl WeightStore for DenseStore {
         }
     }
 
+    fn is_bare(&self) -> bool {
+        self.shards.is_bare()
+    }
+
     fn entries(&self) -> Vec<TensorEntry> {
         self.shards.entries()
     }

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, GENERATION_CONFIG};
+use crate::task;
 use rustix::fs::{Access, CWD, RenameFlags, access, renameat_with, statvfs};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -305,6 +306,9 @@ fn foreign_entry(folder: &Path) -> Result<Option<String>> {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
             if entry.file_type()?.is_dir() {
+                if is_below(&entry.path(), &name)? {
+                    continue;
+                }
                 return Ok(Some(format!("the folder {name}")));
             }
             if !written(&name) {
@@ -318,22 +322,41 @@ fn foreign_entry(folder: &Path) -> Result<Option<String>> {
     list().map_err(|e| Error::io(folder, "list", e))
 }
 
+/// True for the folder `name` if it holds nothing but one of [`COPIED_BELOW`].
+fn is_below(folder: &Path, name: &str) -> io::Result<bool> {
+    for entry in fs::read_dir(folder)? {
+        let inner = entry?.file_name();
+        let place = format!("{name}/{}", inner.to_string_lossy());
+        if !COPIED_BELOW.contains(&place.as_str()) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Files in folders of their own that [`is_copied`] too.
+pub(crate) const COPIED_BELOW: [&str; 2] = [task::POOLING, task::LOGIT_SCORE];
+
 /// True for the name of a file that goes with a model's weights and config.json into a folder that nq
-/// writes: of its tokenizer, its templates and its licence.
+/// writes: of its tokenizer, its templates, its embeddings and its licence.
 pub fn is_copied(name: &str) -> bool {
-    const NAMES: [&str; 10] = [
+    const NAMES: [&str; 13] = [
         "added_tokens.json",
         "chat_template.jinja",
         "chat_template.json",
+        task::PROMPTS,
         GENERATION_CONFIG,
         "merges.txt",
+        task::MODULES,
+        "sentence_bert_config.json",
         "special_tokens_map.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "vocab.json",
         "NOTICE",
     ];
-    NAMES.contains(&name) || (name.starts_with("LICENSE") && !name.contains('/'))
+    let whole = NAMES.contains(&name) || COPIED_BELOW.contains(&name);
+    whole || (name.starts_with("LICENSE") && !name.contains('/'))
 }
 
 /// Bytes that may still be written to the file system of `folder`, or, if that does not exist

@@ -24,7 +24,11 @@ pub struct Shards {
     root: PathBuf,
     files: Vec<SafetensorsFile>,
     by_name: BTreeMap<String, usize>, // tensor -> index into files
+    bare: bool,
 }
+
+/// What the names of a causal model's tensors begin with, and those of a bare model do not.
+const PREFIX: &str = "model.";
 
 #[derive(Deserialize)]
 struct Index {
@@ -84,7 +88,7 @@ impl Shards {
         }
         let set = Self::new(files.root(), opened)?;
         for (tensor, shard) in &index.weight_map {
-            let found = match set.by_name.get(tensor) {
+            let found = match set.by_name.get(&full_name(tensor, set.bare)) {
                 Some(&i) if set.files[i].path() == files.path(shard) => continue,
                 Some(&i) => format!("it in {}", set.files[i].path().display()),
                 None => "no such tensor".into(),
@@ -99,15 +103,18 @@ impl Shards {
         Ok(set)
     }
 
-    /// A set of `files`; `root` stands for all of them in messages.
+    /// A set of `files`. Tensors of a bare model, named without `model.`, get the names that a causal
+    /// model's have. `root` stands for all of them in messages.
     ///
     /// # Errors
     /// [`Error::Tensor`] for a tensor that stands in two files.
     pub fn new(root: PathBuf, files: Vec<SafetensorsFile>) -> Result<Self> {
+        let has = |name: &str| files.iter().any(|f| f.names().any(|n| n == name));
+        let bare = has("embed_tokens.weight") && !has("model.embed_tokens.weight");
         let mut by_name = BTreeMap::new();
         for (i, file) in files.iter().enumerate() {
             for name in file.names() {
-                if let Some(other) = by_name.insert(name.to_owned(), i) {
+                if let Some(other) = by_name.insert(full_name(name, bare), i) {
                     return Err(Error::Tensor {
                         path: file.path().into(),
                         tensor: name.into(),
@@ -121,6 +128,7 @@ impl Shards {
             root,
             files,
             by_name,
+            bare,
         })
     }
 
@@ -131,7 +139,16 @@ impl Shards {
 
     /// The tensor `name`, as a view of its file.
     pub fn get(&self, name: &str) -> Option<Tensor> {
-        self.files[*self.by_name.get(name)?].get(name)
+        let file = &self.files[*self.by_name.get(name)?];
+        match name.strip_prefix(PREFIX).filter(|_| self.bare) {
+            Some(stored) => file.get(stored),
+            None => file.get(name),
+        }
+    }
+
+    /// True if the files name tensors without `model.`.
+    pub fn is_bare(&self) -> bool {
+        self.bare
     }
 
     /// The tensor `name`, checked to have one of `dtypes` and exactly `shape`.
@@ -197,8 +214,19 @@ impl Shards {
     /// A listing of all tensors, in name order.
     pub fn entries(&self) -> Vec<TensorEntry> {
         let mut all: Vec<_> = self.files.iter().flat_map(|f| f.entries()).collect();
+        for entry in &mut all {
+            entry.name = full_name(&entry.name, self.bare);
+        }
         all.sort_by(|a, b| a.name.cmp(&b.name));
         all
+    }
+}
+
+/// The name that a causal model's tensor has, of one that `bare` files hold.
+fn full_name(stored: &str, bare: bool) -> String {
+    match bare && !stored.starts_with("lm_head") {
+        true => format!("{PREFIX}{stored}"),
+        false => stored.to_owned(),
     }
 }
 

@@ -88,6 +88,12 @@ pub trait WeightStore: Send + Sync {
         Exactness::Exact
     }
 
+    /// True if the file's weights are named as those of a model with nothing on top of it, without
+    /// `model.`: what makes embeddings is published so.
+    fn is_bare(&self) -> bool {
+        false
+    }
+
     /// Every stored tensor, in name order.
     fn entries(&self) -> Vec<TensorEntry>;
 

@@ -15,6 +15,7 @@ use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
 use crate::store::{TensorEntry, WeightStore};
+use crate::task::Task;
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
@@ -128,6 +129,7 @@ fn checkpoint_of(
         files,
         config.clone(),
         generation,
+        Task::Generate,
         Box::new(store),
     ))
 }

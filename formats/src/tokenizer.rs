@@ -4,8 +4,83 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::Value;
 use std::fmt;
 use std::path::Path;
+
+/// Tokens that a tokenizer adds before and behind a text which is read as a whole, not continued.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Around {
+    /// Before it.
+    pub before: Vec<u32>,
+    /// Behind it.
+    pub after: Vec<u32>,
+}
+
+/// What the post-processor of a tokenizer.json adds around a text.
+///
+/// # Errors
+/// [`Error::Malformed`] for one that is no template; [`Error::Unsupported`] for another kind that
+/// adds tokens.
+pub fn around(path: &Path, json: &[u8]) -> Result<Around> {
+    #[derive(Deserialize)]
+    struct File {
+        #[serde(default)]
+        post_processor: Value,
+    }
+    let malformed = |what: &str, expected: &str, found: String| Error::Malformed {
+        path: path.into(),
+        what: what.into(),
+        expected: expected.into(),
+        found,
+    };
+    let file: File = serde_json::from_slice(json)
+        .map_err(|e| malformed("contents", "a tokenizer", e.to_string()))?;
+    let steps = match &file.post_processor["processors"] {
+        Value::Array(steps) => steps.as_slice(),
+        _ => std::slice::from_ref(&file.post_processor),
+    };
+    let mut around = Around::default();
+    for step in steps {
+        match step["type"].as_str() {
+            None | Some("ByteLevel") => continue,
+            Some("TemplateProcessing") => {}
+            Some(other) => {
+                return Err(Error::Unsupported {
+                    path: path.into(),
+                    what: format!("post_processor {other}"),
+                    why: "nq reads TemplateProcessing".into(),
+                });
+            }
+        }
+        let bad = || {
+            let expected = "one text, A, among special tokens";
+            malformed("post_processor", expected, step["single"].to_string())
+        };
+        let mut text = false;
+        for piece in step["single"].as_array().ok_or_else(bad)? {
+            if piece["Sequence"]["id"] == "A" && !text {
+                text = true;
+                continue;
+            }
+            let name = piece["SpecialToken"]["id"].as_str().ok_or_else(bad)?;
+            let ids = step["special_tokens"][name]["ids"].as_array();
+            for id in ids.ok_or_else(bad)? {
+                let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
+                let side = if text {
+                    &mut around.after
+                } else {
+                    &mut around.before
+                };
+                side.push(id.ok_or_else(bad)?);
+            }
+        }
+        if !text {
+            return Err(bad());
+        }
+    }
+    Ok(around)
+}
 
 /// The file that holds vocabulary, merges and special tokens.
 pub const TOKENIZER: &str = "tokenizer.json";

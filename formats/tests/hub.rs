@@ -6,7 +6,7 @@ mod common;
 use common::{names, tiny_config};
 use nq_formats::hash::sha256_hex;
 use nq_formats::hub::{Hub, HubId, HubOptions};
-use nq_formats::{Checkpoint, Error, HubProblem, Progress, Unit};
+use nq_formats::{Checkpoint, Error, HubProblem, Progress, Task, Unit};
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -286,6 +286,27 @@ fn a_model_is_fetched_once_into_the_standard_cache() {
         ..options("http://127.0.0.1:1", cache.path())
     };
     assert_eq!(Hub::new(offline).fetch_model(REPO, &()).unwrap(), folder);
+}
+
+/// What says how an embedding is made lies in a folder of its own.
+#[test]
+fn the_files_of_an_embedding_model_come_along() {
+    let mut files = model();
+    let modules =
+        r#"[{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}]"#;
+    files.insert("modules.json", modules.into());
+    files.insert(
+        "1_Pooling/config.json",
+        br#"{"pooling_mode_lasttoken": true}"#.to_vec(),
+    );
+    files.insert("2_Other/config.json", b"{}".to_vec());
+    let server = Server::start(files);
+    let cache = tempfile::tempdir().unwrap();
+    let hub = Hub::new(options(&server.endpoint, cache.path()));
+    let folder = hub.fetch_model(REPO, &()).unwrap();
+    assert!(!folder.join("2_Other").exists());
+    let checkpoint = Checkpoint::open(&folder).unwrap();
+    assert!(matches!(checkpoint.task(), Task::Embed(_)));
 }
 
 #[test]

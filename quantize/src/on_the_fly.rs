@@ -91,11 +91,13 @@ pub fn requantize(checkpoint: Checkpoint, schemes: BTreeMap<String, AffineScheme
 fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
     let (files, config) = (checkpoint.files().clone(), checkpoint.config().clone());
     let generation = checkpoint.generation().clone();
+    let task = checkpoint.task().clone();
     let source = Box::new(Whole(checkpoint));
     Checkpoint::new(
         files,
         config,
         generation,
+        task,
         Box::new(OnTheFly { source, rule }),
     )
 }

@@ -263,6 +263,24 @@ pub trait Session: Send {
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>>;
 
+    /// As [`Session::forward`], but appends to `out`, instead of the logits of the rows that want them,
+    /// what the head would read: their hidden states behind the final norm, `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// As [`Session::forward`]; [`Error::Unsupported`] of an engine that shows no observer its states.
+    fn forward_hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+        struct HeadInput<'a>(&'a mut Vec<f32>);
+        impl Observer for HeadInput<'_> {
+            fn wants_inputs(&self) -> bool {
+                false
+            }
+            fn head_input(&mut self, x: &[f32]) {
+                self.0.extend_from_slice(x);
+            }
+        }
+        self.forward(chunks, Some(&mut HeadInput(out))).map(drop)
+    }
+
     /// Rows of one sequence up to which a forward gives the logits, bit for bit, that as many
     /// forwards of one row give: then drafted tokens can be checked together.
     fn exact_rows(&self) -> usize {

@@ -40,6 +40,8 @@ mod cpu;
 mod cuda;
 mod detokenizer;
 pub mod device;
+pub mod embedding;
+mod encoder;
 mod engine;
 mod error;
 pub mod forward;
@@ -50,6 +52,7 @@ mod kv;
 pub mod load;
 mod memory;
 pub mod models;
+pub mod rerank;
 pub mod rope;
 pub mod sampler;
 pub mod speculation;
@@ -63,6 +66,7 @@ pub use batch::{Batch, Continuation, Piece, Ran, StepsAhead};
 pub use chat_template::{ChatTemplate, Message};
 pub use cpu::stepper_bytes;
 pub use detokenizer::Detokenizer;
+pub use encoder::{Encoder, Row};
 pub use engine::{
     Chunk, DeviceMemory, Engine, EngineDescription, Hidden, Logits, LogitsWanted, Observer,
     Session, SessionSpec,

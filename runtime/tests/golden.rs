@@ -2,7 +2,8 @@
 
 use nq_formats::Checkpoint;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, Encoder, Engine, KvType, LoadOptions, LogitsWanted, Row,
+    SessionSpec,
 };
 use serde::Deserialize;
 use std::path::Path;
@@ -117,4 +118,50 @@ fn greedy_continuations_match() {
             next = vec![token];
         }
     }
+}
+
+/// The hidden state of a text's last token, times the embedding matrix, which is this model's head, is
+/// what transformers has for logits.
+#[test]
+fn hidden_states_match() {
+    let checkpoint = Checkpoint::open(&assets().join("demo")).expect("demo model");
+    let c = checkpoint.config();
+    let head = nq_runtime::models::embedding(checkpoint.store(), c).unwrap();
+    let golden = golden().logits;
+    let texts: Vec<Vec<u32>> = golden.iter().map(|p| p.ids.clone()).collect();
+    let longest = texts.iter().map(Vec::len).max().unwrap();
+    // Fewer rows than the texts have: they go through in several steps.
+    let spec = SessionSpec {
+        slots: 3,
+        max_rows: longest / 2 + 1,
+        ..spec(longest)
+    };
+    let mut encoder = Encoder::new(demo().session(spec).unwrap(), Row::Hidden);
+    let mut compared = 0;
+    let mut each = |i: usize, state: &[f32]| {
+        assert_eq!((i, state.len()), (compared, c.hidden_size));
+        let mut row = vec![0.0; c.hidden_size];
+        let mut logit = |id: usize| {
+            head.dequantize_row(id, &mut row).unwrap();
+            let products = row.iter().zip(state);
+            products
+                .map(|(a, b)| f64::from(*a) * f64::from(*b))
+                .sum::<f64>()
+        };
+        let all: Vec<f64> = (0..c.vocab_size).map(&mut logit).collect();
+        let max = all.iter().copied().fold(f64::MIN, f64::max);
+        let sum: f64 = all.iter().map(|l| (l - max).exp()).sum();
+        let last = golden[i].ids.len() - 1;
+        let pairs = golden[i].top8_ids[last]
+            .iter()
+            .zip(&golden[i].top8_logits[last]);
+        let listed = pairs.map(|(&id, &want)| (all[id], want));
+        for (found, want) in listed.chain([(max + sum.ln(), golden[i].logsumexp[last])]) {
+            assert!((found - want).abs() < 2e-3, "text {i}: {found}, not {want}");
+        }
+        compared += 1;
+        Ok(())
+    };
+    encoder.encode(0, &texts, &mut each).unwrap();
+    assert_eq!(compared, golden.len());
 }

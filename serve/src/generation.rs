@@ -129,6 +129,7 @@ pub fn start(
         } else {
             model.stop().to_vec()
         },
+        row: None,
         constraint: constraint
             .clone()
             .map(|c| Box::new(c) as Box<dyn Constraint>),
@@ -189,6 +190,7 @@ impl Stream {
                 }
                 return None;
             }
+            Event::Row(_) => return None,
             Event::Token { id, logprobs } => {
                 self.usage.completion += 1;
                 let thinking = choice.reader.push(id, &mut pieces);
@@ -207,7 +209,7 @@ impl Stream {
                         Ok(Ending::Stop)
                     }
                     Finish::Cancelled => Ok(Ending::Stop),
-                    Finish::Length => Ok(Ending::Length),
+                    Finish::Length | Finish::Read => Ok(Ending::Length),
                     Finish::Failed(failure) => Err(failure.into()),
                 })
             }

@@ -15,6 +15,7 @@ pub mod models;
 pub mod output;
 pub mod prefix;
 pub mod protocol;
+pub mod reading;
 pub mod scheduler;
 
 pub use disk::{ModelPages, PageStore};

@@ -4,7 +4,9 @@ use crate::engine::{Engine, EngineOptions};
 use crate::error::ApiError;
 use crate::grammar::{Format, Grammars, Start};
 use crate::output::{CallForm, CallParser};
-use nq_formats::Checkpoint;
+use nq_formats::{Checkpoint, Task};
+use nq_runtime::embedding::EmbeddingTexts;
+use nq_runtime::rerank::Reranker;
 use nq_runtime::{ChatTemplate, Message, SamplingParams, SessionSpec, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, OnceLock};
@@ -28,8 +30,17 @@ pub struct Model {
     stop: Vec<u32>,
     sampling: SamplingParams,
     vocab: usize,
+    width: usize,
+    reads: Reads,
     engine: Engine,
     grammars: OnceLock<Result<Grammars, String>>,
+}
+
+/// What a model makes of texts that it reads, beside writing.
+enum Reads {
+    Nothing,
+    Embeddings(EmbeddingTexts),
+    Scores(Reranker),
 }
 
 /// A chat as the model reads it.
@@ -43,7 +54,7 @@ pub struct Prompt {
 
 impl Model {
     /// Serves the checkpoint that `engine` runs, in sessions of `spec`. One without a chat template
-    /// serves completions alone.
+    /// serves completions alone, an embedding model embeddings alone.
     ///
     /// # Errors
     /// A tokenizer or template that cannot be read; [`Engine::start`]'s.
@@ -54,15 +65,23 @@ impl Model {
         spec: SessionSpec,
         options: EngineOptions,
     ) -> nq_runtime::Result<Self> {
+        let name = name.into();
         let vocab = checkpoint.config().vocab_size;
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(vocab)?;
+        let reads = match checkpoint.task().clone().of_name(&name) {
+            Task::Generate => Reads::Nothing,
+            Task::Embed(_) => Reads::Embeddings(EmbeddingTexts::of(checkpoint)?),
+            Task::Rerank => Reads::Scores(Reranker::new(&tokenizer)?),
+        };
         let template = ChatTemplate::find(checkpoint.files())?;
         let sampling = SamplingParams::from_defaults(checkpoint.generation());
         sampling.validate()?;
         let engine = Engine::start(Box::new(move || engine.session(spec)), vocab, options)?;
         Ok(Model {
-            name: name.into(),
+            name,
+            reads,
+            width: checkpoint.config().hidden_size,
             tool_prompt: template.as_ref().map_or(ToolPrompt::Described, tool_prompt),
             tokenizer,
             template,
@@ -82,6 +101,27 @@ impl Model {
     /// Its tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// How it reads texts to embed, if it is for that; it then writes none.
+    pub fn embedding(&self) -> Option<&EmbeddingTexts> {
+        match &self.reads {
+            Reads::Embeddings(texts) => Some(texts),
+            Reads::Nothing | Reads::Scores(_) => None,
+        }
+    }
+
+    /// How it is asked about documents, if it is for that.
+    pub fn reranker(&self) -> Option<&Reranker> {
+        match &self.reads {
+            Reads::Scores(reranker) => Some(reranker),
+            Reads::Nothing | Reads::Embeddings(_) => None,
+        }
+    }
+
+    /// Width of its residual stream, and of its embeddings.
+    pub fn width(&self) -> usize {
+        self.width
     }
 
     /// The engine that runs it.

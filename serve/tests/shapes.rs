@@ -3,6 +3,7 @@
 mod common;
 
 use common::Running;
+use nq_serve::{EngineOptions, Limits, Security};
 use serde_json::{Value, json};
 
 /// Names and data of a stream's events.
@@ -250,7 +251,11 @@ fn responses_call_tools_and_hold_to_schemas() {
 /// Each path of the description is served, and each field of a request is taken as it is described.
 #[test]
 fn the_description_is_that_of_the_server() {
-    let server = Running::start();
+    let demo = common::model(None, EngineOptions::default());
+    let others = [common::embedder, common::reranker].map(|f| f(EngineOptions::default()));
+    let models: Vec<_> = std::iter::once(demo.clone()).chain(others).collect();
+    let (security, limits) = (Security::default(), Limits::default());
+    let server = Running::all(models.into(), demo, security, limits);
     let document = server.get("/openapi.json").json();
     let mut fields = 0;
     for (path, methods) in document["paths"].as_object().unwrap() {
@@ -263,14 +268,18 @@ fn the_description_is_that_of_the_server() {
         };
         let schema = &post["requestBody"]["content"]["application/json"]["schema"];
         let properties = schema["properties"].as_object().unwrap();
-        let example = |name: &str| properties[name]["example"].clone();
+        let example = |name: &str| match (name, path.as_str()) {
+            ("model", "/v1/embeddings") => "embedder".into(),
+            ("model", "/v1/rerank") => "reranker".into(),
+            _ => properties[name]["example"].clone(),
+        };
         let required: Vec<&str> = schema["required"]
             .as_array()
             .unwrap()
             .iter()
             .map(|r| r.as_str().unwrap())
             .collect();
-        let mut base = json!({});
+        let mut base = json!({"model": example("model")});
         for name in &required {
             base[*name] = example(name);
             let mut without = base.clone();

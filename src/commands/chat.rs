@@ -316,6 +316,7 @@ fn open(
             (model, args.bits.or((!quantized).then_some(4)))
         }
     };
+    model::check_writes(&model)?;
     let (checkpoint, schemes) = at_load(model.checkpoint, bits, terminal)?;
     Ok((model.name, checkpoint, schemes))
 }

@@ -178,6 +178,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
 }
 
 fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Result<Loaded> {
+    model::check_writes(&model)?;
     let checkpoint = &model.checkpoint;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(checkpoint.config().vocab_size)?;

@@ -5,7 +5,7 @@ use crate::model;
 use crate::terminal::{Terminal, human_bytes, print_line, shortened};
 use clap::Args;
 use nq_formats::nq::{self, QuantizationRecord};
-use nq_formats::{Checkpoint, TensorEntry};
+use nq_formats::{Checkpoint, Task, TensorEntry};
 use nq_runtime::Tokenizer;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -33,6 +33,7 @@ struct Report {
     name: String,
     source: String,
     format: String,
+    task: &'static str,
     parameters: usize,
     tensor_bytes: u64,
     file_bytes: u64,
@@ -69,6 +70,7 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         name: opened.name,
         source: opened.source,
         format: checkpoint.store().format().into(),
+        task: checkpoint.task().name(),
         parameters: checkpoint.config().parameters(),
         tensor_bytes: checkpoint.tensor_bytes(),
         file_bytes: checkpoint.store().file_bytes(),
@@ -165,6 +167,11 @@ fn describe(
             "untied"
         }
     )?;
+    match checkpoint.task() {
+        Task::Generate => {}
+        Task::Embed(_) => writeln!(out, "  task             embeddings of a text's last token")?,
+        Task::Rerank => writeln!(out, "  task             scores of documents")?,
+    }
     if let Some(e) = c.experts {
         let weights = match e.normalized {
             true => "whose weights are made to sum to 1",

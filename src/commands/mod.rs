@@ -4,10 +4,12 @@ pub mod bench;
 pub mod chat;
 pub mod convert;
 pub mod doctor;
+pub mod embed;
 pub mod eval;
 pub mod inspect;
 pub mod models;
 pub mod quantize;
+pub mod rerank;
 pub mod serve;
 pub mod synth;
 
@@ -25,6 +27,8 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Quantize(_)
         | Command::Chat(_)
         | Command::Serve(_)
+        | Command::Embed(_)
+        | Command::Rerank(_)
         | Command::Eval(_)
         | Command::Bench(_) => global.note_gpu(),
         _ => {}
@@ -40,6 +44,8 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Quantize(args) => quantize::run(&args, &global),
         Command::Chat(args) => chat::run(&args, &global),
         Command::Serve(args) => serve::run(&args, &global),
+        Command::Embed(args) => embed::run(&args, &global),
+        Command::Rerank(args) => rerank::run(&args, &global),
         Command::Eval(args) => eval::run(&args, &global),
         Command::Bench(args) => bench::run(&args, &global),
         Command::Convert(args) => convert::run(&args, &global),

@@ -14,7 +14,7 @@ use crate::experts::Recent;
 use crate::files::CONFIG;
 use crate::models::ModelConfig;
 use crate::names::{Shape, is_layer_linear, is_router, parameters, stack};
-use crate::nq::copied_files;
+use crate::nq::copy_files;
 use crate::pack;
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Zeros};
@@ -389,9 +389,7 @@ impl Plan<'_> {
                 }
             },
         )?;
-        for name in copied_files(checkpoint.files())? {
-            write_bytes(&new.join(&name), &checkpoint.files().require(&name)?)?;
-        }
+        copy_files(checkpoint.files(), &new)?;
         let config = config_json(checkpoint, self.dense, description)?;
         write_json(&new.join(CONFIG), &config)?;
         for (name, json) in extra {

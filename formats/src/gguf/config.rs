@@ -33,6 +33,29 @@ pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
     })
 }
 
+/// llama.cpp's number of the embedding that is the last token's.
+pub(super) const LAST_TOKEN: u64 = 3;
+
+/// True for an embedding model that takes the last token; false for one that writes, which a
+/// reranker is too.
+///
+/// # Errors
+/// [`Error::Unsupported`] for other ways to make an embedding.
+pub(super) fn is_pooled(file: &GgufFile, architecture: &Architecture) -> Result<bool> {
+    const NONE: u64 = 0;
+    const RANK: u64 = 4;
+    let key = format!("{}.pooling_type", architecture.gguf);
+    match file.u64(&key)? {
+        None | Some(NONE | RANK) => Ok(false),
+        Some(LAST_TOKEN) => Ok(true),
+        Some(other) => Err(Error::Unsupported {
+            path: file.path().into(),
+            what: format!("{key} {other}"),
+            why: "nq makes embeddings of the last token's hidden state".into(),
+        }),
+    }
+}
+
 /// The object of `config.json`. `embedding` is the type and shape of `token_embd.weight`;
 /// `tied` says that there is no `output.weight`.
 ///

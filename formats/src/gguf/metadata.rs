@@ -1,12 +1,15 @@
 //! Metadata of a GGUF file from a checkpoint's configuration, tokenizer and chat template.
 
-use super::tokenizer::{PATTERN, PRE, TokenKind};
+use super::config::LAST_TOKEN;
+use super::tokenizer::{ADD_END, PATTERN, PRE, TokenKind};
 use super::value::{Array, Value};
 use super::writer::GgufPlan;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::models::RopeScaling;
+use crate::task::Task;
+use crate::tokenizer::{Around, around};
 use serde::Deserialize;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -59,6 +62,9 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
         ("attention.value_length", c.head_dim),
     ] {
         plan.set(key(name), n as u32); // dimensions are below 2^28
+    }
+    if matches!(checkpoint.task(), Task::Embed(_)) {
+        plan.set(key("pooling_type"), LAST_TOKEN as u32);
     }
     if let Some(experts) = c.experts {
         plan.set(key("expert_count"), experts.count as u32);
@@ -138,7 +144,8 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
         expected,
         found,
     };
-    let tokenizer: Tokenizer = serde_json::from_slice(&files.require(TOKENIZER)?)
+    let json = files.require(TOKENIZER)?;
+    let tokenizer: Tokenizer = serde_json::from_slice(&json)
         .map_err(|e| malformed("contents", "a tokenizer".into(), e.to_string()))?;
     require_qwen2(&path, &tokenizer)?;
     let rows = checkpoint.config().vocab_size;
@@ -189,6 +196,19 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
     plan.set("tokenizer.ggml.merges", Array::of_strings(&merges));
     describe_special_tokens(plan, checkpoint, &texts)?;
     plan.set("tokenizer.ggml.add_bos_token", false);
+    if matches!(checkpoint.task(), Task::Embed(_)) {
+        let Around { before, after } = around(&path, &json)?;
+        let eos = checkpoint.eos_token_ids().first().copied();
+        // What GGUF can say.
+        let sayable = before.is_empty()
+            && (after.is_empty() || (after.len() == 1 && after.first() == eos.as_ref()));
+        if !sayable {
+            let expected = "nothing but the model's end token around a text";
+            let found = format!("{before:?} before it and {after:?} behind it");
+            return Err(malformed("post_processor", expected.into(), found));
+        }
+        plan.set(ADD_END, !after.is_empty());
+    }
     if let Some(template) = chat_template(files)? {
         plan.set("tokenizer.chat_template", template.as_str());
     }

@@ -17,6 +17,7 @@ use crate::models::ModelConfig;
 use crate::names::{layer_of, stack};
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
+use crate::task::{MODULES, POOLING, Task};
 use crate::tensor::Tensor;
 use crate::weight::{QuantizedWeight, Weight};
 use bytes::Bytes;
@@ -142,6 +143,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     let generation = config::generation(&first, &eos)?;
     let contents = |map: Map<String, Value>| -> Bytes { Value::Object(map).to_string().into() };
     let metadata = Metadata {
+        pooled: config::is_pooled(&first, architecture)?,
         file: first,
         config: contents(json),
         generation: contents(generation),
@@ -152,7 +154,14 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     store.check_names(config.num_hidden_layers)?;
     store.quantization = store.describe_quantization()?;
     let files = Files::Virtual(Arc::new(metadata));
-    Ok(Checkpoint::new(files, config, generation, Box::new(store)))
+    let task = Task::of(&files, false)?;
+    Ok(Checkpoint::new(
+        files,
+        config,
+        generation,
+        task,
+        Box::new(store),
+    ))
 }
 
 /// Opens the file `name` and, if it says it is one of several, the others in order.
@@ -413,6 +422,8 @@ struct Metadata {
     file: GgufFile,
     config: Bytes,
     generation: Bytes,
+    /// The file says that a text is what its last token leaves.
+    pooled: bool,
 }
 
 impl VirtualFiles for Metadata {
@@ -421,9 +432,9 @@ impl VirtualFiles for Metadata {
     }
 
     fn names(&self) -> Vec<String> {
-        [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG]
-            .map(String::from)
-            .into()
+        let all = [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG];
+        let pooled = self.pooled.then_some(MODULES);
+        all.into_iter().chain(pooled).map(String::from).collect()
     }
 
     fn get(&self, name: &str) -> Result<Option<Bytes>> {
@@ -432,7 +443,17 @@ impl VirtualFiles for Metadata {
             GENERATION_CONFIG => Some(self.generation.clone()),
             TOKENIZER => Some(tokenizer::tokenizer_json(&self.file)?.into()),
             TOKENIZER_CONFIG => Some(tokenizer::tokenizer_config_json(&self.file)?.into()),
+            MODULES if self.pooled => Some(POOLED.into()),
+            POOLING if self.pooled => Some(r#"{"pooling_mode": "lasttoken"}"#.into()),
             _ => None,
         })
     }
 }
+
+/// The steps of an embedding model whose file names its pooling.
+const POOLED: &str = r#"[
+  {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+  {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+  {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+]
+"#;

@@ -3,6 +3,7 @@
 //! GGUF keeps a byte-level BPE as its tokens by id, their kinds and the merges; the
 //! pre-tokenizer only by name. What a name stands for is written here.
 
+use super::config;
 use super::file::GgufFile;
 use super::value::malformed;
 use crate::error::{Error, Result};
@@ -96,14 +97,15 @@ impl<'a> Vocabulary<'a> {
             let why = format!("Qwen3's is {PRE}");
             return Err(unsupported(format!("pre-tokenizer {pre}"), why));
         }
-        for key in [
-            "tokenizer.ggml.add_bos_token",
-            "tokenizer.ggml.add_eos_token",
-        ] {
-            if file.bool(key)? == Some(true) {
-                let why = "Qwen3 adds no tokens to a text".into();
-                return Err(unsupported(format!("{key} true"), why));
-            }
+        let key = "tokenizer.ggml.add_bos_token";
+        if file.bool(key)? == Some(true) {
+            let why = "Qwen3 adds no token before a text".into();
+            return Err(unsupported(format!("{key} true"), why));
+        }
+        let pooled = || config::is_pooled(file, config::architecture(file)?);
+        if file.bool(ADD_END)? == Some(true) && !pooled()? {
+            let why = "Qwen3 adds a token to a text where it embeds it alone".into();
+            return Err(unsupported(format!("{ADD_END} true"), why));
         }
         let tokens = file.required(TOKENS, file.strings(TOKENS)?)?;
         let kinds = file.required(TOKEN_TYPE, file.array(TOKEN_TYPE)?)?;
@@ -217,6 +219,10 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
         })
         .collect();
     let bytes = byte_level();
+    let post_processor = match file.bool(ADD_END)? {
+        Some(true) => with_end(file, &vocabulary)?,
+        _ => bytes.clone(),
+    };
     let tokenizer = Tokenizer {
         version: "1.0",
         truncation: (),
@@ -224,7 +230,7 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
         added_tokens: &added,
         normalizer: json!({ "type": "NFC" }),
         pre_tokenizer: pre_tokenizer(),
-        post_processor: bytes.clone(),
+        post_processor,
         decoder: bytes,
         model: Bpe {
             kind: "BPE",
@@ -240,6 +246,31 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
         },
     };
     Ok(serde_json::to_vec(&tokenizer).expect("strings and numbers are always JSON"))
+}
+
+/// Whether a text's end token is added to it: embedding models do.
+pub(super) const ADD_END: &str = "tokenizer.ggml.add_eos_token";
+
+/// A post-processor that adds the end token.
+fn with_end(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Value> {
+    let key = "tokenizer.ggml.eos_token_id";
+    let id = file.required(key, file.u64(key)?)?;
+    let Some((id, token, _)) = usize::try_from(id)
+        .ok()
+        .and_then(|id| vocabulary.iter().nth(id))
+    else {
+        let expected = format!("below {}, the number of tokens", vocabulary.len());
+        return Err(malformed(file.path(), key, expected, id.to_string()));
+    };
+    let text = |name: &str| json!({ "Sequence": { "id": name, "type_id": 0 } });
+    let end = json!({ "SpecialToken": { "id": token, "type_id": 0 } });
+    let template = json!({
+        "type": "TemplateProcessing",
+        "single": [text("A"), end],
+        "pair": [text("A"), end, text("B"), end],
+        "special_tokens": { token: { "id": token, "ids": [id], "tokens": [token] } },
+    });
+    Ok(json!({ "type": "Sequence", "processors": [byte_level(), template] }))
 }
 
 /// `tokenizer_config.json`: special tokens and the chat template.

@@ -7,8 +7,8 @@
 mod client;
 mod dataset;
 
-use crate::durable::is_copied;
-use crate::durable::{check_space, sync_folder, write_bytes};
+use crate::durable::{COPIED_BELOW, is_copied};
+use crate::durable::{check_space, parent, sync_folder, write_bytes};
 use crate::error::{Error, HubProblem, Result};
 use crate::progress::{Progress, Unit};
 use crate::shards::{INDEX, SINGLE};
@@ -193,9 +193,10 @@ impl Hub {
             let detail = format!("expected a commit, found {:?}", info.sha);
             return Err(client.error(HubProblem::Broken, detail));
         }
-        // Files in folders are other formats' copies, and no name may lead out of the cache.
+        // Other files in folders are other formats' copies, and no name may lead out of the cache.
         let mut names: Vec<&str> = info.siblings.iter().map(|s| s.rfilename.as_str()).collect();
-        names.retain(|n| !n.contains(['/', '\\']) && !n.starts_with('.'));
+        let below = |n: &&str| COPIED_BELOW.contains(n);
+        names.retain(|n| below(n) || !(n.contains(['/', '\\']) || n.starts_with('.')));
         let root = self.root(id);
         let snapshot = self.repo(id).pointer_path(&info.sha);
         create(&snapshot)?;
@@ -231,7 +232,7 @@ impl Hub {
         fetch(weights)?;
         sync_folder(&snapshot)?;
         let reference = self.root(id).join("refs").join(&id.revision);
-        create(&crate::durable::parent(&reference))?;
+        create(&parent(&reference))?;
         write_bytes(&reference, info.sha.as_bytes())?;
         complete(&snapshot, id).ok_or_else(|| {
             let detail = "the files it lists make no whole model".into();
@@ -272,6 +273,7 @@ impl Hub {
             sync_folder(&blobs)?;
         }
         let link = root.join("snapshots").join(commit).join(&remote.name);
+        create(&parent(&link))?;
         // Up from the file's folder to the repository's.
         let up = "../".repeat(2 + remote.name.matches('/').count());
         link_file(&blob, &link, &format!("{up}blobs/{}", remote.etag))

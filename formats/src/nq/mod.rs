@@ -7,7 +7,7 @@ mod writer;
 
 pub use record::{CalibrationRecord, QuantizationRecord, SourceRecord, TensorScheme};
 pub use staging::{at_work, staging};
-pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copied_files};
+pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copy_files};
 
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::{FLOATS, weight_name};

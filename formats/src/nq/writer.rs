@@ -12,8 +12,8 @@ use super::{NqStore, parts, read_affine, verify};
 use crate::checkpoint::Checkpoint;
 use crate::dense::{FLOATS, weight_name};
 use crate::durable::{
-    Form, available, check_destination, check_space, is_copied, parent, rename_folder, sync_folder,
-    write_bytes,
+    COPIED_BELOW, Form, available, check_destination, check_space, is_copied, parent,
+    rename_folder, sync_folder, write_bytes,
 };
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
@@ -385,9 +385,7 @@ impl Writer {
         layout.write(&folder, progress, &mut |spec, sink| {
             staged.write(&spec.name, &mut |bytes| sink.write(bytes))
         })?;
-        for name in copied_files(&self.source)? {
-            write_bytes(&folder.join(&name), &self.source.require(&name)?)?;
-        }
+        copy_files(&self.source, &folder)?;
         let mut config = self.config.clone();
         config.shift_remove("compression_config");
         config.insert("quantization_config".into(), record.to_json());
@@ -490,15 +488,21 @@ fn scheme_of(weight: &Weight) -> Option<TensorScheme> {
     }
 }
 
-/// Files that a model needs beside weights and config.json, and its licence: those of `files`
-/// that are to be copied along with it.
+/// Copies to `folder` what a model needs beside weights and config.json, and its licence.
 ///
 /// # Errors
-/// [`Error::Io`] if the folder cannot be listed.
-pub fn copied_files(files: &Files) -> Result<Vec<String>> {
-    let mut names = files.names()?;
-    names.retain(|n| is_copied(n));
-    Ok(names)
+/// [`Error::Io`] for files that cannot be listed, read or written.
+pub fn copy_files(files: &Files, folder: &Path) -> Result<()> {
+    let names = files.names()?.into_iter().filter(|n| is_copied(n));
+    for name in names.chain(COPIED_BELOW.map(String::from)) {
+        let Some(contents) = files.get(&name)? else {
+            continue;
+        };
+        let path = folder.join(&name);
+        create(&parent(&path))?;
+        write_bytes(&path, &contents)?;
+    }
+    Ok(())
 }
 
 /// The entries of `plan` that `other` has not so; all of it if one of them is no object.

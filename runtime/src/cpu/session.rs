@@ -98,18 +98,47 @@ impl CpuSession {
         Ok(())
     }
 
-    /// Final norm and head over the rows that the chunks want.
-    fn run_head(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
+    /// Makes room for the chunks and runs the layers over them. The sequences' lengths stay the old
+    /// ones.
+    fn run(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
+        let vocab = self.model.config.vocab_size;
+        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
+        let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
+        for PageCopy { from, to, rows } in self.tables.reserve(growth)? {
+            self.kv
+                .iter_mut()
+                .for_each(|layer| layer.copy_rows(from, to, rows));
+        }
+        self.batch.clear();
+        for chunk in chunks {
+            let position = self.tables.len(chunk.slot);
+            let rows = chunk.tokens.len();
+            self.batch
+                .push(&self.model.rotary, chunk.slot, position, rows);
+        }
+        self.run_layers(chunks, false, observer)?;
+        let rows = self.batch.rows() * self.model.config.hidden_size;
+        if !all_finite(&self.x[..rows]) {
+            // Running again is safe; the layer that fails first is worth the time.
+            self.run_layers(chunks, true, &mut ())?;
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, chunks: &[Chunk<'_>]) {
+        for chunk in chunks {
+            self.tables.advance(chunk.slot, chunk.tokens.len());
+        }
+    }
+
+    /// Final norm over the rows that the chunks want.
+    fn run_norm(&mut self, chunks: &[Chunk<'_>]) {
         let model = &*self.model;
         let c = &model.config;
         let h = c.hidden_size;
         let rows_of = |chunk: &Chunk<'_>| chunk.logits.rows(chunk.tokens.len());
         let wanted: usize = chunks.iter().map(|c| rows_of(c).len()).sum();
         self.head_in.resize(wanted * h, 0.0);
-        self.logits.resize(wanted * c.vocab_size, 0.0);
-        if wanted == 0 {
-            return Ok(());
-        }
         let mut at = 0;
         for (chunk, span) in chunks.iter().zip(self.batch.spans()) {
             let rows = rows_of(chunk);
@@ -119,6 +148,17 @@ impl CpuSession {
                 model.cpu.rms_norm(x, &model.norm, c.rms_norm_eps, normed);
             }
             at += x.len();
+        }
+    }
+
+    /// The head over the rows of [`CpuSession::run_norm`].
+    fn run_head(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        let model = &*self.model;
+        let c = &model.config;
+        let wanted = self.head_in.len() / c.hidden_size;
+        self.logits.resize(wanted * c.vocab_size, 0.0);
+        if wanted == 0 {
+            return Ok(());
         }
         observer.head_input(&self.head_in);
         let logits = &mut self.logits;
@@ -194,41 +234,33 @@ impl Session for CpuSession {
         chunks: &[Chunk<'_>],
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>> {
-        let vocab = self.model.config.vocab_size;
-        check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
-        let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
-        for PageCopy { from, to, rows } in self.tables.reserve(growth)? {
-            self.kv
-                .iter_mut()
-                .for_each(|layer| layer.copy_rows(from, to, rows));
-        }
-        self.batch.clear();
-        for chunk in chunks {
-            let position = self.tables.len(chunk.slot);
-            let rows = chunk.tokens.len();
-            self.batch
-                .push(&self.model.rotary, chunk.slot, position, rows);
-        }
         let mut nobody = ();
         let observer = observer.unwrap_or(&mut nobody);
-        self.run_layers(chunks, false, observer)?;
-        let rows = self.batch.rows() * self.model.config.hidden_size;
-        if !all_finite(&self.x[..rows]) {
-            // The sequences' lengths are still the old ones, so running again is safe; the
-            // layer that fails first is worth the time.
-            self.run_layers(chunks, true, &mut ())?;
-        }
-        self.run_head(chunks, observer)?;
+        self.run(chunks, observer)?;
+        self.run_norm(chunks);
+        self.run_head(observer)?;
         if !all_finite(&self.logits) {
             return Err(Error::LogitsNotFinite);
         }
-        for chunk in chunks {
-            self.tables.advance(chunk.slot, chunk.tokens.len());
-        }
+        self.advance(chunks);
         Ok(Logits {
             data: &self.logits,
-            vocab,
+            vocab: self.model.config.vocab_size,
         })
+    }
+
+    fn forward_hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+        self.run(chunks, &mut ())?;
+        self.run_norm(chunks);
+        if !all_finite(&self.head_in) {
+            return Err(Error::NotFinite {
+                what: "the final norm behind the output",
+                layer: self.model.layers.len() - 1,
+            });
+        }
+        out.extend_from_slice(&self.head_in);
+        self.advance(chunks);
+        Ok(())
     }
 }
 

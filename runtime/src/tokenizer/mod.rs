@@ -140,10 +140,19 @@ impl Tokenizer {
         for (text, quotes) in prompt.parts(&self.control) {
             ids.extend(match quotes {
                 false => self.encode(&text)?,
-                true => self.encode_with(self.literal(), &text)?,
+                true => self.encode_quoted(&text)?,
             });
         }
         Ok(ids)
+    }
+
+    /// The ids of a text of somebody else's: control tokens in it (`<|im_end|>`) are encoded by their
+    /// characters.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn encode_quoted(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_with(self.literal(), text)
     }
 
     /// The tokenizer that takes control tokens for text.

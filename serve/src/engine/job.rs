@@ -98,6 +98,12 @@ impl Job {
         room.min(self.request.max_tokens) - self.drawn()
     }
 
+    /// Tokens of its prompt that a step may still be fed: all but the last of one that is to be read,
+    /// which [`Worker::read`](super::worker::Worker::read) feeds.
+    pub(super) fn unfed(&self) -> usize {
+        self.tokens.len() - self.fed - usize::from(self.request.row.is_some())
+    }
+
     /// True once nobody waits for it.
     pub(super) fn is_given_up(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed) || self.events.is_closed()

@@ -16,7 +16,7 @@ pub use drafts::OpenDrafts;
 
 use crate::disk::ModelPages;
 use crate::metrics::Metrics;
-use nq_runtime::{LogitBias, SamplingParams, Session, SessionSpec, TokenLogprobs};
+use nq_runtime::{LogitBias, Row, SamplingParams, Session, SessionSpec, TokenLogprobs};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -104,6 +104,8 @@ pub struct Request {
     pub max_tokens: usize,
     /// Tokens that end the answer; they are not reported.
     pub stop: Vec<u32>,
+    /// What is made of the prompt where it is read and not continued: then nothing is drawn.
+    pub row: Option<Row>,
     /// The constraint on the answer.
     pub constraint: Option<Box<dyn Constraint>>,
     /// The sender.
@@ -123,6 +125,7 @@ impl Request {
             logprobs: None,
             max_tokens,
             stop: Vec::new(),
+            row: None,
             constraint: None,
             client: Client::default(),
             deadline: None,
@@ -145,6 +148,8 @@ pub enum Event {
         /// Its log-probability and alternatives, if they were asked for.
         logprobs: Option<TokenLogprobs>,
     },
+    /// What was made of the prompt, if it was to be read.
+    Row(Vec<f32>),
     /// The end: nothing comes after it.
     Finished(Finish),
 }
@@ -156,6 +161,8 @@ pub enum Finish {
     Stop(u32),
     /// As many tokens as were asked for, or as the context holds.
     Length,
+    /// The prompt was to be read, and has been.
+    Read,
     /// It was given up by who asked for it.
     Cancelled,
     /// It could not go on.

@@ -4,7 +4,7 @@ use super::job::{Job, Phase};
 use super::worker::Worker;
 use super::{Event, Failure, Finish};
 use crate::scheduler::{Rows, share};
-use nq_runtime::{Batch, Continuation, Error, Piece, Result, Sampler};
+use nq_runtime::{Batch, Chunk, Continuation, Error, LogitsWanted, Piece, Result, Row, Sampler};
 use rayon::prelude::*;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,9 +26,13 @@ impl Worker<'_> {
     /// The device's.
     pub(super) fn step(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         self.constrain(batch);
+        let read = self.read(batch)?;
         let decoding = batch.running();
         let fed = self.plan(batch);
         if fed.is_empty() && decoding == 0 {
+            if read {
+                return Ok(());
+            }
             // Whoever is left waits for somebody that has just gone.
             std::thread::sleep(Duration::from_millis(1));
             return Ok(());
@@ -107,10 +111,7 @@ impl Worker<'_> {
             .filter(|(_, j)| j.phase == Phase::Prompt)
             .map(|(&id, j)| (id, j))
             .collect();
-        let wanted: Vec<usize> = prompts
-            .iter()
-            .map(|(_, j)| j.tokens.len() - j.fed)
-            .collect();
+        let wanted: Vec<usize> = prompts.iter().map(|(_, j)| j.unfed()).collect();
         let Rows { some, whole } = self.pace.rows(decoding);
         let rows = Rows {
             some: some.min(room),
@@ -129,6 +130,76 @@ impl Worker<'_> {
             }
         }
         fed
+    }
+
+    /// Reads the last token of the prompts that are to be read and are fed up to there; says if there
+    /// were any. Their sequences stay in their slots like any other, so that prompts which begin alike
+    /// are computed once.
+    ///
+    /// # Errors
+    /// The device's.
+    fn read(&mut self, batch: &mut Batch<'_>) -> Result<bool> {
+        let ready = |j: &Job| j.phase == Phase::Prompt && j.request.row.is_some() && j.unfed() == 0;
+        let ids = self.jobs.iter().filter(|(_, j)| ready(j));
+        let mut ids: Vec<u64> = ids.map(|(&id, _)| id).collect();
+        let any = !ids.is_empty();
+        while let Some(&first) = ids.first() {
+            let row = self.jobs[&first].request.row.clone();
+            let (alike, others) =
+                (ids.into_iter()).partition(|id| self.jobs[id].request.row == row);
+            ids = others;
+            self.read_rows(batch, &row.unwrap_or(Row::Hidden), alike)?;
+        }
+        Ok(any)
+    }
+
+    fn read_rows(&mut self, batch: &mut Batch<'_>, row: &Row, ids: Vec<u64>) -> Result<()> {
+        let chunk = |id: &u64| {
+            let job = &self.jobs[id];
+            Chunk {
+                slot: job.slot.unwrap_or(usize::MAX),
+                tokens: &job.tokens[job.fed..],
+                logits: LogitsWanted::Last,
+            }
+        };
+        let chunks: Vec<Chunk<'_>> = ids.iter().map(chunk).collect();
+        let mut rows = Vec::new();
+        match row.forward(batch.session(), &chunks, &mut rows) {
+            Ok(()) => {
+                self.steps += 1;
+                for (id, row) in ids.into_iter().zip(rows) {
+                    if let Some(job) = self.jobs.get_mut(&id) {
+                        job.fed = job.tokens.len();
+                        job.tell(Event::Row(row));
+                    }
+                    self.finish(batch, id, Finish::Read);
+                }
+                Ok(())
+            }
+            // What sequences that are merely kept hold, or the last to come.
+            Err(Error::PagesFull { .. }) if self.seats.give_up(batch.session(), None) => Ok(()),
+            Err(Error::PagesFull { .. }) if self.jobs.len() > self.queue.len() + 1 => {
+                let last = ids.into_iter().max();
+                last.into_iter().for_each(|id| self.give_way(batch, id));
+                Ok(())
+            }
+            Err(
+                e @ (Error::PagesFull { .. }
+                | Error::ContextFull { .. }
+                | Error::Request { .. }
+                | Error::LogitsNotFinite
+                | Error::NotFinite { .. }),
+            ) => match ids.as_slice() {
+                &[id] => {
+                    let failure = Failure::Model(e.to_string());
+                    self.finish(batch, id, Finish::Failed(failure));
+                    Ok(())
+                }
+                // One of them: each by itself.
+                _ => (ids.into_iter()).try_for_each(|id| self.read_rows(batch, row, vec![id])),
+            },
+            Err(e) => Err(e),
+        }
     }
 
     /// Sets the masks of those who draw under a constraint: side by side, as a mask may take longer

@@ -200,6 +200,7 @@ impl Worker<'_> {
         let reason = match finish {
             Finish::Stop(_) => "stop",
             Finish::Length => "length",
+            Finish::Read => "read",
             Finish::Cancelled => "cancelled",
             Finish::Failed(Failure::Timeout | Failure::QueueTimeout) => "timeout",
             Finish::Failed(Failure::Closing) => "closing",

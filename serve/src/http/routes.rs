@@ -7,7 +7,8 @@ use crate::generation;
 use crate::model::Model;
 use crate::models::Listed;
 use crate::protocol::fields::Fields;
-use crate::protocol::{Parsed, chat, completions, messages, responses, tokens};
+use crate::protocol::{Parsed, chat, completions, embeddings, messages, rerank, responses, tokens};
+use crate::reading;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware::{Next, from_fn_with_state};
@@ -16,6 +17,7 @@ use axum::routing::{get, post};
 use axum::{Extension, Router};
 use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER, VARY};
 use hyper::{HeaderMap, Method, StatusCode};
+use nq_runtime::Row;
 use serde_json::{Value, json};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -74,7 +76,8 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/v1/messages/count_tokens", answers(messages::count))
         .route("/v1/models", get(models))
         .route("/v1/models/{name}", get(model))
-        .route("/v1/embeddings", post(embeddings))
+        .route("/v1/embeddings", post(embed))
+        .route("/v1/rerank", post(score))
         .route("/tokenize", answers(tokens::tokenize))
         .route("/detokenize", answers(tokens::detokenize))
         .route("/health", get(health))
@@ -184,6 +187,15 @@ async fn begin(
     deadline: Option<Instant>,
 ) -> Result<(generation::Stream, Parsed), ApiError> {
     let (model, fields) = asked(app, request).await?;
+    if model.embedding().is_some() {
+        return Err(ApiError {
+            code: Some("no_generation"),
+            ..ApiError::invalid(format!(
+                "{} is an embedding model: it serves /v1/embeddings",
+                model.name()
+            ))
+        });
+    }
     // Templates, tokenizers and grammars take their time, and may panic: not here.
     blocking(move || {
         let parsed = (protocol.parse)(&model, fields)?;
@@ -230,6 +242,13 @@ fn card(listed: Listed<'_>) -> Value {
     });
     if let Some(model) = listed.model {
         let p = model.sampling();
+        card["task"] = if model.embedding().is_some() {
+            "embed".into()
+        } else if model.reranker().is_some() {
+            "rerank".into()
+        } else {
+            "generate".into()
+        };
         card["max_model_len"] = model.context().into();
         card["default_sampling"] = json!({
             "temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p,
@@ -255,11 +274,51 @@ async fn model(
     }
 }
 
-async fn embeddings() -> Response {
-    failure(&ApiError {
-        code: Some("no_embeddings"),
-        ..ApiError::invalid("what nq runs are models that write text: they make no embeddings")
-    })
+/// A request for embeddings.
+async fn embed(
+    State(app): State<Arc<App>>,
+    Extension(client): Extension<Client>,
+    request: Request,
+) -> Response {
+    let deadline = app.limits.request_time.map(|t| Instant::now() + t);
+    let answered = async {
+        let (model, fields) = asked(&app, request).await?;
+        let of = Arc::clone(&model);
+        let mut asked = blocking(move || embeddings::parse(&of, fields)).await?;
+        let texts = std::mem::take(&mut asked.texts);
+        let tokens = texts.iter().map(Vec::len).sum();
+        let rows = reading::read(&model, &Row::Hidden, texts, client, deadline).await?;
+        blocking(move || embeddings::answer(&model, &asked, &rows, tokens)).await
+    };
+    whole(answered.await)
+}
+
+/// A request for the scores of documents.
+async fn score(
+    State(app): State<Arc<App>>,
+    Extension(client): Extension<Client>,
+    request: Request,
+) -> Response {
+    let deadline = app.limits.request_time.map(|t| Instant::now() + t);
+    let answered = async {
+        let (model, fields) = asked(&app, request).await?;
+        let of = Arc::clone(&model);
+        let mut asked = blocking(move || rerank::parse(&of, fields)).await?;
+        let row = rerank::reranker(&model)?.row();
+        let prompts = std::mem::take(&mut asked.prompts);
+        let tokens = prompts.iter().map(Vec::len).sum();
+        let rows = reading::read(&model, &row, prompts, client, deadline).await?;
+        blocking(move || rerank::answer(&model, &asked, &rows, tokens)).await
+    };
+    whole(answered.await)
+}
+
+/// An answer in JSON, or an error.
+fn whole(answer: Result<String, ApiError>) -> Response {
+    match answer {
+        Ok(json) => json_text(StatusCode::OK, json),
+        Err(e) => failure(&e),
+    }
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
@@ -320,7 +379,11 @@ fn failure_in(error: &ApiError, body: &Value) -> Response {
 }
 
 fn json_response(status: StatusCode, value: &Value) -> Response {
-    let mut response = Response::new(Body::from(value.to_string()));
+    json_text(status, value.to_string())
+}
+
+fn json_text(status: StatusCode, json: String) -> Response {
+    let mut response = Response::new(Body::from(json));
     *response.status_mut() = status;
     let headers: &mut HeaderMap = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));

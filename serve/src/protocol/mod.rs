@@ -4,8 +4,10 @@
 pub mod blocks;
 pub mod chat;
 pub mod completions;
+pub mod embeddings;
 pub mod fields;
 pub mod messages;
+pub mod rerank;
 pub mod responses;
 pub mod sampling;
 pub mod tokens;
@@ -13,6 +15,7 @@ pub mod tools;
 
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
+use crate::model::Model;
 use serde_json::{Value, json};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -92,6 +95,23 @@ pub fn unique(prefix: &str) -> String {
 pub fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |d| d.as_secs())
+}
+
+/// Refuses text `index` of `field` if it has no token, or more than the model reads.
+fn too_long(model: &Model, field: &str, index: usize, tokens: &[u32]) -> Result<(), ApiError> {
+    let name = format!("{field}[{index}]");
+    let most = model.context() - 1;
+    match tokens.len() {
+        0 => Err(ApiError::field(
+            &name,
+            "expected a text of one token or more",
+        )),
+        n if n > most => Err(ApiError {
+            code: Some("context_length_exceeded"),
+            ..ApiError::field(&name, format!("expected at most {most} tokens, found {n}"))
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// `usage` as OpenAI has it.

@@ -2,13 +2,16 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses its own part")]
 
-use nq_formats::Checkpoint;
+use bytes::Bytes;
+use nq_formats::task::{MODULES, POOLING};
+use nq_formats::{Checkpoint, Files, VirtualFiles};
 use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec};
 use nq_serve::{EngineOptions, Limits, Model, Models, Security, Server, Stopper};
-use serde_json::Value;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -55,6 +58,101 @@ pub fn named(
         max_rows: 256,
     };
     Model::new(name, checkpoint(), engine, spec, options).unwrap()
+}
+
+/// The demo model's files, some of them others.
+#[derive(Debug)]
+struct Changed(BTreeMap<&'static str, Bytes>);
+
+impl VirtualFiles for Changed {
+    fn root(&self) -> PathBuf {
+        demo().into()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let mut names = Files::Folder(demo().into()).names().unwrap();
+        names.extend(self.0.keys().map(|n| (*n).to_owned()));
+        names
+    }
+
+    fn get(&self, name: &str) -> nq_formats::Result<Option<Bytes>> {
+        match self.0.get(name) {
+            Some(bytes) => Ok(Some(bytes.clone())),
+            None => Files::Folder(demo().into()).get(name),
+        }
+    }
+}
+
+fn changed(files: impl IntoIterator<Item = (&'static str, String)>) -> Checkpoint {
+    let files = files.into_iter().map(|(name, text)| (name, text.into()));
+    Checkpoint::open_files(Files::Virtual(Arc::new(Changed(files.collect())))).unwrap()
+}
+
+fn demo_tokenizer() -> String {
+    std::fs::read_to_string(demo().join("tokenizer.json")).unwrap()
+}
+
+/// The demo model as an embedding model: its tokenizer adds an end token.
+pub fn as_embedder() -> Checkpoint {
+    let mut tokenizer: Value = serde_json::from_str(&demo_tokenizer()).unwrap();
+    let added = tokenizer["added_tokens"].as_array().unwrap();
+    let end = "<|endoftext|>";
+    let id = added.iter().find(|t| t["content"] == end).unwrap()["id"].clone();
+    tokenizer["post_processor"] = json!({"type": "Sequence", "processors": [
+        tokenizer["post_processor"],
+        {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end, "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {end: {"id": end, "ids": [id], "tokens": [end]}},
+        },
+    ]});
+    let modules = json!([
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]);
+    let pooling = json!({"word_embedding_dimension": 512, "pooling_mode_mean_tokens": false,
+        "pooling_mode_lasttoken": true, "include_prompt": true});
+    changed([
+        (MODULES, modules.to_string()),
+        (POOLING, pooling.to_string()),
+        ("tokenizer.json", tokenizer.to_string()),
+    ])
+}
+
+/// The demo model as a reranker: a token that it never uses is called `yes`.
+pub fn as_reranker() -> Checkpoint {
+    let tokenizer = demo_tokenizer().replace("\"<|video_pad|>\"", "\"yes\"");
+    let modules = json!([
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_LogitScore",
+         "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"},
+    ]);
+    changed([
+        (MODULES, modules.to_string()),
+        ("tokenizer.json", tokenizer),
+    ])
+}
+
+/// [`as_embedder`], served.
+pub fn embedder(options: EngineOptions) -> Arc<Model> {
+    Arc::new(serving("embedder", &as_embedder(), options))
+}
+
+/// [`as_reranker`], served.
+pub fn reranker(options: EngineOptions) -> Arc<Model> {
+    Arc::new(serving("reranker", &as_reranker(), options))
+}
+
+fn serving(name: &str, checkpoint: &Checkpoint, options: EngineOptions) -> Model {
+    let spec = SessionSpec {
+        slots: 2 * options.parallel,
+        ctx: 1024,
+        pages: None,
+        kv: KvType::F16,
+        max_rows: 256,
+    };
+    Model::new(name, checkpoint, load(), spec, options).unwrap()
 }
 
 /// A server that runs until it is dropped.

@@ -213,7 +213,7 @@ fn drafts(
             let layers = args
                 .draft_layers
                 .unwrap_or(preset.config().num_hidden_layers);
-            let (name, checkpoint) = random(&preset, layers, args.bits, 1)?;
+            let (name, checkpoint) = random(&preset, layers, (args.bits, false), 1)?;
             DraftCheckpoint {
                 name,
                 checkpoint,

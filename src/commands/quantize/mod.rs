@@ -7,10 +7,10 @@ mod target;
 use crate::cli::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes, leave_interrupted, print_line, say, shell_word};
-use anyhow::Context;
+use anyhow::{Context, bail};
 pub use args::{QuantizeArgs, parse_size};
 use nq_formats::nq::{SourceRecord, staging};
-use nq_formats::{Bits, Progress};
+use nq_formats::{Bits, Progress, Task};
 use nq_quantize::mix::mixed;
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
@@ -23,6 +23,13 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     args.check()?;
     let terminal = Terminal::new();
     let model = model::open(args.model.as_deref(), global, &terminal)?;
+    if matches!(model.checkpoint.task(), Task::Embed(_)) {
+        bail!(
+            "{}: an embedding model: calibration and measured quality are of text that a model \
+             writes; `--bits 4` or `8` of `nq embed` and `nq serve` rounds it at load",
+            model.source
+        );
+    }
     let mut schemes = args.schemes()?;
     if args.mixes() {
         // At 4 bits and more, nothing gets fewer than 4.

@@ -85,7 +85,9 @@ impl Pass<'_, '_> {
         product: &Product,
         rows: impl Fn(&FullRows) -> &Buffer<f32>,
     ) -> Result<()> {
-        if let (Some(observer), Some(full)) = (&mut *self.observer, &self.many.full) {
+        if let (Some(observer), Some(full)) = (&mut *self.observer, &self.many.full)
+            && observer.wants_inputs()
+        {
             let n = self.m * product.inputs(&self.model.config);
             observer.linear_input(layer, product, &fetch(self.stream, rows(full), n)?);
         }
@@ -98,7 +100,8 @@ impl Pass<'_, '_> {
         if self.model.kernels == KernelSet::Reference {
             return self.show(layer, product, |f| &f.attended);
         }
-        let Some(observer) = &mut *self.observer else {
+        let observer = self.observer.as_mut().filter(|o| o.wants_inputs());
+        let Some(observer) = observer else {
             return Ok(());
         };
         let width = self.model.config.q_dim();

@@ -1,0 +1,120 @@
+//! Vectors of texts (Qwen3 Embedding, arXiv 2506.05176): what the last token leaves behind the final
+//! norm, of length 1.
+
+use crate::error::{Error, Result};
+use crate::tokenizer::{TOKENIZER_FILE, Tokenizer};
+use nq_formats::task::Prompts;
+use nq_formats::tokenizer::{Around, around};
+use nq_formats::{Checkpoint, Task};
+
+/// The task that is asked of queries where neither the model nor anybody says another.
+pub const DEFAULT_TASK: &str =
+    "Given a web search query, retrieve relevant passages that answer the query";
+
+/// Texts as an embedding model reads them.
+#[derive(Clone, Debug)]
+pub struct EmbeddingTexts {
+    prompts: Prompts,
+    around: Around,
+}
+
+/// What a text is to an embedding model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// It is searched.
+    Document,
+    /// It searches, in the words of the model's makers.
+    Query,
+    /// It searches for what this instruction says.
+    Instructed(String),
+    /// It is read as it is.
+    Plain,
+}
+
+impl EmbeddingTexts {
+    /// Those of the model in `checkpoint`.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if it is no embedding model; a tokenizer that cannot be read.
+    pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
+        let Task::Embed(prompts) = checkpoint.task() else {
+            return Err(Error::Request {
+                what: "model",
+                expected:
+                    "an embedding model (one with the modules.json of sentence-transformers, or \
+                           saved without a head)"
+                        .into(),
+                found: "one that writes text".into(),
+            });
+        };
+        let files = checkpoint.files();
+        let json = files.require(TOKENIZER_FILE)?;
+        Ok(EmbeddingTexts {
+            prompts: prompts.clone(),
+            around: around(&files.path(TOKENIZER_FILE), &json)?,
+        })
+    }
+
+    /// True if the tokenizer adds an end token, whose state the embedding is.
+    pub fn adds_end(&self) -> bool {
+        !self.around.after.is_empty()
+    }
+
+    /// The ids of `text`, with what the model's makers put around it.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn encode(&self, tokenizer: &Tokenizer, text: &str, purpose: &Purpose) -> Result<Vec<u32>> {
+        let prefix = match purpose {
+            Purpose::Plain => String::new(),
+            Purpose::Document => self.prompts.document.clone().unwrap_or_default(),
+            Purpose::Query => match &self.prompts.query {
+                Some(prompt) => prompt.clone(),
+                None => instruction(DEFAULT_TASK),
+            },
+            Purpose::Instructed(task) => instruction(task),
+        };
+        let Around { before, after } = &self.around;
+        let tokens = tokenizer.encode(&(prefix + text))?;
+        Ok([before, &tokens, after].map(Vec::as_slice).concat())
+    }
+
+    /// `tokens` without what is before its end and beyond `most`: of a longer text the beginning is
+    /// kept, and what the tokenizer adds to its end.
+    pub fn truncate(&self, tokens: &mut Vec<u32>, most: usize) {
+        if tokens.len() > most {
+            let end = self.around.after.len().min(most);
+            tokens.drain(most - end..tokens.len() - end);
+        }
+    }
+}
+
+fn instruction(task: &str) -> String {
+    format!("Instruct: {task}\nQuery:")
+}
+
+/// The first `dimensions` of `state`, made a vector of length 1; sums are in f64.
+///
+/// # Errors
+/// [`Error::Request`] for dimensions that it has not; for a vector without a direction, all zeros or
+/// not finite.
+pub fn unit(state: &[f32], dimensions: usize) -> Result<Vec<f32>> {
+    let Some(vector) = state.get(..dimensions).filter(|v| !v.is_empty()) else {
+        return Err(Error::Request {
+            what: "dimensions",
+            expected: format!("1 to {}", state.len()),
+            found: dimensions.to_string(),
+        });
+    };
+    let squares: f64 = vector.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    let length = squares.sqrt();
+    if !(length.is_finite() && length > 0.0) {
+        return Err(Error::Request {
+            what: "an embedding",
+            expected: "a length to divide by".into(),
+            found: length.to_string(),
+        });
+    }
+    let scaled = vector.iter().map(|&x| (f64::from(x) / length) as f32);
+    Ok(scaled.collect())
+}

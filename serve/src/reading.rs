@@ -1,0 +1,57 @@
+//! Texts that a model reads and does not continue: several at a time, in the engine's queue like any
+//! other request.
+
+use crate::engine::{Client, Event, Finish, Refused, Request};
+use crate::error::ApiError;
+use crate::model::Model;
+use nq_runtime::Row;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Texts of one request that are in the engine's queue at once: others find room beside them.
+const AT_ONCE: usize = 16;
+/// How long to wait before a full queue is asked again.
+const RETRY: Duration = Duration::from_millis(50);
+
+/// The row of each of `texts`, token ids, in their order. Dropping the future gives them up.
+///
+/// # Errors
+/// What the engine refuses; a text that fails fails all.
+pub async fn read(
+    model: &Arc<Model>,
+    row: &Row,
+    texts: Vec<Vec<u32>>,
+    client: Client,
+    deadline: Option<Instant>,
+) -> Result<Vec<Vec<f32>>, ApiError> {
+    let mut rows: Vec<Vec<f32>> = vec![Vec::new(); texts.len()];
+    let mut first = 0;
+    let mut texts = texts.into_iter().peekable();
+    while texts.peek().is_some() {
+        let block: Vec<Vec<u32>> = texts.by_ref().take(AT_ONCE).collect();
+        let mut answers = loop {
+            let requests = block.iter().map(|tokens| Request {
+                row: Some(row.clone()),
+                client,
+                deadline,
+                ..Request::new(tokens.clone(), 1)
+            });
+            match model.engine().submit(requests.collect()) {
+                Err(Refused::QueueFull { .. }) if first > 0 => tokio::time::sleep(RETRY).await,
+                answers => break answers?,
+            }
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                return Err(crate::engine::Failure::Timeout.into());
+            }
+        };
+        while let Some((index, event)) = answers.next().await {
+            match event {
+                Event::Row(row) => rows[first + index] = row,
+                Event::Finished(Finish::Failed(failure)) => return Err(failure.into()),
+                _ => {}
+            }
+        }
+        first += block.len();
+    }
+    Ok(rows)
+}
