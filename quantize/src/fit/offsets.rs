@@ -282,7 +282,11 @@ mod tests {
                 (code * scale) as f32 / 256.0 - minimum as f32 / 8.0
             };
             let w: Vec<f32> = (0..512).map(value).collect();
-            assert_eq!(row_error(Fit::clip(), &grid, &w, &[1.0; 512]), 0.0, "{kind}");
+            assert_eq!(
+                row_error(Fit::clip(), &grid, &w, &[1.0; 512]),
+                0.0,
+                "{kind}"
+            );
         }
     }
 
@@ -293,8 +297,19 @@ mod tests {
             let grid = grid(kind);
             let whole = row_error(Fit::absmax(), &grid, &w, &h);
             let found = row_error(Fit::clip(), &grid, &w, &h);
-            let first = row_error(Fit { refits: 0, ..Fit::clip() }, &grid, &w, &h);
-            assert!(found < 0.8 * whole && found < first, "{kind}: {found} {first} {whole}");
+            let first = row_error(
+                Fit {
+                    refits: 0,
+                    ..Fit::clip()
+                },
+                &grid,
+                &w,
+                &h,
+            );
+            assert!(
+                found < 0.8 * whole && found < first,
+                "{kind}: {found} {first} {whole}"
+            );
         }
         // One f16 each costs more bytes and errs no more.
         let (q4_k, q4_1) = (grid(BlockType::Q4_K), grid(BlockType::Q4_1));

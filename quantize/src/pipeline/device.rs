@@ -9,7 +9,8 @@ use crate::schemes::Schemes;
 use crate::second_order::InputStats;
 use crate::streamed::Streamed;
 use nq_formats::Progress;
-use nq_runtime::device::{Device, DeviceChoice};
+use nq_runtime::device::Device;
+use nq_runtime::load::DeviceChoice;
 use nq_runtime::{Engine, LoadOptions, gpu, load};
 use std::sync::Arc;
 
