@@ -69,8 +69,8 @@ impl Schemes {
         groups.any(|group| matches!(group, Group::Size(n) if n < 32))
     }
 
-    /// The schemes with those of `others` in place of what does not fill the rows of a weight: of those
-    /// that do, the one of the fewest bytes that has as many bits, or more.
+    /// The schemes with those of `others` where scales of a span of inputs do not fill the rows of a
+    /// weight: of those that do, the one of the fewest bytes that has as many bits, or more.
     pub fn fitted(mut self, config: &ModelConfig, others: &[AffineScheme]) -> Self {
         for group in allocation::groups(config) {
             let Some(scheme) = group.weights.first().and_then(|w| self.of(&w.0)) else {
@@ -80,7 +80,8 @@ impl Schemes {
             let zeros = |s: &AffineScheme| s.zeros != scheme.zeros;
             let best =
                 (others.iter().filter(enough)).min_by_key(|s| (s.bits, zeros(s), group.bytes(**s)));
-            if let (Some(best), false) = (best, group.fits(scheme)) {
+            let spans = matches!(scheme.scales.span(), Some(Group::Size(_)));
+            if let (Some(best), true) = (best, spans && !group.fits(scheme)) {
                 let names = group.weights.iter().map(|w| w.0.clone());
                 self.overrides.extend(names.map(|name| (name, *best)));
             }
