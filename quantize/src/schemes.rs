@@ -77,9 +77,8 @@ impl Schemes {
                 continue;
             };
             let enough = |s: &&AffineScheme| s.bits >= scheme.bits && group.fits(**s);
-            let zeros = |s: &AffineScheme| s.zeros != scheme.zeros;
-            let best =
-                (others.iter().filter(enough)).min_by_key(|s| (s.bits, zeros(s), group.bytes(**s)));
+            let order = |s: &&AffineScheme| (s.bits, s.zeros != scheme.zeros, group.bytes(**s));
+            let best = others.iter().filter(enough).min_by_key(order);
             let spans = matches!(scheme.scales.span(), Some(Group::Size(_)));
             if let (Some(best), true) = (best, spans && !group.fits(scheme)) {
                 let names = group.weights.iter().map(|w| w.0.clone());

@@ -279,7 +279,7 @@ mod tests {
                 let (scale, minimum) = (63 - 5 * (group % 8), 63 - 7 * (group % 8));
                 let code = [0, max][i as usize % 32 % 2] * u32::from(i % 32 < 2)
                     + (i * 7 % (max + 1)) * u32::from(i % 32 >= 2);
-                (code * scale) as f32 / 256.0 - minimum as f32 / 8.0
+                (code * scale) as f32 / 256.0 - minimum as f32 / 64.0
             };
             let w: Vec<f32> = (0..512).map(value).collect();
             assert_eq!(

@@ -10,8 +10,7 @@ use crate::second_order::InputStats;
 use crate::streamed::Streamed;
 use nq_formats::Progress;
 use nq_runtime::device::Device;
-use nq_runtime::load::DeviceChoice;
-use nq_runtime::{Engine, LoadOptions, gpu, load};
+use nq_runtime::{DeviceChoice, Engine, LoadOptions, gpu, load};
 use std::sync::Arc;
 
 /// What the record says of text that was not sampled from the source as it is.
