@@ -134,7 +134,7 @@ fn main() -> anyhow::Result<()> {
                 },
                 target: None,
                 head_fixed: true,
-                schemes_fixed: true,
+                candidates: Vec::new(),
                 method: method.name().into(),
                 calibration: match calibration.as_str() {
                     "self" => CalibrationSource::SelfSampled,

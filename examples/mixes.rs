@@ -83,7 +83,7 @@ fn main() -> anyhow::Result<()> {
             schemes,
             target: None,
             head_fixed: true,
-            schemes_fixed: true,
+            candidates: Vec::new(),
             method: method.name().into(),
             calibration: match calibration.as_str() {
                 "self" => CalibrationSource::SelfSampled,

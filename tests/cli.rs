@@ -134,7 +134,7 @@ fn flags_that_make_no_sense_are_exit_code_2() {
                 "--target-bpw",
                 "5",
                 "--format",
-                "gguf",
+                "awq",
             ],
             "--format nq",
         ),

@@ -43,7 +43,9 @@ fn a_model_is_quantized_for_another_engine() {
         ("gptq", &["--bits", "8"], "int8 g128 symmetric"),
         ("awq", &["--group-size", "128"], "int4 g128 asymmetric"),
         ("compressed-tensors", &[], "int4 g64 asymmetric"),
-        ("gguf", &["--head-bits", "8"], "Q4_1"),
+        ("gguf", &["--head-bits", "8"], "Q4_K"),
+        ("gguf", &["--sym"], "Q4_0"),
+        ("gguf", &["--bits", "6", "--simple"], "Q6_K"),
         ("gguf", &["--bits", "8"], "Q8_0"),
     ] {
         let home = tempfile::tempdir().unwrap();

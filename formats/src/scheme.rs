@@ -252,6 +252,14 @@ impl Scales {
         matches!(self, Scales::Half)
     }
 
+    /// Inputs that share an f16, where scales are in two levels.
+    pub const fn span(&self) -> Option<Group> {
+        match self {
+            Scales::Half => None,
+            Scales::TwoLevel(two) => Some(two.span),
+        }
+    }
+
     /// Bytes that the scales of a row take, in groups of `group`.
     const fn row_bytes(&self, group: Group, in_features: usize) -> usize {
         let groups = group.count(in_features);

@@ -47,15 +47,14 @@ impl WeightGroup {
         self.weights.iter().map(bytes).sum()
     }
 
-    /// True if whole groups of `scheme` fill the rows of all weights.
+    /// True if whole groups of `scheme`, and whole spans, fill the rows of all weights.
     pub fn fits(&self, scheme: AffineScheme) -> bool {
-        match scheme.group {
+        let lengths = [Some(scheme.group), scheme.scales.span()];
+        let fills = |length| match length {
             Group::Channel => true,
-            Group::Size(n) => self
-                .weights
-                .iter()
-                .all(|w| w.1.1.is_multiple_of(n as usize)),
-        }
+            Group::Size(n) => (self.weights.iter()).all(|w| w.1.1.is_multiple_of(n as usize)),
+        };
+        lengths.into_iter().flatten().all(fills)
     }
 }
 
@@ -96,8 +95,8 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
     groups
 }
 
-/// The schemes that are chosen from, of at least `least` bits. Every device runs them: groups have 32
-/// inputs or more.
+/// The schemes that nq's own files are chosen from, of at least `least` bits. Every device runs them:
+/// groups have 32 inputs or more.
 pub fn candidates(least: Bits) -> Vec<AffineScheme> {
     let plain = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     let scheme = |bits, group, zeros| plain(bits, group, zeros).two_level(Bits::B8);
@@ -271,10 +270,8 @@ pub fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
     menus.iter().zip(chosen).map(row).collect()
 }
 
-/// `base` with the smallest candidate of at least `least` bits for each of `groups`: no choice takes
-/// fewer bytes.
-pub fn smallest(base: &Schemes, groups: &[WeightGroup], least: Bits) -> Schemes {
-    let candidates = candidates(least);
+/// `base` with the smallest candidate for each of `groups`: no choice takes fewer bytes.
+pub fn smallest(base: &Schemes, groups: &[WeightGroup], candidates: &[AffineScheme]) -> Schemes {
     let mut schemes = base.clone();
     for group in groups {
         let fitting = candidates.iter().filter(|s| group.fits(**s));

@@ -7,7 +7,9 @@
 //! midpoint than above it. The best candidate's scale is then refitted to its codes by
 //! weighted least squares, which llama.cpp's k-quants do in the same place.
 
-use crate::grid::{Grid, GroupParams};
+mod offsets;
+
+use crate::grid::{Grid, GroupParams, OfSpan};
 use half::f16;
 use nq_formats::product;
 use serde_json::{Value, json};
@@ -77,21 +79,16 @@ impl Fit {
             .iter()
             .fold((0f32, 0f32), |(l, h), &v| (l.min(v), h.max(v)));
         if low == 0.0 && high == 0.0 {
-            let zero = grid.bits().midpoint();
-            return GroupParams { scale: 0.0, zero };
+            return grid.zeros();
+        }
+        if grid.offsets() {
+            return self.with_offset(grid, w, importance);
         }
         let whole = whole_range(grid, low, high, 1.0);
         if self.steps == 0 {
             return whole;
         }
-        let mut search = Search {
-            grid,
-            w,
-            importance,
-            power: self.power,
-            best: whole,
-            error: f32::INFINITY,
-        };
+        let mut search = Search::new(self, grid, w, importance, whole);
         search.try_params(whole);
         if grid.symmetric() {
             self.search_symmetric(&mut search, low, high);
@@ -108,82 +105,82 @@ impl Fit {
         search.best
     }
 
-    /// The parameters for the row `w` and, where the grid keeps scales in two levels, the f16 of
-    /// each span. `importance` is as for [`Fit::params`].
+    /// The parameters for the row `w` and, where the grid keeps scales in two levels, what those of
+    /// each span are multiples of. `importance` is as for [`Fit::params`].
     pub fn row(
         &self,
         grid: &Grid,
         w: &[f32],
         importance: &[f32],
         params: &mut [GroupParams],
-        spans: &mut [f16],
+        spans: &mut [OfSpan],
     ) {
         let size = grid.group().size(w.len()).max(1);
         for (g, (w, p)) in w.chunks(size).zip(params.iter_mut()).enumerate() {
             *p = self.params(grid, w, importance_of(importance, g * size, w.len()));
         }
         let per_span = grid.groups_of_span(w.len());
-        for (s, (of_span, params)) in spans
-            .iter_mut()
-            .zip(params.chunks_mut(per_span))
-            .enumerate()
-        {
-            *of_span = grid.of_span(params.iter().fold(0.0, |m, p| p.scale.abs().max(m)));
-            for (g, p) in params.iter_mut().enumerate() {
-                let at = (s * per_span + g) * size;
-                let w = &w[at..w.len().min(at + size)];
-                *p = self.in_span(
-                    grid,
-                    *of_span,
-                    *p,
-                    w,
-                    importance_of(importance, at, w.len()),
-                );
-            }
+        let pieces = params.chunks_mut(per_span).zip(w.chunks(per_span * size));
+        for (s, (of_span, (params, w))) in spans.iter_mut().zip(pieces).enumerate() {
+            let importance = importance_of(importance, s * per_span * size, w.len());
+            *of_span = match grid.offsets() && self.refits > 0 {
+                true => self.span_with_offsets(grid, w, importance, params),
+                false => self.span(grid, w, importance, params),
+            };
         }
     }
 
-    /// Parameters near `p` whose scale is a product with a span's f16: of the integers around the
-    /// scale's, the one with the least weighted error of `w`.
+    /// Parameters near `params`, of the groups of a span `w`, that are products with what it gives.
+    fn span(
+        &self,
+        grid: &Grid,
+        w: &[f32],
+        importance: &[f32],
+        params: &mut [GroupParams],
+    ) -> OfSpan {
+        let mut nearest = params.to_vec();
+        let mut of_span = [OfSpan::default()];
+        grid.snap(&mut nearest, &mut of_span);
+        let size = grid.group().size(w.len()).max(1);
+        for (g, (p, w)) in params.iter_mut().zip(w.chunks(size)).enumerate() {
+            let importance = importance_of(importance, g * size, w.len());
+            *p = self.in_span(grid, of_span[0], *p, w, importance);
+        }
+        of_span[0]
+    }
+
+    /// Parameters near `p` whose scale and offset are products with those of a span: of the integers
+    /// around its own, those with the least weighted error of `w`.
     pub fn in_span(
         &self,
         grid: &Grid,
-        of_span: f16,
+        of_span: OfSpan,
         p: GroupParams,
         w: &[f32],
         importance: &[f32],
     ) -> GroupParams {
-        let (least, most) = grid.small_range();
-        let nearest = grid.small(of_span, p.scale);
-        let with = |small: i16, zero: u8| GroupParams {
-            scale: product(of_span, small).to_f32(),
-            zero,
-        };
-        let mut search = Search {
-            grid,
-            w,
-            importance,
-            power: self.power,
-            best: with(nearest, p.zero),
-            error: f32::INFINITY,
-        };
-        if p.scale == 0.0 || of_span == f16::ZERO {
-            return search.best;
+        if grid.offsets() {
+            return offsets::in_span(grid, of_span, p, w, importance).0;
         }
+        let nearest = grid.near(of_span, p);
+        if p.scale == 0.0 || of_span.scale == f16::ZERO {
+            return nearest;
+        }
+        let (least, most) = grid.small_range();
+        let small = grid.small(of_span.scale, p.scale);
+        let mut search = Search::new(self, grid, w, importance, nearest);
         let zeros = match grid.symmetric() || self.steps == 0 {
             true => p.zero..=p.zero,
             false => p.zero.saturating_sub(1)..=p.zero.saturating_add(1).min(grid.max_code()),
         };
-        for small in nearest.saturating_sub(1).max(least)..=(nearest + 1).min(most) {
-            for zero in zeros.clone() {
-                let p = with(small, zero);
-                let error = match p.scale == 0.0 {
-                    true => continue,
-                    false => search.weighted_error(p),
-                };
-                if error < search.error {
-                    (search.best, search.error) = (p, error);
-                }
+        for small in small.saturating_sub(1).max(least)..=(small + 1).min(most) {
+            let scale = product(of_span.scale, small).to_f32();
+            for zero in zeros.clone().filter(|_| scale != 0.0) {
+                search.consider(GroupParams {
+                    scale,
+                    zero,
+                    offset: 0.0,
+                });
             }
         }
         search.best
@@ -201,11 +198,13 @@ impl Fit {
         for share in self.shares() {
             // The greatest magnitude on the lowest code, and the mirrored choice.
             let scale = -signed * share / f32::from(zero);
-            search.try_params(GroupParams { scale, zero });
-            search.try_params(GroupParams {
-                scale: -scale,
-                zero,
-            });
+            for scale in [scale, -scale] {
+                search.try_params(GroupParams {
+                    scale,
+                    zero,
+                    offset: 0.0,
+                });
+            }
         }
     }
 
@@ -234,12 +233,18 @@ fn whole_range(grid: &Grid, low: f32, high: f32, share: f32) -> GroupParams {
     if grid.symmetric() {
         // Half a step beyond the greatest code: it rounds back onto it.
         let scale = storable(high.max(-low) * share / (max / 2.0));
-        let zero = grid.bits().midpoint();
-        return GroupParams { scale, zero };
+        return GroupParams {
+            scale,
+            ..grid.zeros()
+        };
     }
     let scale = storable((high - low) * share / max);
     let zero = (-low * share / scale).round_ties_even().clamp(0.0, max) as u8;
-    GroupParams { scale, zero }
+    GroupParams {
+        scale,
+        zero,
+        offset: 0.0,
+    }
 }
 
 /// The nearest scale that a file can hold: an f16, not zero and not infinite.
@@ -277,13 +282,35 @@ fn clamp(v: f32, low: f32, high: f32) -> f32 {
     if v < high { v } else { high }
 }
 
-impl Search<'_> {
-    /// Keeps `p` if its weighted error is less than the best.
+impl<'a> Search<'a> {
+    /// Nothing tried yet: `best` counts for as long as nothing is.
+    fn new(
+        fit: &Fit,
+        grid: &'a Grid,
+        w: &'a [f32],
+        importance: &'a [f32],
+        best: GroupParams,
+    ) -> Self {
+        Search {
+            grid,
+            w,
+            importance,
+            power: fit.power,
+            best,
+            error: f32::INFINITY,
+        }
+    }
+
+    /// Keeps `p`, its scale made storable, if its weighted error is less than the best.
     fn try_params(&mut self, p: GroupParams) {
-        let p = GroupParams {
+        self.consider(GroupParams {
             scale: storable(p.scale),
-            zero: p.zero,
-        };
+            ..p
+        });
+    }
+
+    /// Keeps `p` if its weighted error is less than the best.
+    fn consider(&mut self, p: GroupParams) {
         let error = self.weighted_error(p);
         if error < self.error {
             (self.best, self.error) = (p, error);
@@ -343,10 +370,7 @@ impl Search<'_> {
         }
         let scale = wq / qq;
         if scale.is_finite() && scale != 0.0 {
-            self.try_params(GroupParams {
-                scale,
-                zero: p.zero,
-            });
+            self.try_params(GroupParams { scale, ..p });
         }
     }
 }
@@ -408,7 +432,11 @@ mod tests {
                 } else {
                     6
                 };
-                let p = GroupParams { scale: 0.125, zero };
+                let p = GroupParams {
+                    scale: 0.125,
+                    zero,
+                    offset: 0.0,
+                };
                 let mut codes: Vec<u8> = (0..64).map(|i| (i * 29 % (max + 1)) as u8).collect();
                 (codes[0], codes[1]) = (0, max as u8);
                 let w: Vec<f32> = codes.iter().map(|&q| p.value(q)).collect();

@@ -1,38 +1,40 @@
 //! What values a stored group can take, which is all that a method needs to know of a format.
 //!
-//! A group of consecutive inputs of one row has a scale and a zero-point; code `q` stands for
-//! `s * (q - z)`. Scales are rounded to what can be stored, an f16 or a product in two levels,
-//! before anything is rounded *to* them, so what a method sees is exactly what a file stores and a
-//! kernel computes.
+//! A group of consecutive inputs of one row has a scale, and a zero-point or an offset; code `q`
+//! stands for `s * (q - z) + o`. Scales and offsets are rounded to what can be stored, an f16 or a
+//! product in two levels, before anything is rounded *to* them, so what a method sees is exactly
+//! what a file stores and a kernel computes.
 
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
+use crate::packer::Packer;
 use half::f16;
 use nq_formats::models::LinearKind;
-use nq_formats::{AffineScheme, AffineWeight, Weight, Zeros, pack, product};
-use nq_formats::{Bits, Group, GroupValues, Levels, Parts, QuantizedWeight, TwoLevel};
+use nq_formats::{AffineScheme, Bits, Group, Levels, TwoLevel, Weight, Zeros, product};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// The grids of a layer's Linears.
 pub type Grids = BTreeMap<LinearKind, Grid>;
 
-/// Scale and zero-point of one group, as stored.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// Scale, zero-point and offset of one group, as stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GroupParams {
     /// Step between neighbouring codes: exactly an f16 value, finite; negative where the
     /// greatest magnitude of a symmetric group is positive and takes the lowest code.
     pub scale: f32,
-    /// The code that stands for zero.
+    /// The code that stands for zero; 0 where there is an offset.
     pub zero: u8,
+    /// What code `zero` stands for: exactly an f16 value, finite; 0 but in schemes with float offsets.
+    pub offset: f32,
 }
 
 impl GroupParams {
     /// The value of code `q`.
     #[inline]
     pub fn value(self, q: u8) -> f32 {
-        // Exact: the difference has at most 9 bits, the scale 11.
-        self.scale * (f32::from(q) - f32::from(self.zero))
+        // Rounded once: the difference has at most 9 bits, the scale 11.
+        self.scale * (f32::from(q) - f32::from(self.zero)) + self.offset
     }
 }
 
@@ -46,7 +48,7 @@ impl Grid {
     /// The grid of `scheme`.
     ///
     /// # Errors
-    /// [`Error::Request`] for schemes that nq reads but does not make: float offsets, tables of levels.
+    /// [`Error::Request`] for tables of levels, which nq reads but does not make.
     pub fn new(scheme: AffineScheme) -> Result<Self> {
         scheme.check()?;
         if scheme.levels == Levels::Table {
@@ -54,13 +56,6 @@ impl Grid {
                 what: "levels",
                 expected: "even steps".into(),
                 found: "a table".into(),
-            });
-        }
-        if scheme.zeros == Zeros::Offset {
-            return Err(Error::Request {
-                what: "zero-points",
-                expected: "none or integers".into(),
-                found: "float offsets".into(),
             });
         }
         Ok(Grid { scheme })
@@ -84,6 +79,11 @@ impl Grid {
     /// True if every group's zero-point is the midpoint.
     pub fn symmetric(&self) -> bool {
         self.scheme.zeros == Zeros::None
+    }
+
+    /// True if groups have float offsets.
+    pub fn offsets(&self) -> bool {
+        self.scheme.zeros == Zeros::Offset
     }
 
     /// How scales are kept, if in two levels.
@@ -133,18 +133,45 @@ impl Grid {
         }
     }
 
-    /// Takes the scales of a row's groups to the nearest that two levels hold, and gives the f16 of
-    /// each span in `spans`. Does nothing where scales are f16 each.
-    pub fn snap(&self, params: &mut [GroupParams], spans: &mut [f16]) {
+    /// The nearest parameters whose scale and offset are products with those of a span.
+    pub fn near(&self, of_span: OfSpan, p: GroupParams) -> GroupParams {
+        let nearest = |of_span, v| product(of_span, self.small(of_span, v)).to_f32();
+        GroupParams {
+            scale: nearest(of_span.scale, p.scale),
+            offset: nearest(of_span.offset, p.offset),
+            ..p
+        }
+    }
+
+    /// Takes the scales and offsets of a row's groups to the nearest that two levels hold, and gives
+    /// what they are multiples of in `spans`. Does nothing where scales are f16 each.
+    pub fn snap(&self, params: &mut [GroupParams], spans: &mut [OfSpan]) {
         if spans.is_empty() {
             return;
         }
         let per_span = params.len().div_ceil(spans.len());
         for (params, of_span) in params.chunks_mut(per_span).zip(spans) {
-            *of_span = self.of_span(params.iter().fold(0.0, |m, p| p.scale.abs().max(m)));
+            let greatest = |of: fn(&GroupParams) -> f32| {
+                self.of_span(params.iter().map(of).fold(0.0, |m, v| v.abs().max(m)))
+            };
+            *of_span = OfSpan {
+                scale: greatest(|p| p.scale),
+                offset: -greatest(|p| p.offset),
+            };
             for p in params {
-                p.scale = product(*of_span, self.small(*of_span, p.scale)).to_f32();
+                *p = self.near(*of_span, *p);
             }
+        }
+    }
+
+    /// Parameters of a group of zeros.
+    pub fn zeros(&self) -> GroupParams {
+        GroupParams {
+            zero: match self.offsets() {
+                true => 0,
+                false => self.bits().midpoint(),
+            },
+            ..GroupParams::default()
         }
     }
 
@@ -159,7 +186,7 @@ impl Grid {
         if p.scale == 0.0 {
             return p.zero;
         }
-        let q = (w / p.scale).round_ties_even() + f32::from(p.zero);
+        let q = ((w - p.offset) / p.scale).round_ties_even() + f32::from(p.zero);
         q.clamp(0.0, f32::from(self.max_code())) as u8
     }
 
@@ -169,6 +196,15 @@ impl Grid {
             *c = self.code(p, w);
         }
     }
+}
+
+/// What the scales and offsets of a span's groups are multiples of.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct OfSpan {
+    /// Of scales.
+    pub scale: f16,
+    /// Of offsets: not above 0, where weights reach below it.
+    pub offset: f16,
 }
 
 /// A weight rounded to a grid: what a method makes.
@@ -182,24 +218,21 @@ pub struct Rounded {
     pub codes: Vec<u8>,
     /// `[rows, groups]`.
     pub params: Vec<GroupParams>,
-    /// What the scales of a span are multiples of, `[rows, spans]`; empty where scales are f16 each.
-    pub spans: Vec<f16>,
+    /// `[rows, spans]`; empty where scales are f16 each.
+    pub spans: Vec<OfSpan>,
 }
 
 impl Rounded {
     /// Room for `[rows, cols]` codes.
     pub fn new(grid: Grid, rows: usize, cols: usize) -> Self {
         let groups = grid.group().count(cols);
-        let zero = GroupParams {
-            scale: 0.0,
-            zero: grid.bits().midpoint(),
-        };
+        let zero = grid.zeros();
         Rounded {
             grid,
             cols,
             codes: vec![0; rows * cols],
             params: vec![zero; rows * groups],
-            spans: vec![f16::ZERO; rows * grid.spans(cols)],
+            spans: vec![OfSpan::default(); rows * grid.spans(cols)],
         }
     }
 
@@ -213,15 +246,16 @@ impl Rounded {
         self.grid.group().count(self.cols)
     }
 
-    /// The integers of scales in two levels as they are stored, `[rows, groups]`.
-    fn small_scales(&self) -> Vec<u8> {
+    /// The integers that `value` of a group is a product of, as they are stored, `[rows, groups]`.
+    pub(crate) fn small(&self, value: impl Fn(GroupParams, OfSpan) -> (f32, f16)) -> Vec<u8> {
         let (groups, per_span) = (self.groups(), self.grid.groups_of_span(self.cols));
         let spans = self.grid.spans(self.cols);
         let (least, _) = self.grid.small_range();
         let small = |(i, p): (usize, &GroupParams)| {
             let of_span = self.spans[i / groups * spans + i % groups / per_span];
-            let small = self.grid.small(of_span, p.scale);
-            debug_assert_eq!(product(of_span, small).to_f32(), p.scale);
+            let (value, of_span) = value(*p, of_span);
+            let small = self.grid.small(of_span, value);
+            debug_assert_eq!(product(of_span, small).to_f32(), value);
             (small - least) as u8
         };
         self.params.iter().enumerate().map(small).collect()
@@ -294,94 +328,7 @@ pub struct RowsMut<'a> {
     /// `[rows, groups]`
     pub params: &'a mut [GroupParams],
     /// `[rows, spans]`
-    pub spans: &'a mut [f16],
-}
-
-/// A weight put together from rounded pieces of its rows, in canonical form.
-#[derive(Clone, Debug)]
-pub struct Packer {
-    grid: Grid,
-    cols: usize,
-    rows: usize,
-    codes: Vec<u8>,
-    scales: Vec<f16>,
-    small: Vec<u8>,
-    zeros: Vec<u8>,
-}
-
-impl Packer {
-    /// No rows yet, of `cols` columns.
-    pub fn new(grid: Grid, cols: usize) -> Self {
-        Packer {
-            grid,
-            cols,
-            rows: 0,
-            codes: Vec::new(),
-            scales: Vec::new(),
-            small: Vec::new(),
-            zeros: Vec::new(),
-        }
-    }
-
-    /// Appends rows, of the same grid and columns.
-    pub fn push(&mut self, rows: &Rounded) {
-        debug_assert!(rows.grid == self.grid && rows.cols == self.cols);
-        let scheme = self.grid.scheme();
-        let codes = pack::pack_rows(scheme.bits, &rows.codes, self.cols);
-        self.codes.extend_from_slice(&codes);
-        match self.grid.two_level() {
-            None => {
-                let scales = rows.params.iter().map(|p| f16::from_f32(p.scale));
-                self.scales.extend(scales);
-            }
-            Some(two) => {
-                let small = pack::pack_rows(two.bits, &rows.small_scales(), rows.groups());
-                self.small.extend_from_slice(&small);
-                self.scales.extend_from_slice(&rows.spans);
-            }
-        }
-        if scheme.zeros == Zeros::Integer {
-            let zeros: Vec<u8> = rows.params.iter().map(|p| p.zero).collect();
-            let packed = pack::pack_rows(scheme.bits, &zeros, rows.groups());
-            self.zeros.extend_from_slice(&packed);
-        }
-        self.rows += rows.rows();
-    }
-
-    /// Appends what another of the same grid and columns has.
-    pub fn append(&mut self, more: Packer) {
-        debug_assert!(more.grid == self.grid && more.cols == self.cols);
-        self.codes.extend(more.codes);
-        self.scales.extend(more.scales);
-        self.small.extend(more.small);
-        self.zeros.extend(more.zeros);
-        self.rows += more.rows;
-    }
-
-    /// The weight.
-    ///
-    /// # Errors
-    /// As [`AffineWeight::assemble`].
-    pub fn finish(self) -> Result<Weight> {
-        let scheme = self.grid.scheme();
-        let scales = match self.grid.two_level() {
-            None => GroupValues::Half(self.scales.into()),
-            Some(_) => GroupValues::TwoLevel {
-                small: self.small.into(),
-                of_spans: self.scales.into(),
-            },
-        };
-        let parts = Parts {
-            codes: self.codes.into(),
-            scales,
-            zeros: (scheme.zeros == Zeros::Integer).then(|| self.zeros.into()),
-            offsets: None,
-            levels: None,
-            g_idx: None,
-        };
-        let weight = AffineWeight::assemble(scheme, (self.rows, self.cols), parts)?;
-        Ok(Weight::Quantized(QuantizedWeight::Affine(weight)))
-    }
+    pub spans: &'a mut [OfSpan],
 }
 
 #[cfg(test)]
@@ -399,6 +346,7 @@ mod tests {
         let p = GroupParams {
             scale: 0.5,
             zero: 8,
+            offset: 0.0,
         };
         // 0.75 / 0.5 = 1.5 and 1.25 / 0.5 = 2.5: ties go to the even neighbour, 2.
         let w = [0.75, 1.25, -9.0, 9.0];
@@ -419,6 +367,7 @@ mod tests {
             let params = (0..whole.params.len()).map(|i| GroupParams {
                 scale: 0.25 * i as f32,
                 zero: if zeros == Zeros::None { 8 } else { i as u8 },
+                offset: 0.0,
             });
             whole.params = params.collect();
             let mut packer = Packer::new(grid, cols);
@@ -445,24 +394,15 @@ mod tests {
         let p = GroupParams {
             scale: 0.0,
             zero: 7,
+            offset: 0.0,
         };
         assert_eq!(p.value(grid.code(p, 3.0)), 0.0);
-    }
-
-    #[test]
-    fn float_offsets_are_refused() {
-        let scheme = AffineScheme::new(Bits::B4, Group::Channel, Zeros::Offset);
-        let error = Grid::new(scheme).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "zero-points: expected none or integers, found float offsets"
-        );
     }
 
     /// What a method computes with is what a reader gets back, bit for bit.
     #[test]
     fn canonical_weight_dequantizes_to_the_same_values() {
-        let zeros = [Zeros::None, Zeros::Integer];
+        let zeros = [Zeros::None, Zeros::Integer, Zeros::Offset];
         let spans = [None, Some(Group::Channel), Some(Group::Size(8))];
         let all = Bits::ALL.into_iter().flat_map(|bits| {
             let with_zeros = zeros.into_iter();
@@ -486,9 +426,14 @@ mod tests {
             }
             for (i, p) in r.params.iter_mut().enumerate() {
                 p.scale = f16::from_f32(0.013 * (i as f32 - 3.0)).to_f32();
+                if zeros != Zeros::None {
+                    p.scale = p.scale.abs(); // what such grids have
+                }
                 if zeros == Zeros::Integer {
                     p.zero = (i * 5 % max) as u8;
-                    p.scale = p.scale.abs(); // what such grids have
+                }
+                if zeros == Zeros::Offset {
+                    p.offset = f16::from_f32(-0.09 * (i % 4) as f32).to_f32();
                 }
             }
             let spans = r.grid.spans(cols);

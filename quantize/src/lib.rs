@@ -30,6 +30,7 @@ pub mod memory;
 pub mod methods;
 pub mod mix;
 pub mod on_the_fly;
+pub mod packer;
 pub mod pipeline;
 pub mod quality;
 pub mod report;

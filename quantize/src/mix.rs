@@ -13,16 +13,15 @@ use crate::linalg::Matrix;
 use crate::methods::rtn;
 use crate::schemes::Schemes;
 use nq_formats::models::LinearKind;
-use nq_formats::{AffineScheme, Bits, ModelConfig};
+use nq_formats::{AffineScheme, ModelConfig};
 use nq_kernels::rng::Philox;
 
-/// `base` with the schemes of at least `least` bits that are expected to lose least in the bytes that
-/// `base` takes for what it quantizes. Weights that no such scheme fits keep theirs.
+/// `base` with those of `candidates` that are expected to lose least in the bytes that `base` takes for
+/// what it quantizes. Weights that none of them fits keep their schemes.
 ///
 /// # Errors
 /// None for schemes that can be made.
-pub fn mixed(config: &ModelConfig, base: &Schemes, least: Bits) -> Result<Schemes> {
-    let candidates = allocation::candidates(least);
+pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[AffineScheme]) -> Result<Schemes> {
     let errors: Vec<f64> = candidates
         .iter()
         .map(|s| error(*s))
@@ -89,6 +88,7 @@ fn error(scheme: AffineScheme) -> Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nq_formats::Bits;
     use nq_formats::models::Preset;
     use nq_formats::names::EMBEDDING;
 
@@ -97,7 +97,7 @@ mod tests {
         for preset in ["qwen3-0.6b", "qwen3-8b"] {
             let config = Preset::find(preset).unwrap().config();
             let base = Schemes::defaults(Bits::B4);
-            let mix = mixed(&config, &base, Bits::B4).unwrap();
+            let mix = mixed(&config, &base, &allocation::candidates(Bits::B4)).unwrap();
             let bytes = |schemes: &Schemes| -> u64 {
                 let groups = allocation::groups(&config).into_iter();
                 groups

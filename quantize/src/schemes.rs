@@ -1,5 +1,6 @@
 //! Which scheme each weight of a model gets.
 
+use crate::allocation;
 use crate::error::{Error, Result};
 use crate::grid::{Grid, Grids};
 use nq_formats::names::{EMBEDDING, HEAD, is_router};
@@ -61,6 +62,32 @@ impl Schemes {
         Some(self.linears)
     }
 
+    /// True if some groups are so short that no GPU has kernels for them.
+    pub fn need_cpu(&self) -> bool {
+        let all = self.head.iter().chain([&self.linears]);
+        let mut groups = all.chain(self.overrides.values()).map(|s| s.group);
+        groups.any(|group| matches!(group, Group::Size(n) if n < 32))
+    }
+
+    /// The schemes with those of `others` where scales of a span of inputs do not fill the rows of a
+    /// weight: of those that do, the one of the fewest bytes that has as many bits, or more.
+    pub fn fitted(mut self, config: &ModelConfig, others: &[AffineScheme]) -> Self {
+        for group in allocation::groups(config) {
+            let Some(scheme) = group.weights.first().and_then(|w| self.of(&w.0)) else {
+                continue;
+            };
+            let enough = |s: &&AffineScheme| s.bits >= scheme.bits && group.fits(**s);
+            let order = |s: &&AffineScheme| (s.bits, s.zeros != scheme.zeros, group.bytes(**s));
+            let best = others.iter().filter(enough).min_by_key(order);
+            let spans = matches!(scheme.scales.span(), Some(Group::Size(_)));
+            if let (Some(best), true) = (best, spans && !group.fits(scheme)) {
+                let names = group.weights.iter().map(|w| w.0.clone());
+                self.overrides.extend(names.map(|name| (name, *best)));
+            }
+        }
+        self
+    }
+
     /// What the weight `name` becomes, `dense` where it is kept.
     pub fn kind(&self, name: &str, dense: DType) -> WeightKind {
         match self.of(name) {
@@ -102,14 +129,20 @@ impl Schemes {
                 continue;
             };
             Grid::new(scheme)?;
-            if let Group::Size(size) = scheme.group
-                && !cols.is_multiple_of(size as usize)
-            {
-                return Err(Error::Request {
-                    what: "group size",
-                    expected: format!("a divisor of the {cols} inputs of {name}"),
-                    found: size.to_string(),
-                });
+            let sizes = [
+                ("group size", Some(scheme.group)),
+                ("span of scales", scheme.scales.span()),
+            ];
+            for (what, size) in sizes {
+                if let Some(Group::Size(size)) = size
+                    && !cols.is_multiple_of(size as usize)
+                {
+                    return Err(Error::Request {
+                        what,
+                        expected: format!("a divisor of the {cols} inputs of {name}"),
+                        found: size.to_string(),
+                    });
+                }
             }
         }
         Ok(())

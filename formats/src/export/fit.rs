@@ -4,6 +4,7 @@ use super::folder::{Packing, affine, dense_type};
 use super::{ExportFormat, gguf};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
+use crate::gguf::affine as blocks;
 use crate::names::{Shape, is_layer_linear, parameters};
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use std::collections::BTreeMap;
@@ -34,11 +35,15 @@ impl ExportFormat {
                     found: "8".into(),
                 });
             }
-            // Blocks have a scale per 32 inputs, whatever the group: shorter ones are free.
-            (ExportFormat::Gguf, _) => AffineScheme {
-                group: Group::Size(32),
-                ..own
-            },
+            // Super-blocks where there are any of these bits.
+            (ExportFormat::Gguf, bits) => {
+                let mut all = blocks::SCHEMES.iter().map(|row| row.1);
+                let found = all.find(|s| s.bits == bits);
+                found.ok_or_else(|| Error::Scheme {
+                    expected: "4, 5, 6 or 8 bits, of which GGUF has blocks".into(),
+                    found: bits.width().to_string(),
+                })?
+            }
             // Version 1 has no form for a zero-point of 0, and fast kernels want none at all.
             (ExportFormat::Gptq, _) => AffineScheme {
                 zeros: Zeros::None,
@@ -46,6 +51,16 @@ impl ExportFormat {
             },
             _ => own,
         })
+    }
+
+    /// What the scheme of each weight may be chosen from, of at least `least` bits, for models whose
+    /// rows are as long as `widths`; `None`: one scheme for all.
+    pub fn candidates(
+        self,
+        least: Bits,
+        widths: impl IntoIterator<Item = usize>,
+    ) -> Option<Vec<AffineScheme>> {
+        (self == ExportFormat::Gguf).then(|| blocks::candidates(least, widths))
     }
 
     /// Checks that Linears `(name, scheme, [out, in])` will fit whatever their codes.

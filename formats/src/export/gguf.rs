@@ -5,6 +5,7 @@ use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
 use crate::durable::{Sink, check_space, parent};
 use crate::error::{Error, Result};
+use crate::gguf::affine::{self, Blocks};
 use crate::gguf::writer::{GgufPlan, TensorPlan};
 use crate::gguf::{BlockType, encode, metadata, names};
 use crate::models::LinearKind;
@@ -13,7 +14,7 @@ use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
 use crate::store::Exactness;
 use crate::stored::StoredWeight;
-use crate::weight::{AffineWeight, QuantizedWeight, Weight};
+use crate::weight::{QuantizedWeight, Weight};
 use half::f16;
 use rayon::prelude::*;
 use std::path::Path;
@@ -285,7 +286,7 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
 /// The type that holds a weight's numbers, and how it gets there; `None` if none does.
 fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exactness)> {
     let exact = |kind, how| Some((kind, how, Exactness::Exact));
-    let affine = match weight {
+    let a = match weight {
         StoredWeight::GgufBlocks(b) => return exact(b.kind(), How::Copy),
         StoredWeight::Canonical(Weight::Dense(t)) => {
             return match t.dtype() {
@@ -297,21 +298,28 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
         }
         StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a,
     };
-    let scheme = affine.scheme();
-    let dims = (affine.out_features(), cols);
-    holds(scheme, dims, affine.g_idx().is_some()).ok()?;
+    let scheme = a.scheme();
+    holds(scheme, (a.out_features(), cols), a.g_idx().is_some()).ok()?;
+    if let Some(kind) = affine::kind_of(scheme) {
+        // Readers of blocks round no products of scales, where the canonical weight has f16.
+        let change = match scheme.scales.is_half() {
+            true => Exactness::Exact,
+            false => Exactness::ScalesRounded(DType::F16),
+        };
+        return Some((kind, How::Repack, change));
+    }
     match (scheme.bits, scheme.zeros) {
         (Bits::B4, Zeros::None) => exact(BlockType::Q4_0, How::Repack),
         (Bits::B8, Zeros::None) => exact(BlockType::Q8_0, How::Repack),
         (Bits::B4, Zeros::Offset) => exact(BlockType::Q4_1, How::Repack),
         (Bits::B4, Zeros::Integer) => {
-            let groups = affine.groups();
-            let finite = |i| f16::from_f32(affine.affine(i / groups, i % groups).1).is_finite();
-            let all = (0..affine.scales().len()).all(finite);
+            let groups = a.groups();
+            let finite = |i| f16::from_f32(a.affine(i / groups, i % groups).1).is_finite();
+            let all = (0..a.scales().len()).all(finite);
             let change = Exactness::ScalesRounded(DType::F16);
             all.then_some((BlockType::Q4_1, How::Repack, change))
         }
-        (Bits::B8, Zeros::Offset) if affine.codes().iter().all(|&q| q < 32) => {
+        (Bits::B8, Zeros::Offset) if a.codes().iter().all(|&q| q < 32) => {
             exact(BlockType::Q5_1, How::Repack)
         }
         (Bits::B5, Zeros::None) => exact(BlockType::Q5_0, How::Repack),
@@ -330,6 +338,9 @@ pub(super) fn holds(
     if order {
         return Err("it has no activation order".into());
     }
+    if affine::kind_of(scheme).is_some_and(|kind| cols.is_multiple_of(kind.elements())) {
+        return Ok(());
+    }
     if !scheme.group.size(cols).is_multiple_of(BLOCK) || !cols.is_multiple_of(BLOCK) {
         return Err(format!(
             "groups of {} in rows of {cols} are no whole blocks of {BLOCK}",
@@ -344,7 +355,7 @@ pub(super) fn holds(
         (Bits::B8, _) => Err("its 8-bit blocks have no zero-points".into()),
         (Bits::B5, _) => Err("its 5-bit blocks have no zero-points; offsets or none fit".into()),
         (bits, _) => Err(format!(
-            "it has no such blocks of {} bits; 4, 5 and 8 bits fit",
+            "it has no such blocks of {} bits; 4, 5 and 8 bits fit, and int6 g16 symmetric scales8/256",
             bits.width()
         )),
     }
@@ -407,11 +418,12 @@ fn write_parameter(
         (How::Copy, StoredWeight::GgufBlocks(b)) => sink.write(b.data()),
         (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => sink.write(t.data()),
         (How::Repack, StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a)))) => {
+            let blocks = Blocks::new(a, plan.kind);
             let mut bytes = vec![0u8; rows * row_bytes];
             bytes
                 .par_chunks_mut(row_bytes)
                 .enumerate()
-                .for_each(|(row, out)| repack_row(a, row, plan.kind, out));
+                .for_each(|(row, out)| blocks.row(row, out));
             sink.write(&bytes)
         }
         _ => {
@@ -431,46 +443,6 @@ fn write_parameter(
                 }
             }
             Ok(())
-        }
-    }
-}
-
-/// Writes one row's codes as blocks of `kind`, which holds their numbers.
-fn repack_row(a: &AffineWeight, row: usize, kind: BlockType, out: &mut [u8]) {
-    let mut codes = vec![0u8; a.in_features()];
-    crate::pack::unpack_row(a.scheme().bits, a.row_codes(row), &mut codes);
-    let blocks = out.chunks_exact_mut(kind.bytes());
-    for (b, (codes, out)) in codes.chunks_exact(BLOCK).zip(blocks).enumerate() {
-        let (scale, offset) = a.affine(row, a.group_of(b * BLOCK));
-        let (d, rest) = out.split_at_mut(2);
-        d.copy_from_slice(&f16::from_f32(scale).to_le_bytes()); // it was an f16
-        let rest = match kind {
-            BlockType::Q8_0 => {
-                for (o, q) in rest.iter_mut().zip(codes) {
-                    *o = q ^ 0x80; // offset by 128 to signed
-                }
-                continue;
-            }
-            BlockType::Q4_0 | BlockType::Q5_0 => rest,
-            _ => {
-                let (m, rest) = rest.split_at_mut(2);
-                m.copy_from_slice(&f16::from_f32(offset).to_le_bytes());
-                rest
-            }
-        };
-        let nibbles = match kind {
-            BlockType::Q4_0 | BlockType::Q4_1 => rest,
-            _ => {
-                let (high, rest) = rest.split_at_mut(4); // Q5_0, Q5_1
-                let bits = codes.iter().enumerate();
-                let bits = bits.fold(0u32, |h, (i, q)| h | u32::from(q >> 4) << i);
-                high.copy_from_slice(&bits.to_le_bytes());
-                rest
-            }
-        };
-        let (low, high) = codes.split_at(BLOCK / 2);
-        for ((o, l), h) in nibbles.iter_mut().zip(low).zip(high) {
-            *o = l & 15 | h << 4;
         }
     }
 }

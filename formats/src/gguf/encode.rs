@@ -4,6 +4,7 @@
 //! minimum) refitted to them by least squares, and the pair of least squared error is kept.
 //! The rounding of scales to what blocks store comes before the last rounding of codes.
 
+use super::affine::scales_and_minima;
 use super::types::BlockType;
 use crate::error::{Error, Result};
 use half::f16;
@@ -209,7 +210,7 @@ fn q4_k(x: &[f32], out: &mut Vec<u8>) {
     let largest = |f: fn(&(f32, f32)) -> f32| fits.iter().map(f).fold(0f32, f32::max);
     let d = as_f16(largest(|f| f.0) / 63.0);
     let dmin = as_f16(largest(|f| -f.1) / 63.0);
-    let mut packed = [0u8; 12];
+    let (mut scales, mut minimums) = ([0u8; 8], [0u8; 8]);
     let mut codes = Vec::with_capacity(256);
     for (j, (group, &(s, o))) in groups.iter().zip(&fits).enumerate() {
         let minima = near(ratio(-o, dmin), 0, 63);
@@ -224,23 +225,13 @@ fn q4_k(x: &[f32], out: &mut Vec<u8>) {
             }
         }
         let (sc, m) = (best.0 as u8, best.1 as u8);
-        match j {
-            0..4 => {
-                packed[j] |= sc;
-                packed[j + 4] |= m;
-            }
-            _ => {
-                packed[j + 4] |= sc & 15 | m << 4;
-                packed[j - 4] |= sc >> 4 << 6;
-                packed[j] |= m >> 4 << 6;
-            }
-        }
+        (scales[j], minimums[j]) = (sc, m);
         let (s, o) = (d * f32::from(sc), -(dmin * f32::from(m)));
         codes.extend(group.iter().map(|&v| code(v - o, s, 0, 15) as u8));
     }
     put_f16(out, d);
     put_f16(out, dmin);
-    out.extend(packed);
+    out.extend(scales_and_minima(scales, minimums));
     codes.chunks_exact(64).for_each(|c| put_nibbles(out, c));
 }
 

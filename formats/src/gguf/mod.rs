@@ -2,9 +2,10 @@
 //! tokenizer and chat template; nothing beside it is read.
 //!
 //! `file` parses, `blocks` takes integer blocks apart, `weight` turns them into
-//! canonical weights, `config` and `tokenizer` rebuild the files that other formats
+//! canonical weights, `affine` writes those as blocks, `config` and `tokenizer` rebuild the files that other formats
 //! keep beside their weights.
 
+pub mod affine;
 pub mod blocks;
 mod config;
 pub mod encode;

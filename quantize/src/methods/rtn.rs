@@ -4,8 +4,9 @@
 use super::{Method, Needs, Outcome, Problem};
 use crate::error::Result;
 use crate::fit::Fit;
-use crate::grid::{Grid, Packer, Rounded};
+use crate::grid::{Grid, Rounded};
 use crate::linalg::{Matrix, read_row};
+use crate::packer::Packer;
 use nq_formats::Weight;
 use rayon::prelude::*;
 use serde_json::{Map, Value};

@@ -7,6 +7,7 @@ use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::linalg::{Matrix, Moments};
 use crate::second_order::InputStats;
+use nq_formats::gguf::affine;
 use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::rng::Philox;
@@ -141,7 +142,8 @@ fn gptq_beats_rounding_to_nearest_on_correlated_inputs() {
     let n = 192;
     let w = normal(80, n, 0.05, 20);
     let inputs = stats(&inputs(n, 30));
-    for grid in grids() {
+    let blocks = affine::SCHEMES.map(|row| Grid::new(row.1).unwrap());
+    for grid in grids().into_iter().chain(blocks) {
         let plain = output_error(&w, &rtn::Rtn::new(Fit::absmax()), &inputs, grid);
         let clip = output_error(&w, &rtn::Rtn::new(Fit::clip()), &inputs, grid);
         for order in [Order::Columns, Order::Groups] {

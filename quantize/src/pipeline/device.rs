@@ -5,11 +5,12 @@ use super::state::State;
 use crate::device_memory::{DeviceEstimate, SampledFrom, Work, copy_schemes, fit};
 use crate::error::Result;
 use crate::quality::Judge;
+use crate::schemes::Schemes;
 use crate::second_order::InputStats;
 use crate::streamed::Streamed;
 use nq_formats::Progress;
 use nq_runtime::device::Device;
-use nq_runtime::{Engine, gpu, load};
+use nq_runtime::{DeviceChoice, Engine, LoadOptions, gpu, load};
 use std::sync::Arc;
 
 /// What the record says of text that was not sampled from the source as it is.
@@ -40,10 +41,15 @@ impl Job<'_> {
         let free = gpu::memory(ordinal)?.free;
         let limit = self.options.device_memory.unwrap_or(free).min(free);
         // Schemes that are chosen may be of 8 bits throughout.
-        let most = crate::Schemes::defaults(nq_formats::Bits::B8);
+        let most = Schemes::defaults(nq_formats::Bits::B8);
         let chosen = self.options.target.is_some() || self.may_raise();
+        let elsewhere = self.options.schemes.need_cpu();
         let work = Work {
-            schemes: if chosen { &most } else { &self.options.schemes },
+            schemes: if chosen || elsewhere {
+                &most
+            } else {
+                &self.options.schemes
+            },
             needs: self.method.needs(),
             sampled: self.sampled(),
             sizes: gpu::sizes()?,
@@ -90,6 +96,22 @@ impl Job<'_> {
             return Ok(InputStats::on_device(moments));
         }
         Ok(inputs)
+    }
+
+    /// How what is staged is loaded to be measured: on the CPU where a GPU has no kernels for it.
+    pub(super) fn measuring_options(&self, state: &State) -> Result<LoadOptions> {
+        let mut options = self.options.load;
+        let staged = Schemes {
+            overrides: state.overrides.clone().unwrap_or_default(),
+            ..self.options.schemes.clone()
+        };
+        if staged.need_cpu() && options.device.resolve()? != Device::Cpu {
+            options.device = DeviceChoice::Cpu;
+            self.progress.note(
+                "the result is measured on the CPU: no kernel of a GPU serves groups of 16 inputs",
+            );
+        }
+        Ok(options)
     }
 
     /// True if the source is measured against layer by layer.

@@ -319,8 +319,8 @@ impl Job<'_> {
         let Some(target) = self.options.target else {
             return Ok(());
         };
-        let (groups, least) = (self.chosen_groups(), self.options.bits);
-        let smallest = allocation::smallest(&self.options.schemes, &groups, least);
+        let (groups, candidates) = (self.chosen_groups(), &self.options.candidates);
+        let smallest = allocation::smallest(&self.options.schemes, &groups, candidates);
         let (least, budget) = (self.bytes(&smallest), self.budget(target));
         if budget >= least {
             return Ok(());
@@ -348,12 +348,11 @@ impl Job<'_> {
         let text = self.probe_text(&prompter, shape, state)?;
         mapping::trim_heap();
         let mut stepper = self.stepper()?;
-        let candidates = allocation::candidates(self.options.bits);
         sensitivity::Probe {
             store: self.checkpoint.store(),
             text: &text.ids,
             groups: &groups,
-            candidates: &candidates,
+            candidates: &self.options.candidates,
             method: self.method.as_ref(),
             calibration: calibration.map(|text| &text.ids[..]),
             progress: &self.progress,

@@ -11,7 +11,7 @@ use crate::schemes::Schemes;
 use crate::stages::Stages;
 use crate::train::{TuneOptions, no_experts};
 use nq_formats::nq::SourceRecord;
-use nq_formats::{Bits, Checkpoint, ModelConfig, Progress};
+use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress};
 use nq_runtime::{LayerWeights, LoadOptions, load};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -24,13 +24,13 @@ pub struct QuantizeOptions {
     /// Schemes of all weights; where `target` or a broken limit asks for others, those of
     /// what cannot be chosen.
     pub schemes: Schemes,
-    /// A size for which the schemes of all weights are chosen by measured sensitivity, from
-    /// those of `bits` and more.
+    /// What schemes are chosen from where they are: nq's own of `bits` and more, or those of the format
+    /// that the result is for. With none, a broken limit fails at once.
+    pub candidates: Vec<AffineScheme>,
+    /// A size for which the schemes of all weights are chosen by measured sensitivity.
     pub target: Option<TargetSize>,
     /// The embedding and head keep `schemes.head` whatever is chosen for the rest.
     pub head_fixed: bool,
-    /// A broken limit fails at once, for a format that takes no other schemes.
-    pub schemes_fixed: bool,
     /// A name of [`methods::METHODS`].
     pub method: String,
     /// Calibration text.
@@ -67,9 +67,9 @@ impl QuantizeOptions {
         QuantizeOptions {
             bits,
             schemes: Schemes::defaults(bits),
+            candidates: allocation::candidates(bits),
             target: None,
             head_fixed: false,
-            schemes_fixed: false,
             method: "gptq".into(),
             calibration: CalibrationSource::SelfSampled,
             calib_tokens: 32_768,
@@ -206,7 +206,7 @@ impl<'a> Job<'a> {
     pub(super) fn may_raise(&self) -> bool {
         let (options, limits) = (self.options, self.options.limits);
         let limited = limits.max_kld.is_some() || limits.min_top1.is_some();
-        limited && options.target.is_none() && !options.schemes_fixed
+        limited && options.target.is_none() && !options.candidates.is_empty()
     }
 
     pub(super) fn source_engine(&self) -> Result<Arc<dyn nq_runtime::Engine>> {

@@ -345,12 +345,9 @@ impl Job<'_> {
             state::save(writer, state)?;
         }
         let preview = writer.preview(record)?;
-        let engine = load::load(
-            preview.config(),
-            preview.store(),
-            &self.options.load,
-            &self.progress,
-        )?;
+        let options = self.measuring_options(state)?;
+        let (config, store) = (preview.config(), preview.store());
+        let engine = load::load(config, store, &options, &self.progress)?;
         judge.measure(engine.as_ref(), source.as_ref(), &self.progress)
     }
 }

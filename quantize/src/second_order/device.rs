@@ -8,6 +8,7 @@ use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::Matrix;
 use nq_kernels::second_order as kernels;
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// [`Hessian`] in a device's memory.
@@ -45,7 +46,7 @@ impl Hessian for DeviceHessian {
 
     fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors> {
         let scales: Vec<f32> = rounded.params.iter().map(|p| p.scale).collect();
-        let zeros: Vec<f32> = rounded.params.iter().map(|p| f32::from(p.zero)).collect();
+        let zeros: Vec<f32> = rounded.params.iter().map(zero_of).collect();
         let codes = kernels::Codes {
             codes: &rounded.codes,
             scales: &scales,
@@ -79,6 +80,33 @@ impl Hessian for DeviceHessian {
     }
 }
 
+/// What stands for zero, between codes where there is an offset.
+fn zero_of(p: &GroupParams) -> f32 {
+    match p.offset == 0.0 {
+        true => f32::from(p.zero),
+        false => -p.offset / p.scale,
+    }
+}
+
+/// `weight` with the offsets of its groups taken off: rounded with a zero-point of 0, it gives the same
+/// codes and errors.
+fn without_offsets<'w>(weight: &'w Matrix, rounded: &Rounded) -> Cow<'w, [f32]> {
+    if !rounded.grid.offsets() {
+        return Cow::Borrowed(&weight.data);
+    }
+    let mut values = weight.data.clone();
+    let groups = rounded.groups();
+    let size = rounded.grid.group().size(weight.cols);
+    (values.par_chunks_mut(weight.cols))
+        .zip(rounded.params.par_chunks(groups))
+        .for_each(|(w, params)| {
+            for (w, p) in w.chunks_mut(size).zip(params) {
+                w.iter_mut().for_each(|w| *w -= p.offset);
+            }
+        });
+    Cow::Owned(values)
+}
+
 fn places(order: &[usize]) -> Vec<u32> {
     order.iter().map(|&i| i as u32).collect()
 }
@@ -95,11 +123,11 @@ impl Factor for DeviceFactor<'_> {
     }
 
     fn round(&self, c: &Columns<'_>) -> Result<Rounded> {
-        // Devices search ranges group by group; two levels look at whole rows, here. They are chosen
-        // before the first column then, whatever the blocks say.
+        // Devices search ranges group by group and know no offsets; two levels look at whole rows. Such
+        // parameters are chosen here, before the first column, whatever the blocks say.
         let mut rounded = Rounded::new(c.grid, c.weight.rows, c.weight.cols);
-        let two_level = c.grid.two_level().is_some();
-        if two_level {
+        let here = c.grid.two_level().is_some() || c.grid.offsets();
+        if here {
             (rounded.rows_mut(1).into_par_iter())
                 .zip(c.weight.data.par_chunks(c.weight.cols))
                 .for_each(|(out, w)| {
@@ -108,29 +136,33 @@ impl Factor for DeviceFactor<'_> {
         }
         let scales: Vec<f32> = rounded.params.iter().map(|p| p.scale).collect();
         let zeros: Vec<f32> = rounded.params.iter().map(|p| f32::from(p.zero)).collect();
+        let weight = without_offsets(c.weight, &rounded);
         let begins_nothing = |b: &ColumnBlock| ColumnBlock {
             places: b.places.clone(),
-            begins: b.begins.filter(|_| !two_level),
+            begins: b.begins.filter(|_| !here),
         };
         let blocks: Vec<ColumnBlock> = c.blocks.iter().map(begins_nothing).collect();
         let found = self.0.round(&kernels::Columns {
-            weight: &c.weight.data,
+            weight: &weight,
             rows: c.weight.rows,
             group: c.grid.group().size(c.weight.cols),
             max_code: c.grid.max_code(),
             order: &places(c.order),
             blocks: &blocks,
-            chosen: two_level.then_some((&scales[..], &zeros[..])),
+            chosen: here.then_some((&scales[..], &zeros[..])),
             fit: fit_shape(c.fit, c.grid),
             importance: c.importance,
         })?;
-        let params = found.scales.iter().zip(&found.zeros);
-        let params = params.map(|(&scale, &zero)| GroupParams {
-            scale,
-            zero: zero as u8,
-        });
         rounded.codes = found.codes;
-        rounded.params = params.collect();
+        if !here {
+            let params = found.scales.iter().zip(&found.zeros);
+            let params = params.map(|(&scale, &zero)| GroupParams {
+                scale,
+                zero: zero as u8,
+                offset: 0.0,
+            });
+            rounded.params = params.collect();
+        }
         Ok(rounded)
     }
 }

@@ -7,7 +7,9 @@ use crate::linalg::read_row;
 use half::f16;
 use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING, HEAD, NORM, Shape};
-use nq_formats::{AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, pack};
+use nq_formats::{
+    AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, Zeros, pack,
+};
 use nq_kernels::grad::{Adam, Allocate, GradOps, Rounding};
 use nq_runtime::full_precision::Load;
 use nq_runtime::{LayerWeights, forward, models};
@@ -224,8 +226,8 @@ impl<O: GradOps> Matrix<O> {
         Ok(Matrix::Dense(ops.rows("weights", weight.dims(), row)?))
     }
 
-    /// A student's weight: tuned if it is quantized in groups that fill its rows, else as it
-    /// is. `source` is what it was rounded from.
+    /// A student's weight: tuned if it is quantized in groups that fill its rows, without float
+    /// offsets, else as it is. `source` is what it was rounded from.
     ///
     /// # Errors
     /// As `Matrix::dense`.
@@ -241,7 +243,8 @@ impl<O: GradOps> Matrix<O> {
         };
         let (rows, cols) = weight.dims();
         let p = parts(w);
-        if w.g_idx().is_some() || !cols.is_multiple_of(p.group) {
+        let offsets = w.scheme().zeros == Zeros::Offset;
+        if w.g_idx().is_some() || offsets || !cols.is_multiple_of(p.group) {
             return Self::dense(ops, name, weight);
         }
         let shape = Rounding {
@@ -563,6 +566,7 @@ pub fn rounded<'a>(
             *to = GroupParams {
                 scale: f16::from_f32(scale).to_f32(),
                 zero: zero as u8,
+                offset: 0.0,
             };
         }
         let grid = out.grid;

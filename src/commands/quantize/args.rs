@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use nq_formats::nq::SourceRecord;
-use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_quantize::methods::{self, METHODS};
 use nq_quantize::pipeline::QuantizeOptions;
 use nq_quantize::schemes::default_scheme;
@@ -220,11 +220,11 @@ impl QuantizeArgs {
         if let Some((_, flag)) = given.filter(|_| self.method != AUTO) {
             cli::refuse("quantize", &format!("{flag} needs --method auto"));
         }
-        if self.target().is_some() && self.format != FormatArg::Nq {
+        if self.target().is_some() && !self.chooses() {
             cli::refuse(
                 "quantize",
-                "--target-bpw and --target-size choose among schemes of nq's own format: expected \
-                 --format nq",
+                "--target-bpw and --target-size choose among schemes: expected --format nq, or gguf \
+                 without --method auto",
             );
         }
         if let CalibrationSource::File(path) = self.calibration() {
@@ -247,15 +247,16 @@ impl QuantizeArgs {
         &self,
         global: &Global,
         schemes: Schemes,
+        candidates: Vec<AffineScheme>,
         out: PathBuf,
         source: SourceRecord,
     ) -> QuantizeOptions {
         QuantizeOptions {
             bits: schemes.linears.bits,
             schemes,
+            candidates,
             target: self.target(),
             head_fixed: self.head_bits.is_some(),
-            schemes_fixed: self.format != FormatArg::Nq,
             method: self.method().into(),
             tuning: self.tuning(),
             calibration: self.calibration(),
@@ -311,31 +312,81 @@ impl QuantizeArgs {
         (self.method == AUTO).then_some(TuneOptions { effort })
     }
 
-    /// The schemes to begin with.
+    /// The schemes to begin with, where each weight may have its own.
     pub(super) fn schemes(&self) -> anyhow::Result<Schemes> {
         let bits = Bits::try_from(self.bits)?;
-        let (default, head) = self.format.schemes(default_scheme(bits), self.head_bits)?;
+        let (default, head) = self.usual(default_scheme(bits), self.head_bits)?;
         let zeros = match (self.asym, self.sym) {
             (true, _) => Zeros::Integer,
             (_, true) => Zeros::None,
             _ => default.zeros,
         };
-        Ok(Schemes {
-            linears: AffineScheme {
-                group: self.group_size.unwrap_or(default.group),
+        let group = self.group_size.unwrap_or(default.group);
+        let super_blocks = self.format == FormatArg::Gguf && !default.scales.is_half();
+        let linears = match (zeros, group) == (default.zeros, default.group) {
+            true => default,
+            // Super-blocks have groups and offsets of their own; the other blocks take these.
+            false if super_blocks => AffineScheme::new(bits, group, zeros),
+            false => AffineScheme {
+                group,
                 zeros,
                 ..default
             },
+        };
+        Ok(Schemes {
+            linears,
             head,
             ..Schemes::defaults(default.bits)
         })
     }
 
+    /// The schemes of Linears and of embedding and head without the other flags, `own` being nq's.
+    fn usual(
+        &self,
+        own: AffineScheme,
+        head_bits: Option<u32>,
+    ) -> anyhow::Result<(AffineScheme, Option<AffineScheme>)> {
+        let (linears, head) = self.format.schemes(own, head_bits, self.mixes())?;
+        // Tuning knows integer zero-points, which fit blocks without super-blocks.
+        let tuned = self.format == FormatArg::Gguf && self.method == AUTO;
+        let group = Group::Size(32);
+        Ok((
+            if tuned {
+                AffineScheme { group, ..own }
+            } else {
+                linears
+            },
+            head,
+        ))
+    }
+
+    /// True if each weight may have a scheme of its own.
+    fn chooses(&self) -> bool {
+        match self.format {
+            FormatArg::Nq => true,
+            FormatArg::Gguf => self.method != AUTO,
+            _ => false,
+        }
+    }
+
+    /// True if flags ask for one scheme for all layers.
+    fn is_one(&self) -> bool {
+        let layers = self.simple || self.asym || self.sym || self.group_size.is_some();
+        layers || self.head_bits.is_some()
+    }
+
     /// True if layers, embedding and head get a mix of schemes: unless something asks for one.
     pub(super) fn mixes(&self) -> bool {
-        let one = self.simple || self.asym || self.sym || self.group_size.is_some();
-        let fixed = one || self.head_bits.is_some() || self.format != FormatArg::Nq;
-        !fixed && self.target().is_none() && self.bits < 8
+        let mixes = self.chooses() && !self.is_one();
+        mixes && self.target().is_none() && self.bits < 8
+    }
+
+    /// What schemes are chosen from where they are.
+    pub(super) fn candidates(&self, config: &ModelConfig, least: Bits) -> Vec<AffineScheme> {
+        match self.chooses() {
+            true => self.format.candidates(config, least),
+            false => Vec::new(),
+        }
     }
 
     /// The folder's name in nq's own model folder: the model and what differs from the format's
@@ -343,7 +394,7 @@ impl QuantizeArgs {
     pub(super) fn default_name(&self, model: &str, schemes: &Schemes) -> anyhow::Result<String> {
         let mut name = format!("{model}-int{}", self.bits);
         let usual = default_scheme(schemes.linears.bits);
-        let (linears, head) = self.format.schemes(usual, None)?;
+        let (linears, head) = self.usual(usual, None)?;
         if self.simple {
             name += "-simple";
         }

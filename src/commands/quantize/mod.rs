@@ -31,11 +31,15 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         );
     }
     let mut schemes = args.schemes()?;
+    let config = model.checkpoint.config();
+    // At 4 bits and more, nothing gets fewer than 4.
+    let least = schemes.linears.bits;
     if args.mixes() {
-        // At 4 bits and more, nothing gets fewer than 4.
-        let least = schemes.linears.bits.min(Bits::B4);
-        schemes = mixed(model.checkpoint.config(), &schemes, least)?;
+        let candidates = args.candidates(config, least.min(Bits::B4));
+        schemes = mixed(config, &schemes, &candidates)?;
     }
+    let candidates = args.candidates(config, least);
+    schemes = schemes.fitted(config, &candidates);
     let (out, call) = match &args.out {
         Some(out) => (out.clone(), out.display().to_string()),
         None => {
@@ -55,7 +59,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         name: model.source.clone(),
         ..SourceRecord::default()
     };
-    let mut options = args.options(global, schemes, target.folder(), source);
+    let mut options = args.options(global, schemes, candidates, target.folder(), source);
     if options.tuning.is_some() && model.checkpoint.config().experts.is_some() {
         terminal.note("mixtures of experts are not tuned: --method auto is gptq here");
         options.tuning = None;

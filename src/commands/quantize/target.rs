@@ -9,7 +9,8 @@ use anyhow::{Context, bail};
 use nq_formats::durable::check_destination;
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::names::{Shape, is_layer_linear, is_router, parameters};
-use nq_formats::{AffineScheme, Bits, Checkpoint, Progress};
+use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress};
+use nq_quantize::allocation;
 use nq_quantize::schemes::head_scheme;
 use nq_quantize::{QuantizeReport, Schemes};
 use std::path::{Path, PathBuf};
@@ -27,10 +28,13 @@ impl FormatArg {
         self,
         linears: AffineScheme,
         head_bits: Option<u32>,
+        mixed: bool,
     ) -> anyhow::Result<(AffineScheme, Option<AffineScheme>)> {
         let format = self.format();
         let linears = format.scheme(linears.bits, linears)?;
         let bits = match head_bits {
+            // As other makers of such files have it; what a mix gives is chosen in these bytes.
+            None if self == FormatArg::Gguf && mixed => 6,
             None if format.dense_ends() => 16,
             Some(bits) if bits != 16 && format.dense_ends() => bail!(
                 "--head-bits: expected 16, which loaders of {} need, or none",
@@ -44,6 +48,16 @@ impl FormatArg {
         };
         let head = head.map(|s| format.scheme(s.bits, s)).transpose()?;
         Ok((linears, head))
+    }
+
+    /// What schemes are chosen from where they are, of at least `least` bits; none: one for all.
+    pub(super) fn candidates(self, config: &ModelConfig, least: Bits) -> Vec<AffineScheme> {
+        let groups = allocation::groups(config);
+        let widths = groups.iter().flat_map(|g| g.weights.iter().map(|w| w.1.1));
+        match (self, self.format().candidates(least, widths)) {
+            (FormatArg::Nq, _) => allocation::candidates(least),
+            (_, candidates) => candidates.unwrap_or_default(),
+        }
     }
 
     /// Suffix of models of this format in nq's own model folder.
