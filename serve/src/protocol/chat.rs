@@ -64,7 +64,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
     let n = fields.count("n", 1, sampling::MOST_ANSWERS)?.unwrap_or(1);
     let max_tokens = fields.count("max_completion_tokens", 1, usize::MAX)?;
     let older = fields.count("max_tokens", 1, usize::MAX)?;
-    let (streams, include_usage) = streaming(&mut fields)?;
+    let (streams, told) = streaming(&mut fields)?;
     let logprobs = sampling::chat_logprobs(&mut fields)?;
     let partial = Generation {
         prompt: Vec::new(),
@@ -83,7 +83,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
     fields.finish()?;
     let generation = render(model, chat, partial)?;
     Ok(Parsed {
-        shape: Box::new(Chat::new(model, n, logprobs.is_some(), include_usage)),
+        shape: Box::new(Chat::new(model, n, logprobs.is_some(), told)),
         generation,
         stream: streams,
     })
@@ -93,16 +93,51 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
 ///
 /// # Errors
 /// Options that nq does not serve.
-pub fn streaming(fields: &mut Fields) -> Result<(bool, bool), ApiError> {
+pub fn streaming(fields: &mut Fields) -> Result<(bool, Told), ApiError> {
     let streams = fields.take("stream")?.unwrap_or(false);
     let Some(options) = fields.take::<Value>("stream_options")? else {
-        return Ok((streams, false));
+        return Ok((streams, Told::Never));
     };
     let mut options = Fields::of(options, "stream_options")?;
     options.only("include_obfuscation", &[json!(false)])?;
-    let usage = options.take("include_usage")?.unwrap_or(false);
+    let last = options.take("include_usage")?.unwrap_or(false);
+    let each = options.take("continuous_usage_stats")?.unwrap_or(false);
     options.finish()?;
-    Ok((streams, usage))
+    let told = match (last, each) {
+        (false, false) => Told::Never,
+        (true, false) => Told::Last,
+        (true, true) => Told::Always,
+        (false, true) => {
+            let what = "expected it with include_usage";
+            return Err(ApiError::field(
+                "stream_options.continuous_usage_stats",
+                what,
+            ));
+        }
+    };
+    Ok((streams, told))
+}
+
+/// Where a stream tells of tokens used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// Nowhere.
+    Never,
+    /// In a chunk of its own behind the others (`include_usage`).
+    Last,
+    /// There, and what it is so far in every chunk (`continuous_usage_stats`, which is vLLM's).
+    Always,
+}
+
+impl Told {
+    /// Writes into a chunk that brings a part of an answer what `usage` is so far.
+    pub fn so_far(self, chunk: &mut Value, usage: Usage) {
+        match self {
+            Told::Never => {}
+            Told::Last => chunk["usage"] = Value::Null,
+            Told::Always => chunk["usage"] = openai_usage(usage),
+        }
+    }
 }
 
 /// Puts the chat before the model: the prompt, what is looked for in the answer, and what that must
@@ -304,18 +339,18 @@ struct Chat {
     id: String,
     created: u64,
     logprobs: bool,
-    include_usage: bool,
+    told: Told,
     answers: Vec<Answer>,
 }
 
 impl Chat {
-    fn new(model: &Arc<Model>, n: usize, logprobs: bool, include_usage: bool) -> Self {
+    fn new(model: &Arc<Model>, n: usize, logprobs: bool, told: Told) -> Self {
         Chat {
             model: Arc::clone(model),
             id: unique("chatcmpl-"),
             created: now(),
             logprobs,
-            include_usage,
+            told,
             answers: vec![Answer::default(); n],
         }
     }
@@ -330,19 +365,17 @@ impl Chat {
         })
     }
 
-    fn chunk(&self, choices: Value, usage: Option<Usage>) -> SseEvent {
+    fn chunk(&self, choices: Value, usage: Usage) -> SseEvent {
         let mut chunk = self.frame("chat.completion.chunk", choices);
-        if self.include_usage {
-            chunk["usage"] = usage.map_or(Value::Null, openai_usage);
-        }
+        self.told.so_far(&mut chunk, usage);
         SseEvent::data(&chunk)
     }
 
-    fn delta(&self, index: usize, delta: Value, logprobs: Value) -> SseEvent {
+    fn delta(&self, index: usize, delta: Value, logprobs: Value, usage: Usage) -> SseEvent {
         let choice = json!([{
             "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": null,
         }]);
-        self.chunk(choice, None)
+        self.chunk(choice, usage)
     }
 
     fn logprobs(&self, tokens: &[TokenLogprobs]) -> Vec<Value> {
@@ -373,14 +406,14 @@ fn content_logprob(tokenizer: &Tokenizer, token: &TokenLogprobs) -> Value {
 }
 
 impl Shape for Chat {
-    fn begin(&mut self) -> Vec<SseEvent> {
+    fn begin(&mut self, usage: Usage) -> Vec<SseEvent> {
         let first = || json!({"role": "assistant", "content": ""});
         let answers = 0..self.answers.len();
-        let begin = |i| self.delta(i, first(), Value::Null);
+        let begin = |i| self.delta(i, first(), Value::Null, usage);
         answers.map(begin).collect()
     }
 
-    fn stream(&mut self, output: Output, _: Usage) -> Vec<SseEvent> {
+    fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent> {
         let index = output.index;
         let mut logprobs = match (self.logprobs, output.logprobs.is_empty()) {
             (true, false) => json!({"content": self.logprobs(&output.logprobs), "refusal": null}),
@@ -401,7 +434,7 @@ impl Shape for Chat {
                     json!({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
                 }
             };
-            events.push(self.delta(index, delta, logprobs.take()));
+            events.push(self.delta(index, delta, logprobs.take(), usage));
         }
         if let Some(Ok(ending)) = output.end {
             // `stop_reason` is vLLM's: the stop string that ended the answer.
@@ -409,15 +442,17 @@ impl Shape for Chat {
                 "index": index, "delta": {}, "logprobs": logprobs,
                 "finish_reason": finish_reason(ending), "stop_reason": output.stop_string,
             }]);
-            events.push(self.chunk(choice, None));
+            events.push(self.chunk(choice, usage));
         }
         events
     }
 
     fn end(&mut self, usage: Usage) -> Vec<SseEvent> {
         let mut events = Vec::new();
-        if self.include_usage {
-            events.push(self.chunk(json!([]), Some(usage)));
+        if self.told != Told::Never {
+            let mut chunk = self.frame("chat.completion.chunk", json!([]));
+            chunk["usage"] = openai_usage(usage);
+            events.push(SseEvent::data(&chunk));
         }
         events.push(SseEvent {
             name: None,
