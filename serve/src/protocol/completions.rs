@@ -1,7 +1,8 @@
 //! `POST /v1/completions`: text that goes on.
 
-use super::chat::{Told, finish_reason, streaming};
+use super::chat::finish_reason;
 use super::fields::Fields;
+use super::streaming::{Told, streaming};
 use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};

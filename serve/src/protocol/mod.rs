@@ -8,6 +8,7 @@ pub mod fields;
 pub mod messages;
 pub mod responses;
 pub mod sampling;
+pub mod streaming;
 pub mod tokens;
 pub mod tools;
 
