@@ -45,6 +45,12 @@ pub trait Engine: Send + Sync {
         None
     }
 
+    /// Tokens from which on a prefix that `sequences` of a session have in common is read once for
+    /// all of them in a step; `None` if each reads it for itself.
+    fn read_once_from(&self, _spec: &SessionSpec, _sequences: usize) -> Option<usize> {
+        None
+    }
+
     /// Allocates a KV cache and scratch.
     ///
     /// # Errors

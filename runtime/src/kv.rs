@@ -30,6 +30,13 @@ fn saved(prefix: &SharedPrefix) -> usize {
     prefix.pages * (prefix.rows.len() - 1)
 }
 
+/// Tokens that `sequences` must have in common for one read of them to save `least` reads of a page,
+/// and one at least; `None` if there are no others to save them for.
+pub(crate) fn least_prefix(sequences: usize, least: usize) -> Option<usize> {
+    let others = sequences.checked_sub(1).filter(|&n| n > 0)?;
+    Some(least.max(1).div_ceil(others) * PAGE)
+}
+
 /// The pages of a session, and the sequences in them by slot.
 #[derive(Debug)]
 pub(crate) struct PageTables {
@@ -359,6 +366,14 @@ mod tests {
         t.fork(1, 2, 26 * PAGE).unwrap();
         assert_eq!(groups(&t, 10), [(26, vec![11, 12])]);
         assert!(t.prefixes(&rows[..1], 0).is_empty() && t.prefixes(&[], 0).is_empty());
+    }
+
+    #[test]
+    fn the_more_sequences_have_a_prefix_the_shorter_it_may_be() {
+        assert_eq!(least_prefix(16, 128), Some(9 * PAGE));
+        assert_eq!(least_prefix(2, 128), Some(128 * PAGE));
+        assert_eq!(least_prefix(2, 0), Some(PAGE));
+        assert_eq!((least_prefix(1, 1), least_prefix(0, 1)), (None, None));
     }
 
     #[test]

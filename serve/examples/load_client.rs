@@ -8,9 +8,10 @@
 //!
 //! Prompts are token ids, so that servers with other tokenizers are given the same amount of work. A
 //! row a number of clients: tokens drawn per second of all, and milliseconds (median, 99th
-//! percentile) to the first text and between texts. `--long N` sends one prompt of N tokens once
-//! the clients have begun; its first text is told apart. With `--shared N` all prompts begin with
-//! the same N tokens, of which the server is told in advance, and go on with `--in` of their own.
+//! percentile) to the first text, between texts, and between the tokens of an answer on average
+//! (guidellm's inter-token latency). `--long N` sends one prompt of N tokens once the clients have
+//! begun; its first text is told apart. With `--shared N` all prompts begin with the same N tokens,
+//! of which the server is told in advance, and go on with `--in` of their own.
 
 #![allow(clippy::print_stdout, reason = "it prints what it measured")]
 
@@ -78,6 +79,15 @@ struct Answer {
     prompt_tokens: usize,
     first: Duration,
     gaps: Vec<Duration>,
+    /// From the first text to the last.
+    writing: Duration,
+}
+
+impl Answer {
+    /// The mean time between two tokens.
+    fn per_token(&self) -> Duration {
+        self.writing / self.tokens.saturating_sub(1).max(1) as u32
+    }
 }
 
 /// Numbers that differ in every run, so that no server knows a prompt from before.
@@ -109,6 +119,7 @@ fn ask(agent: &ureq::Agent, options: &Options, n: usize) -> Result<Answer, Error
     let body = json!({
         "model": options.model, "prompt": prompt, "max_tokens": options.out,
         "stream": true, "stream_options": {"include_usage": true}, "temperature": 0.8, "seed": 1,
+        "ignore_eos": true,
     });
     let begun = Instant::now();
     let response = agent
@@ -120,6 +131,7 @@ fn ask(agent: &ureq::Agent, options: &Options, n: usize) -> Result<Answer, Error
         prompt_tokens: 0,
         first: Duration::ZERO,
         gaps: Vec::with_capacity(options.out),
+        writing: Duration::ZERO,
     };
     let mut last: Option<Instant> = None;
     for line in BufReader::new(response.into_body().into_reader()).lines() {
@@ -145,6 +157,7 @@ fn ask(agent: &ureq::Agent, options: &Options, n: usize) -> Result<Answer, Error
             }
         }
     }
+    answer.writing = answer.gaps.iter().sum();
     Ok(answer)
 }
 
@@ -187,8 +200,9 @@ fn run(agent: &ureq::Agent, options: &Options, clients: usize) -> Result<(), Err
     let prompts: usize = answers.iter().map(|a| a.prompt_tokens).sum();
     let mut firsts: Vec<Duration> = answers.iter().map(|a| a.first).collect();
     let mut gaps: Vec<Duration> = answers.iter().flat_map(|a| a.gaps.clone()).collect();
+    let mut per_token: Vec<Duration> = answers.iter().map(Answer::per_token).collect();
     println!(
-        "{},{},{clients},{:.1},{:.1},{:.1},{:.2},{:.2},{}",
+        "{},{},{clients},{:.1},{:.1},{:.1},{:.2},{:.2},{:.2},{:.2},{}",
         prompts / answers.len().max(1),
         tokens / answers.len().max(1),
         tokens as f64 / took,
@@ -196,6 +210,8 @@ fn run(agent: &ureq::Agent, options: &Options, clients: usize) -> Result<(), Err
         percentile(&mut firsts, 0.99),
         percentile(&mut gaps, 0.5),
         percentile(&mut gaps, 0.99),
+        percentile(&mut per_token, 0.5),
+        percentile(&mut per_token, 0.99),
         long.map_or(String::new(), |l| format!(
             "{:.1}",
             l.first.as_secs_f64() * 1e3
@@ -216,7 +232,10 @@ fn main() -> Result<(), Error> {
     if !options.shared.is_empty() {
         ask(&agent, &options, 1)?;
     }
-    println!("in,out,clients,tok_s,first_ms_p50,first_ms_p99,gap_ms_p50,gap_ms_p99,long_first_ms");
+    println!(
+        "in,out,clients,tok_s,first_ms_p50,first_ms_p99,gap_ms_p50,gap_ms_p99,token_ms_p50,\
+         token_ms_p99,long_first_ms"
+    );
     for &clients in &options.clients {
         run(&agent, &options, clients)?;
     }

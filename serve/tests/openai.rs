@@ -59,6 +59,20 @@ fn a_chat_is_answered_whole_and_as_a_stream_alike() {
         );
     }
     assert_eq!(text(events), answer);
+    let counted = server.events(
+        "/v1/chat/completions",
+        &with(
+            chat("Hello!"),
+            json!({"stream": true, "stream_options": {"include_usage": true, "continuous_usage_stats": true}}),
+        ),
+    );
+    let so_far: Vec<u64> = counted[..counted.len() - 1]
+        .iter()
+        .map(|e| e["usage"]["completion_tokens"].as_u64().unwrap())
+        .collect();
+    assert!(so_far.is_sorted() && so_far[0] == 0, "{so_far:?}");
+    assert_eq!(so_far.last().copied(), usage["completion_tokens"].as_u64());
+
     let (last, before) = events.split_last().unwrap();
     assert_eq!(last["choices"], json!([]));
     assert_eq!(

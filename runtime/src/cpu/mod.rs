@@ -11,6 +11,7 @@ pub use stepper::stepper_bytes;
 use crate::device::available_memory;
 use crate::engine::{Engine, EngineDescription, Session, SessionSpec};
 use crate::error::{Error, Result};
+use crate::kv::least_prefix;
 use crate::load::{ActivationChoice, LoadOptions};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
@@ -141,6 +142,12 @@ impl Engine for CpuEngine {
             let linears = m.layers.iter().flat_map(Layer::linears).chain([&m.head]);
             Some(m.cpu.weights_bandwidth(linears)?.best)
         })
+    }
+
+    fn read_once_from(&self, _spec: &SessionSpec, sequences: usize) -> Option<usize> {
+        // Attention takes a chunk of positions of each row in turn: whatever page they have in
+        // common comes from memory once.
+        least_prefix(sequences, 1)
     }
 
     fn start_profile(&self) -> bool {

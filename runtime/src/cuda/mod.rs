@@ -6,15 +6,16 @@ mod session;
 
 use crate::engine::{DeviceMemory, Engine, EngineDescription, Session, SessionSpec};
 use crate::error::{Error, Result};
+use crate::kv::least_prefix;
 use crate::load::{ActivationChoice, LoadOptions};
 use crate::memory::Kinds;
 use model::CudaModel;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::cpu::OpTiming;
-use nq_kernels::cuda::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
+use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 use nq_kernels::{Account, KernelSet};
 use plan::Request;
-use session::{CudaSession, most_together};
+use session::{CudaSession, least_shared_pages, most_together};
 use std::sync::{Arc, OnceLock};
 
 /// [`Engine`] on a GPU.
@@ -152,6 +153,13 @@ impl Engine for CudaEngine {
 
     fn sampled_together(&self) -> Option<usize> {
         (self.model.kernels == KernelSet::Fused).then(|| most_together(&self.model.gpu))
+    }
+
+    fn read_once_from(&self, spec: &SessionSpec, sequences: usize) -> Option<usize> {
+        let model = &self.model;
+        let seats = sequences.min(self.sampled_together()?);
+        let least = least_shared_pages(model.config.num_key_value_heads);
+        Cascade::fits(&model.gpu, spec.kv).then(|| least_prefix(seats, least))?
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {

@@ -17,8 +17,8 @@ use nq_kernels::cuda::{
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
-pub(super) use step::most_together;
 use step::{Graphs, StepRows, StepSize};
+pub(super) use step::{least_shared_pages, most_together};
 
 /// Rows of logits computed and copied at a time.
 pub(super) const LOGIT_ROWS: usize = 64;

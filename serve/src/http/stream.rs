@@ -44,7 +44,7 @@ pub(super) fn events(stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) 
 
 /// Sends all events of a stream, until it ends or nobody reads it.
 async fn tell(mut stream: Stream, shape: &mut dyn Shape, sender: &Sender<Bytes>, limits: &Limits) {
-    let mut events = shape.begin();
+    let mut events = shape.begin(stream.usage());
     while send(sender, &events, limits).await {
         // Whoever has gone is seen at once, not at the next token.
         let next = tokio::select! {
@@ -154,8 +154,8 @@ mod tests {
     }
 
     impl Shape for Faulty {
-        fn begin(&mut self) -> Vec<SseEvent> {
-            self.0.begin()
+        fn begin(&mut self, usage: Usage) -> Vec<SseEvent> {
+            self.0.begin(usage)
         }
         fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent> {
             self.step();

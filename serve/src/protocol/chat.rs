@@ -1,6 +1,7 @@
 //! `POST /v1/chat/completions`.
 
 use super::fields::Fields;
+use super::streaming::{Told, streaming};
 use super::tools::{Choice, made};
 use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, tools, unique};
 use crate::error::ApiError;
@@ -64,7 +65,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
     let n = fields.count("n", 1, sampling::MOST_ANSWERS)?.unwrap_or(1);
     let max_tokens = fields.count("max_completion_tokens", 1, usize::MAX)?;
     let older = fields.count("max_tokens", 1, usize::MAX)?;
-    let (streams, include_usage) = streaming(&mut fields)?;
+    let (streams, told) = streaming(&mut fields)?;
     let logprobs = sampling::chat_logprobs(&mut fields)?;
     let partial = Generation {
         prompt: Vec::new(),
@@ -83,26 +84,10 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
     fields.finish()?;
     let generation = render(model, chat, partial)?;
     Ok(Parsed {
-        shape: Box::new(Chat::new(model, n, logprobs.is_some(), include_usage)),
+        shape: Box::new(Chat::new(model, n, logprobs.is_some(), told)),
         generation,
         stream: streams,
     })
-}
-
-/// Reads `stream` and `stream_options`.
-///
-/// # Errors
-/// Options that nq does not serve.
-pub fn streaming(fields: &mut Fields) -> Result<(bool, bool), ApiError> {
-    let streams = fields.take("stream")?.unwrap_or(false);
-    let Some(options) = fields.take::<Value>("stream_options")? else {
-        return Ok((streams, false));
-    };
-    let mut options = Fields::of(options, "stream_options")?;
-    options.only("include_obfuscation", &[json!(false)])?;
-    let usage = options.take("include_usage")?.unwrap_or(false);
-    options.finish()?;
-    Ok((streams, usage))
 }
 
 /// Puts the chat before the model: the prompt, what is looked for in the answer, and what that must
@@ -304,18 +289,18 @@ struct Chat {
     id: String,
     created: u64,
     logprobs: bool,
-    include_usage: bool,
+    told: Told,
     answers: Vec<Answer>,
 }
 
 impl Chat {
-    fn new(model: &Arc<Model>, n: usize, logprobs: bool, include_usage: bool) -> Self {
+    fn new(model: &Arc<Model>, n: usize, logprobs: bool, told: Told) -> Self {
         Chat {
             model: Arc::clone(model),
             id: unique("chatcmpl-"),
             created: now(),
             logprobs,
-            include_usage,
+            told,
             answers: vec![Answer::default(); n],
         }
     }
@@ -330,19 +315,17 @@ impl Chat {
         })
     }
 
-    fn chunk(&self, choices: Value, usage: Option<Usage>) -> SseEvent {
+    fn chunk(&self, choices: Value, usage: Usage) -> SseEvent {
         let mut chunk = self.frame("chat.completion.chunk", choices);
-        if self.include_usage {
-            chunk["usage"] = usage.map_or(Value::Null, openai_usage);
-        }
+        self.told.so_far(&mut chunk, usage);
         SseEvent::data(&chunk)
     }
 
-    fn delta(&self, index: usize, delta: Value, logprobs: Value) -> SseEvent {
+    fn delta(&self, index: usize, delta: Value, logprobs: Value, usage: Usage) -> SseEvent {
         let choice = json!([{
             "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": null,
         }]);
-        self.chunk(choice, None)
+        self.chunk(choice, usage)
     }
 
     fn logprobs(&self, tokens: &[TokenLogprobs]) -> Vec<Value> {
@@ -373,14 +356,14 @@ fn content_logprob(tokenizer: &Tokenizer, token: &TokenLogprobs) -> Value {
 }
 
 impl Shape for Chat {
-    fn begin(&mut self) -> Vec<SseEvent> {
+    fn begin(&mut self, usage: Usage) -> Vec<SseEvent> {
         let first = || json!({"role": "assistant", "content": ""});
         let answers = 0..self.answers.len();
-        let begin = |i| self.delta(i, first(), Value::Null);
+        let begin = |i| self.delta(i, first(), Value::Null, usage);
         answers.map(begin).collect()
     }
 
-    fn stream(&mut self, output: Output, _: Usage) -> Vec<SseEvent> {
+    fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent> {
         let index = output.index;
         let mut logprobs = match (self.logprobs, output.logprobs.is_empty()) {
             (true, false) => json!({"content": self.logprobs(&output.logprobs), "refusal": null}),
@@ -401,7 +384,7 @@ impl Shape for Chat {
                     json!({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
                 }
             };
-            events.push(self.delta(index, delta, logprobs.take()));
+            events.push(self.delta(index, delta, logprobs.take(), usage));
         }
         if let Some(Ok(ending)) = output.end {
             // `stop_reason` is vLLM's: the stop string that ended the answer.
@@ -409,15 +392,17 @@ impl Shape for Chat {
                 "index": index, "delta": {}, "logprobs": logprobs,
                 "finish_reason": finish_reason(ending), "stop_reason": output.stop_string,
             }]);
-            events.push(self.chunk(choice, None));
+            events.push(self.chunk(choice, usage));
         }
         events
     }
 
     fn end(&mut self, usage: Usage) -> Vec<SseEvent> {
         let mut events = Vec::new();
-        if self.include_usage {
-            events.push(self.chunk(json!([]), Some(usage)));
+        if self.told != Told::Never {
+            let mut chunk = self.frame("chat.completion.chunk", json!([]));
+            chunk["usage"] = openai_usage(usage);
+            events.push(SseEvent::data(&chunk));
         }
         events.push(SseEvent {
             name: None,

@@ -1,7 +1,8 @@
 //! `POST /v1/completions`: text that goes on.
 
-use super::chat::{finish_reason, streaming};
+use super::chat::finish_reason;
 use super::fields::Fields;
+use super::streaming::{Told, streaming};
 use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
@@ -51,7 +52,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
     let n = fields.count("n", 1, sampling::MOST_ANSWERS)?.unwrap_or(1);
     fields.only("best_of", &[json!(1), json!(n)])?;
     let logprobs = fields.count("logprobs", 0, MOST_LOGPROBS)?;
-    let (streams, include_usage) = streaming(&mut fields)?;
+    let (streams, told) = streaming(&mut fields)?;
     let max_tokens = fields.count("max_tokens", 1, usize::MAX)?;
     let generation = Generation {
         prompt,
@@ -74,7 +75,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
             id: unique("cmpl-"),
             created: now(),
             logprobs: logprobs.is_some(),
-            include_usage,
+            told,
             answers: vec![Answer::default(); n],
         }),
         generation,
@@ -98,7 +99,7 @@ struct Completion {
     id: String,
     created: u64,
     logprobs: bool,
-    include_usage: bool,
+    told: Told,
     answers: Vec<Answer>,
 }
 
@@ -160,11 +161,11 @@ fn text_of(pieces: Vec<Piece>) -> String {
 }
 
 impl Shape for Completion {
-    fn begin(&mut self) -> Vec<SseEvent> {
+    fn begin(&mut self, _: Usage) -> Vec<SseEvent> {
         Vec::new()
     }
 
-    fn stream(&mut self, output: Output, _: Usage) -> Vec<SseEvent> {
+    fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent> {
         let finish = match output.end {
             Some(Ok(ending)) => finish_reason(ending).into(),
             _ => Value::Null,
@@ -172,15 +173,13 @@ impl Shape for Completion {
         let text = text_of(output.pieces);
         let choice = self.choice(output.index, &text, &output.logprobs, finish);
         let mut chunk = self.frame(json!([choice]));
-        if self.include_usage {
-            chunk["usage"] = Value::Null;
-        }
+        self.told.so_far(&mut chunk, usage);
         vec![SseEvent::data(&chunk)]
     }
 
     fn end(&mut self, usage: Usage) -> Vec<SseEvent> {
         let mut events = Vec::new();
-        if self.include_usage {
+        if self.told != Told::Never {
             let mut chunk = self.frame(json!([]));
             chunk["usage"] = openai_usage(usage);
             events.push(SseEvent::data(&chunk));

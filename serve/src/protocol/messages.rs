@@ -322,7 +322,7 @@ impl Answer {
 }
 
 impl Shape for Answer {
-    fn begin(&mut self) -> Vec<SseEvent> {
+    fn begin(&mut self, _: Usage) -> Vec<SseEvent> {
         Vec::new()
     }
 

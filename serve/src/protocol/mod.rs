@@ -10,6 +10,7 @@ pub mod messages;
 pub mod rerank;
 pub mod responses;
 pub mod sampling;
+pub mod streaming;
 pub mod tokens;
 pub mod tools;
 
@@ -52,7 +53,7 @@ impl SseEvent {
 /// How one request's answers are put into a protocol's shapes.
 pub trait Shape: Send {
     /// The events before any answer.
-    fn begin(&mut self) -> Vec<SseEvent>;
+    fn begin(&mut self, usage: Usage) -> Vec<SseEvent>;
 
     /// A piece of an answer as events of a stream.
     fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent>;

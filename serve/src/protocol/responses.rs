@@ -425,7 +425,7 @@ fn text_part(text: &str) -> Value {
 }
 
 impl Shape for Response {
-    fn begin(&mut self) -> Vec<SseEvent> {
+    fn begin(&mut self, _: Usage) -> Vec<SseEvent> {
         let frame = json!({"response": self.frame("in_progress", None, Value::Null)});
         vec![
             self.event("response.created", frame.clone()),

@@ -107,6 +107,8 @@ pub(super) struct Loaded {
     pub(super) device: String,
     pub(super) spec: SessionSpec,
     pub(super) kv_bytes: u64,
+    /// Tokens of a prefix of all requests from which on it is read once for all of them.
+    pub(super) read_once_from: Option<usize>,
 }
 
 impl Loadable {
@@ -169,6 +171,8 @@ impl Loadable {
         let device = engine.description().device.clone();
         let drafts = self.drafts(engine.as_ref())?;
         let (spec, kv_bytes) = self.plan(engine.as_ref())?;
+        let parallel = self.settings.engine.parallel;
+        let read_once_from = engine.read_once_from(&spec, parallel);
         let mut options = self.settings.engine.clone();
         options.drafts = drafts.map(|drafts| {
             let progress = Arc::clone(&self.terminal) as Arc<dyn Progress>;
@@ -178,25 +182,29 @@ impl Loadable {
             options.disk = Some(pages.of_model(&self.identity(engine.as_ref())?));
         }
         let model = Model::new(&self.name, checkpoint, engine, spec, options)?;
-        let (pages, parallel) = (spec.page_count(), self.settings.engine.parallel);
+        let pages = spec.page_count();
+        let sharing = match (self.settings.engine.prefix_cache, read_once_from) {
+            (false, _) => "; nothing is kept for prompts to come".to_owned(),
+            (true, None) => ", shared where prompts begin alike".to_owned(),
+            (true, Some(tokens)) => format!(
+                ", shared where prompts begin alike: {tokens} tokens and more that all {parallel} \
+                 begin with are read once a step"
+            ),
+        };
         self.terminal.note(&format!(
             "{} on {device}: {parallel} requests at once, contexts of {} tokens, {} tokens of keys \
-             and values in {}{}",
+             and values in {}{sharing}",
             self.name,
             spec.ctx,
             pages * PAGE,
             human_bytes(kv_bytes),
-            if self.settings.engine.prefix_cache {
-                ", shared where prompts begin alike"
-            } else {
-                "; nothing is kept for prompts to come"
-            }
         ));
         Ok(Loaded {
             model,
             device,
             spec,
             kv_bytes,
+            read_once_from,
         })
     }
 

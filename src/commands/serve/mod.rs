@@ -143,6 +143,7 @@ struct Reserved {
     ctx: usize,
     kv_pages: usize,
     kv_bytes: u64,
+    read_once_from: Option<usize>,
 }
 
 /// MODEL, loaded, and those of `--model`, found. Without MODEL, those of `--model` alone; without
@@ -189,6 +190,7 @@ fn models(
             device,
             spec,
             kv_bytes,
+            read_once_from,
         } = first.load()?;
         served.names.push(first.name().to_owned());
         served.first = Some(Reserved {
@@ -196,6 +198,7 @@ fn models(
             ctx: spec.ctx,
             kv_pages: spec.page_count(),
             kv_bytes,
+            read_once_from,
         });
         models.add_loaded(Box::new(first), model);
     }
@@ -255,6 +258,7 @@ fn announce_json(url: &str, served: &Served, args: &ServeArgs, keyed: bool) -> a
         "parallel": args.parallel, "needs_key": keyed,
         "device": first.map(|f| &f.device), "ctx": first.map(|f| f.ctx),
         "kv_pages": first.map(|f| f.kv_pages), "kv_bytes": first.map(|f| f.kv_bytes),
+        "read_once_from": first.and_then(|f| f.read_once_from),
     });
     Ok(print_line(&report.to_string())?)
 }

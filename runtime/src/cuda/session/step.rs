@@ -25,6 +25,12 @@ const AHEAD: usize = 12;
 /// Reads of a key head's page that reading them once must save in a step, for one more kernel a
 /// layer to pay (`benches/records/2026-11-22-cascade.csv`).
 const LEAST_SHARED: usize = 1024;
+
+/// [`LEAST_SHARED`] as reads of a page of all `kv_heads` key heads.
+pub(in crate::cuda) fn least_shared_pages(kv_heads: usize) -> usize {
+    LEAST_SHARED / kv_heads
+}
+
 /// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
@@ -375,7 +381,7 @@ impl CudaSession {
             c.num_attention_heads / c.num_key_value_heads,
             c.num_key_value_heads,
         );
-        let prefixes = self.tables.prefixes(&seated, LEAST_SHARED / heads.1);
+        let prefixes = self.tables.prefixes(&seated, least_shared_pages(heads.1));
         self.step.shared = cascade.write(&self.stream, &prefixes, heads)?;
         Ok(())
     }

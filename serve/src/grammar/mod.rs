@@ -3,18 +3,20 @@
 //! Its Earley parser walks the tokens' bytes, so an answer is valid whatever the sampling, as long
 //! as it is not cut off. Thinking is free: a constraint begins behind it.
 
+mod schema;
+
 use crate::engine::Constraint;
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use nq_runtime::Tokenizer;
+use schema::{compact, narrowed, prepared};
 use serde_json::{Value, json};
 use std::fmt;
 use std::sync::Arc;
 
-/// Bytes of a schema or a grammar, at most, and how deep a schema may nest.
+/// Bytes of a schema or a grammar, at most.
 const MOST_BYTES: usize = 256 << 10;
-const MOST_DEPTH: usize = 64;
 
 /// Tokens that are markup though their tokenizer marks them as text: a JSON string must not hold
 /// them.
@@ -160,7 +162,12 @@ impl Grammars {
 }
 
 fn first_line(why: &str) -> String {
-    why.lines().next().unwrap_or_default().to_owned()
+    let line = why.lines().next().unwrap_or_default();
+    match line.contains("'coerce_one_of'") {
+        // Who wrote the schema is told where.
+        true => format!("{line}: \"x-guidance\": {{\"coerce_one_of\": true}} in the schema"),
+        false => line.to_owned(),
+    }
 }
 
 fn set(mask: &mut [u32], id: u32, to: bool) {
@@ -170,112 +177,15 @@ fn set(mask: &mut [u32], id: u32, to: bool) {
     }
 }
 
-/// How deep arrays and objects nest.
-fn depth(value: &Value) -> usize {
-    let inner = match value {
-        Value::Array(items) => items.iter().map(depth).max(),
-        Value::Object(map) => map.values().map(depth).max(),
-        _ => return 0,
-    };
-    1 + inner.unwrap_or(0)
-}
-
-fn check(schema: &Value) -> Result<(), String> {
-    let (bytes, depth) = (schema.to_string().len(), depth(schema));
-    if bytes > MOST_BYTES || depth > MOST_DEPTH {
-        return Err(format!(
-            "expected a schema of at most {MOST_BYTES} bytes and {MOST_DEPTH} levels, found {bytes} \
-             and {depth}"
-        ));
-    }
-    if !schema.is_object() && !schema.is_boolean() {
-        return Err(format!(
-            "expected a schema, which is an object, found {schema}"
-        ));
-    }
-    Ok(())
-}
-
-/// A schema whose JSON has at most a space behind commas and colons: where any white space may
-/// stand, a model may write nothing else. `space` is what stands there, as a regular expression.
-fn compact(schema: &Value, space: &str) -> Value {
-    let mut schema = match schema {
-        Value::Bool(true) => json!({}),
-        other => other.clone(),
-    };
-    schema["x-guidance"] = json!({
-        "whitespace_flexible": false,
-        "item_separator": format!(",{space}"),
-        "key_separator": format!(":{space}"),
-    });
-    schema
-}
-
-/// Keywords beside which an object's properties are not all that there is to say about it.
-const COMPOSED: [&str; 9] = [
-    "additionalProperties",
-    "patternProperties",
-    "propertyNames",
-    "unevaluatedProperties",
-    "minProperties",
-    "anyOf",
-    "oneOf",
-    "if",
-    "$ref",
-];
-
-/// The schema with objects closed that list their properties and say nothing of others: what it
-/// allows, the original does, and a model that may add properties without end may do just that.
-/// Schemas that compose objects by `allOf` stay as they are.
-fn closed(schema: &Value) -> Value {
-    fn composes(value: &Value) -> bool {
-        match value {
-            Value::Object(map) => map.contains_key("allOf") || map.values().any(composes),
-            Value::Array(items) => items.iter().any(composes),
-            _ => false,
-        }
-    }
-    fn close(value: &mut Value) {
-        let Value::Object(map) = value else {
-            return;
-        };
-        let lists = map.contains_key("properties");
-        if lists && !COMPOSED.iter().any(|k| map.contains_key(*k)) {
-            map.insert("additionalProperties".into(), false.into());
-        }
-        for (key, inner) in map.iter_mut() {
-            match (key.as_str(), inner) {
-                ("properties" | "$defs" | "definitions", Value::Object(inner)) => {
-                    inner.values_mut().for_each(close);
-                }
-                ("items", inner) => close(inner),
-                ("prefixItems", Value::Array(inner)) => inner.iter_mut().for_each(close),
-                ("anyOf" | "oneOf", Value::Array(inner)) if !lists => {
-                    inner.iter_mut().for_each(close);
-                }
-                _ => {}
-            }
-        }
-    }
-    let mut schema = schema.clone();
-    if !composes(&schema) {
-        close(&mut schema);
-    }
-    schema
-}
-
 fn grammar(format: &Format) -> Result<TopLevelGrammar, String> {
     match format {
         Format::Object => {
-            let schema = compact(&json!({"type": "object"}), " ?");
+            let schema = compact(json!({"type": "object"}), " ?")?;
             Ok(TopLevelGrammar::from_json_schema(schema))
         }
         Format::Schema(schema) => {
-            check(schema)?;
-            Ok(TopLevelGrammar::from_json_schema(compact(
-                &closed(schema),
-                " ?",
-            )))
+            let schema = prepared(schema, " ?")?;
+            Ok(TopLevelGrammar::from_json_schema(schema))
         }
         Format::Regex(text) | Format::Lark(text) if text.len() > MOST_BYTES => Err(format!(
             "expected at most {MOST_BYTES} bytes, found {}",
@@ -286,10 +196,9 @@ fn grammar(format: &Format) -> Result<TopLevelGrammar, String> {
         Format::Calls { tools, several } => {
             let mut calls = Vec::new();
             for (name, schema) in tools {
-                check(schema)?;
                 let arguments = match schema.get("type") {
                     None => json!({"type": "object"}),
-                    Some(_) => closed(schema),
+                    Some(_) => narrowed(schema)?,
                 };
                 let call = json!({
                     "type": "object",
@@ -298,7 +207,7 @@ fn grammar(format: &Format) -> Result<TopLevelGrammar, String> {
                     "additionalProperties": false,
                 });
                 // As templates write calls that were made: the next turn finds them in the cache.
-                calls.push(compact(&call, " "));
+                calls.push(compact(call, " ")?);
             }
             let rules: Vec<String> = (0..calls.len()).map(|i| format!("call{i}")).collect();
             let times = if *several { "{1,16}" } else { "" };
@@ -392,58 +301,5 @@ impl Constraint for Conformant {
         self.matcher
             .consume_token(token)
             .map_err(|e| first_line(&e.to_string()))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn objects_are_closed_where_that_excludes_nothing_that_was_meant() {
-        let open = json!({
-            "type": "object",
-            "properties": {
-                "a": {"type": "array", "items": {"type": "object", "properties": {"b": {}}}},
-                "c": {"anyOf": [{"properties": {"d": {}}}, {"type": "null"}]},
-                "e": {"type": "object"},
-                "f": {"properties": {"g": {}}, "anyOf": [{"properties": {"h": {}}}]},
-                "i": {"properties": {}, "additionalProperties": {"type": "string"}},
-            },
-            "$defs": {"j": {"properties": {"k": {}}}},
-        });
-        let shut = closed(&open);
-        let no = json!(false);
-        for pointer in [
-            "",
-            "/properties/a/items",
-            "/properties/c/anyOf/0",
-            "/$defs/j",
-        ] {
-            let found = shut.pointer(&format!("{pointer}/additionalProperties"));
-            assert_eq!(found, Some(&no), "{pointer}");
-        }
-        for pointer in [
-            "/properties/e",
-            "/properties/f",
-            "/properties/f/anyOf/0",
-            "/properties/i",
-        ] {
-            assert_eq!(shut.pointer(pointer), open.pointer(pointer), "{pointer}");
-        }
-        let composed = json!({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]});
-        assert_eq!(closed(&composed), composed);
-    }
-
-    #[test]
-    fn schemas_have_bounds() {
-        let mut deep = json!({"type": "string"});
-        for _ in 0..MOST_DEPTH {
-            deep = json!({"items": deep});
-        }
-        assert!(check(&deep).is_err());
-        assert!(check(&json!({"const": "x".repeat(MOST_BYTES)})).is_err());
-        assert!(check(&json!(3)).is_err());
-        assert!(check(&json!({"type": "string"})).is_ok() && check(&json!(true)).is_ok());
     }
 }

@@ -1,0 +1,300 @@
+//! JSON schemas of clients, put into what llguidance reads: bounded, and narrowed where it helps or
+//! must be.
+
+use super::MOST_BYTES;
+use serde_json::{Map, Value, json};
+
+/// How deep a schema may nest.
+const MOST_DEPTH: usize = 64;
+
+/// What the author of a schema may allow of `x-guidance`.
+const ALLOWANCES: [&str; 2] = ["coerce_one_of", "lenient"];
+
+/// How deep arrays and objects nest.
+fn depth(value: &Value) -> usize {
+    let inner = match value {
+        Value::Array(items) => items.iter().map(depth).max(),
+        Value::Object(map) => map.values().map(depth).max(),
+        _ => return 0,
+    };
+    1 + inner.unwrap_or(0)
+}
+
+fn check(schema: &Value) -> Result<(), String> {
+    let (bytes, depth) = (schema.to_string().len(), depth(schema));
+    if bytes > MOST_BYTES || depth > MOST_DEPTH {
+        return Err(format!(
+            "expected a schema of at most {MOST_BYTES} bytes and {MOST_DEPTH} levels, found {bytes} \
+             and {depth}"
+        ));
+    }
+    if !schema.is_object() && !schema.is_boolean() {
+        return Err(format!(
+            "expected a schema, which is an object, found {schema}"
+        ));
+    }
+    Ok(())
+}
+
+/// A schema as llguidance is given it: [`narrowed`] and [`compact`].
+///
+/// # Errors
+/// What of it cannot be served.
+pub(super) fn prepared(schema: &Value, space: &str) -> Result<Value, String> {
+    compact(narrowed(schema)?, space)
+}
+
+/// A schema that allows nothing but what `schema` does, in what llguidance reads.
+///
+/// # Errors
+/// If it is too large, or none.
+pub(super) fn narrowed(schema: &Value) -> Result<Value, String> {
+    check(schema)?;
+    let mut schema = closed(schema);
+    settle_formats(&mut schema);
+    Ok(schema)
+}
+
+/// A schema whose JSON has at most a space behind commas and colons: where any white space may
+/// stand, a model may write nothing else. `space` is what stands there, as a regular expression.
+///
+/// `x-guidance` in it may hold what its author allows: `coerce_one_of`, which takes `oneOf` for
+/// `anyOf` where its alternatives cannot be told apart, and `lenient`, which passes over all that
+/// is not served.
+///
+/// # Errors
+/// Another key of `x-guidance`.
+pub(super) fn compact(schema: Value, space: &str) -> Result<Value, String> {
+    let mut schema = match schema {
+        Value::Bool(true) => json!({}),
+        other => other,
+    };
+    let mut options = json!({
+        "whitespace_flexible": false,
+        "item_separator": format!(",{space}"),
+        "key_separator": format!(":{space}"),
+    });
+    let asked = schema.get("x-guidance").and_then(Value::as_object);
+    for (key, value) in asked.into_iter().flatten() {
+        if !ALLOWANCES.contains(&key.as_str()) || !value.is_boolean() {
+            return Err(format!(
+                "x-guidance: expected {} as true or false, found {key}",
+                ALLOWANCES.join(" and ")
+            ));
+        }
+        options[key] = value.clone();
+    }
+    if schema.is_object() {
+        schema["x-guidance"] = options;
+    }
+    Ok(schema)
+}
+
+/// Keywords beside which an object's properties are not all that there is to say about it.
+const COMPOSED: [&str; 9] = [
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "minProperties",
+    "anyOf",
+    "oneOf",
+    "if",
+    "$ref",
+];
+
+/// True if `properties` has all names that are `required`.
+fn lists_required(object: &Map<String, Value>) -> bool {
+    let required = object.get("required").and_then(Value::as_array);
+    let listed = |name: &Value| Some(object.get("properties")?.get(name.as_str()?).is_some());
+    required
+        .into_iter()
+        .flatten()
+        .all(|name| listed(name).unwrap_or(false))
+}
+
+/// The schema with objects closed that list their properties and say nothing of others: what it
+/// allows, the original does, and a model that may add properties without end may do just that.
+/// Schemas that compose objects by `allOf` stay as they are.
+fn closed(schema: &Value) -> Value {
+    fn composes(value: &Value) -> bool {
+        match value {
+            Value::Object(map) => map.contains_key("allOf") || map.values().any(composes),
+            Value::Array(items) => items.iter().any(composes),
+            _ => false,
+        }
+    }
+    fn close(value: &mut Value) {
+        let Value::Object(map) = value else {
+            return;
+        };
+        let lists = map.contains_key("properties");
+        if lists && lists_required(map) && !COMPOSED.iter().any(|k| map.contains_key(*k)) {
+            map.insert("additionalProperties".into(), false.into());
+        }
+        for (key, inner) in map.iter_mut() {
+            match (key.as_str(), inner) {
+                ("properties" | "$defs" | "definitions", Value::Object(inner)) => {
+                    inner.values_mut().for_each(close);
+                }
+                ("items", inner) => close(inner),
+                ("prefixItems", Value::Array(inner)) => inner.iter_mut().for_each(close),
+                ("anyOf" | "oneOf", Value::Array(inner)) if !lists => {
+                    inner.iter_mut().for_each(close);
+                }
+                _ => {}
+            }
+        }
+    }
+    let mut schema = schema.clone();
+    if !composes(&schema) {
+        close(&mut schema);
+    }
+    schema
+}
+
+/// Formats of strings that llguidance holds answers to.
+const FORMATS: [&str; 10] = [
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+];
+
+/// Formats of the standard that it does not know, each with one that allows less.
+const NARROWER: [(&str, &str); 6] = [
+    ("uri-reference", "uri"),
+    ("uri-template", "uri"),
+    ("iri", "uri"),
+    ("iri-reference", "uri"),
+    ("idn-email", "email"),
+    ("idn-hostname", "hostname"),
+];
+
+/// Formats of the standard that are refused: none of [`FORMATS`] allows less.
+const REFUSED: [&str; 3] = ["regex", "json-pointer", "relative-json-pointer"];
+
+/// Puts formats that llguidance knows in place of others of the standard, and drops names that the
+/// standard does not have: it calls them annotations.
+fn settle_formats(schema: &mut Value) {
+    let Some(map) = schema.as_object_mut() else {
+        return;
+    };
+    if let Some(format) = map.get("format").and_then(Value::as_str) {
+        let narrower = NARROWER.iter().find(|n| n.0 == format);
+        if let Some((_, narrower)) = narrower {
+            map.insert("format".into(), (*narrower).into());
+        } else if !FORMATS.contains(&format) && !REFUSED.contains(&format) {
+            map.remove("format");
+        }
+    }
+    for (key, inner) in map {
+        match (key.as_str(), inner) {
+            (
+                "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas",
+                Value::Object(inner),
+            ) => inner.values_mut().for_each(settle_formats),
+            ("items" | "prefixItems" | "anyOf" | "oneOf" | "allOf", Value::Array(inner)) => {
+                inner.iter_mut().for_each(settle_formats);
+            }
+            // Where a schema is negated, what allows less would allow more.
+            ("items" | "additionalProperties" | "contains" | "propertyNames", inner) => {
+                settle_formats(inner);
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn objects_are_closed_where_that_excludes_nothing_that_was_meant() {
+        let open = json!({
+            "type": "object",
+            "properties": {
+                "a": {"type": "array", "items": {"type": "object", "properties": {"b": {}}}},
+                "c": {"anyOf": [{"properties": {"d": {}}}, {"type": "null"}]},
+                "e": {"type": "object"},
+                "f": {"properties": {"g": {}}, "anyOf": [{"properties": {"h": {}}}]},
+                "i": {"properties": {}, "additionalProperties": {"type": "string"}},
+                "l": {"properties": {"m": {}}, "required": ["m", "n"]},
+            },
+            "$defs": {"j": {"properties": {"k": {}}}},
+        });
+        let shut = closed(&open);
+        let no = json!(false);
+        for pointer in [
+            "",
+            "/properties/a/items",
+            "/properties/c/anyOf/0",
+            "/$defs/j",
+        ] {
+            let found = shut.pointer(&format!("{pointer}/additionalProperties"));
+            assert_eq!(found, Some(&no), "{pointer}");
+        }
+        for pointer in [
+            "/properties/e",
+            "/properties/f",
+            "/properties/f/anyOf/0",
+            "/properties/i",
+            "/properties/l",
+        ] {
+            assert_eq!(shut.pointer(pointer), open.pointer(pointer), "{pointer}");
+        }
+        let composed = json!({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]});
+        assert_eq!(closed(&composed), composed);
+    }
+
+    #[test]
+    fn schemas_have_bounds() {
+        let mut deep = json!({"type": "string"});
+        for _ in 0..MOST_DEPTH {
+            deep = json!({"items": deep});
+        }
+        assert!(check(&deep).is_err());
+        assert!(check(&json!({"const": "x".repeat(MOST_BYTES)})).is_err());
+        assert!(check(&json!(3)).is_err());
+        assert!(check(&json!({"type": "string"})).is_ok() && check(&json!(true)).is_ok());
+    }
+
+    #[test]
+    fn formats_become_ones_that_are_known_and_allow_no_more() {
+        let schema = json!({
+            "properties": {
+                "format": {"type": "string", "format": "iri"},
+                "b": {"items": {"format": "path"}, "const": {"format": "path"}},
+                "c": {"anyOf": [{"format": "date"}, {"format": "regex"}]},
+            },
+        });
+        let expected = json!({
+            "properties": {
+                "format": {"type": "string", "format": "uri"},
+                "b": {"items": {}, "const": {"format": "path"}},
+                "c": {"anyOf": [{"format": "date"}, {"format": "regex"}]},
+            },
+            "additionalProperties": false,
+        });
+        assert_eq!(narrowed(&schema), Ok(expected));
+    }
+
+    #[test]
+    fn a_schema_allows_what_is_not_served_by_name_alone() {
+        let with = |options| compact(json!({"x-guidance": options}), " ?");
+        let taken = with(json!({"coerce_one_of": true})).unwrap();
+        assert_eq!(taken["x-guidance"]["coerce_one_of"], true);
+        assert_eq!(taken["x-guidance"]["item_separator"], ", ?");
+        for options in [json!({"whitespace_flexible": true}), json!({"lenient": 1})] {
+            assert!(with(options).is_err());
+        }
+        assert_eq!(compact(json!(false), " ?"), Ok(json!(false)));
+    }
+}

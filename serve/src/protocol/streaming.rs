@@ -1,0 +1,58 @@
+//! `stream` and `stream_options` of OpenAI's chat and completions.
+
+use super::fields::Fields;
+use super::openai_usage;
+use crate::error::ApiError;
+use crate::generation::Usage;
+use serde_json::{Value, json};
+
+/// Reads `stream` and `stream_options`.
+///
+/// # Errors
+/// Options that nq does not serve.
+pub fn streaming(fields: &mut Fields) -> Result<(bool, Told), ApiError> {
+    let streams = fields.take("stream")?.unwrap_or(false);
+    let Some(options) = fields.take::<Value>("stream_options")? else {
+        return Ok((streams, Told::Never));
+    };
+    let mut options = Fields::of(options, "stream_options")?;
+    options.only("include_obfuscation", &[json!(false)])?;
+    let last = options.take("include_usage")?.unwrap_or(false);
+    let each = options.take("continuous_usage_stats")?.unwrap_or(false);
+    options.finish()?;
+    let told = match (last, each) {
+        (false, false) => Told::Never,
+        (true, false) => Told::Last,
+        (true, true) => Told::Always,
+        (false, true) => {
+            let what = "expected it with include_usage";
+            return Err(ApiError::field(
+                "stream_options.continuous_usage_stats",
+                what,
+            ));
+        }
+    };
+    Ok((streams, told))
+}
+
+/// Where a stream tells of tokens used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// Nowhere.
+    Never,
+    /// In a chunk of its own behind the others (`include_usage`).
+    Last,
+    /// There, and what it is so far in every chunk (`continuous_usage_stats`, which is vLLM's).
+    Always,
+}
+
+impl Told {
+    /// Writes into a chunk that brings a part of an answer what `usage` is so far.
+    pub fn so_far(self, chunk: &mut Value, usage: Usage) {
+        match self {
+            Told::Never => {}
+            Told::Last => chunk["usage"] = Value::Null,
+            Told::Always => chunk["usage"] = openai_usage(usage),
+        }
+    }
+}
