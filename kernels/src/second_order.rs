@@ -17,7 +17,7 @@ pub trait SecondOrder: Send + Sync {
     /// `sums` `[n, n]`, the second moments of `n` inputs, made ready.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn moments(self: Arc<Self>, sums: Self::Floats, n: usize) -> Result<Arc<dyn Moments>>;
 }
 

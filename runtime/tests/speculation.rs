@@ -42,8 +42,8 @@ fn session(engine: &dyn Engine, kv: KvType, ctx: usize) -> Box<dyn Session> {
     engine.session(spec).unwrap()
 }
 
-/// On every instruction set a few rows of a chunk are, bit for bit, what one token after another
-/// gives.
+/// On every instruction set, a chunk of a few rows gives, bit for bit, the logits of feeding its
+/// tokens one by one.
 #[test]
 fn a_few_rows_are_what_each_alone_is() {
     let config = small_config();
@@ -107,7 +107,7 @@ fn answer(
     let mut session = session(engine, KvType::F16, ctx);
     let mut sequence = Sequence::new(&mut *session, 0);
     let mut sampler = Sampler::new(*params, 3).unwrap();
-    // Of few tokens, so that the text repeats itself.
+    // Allows few tokens, so that the text repeats itself.
     sampler.set_mask(Some(&[0b1111, 0, 0, 0]));
     let mut seen = Vec::new();
     let answer = generate(
@@ -173,7 +173,7 @@ fn drafts_change_no_answer() {
             };
             let (free, right) = run(120, &[], 400);
             accepted += right;
-            // Ends of every kind, also where a draft runs over them.
+            // All kinds of ends, also with a draft that runs past them.
             for max in [1, 2, 3, 50, 51, 52, 53] {
                 run(max, &[], 400);
             }

@@ -147,7 +147,7 @@ impl Adjustments {
     ///
     /// # Errors
     /// [`Error::Shape`] for another number of words than the vocabulary needs or a row that there
-    /// is none of; the driver's.
+    /// is none of; errors of the driver.
     pub fn write_mask(&mut self, stream: &Stream, row: usize, mask: &[u32]) -> Result<()> {
         let words = self.vocab.div_ceil(32);
         if mask.len() != words {
@@ -347,7 +347,7 @@ impl Stream {
     /// [`Advance`].
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub fn candidates(
         &self,
@@ -382,7 +382,7 @@ impl Stream {
     /// looks its embedding up. The last position that the steps have room for is kept.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
     pub fn advance(&self, a: Advance<'_>) -> Result<()> {
         let o = self.operands("advance");
         let (m, vocab, width) = (a.m, a.embedding.rows(), a.embedding.inputs());

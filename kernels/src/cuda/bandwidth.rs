@@ -25,7 +25,7 @@ impl Gpu {
     /// two that warm up. `bytes` should be many times the L2 cache.
     ///
     /// # Errors
-    /// [`crate::Error::DeviceMemory`]; the driver's.
+    /// [`crate::Error::DeviceMemory`]; errors of the driver.
     pub fn read_bandwidth(&self, bytes: usize) -> Result<f64> {
         let x = self.zeros::<u32>("measuring the bandwidth", bytes / 4)?;
         let out = self.zeros::<u32>("measuring the bandwidth", 1)?;

@@ -182,7 +182,7 @@ impl Stream {
     /// kernels from starting before the one in front has ended.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn gemv_batch(
         &self,
         w: &DeviceLinear,

@@ -68,7 +68,7 @@ impl Stream {
     /// the stacks of all experts, in turns; `scores` `[m, count]` are the router's.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn experts_up(
         &self,
         w: &DeviceLinear,

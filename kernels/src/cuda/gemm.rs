@@ -200,7 +200,7 @@ impl Stream {
     /// On compute capability 9.0, more than 16 rows meet weights rounded to FP16.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn gemm(
         &self,
         w: &DeviceLinear,

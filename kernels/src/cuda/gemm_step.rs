@@ -302,7 +302,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::NoKernel`] unless [`Gpu::takes_wide_steps`]; [`Error::Shape`] if an operand does
-    /// not fit; the driver's.
+    /// not fit; errors of the driver.
     pub fn gemm_step(
         &self,
         w: &DeviceLinear,
@@ -372,7 +372,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::NoKernel`] unless [`Gpu::takes_wide_steps`]; [`Error::Shape`] if an operand does
-    /// not fit; the driver's.
+    /// not fit; errors of the driver.
     pub fn norm_step(
         &self,
         x: &mut Buffer<f32>,

@@ -99,7 +99,7 @@ impl Uploader {
     /// Waits until all weights are on the device.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn finish(self) -> Result<()> {
         self.stream.synchronize()
     }
@@ -193,7 +193,7 @@ impl Stream {
     /// kernel.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
     pub fn linear_reference(
         &self,
         w: &DeviceLinear,

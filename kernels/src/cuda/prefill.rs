@@ -45,7 +45,7 @@ impl Stream {
     /// sequence's new rows over its cache, which holds their keys and values already.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn attention_prefill(
         &self,
         qkv: &Buffer<f32>,

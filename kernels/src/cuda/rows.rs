@@ -168,7 +168,7 @@ impl Stream {
     /// change or go right after.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if there is no room for them; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if there is no room for them; errors of the driver.
     pub fn put<T: Pod>(&self, to: &mut Buffer<T>, at: usize, values: &[T]) -> Result<()> {
         const {
             assert!(size_of::<T>() <= 4 * MOST_WORDS && size_of::<T>().is_multiple_of(4));
@@ -193,7 +193,7 @@ impl Stream {
     /// `x[i]` = row `tokens[i]` of `embedding`, `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn embed(
         &self,
         embedding: &DeviceLinear,
@@ -215,7 +215,7 @@ impl Stream {
     /// RMSNorm of rows of `x` `[., width]` with `gain`: of rows `0..m`, or of those listed.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn rms_norm(
         &self,
         x: &Buffer<f32>,
@@ -247,7 +247,7 @@ impl Stream {
     /// `silu(gate) * up` of rows `[m, 2 * width]` of interleaved gates and ups.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn silu_mul(
         &self,
         x: &Buffer<f32>,
@@ -273,7 +273,7 @@ impl Stream {
     /// The embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn embed_step(
         &self,
         embedding: &DeviceLinear,

@@ -358,7 +358,7 @@ impl ClusterPlan {
     /// device, or are not the fastest.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn new(gpu: &Gpu, layers: &[ClusterLayer<'_>]) -> Result<Option<Self>> {
         if gpu.info().capability != (9, 0) || 2 * layers.len() + 1 > MOST_KERNELS {
             return Ok(None);
@@ -465,7 +465,7 @@ impl Stream {
     /// writes, without knowing whether there is one.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn cluster_layers(
         &self,
         plan: &ClusterPlan,

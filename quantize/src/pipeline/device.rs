@@ -82,7 +82,7 @@ impl Job<'_> {
     /// Statistics whose second moments are on the device that rounds by them.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(super) fn on_device(&self, inputs: InputStats) -> Result<InputStats> {
         let moments = inputs.hessian.as_ref().and_then(|h| h.host());
         if let (Device::Cuda(n), Some(moments)) = (self.options.load.device.resolve()?, moments) {

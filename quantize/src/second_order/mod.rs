@@ -34,26 +34,26 @@ pub trait Hessian: Debug + Send + Sync {
     /// `e` makes, summed over outputs.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn quadratic_error(&self, e: &Matrix) -> Result<f64>;
 
     /// The same of a weight and of what rounding it has changed.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors>;
 
     /// The moments of `x_i / s_i`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn divided(&self, s: &[f32]) -> Result<Arc<dyn Hessian>>;
 
     /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`; `None` if the damped matrix
     /// is not positive definite.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn inverse_factor(&self, damped: &Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>>;
 }
 
@@ -65,14 +65,14 @@ pub trait Factor {
     /// `U_jj` of each place.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn diagonal(&self) -> Result<Vec<f32>>;
 
     /// Rounds the columns of a weight one after another, the error of each made up for by those
     /// after it.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn round(&self, columns: &Columns<'_>) -> Result<Rounded>;
 }
 

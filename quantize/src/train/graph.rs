@@ -114,7 +114,7 @@ impl<O: GradOps> Graph<O> {
     /// (`[batch, seq]`), in nats.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn divergence(
         &mut self,
         ops: &O,
@@ -129,7 +129,7 @@ impl<O: GradOps> Graph<O> {
     /// As [`Graph::divergence`], of every position.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn divergences(
         &mut self,
         ops: &O,
@@ -166,7 +166,7 @@ impl<O: GradOps> Graph<O> {
     /// As [`Graph::divergence`]; adds its gradient, times `share`, to what `student` has.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn gradient(
         &mut self,
         ops: &O,

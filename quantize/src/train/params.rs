@@ -98,7 +98,7 @@ impl<O: GradOps> Values<O> {
     /// One step of Adam, if it is tuned.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn step(&mut self, ops: &O, adam: Adam) -> Result<()> {
         if let Some(s) = &mut self.state {
             let n = self.len;
@@ -117,7 +117,7 @@ impl<O: GradOps> Values<O> {
     /// The values on the host.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn to_host(&self, ops: &O) -> Result<Vec<f32>> {
         let mut values = vec![0.0; self.len];
         ops.read(&self.value, &mut values)?;
@@ -218,7 +218,7 @@ impl<O: GradOps> Matrix<O> {
     /// The values of a weight, not tuned.
     ///
     /// # Errors
-    /// A weight that is not finite; the device's.
+    /// A weight that is not finite; errors of the device.
     fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
         let row = |row: usize, values: &mut [f32]| read_row(name, weight, row, values);
         Ok(Matrix::Dense(ops.rows("weights", weight.dims(), row)?))
@@ -282,7 +282,7 @@ impl<O: GradOps> Matrix<O> {
     /// Takes in the gradient at the weight's values.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
         let Matrix::Tuned(t) = self else {
             return Ok(());
@@ -452,7 +452,7 @@ impl<O: GradOps> Model<O> {
     /// The source, to be run and not tuned.
     ///
     /// # Errors
-    /// A weight that is not finite; the device's.
+    /// A weight that is not finite; errors of the device.
     pub fn teacher(ops: &O, config: &ModelConfig, w: &Canonical) -> Result<Self> {
         Self::build(ops, config, w, None, false)
     }

@@ -82,7 +82,7 @@ impl<O: GradOps> Sampler<O> {
     /// draws from stream `stream + i` of `seed`. Returns `[beginnings, length]`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn sample(
         &mut self,
         ops: &O,

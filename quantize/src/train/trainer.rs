@@ -277,7 +277,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     /// How long parts of a tuning take here: measured. Nothing that is tuned changes.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn pace(&mut self) -> Result<Pace> {
         let (pass, slots) = (self.graph.batch(), self.sampler.slots());
         let start = Instant::now();
@@ -521,7 +521,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     /// there was.
     ///
     /// # Errors
-    /// A checkpoint that is damaged; the device's.
+    /// A checkpoint that is damaged; errors of the device.
     pub fn take_up(&mut self, path: &Path) -> Result<bool> {
         if !path.exists() {
             return Ok(false);

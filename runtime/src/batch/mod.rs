@@ -1,13 +1,13 @@
 //! Sequences that decode together: they join and leave between any two steps.
 //!
-//! A [`Batch`] runs over a [`Session`]. Each of its sequences has its own sampler, its own end and
-//! its own error: what happens to one costs the others nothing, and no step that was computed for
-//! them is thrown away. A device that draws tokens itself ([`StepsAhead`]) is kept some steps ahead
-//! of the host, and prompts are queued between them; then a sequence that joins is in the steps queued
-//! from there on, and what was queued for one that left is passed over.
+//! A [`Batch`] runs over a [`Session`]. Each of its sequences has its own sampler, end and error:
+//! an event in one costs the others nothing, and no step computed for them is thrown away. A device
+//! that draws tokens itself ([`StepsAhead`]) is kept some steps ahead of the host, and prompts are
+//! queued between its steps; a sequence that joins is in the steps queued from then on, and the
+//! results of steps that were queued for one that has left are skipped.
 //!
-//! A sequence's tokens do not depend on who else is in the batch, as far as a session's logits do
-//! not: on the CPU not at all, on a GPU but for the order of sums, which goes with the number of
+//! A sequence's tokens depend on the rest of the batch only as far as the session's logits do:
+//! on the CPU not at all, on a GPU only through the order of sums, which depends on the number of
 //! rows in a step.
 
 mod ahead;
@@ -31,25 +31,25 @@ use std::time::{Duration, Instant};
 pub struct Piece<'a> {
     /// The sequence.
     pub slot: usize,
-    /// Appended to it: at least one.
+    /// Tokens to append to it: at least one.
     pub tokens: &'a [u32],
-    /// With it the sequence joins the batch: its next token is drawn behind the last of `tokens`.
+    /// If set, the sequence joins the batch: its next token is drawn after the last of `tokens`.
     pub then: Option<Continuation>,
 }
 
-/// How a sequence of a batch goes on.
+/// How a sequence of a batch continues.
 #[derive(Debug)]
 pub struct Continuation {
     /// What draws its tokens.
     pub sampler: Sampler,
-    /// Tokens after which it leaves by itself, at least one.
+    /// Tokens after which it leaves by itself: at least one.
     pub tokens: usize,
 }
 
-/// Work that was waited for: a step, or on a device that is ahead the rows of prompts by themselves.
+/// Work that was waited for: a step, or, on a device that runs ahead, rows of prompts alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ran {
-    /// From the end of the work before it to its own.
+    /// From the end of the previous work to the end of this.
     pub took: Duration,
     /// Sequences that were continued.
     pub decoding: usize,
@@ -57,24 +57,24 @@ pub struct Ran {
     pub prompt_rows: usize,
 }
 
-/// What becomes of a sequence's token: its slot, and the token or why there is none.
+/// Receives each token: the sequence's slot, and the token or why there is none.
 pub type Each<'a> = dyn FnMut(usize, Result<u32>) -> ControlFlow<()> + 'a;
 
 /// A sequence of the batch.
 struct Member {
     slot: usize,
     sampler: Sampler,
-    /// To be fed next, as far as the host knows.
+    /// Token to feed next, as far as the host knows.
     token: u32,
-    /// Tokens to draw still, those queued not counted.
+    /// Tokens still to draw, not counting queued ones.
     left: usize,
     /// Its length before the steps that have not been received.
     len: usize,
     /// Steps queued for it and not received.
     queued: usize,
-    /// Where it sits on a device.
+    /// Its row on the device, if it is seated.
     row: Option<usize>,
-    /// Why it is not continued; told when all that is queued has been received.
+    /// Why it cannot continue; reported once everything queued has been received.
     blocked: Option<Error>,
 }
 
@@ -83,16 +83,16 @@ pub struct Batch<'s> {
     session: &'s mut dyn Session,
     /// In the order they joined.
     members: Vec<Member>,
-    /// What a device is ahead by.
+    /// Work queued on the device.
     queue: Queue,
-    /// What the latest call of [`Batch::step`] waited for.
+    /// Work that the latest call of [`Batch::step`] waited for.
     ran: Vec<Ran>,
     /// Samplers of sequences that have left, by slot.
     left: Vec<(usize, Sampler)>,
 }
 
 impl<'s> Batch<'s> {
-    /// Nobody yet.
+    /// An empty batch.
     pub fn new(session: &'s mut dyn Session) -> Self {
         Batch {
             session,
@@ -103,7 +103,7 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// The session, e.g. to make room in it. A sequence of the batch must be left alone there.
+    /// The session, e.g. to make room in it. Sequences of the batch must not be changed there.
     pub fn session(&mut self) -> &mut dyn Session {
         self.session
     }
@@ -118,21 +118,22 @@ impl<'s> Batch<'s> {
         self.members.iter().any(|m| m.slot == slot)
     }
 
-    /// What draws the tokens of the sequence in `slot`, which is in the batch or has left it by
-    /// itself: it has recorded every token given out.
+    /// The sampler of the sequence in `slot`, which is in the batch or has left it by itself. It has
+    /// recorded every token passed to the caller.
     pub fn sampler(&self, slot: usize) -> Option<&Sampler> {
         let running = self.members.iter().find(|m| m.slot == slot);
         let left = || self.left.iter().find(|l| l.0 == slot).map(|l| &l.1);
         running.map(|m| &m.sampler).or_else(left)
     }
 
-    /// What the latest call of [`Batch::step`] waited for, and how long that took.
+    /// The work that the latest call of [`Batch::step`] waited for, and how long it took.
     pub fn ran(&self) -> &[Ran] {
         &self.ran
     }
 
-    /// Takes the sequence in `slot` out: it then holds all that was fed before the tokens drawn,
-    /// and every one of those but the last. Gives its sampler back, also where it left by itself.
+    /// Takes the sequence in `slot` out of the batch. The sequence then holds everything fed before
+    /// its drawn tokens, and all drawn tokens but the last. Returns its sampler, also if it had left by
+    /// itself.
     pub fn leave(&mut self, slot: usize) -> Option<Sampler> {
         if let Some(at) = self.members.iter().position(|m| m.slot == slot) {
             self.remove(at);
@@ -144,7 +145,7 @@ impl<'s> Batch<'s> {
     fn remove(&mut self, at: usize) {
         let member = self.members.remove(at);
         if let (Some(row), Some(device)) = (member.row, self.session.steps_ahead()) {
-            // A device that fails here fails in its next step too, and says so there.
+            // A device that fails here fails in its next step too, which reports it.
             let _ = device.vacate(row);
         }
         self.queue.forget(member.slot);
@@ -153,15 +154,15 @@ impl<'s> Batch<'s> {
         self.left.push((member.slot, member.sampler));
     }
 
-    /// Runs `pieces` and a step of every sequence in the batch. Each draws a token, which goes to
-    /// `each`, or its error; where that breaks off, or there is an error, the sequence leaves. One
-    /// that fails is as it was before the step. On a device that is ahead the tokens are those of
-    /// the first step not received yet, and one that fails at its first token holds the rest of its
-    /// piece.
+    /// Runs `pieces` and a step of every sequence in the batch. Each sequence draws a token, and
+    /// `each` receives it or the error. If `each` breaks, or on an error, the sequence leaves. A sequence
+    /// that fails is as it was before the step. On a device that runs ahead, the tokens are those of
+    /// the oldest step not yet received, and a sequence that fails at its first token still holds all
+    /// but the last token of its piece.
     ///
     /// # Errors
     /// [`Error::Request`], [`Error::ContextFull`] and [`Error::PagesFull`] for pieces that do not
-    /// fit, before anything is computed; the device's. The batch stays as it was.
+    /// fit, before anything is computed; errors of the device. The batch is then unchanged.
     pub fn step(&mut self, pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
         self.ran.clear();
         self.check(&pieces)?;
@@ -170,7 +171,7 @@ impl<'s> Batch<'s> {
         } else if self.queue.is_empty() {
             self.step_on_host(pieces, each)
         } else {
-            // What is queued comes first, all of it where there are pieces to run.
+            // Receive what is queued first: all of it if there are pieces to run.
             self.receive(each)?;
             while !pieces.is_empty() && !self.queue.is_empty() {
                 self.receive(each)?;
@@ -220,8 +221,8 @@ impl<'s> Batch<'s> {
         Ok(())
     }
 
-    /// The sequences of `pieces` that go on join with the tokens that they drew; `before` are their
-    /// lengths before.
+    /// Lets the sequences of `pieces` that continue join with the tokens that they drew; `before`
+    /// holds their previous lengths.
     fn join_drawn(
         &mut self,
         pieces: Vec<Piece<'_>>,
@@ -259,8 +260,8 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// Gives member `at` what it drew after `fed` tokens, which the sampler has recorded; takes it
-    /// out if it is done.
+    /// Gives member `at` the token drawn after `fed` tokens, which the sampler has recorded; removes
+    /// the member if it is done.
     fn deliver(&mut self, at: usize, drawn: Result<u32>, fed: usize, each: &mut Each<'_>) {
         let member = &mut self.members[at];
         let over = match drawn {
@@ -280,7 +281,7 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// One forward over everybody and the pieces, whose logits come to the host.
+    /// Runs one forward over all members and pieces, whose logits come to the host.
     fn step_on_host(&mut self, mut pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
         for member in &mut self.members {
             if let (Some(row), Some(device)) = (member.row.take(), self.session.steps_ahead()) {
@@ -342,9 +343,9 @@ impl<'s> Batch<'s> {
     }
 }
 
-/// What each member, then each piece that goes on, draws after one forward over all. Where numbers
-/// come out that are none, each goes alone: only those that they come from fail. A piece that does
-/// not go on tells `each`.
+/// Draws a token for each member, then for each piece that continues, after one forward over all.
+/// If that yields NaN or infinity, each is run alone, so that only the sequences at fault fail. A
+/// piece that does not continue reports to `each`.
 fn forward(
     session: &mut dyn Session,
     members: &mut [Member],
@@ -392,7 +393,7 @@ fn forward(
     Ok(drawn)
 }
 
-/// A sequence that goes on needs its last row's logits.
+/// A sequence that continues needs the logits of its last row.
 fn wanted(goes_on: bool) -> LogitsWanted {
     match goes_on {
         true => LogitsWanted::Last,
@@ -401,7 +402,7 @@ fn wanted(goes_on: bool) -> LogitsWanted {
 }
 
 impl Drop for Batch<'_> {
-    /// Everybody leaves; what is queued runs to its end first.
+    /// Removes all members; queued work is run to its end first.
     fn drop(&mut self) {
         while let Some(member) = self.members.last() {
             let slot = member.slot;
@@ -413,7 +414,7 @@ impl Drop for Batch<'_> {
     }
 }
 
-/// One token of each of `fed`, and the pieces: logits of the last rows of all that go on.
+/// One token for each of `fed`, then the pieces; logits of the last row of all that continue.
 fn chunks_of<'a>(fed: &'a [(usize, u32)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<'a>> {
     let members = fed.iter().map(|(slot, token)| Chunk {
         slot: *slot,
@@ -428,14 +429,14 @@ fn chunks_of<'a>(fed: &'a [(usize, u32)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<
     members.chain(pieces).collect()
 }
 
-/// A token by each of `samplers`. A large vocabulary's softmax takes a millisecond: nobody waits
-/// for another's.
+/// Draws a token with each of `samplers`, in parallel: the softmax of a large vocabulary takes a
+/// millisecond.
 fn draw<'a>(
     samplers: &mut [&mut Sampler],
     row: impl Fn(usize) -> &'a [f32] + Sync,
 ) -> Vec<Result<u32>> {
     match samplers {
-        // Waking the pool would cost a lone greedy sequence more than its choice.
+        // Waking the thread pool would cost a lone greedy sequence more than its choice.
         [one] => vec![one.sample(row(0))],
         many => many
             .par_iter_mut()
@@ -446,11 +447,11 @@ fn draw<'a>(
 }
 
 /// Feeds `token` to the sequence in `slot`, draws its successor, feeds that, and so on, at most
-/// `steps` times. Each token drawn goes to `each`, which may break off. The sequence then holds
+/// `steps` times. Each token drawn goes to `each`, which may stop the loop. The sequence then holds
 /// `token` and every token drawn but the last; `sampler` has recorded all of them.
 ///
 /// # Errors
-/// As [`Batch::step`], and the sequence's own.
+/// As [`Batch::step`], and the sequence's own error.
 pub fn decode(
     session: &mut dyn Session,
     slot: usize,

@@ -24,8 +24,8 @@ pub(super) struct CpuSession {
     logits: Vec<f32>,  // [rows wanted, vocab]
 }
 
-/// Bytes that [`CpuSession::new`] reserves: of keys and values, and of activations without the logits,
-/// which depend on what is asked for.
+/// Bytes that [`CpuSession::new`] reserves: (keys and values, activations without the logits, which
+/// depend on the request).
 pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usize) {
     let page = KvPages::page_bytes(spec.kv, c.num_key_value_heads, c.head_dim);
     let stream = size_of::<f32>() * spec.max_rows * c.hidden_size;
@@ -60,8 +60,8 @@ impl CpuSession {
         }
     }
 
-    /// Runs the layers over the chunks: `x` becomes the residual stream behind the last.
-    /// With `locate` every layer's output is checked.
+    /// Runs the layers over the chunks: `x` becomes the residual stream after the last layer.
+    /// With `locate`, checks every layer's output for NaN and infinity.
     fn run_layers(
         &mut self,
         chunks: &[Chunk<'_>],
@@ -98,7 +98,7 @@ impl CpuSession {
         Ok(())
     }
 
-    /// Final norm and head over the rows that the chunks want.
+    /// Runs the final norm and the head over the rows whose logits the chunks want.
     fn run_head(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
         let model = &*self.model;
         let c = &model.config;
@@ -214,8 +214,8 @@ impl Session for CpuSession {
         self.run_layers(chunks, false, observer)?;
         let rows = self.batch.rows() * self.model.config.hidden_size;
         if !all_finite(&self.x[..rows]) {
-            // The sequences' lengths are still the old ones, so running again is safe; the
-            // layer that fails first is worth the time.
+            // The sequences' lengths are still the old ones, so running again is safe. Finding the layer
+            // that fails first is worth the time.
             self.run_layers(chunks, true, &mut ())?;
         }
         self.run_head(chunks, observer)?;
@@ -232,7 +232,7 @@ impl Session for CpuSession {
     }
 }
 
-/// Looks `tokens`, all within the vocabulary, up in `embedding` `[vocab, hidden]`:
+/// Looks up `tokens`, all within the vocabulary, in `embedding` `[vocab, hidden]`:
 /// `x` `[tokens, hidden]`.
 pub(super) fn embed<'a>(
     embedding: &Weight,

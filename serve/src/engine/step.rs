@@ -23,7 +23,7 @@ impl Worker<'_> {
     /// Runs a step of all who have a slot.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(super) fn step(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         self.constrain(batch);
         let decoding = batch.running();

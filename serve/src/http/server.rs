@@ -108,7 +108,7 @@ impl Server {
     /// Where it listens.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }

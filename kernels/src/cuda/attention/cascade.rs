@@ -108,7 +108,7 @@ impl Cascade {
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) for a row, sequence or page that there is not, and for
-    /// more query heads than a block serves; the driver's.
+    /// more query heads than a block serves; errors of the driver.
     pub fn write(
         &mut self,
         stream: &Stream,

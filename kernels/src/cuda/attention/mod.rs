@@ -213,7 +213,7 @@ impl Stream {
     /// 128]`, and appends keys and values to the cache at `rows`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn append(
         &self,
         qkv: &mut Buffer<f32>,
@@ -250,7 +250,7 @@ impl Stream {
     /// plain kernel.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn attention_reference(
         &self,
         qkv: &Buffer<f32>,
@@ -279,7 +279,7 @@ impl Stream {
     /// 128]`; keys and values are appended; the results go to `out`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub fn attention_decode(
         &self,

@@ -229,7 +229,7 @@ impl Stream {
     /// Writes entries of the page tables, in order with the stream's other work.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a slot, index or page that there is not; the driver's.
+    /// [`Error::Shape`] for a slot, index or page that there is not; errors of the driver.
     pub fn set_pages(&self, pages: &mut DevicePages, entries: &[PageEntry]) -> Result<()> {
         let o = self.operands("set_pages");
         let of = pages.shape;
@@ -259,7 +259,7 @@ impl Stream {
     /// Copies page `from` to page `to`, in all layers.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a page that there is not; the driver's.
+    /// [`Error::Shape`] for a page that there is not; errors of the driver.
     pub fn copy_page(&self, pages: &mut DevicePages, from: u32, to: u32) -> Result<()> {
         let o = self.operands("copy_page");
         let of = pages.shape;

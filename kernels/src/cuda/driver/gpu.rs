@@ -173,7 +173,7 @@ impl Gpu {
     /// Bytes of device memory that are free now.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn free_memory(&self) -> Result<usize> {
         self.0.bind()?;
         Ok(check("asking for free memory", result::mem_get_info())?.0)
@@ -306,7 +306,7 @@ impl Gpu {
     /// Clusters of a launch that run at once, at most.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub(crate) fn clusters_at_once<A>(
         &self,
         kernel: &Instance<A>,

@@ -44,7 +44,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Shape`] if they do not fit, or are not of this device; [`Error::Cuda`] while a
-    /// graph is recorded; the driver's.
+    /// graph is recorded; errors of the driver.
     pub fn write<T: Pod>(
         &self,
         to: &mut Buffer<T>,

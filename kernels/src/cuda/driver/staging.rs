@@ -40,7 +40,7 @@ impl Stream {
     /// `staging`, which is made as it is needed. Waits only for the copy before the latest one.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if they do not fit; [`crate::Error::DeviceMemory`]; the driver's.
+    /// [`crate::Error::Shape`] if they do not fit; [`crate::Error::DeviceMemory`]; errors of the driver.
     pub(crate) fn write_staged<T: Pod>(
         &self,
         to: &mut Buffer<T>,

@@ -17,7 +17,7 @@ impl Gpu {
     /// A stream: work in it runs in order.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn stream(&self) -> Result<Stream> {
         self.0.bind()?;
         let handle = result::stream::create(result::stream::StreamKind::NonBlocking);
@@ -277,7 +277,7 @@ impl Stream {
     /// on. In a graph too: the events are part of it, and each recording has its own.
     ///
     /// # Errors
-    /// `body`'s; the driver's.
+    /// `body`'s; errors of the driver.
     pub fn timed(&self, key: Key, bytes: usize, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let gpu = &self.0.gpu;
         match gpu.is_profiling() && !gpu.times_kernels() {
@@ -390,7 +390,7 @@ impl Stream {
     /// Runs a graph.
     ///
     /// # Errors
-    /// [`Error::Cuda`] for a graph of another device; the driver's.
+    /// [`Error::Cuda`] for a graph of another device; errors of the driver.
     pub fn run(&self, graph: &Graph) -> Result<()> {
         if !graph.gpu.is(&self.0.gpu) {
             return Err(Error::Cuda {
@@ -412,7 +412,7 @@ impl Stream {
     /// A point in the stream's work.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn mark(&self) -> Result<Mark> {
         self.0.gpu.0.bind()?;
         let handle = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT);

@@ -75,7 +75,7 @@ impl CudaOps {
     /// As [`CudaOps::new`], without cuBLAS.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn with_own_products(gpu: &Gpu, precision: GemmPrecision) -> Result<Self> {
         Ok(CudaOps {
             gpu: gpu.clone(),

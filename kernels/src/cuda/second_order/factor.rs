@@ -122,7 +122,7 @@ impl CudaOps {
     /// `h` is `[n, n]`.
     ///
     /// # Errors
-    /// Too little memory; the device's.
+    /// Too little memory; errors of the device.
     pub fn inverse_factor(&self, h: &Buffer<f32>, d: Damped<'_>) -> Result<Option<Buffer<f32>>> {
         let o = self.operands("inverse_factor");
         let n = d.order.len();
