@@ -537,6 +537,6 @@ fn calibration_files_are_looked_at_before_and_counted_after() {
     let made = run(&short);
     let error = String::from_utf8_lossy(&made.stderr).into_owned();
     assert_eq!(made.status.code(), Some(0), "{error}");
-    let counted = "calibrated on all of its 512 tokens, fewer than the 1024 asked for";
+    let counted = "calibrated on all of its 512 tokens, fewer than the 1024 requested";
     assert!(error.contains(counted), "{error}");
 }

@@ -1,9 +1,9 @@
-//! What values a stored group can take, which is all that a method needs to know of a format.
+//! Grids: the values that a stored group can take, which is all that a method knows of a format.
 //!
-//! A group of consecutive inputs of one row has a scale and a zero-point; code `q` stands for
-//! `s * (q - z)`. Scales are rounded to what can be stored, an f16 or a product in two levels,
-//! before anything is rounded *to* them, so what a method sees is exactly what a file stores and a
-//! kernel computes.
+//! A group of consecutive inputs of one row has a scale `s` and a zero-point `z`; code `q` means
+//! `s * (q - z)`. Scales are rounded to a storable value, an f16 or a product in two levels,
+//! before weights are rounded *to* them, so a method computes with exactly the values that a file
+//! stores and a kernel uses.
 
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
@@ -17,13 +17,13 @@ use std::collections::BTreeMap;
 /// The grids of a layer's Linears.
 pub type Grids = BTreeMap<LinearKind, Grid>;
 
-/// Scale and zero-point of one group, as stored.
+/// Scale and zero-point of one group, as they are stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupParams {
     /// Step between neighbouring codes: exactly an f16 value, finite; negative where the
     /// greatest magnitude of a symmetric group is positive and takes the lowest code.
     pub scale: f32,
-    /// The code that stands for zero.
+    /// The code whose value is zero.
     pub zero: u8,
 }
 
@@ -46,7 +46,7 @@ impl Grid {
     /// The grid of `scheme`.
     ///
     /// # Errors
-    /// [`Error::Request`] for schemes that nq reads but does not make: float offsets, tables of levels.
+    /// [`Error::Request`] for schemes that nq can read but not make: float offsets, tables of levels.
     pub fn new(scheme: AffineScheme) -> Result<Self> {
         scheme.check()?;
         if scheme.levels == Levels::Table {
@@ -71,38 +71,38 @@ impl Grid {
         self.scheme
     }
 
-    /// Width of a code.
+    /// Width of a code in bits.
     pub fn bits(&self) -> Bits {
         self.scheme.bits
     }
 
-    /// How inputs are grouped.
+    /// Number of inputs in a group.
     pub fn group(&self) -> Group {
         self.scheme.group
     }
 
-    /// True if every group's zero-point is the midpoint.
+    /// True if every zero-point is the midpoint of the codes.
     pub fn symmetric(&self) -> bool {
         self.scheme.zeros == Zeros::None
     }
 
-    /// How scales are kept, if in two levels.
+    /// The two-level format of scales, if they have one.
     pub fn two_level(&self) -> Option<TwoLevel> {
         self.scheme.scales.into()
     }
 
-    /// Spans of a row of `cols`: none where every group has an f16 of its own.
+    /// Spans in a row of `cols` columns: 0 if every group has its own f16.
     pub fn spans(&self, cols: usize) -> usize {
         self.two_level().map_or(0, |two| two.span.count(cols))
     }
 
-    /// Groups of a span in a row of `cols`.
+    /// Groups per span in a row of `cols` columns.
     pub fn groups_of_span(&self, cols: usize) -> usize {
         let span = self.two_level().map_or(cols, |two| two.span.size(cols));
         span.div_ceil(self.group().size(cols).max(1)).max(1)
     }
 
-    /// The least and the greatest integer that an f16 of a span is multiplied with.
+    /// The least and the greatest integer that the f16 factor of a span is multiplied by.
     pub fn small_range(&self) -> (i16, i16) {
         let bits = self.two_level().map_or(Bits::B8, |two| two.bits);
         let middle = i16::from(bits.midpoint());
@@ -112,10 +112,10 @@ impl Grid {
         }
     }
 
-    /// The f16 of a span whose greatest scale in magnitude is `greatest`.
+    /// The f16 factor of a span whose scale of greatest magnitude is `greatest`.
     pub fn of_span(&self, greatest: f32) -> f16 {
         let (_, most) = self.small_range();
-        // Products stay finite, and not all zero.
+        // Keeps products finite, and not all zero.
         let greatest = greatest.abs().min(0.99 * f16::MAX.to_f32());
         match f16::from_f32(greatest / f32::from(most)) {
             of_span if of_span == f16::ZERO && greatest > 0.0 => f16::from_bits(1),
@@ -123,7 +123,7 @@ impl Grid {
         }
     }
 
-    /// The integer whose product with a span's f16 is nearest to `scale`.
+    /// The integer whose product with a span's factor is nearest to `scale`.
     pub fn small(&self, of_span: f16, scale: f32) -> i16 {
         let (least, most) = self.small_range();
         let ratio = scale / of_span.to_f32();
@@ -133,8 +133,8 @@ impl Grid {
         }
     }
 
-    /// Takes the scales of a row's groups to the nearest that two levels hold, and gives the f16 of
-    /// each span in `spans`. Does nothing where scales are f16 each.
+    /// Rounds the scales of a row's groups to the nearest two-level values, and writes the f16 factor
+    /// of each span to `spans`. Does nothing if every scale is an f16.
     pub fn snap(&self, params: &mut [GroupParams], spans: &mut [f16]) {
         if spans.is_empty() {
             return;
@@ -171,23 +171,23 @@ impl Grid {
     }
 }
 
-/// A weight rounded to a grid: what a method makes.
+/// A weight rounded to a grid: the output of a method.
 #[derive(Clone, Debug)]
 pub struct Rounded {
     /// The grid.
     pub grid: Grid,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
     /// One code per element, `[rows, cols]`, not packed.
     pub codes: Vec<u8>,
     /// `[rows, groups]`.
     pub params: Vec<GroupParams>,
-    /// What the scales of a span are multiples of, `[rows, spans]`; empty where scales are f16 each.
+    /// f16 factors of the spans' scales, `[rows, spans]`; empty if every scale is an f16.
     pub spans: Vec<f16>,
 }
 
 impl Rounded {
-    /// Room for `[rows, cols]` codes.
+    /// Allocates `[rows, cols]` codes.
     pub fn new(grid: Grid, rows: usize, cols: usize) -> Self {
         let groups = grid.group().count(cols);
         let zero = GroupParams {
@@ -203,17 +203,17 @@ impl Rounded {
         }
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn rows(&self) -> usize {
         self.codes.len() / self.cols.max(1)
     }
 
-    /// Groups in a row.
+    /// Number of groups in a row.
     pub fn groups(&self) -> usize {
         self.grid.group().count(self.cols)
     }
 
-    /// The integers of scales in two levels as they are stored, `[rows, groups]`.
+    /// The integers of two-level scales as they are stored, `[rows, groups]`.
     fn small_scales(&self) -> Vec<u8> {
         let (groups, per_span) = (self.groups(), self.grid.groups_of_span(self.cols));
         let spans = self.grid.spans(self.cols);
@@ -227,7 +227,7 @@ impl Rounded {
         self.params.iter().enumerate().map(small).collect()
     }
 
-    /// Pieces of `n` rows, the last of which may be shorter.
+    /// Splits it into pieces of `n` rows; the last may be shorter.
     pub fn rows_mut(&mut self, n: usize) -> Vec<RowsMut<'_>> {
         let (cols, groups, spans) = (self.cols, self.groups(), self.grid.spans(self.cols));
         let mut spans = self.spans.chunks_mut((n * spans).max(1));
@@ -241,14 +241,14 @@ impl Rounded {
         pieces.collect()
     }
 
-    /// Adds the rows of `more`, which are as wide and of the same grid.
+    /// Appends the rows of `more`, which must have the same width and grid.
     pub fn append(&mut self, more: Rounded) {
         self.codes.extend_from_slice(&more.codes);
         self.params.extend_from_slice(&more.params);
         self.spans.extend_from_slice(&more.spans);
     }
 
-    /// Writes the values of row `row` into `out` (`cols` long).
+    /// Writes the values of row `row` to `out` (`cols` long).
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let size = self.grid.group().size(self.cols);
         let codes = &self.codes[row * self.cols..(row + 1) * self.cols];
@@ -264,7 +264,7 @@ impl Rounded {
         }
     }
 
-    /// Its values less those of `weight`.
+    /// The difference of its values from those of `weight`.
     pub fn change(&self, weight: &Matrix) -> Matrix {
         let mut change = Matrix::zeros(weight.rows, weight.cols);
         let rows = change.data.par_chunks_mut(self.cols.max(1));
@@ -278,7 +278,7 @@ impl Rounded {
     /// The weight in canonical form.
     ///
     /// # Errors
-    /// As [`AffineWeight::new`]; none for what the methods of this crate make.
+    /// Errors of [`AffineWeight::new`]; the methods of this crate cause none.
     pub fn to_weight(&self) -> Result<Weight> {
         let mut packer = Packer::new(self.grid, self.cols);
         packer.push(self);
@@ -286,7 +286,7 @@ impl Rounded {
     }
 }
 
-/// Some rows of a [`Rounded`], to be written.
+/// Some rows of a [`Rounded`], for writing.
 #[derive(Debug)]
 pub struct RowsMut<'a> {
     /// `[rows, cols]`
@@ -297,7 +297,7 @@ pub struct RowsMut<'a> {
     pub spans: &'a mut [f16],
 }
 
-/// A weight put together from rounded pieces of its rows, in canonical form.
+/// Builds a weight in canonical form from rounded pieces of its rows.
 #[derive(Clone, Debug)]
 pub struct Packer {
     grid: Grid,
@@ -310,7 +310,7 @@ pub struct Packer {
 }
 
 impl Packer {
-    /// No rows yet, of `cols` columns.
+    /// A packer with `cols` columns and no rows yet.
     pub fn new(grid: Grid, cols: usize) -> Self {
         Packer {
             grid,
@@ -323,7 +323,7 @@ impl Packer {
         }
     }
 
-    /// Appends rows, of the same grid and columns.
+    /// Appends rows with the same grid and columns.
     pub fn push(&mut self, rows: &Rounded) {
         debug_assert!(rows.grid == self.grid && rows.cols == self.cols);
         let scheme = self.grid.scheme();
@@ -348,7 +348,7 @@ impl Packer {
         self.rows += rows.rows();
     }
 
-    /// Appends what another of the same grid and columns has.
+    /// Appends the rows of another packer with the same grid and columns.
     pub fn append(&mut self, more: Packer) {
         debug_assert!(more.grid == self.grid && more.cols == self.cols);
         self.codes.extend(more.codes);
@@ -358,10 +358,10 @@ impl Packer {
         self.rows += more.rows;
     }
 
-    /// The weight.
+    /// Finishes the weight.
     ///
     /// # Errors
-    /// As [`AffineWeight::assemble`].
+    /// Errors of [`AffineWeight::assemble`].
     pub fn finish(self) -> Result<Weight> {
         let scheme = self.grid.scheme();
         let scales = match self.grid.two_level() {
@@ -459,7 +459,7 @@ mod tests {
         );
     }
 
-    /// What a method computes with is what a reader gets back, bit for bit.
+    /// A method's values are what a reader gets back, bit for bit.
     #[test]
     fn canonical_weight_dequantizes_to_the_same_values() {
         let zeros = [Zeros::None, Zeros::Integer];
@@ -488,7 +488,7 @@ mod tests {
                 p.scale = f16::from_f32(0.013 * (i as f32 - 3.0)).to_f32();
                 if zeros == Zeros::Integer {
                     p.zero = (i * 5 % max) as u8;
-                    p.scale = p.scale.abs(); // what such grids have
+                    p.scale = p.scale.abs(); // only symmetric grids have negative scales
                 }
             }
             let spans = r.grid.spans(cols);
