@@ -89,7 +89,7 @@ fn what_a_format_cannot_hold_is_refused_before_any_work() {
         ),
         (
             &["--format", "awq", "--bits", "8"],
-            &["4 bits, which AWQ has only", "found 8"],
+            &["4 bits, the only width of AWQ", "found 8"],
         ),
         (
             &["--format", "gguf", "--bits", "8", "--asym"],

@@ -322,7 +322,7 @@ pub fn prefill(
 /// greedy continuations.
 ///
 /// # Errors
-/// As [`prefill`].
+/// Errors of [`prefill`].
 pub fn decode(
     engine: &dyn Engine,
     spec: &BenchSpec,
@@ -399,7 +399,7 @@ fn decode_greedily(session: &mut dyn Session, first: &[u32], n: usize) -> Result
 /// in turn.
 ///
 /// # Errors
-/// As [`prefill`]; the sampler's; writing to `out`.
+/// Errors of [`prefill`]; the sampler's; writing to `out`.
 pub fn streaming(
     engine: &dyn Engine,
     tokenizer: &Tokenizer,
@@ -515,7 +515,7 @@ fn answer(
 /// cannot say.
 ///
 /// # Errors
-/// As [`prefill`].
+/// Errors of [`prefill`].
 pub fn breakdown(
     engine: &dyn Engine,
     spec: &BenchSpec,

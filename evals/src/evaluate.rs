@@ -120,7 +120,7 @@ impl Evaluation {
 /// Cross-entropies are computed in f64 from f32 logits and added in text order.
 ///
 /// # Errors
-/// As [`EvalSpec::windows`]; [`Error::Spec`] if the context or a token does not fit the
+/// Errors of [`EvalSpec::windows`]; [`Error::Spec`] if the context or a token does not fit the
 /// model; [`Error::NotFinite`] for logits that are not finite; [`Error::ResultNotFinite`] for
 /// figures that are not finite, with the first layer at fault; else what the engine reports.
 pub fn evaluate(
@@ -146,7 +146,7 @@ pub fn evaluate(
 /// lockstep: nothing of the reference's distribution is rounded or kept.
 ///
 /// # Errors
-/// As [`evaluate`]; [`Error::Spec`] if the vocabularies differ.
+/// Errors of [`evaluate`]; [`Error::Spec`] if the vocabularies differ.
 pub fn compare(
     engine: &dyn Engine,
     reference: &dyn Engine,

@@ -152,12 +152,12 @@ impl ReferenceLogits {
     /// Measures a candidate against the kept reference.
     ///
     /// # Errors
-    /// As [`crate::compare`].
+    /// Errors of [`crate::compare`].
     pub fn compare(&self, engine: &dyn Engine, progress: &dyn Progress) -> Result<Evaluation> {
         self.compare_with(engine, &self.spec, progress)
     }
 
-    /// As [`ReferenceLogits::compare`], feeding the candidate as `spec` says; `spec` scores
+    /// Like [`ReferenceLogits::compare`], feeding the candidate as `spec` says; `spec` scores
     /// the same tokens.
     fn compare_with(
         &self,
@@ -260,7 +260,7 @@ const NOISE_BYTES: u64 = 1 << 30;
 /// device that only keeps rounded caches, portions alone differ.
 ///
 /// # Errors
-/// As [`crate::evaluate()`].
+/// Errors of [`crate::evaluate()`].
 pub fn self_noise(
     engine: &dyn Engine,
     tokens: &[u32],

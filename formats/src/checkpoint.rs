@@ -10,7 +10,7 @@ use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use serde_json::{Map, Value};
 
-/// What [`Checkpoint::open`] was given, read far enough to tell its format.
+/// The input of [`Checkpoint::open`], read far enough to tell its format.
 pub struct Source {
     pub(crate) files: Files,
     pub(crate) weights: Option<String>, // the file's name, if a file was given
@@ -38,7 +38,7 @@ impl Source {
     /// The safetensors files: the one given, or those of the folder.
     ///
     /// # Errors
-    /// As [`Shards::open`].
+    /// Errors of [`Shards::open`].
     pub fn shards(&self) -> Result<Shards> {
         match &self.weights {
             Some(name) => Shards::open_named(&self.files, name),
@@ -46,7 +46,7 @@ impl Source {
         }
     }
 
-    /// A checkpoint of these files and `store`.
+    /// A checkpoint made of these files and `store`.
     ///
     /// # Errors
     /// As `Checkpoint::of_files`.
@@ -82,7 +82,7 @@ impl Checkpoint {
     /// A checkpoint with the config.json and generation_config.json of `files`, and `store`.
     ///
     /// # Errors
-    /// [`Error::Missing`] without a config.json; else as [`ModelConfig::parse`] and
+    /// [`Error::Missing`] without a config.json; otherwise errors of [`ModelConfig::parse`] and
     /// [`GenerationDefaults::parse`].
     pub(crate) fn of_files(files: Files, store: Box<dyn WeightStore>) -> Result<Self> {
         let config = ModelConfig::parse(&files.path(CONFIG), &files.require(CONFIG)?)?;
@@ -110,7 +110,7 @@ impl Checkpoint {
         &self.generation
     }
 
-    /// Tokens that end a text: the generation config's, else the model config's.
+    /// Tokens that end a text: those of the generation config, otherwise those of the model config.
     pub fn eos_token_ids(&self) -> &[u32] {
         match self.generation.eos_token_ids.as_slice() {
             [] => &self.config.eos_token_ids,
@@ -133,14 +133,14 @@ impl Checkpoint {
         self.store.entries().iter().map(|e| e.bytes).sum()
     }
 
-    /// `8 * tensor_bytes / parameters`: embedding and head included, a tied one counted once.
+    /// `8 * tensor_bytes / parameters`: includes embedding and head; tied ones count once.
     pub fn bits_per_weight(&self) -> f64 {
         8.0 * self.tensor_bytes() as f64 / self.config.parameters() as f64
     }
 }
 
-/// Refuses a model whose files hold more layers than its config: what would run is another
-/// model. (Fewer are found missing by name.)
+/// Refuses a model whose files hold more layers than its config: another model would run. (Missing
+/// layers are found by name.)
 fn check_layers(files: &Files, config: &ModelConfig, store: &dyn WeightStore) -> Result<()> {
     let beyond = |e: &TensorEntry| layer_of(&e.name) >= Some(config.num_hidden_layers);
     match store.entries().into_iter().find(beyond) {

@@ -1,4 +1,4 @@
-//! Opening real checkpoints, and refusing broken ones by name.
+//! Opens real checkpoints, and refuses broken ones by name.
 
 mod common;
 
@@ -89,7 +89,7 @@ fn embedded_demo_opens() {
     check_demo(&Checkpoint::open_files(files).unwrap());
 }
 
-/// The views are those that the `safetensors` crate reads, byte for byte.
+/// The views are byte for byte those of the `safetensors` crate.
 #[test]
 fn agrees_with_the_safetensors_crate() {
     for shard in [1, 2] {
@@ -261,7 +261,7 @@ fn demo_with(file: &str, key: &str, value: &str) -> nq_formats::Result<Checkpoin
     Checkpoint::open(dir.path())
 }
 
-/// Values that would run as another model, or never stop.
+/// Configs that would run as another model, or never stop.
 #[test]
 fn configs_at_odds_with_the_weights_are_refused() {
     const CONFIG: &str = "config.json";

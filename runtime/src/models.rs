@@ -71,7 +71,7 @@ impl LayerWeights {
 /// Reads the embedding `[vocab, hidden]`.
 ///
 /// # Errors
-/// As [`LayerWeights::read`].
+/// Errors of [`LayerWeights::read`].
 pub fn embedding(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
     Ok(store.matrix(EMBEDDING, (config.vocab_size, config.hidden_size))?)
 }
@@ -79,7 +79,7 @@ pub fn embedding(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight
 /// Reads the head `[vocab, hidden]`: the embedding if they are tied.
 ///
 /// # Errors
-/// As [`LayerWeights::read`].
+/// Errors of [`LayerWeights::read`].
 pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
     let dims = (config.vocab_size, config.hidden_size);
     Ok(store.matrix(names::head(config), dims)?)
@@ -88,7 +88,7 @@ pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
 /// Reads the final norm `[hidden]`.
 ///
 /// # Errors
-/// As [`LayerWeights::read`].
+/// Errors of [`LayerWeights::read`].
 pub fn final_norm(store: &dyn WeightStore, config: &ModelConfig) -> Result<Tensor> {
     Ok(store.vector(NORM, config.hidden_size)?)
 }

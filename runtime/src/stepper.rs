@@ -37,7 +37,7 @@ pub trait LayerStepper: Send {
     /// Shows `observer` the inputs and the output of the layer over `hidden`, which is not changed.
     ///
     /// # Errors
-    /// As [`LayerStepper::layer`].
+    /// Errors of [`LayerStepper::layer`].
     fn observe(
         &mut self,
         index: usize,
@@ -70,7 +70,7 @@ pub trait LayerStepper: Send {
     /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.
     ///
     /// # Errors
-    /// As [`LayerStepper::open_head`].
+    /// Errors of [`LayerStepper::open_head`].
     fn head(
         &mut self,
         norm: &Tensor,

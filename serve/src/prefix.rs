@@ -107,7 +107,7 @@ impl PrefixTree {
         Some(found)
     }
 
-    /// As [`PrefixTree::find`], without counting as a use.
+    /// Like [`PrefixTree::find`], without counting as a use.
     pub fn peek(&self, salt: u64, tokens: &[u32]) -> Option<Found> {
         let mut at = *self.roots.get(&salt)?;
         let mut len = 0;

@@ -235,7 +235,7 @@ impl<'m> Conversation<'m> {
     /// Answers the last user's message again.
     ///
     /// # Errors
-    /// If there is none; else as [`Conversation::ask`], and the former answer stays.
+    /// If there is none; otherwise errors of [`Conversation::ask`], and the former answer stays.
     pub fn regenerate(
         &mut self,
         interrupt: &AtomicBool,

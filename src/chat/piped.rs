@@ -67,7 +67,7 @@ pub fn read(waiting: &str) -> anyhow::Result<String> {
 /// The text of a file, as it is.
 ///
 /// # Errors
-/// As [`read`], naming the file.
+/// Errors of [`read`], naming the file.
 pub fn read_file(path: &Path) -> anyhow::Result<String> {
     let read = || -> anyhow::Result<String> {
         let bytes = read_bounded(File::open(path)?, MOST)?;

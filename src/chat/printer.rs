@@ -95,7 +95,7 @@ impl<'a> Printer<'a> {
     /// Ends the answer's last line, if it has one.
     ///
     /// # Errors
-    /// As [`Printer::piece`].
+    /// Errors of [`Printer::piece`].
     pub fn finish(&mut self) -> io::Result<()> {
         self.end_sign();
         self.leave()?;

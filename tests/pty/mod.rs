@@ -30,7 +30,7 @@ impl Pty {
         Self::with_columns(command, 200)
     }
 
-    /// As [`Pty::spawn`], in a terminal of so many columns.
+    /// Like [`Pty::spawn`], in a terminal of so many columns.
     pub fn with_columns(mut command: Command, columns: u16) -> Self {
         let (mut master, mut slave) = (0, 0);
         let size = libc::winsize {

@@ -24,7 +24,7 @@ fn holds(scheme: AffineScheme, (_, cols): (usize, usize), _order: bool) -> Resul
         return Err("zero-points are integers there, not offsets".into());
     }
     if !cols.is_multiple_of(scheme.group.size(cols)) {
-        return Err(format!("{cols} inputs are no whole number of groups"));
+        return Err(format!("{cols} inputs are not a whole number of groups"));
     }
     Ok(())
 }
@@ -104,7 +104,7 @@ fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
 }
 
 fn describe(linears: &[Linear]) -> Result<Description, String> {
-    // One group per scheme; the most common is the rule for all Linears, others by name.
+    // One config group per scheme: the most common one targets all Linears, others list names.
     let mut schemes: Vec<(LinearScheme, Vec<&str>)> = Vec::new();
     let mut ignore = vec!["lm_head"];
     for linear in linears {

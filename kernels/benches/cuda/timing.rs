@@ -179,7 +179,7 @@ impl Timing {
         Ok(())
     }
 
-    /// As [`Timing::alone`], and behind one another in a recorded graph.
+    /// Like [`Timing::alone`], and behind one another in a recorded graph.
     pub(crate) fn chained(
         &self,
         what: &str,

@@ -56,7 +56,7 @@ impl Cpu {
     /// The CPU with a team as described and the chosen instruction set.
     ///
     /// # Errors
-    /// As [`Cpu::new`].
+    /// Errors of [`Cpu::new`].
     pub fn with(team: TeamOptions, isa: IsaChoice) -> Result<Self> {
         let isa = isa.resolve()?;
         Ok(Cpu {

@@ -107,7 +107,7 @@ impl Stream {
     /// `[m, outputs]`.
     ///
     /// # Errors
-    /// As [`Stream::experts_up`].
+    /// Errors of [`Stream::experts_up`].
     pub fn experts_down(
         &self,
         w: &DeviceLinear,

@@ -48,7 +48,7 @@ impl PackedKind {
     /// The kind that weights of so many inputs pack to.
     ///
     /// # Errors
-    /// As [`PackedKind::of`].
+    /// Errors of [`PackedKind::of`].
     pub fn new(kind: WeightKind, inputs: usize) -> Result<Self> {
         let refuse = || {
             Err(Error::NoKernel {

@@ -338,7 +338,7 @@ pub trait Buffers: Allocate {
 /// operation needs.
 ///
 /// # Errors
-/// As [`Buffers`].
+/// Errors of [`Buffers`].
 pub trait LayerOps: Buffers {
     /// What rounds by second moments that were summed on the device; `None` if that is the
     /// host's work.
@@ -474,7 +474,7 @@ pub trait LayerOps: Buffers {
 /// The rest of a training step: loss, rounding, Adam, and text to train on.
 ///
 /// # Errors
-/// As [`Buffers`].
+/// Errors of [`Buffers`].
 pub trait GradOps: LayerOps {
     /// KL divergence of every row of logits against the teacher's, in nats, to `loss`; in
     /// place of `logits` its gradient times `weight`.

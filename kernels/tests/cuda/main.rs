@@ -290,7 +290,7 @@ fn as_multiplied(w: &Weight, x: &[f32]) -> Vec<f32> {
     x
 }
 
-/// As [`as_multiplied`], under RMSNorm: the step's products round before they divide.
+/// Like [`as_multiplied`], under RMSNorm: the step's products round before they divide.
 fn as_normalized(w: &Weight, x: &[f32], gain: &[f32]) -> Vec<f32> {
     let weighted: Vec<f32> = x.iter().zip(gain).map(|(v, g)| v * g).collect();
     let squares: f64 = x.iter().map(|&v| f64::from(v).powi(2)).sum();

@@ -125,7 +125,7 @@ impl<'a> Job<'a> {
     /// apart by their names and settings.
     ///
     /// # Errors
-    /// As [`Job::new`].
+    /// Errors of [`Job::new`].
     pub fn with_method(
         checkpoint: &'a Checkpoint,
         options: &'a QuantizeOptions,

@@ -451,7 +451,7 @@ fn draw<'a>(
 /// `token` and every token drawn but the last; `sampler` has recorded all of them.
 ///
 /// # Errors
-/// As [`Batch::step`], and the sequence's own error.
+/// Errors of [`Batch::step`], and the sequence's own error.
 pub fn decode(
     session: &mut dyn Session,
     slot: usize,

@@ -165,7 +165,7 @@ impl ChatTemplate {
     /// [`Tokenizer::encode_prompt`]: crate::Tokenizer::encode_prompt
     ///
     /// # Errors
-    /// As [`ChatTemplate::render`].
+    /// Errors of [`ChatTemplate::render`].
     pub fn prompt(
         &self,
         control: &[String],

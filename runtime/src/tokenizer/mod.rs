@@ -131,7 +131,7 @@ impl Tokenizer {
     /// encoded as its characters, like any word that is not in the vocabulary.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// Errors of [`Tokenizer::encode`].
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>> {
         if !prompt.is_marked() {
             return self.encode(&prompt.text());

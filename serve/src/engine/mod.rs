@@ -78,7 +78,7 @@ pub trait Constraint: Send {
     /// Takes note of the token that was drawn.
     ///
     /// # Errors
-    /// As [`Constraint::mask`].
+    /// Errors of [`Constraint::mask`].
     fn accept(&mut self, token: u32) -> Result<(), String>;
 }
 
@@ -442,7 +442,7 @@ impl Answers {
         self.count(next)
     }
 
-    /// As [`Answers::next`], for a thread that waits.
+    /// Like [`Answers::next`], for a thread that waits.
     pub fn next_blocking(&mut self) -> Option<(usize, Event)> {
         if self.open == 0 {
             return None;

@@ -73,7 +73,7 @@ impl Fields {
     /// A field that there must be.
     ///
     /// # Errors
-    /// As [`Fields::take`], or if it is absent.
+    /// Errors of [`Fields::take`], or if it is absent.
     pub fn require<T: DeserializeOwned>(&mut self, field: &str) -> Result<T, ApiError> {
         let name = self.name(field);
         let found = self.take(field)?;
@@ -83,7 +83,7 @@ impl Fields {
     /// A number within bounds.
     ///
     /// # Errors
-    /// As [`Fields::take`], or a number out of them.
+    /// Errors of [`Fields::take`], or a number out of them.
     pub fn number(&mut self, field: &str, least: f64, most: f64) -> Result<Option<f32>, ApiError> {
         let name = self.name(field);
         match self.take::<f64>(field)? {
@@ -98,7 +98,7 @@ impl Fields {
     /// A whole number within bounds.
     ///
     /// # Errors
-    /// As [`Fields::number`].
+    /// Errors of [`Fields::number`].
     pub fn count(
         &mut self,
         field: &str,

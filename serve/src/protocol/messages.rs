@@ -60,7 +60,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
 /// Counts the tokens of a prompt.
 ///
 /// # Errors
-/// As [`parse`].
+/// Errors of [`parse`].
 pub fn count(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
     let nothing = Generation {
         prompt: Vec::new(),

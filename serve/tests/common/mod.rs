@@ -40,7 +40,7 @@ pub fn model(pages: Option<usize>, options: EngineOptions) -> Arc<Model> {
     Arc::new(named("demo", engine, pages, options))
 }
 
-/// As [`model`], with a name and weights of its own.
+/// Like [`model`], with a name and weights of its own.
 pub fn named(
     name: &str,
     engine: Arc<dyn nq_runtime::Engine>,

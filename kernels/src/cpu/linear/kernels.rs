@@ -84,7 +84,7 @@ impl LinearKernel {
     /// See [`Run`].
     ///
     /// # Safety
-    /// As [`Run`].
+    /// Like [`Run`].
     pub(crate) unsafe fn run(
         &self,
         table: &Table,
@@ -178,7 +178,7 @@ unsafe fn gemm_f32(
 /// [`gemm_f32`] for at most [`GEMM_PANELS`] panels.
 ///
 /// # Safety
-/// As [`Run`].
+/// Like [`Run`].
 unsafe fn gemm_f32_group(
     table: &Table,
     w: &Packed,

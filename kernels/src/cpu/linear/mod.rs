@@ -92,10 +92,10 @@ impl Linear {
         Self::of_experts(cpu, parts, 1, activations, kernels)
     }
 
-    /// As [`Linear::new`], of stacks of `experts` weights, for [`Cpu::experts`].
+    /// Like [`Linear::new`], of stacks of `experts` weights, for [`Cpu::experts`].
     ///
     /// # Errors
-    /// As [`Linear::new`].
+    /// Errors of [`Linear::new`].
     ///
     /// # Panics
     /// If a part's rows are no multiple of `experts`.

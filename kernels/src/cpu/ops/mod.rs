@@ -116,7 +116,7 @@ impl Cpu {
     /// shared out whole, so that the team works in step once and not once for each.
     ///
     /// # Panics
-    /// As [`Cpu::attention`], and if spans overlap or run backwards.
+    /// Like [`Cpu::attention`], and if spans overlap or run backwards.
     #[allow(
         clippy::too_many_arguments,
         reason = "one flat description of a strided view"

@@ -81,18 +81,18 @@ pub(crate) trait Simd: Copy {
     /// `p` is valid for writing 16 values; any alignment. So for every `store`.
     unsafe fn store(self, p: *mut f32, v: Self::F);
     /// # Safety
-    /// As [`Simd::load`].
+    /// Like [`Simd::load`].
     unsafe fn load_f16(self, p: *const f16) -> Self::F;
     /// # Safety
-    /// As [`Simd::load`].
+    /// Like [`Simd::load`].
     unsafe fn load_i8(self, p: *const i8) -> Self::F;
     /// Rounds to nearest, ties to even; values must lie within -128 and 127.
     ///
     /// # Safety
-    /// As [`Simd::store`].
+    /// Like [`Simd::store`].
     unsafe fn store_i8(self, p: *mut i8, v: Self::F);
     /// # Safety
-    /// As [`Simd::load`].
+    /// Like [`Simd::load`].
     unsafe fn load_u8(self, p: *const u8) -> Self::F;
     /// Reads 16 values of 4 bits, low nibble of each byte first, from 8 bytes.
     ///
@@ -169,7 +169,7 @@ pub(crate) trait Simd: Copy {
     /// bytes of `x`, all above -128. Started from `-centre * (sum of x)`, it is the
     /// dot product of `w - centre`; of nibbles, from `NIBBLE_START`, of `w - 8`.
     fn dot4_nibbles(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
-    /// As [`Simd::dot4_nibbles`] for bytes up to 255, with `BYTE_START`, of `w - 128`.
+    /// Like [`Simd::dot4_nibbles`] for bytes up to 255, with `BYTE_START`, of `w - 128`.
     fn dot4_bytes(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
 
     /// `e^x` to about 2 units in the last place, for x within -87.3 and 88; beyond, the

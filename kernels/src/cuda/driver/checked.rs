@@ -57,7 +57,7 @@ impl<T: Followed> Checked<T> {
     /// A copy of `values`.
     ///
     /// # Errors
-    /// As [`Checked::new`].
+    /// Errors of [`Checked::new`].
     pub fn upload(gpu: &Gpu, what: &'static str, values: &[T], bounds: T::Bounds) -> Result<Self> {
         check_bounds(what, values, &bounds)?;
         Ok(Checked {
@@ -88,10 +88,10 @@ impl<T: Followed> Checked<T> {
 }
 
 impl Stream {
-    /// As [`Stream::put`], of values that kernels follow.
+    /// Like [`Stream::put`], of values that kernels follow.
     ///
     /// # Errors
-    /// As [`Stream::put`]'s; [`Error::Shape`] for a value that is not within the bounds.
+    /// Errors of [`Stream::put`]; [`Error::Shape`] for a value that is not within the bounds.
     pub fn put_checked<T: Followed>(
         &self,
         to: &mut Checked<T>,
@@ -106,7 +106,7 @@ impl Stream {
     /// the writes before the latest one are not done.
     ///
     /// # Errors
-    /// As [`Checked::write`]'s; [`Error::DeviceMemory`] at the first call.
+    /// Errors of [`Checked::write`]; [`Error::DeviceMemory`] at the first call.
     pub fn write_checked<T: Followed>(&self, to: &mut Checked<T>, values: &[T]) -> Result<()> {
         check_bounds("device write", values, &to.bounds)?;
         self.write_staged(&mut to.values, 0, &mut to.staging, values)

@@ -72,7 +72,7 @@ impl Stream {
     /// other work.
     ///
     /// # Errors
-    /// As [`Stream::write`]'s.
+    /// Errors of [`Stream::write`].
     pub fn read<T: Pod>(
         &self,
         from: &Buffer<T>,
@@ -160,7 +160,7 @@ impl<T: Pod> Pinned<T> {
     /// The values, to be written, once copies of them are done.
     ///
     /// # Errors
-    /// As [`Pinned::values`].
+    /// Errors of [`Pinned::values`].
     pub fn values_mut(&mut self) -> Result<&mut [T]> {
         self.wait()?;
         // SAFETY: as `values`, and the borrow is exclusive.

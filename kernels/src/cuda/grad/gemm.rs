@@ -75,7 +75,7 @@ impl CudaOps {
     /// The same by nq's kernels.
     ///
     /// # Safety
-    /// As [`CudaOps::product`].
+    /// Like [`CudaOps::product`].
     unsafe fn own_product(&self, g: Gemm, a: Side, b: Side, c: Side) -> Result<()> {
         let (an, bn, cn) = (g.m * g.k, g.k * g.n, g.m * g.n);
         let tiles = g.m.div_ceil(TILE) * g.n.div_ceil(TILE);

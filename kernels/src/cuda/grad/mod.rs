@@ -72,7 +72,7 @@ impl CudaOps {
         Ok(ops)
     }
 
-    /// As [`CudaOps::new`], without cuBLAS.
+    /// Like [`CudaOps::new`], without cuBLAS.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -107,7 +107,7 @@ impl CudaOps {
     }
 
     /// # Safety
-    /// As [`Stream::launch`].
+    /// Like [`Stream::launch`].
     unsafe fn launch<A: Copy>(
         &self,
         kernel: impl Into<Instance<A>>,
@@ -122,7 +122,7 @@ impl CudaOps {
     /// With so many threads a block and bytes of shared memory.
     ///
     /// # Safety
-    /// As [`Stream::launch`].
+    /// Like [`Stream::launch`].
     pub(super) unsafe fn launch_shared<A: Copy>(
         &self,
         kernel: impl Into<Instance<A>>,
