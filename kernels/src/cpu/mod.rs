@@ -72,7 +72,7 @@ impl Cpu {
         self.isa
     }
 
-    /// Counts of what operations cost.
+    /// The profile, which counts the cost of operations.
     pub fn profile(&self) -> &Profile {
         &self.profile
     }
@@ -82,7 +82,7 @@ impl Cpu {
         self.team.threads()
     }
 
-    /// The team, for callers with work of their own to spread.
+    /// The team, for callers with other work to spread.
     pub fn team(&self) -> &Team {
         &self.team
     }

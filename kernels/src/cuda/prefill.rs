@@ -1,4 +1,4 @@
-//! Attention of many rows of one sequence.
+//! Attention for many rows of one sequence.
 
 use super::attention::{CacheArgs, HEAD_DIM, LayerPages};
 use super::driver::{Address, Buffer, LaunchShape, Stream};
@@ -11,9 +11,9 @@ use crate::error::Result;
 pub struct SequenceRows {
     /// First row.
     pub row: usize,
-    /// Rows.
+    /// Number of rows.
     pub count: usize,
-    /// Position of the first.
+    /// Position of the first row.
     pub position: usize,
     /// The sequence.
     pub slot: usize,
@@ -41,8 +41,8 @@ struct PrefillArgs {
 }
 
 impl Stream {
-    /// `out` `[rows, heads * 128 padded to 256]` in FP16, in operand order: attention of one
-    /// sequence's new rows over its cache, which holds their keys and values already.
+    /// Attention of one sequence's new rows over its cache, which already holds their keys and values:
+    /// `out` `[rows, heads * 128 padded to 256]` in FP16, in operand order.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.

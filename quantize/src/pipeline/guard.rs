@@ -218,8 +218,8 @@ impl Job<'_> {
         let limit = found.limit(&self.options.limits);
         let expected = found.kld * self.left_by_tuning(state);
         if expected > limit {
-            "mean KL divergence {}, which tuning would reduce to about {}: not tuned, as {} is \
-                "mean KL divergence {}, which tuning would take to about {}: not tuned, as {} is \
+            self.progress.note(&format!(
+                "mean KL divergence {}, which tuning would reduce to about {}: not tuned, as {} is \
                  wanted",
                 nats(found.kld),
                 nats(expected),

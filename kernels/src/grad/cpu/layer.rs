@@ -7,9 +7,9 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-/// Rows of a piece of elementwise work.
+/// Rows per piece of elementwise work.
 const ROWS: usize = 64;
-/// Rows or columns of C in a piece of a product.
+/// Rows or columns of C per piece of a product.
 const PIECE: usize = 256;
 /// `c (+)= alpha a b` by pieces of C's longer side.
 fn product(g: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
@@ -37,15 +37,15 @@ fn product(g: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
     }
 }
 
-/// Adds what every piece of `ROWS` rows gives a vector, in the order of the pieces.
+/// Adds the vectors that pieces of `ROWS` rows contribute, in the order of the pieces.
 fn add_parts(parts: Vec<Vec<f32>>, total: &mut [f32]) {
     for part in parts {
         total.iter_mut().zip(part).for_each(|(t, p)| *t += p);
     }
 }
 
-/// The gradient of `y = x inv gain` at one row: `t = dy gain`, `dx = inv (t - xhat mean(t xhat))`
-/// goes to `each`; `dgain` is added to.
+/// The gradient of `y = x inv gain` at one row: passes `dx = inv (t - xhat mean(t xhat))` with
+/// `t = dy gain` to `each`, and adds to `dgain`.
 fn norm_row_grad(
     x: &[f32],
     gain: &[f32],
