@@ -1,16 +1,17 @@
-//! Times a server that speaks OpenAI's `/v1/completions` as clients see it: each of so many clients
-//! streams one request after another, all prompts random and different.
+//! Times a server that speaks OpenAI's `/v1/completions` as clients see it: each client
+//! streams one request after another, with random, different prompts.
 //!
 //! ```text
 //! cargo run --release -p nq-serve --example load_client -- http://127.0.0.1:8080 \
 //!     --in 512 --out 128 --clients 1,16,64 --vocab 151936
 //! ```
 //!
-//! Prompts are token ids, so that servers with other tokenizers are given the same amount of work. A
-//! row a number of clients: tokens drawn per second of all, and milliseconds (median, 99th
-//! percentile) to the first text and between texts. `--long N` sends one prompt of N tokens once
-//! the clients have begun; its first text is told apart. With `--shared N` all prompts begin with
-//! the same N tokens, of which the server is told in advance, and go on with `--in` of their own.
+//! Prompts are token ids, so that servers with other tokenizers get the same amount of work. The
+//! output has a row per number of clients: tokens per second over all clients, and milliseconds
+//! (median, 99th percentile) to the first text and between texts. `--long N` sends one prompt of N
+//! tokens once the clients have begun; its time to the first text is reported separately. With
+//! `--shared N`, all prompts begin with the same N tokens, which are sent to the server in advance,
+//! and continue with `--in` tokens of their own.
 
 #![allow(clippy::print_stdout, reason = "it prints what it measured")]
 
@@ -28,11 +29,11 @@ struct Options {
     prompt: usize,
     out: usize,
     clients: Vec<usize>,
-    /// Requests of each client.
+    /// Number of requests per client.
     each: usize,
     vocab: usize,
     long: Option<usize>,
-    /// What all prompts begin with.
+    /// The common beginning of all prompts.
     shared: Vec<usize>,
 }
 
@@ -72,7 +73,7 @@ impl Options {
     }
 }
 
-/// What one answer took.
+/// Measurements of one answer.
 struct Answer {
     tokens: usize,
     prompt_tokens: usize,
@@ -80,7 +81,7 @@ struct Answer {
     gaps: Vec<Duration>,
 }
 
-/// Numbers that differ in every run, so that no server knows a prompt from before.
+/// Random tokens that differ in every run, so that no server has seen the prompt before.
 fn random_tokens(n: usize, vocab: usize) -> Vec<usize> {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let from = NEXT.fetch_add(1, Ordering::Relaxed) as u64;
@@ -96,7 +97,7 @@ fn random_tokens(n: usize, vocab: usize) -> Vec<usize> {
     (0..n).map(|_| next() % vocab).collect()
 }
 
-/// The name of the model that is served first.
+/// The name of the first model that the server lists.
 fn model(agent: &ureq::Agent, url: &str) -> Result<String, Error> {
     let mut response = agent.get(format!("{url}/v1/models")).call()?;
     let models: Value = serde_json::from_str(&response.body_mut().read_to_string()?)?;

@@ -1,4 +1,4 @@
-//! One step of everybody: what is fed, and what becomes of what is drawn.
+//! One step of all requests: what to feed, and handling the drawn tokens.
 
 use super::job::{Job, Phase};
 use super::worker::Worker;
@@ -20,7 +20,7 @@ struct Fed {
 }
 
 impl Worker<'_> {
-    /// Runs a step of all who have a slot.
+    /// Runs a step of all requests that have a slot.
     ///
     /// # Errors
     /// Errors of the device.
@@ -29,7 +29,7 @@ impl Worker<'_> {
         let decoding = batch.running();
         let fed = self.plan(batch);
         if fed.is_empty() && decoding == 0 {
-            // Whoever is left waits for somebody that has just gone.
+            // The remaining requests wait for one that has just ended.
             std::thread::sleep(Duration::from_millis(1));
             return Ok(());
         }
@@ -66,8 +66,8 @@ impl Worker<'_> {
         }
     }
 
-    /// The tokens to feed: the last token of each sequence that has a constraint, and as much of
-    /// prompts as there is time for.
+    /// The tokens to feed: the last token of each sequence with a constraint, and as much of
+    /// the prompts as time allows.
     fn plan(&self, batch: &Batch<'_>) -> Vec<Fed> {
         let mut fed = Vec::new();
         let then = |job: &Job, sampler: &Sampler| Continuation {
@@ -121,7 +121,7 @@ impl Worker<'_> {
         fed
     }
 
-    /// Sets the masks of those who draw under a constraint: side by side, as a mask may take longer
+    /// Sets the masks of sequences that draw under a constraint, in parallel, as a mask may take longer
     /// than a layer.
     fn constrain(&mut self, batch: &mut Batch<'_>) {
         let draws = |job: &Job| match job.phase {
@@ -144,7 +144,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Notes what a request was fed.
+    /// Records what a request was fed.
     fn fed(&mut self, id: u64, to: usize, goes_on: bool) {
         let Some(job) = self.jobs.get_mut(&id) else {
             return;
@@ -162,7 +162,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Passes on what the sequence in a slot drew.
+    /// Passes on the token that the sequence in a slot drew.
     fn drawn(&mut self, batch: &mut Batch<'_>, slot: usize, token: Result<u32>) {
         let sits = |job: &Job| job.slot == Some(slot);
         let Some(id) = self.jobs.iter().find(|(_, j)| sits(j)).map(|(&id, _)| id) else {
@@ -174,7 +174,7 @@ impl Worker<'_> {
                     self.finish(batch, id, finish);
                 }
             }
-            // Sequences that are merely kept give up their pages before others go back to the queue.
+            // Kept sequences give up their pages before requests go back to the queue.
             Err(Error::PagesFull { .. })
                 if self.seats.give_up(batch.session(), None)
                     || self.jobs.len() > self.queue.len() + 1 =>
@@ -189,7 +189,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Takes a token up; says if it was the last.
+    /// Records a token; returns how the answer ended if it was the last.
     fn take(&mut self, batch: &mut Batch<'_>, id: u64, token: u32) -> Option<Finish> {
         let job = self.jobs.get_mut(&id)?;
         let slot = job.slot?;
@@ -220,7 +220,7 @@ impl Worker<'_> {
             return Some(Finish::Length);
         }
         let constraint = job.request.constraint.as_mut()?;
-        // It left by itself, to be asked again what may follow.
+        // It left the batch by itself, so that its constraint can set the next mask.
         job.sampler = batch.leave(slot);
         job.masked = false;
         match catch_unwind(AssertUnwindSafe(|| constraint.accept(token))) {
@@ -230,10 +230,10 @@ impl Worker<'_> {
         }
     }
 
-    /// A step that was refused as a whole.
+    /// Handles a step that was refused as a whole.
     ///
     /// # Errors
-    /// The error itself, if it is the device's.
+    /// The error itself, if it is an error of the device.
     fn refused(
         &mut self,
         batch: &mut Batch<'_>,
@@ -245,7 +245,7 @@ impl Worker<'_> {
                 if self.seats.give_up(batch.session(), None) {
                     return Ok(());
                 }
-                // The last to come gives way, unless it is alone.
+                // The last to arrive gives way, unless it is alone.
                 let last = fed.iter().map(|f| f.0).max();
                 let others = self.jobs.len() > self.queue.len() + 1;
                 match last {
@@ -259,7 +259,7 @@ impl Worker<'_> {
                 Ok(())
             }
             Error::Request { .. } | Error::ContextFull { .. } => {
-                // Of those in the batch, the one that it concerns has been taken out.
+                // If it concerns a sequence of the batch, that one has already been removed.
                 let out = |j: &Job| {
                     let running = j.slot.is_some_and(|slot| batch.is_running(slot));
                     j.phase == Phase::Answer && j.sampler.is_none() && !running
@@ -283,7 +283,7 @@ impl Worker<'_> {
     }
 }
 
-/// Gives a request's sampler the mask of what may follow.
+/// Gives a request's sampler the mask for the next token.
 fn mask(job: &mut Job) -> std::result::Result<(), String> {
     let (Some(constraint), Some(sampler)) = (&mut job.request.constraint, &mut job.sampler) else {
         return Ok(());
