@@ -1,4 +1,4 @@
-//! `nq inspect`: what a checkpoint holds.
+//! `nq inspect`: shows the contents of a checkpoint.
 
 use crate::cli::Global;
 use crate::model;
@@ -24,10 +24,10 @@ pub struct InspectArgs {
     pub verify: bool,
 }
 
-/// Characters of a name in the table, at most; `--json` has all of it.
+/// Most characters of a name in the table; `--json` has all of it.
 const LONGEST_NAME: usize = 100;
 
-/// `nq inspect --json`.
+/// The output of `nq inspect --json`.
 #[derive(Serialize)]
 struct Report {
     name: String,
@@ -49,7 +49,7 @@ struct Row {
     name: String,
     dtype: String,
     shape: Vec<usize>,
-    /// Bits of an element, or of a code where several share a byte.
+    /// Bits per element, or per code if several share a byte.
     bits: f64,
     tensor_bytes: u64,
     file: String,

@@ -1,4 +1,4 @@
-//! `nq quantize`: from a checkpoint to a quantized file of known quality.
+//! `nq quantize`: makes a quantized file of known quality from a checkpoint.
 
 mod args;
 mod report;
@@ -25,7 +25,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let model = model::open(args.model.as_deref(), global, &terminal)?;
     let mut schemes = args.schemes()?;
     if args.mixes() {
-        // At 4 bits and more, nothing gets fewer than 4.
+        // With 4 bits or more, no weight gets fewer than 4.
         let least = schemes.linears.bits.min(Bits::B4);
         schemes = mixed(model.checkpoint.config(), &schemes, least)?;
     }
@@ -98,7 +98,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Makes an interrupt say that what is finished is kept.
+/// Makes an interrupt print that finished work is kept.
 fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
     let staging = staging(out);
     ctrlc::set_handler(move || {
@@ -114,7 +114,7 @@ fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints the plan `lines` and the rest of it, or the whole as JSON.
+/// Prints the plan, `lines` and more, or all of it as JSON.
 fn dry_run(
     job: &Job<'_>,
     target: &Target,
@@ -155,7 +155,7 @@ fn device_plan(device: &DeviceEstimate) -> String {
     line
 }
 
-/// The plan and the memory it takes, in lines.
+/// Lines about the plan and the memory it takes.
 fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<String> {
     let head = match options.schemes.head {
         Some(head) => head.to_string(),
