@@ -152,9 +152,10 @@ fn run<O: GradOps>(ops: &O, setup: &Setup, v: &Variant) -> anyhow::Result<()> {
 #[cfg(feature = "cuda")]
 fn run_on_gpu(setup: &Setup, v: &Variant) -> anyhow::Result<()> {
     use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-    let precision = match v.tf32 {
-        true => GemmPrecision::Tf32,
-        false => GemmPrecision::Full,
+    let precision = if v.tf32 {
+        GemmPrecision::Tf32
+    } else {
+        GemmPrecision::Full
     };
     run(&CudaOps::new(&Gpu::open(0)?, precision)?, setup, v)
 }
@@ -191,9 +192,10 @@ fn main() -> anyhow::Result<()> {
     let on_cpu = std::env::var("NQ_DEVICE").is_ok_and(|d| d == "cpu");
     for spec in variants {
         let v = variant(spec)?;
-        match on_cpu {
-            true => run(&nq_kernels::grad::CpuOps, &setup, &v)?,
-            false => run_on_gpu(&setup, &v)?,
+        if on_cpu {
+            run(&nq_kernels::grad::CpuOps, &setup, &v)?
+        } else {
+            run_on_gpu(&setup, &v)?
         }
     }
     Ok(())

@@ -62,8 +62,8 @@ pub enum Command {
 /// Flags for how a model is run.
 const RUNNING: [&str; 6] = ["device", "threads", "pin", "activations", "kernels", "isa"];
 
-/// Flags of [`Global`] that have no effect on a subcommand: they are accepted, but its help does
-/// not mention them.
+/// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
+/// not name them.
 const OF_NO_USE: [(&str, &[&[&str]]); 8] = [
     ("pull", &[&RUNNING, &["verbose"]]),
     ("list", &[&RUNNING, &["offline", "verbose"]]),
@@ -89,7 +89,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 8] = [
     ),
 ];
 
-/// Examples at the end of the subcommands' help.
+/// Ends of the subcommands' help.
 const EXAMPLES: [(&str, &str); 13] = [
     (
         "quantize",

@@ -1,4 +1,4 @@
-//! Measures tokens per second, compared with the machine's memory bandwidth.
+//! Tokens per second, beside what the machine's memory allows.
 
 use crate::error::{Error, Result};
 use crate::report::{BenchRow, Breakdown, OpRow};
@@ -482,7 +482,7 @@ fn answer(
         stop: &[],
         max_tokens: n,
         interrupt: None,
-        // Measures the path of each token, not how predictable a text is.
+        // Measures the way of a token, not the luck of a text.
         drafting: Drafting::None,
     };
     let mut detokenizer = Detokenizer::new(tokenizer, true);

@@ -82,7 +82,7 @@ impl Checkpoint {
     /// A checkpoint with the config.json and generation_config.json of `files`, and `store`.
     ///
     /// # Errors
-    /// [`Error::Missing`] without a config.json; otherwise errors of [`ModelConfig::parse`] and
+    /// [`Error::Missing`] without a config.json; else as [`ModelConfig::parse`] and
     /// [`GenerationDefaults::parse`].
     pub(crate) fn of_files(files: Files, store: Box<dyn WeightStore>) -> Result<Self> {
         let config = ModelConfig::parse(&files.path(CONFIG), &files.require(CONFIG)?)?;

@@ -119,9 +119,12 @@ impl ModelConfig {
             ids => ids.into(),
         };
         // Whole numbers are written without a fraction, as published.
-        let number = |v: f64| match v.fract() == 0.0 && v.abs() < 9e15 {
-            true => json!(v as i64),
-            false => json!(v),
+        let number = |v: f64| {
+            if v.fract() == 0.0 && v.abs() < 9e15 {
+                json!(v as i64)
+            } else {
+                json!(v)
+            }
         };
         // f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
         let eps: f64 = self.rms_norm_eps.to_string().parse().unwrap_or(1e-6);

@@ -51,9 +51,10 @@ impl WeightStore for DenseStore {
     }
 
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        match self.shards.contains(name) {
-            true => self.shards.require(name, &FLOATS, shape).map(Some),
-            false => Ok(None),
+        if self.shards.contains(name) {
+            self.shards.require(name, &FLOATS, shape).map(Some)
+        } else {
+            Ok(None)
         }
     }
 

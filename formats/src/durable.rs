@@ -161,9 +161,10 @@ fn sweep(folder: &Path) {
 }
 
 fn remove_tree(path: &Path) -> io::Result<()> {
-    match fs::symlink_metadata(path)?.is_dir() {
-        true => fs::remove_dir_all(path),
-        false => fs::remove_file(path),
+    if fs::symlink_metadata(path)?.is_dir() {
+        fs::remove_dir_all(path)
+    } else {
+        fs::remove_file(path)
     }
 }
 
@@ -280,12 +281,12 @@ pub fn check_destination(path: &Path, form: Form, force: bool) -> Result<()> {
 
 /// True for a GGUF file and for an empty one.
 fn is_gguf(path: &Path) -> Result<bool> {
+    if !path.is_file() {
+        return Ok(false); // opening a pipe would block until someone writes
+    }
     let mut start = Vec::new();
     let read = |start: &mut Vec<u8>| File::open(path)?.take(4).read_to_end(start);
-    match path.is_file() {
-        true => read(&mut start).map_err(|e| Error::io(path, "read", e))?,
-        false => return Ok(false), // opening a pipe would block until someone writes
-    };
+    read(&mut start).map_err(|e| Error::io(path, "read", e))?;
     Ok(start.is_empty() || start == *b"GGUF")
 }
 
@@ -318,8 +319,8 @@ fn foreign_entry(folder: &Path) -> Result<Option<String>> {
     list().map_err(|e| Error::io(folder, "list", e))
 }
 
-/// True for the name of a file that nq copies into a model's folder besides weights and config.json:
-/// tokenizer, templates and licence.
+/// True for the name of a file that goes with a model's weights and config.json into a folder that nq
+/// writes: of its tokenizer, its templates and its licence.
 pub fn is_copied(name: &str) -> bool {
     const NAMES: [&str; 10] = [
         "added_tokens.json",

@@ -16,9 +16,10 @@ pub(crate) const EXPERTS: &str = "mlp.experts";
 
 /// The matrix that computes logits: the embedding if they are tied.
 pub fn head(c: &ModelConfig) -> &'static str {
-    match c.tie_word_embeddings {
-        true => EMBEDDING,
-        false => HEAD,
+    if c.tie_word_embeddings {
+        EMBEDDING
+    } else {
+        HEAD
     }
 }
 

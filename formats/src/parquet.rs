@@ -79,9 +79,10 @@ fn read(path: &Path, file: Bytes, column: &str) -> Result<Vec<String>> {
             // A column whose schema has no nulls has no levels.
             let mut present = present.iter();
             for i in 0..records {
-                let value = match levels.get(i).is_none_or(|&l| l == most) {
-                    true => present.next().map_or(&[][..], |v| v.data()),
-                    false => &[],
+                let value = if levels.get(i).is_none_or(|&l| l == most) {
+                    present.next().map_or(&[][..], |v| v.data())
+                } else {
+                    &[]
                 };
                 values.push(std::str::from_utf8(value).map(str::to_owned).map_err(|e| {
                     let found = format!("{e} in row {}", values.len());

@@ -260,9 +260,10 @@ fn check_layout(
             ));
         }
         if from != end {
-            let found = match from < end {
-                true => format!("offset {from}, overlapping {previous}"),
-                false => format!("offset {from}, leaving a gap"),
+            let found = if from < end {
+                format!("offset {from}, overlapping {previous}")
+            } else {
+                format!("offset {from}, leaving a gap")
             };
             return Err(error(format!("data from offset {end}"), found));
         }

@@ -252,7 +252,7 @@ impl Scales {
         matches!(self, Scales::Half)
     }
 
-    /// Bytes of a row's scales, with groups of `group`.
+    /// Bytes that the scales of a row take, in groups of `group`.
     const fn row_bytes(&self, group: Group, in_features: usize) -> usize {
         let groups = group.count(in_features);
         match self {

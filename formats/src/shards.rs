@@ -99,7 +99,7 @@ impl Shards {
         Ok(set)
     }
 
-    /// A set of `files`; messages name it as `root`.
+    /// A set of `files`; `root` stands for all of them in messages.
     ///
     /// # Errors
     /// [`Error::Tensor`] for a tensor that is in two files.

@@ -63,12 +63,11 @@ fn folder(dir: &Path, scheme: impl Fn(&str) -> (AffineScheme, bool)) -> Checkpoi
                 writer.put(&step, &[(name, Param::Vector(&norm))]).unwrap();
             }
             Shape::Matrix(rows, cols) => {
-                let weight = match is_layer_linear(&name) {
-                    true => {
-                        let (scheme, order) = scheme(&name);
-                        random(scheme, (rows, cols), order)
-                    }
-                    false => demo.store().matrix(&name, (rows, cols)).unwrap(),
+                let weight = if is_layer_linear(&name) {
+                    let (scheme, order) = scheme(&name);
+                    random(scheme, (rows, cols), order)
+                } else {
+                    demo.store().matrix(&name, (rows, cols)).unwrap()
                 };
                 writer
                     .put(&step, &[(name, Param::Matrix(&weight))])
@@ -189,9 +188,10 @@ fn check(format: ExportFormat, read: Reader, scheme: AffineScheme, order: bool) 
     let shards = Shards::open(&Files::Folder(out.clone())).unwrap();
     let rounds = format == ExportFormat::CompressedTensors;
     for w in report.weights.iter().filter(|w| is_layer_linear(&w.name)) {
-        let want = match rounds {
-            true => Exactness::ScalesRounded(DType::BF16),
-            false => Exactness::Exact,
+        let want = if rounds {
+            Exactness::ScalesRounded(DType::BF16)
+        } else {
+            Exactness::Exact
         };
         assert_eq!(w.change, Change::Kept(want), "{}", w.name);
     }
@@ -379,9 +379,10 @@ fn gguf_repacks_without_rounding() {
         assert_eq!(rounds, differences.iter().any(|d| d.changed > 0));
         for w in report.weights.iter().filter(|w| is_layer_linear(&w.name)) {
             assert_eq!(w.to, kind);
-            let want = match rounds {
-                true => Exactness::ScalesRounded(DType::F16),
-                false => Exactness::Exact,
+            let want = if rounds {
+                Exactness::ScalesRounded(DType::F16)
+            } else {
+                Exactness::Exact
             };
             assert_eq!(w.change, Change::Kept(want));
         }

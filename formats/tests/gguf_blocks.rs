@@ -85,9 +85,10 @@ fn canonical_weights_round_only_scale_products() {
                     1.0
                 };
                 let half_ulp = |v: f32| v.abs() / 2048.0 + 2f32.powi(-25);
-                let bound = match layout.plain_scales {
-                    true => 0.0,
-                    false => 1.01 * (half_ulp(s) * code.max(128.0) + half_ulp(o)),
+                let bound = if layout.plain_scales {
+                    0.0
+                } else {
+                    1.01 * (half_ulp(s) * code.max(128.0) + half_ulp(o))
                 };
                 assert!(
                     (w - e).abs() <= bound,

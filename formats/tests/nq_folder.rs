@@ -456,9 +456,10 @@ fn any_scheme() -> impl Strategy<Value = AffineScheme> {
             Group::Size(n) if groups > 0 => Group::Size(n * groups),
             _ => Group::Channel,
         };
-        let levels = match table && bits < Bits::B8 {
-            true => Levels::Table,
-            false => Levels::Even,
+        let levels = if table && bits < Bits::B8 {
+            Levels::Table
+        } else {
+            Levels::Even
         };
         AffineScheme {
             scales: two_level

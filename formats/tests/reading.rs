@@ -150,9 +150,10 @@ fn broken_headers_are_named() {
     for n in 8..whole.len() {
         let cut = Bytes::copy_from_slice(&whole[..n]);
         let err = SafetensorsFile::parse(Path::new(file), cut);
-        match n < 8 + ok.len() {
-            true => names(err, &[file, "header", "before the file ends"]),
-            false => names(err, &[file, "tensor a", "0 to 8"]),
+        if n < 8 + ok.len() {
+            names(err, &[file, "header", "before the file ends"])
+        } else {
+            names(err, &[file, "tensor a", "0 to 8"])
         }
     }
     names(parse(&ok, &[0; 9]), &[file, "8 bytes", "9 bytes"]);

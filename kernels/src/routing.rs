@@ -26,9 +26,10 @@ impl Routes {
             let best = &mut order[..k];
             let max = row[best[0] as usize];
             let weight = |e: u32| (row[e as usize] - max).exp();
-            let sum: f32 = match experts.normalized {
-                true => best.iter().map(|&e| weight(e)).sum(),
-                false => row.iter().map(|&score| (score - max).exp()).sum(),
+            let sum: f32 = if experts.normalized {
+                best.iter().map(|&e| weight(e)).sum()
+            } else {
+                row.iter().map(|&score| (score - max).exp()).sum()
             };
             best.sort_unstable();
             chosen.extend(best.iter().map(|&e| (e, weight(e) / sum)));

@@ -25,12 +25,11 @@ fn ops(precision: GemmPrecision) -> Vec<CudaOps> {
     };
     let own = CudaOps::with_own_products(&gpu, precision).unwrap();
     let best = CudaOps::new(&gpu, precision).unwrap();
-    match best.products() == own.products() {
-        true => {
-            println!("skipped: cuBLAS's products, as it is not installed");
-            vec![own]
-        }
-        false => vec![own, best],
+    if best.products() == own.products() {
+        println!("skipped: cuBLAS's products, as it is not installed");
+        vec![own]
+    } else {
+        vec![own, best]
     }
 }
 

@@ -96,8 +96,8 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
     groups
 }
 
-/// The schemes to choose from, of at least `least` bits. They have groups of 32 or more inputs, so
-/// every device runs them.
+/// The schemes that are chosen from, of at least `least` bits. Every device runs them: groups have 32
+/// inputs or more.
 pub fn candidates(least: Bits) -> Vec<AffineScheme> {
     let plain = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     let scheme = |bits, group, zeros| plain(bits, group, zeros).two_level(Bits::B8);
@@ -228,7 +228,10 @@ pub fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
     if budget < table.smallest {
         return Err(Error::Request {
             what: "target size",
-            expected: format!("at least {} bytes for the quantized weights", table.smallest),
+            expected: format!(
+                "at least {} bytes for the quantized weights",
+                table.smallest
+            ),
             found: format!("{budget} bytes"),
         });
     }
@@ -271,8 +274,8 @@ pub fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
     menus.iter().zip(chosen).map(row).collect()
 }
 
-/// `base` with the smallest candidate of at least `least` bits for each of `groups`: the fewest
-/// bytes possible.
+/// `base` with the smallest candidate of at least `least` bits for each of `groups`: no choice takes
+/// fewer bytes.
 pub fn smallest(base: &Schemes, groups: &[WeightGroup], least: Bits) -> Schemes {
     let candidates = candidates(least);
     let mut schemes = base.clone();

@@ -131,24 +131,23 @@ pub(crate) fn fit(c: &ModelConfig, work: &Work<'_>, limit: u64) -> Result<Device
     // Measuring the source against itself takes two sessions.
     let both = (source.total() + result.max(source.total() - source.weights)) as u64;
     let streamed = both > limit;
-    let (rows, measuring) = match streamed {
-        false => (rows, both),
-        true => {
-            // Layers run before the result is loaded, and only the head stays.
-            let head = peak(|a| {
-                hold_head(a, c, streamed::ROWS)?;
+    let (rows, measuring) = if streamed {
+        // Layers run before the result is loaded, and only the head stays.
+        let head = peak(|a| {
+            hold_head(a, c, streamed::ROWS)?;
+            Ok(())
+        })?;
+        let fewer = &ROWS[ROWS.iter().position(|&r| r == rows).unwrap_or(0)..];
+        let what = "memory of the GPU for measuring quality";
+        first(fewer, limit, what, |rows| {
+            let layers = peak(|a| {
+                run(a, c, rows)?;
                 Ok(())
             })?;
-            let fewer = &ROWS[ROWS.iter().position(|&r| r == rows).unwrap_or(0)..];
-            let what = "memory of the GPU for measuring quality";
-            first(fewer, limit, what, |rows| {
-                let layers = peak(|a| {
-                    run(a, c, rows)?;
-                    Ok(())
-                })?;
-                Ok(layers.max(head + result as u64))
-            })?
-        }
+            Ok(layers.max(head + result as u64))
+        })?
+    } else {
+        (rows, both)
     };
     let stages = [
         (sampling, "sampling text"),

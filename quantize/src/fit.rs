@@ -108,8 +108,8 @@ impl Fit {
         search.best
     }
 
-    /// Chooses the parameters of the row `w` and, if the grid has two-level scales, the f16 factor of
-    /// each span. `importance` is as in [`Fit::params`].
+    /// The parameters for the row `w` and, where the grid keeps scales in two levels, the f16 of
+    /// each span. `importance` is as for [`Fit::params`].
     pub fn row(
         &self,
         grid: &Grid,
@@ -143,8 +143,8 @@ impl Fit {
         }
     }
 
-    /// Parameters near `p` whose scale is a multiple of a span's f16 factor: of the integers near
-    /// the scale's, the one with the least weighted error of `w`.
+    /// Parameters near `p` whose scale is a product with a span's f16: of the integers around the
+    /// scale's, the one with the least weighted error of `w`.
     pub fn in_span(
         &self,
         grid: &Grid,
@@ -316,9 +316,10 @@ impl Search<'_> {
                 *sum += error(w, h);
             }
         };
-        match self.importance.is_empty() {
-            true => whole.iter().for_each(|w| add(w, &[1.0; LANES])),
-            false => whole.iter().zip(importance).for_each(|(w, h)| add(w, h)),
+        if self.importance.is_empty() {
+            whole.iter().for_each(|w| add(w, &[1.0; LANES]))
+        } else {
+            whole.iter().zip(importance).for_each(|(w, h)| add(w, h))
         }
         for (i, (sum, &w)) in sums.iter_mut().zip(rest).enumerate() {
             *sum += error(w, rest_of_it.get(i).copied().unwrap_or(1.0));

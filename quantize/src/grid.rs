@@ -1,9 +1,9 @@
 //! Grids: the values that a stored group can take, which is all that a method knows of a format.
 //!
-//! A group of consecutive inputs of one row has a scale `s` and a zero-point `z`; code `q` means
-//! `s * (q - z)`. Scales are rounded to a storable value, an f16 or a product in two levels,
-//! before weights are rounded *to* them, so a method computes with exactly the values that a file
-//! stores and a kernel uses.
+//! A group of consecutive inputs of one row has a scale and a zero-point; code `q` stands for
+//! `s * (q - z)`. Scales are rounded to what can be stored, an f16 or a product in two levels,
+//! before anything is rounded *to* them, so what a method sees is exactly what a file stores and a
+//! kernel computes.
 
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
@@ -17,13 +17,13 @@ use std::collections::BTreeMap;
 /// The grids of a layer's Linears.
 pub type Grids = BTreeMap<LinearKind, Grid>;
 
-/// Scale and zero-point of one group, as they are stored.
+/// Scale and zero-point of one group, as stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupParams {
     /// Step between neighbouring codes: exactly an f16 value, finite; negative where the
     /// greatest magnitude of a symmetric group is positive and takes the lowest code.
     pub scale: f32,
-    /// The code whose value is zero.
+    /// The code that stands for zero.
     pub zero: u8,
 }
 
@@ -46,7 +46,7 @@ impl Grid {
     /// The grid of `scheme`.
     ///
     /// # Errors
-    /// [`Error::Request`] for schemes that nq can read but not make: float offsets, tables of levels.
+    /// [`Error::Request`] for schemes that nq reads but does not make: float offsets, tables of levels.
     pub fn new(scheme: AffineScheme) -> Result<Self> {
         scheme.check()?;
         if scheme.levels == Levels::Table {
@@ -106,9 +106,10 @@ impl Grid {
     pub fn small_range(&self) -> (i16, i16) {
         let bits = self.two_level().map_or(Bits::B8, |two| two.bits);
         let middle = i16::from(bits.midpoint());
-        match self.symmetric() {
-            true => (-middle, middle - 1),
-            false => (0, bits.max_code().into()),
+        if self.symmetric() {
+            (-middle, middle - 1)
+        } else {
+            (0, bits.max_code().into())
         }
     }
 
@@ -127,14 +128,15 @@ impl Grid {
     pub fn small(&self, of_span: f16, scale: f32) -> i16 {
         let (least, most) = self.small_range();
         let ratio = scale / of_span.to_f32();
-        match ratio.is_finite() {
-            true => ratio.round_ties_even().clamp(least.into(), most.into()) as i16,
-            false => 0,
+        if ratio.is_finite() {
+            ratio.round_ties_even().clamp(least.into(), most.into()) as i16
+        } else {
+            0
         }
     }
 
-    /// Rounds the scales of a row's groups to the nearest two-level values, and writes the f16 factor
-    /// of each span to `spans`. Does nothing if every scale is an f16.
+    /// Takes the scales of a row's groups to the nearest that two levels hold, and gives the f16 of
+    /// each span in `spans`. Does nothing where scales are f16 each.
     pub fn snap(&self, params: &mut [GroupParams], spans: &mut [f16]) {
         if spans.is_empty() {
             return;
@@ -182,7 +184,7 @@ pub struct Rounded {
     pub codes: Vec<u8>,
     /// `[rows, groups]`.
     pub params: Vec<GroupParams>,
-    /// f16 factors of the spans' scales, `[rows, spans]`; empty if every scale is an f16.
+    /// What the scales of a span are multiples of, `[rows, spans]`; empty where scales are f16 each.
     pub spans: Vec<f16>,
 }
 
@@ -213,7 +215,7 @@ impl Rounded {
         self.grid.group().count(self.cols)
     }
 
-    /// The integers of two-level scales as they are stored, `[rows, groups]`.
+    /// The integers of scales in two levels as they are stored, `[rows, groups]`.
     fn small_scales(&self) -> Vec<u8> {
         let (groups, per_span) = (self.groups(), self.grid.groups_of_span(self.cols));
         let spans = self.grid.spans(self.cols);
@@ -297,7 +299,7 @@ pub struct RowsMut<'a> {
     pub spans: &'a mut [f16],
 }
 
-/// Builds a weight in canonical form from rounded pieces of its rows.
+/// A weight put together from rounded pieces of its rows, in canonical form.
 #[derive(Clone, Debug)]
 pub struct Packer {
     grid: Grid,
@@ -310,7 +312,7 @@ pub struct Packer {
 }
 
 impl Packer {
-    /// A packer with `cols` columns and no rows yet.
+    /// No rows yet, of `cols` columns.
     pub fn new(grid: Grid, cols: usize) -> Self {
         Packer {
             grid,
@@ -323,7 +325,7 @@ impl Packer {
         }
     }
 
-    /// Appends rows with the same grid and columns.
+    /// Appends rows, of the same grid and columns.
     pub fn push(&mut self, rows: &Rounded) {
         debug_assert!(rows.grid == self.grid && rows.cols == self.cols);
         let scheme = self.grid.scheme();
@@ -348,7 +350,7 @@ impl Packer {
         self.rows += rows.rows();
     }
 
-    /// Appends the rows of another packer with the same grid and columns.
+    /// Appends what another of the same grid and columns has.
     pub fn append(&mut self, more: Packer) {
         debug_assert!(more.grid == self.grid && more.cols == self.cols);
         self.codes.extend(more.codes);
@@ -358,10 +360,10 @@ impl Packer {
         self.rows += more.rows;
     }
 
-    /// Finishes the weight.
+    /// The weight.
     ///
     /// # Errors
-    /// Errors of [`AffineWeight::assemble`].
+    /// As [`AffineWeight::assemble`].
     pub fn finish(self) -> Result<Weight> {
         let scheme = self.grid.scheme();
         let scales = match self.grid.two_level() {
@@ -488,7 +490,7 @@ mod tests {
                 p.scale = f16::from_f32(0.013 * (i as f32 - 3.0)).to_f32();
                 if zeros == Zeros::Integer {
                     p.zero = (i * 5 % max) as u8;
-                    p.scale = p.scale.abs(); // only symmetric grids have negative scales
+                    p.scale = p.scale.abs(); // what such grids have
                 }
             }
             let spans = r.grid.spans(cols);

@@ -17,11 +17,11 @@ use nq_formats::models::LinearKind;
 use nq_formats::{AffineScheme, Bits, ModelConfig};
 use nq_kernels::rng::Philox;
 
-/// `base` with the schemes of at least `least` bits that have the least expected loss in the bytes that
-/// `base` takes for quantized weights. Weights that no such scheme fits keep theirs.
+/// `base` with the schemes of at least `least` bits that are expected to lose least in the bytes that
+/// `base` takes for what it quantizes. Weights that no such scheme fits keep theirs.
 ///
 /// # Errors
-/// None for schemes that nq can make.
+/// None for schemes that can be made.
 pub fn mixed(config: &ModelConfig, base: &Schemes, least: Bits) -> Result<Schemes> {
     let candidates = allocation::candidates(least);
     let errors: Vec<f64> = candidates

@@ -53,9 +53,10 @@ pub(crate) fn nats(x: f64) -> String {
         _ => 0,
     };
     let text = format!("{x:.*}", places as usize);
-    match text.contains('.') {
-        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-        false => text,
+    if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.').to_owned()
+    } else {
+        text
     }
 }
 

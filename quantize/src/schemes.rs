@@ -61,7 +61,7 @@ impl Schemes {
         Some(self.linears)
     }
 
-    /// The kind of the quantized weight `name`; `dense` if it is not quantized.
+    /// What the weight `name` becomes, `dense` where it is kept.
     pub fn kind(&self, name: &str, dense: DType) -> WeightKind {
         match self.of(name) {
             Some(scheme) => WeightKind::Affine {

@@ -57,9 +57,10 @@ impl Streamed {
             weights.linears.values().for_each(Weight::release);
         }
         progress.end();
-        let head = match config.tie_word_embeddings {
-            true => embedding.clone(),
-            false => models::head(store, &config)?,
+        let head = if config.tie_word_embeddings {
+            embedding.clone()
+        } else {
+            models::head(store, &config)?
         };
         let norm = models::final_norm(store, &config)?;
         let opened = stepper.open_head(&norm, &head, ROWS)?;

@@ -195,9 +195,10 @@ impl CandleEngine {
             return Self::load_gguf(path, config, options, progress);
         }
         let (tensors, head) = dense_tensors(config, store, progress)?;
-        let looked_up = match config.tie_word_embeddings {
-            true => 0,
-            false => config.vocab_size * config.hidden_size,
+        let looked_up = if config.tie_word_embeddings {
+            0
+        } else {
+            config.vocab_size * config.hidden_size
         };
         let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
         let pool = threads(options)?;

@@ -263,8 +263,8 @@ pub trait Session: Send {
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>>;
 
-    /// Most rows of one sequence for which a forward gives, bit for bit, the logits of as many
-    /// forwards of one row: up to this many, drafted tokens can be checked together.
+    /// Rows of one sequence up to which a forward gives the logits, bit for bit, that as many
+    /// forwards of one row give: then drafted tokens can be checked together.
     fn exact_rows(&self) -> usize {
         1
     }
@@ -297,12 +297,13 @@ pub(crate) fn all_finite(x: &[f32]) -> bool {
 
 /// An error if `x`, the output of layer `layer`, holds a NaN or an infinity.
 pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
-    match all_finite(x) {
-        true => Ok(()),
-        false => Err(Error::NotFinite {
+    if all_finite(x) {
+        Ok(())
+    } else {
+        Err(Error::NotFinite {
             what: "the output",
             layer,
-        }),
+        })
     }
 }
 

@@ -11,8 +11,8 @@ use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The token ids that one slot of a session holds, so that of a prompt which begins with them only
-/// the rest must be computed.
+/// The token ids that one slot of a session holds, so that a prompt which begins with them
+/// needs only its rest computed.
 #[derive(Clone, Debug, Default)]
 pub struct Sequence {
     slot: usize,
@@ -61,8 +61,8 @@ pub struct Limits<'a> {
     /// If set by another thread or a signal handler, ends the answer at the next token or chunk of the
     /// prompt.
     pub interrupt: Option<&'a AtomicBool>,
-    /// How tokens are drafted and then checked together: the answer stays the same, and comes
-    /// sooner where it repeats earlier text.
+    /// Whether tokens are guessed ahead and checked together: the answer is the same, and comes
+    /// sooner where it repeats what the text has.
     pub drafting: Drafting,
 }
 
@@ -94,7 +94,7 @@ pub struct Stats {
     pub reused_tokens: usize,
     /// Tokens sampled, the stop token included.
     pub tokens: usize,
-    /// Drafted tokens that were checked.
+    /// Tokens that were drafted and checked, and those of them that were right.
     pub drafted: usize,
     /// Drafted tokens that were right.
     pub accepted: usize,
@@ -281,9 +281,10 @@ fn prefill<'s>(
     let rows = session.spec().max_rows.max(1);
     loop {
         let rest = &prompt[sequence.tokens.len()..];
-        let (tokens, last) = match rest.len() <= rows {
-            true => (rest, true),
-            false => (&rest[..rows], false),
+        let (tokens, last) = if rest.len() <= rows {
+            (rest, true)
+        } else {
+            (&rest[..rows], false)
         };
         if limits.interrupted() {
             return Ok(None);
@@ -291,9 +292,10 @@ fn prefill<'s>(
         let chunk = Chunk {
             slot,
             tokens,
-            logits: match last {
-                true => LogitsWanted::Last,
-                false => LogitsWanted::None,
+            logits: if last {
+                LogitsWanted::Last
+            } else {
+                LogitsWanted::None
             },
         };
         if last {

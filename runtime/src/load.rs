@@ -213,13 +213,15 @@ impl ActivationChoice {
             ActivationChoice::Int16 { group } if quantized => Activations::Int16 { group },
             ActivationChoice::Bf16 if parts.iter().all(bf16) => Activations::Bf16,
             ActivationChoice::Auto if quantized => {
-                let rounded = match parts.iter().any(|w| bits(w) == 4) {
-                    true => Activations::Int8 { group: INT8_GROUP },
-                    false => Activations::Int16 { group: INT16_GROUP },
+                let rounded = if parts.iter().any(|w| bits(w) == 4) {
+                    Activations::Int8 { group: INT8_GROUP }
+                } else {
+                    Activations::Int16 { group: INT16_GROUP }
                 };
-                match parts.iter().all(|w| supports(w, rounded)) {
-                    true => rounded,
-                    false => Activations::F32,
+                if parts.iter().all(|w| supports(w, rounded)) {
+                    rounded
+                } else {
+                    Activations::F32
                 }
             }
             _ => Activations::F32,

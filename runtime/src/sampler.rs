@@ -278,9 +278,10 @@ impl Sampler {
         if let Some(mask) = self.mask() {
             exclude(mask, logits);
         }
-        match self.excludes() && logits.iter().all(|&x| x == f32::NEG_INFINITY) {
-            true => Err(Error::NoTokenAllowed { vocab }),
-            false => Ok(()),
+        if self.excludes() && logits.iter().all(|&x| x == f32::NEG_INFINITY) {
+            Err(Error::NoTokenAllowed { vocab })
+        } else {
+            Ok(())
         }
     }
 

@@ -1,11 +1,11 @@
-//! Speculative decoding: tokens are drafted, checked together in one forward, and kept as long as
-//! the model draws the same ones.
+//! Speculative decoding: tokens are drafted, checked together in one forward, and kept as far as the
+//! model draws the same ones.
 //!
-//! A drafted token is right if the sampler draws it at its place: the text is the same as without
-//! drafts, whatever the sampler's settings, on devices that compute a few rows exactly as they compute
-//! one ([`Session::exact_rows`]). Drafts come from the text itself (prompt lookup): the tokens that
-//! followed an earlier occurrence of the last ones. That finds quotations, edits and code; in new
-//! prose it finds nothing and costs nothing.
+//! A token counts as right if the sampler, at its place, draws it: the text is what it is without
+//! drafts, whatever the sampler's settings, where a device computes a few rows as it computes one
+//! ([`Session::exact_rows`]). Drafts come from the text itself (prompt lookup): what followed the
+//! last tokens where they stood before. That finds quotations, edits and code; in new prose it finds
+//! nothing and costs nothing.
 
 use crate::engine::{Chunk, LogitsWanted, Session};
 use crate::error::{Error, Result};
@@ -13,15 +13,15 @@ use crate::sampler::Sampler;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-/// Source of drafted tokens.
+/// Where drafts come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Drafting {
-    /// No drafts: each forward gives one token.
+    /// Nowhere: each forward gives one token.
     None,
-    /// From the text so far, if checking is exact and drafting pays.
+    /// From the text so far, where that is exact and pays.
     #[default]
     Ngram,
-    /// From the text so far even if it does not pay, e.g. to measure its cost.
+    /// The same whether it pays or not, e.g. to see what it costs.
     NgramAlways,
 }
 
@@ -30,21 +30,21 @@ pub enum Drafting {
 pub struct DraftCounts {
     /// Tokens drafted and checked.
     pub drafted: usize,
-    /// Drafted tokens that were right.
+    /// Those that were right.
     pub accepted: usize,
 }
 
-/// Tokens that must match before the tokens behind them are drafted: with fewer, common words draft
+/// Tokens that must agree for what followed them to be drafted: with fewer, common words draft
 /// noise.
 const LEAST_MATCH: usize = 3;
-/// Most tokens compared: a longer match is no better.
+/// Tokens that are compared, at most: a longer match is no better.
 const MOST_MATCH: usize = 32;
 
-/// Up to `most` tokens that followed the longest earlier match of the end of `text`; of matches
-/// equally long, the last. Empty if fewer than three tokens match.
+/// At most `most` tokens that followed the longest match of the end of `text` with what stands before;
+/// of several as long the last one's. Empty if fewer than three tokens agree.
 pub fn draft(text: &[u32], most: usize) -> &[u32] {
     let (mut best, mut found) = (LEAST_MATCH - 1, &[][..]);
-    // `end` is where a match would end and its continuation begin.
+    // `end` is where a match would end, and its continuation begin.
     for end in (LEAST_MATCH..text.len()).rev() {
         let both = text[..end].iter().rev().zip(text.iter().rev());
         let agree = both.take(MOST_MATCH).take_while(|(a, b)| a == b).count();
@@ -58,29 +58,29 @@ pub fn draft(text: &[u32], most: usize) -> &[u32] {
     found
 }
 
-/// Chooses how many tokens to draft, from measured times of forwards and the share of right drafts.
+/// How many tokens to draft: what the forwards so far took, and how often drafts were right.
 #[derive(Clone, Debug)]
 pub struct DraftLength {
-    /// Seconds of a forward of `i + 1` rows; `None` if not measured.
+    /// Seconds of a forward of `i + 1` rows; `None`: not measured.
     seconds: Vec<Option<f64>>,
     /// Share of checked tokens that were right.
     right: f64,
-    /// True to draft everything that is found.
+    /// Draft all that is found.
     always: bool,
 }
 
 impl DraftLength {
-    /// Assumed cost of a further row, in forwards of one row, until it has been measured.
+    /// What a row costs more, in forwards of one, until it has been measured.
     const ROW: f64 = 0.25;
     /// Weight of a new measurement.
     const NEW: f64 = 0.2;
-    /// Least speedup for which drafting is worth it.
+    /// Gain below which drafting is left alone.
     const LEAST_GAIN: f64 = 1.05;
-    /// While nothing is drafted, `right` returns to `HOPE` at the rate `RECOVERY`: a text may begin to repeat.
+    /// What `right` comes back to while nothing is drafted, and how fast: a text may begin to repeat.
     const HOPE: f64 = 0.5;
     const RECOVERY: f64 = 0.01;
 
-    /// For forwards of up to `rows` rows; with `always`, all tokens found are drafted.
+    /// For forwards of up to `rows` rows; `always` drafts all that is found.
     pub fn new(rows: usize, always: bool) -> Self {
         DraftLength {
             seconds: vec![None; rows.max(1)],
@@ -89,7 +89,7 @@ impl DraftLength {
         }
     }
 
-    /// How many of `found` tokens to draft: the number that gives most tokens per second, or 0.
+    /// Tokens to draft of `found`: as many as give most tokens a second, or none.
     pub fn choose(&self, found: usize) -> usize {
         let most = found.min(self.seconds.len() - 1);
         if self.always {
@@ -100,31 +100,31 @@ impl DraftLength {
         best.filter(|&n| gain(n) > Self::LEAST_GAIN).unwrap_or(0)
     }
 
-    /// Expected tokens from a forward with `n` drafted ones.
+    /// Tokens that a forward with `n` drafted ones is expected to give.
     fn tokens(&self, n: usize) -> f64 {
         (0..=n as i32).map(|i| self.right.powi(i)).sum()
     }
 
-    /// Cost of a forward of `rows` rows, in forwards of one row.
+    /// A forward of `rows` rows, in forwards of one.
     fn cost(&self, rows: usize) -> f64 {
         let guess = |from: f64, more: usize| from + Self::ROW * more as f64;
         let Some(one) = self.seconds[0] else {
             return guess(1.0, rows - 1);
         };
-        // Extrapolated from the nearest smaller number of rows that was measured.
+        // From the nearest number of rows below that was measured.
         let measured = (1..=rows)
             .rev()
             .find_map(|r| Some((r, self.seconds[r - 1]?)));
         measured.map_or(1.0, |(r, seconds)| guess(seconds / one, rows - r))
     }
 
-    /// Records the time of a forward of `rows` rows.
+    /// A forward of `rows` rows took so long.
     pub fn measured(&mut self, rows: usize, seconds: f64) {
         let known = &mut self.seconds[rows - 1];
         *known = Some(known.map_or(seconds, |k| k + Self::NEW * (seconds - k)));
     }
 
-    /// Records that `accepted` drafted tokens were right, and that the next was wrong if `missed`.
+    /// Of drafted tokens `accepted` were right, and the next one was wrong if `missed`.
     pub fn checked(&mut self, accepted: usize, missed: bool) {
         for _ in 0..accepted {
             self.right += Self::NEW * (1.0 - self.right);
@@ -134,17 +134,17 @@ impl DraftLength {
         }
     }
 
-    /// Records that nothing was drafted.
+    /// Nothing was drafted.
     pub fn rested(&mut self) {
         self.right += Self::RECOVERY * (Self::HOPE - self.right).max(0.0);
     }
 }
 
-/// Like [`decode`](crate::batch::decode), with drafts whose length `length` chooses. `text` holds the
-/// tokens of the sequence and the token to feed next.
+/// As [`decode`](crate::batch::decode), with drafts of as many tokens as `length` says; `text` is what
+/// the sequence holds, and the token that is fed next.
 ///
 /// # Errors
-/// Errors of the session and the sampler.
+/// The session's and the sampler's.
 pub fn decode_drafted(
     session: &mut dyn Session,
     slot: usize,
@@ -168,7 +168,7 @@ pub fn decode_drafted(
                     return Ok(());
                 }
             }
-            // A draft must not cause an error that decoding without it would not have.
+            // A draft must not end what goes on without it.
             Err(Error::NotFinite { .. } | Error::LogitsNotFinite | Error::PagesFull { .. })
                 if !drafted.is_empty() =>
             {
@@ -185,8 +185,8 @@ pub fn decode_drafted(
     Ok(())
 }
 
-/// Feeds the last token of `text` and `drafted`, and draws until a token differs. Returns how many
-/// were right, and whether `each` continues. The session fails before anything is drawn.
+/// Feeds the last token of `text` and `drafted`, and draws until one differs: how many were right,
+/// and whether `each` goes on. The session fails before anything is drawn.
 fn step(
     session: &mut dyn Session,
     slot: usize,
@@ -238,11 +238,11 @@ mod tests {
     fn drafts_follow_the_longest_match() {
         assert!(draft(&[], 4).is_empty());
         assert!(draft(&[1, 2, 3], 4).is_empty());
-        // Only two tokens match: too few.
+        // Two tokens agree: too few.
         assert!(draft(&[1, 2, 9, 1, 2], 4).is_empty());
         assert_eq!(draft(&[1, 2, 3, 9, 8, 1, 2, 3], 1), [9]);
         assert_eq!(draft(&[1, 2, 3, 9, 8, 1, 2, 3], 4), [9, 8, 1, 2]);
-        // A longer match further back wins; of equally long ones the last.
+        // A longer match further back wins; of equals the last.
         let text = [7, 1, 2, 3, 4, 6, 1, 2, 3, 5, 7, 1, 2, 3];
         assert_eq!(draft(&text, 1), [4]);
         let text = [1, 2, 3, 4, 6, 1, 2, 3, 5, 8, 1, 2, 3];
@@ -262,12 +262,12 @@ mod tests {
         assert_eq!(length.choose(20), 7);
         assert_eq!(length.choose(3), 3);
         assert_eq!(length.choose(0), 0);
-        // Always wrong: drafting stops until some time has passed.
+        // Always wrong: nothing is drafted, until some time has gone by.
         (0..40).for_each(|_| length.checked(0, true));
         assert_eq!(length.choose(20), 0);
         (0..300).for_each(|_| length.rested());
         assert!(length.choose(20) > 0);
-        // If a row costs as much as a step, drafting never pays.
+        // Rows that cost as much as steps never pay.
         let mut dear = DraftLength::new(8, false);
         for rows in 1..=8 {
             dear.measured(rows, rows as f64);

@@ -48,9 +48,10 @@ impl StopTexts {
 
     /// Returns the text held back, at the answer's end; nothing if a stop text ended it.
     pub fn finish(&mut self) -> String {
-        match self.has_ended() {
-            true => String::new(),
-            false => std::mem::take(&mut self.held),
+        if self.has_ended() {
+            String::new()
+        } else {
+            std::mem::take(&mut self.held)
         }
     }
 
@@ -67,10 +68,7 @@ impl StopTexts {
     /// Bytes pushed until the answer ended that are not part of it: the stop text and what was pushed
     /// with it.
     pub fn cut_bytes(&self) -> usize {
-        match self.has_ended() {
-            true => self.held.len(),
-            false => 0,
-        }
+        if self.has_ended() { self.held.len() } else { 0 }
     }
 }
 

@@ -35,9 +35,10 @@ enum State {
 impl Splitter {
     /// A splitter for the continuation of `prompt`, which may have opened the thinking.
     pub fn after(prompt: &str) -> Self {
-        let state = match prompt.trim_end().ends_with(OPEN) {
-            true => State::ThinkingStart,
-            false => State::Start,
+        let state = if prompt.trim_end().ends_with(OPEN) {
+            State::ThinkingStart
+        } else {
+            State::Start
         };
         Splitter {
             state,

@@ -65,13 +65,14 @@ impl Device {
 
     fn room(&self, more: usize) -> Result<()> {
         let used: usize = self.sequences.iter().map(Vec::len).sum();
-        match used + more <= self.positions {
-            true => Ok(()),
-            false => Err(Error::PagesFull {
+        if used + more <= self.positions {
+            Ok(())
+        } else {
+            Err(Error::PagesFull {
                 needed: more,
                 free: self.positions - used,
                 pages: self.positions,
-            }),
+            })
         }
     }
 }

@@ -154,9 +154,10 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool) {
                 Ok(token) => {
                     drawn += 1;
                     k.tokens.push(token);
-                    match token == 100 {
-                        true => ControlFlow::Break(()),
-                        false => ControlFlow::Continue(()),
+                    if token == 100 {
+                        ControlFlow::Break(())
+                    } else {
+                        ControlFlow::Continue(())
                     }
                 }
                 Err(Error::PagesFull { .. }) => {
@@ -362,9 +363,10 @@ fn a_full_context_ends_one(engine: &dyn Engine) {
         vec![piece(0, 150..200, true), piece(1, 0..1, true)],
     ];
     while !steps.is_empty() || batch.running() > 0 {
-        let pieces = match steps.is_empty() {
-            true => Vec::new(),
-            false => steps.remove(0),
+        let pieces = if steps.is_empty() {
+            Vec::new()
+        } else {
+            steps.remove(0)
         };
         batch
             .step(pieces, &mut |slot, token| {

@@ -531,14 +531,15 @@ fn samples_as_the_host_does_under_masks_and_biases() {
             },
         ];
         for (filter, penalized) in filters.into_iter().flat_map(|f| [(f, false), (f, true)]) {
-            let params = match penalized {
-                false => filter,
-                true => SamplingParams {
+            let params = if penalized {
+                SamplingParams {
                     repetition_penalty: 1.2,
                     frequency_penalty: 0.8,
                     presence_penalty: 0.3,
                     ..filter
-                },
+                }
+            } else {
+                filter
             };
             for extras in 0..8 {
                 const STEPS: usize = 16;
@@ -551,7 +552,7 @@ fn samples_as_the_host_does_under_masks_and_biases() {
                     drawn.push(token);
                     ControlFlow::Continue(())
                 };
-                // In two calls: the second writes the counts of the first anew.
+                // In two calls: what the first one counted is written anew.
                 decode(&mut *ours, 0, 7, STEPS / 2, &mut chooser, each).expect("it runs");
                 let last = drawn[STEPS / 2 - 1];
                 let each = &mut |token| {
@@ -696,9 +697,10 @@ fn many_sequences_continue_as_each_alone() {
                         let i = index(s);
                         drawn[i].push(token.expect("it runs"));
                         order.push(i);
-                        match drawn[i].len() == STEPS {
-                            true => ControlFlow::Break(()),
-                            false => ControlFlow::Continue(()),
+                        if drawn[i].len() == STEPS {
+                            ControlFlow::Break(())
+                        } else {
+                            ControlFlow::Continue(())
                         }
                     })
                     .expect("it runs");

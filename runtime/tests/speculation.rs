@@ -107,7 +107,7 @@ fn answer(
     let mut session = session(engine, KvType::F16, ctx);
     let mut sequence = Sequence::new(&mut *session, 0);
     let mut sampler = Sampler::new(*params, 3).unwrap();
-    // Allows few tokens, so that the text repeats itself.
+    // Of few tokens, so that the text repeats itself.
     sampler.set_mask(Some(&[0b1111, 0, 0, 0]));
     let mut seen = Vec::new();
     let answer = generate(

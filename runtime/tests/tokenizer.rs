@@ -272,8 +272,8 @@ fn unusable_files_are_named() {
     assert!(error("no decoder").contains("ByteLevel"));
 }
 
-/// Parts that make the tokenizers crate panic, or take time or memory without bound, are refused by
-/// name before they get there.
+/// What the tokenizers crate panics on, or takes time or memory without bound for, is refused by
+/// name before it gets there.
 #[test]
 fn harmful_parts_are_refused_by_name() {
     use serde_json::{Value, json};

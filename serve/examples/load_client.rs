@@ -6,12 +6,11 @@
 //!     --in 512 --out 128 --clients 1,16,64 --vocab 151936
 //! ```
 //!
-//! Prompts are token ids, so that servers with other tokenizers get the same amount of work. The
-//! output has a row per number of clients: tokens per second over all clients, and milliseconds
-//! (median, 99th percentile) to the first text and between texts. `--long N` sends one prompt of N
-//! tokens once the clients have begun; its time to the first text is reported separately. With
-//! `--shared N`, all prompts begin with the same N tokens, which are sent to the server in advance,
-//! and continue with `--in` tokens of their own.
+//! Prompts are token ids, so that servers with other tokenizers are given the same amount of work. A
+//! row a number of clients: tokens drawn per second of all, and milliseconds (median, 99th
+//! percentile) to the first text and between texts. `--long N` sends one prompt of N tokens once
+//! the clients have begun; its first text is told apart. With `--shared N` all prompts begin with
+//! the same N tokens, of which the server is told in advance, and go on with `--in` of their own.
 
 #![allow(clippy::print_stdout, reason = "it prints what it measured")]
 

@@ -37,7 +37,7 @@ pub struct Metrics {
     pub restored_tokens: Counter,
     /// Tokens drawn.
     pub generated_tokens: Counter,
-    /// Requests that gave way to others and had to begin again.
+    /// Requests that had to give way to others and begin again.
     pub preemptions: Counter,
     /// Requests that ended, by reason.
     pub finished: Family<Reason, Counter>,

@@ -42,8 +42,8 @@ pub struct Prompt {
 }
 
 impl Model {
-    /// Serves the checkpoint that `engine` runs, in sessions of `spec`. Without a chat template, only
-    /// completions are served.
+    /// Serves the checkpoint that `engine` runs, in sessions of `spec`. One without a chat template
+    /// serves completions alone.
     ///
     /// # Errors
     /// A tokenizer or template that cannot be read; errors of [`Engine::start`].

@@ -24,9 +24,9 @@ pub struct Settings {
     pub max_tokens: Option<usize>,
     /// `enable_thinking` for the template; `None` leaves it to the template.
     pub thinking: Option<bool>,
-    /// How tokens are drafted.
+    /// Whether tokens are drafted.
     pub drafting: Drafting,
-    /// What to do when the context is full.
+    /// When the context is full.
     pub overflow: Overflow,
     /// Texts that end an answer; none is empty.
     pub stop: Vec<String>,

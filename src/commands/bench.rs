@@ -1,4 +1,4 @@
-//! `nq bench`: tokens per second, compared with the machine's measured bandwidth.
+//! `nq bench`: tokens per second beside the machine's measured bandwidth.
 
 use super::synth::parse_preset;
 use crate::cli::{self, Global, parse_kv, parse_load_bits};
@@ -119,7 +119,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let terminal = Terminal::new();
     let (name, checkpoint) = open(args, global, &terminal)?;
-    // Opened before the other tests, which may take minutes.
+    // Before the minutes that the other tests may take.
     let tokenizer = if args.gen_tokens > 1 && !args.no_chat {
         Some(
             Tokenizer::from_files(checkpoint.files())

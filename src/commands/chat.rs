@@ -111,7 +111,7 @@ pub struct ChatArgs {
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
-    /// Draft tokens from the text so far and check them together: the same answers, sooner where they
+    /// Guess tokens from the text so far and check them together: the same answers, sooner where they
     /// repeat the text
     #[arg(long, value_enum, default_value_t = Draft::Ngram, value_name = "FROM")]
     pub draft: Draft,

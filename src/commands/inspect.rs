@@ -166,9 +166,10 @@ fn describe(
         }
     )?;
     if let Some(e) = c.experts {
-        let weights = match e.normalized {
-            true => "whose weights are made to sum to 1",
-            false => "whose weights are those of a softmax over all",
+        let weights = if e.normalized {
+            "whose weights are made to sum to 1"
+        } else {
+            "whose weights are those of a softmax over all"
         };
         writeln!(
             out,

@@ -73,9 +73,10 @@ fn describe(linears: &[Linear]) -> Result<Description, String> {
         .filter(|l| l.scheme.is_none())
         .map(|l| l.name.as_str())
         .collect();
-    let skipped = match dense.is_empty() {
-        true => json!(null),
-        false => json!(dense),
+    let skipped = if dense.is_empty() {
+        json!(null)
+    } else {
+        json!(dense)
     };
     let config = json!({
         "quant_method": "awq",

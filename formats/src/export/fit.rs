@@ -34,12 +34,12 @@ impl ExportFormat {
                     found: "8".into(),
                 });
             }
-            // Blocks have a scale per 32 inputs in any case, so groups of 32 cost nothing extra.
+            // Blocks have a scale per 32 inputs, whatever the group: shorter ones are free.
             (ExportFormat::Gguf, _) => AffineScheme {
                 group: Group::Size(32),
                 ..own
             },
-            // Version 1 cannot store a zero-point of 0, and fast kernels want no zero-points at all.
+            // Version 1 has no form for a zero-point of 0, and fast kernels want none at all.
             (ExportFormat::Gptq, _) => AffineScheme {
                 zeros: Zeros::None,
                 ..own

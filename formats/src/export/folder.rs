@@ -271,9 +271,10 @@ impl Plan<'_> {
         let packs = is_layer_linear(&name) && affine(&weight).is_some();
         let (mut kept, mut bytes) = (Exactness::Exact, 0);
         for (own, origin) in Origin::of(&name, dims, self.checkpoint.config()) {
-            let weight = match origin.rows.len() == dims.0 {
-                true => weight.clone(),
-                false => weight.rows(origin.rows.clone()),
+            let weight = if origin.rows.len() == dims.0 {
+                weight.clone()
+            } else {
+                weight.rows(origin.rows.clone())
             };
             let packed = affine(&weight).filter(|_| packs);
             let (how, size) = match packed {

@@ -435,7 +435,7 @@ fn write_parameter(
     }
 }
 
-/// Writes one row's codes as blocks of `kind`, which can hold their numbers.
+/// Writes one row's codes as blocks of `kind`, which holds their numbers.
 fn repack_row(a: &AffineWeight, row: usize, kind: BlockType, out: &mut [u8]) {
     let mut codes = vec![0u8; a.in_features()];
     crate::pack::unpack_row(a.scheme().bits, a.row_codes(row), &mut codes);

@@ -32,9 +32,10 @@ impl Layout {
         AffineScheme::new(
             self.bits,
             Group::Size(self.group),
-            match self.offsets {
-                true => Zeros::Offset,
-                false => Zeros::None,
+            if self.offsets {
+                Zeros::Offset
+            } else {
+                Zeros::None
             },
         )
     }

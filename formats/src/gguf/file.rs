@@ -65,9 +65,10 @@ impl GgufFile {
         let alignment = alignment(path, &metadata)?;
         let table = read_table(path, &mut reader, tensors)?;
         let start = (reader.position() as u64).next_multiple_of(alignment) as usize;
-        let data = match table.is_empty() {
-            true => Bytes::new(),
-            false => bytes.slice(start.min(bytes.len())..),
+        let data = if table.is_empty() {
+            Bytes::new()
+        } else {
+            bytes.slice(start.min(bytes.len())..)
         };
         let tensors = check_layout(path, table, alignment, data.len() as u64)?;
         Ok(GgufFile {

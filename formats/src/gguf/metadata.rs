@@ -166,9 +166,10 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
         put(id, text, TokenKind::Normal)?;
     }
     for token in &tokenizer.added_tokens {
-        let kind = match token.special || looks_special(&token.content) {
-            true => TokenKind::Control,
-            false => TokenKind::UserDefined,
+        let kind = if token.special || looks_special(&token.content) {
+            TokenKind::Control
+        } else {
+            TokenKind::UserDefined
         };
         put(token.id, &token.content, kind)?;
     }

@@ -1,7 +1,7 @@
 //! GGUF files, versions 2 and 3: one file, or a split set, holds weights, configuration,
 //! tokenizer and chat template; other files beside it are not read.
 //!
-//! `file` parses, `blocks` and `grids` unpack blocks of integers, `weight` converts them to
+//! `file` parses, `blocks` takes integer blocks apart, `weight` turns them into
 //! canonical weights, `config` and `tokenizer` rebuild the files that other formats
 //! keep beside their weights.
 

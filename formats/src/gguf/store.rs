@@ -56,14 +56,15 @@ pub(crate) fn find(files: &Files, weights: Option<&str>) -> Result<Option<String
     let one_set = found.len() == 1
         || Split::parse(first)
             .is_some_and(|s| found == (0..s.count).map(|i| s.name(i)).collect::<Vec<_>>());
-    match one_set {
-        true => Ok(Some(first.clone())),
-        false => Err(malformed(
+    if one_set {
+        Ok(Some(first.clone()))
+    } else {
+        Err(malformed(
             &files.root(),
             "weights",
             "one GGUF model; name its file".into(),
             found.join(", "),
-        )),
+        ))
     }
 }
 
@@ -174,9 +175,10 @@ fn open_set(folder: &Files, name: &str) -> Result<Vec<GgufFile>> {
     let mut files = Vec::new();
     for i in 0..count {
         let shard = split.name(i);
-        let file = match i == split.number {
-            true => given.clone(),
-            false => match folder.get(&shard)? {
+        let file = if i == split.number {
+            given.clone()
+        } else {
+            match folder.get(&shard)? {
                 Some(bytes) => GgufFile::parse(&folder.path(&shard), bytes)?,
                 None => {
                     return Err(Error::Missing {
@@ -184,7 +186,7 @@ fn open_set(folder: &Files, name: &str) -> Result<Vec<GgufFile>> {
                         what: format!("{shard}, of the set of {name}"),
                     });
                 }
-            },
+            }
         };
         for (key, expected) in [(COUNT, count), (NUMBER, i)] {
             let found = file.required(key, file.u64(key)?)?;

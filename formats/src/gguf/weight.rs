@@ -144,9 +144,10 @@ impl BlockWeight {
                     }
                 }
             });
-        let zeros = match layout.offsets {
-            true => ZeroPoints::Offset(offsets.into()),
-            false => ZeroPoints::None,
+        let zeros = if layout.offsets {
+            ZeroPoints::Offset(offsets.into())
+        } else {
+            ZeroPoints::None
         };
         AffineWeight::new(
             layout.scheme(),

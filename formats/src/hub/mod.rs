@@ -193,7 +193,7 @@ impl Hub {
             let detail = format!("expected a commit, found {:?}", info.sha);
             return Err(client.error(HubProblem::Broken, detail));
         }
-        // Files in subfolders are copies in other formats, and no name may lead out of the cache.
+        // Files in folders are other formats' copies, and no name may lead out of the cache.
         let mut names: Vec<&str> = info.siblings.iter().map(|s| s.rfilename.as_str()).collect();
         names.retain(|n| !n.contains(['/', '\\']) && !n.starts_with('.'));
         let root = self.root(id);
@@ -272,7 +272,7 @@ impl Hub {
             sync_folder(&blobs)?;
         }
         let link = root.join("snapshots").join(commit).join(&remote.name);
-        // The path from the file's folder up to the repository's.
+        // Up from the file's folder to the repository's.
         let up = "../".repeat(2 + remote.name.matches('/').count());
         link_file(&blob, &link, &format!("{up}blobs/{}", remote.etag))
     }
@@ -334,9 +334,10 @@ fn weight_files(id: &HubId, names: &[&str]) -> Weights {
             .collect()
     };
     if let Some(file) = &id.file {
-        return match has(file) {
-            true => Weights::Files(vec![file.clone()]),
-            false => Weights::None(format!("it has no file {file}")),
+        return if has(file) {
+            Weights::Files(vec![file.clone()])
+        } else {
+            Weights::None(format!("it has no file {file}"))
         };
     }
     if has(SINGLE) {

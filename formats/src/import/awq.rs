@@ -77,18 +77,17 @@ impl Layout for Awq {
         let int = [DType::I32];
         let packed = words(&shards.require(&tensor("qweight"), &int, &[cols, rows / 8])?);
         let scales = shards.require(&tensor("scales"), &FLOATS, &[groups, rows])?;
-        let zeros = match self.zero_point {
-            true => {
-                let words = words(&shards.require(&tensor("qzeros"), &int, &[groups, rows / 8])?);
-                let mut zeros = vec![0; groups * rows];
-                for (word, eight) in words.into_iter().zip(zeros.chunks_mut(8)) {
-                    for (i, &o) in ORDER.iter().enumerate() {
-                        eight[o] = in_word(BITS, word, i);
-                    }
+        let zeros = if self.zero_point {
+            let words = words(&shards.require(&tensor("qzeros"), &int, &[groups, rows / 8])?);
+            let mut zeros = vec![0; groups * rows];
+            for (word, eight) in words.into_iter().zip(zeros.chunks_mut(8)) {
+                for (i, &o) in ORDER.iter().enumerate() {
+                    eight[o] = in_word(BITS, word, i);
                 }
-                Some(transpose(&zeros, rows))
             }
-            false => None,
+            Some(transpose(&zeros, rows))
+        } else {
+            None
         };
         let stride = BITS.bytes(cols);
         let mut codes = vec![0; rows * stride];

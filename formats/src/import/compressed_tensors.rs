@@ -158,21 +158,19 @@ impl Layout for CompressedTensors {
         };
         let groups = group.count(cols);
         let packed = shards.contains(&tensor(PACKED));
-        let codes = match packed {
-            true => {
-                let width = cols.div_ceil(per_word(bits));
-                let words = shards.require(&tensor(PACKED), &[DType::I32], &[rows, width])?;
-                // A row's bytes are already canonical, except for the padding of its last word.
-                let (have, want) = (4 * width, bits.bytes(cols));
-                match have == want {
-                    true => words.data().clone(),
-                    false => trim_rows(bits, words.data(), (have, want), cols).into(),
-                }
+        let codes = if packed {
+            let width = cols.div_ceil(per_word(bits));
+            let words = shards.require(&tensor(PACKED), &[DType::I32], &[rows, width])?;
+            // A row's bytes are already canonical, except for the padding of its last word.
+            let (have, want) = (4 * width, bits.bytes(cols));
+            if have == want {
+                words.data().clone()
+            } else {
+                trim_rows(bits, words.data(), (have, want), cols).into()
             }
-            false => {
-                let signed = shards.require(&tensor(".weight"), &[DType::I8], &[rows, cols])?;
-                unsigned(&signed).into()
-            }
+        } else {
+            let signed = shards.require(&tensor(".weight"), &[DType::I8], &[rows, cols])?;
+            unsigned(&signed).into()
         };
         let scale_name = tensor(SCALE);
         let shape = match shards.get(&scale_name) {

@@ -135,14 +135,12 @@ impl WeightStore for Fp8Store {
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
-        let tensor = match self.is_fp8(name) {
-            true => {
-                let encode = |v| bf16::from_f32(v).to_le_bytes();
-                self.dequantize(name, dims, DType::BF16, encode)?
-            }
-            false => self
-                .shards
-                .require(&weight_name(name), &FLOATS, &[dims.0, dims.1])?,
+        let tensor = if self.is_fp8(name) {
+            let encode = |v| bf16::from_f32(v).to_le_bytes();
+            self.dequantize(name, dims, DType::BF16, encode)?
+        } else {
+            self.shards
+                .require(&weight_name(name), &FLOATS, &[dims.0, dims.1])?
         };
         Ok(Weight::Dense(tensor))
     }
@@ -156,9 +154,10 @@ impl WeightStore for Fp8Store {
     }
 
     fn exactness(&self, name: &str) -> Exactness {
-        match self.is_fp8(name) {
-            true => Exactness::ValuesRounded(DType::BF16),
-            false => Exactness::Exact,
+        if self.is_fp8(name) {
+            Exactness::ValuesRounded(DType::BF16)
+        } else {
+            Exactness::Exact
         }
     }
 

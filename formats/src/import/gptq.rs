@@ -138,10 +138,13 @@ impl Layout for Gptq {
                     }
                 }
             });
-        let zero = |word: u32, j| match self.zeros_less_one {
-            // A true zero-point of 0 was stored as -1 in the field's width.
-            true => in_word(bits, word, j).wrapping_add(1) & bits.max_code(),
-            false => in_word(bits, word, j),
+        let zero = |word: u32, j| {
+            if self.zeros_less_one {
+                // A true zero-point of 0 was stored as -1 in the field's width.
+                in_word(bits, word, j).wrapping_add(1) & bits.max_code()
+            } else {
+                in_word(bits, word, j)
+            }
         };
         let zeros: Vec<u8> = words(&zeros)
             .into_iter()

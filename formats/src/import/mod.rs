@@ -203,9 +203,10 @@ impl<L: Layout> WeightStore for ImportStore<L> {
                 .filter(|t| t.dtype() != DType::F16)
                 .and_then(|t| t.to_f32().ok())
                 .is_some_and(|values| !fit_f16(&values));
-        match rounded {
-            true => Exactness::ScalesRounded(DType::F16),
-            false => Exactness::Exact,
+        if rounded {
+            Exactness::ScalesRounded(DType::F16)
+        } else {
+            Exactness::Exact
         }
     }
 

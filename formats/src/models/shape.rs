@@ -199,9 +199,10 @@ impl LinearSpec {
 
     /// Number of weights that it stacks: the experts, or 1.
     pub fn copies(&self, c: &ModelConfig) -> usize {
-        match self.stacked {
-            true => Width::Experts.of(c),
-            false => 1,
+        if self.stacked {
+            Width::Experts.of(c)
+        } else {
+            1
         }
     }
 

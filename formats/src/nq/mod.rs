@@ -239,9 +239,10 @@ fn read_affine(
         zeros: bytes(part::ZEROS)?,
         offsets: group_values(part::OFFSETS, part::SPAN_OFFSETS)?,
         levels: bytes(part::LEVELS)?.map(|b| b[..].into()),
-        g_idx: match stored.g_idx {
-            true => Some(read_group_index(shards, &full(part::GROUP_INDEX), dims.1)?),
-            false => None,
+        g_idx: if stored.g_idx {
+            Some(read_group_index(shards, &full(part::GROUP_INDEX), dims.1)?)
+        } else {
+            None
         },
     };
     AffineWeight::assemble(scheme, dims, parts)

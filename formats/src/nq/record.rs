@@ -200,9 +200,10 @@ impl QuantizationRecord {
 
     /// The oldest version of the format that allows all schemes.
     pub fn version(&self) -> u32 {
-        match self.named_schemes().all(|(_, s)| s.affine().is_plain()) {
-            true => FIRST_VERSION,
-            false => VERSION,
+        if self.named_schemes().all(|(_, s)| s.affine().is_plain()) {
+            FIRST_VERSION
+        } else {
+            VERSION
         }
     }
 

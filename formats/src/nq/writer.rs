@@ -127,8 +127,7 @@ impl Writer {
         if files > 0 && !resuming && !options.force {
             return Err(Error::Exists {
                 path: staging,
-                what: "unfinished work is there; --resume continues it, --force discards it"
-                    .into(),
+                what: "unfinished work is there; --resume continues it, --force discards it".into(),
             });
         }
         let staged = if resuming { staged } else { 0 };
@@ -144,9 +143,10 @@ impl Writer {
             _lock: lock(&staging)?,
             staging,
         };
-        match resuming {
-            true => writer.take_up(plan)?,
-            false => writer.start(plan)?,
+        if resuming {
+            writer.take_up(plan)?
+        } else {
+            writer.start(plan)?
         }
         Ok(Opened::Writer(writer))
     }
@@ -301,9 +301,10 @@ impl Writer {
     /// Errors of [`SafetensorsFile::parse`], if the file was damaged.
     pub fn staged(&self, step: &str) -> Result<Option<Staged>> {
         let path = self.step_path(step)?;
-        match path.exists() {
-            true => Staged::open(vec![path]).map(Some),
-            false => Ok(None),
+        if path.exists() {
+            Staged::open(vec![path]).map(Some)
+        } else {
+            Ok(None)
         }
     }
 
@@ -490,8 +491,8 @@ fn scheme_of(weight: &Weight) -> Option<TensorScheme> {
     }
 }
 
-/// Names of the files that are copied along with a model, besides weights and config.json: those
-/// of `files` that it needs, and its licence.
+/// Files that a model needs beside weights and config.json, and its licence: those of `files`
+/// that are to be copied along with it.
 ///
 /// # Errors
 /// [`Error::Io`] if the folder cannot be listed.

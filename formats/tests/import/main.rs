@@ -115,13 +115,16 @@ fn gptq_per_module_settings_and_early_files() {
         4,
         16,
     );
-    let like = |name: &str| match name.contains("down") {
-        true => Like {
-            bits: 8,
-            group: 32,
-            ..LIKE
-        },
-        false => LIKE,
+    let like = |name: &str| {
+        if name.contains("down") {
+            Like {
+                bits: 8,
+                group: 32,
+                ..LIKE
+            }
+        } else {
+            LIKE
+        }
     };
     Folder::new(&settings, like, |n| gptq(n, true)).check("gptq", "");
     // Without `dynamic`, the same file is refused: a scheme is not guessed from shapes.
@@ -213,18 +216,21 @@ fn compressed_tensors_mixed_and_ordered() {
             packed_settings(8, CHANNEL, true),
         ],
     );
-    let like = |name: &str| match name.contains("down") {
-        true => Like {
-            bits: 8,
-            group: 0,
-            symmetric: true,
-            ..LIKE
-        },
-        false => Like {
-            symmetric: true,
-            shuffled: true,
-            ..LIKE
-        },
+    let like = |name: &str| {
+        if name.contains("down") {
+            Like {
+                bits: 8,
+                group: 0,
+                symmetric: true,
+                ..LIKE
+            }
+        } else {
+            Like {
+                symmetric: true,
+                shuffled: true,
+                ..LIKE
+            }
+        }
     };
     Folder::new(&settings, like, |n| packed(n, true, DType::F16)).check("compressed-tensors", "");
     // A scheme that no group declares is refused.

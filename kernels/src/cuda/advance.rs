@@ -242,13 +242,14 @@ impl Candidates {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn new(gpu: &Gpu, vocab: usize, rows: usize) -> Result<Option<Self>> {
-        match vocab <= MOST_LISTED {
-            true => Ok(Some(Candidates {
+        if vocab <= MOST_LISTED {
+            Ok(Some(Candidates {
                 vocab,
                 ranges: gpu.zeros("candidates", rows * RANGES * RANGE_WORDS)?,
                 short: gpu.zeros("candidates", rows * SHORT_WORDS)?,
-            })),
-            false => Ok(None),
+            }))
+        } else {
+            Ok(None)
         }
     }
 

@@ -106,9 +106,10 @@ impl BatchPlan {
         let (_, mut plan, stages) = best?;
         // Sums of the warps' tiles; from sm_90 on, a piece of x per warp.
         let sums = WARPS * TILES * groups * GROUP * 20 * 4;
-        let x = match info.capability >= (9, 0) {
-            true => WARPS * groups * slot_bytes(bits) * 16 / bits,
-            false => 0,
+        let x = if info.capability >= (9, 0) {
+            WARPS * groups * slot_bytes(bits) * 16 / bits
+        } else {
+            0
         };
         // Static arrays of the kernel: barriers, best rows.
         let fixed = WARPS * (8 * (MOST_DEPTH + 1) + groups * GROUP * 8);

@@ -236,8 +236,9 @@ fn check(o: &Operands<'_>, e: &Experts, (rows, each): (usize, usize), m: usize) 
     o.at_most("experts", MOST_EXPERTS, e.count)?;
     o.at_least("experts of a row", 1, e.per_token)?;
     o.at_most("experts of a row", MOST_CHOSEN.min(e.count), e.per_token)?;
-    match rows == e.count * each {
-        true => Ok(()),
-        false => o.refuse("rows of the stack", e.count * each, rows),
+    if rows == e.count * each {
+        Ok(())
+    } else {
+        o.refuse("rows of the stack", e.count * each, rows)
     }
 }

@@ -82,9 +82,10 @@ impl Stream {
         let tile = 64 * HEAD_DIM;
         let shape = LaunchShape::new((count.div_ceil(64), heads, 1), 128)
             // `PrefillShared`: two buffers of keys and values, and of scales.
-            .shared(match cache.is_int8() {
-                true => 4 * tile + 8 * 64,
-                false => 8 * tile + 8 * 64,
+            .shared(if cache.is_int8() {
+                4 * tile + 8 * 64
+            } else {
+                8 * tile + 8 * 64
             });
         let kernel = ATTENTION_PREFILL.instance(usize::from(cache.is_int8()));
         // SAFETY: the operands were checked, and that the rows are in the cache.

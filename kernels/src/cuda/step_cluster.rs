@@ -222,9 +222,12 @@ impl HalfSizes {
 
     /// Most sums of 16 rows that the warps of a block leave.
     fn most_sums(&self, tiles: usize, slots: usize) -> usize {
-        let of = |tiles: usize, spans: usize| match tiles * spans <= WARPS {
-            true => tiles * spans,
-            false => tiles * (WARPS / tiles + 2),
+        let of = |tiles: usize, spans: usize| {
+            if tiles * spans <= WARPS {
+                tiles * spans
+            } else {
+                tiles * (WARPS / tiles + 2)
+            }
         };
         // For any number of tiles that a block may have, in products with this many spans of inputs.
         let first = (1..=tiles.div_ceil(BLOCKS)).map(|t| of(t, self.hidden / 256));

@@ -93,11 +93,13 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
             );
             let mut bests = vec![[0f32; 2]; best.len()];
             best.read(0, &mut bests).unwrap();
-            let better =
-                |a: (f32, usize), b: (f32, usize)| match b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
-                    true => b,
-                    false => a,
-                };
+            let better = |a: (f32, usize), b: (f32, usize)| {
+                if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
+                    b
+                } else {
+                    a
+                }
+            };
             let start = (f32::NEG_INFINITY, usize::MAX);
             for (bests, row) in bests.chunks(blocks).zip(found.chunks(out)) {
                 let from_blocks = bests.iter().map(|b| (b[0], b[1].to_bits() as usize));

@@ -178,12 +178,11 @@ fn check(gpu: &Gpu, shape: Shape, scheme: AffineScheme, len: usize) {
 /// A GPU on which clusters run.
 fn clusters() -> Option<Gpu> {
     let gpu = gpu()?;
-    match gpu.info().capability == (9, 0) {
-        true => Some(gpu),
-        false => {
-            println!("skipped: no clusters on {}", gpu.info());
-            None
-        }
+    if gpu.info().capability == (9, 0) {
+        Some(gpu)
+    } else {
+        println!("skipped: no clusters on {}", gpu.info());
+        None
     }
 }
 

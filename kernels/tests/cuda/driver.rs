@@ -146,9 +146,10 @@ fn the_table_is_the_device_s() {
         }
     }
     let only_hopper = |n: &&str| n.contains('x') || n.starts_with("norm_step");
-    match gpu.info().capability == (9, 0) {
-        true => assert!(absent.is_empty(), "{absent:?}"),
-        false => assert!(absent.iter().all(only_hopper), "{absent:?}"),
+    if gpu.info().capability == (9, 0) {
+        assert!(absent.is_empty(), "{absent:?}")
+    } else {
+        assert!(absent.iter().all(only_hopper), "{absent:?}")
     }
     if gpu.info().driver < 12_040 {
         println!("skipped: sizes of arguments, which this driver does not tell");

@@ -173,9 +173,10 @@ fn adjusted(logits: &[f32], asked: &Asked) -> Vec<(f32, u32)> {
     for (id, x) in (0..).zip(&mut x) {
         let count = asked.answer.iter().filter(|&&t| t == id).count();
         if h.adjusts & Sampling::PENALIZED != 0 && (count > 0 || asked.prompt.contains(&id)) {
-            *x = match *x > 0.0 {
-                true => *x / h.repetition,
-                false => *x * h.repetition,
+            *x = if *x > 0.0 {
+                *x / h.repetition
+            } else {
+                *x * h.repetition
             };
         }
         if h.adjusts & Sampling::PENALIZED != 0 && count > 0 {
@@ -343,9 +344,10 @@ impl Random {
         let one = |i: usize| {
             let x = self.0.normal() * 1.5 - slope * i.min(60) as f32;
             let x = grid.map_or(x, |g| (x * g).round() / g);
-            match excluded > 0 && i % 100 < excluded {
-                true => f32::NEG_INFINITY,
-                false => x,
+            if excluded > 0 && i % 100 < excluded {
+                f32::NEG_INFINITY
+            } else {
+                x
             }
         };
         (0..vocab).map(one).collect()
@@ -357,9 +359,10 @@ impl Random {
 #[test]
 fn tokens_follow_the_documented_steps() {
     let Some(gpu) = gpu() else { return };
-    let sizes: &[(usize, usize)] = match is_sanitizing() {
-        true => &[(300, 6)],
-        false => &[(300, 120), (5000, 120), (40_007, 40), (151_936, 16)],
+    let sizes: &[(usize, usize)] = if is_sanitizing() {
+        &[(300, 6)]
+    } else {
+        &[(300, 120), (5000, 120), (40_007, 40), (151_936, 16)]
     };
     for &(vocab, cases) in sizes {
         let mut random = Random(Philox::new(vocab as u64, 3));

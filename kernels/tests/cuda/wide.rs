@@ -18,12 +18,11 @@ const SEQUENCES: [usize; 8] = [17, 24, 31, 32, 33, 48, 63, 64];
 /// A GPU that supports these kernels.
 fn hopper() -> Option<Gpu> {
     let gpu = gpu()?;
-    match gpu.takes_wide_steps() {
-        true => Some(gpu),
-        false => {
-            println!("skipped: no wide steps on {}", gpu.info());
-            None
-        }
+    if gpu.takes_wide_steps() {
+        Some(gpu)
+    } else {
+        println!("skipped: no wide steps on {}", gpu.info());
+        None
     }
 }
 
@@ -139,9 +138,12 @@ fn check_head(
     );
     let mut bests = vec![[0f32; 2]; best.len()];
     best.read(0, &mut bests).unwrap();
-    let better = |a: (f32, usize), b: (f32, usize)| match b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
-        true => b,
-        false => a,
+    let better = |a: (f32, usize), b: (f32, usize)| {
+        if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
+            b
+        } else {
+            a
+        }
     };
     let start = (f32::NEG_INFINITY, usize::MAX);
     for (bests, row) in bests.chunks(blocks).zip(stored.chunks(out)) {

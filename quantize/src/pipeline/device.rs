@@ -39,7 +39,7 @@ impl Job<'_> {
     fn fit_device(&self, ordinal: usize) -> Result<DeviceEstimate> {
         let free = gpu::memory(ordinal)?.free;
         let limit = self.options.device_memory.unwrap_or(free).min(free);
-        // Chosen schemes may be 8-bit throughout.
+        // Schemes that are chosen may be of 8 bits throughout.
         let most = crate::Schemes::defaults(nq_formats::Bits::B8);
         let chosen = self.options.target.is_some() || self.may_raise();
         let work = Work {
@@ -92,7 +92,7 @@ impl Job<'_> {
         Ok(inputs)
     }
 
-    /// True if quality is measured with the source run layer by layer.
+    /// True if the source is measured against layer by layer.
     pub(super) fn is_streamed(&self) -> Result<bool> {
         Ok(self.device_estimate()?.is_some_and(|d| d.streamed))
     }

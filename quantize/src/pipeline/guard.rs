@@ -197,9 +197,10 @@ impl Job<'_> {
 
     /// The divergence of an attempt, or an estimate of it after tuning if it was not tuned.
     fn expected(&self, state: &State, attempt: &Attempt) -> f64 {
-        match attempt.out_of_reach {
-            true => attempt.kld * self.left_by_tuning(state),
-            false => attempt.kld,
+        if attempt.out_of_reach {
+            attempt.kld * self.left_by_tuning(state)
+        } else {
+            attempt.kld
         }
     }
 

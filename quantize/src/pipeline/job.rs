@@ -24,12 +24,12 @@ pub struct QuantizeOptions {
     /// Schemes of all weights. If `target` or a missed limit requires others, these still apply to
     /// weights whose scheme cannot be chosen.
     pub schemes: Schemes,
-    /// A size for which the schemes of all weights are chosen by measured sensitivity, from those
-    /// of `bits` or more.
+    /// A size for which the schemes of all weights are chosen by measured sensitivity, from
+    /// those of `bits` and more.
     pub target: Option<TargetSize>,
     /// Keeps `schemes.head` for the embedding and head, whatever is chosen for the other weights.
     pub head_fixed: bool,
-    /// Fails at once if a limit is missed, for a format that allows no other schemes.
+    /// A broken limit fails at once, for a format that takes no other schemes.
     pub schemes_fixed: bool,
     /// A name of [`methods::METHODS`].
     pub method: String,
@@ -192,9 +192,10 @@ impl<'a> Job<'a> {
             needs: self.method.needs(),
             calibration: n * length,
             sampled: self.sampled(),
-            groups: match self.options.target.is_some() || self.may_raise() {
-                true => allocation::groups(self.config()).len(),
-                false => 0,
+            groups: if self.options.target.is_some() || self.may_raise() {
+                allocation::groups(self.config()).len()
+            } else {
+                0
             },
             eval_tokens: self.options.eval_tokens,
         };

@@ -54,10 +54,7 @@ impl Job<'_> {
             let step = step_name(index);
             let key = key(config, schemes, index + 1)?;
             let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
-            let staged = match valid {
-                true => writer.staged(&step)?,
-                false => None,
-            };
+            let staged = if valid { writer.staged(&step)? } else { None };
             let weights = match staged {
                 Some(staged) => {
                     self.progress.advance(tokens + share);

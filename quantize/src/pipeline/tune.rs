@@ -420,9 +420,10 @@ impl Job<'_> {
             layers,
             final_norm: ends.vector(NORM, config.hidden_size)?,
             embedding: ends.matrix(EMBEDDING, dims)?,
-            head: match config.tie_word_embeddings {
-                true => None,
-                false => Some(ends.matrix(HEAD, dims)?),
+            head: if config.tie_word_embeddings {
+                None
+            } else {
+                Some(ends.matrix(HEAD, dims)?)
             },
         })
     }

@@ -95,8 +95,8 @@ impl Factor for DeviceFactor<'_> {
     }
 
     fn round(&self, c: &Columns<'_>) -> Result<Rounded> {
-        // The device searches ranges group by group, but two-level scales depend on whole rows, so they are
-        // computed here. Ranges are then chosen before the first column, whatever the blocks say.
+        // Devices search ranges group by group; two levels look at whole rows, here. They are chosen
+        // before the first column then, whatever the blocks say.
         let mut rounded = Rounded::new(c.grid, c.weight.rows, c.weight.cols);
         let two_level = c.grid.two_level().is_some();
         if two_level {

@@ -157,12 +157,13 @@ impl InputStats {
 
 impl From<Moments> for InputStats {
     fn from(moments: Moments) -> Self {
-        match moments.is_full() {
-            true => InputStats::of(moments.matrix()),
-            false => InputStats {
+        if moments.is_full() {
+            InputStats::of(moments.matrix())
+        } else {
+            InputStats {
                 mean_square: moments.mean_squares(),
                 hessian: None,
-            },
+            }
         }
     }
 }

@@ -32,9 +32,10 @@ impl Found {
     /// The expected divergence per unit of a candidate's error. `together` is the ratio of the divergence
     /// of all layers rounded at once to the sum over them.
     pub(super) fn unit(&self, together: f64) -> f64 {
-        let method = match self.nearest > 0.0 {
-            true => self.by_method / self.nearest,
-            false => 1.0,
+        let method = if self.nearest > 0.0 {
+            self.by_method / self.nearest
+        } else {
+            1.0
         };
         let together = if self.in_layer { together } else { 1.0 };
         self.kld.max(0.0) * method * together / self.probe.max(f64::MIN_POSITIVE)

@@ -290,9 +290,10 @@ impl<'r> Run<'r> {
 
     fn head_inputs(&self, end: &End, x: &[f32]) -> Result<InputStats> {
         let (norm, eps) = (end.norm.to_f32()?, self.config.rms_norm_eps);
-        let looked_up = match self.config.tie_word_embeddings {
-            true => LOOKED_UP,
-            false => 0.0,
+        let looked_up = if self.config.tie_word_embeddings {
+            LOOKED_UP
+        } else {
+            0.0
         };
         let needs = self.probe.method.needs();
         Ok(head_inputs(x, &norm, eps, needs, looked_up))

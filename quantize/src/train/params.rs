@@ -204,9 +204,10 @@ impl<O: Allocate> Tuned<O> {
         let n = shape.elements();
         Ok(Tuned {
             shape,
-            codes: match codes {
-                true => Codes::Latent(values("latent", Kind::Latent, n)?),
-                false => Codes::Fixed(ops.codes("codes", n)?),
+            codes: if codes {
+                Codes::Latent(values("latent", Kind::Latent, n)?)
+            } else {
+                Codes::Fixed(ops.codes("codes", n)?)
             },
             scales: values("scales", Kind::Scale, shape.groups())?,
             zeros: ops.floats("zero-points", shape.groups())?,
@@ -224,8 +225,8 @@ impl<O: GradOps> Matrix<O> {
         Ok(Matrix::Dense(ops.rows("weights", weight.dims(), row)?))
     }
 
-    /// A student's weight: tuned if it is quantized in groups that fill its rows, otherwise plain.
-    /// `source` is the weight it was rounded from.
+    /// A student's weight: tuned if it is quantized in groups that fill its rows, else as it
+    /// is. `source` is what it was rounded from.
     ///
     /// # Errors
     /// Errors of `Matrix::dense`.
@@ -393,9 +394,10 @@ impl Canonical {
             layers,
             final_norm: models::final_norm(store, config)?,
             embedding: models::embedding(store, config)?,
-            head: match config.tie_word_embeddings {
-                true => None,
-                false => Some(models::head(store, config)?),
+            head: if config.tie_word_embeddings {
+                None
+            } else {
+                Some(models::head(store, config)?)
             },
         })
     }

@@ -50,9 +50,10 @@ const CHECKS_SHARE: f64 = 0.05;
 
 /// Most seconds that a tuning without a budget of its own takes.
 pub fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
-    match on_cpu {
-        true => 1800.0,
-        false => 90.0 + 25.0 * parameters as f64 / 1e9,
+    if on_cpu {
+        1800.0
+    } else {
+        90.0 + 25.0 * parameters as f64 / 1e9
     }
 }
 
@@ -137,9 +138,10 @@ pub struct MemoryPlan {
 impl MemoryPlan {
     /// The tuned parameters, in words.
     pub fn what(&self) -> &'static str {
-        match self.codes {
-            true => "codes, scales and gains",
-            false => "scales and gains",
+        if self.codes {
+            "codes, scales and gains"
+        } else {
+            "scales and gains"
         }
     }
 
@@ -159,9 +161,10 @@ impl MemoryPlan {
         let halves = |most: usize| std::iter::successors(Some(most), |&n| (n > 1).then_some(n / 2));
         let small = config.parameters() <= LARGE;
         // The parts of a tuning are made on an account, which counts them.
-        let account = match on_cpu {
-            true => &Account::host(),
-            false => &Account::gpu(),
+        let account = if on_cpu {
+            &Account::host()
+        } else {
+            &Account::gpu()
         };
         let _scratch = account.hold(SCRATCH);
         let mut plan = MemoryPlan::default();

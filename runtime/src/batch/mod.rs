@@ -154,11 +154,11 @@ impl<'s> Batch<'s> {
         self.left.push((member.slot, member.sampler));
     }
 
-    /// Runs `pieces` and a step of every sequence in the batch. Each sequence draws a token, and
-    /// `each` receives it or the error. If `each` breaks, or on an error, the sequence leaves. A sequence
-    /// that fails is as it was before the step. On a device that runs ahead, the tokens are those of
-    /// the oldest step not yet received, and a sequence that fails at its first token still holds all
-    /// but the last token of its piece.
+    /// Runs `pieces` and a step of every sequence in the batch. Each draws a token, which goes to
+    /// `each`, or its error; where that breaks off, or there is an error, the sequence leaves. One
+    /// that fails is as it was before the step. On a device that is ahead the tokens are those of
+    /// the first step not received yet, and one that fails at its first token holds the rest of its
+    /// piece.
     ///
     /// # Errors
     /// [`Error::Request`], [`Error::ContextFull`] and [`Error::PagesFull`] for pieces that do not
@@ -176,9 +176,10 @@ impl<'s> Batch<'s> {
             while !pieces.is_empty() && !self.queue.is_empty() {
                 self.receive(each)?;
             }
-            match pieces.is_empty() {
-                true => Ok(()),
-                false => self.step_on_host(pieces, each),
+            if pieces.is_empty() {
+                Ok(())
+            } else {
+                self.step_on_host(pieces, each)
             }
         }
     }
@@ -281,7 +282,7 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// Runs one forward over all members and pieces, whose logits come to the host.
+    /// One forward over everybody and the pieces, whose logits come to the host.
     fn step_on_host(&mut self, mut pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
         for member in &mut self.members {
             if let (Some(row), Some(device)) = (member.row.take(), self.session.steps_ahead()) {
@@ -343,9 +344,9 @@ impl<'s> Batch<'s> {
     }
 }
 
-/// Draws a token for each member, then for each piece that continues, after one forward over all.
-/// If that yields NaN or infinity, each is run alone, so that only the sequences at fault fail. A
-/// piece that does not continue reports to `each`.
+/// What each member, then each piece that goes on, draws after one forward over all. Where numbers
+/// come out that are none, each goes alone: only those that they come from fail. A piece that does
+/// not go on tells `each`.
 fn forward(
     session: &mut dyn Session,
     members: &mut [Member],
@@ -393,7 +394,7 @@ fn forward(
     Ok(drawn)
 }
 
-/// A sequence that continues needs the logits of its last row.
+/// A sequence that goes on needs its last row's logits.
 fn wanted(goes_on: bool) -> LogitsWanted {
     match goes_on {
         true => LogitsWanted::Last,
@@ -414,7 +415,7 @@ impl Drop for Batch<'_> {
     }
 }
 
-/// One token for each of `fed`, then the pieces; logits of the last row of all that continue.
+/// One token of each of `fed`, and the pieces: logits of the last rows of all that go on.
 fn chunks_of<'a>(fed: &'a [(usize, u32)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<'a>> {
     let members = fed.iter().map(|(slot, token)| Chunk {
         slot: *slot,
@@ -429,14 +430,14 @@ fn chunks_of<'a>(fed: &'a [(usize, u32)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<
     members.chain(pieces).collect()
 }
 
-/// Draws a token with each of `samplers`, in parallel: the softmax of a large vocabulary takes a
-/// millisecond.
+/// A token by each of `samplers`. A large vocabulary's softmax takes a millisecond: nobody waits
+/// for another's.
 fn draw<'a>(
     samplers: &mut [&mut Sampler],
     row: impl Fn(usize) -> &'a [f32] + Sync,
 ) -> Vec<Result<u32>> {
     match samplers {
-        // Waking the thread pool would cost a lone greedy sequence more than its choice.
+        // Waking the pool would cost a lone greedy sequence more than its choice.
         [one] => vec![one.sample(row(0))],
         many => many
             .par_iter_mut()
@@ -447,7 +448,7 @@ fn draw<'a>(
 }
 
 /// Feeds `token` to the sequence in `slot`, draws its successor, feeds that, and so on, at most
-/// `steps` times. Each token drawn goes to `each`, which may stop the loop. The sequence then holds
+/// `steps` times. Each token drawn goes to `each`, which may break off. The sequence then holds
 /// `token` and every token drawn but the last; `sampler` has recorded all of them.
 ///
 /// # Errors

@@ -78,12 +78,13 @@ pub fn sample_sequences(
                 continue;
             }
             (growing.fed, rows) = (growing.fed + tokens.len(), rows - tokens.len());
-            let then = match tokens.len() == rest.len() {
-                true => Some(Continuation {
+            let then = if tokens.len() == rest.len() {
+                Some(Continuation {
                     sampler: sampler(request, growing.index)?,
                     tokens: request.length - growing.fed,
-                }),
-                false => None,
+                })
+            } else {
+                None
             };
             pieces.push(Piece {
                 slot: i,
@@ -112,12 +113,11 @@ pub fn sample_sequences(
                     true
                 }
             };
-            match done {
-                true => {
-                    slots[slot] = None;
-                    ControlFlow::Break(())
-                }
-                false => ControlFlow::Continue(()),
+            if done {
+                slots[slot] = None;
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
             }
         })?;
         if let Some(e) = failed {

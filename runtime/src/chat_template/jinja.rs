@@ -63,9 +63,10 @@ impl Templates {
     ) -> Result<String, String> {
         on_large_stack(|| {
             let named = |name| self.0.get_template(name);
-            let template = match tools {
-                true => named(super::TOOL_USE).or_else(|_| named(super::DEFAULT)),
-                false => named(super::DEFAULT),
+            let template = if tools {
+                named(super::TOOL_USE).or_else(|_| named(super::DEFAULT))
+            } else {
+                named(super::DEFAULT)
             };
             let mut out = Bounded(Vec::new());
             template
@@ -162,9 +163,10 @@ fn tojson(
         ));
     }
     if value.is_undefined() || ascii == Some(true) {
-        let what = match value.is_undefined() {
-            true => "tojson of an undefined value",
-            false => "tojson with ensure_ascii is not supported",
+        let what = if value.is_undefined() {
+            "tojson of an undefined value"
+        } else {
+            "tojson with ensure_ascii is not supported"
         };
         return Err(minijinja::Error::new(ErrorKind::InvalidOperation, what));
     }

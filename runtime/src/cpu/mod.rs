@@ -58,9 +58,10 @@ impl CpuEngine {
         let head = pack(&cpu, options, ("head", 1), &[&head_weight], &mut census)?;
         done.add(&head_weight);
         drop(head_weight);
-        let embedding = match config.tie_word_embeddings {
-            true => None,
-            false => Some(models::embedding(store, config)?),
+        let embedding = if config.tie_word_embeddings {
+            None
+        } else {
+            Some(models::embedding(store, config)?)
         };
         embedding.iter().for_each(|w| done.add(w));
         let mut layers = Vec::with_capacity(config.num_hidden_layers);

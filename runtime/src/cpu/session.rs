@@ -98,7 +98,7 @@ impl CpuSession {
         Ok(())
     }
 
-    /// Runs the final norm and the head over the rows whose logits the chunks want.
+    /// Final norm and head over the rows that the chunks want.
     fn run_head(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
         let model = &*self.model;
         let c = &model.config;
@@ -214,8 +214,8 @@ impl Session for CpuSession {
         self.run_layers(chunks, false, observer)?;
         let rows = self.batch.rows() * self.model.config.hidden_size;
         if !all_finite(&self.x[..rows]) {
-            // The sequences' lengths are still the old ones, so running again is safe. Finding the layer
-            // that fails first is worth the time.
+            // The sequences' lengths are still the old ones, so running again is safe; the
+            // layer that fails first is worth the time.
             self.run_layers(chunks, true, &mut ())?;
         }
         self.run_head(chunks, observer)?;

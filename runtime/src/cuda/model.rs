@@ -76,9 +76,10 @@ impl CudaModel {
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         let head_weight = models::head(store, config)?;
-        let embedding_weight = match config.tie_word_embeddings {
-            true => None,
-            false => Some(models::embedding(store, config)?),
+        let embedding_weight = if config.tie_word_embeddings {
+            None
+        } else {
+            Some(models::embedding(store, config)?)
         };
         let first = LayerWeights::read(store, config, 0)?;
         let linears = first

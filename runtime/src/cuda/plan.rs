@@ -59,14 +59,15 @@ pub(super) fn weight_bytes(
     };
     let _norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
     let _head = head(gpu, c, kinds)?;
-    let _embedding = match c.tie_word_embeddings {
-        true => None,
-        false => Some(linear(
+    let _embedding = if c.tie_word_embeddings {
+        None
+    } else {
+        Some(linear(
             gpu,
             kinds,
             EMBEDDING,
             (c.vocab_size, c.hidden_size),
-        )?),
+        )?)
     };
     Ok(layers + account.held())
 }
@@ -204,9 +205,10 @@ impl Request<'_> {
         let (mut low, mut high) = (0, spec.ctx.div_ceil(CTX_STEP));
         while high - low > 1 {
             let middle = low.midpoint(high);
-            match fits(middle * CTX_STEP) {
-                true => low = middle,
-                false => high = middle,
+            if fits(middle * CTX_STEP) {
+                low = middle
+            } else {
+                high = middle
             }
         }
         (low > 0).then_some(low * CTX_STEP)

@@ -116,13 +116,14 @@ impl<O: LayerOps> Dense<O> {
     fn matrix(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
         let row = |row: usize, values: &mut [f32]| {
             weight.dequantize_row(row, values)?;
-            match all_finite(values) {
-                true => Ok(()),
-                false => Err(Error::Request {
+            if all_finite(values) {
+                Ok(())
+            } else {
+                Err(Error::Request {
                     what: "weights",
                     expected: format!("finite numbers in {name}"),
                     found: format!("NaN or infinity in row {row}"),
-                }),
+                })
             }
         };
         Ok(Dense(ops.rows("weights", weight.dims(), row)?))

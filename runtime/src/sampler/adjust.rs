@@ -65,13 +65,14 @@ impl LogitBias {
 /// Refuses a mask (bit `i % 32` of word `i / 32` is set if token `i` is allowed) whose size does not
 /// fit the vocabulary.
 pub(super) fn check_mask(mask: &[u32], vocab: usize) -> Result<()> {
-    match mask.len() == vocab.div_ceil(32) {
-        true => Ok(()),
-        false => Err(Error::Request {
+    if mask.len() == vocab.div_ceil(32) {
+        Ok(())
+    } else {
+        Err(Error::Request {
             what: "token mask",
             expected: format!("{} words for {vocab} tokens", vocab.div_ceil(32)),
             found: format!("{} words", mask.len()),
-        }),
+        })
     }
 }
 
@@ -166,9 +167,10 @@ impl Seen {
     pub(super) fn penalize(&self, p: &SamplingParams, logits: &mut [f32]) {
         for token in self.tokens() {
             if let Some(x) = logits.get_mut(token.id as usize) {
-                *x = match *x > 0.0 {
-                    true => *x / p.repetition_penalty,
-                    false => *x * p.repetition_penalty,
+                *x = if *x > 0.0 {
+                    *x / p.repetition_penalty
+                } else {
+                    *x * p.repetition_penalty
                 };
                 if token.count > 0 {
                     *x -= p.frequency_penalty * token.count as f32;

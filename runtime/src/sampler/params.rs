@@ -73,9 +73,10 @@ impl SamplingParams {
         let none = Self::default();
         let asks_to_sample = defaults.do_sample.unwrap_or(defaults.temperature.is_some());
         SamplingParams {
-            temperature: match asks_to_sample {
-                true => defaults.temperature.unwrap_or(1.0),
-                false => 0.0,
+            temperature: if asks_to_sample {
+                defaults.temperature.unwrap_or(1.0)
+            } else {
+                0.0
             },
             top_k: defaults.top_k.unwrap_or(none.top_k),
             top_p: defaults.top_p.unwrap_or(none.top_p),
@@ -104,13 +105,16 @@ impl SamplingParams {
     /// # Errors
     /// [`Error::Request`], which names the parameter.
     pub fn validate(&self) -> Result<()> {
-        let check = |what, value: f32, ok: bool, expected: &str| match ok {
-            true => Ok(()),
-            false => Err(Error::Request {
-                what,
-                expected: expected.into(),
-                found: value.to_string(),
-            }),
+        let check = |what, value: f32, ok: bool, expected: &str| {
+            if ok {
+                Ok(())
+            } else {
+                Err(Error::Request {
+                    what,
+                    expected: expected.into(),
+                    found: value.to_string(),
+                })
+            }
         };
         let t = self.temperature;
         check("temperature", t, t.is_finite() && t >= 0.0, "0 or more")?;

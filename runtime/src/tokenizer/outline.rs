@@ -101,13 +101,14 @@ fn part(name: &str, part: &Option<Value>, members: &str, known: &[&str]) -> Resu
         Err(format!("{name}: expected {expected}, found {found}"))
     };
     let single = [part.clone()];
-    let parts = match part["type"] == "Sequence" {
-        false => single.as_slice(),
+    let parts = if part["type"] == "Sequence" {
         // The crate takes exponential time on nested sequences.
-        true => match part[members].as_array() {
+        match part[members].as_array() {
             Some(parts) => parts,
             None => return expected(format!("{members} in a sequence"), part),
-        },
+        }
+    } else {
+        single.as_slice()
     };
     for part in parts {
         let kind = &part["type"];

@@ -98,7 +98,7 @@ impl Job {
         room.min(self.request.max_tokens) - self.drawn()
     }
 
-    /// True once nobody waits for the answer.
+    /// True once nobody waits for it.
     pub(super) fn is_given_up(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed) || self.events.is_closed()
     }

@@ -29,7 +29,7 @@ impl Worker<'_> {
         let decoding = batch.running();
         let fed = self.plan(batch);
         if fed.is_empty() && decoding == 0 {
-            // The remaining requests wait for one that has just ended.
+            // Whoever is left waits for somebody that has just gone.
             std::thread::sleep(Duration::from_millis(1));
             return Ok(());
         }

@@ -82,7 +82,7 @@ pub(super) fn run(
             1
         };
         worker.fail_seated(&why);
-        // The session's contents are lost; requests without a slot may still be served.
+        // What the session held is gone with it; those who wait may still be served.
         drop(session);
         match open() {
             Ok(fresh) if failures < FAILURES => session = fresh,

@@ -184,7 +184,7 @@ async fn begin(
     deadline: Option<Instant>,
 ) -> Result<(generation::Stream, Parsed), ApiError> {
     let (model, fields) = asked(app, request).await?;
-    // Templates, tokenizers and grammars may be slow and may panic, so they run on another thread.
+    // Templates, tokenizers and grammars take their time, and may panic: not here.
     blocking(move || {
         let parsed = (protocol.parse)(&model, fields)?;
         let stream = generation::start(&model, &parsed.generation, client, deadline)?;

@@ -92,7 +92,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
 /// Reads `stream` and `stream_options`.
 ///
 /// # Errors
-/// Options that nq does not support.
+/// Options that nq does not serve.
 pub fn streaming(fields: &mut Fields) -> Result<(bool, bool), ApiError> {
     let streams = fields.take("stream")?.unwrap_or(false);
     let Some(options) = fields.take::<Value>("stream_options")? else {

@@ -94,7 +94,7 @@ pub fn now() -> u64 {
     since.map_or(0, |d| d.as_secs())
 }
 
-/// `usage` in OpenAI's format.
+/// `usage` as OpenAI has it.
 pub fn openai_usage(usage: Usage) -> Value {
     json!({
         "prompt_tokens": usage.prompt,

@@ -25,7 +25,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let model = model::open(args.model.as_deref(), global, &terminal)?;
     let mut schemes = args.schemes()?;
     if args.mixes() {
-        // With 4 bits or more, no weight gets fewer than 4.
+        // At 4 bits and more, nothing gets fewer than 4.
         let least = schemes.linears.bits.min(Bits::B4);
         schemes = mixed(model.checkpoint.config(), &schemes, least)?;
     }

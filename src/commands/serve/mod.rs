@@ -67,7 +67,7 @@ pub struct ServeArgs {
     /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
-    /// Keep nothing for later prompts
+    /// Keep nothing for prompts to come
     #[arg(long)]
     pub no_prefix_cache: bool,
     /// Folder for keys and values of prompts, which then survive the server (CPU)

@@ -199,9 +199,10 @@ impl Linear {
     pub fn exact_rows(&self) -> usize {
         let integers = !matches!(self.activations, Activations::F32 | Activations::Bf16);
         let packed = |part: &Part| matches!(part.weight, Body::Packed(..));
-        match integers || !self.parts.iter().any(packed) {
-            true => usize::MAX,
-            false => 1,
+        if integers || !self.parts.iter().any(packed) {
+            usize::MAX
+        } else {
+            1
         }
     }
 

@@ -158,11 +158,11 @@ impl Cpu {
                     self.attend_many(&qkv[span.row * stride..], stride, span, heads, kv(i), y);
                 }
             };
-            match spans.len() < 2 * self.threads() {
-                true => (0..spans.len()).for_each(attend),
-                false => self
-                    .team()
-                    .run_ranges(spans.len(), 1, |tasks| tasks.for_each(attend)),
+            if spans.len() < 2 * self.threads() {
+                (0..spans.len()).for_each(attend)
+            } else {
+                self.team()
+                    .run_ranges(spans.len(), 1, |tasks| tasks.for_each(attend))
             }
         }
         let bytes_of = |(i, &span)| cache_bytes(span, kv(i));

@@ -350,9 +350,10 @@ impl Stream {
             (true, _, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16),
             (true, _, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8),
         };
-        let shared_memory = match int8 {
-            true => AttentionScratch::SHARED_INT8,
-            false => AttentionScratch::SHARED_FP16,
+        let shared_memory = if int8 {
+            AttentionScratch::SHARED_INT8
+        } else {
+            AttentionScratch::SHARED_FP16
         };
         let shape = LaunchShape::new((kv_heads, splits, m), 128)
             .shared(shared_memory + more)

@@ -217,15 +217,19 @@ impl Blas {
         let size = |n: usize| {
             c_int::try_from(n).map_err(|_| failed(format!("{n} is beyond what it counts to")))
         };
-        let op = |transposed| match transposed {
-            true => Operation::CUBLAS_OP_T,
-            false => Operation::CUBLAS_OP_N,
+        let op = |transposed| {
+            if transposed {
+                Operation::CUBLAS_OP_T
+            } else {
+                Operation::CUBLAS_OP_N
+            }
         };
         let pointer = |s: Side| s.at.0 as *const c_void;
         let stride = |n: usize| n as c_longlong;
-        let compute = match tf32 {
-            true => Compute::CUBLAS_COMPUTE_32F_FAST_TF32,
-            false => Compute::CUBLAS_COMPUTE_32F,
+        let compute = if tf32 {
+            Compute::CUBLAS_COMPUTE_32F_FAST_TF32
+        } else {
+            Compute::CUBLAS_COMPUTE_32F
         };
         let beta = if g.accumulate { 1.0f32 } else { 0.0 };
         let (m, n, k, batch) = (size(g.m)?, size(g.n)?, size(g.k)?, size(g.batch)?);

@@ -34,13 +34,12 @@ pub(super) enum Kind {
 impl Allocation {
     /// Zeroed device memory.
     fn device(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
-        let address = match gpu.is_dry() {
-            true => 0,
-            false => {
-                gpu.0.bind()?;
-                // SAFETY: freed in `Drop`; every byte is set before it is read.
-                check(what, unsafe { result::malloc_sync(bytes) })?
-            }
+        let address = if gpu.is_dry() {
+            0
+        } else {
+            gpu.0.bind()?;
+            // SAFETY: freed in `Drop`; every byte is set before it is read.
+            check(what, unsafe { result::malloc_sync(bytes) })?
         };
         let memory = Allocation {
             gpu: gpu.clone(),
@@ -141,12 +140,11 @@ impl Gpu {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn mapped<T: Pod>(&self, what: &'static str, len: usize, value: T) -> Result<Mapped<T>> {
-        let (len, memory) = match self.is_dry() {
-            true => (0, Allocation::device(self, what, 0)?),
-            false => {
-                let bytes = allocated::<T>(what, len)?;
-                (len, Allocation::host(self, what, bytes, Kind::Mapped)?)
-            }
+        let (len, memory) = if self.is_dry() {
+            (0, Allocation::device(self, what, 0)?)
+        } else {
+            let bytes = allocated::<T>(what, len)?;
+            (len, Allocation::host(self, what, bytes, Kind::Mapped)?)
         };
         let mut mapped = Mapped {
             memory: Arc::new(memory),

@@ -119,25 +119,28 @@ impl Operands<'_> {
 
     /// An error unless `found` is at least `expected`.
     pub(crate) fn at_least(&self, what: &'static str, expected: usize, found: usize) -> Result<()> {
-        match found >= expected {
-            true => Ok(()),
-            false => self.refuse(what, format!("at least {expected}"), found),
+        if found >= expected {
+            Ok(())
+        } else {
+            self.refuse(what, format!("at least {expected}"), found)
         }
     }
 
     /// An error unless `found` is at most `expected`.
     pub(crate) fn at_most(&self, what: &'static str, expected: usize, found: usize) -> Result<()> {
-        match found <= expected {
-            true => Ok(()),
-            false => self.refuse(what, format!("{expected} at most"), found),
+        if found <= expected {
+            Ok(())
+        } else {
+            self.refuse(what, format!("{expected} at most"), found)
         }
     }
 
     /// An error unless `found` is a nonzero multiple of `of`.
     pub(crate) fn multiple(&self, what: &'static str, of: usize, found: usize) -> Result<()> {
-        match found > 0 && found.is_multiple_of(of) {
-            true => Ok(()),
-            false => self.refuse(what, format!("a multiple of {of}"), found),
+        if found > 0 && found.is_multiple_of(of) {
+            Ok(())
+        } else {
+            self.refuse(what, format!("a multiple of {of}"), found)
         }
     }
 }

@@ -28,14 +28,15 @@ impl Gpu {
 impl Stream {
     /// The buffer, if it belongs to this device.
     fn own<'a, T: Pod>(&self, op: &'static str, buffer: &'a Buffer<T>) -> Result<&'a Buffer<T>> {
-        match buffer.gpu().is(self.gpu()) {
-            true => Ok(buffer),
-            false => Err(Error::Shape {
+        if buffer.gpu().is(self.gpu()) {
+            Ok(buffer)
+        } else {
+            Err(Error::Shape {
                 op,
                 what: "memory",
                 expected: self.gpu().info().to_string(),
                 found: buffer.gpu().info().to_string(),
-            }),
+            })
         }
     }
 

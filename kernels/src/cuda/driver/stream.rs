@@ -208,12 +208,13 @@ impl Stream {
 
     /// Refuses operations that cannot be part of a graph.
     pub(super) fn refuse_recording(&self, op: &'static str) -> Result<()> {
-        match self.0.is_recording.load(Ordering::Acquire) {
-            false => Ok(()),
-            true => Err(Error::Cuda {
+        if self.0.is_recording.load(Ordering::Acquire) {
+            Err(Error::Cuda {
                 what: op,
                 why: "copies to and from the host cannot be recorded in a graph".into(),
-            }),
+            })
+        } else {
+            Ok(())
         }
     }
 
@@ -280,9 +281,10 @@ impl Stream {
     /// Errors of `body` and of the driver.
     pub fn timed(&self, key: Key, bytes: usize, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let gpu = &self.0.gpu;
-        match gpu.is_profiling() && !gpu.times_kernels() {
-            true => self.between_events(key, bytes, body),
-            false => body(),
+        if gpu.is_profiling() && !gpu.times_kernels() {
+            self.between_events(key, bytes, body)
+        } else {
+            body()
         }
     }
 

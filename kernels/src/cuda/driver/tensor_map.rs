@@ -43,9 +43,10 @@ impl Gpu {
             4 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
             _ => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT64,
         };
-        let swizzle = match matrix.swizzled {
-            true => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            false => Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        let swizzle = if matrix.swizzled {
+            Swizzle::CU_TENSOR_MAP_SWIZZLE_128B
+        } else {
+            Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE
         };
         let size = [matrix.width as u64, matrix.rows as u64];
         let stride = [(matrix.width * matrix.element) as u64];

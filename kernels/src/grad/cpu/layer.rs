@@ -13,9 +13,12 @@ const ROWS: usize = 64;
 const PIECE: usize = 256;
 /// `c (+)= alpha a b` by pieces of C's longer side.
 fn product(g: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
-    let view = |x, rows, cols, transposed| match transposed {
-        false => MatRef::from_row_major_slice(x, rows, cols),
-        true => MatRef::from_row_major_slice(x, cols, rows).transpose(),
+    let view = |x, rows, cols, transposed| {
+        if transposed {
+            MatRef::from_row_major_slice(x, cols, rows).transpose()
+        } else {
+            MatRef::from_row_major_slice(x, rows, cols)
+        }
     };
     let (a, b) = (view(a, g.m, g.k, g.ta), view(b, g.k, g.n, g.tb));
     let c = MatMut::from_row_major_slice_mut(c, g.m, g.n);
@@ -283,9 +286,10 @@ impl LayerOps for CpuOps {
                         let turned = |i: usize| {
                             let p = i % half;
                             let (cos, sin) = (rotation[2 * p], rotation[2 * p + 1]);
-                            match i < half {
-                                true => dy[i] * cos + dy[i + half] * sin,
-                                false => dy[i] * cos - dy[p] * sin,
+                            if i < half {
+                                dy[i] * cos + dy[i + half] * sin
+                            } else {
+                                dy[i] * cos - dy[p] * sin
                             }
                         };
                         let x = &x[r * width + h * s.dim..][..s.dim];

@@ -25,7 +25,7 @@ const AHEAD: usize = 12;
 /// Page reads per key head that reading shared pages once must save in a step to be worth one more
 /// kernel a layer (`benches/records/2026-11-22-cascade.csv`).
 const LEAST_SHARED: usize = 1024;
-/// Marks a place where the device has not written a token yet.
+/// Where the device has not written a token yet.
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
 
@@ -83,9 +83,10 @@ impl WideRows {
 
 /// Most sequences that a step takes on `gpu`.
 pub(in crate::cuda) fn most_together(gpu: &Gpu) -> usize {
-    match gpu.takes_wide_steps() {
-        true => MOST_WIDE_SEQUENCES,
-        false => MOST_SEQUENCES,
+    if gpu.takes_wide_steps() {
+        MOST_WIDE_SEQUENCES
+    } else {
+        MOST_SEQUENCES
     }
 }
 
@@ -111,9 +112,10 @@ impl StepSize {
 
 /// Values per row that the head's product of `m` rows leaves in [`StepRows::best`].
 fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> usize {
-    match m <= MOST_SEQUENCES {
-        true => best_len(gpu, head, m),
-        false => wide_best_len(gpu, head, m),
+    if m <= MOST_SEQUENCES {
+        best_len(gpu, head, m)
+    } else {
+        wide_best_len(gpu, head, m)
     }
 }
 
@@ -152,14 +154,16 @@ impl StepRows {
             1 => None,
             _ => Some(Columns::new(gpu, narrow, w.widest_input())?),
         };
-        let wide = match rows > narrow {
-            true => Some(WideRows::new(gpu, &w, rows)?),
-            false => None,
+        let wide = if rows > narrow {
+            Some(WideRows::new(gpu, &w, rows)?)
+        } else {
+            None
         };
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
-        let cascade = match seats > 1 && Cascade::fits(gpu, kv) {
-            true => Some(Cascade::new(gpu, seats, places)?),
-            false => None,
+        let cascade = if seats > 1 && Cascade::fits(gpu, kv) {
+            Some(Cascade::new(gpu, seats, places)?)
+        } else {
+            None
         };
         Ok(StepRows {
             rows,
@@ -510,9 +514,10 @@ impl StepsAhead for CudaSession {
     }
 
     fn depth(&self) -> usize {
-        match self.model.gpu.is_profiling() {
-            true => 1,
-            false => AHEAD,
+        if self.model.gpu.is_profiling() {
+            1
+        } else {
+            AHEAD
         }
     }
 
@@ -580,9 +585,10 @@ impl StepsAhead for CudaSession {
         self.reserve(slots.iter().map(|&slot| (slot, 1)))?;
         slots.iter().for_each(|&slot| self.tables.advance(slot, 1));
         let longest = slots.iter().map(|&slot| self.tables.len(slot)).max();
-        let end = match self.step.seats.iter().any(|s| s.lists) {
-            true => StepEnd::Sampled,
-            false => StepEnd::Greedy,
+        let end = if self.step.seats.iter().any(|s| s.lists) {
+            StepEnd::Sampled
+        } else {
+            StepEnd::Greedy
         };
         if std::mem::take(&mut self.step.written) {
             self.queue_embedding(m)?;
