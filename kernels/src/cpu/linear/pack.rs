@@ -77,6 +77,11 @@ impl Codes {
         }
     }
 
+    /// The value subtracted from integer codes to centre them.
+    pub(crate) fn centre(self) -> f32 {
+        f32::from(self.bits().midpoint())
+    }
+
     /// The codes that `weight` can be packed to.
     fn of(weight: &Weight) -> Vec<Self> {
         match weight {
@@ -254,6 +259,11 @@ impl Packed {
                 rows * (held_bits(&scheme).bytes(inputs) + 2 * groups) + zeros + order
             }
         }
+    }
+
+    /// The codes of panel `panel`; those of the next one follow.
+    pub(crate) fn panel(&self, panel: usize) -> &[u32] {
+        &self.data[panel * self.units * self.codes.words() * LANES..]
     }
 
     /// Number of panels.
