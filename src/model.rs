@@ -117,7 +117,7 @@ fn alike(model: &str) -> anyhow::Result<Option<String>> {
         .map(|(_, name)| name))
 }
 
-/// Reports how GGUF types without a kernel are run, if that takes notably more memory than
+/// Says of GGUF types that have no kernel what they run as, where that takes notably more memory than
 /// the file.
 pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     let mut kinds: Vec<BlockType> = Vec::new();

@@ -147,7 +147,7 @@ pub struct BenchRow {
     pub breakdown: Option<Breakdown>,
 }
 
-/// How the time of a token is spent.
+/// Where the time of a token goes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Breakdown {
     /// Operations, longest first.

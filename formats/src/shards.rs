@@ -202,7 +202,7 @@ impl Shards {
     }
 }
 
-/// The file with which [`Shards::open`] starts.
+/// The file that [`Shards::open`] starts from.
 fn find(files: &Files) -> Result<String> {
     let names = files.names()?;
     for customary in [SINGLE, INDEX] {

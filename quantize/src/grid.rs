@@ -86,7 +86,7 @@ impl Grid {
         self.scheme.zeros == Zeros::None
     }
 
-    /// The two-level format of scales, if they have one.
+    /// How scales are kept, if in two levels.
     pub fn two_level(&self) -> Option<TwoLevel> {
         self.scheme.scales.into()
     }
@@ -173,7 +173,7 @@ impl Grid {
     }
 }
 
-/// A weight rounded to a grid: the output of a method.
+/// A weight rounded to a grid: what a method makes.
 #[derive(Clone, Debug)]
 pub struct Rounded {
     /// The grid.
@@ -461,7 +461,7 @@ mod tests {
         );
     }
 
-    /// A method's values are what a reader gets back, bit for bit.
+    /// What a method computes with is what a reader gets back, bit for bit.
     #[test]
     fn canonical_weight_dequantizes_to_the_same_values() {
         let zeros = [Zeros::None, Zeros::Integer];

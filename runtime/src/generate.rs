@@ -112,8 +112,8 @@ impl Stats {
         (steps > 0 && seconds > 0.0).then(|| steps as f64 / seconds)
     }
 
-    /// Bytes of weights read per second of decoding, if each forward reads `bytes_per_token`
-    /// ([`crate::Engine::bytes_per_token`]). Every token but an accepted draft costs a forward.
+    /// Bytes of weights read per second of decoding, where each forward reads `bytes_per_token`
+    /// ([`crate::Engine::bytes_per_token`]): one for each token that is not an accepted draft.
     pub fn bytes_per_second(&self, bytes_per_token: usize) -> Option<f64> {
         let steps = self.tokens.checked_sub(1)?;
         let forwards = steps.saturating_sub(self.accepted) as f64 / steps as f64;

@@ -32,7 +32,7 @@ pub struct Model {
     grammars: OnceLock<Result<Grammars, String>>,
 }
 
-/// A rendered chat.
+/// A chat as the model reads it.
 #[derive(Clone, Debug)]
 pub struct Prompt {
     /// As text.

@@ -48,7 +48,7 @@ impl ExportFormat {
         })
     }
 
-    /// Checks that Linears given as `(name, scheme, [out, in])` will fit, whatever their codes.
+    /// Checks that Linears `(name, scheme, [out, in])` will fit whatever their codes.
     ///
     /// # Errors
     /// [`Error::Scheme`], naming the first that may not fit, with the reason.

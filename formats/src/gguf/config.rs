@@ -33,8 +33,8 @@ pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
     })
 }
 
-/// Builds the object of `config.json`. `embedding` is the type and shape of `token_embd.weight`;
-/// `tied` is true if there is no `output.weight`.
+/// The object of `config.json`. `embedding` is the type and shape of `token_embd.weight`;
+/// `tied` says that there is no `output.weight`.
 ///
 /// # Errors
 /// [`Error::Malformed`], naming a key that is absent, has another type, or contradicts others.

@@ -242,7 +242,7 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec(&tokenizer).expect("strings and numbers are always JSON"))
 }
 
-/// Builds `tokenizer_config.json`: special tokens and the chat template.
+/// `tokenizer_config.json`: special tokens and the chat template.
 ///
 /// # Errors
 /// [`Error::Malformed`] for a token id past the last, or a template that is not a string.

@@ -103,7 +103,7 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// The session, e.g. to make room in it. Sequences of the batch must not be changed there.
+    /// The session, e.g. to make room in it. A sequence of the batch must be left alone there.
     pub fn session(&mut self) -> &mut dyn Session {
         self.session
     }

@@ -146,7 +146,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The tokenizer that encodes control tokens as text.
+    /// The tokenizer that takes control tokens for text.
     fn literal(&self) -> &tokenizers::Tokenizer {
         self.literal.get_or_init(|| {
             let mut literal = self.inner.clone();
@@ -191,8 +191,8 @@ impl Tokenizer {
         &self.bytes
     }
 
-    /// Refuses a model with another vocabulary. A model may have more rows than there are
-    /// tokens (they are padded for alignment: Qwen3 has 151,936 for 151,669), but not fewer.
+    /// Refuses a model of another vocabulary. A model may have more rows than there are
+    /// tokens (they are padded for alignment: Qwen3 has 151,936 for 151,669), not fewer.
     ///
     /// # Errors
     /// [`Error::Text`] if an id has no row in the model, or if a quarter or more of the

@@ -121,7 +121,7 @@ impl Worker<'_> {
         fed
     }
 
-    /// Sets the masks of sequences that draw under a constraint, in parallel, as a mask may take longer
+    /// Sets the masks of those who draw under a constraint: side by side, as a mask may take longer
     /// than a layer.
     fn constrain(&mut self, batch: &mut Batch<'_>) {
         let draws = |job: &Job| match job.phase {

@@ -46,7 +46,7 @@ impl FormatArg {
         Ok((linears, head))
     }
 
-    /// Suffix of this format's models in nq's own model folder.
+    /// Suffix of models of this format in nq's own model folder.
     pub(super) fn suffix(self) -> &'static str {
         match self {
             FormatArg::Nq => "",

@@ -176,8 +176,8 @@ impl Loadable {
         })
     }
 
-    /// Identifies everything that keys and values depend on besides the tokens: the program, how it
-    /// computes, and the weights, by their files' sizes and times or, if built in, by their contents.
+    /// All that keys and values depend on, beside the tokens: the program, how it computes, and the
+    /// weights, by their files' sizes and times or, where they are built in, by their contents.
     fn identity(&self, engine: &dyn Engine) -> anyhow::Result<Vec<u8>> {
         let how = engine.description();
         let mut text = format!(
