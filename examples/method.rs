@@ -46,7 +46,8 @@ impl Method for Stochastic {
             .flat_map(|row| row.chunks_mut(size));
         for ((values, codes), params) in groups.zip(codes).zip(&mut rounded.params) {
             *params = Fit::absmax().params(&grid, values, &[]);
-            // Adds random noise as wide as a step, then rounds to nearest: up as often as the distance says.
+            // Adds random noise as wide as a step, then rounds to nearest: up as often as the distance
+            // says.
             let moved: Vec<f32> = (values.iter())
                 .map(|w| w + params.scale * (random.uniform() - 0.5))
                 .collect();

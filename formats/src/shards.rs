@@ -32,8 +32,8 @@ struct Index {
 }
 
 impl Shards {
-    /// Opens the weights of a folder: [`SINGLE`], otherwise those that [`INDEX`] lists, otherwise the only
-    /// safetensors file or index of another name.
+    /// Opens the weights of a folder: [`SINGLE`], otherwise those that [`INDEX`] lists, otherwise
+    /// the only safetensors file or index of another name.
     ///
     /// # Errors
     /// [`Error::Missing`], naming an absent file or shard; [`Error::Malformed`] for an invalid

@@ -114,7 +114,8 @@ fn demo_sizes() {
     }
 }
 
-/// The safetensors crate reads the files, which are aligned and have the metadata that FORMAT.md requires.
+/// The safetensors crate reads the files, which are aligned and have the metadata that FORMAT.md
+/// requires.
 #[test]
 fn the_safetensors_crate_reads_it() {
     let dir = tempfile::tempdir().unwrap();

@@ -184,7 +184,8 @@ impl<L, N> Layer<L, N> {
         })
     }
 
-    /// Bytes of its weights that one token reads, `bytes` of each weight: of experts, only the chosen ones.
+    /// Bytes of its weights that one token reads, `bytes` of each weight: of experts, only the
+    /// chosen ones.
     pub fn bytes_per_token(&self, c: &ModelConfig, bytes: impl Fn(&L) -> usize) -> usize {
         let all: usize = self.linears().chain(self.router()).map(&bytes).sum();
         let Mlp::Experts(Experts { gate_up, down, .. }) = &self.mlp else {

@@ -709,9 +709,9 @@ fn many_sequences_continue_as_each_alone() {
             let expected: Vec<usize> = (0..STEPS).flat_map(|_| 0..m).collect();
             assert_eq!(order, expected);
 
-            // Steps of several sequences sum in another order than those of one, and steps of more than 16
-            // round the inputs of products to FP16. Where two tokens are otherwise equally good, or a
-            // token's bound lies at the draw, the other one may be drawn.
+            // Steps of several sequences sum in another order than those of one, and steps of more than
+            // 16 round the inputs of products to FP16. Where two tokens are otherwise equally good, or
+            // a token's bound lies at the draw, the other one may be drawn.
             let mut others = 0;
             let mut theirs = gpu.session(spec).expect("it fits");
             feed(&mut *theirs, 15, &[1]);

@@ -383,7 +383,8 @@ mod tests {
         let (pages, notes) = open(&folder, 1 << 20);
         assert_eq!(pages.beginning(&keys), 3);
         assert_eq!(pages.read(&keys[1], BYTES), Some(vec![1; BYTES]));
-        // The same tokens at the beginning lead to the same files; other tokens, another salt or model do not.
+        // The same tokens at the beginning lead to the same files; other tokens, another salt or model
+        // do not.
         let mut other = long.clone();
         other[2 * PAGE] = 0;
         assert_eq!(pages.beginning(&pages.keys(7, &other)), 2);

@@ -138,7 +138,8 @@ impl PrefixTree {
         true
     }
 
-    /// Kept sequences that are beginnings of `tokens`, and so redundant beside a sequence of these tokens.
+    /// Kept sequences that are beginnings of `tokens`, and so redundant beside a sequence of these
+    /// tokens.
     pub fn beginnings(&self, salt: u64, tokens: &[u32]) -> Vec<usize> {
         let mut found = Vec::new();
         let Some(&root) = self.roots.get(&salt) else {
@@ -214,7 +215,8 @@ impl PrefixTree {
         middle
     }
 
-    /// Removes nodes without sequences, from `at` upwards, and merges a node that only leads to one other.
+    /// Removes nodes without sequences, from `at` upwards, and merges a node that only leads to one
+    /// other.
     fn prune(&mut self, salt: u64, mut at: usize) {
         while self.nodes[at].slots.is_empty() {
             let Some(parent) = self.nodes[at].parent else {

@@ -195,8 +195,8 @@ impl Pace {
     }
 
     /// Rows of prompts for the next step beside `decoding` sequences: those that take less than two of
-    /// their steps, and those that finish within [`PaceLimits::to_finish`]; cutting so short a prompt would
-    /// delay others for longer.
+    /// their steps, and those that finish within [`PaceLimits::to_finish`]; cutting so short a
+    /// prompt would delay others for longer.
     pub fn rows(&self, decoding: usize) -> Rows {
         let within = |seconds: f64| self.prompts.within(seconds).unwrap_or(0);
         let some = match decoding {

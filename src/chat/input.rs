@@ -163,7 +163,7 @@ pub const COMMANDS: [Listed; 11] = [
     listed(
         "/load",
         "[FILE]",
-        "go on with a saved chat, or with the last one",
+        "continue a saved chat, or the last one",
         "Every chat in a terminal is kept after each answer, until the next chat's first.",
     ),
     listed("/system", "[TEXT]", "show or set the system prompt", ""),

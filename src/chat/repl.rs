@@ -157,7 +157,7 @@ impl Repl<'_> {
             .filter(|p| self.totals.answers > 0 && p.exists())
         {
             say(&format!(
-                "nq: this chat is kept in {} until the next one: /load goes on with it",
+                "nq: this chat is kept in {} until the next one: /load continues it",
                 path.display()
             ));
         }

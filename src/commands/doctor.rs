@@ -376,7 +376,7 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
             });
         }
         None => problems.push(Problem {
-            problem: format!("{what}: there is no place for it"),
+            problem: format!("{what}: no folder for it is known"),
             remedy: "set HOME, or HF_HOME (downloads) and NQ_HOME (nq's own models)".into(),
         }),
     };

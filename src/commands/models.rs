@@ -133,7 +133,7 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
                 let why = if at_work(&path) {
                     "being written"
                 } else {
-                    "interrupted; `nq quantize --resume` goes on, `nq rm` removes it"
+                    "interrupted; `nq quantize --resume` continues it, `nq rm` removes it"
                 };
                 (String::new(), Some(why.to_owned()))
             }
@@ -174,7 +174,7 @@ pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
     // Only direct children of the folder are accepted: a name, never a path.
     if args.name.is_empty() || args.name.contains(['/', '\\']) || args.name.starts_with('.') {
         bail!(
-            "{:?} is no name of a model; `nq list` shows them",
+            "{:?} is not a valid model name; `nq list` shows the names",
             args.name
         );
     }

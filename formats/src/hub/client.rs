@@ -186,8 +186,9 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// Downloads `remote` to `partial`, continuing what is already there, and checks it. After failures of
-    /// the connection it retries as long as there is progress, and `retries` times without progress.
+    /// Downloads `remote` to `partial`, continuing what is already there, and checks it. After
+    /// failures of the connection it retries as long as there is progress, and `retries` times
+    /// without progress.
     pub(super) fn download(
         &self,
         commit: &str,
@@ -285,8 +286,8 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Checks a large file, which is named by its SHA-256, against that hash. A file that does not match is
-    /// removed, since continuing it could never succeed.
+    /// Checks a large file, which is named by its SHA-256, against that hash. A file that does not
+    /// match is removed, since continuing it could never succeed.
     fn check_hash(&self, remote: &Remote, partial: &Path) -> Result<()> {
         if remote.etag.len() != 64 {
             return Ok(()); // a git hash

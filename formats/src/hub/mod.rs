@@ -134,8 +134,9 @@ impl Hub {
         Hub { options }
     }
 
-    /// Returns the folder of the model `id` (see [`HubId`]), or its file if `id` names one: from the cache
-    /// if it is complete there, otherwise downloaded. Interrupted downloads continue where they stopped.
+    /// Returns the folder of the model `id` (see [`HubId`]), or its file if `id` names one: from
+    /// the cache if it is complete there, otherwise downloaded. Interrupted downloads continue
+    /// where they stopped.
     ///
     /// # Errors
     /// [`Error::Hub`], which says what failed and what to do: offline, unreachable, denied, not found,

@@ -77,7 +77,8 @@ impl BatchPlan {
     }
 
     /// The cut with the shortest path for the busiest warp: rounds of tiles times pieces of a
-    /// warp, plus, for each few tiles, the transfer of a piece of x and the combination of the warps' sums.
+    /// warp, plus, for each few tiles, the transfer of a piece of x and the combination of the
+    /// warps' sums.
     fn of(gpu: &Gpu, w: &DeviceLinear, groups: usize) -> Option<Self> {
         let info = gpu.info();
         let bits = w.kind().bits();

@@ -71,7 +71,8 @@ struct WgmmaArgs {
     p: GemmArgs,
 }
 
-/// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: rows of x and tiles of weights per block.
+/// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: rows of x and tiles of weights
+/// per block.
 struct Instance {
     rows: usize,
     tiles: usize,
@@ -156,7 +157,8 @@ const LEAST_STEPS: usize = 8;
 const WGMMA_ROWS: usize = 17;
 
 impl WgmmaInstance {
-    /// Estimated microseconds for `m` rows of x and `tiles` tiles of weights over `spans` spans, in `parts`.
+    /// Estimated microseconds for `m` rows of x and `tiles` tiles of weights over `spans` spans, in
+    /// `parts`.
     fn time(
         &self,
         multiprocessors: usize,

@@ -283,7 +283,8 @@ impl HalfPlan {
             Half::Attend(group) => (group + 2) * 128 * clusters,
             Half::Gated => 2 * second.inputs(),
         };
-        // The first kinds are those of INT4 with a scale for 64 inputs or more. Each thread finishes one output.
+        // The first kinds are those of INT4 with a scale for 64 inputs or more. Each thread finishes
+        // one output.
         let serves = zeros < 3
             && kind_index(second.kind()) == zeros
             && hidden.is_multiple_of(256)

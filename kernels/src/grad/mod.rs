@@ -497,9 +497,9 @@ pub trait GradOps: LayerOps {
         w: &mut Self::Floats,
     ) -> Result<()>;
 
-    /// Adds the gradients that follow from `dw` to `dlatent` and `dscales`, straight through the rounding:
-    /// a latent value within the codes' range gets the gradient of its weight; the scale gets that
-    /// of `code` minus, within the range, `latent / scale` (arXiv 1902.08153).
+    /// Adds the gradients that follow from `dw` to `dlatent` and `dscales`, straight through the
+    /// rounding: a latent value within the codes' range gets the gradient of its weight; the scale
+    /// gets that of `code` minus, within the range, `latent / scale` (arXiv 1902.08153).
     #[expect(
         clippy::too_many_arguments,
         reason = "inputs, upstream and two outputs"
@@ -547,7 +547,8 @@ pub trait GradOps: LayerOps {
     ) -> Result<()>;
 
     /// Attention of one new token of every sequence: `q` `[batch, heads, dim]` over the first
-    /// `seen` positions of `keys` and `values` `[batch, kv_heads, capacity, dim]`; the output has `q`'s shape.
+    /// `seen` positions of `keys` and `values` `[batch, kv_heads, capacity, dim]`; the output has
+    /// `q`'s shape.
     fn attend_one(
         &self,
         q: &Self::Floats,

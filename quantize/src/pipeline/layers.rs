@@ -77,8 +77,8 @@ impl Job<'_> {
                         fallbacks: done.fallbacks,
                         key,
                     };
-                    // Write the report before the weights, so that every staged step has one. A step staged
-                    // under another key is removed before that.
+                    // Write the report before the weights, so that every staged step has one. A step
+                    // staged under another key is removed before that.
                     writer.remove_step(&step)?;
                     state.steps.insert(step.clone(), report);
                     save(writer, state)?;

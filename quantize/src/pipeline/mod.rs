@@ -316,7 +316,7 @@ impl Job<'_> {
             ));
         } else if self.options.resume {
             self.progress.note(&format!(
-                "--resume: no unfinished work in {folder}, so this run begins anew"
+                "--resume: no unfinished work in {folder}, so this run starts from the beginning"
             ));
         }
     }

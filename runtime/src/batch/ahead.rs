@@ -17,7 +17,8 @@ pub trait StepsAhead {
     /// Most steps to queue ahead of the tokens that the host has received.
     fn depth(&self) -> usize;
 
-    /// Refuses tokens and samplers that [`StepsAhead::queue_prompts`] and [`StepsAhead::seat`] cannot take.
+    /// Refuses tokens and samplers that [`StepsAhead::queue_prompts`] and [`StepsAhead::seat`]
+    /// cannot take.
     ///
     /// # Errors
     /// [`Error::Request`] for a token past the vocabulary, or a sampler that names one.

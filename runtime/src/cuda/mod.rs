@@ -94,8 +94,8 @@ impl CudaEngine {
             activations: match (fused, bits) {
                 (false, _) => "f32",
                 // Products of many rows round to FP16. Steps of up to 16 rows split a value in two: for
-                // quantized weights into 16-bit digits (`cuda/activations.cuh`), otherwise into FP16 and the
-                // remainder.
+                // quantized weights into 16-bit digits (`cuda/activations.cuh`), otherwise into FP16
+                // and the remainder.
                 (true, 16..) => "f16 + 2 f16 in steps",
                 (true, _) => "f16 + int16 g64 in steps",
             }

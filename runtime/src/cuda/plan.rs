@@ -434,7 +434,8 @@ mod tests {
         );
         // A step has as many rows as there are slots, up to the device's limit. Each row has logits,
         // biases and counts of tokens; in wide steps also FP16 rows and partial sums. Added to that: the
-        // candidates, and up to 16 parts of attention over shared pages, 520 bytes for each of 32 query heads.
+        // candidates, and up to 16 parts of attention over shared pages, 520 bytes for each of 32 query
+        // heads.
         let many = SessionSpec {
             slots: 64,
             ..spec(8192, KvType::F16)

@@ -131,7 +131,8 @@ impl Worker<'_> {
         Admission::Now
     }
 
-    /// Gives a request a slot that holds the known part of its tokens; returns its client if none is free.
+    /// Gives a request a slot that holds the known part of its tokens; returns its client if none
+    /// is free.
     fn begin(&mut self, batch: &mut Batch<'_>, id: u64) -> Option<u64> {
         let mut job = self.jobs.remove(&id)?;
         let session = batch.session();

@@ -109,7 +109,8 @@ impl CallParser {
             State::Text => {
                 let found = self.held.find(Self::OPEN);
                 let end = found.unwrap_or(self.held.len() - overlap(&self.held, Self::OPEN));
-                // White space before a call is not part of the text; whether a call follows is not known yet.
+                // White space before a call is not part of the text; whether a call follows is not
+                // known yet.
                 let certain = self.held[..end].trim_end().len();
                 if certain > 0 {
                     join(out, Piece::Text(self.held[..certain].to_owned()));

@@ -31,7 +31,8 @@ pub struct Remote {
 type Line = Result<String, String>;
 
 impl Remote {
-    /// Connects to the model `model` of the server at `url` (`http://127.0.0.1:8080`), or to its first one.
+    /// Connects to the model `model` of the server at `url` (`http://127.0.0.1:8080`), or to its
+    /// first one.
     ///
     /// # Errors
     /// A server that does not answer, refuses the key or has no such model.
@@ -270,7 +271,8 @@ impl Answerer for Remote {
             if choice["finish_reason"] == "length" {
                 end = End::Generated(StopReason::MaxTokens);
             }
-            // OpenAI's protocol does not distinguish a stop text from the model's own end; nq and vLLM do.
+            // OpenAI's protocol does not distinguish a stop text from the model's own end; nq and vLLM
+            // do.
             if choice["stop_reason"].is_string() {
                 end = End::Text;
             }

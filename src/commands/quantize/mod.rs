@@ -85,7 +85,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
             say(&format!(
                 "nq: not written: {broken}\n\
                  nq: the worst layers: {worst}\n\
-                 nq: the work is kept: --resume with other limits goes on from it"
+                 nq: the work is kept: --resume with other limits continues from it"
             ));
             return Ok(ExitCode::from(1));
         }
@@ -104,8 +104,8 @@ fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
     ctrlc::set_handler(move || {
         if staging.exists() {
             say(&format!(
-                "nq: interrupted; what is finished is kept in {}: the same command with --resume \
-                 goes on",
+                "nq: interrupted; finished work is kept in {}: the same command with --resume \
+                 continues it",
                 staging.display()
             ));
         }

@@ -111,9 +111,9 @@ impl Cpu {
     }
 
     /// [`Cpu::attention`] of several sequences, whose `spans` are in the order of their rows; the
-    /// keys and values of `spans[i]` are `kv(i)`. Sequences with few rows are split into tasks together, so
-    /// that pages that they share are read from memory once. Many sequences with more rows become
-    /// one task each, so that the team is woken once and not once for each sequence.
+    /// keys and values of `spans[i]` are `kv(i)`. Sequences with few rows are split into tasks
+    /// together, so that pages that they share are read from memory once. Many sequences with more
+    /// rows become one task each, so that the team is woken once and not once for each sequence.
     ///
     /// # Panics
     /// Like [`Cpu::attention`]; also if spans overlap or are not in order.

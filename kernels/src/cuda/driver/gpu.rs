@@ -121,8 +121,8 @@ impl Gpu {
     /// Opens device `ordinal` and loads the kernels.
     ///
     /// # Errors
-    /// Errors of [`device_count`](super::device_count); [`Error::Cuda`] if there is no such device, or the kernels have
-    /// no code for it or need a newer driver.
+    /// Errors of [`device_count`](super::device_count); [`Error::Cuda`] if there is no such device,
+    /// or the kernels have no code for it or need a newer driver.
     pub fn open(ordinal: usize) -> Result<Self> {
         let device = find(ordinal)?;
         let code = code_for(device, ordinal)?;

@@ -222,8 +222,8 @@ impl Stream {
     ///
     /// # Safety
     /// Every address in `args` must come from [`Stream::operands`], checked for what the kernel
-    /// reads and writes with this shape; numbers that it uses as indices into memory must be within bounds
-    /// ([`super::Checked`]); the shape must be one that the kernel supports.
+    /// reads and writes with this shape; numbers that it uses as indices into memory must be within
+    /// bounds ([`super::Checked`]); the shape must be one that the kernel supports.
     pub(crate) unsafe fn launch<A: Copy>(
         &self,
         kernel: impl Into<Instance<A>>,
