@@ -49,7 +49,7 @@ impl Source {
     /// A checkpoint made of these files and `store`.
     ///
     /// # Errors
-    /// As `Checkpoint::of_files`.
+    /// Errors of `Checkpoint::of_files`.
     pub fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
         Checkpoint::of_files(self.files, store)
     }

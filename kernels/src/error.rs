@@ -34,9 +34,9 @@ pub enum Error {
     /// A requested instruction set is not available on this machine.
     #[error("instruction set {requested} is not available here; this CPU has: {available}")]
     Isa {
-        /// The one requested.
+        /// The requested instruction set.
         requested: &'static str,
-        /// Those available.
+        /// The instruction sets that this CPU has.
         available: String,
     },
     /// The CUDA driver returned an error, or is absent.

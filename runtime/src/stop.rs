@@ -2,7 +2,7 @@
 
 use crate::thinking::overlap;
 
-/// Passes an answer on up to the first stop text; neither that text nor anything behind it is
+/// Passes an answer on up to the first stop text; neither that text nor anything after it is
 /// passed on. Of several texts, the first to be complete counts, however the answer is cut into pieces.
 #[derive(Debug, Default)]
 pub struct StopTexts {

@@ -14,7 +14,7 @@ const RESET: &str = "\x1b[0m";
 /// How thinking is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Thinking {
-    /// Not at all.
+    /// Not shown.
     Hidden,
     /// Dimmed, before the answer.
     Dimmed,

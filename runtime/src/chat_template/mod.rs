@@ -88,7 +88,7 @@ impl ChatTemplate {
     /// Like [`ChatTemplate::find`], for a model that must have a template.
     ///
     /// # Errors
-    /// Those of [`ChatTemplate::find`]; [`Error::Text`] if there is none.
+    /// Errors of [`ChatTemplate::find`]; [`Error::Text`] if there is none.
     pub fn from_files(files: &Files) -> Result<Self> {
         Self::find(files)?.ok_or_else(|| {
             let why = format!(
