@@ -1,5 +1,5 @@
-//! Sets `demo` if the feature of that name is on and the demo model is there. The published crate
-//! comes without it, because a crate may have 10 MB.
+//! Sets `demo` if the feature of that name is on and the demo model exists. The published crate
+//! does not include it, because crates are limited to 10 MB.
 
 use std::env;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Prefill and decode of the demo model, from tokens to logits: as it is, and quantized by
-//! rounding, under every rounding of activations that is some scheme's best.
+//! Prefill and decode of the demo model, from tokens to logits: unquantized, and quantized by
+//! rounding, with every activation type that is some scheme's best.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use nq_formats::{Bits, Checkpoint};

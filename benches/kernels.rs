@@ -1,10 +1,10 @@
 //! Every Linear kernel of the CPU's registry on shapes of Qwen3-0.6B, attention and norms.
 //!
 //! `cargo bench --bench kernels` measures with criterion: one row of x in bytes of weights
-//! per second, out of memory (a ring of copies larger than the caches); 128 rows in
+//! per second, read from memory (a ring of copies larger than the caches); 128 rows in
 //! operations per second ("elem" is one multiplication or addition). With
-//! `NQ_RECORD=FILE` the same cases are timed briefly and appended to a CSV file instead,
-//! beside the memory bandwidth measured in the same run; see `benches/records`.
+//! `NQ_RECORD=FILE` the same cases are instead timed briefly and appended to a CSV file,
+//! with the memory bandwidth measured in the same run; see `benches/records`.
 #![allow(missing_docs, reason = "a benchmark's main")]
 
 use criterion::{BenchmarkId, Criterion, Throughput};
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// A projection of Qwen3-0.6B: `(out, in)`.
 const SHAPE: (usize, usize) = (3072, 1024);
 
-/// Copies of a weight together take at least this much.
+/// Least total size of the copies of a weight.
 const RING: usize = 512 << 20;
 
 /// Rows of x in the cases of many rows.
@@ -84,7 +84,7 @@ fn attention(criterion: &mut Criterion) {
         };
         group.throughput(match rows {
             1 => Throughput::Bytes((2 * kv_heads * len * kind.bytes(d)) as u64),
-            // Scores and sums of the positions not after a row.
+            // Scores and sums over the positions up to each row.
             _ => Throughput::Elements((4 * heads * d * rows * (rows + 1) / 2) as u64),
         });
         let id = BenchmarkId::new(isa.name(), format!("{kind}-m{rows}"));
@@ -96,7 +96,7 @@ fn attention(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Every instruction set present with each shape and type of cache.
+/// Every available instruction set with each shape and type of cache.
 fn combinations(
     shapes: [(usize, usize); 2],
 ) -> impl Iterator<Item = (Isa, (usize, usize), KvType)> {
@@ -108,7 +108,7 @@ fn combinations(
     })
 }
 
-/// The norms of one layer of Qwen3-0.6B on 512 rows; of its keys and queries with their
+/// The norms of one layer of Qwen3-0.6B on 512 rows; those of its keys and queries with their
 /// rotary embedding.
 fn norms(criterion: &mut Criterion) {
     let (rows, hidden, heads, d) = (512, 1024, 24, 128);
@@ -167,7 +167,7 @@ impl Case {
     }
 }
 
-/// Every registry row that runs here, on the schemes that nq writes by default and dense.
+/// Every registry row that runs here, with the schemes that nq writes by default and unquantized.
 fn cases() -> Vec<Case> {
     let affine = |bits, group, zeros| AffineScheme::new(bits, group, zeros);
     let mut weights = vec![
@@ -207,7 +207,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// A case's weight, packed as often as it takes to be out of the caches.
+/// A case's weight, packed as often as needed to exceed the caches.
 struct Prepared {
     copies: Vec<Linear>,
     x: Vec<f32>,
@@ -253,13 +253,13 @@ fn record(path: &std::ffi::OsStr) {
     for case in cases() {
         let cpu = cpu(case.kernel.isa);
         let run = Prepared::new(&cpu, &case);
-        // Right before each case: on a shared host it changes within seconds.
+        // Measured right before each case: on a shared host it changes within seconds.
         let bandwidth = all_threads.read_bandwidth(&buffer).median / 1e9;
         let mut y = vec![0.0; case.rows * SHAPE.0];
         let mut times = Vec::new();
         let begin = Instant::now();
         let mut turn = 0;
-        // A whole turn of the ring to warm up, then at least 9 repeats and 100 ms.
+        // One full turn of the ring to warm up, then at least 9 repeats and 100 ms.
         while turn < run.copies.len() {
             run.once(&cpu, turn, &mut y);
             turn += 1;

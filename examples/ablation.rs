@@ -1,9 +1,9 @@
-//! What each technique of quantization gains: one CSV row for each variant of the methods, all
+//! Measures the gain of each quantization technique: one CSV row for each variant of the methods, all
 //! on the same text, in the same bytes.
 //!
 //! `cargo run --release --example ablation -- MODEL CALIBRATION EVALUATION TOKENS SCHEME...`,
 //! where CALIBRATION is `self` or a file and a scheme is `g128` (symmetric) or `g64`
-//! (asymmetric), followed by `:N` for the variant of that number alone. Divergences are
+//! (asymmetric), optionally followed by `:N` to run only variant number N. Divergences are
 //! measured with unrounded activations.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]

@@ -1,5 +1,5 @@
-//! Measures a model against another: `cargo run --release --example evaluate -- MODEL REFERENCE TEXT`, two
-//! folders with the same vocabulary and a file.
+//! Compares a model with another: `cargo run --release --example evaluate -- MODEL REFERENCE TEXT`, two
+//! folders with the same vocabulary and a text file.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
@@ -14,7 +14,7 @@ fn main() -> anyhow::Result<()> {
     let [model, reference, text] = &args[..] else {
         anyhow::bail!("expected MODEL REFERENCE TEXT");
     };
-    // Without rounding of activations, so that weights alone are compared.
+    // Activations are not rounded, so that only the weights are compared.
     let options = LoadOptions {
         activations: ActivationChoice::F32,
         ..LoadOptions::default()

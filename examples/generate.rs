@@ -22,7 +22,7 @@ fn main() -> anyhow::Result<()> {
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     let template = ChatTemplate::from_files(checkpoint.files())?;
 
-    // The first usable GPU, else the CPU; `&()` takes no reports of progress.
+    // The first usable GPU, otherwise the CPU; `&()` ignores progress.
     let options = LoadOptions::default();
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &())?;
     let mut session = engine.session(SessionSpec {

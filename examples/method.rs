@@ -1,7 +1,7 @@
-//! A quantization method of one's own: rounding to nearest in which a coin, weighted by the distance,
+//! A quantization method of your own: stochastic rounding, in which chance, weighted by the distance,
 //! decides between the two neighbours. `cargo run --release --example method -- FOLDER OUT`
 //!
-//! In nq itself it would be a file in `quantize/src/methods` and a row of `METHODS`.
+//! As a part of nq, it would be a file in `quantize/src/methods` and a row of `METHODS`.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
@@ -21,12 +21,12 @@ impl Method for Stochastic {
         "stochastic"
     }
 
-    /// Nothing must be known of a weight's inputs, so that no text is run.
+    /// The method needs no statistics of inputs, so no text is run.
     fn needs(&self) -> Needs {
         Needs::Nothing
     }
 
-    /// Goes into the record of the file.
+    /// Stored in the record of the file.
     fn settings(&self) -> Map<String, Value> {
         Map::from_iter([("seed".into(), self.seed.into())])
     }
@@ -46,7 +46,8 @@ impl Method for Stochastic {
             .flat_map(|row| row.chunks_mut(size));
         for ((values, codes), params) in groups.zip(codes).zip(&mut rounded.params) {
             *params = Fit::absmax().params(&grid, values, &[]);
-            // A step's width apart at random, then to nearest: up as often as the distance says.
+            // Adds random noise as wide as a step, then rounds to nearest: up as often as the distance
+            // says.
             let moved: Vec<f32> = (values.iter())
                 .map(|w| w + params.scale * (random.uniform() - 0.5))
                 .collect();

@@ -1,9 +1,9 @@
-//! What mixes of schemes reach: one CSV row for each, all on the same text.
+//! Measures mixes of schemes: one CSV row for each, all on the same text.
 //!
 //! `cargo run --release --example mixes -- MODEL CALIBRATION EVALUATION TOKENS MIX...`, where
-//! CALIBRATION is `self` or a file and a mix is `METHOD; LINEARS; HEAD[; PART = SCHEME]...`: schemes
-//! by their names (`int4 g32 asymmetric scales8`), a part of the names of weights that get another
-//! (`down_proj`, `layers.0.`). Divergences are measured with unrounded activations.
+//! CALIBRATION is `self` or a file and a mix is `METHOD; LINEARS; HEAD[; PART = SCHEME]...`. Schemes
+//! have their displayed names (`int4 g32 asymmetric scales8`); weights whose names contain PART
+//! (`down_proj`, `layers.0.`) get another one. Divergences are measured with unrounded activations.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
@@ -19,7 +19,7 @@ use nq_quantize::{CalibrationSource, Job, Limits, QuantizeOptions, Schemes};
 use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
 use std::path::PathBuf;
 
-/// The methods of the library, and variants of gptq that it does not name.
+/// The methods of the library, and variants of gptq without a name there.
 fn method(name: &str) -> anyhow::Result<Box<dyn Method>> {
     let gptq = Gptq::default();
     let order = Order::Groups;

@@ -1,5 +1,5 @@
-//! Quantizes a model and prints what it cost: `cargo run --release --example quantize -- FOLDER OUT`, where
-//! FOLDER holds an unquantized checkpoint, such as `assets/demo`.
+//! Quantizes a model and prints the loss of quality: `cargo run --release --example quantize -- FOLDER
+//! OUT`, where FOLDER holds an unquantized checkpoint, such as `assets/demo`.
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
@@ -14,7 +14,7 @@ fn main() -> anyhow::Result<()> {
     };
     let checkpoint = Checkpoint::open(Path::new(folder))?;
     let options = QuantizeOptions {
-        method: "rtn".into(), // "gptq" takes longer and is better
+        method: "rtn".into(), // "gptq" takes longer and gives better quality
         eval_tokens: 2048,
         ..QuantizeOptions::new(Bits::B4, out)
     };

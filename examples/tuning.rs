@@ -1,9 +1,9 @@
-//! What settings of tuning come to: one CSV row for each variant, all from the same quantized
+//! Measures settings of tuning: one CSV row for each variant, all from the same quantized
 //! weights.
 //!
 //! `cargo run --release --example tuning -- SOURCE QUANTIZED TEXT[:BYTES],... VARIANT...`, where
 //! QUANTIZED is a folder that nq made from SOURCE and a variant is
-//! `NAME:steps=300,batch=32,codes=0.00185,...`; what it does not set is the product's, but for 200
+//! `NAME:steps=300,batch=32,codes=0.00185,...`; other settings are the product's defaults, with 200
 //! steps.
 //! Divergences of texts are measured on the second halves of windows of 512 tokens, in f32.
 
@@ -21,9 +21,9 @@ use nq_quantize::train::trainer::{Settings, Trainer};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Tokens of a window, and of a sequence of training text.
+/// Tokens in a window, and in a sequence of training text.
 const LENGTH: usize = 512;
-/// Windows of one pass.
+/// Windows per pass.
 const WINDOWS: usize = 32;
 
 struct Variant {
@@ -40,7 +40,7 @@ fn variant(spec: &str) -> anyhow::Result<Variant> {
         settings: Settings {
             steps: 200,
             seed: 0x7475_6E69_6E67_0001,
-            // Unless one is given, that of the steps and the batch.
+            // If no rate is given, it follows from the steps and the batch.
             rate_codes: f32::NAN,
             ..Settings::default()
         },
@@ -72,7 +72,7 @@ fn variant(spec: &str) -> anyhow::Result<Variant> {
     Ok(v)
 }
 
-/// A text's whole windows.
+/// The whole windows of a text.
 struct Text {
     name: String,
     ids: Vec<u32>,
@@ -94,7 +94,7 @@ fn text(spec: &str, prompter: &Prompter) -> anyhow::Result<Text> {
     })
 }
 
-/// Mean and 99 % of the divergence of `student` on each text.
+/// Mean and 99th percentile of the divergence of `student` on each text.
 fn measure<O: GradOps>(
     ops: &O,
     (teacher, student): (&Model<O>, &Model<O>),
@@ -152,9 +152,10 @@ fn run<O: GradOps>(ops: &O, setup: &Setup, v: &Variant) -> anyhow::Result<()> {
 #[cfg(feature = "cuda")]
 fn run_on_gpu(setup: &Setup, v: &Variant) -> anyhow::Result<()> {
     use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-    let precision = match v.tf32 {
-        true => GemmPrecision::Tf32,
-        false => GemmPrecision::Full,
+    let precision = if v.tf32 {
+        GemmPrecision::Tf32
+    } else {
+        GemmPrecision::Full
     };
     run(&CudaOps::new(&Gpu::open(0)?, precision)?, setup, v)
 }
@@ -191,9 +192,10 @@ fn main() -> anyhow::Result<()> {
     let on_cpu = std::env::var("NQ_DEVICE").is_ok_and(|d| d == "cpu");
     for spec in variants {
         let v = variant(spec)?;
-        match on_cpu {
-            true => run(&nq_kernels::grad::CpuOps, &setup, &v)?,
-            false => run_on_gpu(&setup, &v)?,
+        if on_cpu {
+            run(&nq_kernels::grad::CpuOps, &setup, &v)?
+        } else {
+            run_on_gpu(&setup, &v)?
         }
     }
     Ok(())

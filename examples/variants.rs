@@ -1,7 +1,7 @@
-//! Variants of a model that a method should serve as well as the model itself: its head untied
-//! by a copy, one layer dropped, and outlier channels as large models have them: some channels
-//! of a norm times 32 and the next weights' inputs divided by as much, which changes no output.
-//! Each is a folder of its own, to be quantized and measured like any model.
+//! Makes variants of a model that a method should handle as well as the model itself: the head untied
+//! by a copy, one layer dropped, and outlier channels like those of large models: some channels
+//! of a norm are multiplied by 32 and the inputs of the next weights divided by it, which changes no
+//! output. Each is a folder that can be quantized and measured like any model.
 //!
 //! `cargo run --release --example variants -- MODEL OUT` writes `OUT/untied`, `OUT/dropped` and
 //! `OUT/outliers` from a folder of bf16 weights with a tied head.
@@ -36,7 +36,7 @@ fn read(model: &Path) -> anyhow::Result<Tensors> {
     Ok(tensors)
 }
 
-/// `tensor` `[.., columns]` with the values of every `each`-th column times `factor`.
+/// `tensor` `[.., columns]` with every `each`-th column multiplied by `factor`.
 fn scaled(tensor: &Tensor, each: usize, factor: f32) -> anyhow::Result<Tensor> {
     ensure!(tensor.dtype() == DType::BF16, "expected bf16 weights");
     let columns = *tensor.shape().last().context("a dimension")?;
@@ -57,8 +57,8 @@ fn scaled(tensor: &Tensor, each: usize, factor: f32) -> anyhow::Result<Tensor> {
     )?)
 }
 
-/// Scales channels of the norm that makes a product's input in layer `layer` and divides the
-/// inputs of the product's weights by as much.
+/// Multiplies channels of the norm that produces a product's input in layer `layer`, and divides the
+/// inputs of the product's weights by the same factor.
 fn outliers(
     tensors: &mut Tensors,
     layer: usize,
@@ -79,7 +79,7 @@ fn outliers(
     Ok(())
 }
 
-/// The tensors without layer `dropped`, those after it one number lower.
+/// The tensors without layer `dropped`; later layers are renumbered.
 fn without(tensors: &Tensors, dropped: usize) -> Tensors {
     let renamed = tensors.iter().filter_map(|(name, tensor)| {
         let name = match layer_of(name) {

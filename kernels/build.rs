@@ -1,11 +1,11 @@
 //! With the feature `cuda`: finds the machine code of `cuda/*.cu`, which the library embeds.
 //!
-//! It comes of the crate nq-kernels-cuda, whose manifest says of which sources: others than those
-//! here are refused. With the feature `cuda-source` it is compiled here. `NVCC` then names the
-//! compiler; otherwise it is looked for in `CUDA_HOME`, `CUDA_PATH`, `PATH`, `/usr/local/cuda` and
-//! among the packages of a Python environment (`NQ_NVCC_VENV`, `VIRTUAL_ENV`), where pip puts it.
-//! `NQ_CUDA_ARCHS` limits the architectures while developing, e.g. `90a`; a library so built runs on
-//! those alone.
+//! It comes from the crate nq-kernels-cuda, whose manifest lists the sources it was compiled from; if
+//! they differ from those here, the build fails. With the feature `cuda-source` it is compiled here:
+//! `NVCC` then names the compiler; otherwise it is looked for in `CUDA_HOME`, `CUDA_PATH`, `PATH`,
+//! `/usr/local/cuda` and the packages of a Python environment (`NQ_NVCC_VENV`, `VIRTUAL_ENV`), where
+//! pip installs it. `NQ_CUDA_ARCHS` limits the architectures during development, e.g. `90a`; such a
+//! library runs on those alone.
 
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
 
-/// Machine code for these, and PTX for devices newer than all of them, as `prebuilt/build` has it.
+/// Machine code for these, and PTX for devices newer than all of them, the same as in `prebuilt/build`.
 const TARGETS: [&str; 7] = [
     "sm_80",
     "sm_86",
@@ -54,7 +54,7 @@ fn feature(name: &str) -> bool {
     env::var_os(format!("CARGO_FEATURE_{name}")).is_some()
 }
 
-/// Kernels and headers, by name.
+/// Kernels and headers, sorted by name.
 fn sources() -> Vec<PathBuf> {
     let dir = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
     let mut sources: Vec<PathBuf> = fs::read_dir(&dir)
@@ -66,7 +66,7 @@ fn sources() -> Vec<PathBuf> {
     sources
 }
 
-/// Sees to it that nq-kernels-cuda was compiled from `sources`; gives the compiler's version.
+/// Checks that nq-kernels-cuda was compiled from `sources`; returns the compiler's version.
 fn prebuilt(sources: &[PathBuf]) -> String {
     const REMEDY: &str = "kernels/prebuilt/build compiles them for all architectures (with nvcc, 15 \
         core-minutes); the feature cuda-source does without, by nvcc at each build (NQ_CUDA_ARCHS=90a \
@@ -118,7 +118,7 @@ fn unique(mut names: Vec<&str>) -> Vec<&str> {
     names
 }
 
-/// The compiler's version, of which `text` is like `13.0.88`, as the library reads it.
+/// A constant with the compiler's version, which `text` gives like `13.0.88`.
 fn compiler(text: &str) -> String {
     let mut parts = text.split('.').map(str::parse::<i32>);
     let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
@@ -127,7 +127,7 @@ fn compiler(text: &str) -> String {
     format!("/// CUDA version of the compiler.\nconst COMPILER: (i32, i32) = ({major}, {minor});\n")
 }
 
-/// Compiles `sources` with nvcc, and gives the table of what came out.
+/// Compiles `sources` with nvcc, and returns the table of the results.
 fn compile(sources: &[PathBuf]) -> String {
     for name in VARIABLES {
         println!("cargo::rerun-if-env-changed={name}");
@@ -167,7 +167,7 @@ fn compile(sources: &[PathBuf]) -> String {
     code + "];\n"
 }
 
-/// What `nvcc --version` says, e.g. `13.0.88`.
+/// The version that `nvcc --version` prints, e.g. `13.0.88`.
 fn version(nvcc: &Path) -> String {
     let said = Command::new(nvcc).arg("--version").output();
     let said = said.unwrap_or_else(|e| fail(&format!("{}: {e}", nvcc.display())));
@@ -183,7 +183,7 @@ fn version(nvcc: &Path) -> String {
         .to_owned()
 }
 
-/// What a build depends on besides the sources.
+/// Environment variables that a build depends on.
 const VARIABLES: [&str; 7] = [
     "NVCC",
     "CUDA_HOME",
@@ -283,7 +283,7 @@ fn find_nvcc() -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
-/// Where pip puts nvcc under an environment: `lib/pythonX/site-packages/nvidia/*/bin`.
+/// The folders under an environment where pip puts nvcc: `lib/pythonX/site-packages/nvidia/*/bin`.
 fn pip_places(root: &Path) -> Vec<PathBuf> {
     let children = |dir: PathBuf| -> Vec<PathBuf> {
         let entries = fs::read_dir(dir).into_iter().flatten();

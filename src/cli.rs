@@ -1,5 +1,5 @@
-//! The command line's frame: subcommands and the flags that all of them share.
-//! Each subcommand's own flags stand beside its code in [`crate::commands`].
+//! The command line: subcommands and the flags that all of them share.
+//! The flags of each subcommand are next to its code in [`crate::commands`].
 
 use crate::commands;
 use crate::terminal::say;
@@ -28,7 +28,7 @@ pub struct Cli {
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Quantize a checkpoint to 3 to 8 bits and measure what it cost
+    /// Quantize a checkpoint to 3 to 8 bits and measure the loss of quality
     Quantize(commands::quantize::QuantizeArgs),
     /// Talk to a model
     Chat(commands::chat::ChatArgs),
@@ -40,11 +40,11 @@ pub enum Command {
     Rerank(commands::rerank::RerankArgs),
     /// Measure perplexity and, against a reference, KL divergence
     Eval(commands::eval::EvalArgs),
-    /// Measure tokens per second beside the machine's bandwidth
+    /// Measure tokens per second and compare them with the machine's bandwidth
     Bench(commands::bench::BenchArgs),
-    /// Write a checkpoint in another format, with the same numbers where that can hold them
+    /// Write a checkpoint in another format, with the same numbers if that can hold them
     Convert(commands::convert::ConvertArgs),
-    /// Show what a checkpoint holds
+    /// Show the contents of a checkpoint
     Inspect(commands::inspect::InspectArgs),
     /// Download a model from the hub into its cache
     Pull(commands::models::PullArgs),
@@ -63,7 +63,7 @@ pub enum Command {
     },
 }
 
-/// Flags that say how a model is run.
+/// Flags for how a model is run.
 const RUNNING: [&str; 6] = ["device", "threads", "pin", "activations", "kernels", "isa"];
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
@@ -154,8 +154,8 @@ const EXAMPLES: [(&str, &str); 15] = [
     ),
 ];
 
-/// The command line as its help shows it: `nq --help` explains the flags of [`Global`], the help of a
-/// subcommand only names those that are of use to it.
+/// The command line with its help: `nq --help` explains the flags of [`Global`]; the help of a
+/// subcommand only lists those that affect it.
 fn program() -> clap::Command {
     let plain = Cli::command();
     let shared: Vec<clap::Arg> = plain.get_arguments().cloned().collect();
@@ -175,7 +175,7 @@ fn program() -> clap::Command {
             format!("Shared options ({EXPLAINED}):\n  {}\n\n", flags.join(" "))
         };
         end += &format!("Examples:\n  {}", lines.replace('\n', "\n  "));
-        // A subcommand's own argument stands in for the shared one of its name.
+        // A subcommand's own argument replaces the shared one of the same name.
         let hidden = shared.iter().map(|a| a.clone().hide(true));
         program.mut_subcommand(name, |command| command.args(hidden).after_help(end))
     })
@@ -184,7 +184,7 @@ fn program() -> clap::Command {
 /// Where the shared flags are explained.
 const EXPLAINED: &str = "nq --help explains them";
 
-/// Parses the arguments of this process. Ends it on a wrong command or a request for help.
+/// Parses the arguments of this process. Exits on a wrong command or a request for help.
 pub fn parse() -> Cli {
     let matches = program().get_matches();
     Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit())
@@ -203,23 +203,23 @@ pub struct Global {
     /// Bind every CPU thread to a physical core (Linux)
     #[arg(long, global = true)]
     pub pin: bool,
-    /// How inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16, the
-    /// last two with -g16, -g32, -g64 or -g128 for other groups than 32 and 128
+    /// How inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16; the
+    /// last two may end in -g16, -g32, -g64 or -g128 for groups other than 32 and 128
     #[arg(long, global = true, value_name = "A", default_value = "auto")]
     pub activations: ActivationChoice,
-    /// Fused kernels, or the plain ones they are measured against
+    /// Fused kernels, or the plain ones used as reference
     #[arg(long, global = true, value_enum, default_value_t = KernelArg::Fused)]
     pub kernels: KernelArg,
     /// CPU instruction set
     #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
-    /// Use only what is on this machine
+    /// Do not use the network
     #[arg(long, global = true)]
     pub offline: bool,
     /// Print the report as JSON on stdout
     #[arg(long, global = true)]
     pub json: bool,
-    /// Say more (kernel choices, timings of stages)
+    /// Print more (kernel choices, timings of stages)
     #[arg(short, long, global = true)]
     pub verbose: bool,
 }
@@ -234,7 +234,7 @@ pub enum KernelArg {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum IsaArg {
-    /// The strongest present
+    /// The best available
     Auto,
     /// Plain Rust
     Scalar,
@@ -251,7 +251,7 @@ pub enum IsaArg {
 }
 
 impl Global {
-    /// Says that threads wait for one another where there are more of them than cores.
+    /// Prints a note if there are more threads than cores.
     pub fn note_threads(&self) {
         let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
         if let Some(threads) = self.threads.filter(|&n| n > cores) {
@@ -261,7 +261,7 @@ impl Global {
         }
     }
 
-    /// Says why the CPU computes where there is a GPU and `--device` does not ask for the CPU.
+    /// Prints a note on why the CPU is used if there is a GPU and `--device` does not ask for the CPU.
     pub fn note_gpu(&self) {
         if self.device != DeviceChoice::Auto {
             return;
@@ -273,7 +273,7 @@ impl Global {
         }
     }
 
-    /// How the flags place a model.
+    /// The library's load options for these flags.
     pub fn load_options(&self) -> LoadOptions {
         LoadOptions {
             device: self.device,
@@ -298,8 +298,8 @@ impl Global {
     }
 }
 
-/// Ends the program, called with `subcommand`, as clap does for flags that contradict each other in
-/// ways that its own rules cannot tell.
+/// Exits as clap does for conflicting flags of `subcommand`, for conflicts that clap's
+/// rules cannot express.
 pub fn refuse(subcommand: &str, message: &str) -> ! {
     let mut program = program();
     program.build();
@@ -309,7 +309,7 @@ pub fn refuse(subcommand: &str, message: &str) -> ! {
     command.error(ErrorKind::ArgumentConflict, message).exit()
 }
 
-/// Bits that a model is quantized to at load, 16 for none.
+/// Parses the bits that a model is quantized to at load; 16 for none.
 pub fn parse_load_bits(s: &str) -> Result<u32, String> {
     match s {
         "3" | "4" | "5" | "6" | "8" | "16" => Ok(s.parse().expect("a number")),
@@ -317,7 +317,7 @@ pub fn parse_load_bits(s: &str) -> Result<u32, String> {
     }
 }
 
-/// Bits of the KV cache; 32 is for comparison with f32 references.
+/// Parses the bits of the KV cache; 32 is for comparison with f32 references.
 pub fn parse_kv(s: &str) -> Result<KvType, String> {
     match s {
         "8" => Ok(KvType::Int8),
@@ -381,7 +381,7 @@ mod tests {
             let example = format!("Examples:\n  nq {}", command.get_name());
             assert!(help.contains(&example), "{help}");
         }
-        // Explained once, named where they are of use.
+        // Each is explained once and listed where it has an effect.
         let shared = [&RUNNING[..], &["offline", "json", "verbose"]].concat();
         let quantize = built.find_subcommand_mut("quantize").unwrap();
         let help = quantize.render_long_help().to_string();

@@ -1,9 +1,9 @@
-//! The demo model and its evaluation text, built into the program by the feature `demo` where the
+//! The demo model and its evaluation text, built into the program by the feature `demo` if the
 //! sources have them (`build.rs`).
 
 use nq_formats::Files;
 
-/// The name of the built-in model in messages.
+/// Name of the built-in model in messages.
 pub const LABEL: &str = "demo";
 
 #[cfg(demo)]
@@ -38,7 +38,7 @@ pub fn files() -> Option<Files> {
     None
 }
 
-/// Text sampled from the demo model at temperature 1: on it, the model's perplexity is its
+/// Text sampled from the demo model at temperature 1: on this text, the model's perplexity is its
 /// own entropy.
 pub fn eval_text() -> Option<&'static str> {
     #[cfg(demo)]

@@ -11,12 +11,12 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// The model that commands take when none is named.
+/// The default model of commands.
 pub const DEFAULT_ID: &str = "Qwen/Qwen3-0.6B";
 
-/// A model as a command got it.
+/// The model given to a command.
 pub struct Model {
-    /// A short name, fit for a folder: `demo`, `Qwen3-0.6B`.
+    /// A short name, usable for a folder: `demo`, `Qwen3-0.6B`.
     pub name: String,
     /// Where it came from, for records: a path, a hub id or `demo`.
     pub source: String,
@@ -24,8 +24,8 @@ pub struct Model {
     pub checkpoint: Checkpoint,
 }
 
-/// The folder that `nq quantize` writes to and `nq list` shows: `NQ_HOME/models`, else
-/// `XDG_DATA_HOME/nq/models`, else `~/.local/share/nq/models`.
+/// The folder that `nq quantize` writes to and `nq list` shows: `NQ_HOME/models`, otherwise
+/// `XDG_DATA_HOME/nq/models`, otherwise `~/.local/share/nq/models`.
 pub fn models_dir() -> anyhow::Result<PathBuf> {
     let var = |name| {
         std::env::var_os(name)
@@ -44,7 +44,7 @@ pub fn models_dir() -> anyhow::Result<PathBuf> {
     Ok(data.join("nq/models"))
 }
 
-/// Opens the model a command was given, a path or a name; without one, the default model.
+/// Opens the model given to a command, a path or a name; without one, the default model.
 pub fn open<M: AsRef<OsStr> + ?Sized>(
     model: Option<&M>,
     global: &Global,
@@ -56,8 +56,8 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
     }
 }
 
-/// The model that `nq chat` runs when none is named: the quantized copy of the default model
-/// in nq's folder (4 bits before 8), else what [`open`] gives.
+/// The default model of `nq chat`: the quantized copy of the default model
+/// in nq's folder (4 bits before 8), otherwise that of [`open`].
 pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
     let name = DEFAULT_ID.rsplit('/').next().unwrap_or(DEFAULT_ID);
     for bits in [4, 8] {
@@ -74,7 +74,7 @@ fn open_named(model: &OsStr, global: &Global, progress: &dyn Progress) -> anyhow
         return open_demo();
     }
     let path = Path::new(model);
-    // A file that is there and cannot be looked at is no hub id.
+    // A file that exists but is inaccessible is not a hub id.
     match path.symlink_metadata() {
         Ok(_) => return open_path(path),
         Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {
@@ -82,7 +82,7 @@ fn open_named(model: &OsStr, global: &Global, progress: &dyn Progress) -> anyhow
         }
         Err(_) => {}
     }
-    // Names of the hub and of nq's folder are text.
+    // Names on the hub and in nq's folder are text.
     let model = &*model.to_string_lossy();
     let own = models_dir()?.join(model);
     if !model.is_empty() && !model.contains(['/', '\\']) && own.exists() {
@@ -102,7 +102,7 @@ fn open_named(model: &OsStr, global: &Global, progress: &dyn Progress) -> anyhow
     open_hub(model, global, progress)
 }
 
-/// The name that is most like `model`, of those in nq's folder and `demo`, if any is.
+/// The name most similar to `model`, of those in nq's folder and `demo`, if any.
 fn alike(model: &str) -> anyhow::Result<Option<String>> {
     let entries = std::fs::read_dir(models_dir()?).into_iter().flatten();
     let own = entries
@@ -155,8 +155,8 @@ pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
 }
 
-/// What a device without kernels for codes of 3, 5 and 6 bits and for levels holds them as, and what
-/// that takes; `None` where all of nq's own weights are held as they are stored.
+/// How a device without kernels for codes of 3, 5 and 6 bits and for levels holds them, and the
+/// memory that takes; `None` if all of nq's own weights are held as they are stored.
 pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
     let (mut stored, mut held, mut widths) = (0, 0, BTreeMap::new());
     for (name, shape) in parameters(checkpoint.config()) {
@@ -180,7 +180,7 @@ pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
     })
 }
 
-/// The path of the hub's model `id`: downloaded unless the cache has it.
+/// The path of the hub's model `id`, downloaded unless the cache has it.
 ///
 /// # Errors
 /// If the name is not a hub id; errors of the download.
@@ -192,7 +192,7 @@ pub fn fetch(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Resu
 
 fn open_hub(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
     let path = fetch(id, global, progress)?;
-    // In the cache, a file's real name is its hash: the id says what it is called.
+    // In the cache, a file's real name is its hash; the id has its usual name.
     let (id_name, _) = id.split_once('@').unwrap_or((id, ""));
     let name = id_name.rsplit('/').next().unwrap_or(id_name);
     Ok(Model {

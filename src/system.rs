@@ -6,7 +6,7 @@ use std::path::Path;
 
 pub use nq_runtime::device::{available_memory, total_memory};
 
-/// The processor's name, where the system tells it.
+/// The processor's name, if the system tells it.
 pub fn cpu_name() -> Option<String> {
     let info = fs::read_to_string("/proc/cpuinfo").ok()?;
     let keys = ["model name", "Model", "CPU part"];
@@ -19,10 +19,10 @@ pub fn cpu_name() -> Option<String> {
     })
 }
 
-/// Refuses what needs more memory than the machine has free; `help` says what needs less.
+/// Refuses work that needs more memory than the machine has free; `help` says what needs less.
 ///
 /// # Errors
-/// With both figures.
+/// A message with both figures.
 pub fn check_memory(needed: u64, help: &str) -> anyhow::Result<()> {
     match available_memory() {
         Some(available) if needed > available => anyhow::bail!(
@@ -34,8 +34,8 @@ pub fn check_memory(needed: u64, help: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Bytes of last-level cache: the sum over the caches of the highest level that the
-/// machine's CPUs share among them. 0 if the system does not say.
+/// Bytes of last-level cache: the sum over the caches of the highest level among the
+/// machine's CPUs. 0 if the system does not say.
 pub fn last_level_cache() -> u64 {
     let Ok(cpus) = fs::read_dir("/sys/devices/system/cpu") else {
         return 0;
@@ -56,7 +56,7 @@ pub fn last_level_cache() -> u64 {
     caches.iter().filter(|c| c.0 == top).map(|c| c.2).sum()
 }
 
-/// Level, the CPUs that share it, and bytes of one cache that holds data.
+/// Level, the CPUs that share it, and bytes of a cache that holds data.
 fn cache(index: &Path) -> Option<(u32, String, u64)> {
     let read = |name: &str| fs::read_to_string(index.join(name)).ok();
     if read("type")?.trim() == "Instruction" {

@@ -1,5 +1,5 @@
-//! Chat templates in a process of their own: this program, started anew with a first argument that
-//! is no subcommand.
+//! Renders chat templates in a process of their own: this program, restarted with a first argument that
+//! is not a subcommand.
 
 use crate::chat::interrupt;
 use nq_runtime::chat_template::{Isolation, isolate, serve};
@@ -10,8 +10,8 @@ use std::process::{Command, ExitCode};
 /// The first argument of the process.
 const ARGUMENT: &str = "template-process";
 
-/// If this is that process: answers until its input ends. Else `None`, and templates of this
-/// process are rendered in such a one from now on.
+/// In that process: answers until its input ends. Otherwise returns `None`, and from now on templates
+/// of this process are rendered in such processes.
 pub fn serve_or_isolate() -> Option<ExitCode> {
     if std::env::args_os().nth(1).is_some_and(|a| a == ARGUMENT) {
         return Some(match serve(io::stdin().lock(), io::stdout()) {

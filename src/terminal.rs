@@ -1,10 +1,10 @@
 //! Output to the terminal: progress bars, notes and the handling of closed pipes.
 //!
 //! A terminal obeys what is printed on it: escape codes move its cursor, set its title and fill its
-//! clipboard. Names, errors and answers come from files of others, so all that nq prints goes
-//! through this module, which writes control characters out as `\u001b`. What goes to stdout where
-//! that is not a terminal is data: an answer is written there as the model gave it, and reports with
-//! such characters written out, which in JSON is the same text.
+//! clipboard. Names, errors and answers may come from other people's files, so everything that nq prints
+//! goes through this module, which escapes control characters as `\u001b`. Output to a stdout that
+//! is not a terminal is data: an answer is written exactly as the model gave it, and reports with
+//! control characters escaped, which in JSON means the same.
 
 use indicatif::{ProgressBar, ProgressStyle};
 pub use nq_formats::human_bytes;
@@ -18,13 +18,13 @@ use std::time::Duration;
 /// Exit code after an interrupt.
 pub const INTERRUPTED: u8 = 130;
 
-/// Ends the program as an interrupt does, without leaving temporary files.
+/// Exits as an interrupt does, without leaving temporary files.
 pub fn leave_interrupted() -> ! {
     nq_formats::durable::remove_temporaries();
     std::process::exit(INTERRUPTED.into());
 }
 
-/// Makes SIGINT, SIGTERM and SIGHUP end the program so.
+/// Makes SIGINT, SIGTERM and SIGHUP end the program that way.
 ///
 /// # Errors
 /// If the system refuses a handler.
@@ -41,7 +41,7 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// A fresh terminal.
+    /// A new terminal.
     pub fn new() -> Self {
         Self::default()
     }
@@ -93,7 +93,7 @@ impl Progress for Terminal {
     }
 }
 
-/// True if `error` means that the reader of our output has gone away.
+/// True if `error` means that the reader of our output is gone.
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()
@@ -101,7 +101,7 @@ pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
         .any(|e| e.kind() == io::ErrorKind::BrokenPipe)
 }
 
-/// Prints text and a line break on stdout. Unlike `println!`, a reader that went away is an error
+/// Prints text and a line break on stdout. Unlike with `println!`, a reader that is gone is an error
 /// to return, not a panic.
 pub fn print_line(text: &str) -> io::Result<()> {
     let print = || -> io::Result<()> {
@@ -115,32 +115,32 @@ pub fn print_line(text: &str) -> io::Result<()> {
     })
 }
 
-/// Prints text and a line break on stderr, long lines without their middle. Unlike with
-/// `eprintln!`, a reader that went away is no panic: it must not cost the work that a note is about.
+/// Prints text and a line break on stderr, with the middle of long lines left out. Unlike with
+/// `eprintln!`, a reader that is gone causes no panic: it must not cost the work that a note is about.
 pub fn say(text: &str) {
     let text = printable(text);
     let lines: Vec<Cow<'_, str>> = text.split('\n').map(|l| shortened(l, LONGEST)).collect();
     let _ = writeln!(io::stderr().lock(), "{}", lines.join("\n"));
 }
 
-/// Characters of a line on stderr, at most. A line that quotes a file could have any length.
+/// Most characters of a line on stderr. A line that quotes a file could have any length.
 const LONGEST: usize = 1000;
 
-/// `text` without its middle if it has more than `most` characters; what was left out is counted.
+/// `text` without its middle if it has more than `most` characters; says how much was left out.
 pub fn shortened(text: &str, most: usize) -> Cow<'_, str> {
     let count = text.chars().count();
     if count <= most {
         return text.into();
     }
     let at = |n| text.char_indices().nth(n).map_or(text.len(), |(i, _)| i);
-    // An error names its subject first and says last what was expected and found.
+    // An error begins with its subject and ends with what was expected and found.
     let (head, tail) = (most * 3 / 5, most * 3 / 10);
     let left_out = count - head - tail;
     let (head, tail) = (&text[..at(head)], &text[at(count - tail)..]);
     format!("{head}[{left_out} characters]{tail}").into()
 }
 
-/// `text` with control characters, all but line feed and tab, written out: `\u001b`.
+/// `text` with control characters, except line feed and tab, escaped as `\u001b`.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let harms = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
     if !text.contains(harms) {
@@ -157,7 +157,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     out.into()
 }
 
-/// Writes printable text on: see [`printable`]. Each write is whole characters.
+/// Escapes control characters in the text written: see [`printable`]. Each write must be whole
+/// characters.
 pub struct Printable<W>(pub W);
 
 impl<W: Write> Write for Printable<W> {
@@ -179,7 +180,7 @@ pub fn width() -> Option<usize> {
     Some(usize::from(width.0))
 }
 
-/// `text` as a word that a shell takes as it is: quoted where it must be.
+/// `text` as a word for a shell: quoted if necessary.
 pub fn shell_word(text: &str) -> Cow<'_, str> {
     let plain = |c: char| c.is_alphanumeric() || "._-/+=:,@%".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
@@ -200,7 +201,7 @@ mod tests {
             ("plain\ttext\nof é and 日本", "plain\ttext\nof é and 日本"),
             ("\x1b]52;c;aGk=\x07", r"\u001b]52;c;aGk=\u0007"),
             ("a\rb\x08\x7f", r"a\u000db\u0008\u007f"),
-            // The one-character forms of escape sequences.
+            // The single-character forms of escape sequences.
             ("\u{9b}31m\u{90}", r"\u009b31m\u0090"),
         ] {
             assert_eq!(printable(text), expected);
@@ -208,7 +209,7 @@ mod tests {
             write!(Printable(&mut written), "{text}").unwrap();
             assert_eq!(String::from_utf8(written).unwrap(), expected);
         }
-        // JSON with them written out is the same value.
+        // Escaped JSON has the same value.
         let json = serde_json::to_string("\u{9b}\u{7f}").unwrap();
         let read: String = serde_json::from_str(&printable(&json)).unwrap();
         assert_eq!(read, "\u{9b}\u{7f}");

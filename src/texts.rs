@@ -1,4 +1,4 @@
-//! Texts to evaluate on: a file, WikiText-2 from the hub, or the one that came with the program.
+//! Texts to evaluate on: a file, WikiText-2 from the hub, or the one built into the program.
 
 use crate::demo;
 use anyhow::{Context, bail};
@@ -11,7 +11,7 @@ use std::io::Read;
 use std::path::Path;
 use std::time::Duration;
 
-/// A text and what reports call it.
+/// A text and its name in reports.
 pub struct Text {
     /// Its name, with the part that was read.
     pub name: String,
@@ -19,8 +19,8 @@ pub struct Text {
     pub text: Cow<'static, str>,
 }
 
-/// Reads `file`, or takes the default text: WikiText-2, where the hub's cache or the hub has
-/// it, else the one that came with the program; which and why is said. Of any at most
+/// Reads `file`, or the default text: WikiText-2 if the hub's cache or the hub has
+/// it, otherwise the built-in one; reports which and why. Reads at most
 /// `max_bytes`, cut before a character that would be split.
 pub fn load(
     file: Option<&Path>,
@@ -63,12 +63,12 @@ const WIKITEXT: (&str, &str) = (
 /// SHA-256 of wiki.test.raw as published (Merity et al., 2016), 1,290,590 bytes.
 const WIKITEXT_SHA256: &str = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08";
 
-/// The exact text of wiki.test.raw. The hub's rows are its lines, but for lines of one space,
-/// which it made empty.
+/// The exact text of wiki.test.raw. The hub's rows are its lines, except for lines with a single space,
+/// which are empty there.
 fn wikitext(offline: bool, progress: &dyn Progress) -> anyhow::Result<String> {
     let mut options = HubOptions::from_env();
     options.offline |= offline;
-    // A default that may be missing is worth a short wait only.
+    // A default that may be missing is worth only a short wait.
     options.connect_timeout = Duration::from_secs(3);
     let (repo, file) = WIKITEXT;
     let path = Hub::new(options).fetch_dataset_file(repo, file, progress)?;
@@ -86,7 +86,7 @@ fn wikitext(offline: bool, progress: &dyn Progress) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// The text that came with the program.
+/// The text built into the program.
 pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
     let text = demo::eval_text().context(
         "no text to evaluate on: this build has none (feature `demo` is off); give one with --text",
@@ -98,7 +98,7 @@ pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
     })
 }
 
-/// Reads all of `input`, of which more than `most` bytes are refused.
+/// Reads all of `input`; more than `most` bytes are an error.
 ///
 /// # Errors
 /// Errors of reading; a text that is longer.
@@ -115,15 +115,15 @@ pub fn read_bounded(input: impl Read, most: u64) -> std::io::Result<Vec<u8>> {
     }
 }
 
-/// Bytes of a text to evaluate on, or to calibrate with, at most.
+/// Most bytes of a text to evaluate on or to calibrate with.
 const MOST: u64 = 1_000_000_000;
 
 fn read(path: &Path, max_bytes: Option<usize>) -> anyhow::Result<Text> {
     let open = || -> std::io::Result<(Vec<u8>, u64)> {
         let file = File::open(path)?;
         let total = file.metadata()?.len();
-        // One character more than asked for, so that a cut inside one can be told from
-        // bytes that are no UTF-8.
+        // One character more than requested, so that a cut inside a character can be told from
+        // bytes that are not UTF-8.
         let most = max_bytes.map_or(u64::MAX, |n| (n as u64).saturating_add(3));
         let bytes = read_bounded(file.take(most), MOST)?;
         Ok((bytes, total))

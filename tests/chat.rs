@@ -10,7 +10,7 @@ use pty::Pty;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
 
-/// The binary, away from the user's own models and settings.
+/// The binary, isolated from the user's own models and settings.
 fn nq(home: &tempfile::TempDir) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
     command
@@ -62,8 +62,8 @@ fn with<'a>(args: &[&'a str]) -> Vec<&'a str> {
     [&GREEDY[..], args].concat()
 }
 
-/// The greedy continuation that transformers computed for a prompt of one user message,
-/// and that message.
+/// The greedy continuation that transformers computed for a prompt of one user message, and that
+/// message.
 fn golden() -> (String, String) {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo-golden.json");
     let json: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
@@ -199,7 +199,7 @@ fn failures_have_exit_codes_and_reasons() {
     );
 }
 
-/// A text that is piped in goes after the prompt; nothing changes where there is none.
+/// Piped text goes after the prompt; without any, nothing changes.
 #[test]
 fn a_prompt_goes_with_what_is_piped_in() {
     let answer = |prompt: &str, input: Option<&str>| -> serde_json::Value {
@@ -215,7 +215,7 @@ fn a_prompt_goes_with_what_is_piped_in() {
     let alone = answer("Name a word of this:", None);
     assert_ne!(both, alone);
     assert_eq!(alone, answer("Name a word of this:", Some(" \n")));
-    // The end of what is typed may switch thinking, the end of a text may not.
+    // The end of a typed prompt may switch thinking, the end of a piped text may not.
     let switched = answer(
         "Name a word of this: /no_think",
         Some("the quick brown fox"),
@@ -230,7 +230,7 @@ fn a_prompt_goes_with_what_is_piped_in() {
     assert_ne!(quoted[0], fox[0]);
 }
 
-/// The error says how much too long, so that the text can be cut or the context chosen.
+/// The error says by how much it is too long, so that the user can cut the text or choose a context.
 #[test]
 fn a_piped_text_that_is_too_long_says_by_how_much() {
     let long = "word ".repeat(100);
@@ -250,7 +250,7 @@ fn a_piped_text_that_is_too_long_says_by_how_much() {
     assert_eq!(count(&enough.to_string()).0, Some(0));
 }
 
-/// Whoever starts it without a terminal and leaves the pipe open learns what it waits for.
+/// A user who starts it without a terminal and leaves the pipe open learns what it waits for.
 #[test]
 fn an_open_pipe_is_waited_for_and_that_is_said() {
     let home = home();
@@ -339,7 +339,7 @@ fn a_conversation_in_a_terminal() {
     pty.answer(">>> ", "Hello!");
     pty.wait_for("of them cached");
     pty.answer(">>> ", "Tell me more.");
-    // The second prompt holds the first turn, and most of it was cached.
+    // The second prompt includes the first turn, most of which was cached.
     let report = pty.wait_for("of them cached");
     assert!(!report.contains(" 0 of them cached"), "{report}");
     pty.answer(">>> ", "/system");
@@ -399,7 +399,7 @@ fn messages_of_several_lines() {
     assert_eq!(saved["messages"][2]["content"], "third\nfourth");
 }
 
-/// So hot that the model babbles until the context is full.
+/// A temperature so high that the model babbles until the context is full.
 const BABBLE: [&str; 8] = [
     "--temperature",
     "9",
@@ -416,14 +416,14 @@ fn the_first_interrupt_stops_the_answer_and_the_next_leaves() {
     let home = home();
     let mut pty = terminal(&home, &BABBLE, &[]);
     pty.line("Hello!");
-    // Past the echo: the editor no longer reads keys, so the terminal sends signals.
+    // After the echo: the editor no longer reads keys, so the terminal sends signals.
     pty.wait_for("Hello!");
     pty.wait_for("\n");
     pty.wait_bytes(40);
     pty.send(b"\x03");
     pty.wait_for("; interrupted");
     pty.wait_for(">>> ");
-    // The conversation goes on.
+    // The conversation continues.
     pty.line("/stats");
     pty.wait_for("1 answers");
     pty.wait_for(">>> ");
@@ -441,7 +441,7 @@ fn an_interrupted_script_leaves_with_130() {
     let mut command = nq(&home);
     command.args(BABBLE).args(["-v", "-p", "Hello!"]);
     let mut pty = Pty::spawn(command);
-    // The last note before the answer: after it, no progress is drawn.
+    // The last note before the answer; after it, no progress is drawn.
     pty.wait_for("presence penalty");
     pty.wait_for("\n");
     pty.wait_bytes(40);
@@ -464,7 +464,7 @@ fn thinking_is_dimmed_unless_colours_are_off() {
     assert!(!text.contains("<think>"), "{text:?}");
     pty.answer(">>> ", "/exit");
     assert_eq!(pty.exit_code(), 0);
-    // What is hidden shows a sign while it is written.
+    // While hidden thinking is written, a spinner shows.
     let mut pty = terminal(
         &home,
         &with(&["--max-tokens", "40", "--hide-thinking"]),
@@ -495,7 +495,7 @@ fn thinking_is_dimmed_unless_colours_are_off() {
     assert_eq!(pty.exit_code(), 0);
 }
 
-/// `-p` and `-f` are the message to the character; `--quiet` leaves the answer's figures out.
+/// `-p` and `-f` are the exact message; `--quiet` leaves out the answer's figures.
 #[test]
 fn a_prompt_is_taken_as_it_is_given() {
     let home = home();
@@ -541,7 +541,7 @@ fn bits_quantize_at_load_and_other_widths_are_refused() {
     assert!(!run(&["-p", "Hello!", "--bits", "5"], None).status.success());
 }
 
-/// What `-v` says a chat takes of memory is what it takes once the context is full, to 15 %.
+/// The memory that `-v` reports is what a chat takes once the context is full, to 15 %.
 #[test]
 fn the_memory_said_is_the_memory_taken() {
     let home = home();
@@ -579,7 +579,7 @@ fn the_memory_said_is_the_memory_taken() {
     }
 }
 
-/// Peak resident memory in MB, of a process that has not ended.
+/// Peak resident memory in MB of a process that is still running.
 fn resident_peak(status: &str) -> Option<f64> {
     let status = std::fs::read_to_string(status).ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;

@@ -1,4 +1,4 @@
-//! The real binary: flags, exit codes, stdout against stderr.
+//! The real binary: flags, exit codes, stdout and stderr.
 
 mod common;
 
@@ -97,7 +97,7 @@ fn completions_are_printed_for_every_shell() {
     }
 }
 
-/// What clap's own rules cannot tell is a mistake in the call too, and costs no loading.
+/// Conflicts that clap's own rules cannot express are usage errors too, before any loading.
 #[test]
 fn flags_that_make_no_sense_are_exit_code_2() {
     let home = tempfile::tempdir().expect("a folder");
@@ -138,7 +138,7 @@ fn flags_that_make_no_sense_are_exit_code_2() {
             ],
             "--format nq",
         ),
-        // A negative number is a value, not a flag of that name.
+        // A negative number is a value, not a flag.
         (&["chat", "no-such", "--seed", "-1"], "invalid digit"),
         (&["eval", "no-such", "--ctx", "-3"], "invalid digit"),
     ] {
@@ -146,14 +146,14 @@ fn flags_that_make_no_sense_are_exit_code_2() {
         assert_eq!(out.status.code(), Some(2), "{args:?}: {}", stderr(&out));
         assert!(stderr(&out).contains(said), "{args:?}: {}", stderr(&out));
     }
-    // Valid: refused for the model's name alone.
+    // Valid: refused only for the model's name.
     for flag in ["--presence-penalty", "--frequency-penalty"] {
         let out = nq(home.path(), &["chat", "no-such", flag, "-0.5", "-p", "x"]);
         assert!(stderr(&out).contains("no model"), "{}", stderr(&out));
     }
 }
 
-/// What a long run would fail for at its end, or after a folder is made, is said at once.
+/// Errors that a long run would hit at its end, or after a folder is made, are reported at once.
 #[test]
 fn files_are_looked_for_before_the_work() {
     let home = tempfile::tempdir().expect("a folder");
@@ -186,13 +186,13 @@ fn files_are_looked_for_before_the_work() {
         let said = stderr(&out);
         assert_eq!(out.status.code(), Some(1), "{said}");
         assert!(parts.iter().all(|p| said.contains(p)), "{args:?}: {said}");
-        // The system's reason stands once.
+        // The system's reason appears once.
         assert!(said.matches("os error").count() <= 1, "{said}");
     }
 }
 
-/// A reader that leaves early (`| head`) is no failure, one that cannot write is an error; neither
-/// is a panic.
+/// A reader that leaves early (`| head`) is no failure; output that cannot be written is an error;
+/// neither is a panic.
 #[test]
 fn closed_and_full_outputs_are_no_panics() {
     let home = tempfile::tempdir().expect("a folder");
@@ -227,7 +227,7 @@ fn closed_and_full_outputs_are_no_panics() {
         assert_eq!(out.status.code(), Some(1), "{args:?}: {}", stderr(&out));
         assert!(stderr(&out).contains("standard output"), "{}", stderr(&out));
     }
-    // Notes that nobody reads cost nothing.
+    // Notes without a reader cost nothing.
     let mut child = command(home.path(), &["list"])
         .stderr(Stdio::piped())
         .spawn()
@@ -236,7 +236,7 @@ fn closed_and_full_outputs_are_no_panics() {
     assert_eq!(child.wait().expect("nq ends").code(), Some(0));
 }
 
-/// A flag that does nothing here says so.
+/// A flag without effect is reported.
 #[cfg(feature = "demo")]
 #[test]
 fn a_gpus_memory_is_no_matter_on_a_cpu() {
@@ -256,7 +256,7 @@ fn a_gpus_memory_is_no_matter_on_a_cpu() {
     );
 }
 
-/// The demo model in a folder whose name is no text, and in nq's own with bits and no divergence.
+/// The demo model in a folder whose name is not UTF-8, and in nq's own with bits but no divergence.
 #[cfg(all(feature = "demo", target_os = "linux"))]
 #[test]
 fn a_models_path_need_not_be_utf8_and_the_list_has_bits() {
@@ -283,7 +283,7 @@ fn a_models_path_need_not_be_utf8_and_the_list_has_bits() {
     let rows: serde_json::Value = serde_json::from_str(&stdout(&out)).expect("JSON");
     assert_eq!(rows[0]["bits_per_weight"], 16.0);
     assert!(rows[0]["file_bytes"].as_u64() > Some(27_000_000) && rows[0]["kld"].is_null());
-    // What is downloaded is named by where it lies; what cannot be is exit 1.
+    // Downloads are reported with their path; one that fails gives exit code 1.
     let out = nq(home.path(), &["pull", "nobody/nothing", "--offline"]);
     assert_eq!(out.status.code(), Some(1));
     assert!(stderr(&out).contains("nobody/nothing"), "{}", stderr(&out));

@@ -1,5 +1,5 @@
-//! The GPU engine's quality: the demo model, quantized, against the CPU with unrounded
-//! activations. Without a GPU the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that
+//! The GPU engine's quality: the demo model, quantized, compared with the CPU with unrounded
+//! activations. Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that
 //! a failure.
 #![cfg(feature = "cuda")]
 #![allow(
@@ -66,7 +66,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
     engine.session(spec).expect("it fits")
 }
 
-/// Logits of a chunk of each of some slots.
+/// Logits for one chunk in each of some slots.
 fn forward(session: &mut dyn Session, chunks: &[(usize, &[u32])]) -> Vec<f32> {
     let chunks: Vec<Chunk<'_>> = (chunks.iter())
         .map(|&(slot, tokens)| Chunk {
@@ -82,7 +82,7 @@ fn forward(session: &mut dyn Session, chunks: &[(usize, &[u32])]) -> Vec<f32> {
         .to_vec()
 }
 
-/// Greatest difference of logits; of rows whose best token differs, how far apart the two lie.
+/// The greatest difference of logits; and in rows with different best tokens, the gap between the two.
 fn differences(ours: &[f32], theirs: &[f32], vocab: usize) -> (f32, f32) {
     let best = |row: &[f32]| -> usize {
         let better = |best: usize, i: usize| if row[i] > row[best] { i } else { best };
@@ -102,8 +102,8 @@ fn mean_kld(ours: &[f32], theirs: &[f32], vocab: usize) -> f64 {
     rows.iter().sum::<f64>() / rows.len() as f64
 }
 
-/// Windows of the text fed as the engine is used: most of a window at once, then a token at a
-/// time, then one of each of three windows at a time.
+/// Windows of the text, fed as in real use: most of a window at once, then one token at a
+/// time, then one token of each of three windows at a time.
 fn feed(engine: &dyn Engine, kv: KvType, tokens: &[u32]) -> Vec<f32> {
     let mut session = session(engine, kv);
     let text = |slot: usize| &tokens[slot * 300..][..240];
@@ -156,8 +156,8 @@ fn the_demo_model_is_what_it_is_on_the_cpu() {
     }
 }
 
-/// What FP16 attention and keys and values in int8 cost on the GPU, against the CPU with nothing
-/// rounded.
+/// The loss from FP16 attention and int8 keys and values on the GPU, compared with the CPU without any
+/// rounding.
 #[test]
 fn an_int8_cache_costs_little() {
     let Some(pair) = pair(Bits::B4) else { return };

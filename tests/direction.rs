@@ -14,7 +14,7 @@ const ORDER: [&str; 8] = [
     "nq-llm",
 ];
 
-/// Fuzz targets: programs, which nothing depends on.
+/// Fuzz targets: programs that nothing depends on.
 const FUZZ: &str = "nq-fuzz";
 
 #[test]
@@ -30,7 +30,7 @@ fn crates_depend_leftwards_only() {
         let own = rank(&package.name)
             .unwrap_or_else(|| panic!("{} has no place in the order of crates", package.name));
         seen += 1;
-        // A crate's own tests may ask for its features.
+        // A crate's own tests may enable its features.
         let others = package.dependencies.iter();
         for dependency in others.filter(|d| d.name != *package.name) {
             if let Some(other) = rank(&dependency.name) {

@@ -312,7 +312,7 @@ fn bench_breaks_a_token_down_into_operations() {
             let op = op.unwrap_or_else(|| panic!("{name} is not in {b}"));
             assert!(f(op, "us_per_token") > 0.0 && f(op, "calls_per_token") > 0.0);
         }
-        // Operations and what lies between them make up the token.
+        // Operations and the time between them add up to the token's time.
         let sum: f64 = ops.iter().map(|o| f(o, "us_per_token")).sum();
         let all = sum + f(b, "other_us_per_token");
         assert!((all / f(b, "us_per_token") - 1.0).abs() < 1e-6, "{b}");

@@ -1,4 +1,4 @@
-//! `nq quantize --format` and `nq convert --requantize` from the outside.
+//! `nq quantize --format` and `nq convert --requantize` through the real binary.
 
 mod common;
 
@@ -6,7 +6,7 @@ use common::{nq, stderr, stdout};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Runs `nq` with `--json` and gives its report.
+/// Runs `nq` with `--json` and returns its report.
 #[track_caller]
 fn report(home: &Path, args: &[&str]) -> Value {
     let mut all = args.to_vec();
@@ -57,7 +57,7 @@ fn a_model_is_quantized_for_another_engine() {
         assert_eq!(made["format"], format);
         assert_eq!(made["out"], out.to_str().unwrap());
         assert!(made["quality"]["kld"]["mean"].as_f64().unwrap() < 0.2);
-        // Nothing but the result is left, and it is what the report says.
+        // Only the result is left, and it matches the report.
         assert_eq!(files(home.path()), ["out"], "{format}");
         let seen = report(home.path(), &["inspect", out.to_str().unwrap(), "--verify"]);
         for key in ["tensor_bytes", "file_bytes", "bits_per_weight"] {
@@ -69,12 +69,12 @@ fn a_model_is_quantized_for_another_engine() {
             let linear = |t: &&Value| t["name"] == "blk.0.attn_q.weight";
             assert_eq!(all.iter().find(linear).unwrap()["dtype"], dtype);
         } else {
-            // What was quantized is what another conversion finds.
+            // Another conversion finds the quantized weights.
             let again = home.path().join("again");
             let args = ["convert", out.to_str().unwrap(), again.to_str().unwrap()];
             let converted = report(home.path(), &[&args[..], &["--format", "nq"]].concat());
             assert_eq!(converted["weights"][1]["from"], dtype);
-            // Embedding and head are as their loaders need them.
+            // Embedding and head are as loaders need them.
             assert_eq!(converted["weights"][0]["from"], "BF16");
         }
     }
@@ -91,7 +91,7 @@ fn what_a_format_cannot_hold_is_refused_before_any_work() {
         ),
         (
             &["--format", "awq", "--bits", "8"],
-            &["4 bits, which AWQ has only", "found 8"],
+            &["4 bits, the only width of AWQ", "found 8"],
         ),
         (
             &["--format", "gguf", "--bits", "8", "--asym"],
@@ -124,7 +124,7 @@ fn what_a_format_cannot_hold_is_refused_before_any_work() {
     assert_eq!(files(home.path()), ["out"]);
 }
 
-/// A GGUF file of mixed types: offsets that folder formats have not.
+/// A GGUF file of mixed types, with offsets, which folder formats do not have.
 fn mixed(home: &Path) -> PathBuf {
     let out = home.join("mixed.gguf");
     let args = ["convert", "demo", out.to_str().unwrap()];
@@ -175,13 +175,13 @@ fn weights_are_rounded_again_only_where_asked() {
             assert!(w["from"].as_str().unwrap().ends_with("_K"), "{w}");
             assert!(schemes.iter().any(|s| w["to"] == *s), "{w}");
         }
-        // The embedding is unquantized there: its numbers, rounded to the model's type.
+        // The embedding is unquantized there: its numbers are rounded to the model's type.
         assert_eq!(weights[0]["from"], "Q6_K");
         assert_eq!(weights[0]["change"], "values rounded to BF16");
         let worst = made["verify"]["worst_relative_rms"].as_f64().unwrap();
         assert!(worst > 1e-3 && worst < 0.15, "{format}: {worst}");
     }
-    // What fits stays as it is, whatever is allowed.
+    // Weights that fit are kept, whatever is allowed.
     let plain = home.path().join("plain");
     let awq = home.path().join("awq");
     let args = ["convert", awq.to_str().unwrap(), plain.to_str().unwrap()];

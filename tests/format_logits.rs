@@ -1,5 +1,5 @@
-//! What the demo model answers after it went through each format: the same logits to the bit
-//! where FORMAT.md says exact, and as close as it says elsewhere.
+//! The demo model's logits after going through each format: bit for bit the same
+//! if FORMAT.md says exact, otherwise as close as it says.
 
 #![allow(clippy::print_stdout, reason = "the figures of FORMAT.md are these")]
 
@@ -53,7 +53,7 @@ fn logits(checkpoint: &Checkpoint) -> Vec<f32> {
     session.forward(&[chunk], None).unwrap().data.to_vec()
 }
 
-/// The demo model with Linears of one scheme, embedding and head unquantized.
+/// The demo model with all Linears in one scheme, embedding and head unquantized.
 fn quantized(bits: Bits, group: u32, zeros: Zeros) -> Checkpoint {
     let scheme = AffineScheme::new(bits, Group::Size(group), zeros);
     let source = demo();
@@ -63,7 +63,7 @@ fn quantized(bits: Bits, group: u32, zeros: Zeros) -> Checkpoint {
     requantize(source, schemes)
 }
 
-/// Root of the mean squared difference over that of the first's values.
+/// Root mean square of the difference, relative to that of the first values.
 fn difference(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let square = |x: f64| x * x;
@@ -74,8 +74,8 @@ fn difference(a: &[f32], b: &[f32]) -> f64 {
     (error / power).sqrt()
 }
 
-/// Writes `source`, reads it back and compares logits: equal to the bit for a bound of 0, else
-/// different, and by less than the bound.
+/// Writes `source`, reads it back and compares logits: equal bit for bit for a bound of 0, otherwise
+/// different, by less than the bound.
 #[track_caller]
 fn check(source: &Checkpoint, want: &[f32], format: ExportFormat, mix: Mix, bound: f64) {
     let dir = tempfile::tempdir().unwrap();
@@ -109,7 +109,7 @@ fn exact_formats_give_the_same_logits() {
             check(&source, &want, format, Mix::Keep, 0.0);
         }
     }
-    // nq's own folder, from another's.
+    // nq's own folder, from that of another format.
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("awq");
     let source = quantized(Bits::B4, 64, Zeros::Integer);

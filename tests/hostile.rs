@@ -1,4 +1,4 @@
-//! What a model of unknown origin, a text without end and a signal may not do, through the real
+//! Limits on a model of unknown origin, a text without end and a signal, through the real
 //! binary.
 
 mod common;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// A model of a few thousand parameters in `home`, its tensors changed.
+/// A model with a few thousand parameters in `home`, with changed tensors.
 fn model(home: &Path, change: impl FnOnce(&mut Vec<(String, Tensor)>)) -> PathBuf {
     let dir = home.join("small");
     let config = br#"{"architectures":["Qwen3ForCausalLM"],"model_type":"qwen3","hidden_size":32,
@@ -79,7 +79,7 @@ fn errors_that_quote_a_file_are_cut_and_cleaned() {
         said.len()
     );
 
-    // The same in a list of models, one of whose names is hostile too.
+    // The same in a list of models, one of which has a hostile name too.
     let models = home.path().join("models");
     std::fs::create_dir(&models).unwrap();
     std::fs::rename(&model, models.join("a\x1b[2Jb")).unwrap();
@@ -93,7 +93,7 @@ fn errors_that_quote_a_file_are_cut_and_cleaned() {
     assert!(table.lines().all(|l| l.chars().count() <= 1000));
 }
 
-/// One value that is no number: found by `--verify`, wherever it is, and no figures come of it.
+/// A single NaN is found by `--verify`, wherever it is, and no figures are computed from it.
 #[test]
 fn values_that_are_no_numbers_are_found() {
     for (name, at, value) in [
@@ -140,7 +140,7 @@ fn values_that_are_no_numbers_are_found() {
     }
 }
 
-/// Of several models and files a user must know which.
+/// With several models and files, a user must learn which one an error is about.
 #[test]
 fn errors_name_the_model_or_its_file() {
     let home = tempfile::tempdir().unwrap();
@@ -252,7 +252,7 @@ fn requests_without_bound_are_refused_with_figures() {
         assert_eq!(out.status.code(), Some(code), "{args:?}: {}", stderr(&out));
         assert!(stderr(&out).contains(said), "{args:?}: {}", stderr(&out));
     }
-    // A prompt that does not end.
+    // A prompt without end.
     let mut child = command(home.path(), &["chat", "demo"])
         .stdin(Stdio::piped())
         .stdout(Stdio::null())

@@ -1,4 +1,4 @@
-//! `nq inspect` over a model of 16 GB: sparse files, which take no room on disk.
+//! `nq inspect` on a model of 16 GB: sparse files, which take no space on disk.
 
 #![cfg(target_os = "linux")]
 #![allow(clippy::print_stdout, reason = "the test says what it measured")]
@@ -15,14 +15,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Writes `head` and leaves the rest of `bytes` a hole.
+/// Writes `head` and leaves the rest of `bytes` as a hole.
 fn sparse(path: &Path, head: &[u8], bytes: u64) {
     let mut file = File::create(path).unwrap();
     file.write_all(head).unwrap();
     file.set_len(bytes).unwrap();
 }
 
-/// Runs `nq inspect`: what it prints, the processor time and the most memory it took.
+/// Runs `nq inspect`: its output, processor time and peak memory.
 #[expect(
     clippy::zombie_processes,
     reason = "wait4 waits for it, and gives its usage"
@@ -38,7 +38,7 @@ fn inspect(path: &Path) -> (Value, Duration, u64) {
     let report = serde_json::from_reader(child.stdout.take().unwrap()).unwrap();
     let (mut status, mut usage) = (0, MaybeUninit::<libc::rusage>::zeroed());
     // SAFETY: both pointers are to live variables of the types that wait4 fills; the child is
-    // ours and nothing else waits for it.
+    // this test's own, and nothing else waits for it.
     let waited = unsafe { libc::wait4(child.id() as i32, &mut status, 0, usage.as_mut_ptr()) };
     assert_eq!((waited, status), (child.id() as i32, 0));
     // SAFETY: zeroes are a valid rusage, and wait4 has filled it.
@@ -108,7 +108,7 @@ fn sixteen_gigabytes_are_inspected_in_a_second_and_little_memory() {
         assert!(report["file_bytes"].as_u64().unwrap() > 16_000_000_000);
         let bits = report["bits_per_weight"].as_f64().unwrap();
         assert!((bits - 16.0).abs() < 0.01, "{bits}");
-        // Processor time: what the clock says depends on what else the machine does.
+        // Processor time: wall time depends on other load.
         assert!(busy < Duration::from_secs(1), "{busy:?}");
         assert!(memory < 100_000_000, "{memory} bytes");
     }

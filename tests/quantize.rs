@@ -1,5 +1,5 @@
-//! `nq quantize` from the outside: what it writes, that a run resumes to the same bytes, and
-//! that a guard that fails leaves nothing but its work.
+//! `nq quantize` through the real binary: its output, resuming to the same bytes, and
+//! a guard that leaves nothing but its work when it fails.
 
 use nq_formats::{ModelConfig, synth};
 use serde_json::Value;
@@ -35,10 +35,10 @@ fn quantize_of(model: &Path, out: &Path, more: &[&str]) -> Output {
     output.expect("the binary runs")
 }
 
-/// As little tuning as can be.
+/// As little tuning as possible.
 const AUTO: [&str; 6] = ["--method", "auto", "--tune-steps", "2", "--tune-batch", "2"];
 
-/// The demo model for 128 positions, in `dir`: tuning takes text as long as the model does.
+/// The demo model with 128 positions, in `dir`: tuning uses texts as long as the model's context.
 fn short_demo(dir: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
     let to = dir.join("short");
@@ -79,7 +79,7 @@ fn weights(folder: &Path) -> Vec<u8> {
     std::fs::read(folder.join("model.safetensors")).expect("the folder has weights")
 }
 
-/// 13 M random weights with a head of their own, in `dir`.
+/// 13 M random weights with an untied head, in `dir`.
 fn untied(dir: &Path) -> PathBuf {
     let config = serde_json::json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512,
@@ -99,8 +99,8 @@ fn untied(dir: &Path) -> PathBuf {
     to
 }
 
-/// What is said of a small model's memory before is what it takes, to 15 %, with a head of its own
-/// too.
+/// The memory estimated for a small model is what it takes, to 15 %, also with an untied
+/// head.
 #[test]
 fn the_peak_said_is_the_peak_measured() {
     let dir = tempfile::tempdir().unwrap();
@@ -127,7 +127,7 @@ fn a_failed_guard_keeps_its_work_and_resuming_gives_the_same_bytes() {
     assert!(error.contains("is above 0.000001"), "{error}");
     assert!(!a.exists());
 
-    // Without --resume the kept work is not silently discarded.
+    // Without --resume, kept work is not silently discarded.
     let refused = quantize(&a, &[]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("--resume"));
@@ -176,7 +176,7 @@ fn a_run_killed_in_the_middle_of_layers_resumes_to_the_same_bytes() {
         entries.unwrap_or(0)
     };
     let mut kills = 0;
-    // With so many layers staged, and this many milliseconds later.
+    // With this many layers staged, and this many milliseconds later.
     for (layers, later) in [(0, 5), (1, 20), (2, 60), (4, 35), (5, 10)] {
         let mut child = command(&killed, &["--resume"])
             .stdout(Stdio::null())
@@ -199,7 +199,7 @@ fn a_run_killed_in_the_middle_of_layers_resumes_to_the_same_bytes() {
     let resumed = quantize(&killed, &["--resume"]);
     assert_eq!(resumed.status.code(), Some(0));
     assert_eq!(quantize(&whole, &[]).status.code(), Some(0));
-    // Codes, scales, record and measured quality: two runs with one seed differ in nothing.
+    // Codes, scales, record and measured quality: two runs with one seed are identical.
     assert!(files(&killed) == files(&whole));
 }
 
@@ -231,7 +231,7 @@ fn a_target_size_is_met_by_choosing_schemes_and_the_record_says_which() {
     assert_eq!(listed + norms, bytes);
     let schemes: BTreeSet<&str> = rows.iter().filter_map(|r| r["scheme"].as_str()).collect();
     assert!(schemes.len() > 1, "{schemes:?}");
-    // What was predicted for the method is what it comes to, little text or not.
+    // The predictions for the method match the measurement, even with little text.
     let losses = rows.iter().map(|r| r["loss"].as_f64().unwrap());
     let (predicted, measured) = (losses.sum::<f64>(), kld(&report));
     let ratio = measured / predicted;
@@ -265,8 +265,8 @@ fn a_broken_limit_raises_bits_until_it_holds() {
     assert!(bytes(&raised) > bytes(&plain) && bytes(&raised) < 14_300_000);
 }
 
-/// Tuning takes long: what it could not bring within the limit is not tuned. The work of a run
-/// that failed so serves one with another limit.
+/// Tuning takes long, so it is skipped if it could not reach the limit. The work of a run
+/// that failed this way is used by a run with another limit.
 #[test]
 fn auto_tunes_only_what_can_keep_the_limit() {
     let dir = tempfile::tempdir().unwrap();
@@ -288,7 +288,7 @@ fn auto_tunes_only_what_can_keep_the_limit() {
     assert!(!error.contains("tuning took"), "{error}");
     assert!(!out.exists());
 
-    // What was measured of the method's work holds this one: it is tuned at once.
+    // The method's measured result keeps this limit: it is tuned at once.
     let (made, error) = run("0.2", &["--resume"]);
     assert_eq!(made.status.code(), Some(0), "{error}");
     assert!(error.contains("tuning took"), "{error}");
@@ -310,7 +310,7 @@ fn a_dry_run_writes_nothing() {
     let tuning = report(&output)["tuning"].take();
     assert_eq!(tuning["on_cpu"], true);
     assert_eq!(tuning["plan"]["codes"], true);
-    // Latent weights, gradients, two moments and the teacher at least, in f32.
+    // At least latent weights, gradients, two moments and the teacher, in f32.
     let bytes = tuning["plan"]["device_bytes"].as_u64().unwrap();
     assert!(bytes > 5 * 4 * 13_900_000 && bytes <= tuning["limit_bytes"].as_u64().unwrap());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -327,7 +327,7 @@ fn requests_that_fit_no_model_are_refused() {
     assert!(String::from_utf8_lossy(&missing.stderr).contains("no-such.txt"));
 }
 
-/// Sensitivity takes long: what it cannot help is refused before it is measured.
+/// Sensitivity takes long: a target that it cannot help with is refused before measuring.
 #[test]
 fn a_target_that_nothing_reaches_is_refused_at_once() {
     let dir = tempfile::tempdir().unwrap();
@@ -355,8 +355,8 @@ fn a_target_that_nothing_reaches_is_refused_at_once() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
-/// Tuning keeps the file's size and format, and the file says what was done; a run that is
-/// killed while it tunes resumes to the same bytes.
+/// Tuning keeps the file's size and format, and the file records what was done; a run that is
+/// killed while tuning resumes to the same bytes.
 #[test]
 fn auto_tunes_what_gptq_made() {
     let dir = tempfile::tempdir().unwrap();
@@ -375,7 +375,7 @@ fn auto_tunes_what_gptq_made() {
     assert_eq!(tuning["settings"]["steps"], 2);
     assert_eq!(tuning["settings"]["codes"], true);
     assert_eq!(tuning["checks"].as_array().map(Vec::len), Some(3));
-    // Tuned or left as they were: either way the report says which.
+    // Tuned or left unchanged: either way the report says which.
     let fallback = tuning["fallback"].as_str().map(str::to_owned);
     let named: Vec<String> = fallback.into_iter().collect();
     assert_eq!(report["fallbacks"], serde_json::json!(named));
@@ -416,8 +416,8 @@ fn auto_tunes_what_gptq_made() {
     assert!(error.contains("--method auto"), "{error}");
 }
 
-/// A search for schemes may go back to some that it left, in a run or in the next one: what was
-/// tuned under them is kept, not tuned again.
+/// A search for schemes may return to earlier ones, in the same run or in the next one: models
+/// tuned under them are kept, not tuned again.
 #[test]
 fn auto_goes_back_to_what_it_tuned() {
     let dir = tempfile::tempdir().unwrap();
@@ -464,7 +464,7 @@ fn auto_goes_back_to_what_it_tuned() {
     assert!(!dir.path().join("out.partial").exists());
 }
 
-/// A size that is asked for is kept to: limits do not raise it.
+/// A requested size is kept: limits do not raise it.
 #[test]
 fn a_limit_does_not_raise_a_target_size() {
     let dir = tempfile::tempdir().unwrap();
@@ -488,7 +488,7 @@ fn resuming_nothing_is_said() {
     assert!(error.contains(&expected), "{error}");
 }
 
-/// A dry run is asked for its plan: that is what goes to stdout, with the folder, and whether it is
+/// A dry run prints its plan on stdout, with the folder and whether it is
 /// free.
 #[test]
 fn a_dry_run_says_where_the_result_would_go() {
@@ -515,7 +515,7 @@ fn a_dry_run_says_where_the_result_would_go() {
     assert!(plan(&["--force"]).contains("replaced"));
 }
 
-/// What calibration cannot read, or has too little of, is said.
+/// Calibration files that cannot be read, or are too short, are reported.
 #[test]
 fn calibration_files_are_looked_at_before_and_counted_after() {
     let dir = tempfile::tempdir().unwrap();
@@ -537,6 +537,6 @@ fn calibration_files_are_looked_at_before_and_counted_after() {
     let made = run(&short);
     let error = String::from_utf8_lossy(&made.stderr).into_owned();
     assert_eq!(made.status.code(), Some(0), "{error}");
-    let counted = "calibrated on all of its 512 tokens, fewer than the 1024 asked for";
+    let counted = "calibrated on all of its 512 tokens, fewer than the 1024 requested";
     assert!(error.contains(counted), "{error}");
 }

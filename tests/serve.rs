@@ -22,12 +22,12 @@ fn nq(args: &[&str]) -> Command {
     command
 }
 
-/// A server that ends with its test, whatever that comes to.
+/// A server that ends with its test, even if that fails.
 struct Served {
     child: Child,
-    /// Kept open, so that the server can write on.
+    /// Kept open, so that the server can continue to write.
     stderr: BufReader<ChildStderr>,
-    /// What it said before it listened.
+    /// Its output before it listened.
     said: String,
     address: String,
 }
@@ -65,7 +65,7 @@ impl Served {
         served
     }
 
-    /// Interrupts it; it ends in good order.
+    /// Interrupts the server, which must shut down gracefully.
     fn stop(&mut self) {
         let pid = self.child.id().to_string();
         let sent = Command::new("kill").args(["-INT", &pid]).status().unwrap();
@@ -243,7 +243,7 @@ fn a_terminal_talks_to_a_server() {
     served.stop();
 }
 
-/// A prompt of more than a page of keys and values.
+/// A prompt of more than one page of keys and values.
 fn long() -> String {
     let text = "Tell me about the film The Silent River. ".repeat(24);
     format!(
@@ -256,7 +256,7 @@ fn json(response: &str) -> serde_json::Value {
     serde_json::from_str(body).unwrap_or_else(|e| panic!("{e}: {response}"))
 }
 
-/// The answer to [`long`], and how much of its prompt was not computed again.
+/// The answer to [`long`], and how many tokens of its prompt were cached.
 fn answer(served: &Served) -> (String, u64) {
     let json = json(&ask(&served.address, "/v1/chat/completions", "", &long()));
     let text = json["choices"][0]["message"].to_string();
@@ -299,8 +299,8 @@ fn other_models_are_found_at_once_and_loaded_when_they_are_asked_for() {
     }
 }
 
-/// Prompts are found on disk after a good end, and after the server was killed while it wrote; what
-/// is damaged is not used.
+/// Prompts are found on disk after a graceful shutdown, and after the server was killed while
+/// writing; damaged pages are not used.
 #[test]
 fn prompts_outlast_the_server() {
     let folder = tempfile::tempdir().unwrap();
@@ -320,7 +320,7 @@ fn prompts_outlast_the_server() {
     served.stop();
     assert!(files().len() >= 2, "{:?}", files());
 
-    // Killed at any time, it leaves whole pages.
+    // Killed at any time, it leaves only whole pages.
     for pause in [0, 5, 20, 80] {
         let mut served = start();
         let (again, cached) = answer(&served);

@@ -22,7 +22,7 @@ fn model(home: &std::path::Path, template: &str) -> String {
 
 #[test]
 fn one_signal_ends_a_rendering() {
-    // Slow instructions: neither fuel nor the time limit is reached soon.
+    // Slow instructions: neither the limit on them nor that on time is reached soon.
     let slow = "{% for i in range(9999) %}{% set x = range(99999)|list|tojson %}{% endfor %}";
     for (signal, code) in [(libc::SIGINT, 130), (libc::SIGTERM, 130)] {
         let home = tempfile::tempdir().unwrap();
@@ -36,7 +36,7 @@ fn one_signal_ends_a_rendering() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-        // The template's process computes once rendering has begun.
+        // The template's process uses the CPU once rendering has begun.
         let begun = Instant::now();
         while !renders(child.id()) {
             assert!(
@@ -59,7 +59,7 @@ fn one_signal_ends_a_rendering() {
     }
 }
 
-/// True if a child of `parent` has taken a tenth of a second of processor time.
+/// True if a child of `parent` has used a tenth of a second of processor time.
 fn renders(parent: u32) -> bool {
     let Ok(children) = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"))
     else {

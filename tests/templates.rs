@@ -1,4 +1,4 @@
-//! Chat templates of hostile models, rendered as `nq` does: in a process of their own.
+//! Chat templates of hostile models, rendered as in `nq`: in a process of their own.
 
 use nq_formats::Files;
 use nq_runtime::chat_template::{Isolation, isolate};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// Renders in processes of the real binary from here on.
+/// From now on, renders in processes of the real binary.
 fn isolated() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -36,7 +36,7 @@ fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).into()
 }
 
-/// Every case once hung, aborted or filled the memory of the program.
+/// Each of these cases once hung, aborted or filled the memory of the program.
 #[test]
 fn what_harms_its_process_is_an_error() {
     let chain = |start: &str, link: &str, end: &str| {
@@ -86,7 +86,7 @@ fn what_harms_its_process_is_an_error() {
             "{source:.80}: {error:.300}"
         );
     }
-    // This process is as it was, and renders on.
+    // This process is unaffected and renders on.
     assert_eq!(render("{{ messages[0].content }}").unwrap(), "x");
 }
 
@@ -105,7 +105,7 @@ fn a_template_goes_on_after_one_rendering_failed() {
     }
 }
 
-/// What models in use have renders as it does in this process, and in less time than a token takes.
+/// Templates in use render the same as in this process, in less time than a token takes.
 #[test]
 fn the_demo_template_renders_alike_and_fast() {
     isolated();

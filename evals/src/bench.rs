@@ -18,11 +18,11 @@ use std::io::Write;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-/// Standard deviation of the repeats, as a share of their median, above which a row says that it
-/// means little: differences between builds and machines are often smaller.
+/// Standard deviation of the repeats, as a share of their median, above which a row gets a caveat:
+/// differences between builds and machines are often smaller than that.
 const WIDEST_SPREAD: f64 = 0.1;
 
-/// The caveat of a row whose repeats spread too widely; `None` if they do not.
+/// The caveat for a row whose repeats spread too widely; otherwise `None`.
 fn spread_note(tok_s: f64, std: f64) -> Option<String> {
     (std > WIDEST_SPREAD * tok_s).then(|| {
         format!(
@@ -33,21 +33,21 @@ fn spread_note(tok_s: f64, std: f64) -> Option<String> {
     })
 }
 
-/// Tokens of one forward of a prefill, all sequences together, as chat feeds them.
+/// Tokens in one forward of a prefill, all sequences together, as in chat.
 pub const PREFILL_ROWS: usize = 512;
 
 /// The specification of a benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct BenchSpec {
-    /// Prompt tokens of the prefill test.
+    /// Prompt tokens in the prefill test.
     pub prompt_tokens: usize,
     /// Decode steps of the decode test.
     pub gen_tokens: usize,
-    /// Tokens in the context before a test starts.
+    /// Tokens in the context before a test.
     pub depth: usize,
-    /// Sequences at once.
+    /// Number of sequences at once.
     pub batch: usize,
-    /// Measured repeats, after one that is not.
+    /// Number of measured repeats, after one that is not measured.
     pub repeats: usize,
     /// Type that keys and values are rounded to.
     pub kv: KvType,
@@ -57,7 +57,7 @@ pub struct BenchSpec {
 #[derive(Clone, Copy)]
 pub struct Machine<'a> {
     /// Measures the read bandwidth of the memory that holds the weights, in 10^9 bytes per
-    /// second. Called between repeats: what a shared machine's memory gives changes while a
+    /// second. Called between repeats: on a shared machine, the available bandwidth changes while a
     /// test runs.
     pub read_gb_s: &'a dyn Fn() -> Result<f64>,
     /// Bytes of the last-level cache before that memory; 0 if unknown.
@@ -65,8 +65,8 @@ pub struct Machine<'a> {
 }
 
 impl Machine<'_> {
-    /// Greatest share of the bandwidth that reading `bytes` over and over can show: what
-    /// the cache holds need not be read again. Infinite where all of it fits.
+    /// Greatest share of the bandwidth that reading `bytes` repeatedly can show: bytes in
+    /// the cache need not be read again. Infinite if all of them fit.
     pub fn greatest_share(&self, bytes: usize) -> f64 {
         let (bytes, cache) = (bytes as f64, self.cache_bytes as f64);
         if bytes <= cache {
@@ -76,8 +76,8 @@ impl Machine<'_> {
         }
     }
 
-    /// Judges a share of the bandwidth: a note where a cache explains it, an error where
-    /// nothing does.
+    /// Judges a share of the bandwidth: adds a note if a cache explains it, an error if nothing
+    /// does.
     fn judge(&self, row: &mut BenchRow) {
         let (share, bytes) = (row.bandwidth_share, row.bytes_per_token);
         if share <= 1.0 {
@@ -122,7 +122,7 @@ impl BenchSpec {
         }
     }
 
-    /// A session with room for `tokens` after the depth, filled to the depth with random
+    /// A session with room for `tokens` tokens after the depth, filled up to the depth with random
     /// tokens.
     fn session(
         &self,
@@ -160,7 +160,7 @@ impl BenchSpec {
         Ok(session)
     }
 
-    /// Forgets what came after the depth.
+    /// Drops the tokens after the depth.
     fn rewind(&self, session: &mut dyn Session) {
         (0..self.batch).for_each(|slot| session.truncate(slot, self.depth));
     }
@@ -191,8 +191,8 @@ impl RandomTokens {
     }
 }
 
-/// Feeds one sequence of equal length per slot, with logits of the last tokens, and returns
-/// the forwards it took.
+/// Feeds one sequence per slot, all equally long, with logits for the last tokens; returns
+/// the number of forwards.
 fn feed(session: &mut dyn Session, sequences: &[Vec<u32>]) -> Result<usize> {
     let n = sequences.first().map_or(0, Vec::len);
     let piece = (PREFILL_ROWS / sequences.len().max(1)).max(1);
@@ -219,18 +219,18 @@ fn feed(session: &mut dyn Session, sequences: &[Vec<u32>]) -> Result<usize> {
     Ok(forwards)
 }
 
-/// Times of repeats, made a row of.
+/// The times of repeats, from which a row is made.
 struct Sample {
     test: String,
-    /// Tokens of all sequences, of one repeat.
+    /// Tokens of all sequences in one repeat.
     tokens: usize,
-    /// Passes over the weights of one repeat.
+    /// Passes over the weights in one repeat.
     passes: usize,
     /// Seconds of each repeat.
     seconds: Vec<f64>,
     /// Milliseconds of each step of every repeat.
     step_ms: Vec<f64>,
-    /// Read bandwidth of the memory, measured between the repeats, in 10^9 bytes per second.
+    /// Milliseconds of each step in every repeat.
     read_gb_s: Vec<f64>,
 }
 
@@ -281,10 +281,10 @@ impl Sample {
     }
 }
 
-/// `pp`: feeds `prompt_tokens` random tokens a sequence after the depth.
+/// `pp`: feeds `prompt_tokens` random tokens per sequence after the depth.
 ///
 /// # Errors
-/// [`Error::Spec`] if the test does not fit the model; what the engine reports.
+/// [`Error::Spec`] if the test does not fit the model; errors of the engine.
 pub fn prefill(
     engine: &dyn Engine,
     spec: &BenchSpec,
@@ -322,11 +322,11 @@ pub fn prefill(
     Ok(sample.row(engine, spec, machine))
 }
 
-/// `tg`: `gen_tokens` steps of one token a sequence after the depth, of the sequences' own
+/// `tg`: `gen_tokens` steps of one token per sequence after the depth, with the sequences' own
 /// greedy continuations.
 ///
 /// # Errors
-/// As [`prefill`].
+/// Errors of [`prefill`].
 pub fn decode(
     engine: &dyn Engine,
     spec: &BenchSpec,
@@ -362,7 +362,7 @@ pub fn decode(
     Ok(sample.row(engine, spec, machine))
 }
 
-/// Continues sequences by `n` tokens each, greedily, as chat does; milliseconds of each step.
+/// Continues sequences greedily by `n` tokens each, as in chat; returns the milliseconds of each step.
 fn decode_greedily(session: &mut dyn Session, first: &[u32], n: usize) -> Result<Vec<f64>> {
     let mut pieces = Vec::with_capacity(first.len());
     for (slot, token) in first.iter().enumerate() {
@@ -387,7 +387,7 @@ fn decode_greedily(session: &mut dyn Session, first: &[u32], n: usize) -> Result
                 ControlFlow::Break(())
             }
         })?;
-        // One clock reading a step: nothing between steps goes untimed.
+        // One clock reading per step: no time between steps is left out.
         let now = Instant::now();
         times.push(1e3 * (now - start).as_secs_f64());
         start = now;
@@ -398,12 +398,12 @@ fn decode_greedily(session: &mut dyn Session, first: &[u32], n: usize) -> Result
     Ok(times)
 }
 
-/// `chat`: one sequence through the path that chat takes (sampler, detokenizer, writing to
-/// `out` with a flush per piece), against the bare decode loop over the same tokens, the two
-/// in turn.
+/// `chat`: one sequence through the whole path of chat (sampler, detokenizer, writing to
+/// `out` with a flush per piece), compared with the bare decode loop over the same tokens; the two
+/// alternate.
 ///
 /// # Errors
-/// As [`prefill`]; the sampler's; writing to `out`.
+/// Errors of [`prefill`] and the sampler; errors of writing to `out`.
 pub fn streaming(
     engine: &dyn Engine,
     tokenizer: &Tokenizer,
@@ -471,8 +471,8 @@ pub fn streaming(
     Ok(row)
 }
 
-/// An answer of `n` tokens, whatever the model says, through the sampler and the detokenizer to
-/// `out`, with a flush per piece.
+/// An answer of exactly `n` tokens, through the sampler and the detokenizer to `out`, with a flush
+/// per piece.
 fn answer(
     session: &mut dyn Session,
     sequence: &mut Sequence,
@@ -511,13 +511,13 @@ fn answer(
     }
 }
 
-/// Where the time of one token goes: a prefill (`prompt_tokens`) or decode steps
-/// (`gen_tokens`) once more with every operation timed. Timing costs some time itself, so
+/// Breaks down the time of one token: repeats a prefill (`prompt_tokens`) or decode steps
+/// (`gen_tokens`) with every operation timed. Timing takes some time itself, so
 /// the rates of [`prefill`] and [`decode`] are measured without it. `None` if the engine
-/// cannot say.
+/// cannot do this.
 ///
 /// # Errors
-/// As [`prefill`].
+/// Errors of [`prefill`].
 pub fn breakdown(
     engine: &dyn Engine,
     spec: &BenchSpec,
@@ -557,7 +557,7 @@ pub fn breakdown(
         return Ok(None);
     }
 
-    // Kernels and shapes of one operation, added up.
+    // Sums over kernels and shapes of one operation.
     let mut ops: Vec<(&str, f64, f64, f64)> = Vec::new(); // calls, seconds, bytes
     for t in &timings {
         let (calls, bytes) = (t.calls as f64, t.bytes as f64);
@@ -573,7 +573,7 @@ pub fn breakdown(
     ops.sort_by(|a, b| b.2.total_cmp(&a.2));
     let tokens = (n * spec.batch) as f64;
     let counted: f64 = ops.iter().map(|o| o.2).sum();
-    // A GPU's events time its kernels; setting them up would be most of the wall time.
+    // On a GPU, events time the kernels; setting them up would dominate the wall time.
     let on_gpu = engine.description().device.starts_with("cuda");
     let seconds = if on_gpu { counted } else { seconds };
     Ok(Some(Breakdown {

@@ -12,20 +12,20 @@ pub enum Error {
     /// The model could not be run.
     #[error(transparent)]
     Runtime(#[from] nq_runtime::Error),
-    /// A kernel refused.
+    /// A kernel failed.
     #[error(transparent)]
     Kernel(#[from] nq_kernels::Error),
-    /// A specification that makes no measurement.
+    /// An invalid specification.
     #[error("{what}: expected {expected}, found {found}")]
     Spec {
-        /// Which part of the request.
+        /// The part of the request.
         what: &'static str,
         /// Valid values.
         expected: String,
         /// The value given.
         found: String,
     },
-    /// The text has not one full window.
+    /// The text is shorter than one window.
     #[error(
         "text {text}: expected at least one window of {ctx} tokens, found {tokens} tokens; \
          give a longer text or a smaller context"
@@ -33,9 +33,9 @@ pub enum Error {
     TextTooShort {
         /// Name of the text.
         text: String,
-        /// Its tokens.
+        /// Its length in tokens.
         tokens: usize,
-        /// Tokens of a window.
+        /// Length of a window in tokens.
         ctx: usize,
     },
     /// A model's logits hold NaN or infinity.
@@ -51,7 +51,7 @@ pub enum Error {
         /// Position in the window, counted from 0.
         position: usize,
     },
-    /// Figures that come of finite logits are not finite.
+    /// Figures computed from finite logits are not finite.
     #[error(
         "{what}: expected a finite number, found {found}{}",
         match layer {
@@ -60,21 +60,21 @@ pub enum Error {
         }
     )]
     ResultNotFinite {
-        /// Which figure.
+        /// The figure.
         what: &'static str,
         /// Its value.
         found: f64,
-        /// The first layer in which inputs of a Linear, or the output, are not finite; `None` if
-        /// those of all are.
+        /// The first layer in which the input of a Linear or the layer's output is not finite; `None` if
+        /// all are finite.
         layer: Option<usize>,
     },
-    /// Reference log-probabilities would not fit their limit.
+    /// Reference log-probabilities would exceed their limit.
     #[error(
         "reference log-probabilities of {windows} windows: expected at most {limit} bytes, \
          found {needed} at 16 bits each; {fit} windows would fit"
     )]
     CacheTooLarge {
-        /// Windows asked for.
+        /// Windows requested.
         windows: usize,
         /// Bytes they need at 16 bits a number.
         needed: u64,
@@ -88,7 +88,7 @@ pub enum Error {
     Write {
         /// The report's path.
         path: PathBuf,
-        /// Why.
+        /// The error.
         cause: std::io::Error,
     },
     /// A plot could not be drawn.

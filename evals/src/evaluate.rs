@@ -1,4 +1,4 @@
-//! Perplexity, and KL divergence against a reference that runs in lockstep.
+//! Measures perplexity, and KL divergence from a reference that runs in lockstep.
 
 use crate::error::{Error, Result};
 use crate::report::{Comparison, EvalReport, KldStats};
@@ -12,20 +12,20 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// A measurement: its figures and the data of every scored token behind them.
+/// A measurement: its figures and the underlying data for every scored token.
 #[derive(Clone, Debug)]
 pub struct Evaluation {
     /// The figures.
     pub report: EvalReport,
     /// Cross-entropy of every scored token in nats, in text order.
     pub nll: Vec<f64>,
-    /// Every scored token against the reference; empty without one.
+    /// Every scored token compared with the reference; empty without one.
     pub pairs: Vec<PairScore>,
-    /// Positions of a window that are scored.
+    /// The positions of a window that are scored.
     pub scored: Range<usize>,
 }
 
-/// One scored token, model against reference.
+/// One scored token, compared with the reference.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PairScore {
     /// KL divergence of the reference's distribution from the model's, in nats.
@@ -38,18 +38,18 @@ pub struct PairScore {
     pub reference_top: u32,
 }
 
-/// A position at which the model strays far from its reference.
+/// A position at which the model differs far from its reference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorstToken {
     /// Window, counted from 0.
     pub window: usize,
-    /// Position in the window of the last token of `context`.
+    /// Position of the last token of `context` in the window.
     pub position: usize,
     /// KL divergence in nats.
     pub kld: f64,
     /// The tokens up to the position, at most [`WorstToken::CONTEXT`].
     pub context: Vec<u32>,
-    /// The token that follows in the text.
+    /// The next token of the text.
     pub target: u32,
     /// The model's best token.
     pub model_top: u32,
@@ -58,7 +58,7 @@ pub struct WorstToken {
 }
 
 impl WorstToken {
-    /// Tokens of context that are kept.
+    /// Number of context tokens kept.
     pub const CONTEXT: usize = 12;
 }
 
@@ -79,8 +79,8 @@ impl Evaluation {
             .collect()
     }
 
-    /// The `n` positions of greatest KL divergence, worst first. `tokens` is the text that
-    /// was evaluated.
+    /// The `n` positions with the greatest KL divergence, worst first. `tokens` is the evaluated
+    /// text.
     pub fn worst(&self, tokens: &[u32], n: usize) -> Vec<WorstToken> {
         let mut order: Vec<usize> = (0..self.pairs.len()).collect();
         let n = n.min(order.len());
@@ -120,9 +120,9 @@ impl Evaluation {
 /// Cross-entropies are computed in f64 from f32 logits and added in text order.
 ///
 /// # Errors
-/// As [`EvalSpec::windows`]; [`Error::Spec`] if the context or a token does not fit the
+/// Errors of [`EvalSpec::windows`]; [`Error::Spec`] if the context or a token does not fit the
 /// model; [`Error::NotFinite`] for logits that are not finite; [`Error::ResultNotFinite`] for
-/// figures that are not finite, with the first layer at fault; else what the engine reports.
+/// figures that are not finite, with the first layer at fault; otherwise errors of the engine.
 pub fn evaluate(
     engine: &dyn Engine,
     tokens: &[u32],
@@ -142,11 +142,11 @@ pub fn evaluate(
     finish(engine, spec, &plan, nll, Vec::new())
 }
 
-/// Measures `engine` against `reference` on the same tokens, both run window by window in
-/// lockstep: nothing of the reference's distribution is rounded or kept.
+/// Compares `engine` with `reference` on the same tokens, both run window by window in
+/// lockstep: the reference's distribution is neither rounded nor kept.
 ///
 /// # Errors
-/// As [`evaluate`]; [`Error::Spec`] if the vocabularies differ.
+/// Errors of [`evaluate`]; [`Error::Spec`] if the vocabularies differ.
 pub fn compare(
     engine: &dyn Engine,
     reference: &dyn Engine,
@@ -191,7 +191,7 @@ pub fn compare(
 }
 
 impl PairScore {
-    /// Stands in until a row is scored.
+    /// Placeholder until a row is scored.
     pub(crate) const ZERO: PairScore = PairScore {
         kld: 0.0,
         reference_nll: 0.0,
@@ -239,7 +239,7 @@ pub(crate) fn peak(role: &'static str, row: &[f32], place: Place) -> Result<(usi
     })
 }
 
-/// Scores rows in parallel; results stand in the order of `places` whatever the threads.
+/// Scores rows in parallel; results are in the order of `places`, whatever the number of threads.
 pub(crate) fn score_rows<T: Send>(
     places: &[Place],
     score: impl Fn(usize, Place) -> Result<T> + Sync,
@@ -251,17 +251,17 @@ pub(crate) fn score_rows<T: Send>(
         .collect()
 }
 
-/// Puts row results where their tokens stand in the text.
+/// Writes the rows' results to the places of their tokens in the text.
 pub(crate) fn scatter<T: Copy>(plan: &Plan<'_>, places: &[Place], rows: &[T], all: &mut [T]) {
     for (&place, &row) in places.iter().zip(rows) {
         all[plan.index(place)] = row;
     }
 }
 
-/// Sums up, and refuses figures that are not finite.
+/// Computes the report, and refuses figures that are not finite.
 ///
 /// # Errors
-/// [`Error::ResultNotFinite`].
+/// [`Error::ResultNotFinite`] for such a figure.
 pub(crate) fn finish(
     engine: &dyn Engine,
     spec: &EvalSpec,
@@ -309,7 +309,7 @@ pub(crate) fn finish(
     })
 }
 
-/// The first layer of a window in which numbers are not finite, by running it again.
+/// Finds the first layer of a window with NaN or infinity, by running it again.
 fn first_not_finite(engine: &dyn Engine, plan: &Plan<'_>, window: usize) -> Result<Option<usize>> {
     #[derive(Default)]
     struct First(Option<usize>);
@@ -340,7 +340,7 @@ fn first_not_finite(engine: &dyn Engine, plan: &Plan<'_>, window: usize) -> Resu
         };
         match session.forward(&[chunk], Some(&mut first)) {
             Ok(_) => {}
-            // The layer that the engine found itself.
+            // The engine found the layer itself.
             Err(nq_runtime::Error::NotFinite { layer, .. }) => return Ok(first.0.or(Some(layer))),
             Err(e) => return Err(e.into()),
         }

@@ -1,10 +1,10 @@
-//! Quality and speed, measured: perplexity, KL divergence, tokens per second, and the
-//! reports that state them.
+//! Measures quality and speed: perplexity, KL divergence, tokens per second; and writes
+//! reports.
 //!
-//! KL divergence is computed here alone; the guard of `nq-quantize` calls it.
+//! KL divergence is computed only here; the guard of `nq-quantize` calls this crate.
 //!
-//! [`evaluate()`] measures perplexity, [`compare`] a model against a reference in lockstep,
-//! [`ReferenceLogits`] several candidates against one pass of the reference. Work on rows of
+//! [`evaluate()`] measures perplexity, [`compare`] compares a model with a reference in lockstep,
+//! [`ReferenceLogits`] compares several candidates with one pass of the reference. Work on rows of
 //! logits is spread over the caller's rayon pool; results do not depend on its size.
 //!
 //! ```

@@ -1,5 +1,5 @@
-//! A reference's log-probabilities kept in memory, so that several candidates are measured
-//! against one pass of the reference.
+//! Keeps a reference's log-probabilities in memory, so that several candidates can be compared
+//! with one pass of the reference.
 
 use crate::error::{Error, Result};
 use crate::evaluate::{
@@ -16,15 +16,15 @@ use nq_runtime::{Engine, KvType};
 use rayon::prelude::*;
 use std::fmt;
 
-/// How log-probabilities are kept.
+/// How log-probabilities are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
-    /// Kept as computed.
+    /// As computed, in f32.
     F32,
-    /// Rounded to 11 bits of mantissa. The rounding shifts a divergence by about 1e-6 nats
-    /// at most (half the variance of an error of up to `2^-12` of each log-probability
+    /// Rounded to 11 bits of mantissa. The rounding shifts a divergence by at most about 1e-6 nats
+    /// (half the variance of an error of up to `2^-12` in each log-probability
     /// under the reference's distribution); the reference's own perplexity, best tokens and
-    /// cross-entropies are kept exactly.
+    /// cross-entropies are stored exactly.
     F16,
 }
 
@@ -46,7 +46,7 @@ pub struct ReferenceLogits {
     rows: Vec<ReferenceRow>,
 }
 
-/// The numbers of each row that are kept exactly.
+/// The numbers of each row that are stored exactly.
 #[derive(Clone, Copy, Debug, Default)]
 struct ReferenceRow {
     nll: f64,
@@ -59,19 +59,19 @@ enum LogProbs {
 }
 
 impl ReferenceLogits {
-    /// Windows whose log-probabilities fit `limit` bytes at 16 bits each, for a model of
-    /// `vocab` tokens. 0 if not even one does.
+    /// Number of windows whose log-probabilities fit `limit` bytes at 16 bits each, for a model of
+    /// `vocab` tokens; 0 if not even one fits.
     pub fn fitting_windows(vocab: usize, spec: &EvalSpec, limit: u64) -> usize {
         let window = 2 * (vocab * spec.scored().len()) as u64;
         usize::try_from(limit.checked_div(window).unwrap_or(0)).unwrap_or(usize::MAX)
     }
 
     /// Runs `reference` over `tokens` and keeps its log-probabilities: as f32 if they fit
-    /// `limit` bytes, else as f16.
+    /// `limit` bytes, otherwise as f16.
     ///
     /// # Errors
-    /// [`Error::CacheTooLarge`] if they do not fit as f16 either, before anything is run;
-    /// else as [`crate::evaluate()`].
+    /// [`Error::CacheTooLarge`], before anything is run, if they do not fit as f16 either;
+    /// errors of [`crate::evaluate()`].
     pub fn record(
         reference: &dyn Engine,
         tokens: &[u32],
@@ -111,7 +111,7 @@ impl ReferenceLogits {
                 })
                 .collect();
             scatter(&plan, places, &kept, &mut rows);
-            // Places of one window are neighbours in the cache, so each run of them is one
+            // Places of one window are adjacent in the cache, so each window is one
             // contiguous part of it.
             for start in (0..places.len()).step_by(run_length(places)) {
                 let count = run_length(places);
@@ -149,16 +149,16 @@ impl ReferenceLogits {
         })
     }
 
-    /// Measures a candidate against the kept reference.
+    /// Compares a candidate with the recorded reference.
     ///
     /// # Errors
-    /// As [`crate::compare`].
+    /// Errors of [`crate::compare`].
     pub fn compare(&self, engine: &dyn Engine, progress: &dyn Progress) -> Result<Evaluation> {
         self.compare_with(engine, &self.spec, progress)
     }
 
-    /// As [`ReferenceLogits::compare`], feeding the candidate as `spec` says; `spec` scores
-    /// the same tokens.
+    /// Like [`ReferenceLogits::compare`], but feeds the candidate as `spec` specifies, which must
+    /// score the same tokens.
     fn compare_with(
         &self,
         engine: &dyn Engine,
@@ -224,7 +224,7 @@ impl ReferenceLogits {
         &self.tokens
     }
 
-    /// How log-probabilities are kept.
+    /// How log-probabilities are stored.
     pub fn precision(&self) -> Precision {
         match self.log_probs {
             LogProbs::F32(_) => Precision::F32,
@@ -232,7 +232,7 @@ impl ReferenceLogits {
         }
     }
 
-    /// Bytes of the log-probabilities.
+    /// Size of the log-probabilities in bytes.
     pub fn bytes(&self) -> u64 {
         match &self.log_probs {
             LogProbs::F32(v) => 4 * v.len() as u64,
@@ -241,7 +241,7 @@ impl ReferenceLogits {
     }
 }
 
-/// Places of the first window in `places`; every window has as many.
+/// Number of places in the first window of `places`; every window has as many.
 fn run_length(places: &[Place]) -> usize {
     let window = places.first().map(|p| p.window);
     places
@@ -254,13 +254,13 @@ fn run_length(places: &[Place]) -> usize {
 /// Most bytes that [`self_noise`] keeps.
 const NOISE_BYTES: u64 = 1 << 30;
 
-/// KL divergence of `engine` from itself when its KV cache is not rounded and its tokens
-/// are fed in other portions: the floor below which a divergence says nothing about the
+/// KL divergence of `engine` from itself with an unrounded KV cache and tokens fed in
+/// different portions: the floor below which a divergence says nothing about the
 /// weights. It runs as many windows as fit 1 GiB of f32 log-probabilities, at least one. On a
-/// device that only keeps rounded caches, portions alone differ.
+/// device with only rounded caches, only the portions differ.
 ///
 /// # Errors
-/// As [`crate::evaluate()`].
+/// Errors of [`crate::evaluate()`].
 pub fn self_noise(
     engine: &dyn Engine,
     tokens: &[u32],
@@ -275,7 +275,7 @@ pub fn self_noise(
     };
     let exact = EvalSpec {
         kv: KvType::F32,
-        rows: (spec.rows / 8).max(1) | 1, // odd: other tails in every kernel
+        rows: (spec.rows / 8).max(1) | 1, // odd, so that every kernel has other remainders
         ..spec.clone()
     };
     let record = |spec| ReferenceLogits::record(engine, tokens, spec, u64::MAX, progress);

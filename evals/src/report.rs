@@ -1,4 +1,4 @@
-//! The figures that `eval` and `bench` report, as they stand in JSON. Fields may be added,
+//! The figures of `eval` and `bench` as written in JSON. Fields may be added, but
 //! never renamed.
 
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ pub enum Protocol {
     /// comparable with the GPTQ papers.
     Hf,
     /// Non-overlapping windows of `ctx` (512) tokens; the logits at positions `ctx / 2` to
-    /// `ctx - 2` are scored against the token after each: comparable with
+    /// `ctx - 2` are each scored against the next token: comparable with
     /// `llama-perplexity`.
     Llama,
 }
@@ -26,18 +26,18 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// Perplexity of a model on a text and, against a reference, how far it strays.
+/// Perplexity of a model on a text and, with a reference, how far it differs from that.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvalReport {
     /// Perplexity: `exp` of the mean cross-entropy in nats.
     pub ppl: f64,
     /// Standard error of `ppl`.
     pub ppl_se: f64,
-    /// Tokens scored.
+    /// Number of tokens scored.
     pub tokens: usize,
-    /// Windows.
+    /// Number of windows.
     pub windows: usize,
-    /// Tokens of a window.
+    /// Length of a window in tokens.
     pub ctx: usize,
     /// How windows were cut and scored.
     pub protocol: Protocol,
@@ -52,19 +52,19 @@ pub struct EvalReport {
     /// Device and instruction set.
     #[serde(default)]
     pub device: String,
-    /// The comparison, where there was a reference.
+    /// The comparison, if there was a reference.
     #[serde(flatten)]
     pub against: Option<Comparison>,
 }
 
-/// A model against its reference on the same tokens.
+/// A model compared with its reference on the same tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
     /// KL divergence of the reference's next-token distribution from the model's, in nats.
     pub kld: KldStats,
     /// Share of positions whose best token is the same, 0 to 1.
     pub same_top1: f64,
-    /// Root mean square change of the probability of the text's token.
+    /// Root mean square change in the probability of the text's token.
     pub rms_dp: f64,
     /// Perplexity of the reference.
     pub ppl_ref: f64,
@@ -87,7 +87,7 @@ pub struct KldStats {
     pub p99: f64,
     /// 99.9th percentile.
     pub p999: f64,
-    /// Greatest.
+    /// Maximum.
     pub max: f64,
 }
 
@@ -98,7 +98,7 @@ pub struct BenchRow {
     pub test: String,
     /// Tokens in the context before the test.
     pub depth: usize,
-    /// Sequences at once.
+    /// Number of sequences at once.
     pub batch: usize,
     /// `nq` or `candle`.
     pub engine: String,
@@ -110,21 +110,21 @@ pub struct BenchRow {
     pub bits: usize,
     /// Device and instruction set.
     pub device: String,
-    /// CPU threads.
+    /// Number of CPU threads.
     pub threads: usize,
     /// Tokens per second of all sequences together, median over repeats.
     pub tok_s: f64,
     /// Standard deviation of `tok_s` over repeats.
     pub tok_s_std: f64,
-    /// Weight bytes read per second, in 10^9 bytes.
+    /// Bytes of weights read per second, in 10^9 bytes.
     pub gb_s: f64,
-    /// `gb_s` over the bandwidth measured in the same run.
+    /// `gb_s` divided by the bandwidth measured in the same run.
     pub bandwidth_share: f64,
     /// Median milliseconds of a step.
     pub ms_per_token_p50: f64,
-    /// 99th percentile of it.
+    /// 99th percentile of the milliseconds of a step.
     pub ms_per_token_p99: f64,
-    /// Measured repeats.
+    /// Number of measured repeats.
     pub repeats: usize,
     /// Read bandwidth of the machine, measured in the same run, in 10^9 bytes per second.
     #[serde(default)]
@@ -132,14 +132,14 @@ pub struct BenchRow {
     /// Bytes of weights read per decoded token.
     #[serde(default)]
     pub bytes_per_token: usize,
-    /// Chat rows: share of a token's time that sampling, detokenizing and writing add to the
-    /// bare decode loop.
+    /// In chat rows: the time that sampling, detokenizing and writing add to the bare decode loop, as a
+    /// share of a token's time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub streaming_overhead: Option<f64>,
     /// A caveat about the row.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// Why this row is no result: it shows more than the machine can do.
+    /// Why this row is invalid: it exceeds what the machine can do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measurement_error: Option<String>,
     /// What drafts came to, in a row with drafts; the row before it is the same without.
@@ -197,9 +197,9 @@ pub struct Breakdown {
     pub ops: Vec<OpRow>,
     /// Operations (on a GPU: launches) per token.
     pub calls_per_token: f64,
-    /// Microseconds of a token with the measurement switched on.
+    /// Microseconds per token while measuring.
     pub us_per_token: f64,
-    /// Microseconds of it that no operation accounts for.
+    /// Microseconds per token outside any operation.
     pub other_us_per_token: f64,
 }
 

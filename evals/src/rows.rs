@@ -1,16 +1,16 @@
-//! KL divergence of rows of logits that a caller holds, for measurements that run no engine.
+//! KL divergence of given rows of logits, for measurements without an engine.
 
 use crate::error::{Error, Result};
 use crate::softmax;
 use rayon::prelude::*;
 
-/// `KL(softmax(reference) || softmax(model))` in nats, row by row, of logits `[rows, vocab]`.
+/// `KL(softmax(reference) || softmax(model))` in nats, row by row, for logits `[rows, vocab]`.
 ///
 /// # Errors
-/// [`Error::NotFinite`] at a logit that is not finite, its row given as the position.
+/// [`Error::NotFinite`] for a logit that is not finite, with its row as the position.
 ///
 /// # Panics
-/// If the two differ in length or are no whole number of rows.
+/// If the two differ in length or are not a whole number of rows.
 pub fn kld_rows(model: &[f32], reference: &[f32], vocab: usize) -> Result<Vec<f64>> {
     assert_eq!(model.len(), reference.len());
     assert_eq!(model.len() % vocab, 0);

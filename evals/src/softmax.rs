@@ -1,14 +1,14 @@
 //! Log-softmax statistics of a row of logits, in f64.
 //!
-//! The loops keep 8 independent accumulators and call an exponential made of plain
-//! arithmetic, so that the compiler vectorises them on every target. Lanes are added in one
-//! order: the result of a row depends on the row alone.
+//! The loops keep 8 independent accumulators and use an exponential made of plain
+//! arithmetic, so that the compiler vectorizes them on every target. Lanes are added in a fixed
+//! order, so that the result for a row depends on that row alone.
 
-/// Independent accumulators of a loop.
+/// Number of independent accumulators in a loop.
 const LANES: usize = 8;
 
 /// `e^x` for `x <= 0`, within 2 units in the last place; below -700 it returns `e^-700`
-/// (1e-304), which no sum of probabilities notices.
+/// (1e-304), which does not affect any sum of probabilities.
 ///
 /// `x = n ln 2 + r` with `|r| <= ln 2 / 2`; `e^r` by its Taylor series to degree 12, whose
 /// remainder is below 2e-16; `2^n` is added to the exponent's bits.
@@ -49,7 +49,7 @@ fn total(lanes: [f64; LANES]) -> f64 {
     lanes.iter().sum()
 }
 
-/// The greatest logit and its index (the first, where several are equal), or `None` if a
+/// The greatest logit and its index (the first of equal ones); `None` if a
 /// logit is NaN or infinite.
 pub(crate) fn peak(row: &[f32]) -> Option<(usize, f32)> {
     let mut max = [f32::NEG_INFINITY; LANES];
@@ -99,9 +99,9 @@ pub(crate) struct Divergence {
     pub reference_lse: f64,
 }
 
-/// KL divergence of two rows of logits of one length, given their greatest values:
-/// `sum(p (x - y)) - lse(x) + lse(y)`, where `p = softmax(x)`, `x` the reference's logits
-/// and `y` the model's.
+/// KL divergence of two rows of logits of the same length, given their greatest values:
+/// `sum(p (x - y)) - lse(x) + lse(y)`, with `p = softmax(x)`, the reference's logits `x`
+/// and the model's `y`.
 ///
 /// # Panics
 /// If the rows differ in length.
@@ -136,8 +136,8 @@ pub(crate) fn divergence(
     }
     let (sum_y, sum_x) = (total(sum_y), total(sum_x));
     Divergence {
-        // Differences are taken against the maxima, so the cross term is small where the
-        // distributions are close and little is lost to cancellation.
+        // Differences are taken relative to the maxima, so the cross term is small if the
+        // distributions are close, and little is lost to cancellation.
         kld: total(cross) / sum_x - sum_x.ln() + sum_y.ln(),
         model_lse: my + sum_y.ln(),
         reference_lse: mx + sum_x.ln(),
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(peak(&[]), None);
     }
 
-    /// Against the definition, term by term with the standard library.
+    /// Compared with the definition, term by term with the standard library.
     #[test]
     fn divergence_equals_the_definition() {
         for n in [2usize, 8, 13, 1000] {

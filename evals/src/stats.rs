@@ -1,13 +1,13 @@
 //! Summaries of samples. Sums run in the order of the samples.
 
-/// Arithmetic mean; 0 of nothing.
+/// Arithmetic mean; 0 for no samples.
 pub fn mean(samples: impl Iterator<Item = f64>) -> f64 {
     let (sum, n) = samples.fold((0.0, 0usize), |(s, n), v| (s + v, n + 1));
     if n == 0 { 0.0 } else { sum / n as f64 }
 }
 
-/// Mean and its standard error, the sample standard deviation over the root of the count.
-/// The error of fewer than two samples is 0.
+/// Mean and its standard error: the sample standard deviation over the root of the count.
+/// With fewer than two samples, the error is 0.
 pub fn mean_and_se(samples: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
     let m = mean(samples.clone());
     let (squares, n) = samples.fold((0.0, 0usize), |(s, n), v| (s + (v - m) * (v - m), n + 1));
@@ -17,14 +17,14 @@ pub fn mean_and_se(samples: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
     (m, (squares / (n - 1) as f64 / n as f64).sqrt())
 }
 
-/// Sample standard deviation; 0 of fewer than two samples.
+/// Sample standard deviation; 0 for fewer than two samples.
 pub fn std_dev(samples: &[f64]) -> f64 {
     let (_, se) = mean_and_se(samples.iter().copied());
     se * (samples.len() as f64).sqrt()
 }
 
-/// The `q` quantile (0 to 1) of ascending samples, linear between neighbours, as
-/// `llama-perplexity` and numpy compute it; 0 of nothing.
+/// The `q` quantile (0 to 1) of ascending samples, linear between neighbours, as computed by
+/// `llama-perplexity` and numpy; 0 for no samples.
 pub fn quantile(ascending: &[f64], q: f64) -> f64 {
     let Some(last) = ascending.len().checked_sub(1) else {
         return 0.0;

@@ -1,4 +1,4 @@
-//! How a text is cut into windows and fed to a model.
+//! Cuts a text into windows and feeds them to a model.
 
 use crate::error::{Error, Result};
 use crate::report::Protocol;
@@ -6,7 +6,7 @@ use nq_formats::{Progress, Unit};
 use nq_runtime::{Chunk, Engine, KvType, Logits, LogitsWanted, Session, SessionSpec};
 use std::ops::Range;
 
-/// Most bytes of one forward's logits. It bounds the rows asked for at once: 220 for
+/// Most bytes of one forward's logits. This limits the rows requested at once: 220 for
 /// Qwen3's vocabulary of 151,936.
 const LOGIT_BYTES: usize = 128 << 20;
 
@@ -15,20 +15,20 @@ const LOGIT_BYTES: usize = 128 << 20;
 pub struct EvalSpec {
     /// How windows are cut and which tokens are scored.
     pub protocol: Protocol,
-    /// Tokens of a window.
+    /// Length of a window in tokens.
     pub ctx: usize,
     /// Type that keys and values are rounded to.
     pub kv: KvType,
-    /// Windows at most; `None`: all that the text has.
+    /// Most windows; `None`: all windows of the text.
     pub max_windows: Option<usize>,
     /// Name of the text, for the report.
     pub text: String,
-    /// Tokens of one forward at most. It decides speed, not what is measured.
+    /// Most tokens of one forward. It affects the speed, not the result.
     pub rows: usize,
 }
 
 impl EvalSpec {
-    /// All windows of `ctx` tokens, with the KV cache that chat uses.
+    /// All windows of `ctx` tokens, with the same KV cache as chat.
     pub fn new(protocol: Protocol, ctx: usize, text: impl Into<String>) -> Self {
         EvalSpec {
             protocol,
@@ -40,9 +40,9 @@ impl EvalSpec {
         }
     }
 
-    /// Positions of a window whose logits are scored, each against the token that follows
-    /// it in the window: `ctx - 1` for hf; for llama those from the middle on, as
-    /// `llama-perplexity` takes them.
+    /// Positions of a window whose logits are scored, each against the next token
+    /// in the window: `ctx - 1` positions for hf; for llama those from the middle on, as in
+    /// `llama-perplexity`.
     pub fn scored(&self) -> Range<usize> {
         let first = match self.protocol {
             Protocol::Hf => 0,
@@ -51,7 +51,7 @@ impl EvalSpec {
         first..self.ctx.saturating_sub(1)
     }
 
-    /// Whole windows of a text of `tokens` tokens that will be scored.
+    /// Number of whole windows that will be scored in a text of `tokens` tokens.
     ///
     /// # Errors
     /// [`Error::Spec`] for a context without scored tokens or no rows;
@@ -82,18 +82,18 @@ impl EvalSpec {
     }
 }
 
-/// Where a row of logits belongs.
+/// The place of a row of logits in the text.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     /// Window, counted from 0.
     pub(crate) window: usize,
-    /// Position in the window of the token whose logits these are.
+    /// Position of the token whose logits these are, in the window.
     pub(crate) position: usize,
-    /// The token that follows.
+    /// The next token.
     pub(crate) target: u32,
 }
 
-/// A text cut for feeding.
+/// A text divided for feeding.
 pub(crate) struct Plan<'a> {
     tokens: &'a [u32],
     ctx: usize,
@@ -106,7 +106,7 @@ pub(crate) struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// Cuts `tokens` for a model of `vocab` tokens and `positions` positions.
+    /// Divides `tokens` for the model of `engine`.
     pub(crate) fn new(tokens: &'a [u32], spec: &EvalSpec, engine: &dyn Engine) -> Result<Self> {
         let windows = spec.windows(tokens.len())?;
         let config = engine.config();
@@ -133,7 +133,7 @@ impl<'a> Plan<'a> {
             ctx: spec.ctx,
             scored: spec.scored(),
             windows,
-            // Short windows go several to a forward; one longer than a forward goes alone.
+            // Several short windows share a forward; one longer than a forward is fed alone.
             slots: (rows.min(logit_rows) / spec.ctx).clamp(1, windows),
             rows,
             logit_rows: logit_rows.min(rows),
@@ -141,22 +141,22 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// Windows.
+    /// Number of windows.
     pub(crate) fn windows(&self) -> usize {
         self.windows
     }
 
-    /// Scored tokens in all.
+    /// Total number of scored tokens.
     pub(crate) fn total(&self) -> usize {
         self.windows * self.scored.len()
     }
 
-    /// Tokens fed in all. The last token of a window predicts nothing and is not fed.
+    /// Total number of tokens fed. The last token of a window predicts nothing and is not fed.
     fn fed(&self) -> usize {
         self.windows * self.scored.end
     }
 
-    /// The text's tokens of one window.
+    /// The tokens of one window.
     pub(crate) fn window(&self, window: usize) -> &'a [u32] {
         &self.tokens[window * self.ctx..(window + 1) * self.ctx]
     }
@@ -172,12 +172,12 @@ impl<'a> Plan<'a> {
         })?)
     }
 
-    /// Index of a place in arrays of all scored tokens, in text order.
+    /// Index of a place in arrays over all scored tokens, in text order.
     pub(crate) fn index(&self, place: Place) -> usize {
         place.window * self.scored.len() + (place.position - self.scored.start)
     }
 
-    /// Pieces of the positions `0..scored.end` of `slots` windows fed at once: first those
+    /// Divides the positions `0..scored.end` of `slots` windows that are fed together: first those
     /// that need no logits, then those that do.
     fn pieces(&self, slots: usize) -> Vec<Range<usize>> {
         let mut pieces = Vec::new();
@@ -242,7 +242,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Ends a stage of progress however it is left.
+/// Ends a stage of progress when dropped.
 pub(crate) struct Stage<'a>(&'a dyn Progress);
 
 impl<'a> Stage<'a> {

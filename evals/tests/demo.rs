@@ -1,4 +1,4 @@
-//! The demo model's quality against what Hugging Face transformers and llama.cpp computed.
+//! The demo model's quality compared with figures from Hugging Face transformers and llama.cpp.
 
 #![allow(
     clippy::print_stdout,
@@ -33,7 +33,7 @@ static DEMO: LazyLock<Demo> = LazyLock::new(|| {
     }
 });
 
-/// A text of the test data, or `None`, in print, where it is absent or slow tests are off.
+/// A text of the test data; `None`, with a printed note, if it is absent or slow tests are off.
 fn slow_text(name: &str) -> Option<String> {
     if std::env::var_os("NQ_SLOW_TESTS").is_none() {
         println!("skipped: {name} takes minutes; NQ_SLOW_TESTS=1 runs it");
@@ -156,7 +156,7 @@ fn the_model_does_not_stray_from_itself() {
     let c = e.report.against.unwrap();
     assert!(c.kld.max.abs() <= 1e-9, "{:?}", c.kld);
     assert_eq!((c.same_top1, c.ln_ppl_ratio), (1.0, 0.0));
-    // Another division into forwards and a rounded KV cache show, but hardly.
+    // Other forwards and a rounded KV cache make a difference, but hardly any.
     let spec = EvalSpec {
         kv: KvType::F16,
         ..spec
@@ -166,7 +166,7 @@ fn the_model_does_not_stray_from_itself() {
     assert!(noise.mean >= 0.0 && noise.mean < 1e-5, "{noise:?}");
 }
 
-/// What kept log-probabilities lose, on a real vocabulary distribution.
+/// The loss from storing log-probabilities, on a real vocabulary's distribution.
 #[test]
 fn a_recorded_reference_agrees_with_lockstep() {
     let engine = DEMO.engine.as_ref();

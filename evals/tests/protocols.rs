@@ -21,7 +21,7 @@ fn log_softmax(row: &[f32]) -> Vec<f64> {
     row.iter().map(|&v| f64::from(v) - max - sum.ln()).collect()
 }
 
-/// Positions that a protocol scores, written out.
+/// The positions that a protocol scores, spelled out.
 fn scored(protocol: Protocol, ctx: usize) -> Vec<usize> {
     match protocol {
         Protocol::Hf => (0..ctx - 1).collect(),
@@ -72,7 +72,7 @@ fn perplexity_is_the_definition_whatever_the_portions() {
     }
 }
 
-/// Logits that are numbers may come to figures that are none: those are not reported.
+/// Finite logits may give figures that are not finite: those are not reported.
 #[test]
 fn figures_that_are_not_finite_are_refused() {
     let engine = FakeEngine::new(VOCAB, 1e6);
@@ -171,7 +171,7 @@ fn comparison_is_the_definition() {
     let mean_of_means = e.window_kld().iter().sum::<f64>() / e.report.windows as f64;
     close(mean_of_means, c.kld.mean, "windows are of one length");
 
-    // A report survives JSON.
+    // A report is unchanged after JSON.
     let json = serde_json::to_string(&e.report).unwrap();
     let back: EvalReport = serde_json::from_str(&json).unwrap();
     assert_eq!(back, e.report);

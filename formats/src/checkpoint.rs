@@ -11,7 +11,7 @@ use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
 use serde_json::{Map, Value};
 
-/// What [`Checkpoint::open`] was given, read far enough to tell its format.
+/// The input of [`Checkpoint::open`], read far enough to tell its format.
 pub struct Source {
     pub(crate) files: Files,
     pub(crate) weights: Option<String>, // the file's name, if a file was given
@@ -39,7 +39,7 @@ impl Source {
     /// The safetensors files: the one given, or those of the folder.
     ///
     /// # Errors
-    /// As [`Shards::open`].
+    /// Errors of [`Shards::open`].
     pub fn shards(&self) -> Result<Shards> {
         match &self.weights {
             Some(name) => Shards::open_named(&self.files, name),
@@ -47,10 +47,10 @@ impl Source {
         }
     }
 
-    /// A checkpoint of these files and `store`.
+    /// A checkpoint made of these files and `store`.
     ///
     /// # Errors
-    /// As `Checkpoint::of_files`.
+    /// Errors of `Checkpoint::of_files`.
     pub fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
         Checkpoint::of_files(self.files, store)
     }
@@ -125,7 +125,7 @@ impl Checkpoint {
         &self.generation
     }
 
-    /// Tokens that end a text: the generation config's, else the model config's.
+    /// Tokens that end a text: those of the generation config, otherwise those of the model config.
     pub fn eos_token_ids(&self) -> &[u32] {
         match self.generation.eos_token_ids.as_slice() {
             [] => &self.config.eos_token_ids,
@@ -148,14 +148,14 @@ impl Checkpoint {
         self.store.entries().iter().map(|e| e.bytes).sum()
     }
 
-    /// `8 * tensor_bytes / parameters`: embedding and head included, a tied one counted once.
+    /// `8 * tensor_bytes / parameters`: includes embedding and head; tied ones count once.
     pub fn bits_per_weight(&self) -> f64 {
         8.0 * self.tensor_bytes() as f64 / self.config.parameters() as f64
     }
 }
 
-/// Refuses a model whose files hold more layers than its config: what would run is another
-/// model. (Fewer are found missing by name.)
+/// Refuses a model whose files hold more layers than its config: another model would run. (Missing
+/// layers are found by name.)
 fn check_layers(files: &Files, config: &ModelConfig, store: &dyn WeightStore) -> Result<()> {
     let beyond = |e: &TensorEntry| layer_of(&e.name) >= Some(config.num_hidden_layers);
     match store.entries().into_iter().find(beyond) {

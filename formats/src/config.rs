@@ -1,4 +1,4 @@
-//! `config.json` and `generation_config.json` as nq needs them.
+//! Reads `config.json` and `generation_config.json`.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -13,11 +13,11 @@ pub struct GenerationDefaults {
     pub do_sample: Option<bool>,
     /// Softmax temperature.
     pub temperature: Option<f32>,
-    /// Keep this many best tokens.
+    /// Number of best tokens to keep.
     pub top_k: Option<usize>,
-    /// Keep the smallest set of this probability.
+    /// Keeps the smallest set of tokens with this probability.
     pub top_p: Option<f32>,
-    /// Drop tokens below this share of the best one's probability.
+    /// Drops tokens below this share of the best one's probability.
     pub min_p: Option<f32>,
     /// Multiplicative repetition penalty.
     pub repetition_penalty: Option<f32>,
@@ -29,8 +29,8 @@ impl ModelConfig {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for another architecture, biases, sliding windows or a
-    /// rope scaling other than YaRN, by name; [`Error::Malformed`] for missing,
+    /// [`Error::Unsupported`], naming it, for another architecture, biases, sliding windows or a
+    /// rope scaling other than YaRN; [`Error::Malformed`] for missing,
     /// mistyped or inconsistent keys.
     pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
         let obj = Object::parse(path, json)?;
@@ -63,7 +63,7 @@ impl ModelConfig {
                 heads.to_string(),
             ));
         }
-        // Each is in range; their product must be too, or sizes overflow further on.
+        // Each dimension is in range; their product must be too, or sizes overflow later.
         let layer: u128 = (cfg.layer().matrices())
             .map(|l| l.dims(&cfg))
             .map(|(out, inputs)| out as u128 * inputs as u128)
@@ -89,7 +89,7 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
-    /// The `config.json` that says this, with the keys of the published ones.
+    /// The `config.json` of this model, with the keys of the published ones.
     pub fn to_json(&self) -> Map<String, Value> {
         let dtype = match self.dtype {
             Some(DType::F16) => "float16",
@@ -119,9 +119,12 @@ impl ModelConfig {
             ids => ids.into(),
         };
         // Whole numbers are written without a fraction, as published.
-        let number = |v: f64| match v.fract() == 0.0 && v.abs() < 9e15 {
-            true => json!(v as i64),
-            false => json!(v),
+        let number = |v: f64| {
+            if v.fract() == 0.0 && v.abs() < 9e15 {
+                json!(v as i64)
+            } else {
+                json!(v)
+            }
         };
         // f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
         let eps: f64 = self.rms_norm_eps.to_string().parse().unwrap_or(1e-6);
@@ -189,7 +192,7 @@ impl GenerationDefaults {
     }
 }
 
-/// Refuses ids that no model of this vocabulary can write: answers would never end.
+/// Refuses ids outside the vocabulary: the model cannot produce them, and answers would never end.
 pub(crate) fn check_eos(path: &Path, ids: &[u32], vocab_size: usize) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= vocab_size) {
         None => Ok(()),
@@ -202,16 +205,16 @@ pub(crate) fn check_eos(path: &Path, ids: &[u32], vocab_size: usize) -> Result<(
     }
 }
 
-/// Dimensions above this are absurd: they would overflow products elsewhere.
+/// Dimensions above this are rejected: they would overflow products elsewhere.
 const MAX_DIM: u64 = 1 << 28;
 
-/// More parameters than this are absurd: a hundred trillion.
+/// More parameters than this (a hundred trillion) are rejected.
 const MAX_PARAMETERS: u128 = 100_000_000_000_000;
 
-/// More experts than this in a layer are absurd.
+/// More experts per layer than this are rejected.
 const MAX_EXPERTS: usize = 1 << 16;
 
-/// A JSON object whose accessors fail with the file's and the key's name.
+/// A JSON object whose accessors return errors with the names of the file and the key.
 struct Object<'a> {
     path: &'a Path,
     map: Map<String, Value>,
@@ -293,7 +296,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// RMSNorm's epsilon; 1e-6 where it is not given.
+    /// RMSNorm's epsilon; 1e-6 if absent.
     fn epsilon(&self) -> Result<f32> {
         const KEY: &str = "rms_norm_eps";
         match self.f64(KEY)?.unwrap_or(1e-6) {
@@ -332,7 +335,7 @@ impl<'a> Object<'a> {
         )
     }
 
-    /// The architecture that `architectures` and `model_type` name.
+    /// The architecture named by `architectures` and `model_type`.
     fn architecture(&self) -> Result<&'static Architecture> {
         let unsupported =
             |what: String| Err(self.unsupported(what, &models::supported(|a| a.class)));
@@ -372,7 +375,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// Refuses what the architecture's layers have not.
+    /// Refuses features that the architecture's layers do not have.
     fn check_layers(&self, architecture: &Architecture) -> Result<()> {
         let family = architecture.family;
         for bias in ["attention_bias", "qkv_bias"] {
@@ -395,8 +398,8 @@ impl<'a> Object<'a> {
         Ok(())
     }
 
-    /// What a mixture says of its experts, which every layer must have: a layer has none if
-    /// `mlp_only_layers` lists it or `decoder_sparse_step` does not divide its number from 1.
+    /// The experts of a mixture, which every layer must have: a layer has none if
+    /// `mlp_only_layers` lists it or `decoder_sparse_step` does not divide its number, counted from 1.
     fn experts(&self, architecture: &Architecture) -> Result<Option<Experts>> {
         if architecture.layer.mlp.router().is_none() {
             return Ok(None);
@@ -444,7 +447,7 @@ impl<'a> Object<'a> {
         }))
     }
 
-    /// `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
+    /// Reads `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5, which holds both.
     fn rope(&self) -> Result<Rope> {
         let nested = |key: &str| -> Result<Option<Object<'a>>> {
             let map = self.typed(key, "an object", |v| v.as_object().cloned())?;

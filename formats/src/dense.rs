@@ -19,7 +19,7 @@ struct DenseStore {
 /// Opens a folder whose config.json names no quantization.
 ///
 /// # Errors
-/// As [`Shards::open`] and [`Source::into_checkpoint`].
+/// Errors of [`Shards::open`] and [`Source::into_checkpoint`].
 pub(crate) fn open(source: Source) -> Result<Checkpoint> {
     let shards = source.shards()?;
     source.into_checkpoint(Box::new(DenseStore { shards }))
@@ -51,9 +51,10 @@ impl WeightStore for DenseStore {
     }
 
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        match self.shards.contains(name) {
-            true => self.shards.require(name, &FLOATS, shape).map(Some),
-            false => Ok(None),
+        if self.shards.contains(name) {
+            self.shards.require(name, &FLOATS, shape).map(Some)
+        } else {
+            Ok(None)
         }
     }
 

@@ -1,4 +1,4 @@
-//! Element types of tensors as they stand in checkpoint files.
+//! Element types of tensors in checkpoint files.
 
 use std::fmt;
 
@@ -48,7 +48,7 @@ impl DType {
         DType::Bool,
     ];
 
-    /// The type of this safetensors name, if known.
+    /// The type with this safetensors name, if known.
     pub fn from_name(name: &str) -> Option<DType> {
         Self::ALL.into_iter().find(|d| d.name() == name)
     }

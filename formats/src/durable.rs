@@ -1,4 +1,4 @@
-//! Files and folders that appear whole or not at all, and outlast a crash.
+//! Files and folders that appear whole or not at all, and survive a crash.
 
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, GENERATION_CONFIG};
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Writes `path` through a temporary file beside it: synced, then renamed over any old one.
 ///
 /// # Errors
-/// [`Error::Space`] if the disk is full, other [`Error::Io`], or what `fill` returns; the
+/// [`Error::Space`] if the disk is full, other [`Error::Io`], or an error of `fill`; the
 /// temporary file is then removed and an old file is untouched.
 pub fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
     let folder = parent(path);
@@ -34,21 +34,21 @@ pub fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Re
     sync_folder(&folder)
 }
 
-/// As [`write_file`], with the contents at hand.
+/// Like [`write_file`], with the complete contents.
 ///
 /// # Errors
-/// As [`write_file`].
+/// Errors of [`write_file`].
 pub fn write_bytes(path: &Path, contents: &[u8]) -> Result<()> {
     write_file(path, |sink| sink.write(contents))
 }
 
-/// What other users may read is the umask's matter, not the temporary file's.
+/// The umask decides who may read the file, not the mode of temporary files.
 fn permissions(mode: u32) -> fs::Permissions {
     use std::os::unix::fs::PermissionsExt;
     fs::Permissions::from_mode(mode)
 }
 
-/// A folder to be renamed into place; removed when dropped before that.
+/// A folder to be renamed into place; removed if dropped before that.
 pub(crate) struct TemporaryFolder {
     folder: tempfile::TempDir,
     _live: Live,
@@ -82,24 +82,24 @@ pub(crate) fn temporary_folder(parent: &Path) -> Result<TemporaryFolder> {
     })
 }
 
-/// How temporary files and folders are called.
+/// Prefix of temporary files' and folders' names.
 const PREFIX: &str = ".nq-";
 const SUFFIX: &str = ".tmp";
 
-/// How old a temporary file must be before [`sweep`] takes it for one that a killed run left:
-/// long after its maker has locked it.
+/// The age from which [`sweep`] considers a temporary file left over by a killed run: long after its
+/// creator has locked it.
 const STALE: Duration = Duration::from_secs(60);
 
-/// Temporary files and folders that this process is at work on.
+/// Temporary files and folders that this process is writing.
 static LIVE: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// While it lives, a path is in [`LIVE`].
+/// Keeps a path in [`LIVE`] as long as it lives.
 struct Live(PathBuf);
 
 impl Live {
-    /// Also locks the file, which tells other processes that it is not left over.
+    /// Also locks the file, which tells other processes that it is in use.
     fn begin(path: &Path, file: &File) -> Self {
-        let _ = file.try_lock(); // where there are no locks, `sweep` gets none either
+        let _ = file.try_lock(); // without locks on this system, `sweep` gets none either
         Live::new(path)
     }
 
@@ -119,12 +119,12 @@ impl Drop for Live {
     }
 }
 
-/// Removes the temporary files and folders that this process is at work on: for a program that is
+/// Removes the temporary files and folders that this process is writing; for a program that is
 /// about to end by a signal.
 pub fn remove_temporaries() {
     let live = LIVE.lock().unwrap_or_else(|e| e.into_inner());
     for path in live.iter().rev() {
-        // Another thread may still write into a folder: its new files are in the way for a moment.
+        // Another thread may still be writing into a folder, so that removing it fails for a moment.
         for _ in 0..10 {
             match remove_tree(path) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => {
@@ -136,8 +136,8 @@ pub fn remove_temporaries() {
     }
 }
 
-/// Removes what killed runs left in `folder`: temporary files and folders that are a minute old
-/// and that no process has locked. What cannot be removed stays.
+/// Removes what killed runs left in `folder`: temporary files and folders that are at least a minute
+/// old and not locked by any process. Failures are ignored.
 fn sweep(folder: &Path) {
     let stale = |path: &Path| -> io::Result<bool> {
         let file = File::open(path)?;
@@ -162,13 +162,14 @@ fn sweep(folder: &Path) {
 }
 
 fn remove_tree(path: &Path) -> io::Result<()> {
-    match fs::symlink_metadata(path)?.is_dir() {
-        true => fs::remove_dir_all(path),
-        false => fs::remove_file(path),
+    if fs::symlink_metadata(path)?.is_dir() {
+        fs::remove_dir_all(path)
+    } else {
+        fs::remove_file(path)
     }
 }
 
-/// A file being written, whose errors name it.
+/// A file being written; its errors name it.
 pub struct Sink {
     path: PathBuf,
     file: BufWriter<File>,
@@ -227,13 +228,13 @@ pub(crate) fn parent(path: &Path) -> PathBuf {
     }
 }
 
-/// Makes the renames and new files of a folder outlast a crash.
+/// Makes renames and new files in a folder survive a crash.
 pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
     let synced = File::open(folder).and_then(|f| f.sync_all());
     synced.map_err(|e| Error::io(folder, "sync", e))
 }
 
-/// What is to be written to a destination.
+/// Form of a destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// One file.
@@ -242,10 +243,10 @@ pub enum Form {
     Folder,
 }
 
-/// Refuses a destination that something stands at. With `force` it may be replaced, but only by
-/// its like: a GGUF file (or an empty file) by a file; by a folder an empty one, or one that holds
-/// a model (a config.json) and nothing but files that nq writes into such a folder. So a mistyped
-/// destination costs nobody anything else.
+/// Refuses a destination that exists. With `force` it may be replaced, but only by the same kind: a
+/// GGUF file (or an empty file) by a file; a folder, by a folder, if it is empty or holds a model (a
+/// config.json) and nothing but files that nq writes into such a folder. So a mistyped destination
+/// destroys nothing else.
 ///
 /// # Errors
 /// [`Error::Exists`], or [`Error::Io`] for a folder or file that cannot be read.
@@ -267,7 +268,7 @@ pub fn check_destination(path: &Path, form: Form, force: bool) -> Result<()> {
         (Form::Folder, false) if path.exists() => {
             refused("expected a model's folder to replace, found a file".into())
         }
-        // A link to nowhere.
+        // A dangling link.
         (Form::Folder, false) => Ok(()),
         (Form::Folder, true) => match foreign_entry(path)? {
             None => Ok(()),
@@ -281,16 +282,16 @@ pub fn check_destination(path: &Path, form: Form, force: bool) -> Result<()> {
 
 /// True for a GGUF file and for an empty one.
 fn is_gguf(path: &Path) -> Result<bool> {
+    if !path.is_file() {
+        return Ok(false); // opening a pipe would block until someone writes
+    }
     let mut start = Vec::new();
     let read = |start: &mut Vec<u8>| File::open(path)?.take(4).read_to_end(start);
-    match path.is_file() {
-        true => read(&mut start).map_err(|e| Error::io(path, "read", e))?,
-        false => return Ok(false), // opening a pipe would wait for a writer
-    };
+    read(&mut start).map_err(|e| Error::io(path, "read", e))?;
     Ok(start.is_empty() || start == *b"GGUF")
 }
 
-/// What shows that a folder is not just a model's; `None` if nothing does.
+/// An entry that shows that a folder holds more than a model; `None` if there is none.
 fn foreign_entry(folder: &Path) -> Result<Option<String>> {
     let written = |name: &str| {
         const OTHERS: [&str; 3] = [
@@ -359,11 +360,11 @@ pub fn is_copied(name: &str) -> bool {
     whole || (name.starts_with("LICENSE") && !name.contains('/'))
 }
 
-/// Bytes that may still be written to the file system of `folder`, or, if that does not exist
-/// yet, of the folder it would be in.
+/// Bytes available on the file system of `folder` or, if the folder does not exist yet, of the
+/// nearest existing folder above it.
 ///
 /// # Errors
-/// [`Error::Io`] if the system does not say.
+/// [`Error::Io`] if the system call fails.
 pub fn available(folder: &Path) -> Result<u64> {
     let stat =
         statvfs(existing(folder)).map_err(|e| Error::io(folder, "ask for free space", e.into()))?;
@@ -379,11 +380,11 @@ fn existing(folder: &Path) -> PathBuf {
     existing
 }
 
-/// Checks that files can be made in `folder`, or, if that does not exist yet, folders in the nearest
-/// one above it that does: by permissions and by how the file system is mounted.
+/// Checks that files can be created in `folder` or, if it does not exist yet, folders in the nearest
+/// existing one above it: by permissions and mount options.
 ///
 /// # Errors
-/// [`Error::Io`] naming the folder that exists.
+/// [`Error::Io`], which names the existing folder.
 pub fn check_writable(folder: &Path) -> Result<()> {
     let existing = existing(folder);
     let failed = |e: io::Error| Error::io(&existing, "write to", e);
@@ -396,7 +397,7 @@ pub fn check_writable(folder: &Path) -> Result<()> {
 /// Checks that `needed` bytes fit on the file system of `folder`.
 ///
 /// # Errors
-/// [`Error::Space`] if not.
+/// [`Error::Space`] if they do not.
 pub fn check_space(folder: &Path, needed: u64) -> Result<()> {
     let available = available(folder)?;
     if available < needed {
@@ -409,17 +410,17 @@ pub fn check_space(folder: &Path, needed: u64) -> Result<()> {
     Ok(())
 }
 
-/// Renames the folder `new` to `dest`. A folder already at `dest` is exchanged with it in
-/// one step where the system can, and is afterwards at `new`.
+/// Renames the folder `new` to `dest`. If there is a folder at `dest`, the two are exchanged, in
+/// one step if the system can do that, and the old one is then at `new`.
 ///
 /// # Errors
-/// [`Error::Io`]; `dest` is then as it was.
+/// [`Error::Io`]; `dest` is then unchanged.
 pub(crate) fn rename_folder(new: &Path, dest: &Path) -> Result<()> {
     let failed = |e: io::Error| Error::io(dest, "rename into place", e);
     if fs::symlink_metadata(dest).is_err() {
         fs::rename(new, dest).map_err(failed)?;
     } else if renameat_with(CWD, new, CWD, dest, RenameFlags::EXCHANGE).is_err() {
-        // File systems without an exchange: two renames, undone if the second fails.
+        // On file systems without an exchange: two renames, undone if the second fails.
         let mut aside = new.as_os_str().to_owned();
         aside.push(".old");
         let aside = PathBuf::from(aside);

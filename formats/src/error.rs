@@ -5,8 +5,8 @@ use std::path::PathBuf;
 /// Shorthand for this crate's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can be wrong with a file, a tensor or a scheme. Every variant names what
-/// was expected and what was found; those about a file or tensor name it.
+/// Errors about a file, a tensor or a scheme. Every variant says what was expected and what was
+/// found; those about a file or tensor name it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -15,47 +15,47 @@ pub enum Error {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What was tried, e.g. "open".
+        /// The action that failed, e.g. "open".
         action: &'static str,
         /// The system's error.
         cause: std::io::Error,
     },
-    /// A file that a checkpoint needs is not there.
+    /// A file that a checkpoint needs does not exist.
     #[error("{}: no {what} here", path.display())]
     Missing {
-        /// Where it was looked for.
+        /// The path where it was expected.
         path: PathBuf,
-        /// What was looked for.
+        /// The missing file or part.
         what: String,
     },
-    /// Something stands where new work would go.
+    /// Something already exists where new work would go.
     #[error("{}: {what}", path.display())]
     Exists {
         /// The file or folder.
         path: PathBuf,
-        /// What it is, and what can be done.
+        /// The problem, and what can be done about it.
         what: String,
     },
-    /// A file system has not enough room.
+    /// A file system does not have enough space.
     #[error("{}: not enough disk space: {needed} bytes needed, {available} available", path.display())]
     Space {
         /// The file or folder to be written.
         path: PathBuf,
-        /// Bytes that it takes.
+        /// Bytes needed.
         needed: u64,
-        /// Bytes that are free there.
+        /// Bytes available.
         available: u64,
     },
-    /// A file's structure is not what its format says.
+    /// A file's structure does not follow its format.
     #[error("{}: {what}: expected {expected}, found {found}", path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// Which part of it.
+        /// The part of the file.
         what: String,
-        /// What the format asks for.
+        /// What the format requires.
         expected: String,
-        /// What is there.
+        /// What the file contains.
         found: String,
     },
     /// A tensor is absent, or its shape, type or contents are wrong.
@@ -65,29 +65,29 @@ pub enum Error {
         path: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// What was expected of it.
+        /// The expected property.
         expected: String,
         /// What was found.
         found: String,
     },
-    /// The checkpoint is well formed, but of a kind that nq does not run.
+    /// The checkpoint is well formed, but of a kind that nq does not support.
     #[error("{}: {what} is not supported: {why}", path.display())]
     Unsupported {
         /// The file or folder.
         path: PathBuf,
-        /// The feature, by its own name.
+        /// The unsupported feature, by its usual name.
         what: String,
         /// What is supported instead, or why this is not.
         why: String,
     },
-    /// A model could not be had from the hub.
+    /// A model could not be obtained from the hub.
     #[error("{what}: {problem}: {detail}")]
     Hub {
-        /// The model's id or the address asked.
+        /// The model's id, or the requested address.
         what: String,
         /// The kind of failure.
         problem: HubProblem,
-        /// What happened, and what to do.
+        /// Details, and what to do about them.
         detail: String,
     },
     /// A scheme's parameters are out of range.
@@ -98,31 +98,31 @@ pub enum Error {
         /// The value given.
         found: String,
     },
-    /// Parts of a weight do not fit each other (raised where no file is known;
+    /// Parts of a weight do not match each other (raised where no file is known;
     /// readers wrap it into [`Error::Tensor`]).
     #[error("weight: {what}: expected {expected}, found {found}")]
     Weight {
-        /// Which part.
+        /// The part.
         what: &'static str,
-        /// What fits the shape and scheme.
+        /// What matches the shape and scheme.
         expected: String,
         /// What was given.
         found: String,
     },
 }
 
-/// Why the hub did not give a model.
+/// Kind of failure of the hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HubProblem {
-    /// The hub must not be asked.
+    /// The hub must not be contacted.
     Offline,
-    /// No answer.
+    /// The hub does not answer.
     Unreachable,
-    /// A token is missing, or has no access.
+    /// A token is missing or does not grant access.
     Denied,
-    /// No such model, revision or file.
+    /// There is no such model, revision or file.
     NotFound,
-    /// An answer that makes no sense, or a download that is not what the hub announced.
+    /// The answer is invalid, or a download is not what the hub announced.
     Broken,
 }
 
@@ -139,7 +139,7 @@ impl std::fmt::Display for HubProblem {
 }
 
 impl Error {
-    /// True if the hub could not give a model and another may serve: offline and not
+    /// True if the hub could not provide a model and another source may: offline and not
     /// cached, no answer, or no such model.
     pub fn is_unreachable(&self) -> bool {
         use HubProblem::{NotFound, Offline, Unreachable};

@@ -1,6 +1,6 @@
-//! Stacks of experts: the weights of all experts of a layer as one matrix, the rows of expert 0
-//! first. nq's own folders and GGUF files keep them so; other files keep experts apart, or gate and
-//! up of all experts in one tensor, and [`Gathered`] makes stacks of them.
+//! Stacks of experts: the weights of all experts of a layer as one matrix, beginning with the rows of
+//! expert 0. nq's own folders and GGUF files store stacks; other files store experts separately, or
+//! gate and up of all experts in one tensor, and [`Gathered`] builds stacks from them.
 
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
@@ -19,10 +19,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 impl Weight {
-    /// Rows `rows` as a weight of their own. Values and codes are shared with this one, not copied.
+    /// Rows `rows` as a separate weight. Values and codes are shared, not copied.
     ///
     /// # Panics
-    /// If there are no such rows.
+    /// If the weight does not have these rows.
     pub fn rows(&self, rows: Range<usize>) -> Weight {
         match self {
             Weight::Dense(t) => {
@@ -38,22 +38,22 @@ impl Weight {
         }
     }
 
-    /// This stack's weights, one for each of `experts`.
+    /// The weights of this stack, one for each of `experts`.
     ///
     /// # Panics
-    /// If its rows are no multiple of `experts`.
+    /// If the number of rows is not a multiple of `experts`.
     pub fn unstack(&self, experts: usize) -> impl Iterator<Item = Weight> {
         let rows = self.dims().0 / experts.max(1);
         assert_eq!(rows * experts, self.dims().0, "rows of {experts} experts");
         (0..experts).map(move |e| self.rows(e * rows..(e + 1) * rows))
     }
 
-    /// `parts`, which have as many inputs, as one weight: the rows of the first, then those of the
-    /// next. Symmetric parts beside some with zero-points get zero-points that say the same.
+    /// Stacks `parts`, which have the same number of inputs, into one weight: the rows of the first, then
+    /// those of the next. Symmetric parts, next to parts with zero-points, get equivalent zero-points.
     ///
     /// # Errors
-    /// [`Error::Weight`] naming the first part, by its place, that is of another type or scheme or
-    /// lists other groups than the first.
+    /// [`Error::Weight`], naming the index of the first part whose type, scheme or list of groups
+    /// differs from that of the first.
     pub fn stack(parts: &[Weight]) -> Result<Weight> {
         let unlike = |place: usize, found: String| Error::Weight {
             what: "a stack of weights",
@@ -132,8 +132,8 @@ fn affine_rows(a: &AffineWeight, rows: Range<usize>) -> AffineWeight {
     part.expect("whole rows of a weight are one")
 }
 
-/// Whether two weights' rows can stand in one: zero-points may be stored in one and all in the
-/// middle in the other. Other formats have f16 scales and even steps.
+/// True if the rows of two weights can be stacked: one may store zero-points and the other have all
+/// of them at the midpoint. Other formats have f16 scales and even steps.
 fn alike(a: &AffineWeight, b: &AffineWeight) -> bool {
     if !a.scheme().is_plain() || !b.scheme().is_plain() {
         return false;
@@ -183,7 +183,7 @@ fn stack_affine(parts: &[&AffineWeight]) -> Result<AffineWeight> {
     AffineWeight::new(scheme, dims, codes.into(), scales.into(), zeros, order)
 }
 
-/// A store whose stacks of experts are put together from what another one has.
+/// A store that builds stacks of experts from the weights of another store.
 pub(crate) struct Gathered {
     inner: Box<dyn WeightStore>,
     experts: Experts,
@@ -191,11 +191,11 @@ pub(crate) struct Gathered {
 }
 
 impl Gathered {
-    /// `store` with the stacks of a model of shape `config`: itself if there are none.
+    /// Wraps `store` to provide the stacks of a model of shape `config`; returns it as is if it has none.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it has more experts than the configuration says: what would run is
-    /// another model. (Fewer are found missing by name.)
+    /// [`Error::Malformed`] if it has more experts than the configuration says: another model would
+    /// run. (Missing experts are found by name.)
     pub(crate) fn over(
         store: Box<dyn WeightStore>,
         config: &ModelConfig,
@@ -212,13 +212,13 @@ impl Gathered {
         }))
     }
 
-    /// The stack that `name` is, unless the files keep it as it is.
+    /// The stack with this name, unless the files store it as one.
     fn stack(&self, name: &str) -> Option<(usize, &'static LinearSpec)> {
         stack(name).filter(|_| !self.inner.contains(name))
     }
 
-    /// The stack of a file that keeps the experts' weights in tensors `[experts, out, in]`, gate
-    /// above up.
+    /// Builds a stack from a file that stores the experts' weights in tensors `[experts, out, in]`, with
+    /// gate above up.
     fn fused(
         &self,
         (layer, linear): (usize, &LinearSpec),
@@ -245,7 +245,7 @@ impl Gathered {
         Weight::stack(&parts).map(Some)
     }
 
-    /// Stacks what `read` gives for each expert.
+    /// Stacks the weights that `read` returns for each expert.
     fn gather(
         &self,
         (layer, linear): (usize, &LinearSpec),
@@ -270,7 +270,7 @@ impl Gathered {
     }
 }
 
-/// Refuses experts past `count`.
+/// Refuses experts with an index of `count` or more.
 fn check_count(entries: &[TensorEntry], count: usize, config: &Path) -> Result<()> {
     let beyond = |entry: &&TensorEntry| {
         let within = format!(".{EXPERTS}.");
@@ -322,7 +322,7 @@ impl WeightStore for Gathered {
         if let Some(weight) = self.fused(stack, dims)? {
             return Ok(StoredWeight::Canonical(weight));
         }
-        // Where any expert's numbers are in no scheme of nq's, all are compared as floats.
+        // If any expert's numbers do not fit a scheme of nq, all are compared as floats.
         let exact = |e: usize| self.inner.exactness(&stack.1.expert_name(stack.0, e));
         let all_exact = (0..self.experts.count).all(|e| exact(e) == Exactness::Exact);
         let read = |name: &str, dims| match self.inner.stored(name, dims)? {
@@ -360,7 +360,7 @@ impl WeightStore for Gathered {
     }
 }
 
-/// A weight's numbers in f32.
+/// A weight's values in f32.
 fn floats(weight: &StoredWeight) -> Result<Weight> {
     let (rows, cols) = weight.dims();
     let mut values = vec![0.0; rows * cols];
@@ -370,8 +370,8 @@ fn floats(weight: &StoredWeight) -> Result<Weight> {
     Tensor::from_f32(vec![rows, cols], values).map(Weight::Dense)
 }
 
-/// What was read of the last few stacks: where experts are written one by one, each is a part of
-/// one of them.
+/// A cache of the last few stacks: when experts are written one by one, each is a part of one of
+/// them.
 pub(crate) struct Recent<T>(Vec<(String, T)>);
 
 impl<T> Default for Recent<T> {
@@ -381,10 +381,10 @@ impl<T> Default for Recent<T> {
 }
 
 impl<T> Recent<T> {
-    /// Stacks of a layer: gate, up and down, whose experts are written in turn.
+    /// Number of stacks of a layer whose experts are written in turn: gate, up and down.
     const MOST: usize = 3;
 
-    /// What `read` gives for `name`, or gave for it before.
+    /// The value for `name`, cached or from `read`.
     pub(crate) fn get(&mut self, name: &str, read: impl FnOnce() -> Result<T>) -> Result<&T> {
         let at = match self.0.iter().position(|(n, _)| n == name) {
             Some(at) => at,

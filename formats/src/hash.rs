@@ -1,4 +1,4 @@
-//! SHA-256 of files, for a record's provenance.
+//! SHA-256 of files, for records of where a model comes from.
 
 use crate::error::Result;
 use crate::files::Files;
@@ -19,7 +19,7 @@ fn hex(digest: &[u8]) -> String {
 }
 
 /// A hash of a model's weights: SHA-256 over the lines `SHA256  NAME\n` of its weight files in
-/// name order, which is what `sha256sum *.safetensors | sha256sum` prints (`*.gguf` likewise).
+/// name order, as printed by `sha256sum *.safetensors | sha256sum` (`*.gguf` likewise).
 ///
 /// # Errors
 /// [`crate::Error::Io`] if a file cannot be read.

@@ -1,8 +1,8 @@
 //! Weights and checkpoints as files: numeric schemes, canonical weights, packing,
 //! and the readers and writers of checkpoint formats.
 //!
-//! This crate knows no device, and of models what [`models`] says. A weight leaves it in canonical
-//! form ([`Weight`]): row-major `[out, in]`, the same whatever file it came from.
+//! This crate does not know devices, and of models only [`models`]. Readers return weights in canonical
+//! form ([`Weight`]): row-major `[out, in]`, the same for every file format.
 //!
 //! ```
 //! use nq_formats::Checkpoint;

@@ -1,18 +1,18 @@
-//! Memory that is handed back: pages of maps, and what the allocator keeps.
+//! Gives memory back to the system: pages of mapped files, and memory that the allocator keeps.
 //!
 //! A mapped file's pages stay in memory after they were read, and count as the process's,
-//! until something else needs the room. Whoever has copied a weight elsewhere says so with
-//! [`release`], so that reading a checkpoint takes no more memory than what is kept of it.
+//! until the memory is needed elsewhere. After copying a weight, call [`release`], so that reading a
+//! checkpoint takes no more memory than the copies.
 
 use bytes::Bytes;
 use memmap2::Mmap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// The maps that views exist of.
+/// Maps that still have views.
 static MAPS: Mutex<Vec<Weak<Mmap>>> = Mutex::new(Vec::new());
 
 fn maps() -> MutexGuard<'static, Vec<Weak<Mmap>>> {
-    // A list of weak pointers is whole whatever its holder was doing.
+    // A list of weak pointers is valid whatever a thread that panicked was doing.
     MAPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -25,7 +25,7 @@ impl AsRef<[u8]> for Owner {
     }
 }
 
-/// All of a map as bytes.
+/// The whole map as bytes.
 pub(crate) fn share(map: Mmap) -> Bytes {
     let map = Arc::new(map);
     let mut maps = maps();
@@ -35,8 +35,8 @@ pub(crate) fn share(map: Mmap) -> Bytes {
     Bytes::from_owner(Owner(map))
 }
 
-/// Lets the system take back the memory behind `bytes`, if they are a view of a mapped file;
-/// reading them again reads the file again. Other bytes are left alone.
+/// Lets the system take back the memory behind `bytes` if they are a view of a mapped file;
+/// reading them again reads the file again. Has no effect on other bytes.
 pub fn release(bytes: &Bytes) {
     let found = maps().iter().filter_map(Weak::upgrade).find(|m| {
         let whole = m.as_ptr_range();
@@ -55,8 +55,8 @@ fn give_back(map: &Mmap, start: usize, len: usize) {
     if len == 0 {
         return;
     }
-    // SAFETY: the map is of a file and never written through, so pages that are dropped come
-    // back with the same contents when they are read again. The advice is only that: a
+    // SAFETY: the map is of a file and never written through, so dropped pages come
+    // back with the same contents when they are read again. This is only advice: a
     // system that refuses it keeps the pages.
     let _ = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
 }
@@ -64,13 +64,13 @@ fn give_back(map: &Mmap, start: usize, len: usize) {
 #[cfg(not(unix))]
 fn give_back(_: &Mmap, _: usize, _: usize) {}
 
-/// Gives memory that was freed, but that the allocator keeps for later, back to the system.
-/// glibc keeps what a stage of large allocations freed; the next stage, which allocates other
-/// sizes, would come on top of it. Other allocators are left alone.
+/// Gives freed memory that the allocator keeps for later back to the system. glibc keeps
+/// memory that a stage of large allocations freed; the next stage, which allocates other
+/// sizes, would take more on top of it. Has no effect with other allocators.
 pub fn trim_heap() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: `malloc_trim` takes no pointer, locks the allocator's arenas itself and
-    // touches free memory only.
+    // touches only free memory.
     unsafe {
         libc::malloc_trim(0);
     }
@@ -86,7 +86,7 @@ mod tests {
         let contents: Vec<u8> = (0..100_000u32).flat_map(u32::to_le_bytes).collect();
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&contents).unwrap();
-        // SAFETY: the file is this test's own.
+        // SAFETY: only this test uses the file.
         let bytes = share(unsafe { Mmap::map(&file).unwrap() });
         for range in [0..contents.len(), 5000..90_001, 7..8, 9..9] {
             let part = bytes.slice(range.clone());

@@ -1,24 +1,25 @@
-//! The parameters of a model by their Hugging Face names (without `.weight`). Those outside its
-//! layers have the same names in every architecture; those within are in [`crate::models`].
+//! Parameters of a model by their Hugging Face names (without `.weight`). Names outside the layers
+//! are the same in every architecture; those within layers are in [`crate::models`].
 
 use crate::models::{ARCHITECTURES, LAYERS, LinearSpec, ModelConfig};
 pub use crate::models::{Shape, in_layer};
 
-/// Token embedding `[vocab, hidden]`; the head too where it is tied.
+/// Token embedding `[vocab, hidden]`; also the head if they are tied.
 pub const EMBEDDING: &str = "model.embed_tokens";
 /// Final RMSNorm `[hidden]`.
 pub const NORM: &str = "model.norm";
 /// Untied head `[vocab, hidden]`.
 pub const HEAD: &str = "lm_head";
 
-/// What the names of experts' weights within a layer begin with.
+/// Prefix of the names of experts' weights within a layer.
 pub(crate) const EXPERTS: &str = "mlp.experts";
 
-/// The matrix that gives logits: the embedding where it is tied.
+/// The matrix that computes logits: the embedding if they are tied.
 pub fn head(c: &ModelConfig) -> &'static str {
-    match c.tie_word_embeddings {
-        true => EMBEDDING,
-        false => HEAD,
+    if c.tie_word_embeddings {
+        EMBEDDING
+    } else {
+        HEAD
     }
 }
 
@@ -28,8 +29,8 @@ pub fn layer_parameters(c: &ModelConfig, layer: usize) -> impl Iterator<Item = (
     all.map(move |p| (in_layer(layer, p.suffix()), p.shape(c)))
 }
 
-/// Every parameter of a model of this shape, in the order they are used. A tied head is
-/// the embedding and not listed again.
+/// Every parameter of a model of this shape, in the order they are used. A tied head is not listed
+/// in addition to the embedding.
 pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
     let embedding = Shape::Matrix(c.vocab_size, c.hidden_size);
     let mut all = vec![(EMBEDDING.to_owned(), embedding)];
@@ -43,36 +44,36 @@ pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
     all
 }
 
-/// Takes the name of a layer's parameter or tensor apart: the layer and the rest of the name.
+/// Splits the name of a layer's parameter or tensor into the layer and the rest of the name.
 fn split(name: &str) -> Option<(usize, &str)> {
     let (layer, suffix) = name.strip_prefix(LAYERS)?.split_once('.')?;
     Some((layer.parse().ok()?, suffix))
 }
 
-/// The layer that a parameter or tensor belongs to, by its name; `None` outside of layers.
+/// The layer of a parameter or tensor, from its name; `None` outside of layers.
 pub fn layer_of(name: &str) -> Option<usize> {
     Some(split(name)?.0)
 }
 
-/// The Linear of a layer whose weight has this name, and the layer.
+/// The layer, and its Linear whose weight has this name.
 pub fn layer_linear(name: &str) -> Option<(usize, &'static LinearSpec)> {
     let (layer, suffix) = split(name)?;
     let mut linears = ARCHITECTURES.iter().flat_map(|a| a.layer.linears());
     Some((layer, linears.find(|l| l.suffix == suffix)?))
 }
 
-/// The stack whose rows are the weights of a layer's experts, if the parameter `name` is one.
+/// The stack of the weights of a layer's experts, if the parameter `name` is one.
 pub fn stack(name: &str) -> Option<(usize, &'static LinearSpec)> {
     layer_linear(name).filter(|(_, linear)| linear.stacked)
 }
 
-/// True for what scores the experts of a layer.
+/// True for the weight that scores the experts of a layer.
 pub fn is_router(name: &str) -> bool {
     let mut routers = ARCHITECTURES.iter().filter_map(|a| a.layer.mlp.router());
     split(name).is_some_and(|(_, suffix)| routers.any(|r| r.suffix == suffix))
 }
 
-/// True for the Linears of each layer: what a quantization's default scheme covers.
+/// True for the Linears of each layer, which a quantization's default scheme applies to.
 pub fn is_layer_linear(name: &str) -> bool {
     layer_linear(name).is_some()
 }

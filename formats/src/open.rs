@@ -1,4 +1,4 @@
-//! Opening a checkpoint: which format it is, told by content.
+//! Opens a checkpoint in the format that its content shows.
 
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense;
@@ -10,7 +10,7 @@ use crate::nq;
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// A checkpoint format: how to tell it by content, and how to open it.
+/// A checkpoint format: how to detect it by content, and how to open it.
 struct Format {
     detect: fn(&Source) -> bool,
     open: fn(Source) -> Result<Checkpoint>,
@@ -49,13 +49,13 @@ const FORMATS: &[Format] = &[
 ];
 
 impl Checkpoint {
-    /// Opens a folder, or a weight file with its configuration beside it. The format is told
+    /// Opens a folder, or a weight file with its configuration beside it. The format is detected
     /// by content, never by name; weights are memory-mapped.
     ///
     /// # Errors
-    /// [`Error::Missing`] if there is nothing at `path` or a file is absent; [`Error::Unsupported`]
-    /// naming a quantization or architecture without a reader; else what the format's
-    /// reader finds wrong.
+    /// [`Error::Missing`] if nothing exists at `path` or a file is absent; [`Error::Unsupported`],
+    /// naming a quantization or architecture without a reader; otherwise errors of the format's
+    /// reader.
     pub fn open(path: &Path) -> Result<Self> {
         let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => Error::Missing {
@@ -83,21 +83,21 @@ impl Checkpoint {
         Source::new(Files::Folder(folder.into()), Some(name.into()))?.open()
     }
 
-    /// As [`Checkpoint::open`], over files that may be embedded.
+    /// Like [`Checkpoint::open`], for files that may be embedded.
     ///
     /// # Errors
-    /// As [`Checkpoint::open`].
+    /// Errors of [`Checkpoint::open`].
     pub fn open_files(files: Files) -> Result<Self> {
         Source::new(files, None)?.open()
     }
 }
 
 impl Source {
-    /// Reads config.json (if there is one) and what it says about quantization.
+    /// Reads config.json (if it exists) and its quantization settings.
     fn new(files: Files, weights: Option<String>) -> Result<Self> {
         let gguf = gguf::find(&files, weights.as_deref())?;
         let config = match gguf {
-            // Such a file says all itself; what stands beside it may be another model's.
+            // Such a file contains everything; files beside it may belong to another model.
             Some(_) => None,
             None => files.get(CONFIG)?,
         };
@@ -162,7 +162,7 @@ impl Source {
     }
 }
 
-/// The settings of an early GPTQ checkpoint, which stand in a file of their own and do
+/// The settings of an early GPTQ checkpoint, which are in a file of their own and do
 /// not name the method.
 fn legacy_gptq(files: &Files) -> Result<Option<Value>> {
     const NAME: &str = "quantize_config.json";

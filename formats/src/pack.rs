@@ -1,8 +1,8 @@
 //! Canonical packing of codes: row-major, low bits first, each row from a fresh byte.
 //!
-//! A row's codes lie in planes ([`Bits::planes`]): codes of 6 bits are a plane of their low 4 bits, two
-//! codes in a byte, and behind it one of their high 2, four in a byte. Whoever holds them as bytes puts
-//! planes together; the low plane alone is what kernels for 4 bits read.
+//! A row's codes are stored in planes ([`Bits::planes`]): 6-bit codes are a plane of their low 4 bits,
+//! two codes per byte, followed by a plane of their high 2 bits, four per byte. Devices that hold codes
+//! as bytes combine the planes; kernels for 4 bits read the low plane alone.
 
 use crate::scheme::Bits;
 
@@ -12,7 +12,7 @@ pub fn pack_row(bits: Bits, codes: &[u8], out: &mut [u8]) {
     let (mut out, mut shift) = (out, 0);
     for &width in bits.planes() {
         let (plane, rest) = out.split_at_mut((codes.len() * width).div_ceil(8));
-        // The width is a constant in each: the compiler makes whole vectors of it.
+        // The width is a constant in each branch, so that the compiler can vectorize.
         match width {
             8 => plane.copy_from_slice(codes),
             4 => pack_plane::<4, 2>(codes, shift, plane),
@@ -23,7 +23,7 @@ pub fn pack_row(bits: Bits, codes: &[u8], out: &mut [u8]) {
     }
 }
 
-/// Takes bits `shift .. shift + WIDTH` of all codes.
+/// Packs bits `shift .. shift + WIDTH` of all codes.
 fn pack_plane<const WIDTH: usize, const PER_BYTE: usize>(
     codes: &[u8],
     shift: usize,
@@ -55,7 +55,7 @@ pub fn unpack_row(bits: Bits, packed: &[u8], codes: &mut [u8]) {
     }
 }
 
-/// Adds bits `shift ..` to codes, of which those below are known.
+/// Adds bits `shift ..` to codes whose lower bits are known.
 fn unpack_plane<const WIDTH: usize, const PER_BYTE: usize>(
     plane: &[u8],
     shift: usize,
@@ -74,12 +74,12 @@ fn unpack_plane<const WIDTH: usize, const PER_BYTE: usize>(
     }
 }
 
-/// The lowest `width` bits, fewer than 8.
+/// A mask of the lowest `width` bits, for fewer than 8.
 const fn mask(width: usize) -> u8 {
     ((1u16 << width) - 1) as u8
 }
 
-/// Code `i` of a packed row of `n`.
+/// Code `i` of a packed row of `n` codes.
 #[inline]
 pub fn code_at(bits: Bits, packed: &[u8], n: usize, i: usize) -> u8 {
     let (mut code, mut start, mut shift) = (0, 0, 0);

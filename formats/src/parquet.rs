@@ -1,6 +1,6 @@
-//! Texts from Parquet files, the form in which the hub keeps data sets.
+//! Reads texts from Parquet files, the hub's format for data sets.
 //!
-//! The `parquet` crate reads them. It panics over some damaged files (as of version 60, where a
+//! The `parquet` crate does the reading. It panics on some damaged files (in version 60, if a
 //! page's encoded lengths are wrong), which must not end the program: its panics are caught
 //! here and become errors.
 
@@ -12,15 +12,15 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-/// Values that are decoded at a time.
+/// Number of values decoded at a time.
 const BATCH: usize = 1024;
 
 /// The values of the string column `column`, nulls as empty strings. `path` names the file in
 /// messages. Columns are uncompressed or snappy, as pyarrow writes them by default.
 ///
 /// # Errors
-/// [`Error::Malformed`] saying what is broken or compressed otherwise, or that `column` is
-/// absent or holds no flat strings.
+/// [`Error::Malformed`], saying what is broken or compressed differently, or that `column` is
+/// absent or does not hold flat strings.
 pub fn strings(path: &Path, file: Bytes, column: &str) -> Result<Vec<String>> {
     // Nothing that the closure changes outlives it.
     catch_unwind(AssertUnwindSafe(|| read(path, file, column))).unwrap_or_else(|_| {
@@ -76,12 +76,13 @@ fn read(path: &Path, file: Bytes, column: &str) -> Result<Vec<String>> {
             if records == 0 {
                 break;
             }
-            // Without nulls in its schema, a column has no levels.
+            // A column whose schema has no nulls has no levels.
             let mut present = present.iter();
             for i in 0..records {
-                let value = match levels.get(i).is_none_or(|&l| l == most) {
-                    true => present.next().map_or(&[][..], |v| v.data()),
-                    false => &[],
+                let value = if levels.get(i).is_none_or(|&l| l == most) {
+                    present.next().map_or(&[][..], |v| v.data())
+                } else {
+                    &[]
                 };
                 values.push(std::str::from_utf8(value).map(str::to_owned).map_err(|e| {
                     let found = format!("{e} in row {}", values.len());

@@ -1,6 +1,6 @@
-//! How long work reports itself: libraries print nothing, the caller draws.
+//! Progress of long work: libraries print nothing, the caller displays it.
 
-/// What a stage counts.
+/// Unit of a stage's count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Bytes read, written or transferred.
@@ -26,7 +26,7 @@ pub trait Progress: Send + Sync {
     /// The stage is over.
     fn end(&self) {}
 
-    /// Something that the user must be told once: a fallback, a choice, a warning.
+    /// A message that the user must see once: a fallback, a choice, a warning.
     fn note(&self, message: &str) {
         let _ = message;
     }

@@ -1,8 +1,8 @@
-//! Reading one safetensors file: its header, checked in full, and zero-copy views of its tensors.
+//! Reads one safetensors file: its fully checked header, and zero-copy views of its tensors.
 //!
-//! The `safetensors` crate validates too, but its errors name neither tensor nor
-//! numbers and a name given twice silently wins; the parser here says what is wrong
-//! where. Tests hold it against that crate.
+//! The `safetensors` crate validates too, but its errors name neither tensors nor
+//! numbers, and of a name given twice one entry silently wins; the parser here says what is wrong
+//! and where. Tests compare it with that crate.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -22,11 +22,11 @@ pub const MAX_HEADER: u64 = 100_000_000;
 /// Bytes of the length that precedes the header.
 const LENGTH: usize = 8;
 
-/// The key that holds free-form strings instead of a tensor.
+/// The header's key for free-form strings, which is not a tensor.
 pub(crate) const METADATA: &str = "__metadata__";
 
-/// An opened safetensors file whose header has been checked: every tensor's bytes lie
-/// in the file, are as long as its shape and type say, and overlap no other's.
+/// An opened safetensors file whose header has been checked: every tensor's bytes are
+/// in the file, have the length given by its shape and type, and do not overlap those of others.
 #[derive(Clone, Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
@@ -47,9 +47,9 @@ impl SafetensorsFile {
     /// Parses `bytes`, the whole file; `path` is for messages.
     ///
     /// # Errors
-    /// [`Error::Malformed`] for a header that is truncated, longer than [`MAX_HEADER`], no JSON
+    /// [`Error::Malformed`] for a header that is truncated, longer than [`MAX_HEADER`], not a JSON
     /// object, or does not cover the file; [`Error::Tensor`] for a tensor that is
-    /// given twice, has an unknown type, a length that differs from its shape's, or an
+    /// given twice, has an unknown type, a length that does not match its shape, or an
     /// offset that is out of range, overlapping or leaves a gap.
     pub fn parse(path: &Path, bytes: Bytes) -> Result<Self> {
         let malformed = |what: &str, expected: String, found: String| Error::Malformed {
@@ -98,7 +98,7 @@ impl SafetensorsFile {
         &self.path
     }
 
-    /// Bytes of the whole file.
+    /// Size of the whole file in bytes.
     pub fn file_bytes(&self) -> u64 {
         self.file_bytes
     }
@@ -121,7 +121,7 @@ impl SafetensorsFile {
         Some(tensor.expect("lengths were checked against shapes by parse"))
     }
 
-    /// A listing of all tensors, in name order.
+    /// Entries of all tensors, in name order.
     pub fn entries(&self) -> impl Iterator<Item = TensorEntry> {
         let file = self.path.file_name().unwrap_or_default();
         let file = file.to_string_lossy().into_owned();
@@ -135,7 +135,7 @@ impl SafetensorsFile {
     }
 }
 
-/// One tensor as the header gives it.
+/// A tensor as described in the header.
 #[derive(Deserialize)]
 struct RawInfo {
     dtype: String,
@@ -150,14 +150,14 @@ struct Header {
 
 impl Header {
     fn parse(path: &Path, json: &[u8]) -> Result<Header> {
-        // The parser does not look at strings that it passes over.
+        // The parser does not validate strings that it skips.
         let json = std::str::from_utf8(json).map_err(|e| Error::Malformed {
             path: path.into(),
             what: "header".into(),
             expected: "JSON in UTF-8".into(),
             found: e.to_string(),
         })?;
-        // Which entry was being read, so that JSON errors can name it.
+        // The entry being read, so that JSON errors can name it.
         let current = RefCell::new(None);
         let mut parser = serde_json::Deserializer::from_str(json);
         parser
@@ -215,7 +215,7 @@ impl<'de> Visitor<'de> for HeaderVisitor<'_> {
     }
 }
 
-/// Checks that the tensors tile the data section of `data_len` bytes, as the format asks:
+/// Checks that the tensors fill the data section of `data_len` bytes, as the format requires:
 /// no overlap, no gap, nothing past the end.
 fn check_layout(
     path: &Path,
@@ -260,9 +260,10 @@ fn check_layout(
             ));
         }
         if from != end {
-            let found = match from < end {
-                true => format!("offset {from}, overlapping {previous}"),
-                false => format!("offset {from}, leaving a gap"),
+            let found = if from < end {
+                format!("offset {from}, overlapping {previous}")
+            } else {
+                format!("offset {from}, leaving a gap")
             };
             return Err(error(format!("data from offset {end}"), found));
         }
@@ -270,7 +271,7 @@ fn check_layout(
         previous.clone_from(&name);
         let info = Info {
             dtype,
-            // Exact on 64-bit targets; elsewhere a dimension beyond usize implies a zero one.
+            // Exact on 64-bit targets; elsewhere, another dimension is zero if one exceeds usize.
             shape: raw.shape.iter().map(|&d| d as usize).collect(),
             range: from..to,
         };

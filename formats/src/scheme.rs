@@ -1,16 +1,16 @@
-//! Affine quantization schemes: which integers stand for which real values.
+//! Affine quantization schemes: the real values that integer codes represent.
 //!
-//! Every scheme reads `w = s * q + o` within a group of consecutive inputs of one
+//! Every scheme means `w = s * q + o` within a group of consecutive inputs of one
 //! output row. `q` is the *unsigned* code `0 ..= 2^bits - 1`, or the level that a table gives
-//! for it; how `o` arises is [`Zeros`]. A scheme is a row of parameters: whatever their
-//! combination, devices hold it as one of 4 or 8 bits ([`AffineScheme::held`]), exactly.
+//! for it; [`Zeros`] defines `o`. A scheme is a row of parameters: whatever their
+//! combination, devices hold the weight exactly, in 4 or 8 bits ([`AffineScheme::held`]).
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Bits of one code: a row of parameters, which everything about packing follows from.
+/// Number of bits of a code, from which all of its packing follows.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "u32", try_from = "u32")]
 pub struct Bits(u8);
@@ -29,7 +29,7 @@ impl Bits {
     /// Every width, in ascending order.
     pub const ALL: [Bits; 5] = [Bits::B3, Bits::B4, Bits::B5, Bits::B6, Bits::B8];
 
-    /// 3, 4, 5, 6 or 8.
+    /// The width: 3, 4, 5, 6 or 8.
     pub const fn width(self) -> usize {
         self.0 as usize
     }
@@ -44,8 +44,8 @@ impl Bits {
         1 << (self.0 - 1)
     }
 
-    /// Widths of the planes that codes are kept in, lowest bits first. A width divides 8, so that no
-    /// part of a code crosses a byte.
+    /// Widths of the planes in which codes are stored, lowest bits first. A width divides 8, so that no
+    /// part of a code crosses a byte boundary.
     pub const fn planes(self) -> &'static [usize] {
         match self.0 {
             3 => &[2, 1],
@@ -56,8 +56,8 @@ impl Bits {
         }
     }
 
-    /// Bytes that `n` codes of one row take; a row starts on a byte of its own, and so does each of
-    /// its planes.
+    /// Bytes that `n` codes of one row take; each row, and each of its planes, starts on a byte
+    /// boundary.
     pub const fn bytes(self, n: usize) -> usize {
         let (planes, mut i, mut bytes) = (self.planes(), 0, 0);
         while i < planes.len() {
@@ -67,7 +67,7 @@ impl Bits {
         bytes
     }
 
-    /// The width that devices hold such codes in: 4 or 8.
+    /// The width in which devices hold such codes: 4 or 8.
     pub const fn held(self) -> Bits {
         if self.0 <= 4 { Bits::B4 } else { Bits::B8 }
     }
@@ -96,7 +96,7 @@ impl TryFrom<u32> for Bits {
     }
 }
 
-/// How many consecutive inputs of a row share a scale.
+/// Number of consecutive inputs of a row that share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "GroupRepr", try_from = "GroupRepr")]
 pub enum Group {
@@ -107,7 +107,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// Inputs in one full group of a row of `in_features`.
+    /// Number of inputs in one full group of a row of `in_features`.
     pub const fn size(self, in_features: usize) -> usize {
         match self {
             Group::Size(n) => n as usize,
@@ -115,7 +115,7 @@ impl Group {
         }
     }
 
-    /// Groups in a row of `in_features`.
+    /// Number of groups in a row of `in_features`.
     pub const fn count(self, in_features: usize) -> usize {
         match self {
             Group::Size(n) => in_features.div_ceil(n as usize),
@@ -167,66 +167,66 @@ impl fmt::Display for Group {
     }
 }
 
-/// Where the offset `o` of `w = s * q + o` comes from.
+/// Source of the offset `o` in `w = s * q + o`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Zeros {
     /// Symmetric: `o = -s * 2^(bits-1)`, or `-s * 128` with a table of levels; nothing is stored.
     None,
-    /// An integer zero-point `z` per group, as wide as what codes stand for: `o = -s * z`.
+    /// An integer zero-point `z` per group, as wide as the values of codes: `o = -s * z`.
     Integer,
-    /// A float offset per group, as it is (GGUF minima).
+    /// A float offset per group, stored itself (GGUF minima).
     Offset,
 }
 
-/// How the scales of groups are kept (and the offsets of [`Zeros::Offset`], which are kept alike).
+/// How the scales of groups are stored (and, in the same way, the offsets of [`Zeros::Offset`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "Option<TwoLevel>", from = "Option<TwoLevel>")]
 pub enum Scales {
-    /// An f16 each.
+    /// An f16 per group.
     #[default]
     Half,
-    /// In two levels: the f16 nearest to an f16 times a small integer.
+    /// In two levels: a shared f16 times a small integer, rounded to f16.
     TwoLevel(TwoLevel),
 }
 
-/// Scales that are products of a small integer of each group and an f16 that groups share.
+/// Scales that are products of a small integer per group and an f16 that several groups share.
 ///
-/// The integers are unsigned; those of the scales of a scheme with [`Zeros::None`] are signed and
-/// kept with `2^(bits-1)` added: there, the sign says which end of a group reaches one step further.
+/// The integers are unsigned, except those of scales with [`Zeros::None`]: these are signed and
+/// stored with `2^(bits-1)` added. Their sign tells which end of a group reaches one step further.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TwoLevel {
     /// Width of the integers.
     pub bits: Bits,
-    /// Inputs that share an f16: whole groups.
+    /// Number of inputs that share an f16: whole groups.
     pub span: Group,
 }
 
-/// What the steps between codes are.
+/// Steps between the values of neighbouring codes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Levels {
-    /// All alike: a code stands for itself.
+    /// Equal steps: the value of a code is the code itself.
     #[default]
     Even,
-    /// A table of the weight names an 8-bit code for each code; what follows is as at 8 bits.
+    /// The weight has a table with an 8-bit code for each code; everything else is as with 8-bit codes.
     Table,
 }
 
-/// An affine scheme: what decides how a weight is kept and what its codes mean.
+/// An affine scheme: how a weight is stored and what its codes mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AffineScheme {
     /// Width of a code.
     pub bits: Bits,
     /// Inputs that share a scale.
     pub group: Group,
-    /// How zero-points are kept.
+    /// How zero-points are stored.
     pub zeros: Zeros,
-    /// How scales are kept.
+    /// How scales are stored.
     #[serde(default, skip_serializing_if = "Scales::is_half")]
     pub scales: Scales,
-    /// What codes stand for.
+    /// Values of the codes.
     #[serde(default, skip_serializing_if = "Levels::is_even")]
     pub levels: Levels,
 }
@@ -247,7 +247,7 @@ impl From<Scales> for Option<TwoLevel> {
 }
 
 impl Scales {
-    /// True for an f16 each.
+    /// True if every group has an f16.
     pub const fn is_half(&self) -> bool {
         matches!(self, Scales::Half)
     }
@@ -271,7 +271,7 @@ impl Scales {
 }
 
 impl TwoLevel {
-    /// Scales of `bits` with one f16 a row.
+    /// Two-level scales of `bits` with one f16 per row.
     pub const fn of_row(bits: Bits) -> Scales {
         let span = Group::Channel;
         Scales::TwoLevel(TwoLevel { bits, span })
@@ -279,14 +279,14 @@ impl TwoLevel {
 }
 
 impl Levels {
-    /// True for even steps.
+    /// True for equal steps.
     pub const fn is_even(&self) -> bool {
         matches!(self, Levels::Even)
     }
 }
 
 impl AffineScheme {
-    /// Even steps, an f16 scale for each group.
+    /// A scheme with equal steps and an f16 scale per group.
     pub const fn new(bits: Bits, group: Group, zeros: Zeros) -> Self {
         AffineScheme {
             bits,
@@ -297,22 +297,22 @@ impl AffineScheme {
         }
     }
 
-    /// The same with scales in two levels, one f16 a row.
+    /// The same scheme with two-level scales, one f16 per row.
     pub const fn two_level(self, bits: Bits) -> Self {
         let scales = TwoLevel::of_row(bits);
         AffineScheme { scales, ..self }
     }
 
-    /// The same with a table of levels.
+    /// The same scheme with a table of levels.
     pub const fn with_table(self) -> Self {
         let levels = Levels::Table;
         AffineScheme { levels, ..self }
     }
 
-    /// Refuses parameters that do not go together.
+    /// Refuses parameters that do not fit together.
     ///
     /// # Errors
-    /// [`Error::Scheme`] for empty groups, spans that groups do not fill, and tables of 256 levels.
+    /// [`Error::Scheme`] for empty groups, spans that are not whole groups, and tables of 256 levels.
     pub fn check(&self) -> Result<()> {
         let refuse = |expected: String, found: String| Err(Error::Scheme { expected, found });
         if self.group == Group::Size(0) {
@@ -338,7 +338,7 @@ impl AffineScheme {
         }
     }
 
-    /// Width of what codes stand for, and of integer zero-points: 8 with a table of levels.
+    /// Width of the values of codes, and of integer zero-points: 8 with a table of levels.
     pub const fn value_bits(&self) -> Bits {
         match self.levels {
             Levels::Even => self.bits,
@@ -346,18 +346,18 @@ impl AffineScheme {
         }
     }
 
-    /// The same values with an f16 scale for each group and even steps.
+    /// The scheme with an f16 scale per group and equal steps that has the same values.
     pub const fn expanded(&self) -> Self {
         AffineScheme::new(self.value_bits(), self.group, self.zeros)
     }
 
-    /// The scheme that every device holds such weights in, exactly: 4 or 8 bits, even steps, an f16
-    /// scale for each group.
+    /// The scheme in which every device holds such weights, exactly: 4 or 8 bits, equal steps, an f16
+    /// scale per group.
     pub const fn held(&self) -> Self {
         AffineScheme::new(self.value_bits().held(), self.group, self.zeros)
     }
 
-    /// True for schemes that version 1 of nq's format knows.
+    /// True for schemes that version 1 of nq's format supports.
     pub fn is_plain(&self) -> bool {
         let known = [Bits::B4, Bits::B8].contains(&self.bits);
         known && self.scales.is_half() && self.levels.is_even()
@@ -384,7 +384,7 @@ impl AffineScheme {
 impl FromStr for AffineScheme {
     type Err = Error;
 
-    /// The scheme of a name as it is displayed, such as `int4 g32 asymmetric scales8`.
+    /// Parses a displayed scheme, such as `int4 g32 asymmetric scales8`.
     fn from_str(name: &str) -> Result<Self> {
         let bits = Bits::ALL.into_iter();
         let groups = name.split_whitespace().nth(1).and_then(|group| {
@@ -392,7 +392,7 @@ impl FromStr for AffineScheme {
             size.filter(|s| *s != Group::Size(0))
         });
         let group = groups.unwrap_or(Group::Channel);
-        // Names are few: whoever displays as this one is it.
+        // There are few schemes: find the one that is displayed like this.
         let plain = bits.flat_map(|bits| {
             let zeros = [Zeros::None, Zeros::Integer, Zeros::Offset];
             zeros.map(|zeros| AffineScheme::new(bits, group, zeros))

@@ -1,4 +1,4 @@
-//! Writing safetensors: the layout of all files is known before the first byte, and
+//! Writes safetensors: the layout of all files is known before the first byte is written, and
 //! data is streamed tensor by tensor.
 
 use crate::dtype::DType;
@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Most bytes of data in one file, as Hugging Face's tools shard.
+/// Most bytes of data in one file, like the shards of Hugging Face's tools.
 pub const MAX_SHARD: u64 = 5_000_000_000;
 
 /// A tensor to be written.
@@ -37,7 +37,7 @@ impl TensorSpec {
     }
 }
 
-/// The files that a set of tensors makes: which tensor goes where.
+/// The distribution of a set of tensors over files.
 #[derive(Clone, Debug)]
 pub struct Layout {
     files: Vec<FileLayout>,
@@ -51,8 +51,8 @@ struct FileLayout {
 }
 
 impl Layout {
-    /// Lays `tensors` out in `model.safetensors`, or in shards of at most `max_shard` bytes
-    /// each (a larger tensor has one of its own). The result does not depend on the order
+    /// Lays out `tensors` in `model.safetensors`, or in shards of at most `max_shard` bytes
+    /// each (a larger tensor gets one of its own). The result does not depend on the order
     /// given: shards follow the layers, and within a file wide types come first so
     /// that all data is aligned.
     pub fn new(
@@ -88,7 +88,7 @@ impl Layout {
         tensors.map(TensorSpec::bytes).sum()
     }
 
-    /// Bytes of all files, headers included.
+    /// Bytes of all files, including headers.
     pub fn file_bytes(&self) -> u64 {
         let heads: usize = self.files.iter().map(|f| f.head.len()).sum();
         self.tensor_bytes() + heads as u64
@@ -96,11 +96,11 @@ impl Layout {
 
     /// Writes the files, and the index if there are several, into `folder`, durably.
     /// `data` is called once per tensor, in the order of the files, and must write
-    /// exactly its bytes.
+    /// exactly the tensor's bytes.
     ///
     /// # Errors
-    /// [`Error::Space`] or [`Error::Io`]; [`Error::Tensor`] if `data` wrote another length; what
-    /// `data` returns.
+    /// [`Error::Space`] or [`Error::Io`]; [`Error::Tensor`] if `data` wrote another length; errors of
+    /// `data`.
     pub fn write(
         &self,
         folder: &Path,
@@ -196,7 +196,7 @@ impl FileLayout {
 /// Writes `tensors` as the single file `path`, durably.
 ///
 /// # Errors
-/// As [`Layout::write`].
+/// Errors of [`Layout::write`].
 pub fn write_tensors(
     path: &Path,
     tensors: &[(String, crate::tensor::Tensor)],
@@ -214,12 +214,12 @@ pub fn write_tensors(
     })
 }
 
-/// Writes a checkpoint folder, `files` by name and the tensors of `layout`, that appears at
+/// Writes a checkpoint folder, `files` by name and the tensors of `layout`, which appears at
 /// `dest` whole or not at all.
 ///
 /// # Errors
-/// [`Error::Exists`] if `dest` is there; [`Error::Space`], checked before anything is written; else
-/// as [`Layout::write`].
+/// [`Error::Exists`] if `dest` exists; [`Error::Space`], checked before anything is written;
+/// otherwise errors of [`Layout::write`].
 pub fn write_folder(
     dest: &Path,
     files: &BTreeMap<String, Bytes>,

@@ -36,13 +36,13 @@ struct Index {
 }
 
 impl Shards {
-    /// Opens the weights of a folder: [`SINGLE`], else what [`INDEX`] lists, else the only
-    /// safetensors file or index of another name.
+    /// Opens the weights of a folder: [`SINGLE`], otherwise those that [`INDEX`] lists, otherwise
+    /// the only safetensors file or index of another name.
     ///
     /// # Errors
-    /// [`Error::Missing`] naming an absent file or shard; [`Error::Malformed`] for an
-    /// index that is not one; [`Error::Tensor`] for a tensor that stands in two files or
-    /// not in the file the index says; else as [`SafetensorsFile::parse`].
+    /// [`Error::Missing`], naming an absent file or shard; [`Error::Malformed`] for an invalid
+    /// index; [`Error::Tensor`] for a tensor that is in two files or not in the file that the index
+    /// gives; otherwise errors of [`SafetensorsFile::parse`].
     pub fn open(files: &Files) -> Result<Self> {
         Self::open_named(files, &find(files)?)
     }
@@ -50,7 +50,7 @@ impl Shards {
     /// Opens the index `name` and its shards, or one safetensors file as the whole set.
     ///
     /// # Errors
-    /// As [`Shards::open`].
+    /// Errors of [`Shards::open`].
     pub fn open_named(files: &Files, name: &str) -> Result<Self> {
         if name.ends_with(INDEX_SUFFIX) {
             return Self::open_index(files, name);
@@ -107,7 +107,7 @@ impl Shards {
     /// model's have. `root` stands for all of them in messages.
     ///
     /// # Errors
-    /// [`Error::Tensor`] for a tensor that stands in two files.
+    /// [`Error::Tensor`] for a tensor that is in two files.
     pub fn new(root: PathBuf, files: Vec<SafetensorsFile>) -> Result<Self> {
         let has = |name: &str| files.iter().any(|f| f.names().any(|n| n == name));
         let bare = has("embed_tokens.weight") && !has("model.embed_tokens.weight");
@@ -154,7 +154,7 @@ impl Shards {
     /// The tensor `name`, checked to have one of `dtypes` and exactly `shape`.
     ///
     /// # Errors
-    /// [`Error::Tensor`] saying which of them it is not, or that it is absent.
+    /// [`Error::Tensor`], saying what differs, or that it is absent.
     pub fn require(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<Tensor> {
         let expected = || {
             let names: Vec<_> = dtypes.iter().map(|d| d.name()).collect();
@@ -184,7 +184,7 @@ impl Shards {
         }
     }
 
-    /// Names the weight `name` in an error about parts that do not fit each other.
+    /// Adds the name of the weight to an error about parts that do not match each other.
     pub(crate) fn wrap(&self, name: &str, error: Error) -> Error {
         match error {
             Error::Weight {
@@ -211,7 +211,7 @@ impl Shards {
         self.files.iter().map(SafetensorsFile::file_bytes).sum()
     }
 
-    /// A listing of all tensors, in name order.
+    /// Entries of all tensors, in name order.
     pub fn entries(&self) -> Vec<TensorEntry> {
         let mut all: Vec<_> = self.files.iter().flat_map(|f| f.entries()).collect();
         for entry in &mut all {

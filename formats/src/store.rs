@@ -8,7 +8,7 @@ use crate::tensor::Tensor;
 use crate::weight::Weight;
 use std::path::Path;
 
-/// One tensor as it stands in a file, for listings.
+/// A tensor as stored in a file, for listings.
 #[derive(Clone, Debug)]
 pub struct TensorEntry {
     /// Its name in the file.
@@ -23,7 +23,7 @@ pub struct TensorEntry {
     pub file: String,
 }
 
-/// How the numbers of a weight that a store gives relate to those that its file stands for.
+/// How the numbers that a store returns for a weight relate to those stored in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exactness {
     /// The same numbers.
@@ -44,40 +44,40 @@ pub trait WeightStore: Send + Sync {
     /// True if the parameter `name` is present.
     fn contains(&self, name: &str) -> bool;
 
-    /// A dense one-dimensional parameter (norms).
+    /// Reads a dense one-dimensional parameter (a norm).
     ///
     /// # Errors
-    /// [`crate::Error::Tensor`] if it is absent or not `[len]`.
+    /// [`crate::Error::Tensor`] if it is absent or its shape is not `[len]`.
     fn vector(&self, name: &str, len: usize) -> Result<Tensor>;
 
-    /// The weight of a Linear or embedding.
+    /// Reads the weight of a Linear or embedding.
     ///
     /// # Errors
     /// [`crate::Error::Tensor`] if it is absent, or its shape is not `[out_features, in_features]`.
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight>;
 
-    /// The scheme of the weight `name`, where the file says it apart from the weight's tensors;
-    /// `None` where it does not, or the weight is unquantized.
+    /// The scheme of the weight `name`, if the file states it apart from the weight's tensors;
+    /// `None` if it does not, or if the weight is unquantized.
     fn scheme(&self, name: &str) -> Option<AffineScheme> {
         let _ = name;
         None
     }
 
-    /// The unquantized tensor that the files have under this very name, which must then have this
-    /// shape: experts that are kept in one tensor.
+    /// The unquantized tensor with exactly this name in the files, if any, which must have this
+    /// shape: for experts that are stored in one tensor.
     ///
     /// # Errors
-    /// [`crate::Error::Tensor`] if its type or shape is another.
+    /// [`crate::Error::Tensor`] if it has another type or shape.
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
         let _ = (name, shape);
         Ok(None)
     }
 
-    /// The weight exactly as the file stands for it, which may be in a form that no kernel
-    /// runs; for comparisons.
+    /// The weight exactly as stored in the file, possibly in a form that no kernel can run; for
+    /// comparisons.
     ///
     /// # Errors
-    /// As [`WeightStore::matrix`].
+    /// Errors of [`WeightStore::matrix`].
     fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
         self.matrix(name, dims).map(StoredWeight::Canonical)
     }
@@ -100,12 +100,12 @@ pub trait WeightStore: Send + Sync {
     /// Bytes of the weight files, headers included.
     fn file_bytes(&self) -> u64;
 
-    /// What the file says about its quantization, as it stands there; `None` if
+    /// The file's own description of its quantization, unchanged; `None` if it is
     /// unquantized.
     fn quantization(&self) -> Option<&serde_json::Value>;
 
-    /// The one GGUF file that holds everything, for engines that read it themselves; `None`
-    /// where there is no such file.
+    /// The single GGUF file that holds everything, for engines that read it themselves; `None`
+    /// if there is no such file.
     fn gguf_file(&self) -> Option<&Path> {
         None
     }

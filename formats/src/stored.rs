@@ -1,16 +1,16 @@
-//! Weights as files stand for them, for comparisons: in a form that may have no kernel.
+//! Weights exactly as stored in files, for comparisons: possibly in a form without a kernel.
 
 use crate::error::Result;
 use crate::gguf::BlockWeight;
 use crate::weight::Weight;
 
-/// A weight `[out, in]` with exactly the numbers that its file stands for.
+/// A weight `[out, in]` with exactly the numbers stored in its file.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum StoredWeight {
-    /// The canonical weight has those numbers.
+    /// A canonical weight with those numbers.
     Canonical(Weight),
-    /// GGUF blocks, whose scales may be products that no f16 holds.
+    /// GGUF blocks, whose scales may be products that do not fit an f16.
     GgufBlocks(BlockWeight),
 }
 
@@ -23,10 +23,10 @@ impl StoredWeight {
         }
     }
 
-    /// Writes row `row` as f32 into `out` (`in_features` long), in the format's own arithmetic.
+    /// Writes row `row` as f32 to `out` (`in_features` long), with the format's own arithmetic.
     ///
     /// # Errors
-    /// [`crate::Error::Weight`] if a dense tensor's type is no float.
+    /// [`crate::Error::Weight`] if a dense tensor is not of a float type.
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) -> Result<()> {
         match self {
             StoredWeight::Canonical(w) => w.dequantize_row(row, out)?,

@@ -1,5 +1,5 @@
-//! Random models of published shapes: folders for tests of scale, and
-//! weights in memory for speed measurements before a download.
+//! Random models with the published shapes: folders for tests at full scale, and
+//! weights in memory for measuring speed before a download.
 
 use crate::checkpoint::Checkpoint;
 use crate::config::GenerationDefaults;
@@ -26,17 +26,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
-/// Standard deviation of weights, as the published models were initialized.
+/// Standard deviation of weights, as in the initialization of the published models.
 const WEIGHT_STD: f64 = 0.02;
-/// Norm weights are 1 plus noise of this deviation.
+/// Norm gains are 1 plus noise of this deviation.
 const NORM_STD: f64 = 0.05;
 
 /// Writes a random model of shape `config` to the folder `dest`, which appears whole or not at
 /// all: bf16 weights from normal(0, 0.02), norms near 1, and a byte-level tokenizer. The bytes
-/// depend on `config` and `seed` alone; memory stays at a few megabytes.
+/// depend on `config` and `seed` alone; it takes only a few megabytes of memory.
 ///
 /// # Errors
-/// [`Error::Exists`] if `dest` is there, [`Error::Space`] if the disk is too small, [`Error::Io`];
+/// [`Error::Exists`] if `dest` exists, [`Error::Space`] if the disk is too small, [`Error::Io`];
 /// [`Error::Malformed`] if the vocabulary is too small for a byte-level tokenizer.
 pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progress) -> Result<()> {
     let tensors = parameters(config).into_iter();
@@ -65,7 +65,7 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
     })
 }
 
-/// The tensors that published files keep a parameter in: one for each expert of a stack.
+/// The tensors in which published files store a parameter: one for each expert of a stack.
 fn tensors_of(name: &str, shape: Shape, config: &ModelConfig) -> Vec<(String, Shape)> {
     match (stack(name), shape) {
         (Some((layer, linear)), Shape::Matrix(rows, cols)) => {
@@ -78,22 +78,22 @@ fn tensors_of(name: &str, shape: Shape, config: &ModelConfig) -> Vec<(String, Sh
     }
 }
 
-/// A random model in memory, opened like a folder. Weights are drawn when asked for,
-/// the same as [`write()`] puts into files.
+/// A random model in memory, opened like a folder. Weights are drawn when asked for, and are
+/// the same as those that [`write()`] puts into files.
 ///
 /// # Errors
-/// As [`write()`] for the tokenizer.
+/// Errors of [`write()`] for the tokenizer.
 pub fn checkpoint(label: &str, config: &ModelConfig, seed: u64) -> Result<Checkpoint> {
     checkpoint_of(label, config, seed, Box::new(|_| None))
 }
 
-/// As [`checkpoint`], with the matrices that `scheme_of` gives a scheme drawn as quantized
-/// weights: what speed is measured on where rounding a model first would take longer than the
-/// measurement. Codes are uniform, scales and zero-points vary around what gives the deviation
-/// of unquantized weights.
+/// Like [`checkpoint`], but matrices with a scheme by `scheme_of` are drawn as quantized
+/// weights: for measuring speed where rounding a model first would take longer than the
+/// measurement. Codes are uniform; scales and zero-points vary around values that give the
+/// standard deviation of unquantized weights.
 ///
 /// # Errors
-/// As [`write()`] for the tokenizer.
+/// Errors of [`write()`] for the tokenizer.
 pub fn quantized_checkpoint(
     label: &str,
     config: &ModelConfig,
@@ -103,7 +103,7 @@ pub fn quantized_checkpoint(
     checkpoint_of(label, config, seed, Box::new(scheme_of))
 }
 
-/// Which scheme a matrix is drawn in; `None`: bf16.
+/// The scheme in which a matrix is drawn; `None`: bf16.
 type SchemeOf = Box<dyn Fn(&str) -> Option<AffineScheme> + Send + Sync>;
 
 fn checkpoint_of(
@@ -134,7 +134,7 @@ fn checkpoint_of(
     ))
 }
 
-/// What [`files`] made, under a label.
+/// The result of [`files`], under a label.
 #[derive(Debug)]
 struct MemoryFiles {
     label: String,
@@ -164,7 +164,7 @@ struct RandomStore {
 }
 
 impl RandomStore {
-    /// Refuses parameters that the model has not.
+    /// Refuses parameters that the model does not have.
     fn check(&self, name: &str, wanted: Shape) -> Result<()> {
         if self.parameters.get(name) != Some(&wanted) {
             return Err(Error::Tensor {
@@ -184,7 +184,7 @@ impl RandomStore {
 /// The random parameter `name` `[rows, cols]` of a model drawn with `seed`, quantized.
 ///
 /// # Errors
-/// [`Error::Scheme`] for groups of nothing.
+/// [`Error::Scheme`] for empty groups.
 pub fn random_quantized(
     seed: u64,
     name: &str,
@@ -206,7 +206,7 @@ pub fn random_quantized(
         });
         out
     };
-    // The deviation of uniform codes, of which a scale makes that of weights.
+    // The deviation of uniform codes; the scale turns it into that of weights.
     let values = scheme.value_bits();
     let codes = 1u32 << values.width();
     let scale = WEIGHT_STD / ((f64::from(codes) * f64::from(codes) - 1.0) / 12.0).sqrt();
@@ -222,7 +222,7 @@ pub fn random_quantized(
             (GroupValues::Half(scales), GroupValues::Half(offsets))
         }
         Scales::TwoLevel(two) => {
-            // Integers in the upper quarter, of either kind.
+            // Integers in the upper quarter of their range, for scales of either kind.
             let (bits, least) = (two.bits, two.bits.max_code() - two.bits.max_code() / 4);
             let mut small = bytes("scales", rows * groups);
             let spread = bits.max_code() - least + 1;
@@ -244,7 +244,7 @@ pub fn random_quantized(
         z.iter_mut().for_each(|b| *b = mid - 2 + *b % 4);
         pack::pack_rows(values, &z, groups).into()
     });
-    // Levels from end to end.
+    // Levels across the whole range.
     let most = u32::from(scheme.bits.max_code());
     let level = |i: u32| (i * u32::from(values.max_code()) / most) as u8;
     let parts = Parts {
@@ -327,18 +327,18 @@ impl WeightStore for RandomStore {
     }
 }
 
-/// The random numbers of one tensor, addressed by element.
+/// The random numbers of one tensor, addressable by element.
 struct Stream {
     key: u64,
     quantiles: &'static [[u8; 2]],
 }
 
-/// Where the random numbers of `name` start.
+/// The starting point of the random numbers of `name`.
 fn key(seed: u64, name: &str) -> u64 {
     name.bytes().fold(mix(seed), |k, b| mix(k ^ u64::from(b)))
 }
 
-/// Elements that one 64-bit hash gives.
+/// Number of elements drawn from one 64-bit hash.
 const LANES: u64 = 4;
 
 impl Stream {
@@ -369,7 +369,7 @@ impl Stream {
     }
 }
 
-/// 2^64 divided by the golden ratio: counters that far apart hash independently.
+/// 2^64 divided by the golden ratio: counters this far apart hash independently.
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// The output function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
@@ -380,7 +380,7 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The quantiles `(i + 1/2) / 2^16` of normal(mean, std) as bf16 bytes: drawing one uniformly
+/// The quantiles `(i + 1/2) / 2^16` of normal(mean, std) as bf16 bytes: choosing one uniformly
 /// draws from that distribution.
 fn quantiles(mean: f64, std: f64) -> Vec<[u8; 2]> {
     let mut table = vec![[0; 2]; 1 << 16];
@@ -390,7 +390,7 @@ fn quantiles(mean: f64, std: f64) -> Vec<[u8; 2]> {
     let mut x = 0.0;
     let half = 1 << 15;
     for i in 0..half {
-        // The first step is half a cell: to the middle of the first above the median.
+        // The first step is half a cell: to the middle of the first cell above the median.
         let step = if i == 0 { 0.5 } else { 1.0 };
         let h = step / f64::from(1 << 16) / f64::from(SUBSTEPS);
         for _ in 0..SUBSTEPS {
@@ -406,7 +406,7 @@ fn quantiles(mean: f64, std: f64) -> Vec<[u8; 2]> {
     table
 }
 
-/// Everything but the weights: configuration and a tokenizer of single bytes, beside as many
+/// Everything but the weights: configuration, and a tokenizer of single bytes with as many
 /// other tokens as the model has rows for.
 fn files(config: &ModelConfig) -> Result<BTreeMap<String, Bytes>> {
     let end = config.eos_token_ids.first().copied().unwrap_or(0);
@@ -427,8 +427,8 @@ fn files(config: &ModelConfig) -> Result<BTreeMap<String, Bytes>> {
         .map(|b| (byte_symbol(b).to_string(), u32::from(b)))
         .collect();
     vocab.extend(special.map(|(text, id)| (text.to_owned(), id)));
-    // A random model puts out any of its ids: each has a text of its own. Without merges none
-    // of these comes of encoding.
+    // A random model may produce any of its ids, so each has a text of its own. Without merges,
+    // encoding never yields these other tokens.
     let known: BTreeSet<u32> = vocab.values().copied().collect();
     let rest = (0..config.vocab_size as u32).filter(|id| !known.contains(id));
     vocab.extend(rest.map(|id| (format!("<{id:x}>"), id)));
@@ -471,8 +471,8 @@ fn files(config: &ModelConfig) -> Result<BTreeMap<String, Bytes>> {
     ]))
 }
 
-/// The character that byte-level BPE writes for a byte: itself if it is printable Latin-1,
-/// else the next free one from U+0100.
+/// The character that represents a byte in byte-level BPE: itself if it is printable Latin-1,
+/// otherwise the next free one from U+0100.
 fn byte_symbol(byte: u8) -> char {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if printable(byte) {
@@ -537,7 +537,7 @@ mod tests {
     fn byte_symbols_are_distinct() {
         let all: std::collections::BTreeSet<char> = (0..=255).map(byte_symbol).collect();
         assert_eq!(all.len(), 256);
-        // As published vocabularies have them: space is U+0120, newline U+010A.
+        // As in published vocabularies: space is U+0120, newline U+010A.
         assert_eq!(
             [byte_symbol(b' '), byte_symbol(b'\n')],
             ['\u{120}', '\u{10A}']

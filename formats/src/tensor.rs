@@ -15,7 +15,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor over `data`, which must be exactly as long as `shape` and `dtype` say.
+    /// A tensor over `data`, whose length must match `shape` and `dtype`.
     ///
     /// # Errors
     /// [`Error::Weight`] if the length differs or overflows.
@@ -37,7 +37,7 @@ impl Tensor {
     /// A tensor of f32 values.
     ///
     /// # Errors
-    /// As [`Tensor::new`].
+    /// Errors of [`Tensor::new`].
     pub fn from_f32(shape: Vec<usize>, values: Vec<f32>) -> Result<Self> {
         Self::new(DType::F32, shape, Bytes::from_owner(ByteVec(values)))
     }
@@ -70,7 +70,7 @@ impl Tensor {
     /// All elements as f32 (exact for f16, bf16 and f32; rounded for f64).
     ///
     /// # Errors
-    /// [`Error::Weight`] for element types that are no floats.
+    /// [`Error::Weight`] for element types that are not floats.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         let mut out = vec![0.0; self.len()];
         self.copy_f32(0, &mut out)?;
@@ -80,7 +80,7 @@ impl Tensor {
     /// Elements `start .. start + out.len()` as f32, for reading a large tensor in parts.
     ///
     /// # Errors
-    /// [`Error::Weight`] for element types that are no floats, or a range past the end.
+    /// [`Error::Weight`] for element types that are not floats, or a range past the end.
     pub fn copy_f32(&self, start: usize, out: &mut [f32]) -> Result<()> {
         let size = self.dtype.size();
         let end = start.checked_add(out.len()).filter(|&e| e <= self.len());

@@ -1,4 +1,4 @@
-//! What a checkpoint needs of its tokenizer: that the model has a row for every token.
+//! Checks that a model has an embedding row for every token of its tokenizer.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
@@ -85,10 +85,10 @@ pub fn around(path: &Path, json: &[u8]) -> Result<Around> {
 /// The file that holds vocabulary, merges and special tokens.
 pub const TOKENIZER: &str = "tokenizer.json";
 
-/// The largest token id of a tokenizer.json, added tokens included; `None` if it has no tokens.
+/// The largest token id of a tokenizer.json, including added tokens; `None` if it has no tokens.
 ///
 /// # Errors
-/// [`Error::Malformed`] if it is no tokenizer.json with a vocabulary of token to id.
+/// [`Error::Malformed`] if it is not a tokenizer.json with a vocabulary from tokens to ids.
 pub fn largest_id(path: &Path, json: &[u8]) -> Result<Option<u32>> {
     #[derive(Deserialize)]
     struct File {
@@ -114,7 +114,7 @@ pub fn largest_id(path: &Path, json: &[u8]) -> Result<Option<u32>> {
     Ok(added.chain(file.model.vocab.0).max())
 }
 
-/// The largest value of a map, without keeping its 150,000 keys.
+/// Visits a map for its largest value, without keeping its 150,000 keys.
 struct Largest(Option<u32>);
 
 impl<'de> Deserialize<'de> for Largest {
@@ -141,8 +141,8 @@ impl<'de> Deserialize<'de> for Largest {
 /// than tokens are usual: published models are padded.
 ///
 /// # Errors
-/// [`Error::Malformed`] naming the largest id and the rows; as [`largest_id`]; [`Error::Missing`]
-/// without a tokenizer.
+/// [`Error::Malformed`], with the largest id and the rows; errors of [`largest_id`];
+/// [`Error::Missing`] without a tokenizer.
 pub fn check(checkpoint: &Checkpoint) -> Result<()> {
     let files = checkpoint.files();
     let path = files.path(TOKENIZER);

@@ -1,6 +1,6 @@
-//! Quantities as people read them.
+//! Formats quantities for people.
 
-/// A byte count as people read it, in powers of 1000: `8.50 MB`.
+/// A byte count in units of powers of 1000: `8.50 MB`.
 pub fn human_bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
     let mut value = n as f64;

@@ -1,4 +1,4 @@
-//! Weights in canonical form: what readers produce, methods emit and devices repack.
+//! Weights in canonical form: the form that readers return, methods produce and devices repack.
 
 use crate::error::{Error, Result};
 use crate::pack;
@@ -11,13 +11,13 @@ use std::sync::Arc;
 /// The weight of a Linear or an embedding, `[out, in]` row-major.
 #[derive(Clone, Debug)]
 pub enum Weight {
-    /// Unquantized, in a float type; two dimensions.
+    /// Unquantized: a tensor of a float type with two dimensions.
     Dense(Tensor),
     /// Quantized.
     Quantized(QuantizedWeight),
 }
 
-/// A quantized weight, device-neutral.
+/// A quantized weight in a device-neutral form.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum QuantizedWeight {
@@ -34,7 +34,7 @@ impl Weight {
         }
     }
 
-    /// Bytes of the weight as nq stores it.
+    /// Bytes of the weight in nq's own format.
     pub fn bytes(&self) -> usize {
         match self {
             Weight::Dense(t) => t.data().len(),
@@ -45,10 +45,10 @@ impl Weight {
         }
     }
 
-    /// Writes row `row` as f32 into `out` (`in_features` long).
+    /// Writes row `row` as f32 to `out` (`in_features` long).
     ///
     /// # Errors
-    /// [`Error::Weight`] if a dense tensor's type is no float.
+    /// [`Error::Weight`] if a dense tensor is not of a float type.
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) -> Result<()> {
         match self {
             Weight::Dense(t) => t.copy_f32(row * out.len(), out),
@@ -59,8 +59,8 @@ impl Weight {
         }
     }
 
-    /// Lets the system take back the memory of a weight that was copied elsewhere, where it
-    /// is a view of a mapped file ([`crate::mapping::release`]).
+    /// Lets the system take back the memory of a weight that was copied elsewhere, if it is a view of
+    /// a mapped file ([`crate::mapping::release`]).
     pub fn release(&self) {
         match self {
             Weight::Dense(t) => crate::mapping::release(t.data()),
@@ -77,7 +77,7 @@ impl Weight {
     }
 }
 
-/// Scales or offsets of groups as they are kept: the variant agrees with [`Scales`].
+/// Scales or offsets of groups as they are stored; the variant matches [`Scales`].
 #[derive(Clone, Debug)]
 pub enum GroupValues {
     /// `[out, groups]`
@@ -86,12 +86,12 @@ pub enum GroupValues {
     TwoLevel {
         /// Small integers `[out, groups]`, packed like codes ([`pack::pack_row`]).
         small: Bytes,
-        /// What those of a span are multiplied with, `[out, spans]`.
+        /// The shared factors of the spans, `[out, spans]`.
         of_spans: Arc<[f16]>,
     },
 }
 
-/// The stored zero-points of an [`AffineWeight`]; the variant agrees with [`Zeros`].
+/// The stored zero-points of an [`AffineWeight`]; the variant matches [`Zeros`].
 #[derive(Clone, Debug)]
 pub enum ZeroPoints {
     /// Symmetric: nothing stored.
@@ -102,7 +102,7 @@ pub enum ZeroPoints {
     Offset(Arc<[f16]>),
 }
 
-/// What an [`AffineWeight`] is put together from.
+/// The parts of an [`AffineWeight`].
 #[derive(Clone, Debug)]
 pub struct Parts {
     /// Packed rows, `[out, bits.bytes(in)]`.
@@ -131,19 +131,19 @@ pub struct AffineWeight {
     zeros: ZeroPoints,         // [out, groups]
     levels: Option<Arc<[u8]>>, // [2^bits]
     g_idx: Option<Arc<[u32]>>, // [in]
-    /// `scales` and float offsets as they are kept, where that is in two levels.
+    /// `scales` and float offsets as they are stored, if that is in two levels.
     two_level: Option<Box<(GroupValues, Option<GroupValues>)>>,
 }
 
 impl AffineWeight {
-    /// Assembles a weight `[out_features, in_features]` of f16 scales and even steps.
+    /// Assembles a weight `[out_features, in_features]` with f16 scales and even steps.
     ///
     /// `codes` are packed rows, `scales` is `[out, groups]`, `zeros` must match
     /// `scheme.zeros`. `g_idx`, if given, maps each input to its group (activation
     /// order); otherwise input `i` is in group `i / group size`.
     ///
     /// # Errors
-    /// As [`AffineWeight::assemble`].
+    /// Errors of [`AffineWeight::assemble`].
     pub fn new(
         scheme: AffineScheme,
         dims: (usize, usize),
@@ -171,8 +171,8 @@ impl AffineWeight {
     /// Assembles a weight `[out_features, in_features]` of any scheme.
     ///
     /// # Errors
-    /// [`Error::Scheme`] for parameters that do not go together; [`Error::Weight`] naming the part that
-    /// is missing, superfluous or of another length, a scale or offset that is not finite, or a
+    /// [`Error::Scheme`] for parameters that do not fit together; [`Error::Weight`], naming the part that
+    /// is missing, superfluous or has another length, a scale or offset that is not finite, or a
     /// `g_idx` entry past the last group.
     pub fn assemble(
         scheme: AffineScheme,
@@ -207,7 +207,7 @@ impl AffineWeight {
         })
     }
 
-    /// What it was put together from.
+    /// The parts that it was assembled from.
     pub fn parts(&self) -> Parts {
         let half = |values: &Arc<[f16]>| GroupValues::Half(values.clone());
         let offsets = match &self.zeros {
@@ -236,17 +236,17 @@ impl AffineWeight {
         self.scheme
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn out_features(&self) -> usize {
         self.out_features
     }
 
-    /// Columns: the reduction dimension.
+    /// Number of columns: the reduction dimension.
     pub fn in_features(&self) -> usize {
         self.in_features
     }
 
-    /// Groups in a row.
+    /// Number of groups in a row.
     pub fn groups(&self) -> usize {
         self.scheme.group.count(self.in_features)
     }
@@ -262,8 +262,8 @@ impl AffineWeight {
         &self.codes[row * n..(row + 1) * n]
     }
 
-    /// Codes of one row as devices hold them ([`AffineScheme::held`]), packed: as they are, or in
-    /// `scratch`.
+    /// Packed codes of one row in the form that devices hold ([`AffineScheme::held`]): the stored codes,
+    /// or converted ones in `scratch`.
     pub fn held_row<'a>(&'a self, row: usize, scratch: &'a mut Vec<u8>) -> &'a [u8] {
         let held = self.scheme.held();
         let packed = self.row_codes(row);
@@ -277,7 +277,7 @@ impl AffineWeight {
         match &self.levels {
             Some(levels) => codes.iter_mut().for_each(|c| *c = levels[usize::from(*c)]),
             None => {
-                // The middle of fewer bits becomes the middle of more.
+                // The midpoint of fewer bits becomes the midpoint of more.
                 let shift = match self.scheme.zeros {
                     Zeros::None => held.bits.midpoint() - self.scheme.bits.midpoint(),
                     _ => 0,
@@ -344,7 +344,7 @@ impl AffineWeight {
         (s, o)
     }
 
-    /// Writes row `row` as f32 into `out` (`in_features` long): `s * q + o`, one rounding, as
+    /// Writes row `row` as f32 to `out` (`in_features` long): `s * q + o` with one rounding, as
     /// the product of an f16 and 8 bits is exact.
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let mut codes = vec![0; out.len()];
@@ -370,7 +370,7 @@ impl AffineWeight {
     }
 }
 
-/// Holds parts against a scheme and dimensions.
+/// Checks parts against a scheme and dimensions.
 struct Check {
     scheme: AffineScheme,
     rows: usize,
@@ -454,12 +454,12 @@ impl Check {
         })
     }
 
-    /// `found` units of what every row has `row` of.
+    /// Checks that a part has `row` units per row, `found` in all.
     fn length(&self, what: &'static str, unit: &str, row: usize, found: usize) -> Result<()> {
         self.exact(what, unit, self.rows.checked_mul(row), found)
     }
 
-    /// `expected` is `None` where it overflows.
+    /// Checks that a part has `expected` units; `None` stands for an overflow.
     fn exact(
         &self,
         what: &'static str,
@@ -479,7 +479,7 @@ impl Check {
         })
     }
 
-    /// The values of all groups, finite.
+    /// The values of all groups, checked to be finite.
     fn values(&self, what: &'static str, kept: &GroupValues, signed: bool) -> Result<Arc<[f16]>> {
         let groups = self.groups();
         let values = match (kept, self.scheme.scales) {
@@ -494,7 +494,7 @@ impl Check {
         Ok(values)
     }
 
-    /// The f16 nearest to each small integer times the f16 of its span.
+    /// The products of each small integer and its span's f16, rounded to f16.
     fn products(&self, two: TwoLevel, small: &[u8], of_spans: &[f16], signed: bool) -> Arc<[f16]> {
         let (groups, spans) = (self.groups(), two.span.count(self.cols));
         let per_span = match two.span {
@@ -516,7 +516,7 @@ impl Check {
         values.into()
     }
 
-    /// `values` are `[out, per_row]`.
+    /// Checks that `values` `[out, per_row]` are finite.
     fn finite(&self, what: &'static str, values: &[f16], per_row: usize) -> Result<()> {
         match values.iter().position(|v| !v.is_finite()) {
             None => Ok(()),
@@ -534,7 +534,7 @@ impl Check {
     }
 }
 
-/// A scale in two levels: the f16 nearest to the product, which f32 holds exactly.
+/// A two-level scale: the f16 nearest to the product, which is exact in f32.
 #[inline]
 pub fn product(of_span: f16, small: i16) -> f16 {
     f16::from_f32(of_span.to_f32() * f32::from(small))

@@ -1,5 +1,5 @@
-//! Writing survives what can happen to it: a kill at any moment, a full disk, a second
-//! process, a leftover. Children are this test program run again (see [`child`]).
+//! Writing survives a kill at any moment, a full disk, a second process and leftovers of earlier
+//! runs. Children are this test program run again (see [`child`]).
 
 mod common;
 
@@ -36,8 +36,8 @@ fn options(force: bool) -> WriterOptions {
     }
 }
 
-/// Quantizes the demo model with random codes, one step per parameter, going on from what is
-/// staged. Contents depend on the parameter alone, as they would in a real run.
+/// Quantizes the demo model with random codes, one step per parameter, continuing staged
+/// work. Contents depend on the parameter alone, as they would in a real run.
 fn work(dest: &Path, options: WriterOptions) -> Result<()> {
     let writer = match Writer::open(dest, &source(), &plan(), options)? {
         Opened::Writer(writer) => writer,
@@ -70,8 +70,8 @@ fn work(dest: &Path, options: WriterOptions) -> Result<()> {
     writer.finish(record, &()).map(drop)
 }
 
-/// What a child process runs: the work on the folder it is given, or, as a test of its own,
-/// on a temporary one. Prints the error it meets.
+/// The body of a child process: does the work on the given folder or, as a test of its own,
+/// on a temporary one. Prints any error.
 #[test]
 fn child() {
     let given = std::env::var_os(DEST).map(PathBuf::from);
@@ -113,7 +113,7 @@ fn contents(folder: &Path) -> Contents {
         .collect()
 }
 
-/// What an undisturbed run writes.
+/// The files that an undisturbed run writes.
 fn undisturbed() -> BTreeMap<String, Vec<u8>> {
     let dir = tempfile::tempdir().unwrap();
     let dest = dir.path().join("out");
@@ -121,13 +121,13 @@ fn undisturbed() -> BTreeMap<String, Vec<u8>> {
     contents(&dest)
 }
 
-/// Kills a run at random moments, going on with it each time until it ends; how often it was
-/// killed. `full` is what an undisturbed run takes, so that kills fall into every part of it.
+/// Kills a run at random moments and continues it each time until it ends; returns the number of
+/// kills. `full` is the time of an undisturbed run, so that kills hit every part of it.
 fn kill_until_done(force: bool, full: Duration, rng: &mut Rng, expected: &Contents) -> usize {
     let dir = tempfile::tempdir().unwrap();
     let dest = dir.path().join("out");
     if force {
-        // An older result, valid and different, to be replaced.
+        // An older result, valid and different, which will be replaced.
         work(&dest, options(false)).unwrap();
         let config = dest.join("config.json");
         let text = fs::read_to_string(&config).unwrap();
@@ -143,7 +143,7 @@ fn kill_until_done(force: bool, full: Duration, rng: &mut Rng, expected: &Conten
         std::thread::sleep(full.mul_f64(rng.below(100) as f64 / 100.0));
         let _ = child.kill();
         let status = child.wait().unwrap();
-        // Whatever happened: what stands at the destination is whole.
+        // Whatever happened, the destination is whole if it exists.
         if dest.exists() {
             verify(&Checkpoint::open(&dest).unwrap()).unwrap();
         } else {
@@ -221,8 +221,8 @@ fn a_failing_write_keeps_staged_work() {
     assert_eq!(contents(&dest), undisturbed());
 }
 
-/// A real full disk, where the system lets this process mount one: of 5 MB, where a step does not
-/// fit, and of 12 MB, where 7.5 MB of steps fit but not the result beside them.
+/// A real full disk, if the system lets this process mount one: with 5 MB, a step does not
+/// fit; with 12 MB, 7.5 MB of steps fit, but not the result in addition.
 #[test]
 fn a_full_disk_keeps_staged_work() {
     let expected = undisturbed();
@@ -232,7 +232,7 @@ fn a_full_disk_keeps_staged_work() {
         fs::create_dir(&disk).unwrap();
         fs::create_dir(&copy).unwrap();
         let (disk, copy) = (disk.display(), copy.display());
-        // The mount is gone with its namespace, so what is left on it is copied out.
+        // The mount disappears with its namespace, so the files left on it are copied out.
         let script = format!(
             "mount -t tmpfs -o size={size} none {disk} && echo mounted && \"$@\"; s=$?
              cp -r {disk}/. {copy}/; exit $s"
@@ -355,7 +355,7 @@ fn beginnings_are_checked() {
     );
 }
 
-/// Versions of a result are staged apart; what both have is one file, which neither changes.
+/// Versions of a result are staged separately; a step that both have is one file, which neither changes.
 #[test]
 fn sets_of_steps_are_apart() {
     let dir = tempfile::tempdir().unwrap();
@@ -405,7 +405,7 @@ fn sets_of_steps_are_apart() {
     assert!(writer.has_room(1).unwrap() && !writer.has_room(u64::MAX).unwrap());
     drop(writer);
 
-    // What is kept counts as unfinished work, and goes with it.
+    // Kept sets count as unfinished work, and are discarded with it.
     let refused = Writer::open(&dest, &source(), &plan(), WriterOptions::default());
     names(refused, &["out.partial", "--resume"]);
     let force = WriterOptions {

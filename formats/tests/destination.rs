@@ -1,4 +1,4 @@
-//! What may be overwritten: `force` replaces a file by a file and a model by a model, and nothing
+//! Which destinations `force` may overwrite: a file with a file and a model with a model, nothing
 //! else.
 
 mod common;
@@ -108,7 +108,7 @@ fn writers_touch_no_folder_of_other_things_and_no_source() {
     for entry in fs::read_dir(assets().join("demo")).unwrap() {
         let entry = entry.unwrap();
         if entry.file_name() == "README.md" {
-            continue; // nothing that nq would write, which is refused before
+            continue; // no file that nq writes: refused earlier
         }
         fs::copy(entry.path(), source.join(entry.file_name())).unwrap();
     }
@@ -146,8 +146,8 @@ fn a_place_that_cannot_be_written_is_named() {
     );
 }
 
-/// What a killed run left is removed by the next one that writes there; what another process is
-/// at work on, and what only looks alike, is not.
+/// Files left by a killed run are removed by the next run that writes there, but not those that
+/// another process is working on, or that only look similar.
 #[test]
 fn temporary_files_of_killed_runs_are_removed() {
     use std::time::{Duration, SystemTime};

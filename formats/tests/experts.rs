@@ -1,5 +1,5 @@
-//! Mixtures of experts in files: the layouts that published checkpoints have, what is written and
-//! read back, and files that lie.
+//! Mixtures of experts in files: the layouts of published checkpoints, round trips, and files with
+//! contradictions.
 
 mod common;
 
@@ -73,7 +73,7 @@ fn rewritten(
     .unwrap();
 }
 
-/// All matrices of two checkpoints are the same.
+/// Asserts that all matrices of two checkpoints are the same.
 #[track_caller]
 fn assert_equal(a: &Checkpoint, b: &Checkpoint) {
     for (name, shape) in parameters(a.config()) {
@@ -154,7 +154,7 @@ fn experts_kept_apart_and_fused_are_the_same_stacks() {
     let opened = Checkpoint::open(&fused).unwrap();
     nq::verify_values(&opened).unwrap();
     assert_equal(&folder, &opened);
-    // Other experts in as many values.
+    // Another number of experts in as many values.
     let lying = dir.path().join("lying");
     rewritten(&fused, &lying, |_, config| {
         config.insert("num_experts".into(), 10.into());
@@ -164,7 +164,7 @@ fn experts_kept_apart_and_fused_are_the_same_stacks() {
     assert!(found.contains("gate"), "{found}");
 }
 
-/// Schemes by parameter: what a scheme covers, and nothing else.
+/// The schemes of parameters: set where a scheme applies, and nowhere else.
 fn quantized(scheme: AffineScheme) -> Checkpoint {
     synth::quantized_checkpoint("random", &small(), 3, move |name| {
         is_layer_linear(name).then_some(scheme)
@@ -218,7 +218,7 @@ fn every_format_holds_a_mixture() {
             let dense = matches!(w, Weight::Dense(_));
             assert_eq!(dense, !is_layer_linear(&name), "{format:?}: {name}");
         }
-        // And as nq's own folder, whose stacks are whole.
+        // The same as nq's own folder, which stores stacks as one.
         let own = dir.path().join(format!("{i}-nq"));
         let report = export(
             &opened,
@@ -286,7 +286,7 @@ fn unquantized_mixtures_become_gguf_and_any_mix_keeps_routers() {
     assert!(refused.contains("norm_topk_prob"), "{refused}");
 }
 
-/// FP8 as the official checkpoints have it: blocks of 128 of each expert.
+/// FP8 as in the official checkpoints: blocks of 128 of each expert.
 #[test]
 fn experts_in_fp8_are_read() {
     let dir = tempfile::tempdir().unwrap();
@@ -355,7 +355,7 @@ fn configurations_say_what_they_mean_or_are_refused() {
     for key in ["mlp_only_layers", "decoder_sparse_step"] {
         assert_eq!(Some(experts(missing(key))), small().experts);
     }
-    // transformers 5 calls the count otherwise.
+    // transformers 5 has another key for the count.
     let renamed = parse(&|json| {
         let count = json.shift_remove("num_experts").unwrap();
         json.insert("num_local_experts".into(), count);
@@ -412,7 +412,7 @@ fn files_that_lie_about_experts_are_refused_by_name() {
         ("model.layers.1.mlp.experts.3.up_proj.weight", |t, _| {
             t.remove("model.layers.1.mlp.experts.3.up_proj.weight");
         }),
-        // An expert more than the configuration says.
+        // One expert more than the configuration says.
         ("num_experts", |t, _| {
             let name = "model.layers.0.mlp.experts.4.gate_proj.weight";
             let more = t[name].clone();

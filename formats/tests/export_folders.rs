@@ -46,7 +46,7 @@ fn random(scheme: AffineScheme, (rows, cols): (usize, usize), order: bool) -> We
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 
-/// The demo model's shape with random Linears of a scheme each, as nq's folder.
+/// A folder in nq's format with the demo model's shape and random Linears, each of its own scheme.
 fn folder(dir: &Path, scheme: impl Fn(&str) -> (AffineScheme, bool)) -> Checkpoint {
     let demo = Checkpoint::open(&assets().join("demo")).unwrap();
     let out = dir.join("nq");
@@ -63,12 +63,11 @@ fn folder(dir: &Path, scheme: impl Fn(&str) -> (AffineScheme, bool)) -> Checkpoi
                 writer.put(&step, &[(name, Param::Vector(&norm))]).unwrap();
             }
             Shape::Matrix(rows, cols) => {
-                let weight = match is_layer_linear(&name) {
-                    true => {
-                        let (scheme, order) = scheme(&name);
-                        random(scheme, (rows, cols), order)
-                    }
-                    false => demo.store().matrix(&name, (rows, cols)).unwrap(),
+                let weight = if is_layer_linear(&name) {
+                    let (scheme, order) = scheme(&name);
+                    random(scheme, (rows, cols), order)
+                } else {
+                    demo.store().matrix(&name, (rows, cols)).unwrap()
                 };
                 writer
                     .put(&step, &[(name, Param::Matrix(&weight))])
@@ -162,7 +161,7 @@ fn read_gptq(s: &Shards, x: &str, bits: usize, _: bool, (rows, cols): (usize, us
 }
 
 fn read_awq(s: &Shards, x: &str, _: usize, _: bool, (rows, cols): (usize, usize)) -> Vec<f32> {
-    // Nibble of a word that column o % 8 is in: the inverse of 0 2 4 6 1 3 5 7.
+    // The nibble of a word that holds column o % 8: the inverse of 0 2 4 6 1 3 5 7.
     const NIBBLE: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
     let get = |part: &str| s.get(&format!("{x}.{part}")).unwrap();
     let (packed, zeros, scales) = (words(&get("qweight")), words(&get("qzeros")), get("scales"));
@@ -189,9 +188,10 @@ fn check(format: ExportFormat, read: Reader, scheme: AffineScheme, order: bool) 
     let shards = Shards::open(&Files::Folder(out.clone())).unwrap();
     let rounds = format == ExportFormat::CompressedTensors;
     for w in report.weights.iter().filter(|w| is_layer_linear(&w.name)) {
-        let want = match rounds {
-            true => Exactness::ScalesRounded(DType::BF16),
-            false => Exactness::Exact,
+        let want = if rounds {
+            Exactness::ScalesRounded(DType::BF16)
+        } else {
+            Exactness::Exact
         };
         assert_eq!(w.change, Change::Kept(want), "{}", w.name);
     }
@@ -331,7 +331,7 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
         write(&source, Gptq, &dir.path().join("g")),
         &["GPTQ", "q_proj and", "down_proj differ"],
     );
-    // Mixed bits are two groups there.
+    // Mixed bits make two groups.
     let out = dir.path().join("c");
     write(&source, CompressedTensors, &out).unwrap();
     let config: Value =
@@ -355,7 +355,7 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     );
 }
 
-/// nq's schemes as GGUF types: codes in other places, the same numbers.
+/// nq's schemes as GGUF types: codes move, numbers stay the same.
 #[test]
 fn gguf_repacks_without_rounding() {
     for (bits, group, zeros, kind) in [
@@ -379,9 +379,10 @@ fn gguf_repacks_without_rounding() {
         assert_eq!(rounds, differences.iter().any(|d| d.changed > 0));
         for w in report.weights.iter().filter(|w| is_layer_linear(&w.name)) {
             assert_eq!(w.to, kind);
-            let want = match rounds {
-                true => Exactness::ScalesRounded(DType::F16),
-                false => Exactness::Exact,
+            let want = if rounds {
+                Exactness::ScalesRounded(DType::F16)
+            } else {
+                Exactness::Exact
             };
             assert_eq!(w.change, Change::Kept(want));
         }

@@ -1,5 +1,5 @@
-//! The fuzz targets over `fuzz/seeds` and mutations of valid files, so that every test run tries
-//! some.
+//! Runs the fuzz targets over `fuzz/seeds` and mutations of valid files, so that every test run
+//! tries some.
 
 mod common;
 #[path = "../../fuzz/src/targets.rs"]
@@ -19,7 +19,7 @@ use nq_formats::{
 use std::fs;
 use std::path::Path;
 
-/// Text that files of these kinds are made of, put in at random places.
+/// Fragments of these kinds of files, inserted at random places.
 const TOKENS: [&str; 20] = [
     "null",
     "-1",
@@ -65,7 +65,7 @@ fn mutate(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
                 drop(data.splice(to..to, copy));
             }
             _ if !data.is_empty() => {
-                // A digit: lengths, offsets and shapes.
+                // Change a digit: of lengths, offsets and shapes.
                 let digits: Vec<usize> = (0..data.len())
                     .filter(|&i| data[i].is_ascii_digit())
                     .collect();
@@ -76,7 +76,7 @@ fn mutate(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
             _ => {}
         }
     }
-    // Half of the files get a header length that fits again, to reach what comes after.
+    // Half of the files get a header length that fits again, to reach the code behind it.
     if rng.below(2) == 0
         && let Some(end) = data.iter().position(|&b| b == b'\n')
         && data.len() > 8
@@ -87,8 +87,8 @@ fn mutate(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     data
 }
 
-/// Gives `target`, called `name`, every file of `fuzz/seeds/NAME`, every seed and `rounds` mutations
-/// of each. Where NQ_FUZZ_CORPUS names a folder, the seeds are put there for libFuzzer.
+/// Runs `target`, called `name`, on every file of `fuzz/seeds/NAME`, every seed and `rounds` mutations
+/// of each. If NQ_FUZZ_CORPUS names a folder, writes the seeds there for libFuzzer.
 fn run(name: &str, target: fn(&[u8]), seeds: &[Vec<u8>], rounds: usize) {
     if let Some(corpus) = std::env::var_os("NQ_FUZZ_CORPUS") {
         let folder = Path::new(&corpus).join(name);
@@ -153,7 +153,7 @@ fn configs() {
     run("config", targets::config, &seeds, 6_000);
 }
 
-/// An nq folder of the shape that the target uses, as its input.
+/// An nq folder of the shape that the target uses, in the form of its input.
 fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
     let config = format!("{{{}}}", targets::SHAPE);
     let dir = tempfile::tempdir().unwrap();
@@ -195,8 +195,8 @@ fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
 /// A part of a quantized weight: suffix of its name, type, shape.
 type PartShape = (&'static str, DType, Vec<usize>);
 
-/// A folder of another tool's format, of a model of this shape: `settings` and, for each Linear
-/// `[out, in]`, those of experts apart, its `parts`, all bytes 1.
+/// A folder in another tool's format for a model of this shape: `settings` and, for each Linear
+/// `[out, in]`, with experts separate, its `parts`, filled with bytes of 1.
 fn imported_seed(
     shape: &str,
     settings: &str,
@@ -298,7 +298,7 @@ fn quantized_folders() {
             nq_seed(scheme(Bits::B3, Zeros::Integer).with_table(), false),
         ),
     ];
-    // The seeds themselves open: otherwise no mutation would reach the reader.
+    // The seeds themselves must open: otherwise no mutation would reach the reader.
     for (shape, seed) in &seeds {
         let end = seed.iter().position(|b| *b == 0).unwrap();
         let dir = tempfile::tempdir().unwrap();
@@ -323,7 +323,7 @@ fn small_tokenizer() -> String {
     tokenizer.to_string()
 }
 
-/// A GGUF model of the shape that [`nq_seed`] has, its tensors of `kind`.
+/// A GGUF model of the shape of [`nq_seed`], with tensors of `kind`.
 fn gguf_seed(kind: BlockType) -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     // Rows of one whole block.
@@ -358,7 +358,7 @@ fn gguf_seed(kind: BlockType) -> Vec<u8> {
     fs::read(out).unwrap()
 }
 
-/// A GGUF file with a tensor of each type and no model.
+/// A GGUF file with one tensor of each type and no model.
 fn gguf_types() -> Vec<u8> {
     let mut plan = GgufPlan::new();
     plan.set("general.architecture", Value::String("qwen3".into()));

@@ -1,4 +1,4 @@
-//! Every block type against vectors that another implementation dequantized: see
+//! Every block type compared with vectors dequantized by another implementation: see
 //! `fixtures/gguf/make.py`.
 
 use nq_formats::gguf::{BlockType, BlockWeight};
@@ -6,7 +6,7 @@ use nq_formats::{DType, Exactness, Tensor};
 use std::fs;
 use std::path::Path;
 
-/// Blocks of a type and the f32 values they stand for.
+/// Blocks of a type and the f32 values they represent.
 fn fixture(kind: BlockType) -> (Vec<u8>, Vec<f32>) {
     let name = format!("tests/fixtures/gguf/{}.bin", kind.name().to_lowercase());
     let bytes = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap();
@@ -27,7 +27,7 @@ fn dequantization_is_identical_bit_for_bit() {
     assert_eq!(quantized().count(), 23);
     for kind in quantized() {
         let (data, expected) = fixture(kind);
-        // As one row, and as rows of one block.
+        // As one row, and as rows of one block each.
         for rows in [1, expected.len() / kind.elements()] {
             let cols = expected.len() / rows;
             let weight = BlockWeight::new(kind, (rows, cols), data.clone().into()).unwrap();
@@ -85,9 +85,10 @@ fn canonical_weights_round_only_scale_products() {
                     1.0
                 };
                 let half_ulp = |v: f32| v.abs() / 2048.0 + 2f32.powi(-25);
-                let bound = match layout.plain_scales {
-                    true => 0.0,
-                    false => 1.01 * (half_ulp(s) * code.max(128.0) + half_ulp(o)),
+                let bound = if layout.plain_scales {
+                    0.0
+                } else {
+                    1.01 * (half_ulp(s) * code.max(128.0) + half_ulp(o))
                 };
                 assert!(
                     (w - e).abs() <= bound,

@@ -1,4 +1,4 @@
-//! GGUF files that are cut, lie about themselves or are of another kind: refused by name.
+//! GGUF files that are truncated, contradict themselves or are of another kind are refused by name.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn parse(bytes: &[u8]) -> Result<GgufFile> {
     GgufFile::parse(Path::new(FILE), bytes.to_vec().into())
 }
 
-/// Builds a file piece by piece, with no regard for sense.
+/// Builds a file piece by piece, valid or not.
 #[derive(Default)]
 struct Raw(Vec<u8>);
 
@@ -43,7 +43,7 @@ impl Raw {
         let raw = dims.iter().fold(raw, |r, &d| r.u64(d));
         raw.u32(kind).u64(offset)
     }
-    /// Pads to where data starts and appends `n` bytes of it.
+    /// Pads to the start of the data and appends `n` bytes.
     fn data(mut self, n: usize) -> Vec<u8> {
         self.0.resize(self.0.len().next_multiple_of(32) + n, 0);
         self.0
@@ -207,7 +207,7 @@ fn tensors_are_checked() {
         two("b"),
         &["tensor b", "at least 64, where a ends", "found 32"],
     );
-    // BF16 data called Q4_0 would end sooner than where the next tensor, or the file, says.
+    // BF16 data labelled Q4_0 would end before the next tensor, or the end of the file.
     let relabelled = |kind, next| {
         let raw = Raw::header(2, 0).tensor("a", &[64], kind, 0);
         parse(&raw.tensor("b", &[8], 0, next).data(160))
@@ -272,7 +272,7 @@ fn model(change: impl FnOnce(&mut GgufPlan)) -> (tempfile::TempDir, Result<Check
 fn models_at_odds_with_themselves_are_refused() {
     let refused = |key: &str, value: Value, parts: &[&str]| {
         let (_dir, opened) = model(|plan| plan.set(key, value));
-        // It has no other file to look into.
+        // A GGUF file has no other file to look into.
         let said = opened.as_ref().err().map(ToString::to_string);
         assert!(!said.unwrap_or_default().contains("config.json"), "{key}");
         names(opened, &[&[FILE], parts].concat());
@@ -308,7 +308,7 @@ fn models_at_odds_with_themselves_are_refused() {
         3.into(),
         &["num_attention_heads", "(3)"],
     );
-    // No value is replaced in silence.
+    // No value is replaced silently.
     for key in [
         "qwen3.attention.layer_norm_rms_epsilon",
         "qwen3.rope.freq_base",
@@ -423,13 +423,13 @@ fn cut_files_are_refused_wherever_they_are_cut() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Whatever stands in a file, parsing ends in a value or an error.
+    /// Whatever a file contains, parsing returns a value or an error.
     #[test]
     fn random_bytes_do_not_panic(tail in proptest::collection::vec(any::<u8>(), 0..400)) {
         let _ = parse(&[b"GGUF\x03\0\0\0".as_slice(), &tail].concat());
     }
 
-    /// As above, for files that are almost right.
+    /// The same for files that are almost valid.
     #[test]
     fn flipped_bytes_do_not_panic(at in 0usize..200, value in any::<u8>()) {
         let plan = |plan: &mut GgufPlan| {
@@ -454,7 +454,7 @@ proptest! {
     }
 }
 
-/// Splits `whole` into `count` files named as a set; `change` may spoil one's keys.
+/// Splits `whole` into `count` files named as a set; `change` may break the keys of one.
 fn split(dir: &Path, count: u16, change: impl Fn(u16, &mut GgufPlan)) {
     let whole = dir.join("whole.gguf");
     let demo = Checkpoint::open(&assets().join("demo")).unwrap();
@@ -571,7 +571,7 @@ fn folders_of_several_models_ask_which() {
     );
 }
 
-/// The `gguf` crate reads the same header (it knows neither BF16 nor later types).
+/// The `gguf` crate reads the same header (it does not support BF16 or later types).
 #[test]
 fn agrees_with_the_gguf_crate() {
     let dir = tempfile::tempdir().unwrap();
@@ -610,7 +610,7 @@ fn agrees_with_the_gguf_crate() {
     }
 }
 
-/// Opening touches the head alone, however large the file.
+/// Opening reads only the head, however large the file is.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_large_file_opens_at_once() {

@@ -1,4 +1,4 @@
-//! The demo model as GGUF files: what is written reads back as the same model.
+//! The demo model written as GGUF files reads back as the same model.
 
 mod common;
 
@@ -25,7 +25,7 @@ fn write(source: &Checkpoint, out: &Path, mix: Mix) -> ExportReport {
     export(source, ExportFormat::Gguf, out, &options, &()).unwrap()
 }
 
-/// The demo model in `mix`, in a folder that lives as long as the first part.
+/// The demo model in `mix`, in a folder that exists as long as the first element.
 fn demo_as(mix: Mix) -> (tempfile::TempDir, PathBuf, ExportReport) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("demo.gguf");
@@ -37,7 +37,7 @@ fn json(files: &Files, name: &str) -> Value {
     serde_json::from_slice(&files.require(name).unwrap()).unwrap()
 }
 
-/// Relative root-mean-square difference of every matrix, the largest of them.
+/// The largest relative root-mean-square difference of any matrix.
 fn worst_difference(a: &Checkpoint, b: &Checkpoint) -> f64 {
     let mut worst = 0f64;
     for (name, shape) in parameters(a.config()) {
@@ -98,7 +98,7 @@ fn an_unquantized_model_survives_unchanged() {
         };
         assert_eq!(norm(&source), norm(&read));
         assert!(!read.store().contains("lm_head"));
-        // The folder that holds nothing else is the same checkpoint.
+        // Opening a folder that holds only this file gives the same checkpoint.
         assert_eq!(
             Checkpoint::open(path.parent().unwrap()).unwrap().config(),
             read.config()
@@ -106,7 +106,7 @@ fn an_unquantized_model_survives_unchanged() {
     }
 }
 
-/// All but the marks of tokens that are structure by their looks alone.
+/// Ignores special marks of tokens that GGUF treats as control tokens because of their form.
 fn as_gguf_marks_them(mut tokenizer: Value) -> Value {
     for token in tokenizer["added_tokens"].as_array_mut().unwrap() {
         if token["content"].as_str().unwrap().starts_with("<|") {
@@ -135,7 +135,7 @@ fn tokenizer_and_template_are_rebuilt() {
     }
 }
 
-/// The published tokenizer, whose vocabulary ends before the embedding does.
+/// The published tokenizer, whose vocabulary is smaller than the embedding.
 #[test]
 fn the_published_tokenizer_is_rebuilt() {
     let Some(published) = shared("data/qwen3") else {
@@ -152,7 +152,7 @@ fn the_published_tokenizer_is_rebuilt() {
     ] {
         fs::copy(published.join(name), source.join(name)).unwrap();
     }
-    // One narrow layer: the embedding's rows are what matters.
+    // One narrow layer: only the number of the embedding's rows matters.
     let config = common::tiny_config("")
         .replace("\"vocab_size\":16", "\"vocab_size\":151936")
         .replace("\"eos_token_id\":3", "\"eos_token_id\":151645");
@@ -243,7 +243,7 @@ fn the_mix_gives_more_bits_where_they_count() {
     else {
         panic!("a quantized weight");
     };
-    // A GGUF file's blocks are copied, whatever they are.
+    // A GGUF file's blocks are copied, whatever their type.
     let again = path.with_file_name("again.gguf");
     let copied = write(&read, &again, Mix::Keep);
     let kept = Change::Kept(Exactness::Exact);

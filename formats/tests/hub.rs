@@ -19,14 +19,14 @@ use std::time::{Duration, Instant};
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const REPO: &str = "Some/Model-1B";
 
-/// What the server does beyond the ordinary.
+/// Deviations of the test server from normal behaviour.
 #[derive(Clone, Default)]
 struct Behaviour {
-    /// The token asked for.
+    /// The token that the server requires.
     token: Option<&'static str>,
     /// Bytes after which each connection for a large file is dropped.
     drop_after: Option<usize>,
-    /// Sends the whole file whatever range is asked.
+    /// Sends the whole file, whatever range is requested.
     no_ranges: bool,
     /// Sends other bytes than announced.
     corrupt: bool,
@@ -129,7 +129,7 @@ fn serve(
             body.as_bytes(),
         );
     }
-    // Large files live elsewhere, behind a redirect that has their hash.
+    // Large files are stored elsewhere, behind a redirect that has their hash.
     if let Some(name) = path.strip_prefix("/cdn/") {
         let data = &files[name];
         if let Some(status) = behaviour.status {
@@ -276,7 +276,7 @@ fn a_model_is_fetched_once_into_the_standard_cache() {
         Checkpoint::open(&folder).unwrap().store().entries().len(),
         2
     );
-    // From now on the network is not used.
+    // From now on, the network is not used.
     assert!(!server.requests().is_empty());
     assert_eq!(hub.fetch_model(REPO, &()).unwrap(), folder);
     assert_eq!(hub.cached(REPO).unwrap(), Some(folder.clone()));
@@ -314,7 +314,7 @@ fn a_dropped_connection_is_resumed() {
     let server = Server::start(model());
     let cache = tempfile::tempdir().unwrap();
     let hub = Hub::new(options(&server.endpoint, cache.path()));
-    // Every connection drops after 100,000 bytes: each attempt makes progress, so all is got.
+    // Every connection drops after 100,000 bytes: each attempt makes progress, so the download succeeds.
     server.set(|b| b.drop_after = Some(100_000));
     let folder = hub.fetch_model(REPO, &()).unwrap();
     let name = "model-00002-of-00002.safetensors";
@@ -331,7 +331,7 @@ fn a_dropped_connection_is_resumed() {
 fn an_interrupted_download_goes_on_in_another_run() {
     let name = "model-00002-of-00002.safetensors";
     let data = model().remove(name).unwrap();
-    // What an earlier run left: a part, all of it, or (another tool's) too much.
+    // Left by an earlier run: a part of the file, all of it, or (by another tool) too much.
     for (left, from) in [
         (123_456, Some(123_456)),
         (data.len(), None),
@@ -360,7 +360,7 @@ fn an_interrupted_download_goes_on_in_another_run() {
             Some(n) => assert_eq!(asked, [&format!("GET /cdn/{name} bytes={n}-")]),
         }
     }
-    // A server without ranges: what is there already is skipped, not appended again.
+    // A server without ranges: bytes already downloaded are skipped, not appended again.
     let server = Server::start(model());
     server.set(|b| {
         b.no_ranges = true;
@@ -466,7 +466,7 @@ fn no_hub_is_noticed_fast() {
             "--offline",
         ],
     );
-    // One that accepts and says nothing.
+    // A server that accepts connections but does not answer.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let mute = HubOptions {
         read_timeout: Duration::from_millis(300),

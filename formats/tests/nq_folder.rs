@@ -1,5 +1,5 @@
-//! nq's own folder: what is written is read back, sizes are those of the scheme, and
-//! disagreement between record and tensors is refused by name.
+//! nq's own folder: contents are read back unchanged, sizes are those of the scheme, and
+//! contradictions between record and tensors are refused by name.
 
 mod common;
 
@@ -114,7 +114,8 @@ fn demo_sizes() {
     }
 }
 
-/// The safetensors crate reads what is written, aligned, and with the metadata FORMAT.md asks for.
+/// The safetensors crate reads the files, which are aligned and have the metadata that FORMAT.md
+/// requires.
 #[test]
 fn the_safetensors_crate_reads_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -181,7 +182,7 @@ fn mixed_schemes_come_back() {
     }
 }
 
-/// Rewrites one tensor of a folder's only weight file, or drops it.
+/// Rewrites one tensor in a folder's only weight file, or drops it.
 fn edit(dest: &Path, name: &str, change: impl FnOnce(Tensor) -> Option<Tensor>) {
     let path = dest.join("model.safetensors");
     let bytes = fs::read(&path).unwrap();
@@ -306,7 +307,7 @@ fn records_that_disagree_with_the_tensors_are_named() {
     refused(&[file, "version 3", "versions 1 to 2"], &|q| {
         q["version"] = json!(3)
     });
-    // Version 1 does not know the schemes of version 2.
+    // Version 1 does not support the schemes of version 2.
     refused(&[file, "linears", "version 1", "int6 g8"], &|q| {
         q["linears"]["bits"] = json!(6)
     });
@@ -421,7 +422,7 @@ fn record_round_trip() {
     assert_eq!(q.bits, Bits::B4);
 }
 
-/// What devices hold a weight as: its held codes and its scales, as a scheme of version 1.
+/// The weight as devices hold it: held codes and scales, as a scheme of version 1.
 fn held(a: &AffineWeight) -> Weight {
     let (rows, cols) = (a.out_features(), a.in_features());
     let scheme = a.scheme().held();
@@ -456,9 +457,10 @@ fn any_scheme() -> impl Strategy<Value = AffineScheme> {
             Group::Size(n) if groups > 0 => Group::Size(n * groups),
             _ => Group::Channel,
         };
-        let levels = match table && bits < Bits::B8 {
-            true => Levels::Table,
-            false => Levels::Even,
+        let levels = if table && bits < Bits::B8 {
+            Levels::Table
+        } else {
+            Levels::Even
         };
         AffineScheme {
             scales: two_level
@@ -494,7 +496,7 @@ proptest! {
         prop_assert_eq!(again, packed);
     }
 
-    /// Any weight comes back from disk as it was, with and without a group index.
+    /// Any weight is read back from disk unchanged, with and without a group index.
     #[test]
     fn weights_survive_a_folder(
         scheme in any_scheme(),

@@ -1,5 +1,5 @@
-//! Packed weights as the formats' own Python packages read them (`fixtures/packages/make.py`):
-//! the same numbers to the bit.
+//! Packed weights compared with the readings of the formats' own Python packages
+//! (`fixtures/packages/make.py`): the same numbers, bit for bit.
 
 use nq_formats::hash::sha256_hex;
 use nq_formats::names::{Shape, is_layer_linear, parameters};
@@ -43,7 +43,7 @@ fn check(name: &str) {
         let mut row = vec![0f32; cols];
         for r in 0..rows {
             weight.dequantize_row(r, &mut row).unwrap();
-            // Packages have no -0 where a code is its zero-point; the number is the same.
+            // Packages do not yield -0 if a code equals its zero-point; the number is the same.
             bytes.extend(row.iter().flat_map(|v| (v + 0.0).to_le_bytes()));
         }
         let linear = parameter.trim_start_matches("model.layers.0.");

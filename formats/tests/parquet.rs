@@ -45,7 +45,7 @@ fn what_is_not_read_is_refused_by_name() {
     assert!(message.to_string().contains("a Parquet file"), "{message}");
 }
 
-/// Every cut and every damaged byte ends in values or an error, never in a panic.
+/// Every truncation and every damaged byte gives values or an error, never a panic.
 #[test]
 fn damage_never_panics() {
     for name in READABLE {

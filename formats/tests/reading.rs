@@ -1,4 +1,4 @@
-//! Opening real checkpoints, and refusing broken ones by name.
+//! Opens real checkpoints, and refuses broken ones by name.
 
 mod common;
 
@@ -89,7 +89,7 @@ fn embedded_demo_opens() {
     check_demo(&Checkpoint::open_files(files).unwrap());
 }
 
-/// The views are those that the `safetensors` crate reads, byte for byte.
+/// The views are byte for byte those of the `safetensors` crate.
 #[test]
 fn agrees_with_the_safetensors_crate() {
     for shard in [1, 2] {
@@ -150,9 +150,10 @@ fn broken_headers_are_named() {
     for n in 8..whole.len() {
         let cut = Bytes::copy_from_slice(&whole[..n]);
         let err = SafetensorsFile::parse(Path::new(file), cut);
-        match n < 8 + ok.len() {
-            true => names(err, &[file, "header", "before the file ends"]),
-            false => names(err, &[file, "tensor a", "0 to 8"]),
+        if n < 8 + ok.len() {
+            names(err, &[file, "header", "before the file ends"])
+        } else {
+            names(err, &[file, "tensor a", "0 to 8"])
         }
     }
     names(parse(&ok, &[0; 9]), &[file, "8 bytes", "9 bytes"]);
@@ -261,7 +262,7 @@ fn demo_with(file: &str, key: &str, value: &str) -> nq_formats::Result<Checkpoin
     Checkpoint::open(dir.path())
 }
 
-/// Values that would run as another model, or never stop.
+/// Configs that would run as another model, or never stop.
 #[test]
 fn configs_at_odds_with_the_weights_are_refused() {
     const CONFIG: &str = "config.json";

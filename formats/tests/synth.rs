@@ -10,7 +10,7 @@ use nq_formats::{Checkpoint, ModelConfig, Weight, nq};
 use serde_json::Value;
 use std::fs;
 
-/// The presets are the published config.json, key by key.
+/// The presets match the published config.json files, key by key.
 #[test]
 fn presets_are_the_published_models() {
     let parameters = [
@@ -107,7 +107,7 @@ fn folders_open_and_equal_the_weights_in_memory() {
     .unwrap();
     assert_eq!(Checkpoint::open(&gguf).unwrap().config(), folder.config());
     fs::remove_file(gguf).unwrap();
-    // Nothing temporary is left.
+    // No temporary files are left.
     assert_eq!(fs::read_dir(dest.parent().unwrap()).unwrap().count(), 1);
 
     let mut tiny = small();

@@ -32,7 +32,7 @@ fn others_are_refused() {
     names(check(), &["no tokenizer.json"]);
     put("tokenizer.json", br#"{"model":{"vocab":{"a":0,"b":15}}}"#);
     check().unwrap();
-    // Of another model: more tokens than the embedding has rows.
+    // A tokenizer of another model: more tokens than the embedding has rows.
     put("tokenizer.json", br#"{"model":{"vocab":{"a":0,"b":16}}}"#);
     names(
         check(),

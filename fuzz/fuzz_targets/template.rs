@@ -4,8 +4,8 @@
 mod text_targets;
 
 libfuzzer_sys::fuzz_target!(
-    // A panic of the template engine is an error of the template, not of nq's: libFuzzer's hook
-    // would end the process at it.
+    // A panic of the template engine becomes an error, but libFuzzer's hook would end the process at
+    // it.
     init: std::panic::set_hook(Box::new(|_| {})),
     |data: &[u8]| text_targets::template(data)
 );

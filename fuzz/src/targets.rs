@@ -1,5 +1,5 @@
-//! What is fuzzed: readers of files that may come from anywhere. A target panics if a reader
-//! panics or breaks a promise. `fuzz/run NAME` runs them under libFuzzer;
+//! Fuzz targets for readers of files that may come from anywhere. A target panics if a reader
+//! panics or violates an invariant. `fuzz/run NAME` runs them under libFuzzer;
 //! `formats/tests/fuzz_smoke.rs` runs the same functions over `fuzz/seeds` and mutations of valid
 //! files.
 #![allow(dead_code, unreachable_pub)]
@@ -14,7 +14,7 @@ use nq_formats::{
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A safetensors file: what is accepted lies in the file, adds up to it, and is what the
+/// A safetensors file: in an accepted file, tensors are inside it, cover it, and are what the
 /// `safetensors` crate reads.
 pub fn safetensors(data: &[u8]) {
     let path = Path::new("fuzz.safetensors");
@@ -34,8 +34,8 @@ pub fn safetensors(data: &[u8]) {
     assert_eq!(total as u64, file.entries().map(|e| e.bytes).sum::<u64>());
 }
 
-/// A GGUF file: what is accepted lies in the file, every tensor in blocks is dequantized, the
-/// tokenizer is rebuilt or refused, and of what opens as a model all parameters are read.
+/// A GGUF file: in an accepted file, tensors are inside it, every tensor in blocks is dequantized, the
+/// tokenizer is rebuilt or refused, and if it opens as a model, all parameters are read.
 pub fn gguf(data: &[u8]) {
     let path = Path::new("fuzz.gguf");
     let Ok(file) = nq_formats::gguf::GgufFile::parse(path, Bytes::copy_from_slice(data)) else {
@@ -65,8 +65,8 @@ pub fn gguf(data: &[u8]) {
     }
 }
 
-/// A tensor in GGUF blocks: the number of its type, then the blocks of one row. What is read is what
-/// the canonical weight holds, but for the rounding of scales.
+/// A tensor in GGUF blocks: the number of its type, then the blocks of one row. The values read are
+/// those of the canonical weight, except for the rounding of scales.
 pub fn blocks(data: &[u8]) {
     let Some((&id, data)) = data.split_first() else {
         return;
@@ -80,14 +80,14 @@ pub fn blocks(data: &[u8]) {
     }
 }
 
-/// Dequantizes a tensor of a file that was accepted.
+/// Dequantizes a tensor of an accepted file.
 fn dequantize(kind: BlockType, (rows, cols): (usize, usize), data: Bytes) {
     let weight = BlockWeight::new(kind, (rows, cols), data).expect("the file's own shape");
     let mut row = vec![0.0; cols];
     for r in 0..rows {
         weight.dequantize_row(r, &mut row);
     }
-    // Refused only for a scale that is no finite f16.
+    // Refused only for a scale that does not fit a finite f16.
     let Ok(affine) = weight.to_affine() else {
         return;
     };
@@ -99,8 +99,8 @@ fn dequantize(kind: BlockType, (rows, cols): (usize, usize), data: Bytes) {
     }
 }
 
-/// config.json, generation_config.json and tokenizer.json: what is accepted has a size, and
-/// a config is written as it was read.
+/// config.json, generation_config.json and tokenizer.json: an accepted config has a size, and
+/// reading it after writing gives the same.
 pub fn config(data: &[u8]) {
     let path = Path::new("config.json");
     let _ = GenerationDefaults::parse(path, data);
@@ -119,7 +119,7 @@ pub fn config(data: &[u8]) {
 }
 
 fn serde_json_text(config: &ModelConfig) -> String {
-    // A map displays as JSON only as a value; `Display` of every entry is JSON.
+    // A map displays as JSON only as a value; each entry's `Display` is JSON.
     let entries: Vec<String> = config
         .to_json()
         .iter()
@@ -134,7 +134,7 @@ pub const SHAPE: &str = r#""architectures":["Qwen3ForCausalLM"],"model_type":"qw
 "num_key_value_heads":1,"head_dim":8,"vocab_size":16,"max_position_embeddings":32,
 "rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
 
-/// The same of a mixture.
+/// The same for a mixture.
 pub const MIXTURE: &str = r#""architectures":["Qwen3MoeForCausalLM"],"model_type":"qwen3_moe",
 "hidden_size":8,"intermediate_size":16,"moe_intermediate_size":8,"num_experts":2,
 "num_experts_per_tok":1,"num_hidden_layers":1,"num_attention_heads":2,
@@ -142,7 +142,7 @@ pub const MIXTURE: &str = r#""architectures":["Qwen3MoeForCausalLM"],"model_type
 "rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
 
 /// A quantized folder of any format: a `quantization_config` (JSON, ended by a zero byte), then
-/// the weight file. All parameters of what opens are read and dequantized.
+/// the weight file. If it opens, all parameters are read and dequantized.
 pub fn folder(data: &[u8]) {
     let Some(end) = data.iter().position(|b| *b == 0) else {
         return;
@@ -164,7 +164,7 @@ pub fn folder(data: &[u8]) {
     }
 }
 
-/// Parameters that a target reads: a shape may claim many more than its file has.
+/// Most parameters that a target reads: a shape may claim many more than its file has.
 const MOST: usize = 1 << 22;
 
 fn read_all(checkpoint: &Checkpoint) {

@@ -1,4 +1,4 @@
-//! What is fuzzed of text: chat templates and tokenizers, which are programs of whoever made a
+//! Fuzz targets for text: chat templates and tokenizers, which are programs of whoever made a
 //! model. A target panics if reading or running one does. `fuzz/run NAME` runs them under libFuzzer;
 //! `runtime/tests/fuzz_smoke.rs` runs the same functions over `fuzz/seeds` and mutations of valid
 //! files.
@@ -11,7 +11,7 @@ use nq_runtime::{ChatTemplate, Message, Tokenizer};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// A tokenizer.json: refused by name, or it encodes any text, and what it decodes is text.
+/// A tokenizer.json: it is refused with a named error, or it encodes any text and decodes to text.
 pub fn tokenizer(data: &[u8]) {
     let file = OneFile("tokenizer.json", Bytes::copy_from_slice(data));
     let Ok(tokenizer) = Tokenizer::from_files(&Files::Virtual(Arc::new(file))) else {
@@ -32,9 +32,9 @@ pub fn tokenizer(data: &[u8]) {
     let _ = tokenizer.decode(&[0, 1, tokenizer.max_id(), u32::MAX], true);
 }
 
-/// A chat template: compiles and renders, or is refused. In one process, so without what a bound
-/// on memory must end and what ends the process by a stack that overflows (`tests/templates.rs`
-/// runs those): sources that could multiply text or hold a value within itself are left out.
+/// A chat template: compiles and renders, or is refused. This runs in one process, so it leaves out
+/// sources that could multiply text or put a value inside itself, which only a limit on memory or a
+/// stack overflow would end (`tests/templates.rs` runs those).
 pub fn template(data: &[u8]) {
     let Ok(source) = std::str::from_utf8(data) else {
         return;
@@ -62,7 +62,7 @@ pub fn template(data: &[u8]) {
     }
 }
 
-/// A folder of one file.
+/// A folder with one file.
 #[derive(Debug)]
 struct OneFile(&'static str, Bytes);
 

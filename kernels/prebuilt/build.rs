@@ -10,7 +10,7 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed={}", manifest.display());
     println!("cargo::metadata=MANIFEST={}", manifest.display());
-    // Without a manifest there is no code: nq-kernels says so where it is asked for.
+    // Without a manifest there is no code; nq-kernels reports that when the code is needed.
     let text = fs::read_to_string(&manifest).unwrap_or_default();
     let targets = text.lines().filter_map(|line| {
         let mut words = line.strip_prefix("code ")?.split(' ');

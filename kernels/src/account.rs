@@ -1,17 +1,18 @@
-//! An account of memory: what is held, and the most that was at once.
+//! An account of memory: the bytes held now, and the most held at once.
 //!
-//! What allocates takes from an account and gives back to it when it is dropped, and so does a plan:
-//! it goes through the same steps on an account of its own, where nothing is allocated. What
-//! constructors take of a GPU is found by running them on `cuda::Gpu::dry`, and of a device of
-//! [`grad`](crate::grad) by running them on an account itself, which is a device that only counts. Stages that do not overlap need no formula of their own: the greediest makes the peak.
+//! An allocation takes from an account and gives back to it when dropped. A plan goes through the
+//! same steps on an account of its own, without allocating. What
+//! constructors take on a GPU is found by running them on `cuda::Gpu::dry`, and on a device of
+//! [`grad`](crate::grad) by running them on an account itself, which is a device that only counts.
+//! Stages that do not overlap need no formula of their own: the largest gives the peak.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 
-/// Pages that a GPU's driver hands out.
+/// Size of the pages in which a GPU's driver hands out memory.
 const GPU_PAGE: usize = 2 << 20;
 
-/// Bytes held, now and at most. Clones are the same account.
+/// Bytes held now, and the most so far. Clones are the same account.
 #[derive(Clone, Debug, Default)]
 pub struct Account(Arc<Counts>);
 
@@ -23,13 +24,13 @@ struct Counts {
 }
 
 impl Account {
-    /// Of the host's memory. Nothing is held yet.
+    /// An account of the host's memory, with nothing held yet.
     pub fn host() -> Self {
         Self::default()
     }
 
-    /// Of a GPU's memory, which is handed out in pages of 2 MiB: an allocation takes whole ones, or a
-    /// part of one that others share. Nothing is held yet.
+    /// An account of a GPU's memory, which is handed out in pages of 2 MiB: an allocation takes whole
+    /// pages, or a part of one that it shares. Nothing is held yet.
     pub fn gpu() -> Self {
         Account(Arc::new(Counts {
             page: Some(GPU_PAGE),
@@ -37,14 +38,14 @@ impl Account {
         }))
     }
 
-    /// What this process has allocated of GPUs' memory, all devices together, without what the
+    /// GPU memory allocated by this process, on all devices together, without the memory that the
     /// driver takes for itself.
     pub fn of_all_gpus() -> &'static Self {
         static ALL: LazyLock<Account> = LazyLock::new(Account::gpu);
         &ALL
     }
 
-    /// An allocation of `bytes`, until it is dropped.
+    /// Takes `bytes` until the result is dropped.
     pub fn hold(&self, bytes: usize) -> Held {
         let taken = match self.0.page {
             Some(page) if bytes >= page => bytes.next_multiple_of(page),
@@ -63,18 +64,18 @@ impl Account {
         self.0.held.load(Ordering::Relaxed)
     }
 
-    /// Bytes held at most since [`Account::begin`], or ever.
+    /// The most bytes held since [`Account::begin`], or ever.
     pub fn peak(&self) -> usize {
         self.0.most.load(Ordering::Relaxed)
     }
 
-    /// Forgets the peak: it begins with what is held now.
+    /// Resets the peak to the bytes held now.
     pub fn begin(&self) {
         self.0.most.store(self.held(), Ordering::Relaxed);
     }
 }
 
-/// A part of what an [`Account`] holds.
+/// Bytes held on an [`Account`], given back when dropped.
 #[derive(Debug)]
 #[must_use = "what is dropped is no longer held"]
 pub struct Held {
@@ -83,12 +84,12 @@ pub struct Held {
 }
 
 impl Held {
-    /// Bytes taken: whole pages where memory is handed out in these.
+    /// Bytes taken: whole pages if memory is handed out in pages.
     pub fn bytes(&self) -> usize {
         self.taken
     }
 
-    /// Another allocation of `bytes`, held as long.
+    /// Takes another `bytes`, held as long as these.
     pub fn add(&mut self, bytes: usize) {
         let mut more = self.of.hold(bytes);
         self.taken += std::mem::take(&mut more.taken);

@@ -3,11 +3,11 @@
 /// Shorthand for this crate's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What a kernel, its preparation or a device can refuse.
+/// Errors of kernels, of preparing their operands and of devices.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The registry has no kernel for this request. Never answered by a slower path.
+    /// The registry has no kernel for this request. No slower path is taken instead.
     #[error("no {op} kernel for {scheme} weights with {activations} activations on {device}")]
     NoKernel {
         /// The operation.
@@ -24,33 +24,33 @@ pub enum Error {
     Shape {
         /// The operation.
         op: &'static str,
-        /// Which operand.
+        /// The operand.
         what: &'static str,
-        /// What fits.
+        /// Sizes or values that fit.
         expected: String,
         /// What was given.
         found: String,
     },
-    /// A requested instruction set is absent on this machine.
+    /// A requested instruction set is not available on this machine.
     #[error("instruction set {requested} is not available here; this CPU has: {available}")]
     Isa {
-        /// What was asked for.
+        /// The requested instruction set.
         requested: &'static str,
-        /// What there is.
+        /// The instruction sets that this CPU has.
         available: String,
     },
-    /// The CUDA driver refused, or is absent.
+    /// The CUDA driver returned an error, or is absent.
     #[error("{what}: {why}")]
     Cuda {
-        /// What was attempted.
+        /// The action that failed.
         what: &'static str,
-        /// The driver's answer, or what is missing.
+        /// The driver's error, or what is missing.
         why: String,
     },
-    /// The device has no memory left.
+    /// The device does not have enough memory.
     #[error("the GPU's memory has no room for {what}")]
     DeviceMemory {
-        /// What was to be allocated.
+        /// Purpose of the allocation.
         what: &'static str,
     },
     /// A weight could not be read.

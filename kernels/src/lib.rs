@@ -1,9 +1,9 @@
-//! Compute kernels over quantized and dense weights, one room per device, and the
-//! scalar reference that every one of them is tested against.
+//! Compute kernels over quantized and dense weights, one module per device, and the
+//! scalar reference that all of them are tested against.
 //!
-//! This crate knows no file and no model: it multiplies, normalizes and attends.
-//! [`registry`] says which kernel serves which operation, scheme, activation type,
-//! row count and instruction set; nothing outside it decides.
+//! This crate does not know files or models: it multiplies, normalizes and attends.
+//! [`registry`] alone decides which kernel serves an operation, scheme, activation type,
+//! row count and instruction set.
 
 pub mod account;
 pub mod cpu;

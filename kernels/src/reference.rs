@@ -6,7 +6,7 @@ use nq_formats::Weight;
 /// `y[m, out] = x[m, in] * w^T`.
 ///
 /// # Errors
-/// If a dense weight's type is no float.
+/// If a dense weight is not of a float type.
 pub fn linear(x: &[f32], w: &Weight, y: &mut [f32]) -> crate::Result<()> {
     let (out, inp) = w.dims();
     let mut row = vec![0.0; inp];
@@ -89,7 +89,7 @@ pub fn attend(q: &[f32], keys: &[f32], values: &[f32], y: &mut [f32]) {
     }
 }
 
-/// Rounds each row of `x` (`k` long) to what a Linear with these activations sees, in place:
+/// Rounds each row of `x` (`k` long) in place to the values that a Linear with these activations uses:
 /// for int8 and int16, `scale * code` with codes of -127 to 127 or -32512 to 32512 and one
 /// f32 scale per group (the last of a row may be shorter).
 pub fn round_activations(x: &mut [f32], k: usize, activations: crate::Activations) {
@@ -116,15 +116,15 @@ pub fn round_activations(x: &mut [f32], k: usize, activations: crate::Activation
 /// Greatest code of int8 activations.
 pub(crate) const INT8_GREATEST: f32 = 127.0;
 
-/// What the high one of an int16 code's two signed bytes counts: with 255, both stay within
-/// -127 and 127, which every instruction set's dot products take.
+/// Weight of the high one of an int16 code's two signed bytes: with 255, both stay between
+/// -127 and 127, which every instruction set's dot products support.
 pub(crate) const INT16_BASE: f32 = 255.0;
 
 /// Greatest code of int16 activations: two bytes of 127.
 pub(crate) const INT16_GREATEST: f32 = 127.0 * INT16_BASE + 127.0;
 
-/// For values up to `absmax`: what they are multiplied by to become codes of `-greatest` to
-/// `greatest`, and what codes are multiplied by to become values. Both are 0 where `absmax`
+/// Factors for values up to `absmax`: from values to codes of `-greatest` to
+/// `greatest`, and from codes to values. Both are 0 if `absmax`
 /// is so small that its inverse overflows.
 pub(crate) fn code_scale(absmax: f32, greatest: f32) -> (f32, f32) {
     if absmax > 1e-33 {

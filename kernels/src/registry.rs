@@ -1,17 +1,17 @@
-//! Which kernel serves which request. The key is (operation, weight scheme, activation
-//! type, rows `m`, device capabilities); each device room contributes its rows, and
+//! The registry of kernels. Its key is (operation, weight scheme, activation
+//! type, rows `m`, device capabilities); each device module contributes its rows, and
 //! tests, benches and `--breakdown` iterate them.
 
 use nq_formats::{AffineScheme, DType, QuantizedWeight, Weight};
 use std::fmt;
 use std::ops::RangeInclusive;
 
-/// What a Linear's input is rounded to before the product.
+/// The type that a Linear's input is rounded to before the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Activations {
-    /// Not at all: f32 values, f32 products and sums.
+    /// Not rounded: f32 values, f32 products and sums.
     F32,
-    /// To bf16; products of pairs, sums in f32. For bf16 weights.
+    /// bf16; products of pairs, sums in f32. For bf16 weights.
     Bf16,
     /// Signed 8-bit codes with one f32 scale per `group` inputs (absmax / 127).
     Int8 {
@@ -37,7 +37,7 @@ impl fmt::Display for Activations {
     }
 }
 
-/// Which family of kernels to use.
+/// Family of kernels to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KernelSet {
     /// The fastest for the device.
@@ -56,16 +56,16 @@ impl fmt::Display for KernelSet {
     }
 }
 
-/// The part of a weight's scheme that selects a kernel.
+/// The properties of a weight that select a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightKind {
     /// Unquantized.
     Dense(DType),
-    /// Affine; `act_order` weights carry a `g_idx`.
+    /// Affine; weights with `act_order` have a `g_idx`.
     Affine {
         /// Bits, group, zero-points.
         scheme: AffineScheme,
-        /// Inputs are assigned to groups by a `g_idx`.
+        /// True if inputs are assigned to groups by a `g_idx`.
         act_order: bool,
     },
 }
@@ -79,12 +79,12 @@ impl WeightKind {
                 scheme: a.scheme(),
                 act_order: a.g_idx().is_some(),
             },
-            // `QuantizedWeight` is non-exhaustive only towards users of the crates.
+            // `QuantizedWeight` is non-exhaustive only for users outside these crates.
             Weight::Quantized(_) => unreachable!("a scheme without a WeightKind"),
         }
     }
 
-    /// The same values in schemes that kernels know ([`AffineScheme::expanded`]).
+    /// The kind with the same values in a scheme that kernels support ([`AffineScheme::expanded`]).
     #[must_use]
     pub const fn expanded(self) -> Self {
         match self {
@@ -96,7 +96,8 @@ impl WeightKind {
         }
     }
 
-    /// What every device can hold such weights as, exactly: 4 or 8 bits ([`AffineScheme::held`]).
+    /// The kind in which every device can hold such weights exactly, with 4 or 8 bits
+    /// ([`AffineScheme::held`]).
     #[must_use]
     pub const fn held(self) -> Self {
         match self {
@@ -129,12 +130,12 @@ impl fmt::Display for WeightKind {
     }
 }
 
-/// What every kernel declares of itself, whatever its device.
+/// Description of a kernel, for any device.
 #[derive(Clone, Debug)]
 pub struct KernelInfo {
     /// File name = registry name = test name = bench name.
     pub name: &'static str,
-    /// The instruction set or compute capability it needs, as printed.
+    /// The instruction set or compute capability that it needs, as displayed.
     pub requires: &'static str,
     /// True for the weights it serves.
     pub weights: fn(WeightKind) -> bool,

@@ -1,8 +1,8 @@
-//! Which experts of a mixture each row goes through.
+//! The experts of a mixture that each row is routed to.
 
 use nq_formats::Experts;
 
-/// The experts of each row of a forward, and what their outputs are multiplied by.
+/// The experts of each row of a forward, and the factors of their outputs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Routes {
     per_token: usize,
@@ -11,9 +11,9 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// By the router's scores `logits` `[rows, experts.count]`: of a row the `experts.per_token`
-    /// greatest, of equal ones those of lower number. Weights are their softmax over all experts, in
-    /// f32, divided by the sum of those chosen if `experts.normalized`.
+    /// Chooses experts from the router's scores `logits` `[rows, experts.count]`: for each row the
+    /// `experts.per_token` greatest, of equal ones those with lower numbers. Weights are the softmax over
+    /// all experts, in f32, divided by the sum of the chosen ones if `experts.normalized`.
     pub fn new(logits: &[f32], experts: &Experts) -> Self {
         let k = experts.per_token;
         let mut chosen = Vec::with_capacity(logits.len() / experts.count.max(1) * k);
@@ -21,14 +21,15 @@ impl Routes {
         for row in logits.chunks_exact(experts.count.max(1)) {
             order.clear();
             order.extend(0..row.len() as u32);
-            // Stable, so that equal scores stay in order.
+            // A stable sort, so that equal scores stay in order.
             order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
             let best = &mut order[..k];
             let max = row[best[0] as usize];
             let weight = |e: u32| (row[e as usize] - max).exp();
-            let sum: f32 = match experts.normalized {
-                true => best.iter().map(|&e| weight(e)).sum(),
-                false => row.iter().map(|&score| (score - max).exp()).sum(),
+            let sum: f32 = if experts.normalized {
+                best.iter().map(|&e| weight(e)).sum()
+            } else {
+                row.iter().map(|&score| (score - max).exp()).sum()
             };
             best.sort_unstable();
             chosen.extend(best.iter().map(|&e| (e, weight(e) / sum)));
@@ -39,7 +40,7 @@ impl Routes {
         }
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn rows(&self) -> usize {
         self.chosen.len() / self.per_token.max(1)
     }
@@ -49,7 +50,7 @@ impl Routes {
         &self.chosen[row * self.per_token..][..self.per_token]
     }
 
-    /// For each expert that any row goes through, in ascending order: these rows and its weights.
+    /// For each expert with rows, in ascending order: its rows and their weights.
     pub fn by_expert(&self) -> Vec<(usize, Vec<(usize, f32)>)> {
         let mut all: Vec<(u32, usize, f32)> = Vec::with_capacity(self.chosen.len());
         for row in 0..self.rows() {
@@ -94,7 +95,7 @@ mod tests {
         let routes = |k, normalized| Routes::new(&logits, &experts(4, k, normalized));
         close(routes(1, true).of(0), &[(1, 1.0)]);
         close(routes(1, false).of(0), &[(1, 3.0 / 8.0)]);
-        // Of the two equal ones the lower.
+        // Of two equal ones, the lower.
         close(routes(2, true).of(0), &[(1, 0.6), (2, 0.4)]);
         close(routes(2, false).of(0), &[(1, 3.0 / 8.0), (2, 2.0 / 8.0)]);
         let all: f32 = routes(4, false).of(0).iter().map(|r| r.1).sum();
@@ -112,7 +113,7 @@ mod tests {
         assert_eq!(groups, [(0, vec![0, 2]), (1, vec![1]), (2, vec![0, 1, 2])]);
     }
 
-    /// What comes out is not a number either, which the forward reports.
+    /// The output is NaN too, which the forward reports.
     #[test]
     fn scores_that_are_no_numbers_choose_some_expert() {
         for bad in [f32::NAN, f32::INFINITY] {

@@ -1,30 +1,30 @@
-//! Rounding by second moments that a device keeps: what GPTQ and AWQ ask of one. The moments stay
-//! where they were summed; a weight goes there, codes and the parameters of groups come back.
+//! The interface of a device that keeps second moments and rounds with them, for GPTQ and AWQ. The
+//! moments stay where they were summed; a weight is sent there, codes and group parameters come back.
 //!
-//! Which columns come first, how much is damped and which ranges are tried is the caller's. Without
-//! such a device (on the CPU) the algebra is the caller's too.
+//! The caller chooses the order of columns, the damping and the ranges to try. Without
+//! such a device (on the CPU), the caller also does the algebra.
 
 use crate::error::Result;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A device of [`crate::grad`] that rounds by second moments.
+/// A device of [`crate::grad`] that rounds with second moments.
 pub trait SecondOrder: Send + Sync {
     /// f32 values on the device.
     type Floats;
 
-    /// `sums` `[n, n]`, the second moments of `n` inputs, made ready.
+    /// Prepares `sums` `[n, n]`, the second moments of `n` inputs, for use.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn moments(self: Arc<Self>, sums: Self::Floats, n: usize) -> Result<Arc<dyn Moments>>;
 }
 
 /// `E[x x^T]` of `n` inputs, `[n, n]`, on a device.
 ///
 /// # Errors
-/// Every operation gives what the device reports.
+/// Every operation returns errors of the device.
 pub trait Moments: Debug + Send + Sync {
     /// `E[x_i^2]`, `[n]`.
     fn diagonal(&self) -> &[f32];
@@ -32,7 +32,7 @@ pub trait Moments: Debug + Send + Sync {
     /// `tr(E H E^T)` for `e` `[rows, n]`.
     fn quadratic_error(&self, e: &[f32], rows: usize) -> Result<f64>;
 
-    /// What rounding `weight` `[rows, n]` to `rounded` changed.
+    /// Squared norms of `weight` `[rows, n]` and of its changes by rounding to `rounded`.
     fn errors(&self, weight: &[f32], rounded: Codes<'_>) -> Result<Changes>;
 
     /// The moments of `x_i / s_i`.
@@ -43,28 +43,28 @@ pub trait Moments: Debug + Send + Sync {
     fn inverse_factor(&self, damped: Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>>;
 }
 
-/// [`Moments::inverse_factor`]'s result.
+/// The result of [`Moments::inverse_factor`].
 ///
 /// # Errors
-/// Every operation gives what the device reports.
+/// Every operation returns errors of the device.
 pub trait Factor {
-    /// Columns, at most, that are rounded between updates of the rest of the row.
+    /// Most columns that are rounded between updates of the rest of the row.
     fn block(&self) -> usize;
 
-    /// `U_jj` of each place.
+    /// `U_jj` for each place.
     fn diagonal(&self) -> Result<Vec<f32>>;
 
-    /// Rounds the columns of a weight one after another, the error of each made up for by those
-    /// after it.
+    /// Rounds the columns of a weight one after another; later columns compensate for the error of
+    /// each.
     fn round(&self, columns: &Columns<'_>) -> Result<Rounded>;
 }
 
-/// How second moments are made fit to be inverted.
+/// How second moments are modified so that they can be inverted.
 #[derive(Clone, Copy, Debug)]
 pub struct Damped<'a> {
     /// The input of each place.
     pub order: &'a [u32],
-    /// 1 for an input that was never seen, else 0, by input.
+    /// By input: 1 if it was always zero, otherwise 0.
     pub dead: &'a [u32],
     /// The moment that such inputs get.
     pub fill: f64,
@@ -72,7 +72,7 @@ pub struct Damped<'a> {
     pub damping: f64,
 }
 
-/// A weight and how its columns go.
+/// A weight and the order of its columns.
 #[derive(Clone, Copy, Debug)]
 pub struct Columns<'a> {
     /// `[rows, n]`
@@ -87,11 +87,11 @@ pub struct Columns<'a> {
     pub order: &'a [u32],
     /// Runs of places, in order.
     pub blocks: &'a [ColumnBlock],
-    /// How ranges are searched: before the first column, but for those that blocks begin.
+    /// How ranges are searched: before the first column, except for groups that begin blocks.
     pub fit: FitShape,
-    /// Weights of that search, by column.
+    /// Weighting of errors in that search, by column.
     pub importance: &'a [f32],
-    /// Scales and zero-points `[rows, groups]`, where they were chosen already: `fit` is not asked.
+    /// Scales and zero-points `[rows, groups]`, if they were chosen already; then `fit` is not used.
     pub chosen: Option<(&'a [f32], &'a [f32])>,
 }
 
@@ -99,44 +99,44 @@ pub struct Columns<'a> {
 /// it, errors to the power of 2 or 3, `refits` rounds of least squares.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FitShape {
-    /// Smallest range, as a share of the whole.
+    /// Smallest range tried, as a share of the whole range.
     pub least: f32,
-    /// Ranges; 0 takes the whole one.
+    /// Number of ranges; 0 takes the whole one.
     pub steps: usize,
-    /// 2 or 3.
+    /// Power of errors: 2 or 3.
     pub power: u32,
     /// Rounds of refitting.
     pub refits: usize,
-    /// Zero-points stay at the middle of the codes.
+    /// True if zero-points stay at the midpoint of the codes.
     pub symmetric: bool,
 }
 
-/// Columns that go through the loop together.
+/// Columns that are processed together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ColumnBlock {
-    /// Their places in the order, [`Factor::block`] at most.
+    /// Their places in the order; at most [`Factor::block`].
     pub places: Range<usize>,
-    /// The group that begins here and whose columns are next to each other in the order, if its
-    /// range is still to be chosen: from the weights as they are by now.
+    /// The group that begins here and whose columns are adjacent in the order, if its
+    /// range is still to be chosen, from the weights as compensated so far.
     pub begins: Option<usize>,
 }
 
-/// What a weight was rounded to.
+/// A weight's rounded form.
 #[derive(Clone, Copy, Debug)]
 pub struct Codes<'a> {
     /// `[rows, n]`
     pub codes: &'a [u8],
-    /// Of each group, `[rows, groups]`.
+    /// Scale of each group, `[rows, groups]`.
     pub scales: &'a [f32],
-    /// As `scales`.
+    /// Zero-point of each group, `[rows, groups]`.
     pub zeros: &'a [f32],
-    /// Columns of a group.
+    /// Columns per group.
     pub group: usize,
     /// The greatest code.
     pub max_code: u8,
 }
 
-/// [`Factor::round`]'s result: what [`Codes`] describes.
+/// The result of [`Factor::round`], in the form of [`Codes`].
 #[derive(Clone, Debug)]
 pub struct Rounded {
     /// `[rows, n]`
@@ -147,15 +147,15 @@ pub struct Rounded {
     pub zeros: Vec<f32>,
 }
 
-/// Squared norms of a weight and of what rounding changed, and of the mean outputs of both.
+/// Squared norms of a weight and of its changes by rounding, in values and in mean outputs.
 #[derive(Clone, Copy, Debug)]
 pub struct Changes {
-    /// Of the weight.
+    /// Squared norm of the weight.
     pub weight: f64,
-    /// Of its changes.
+    /// Squared norm of its changes.
     pub change: f64,
-    /// Of its outputs.
+    /// Squared norm of its outputs.
     pub outputs: f64,
-    /// Of the changes of outputs.
+    /// Squared norm of the outputs' changes.
     pub output_change: f64,
 }

@@ -1,7 +1,7 @@
-//! Training operations on the GPU against the same on the CPU, which tests hold against plain
+//! Training operations on the GPU compared with those on the CPU, which other tests compare with plain
 //! sums and finite differences. Every operation runs twice with the same bits.
 //!
-//! Without a GPU the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
+//! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 #![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
@@ -12,7 +12,7 @@ use nq_kernels::grad::{
 };
 use nq_kernels::rng::Philox;
 
-/// The GPU with nq's products and, where it is installed, with cuBLAS's.
+/// The GPU with nq's products and, if it is installed, with cuBLAS's.
 fn ops(precision: GemmPrecision) -> Vec<CudaOps> {
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
@@ -25,12 +25,11 @@ fn ops(precision: GemmPrecision) -> Vec<CudaOps> {
     };
     let own = CudaOps::with_own_products(&gpu, precision).unwrap();
     let best = CudaOps::new(&gpu, precision).unwrap();
-    match best.products() == own.products() {
-        true => {
-            println!("skipped: cuBLAS's products, as it is not installed");
-            vec![own]
-        }
-        false => vec![own, best],
+    if best.products() == own.products() {
+        println!("skipped: cuBLAS's products, as it is not installed");
+        vec![own]
+    } else {
+        vec![own, best]
     }
 }
 
@@ -51,14 +50,14 @@ fn get<O: GradOps>(ops: &O, floats: &O::Floats, n: usize) -> Vec<f32> {
     values
 }
 
-/// What an operation leaves, from inputs that depend on nothing but the operation.
+/// The outputs of an operation, from inputs that depend only on the operation.
 type Case = (&'static str, f64, Vec<Vec<f32>>);
 
-/// What a product in split TF32 may be off by. The parts that are left out and rounding to f32
-/// cost less than 1e-6. Tensor cores cut their sums off instead of rounding them: each addition
+/// Error limit of a product in split TF32. The parts that are left out and rounding to f32
+/// cost less than 1e-6. Tensor cores truncate their sums instead of rounding them: each addition
 /// of eight products loses half of a last place, `2^-24` of the sum so far, on average, always
 /// towards zero, and there are three to every eight of k. Parts of k are at most 560 long in
-/// these tests; they are added in f32 proper.
+/// these tests; they are added in proper f32.
 fn gemm_limit(g: Gemm) -> f64 {
     let additions = 3 * g.k.min(560).div_ceil(8);
     1e-6 + additions as f64 * 2f64.powi(-24)
@@ -68,7 +67,7 @@ fn gemm_limit(g: Gemm) -> f64 {
 struct On<'a, O>(&'a O);
 
 impl<O: GradOps> On<'_, O> {
-    /// `n` normal values of stream `stream`.
+    /// `n` normal values from stream `stream`.
     fn f(&self, n: usize, stream: u64) -> O::Floats {
         put(self.0, &random(n, stream))
     }
@@ -314,7 +313,7 @@ fn embedding<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     )]
 }
 
-/// Attention of one token.
+/// Attention for one token.
 fn attend_one<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     let ops = on.0;
     let s = OneShape {
@@ -361,7 +360,7 @@ fn sample<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     vec![("sample", 0.02, vec![drawn])]
 }
 
-/// Runs every operation and returns what each leaves, with the error it is allowed.
+/// Runs every operation and returns the outputs of each, with its allowed error.
 fn run<O: GradOps>(ops: &O) -> Vec<Case> {
     let parts = [
         gemms, norms, heads, softmax, silu, divergence, rounding, adam, embedding, attend_one,
@@ -370,7 +369,7 @@ fn run<O: GradOps>(ops: &O) -> Vec<Case> {
     parts.iter().flat_map(|part| part(&On(ops))).collect()
 }
 
-/// Share of `b` that `a` is off by: of its norm, or of values for draws.
+/// Relative error of `a`: relative to the norm of `b`, or the share of values that differ for draws.
 fn error(name: &str, a: &[f32], b: &[f32]) -> f64 {
     if name == "sample" {
         return a.iter().zip(b).filter(|(a, b)| a != b).count() as f64 / a.len() as f64;
@@ -378,7 +377,7 @@ fn error(name: &str, a: &[f32], b: &[f32]) -> f64 {
     let square = |v: f32| f64::from(v).powi(2);
     let off: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
     let all: f64 = b.iter().map(|&b| square(b)).sum();
-    // Where all is zero, what is off counts as it is.
+    // If everything is zero, the error is absolute.
     (off / if all > 0.0 { all } else { 1.0 }).sqrt()
 }
 
@@ -427,8 +426,8 @@ fn tf32_products_are_near() {
     }
 }
 
-/// An id that was not drawn yet, or that the table has no row for, is not followed: what it yields
-/// is no number.
+/// An id that was not drawn yet, or that has no row in the table, is not used as an index: the
+/// output is NaN.
 #[test]
 fn ids_without_a_row_are_not_followed() {
     for ops in ops(GemmPrecision::Full) {

@@ -1,4 +1,4 @@
-//! Every Linear kernel of the CPU's registry against the reference.
+//! Every Linear kernel in the CPU's registry compared with the reference.
 
 mod common;
 
@@ -19,7 +19,7 @@ const GROUPS: [Group; 5] = [
     Group::Size(128),
     Group::Channel,
 ];
-/// Those that quantized weights take, then bf16.
+/// Activations for quantized weights, then bf16.
 const ACTIVATIONS: [Activations; 9] = [
     Activations::F32,
     Activations::Int8 { group: 16 },
@@ -35,7 +35,7 @@ const ACTIVATIONS: [Activations; 9] = [
 /// most of a weight.
 const BOUND: f64 = 1e-11;
 
-/// What the kernel's activations stand for: rounded in the order in which the weight's
+/// The values that the kernel's activations represent: rounded in the order in which the weight's
 /// groups take them.
 fn seen(x: &[f32], w: &Weight, activations: Activations) -> Vec<f32> {
     let k = w.dims().1;
@@ -105,14 +105,14 @@ fn check(isa: Isa, w: &Weight, activations: Activations, m: usize, rows: &[usize
     assert!(error < BOUND, "{}: NMSE {error:e}", describe());
 }
 
-/// Runs `check` for every registry row of `isa` that serves the weight, and returns how
-/// many cases that were.
+/// Runs `check` for every registry row of `isa` that serves the weight, and returns the
+/// number of cases.
 fn check_registry(isa: Isa, w: &Weight, rows: &[usize]) -> usize {
     let kernels = || {
         let all = KERNELS.iter().flat_map(|k| k.iter());
         all.filter(|k| k.isa == isa)
     };
-    // In their own width where that has kernels for every number of rows.
+    // In the weight's own width if that has kernels for every number of rows.
     let kind = |activations| {
         let kind = WeightKind::of(w).expanded();
         let serves = |m| kernels().any(|k| k.info.serves(kind, activations, m));
@@ -139,7 +139,7 @@ fn check_registry(isa: Isa, w: &Weight, rows: &[usize]) -> usize {
     cases
 }
 
-/// Shapes whose inputs do not fill groups or units, whose outputs do not fill panels.
+/// Shapes whose inputs do not fill groups or units and whose outputs do not fill panels.
 const EDGES: [(usize, usize); 7] = [
     (1, 1),
     (3, 8),
@@ -178,7 +178,7 @@ fn affine_edge_shapes() {
     }
 }
 
-/// What a device holds as another scheme is multiplied by that scheme's kernels.
+/// A weight held in another scheme is multiplied by that scheme's kernels.
 #[test]
 fn schemes_that_are_held_as_others() {
     for isa in isas() {
@@ -206,7 +206,7 @@ fn activation_order() {
                 check_registry(isa, &w, &all);
             }
         }
-        // Groups that are empty, too small and too large.
+        // Empty, too small and too large groups.
         let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
         let g_idx = (0..100).map(|i| if i % 7 == 0 { 3 } else { 1 }).collect();
         let w = affine(scheme, 20, 100, Some(g_idx), 6);
@@ -269,7 +269,7 @@ fn many_rows() {
     }
 }
 
-/// Stacked parts of different schemes, with every epilogue, against one by one products.
+/// Stacked parts of different schemes, with every epilogue, compared with separate products.
 #[test]
 fn stacked_parts_and_epilogues() {
     let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(32), zeros);
@@ -319,11 +319,11 @@ fn stacked_parts_and_epilogues() {
                     if epilogue == Epilogue::Add {
                         y.iter_mut().zip(&before).for_each(|(y, b)| *y -= b);
                     }
-                    // Taking the old value away again costs a few digits.
+                    // Subtracting the old value again costs a few digits.
                     let error = nmse(&y, &expected);
                     assert!(error < 1e-11, "{epilogue:?} {activations} m={m}: {error:e}");
                 }
-                // Gate and up, of two bit widths.
+                // Gate and up of two bit widths.
                 let up = affine(scheme(Bits::B8, Zeros::Offset), 40, k, None, 9);
                 let pair = [&parts[0], &up];
                 let linear = Linear::new(cpu, &pair, activations, KernelSet::Fused).unwrap();
@@ -342,7 +342,7 @@ fn stacked_parts_and_epilogues() {
     }
 }
 
-/// The reference set serves everything, odd groups included, with every epilogue.
+/// The reference kernels serve everything, including odd groups, with every epilogue.
 #[test]
 fn reference_kernels() {
     let scheme = AffineScheme::new(Bits::B4, Group::Size(9), Zeros::Integer);
@@ -379,7 +379,7 @@ fn reference_kernels() {
     }
 }
 
-/// Packing loses nothing: rows come back as the canonical weight gives them.
+/// Packing loses nothing: rows read back are those of the canonical weight.
 #[test]
 fn packed_rows_are_the_canonical_ones() {
     let cpu = cpu(Isa::Scalar, 2);
@@ -422,7 +422,7 @@ fn packed_rows_are_the_canonical_ones() {
     }
 }
 
-/// The packed form is no larger than the stored one (but for padding to whole panels).
+/// The packed form is no larger than the stored one (except for padding to whole panels).
 #[test]
 fn packed_bytes_are_the_stored_bytes() {
     let cpu = cpu(Isa::Scalar, 1);
@@ -431,14 +431,14 @@ fn packed_bytes_are_the_stored_bytes() {
         for &activations in &ACTIVATIONS[..8] {
             let linear = Linear::new(cpu, &[&w], activations, KernelSet::Fused).unwrap();
             // Zero-points of 4 bits: an odd number of groups in a row is stored with half
-            // a byte to spare, which panels do not need.
+            // a byte unused, which panels do not need.
             assert!(linear.bytes() <= w.bytes(), "{scheme}");
             assert!(linear.bytes() + 64 >= w.bytes(), "{scheme}");
         }
     }
 }
 
-/// What is said of a weight by its kind is what packing it takes.
+/// The bytes computed from a weight's kind are those that packing it takes.
 #[test]
 fn planned_bytes_are_the_packed_bytes() {
     let cpu = cpu(isas()[0], 1);
@@ -497,7 +497,7 @@ fn refusals_name_what_is_wrong() {
     assert!(cpu.linear(&linear, &[], &mut [], Epilogue::Store).is_ok());
 }
 
-/// A value that is not finite must show in the outputs, not vanish in rounding.
+/// A NaN or infinite value must show in the outputs, not vanish in rounding.
 #[test]
 fn damage_shows() {
     let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::None);

@@ -1,4 +1,4 @@
-//! Norms, rotary embedding, attention and the cache against the reference, on every
+//! Norms, rotary embedding, attention and the cache compared with the reference, on every
 //! instruction set.
 
 mod common;
@@ -47,7 +47,7 @@ fn qk_norm_rope() {
             let mut y = x.clone();
             cpu(isa, 2).qk_norm_rope(&mut y, stride, start, heads, &w, 1e-6, &table, &positions);
             assert!(nmse(&y, &expected) < 1e-13, "d={d} {isa}");
-            // What lies outside the heads is untouched.
+            // Values outside the heads are not changed.
             for (y, x) in y.chunks_exact(stride).zip(x.chunks_exact(stride)) {
                 assert_eq!(y[..start], x[..start]);
                 assert_eq!(y[start + heads * d..], x[start + heads * d..]);
@@ -56,8 +56,8 @@ fn qk_norm_rope() {
     }
 }
 
-/// `keys` and `values` `[kv_heads, total, d]` in pages that lie backwards among others, and the
-/// sequence's page table.
+/// `keys` and `values` `[kv_heads, total, d]` in pages that are in reverse order among others, and
+/// the sequence's page table.
 fn paged(
     kind: KvType,
     kv_heads: usize,
@@ -84,7 +84,7 @@ struct Case {
     heads: usize,
     kv_heads: usize,
     d: usize,
-    /// Tokens in the cache before the span.
+    /// Number of tokens in the cache before the span.
     position: usize,
     len: usize,
 }
@@ -215,15 +215,15 @@ fn attention_with_extreme_scores() {
             };
             let mut y = vec![0.0; len * d];
             cpu(isa, 2).attention(&q, d, span, 1, d, kv, &mut y);
-            // Scores of some 10^4 carry an absolute error of 10^-3 in f32.
+            // Scores of some 10^4 have an absolute error of 10^-3 in f32.
             let error = nmse(&y, &expected);
             assert!(error < 1e-5, "{isa}: {error:e}");
         }
     }
 }
 
-/// A batch gives the bits of its sequences one by one, whether few enough to share each out or
-/// many enough to share them out whole.
+/// A batch gives the bits of its sequences one by one, whether they are few enough to split each or
+/// many enough to make each one task.
 #[test]
 fn attention_of_a_batch() {
     let (heads, kv_heads, d) = (4, 2, 32);
@@ -258,8 +258,8 @@ fn attention_of_a_batch() {
     }
 }
 
-/// A NaN in a query, a key or a value reaches the outputs of the rows that see it, whatever the
-/// instruction set and the type of cache.
+/// A NaN in a query, a key or a value reaches the outputs of the rows that see it, for every
+/// instruction set and type of cache.
 #[test]
 fn attention_keeps_what_is_not_a_number() {
     let (d, total) = (32, 300);
@@ -294,7 +294,7 @@ fn attention_keeps_what_is_not_a_number() {
     }
 }
 
-/// Rows copied to another page are those of the first, and rows past them stay.
+/// Copied rows are those of the original page, and rows past them are not changed.
 #[test]
 fn pages_are_copied_by_rows() {
     let (kv_heads, d) = (3, 16);

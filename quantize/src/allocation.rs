@@ -1,10 +1,10 @@
-//! Bits where they help most: which scheme each group of weights gets under a budget of bytes
-//! or of loss.
+//! Allocation of bits: chooses the scheme of each group of weights under a budget of bytes or of
+//! loss.
 //!
-//! Losses of groups are taken to add up, which holds as long as each is small (a KL divergence
+//! Losses of groups are assumed to add up, which holds as long as each is small (a KL divergence
 //! is quadratic in small changes of the weights, and the changes of different weights are not
-//! correlated). The choice is then the multiple-choice knapsack, solved by dynamic
-//! programming over bytes. Whoever uses it measures what comes of it.
+//! correlated). The choice is then a multiple-choice knapsack, solved by dynamic
+//! programming over bytes. The caller measures the actual loss of a choice.
 
 use crate::error::{Error, Result};
 use crate::report::Choice;
@@ -13,35 +13,35 @@ use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use serde::{Deserialize, Serialize};
 
-/// Weights that get one scheme, because a kernel reads them as one matrix.
+/// Weights that share one scheme, because a kernel reads them as one matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WeightGroup {
-    /// For tables, e.g. `layers.3 q k v`.
+    /// Name for tables, e.g. `layers.3 q k v`.
     pub name: String,
-    /// Where it stands.
+    /// Its place in the model.
     pub place: Place,
-    /// Names and dimensions `(out, in)`.
+    /// Names and dimensions `(out, in)` of its weights.
     pub weights: Vec<(String, (usize, usize))>,
 }
 
-/// Where a group stands in the model.
+/// The place of a group in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// The Linears of one of a layer's products.
+    /// The Linears of one product of a layer.
     Layer {
         /// Layer, counted from 0.
         index: usize,
-        /// Which of [`nq_formats::models::LayerSpec::products`].
+        /// Index in [`nq_formats::models::LayerSpec::products`].
         product: usize,
     },
-    /// The embedding, which may be the head too.
+    /// The embedding, which is also the head if they are tied.
     Embedding,
-    /// A head of its own.
+    /// A head with its own weight.
     Head,
 }
 
 impl WeightGroup {
-    /// Bytes under `scheme`.
+    /// Bytes of the group under `scheme`.
     pub fn bytes(&self, scheme: AffineScheme) -> u64 {
         let bytes = |w: &(String, (usize, usize))| scheme.bytes(w.1.0, w.1.1) as u64;
         self.weights.iter().map(bytes).sum()
@@ -58,7 +58,7 @@ impl WeightGroup {
     }
 }
 
-/// All groups of a model, in the order they run: the embedding first, a head of its own last.
+/// All groups of a model, in running order: the embedding first, an untied head last.
 pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
     let ends = (config.vocab_size, config.hidden_size);
     let tied = config.tie_word_embeddings;
@@ -118,18 +118,18 @@ pub fn candidates(least: Bits) -> Vec<AffineScheme> {
     all.into_iter().filter(|s| s.bits >= least).collect()
 }
 
-/// One scheme that a group can have.
+/// A scheme that a group can have.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Candidate {
     /// The scheme.
     pub scheme: AffineScheme,
     /// Bytes of the group under it.
     pub bytes: u64,
-    /// The loss it brings, in nats of KL divergence.
+    /// Its predicted loss, in nats of KL divergence.
     pub loss: f64,
 }
 
-/// What can be chosen for one group: at least one candidate.
+/// The candidates for one group, at least one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Menu {
     /// The group's name.
@@ -140,21 +140,21 @@ pub struct Menu {
     pub candidates: Vec<Candidate>,
 }
 
-/// For each menu the place of the chosen candidate.
+/// For each menu, the index of the chosen candidate.
 pub type Chosen = Vec<usize>;
 
-/// Steps that the range between the smallest and the largest model is cut into, at most.
+/// Most steps that the range from the smallest to the largest model is divided into.
 const STEPS: u64 = 1 << 16;
 
 /// The least total loss for every number of bytes.
 struct Table {
     smallest: u64,
     unit: u64,
-    /// By units above the smallest.
+    /// By units above the smallest size.
     loss: Vec<f64>,
-    /// By menu and units: the candidate chosen.
+    /// By menu and units: the index of the chosen candidate.
     chosen: Vec<Vec<u8>>,
-    /// Units of each candidate.
+    /// Size of each candidate in units, by menu.
     units: Vec<Vec<usize>>,
 }
 
@@ -168,7 +168,7 @@ impl Table {
             .iter()
             .flat_map(|m| m.candidates.iter().map(|c| c.bytes - least(m)));
         let exact = deltas.fold(0, gcd).max(1);
-        // A coarser unit rounds a candidate's bytes up: a budget is never exceeded.
+        // A coarser unit rounds a candidate's bytes up, so that a budget is never exceeded.
         let unit = exact * (range / exact).div_ceil(STEPS).max(1);
         let units: Vec<Vec<usize>> = menus
             .iter()
@@ -227,7 +227,10 @@ pub fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
     if budget < table.smallest {
         return Err(Error::Request {
             what: "target size",
-            expected: format!("at least {} bytes for what is quantized", table.smallest),
+            expected: format!(
+                "at least {} bytes for the quantized weights",
+                table.smallest
+            ),
             found: format!("{budget} bytes"),
         });
     }
@@ -235,15 +238,15 @@ pub fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
     Ok(table.at(units.min(table.loss.len() - 1)))
 }
 
-/// The candidates of the fewest bytes whose total loss is at most `limit`; `None` if no
-/// choice is that good.
+/// The choice with the fewest bytes whose total loss is at most `limit`; `None` if no choice is
+/// that good.
 pub fn within_loss(menus: &[Menu], limit: f64) -> Option<Chosen> {
     let table = Table::new(menus);
     let units = table.loss.iter().position(|&l| l <= limit)?;
     Some(table.at(units))
 }
 
-/// The choice with the least loss of all.
+/// The choice with the least total loss.
 pub fn best(menus: &[Menu]) -> Chosen {
     let least = |m: &Menu| {
         let by_loss = |a: &&Candidate, b: &&Candidate| a.loss.total_cmp(&b.loss);
@@ -259,7 +262,7 @@ pub fn loss(menus: &[Menu], chosen: &[usize]) -> f64 {
     menus.iter().zip(chosen).map(of).sum()
 }
 
-/// The rows of a table of `chosen`.
+/// The report's rows for `chosen`.
 pub fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
     let row = |(m, &i): (&Menu, &usize)| Choice {
         group: m.group.clone(),
@@ -297,9 +300,9 @@ pub fn apply(base: &Schemes, menus: &[Menu], chosen: &[usize]) -> Schemes {
     schemes
 }
 
-/// The choice that `schemes` make, where every scheme is a candidate: the loss that is
-/// predicted for them. A scheme that is none counts as the candidate of the same bits whose
-/// bytes are nearest.
+/// The choice that corresponds to `schemes`, for predicting their loss. A scheme that is not a
+/// candidate counts as the candidate of the same bits with the nearest number of
+/// bytes.
 pub fn chosen_by(schemes: &Schemes, menus: &[Menu]) -> Chosen {
     let find = |m: &Menu| {
         let scheme = m.weights.first().and_then(|w| schemes.of(w))?;
@@ -342,7 +345,7 @@ mod tests {
         ]
     }
 
-    /// All choices there are.
+    /// All possible choices.
     fn every(menus: &[Menu]) -> Vec<Chosen> {
         let mut all = vec![Vec::new()];
         for menu in menus {

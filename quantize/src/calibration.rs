@@ -1,8 +1,8 @@
-//! Texts that methods look at: sampled from the model itself, or read from a file.
+//! Calibration texts: sampled from the model itself, or read from a file.
 //!
-//! A model's own text, drawn at temperature 1, is by definition what its distribution looks
-//! like, needs no data set and never runs out. Half of the sequences start a document, half
-//! answer one of a list of short prompts in many fields and languages.
+//! A model's own text, drawn at temperature 1, follows its distribution by definition,
+//! needs no data set and never runs out. Half of the sequences begin a document, the other half
+//! answer a prompt from a list of short ones in many fields and languages.
 
 use crate::error::{Error, Result};
 use nq_formats::nq::CalibrationRecord;
@@ -12,10 +12,10 @@ use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::{ChatTemplate, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer};
 use std::path::{Path, PathBuf};
 
-/// Tokens of a calibration sequence, at most.
+/// Most tokens of a calibration sequence.
 pub const SEQUENCE: usize = 512;
 
-/// Where calibration text comes from.
+/// Source of calibration text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CalibrationSource {
     /// Sampled from the model.
@@ -24,7 +24,7 @@ pub enum CalibrationSource {
     File(PathBuf),
 }
 
-/// Sequences of token ids, all of one length.
+/// Sequences of token ids, all of the same length.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sequences {
     /// `self` or a file name.
@@ -34,7 +34,7 @@ pub struct Sequences {
 }
 
 impl Sequences {
-    /// Tokens of all sequences.
+    /// Number of tokens of all sequences.
     pub fn tokens(&self) -> usize {
         self.ids.iter().map(Vec::len).sum()
     }
@@ -50,7 +50,7 @@ impl Sequences {
         hash::sha256_hex(&bytes)
     }
 
-    /// What a file says of them.
+    /// Their description for a file's record.
     pub fn record(&self) -> CalibrationRecord {
         CalibrationRecord {
             name: self.name.clone(),
@@ -63,14 +63,14 @@ impl Sequences {
 /// The token that begins a document.
 const DOCUMENT: &str = "<|endoftext|>";
 
-/// Prompts that half of the self-sampled sequences answer, one to a line.
+/// Prompts that half of the self-sampled sequences answer, one per line.
 const PROMPTS: &str = include_str!("prompts.txt");
 
-/// Sequences of one forward while sampling, at most; and bytes of their KV cache.
+/// Most sequences in one forward while sampling, and the most bytes of their KV cache.
 const SLOTS: usize = 64;
 const KV_BYTES: usize = 1 << 30;
 
-/// Rows of one forward while sampling, at least: prompts are fed in parts of these.
+/// Least rows of one forward while sampling: prompts are fed in parts of this size.
 pub const SAMPLING_ROWS: usize = 256;
 
 /// A model's tokenizer and chat template, for making prompts.
@@ -81,11 +81,12 @@ pub struct Prompter {
 }
 
 impl Prompter {
-    /// Reads them from a checkpoint's files. `eos` stands in where the tokenizer has no
+    /// Reads them from a checkpoint's files. `eos` is used if the tokenizer has no
     /// `<|endoftext|>`.
     ///
     /// # Errors
-    /// As [`Tokenizer::from_files`]; a tokenizer of another vocabulary; no token to begin with.
+    /// Errors of [`Tokenizer::from_files`]; a tokenizer with another vocabulary; no token to begin a
+    /// document with.
     pub fn new(files: &Files, vocab: usize, eos: &[u32], progress: &dyn Progress) -> Result<Self> {
         let tokenizer = Tokenizer::from_files(files)?;
         tokenizer.check_vocab(vocab)?;
@@ -113,8 +114,8 @@ impl Prompter {
         &self.tokenizer
     }
 
-    /// `n` beginnings: documents and, in turn with them, prompts of the list in an order
-    /// that `seed` decides.
+    /// `n` beginnings: documents alternate with prompts from the list, in an order determined
+    /// by `seed`.
     ///
     /// # Errors
     /// If the template or the tokenizer fails.
@@ -138,8 +139,8 @@ impl Prompter {
     }
 }
 
-/// Sequences that are sampled together: as many as `KV_BYTES` hold, and as the engine samples
-/// in one step, if it says ([`Engine::sampled_together`]).
+/// Number of sequences to sample together: as many as fit `KV_BYTES`, and as the engine can sample
+/// in one step, if it has such a limit ([`Engine::sampled_together`]).
 pub fn sampling_slots(
     config: &nq_formats::ModelConfig,
     n: usize,
@@ -155,7 +156,7 @@ pub fn sampling_slots(
 /// Samples `n` sequences of `length` tokens from `engine` at temperature 1.
 ///
 /// # Errors
-/// What the engine, the template or the tokenizer reports.
+/// Errors of the engine, the template or the tokenizer.
 pub fn sample(
     engine: &dyn Engine,
     prompter: &Prompter,
@@ -196,11 +197,11 @@ pub fn sample(
     })
 }
 
-/// Reads sequences of `length` tokens from a text: all of it if it has no more than `n`,
-/// else `n` of them spread evenly over it.
+/// Reads sequences of `length` tokens from a text: all of them if there are at most `n`,
+/// otherwise `n` of them spread evenly.
 ///
 /// # Errors
-/// [`Error::Io`] or [`Error::Text`] if the file cannot be read, is no UTF-8, has a line
+/// [`Error::Io`] or [`Error::Text`] if the file cannot be read, is not UTF-8, has a line
 /// without `text`, or is shorter than one sequence.
 pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Result<Sequences> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", e))?;

@@ -1,9 +1,9 @@
-//! How much of a GPU's memory a quantization takes: estimated before, so that it fits what may
-//! be used, and measured after.
+//! GPU memory of a quantization: estimated beforehand, so that the run fits the available memory,
+//! and measured afterwards.
 //!
-//! Text is sampled from the source, from a rounded copy of it where it does not fit; layers go
-//! through one at a time, in pieces of as many rows as fit; quality is measured with source and
-//! result side by side or, where they do not fit, the source run layer by layer.
+//! Text is sampled from the source, or from a rounded copy of it if the source does not fit. Layers
+//! are processed one at a time, in pieces of as many rows as fit. Quality is measured with source and
+//! result side by side or, if they do not fit, with the source run layer by layer.
 
 use crate::calibration::{SAMPLING_ROWS, sampling_slots};
 use crate::error::{Error, Result};
@@ -21,16 +21,16 @@ use nq_runtime::gpu::GpuSizes;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What text is sampled from.
+/// The model that text is sampled from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SampledFrom {
-    /// The source as it is.
+    /// The source itself.
     #[default]
     Source,
-    /// The source rounded to 8 bits as it is loaded.
+    /// The source, rounded to 8 bits while loading.
     Int8,
-    /// To 4 bits.
+    /// The source, rounded to 4 bits while loading.
     Int4,
 }
 
@@ -44,47 +44,47 @@ impl fmt::Display for SampledFrom {
     }
 }
 
-/// What a run takes of a GPU's memory, in bytes.
+/// GPU memory that a run takes, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceEstimate {
-    /// What may be used.
+    /// Bytes that may be used.
     #[serde(rename = "limit_bytes")]
     pub limit: u64,
-    /// The most that is held at once, without tuning.
+    /// The most bytes held at once, without tuning.
     #[serde(rename = "peak_bytes")]
     pub peak: u64,
-    /// Where.
+    /// The stage that holds them.
     pub stage: &'static str,
-    /// While text is sampled.
+    /// The most while text is sampled.
     #[serde(rename = "sampling_bytes")]
     pub sampling: u64,
-    /// While layers are quantized.
+    /// The most while layers are quantized.
     #[serde(rename = "quantizing_bytes")]
     pub quantizing: u64,
-    /// While quality is measured.
+    /// The most while quality is measured.
     #[serde(rename = "measuring_bytes")]
     pub measuring: u64,
-    /// What text is sampled from.
+    /// The model that text is sampled from.
     pub sampled_from: SampledFrom,
-    /// The source is measured against layer by layer.
+    /// True if quality is measured with the source run layer by layer.
     pub streamed: bool,
-    /// Rows that go through a layer at once.
+    /// Rows that go through a layer together.
     pub rows: usize,
 }
 
-/// Rows of a piece that are tried.
+/// Numbers of rows to try, in order.
 const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
 
-/// What a run does, as far as the GPU's memory depends on it.
+/// The parts of a run that its GPU memory depends on.
 pub(crate) struct Work<'a> {
     pub(crate) schemes: &'a Schemes,
     pub(crate) needs: Needs,
-    /// Sequences sampled, at most; 0: none.
+    /// Most sequences sampled; 0: none.
     pub(crate) sampled: usize,
     pub(crate) sizes: GpuSizes,
 }
 
-/// Schemes of a copy that text is sampled from.
+/// Schemes of the copy that text is sampled from; `None` for the source.
 pub(crate) fn copy_schemes(from: SampledFrom) -> Option<Schemes> {
     let schemes = |bits| {
         let linears = crate::schemes::default_scheme(bits);
@@ -100,12 +100,12 @@ pub(crate) fn copy_schemes(from: SampledFrom) -> Option<Schemes> {
     }
 }
 
-/// The best way of each stage that fits `limit` bytes of a GPU.
+/// Chooses the best way of doing each stage that fits `limit` bytes of a GPU.
 ///
 /// # Errors
-/// [`Error::Request`] with the bytes needed if a stage has none; a scheme that no kernel serves.
+/// [`Error::Request`] with the bytes needed if a stage does not fit; a scheme that no kernel supports.
 pub(crate) fn fit(c: &ModelConfig, work: &Work<'_>, limit: u64) -> Result<DeviceEstimate> {
-    // An engine with a session, of the source or of what schemes make of it.
+    // An engine with a session: of the source, or of its weights under `schemes`.
     let engine = |schemes: Option<&Schemes>, slots, max_rows| {
         let dense = WeightKind::Dense(DType::BF16);
         let kinds = |name: &str| schemes.map_or(dense, |s| s.kind(name, DType::BF16));
@@ -128,27 +128,26 @@ pub(crate) fn fit(c: &ModelConfig, work: &Work<'_>, limit: u64) -> Result<Device
     })?;
     let source = engine(None, 1, memory::ROWS)?;
     let result = engine(Some(work.schemes), 1, memory::ROWS)?.total();
-    // The source against itself takes two sessions of it.
+    // Measuring the source against itself takes two sessions.
     let both = (source.total() + result.max(source.total() - source.weights)) as u64;
     let streamed = both > limit;
-    let (rows, measuring) = match streamed {
-        false => (rows, both),
-        true => {
-            // Layers go through before the result is loaded, and leave the head.
-            let head = peak(|a| {
-                hold_head(a, c, streamed::ROWS)?;
+    let (rows, measuring) = if streamed {
+        // Layers run before the result is loaded, and only the head stays.
+        let head = peak(|a| {
+            hold_head(a, c, streamed::ROWS)?;
+            Ok(())
+        })?;
+        let fewer = &ROWS[ROWS.iter().position(|&r| r == rows).unwrap_or(0)..];
+        let what = "memory of the GPU for measuring quality";
+        first(fewer, limit, what, |rows| {
+            let layers = peak(|a| {
+                run(a, c, rows)?;
                 Ok(())
             })?;
-            let fewer = &ROWS[ROWS.iter().position(|&r| r == rows).unwrap_or(0)..];
-            let what = "memory of the GPU for measuring quality";
-            first(fewer, limit, what, |rows| {
-                let layers = peak(|a| {
-                    run(a, c, rows)?;
-                    Ok(())
-                })?;
-                Ok(layers.max(head + result as u64))
-            })?
-        }
+            Ok(layers.max(head + result as u64))
+        })?
+    } else {
+        (rows, both)
     };
     let stages = [
         (sampling, "sampling text"),
@@ -169,7 +168,7 @@ pub(crate) fn fit(c: &ModelConfig, work: &Work<'_>, limit: u64) -> Result<Device
     })
 }
 
-/// The first of `ways` that takes no more than `limit` bytes, and what it takes.
+/// The first of `ways` that takes at most `limit` bytes, and the bytes it takes.
 fn first<T: Copy>(
     ways: &[T],
     limit: u64,
@@ -187,11 +186,11 @@ fn first<T: Copy>(
     Err(Error::Request {
         what,
         expected: format!("at least {least} bytes (--device-memory, or --device cpu)"),
-        found: format!("{limit} that may be used"),
+        found: format!("{limit} available"),
     })
 }
 
-/// Bytes that `stage` holds at most, with what its products take.
+/// Most bytes that `stage` holds, including the workspace of its products.
 fn peak(stage: impl FnOnce(&Account) -> Result<()>) -> Result<u64> {
     let account = Account::gpu();
     let _scratch = account.hold(SCRATCH);
@@ -199,14 +198,14 @@ fn peak(stage: impl FnOnce(&Account) -> Result<()>) -> Result<u64> {
     Ok(account.peak() as u64)
 }
 
-/// A layer is run over pieces of `rows` rows, whose memory stays.
+/// Runs a layer over pieces of `rows` rows, whose memory stays held.
 fn run(a: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
     let work = hold_work(a, c, rows, session(c, 0, 0).ctx)?;
     drop(hold_layer(a, c)?);
     Ok(work)
 }
 
-/// Layers are quantized, the head before them in pieces.
+/// Quantizes the layers, after the head, which is rounded in pieces.
 fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Result<()> {
     let moments = |n: usize| a.hold(4 * n * n);
     if work.needs != Needs::Hessian {
@@ -229,15 +228,15 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Resul
     Ok(())
 }
 
-/// A weight `[out, n]` is rounded by the moments of its inputs.
+/// Rounds a weight `[out, n]` using the moments of its inputs.
 fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
     let (values, groups) = (out * n, work.schemes.linears.group.count(n));
     let factor = a.hold(4 * n * n);
     drop(a.hold((work.sizes.factor)(n)));
-    // The weight as it is and in the order, codes, errors of a block and parameters.
+    // The weight, once as it is and once permuted, codes, errors of a block and parameters.
     drop(a.hold(9 * values + (512 + 8 * groups) * out));
     drop(factor);
-    // The weight, its changes and their outputs, codes.
+    // The weight, its changes and the changed outputs, codes.
     drop(a.hold(13 * values));
 }
 
@@ -279,8 +278,8 @@ mod tests {
         factor: |n| 8 * n * (n + 128),
     };
 
-    /// What users' cards hold: 8B goes through 12 GB, of which the driver takes a part, and 32B
-    /// through 80 GB; a small card costs a rounded copy to sample from and a streamed source.
+    /// Common GPU sizes: 8B fits 12 GB, of which the driver takes a part, and 32B fits 80 GB. On a small
+    /// GPU, text is sampled from a rounded copy and the source is streamed.
     #[test]
     fn published_shapes_fit_the_cards_of_their_users() {
         for sizes in [Some(ABOUT), nq_runtime::gpu::sizes().ok()]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// Shorthand for this crate's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can stop a quantization.
+/// Errors of a quantization.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,12 +23,12 @@ pub enum Error {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What was tried, e.g. "read".
+        /// The action that failed, e.g. "read".
         action: &'static str,
         /// The system's error.
         cause: std::io::Error,
     },
-    /// A weight holds numbers that are none.
+    /// A weight contains NaN or infinity.
     #[error("{tensor}: expected finite weights, found {found} in row {row}, column {column}")]
     NotFinite {
         /// The weight's name.
@@ -43,25 +43,25 @@ pub enum Error {
     /// A request does not fit the model or this build.
     #[error("{what}: expected {expected}, found {found}")]
     Request {
-        /// Which part of the request.
+        /// Part of the request.
         what: &'static str,
-        /// What fits.
+        /// Values that fit.
         expected: String,
-        /// What was given.
+        /// Value given.
         found: String,
     },
     /// Measuring quality failed.
     #[error(transparent)]
     Evals(#[from] nq_evals::Error),
-    /// The measured quality breaks a limit; the finished steps are kept, so that a run with
-    /// other limits can resume from them.
+    /// The measured quality misses a limit. Finished steps are kept, so that a run with other
+    /// limits can resume from them.
     #[error("{}: not written: {broken}; the worst layers: {worst}", out.display())]
     Guard {
-        /// Which limits, and by how much.
+        /// The limits missed, and by how much.
         broken: String,
         /// The layers with the greatest errors.
         worst: String,
-        /// The folder that would have been written.
+        /// The folder that was not written.
         out: PathBuf,
         /// Everything that was measured.
         report: Box<crate::QuantizeReport>,
@@ -71,7 +71,7 @@ pub enum Error {
     Text {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// What is wrong with it.
         why: String,
     },
 }

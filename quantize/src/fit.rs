@@ -1,11 +1,11 @@
 //! Choosing a group's scale and zero-point.
 //!
-//! [`Fit::absmax`] covers the whole range. [`Fit::clip`] tries smaller ranges too, and keeps
-//! the one whose rounding errors, each weighted by how much its input matters, are least: a
+//! [`Fit::absmax`] covers the whole range. [`Fit::clip`] also tries smaller ranges, and keeps
+//! the one with the least rounding errors, each weighted by the importance of its input: a
 //! few large weights lose a little so that all others are rounded more finely. For a
 //! symmetric grid it tries both signs, since the codes reach one step further below the
 //! midpoint than above it. The best candidate's scale is then refitted to its codes by
-//! weighted least squares, which llama.cpp's k-quants do in the same place.
+//! weighted least squares, as in llama.cpp's k-quants.
 
 mod offsets;
 
@@ -17,9 +17,9 @@ use serde_json::{Value, json};
 /// How a group's parameters are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fit {
-    /// Smallest range tried, as a share of the whole; 1 tries no other.
+    /// Smallest range tried, as a share of the whole range; 1 tries no other.
     pub least: f32,
-    /// Ranges tried from 1 down to `least`.
+    /// Number of ranges tried, from 1 down to `least`.
     pub steps: usize,
     /// Power of an element's error in the sum: 2 or 3.
     pub power: Power,
@@ -30,7 +30,7 @@ pub struct Fit {
 /// Power of an element's error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Power {
-    /// Squares: with `E[x^2]` as importance, the output's expected squared error if inputs
+    /// Squares: with `E[x^2]` as importance, this is the output's expected squared error if inputs
     /// were uncorrelated.
     Two,
     /// Cubes: large errors count for more.
@@ -38,7 +38,7 @@ pub enum Power {
 }
 
 impl Fit {
-    /// The whole range of the group.
+    /// Covers the whole range of the group.
     pub const fn absmax() -> Self {
         Fit {
             least: 1.0,
@@ -48,7 +48,7 @@ impl Fit {
         }
     }
 
-    /// The range with the least weighted error.
+    /// Chooses the range with the least weighted error.
     pub const fn clip() -> Self {
         Fit {
             least: 0.55,
@@ -58,7 +58,7 @@ impl Fit {
         }
     }
 
-    /// The settings by their names, for the record.
+    /// The settings by name, for the record.
     pub fn settings(&self) -> Value {
         if self.steps == 0 {
             return "absmax".into();
@@ -67,12 +67,12 @@ impl Fit {
             Power::Two => 2,
             Power::Three => 3,
         };
-        let least = (f64::from(self.least) * 1e6).round() / 1e6; // as it was written in decimal
+        let least = (f64::from(self.least) * 1e6).round() / 1e6; // the decimal number it was written as
         json!({"least": least, "steps": self.steps, "power": power, "refits": self.refits})
     }
 
-    /// The parameters for `w`, one group of a row. `importance` (as long, or empty: all
-    /// alike) weighs each element's error.
+    /// Chooses the parameters of `w`, one group of a row. `importance` weights each element's
+    /// error; it has the length of `w`, or is empty for equal weights.
     pub fn params(&self, grid: &Grid, w: &[f32], importance: &[f32]) -> GroupParams {
         debug_assert!(importance.is_empty() || importance.len() == w.len());
         let (low, high) = w
@@ -186,7 +186,7 @@ impl Fit {
         search.best
     }
 
-    /// Shares of the whole range, from 1 to `least`.
+    /// Shares of the whole range to try, from 1 to `least`.
     fn shares(&self) -> impl Iterator<Item = f32> + Clone + '_ {
         let n = self.steps;
         (0..=n).map(move |i| 1.0 - (1.0 - self.least) * i as f32 / n as f32)
@@ -196,7 +196,7 @@ impl Fit {
         let zero = search.grid.bits().midpoint();
         let signed = if high > -low { high } else { low };
         for share in self.shares() {
-            // The greatest magnitude on the lowest code, and the mirrored choice.
+            // The greatest magnitude takes the lowest code; then the mirrored choice.
             let scale = -signed * share / f32::from(zero);
             for scale in [scale, -scale] {
                 search.try_params(GroupParams {
@@ -212,7 +212,7 @@ impl Fit {
         for share in self.shares() {
             let p = whole_range(search.grid, low, high, share);
             search.try_params(p);
-            // A range clipped at one end only has its zero elsewhere.
+            // If the range is clipped at one end only, its zero is elsewhere.
             for zero in [p.zero.saturating_sub(1), p.zero.saturating_add(1)] {
                 if zero != p.zero && zero <= search.grid.max_code() {
                     search.try_params(GroupParams { zero, ..p });
@@ -222,16 +222,16 @@ impl Fit {
     }
 }
 
-/// The importance of `n` inputs from `at` on, if there is any.
+/// The importance of `n` inputs from `at` on; empty if there is none.
 fn importance_of(importance: &[f32], at: usize, n: usize) -> &[f32] {
     importance.get(at..at + n).unwrap_or(&[])
 }
 
-/// Parameters that reach from `low` to `high` (which include 0), shrunk to `share`.
+/// Parameters that reach from `low` to `high` (0 is inside), shrunk to `share`.
 fn whole_range(grid: &Grid, low: f32, high: f32, share: f32) -> GroupParams {
     let max = f32::from(grid.max_code());
     if grid.symmetric() {
-        // Half a step beyond the greatest code: it rounds back onto it.
+        // Half a step beyond the greatest code rounds back to it.
         let scale = storable(high.max(-low) * share / (max / 2.0));
         return GroupParams {
             scale,
@@ -247,7 +247,7 @@ fn whole_range(grid: &Grid, low: f32, high: f32, share: f32) -> GroupParams {
     }
 }
 
-/// The nearest scale that a file can hold: an f16, not zero and not infinite.
+/// The nearest scale that a file can store: an f16, neither zero nor infinite.
 fn storable(scale: f32) -> f32 {
     let least = f16::from_bits(1).to_f32();
     let magnitude = f16::from_f32(scale.abs())
@@ -270,12 +270,12 @@ struct Search<'a> {
 /// instructions that every vector unit has.
 const ROUNDER: f32 = 12_582_912.0; // 1.5 * 2^23
 
-/// Elements that one pass of the inner loop takes: as many partial sums as keep any vector
-/// unit busy, in a fixed order of summation.
+/// Elements per pass of the inner loop: enough partial sums to keep any vector unit busy, in a
+/// fixed order of summation.
 const LANES: usize = 16;
 
-/// `v` within `low` and `high`. Two instructions on any vector unit, where [`f32::clamp`] takes
-/// more to keep NaN, which no weight is.
+/// Limits `v` to `low ..= high`. Two instructions on any vector unit; [`f32::clamp`] takes more
+/// because it preserves NaN, which weights never are.
 #[inline(always)]
 fn clamp(v: f32, low: f32, high: f32) -> f32 {
     let v = if v > low { v } else { low };
@@ -324,7 +324,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Sum of `power(e^2, e)` over all elements, each times its importance.
+    /// Sum of `power(e^2, e)` over all elements, each weighted by its importance.
     #[inline(always)]
     fn sum_errors(&self, p: GroupParams, power: impl Fn(f32, f32) -> f32) -> f32 {
         let (inverse, zero) = (1.0 / p.scale, f32::from(p.zero));
@@ -335,7 +335,7 @@ impl<'a> Search<'a> {
             h * power(e * e, e)
         };
         let mut sums = [0f32; LANES];
-        // Arrays of a known length: the compiler makes whole vectors of them.
+        // With arrays of known length, the compiler uses whole vectors.
         let (whole, rest) = self.w.as_chunks::<LANES>();
         let (importance, rest_of_it) = self.importance.as_chunks::<LANES>();
         let mut add = |w: &[f32; LANES], h: &[f32; LANES]| {
@@ -343,9 +343,10 @@ impl<'a> Search<'a> {
                 *sum += error(w, h);
             }
         };
-        match self.importance.is_empty() {
-            true => whole.iter().for_each(|w| add(w, &[1.0; LANES])),
-            false => whole.iter().zip(importance).for_each(|(w, h)| add(w, h)),
+        if self.importance.is_empty() {
+            whole.iter().for_each(|w| add(w, &[1.0; LANES]))
+        } else {
+            whole.iter().zip(importance).for_each(|(w, h)| add(w, h))
         }
         for (i, (sum, &w)) in sums.iter_mut().zip(rest).enumerate() {
             *sum += error(w, rest_of_it.get(i).copied().unwrap_or(1.0));
@@ -353,7 +354,7 @@ impl<'a> Search<'a> {
         sums.iter().sum()
     }
 
-    /// The scale that fits the best candidate's codes best, and new codes for it.
+    /// Refits the scale to the best candidate's codes, and computes new codes for it.
     fn refit(&mut self) {
         let p = self.best;
         let (inverse, zero) = (1.0 / p.scale, f32::from(p.zero));
@@ -405,7 +406,7 @@ mod tests {
         assert_eq!((p.scale, p.zero), (f16::from_f32(0.8).to_f32(), 8)); // 6 / 7.5
         let p = Fit::absmax().params(&grid(Bits::B4, Zeros::Integer), &w, &[]);
         assert_eq!((p.scale, p.zero), (f16::from_f32(0.6).to_f32(), 5)); // 9 / 15, 3 / 0.6
-        // All of one sign: zero stays representable, at the end of the codes.
+        // All of one sign: zero is still representable, at the end of the codes.
         let p = Fit::absmax().params(&grid(Bits::B8, Zeros::Integer), &[255.0, 51.0], &[]);
         assert_eq!((p.scale, p.zero), (1.0, 0));
     }
@@ -420,7 +421,7 @@ mod tests {
         assert_eq!(error(&grid, p, &w, &[1.0; 6]), 0.0);
     }
 
-    /// Weights that stand on the grid are found again, whatever the importance.
+    /// Weights on the grid are found again, whatever the importance.
     #[test]
     fn grid_points_survive() {
         for bits in [Bits::B4, Bits::B8] {
@@ -466,7 +467,7 @@ mod tests {
                 );
                 totals[0] += clipped;
                 totals[1] += whole;
-                // Where one element matters above all, it is met better.
+                // If one element matters most, its error is smaller.
                 let top = (0..64).max_by(|&a, &b| w[a].abs().total_cmp(&w[b].abs()));
                 h[top.unwrap()] = 1e6;
                 let aware = error(&grid, Fit::clip().params(&grid, &w, &h), &w, &h);

@@ -1,4 +1,4 @@
-//! What values a stored group can take, which is all that a method needs to know of a format.
+//! Grids: the values that a stored group can take, which is all that a method knows of a format.
 //!
 //! A group of consecutive inputs of one row has a scale, and a zero-point or an offset; code `q`
 //! stands for `s * (q - z) + o`. Scales and offsets are rounded to what can be stored, an f16 or a
@@ -66,17 +66,17 @@ impl Grid {
         self.scheme
     }
 
-    /// Width of a code.
+    /// Width of a code in bits.
     pub fn bits(&self) -> Bits {
         self.scheme.bits
     }
 
-    /// How inputs are grouped.
+    /// Number of inputs in a group.
     pub fn group(&self) -> Group {
         self.scheme.group
     }
 
-    /// True if every group's zero-point is the midpoint.
+    /// True if every zero-point is the midpoint of the codes.
     pub fn symmetric(&self) -> bool {
         self.scheme.zeros == Zeros::None
     }
@@ -91,31 +91,32 @@ impl Grid {
         self.scheme.scales.into()
     }
 
-    /// Spans of a row of `cols`: none where every group has an f16 of its own.
+    /// Spans in a row of `cols` columns: 0 if every group has its own f16.
     pub fn spans(&self, cols: usize) -> usize {
         self.two_level().map_or(0, |two| two.span.count(cols))
     }
 
-    /// Groups of a span in a row of `cols`.
+    /// Groups per span in a row of `cols` columns.
     pub fn groups_of_span(&self, cols: usize) -> usize {
         let span = self.two_level().map_or(cols, |two| two.span.size(cols));
         span.div_ceil(self.group().size(cols).max(1)).max(1)
     }
 
-    /// The least and the greatest integer that an f16 of a span is multiplied with.
+    /// The least and the greatest integer that the f16 factor of a span is multiplied by.
     pub fn small_range(&self) -> (i16, i16) {
         let bits = self.two_level().map_or(Bits::B8, |two| two.bits);
         let middle = i16::from(bits.midpoint());
-        match self.symmetric() {
-            true => (-middle, middle - 1),
-            false => (0, bits.max_code().into()),
+        if self.symmetric() {
+            (-middle, middle - 1)
+        } else {
+            (0, bits.max_code().into())
         }
     }
 
-    /// The f16 of a span whose greatest scale in magnitude is `greatest`.
+    /// The f16 factor of a span whose scale of greatest magnitude is `greatest`.
     pub fn of_span(&self, greatest: f32) -> f16 {
         let (_, most) = self.small_range();
-        // Products stay finite, and not all zero.
+        // Keeps products finite, and not all zero.
         let greatest = greatest.abs().min(0.99 * f16::MAX.to_f32());
         match f16::from_f32(greatest / f32::from(most)) {
             of_span if of_span == f16::ZERO && greatest > 0.0 => f16::from_bits(1),
@@ -123,13 +124,14 @@ impl Grid {
         }
     }
 
-    /// The integer whose product with a span's f16 is nearest to `scale`.
+    /// The integer whose product with a span's factor is nearest to `scale`.
     pub fn small(&self, of_span: f16, scale: f32) -> i16 {
         let (least, most) = self.small_range();
         let ratio = scale / of_span.to_f32();
-        match ratio.is_finite() {
-            true => ratio.round_ties_even().clamp(least.into(), most.into()) as i16,
-            false => 0,
+        if ratio.is_finite() {
+            ratio.round_ties_even().clamp(least.into(), most.into()) as i16
+        } else {
+            0
         }
     }
 
@@ -212,7 +214,7 @@ pub struct OfSpan {
 pub struct Rounded {
     /// The grid.
     pub grid: Grid,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
     /// One code per element, `[rows, cols]`, not packed.
     pub codes: Vec<u8>,
@@ -223,7 +225,7 @@ pub struct Rounded {
 }
 
 impl Rounded {
-    /// Room for `[rows, cols]` codes.
+    /// Allocates `[rows, cols]` codes.
     pub fn new(grid: Grid, rows: usize, cols: usize) -> Self {
         let groups = grid.group().count(cols);
         let zero = grid.zeros();
@@ -236,12 +238,12 @@ impl Rounded {
         }
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn rows(&self) -> usize {
         self.codes.len() / self.cols.max(1)
     }
 
-    /// Groups in a row.
+    /// Number of groups in a row.
     pub fn groups(&self) -> usize {
         self.grid.group().count(self.cols)
     }
@@ -261,7 +263,7 @@ impl Rounded {
         self.params.iter().enumerate().map(small).collect()
     }
 
-    /// Pieces of `n` rows, the last of which may be shorter.
+    /// Splits it into pieces of `n` rows; the last may be shorter.
     pub fn rows_mut(&mut self, n: usize) -> Vec<RowsMut<'_>> {
         let (cols, groups, spans) = (self.cols, self.groups(), self.grid.spans(self.cols));
         let mut spans = self.spans.chunks_mut((n * spans).max(1));
@@ -275,14 +277,14 @@ impl Rounded {
         pieces.collect()
     }
 
-    /// Adds the rows of `more`, which are as wide and of the same grid.
+    /// Appends the rows of `more`, which must have the same width and grid.
     pub fn append(&mut self, more: Rounded) {
         self.codes.extend_from_slice(&more.codes);
         self.params.extend_from_slice(&more.params);
         self.spans.extend_from_slice(&more.spans);
     }
 
-    /// Writes the values of row `row` into `out` (`cols` long).
+    /// Writes the values of row `row` to `out` (`cols` long).
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let size = self.grid.group().size(self.cols);
         let codes = &self.codes[row * self.cols..(row + 1) * self.cols];
@@ -298,7 +300,7 @@ impl Rounded {
         }
     }
 
-    /// Its values less those of `weight`.
+    /// The difference of its values from those of `weight`.
     pub fn change(&self, weight: &Matrix) -> Matrix {
         let mut change = Matrix::zeros(weight.rows, weight.cols);
         let rows = change.data.par_chunks_mut(self.cols.max(1));
@@ -312,7 +314,7 @@ impl Rounded {
     /// The weight in canonical form.
     ///
     /// # Errors
-    /// As [`AffineWeight::new`]; none for what the methods of this crate make.
+    /// Errors of [`AffineWeight::new`]; the methods of this crate cause none.
     pub fn to_weight(&self) -> Result<Weight> {
         let mut packer = Packer::new(self.grid, self.cols);
         packer.push(self);
@@ -320,7 +322,7 @@ impl Rounded {
     }
 }
 
-/// Some rows of a [`Rounded`], to be written.
+/// Some rows of a [`Rounded`], for writing.
 #[derive(Debug)]
 pub struct RowsMut<'a> {
     /// `[rows, cols]`

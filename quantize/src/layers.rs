@@ -1,4 +1,4 @@
-//! One layer's work: gather what its Linears see, transform it, round it.
+//! One layer's work: gather statistics of the inputs of its Linears, transform it, round it.
 
 use crate::error::Result;
 use crate::grid::{Grid, Grids, Rounded};
@@ -11,18 +11,19 @@ use nq_formats::{ModelConfig, Progress, Tensor, Weight};
 use nq_kernels::{Routes, reference};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 
-/// Elements of a large weight that are held in f32 at once.
+/// Most elements of a large weight held in f32 at once.
 pub(crate) const PIECE: usize = 1 << 26;
 
-/// What being looked up too adds to the moments of a tied head's inputs: there all elements
-/// matter alike. Of 0, .1, 1, 3 and 10, 1 gave the least divergence on the demo model.
+/// Share of the diagonal's mean that is added to the moments of a tied head's inputs, since the
+/// matrix is also looked up, where all elements matter alike. Of 0, .1, 1, 3 and 10, a share of 1 gave
+/// the least divergence on the demo model.
 pub(crate) const LOOKED_UP: f32 = 1.0;
 
-/// What calibration says of the inputs of each of a layer's products, in their order; of one whose
-/// experts have inputs of their own ([`Product::shares`]), of each expert's.
+/// Calibration statistics of the inputs of each of a layer's products, in their order; one entry
+/// per expert if experts have inputs of their own ([`Product::shares`]).
 pub type LayerStats = Vec<Vec<InputStats>>;
 
-/// Gathers the second moments of what each of a layer's products sees.
+/// Gathers the second moments of the inputs of each of a layer's products.
 pub struct Gather<'a> {
     products: Vec<&'static Product>,
     moments: Vec<Vec<Moments>>, // of each product's inputs
@@ -30,7 +31,7 @@ pub struct Gather<'a> {
     progress: &'a dyn Progress,
 }
 
-/// How many rows went through each expert.
+/// How many rows were routed to each expert.
 #[derive(Debug, Default)]
 pub struct Hits {
     by_expert: Vec<usize>,
@@ -57,7 +58,7 @@ impl Hits {
         }
     }
 
-    /// Which experts took less than a tenth of what each would take if all took alike, in words.
+    /// Describes experts that got less than a tenth of an equal share; `None` if there are none.
     pub fn rare(&self) -> Option<String> {
         let experts = self.by_expert.len();
         let few = self.rows * self.per_token / (10 * experts.max(1));
@@ -75,7 +76,7 @@ impl Hits {
 }
 
 impl<'a> Gather<'a> {
-    /// For a model of this shape; `progress` is advanced by rows.
+    /// For a model of this shape; `progress` advances by rows.
     pub fn new(config: &ModelConfig, needs: Needs, progress: &'a dyn Progress) -> Self {
         let products = config.layer().products();
         let moments = |p: &&Product| {
@@ -90,7 +91,7 @@ impl<'a> Gather<'a> {
         }
     }
 
-    /// The statistics, and what each expert took.
+    /// The statistics, and the rows that each expert got.
     pub fn finish(self) -> (LayerStats, Hits) {
         let stats = |own: Vec<Moments>| own.into_iter().map(InputStats::from).collect();
         (self.moments.into_iter().map(stats).collect(), self.hits)
@@ -126,11 +127,11 @@ impl Observer for Gather<'_> {
     }
 }
 
-/// Advances the progress by rows and looks at nothing.
+/// An observer that only advances the progress by rows.
 pub struct Pass<'a> {
-    /// Elements of a row of the residual stream.
+    /// Width of the residual stream.
     pub width: usize,
-    /// Told of rows.
+    /// Receives the number of rows.
     pub progress: &'a dyn Progress,
 }
 
@@ -147,7 +148,7 @@ impl Observer for Pass<'_> {
 /// Reads a layer's weights into f32.
 ///
 /// # Errors
-/// [`crate::Error::NotFinite`] naming a weight with a NaN or infinity.
+/// [`crate::Error::NotFinite`], which names the weight that contains NaN or infinity.
 pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Result<Layer> {
     let spec = weights.spec;
     let linears = spec.matrices().map(|linear| {
@@ -172,20 +173,20 @@ pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Resul
     })
 }
 
-/// A quantized layer and how it came about.
+/// A quantized layer and its report.
 pub struct Quantized {
-    /// What to write and to run.
+    /// The weights to write and to run.
     pub weights: LayerWeights,
     /// One row for each Linear.
     pub rows: Vec<LayerReport>,
-    /// What was not done as asked.
+    /// Deviations from the request.
     pub fallbacks: Vec<String>,
 }
 
-/// Quantizes one layer. `stats` are by product, unless the method needs none.
+/// Quantizes one layer. `stats` are by product; `None` if the method needs none.
 ///
 /// # Errors
-/// As [`read`]; what the method refuses.
+/// Errors of [`read`] and of the method.
 pub fn quantize(
     method: &dyn Method,
     index: usize,
@@ -236,18 +237,18 @@ pub fn quantize(
     })
 }
 
-/// A Linear of a layer: one weight, or those of all experts.
+/// A Linear of a layer: one weight, or the weights of all experts.
 struct Stack<'a> {
     index: usize,
     linear: &'a LinearSpec,
     weight: &'a Matrix,
-    /// Of its input, or of each expert's.
+    /// Statistics of its input, or of each expert's.
     stats: Option<&'a [InputStats]>,
     grid: Grid,
 }
 
 impl Stack<'_> {
-    /// Rounds it: at once where all its rows see one input, else expert by expert.
+    /// Rounds it: all at once if its rows share one input, otherwise expert by expert.
     fn round(&self, method: &dyn Method) -> Result<(Outcome, Errors)> {
         let shares = self.stats.map_or(1, <[InputStats]>::len);
         if shares == 1 {
@@ -294,7 +295,7 @@ impl Stack<'_> {
     }
 }
 
-/// What rounding made of `problem`.
+/// The errors of `rounded` as the solution of `problem`.
 pub(crate) fn errors(problem: &Problem<'_>, rounded: &Rounded) -> Result<Errors> {
     let w = problem.weight;
     match problem.inputs.and_then(|i| i.hessian.as_ref()) {
@@ -307,8 +308,8 @@ pub(crate) fn errors(problem: &Problem<'_>, rounded: &Rounded) -> Result<Errors>
     }
 }
 
-/// What is known of the head's inputs: of the final norm's output over the residual stream
-/// `x` `[rows, hidden]`. `looked_up` is the share of the mean that is added to the diagonal.
+/// Statistics of the head's inputs: of the final norm's output over the residual stream
+/// `x` `[rows, hidden]`. `looked_up` times the mean of the diagonal is added to it.
 pub(crate) fn head_inputs(
     x: &[f32],
     norm: &[f32],
@@ -329,10 +330,10 @@ pub(crate) fn head_inputs(
     moments.into()
 }
 
-/// Runs `weights` over `hidden`, which stays as it is, and gathers what each product sees.
+/// Runs `weights` over `hidden`, which is not changed, and gathers statistics of products' inputs.
 ///
 /// # Errors
-/// What the stepper reports, e.g. activations that overflow.
+/// Errors of the stepper, e.g. for activations that overflow.
 pub fn gather(
     stepper: &mut dyn LayerStepper,
     index: usize,
@@ -352,7 +353,7 @@ pub fn gather(
     Ok(gather.finish())
 }
 
-/// The first Linear of the layer that is quantized, if any is.
+/// The layer's first quantized Linear, if any.
 pub fn quantized(weights: &LayerWeights) -> Option<&Weight> {
     let mut linears = weights.linears.values();
     linears.find(|w| !matches!(w, Weight::Dense(_)))

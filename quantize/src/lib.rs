@@ -1,7 +1,7 @@
 //! Quantization: methods, calibration, the layer-streamed pipeline and the guard.
 //!
-//! A method turns a matrix and statistics of its inputs into codes and scales on a grid; it
-//! never knows how they are laid out in a file or on a device.
+//! A method turns a matrix and statistics of its inputs into codes and scales on a grid. It
+//! does not know how they are laid out in a file or on a device.
 //!
 //! ```no_run
 //! use nq_formats::{Bits, Checkpoint};

@@ -1,4 +1,4 @@
-//! Dense matrices of the methods: row-major f32, products and factorizations through faer.
+//! Dense matrices for the methods: row-major f32, with products and factorizations by faer.
 
 use crate::error::{Error, Result};
 use faer::linalg::matmul::matmul;
@@ -11,9 +11,9 @@ use rayon::prelude::*;
 /// A row-major f32 matrix.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Matrix {
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
     /// `[rows, cols]`.
     pub data: Vec<f32>,
@@ -32,8 +32,8 @@ impl Matrix {
     /// The values of a weight, `[out, in]`.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] naming `name` and the first NaN or infinity; a dense weight whose
-    /// type is no float.
+    /// [`Error::NotFinite`] with `name` and the first NaN or infinity; a dense weight that is not of a
+    /// float type.
     pub fn from_weight(name: &str, weight: &Weight) -> Result<Self> {
         let (rows, cols) = weight.dims();
         let mut m = Matrix::zeros(rows, cols);
@@ -53,7 +53,7 @@ impl Matrix {
         Ok(Weight::Dense(tensor))
     }
 
-    /// Rows `rows`.
+    /// A copy of rows `rows`.
     pub fn part(&self, rows: std::ops::Range<usize>) -> Matrix {
         Matrix {
             rows: rows.len(),
@@ -67,7 +67,7 @@ impl Matrix {
         &self.data[i * self.cols..(i + 1) * self.cols]
     }
 
-    /// Row `i`, to be changed.
+    /// Row `i`, mutable.
     pub fn row_mut(&mut self, i: usize) -> &mut [f32] {
         &mut self.data[i * self.cols..(i + 1) * self.cols]
     }
@@ -77,7 +77,7 @@ impl Matrix {
         self.data.chunks_exact(self.cols.max(1))
     }
 
-    /// The sum of all squares.
+    /// The sum of squares of all elements.
     pub fn square_norm(&self) -> f64 {
         let row = |r: &[f32]| r.iter().map(|&v| f64::from(v).powi(2)).sum();
         let rows: Vec<f64> = self.data.par_chunks(self.cols.max(1)).map(row).collect();
@@ -89,13 +89,13 @@ impl Matrix {
     }
 }
 
-/// Reads one row of the weight `name` into `out` (`cols` long).
+/// Reads row `row` of the weight `name` into `out` (`cols` long).
 ///
 /// # Errors
-/// [`Error::NotFinite`] at a NaN or infinity; a dense weight whose type is no float.
+/// [`Error::NotFinite`] for NaN or infinity; a dense weight that is not of a float type.
 pub fn read_row(name: &str, weight: &Weight, row: usize, out: &mut [f32]) -> Result<()> {
     weight.dequantize_row(row, out)?;
-    // A product with 0 is NaN for NaN and infinity alone: cheaper than looking at each.
+    // Only NaN and infinity times 0 is NaN: cheaper than checking each value.
     if out.iter().map(|v| v * 0.0).sum::<f32>() == 0.0 {
         return Ok(());
     }
@@ -108,7 +108,7 @@ pub fn read_row(name: &str, weight: &Weight, row: usize, out: &mut [f32]) -> Res
     })
 }
 
-/// Second moments of a Linear's input, `E[x x^T]`, as they are gathered.
+/// Running sums for the second moments `E[x x^T]` of a Linear's input.
 #[derive(Clone, Debug)]
 pub struct Moments {
     n: usize,
@@ -118,7 +118,7 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// Nothing seen yet of inputs of `n` elements; only the diagonal is kept unless `full`.
+    /// Starts with no rows, for inputs of `n` elements; keeps only the diagonal unless `full`.
     pub fn new(n: usize, full: bool) -> Self {
         Moments {
             n,
@@ -128,7 +128,7 @@ impl Moments {
         }
     }
 
-    /// Adds rows of `x` `[rows, n]`.
+    /// Adds the rows of `x` `[rows, n]`.
     pub fn add(&mut self, x: &[f32]) {
         let rows = x.len() / self.n;
         self.rows += rows;
@@ -154,7 +154,7 @@ impl Moments {
         }
     }
 
-    /// Adds `share` of the diagonal's mean to each element of it.
+    /// Adds `share` times the mean of the diagonal to each of its elements.
     pub fn raise(&mut self, share: f32) {
         let (n, step) = (self.n, if self.full { self.n + 1 } else { 1 });
         let diagonal = self.sum.iter().step_by(step);
@@ -168,7 +168,7 @@ impl Moments {
         self.n
     }
 
-    /// Rows seen.
+    /// Number of rows added.
     pub fn rows(&self) -> usize {
         self.rows
     }
@@ -201,17 +201,17 @@ impl Moments {
         self.sum.iter().step_by(step).map(|v| v * scale).collect()
     }
 
-    /// True if all of `E[x x^T]` is kept.
+    /// True if the full `E[x x^T]` is kept.
     pub fn is_full(&self) -> bool {
         self.full
     }
 }
 
 /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`, `[n, n]` row-major, where `P`
-/// takes element `order[i]` to place `i`; `None` if the matrix is not positive definite.
+/// moves element `order[i]` to place `i`; `None` if the matrix is not positive definite.
 ///
-/// `U` is the inverse of the factor `R` of `H = R R^T` (R upper triangular), which a Cholesky
-/// factorization of the reversed matrix gives: one factorization and one triangular inverse,
+/// `U` is the inverse of the factor `R` of `H = R R^T` (R upper triangular), which comes from a
+/// Cholesky factorization of the reversed matrix: one factorization and one triangular inverse,
 /// in f64.
 pub fn inverse_factor(h: &Matrix, order: &[usize], damping: f64) -> Option<Matrix> {
     let n = order.len();
@@ -233,9 +233,9 @@ pub fn inverse_factor(h: &Matrix, order: &[usize], damping: f64) -> Option<Matri
     finite.then_some(u)
 }
 
-/// `dst += alpha * a b` on one thread, all row-major; `a` is `[m, k]`, and `b` is columns
-/// `from ..` of rows `rows` of a matrix of `b.cols` columns, `dst` the like columns of
-/// `[m, dst_cols]`.
+/// `dst += alpha * a b` on one thread, all row-major. `a` is `[m, k]`; `b` is the columns
+/// `from ..` of rows `rows` of a matrix with `b.cols` columns; `dst` is the same columns of
+/// a matrix `[m, dst_cols]`.
 pub fn add_product(
     dst: &mut [f32],
     dst_cols: usize,
@@ -262,7 +262,7 @@ pub fn add_product(
 }
 
 /// `tr(E H E^T)` for `e` `[rows, n]` and a symmetric `h` `[n, n]`: the mean squared output
-/// error that the weight error `e` makes, summed over outputs.
+/// error caused by the weight error `e`, summed over outputs.
 pub fn quadratic_error(e: &Matrix, h: &Matrix) -> f64 {
     const TILE: usize = 64;
     let n = e.cols;

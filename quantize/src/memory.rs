@@ -1,8 +1,8 @@
-//! How much memory a quantization takes: estimated before, measured after.
+//! Memory of a quantization: estimated beforehand, measured afterwards.
 //!
 //! A run has three stages that never hold memory at the same time: the source samples text;
-//! layers are quantized one by one; source and result are measured side by side. Each goes through
-//! its steps on an account; the peak is that of the greediest.
+//! layers are quantized one by one; source and result are measured side by side. The steps of each
+//! stage are counted on an account, and the largest of the three peaks counts.
 
 use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
 use crate::error::Result;
@@ -21,63 +21,63 @@ use nq_runtime::{
 };
 use serde::Serialize;
 
-/// What a run needs, in bytes.
+/// Memory and disk space that a run needs, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Estimate {
-    /// Greatest resident memory of the process.
+    /// Peak resident memory of the process.
     #[serde(rename = "peak_bytes")]
     pub peak: u64,
-    /// Of it, the source's files as they are read, without what is copied from them. Mapped
-    /// pages are given back as soon as they were read; a model built into the program stays.
+    /// The part of it that is mapped source files. Mapped pages are given back as soon as they have
+    /// been read, except those of a model built into the program.
     #[serde(rename = "mapped_bytes")]
     pub mapped: u64,
-    /// Where the peak is reached.
+    /// The stage with the peak.
     pub stage: &'static str,
-    /// While text is sampled or quality measured, whichever takes more.
+    /// Peak while text is sampled or quality is measured, whichever is greater.
     #[serde(rename = "running_bytes")]
     pub running: u64,
-    /// While layers are quantized.
+    /// Peak while layers are quantized.
     #[serde(rename = "quantizing_bytes")]
     pub quantizing: u64,
-    /// The weight files to be written.
+    /// Size of the weight files to be written.
     pub file_bytes: u64,
 }
 
-/// What a run does, as far as memory depends on it.
+/// The parts of a run that its memory depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Work<'a> {
-    /// What is written.
+    /// Schemes to be written.
     pub schemes: &'a Schemes,
-    /// What the method must know.
+    /// Statistics that the method needs.
     pub needs: Needs,
-    /// Calibration tokens.
+    /// Number of calibration tokens.
     pub calibration: usize,
-    /// Sequences sampled at once, at most.
+    /// Most sequences sampled at once.
     pub sampled: usize,
-    /// Groups of weights whose sensitivity is measured; 0 if it is not.
+    /// Number of weight groups whose sensitivity is measured; 0 if it is not.
     pub groups: usize,
-    /// Tokens that quality is measured on.
+    /// Number of tokens that quality is measured on.
     pub eval_tokens: usize,
 }
 
-/// The program as far as it runs, its threads, and a tokenizer of a few thousand tokens.
+/// The resident program, its threads, and a tokenizer of a few thousand tokens.
 const BASE: u64 = 22 << 20;
 
-/// What the allocator keeps, in an arena of each thread, of the memory that earlier stages gave back:
-/// so much more than the sum of what is allocated did models of 10 to 14 million parameters take.
+/// Memory given back by earlier stages that the allocator keeps in the arenas of the threads: the
+/// measured excess over the sum of allocations, for models of 10 to 14 million parameters.
 const KEPT: u64 = 20 << 20;
 
-/// Bytes that a tokenizer takes in memory for each of its file's.
+/// Memory of a tokenizer, in bytes per byte of its file.
 const TOKENIZER: u64 = 9;
 
-/// Bytes of the logits that evaluation asks for at once, of one model.
+/// Most bytes of logits, of one model, that evaluation asks for at once.
 const LOGITS: usize = 128 << 20;
 
 /// Rows of one forward of the evaluation.
 pub(crate) const ROWS: usize = 512;
 
 impl Estimate {
-    /// For quantizing `checkpoint`.
+    /// Estimates the quantization of `checkpoint`.
     pub fn new(checkpoint: &Checkpoint, work: Work<'_>) -> Self {
         let (c, dtype) = (checkpoint.config(), dense_type(checkpoint));
         let sampling = host_peak(|a| sample(a, c, &work, dtype));
@@ -101,14 +101,14 @@ impl Estimate {
     }
 }
 
-/// Bytes of the host's memory that `stage` holds at most.
+/// Most bytes of the host's memory that `stage` holds.
 fn host_peak(stage: impl FnOnce(&Account)) -> u64 {
     let account = Account::host();
     stage(&account);
     account.peak() as u64
 }
 
-/// A session of calibration's or evaluation's sequences.
+/// The session in which calibration or evaluation runs its sequences.
 pub(crate) fn session(c: &ModelConfig, slots: usize, max_rows: usize) -> SessionSpec {
     SessionSpec {
         slots,
@@ -119,7 +119,7 @@ pub(crate) fn session(c: &ModelConfig, slots: usize, max_rows: usize) -> Session
     }
 }
 
-/// The source samples text.
+/// Stage: the source samples text.
 fn sample(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     if work.sampled == 0 {
         return;
@@ -132,7 +132,7 @@ fn sample(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let _session = hold_session(a, c, &spec, slots);
 }
 
-/// The source is measured against itself, then the result against the source.
+/// Stage: the source is measured against itself, then the result against the source.
 fn measure(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let spec = session(c, 1, ROWS);
     let scored = spec.ctx.div_ceil(2);
@@ -140,13 +140,13 @@ fn measure(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let model = |kinds: Kinds<'_>| hold_model(a, c, kinds, WeightSource::Mapped, spec.ctx);
     let session = || hold_session(a, c, &spec, logits);
     let _source = model(&|_| WeightKind::Dense(dtype));
-    // Its distribution is kept for two windows.
+    // The source's distributions are kept for two windows.
     drop((session(), a.hold(2 * 4 * scored * c.vocab_size)));
     let _result = model(&|name| work.schemes.kind(name, dtype));
     drop((session(), session()));
 }
 
-/// Layers are quantized, embedding and head before them.
+/// Stage: embedding and head are quantized, then the layers.
 fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let (linears, products) = (c.layer().linears(), c.layer().products());
     let hessian = work.needs == Needs::Hessian;
@@ -156,8 +156,8 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let rounded = |name: &str, dims| work.schemes.kind(name, dtype).bytes(dims);
     let _stream = a.hold(4 * work.calibration * c.hidden_size);
 
-    // The embedding or head as it is read and as it is written. By moments also a piece in f32, its
-    // codes, its errors and their product with the moments, beside these and their factor.
+    // The embedding or head as read and as written. With moments, also a piece in f32, its
+    // codes, its errors and their product with the moments, besides the moments and their factor.
     let (dims, n) = ((c.vocab_size, c.hidden_size), c.hidden_size);
     let piece = 14 * (dims.0 * dims.1).min(PIECE) + 28 * n.pow(2);
     let end = dtype.size() * dims.0 * dims.1 + rounded(EMBEDDING, dims);
@@ -166,7 +166,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let of_product = |p: &&Product| 4 * p.shares(c) * p.inputs(c).pow(2);
     let moments = products.iter().map(of_product).sum();
     let _moments = a.hold(if_hessian(moments));
-    // A layer packed to be run, beside its source.
+    // A layer packed for running, besides its source.
     let running = if work.calibration > 0 {
         stepper_bytes(c, KvType::F16)
     } else {
@@ -174,7 +174,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     };
     drop(a.hold(2 * layer + running));
 
-    // A layer as it is read, in f32, and as rounded so far, with the method's work on a weight.
+    // A layer as read, in f32, and as rounded so far, with the method's work on one weight.
     let packed: usize = linears.iter().map(|l| rounded(&l.name(0), l.dims(c))).sum();
     let _layer = a.hold(layer + 4 * values + packed);
     for linear in &linears {
@@ -183,35 +183,35 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
             .of(&linear.name(0))
             .unwrap_or(work.schemes.linears);
         let (out, inputs) = linear.dims(c);
-        // A copy of the moments, two f64 matrices, the one that factoring them works in, and the
-        // factor; all but this are gone when columns are rounded, on row tiles of each thread.
+        // A copy of the moments, two f64 matrices, the workspace of factoring, and the factor; all
+        // but the factor are freed before columns are rounded, which works on row tiles of each thread.
         drop(a.hold(if_hessian((4 + 8 + 8 + 8 + 4) * inputs.pow(2))));
-        // A code of one byte each and parameters of eight a group; the weight's error and, by
-        // moments, what that does to outputs: for the report.
+        // Codes of one byte each and parameters of eight bytes a group; for the report, the weight's
+        // error and, with moments, its effect on outputs.
         let codes = out * inputs + 8 * out * scheme.group.count(inputs);
         drop(a.hold(codes + 4 * out * inputs + if_hessian(4 * out * inputs)));
     }
     drop(_layer);
     if work.groups > 0 {
-        // All streams, with the source's layer and as rounded.
+        // All streams, with the source's layer and its rounded form.
         let widest = products.iter().map(|p| p.inputs(c)).max().unwrap_or(0);
         let streams = sensitivity::bytes(c, work.groups, work.eval_tokens);
         drop(a.hold(streams + if_hessian(20 * widest.pow(2)) + 4 * layer));
     }
 }
 
-/// What running a model takes, in bytes.
+/// Memory for running a model, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Running {
-    /// Greatest resident memory of the process, loading included, once the context is full.
+    /// Peak resident memory of the process, including loading, once the context is full.
     pub peak: u64,
-    /// Of it, keys and values. They take memory as the context fills.
+    /// The part of it for keys and values. They take memory as the context fills.
     pub kv: u64,
 }
 
-/// What a process takes that loads `checkpoint`, quantized at load by `at_load` if given, and
+/// Memory of a process that loads `checkpoint`, quantized at load by `at_load` if given, and
 /// runs it on the CPU in sessions of `spec`, which ask for the logits of one row at a time.
-/// Reads the kind of every weight, which unpacks those of other tools' formats.
+/// Reads the kind of every weight, which means unpacking weights in other tools' formats.
 ///
 /// # Errors
 /// A missing or misshapen tensor.
@@ -244,8 +244,8 @@ pub fn running(
     })
 }
 
-/// What every process that uses `checkpoint` takes: the program and the tokenizer; and the
-/// files, where they are built into the program.
+/// Memory that every process using `checkpoint` takes: the program and the tokenizer; and the
+/// files, if they are built into the program.
 fn fixed(checkpoint: &Checkpoint) -> (u64, u64) {
     let mapped = match checkpoint.files() {
         Files::Embedded { files, .. } => files.iter().map(|f| f.1.len() as u64).sum(),
@@ -270,7 +270,7 @@ pub(crate) fn dense_type(checkpoint: &Checkpoint) -> DType {
     }
 }
 
-/// Bytes of all tensors to be written; what is kept is of type `dense`.
+/// Bytes of all tensors to be written; weights that are kept have type `dense`.
 pub fn file_bytes(c: &ModelConfig, schemes: &Schemes, dense: DType) -> u64 {
     let bytes = |(name, shape): (String, Shape)| match shape {
         Shape::Matrix(out, inputs) => schemes.kind(&name, dense).bytes((out, inputs)),
@@ -280,8 +280,7 @@ pub fn file_bytes(c: &ModelConfig, schemes: &Schemes, dense: DType) -> u64 {
     all as u64
 }
 
-/// The greatest resident memory of this process so far, in bytes; 0 where the system does
-/// not say.
+/// The peak resident memory of this process so far, in bytes; 0 if the system does not say.
 pub fn peak_rss() -> u64 {
     nq_runtime::device::peak_memory().unwrap_or(0)
 }

@@ -1,9 +1,10 @@
-//! The mix of schemes that a model gets before anything of it was measured: bits where models of
-//! this kind use to need them, in the bytes of a scheme that is the same for all.
+//! The default mix of schemes, chosen before anything of a model was measured: more bits where models
+//! of this kind usually need them, in the bytes of one uniform scheme.
 //!
-//! The expected loss of a group of weights is how much a group of its kind and place matters, times
-//! its elements, times the error of a scheme on normal values. [`crate::sensitivity`] measures all
-//! of this for a model at hand, which takes longer than quantizing a large one.
+//! The expected loss of a group of weights is the importance of a group of its kind and place, times
+//! its number of elements, times the scheme's error on normally distributed values.
+//! [`crate::sensitivity`] measures all this for a given model, which takes longer than quantizing a
+//! large one.
 
 use crate::allocation::{self, Candidate, Menu, Place, WeightGroup};
 use crate::error::Result;
@@ -52,7 +53,7 @@ pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[AffineScheme]) 
     }
     Ok(match allocation::within_bytes(&menus, budget) {
         Ok(chosen) => allocation::apply(base, &menus, &chosen),
-        Err(_) => base.clone(), // its bytes are fewer than those of any candidate
+        Err(_) => base.clone(), // no choice fits the bytes of `base`
     })
 }
 
@@ -60,9 +61,9 @@ fn elements(group: &WeightGroup) -> usize {
     group.weights.iter().map(|w| w.1.0 * w.1.1).sum()
 }
 
-/// How much an error of a group's values matters beside one of a gate's in the middle of a model, as
-/// measured on models of this kind: a first layer moves all that comes after it, and nothing makes up
-/// for what a head loses.
+/// How much an error in a group's values matters, relative to an error in a gate in the middle of
+/// the model, as measured on models of this kind: errors of the first layer affect everything after
+/// it, and nothing after the head compensates for its errors.
 fn importance(config: &ModelConfig, group: &WeightGroup) -> f64 {
     let Place::Layer { index, product } = group.place else {
         return 2.0;
@@ -76,7 +77,7 @@ fn importance(config: &ModelConfig, group: &WeightGroup) -> f64 {
     }
 }
 
-/// Mean squared error of a scheme on normal values.
+/// Mean squared error of a scheme on normally distributed values.
 fn error(scheme: AffineScheme) -> Result<f64> {
     let mut rng = Philox::new(0, 0);
     let mut values = Matrix::zeros(32, 1024);
@@ -109,7 +110,7 @@ mod tests {
             let o = |layer: usize| bits(&format!("model.layers.{layer}.self_attn.o_proj"));
             assert!(o(0) > Bits::B4 && o(0) >= o(9));
             assert!(bits(EMBEDDING) < Bits::B8);
-            // What a kernel reads as one matrix has one scheme.
+            // Weights that a kernel reads as one matrix have one scheme.
             let of = |part: &str| mix.of(&format!("model.layers.5.self_attn.{part}_proj"));
             assert!(of("q") == of("k") && of("k") == of("v"));
             mix.check(&config).unwrap();

@@ -14,18 +14,18 @@ use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Quantizes what another store yields.
+/// Quantizes the weights of another store.
 pub struct OnTheFly<'a> {
     source: Box<dyn WeightStore + 'a>,
     rule: Rule,
 }
 
-/// Which weights are rounded.
+/// Rule for which weights are rounded.
 enum Rule {
-    /// Those that are not quantized yet.
+    /// Weights that are not quantized yet.
     Unquantized(Schemes),
-    /// These, whatever they are. What was rounded is kept: writers ask for a weight once for
-    /// every tensor that they make of it.
+    /// These weights, quantized before or not. Rounded weights are cached: writers ask for a weight
+    /// once for every tensor that they make from it.
     Named(
         BTreeMap<String, AffineScheme>,
         Mutex<BTreeMap<String, Weight>>,
@@ -43,21 +43,21 @@ impl Rule {
 }
 
 impl<'a> OnTheFly<'a> {
-    /// Yields the weights of `source` under `schemes`. Those that are quantized already pass
+    /// Reads the weights of `source` under `schemes`. Weights that are already quantized pass
     /// unchanged.
     pub fn new(source: Box<dyn WeightStore + 'a>, schemes: Schemes) -> Self {
         let rule = Rule::Unquantized(schemes);
         OnTheFly { source, rule }
     }
 
-    /// The weight `name` as it is read, rounded if the rule says so.
+    /// Reads the weight `name` and rounds it if the rule says so.
     fn round(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
         let weight = self.source.matrix(name, dims)?;
         let Some(scheme) = self.rule.scheme(name, &weight) else {
             return Ok(weight);
         };
-        // The store's trait speaks the formats' error; what can be wrong here is a weight
-        // that is not finite, which is a tensor's fault.
+        // The store's trait uses the formats crate's errors. The only error possible here is a weight
+        // that is not finite, which is reported as an error of its tensor.
         let tensor = |e: crate::Error| match e {
             crate::Error::Format(e) => e,
             other => nq_formats::Error::Weight {
@@ -73,16 +73,16 @@ impl<'a> OnTheFly<'a> {
     }
 }
 
-/// `checkpoint`, its weights quantized under `schemes` as they are read.
+/// `checkpoint` with its weights quantized under `schemes` as they are read.
 ///
 /// # Errors
-/// As [`Schemes::check`].
+/// Errors of [`Schemes::check`].
 pub fn quantize_at_load(checkpoint: Checkpoint, schemes: Schemes) -> Result<Checkpoint> {
     schemes.check(checkpoint.config())?;
     Ok(rounded(checkpoint, Rule::Unquantized(schemes)))
 }
 
-/// `checkpoint`, the weights that `schemes` names rounded as they are read, quantized before
+/// `checkpoint` with the weights that `schemes` names rounded as they are read, quantized before
 /// or not.
 pub fn requantize(checkpoint: Checkpoint, schemes: BTreeMap<String, AffineScheme>) -> Checkpoint {
     rounded(checkpoint, Rule::Named(schemes, Mutex::default()))
@@ -105,13 +105,13 @@ fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
 /// The weights of `checkpoint` under `schemes`, as they are read.
 ///
 /// # Errors
-/// As [`Schemes::check`].
+/// Errors of [`Schemes::check`].
 pub fn rounded_weights(checkpoint: &Checkpoint, schemes: Schemes) -> Result<OnTheFly<'_>> {
     schemes.check(checkpoint.config())?;
     Ok(OnTheFly::new(Box::new(Whole(checkpoint)), schemes))
 }
 
-/// A checkpoint as the store it holds.
+/// A checkpoint as a store.
 struct Whole<C>(C);
 
 impl<C: Borrow<Checkpoint>> Whole<C> {

@@ -1,4 +1,4 @@
-//! What a quantization cost, measured against the source; and the limits it must keep.
+//! Measured quality of a quantization against its source, and limits on it.
 
 use crate::calibration::SEQUENCE;
 use crate::calibration::Sequences;
@@ -10,23 +10,23 @@ use nq_formats::{Files, ModelConfig, Progress};
 use nq_runtime::{Engine, Tokenizer};
 use std::path::Path;
 
-/// Limits of the measured quality.
+/// Limits on the measured quality.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Limits {
-    /// Greatest mean KL divergence, in nats.
+    /// Largest mean KL divergence, in nats.
     pub max_kld: Option<f64>,
-    /// Least share of positions whose best token is the same, 0 to 1.
+    /// Smallest share of positions at which the best token is the same, 0 to 1.
     pub min_top1: Option<f64>,
 }
 
 impl Limits {
-    /// What of `report` breaks a limit, in words.
+    /// The limits that `report` misses, in words.
     pub fn broken(&self, report: &EvalReport) -> Vec<String> {
         let mut broken = Vec::new();
         let Some(found) = &report.against else {
             return broken;
         };
-        // A figure that is no number holds no limit: hence "held", not "exceeded".
+        // NaN keeps no limit: hence "held", not "exceeded".
         let held = |limit| found.kld.mean <= limit;
         if let Some(limit) = self.max_kld.filter(|&limit| !held(limit)) {
             broken.push(format!(
@@ -46,23 +46,24 @@ impl Limits {
     }
 }
 
-/// A divergence as people read it: four significant digits at most, without an exponent.
+/// A divergence for people to read: at most four significant digits, no exponent.
 pub(crate) fn nats(x: f64) -> String {
     let places = match x.abs() {
         a if a > 0.0 && a.is_finite() => (3 - a.log10().floor() as i32).clamp(0, 12),
         _ => 0,
     };
     let text = format!("{x:.*}", places as usize);
-    match text.contains('.') {
-        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-        false => text,
+    if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.').to_owned()
+    } else {
+        text
     }
 }
 
-/// Text that quality is measured on.
+/// Text for measuring quality.
 #[derive(Clone, Copy, Debug)]
 pub enum Text<'a> {
-    /// Sampled from the source, apart from the calibration text.
+    /// Sampled from the source, other than the calibration text.
     HeldOut(&'a Sequences),
     /// A file.
     File(&'a Path),
@@ -77,20 +78,20 @@ pub struct Measured {
     pub worst: Vec<WorstToken>,
 }
 
-/// Worst positions that reports show.
+/// Number of worst positions shown in reports.
 const WORST: usize = 10;
 
-/// (number, length) of held-out sequences of `tokens` in all.
+/// (number, length) of held-out sequences with `tokens` tokens in all.
 pub fn held_out_shape(config: &ModelConfig, tokens: usize) -> (usize, usize) {
     let length = SEQUENCE.min(config.max_position_embeddings);
     (tokens.div_ceil(length).max(1), length)
 }
 
-/// Windows that the source is measured against itself on, at most.
+/// Most windows on which the source is measured against itself.
 const NOISE_WINDOWS: usize = 2;
 
-/// A text that results are measured on against their source, by the llama protocol:
-/// windows of 512 tokens, the second half scored.
+/// A text on which results are measured against their source, by llama.cpp's protocol:
+/// windows of 512 tokens whose second half is scored.
 pub struct Judge {
     tokenizer: Tokenizer,
     ids: Vec<u32>,
@@ -98,7 +99,7 @@ pub struct Judge {
 }
 
 impl Judge {
-    /// For at most `tokens` tokens of `text`. `files` hold the tokenizer.
+    /// Uses at most `tokens` tokens of `text`. `files` hold the tokenizer.
     ///
     /// # Errors
     /// A text or tokenizer that cannot be read.
@@ -126,7 +127,7 @@ impl Judge {
         })
     }
 
-    /// The windows that are measured on.
+    /// The windows used for measuring.
     ///
     /// # Errors
     /// A text shorter than a window.
@@ -136,21 +137,21 @@ impl Judge {
         Ok(windows.map(<[u32]>::to_vec).collect())
     }
 
-    /// The source against itself, keys and values rounded to FP16 and not, its tokens fed in
-    /// other portions: the floor below which a divergence says nothing.
+    /// Measures the source against itself, with keys and values rounded to FP16 and unrounded, and tokens
+    /// fed in other portions: the floor below which a divergence is meaningless.
     ///
     /// # Errors
-    /// A text shorter than a window; what evaluation reports.
+    /// A text shorter than a window; errors of evaluation.
     pub fn noise(&self, source: &dyn Engine, progress: &dyn Progress) -> Result<KldStats> {
         let mut spec = self.spec.clone();
         spec.max_windows = spec.max_windows.map(|n| n.min(NOISE_WINDOWS));
         Ok(self_noise(source, &self.ids, &spec, progress)?)
     }
 
-    /// `engine` against the source.
+    /// Measures `engine` against the source.
     ///
     /// # Errors
-    /// A text shorter than a window; what evaluation reports.
+    /// A text shorter than a window; errors of evaluation.
     pub fn measure(
         &self,
         engine: &dyn Engine,
@@ -174,7 +175,7 @@ impl Judge {
     }
 }
 
-/// The report of a folder that an earlier run finished: what its record and files say.
+/// The report of a folder that an earlier run finished, from its record and files.
 ///
 /// # Errors
 /// If the folder cannot be opened or has no record.

@@ -1,95 +1,95 @@
-//! The report of `nq quantize`, as it stands in JSON. Fields may be added, never renamed.
+//! The report of `nq quantize` as written in JSON. Fields may be added, but never renamed.
 
 use crate::stages::Stage;
 use nq_evals::{EvalReport, KldStats};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// What a quantization made and what it cost.
+/// Result and cost of a quantization.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct QuantizeReport {
     /// The folder written.
     pub out: PathBuf,
     /// File format.
     pub format: String,
-    /// Method asked for.
+    /// Method requested.
     pub method: String,
-    /// Bits asked for.
+    /// Bits requested.
     pub bits: u32,
     /// Group size, or "channel".
     pub group_size: nq_formats::Group,
-    /// `8 * tensor_bytes / parameters`, embedding and head included, a tied one once.
+    /// `8 * tensor_bytes / parameters`, including embedding and head; tied ones count once.
     pub bits_per_weight: f64,
     /// Bytes of all tensors.
     pub tensor_bytes: u64,
-    /// Bytes of the weight files, headers included.
+    /// Bytes of the weight files, including headers.
     pub file_bytes: u64,
     /// Bytes of the source's weight files.
     pub source_bytes: u64,
     /// Wall time in seconds.
     pub seconds: f64,
-    /// Greatest resident memory of the process.
+    /// Peak resident memory of the process, in bytes.
     pub peak_rss_bytes: u64,
-    /// Greatest memory that was held on a GPU, without what its driver takes for itself; 0
-    /// without one.
+    /// Peak memory held on a GPU, in bytes, without the memory that its driver takes; 0 without a
+    /// GPU.
     #[serde(default)]
     pub peak_device_bytes: u64,
-    /// What was announced of it before the work, tuning included.
+    /// Estimate of it before the work, including tuning.
     #[serde(default)]
     pub estimated_device_bytes: u64,
-    /// What took the time, in the order of first occurrence.
+    /// Time of each stage, in the order of first occurrence.
     #[serde(default)]
     pub stages: Vec<Stage>,
-    /// Everything that was not done as asked, and why.
+    /// All deviations from the request, with their reasons.
     pub fallbacks: Vec<String>,
     /// Every quantized weight.
     pub layers: Vec<LayerReport>,
     /// Measured quality against the source.
     pub quality: Option<EvalReport>,
-    /// The peak that was announced before the work.
+    /// Estimate of the peak memory before the work, in bytes.
     #[serde(default)]
     pub estimated_peak_bytes: u64,
-    /// The positions where the model strays most from the source, worst first.
+    /// The positions at which the model differs most from the source, worst first.
     #[serde(default)]
     pub worst_tokens: Vec<WorstToken>,
-    /// Which scheme each group of weights got, where schemes were chosen.
+    /// The scheme of each group of weights, if schemes were chosen.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allocation: Vec<Choice>,
-    /// What tuning did, where it was asked for and left its weights.
+    /// Summary of tuning, if it was requested and its weights were kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tuning: Option<TuningReport>,
-    /// KL divergence of the source from itself, keys and values in FP16 against none rounded.
+    /// KL divergence of the source from itself, with keys and values in FP16 and unrounded.
     #[serde(default)]
     pub self_noise: Option<KldStats>,
 }
 
-/// What end-to-end tuning did.
+/// Summary of end-to-end tuning.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TuningReport {
-    /// Where, and what multiplied.
+    /// The device, and the implementation of its products.
     pub device: String,
-    /// Codes were tuned, not scales and gains alone.
+    /// True if codes were tuned, not only scales and gains.
     pub codes: bool,
     /// Steps done.
     pub steps: usize,
-    /// Sequences of each.
+    /// Sequences per step.
     pub batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub length: usize,
-    /// Mean KL divergence in nats on text that no step saw, before.
+    /// Mean KL divergence in nats before tuning, on text that no step used.
     pub held_out_before: f64,
-    /// That of the state that was kept.
+    /// The same for the state that was kept.
     pub held_out_after: f64,
 }
 
-/// A position where the model strays far from the source.
+/// A position at which the model differs far from the source.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorstToken {
     /// KL divergence in nats.
     pub kld: f64,
     /// The text up to the position.
     pub context: String,
-    /// The token that follows in the text.
+    /// The next token of the text.
     pub target: String,
     /// The model's best token.
     pub model_top: String,
@@ -98,14 +98,14 @@ pub struct WorstToken {
 }
 
 impl QuantizeReport {
-    /// The `n` weights with the greatest error at their output (or, where that is unknown, of
-    /// their own), as `name (error)`.
+    /// The `n` weights with the greatest output error (or, where that is unknown, the greatest error
+    /// of the weight), as `name (error)`.
     pub fn worst_layers(&self, n: usize) -> Vec<String> {
         let show = |l: &LayerReport| format!("{} ({:.2} %)", l.name, 100.0 * l.error());
         self.worst(n).into_iter().map(show).collect()
     }
 
-    /// The same weights' rows.
+    /// The rows of those weights.
     pub fn worst(&self, n: usize) -> Vec<&LayerReport> {
         let mut layers: Vec<&LayerReport> = self.layers.iter().collect();
         layers.sort_by(|a, b| b.error().total_cmp(&a.error()));
@@ -119,32 +119,32 @@ impl QuantizeReport {
 pub struct LayerReport {
     /// Its name.
     pub name: String,
-    /// Bits of its codes (16: kept).
+    /// Bits of its codes (16: not quantized).
     pub bits: u32,
-    /// Method that was used.
+    /// Method used.
     pub method: String,
     /// `|W - Q|_F / |W|_F`.
     pub rel_error: f64,
-    /// `|(W - Q) X|_F / |W X|_F` over the calibration's inputs, where they were gathered.
+    /// `|(W - Q) X|_F / |W X|_F` over the calibration's inputs, if they were gathered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output_error: Option<f64>,
 }
 
 impl LayerReport {
-    /// The error at the output or, where that is unknown, of the weight.
+    /// The output error or, if that is unknown, the error of the weight.
     fn error(&self) -> f64 {
         self.output_error.unwrap_or(self.rel_error)
     }
 }
 
-/// A group's chosen scheme, as reports and records show it.
+/// The scheme chosen for a group, as shown in reports and records.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Choice {
-    /// The group.
+    /// Name of the group.
     pub group: String,
     /// Its scheme, e.g. `int4 g32 asymmetric`.
     pub scheme: String,
-    /// Bytes.
+    /// Bytes of the group.
     #[serde(rename = "tensor_bytes", alias = "bytes")]
     pub bytes: u64,
     /// Predicted loss in nats of KL divergence.

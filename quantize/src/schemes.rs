@@ -1,4 +1,4 @@
-//! Which scheme each weight of a model gets.
+//! The scheme of each weight of a model.
 
 use crate::allocation;
 use crate::error::{Error, Result};
@@ -11,15 +11,15 @@ use std::collections::BTreeMap;
 /// Schemes by weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schemes {
-    /// Of the layers' Linears.
+    /// Scheme of the layers' Linears.
     pub linears: AffineScheme,
-    /// Of the embedding and the head; `None` keeps them as they are.
+    /// Scheme of the embedding and the head; `None` keeps them as they are.
     pub head: Option<AffineScheme>,
-    /// Of single weights, by name.
+    /// Schemes of single weights, by name.
     pub overrides: BTreeMap<String, AffineScheme>,
 }
 
-/// The scheme of Linears that `nq quantize` uses unless told otherwise.
+/// The scheme that `nq quantize` uses for Linears by default.
 pub const fn default_scheme(bits: Bits) -> AffineScheme {
     match bits {
         Bits::B4 => AffineScheme::new(bits, Group::Size(64), Zeros::Integer),
@@ -29,8 +29,8 @@ pub const fn default_scheme(bits: Bits) -> AffineScheme {
     }
 }
 
-/// The scheme of an embedding or head of `bits`. At 4 bits its groups are half as long as a
-/// Linear's: nothing after the head makes up for its errors.
+/// The scheme of an embedding or head with `bits`-bit codes. At 4 bits, its groups are half as long
+/// as those of Linears: nothing after the head compensates for its errors.
 pub const fn head_scheme(bits: Bits) -> AffineScheme {
     match bits {
         Bits::B4 => AffineScheme::new(bits, Group::Size(32), Zeros::Integer),
@@ -39,7 +39,7 @@ pub const fn head_scheme(bits: Bits) -> AffineScheme {
 }
 
 impl Schemes {
-    /// The defaults for Linears of `bits`, with an 8-bit head.
+    /// The defaults for Linears with `bits`-bit codes, with an 8-bit head.
     pub fn defaults(bits: Bits) -> Self {
         Schemes {
             linears: default_scheme(bits),
@@ -48,7 +48,7 @@ impl Schemes {
         }
     }
 
-    /// The scheme of the weight `name`, or `None` if it is kept, as routers always are.
+    /// The scheme of the weight `name`; `None` if it is not quantized, as routers never are.
     pub fn of(&self, name: &str) -> Option<AffineScheme> {
         if is_router(name) {
             return None;
@@ -102,7 +102,7 @@ impl Schemes {
     /// The grids of a layer's Linears.
     ///
     /// # Errors
-    /// As [`Grid::new`].
+    /// Errors of [`Grid::new`].
     pub fn grids(&self, config: &ModelConfig, layer: usize) -> Result<Grids> {
         let linears = config.layer().linears().into_iter();
         let grids = linears.map(|linear| {
@@ -112,11 +112,11 @@ impl Schemes {
         grids.collect()
     }
 
-    /// Checks that groups divide the rows they lie in: kernels take no ragged groups, and no
-    /// published model has any.
+    /// Checks that the group size divides the rows: kernels do not support ragged groups, and no
+    /// published model needs them.
     ///
     /// # Errors
-    /// [`Error::Request`] naming the first weight whose inputs no whole number of groups fill.
+    /// [`Error::Request`] with the first weight whose inputs are not a multiple of the group size.
     pub fn check(&self, config: &ModelConfig) -> Result<()> {
         let mut weights: Vec<(String, usize)> = vec![(EMBEDDING.into(), config.hidden_size)];
         for layer in 0..config.num_hidden_layers {

@@ -1,4 +1,4 @@
-//! How long each stage of a run takes, for its report.
+//! The time of each stage of a run, for its report.
 
 use nq_formats::{Progress, Unit};
 use serde::{Deserialize, Serialize};
@@ -8,13 +8,13 @@ use std::time::Instant;
 /// A stage of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stage {
-    /// As the progress calls it; `<stage>: <part>` is a part of that stage.
+    /// Its name as shown by the progress; `<stage>: <part>` is a part of that stage.
     pub name: String,
     /// Wall time in seconds, all its occurrences together.
     pub seconds: f64,
 }
 
-/// A [`Progress`] that passes everything on and keeps the time.
+/// A [`Progress`] that passes everything on and measures the time of stages.
 pub(crate) struct Stages<'a> {
     progress: &'a dyn Progress,
     state: Mutex<State>,
@@ -45,7 +45,7 @@ impl State {
 }
 
 impl<'a> Stages<'a> {
-    /// Nothing done yet.
+    /// No stages yet.
     pub(crate) fn new(progress: &'a dyn Progress) -> Self {
         Stages {
             progress,
@@ -57,7 +57,7 @@ impl<'a> Stages<'a> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Does `work`, a part of a stage or something that no progress is shown of.
+    /// Times `work`, a part of a stage or something for which no progress is shown.
     pub(crate) fn time<T>(&self, name: &str, work: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = work();
@@ -65,7 +65,7 @@ impl<'a> Stages<'a> {
         result
     }
 
-    /// What was done so far, in the order of first occurrence.
+    /// The stages so far, in the order of first occurrence.
     pub(crate) fn done(&self) -> Vec<Stage> {
         self.state().done.clone()
     }

@@ -1,6 +1,6 @@
-//! The source as an engine where a device has no room for the whole of it: over a text that is
-//! known beforehand, run layer by layer. What comes out of the last layer is kept on the host,
-//! and the head stays on the device.
+//! The source as an engine on a device that has no room for the whole of it: it is run layer by layer
+//! over a text known beforehand. The last layer's output is kept on the host, and the head stays on
+//! the device.
 
 use crate::error::Result;
 use crate::layers::Pass;
@@ -12,10 +12,10 @@ use nq_runtime::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Rows whose logits are made at once.
+/// Rows whose logits are computed at once.
 pub(crate) const ROWS: usize = 64;
 
-/// [`Engine`] for one text.
+/// An [`Engine`] for one text.
 pub struct Streamed {
     inner: Arc<Inner>,
     description: EngineDescription,
@@ -33,7 +33,7 @@ impl Streamed {
     /// head takes its own.
     ///
     /// # Errors
-    /// What reading or running the layers reports.
+    /// Errors of reading or running the layers.
     pub fn new(
         mut stepper: Box<dyn LayerStepper>,
         store: &dyn WeightStore,
@@ -57,9 +57,10 @@ impl Streamed {
             weights.linears.values().for_each(Weight::release);
         }
         progress.end();
-        let head = match config.tie_word_embeddings {
-            true => embedding.clone(),
-            false => models::head(store, &config)?,
+        let head = if config.tie_word_embeddings {
+            embedding.clone()
+        } else {
+            models::head(store, &config)?
         };
         let norm = models::final_norm(store, &config)?;
         let opened = stepper.open_head(&norm, &head, ROWS)?;
@@ -115,7 +116,7 @@ struct StreamedSession {
 }
 
 impl StreamedSession {
-    /// Where the text that begins with `tokens` starts in the stream.
+    /// Where in the stream the text that begins with `tokens` starts.
     fn start(&self, tokens: &[u32]) -> nq_runtime::Result<usize> {
         let mut start = 0;
         for text in &self.of.texts {
@@ -126,12 +127,12 @@ impl StreamedSession {
         }
         Err(RuntimeError::Request {
             what: "text",
-            expected: "what the source was run over".into(),
+            expected: "a text that the source was run over".into(),
             found: format!("another one of {} tokens", tokens.len()),
         })
     }
 
-    /// Logits of `rows` of the stream, behind those on the host.
+    /// Appends the logits of `rows` of the stream to those on the host.
     fn push_logits(&mut self, rows: std::ops::Range<usize>) -> nq_runtime::Result<()> {
         let h = self.of.config.hidden_size;
         let mut head = (self.of.head.lock()).unwrap_or_else(PoisonError::into_inner);
@@ -184,7 +185,7 @@ mod tests {
     use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, load, stepper};
     use std::path::Path;
 
-    /// The same distributions as the engine that holds the whole model.
+    /// It gives the same distributions as the engine that holds the whole model.
     #[test]
     fn it_is_the_source_over_its_text() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");

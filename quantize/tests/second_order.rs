@@ -1,6 +1,6 @@
-//! Second-order rounding on the GPU against the same on the host.
+//! Second-order rounding on the GPU compared with the host's.
 //!
-//! Without a GPU the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
+//! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 #![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
@@ -35,7 +35,7 @@ fn normal(rows: usize, cols: usize, stream: u64) -> Matrix {
     m
 }
 
-/// Moments of inputs that lean on each other, of magnitudes from 1 to 30, some of them dead.
+/// Moments of correlated inputs of magnitudes from 1 to 30, some of them dead.
 fn moments(n: usize, dead: &[usize]) -> Matrix {
     let mut x = normal(2 * n, n, 1);
     for row in x.data.chunks_exact_mut(n) {
@@ -98,10 +98,10 @@ fn variants() -> Vec<Gptq> {
     vec![Gptq::default(), groups, cubes, whole]
 }
 
-/// Ranges are those of the host to the bit where they are chosen from the weights as they were.
+/// Ranges chosen from the original weights are bit for bit those of the host.
 /// Codes follow from sums of some hundred products in f32 on either side, which differ in their
-/// last bits: a code changes where a weight lies that near a border, and all later columns of
-/// its row with it. So some codes differ, and what the rounding costs does not.
+/// last bits: if a weight lies that close to a border, its code changes, and with it all later columns
+/// of its row. So some codes differ, but the cost of rounding does not.
 #[test]
 fn the_gpu_rounds_as_the_host() {
     let Some(ops) = ops() else { return };
@@ -110,7 +110,7 @@ fn the_gpu_rounds_as_the_host() {
         (64, 384, Bits::B4, Group::Size(32), Zeros::None, &[5, 300]),
         (70, 257, Bits::B8, Group::Channel, Zeros::None, &[0]),
         (16, 512, Bits::B8, Group::Size(128), Zeros::Integer, &[]),
-        // More rows than one launch takes, as of a head.
+        // More rows than one launch takes, as a head has.
         (65_600, 32, Bits::B4, Group::Size(16), Zeros::Integer, &[]),
     ];
     for (case, (rows, n, bits, group, zeros, dead)) in cases.into_iter().enumerate() {
@@ -145,7 +145,7 @@ fn the_gpu_rounds_as_the_host() {
     }
 }
 
-/// A matrix that is not positive definite is found out, and damping or rounding to nearest
+/// A matrix that is not positive definite is detected, and damping or rounding to nearest
 /// follows as on the host.
 #[test]
 fn what_cannot_be_factored_is_said() {

@@ -26,10 +26,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The engine, by candle.
+/// Loads the candle engine.
 ///
 /// # Errors
-/// [`CandleEngine::load`]'s.
+/// Errors of [`CandleEngine::load`].
 pub(crate) fn load(
     config: &ModelConfig,
     store: &dyn WeightStore,
@@ -55,7 +55,7 @@ struct CandleEngine {
     bytes_per_token: usize,
 }
 
-/// The architectures that candle's models here are.
+/// `model_type`s that this engine supports.
 const MODEL_TYPES: [&str; 2] = ["qwen3", "qwen3_moe"];
 
 /// One of candle's implementations, with its cache.
@@ -73,7 +73,7 @@ enum CandleModel {
 }
 
 impl CandleModel {
-    /// Runs `tokens` behind the `cached` ones: logits `[rows, vocab]`.
+    /// Runs `tokens` after the `cached` ones: logits `[rows, vocab]`.
     fn forward(
         &mut self,
         tokens: &[u32],
@@ -84,7 +84,7 @@ impl CandleModel {
         let (hidden, head) = match self {
             CandleModel::Dense { model, head } => (model.forward(&input, cached)?, head),
             CandleModel::Experts { model, head } => (model.forward(&input, cached)?, head),
-            // Always those of the last row.
+            // This model always returns the last row's logits alone.
             CandleModel::Gguf(model) => {
                 let logits = model.forward(&input, cached)?;
                 if rows.is_empty() {
@@ -102,7 +102,7 @@ impl CandleModel {
 }
 
 /// # Errors
-/// [`Error::Unsupported`] for what this engine does not do.
+/// [`Error::Unsupported`] for anything that this engine cannot do.
 fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
     if let DeviceChoice::Cuda(n) = options.device {
         return Err(unsupported("device", "the CPU", format!("cuda:{n}")));
@@ -175,10 +175,10 @@ fn dense_tensors(
 }
 
 impl CandleEngine {
-    /// Hands the store's GGUF file to candle, or else converts every weight to f32.
+    /// Hands the store's GGUF file to candle, or converts every weight to f32.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for what candle's Qwen3 does not do: quantized weights outside GGUF
+    /// [`Error::Unsupported`] for anything that candle's Qwen3 cannot do: quantized weights outside GGUF
     /// files, other devices, rounded activations, YaRN.
     fn load(
         config: &ModelConfig,
@@ -195,9 +195,10 @@ impl CandleEngine {
             return Self::load_gguf(path, config, options, progress);
         }
         let (tensors, head) = dense_tensors(config, store, progress)?;
-        let looked_up = match config.tie_word_embeddings {
-            true => 0,
-            false => config.vocab_size * config.hidden_size,
+        let looked_up = if config.tie_word_embeddings {
+            0
+        } else {
+            config.vocab_size * config.hidden_size
         };
         let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
         let pool = threads(options)?;
@@ -247,7 +248,7 @@ impl CandleEngine {
         let (mut bytes, mut parameters) = (0, BTreeMap::new());
         for (name, info) in &content.tensor_infos {
             let (kind, n) = (info.ggml_dtype, info.shape.elem_count());
-            // Only rows that are looked up are read of an embedding that is not the head.
+            // If the head has its own matrix, only the embedding rows that are looked up are read.
             if tied || embedding.as_ref() != Some(name) {
                 bytes += n / kind.block_size() * kind.type_size();
             }
@@ -286,7 +287,7 @@ impl CandleEngine {
     }
 }
 
-/// The threads that candle runs on.
+/// The thread pool that candle runs on.
 fn threads(options: &LoadOptions) -> Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(options.threads.unwrap_or(0))
@@ -307,7 +308,7 @@ impl Engine for CandleEngine {
         self.bytes_per_token
     }
 
-    /// One sequence, f32 keys and values, which grow as it does.
+    /// A session of one sequence with f32 keys and values, in a cache that grows with the sequence.
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
         if spec.slots != 1 {
             return Err(unsupported("slots", "1", spec.slots.to_string()));
@@ -332,8 +333,8 @@ impl Engine for CandleEngine {
     }
 }
 
-/// A sequence in progress. candle's cache can only grow, so a shortened sequence is computed
-/// again at once: what goes on from it is timed as if it had been kept.
+/// A sequence in progress. candle's cache can only grow, so a shortened sequence is recomputed
+/// at once: continuing from it is timed as if the cache had been kept.
 struct CandleSession {
     fresh: CandleModel, // shares its weights with `model`; its cache is empty
     model: CandleModel,
@@ -346,7 +347,7 @@ struct CandleSession {
 }
 
 impl CandleSession {
-    /// Computes the sequence's cache again if it is not that of `tokens`.
+    /// Recomputes the cache if it is not that of `tokens`.
     fn refill(&mut self) -> candle_core::Result<()> {
         if self.cached == self.tokens.len() {
             return Ok(());
@@ -420,7 +421,7 @@ impl Session for CandleSession {
     }
 }
 
-/// What candle's Qwen3 cannot do.
+/// An error for something that candle's Qwen3 cannot do.
 fn unsupported(what: &'static str, expected: &str, found: String) -> Error {
     Error::Unsupported {
         engine: "candle",
@@ -441,7 +442,7 @@ fn to_tensor(name: &str, weight: &Weight) -> Result<Tensor> {
     }
 }
 
-/// The config in candle's words.
+/// The config as candle's type.
 fn candle_config(c: &ModelConfig) -> qwen3::Config {
     qwen3::Config {
         vocab_size: c.vocab_size,
@@ -463,7 +464,7 @@ fn candle_config(c: &ModelConfig) -> qwen3::Config {
     }
 }
 
-/// The config of a mixture in candle's words.
+/// The config of a mixture of experts as candle's type.
 fn candle_experts(c: &ModelConfig) -> Option<qwen3_moe::Config> {
     let experts = c.experts?;
     let dense = candle_config(c);

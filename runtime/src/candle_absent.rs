@@ -1,4 +1,4 @@
-//! `--engine candle` of a build without it.
+//! `--engine candle` in a build without it.
 
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -7,7 +7,7 @@ use nq_formats::{ModelConfig, Progress, WeightStore};
 use std::sync::Arc;
 
 /// # Errors
-/// Always, saying how to build nq with candle.
+/// Always; the message says how to build nq with candle.
 pub(crate) fn load(
     _: &ModelConfig,
     _: &dyn WeightStore,

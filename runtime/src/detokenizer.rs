@@ -1,11 +1,11 @@
-//! Token ids to text as they come.
+//! Converts a stream of token ids to text.
 
 use crate::tokenizer::{TokenBytes, Tokenizer};
 use std::sync::Arc;
 
 /// Turns a stream of ids into text whose pieces, joined, are what [`Tokenizer::decode`] gives
 /// for the whole. A piece never ends inside a character: bytes that may still become one are
-/// kept back. A push costs the token's own bytes, however long the stream.
+/// kept back. A push costs time in proportion to the token's bytes, however long the stream.
 pub struct Detokenizer {
     tokens: Arc<TokenBytes>,
     skip_special: bool,
@@ -14,7 +14,7 @@ pub struct Detokenizer {
 }
 
 impl Detokenizer {
-    /// A stream's start. `skip_special` leaves out tokens marked special.
+    /// Begins a stream. `skip_special` leaves out tokens marked special.
     pub fn new(tokenizer: &Tokenizer, skip_special: bool) -> Self {
         Detokenizer {
             tokens: Arc::clone(tokenizer.token_bytes()),
@@ -23,8 +23,8 @@ impl Detokenizer {
         }
     }
 
-    /// The text that is complete with this token; `None` if there is none yet. Bytes that
-    /// cannot become UTF-8 any more come as U+FFFD.
+    /// The text that this token completes; `None` if there is none yet. Bytes that
+    /// can no longer become UTF-8 come as U+FFFD.
     pub fn push(&mut self, id: u32) -> Option<String> {
         if self.skip_special && self.tokens.is_special(id) {
             return None;
@@ -46,8 +46,7 @@ impl Detokenizer {
         (!text.is_empty()).then_some(text)
     }
 
-    /// The end of the stream: U+FFFD if it broke off inside a character. The detokenizer is
-    /// then as new.
+    /// Ends the stream: U+FFFD if it stopped inside a character. The detokenizer is then as new.
     pub fn flush(&mut self) -> Option<String> {
         let rest = std::mem::take(&mut self.pending);
         (!rest.is_empty()).then(|| String::from_utf8_lossy(&rest).into_owned())

@@ -1,4 +1,4 @@
-//! Which device runs a model, and what it has room for.
+//! Devices that run models, and their memory.
 
 use crate::error::{Error, Result};
 use crate::gpu;
@@ -17,10 +17,10 @@ pub enum Device {
 }
 
 impl Device {
-    /// Does `work` here; a GPU's products of f32 round operands to TF32.
+    /// Runs `work` on this device; on a GPU, f32 products round their operands to TF32.
     ///
     /// # Errors
-    /// An absent device, or the driver's; what comes of the work is within.
+    /// An absent device; errors of the driver. Errors of the work are in its output.
     pub fn run<W: GradWork>(self, work: W) -> Result<W::Output> {
         match self {
             Device::Cpu => Ok(work.run(&CpuOps)),
@@ -30,10 +30,10 @@ impl Device {
 }
 
 impl DeviceChoice {
-    /// The device to use here. `Auto` takes the first GPU if there is one that can be used.
+    /// The device to use. `Auto` takes the first usable GPU, or else the CPU.
     ///
     /// # Errors
-    /// [`Error::Device`] if the one asked for is absent, saying what is missing.
+    /// [`Error::Device`] if the requested device is absent; the message says what is missing.
     pub fn resolve(self) -> Result<Device> {
         let ordinal = match self {
             DeviceChoice::Cpu => return Ok(Device::Cpu),
@@ -44,7 +44,7 @@ impl DeviceChoice {
         };
         let why = match gpu::count() {
             Ok(count) if ordinal < count => return Ok(Device::Cuda(ordinal)),
-            Ok(count) => format!("there are {count} devices, counted from 0"),
+            Ok(count) => format!("expected an ordinal below {count}, the number of GPUs found"),
             Err(why) => why,
         };
         Err(Error::Device {
@@ -53,8 +53,8 @@ impl DeviceChoice {
         })
     }
 
-    /// Why `Auto` takes the CPU although the machine has an NVIDIA GPU that this build has kernels
-    /// for; `None` where it takes the GPU, there is none, or `CUDA_VISIBLE_DEVICES` hides it.
+    /// Why `Auto` takes the CPU although the machine has an NVIDIA GPU and this build has kernels for
+    /// it. `None` if it takes the GPU, if there is none, or if `CUDA_VISIBLE_DEVICES` hides it.
     pub fn why_no_gpu() -> Option<String> {
         let why = gpu::first().err().filter(|_| cfg!(feature = "cuda"))?;
         let hidden = |v: std::ffi::OsString| v.is_empty() || v == "-1";
@@ -85,20 +85,20 @@ fn has_nvidia_gpu(root: &Path) -> bool {
 pub struct GpuFound {
     /// E.g. `NVIDIA H200`.
     pub name: String,
-    /// All of its memory.
+    /// Its total memory, in bytes.
     pub memory_bytes: u64,
     /// Compute capability, e.g. (9, 0).
     pub capability: (i32, i32),
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: usize,
-    /// The CUDA version that the driver is for, e.g. (13, 0).
+    /// The CUDA version that the driver supports, e.g. (13, 0).
     pub driver_cuda: (i32, i32),
 }
 
-/// The machine's GPUs, each opened and its kernels loaded.
+/// All GPUs of the machine. Each is opened and its kernels are loaded.
 ///
 /// # Errors
-/// [`Error::Kernel`] if there is no driver or no device, or the first that cannot be used.
+/// [`Error::Kernel`] if there is no driver or no device, or for the first device that cannot be used.
 #[cfg(feature = "cuda")]
 pub fn gpus() -> Result<Vec<GpuFound>> {
     use nq_kernels::cuda::{Gpu, device_count};
@@ -117,8 +117,8 @@ pub fn gpus() -> Result<Vec<GpuFound>> {
     Ok(found)
 }
 
-/// Measures how fast a GPU's memory is read. The device stays open, so that nothing but that runs
-/// between the repeats of a test.
+/// Measures how fast a GPU's memory is read. The device stays open, so that repeated measurements
+/// time nothing else.
 #[cfg(feature = "cuda")]
 pub struct GpuMeter(nq_kernels::cuda::Gpu);
 
@@ -132,38 +132,38 @@ impl GpuMeter {
         Ok(GpuMeter(nq_kernels::cuda::Gpu::open(ordinal)?))
     }
 
-    /// Bytes per second.
+    /// Measured bytes per second.
     ///
     /// # Errors
     /// [`Error::Kernel`].
     pub fn read_bandwidth(&self) -> Result<f64> {
-        // Large against the cache, and within what is free.
+        // Large compared with the cache, and within the free memory.
         let bytes = (32 * self.0.info().l2_bytes).min(self.0.free_memory()? / 2);
         Ok(self.0.read_bandwidth(bytes)?)
     }
 
-    /// Bytes of the cache before the memory.
+    /// Bytes of the last cache before the memory.
     pub fn cache_bytes(&self) -> u64 {
         self.0.info().l2_bytes as u64
     }
 }
 
-/// Bytes that the system can still hand out without swapping, where it says so.
+/// Bytes that the system can still hand out without swapping; `None` if it does not say.
 pub fn available_memory() -> Option<u64> {
     proc_bytes("meminfo", "MemAvailable:")
 }
 
-/// Bytes of the machine's memory, where the system says so.
+/// Bytes of the machine's memory; `None` if the system does not say.
 pub fn total_memory() -> Option<u64> {
     proc_bytes("meminfo", "MemTotal:")
 }
 
-/// The greatest resident memory of this process so far, in bytes, where the system says so.
+/// The peak resident memory of this process so far, in bytes; `None` if the system does not say.
 pub fn peak_memory() -> Option<u64> {
     proc_bytes("self/status", "VmHWM:")
 }
 
-/// Bytes that the line of a file in /proc gives which begins so.
+/// The bytes given by the line of a file in /proc that begins with `line`.
 fn proc_bytes(file: &str, line: &str) -> Option<u64> {
     let info = std::fs::read_to_string(format!("/proc/{file}")).ok()?;
     let kib = info.lines().find_map(|l| l.strip_prefix(line))?;

@@ -2,7 +2,7 @@
 //!
 //! One forward serves chat, evaluation, calibration and sensitivity: [`Session::forward`]
 //! takes a batch of token chunks, a KV cache that the session owns, the logits wanted and an
-//! observer. [`LayerStepper`](crate::LayerStepper) is the same forward one layer at a time, for
+//! observer. [`LayerStepper`](crate::LayerStepper) runs the same forward one layer at a time, for
 //! quantizing models larger than memory.
 
 use crate::batch::StepsAhead;
@@ -20,27 +20,27 @@ pub trait Engine: Send + Sync {
     /// Shape of the model.
     fn config(&self) -> &ModelConfig;
 
-    /// What runs it: device, engine, kernels and activations.
+    /// The device, engine, kernels and activations that run it.
     fn description(&self) -> &EngineDescription;
 
-    /// Bytes of weights that decoding one token reads: all layers and the head, not the
-    /// embedding rows that are not looked up.
+    /// Bytes of weights read to decode one token: all layers and the head, but of the embedding
+    /// only rows that are looked up.
     fn bytes_per_token(&self) -> usize;
 
-    /// Bytes per second at which the device was measured to read what the weights are read
-    /// from, for rates beside their limit. Measured at the first call (a fraction of a second)
-    /// and kept; `None` if the engine has no measurement.
+    /// Measured read bandwidth, in bytes per second, of the memory that holds the weights, for
+    /// comparing rates with their limit. Measured on the first call (a fraction of a second)
+    /// and kept; `None` if the engine cannot measure it.
     fn memory_bandwidth(&self) -> Option<f64> {
         None
     }
 
-    /// What weights and a session take of the memory of a device that is not the machine's.
+    /// Memory that weights and a session take on a device with its own memory; `None` on others.
     fn device_memory(&self, _spec: &SessionSpec) -> Option<DeviceMemory> {
         None
     }
 
-    /// Sequences, at most, whose next tokens one step of a [`Batch`](crate::batch::Batch) finds
-    /// without taking logits to the host; `None` if it always takes them.
+    /// Most sequences whose next tokens one step of a [`Batch`](crate::batch::Batch) can draw without
+    /// copying logits to the host; `None` if logits are always copied.
     fn sampled_together(&self) -> Option<usize> {
         None
     }
@@ -54,23 +54,23 @@ pub trait Engine: Send + Sync {
     /// Allocates a KV cache and scratch.
     ///
     /// # Errors
-    /// If the device has not enough memory; the error says what did not fit.
+    /// If the device does not have enough memory; the error says what did not fit.
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>>;
 
-    /// Starts counting what each operation costs, from zero, over all sessions; false if this
-    /// engine cannot tell.
+    /// Starts profiling the cost of each operation, from zero, over all sessions; false if this
+    /// engine cannot.
     fn start_profile(&self) -> bool {
         false
     }
 
-    /// Stops counting: what was counted, the most expensive first. What a forward does
-    /// between operations is not in it.
+    /// Stops profiling and returns the counts, the most expensive operation first. Work that a forward
+    /// does between operations is not included.
     fn stop_profile(&self) -> Vec<OpTiming> {
         Vec::new()
     }
 }
 
-/// What runs a model, for reports.
+/// The device, engine, kernels and activations of a model, for reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EngineDescription {
     /// `nq` or `candle`.
@@ -83,7 +83,7 @@ pub struct EngineDescription {
     pub activations: String,
     /// Bits of most weights, e.g. 4, 8 or 16.
     pub bits: usize,
-    /// Threads (CPU) or 0.
+    /// Number of CPU threads; 0 on a GPU.
     pub threads: usize,
 }
 
@@ -97,58 +97,58 @@ impl fmt::Display for EngineDescription {
     }
 }
 
-/// Bytes of a device's own memory.
+/// Use of a device's own memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// Weights.
     pub weights: usize,
     /// Keys and values of a session.
     pub kv: usize,
-    /// Its activations and tables.
+    /// Activations and tables of that session.
     pub scratch: usize,
-    /// Free now.
+    /// Free memory at the time of asking.
     pub free: usize,
 }
 
 impl DeviceMemory {
-    /// All that is taken.
+    /// Sum of weights, keys and values, and scratch.
     pub fn total(&self) -> usize {
         self.weights + self.kv + self.scratch
     }
 }
 
-/// What a session reserves.
+/// Size of a session.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SessionSpec {
-    /// Sequences that can be held at once.
+    /// Most sequences held at once.
     pub slots: usize,
-    /// Positions per sequence, at most.
+    /// Most positions per sequence.
     pub ctx: usize,
-    /// Pages of [`PAGE`] positions that all sequences have together; `None`: enough for every
-    /// slot to be filled.
+    /// Pages of [`PAGE`] positions for all sequences together; `None`: enough to fill every
+    /// slot.
     pub pages: Option<usize>,
-    /// What keys and values are rounded to.
+    /// Type that keys and values are rounded to.
     pub kv: KvType,
     /// Most tokens of one `forward` (all chunks together); longer inputs must be fed in parts.
     pub max_rows: usize,
 }
 
 impl SessionSpec {
-    /// Pages of keys and values.
+    /// Number of pages for keys and values.
     pub fn page_count(&self) -> usize {
         let all = self.slots * self.ctx.div_ceil(PAGE);
         self.pages.unwrap_or(all)
     }
 }
 
-/// New tokens of one sequence. They go to positions `len(slot) ..` of it.
+/// New tokens of one sequence, at positions `len(slot) ..` of it.
 #[derive(Clone, Debug)]
 pub struct Chunk<'a> {
     /// The sequence.
     pub slot: usize,
     /// Token ids, at least one.
     pub tokens: &'a [u32],
-    /// For which of them logits are wanted.
+    /// Rows whose logits are wanted.
     pub logits: LogitsWanted,
 }
 
@@ -182,7 +182,7 @@ impl LogitsWanted {
 pub struct Logits<'a> {
     /// `[rows, vocab]`, row-major.
     pub data: &'a [f32],
-    /// Columns.
+    /// Tokens in the vocabulary, the length of a row.
     pub vocab: usize,
 }
 
@@ -200,7 +200,7 @@ impl<'a> Logits<'a> {
 
 /// Sequences in progress: a KV cache and the scratch of a forward.
 pub trait Session: Send {
-    /// What was reserved.
+    /// The size it was made with.
     fn spec(&self) -> SessionSpec;
 
     /// Tokens held by a sequence.
@@ -209,12 +209,12 @@ pub trait Session: Send {
     /// Forgets all but the first `len` tokens of a sequence.
     fn truncate(&mut self, slot: usize, len: usize);
 
-    /// Makes the sequence in slot `to` the first `len` tokens of that in `from`; what `to` held is
-    /// forgotten. Their keys and values are shared, not copied, and take memory once.
+    /// Makes the sequence in slot `to` the first `len` tokens of the sequence in `from`; `to`'s previous
+    /// tokens are dropped. Keys and values are shared, not copied, and take memory once.
     ///
     /// # Errors
-    /// [`Error::Request`] if there are no such slots or fewer tokens, or if the engine shares
-    /// nothing.
+    /// [`Error::Request`] if a slot does not exist, if `from` has fewer tokens, or if the engine cannot
+    /// share keys and values.
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
         Err(Error::Request {
             what: "fork",
@@ -223,35 +223,35 @@ pub trait Session: Send {
         })
     }
 
-    /// Pages for keys and values that no sequence has; `None` if the engine has no pages.
+    /// Pages for keys and values that no sequence uses; `None` if the engine has no pages.
     fn free_pages(&self) -> Option<usize> {
         None
     }
 
-    /// Bytes of a page of keys and values of all layers, as [`Session::read_page`] gives it; `None`
-    /// if the engine gives none.
+    /// Bytes of a page of keys and values of all layers, as returned by [`Session::read_page`]; `None`
+    /// if the engine does not support that.
     fn page_bytes(&self) -> Option<usize> {
         None
     }
 
     /// Appends to `out` the keys and values of all layers at positions `index * PAGE` to
-    /// `(index + 1) * PAGE` of a sequence, as they lie in memory.
+    /// `(index + 1) * PAGE` of a sequence, in their layout in memory.
     ///
     /// # Errors
-    /// [`Error::Request`] if the sequence has fewer positions, or if the engine gives no pages.
+    /// [`Error::Request`] if the sequence has fewer positions, or if the engine does not support this.
     fn read_page(&self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
         let _ = (slot, index, out);
         Err(no_pages())
     }
 
-    /// Appends [`PAGE`] positions to a sequence that ends with a page: what [`Session::read_page`]
-    /// gave of a sequence with the same tokens up to there, in a session of the same model and
-    /// [`SessionSpec::kv`].
+    /// Appends [`PAGE`] positions to a sequence whose length is a multiple of [`PAGE`]: bytes that
+    /// [`Session::read_page`] returned for a sequence with the same tokens up to there, in a session of
+    /// the same model and [`SessionSpec::kv`].
     ///
     /// # Errors
-    /// [`Error::PagesFull`], [`Error::ContextFull`]; [`Error::Request`] if the sequence does not end
-    /// with a page, for other than [`Session::page_bytes`] bytes, or if the engine takes no pages. The
-    /// sequence is then unchanged.
+    /// [`Error::PagesFull`], [`Error::ContextFull`]; [`Error::Request`] if the sequence ends within
+    /// a page, if `page` has not [`Session::page_bytes`] bytes, or if the engine does not support this.
+    /// The sequence is then unchanged.
     fn append_page(&mut self, slot: usize, page: &[u8]) -> Result<()> {
         let _ = (slot, page);
         Err(no_pages())
@@ -293,25 +293,25 @@ pub trait Session: Send {
         1
     }
 
-    /// What runs steps ahead of the host and draws their tokens, if the device does.
+    /// Steps ahead of the host, whose tokens the device draws; `None` if the device cannot.
     fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
         None
     }
 }
 
-/// Of an engine that neither gives nor takes pages of keys and values.
+/// The error of an engine without access to pages of keys and values.
 fn no_pages() -> Error {
     Error::Request {
         what: "pages of keys and values",
-        expected: "an engine that gives and takes them".into(),
-        found: "one that does not".into(),
+        expected: "an engine that reads and writes them".into(),
+        found: "one that cannot".into(),
     }
 }
 
-/// True if there is neither a NaN nor an infinity in `x`.
+/// True if `x` contains neither NaN nor infinity.
 pub(crate) fn all_finite(x: &[f32]) -> bool {
     const EXPONENT: u32 = 0x7f80_0000;
-    // Without an early exit within a block the compiler can use vectors.
+    // Without an early exit inside a block, the compiler can vectorize the loop.
     let block_finite = |b: &[f32]| {
         b.iter()
             .fold(true, |ok, v| ok & (v.to_bits() & EXPONENT != EXPONENT))
@@ -321,17 +321,18 @@ pub(crate) fn all_finite(x: &[f32]) -> bool {
 
 /// An error if `x`, the output of layer `layer`, holds a NaN or an infinity.
 pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
-    match all_finite(x) {
-        true => Ok(()),
-        false => Err(Error::NotFinite {
+    if all_finite(x) {
+        Ok(())
+    } else {
+        Err(Error::NotFinite {
             what: "the output",
             layer,
-        }),
+        })
     }
 }
 
-/// Refuses chunks that do not fit a session before anything is computed. `len` gives the
-/// tokens that a slot holds.
+/// Refuses chunks that do not fit a session, before anything is computed. `len` returns the
+/// number of tokens in a slot.
 pub(crate) fn check_chunks(
     chunks: &[Chunk<'_>],
     spec: &SessionSpec,
@@ -392,33 +393,33 @@ pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<()> {
     }
 }
 
-/// Sees activations as a forward computes them. Methods default to nothing.
+/// Receives activations as a forward computes them. All methods do nothing by default.
 pub trait Observer {
-    /// False if [`Observer::linear_input`] and [`Observer::expert_input`] do nothing: a device then
-    /// need not bring the inputs to the host, nor compute those of experts that rows do not go
-    /// through.
+    /// False if [`Observer::linear_input`] and [`Observer::expert_input`] do nothing: the device then
+    /// need not copy inputs to the host, nor compute the inputs of experts that rows are not routed
+    /// to.
     fn wants_inputs(&self) -> bool {
         true
     }
 
-    /// The input `x` `[rows, in]` of the Linears of `product` in `layer`, which share it,
-    /// before any rounding of activations.
+    /// The input `x` `[rows, in]` that the Linears of `product` in `layer` share, before any rounding
+    /// of activations.
     fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
         let _ = (layer, product, x);
     }
 
-    /// The input `x` `[rows, in]` of the Linears of `product` of one expert in `layer`, of every row,
-    /// whether it goes through this expert or not.
+    /// The input `x` `[rows, in]` of the Linears of `product` of one expert in `layer`, for every row,
+    /// whether it is routed to this expert or not.
     fn expert_input(&mut self, layer: usize, product: &Product, expert: usize, x: &[f32]) {
         let _ = (layer, product, expert, x);
     }
 
-    /// Which experts of `layer` the rows go through.
+    /// The experts of `layer` that each row is routed to.
     fn routed(&mut self, layer: usize, routes: &Routes) {
         let _ = (layer, routes);
     }
 
-    /// So many more rows have gone through a layer whose inputs the device sums itself
+    /// Another `rows` rows have gone through a layer whose input statistics the device sums itself
     /// ([`LayerStepper::moments`](crate::LayerStepper::moments)).
     fn rows(&mut self, rows: usize) {
         let _ = rows;
@@ -429,14 +430,14 @@ pub trait Observer {
         let _ = (layer, x);
     }
 
-    /// The normalized input `x` `[rows, hidden]` of the head, of the rows whose logits are
+    /// The normalized input `x` `[rows, hidden]` of the head, for the rows whose logits are
     /// wanted.
     fn head_input(&mut self, x: &[f32]) {
         let _ = x;
     }
 }
 
-/// Sees nothing.
+/// Ignores everything.
 impl Observer for () {
     fn wants_inputs(&self) -> bool {
         false
@@ -446,14 +447,14 @@ impl Observer for () {
 /// The residual stream of a set of whole sequences, kept between layers.
 #[derive(Clone, Debug, Default)]
 pub struct Hidden {
-    /// `[rows, hidden]`: the sequences one after another.
+    /// `[rows, hidden]`: one sequence after another.
     pub data: Vec<f32>,
     /// Tokens of each sequence, in order.
     pub lengths: Vec<usize>,
 }
 
 impl Hidden {
-    /// `sequences` of token ids looked up in the embedding `[vocab, hidden]`.
+    /// Looks up `sequences` of token ids in the embedding `[vocab, hidden]`.
     ///
     /// # Errors
     /// [`Error::Request`] for a token id past the vocabulary.
@@ -471,10 +472,10 @@ impl Hidden {
         })
     }
 
-    /// Checks that the stream holds the rows that its lengths say, `width` values each.
+    /// Checks that the stream has the number of rows given by its lengths, each of `width` values.
     ///
     /// # Errors
-    /// [`Error::Request`]
+    /// [`Error::Request`] if it does not.
     pub fn check(&self, width: usize) -> Result<()> {
         let rows: usize = self.lengths.iter().sum();
         if self.data.len() == rows * width {
@@ -487,10 +488,10 @@ impl Hidden {
         })
     }
 
-    /// As [`Hidden::check`], and that `rows` are among them.
+    /// Like [`Hidden::check`], and checks that `rows` are among its rows.
     ///
     /// # Errors
-    /// [`Error::Request`]
+    /// [`Error::Request`] if they are not.
     pub fn check_rows(&self, width: usize, rows: &Range<usize>) -> Result<()> {
         self.check(width)?;
         let all: usize = self.lengths.iter().sum();

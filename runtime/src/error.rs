@@ -7,22 +7,22 @@ use std::path::PathBuf;
 /// Shorthand for this crate's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong between a checkpoint and a token.
+/// Errors of loading a model and generating from it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Reading a checkpoint failed.
     #[error(transparent)]
     Format(#[from] nq_formats::Error),
-    /// A kernel refused.
+    /// A kernel failed.
     #[error(transparent)]
     Kernel(#[from] nq_kernels::Error),
     /// The context is full.
     #[error("the context of {capacity} tokens is full: {needed} are needed")]
     ContextFull {
-        /// Positions the cache has room for.
+        /// Positions that the cache has room for.
         capacity: usize,
-        /// Positions that were asked for.
+        /// Positions needed.
         needed: usize,
     },
     /// The pages for keys and values are used up.
@@ -30,21 +30,21 @@ pub enum Error {
         "keys and values: {free} of {pages} pages of {PAGE} tokens are free, {needed} more are needed"
     )]
     PagesFull {
-        /// Pages wanted.
+        /// Pages needed in addition.
         needed: usize,
-        /// Pages that no sequence has.
+        /// Pages that no sequence uses.
         free: usize,
         /// All pages of the session.
         pages: usize,
     },
-    /// A request to an engine does not fit it.
+    /// A request does not fit the engine.
     #[error("{what}: expected {expected}, found {found}")]
     Request {
-        /// Which part of the request.
+        /// Part of the request.
         what: &'static str,
-        /// What fits.
+        /// Values that fit.
         expected: String,
-        /// What was given.
+        /// Value given.
         found: String,
     },
     /// A tokenizer or chat template is unusable.
@@ -54,34 +54,34 @@ pub enum Error {
         path: PathBuf,
         /// Tokenizer or chat template.
         what: &'static str,
-        /// Why.
+        /// What is wrong with it.
         why: String,
     },
-    /// Whoever waited for a result no longer does.
+    /// The caller that waited for a result has stopped waiting.
     #[error("interrupted")]
     Interrupted,
     /// The reference engine failed.
     #[error("candle: {why}")]
     Candle {
-        /// What it said.
+        /// Its message.
         why: String,
     },
-    /// There is nothing to sample from.
+    /// The logits do not define a distribution.
     #[error("logits: expected finite numbers, found {found}")]
     Logits {
-        /// The first that is not, or that there is none.
+        /// The first logit that is not finite, or a note that there is none.
         found: String,
     },
-    /// Nothing is left to sample from.
+    /// Mask and biases exclude all tokens.
     #[error(
         "none of {vocab} tokens may follow: the token mask and the logit biases exclude every \
          one that the model does not"
     )]
     NoTokenAllowed {
-        /// Tokens of the vocabulary.
+        /// Size of the vocabulary.
         vocab: usize,
     },
-    /// A device that was asked for is absent or unusable.
+    /// A requested device is absent or unusable.
     #[error("device {device}: {why}")]
     Device {
         /// The device.
@@ -89,29 +89,29 @@ pub enum Error {
         /// What is missing.
         why: String,
     },
-    /// An engine does not do what was asked of it.
+    /// An engine does not support what was requested.
     #[error("engine {engine}: {what}: expected {expected}, found {found}")]
     Unsupported {
         /// The engine.
         engine: &'static str,
-        /// Which part of the model or request.
+        /// Part of the model or request.
         what: &'static str,
-        /// What it does.
+        /// What it supports.
         expected: String,
-        /// What was asked for.
+        /// What was requested.
         found: String,
     },
-    /// Something does not fit a device's memory.
+    /// An allocation does not fit a device's memory.
     #[error(
         "{what} needs {}; {} are available",
         human_bytes(*needed), human_bytes(*available)
     )]
     Memory {
-        /// What was to be allocated.
+        /// Purpose of the allocation.
         what: &'static str,
-        /// Its bytes.
+        /// Its size in bytes.
         needed: u64,
-        /// Bytes that the device can still hand out.
+        /// Bytes still available on the device.
         available: u64,
     },
     /// A model and its session do not fit a GPU's free memory.
@@ -120,22 +120,22 @@ pub enum Error {
         human_bytes(*free), human_bytes(*needed)
     )]
     DeviceMemory {
-        /// Bytes of all of it.
+        /// Bytes of all parts together.
         needed: u64,
-        /// What they are for.
+        /// What the bytes are for.
         parts: String,
-        /// Bytes that the driver has free.
+        /// Bytes that the driver reports free.
         free: u64,
-        /// What would fit, as flags of the program.
+        /// Requests that would fit, as flags of the program.
         help: String,
     },
-    /// The layers' output is finite, the head's is not.
+    /// The layers' output is finite, but the head's is not.
     #[error("logits are not finite: the head's weights or activations overflow")]
     LogitsNotFinite,
-    /// Numbers stopped being numbers.
+    /// Activations contain NaN or infinity.
     #[error("{what} of layer {layer} is not finite: the weights or activations overflow")]
     NotFinite {
-        /// What was looked at.
+        /// The activations that were checked.
         what: &'static str,
         /// The layer, counted from 0.
         layer: usize,

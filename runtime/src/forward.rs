@@ -1,16 +1,16 @@
-//! The forward of a layer, written once: which operations it is made of, in their order. A device
+//! The forward of a layer, written once: its operations in their order. Each device
 //! runs them its own way, over its own buffers, and may queue or record them.
 
 use nq_formats::ModelConfig;
 use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 
-/// A layer's weights as a device keeps them: products as `L`, gains of norms as `N`.
+/// A layer's weights as a device holds them: matrices as `L`, gains of norms as `N`.
 pub struct Layer<L, N> {
     /// Its number, from 0.
     pub index: usize,
-    /// The first half.
+    /// The first half: attention.
     pub attention: Attention<L, N>,
-    /// The second.
+    /// The second half: the MLP or the experts.
     pub mlp: Mlp<L, N>,
 }
 
@@ -28,9 +28,9 @@ pub struct Attention<L, N> {
     pub o: Packed<L>,
 }
 
-/// What follows attention.
+/// A layer's second half.
 pub enum Mlp<L, N> {
-    /// As [`MlpSpec::SwiGlu`].
+    /// See [`MlpSpec::SwiGlu`].
     SwiGlu {
         /// `[hidden]`
         norm: N,
@@ -39,7 +39,7 @@ pub enum Mlp<L, N> {
         /// `[hidden, intermediate]`
         down: Packed<L>,
     },
-    /// As [`MlpSpec::Experts`].
+    /// See [`MlpSpec::Experts`].
     Experts(Experts<L, N>),
 }
 
@@ -49,51 +49,51 @@ pub struct Experts<L, N> {
     pub norm: N,
     /// `[experts, hidden]`
     pub router: Packed<L>,
-    /// Of every expert `[2 width, hidden]`.
+    /// `[2 width, hidden]` for every expert.
     pub gate_up: Packed<L>,
-    /// Of every expert `[hidden, width]`.
+    /// `[hidden, width]` for every expert.
     pub down: Packed<L>,
 }
 
-/// A product of the architecture's table, and its weight on a device.
+/// A product from the architecture's table, and its weight on a device.
 pub struct Packed<L> {
-    /// Which product.
+    /// Row of the table.
     pub spec: &'static Product,
     /// Its weight.
     pub linear: L,
 }
 
-/// Where [`Ops::project`] puts a product of the normalized residual stream.
+/// Destination of [`Ops::project`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Projection {
-    /// Queries, keys and values, which [`Ops::attend`] takes.
+    /// Queries, keys and values, the input of [`Ops::attend`].
     Qkv,
-    /// `silu(gate) * up`, which is [`Operand::Gated`].
+    /// `silu(gate) * up`, later used as [`Operand::Gated`].
     Gated,
 }
 
-/// What [`Ops::add`] multiplies.
+/// Left operand of [`Ops::add`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operand {
-    /// What attention yields.
+    /// The output of attention.
     Attended,
-    /// What [`Projection::Gated`] left.
+    /// The output of [`Projection::Gated`].
     Gated,
 }
 
-/// The operations of a layer over the rows of a pass, which has their residual stream `x`.
+/// The operations of a layer over the rows of a pass, which holds their residual stream `x`.
 ///
 /// # Errors
-/// Every operation gives the device's.
+/// Every operation returns errors of the device.
 pub trait Ops {
-    /// The weight of a product.
+    /// Type of a product's weight.
     type Linear;
-    /// The gains of a norm.
+    /// Type of a norm's gains.
     type Gains;
-    /// What the device reports.
+    /// Type of the device's errors.
     type Error;
 
-    /// `norm(x) w^T`.
+    /// Computes `norm(x) w^T`.
     fn project(
         &mut self,
         layer: usize,
@@ -103,14 +103,14 @@ pub trait Ops {
     ) -> Result<(), Self::Error>;
 
     /// Normalizes and rotates queries and keys, appends keys and values to the rows' sequences, and
-    /// attends, each row to the positions up to its own.
+    /// lets each row attend to the positions up to its own.
     fn attend(
         &mut self,
         layer: usize,
         attention: &Attention<Self::Linear, Self::Gains>,
     ) -> Result<(), Self::Error>;
 
-    /// `x += operand w^T`.
+    /// Computes `x += operand w^T`.
     fn add(
         &mut self,
         layer: usize,
@@ -118,14 +118,14 @@ pub trait Ops {
         w: &Packed<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
-    /// `x` plus the mixture of `experts`.
+    /// Adds the mixture of `experts` to `x`.
     fn add_experts(
         &mut self,
         layer: usize,
         experts: &Experts<Self::Linear, Self::Gains>,
     ) -> Result<(), Self::Error>;
 
-    /// Hears that `x` is the layer's output.
+    /// Called when `x` is the layer's output.
     fn end_layer(&mut self, layer: usize) -> Result<(), Self::Error> {
         let _ = layer;
         Ok(())
@@ -133,10 +133,10 @@ pub trait Ops {
 }
 
 impl<L, N> Layer<L, N> {
-    /// Layer `index`, as `spec` says: its products are `linear`'s, its norms `norm`'s.
+    /// Builds layer `index` as described by `spec`: weights from `linear`, gains from `norm`.
     ///
     /// # Errors
-    /// The first that they return.
+    /// The first error that either returns.
     pub fn new<E>(
         index: usize,
         spec: &'static LayerSpec,
@@ -184,7 +184,8 @@ impl<L, N> Layer<L, N> {
         })
     }
 
-    /// What a token reads of its weights, `bytes` of each: of experts those that it goes through.
+    /// Bytes of its weights that one token reads, `bytes` of each weight: of experts, only the
+    /// chosen ones.
     pub fn bytes_per_token(&self, c: &ModelConfig, bytes: impl Fn(&L) -> usize) -> usize {
         let all: usize = self.linears().chain(self.router()).map(&bytes).sum();
         let Mlp::Experts(Experts { gate_up, down, .. }) = &self.mlp else {
@@ -195,7 +196,7 @@ impl<L, N> Layer<L, N> {
         all - stacks + stacks / count * routed
     }
 
-    /// The weights of its products, in the order they run: all but the router's.
+    /// Its weights in the order they run, without the router's.
     pub fn linears(&self) -> impl Iterator<Item = &L> {
         let (Mlp::SwiGlu { gate_up, down, .. } | Mlp::Experts(Experts { gate_up, down, .. })) =
             &self.mlp;
@@ -203,7 +204,7 @@ impl<L, N> Layer<L, N> {
         [&a.qkv, &a.o, gate_up, down].into_iter().map(|p| &p.linear)
     }
 
-    /// What scores its experts, if it has any.
+    /// The weight that scores its experts, if it has any.
     pub fn router(&self) -> Option<&L> {
         match &self.mlp {
             Mlp::SwiGlu { .. } => None,
@@ -211,14 +212,14 @@ impl<L, N> Layer<L, N> {
         }
     }
 
-    /// Gains of its norms, in the order of its table.
+    /// Gains of its norms, in the order of the architecture's table.
     pub fn norms(&self) -> impl Iterator<Item = &N> {
         let (Mlp::SwiGlu { norm, .. } | Mlp::Experts(Experts { norm, .. })) = &self.mlp;
         let a = &self.attention;
         [&a.norm, norm, &a.q_norm, &a.k_norm].into_iter()
     }
 
-    /// [`Layer::linears`] and [`Layer::norms`], to be changed.
+    /// [`Layer::linears`] and [`Layer::norms`], mutable.
     pub fn parts_mut(&mut self) -> (impl Iterator<Item = &mut L>, impl Iterator<Item = &mut N>) {
         let (Mlp::SwiGlu {
             norm,
@@ -240,7 +241,7 @@ impl<L, N> Layer<L, N> {
     /// Runs the layer over the rows of a pass.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn run<O: Ops<Linear = L, Gains = N>>(&self, ops: &mut O) -> Result<(), O::Error> {
         let (layer, attention) = (self.index, &self.attention);
         ops.project(layer, &attention.norm, &attention.qkv, Projection::Qkv)?;

@@ -48,12 +48,12 @@ impl Sequence {
         self.slot
     }
 
-    /// What the cache holds.
+    /// The tokens whose keys and values are cached.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// Keeps of the cache what `prompt` begins with, and returns its length: less than the
+    /// Keeps the part of the cache that `prompt` begins with, and returns its length: less than the
     /// prompt's, as the last token must be fed for its logits.
     fn reuse(&mut self, session: &mut dyn Session, prompt: &[u32]) -> usize {
         let most = prompt.len().saturating_sub(1);
@@ -65,15 +65,15 @@ impl Sequence {
     }
 }
 
-/// When an answer ends.
+/// Conditions that end an answer.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits<'a> {
     /// Tokens that end it; they are not part of the answer.
     pub stop: &'a [u32],
     /// Most tokens to sample.
     pub max_tokens: usize,
-    /// Ends it, when set by another thread or a signal handler, at the next token or chunk
-    /// of the prompt.
+    /// If set by another thread or a signal handler, ends the answer at the next token or chunk of the
+    /// prompt.
     pub interrupt: Option<&'a AtomicBool>,
 }
 
@@ -86,13 +86,13 @@ impl Limits<'_> {
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopReason {
-    /// The model chose this stop token.
+    /// The model sampled this stop token.
     Eos(u32),
-    /// [`Limits::max_tokens`] were sampled.
+    /// [`Limits::max_tokens`] tokens were sampled.
     MaxTokens,
-    /// No position is left.
+    /// The context has no position left.
     ContextFull,
-    /// [`Limits::interrupt`], or the receiver of the tokens.
+    /// [`Limits::interrupt`] was set, or the receiver of the tokens stopped.
     Interrupted,
 }
 
@@ -101,7 +101,7 @@ pub enum StopReason {
 pub struct Stats {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Of those, tokens that the cache held already.
+    /// Prompt tokens that the cache already held.
     pub reused_tokens: usize,
     /// Tokens sampled, the stop token included.
     pub tokens: usize,
@@ -109,16 +109,16 @@ pub struct Stats {
     pub draft_steps: usize,
     /// Tokens that were drafted and checked, and those of them that were right.
     pub drafted: usize,
-    /// See [`Stats::drafted`].
+    /// Drafted tokens that were right.
     pub accepted: usize,
-    /// From the call to the first token.
+    /// Time from the call to the first token.
     pub first_token: Duration,
-    /// From the first token to the last.
+    /// Time from the first token to the last.
     pub decode: Duration,
 }
 
 impl Stats {
-    /// Tokens per second after the first one; `None` if there are none.
+    /// Tokens per second after the first one; `None` if there is no such token.
     pub fn tokens_per_second(&self) -> Option<f64> {
         let steps = self.tokens.saturating_sub(1);
         let seconds = self.decode.as_secs_f64();
@@ -150,15 +150,15 @@ pub struct Generated {
     pub stats: Stats,
 }
 
-/// Answers `prompt`: computes what the cache does not hold of it, then samples until a limit.
-/// Each token of the answer goes to `each` as it comes, stop tokens excepted.
+/// Answers `prompt`: computes the part of it that the cache does not hold, then samples up to a
+/// limit. Each token of the answer except stop tokens goes to `each` as it comes.
 ///
-/// The sequence stays in step with the session whatever happens, so that a next prompt that
+/// The sequence stays in step with the session even after an error, so that a next prompt that
 /// continues this one is cheap.
 ///
 /// # Errors
-/// [`Error::Request`] for an empty prompt; [`Error::ContextFull`] for one that leaves no
-/// room for an answer, before anything is computed; the session's and the sampler's.
+/// [`Error::Request`] for an empty prompt; [`Error::ContextFull`], before anything is computed, for
+/// one that leaves no room for an answer; errors of the session and the sampler.
 pub fn generate(
     session: &mut dyn Session,
     sequence: &mut Sequence,
@@ -238,11 +238,11 @@ pub fn generate(
     result.map(|()| answer)
 }
 
-/// [`generate`] with the answer as text: each piece, whole characters, goes to `each` as it
-/// comes. Tokens marked special are left out.
+/// [`generate`] with the answer as text: each piece, made of whole characters, goes to `each` as
+/// it comes. Tokens marked special are left out.
 ///
 /// # Errors
-/// [`generate`]'s.
+/// Errors of [`generate`].
 pub fn generate_text(
     session: &mut dyn Session,
     sequence: &mut Sequence,
@@ -265,7 +265,7 @@ pub fn generate_text(
         },
     );
     if let Some(rest) = detokenizer.flush() {
-        // The answer is over: there is nothing left to break off.
+        // The answer is complete: there is nothing left to stop.
         let _ = each(&rest);
     }
     answer
@@ -288,7 +288,7 @@ fn check_prompt(prompt: &[u32], capacity: usize) -> Result<()> {
     Ok(())
 }
 
-/// Feeds what the sequence lacks of `prompt` and returns the logits of its last token;
+/// Feeds the part of `prompt` that the sequence lacks and returns the logits of its last token;
 /// `None` if interrupted.
 fn prefill<'s>(
     session: &'s mut dyn Session,
@@ -300,9 +300,10 @@ fn prefill<'s>(
     let rows = session.spec().max_rows.max(1);
     loop {
         let rest = &prompt[sequence.tokens.len()..];
-        let (tokens, last) = match rest.len() <= rows {
-            true => (rest, true),
-            false => (&rest[..rows], false),
+        let (tokens, last) = if rest.len() <= rows {
+            (rest, true)
+        } else {
+            (&rest[..rows], false)
         };
         if limits.interrupted() {
             return Ok(None);
@@ -310,9 +311,10 @@ fn prefill<'s>(
         let chunk = Chunk {
             slot,
             tokens,
-            logits: match last {
-                true => LogitsWanted::Last,
-                false => LogitsWanted::None,
+            logits: if last {
+                LogitsWanted::Last
+            } else {
+                LogitsWanted::None
             },
         };
         if last {

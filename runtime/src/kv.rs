@@ -1,11 +1,11 @@
-//! Which pages of a session's pool hold which sequence: page tables and reference counts, whatever
-//! device the pages lie on.
+//! Page tables and reference counts: which pages of a session's pool hold which sequence, on any
+//! device.
 //!
 //! A page is [`PAGE`] positions of all layers. Position `p` of the sequence in a slot is row
 //! `p % PAGE` of page `table[p / PAGE]`. A page may be in several tables: sequences forked from
-//! one another share what they have in common. What lies behind a shared part is written to a
-//! page of the sequence's own: the first write after a fork in mid-page copies the rows before it
-//! (copy on write, as PagedAttention has it, arXiv 2309.06180).
+//! one another share their common beginning. New rows behind a shared part are written to a page of
+//! the sequence's own: the first write after a fork in mid-page copies the rows before it
+//! (copy on write, as in PagedAttention, arXiv 2309.06180).
 
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
@@ -13,18 +13,18 @@ use nq_kernels::cpu::PAGE;
 #[cfg(feature = "cuda")]
 use nq_kernels::cuda::SharedPrefix;
 
-/// Rows at the beginning of a page that a sequence needs in a page of its own.
+/// A copy of the first rows of a shared page into a page that a sequence has alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageCopy {
     /// The shared page.
     pub(crate) from: u32,
-    /// The sequence's own.
+    /// The sequence's own page.
     pub(crate) to: u32,
-    /// Rows to copy: fewer than a page's.
+    /// Rows to copy: less than a full page.
     pub(crate) rows: usize,
 }
 
-/// Reads of a page that reading it once for all of its rows saves.
+/// Page reads saved by reading the prefix once for all of its rows.
 #[cfg(feature = "cuda")]
 fn saved(prefix: &SharedPrefix) -> usize {
     prefix.pages * (prefix.rows.len() - 1)
@@ -47,7 +47,7 @@ pub(crate) struct PageTables {
 }
 
 impl PageTables {
-    /// As many empty sequences as `spec` has slots, over its pages.
+    /// Empty sequences, one for each slot of `spec`, over its pages.
     pub(crate) fn new(spec: &SessionSpec) -> Self {
         let pages = spec.page_count();
         PageTables {
@@ -58,24 +58,24 @@ impl PageTables {
         }
     }
 
-    /// Filled positions of a sequence.
+    /// Number of filled positions of a sequence.
     pub(crate) fn len(&self, slot: usize) -> usize {
         self.lengths[slot]
     }
 
-    /// Every slot's sequence's pages, in the order of positions.
+    /// The page tables of all slots, each in the order of positions.
     pub(crate) fn all(&self) -> &[Vec<u32>] {
         &self.tables
     }
 
-    /// Pages in no sequence.
+    /// Number of pages that no sequence uses.
     pub(crate) fn free_pages(&self) -> usize {
         self.free.len()
     }
 
     /// Makes room for more positions of sequences, `growth` of (slot, positions) in different
-    /// slots: afterwards each may write behind what it has. What has to be copied first is
-    /// returned, to be copied before anything else is written.
+    /// slots: afterwards each may be appended to. Returns the copies that must be made before
+    /// anything else is written.
     ///
     /// # Errors
     /// [`Error::PagesFull`] if there are not enough pages; nothing has changed then.
@@ -114,9 +114,9 @@ impl PageTables {
         Ok(copies)
     }
 
-    /// What sequences have in common: disjoint groups of the rows given with their slots, so chosen
-    /// that reading each group's first pages once saves most, where it saves at least `least` reads
-    /// of a page.
+    /// Groups of the given (row, slot) pairs that share a prefix of pages. The groups are disjoint, each
+    /// saves at least `least` page reads when its prefix is read once, and they are chosen so that the
+    /// total saving is greatest.
     #[cfg(feature = "cuda")]
     pub(crate) fn prefixes(&self, rows: &[(usize, usize)], least: usize) -> Vec<SharedPrefix> {
         let full = |slot: usize| &self.tables[slot][..self.lengths[slot] / PAGE];
@@ -127,8 +127,8 @@ impl PageTables {
         best
     }
 
-    /// Of rows in the order of their pages that have the first `common` pages in common: the reads
-    /// saved, and the groups that save them.
+    /// The best grouping of `rows`, which are ordered by their pages and share the first `common` ones:
+    /// page reads saved, and the groups.
     #[cfg(feature = "cuda")]
     fn best_prefixes(&self, rows: &[(usize, usize)], common: usize) -> (usize, Vec<SharedPrefix>) {
         let page = |&(_, slot): &(usize, usize), at: usize| {
@@ -161,21 +161,21 @@ impl PageTables {
         }
     }
 
-    /// Where in its table a sequence has a page that is partly filled and that others have too.
+    /// The index in its table of a sequence's last page, if that is partly filled and shared.
     fn shared_end(&self, slot: usize) -> Option<usize> {
         let at = self.lengths[slot] / PAGE;
         let partly = !self.lengths[slot].is_multiple_of(PAGE);
         (partly && self.counts[self.tables[slot][at] as usize] > 1).then_some(at)
     }
 
-    /// A free page, now in one table. There is one: `reserve` has counted.
+    /// Takes a free page, now in one table. There is one: `reserve` has counted.
     fn take(&mut self) -> u32 {
         let page = self.free.pop().expect("pages were counted");
         self.counts[page as usize] = 1;
         page
     }
 
-    /// One table fewer names `page`.
+    /// Removes `page` from one table.
     fn release(&mut self, page: u32) {
         let count = &mut self.counts[page as usize];
         *count -= 1;
@@ -184,16 +184,16 @@ impl PageTables {
         }
     }
 
-    /// The sequence has `rows` positions more, for which there was room.
+    /// Marks `rows` more positions of the sequence as filled; there must be room for them.
     pub(crate) fn advance(&mut self, slot: usize, rows: usize) {
         self.lengths[slot] += rows;
         debug_assert!(self.lengths[slot] <= self.tables[slot].len() * PAGE);
     }
 
-    /// The page with positions `index * PAGE` to `(index + 1) * PAGE` of a sequence.
+    /// The page that holds positions `index * PAGE` to `(index + 1) * PAGE` of a sequence.
     ///
     /// # Errors
-    /// [`Error::Request`] for a slot that there is not or a sequence that has fewer positions.
+    /// [`Error::Request`] if the slot does not exist or the sequence has fewer positions.
     pub(crate) fn whole_page(&self, slot: usize, index: usize) -> Result<u32> {
         let len = self.lengths.get(slot).copied().unwrap_or(0);
         match len / PAGE {
@@ -206,11 +206,11 @@ impl PageTables {
         }
     }
 
-    /// A sequence that ends with a page, in a context of `ctx` positions, has one more: the page that
-    /// is to be filled.
+    /// Adds a page to a sequence whose length is a multiple of [`PAGE`], in a context of `ctx`
+    /// positions; the caller fills it.
     ///
     /// # Errors
-    /// [`Error::Request`] for a slot that there is not or a sequence that ends elsewhere,
+    /// [`Error::Request`] if the slot does not exist or the sequence ends within a page,
     /// [`Error::ContextFull`], [`Error::PagesFull`]; nothing has changed then.
     pub(crate) fn append_page(&mut self, slot: usize, ctx: usize) -> Result<u32> {
         let len = self.lengths.get(slot).copied();
@@ -227,7 +227,7 @@ impl PageTables {
                 needed: len + PAGE,
             });
         }
-        // At the end of a page there is nothing to copy.
+        // Nothing to copy, as the sequence ends with a full page.
         self.reserve([(slot, PAGE)].into_iter())?;
         self.advance(slot, PAGE);
         Ok(self.tables[slot][len / PAGE])
@@ -244,12 +244,12 @@ impl PageTables {
         }
     }
 
-    /// Makes the sequence in slot `to` the first `len` positions of that in `from`, whose pages it
-    /// shares.
+    /// Makes the sequence in slot `to` the first `len` positions of the sequence in `from`, sharing its
+    /// pages.
     ///
     /// # Errors
-    /// [`Error::Request`] for a slot that there is not, the same one twice, or more positions than
-    /// the sequence has.
+    /// [`Error::Request`] if a slot does not exist, if both are the same, or if the sequence has fewer
+    /// positions.
     pub(crate) fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
         let slots = self.tables.len();
         let refuse = |what, expected, found: usize| {
@@ -310,7 +310,7 @@ mod tests {
         assert_eq!(t.free_pages(), 5);
         t.fork(0, 1, 2 * PAGE + 3).unwrap();
         assert_eq!((t.free_pages(), &t.all()[1]), (5, &t.all()[0]));
-        // Whoever writes first takes a page of its own; then nobody shares the last one.
+        // The first to write takes a page of its own; then the last page is no longer shared.
         let (last, own) = (t.all()[0][2], 3);
         let copy = PageCopy {
             from: last,
@@ -320,7 +320,7 @@ mod tests {
         assert_eq!(grow(&mut t, 1, 1).unwrap(), [copy]);
         assert_eq!(t.all()[1][..2], t.all()[0][..2]);
         assert_eq!(grow(&mut t, 0, 1).unwrap(), []);
-        // At the end of a page there is nothing to copy.
+        // Nothing to copy at the end of a page.
         t.fork(0, 2, 2 * PAGE).unwrap();
         assert_eq!(grow(&mut t, 2, 1).unwrap(), []);
         assert_eq!(t.free_pages(), 3);
@@ -330,7 +330,7 @@ mod tests {
         assert_eq!(t.free_pages(), 8);
     }
 
-    /// Rows 10 to 16 over slots 0 to 6: four of five pages, two of which have a sixth, and others.
+    /// Rows 10 to 16 over slots 0 to 6: four share five pages, two of those a sixth; others share none.
     #[cfg(feature = "cuda")]
     #[test]
     fn what_is_in_common_is_grouped_so_that_most_is_saved() {
@@ -356,12 +356,12 @@ mod tests {
             found.sort();
             found
         };
-        // Partly filled pages are nobody's to share; 15 reads saved by four, not 6 by two.
+        // Partly filled pages cannot be shared; four rows save 15 reads, two would save 6.
         let (four, two) = ((5, vec![10, 11, 12, 13]), (9, vec![14, 15]));
         assert_eq!(groups(&t, 1), [four.clone(), two]);
         assert_eq!(groups(&t, 10), [four]);
         assert_eq!(groups(&t, 16), []);
-        // Two that have much more in common do better alone.
+        // Two rows that share many more pages save more on their own.
         grow(&mut t, 1, 20 * PAGE).unwrap();
         t.fork(1, 2, 26 * PAGE).unwrap();
         assert_eq!(groups(&t, 10), [(26, vec![11, 12])]);
@@ -394,7 +394,7 @@ mod tests {
             (2, 0, 1)
         );
         grow(&mut t, 0, PAGE).unwrap();
-        // A copy needs a page too.
+        // A copy takes a page too.
         t.fork(0, 1, 2 * PAGE + 1).unwrap();
         let refused = grow(&mut t, 1, 1).unwrap_err().to_string();
         assert!(
@@ -406,7 +406,7 @@ mod tests {
         }
     }
 
-    /// Against a model that writes every row down.
+    /// Compares with a model that records every row.
     #[test]
     fn every_sequence_keeps_its_rows_and_no_page_is_lost() {
         const SLOTS: usize = 5;

@@ -1,8 +1,8 @@
 //! A model on a device: weights, KV cache, forward pass, tokenizer, chat template, sampling
 //! and generation.
 //!
-//! [`Engine`] and [`Session`] are the interfaces that everything above this crate uses;
-//! [`load()`](load::load) makes an [`Engine`] of a checkpoint. Only this crate places data on
+//! [`Engine`] and [`Session`] are the interfaces that all crates above this one use;
+//! [`load()`](load::load) makes an [`Engine`] from a checkpoint. Only this crate places data on
 //! devices.
 //!
 //! ```
@@ -27,7 +27,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`generate::generate_text`] makes an answer of such logits, a [`Batch`] several at once.
+//! [`generate::generate_text`] makes an answer from such logits, a [`Batch`] several at once.
 
 #![forbid(unsafe_code)]
 

@@ -18,16 +18,16 @@ use std::sync::Arc;
 /// Which device to run on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The first usable GPU, else the CPU; which and why is said.
+    /// The first usable GPU, otherwise the CPU; the choice and its reason are reported.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The GPU of this ordinal, or an error.
+    /// The GPU of this ordinal; an error if it is absent.
     Cuda(usize),
 }
 
-/// What Linears round their inputs to.
+/// Type that Linears round their inputs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ActivationChoice {
     /// Per weight: int8 in groups of 32 for 4-bit weights, int16 in groups of 128 for 8-bit
@@ -43,14 +43,14 @@ pub enum ActivationChoice {
         /// Inputs that share a scale.
         group: usize,
     },
-    /// The same with codes of almost 16 bits.
+    /// Like `Int8`, with codes of almost 16 bits.
     Int16 {
         /// Inputs that share a scale.
         group: usize,
     },
 }
 
-/// Groups that a name may give, and where it gives none, the group of int8 and of int16.
+/// Group sizes that a name may give, and the default group of int8 and of int16.
 const GROUPS: [usize; 4] = [16, 32, 64, 128];
 const INT8_GROUP: usize = 32;
 const INT16_GROUP: usize = 128;
@@ -60,8 +60,8 @@ const INT8_BITS: usize = 5;
 impl FromStr for ActivationChoice {
     type Err = String;
 
-    /// `auto`, `f32`, `bf16`, `int8` or `int16`, the last two with `-g16`, `-g32`, `-g64` or
-    /// `-g128` if not their own.
+    /// Parses `auto`, `f32`, `bf16`, `int8` or `int16`; the last two may be followed by `-g16`, `-g32`,
+    /// `-g64` or `-g128` for another group than the default.
     fn from_str(s: &str) -> std::result::Result<Self, String> {
         let expected = "expected auto, f32, bf16, int8 or int16, \
                         or the last two with -g16, -g32, -g64 or -g128";
@@ -88,7 +88,7 @@ impl FromStr for ActivationChoice {
 }
 
 impl fmt::Display for ActivationChoice {
-    /// What [`ActivationChoice::from_str`] reads.
+    /// Writes a name that [`ActivationChoice::from_str`] parses.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
@@ -103,7 +103,7 @@ impl fmt::Display for ActivationChoice {
 /// Which implementation runs the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineKind {
-    /// nq's own.
+    /// nq's own engine.
     #[default]
     Nq,
     /// candle-transformers, the baseline: unquantized models and GGUF files, on the CPU only, with
@@ -111,7 +111,7 @@ pub enum EngineKind {
     Candle,
 }
 
-/// How to place a model on a device.
+/// Options for placing a model on a device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LoadOptions {
     /// Device.
@@ -128,17 +128,17 @@ pub struct LoadOptions {
     pub activations: ActivationChoice,
     /// Family of kernels.
     pub kernels: KernelSet,
-    /// A session that will be opened: a GPU must have room for it too, before anything is
-    /// allocated there.
+    /// A session that will be opened later: a GPU must have room for it too, which is checked before
+    /// anything is allocated.
     pub session: Option<SessionSpec>,
 }
 
 impl LoadOptions {
-    /// The CPU with the threads and instruction set asked for.
+    /// The CPU with the requested threads and instruction set.
     ///
     /// # Errors
-    /// A forced instruction set that this CPU lacks; threads to be bound where the system
-    /// has no way to do it.
+    /// A forced instruction set that this CPU lacks; binding threads to cores on a system that cannot
+    /// do it.
     pub fn cpu(&self) -> Result<Cpu> {
         if self.pin && !cfg!(target_os = "linux") {
             return Err(Error::Unsupported {
@@ -157,11 +157,11 @@ impl LoadOptions {
 }
 
 /// Loads a model: reads every weight from `store`, repacks it for the device and reports
-/// progress in bytes. `store` may be a checkpoint or anything that makes weights.
+/// progress in bytes. `store` may be a checkpoint or any other source of weights.
 ///
 /// # Errors
-/// A missing or misshapen tensor, a weight that no kernel serves, an absent device or
-/// instruction set; each says which.
+/// A missing or misshapen tensor, a weight that no kernel supports, an absent device or
+/// instruction set; each error names it.
 pub fn load(
     config: &ModelConfig,
     store: &dyn WeightStore,
@@ -177,9 +177,9 @@ pub fn load(
     }
 }
 
-/// The forward one layer at a time, for weights that arrive layer by layer. On the CPU keys and
-/// values are rounded to `kv`; a GPU computes in f32 and passes up to `rows` rows through a layer at
-/// once, a sequence at least.
+/// The forward one layer at a time, for weights that arrive layer by layer. On the CPU, keys and
+/// values are rounded to `kv`. A GPU computes in f32 and passes up to `rows` rows through a layer at
+/// once, and at least one whole sequence.
 ///
 /// # Errors
 /// An absent device or instruction set.
@@ -196,13 +196,13 @@ pub fn stepper(
 }
 
 impl ActivationChoice {
-    /// What the input of the stacked `parts` is rounded to, where the device has kernels for
-    /// what `supports` says. Unquantized weights never take integers, nor quantized ones bf16.
+    /// Resolves the rounding of the input of the stacked `parts`, where the device has a kernel, which
+    /// `supports` tells. Unquantized weights never take integers, nor quantized ones bf16.
     ///
     /// `Auto` rounds for quantized weights: the product then runs in integers, at several times
-    /// the speed, and adds an error far below that of the weights. To weights of 6 and 8 bits int8
-    /// would add an error near the size of their own; two bytes add none that can be measured, and
-    /// cost decoding, which waits for memory, nothing, but prefill twice the products.
+    /// the speed, and adds an error far below that of the weights. For weights of 6 and 8 bits, int8
+    /// inputs would add an error almost as large as the weights' own; two bytes add none that can be
+    /// measured. They cost decoding nothing, as it waits for memory, but double prefill's products.
     pub fn resolve(
         self,
         parts: &[&Weight],

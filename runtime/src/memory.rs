@@ -1,5 +1,5 @@
-//! What a model and its sessions take of the CPU's memory, before any of it is allocated: the steps of
-//! loading and running it, on an account.
+//! The CPU memory that a model and its sessions will take, before any of it is allocated: the steps of
+//! loading and running, on an account.
 
 use crate::cpu::session_bytes;
 use crate::engine::SessionSpec;
@@ -11,10 +11,10 @@ use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Held};
 use std::collections::BTreeMap;
 
-/// Bytes of the least that is mapped.
+/// The smallest unit of memory that is mapped, in bytes.
 const PAGE: usize = 4096;
 
-/// Different tokens of a text, at most: longer texts repeat theirs.
+/// Most distinct tokens of a text: longer texts repeat theirs.
 const DISTINCT: usize = 8192;
 
 /// The kind of each matrix of a model, by name.
@@ -23,15 +23,15 @@ pub type Kinds<'a> = &'a dyn Fn(&str) -> WeightKind;
 /// Where weights come from when a model is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightSource {
-    /// Views of mapped files: what is not read takes no memory, what was read is given back.
+    /// Views of mapped files: parts not read take no memory, parts read are given back.
     Mapped,
-    /// Made in memory: quantized or drawn at load.
+    /// Made in memory: quantized or drawn at random while loading.
     Made,
 }
 
-/// Takes of `account` what loading a model takes: what stays is returned. A weight is held as it is
-/// read while it is packed, the head first, then layer by layer. Texts of up to `tokens` tokens are
-/// looked up.
+/// Counts on `account` the steps of loading a model, and returns the memory that stays held. A weight
+/// is held as read while it is packed: the head first, then layer by layer. Texts of up to `tokens`
+/// tokens will be looked up.
 pub fn hold_model(
     account: &Account,
     c: &ModelConfig,
@@ -45,7 +45,7 @@ pub fn hold_model(
     drop(read);
     if !c.tie_word_embeddings {
         let embedding = kinds(EMBEDDING).bytes(dims);
-        // Pages of the rows that were looked up stay mapped.
+        // Pages of rows that were looked up stay mapped.
         let row = (embedding / c.vocab_size).max(PAGE);
         held.add(match source {
             WeightSource::Made => embedding,
@@ -68,7 +68,7 @@ pub fn hold_model(
     held
 }
 
-/// Takes of `account` what a session takes whose sequences are filled to the last position, and which
+/// Counts on `account` a session whose sequences are filled to the last position, and which
 /// is asked for the logits of up to `logits_rows` rows at once.
 pub fn hold_session(
     account: &Account,
@@ -86,7 +86,7 @@ pub fn kv_bytes(c: &ModelConfig, spec: &SessionSpec) -> usize {
     session_bytes(c, spec).0
 }
 
-/// The kinds of all matrices in `store`, by name. A store that makes its weights makes all of
+/// The kinds of all matrices in `store`, by name. A store that makes its weights has to make all of
 /// them for this; its owner knows the kinds already.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! A model's weights in canonical form, as its architecture lists them, read from a store.
+//! A model's weights in canonical form, read from a store as listed by its architecture.
 
 use crate::error::Result;
 use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, NormSpec, Product};
@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 /// The canonical weights of one layer.
 #[derive(Clone, Debug)]
 pub struct LayerWeights {
-    /// What the layer is made of.
+    /// The layer's row of the architecture's table.
     pub spec: &'static LayerSpec,
-    /// Weights of its Linears, the router among them.
+    /// Weights of its Linears, including the router's.
     pub linears: BTreeMap<LinearKind, Weight>,
     /// Gains of its norms.
     pub norms: BTreeMap<NormKind, Tensor>,
@@ -21,7 +21,7 @@ impl LayerWeights {
     /// Reads layer `index` of a checkpoint.
     ///
     /// # Errors
-    /// A missing tensor, or one of another shape than the config says.
+    /// A missing tensor, or one whose shape does not match the config.
     pub fn read(store: &dyn WeightStore, config: &ModelConfig, index: usize) -> Result<Self> {
         Self::collect(
             config.layer(),
@@ -30,10 +30,10 @@ impl LayerWeights {
         )
     }
 
-    /// What `linear` and `norm` give for all that the layer is made of.
+    /// Collects the results of `linear` and `norm` for all parts of the layer.
     ///
     /// # Errors
-    /// The first that they return.
+    /// The first error that either returns.
     pub fn collect<E>(
         spec: &'static LayerSpec,
         mut linear: impl FnMut(&LinearSpec) -> Result<Weight, E>,
@@ -71,15 +71,15 @@ impl LayerWeights {
 /// Reads the embedding `[vocab, hidden]`.
 ///
 /// # Errors
-/// As [`LayerWeights::read`].
+/// Errors of [`LayerWeights::read`].
 pub fn embedding(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
     Ok(store.matrix(EMBEDDING, (config.vocab_size, config.hidden_size))?)
 }
 
-/// Reads the head `[vocab, hidden]`: the embedding, when tied.
+/// Reads the head `[vocab, hidden]`: the embedding if they are tied.
 ///
 /// # Errors
-/// As [`LayerWeights::read`].
+/// Errors of [`LayerWeights::read`].
 pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
     let dims = (config.vocab_size, config.hidden_size);
     Ok(store.matrix(names::head(config), dims)?)
@@ -88,7 +88,7 @@ pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
 /// Reads the final norm `[hidden]`.
 ///
 /// # Errors
-/// As [`LayerWeights::read`].
+/// Errors of [`LayerWeights::read`].
 pub fn final_norm(store: &dyn WeightStore, config: &ModelConfig) -> Result<Tensor> {
     Ok(store.vector(NORM, config.hidden_size)?)
 }

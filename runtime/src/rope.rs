@@ -11,7 +11,7 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// The frequencies of `config`: `theta^(-2i/d)`, stretched if it says YaRN.
+    /// The frequencies of `config`: `theta^(-2i/d)`, stretched if it uses YaRN.
     pub fn new(config: &ModelConfig) -> Self {
         let d = config.head_dim;
         let base: Vec<f64> = (0..d / 2)
@@ -48,15 +48,15 @@ impl Rotary {
         &self.inv_freq
     }
 
-    /// What cosines and sines are multiplied with.
+    /// YaRN's factor on cosines and sines; 1 without YaRN.
     pub fn attention_factor(&self) -> f32 {
         self.attention_factor
     }
 
     /// Writes `(cos, sin)` of one position, `[head_dim / 2]`.
     ///
-    /// The angle is rounded to f32 before its cosine is taken, as the implementations do
-    /// that Qwen3 was trained and published with.
+    /// The angle is rounded to f32 before its cosine is taken, as in the implementations with which
+    /// Qwen3 was trained and published.
     pub fn row(&self, position: usize, out: &mut [(f32, f32)]) {
         for (o, &f) in out.iter_mut().zip(&self.inv_freq) {
             let (sin, cos) = f64::from(position as f32 * f).sin_cos();
@@ -77,10 +77,10 @@ impl Rotary {
     }
 }
 
-/// The dimensions between which YaRN blends (arXiv 2309.00071, section 3.2): the one that
-/// turns `beta_fast` times within the original length, below which nothing is stretched, and
-/// the one that turns `beta_slow` times, above which everything is. Rounded outwards and kept
-/// in range as the published implementations do.
+/// The pair of dimensions between which YaRN blends (arXiv 2309.00071, section 3.2): below the first,
+/// which turns `beta_fast` times within the original length, nothing is stretched; above the second,
+/// which turns `beta_slow` times, everything is. Rounded outwards and kept in range as in the
+/// published implementations.
 fn yarn_range(theta: f64, d: usize, length: f64, beta_fast: f64, beta_slow: f64) -> (f64, f64) {
     let dimension =
         |rotations: f64| d as f64 * (length / (rotations * TAU)).ln() / (2.0 * theta.ln());

@@ -2,32 +2,32 @@
 //!
 //! Steps, in this order (Hugging Face transformers'; vLLM differs only in applying min-p before
 //! top-k and top-p, which changes what top-p counts):
-//! 1. token mask (a grammar's, or a list of allowed tokens): other tokens are excluded, and their
-//!    logits not looked at;
+//! 1. token mask (from a grammar, or a list of allowed tokens): other tokens are excluded, and their
+//!    logits are ignored;
 //! 2. logit bias: added to the model's logits, before any penalty, as vLLM and llama.cpp do with
 //!    `logit_bias` and transformers with `sequence_bias`; OpenAI's API says "prior to sampling";
 //! 3. repetition penalty (arXiv 1909.05858): logits of tokens in the prompt or the answer are
 //!    divided by it where positive and multiplied where negative;
 //! 4. frequency and presence penalty (as OpenAI's API and vLLM define them; transformers has
-//!    none): from the logit of a token that the answer has `c` times, `c` times the one and once
-//!    the other is subtracted; that the prompt has it does not matter;
+//!    none): for a token that occurs `c > 0` times in the answer, `c` times the frequency penalty and
+//!    once the presence penalty are subtracted from its logit; occurrences in the prompt do not count;
 //! 5. temperature: logits are divided by it; 0 means the best token, with no draw;
 //! 6. top-k: the k best tokens stay;
-//! 7. top-p (arXiv 1904.09751): of those, renormalized, the fewest best ones whose
-//!    probabilities reach p stay; the best one always does;
-//! 8. min-p (arXiv 2407.01082): tokens below `min_p` times the best one's probability go;
+//! 7. top-p (arXiv 1904.09751): of those, renormalized, the fewest best tokens whose
+//!    probabilities sum to at least p stay; the best one always does;
+//! 8. min-p (arXiv 2407.01082): tokens below `min_p` times the best one's probability are dropped;
 //! 9. one draw from what is left, renormalized.
 //!
 //! Log-probabilities ([`TokenLogprobs`]) are those of the model, before all of these steps.
 //!
-//! Of equal logits the lowest id counts as the best, so top-k keeps exactly k tokens
+//! Among equal logits the lowest id counts as the best, so top-k keeps exactly k tokens
 //! (transformers keeps all that tie with the k-th).
 //!
 //! The draw inverts the cumulative distribution over the surviving tokens in id order at `u`,
 //! the 53 bits `(w0 << 21 | w1 >> 11) / 2^53` of the first two words of Philox block
-//! `(seed, stream, position)`. The stream is the sequence (or the answer), the position the
-//! number of tokens before the sampled one; a device that knows the three draws the same `u`, and
-//! so does a sampler that is taken back ([`Sampler::rewind`]).
+//! `(seed, stream, position)`. The stream identifies the sequence (or the answer); the position is
+//! the number of tokens before the sampled one. A device given these three draws the same `u`, and
+//! so does a sampler that was rewound ([`Sampler::rewind`]).
 
 mod adjust;
 mod logprobs;
@@ -54,21 +54,21 @@ pub fn uniform(seed: u64, stream: u64, position: u64) -> f64 {
 pub struct Sampler {
     params: SamplingParams,
     bias: LogitBias,
-    /// Bits of allowed tokens; all are where it is empty.
+    /// Bits of the allowed tokens; empty if all are allowed.
     mask: Vec<u32>,
-    /// Alternatives to report with log-probabilities; none are computed without.
+    /// Number of alternatives to report with log-probabilities; `None` computes none.
     top_logprobs: Option<usize>,
     stream: u64,
-    /// Tokens before the answer.
+    /// Number of tokens before the answer.
     start: u64,
     position: u64,
     seen: Seen,
-    /// The answer, to be taken back; unused without penalties.
+    /// The answer, for rewinding; unused without penalties.
     answer: Vec<u32>,
     logprobs: Vec<TokenLogprobs>,
-    /// Logits after mask, biases and penalties; unused without them.
+    /// Logits after mask, biases and penalties; unused if none apply.
     adjusted: Vec<f32>,
-    /// Best tokens of the step: (logit, id).
+    /// Best tokens of the step as (logit, id).
     best: Vec<(f32, u32)>,
     /// Sum of exponentials of each block of [`BLOCK`] tokens.
     block_sums: Vec<f64>,
@@ -78,7 +78,7 @@ impl Sampler {
     /// A sampler for one of 2^64 independent streams, at the start of a sequence.
     ///
     /// # Errors
-    /// [`SamplingParams::validate`]'s.
+    /// Errors of [`SamplingParams::validate`].
     pub fn new(params: SamplingParams, stream: u64) -> Result<Self> {
         params.validate()?;
         Ok(Sampler {
@@ -98,40 +98,40 @@ impl Sampler {
         })
     }
 
-    /// What it was made with.
+    /// The parameters it was made with.
     pub fn params(&self) -> &SamplingParams {
         &self.params
     }
 
-    /// The stream of random numbers.
+    /// The number of its random stream.
     pub fn stream(&self) -> u64 {
         self.stream
     }
 
-    /// Tokens before the next sampled one.
+    /// Number of tokens before the next sampled one.
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// Sets what is added to logits, in this sequence and those that follow.
+    /// Sets the biases added to logits, in this sequence and those that follow.
     pub fn set_bias(&mut self, bias: LogitBias) {
         self.bias = bias;
     }
 
-    /// What is added to logits.
+    /// The biases added to logits.
     pub fn bias(&self) -> &LogitBias {
         &self.bias
     }
 
-    /// Allows only the tokens whose bit is set, `i % 32` of word `i / 32` for token `i`, in all
-    /// draws until it is set anew or a sequence begins; `None` allows all. There are as many words
-    /// as the vocabulary needs, which a draw checks.
+    /// Allows only tokens whose bit is set (bit `i % 32` of word `i / 32` for token `i`) in all
+    /// draws, until the mask is replaced or a sequence begins; `None` allows all. It must have as many
+    /// words as the vocabulary needs, which each draw checks.
     pub fn set_mask(&mut self, mask: Option<&[u32]>) {
         self.mask.clear();
         self.mask.extend_from_slice(mask.unwrap_or_default());
     }
 
-    /// Bits of the allowed tokens, `None` if all are.
+    /// Bits of the allowed tokens; `None` if all are allowed.
     pub fn mask(&self) -> Option<&[u32]> {
         (!self.mask.is_empty()).then_some(&self.mask)
     }
@@ -146,8 +146,8 @@ impl Sampler {
         !self.bias.is_empty() || !self.mask.is_empty()
     }
 
-    /// Asks for the log-probabilities of each token from the next on, and of the `top` most
-    /// probable ones beside it; `None` for none, which costs nothing.
+    /// From the next token on, records the log-probabilities of each token and of the `top` most
+    /// probable ones; `None` records none and costs nothing.
     ///
     /// # Errors
     /// [`Error::Request`] for more than [`MOST_LOGPROBS`].
@@ -163,22 +163,22 @@ impl Sampler {
         Ok(())
     }
 
-    /// How many alternatives are reported with log-probabilities; `None` if none are computed.
+    /// Number of alternatives reported with log-probabilities; `None` if none are computed.
     pub fn top_logprobs(&self) -> Option<usize> {
         self.top_logprobs
     }
 
-    /// Log-probabilities of the answer's tokens for which they were asked, in their order.
+    /// Log-probabilities of the answer's tokens, in order, from when they were asked for.
     pub fn logprobs(&self) -> &[TokenLogprobs] {
         &self.logprobs
     }
 
-    /// Tokens that penalties concern, each once; none without penalties.
+    /// Tokens subject to penalties, each once; empty without penalties.
     pub fn seen(&self) -> impl Iterator<Item = SeenToken> {
         self.seen.tokens()
     }
 
-    /// Starts a sequence over, with all tokens allowed: `prompt` is all that comes before the
+    /// Starts a sequence over, with all tokens allowed: `prompt` is everything before the
     /// first sampled token.
     pub fn begin(&mut self, prompt: &[u32]) {
         self.start = prompt.len() as u64;
@@ -194,8 +194,8 @@ impl Sampler {
         }
     }
 
-    /// Records a token of the answer that was chosen elsewhere, as [`Sampler::sample`] does
-    /// with its own.
+    /// Records a token of the answer that was chosen elsewhere, as [`Sampler::sample`] records
+    /// its own.
     pub fn accept(&mut self, id: u32) {
         self.position += 1;
         if self.params.has_penalties() {
@@ -204,16 +204,15 @@ impl Sampler {
         }
     }
 
-    /// As [`Sampler::accept`], of a token whose log-probabilities were computed elsewhere.
+    /// Like [`Sampler::accept`], for a token whose log-probabilities were computed elsewhere.
     pub fn accept_with(&mut self, logprobs: TokenLogprobs) {
         let id = logprobs.token;
         self.logprobs.push(logprobs);
         self.accept(id);
     }
 
-    /// Takes back the answer's last tokens, so that `position` tokens come before the next one:
-    /// what is drawn then is what was drawn there before from the same logits. Biases and the
-    /// mask stay.
+    /// Takes back the answer's last tokens, so that `position` tokens come before the next one. The
+    /// same logits then give the same tokens as before. Biases and the mask stay.
     ///
     /// # Errors
     /// [`Error::Request`] for a position before the answer's first token or past its end.
@@ -240,9 +239,9 @@ impl Sampler {
     /// infinity excludes a token.
     ///
     /// # Errors
-    /// [`Error::Logits`] for NaN or plus infinity, or if every token is excluded by the model;
-    /// [`Error::NoTokenAllowed`] if mask and biases leave none; [`Error::Request`] if they are not
-    /// of the vocabulary. Nothing is recorded then.
+    /// [`Error::Logits`] for NaN or plus infinity, or if the model excludes every token;
+    /// [`Error::NoTokenAllowed`] if mask and biases leave none; [`Error::Request`] if they do not fit
+    /// the vocabulary. Nothing is recorded then.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
         let id = if self.adjusts() {
             let mut adjusted = std::mem::take(&mut self.adjusted);
@@ -263,7 +262,7 @@ impl Sampler {
         Ok(id)
     }
 
-    /// Refuses biases and a mask that are not of a vocabulary.
+    /// Refuses biases and a mask that do not fit the vocabulary.
     pub(crate) fn check(&self, vocab: usize) -> Result<()> {
         self.bias.check(vocab)?;
         self.mask().map_or(Ok(()), |mask| check_mask(mask, vocab))
@@ -275,13 +274,14 @@ impl Sampler {
         self.check(vocab)?;
         self.bias.add_to(logits);
         self.seen.penalize(&self.params, logits);
-        // Last, so that nothing makes another number of minus infinity.
+        // Applied last, so that no other step changes minus infinity.
         if let Some(mask) = self.mask() {
             exclude(mask, logits);
         }
-        match self.excludes() && logits.iter().all(|&x| x == f32::NEG_INFINITY) {
-            true => Err(Error::NoTokenAllowed { vocab }),
-            false => Ok(()),
+        if self.excludes() && logits.iter().all(|&x| x == f32::NEG_INFINITY) {
+            Err(Error::NoTokenAllowed { vocab })
+        } else {
+            Ok(())
         }
     }
 
@@ -324,7 +324,7 @@ impl Sampler {
         Ok(draw(&mut self.best, max, scale, u))
     }
 
-    /// Inverts the cumulative distribution of all tokens: two passes over the logits and no
+    /// Inverts the cumulative distribution of all tokens with two passes over the logits and no
     /// sorting.
     fn draw_from_all(&mut self, logits: &[f32], max: f32, scale: f32, u: f64) -> u32 {
         let total = self.sum_blocks(logits, max, scale);
@@ -354,11 +354,11 @@ impl Sampler {
         last as u32
     }
 
-    /// Puts at least the nucleus into `best`, sorted, and returns its size.
+    /// Puts at least the nucleus, sorted, into `best` and returns the nucleus's size.
     fn nucleus(&mut self, logits: &[f32], max: f32, scale: f32) -> usize {
         let target = f64::from(self.params.top_p) * self.sum_blocks(logits, max, scale);
-        // It is small nearly always; where it is not, sorting more costs less than sorting
-        // everything always.
+        // The nucleus is almost always small. In the rare other cases, sorting again costs less than
+        // always sorting everything.
         let mut n = 64;
         loop {
             best(logits, n, &mut self.best);
@@ -370,7 +370,7 @@ impl Sampler {
         }
     }
 
-    /// Fills `block_sums` and returns their sum.
+    /// Fills `block_sums` and returns the total.
     fn sum_blocks(&mut self, logits: &[f32], max: f32, scale: f32) -> f64 {
         self.block_sums.clear();
         let sums = logits.chunks(BLOCK).map(|b| sum_block(b, max, scale));
@@ -397,9 +397,9 @@ fn sum_of_exponentials(logits: &[f32], max: f32) -> f64 {
     logits.chunks(BLOCK).map(|b| sum_block(b, max, 1.0)).sum()
 }
 
-/// Tokens summed together.
+/// Number of tokens summed together.
 const BLOCK: usize = 256;
-/// Partial sums and maxima kept side by side, so that they compile to vector instructions.
+/// Partial sums and maxima kept side by side, which compile to vector instructions.
 const LANES: usize = 16;
 
 /// The largest logit.
@@ -445,13 +445,13 @@ pub(crate) fn best_token(logits: &[f32]) -> Result<u32> {
 
 /// Better tokens first: by logit, then by id.
 fn better(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
-    // NaN is excluded by `finite_max`.
+    // `finite_max` has ruled out NaN.
     b.0.partial_cmp(&a.0)
         .unwrap_or(Ordering::Equal)
         .then(a.1.cmp(&b.1))
 }
 
-/// Leaves in `out` the `n` best tokens, best first; fewer if others are excluded.
+/// Leaves the `n` best tokens in `out`, best first; fewer if others are excluded.
 ///
 /// One pass with a rising floor: candidates are buffered and cut back to `n` whenever the
 /// buffer is full. A later token that equals the floor is not better, as its id is higher.
@@ -478,8 +478,8 @@ fn best(logits: &[f32], n: usize, out: &mut Vec<(f32, u32)>) {
     out.truncate(n);
 }
 
-/// How many of `best`, from the first on, have the weight `target` together; all, if even
-/// they do not.
+/// How many of `best`, from the first on, reach the weight `target` together; all of them if even
+/// those do not.
 fn reach(best: &[(f32, u32)], max: f32, scale: f32, target: f64) -> usize {
     let mut sum = 0.0;
     for (i, c) in best.iter().enumerate() {
@@ -496,12 +496,12 @@ fn min_p_floor(p: &SamplingParams, max: f32) -> f32 {
     max + p.temperature * p.min_p.ln()
 }
 
-/// The probability of a logit, up to the common factor.
+/// The probability of a logit, up to a common factor.
 fn weight(x: f32, max: f32, scale: f32) -> f64 {
     f64::from(exp((x - max) * scale))
 }
 
-/// Draws from the candidates, which it puts into id order.
+/// Draws from the candidates, which it sorts by id.
 fn draw(candidates: &mut [(f32, u32)], max: f32, scale: f32, u: f64) -> u32 {
     candidates.sort_unstable_by_key(|c| c.1);
     let total: f64 = candidates.iter().map(|c| weight(c.0, max, scale)).sum();
@@ -573,7 +573,7 @@ mod tests {
     #[test]
     fn best_is_a_sort() {
         let mut state = 1u32;
-        // Few distinct values, so that ties abound.
+        // Few distinct values, so that there are many ties.
         let logits: Vec<f32> = (0..5000)
             .map(|_| {
                 state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);

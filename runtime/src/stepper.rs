@@ -1,5 +1,5 @@
-//! The forward one layer at a time, on any device: how a residual stream is cut into pieces, and
-//! what a device does with one.
+//! The forward one layer at a time, on any device: cutting a residual stream into pieces, and the
+//! interface of a device that runs one.
 
 use crate::engine::{Hidden, Observer, check_finite};
 use crate::error::Result;
@@ -9,8 +9,8 @@ use nq_kernels::second_order::Moments;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Second moments of what each of a layer's products sees, in their order; of one whose experts have
-/// inputs of their own ([`Product::shares`](nq_formats::models::Product::shares)), for each expert.
+/// Second moments of the inputs of each of a layer's products, in their order; for each expert where
+/// experts have inputs of their own ([`Product::shares`](nq_formats::models::Product::shares)).
 pub type ProductMoments = Vec<Vec<Arc<dyn Moments>>>;
 
 /// The forward pass one layer at a time over whole sequences from position 0, so that a model
@@ -19,7 +19,7 @@ pub trait LayerStepper: Send {
     /// Shape of the model.
     fn config(&self) -> &ModelConfig;
 
-    /// Where it runs, for reports.
+    /// The device that it runs on, for reports.
     fn device(&self) -> String;
 
     /// Runs layer `index` with `weights` over `hidden`, in place.
@@ -34,10 +34,10 @@ pub trait LayerStepper: Send {
         observer: &mut dyn Observer,
     ) -> Result<()>;
 
-    /// Shows `observer` what the layer sees and makes of `hidden`, which stays as it is.
+    /// Shows `observer` the inputs and the output of the layer over `hidden`, which is not changed.
     ///
     /// # Errors
-    /// As [`LayerStepper::layer`].
+    /// Errors of [`LayerStepper::layer`].
     fn observe(
         &mut self,
         index: usize,
@@ -46,12 +46,12 @@ pub trait LayerStepper: Send {
         observer: &mut dyn Observer,
     ) -> Result<()>;
 
-    /// Runs the layer over `hidden`, which stays as it is, and sums the second moments of what each
-    /// of its products sees where the device rounds by them; `observer` hears of rows and routes. `None`, and
-    /// nothing is run, if they are an observer's to sum.
+    /// Runs the layer over `hidden`, which is not changed, and sums the second moments of each product's
+    /// input, on a device that quantizes from them; `observer` receives rows and routes. `None`, with
+    /// nothing run, if the device leaves that to an observer.
     ///
     /// # Errors
-    /// What the device reports.
+    /// Errors of the device.
     fn moments(
         &mut self,
         index: usize,
@@ -60,8 +60,8 @@ pub trait LayerStepper: Send {
         observer: &mut dyn Observer,
     ) -> Result<Option<ProductMoments>>;
 
-    /// The final norm and the head, for up to `rows` rows at a time. Memory that layers took is
-    /// given back before.
+    /// Loads the final norm and the head, for up to `rows` rows at a time, after giving back the memory
+    /// of layers.
     ///
     /// # Errors
     /// A weight no kernel serves; too little memory.
@@ -70,7 +70,7 @@ pub trait LayerStepper: Send {
     /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.
     ///
     /// # Errors
-    /// As [`LayerStepper::open_head`].
+    /// Errors of [`LayerStepper::open_head`].
     fn head(
         &mut self,
         norm: &Tensor,
@@ -92,13 +92,13 @@ pub trait Head: Send {
     /// Logits `[rows, vocab]` of rows `x` `[rows, hidden]` of the last layer's output.
     ///
     /// # Errors
-    /// The device's; more rows than there is room for.
+    /// Errors of the device; more rows than there is room for.
     fn logits(&mut self, x: &[f32]) -> Result<&[f32]>;
 }
 
-/// What a device does for a [`Stepper`].
+/// A device as a [`Stepper`] uses it.
 pub(crate) trait LayerDevice: Send {
-    /// The weights of a layer.
+    /// A layer's weights on the device.
     type Layer;
 
     fn config(&self) -> &ModelConfig;
@@ -121,7 +121,7 @@ pub(crate) trait LayerDevice: Send {
         observer: &mut dyn Observer,
     ) -> Result<()>;
 
-    /// As [`LayerStepper::moments`], over the stream in `pieces`.
+    /// See [`LayerStepper::moments`]; the stream is cut into `pieces`.
     fn moments(
         &mut self,
         _layer: (usize, &LayerWeights),
@@ -135,13 +135,13 @@ pub(crate) trait LayerDevice: Send {
     fn head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
 }
 
-/// Which rows go through a layer together.
+/// Rules for cutting the rows of a stream into pieces.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cut {
-    /// At most so many.
+    /// Most rows in a piece.
     pub(crate) rows: usize,
-    /// Whole sequences of one length, and one that is longer than `rows` alone; else any whole
-    /// sequences that fit, and the parts of a longer one in turn.
+    /// True: a piece holds whole sequences of one length; one longer than `rows` is a piece of its own.
+    /// False: any whole sequences that fit; a longer one is cut into parts.
     pub(crate) alike: bool,
 }
 
@@ -159,7 +159,7 @@ impl Piece {
         self.chunks.iter().map(|c| c.1).sum()
     }
 
-    /// Its values in a stream of this width.
+    /// The range of its values in a stream of this width.
     pub(crate) fn values(&self, width: usize) -> Range<usize> {
         self.row * width..(self.row + self.rows()) * width
     }
@@ -193,7 +193,7 @@ pub(crate) fn plan(lengths: &[usize], cut: Cut) -> Vec<Piece> {
 pub(crate) struct Stepper<D>(pub(crate) D);
 
 impl<D: LayerDevice> Stepper<D> {
-    /// The stream in pieces, with room made for each.
+    /// Cuts the stream into pieces and makes room for each.
     fn pieces(&mut self, hidden: &Hidden) -> Result<Vec<Piece>> {
         hidden.check(self.0.config().hidden_size)?;
         let pieces = plan(&hidden.lengths, self.0.cut());

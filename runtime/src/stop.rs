@@ -1,20 +1,20 @@
-//! Texts that end an answer.
+//! Stop texts, which end an answer.
 
 use crate::thinking::overlap;
 
-/// Passes an answer on up to the first of some texts; neither that text nor what comes behind it is
-/// passed on. Of several it is the one that is whole first, however the answer comes in pieces.
+/// Passes an answer on up to the first stop text; neither that text nor anything after it is
+/// passed on. Of several texts, the first to be complete counts, however the answer is cut into pieces.
 #[derive(Debug, Default)]
 pub struct StopTexts {
     texts: Vec<String>,
-    /// What may be the beginning of one; once one has come, all from its beginning.
+    /// Text that may begin a stop text; after a stop text, everything from its start on.
     held: String,
-    /// Which came.
+    /// Index of the stop text that was found.
     found: Option<usize>,
 }
 
 impl StopTexts {
-    /// Empty texts count for nothing.
+    /// Takes the stop texts; empty ones are ignored.
     pub fn new(texts: &[String]) -> Self {
         StopTexts {
             texts: texts.iter().filter(|t| !t.is_empty()).cloned().collect(),
@@ -22,7 +22,7 @@ impl StopTexts {
         }
     }
 
-    /// Takes more of the answer and gives what is certain to be part of it. Gives nothing once the
+    /// Takes more of the answer and returns what is certain to be part of it; nothing once the
     /// answer has ended.
     pub fn push(&mut self, text: &str) -> String {
         if self.has_ended() {
@@ -46,31 +46,29 @@ impl StopTexts {
         self.held.drain(..certain).collect()
     }
 
-    /// What waited, at the answer's end; nothing if a text ended it.
+    /// Returns the text held back, at the answer's end; nothing if a stop text ended it.
     pub fn finish(&mut self) -> String {
-        match self.has_ended() {
-            true => String::new(),
-            false => std::mem::take(&mut self.held),
+        if self.has_ended() {
+            String::new()
+        } else {
+            std::mem::take(&mut self.held)
         }
     }
 
-    /// True once one of the texts has come.
+    /// True once a stop text was found.
     pub fn has_ended(&self) -> bool {
         self.found.is_some()
     }
 
-    /// The text that ended the answer.
+    /// The stop text that ended the answer.
     pub fn ended_by(&self) -> Option<&str> {
         self.found.map(|i| self.texts[i].as_str())
     }
 
-    /// Bytes that the answer does not have of what was pushed until it ended: the text that ended it
-    /// and what came with it.
+    /// Bytes pushed until the answer ended that are not part of it: the stop text and what was pushed
+    /// with it.
     pub fn cut_bytes(&self) -> usize {
-        match self.has_ended() {
-            true => self.held.len(),
-            false => 0,
-        }
+        if self.has_ended() { self.held.len() } else { 0 }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Tells thinking from answer in text that comes in pieces.
+//! Separates thinking from the answer in text that comes in pieces.
 
 const OPEN: &str = "<think>";
 const CLOSE: &str = "</think>";
@@ -6,15 +6,15 @@ const CLOSE: &str = "</think>";
 /// A piece of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Between `<think>` and `</think>`.
+    /// Text between `<think>` and `</think>`.
     Thinking,
-    /// The rest.
+    /// All other text.
     Answer,
 }
 
 /// Splits streamed text. The tags and the white space around them are dropped; thinking that
-/// is only white space comes as nothing. A `<think>` counts at the start only, and until it
-/// is certain that there is none, text is held back.
+/// is only white space is dropped too. A `<think>` counts only at the start, and text is held back
+/// until it is certain whether it begins with one.
 pub struct Splitter {
     state: State,
     held: String,
@@ -35,9 +35,10 @@ enum State {
 impl Splitter {
     /// A splitter for the continuation of `prompt`, which may have opened the thinking.
     pub fn after(prompt: &str) -> Self {
-        let state = match prompt.trim_end().ends_with(OPEN) {
-            true => State::ThinkingStart,
-            false => State::Start,
+        let state = if prompt.trim_end().ends_with(OPEN) {
+            State::ThinkingStart
+        } else {
+            State::Start
         };
         Splitter {
             state,
@@ -45,7 +46,7 @@ impl Splitter {
         }
     }
 
-    /// A splitter that takes all text for the answer.
+    /// A splitter that treats all text as the answer.
     pub fn none() -> Self {
         Splitter {
             state: State::Answer,
@@ -53,18 +54,18 @@ impl Splitter {
         }
     }
 
-    /// True between the tags.
+    /// True while inside the tags.
     pub fn is_thinking(&self) -> bool {
         matches!(self.state, State::Thinking | State::ThinkingStart)
     }
 
-    /// Takes more text; `emit` gets what is certain.
+    /// Takes more text and calls `emit` with the parts that are certain.
     pub fn push(&mut self, text: &str, emit: &mut dyn FnMut(Part, &str)) {
         self.held.push_str(text);
         while self.advance(emit) {}
     }
 
-    /// The end of the text: what was held back.
+    /// Ends the text and emits what was held back.
     pub fn finish(&mut self, emit: &mut dyn FnMut(Part, &str)) {
         let rest = std::mem::take(&mut self.held);
         match self.state {
@@ -78,7 +79,7 @@ impl Splitter {
         }
     }
 
-    /// One step; false if more text is needed.
+    /// Makes one step; false if more text is needed.
     fn advance(&mut self, emit: &mut dyn FnMut(Part, &str)) -> bool {
         match self.state {
             State::Start => {
@@ -115,7 +116,7 @@ impl Splitter {
                     self.state = State::AnswerStart;
                     return true;
                 }
-                // White space before the closing tag is dropped, so it waits too.
+                // White space before the closing tag is dropped, so it is held back too.
                 let certain = self.held.len() - overlap(&self.held, CLOSE);
                 let certain = self.held[..certain].trim_end().len();
                 if certain > 0 {
@@ -135,7 +136,7 @@ impl Splitter {
     }
 }
 
-/// Bytes of the longest end of `text` that `word` begins with, and which is not all of it.
+/// Bytes of the longest end of `text` that is a beginning of `word`, but not all of it.
 pub fn overlap(text: &str, word: &str) -> usize {
     let ends = word.char_indices().map(|(i, _)| i).rev();
     ends.filter(|&n| n > 0)
@@ -190,7 +191,7 @@ mod tests {
         check(plain, "  indented", "", "  indented");
     }
 
-    /// Nothing certain waits: an answer streams.
+    /// Nothing certain is held back: an answer streams.
     #[test]
     fn answers_are_not_held_back() {
         let mut pieces = Vec::new();

@@ -1,4 +1,4 @@
-//! What loading has in common on every device: counting weights and reporting progress.
+//! Loading on any device: counting weights and reporting progress.
 
 use nq_formats::{
     AffineScheme, Bits, ModelConfig, Progress, QuantizedWeight, Unit, Weight, WeightStore,
@@ -12,12 +12,12 @@ pub(crate) fn bits(weight: &Weight) -> usize {
     match weight {
         Weight::Dense(t) => 8 * t.dtype().size(),
         Weight::Quantized(QuantizedWeight::Affine(a)) => a.scheme().bits.width(),
-        // `QuantizedWeight` is non-exhaustive only towards users of the crates.
+        // `QuantizedWeight` is non-exhaustive only for users outside these crates.
         Weight::Quantized(_) => unreachable!("a scheme without a width"),
     }
 }
 
-/// Counts what a model is made of, for [`crate::EngineDescription`].
+/// Statistics of a model's weights, for [`crate::EngineDescription`].
 #[derive(Debug, Default)]
 pub(crate) struct Census {
     parameters: BTreeMap<usize, usize>,     // by bits
@@ -39,7 +39,7 @@ impl Census {
         }
     }
 
-    /// The bits of most parameters.
+    /// The width in bits that most parameters have.
     pub(crate) fn bits(&self) -> usize {
         let most = self.parameters.iter().max_by_key(|&(_, n)| n);
         most.map_or(0, |(&bits, _)| bits)
@@ -50,7 +50,7 @@ impl Census {
         self.activations.iter().any(|a| a.0 != Activations::F32)
     }
 
-    /// Names of all activation types in use, that of most parameters first, joined by ` + `.
+    /// Names of all activation types in use, the one with most parameters first, joined by ` + `.
     pub(crate) fn activations(&self) -> String {
         let mut all = self.activations.clone();
         all.sort_by_key(|&(_, n)| std::cmp::Reverse(n));
@@ -59,8 +59,8 @@ impl Census {
     }
 }
 
-/// Says which codes the device holds in more bits than the file has, `held` being those that it gives a
-/// scheme, and what that takes.
+/// Reports codes that the device holds in more bits than the file, and their size in both. `held` is
+/// the scheme in which the device holds a scheme.
 pub(crate) fn note_held(
     config: &ModelConfig,
     store: &dyn WeightStore,
@@ -94,8 +94,8 @@ pub(crate) fn note_held(
     ));
 }
 
-/// Reports loading in bytes of the file. A store may hand out other bytes than it holds (it
-/// quantizes on the way), so each part counts for its share of the parameters.
+/// Reports loading in bytes of the file. The weights may differ from the file's bytes (a store may
+/// quantize while loading), so each weight counts for its share of the parameters.
 pub(crate) struct LoadProgress<'a> {
     progress: &'a dyn Progress,
     bytes: u64,
@@ -122,7 +122,7 @@ impl<'a> LoadProgress<'a> {
         }
     }
 
-    /// `weight` is on the device; where it came from is not needed again.
+    /// Counts `weight`, now on the device, and releases its source, which is not needed again.
     pub(crate) fn add(&mut self, weight: &Weight) {
         weight.release();
         let (out, inputs) = weight.dims();
@@ -133,7 +133,7 @@ impl<'a> LoadProgress<'a> {
         self.reported = at;
     }
 
-    /// All weights are on the device.
+    /// Ends the stage: all weights are on the device.
     pub(crate) fn end(self) {
         self.progress.advance(self.bytes - self.reported);
         self.progress.end();

@@ -1,5 +1,5 @@
-//! A batch over a device that is steps ahead of the host, without a device: its steps are computed
-//! at once and handed out later, and idle rows draw nonsense.
+//! A batch over a fake device that is steps ahead of the host: its steps are computed at once and
+//! handed out later, and idle rows draw nonsense.
 
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::Drawn;
@@ -14,7 +14,7 @@ use std::time::Duration;
 const VOCAB: usize = 40;
 const DEPTH: usize = 5;
 
-/// Logits that any change of `tokens` changes.
+/// Logits that change with any change of `tokens`.
 fn logits_after(tokens: &[u32]) -> Vec<f32> {
     let mix = |h: u64, x: u64| (h ^ x).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     let hash = tokens.iter().fold(1, |h, &t| mix(h, u64::from(t) + 1));
@@ -29,16 +29,16 @@ struct Seat {
     sampler: Sampler,
 }
 
-/// Sequences that are all tokens; positions are its pages.
+/// A fake session: sequences are their tokens, and a page is one position.
 struct Device {
     spec: SessionSpec,
     positions: usize,
     sequences: Vec<Vec<u32>>,
     seats: Vec<Option<Seat>>,
     queued: VecDeque<Vec<u32>>,
-    /// Rows of every step queued.
+    /// Number of rows of every queued step.
     rows: Vec<usize>,
-    /// Rows of prompts queued, and of those not waited for.
+    /// Rows of all queued prompts, and of those not waited for.
     prompts: (usize, VecDeque<usize>),
     logits: Vec<f32>,
 }
@@ -65,13 +65,14 @@ impl Device {
 
     fn room(&self, more: usize) -> Result<()> {
         let used: usize = self.sequences.iter().map(Vec::len).sum();
-        match used + more <= self.positions {
-            true => Ok(()),
-            false => Err(Error::PagesFull {
+        if used + more <= self.positions {
+            Ok(())
+        } else {
+            Err(Error::PagesFull {
                 needed: more,
                 free: self.positions - used,
                 pages: self.positions,
-            }),
+            })
         }
     }
 }
@@ -201,7 +202,7 @@ fn sampler(stream: u64) -> Sampler {
     Sampler::new(params, stream).expect("valid")
 }
 
-/// What the sequence that begins with `prompt` draws alone.
+/// The tokens that a sequence beginning with `prompt` draws alone.
 fn alone(stream: u64, prompt: &[u32], n: usize) -> Vec<u32> {
     let mut sampler = sampler(stream);
     sampler.begin(prompt);
@@ -222,15 +223,15 @@ fn piece(slot: usize, prompt: &[u32], stream: u64, tokens: usize) -> Piece<'_> {
     }
 }
 
-/// Of all that was queued for a sequence only its own tokens reach it, in order, whoever joins and
-/// leaves, whichever rows are taken again, and on the host where there are more than rows.
+/// Each sequence receives its own tokens, in order, whoever joins and leaves, whichever rows
+/// are reused, and on the host if there are more sequences than rows.
 #[test]
 fn sequences_get_their_own_tokens() {
     const SLOTS: usize = 8;
     for rows in [8, 5] {
         let mut device = Device::new(SLOTS, rows, 400);
         let mut batch = Batch::new(&mut device);
-        // Of each slot: the sampler's stream, the prompt, and what was drawn.
+        // For each slot: the sampler's stream, the prompt, and the tokens drawn.
         type Known = Option<(u64, Vec<u32>, Vec<u32>)>;
         let mut known: Vec<Known> = (0..SLOTS).map(|_| None).collect();
         let (mut ended, mut errors) = (0, 0);
@@ -285,7 +286,7 @@ fn sequences_get_their_own_tokens() {
     }
 }
 
-/// A sequence for which there is no page says so at once, not when the others have ended.
+/// A sequence that gets no page reports it at once, not when the others have ended.
 #[test]
 fn a_sequence_without_a_page_is_told_while_others_run() {
     let mut device = Device::new(2, 2, 60);
@@ -298,7 +299,7 @@ fn a_sequence_without_a_page_is_told_while_others_run() {
         .step(vec![piece(0, &[1], 0, 40)], &mut { go })
         .unwrap();
     batch.session().truncate(1, 0);
-    // There is room for the first and its 40 tokens, and not for the 50 of the second beside them.
+    // There is room for the first sequence and its 40 tokens, but not for the 50 of the second as well.
     let mut told = None;
     let mut drawn = [1, 0];
     let mut pieces = vec![piece(1, &[2], 1, 50)];
@@ -327,8 +328,8 @@ fn a_sequence_without_a_page_is_told_while_others_run() {
     assert!(first < 40, "told when the first had ended");
 }
 
-/// Prompts are queued before those queued earlier are done, one ahead and no more, and what ran is
-/// told; their last tokens go through the steps.
+/// Prompts are queued before earlier ones are done, but only one ahead; the work done is reported,
+/// and the prompts' last tokens go through the steps.
 #[test]
 fn prompts_run_ahead_too() {
     let mut device = Device::new(2, 2, 1000);
@@ -368,7 +369,7 @@ fn prompts_run_ahead_too() {
             })
             .unwrap();
     }
-    // Left alone, a prompt without a continuation is done at the next call.
+    // Without other work, a prompt without a continuation is done at the next call.
     let half = Piece {
         slot: 1,
         tokens: &[1, 2],
@@ -384,7 +385,7 @@ fn prompts_run_ahead_too() {
     assert_eq!(device.prompts.0, 33);
 }
 
-/// Rows that nobody needs any more are not run for ever.
+/// Rows that are no longer needed are not run forever.
 #[test]
 fn those_who_stay_sit_down_closer_together() {
     let mut device = Device::new(8, 8, 1000);

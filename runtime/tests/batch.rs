@@ -1,4 +1,4 @@
-//! Sequences that join, leave, fork and fail in a running batch give what each gives alone.
+//! Sequences that join, leave, fork and fail in a running batch draw the tokens each draws alone.
 #![allow(clippy::print_stdout, reason = "tests say what they did and skip")]
 
 mod common;
@@ -23,11 +23,11 @@ fn spec(slots: usize, pages: Option<usize>) -> SessionSpec {
     }
 }
 
-/// A sequence as a test knows it.
+/// A sequence and its expected state.
 struct Known {
     params: SamplingParams,
     stream: u64,
-    /// Its prompt, then what it drew.
+    /// Its prompt, then the tokens drawn.
     tokens: Vec<u32>,
     prompt: usize,
 }
@@ -39,8 +39,8 @@ impl Known {
         sampler
     }
 
-    /// Draws the sequence alone and compares. Where logits may be rounded otherwise, tokens may
-    /// part at a near tie of greedy ones, and at any of drawn ones: none is compared behind that.
+    /// Draws the sequence alone and compares. Where logits may be rounded differently, greedy tokens may
+    /// differ at a near tie, and sampled tokens anywhere: nothing behind such a place is compared.
     fn check(&self, session: &mut dyn Session, rounds: bool) {
         session.truncate(0, 0);
         let mut sampler = self.sampler();
@@ -136,7 +136,7 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool, mut drafts: Option<S
             assert_eq!(sampler.position(), k.tokens.len() as u64);
             running[slot] = false;
         } else if b % 11 < 5 && !running[slot] {
-            // Of another sequence's tokens, one that runs included, or anew.
+            // From the beginning of another sequence, even a running one, or from nothing.
             let from = (slot + 1 + c % (SLOTS - 1)) % SLOTS;
             let params = match d % 3 {
                 0 => SamplingParams::greedy(),
@@ -201,9 +201,10 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool, mut drafts: Option<S
                 Ok(token) => {
                     drawn += 1;
                     k.tokens.push(token);
-                    match token == 100 {
-                        true => ControlFlow::Break(()),
-                        false => ControlFlow::Continue(()),
+                    if token == 100 {
+                        ControlFlow::Break(())
+                    } else {
+                        ControlFlow::Continue(())
                     }
                 }
                 Err(Error::PagesFull { .. }) => {
@@ -219,7 +220,7 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool, mut drafts: Option<S
         });
         match result {
             Ok(()) => prompts.iter().for_each(|p| running[p.0] = true),
-            // No room for the prompt; everybody else goes on.
+            // There is no room for the prompt; all other sequences continue.
             Err(Error::PagesFull { .. }) => {
                 known[slot] = None;
                 batch.session().truncate(slot, 0);
@@ -227,7 +228,7 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool, mut drafts: Option<S
             Err(e) => panic!("{e}"),
         }
         for slot in 0..SLOTS {
-            // A sequence that has left has a sampler to take.
+            // A sequence that has left still has its sampler.
             if running[slot] && !batch.is_running(slot) {
                 assert!(batch.leave(slot).is_some());
                 running[slot] = false;
@@ -252,7 +253,7 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool, mut drafts: Option<S
     assert_eq!(session.free_pages(), Some(PAGES));
 }
 
-/// Sequences that share 2 1/2 pages take pages of their own only for what is theirs.
+/// Sequences that share 2 1/2 pages take pages of their own only for the rest.
 fn forks_share(engine: &dyn Engine) {
     let mut session = engine.session(spec(4, None)).expect("it fits");
     let text = tokens(2 * PAGE + PAGE / 2, 8);
@@ -278,7 +279,7 @@ fn forks_share(engine: &dyn Engine) {
             "one page of its own"
         );
     }
-    // The first is not disturbed.
+    // The first sequence is not disturbed.
     let found = feed(&mut *session, 0, &others);
     let mut alone = engine.session(spec(1, None)).expect("it fits");
     feed(&mut *alone, 0, &text[..200]);
@@ -286,8 +287,8 @@ fn forks_share(engine: &dyn Engine) {
     assert!(common::distance(&found, &feed(&mut *alone, 0, &others)) == 0.0);
 }
 
-/// Sixteen sequences that begin with the same ten pages, which a device may read once for all of
-/// them, and one that does not, draw together what each draws alone.
+/// Sixteen sequences that share their first ten pages, which a device may read once for all of
+/// them, and one that does not, draw together the tokens that each draws alone.
 fn many_share(engine: &dyn Engine, rounds: bool) {
     const MANY: usize = 16;
     let long = SessionSpec {
@@ -355,7 +356,7 @@ fn many_share(engine: &dyn Engine, rounds: bool) {
     }
 }
 
-/// One sequence whose numbers overflow ends; its neighbours do not notice.
+/// One sequence whose numbers overflow ends; the others are not affected.
 fn failures_stay_alone(engine: &dyn Engine, poison: u32) {
     let mut session = engine.session(spec(3, None)).expect("it fits");
     let prompts = [vec![3, 5], vec![7, poison], vec![9]];
@@ -389,7 +390,7 @@ fn failures_stay_alone(engine: &dyn Engine, poison: u32) {
     assert_eq!(lengths, [20, 0, 20]);
 }
 
-/// A sequence at the end of its context says so and leaves; the other goes on.
+/// A sequence at the end of its context reports it and leaves; the other continues.
 fn a_full_context_ends_one(engine: &dyn Engine) {
     let mut session = engine.session(spec(2, None)).expect("it fits");
     let prompts = [tokens(200, 5), vec![3]];
@@ -409,9 +410,10 @@ fn a_full_context_ends_one(engine: &dyn Engine) {
         vec![piece(0, 150..200, true), piece(1, 0..1, true)],
     ];
     while !steps.is_empty() || batch.running() > 0 {
-        let pieces = match steps.is_empty() {
-            true => Vec::new(),
-            false => steps.remove(0),
+        let pieces = if steps.is_empty() {
+            Vec::new()
+        } else {
+            steps.remove(0)
         };
         batch
             .step(pieces, &mut |slot, token| {
@@ -429,12 +431,12 @@ fn a_full_context_ends_one(engine: &dyn Engine) {
         needed: 3 * PAGE + 1,
     };
     assert_eq!(errors, [(0, full.to_string())]);
-    // The last token drawn has no place.
+    // The last token drawn has no position.
     assert_eq!(drawn, [3 * PAGE - 200 + 1, 250]);
     assert_eq!((session.len(0), session.len(1)), (3 * PAGE, 250));
 }
 
-/// Pages that one session gives and another takes hold the same numbers, and only whole ones fit.
+/// Pages read from one session and appended to another hold the same numbers; only whole pages fit.
 fn pages_go_to_another_session(engine: &dyn Engine) {
     for kv in [KvType::F32, KvType::F16, KvType::Int8] {
         let spec = SessionSpec {
@@ -586,7 +588,7 @@ mod cuda {
 
     #[test]
     fn many_sequences_over_the_same_pages_draw_what_each_does_alone_on_a_gpu() {
-        // Heads enough for reading what is shared once to pay.
+        // Enough heads for reading shared pages once to pay.
         let config = ModelConfig {
             num_attention_heads: 16,
             num_key_value_heads: 8,

@@ -191,7 +191,7 @@ fn errors_name_the_file_and_the_cause() {
     check(e.to_string(), &["t.jinja", "roles must alternate"]);
 }
 
-/// Whatever else a message holds reaches the template, and a saved chat reads back.
+/// All other fields of a message reach the template, and a saved chat reads back.
 #[test]
 fn messages_keep_unknown_fields() {
     let json =
@@ -204,7 +204,7 @@ fn messages_keep_unknown_fields() {
     assert_eq!(template.render(&[message], None, false, None).unwrap(), "1");
 }
 
-/// A template's panics, endless loops and deep nesting are errors, whatever its length allows.
+/// A template's panics, endless loops and deep nesting are errors, within the allowed length.
 #[test]
 fn bounds_of_a_template_are_named() {
     let fails = |source: &str, part: &str| {
@@ -260,7 +260,7 @@ fn chains_of_operators_fit_the_stack() {
         for n in [100_000, (262_144 - 20) / link.len()] {
             let chain = link.repeat(n.min((262_144 - 20) / link.len()));
             let source = format!("{{{{ {start}{chain}{end} }}}}");
-            // An error or a text, but no end of the process.
+            // An error or a text, but the process must not end.
             if let Ok(t) = ChatTemplate::from_source("t.jinja", &source) {
                 let _ = t.render(&[], None, true, None);
             }
@@ -268,8 +268,8 @@ fn chains_of_operators_fit_the_stack() {
     }
 }
 
-/// `<|im_end|>` in a message is text, whatever part of the message holds it and however the
-/// template puts parts together.
+/// `<|im_end|>` in a message is text, whichever part of the message holds it and however the
+/// template joins parts.
 #[test]
 fn control_tokens_in_messages_are_text() {
     let files = Files::Folder(repository().join("assets/demo"));
@@ -293,8 +293,8 @@ fn control_tokens_in_messages_are_text() {
     );
     assert_eq!(tokenizer.decode(&ids, false), rendered);
 
-    // A chat without them is encoded as it was, and what is no control token is no text:
-    // templates and models read <think> in an answer.
+    // A chat without control tokens is encoded as before, and <think>, which is not a control token,
+    // is not quoted: templates and models read it in an answer.
     let messages = chat(&[
         ("user", "a < b"),
         ("assistant", "<think>\nx\n</think>\n\ny"),
@@ -308,7 +308,7 @@ fn control_tokens_in_messages_are_text() {
         tokenizer.encode(&whole).unwrap()
     );
 
-    // Parts that a template puts side by side.
+    // Parts that a template joins.
     let joined = ChatTemplate::from_source(
         "t",
         "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p }}{% endfor %}<|im_end|>{% endfor %}",

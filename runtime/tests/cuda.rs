@@ -73,7 +73,7 @@ fn compare(ours: &mut dyn Session, theirs: &mut dyn Session, what: &str, close: 
             );
             at += n;
         }
-        // Back, and on from there.
+        // Truncate, and continue from there.
         ours.truncate(slot, 10);
         theirs.truncate(slot, 10);
         let d = distance(
@@ -98,7 +98,7 @@ fn mixture() -> ModelConfig {
     }
 }
 
-/// Weights whose routers choose far from ties: rounded activations choose the same experts.
+/// Weights whose routers choose far from ties, so that rounded activations choose the same experts.
 fn mixture_store(config: &ModelConfig, scheme: Option<AffineScheme>) -> Store {
     let plain = Store::random(config, 7);
     let mut store = match scheme {
@@ -120,7 +120,7 @@ fn mixture_store(config: &ModelConfig, scheme: Option<AffineScheme>) -> Store {
     store
 }
 
-/// Prompts, steps of one row and of several, drawn on the device too.
+/// Prompts, and steps of one row and of several, also with tokens drawn on the device.
 #[test]
 fn mixtures_agree_with_the_cpu() {
     let config = mixture();
@@ -142,7 +142,7 @@ fn mixtures_agree_with_the_cpu() {
             let (mut ours, mut theirs) = (session(&*gpu, kv), session(&*cpu, kv));
             compare(&mut *ours, &mut *theirs, &what, close);
         }
-        // The same row gives the same bits in any company.
+        // The same row gives the same bits, whatever the other rows are.
         let alone = |slots: usize| {
             let spec = SessionSpec {
                 slots,
@@ -171,7 +171,7 @@ fn mixtures_agree_with_the_cpu() {
             let d = distance(&one, &many[..one.len()]);
             assert!(d < 5e-3, "{name}: {slots} slots: {d}");
         }
-        // And the step that draws on the device says what logits say.
+        // The step that draws on the device agrees with the logits.
         let greedy = |engine: &dyn Engine| {
             let mut s = session(engine, KvType::F16);
             let mut text = tokens(6, 2);
@@ -258,7 +258,7 @@ fn agrees_with_the_cpu() {
     }
 }
 
-/// Of a shape whose steps of one row run by clusters, where the GPU has them.
+/// A shape whose steps of one row run by clusters, where the GPU supports them.
 #[test]
 fn steps_by_clusters_agree_with_the_cpu() {
     let config = ModelConfig {
@@ -285,7 +285,7 @@ fn steps_by_clusters_agree_with_the_cpu() {
     }
 }
 
-/// Collects everything that is shown.
+/// Collects all activations that are shown.
 #[derive(Default)]
 struct Everything(Vec<(String, Vec<f32>)>);
 
@@ -332,11 +332,11 @@ fn observers_see_what_the_cpu_shows() {
             let d: Vec<f32> = x.iter().zip(y).map(|(a, b)| a - b).collect();
             norm(&d) / norm(y)
         };
-        // A forward over rows rounds to FP16 what each product takes: five times a layer
-        // (norms, queries, softmax weights, attention's output, gated values). A rounding is
-        // off by 2.0e-4 of a value, root mean square, and independent ones add in squares; a
-        // factor of two is left for what the next layers make of them. Hopper's products round
-        // the weights too, four times a layer. Single inputs of products are smaller than the
+        // A forward over rows rounds the input of each product to FP16: five times a layer
+        // (norms, queries, softmax weights, attention's output, gated values). The root mean square of
+        // a rounding's error is 2.0e-4 of the value, and independent errors add in squares; the bound
+        // leaves a factor of two for their growth in the next layers. Hopper's products also round
+        // the weights, four times a layer. Single inputs of products are smaller than the
         // residual that their errors come from.
         let layers = name.split(' ').next().and_then(|l| l.parse::<f64>().ok());
         let roundings = 9.0 * (layers.unwrap_or(config.num_hidden_layers as f64 - 1.0) + 1.0);
@@ -351,7 +351,7 @@ fn observers_see_what_the_cpu_shows() {
             "{name}: fused against plain: {}",
             off(a, b)
         );
-        // Both round keys and values to FP16. Where that is a close call, sums of another order
+        // Both round keys and values to FP16. Where that is a close call, sums in another order
         // fall to the other side, 4.9e-4 away: a few elements in a hundred at most.
         assert!(
             off(b, c) < 2e-4,
@@ -361,7 +361,7 @@ fn observers_see_what_the_cpu_shows() {
     }
 }
 
-/// What the device samples is what the host does from the same logits.
+/// The device samples the same tokens as the host does from the same logits.
 #[test]
 fn samples_as_the_host_does() {
     for vocab in [300, 40_000] {
@@ -395,7 +395,7 @@ fn samples_as_the_host_does() {
                 temperature: 1.5,
                 ..base
             },
-            // The longest short list, and one token more.
+            // The longest short list, and one more token.
             SamplingParams { top_k: 64, ..base },
             SamplingParams { top_k: 65, ..base },
             SamplingParams {
@@ -452,7 +452,7 @@ fn samples_as_the_host_does() {
             let mut host = Sampler::new(params, 3).expect("valid");
             host.begin(&prompt);
             let mut theirs = session(&*gpu, KvType::F16);
-            // Elsewhere first: a first step that disturbed the prompt would disturb both.
+            // A step elsewhere first: if a first step disturbed the prompt, it would disturb both.
             feed(&mut *theirs, 1, &prompt[..1]);
             feed(&mut *theirs, 0, &prompt[..2]);
             let mut token = prompt[2];
@@ -466,7 +466,7 @@ fn samples_as_the_host_does() {
     }
 }
 
-/// At the start of `prompt`'s answer, with what is set beside the parameters: biases (bit 0 of
+/// A sampler at the start of the answer to `prompt`, with further settings: biases (bit 0 of
 /// `extras`), a mask (bit 1) and log-probabilities (bit 2).
 fn sampler(
     params: SamplingParams,
@@ -497,7 +497,7 @@ fn sampler(
 }
 
 /// Biases, masks, penalties, filters and log-probabilities in all combinations: the device's tokens
-/// and what it says of them are the host's from the same logits.
+/// and log-probabilities are those of the host from the same logits.
 #[test]
 fn samples_as_the_host_does_under_masks_and_biases() {
     for vocab in [300, 40_000] {
@@ -510,8 +510,8 @@ fn samples_as_the_host_does_under_masks_and_biases() {
         let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
             return;
         };
-        // Few of the larger vocabulary's tokens are kept: bounds between thousands of them lie as
-        // close as sums are rounded.
+        // Keep few of the larger vocabulary's tokens: the bounds between thousands of them lie as
+        // close together as the rounding of sums.
         let base = SamplingParams {
             seed: 29,
             top_k: if vocab > 1000 { 300 } else { 0 },
@@ -531,14 +531,15 @@ fn samples_as_the_host_does_under_masks_and_biases() {
             },
         ];
         for (filter, penalized) in filters.into_iter().flat_map(|f| [(f, false), (f, true)]) {
-            let params = match penalized {
-                false => filter,
-                true => SamplingParams {
+            let params = if penalized {
+                SamplingParams {
                     repetition_penalty: 1.2,
                     frequency_penalty: 0.8,
                     presence_penalty: 0.3,
                     ..filter
-                },
+                }
+            } else {
+                filter
             };
             for extras in 0..8 {
                 const STEPS: usize = 16;
@@ -587,7 +588,7 @@ fn samples_as_the_host_does_under_masks_and_biases() {
     }
 }
 
-/// A sequence for which nothing is left to draw fails by name, and goes on once there is.
+/// A sequence with no token left to draw fails with a named error, and continues once there is one.
 #[test]
 fn a_mask_that_allows_nothing_is_an_error() {
     let config = config();
@@ -615,7 +616,7 @@ fn a_mask_that_allows_nothing_is_an_error() {
         };
         decode(&mut *session, 0, 3, 2, &mut sampler, None, each).expect("one is");
         assert_eq!(drawn, [73, 73]);
-        // Of another vocabulary: refused before anything runs.
+        // A mask for another vocabulary is refused before anything runs.
         sampler.set_mask(Some(&mask[1..]));
         let e = decode(&mut *session, 0, 73, 2, &mut sampler, None, none).unwrap_err();
         assert!(matches!(e, Error::Request { .. }), "{e}");
@@ -633,8 +634,8 @@ fn many_sequences_continue_as_each_alone() {
     let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
         return;
     };
-    // Few tokens are kept: steps of several sequences sum in another order than those of one,
-    // and each token's bound in the draw moves with it.
+    // Few tokens are kept: steps of several sequences sum in another order than steps of one,
+    // and each token's bound in the draw shifts with the sums.
     let base = SamplingParams {
         seed: 11,
         ..SamplingParams::default()
@@ -696,9 +697,10 @@ fn many_sequences_continue_as_each_alone() {
                         let i = index(s);
                         drawn[i].push(token.expect("it runs"));
                         order.push(i);
-                        match drawn[i].len() == STEPS {
-                            true => ControlFlow::Break(()),
-                            false => ControlFlow::Continue(()),
+                        if drawn[i].len() == STEPS {
+                            ControlFlow::Break(())
+                        } else {
+                            ControlFlow::Continue(())
                         }
                     })
                     .expect("it runs");
@@ -707,9 +709,9 @@ fn many_sequences_continue_as_each_alone() {
             let expected: Vec<usize> = (0..STEPS).flat_map(|_| 0..m).collect();
             assert_eq!(order, expected);
 
-            // Steps of several sequences sum in another order than those of one, and beyond 16 round
-            // the inputs of products to FP16: where two tokens are as good but for that, or a
-            // token's bound lies at the draw, the other may come.
+            // Steps of several sequences sum in another order than those of one, and steps of more than
+            // 16 round the inputs of products to FP16. Where two tokens are otherwise equally good, or
+            // a token's bound lies at the draw, the other one may be drawn.
             let mut others = 0;
             let mut theirs = gpu.session(spec).expect("it fits");
             feed(&mut *theirs, 15, &[1]);
@@ -749,7 +751,7 @@ fn many_sequences_continue_as_each_alone() {
     }
 }
 
-/// What a session does before its first step must not touch what the sequence holds.
+/// A session's preparation for its first step must not change the sequence's contents.
 #[test]
 fn a_first_step_leaves_the_prompt_alone() {
     let config = config();
@@ -766,7 +768,7 @@ fn a_first_step_leaves_the_prompt_alone() {
     feed(&mut *ours, 0, &text[..11]);
     let d = distance(&feed(&mut *ours, 0, &text[11..]), &expected);
     assert!(d < 1.5e-2, "a forward of one token: {d}");
-    // The same after a step that samples, whose token is forgotten again.
+    // The same after a step that samples, whose token is dropped again.
     let mut ours = session(&*gpu, KvType::F16);
     feed(&mut *ours, 0, &text[..11]);
     let mut sampler = Sampler::new(SamplingParams::greedy(), 0).expect("valid");

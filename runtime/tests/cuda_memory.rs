@@ -1,5 +1,5 @@
-//! What is planned of a GPU's memory is what is taken, byte for byte: alone in its process, as the
-//! account of all GPUs is one. Without a GPU the test says that it is skipped; `NQ_REQUIRE_CUDA=1`
+//! The GPU memory planned is the memory taken, byte for byte. The test runs alone in its process,
+//! as all GPUs share one account. Without a GPU it prints that it is skipped; `NQ_REQUIRE_CUDA=1`
 //! makes that a failure.
 #![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]

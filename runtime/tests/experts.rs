@@ -1,5 +1,5 @@
-//! Mixtures of experts: against candle's, against themselves cut up differently, and how much of
-//! them is read.
+//! Mixtures of experts: compared with candle's, with themselves cut up differently, and the bytes
+//! of experts that are read.
 
 mod common;
 
@@ -27,7 +27,7 @@ fn mixtures_agree_with_candle() {
                 let mut ours = session(&*nq(&config, &store), 1);
                 let mut theirs = session(&*candle(&config, &store), 1);
                 let text = tokens(40, 3);
-                // A prefill, a second one behind it, then single steps.
+                // A prefill, a second one after it, then single steps.
                 let mut at = 0;
                 for n in [21, 9, 1, 1, 1, 7] {
                     let part = &text[at..at + n];
@@ -44,7 +44,7 @@ fn mixtures_agree_with_candle() {
     }
 }
 
-/// Experts of random sign would cancel each other: the sum must be what it is of each.
+/// Experts with random signs would cancel each other; here each must change the sum.
 #[test]
 fn every_expert_counts() {
     let config = small_mixture(8, true);
@@ -132,7 +132,7 @@ fn wide(per_token: usize) -> ModelConfig {
     }
 }
 
-/// All but the routers, which no scheme covers.
+/// Quantizes all weights but the routers, which no scheme covers.
 fn quantized(store: &Store, scheme: AffineScheme) -> Store {
     let mut rounded = store.quantized(scheme);
     for (name, weight) in &store.matrices {
@@ -163,7 +163,7 @@ fn quantized_experts_equal_their_dequantized_values() {
     }
 }
 
-/// Integer products are the same bit for bit however many rows go together, those of an expert too.
+/// Integer products are bit for bit the same however many rows go together, also those of experts.
 #[test]
 fn few_rows_are_exact_with_rounded_activations() {
     let config = wide(3);
@@ -190,7 +190,7 @@ fn few_rows_are_exact_with_rounded_activations() {
     }
 }
 
-/// Decoding reads the experts that a token goes through, and no others.
+/// Decoding reads only the experts that a token is routed to.
 #[test]
 fn a_token_reads_its_experts_alone() {
     let bytes = |per_token| {
@@ -205,11 +205,11 @@ fn a_token_reads_its_experts_alone() {
         ..small_config()
     };
     let dense = nq(&dense, &Store::random(&dense, 3)).bytes_per_token();
-    // One expert is as wide as the MLP; what is more are the routers.
+    // One expert is as wide as the MLP; the difference is the routers.
     assert_eq!(bytes(1) - dense, 3 * 16 * 64 * 4, "9 rows in panels of 16");
 }
 
-/// What observers see: every row through every expert, and who goes where.
+/// Records what observers see: every row through every expert, and the routes.
 #[derive(Default)]
 struct Seen {
     inputs: Vec<(usize, usize, usize)>, // layer, expert, values

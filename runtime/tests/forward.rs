@@ -1,4 +1,4 @@
-//! nq's forward against candle's, and against itself cut up differently.
+//! nq's forward compared with candle's, and with itself cut up differently.
 
 mod common;
 
@@ -32,7 +32,7 @@ fn agrees_with_candle_on_every_head_layout() {
             let mut ours = session(&*ours, 1);
             let mut theirs = session(&*theirs, 1);
             let text = tokens(40, 3);
-            // A prefill, a second one behind it, then single steps.
+            // A prefill, a second one after it, then single steps.
             let mut at = 0;
             for n in [21, 9, 1, 1, 1, 7] {
                 let part = &text[at..at + n];
@@ -221,14 +221,14 @@ fn activations_are_rounded_as_asked_and_by_default_for_4_bits() {
         let same = if bits == Bits::B4 { &rounded } else { &finely };
         assert!(&auto == same, "{bits:?}: auto is neither");
     }
-    // An unquantized head among quantized layers is left alone, an unquantized model is not
-    // something to round for.
+    // An unquantized head among quantized layers stays as it is, and an unquantized model does not
+    // round its activations.
     let mut mixed = dense.quantized(scheme(Bits::B4));
     let head = dense.matrices["lm_head"].clone();
     mixed.matrices.insert("lm_head".into(), head);
     run(&mixed, int8, "int8 g32 + f32");
     run(&dense, ActivationChoice::Auto, "f32");
-    // Only quantized weights take integers, and only unquantized ones bf16.
+    // Only quantized weights take integer activations, and only unquantized ones bf16.
     let quantized = dense.quantized(scheme(Bits::B4));
     for (store, choice) in [
         (&dense, int8),
@@ -264,7 +264,7 @@ fn rounding_the_cache_costs_little() {
     assert!((1e-4..1e-1).contains(&int8), "int8: {int8}");
 }
 
-/// Everything an observer is shown.
+/// Records all that an observer is shown.
 #[derive(Default)]
 struct Recorder {
     inputs: Vec<(usize, Product, Vec<f32>)>,
@@ -318,7 +318,7 @@ fn an_observer_sees_every_input_in_order() {
     }
     assert_eq!(seen.outputs.len(), config.num_hidden_layers);
     assert_eq!(seen.head.len(), 4 * config.hidden_size);
-    // What the down projection is shown, times its weight, is what it adds.
+    // The observed input of the down projection times its weight is what the projection adds.
     let (_, _, down_in) = seen.inputs.last().unwrap();
     let last = LayerWeights::read(&store, &config, config.num_hidden_layers - 1).unwrap();
     let mut added = vec![0.0; text.len() * config.hidden_size];
@@ -339,7 +339,7 @@ fn layer_by_layer_equals_the_whole_forward() {
     let config = small_config();
     let store = Store::random(&config, 12);
     let engine = nq(&config, &store);
-    // One sequence longer than the rows that a stepper takes at once.
+    // One sequence is longer than the rows that a stepper takes at once.
     let texts: Vec<Vec<u32>> = [5, 1, 700, 30, 30]
         .iter()
         .map(|&n| tokens(n, n as u64))
@@ -584,7 +584,7 @@ fn renamed() -> &'static Architecture {
     }))
 }
 
-/// What weights are called stands in the architecture's table alone: under other names the same
+/// Names of weights come from the architecture's table alone: under other names the same
 /// weights give the same logits, whole and layer by layer.
 #[test]
 fn another_architecture_of_the_same_layers_is_a_table() {
@@ -625,7 +625,7 @@ fn another_architecture_of_the_same_layers_is_a_table() {
     assert_eq!(logits, same_logits);
     assert_eq!(hidden, same_hidden);
 
-    // candle knows only its own.
+    // candle supports only its own architectures.
     let refused = load(&other, &store, &options(EngineKind::Candle), &());
     let refused = refused.err().expect("candle has no such model").to_string();
     assert!(refused.contains("OtherForCausalLM"), "{refused}");

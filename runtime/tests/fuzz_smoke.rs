@@ -1,4 +1,4 @@
-//! The fuzz targets of text over `fuzz/seeds` and mutations of valid files, so that every test run
+//! Runs the text fuzz targets over `fuzz/seeds` and mutations of valid files, so that every test run
 //! tries some.
 
 #[path = "../../fuzz/src/text_targets.rs"]
@@ -9,7 +9,7 @@ use serde_json::json;
 use std::fs;
 use std::path::Path;
 
-/// Changes a few bytes, or puts in some of `tokens`.
+/// Changes a few bytes, or inserts some of `tokens`.
 fn mutate(rng: &mut Philox, seed: &[u8], tokens: &[&str]) -> Vec<u8> {
     let mut below = |n: usize| rng.next_u32() as usize % n.max(1);
     let mut data = seed.to_vec();
@@ -30,8 +30,8 @@ fn mutate(rng: &mut Philox, seed: &[u8], tokens: &[&str]) -> Vec<u8> {
     data
 }
 
-/// Gives `target`, called `name`, every file of `fuzz/seeds/NAME`. Where NQ_FUZZ_CORPUS names a
-/// folder, `seeds` are put there for libFuzzer.
+/// Runs `target`, called `name`, on every file of `fuzz/seeds/NAME`. If NQ_FUZZ_CORPUS names a
+/// folder, writes `seeds` there for libFuzzer.
 fn replay(name: &str, target: fn(&[u8]), seeds: &[&str]) {
     if let Some(corpus) = std::env::var_os("NQ_FUZZ_CORPUS") {
         let folder = Path::new(&corpus).join(name);
@@ -108,7 +108,7 @@ fn templates() {
     }
 }
 
-/// A small tokenizer of all kinds of parts that nq reads.
+/// A small tokenizer with all kinds of parts that nq reads.
 #[test]
 fn tokenizers() {
     let vocab: serde_json::Map<_, _> = ["a", "b", "ab", "Ġ", "Ġa"]

@@ -1,4 +1,4 @@
-//! The generation loop over a session whose logits depend on all that a sequence holds, so
+//! The generation loop over a session whose logits depend on everything that a sequence holds, so
 //! that any token fed twice, out of place or not at all changes the answer.
 
 use nq_formats::{Files, Progress};
@@ -20,9 +20,9 @@ struct Fake {
     spec: SessionSpec,
     sequences: Vec<Vec<u32>>,
     logits: Vec<f32>,
-    /// Rows of every forward.
+    /// Number of rows of every forward.
     rows: Vec<usize>,
-    /// Fails at this forward, counted from 0.
+    /// Index of the forward that fails, counted from 0.
     fail_at: Option<usize>,
 }
 
@@ -44,7 +44,7 @@ impl Fake {
     }
 }
 
-/// Logits that any change of `tokens` changes.
+/// Logits that change with any change of `tokens`.
 fn logits_after(tokens: &[u32]) -> Vec<f32> {
     let mix = |h: u64, x: u64| (h ^ x).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     let hash = tokens.iter().fold(1, |h, &t| mix(h, u64::from(t) + 1));
@@ -159,8 +159,8 @@ fn answers_follow_the_model_in_any_chunking() {
     }
 }
 
-/// A prompt that shares a beginning with the cache gives what a fresh cache gives, and only
-/// its rest is computed.
+/// A prompt that shares a beginning with the cache gives the same answer as with an empty cache,
+/// and only its rest is computed.
 #[test]
 fn common_prefixes_are_kept() {
     let mut session = Fake::new(1, 300, 64);
@@ -187,10 +187,10 @@ fn common_prefixes_are_kept() {
     // The next turn: all but the last token of the answer are cached.
     let next = [&first[..], &answer, &[3, 4, 5]].concat();
     ask(&next, 24);
-    // A template that rewrote the answer: only the first prompt is shared.
+    // A template that rewrites the answer: only the first prompt is shared.
     let rewritten = [&first[..], &[answer[0] ^ 1], &[9, 9]].concat();
     ask(&rewritten, 20);
-    // The same prompt again: the last token is fed for its logits.
+    // The same prompt again: its last token is fed for its logits.
     ask(&rewritten, rewritten.len() - 1);
     // A prefix of the cache.
     ask(&rewritten[..8], 7);
@@ -287,7 +287,7 @@ fn interrupts_leave_the_sequence_usable() {
         interrupt: Some(&flag),
         ..limits(10)
     };
-    // By the receiver, by the flag during decoding, by the flag before the prompt is fed.
+    // Interrupted by the receiver, by the flag during decoding, by the flag before the prompt is fed.
     for case in 0..3 {
         flag.store(case == 2, Ordering::Relaxed);
         let mut n = 0;
@@ -408,7 +408,7 @@ impl Progress for Count {
     }
 }
 
-/// Sequences depend on the seed alone: not on the slots, not on the rows of a forward.
+/// Sequences depend on the seed alone, not on the slots nor on the rows of a forward.
 #[test]
 fn batches_do_not_change_sequences() {
     let prompts: Vec<Vec<u32>> = (0..13).map(|i| vec![i; 1 + i as usize * 2]).collect();

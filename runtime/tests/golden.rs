@@ -1,4 +1,4 @@
-//! The demo model against what Hugging Face transformers computes for it in f32.
+//! The demo model compared with Hugging Face transformers in f32.
 
 use nq_formats::Checkpoint;
 use nq_runtime::{
@@ -15,7 +15,7 @@ struct Golden {
     greedy: Vec<Greedy>,
 }
 
-/// The logits that follow each token of a text.
+/// Expected logits after each token of a text.
 #[derive(Deserialize)]
 struct Prompt {
     text: String,
@@ -25,7 +25,7 @@ struct Prompt {
     top8_logits: Vec<Vec<f64>>,
 }
 
-/// What greedy decoding appends to the prompt of the same index.
+/// Expected greedy continuation of the prompt of the same index.
 #[derive(Deserialize)]
 struct Greedy {
     ids: Vec<u32>,
@@ -109,7 +109,7 @@ fn greedy_continuations_match() {
             let best = best.unwrap();
             let lead = row[best] - row[token as usize];
             // Where the two best are this close, either implementation may round either way;
-            // following the listed token keeps the rest comparable.
+            // continuing with the listed token keeps the rest comparable.
             assert!(
                 best == token as usize || lead <= 1e-3,
                 "{:?}, step {step}: expected {token}, found {best}, ahead by {lead}",

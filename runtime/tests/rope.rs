@@ -1,4 +1,4 @@
-//! Rotary embedding against values worked out by hand from the published formulas.
+//! Rotary embedding compared with values worked out by hand from the published formulas.
 
 mod common;
 
@@ -76,7 +76,7 @@ fn yarn_by_1_changes_nothing() {
     assert_eq!(plain, same);
 }
 
-/// Where no dimension turns even once both ends of the blend are 0, and everything behind the
+/// If no dimension turns even once, both ends of the blend are 0, and everything behind the
 /// first dimension is stretched.
 #[test]
 fn yarn_survives_an_empty_range() {

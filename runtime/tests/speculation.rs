@@ -46,8 +46,8 @@ fn session(engine: &dyn Engine, kv: KvType, ctx: usize) -> Box<dyn Session> {
     engine.session(spec).unwrap()
 }
 
-/// On every instruction set a few rows of a chunk are, bit for bit, what one token after another
-/// gives.
+/// On every instruction set, a chunk of a few rows gives, bit for bit, the logits of feeding its
+/// tokens one by one.
 #[test]
 fn a_few_rows_are_what_each_alone_is() {
     let config = small_config();
@@ -232,7 +232,7 @@ fn drafts_change_no_answer() {
             let drafters: [&dyn Fn() -> Speculation; 2] = [&ngram, &always];
             let (free, right) = at(400).check(&prompt, &limits(120, &[]), &drafters);
             accepted += right;
-            // Ends of every kind, also where a draft runs over them.
+            // All kinds of ends, also with a draft that runs past them.
             for max in [1, 2, 3, 50, 51, 52, 53] {
                 at(400).check(&prompt, &limits(max, &[]), &drafters);
             }

@@ -1,4 +1,4 @@
-//! Tokenizer against what Hugging Face computes: the published Qwen3 tokenizer and the demo
+//! The tokenizer compared with Hugging Face's: the published Qwen3 tokenizer and the demo
 //! model's. Data beside the repository is used where present.
 
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
@@ -225,8 +225,8 @@ fn streamed_pieces_are_whole_characters() {
     assert!(pieces.iter().any(|p| p == "🦙" || p == " 🦙"));
 }
 
-/// Any sequence of ids, valid UTF-8 or not, streams to what it decodes to at once, and that
-/// is what the tokenizers crate decodes.
+/// Any sequence of ids, valid UTF-8 or not, streams to what it decodes to at once, which is also
+/// what the tokenizers crate decodes.
 #[test]
 fn streaming_equals_decoding_for_any_ids() {
     let tokenizer = demo();

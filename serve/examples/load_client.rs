@@ -1,5 +1,5 @@
-//! Times a server that speaks OpenAI's `/v1/completions` as clients see it: each of so many clients
-//! streams one request after another, all prompts random and different.
+//! Times a server that speaks OpenAI's `/v1/completions` as clients see it: each client
+//! streams one request after another, with random, different prompts.
 //!
 //! ```text
 //! cargo run --release -p nq-serve --example load_client -- http://127.0.0.1:8080 \
@@ -29,11 +29,11 @@ struct Options {
     prompt: usize,
     out: usize,
     clients: Vec<usize>,
-    /// Requests of each client.
+    /// Number of requests per client.
     each: usize,
     vocab: usize,
     long: Option<usize>,
-    /// What all prompts begin with.
+    /// The common beginning of all prompts.
     shared: Vec<usize>,
 }
 
@@ -73,7 +73,7 @@ impl Options {
     }
 }
 
-/// What one answer took.
+/// Measurements of one answer.
 struct Answer {
     tokens: usize,
     prompt_tokens: usize,
@@ -90,7 +90,7 @@ impl Answer {
     }
 }
 
-/// Numbers that differ in every run, so that no server knows a prompt from before.
+/// Random tokens that differ in every run, so that no server has seen the prompt before.
 fn random_tokens(n: usize, vocab: usize) -> Vec<usize> {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let from = NEXT.fetch_add(1, Ordering::Relaxed) as u64;
@@ -106,7 +106,7 @@ fn random_tokens(n: usize, vocab: usize) -> Vec<usize> {
     (0..n).map(|_| next() % vocab).collect()
 }
 
-/// The name of the model that is served first.
+/// The name of the first model that the server lists.
 fn model(agent: &ureq::Agent, url: &str) -> Result<String, Error> {
     let mut response = agent.get(format!("{url}/v1/models")).call()?;
     let models: Value = serde_json::from_str(&response.body_mut().read_to_string()?)?;

@@ -1,11 +1,11 @@
-//! Keys and values on disk: pages of prompts that outlast the program.
+//! Keys and values on disk: pages of prompts that survive a restart.
 //!
-//! A file holds a page: keys and values of all layers at [`PAGE`] positions. Its name is a hash of all
-//! that they depend on: the model and how it runs, whose prompt it is, and every token up to the
-//! page's end, chained from page to page (as vLLM names blocks). So prompts with the same beginning
-//! share files, a file is found without an index, and nothing of a prompt can be read in its name.
+//! A file holds a page: keys and values of all layers at [`PAGE`] positions. Its name is a hash of
+//! everything that they depend on: the model and how it runs, the salt of the prompt, and every token up
+//! to the page's end, chained from page to page (as vLLM names blocks). So prompts with the same
+//! beginning share files, a file is found without an index, and its name reveals nothing of the prompt.
 //!
-//! A file appears whole or not at all, and is read only if its digest is right.
+//! A file appears whole or not at all, and is used only if its digest is correct.
 
 use nq_formats::{Progress, durable};
 use nq_kernels::cpu::PAGE;
@@ -17,18 +17,18 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-/// Begins each file; the last digit is the format's version.
+/// Begins each file; the last digit is the version of the format.
 const MAGIC: &[u8; 8] = b"nq-kv  1";
 /// The part of the magic number that all versions share.
 const OURS: usize = 5;
-/// [`MAGIC`], the name, the digest of the rest.
+/// Size of [`MAGIC`], the name and the digest of the contents.
 const HEADER: usize = 8 + 32 + 32;
 const SUFFIX: &str = ".kv";
 
-/// Names a page.
+/// Name of a page.
 pub type Key = [u8; 32];
 
-/// A folder of pages, of all models of a server.
+/// A folder of pages, for all models of a server.
 pub struct PageStore {
     folder: PathBuf,
     limit: u64,
@@ -41,7 +41,7 @@ struct Index {
     files: HashMap<Key, Held>,
     bytes: u64,
     clock: u64,
-    /// Nothing is written any more.
+    /// True after an error: nothing is written any more.
     broken: bool,
 }
 
@@ -64,11 +64,11 @@ impl std::fmt::Debug for ModelPages {
 }
 
 impl PageStore {
-    /// Opens a folder, which is made if it is not there, for at most `limit` bytes of files. Those
-    /// that are no pages are told to `progress`, and removed if an nq wrote them.
+    /// Opens a folder, creating it if needed, for at most `limit` bytes of files. Files that
+    /// are not valid pages are reported to `progress`, and removed if nq wrote them.
     ///
     /// # Errors
-    /// A folder that cannot be made or read.
+    /// A folder that cannot be created or read.
     pub fn open(folder: &Path, limit: u64, progress: Arc<dyn Progress>) -> io::Result<Arc<Self>> {
         make_private(folder)?;
         let store = PageStore {
@@ -96,8 +96,8 @@ impl PageStore {
         Ok(Arc::new(store))
     }
 
-    /// The part that belongs to the model that `identity` names: everything that its keys and values
-    /// depend on, weights, rounding and program among them.
+    /// The part for the model that `identity` describes: everything that its keys and values
+    /// depend on, including weights, rounding and program.
     pub fn of_model(self: &Arc<Self>, identity: &[u8]) -> ModelPages {
         ModelPages {
             store: Arc::clone(self),
@@ -114,7 +114,7 @@ impl PageStore {
         self.folder.join(name + SUFFIX)
     }
 
-    /// Says what is wrong with a file, and removes it if an nq wrote it.
+    /// Reports a problem with a file, and removes the file if nq wrote it.
     fn discard(&self, path: &Path, why: &str) {
         let removed = if is_ours(path) && fs::remove_file(path).is_ok() {
             "removed"
@@ -125,7 +125,7 @@ impl PageStore {
         self.progress.note(&format!("{path}: {why}: {removed}"));
     }
 
-    /// Removes pages unused for longest until the rest is within the limit.
+    /// Removes the least recently used pages until the others are within the limit.
     fn shrink(&self) {
         let mut index = self.index();
         while index.bytes > self.limit {
@@ -156,7 +156,7 @@ impl Index {
 }
 
 impl ModelPages {
-    /// The names of the whole pages of a sequence.
+    /// The names of all whole pages of a sequence.
     pub fn keys(&self, salt: u64, tokens: &[u32]) -> Vec<Key> {
         let begin = Sha256::new()
             .chain_update(self.identity)
@@ -173,12 +173,12 @@ impl ModelPages {
         pages.collect()
     }
 
-    /// How many of the first pages are there; they count as just used.
+    /// Counts how many of the first pages exist, and marks them as just used.
     pub fn beginning(&self, keys: &[Key]) -> usize {
         let mut index = self.store.index();
         let there = |key: &&Key| index.files.contains_key(*key);
         let found = keys.iter().take_while(there).count();
-        // The last ones go first, as nothing leads to them without those before.
+        // In reverse order: pages are useless without the pages before them.
         for key in keys[..found].iter().rev() {
             index.clock += 1;
             let clock = index.clock;
@@ -189,7 +189,7 @@ impl ModelPages {
         found
     }
 
-    /// The page of a name, of `bytes` bytes; `None` if it is not there or not as it was written.
+    /// Reads the page with this name, of `bytes` bytes; `None` if it does not exist or is damaged.
     pub fn read(&self, key: &Key, bytes: usize) -> Option<Vec<u8>> {
         let path = self.store.path(key);
         let why = match read(&path, key, bytes) {
@@ -205,7 +205,7 @@ impl ModelPages {
         None
     }
 
-    /// Writes a page, whole or not at all. After an error nothing is written any more.
+    /// Writes a page, whole or not at all. After an error, nothing is written any more.
     pub fn write(&self, key: &Key, page: &[u8]) {
         let store = &*self.store;
         if store.index().broken {
@@ -231,7 +231,7 @@ impl ModelPages {
     }
 }
 
-/// A folder that its owner alone may look into, as what is in it tells of prompts.
+/// Makes a folder that only its owner can open, as its contents reveal prompts.
 fn make_private(folder: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     if let Some(parent) = folder.parent() {
@@ -243,7 +243,7 @@ fn make_private(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// The name, size and last use of a page; `None` for what is being written or not there any more.
+/// The name, size and last use of a page; `None` for a file being written or already removed.
 fn look(path: &Path) -> Result<Option<(Key, u64, SystemTime)>, String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if name.starts_with(".nq-") {
@@ -267,7 +267,7 @@ fn look(path: &Path) -> Result<Option<(Key, u64, SystemTime)>, String> {
     )))
 }
 
-/// A name's 32 bytes.
+/// The 32 bytes of a name.
 fn parse(name: &str) -> Option<Key> {
     let mut key = [0; 32];
     let digits = name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
@@ -291,7 +291,7 @@ fn check_header(header: &[u8], key: &Key) -> Result<(), String> {
     }
 }
 
-/// True if an nq began the file.
+/// True if the file begins like those of nq.
 fn is_ours(path: &Path) -> bool {
     let mut begin = [0; OURS];
     let is_file = path.symlink_metadata().is_ok_and(|m| m.is_file());
@@ -332,7 +332,7 @@ fn read(path: &Path, key: &Key, bytes: usize) -> Result<Vec<u8>, Wrong> {
             "its digest is not that of its contents".into(),
         ));
     }
-    // When it was used last, for the next start; a file system that keeps no such times loses little.
+    // Records the last use for the next start; without such times on a file system, little is lost.
     let _ = file.set_modified(SystemTime::now());
     Ok(page)
 }
@@ -341,7 +341,7 @@ fn read(path: &Path, key: &Key, bytes: usize) -> Result<Vec<u8>, Wrong> {
 mod tests {
     use super::*;
 
-    /// Keeps what it is told.
+    /// Keeps the notes that it receives.
     #[derive(Default)]
     struct Notes(Mutex<Vec<String>>);
 
@@ -383,7 +383,8 @@ mod tests {
         let (pages, notes) = open(&folder, 1 << 20);
         assert_eq!(pages.beginning(&keys), 3);
         assert_eq!(pages.read(&keys[1], BYTES), Some(vec![1; BYTES]));
-        // Tokens alike at the beginning lead to the same files; others, another key or model do not.
+        // The same tokens at the beginning lead to the same files; other tokens, another salt or model
+        // do not.
         let mut other = long.clone();
         other[2 * PAGE] = 0;
         assert_eq!(pages.beginning(&pages.keys(7, &other)), 2);

@@ -8,17 +8,17 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{message}")]
 pub struct ApiError {
-    /// HTTP's status.
+    /// HTTP status.
     pub status: u16,
     /// OpenAI's `type`.
     pub kind: &'static str,
     /// OpenAI's `code`.
     pub code: Option<&'static str>,
-    /// The field of the request that it is about.
+    /// The field of the request that caused the error.
     pub param: Option<String>,
-    /// For people.
+    /// A message for people.
     pub message: String,
-    /// When to come again.
+    /// Suggested time until the next attempt.
     pub retry_after: Option<Duration>,
 }
 
@@ -34,12 +34,12 @@ impl ApiError {
         }
     }
 
-    /// A request that is wrong in itself (400).
+    /// A malformed request (400).
     pub fn invalid(message: impl Into<String>) -> Self {
         ApiError::new(400, "invalid_request_error", message)
     }
 
-    /// A field that is wrong (400): what was expected and what was found.
+    /// An invalid field (400); the message says what was expected and found.
     pub fn field(param: &str, message: impl Into<String>) -> Self {
         ApiError {
             param: Some(param.to_owned()),
@@ -47,7 +47,7 @@ impl ApiError {
         }
     }
 
-    /// A field that nq does not serve (400).
+    /// A field that nq does not support (400).
     pub fn unsupported(param: &str, why: &str) -> Self {
         ApiError {
             code: Some("unsupported_parameter"),
@@ -60,7 +60,7 @@ impl ApiError {
         ApiError::new(500, "server_error", message)
     }
 
-    /// No such route, or no such model (404).
+    /// There is no such route, or no such model (404).
     pub fn not_found(message: impl Into<String>, code: &'static str) -> Self {
         ApiError {
             code: Some(code),
@@ -68,7 +68,7 @@ impl ApiError {
         }
     }
 
-    /// The client is not allowed to ask (401 or 403).
+    /// The client lacks access (401 or 403).
     pub fn denied(status: u16, message: impl Into<String>, code: &'static str) -> Self {
         let kind = match status {
             401 => "authentication_error",
@@ -80,12 +80,12 @@ impl ApiError {
         }
     }
 
-    /// Too large, too slow or of the wrong kind: `status` says which.
+    /// A request that is too large, too slow or of the wrong kind: `status` says which.
     pub fn bounds(status: u16, message: impl Into<String>) -> Self {
         ApiError::new(status, "invalid_request_error", message)
     }
 
-    /// A model that memory has no room for (503): for now, if `passes`.
+    /// A model that does not fit the memory (503): only at present, if `passes`.
     pub fn no_memory(message: impl Into<String>, passes: bool) -> Self {
         ApiError {
             code: Some("insufficient_memory"),
@@ -94,7 +94,7 @@ impl ApiError {
         }
     }
 
-    /// OpenAI's shape.
+    /// The error in OpenAI's format.
     pub fn body(&self) -> Value {
         json!({"error": {
             "message": self.message,
@@ -150,14 +150,14 @@ impl From<Failure> for ApiError {
 }
 
 impl From<nq_runtime::Error> for ApiError {
-    /// Errors of templates, tokenizers and samplers, which are about what a client sent.
+    /// Converts errors of templates, tokenizers and samplers, which concern the client's input.
     fn from(e: nq_runtime::Error) -> Self {
         match e {
             nq_runtime::Error::Request { what, .. } => ApiError {
                 param: Some(what.to_owned()),
                 ..ApiError::invalid(e.to_string())
             },
-            // Where the server keeps its files is nobody's business.
+            // Does not reveal where the server keeps its files.
             nq_runtime::Error::Text { what, why, .. } => {
                 ApiError::invalid(format!("{what}: {why}"))
             }

@@ -1,4 +1,4 @@
-//! Answers to one prompt, whatever protocol asks for them: the request and its events.
+//! Answers to one prompt, independent of the protocol: the request and its events.
 
 use crate::engine::{Answers, Client, Constraint, Event, Finish, Request};
 use crate::error::ApiError;
@@ -14,62 +14,62 @@ use std::time::Instant;
 pub struct Generation {
     /// The prompt.
     pub prompt: Vec<u32>,
-    /// Answers to it.
+    /// Number of answers.
     pub n: usize,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
-    /// Added to logits.
+    /// Added to the logits.
     pub bias: LogitBias,
     /// Alternatives to report with log-probabilities; `None`: none are computed.
     pub logprobs: Option<usize>,
-    /// Tokens of an answer, at most; `None`: as many as the context holds.
+    /// Most tokens per answer; `None`: as many as the context holds.
     pub max_tokens: Option<usize>,
-    /// True: tokens that end an answer do not.
+    /// True: end-of-answer tokens do not end the answer.
     pub ignore_eos: bool,
-    /// How the answer is taken apart.
+    /// How the answer's text is split into pieces.
     pub reader: ReaderOptions,
-    /// The constraint on the answer, and from where on it holds.
+    /// The constraint on the answer, and where in the answer it begins.
     pub format: Option<(Format, Start)>,
 }
 
-/// Why an answer ended.
+/// How an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// The model ended it.
     Stop,
-    /// A stop string.
+    /// With a stop string.
     StopString,
-    /// It has as many tokens as were asked for, or as the context holds.
+    /// With the most tokens requested, or that the context holds.
     Length,
-    /// The model called tools.
+    /// With tool calls.
     ToolCalls,
 }
 
 /// An event of one answer.
 #[derive(Clone, Debug)]
 pub struct Output {
-    /// Which answer.
+    /// Index of the answer.
     pub index: usize,
     /// Its new pieces.
     pub pieces: Vec<Piece>,
-    /// Log-probabilities of its tokens, thinking's excepted.
+    /// Log-probabilities of its tokens, except those of thinking.
     pub logprobs: Vec<TokenLogprobs>,
-    /// The stop string that ended it.
+    /// The stop string that ended it, if any.
     pub stop_string: Option<String>,
-    /// Its end.
+    /// How it ended, if this is its end.
     pub end: Option<Result<Ending, ApiError>>,
 }
 
-/// Tokens of all answers.
+/// Token counts over all answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// The prompt's.
+    /// Tokens in the prompt.
     pub prompt: usize,
-    /// The part of them that was not computed again, for the first answer.
+    /// Prompt tokens that were cached, for the first answer.
     pub cached: usize,
-    /// All answers'.
+    /// Tokens in all answers.
     pub completion: usize,
-    /// The part of them that is thinking.
+    /// Tokens of thinking in all answers.
     pub reasoning: usize,
 }
 
@@ -81,19 +81,19 @@ struct Choice {
     over: bool,
 }
 
-/// Answers as they come. Dropping it gives them up.
+/// Answers as they come. Dropping it cancels them.
 pub struct Stream {
-    /// Loaded for as long as it answers.
+    /// Keeps the model loaded while it answers.
     _model: Arc<Model>,
     answers: Answers,
     choices: Vec<Choice>,
     usage: Usage,
 }
 
-/// Sends what is asked for to the model.
+/// Sends the request to the model's engine.
 ///
 /// # Errors
-/// A format that cannot be served; what the engine refuses.
+/// A format that is not supported; a request that the engine refuses.
 pub fn start(
     model: &Arc<Model>,
     generation: &Generation,
@@ -165,7 +165,7 @@ impl Stream {
         None
     }
 
-    /// Tokens so far.
+    /// Token counts so far.
     pub fn usage(&self) -> Usage {
         Usage {
             reasoning: self

@@ -1,4 +1,4 @@
-//! One model for many clients: an engine that answers many requests at once ([`Engine`]), and a
+//! Serves models to many clients: an engine that answers many requests at once ([`Engine`]), and a
 //! server that speaks OpenAI's and Anthropic's protocols over it.
 
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! The figures of `/metrics`, in Prometheus' text format. Names follow vLLM's, with `nq_` before them.
+//! The metrics at `/metrics`, in Prometheus' text format. Names are those of vLLM with `nq_` in front.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -8,10 +8,10 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 
-/// A label with a reason: why a request ended, or was refused.
+/// A label with a reason why a request ended or was refused.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct Reason {
-    /// One of few words.
+    /// One of a few words.
     pub reason: &'static str,
 }
 
@@ -19,21 +19,21 @@ pub struct Reason {
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
-    /// Requests that have a slot.
+    /// Number of requests with a slot.
     pub running: Gauge,
-    /// Requests in the queue.
+    /// Number of requests in the queue.
     pub waiting: Gauge,
-    /// Pages of keys and values, in all.
+    /// Total pages of keys and values.
     pub pages: Gauge,
-    /// Pages in no sequence.
+    /// Pages that no sequence uses.
     pub pages_free: Gauge,
-    /// Tokens of sequences that are kept for prompts to come.
+    /// Tokens of sequences kept for later prompts.
     pub kept_tokens: Gauge,
-    /// Tokens of prompts.
+    /// Prompt tokens.
     pub prompt_tokens: Counter,
-    /// The part of them that was not computed again.
+    /// Prompt tokens that were cached.
     pub cached_tokens: Counter,
-    /// The part of them that was read back from disk.
+    /// Prompt tokens that were read back from disk.
     pub restored_tokens: Counter,
     /// Tokens drawn.
     pub generated_tokens: Counter,
@@ -170,12 +170,12 @@ impl Metrics {
         }
     }
 
-    /// One more refused request.
+    /// Counts a refused request.
     pub fn refuse(&self, reason: &'static str) {
         self.refused.get_or_create(&Reason { reason }).inc();
     }
 
-    /// All of it as text (OpenMetrics 1.0), of an engine alone: see [`together`].
+    /// The metrics as text (OpenMetrics 1.0), of this engine alone: see [`together`].
     pub fn text(&self) -> String {
         let mut text = String::new();
         // Writing to a string does not fail.
@@ -184,10 +184,10 @@ impl Metrics {
     }
 }
 
-/// The texts of several engines as one, each sample under a label with its model's name: a family of
-/// metrics is described once, and its samples stand together.
+/// Combines the texts of several engines; each sample gets a label with its model's name. A family of
+/// metrics is described once, and its samples are grouped.
 pub fn together(texts: &[(String, String)]) -> String {
-    // By family, in the order of the first text: what describes it, and its samples.
+    // Each family's description and samples, in the order of the first text.
     let mut families: Vec<(String, String)> = Vec::new();
     for (nth, (name, text)) in texts.iter().enumerate() {
         let label = format!("model_name={name:?}");
@@ -214,7 +214,7 @@ pub fn together(texts: &[(String, String)]) -> String {
     all.chain(["# EOF\n"]).collect()
 }
 
-/// A sample with one label more.
+/// A sample with an additional label.
 fn labelled(line: &str, label: &str) -> String {
     match line.split_once('{') {
         Some((name, rest)) => format!("{name}{{{label},{rest}\n"),

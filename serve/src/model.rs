@@ -11,17 +11,17 @@ use nq_runtime::{ChatTemplate, Message, SamplingParams, SessionSpec, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, OnceLock};
 
-/// How a model is told of tools.
+/// How a model is given the descriptions of tools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ToolPrompt {
-    /// Its template does it, and calls have this form.
+    /// By its template; calls have this form.
     Template(CallForm),
-    /// The template knows none: they are described in the system message, calls and results stand
-    /// in the text.
+    /// The template does not support tools: they are described in the system message, and calls and
+    /// results are put into the text.
     Described,
 }
 
-/// A model under its name.
+/// A served model and its name.
 pub struct Model {
     name: String,
     tokenizer: Tokenizer,
@@ -57,7 +57,7 @@ impl Model {
     /// serves completions alone, an embedding model embeddings alone.
     ///
     /// # Errors
-    /// A tokenizer or template that cannot be read; [`Engine::start`]'s.
+    /// A tokenizer or template that cannot be read; errors of [`Engine::start`].
     pub fn new(
         name: impl Into<String>,
         checkpoint: &Checkpoint,
@@ -134,25 +134,25 @@ impl Model {
         &self.stop
     }
 
-    /// How its makers sample.
+    /// The sampling settings recommended by its makers.
     pub fn sampling(&self) -> SamplingParams {
         self.sampling
     }
 
-    /// Rows of its logits.
+    /// Number of logits per row.
     pub fn vocab(&self) -> usize {
         self.vocab
     }
 
-    /// Positions of a sequence.
+    /// Number of positions of a sequence.
     pub fn context(&self) -> usize {
         self.engine.spec().ctx
     }
 
-    /// Compiles formats for it; made at the first call.
+    /// Compiles formats for this model; made on the first call.
     ///
     /// # Errors
-    /// If its tokens allow no constraints.
+    /// If its tokenizer does not support constraints.
     pub fn grammars(&self) -> Result<&Grammars, ApiError> {
         let grammars = self
             .grammars
@@ -160,7 +160,7 @@ impl Model {
         grammars.as_ref().map_err(|e| ApiError::internal(e.clone()))
     }
 
-    /// Where a constraint on the answer to `prompt` begins.
+    /// Where the constraint on the answer to `prompt` begins.
     pub fn start(&self, prompt: &str, thinking: Option<bool>) -> Start {
         let end = prompt.trim_end();
         let thinks = self
@@ -176,7 +176,7 @@ impl Model {
         }
     }
 
-    /// True if its calls come in the form that a constraint can hold them to.
+    /// True if its calls have the form that a constraint can enforce.
     pub fn constrains_calls(&self) -> bool {
         self.tool_prompt != ToolPrompt::Template(CallForm::Xml)
     }
@@ -200,10 +200,10 @@ impl Model {
         }
     }
 
-    /// The chat as text and tokens, with the assistant's turn begun.
+    /// Renders the chat as text and tokens, with the assistant's turn begun.
     ///
     /// # Errors
-    /// A template that refuses the chat; a model without one.
+    /// A template that refuses the chat, or a model without one.
     pub fn prompt(
         &self,
         messages: Vec<Message>,
@@ -227,7 +227,7 @@ impl Model {
     }
 }
 
-/// How a template tells of tools: found out by asking it to.
+/// Finds out how a template presents tools, by rendering some.
 fn tool_prompt(template: &ChatTemplate) -> ToolPrompt {
     let name = "nq_probe";
     let tool = json!({"type": "function", "function": {
@@ -252,7 +252,7 @@ fn tool_prompt(template: &ChatTemplate) -> ToolPrompt {
     }
 }
 
-/// Messages for a template that knows no tools.
+/// Messages for a template that does not support tools.
 fn described(messages: Vec<Message>, tools: Option<&[Value]>) -> Vec<Message> {
     let mut out: Vec<Message> = Vec::with_capacity(messages.len() + 1);
     for mut message in messages {
@@ -288,7 +288,7 @@ fn described(messages: Vec<Message>, tools: Option<&[Value]>) -> Vec<Message> {
     out
 }
 
-/// A message with what else a template may read.
+/// A message with additional fields for the template.
 pub fn message(role: &str, content: String, extra: Map<String, Value>) -> Message {
     Message {
         role: role.to_owned(),

@@ -1,4 +1,4 @@
-//! The models of a server by name: loaded at first use, and given up for one another where memory
+//! The models of a server by name: loaded on first use, and unloaded for one another if memory
 //! is short.
 
 use crate::error::ApiError;
@@ -8,9 +8,9 @@ use nq_formats::human_bytes;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// A model that can be loaded, again and again.
+/// A model that can be loaded repeatedly.
 pub trait Source: Send + Sync {
-    /// Loads the model if memory allows; what goes wrong is told to whoever runs the server.
+    /// Loads the model if memory allows; details of errors are reported to the server's operator.
     ///
     /// # Errors
     /// [`LoadError`].
@@ -23,22 +23,22 @@ pub enum LoadError {
     /// It does not fit.
     #[error("it needs {needed} bytes of memory, and {free} are free")]
     Memory {
-        /// Bytes that it takes, with keys and values of one context.
+        /// Bytes that it takes, including keys and values of one context.
         needed: u64,
-        /// Bytes that there are.
+        /// Bytes available.
         free: u64,
     },
-    /// Anything else.
+    /// Any other reason.
     #[error("it cannot be loaded")]
     Failed,
 }
 
-/// Models by name; the first answers requests that name none.
+/// Models by name; the first serves requests that name none.
 #[derive(Default)]
 pub struct Models {
     entries: Vec<Entry>,
     states: Mutex<States>,
-    /// Held by whoever loads: one at a time, so that the next sees what memory is left.
+    /// Held while loading: one model at a time, so that the next sees how much memory is left.
     loading: tokio::sync::Mutex<()>,
 }
 
@@ -56,17 +56,17 @@ struct States {
     closed: bool,
 }
 
-/// A model as it is listed.
+/// A model's entry in a list.
 pub struct Listed<'a> {
     /// Its name for clients.
     pub name: &'a str,
-    /// When the server knew it first, in seconds since 1970.
+    /// When the server first knew it, in seconds since 1970.
     pub created: u64,
     /// The model, while it is loaded.
     pub model: Option<&'a Model>,
 }
 
-/// Models that are loaded and stay so.
+/// Models that are loaded and never unloaded.
 impl From<Vec<Arc<Model>>> for Models {
     fn from(models: Vec<Arc<Model>>) -> Self {
         let mut all = Models::default();
@@ -78,7 +78,7 @@ impl From<Vec<Arc<Model>>> for Models {
 }
 
 impl Models {
-    /// Adds a model that is loaded when it is asked for.
+    /// Adds a model that is loaded on request.
     pub fn add(&mut self, name: impl Into<String>, source: Box<dyn Source>) {
         self.push(name.into(), Some(source), None);
     }
@@ -103,7 +103,7 @@ impl Models {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Maps `f` over all in their order. None is loaded or given up meanwhile.
+    /// Maps `f` over all models in order. None is loaded or unloaded meanwhile.
     pub fn each<T>(&self, f: impl Fn(Listed<'_>) -> T) -> Vec<T> {
         let states = self.states();
         let both = self.entries.iter().zip(&states.loaded);
@@ -117,7 +117,7 @@ impl Models {
         .collect()
     }
 
-    /// Which model a request means; the first if it names none.
+    /// The index of the model that a request names; the first if it names none.
     ///
     /// # Errors
     /// If no model has that name.
@@ -142,17 +142,17 @@ impl Models {
         })
     }
 
-    /// A model to be used: it stays loaded for as long as somebody has it.
+    /// Returns a model for use: it stays loaded as long as the result exists.
     ///
     /// # Errors
-    /// If no model has that name, or if it is not loaded and cannot be.
+    /// If no model has that name, or if it cannot be loaded.
     pub async fn get(self: &Arc<Self>, name: Option<&str>) -> Result<Arc<Model>, ApiError> {
         let at = self.find(name)?;
         if let Some(model) = self.take(at)? {
             return Ok(model);
         }
         let models = Arc::clone(self);
-        // What is begun goes on, even if whoever asked for it has gone.
+        // Loading continues even if the requester is gone.
         let loaded = tokio::spawn(async move {
             let all = Arc::clone(&models);
             let _alone = all.loading.lock().await;
@@ -164,7 +164,7 @@ impl Models {
         }
     }
 
-    /// The model, if it is loaded; it then counts as just used.
+    /// Returns the model, if it is loaded, and marks it as just used.
     fn take(&self, at: usize) -> Result<Option<Arc<Model>>, ApiError> {
         let mut states = self.states();
         if states.closed {
@@ -179,7 +179,7 @@ impl Models {
 
     fn load(&self, at: usize) -> Result<Arc<Model>, ApiError> {
         loop {
-            // Another request may have waited for the same model.
+            // Another request may have loaded the same model meanwhile.
             if let Some(model) = self.take(at)? {
                 return Ok(model);
             }
@@ -217,7 +217,7 @@ impl Models {
     fn unload_idle(&self) -> bool {
         let model = {
             let mut states = self.states();
-            // Whoever uses a model has it, and nobody else takes one meanwhile.
+            // An `Arc` held elsewhere means that the model is in use; no new one is handed out meanwhile.
             let idle = |i: &usize| {
                 let model = &states.loaded[*i].0;
                 model.as_ref().is_some_and(|m| Arc::strong_count(m) == 1)
@@ -251,13 +251,13 @@ impl Models {
         ApiError::no_memory(what, busy)
     }
 
-    /// False if a model that is loaded does not answer any more.
+    /// False if a loaded model no longer responds.
     pub fn is_healthy(&self) -> bool {
         let healthy = self.each(|l| l.model.is_none_or(|m| m.engine().is_healthy()));
         !self.states().closed && healthy.into_iter().all(|h| h)
     }
 
-    /// The metrics of the models that are loaded.
+    /// The metrics of the loaded models.
     pub fn metrics(&self) -> String {
         let text = |m: &Model| (m.name().to_owned(), m.engine().metrics().text());
         let texts: Vec<_> = self
@@ -268,7 +268,7 @@ impl Models {
         metrics::together(&texts)
     }
 
-    /// Loads nothing any more, and closes what is loaded: see [`crate::Engine::close`].
+    /// Loads no more models and closes the loaded ones: see [`crate::Engine::close`].
     pub fn close(&self, grace: Duration) {
         let models: Vec<Arc<Model>> = {
             let mut states = self.states();

@@ -1,17 +1,17 @@
-//! Which sequences of a session begin as a new prompt does: a radix tree over token ids.
+//! Finds sequences of a session that begin like a new prompt: a radix tree over token ids.
 //!
-//! A sequence that ended stays in its slot, and its pages with it, until somebody needs them. The
-//! tree finds the slot that holds the longest beginning of a prompt, in time that goes with the
-//! prompt; the prompt's slot is then forked from it (SGLang's RadixAttention, arXiv 2312.07104, over
-//! tables of pages in place of pages of one token). Sequences of different salts never meet: whoever
-//! measures time learns nothing about the prompts of another salt.
+//! A sequence that ended stays in its slot, with its pages, until these are needed. The
+//! tree finds the slot with the longest common beginning, in time proportional to the
+//! prompt's length; the prompt's slot is then forked from it (SGLang's RadixAttention, arXiv 2312.07104,
+//! over tables of pages instead of pages of one token). Sequences with different salts are never shared:
+//! timing reveals nothing about the prompts of another salt.
 //!
-//! Slots are dropped whole, the one unused for longest first. Since pages are counted, that frees
+//! Slots are dropped as a whole, the least recently used first. Since pages are counted, that frees
 //! what no other sequence shares: the leaves.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// Where sequences with the same beginning part.
+/// A point at which sequences with the same beginning diverge.
 #[derive(Debug, Default)]
 struct Node {
     /// Tokens from its parent to here; empty at a root.
@@ -19,7 +19,7 @@ struct Node {
     parent: Option<usize>,
     /// By the first token of their labels.
     children: BTreeMap<u32, usize>,
-    /// Slots whose sequences end here.
+    /// Slots of the sequences that end here.
     slots: Vec<usize>,
 }
 
@@ -33,12 +33,12 @@ struct Entry {
     kept: bool,
 }
 
-/// The beginning of a prompt that a slot holds.
+/// The part of a prompt that a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Whose.
+    /// The slot.
     pub slot: usize,
-    /// Tokens.
+    /// Number of tokens in common.
     pub len: usize,
 }
 
@@ -53,8 +53,8 @@ pub struct PrefixTree {
 }
 
 impl PrefixTree {
-    /// Puts the sequence in `slot`, which holds `tokens`, into the tree of `salt`, in place of what
-    /// the tree had of the slot. One that is `kept` may be given up by [`PrefixTree::oldest`].
+    /// Puts the sequence in `slot`, with `tokens`, into the tree of `salt`, replacing the slot's previous
+    /// entry. If it is `kept`, [`PrefixTree::oldest`] may return it.
     pub fn insert(&mut self, salt: u64, tokens: &[u32], slot: usize, kept: bool) {
         self.remove(slot);
         let mut at = match self.roots.get(&salt) {
@@ -97,7 +97,7 @@ impl PrefixTree {
         self.entries.insert(slot, entry);
     }
 
-    /// The slot that holds the longest beginning of `tokens`, which then counts as just used.
+    /// The slot with the longest beginning of `tokens`, which is then marked as just used.
     pub fn find(&mut self, salt: u64, tokens: &[u32]) -> Option<Found> {
         let found = self.peek(salt, tokens)?;
         self.clock += 1;
@@ -107,7 +107,7 @@ impl PrefixTree {
         Some(found)
     }
 
-    /// As [`PrefixTree::find`], without counting as a use.
+    /// Like [`PrefixTree::find`], without marking it as used.
     pub fn peek(&self, salt: u64, tokens: &[u32]) -> Option<Found> {
         let mut at = *self.roots.get(&salt)?;
         let mut len = 0;
@@ -120,7 +120,7 @@ impl PrefixTree {
                 break;
             }
         }
-        // Every sequence below begins so.
+        // Every sequence below has this beginning.
         while self.nodes[at].slots.is_empty() {
             at = *self.nodes[at].children.values().next()?;
         }
@@ -128,7 +128,7 @@ impl PrefixTree {
         (len > 0).then_some(Found { slot, len })
     }
 
-    /// Takes the sequence in `slot` out; false if it was not in.
+    /// Removes the sequence in `slot`; false if there is none.
     pub fn remove(&mut self, slot: usize) -> bool {
         let Some(entry) = self.entries.remove(&slot) else {
             return false;
@@ -138,7 +138,8 @@ impl PrefixTree {
         true
     }
 
-    /// Kept sequences that are beginnings of `tokens`: a sequence of these tokens stands for them.
+    /// Kept sequences that are beginnings of `tokens`, and so redundant beside a sequence of these
+    /// tokens.
     pub fn beginnings(&self, salt: u64, tokens: &[u32]) -> Vec<usize> {
         let mut found = Vec::new();
         let Some(&root) = self.roots.get(&salt) else {
@@ -159,8 +160,8 @@ impl PrefixTree {
         }
     }
 
-    /// The kept slot to give up next, `spared` excepted: the one unused for longest; of a salt that
-    /// has more than half of all kept tokens, where there are several salts.
+    /// The kept slot to give up next, except `spared`: the least recently used; with several salts, of a
+    /// salt with more than half of all kept tokens, if there is one.
     pub fn oldest(&self, spared: Option<usize>) -> Option<usize> {
         let mut tokens: HashMap<u64, usize> = HashMap::new();
         for entry in self.entries.values().filter(|e| e.kept) {
@@ -176,7 +177,7 @@ impl PrefixTree {
         first.map(|(slot, _)| *slot)
     }
 
-    /// Sequences that are kept, and their tokens.
+    /// Number of kept sequences, and of their tokens.
     pub fn kept(&self) -> (usize, usize) {
         let kept = self.entries.values().filter(|e| e.kept);
         kept.fold((0, 0), |(n, tokens), e| (n + 1, tokens + e.len))
@@ -195,7 +196,7 @@ impl PrefixTree {
         }
     }
 
-    /// Puts a node between `child` and its parent, `at` tokens behind the parent.
+    /// Inserts a node between `child` and its parent, `at` tokens after the parent.
     fn split(&mut self, child: usize, at: usize) -> usize {
         let rest = self.nodes[child].label.split_off(at);
         let label = std::mem::replace(&mut self.nodes[child].label, rest);
@@ -214,7 +215,8 @@ impl PrefixTree {
         middle
     }
 
-    /// Removes nodes that lead to no sequence, from `at` upwards, and joins one that only leads on.
+    /// Removes nodes without sequences, from `at` upwards, and merges a node that only leads to one
+    /// other.
     fn prune(&mut self, salt: u64, mut at: usize) {
         while self.nodes[at].slots.is_empty() {
             let Some(parent) = self.nodes[at].parent else {
@@ -252,7 +254,7 @@ impl PrefixTree {
     }
 }
 
-/// Tokens that two sequences have in common at their beginning.
+/// Length of the common beginning of two sequences.
 pub fn common(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
@@ -291,7 +293,7 @@ mod tests {
         tree.find(1, &[1, 1, 5]);
         assert_eq!(tree.oldest(None), Some(1));
         assert_eq!(tree.oldest(Some(1)), Some(0));
-        // Another key's sequence is older, and stays while this key has more than half.
+        // Another salt's sequence is older, but stays while this salt has more than half.
         let mut tree = PrefixTree::default();
         tree.insert(7, &[1, 1], 0, true);
         tree.insert(1, &[1, 1], 1, true);
@@ -312,7 +314,7 @@ mod tests {
         assert_eq!(tree.kept(), (3, 9));
     }
 
-    /// Against a list that is searched from end to end.
+    /// Compared with a list that is searched from end to end.
     #[test]
     fn holds_what_a_list_holds() {
         let mut tree = PrefixTree::default();

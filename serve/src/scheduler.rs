@@ -1,11 +1,11 @@
-//! Decides who is served next, and how much of a step prompts may take: policy alone, with no session, no
-//! thread and no clock of its own.
+//! Decides which request is served next, and how much of a step prompts may take: policy alone, without
+//! a session, a thread or a clock of its own.
 //!
-//! Requests wait in a queue per client. Clients take turns, so that one who sends a hundred
-//! requests delays another by one. Of the rows that a step has for prompts, half go to the one that came
-//! first, so that none starves, and the others to those that lack least, so that a short one does not
-//! wait for long ones. How many rows there are follows from time: what prompts may add to a step is
-//! bounded, since everybody who decodes waits for it (chunked prefill: Sarathi-Serve, arXiv
+//! Requests wait in a queue per client. Clients take turns, so that a client with a hundred
+//! requests delays others by one. Of a step's rows for prompts, half go to the prompt that came
+//! first, so that none starves, and the others to those with the fewest rows left, so that short prompts
+//! do not wait for long ones. The number of rows follows from time: what prompts may add to a step is
+//! limited, since all decoding requests wait for it (chunked prefill: Sarathi-Serve, arXiv
 //! 2403.02310).
 
 use std::collections::{HashMap, VecDeque};
@@ -14,19 +14,19 @@ use std::time::Duration;
 /// Whether a request may begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// Now.
+    /// It may begin now.
     Now,
-    /// Not yet, for a reason of its own: others may go first.
+    /// It must wait for a reason of its own: others may begin before it.
     Later,
-    /// Nothing more fits.
+    /// There is no room for any request.
     Full,
 }
 
-/// Requests that wait, by client. `K` names a client, `R` a request.
+/// Waiting requests, by client. `K` identifies a client, `R` a request.
 #[derive(Debug)]
 pub struct Queue<K, R> {
     waiting: HashMap<K, VecDeque<R>>,
-    /// Clients that have requests waiting, the next one first.
+    /// Clients with waiting requests, the next one first.
     turns: VecDeque<K>,
 }
 
@@ -40,12 +40,12 @@ impl<K, R> Default for Queue<K, R> {
 }
 
 impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
-    /// Puts a request behind its client's others.
+    /// Appends a request to its client's queue.
     pub fn push(&mut self, client: K, request: R) {
         self.of(client).push_back(request);
     }
 
-    /// Puts a request that had begun, and had to give way, before all others.
+    /// Puts a request that had begun, and gave way, in front of all others.
     pub fn push_front(&mut self, client: K, request: R) {
         self.of(client).push_front(request);
         self.turns.retain(|c| *c != client);
@@ -60,7 +60,7 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
         queue
     }
 
-    /// Takes a request out that no longer waits; false if it did not.
+    /// Removes a request that no longer waits; false if it was not in the queue.
     pub fn remove(&mut self, client: K, request: R) -> bool {
         let Some(queue) = self.waiting.get_mut(&client) else {
             return false;
@@ -75,8 +75,8 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
         found
     }
 
-    /// The next request that `admit` lets begin: of the client whose turn it is the first one that
-    /// may, then of the next client. The client then goes behind the others.
+    /// The next request that `admit` lets begin: the first admitted one of the client whose turn it is,
+    /// otherwise of the next client. The client then goes behind the others.
     pub fn next(&mut self, mut admit: impl FnMut(R) -> Admission) -> Option<R> {
         for turn in 0..self.turns.len() {
             let client = self.turns[turn];
@@ -97,28 +97,28 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
         None
     }
 
-    /// Requests that wait.
+    /// Number of waiting requests.
     pub fn len(&self) -> usize {
         self.waiting.values().map(VecDeque::len).sum()
     }
 
-    /// True if none waits.
+    /// True if no request waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 }
 
-/// Rows of prompts for a step.
+/// Rows of prompts in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
-    /// As many as prompts get in turn.
+    /// Rows for prompts that must be cut.
     pub some: usize,
-    /// A prompt of which no more are left gets all of them.
+    /// Most rows for a prompt that fits whole, which then gets all of them.
     pub whole: usize,
 }
 
-/// Splits rows among prompts, of which `wanted` each are left, in the order they came: half of some
-/// for the first, the rest for the shortest, which gets all that it wants if it is done with that.
+/// Divides rows among prompts with `wanted` rows left each, in the order they came: half of `some`
+/// for the first, the others for the shortest, which gets all its rows if that finishes it.
 pub fn share(rows: Rows, wanted: &[usize]) -> Vec<usize> {
     let mut shares = vec![0; wanted.len()];
     let mut shortest: Vec<usize> = (0..wanted.len()).collect();
@@ -140,12 +140,12 @@ pub fn share(rows: Rows, wanted: &[usize]) -> Vec<usize> {
     shares
 }
 
-/// How many rows of prompts fit a stretch of time, learned from the steps that ran.
+/// Estimates how many rows of prompts fit a time, learned from past steps.
 #[derive(Clone, Debug)]
 pub struct Pace {
-    /// Seconds that rows of prompts take.
+    /// Seconds for rows of prompts.
     prompts: Line,
-    /// Seconds that a step without prompts takes.
+    /// Seconds for a step without prompts.
     decode: Option<f64>,
     limits: PaceLimits,
 }
@@ -153,22 +153,22 @@ pub struct Pace {
 /// How long prompts may delay others.
 #[derive(Clone, Copy, Debug)]
 pub struct PaceLimits {
-    /// The longest that those who decode wait for a prompt to be done.
+    /// Longest time that decoding requests wait for a prompt to be computed whole.
     pub to_finish: Duration,
-    /// The longest step of prompts alone: so long may an arrival or a cancellation go unseen.
+    /// Longest step of prompts alone: new and cancelled requests are not noticed for as long.
     pub alone: Duration,
-    /// Rows before anything is known, and the fewest ever.
+    /// Rows before anything was learned, and the least number at any time.
     pub least: usize,
 }
 
-/// Weight of what was learned before, beside the latest step.
+/// Weight of earlier steps in the average.
 const KEPT: f64 = 0.8;
-/// Steps that those who decode may wait, after each of their own, for a prompt that is not done
-/// soon: no stream then stops for as long as three.
+/// Time, in steps of decoding requests, that they may wait after each of their own for a prompt that
+/// is cut into pieces: no stream then pauses for as long as three steps.
 const STEPS: f64 = 1.8;
 
 impl Pace {
-    /// Nothing is known yet.
+    /// An estimate before any step.
     pub fn new(limits: PaceLimits) -> Self {
         Pace {
             prompts: Line::default(),
@@ -177,7 +177,7 @@ impl Pace {
         }
     }
 
-    /// Learns from a step that took `took`: with `decoding` sequences and `rows` of prompts.
+    /// Learns from a step that took `took`, with `decoding` sequences and `rows` rows of prompts.
     pub fn learn(&mut self, took: Duration, decoding: usize, rows: usize) {
         let took = took.as_secs_f64();
         let decode = self.decode.unwrap_or(0.0);
@@ -194,9 +194,9 @@ impl Pace {
         }
     }
 
-    /// Rows of prompts for the next step beside `decoding` sequences: what takes less than two of
-    /// their steps, and what is done within [`PaceLimits::to_finish`]; a prompt so short would hold
-    /// others up for longer in pieces.
+    /// Rows of prompts for the next step beside `decoding` sequences: those that take less than two of
+    /// their steps, and those that finish within [`PaceLimits::to_finish`]; cutting so short a
+    /// prompt would delay others for longer.
     pub fn rows(&self, decoding: usize) -> Rows {
         let within = |seconds: f64| self.prompts.within(seconds).unwrap_or(0);
         let some = match decoding {
@@ -209,8 +209,8 @@ impl Pace {
         }
     }
 
-    /// Time until a request of `rows` rows and `tokens` tokens might be through, as far as is known:
-    /// for a client that is told to come again.
+    /// Estimated time until a request of `rows` rows and `tokens` tokens would finish:
+    /// for telling a client when to try again.
     pub fn estimate(&self, rows: usize, tokens: usize) -> Duration {
         let rows = self.prompts.at(rows as f64).unwrap_or(0.0);
         let decode = self.decode.unwrap_or(0.0) * tokens as f64;
@@ -218,7 +218,7 @@ impl Pace {
     }
 }
 
-/// A line through points, by least squares; later points weigh more.
+/// A line fitted to points by least squares; later points weigh more.
 #[derive(Clone, Copy, Debug, Default)]
 struct Line {
     points: f64,
@@ -242,7 +242,7 @@ impl Line {
         }
     }
 
-    /// Where it meets the axis, not below zero, and its slope, above zero; through the origin where
+    /// Its intercept, at least zero, and its slope, above zero; through the origin if
     /// the points are too close together to tell.
     fn coefficients(&self) -> Option<(f64, f64)> {
         if self.points == 0.0 {
@@ -264,7 +264,7 @@ impl Line {
         self.coefficients().map(|(zero, slope)| zero + slope * x)
     }
 
-    /// The largest whole `x` whose `y` is within `most`.
+    /// The largest integer `x` whose `y` is at most `most`.
     fn within(&self, most: f64) -> Option<usize> {
         self.coefficients()
             .map(|(zero, slope)| ((most - zero) / slope).max(0.0) as usize)
@@ -305,7 +305,7 @@ mod tests {
         assert_eq!(queue.next(later), Some(1));
         assert_eq!(queue.next(|_| Admission::Full), None);
         assert_eq!(queue.len(), 2);
-        // One that gave way comes first again.
+        // A request that gave way comes first again.
         queue.push_front('a', 1);
         assert_eq!(queue.next(|_| Admission::Now), Some(1));
         assert!(queue.remove('b', 2) && !queue.remove('b', 2));
@@ -342,7 +342,7 @@ mod tests {
         assert_eq!(share(&[500, 500]), [500, 0]);
     }
 
-    /// 10 ms and 1 ms a row, whatever else runs.
+    /// 10 ms plus 1 ms per row, whatever else runs.
     fn learned() -> Pace {
         let ms = Duration::from_millis;
         let mut pace = Pace::new(PaceLimits {
@@ -371,7 +371,7 @@ mod tests {
         assert!(pace.rows(4).some < 160);
     }
 
-    /// Where all pieces are alike the line cannot be told from one through the origin.
+    /// If all pieces have the same size, the line passes through the origin.
     #[test]
     fn pieces_that_are_all_alike_give_a_rate() {
         let mut line = Line::default();

@@ -1,5 +1,5 @@
-//! The engine over a session without a model: its logits follow from the tokens, a step takes as
-//! long as it is told to, and some tokens bring on what may go wrong.
+//! The engine over a session without a model: its logits follow from the tokens, a step takes a
+//! set time, and some tokens cause failures.
 
 use nq_runtime::speculation::Draft;
 use nq_runtime::{
@@ -14,18 +14,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const VOCAB: usize = 40;
-/// A sequence that holds it has no finite logits.
+/// A sequence with this token has no finite logits.
 const NAN: u32 = 38;
-/// A forward that is fed it panics.
+/// A forward of this token panics.
 const PANIC: u32 = 39;
 
-/// A token that a constraint panics at once it was drawn.
+/// A constraint panics once this token was drawn.
 const ACCEPTED: u32 = 37;
 
-/// What the fake was asked.
+/// Records the work of the fake session.
 #[derive(Default)]
 struct Log {
-    /// Rows computed, of all sequences.
+    /// Rows computed, over all sequences.
     rows: AtomicUsize,
     /// The most rows of one forward.
     most: AtomicUsize,
@@ -40,7 +40,7 @@ struct Fake {
     log: Arc<Log>,
 }
 
-/// Logits that any change of `tokens` changes; the two tokens that do harm are never the best.
+/// Logits that change with any change of `tokens`; the two harmful tokens are never the best.
 fn logits_after(tokens: &[u32]) -> Vec<f32> {
     let mix = |h: u64, x: u64| (h ^ x).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     let hash = tokens.iter().fold(1, |h, &t| mix(h, u64::from(t) + 1));
@@ -189,7 +189,7 @@ fn one(engine: &Engine, request: Request) -> Answers {
     engine.submit(vec![request]).unwrap()
 }
 
-/// Waits for the end: tokens, tokens that were cached, and why it ended.
+/// Waits for the end: the tokens, how many prompt tokens were cached, and how the answer ended.
 fn all(mut answers: Answers) -> (Vec<u32>, usize, Finish) {
     let (mut tokens, mut held) = (Vec::new(), 0);
     while let Some((_, event)) = answers.next_blocking() {
@@ -241,7 +241,7 @@ fn answer_many(options: EngineOptions) {
         assert_eq!((tokens, finish), (expected(prompt, 30), Finish::Length));
     }
     assert!(log.most.load(Ordering::Relaxed) <= 64);
-    // A stop token ends an answer and is not told.
+    // A stop token ends an answer and is not reported.
     let answer = expected(&prompts[0], 30);
     let request = Request {
         stop: vec![answer[5]],
@@ -341,7 +341,7 @@ fn whoever_goes_makes_room_at_once() {
     drop(second);
     let (tokens, _, _) = all(third);
     assert_eq!(tokens, expected(&prompt(3, 5), 3));
-    // In the prompt: 300 tokens by 16 a step.
+    // During the prompt: 300 tokens, 16 per step.
     let mut fourth = one(&engine, Request::new(prompt(4, 300), 3));
     assert!(matches!(
         fourth.next_blocking(),
@@ -435,7 +435,7 @@ fn what_is_wrong_is_refused_before_anything_is_computed() {
     };
     assert!(matches!(refused(request), Refused::Invalid(_)));
     assert_eq!(log.rows.load(Ordering::Relaxed), 0);
-    // None of these holds a place in the queue.
+    // None of these occupies a place in the queue.
     let (tokens, _, finish) = all(one(&engine, Request::new(prompt(1, 399), 50)));
     assert_eq!((tokens.len(), finish), (1, Finish::Length));
 }
@@ -535,7 +535,7 @@ fn closing_lets_answers_end_and_then_ends_them() {
     assert_eq!(all(waiting).2, Finish::Failed(Failure::Closing));
 }
 
-/// Allows one token at a time, the next of a list.
+/// Allows one token at a time: the next in a list.
 struct Only {
     list: Vec<u32>,
     at: usize,

@@ -1,4 +1,4 @@
-//! What a client may do to a server, and what it may not.
+//! Requests that a server accepts, and those that it refuses.
 
 mod common;
 
@@ -80,7 +80,7 @@ fn pages_of_other_sites_and_other_names_are_refused() {
     assert_eq!(status("GET", "/health", &[("host", "localhost")]), 200);
     let own = format!("http://{}", server.address);
     assert_eq!(status("POST", CHAT, &[("origin", &own)]), 200);
-    // What a form of another page may send is refused by its type.
+    // A form on another page could send this type, so it is refused.
     assert_eq!(status("POST", CHAT, &[("content-type", "text/plain")]), 415);
     let absolute = server.raw("GET http://evil.example/health HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n");
     assert_eq!(absolute.status, 403);
@@ -165,7 +165,7 @@ fn without_a_key_only_this_machine_is_served() {
             .status,
         401
     );
-    // What one key asked is not told to another by the time that it takes.
+    // The time of an answer does not reveal to one key what another has asked.
     assert_eq!(ask(KEY), 0);
     assert!(ask(KEY) > 30);
     assert_eq!(ask(&format!("{KEY}-2")), 0);
@@ -189,13 +189,13 @@ fn bodies_and_heads_have_bounds() {
     }
     let deep = format!("{{\"messages\": {}", "[".repeat(1500));
     assert_eq!(server.send("POST", CHAT, &[], &deep).status, 400);
-    // A body that does not come.
+    // A body that never arrives.
     let slow = server.raw(&format!(
         "POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
          content-length: 100\r\nconnection: close\r\n\r\n{{"
     ));
     assert_eq!(slow.status, 408);
-    // A head that does not come: the connection ends.
+    // A head that never arrives: the connection ends.
     let begun = Instant::now();
     let mut stream = server.connect();
     stream
@@ -295,7 +295,7 @@ fn a_full_queue_is_429_with_a_time() {
     assert_eq!(refused.status, 429, "{}", refused.body);
     assert_eq!(refused.error().1, "queue_full");
     assert!(refused.header("retry-after").parse::<u64>().unwrap() >= 1);
-    // Health answers whatever goes on.
+    // Health answers at all times.
     assert_eq!(server.get("/health").status, 200);
     drop((stream, queued));
 }
@@ -313,7 +313,7 @@ fn streams_say_that_they_live_and_end_in_time() {
     };
     let server = Running::with(options, Security::default(), limits);
     let first = begin(&server, &streamed(1000), 3);
-    // The second waits, hears that it lives, and ends with an error.
+    // The second waits, receives signs of life, and ends with an error.
     let second = server.post(CHAT, &streamed(1000));
     assert_eq!(second.status, 200);
     assert!(second.body.contains("\n: keep-alive\n"), "{}", second.body);
@@ -342,7 +342,7 @@ fn a_server_that_is_told_to_end_lets_streams_end() {
     server.join();
     assert!(std::net::TcpStream::connect(server.address).is_err());
 
-    // What takes longer than the grace ends with an error.
+    // A request that takes longer than the grace period ends with an error.
     let mut server = Running::start();
     let stream = begin(&server, &streamed(1000), 3);
     server.stopper.stop(Duration::from_millis(50));
@@ -411,7 +411,7 @@ fn the_page_is_a_fixed_table_under_a_strict_policy() {
     );
     assert!(!policy.contains("unsafe"), "{policy}");
     assert_eq!(page.header("x-content-type-options"), "nosniff");
-    // All that it names is there, and nothing comes from elsewhere.
+    // Every file that the page names exists, and none comes from elsewhere.
     let mut named = 0;
     for part in page.body.split('"').filter(|p| p.starts_with("page/")) {
         assert_eq!(server.get(&format!("/{part}")).status, 200, "{part}");

@@ -1,5 +1,4 @@
-//! Clients of all kinds at once: every answer comes whole or ends with an error, and nothing is kept
-//! that belongs to nobody.
+//! Clients of all kinds at once: every answer is complete or ends with an error, and no resources leak.
 
 mod common;
 
@@ -13,7 +12,7 @@ use std::time::{Duration, Instant};
 const CHAT: &str = "/v1/chat/completions";
 const PAGES: usize = 12;
 
-/// A small generator, so that each client does the same in each run.
+/// A small generator, so that each client does the same in every run.
 struct Random(u64);
 
 impl Random {
@@ -55,7 +54,7 @@ fn client(server: &Running, random: &mut Random, whole: &AtomicUsize) {
             whole.fetch_add(usize::from(response.status == 200), Ordering::Relaxed);
         }
         2 => {
-            // It hangs up at once, or in the midst.
+            // Hangs up at once, or in the middle.
             stream.write_all(request.as_bytes()).unwrap();
             stream
                 .set_read_timeout(Some(Duration::from_millis(1 + random.below(400))))
@@ -64,7 +63,7 @@ fn client(server: &Running, random: &mut Random, whole: &AtomicUsize) {
             let _ = stream.read(&mut some);
         }
         3 => {
-            // It reads slowly.
+            // Reads slowly.
             stream.write_all(request.as_bytes()).unwrap();
             let mut byte = [0; 64];
             for _ in 0..20 {
@@ -73,7 +72,7 @@ fn client(server: &Running, random: &mut Random, whole: &AtomicUsize) {
             }
         }
         4 => {
-            // Its request breaks off.
+            // Sends half a request.
             let half = random.below(request.len() as u64) as usize;
             let _ = stream.write_all(&request.as_bytes()[..half]);
         }
@@ -112,7 +111,7 @@ fn nothing_is_left_of_clients_of_all_kinds() {
         }
     });
     assert!(whole.load(Ordering::Relaxed) > 5);
-    // All pages are free again, nobody runs or waits, and the server answers as before.
+    // All pages are free again, no request runs or waits, and the server answers as before.
     server.until("nq_num_requests_running 0");
     server.until("nq_num_requests_waiting 0");
     server.until(&format!("nq_kv_pages_free {PAGES}"));

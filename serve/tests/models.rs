@@ -1,4 +1,4 @@
-//! Several models: loaded when they are asked for, and given up for one another.
+//! Several models: loaded when requested, and unloaded for one another.
 
 mod common;
 
@@ -65,7 +65,7 @@ fn chat(model: &str, tokens: usize) -> Value {
     })
 }
 
-/// A stream that has begun; whoever drops it hangs up.
+/// A stream that has begun; dropping it hangs up.
 fn begin(server: &Running, model: &str) -> BufReader<std::net::TcpStream> {
     let mut body = chat(model, 1000);
     body["stream"] = true.into();
@@ -98,7 +98,7 @@ fn models_are_loaded_when_they_are_asked_for() {
         Value::Null
     );
     assert_eq!(server.get("/health").status, 200);
-    // Many who ask for one at the same time wait for the same loading.
+    // Many simultaneous requests for one model wait for a single load.
     let server = &server;
     std::thread::scope(|scope| {
         let asked: Vec<_> = (0..6)
@@ -111,7 +111,7 @@ fn models_are_loaded_when_they_are_asked_for() {
     assert_eq!(memory.loads.load(Ordering::Relaxed), 1);
     assert_eq!(loaded(server), [false, true, false]);
     assert_eq!(server.get("/v1/models/b").json()["max_model_len"], 1024);
-    // The first answers those who name none; an unknown name is not answered by another.
+    // The first model serves requests that name none; an unknown name is an error.
     let mut unnamed = chat("a", 3);
     unnamed.as_object_mut().unwrap().remove("model");
     assert_eq!(server.json(CHAT, &unnamed)["model"], "a");
@@ -164,13 +164,13 @@ fn the_one_unused_for_longest_makes_room_and_none_that_is_used() {
     assert!(refused.header("retry-after").parse::<u64>().unwrap() >= 1);
     assert_eq!(loaded(&server), [true, false, true, false]);
     drop(streams);
-    // Once they have gone, it is loaded.
+    // Once they are done, it can be loaded.
     let answered = (0..100).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(50));
         server.post(CHAT, &chat("b", 3)).status == 200
     });
     assert!(answered && memory.loads.load(Ordering::Relaxed) == 4);
-    // What can never fit is refused for good.
+    // A model that can never fit is refused for good.
     let refused = server.post(CHAT, &chat("huge", 3));
     assert_eq!(refused.status, 503);
     assert!(

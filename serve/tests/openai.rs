@@ -79,7 +79,7 @@ fn a_chat_is_answered_whole_and_as_a_stream_alike() {
         last["usage"]["completion_tokens"],
         usage["completion_tokens"]
     );
-    // The second time, all but the prompt's last token was there.
+    // The second time, all but the prompt's last token was cached.
     let prompt = usage["prompt_tokens"].as_u64().unwrap();
     assert_eq!(
         last["usage"]["prompt_tokens_details"]["cached_tokens"],
@@ -136,7 +136,7 @@ fn seeds_stops_counts_and_biases_do_what_they_say() {
         json!({"min_p": 1.0, "temperature": 1}),
         json!({"top_p": 0.0001, "temperature": 1}),
     ] {
-        // Each leaves the best token alone.
+        // Each leaves only the best token.
         assert_eq!(
             content(&ask(with(parameter, json!({"max_tokens": 30}))), 0),
             full
@@ -240,7 +240,7 @@ fn a_conversation_finds_its_earlier_turns() {
             .as_u64()
             .unwrap();
         if turn > 0 {
-            // The template drops the empty thinking of earlier turns: up to there it is the same.
+            // The template drops the empty thinking of earlier turns: everything before is the same.
             assert!(cached >= tokens - 8, "turn {turn}: {cached} of {tokens}");
         }
         tokens = answer["usage"]["prompt_tokens"].as_u64().unwrap();
@@ -464,7 +464,7 @@ fn tools_are_called_when_they_must_be() {
         assert!(deltas.len() > 2, "fragments: {deltas:?}");
         assert!(deltas[1..].iter().all(|d| d.get("id").is_none()));
 
-        // The result goes back.
+        // Sends the result back.
         let mut messages = base["messages"].as_array().unwrap().clone();
         messages.push(answer["message"].clone());
         messages.push(json!({"role": "tool", "tool_call_id": calls[0]["id"], "content": "rain"}));
@@ -477,7 +477,7 @@ fn tools_are_called_when_they_must_be() {
     }
 }
 
-/// A model without a chat template goes on with texts, and says why it does no more.
+/// A model without a chat template continues texts, and says why it does no more.
 #[test]
 fn a_model_without_a_template_serves_completions() {
     let folder = tempfile::tempdir().unwrap();

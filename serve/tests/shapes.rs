@@ -248,7 +248,7 @@ fn responses_call_tools_and_hold_to_schemas() {
     assert!(["Paris", "Oslo"].contains(&value["city"].as_str().unwrap()));
 }
 
-/// Each path of the description is served, and each field of a request is taken as it is described.
+/// Each path in the description is served, and each field of a request is accepted as described.
 #[test]
 fn the_description_is_that_of_the_server() {
     let demo = common::model(None, EngineOptions::default());

@@ -1,4 +1,4 @@
-//! What prompts share: memory, and work that is done once.
+//! Resources that prompts share: memory, and computation.
 
 mod common;
 
@@ -15,7 +15,7 @@ fn server(pages: usize, options: EngineOptions) -> Running {
     Running::over(model, Security::default(), Limits::default())
 }
 
-/// Four answers to a prompt of three pages and a half take a page of their own each, not four.
+/// Four answers to a prompt of three and a half pages take one page of their own each, not four.
 #[test]
 fn answers_to_one_prompt_share_its_pages() {
     const PAGES: usize = 30;
@@ -53,13 +53,13 @@ fn answers_to_one_prompt_share_its_pages() {
         shared >= 2 && most == shared + ANSWERS,
         "{most} pages for {prompt} tokens"
     );
-    // Each token of the prompt was computed once, but the last, which each answer needs.
+    // Each token of the prompt was computed once, except the last, which each answer needs.
     let metrics = server.model.engine().metrics();
     let computed = metrics.prompt_tokens.get() - metrics.cached_tokens.get();
     assert_eq!(computed as usize, prompt + ANSWERS - 1);
 }
 
-/// A template drops the thinking of earlier turns: what was computed is the same up to there.
+/// A template drops the thinking of earlier turns: everything before it is reused.
 #[test]
 fn a_second_turn_finds_the_first_though_its_thinking_is_gone() {
     let server_with = |prefix_cache: bool| {

@@ -1,4 +1,4 @@
-//! A conversation with a model: messages in, an answer out. It knows no terminal, and not whether
+//! A conversation with a model: messages in, an answer out. It does not know the terminal, nor whether
 //! the model is in this process or behind a server.
 
 mod local;
@@ -20,39 +20,39 @@ use std::sync::atomic::AtomicBool;
 pub struct Settings {
     /// How tokens are chosen.
     pub sampling: SamplingParams,
-    /// Most tokens of an answer; `None`: as many as the context holds.
+    /// Most tokens in an answer; `None`: as many as the context holds.
     pub max_tokens: Option<usize>,
     /// `enable_thinking` for the template; `None` leaves it to the template.
     pub thinking: Option<bool>,
     /// When the context is full.
     pub overflow: Overflow,
-    /// Texts before which an answer ends; none is empty.
+    /// Texts that end an answer; none is empty.
     pub stop: Vec<String>,
 }
 
-/// How messages become the text that a model reads.
+/// How messages are turned into the text for the model.
 #[derive(Clone, Copy)]
 pub enum Form<'m> {
-    /// Rendered by its chat template.
+    /// Rendered by the model's chat template.
     Chat(&'m ChatTemplate),
-    /// Their texts one after another, in which control tokens are control tokens.
+    /// One text after another, with control tokens encoded as such.
     Raw,
 }
 
-/// Why an answer ended.
+/// How an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// For the reason that generation gives.
+    /// For this reason of generation.
     Generated(StopReason),
-    /// A stop text came.
+    /// With a stop text.
     Text,
 }
 
 /// An event while an answer is generated.
 pub enum Event<'e> {
-    /// Text.
+    /// A piece of text.
     Piece(Part, &'e str),
-    /// Something that the user must be told.
+    /// A note for the user.
     Note(String),
 }
 
@@ -63,7 +63,7 @@ pub struct Turn {
     pub thinking: String,
     /// The answer.
     pub answer: String,
-    /// Why it ended.
+    /// How it ended.
     pub end: End,
     /// Counts and times.
     pub stats: Stats,
@@ -72,7 +72,7 @@ pub struct Turn {
 /// Receives the events of an answer.
 pub type OnEvent<'e> = dyn FnMut(Event<'_>) -> anyhow::Result<()> + 'e;
 
-/// The side that answers: a model in this process, or a server.
+/// Generates answers: a model in this process, or a server.
 trait Answerer {
     /// Answers the last message, and adds the answer to the messages.
     fn answer(
@@ -82,13 +82,13 @@ trait Answerer {
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<Turn>;
 
-    /// Tokens in the cache, and how many fit.
+    /// Number of tokens in the cache, and how many fit.
     fn context(&self) -> (usize, usize);
 
-    /// Why the setting of this name would change nothing.
+    /// Why the setting of this name would have no effect.
     fn refuses(&self, setting: &str) -> Option<&'static str>;
 
-    /// True if the model reads texts as they are.
+    /// True if the model gets texts without a template.
     fn is_raw(&self) -> bool {
         false
     }
@@ -119,7 +119,7 @@ impl Chat {
         system.chain(self.messages.iter().cloned()).collect()
     }
 
-    /// Forgets all messages but the system prompt.
+    /// Removes all messages but the system prompt.
     pub fn clear(&mut self) {
         self.messages.clear();
     }
@@ -134,7 +134,7 @@ impl Chat {
         self.messages = messages;
     }
 
-    /// Suggests how to make room in the context, or, before an answer, needs less of it.
+    /// Suggests how to make room in the context or, `before` an answer, how to need less of it.
     fn what_helps(&self, before: bool) -> &'static str {
         let turns = self.messages.iter().filter(|m| m.role == "user").count();
         match (turns > 1, self.settings.overflow, before) {
@@ -147,8 +147,8 @@ impl Chat {
         }
     }
 
-    /// Forgets the oldest turn: a user's message and all up to the next one. False if the
-    /// last turn is the only one.
+    /// Removes the oldest turn: a user's message and everything up to the next one. False if there
+    /// is only one turn.
     fn drop_oldest(&mut self) -> bool {
         let mut users = (0..self.messages.len()).filter(|&i| self.messages[i].role == "user");
         let Some(second) = users.nth(1) else {
@@ -159,7 +159,7 @@ impl Chat {
     }
 }
 
-/// A chat and what answers it.
+/// A chat and its answerer.
 pub struct Conversation<'m> {
     /// The chat.
     pub chat: Chat,
@@ -197,17 +197,17 @@ impl<'m> Conversation<'m> {
         }
     }
 
-    /// Tokens in the cache, and how many fit.
+    /// Number of tokens in the cache, and how many fit.
     pub fn context(&self) -> (usize, usize) {
         self.answerer.context()
     }
 
-    /// Why the setting of this name would change nothing here.
+    /// Why the setting of this name would have no effect here.
     pub fn refuses(&self, setting: &str) -> Option<&'static str> {
         self.answerer.refuses(setting)
     }
 
-    /// True if the model reads texts as they are.
+    /// True if the model gets texts without a template.
     pub fn is_raw(&self) -> bool {
         self.answerer.is_raw()
     }
@@ -215,8 +215,8 @@ impl<'m> Conversation<'m> {
     /// Adds a user's message and answers it. If that fails, the message is not kept.
     ///
     /// # Errors
-    /// A context too small for the message; the template's, the sampler's and the
-    /// session's; what `on_event` fails with.
+    /// A context too small for the message; errors of the template, the sampler and the
+    /// session; errors of `on_event`.
     pub fn ask(
         &mut self,
         text: &str,
@@ -234,7 +234,7 @@ impl<'m> Conversation<'m> {
     /// Answers the last user's message again.
     ///
     /// # Errors
-    /// If there is none; else as [`Conversation::ask`], and the former answer stays.
+    /// If there is none; otherwise errors of [`Conversation::ask`], and the previous answer stays.
     pub fn regenerate(
         &mut self,
         interrupt: &AtomicBool,

@@ -1,4 +1,4 @@
-//! The line editor of a conversation: what Tab completes, and what Ctrl-C does at the prompt.
+//! The line editor of a conversation: completion with Tab, and Ctrl-C at the prompt.
 
 use super::input::{COMMANDS, SETTINGS};
 use super::saved::at_home;
@@ -17,7 +17,7 @@ use std::path::Path;
 /// Entries kept in the history file.
 const HISTORY: usize = 1000;
 
-/// An editor of lines with nq's commands.
+/// A line editor that completes nq's commands.
 ///
 /// # Errors
 /// If the terminal cannot be used.
@@ -32,7 +32,7 @@ pub fn new() -> rustyline::Result<Editor<Commands, DefaultHistory>> {
     Ok(editor)
 }
 
-/// Ctrl-C clears what is typed (Ctrl-Y brings it back); on an empty line it interrupts.
+/// Ctrl-C clears the line (Ctrl-Y brings it back); on an empty line it interrupts.
 struct ClearFirst;
 
 impl ConditionalEventHandler for ClearFirst {
@@ -69,7 +69,7 @@ impl Highlighter for Commands {}
 impl Validator for Commands {}
 impl Helper for Commands {}
 
-/// Where in `typed` the word begins that is completed, and what it may become.
+/// The start of the word in `typed` to complete, and its completions.
 fn candidates(typed: &str) -> (usize, Vec<String>) {
     let beginning = |all: &mut dyn Iterator<Item = &str>, word: &str| {
         let fitting = all.filter(|w| w.starts_with(word));
@@ -100,7 +100,7 @@ fn candidates(typed: &str) -> (usize, Vec<String>) {
     }
 }
 
-/// Files and folders whose path begins as `path`, which stands at `start`.
+/// Files and folders whose path begins with `path`, which starts at `start`.
 fn files(start: usize, path: &str) -> (usize, Vec<String>) {
     let (folder, name) = match path.rfind('/') {
         Some(at) => path.split_at(at + 1),
@@ -113,7 +113,7 @@ fn files(start: usize, path: &str) -> (usize, Vec<String>) {
     let mut words = Vec::new();
     for entry in std::fs::read_dir(place).into_iter().flatten().flatten() {
         let Ok(found) = entry.file_name().into_string() else {
-            continue; // what is typed is text
+            continue; // the typed line is text
         };
         let hidden = found.starts_with('.') && !name.starts_with('.');
         if found.starts_with(name) && !hidden && !found.contains(char::is_control) {

@@ -1,9 +1,9 @@
-//! Input of the user: messages over several lines, and commands.
+//! User input: messages of several lines, and commands.
 
-/// Marks the first and last line of a message of several lines.
+/// Marks the first and the last line of a message of several lines.
 const BLOCK: &str = "\"\"\"";
 
-/// Joins lines to entries: a line that ends in a backslash goes on in the next one, and
+/// Joins lines to entries: a line that ends in a backslash continues in the next one, and
 /// between two `"""` every line break is kept.
 #[derive(Debug, Default)]
 pub struct Lines {
@@ -13,12 +13,12 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// True in the middle of an entry.
+    /// True inside an unfinished entry.
     pub fn is_open(&self) -> bool {
         self.open
     }
 
-    /// Takes a line without its line end; the entry, if it is complete.
+    /// Takes a line without its line end; returns the entry if it is complete.
     pub fn push(&mut self, line: &str) -> Option<String> {
         let mut line = line;
         if !self.open
@@ -55,7 +55,7 @@ impl Lines {
         }
     }
 
-    /// Forgets what was begun.
+    /// Discards an unfinished entry.
     pub fn clear(&mut self) {
         self.take();
     }
@@ -72,28 +72,28 @@ impl Lines {
 pub enum Entry {
     /// Nothing was typed.
     Empty,
-    /// A message, and the thinking that it asks for with `/think` or `/no_think`.
+    /// A message, and the thinking mode that it selects with `/think` or `/no_think`.
     Message(String, Option<bool>),
     /// A command.
     Command(Command),
-    /// Looks like a command but is not one; the reason.
+    /// Looks like a command but is not one; with the reason.
     Wrong(String),
 }
 
 /// A command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// List the commands, or say what one does.
+    /// List the commands, or describe one.
     Help(Option<String>),
-    /// Forget all messages but the system prompt.
+    /// Remove all messages but the system prompt.
     Clear,
     /// Answer the last message again.
     Regen,
-    /// Write the chat to a file, over an existing one if forced.
+    /// Write the chat to a file.
     Save {
         /// The file.
         path: String,
-        /// Overwrite.
+        /// Overwrite an existing file.
         force: bool,
     },
     /// Read a chat from a file, or the last one.
@@ -106,17 +106,17 @@ pub enum Command {
     Stats,
     /// Turn thinking on or off.
     Think(bool),
-    /// Leave.
+    /// Quit.
     Exit,
 }
 
-/// A command as `/help` lists it.
+/// A command in the list of `/help`.
 pub struct Listed {
     /// Its word.
     pub name: &'static str,
     arguments: &'static str,
     does: &'static str,
-    /// More, for `/help` with its name.
+    /// Further help, for `/help` with its name.
     more: &'static str,
 }
 
@@ -163,7 +163,7 @@ pub const COMMANDS: [Listed; 11] = [
     listed(
         "/load",
         "[FILE]",
-        "go on with a saved chat, or with the last one",
+        "continue a saved chat, or the last one",
         "Every chat in a terminal is kept after each answer, until the next chat's first.",
     ),
     listed("/system", "[TEXT]", "show or set the system prompt", ""),
@@ -205,7 +205,7 @@ pub const SETTINGS: [&str; 12] = [
     "on_overflow",
 ];
 
-/// All commands, or what is to know of one.
+/// Help for all commands, or for one.
 pub fn help(command: Option<&str>) -> String {
     let line = |c: &Listed| {
         let call = format!("{} {}", c.name, c.arguments);
@@ -234,7 +234,7 @@ pub fn parse(text: &str) -> Entry {
     if trimmed.is_empty() {
         return Entry::Empty;
     }
-    // Paths and formulas begin with a slash too: a command is a slash and a word.
+    // Paths and formulas begin with a slash too: a command is a slash followed by a single word.
     let word = trimmed.split_whitespace().next().unwrap_or_default();
     let rest = trimmed[word.len()..].trim();
     let is_command = word.len() > 1
@@ -252,8 +252,8 @@ pub fn parse(text: &str) -> Entry {
     Entry::Message(message.trim_end().into(), thinking)
 }
 
-/// A message without the `/think` or `/no_think` that may end it, and what that asks for. One that
-/// neither ends is as it was given.
+/// A message without a final `/think` or `/no_think`, and what that selects. Other messages are
+/// returned unchanged.
 pub fn thinking_switch(text: &str) -> (&str, Option<bool>) {
     for (word, on) in [("/no_think", false), ("/think", true)] {
         match text.trim_end().strip_suffix(word) {

@@ -1,11 +1,11 @@
-//! Ctrl-C: the first stops the answer under way, the next leaves with 130.
+//! Ctrl-C: the first stops the current answer, the next one quits with 130.
 
 use crate::terminal::leave_interrupted;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// An answer is under way.
+/// True while an answer is being generated.
 static ANSWERING: AtomicBool = AtomicBool::new(false);
-/// It is to stop.
+/// True if that answer should stop.
 static STOP: AtomicBool = AtomicBool::new(false);
 
 /// Installs the handler.
@@ -22,23 +22,23 @@ pub fn install() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// True once the answer under way is to stop.
+/// True once the current answer should stop.
 pub fn is_asked_for() -> bool {
     ANSWERING.load(Ordering::SeqCst) && STOP.load(Ordering::SeqCst)
 }
 
-/// While it lives, an interrupt stops the answer instead of the program.
+/// While this exists, an interrupt stops the answer instead of the program.
 pub struct Answering(());
 
 impl Answering {
-    /// An answer begins.
+    /// Begins an answer.
     pub fn begin() -> Self {
         STOP.store(false, Ordering::SeqCst);
         ANSWERING.store(true, Ordering::SeqCst);
         Answering(())
     }
 
-    /// Set once the answer is to stop.
+    /// A flag that is set once the answer should stop.
     pub fn flag(&self) -> &'static AtomicBool {
         &STOP
     }

@@ -1,5 +1,5 @@
-//! `nq chat` apart from its flags: the conversation, its input and its output. Only
-//! [`repl`] knows a terminal.
+//! `nq chat` without its flags: the conversation, its input and its output. Only
+//! [`repl`] knows the terminal.
 
 pub mod conversation;
 pub mod editor;

@@ -1,4 +1,4 @@
-//! Text that is piped in, apart from a prompt that is typed.
+//! Text from standard input, as opposed to a typed prompt.
 
 use crate::terminal::say;
 use crate::texts::read_bounded;
@@ -11,15 +11,15 @@ use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-/// How long standard input may stay open in silence before it is said that it is waited for.
+/// Silence on an open standard input after which a note says that nq waits for it.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The kind of standard input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
-    /// Someone types.
+    /// A user types.
     Terminal,
-    /// A file, a pipe or a socket: something that was meant to be read.
+    /// A file, a pipe or a socket: input meant to be read.
     Text,
     /// Anything else, e.g. `/dev/null`.
     Nothing,
@@ -37,11 +37,11 @@ pub fn kind(stdin: &Stdin) -> Input {
     }
 }
 
-/// Bytes of standard input, at most: several times what the longest context holds.
+/// Most bytes read from standard input: several times what the longest context holds.
 const MOST: u64 = 16_000_000;
 
-/// All of standard input, without the space at its end. After some seconds without any end of it
-/// `waiting` is said, once.
+/// Reads all of standard input, without white space at its end. If it does not end within some
+/// seconds, prints `waiting` once.
 ///
 /// # Errors
 /// Input that cannot be read, is longer than 16 MB or is not UTF-8.
@@ -64,10 +64,10 @@ pub fn read(waiting: &str) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// The text of a file, as it is.
+/// The text of a file, unchanged.
 ///
 /// # Errors
-/// As [`read`], naming the file.
+/// Errors of [`read`], naming the file.
 pub fn read_file(path: &Path) -> anyhow::Result<String> {
     let read = || -> anyhow::Result<String> {
         let bytes = read_bounded(File::open(path)?, MOST)?;
@@ -76,11 +76,11 @@ pub fn read_file(path: &Path) -> anyhow::Result<String> {
     read().with_context(|| path.display().to_string())
 }
 
-/// The one message that a prompt and what is piped in make: the prompt, a blank line, the text.
+/// Joins a prompt and piped text to one message: the prompt, a blank line, the text.
 /// Either may be missing.
 ///
 /// # Errors
-/// If there is neither.
+/// If both are missing.
 pub fn join(prompt: Option<&str>, piped: &str) -> anyhow::Result<String> {
     let prompt = prompt.unwrap_or_default();
     let parts = [prompt, piped].map(|part| (!part.trim().is_empty()).then_some(part));

@@ -1,5 +1,5 @@
-//! Where an answer goes: text to stdout as it comes; thinking dimmed on a terminal, to
-//! stderr where stdout is not one, or nowhere.
+//! Prints an answer: text to stdout as it comes; thinking dimmed on a terminal, otherwise to
+//! stderr, or nowhere.
 
 use super::wrap::Wrap;
 use crate::terminal::printable;
@@ -14,13 +14,13 @@ const RESET: &str = "\x1b[0m";
 /// How thinking is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Thinking {
-    /// Not at all.
+    /// Not shown.
     Hidden,
     /// Dimmed, before the answer.
     Dimmed,
-    /// Between `<think>` and `</think>`, before the answer: a terminal without colours.
+    /// Between `<think>` and `</think>`, before the answer: for a terminal without colours.
     Tagged,
-    /// On stderr, so that stdout holds the answer alone.
+    /// On stderr, so that stdout has only the answer.
     Aside,
 }
 
@@ -33,14 +33,14 @@ pub struct Printer<'a> {
     last: Option<Part>,
     ends_line: bool,
     wrap: Wrap,
-    /// The sign of life on stderr, where that is a terminal, while thinking is hidden.
+    /// A spinner on stderr, if that is a terminal, while thinking is hidden.
     sign: Option<ProgressBar>,
 }
 
 impl<'a> Printer<'a> {
-    /// A printer to stdout and stderr, or what stands for them. `raw`: stdout is data, and gets
-    /// what the model wrote; else control characters are written out. Lines for people are broken
-    /// at `width` columns.
+    /// A printer to stdout and stderr, or replacements for them. `raw`: stdout is data and gets
+    /// the exact output of the model; otherwise control characters are escaped. Lines for people are
+    /// wrapped at `width` columns.
     pub fn new(
         out: &'a mut dyn Write,
         err: &'a mut dyn Write,
@@ -63,7 +63,7 @@ impl<'a> Printer<'a> {
     /// Writes a piece at once.
     ///
     /// # Errors
-    /// Errors of writing, a closed pipe among them.
+    /// Errors of writing, including a closed pipe.
     pub fn piece(&mut self, part: Part, text: &str) -> io::Result<()> {
         if part == Part::Thinking && self.thinking == Thinking::Hidden {
             self.sign.get_or_insert_with(sign);
@@ -95,7 +95,7 @@ impl<'a> Printer<'a> {
     /// Ends the answer's last line, if it has one.
     ///
     /// # Errors
-    /// As [`Printer::piece`].
+    /// Errors of [`Printer::piece`].
     pub fn finish(&mut self) -> io::Result<()> {
         self.end_sign();
         self.leave()?;
@@ -109,7 +109,7 @@ impl<'a> Printer<'a> {
         self.out.flush()
     }
 
-    /// Closes the thinking, if that was last.
+    /// Closes the thinking, if it came last.
     fn leave(&mut self) -> io::Result<()> {
         if self.last != Some(Part::Thinking) {
             return Ok(());
@@ -139,7 +139,7 @@ impl<'a> Printer<'a> {
     }
 }
 
-/// Says on stderr, where that is a terminal, that the model thinks, and for how long.
+/// A spinner on stderr, if that is a terminal, that shows how long the model has been thinking.
 fn sign() -> ProgressBar {
     let style = ProgressStyle::with_template("{spinner} thinking {elapsed}");
     let sign = ProgressBar::new_spinner();
@@ -185,7 +185,7 @@ mod tests {
         check(Thinking::Aside, "c d\n", "<think>\na b\n</think>\n\n");
     }
 
-    /// A model may write anything, the clipboard's escape code (OSC 52) among it.
+    /// A model may write anything, including the escape code for the clipboard (OSC 52).
     #[test]
     fn escape_codes_do_not_reach_a_terminal() {
         let code = "\x1b]52;c;cm0gLXJm\x07\tx\n";
@@ -194,7 +194,7 @@ mod tests {
         let (out, _) = print(Thinking::Tagged, &pieces);
         assert_eq!(out.matches(written_out).count(), 2, "{out:?}");
         assert!(!out.contains(['\x1b', '\x07']) && out.ends_with("\tx\n"));
-        // In a pipe an answer is data; stderr may be a terminal all the same.
+        // In a pipe, an answer is data; stderr may still be a terminal.
         let (out, err) = print(Thinking::Aside, &pieces);
         assert_eq!(out, code);
         assert!(err.contains(written_out) && !err.contains('\x1b'));

@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// The file, beside the history of entries, that holds the last chat.
+/// The file with the last chat, next to the history of entries.
 const LAST_CHAT: &str = "last_chat.json";
 
-/// A conversation and how it is shown.
+/// A conversation and its display settings.
 pub struct Repl<'m> {
     /// The conversation.
     pub conversation: Conversation<'m>,
@@ -27,13 +27,13 @@ pub struct Repl<'m> {
     pub model: String,
     /// How thinking is shown when it is not hidden.
     pub shown: Thinking,
-    /// Hide it.
+    /// True if thinking is hidden.
     pub hide_thinking: bool,
-    /// Leave out the line of figures after an answer.
+    /// True to leave out the line of figures after an answer.
     pub quiet: bool,
     /// Sums over all answers.
     pub totals: Totals,
-    /// Where what was typed and the last chat are kept, if anywhere.
+    /// Folder for the history and the last chat, if any.
     pub folder: Option<PathBuf>,
 }
 
@@ -57,22 +57,22 @@ impl Totals {
     }
 }
 
-/// Where notes go.
+/// The stream for notes.
 fn stderr() -> Printable<io::Stderr> {
     Printable(io::stderr())
 }
 
-/// The next action after an entry.
+/// What to do after an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
-    /// Read the next one.
+    /// Read the next entry.
     Continue,
-    /// Leave.
+    /// Quit.
     Exit,
 }
 
 impl Repl<'_> {
-    /// Answers one message and prints it, thinking switched on or off if it asks for that. With
+    /// Answers one message and prints the answer; the message may switch thinking on or off. With
     /// `json`, stdout gets one object at the end instead of the text.
     pub fn answer_once(
         &mut self,
@@ -98,7 +98,7 @@ impl Repl<'_> {
         })
     }
 
-    /// Reads and handles entries until the user leaves.
+    /// Reads and handles entries until the user quits.
     pub fn run(&mut self) -> anyhow::Result<ExitCode> {
         let mut editor = editor::new()?;
         let history = self.folder.as_ref().map(|dir| dir.join("chat_history"));
@@ -157,19 +157,19 @@ impl Repl<'_> {
             .filter(|p| self.totals.answers > 0 && p.exists())
         {
             say(&format!(
-                "nq: this chat is kept in {} until the next one: /load goes on with it",
+                "nq: this chat is kept in {} until the next one: /load continues it",
                 path.display()
             ));
         }
         Ok(code)
     }
 
-    /// Where the last chat is kept.
+    /// Path of the file with the last chat.
     fn last_chat(&self) -> Option<PathBuf> {
         Some(self.folder.as_ref()?.join(LAST_CHAT))
     }
 
-    /// Keeps the chat, so that nothing is lost however the program ends.
+    /// Saves the chat, so that nothing is lost however the program ends.
     fn keep(&mut self) {
         let (Some(folder), Some(path)) = (&self.folder, self.last_chat()) else {
             return;
@@ -183,7 +183,7 @@ impl Repl<'_> {
         }
     }
 
-    /// Does what an entry asks for. Answers go to `out`, everything else to `err`.
+    /// Executes an entry. Answers go to `out`, everything else to `err`.
     pub fn handle(
         &mut self,
         entry: &str,
@@ -252,7 +252,7 @@ impl Repl<'_> {
         Ok(Flow::Continue)
     }
 
-    /// Interprets an entry: to a model that reads texts as they are, all but commands is text.
+    /// Interprets an entry: for a model without a template, everything but commands is text.
     fn parse(&self, entry: &str) -> Entry {
         match parse(entry) {
             Entry::Message(..) if self.conversation.is_raw() => {
@@ -262,7 +262,7 @@ impl Repl<'_> {
         }
     }
 
-    /// One answer, to a new message or anew to the last one.
+    /// Generates one answer, to a new message or again to the last one.
     fn turn(
         &mut self,
         text: Option<&str>,
@@ -294,7 +294,7 @@ impl Repl<'_> {
             };
             printer.finish()?;
             turn.map_err(|e| match e.downcast_ref() {
-                // These name a place in a model, and not which.
+                // These errors name a place in a model, but not the model.
                 Some(RuntimeError::NotFinite { .. } | RuntimeError::LogitsNotFinite) => {
                     e.context(self.model.clone())
                 }

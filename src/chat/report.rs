@@ -3,8 +3,8 @@
 use super::conversation::End;
 use nq_runtime::{Stats, StopReason};
 
-/// The line after an answer. `bandwidth` is what the weights' memory was measured to be read
-/// at, in bytes per second.
+/// The line after an answer. `bandwidth` is the measured read speed of the memory with the weights, in
+/// bytes per second.
 pub fn line(
     stats: &Stats,
     end: End,
@@ -44,7 +44,7 @@ pub fn line(
     line
 }
 
-/// The name of an answer's end in JSON.
+/// The JSON name of how an answer ended.
 pub fn end_name(end: End) -> &'static str {
     match end {
         End::Generated(StopReason::Eos(_)) => "eos",

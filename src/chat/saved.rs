@@ -1,4 +1,4 @@
-//! Chats in files: written whole or not at all, read within a bound.
+//! Chats in files: written whole or not at all, read within a limit.
 
 use crate::texts::read_bounded;
 use anyhow::{Context, bail};
@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Bytes of a saved chat, at most.
+/// Most bytes of a saved chat.
 const MOST: u64 = 64_000_000;
 
 /// `path` with a `~` at its start replaced by the user's home, as a shell does.
@@ -25,7 +25,7 @@ pub fn at_home(path: &str) -> PathBuf {
 /// Writes a chat as JSON that only the user may read.
 ///
 /// # Errors
-/// A file that is there already, unless forced; what writing fails with.
+/// A file that exists already, unless forced; errors of writing.
 pub fn save(path: &Path, force: bool, model: &str, messages: &[Message]) -> anyhow::Result<()> {
     if path.exists() && !force {
         bail!("{} exists: /save --force overwrites it", path.display());
@@ -52,7 +52,7 @@ pub fn save(path: &Path, force: bool, model: &str, messages: &[Message]) -> anyh
 /// Reads the messages of a chat.
 ///
 /// # Errors
-/// A file that cannot be read, is longer than 64 MB or holds no list of messages.
+/// A file that cannot be read, is longer than 64 MB or does not hold a list of messages.
 pub fn load(path: &Path) -> anyhow::Result<Vec<Message>> {
     let place = || path.display().to_string();
     let file = File::open(path);

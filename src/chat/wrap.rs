@@ -1,28 +1,28 @@
-//! Breaking lines between words at a terminal's width, while text streams.
+//! Wraps lines between words at a terminal's width, while text streams.
 
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// Columns below which lines are left to the terminal.
+/// With fewer columns, wrapping is left to the terminal.
 const LEAST: usize = 20;
 /// Columns between tab stops.
 const TAB: usize = 8;
 /// Begins and ends a block of code, which is not wrapped.
 const FENCE: &str = "```";
 
-/// Breaks lines. A word is held back until it is known to be whole, which the next one tells.
+/// Wraps lines. A word is held back until it is known to be complete, i.e. until the next one begins.
 pub struct Wrap {
-    /// Columns of a line; `None` leaves lines as they are.
+    /// Columns per line; `None` does not wrap.
     width: Option<usize>,
     column: usize,
     spaces: String,
     word: String,
-    /// The line began with a fence.
+    /// True if the line began with a fence.
     fence: bool,
     code: bool,
 }
 
 impl Wrap {
-    /// For lines of `width` columns, unless that is too few to be one.
+    /// Wraps lines at `width` columns, unless that is too few.
     pub fn new(width: Option<usize>) -> Self {
         Wrap {
             width: width.filter(|w| *w >= LEAST),
@@ -34,7 +34,7 @@ impl Wrap {
         }
     }
 
-    /// Takes more text; what is certain of it.
+    /// Takes more text and returns the part that is certain.
     pub fn push(&mut self, text: &str) -> String {
         if self.width.is_none() {
             return text.into();
@@ -53,7 +53,7 @@ impl Wrap {
                     self.end_word(&mut out);
                     self.spaces.push(c);
                 }
-                // Scripts of wide characters break between any two.
+                // Scripts with wide characters break between any two of them.
                 _ if c.width() == Some(2) => {
                     self.end_word(&mut out);
                     self.word.push(c);
@@ -64,7 +64,7 @@ impl Wrap {
         out
     }
 
-    /// The rest, at the end of the text.
+    /// Returns the rest, at the end of the text.
     pub fn finish(&mut self) -> String {
         let mut out = String::new();
         self.end_word(&mut out);
@@ -106,7 +106,7 @@ impl Wrap {
 mod tests {
     use super::Wrap;
 
-    /// Whatever the pieces, the same lines.
+    /// The lines must be the same however the text is cut into pieces.
     fn check(text: &str, expected: &str) {
         for size in [1, 2, 3, 7, 1000] {
             let mut wrap = Wrap::new(Some(20));

@@ -41,10 +41,10 @@ pub struct BenchArgs {
     /// With --preset: the mix of schemes that `nq quantize` chooses for --bits
     #[arg(long, requires_all = ["preset", "bits"])]
     pub mixed: bool,
-    /// Prompt tokens of the prefill test; 0 leaves it out
+    /// Prompt tokens of the prefill test; 0 skips it
     #[arg(short = 'p', long, default_value_t = 512, value_name = "N", value_parser = parse_tokens)]
     pub prompt_tokens: usize,
-    /// Tokens of the decode test; 0 leaves it out
+    /// Tokens of the decode test; 0 skips it
     #[arg(short = 'n', long, default_value_t = 128, value_name = "N", value_parser = parse_tokens)]
     pub gen_tokens: usize,
     /// Tokens already in the context when the test starts
@@ -53,7 +53,7 @@ pub struct BenchArgs {
     /// Sequences decoded at once
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = parse_count)]
     pub batch: usize,
-    /// Measured repeats after a warm-up
+    /// Measured repeats, after a warm-up
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = parse_count)]
     pub repeats: usize,
     /// The engine that runs the model
@@ -62,10 +62,10 @@ pub struct BenchArgs {
     /// Show time, bandwidth and calls per operation
     #[arg(long)]
     pub breakdown: bool,
-    /// Leave the chat test out
+    /// Skip the chat test
     #[arg(long)]
     pub no_chat: bool,
-    /// Bits of the KV cache: 8, 16 or 32 [default: 16; 32 for candle, which knows no other]
+    /// Bits of the KV cache: 8, 16 or 32 [default: 16; 32 for candle, which supports no other]
     #[arg(long, value_parser = parse_kv)]
     pub kv: Option<KvType>,
     /// Decode this text with drafts and without, in turns, in place of the other tests: a preset draws
@@ -115,10 +115,10 @@ pub enum EngineArg {
 
 /// Most sequences at once, and most repeats.
 const MOST: usize = 1024;
-/// Most tokens of a test or a depth: more than any model's positions.
+/// Most tokens of a test or a depth: more than any model's context.
 const MOST_TOKENS: usize = 1 << 24;
 
-/// Positions of all sequences from which on it is asked first whether they fit the memory.
+/// With this many positions over all sequences, memory is checked first.
 const MANY: usize = 1 << 15;
 
 fn parse_count(s: &str) -> Result<usize, String> {
@@ -142,10 +142,10 @@ fn parse_tokens(s: &str) -> Result<usize, String> {
     }
 }
 
-/// Bytes that the bandwidth is measured over: far more than any last-level cache.
+/// Size of the buffer for measuring bandwidth: far more than any last-level cache.
 const BANDWIDTH_BYTES: usize = 1 << 30;
 
-/// Runs `nq bench`. A row above the machine's limit makes the exit code 1.
+/// Runs `nq bench`. A row that exceeds the machine's limit makes the exit code 1.
 pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if args.prompt_tokens == 0 && args.gen_tokens == 0 {
         cli::refuse("bench", "nothing to measure: -p and -n are both 0");
@@ -218,7 +218,7 @@ fn show(
     Ok(ExitCode::from(u8::from(failures.count() > 0)))
 }
 
-/// Prefill and decode without the chat around them, taken apart if asked.
+/// Prefill and decode without the path of chat, with a breakdown if requested.
 fn bare(
     engine: &dyn Engine,
     args: &BenchArgs,
@@ -246,7 +246,7 @@ fn bare(
     Ok(rows)
 }
 
-/// The model, quantized at load if asked, or the preset.
+/// The model, quantized at load if requested, or the preset.
 fn open(
     args: &BenchArgs,
     global: &Global,
@@ -294,7 +294,7 @@ fn random(
     Ok((label, checkpoint))
 }
 
-/// Measures what the memory reads that the model is read from, by what reads it.
+/// Measures the bandwidth of the memory that holds the model, as read by its device.
 enum Meter {
     Cpu(Cpu, BandwidthBuffer),
     #[cfg(feature = "cuda")]
@@ -302,7 +302,7 @@ enum Meter {
 }
 
 impl Meter {
-    /// Takes its memory before the model is loaded.
+    /// Allocates its memory before the model is loaded.
     fn new(options: &LoadOptions) -> anyhow::Result<Self> {
         #[cfg(feature = "cuda")]
         if options.engine == EngineKind::Nq
@@ -333,7 +333,7 @@ impl Meter {
         }
     }
 
-    /// Bytes of the cache before that memory.
+    /// Bytes of the last cache before that memory.
     fn cache_bytes(&self) -> anyhow::Result<u64> {
         Ok(match self {
             Meter::Cpu(..) => system::last_level_cache(),
@@ -343,7 +343,7 @@ impl Meter {
     }
 }
 
-/// The chat path, written where a terminal's bytes would go but for the terminal.
+/// The path of chat, with output written as to a terminal, but not to one.
 fn streaming(
     engine: &dyn Engine,
     tokenizer: &Tokenizer,
@@ -367,7 +367,7 @@ fn streaming(
     )
 }
 
-/// The table that people read.
+/// The table for people.
 fn table(name: &str, engine: &dyn Engine, machine: Machine<'_>, rows: &[BenchRow]) -> String {
     let d = engine.description();
     let mut out = format!(

@@ -1,4 +1,4 @@
-//! `nq chat`: a conversation in the terminal, or one answer for a script.
+//! `nq chat`: a conversation in the terminal, or a single answer for a script.
 
 use crate::chat::Overflow;
 use crate::chat::conversation::{Conversation, Form, Remote, Settings};
@@ -27,9 +27,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-/// Tokens of a prompt computed together.
+/// Prompt tokens computed together.
 const CHUNK: usize = 512;
-/// Positions reserved if no one says how many.
+/// Positions reserved by default.
 const DEFAULT_CTX: usize = 8192;
 
 /// Flags of `nq chat`.
@@ -53,7 +53,7 @@ pub struct ChatArgs {
     /// there is no -p
     #[arg(short, long, value_name = "TEXT")]
     pub prompt: Option<String>,
-    /// As -p, with the text of this file
+    /// Like -p, with the text of this file
     #[arg(short, long, value_name = "FILE", conflicts_with = "prompt")]
     pub file: Option<PathBuf>,
     /// System prompt
@@ -65,7 +65,7 @@ pub struct ChatArgs {
     /// Do not show the thinking
     #[arg(long)]
     pub hide_thinking: bool,
-    /// Give the model the text as it is, without a chat template, and go on from there; control
+    /// Give the model the text without a chat template, and continue it; control
     /// tokens such as <|im_start|> are read as such
     #[arg(long, conflicts_with_all = ["system", "no_think", "hide_thinking"])]
     pub raw: bool,
@@ -84,7 +84,7 @@ pub struct ChatArgs {
     /// Keep this many best tokens; 0 keeps all [default: the model's]
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
-    /// Keep the smallest set of this probability [default: the model's]
+    /// Keep the smallest set of tokens with this probability [default: the model's]
     #[arg(long, value_name = "P")]
     pub top_p: Option<f32>,
     /// Drop tokens below this share of the best one's probability [default: the model's]
@@ -93,7 +93,7 @@ pub struct ChatArgs {
     /// Divide the logits of tokens already seen by this [default: the model's]
     #[arg(long, value_name = "R")]
     pub repetition_penalty: Option<f32>,
-    /// Subtract this from the logits of tokens already written, as often as they were [default:
+    /// Subtract this from the logits of tokens once for each time they were written [default:
     /// the model's]
     #[arg(long, value_name = "R")]
     pub frequency_penalty: Option<f32>,
@@ -122,10 +122,10 @@ pub struct ChatArgs {
     pub on_overflow: Overflow,
 }
 
-/// Runs `nq chat`: one answer to `-p` and what is piped in, else a conversation.
+/// Runs `nq chat`: one answer to `-p` and piped text, otherwise a conversation.
 pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     interrupt::install()?;
-    // Read before the model is loaded: an empty prompt need not wait for it.
+    // Read before the model is loaded: an empty prompt is reported at once.
     let question = question(args)?;
     let terminal = Terminal::new();
     if let Some(url) = &args.server {
@@ -204,7 +204,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     talk(&mut repl, question, &place, ctx, global, &terminal)
 }
 
-/// Answers what was asked, or whatever comes.
+/// Answers the question, or holds a conversation.
 fn talk(
     repl: &mut Repl<'_>,
     question: Option<Question>,
@@ -232,7 +232,7 @@ fn remote(
     terminal: &Terminal,
 ) -> anyhow::Result<ExitCode> {
     let key = std::env::var("NQ_API_KEY").ok().filter(|k| !k.is_empty());
-    // What a server calls its models is text.
+    // A server's model names are text.
     let name = args.model.as_deref().map(OsStr::to_string_lossy);
     let remote = Remote::connect(url, name.as_deref(), key)?;
     let defaults = remote.sampling();
@@ -259,15 +259,15 @@ fn remote(
     talk(&mut repl, question, url, ctx, global, terminal)
 }
 
-/// Where chats are kept, beside the models.
+/// Folder for chats, next to the models.
 fn folder() -> Option<PathBuf> {
     Some(model::models_dir().ok()?.parent()?.to_owned())
 }
 
-/// A message to answer for a script, and the thinking that it asks for.
+/// A message to answer for a script, and the thinking mode that it selects.
 type Question = (String, Option<bool>);
 
-/// The one message to answer: `-p`, what is piped in, or both. `None` where someone is there to
+/// The single message to answer: `-p`, piped text, or both. `None` if there is a user to
 /// talk to.
 fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
     let given = match &args.file {
@@ -287,7 +287,7 @@ fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
         let text = piped::join(given.as_deref(), &piped)?;
         return Ok(Some((text, None)));
     }
-    // What asks for thinking is the end of what was typed, not of a text that goes with it.
+    // Only a typed prompt can switch thinking at its end, not piped text.
     match &given {
         Some(prompt) => {
             let (prompt, thinking) = thinking_switch(prompt);
@@ -300,7 +300,7 @@ fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
     }
 }
 
-/// The model's name, its checkpoint and, where it is quantized at load, the schemes it gets.
+/// The model's name, its checkpoint and, if it is quantized at load, its schemes.
 fn open(
     args: &ChatArgs,
     global: &Global,
@@ -310,7 +310,7 @@ fn open(
         Some(name) => (model::open(Some(name), global, terminal)?, args.bits),
         None => {
             let model = model::open_for_chat(global, terminal)?;
-            // Who names no model wants an answer soon: 4 bits, unless the model has fewer
+            // Without a named model, an answer should come soon: 4 bits, unless the model has fewer
             // than 16 already.
             let quantized = model.checkpoint.store().quantization().is_some();
             (model, args.bits.or((!quantized).then_some(4)))
@@ -321,7 +321,7 @@ fn open(
     Ok((model.name, checkpoint, schemes))
 }
 
-/// The model on its device; with --verbose, what that takes of memory and which kernels serve.
+/// Loads the model on its device; with --verbose, reports memory and kernels.
 fn load(
     checkpoint: &Checkpoint,
     schemes: Option<&Schemes>,
@@ -361,8 +361,8 @@ fn load(
     Ok(engine)
 }
 
-/// The checkpoint, quantized at load where 4 or 8 bits are asked for and it is not yet, and the
-/// schemes it then gets.
+/// The checkpoint, quantized at load if 4 or 8 bits are requested and it is unquantized, and the
+/// schemes that it then gets.
 pub fn at_load(
     checkpoint: Checkpoint,
     bits: Option<u32>,
@@ -381,7 +381,7 @@ pub fn at_load(
     Ok((checkpoint, Some(schemes)))
 }
 
-/// The model's sampling, which is valid, with the flags over it.
+/// The model's sampling settings, which are valid, overridden by the flags.
 fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
     let clock = || {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -403,7 +403,7 @@ fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
     sampling
 }
 
-/// Positions that the model was trained for.
+/// Number of positions that the model was trained for.
 pub fn longest_context(config: &ModelConfig) -> usize {
     match config.rope.scaling {
         RopeScaling::None => config.max_position_embeddings,
@@ -417,7 +417,7 @@ pub fn longest_context(config: &ModelConfig) -> usize {
     }
 }
 
-/// Positions to reserve, within what the model was trained for.
+/// Number of positions to reserve, at most as many as the model was trained for.
 fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<usize> {
     let trained = longest_context(config);
     match asked {
@@ -434,7 +434,7 @@ fn parse_stop(text: &str) -> Result<String, String> {
     }
 }
 
-/// Thinking is dimmed on a terminal (NO_COLOR: tagged), and kept out of a pipe.
+/// Dims thinking on a terminal (with NO_COLOR: tags it), and keeps it out of a pipe.
 fn shown_thinking() -> Thinking {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty())
         || std::env::var_os("TERM").is_some_and(|v| v == "dumb");

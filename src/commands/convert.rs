@@ -1,4 +1,4 @@
-//! `nq convert`: a checkpoint in another format, with the same numbers where that can hold them.
+//! `nq convert`: a checkpoint in another format, with the same numbers if that can hold them.
 
 use crate::cli::{self, Global};
 use crate::model;
@@ -29,10 +29,10 @@ pub struct ConvertArgs {
     /// Format to write
     #[arg(long, value_enum)]
     pub format: FormatArg,
-    /// Tensor types of a GGUF file [default: those that hold the numbers as they are]
+    /// Tensor types of a GGUF file [default: those that hold the numbers exactly]
     #[arg(long = "type", value_enum, value_name = "TYPE")]
     pub kind: Option<TypeArg>,
-    /// Round quantized weights again where the format cannot hold them
+    /// Round quantized weights again if the format cannot hold them
     #[arg(long)]
     pub requantize: bool,
     /// Read the result back and compare every number
@@ -59,7 +59,7 @@ pub enum FormatArg {
 }
 
 impl FormatArg {
-    /// The format of the library.
+    /// The library's format.
     pub fn format(self) -> ExportFormat {
         match self {
             FormatArg::Nq => ExportFormat::Nq,
@@ -99,7 +99,7 @@ pub enum TypeArg {
     /// 4 bits, a scale and an offset per 32
     #[value(name = "q4_1")]
     Q41,
-    /// 4 bits, 6 where they count most
+    /// 4 bits, 6 for the weights that matter most
     #[value(name = "q4_k_m")]
     Q4KM,
 }
@@ -176,7 +176,7 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The scheme that a matrix has in its file.
+/// The scheme of a matrix in its file.
 fn stored_scheme(checkpoint: &Checkpoint, name: &str) -> nq_formats::Result<String> {
     let all = parameters(checkpoint.config());
     let dims = all.into_iter().find_map(|(n, shape)| match shape {
@@ -198,7 +198,7 @@ fn words(change: Change) -> String {
     }
 }
 
-/// `(from, to, what happened, weights, bytes)`, in the order they first appear.
+/// `(from, to, change, weights, bytes)`, in the order of first occurrence.
 fn summary(report: &ExportReport) -> Vec<(String, String, String, usize, u64)> {
     let mut rows: Vec<(String, String, String, usize, u64)> = Vec::new();
     for w in &report.weights {
@@ -217,7 +217,7 @@ fn summary(report: &ExportReport) -> Vec<(String, String, String, usize, u64)> {
     rows
 }
 
-/// The output and how it differs from the source, in lines.
+/// Lines about the output and how it differs from the source.
 pub(super) fn summary_lines(report: &ExportReport) -> Vec<String> {
     let line = |(from, to, change, count, bytes): (String, String, String, usize, u64)| {
         let megabytes = bytes as f64 / 1e6;
@@ -246,7 +246,7 @@ fn report_lines(
     lines
 }
 
-/// The result of reading the output back.
+/// A line about the result of reading the output back.
 fn verification_line(differences: &[Difference]) -> String {
     let changed: Vec<_> = differences.iter().filter(|d| d.changed > 0).collect();
     let values: u64 = differences.iter().map(|d| d.values).sum();

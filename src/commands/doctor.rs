@@ -1,4 +1,4 @@
-//! `nq doctor`: this machine, and what to do about problems.
+//! `nq doctor`: a report on this machine, with remedies for problems.
 
 use crate::cli::Global;
 use crate::model;
@@ -50,9 +50,9 @@ struct GpuFindings {
     devices: Vec<String>,
     /// The driver's description of each device that this build can use.
     usable: Vec<UsableGpu>,
-    /// The library or kernels that multiply f32 matrices when the first of them quantizes.
+    /// The implementation of f32 matrix products when quantizing on the first device.
     products: Option<String>,
-    /// The driver that this build's kernels need.
+    /// The oldest driver version that this build's kernels support.
     driver_needed: Option<u32>,
 }
 
@@ -65,7 +65,7 @@ struct UsableGpu {
     driver_cuda: String,
 }
 
-/// The GPUs that this build can use, or why it cannot.
+/// The GPUs that this build can use, or why it can use none.
 #[cfg(feature = "cuda")]
 fn usable() -> Result<Vec<UsableGpu>, String> {
     let gpus = nq_runtime::device::gpus().map_err(|e| e.to_string())?;
@@ -84,7 +84,7 @@ fn usable() -> Result<Vec<UsableGpu>, String> {
     Ok(Vec::new())
 }
 
-/// The library or kernels that multiply matrices when the first GPU quantizes.
+/// The implementation of f32 matrix products when quantizing on the first GPU.
 #[cfg(feature = "cuda")]
 fn products() -> Result<String, String> {
     use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
@@ -111,14 +111,14 @@ struct Variable {
     value: String,
 }
 
-/// Something wrong, and what to do about it.
+/// A problem and its remedy.
 #[derive(Serialize)]
 struct Problem {
     problem: String,
     remedy: String,
 }
 
-/// Runs `nq doctor`: exit code 0 whatever it finds, as nq runs all the same.
+/// Runs `nq doctor`: the exit code is 0 whatever it finds, as nq runs anyway.
 pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
     let terminal = Terminal::new();
     let mut problems = Vec::new();
@@ -144,7 +144,7 @@ pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Features that kernels look for, by the names that `/proc/cpuinfo` readers know.
+/// CPU features that kernels use, by their names in `/proc/cpuinfo`.
 fn features() -> Vec<&'static str> {
     #[allow(unused_mut, reason = "stays empty on other targets")]
     let mut found: Vec<(&str, bool)> = Vec::new();
@@ -217,7 +217,7 @@ fn cpu(
     })
 }
 
-/// Bytes of the short bandwidth measurement.
+/// Buffer size of the short bandwidth measurement.
 const BANDWIDTH_BYTES: u64 = 512 << 20;
 
 fn memory(
@@ -251,7 +251,7 @@ fn memory(
     })
 }
 
-/// The NVIDIA driver's version, where one is loaded.
+/// The NVIDIA driver's version, if one is loaded.
 fn driver() -> Option<String> {
     let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
     let line = text.lines().next()?;
@@ -261,7 +261,7 @@ fn driver() -> Option<String> {
     Some(version.to_owned())
 }
 
-/// Models of the GPUs that the driver lists.
+/// Names of the GPUs that the driver lists.
 fn devices() -> Vec<String> {
     let Ok(gpus) = std::fs::read_dir("/proc/driver/nvidia/gpus") else {
         return Vec::new();
@@ -274,7 +274,7 @@ fn devices() -> Vec<String> {
     gpus.flatten().filter_map(|g| model(g.path())).collect()
 }
 
-/// The oldest driver that this build's kernels need.
+/// The oldest driver that this build's kernels support.
 #[cfg(feature = "cuda")]
 fn driver_needed() -> Option<u32> {
     Some(nq_kernels::cuda::driver_needed())
@@ -310,7 +310,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
     let usable = match usable() {
         Ok(usable) => usable,
         Err(why) => {
-            // What keeps `auto` from it is named above.
+            // The reason why `auto` does not use it is reported above.
             if driver.is_some() && nq_runtime::DeviceChoice::why_no_gpu().is_none() {
                 problems.push(Problem {
                     problem: format!("the GPU cannot be used: {why}"),
@@ -340,7 +340,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
     }
 }
 
-/// Free space below which a quantized 0.6B model does not fit.
+/// With less free space than this, a quantized 0.6B model does not fit.
 const LITTLE_SPACE: u64 = 2_000_000_000;
 
 fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
@@ -376,7 +376,7 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
             });
         }
         None => problems.push(Problem {
-            problem: format!("{what}: there is no place for it"),
+            problem: format!("{what}: no folder for it is known"),
             remedy: "set HOME, or HF_HOME (downloads) and NQ_HOME (nq's own models)".into(),
         }),
     };
@@ -385,7 +385,7 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
     folders
 }
 
-/// Variables that change what nq does.
+/// Environment variables that affect nq.
 const VARIABLES: [&str; 10] = [
     "HF_HOME",
     "HF_HUB_CACHE",
@@ -405,7 +405,7 @@ fn environment() -> Vec<Variable> {
         .filter_map(|name| {
             let value = std::env::var_os(name)?.to_string_lossy().into_owned();
             let value = if name == "HF_TOKEN" {
-                "(set)".to_owned() // a secret: reports are pasted into issues
+                "(set)".to_owned() // secret: reports are pasted into issues
             } else {
                 value
             };

@@ -24,12 +24,12 @@ use std::sync::Arc;
 #[derive(Args, Debug)]
 #[command(allow_negative_numbers = true)]
 pub struct EvalArgs {
-    /// One or several of: demo, a folder, a hub id, a name from `nq list` [default: Qwen/Qwen3-0.6B]
+    /// One or more of: demo, a folder, a hub id, a name from `nq list` [default: Qwen/Qwen3-0.6B]
     pub models: Vec<OsString>,
     /// Compare with this model, token by token
     #[arg(long, value_name = "REF")]
     pub against: Option<OsString>,
-    /// Text to evaluate on [default: WikiText-2 from the hub, else the built-in text]
+    /// Text to evaluate on [default: WikiText-2 from the hub, otherwise the built-in text]
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
     /// Read only this many bytes of the text
@@ -76,7 +76,7 @@ const NOISE_WINDOWS: usize = 4;
 /// Worst positions that reports list.
 const WORST: usize = 10;
 
-/// A model that is loaded.
+/// A loaded model.
 struct Loaded {
     model: Model,
     engine: Arc<dyn Engine>,
@@ -94,7 +94,7 @@ struct Outcome {
     self_noise: Option<KldStats>,
 }
 
-/// The JSON of a model: its report and the settings behind it.
+/// The JSON for a model: its report and settings.
 #[derive(Serialize)]
 struct Json<'a> {
     model: &'a str,
@@ -122,13 +122,13 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         check_report(path)?; // before hours of work, not after
     }
     if let Some(threads) = global.threads {
-        // Rows of logits are scored on rayon's threads. A pool that exists already stays.
+        // Rows of logits are scored on rayon's threads. An existing pool is kept.
         let _ = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .build_global();
     }
     let terminal = Terminal::new();
-    // All of them are opened before hours of work on the first.
+    // All are opened before hours of work on the first one.
     let names: Vec<Option<&OsStr>> = match args.models.as_slice() {
         [] => vec![None],
         names => names.iter().map(|n| Some(n.as_os_str())).collect(),
@@ -147,7 +147,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     )?;
     let reference = match against {
         Some(model) => {
-            // What models are held against is never rounded itself.
+            // References are never rounded while loading.
             let options = LoadOptions {
                 activations: ActivationChoice::F32,
                 ..global.load_options()
@@ -182,7 +182,7 @@ fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Res
     let checkpoint = &model.checkpoint;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(checkpoint.config().vocab_size)?;
-    // What a device makes of a NaN differs; figures of such a model mean nothing on any.
+    // Devices differ in how NaN propagates; figures of such a model are meaningless on all of them.
     nq::verify_values(checkpoint)?;
     model::note_growth(checkpoint, terminal);
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)
@@ -266,7 +266,7 @@ impl Workbench<'_> {
         })
     }
 
-    /// Context as asked for, or the protocol's, within what the models were trained for.
+    /// The requested context or the protocol's, at most what the models were trained for.
     fn spec(&mut self, loaded: &Loaded, terminal: &Terminal) -> EvalSpec {
         if let Some(spec) = &self.spec {
             return spec.clone();
@@ -296,7 +296,7 @@ impl Workbench<'_> {
         spec
     }
 
-    /// Prints JSON, a list of one object for each model, or the table.
+    /// Prints JSON, as a list with one object per model, or the table.
     fn print(&self, outcomes: &[Outcome], global: &Global) -> anyhow::Result<()> {
         let reference = self.reference.as_ref().map(|r| r.model.name.as_str());
         if global.json {
@@ -358,7 +358,7 @@ impl Workbench<'_> {
     }
 }
 
-/// How this process was called, as a shell takes it.
+/// The command line of this process, quoted for a shell.
 fn command_line() -> String {
     let words = std::env::args_os().skip(1);
     let words: Vec<String> = words
@@ -367,7 +367,7 @@ fn command_line() -> String {
     format!("nq {}", words.join(" "))
 }
 
-/// Checks that a report can be written to `path`, as far as can be told before.
+/// Checks, as far as possible beforehand, that a report can be written to `path`.
 fn check_report(path: &Path) -> anyhow::Result<()> {
     let folder = match path.parent() {
         Some(p) if p != Path::new("") => p,
@@ -442,13 +442,13 @@ impl Outcome {
     }
 }
 
-/// Explains rows of a comparison whose names do not.
+/// Explains the rows of a comparison whose names are not self-explanatory.
 const LEGEND: &str = "
 ln ratio: of the perplexities, model to reference
 floor: mean KLD of the reference from itself, its KV cache in f32 and its tokens in other portions
 RMS dp: root mean square of the change in the probability of the text's tokens";
 
-/// Figures as rows and models as columns, which stays readable with several models.
+/// The table, with figures as rows and models as columns, which is readable with several models.
 fn table(outcomes: &[Outcome]) -> Vec<String> {
     let mut rows: Vec<Vec<String>> = Vec::new();
     let mut push = |name: &str, cell: &dyn Fn(&Outcome) -> Option<String>| {
@@ -497,11 +497,11 @@ fn table(outcomes: &[Outcome]) -> Vec<String> {
     blocks(&rows, width().unwrap_or(USUAL_WIDTH))
 }
 
-/// Columns of a terminal that does not say.
+/// Assumed number of columns if the terminal does not say.
 const USUAL_WIDTH: usize = 100;
 
-/// Rows as lines of at most `most` columns: where all cells do not fit side by side, in blocks one
-/// under the other, each with the rows' names.
+/// Formats rows with at most `most` columns of text: if the cells do not fit side by side, in blocks
+/// below one another, each with the rows' names.
 fn blocks(rows: &[Vec<String>], most: usize) -> Vec<String> {
     let columns = rows.first().map_or(0, Vec::len);
     let width = |c: usize| rows.iter().map(|r| r[c].chars().count()).max().unwrap_or(0);
@@ -555,7 +555,7 @@ mod tests {
                 "KLD      0"
             ]
         );
-        // Too narrow for any: one a block.
+        // Too narrow for any: one model per block.
         assert_eq!(blocks(&rows, 3).len(), 3 * 2 + 2);
     }
 }

@@ -1,4 +1,4 @@
-//! `nq inspect`: what a checkpoint holds.
+//! `nq inspect`: shows the contents of a checkpoint.
 
 use crate::cli::Global;
 use crate::model;
@@ -24,10 +24,10 @@ pub struct InspectArgs {
     pub verify: bool,
 }
 
-/// Characters of a name in the table, at most; `--json` has all of it.
+/// Most characters of a name in the table; `--json` has all of it.
 const LONGEST_NAME: usize = 100;
 
-/// `nq inspect --json`.
+/// The output of `nq inspect --json`.
 #[derive(Serialize)]
 struct Report {
     name: String,
@@ -50,7 +50,7 @@ struct Row {
     name: String,
     dtype: String,
     shape: Vec<usize>,
-    /// Bits of an element, or of a code where several share a byte.
+    /// Bits per element, or per code if several share a byte.
     bits: f64,
     tensor_bytes: u64,
     file: String,
@@ -173,9 +173,10 @@ fn describe(
         Task::Rerank => writeln!(out, "  task             scores of documents")?,
     }
     if let Some(e) = c.experts {
-        let weights = match e.normalized {
-            true => "whose weights are made to sum to 1",
-            false => "whose weights are those of a softmax over all",
+        let weights = if e.normalized {
+            "whose weights are made to sum to 1"
+        } else {
+            "whose weights are those of a softmax over all"
         };
         writeln!(
             out,

@@ -1,4 +1,4 @@
-//! One file per subcommand: its flags and what it does.
+//! One file per subcommand, with its flags and its code.
 
 pub mod bench;
 pub mod chat;
@@ -33,7 +33,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         | Command::Bench(_) => global.note_gpu(),
         _ => {}
     }
-    // The others have an end of their own for what they do then.
+    // The other subcommands handle signals themselves.
     if !matches!(
         command,
         Command::Quantize(_) | Command::Chat(_) | Command::Serve(_)

@@ -18,7 +18,7 @@ use std::process::ExitCode;
 pub struct RmArgs {
     /// A name from `nq list`
     pub name: String,
-    /// Do not ask
+    /// Do not ask for confirmation
     #[arg(short, long)]
     pub yes: bool,
 }
@@ -33,7 +33,7 @@ pub struct PullArgs {
 /// Runs `nq pull`.
 pub fn pull(args: &PullArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let path = model::fetch(&args.id, global, &Terminal::new())?;
-    // What nq cannot read is said now, not when it is first needed.
+    // Reports a model that nq cannot read now, not when it is first used.
     let file_bytes = Checkpoint::open(&path)?.store().file_bytes();
     if global.json {
         let json = serde_json::json!({ "id": args.id, "path": path, "file_bytes": file_bytes });
@@ -44,7 +44,7 @@ pub fn pull(args: &PullArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Characters of a row that says why a model cannot be read, at most.
+/// Most characters in the reason why a model cannot be read.
 const LONGEST_REASON: usize = 300;
 
 /// One model of the folder.
@@ -54,9 +54,9 @@ struct Row {
     path: PathBuf,
     format: String,
     file_bytes: u64,
-    /// Bits of its tensors per parameter.
+    /// Bits per parameter.
     bits_per_weight: Option<f64>,
-    /// Mean KL divergence from the source, as it was measured when the model was made.
+    /// Mean KL divergence from the source, measured when the model was made.
     kld: Option<f64>,
     /// Why a folder is not a complete model: an interrupted run or a broken file.
     problem: Option<String>,
@@ -133,7 +133,7 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
                 let why = if at_work(&path) {
                     "being written"
                 } else {
-                    "interrupted; `nq quantize --resume` goes on, `nq rm` removes it"
+                    "interrupted; `nq quantize --resume` continues it, `nq rm` removes it"
                 };
                 (String::new(), Some(why.to_owned()))
             }
@@ -171,10 +171,10 @@ fn size_of_tree(path: &Path) -> u64 {
 /// Runs `nq rm`.
 pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
     let dir = model::models_dir()?;
-    // Only direct children of the folder: a name, never a path.
+    // Only direct children of the folder are accepted: a name, never a path.
     if args.name.is_empty() || args.name.contains(['/', '\\']) || args.name.starts_with('.') {
         bail!(
-            "{:?} is no name of a model; `nq list` shows them",
+            "{:?} is not a valid model name; `nq list` shows the names",
             args.name
         );
     }

@@ -24,7 +24,7 @@ pub struct SynthArgs {
     pub seed: u64,
 }
 
-/// The preset of this name, for flags that take one.
+/// Parses the name of a preset, for flags.
 pub fn parse_preset(name: &str) -> Result<Preset, String> {
     Preset::find(name).ok_or_else(|| {
         let names: Vec<_> = Preset::all().map(|p| p.name).collect();
@@ -35,7 +35,7 @@ pub fn parse_preset(name: &str) -> Result<Preset, String> {
 /// Runs `nq synth`.
 pub fn run(args: &SynthArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(threads) = global.threads {
-        // Fails only if the pool exists already, which nothing before this made.
+        // Fails only if a pool exists already, which it does not here.
         let _ = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .build_global();

@@ -1,8 +1,8 @@
-//! What makes a conversation in a terminal comfortable, and texts without a template.
+//! Comfort in a terminal conversation, and texts without a template.
 
 use super::*;
 
-/// Ctrl-C clears what is typed; what was said is there in the next chat.
+/// Ctrl-C clears the line; previous entries are available in the next chat.
 #[test]
 fn nothing_typed_or_said_is_lost() {
     let home = home();
@@ -13,7 +13,7 @@ fn nothing_typed_or_said_is_lost() {
     pty.send(b"half a line");
     pty.wait_for("half a line");
     pty.send(b"\x03");
-    // Cleared, and an entry of its own follows; then Ctrl-Y brings it back.
+    // Cleared, then another entry; then Ctrl-Y brings the line back.
     pty.line("/stats");
     pty.wait_for("1 answers");
     pty.wait_for(">>> ");
@@ -23,7 +23,7 @@ fn nothing_typed_or_said_is_lost() {
     pty.send(b"\x03");
     pty.wait_for("Ctrl-C again");
     pty.wait_for(">>> ");
-    // Tab completes a command; the home is a tilde.
+    // Tab completes a command; a tilde is the home folder.
     pty.send(b"/sa\t~/kept.json\r");
     pty.wait_for("saved to");
     pty.answer(">>> ", "/help save");
@@ -65,7 +65,7 @@ fn lines_break_between_words_at_the_terminals_width() {
     assert_eq!(again, words[..again.len()]);
 }
 
-/// Without a template the model goes on from the text itself, and an answer ends before a stop text.
+/// Without a template the model continues the text itself, and an answer ends before a stop text.
 #[test]
 fn raw_text_goes_on_and_stop_texts_end_it() {
     let ask = |more: &[&str]| {

@@ -1,16 +1,16 @@
-//! What the tests that drive the real binary share.
+//! Helpers of the tests that run the real binary.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::path::Path;
 use std::process::{Command, Output};
 
-/// `nq` with a model folder and caches of its own, so that nothing outside is seen or changed.
+/// Runs `nq` with a model folder and caches of its own, so that nothing outside is seen or changed.
 pub(crate) fn nq(home: &Path, args: &[&str]) -> Output {
     command(home, args).output().expect("nq runs")
 }
 
-/// The same, to be run otherwise.
+/// The same as a command, to be run differently.
 pub(crate) fn command(home: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
     command

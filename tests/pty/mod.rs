@@ -1,4 +1,4 @@
-//! A program in a pseudo-terminal, driven by what it prints.
+//! Runs a program in a pseudo-terminal, controlled by its output.
 #![allow(unreachable_pub, reason = "a module of tests")]
 
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// How long a test waits for a text before it fails with what came instead.
+/// How long a test waits for a text before it fails and shows the output so far.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// A running program and the terminal's other end.
@@ -18,19 +18,19 @@ pub struct Pty {
     child: Child,
     master: File,
     chunks: Receiver<Vec<u8>>,
-    /// Printed and not yet waited for.
+    /// Output that was not waited for yet.
     unread: String,
     /// Bytes of an incomplete character.
     partial: Vec<u8>,
 }
 
 impl Pty {
-    /// Starts `command` as the leader of a session whose terminal is new.
+    /// Starts `command` as the leader of a new session with its own terminal.
     pub fn spawn(command: Command) -> Self {
         Self::with_columns(command, 200)
     }
 
-    /// As [`Pty::spawn`], in a terminal of so many columns.
+    /// Like [`Pty::spawn`], in a terminal with this many columns.
     pub fn with_columns(mut command: Command, columns: u16) -> Self {
         let (mut master, mut slave) = (0, 0);
         let size = libc::winsize {
@@ -91,14 +91,14 @@ impl Pty {
         self.send(b"\r");
     }
 
-    /// Types a line once `prompt` is there: before it, the terminal is not yet in the mode that
-    /// the line editor reads in, and what is typed can be lost.
+    /// Types a line once `prompt` is there: before that, the terminal is not in the mode that
+    /// the line editor uses, and input can be lost.
     pub fn answer(&mut self, prompt: &str, text: &str) {
         self.wait_for(prompt);
         self.line(text);
     }
 
-    /// Reads until `text` was printed; what came up to its end.
+    /// Reads until `text` is printed; returns the output up to its end.
     pub fn wait_for(&mut self, text: &str) -> String {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -112,7 +112,7 @@ impl Pty {
         }
     }
 
-    /// Reads until `n` more bytes were printed.
+    /// Reads until `n` more bytes are printed.
     pub fn wait_bytes(&mut self, n: usize) {
         let deadline = Instant::now() + PATIENCE;
         while self.unread.len() < n {
@@ -130,7 +130,7 @@ impl Pty {
             .unwrap_or_else(|| panic!("{status}: {:?}", self.unread))
     }
 
-    /// More output; false at its end or the deadline.
+    /// Reads more output; false at its end or the deadline.
     fn read(&mut self, deadline: Instant) -> bool {
         let left = deadline.saturating_duration_since(Instant::now());
         match self.chunks.recv_timeout(left) {

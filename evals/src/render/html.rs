@@ -1,4 +1,4 @@
-//! Reports as one HTML file: styles and plots are inside it, and it loads nothing.
+//! Renders reports as one HTML file: styles and plots are inside it, and it loads nothing.
 
 use super::plots;
 use super::{Document, WORST_HEAD, protocol_line, reference_lines, table};
@@ -119,7 +119,7 @@ fn push_table(out: &mut String, head: &[&str], rows: &[Vec<String>], text_column
     out.push_str("</tbody></table></div>\n");
 }
 
-/// Text that HTML shows as it is.
+/// Escapes text for HTML.
 fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

@@ -1,4 +1,4 @@
-//! Reports as Markdown.
+//! Renders reports as Markdown.
 
 use super::plots::Histogram;
 use super::{Document, WORST_HEAD, protocol_line, reference_lines, table};

@@ -1,4 +1,4 @@
-//! Evaluation reports as documents: Markdown, and HTML that needs no other file.
+//! Renders evaluation reports as documents: Markdown, or self-contained HTML.
 
 mod html;
 mod markdown;
@@ -14,15 +14,15 @@ use std::path::Path;
 
 /// The content of a document.
 pub struct Document<'a> {
-    /// Program and version that measured.
+    /// Name and version of the program that measured.
     pub program: String,
-    /// The command that measured, as a shell takes it.
+    /// The command that measured, quoted for a shell.
     pub command: String,
-    /// When, in words.
+    /// Date in words.
     pub date: String,
-    /// The text, in words.
+    /// Description of the text.
     pub text: String,
-    /// The reference's name, where there is one.
+    /// Name of the reference, if any.
     pub reference: Option<String>,
     /// The models, in the order given.
     pub models: Vec<Section<'a>>,
@@ -36,17 +36,17 @@ pub struct Section<'a> {
     pub bytes: u64,
     /// Bytes of its tensors over its parameters, times 8.
     pub bits_per_weight: f64,
-    /// The engine and device, in words.
+    /// Description of the engine and device.
     pub engine: String,
     /// The measurement.
     pub evaluation: &'a Evaluation,
-    /// Where it strays most.
+    /// The positions at which it differs most from the reference.
     pub worst: Vec<WorstLine>,
-    /// KL divergence of the reference from itself under other rounding and portions.
+    /// KL divergence of the reference from itself with different rounding and portions.
     pub self_noise: Option<KldStats>,
 }
 
-/// Head of the table of worst positions.
+/// Header of the table of worst positions.
 const WORST_HEAD: [&str; 6] = [
     "KLD",
     "window:position",
@@ -56,7 +56,7 @@ const WORST_HEAD: [&str; 6] = [
     "model's best",
 ];
 
-/// A worst position, decoded.
+/// A worst position, as text.
 #[derive(Clone, Debug)]
 pub struct WorstLine {
     /// KL divergence in nats.
@@ -65,9 +65,9 @@ pub struct WorstLine {
     pub window: usize,
     /// Position in the window, counted from 0.
     pub position: usize,
-    /// The text before.
+    /// The text up to the position.
     pub context: String,
-    /// The token that follows.
+    /// The next token of the text.
     pub target: String,
     /// The reference's best token.
     pub reference_top: String,
@@ -75,8 +75,8 @@ pub struct WorstLine {
     pub model_top: String,
 }
 
-/// Writes a document to `path`, as its extension says: `.md`, `.html` or `.htm`. The file
-/// is written beside its place and renamed into it.
+/// Writes a document to `path` in the form given by its extension: `.md`, `.html` or `.htm`. The
+/// file is written beside its place and renamed into it.
 ///
 /// # Errors
 /// [`Error::Spec`] for another extension, [`Error::Write`], [`Error::Plot`].
@@ -99,7 +99,7 @@ pub fn write(path: &Path, document: &Document<'_>) -> Result<()> {
         })
 }
 
-/// Forms a document can take.
+/// Forms of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// `.md`
@@ -109,7 +109,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The form that a path's extension asks for.
+    /// The form for a path's extension.
     ///
     /// # Errors
     /// [`Error::Spec`] for any other extension.
@@ -126,7 +126,7 @@ impl Kind {
     }
 }
 
-/// Rows of the table that both forms show: a heading and, per model, its cells.
+/// The table in both forms: for each row, a heading and one cell per model.
 fn table(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
     let mut head = vec!["model", "MB", "bits/weight", "perplexity"];
     if document.reference.is_some() {
@@ -162,7 +162,7 @@ fn table(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
     (head, rows.collect())
 }
 
-/// A divergence with as many digits as it deserves.
+/// A divergence with a suitable number of digits.
 pub fn kld_cell(v: f64) -> String {
     if v.abs() >= 1e-5 {
         format!("{v:.5}")
@@ -173,7 +173,7 @@ pub fn kld_cell(v: f64) -> String {
     }
 }
 
-/// How the text was cut and scored, in a sentence.
+/// A sentence on how the text was cut and scored.
 pub fn protocol_line(e: &Evaluation) -> String {
     let r = &e.report;
     let scored = match r.protocol {
@@ -187,7 +187,7 @@ pub fn protocol_line(e: &Evaluation) -> String {
     )
 }
 
-/// The reference's perplexity and the floor of the measurement, in sentences.
+/// Sentences on the reference's perplexity and the floor of the measurement.
 fn reference_lines(document: &Document<'_>) -> Vec<String> {
     let mut lines = Vec::new();
     let first = document.models.first();

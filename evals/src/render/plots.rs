@@ -6,15 +6,15 @@ use plotters::prelude::*;
 
 /// Width of a plot in pixels.
 const WIDTH: u32 = 960;
-/// Height of a plot that stands alone.
+/// Height of a single plot.
 const HEIGHT: u32 = 420;
-/// Height of one of several small ones.
+/// Height of each of several small plots.
 const PANEL: u32 = 270;
-/// Pixels of text: labels, and titles of panels.
+/// Size of text in pixels: labels, and titles of panels.
 const LABEL: u32 = 16;
 const TITLE: u32 = 18;
 
-/// Colours that readers with any colour vision tell apart (Okabe and Ito).
+/// Colours that readers with any colour vision can tell apart (Okabe and Ito).
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -32,18 +32,18 @@ fn colour(i: usize) -> RGBColor {
     COLOURS[i % COLOURS.len()]
 }
 
-/// Shares of samples by decade of their size. Samples below the first bin are in it.
+/// Shares of samples by decade of their size. Samples below the first bin are counted in it.
 pub(super) struct Histogram {
     lowest: i32,     // log10 of the first bin's lower edge, in steps
     per_decade: i32, // bins of a decade
     shares: Vec<f64>,
 }
 
-/// Decades shown below 1 nat; a divergence below 1e-7 is rounding.
+/// Lowest decade shown; a divergence below 1e-7 is rounding.
 const LOWEST_DECADE: i32 = -7;
 
 impl Histogram {
-    /// Counts `samples` into `per_decade` bins a decade, from 1e-7 up to the greatest.
+    /// Counts `samples` in `per_decade` bins per decade, from 1e-7 up to the greatest.
     pub(super) fn new(samples: impl Iterator<Item = f64>, per_decade: i32) -> Self {
         let lowest = LOWEST_DECADE * per_decade;
         let mut counts = vec![0usize; (-lowest) as usize];
@@ -75,8 +75,8 @@ impl Histogram {
     }
 }
 
-/// Draws into a fresh SVG of this height. plotters' error types name their backend; here they are
-/// words.
+/// Draws into a new SVG of this height. plotters' error types depend on their backend, so errors are
+/// converted to text.
 fn svg(what: &'static str, height: u32, draw: impl FnOnce(&Area<'_>) -> Drawn) -> Result<String> {
     let mut out = String::new();
     {
@@ -87,7 +87,7 @@ fn svg(what: &'static str, height: u32, draw: impl FnOnce(&Area<'_>) -> Drawn) -
             why: e.to_string(),
         })?;
     }
-    // Text and axes take the page's colour, light or dark.
+    // Text and axes use the page's colour, light or dark.
     Ok(out.replace("#000000", "currentColor"))
 }
 
@@ -104,7 +104,7 @@ fn padded(samples: impl Iterator<Item = f64>) -> (f64, f64) {
     (low - margin, high + margin)
 }
 
-/// How many small plots stand side by side, and rows of them.
+/// Number of columns and rows of small plots.
 fn grid(plots: usize) -> (usize, usize) {
     let columns = match plots {
         0 | 1 => 1,
@@ -114,7 +114,7 @@ fn grid(plots: usize) -> (usize, usize) {
     (columns, plots.max(1).div_ceil(columns))
 }
 
-/// Draws a small plot for every name by `draw`, each under its name: curves of one plot would hide
+/// Draws a small plot for every name with `draw`, titled with the name: curves in one plot would hide
 /// each other.
 fn panels(
     what: &'static str,
@@ -139,7 +139,7 @@ fn panels(
     })
 }
 
-/// A name that is too long without its middle.
+/// Removes the middle of a name that is too long.
 fn shortened(name: &str, most: usize) -> String {
     let chars: Vec<char> = name.chars().collect();
     if chars.len() <= most {
@@ -150,7 +150,7 @@ fn shortened(name: &str, most: usize) -> String {
     ends.map(|part| part.iter().collect::<String>()).join("…")
 }
 
-/// Perplexity over windows: a plot for every model, the reference's line behind it in grey.
+/// Perplexity by window: a plot for every model, with the reference's line behind it in grey.
 pub(super) fn window_perplexity(document: &Document<'_>) -> Result<String> {
     let names: Vec<&str> = document.models.iter().map(|m| m.name.as_str()).collect();
     let lines: Vec<Vec<f64>> = document
@@ -181,7 +181,7 @@ pub(super) fn window_perplexity(document: &Document<'_>) -> Result<String> {
         for (line, colour) in [(&reference, REFERENCE), (&lines[i], colour(i))] {
             let points = line.iter().enumerate().map(|(x, &y)| (x as f64, y));
             if line.len() == 1 {
-                // One window has no line; a mark shows it.
+                // One window gives no line, so a mark shows it.
                 chart.draw_series(points.map(|p| Circle::new(p, 4, colour.filled())))?;
             } else {
                 chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;
@@ -200,7 +200,7 @@ fn reference_windows(model: &Section<'_>) -> Vec<f64> {
         .collect()
 }
 
-/// Share of tokens by KL divergence: a plot for every model, all to one scale.
+/// Share of tokens by KL divergence: a plot for every model, all with the same scale.
 pub(super) fn kld_distribution(document: &Document<'_>) -> Result<String> {
     const PER_DECADE: i32 = 5;
     let names: Vec<&str> = document.models.iter().map(|m| m.name.as_str()).collect();
@@ -236,8 +236,8 @@ pub(super) fn kld_distribution(document: &Document<'_>) -> Result<String> {
     })
 }
 
-/// A mark for every model: its bytes, and its mean KL divergence on a logarithmic axis (perplexity
-/// without a reference).
+/// A mark for every model: its bytes, and its mean KL divergence on a logarithmic axis (without a
+/// reference, its perplexity).
 pub(super) fn bytes_against_quality(document: &Document<'_>) -> Result<String> {
     let by_kld = document.reference.is_some();
     let least = 1e-9; // the reference itself has none
@@ -301,7 +301,7 @@ pub(super) fn bytes_against_quality(document: &Document<'_>) -> Result<String> {
     })
 }
 
-/// Two significant digits, without an exponent where that is short.
+/// Two significant digits, without an exponent if that is short.
 fn significant(v: f64) -> String {
     match v {
         0.001.. => format!("{v:.*}", (1 - v.log10().floor() as i32).max(0) as usize),
@@ -312,8 +312,8 @@ fn significant(v: f64) -> String {
 /// A rectangle of pixels: left, top, right, bottom.
 type Rect = (i32, i32, i32, i32);
 
-/// Upper left corners of the names of `marks` within a plot, each beside its mark where it covers no
-/// other mark or name, or as little as can be.
+/// Upper left corners for the names of `marks` in a plot: each beside its mark, covering no
+/// other mark or name, or as little of them as possible.
 fn label_places(
     names: &[&str],
     marks: &[(i32, i32)],
@@ -327,7 +327,7 @@ fn label_places(
         .collect();
     let mut places = Vec::new();
     for (name, &(x, y)) in names.iter().zip(marks) {
-        // Letters of a proportional face are some 0.55 of its size wide.
+        // In a proportional typeface, letters are about 0.55 of its size wide.
         let width = name.chars().count() as i32 * LABEL as i32 * 11 / 20;
         let beside = [
             x + GAP,

@@ -1,4 +1,4 @@
-//! An engine whose logits are a hash of the whole prefix: a window fed in the wrong order,
+//! An engine whose logits are a hash of the whole prefix: feeding a window in the wrong order,
 //! to the wrong slot or after a stale token gives other logits.
 
 use nq_formats::models::ARCHITECTURES;
@@ -11,9 +11,9 @@ use nq_runtime::{
 pub(crate) struct FakeEngine {
     config: ModelConfig,
     description: EngineDescription,
-    /// Standard deviation of what is added to the logits that all fakes share.
+    /// Standard deviation of the noise added to the logits that all fakes share.
     noise: f32,
-    /// Put NaN into the logits of this prefix length.
+    /// Puts NaN into the logits after a prefix of this length.
     pub(crate) poison: Option<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! AWQ as AutoAWQ's `gemm` version has it: 4 bits, a zero-point per group.
+//! AWQ as in AutoAWQ's `gemm` version: 4 bits, a zero-point per group.
 
 use super::folder::{Description, Linear, Packing, Part};
 use super::folder::{codes, even_codes, transposed_scales, uniform, word, zero_points};
@@ -18,7 +18,7 @@ pub(super) const PACKING: Packing = Packing {
     describe,
 };
 
-/// The column, of eight, that nibble `i` of a word holds.
+/// For each nibble of a word, the column of eight that it holds.
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), order: bool) -> Result<(), String> {
@@ -34,7 +34,7 @@ fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), order: bool) -> Res
     }
     if !cols.is_multiple_of(scheme.group.size(cols)) || !rows.is_multiple_of(ORDER.len()) {
         return Err(format!(
-            "[{rows}, {cols}] is no whole number of groups by eight outputs"
+            "[{rows}, {cols}] is not a whole number of groups by eight outputs"
         ));
     }
     Ok(())
@@ -73,9 +73,10 @@ fn describe(linears: &[Linear]) -> Result<Description, String> {
         .filter(|l| l.scheme.is_none())
         .map(|l| l.name.as_str())
         .collect();
-    let skipped = match dense.is_empty() {
-        true => json!(null),
-        false => json!(dense),
+    let skipped = if dense.is_empty() {
+        json!(null)
+    } else {
+        json!(dense)
     };
     let config = json!({
         "quant_method": "awq",

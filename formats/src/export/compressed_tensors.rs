@@ -24,7 +24,7 @@ fn holds(scheme: AffineScheme, (_, cols): (usize, usize), _order: bool) -> Resul
         return Err("zero-points are integers there, not offsets".into());
     }
     if !cols.is_multiple_of(scheme.group.size(cols)) {
-        return Err(format!("{cols} inputs are no whole number of groups"));
+        return Err(format!("{cols} inputs are not a whole number of groups"));
     }
     Ok(())
 }
@@ -65,9 +65,12 @@ fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
     match part.suffix {
         "weight_packed" => {
             let codes = codes(a);
-            let at = |row: usize, col: usize| match col < cols {
-                true => codes[row * cols + col].into(),
-                false => 0,
+            let at = |row: usize, col: usize| {
+                if col < cols {
+                    codes[row * cols + col].into()
+                } else {
+                    0
+                }
             };
             let words = part.shape[1];
             let words = (0..rows).flat_map(|r| (0..words).map(move |w| (r, w)));
@@ -87,9 +90,12 @@ fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
             .collect(),
         "weight_zero_point" => {
             let zeros = zero_points(a);
-            let at = |row: usize, g: usize| match row < rows {
-                true => zeros[row * groups + g].into(),
-                false => 0,
+            let at = |row: usize, g: usize| {
+                if row < rows {
+                    zeros[row * groups + g].into()
+                } else {
+                    0
+                }
             };
             let words = (0..part.shape[0]).flat_map(|w| (0..groups).map(move |g| (w, g)));
             words
@@ -104,7 +110,7 @@ fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
 }
 
 fn describe(linears: &[Linear]) -> Result<Description, String> {
-    // One group per scheme; the most common is the rule for all Linears, others by name.
+    // One config group per scheme: the most common one targets all Linears, others list names.
     let mut schemes: Vec<(LinearScheme, Vec<&str>)> = Vec::new();
     let mut ignore = vec!["lm_head"];
     for linear in linears {

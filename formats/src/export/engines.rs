@@ -1,11 +1,11 @@
-//! Which engines load what nq exports: the rows of `engines.csv`, which
-//! `benches/compare/engines.py` fills by running them. A combination without a row was not tried.
+//! Engines that load what nq exports: the rows of `engines.csv`, which
+//! `benches/compare/engines.py` writes after running them. A combination without a row was not tried.
 
 use std::collections::BTreeMap;
 
 static TABLE: &str = include_str!("engines.csv");
 
-/// What is known of GGUF: `benches/records/2026-11-21-llama-cpp.csv`.
+/// The note for GGUF, from `benches/records/2026-11-21-llama-cpp.csv`.
 pub(super) const GGUF: &str = "loads in llama.cpp (of llama-cpp-python 0.3.36)";
 
 /// One measurement.
@@ -36,8 +36,8 @@ fn rows() -> impl Iterator<Item = Row> {
     })
 }
 
-/// What is known of engines that read `format` with Linears of `schemes`, each its bits and whether
-/// it is symmetric: a line of those that load all of them, and one for each that does not.
+/// Notes on engines that read `format` with Linears of `schemes` (bits, symmetric): one line with the
+/// engines that load all of them, and one for each engine that does not.
 pub(super) fn notes(format: &str, schemes: &[(usize, bool)]) -> Vec<String> {
     let mut engines: BTreeMap<&str, Vec<Row>> = BTreeMap::new();
     for row in rows().filter(|r| r.format == format) {
@@ -89,7 +89,7 @@ mod tests {
             "{gptq:?}"
         );
         assert!(notes("GPTQ", &[(4, true)])[0].contains("vLLM 0.26"));
-        // Of several schemes one is enough to refuse.
+        // One unsupported scheme of several is enough for an engine to refuse.
         let mixed = notes("compressed-tensors", &[(4, true), (4, false)]);
         assert!(
             mixed

@@ -1,4 +1,4 @@
-//! What a format can hold, asked before anything is rounded or written.
+//! Checks of what a format can hold, before anything is rounded or written.
 
 use super::folder::{Packing, affine, dense_type};
 use super::{ExportFormat, gguf};
@@ -9,11 +9,11 @@ use crate::names::{Shape, is_layer_linear, parameters};
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use std::collections::BTreeMap;
 
-/// Groups that loaders have fast kernels for, as far as rows allow.
+/// Group sizes for which loaders have fast kernels, if they divide the rows.
 const GROUPS: [u32; 3] = [128, 64, 32];
 
 impl ExportFormat {
-    /// Words for messages.
+    /// Name of the format for messages.
     pub fn name(self) -> &'static str {
         match (self.packing(), self) {
             (Some(packing), _) => packing.format,
@@ -22,16 +22,16 @@ impl ExportFormat {
         }
     }
 
-    /// The scheme of `bits` that Linears get where this format is what they are quantized for;
-    /// `own` is the one they would get otherwise.
+    /// The scheme of `bits`-bit Linears when quantizing for this format; `own` is the default scheme
+    /// otherwise.
     ///
     /// # Errors
-    /// [`Error::Scheme`] for a width that the format has not.
+    /// [`Error::Scheme`] for a width that the format does not support.
     pub fn scheme(self, bits: Bits, own: AffineScheme) -> Result<AffineScheme> {
         Ok(match (self, bits) {
             (ExportFormat::Awq, Bits::B8) => {
                 return Err(Error::Scheme {
-                    expected: "4 bits, which AWQ has only".into(),
+                    expected: "4 bits, the only width of AWQ".into(),
                     found: "8".into(),
                 });
             }
@@ -66,7 +66,7 @@ impl ExportFormat {
     /// Checks that Linears `(name, scheme, [out, in])` will fit whatever their codes.
     ///
     /// # Errors
-    /// [`Error::Scheme`] naming the first that may not, and why.
+    /// [`Error::Scheme`], naming the first that may not fit, with the reason.
     pub fn check<'a>(
         self,
         linears: impl IntoIterator<Item = (&'a str, AffineScheme, (usize, usize))>,
@@ -104,14 +104,14 @@ impl ExportFormat {
     }
 }
 
-/// The Linears of `checkpoint` that `format`, a folder format, would have to round again, and
-/// under which scheme it then holds them: as many bits and as long groups as they have, as far
-/// as the format has those. Empty where it holds all as they are. An unquantized model is not
-/// rounded *again*: nothing is given for it.
+/// The Linears of `checkpoint` that `format`, a folder format, would have to round again, with the
+/// scheme that they then get: the same bits and group size as far as the format has those.
+/// Empty if it holds all of them exactly. An unquantized model is not rounded *again*: the result
+/// is empty for it.
 ///
 /// # Errors
-/// [`Error::Scheme`] for a model whose shape the format cannot hold at all; what reading finds
-/// wrong.
+/// [`Error::Scheme`] for a model whose shape the format cannot hold at all; errors of
+/// reading.
 pub fn requantization(
     checkpoint: &Checkpoint,
     format: ExportFormat,
@@ -139,8 +139,8 @@ pub fn requantization(
             });
         }
     }
-    // Weights without codes stand unquantized beside others; where none has codes (FP8), all
-    // get some.
+    // Unquantized weights may stay so beside quantized ones; but if none is quantized to codes
+    // (FP8), all are rounded.
     if linears.iter().any(|l| l.scheme.is_some()) {
         linears.retain(|l| l.scheme.is_some());
     }
@@ -156,7 +156,7 @@ pub fn requantization(
     for l in &linears {
         let source = if packing.uniform { common } else { l.scheme };
         let target = nearest(format, packing, source, l.dims);
-        // One scheme for all means one order too, and what is rounded again has none.
+        // A single scheme for all implies a single order, and rounding again drops the order.
         if l.fits && (!packing.uniform || l.scheme == Some(target) && !l.order) {
             continue;
         }
@@ -169,7 +169,7 @@ pub fn requantization(
     Ok(schemes)
 }
 
-/// A Linear as the source has it.
+/// A Linear of the source.
 struct Found {
     name: String,
     dims: (usize, usize),
@@ -178,7 +178,7 @@ struct Found {
     fits: bool,
 }
 
-/// The scheme that most values have.
+/// The scheme of the most values.
 fn most_common<'a>(linears: impl IntoIterator<Item = &'a Found>) -> Option<AffineScheme> {
     let mut counts: Vec<(AffineScheme, usize)> = Vec::new();
     for l in linears {
@@ -192,8 +192,8 @@ fn most_common<'a>(linears: impl IntoIterator<Item = &'a Found>) -> Option<Affin
     counts.into_iter().max_by_key(|c| c.1).map(|c| c.0)
 }
 
-/// The scheme of `format` nearest to `source` for a weight `[out, in]`; 8 bits where there is
-/// none. A scheme that the format holds whatever the codes is its own nearest.
+/// The scheme of `format` nearest to `source` for a weight `[out, in]`; 8 bits if there is no
+/// `source`. A scheme that the format holds whatever the codes is its own nearest.
 fn nearest(
     format: ExportFormat,
     packing: &Packing,
@@ -218,7 +218,7 @@ fn nearest(
             size.map_or(Group::Channel, |&n| Group::Size(n))
         }
     };
-    // Zero-points carry over; offsets become them, and 4 bits want them.
+    // Zero-points are kept; offsets become zero-points, and 4-bit codes get them.
     let zeros = match source.map(|s| s.zeros) {
         Some(Zeros::None) => Zeros::None,
         _ if format == ExportFormat::Gptq || bits == Bits::B8 => Zeros::None,

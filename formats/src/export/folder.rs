@@ -1,7 +1,7 @@
-//! A Hugging Face folder of packed Linears: what compressed-tensors, GPTQ and AWQ share.
+//! A Hugging Face folder of packed Linears: the common part of compressed-tensors, GPTQ and AWQ.
 //!
-//! The Linears of the layers are packed as the format says; norms, embedding and head are
-//! written unquantized in the model's own type, as the loaders of these formats need them.
+//! The Linears of the layers are packed in the layout of the format; norms, embedding and head are
+//! written unquantized in the model's own type, as the loaders of these formats require.
 
 use super::{Change, ExportReport, Exported, OTHERWISE, engines};
 use crate::checkpoint::Checkpoint;
@@ -30,7 +30,7 @@ use std::path::Path;
 
 /// One tensor of a packed Linear.
 pub(super) struct Part {
-    /// After the Linear's name, e.g. `qweight`.
+    /// Suffix after the Linear's name, e.g. `qweight`.
     pub(super) suffix: &'static str,
     pub(super) dtype: DType,
     pub(super) shape: Vec<usize>,
@@ -46,41 +46,41 @@ impl Part {
     }
 }
 
-/// What a format makes of a quantized Linear.
+/// How a format stores a quantized Linear.
 pub(super) struct Packing {
-    /// Words for messages.
+    /// Name of the format for messages.
     pub(super) format: &'static str,
-    /// All Linears have one scheme.
+    /// True if all Linears must have the same scheme.
     pub(super) uniform: bool,
-    /// Says why the format cannot hold weights `[out, in]` of a scheme, with or without an
-    /// activation order.
+    /// Checks that the format can hold weights `[out, in]` of a scheme, with or without an activation
+    /// order; the error says why not.
     pub(super) holds: fn(AffineScheme, (usize, usize), bool) -> Result<(), String>,
-    /// Says why the format cannot hold this weight, whose scheme it holds, or how exactly it
-    /// does. The type is the one that unquantized parameters have.
+    /// Checks that the format can hold this weight, whose scheme it supports, and says how exactly. The
+    /// type is that of unquantized parameters.
     pub(super) check: fn(&AffineWeight, DType) -> Result<Exactness, String>,
     /// The tensors of a weight that passed `check`.
     pub(super) parts: fn(&AffineWeight, DType) -> Vec<Part>,
-    /// The contents of one of them.
+    /// The contents of one of these tensors.
     pub(super) pack: fn(&AffineWeight, &Part) -> Vec<u8>,
-    /// config.json's `quantization_config`, and further files.
+    /// Makes config.json's `quantization_config`, and further files.
     pub(super) describe: fn(&[Linear]) -> Result<Description, String>,
 }
 
 /// `quantization_config` and files (name, contents) beside it.
 pub(super) type Description = (Value, Vec<(&'static str, Value)>);
 
-/// A Linear of the layers, for the description.
+/// A Linear of the layers, for the `quantization_config`.
 pub(super) struct Linear {
     pub(super) name: String,
-    /// `None`: unquantized.
+    /// `None` if it is unquantized.
     pub(super) scheme: Option<LinearScheme>,
 }
 
-/// The scheme of a packed Linear, with what formats state beside it.
+/// The scheme of a packed Linear, with the properties that formats list besides.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct LinearScheme {
     pub(super) bits: usize,
-    /// Inputs of a group; `None`: the whole row.
+    /// Inputs in a group; `None`: the whole row.
     pub(super) group: Option<usize>,
     pub(super) symmetric: bool,
     pub(super) activation_order: bool,
@@ -99,7 +99,7 @@ impl LinearScheme {
 }
 
 impl Packing {
-    /// Says why the format cannot hold the weight, or how exactly it does.
+    /// Says how exactly the format can hold the weight; the error says why it cannot.
     pub(super) fn fits(&self, a: &AffineWeight, dense: DType) -> Result<Exactness, String> {
         let dims = (a.out_features(), a.in_features());
         (self.holds)(a.scheme(), dims, a.g_idx().is_some())?;
@@ -115,7 +115,7 @@ pub(super) fn dense_type(checkpoint: &Checkpoint) -> DType {
     }
 }
 
-/// A tensor to be written and where it comes from.
+/// A tensor to be written and its source.
 enum Source {
     Dense(Origin),
     Packed(Origin, Part),
@@ -124,10 +124,10 @@ enum Source {
 /// A parameter, or one expert's part of a stack.
 #[derive(Clone)]
 struct Origin {
-    /// As the store knows it.
+    /// Its name in the store.
     parameter: String,
     shape: Shape,
-    /// Which rows of it: all, unless it is a stack.
+    /// Its rows in the parameter: all of them, unless it is a stack.
     rows: Range<usize>,
 }
 
@@ -139,7 +139,7 @@ impl Origin {
         }
     }
 
-    /// Dimensions of the tensor that it becomes.
+    /// Dimensions of the tensor written.
     fn shape(&self) -> Vec<usize> {
         match self.shape {
             Shape::Matrix(_, cols) => vec![self.rows.len(), cols],
@@ -147,7 +147,7 @@ impl Origin {
         }
     }
 
-    /// The weights that the parameter `name` becomes, by the names that they get.
+    /// The weights written for the parameter `name`, by their names in the folder.
     fn of(name: &str, dims: (usize, usize), config: &ModelConfig) -> Vec<(String, Origin)> {
         let origin = |rows| Origin {
             parameter: name.into(),
@@ -177,7 +177,7 @@ pub(super) fn affine(weight: &Weight) -> Option<&AffineWeight> {
 /// Writes `checkpoint` as the folder `out`, packed by `packing`: whole or not at all.
 ///
 /// # Errors
-/// As [`super::export`].
+/// Errors of [`super::export`].
 pub(super) fn export(
     checkpoint: &Checkpoint,
     out: &Path,
@@ -214,18 +214,18 @@ pub(super) fn export(
     plan.write(progress)
 }
 
-/// What a folder will hold.
+/// The planned contents of a folder.
 struct Plan<'a> {
     out: &'a Path,
     checkpoint: &'a Checkpoint,
     packing: &'a Packing,
     /// Type of unquantized parameters.
     dense: DType,
-    /// By tensor name.
+    /// The source of each tensor, by name.
     sources: BTreeMap<String, Source>,
     specs: Vec<TensorSpec>,
     linears: Vec<Linear>,
-    /// Bytes by which unquantized matrices grow.
+    /// Bytes that unquantized matrices gain.
     widened: u64,
     report: ExportReport,
 }
@@ -239,7 +239,7 @@ impl Plan<'_> {
         }
     }
 
-    /// Adds a tensor of the parameter `name`; its bytes.
+    /// Adds a tensor of the parameter `name`; returns its bytes.
     fn put(
         &mut self,
         name: &str,
@@ -271,9 +271,10 @@ impl Plan<'_> {
         let packs = is_layer_linear(&name) && affine(&weight).is_some();
         let (mut kept, mut bytes) = (Exactness::Exact, 0);
         for (own, origin) in Origin::of(&name, dims, self.checkpoint.config()) {
-            let weight = match origin.rows.len() == dims.0 {
-                true => weight.clone(),
-                false => weight.rows(origin.rows.clone()),
+            let weight = if origin.rows.len() == dims.0 {
+                weight.clone()
+            } else {
+                weight.rows(origin.rows.clone())
             };
             let packed = affine(&weight).filter(|_| packs);
             let (how, size) = match packed {
@@ -304,7 +305,7 @@ impl Plan<'_> {
         Ok(())
     }
 
-    /// Adds a matrix unquantized; how exactly it is held, and its bytes.
+    /// Adds a matrix unquantized; returns how exactly it is stored, and its bytes.
     fn put_unpacked(&mut self, name: &str, origin: Origin, weight: &Weight) -> (Exactness, u64) {
         let bytes = self.put_dense(name, origin);
         if matches!(weight, Weight::Dense(t) if t.dtype() == self.dense) {
@@ -314,7 +315,7 @@ impl Plan<'_> {
         (Exactness::ValuesRounded(self.dense), bytes)
     }
 
-    /// Adds the tensors of a packed Linear; how exactly they hold it, and their bytes.
+    /// Adds the tensors of a packed Linear; returns how exactly they store it, and their bytes.
     fn put_packed(
         &mut self,
         name: &str,
@@ -359,7 +360,7 @@ impl Plan<'_> {
         Err(self.unsupported(what, why.into()))
     }
 
-    /// Writes the folder beside its place, then moves it there.
+    /// Writes a temporary folder, then moves it into place.
     fn write(mut self, progress: &dyn Progress) -> Result<ExportReport> {
         let (checkpoint, packing) = (self.checkpoint, self.packing);
         let (description, extra) = (packing.describe)(&self.linears)
@@ -469,7 +470,7 @@ fn dense_bytes(
     Ok(out)
 }
 
-/// Appends `values` in the float type `dtype`.
+/// Appends `values`, converted to the float type `dtype`.
 pub(super) fn float_bytes(values: &[f32], dtype: DType, out: &mut Vec<u8>) {
     for &v in values {
         match dtype {
@@ -480,7 +481,7 @@ pub(super) fn float_bytes(values: &[f32], dtype: DType, out: &mut Vec<u8>) {
     }
 }
 
-/// Says why a format of 4 and 8 bits cannot hold a scheme. Scales in two levels are f16 numbers.
+/// Checks that a format with 4-bit and 8-bit codes can hold a scheme. Two-level scales become f16.
 pub(super) fn even_codes(scheme: AffineScheme) -> Result<(), String> {
     let fitting = AffineScheme::new(scheme.value_bits().held(), scheme.group, scheme.zeros);
     if fitting.bits == scheme.bits {
@@ -491,7 +492,7 @@ pub(super) fn even_codes(scheme: AffineScheme) -> Result<(), String> {
     ))
 }
 
-/// All codes `[out, in]`, a byte each.
+/// All codes `[out, in]`, one per byte.
 pub(super) fn codes(a: &AffineWeight) -> Vec<u8> {
     let mut codes = vec![0; a.out_features() * a.in_features()];
     for (row, codes) in codes.chunks_mut(a.in_features().max(1)).enumerate() {
@@ -500,7 +501,7 @@ pub(super) fn codes(a: &AffineWeight) -> Vec<u8> {
     codes
 }
 
-/// All zero-points `[out, groups]`, a byte each; the midpoint where the scheme is symmetric.
+/// All zero-points `[out, groups]`, one per byte; the midpoint for symmetric schemes.
 pub(super) fn zero_points(a: &AffineWeight) -> Vec<u8> {
     let (bits, groups) = (a.scheme().bits, a.groups());
     let mut zeros = vec![bits.midpoint(); a.out_features() * groups];
@@ -523,16 +524,16 @@ pub(super) fn transposed_scales(a: &AffineWeight) -> Vec<u8> {
         .collect()
 }
 
-/// 32-bit words of `bits`-wide fields, `field(i)` in the i-th from the low end.
+/// A 32-bit word of `bits`-wide fields; `field(i)` is the i-th from the low end.
 pub(super) fn word(bits: Bits, field: impl Fn(usize) -> u32) -> u32 {
     let mask = u32::from(bits.max_code());
     (0..32 / bits.width()).fold(0, |w, i| w | (field(i) & mask) << (i * bits.width()))
 }
 
-/// The one scheme of all quantized Linears.
+/// The common scheme of all quantized Linears.
 ///
 /// # Errors
-/// Words naming two Linears that differ.
+/// A message with two Linears that differ.
 pub(super) fn uniform(linears: &[Linear]) -> Result<LinearScheme, String> {
     let mut quantized = linears.iter().filter_map(|l| Some((&l.name, l.scheme?)));
     let Some((first, scheme)) = quantized.next() else {

@@ -1,4 +1,4 @@
-//! A checkpoint as one GGUF file, with tokenizer and chat template.
+//! Exports a checkpoint as one GGUF file, with tokenizer and chat template.
 
 use super::{Change, ExportOptions, ExportReport, Exported, OTHERWISE, engines};
 use crate::checkpoint::Checkpoint;
@@ -19,27 +19,27 @@ use half::f16;
 use rayon::prelude::*;
 use std::path::Path;
 
-/// Elements of a block of the types that canonical weights fit into.
+/// Elements per block of the types that canonical weights fit into.
 const BLOCK: usize = 32;
 
-/// Values that are dequantized and rounded at a time.
+/// Number of values dequantized and rounded at a time.
 const CHUNK: usize = 1 << 22;
 
-/// Which types the matrices of a file get; norms are F32.
+/// Block types of a file's matrices; norms are F32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mix {
-    /// Each the type that holds its numbers.
+    /// For each matrix the type that holds its numbers.
     #[default]
     Keep,
-    /// All this type, one of [`encode::ENCODED`].
+    /// This type, one of [`encode::ENCODED`], for all.
     All(BlockType),
     /// Q4_K, with Q6_K for the head and about half of the value and down projections.
     Q4KM,
 }
 
 impl Mix {
-    /// The type of the matrix `name` (Hugging Face name) of `layers` layers, before its
-    /// width is considered; `None`: as it is.
+    /// The type of the matrix `name` (Hugging Face name) in a model of `layers` layers, before its
+    /// width is considered; `None` keeps its numbers.
     fn kind(self, name: &str, layers: usize, tied: bool) -> Option<BlockType> {
         match self {
             Mix::Keep => None,
@@ -62,7 +62,7 @@ impl Mix {
         }
     }
 
-    /// `general.file_type`: the mix by its customary number.
+    /// `general.file_type`: the customary number of the mix.
     fn file_type(self, plans: &[Plan]) -> u32 {
         let kind = match self {
             Mix::Q4KM => return 15,
@@ -102,14 +102,14 @@ impl Mix {
     }
 }
 
-/// Layers whose value and down projections get 6 bits: the first and last eighths, and every
-/// third between.
+/// True for layers whose value and down projections get 6 bits: the first and last eighths, and
+/// every third in between.
 fn more_bits(i: usize, layers: usize) -> bool {
     let eighth = layers / 8;
     i < eighth || i >= 7 * layers / 8 || (i - eighth) % 3 == 2
 }
 
-/// The type that narrower rows get where they are no whole number of `kind`'s blocks.
+/// The type for rows that are not a whole number of blocks of `kind`.
 fn for_width(kind: BlockType, cols: usize) -> BlockType {
     match (cols.is_multiple_of(kind.elements()), kind) {
         (true, kind) => kind,
@@ -119,7 +119,7 @@ fn for_width(kind: BlockType, cols: usize) -> BlockType {
     }
 }
 
-/// How a parameter gets into the file.
+/// How a parameter is written to the file.
 struct Plan {
     name: String, // Hugging Face
     shape: Shape,
@@ -131,18 +131,18 @@ struct Plan {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum How {
-    /// Its bytes as the source has them.
+    /// Copies the source's bytes.
     Copy,
-    /// Its codes in another order.
+    /// Reorders its codes.
     Repack,
-    /// Dequantized and rounded.
+    /// Dequantizes and rounds.
     Encode,
 }
 
 /// Writes `checkpoint` as the GGUF file `out`.
 ///
 /// # Errors
-/// As [`super::export`].
+/// Errors of [`super::export`].
 pub fn export(
     checkpoint: &Checkpoint,
     out: &Path,
@@ -203,7 +203,7 @@ pub fn export(
     })
 }
 
-/// Decides every parameter's type.
+/// Chooses every parameter's type.
 fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<Vec<Plan>> {
     let (config, store) = (checkpoint.config(), checkpoint.store());
     let mut plans = Vec::new();
@@ -226,7 +226,7 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
         };
         let weight = store.stored(&name, (rows, cols))?;
         if is_router(&name) {
-            // As readers of this format want it; which holds every float.
+            // Readers of this format expect F32 here, which holds every float exactly.
             plans.push(Plan {
                 name,
                 shape,
@@ -283,7 +283,7 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
     }
 }
 
-/// The type that holds a weight's numbers, and how it gets there; `None` if none does.
+/// The type that holds a weight's numbers, and how to write it; `None` if no type does.
 fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exactness)> {
     let exact = |kind, how| Some((kind, how, Exactness::Exact));
     let a = match weight {
@@ -328,8 +328,8 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
     }
 }
 
-/// Says why no block type holds weights `[out, in]` of a scheme, with or without an activation
-/// order. Offsets at 8 bits fit where all codes are below 32 (Q5_1).
+/// Checks that a block type can hold weights `[out, in]` of a scheme, with or without an activation
+/// order; the error says why not. 8-bit codes with offsets fit if all are below 32 (Q5_1).
 pub(super) fn holds(
     scheme: AffineScheme,
     (_, cols): (usize, usize),
@@ -343,7 +343,7 @@ pub(super) fn holds(
     }
     if !scheme.group.size(cols).is_multiple_of(BLOCK) || !cols.is_multiple_of(BLOCK) {
         return Err(format!(
-            "groups of {} in rows of {cols} are no whole blocks of {BLOCK}",
+            "groups of {} in rows of {cols} are not whole blocks of {BLOCK}",
             scheme.group.size(cols)
         ));
     }
@@ -361,7 +361,7 @@ pub(super) fn holds(
     }
 }
 
-/// The type to requantize to: as many bits as the weight had.
+/// The type to requantize to: with as many bits as the weight has.
 fn nearest(weight: &StoredWeight, cols: usize) -> BlockType {
     let bits = match weight {
         StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a.scheme().bits,

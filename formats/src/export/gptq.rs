@@ -26,17 +26,17 @@ fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), _order: bool) -> Re
     }
     if !cols.is_multiple_of(scheme.group.size(cols)) || !cols.is_multiple_of(per_word) {
         return Err(format!(
-            "{cols} inputs are no whole number of groups and of {per_word}"
+            "{cols} inputs are not a whole number of groups and of {per_word}"
         ));
     }
     if !rows.is_multiple_of(per_word) {
-        return Err(format!("{rows} outputs are no multiple of {per_word}"));
+        return Err(format!("{rows} outputs are not a multiple of {per_word}"));
     }
     Ok(())
 }
 
 fn check(a: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
-    // The file holds zero-point - 1, which a zero-point of 0 would wrap.
+    // The file stores zero-point - 1; for a zero-point of 0 that would wrap around.
     if zero_points(a).contains(&0) {
         return Err("version 1 stores zero-points less 1 and this one has a 0".into());
     }

@@ -1,8 +1,8 @@
-//! Writing checkpoints as other engines load them: one file per format.
+//! Exports checkpoints in formats that other engines load: one source file per format.
 //!
-//! An export keeps every weight's numbers where the format can hold them. Where only scales
-//! must be rounded to the format's type, the report says so; where codes would have to be
-//! chosen again, it refuses unless [`ExportOptions::requantize`].
+//! An export preserves every weight's numbers if the format can hold them. If only scales
+//! must be rounded to the format's type, the report says so; if new codes would have to be
+//! chosen, the export fails unless [`ExportOptions::requantize`] is set.
 
 mod awq;
 mod compressed_tensors;
@@ -24,22 +24,22 @@ use crate::progress::Progress;
 use crate::store::Exactness;
 use std::path::Path;
 
-/// What else can be done with a weight whose numbers a format cannot hold.
+/// The alternatives for a weight whose numbers a format cannot hold.
 const OTHERWISE: &str =
     "--requantize rounds them again, and nq quantize --format rounds the source for the format";
 
-/// What an export may do.
+/// Options of an export.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ExportOptions {
-    /// Round weights again that the format cannot hold as they are.
+    /// Rounds weights again that the format cannot hold as they are.
     pub requantize: bool,
     /// Types of a GGUF file's tensors.
     pub mix: gguf::Mix,
-    /// Replace what is at the destination.
+    /// Replaces an existing destination.
     pub force: bool,
 }
 
-/// One weight as it was written.
+/// A weight as written.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Exported {
     /// Its Hugging Face name, without `.weight`.
@@ -57,15 +57,15 @@ pub struct Exported {
 /// How an export changes a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// As a reader's [`Exactness`].
+    /// Changed as much as this [`Exactness`] says.
     Kept(Exactness),
-    /// Unquantized in the source: rounded for the first time.
+    /// Rounded for the first time: it was unquantized in the source.
     Quantized,
-    /// Quantized in the source, and rounded again.
+    /// Rounded again: it was quantized in the source.
     Requantized,
 }
 
-/// What an export wrote.
+/// Result of an export.
 #[derive(Clone, Debug, Default)]
 pub struct ExportReport {
     /// Every matrix, in the order of the model.
@@ -74,7 +74,7 @@ pub struct ExportReport {
     pub tensor_bytes: u64,
     /// Bytes of the weight files, headers included.
     pub file_bytes: u64,
-    /// What the user should know of it.
+    /// Notes for the user.
     pub notes: Vec<String>,
 }
 
@@ -104,7 +104,7 @@ impl ExportFormat {
         }
     }
 
-    /// What is written in it.
+    /// The form of an export in this format: file or folder.
     pub fn form(self) -> Form {
         match self {
             ExportFormat::Gguf => Form::File,
@@ -112,7 +112,7 @@ impl ExportFormat {
         }
     }
 
-    /// Whether its loaders need embedding and head unquantized.
+    /// True if its loaders need embedding and head unquantized.
     pub fn dense_ends(self) -> bool {
         self.packing().is_some()
     }
@@ -121,9 +121,9 @@ impl ExportFormat {
 /// Writes `checkpoint` to `out` in `format`: whole or not at all.
 ///
 /// # Errors
-/// [`Error::Exists`] where something is at `out` and `force` is not set, or is not to be replaced
-/// ([`check_destination`]), and where the source is at `out`; [`Error::Unsupported`] for a weight
-/// that the format cannot hold, by name; what reading the source or writing the files finds wrong.
+/// [`Error::Exists`] if `out` exists and `force` is not set, if it must not be replaced
+/// ([`check_destination`]), or if it is the source; [`Error::Unsupported`], naming it, for a weight
+/// that the format cannot hold; errors of reading the source or writing the files.
 pub fn export(
     checkpoint: &Checkpoint,
     format: ExportFormat,

@@ -1,4 +1,4 @@
-//! A quantized checkpoint of another format as nq's own folder.
+//! Exports a quantized checkpoint of another format as nq's own folder.
 
 use super::{Change, ExportOptions, ExportReport, Exported};
 use crate::checkpoint::Checkpoint;
@@ -13,10 +13,10 @@ use crate::weight::Weight;
 use serde_json::json;
 use std::path::Path;
 
-/// Writes `checkpoint` as the folder `out`: codes as they are, scales as f16.
+/// Writes `checkpoint` to the folder `out`: codes are kept, scales become f16.
 ///
 /// # Errors
-/// As [`super::export`]; [`Error::Unsupported`] for a model that is not quantized.
+/// Errors of [`super::export`]; [`Error::Unsupported`] for a model that is not quantized.
 pub fn export(
     checkpoint: &Checkpoint,
     out: &Path,
@@ -81,7 +81,7 @@ pub fn export(
     Ok(report)
 }
 
-/// Stages the parameters `names` as they are stored, and adds the matrices to `exported`.
+/// Stages the parameters `names` as stored, and adds the matrices to `exported`.
 fn stage(
     writer: &Writer,
     store: &dyn WeightStore,

@@ -1,4 +1,4 @@
-//! Comparing two checkpoints number by number.
+//! Compares two checkpoints number by number.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
@@ -6,29 +6,29 @@ use crate::names::{Shape, parameters};
 use crate::progress::{Progress, Unit};
 use rayon::prelude::*;
 
-/// Rows that are compared at a time.
+/// Number of rows compared at a time.
 const ROWS: usize = 256;
 
-/// How one parameter of a checkpoint differs from the same one of another.
+/// How a parameter of one checkpoint differs from the same parameter of another.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Difference {
     /// Hugging Face name, without `.weight`.
     pub name: String,
-    /// Its scheme in the first, e.g. `BF16` or `Q4_K`.
+    /// Its scheme in the first checkpoint, e.g. `BF16` or `Q4_K`.
     pub from: String,
-    /// Its scheme in the second.
+    /// Its scheme in the second checkpoint.
     pub to: String,
-    /// Values that are not equal.
+    /// Number of values that differ.
     pub changed: u64,
-    /// All values.
+    /// Number of values.
     pub values: u64,
     /// Largest absolute difference.
     pub max: f64,
-    /// Root of the mean squared difference over that of the first's values.
+    /// Root mean square of the difference, relative to that of the first checkpoint's values.
     pub relative: f64,
 }
 
-/// Sums over some values.
+/// Sums over a part of the values.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     changed: u64,
@@ -60,11 +60,11 @@ impl Sums {
     }
 }
 
-/// Compares every parameter of `a` with that of `b`, both as their files stand for them
-/// ([`crate::WeightStore::stored`]): no scale is rounded on the way.
+/// Compares every parameter of `a` with that of `b`, both exactly as stored in their files
+/// ([`crate::WeightStore::stored`]), without rounding scales.
 ///
 /// # Errors
-/// [`Error::Malformed`] if the models have different shapes; what reading either finds wrong.
+/// [`Error::Malformed`] if the models have different shapes; errors of reading either.
 pub fn compare(a: &Checkpoint, b: &Checkpoint, progress: &dyn Progress) -> Result<Vec<Difference>> {
     let all = parameters(a.config());
     if all != parameters(b.config()) {

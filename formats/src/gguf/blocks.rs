@@ -1,25 +1,25 @@
-//! The integer block types of GGUF taken apart: codes, and a scale and an offset per group.
+//! Unpacks GGUF's integer block types into codes, and a scale and an offset per group.
 //!
-//! Every one of them means `w = s * q + o` within a group of 16 to 128, which is also nq's
+//! Every one of these types means `w = s * q + o` within a group of 16 to 128, which is also nq's
 //! canonical form ([`crate::AffineScheme`]); so one function per type serves both
-//! dequantization and loading without a second rounding. The products that make up a
+//! dequantization and loading, without a second rounding. The products that make up a
 //! scale are exact in f32: an 11-bit significand times at most 8 bits.
 
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use half::f16;
 
-/// How one block type is laid out.
+/// Layout of a block type.
 pub struct Layout {
-    /// Width of a canonical code: 4 where all codes fit, else 8.
+    /// Width of a canonical code: 4 if all codes fit, otherwise 8.
     pub bits: Bits,
     /// Elements that share a scale.
     pub group: u32,
-    /// True if groups have offsets; else codes are centred on `bits.midpoint()`.
+    /// True if groups have offsets; otherwise codes are centred on `bits.midpoint()`.
     pub offsets: bool,
-    /// True if a group's scale is an f16, not a product that no f16 may hold.
+    /// True if a group's scale is an f16; false if it is a product that may not fit one.
     pub plain_scales: bool,
-    /// Takes one block apart: canonical codes (one per element), scales and offsets (one
-    /// per group; offsets are left alone where the type has none).
+    /// Unpacks one block: canonical codes (one per element), scales and offsets (one
+    /// per group; not written if the type has none).
     pub unpack: Unpack,
 }
 
@@ -32,15 +32,16 @@ impl Layout {
         AffineScheme::new(
             self.bits,
             Group::Size(self.group),
-            match self.offsets {
-                true => Zeros::Offset,
-                false => Zeros::None,
+            if self.offsets {
+                Zeros::Offset
+            } else {
+                Zeros::None
             },
         )
     }
 
-    /// Dequantizes one block into `out`, whose length is the block's. `scratch` keeps its
-    /// buffers from call to call.
+    /// Dequantizes one block into `out`, which has its length. `scratch` keeps its buffers from call
+    /// to call.
     pub fn dequantize(&self, block: &[u8], scratch: &mut Scratch, out: &mut [f32]) {
         let groups = out.len() / self.group as usize;
         let Scratch {
@@ -81,7 +82,7 @@ pub(super) fn f16_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-/// Low nibbles into the first half of `codes`, high nibbles into the second.
+/// Writes low nibbles to the first half of `codes`, high nibbles to the second.
 pub(super) fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     let (low, high) = codes.split_at_mut(bytes.len());
     for ((&b, l), h) in bytes.iter().zip(low).zip(high) {
@@ -286,12 +287,12 @@ pub(super) const Q6_K: Layout = Layout {
     },
 };
 
-/// The values that the 4-bit codes of IQ4_NL and IQ4_XS stand for.
+/// The values of the 4-bit codes of IQ4_NL and IQ4_XS.
 const IQ4_VALUES: [i8; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
 
-/// Table codes to the values they stand for, centred on 128.
+/// Replaces table codes by their values, centred on 128.
 fn iq4_values(codes: &mut [u8]) {
     for q in codes {
         *q = IQ4_VALUES[usize::from(*q)] as u8 ^ 0x80;

@@ -8,10 +8,10 @@ use crate::error::{Error, Result};
 use crate::models::{self, Architecture};
 use serde_json::{Map, Value, json};
 
-/// Texts of control tokens that end a turn in Qwen3's vocabulary; files name only one of them.
+/// Control tokens that end a turn in Qwen3's vocabulary; files name only one of them.
 pub(super) const END_TOKENS: [&str; 2] = ["<|im_end|>", "<|endoftext|>"];
 
-/// A float as its shortest decimal: 1e-6, not the f64 nearest to its f32.
+/// A float as its shortest decimal: 1e-6, not the f64 nearest to its f32 value.
 fn decimal(v: f64) -> Value {
     match (v as f32).to_string().parse::<f64>() {
         Ok(short) if f64::from(v as f32) == v => short.into(),
@@ -22,7 +22,7 @@ fn decimal(v: f64) -> Value {
 /// The architecture of the file's model.
 ///
 /// # Errors
-/// [`Error::Unsupported`] naming one that nq does not run.
+/// [`Error::Unsupported`], naming one that nq does not support.
 pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
     let name = "general.architecture";
     let architecture = file.required(name, file.str(name)?)?;
@@ -60,7 +60,7 @@ pub(super) fn is_pooled(file: &GgufFile, architecture: &Architecture) -> Result<
 /// `tied` says that there is no `output.weight`.
 ///
 /// # Errors
-/// [`Error::Malformed`] naming a key that is absent, of another type, or at odds with others.
+/// [`Error::Malformed`], naming a key that is absent, has another type, or contradicts others.
 pub(super) fn config(
     file: &GgufFile,
     architecture: &Architecture,
@@ -94,7 +94,7 @@ pub(super) fn config(
     let rows = shape.first().copied().unwrap_or(0) as u64;
     equal("vocab_size", rows)?;
     if vocabulary.len() as u64 != rows {
-        let expected = format!("{rows} tokens, as token_embd.weight has rows");
+        let expected = format!("{rows} tokens, the rows of token_embd.weight");
         let found = vocabulary.len().to_string();
         return Err(malformed(
             file.path(),
@@ -147,7 +147,7 @@ pub(super) fn config(
         ] {
             config.insert(json.into(), dim(name)?.into());
         }
-        // What files of this architecture do not say.
+        // Defaults that files of this architecture do not state.
         config.insert("norm_topk_prob".into(), true.into());
     }
     Ok(config)
@@ -179,8 +179,8 @@ fn rope_scaling(file: &GgufFile, key: impl Fn(&str) -> String) -> Result<Value> 
     Ok(scaling)
 }
 
-/// The tokens that end a text: those that keys name, and the control tokens that Qwen3's
-/// turns end with.
+/// The tokens that end a text: those that keys name, and the control tokens that end Qwen3's
+/// turns.
 pub(super) fn eos_ids(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Vec<u32>> {
     let mut ids = Vec::new();
     for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
@@ -208,10 +208,10 @@ pub(super) fn eos_ids(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Ve
     Ok(ids)
 }
 
-/// The object of `generation_config.json`.
+/// Builds the object of `generation_config.json`.
 ///
 /// # Errors
-/// [`Error::Malformed`] naming a key of another type.
+/// [`Error::Malformed`], naming a key of another type.
 pub(super) fn generation(file: &GgufFile, eos: &[u32]) -> Result<Map<String, Value>> {
     let mut map = Map::new();
     let name = |part: &str| format!("general.sampling.{part}");

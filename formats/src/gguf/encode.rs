@@ -1,15 +1,15 @@
-//! Rounding rows of f32 to GGUF blocks.
+//! Rounds rows of f32 to GGUF blocks.
 //!
 //! Scales are searched: for several candidate ranges the codes are rounded and the scale (and
-//! minimum) refitted to them by least squares, and the pair of least squared error is kept.
-//! The rounding of scales to what blocks store comes before the last rounding of codes.
+//! minimum) refitted to them by least squares, and the pair with the least squared error is kept.
+//! Scales are rounded to their stored form before codes are rounded for the last time.
 
 use super::affine::scales_and_minima;
 use super::types::BlockType;
 use crate::error::{Error, Result};
 use half::f16;
 
-/// Types that [`encode_row`] writes.
+/// Block types that [`encode_row`] can write.
 pub const ENCODED: [BlockType; 9] = [
     BlockType::F32,
     BlockType::F16,
@@ -22,7 +22,7 @@ pub const ENCODED: [BlockType; 9] = [
     BlockType::Q6_K,
 ];
 
-/// Appends the blocks of `row`, which is a whole number of them, to `out`.
+/// Appends the blocks of `row`, which must be a whole number of blocks, to `out`.
 ///
 /// # Errors
 /// [`Error::Weight`] for a type that is not among [`ENCODED`], or a value that is not finite.
@@ -64,12 +64,12 @@ fn put_f16(out: &mut Vec<u8>, v: f32) {
     out.extend(f16::from_f32(v).to_le_bytes());
 }
 
-/// The value as an f16 holds it.
+/// The value rounded to f16.
 fn as_f16(v: f32) -> f32 {
     f16::from_f32(v).to_f32()
 }
 
-/// `x / s` to the nearest integer within `low ..= high`; `low.max(0)` where `s` is 0.
+/// `x / s` rounded to the nearest integer within `low ..= high`; `low.max(0)` if `s` is 0.
 fn code(x: f32, s: f32, low: i32, high: i32) -> i32 {
     match s {
         0.0 => 0.clamp(low, high),
@@ -77,7 +77,7 @@ fn code(x: f32, s: f32, low: i32, high: i32) -> i32 {
     }
 }
 
-/// Packs 32 codes: low nibbles of the first half beside those of the second.
+/// Packs 32 codes: low nibbles hold the first half, high nibbles the second.
 fn put_nibbles(out: &mut Vec<u8>, codes: &[u8]) {
     let (low, high) = codes.split_at(codes.len() / 2);
     out.extend(low.iter().zip(high).map(|(l, h)| l & 15 | h << 4));
@@ -118,7 +118,7 @@ fn q4_1(x: &[f32], out: &mut Vec<u8>) {
     put_nibbles(out, &codes);
 }
 
-/// The scale, of either sign, for codes `-half .. half` that leaves the least squared error.
+/// The scale, of either sign, with the least squared error for codes `-half .. half`.
 fn symmetric_scale(x: &[f32], half: i32) -> f32 {
     let extreme = x
         .iter()
@@ -128,7 +128,7 @@ fn symmetric_scale(x: &[f32], half: i32) -> f32 {
     }
     let (mut best, mut gain) = (0.0, f32::NEG_INFINITY);
     for step in -9..=9 {
-        // The extreme value falls on -half, or up to 0.9 of a step to either side.
+        // Maps the extreme value to -half, or up to 0.9 of a step to either side.
         let s = extreme / -(half as f32 + 0.1 * step as f32);
         let (mut xq, mut qq) = (0f32, 0f32);
         for &v in x {
@@ -136,7 +136,7 @@ fn symmetric_scale(x: &[f32], half: i32) -> f32 {
             xq += v * q;
             qq += q * q;
         }
-        // Refitted to these codes, the error is sum(x^2) - xq^2 / qq.
+        // After refitting the scale to these codes, the error is sum(x^2) - xq^2 / qq.
         if qq > 0.0 && xq * xq / qq > gain {
             gain = xq * xq / qq;
             best = xq / qq;
@@ -145,7 +145,7 @@ fn symmetric_scale(x: &[f32], half: i32) -> f32 {
     best
 }
 
-/// Scale and offset of `s * q + o`, q in 0 to 15, of the least squared error found; with
+/// Scale and offset of `s * q + o`, q in 0 to 15, with the least squared error found; with
 /// `below_zero`, o is at most 0.
 fn affine_fit(x: &[f32], below_zero: bool) -> (f32, f32) {
     let fold = |f: fn(f32, f32) -> f32| x.iter().copied().fold(x[0], f);
@@ -159,7 +159,7 @@ fn affine_fit(x: &[f32], below_zero: bool) -> (f32, f32) {
     let n = x.len() as f32;
     let (mut best, mut least) = ((0.0, low), f32::INFINITY);
     for step in 0..=20 {
-        // From a range of 1.07 times the values' own down to 0.83 of it: clipping pays.
+        // Ranges from 1.07 times that of the values down to 0.83 of it: clipping pays.
         let s = (high - low) / (14.0 + 0.2 * step as f32);
         let (mut q1, mut q2, mut x1, mut xq) = (0f32, 0f32, 0f32, 0f32);
         for &v in x {
@@ -187,19 +187,19 @@ fn affine_fit(x: &[f32], below_zero: bool) -> (f32, f32) {
     best
 }
 
-/// Squared distance of `v` to the nearest of `s * q + o`, q in 0 to 15.
+/// Squared distance of `v` from the nearest of `s * q + o`, q in 0 to 15.
 fn residual(v: f32, s: f32, o: f32) -> f32 {
     let e = s * code(v - o, s, 0, 15) as f32 + o - v;
     e * e
 }
 
-/// The candidates for a small integer near `v`: it, and its neighbours.
+/// Candidates for a small integer near `v`: the nearest and its neighbours.
 fn near(v: f32, low: i32, high: i32) -> impl Iterator<Item = i32> + Clone {
     let middle = (v.round_ties_even() as i32).clamp(low, high);
     (middle - 1..=middle + 1).filter(move |c| (low..=high).contains(c))
 }
 
-/// `a / b`, or 0 where `b` is.
+/// `a / b`, or 0 if `b` is 0.
 fn ratio(a: f32, b: f32) -> f32 {
     if b == 0.0 { 0.0 } else { a / b }
 }

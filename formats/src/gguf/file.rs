@@ -1,5 +1,5 @@
-//! Reading one GGUF file: header, metadata and tensor table, checked in full over the mapped
-//! bytes, and zero-copy views of its tensors. Arrays stay in the file until asked for.
+//! Reads one GGUF file: header, metadata and tensor table, fully checked in the mapped bytes, and
+//! zero-copy views of its tensors. Arrays are not decoded until they are asked for.
 
 use super::types::BlockType;
 use super::value::{Array, Reader, Value, malformed};
@@ -13,23 +13,23 @@ use std::path::{Path, PathBuf};
 /// The first four bytes of a file.
 pub const MAGIC: &[u8; 4] = b"GGUF";
 
-/// What offsets are multiples of where `general.alignment` does not say.
+/// Alignment of offsets if `general.alignment` is absent.
 pub const DEFAULT_ALIGNMENT: u64 = 32;
 
-/// Alignments above this are absurd.
+/// Alignments above this are rejected.
 const MAX_ALIGNMENT: u64 = 1 << 20;
 
-/// Dimensions that a tensor may have.
+/// Most dimensions of a tensor.
 const MAX_DIMS: u32 = 4;
 
-/// Bytes that the shortest metadata entry takes: key length, type, a byte.
+/// Bytes of the shortest metadata entry: key length, type, a byte.
 const MIN_ENTRY: u64 = 8 + 4 + 1;
 
-/// Bytes that the shortest tensor description takes.
+/// Bytes of the shortest tensor description.
 const MIN_TENSOR: u64 = 8 + 4 + 8 + 4 + 8;
 
-/// An opened GGUF file: every tensor's bytes lie in the file, aligned, as long as its shape
-/// and type say, and overlap no other's.
+/// An opened GGUF file. Every tensor's bytes are in the file, aligned, have the length given by its
+/// shape and type, and do not overlap those of others.
 #[derive(Clone, Debug)]
 pub struct GgufFile {
     path: PathBuf,
@@ -41,7 +41,7 @@ pub struct GgufFile {
     tensors: BTreeMap<String, TensorInfo>,
 }
 
-/// One tensor as the table describes it.
+/// A tensor as described in the table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Block type.
@@ -55,7 +55,7 @@ impl GgufFile {
     /// Parses `bytes`, the whole file; `path` is for messages.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for other versions and byte orders; [`Error::Malformed`] naming
+    /// [`Error::Unsupported`] for other versions and byte orders; [`Error::Malformed`], naming
     /// the key, length or count that is wrong; [`Error::Tensor`] for a tensor of unknown
     /// type, absurd shape, or an offset that is misaligned, overlapping or out of range.
     pub fn parse(path: &Path, bytes: Bytes) -> Result<Self> {
@@ -65,9 +65,10 @@ impl GgufFile {
         let alignment = alignment(path, &metadata)?;
         let table = read_table(path, &mut reader, tensors)?;
         let start = (reader.position() as u64).next_multiple_of(alignment) as usize;
-        let data = match table.is_empty() {
-            true => Bytes::new(),
-            false => bytes.slice(start.min(bytes.len())..),
+        let data = if table.is_empty() {
+            Bytes::new()
+        } else {
+            bytes.slice(start.min(bytes.len())..)
         };
         let tensors = check_layout(path, table, alignment, data.len() as u64)?;
         Ok(GgufFile {
@@ -86,17 +87,17 @@ impl GgufFile {
         &self.path
     }
 
-    /// 2 or 3 (which differ in nothing that little-endian files show).
+    /// 2 or 3 (which do not differ in little-endian files).
     pub fn version(&self) -> u32 {
         self.version
     }
 
-    /// What tensor offsets are multiples of.
+    /// Alignment of tensor offsets, in bytes.
     pub fn alignment(&self) -> u64 {
         self.alignment
     }
 
-    /// Bytes of the whole file.
+    /// Size of the whole file in bytes.
     pub fn file_bytes(&self) -> u64 {
         self.bytes
     }
@@ -116,7 +117,7 @@ impl GgufFile {
         self.data.slice(info.range.clone())
     }
 
-    /// A listing of all tensors, in name order.
+    /// Entries of all tensors, in name order.
     pub fn entries(&self) -> impl Iterator<Item = TensorEntry> {
         let file = self.path.file_name().unwrap_or_default();
         let file = file.to_string_lossy().into_owned();
@@ -148,51 +149,51 @@ impl GgufFile {
         }
     }
 
-    /// A non-negative integer of any width, if the key is there.
+    /// A non-negative integer of any width, if the key exists.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it is of another kind.
+    /// [`Error::Malformed`] if it has another type.
     pub fn u64(&self, key: &str) -> Result<Option<u64>> {
         self.typed(key, "a non-negative integer", Value::as_u64)
     }
 
-    /// A finite float of either width, if the key is there.
+    /// A finite float of either width, if the key exists.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it is of another kind, NaN or infinite.
+    /// [`Error::Malformed`] if it has another type or is NaN or infinite.
     pub fn f64(&self, key: &str) -> Result<Option<f64>> {
         let finite = |v: &Value| v.as_f64().filter(|f| f.is_finite());
         self.typed(key, "a finite number", finite)
     }
 
-    /// A truth value, if the key is there.
+    /// A boolean, if the key exists.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it is of another kind.
+    /// [`Error::Malformed`] if it has another type.
     pub fn bool(&self, key: &str) -> Result<Option<bool>> {
         self.typed(key, "true or false", Value::as_bool)
     }
 
-    /// A string, if the key is there.
+    /// A string, if the key exists.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it is of another kind or not UTF-8.
+    /// [`Error::Malformed`] if it has another type or is not UTF-8.
     pub fn str(&self, key: &str) -> Result<Option<&str>> {
         self.typed(key, "a UTF-8 string", Value::as_str)
     }
 
-    /// An array, if the key is there.
+    /// An array, if the key exists.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it is of another kind.
+    /// [`Error::Malformed`] if it has another type.
     pub fn array(&self, key: &str) -> Result<Option<&Array>> {
         self.typed(key, "an array", Value::as_array)
     }
 
-    /// An array of strings, if the key is there.
+    /// An array of strings, if the key exists.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it is of another kind, or an element is not UTF-8.
+    /// [`Error::Malformed`] if it has another type, or an element is not UTF-8.
     pub fn strings(&self, key: &str) -> Result<Option<Vec<&str>>> {
         let Some(array) = self.array(key)? else {
             return Ok(None);
@@ -211,7 +212,7 @@ impl GgufFile {
             .map(Some)
     }
 
-    /// What [`GgufFile`]'s typed accessors give, where the key must be there.
+    /// Unwraps the result of a typed accessor of [`GgufFile`] for a required key.
     ///
     /// # Errors
     /// [`Error::Malformed`] if it is absent.
@@ -220,7 +221,7 @@ impl GgufFile {
     }
 }
 
-/// Version, number of tensors, number of metadata entries.
+/// Reads version, number of tensors, number of metadata entries.
 fn header(path: &Path, reader: &mut Reader<'_>) -> Result<(u32, u64, u64)> {
     let magic = reader.take("magic", 4)?;
     if magic != MAGIC {
@@ -265,7 +266,7 @@ fn read_metadata(
         let key = reader.name(&format!("key of metadata entry {i}"))?;
         let value = reader.value(&key)?;
         if metadata.insert(key.clone(), value).is_some() {
-            let found = "it a second time".into();
+            let found = "this one twice".into();
             return Err(malformed(path, &key, "each key once".into(), found));
         }
     }
@@ -288,7 +289,7 @@ fn alignment(path: &Path, metadata: &BTreeMap<String, Value>) -> Result<u64> {
     }
 }
 
-/// A tensor of the table before its place is checked.
+/// A tensor of the table before its position is checked.
 struct Raw {
     name: String,
     kind: BlockType,
@@ -356,9 +357,9 @@ fn read_table(path: &Path, reader: &mut Reader<'_>, count: u64) -> Result<Vec<Ra
     Ok(table)
 }
 
-/// Checks names and places: aligned, within the data section of `length` bytes, one after another.
-/// The format leaves nothing between tensors or after the last but what aligns them: another size
-/// than a tensor's place shows is that of another type or shape.
+/// Checks names and positions: aligned, within the data section of `length` bytes, one after another.
+/// The format leaves nothing but alignment between tensors and after the last: if the space that a
+/// tensor takes differs from its size, its type or shape is wrong.
 fn check_layout(
     path: &Path,
     mut table: Vec<Raw>,
@@ -415,7 +416,7 @@ fn check_layout(
             range: offset as usize..end as usize, // at most length, which is a usize
         };
         if tensors.insert(raw.name.clone(), info).is_some() {
-            return Err(error("each name once".into(), "it a second time".into()));
+            return Err(error("each name once".into(), "this one twice".into()));
         }
     }
     if length > next {

@@ -1,12 +1,12 @@
-//! The block types of GGUF whose codes index a grid of points (IQ1, IQ2, IQ3), and those of few
-//! values (TQ1, TQ2, MXFP4, NVFP4), taken apart as in [`super::blocks`]: every value is a small
+//! Unpacks, like [`super::blocks`], the GGUF block types whose codes index a grid of points (IQ1, IQ2,
+//! IQ3), and those with few values (TQ1, TQ2, MXFP4, NVFP4): every value is a small
 //! integer times a scale, so all become 4- or 8-bit codes.
 //!
 //! The types and the points of their grids are those of ggml's block formats (`ggml-common.h`,
-//! `ggml-quants.c`; MIT licence). A grid lists points of 4 or 8 values in ascending order of the
-//! number that their values' indices are the digits of, the first the lowest. `grids.bin`
-//! therefore holds a bit for each such number, set where the grid has that point; it is written
-//! by `tests/fixtures/gguf/make.py`.
+//! `ggml-quants.c`; MIT licence). A point has 4 or 8 values; its number has the indices of these
+//! values as digits, the first as the lowest. A grid lists its points in ascending order of this
+//! number. `grids.bin` holds one bit per possible number, set if the grid has that point; it is
+//! written by `tests/fixtures/gguf/make.py`.
 
 use super::blocks::{Layout, crumbs, f16_at, nibbles};
 use crate::scheme::Bits;
@@ -15,19 +15,19 @@ use std::sync::LazyLock;
 
 static BITMAPS: &[u8] = include_bytes!("grids.bin");
 
-/// Values of IQ2's points.
+/// Possible values in IQ2's points.
 const IQ2_VALUES: [i8; 3] = [8, 25, 43];
-/// Values of IQ3_XXS's points.
+/// Possible values in IQ3_XXS's points.
 const IQ3_XXS_VALUES: [i8; 8] = [4, 12, 20, 28, 36, 44, 52, 62];
-/// Values of IQ3_S's points.
+/// Possible values in IQ3_S's points.
 const IQ3_S_VALUES: [i8; 8] = [1, 3, 5, 7, 9, 11, 13, 15];
-/// Values of IQ1's points.
+/// Possible values in IQ1's points.
 const IQ1_VALUES: [i8; 3] = [-1, 0, 1];
 
-/// Points of `N` values each.
+/// A grid: points of `N` values each.
 type Grid<const N: usize> = LazyLock<Vec<[i8; N]>>;
 
-/// Bytes of the bitmap of a grid of 8 values, 3 for each; those of 4 values, 8 for each, have 512.
+/// Bytes of the bitmap of a grid with 8 values of 3 per point. With 4 values of 8, it has 512 bytes.
 const TERNARY: usize = 3usize.pow(8).div_ceil(8);
 
 static IQ2_XXS_GRID: Grid<8> = LazyLock::new(|| points(0, &IQ2_VALUES));
@@ -53,19 +53,19 @@ fn points<const N: usize>(at: usize, values: &[i8]) -> Vec<[i8; N]> {
         .collect()
 }
 
-/// A code of 8 bits for the signed value `v`.
+/// The 8-bit code of the signed value `v`.
 fn centred(v: i8) -> u8 {
     v as u8 ^ 0x80
 }
 
-/// The codes of one point, negated where `signs` has a bit.
+/// Writes the codes of one point; values with a set bit in `signs` are negated.
 fn signed(codes: &mut [u8], point: &[i8], signs: u8) {
     for (i, (q, &v)) in codes.iter_mut().zip(point).enumerate() {
         *q = centred(if signs >> i & 1 == 1 { -v } else { v });
     }
 }
 
-/// Eight signs from 7 bits: the eighth makes the number of negative ones even.
+/// Eight signs from 7 bits: the eighth makes the number of negative signs even.
 fn even_signs(bits: u32) -> u8 {
     let bits = (bits & 127) as u8;
     bits | ((bits.count_ones() as u8 & 1) << 7)
@@ -84,7 +84,7 @@ fn nibble(bytes: &[u8], g: usize) -> u8 {
     bytes[g / 2] >> (4 * (g % 2)) & 15
 }
 
-/// Values of one f16 and a small integer, as 8-bit codes.
+/// Layout with 8-bit codes for small integers times one scale per `group`.
 const fn of_points(group: u32, unpack: super::blocks::Unpack) -> Layout {
     Layout {
         bits: Bits::B8,
@@ -167,7 +167,7 @@ pub(super) const IQ3_S: Layout = of_points(32, |block, codes, scales, _| {
     }
 });
 
-/// Codes of a point of IQ1, in eighths: `value + 1/8`, or `- 1/8` where `negative`.
+/// Codes of a point of IQ1, in eighths: `value + 1/8`, or `value - 1/8` if `negative`.
 fn shifted(codes: &mut [u8], point: &[i8; 8], negative: bool) {
     let delta = if negative { -1 } else { 1 };
     for (q, &v) in codes.iter_mut().zip(point) {
@@ -208,7 +208,7 @@ pub(super) const IQ1_M: Layout = of_points(16, |block, codes, scales, _| {
     }
 });
 
-/// Codes -1, 0 and 1 (TQ2_0: also 2) around the middle of 4 bits.
+/// Layout with codes -1, 0 and 1 (TQ2_0: also 2) around the midpoint of 4 bits.
 const fn ternary(unpack: super::blocks::Unpack) -> Layout {
     Layout {
         bits: Bits::B4,
@@ -219,7 +219,7 @@ const fn ternary(unpack: super::blocks::Unpack) -> Layout {
     }
 }
 
-/// The digit of 3 that `byte`, a fraction of 256, has `place` places behind the point, as a code.
+/// The base-3 digit at `place` behind the point in `byte`, a fraction of 256, as a code.
 fn digit(byte: u8, place: u32) -> u8 {
     let shifted = byte.wrapping_mul(3u8.pow(place));
     ((u16::from(shifted) * 3) >> 8) as u8 + 7
@@ -250,10 +250,10 @@ pub(super) const TQ2_0: Layout = ternary(|block, codes, scales, _| {
     codes.iter_mut().for_each(|q| *q += 7);
 });
 
-/// Twice the values of FP4 (E2M1), by their bits.
+/// The values of FP4 (E2M1) times two, by their bits.
 const FP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// FP4 in nibbles to codes, low nibbles first.
+/// Converts FP4 nibbles to codes, low nibbles first.
 fn fp4(bytes: &[u8], codes: &mut [u8]) {
     nibbles(bytes, codes);
     for q in codes {

@@ -1,4 +1,4 @@
-//! Metadata of a GGUF file from a checkpoint's configuration, tokenizer and chat template.
+//! Builds a GGUF file's metadata from a checkpoint's configuration, tokenizer and chat template.
 
 use super::config::LAST_TOKEN;
 use super::tokenizer::{ADD_END, PATTERN, PRE, TokenKind};
@@ -19,7 +19,7 @@ const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const TEMPLATE: &str = "chat_template.jinja";
 
-/// The version of the block layouts, as `general.quantization_version` states it.
+/// Version of the block layouts, the value of `general.quantization_version`.
 const QUANTIZATION_VERSION: u32 = 2;
 
 /// Adds `general.*` and the architecture's keys to `plan`.
@@ -32,7 +32,7 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
     plan.set("general.file_type", file_type);
     plan.set("general.quantization_version", QUANTIZATION_VERSION);
     let g = checkpoint.generation();
-    // Greedy decoding is temperature 0 here.
+    // GGUF expresses greedy decoding as temperature 0.
     let temperature = match g.do_sample {
         Some(false) => Some(0.0),
         _ => g.temperature,
@@ -96,7 +96,7 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
     }
 }
 
-/// What nq needs of a `tokenizer.json`.
+/// The parts of a `tokenizer.json` that nq needs.
 #[derive(Deserialize)]
 struct Tokenizer {
     #[serde(default)]
@@ -128,8 +128,8 @@ enum Merge {
     Joined(String),
 }
 
-/// Adds `tokenizer.*` to `plan`. Ids without a token up to the embedding's last row become
-/// unused tokens, as readers want as many tokens as rows.
+/// Adds `tokenizer.*` to `plan`. Ids without a token, up to the embedding's last row, become
+/// unused tokens, as readers expect as many tokens as rows.
 ///
 /// # Errors
 /// [`Error::Missing`] without a tokenizer.json; [`Error::Unsupported`] for one that is not
@@ -155,7 +155,7 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
             *slot = Some((text, kind));
             Ok(())
         }
-        // Older files list added tokens in the vocabulary too.
+        // Older files also list added tokens in the vocabulary.
         Some(Some((other, slot))) if *other == text => {
             *slot = kind;
             Ok(())
@@ -173,9 +173,10 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
         put(id, text, TokenKind::Normal)?;
     }
     for token in &tokenizer.added_tokens {
-        let kind = match token.special || looks_special(&token.content) {
-            true => TokenKind::Control,
-            false => TokenKind::UserDefined,
+        let kind = if token.special || looks_special(&token.content) {
+            TokenKind::Control
+        } else {
+            TokenKind::UserDefined
         };
         put(token.id, &token.content, kind)?;
     }
@@ -215,8 +216,8 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
     Ok(())
 }
 
-/// Tokens in angle brackets and bars structure a text whether or not they are marked
-/// special; readers of GGUF expect them as control tokens (`<|fim_prefix|>`).
+/// Tokens in angle brackets and bars (`<|fim_prefix|>`) structure a text whether or not they are
+/// marked special; readers of GGUF expect them to be control tokens.
 fn looks_special(text: &str) -> bool {
     text.len() > 4 && text.starts_with("<|") && text.ends_with("|>")
 }
@@ -252,8 +253,8 @@ fn require_qwen2(path: &Path, tokenizer: &Tokenizer) -> Result<()> {
     Ok(())
 }
 
-/// Ids of the special tokens: end of text from the configuration, the others by what
-/// tokenizer_config.json names.
+/// Adds the ids of the special tokens: end of text from the configuration, the others by their names
+/// in tokenizer_config.json.
 fn describe_special_tokens(
     plan: &mut GgufPlan,
     checkpoint: &Checkpoint,
@@ -269,7 +270,7 @@ fn describe_special_tokens(
     let pad = named("pad_token").or(eos.get(1).copied());
     for (key, id) in [
         ("eos", eos.first().copied().or_else(|| named("eos_token"))),
-        // Qwen3 has no start token; readers want one and are told not to add it.
+        // Qwen3 has no start token; readers expect one and are told not to add it.
         ("bos", named("bos_token").or(pad)),
         ("padding", pad),
     ] {
@@ -277,7 +278,7 @@ fn describe_special_tokens(
             plan.set(format!("tokenizer.ggml.{key}_token_id"), id);
         }
     }
-    // A second end of text has no key but this; those known by their text need none.
+    // A second end of text has no other key; end tokens that readers know by text need none.
     let other = eos.iter().skip(1).find(|&&id| {
         let text = texts.get(id as usize).map(String::as_str);
         !text.is_some_and(|t| super::config::END_TOKENS.contains(&t))
@@ -301,7 +302,7 @@ fn tokenizer_config(files: &Files) -> Result<Option<Json>> {
     })
 }
 
-/// The chat template: its own file, or tokenizer_config.json's default one.
+/// The chat template: from its own file, or the default one in tokenizer_config.json.
 fn chat_template(files: &Files) -> Result<Option<String>> {
     if let Some(bytes) = files.get(TEMPLATE)? {
         return match std::str::from_utf8(&bytes) {

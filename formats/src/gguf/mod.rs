@@ -1,5 +1,5 @@
 //! GGUF files, versions 2 and 3: one file, or a split set, holds weights, configuration,
-//! tokenizer and chat template; nothing beside it is read.
+//! tokenizer and chat template; other files beside it are not read.
 //!
 //! `file` parses, `blocks` takes integer blocks apart, `weight` turns them into
 //! canonical weights, `affine` writes those as blocks, `config` and `tokenizer` rebuild the files that other formats

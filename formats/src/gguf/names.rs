@@ -1,20 +1,20 @@
-//! Parameter names: GGUF's and those of Hugging Face checkpoints, without `.weight`.
+//! Translates parameter names, without `.weight`, between GGUF and Hugging Face checkpoints.
 
 use crate::models::{Architecture, LAYERS, Parameter};
 use crate::names::{EMBEDDING, HEAD, NORM};
 
-/// Outside the layers: (Hugging Face, GGUF), in every architecture.
+/// Names outside the layers: (Hugging Face, GGUF), the same in every architecture.
 const MODEL: [(&str, &str); 3] = [
     (EMBEDDING, "token_embd"),
     (NORM, "output_norm"),
     (HEAD, "output"),
 ];
 
-/// What names within layers begin with, before the layer's number: (Hugging Face, GGUF).
+/// Prefixes of names in layers, before the layer's number: (Hugging Face, GGUF).
 const PREFIXES: (&str, &str) = (LAYERS, "blk.");
 
-/// Rewrites a name by the pairs (from, to) outside the layers, before the layer's number and
-/// behind it.
+/// Translates a name by (from, to) pairs: for names outside the layers, for the prefix before the
+/// layer's number, and for the rest behind it.
 fn translate(
     name: &str,
     mut outside: impl Iterator<Item = (&'static str, &'static str)>,

@@ -1,4 +1,4 @@
-//! Opening GGUF checkpoints: finding the files, joining split ones, serving weights.
+//! Opens GGUF checkpoints: finds the files, joins split ones, reads weights.
 
 use super::config;
 use super::file::{GgufFile, MAGIC};
@@ -30,11 +30,11 @@ const SUFFIX: &str = ".gguf";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// The GGUF file to open: `weights` if it is one, or the only one (or split set) of a folder
+/// The GGUF file to open: `weights` if it is one, or the only one (or split set) in a folder
 /// without safetensors files. `None` if there is none.
 ///
 /// # Errors
-/// [`Error::Malformed`] for a folder of several models.
+/// [`Error::Malformed`] for a folder with several models.
 pub(crate) fn find(files: &Files, weights: Option<&str>) -> Result<Option<String>> {
     let is_gguf =
         |name: &str| -> Result<bool> { Ok(files.get(name)?.is_some_and(|b| b.starts_with(MAGIC))) };
@@ -57,14 +57,15 @@ pub(crate) fn find(files: &Files, weights: Option<&str>) -> Result<Option<String
     let one_set = found.len() == 1
         || Split::parse(first)
             .is_some_and(|s| found == (0..s.count).map(|i| s.name(i)).collect::<Vec<_>>());
-    match one_set {
-        true => Ok(Some(first.clone())),
-        false => Err(malformed(
+    if one_set {
+        Ok(Some(first.clone()))
+    } else {
+        Err(malformed(
             &files.root(),
             "weights",
             "one GGUF model; name its file".into(),
             found.join(", "),
-        )),
+        ))
     }
 }
 
@@ -100,9 +101,9 @@ impl Split {
 /// Opens `name`, which starts with [`MAGIC`], and the other files of its set.
 ///
 /// # Errors
-/// As [`GgufFile::parse`]; [`Error::Missing`] naming an absent file of a split set;
-/// [`Error::Unsupported`] for another architecture, tokenizer, or parameter that the
-/// architecture has not; [`Error::Malformed`] for metadata at odds with itself or the tensors.
+/// [`Error::Unsupported`] for another architecture, tokenizer, or a parameter that the
+/// architecture does not have; [`Error::Malformed`] for metadata that contradicts itself or the
+/// tensors.
 pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     let files = open_set(source.files(), name)?;
     let first = files[0].clone();
@@ -164,7 +165,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     ))
 }
 
-/// Opens the file `name` and, if it says it is one of several, the others in order.
+/// Opens the file `name` and, if it is one of several, the others in order.
 fn open_set(folder: &Files, name: &str) -> Result<Vec<GgufFile>> {
     const COUNT: &str = "split.count";
     const NUMBER: &str = "split.no";
@@ -183,9 +184,10 @@ fn open_set(folder: &Files, name: &str) -> Result<Vec<GgufFile>> {
     let mut files = Vec::new();
     for i in 0..count {
         let shard = split.name(i);
-        let file = match i == split.number {
-            true => given.clone(),
-            false => match folder.get(&shard)? {
+        let file = if i == split.number {
+            given.clone()
+        } else {
+            match folder.get(&shard)? {
                 Some(bytes) => GgufFile::parse(&folder.path(&shard), bytes)?,
                 None => {
                     return Err(Error::Missing {
@@ -193,7 +195,7 @@ fn open_set(folder: &Files, name: &str) -> Result<Vec<GgufFile>> {
                         what: format!("{shard}, of the set of {name}"),
                     });
                 }
-            },
+            }
         };
         for (key, expected) in [(COUNT, count), (NUMBER, i)] {
             let found = file.required(key, file.u64(key)?)?;
@@ -225,7 +227,7 @@ struct GgufStore {
 }
 
 impl GgufStore {
-    /// The stored name of a parameter.
+    /// The name of a parameter in the file.
     fn stored_name(&self, name: &str) -> Option<String> {
         let stored = names::to_gguf(self.architecture, name)?;
         Some(format!("{stored}.weight"))
@@ -245,7 +247,7 @@ impl GgufStore {
         }
     }
 
-    /// The shape that a matrix has in the file: stacks of experts have a dimension of their own.
+    /// The shape of a matrix in the file: stacks of experts have a dimension for the experts.
     fn shape(&self, name: &str, (rows, cols): (usize, usize)) -> Vec<usize> {
         match stack(name) {
             Some(_) => vec![self.experts, rows / self.experts.max(1), cols],
@@ -253,7 +255,7 @@ impl GgufStore {
         }
     }
 
-    /// The type and bytes of a parameter, which must have `shape`.
+    /// The type and bytes of a parameter, which must have the given shape.
     fn require(&self, name: &str, shape: &[usize]) -> Result<(String, BlockType, Bytes)> {
         let stored = self.stored_name(name).unwrap_or_else(|| name.into());
         let Some(info) = self.info(&stored) else {
@@ -268,8 +270,8 @@ impl GgufStore {
         Ok((stored, info.kind, bytes))
     }
 
-    /// Refuses parameters that nq would leave unused: their numbers would be missing
-    /// from every result.
+    /// Refuses parameters that nq would ignore: without their numbers, every result would be
+    /// wrong.
     fn check_names(&self, layers: usize) -> Result<()> {
         for (stored, &i) in &self.by_name {
             let name = stored.strip_suffix(".weight");
@@ -289,7 +291,7 @@ impl GgufStore {
         Ok(())
     }
 
-    /// The file type by number and the tensors by type; `None` if all are floats.
+    /// A description of the quantization: file type and tensor types; `None` if all are floats.
     fn describe_quantization(&self) -> Result<Option<Value>> {
         let mut types: BTreeMap<&str, usize> = BTreeMap::new();
         let infos = self.files.iter().flat_map(|f| f.tensors().values());
@@ -415,8 +417,8 @@ impl WeightStore for GgufStore {
     }
 }
 
-/// The files that other formats keep beside their weights, made from metadata; the
-/// tokenizer, which is large, when asked for.
+/// The files that other formats keep beside their weights, generated from metadata; the
+/// tokenizer, which is large, only when asked for.
 #[derive(Debug)]
 struct Metadata {
     file: GgufFile,

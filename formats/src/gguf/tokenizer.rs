@@ -1,7 +1,7 @@
 //! `tokenizer.json` and `tokenizer_config.json` from GGUF metadata.
 //!
-//! GGUF keeps a byte-level BPE as its tokens by id, their kinds and the merges; the
-//! pre-tokenizer only by name. What a name stands for is written here.
+//! GGUF stores a byte-level BPE as its tokens by id, their kinds and the merges, but the
+//! pre-tokenizer only by name. This module knows the definition behind the name.
 
 use super::config;
 use super::file::GgufFile;
@@ -15,10 +15,10 @@ use std::collections::HashMap;
 /// The pre-tokenizer that Qwen2 and Qwen3 share.
 pub const PRE: &str = "qwen2";
 
-/// How [`PRE`] splits text before BPE.
+/// The pattern by which [`PRE`] splits text before BPE.
 pub(super) const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Splits text as Qwen's tokenizers do, into bytes written as characters.
+/// A pre-tokenizer that splits text as Qwen's tokenizers do and writes bytes as characters.
 pub(crate) fn pre_tokenizer() -> Value {
     let split = json!({
         "type": "Split", "pattern": { "Regex": PATTERN }, "behavior": "Isolated", "invert": false
@@ -26,7 +26,7 @@ pub(crate) fn pre_tokenizer() -> Value {
     json!({ "type": "Sequence", "pretokenizers": [split, byte_level()] })
 }
 
-/// Bytes written as characters.
+/// A pre-tokenizer or decoder that writes bytes as characters.
 pub(crate) fn byte_level() -> Value {
     json!({
         "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false
@@ -37,14 +37,14 @@ const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
 
-/// What a token is for.
+/// Kind of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenKind {
     /// Text, in the alphabet of byte-level BPE.
     Normal,
     /// Structure (`<|im_start|>`), matched before BPE and not shown to users.
     Control,
-    /// Text as it is, matched before BPE.
+    /// Plain text, matched before BPE.
     UserDefined,
     /// A row of the embedding that no token uses.
     Unused,
@@ -154,7 +154,7 @@ impl<'a> Vocabulary<'a> {
     }
 }
 
-/// Added tokens: matched in text before BPE.
+/// True for added tokens, which are matched in text before BPE.
 fn is_added(kind: TokenKind) -> bool {
     matches!(kind, TokenKind::Control | TokenKind::UserDefined)
 }
@@ -174,11 +174,11 @@ fn added_token(content: &str, kind: TokenKind) -> Map<String, Value> {
     }
 }
 
-/// `tokenizer.json` of Hugging Face's tokenizers library.
+/// Builds the `tokenizer.json` of Hugging Face's tokenizers library.
 ///
 /// # Errors
-/// [`Error::Malformed`] for a token given twice, or a merge that is not two known tokens
-/// making up a third.
+/// [`Error::Malformed`] for a token given twice, or a merge that does not join two known tokens
+/// to a third.
 pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
     let vocabulary = Vocabulary::read(file)?;
     let bad =
@@ -276,7 +276,7 @@ fn with_end(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Value> {
 /// `tokenizer_config.json`: special tokens and the chat template.
 ///
 /// # Errors
-/// [`Error::Malformed`] for a token id past the last, or a template that is no string.
+/// [`Error::Malformed`] for a token id past the last, or a template that is not a string.
 pub fn tokenizer_config_json(file: &GgufFile) -> Result<Vec<u8>> {
     let vocabulary = Vocabulary::read(file)?;
     let token = |name: &str| -> Result<Value> {
@@ -367,7 +367,7 @@ impl Serialize for Merges<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut seq = serializer.serialize_seq(Some(self.0.len()))?;
         for merge in self.0 {
-            // Checked before: exactly one space.
+            // Checked earlier: exactly one space.
             seq.serialize_element(&merge.split_once(' ').unwrap_or((merge, "")))?;
         }
         seq.end()

@@ -1,11 +1,11 @@
-//! Tensor types of GGUF: one table of blocks, their sizes and how to take them apart.
+//! Tensor types of GGUF: one table of blocks, their sizes and their layouts.
 
 use super::blocks::{self, Layout};
 use super::grids;
 use std::fmt;
 
-/// Makes the enum and its table from one list: name, number in files, elements and bytes of a
-/// block, and how an integer block is laid out if nq reads the type.
+/// Defines the enum and its table from one list: name, number in files, elements and bytes of a
+/// block, and the layout of an integer block if nq can read the type.
 macro_rules! types {
     ($($(#[$doc:meta])* $name:ident = $id:literal, $elements:literal, $bytes:literal, $layout:expr;)*) => {
         /// The type of a GGUF tensor.
@@ -35,8 +35,8 @@ struct Row {
     layout: Option<Layout>,
 }
 
-// Every type whose size is known, so that files holding it can be listed; the floats and those
-// with a layout can be read.
+// All types of known size, so that files with them can be listed; floats and types with a layout
+// can be read.
 types! {
     /// 32-bit floats.
     F32 = 0, 1, 4, None;
@@ -105,12 +105,12 @@ impl BlockType {
         ALL.iter().copied()
     }
 
-    /// The type with this number in files.
+    /// The type with this number in files, if known.
     pub fn from_id(id: u32) -> Option<BlockType> {
         Self::all().find(|t| t.id() == id)
     }
 
-    /// The type of this name, e.g. `Q4_K`.
+    /// The type with this name, e.g. `Q4_K`, if known.
     pub fn from_name(name: &str) -> Option<BlockType> {
         Self::all().find(|t| t.name() == name)
     }
@@ -139,12 +139,12 @@ impl BlockType {
         self.row().bytes
     }
 
-    /// How a block's codes and scales are laid out, for the integer types that nq reads.
+    /// The layout of a block's codes and scales, for the integer types that nq can read.
     pub fn layout(self) -> Option<&'static Layout> {
         self.row().layout.as_ref()
     }
 
-    /// Bytes of a row of `n` elements, or `None` if it is no whole number of blocks or too long.
+    /// Bytes of a row of `n` elements; `None` if that is not a whole number of blocks or too long.
     pub fn row_bytes(self, n: u64) -> Option<u64> {
         match n % self.elements() as u64 {
             0 => (n / self.elements() as u64).checked_mul(self.bytes() as u64),

@@ -1,4 +1,4 @@
-//! Metadata values, and reading them from bytes that may claim anything.
+//! Metadata values, and reading them from untrusted bytes.
 
 use crate::error::{Error, Result};
 use bytes::Bytes;
@@ -68,7 +68,7 @@ fn size(kind: u32) -> Option<u64> {
 }
 
 impl Value {
-    /// The value as a non-negative integer, whatever its width.
+    /// The value as a non-negative integer of any width, if it is one.
     pub fn as_u64(&self) -> Option<u64> {
         match *self {
             Value::U8(n) => Some(n.into()),
@@ -92,7 +92,7 @@ impl Value {
         }
     }
 
-    /// The value as a truth value, if it is one.
+    /// The value as a boolean, if it is one.
     pub fn as_bool(&self) -> Option<bool> {
         match *self {
             Value::Bool(v) => Some(v),
@@ -118,7 +118,7 @@ impl Value {
 }
 
 impl Value {
-    /// Appends the type and value as files have them.
+    /// Appends the type and value in the format of files.
     pub(super) fn encode(&self, out: &mut Vec<u8>) {
         let mut put = |kind: u32, bytes: &[u8]| {
             out.extend(kind.to_le_bytes());
@@ -179,7 +179,7 @@ impl From<Array> for Value {
     }
 }
 
-/// As messages show it: long strings are cut, arrays only described.
+/// For messages: long strings are cut, arrays only described.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 80;
@@ -243,7 +243,7 @@ impl Array {
         self.count
     }
 
-    /// True if there are none.
+    /// True if the array has no elements.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
@@ -259,7 +259,7 @@ impl Array {
         }))
     }
 
-    /// The elements, if they are integers of 32 bits.
+    /// The elements, if they are 32-bit integers.
     pub fn i32s(&self) -> Option<impl Iterator<Item = i32>> {
         let words = matches!(self.element, kind::U32 | kind::I32).then_some(&self.bytes)?;
         Some(
@@ -295,7 +295,7 @@ impl fmt::Display for Array {
     }
 }
 
-/// Takes values from the front of a file, checking every length against what is left.
+/// Reads values from the front of a file; checks every length against the bytes left.
 pub(super) struct Reader<'a> {
     path: &'a Path,
     bytes: Bytes,
@@ -315,7 +315,7 @@ impl<'a> Reader<'a> {
         (self.bytes.len() - self.at) as u64
     }
 
-    /// The place of the next `n` bytes, which are then behind.
+    /// Skips `n` bytes and returns the position where they start.
     fn advance(&mut self, what: &str, n: u64) -> Result<usize> {
         if n > self.left() {
             let found = format!("{} before the file ends", self.left());
@@ -345,7 +345,7 @@ impl<'a> Reader<'a> {
         self.chunk(what).map(u64::from_le_bytes)
     }
 
-    /// A count of things that take at least `each` bytes.
+    /// Reads a count of items of at least `each` bytes.
     pub(super) fn count(&mut self, what: &str, each: u64) -> Result<u64> {
         let n = self.u64(what)?;
         let most = self.left() / each;
@@ -356,7 +356,7 @@ impl<'a> Reader<'a> {
         Ok(n)
     }
 
-    /// A key or tensor name.
+    /// Reads a key or tensor name.
     pub(super) fn name(&mut self, what: &str) -> Result<String> {
         let path = self.path;
         let n = self.u64(what)?;
@@ -377,7 +377,7 @@ impl<'a> Reader<'a> {
         Ok(self.bytes.slice(start..self.at))
     }
 
-    /// The type and value under `key`.
+    /// Reads the type and value under `key`.
     pub(super) fn value(&mut self, key: &str) -> Result<Value> {
         let kind = self.u32(key)?;
         Ok(match kind {
@@ -395,7 +395,7 @@ impl<'a> Reader<'a> {
                 0 => Value::Bool(false),
                 1 => Value::Bool(true),
                 b => {
-                    let expected = "0 or 1 for a truth value".into();
+                    let expected = "0 or 1 for a boolean".into();
                     return Err(malformed(self.path, key, expected, b.to_string()));
                 }
             },
@@ -414,7 +414,7 @@ impl<'a> Reader<'a> {
         let start = self.at;
         match size(element) {
             Some(size) => {
-                // A product beyond 64 bits is longer than any file too.
+                // A product beyond 64 bits is also longer than any file.
                 self.advance(key, count.saturating_mul(size))?;
             }
             None if element == kind::STRING => {
@@ -438,7 +438,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// What a file says of `what` instead of what it should.
+/// The error for `what` in a file, with what is expected and found there.
 pub(super) fn malformed(path: &Path, what: &str, expected: String, found: String) -> Error {
     Error::Malformed {
         path: path.into(),

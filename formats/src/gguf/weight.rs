@@ -1,4 +1,4 @@
-//! A weight in GGUF blocks: its own numbers, and the canonical weight that kernels run.
+//! A weight in GGUF blocks: its exact numbers, and its conversion to a canonical weight.
 
 use super::blocks::Scratch;
 use super::types::BlockType;
@@ -12,7 +12,7 @@ use bytes::Bytes;
 use half::f16;
 use rayon::prelude::*;
 
-/// A quantized weight `[out, in]` in GGUF blocks of an integer type, as a file has it.
+/// A quantized weight `[out, in]` in GGUF blocks of an integer type, as stored in a file.
 #[derive(Clone, Debug)]
 pub struct BlockWeight {
     kind: BlockType,
@@ -22,10 +22,10 @@ pub struct BlockWeight {
 }
 
 impl BlockWeight {
-    /// A weight over `data`.
+    /// A weight with the blocks `data`.
     ///
     /// # Errors
-    /// [`Error::Weight`] for a type without integer blocks, rows that are no whole number of
+    /// [`Error::Weight`] for a type without integer blocks, rows that are not a whole number of
     /// blocks, or data of another length.
     pub fn new(
         kind: BlockType,
@@ -66,12 +66,12 @@ impl BlockWeight {
         self.kind
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn out_features(&self) -> usize {
         self.out_features
     }
 
-    /// Columns: the reduction dimension.
+    /// Number of columns: the reduction dimension.
     pub fn in_features(&self) -> usize {
         self.in_features
     }
@@ -86,7 +86,7 @@ impl BlockWeight {
         &self.data[row * bytes..][..bytes]
     }
 
-    /// Writes row `row` as f32 into `out` (`in_features` long), in the format's own
+    /// Writes row `row` as f32 to `out` (`in_features` long), with the format's own
     /// arithmetic: no scale is rounded.
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let layout = self.kind.layout().expect("checked by new");
@@ -97,7 +97,7 @@ impl BlockWeight {
         }
     }
 
-    /// How [`BlockWeight::to_affine`] changes the numbers.
+    /// How [`BlockWeight::to_affine`] changes the numbers of a type.
     pub fn exactness(kind: BlockType) -> Exactness {
         match kind.layout() {
             Some(l) if !l.plain_scales => Exactness::ScalesRounded(DType::F16),
@@ -105,11 +105,11 @@ impl BlockWeight {
         }
     }
 
-    /// The same weight in canonical form: the codes as they are, scales (and offsets) as
-    /// f16, which rounds those that are products.
+    /// The weight in canonical form: codes are kept, scales (and offsets) become f16, which rounds
+    /// those that are products.
     ///
     /// # Errors
-    /// [`Error::Weight`] naming row and group of a scale that is no finite f16.
+    /// [`Error::Weight`], naming row and group of a scale that does not fit a finite f16.
     pub fn to_affine(&self) -> Result<AffineWeight> {
         let layout = self.kind.layout().expect("checked by new");
         let (rows, cols) = (self.out_features, self.in_features);
@@ -118,7 +118,7 @@ impl BlockWeight {
         let stride = layout.bits.bytes(cols);
         let mut packed = vec![0u8; rows * stride];
         let mut scales = vec![f16::ZERO; rows * groups];
-        // One entry per row where there are no offsets: the rows still zip.
+        // One entry per row if there are no offsets, so that zipping still yields every row.
         let offsets_per_row = if layout.offsets { groups } else { 1 };
         let mut offsets = vec![f16::ZERO; rows * offsets_per_row];
         packed
@@ -144,9 +144,10 @@ impl BlockWeight {
                     }
                 }
             });
-        let zeros = match layout.offsets {
-            true => ZeroPoints::Offset(offsets.into()),
-            false => ZeroPoints::None,
+        let zeros = if layout.offsets {
+            ZeroPoints::Offset(offsets.into())
+        } else {
+            ZeroPoints::None
         };
         AffineWeight::new(
             layout.scheme(),
@@ -159,5 +160,5 @@ impl BlockWeight {
     }
 }
 
-// Blocks of an even number of codes start on a byte of their own when packed to 4 bits.
+// Blocks with an even number of codes start on a byte boundary when packed to 4 bits.
 const _: () = assert!(Bits::B4.bytes(32) == 16);

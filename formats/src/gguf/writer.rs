@@ -1,4 +1,4 @@
-//! Writing GGUF version 3: head and offsets are known before the first byte, and data is
+//! Writes GGUF version 3: head and offsets are known before the first byte is written, and data is
 //! streamed tensor by tensor.
 
 use super::file::{DEFAULT_ALIGNMENT, MAGIC};
@@ -56,7 +56,7 @@ impl GgufPlan {
     /// Adds a tensor.
     ///
     /// # Errors
-    /// [`Error::Weight`] if its rows are no whole number of blocks.
+    /// [`Error::Weight`] if its rows are not a whole number of blocks.
     pub fn add(&mut self, name: String, kind: BlockType, shape: Vec<usize>) -> Result<()> {
         let row = shape.last().copied().unwrap_or(0);
         if row == 0 || !row.is_multiple_of(kind.elements()) {
@@ -80,7 +80,7 @@ impl GgufPlan {
         self.tensors.iter().map(TensorPlan::bytes).sum()
     }
 
-    /// Header, metadata and tensor table, padded to where data starts.
+    /// Header, metadata and tensor table, padded to the start of the data.
     pub fn head(&self) -> Vec<u8> {
         let mut head = MAGIC.to_vec();
         let string = |head: &mut Vec<u8>, s: &str| {
@@ -116,11 +116,11 @@ impl GgufPlan {
     }
 
     /// Writes the file durably: whole or not at all. `data` is called once per tensor, in
-    /// order, and must write exactly its bytes.
+    /// order, and must write exactly the tensor's bytes.
     ///
     /// # Errors
-    /// [`Error::Space`] or [`Error::Io`]; [`Error::Tensor`] if `data` wrote another length; what
-    /// `data` returns.
+    /// [`Error::Space`] or [`Error::Io`]; [`Error::Tensor`] if `data` wrote another length; errors of
+    /// `data`.
     pub fn write(
         &self,
         path: &Path,

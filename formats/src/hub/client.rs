@@ -1,4 +1,4 @@
-//! The hub's protocol over HTTP: what a repository holds, what a file is, its bytes.
+//! The hub's protocol over HTTP: lists of a repository's files, their properties, their bytes.
 
 use super::HubOptions;
 use crate::error::{Error, HubProblem, Result};
@@ -17,9 +17,9 @@ use ureq::{Agent, Body};
 #[derive(Clone, Debug)]
 pub(super) struct Remote {
     pub(super) name: String,
-    /// SHA-256 of large files, a git hash of small ones; the name of its contents in the cache.
+    /// SHA-256 of large files, a git hash of small ones; names its contents in the cache.
     pub(super) etag: String,
-    /// Bytes.
+    /// Size in bytes.
     pub(super) size: u64,
 }
 
@@ -27,11 +27,11 @@ pub(super) struct Client<'a> {
     options: &'a HubOptions,
     repo: &'a str,
     agent: Agent,
-    /// For requests whose redirects are the answer.
+    /// For requests whose redirect is the answer.
     direct: Agent,
 }
 
-/// Redirects within the hub (renamed repositories) that are followed.
+/// Most redirects within the hub (renamed repositories) that are followed.
 const MAX_REDIRECTS: usize = 5;
 
 impl<'a> Client<'a> {
@@ -106,8 +106,8 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// What the hub says about a file: redirects to a store are not followed, since the
-    /// answer before them has the hash.
+    /// The properties of a file: redirects to a store are not followed, since the answer before them
+    /// has the hash.
     pub(super) fn head(&self, commit: &str, name: &str) -> Result<Remote> {
         let mut url = self.url(commit, name);
         for _ in 0..MAX_REDIRECTS {
@@ -148,7 +148,7 @@ impl<'a> Client<'a> {
         Err(self.error(HubProblem::Broken, detail))
     }
 
-    /// Turns an HTTP status into an error that says what to do.
+    /// Converts an HTTP status to an error that says what to do.
     fn check(&self, response: &Response<Body>, asked: &str) -> Result<()> {
         let status = response.status();
         if status.is_success() {
@@ -186,8 +186,9 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// Downloads `remote` to `partial`, going on from what is there, and checks it. Failures of
-    /// the connection are tried again as long as there is progress, and `retries` times without.
+    /// Downloads `remote` to `partial`, continuing what is already there, and checks it. After
+    /// failures of the connection it retries as long as there is progress, and `retries` times
+    /// without progress.
     pub(super) fn download(
         &self,
         commit: &str,
@@ -256,7 +257,7 @@ impl<'a> Client<'a> {
         }
         self.check(&response, &remote.name)
             .map_err(Attempt::Final)?;
-        // A server without ranges sends the file from its beginning.
+        // A server without range support sends the file from its beginning.
         let mut skip = if status == StatusCode::PARTIAL_CONTENT {
             0
         } else {
@@ -285,8 +286,8 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Large files are named by their SHA-256: what was downloaded must have it. The file is
-    /// removed if not, since going on from it would never end well.
+    /// Checks a large file, which is named by its SHA-256, against that hash. A file that does not
+    /// match is removed, since continuing it could never succeed.
     fn check_hash(&self, remote: &Remote, partial: &Path) -> Result<()> {
         if remote.etag.len() != 64 {
             return Ok(()); // a git hash
@@ -320,11 +321,11 @@ impl<'a> Client<'a> {
     }
 }
 
-/// Why an attempt ended.
+/// How an attempt failed.
 enum Attempt {
-    /// Another may succeed.
+    /// Another attempt may succeed.
     Again(Error),
-    /// None will.
+    /// No attempt will succeed.
     Final(Error),
 }
 
@@ -332,7 +333,7 @@ fn header<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// An etag without its quotes, if it can be a file name.
+/// An etag without its quotes, if it is safe as a file name.
 fn clean_etag(etag: &str) -> Option<String> {
     let etag = etag.trim_start_matches("W/").trim_matches('"');
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);

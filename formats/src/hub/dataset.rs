@@ -9,11 +9,11 @@ use std::fs;
 use std::path::PathBuf;
 
 impl Hub {
-    /// The file `file` of the data set `repo` (`OWNER/NAME`), main branch: from the cache,
-    /// else downloaded into it.
+    /// Returns the file `file` of the data set `repo` (`OWNER/NAME`), main branch: from the cache, or
+    /// downloaded into it.
     ///
     /// # Errors
-    /// As [`Hub::fetch_model`].
+    /// Errors of [`Hub::fetch_model`].
     pub fn fetch_dataset_file(
         &self,
         repo: &str,

@@ -1,8 +1,8 @@
 //! Models from the Hugging Face hub, in its standard cache.
 //!
-//! The cache's layout is the hf-hub crate's. Requests are nq's own: that crate has no
-//! time-outs, appends whatever a server sends to an interrupted download, is stuck on one
-//! that was complete, and does not compare what it got with the hub's hash.
+//! The cache's layout is that of the hf-hub crate. The requests are nq's own: that crate has no
+//! time-outs, appends whatever a server sends to an interrupted download, gets stuck on a download
+//! that was complete, and does not compare the result with the hub's hash.
 
 mod client;
 mod dataset;
@@ -20,33 +20,33 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where the hub is and how to talk to it.
+/// Address of the hub and settings of requests.
 #[derive(Clone, Debug)]
 pub struct HubOptions {
     /// Base address, without a trailing slash.
     pub endpoint: String,
     /// The cache folder, which holds `models--OWNER--NAME`.
     pub cache: PathBuf,
-    /// For gated and private models.
+    /// Access token for gated and private models.
     pub token: Option<String>,
-    /// Use only what is in the cache.
+    /// Uses only the cache.
     pub offline: bool,
-    /// Longest wait for a name to resolve and for a connection, each.
+    /// Longest wait for name resolution, and for a connection.
     pub connect_timeout: Duration,
-    /// Longest silence of a server before a request is tried again.
+    /// Longest silence of a server before a request is retried.
     pub read_timeout: Duration,
-    /// How often a download that makes no progress is tried again.
+    /// Number of retries of a download that makes no progress.
     pub retries: u32,
 }
 
 impl HubOptions {
-    /// What the environment says: `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`,
-    /// `HF_TOKEN` (or the file it is kept in, `HF_TOKEN_PATH`), `HF_HUB_OFFLINE`.
+    /// Options from the environment: `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`,
+    /// `HF_TOKEN` (or a file with it, `HF_TOKEN_PATH`), `HF_HUB_OFFLINE`.
     pub fn from_env() -> Self {
         Self::from_vars(&|name| std::env::var(name).ok())
     }
 
-    /// As [`HubOptions::from_env`], from other variables; an empty one counts as unset.
+    /// Like [`HubOptions::from_env`], with variables from `var`; an empty one counts as unset.
     pub fn from_vars(var: &dyn Fn(&str) -> Option<String>) -> Self {
         let get = |name: &str| var(name).filter(|v| !v.trim().is_empty());
         let path = |name: &str| get(name).map(PathBuf::from);
@@ -77,19 +77,19 @@ impl HubOptions {
     }
 }
 
-/// `OWNER/NAME`, optionally `@REVISION`, optionally a file of it: `OWNER/NAME/FILE.gguf`.
+/// A hub id: `OWNER/NAME`, with an optional `@REVISION` or file: `OWNER/NAME/FILE.gguf`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubId {
     /// `OWNER/NAME`.
     pub repo: String,
     /// Branch, tag or commit.
     pub revision: String,
-    /// The one weight file wanted; `None`: the safetensors, or the only GGUF file.
+    /// The weight file to use; `None`: the safetensors files, or the only GGUF file.
     pub file: Option<String>,
 }
 
 impl HubId {
-    /// Reads an id; `None` if `text` has not the form of one.
+    /// Parses an id; `None` if `text` does not have the form of one.
     pub fn parse(text: &str) -> Option<Self> {
         let plain = |p: &str| {
             let known = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -129,16 +129,17 @@ struct Sibling {
 }
 
 impl Hub {
-    /// A hub as `options` describe it. Nothing is contacted yet.
+    /// A hub with these options. Nothing is contacted yet.
     pub fn new(options: HubOptions) -> Self {
         Hub { options }
     }
 
-    /// The folder of the model `id` (see [`HubId`]), or its file if `id` names one: from the cache if
-    /// it is complete there, else downloaded. Interrupted downloads go on where they stopped.
+    /// Returns the folder of the model `id` (see [`HubId`]), or its file if `id` names one: from
+    /// the cache if it is complete there, otherwise downloaded. Interrupted downloads continue
+    /// where they stopped.
     ///
     /// # Errors
-    /// [`Error::Hub`] saying what failed and what to do: offline, unreachable, denied, not found,
+    /// [`Error::Hub`], which says what failed and what to do: offline, unreachable, denied, not found,
     /// nothing nq can run, a broken download; [`Error::Space`] if the disk is too small; [`Error::Io`].
     pub fn fetch_model(&self, id: &str, progress: &dyn Progress) -> Result<PathBuf> {
         let parsed = parse(id)?;
@@ -159,15 +160,15 @@ impl Hub {
         self.download(&parsed, progress)
     }
 
-    /// The model `id` if the cache has all of it. The network is not used.
+    /// Returns the model `id` if the cache has all of it. Does not use the network.
     ///
     /// # Errors
-    /// [`Error::Hub`] if `id` has not the form of one; [`Error::Io`].
+    /// [`Error::Hub`] if `id` does not have the form of an id; [`Error::Io`].
     pub fn cached(&self, id: &str) -> Result<Option<PathBuf>> {
         let id = parse(id)?;
         let repo = self.repo(&id);
         let reference = self.root(&id).join("refs").join(&id.revision);
-        // A revision that is a commit has no reference.
+        // For a revision that is a commit, there is no reference file.
         let commit = fs::read_to_string(reference).unwrap_or_else(|_| id.revision.clone());
         let snapshot = repo.pointer_path(commit.trim());
         Ok(complete(&snapshot, &id))
@@ -219,7 +220,7 @@ impl Hub {
             progress.end();
             Ok(())
         };
-        // The small files first: the index among them says which weights are needed.
+        // Small files first: the index among them lists the weights that are needed.
         let weights = weight_files(id, &names);
         fetch(side_files(&names, &weights))?;
         let weights = match weights {
@@ -235,12 +236,12 @@ impl Hub {
         create(&parent(&reference))?;
         write_bytes(&reference, info.sha.as_bytes())?;
         complete(&snapshot, id).ok_or_else(|| {
-            let detail = "the files it lists make no whole model".into();
+            let detail = "the files it lists are not a complete model".into();
             client.error(HubProblem::NotFound, detail)
         })
     }
 
-    /// Brings one file into a repository's folder `root` in the cache: its contents under
+    /// Downloads one file into a repository's folder `root` in the cache: its contents under
     /// their hash, and a link to them in the snapshot.
     fn fetch_file(
         &self,
@@ -280,13 +281,13 @@ impl Hub {
     }
 }
 
-/// Where the start of a file stands until it is whole.
+/// Path of the incomplete file.
 fn partial(root: &Path, remote: &Remote) -> PathBuf {
     root.join("blobs")
         .join(format!("{}.incomplete", remote.etag))
 }
 
-/// Links `link`, in a snapshot, to the contents `blob`, which is `relative` from there.
+/// Links `link`, in a snapshot, to the contents `blob`, whose path from there is `relative`.
 fn link_file(blob: &Path, link: &Path, relative: &str) -> Result<()> {
     #[cfg(unix)]
     let linked = {
@@ -316,13 +317,13 @@ fn parse(id: &str) -> Result<HubId> {
     })
 }
 
-/// The weights of a repository, by its list of files.
+/// The weight files of a repository, from its list of files.
 enum Weights {
-    /// Those that the index lists.
+    /// The files that the index lists.
     Indexed,
-    /// These.
+    /// These files.
     Files(Vec<String>),
-    /// None that nq runs; what there is instead.
+    /// No weights that nq can run; with a description of what there is instead.
     None(String),
 }
 
@@ -336,9 +337,10 @@ fn weight_files(id: &HubId, names: &[&str]) -> Weights {
             .collect()
     };
     if let Some(file) = &id.file {
-        return match has(file) {
-            true => Weights::Files(vec![file.clone()]),
-            false => Weights::None(format!("it has no file {file}")),
+        return if has(file) {
+            Weights::Files(vec![file.clone()])
+        } else {
+            Weights::None(format!("it has no file {file}"))
         };
     }
     if has(SINGLE) {
@@ -368,7 +370,7 @@ fn weight_files(id: &HubId, names: &[&str]) -> Weights {
     }
 }
 
-/// Configuration and tokenizer files; none for a GGUF, which has its own.
+/// Configuration and tokenizer files; none for a GGUF file, which contains them.
 fn side_files(names: &[&str], weights: &Weights) -> Vec<String> {
     if matches!(weights, Weights::Files(f) if f.iter().all(|n| n.ends_with(".gguf"))) {
         return Vec::new();
@@ -411,7 +413,7 @@ fn shards(index: &Path) -> Result<Vec<String>> {
     }
 }
 
-/// The model in a snapshot folder, if all of it is there.
+/// The model in a snapshot folder, if it is complete.
 fn complete(snapshot: &Path, id: &HubId) -> Option<PathBuf> {
     let has = |name: &str| snapshot.join(name).exists();
     if let Some(file) = &id.file {

@@ -1,4 +1,4 @@
-//! AWQ as AutoAWQ writes it, version `gemm`: 4 bits.
+//! Reads AWQ as AutoAWQ writes it, version `gemm`: 4 bits.
 //!
 //! | tensor | shape | |
 //! |---|---|---|
@@ -15,32 +15,32 @@ use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use rayon::prelude::*;
 
-/// The `quant_method`.
+/// The `quant_method` of this format.
 pub const METHOD: &str = "awq";
 
-/// Output of each nibble within its word.
+/// For each nibble of a word, the output that it holds.
 pub const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 const BITS: Bits = Bits::B4;
 
 struct Awq {
     group: Group,
-    /// Zero-points are stored; without, they are all in the middle.
+    /// True if zero-points are stored; otherwise all are at the midpoint.
     zero_point: bool,
 }
 
 /// Opens a checkpoint whose `quant_method` is `awq`.
 ///
 /// # Errors
-/// [`crate::Error::Unsupported`] for a version or bits that are not read, by name;
-/// [`crate::Error::Malformed`] for missing settings; else as [`Shards::open`].
+/// [`crate::Error::Unsupported`], naming it, for a version or width that nq does not read;
+/// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
 pub fn open(source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
     let version = settings.str("version")?.unwrap_or("gemm");
     if !version.eq_ignore_ascii_case("gemm") {
         return Err(settings.unsupported(format!("AWQ version {version}"), "nq reads gemm"));
     }
-    // Early files say w_bit and q_group_size.
+    // Early files have the keys w_bit and q_group_size.
     let either = |a, b| if settings.get(a).is_some() { a } else { b };
     let bits = settings.bits(either("bits", "w_bit"))?;
     if bits != BITS {
@@ -77,18 +77,17 @@ impl Layout for Awq {
         let int = [DType::I32];
         let packed = words(&shards.require(&tensor("qweight"), &int, &[cols, rows / 8])?);
         let scales = shards.require(&tensor("scales"), &FLOATS, &[groups, rows])?;
-        let zeros = match self.zero_point {
-            true => {
-                let words = words(&shards.require(&tensor("qzeros"), &int, &[groups, rows / 8])?);
-                let mut zeros = vec![0; groups * rows];
-                for (word, eight) in words.into_iter().zip(zeros.chunks_mut(8)) {
-                    for (i, &o) in ORDER.iter().enumerate() {
-                        eight[o] = in_word(BITS, word, i);
-                    }
+        let zeros = if self.zero_point {
+            let words = words(&shards.require(&tensor("qzeros"), &int, &[groups, rows / 8])?);
+            let mut zeros = vec![0; groups * rows];
+            for (word, eight) in words.into_iter().zip(zeros.chunks_mut(8)) {
+                for (i, &o) in ORDER.iter().enumerate() {
+                    eight[o] = in_word(BITS, word, i);
                 }
-                Some(transpose(&zeros, rows))
             }
-            false => None,
+            Some(transpose(&zeros, rows))
+        } else {
+            None
         };
         let stride = BITS.bytes(cols);
         let mut codes = vec![0; rows * stride];

@@ -1,4 +1,4 @@
-//! compressed-tensors, as vLLM's llm-compressor writes it: `pack-quantized` (4 and 8 bits) and
+//! Reads compressed-tensors as vLLM's llm-compressor writes it: `pack-quantized` (4 and 8 bits) and
 //! `int-quantized` (8 bits).
 //!
 //! | tensor | shape | |
@@ -20,10 +20,10 @@ use crate::shards::Shards;
 use crate::tensor::Tensor;
 use serde_json::Value;
 
-/// The `quant_method`.
+/// The `quant_method` of this format.
 pub const METHOD: &str = "compressed-tensors";
 
-/// How one of the `config_groups` keeps its weights.
+/// How the weights of one of the `config_groups` are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct GroupScheme {
     bits: Bits,
@@ -39,15 +39,15 @@ enum Strategy {
 }
 
 struct CompressedTensors {
-    /// Which schemes there are; a weight's shapes say which of them it has.
+    /// The declared schemes; a weight's shapes tell which of them it has.
     schemes: Vec<GroupScheme>,
 }
 
 /// Opens a checkpoint whose `quant_method` is `compressed-tensors`.
 ///
 /// # Errors
-/// [`crate::Error::Unsupported`] for a format, type or strategy that is not read, by name;
-/// [`crate::Error::Malformed`] for missing settings; else as [`Shards::open`].
+/// [`crate::Error::Unsupported`], naming it, for a format, type or strategy that nq does not read;
+/// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
 pub fn open(source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
     const FORMATS: [&str; 3] = ["pack-quantized", "int-quantized", "mixed-precision"];
@@ -106,7 +106,7 @@ const SCALE: &str = ".weight_scale";
 const ZERO: &str = ".weight_zero_point";
 
 impl CompressedTensors {
-    /// The one declared scheme that the tensors of `name` have the shapes of.
+    /// The declared scheme that matches the shapes of the tensors of `name`.
     fn scheme(&self, shards: &Shards, name: &str, cols: usize) -> Result<GroupScheme> {
         let shape = |suffix: &str| Some(shards.get(&format!("{name}{suffix}"))?.shape().to_vec());
         let packed = shape(PACKED);
@@ -158,21 +158,19 @@ impl Layout for CompressedTensors {
         };
         let groups = group.count(cols);
         let packed = shards.contains(&tensor(PACKED));
-        let codes = match packed {
-            true => {
-                let width = cols.div_ceil(per_word(bits));
-                let words = shards.require(&tensor(PACKED), &[DType::I32], &[rows, width])?;
-                // A row's bytes are canonical already, but for the padding of its last word.
-                let (have, want) = (4 * width, bits.bytes(cols));
-                match have == want {
-                    true => words.data().clone(),
-                    false => trim_rows(bits, words.data(), (have, want), cols).into(),
-                }
+        let codes = if packed {
+            let width = cols.div_ceil(per_word(bits));
+            let words = shards.require(&tensor(PACKED), &[DType::I32], &[rows, width])?;
+            // A row's bytes are already canonical, except for the padding of its last word.
+            let (have, want) = (4 * width, bits.bytes(cols));
+            if have == want {
+                words.data().clone()
+            } else {
+                trim_rows(bits, words.data(), (have, want), cols).into()
             }
-            false => {
-                let signed = shards.require(&tensor(".weight"), &[DType::I8], &[rows, cols])?;
-                unsigned(&signed).into()
-            }
+        } else {
+            let signed = shards.require(&tensor(".weight"), &[DType::I8], &[rows, cols])?;
+            unsigned(&signed).into()
         };
         let scale_name = tensor(SCALE);
         let shape = match shards.get(&scale_name) {
@@ -203,7 +201,7 @@ impl Layout for CompressedTensors {
         };
         let g_idx = tensor(".weight_g_idx");
         let g_idx = match shards.get(&g_idx) {
-            // An index of -1 throughout stands for none.
+            // An index of -1 throughout means that there is none.
             Some(t) if t.data().iter().any(|b| *b != 0xFF) => {
                 listed_groups(shards, &g_idx, cols, group)?
             }
@@ -220,12 +218,12 @@ impl Layout for CompressedTensors {
     }
 }
 
-/// Signed bytes as unsigned codes, 128 higher.
+/// Converts signed bytes to unsigned codes by adding 128.
 fn unsigned(tensor: &Tensor) -> Vec<u8> {
     tensor.data().iter().map(|b| b ^ 0x80).collect()
 }
 
-/// Rows of `have` bytes cut to the `want` that their codes take.
+/// Cuts rows of `have` bytes to the `want` bytes that their codes take.
 fn trim_rows(bits: Bits, data: &[u8], (have, want): (usize, usize), cols: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(data.len() / have.max(1) * want);
     for row in data.chunks(have) {
@@ -240,7 +238,7 @@ fn trim_rows(bits: Bits, data: &[u8], (have, want): (usize, usize), cols: usize)
     out
 }
 
-/// Checks the shape that a file says a weight had before it was packed.
+/// Checks the shape that the file states for a weight before packing.
 fn check_shape(shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<()> {
     let Some(tensor) = shards.get(name) else {
         return Ok(());

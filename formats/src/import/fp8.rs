@@ -1,5 +1,5 @@
-//! Block-wise FP8, as the official Qwen3-FP8 checkpoints have it: `w = fp8 * scale_inv` per
-//! block of `weight_block_size`. Read as BF16, what models of this kind compute in.
+//! Reads block-wise FP8 as in the official Qwen3-FP8 checkpoints: `w = fp8 * scale_inv` per
+//! block of `weight_block_size`, read as BF16, the type in which these models compute.
 //!
 //! | tensor | shape |
 //! |---|---|
@@ -20,7 +20,7 @@ use half::bf16;
 use rayon::prelude::*;
 use serde_json::Value;
 
-/// The `quant_method`.
+/// The `quant_method` of this format.
 pub const METHOD: &str = "fp8";
 
 struct Fp8Store {
@@ -34,7 +34,7 @@ struct Fp8Store {
 ///
 /// # Errors
 /// [`crate::Error::Unsupported`] for another float format or scales that are not block-wise;
-/// else as [`Shards::open`].
+/// otherwise errors of [`Shards::open`].
 pub fn open(source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
     if let Some(other) = settings.str("fmt")?.filter(|f| *f != "e4m3") {
@@ -57,7 +57,7 @@ pub fn open(source: Source) -> Result<Checkpoint> {
 }
 
 /// The value of an FP8 E4M3 number (OCP 8-bit floating point specification): sign, 4 exponent
-/// bits with bias 7, 3 mantissa bits; no infinities, and NaN where all of the rest is set.
+/// bits with bias 7, 3 mantissa bits; no infinities, and NaN if all other bits are set.
 pub fn e4m3(byte: u8) -> f32 {
     let mantissa = f32::from(byte & 7);
     let magnitude = match (byte >> 3) & 15 {
@@ -78,7 +78,7 @@ impl Fp8Store {
         tensor.is_some_and(|t| t.dtype() == DType::F8E4M3)
     }
 
-    /// The weight in elements of `N` bytes, as `encode` writes an f32.
+    /// The weight in elements of `N` bytes; `encode` converts an f32 to one.
     fn dequantize<const N: usize>(
         &self,
         name: &str,
@@ -135,14 +135,12 @@ impl WeightStore for Fp8Store {
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
-        let tensor = match self.is_fp8(name) {
-            true => {
-                let encode = |v| bf16::from_f32(v).to_le_bytes();
-                self.dequantize(name, dims, DType::BF16, encode)?
-            }
-            false => self
-                .shards
-                .require(&weight_name(name), &FLOATS, &[dims.0, dims.1])?,
+        let tensor = if self.is_fp8(name) {
+            let encode = |v| bf16::from_f32(v).to_le_bytes();
+            self.dequantize(name, dims, DType::BF16, encode)?
+        } else {
+            self.shards
+                .require(&weight_name(name), &FLOATS, &[dims.0, dims.1])?
         };
         Ok(Weight::Dense(tensor))
     }
@@ -156,9 +154,10 @@ impl WeightStore for Fp8Store {
     }
 
     fn exactness(&self, name: &str) -> Exactness {
-        match self.is_fp8(name) {
-            true => Exactness::ValuesRounded(DType::BF16),
-            false => Exactness::Exact,
+        if self.is_fp8(name) {
+            Exactness::ValuesRounded(DType::BF16)
+        } else {
+            Exactness::Exact
         }
     }
 

@@ -1,4 +1,4 @@
-//! GPTQ, versions 1 and 2, as AutoGPTQ and GPTQModel write it.
+//! Reads GPTQ, versions 1 and 2, as AutoGPTQ and GPTQModel write it.
 //!
 //! | tensor | shape | |
 //! |---|---|---|
@@ -17,24 +17,24 @@ use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use rayon::prelude::*;
 
-/// The `quant_method`.
+/// The `quant_method` of this format.
 pub const METHOD: &str = "gptq";
 
 struct Gptq {
     bits: Bits,
     group: Group,
-    /// Some modules have other settings (GPTQModel's `dynamic`): shapes say which.
+    /// True if some modules have other settings (GPTQModel's `dynamic`); then shapes tell which.
     dynamic: bool,
     activation_order: bool,
-    /// Stored zero-points are one less than the true ones.
+    /// True if stored zero-points are one less than the true ones.
     zeros_less_one: bool,
 }
 
 /// Opens a checkpoint whose `quant_method` is `gptq`.
 ///
 /// # Errors
-/// [`crate::Error::Unsupported`] for a `checkpoint_format` or bits that are not read, by name;
-/// [`crate::Error::Malformed`] for missing settings; else as [`Shards::open`].
+/// [`crate::Error::Unsupported`], naming it, for a `checkpoint_format` or width that nq does not read;
+/// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
 pub fn open(source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
     let zeros_less_one = match settings.str("checkpoint_format")? {
@@ -62,8 +62,8 @@ pub fn open(source: Source) -> Result<Checkpoint> {
 }
 
 impl Gptq {
-    /// Bits and groups of the weight `name`: the configuration's, or where that varies by
-    /// module, what the shapes say.
+    /// Bits and groups of the weight `name`: from the configuration or, if they vary by module, from
+    /// the shapes.
     fn scheme(&self, shards: &Shards, name: &str, cols: usize) -> Result<(Bits, Group)> {
         let rows = |suffix: &str| Some(*shards.get(&format!("{name}{suffix}"))?.shape().first()?);
         let (true, Some(packed), Some(groups)) = (self.dynamic, rows(".qweight"), rows(".scales"))
@@ -123,7 +123,7 @@ impl Layout for Gptq {
             false => None,
         };
 
-        // A word's bytes are canonical already: transposing words is all there is to do.
+        // A word's bytes are already canonical: only words need to be transposed.
         let (packed, _) = packed.data().as_chunks::<4>();
         let stride = bits.bytes(cols);
         let mut codes = vec![0; rows * stride];
@@ -138,10 +138,13 @@ impl Layout for Gptq {
                     }
                 }
             });
-        let zero = |word: u32, j| match self.zeros_less_one {
-            // A true zero-point of 0 was stored as -1 in the field's width.
-            true => in_word(bits, word, j).wrapping_add(1) & bits.max_code(),
-            false => in_word(bits, word, j),
+        let zero = |word: u32, j| {
+            if self.zeros_less_one {
+                // A true zero-point of 0 was stored as -1 in the field's width.
+                in_word(bits, word, j).wrapping_add(1) & bits.max_code()
+            } else {
+                in_word(bits, word, j)
+            }
         };
         let zeros: Vec<u8> = words(&zeros)
             .into_iter()

@@ -1,5 +1,5 @@
-//! Safetensors checkpoints quantized by other tools, one file per format. Codes stay what
-//! they are; layouts become nq's canonical one.
+//! Safetensors checkpoints quantized by other tools, one source file per format. Codes are kept;
+//! their layout becomes nq's canonical one.
 
 pub mod awq;
 pub mod compressed_tensors;
@@ -24,12 +24,12 @@ use rayon::prelude::*;
 use serde_json::Value;
 use std::sync::Arc;
 
-/// How a tool lays quantized weights out.
+/// How a tool lays out quantized weights.
 pub(crate) trait Layout: Send + Sync {
     /// The format's name.
     fn format(&self) -> &'static str;
 
-    /// True if the weight `name` is kept quantized.
+    /// True if the weight `name` is stored quantized.
     fn is_quantized(&self, shards: &Shards, name: &str) -> bool;
 
     /// The suffix of the tensor that holds a weight's scales.
@@ -39,7 +39,7 @@ pub(crate) trait Layout: Send + Sync {
     fn read(&self, shards: &Shards, name: &str, dims: (usize, usize)) -> Result<Parts>;
 }
 
-/// A quantized weight as a tool keeps it, in canonical order.
+/// A quantized weight in a tool's own representation, in canonical order.
 pub(crate) struct Parts {
     pub(crate) bits: Bits,
     pub(crate) group: Group,
@@ -47,17 +47,17 @@ pub(crate) struct Parts {
     pub(crate) codes: Bytes,
     /// `[out, groups]`, exactly as stored.
     pub(crate) scales: Vec<f32>,
-    /// `[out, groups]`, not packed; `None`: symmetric.
+    /// `[out, groups]`, not packed; `None` if symmetric.
     pub(crate) zeros: Option<Vec<u8>>,
-    /// `[in]`, unless input `i` is in group `i / group size`.
+    /// `[in]`; `None` if input `i` is in group `i / group size`.
     pub(crate) g_idx: Option<Arc<[u32]>>,
 }
 
 impl Parts {
     fn into_affine(self, (rows, cols): (usize, usize)) -> Result<AffineWeight> {
         let groups = self.group.count(cols);
-        // Zero-points that are all in the middle are a symmetric scheme: the same numbers,
-        // fewer bytes.
+        // If all zero-points are at the midpoint, the scheme is symmetric: the same numbers in fewer
+        // bytes.
         let middle = self.bits.midpoint();
         let zeros = self.zeros.filter(|z| z.iter().any(|&z| z != middle));
         let scheme = AffineScheme::new(
@@ -77,7 +77,7 @@ impl Parts {
         AffineWeight::new(scheme, (rows, cols), self.codes, scales, zeros, self.g_idx)
     }
 
-    /// `s * (q - z)` in f32, in the scales' own precision.
+    /// `s * (q - z)` in f32, with the scales' full precision.
     fn into_dense(self, (rows, cols): (usize, usize)) -> Result<Tensor> {
         let groups = self.group.count(cols);
         let size = self.group.size(cols).max(1);
@@ -102,7 +102,7 @@ impl Parts {
     }
 }
 
-/// True if every scale is an f16.
+/// True if every scale fits an f16.
 fn fit_f16(scales: &[f32]) -> bool {
     scales.iter().all(|&s| f16::from_f32(s).to_f32() == s)
 }
@@ -114,7 +114,7 @@ struct ImportStore<L> {
     value: Value,
 }
 
-/// Opens `source` with `layout`, which its configuration described.
+/// Opens `source` with `layout`, which was made from its configuration.
 pub(crate) fn open_with(source: Source, layout: impl Layout + 'static) -> Result<Checkpoint> {
     let shards = source.shards()?;
     let value = source.quantization().cloned().unwrap_or_default();
@@ -132,7 +132,7 @@ impl<L: Layout> ImportStore<L> {
         }
         refuse_bias(&self.shards, name)?;
         let parts = self.layout.read(&self.shards, name, dims)?;
-        // Before any value is used: scales decide which way a weight is read.
+        // Checked before any value is used: scales decide how a weight is read.
         if let Some((i, s)) = (0..).zip(&parts.scales).find(|(_, s)| !s.is_finite()) {
             let tensor = format!("{name}{}", self.layout.scales());
             let groups = (parts.scales.len() / dims.0.max(1)).max(1);
@@ -150,7 +150,7 @@ impl<L: Layout> ImportStore<L> {
     }
 }
 
-/// Qwen3's Linears have no bias; some tools write one of zeros.
+/// Refuses nonzero biases: Qwen3's Linears have none, but some tools write one of zeros.
 fn refuse_bias(shards: &Shards, name: &str) -> Result<()> {
     let bias = format!("{name}.bias");
     let Some(tensor) = shards.get(&bias) else {
@@ -203,9 +203,10 @@ impl<L: Layout> WeightStore for ImportStore<L> {
                 .filter(|t| t.dtype() != DType::F16)
                 .and_then(|t| t.to_f32().ok())
                 .is_some_and(|values| !fit_f16(&values));
-        match rounded {
-            true => Exactness::ScalesRounded(DType::F16),
-            false => Exactness::Exact,
+        if rounded {
+            Exactness::ScalesRounded(DType::F16)
+        } else {
+            Exactness::Exact
         }
     }
 
@@ -222,7 +223,7 @@ impl<L: Layout> WeightStore for ImportStore<L> {
     }
 }
 
-/// The quantization of a config.json, read with errors that name the key.
+/// The quantization settings of a config.json; errors name the key.
 pub(crate) struct Settings<'a> {
     source: &'a Source,
     value: &'a Value,
@@ -235,7 +236,7 @@ impl<'a> Settings<'a> {
         Settings { source, value }
     }
 
-    /// The same settings, about a part of them.
+    /// Settings of a part of these.
     pub(crate) fn within(&self, value: &'a Value) -> Self {
         Settings {
             source: self.source,
@@ -281,11 +282,11 @@ impl<'a> Settings<'a> {
         self.get(key).map(read).transpose()
     }
 
-    /// 4 or 8 under `key`.
+    /// The number of bits under `key`: 4 or 8.
     pub(crate) fn bits(&self, key: &str) -> Result<Bits> {
         let n = self.get(key).and_then(Value::as_u64);
         let n = n.ok_or_else(|| self.malformed(key, "a number of bits"))?;
-        // Other widths are packed otherwise there than here.
+        // Other widths are packed differently in these formats.
         let known = [Bits::B4, Bits::B8].into_iter();
         let bits = known.into_iter().find(|b| b.width() as u64 == n);
         bits.ok_or_else(|| self.unsupported(format!("{n} bits"), "nq runs 4 and 8"))
@@ -308,7 +309,7 @@ pub(crate) fn words(tensor: &Tensor) -> Vec<u32> {
     chunks.iter().map(|b| u32::from_le_bytes(*b)).collect()
 }
 
-/// `[rows, cols]` to `[cols, rows]`.
+/// Transposes `[rows, cols]` to `[cols, rows]`.
 pub(crate) fn transpose<T: Copy>(values: &[T], cols: usize) -> Vec<T> {
     (0..cols)
         .flat_map(|c| values.iter().skip(c).step_by(cols.max(1)).copied())
@@ -325,8 +326,8 @@ pub(crate) fn in_word(bits: Bits, word: u32, i: usize) -> u8 {
     (word >> (bits.width() * i)) as u8 & bits.max_code()
 }
 
-/// A group index, or `None` if it says no more than `i / group size`. Entries past the last group
-/// are refused.
+/// A group index, or `None` if every entry is `i / group size`. Entries past the last group are
+/// refused.
 pub(crate) fn listed_groups(
     shards: &Shards,
     name: &str,
@@ -347,7 +348,7 @@ pub(crate) fn listed_groups(
     Ok(if plain { None } else { Some(g_idx) })
 }
 
-/// Checks that groups divide the inputs and codes fill whole words.
+/// Checks that groups divide the inputs and that codes fill whole words.
 pub(crate) fn check_dims(
     shards: &Shards,
     tensor: &str,

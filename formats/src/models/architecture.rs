@@ -1,29 +1,29 @@
-//! What a row of the table of architectures says.
+//! A row of the table of architectures.
 
 use super::layer::LayerSpec;
 use super::shape::Experts;
 use std::fmt;
 
-/// A family of models whose layers are alike.
+/// A family of models with identical layers.
 pub struct Architecture {
     /// The family, for messages: `Qwen3`.
     pub family: &'static str,
-    /// Which of its models these are, for messages: `Qwen3 dense`.
+    /// The models of the family that this row covers, for messages: `Qwen3 dense`.
     pub title: &'static str,
     /// The class that config.json's `architectures` names.
     pub class: &'static str,
     /// config.json's `model_type`.
     pub model_type: &'static str,
-    /// GGUF's `general.architecture`, which the keys of its metadata begin with.
+    /// GGUF's `general.architecture`, which is also the prefix of its metadata keys.
     pub gguf: &'static str,
-    /// Its layers, all alike.
+    /// Its layers, which are all alike.
     pub layer: LayerSpec,
     /// Its published models.
     pub presets: &'static [Preset],
 }
 
 impl PartialEq for Architecture {
-    /// Classes differ.
+    /// Compares classes, which are unique.
     fn eq(&self, other: &Self) -> bool {
         self.class == other.class
     }
@@ -38,9 +38,9 @@ impl fmt::Debug for Architecture {
 /// A published model's shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Preset {
-    /// What `--preset` and `nq synth` call it.
+    /// Its name in `--preset` and `nq synth`.
     pub name: &'static str,
-    /// The published model.
+    /// Hub id of the published model.
     pub hub_id: &'static str,
     pub(super) architecture: &'static Architecture,
     pub(super) hidden: usize,

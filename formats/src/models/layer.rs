@@ -1,8 +1,8 @@
-//! What a layer is made of: its parameters by name and shape, and what it computes of them.
+//! Specification of a layer: its parameters' names and shapes, and what it computes.
 
 use std::fmt;
 
-/// What the names of layers' parameters begin with, before the layer's number.
+/// Prefix of the names of layers' parameters, before the layer's number.
 pub(crate) const LAYERS: &str = "model.layers.";
 
 /// The full name of a parameter of layer `layer`.
@@ -10,114 +10,114 @@ pub fn in_layer(layer: usize, suffix: &str) -> String {
     format!("{LAYERS}{layer}.{suffix}")
 }
 
-/// A layer: its halves in order. Each adds what it computes to the residual stream.
+/// A layer: its two halves in order. Each adds its output to the residual stream.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerSpec {
     /// The first half.
     pub attention: AttentionSpec,
-    /// The second.
+    /// The second half.
     pub mlp: MlpSpec,
 }
 
-/// `o(attention(q(n), k(n), v(n)))` of `n = norm(x)`. Every head of the queries and keys is
+/// `o(attention(q(n), k(n), v(n)))` with `n = norm(x)`. Every head of the queries and keys is
 /// normalized and rotated by its position.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSpec {
-    /// Before everything else.
+    /// The norm of the input.
     pub norm: NormSpec,
     /// Queries, keys and values.
     pub qkv: Product,
-    /// Of each head of the queries.
+    /// The norm of each head of the queries.
     pub q_norm: NormSpec,
-    /// Of each head of the keys.
+    /// The norm of each head of the keys.
     pub k_norm: NormSpec,
     /// The output projection.
     pub o: Product,
 }
 
-/// What follows attention.
+/// A layer's second half.
 #[derive(Clone, Copy, Debug)]
 pub enum MlpSpec {
-    /// `down(silu(gate(n)) * up(n))` of `n = norm(x)` (Shazeer, arXiv 2002.05202).
+    /// `down(silu(gate(n)) * up(n))` with `n = norm(x)` (Shazeer, arXiv 2002.05202).
     SwiGlu {
-        /// Before everything else.
+        /// The norm of the input.
         norm: NormSpec,
-        /// Gate and up.
+        /// Gate and up projections.
         gate_up: Product,
-        /// Down.
+        /// Down projection.
         down: Product,
     },
-    /// A mixture of experts, each a SwiGLU: with `p = softmax(router(n))` of `n = norm(x)` in f32,
-    /// the sum of `p_e expert_e(n)` over the experts of the greatest `p`, divided by the sum of
-    /// these `p` where the model's configuration says so (Fedus, Zoph, Shazeer, arXiv 2101.03961;
+    /// A mixture of experts, each a SwiGLU: with `n = norm(x)` and `p = softmax(router(n))` in f32,
+    /// the sum of `p_e expert_e(n)` over the experts with the greatest `p`, divided by the sum of
+    /// these `p` if the model's configuration says so (Fedus, Zoph, Shazeer, arXiv 2101.03961;
     /// Qwen3, arXiv 2505.09388).
     Experts {
-        /// Before everything else.
+        /// The norm of the input.
         norm: NormSpec,
-        /// What scores the experts. No scheme covers it: it stays as the source has it.
+        /// Scores the experts. It is never quantized.
         router: Product,
-        /// Gate and up of every expert.
+        /// Gate and up projections of every expert.
         gate_up: Product,
-        /// Down of every expert.
+        /// Down projection of every expert.
         down: Product,
     },
 }
 
-/// Linears that share one input: kernels multiply it by all of them at once.
+/// Linears that share one input: kernels multiply the input by all of them at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Product {
-    /// What profiles call it: `qkv`.
+    /// Its name in profiles, e.g. `qkv`.
     pub name: &'static str,
-    /// Its Linears, in the order their outputs stand.
+    /// Its Linears, in the order of their outputs.
     pub linears: &'static [LinearSpec],
-    /// What makes its input.
+    /// The operation that produces its input.
     pub source: Source,
 }
 
-/// What makes a product's input, of which a method can divide an element by a scale that the
-/// product's weights are multiplied by.
+/// The operation that produces a product's input. A method can divide an element of that input by a
+/// scale there and multiply the product's weights by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// A norm, by its gains.
+    /// A norm, through its gains.
     Norm(NormKind),
-    /// Attention over the heads of this Linear's outputs: query heads of a group share theirs.
+    /// Attention over the heads of this Linear's outputs: query heads of a group share a head.
     Heads(LinearKind),
-    /// This Linear's outputs, each times something else.
+    /// The outputs of this Linear, each times another value.
     Rows(LinearKind),
 }
 
-/// A Linear of a layer, or the same Linear of all experts of one: then its weight is a stack, the
-/// rows of expert 0, those of expert 1 and so on.
+/// A Linear of a layer, or the same Linear of all experts of a layer. In the latter case its weight is
+/// a stack: the rows of expert 0, those of expert 1 and so on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearSpec {
-    /// What it does.
+    /// Its kind.
     pub kind: LinearKind,
-    /// Hugging Face's name within a layer, without `.weight`.
+    /// Its Hugging Face name within a layer, without `.weight`.
     pub suffix: &'static str,
-    /// GGUF's name within a block, without `.weight`.
+    /// Its GGUF name within a block, without `.weight`.
     pub gguf: &'static str,
-    /// Its outputs, of one expert.
+    /// Number of outputs, for one expert.
     pub out: Width,
-    /// Its inputs.
+    /// Number of inputs.
     pub inputs: Width,
-    /// Every expert has one.
+    /// True if every expert has one.
     pub stacked: bool,
 }
 
 /// An RMSNorm of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NormSpec {
-    /// What it normalizes.
+    /// Its kind.
     pub kind: NormKind,
-    /// As [`LinearSpec::suffix`].
+    /// See [`LinearSpec::suffix`].
     pub suffix: &'static str,
-    /// As [`LinearSpec::gguf`].
+    /// See [`LinearSpec::gguf`].
     pub gguf: &'static str,
-    /// Elements that are normalized together.
+    /// Number of elements that are normalized together.
     pub len: Width,
 }
 
-/// A row of an architecture's table: its kind, its names as Hugging Face and GGUF have them, and
+/// A row of an architecture's table: its kind, its names in Hugging Face and GGUF files, and
 /// its dimensions `(out, in)`.
 pub(super) const fn linear(
     kind: LinearKind,
@@ -135,7 +135,7 @@ pub(super) const fn linear(
     }
 }
 
-/// As [`linear`], of every expert; `dims` are those of one.
+/// Like [`linear`], for a stack over experts; `dims` are those of one expert.
 pub(super) const fn stack(
     kind: LinearKind,
     suffix: &'static str,
@@ -148,7 +148,7 @@ pub(super) const fn stack(
     }
 }
 
-/// As [`linear`], of a norm.
+/// Like [`linear`], for a norm.
 pub(super) const fn norm(
     kind: NormKind,
     suffix: &'static str,
@@ -163,7 +163,7 @@ pub(super) const fn norm(
     }
 }
 
-/// What a Linear does. In the order they run.
+/// Kind of a Linear, in running order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LinearKind {
     /// Queries.
@@ -184,7 +184,7 @@ pub enum LinearKind {
     Down,
 }
 
-/// What a norm normalizes. Those of the residual stream come first.
+/// Kind of a norm, by its input. Those of the residual stream come first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum NormKind {
     /// The residual stream before attention.
@@ -197,7 +197,7 @@ pub enum NormKind {
     K,
 }
 
-/// A dimension that a model's configuration gives.
+/// A dimension given by a model's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Width {
     /// `hidden_size`
@@ -226,28 +226,28 @@ pub enum Parameter {
 }
 
 impl MlpSpec {
-    /// The norm before everything else.
+    /// The norm of its input.
     pub fn norm(&self) -> &NormSpec {
         match self {
             MlpSpec::SwiGlu { norm, .. } | MlpSpec::Experts { norm, .. } => norm,
         }
     }
 
-    /// Gate and up.
+    /// Gate and up projections.
     pub fn gate_up(&self) -> &Product {
         match self {
             MlpSpec::SwiGlu { gate_up, .. } | MlpSpec::Experts { gate_up, .. } => gate_up,
         }
     }
 
-    /// Down.
+    /// Down projection.
     pub fn down(&self) -> &Product {
         match self {
             MlpSpec::SwiGlu { down, .. } | MlpSpec::Experts { down, .. } => down,
         }
     }
 
-    /// What scores the experts, if there are any.
+    /// The Linear that scores the experts, if there are any.
     pub fn router(&self) -> Option<&LinearSpec> {
         match self {
             MlpSpec::SwiGlu { .. } => None,
@@ -257,7 +257,7 @@ impl MlpSpec {
 }
 
 impl LayerSpec {
-    /// Its products whose weights schemes cover, in the order they run: all but the router.
+    /// The products whose weights can be quantized, in running order: all but the router.
     pub fn products(&self) -> Vec<&Product> {
         let (attention, mlp) = (&self.attention, &self.mlp);
         vec![&attention.qkv, &attention.o, mlp.gate_up(), mlp.down()]
@@ -269,7 +269,7 @@ impl LayerSpec {
         products.flat_map(|p| p.linears).collect()
     }
 
-    /// All that a layer multiplies by: the router and [`LayerSpec::linears`].
+    /// All matrices of a layer: the router and [`LayerSpec::linears`].
     pub fn matrices(&self) -> impl Iterator<Item = &LinearSpec> {
         self.mlp.router().into_iter().chain(self.linears())
     }
@@ -323,7 +323,7 @@ impl LayerSpec {
 }
 
 impl Product {
-    /// Its Linears in words: `q k v`.
+    /// The kinds of its Linears in words: `q k v`.
     pub fn words(&self) -> String {
         let words: Vec<String> = self.linears.iter().map(|l| l.kind.to_string()).collect();
         words.join(" ")
@@ -336,8 +336,8 @@ impl LinearSpec {
         in_layer(layer, self.suffix)
     }
 
-    /// What files that keep experts apart call that of one: `mlp.experts.5.gate_proj` of the stack
-    /// `mlp.experts.gate_proj`.
+    /// The name of one expert's weight in files that store experts separately:
+    /// `mlp.experts.5.gate_proj` for the stack `mlp.experts.gate_proj`.
     pub fn expert_name(&self, layer: usize, expert: usize) -> String {
         let (experts, linear) = self.suffix.rsplit_once('.').unwrap_or(("", self.suffix));
         in_layer(layer, &format!("{experts}.{expert}.{linear}"))
@@ -345,7 +345,7 @@ impl LinearSpec {
 }
 
 impl NormSpec {
-    /// As [`LinearSpec::name`].
+    /// The full name of its gains in layer `layer`, without `.weight`.
     pub fn name(&self, layer: usize) -> String {
         in_layer(layer, self.suffix)
     }
@@ -367,7 +367,7 @@ impl fmt::Display for LinearKind {
 }
 
 impl Parameter {
-    /// Hugging Face's name within a layer, without `.weight`.
+    /// Its Hugging Face name within a layer, without `.weight`.
     pub fn suffix(&self) -> &'static str {
         match self {
             Parameter::Norm(n) => n.suffix,
@@ -375,7 +375,7 @@ impl Parameter {
         }
     }
 
-    /// GGUF's name within a block, without `.weight`.
+    /// Its GGUF name within a block, without `.weight`.
     pub fn gguf(&self) -> &'static str {
         match self {
             Parameter::Norm(n) => n.gguf,

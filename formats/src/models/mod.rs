@@ -1,8 +1,8 @@
-//! The architectures that nq runs: what their weights are called in a layer, their dimensions,
-//! which of them share an input, and what a layer computes. Everything else walks these tables.
+//! The architectures that nq supports: the names and dimensions of a layer's weights,
+//! which of them share an input, and what a layer computes. All other code walks these tables.
 //!
 //! A new architecture is a file here and a row of [`ARCHITECTURES`]. One whose layers compute
-//! something else is a variant of [`MlpSpec`] too, and its kernels.
+//! something else also needs a variant of [`MlpSpec`] and kernels.
 
 mod architecture;
 mod layer;
@@ -20,12 +20,12 @@ pub use shape::{Experts, ModelConfig, Rope, RopeScaling, Shape};
 /// Every architecture.
 pub static ARCHITECTURES: &[&Architecture] = &[&qwen3::QWEN3, &qwen3::QWEN3_MOE];
 
-/// The architecture of which `key` is `value`, e.g. the one whose `model_type` is `qwen3`.
+/// The architecture whose `key` is `value`, e.g. the one whose `model_type` is `qwen3`.
 pub fn find(key: fn(&Architecture) -> &'static str, value: &str) -> Option<&'static Architecture> {
     ARCHITECTURES.iter().copied().find(|a| key(a) == value)
 }
 
-/// What nq runs, for messages, each architecture with its `key` in brackets.
+/// The supported architectures, for messages, each with its `key` in brackets.
 pub fn supported(key: fn(&Architecture) -> &'static str) -> String {
     let name = |a: &Architecture| format!("{} models ({})", a.title, key(a));
     let names: Vec<String> = ARCHITECTURES.iter().copied().map(name).collect();
@@ -38,7 +38,7 @@ impl Preset {
         ARCHITECTURES.iter().flat_map(|a| a.presets.iter().copied())
     }
 
-    /// The preset of this name, in any case; the family may be left out (`30b-a3b`).
+    /// The preset with this name, ignoring case; the family may be left out (`30b-a3b`).
     pub fn find(name: &str) -> Option<Preset> {
         let name = name.to_ascii_lowercase();
         let size = |p: &Preset| p.name.split_once('-').map(|(_, size)| size);
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// What the rest of nq takes for granted of a row.
+    /// Properties that all other code assumes of a row.
     #[test]
     fn rows_are_told_apart_and_name_each_weight_once() {
         for (i, a) in ARCHITECTURES.iter().copied().enumerate() {
@@ -73,7 +73,7 @@ mod tests {
         }
     }
 
-    /// One matrix for a kernel, and scales can be moved to where an input comes from.
+    /// One matrix for a kernel, and scales that can be moved to where the input is produced.
     #[test]
     fn products_share_an_input_that_its_source_makes() {
         for &a in ARCHITECTURES {

@@ -30,7 +30,7 @@ const ATTENTION: AttentionSpec = AttentionSpec {
     },
 };
 
-/// Before the MLP.
+/// The norm before the MLP.
 #[rustfmt::skip]
 const MLP_NORM: NormSpec =
     norm(NormKind::Mlp, "post_attention_layernorm", "ffn_norm", Width::Hidden);
@@ -124,8 +124,8 @@ pub(super) static QWEN3_MOE: Architecture = Architecture {
     ],
 };
 
-/// A published mixture: names, widths of the residual stream and of an MLP that no layer has,
-/// layers, heads of queries and of keys, experts and their width. The rest is alike.
+/// A published mixture: names, widths of the residual stream and of a (nonexistent) dense MLP,
+/// layers, heads of queries and of keys, experts and their width. Other values are the same for all.
 const fn mixture(
     names: (&'static str, &'static str),
     widths: (usize, usize),
@@ -147,7 +147,7 @@ const fn mixture(
 }
 
 /// A published size: names, widths of the residual stream and the MLP, layers and query heads.
-/// The rest is alike.
+/// Other values are the same for all.
 const fn preset(
     (name, hub_id): (&'static str, &'static str),
     (hidden, intermediate): (usize, usize),

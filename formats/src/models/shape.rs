@@ -1,54 +1,54 @@
-//! The shape of a model, and what its configuration makes of the table's dimensions.
+//! The shape of a model, and the table's dimensions in a model of that shape.
 
 use super::architecture::{Architecture, Preset};
 use super::layer::{LayerSpec, LinearKind, LinearSpec, Parameter, Product, Source, Width};
 use crate::dtype::DType;
 
-/// The shape of a model. Dimensions in elements.
+/// The shape of a model. Dimensions are in elements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// What its layers are made of.
+    /// Its architecture.
     pub architecture: &'static Architecture,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP. Layers of experts have [`Experts::width`] instead.
+    /// Width of the MLP. Layers with experts use [`Experts::width`] instead.
     pub intermediate_size: usize,
-    /// What the experts of its layers are; `None` where the architecture has none.
+    /// The experts of its layers; `None` if the architecture has none.
     pub experts: Option<Experts>,
-    /// Transformer layers.
+    /// Number of transformer layers.
     pub num_hidden_layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Key/value heads; divides `num_attention_heads`.
+    /// Number of key/value heads; divides `num_attention_heads`.
     pub num_key_value_heads: usize,
-    /// Width of one head. A key of its own: not `hidden_size / heads` on several sizes.
+    /// Width of one head. A separate key: several sizes differ from `hidden_size / heads`.
     pub head_dim: usize,
-    /// Rows of the embedding (the tokenizer may know fewer tokens).
+    /// Rows of the embedding (the tokenizer may have fewer tokens).
     pub vocab_size: usize,
-    /// Positions the model was trained for.
+    /// Number of positions that the model was trained for.
     pub max_position_embeddings: usize,
     /// Epsilon of every RMSNorm.
     pub rms_norm_eps: f32,
     /// Rotary embedding.
     pub rope: Rope,
-    /// The head is the embedding matrix.
+    /// True if the head is the embedding matrix.
     pub tie_word_embeddings: bool,
     /// Tokens that end a text; `generation_config.json` may add to them.
     pub eos_token_ids: Vec<u32>,
-    /// The type the config says the weights have.
+    /// The type of the weights according to the config.
     pub dtype: Option<DType>,
 }
 
 /// The experts of each layer of a mixture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
-    /// How many a layer has (`num_experts`).
+    /// Experts in a layer (`num_experts`).
     pub count: usize,
-    /// How many of them each token goes through (`num_experts_per_tok`).
+    /// Experts that each token is routed to (`num_experts_per_tok`).
     pub per_token: usize,
-    /// Width of each (`moe_intermediate_size`).
+    /// Width of each expert (`moe_intermediate_size`).
     pub width: usize,
-    /// The weights of a token's experts are divided by their sum (`norm_topk_prob`).
+    /// True if the weights of a token's experts are divided by their sum (`norm_topk_prob`).
     pub normalized: bool,
 }
 
@@ -64,7 +64,7 @@ pub struct Rope {
 /// How rotary frequencies are stretched for longer contexts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// As trained.
+    /// Not stretched.
     None,
     /// YaRN (arXiv 2309.00071), as Qwen3 documents it.
     Yarn {
@@ -72,11 +72,11 @@ pub enum RopeScaling {
         factor: f64,
         /// Length before stretching.
         original_max_position_embeddings: usize,
-        /// Rotations above which a dimension is left alone.
+        /// Rotations above which a dimension is not changed.
         beta_fast: f64,
         /// Rotations below which a dimension is fully interpolated.
         beta_slow: f64,
-        /// Scale of queries and keys; `0.1 ln(factor) + 1` where the config has none.
+        /// Scale of queries and keys; `0.1 ln(factor) + 1` if the config does not give it.
         attention_factor: f64,
     },
 }
@@ -119,7 +119,7 @@ impl ModelConfig {
         self.num_key_value_heads * self.head_dim
     }
 
-    /// Parameters of the model; a tied head counts once.
+    /// Number of parameters of the model; a tied head counts once.
     pub fn parameters(&self) -> usize {
         let h = self.hidden_size;
         let layer = self.layer().parameters();
@@ -133,8 +133,8 @@ impl ModelConfig {
         self.layer().mlp.down().inputs(self)
     }
 
-    /// Parameters that a token goes through; all where there are no experts. The embedding counts
-    /// where it is the head.
+    /// Number of parameters used for one token; all if there are no experts. The embedding counts
+    /// only if it is the head.
     pub fn active_parameters(&self) -> usize {
         let Some(experts) = self.experts else {
             return self.parameters();
@@ -144,7 +144,7 @@ impl ModelConfig {
         self.parameters() - self.num_hidden_layers * expert * (experts.count - experts.per_token)
     }
 
-    /// What each of its layers is made of.
+    /// The specification of its layers.
     pub fn layer(&self) -> &'static LayerSpec {
         &self.architecture.layer
     }
@@ -177,7 +177,7 @@ impl Preset {
 }
 
 impl Width {
-    /// How wide it is in a model of this shape.
+    /// This width in a model of shape `c`.
     pub fn of(self, c: &ModelConfig) -> usize {
         match self {
             Width::Hidden => c.hidden_size,
@@ -192,20 +192,21 @@ impl Width {
 }
 
 impl LinearSpec {
-    /// `(out_features, in_features)` in a model of this shape; of a stack, those of all experts.
+    /// `(out_features, in_features)` in a model of shape `c`; for a stack, those of all experts.
     pub fn dims(&self, c: &ModelConfig) -> (usize, usize) {
         (self.copies(c) * self.out.of(c), self.inputs.of(c))
     }
 
-    /// How many weights of one shape it stacks: the experts, or 1.
+    /// Number of weights that it stacks: the experts, or 1.
     pub fn copies(&self, c: &ModelConfig) -> usize {
-        match self.stacked {
-            true => Width::Experts.of(c),
-            false => 1,
+        if self.stacked {
+            Width::Experts.of(c)
+        } else {
+            1
         }
     }
 
-    /// Elements of its weight.
+    /// Number of elements of its weight.
     pub fn elements(&self, c: &ModelConfig) -> usize {
         let (out, inputs) = self.dims(c);
         out * inputs
@@ -213,7 +214,7 @@ impl LinearSpec {
 }
 
 impl LinearKind {
-    /// `(out_features, in_features)` in a model of this shape.
+    /// `(out_features, in_features)` in a model of shape `c`.
     ///
     /// # Panics
     /// If its layers have no such Linear.
@@ -223,7 +224,7 @@ impl LinearKind {
 }
 
 impl Product {
-    /// How many inputs it has: experts see each their own activations between up and down.
+    /// Number of its inputs: each expert has its own activations between up and down.
     pub fn shares(&self, c: &ModelConfig) -> usize {
         match self.source {
             Source::Rows(_) => self.linears[0].copies(c),
@@ -231,14 +232,14 @@ impl Product {
         }
     }
 
-    /// Width of its input in a model of this shape.
+    /// Width of its input in a model of shape `c`.
     pub fn inputs(&self, c: &ModelConfig) -> usize {
         self.linears[0].inputs.of(c)
     }
 }
 
 impl Parameter {
-    /// Its shape in a model of this shape.
+    /// Its shape in a model of shape `c`.
     pub fn shape(&self, c: &ModelConfig) -> Shape {
         match self {
             Parameter::Norm(n) => Shape::Vector(n.len.of(c)),

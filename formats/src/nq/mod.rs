@@ -1,5 +1,5 @@
-//! nq's own quantized folder, as FORMAT.md specifies it: a Hugging Face folder whose
-//! quantized weights are kept as inspectable parts.
+//! nq's own quantized folder, as FORMAT.md specifies it: a Hugging Face folder that
+//! stores quantized weights as separate, inspectable parts.
 
 mod record;
 mod staging;
@@ -28,12 +28,12 @@ use std::sync::Arc;
 
 /// The `quant_method` of the format.
 pub const METHOD: &str = "nq";
-/// The first version: schemes of 4 or 8 bits with an f16 scale for each group and even steps.
+/// The first version: schemes of 4 or 8 bits with an f16 scale per group and even steps.
 pub const FIRST_VERSION: u32 = 1;
-/// The newest version that this crate reads. A folder gets the oldest that knows its schemes.
+/// The newest version that this crate reads. A folder has the oldest version that allows its schemes.
 pub const VERSION: u32 = 2;
 
-/// The tensors that a quantized weight `X` is kept in, as suffixes of its name.
+/// The tensors that store a quantized weight `X`, as suffixes of its name.
 pub(crate) mod part {
     pub(crate) const CODES: &str = ".codes";
     pub(crate) const SCALES: &str = ".scales";
@@ -45,11 +45,11 @@ pub(crate) mod part {
     pub(crate) const GROUP_INDEX: &str = ".g_idx";
 }
 
-/// Opens a folder whose config.json says `"quant_method": "nq"`.
+/// Opens a folder whose config.json has `"quant_method": "nq"`.
 ///
 /// # Errors
-/// [`Error::Malformed`] for a record that is not one, [`Error::Unsupported`] for another version,
-/// [`Error::Tensor`] where record and tensors disagree; else as [`Shards::open`].
+/// [`Error::Malformed`] for an invalid record, [`Error::Unsupported`] for another version,
+/// [`Error::Tensor`] if record and tensors disagree; otherwise errors of [`Shards::open`].
 pub fn open(source: Source) -> Result<Checkpoint> {
     let path = source.files().path(crate::files::CONFIG);
     let value = source.quantization().cloned().unwrap_or_default();
@@ -61,7 +61,7 @@ pub fn open(source: Source) -> Result<Checkpoint> {
 /// The quantization record of an opened checkpoint; `None` for other formats.
 ///
 /// # Errors
-/// As [`QuantizationRecord::parse`].
+/// Errors of [`QuantizationRecord::parse`].
 pub fn record(checkpoint: &Checkpoint) -> Result<Option<QuantizationRecord>> {
     let path = checkpoint.files().path(crate::files::CONFIG);
     match checkpoint.store().quantization() {
@@ -72,7 +72,7 @@ pub fn record(checkpoint: &Checkpoint) -> Result<Option<QuantizationRecord>> {
     }
 }
 
-/// Parameters kept as nq keeps them, with the record that says how to read them.
+/// Parameters stored in nq's format, with the record that describes them.
 pub(crate) struct NqStore {
     shards: Shards,
     record: QuantizationRecord,
@@ -80,7 +80,7 @@ pub(crate) struct NqStore {
 }
 
 impl NqStore {
-    /// `value` is `record` as it stands in the file.
+    /// `value` is `record` as the file has it.
     pub(crate) fn new(shards: Shards, record: QuantizationRecord, value: Value) -> Result<Self> {
         for name in record.overrides.keys() {
             if !shards.contains(&format!("{name}{}", part::CODES))
@@ -149,8 +149,8 @@ impl WeightStore for NqStore {
     }
 }
 
-/// The parts of a weight of a scheme: suffix, element type, shape. All those that it may have, and
-/// no others.
+/// All parts that a weight of a scheme may have: suffix, element type, shape. Other parts are
+/// refused.
 fn layout(
     stored: TensorScheme,
     (rows, cols): (usize, usize),
@@ -191,10 +191,10 @@ fn read_affine(
     dims: (usize, usize),
 ) -> Result<Weight> {
     let scheme = stored.affine();
-    // Groups and spans of no inputs have no shapes.
+    // If groups or spans have no inputs, shapes would divide by zero.
     scheme.check().map_err(|e| {
         let part = format!("{name}{}", part::CODES);
-        shards.error(&part, "a scheme that can be".into(), e.to_string())
+        shards.error(&part, "a valid scheme".into(), e.to_string())
     })?;
     let layout = layout(stored, dims);
     let full = |suffix: &str| format!("{name}{suffix}");
@@ -239,9 +239,10 @@ fn read_affine(
         zeros: bytes(part::ZEROS)?,
         offsets: group_values(part::OFFSETS, part::SPAN_OFFSETS)?,
         levels: bytes(part::LEVELS)?.map(|b| b[..].into()),
-        g_idx: match stored.g_idx {
-            true => Some(read_group_index(shards, &full(part::GROUP_INDEX), dims.1)?),
-            false => None,
+        g_idx: if stored.g_idx {
+            Some(read_group_index(shards, &full(part::GROUP_INDEX), dims.1)?)
+        } else {
+            None
         },
     };
     AffineWeight::assemble(scheme, dims, parts)
@@ -254,14 +255,14 @@ fn halves(tensor: &Tensor) -> Arc<[f16]> {
     chunks.iter().map(|b| f16::from_le_bytes(*b)).collect()
 }
 
-/// A tensor `[cols]` of group numbers; negative ones come out too large and are refused as such.
+/// A tensor `[cols]` of group numbers; negative ones become too large and are refused as such.
 pub(crate) fn read_group_index(shards: &Shards, name: &str, cols: usize) -> Result<Arc<[u32]>> {
     let tensor = shards.require(name, &[DType::I32, DType::U32], &[cols])?;
     let (chunks, _) = tensor.data().as_chunks::<4>();
     Ok(chunks.iter().map(|b| u32::from_le_bytes(*b)).collect())
 }
 
-/// Turns an error about a part of the weight `name` into one about its tensor.
+/// Converts an error about a part of the weight `name` to one about its tensor.
 fn name_part(shards: &Shards, name: &str, error: Error) -> Error {
     let Error::Weight {
         what,
@@ -282,7 +283,7 @@ fn name_part(shards: &Shards, name: &str, error: Error) -> Error {
     shards.error(&format!("{name}{suffix}"), expected, found)
 }
 
-/// The tensors that `weight` is kept in, by name.
+/// The tensors that store `weight`, by name.
 fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
     let affine = match weight {
         Weight::Dense(tensor) => return Ok(vec![(weight_name(name), tensor.clone())]),
@@ -322,18 +323,18 @@ fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
     parts.map(tensor).collect()
 }
 
-/// Reads every parameter of `checkpoint` once, so that all shapes, types and scales are checked.
+/// Reads every parameter of `checkpoint` once, which checks all shapes, types and scales.
 ///
 /// # Errors
-/// The first parameter that is absent or wrong.
+/// The first parameter that is absent or invalid.
 pub fn verify(checkpoint: &Checkpoint) -> Result<()> {
     verify_store(checkpoint.store(), checkpoint.config())
 }
 
-/// As [`verify`], and that every value of every parameter is a finite number.
+/// Like [`verify`], and checks that every value of every parameter is finite.
 ///
 /// # Errors
-/// As [`verify`]; [`Error::Tensor`] naming the parameter and the first value that is not.
+/// Errors of [`verify`]; [`Error::Tensor`], naming the parameter and the first value that is not.
 pub fn verify_values(checkpoint: &Checkpoint) -> Result<()> {
     use crate::names::{Shape, parameters};
     let store = checkpoint.store();
@@ -352,7 +353,7 @@ pub fn verify_values(checkpoint: &Checkpoint) -> Result<()> {
             Shape::Vector(len) => check(&name, 0, &store.vector(&name, len)?.to_f32()?)?,
             Shape::Matrix(rows, cols) => {
                 let weight = store.matrix(&name, (rows, cols))?;
-                // The first bad row, whatever the threads.
+                // The first bad row, independent of the number of threads.
                 let bad = (0..rows).into_par_iter().map_init(
                     || vec![0.0; cols],
                     |values, row| {

@@ -1,4 +1,4 @@
-//! What a quantized folder says about itself: config.json's `quantization_config`.
+//! A quantized folder's description of itself: config.json's `quantization_config`.
 
 use super::{FIRST_VERSION, METHOD, VERSION};
 use crate::error::{Error, Result};
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-/// How one weight is kept.
+/// How one weight is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorScheme {
@@ -19,21 +19,21 @@ pub struct TensorScheme {
     pub bits: Bits,
     /// Inputs that share a scale.
     pub group: Group,
-    /// How zero-points are kept.
+    /// How zero-points are stored.
     pub zeros: Zeros,
-    /// How scales are kept; absent: an f16 each.
+    /// How scales are stored; if absent, each is an f16.
     #[serde(default, skip_serializing_if = "Scales::is_half")]
     pub scales: Scales,
-    /// What codes stand for; absent: themselves.
+    /// Values of the codes; if absent, the codes themselves.
     #[serde(default, skip_serializing_if = "Levels::is_even")]
     pub levels: Levels,
-    /// Each input's group is listed (activation order).
+    /// True if each input's group is listed (activation order).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub g_idx: bool,
 }
 
 impl TensorScheme {
-    /// How `weight` is kept.
+    /// The scheme of `weight`.
     pub fn of(weight: &AffineWeight) -> Self {
         let AffineScheme {
             bits,
@@ -71,15 +71,15 @@ impl fmt::Display for TensorScheme {
     }
 }
 
-/// Where the unquantized weights came from.
+/// Origin of the unquantized weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceRecord {
     /// Hub id or folder name.
     pub name: String,
-    /// Of the weights ([`crate::hash::weights_sha256`]), or the hub's commit; empty if unknown.
+    /// Hash of the weights ([`crate::hash::weights_sha256`]), or the hub's commit; empty if unknown.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub sha256: String,
-    /// The hub's commit, if it came from there.
+    /// The hub's commit, if the model came from the hub.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub revision: String,
 }
@@ -89,45 +89,45 @@ pub struct SourceRecord {
 pub struct CalibrationRecord {
     /// `self` (sampled from the model) or a file name.
     pub name: String,
-    /// Of the token ids as little-endian u32.
+    /// Hash of the token ids as little-endian u32.
     pub sha256: String,
-    /// Tokens used.
+    /// Number of tokens used.
     pub tokens: u64,
 }
 
-/// The quantization record of a folder. [`super::Writer`] fills in the schemes from what was
-/// written; the rest is the caller's.
+/// The quantization record of a folder. [`super::Writer`] sets the schemes to those written;
+/// the caller fills in the rest.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct QuantizationRecord {
-    /// Of the Linears of every layer; `None`: they are unquantized.
+    /// Scheme of the Linears of every layer; `None` if they are unquantized.
     pub linears: Option<TensorScheme>,
     /// Weights that deviate from `linears`, and quantized ones outside the layers; null for
     /// an unquantized one.
     #[serde(default)]
     pub overrides: BTreeMap<String, Option<TensorScheme>>,
-    /// What computed the codes: `rtn`, `awq`, `gptq`, ...
+    /// The method that computed the codes: `rtn`, `awq`, `gptq`, ...
     pub method: String,
-    /// The method's settings, by the method's own names.
+    /// The method's settings, under its own names.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub settings: Map<String, Value>,
     /// The unquantized model.
     pub source: SourceRecord,
-    /// Absent for methods that need none.
+    /// Absent for methods that need no calibration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calibration: Option<CalibrationRecord>,
-    /// Of every random choice.
+    /// Seed of every random choice.
     #[serde(default)]
     pub seed: u64,
-    /// Weights that the method could not treat, and what was done instead.
+    /// Weights that the method could not process, and what was done instead.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fallbacks: Vec<String>,
-    /// Measured quality, as `nq eval --json` prints it; null if not measured.
+    /// Measured quality, as printed by `nq eval --json`; null if not measured.
     #[serde(default)]
     pub quality: Option<Value>,
 }
 
 impl QuantizationRecord {
-    /// How the weight `name` (without `.weight`) is kept; `None`: unquantized.
+    /// How the weight `name` (without `.weight`) is stored; `None` if unquantized.
     pub fn scheme(&self, name: &str) -> Option<TensorScheme> {
         match self.overrides.get(name) {
             Some(scheme) => *scheme,
@@ -140,7 +140,7 @@ impl QuantizationRecord {
     ///
     /// # Errors
     /// [`Error::Unsupported`] for another `quant_method` or version; [`Error::Malformed`] for missing
-    /// or mistyped keys and schemes out of range.
+    /// or mistyped keys and invalid schemes.
     pub fn parse(path: &Path, value: &Value) -> Result<Self> {
         let malformed = |what: &str, expected: &str, found: String| Error::Malformed {
             path: path.into(),
@@ -167,7 +167,7 @@ impl QuantizationRecord {
                 return Err(malformed(".version", "an integer", found));
             }
         }
-        // Absent is not the same as null here: leaving schemes out must not mean "dense".
+        // Absent does not mean null here: leaving schemes out must not mean "unquantized".
         if value.get("linears").is_none() {
             return Err(malformed(
                 ".linears",
@@ -179,7 +179,7 @@ impl QuantizationRecord {
             Self::deserialize(value).map_err(|e| malformed("", "an nq record", e.to_string()))?;
         for (key, scheme) in record.named_schemes() {
             if let Err(e) = scheme.affine().check() {
-                return Err(malformed(&key, "a scheme that can be", e.to_string()));
+                return Err(malformed(&key, "a valid scheme", e.to_string()));
             }
             if get("version") == FIRST_VERSION && !scheme.affine().is_plain() {
                 let expected = "a scheme of version 1";
@@ -189,7 +189,7 @@ impl QuantizationRecord {
         Ok(record)
     }
 
-    /// Every scheme, and the key that it stands under.
+    /// Every scheme, with its key in the record.
     fn named_schemes(&self) -> impl Iterator<Item = (String, TensorScheme)> {
         let linears = self.linears.map(|s| (".linears".to_owned(), s));
         let overrides = self.overrides.iter();
@@ -198,15 +198,16 @@ impl QuantizationRecord {
         linears.into_iter().chain(overrides)
     }
 
-    /// The oldest version of the format that knows all schemes.
+    /// The oldest version of the format that allows all schemes.
     pub fn version(&self) -> u32 {
-        match self.named_schemes().all(|(_, s)| s.affine().is_plain()) {
-            true => FIRST_VERSION,
-            false => VERSION,
+        if self.named_schemes().all(|(_, s)| s.affine().is_plain()) {
+            FIRST_VERSION
+        } else {
+            VERSION
         }
     }
 
-    /// The `quantization_config` that says this.
+    /// The `quantization_config` with this record.
     pub fn to_json(&self) -> Value {
         let mut map = Map::new();
         map.insert("quant_method".into(), METHOD.into());
@@ -218,8 +219,8 @@ impl QuantizationRecord {
         Value::Object(map)
     }
 
-    /// Sets the schemes from those of all matrices, by name: the most frequent among the
-    /// layers' Linears becomes `linears`, the rest overrides.
+    /// Sets the schemes from those of all matrices, by name: the most frequent one among the
+    /// layers' Linears becomes `linears`, the others become overrides.
     pub(crate) fn set_schemes(&mut self, schemes: &BTreeMap<String, Option<TensorScheme>>) {
         let mut counts: Vec<(Option<TensorScheme>, usize)> = Vec::new();
         for (_, scheme) in schemes.iter().filter(|(name, _)| is_layer_linear(name)) {
@@ -228,7 +229,7 @@ impl QuantizationRecord {
                 None => counts.push((*scheme, 1)),
             }
         }
-        // The first in name order among equally frequent ones.
+        // Of equally frequent ones, the first in name order.
         let most = counts.iter().rev().max_by_key(|(_, n)| *n);
         self.linears = most.and_then(|(scheme, _)| *scheme);
         self.overrides.clear();

@@ -1,4 +1,4 @@
-//! The folder that unfinished work is kept in, beside its destination:
+//! The folder of unfinished work, beside its destination:
 //!
 //! ```text
 //! lock           held while a process works here
@@ -26,14 +26,14 @@ pub(super) const STEP_SUFFIX: &str = ".safetensors";
 const STEPS: &str = "steps";
 const LOCK: &str = "lock";
 
-/// The folder beside `dest` that unfinished work is kept in.
+/// The folder of unfinished work for `dest`.
 pub fn staging(dest: &Path) -> PathBuf {
     let mut name = dest.file_name().unwrap_or_default().to_owned();
     name.push(".partial");
     parent(dest).join(name)
 }
 
-/// The folder of the set of steps of this number.
+/// The folder of the set of steps with this number.
 pub(super) fn set_folder(staging: &Path, set: usize) -> PathBuf {
     match set {
         0 => staging.join(STEPS),
@@ -61,8 +61,8 @@ pub(super) fn sets(staging: &Path) -> Result<Vec<(usize, PathBuf)>> {
     Ok(sets)
 }
 
-/// Number of the files that a resumed run would use, and bytes of those that one result may be
-/// made of: of the largest set of steps.
+/// Number of files that a resumed run would use, and bytes of the largest set of steps, from which
+/// one result may be made.
 pub(super) fn staged_work(staging: &Path) -> Result<(usize, u64)> {
     let mut count = usize::from(staging.join(STATE).exists());
     let mut most = 0;
@@ -97,7 +97,7 @@ pub(super) fn is_complete(dest: &Path, staging: &Path) -> Result<bool> {
     })
 }
 
-/// True if a process is at work in the folder `staging`.
+/// True if a process is working in the folder `staging`.
 pub fn at_work(staging: &Path) -> bool {
     let lock = File::open(staging.join(LOCK));
     lock.is_ok_and(|f| matches!(f.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
@@ -148,7 +148,7 @@ pub(super) fn create(folder: &Path) -> Result<()> {
     fs::create_dir_all(folder).map_err(|e| Error::io(folder, "create", e))
 }
 
-/// Removes the staging folder of a finished run: the marker goes last, so that a run killed
+/// Removes the staging folder of a finished run. The marker is removed last, so that a run killed
 /// meanwhile is still known to be finished.
 pub(super) fn discard(staging: &Path) -> Result<()> {
     remove(&staging.join(FOLDER))?;
@@ -161,7 +161,7 @@ pub(super) fn discard(staging: &Path) -> Result<()> {
     remove(staging)
 }
 
-/// Removes a file, if it is there.
+/// Removes a file, if it exists.
 pub(super) fn remove_file(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path, "remove", e)),
@@ -169,7 +169,7 @@ pub(super) fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes a folder and all in it, if it is there.
+/// Removes a folder and everything in it, if it exists.
 pub(super) fn remove(folder: &Path) -> Result<()> {
     match fs::remove_dir_all(folder) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(folder, "remove", e)),

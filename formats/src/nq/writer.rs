@@ -1,5 +1,5 @@
-//! Writing a quantized folder step by step, so that a kill at any moment loses at most
-//! the step in progress.
+//! Writes a quantized folder step by step, so that a kill at any moment loses at most
+//! the current step.
 //!
 //! All work happens in `OUT.partial`, beside the destination: see `staging.rs`.
 
@@ -35,41 +35,41 @@ const SCHEMES: &str = "nq_schemes";
 /// A parameter to be staged.
 #[derive(Clone, Copy, Debug)]
 pub enum Param<'a> {
-    /// A norm `[len]`, kept as it is.
+    /// A norm `[len]`, not quantized.
     Vector(&'a Tensor),
     /// A Linear or embedding `[out, in]`, dense or quantized.
     Matrix(&'a Weight),
 }
 
-/// How to begin.
+/// Options of [`Writer::open`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WriterOptions {
-    /// Go on from work staged earlier under the same plan.
+    /// Continues work staged earlier under the same plan.
     pub resume: bool,
-    /// Replace what is at the destination (once the new folder is whole), and discard staged
+    /// Replaces an existing destination (once the new folder is whole), and discards staged
     /// work that is not resumed.
     pub force: bool,
-    /// Estimate of the weight files' size in bytes: the disk must hold it twice, as steps and as
+    /// Estimated size of the weight files in bytes: the disk must hold it twice, as steps and as
     /// the result.
     pub expected_bytes: u64,
 }
 
-/// What [`Writer::open`] found.
+/// Result of [`Writer::open`].
 pub enum Opened {
-    /// Work to be done.
+    /// There is work to do.
     Writer(Writer),
     /// With `resume`: the run was killed after the result was in place; nothing is left to do.
     Complete,
 }
 
-/// A quantized folder in the making.
+/// A quantized folder that is being written.
 pub struct Writer {
     dest: PathBuf,
     staging: PathBuf,
     source: Files,
     config: Map<String, Value>,
     resumed: bool,
-    /// The set of steps at work in.
+    /// The current set of steps.
     set: usize,
     _lock: File,
 }
@@ -91,12 +91,12 @@ pub struct Written {
 
 impl Writer {
     /// Begins, or resumes, writing the folder `dest` from the model in `source`, whose config and
-    /// tokenizer files it will carry. `plan` is everything that decides the result.
+    /// tokenizer files it will contain. `plan` is everything that determines the result.
     ///
     /// # Errors
-    /// [`Error::Exists`] if `dest` or unfinished work is there and `options` say neither
-    /// `force` nor `resume`, if `dest` is not to be replaced ([`check_destination`]) or is the
-    /// source, or another process is at work; [`Error::Malformed`] if the work to
+    /// [`Error::Exists`] if `dest` or unfinished work exists and `options` have neither
+    /// `force` nor `resume`, if `dest` must not be replaced ([`check_destination`]) or is the
+    /// source, or if another process is at work; [`Error::Malformed`] if the work to
     /// be resumed has another plan; [`Error::Space`] if the disk is too small; [`Error::Io`].
     pub fn open(
         dest: &Path,
@@ -110,7 +110,7 @@ impl Writer {
             return Ok(Opened::Complete);
         }
         let resuming = options.resume && staging.join(PLAN).exists();
-        // What a kill at the very end of `discard` leaves; fails, as it should, unless empty.
+        // Left by a kill at the very end of `discard`; this fails, as it should, unless it is empty.
         let _ = fs::remove_dir(&staging);
         if options.resume && !resuming && !options.force && dest.exists() {
             return Err(Error::Exists {
@@ -127,8 +127,7 @@ impl Writer {
         if files > 0 && !resuming && !options.force {
             return Err(Error::Exists {
                 path: staging,
-                what: "unfinished work is there; --resume goes on with it, --force discards it"
-                    .into(),
+                what: "unfinished work is there; --resume continues it, --force discards it".into(),
             });
         }
         let staged = if resuming { staged } else { 0 };
@@ -144,9 +143,10 @@ impl Writer {
             _lock: lock(&staging)?,
             staging,
         };
-        match resuming {
-            true => writer.take_up(plan)?,
-            false => writer.start(plan)?,
+        if resuming {
+            writer.take_up(plan)?
+        } else {
+            writer.start(plan)?
         }
         Ok(Opened::Writer(writer))
     }
@@ -197,18 +197,18 @@ impl Writer {
         set_folder(&self.staging, self.set)
     }
 
-    /// True if this goes on with work that was there.
+    /// True if this continues existing work.
     pub fn resumed(&self) -> bool {
         self.resumed
     }
 
-    /// The folder that unfinished work is kept in.
+    /// The folder of unfinished work.
     pub fn staging(&self) -> &Path {
         &self.staging
     }
 
-    /// Goes on in another set of steps: another version of the result, whose steps are apart from
-    /// those of all others. A run begins, and resumes, in set 0.
+    /// Switches to another set of steps, for another version of the result, whose steps are separate
+    /// from those of all others. A run begins, and resumes, in set 0.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -221,12 +221,12 @@ impl Writer {
     /// Makes a finished step of the set `from` a step of this set too.
     ///
     /// # Errors
-    /// [`Error::Io`]; as [`Writer::put`] if the name is not one.
+    /// [`Error::Io`]; errors of [`Writer::put`] for an invalid name.
     pub fn adopt(&self, from: usize, step: &str) -> Result<()> {
         let to = self.step_path(step)?;
         let name = to.file_name().unwrap_or_default();
         let from = set_folder(&self.staging, from).join(name);
-        // Steps are replaced, never changed, so both sets may have the same file.
+        // Steps are replaced, never changed, so both sets may share a file.
         if fs::hard_link(&from, &to).is_err() {
             let bytes = fs::read(&from).map_err(|e| Error::io(&from, "read", e))?;
             write_bytes(&to, &bytes)?;
@@ -234,7 +234,7 @@ impl Writer {
         sync_folder(&self.steps())
     }
 
-    /// Numbers of the sets of steps that there are.
+    /// Numbers of the existing sets of steps.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -242,7 +242,7 @@ impl Writer {
         Ok(sets(&self.staging)?.into_iter().map(|(n, _)| n).collect())
     }
 
-    /// Removes all sets of steps but these.
+    /// Removes all sets of steps except these.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -252,7 +252,7 @@ impl Writer {
             .try_for_each(|(_, folder)| remove(&folder))
     }
 
-    /// True if so many bytes more can be staged.
+    /// True if there is disk space to stage this many more bytes.
     ///
     /// # Errors
     /// [`Error::Io`] if the system does not say.
@@ -274,7 +274,7 @@ impl Writer {
     }
 
     /// Stages one finished step, by parameter name (without `.weight`). When this returns, the step
-    /// survives a crash; before, there is no trace of it. A step of the same name is replaced.
+    /// survives a crash; before, it leaves no trace. A step of the same name is replaced.
     ///
     /// # Errors
     /// [`Error::Space`] if the disk is full, [`Error::Io`]; earlier steps are untouched.
@@ -295,19 +295,20 @@ impl Writer {
         write_tensors(&self.step_path(step)?, &tensors, &metadata)
     }
 
-    /// A step that is already finished, or `None`.
+    /// The finished step with this name, if any.
     ///
     /// # Errors
-    /// As [`SafetensorsFile::parse`], if the file was damaged.
+    /// Errors of [`SafetensorsFile::parse`], if the file was damaged.
     pub fn staged(&self, step: &str) -> Result<Option<Staged>> {
         let path = self.step_path(step)?;
-        match path.exists() {
-            true => Staged::open(vec![path]).map(Some),
-            false => Ok(None),
+        if path.exists() {
+            Staged::open(vec![path]).map(Some)
+        } else {
+            Ok(None)
         }
     }
 
-    /// Forgets a finished step, if it is there; when this returns, a crash does not bring it back.
+    /// Removes a finished step, if it exists; when this returns, a crash does not bring it back.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -316,7 +317,7 @@ impl Writer {
         sync_folder(&self.steps())
     }
 
-    /// All finished steps as one.
+    /// All finished steps, read as one.
     fn all_staged(&self) -> Result<Staged> {
         let mut paths: Vec<PathBuf> = list(&self.steps())?.iter().map(|e| e.path()).collect();
         paths.retain(|p| p.to_string_lossy().ends_with(STEP_SUFFIX));
@@ -324,21 +325,21 @@ impl Writer {
         Staged::open(paths)
     }
 
-    /// Where a step may keep a file of its own while it is at work, e.g. a checkpoint. It
-    /// goes with the staged work, and is no part of the result.
+    /// Path where a step may keep a file of its own while it runs, e.g. a checkpoint. The file is
+    /// discarded with the staged work and is not part of the result.
     pub fn scratch_path(&self, name: &str) -> PathBuf {
         self.steps().join(name)
     }
 
-    /// The pipeline's own state, as [`Writer::set_state`] left it.
+    /// The pipeline's own state, as last set by [`Writer::set_state`].
     ///
     /// # Errors
-    /// [`Error::Malformed`] if it is no JSON, [`Error::Io`].
+    /// [`Error::Malformed`] if it is not JSON, [`Error::Io`].
     pub fn state(&self) -> Result<Option<Value>> {
         read_json(&self.staging.join(STATE))
     }
 
-    /// Keeps the pipeline's own state, durably.
+    /// Saves the pipeline's own state, durably.
     ///
     /// # Errors
     /// [`Error::Space`] or [`Error::Io`]; the old state is then kept.
@@ -346,10 +347,10 @@ impl Writer {
         write_bytes(&self.staging.join(STATE), &pretty(state))
     }
 
-    /// The model as staged so far, to be measured before it is finished. Nothing is written.
+    /// The model as staged so far, for measuring it before it is finished. Nothing is written.
     ///
     /// # Errors
-    /// As [`Writer::staged`].
+    /// Errors of [`Writer::staged`].
     pub fn preview(&self, record: &QuantizationRecord) -> Result<Checkpoint> {
         let staged = self.all_staged()?;
         let mut record = record.clone();
@@ -364,7 +365,7 @@ impl Writer {
     ///
     /// # Errors
     /// [`Error::Space`], [`Error::Io`], or [`Error::Tensor`] for a parameter that was never
-    /// staged. The staged work is then still there, and the destination as it was.
+    /// staged. The staged work then still exists, and the destination is unchanged.
     pub fn finish(
         self,
         mut record: QuantizationRecord,
@@ -408,7 +409,7 @@ impl Writer {
 }
 
 impl Drop for Writer {
-    /// A run that failed before it staged anything leaves no folder behind.
+    /// Removes the folder of a run that failed before it staged anything.
     fn drop(&mut self) {
         let nothing = staged_work(&self.staging).is_ok_and(|(files, _)| files == 0);
         if nothing && !self.staging.join(FINISHED).exists() {
@@ -443,7 +444,7 @@ impl Staged {
     /// The staged weight `name` `[out_features, in_features]`.
     ///
     /// # Errors
-    /// [`Error::Tensor`] if it is not in this step or of other dimensions.
+    /// [`Error::Tensor`] if it is not in this step or has other dimensions.
     pub fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         match self.schemes.get(name) {
             Some(Some(scheme)) => read_affine(&self.shards, name, *scheme, dims),
@@ -458,7 +459,7 @@ impl Staged {
     /// The staged norm `name` `[len]`.
     ///
     /// # Errors
-    /// [`Error::Tensor`] if it is not in this step or of another length.
+    /// [`Error::Tensor`] if it is not in this step or has another length.
     pub fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
         self.shards.require(&weight_name(name), &FLOATS, &[len])
     }
@@ -505,7 +506,7 @@ pub fn copy_files(files: &Files, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The entries of `plan` that `other` has not so; all of it if one of them is no object.
+/// The entries of `plan` that differ in `other`; all of it if one of the two is not an object.
 fn unlike(plan: &Value, other: &Value) -> Value {
     let (Value::Object(all), Value::Object(others)) = (plan, other) else {
         return plan.clone();

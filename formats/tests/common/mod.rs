@@ -15,7 +15,7 @@ pub(crate) fn assets() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets")
 }
 
-/// The shared test data, or `None` with a printed note where it is absent.
+/// The shared test data, or `None` with a printed note if it is absent.
 pub(crate) fn shared(file: &str) -> Option<PathBuf> {
     let root = std::env::var_os("NQ_SHARED").map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared"),
@@ -50,7 +50,7 @@ pub(crate) fn tiny_config(extra: &str) -> String {
     )
 }
 
-/// Asserts that `error`'s message holds every one of `parts`.
+/// Asserts that `error`'s message contains all of `parts`.
 #[track_caller]
 pub(crate) fn names<T>(result: Result<T, nq_formats::Error>, parts: &[&str]) {
     let message = match result {

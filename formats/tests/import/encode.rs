@@ -1,4 +1,4 @@
-//! Checkpoints as other tools write them, encoded element by element.
+//! Checkpoints in other tools' formats, encoded element by element.
 
 use crate::common::{Rng, names, random_dense};
 use half::{bf16, f16};
@@ -69,7 +69,7 @@ impl Numbers {
     }
 }
 
-/// What kind of numbers to draw.
+/// The kind of numbers to draw.
 pub(crate) struct Like {
     pub(crate) bits: usize,
     pub(crate) group: usize, // 0: the whole row
@@ -94,7 +94,7 @@ pub(crate) const LIKE: Like = Like {
     round: to_f16,
 };
 
-/// An I32 tensor in which element `(r, c)` of `[rows, cols]` has its bits set by `put`.
+/// An I32 tensor in which `put` sets the bits of element `(r, c)` of `[rows, cols]`.
 pub(crate) fn int_tensor(
     rows: usize,
     cols: usize,
@@ -171,7 +171,7 @@ pub(crate) fn gptq(n: &Numbers, less_one: bool) -> Encoded {
 }
 
 pub(crate) fn awq(n: &Numbers) -> Encoded {
-    // Which nibble of its word holds output `o`: the inverse of 0 2 4 6 1 3 5 7.
+    // The nibble of a word that holds output `o`: the inverse of 0 2 4 6 1 3 5 7.
     const NIBBLE: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
     let qweight = int_tensor(n.cols, n.rows / 8, |set| {
         for o in 0..n.rows {
@@ -265,7 +265,7 @@ pub(crate) fn signed_bytes(n: &Numbers, symmetric: bool) -> Encoded {
     all
 }
 
-/// A folder in one of the formats, and the numbers its Linears stand for.
+/// A folder in one of the formats, and the numbers of its Linears.
 pub(crate) struct Folder {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) tensors: Vec<(String, Tensor)>,
@@ -340,7 +340,7 @@ impl Folder {
         }
     }
 
-    /// Replaces one tensor and expects a refusal that names all of `parts`.
+    /// Replaces one tensor and expects an error that names all of `parts`.
     #[track_caller]
     pub(crate) fn refuses(mut self, name: &str, tensor: Option<Tensor>, parts: &[&str]) {
         self.tensors.retain(|(n, _)| n != name);

@@ -1,4 +1,4 @@
-//! Other tools' quantized checkpoints. Each is encoded here element by element, from the
+//! Quantized checkpoints of other tools. Each is encoded here element by element, from the
 //! format's description alone, and must dequantize to the same numbers bit for bit.
 
 #[path = "../common/mod.rs"]
@@ -73,8 +73,8 @@ fn gptq_activation_order() {
     );
 }
 
-/// What decides how a weight is read is checked before any of its values is used: such a group
-/// index was once followed where a scale was no f16, as infinity is not.
+/// Data that decides how a weight is read is checked before any of its values are used: a bad group
+/// index was once followed because a scale was infinite and so did not fit an f16.
 #[test]
 fn values_are_checked_before_they_are_used() {
     let settings = gptq_settings("", 4, 16).replace("false", "true");
@@ -115,13 +115,16 @@ fn gptq_per_module_settings_and_early_files() {
         4,
         16,
     );
-    let like = |name: &str| match name.contains("down") {
-        true => Like {
-            bits: 8,
-            group: 32,
-            ..LIKE
-        },
-        false => LIKE,
+    let like = |name: &str| {
+        if name.contains("down") {
+            Like {
+                bits: 8,
+                group: 32,
+                ..LIKE
+            }
+        } else {
+            LIKE
+        }
     };
     Folder::new(&settings, like, |n| gptq(n, true)).check("gptq", "");
     // Without `dynamic`, the same file is refused: a scheme is not guessed from shapes.
@@ -213,18 +216,21 @@ fn compressed_tensors_mixed_and_ordered() {
             packed_settings(8, CHANNEL, true),
         ],
     );
-    let like = |name: &str| match name.contains("down") {
-        true => Like {
-            bits: 8,
-            group: 0,
-            symmetric: true,
-            ..LIKE
-        },
-        false => Like {
-            symmetric: true,
-            shuffled: true,
-            ..LIKE
-        },
+    let like = |name: &str| {
+        if name.contains("down") {
+            Like {
+                bits: 8,
+                group: 0,
+                symmetric: true,
+                ..LIKE
+            }
+        } else {
+            Like {
+                symmetric: true,
+                shuffled: true,
+                ..LIKE
+            }
+        }
     };
     Folder::new(&settings, like, |n| packed(n, true, DType::F16)).check("compressed-tensors", "");
     // A scheme that no group declares is refused.
@@ -261,7 +267,7 @@ fn compressed_tensors_int8() {
     }
 }
 
-/// Scales that no f16 holds are rounded, and said to be; the stored numbers stay at hand.
+/// Scales that do not fit an f16 are rounded and reported as such; the stored numbers stay available.
 #[test]
 fn rounded_scales_are_said() {
     let settings = config_groups("pack-quantized", &[packed_settings(4, GROUP_16, true)]);

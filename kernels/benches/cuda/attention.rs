@@ -1,4 +1,4 @@
-//! Attention, and the pages of keys and values that it reads.
+//! Benches of attention and of the pages of keys and values that it reads.
 
 use super::timing::{MODELS, Model, Scheme, Timing};
 use nq_kernels::Result;
@@ -9,11 +9,11 @@ use nq_kernels::cuda::{
     SequenceRows, SharedPrefix, Step, StepBounds,
 };
 
-/// Layers that take turns, so that pages come out of memory.
+/// Layers used in turn, so that pages come out of memory rather than the cache.
 const LAYERS: usize = 8;
 const KV: [(KvType, &str); 2] = [(KvType::F16, "fp16"), (KvType::Int8, "int8")];
 
-/// Gains and rotary table, and pages that `slots` sequences of `ctx` positions fill.
+/// Gains and rotary table, and pages filled by `slots` sequences of `ctx` positions.
 struct Layers {
     gain: Buffer<f32>,
     table: Buffer<[f32; 2]>,
@@ -65,13 +65,13 @@ impl Layers {
     }
 }
 
-/// Steps of one row a sequence: rows and positions.
+/// Steps with one row per sequence: rows and positions.
 pub(crate) fn attention_decode(t: &mut Timing) -> Result<()> {
     let shapes = [(1, 128), (1, 8192), (1, 32_768), (16, 512), (64, 512)];
     attention_of_steps(t, false, &shapes)
 }
 
-/// Steps whose rows are one sequence's.
+/// Steps whose rows all belong to one sequence.
 pub(crate) fn attention_run(t: &mut Timing) -> Result<()> {
     attention_of_steps(t, true, &[(2, 128), (8, 128), (8, 8192), (16, 512)])
 }
@@ -127,7 +127,7 @@ fn attention_of_steps(t: &mut Timing, runs: bool, shapes: &[(usize, usize)]) -> 
     Ok(())
 }
 
-/// Rows whose sequences have so many pages in common, and 64 positions each of their own: with those
+/// Rows whose sequences share this many pages and have 64 positions each of their own: with shared
 /// pages read once for all of them, and row by row.
 pub(crate) fn attention_shared(t: &mut Timing) -> Result<()> {
     for model in MODELS {
@@ -211,7 +211,7 @@ pub(crate) fn attention_shared(t: &mut Timing) -> Result<()> {
     Ok(())
 }
 
-/// Whole layers of a step of one row by clusters, where models run so.
+/// Whole layers of a step of one row by clusters, for models that run this way.
 pub(crate) fn step_cluster(t: &mut Timing) -> Result<()> {
     for model in MODELS {
         let mut weights = Vec::new();
@@ -259,7 +259,7 @@ pub(crate) fn step_cluster(t: &mut Timing) -> Result<()> {
     Ok(())
 }
 
-/// A prefill's attention over its own rows: appending, by the fast kernel, and by the plain one.
+/// Attention of a prompt over its own rows: appending, the fast kernel, and the reference kernel.
 pub(crate) fn attention_prefill(t: &mut Timing) -> Result<()> {
     const ROWS: usize = 2048;
     for model in MODELS {

@@ -1,10 +1,11 @@
-//! Each CUDA kernel alone, in the shapes of Qwen3 0.6B and 8B, against the device's memory rate.
+//! Benches of single CUDA kernels, in the shapes of Qwen3 0.6B and 8B, compared with the device's
+//! memory bandwidth.
 //!
-//! `cargo bench -p nq-kernels --features cuda --bench cuda [-- NAME ...]` prints a line an
-//! operation: microseconds, bytes that it must read and write, and their share of the rate at
-//! which the device reads its memory. Operations of a decode step are also timed as a step runs
-//! them, in a recorded graph where one may begin before the last has ended ("chained"). Weights
-//! and pages come out of memory: copies larger than the cache take turns. Names are those of
+//! `cargo bench -p nq-kernels --features cuda --bench cuda [-- NAME ...]` prints a line per
+//! operation: microseconds, bytes that it must read and write, and the share of the device's memory
+//! bandwidth that this reaches. Operations of a decode step are also timed as a step runs
+//! them, in a recorded graph where one may begin before the previous has ended ("chained"). Weights
+//! and pages come out of memory: copies larger than the cache are used in turn. Names are those of
 //! `BENCHES`; the kernels' rows in the table say which of them times which kernel.
 #![allow(missing_docs, reason = "a benchmark's main")]
 #![allow(clippy::print_stdout, reason = "a benchmark prints what it finds")]

@@ -1,4 +1,4 @@
-//! Products with packed weights.
+//! Benches of products with packed weights.
 
 use super::timing::{MODELS, SCHEMES, Scheme, Timing, VOCAB};
 use nq_formats::Experts;
@@ -32,7 +32,7 @@ impl Operands {
     }
 }
 
-/// Runs `each` for the products of a layer of each model, in each scheme.
+/// Runs `each` for every product of a layer, in every model and scheme.
 fn of_layers(
     t: &Timing,
     schemes: &[(Scheme, &str)],
@@ -50,7 +50,7 @@ fn of_layers(
     Ok(())
 }
 
-/// The output that a step has of a product, of normalized inputs where it has one.
+/// The output of a product in a step, with a normalized input if the step has one.
 fn step_output<'a>(product: &str, gain: &'a Buffer<f32>, y: &'a mut Buffer<f32>) -> GemvOutput<'a> {
     let norm = Norm { gain, eps: 1e-6 };
     match product {
@@ -60,7 +60,7 @@ fn step_output<'a>(product: &str, gain: &'a Buffer<f32>, y: &'a mut Buffer<f32>)
     }
 }
 
-/// The experts of Qwen3-30B-A3B: gate and up, then down, of 8 in 128.
+/// The experts of Qwen3-30B-A3B: gate and up, then down, of 8 in 128 experts.
 pub(crate) fn experts(t: &mut Timing) -> Result<()> {
     let e = Experts {
         count: 128,

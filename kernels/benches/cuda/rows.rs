@@ -1,4 +1,4 @@
-//! What is done to rows of activations, the end of a step, and memory.
+//! Benches of operations on rows of activations, of the end of a step, and of memory.
 
 use super::timing::{MODELS, Scheme, Timing, VOCAB};
 use nq_kernels::Result;
@@ -7,7 +7,7 @@ use nq_kernels::cuda::{
     StepBounds,
 };
 
-/// The rate that all others are held against.
+/// The memory bandwidth with which all others are compared.
 pub(crate) fn read_all(t: &mut Timing) -> Result<()> {
     for bytes in [1usize << 30, 1 << 32] {
         let rate = t.gpu.read_bandwidth(bytes)?;
@@ -67,7 +67,7 @@ pub(crate) fn rows(t: &mut Timing) -> Result<()> {
     Ok(())
 }
 
-/// The end of a step of 1 to 64 sequences: the best token, and one of a nucleus from lists.
+/// The end of a step of 1 to 64 sequences: the best token, and a token drawn from lists.
 pub(crate) fn sampling(t: &mut Timing) -> Result<()> {
     const RING: usize = 64;
     const BLOCKS: usize = 128;

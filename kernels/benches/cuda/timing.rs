@@ -1,4 +1,4 @@
-//! Timing by the device's own clock, and what is timed: shapes, weights.
+//! Timing by the device's own clock; shapes and weights of the benches.
 
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints,
@@ -7,10 +7,10 @@ use nq_formats::{
 use nq_kernels::Result;
 use nq_kernels::cuda::{DeviceLinear, Gpu, Mark, PackedKind, Stack, Stream, Uploader};
 
-/// Operations of a recorded graph, and runs of it.
+/// Operations in a recorded graph, and runs of the graph.
 const CHAIN: usize = 24;
 const RUNS: usize = 7;
-/// Operations timed kernel by kernel.
+/// Number of operations timed kernel by kernel.
 const ALONE: usize = 10;
 
 /// Sizes of a model.
@@ -54,7 +54,7 @@ impl Model {
     }
 }
 
-/// What weights are rounded to.
+/// The format that weights are rounded to.
 #[derive(Clone, Copy)]
 pub(crate) enum Scheme {
     Int4,
@@ -69,7 +69,7 @@ pub(crate) const SCHEMES: [(Scheme, &str); 3] = [
 ];
 
 impl Scheme {
-    /// Some weight `[out, inp]`: what it is does not change the time.
+    /// An arbitrary weight `[out, inp]`: its values do not change the time.
     fn weight(self, out: usize, inp: usize) -> Weight {
         let (bits, group, zeros) = match self {
             Scheme::Int4 => (Bits::B4, Group::Size(128), Zeros::Integer),
@@ -96,11 +96,11 @@ impl Scheme {
     }
 }
 
-/// A device, and what has been found of it.
+/// A device and its measured bandwidth.
 pub(crate) struct Timing {
     pub(crate) gpu: Gpu,
     pub(crate) stream: Stream,
-    /// Bytes a second at which it reads its memory.
+    /// Measured bandwidth of reading its memory, in bytes per second.
     pub(crate) rate: f64,
 }
 
@@ -120,7 +120,7 @@ impl Timing {
         println!("\n{name}");
     }
 
-    /// Copies of a weight that together are larger than the cache.
+    /// Copies of a weight that are larger than the cache together.
     pub(crate) fn weights(
         &self,
         scheme: Scheme,
@@ -150,8 +150,8 @@ impl Timing {
         println!("  {what:<58} {:>10.2} us{share}", seconds * 1e6);
     }
 
-    /// Times the kernels of `op`, each between two events; `op` is given its turn. `bytes` is what
-    /// one turn reads and writes of memory.
+    /// Times each kernel of `op` between two events; `op` is given the number of its turn. `bytes` are
+    /// those that one turn reads and writes in memory.
     pub(crate) fn alone(
         &self,
         what: &str,
@@ -179,7 +179,7 @@ impl Timing {
         Ok(())
     }
 
-    /// As [`Timing::alone`], and behind one another in a recorded graph.
+    /// Like [`Timing::alone`], and also times the operations one after another in a recorded graph.
     pub(crate) fn chained(
         &self,
         what: &str,

@@ -1,4 +1,4 @@
-//! A training step's operations and those of second-order rounding, by nq's own kernels.
+//! Benches of a training step's operations and of second-order rounding, by nq's own kernels.
 
 use super::timing::{MODELS, Model, Timing};
 use nq_kernels::Result;
@@ -9,14 +9,14 @@ use nq_kernels::grad::{
 };
 use nq_kernels::second_order::{ColumnBlock, Damped, FitShape};
 
-/// Sequences of a step, and tokens of each.
+/// Sequences in a step, and tokens per sequence.
 const BATCH: usize = 4;
 const SEQ: usize = 256;
 const ROWS: usize = BATCH * SEQ;
-/// Tokens of a vocabulary: fewer than a model's, so that logits of all rows fit.
+/// Size of the vocabulary: smaller than a model's, so that the logits of all rows fit.
 const VOCAB: usize = 32_768;
 
-/// A device of training steps, and values for it.
+/// A device for training steps, and buffers on it.
 struct Training<'a> {
     t: &'a Timing,
     ops: CudaOps,
@@ -193,13 +193,13 @@ pub(crate) fn training(t: &mut Timing) -> Result<()> {
     Ok(())
 }
 
-/// Second-order rounding of `o`, of as many inputs as the model has heads' values.
+/// Second-order rounding of `o`, with as many inputs as all heads of the model have values.
 pub(crate) fn second_order(t: &mut Timing) -> Result<()> {
     for model in MODELS {
         let ops = CudaOps::with_own_products(&t.gpu, GemmPrecision::Full)?;
         let (rows, n) = (model.hidden, model.heads * 128);
         let what = |op: &str| format!("{} {op} of {n} inputs", model.name);
-        // A diagonal that outweighs the rest: positive definite.
+        // A dominant diagonal makes the matrix positive definite.
         let moments: Vec<f32> = (0..n * n)
             .map(|i| if i % (n + 1) == 0 { n as f32 } else { 0.3 })
             .collect();

@@ -3,8 +3,8 @@
 //!
 //! The sources are in nq-kernels' folder `cuda`. The script `build` beside this crate's manifest
 //! compiles them for each architecture with nvcc, and writes the file `manifest`: the hash of every
-//! source and header, the compiler's version, its flags and the hash of what came out. The build of
-//! nq-kernels refuses code of other sources than its own.
+//! source and header, the compiler's version, its flags and the hash of each result. The build of
+//! nq-kernels refuses code that was compiled from other sources than its own.
 
 #![forbid(unsafe_code)]
 

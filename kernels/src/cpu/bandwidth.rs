@@ -1,4 +1,4 @@
-//! How fast this machine's memory can be read: the limit that speeds are compared with.
+//! Measures how fast this machine's memory can be read, the limit to compare speeds with.
 
 use super::memory::{Buffer, Shared};
 use super::table::Table;
@@ -17,26 +17,26 @@ pub struct Bandwidth {
     pub bytes: usize,
 }
 
-/// Memory that bandwidth is measured over.
+/// Memory over which bandwidth is measured.
 pub struct BandwidthBuffer(Buffer<u32>);
 
-/// Timed passes.
+/// Number of timed passes.
 const PASSES: usize = 7;
 
-/// Words of one task: 1 MiB.
+/// Words in one task: 1 MiB.
 const PIECE: usize = 1 << 18;
 
-/// The most words of weights that are read.
+/// Most words of weights that are read.
 const MOST: usize = 1 << 28;
 
 impl Cpu {
-    /// A buffer of `bytes` (rounded up to whole MiB) to measure bandwidth over. For main
-    /// memory take far more than the last-level cache holds: 1 GiB.
+    /// A buffer of `bytes` (rounded up to whole MiB) for measuring bandwidth. To measure main
+    /// memory, use far more than the last-level cache holds, e.g. 1 GiB.
     pub fn bandwidth_buffer(&self, bytes: usize) -> BandwidthBuffer {
         let pieces = bytes.div_ceil(4 * PIECE).max(1);
         let mut buffer = Buffer::<u32>::zeroed(pieces * PIECE);
         {
-            // Untouched pages would all be the same page of zeros.
+            // Untouched pages would all map to the same page of zeros.
             let words = Shared::new(&mut buffer);
             self.team().run_ranges(pieces, 1, |range| {
                 for i in range.start * PIECE..range.end * PIECE {
@@ -55,8 +55,8 @@ impl Cpu {
         self.passes(&pieces)
     }
 
-    /// Reads the packed codes of `weights`, at most 1 GiB of them, as
-    /// [`Cpu::read_bandwidth`] reads its buffer. Weights that fit into a cache are read from
+    /// Measures the bandwidth of reading the packed codes of `weights`, at most 1 GiB of them, like
+    /// [`Cpu::read_bandwidth`]. Weights that fit into a cache are read from
     /// there. `None` if none is packed.
     pub fn weights_bandwidth<'a>(
         &self,
@@ -73,7 +73,7 @@ impl Cpu {
     }
 
     fn passes(&self, pieces: &[&[u32]]) -> Bandwidth {
-        // Of the machine, whichever instruction set is forced on the rest.
+        // Uses the machine's best instruction set, whichever one was forced for other operations.
         let table = IsaChoice::Auto.resolve().map_or(self.table, Table::of);
         let bytes = pieces.iter().map(|words| 4 * words.len()).sum();
         let mut speeds: Vec<f64> = (0..PASSES)

@@ -17,17 +17,17 @@ pub enum Isa {
     AvxVnni,
     /// AVX-512 F, BW, VL, DQ and VNNI.
     Avx512,
-    /// The same with BF16.
+    /// AVX-512 as above, with BF16.
     Avx512Bf16,
 }
 
-/// What `--isa` asks for.
+/// The value of `--isa`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IsaChoice {
-    /// The strongest present.
+    /// The strongest available.
     #[default]
     Auto,
-    /// This one or an error.
+    /// This one; an error if it is not available.
     Force(Isa),
 }
 
@@ -42,7 +42,7 @@ impl Isa {
         Isa::Avx512Bf16,
     ];
 
-    /// The name `--isa` takes.
+    /// Its name in `--isa`.
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Scalar => "scalar",
@@ -91,7 +91,7 @@ impl Isa {
         }
     }
 
-    /// True if the CPU has the VEX encoding of VNNI.
+    /// True if the CPU supports the VEX encoding of VNNI.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn vex_vnni() -> bool {
         is_x86_feature_detected!("avxvnni")
@@ -105,10 +105,10 @@ impl fmt::Display for Isa {
 }
 
 impl IsaChoice {
-    /// The instruction set to use here.
+    /// The instruction set to use on this machine.
     ///
     /// # Errors
-    /// [`Error::Isa`] if a forced one is absent.
+    /// [`Error::Isa`] if a forced one is not available.
     pub fn resolve(self) -> Result<Isa> {
         let present = || Isa::ALL.into_iter().filter(|i| i.available());
         match self {

@@ -1,14 +1,14 @@
-//! Keys and values of one layer, in pages, as attention reads them.
+//! Keys and values of one layer, stored in pages.
 
 use super::memory::Buffer;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use std::fmt;
 
-/// What keys and values are rounded to.
+/// The type that keys and values are rounded to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KvType {
-    /// Not rounded: for comparison with f32 references.
+    /// Not rounded, for comparison with f32 references.
     F32,
     /// IEEE binary16.
     #[default]
@@ -38,12 +38,12 @@ impl fmt::Display for KvType {
     }
 }
 
-/// Positions of a page: as many as a pass of a GPU's decode attention covers. A sequence leaves half
-/// a page unused on average.
+/// Positions in a page: as many as one pass of a GPU's decode attention covers. A sequence leaves
+/// half a page unused on average.
 pub const PAGE: usize = 128;
 
-/// Keys and values of one layer, in pages that belong to sequences through their page tables: of
-/// each page `[kv_heads, PAGE, head_dim]` keys and as many values.
+/// Keys and values of one layer, in pages that belong to sequences through their page tables. Each
+/// page has `[kv_heads, PAGE, head_dim]` keys and as many values.
 #[derive(Clone, Debug)]
 pub struct KvPages {
     kv_heads: usize,
@@ -78,7 +78,7 @@ impl KvData {
         }
     }
 
-    /// Rounds `x` to row `row`.
+    /// Stores `x`, rounded, as row `row`.
     fn store(&mut self, row: usize, x: &[f32]) {
         let span = row * x.len()..(row + 1) * x.len();
         match self {
@@ -86,7 +86,7 @@ impl KvData {
             KvData::F16(d) => d[span].convert_from_f32_slice(x),
             KvData::Int8 { codes, scales } => {
                 let absmax = x.iter().fold(0f32, |m, v| m.max(v.abs()));
-                // A NaN, which the maximum loses and codes do not have, stays in the scale.
+                // A NaN is lost in the maximum and in codes, so it is put into the scale.
                 let nan: f32 = x.iter().map(|v| v * 0.0).sum();
                 let scale = f16::from_f32(absmax / 127.0 + nan);
                 scales[row] = scale;
@@ -143,7 +143,7 @@ impl KvData {
         }
     }
 
-    /// Takes back what [`KvData::read`] gave.
+    /// Writes bytes that [`KvData::read`] returned.
     fn write(&mut self, from: usize, rows: usize, width: usize, bytes: &[u8]) {
         let span = from * width..(from + rows) * width;
         match self {
@@ -168,7 +168,7 @@ impl KvData {
 }
 
 impl KvPages {
-    /// Room for `pages` pages, zeroed. What is never written takes no memory.
+    /// Allocates `pages` zeroed pages. Pages that are never written take no memory.
     pub fn new(kind: KvType, pages: usize, kv_heads: usize, head_dim: usize) -> Self {
         let data = || KvData::new(kind, pages * kv_heads * PAGE, head_dim);
         KvPages {
@@ -180,12 +180,12 @@ impl KvPages {
         }
     }
 
-    /// Bytes of a page: keys and values of one layer.
+    /// Bytes of a page: the keys and values of one layer.
     pub const fn page_bytes(kind: KvType, kv_heads: usize, head_dim: usize) -> usize {
         2 * kv_heads * PAGE * kind.bytes(head_dim)
     }
 
-    /// What keys and values are rounded to.
+    /// The type that keys and values are rounded to.
     pub fn kind(&self) -> KvType {
         self.keys.kind()
     }
@@ -195,12 +195,12 @@ impl KvPages {
         self.head_dim
     }
 
-    /// Heads.
+    /// Number of heads.
     pub fn kv_heads(&self) -> usize {
         self.kv_heads
     }
 
-    /// Pages there is room for.
+    /// Number of pages.
     pub fn pages(&self) -> usize {
         self.pages
     }
@@ -210,7 +210,7 @@ impl KvPages {
         (page as usize * self.kv_heads + head) * PAGE + at
     }
 
-    /// Rounds and stores the keys and values `[kv_heads, head_dim]` of one position: row `at` of
+    /// Rounds and stores the keys and values `[kv_heads, head_dim]` of one position as row `at` of
     /// `page`.
     pub fn store(&mut self, page: u32, at: usize, keys: &[f32], values: &[f32]) {
         let d = self.head_dim;
@@ -239,18 +239,18 @@ impl KvPages {
         }
     }
 
-    /// Appends the bytes of `page` to `out`, [`KvPages::page_bytes`] of them: its keys, then its
-    /// values, as they lie in memory.
+    /// Appends the [`KvPages::page_bytes`] bytes of `page` to `out`: its keys, then its
+    /// values, in their layout in memory.
     pub fn read_page(&self, page: u32, out: &mut Vec<u8>) {
         let (from, rows) = (self.row(page, 0, 0), self.kv_heads * PAGE);
         self.keys.read(from, rows, self.head_dim, out);
         self.values.read(from, rows, self.head_dim, out);
     }
 
-    /// Fills `page` with what [`KvPages::read_page`] gave of pages of this shape.
+    /// Fills `page` with bytes that [`KvPages::read_page`] returned for pages of this shape.
     ///
     /// # Panics
-    /// If there are not [`KvPages::page_bytes`] bytes.
+    /// If `bytes` has not [`KvPages::page_bytes`] bytes.
     pub fn write_page(&mut self, page: u32, bytes: &[u8]) {
         let (from, rows) = (self.row(page, 0, 0), self.kv_heads * PAGE);
         let (keys, values) = bytes.split_at(bytes.len() / 2);
@@ -269,19 +269,19 @@ pub struct KvSequence<'a> {
 
 impl<'a> KvSequence<'a> {
     /// # Panics
-    /// If the table names a page that there is not.
+    /// If the table names a page that does not exist.
     pub fn new(pages: &'a KvPages, table: &'a [u32]) -> Self {
         let there = |&page: &u32| (page as usize) < pages.pages;
         assert!(table.iter().all(there), "a page past the pool's");
         KvSequence { pages, table }
     }
 
-    /// The pages that it lies in.
+    /// The pages that hold the sequence.
     pub fn pages(&self) -> &'a KvPages {
         self.pages
     }
 
-    /// Positions there is room for.
+    /// Number of positions in the table's pages.
     pub fn capacity(&self) -> usize {
         self.table.len() * PAGE
     }

@@ -1,5 +1,5 @@
-//! Memory that kernels stream from and write to: cache-line aligned buffers, and slices
-//! whose disjoint parts several threads write.
+//! Memory that kernels read and write: cache-line aligned buffers, and slices
+//! of which several threads write disjoint parts.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::marker::PhantomData;
@@ -7,14 +7,14 @@ use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// From this size on a buffer is memory-mapped: its pages take no memory before they are
-/// written, and need no zeroing by hand.
+/// Buffers of at least this size are memory-mapped: their pages take no memory before they are
+/// written, and are zero without being cleared.
 const MAPPED: usize = 4 << 20;
 
 /// Alignment of mapped buffers: that of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Types of which all-zero bytes are a value and that need no dropping.
+/// Types for which all-zero bytes are a valid value and that need no dropping.
 pub(crate) trait Plain: Copy + Send + Sync + 'static {}
 impl Plain for u8 {}
 impl Plain for i8 {}
@@ -30,13 +30,13 @@ struct Mapping {
     length: usize,
 }
 
-// SAFETY: owns its memory; what is written to it is governed by the buffers carved from it.
+// SAFETY: owns its memory; writes to it go through the buffers carved from it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// At least `bytes`, aligned to huge pages, and backed by them if `huge`; `None` if the
+    /// Maps at least `bytes`, aligned to huge pages, and backed by them if `huge`; `None` if the
     /// system refuses or has no such call.
     #[cfg(unix)]
     fn new(bytes: usize, huge: bool) -> Option<Self> {
@@ -74,7 +74,7 @@ impl Mapping {
         None
     }
 
-    /// Where the aligned memory starts.
+    /// Start of the aligned memory.
     fn start(&self) -> NonNull<u8> {
         let offset = self.base.as_ptr().align_offset(HUGE_PAGE);
         // SAFETY: the mapping has HUGE_PAGE bytes to spare.
@@ -90,7 +90,7 @@ impl Drop for Mapping {
     }
 }
 
-/// The mapping that small weights are carved from, and how much of it is taken. Huge pages
+/// The mapping that small weights are carved from, and the bytes already taken. Huge pages
 /// are larger than many weights: sharing them wastes none.
 static ARENA: Mutex<Option<(Arc<Mapping>, usize)>> = Mutex::new(None);
 
@@ -101,7 +101,7 @@ const ARENA_BYTES: usize = 32 << 20;
 pub(crate) struct Buffer<T: Plain> {
     data: NonNull<T>,
     len: usize,
-    /// What the memory is carved from; `None` for heap memory.
+    /// The mapping that the memory belongs to; `None` for heap memory.
     mapping: Option<Arc<Mapping>>,
 }
 
@@ -111,7 +111,7 @@ unsafe impl<T: Plain> Send for Buffer<T> {}
 unsafe impl<T: Plain> Sync for Buffer<T> {}
 
 impl<T: Plain> Buffer<T> {
-    /// `len` zeros for weights: on huge pages, next to the weights made before. Streaming
+    /// `len` zeros for weights, on huge pages next to the previous weights. Streaming
     /// through 4 KiB pages costs a TLB miss every 64 cache lines.
     pub(crate) fn weights(len: usize) -> Self {
         let bytes = Self::layout(len).size().next_multiple_of(64);
@@ -143,7 +143,7 @@ impl<T: Plain> Buffer<T> {
         Self::allocate(len, true)
     }
 
-    /// `len` zeros that take memory page by small page as they are written: for caches of
+    /// `len` zeros that take memory in small pages as they are written: for caches of
     /// which perhaps only the start is used.
     pub(crate) fn sparse(len: usize) -> Self {
         Self::allocate(len, false)
@@ -186,7 +186,7 @@ impl<T: Plain> Buffer<T> {
             .expect("a length that fits the address space")
     }
 
-    /// Makes room for `len` values; the contents are unspecified afterwards.
+    /// Makes room for `len` values; their contents are then unspecified.
     pub(crate) fn reserve(&mut self, len: usize) -> &mut [T] {
         if self.len < len {
             *self = Self::zeroed(len.next_power_of_two());
@@ -239,7 +239,7 @@ impl<T: Plain> DerefMut for Buffer<T> {
     }
 }
 
-/// A mutable slice that the members of a team write in disjoint parts.
+/// A mutable slice whose disjoint parts the members of a team write.
 pub(crate) struct Shared<'a, T> {
     data: *mut T,
     len: usize,
@@ -259,12 +259,12 @@ impl<'a, T> Shared<'a, T> {
         }
     }
 
-    /// Elements in all.
+    /// Number of elements.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// The elements of `range`, shared in their turn.
+    /// The elements of `range`, as another shared slice.
     pub(crate) fn within(&self, range: Range<usize>) -> Shared<'_, T> {
         assert!(range.start <= range.end && range.end <= self.len);
         Shared {
@@ -288,7 +288,7 @@ impl<'a, T> Shared<'a, T> {
 }
 
 /// Scratch that a thread keeps from one operation to the next, so that hot paths do not
-/// allocate. Taken out while in use: a nested user gets a fresh one.
+/// allocate. It is taken out while in use: a nested user gets a new one.
 macro_rules! with_scratch {
     ($kind:ty, |$name:ident| $body:expr) => {{
         thread_local! {

@@ -56,7 +56,7 @@ impl Cpu {
     /// The CPU with a team as described and the chosen instruction set.
     ///
     /// # Errors
-    /// As [`Cpu::new`].
+    /// Errors of [`Cpu::new`].
     pub fn with(team: TeamOptions, isa: IsaChoice) -> Result<Self> {
         let isa = isa.resolve()?;
         Ok(Cpu {
@@ -72,7 +72,7 @@ impl Cpu {
         self.isa
     }
 
-    /// Counts of what operations cost.
+    /// The profile, which counts the cost of operations.
     pub fn profile(&self) -> &Profile {
         &self.profile
     }
@@ -82,7 +82,7 @@ impl Cpu {
         self.team.threads()
     }
 
-    /// The team, for callers with work of their own to spread.
+    /// The team, for callers with other work to spread.
     pub fn team(&self) -> &Team {
         &self.team
     }

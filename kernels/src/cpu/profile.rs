@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Counts operations while it is switched on; a relaxed load per operation while it is off.
+/// Counts operations while switched on; while off, it costs a relaxed load per operation.
 #[derive(Default)]
 pub struct Profile {
     on: AtomicBool,
@@ -22,31 +22,31 @@ struct Entry {
     bytes: u64,
 }
 
-/// What one operation cost since [`Profile::start`].
+/// Cost of one operation since [`Profile::start`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpTiming {
     /// The operation, e.g. `qkv` or `attention`.
     pub op: &'static str,
-    /// The kernel that did it.
+    /// The kernel that ran it.
     pub kernel: &'static str,
     /// `(out, in)` of a Linear; `(heads, head_dim)` of attention; `(1, width)` otherwise.
     pub shape: (usize, usize),
-    /// How often.
+    /// Number of calls.
     pub calls: u64,
-    /// Wall time in all.
+    /// Total wall time in seconds.
     pub seconds: f64,
-    /// Bytes of weights or cache that had to be read, in all.
+    /// Total bytes of weights or cache that had to be read.
     pub bytes: u64,
 }
 
 impl Profile {
-    /// Forgets what was counted and starts counting.
+    /// Resets the counts and starts counting.
     pub fn start(&self) {
         self.lock().clear();
         self.on.store(true, Ordering::Relaxed);
     }
 
-    /// Stops counting and returns what was counted, the most expensive first.
+    /// Stops counting and returns the counts, the most expensive operation first.
     pub fn stop(&self) -> Vec<OpTiming> {
         self.on.store(false, Ordering::Relaxed);
         let entries = std::mem::take(&mut *self.lock());

@@ -1,9 +1,9 @@
-//! The kernels of one instruction set as function pointers, so that the code that drives
+//! The kernels of one instruction set as function pointers, so that the code that calls
 //! them exists once.
 //!
 //! [`instantiate!`] compiles every generic kernel inside functions that enable the set's
-//! instructions. A [`Table`] is only handed out for an instruction set that the CPU has
-//! ([`Table::of`]), which is what makes calling its functions sound.
+//! instructions. [`Table::of`] returns a [`Table`] only for an instruction set that the CPU has,
+//! which makes calling its functions sound.
 
 #![allow(
     clippy::too_many_arguments,
@@ -55,7 +55,7 @@ pub(crate) type Prefill =
 /// Most columns of an f32 GEMV kernel.
 pub(crate) const GEMV_COLUMNS: usize = 4;
 
-/// Panels that matrix product kernels take at a time, at most.
+/// Most panels that matrix product kernels take at a time.
 pub(crate) const PANELS: usize = 2;
 
 /// Products whose columns are not f32, indexed by panels - 1, then columns - 1.
@@ -96,7 +96,7 @@ pub(crate) struct Table {
     pub(crate) dots: Dots,
     pub(crate) spread_fives: Spread,
     pub(crate) spread_sixes: Spread,
-    /// Panels that this set's registers make best use of.
+    /// Number of panels that makes the best use of this set's registers.
     pub(crate) panels: usize,
     /// Panels of queries in one tile of `prefill`.
     pub(crate) query_panels: usize,
@@ -123,7 +123,7 @@ impl Table {
             Isa::Scalar => const { &scalar::TABLE },
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => const { &avx2::TABLE },
-            // One instruction in two encodings; a CPU has either or both.
+            // One instruction in two encodings; a CPU may have either or both.
             #[cfg(target_arch = "x86_64")]
             Isa::AvxVnni if Isa::vex_vnni() => {
                 const {
@@ -188,7 +188,7 @@ macro_rules! row_operations {
 }
 
 /// Defines the [`Dots`] of one instruction set: its [`Simd`] type, the attribute that enables
-/// it, and for each number of panels the columns of each product.
+/// it, and for each number of panels the column counts of each product.
 macro_rules! products {
     (
         $simd:ty, #[$enable:meta], panels: $panels:literal,
@@ -248,8 +248,8 @@ macro_rules! products {
 }
 
 /// Defines a module with the [`Table`] of one instruction set: its [`Simd`] type, the
-/// attribute that enables it, the number of panels of queries, of columns in attention's
-/// products, and for each number of panels the columns of each product.
+/// attribute that enables it, the number of panels of queries and of columns in attention's
+/// products, and for each number of panels the column counts of each product.
 macro_rules! instantiate {
     (
         $module:ident, $simd:ty, #[$enable:meta],
@@ -400,7 +400,7 @@ instantiate! {
     int16: [1 2 3 4],
 }
 
-// As AVX2, but for integer products.
+// Like AVX2, except for integer products.
 #[cfg(target_arch = "x86_64")]
 mod avxvnni_vex {
     use super::*;
@@ -434,7 +434,7 @@ instantiate! {
     int16: [1 2 3 4],
 }
 
-// As AVX-512, but for bf16 products.
+// Like AVX-512, except for bf16 products.
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16 {
     use super::*;

@@ -1,8 +1,8 @@
 //! A team of threads that runs one operation after another.
 //!
-//! A forward pass is some hundred short operations in a row, each of which every thread
-//! takes part in. Between two of them the members spin, so that handing over costs about a
-//! microsecond; only after a pause as long as a context switch do they sleep.
+//! A forward pass is some hundred short operations in a row, each done by all threads
+//! together. Between two of them the members spin, so that handing over costs about a
+//! microsecond; they sleep only after a pause as long as a context switch.
 
 use std::any::Any;
 use std::cell::UnsafeCell;
@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 
 use super::memory::Shared;
 
-/// Turns of the wait loop before a member sleeps: some 50 microseconds.
+/// Iterations of the wait loop before a member sleeps: some 50 microseconds.
 const SPINS: u32 = 2_000;
 
 /// Keeps values that different threads write on different cache lines (two, because
@@ -23,18 +23,18 @@ const SPINS: u32 = 2_000;
 #[derive(Default)]
 struct Padded<T>(T);
 
-/// How a [`Team`] is set up.
+/// Options of a [`Team`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TeamOptions {
-    /// Members; `None` takes one per physical core.
+    /// Number of members; `None`: one per physical core.
     pub threads: Option<usize>,
-    /// Bind every worker to a core of its own, which leaves one to the caller (Linux). The
+    /// Binds every worker to a core of its own and leaves one to the caller (Linux). The
     /// caller itself is not bound: threads that it starts would inherit that.
     pub pin: bool,
 }
 
 /// A fixed number of threads that share the work of one operation at a time. The calling
-/// thread is member 0. An operation started while another one runs (from within it, or from
+/// thread is member 0. An operation started while another one runs (inside it, or on
 /// another thread) is done by its caller alone.
 pub struct Team {
     state: Arc<State>,
@@ -48,9 +48,9 @@ struct State {
     epoch: Padded<AtomicUsize>,
     /// Workers that have not finished the current job.
     pending: Padded<AtomicUsize>,
-    /// Held by the caller whose job is running.
+    /// True while a caller's job is running.
     busy: AtomicBool,
-    /// The current job: written while `pending` is 0 and before `epoch` changes, read after.
+    /// The current job: written while `pending` is 0 and before `epoch` changes, read afterwards.
     job: UnsafeCell<Option<Job>>,
     quit: AtomicBool,
     sleeping: Vec<Padded<AtomicBool>>,
@@ -65,7 +65,7 @@ unsafe impl Sync for State {}
 unsafe impl Send for State {}
 
 impl Team {
-    /// A team of `threads` threads; `None` takes one per physical core.
+    /// A team of `threads` threads; `None`: one per physical core.
     pub fn new(threads: Option<usize>) -> Self {
         Self::with(TeamOptions {
             threads,
@@ -73,7 +73,7 @@ impl Team {
         })
     }
 
-    /// A team as described.
+    /// A team with these options.
     pub fn with(options: TeamOptions) -> Self {
         let n = options.threads.unwrap_or_else(physical_cores).max(1);
         let state = Arc::new(State {
@@ -104,7 +104,7 @@ impl Team {
         Team { state, workers }
     }
 
-    /// Members of the team.
+    /// Number of members of the team.
     pub fn threads(&self) -> usize {
         self.workers.len() + 1
     }
@@ -155,9 +155,9 @@ impl Team {
 
     /// Splits `0..tasks` into one contiguous share per member, calls `f(range)` for
     /// pieces that together cover every task once, and returns when all are done. A member
-    /// works through its own share in order, half of what is left but at least `grain` tasks
-    /// at a time; one that is done early takes pieces of the others' shares, so that a member
-    /// whose core is busy elsewhere is helped. Which member runs a task therefore varies:
+    /// works through its own share in order, taking half of what is left but at least `grain` tasks
+    /// at a time; when done, it takes pieces of the others' shares, which helps members
+    /// whose cores are busy with other work. Which member runs a task therefore varies:
     /// results must not depend on it.
     pub fn run_ranges(&self, tasks: usize, grain: usize, f: impl Fn(Range<usize>) + Sync + Send) {
         let n = self.threads();
@@ -169,7 +169,7 @@ impl Team {
             return f(0..tasks);
         }
         let share = |member: usize| member * tasks / n..(member + 1) * tasks / n;
-        // Progress within each member's share. On the stack for teams of usual size.
+        // Progress in each member's share. On the stack for teams of usual size.
         let mut few: [Padded<AtomicUsize>; 16] = Default::default();
         let mut many = Vec::new();
         let next = if n <= few.len() {
@@ -245,7 +245,7 @@ impl Drop for Team {
 }
 
 impl State {
-    /// A worker's life.
+    /// The loop of a worker thread.
     fn work(&self, member: usize) {
         let mut seen = 0;
         loop {
@@ -291,8 +291,8 @@ impl State {
     }
 }
 
-/// Physical cores that this process may run on, at least 1. Where the system does not tell
-/// siblings apart, or grants less CPU time than cores, the parallelism it grants.
+/// Number of physical cores that this process may run on, at least 1. If the system does not tell
+/// siblings apart, or grants less CPU time than that, the parallelism that it grants.
 pub fn physical_cores() -> usize {
     let granted = std::thread::available_parallelism().map_or(1, usize::from);
     match cores().len() {
@@ -301,7 +301,7 @@ pub fn physical_cores() -> usize {
     }
 }
 
-/// One logical CPU for each physical core that this process may run on; empty where the
+/// One logical CPU for each physical core that this process may run on; empty if the
 /// system does not say.
 #[cfg(target_os = "linux")]
 fn cores() -> Vec<usize> {
@@ -328,7 +328,7 @@ fn cores() -> Vec<usize> {
     Vec::new()
 }
 
-/// Binds the calling thread to one logical CPU, as far as the system allows.
+/// Binds the calling thread to one logical CPU, if the system allows it.
 #[cfg(target_os = "linux")]
 fn pin_to(cpu: usize) {
     // SAFETY: plain data, for which zero bytes are a value; the index came from such a set;

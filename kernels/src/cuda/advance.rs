@@ -9,66 +9,66 @@ use super::rows::Step;
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 
-/// What the device writes instead of a token whose logits are not finite.
+/// Written instead of a token if the logits are not finite.
 pub const NOT_FINITE: u32 = 0xffff_fffe;
-/// What the device writes instead of a token where mask and biases leave none.
+/// Written instead of a token if mask and biases leave none.
 pub const NONE_ALLOWED: u32 = 0xffff_fffd;
 
-/// How tokens are chosen: `Sampling` of `cuda/sampling.cuh`.
+/// A row's parameters for choosing tokens: `Sampling` of `cuda/sampling.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Sampling {
-    /// Divides the logits; 0: the best token.
+    /// Divides the logits; 0 takes the best token.
     pub temperature: f32,
-    /// Keeps the fewest best tokens that have this probability; 1: all.
+    /// Keeps the fewest best tokens that have this probability together; 1 keeps all.
     pub top_p: f32,
     /// Drops tokens below this share of the best one's probability.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of tokens seen.
+    /// Divides positive and multiplies negative logits of tokens seen before.
     pub repetition: f32,
-    /// Subtracted from logits of tokens in the answer, as often as it has them.
+    /// Subtracted from a token's logit once per occurrence in the answer.
     pub frequency: f32,
     /// Subtracted once from logits of tokens in the answer.
     pub presence: f32,
-    /// Keeps this many best tokens; 0: all.
+    /// Keeps this many best tokens; 0 keeps all.
     pub top_k: i32,
-    /// What changes the logits: a sum of [`Sampling::BIASED`], [`Sampling::PENALIZED`] and
+    /// Changes to the logits: a sum of [`Sampling::BIASED`], [`Sampling::PENALIZED`] and
     /// [`Sampling::MASKED`].
     pub adjusts: i32,
-    /// 0: no log-probabilities are given; else those of the token chosen and of one less than
-    /// this of the best tokens, [`MOST_LOGPROBS`] at most.
+    /// 0: no log-probabilities; n > 0: those of the chosen token and of the n - 1 best tokens, at most
+    /// [`MOST_LOGPROBS`].
     pub logprobs: i32,
     /// Key of the random numbers, low word first.
     pub seed: [u32; 2],
-    /// Their stream.
+    /// Stream of the random numbers, low word first.
     pub stream: [u32; 2],
-    /// Tokens before the first sampled one.
+    /// Number of tokens before the first sampled one, low word first.
     pub position: [u32; 2],
 }
 
 impl Sampling {
     /// The row's biases are added to its logits.
     pub const BIASED: i32 = 1;
-    /// Tokens seen are penalized, and counted.
+    /// Tokens seen before are penalized, and counted.
     pub const PENALIZED: i32 = 2;
     /// Tokens that the row's mask does not allow are excluded.
     pub const MASKED: i32 = 4;
 }
 
-/// Most tokens whose log-probabilities are given beside the chosen one's.
+/// Most tokens whose log-probabilities are given besides that of the chosen one.
 pub const MOST_LOGPROBS: usize = 20;
-/// Most tokens of a vocabulary of which [`Stream::advance`] finds so many: their groups, of which
-/// there are 2,048, hold no more than its list.
+/// Largest vocabulary for which [`Stream::advance`] finds the [`MOST_LOGPROBS`] best tokens: that
+/// many of its 2,048 groups hold no more tokens than its list.
 const MOST_RANKED: usize = 4096 / MOST_LOGPROBS * 2048;
 
-/// Log-probabilities of the model's own distribution, before any change of its logits: `Logprobs`
+/// Log-probabilities in the model's own distribution, before any change of its logits: `Logprobs`
 /// of `cuda/sampling.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Logprobs {
-    /// Of the token chosen.
+    /// Log-probability of the chosen token.
     pub chosen: f32,
-    /// How many of the best tokens follow.
+    /// Number of best tokens that follow.
     pub count: u32,
     /// Their ids, best first.
     pub ids: [u32; MOST_LOGPROBS],
@@ -76,8 +76,8 @@ pub struct Logprobs {
     pub values: [f32; MOST_LOGPROBS],
 }
 
-/// What changes logits before a token is chosen, a row a sequence; read where a row's [`Sampling`]
-/// says so. Rows are written in order with a stream's other work.
+/// Settings that change logits before a token is chosen, one row per sequence; read if the row's
+/// [`Sampling`] says so. Rows are written in order with a stream's other work.
 pub struct Adjustments {
     vocab: usize,
     bias: Rows<f32>, // [rows, vocab]
@@ -85,7 +85,7 @@ pub struct Adjustments {
     seen: Rows<u16>, // [rows, vocab]: IN_PROMPT, and how often the answer has a token
 }
 
-/// Rows on the device, and what they are copied through.
+/// Rows on the device, and the staging memory for copying them.
 struct Rows<T> {
     values: Buffer<T>,
     staging: Option<Staging<T>>,
@@ -99,7 +99,7 @@ impl<T: Pod> Rows<T> {
         })
     }
 
-    /// Replaces row `row` by `values`.
+    /// Replaces row `row` with `values`.
     fn write(&mut self, stream: &Stream, row: usize, values: &[T]) -> Result<()> {
         let at = row * values.len();
         stream.write_staged(&mut self.values, at, &mut self.staging, values)
@@ -116,11 +116,11 @@ struct AdjustArgs {
 }
 
 impl Adjustments {
-    /// Set in the state of a token that the prompt has; below it is counted how often the answer
-    /// has it.
+    /// Set in the state of a token that occurs in the prompt; the lower bits count occurrences in the
+    /// answer.
     const IN_PROMPT: u16 = 1 << 15;
 
-    /// Room for those of `rows` sequences; none say anything yet.
+    /// Allocates rows for `rows` sequences, all empty.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
@@ -133,21 +133,21 @@ impl Adjustments {
         })
     }
 
-    /// Replaces the biases of a row: tokens and what is added to their logits.
+    /// Replaces the biases of a row, given as (token, bias).
     ///
     /// # Errors
-    /// [`Error::Shape`] for a token past the vocabulary or a row that there is none of; the
-    /// driver's.
+    /// [`Error::Shape`] for a token past the vocabulary or a row that does not exist; errors of the
+    /// driver.
     pub fn write_bias(&mut self, stream: &Stream, row: usize, biases: &[(u32, f32)]) -> Result<()> {
         let all = self.by_token(biases.iter().copied())?;
         self.bias.write(stream, row, &all)
     }
 
-    /// Replaces the mask of a row, whose bit `i % 32` of word `i / 32` allows token `i`.
+    /// Replaces the mask of a row: bit `i % 32` of word `i / 32` allows token `i`.
     ///
     /// # Errors
-    /// [`Error::Shape`] for another number of words than the vocabulary needs or a row that there
-    /// is none of; the driver's.
+    /// [`Error::Shape`] for a number of words that does not fit the vocabulary or a row that does not
+    /// exist; errors of the driver.
     pub fn write_mask(&mut self, stream: &Stream, row: usize, mask: &[u32]) -> Result<()> {
         let words = self.vocab.div_ceil(32);
         if mask.len() != words {
@@ -161,12 +161,12 @@ impl Adjustments {
         self.mask.write(stream, row, mask)
     }
 
-    /// Replaces the tokens seen of a row: tokens, whether the prompt has them and how often the
-    /// answer does, 32,767 standing for more.
+    /// Replaces the tokens seen of a row, given as (token, whether the prompt has it, occurrences in the
+    /// answer); counts above 32,767 are limited to that.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a token past the vocabulary or a row that there is none of; the
-    /// driver's.
+    /// [`Error::Shape`] for a token past the vocabulary or a row that does not exist; errors of the
+    /// driver.
     pub fn write_seen(
         &mut self,
         stream: &Stream,
@@ -181,7 +181,7 @@ impl Adjustments {
         self.seen.write(stream, row, &all)
     }
 
-    /// A row of what is said of some tokens.
+    /// A full row from the values of some tokens.
     fn by_token<T: Pod>(&self, some: impl Iterator<Item = (u32, T)>) -> Result<Vec<T>> {
         let mut all = vec![T::zeroed(); self.vocab];
         for (id, value) in some {
@@ -200,7 +200,7 @@ impl Adjustments {
         Ok(all)
     }
 
-    /// As operands of `o`, of `rows` rows.
+    /// The arguments for `rows` rows, checked as operands of `o`.
     fn args(&self, o: &Operands<'_>, vocab: usize, rows: usize) -> Result<AdjustArgs> {
         if self.vocab != vocab {
             return o.refuse("tokens of adjustments", vocab, self.vocab);
@@ -213,21 +213,22 @@ impl Adjustments {
     }
 }
 
-/// Ranges that [`Stream::candidates`] cuts a vocabulary into, threads of each and tokens of a thread.
+/// Number of ranges that [`Stream::candidates`] cuts a vocabulary into, threads per range and tokens
+/// per thread.
 const RANGES: usize = 128;
 const RANGE_THREADS: usize = 256;
 const RANGE_PER_THREAD: usize = 8;
-/// Most tokens of a vocabulary that it takes.
+/// Largest vocabulary that it supports.
 const MOST_LISTED: usize = RANGES * RANGE_THREADS * RANGE_PER_THREAD;
 
-/// Tokens of a range's list, and of the short list of all.
+/// Number of tokens in a range's list, and in the short list of all.
 const RANGE_LIST: usize = 32;
 const SHORT_LIST: usize = 128;
-/// 8-byte words of the lists: `Range` and `Shortlist` of `cuda/sampling.cuh`.
+/// Size of the lists in 8-byte words: `Range` and `Shortlist` of `cuda/sampling.cuh`.
 const RANGE_WORDS: usize = 2 + RANGE_LIST;
 const SHORT_WORDS: usize = 2 + SHORT_LIST;
 
-/// Where [`Stream::candidates`] lists tokens.
+/// The lists that [`Stream::candidates`] writes.
 pub struct Candidates {
     vocab: usize,
     ranges: Buffer<u64>,
@@ -235,23 +236,24 @@ pub struct Candidates {
 }
 
 impl Candidates {
-    /// Room for the lists of `rows` sequences; `None` if the vocabulary is too large to be
-    /// listed.
+    /// Allocates lists for `rows` sequences; `None` if the vocabulary is too large for
+    /// them.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn new(gpu: &Gpu, vocab: usize, rows: usize) -> Result<Option<Self>> {
-        match vocab <= MOST_LISTED {
-            true => Ok(Some(Candidates {
+        if vocab <= MOST_LISTED {
+            Ok(Some(Candidates {
                 vocab,
                 ranges: gpu.zeros("candidates", rows * RANGES * RANGE_WORDS)?,
                 short: gpu.zeros("candidates", rows * SHORT_WORDS)?,
-            })),
-            false => Ok(None),
+            }))
+        } else {
+            Ok(None)
         }
     }
 
-    /// As operands of `o`, of `rows` rows: lists of ranges, short lists.
+    /// The lists of ranges and the short lists of `rows` rows, checked as operands of `o`.
     fn args(&self, o: &Operands<'_>, vocab: usize, rows: usize) -> Result<(Address, Address)> {
         if self.vocab != vocab {
             return o.refuse("tokens of candidates", vocab, self.vocab);
@@ -263,35 +265,35 @@ impl Candidates {
     }
 }
 
-/// What a step's end reads and writes.
+/// The inputs and outputs of a step's end.
 pub struct Advance<'a> {
-    /// Sequences.
+    /// Number of sequences.
     pub m: usize,
     /// `[m, vocab]`
     pub logits: &'a Buffer<f32>,
-    /// `[m, blocks]`, of [`super::GemvOutput::Head`].
+    /// `[m, blocks]`, from [`super::GemvOutput::Head`].
     pub best: &'a Buffer<[f32; 2]>,
-    /// Blocks of the head's product: [`super::best_len`].
+    /// Number of blocks of the head's product: [`super::best_len`].
     pub blocks: usize,
-    /// Of [`Stream::candidates`]; `None` where the best tokens are wanted, or all are looked at.
+    /// From [`Stream::candidates`]; `None` to take the best tokens, or to consider all tokens.
     pub candidates: Option<&'a Candidates>,
     /// `[m]`
     pub sampling: &'a Buffer<Sampling>,
-    /// Of which the tokens seen are counted on.
+    /// Its counts of tokens seen are updated.
     pub adjust: &'a mut Adjustments,
     /// `[m]`
     pub step: &'a mut Checked<Step>,
-    /// `[m, ring_len]`: receives token `drawn % ring_len` of each.
+    /// `[m, ring_len]`: receives each sequence's token at index `drawn % ring_len`.
     pub ring: &'a mut Mapped<u32>,
-    /// `[m, ring_len]`: receives, before the token is written, what `sampling` asks for of it.
+    /// `[m, ring_len]`: receives the log-probabilities that `sampling` asks for, before the token.
     pub logprobs: &'a mut Mapped<Logprobs>,
-    /// A power of two.
+    /// Length of a ring; a power of two.
     pub ring_len: usize,
     /// `[vocab, hidden]`
     pub embedding: &'a DeviceLinear,
-    /// Receives the next residuals, `[m, hidden]`.
+    /// `[m, hidden]`: receives the next residuals.
     pub x: &'a mut Buffer<f32>,
-    /// Slot of rows that nobody sits in: they stay where they are.
+    /// Slot of idle rows, whose positions do not advance.
     pub idle: usize,
 }
 
@@ -343,11 +345,11 @@ struct AdvanceArgs {
 
 impl Stream {
     /// Lists the tokens that sampling may choose from, for `m` sequences: few of all, or the best
-    /// of each range of the vocabulary. `logits` are `[m, vocab]`, `best` `[m, blocks]` as in
+    /// of each range of the vocabulary. `logits` are `[m, vocab]`, `best` is `[m, blocks]` as in
     /// [`Advance`].
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub fn candidates(
         &self,
@@ -379,10 +381,10 @@ impl Stream {
     }
 
     /// Chooses each sequence's token after a step, writes it to the ring and to the step, and
-    /// looks its embedding up. The last position that the steps have room for is kept.
+    /// looks up its embedding. Positions stop at the last one that the steps have room for.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
     pub fn advance(&self, a: Advance<'_>) -> Result<()> {
         let o = self.operands("advance");
         let (m, vocab, width) = (a.m, a.embedding.rows(), a.embedding.inputs());
@@ -418,7 +420,7 @@ impl Stream {
             // `Shared` of the kernel: list, histogram, partial sums.
             .shared(8 * (4096 + 256 + 32 + 32) + 64)
             .overlapping();
-        // SAFETY: the operands were checked. The kernel takes no token past the vocabulary, and no
+        // SAFETY: the operands were checked. The kernel uses no token past the vocabulary, and no
         // position past those of the steps.
         unsafe { self.launch(&ADVANCE, shape, &args) }
     }

@@ -1,4 +1,4 @@
-//! How fast the device's memory can be read: what products are held against.
+//! Measures how fast the device's memory can be read, the limit to compare products with.
 
 use super::driver::{Address, Gpu, LaunchShape, Mark};
 use super::kernel::kernels;
@@ -21,11 +21,11 @@ struct ReadArgs {
 }
 
 impl Gpu {
-    /// Bytes per second of reading `bytes` of device memory: the median of nine passes after
-    /// two that warm up. `bytes` should be many times the L2 cache.
+    /// Bytes per second when reading `bytes` of device memory: the median of nine passes after
+    /// two for warming up. `bytes` should be many times the L2 cache.
     ///
     /// # Errors
-    /// [`crate::Error::DeviceMemory`]; the driver's.
+    /// [`crate::Error::DeviceMemory`]; errors of the driver.
     pub fn read_bandwidth(&self, bytes: usize) -> Result<f64> {
         let x = self.zeros::<u32>("measuring the bandwidth", bytes / 4)?;
         let out = self.zeros::<u32>("measuring the bandwidth", 1)?;

@@ -7,18 +7,18 @@ use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN};
 use crate::error::Result;
 
-/// Sequences that one step takes at most.
+/// Most sequences in one step.
 pub const MOST_SEQUENCES: usize = 16;
 
-/// Rows of a group: columns of a tensor-core product.
+/// Rows of a group, which are columns of a tensor-core product.
 const GROUP: usize = 8;
-/// Warps of a block, and tiles for which it holds x: `cuda/gemv_batch.cu`.
+/// Warps of a block, and tiles for which it holds x (`cuda/gemv_batch.cu`).
 const WARPS: usize = 8;
 const TILES: usize = 4;
 /// `MOST_DEPTH` of `cuda/ring.cuh`.
 const MOST_DEPTH: usize = 8;
 
-/// Rows of activations in the form that [`Stream::gemv_batch`] multiplies
+/// Rows of activations in the layout that [`Stream::gemv_batch`] multiplies
 /// (`cuda/columns.cuh`).
 pub struct Columns {
     words: Buffer<u8>,
@@ -28,7 +28,7 @@ pub struct Columns {
 }
 
 impl Columns {
-    /// Room for `rows` rows of up to `inputs` values.
+    /// Allocates columns for `rows` rows of up to `inputs` values.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
@@ -44,7 +44,7 @@ impl Columns {
     }
 }
 
-/// `sizeof(DigitColumns)` or `sizeof(HalfColumns)` of `cuda/columns.cuh`: 64 inputs of a group.
+/// `sizeof(DigitColumns)` or `sizeof(HalfColumns)` of `cuda/columns.cuh`: 64 inputs of one group.
 const fn slot_bytes(bits: usize) -> usize {
     match bits {
         16 => 2048,
@@ -60,7 +60,7 @@ const fn group_bytes(bits: usize, spans: usize) -> usize {
 /// How a product is cut: see `cuda/gemv_batch.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct BatchPlan {
-    /// Groups of rows that one launch takes: 1 or 2.
+    /// Groups of rows per launch: 1 or 2.
     groups: usize,
     split: usize,
     blocks: usize,
@@ -69,15 +69,16 @@ struct BatchPlan {
 }
 
 impl BatchPlan {
-    /// For `m` rows: two groups at once where shared memory allows it, otherwise one after the
+    /// The plan for `m` rows: two groups at once if shared memory allows, otherwise one after the
     /// other. `None` if not even one fits.
     fn new(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Option<Self> {
         let wanted = m.div_ceil(GROUP).clamp(1, 2);
         (1..=wanted).rev().find_map(|g| Self::of(gpu, w, g))
     }
 
-    /// The cut with the shortest path of the busiest warp: rounds of tiles times pieces of a
-    /// warp, and for each few tiles the way of a piece of x and the meeting of the warps.
+    /// The cut with the shortest path for the busiest warp: rounds of tiles times pieces of a
+    /// warp, plus, for each few tiles, the transfer of a piece of x and the combination of the
+    /// warps' sums.
     fn of(gpu: &Gpu, w: &DeviceLinear, groups: usize) -> Option<Self> {
         let info = gpu.info();
         let bits = w.kind().bits();
@@ -104,24 +105,25 @@ impl BatchPlan {
             }
         }
         let (_, mut plan, stages) = best?;
-        // Sums of the warps' tiles; from sm_90 on a piece of x of each warp.
+        // Sums of the warps' tiles; from sm_90 on, a piece of x per warp.
         let sums = WARPS * TILES * groups * GROUP * 20 * 4;
-        let x = match info.capability >= (9, 0) {
-            true => WARPS * groups * slot_bytes(bits) * 16 / bits,
-            false => 0,
+        let x = if info.capability >= (9, 0) {
+            WARPS * groups * slot_bytes(bits) * 16 / bits
+        } else {
+            0
         };
         // Static arrays of the kernel: barriers, best rows.
         let fixed = WARPS * (8 * (MOST_DEPTH + 1) + groups * GROUP * 8);
         let room = info.shared_memory.checked_sub(sums + x + fixed)?;
         let stage = WARPS * (2048 + w.kind().meta_room());
-        // A stage is filled again when the next one has come: there must be two.
+        // A stage is refilled when the next one has arrived: there must be two.
         plan.depth = MOST_DEPTH.min(stages.max(2)).min(room / stage);
         plan.shared = plan.depth * stage + sums + x;
         (plan.depth >= 2).then_some(plan)
     }
 }
 
-/// Blocks of a product of `m` rows: values a row that [`GemvOutput::Head`]'s `best` must hold.
+/// Blocks of a product of `m` rows: the values per row that `best` of [`GemvOutput::Head`] must hold.
 pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
     match m {
         1 => gemv::blocks(gpu.info(), w),
@@ -177,12 +179,12 @@ struct GemvBatchArgs {
 }
 
 impl Stream {
-    /// `m` rows of activations `x` `[m, inputs]` times `w`, for one reading of `w`: two kernels
+    /// Multiplies `m` rows of activations `x` `[m, inputs]` by `w`, reading `w` once: two kernels
     /// of a decode step of several sequences. `columns` is scratch. `late` keeps the next
-    /// kernels from starting before the one in front has ended.
+    /// kernels from starting before the previous one has ended.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn gemv_batch(
         &self,
         w: &DeviceLinear,
@@ -206,7 +208,7 @@ impl Stream {
         self.multiply_columns(&o, w, &plan, columns, &output, m)
     }
 
-    /// Writes the `m` rows of `x` to `columns` as the product with `w` reads them.
+    /// Converts the `m` rows of `x` to `columns` in the layout for the product with `w`.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     fn prepare_columns(
         &self,
@@ -244,7 +246,7 @@ impl Stream {
         unsafe { self.launch(COLUMNS.instance(kernel), shape, &args) }
     }
 
-    /// `m` rows in `columns` times `w`, in launches of as many groups as `plan` says.
+    /// Multiplies the `m` rows in `columns` by `w`, in launches of as many groups as `plan` says.
     fn multiply_columns(
         &self,
         o: &Operands<'_>,

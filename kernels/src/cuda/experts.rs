@@ -1,4 +1,4 @@
-//! The experts of a mixture: of each row those that its router's scores choose, found on the device.
+//! The experts of a mixture: for each row those with the best router scores, chosen on the device.
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
 use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan, Norm, Records};
@@ -8,9 +8,9 @@ use super::pack::{PackedKind, SPAN, TILE};
 use crate::error::Result;
 use nq_formats::Experts;
 
-/// Experts of a layer, at most (`cuda/experts.cuh`).
+/// Most experts in a layer (`cuda/experts.cuh`).
 pub const MOST_EXPERTS: usize = 512;
-/// Experts of a row, at most.
+/// Most experts per row.
 pub const MOST_CHOSEN: usize = 32;
 
 kernels! {
@@ -41,19 +41,19 @@ struct ExpertsArgs {
 /// `sizeof(Chosen)` of `cuda/experts.cuh`.
 const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
 
-/// Values of a row between up and down: those of each chosen expert.
+/// Values per row between up and down: those of each chosen expert.
 pub fn gated_width(experts: &Experts) -> usize {
     experts.per_token * experts.width
 }
 
-/// A half of the mixture's work.
+/// One half of the mixture's work.
 #[derive(Clone, Copy)]
 enum Half {
     Up,
     Down,
 }
 
-/// How it is launched for each of `m` rows.
+/// The kernel that runs this half for each of `m` rows.
 fn kernel(plan: &GemvPlan, half: Half, kind: PackedKind) -> Instance<ExpertsArgs> {
     let suffix = half as usize;
     match plan.depth {
@@ -64,11 +64,11 @@ fn kernel(plan: &GemvPlan, half: Half, kind: PackedKind) -> Instance<ExpertsArgs
 
 impl Stream {
     /// Gate and up of each row's experts: `gated` `[m, gated_width]` becomes
-    /// `weight * silu(gate n) * (up n)`, with `n` the normalized rows of `x` `[m, inputs]`. `w` are
-    /// the stacks of all experts, in turns; `scores` `[m, count]` are the router's.
+    /// `weight * silu(gate n) * (up n)`, with `n` the normalized rows of `x` `[m, inputs]`. `w` holds
+    /// the interleaved stacks of all experts; `scores` `[m, count]` are the router's.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn experts_up(
         &self,
         w: &DeviceLinear,
@@ -79,7 +79,7 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let o = self.operands("experts_up");
-        // So that of each expert's values are whole spans.
+        // Ensures that each expert's values are whole spans.
         o.multiple("width of an expert", SPAN, experts.width)?;
         let tiles = 2 * experts.width / TILE;
         check(&o, experts, (w.rows(), 2 * experts.width), m)?;
@@ -103,11 +103,11 @@ impl Stream {
         self.launch_experts(&o, w, launch, product, scores, experts, m)
     }
 
-    /// Down of each row's experts, of what [`Stream::experts_up`] left in `gated`, added to `x`
-    /// `[m, outputs]`.
+    /// Down of each row's experts, applied to what [`Stream::experts_up`] left in `gated` and added to
+    /// `x` `[m, outputs]`.
     ///
     /// # Errors
-    /// As [`Stream::experts_up`].
+    /// Errors of [`Stream::experts_up`].
     pub fn experts_down(
         &self,
         w: &DeviceLinear,
@@ -140,7 +140,7 @@ impl Stream {
         self.launch_experts(&o, w, launch, product, scores, experts, m)
     }
 
-    /// What both halves say of the weight.
+    /// The weight's arguments, which both halves share.
     fn records(&self, o: &Operands<'_>, w: &DeviceLinear) -> Result<GemvArgs> {
         let p = w.args(o)?;
         Ok(GemvArgs {
@@ -211,33 +211,34 @@ impl Stream {
         let shape = LaunchShape::new((plan.cut.blocks, m, 1), GEMV_WARPS * 32)
             .shared(plan.shared)
             .overlapping();
-        // SAFETY: the operands were checked; a choice is below the number of experts, whose records
+        // SAFETY: the operands were checked; a chosen index is below the number of experts, whose records
         // `w` was checked to have.
         unsafe { self.launch(kernel(&plan, launch.half, w.kind()), shape, &args) }
     }
 }
 
-/// What of the stacks a half reads, in records.
+/// The part of the stacks that a half reads, in records.
 struct Launch {
     half: Half,
     tiles: usize,
     spans: usize,
-    /// Of an expert, along what goes from one to the next.
+    /// Records of one expert, along the dimension over which experts are stacked.
     part: usize,
     expert_tiles: usize,
-    /// Values from a row to the next, of inputs and outputs.
+    /// Values from one row to the next, of inputs and outputs.
     strides: (usize, usize),
 }
 
-/// Refuses what the kernels have no room for, and a weight `rows` that is not `each` of every expert.
+/// Refuses sizes that the kernels do not support, and `rows` that are not `each` for every expert.
 fn check(o: &Operands<'_>, e: &Experts, (rows, each): (usize, usize), m: usize) -> Result<()> {
     o.at_least("rows", 1, m)?;
     o.at_most("rows", u16::MAX.into(), m)?;
     o.at_most("experts", MOST_EXPERTS, e.count)?;
     o.at_least("experts of a row", 1, e.per_token)?;
     o.at_most("experts of a row", MOST_CHOSEN.min(e.count), e.per_token)?;
-    match rows == e.count * each {
-        true => Ok(()),
-        false => o.refuse("rows of the stack", e.count * each, rows),
+    if rows == e.count * each {
+        Ok(())
+    } else {
+        o.refuse("rows of the stack", e.count * each, rows)
     }
 }

@@ -6,13 +6,13 @@ use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
 use crate::error::Result;
 
-/// What a product of many rows becomes.
+/// Output of a product of many rows.
 pub enum GemmOutput<'a> {
     /// `y` `[m, rows]`
     Store(&'a mut Buffer<f32>),
-    /// Added to `y` `[m, rows]`.
+    /// Adds to `y` `[m, rows]`.
     Add(&'a mut Buffer<f32>),
-    /// An interleaved gate and up: `silu(gate) * up` `[m, rows / 2 padded to 256]` in FP16, in
+    /// For interleaved gate and up: `silu(gate) * up` `[m, rows / 2 padded to 256]` in FP16, in
     /// operand order.
     Silu(&'a mut Buffer<u16>),
 }
@@ -48,9 +48,9 @@ struct GemmArgs {
 }
 
 impl Instance {
-    /// The smallest that takes `m` rows of x at once, or the largest, of those whose stages a
-    /// block's `room` of shared memory holds: with 99 KiB (compute capability 8.6, 8.9, 12.0)
-    /// the largest for 16-bit weights does not fit.
+    /// The smallest instance that takes `m` rows of x at once, or else the largest, among those whose
+    /// stages fit a block's `room` of shared memory: 99 KiB (compute capability 8.6, 8.9, 12.0)
+    /// are too little for the largest one with 16-bit weights.
     fn choose(room: usize, m: usize, kind: PackedKind) -> usize {
         let fitting = (1..INSTANCES.len()).filter(|&i| INSTANCES[i].shared(kind) <= room);
         fitting.fold(0, |best, i| if INSTANCES[best].rows < m { i } else { best })
@@ -71,14 +71,15 @@ struct WgmmaArgs {
     p: GemmArgs,
 }
 
-/// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: rows of x and tiles of weights that a block takes.
+/// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: rows of x and tiles of weights
+/// per block.
 struct Instance {
     rows: usize,
     tiles: usize,
     threads: usize,
 }
 
-/// By rising rows of x.
+/// In ascending order of rows of x.
 const INSTANCES: [Instance; 4] = [
     Instance {
         rows: 8,
@@ -105,18 +106,18 @@ const INSTANCES: [Instance; 4] = [
 /// Stages of `cuda/gemm.cu` and of `cuda/gemm_wgmma.cu`.
 const STAGES: usize = 4;
 
-/// An instance of `cuda/gemm_wgmma.cu`, in the order of [`GEMM_WGMMA`]'s names. Times are microseconds,
-/// measured on an H200.
+/// An instance of `cuda/gemm_wgmma.cu`, in the order of [`GEMM_WGMMA`]'s names. Times are in
+/// microseconds, measured on an H200.
 struct WgmmaInstance {
     /// Warpgroups, each of four tiles of weights.
     groups: usize,
     /// Rows of x.
     rows: usize,
-    /// What a block adds to its multiprocessor's work: for a step of 64 inputs, and besides.
+    /// Work that a block adds to its multiprocessor: per step of 64 inputs, and once.
     work: (f64, f64),
-    /// What a step of a block takes that has a multiprocessor for itself.
+    /// Time of a step for a block that has a multiprocessor to itself.
     step: f64,
-    /// Blocks that share a tile, each with a part of the inputs, at most: of four large blocks no
+    /// Most blocks that share a tile, each with a part of the inputs: of four large blocks no
     /// two run on a multiprocessor at once.
     most_parts: usize,
 }
@@ -145,18 +146,19 @@ const WGMMA_INSTANCES: [WgmmaInstance; 3] = [
     },
 ];
 
-/// Blocks that may share a tile.
+/// Numbers of blocks that may share a tile.
 const PARTS: [usize; 3] = [1, 2, 4];
 /// Microseconds until a cluster's blocks have added up their sums.
 const ADDING: f64 = 5.0;
-/// Fewer steps of 64 inputs than this do not make a part.
+/// Least steps of 64 inputs that make a part.
 const LEAST_STEPS: usize = 8;
 
-/// Fewer rows than this are for `cuda/gemm.cu`: half of a warpgroup's product would be wasted.
+/// With fewer rows than this, `cuda/gemm.cu` is used: half of a warpgroup's product would be wasted.
 const WGMMA_ROWS: usize = 17;
 
 impl WgmmaInstance {
-    /// Microseconds for `m` rows of x and `tiles` tiles of weights over `spans` spans, in `parts`.
+    /// Estimated microseconds for `m` rows of x and `tiles` tiles of weights over `spans` spans, in
+    /// `parts`.
     fn time(
         &self,
         multiprocessors: usize,
@@ -173,7 +175,7 @@ impl WgmmaInstance {
     }
 
     /// The fastest instance for `m` rows of x and `tiles` tiles of weights over `spans` spans, and
-    /// in how many parts.
+    /// its number of parts.
     fn choose(multiprocessors: usize, shape: (usize, usize, usize)) -> (usize, usize) {
         let parts = |i: usize| {
             let most = (4 * shape.2 / LEAST_STEPS).max(1);
@@ -194,13 +196,13 @@ impl WgmmaInstance {
 }
 
 impl Stream {
-    /// `m` rows of FP16 activations `x` `[m, inputs padded to 256]`, in operand order
-    /// ([`operand_index`](super::pack::operand_index)), times `w`.
+    /// Multiplies `m` rows of FP16 activations `x` `[m, inputs padded to 256]`, in operand order
+    /// ([`operand_index`](super::pack::operand_index)), by `w`.
     ///
-    /// On compute capability 9.0, more than 16 rows meet weights rounded to FP16.
+    /// On compute capability 9.0, products of more than 16 rows round weights to FP16.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn gemm(
         &self,
         w: &DeviceLinear,
@@ -239,7 +241,7 @@ impl Stream {
         if m >= WGMMA_ROWS && info.capability == (9, 0) {
             let (instance, parts) =
                 WgmmaInstance::choose(info.multiprocessors, (m, w.tiles(), spans));
-            // Absent from a build for other architectures than sm_90a.
+            // Absent in a build without sm_90a.
             if self.gpu().has_kernel(&GEMM_WGMMA.of_kind(instance, kind)) {
                 let parts = parts as i32;
                 return self.gemm_wgmma(kind, instance, GemmArgs { parts, ..args });
@@ -253,7 +255,7 @@ impl Stream {
         unsafe { self.launch(GEMM.of_kind(instance, kind), shape, &args) }
     }
 
-    /// The same by a kernel of `cuda/gemm_wgmma.cu`.
+    /// The same product by a kernel of `cuda/gemm_wgmma.cu`.
     fn gemm_wgmma(&self, kind: PackedKind, instance: usize, p: GemmArgs) -> Result<()> {
         let gpu = self.gpu();
         let of = &WGMMA_INSTANCES[instance];
@@ -267,7 +269,7 @@ impl Stream {
             tile: (of.rows, 64),
             swizzled: true,
         })?;
-        // A box has 256 elements at most: of 16-bit weights a step's 2,048 bytes of a tile.
+        // A box has at most 256 elements; with 16-bit weights, a step takes 2,048 bytes of a tile.
         let element = if kind.bits() == 16 { 8 } else { 4 };
         let step = TILE * 64 * kind.bits() / 8 / element;
         let codes = gpu.tensor_map(Matrix {
@@ -296,7 +298,7 @@ impl Stream {
         let shape = LaunchShape::new(grid, of.groups * 128 + 32)
             .shared(of.shared(kind))
             .clusters_of(parts);
-        // SAFETY: the caller checked the operands; the boxes are the kernel's.
+        // SAFETY: the caller checked the operands; the boxes are those of the kernel.
         unsafe { self.launch(GEMM_WGMMA.of_kind(instance, kind), shape, &args) }
     }
 }
@@ -333,7 +335,7 @@ mod tests {
         assert!(INSTANCES.is_sorted_by_key(|i| i.rows));
     }
 
-    /// On 132 multiprocessors: what measured fastest, and what keeps them all busy.
+    /// On 132 multiprocessors: the choices that measured fastest, which keep them all busy.
     #[test]
     fn blocks_suit_the_product() {
         let chosen = |m: usize, rows: usize, inputs: usize| {
@@ -351,7 +353,7 @@ mod tests {
         assert_eq!(chosen(128, 4096, 12288), (64, 128, 2));
         assert_eq!(chosen(64, 4096, 12288), (64, 64, 4));
         assert_eq!(chosen(17, 1, 1), (64, 64, 1));
-        // What `products_of_many_rows_in_real_shapes` relies on.
+        // `products_of_many_rows_in_real_shapes` relies on this.
         assert_eq!(chosen(333, 49_000, 1000), (192, 128, 1));
         assert_eq!(chosen(200, 4096, 1024), (64, 128, 1));
         assert_eq!(chosen(100, 1024, 3072), (64, 64, 4));

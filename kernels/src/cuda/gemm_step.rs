@@ -7,14 +7,14 @@ use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN};
 use crate::error::{Error, Result};
 
-/// Sequences that [`Stream::gemm_step`] takes at most.
+/// Most sequences that [`Stream::gemm_step`] supports.
 pub const MOST_WIDE_SEQUENCES: usize = 64;
 
-/// Parts that the inputs of a product are cut into, at most: blocks that share rows of weights.
+/// Most parts that the inputs of a product are cut into, for blocks that share rows of weights.
 const MOST_PARTS: usize = 8;
 
-/// A product before its sums are whole: each part of the inputs has its own, `[parts, m, rows]`, for
-/// the next kernel to add in the order of the parts.
+/// The output of a product as partial sums: each part of the inputs has its own, `[parts, m, rows]`,
+/// and the next kernel adds them in the order of the parts.
 pub struct PartialSums {
     values: Buffer<f32>,
     parts: usize,
@@ -23,8 +23,8 @@ pub struct PartialSums {
 }
 
 impl PartialSums {
-    /// Room for products of `m` sequences with weights of up to `rows` outputs. Products that
-    /// follow one another may share it, where each has been read before the next is queued.
+    /// Allocates sums for products of `m` sequences with weights of up to `rows` outputs. Consecutive
+    /// products may share it, if each has been read before the next is queued.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
@@ -37,28 +37,28 @@ impl PartialSums {
         })
     }
 
-    /// The sums `[parts, m, rows]` of the product queued last.
+    /// The sums `[parts, m, rows]` of the last queued product.
     pub fn values(&self) -> &Buffer<f32> {
         &self.values
     }
 
-    /// Parts of the product queued last.
+    /// Number of parts of the last queued product.
     pub fn parts(&self) -> usize {
         self.parts
     }
 }
 
-/// What a wide step's product of `m` sequences becomes.
+/// Output of a wide step's product of `m` sequences.
 pub enum StepOutput<'a> {
     /// Sums `[m, rows]`, in parts.
     Parts(&'a mut PartialSums),
-    /// `[m, rows]`: slower than [`StepOutput::Parts`] where there are few rows.
+    /// `[m, rows]`: slower than [`StepOutput::Parts`] if there are few rows.
     Store(&'a mut Buffer<f32>),
-    /// An interleaved gate and up: `silu(gate) * up` `[m, rows / 2 padded to 256]` in FP16, in
+    /// For interleaved gate and up: `silu(gate) * up` `[m, rows / 2 padded to 256]` in FP16, in
     /// operand order.
     Silu(&'a mut Buffer<u16>),
     /// Logits `[m, rows]`, and the best of each block: [`wide_best_len`] values (logit, row as
-    /// bits) a sequence.
+    /// bits) per sequence.
     Head(&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
 }
 
@@ -119,7 +119,7 @@ struct Instance {
     groups: usize,
     /// Rows of x.
     rows: usize,
-    /// Microseconds of a group of rows on a multiprocessor, for 64 inputs and besides: as measured
+    /// Microseconds for a group of rows on a multiprocessor, per 64 inputs and once: measured
     /// on an H200.
     cost: (f64, f64),
 }
@@ -130,7 +130,8 @@ impl Instance {
     }
 }
 
-/// In the order of [`GEMM_STEP`]'s names. Of 256 rows of weights and 64 of x none: it gains nothing.
+/// In the order of [`GEMM_STEP`]'s names. There is none with 256 rows of weights and 64 of x: it
+/// would gain nothing.
 const INSTANCES: [Instance; 7] = [
     Instance::new(1, 32, (0.16, 1.9)),
     Instance::new(2, 32, (0.22, 1.9)),
@@ -141,27 +142,27 @@ const INSTANCES: [Instance; 7] = [
     Instance::new(3, 64, (0.34, 3.0)),
 ];
 
-/// Microseconds that the next kernel takes longer for each part.
+/// Microseconds that each part adds to the next kernel.
 const PART_COST: f64 = 0.2;
 
 /// `MOST_STAGES` of `cuda/gemm_step.cuh`.
 const MOST_STAGES: usize = 16;
 
-/// Shared memory that is left to the norms before and after, which stand on the same multiprocessor.
+/// Shared memory left for the norms before and after, which run on the same multiprocessor.
 const LEFT_TO_NORMS: usize = 24 << 10;
 
-/// How a product is cut.
+/// How a product is divided.
 #[derive(Debug, PartialEq)]
 struct StepPlan {
     instance: usize,
     parts: usize,
-    /// Groups of `instance.groups * 64` weight rows that are taken at once.
+    /// Number of groups of `instance.groups * 64` weight rows in progress at once.
     taken: usize,
 }
 
 impl StepPlan {
-    /// The cheapest for `m` rows of x and so many tiles and spans of weights; `parted` if its sums
-    /// may stay in parts.
+    /// The cheapest plan for `m` rows of x and this many tiles and spans of weights; `parted` if its
+    /// sums may stay in parts.
     fn new(multiprocessors: usize, m: usize, tiles: usize, spans: usize, parted: bool) -> Self {
         let rows = if m <= 32 { 32 } else { 64 };
         let most = if parted { MOST_PARTS.min(spans) } else { 1 };
@@ -205,7 +206,7 @@ impl StepPlan {
 }
 
 impl Instance {
-    /// Stages of the ring, and shared memory of a block, of at most `room`: `STAGE`, `OUT_BYTES`,
+    /// Stages of the ring, and shared memory of a block, within `room`: `STAGE`, `OUT_BYTES`,
     /// `tops` and the alignment of `GemmStep`.
     fn shared(&self, kind: PackedKind, head: bool, room: usize) -> (usize, usize) {
         let tiles = self.groups * 4;
@@ -218,20 +219,20 @@ impl Instance {
     }
 }
 
-/// Blocks of a wide step's head: values a row that [`StepOutput::Head`]'s best must hold.
+/// Blocks of a wide step's head: values per row that `best` of [`StepOutput::Head`] must hold.
 pub fn wide_best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
     StepPlan::of(gpu, w, m, false).taken
 }
 
 impl Gpu {
-    /// True if [`Stream::gemm_step`] and [`Stream::norm_step`] run here: on compute capability 9.0,
-    /// if this build has machine code for it.
+    /// True if [`Stream::gemm_step`] and [`Stream::norm_step`] run on this device: on compute capability
+    /// 9.0, if this build has machine code for it.
     pub fn takes_wide_steps(&self) -> bool {
         self.info().capability == (9, 0) && self.has_kernel(&NORM_STEP.instance(0))
     }
 }
 
-/// Refuses a device without kernels for wide steps, and more rows than they take.
+/// Refuses a device without kernels for wide steps, and too many rows.
 fn check_wide(o: &Operands<'_>, m: usize) -> Result<()> {
     if !o.gpu().takes_wide_steps() {
         return Err(Error::NoKernel {
@@ -245,7 +246,7 @@ fn check_wide(o: &Operands<'_>, m: usize) -> Result<()> {
     o.at_most("rows", MOST_WIDE_SEQUENCES, m)
 }
 
-/// What a wide product of `m` sequences with `w` writes.
+/// The output of a wide product of `m` sequences with `w`.
 struct Written {
     y: Address,
     half: Address,
@@ -295,14 +296,14 @@ impl Written {
 }
 
 impl Stream {
-    /// `m` rows of FP16 activations `x` `[m, inputs padded to 256]`, in operand order
-    /// ([`operand_index`](super::pack::operand_index)), times `w`, rounded to FP16: a kernel of a
-    /// decode step of up to [`MOST_WIDE_SEQUENCES`] sequences. Weights are requested before the
-    /// kernel in front has ended.
+    /// Multiplies `m` rows of FP16 activations `x` `[m, inputs padded to 256]`, in operand order
+    /// ([`operand_index`](super::pack::operand_index)), by `w` rounded to FP16: a kernel of a
+    /// decode step of up to [`MOST_WIDE_SEQUENCES`] sequences. It requests weights before the
+    /// previous kernel has ended.
     ///
     /// # Errors
     /// [`Error::NoKernel`] unless [`Gpu::takes_wide_steps`]; [`Error::Shape`] if an operand does
-    /// not fit; the driver's.
+    /// not fit; errors of the driver.
     pub fn gemm_step(
         &self,
         w: &DeviceLinear,
@@ -332,8 +333,8 @@ impl Stream {
             })
         };
         let x = o.of("x", x, &[m, spans, SPAN])?;
-        // A box has 256 elements at most: 128 inputs of a tile in 4 bits are 1 KiB, in 8 2 KiB; in
-        // 16, 64 inputs are.
+        // A box has at most 256 elements: 128 inputs of a tile take 1 KiB in 4 bits and 2 KiB in 8; in
+        // 16 bits, 64 inputs take 2 KiB.
         let element = if kind.bits() == 4 { 4 } else { 8 };
         let width = spans * kind.code_bytes() / element;
         let words = packed.meta_bytes as usize / 4;
@@ -362,17 +363,17 @@ impl Stream {
         let shape = LaunchShape::new((plan.taken * plan.parts, 1, 1), instance.groups * 128 + 32)
             .shared(shared)
             .overlapping();
-        // SAFETY: the operands were checked; the boxes are the kernel's.
+        // SAFETY: the operands were checked; the boxes are those of the kernel.
         unsafe { self.launch(GEMM_STEP.of_kind(plan.instance, kind), shape, &args) }
     }
 
     /// Adds the parts of `sums` `[parts, m, width]`, if given, to the residuals `x` `[m, width]`,
-    /// and normalizes these: `half` `[m, width padded to 256]` in FP16, in operand order. `late`
-    /// keeps the next kernels from starting before the one in front has ended.
+    /// and normalizes them: `half` `[m, width padded to 256]` in FP16, in operand order. `late`
+    /// keeps the next kernels from starting before the previous one has ended.
     ///
     /// # Errors
     /// [`Error::NoKernel`] unless [`Gpu::takes_wide_steps`]; [`Error::Shape`] if an operand does
-    /// not fit; the driver's.
+    /// not fit; errors of the driver.
     pub fn norm_step(
         &self,
         x: &mut Buffer<f32>,
@@ -406,7 +407,7 @@ impl Stream {
             eps: norm.eps,
             late: i32::from(late),
         };
-        // Of 1,024 values and more a thread has two vectors.
+        // With 1,024 values or more, a thread has two vectors.
         let blocks = (width / (8 * THREADS)).clamp(1, 4);
         let shape = LaunchShape::new((blocks, m, 1), THREADS)
             .shared((padded / 4).div_ceil(blocks) * 16)
@@ -443,7 +444,7 @@ mod tests {
         }
     }
 
-    /// On 132 multiprocessors, every row of weights is taken, all blocks stand at once, and no part
+    /// On 132 multiprocessors: every row of weights is processed, all blocks run at once, and no part
     /// is empty.
     #[test]
     fn plans_cover_the_product() {

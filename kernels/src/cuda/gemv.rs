@@ -15,40 +15,40 @@ pub struct Norm<'a> {
     pub eps: f32,
 }
 
-/// What a step's product of `m` sequences becomes.
+/// Output of a step's product of `m` sequences.
 pub enum GemvOutput<'a> {
-    /// `out` `[m, rows]`, of the normalized input.
+    /// `out` `[m, rows]`, from the normalized input.
     Store(Norm<'a>, &'a mut Buffer<f32>),
-    /// Added to the residual `[m, rows]`, of the input as it is.
+    /// Added to the residual `[m, rows]`, from the input without a norm.
     Add(&'a mut Buffer<f32>),
-    /// `silu(gate) * up` `[m, rows / 2]` of an interleaved gate and up, of the normalized input.
+    /// `silu(gate) * up` `[m, rows / 2]` for interleaved gate and up, from the normalized input.
     Silu(Norm<'a>, &'a mut Buffer<f32>),
-    /// Logits `[m, rows]` of the normalized input, and the best of each block: at least
-    /// [`super::best_len`] values (logit, row as bits) a sequence.
+    /// Logits `[m, rows]` from the normalized input, and the best of each block: at least
+    /// [`super::best_len`] values (logit, row as bits) per sequence.
     Head(Norm<'a>, &'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
 }
 
 impl Norm<'_> {
-    /// The gain as an operand of a product of `inputs`.
+    /// The gain, checked as an operand of a product of `inputs`.
     pub(super) fn gain(&self, o: &Operands<'_>, inputs: usize) -> Result<Address> {
         o.of("gain", self.gain, &[inputs])
     }
 }
 
-/// A [`GemvOutput`] as kernels take it.
+/// A [`GemvOutput`] as kernel arguments.
 pub(super) struct Output<'a> {
     pub(super) norm: Option<Norm<'a>>,
     values: &'a mut Buffer<f32>,
-    /// The best of each block, beside logits.
+    /// The best of each block, besides the logits.
     best: Option<&'a mut Buffer<[f32; 2]>>,
     /// `Epilogue` of `cuda/weights.cuh`.
     pub(super) epilogue: i32,
-    /// Values of a row.
+    /// Values per row.
     pub(super) width: usize,
 }
 
 impl<'a> Output<'a> {
-    /// Of a product with a weight of `rows` outputs.
+    /// The output of a product with a weight of `rows` outputs.
     pub(super) fn new(output: GemvOutput<'a>, rows: usize) -> Self {
         let (norm, values, best, epilogue, width) = match output {
             GemvOutput::Store(norm, out) => (Some(norm), out, None, 0, rows),
@@ -65,7 +65,7 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// The addresses of `m` rows of values, and of their best of `blocks` blocks each.
+    /// The addresses of `m` rows of values, and of their best values in `blocks` blocks.
     pub(super) fn addresses(
         &self,
         o: &Operands<'_>,
@@ -115,8 +115,8 @@ pub(super) struct GemvArgs {
 
 /// Warps of a block of `cuda/gemv.cu`.
 pub(super) const GEMV_WARPS: usize = 16;
-/// Spans a warp may have, of 4 or 8 bits, for the kernel that keeps them in registers: as
-/// measured on an H200.
+/// Most spans per warp, of 4 or 8 bits, for the kernel that keeps them in registers: measured
+/// on an H200.
 const fn short_spans(bits: usize) -> usize {
     match bits {
         4 => 4,
@@ -125,12 +125,12 @@ const fn short_spans(bits: usize) -> usize {
     }
 }
 
-/// Blocks of a product of one row.
+/// Number of blocks of a product of one row.
 pub(super) fn blocks(info: &GpuInfo, w: &DeviceLinear) -> usize {
     Cut::new(info.multiprocessors, &Records::of(w)).blocks
 }
 
-/// The records of a product, as kernels share them out.
+/// The records of a product, which kernels divide among blocks.
 #[derive(Clone, Copy)]
 pub(super) struct Records {
     pub(super) kind: PackedKind,
@@ -154,13 +154,13 @@ pub(super) struct Cut {
     /// Warps that share a tile.
     pub(super) split: usize,
     pub(super) blocks: usize,
-    /// Spans of the busiest warp, of all its tiles.
+    /// Spans of the busiest warp, over all its tiles.
     spans: usize,
 }
 
 impl Cut {
-    /// That with the shortest path of the busiest warp: rounds of tiles times (spans of a warp,
-    /// and the meeting of the warps).
+    /// The cut with the shortest path for the busiest warp: rounds of tiles times (spans of a warp
+    /// plus the combination of the warps' sums).
     fn new(multiprocessors: usize, w: &Records) -> Self {
         // Weights of the terms as measured on an H200.
         let span_cost = match w.kind.bits() {
@@ -174,7 +174,7 @@ impl Cut {
             let blocks = multiprocessors.min(w.tiles.div_ceil(groups)).max(1);
             let rounds = w.tiles.div_ceil(blocks * groups);
             let spans = w.spans.div_ceil(split);
-            // Ties go to more blocks: to smaller groups.
+            // On ties, prefers more blocks, i.e. smaller groups.
             let cost = rounds as f64 * (spans as f64 * span_cost + 1.0) + 0.01 * groups as f64;
             if best.is_none_or(|(least, _)| cost < least) {
                 let spans = rounds * spans;
@@ -200,23 +200,23 @@ impl Cut {
 }
 
 /// Shared memory that a block needs for its row of inputs: `Halves` or `Digits` of
-/// `cuda/activations.cuh` a span.
+/// `cuda/activations.cuh` per span.
 fn row_bytes(w: &Records) -> usize {
     w.spans * if w.kind.bits() == 16 { 1024 } else { 592 }
 }
 
-/// Static arrays of a kernel with rings: sums and squares of the warps, barriers.
+/// Static arrays of a kernel with rings: the warps' sums and squares, barriers.
 const FIXED_BYTES: usize = GEMV_WARPS * (2 * 16 * 4 + 4 + 8 * 8);
 
-/// A stage of the rings of all warps.
+/// Bytes of a stage in the rings of all warps.
 fn stage_bytes(kind: PackedKind) -> usize {
     GEMV_WARPS * (2048 + kind.meta_room())
 }
 
-/// How a product is launched.
+/// Launch settings of a product.
 pub(super) struct GemvPlan {
     pub(super) cut: Cut,
-    /// Stages in shared memory; 0: in registers.
+    /// Stages in shared memory; 0 keeps them in registers.
     pub(super) depth: usize,
     pub(super) shared: usize,
 }
@@ -227,7 +227,7 @@ impl GemvPlan {
         Self::of(info, info.multiprocessors, &Records::of(w), head, 0)
     }
 
-    /// Of these records, on so many multiprocessors; the kernel has `more` static arrays.
+    /// The plan for these records on `multiprocessors`; the kernel has `more` bytes of static arrays.
     pub(super) fn of(
         info: &GpuInfo,
         multiprocessors: usize,
@@ -255,11 +255,11 @@ impl GemvPlan {
 }
 
 impl GemvPlan {
-    /// The kernel that runs so.
+    /// The kernel for this plan.
     fn kernel(&self, kind: PackedKind, epilogue: i32) -> Instance<GemvArgs> {
         let suffix = epilogue as usize;
         match self.depth {
-            // None for FP16, whose spans are never few.
+            // There is none for FP16, which always has many spans.
             0 => GEMV_SHORT.instance(suffix * 12 + kind_index(kind)),
             _ => GEMV.of_kind(suffix, kind),
         }
@@ -267,11 +267,11 @@ impl GemvPlan {
 }
 
 impl Stream {
-    /// One row of activations `x` `[inputs]` times `w`: a kernel of a decode step. `late` keeps
-    /// the next kernel from starting before the one in front has ended.
+    /// Multiplies one row of activations `x` `[inputs]` by `w`: a kernel of a decode step. `late` keeps
+    /// the next kernel from starting before the previous one has ended.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn gemv(
         &self,
         w: &DeviceLinear,

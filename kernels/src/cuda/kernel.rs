@@ -1,9 +1,9 @@
-//! A kernel, as its row of the table says: its argument structure, source, test and bench.
+//! A kernel's row of the table: its argument structure, source, test and bench.
 //!
-//! A row stands beside the launcher that fills its arguments in (`kernels!`). A launch names a row
-//! and passes that row's structure, so that the types agree; that the device agrees on the size is
-//! checked when it first hands the kernel out. Kernels over packed weights come as one row of many
-//! instances.
+//! A row is in the same file as the launcher that fills in its arguments (`kernels!`). A launch names
+//! a row and passes that row's structure, so that the types agree; whether the device expects the same
+//! size is checked when it first hands out the kernel. Kernels over packed weights are one row with
+//! many instances.
 
 use super::pack::PackedKind;
 use nq_formats::{Bits, Zeros};
@@ -11,17 +11,17 @@ use std::marker::PhantomData;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What the table says of a kernel.
+/// A row of the table.
 pub struct KernelRow {
-    /// What operations, benches and errors call it.
+    /// Its name in operations, benches and errors.
     pub name: &'static str,
     /// Names of its instances in the source, one or more.
     pub instances: &'static [&'static str],
     /// File in `kernels/cuda` that defines them.
     pub source: &'static str,
-    /// Bytes of its one argument, a structure passed by value.
+    /// Size in bytes of its single argument, a structure passed by value.
     pub args: usize,
-    /// The test that holds it against a reference: file of the workspace and function.
+    /// The test that compares it with a reference: file in the workspace and function.
     pub test: &'static str,
     /// The function in `kernels/benches/cuda` that times it.
     pub bench: &'static str,
@@ -29,14 +29,14 @@ pub struct KernelRow {
     first: OnceLock<usize>,
 }
 
-/// Instances of all kernels, at most: a device keeps a place for each.
+/// Most instances of all kernels together: a device keeps a slot for each.
 pub(super) const MOST_INSTANCES: usize = 1024;
 
-/// Instances of the rows that have numbers.
+/// Number of instances in the rows that have been numbered.
 static NUMBERED: AtomicUsize = AtomicUsize::new(0);
 
 impl KernelRow {
-    /// The number of an instance among those of all kernels.
+    /// The number of an instance among the instances of all kernels.
     ///
     /// # Panics
     /// If there are more than [`MOST_INSTANCES`].
@@ -51,7 +51,7 @@ impl KernelRow {
     }
 }
 
-/// A row, and the type of its argument structure.
+/// A row with the type of its argument structure.
 pub(crate) struct Kernel<A> {
     pub(super) row: KernelRow,
     args: PhantomData<fn(A)>,
@@ -82,7 +82,7 @@ impl<A: Copy> Kernel<A> {
     /// Instance `index`.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If the row does not have this many instances.
     pub(super) fn instance(&'static self, index: usize) -> Instance<A> {
         assert!(index < self.row.instances.len(), "{}", self.row.name);
         Instance {
@@ -92,14 +92,14 @@ impl<A: Copy> Kernel<A> {
         }
     }
 
-    /// The instance for weights of `kind` of a row whose names are those of all kinds ([`names`]),
-    /// at `suffix`.
+    /// The instance at `suffix` for weights of `kind`, in a row whose instances cover all kinds
+    /// ([`names`]).
     pub(super) fn of_kind(&'static self, suffix: usize, kind: PackedKind) -> Instance<A> {
         self.instance(suffix * KINDS + kind_index(kind))
     }
 }
 
-/// What is launched.
+/// An instance of a kernel, ready to be launched.
 pub(crate) struct Instance<A> {
     pub(super) row: &'static KernelRow,
     pub(super) index: usize,
@@ -121,15 +121,15 @@ impl<A: Copy> From<&'static Kernel<A>> for Instance<A> {
 }
 
 impl<A> Instance<A> {
-    /// As the source calls it.
+    /// Its name in the source.
     pub(super) fn name(&self) -> &'static str {
         self.row.instances[self.index]
     }
 }
 
 /// Defines rows of the table, and `ROWS`, which lists them:
-/// `ID: ArgumentStructure = "name" in "source.cu", test "file::function", bench "function";`,
-/// where there are several instances with `, instances LIST` before the semicolon.
+/// `ID: ArgumentStructure = "name" in "source.cu", test "file::function", bench "function";`.
+/// A row with several instances has `, instances LIST` before the semicolon.
 macro_rules! kernels {
     ($($id:ident: $args:ty = $name:literal in $source:literal, test $test:expr,
        bench $bench:expr $(, instances $instances:expr)?;)+) => {
@@ -150,10 +150,10 @@ macro_rules! kernels {
 }
 pub(super) use kernels;
 
-/// Kinds of packed weights that kernels are compiled for; the last is FP16.
+/// Number of kinds of packed weights for which kernels are compiled; the last is FP16.
 pub(super) const KINDS: usize = 13;
 
-/// Place of a kind in [`names`].
+/// Index of a kind in [`names`].
 pub(super) fn kind_index(kind: PackedKind) -> usize {
     let PackedKind::Affine {
         bits,
@@ -167,7 +167,7 @@ pub(super) fn kind_index(kind: PackedKind) -> usize {
         Bits::B4 => 0,
         _ => 1,
     };
-    // Kernels read scales for each 32 inputs, or for each 64.
+    // Kernels read a scale per 32 inputs, or per 64.
     let slot = usize::from(groups == 8);
     let zeros = match zeros {
         Zeros::None => 0,
@@ -177,8 +177,8 @@ pub(super) fn kind_index(kind: PackedKind) -> usize {
     (2 * bits + slot) * 3 + zeros
 }
 
-/// Names of instances over packed weights, suffix by suffix and in the order of [`kind_index`]: of
-/// all `kinds`, or of affine `schemes` alone.
+/// Names of instances over packed weights, suffix by suffix, each in the order of [`kind_index`]: for
+/// all `kinds`, or for affine `schemes` alone.
 macro_rules! names {
     (kinds $prefix:literal; $($suffix:literal),+) => {
         <[_]>::as_flattened(&[$(names!(@ ["_fp16"] $prefix, $suffix)),+])

@@ -1,4 +1,4 @@
-//! Packed weights on the device, and the products with them.
+//! Packed weights on the device, and products with them.
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::kernels;
@@ -35,10 +35,10 @@ pub(crate) struct PackedArgs {
     pub(crate) scale: f32,
 }
 
-/// Bytes packed and copied at a time.
+/// Number of bytes packed and copied at a time.
 const STAGING: usize = 32 << 20;
 
-/// Packs weights on all CPU cores and copies them over, in steps so that both overlap.
+/// Packs weights on all CPU cores and copies them to a device, in overlapping steps.
 pub struct Uploader {
     gpu: Gpu,
     stream: Stream,
@@ -63,11 +63,11 @@ impl Uploader {
         &self.gpu
     }
 
-    /// Packs `parts` as one weight. The last of it may still be on its way on return:
-    /// [`Uploader::finish`] waits.
+    /// Packs `parts` as one weight. Its last bytes may still be in transfer on return:
+    /// [`Uploader::finish`] waits for them.
     ///
     /// # Errors
-    /// [`Packing::new`]'s; [`Error::DeviceMemory`].
+    /// Errors of [`Packing::new`]; [`Error::DeviceMemory`].
     pub fn pack(&mut self, parts: &[&Weight], stack: Stack) -> Result<DeviceLinear> {
         let packing = Packing::new(parts, stack)?;
         let (kind, dims) = (packing.kind(), (packing.rows(), packing.inputs()));
@@ -99,14 +99,14 @@ impl Uploader {
     /// Waits until all weights are on the device.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn finish(self) -> Result<()> {
         self.stream.synchronize()
     }
 }
 
 impl DeviceLinear {
-    /// Room for a weight `[rows, inputs]`: zeros, as [`Uploader::pack`] begins.
+    /// Allocates a weight `[rows, inputs]` of zeros, with which [`Uploader::pack`] begins.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
@@ -125,37 +125,37 @@ impl DeviceLinear {
         })
     }
 
-    /// What kernels it needs.
+    /// The kind of packed weight, which selects kernels.
     pub fn kind(&self) -> PackedKind {
         self.kind
     }
 
-    /// Outputs of all parts together.
+    /// Number of outputs of all parts together.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Inputs.
+    /// Number of inputs.
     pub fn inputs(&self) -> usize {
         self.inputs
     }
 
-    /// Tiles of 16 outputs.
+    /// Number of tiles of 16 outputs.
     pub(super) fn tiles(&self) -> usize {
         self.tiles
     }
 
-    /// Spans of 256 inputs.
+    /// Number of spans of 256 inputs.
     pub(super) fn spans(&self) -> usize {
         self.spans
     }
 
-    /// Device bytes that one pass reads.
+    /// Bytes of device memory that one pass reads.
     pub fn bytes(&self) -> usize {
         self.codes.bytes() + self.meta.bytes()
     }
 
-    /// As an operand of `o`.
+    /// The argument, checked as an operand of `o`.
     pub(crate) fn args(&self, o: &Operands<'_>) -> Result<PackedArgs> {
         Ok(PackedArgs {
             codes: o.of("weights", &self.codes, &[self.codes.len()])?,
@@ -189,11 +189,11 @@ struct LinearReferenceArgs {
 }
 
 impl Stream {
-    /// `y` `[m, rows]` = `x` `[m, inputs]` times `w` (added to `y` if `add`), by the plain
+    /// `y` `[m, rows]` = `x` `[m, inputs]` times `w`, or added to `y` if `add`, by the reference
     /// kernel.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; the driver's.
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
     pub fn linear_reference(
         &self,
         w: &DeviceLinear,

@@ -1,11 +1,11 @@
 //! NVIDIA GPUs: packed weights, kernels and their launchers.
 //!
-//! [`Gpu`] is the device and [`Stream`] runs on it: every operation is a method of the stream,
-//! checks the operands it is given and queues one kernel. Weights are packed once
+//! [`Gpu`] is the device and [`Stream`] runs work on it: every operation is a method of the stream,
+//! checks its operands and queues one kernel. Weights are packed once
 //! ([`DeviceLinear`]); `cuda/weights.cuh` describes the layout that all kernels read.
 //!
-//! [`table`] lists all kernels; each has its row beside its launcher. The memory that a queued
-//! kernel uses may be dropped at any time: freeing it waits, which is slow but not wrong.
+//! [`table`] lists all kernels; each row is in the file of its launcher. The memory that a queued
+//! kernel uses may be dropped at any time: freeing it waits, which is slow but correct.
 
 mod advance;
 mod attention;

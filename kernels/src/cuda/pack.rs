@@ -1,4 +1,4 @@
-//! From canonical weights to the device's layout (`cuda/weights.cuh` describes it).
+//! Packs canonical weights into the device's layout (described in `cuda/weights.cuh`).
 
 use crate::error::{Error, Result};
 use crate::registry::WeightKind;
@@ -14,30 +14,30 @@ pub const TILE: usize = 16;
 /// Inputs of a span.
 pub const SPAN: usize = 256;
 
-/// Where input `k` of a row stands in operand order, in which rows of FP16 activations are kept
+/// The place of input `k` of a row in operand order, in which rows of FP16 activations are stored
 /// (`operand_index` of `cuda/common.cuh`): a permutation of each 32 inputs.
 pub fn operand_index(k: usize) -> usize {
     k & !31 | (k >> 2 & 1) << 4 | (k >> 1 & 1) << 3 | (k >> 3 & 3) << 1 | k & 1
 }
 
-/// What a kernel over packed weights is chosen by.
+/// The properties of a packed weight that select its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PackedKind {
     /// FP16 times a power of two.
     Fp16,
     /// Integer codes.
     Affine {
-        /// Their width.
+        /// Width of the codes.
         bits: Bits,
-        /// What kind of zero-point.
+        /// Kind of zero-points.
         zeros: Zeros,
-        /// Scale groups of a span: 8, 4, 2, or 1 if groups are wider.
+        /// Scale groups per span: 8, 4, 2, or 1 for wider groups.
         groups: usize,
     },
 }
 
 impl PackedKind {
-    /// The kind that `weight` packs to, or why no kernel serves it.
+    /// The kind that `weight` packs to; the error says why no kernel supports it.
     ///
     /// # Errors
     /// [`Error::NoKernel`] for groups that do not divide a span, and for activation order.
@@ -45,10 +45,10 @@ impl PackedKind {
         Self::new(WeightKind::of(weight), weight.dims().1)
     }
 
-    /// The kind that weights of so many inputs pack to.
+    /// The kind that weights with this many inputs pack to.
     ///
     /// # Errors
-    /// As [`PackedKind::of`].
+    /// Errors of [`PackedKind::of`].
     pub fn new(kind: WeightKind, inputs: usize) -> Result<Self> {
         let refuse = || {
             Err(Error::NoKernel {
@@ -78,7 +78,7 @@ impl PackedKind {
         })
     }
 
-    /// What breakdowns call it.
+    /// Its name in breakdowns.
     pub fn name(self) -> &'static str {
         match self {
             PackedKind::Fp16 => "fp16",
@@ -87,7 +87,7 @@ impl PackedKind {
         }
     }
 
-    /// Bits of a code: 4, 8 or 16.
+    /// Bits per code: 4, 8 or 16.
     pub fn bits(self) -> usize {
         match self {
             PackedKind::Fp16 => 16,
@@ -95,12 +95,12 @@ impl PackedKind {
         }
     }
 
-    /// Bytes of the codes of one record.
+    /// Bytes of codes in one record.
     pub fn code_bytes(self) -> usize {
         TILE * SPAN * self.bits() / 8
     }
 
-    /// Bytes of the scales and zero-points of one record.
+    /// Bytes of scales and zero-points in one record.
     pub fn meta_bytes(self) -> usize {
         match self {
             PackedKind::Fp16 => 0,
@@ -133,7 +133,7 @@ impl PackedKind {
         }
     }
 
-    /// Scale groups of a span, 1 without scales.
+    /// Scale groups per span; 1 without scales.
     pub fn groups(self) -> usize {
         match self {
             PackedKind::Fp16 => 1,
@@ -141,7 +141,7 @@ impl PackedKind {
         }
     }
 
-    /// Number of the kind of zero-point in `cuda/weights.cuh`.
+    /// Number of the kind of zero-points in `cuda/weights.cuh`.
     pub fn zero_code(self) -> usize {
         match self {
             PackedKind::Affine {
@@ -157,16 +157,16 @@ impl PackedKind {
     }
 }
 
-/// How the rows of several weights become one.
+/// How the rows of several weights are stacked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stack {
     /// One after another.
     Concat,
-    /// Two of equal height, in turns of eight rows (gate and up).
+    /// Two of equal height, alternating every eight rows (gate and up).
     Interleave,
 }
 
-/// Several weights with the same inputs, to be packed as one.
+/// Several weights with the same inputs that are packed as one.
 pub struct Packing<'a> {
     kind: PackedKind,
     parts: Vec<&'a Weight>,
@@ -180,8 +180,8 @@ impl<'a> Packing<'a> {
     /// Plans the packing of `parts`.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] if a part has no kernel; [`Error::Shape`] if inputs, schemes or, to
-    /// be interleaved, heights differ.
+    /// [`Error::NoKernel`] if a part has no kernel; [`Error::Shape`] if inputs, schemes or, for
+    /// interleaving, heights differ.
     pub fn new(parts: &[&'a Weight], stack: Stack) -> Result<Self> {
         let shape = |what, expected: String, found: String| Error::Shape {
             op: "linear",
@@ -237,36 +237,36 @@ impl<'a> Packing<'a> {
         self.kind
     }
 
-    /// Rows of all parts together.
+    /// Number of rows of all parts together.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Inputs.
+    /// Number of inputs.
     pub fn inputs(&self) -> usize {
         self.inputs
     }
 
-    /// Tiles of 16 rows.
+    /// Number of tiles of 16 rows.
     pub fn tiles(&self) -> usize {
         self.rows.div_ceil(TILE)
     }
 
-    /// Spans of 256 inputs.
+    /// Number of spans of 256 inputs.
     pub fn spans(&self) -> usize {
         self.inputs.div_ceil(SPAN)
     }
 
-    /// What packed values are multiplied with: 16-bit weights are stored times a power of two,
+    /// Factor of packed values: 16-bit weights are stored times a power of two,
     /// so that bfloat16 and f32 values keep their exponents.
     pub fn scale(&self) -> f32 {
         2f32.powi(-self.exponent)
     }
 
-    /// Packs tiles `first ..` into `codes` and `meta`, which hold as many whole tiles each.
+    /// Packs tiles `first ..` into `codes` and `meta`, which hold the same number of whole tiles.
     ///
     /// # Errors
-    /// A dense weight whose type is no float.
+    /// A dense weight that is not of a float type.
     pub fn pack(&self, first: usize, codes: &mut [u8], meta: &mut [u8]) -> Result<()> {
         let code_tile = self.spans() * self.kind.code_bytes();
         let meta_tile = self.spans() * self.kind.meta_bytes();
@@ -286,7 +286,7 @@ impl<'a> Packing<'a> {
         .try_for_each(|(i, (c, m))| self.pack_tile(first + i, c, m))
     }
 
-    /// The part and its row that stand in packed row `row`.
+    /// The part, and its row, at packed row `row`.
     fn source(&self, row: usize) -> Option<(&'a Weight, usize)> {
         if row >= self.rows {
             return None;
@@ -323,7 +323,7 @@ impl<'a> Packing<'a> {
                     Weight::Quantized(QuantizedWeight::Affine(a)) => {
                         self.pack_affine(a, row, place, codes, meta);
                     }
-                    // `PackedKind::of` has refused it.
+                    // `PackedKind::of` has refused these.
                     Weight::Quantized(_) => unreachable!("a scheme without a kernel"),
                 }
             }
@@ -341,7 +341,7 @@ impl<'a> Packing<'a> {
             t.copy_f32(row * self.inputs + span * SPAN, &mut values[..n])?;
             values.iter_mut().for_each(|v| *v *= factor);
             halves.convert_from_f32_slice(&values);
-            // Two inputs at a time: they stand next to each other.
+            // Two inputs at a time, which are adjacent.
             for (pair, [low, high]) in halves.as_chunks::<2>().0.iter().enumerate() {
                 let (c, t, i) = (pair / 16, pair % 16 / 4, pair % 4);
                 let word = ((2 * c + i / 2) * 32 + place.lane(t)) * 16;
@@ -381,7 +381,7 @@ impl<'a> Packing<'a> {
         let size = a.scheme().group.size(self.inputs).max(1);
         for (span, meta) in meta.chunks_exact_mut(self.kind.meta_bytes()).enumerate() {
             for group in 0..groups {
-                // The group of the first input of this part of the span.
+                // The group of the first input in this part of the span.
                 let index = (span * SPAN + group * SPAN / groups) / size;
                 if index >= in_row {
                     break;
@@ -423,7 +423,7 @@ impl Place {
         self.g * 4 + t
     }
 
-    /// 256 codes, two in a byte, into a record.
+    /// Writes 256 codes, two per byte, into a record.
     fn int4(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
         for c in 0..8 {
             for t in 0..4 {
@@ -440,7 +440,7 @@ impl Place {
         }
     }
 
-    /// 256 codes into a record.
+    /// Writes 256 codes into a record.
     fn int8(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
         for c in 0..8 {
             for t in 0..4 {
@@ -470,7 +470,7 @@ impl Place {
     }
 }
 
-/// Eight 4-bit codes, low nibbles first, to the order of a lane's word: codes 0, 1, 2, 3 in the
+/// Reorders eight 4-bit codes, low nibbles first, to a lane's word: codes 0, 1, 2, 3 in the
 /// low nibbles of bytes 0, 2, 1, 3, codes 4 .. 7 in the high ones.
 fn lane_word(w: u32) -> u32 {
     let spread = |x: u32| {
@@ -481,8 +481,8 @@ fn lane_word(w: u32) -> u32 {
     (w & 0xff00_00ff) | (w & 0x0000_ff00) << 8 | (w & 0x00ff_0000) >> 8
 }
 
-/// The power of two that brings the greatest magnitude of all parts into [2^13, 2^14): then
-/// values down to 2^-27 of it are normal FP16 numbers. Zero if all are FP16 already.
+/// The power of two that brings the greatest magnitude of all parts into [2^13, 2^14), so that
+/// values down to 2^-27 of it are normal FP16 numbers. Zero if all parts are FP16.
 fn common_exponent(parts: &[&Weight]) -> Result<i32> {
     let mut greatest = 0f32;
     let mut all_half = true;
@@ -499,7 +499,7 @@ fn common_exponent(parts: &[&Weight]) -> Result<i32> {
     }
     let mut exponent = 13 - greatest.log2().floor() as i32;
     for part in parts {
-        // FP16 parts among others must not overflow.
+        // FP16 parts among other types must not overflow.
         let Weight::Dense(t) = part else { continue };
         if t.dtype() == DType::F16 {
             exponent = exponent.min(0);
@@ -508,14 +508,14 @@ fn common_exponent(parts: &[&Weight]) -> Result<i32> {
     Ok(exponent.clamp(-100, 100))
 }
 
-/// The greatest magnitude in a tensor of floats; what is no number does not count.
+/// The greatest magnitude in a tensor of floats; NaN is ignored.
 fn greatest_of(t: &Tensor) -> Result<f32> {
     const PART: usize = 1 << 20;
     let parts = (0..t.len().div_ceil(PART)).into_par_iter();
     parts
         .map(|part| {
             let (start, end) = (part * PART, t.len().min((part + 1) * PART));
-            // On the stack: allocating for each piece costs more than looking at it.
+            // On the stack: allocating for each piece would cost more than reading it.
             let mut values = [0f32; 4096];
             let mut greatest = 0f32;
             for at in (start..end).step_by(values.len()) {

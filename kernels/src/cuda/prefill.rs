@@ -1,4 +1,4 @@
-//! Attention of many rows of one sequence.
+//! Attention for many rows of one sequence.
 
 use super::attention::{CacheArgs, HEAD_DIM, LayerPages};
 use super::driver::{Address, Buffer, LaunchShape, Stream};
@@ -11,9 +11,9 @@ use crate::error::Result;
 pub struct SequenceRows {
     /// First row.
     pub row: usize,
-    /// Rows.
+    /// Number of rows.
     pub count: usize,
-    /// Position of the first.
+    /// Position of the first row.
     pub position: usize,
     /// The sequence.
     pub slot: usize,
@@ -41,11 +41,11 @@ struct PrefillArgs {
 }
 
 impl Stream {
-    /// `out` `[rows, heads * 128 padded to 256]` in FP16, in operand order: attention of one
-    /// sequence's new rows over its cache, which holds their keys and values already.
+    /// Attention of one sequence's new rows over its cache, which already holds their keys and values:
+    /// `out` `[rows, heads * 128 padded to 256]` in FP16, in operand order.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn attention_prefill(
         &self,
         qkv: &Buffer<f32>,
@@ -82,9 +82,10 @@ impl Stream {
         let tile = 64 * HEAD_DIM;
         let shape = LaunchShape::new((count.div_ceil(64), heads, 1), 128)
             // `PrefillShared`: two buffers of keys and values, and of scales.
-            .shared(match cache.is_int8() {
-                true => 4 * tile + 8 * 64,
-                false => 8 * tile + 8 * 64,
+            .shared(if cache.is_int8() {
+                4 * tile + 8 * 64
+            } else {
+                8 * tile + 8 * 64
             });
         let kernel = ATTENTION_PREFILL.instance(usize::from(cache.is_int8()));
         // SAFETY: the operands were checked, and that the rows are in the cache.

@@ -1,4 +1,4 @@
-//! Rows of activations on the device, and what is done to each of them.
+//! Rows of activations on the device, and operations on each of them.
 
 use super::driver::{Address, Buffer, Checked, Followed, LaunchShape, Operands, Stream};
 use super::kernel::kernels;
@@ -17,7 +17,7 @@ pub struct Row {
     pub slot: i32,
 }
 
-/// Where a decode step stands: `Step` of `cuda/common.cuh`.
+/// State of a row in a decode step: `Step` of `cuda/common.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Step {
@@ -27,16 +27,16 @@ pub struct Step {
     pub slot: i32,
     /// The token.
     pub token: u32,
-    /// Tokens sampled since the steps were queued.
+    /// Number of tokens sampled since the steps were queued.
     pub drawn: i32,
 }
 
-/// What tokens' places lie within.
+/// Bounds on tokens' places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
-    /// Positions of a sequence.
+    /// Number of positions per sequence.
     pub positions: usize,
-    /// Sequences.
+    /// Number of sequences.
     pub slots: usize,
 }
 
@@ -46,7 +46,7 @@ impl Places {
         below(position, self.positions) && below(slot, self.slots)
     }
 
-    /// Refuses places that are not all among `there`.
+    /// Refuses places that are not all within `there`.
     pub(super) fn check(&self, o: &Operands<'_>, there: Places) -> Result<()> {
         o.at_most("positions of rows", there.positions, self.positions)?;
         o.at_most("sequences of rows", there.slots, self.slots)
@@ -61,10 +61,10 @@ impl Followed for Row {
     }
 }
 
-/// What steps lie within.
+/// Bounds on steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepBounds {
-    /// Where tokens may stand.
+    /// Bounds on the rows' places.
     pub places: Places,
     /// Size of the vocabulary.
     pub tokens: usize,
@@ -78,12 +78,12 @@ impl Followed for Step {
     }
 }
 
-/// Of a kernel that starts when the one before it has ended.
+/// Launch shape of a kernel that starts when the previous one has ended.
 pub(super) fn shape(grid: (usize, usize), threads: usize) -> LaunchShape {
     LaunchShape::new((grid.0, grid.1, 1), threads)
 }
 
-/// Where a row-wise kernel puts its result: f32, FP16 padded to whole spans and in operand order
+/// Output of a row-wise kernel: f32, FP16 padded to whole spans and in operand order
 /// ([`operand_index`](super::pack::operand_index)), or both.
 #[derive(Default)]
 pub struct RowsOut<'a> {
@@ -133,7 +133,7 @@ struct PutArgs {
 #[repr(C)]
 struct EmbedArgs {
     w: PackedArgs,
-    /// Tokens, or steps.
+    /// Token ids, or steps.
     tokens: Address,
     x: Address,
 }
@@ -165,10 +165,10 @@ struct SiluArgs {
 
 impl Stream {
     /// Writes `values` to `to` from index `at` on, in order with the stream's other work; they may
-    /// change or go right after.
+    /// change or be dropped right after the call.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if there is no room for them; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if there is no room for them; errors of the driver.
     pub fn put<T: Pod>(&self, to: &mut Buffer<T>, at: usize, values: &[T]) -> Result<()> {
         const {
             assert!(size_of::<T>() <= 4 * MOST_WORDS && size_of::<T>().is_multiple_of(4));
@@ -184,7 +184,7 @@ impl Stream {
             };
             let bytes = bytemuck::cast_slice(some);
             bytemuck::bytes_of_mut(&mut args.value)[..bytes.len()].copy_from_slice(bytes);
-            // SAFETY: the values lie in the buffer.
+            // SAFETY: the values are inside the buffer.
             unsafe { self.launch(&PUT, shape((1, 1), MOST_WORDS), &args)? };
         }
         Ok(())
@@ -193,7 +193,7 @@ impl Stream {
     /// `x[i]` = row `tokens[i]` of `embedding`, `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn embed(
         &self,
         embedding: &DeviceLinear,
@@ -212,10 +212,10 @@ impl Stream {
         unsafe { self.launch(&EMBED, shape((m, 1), 256), &args) }
     }
 
-    /// RMSNorm of rows of `x` `[., width]` with `gain`: of rows `0..m`, or of those listed.
+    /// RMSNorm of rows of `x` `[., width]` with `gain`: of rows `0..m`, or of the listed rows.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn rms_norm(
         &self,
         x: &Buffer<f32>,
@@ -240,14 +240,14 @@ impl Stream {
             padded: width.next_multiple_of(SPAN) as i32,
             eps,
         };
-        // SAFETY: the operands were checked; x has a row for each that is listed.
+        // SAFETY: the operands were checked; x has every listed row.
         unsafe { self.launch(&RMS_NORM, shape((m, 1), 256), &args) }
     }
 
-    /// `silu(gate) * up` of rows `[m, 2 * width]` of interleaved gates and ups.
+    /// `silu(gate) * up` for rows `[m, 2 * width]` of interleaved gate and up values.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn silu_mul(
         &self,
         x: &Buffer<f32>,
@@ -256,7 +256,7 @@ impl Stream {
         width: usize,
     ) -> Result<()> {
         let o = self.operands("silu_mul");
-        // Gates and ups take turns of eight.
+        // Gate and up alternate every eight values.
         o.multiple("width", 8, width)?;
         let (y, half) = out.addresses(&o, m, width)?;
         let args = SiluArgs {
@@ -270,10 +270,10 @@ impl Stream {
         unsafe { self.launch(&SILU_MUL, shape((m, 1), 256), &args) }
     }
 
-    /// The embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.
+    /// Looks up the embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn embed_step(
         &self,
         embedding: &DeviceLinear,

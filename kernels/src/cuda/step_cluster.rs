@@ -1,4 +1,4 @@
-//! The layers of a decode step of one row by clusters of blocks: two kernels a layer.
+//! Runs the layers of a decode step of one row by clusters of blocks, with two kernels per layer.
 
 use super::attention::{CacheArgs, Heads, LayerPages};
 use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
@@ -7,15 +7,15 @@ use super::linear::DeviceLinear;
 use super::rows::Step;
 use crate::error::Result;
 
-/// A layer, as [`Stream::cluster_layers`] runs it.
+/// A layer in the form that [`Stream::cluster_layers`] runs.
 pub struct ClusterLayer<'a> {
     /// Gain of the first norm, `[hidden]`.
     pub attention_norm: &'a Buffer<f32>,
     /// `[(heads + 2 kv_heads) * 128, hidden]`
     pub qkv: &'a DeviceLinear,
-    /// What attention needs besides.
+    /// Other parameters of attention.
     pub heads: Heads<'a>,
-    /// Keys and values.
+    /// Cache of keys and values.
     pub cache: LayerPages<'a>,
     /// `[hidden, heads * 128]`
     pub o: &'a DeviceLinear,
@@ -27,26 +27,26 @@ pub struct ClusterLayer<'a> {
     pub down: &'a DeviceLinear,
 }
 
-/// Blocks of a cluster.
+/// Blocks per cluster.
 const BLOCKS: usize = 8;
-/// Threads of a block of `cuda/step_cluster.cu`.
+/// Threads per block in `cuda/step_cluster.cu`.
 const THREADS: usize = 256;
 const WARPS: usize = THREADS / 32;
 /// `STEP_CHUNK` of `cuda/step_cluster.cuh`: records of a stage of a ring.
 const STAGE_RECORDS: usize = 2;
-/// Clusters of a kernel, at most.
+/// Most clusters of a kernel.
 const MOST_CLUSTERS: usize = 16;
 /// `MOST_SOURCES` of `cuda/step_cluster.cuh`.
 const MOST_SOURCES: usize = 8;
-/// Kernels of a step, at most: a stamp has room for so many.
+/// Most kernels of a step: the limit of a stamp.
 const MOST_KERNELS: usize = 255;
-/// Values a token up to which blocks ask for all parts again and again until they are there: of more,
-/// that would hold up what else is read.
+/// Most values per token for which blocks poll all parts until they are there: with more,
+/// polling would slow down other reads.
 const MOST_POLLED: usize = 2048;
 /// `ClusterDigits` of `cuda/step_cluster.cuh`.
 const DIGITS_BYTES: usize = 576;
 
-/// What the kernels of a step hand each other.
+/// Memory through which the kernels of a step pass values on.
 pub struct ClusterParts {
     words: [Buffer<u64>; 2], // [clusters + 1, hidden]: a value, and above it a stamp
     epoch: Buffer<u32>,      // counts steps
@@ -54,7 +54,7 @@ pub struct ClusterParts {
 }
 
 impl ClusterParts {
-    /// For a model of `hidden` values a token.
+    /// Allocates it for a model with `hidden` values per token.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
@@ -151,23 +151,23 @@ struct CollectArgs {
     clusters_in: i32,
 }
 
-/// Half a layer, as a kernel runs it.
+/// Half a layer, run by one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Half {
-    /// Norm, queries, keys and values, attention of so many heads for each key head, its output product.
+    /// Norm; queries, keys and values; attention of this many heads per key head; its output product.
     Attend(usize),
     /// Norm, gate and up, down.
     Gated,
 }
 
-/// How half a layer is launched.
+/// Launch settings of half a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct HalfPlan {
     half: Half,
-    /// Which kind of zero-points, of both weights.
+    /// Kind of zero-points of both weights.
     zeros: usize,
     clusters: usize,
-    /// Stages of a warp's ring.
+    /// Number of stages in a warp's ring.
     depth: usize,
     room: Room,
     shared: usize,
@@ -178,15 +178,15 @@ struct HalfPlan {
 struct HalfSizes {
     half: Half,
     hidden: usize,
-    /// Parts of 64 of the second product's inputs.
+    /// Number of parts of 64 among the second product's inputs.
     slots: usize,
     clusters: usize,
-    /// Bytes of a stage of a ring.
+    /// Bytes of a stage in a ring.
     stage: usize,
 }
 
 impl HalfSizes {
-    /// Where what lies in shared memory, and its end.
+    /// The layout of shared memory, and its end.
     fn room(&self, depth: usize) -> (Room, usize) {
         let mut end = 1024;
         let mut take = |bytes: usize| {
@@ -212,7 +212,7 @@ impl HalfSizes {
         (room, end)
     }
 
-    /// Tiles and outputs of the first product that a cluster with so many slots has.
+    /// Tiles and outputs of the first product in a cluster with this many slots.
     fn first(&self, slots: usize) -> (usize, usize) {
         match self.half {
             Half::Attend(group) => (8 * (group + 2), 128 * (group + 2)),
@@ -220,13 +220,16 @@ impl HalfSizes {
         }
     }
 
-    /// Sums of 16 rows that the warps of a block leave, at most.
+    /// Most sums of 16 rows that the warps of a block leave.
     fn most_sums(&self, tiles: usize, slots: usize) -> usize {
-        let of = |tiles: usize, spans: usize| match tiles * spans <= WARPS {
-            true => tiles * spans,
-            false => tiles * (WARPS / tiles + 2),
+        let of = |tiles: usize, spans: usize| {
+            if tiles * spans <= WARPS {
+                tiles * spans
+            } else {
+                tiles * (WARPS / tiles + 2)
+            }
         };
-        // As many tiles as a block may have, of products whose inputs lie in so many spans.
+        // For any number of tiles that a block may have, in products with this many spans of inputs.
         let first = (1..=tiles.div_ceil(BLOCKS)).map(|t| of(t, self.hidden / 256));
         let tiles = (self.hidden / 16).div_ceil(BLOCKS);
         let spans = 1..=(slots + 6) / 4;
@@ -235,14 +238,14 @@ impl HalfSizes {
     }
 }
 
-/// Stages of a warp's ring and clusters of both halves, as measured on an H200.
+/// Stages of a warp's ring in each half and number of clusters, as measured on an H200.
 struct Choice {
     attend: usize,
     gated: usize,
     clusters: usize,
 }
 
-/// How models of `hidden` values a token run; none: not by clusters.
+/// The choice for models with `hidden` values per token; `None`: do not run by clusters.
 fn choice(hidden: usize) -> Option<Choice> {
     let choice = |attend, gated, clusters| {
         Some(Choice {
@@ -259,7 +262,7 @@ fn choice(hidden: usize) -> Option<Choice> {
 }
 
 impl HalfPlan {
-    /// `None` where the kernels do not serve the weights.
+    /// `None` if the kernels do not support the weights.
     fn new(
         half: Half,
         clusters: usize,
@@ -280,7 +283,8 @@ impl HalfPlan {
             Half::Attend(group) => (group + 2) * 128 * clusters,
             Half::Gated => 2 * second.inputs(),
         };
-        // The first kinds are those of INT4 with a scale for 64 inputs or more. A thread ends an output.
+        // The first kinds are those of INT4 with a scale for 64 inputs or more. Each thread finishes
+        // one output.
         let serves = zeros < 3
             && kind_index(second.kind()) == zeros
             && hidden.is_multiple_of(256)
@@ -313,7 +317,7 @@ impl HalfPlan {
             .clusters_of(BLOCKS)
     }
 
-    /// True if all clusters stand at once.
+    /// True if all clusters fit on the device at once.
     fn fits(&self, gpu: &Gpu) -> Result<bool> {
         let kernel = self.kernel();
         Ok(gpu.has_kernel(&kernel)
@@ -322,7 +326,7 @@ impl HalfPlan {
     }
 }
 
-/// How the layers of a step are launched: [`Stream::cluster_layers`].
+/// Launch settings for the layers of a step, for [`Stream::cluster_layers`].
 pub struct ClusterPlan(Vec<[HalfPlan; 2]>);
 
 impl ClusterLayer<'_> {
@@ -354,11 +358,11 @@ impl ClusterLayer<'_> {
 }
 
 impl ClusterPlan {
-    /// For a model's layers: `None` where these kernels do not serve their shapes, their kinds or the
-    /// device, or are not the fastest.
+    /// The plan for a model's layers; `None` if these kernels do not support their shapes, their kinds or
+    /// the device, or are not the fastest.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn new(gpu: &Gpu, layers: &[ClusterLayer<'_>]) -> Result<Option<Self>> {
         if gpu.info().capability != (9, 0) || 2 * layers.len() + 1 > MOST_KERNELS {
             return Ok(None);
@@ -383,7 +387,7 @@ impl ClusterPlan {
     }
 }
 
-/// What all kernels of a step take.
+/// Arguments shared by all kernels of a step.
 struct StepOf<'a> {
     o: Operands<'a>,
     parts: &'a ClusterParts,
@@ -392,7 +396,7 @@ struct StepOf<'a> {
 }
 
 impl StepOf<'_> {
-    /// The parts that kernel `index` of a step writes, counted from 1 on.
+    /// The address of the parts that kernel `index` of a step writes, counted from 1.
     fn parts(&self, index: usize) -> Result<Address> {
         let dims = [MOST_CLUSTERS + 1, self.parts.hidden];
         self.o.of("parts", &self.parts.words[index % 2], &dims)
@@ -409,7 +413,7 @@ impl StepOf<'_> {
         })
     }
 
-    /// Kernel `index` of the step, behind one of so many clusters.
+    /// The arguments of kernel `index` of the step, after one with this many clusters.
     fn args(
         &self,
         layer: &ClusterLayer<'_>,
@@ -458,14 +462,14 @@ impl StepOf<'_> {
 }
 
 impl Stream {
-    /// The layers of a step of one row: `x` `[hidden]` becomes their output, the row's keys and
-    /// values are appended. `plan` is that of these layers.
+    /// Runs the layers of a step of one row: `x` `[hidden]` becomes their output, and the row's keys and
+    /// values are appended. `plan` must be that of these layers.
     ///
-    /// All kernels are queued by one call: each but the first waits for what the one in front of it
-    /// writes, without knowing whether there is one.
+    /// All kernels are queued by one call: each but the first waits for values that the previous one
+    /// writes, and relies on that one being queued.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn cluster_layers(
         &self,
         plan: &ClusterPlan,
@@ -515,8 +519,8 @@ impl Stream {
             };
             let bytes = weights.map(DeviceLinear::bytes).iter().sum();
             let key = (name, weights[0].kind().name(), (weights[0].rows(), hidden));
-            // SAFETY: the operands were checked, and that the step lies in the cache; all clusters stand at
-            // once, and the kernel in front writes what this one waits for.
+            // SAFETY: the operands were checked, and that the step is in the cache; all clusters run at
+            // once, and the previous kernel writes the values that this one waits for.
             self.timed(key, bytes, || unsafe {
                 self.launch(plan.kernel(), plan.shape(), args)
             })?;

@@ -1,4 +1,4 @@
-//! The table of kernels: the rows of every file of launchers.
+//! The table of kernels: all rows of all files with launchers.
 
 use super::kernel::KernelRow;
 use super::{advance, attention, bandwidth, batch, experts, gemm, gemm_step, gemv, grad, linear};

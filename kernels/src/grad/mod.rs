@@ -1,10 +1,10 @@
 //! Operations of a training step, forward and backward, over f32 buffers on a device.
 //!
 //! A graph written against [`GradOps`] runs on every device that implements it: [`CpuOps`],
-//! and `cuda::CudaOps` where the feature `cuda` is on; on an [`Account`] of memory
+//! and `cuda::CudaOps` with the feature `cuda`; on an [`Account`] of memory,
 //! memory is counted and nothing is computed. Matrices are row-major and contiguous.
-//! Every reduction has one fixed order, so that a step gives the same bits each time on the
-//! same device. The operations know no model: what is multiplied with what is the caller's.
+//! Every reduction has a fixed order, so that a step gives the same bits each time on the
+//! same device. The operations do not know the model: the caller decides what is multiplied.
 
 mod cpu;
 #[cfg(test)]
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::second_order::SecondOrder;
 use std::sync::Arc;
 
-/// Bytes that products take for themselves, at most: on a GPU sums of parts of them, or cuBLAS's
+/// Most bytes that products take for themselves: on a GPU, sums of their parts, or cuBLAS's
 /// workspace.
 pub const SCRATCH: usize = 40 << 20;
 
@@ -30,15 +30,15 @@ pub struct Gemm {
     pub n: usize,
     /// Length of the sums.
     pub k: usize,
-    /// Products.
+    /// Number of products.
     pub batch: usize,
-    /// A is stored `[k, m]` rather than `[m, k]`.
+    /// True if A is stored `[k, m]` rather than `[m, k]`.
     pub ta: bool,
-    /// B is stored `[n, k]` rather than `[k, n]`.
+    /// True if B is stored `[n, k]` rather than `[k, n]`.
     pub tb: bool,
     /// Factor of the product.
     pub alpha: f32,
-    /// Adds to C rather than replacing it.
+    /// Adds to C instead of replacing it.
     pub accumulate: bool,
 }
 
@@ -57,7 +57,7 @@ impl Gemm {
         }
     }
 
-    /// `dx [m, k] = dy [m, n] W`, W stored `[n, k]`: a Linear's gradient at its input.
+    /// `dx [m, k] = dy [m, n] W`, W stored `[n, k]`: the gradient of a Linear's input.
     pub fn input_grad(m: usize, n: usize, k: usize) -> Self {
         Gemm {
             m,
@@ -71,7 +71,7 @@ impl Gemm {
         }
     }
 
-    /// `dW [n, k] = dy^T x`, from dy `[m, n]` and x `[m, k]`: a Linear's gradient at its weight.
+    /// `dW [n, k] = dy^T x`, from dy `[m, n]` and x `[m, k]`: the gradient of a Linear's weight.
     pub fn weight_grad(m: usize, n: usize, k: usize) -> Self {
         Gemm {
             m: n,
@@ -85,7 +85,7 @@ impl Gemm {
         }
     }
 
-    /// The same, added to what is there.
+    /// The same product, added to the output.
     #[must_use]
     pub fn add(self) -> Self {
         Gemm {
@@ -95,28 +95,28 @@ impl Gemm {
     }
 }
 
-/// Heads of a batch of sequences: between rows `[batch * seq, heads * dim]` and head-major
-/// `[batch, heads, capacity, dim]`, of which positions `at .. at + seq` are meant.
+/// Shape of heads of a batch of sequences, between rows `[batch * seq, heads * dim]` and head-major
+/// `[batch, heads, capacity, dim]`, in which positions `at .. at + seq` are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadShape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Tokens of each.
+    /// Tokens per sequence.
     pub seq: usize,
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
-    /// Width of one, even.
+    /// Width of a head, even.
     pub dim: usize,
-    /// Positions that the head-major side has room for.
+    /// Number of positions on the head-major side.
     pub capacity: usize,
-    /// Where in it the first token lies.
+    /// Position of the first token on that side.
     pub at: usize,
     /// Position of the first token, for the rotation.
     pub position: usize,
 }
 
 impl HeadShape {
-    /// Whole sequences from position 0.
+    /// The shape of whole sequences from position 0.
     pub fn whole(batch: usize, seq: usize, heads: usize, dim: usize) -> Self {
         HeadShape {
             batch,
@@ -129,17 +129,17 @@ impl HeadShape {
         }
     }
 
-    /// Rows of the token side.
+    /// Number of rows on the token side.
     pub fn rows(&self) -> usize {
         self.batch * self.seq
     }
 
-    /// Values of the token side.
+    /// Number of values on the token side.
     pub fn values(&self) -> usize {
         self.rows() * self.heads * self.dim
     }
 
-    /// Values of the head-major side.
+    /// Number of values on the head-major side.
     pub fn room(&self) -> usize {
         self.batch * self.heads * self.capacity * self.dim
     }
@@ -149,9 +149,9 @@ impl HeadShape {
 /// `f16(scale) * clamp(round(latent / f16(scale)), -zero, max - zero)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rounding {
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns; a whole number of groups.
+    /// Number of columns; a whole number of groups.
     pub cols: usize,
     /// Columns that share a scale and a zero-point.
     pub group: usize,
@@ -160,18 +160,18 @@ pub struct Rounding {
 }
 
 impl Rounding {
-    /// Elements.
+    /// Number of elements.
     pub fn elements(&self) -> usize {
         self.rows * self.cols
     }
 
-    /// Groups of the whole weight.
+    /// Number of groups in the whole weight.
     pub fn groups(&self) -> usize {
         self.elements() / self.group.max(1)
     }
 
-    /// An error unless each of `elements` has a value per element and each of `groups` one
-    /// per group: names and lengths.
+    /// An error unless each of `elements` has one value per element and each of `groups` one
+    /// per group; both are (name, length).
     pub(crate) fn check<const E: usize, const G: usize>(
         self,
         op: &'static str,
@@ -197,16 +197,16 @@ pub struct Adam {
     pub beta1: f32,
     /// Decay of the mean of their squares.
     pub beta2: f32,
-    /// `1 - beta1^t` of step `t`, counted from 1.
+    /// `1 - beta1^t` for step `t`, counted from 1.
     pub correction1: f32,
     /// `1 - beta2^t`.
     pub correction2: f32,
-    /// Keeps the step finite where a gradient is always zero.
+    /// Keeps the step finite if a gradient is always zero.
     pub epsilon: f32,
 }
 
 impl Default for Adam {
-    /// A step of rate 0: the decays of [the paper](https://arxiv.org/abs/1412.6980).
+    /// A step of rate 0 with the decays of [the paper](https://arxiv.org/abs/1412.6980).
     fn default() -> Self {
         Adam {
             rate: 0.0,
@@ -219,23 +219,23 @@ impl Default for Adam {
     }
 }
 
-/// A value that tells [`GradOps::sample`] to draw a token rather than take the given one.
+/// An id that tells [`GradOps::sample`] to draw a token instead of keeping the given one.
 pub const UNKNOWN: u32 = u32::MAX;
 
-/// Tokens in the order of their ids, so that the gradient of an embedding row is one sum of
-/// fixed order.
+/// Tokens in the order of their ids, so that the gradient of an embedding row is one sum in
+/// a fixed order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Occurrences {
     /// Row numbers, sorted by token, then by row.
     pub(crate) rows: Vec<u32>,
-    /// The tokens that occur, rising.
+    /// The distinct tokens, in ascending order.
     pub(crate) tokens: Vec<u32>,
-    /// Where each token's rows start in `rows`, and the end.
+    /// The start of each token's rows in `rows`, and the end.
     pub(crate) starts: Vec<u32>,
 }
 
 impl Occurrences {
-    /// Of these tokens.
+    /// The occurrences in these tokens.
     pub fn new(tokens: &[u32]) -> Self {
         let mut rows: Vec<u32> = (0..tokens.len() as u32).collect();
         rows.sort_by_key(|&r| tokens[r as usize]);
@@ -253,11 +253,11 @@ impl Occurrences {
     }
 }
 
-/// Where memory comes from: a device, or an [`Account`] that only counts, so that
-/// constructors show on it what they take.
+/// Allocates memory: a device, or an [`Account`] that only counts, which shows what
+/// constructors take.
 ///
 /// # Errors
-/// What the device reports; [`Error::Shape`] for values that a buffer is too short for.
+/// Errors of the device; [`Error::Shape`] for more values than a buffer holds.
 pub trait Allocate {
     /// f32 values on the device.
     type Floats;
@@ -266,11 +266,11 @@ pub trait Allocate {
     /// Bytes on the device.
     type Codes;
 
-    /// `len` zeros; `what` is named if they do not fit.
+    /// Allocates `len` zeros; errors name `what`.
     fn floats(&self, what: &'static str, len: usize) -> Result<Self::Floats>;
-    /// `len` zeros.
+    /// Allocates `len` zeros; errors name `what`.
     fn ids(&self, what: &'static str, len: usize) -> Result<Self::Ids>;
-    /// `len` zeros.
+    /// Allocates `len` zeros; errors name `what`.
     fn codes(&self, what: &'static str, len: usize) -> Result<Self::Codes>;
     /// Writes from the host, from index 0 on.
     fn write(&self, to: &mut Self::Floats, from: &[f32]) -> Result<()>;
@@ -298,17 +298,17 @@ impl Allocate for Account {
     }
 }
 
-/// Memory of one device. Work may be queued; what is read back has been waited for.
+/// Memory of one device. Work may be queued; reads wait for it.
 ///
 /// # Errors
-/// Every operation gives [`Error::Shape`] for a buffer that is too short, and what the device
-/// reports.
+/// Every operation returns [`Error::Shape`] for a buffer that is too short, and errors of the
+/// device.
 pub trait Buffers: Allocate {
     /// The device, for reports.
     fn device(&self) -> String;
 
-    /// `rows` rows of `cols` values, each as `fill` writes it, given the row's number: on all
-    /// cores, so that a large matrix needs no copy in the host's memory.
+    /// Writes `rows` rows of `cols` values, each filled by `fill`, which gets the row's number: on all
+    /// cores, so that a large matrix needs no copy in host memory.
     fn rows<E: From<Error> + Send>(
         &self,
         what: &'static str,
@@ -334,14 +334,14 @@ pub trait Buffers: Allocate {
     ) -> Result<()>;
 }
 
-/// What a layer of a transformer does, forward and backward. Buffers may be longer than an
+/// The operations of a transformer layer, forward and backward. Buffers may be longer than an
 /// operation needs.
 ///
 /// # Errors
-/// As [`Buffers`].
+/// Errors of [`Buffers`].
 pub trait LayerOps: Buffers {
-    /// What rounds by second moments that were summed on the device; `None` if that is the
-    /// host's work.
+    /// The rounding that uses second moments summed on the device; `None` if the host does
+    /// that.
     fn second_order(self: &Arc<Self>) -> Option<Arc<dyn SecondOrder<Floats = Self::Floats>>> {
         None
     }
@@ -381,8 +381,8 @@ pub trait LayerOps: Buffers {
         eps: f32,
     ) -> Result<()>;
 
-    /// The gradient of [`LayerOps::rms_norm`]: added to `dx` if `add`, else written; `dgain` is
-    /// always added to.
+    /// The gradient of [`LayerOps::rms_norm`]: added to `dx` if `add`, otherwise written; always added
+    /// to `dgain`.
     #[expect(
         clippy::too_many_arguments,
         reason = "inputs, upstream and two outputs"
@@ -399,8 +399,8 @@ pub trait LayerOps: Buffers {
         shape: (usize, usize),
     ) -> Result<()>;
 
-    /// RMSNorm of every head, then the rotation by its position (halves, as Qwen3 pairs them);
-    /// rows to head-major. `cos_sin` is `[positions, dim / 2]` of (cos, sin) pairs, `inv`
+    /// RMSNorm of every head, then the rotation by its position (of halves, as in Qwen3), from rows to
+    /// head-major. `cos_sin` is `[positions, dim / 2]` of (cos, sin) pairs, `inv`
     /// `[rows, heads]`.
     #[expect(clippy::too_many_arguments, reason = "inputs and two outputs")]
     fn head_norm_rope(
@@ -414,8 +414,8 @@ pub trait LayerOps: Buffers {
         eps: f32,
     ) -> Result<()>;
 
-    /// The gradient of [`LayerOps::head_norm_rope`] for whole sequences: `dx` is written,
-    /// `dgain` added to.
+    /// The gradient of [`LayerOps::head_norm_rope`] for whole sequences: writes `dx` and
+    /// adds to `dgain`.
     #[expect(
         clippy::too_many_arguments,
         reason = "inputs, upstream and two outputs"
@@ -432,18 +432,18 @@ pub trait LayerOps: Buffers {
         shape: HeadShape,
     ) -> Result<()>;
 
-    /// Rows to head-major.
+    /// Copies rows to head-major.
     fn rows_to_heads(&self, x: &Self::Floats, y: &mut Self::Floats, shape: HeadShape)
     -> Result<()>;
-    /// Head-major to rows.
+    /// Copies head-major to rows.
     fn heads_to_rows(&self, x: &Self::Floats, y: &mut Self::Floats, shape: HeadShape)
     -> Result<()>;
 
-    /// Softmax in place of `rows` rows of `seq` scores, of which row `r` sees the first
-    /// `r % seq + 1`; the others become 0.
+    /// Softmax, in place, of `rows` rows of `seq` scores; row `r` sees the first
+    /// `r % seq + 1`, and the others become 0.
     fn causal_softmax(&self, s: &mut Self::Floats, rows: usize, seq: usize) -> Result<()>;
 
-    /// In place of `dp`: the gradient at the scores, `p (dp - sum(p dp))`.
+    /// Replaces `dp` by the gradient of the scores, `p (dp - sum(p dp))`.
     fn softmax_grad(
         &self,
         p: &Self::Floats,
@@ -452,7 +452,7 @@ pub trait LayerOps: Buffers {
         seq: usize,
     ) -> Result<()>;
 
-    /// `out = silu(gate) * up`, `n` values.
+    /// `out = silu(gate) * up` for `n` values.
     fn silu_mul(
         &self,
         gate: &Self::Floats,
@@ -461,7 +461,7 @@ pub trait LayerOps: Buffers {
         n: usize,
     ) -> Result<()>;
 
-    /// The gradients of [`LayerOps::silu_mul`], in place of `gate` and `up`.
+    /// The gradients of [`LayerOps::silu_mul`], written in place of `gate` and `up`.
     fn silu_mul_grad(
         &self,
         gate: &mut Self::Floats,
@@ -471,13 +471,13 @@ pub trait LayerOps: Buffers {
     ) -> Result<()>;
 }
 
-/// The rest of a training step: loss, rounding, Adam, and text to train on.
+/// The other operations of a training step: loss, rounding, Adam, and sampling of text.
 ///
 /// # Errors
-/// As [`Buffers`].
+/// Errors of [`Buffers`].
 pub trait GradOps: LayerOps {
-    /// KL divergence of every row of logits against the teacher's, in nats, to `loss`; in
-    /// place of `logits` its gradient times `weight`.
+    /// Writes the KL divergence of every row of logits from the teacher's, in nats, to `loss`; replaces
+    /// `logits` by its gradient times `weight`.
     fn kl_divergence(
         &self,
         teacher: &Self::Floats,
@@ -487,7 +487,7 @@ pub trait GradOps: LayerOps {
         weight: f32,
     ) -> Result<()>;
 
-    /// The values of a rounded weight from its latent one.
+    /// The values of a rounded weight, from its latent values.
     fn round(
         &self,
         shape: Rounding,
@@ -497,9 +497,9 @@ pub trait GradOps: LayerOps {
         w: &mut Self::Floats,
     ) -> Result<()>;
 
-    /// Adds to `dlatent` and `dscales` what `dw` gives them, straight through the rounding:
-    /// a latent value within the codes' range gets the gradient of its weight, the scale that
-    /// of `code` less, within the range, `latent / scale` (arXiv 1902.08153).
+    /// Adds the gradients that follow from `dw` to `dlatent` and `dscales`, straight through the
+    /// rounding: a latent value within the codes' range gets the gradient of its weight; the scale
+    /// gets that of `code` minus, within the range, `latent / scale` (arXiv 1902.08153).
     #[expect(
         clippy::too_many_arguments,
         reason = "inputs, upstream and two outputs"
@@ -515,7 +515,7 @@ pub trait GradOps: LayerOps {
         dscales: &mut Self::Floats,
     ) -> Result<()>;
 
-    /// The values of a weight of fixed codes: `f16(scale) * (code - zero)`.
+    /// The values of a weight with fixed codes: `f16(scale) * (code - zero)`.
     fn dequantize(
         &self,
         shape: Rounding,
@@ -535,7 +535,7 @@ pub trait GradOps: LayerOps {
         dscales: &mut Self::Floats,
     ) -> Result<()>;
 
-    /// Moves `n` values against their gradient, which becomes zero.
+    /// Takes one step of Adam for `n` values and sets their gradient to zero.
     fn adam(
         &self,
         step: Adam,
@@ -547,7 +547,8 @@ pub trait GradOps: LayerOps {
     ) -> Result<()>;
 
     /// Attention of one new token of every sequence: `q` `[batch, heads, dim]` over the first
-    /// `seen` positions of `keys` and `values` `[batch, kv_heads, capacity, dim]`; out as `q`.
+    /// `seen` positions of `keys` and `values` `[batch, kv_heads, capacity, dim]`; the output has
+    /// `q`'s shape.
     fn attend_one(
         &self,
         q: &Self::Floats,
@@ -557,48 +558,48 @@ pub trait GradOps: LayerOps {
         shape: OneShape,
     ) -> Result<()>;
 
-    /// Continues sequences: where `ids[b * stride + offset]` is [`UNKNOWN`], a token drawn from
-    /// the softmax of `logits[b]` takes its place. The draw is that of Philox stream
+    /// Continues sequences: where `ids[b * stride + offset]` is [`UNKNOWN`], replaces it by a token drawn
+    /// from the softmax of `logits[b]`. The draw uses Philox stream
     /// `stream + b` at counter `offset`.
     fn sample(&self, logits: &Self::Floats, ids: &mut Self::Ids, draw: Draw) -> Result<()>;
 }
 
-/// Work that any device of a training step can do.
+/// Work that any device for training steps can do.
 pub trait GradWork {
-    /// What comes of it.
+    /// Result of the work.
     type Output;
 
-    /// Does it over `ops`.
+    /// Does the work with `ops`.
     fn run<O: GradOps>(self, ops: &O) -> Self::Output;
 }
 
 /// Shape of [`GradOps::attend_one`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OneShape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Query heads; a multiple of `kv_heads`.
+    /// Number of query heads; a multiple of `kv_heads`.
     pub heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv_heads: usize,
     /// Width of a head.
     pub dim: usize,
-    /// Positions that the cache has room for.
+    /// Number of positions in the cache.
     pub capacity: usize,
-    /// Positions that are there.
+    /// Number of positions that are filled.
     pub seen: usize,
 }
 
 /// Shape and randomness of [`GradOps::sample`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Draw {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Tokens of the vocabulary.
+    /// Size of the vocabulary.
     pub vocab: usize,
-    /// Ids of a sequence.
+    /// Ids per sequence.
     pub stride: usize,
-    /// Which of them is drawn.
+    /// Index of the id to draw in each sequence.
     pub offset: usize,
     /// Seed of the generator.
     pub seed: u64,
@@ -606,7 +607,7 @@ pub struct Draw {
     pub stream: u64,
 }
 
-/// An error unless `found` values are at least `expected`.
+/// An error unless there are at least `expected` values.
 pub(crate) fn enough(
     op: &'static str,
     what: &'static str,

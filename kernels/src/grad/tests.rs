@@ -1,4 +1,4 @@
-//! The CPU's operations against plain sums.
+//! The CPU's operations compared with plain sums.
 
 use super::*;
 use crate::rng::Philox;
@@ -71,7 +71,7 @@ fn occurrences_list_rows_by_token() {
     assert_eq!((empty.tokens.len(), empty.starts), (0, vec![0]));
 }
 
-/// Shares of drawn tokens are those of the softmax; known tokens stay.
+/// Tokens are drawn as often as the softmax says; known tokens stay.
 #[test]
 fn draws_follow_the_softmax() {
     let (batch, vocab) = (4000, 3);
@@ -122,7 +122,7 @@ fn adam_by_hand() {
     CpuOps
         .adam(step, &mut value, &mut mean, &mut square, &mut grad, 1)
         .unwrap();
-    // The first step is one rate against the gradient's sign.
+    // The first step moves by the rate against the gradient's sign.
     assert_eq!(
         (value[0], mean[0], square[0], grad[0]),
         (0.9, 2.0, 4.0, 0.0)

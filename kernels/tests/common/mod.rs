@@ -1,4 +1,4 @@
-//! What the kernel tests share: seeded weights, error measures, the ISAs of this machine.
+//! Shared by the kernel tests: seeded weights, error measures, the ISAs of this machine.
 #![allow(
     dead_code,
     clippy::print_stdout,
@@ -83,7 +83,7 @@ pub(crate) fn affine(
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 
-/// A seeded assignment of inputs to groups of `group`, as activation order gives.
+/// A seeded assignment of inputs to groups of `group`, as in activation order.
 pub(crate) fn shuffled_groups(inp: usize, group: usize, seed: u64) -> Vec<u32> {
     let mut rng = Philox::new(seed, 13);
     let mut g: Vec<u32> = (0..inp).map(|i| (i / group) as u32).collect();
@@ -106,7 +106,7 @@ pub(crate) fn schemes(groups: &[Group]) -> Vec<AffineScheme> {
     all
 }
 
-/// Schemes that devices hold as others: every width, kind of scale and table at least once.
+/// Schemes that devices hold as other schemes: every width, kind of scale and table at least once.
 pub(crate) fn held_as_others(group: Group) -> Vec<AffineScheme> {
     let scheme = |bits, zeros| AffineScheme::new(bits, group, zeros);
     vec![
@@ -126,7 +126,7 @@ pub(crate) fn held_as_others(group: Group) -> Vec<AffineScheme> {
     ]
 }
 
-/// Mean squared error relative to the mean square of what is expected.
+/// Mean squared error relative to the mean square of the expected values.
 pub(crate) fn nmse(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let (mut error, mut square) = (0f64, 0f64);
@@ -150,7 +150,7 @@ pub(crate) fn cpu(isa: Isa, threads: usize) -> &'static Cpu {
         })
 }
 
-/// The instruction sets of this machine; says which are skipped.
+/// The instruction sets of this machine; prints which are skipped.
 pub(crate) fn isas() -> Vec<Isa> {
     let (present, absent): (Vec<_>, Vec<_>) = Isa::ALL.into_iter().partition(|i| i.available());
     for isa in absent {

@@ -1,4 +1,4 @@
-//! Attention: of one token a sequence, of many, and against the plain kernel.
+//! Attention: one token per sequence, many tokens, and compared with the reference kernel.
 
 use super::common::{nmse, normal};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
@@ -52,7 +52,7 @@ impl Case {
         (self.heads + 2 * self.kv_heads) * HEAD_DIM
     }
 
-    /// Attention of every row over the rows up to it: `[len, heads * 128]`, of the rows listed.
+    /// Expected attention of the listed rows over the rows up to each: `[len, heads * 128]`.
     pub(super) fn expected(&self, rows: &[usize]) -> Vec<f32> {
         let d = HEAD_DIM;
         let group = self.heads / self.kv_heads;
@@ -95,7 +95,7 @@ impl Case {
     }
 }
 
-/// A case's gains and table on a device.
+/// A case's gains and rotary table on a device.
 pub(super) struct Uploaded {
     heads: usize,
     q_gain: Buffer<f32>,
@@ -125,15 +125,15 @@ impl Uploaded {
     }
 }
 
-/// Sequences that a cache has room for, and the one that is used.
+/// Number of sequences in the cache, and the one that is used.
 const SLOTS: usize = 2;
 const SLOT: usize = 1;
-/// Layers that it has, and the one that is used.
+/// Number of its layers, and the one that is used.
 const LAYERS: usize = 3;
 pub(super) const LAYER: usize = 1;
 
-/// Pages for `slots` sequences of up to `case.len` positions, given out so that no sequence's
-/// follow one another.
+/// Pages for `slots` sequences of up to `case.len` positions, assigned so that no two pages of a
+/// sequence are adjacent.
 pub(super) fn new_cache(gpu: &Gpu, stream: &Stream, case: &Case, slots: usize) -> DevicePages {
     let each = case.len.div_ceil(PAGE);
     let shape = PagesShape {
@@ -155,7 +155,7 @@ pub(super) fn new_cache(gpu: &Gpu, stream: &Stream, case: &Case, slots: usize) -
     pages
 }
 
-/// Of steps whose tokens nobody looks up.
+/// Bounds of steps whose tokens are not looked up.
 pub(super) fn step_bounds(cache: &DevicePages) -> StepBounds {
     StepBounds {
         places: cache.places(),
@@ -163,7 +163,7 @@ pub(super) fn step_bounds(cache: &DevicePages) -> StepBounds {
     }
 }
 
-/// A case on a device, and what its kernels should yield of some of its rows.
+/// A case on a device, and the expected results for some of its rows.
 struct Check<'a> {
     gpu: &'a Gpu,
     stream: Stream,
@@ -196,21 +196,21 @@ impl<'a> Check<'a> {
         new_cache(self.gpu, &self.stream, self.case, SLOTS)
     }
 
-    /// Values of a row of what attention yields.
+    /// Values per row of attention's output.
     fn width(&self) -> usize {
         self.case.heads * HEAD_DIM
     }
 
-    /// The rows that are looked at, of all in rows of `stride`.
+    /// The selected rows, out of rows of `stride` values.
     fn pick(&self, all: &[f32], stride: usize) -> Vec<f32> {
         let of = |&r: &usize| all[r * stride..][..self.width()].to_vec();
         self.rows.iter().flat_map(of).collect()
     }
 
-    /// Holds `found` against what is expected, off by `factor` times the usual at most.
+    /// Compares `found` with the expected values, with `factor` times the usual tolerance.
     fn compare(&self, op: &str, found: &[f32], factor: f64) {
         // Codes may differ by one where rounding is a close call; keys and values then differ by
-        // half a step of 1/127 of their greatest.
+        // half a step of 1/127 of their greatest value.
         let tolerance = match self.case.kv {
             KvType::Int8 => 2e-5,
             _ => 1e-6,
@@ -243,7 +243,7 @@ impl<'a> Check<'a> {
         (qkv, places)
     }
 
-    /// Many tokens, in two parts of which the second is at an offset, and at once: positions that
+    /// Many tokens, in two parts with the second at an offset, and at once: positions that
     /// are whole groups of eight take another path.
     fn prefill(&self) {
         let (heads, len, width) = (self.case.heads, self.case.len, self.width());
@@ -284,7 +284,7 @@ impl<'a> Check<'a> {
         self.compare("attention_prefill", &self.pick(&halves, padded), 2.0);
     }
 
-    /// One token after another; one that is there already is written again with the same result.
+    /// One token after another; a token that is already there is written again with the same result.
     fn decode(&self) {
         let (heads, kv_heads, width) = (self.case.heads, self.case.kv_heads, self.case.width());
         let cache = self.new_cache();
@@ -337,7 +337,7 @@ impl<'a> Check<'a> {
         self.compare("attention_decode", &found, 1.0);
     }
 
-    /// Runs of tokens, between rows of another sequence that has the same ones, one at a time.
+    /// Runs of tokens, between rows of another sequence with the same tokens, one at a time.
     fn runs(&self) {
         let (heads, kv_heads, width) = (self.case.heads, self.case.kv_heads, self.case.width());
         let cache = self.new_cache();
@@ -354,7 +354,7 @@ impl<'a> Check<'a> {
                 ..Step::default()
             };
             let mut places: Vec<Step> = (from..from + run).map(|p| at(p, SLOT)).collect();
-            // A neighbour at the position before the run's, and one behind it that idles.
+            // A neighbour at the position before the run's, and an idle one after it.
             places.insert(0, at(other, 1 - SLOT));
             places.push(at(0, cache.idle_slot()));
             let m = places.len();
@@ -419,7 +419,7 @@ fn attention() {
     }
 }
 
-/// A page copied to another one serves as well as the first, in every layer.
+/// A copied page works as well as the original, in every layer.
 #[test]
 fn copied_pages() {
     let Some(gpu) = gpu() else { return };
@@ -461,7 +461,7 @@ fn copied_pages() {
     }
 }
 
-/// Rows that a cache has no room for are refused before a kernel sees them.
+/// Rows outside the cache are refused before a kernel gets them.
 #[test]
 fn rows_outside_the_cache_are_refused() {
     let Some(gpu) = gpu() else { return };

@@ -15,10 +15,10 @@ use nq_kernels::cuda::{
 };
 use nq_kernels::reference;
 
-/// Sequences that kernels are tried with.
+/// Numbers of sequences that kernels are tested with.
 const SEQUENCES: [usize; 8] = [1, 2, 3, 7, 8, 9, 13, 16];
 
-/// Rows whose magnitudes differ widely, as residual streams' do.
+/// Rows whose magnitudes differ widely, like those of residual streams.
 fn activations(m: usize, inp: usize, seed: u64) -> Vec<f32> {
     let mut x = normal(m * inp, seed);
     for (i, row) in x.chunks_mut(inp).enumerate() {
@@ -27,7 +27,7 @@ fn activations(m: usize, inp: usize, seed: u64) -> Vec<f32> {
     x
 }
 
-/// A product of several rows in all its forms, on the weight's `rows`.
+/// Checks a product of several rows in all its forms, on the weight's `rows`.
 fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
     let (out, inp) = w.dims();
     let packed = pack(gpu, &[w], Stack::Concat);
@@ -93,11 +93,13 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
             );
             let mut bests = vec![[0f32; 2]; best.len()];
             best.read(0, &mut bests).unwrap();
-            let better =
-                |a: (f32, usize), b: (f32, usize)| match b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
-                    true => b,
-                    false => a,
-                };
+            let better = |a: (f32, usize), b: (f32, usize)| {
+                if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
+                    b
+                } else {
+                    a
+                }
+            };
             let start = (f32::NEG_INFINITY, usize::MAX);
             for (bests, row) in bests.chunks(blocks).zip(found.chunks(out)) {
                 let from_blocks = bests.iter().map(|b| (b[0], b[1].to_bits() as usize));
@@ -185,7 +187,7 @@ fn gates_and_ups_of_several_sequences() {
                 reference::linear(&row, up, &mut u).unwrap();
                 reference::silu_mul(&g, &u, y);
             }
-            // One power of two serves both: their roundings are those of the greater.
+            // Both share one power of two: their roundings are those of the greater.
             let f32s = matches!(gate, Weight::Dense(t) if t.dtype() == DType::F32);
             let tolerance = if f32s { 1e-6 } else { 1e-8 };
             let x = gpu.upload("a test", &x).unwrap();
@@ -278,7 +280,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
         );
         before = Some(found);
     }
-    // The same in FP16; what lies past the outputs stays.
+    // The same in FP16; values past the outputs are not changed.
     let padded = outputs.next_multiple_of(256);
     const OTHER: u16 = 0x7eef;
     let mut half = gpu
@@ -308,7 +310,7 @@ fn attention_of_several_sequences() {
         let case = Case::new(16, 8, kv, 300);
         check_attention(&gpu, &case, &[1, 300]);
         check_attention(&gpu, &case, &[257, 32, 33, 1, 2, 300, 128, 129]);
-        // Outputs that end within a padded span, of as many sequences as a step has at most.
+        // Outputs that end inside a padded span, for as many sequences as a step can have.
         let case = Case::new(3, 1, kv, 300);
         let lengths: Vec<usize> = (0..MOST_WIDE_SEQUENCES).map(|i| 1 + i * 37 % 300).collect();
         check_attention(&gpu, &case, &lengths);

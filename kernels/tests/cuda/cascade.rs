@@ -1,4 +1,4 @@
-//! Attention over pages that sequences have in common, read once for all of them.
+//! Attention over pages that sequences share, read once for all of them.
 
 use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
 use super::common::nmse;
@@ -10,8 +10,8 @@ use nq_kernels::cuda::{
     HEAD_DIM, PageEntry, Row, SharedPrefix, Step, Stream, operand_index,
 };
 
-/// Rows at positions of one case's sequence: each in a slot of its own, the first `pages` of whose
-/// pages are those of another slot.
+/// Rows at positions of one case's sequence: each in its own slot, with its first `pages` pages
+/// shared with another slot.
 struct Together<'a> {
     gpu: &'a Gpu,
     stream: Stream,
@@ -22,13 +22,13 @@ struct Together<'a> {
 }
 
 impl Together<'_> {
-    /// Pages that the row reads of another's.
+    /// The number of pages that the row shares with another.
     fn pages(&self, row: usize) -> usize {
         let of = self.prefixes.iter().find(|p| p.rows.contains(&row));
         of.map_or(0, |p| p.pages)
     }
 
-    /// A cache that holds what lies before each row's position.
+    /// A cache that holds the positions before each row's.
     fn fill(&self) -> DevicePages {
         let (case, m) = (self.case, self.positions.len());
         let mut cache = new_cache(self.gpu, &self.stream, case, m);
@@ -39,7 +39,7 @@ impl Together<'_> {
                 entries.extend((0..prefix.pages).map(|index| PageEntry {
                     slot,
                     index,
-                    // As `new_cache` gives them out.
+                    // The same assignment as `new_cache`.
                     page: (m * each - 1 - (index * m + prefix.slot)) as u32,
                 }));
             }
@@ -66,7 +66,7 @@ impl Together<'_> {
         cache
     }
 
-    /// What each row attends to, by steps that read what is in common once, or row by row.
+    /// The attention of each row, by steps that read shared pages once, or row by row.
     fn attend(&self, cascades: bool, halves: bool) -> Vec<f32> {
         let (case, m) = (self.case, self.positions.len());
         let (heads, kv_heads) = (case.heads, case.kv_heads);
@@ -126,8 +126,8 @@ impl Together<'_> {
     }
 }
 
-/// Groups of rows of several sizes, beside rows of no group, against the host and against rows that
-/// are read one by one.
+/// Groups of rows of several sizes, next to rows without a group, compared with the host and with
+/// rows that are read one by one.
 #[test]
 fn shared_pages() {
     let Some(gpu) = gpu() else { return };
@@ -144,7 +144,7 @@ fn shared_pages() {
             vec![700, 5, 650, 384, 300, 701],
             vec![prefix(2, 5, &[0, 2, 5]), prefix(3, 2, &[3, 4])],
         ),
-        // More query heads than a block serves.
+        // More query heads than a block supports.
         (
             (16, 2),
             (0..20).map(|i| 260 + 7 * i).collect(),

@@ -1,4 +1,4 @@
-//! Layers of a step by clusters, against the same layers by a kernel for each operation.
+//! Layers of a step by clusters, compared with the same layers by one kernel per operation.
 
 use super::attention::{Case, Uploaded, new_cache, step_bounds};
 use super::common::{affine, nmse, normal};
@@ -51,7 +51,7 @@ impl Weights {
     }
 }
 
-/// One kernel for each operation: what clusters must agree with.
+/// One kernel for each operation: clusters must agree with this.
 struct Plain {
     qkv: Buffer<f32>,
     attended: Buffer<f32>,
@@ -106,8 +106,8 @@ impl Plain {
     }
 }
 
-/// Steps of one sequence from its first position on, by both ways; each has its own cache, so that
-/// keys and values that are appended are tested by the steps behind.
+/// Steps of one sequence from its first position on, in both ways; each has its own cache, so that
+/// appended keys and values are tested by later steps.
 fn check(gpu: &Gpu, shape: Shape, scheme: AffineScheme, len: usize) {
     let stream = gpu.stream().unwrap();
     let Shape { hidden, heads, mlp } = shape;
@@ -175,15 +175,14 @@ fn check(gpu: &Gpu, shape: Shape, scheme: AffineScheme, len: usize) {
     }
 }
 
-/// A GPU where clusters run.
+/// A GPU on which clusters run.
 fn clusters() -> Option<Gpu> {
     let gpu = gpu()?;
-    match gpu.info().capability == (9, 0) {
-        true => Some(gpu),
-        false => {
-            println!("skipped: no clusters on {}", gpu.info());
-            None
-        }
+    if gpu.info().capability == (9, 0) {
+        Some(gpu)
+    } else {
+        println!("skipped: no clusters on {}", gpu.info());
+        None
     }
 }
 
@@ -192,7 +191,7 @@ fn layers_by_clusters() {
     let Some(gpu) = clusters() else { return };
     let scheme = |zeros, group| AffineScheme::new(Bits::B4, group, zeros);
     let of = |hidden, heads, mlp| Shape { hidden, heads, mlp };
-    // Of 0.6B and 1.7B, but for the number of layers.
+    // As in 0.6B and 1.7B, except for the number of layers.
     if !is_sanitizing() {
         let usual = scheme(Zeros::Integer, Group::Size(64));
         check(&gpu, of(1024, 16, 3072), usual, 3);
@@ -200,7 +199,7 @@ fn layers_by_clusters() {
         check(&gpu, of(256, 16, 512), usual, 700);
         check(&gpu, of(256, 32, 512), usual, 300);
     }
-    // Shares of clusters that begin inside a span, and are not the same.
+    // Shares of clusters that begin inside a span and differ in size.
     for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
         for group in [Group::Size(64), Group::Size(128), Group::Channel] {
             check(&gpu, of(256, 16, 640), scheme(zeros, group), 3);

@@ -1,11 +1,11 @@
-//! Copies, graphs and memory: what is refused, what is waited for, and what stays.
+//! Copies, graphs and memory: errors, waiting, and lifetimes.
 
 use super::{dense, gpu, pack};
 use nq_formats::DType;
 use nq_kernels::cuda::{GemvOutput, Gpu, Norm, Stack, table};
 
-/// Values put in a stream lie between what was queued before and behind, whatever becomes of the
-/// host's.
+/// Values put in a stream are in order with the work before and after, whatever happens to the
+/// host's values afterwards.
 #[test]
 fn values_are_put_in_order() {
     let Some(gpu) = gpu() else { return };
@@ -32,7 +32,7 @@ fn memory_is_read_at_a_likely_rate() {
     assert!((1e10..1e14).contains(&rate), "{rate:e} bytes a second");
 }
 
-/// Host values are those copied, without a word about waiting, in two streams by turns.
+/// Host values are those copied, without explicit waiting, in two streams in turn.
 #[test]
 fn pinned_values_are_there_when_looked_at() {
     const N: usize = 1 << 20;
@@ -48,7 +48,7 @@ fn pinned_values_are_there_when_looked_at() {
             .enumerate()
             .for_each(|(i, v)| *v = round ^ i as u32);
         stream.write(&mut device, N, &mut host, 0..N).unwrap();
-        // Copied again behind that, to the same values of the host.
+        // Copied again after that, to the same host values.
         stream.read(&device, N - 1, &mut host, N).unwrap();
         let values = host.values().unwrap();
         assert_eq!((values[0], values[1]), (0, round));
@@ -70,7 +70,7 @@ fn pinned_values_are_there_when_looked_at() {
     drop(host);
 }
 
-/// A graph runs after all that was recorded in it was dropped; copies are not recorded.
+/// A graph runs after everything recorded in it was dropped; copies cannot be recorded.
 #[test]
 fn graphs_share_in_their_memory() {
     let Some(gpu) = gpu() else { return };
@@ -96,7 +96,7 @@ fn graphs_share_in_their_memory() {
     stream.run(&graph).unwrap();
     stream.synchronize().unwrap();
     drop(graph);
-    // What is recorded may fail, or panic: the stream then goes on.
+    // The recorded function may fail or panic: the stream then works on.
     let mut to = gpu.zeros::<u32>("a test", 1).unwrap();
     let fails = stream.record(|| stream.put(&mut to, 9, &[0]));
     assert!(fails.is_err());
@@ -132,8 +132,8 @@ fn devices_do_not_mix() {
     assert!(stream.run(&graph).is_err());
 }
 
-/// The driver knows every kernel of the table that this device has code for, with arguments of the
-/// size that the table says.
+/// The driver knows every kernel of the table for which this device has code, with arguments of the
+/// size given in the table.
 #[test]
 fn the_table_is_the_device_s() {
     let Some(gpu) = gpu() else { return };
@@ -146,9 +146,10 @@ fn the_table_is_the_device_s() {
         }
     }
     let only_hopper = |n: &&str| n.contains('x') || n.starts_with("norm_step");
-    match gpu.info().capability == (9, 0) {
-        true => assert!(absent.is_empty(), "{absent:?}"),
-        false => assert!(absent.iter().all(only_hopper), "{absent:?}"),
+    if gpu.info().capability == (9, 0) {
+        assert!(absent.is_empty(), "{absent:?}")
+    } else {
+        assert!(absent.iter().all(only_hopper), "{absent:?}")
     }
     if gpu.info().driver < 12_040 {
         println!("skipped: sizes of arguments, which this driver does not tell");

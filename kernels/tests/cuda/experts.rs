@@ -1,4 +1,4 @@
-//! The experts that rows go through.
+//! The experts that rows are routed to.
 
 use super::common::{affine, dense, nmse, normal};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing, kinds, pack};
@@ -6,10 +6,10 @@ use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Weight, Zeros};
 use nq_kernels::cuda::{Gpu, Norm, Stack, Stream, gated_width};
 use nq_kernels::{Routes, reference};
 
-/// Rows that kernels are tried with.
+/// Numbers of rows that kernels are tested with.
 const ROWS: [usize; 5] = [1, 2, 3, 16, 33];
 
-/// Gate, up and down of all experts, of one kind.
+/// Gate, up and down of all experts, of one packed kind.
 struct Stacks {
     gate: Weight,
     up: Weight,
@@ -25,7 +25,7 @@ impl Stacks {
         }
     }
 
-    /// What the mixture adds to each row of `x`.
+    /// The mixture's contribution to each row of `x`.
     fn expected(&self, x: &[f32], gain: &[f32], scores: &[f32], e: &Experts) -> Vec<f32> {
         let hidden = gain.len();
         let routes = Routes::new(scores, e);
@@ -150,7 +150,7 @@ fn experts_in_real_shapes() {
     }
 }
 
-/// Of equal scores those of lower number; scores that are no numbers make outputs that are none.
+/// Of equal scores, those with lower numbers are chosen; NaN scores make NaN outputs.
 #[test]
 fn ties_and_scores_that_are_no_numbers() {
     let Some(gpu) = gpu() else { return };

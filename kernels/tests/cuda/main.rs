@@ -1,7 +1,7 @@
-//! The GPU kernels against the scalar f64 reference, from canonical weights on, so that packing
-//! is tested too. Outputs end in guards, and every kernel runs twice with the same result.
+//! The GPU kernels compared with the scalar f64 reference, starting from canonical weights, so that
+//! packing is tested too. Outputs end in guards, and every kernel runs twice with the same result.
 //!
-//! Without a GPU the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
+//! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 #![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
@@ -26,7 +26,7 @@ use nq_kernels::cuda::{
 };
 use nq_kernels::reference;
 
-/// Rows of activations that kernels are tried with.
+/// Numbers of rows of activations that kernels are tested with.
 const ROWS: [usize; 8] = [1, 2, 3, 8, 16, 17, 33, 130];
 const GUARD: f32 = f32::from_bits(0x7fc0_beef);
 const GUARDS: usize = 64;
@@ -41,8 +41,8 @@ fn gpu() -> Option<Gpu> {
     found.ok()
 }
 
-/// True under compute-sanitizer, which slows kernels a hundredfold: then long sequences and real
-/// shapes, which run the code that short ones and edge shapes do, are left out.
+/// True under compute-sanitizer, which slows kernels down a hundredfold: long sequences and real
+/// shapes, which run the same code as short ones and edge shapes, are then left out.
 fn is_sanitizing() -> bool {
     std::env::var_os("NQ_SANITIZING").is_some()
 }
@@ -92,7 +92,7 @@ fn weights(out: usize, inp: usize, seed: u64) -> Vec<Weight> {
     all
 }
 
-/// f32 weights are rounded to FP16 on the device: the reference must be too.
+/// f32 weights are rounded to FP16 on the device, so the reference's must be too.
 fn as_on_device(w: &Weight) -> Weight {
     match w {
         Weight::Dense(t) if t.dtype() == DType::F32 => {
@@ -148,8 +148,8 @@ fn products_of_many_rows() {
             let start = normal(most * out, 8);
             for m in ROWS {
                 let name = format!("{} [{out}, {inp}] m {m}", w.scheme_name());
-                // With offsets s q + o is rounded to FP16, on Hopper's warpgroup products every
-                // quantized weight; other weights are exact.
+                // With offsets, s q + o is rounded to FP16; in Hopper's warpgroup products every
+                // quantized weight is; other weights are exact.
                 let rounded = hopper && m > 16 && matches!(w, Weight::Quantized(_));
                 let tolerance = match name.contains("offset") {
                     true => 1e-6,
@@ -194,8 +194,8 @@ fn products_of_many_rows() {
     }
 }
 
-/// Shapes of Qwen3 and one with odd edges, on seeded rows of weights: every size of block that
-/// a product of many rows is cut into.
+/// Shapes of Qwen3 and one with odd edges, on seeded rows of weights, which cover every size of block
+/// that a product of many rows is cut into.
 #[test]
 fn products_of_many_rows_in_real_shapes() {
     let Some(gpu) = gpu() else { return };
@@ -208,7 +208,7 @@ fn products_of_many_rows_in_real_shapes() {
         (512, 6144, 4096),
         (333, 49_000, 1000),
         (200, 4096, 1024),
-        // By clusters that share tiles.
+        // Computed by clusters that share tiles.
         (64, 1024, 3072),
         (120, 4096, 2560),
     ]
@@ -272,8 +272,8 @@ fn products_of_many_rows_in_real_shapes() {
     }
 }
 
-/// A row as a step's product takes it: with integer codes, in 64ths rounded to 1 / 32,512 of
-/// their greatest (`cuda/activations.cuh`). So products that cancel are tested as sharply as
+/// A row as a step's product rounds it: for integer codes, in 64ths rounded to 1 / 32,512 of
+/// their greatest value (`cuda/activations.cuh`). So products that cancel are tested as sharply as
 /// others.
 fn as_multiplied(w: &Weight, x: &[f32]) -> Vec<f32> {
     let mut x = x.to_vec();
@@ -290,7 +290,7 @@ fn as_multiplied(w: &Weight, x: &[f32]) -> Vec<f32> {
     x
 }
 
-/// As [`as_multiplied`], under RMSNorm: the step's products round before they divide.
+/// Like [`as_multiplied`], with RMSNorm: the step's products round before they divide.
 fn as_normalized(w: &Weight, x: &[f32], gain: &[f32]) -> Vec<f32> {
     let weighted: Vec<f32> = x.iter().zip(gain).map(|(v, g)| v * g).collect();
     let squares: f64 = x.iter().map(|&v| f64::from(v).powi(2)).sum();
@@ -299,13 +299,13 @@ fn as_normalized(w: &Weight, x: &[f32], gain: &[f32]) -> Vec<f32> {
     rounded.iter().map(|v| v * factor).collect()
 }
 
-/// A step's product, checked in all its forms.
+/// Checks a step's product in all its forms.
 fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
     let (out, inp) = w.dims();
     let name = format!("gemv {} [{out}, {inp}]", w.scheme_name());
     let packed = pack(gpu, &[w], Stack::Concat);
     let w = as_on_device(w);
-    // Magnitudes differ widely, as residual streams' do.
+    // Magnitudes differ widely, like those of residual streams.
     let mut x = normal(inp, 21);
     x.iter_mut().step_by(37).for_each(|v| *v *= 300.0);
     let gain: Vec<f32> = normal(inp, 22).iter().map(|v| 1.0 + 0.2 * v).collect();
@@ -441,7 +441,7 @@ fn gates_and_ups() {
         for (gate, up) in weights(width, inp, 41).iter().zip(&weights(width, inp, 43)) {
             let name = format!("silu {} [{width}, {inp}]", gate.scheme_name());
             let packed = pack(&gpu, &[gate, up], Stack::Interleave);
-            // One power of two serves both: their roundings are those of the greater.
+            // Both share one power of two: their roundings are those of the greater.
             let f32s = matches!(gate, Weight::Dense(t) if t.dtype() == DType::F32);
             let tolerance = if f32s { 1e-6 } else { 1e-8 };
             const M: usize = 17;
@@ -504,7 +504,7 @@ fn gates_and_ups() {
             let found: Vec<f32> = rows
                 .flat_map(|r| (0..width).map(|k| f16::from_bits(r[operand_index(k)]).to_f32()))
                 .collect();
-            // FP16 ends there.
+            // The greatest FP16 value.
             let most = f16::MAX.to_f32();
             expected.iter_mut().for_each(|v| *v = v.clamp(-most, most));
             let error = nmse(&found, &expected);
@@ -550,7 +550,7 @@ fn embeddings() {
             "embed_step {}",
             w.scheme_name()
         );
-        // Ids that the embedding may have no row for.
+        // Ids for which the embedding may not have a row.
         let wild = Checked::upload(&gpu, "a test", &tokens, 41).unwrap();
         assert!(stream.embed(&packed, &wild, &mut x, 4).is_err());
         let wild = Checked::upload(&gpu, "a test", &tokens.map(step), bounds(41)).unwrap();

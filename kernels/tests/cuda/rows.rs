@@ -1,4 +1,4 @@
-//! What is done to rows: norms of listed ones, gates times ups.
+//! Operations on rows: norms of listed rows, gates times ups.
 
 use super::common::{nmse, normal};
 use super::{GUARD, finish, gpu, guarded};
@@ -6,7 +6,7 @@ use half::f16;
 use nq_kernels::cuda::{Checked, RowsOut, operand_index};
 use nq_kernels::reference;
 
-/// FP16 rows in operand order, of which `width` of `padded` values are wanted; the others are zero.
+/// The first `width` of `padded` values of FP16 rows in operand order; the others must be zero.
 fn in_order(halves: &[u16], width: usize, padded: usize) -> Vec<f32> {
     let value = |row: &[u16], k: usize| f16::from_bits(row[operand_index(k)]).to_f32();
     let mut all = Vec::new();
@@ -73,7 +73,7 @@ fn gates_times_ups() {
         let (gate, up) = (normal(m * width, 73), normal(m * width, 74));
         let mut expected = vec![0f32; m * width];
         reference::silu_mul(&gate, &up, &mut expected);
-        // In turns of eight.
+        // Alternating every eight values.
         let turns = gate.chunks(8).zip(up.chunks(8));
         let x: Vec<f32> = turns.flat_map(|(g, u)| [g, u].concat()).collect();
         let x = gpu.upload("a test", &x).unwrap();

@@ -1,5 +1,5 @@
-//! The end of a step: tokens against the documented steps over all logits, in f64, and
-//! log-probabilities against a softmax in f64.
+//! The end of a step: tokens compared with the documented steps over all logits, in f64, and
+//! log-probabilities compared with a softmax in f64.
 
 use super::common::{dense, normal};
 use super::{gpu, is_sanitizing, pack};
@@ -10,17 +10,17 @@ use nq_kernels::cuda::{
 };
 use nq_kernels::rng::Philox;
 
-/// Sequences of a step.
+/// Number of sequences in a step.
 const M: usize = 3;
-/// Tokens that the host may be behind.
+/// Number of tokens that the host may be behind.
 const RING: usize = 4;
-/// Logits whose best the head's product gives.
+/// Number of logits of which the head's product gives the best.
 const HEAD_BLOCK: usize = 100;
 const HIDDEN: usize = 16;
-/// Positions of a sequence.
+/// Number of positions of a sequence.
 const POSITIONS: usize = 100;
 
-/// What a sequence asks for.
+/// A sequence's settings.
 #[derive(Clone)]
 struct Asked {
     how: Sampling,
@@ -30,7 +30,7 @@ struct Asked {
     answer: Vec<u32>,
 }
 
-/// What a step's end reads and writes.
+/// Inputs and outputs of a step's end.
 struct Bench {
     stream: Stream,
     vocab: usize,
@@ -47,7 +47,7 @@ struct Bench {
     x: Buffer<f32>,
 }
 
-/// Sequences of up to [`POSITIONS`], and a slot for nobody.
+/// Bounds for sequences of up to [`POSITIONS`], and an idle slot.
 fn bounds(vocab: usize) -> StepBounds {
     let places = Places {
         positions: POSITIONS,
@@ -121,7 +121,7 @@ impl Bench {
         }
     }
 
-    /// A step's end: the tokens and what is said of them.
+    /// Runs a step's end: the tokens and their log-probabilities.
     fn run(&mut self, lists: bool) -> Vec<(u32, Logprobs)> {
         let mut steps = [Step::default(); M];
         self.step.values().read(0, &mut steps).unwrap();
@@ -163,7 +163,7 @@ impl Bench {
     }
 }
 
-/// The logits that a token is chosen from, excluded ones left out, best first.
+/// The logits from which a token is chosen, without excluded ones, best first.
 fn adjusted(logits: &[f32], asked: &Asked) -> Vec<(f32, u32)> {
     let mut x = logits.to_vec();
     for &(id, bias) in &asked.bias {
@@ -173,9 +173,10 @@ fn adjusted(logits: &[f32], asked: &Asked) -> Vec<(f32, u32)> {
     for (id, x) in (0..).zip(&mut x) {
         let count = asked.answer.iter().filter(|&&t| t == id).count();
         if h.adjusts & Sampling::PENALIZED != 0 && (count > 0 || asked.prompt.contains(&id)) {
-            *x = match *x > 0.0 {
-                true => *x / h.repetition,
-                false => *x * h.repetition,
+            *x = if *x > 0.0 {
+                *x / h.repetition
+            } else {
+                *x * h.repetition
             };
         }
         if h.adjusts & Sampling::PENALIZED != 0 && count > 0 {
@@ -194,8 +195,8 @@ fn adjusted(logits: &[f32], asked: &Asked) -> Vec<(f32, u32)> {
     kept
 }
 
-/// What may be drawn at `u`: the device's exponentials are off by some 1e-7, so bounds within
-/// `1e-5` of a decision leave either side.
+/// The tokens that may be drawn at `u`: the device's exponentials are off by some 1e-7, so bounds
+/// within `1e-5` of a decision allow either side.
 fn drawable(sorted: &[(f32, u32)], how: &Sampling, u: f64) -> Vec<u32> {
     if how.temperature == 0.0 || how.top_k == 1 {
         return vec![sorted[0].1];
@@ -235,7 +236,7 @@ fn drawable(sorted: &[(f32, u32)], how: &Sampling, u: f64) -> Vec<u32> {
     all
 }
 
-/// The number of [0, 1) that decides a draw, by the documented rule.
+/// The number in [0, 1) that decides a draw, by the documented rule.
 fn uniform(how: &Sampling, drawn: u64) -> f64 {
     let word = |w: [u32; 2]| u64::from(w[1]) << 32 | u64::from(w[0]);
     let position = word(how.position) + drawn;
@@ -276,7 +277,7 @@ impl Random {
         choices[self.below(choices.len())]
     }
 
-    /// Any combination of what a sequence may ask for.
+    /// A random combination of settings.
     fn asked(&mut self, vocab: usize) -> Asked {
         let penalties = self.below(2) == 0;
         let (biased, masked) = (self.below(3) == 0, self.below(3) == 0);
@@ -335,7 +336,7 @@ impl Random {
         }
     }
 
-    /// Logits of which low ids' are the greater: a few tokens matter, or thousands.
+    /// Logits that are greater for low ids: a few tokens matter, or thousands.
     fn logits(&mut self, vocab: usize) -> Vec<f32> {
         let slope = self.of(&[0.0, 0.05, 0.3]);
         let grid = self.of(&[None, Some(8.0f32)]); // many are equal
@@ -343,23 +344,25 @@ impl Random {
         let one = |i: usize| {
             let x = self.0.normal() * 1.5 - slope * i.min(60) as f32;
             let x = grid.map_or(x, |g| (x * g).round() / g);
-            match excluded > 0 && i % 100 < excluded {
-                true => f32::NEG_INFINITY,
-                false => x,
+            if excluded > 0 && i % 100 < excluded {
+                f32::NEG_INFINITY
+            } else {
+                x
             }
         };
         (0..vocab).map(one).collect()
     }
 }
 
-/// Any combination of mask, biases, penalties, filters and log-probabilities, with the lists of
-/// `candidates` and without.
+/// Any combination of mask, biases, penalties, filters and log-probabilities, with and without the
+/// lists of `candidates`.
 #[test]
 fn tokens_follow_the_documented_steps() {
     let Some(gpu) = gpu() else { return };
-    let sizes: &[(usize, usize)] = match is_sanitizing() {
-        true => &[(300, 6)],
-        false => &[(300, 120), (5000, 120), (40_007, 40), (151_936, 16)],
+    let sizes: &[(usize, usize)] = if is_sanitizing() {
+        &[(300, 6)]
+    } else {
+        &[(300, 120), (5000, 120), (40_007, 40), (151_936, 16)]
     };
     for &(vocab, cases) in sizes {
         let mut random = Random(Philox::new(vocab as u64, 3));
@@ -401,7 +404,7 @@ fn tokens_follow_the_documented_steps() {
     }
 }
 
-/// Plain logits of three rows, of which all ask for `how`.
+/// Plain logits of three rows, all with the settings `how`.
 fn plain(bench: &mut Bench, how: Sampling) -> (Vec<f32>, Vec<Asked>) {
     let logits = normal(M * bench.vocab, 61);
     bench.write_logits(&logits);
@@ -428,7 +431,7 @@ fn steps_without_a_token_say_why() {
         };
         for lists in [false, true] {
             let (mut logits, mut rows) = plain(&mut bench, how);
-            // Nothing is allowed; the only token allowed the model excludes; one is.
+            // Nothing is allowed; the model excludes the only token allowed; one token is allowed.
             for (row, bit) in rows.iter_mut().zip([None, Some(5), Some(6)]) {
                 let mut mask = vec![0; 3000usize.div_ceil(32)];
                 mask[0] = bit.map_or(0, |b| 1 << b);
@@ -441,7 +444,7 @@ fn steps_without_a_token_say_why() {
             bench.write_rows(&rows);
             let tokens: Vec<u32> = bench.run(lists).iter().map(|f| f.0).collect();
             assert_eq!(tokens, [NONE_ALLOWED, NONE_ALLOWED, 6], "lists {lists}");
-            // The model's own distribution has no such number.
+            // NaN in the model's own distribution.
             rows[2].how.logprobs = 1;
             bench.write_rows(&rows);
             assert_eq!(bench.run(lists)[2].0, NOT_FINITE, "lists {lists}");
@@ -449,7 +452,7 @@ fn steps_without_a_token_say_why() {
     }
 }
 
-/// Rows are written one by one, and what a row no longer asks for is not looked at.
+/// Rows are written one by one, and settings that a row no longer uses are ignored.
 #[test]
 fn rows_change_hands() {
     let Some(gpu) = gpu() else { return };
@@ -466,7 +469,7 @@ fn rows_change_hands() {
     bench.write_rows(&rows);
     let found: Vec<u32> = bench.run(true).iter().map(|f| f.0).collect();
     assert_eq!(found, [best(0, &rows[0]), 17, best(2, &rows[2])]);
-    // The row's next sequence has no biases, another has them instead.
+    // The row's next sequence has no biases; another has them instead.
     rows[1].how.adjusts = 0;
     rows[1].bias.clear();
     rows[2].bias = vec![(18, 50.0)];
@@ -474,7 +477,7 @@ fn rows_change_hands() {
     bench.write_rows(&rows);
     let found: Vec<u32> = bench.run(true).iter().map(|f| f.0).collect();
     assert_eq!(found, [best(0, &rows[0]), best(1, &rows[1]), 18]);
-    // Those of its successor replace all of a row's biases.
+    // The next sequence's biases replace all biases of the row.
     rows[2].bias = vec![(19, 50.0)];
     bench.write_rows(&rows);
     assert_eq!(bench.run(true)[2].0, 19);
@@ -537,7 +540,7 @@ fn operands_that_do_not_fit_are_refused() {
     }
 }
 
-/// What the head says of tokens that there are not is not followed, and a sequence whose room is
+/// Indices from the head that name no token are not used, and a sequence whose context is
 /// full stays at its last position.
 #[test]
 fn what_is_followed_to_memory_stays_within_bounds() {

@@ -12,22 +12,21 @@ use nq_kernels::cuda::{
 };
 use nq_kernels::reference;
 
-/// Sequences that kernels are tried with.
+/// Numbers of sequences that kernels are tested with.
 const SEQUENCES: [usize; 8] = [17, 24, 31, 32, 33, 48, 63, 64];
 
-/// A GPU that has these kernels.
+/// A GPU that supports these kernels.
 fn hopper() -> Option<Gpu> {
     let gpu = gpu()?;
-    match gpu.takes_wide_steps() {
-        true => Some(gpu),
-        false => {
-            println!("skipped: no wide steps on {}", gpu.info());
-            None
-        }
+    if gpu.takes_wide_steps() {
+        Some(gpu)
+    } else {
+        println!("skipped: no wide steps on {}", gpu.info());
+        None
     }
 }
 
-/// Rows `[m, inp]` of what FP16 holds, and the same `[m, inp padded to 256]` in operand order.
+/// Rows `[m, inp]` of FP16 values, and the same `[m, inp padded to 256]` in operand order.
 fn activations(m: usize, inp: usize, seed: u64) -> (Vec<f32>, Vec<u16>) {
     let x: Vec<f16> = normal(m * inp, seed)
         .into_iter()
@@ -43,7 +42,7 @@ fn activations(m: usize, inp: usize, seed: u64) -> (Vec<f32>, Vec<u16>) {
     (x.into_iter().map(f16::to_f32).collect(), halves)
 }
 
-/// The sum of the parts, after checking that none holds more than it should.
+/// The sum of the parts, after checking that their buffer has no other values.
 fn added(sums: &PartialSums, n: usize) -> Vec<f32> {
     let mut all = vec![0f32; sums.values().len()];
     sums.values().read(0, &mut all).unwrap();
@@ -56,7 +55,7 @@ fn added(sums: &PartialSums, n: usize) -> Vec<f32> {
     total
 }
 
-/// A product in all its forms but SILU, on the weight's `rows`.
+/// Checks a product in all its forms but SILU, on the weight's `rows`.
 fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize], sequences: &[usize]) {
     let (out, inp) = w.dims();
     let packed = pack(gpu, &[w], Stack::Concat);
@@ -72,7 +71,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize], sequences: &[us
         matrix.chunks(inp).map(of).collect()
     };
     let expected: Vec<f32> = x.chunks(inp).flat_map(products).collect();
-    // s (q - z) is rounded to FP16 once; with offsets s q + o is.
+    // s (q - z) is rounded to FP16 once; with offsets, s q + o is.
     let tolerance = match w {
         Weight::Dense(_) => 1e-8,
         _ if w.scheme_name().contains("offset") => 1e-6,
@@ -115,7 +114,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize], sequences: &[us
     }
 }
 
-/// The head's logits are those `stored`, and the best of its blocks the best of these.
+/// The head's logits are those in `stored`, and the best of its blocks are the best of these.
 fn check_head(
     gpu: &Gpu,
     stream: &Stream,
@@ -139,9 +138,12 @@ fn check_head(
     );
     let mut bests = vec![[0f32; 2]; best.len()];
     best.read(0, &mut bests).unwrap();
-    let better = |a: (f32, usize), b: (f32, usize)| match b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
-        true => b,
-        false => a,
+    let better = |a: (f32, usize), b: (f32, usize)| {
+        if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
+            b
+        } else {
+            a
+        }
     };
     let start = (f32::NEG_INFINITY, usize::MAX);
     for (bests, row) in bests.chunks(blocks).zip(stored.chunks(out)) {
@@ -224,14 +226,14 @@ fn gates_and_ups_of_many_sequences() {
             reference::linear(&x, gate, &mut g).unwrap();
             reference::linear(&x, up, &mut u).unwrap();
             reference::silu_mul(&g, &u, &mut expected);
-            // 8-bit codes with offsets have a mean far from zero, and some gates times ups leave the
-            // range of FP16: they are held at its end.
+            // 8-bit codes with offsets have a mean far from zero, and some gates times ups exceed the
+            // range of FP16: they saturate.
             let top = f16::MAX.to_f32();
             expected.iter_mut().for_each(|v| *v = v.clamp(-top, top));
             let halves = gpu.upload("a test", &halves).unwrap();
             let padded = width.next_multiple_of(256);
             for m in SEQUENCES {
-                // What lies beyond the width and the rows stays as it was.
+                // Values beyond the width and the rows are not changed.
                 let mut out = gpu.zeros::<u16>("a test", (m + 1) * padded).unwrap();
                 stream
                     .gemm_step(&packed, &halves, StepOutput::Silu(&mut out), m)

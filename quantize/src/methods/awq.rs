@@ -1,12 +1,12 @@
-//! AWQ (Lin et al., arXiv 2306.00978): inputs that matter are scaled up in the weight and
-//! down in the operation before it, so that rounding hurts them less; the function of the
+//! AWQ (Lin et al., arXiv 2306.00978): columns of important inputs are scaled up in the weight, and
+//! the inputs down in the operation before it, so that rounding hurts them less; the function of the
 //! layer stays the same.
 //!
 //! Scales are `rms(x)^a`, normalized, with `a` from a grid that includes 0, the identity; the
-//! one with the least output error is folded. Norms take the scales of what follows them, the
-//! up projection's rows those of the down projection, and the value heads' rows those of the
-//! output projection: one scale per key/value head's element, tied over the query heads that
-//! share the head.
+//! one with the least output error is folded into the weights. The scales of a product's inputs go
+//! into the norm before it, for the down projection into the rows of up, and for the output
+//! projection into the rows of the value heads: one scale per element of a key/value head, tied
+//! over the query heads that share the head.
 
 use super::{Layer, Method, Needs, Outcome, Problem, rtn};
 use crate::error::Result;
@@ -22,9 +22,9 @@ use std::ops::Range;
 /// AWQ's settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Awq {
-    /// Exponents tried between 0 and 1, both included.
+    /// Number of exponents tried from 0 to 1, both included.
     pub exponents: usize,
-    /// Choice of ranges, in the search and at the end.
+    /// Choice of ranges, during the search and for the final rounding.
     pub fit: Fit,
 }
 
@@ -37,7 +37,7 @@ impl Default for Awq {
     }
 }
 
-/// Rows of a weight that the search measures, at most; of each expert's a share of them.
+/// Most rows of a weight that the search measures; for experts, a share of them each.
 const SAMPLE: usize = 512;
 const LEAST_SAMPLE: usize = 64;
 
@@ -149,7 +149,7 @@ impl Awq {
         Ok(best.1)
     }
 
-    /// Mean squared error of the outputs of `w`, rounded with its inputs divided by `scales`.
+    /// Mean squared output error of `w`, rounded with its inputs divided by `scales`.
     fn output_error(
         &self,
         w: &Matrix,
@@ -179,8 +179,8 @@ impl Awq {
     }
 }
 
-/// Root mean squares, with those that must share a scale averaged: `heads` is (query heads,
-/// key/value heads) where the inputs are attention outputs.
+/// Root mean squares, averaged over elements that must share a scale: `heads` is (query heads,
+/// key/value heads) if the inputs are attention outputs.
 fn tie(mean_square: &[f32], heads: Option<(usize, usize)>, head_dim: usize) -> Vec<f32> {
     let mut m = mean_square.to_vec();
     if let Some((queries, values)) = heads {
@@ -196,15 +196,15 @@ fn tie(mean_square: &[f32], heads: Option<(usize, usize)>, head_dim: usize) -> V
     m.iter().map(|v| v.sqrt()).collect()
 }
 
-/// `rms^exponent`, scaled so that the greatest and the least multiply to 1; dead inputs are
-/// left alone.
+/// `rms^exponent`, scaled so that the greatest and the least multiply to 1; dead inputs get
+/// scale 1.
 fn powers(rms: &[f32], exponent: f32) -> Vec<f32> {
     let live = rms.iter().copied().filter(|&r| r > 0.0);
     let (low, high) = live.fold((f32::INFINITY, 0f32), |(l, h), r| (l.min(r), h.max(r)));
     if high == 0.0 {
         return vec![1.0; rms.len()];
     }
-    // No scale spans more than this: f16 scales and norms must hold the result.
+    // Largest ratio of scales: f16 scales and norms must be able to hold the result.
     const SPAN: f32 = 1e4;
     let low = low.max(high / SPAN);
     let middle = (low * high).sqrt();
@@ -219,7 +219,7 @@ fn powers(rms: &[f32], exponent: f32) -> Vec<f32> {
         .collect()
 }
 
-/// Evenly spaced ones of these rows, `most` of them at most.
+/// Up to `most` of these rows, evenly spaced.
 fn sample(w: &Matrix, rows: Range<usize>, most: usize) -> Matrix {
     let step = rows.len().div_ceil(most);
     let mut m = Matrix::zeros(rows.len().div_ceil(step), w.cols);
@@ -237,7 +237,7 @@ fn scale_columns(rows: &mut [f32], scales: &[f32]) {
     }
 }
 
-/// A product, or what it is of the expert `expert` of `of`, which sees its own input.
+/// A product, or the part of it that belongs to expert `expert` of `of`, which has its own input.
 #[derive(Clone, Copy)]
 struct Share<'a> {
     product: &'a Product,
@@ -246,21 +246,21 @@ struct Share<'a> {
 }
 
 impl Share<'_> {
-    /// Its rows of a weight of `rows`.
+    /// Its rows in a weight of `rows` rows.
     fn rows(&self, rows: usize) -> Range<usize> {
         let each = rows / self.of;
         self.expert * each..(self.expert + 1) * each
     }
 
-    /// The values of these rows.
+    /// The values of those rows.
     fn values<'m>(&self, w: &'m mut Matrix) -> &'m mut [f32] {
         let (rows, cols) = (self.rows(w.rows), w.cols);
         &mut w.data[rows.start * cols..rows.end * cols]
     }
 }
 
-/// Multiplies the columns of a product's weights by `scales` and divides what makes its input
-/// by them. What else sees that input is multiplied too: a router.
+/// Multiplies the columns of a product's weights by `scales` and divides whatever produces its
+/// input by them. Other users of that input (a router) are multiplied too.
 fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
     for linear in share.product.linears {
         scale_columns(share.values(layer.linear_mut(linear.kind)), scales);

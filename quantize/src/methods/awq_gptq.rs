@@ -1,5 +1,5 @@
-//! AWQ's scales, then GPTQ: inputs that matter are scaled up in the weight and down before it,
-//! and what is left of the error is made up for by other columns.
+//! AWQ's scales, then GPTQ: columns of important inputs are scaled up in the weight and the inputs
+//! down before it, and other columns compensate the remaining error.
 
 use super::awq::Awq;
 use super::gptq::{Gptq, Order};
@@ -12,14 +12,14 @@ use serde_json::{Map, Value};
 /// The settings of both.
 #[derive(Clone, Copy, Debug)]
 pub struct AwqGptq {
-    /// Of the scales.
+    /// Settings of the scales.
     pub awq: Awq,
-    /// Of the rounding.
+    /// Settings of the rounding.
     pub gptq: Gptq,
 }
 
 impl Default for AwqGptq {
-    /// Group by group, which after these scales is measurably better than all columns at once.
+    /// Rounds group by group, which after AWQ's scales is measurably better than all columns at once.
     fn default() -> Self {
         AwqGptq {
             awq: Awq::default(),

@@ -1,9 +1,9 @@
 //! GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after another, and the
-//! error of each is made up for by the columns that are still to come, as the inverse of the
-//! inputs' second moments says.
+//! error of each is compensated by the columns still to be rounded, using the inverse of the
+//! inputs' second moments.
 //!
-//! Columns go in descending order of `E[x^2]`, so that the inputs that matter most are
-//! rounded while most can still be made up for; groups stay where they are in the weight
+//! Columns go in descending order of `E[x^2]`, so that the most important inputs are rounded
+//! while the most columns can still compensate. Groups keep their place in the weight
 //! (their parameters are fixed beforehand), so the order costs nothing in the file.
 
 use super::{Method, Needs, Outcome, Problem, rtn};
@@ -13,22 +13,22 @@ use crate::grid::Grid;
 use crate::second_order::{ColumnBlock, Columns, Damped};
 use serde_json::{Map, Value};
 
-/// In which order columns are rounded.
+/// Order in which columns are rounded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// By descending `E[x^2]` over all columns; group parameters from the original weights.
+    /// By descending `E[x^2]` over all columns; group parameters come from the original weights.
     Columns,
-    /// Group after group, by descending mean of `E[x^2]`, and so within each; a group's
-    /// parameters from its weights as compensated so far.
+    /// Group after group, by descending mean of `E[x^2]`, and by descending `E[x^2]` within each;
+    /// a group's parameters come from its weights as compensated so far.
     Groups,
 }
 
-/// What weighs the errors in the search for a group's range.
+/// Weighting of errors in the search for a group's range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Importance {
     /// `E[x^2]`: the error of each column on its own.
     Squares,
-    /// The loss that remains after later columns have made up for the error, `1 / U_jj^2`.
+    /// `1 / U_jj^2`: the loss that remains after later columns have compensated for the error.
     Remaining,
 }
 
@@ -41,7 +41,7 @@ pub struct Gptq {
     pub order: Order,
     /// Choice of ranges.
     pub fit: Fit,
-    /// Weights of that choice.
+    /// Weighting of errors in that choice.
     pub importance: Importance,
 }
 
@@ -56,9 +56,9 @@ impl Default for Gptq {
     }
 }
 
-/// The first damping tried where none was asked for.
+/// The first damping to try if the settings have none.
 const LEAST_RAISE: f64 = 1e-3;
-/// Damping beyond which the Hessian is given up.
+/// If even this much damping fails, the Hessian is given up.
 const MOST_DAMPING: f64 = 1.0;
 
 impl Method for Gptq {
@@ -112,8 +112,8 @@ impl Method for Gptq {
             return Ok(give_up(fallbacks, "the inputs' moments are not finite"));
         }
 
-        // An input that was always zero says nothing: it must neither take up errors nor
-        // lose its weight, since other text may use it.
+        // An input that was always zero gives no information: its column must neither absorb errors
+        // nor lose its weight, since other text may use it.
         let mean = diagonal.iter().map(|&d| f64::from(d)).sum::<f64>() / n as f64;
         let dead: Vec<usize> = (0..n).filter(|&i| diagonal[i] <= 0.0).collect();
         if dead.len() == n {
@@ -200,7 +200,7 @@ impl Gptq {
         order
     }
 
-    /// Runs of at most `most` columns, whose errors are gathered before the rest of the row is
+    /// Runs of at most `most` columns whose errors are collected before the rest of the row is
     /// updated with one product.
     fn blocks(&self, order: &[usize], grid: Grid, most: usize) -> Vec<ColumnBlock> {
         let n = order.len();

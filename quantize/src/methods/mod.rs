@@ -25,27 +25,27 @@ pub struct Problem<'a> {
     pub name: &'a str,
     /// The weight, `[out, in]`, finite.
     pub weight: &'a Matrix,
-    /// What is known of its inputs; as much as [`Method::needs`] asks for.
+    /// Statistics of its inputs, at least those that [`Method::needs`] asks for.
     pub inputs: Option<&'a InputStats>,
     /// The grid to round to.
     pub grid: Grid,
 }
 
-/// A rounded weight and how it came about.
+/// A rounded weight and how it was made.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// The codes and scales.
     pub rounded: Rounded,
     /// The method that was used in the end.
     pub method: &'static str,
-    /// What was not done as asked, and why; empty as a rule.
+    /// Deviations from the request, with their reasons; normally empty.
     pub fallbacks: Vec<String>,
 }
 
-/// What a method must know of a Linear's inputs.
+/// Statistics of a Linear's inputs that a method needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Needs {
-    /// Nothing: no calibration at all.
+    /// None: the method needs no calibration.
     Nothing,
     /// `E[x_i^2]`.
     Squares,
@@ -58,13 +58,13 @@ pub enum Needs {
 pub struct Layer {
     /// Layer, counted from 0.
     pub index: usize,
-    /// What it is made of.
+    /// Its row of the architecture's table.
     pub spec: &'static LayerSpec,
-    /// `[out, in]`; the router, which is not rounded, among them.
+    /// `[out, in]`; includes the router, which is not rounded.
     pub linears: BTreeMap<LinearKind, Matrix>,
-    /// Gains of the norms whose outputs Linears see.
+    /// Gains of the norms whose outputs are inputs of Linears.
     pub norms: BTreeMap<NormKind, Vec<f32>>,
-    /// Width of a head.
+    /// Width of an attention head.
     pub head_dim: usize,
 }
 
@@ -74,7 +74,7 @@ impl Layer {
         &self.linears[&kind]
     }
 
-    /// The same, to be changed.
+    /// The weight of one Linear, mutable.
     ///
     /// # Panics
     /// If the layer has no such Linear.
@@ -83,23 +83,23 @@ impl Layer {
     }
 }
 
-/// How codes are chosen.
+/// A quantization method: chooses the codes of a weight.
 pub trait Method: Send + Sync {
-    /// The name reports use.
+    /// Its name in reports.
     fn name(&self) -> &'static str;
 
-    /// What it must know of inputs.
+    /// The statistics that it needs.
     fn needs(&self) -> Needs;
 
-    /// Its settings by their names, for the record.
+    /// Its settings by name, for the record.
     fn settings(&self) -> Map<String, Value>;
 
-    /// Changes a layer into one of the same function that rounds better. `inputs` are the
-    /// statistics of what each product sees, in order, and are changed along. Returns true if
+    /// Changes a layer into one of the same function that can be rounded better. `inputs` are the
+    /// statistics of each product's input, in order, and are changed to match. Returns true if
     /// anything changed.
     ///
     /// # Errors
-    /// None that the methods here raise; a method of its own may refuse a layer.
+    /// None from the methods here; a method of your own may refuse a layer.
     fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         let _ = (layer, inputs, grids);
         Ok(false)
@@ -112,13 +112,13 @@ pub trait Method: Send + Sync {
     fn round(&self, problem: &Problem<'_>) -> Result<Outcome>;
 }
 
-/// A method by its command-line name.
+/// A method in the table of methods.
 pub struct Entry {
-    /// Its name.
+    /// Its name on the command line.
     pub name: &'static str,
-    /// What it does, in a line of help.
+    /// One line of help.
     pub about: &'static str,
-    /// The name of the same method with each group's range searched, where that is another.
+    /// The name of the same method with a searched range for each group, if that is another method.
     pub clip: Option<&'static str>,
     /// Makes it with its default settings.
     pub make: fn() -> Box<dyn Method>,
@@ -158,12 +158,12 @@ pub const METHODS: &[Entry] = &[
     },
 ];
 
-/// The row of the method `name`.
+/// Finds the table's entry for the method `name`.
 pub fn find(name: &str) -> Option<&'static Entry> {
     METHODS.iter().find(|m| m.name == name)
 }
 
-/// The method `name` with its default settings.
+/// Makes the method `name` with its default settings.
 pub fn by_name(name: &str) -> Option<Box<dyn Method>> {
     find(name).map(|m| (m.make)())
 }

@@ -18,7 +18,7 @@ pub struct Rtn {
 }
 
 impl Rtn {
-    /// With ranges chosen by `fit`.
+    /// Rounding with ranges chosen by `fit`.
     pub const fn new(fit: Fit) -> Self {
         Rtn { fit }
     }
@@ -55,8 +55,8 @@ impl Method for Rtn {
     }
 }
 
-/// Rounds `weight` to the nearest points of `grid`, each group's range chosen by `fit` with
-/// `importance` per input (empty: all alike).
+/// Rounds `weight` to the nearest points of `grid`; each group's range is chosen by `fit` with
+/// `importance` per input (empty: all equal).
 pub fn round(weight: &Matrix, grid: Grid, fit: Fit, importance: &[f32]) -> Rounded {
     let cols = weight.cols;
     let size = grid.group().size(cols);
@@ -73,11 +73,11 @@ pub fn round(weight: &Matrix, grid: Grid, fit: Fit, importance: &[f32]) -> Round
     rounded
 }
 
-/// As [`round`], row by row from a weight that may be too large to be held in f32 (an
+/// Like [`round`], but row by row from a weight that may be too large for f32 (an
 /// embedding). Also returns `|W - Q|_F / |W|_F`.
 ///
 /// # Errors
-/// [`crate::Error::NotFinite`] naming `name`; a dense weight whose type is no float.
+/// [`crate::Error::NotFinite`], which names `name`; a dense weight that is not of a float type.
 pub fn round_rows(
     name: &str,
     weight: &Weight,
@@ -86,7 +86,7 @@ pub fn round_rows(
     importance: &[f32],
 ) -> Result<(Weight, f64)> {
     let (rows, cols) = weight.dims();
-    // Rows in one piece of work: enough to hide the hand-over, few enough to share evenly.
+    // Rows per work item: enough to hide the hand-over, few enough to share evenly.
     const PIECE: usize = 16;
     let starts: Vec<usize> = (0..rows).step_by(PIECE).collect();
     let piece = |&start: &usize| -> Result<(Packer, f64, f64)> {

@@ -1,4 +1,4 @@
-//! One suite for every method, and the cases that each paper is about.
+//! One suite for every method, and the special cases of each paper.
 
 use super::awq::Awq;
 use super::gptq::{Gptq, Importance, Order};
@@ -35,7 +35,7 @@ fn normal(rows: usize, cols: usize, scale: f32, stream: u64) -> Matrix {
     m
 }
 
-/// Inputs of `n` correlated elements of unlike size, as those of a language model are.
+/// Inputs of `n` correlated elements of different magnitudes, like those of a language model.
 fn inputs(n: usize, stream: u64) -> Matrix {
     let (rows, rank) = (4 * n, n / 4);
     let (a, b) = (
@@ -87,7 +87,7 @@ fn output_error(w: &Matrix, method: &dyn Method, inputs: &InputStats, grid: Grid
     hessian.quadratic_error(&error).unwrap()
 }
 
-/// Weights that stand on the grid come back exactly, from every method and on every grid.
+/// Weights on the grid come back exactly, from every method and on every grid.
 #[test]
 fn weights_on_the_grid_are_kept_by_every_method() {
     let n = 96;
@@ -101,7 +101,7 @@ fn weights_on_the_grid_are_kept_by_every_method() {
                 group
                     .iter_mut()
                     .for_each(|c| *c = (rng.next_u32() % (max + 1)) as u8);
-                // Both ends occur, so that the range is the grid's own.
+                // Both ends occur, so that the group's range is the grid's own.
                 (group[0], group[1]) = (0, max as u8);
             }
         }
@@ -173,8 +173,8 @@ fn gptq_moves_the_error_as_the_hessian_says() {
         cols: 2,
         data: vec![2.0, 1.0, 1.0, 1.0],
     });
-    // The whole range is 2 * 127.5 / 255 = 1 to a code: 127.5 goes to 127 (the greatest
-    // code), an error of 0.5 that is worth H_01 / H_11 = 1 of it in the second column.
+    // The whole range is 2 * 127.5 / 255 = 1 per code: 127.5 is rounded to 127 (the greatest
+    // code), an error of 0.5, of which H_01 / H_11 = 1 times goes to the second column.
     let w = Matrix {
         rows: 1,
         cols: 2,
@@ -216,7 +216,7 @@ fn gptq_raises_damping_then_falls_back_by_name() {
     };
     let nearest = rtn::round(&w, grid, Fit::clip(), &[]);
 
-    // Inputs without a single sample of some direction, and no damping: singular.
+    // Inputs without any sample in some direction, and no damping: singular.
     let mut singular = moments(&normal(8, n, 1.0, 41));
     let outcome = problem(&InputStats::of(singular.clone()));
     assert_eq!(outcome.method, "gptq");
@@ -225,7 +225,7 @@ fn gptq_raises_damping_then_falls_back_by_name() {
         ["model.w: the Hessian could be inverted only with damping 0.001 instead of 0"]
     );
 
-    // A direction of negative square, as no inputs have: no damping makes up for it.
+    // A negative square in one direction, which no inputs have: damping cannot fix that.
     let h = &mut singular.data;
     let mean = (0..n).map(|i| h[i * n + i]).sum::<f32>() / n as f32;
     h[n + 2] += 4.0 * mean;
@@ -236,7 +236,7 @@ fn gptq_raises_damping_then_falls_back_by_name() {
     assert!(outcome.fallbacks[0].starts_with("model.w: the Hessian cannot be inverted"));
     assert_eq!(outcome.rounded.codes, nearest.codes);
 
-    // Not numbers at all.
+    // NaN.
     singular.data[5] = f32::NAN;
     let outcome = problem(&InputStats::of(singular));
     assert_eq!(outcome.method, "rtn-clip");
@@ -294,7 +294,7 @@ fn gptq_without_statistics_is_an_error() {
     assert!(error.contains("32 inputs of model.w"), "{error}");
 }
 
-/// The layer `y = down(up(x) * 1)`-like chains keep their function under AWQ's scales.
+/// Chains like `y = down(up(x) * 1)` keep their function under AWQ's scales.
 #[test]
 fn awq_folds_scales_without_changing_the_layer() {
     let (hidden, heads, kv_heads, head_dim, inner) = (32, 4, 2, 8, 48);
@@ -378,7 +378,7 @@ fn awq_folds_scales_without_changing_the_layer() {
         close(path(&scaled), path(&layer));
     }
 
-    // The statistics follow: an input divided by s has its moments divided by s_i s_j.
+    // The statistics follow: dividing an input by s divides its moments by s_i s_j.
     let gain = |l: &Layer| l.norms[&NormKind::Attention][0];
     let s = gain(&layer) / gain(&scaled);
     close(
@@ -386,7 +386,7 @@ fn awq_folds_scales_without_changing_the_layer() {
         before[0][0].mean_square[0] / (s * s),
     );
 
-    // And it pays: less output error than rounding the layer as it was.
+    // And it helps: less output error than rounding the unscaled layer.
     let awq = by_name("awq").unwrap();
     let gate = LinearKind::Gate;
     let after = output_error(scaled.linear(gate), awq.as_ref(), &inputs[2][0], grid);
@@ -395,8 +395,8 @@ fn awq_folds_scales_without_changing_the_layer() {
     assert!(after < without, "{after} {without}");
 }
 
-/// The same of a mixture: each expert's down has scales of its own, and the router sees what gate
-/// and up see.
+/// The same for a mixture: each expert's down has its own scales, and the router shares the input
+/// of gate and up.
 #[test]
 fn folded_scales_leave_a_mixture_as_it_was() {
     let (count, hidden, inner) = (3, 32, 48);
@@ -464,7 +464,7 @@ fn folded_scales_leave_a_mixture_as_it_was() {
     assert!(moved > 0, "no expert's down was scaled");
 }
 
-/// The number of threads does not show in the result.
+/// The result does not depend on the number of threads.
 #[test]
 fn threads_do_not_change_codes() {
     let n = 128;
@@ -489,7 +489,7 @@ fn threads_do_not_change_codes() {
     }
 }
 
-/// The streamed form is the same method.
+/// Rounding row by row gives the same result as rounding the whole matrix.
 #[test]
 fn rows_in_a_stream_are_rounded_like_a_matrix() {
     let w = normal(37, 96, 0.1, 99);

@@ -1,4 +1,4 @@
-//! What a run holds of a GPU's memory, and what it does where the source does not fit.
+//! A run's use of GPU memory, and its alternatives if the source does not fit.
 
 use super::job::Job;
 use super::state::State;
@@ -13,19 +13,19 @@ use nq_runtime::device::Device;
 use nq_runtime::{DeviceChoice, Engine, LoadOptions, gpu, load};
 use std::sync::Arc;
 
-/// What the record says of text that was not sampled from the source as it is.
+/// The note in the record if text was not sampled from the unrounded source.
 pub(super) fn sampling_fallback(from: SampledFrom) -> Option<String> {
     (from != SampledFrom::Source).then(|| {
-        format!("text was sampled from {from}, which the GPU's memory does not hold as it is")
+        format!("text was sampled from {from}, as the source does not fit the GPU's memory")
     })
 }
 
 impl Job<'_> {
-    /// What the run takes of the GPU's memory, tuning apart, and how it keeps within what may be
-    /// used; `None` on the CPU. Found out once.
+    /// GPU memory that the run takes, without tuning, and how each stage keeps within the limit; `None`
+    /// on the CPU. Computed once.
     ///
     /// # Errors
-    /// An absent device; less memory than the smallest way of doing a stage takes.
+    /// An absent device; too little memory for the smallest way of doing a stage.
     pub fn device_estimate(&self) -> Result<Option<DeviceEstimate>> {
         if let Some(known) = self.device.get() {
             return Ok(*known);
@@ -57,7 +57,7 @@ impl Job<'_> {
         fit(self.config(), &work, limit)
     }
 
-    /// What was announced of the device's memory, tuning included.
+    /// The estimate of the device's memory, including tuning.
     pub(super) fn announced_device_bytes(&self, state: &State) -> u64 {
         let run = self.device.get().copied().flatten().map_or(0, |d| d.peak);
         let tuning = state.tuning.as_ref().map_or(0, |t| t.device_bytes);
@@ -67,7 +67,7 @@ impl Job<'_> {
         }
     }
 
-    /// The engine that text is sampled from; what it holds is kept in `state`.
+    /// The engine that text is sampled from; its source is recorded in `state`.
     pub(super) fn sampling_engine(&self, state: &mut State) -> Result<Arc<dyn Engine>> {
         let estimate = self.device_estimate()?;
         let from = estimate.map_or(SampledFrom::Source, |d| d.sampled_from);
@@ -85,10 +85,10 @@ impl Job<'_> {
         self.source_engine()
     }
 
-    /// Statistics whose second moments are on the device that rounds by them.
+    /// Statistics whose second moments are on the device, if it rounds with them.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(super) fn on_device(&self, inputs: InputStats) -> Result<InputStats> {
         let moments = inputs.hessian.as_ref().and_then(|h| h.host());
         if let (Device::Cuda(n), Some(moments)) = (self.options.load.device.resolve()?, moments) {
@@ -119,7 +119,7 @@ impl Job<'_> {
         Ok(self.device_estimate()?.is_some_and(|d| d.streamed))
     }
 
-    /// The source over the text of `judge`, if the device has no room for the whole of it.
+    /// The source run over the text of `judge`, if the device has no room for the whole of it.
     pub(super) fn streamed_source(&self, judge: &Judge) -> Result<Option<Arc<dyn Engine>>> {
         if !self.is_streamed()? {
             return Ok(None);

@@ -20,7 +20,7 @@ use nq_runtime::models;
 use rayon::prelude::*;
 
 impl Job<'_> {
-    /// Names what the step, the last, depends on besides the plan: all schemes.
+    /// A hash of everything that this last step depends on besides the plan: all schemes.
     pub(super) fn ends_key(&self, schemes: &Schemes) -> Result<String> {
         let config = self.config();
         let layers = key(config, schemes, config.num_hidden_layers)?;
@@ -68,7 +68,7 @@ impl Job<'_> {
         };
         let mut weights = Vec::new();
         for (name, source) in names {
-            // An embedding that is no head is only looked up: all its columns are alike.
+            // An embedding that is not the head is only looked up: all its columns matter alike.
             let looked_up = name == EMBEDDING && !config.tie_word_embeddings;
             let inputs = inputs.as_ref().filter(|_| !looked_up);
             let scheme = schemes.of(name);
@@ -98,7 +98,7 @@ impl Job<'_> {
         Ok(writer.put(ENDS, &params)?)
     }
 
-    /// Rounds a large weight by the method, piece by piece of its rows.
+    /// Rounds a large weight by the method, in pieces of rows.
     fn round_pieces(
         &self,
         name: &str,
@@ -136,7 +136,7 @@ impl Job<'_> {
     }
 }
 
-/// The embedding or head as it will be written.
+/// The embedding or head in its final form.
 pub(super) fn end(
     schemes: &Schemes,
     name: &str,

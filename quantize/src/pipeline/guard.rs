@@ -1,5 +1,5 @@
-//! Which schemes to try: those asked for, those that fit a target size, and, where a limit of
-//! quality is broken, those that are predicted to keep it in the fewest bytes.
+//! Chooses the schemes to try: those requested, those that fit a target size, and, if a quality
+//! limit is missed, the smallest that are predicted to keep it.
 
 use super::job::{Job, TargetSize};
 use super::search::{Tried, aim};
@@ -15,45 +15,45 @@ use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::nq::Writer;
 use nq_formats::{Progress, human_bytes, mapping};
 
-/// Whole models that are made in search of one that keeps the limits, at most.
+/// Most whole models made in search of one that keeps the limits.
 const ATTEMPTS: usize = 6;
 
-/// How many bytes less are worth another run, in percent; and another tuning, which takes long.
+/// Saving in percent that is worth another run; and one worth another tuning, which takes long.
 const WORTH: u64 = 1;
 const WORTH_TUNING: u64 = 3;
 
-/// What tuning is taken to leave of a divergence until one has shown it: little enough that
-/// nothing is ruled out in vain.
+/// Assumed share of the divergence that tuning leaves, until a tuning has shown it: small enough that
+/// nothing is ruled out wrongly.
 const LEFT_BY_TUNING: f64 = 0.6;
 
-/// How far above its limit the best prediction may lie to be worth a try.
+/// Try schemes only if their predicted divergence is at most this many times the limit.
 const HOPE: f64 = 1.3;
 
-/// What follows a measurement.
+/// What to do after a measurement.
 pub(super) enum Next {
-    /// Nothing: what was measured is the result.
+    /// Stop: the measured model is the result.
     Done,
-    /// Try these.
+    /// Try these schemes.
     Schemes(Schemes),
-    /// Nothing that can be chosen is good enough; why, if there is more to say.
+    /// Give up: no choice is good enough; with the reason, if there is more to say.
     Hopeless(Option<String>),
 }
 
 impl Attempt {
     pub(super) fn holds(&self, limits: &Limits) -> bool {
-        // A figure that is no number holds no limit.
+        // A figure of NaN keeps no limit.
         limits.max_kld.is_none_or(|x| self.kld <= x)
             && limits.min_top1.is_none_or(|y| self.same_top1 >= y)
     }
 
-    /// What of a divergence tuning left, if that was measured.
+    /// The share of the divergence that tuning left, if that was measured.
     fn left(&self) -> Option<f64> {
         let before = self.untuned.filter(|&before| before > 0.0)?;
         Some((self.kld / before).min(1.0))
     }
 
-    /// The divergence at which all limits hold. Disagreement grows with the size of changes,
-    /// divergence with its square.
+    /// The divergence at which all limits are kept, given that disagreement of best tokens grows with
+    /// the size of changes, and divergence with its square.
     fn limit(&self, limits: &Limits) -> f64 {
         let by_top1 = limits.min_top1.map(|y| {
             let found = (1.0 - self.same_top1).max(f64::MIN_POSITIVE);
@@ -65,7 +65,7 @@ impl Attempt {
 }
 
 impl Job<'_> {
-    /// The schemes to begin with, or to go on with after a run that was killed or failed.
+    /// The schemes to begin with, or to continue with after a run that was killed or failed.
     pub(super) fn first_schemes(
         &self,
         writer: &Writer,
@@ -73,7 +73,7 @@ impl Job<'_> {
         calibration: Option<&Sequences>,
     ) -> Result<Schemes> {
         if let Some(held) = self.holding(state) {
-            // A run that was killed while it tried a smaller one goes on with that.
+            // A run that was killed while it tried a smaller choice continues with that.
             let begun = |next: &Schemes| state.overrides.as_ref() == Some(&next.overrides);
             let next = self.smaller_schemes(state, &held).filter(begun);
             return Ok(next.unwrap_or(held));
@@ -81,7 +81,7 @@ impl Job<'_> {
         if !state.attempts.is_empty() {
             return Ok(match self.next_schemes(writer, state, calibration)? {
                 Next::Schemes(schemes) => schemes,
-                // Measured again, so that the report says by how much: what is staged, if it was.
+                // Measure again, for the report: the staged model, if it was an attempt.
                 Next::Done | Next::Hopeless(_) => {
                     let staged = state.overrides.as_ref().and_then(|o| state.attempt(o));
                     self.schemes_of(staged.unwrap_or(&state.attempts[0]))
@@ -98,14 +98,14 @@ impl Job<'_> {
             let rows = allocation::choices(menus, chosen);
             rows.iter().map(|c| c.bytes).sum()
         };
-        // Norms, and what no menu offers.
+        // Norms, and weights that no menu offers.
         let schemes = allocation::apply(&self.options.schemes, menus, &chosen);
         let fixed = self.bytes(&schemes) - of_menus(&chosen);
         let chosen = allocation::within_bytes(menus, budget.saturating_sub(fixed))?;
         Ok(allocation::apply(&self.options.schemes, menus, &chosen))
     }
 
-    /// What to do after `schemes` were measured and broke the limits that `broken` tells of.
+    /// Decides what to do after `schemes` were measured; `broken` describes the limits they missed.
     pub(super) fn decide(
         &self,
         writer: &Writer,
@@ -143,15 +143,15 @@ impl Job<'_> {
         }
     }
 
-    /// The schemes of the smallest attempt that holds all limits.
+    /// The schemes of the smallest attempt that keeps all limits.
     pub(super) fn holding(&self, state: &State) -> Option<Schemes> {
         let limits = &self.options.limits;
         let holding = state.attempts.iter().filter(|a| a.holds(limits));
         Some(self.schemes_of(holding.min_by_key(|a| a.bytes)?))
     }
 
-    /// Smaller schemes that are predicted to hold the limits too, where `schemes` were raised
-    /// and turned out better than they need be.
+    /// Smaller schemes that are predicted to keep the limits too, if bits were raised to `schemes`
+    /// and the result is better than needed.
     pub(super) fn smaller_schemes(&self, state: &State, schemes: &Schemes) -> Option<Schemes> {
         let limits = &self.options.limits;
         let menus = state.menus.as_deref()?;
@@ -167,13 +167,13 @@ impl Job<'_> {
             Some(_) => WORTH_TUNING,
             None => WORTH,
         };
-        // Worth it, unless as much was not enough before.
+        // Worth it, unless an attempt of this size has failed before.
         let failed = |a: &Attempt| !a.holds(limits) && a.bytes >= bytes;
         let worth = 100 * bytes < (100 - less) * held.bytes && !state.attempts.iter().any(failed);
         (worth && state.attempt(&next.overrides).is_none()).then_some(next)
     }
 
-    /// What was tried, as predictions of `menus` and shares of the limits.
+    /// All attempts so far, as predictions from `menus` and shares of the limits.
     fn tried(&self, state: &State, menus: &[Menu]) -> Vec<Tried> {
         let attempts = state.attempts.iter().map(|a| Tried {
             predicted: self.predicted(menus, a),
@@ -189,22 +189,23 @@ impl Job<'_> {
         allocation::loss(menus, &chosen)
     }
 
-    /// What tuning leaves of a divergence: as the last one did, else as one should.
+    /// The share of a divergence that tuning leaves: as measured last, otherwise as assumed.
     fn left_by_tuning(&self, state: &State) -> f64 {
         let known = state.attempts.iter().rev().find_map(Attempt::left);
         known.unwrap_or(LEFT_BY_TUNING)
     }
 
-    /// The divergence of an attempt, or what it would be if it had been tuned.
+    /// The divergence of an attempt, or an estimate of it after tuning if it was not tuned.
     fn expected(&self, state: &State, attempt: &Attempt) -> f64 {
-        match attempt.out_of_reach {
-            true => attempt.kld * self.left_by_tuning(state),
-            false => attempt.kld,
+        if attempt.out_of_reach {
+            attempt.kld * self.left_by_tuning(state)
+        } else {
+            attempt.kld
         }
     }
 
-    /// True if what the method made must be measured before it is tuned, which takes long: there
-    /// are limits that other schemes may keep, and nobody knows yet whether these do.
+    /// True if the method's result must be measured before tuning, which takes long: there are
+    /// limits that other schemes may keep, and it is not known yet whether these do.
     pub(super) fn checks_before_tuning(&self, state: &State, schemes: &Schemes) -> Result<bool> {
         let known = state.attempt(&schemes.overrides);
         Ok(self.options.tuning.is_some()
@@ -213,13 +214,13 @@ impl Job<'_> {
             && known.is_none_or(|a| !a.holds(&self.options.limits)))
     }
 
-    /// True if tuning may bring what was measured of the method's work within the limits.
+    /// True if tuning may bring the method's measured result within the limits.
     pub(super) fn is_within_reach(&self, state: &State, found: &Attempt) -> bool {
         let limit = found.limit(&self.options.limits);
         let expected = found.kld * self.left_by_tuning(state);
         if expected > limit {
             self.progress.note(&format!(
-                "mean KL divergence {}, which tuning would take to about {}: not tuned, as {} is \
+                "mean KL divergence {}, which tuning would reduce to about {}: not tuned, as {} is \
                  wanted",
                 nats(found.kld),
                 nats(expected),
@@ -229,7 +230,7 @@ impl Job<'_> {
         expected <= limit
     }
 
-    /// What to try after what was measured so far, none of which keeps the limits.
+    /// The schemes to try after several attempts, none of which keeps the limits.
     pub(super) fn next_schemes(
         &self,
         writer: &Writer,
@@ -248,8 +249,8 @@ impl Job<'_> {
         };
         self.menus(writer, state, calibration)?;
         let menus = state.menus.as_deref().unwrap_or_default();
-        // What the sum of all groups' losses makes of the whole, methods and their making up
-        // for errors included.
+        // The ratio of the measured divergence to the sum of all groups' losses, which includes the
+        // method and its compensation of errors.
         let predicted = self.predicted(menus, &last).max(f64::MIN_POSITIVE);
         let scale = self.expected(state, &last) / predicted;
         let best = allocation::best(menus);
@@ -282,7 +283,7 @@ impl Job<'_> {
         Ok(Next::Hopeless(Some(reach)))
     }
 
-    /// The menus, measured at the first call.
+    /// The menus; measured on the first call.
     pub(super) fn menus<'s>(
         &self,
         writer: &Writer,
@@ -297,7 +298,7 @@ impl Job<'_> {
         Ok(state.menus.as_deref().unwrap_or_default())
     }
 
-    /// The groups of weights that get schemes by choice.
+    /// The groups of weights whose schemes are chosen.
     fn chosen_groups(&self) -> Vec<WeightGroup> {
         let mut groups = allocation::groups(self.config());
         if self.options.head_fixed || self.options.schemes.head.is_none() {
@@ -314,7 +315,7 @@ impl Job<'_> {
         }
     }
 
-    /// Refuses a target that no choice of schemes reaches, before anything is measured for it.
+    /// Refuses a target size that no choice of schemes reaches, before anything is measured for it.
     pub(super) fn check_target(&self) -> Result<()> {
         let Some(target) = self.options.target else {
             return Ok(());

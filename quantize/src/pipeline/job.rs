@@ -1,4 +1,4 @@
-//! A quantization about to be run: what is asked for, checked against the model.
+//! A quantization to be run: the request, checked against the model.
 
 use crate::allocation;
 use crate::calibration::{CalibrationSource, SEQUENCE};
@@ -16,53 +16,53 @@ use nq_runtime::{LayerWeights, LoadOptions, load};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
-/// What to make.
+/// Options of a quantization.
 #[derive(Clone, Debug)]
 pub struct QuantizeOptions {
-    /// Bits asked for, for the report.
+    /// Bits requested, for the report.
     pub bits: Bits,
-    /// Schemes of all weights; where `target` or a broken limit asks for others, those of
-    /// what cannot be chosen.
+    /// Schemes of all weights. If `target` or a missed limit requires others, these still apply to
+    /// weights whose scheme cannot be chosen.
     pub schemes: Schemes,
     /// What schemes are chosen from where they are: nq's own of `bits` and more, or those of the format
     /// that the result is for. With none, a broken limit fails at once.
     pub candidates: Vec<AffineScheme>,
     /// A size for which the schemes of all weights are chosen by measured sensitivity.
     pub target: Option<TargetSize>,
-    /// The embedding and head keep `schemes.head` whatever is chosen for the rest.
+    /// Keeps `schemes.head` for the embedding and head, whatever is chosen for the other weights.
     pub head_fixed: bool,
     /// A name of [`methods::METHODS`].
     pub method: String,
     /// Calibration text.
     pub calibration: CalibrationSource,
-    /// Tokens of it.
+    /// Number of calibration tokens.
     pub calib_tokens: usize,
     /// Tuning of the method's result against the source's logits.
     pub tuning: Option<TuneOptions>,
-    /// Of everything random.
+    /// Seed of everything random.
     pub seed: u64,
-    /// Limits that the measured quality must keep.
+    /// Limits on the measured quality.
     pub limits: Limits,
-    /// Text to measure quality on; `None`: held-out text sampled from the model.
+    /// Text for measuring quality; `None`: held-out text sampled from the model.
     pub eval_text: Option<PathBuf>,
-    /// Tokens to measure quality on, at most.
+    /// Most tokens for measuring quality.
     pub eval_tokens: usize,
     /// Folder to write.
     pub out: PathBuf,
-    /// Replace an existing output.
+    /// Replaces an existing output.
     pub force: bool,
-    /// Go on with an interrupted run.
+    /// Continues an interrupted run.
     pub resume: bool,
     /// The unquantized model, for the record; its hash is filled in.
     pub source: SourceRecord,
     /// Device, threads and activations of every run of the model.
     pub load: LoadOptions,
-    /// Bytes of a GPU's memory that may be used; `None`: what is free.
+    /// Bytes of GPU memory that may be used; `None`: all that is free.
     pub device_memory: Option<u64>,
 }
 
 impl QuantizeOptions {
-    /// What `nq quantize --bits BITS --out OUT` asks for, on the first GPU or else the CPU.
+    /// The options of `nq quantize --bits BITS --out OUT`, on the first GPU or else the CPU.
     pub fn new(bits: Bits, out: impl Into<PathBuf>) -> Self {
         QuantizeOptions {
             bits,
@@ -88,7 +88,7 @@ impl QuantizeOptions {
     }
 }
 
-/// A quantization about to be run.
+/// A quantization to be run.
 pub struct Job<'a> {
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) options: &'a QuantizeOptions,
@@ -103,7 +103,7 @@ impl<'a> Job<'a> {
     /// # Errors
     /// [`Error::Request`] for an unknown method, a scheme that does not fit the model, a target
     /// that no choice of schemes reaches, or a
-    /// model that is quantized already.
+    /// model that is already quantized.
     pub fn new(
         checkpoint: &'a Checkpoint,
         options: &'a QuantizeOptions,
@@ -121,11 +121,11 @@ impl<'a> Job<'a> {
         Job::with_method(checkpoint, options, method, progress)
     }
 
-    /// As [`Job::new`] with a method of the caller's, for experiments. Resuming tells methods
+    /// Like [`Job::new`], with a method of your own, for experiments. When resuming, methods are told
     /// apart by their names and settings.
     ///
     /// # Errors
-    /// As [`Job::new`].
+    /// Errors of [`Job::new`].
     pub fn with_method(
         checkpoint: &'a Checkpoint,
         options: &'a QuantizeOptions,
@@ -170,7 +170,7 @@ impl<'a> Job<'a> {
         (n, length)
     }
 
-    /// Sequences sampled, at most; 0 if none are.
+    /// Most sequences sampled; 0 if none are.
     pub(super) fn sampled(&self) -> usize {
         let (n, _) = self.shape();
         let mut sampled = 0;
@@ -184,7 +184,7 @@ impl<'a> Job<'a> {
         sampled
     }
 
-    /// What the run will need, before anything is done.
+    /// Estimates the memory and disk space that the run will need.
     pub fn estimate(&self) -> memory::Estimate {
         let (n, length) = self.shape();
         let work = memory::Work {
@@ -192,17 +192,18 @@ impl<'a> Job<'a> {
             needs: self.method.needs(),
             calibration: n * length,
             sampled: self.sampled(),
-            groups: match self.options.target.is_some() || self.may_raise() {
-                true => allocation::groups(self.config()).len(),
-                false => 0,
+            groups: if self.options.target.is_some() || self.may_raise() {
+                allocation::groups(self.config()).len()
+            } else {
+                0
             },
             eval_tokens: self.options.eval_tokens,
         };
         memory::Estimate::new(self.checkpoint, work)
     }
 
-    /// True if a broken limit would have the sensitivity measured. A target size is kept to
-    /// whatever limits ask for.
+    /// True if a missed limit leads to measuring sensitivity. A target size is kept whatever the
+    /// limits are.
     pub(super) fn may_raise(&self) -> bool {
         let (options, limits) = (self.options, self.options.limits);
         let limited = limits.max_kld.is_some() || limits.min_top1.is_some();
@@ -220,12 +221,12 @@ impl<'a> Job<'a> {
     }
 }
 
-/// A size to be kept.
+/// A size that the result must not exceed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TargetSize {
     /// Bytes of all tensors.
     Bytes(u64),
-    /// Bits per weight, all tensors counted.
+    /// Bits per weight, counting all tensors.
     BitsPerWeight(f64),
 }
 

@@ -1,5 +1,5 @@
 //! Whole models that stay staged while others are made, so that a search for schemes that returns
-//! to one neither rounds nor tunes it again. Each is in a set of steps of its own.
+//! to one neither rounds nor tunes it again. Each has a set of steps of its own.
 
 use super::job::Job;
 use super::state::{Attempt, ENDS, Kept, Overrides, State, Step, key, save, step_name};
@@ -11,37 +11,37 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 impl State {
-    /// Forgets what is kept in sets that are not there.
+    /// Forgets kept models whose sets no longer exist.
     pub(super) fn forget_missing(&mut self, there: &[usize]) {
         self.kept.retain(|k| there.contains(&k.set));
     }
 
-    /// What was measured of the schemes that deviate so.
+    /// The attempt with these overrides, if it was measured.
     pub(super) fn attempt(&self, overrides: &Overrides) -> Option<&Attempt> {
         self.attempts.iter().find(|a| a.overrides == *overrides)
     }
 
-    /// The sets of steps in use.
+    /// The numbers of all sets of steps in use.
     fn sets(&self) -> Vec<usize> {
         let kept = self.kept.iter().map(|k| k.set);
         kept.chain([self.set]).collect()
     }
 
-    /// Leaves what is staged at present to be returned to, for an empty set of steps.
+    /// Keeps the staged model, to be returned to, and switches to an unused set of steps.
     fn put_aside(&mut self, overrides: Overrides) {
         let unused = (0..).find(|n| !self.sets().contains(n));
         self.kept.push(Kept {
             set: self.set,
             overrides,
             steps: std::mem::take(&mut self.steps),
-            // Its schedule serves all.
+            // The schedule is the same for all.
             tuning: self.tuning.clone(),
         });
         self.set = unused.expect("there are more numbers than sets");
     }
 
-    /// Takes up what is kept of `overrides` in place of what is staged at present. False if
-    /// nothing is.
+    /// Replaces the staged model with the one kept for `overrides`. Returns false if
+    /// none is kept.
     fn take_up(&mut self, overrides: &Overrides) -> bool {
         let Some(i) = self.kept.iter().position(|k| k.overrides == *overrides) else {
             return false;
@@ -54,7 +54,7 @@ impl State {
     }
 }
 
-/// True if another attempt keeps whatever limits `attempt` keeps, in no more bytes.
+/// True if another attempt keeps the same limits as `attempt` or more, in no more bytes.
 fn is_dominated(attempt: &Attempt, all: &[Attempt]) -> bool {
     all.iter().any(|a| {
         let as_good =
@@ -64,8 +64,8 @@ fn is_dominated(attempt: &Attempt, all: &[Attempt]) -> bool {
 }
 
 impl Job<'_> {
-    /// Goes to the set of steps of `schemes`: to that which is kept of them, if it is, else to one
-    /// to make them in. What is staged of others is kept if it may be returned to: if it was
+    /// Switches to the set of steps for `schemes`: the one kept for them, if any, or else a new
+    /// one. The model staged for other schemes is kept if the search may return to it: if it was
     /// tuned, which takes long, or is the smallest that keeps the limits.
     ///
     /// # Errors
@@ -132,7 +132,7 @@ impl Job<'_> {
         Ok(true)
     }
 
-    /// The reports of steps that are what `schemes` ask for.
+    /// The reports of the staged steps that are valid for `schemes`.
     fn valid_steps(&self, state: &State, schemes: &Schemes) -> Result<BTreeMap<String, Step>> {
         let config = self.config();
         let layers = config.num_hidden_layers;
@@ -166,18 +166,18 @@ impl Job<'_> {
         state.kept = kept.into_iter().filter(useful).collect();
     }
 
-    /// Lets go of what is kept until `needed` bytes can be written.
+    /// Removes kept models until `needed` bytes can be written.
     fn make_room(&self, writer: &Writer, state: &mut State, needed: u64) -> Result<()> {
         while !writer.has_room(needed)? {
             let Some(i) = self.least_useful(state) else {
-                // What does not fit is an error once it is written.
+                // If it still does not fit, writing it will fail with an error.
                 break;
             };
             let bytes = state
                 .attempt(&state.kept[i].overrides)
                 .map_or(0, |a| a.bytes);
             self.progress.note(&format!(
-                "the disk has no room to keep what was made in {}",
+                "the disk has no room to keep the model made in {}",
                 human_bytes(bytes)
             ));
             state.kept.remove(i);
@@ -187,8 +187,8 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Of what is kept, that which is least likely to be returned to: what breaks the limits
-    /// before what keeps them, the larger before the smaller.
+    /// The kept model that the search is least likely to return to: those that miss the limits
+    /// before those that keep them, larger before smaller.
     fn least_useful(&self, state: &State) -> Option<usize> {
         let use_of = |k: &Kept| {
             let attempt = state.attempt(&k.overrides);
@@ -241,7 +241,7 @@ mod tests {
         assert_eq!((state.set, state.sets()), (2, vec![0, 1, 2]));
         assert!(!state.take_up(&eight));
 
-        // As a run that was killed reads it.
+        // As a run that continues after a kill reads it.
         let value = serde_json::to_value(&state).unwrap();
         let mut state: State = serde_json::from_value(value).unwrap();
         assert!(state.take_up(&four));

@@ -1,4 +1,4 @@
-//! The layers of a run, one after another: gathered, rounded, staged, run again as rounded.
+//! The layers of a run, one after another: gathered, rounded, staged, and run again rounded.
 
 use super::ends::end;
 use super::job::Job;
@@ -19,7 +19,7 @@ use nq_runtime::{
 };
 use std::collections::BTreeSet;
 
-/// Parts of the stage, as reports call them.
+/// Parts of this stage, as named in reports.
 const GATHERING: &str = "quantizing layers: statistics of inputs";
 const ROUNDING: &str = "quantizing layers: rounding";
 const STAGING: &str = "quantizing layers: writing";
@@ -27,7 +27,7 @@ const RUNNING: &str = "quantizing layers: running them as rounded";
 
 impl Job<'_> {
     /// Quantizes and stages every layer that is not staged yet. Returns the residual stream
-    /// after the last, if the method needs to see inputs.
+    /// after the last layer, if the method needs statistics of inputs.
     pub(super) fn quantize_layers(
         &self,
         writer: &Writer,
@@ -54,10 +54,7 @@ impl Job<'_> {
             let step = step_name(index);
             let key = key(config, schemes, index + 1)?;
             let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
-            let staged = match valid {
-                true => writer.staged(&step)?,
-                false => None,
-            };
+            let staged = if valid { writer.staged(&step)? } else { None };
             let weights = match staged {
                 Some(staged) => {
                     self.progress.advance(tokens + share);
@@ -80,8 +77,8 @@ impl Job<'_> {
                         fallbacks: done.fallbacks,
                         key,
                     };
-                    // The report before the weights: a step that is staged has one. What was
-                    // staged under another key goes before that.
+                    // Write the report before the weights, so that every staged step has one. A step
+                    // staged under another key is removed before that.
                     writer.remove_step(&step)?;
                     state.steps.insert(step.clone(), report);
                     save(writer, state)?;
@@ -104,14 +101,14 @@ impl Job<'_> {
         Ok(stream)
     }
 
-    /// The calibration text as the rounded embedding gives it. Of a large vocabulary most rows
+    /// The calibration text looked up in the rounded embedding. Most rows of a large vocabulary
     /// do not occur, and only those that do are rounded.
     fn embed(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
         let embedding = models::embedding(self.checkpoint.store(), self.config())?;
         let (vocab, width) = embedding.dims();
         let ids: BTreeSet<u32> = text.ids.iter().flatten().copied().collect();
         if ids.last().is_some_and(|&id| id as usize >= vocab) {
-            // Which is refused by name.
+            // `embed` refuses a token past the vocabulary with a named error.
             return Ok(Hidden::embed(&embedding, &text.ids)?);
         }
         let mut place = vec![0; vocab];
@@ -128,9 +125,8 @@ impl Job<'_> {
         Ok(Hidden::embed(&rounded, &places)?)
     }
 
-    /// The forward layer by layer, on the device asked for. Statistics and products do not
-    /// depend on rounding of activations: what the layers pass on is what the weights alone
-    /// make of the text.
+    /// The layer stepper on the requested device. It does not round activations: the stream
+    /// passed from layer to layer depends on the weights and the text alone.
     pub(super) fn stepper(&self) -> Result<Box<dyn LayerStepper>> {
         let options = LoadOptions {
             activations: ActivationChoice::F32,
@@ -190,7 +186,7 @@ pub(super) fn params(index: usize, w: &LayerWeights) -> Vec<(String, Param<'_>)>
     norms.chain(linears).collect()
 }
 
-/// A layer as it was staged.
+/// Reads a staged layer.
 pub(super) fn staged_layer(
     staged: &Staged,
     config: &ModelConfig,

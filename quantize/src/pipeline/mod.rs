@@ -1,12 +1,12 @@
 //! From an unquantized checkpoint to a quantized folder, one layer at a time.
 //!
-//! The residual stream of all calibration sequences is kept between layers. Each layer is run
-//! with its original weights over what the *quantized* layers before it made of the text, to
-//! gather statistics of its inputs; then it is rounded, staged on disk, and run again as
-//! rounded. Only one layer is ever held in f32.
+//! The residual stream of all calibration sequences is kept between layers. To gather statistics of
+//! its inputs, each layer is run with its original weights over the stream that the *quantized*
+//! layers before it produced; then it is rounded, staged on disk, and run again with its
+//! rounded weights. Only one layer is ever held in f32.
 //!
-//! Every finished step is staged durably, so that a killed run goes on where it stopped and
-//! ends in the same bytes.
+//! Every finished step is staged durably, so that a killed run continues where it stopped and
+//! produces the same bytes.
 
 mod device;
 mod ends;
@@ -39,7 +39,7 @@ use std::time::Instant;
 pub use tune::TuningEstimate;
 
 impl Job<'_> {
-    /// Everything that decides the result, for the record and for resuming.
+    /// All settings that determine the result, for the record and for resuming.
     fn plan(&self, source: &SourceRecord) -> Value {
         let o = self.options;
         let (n, length) = self.shape();
@@ -77,9 +77,9 @@ impl Job<'_> {
     /// Quantizes, measures and writes.
     ///
     /// # Errors
-    /// [`Error::Guard`] if the measured quality breaks a limit: nothing is written then, but
-    /// the staged work is kept. Else what reading, calibration, the method, the device or the
-    /// disk report.
+    /// [`Error::Guard`] if the measured quality misses a limit: nothing is written then, but
+    /// the staged work is kept. Otherwise errors of reading, calibration, the method, the device or the
+    /// disk.
     pub fn run(&self) -> Result<QuantizeReport> {
         let start = Instant::now();
         Account::of_all_gpus().begin();
@@ -141,7 +141,7 @@ impl Job<'_> {
             }
         };
         let mut report = self.report(&state, &schemes, &measured, &record);
-        // The disk need not hold what is not chosen beside the result.
+        // The disk need not hold models that were not chosen besides the result.
         writer.retain_sets(&[state.set])?;
         let written = writer.finish(record, &self.progress)?;
         report.tensor_bytes = written.tensor_bytes;
@@ -155,8 +155,8 @@ impl Job<'_> {
         Ok(report)
     }
 
-    /// Makes the whole model under `schemes`, tunes it unless that cannot keep the limits, and
-    /// keeps what was measured, so that no run measures it again in vain.
+    /// Makes the whole model under `schemes`, tunes it unless it could not keep the limits even then,
+    /// and saves the measurement, so that no run repeats it.
     fn attempt(
         &self,
         writer: &Writer,
@@ -206,7 +206,7 @@ impl Job<'_> {
         Ok((measured, record))
     }
 
-    /// What was measured of `schemes`, against the source.
+    /// The attempt that records the measurement of `schemes` against the source.
     fn found(&self, schemes: &Schemes, measured: &Measured) -> Option<Attempt> {
         let found = measured.evaluation.report.against.as_ref()?;
         Some(Attempt {
@@ -219,7 +219,7 @@ impl Job<'_> {
         })
     }
 
-    /// What the file will say of itself, but for its quality.
+    /// The record that the file will contain, without its quality.
     fn record(
         &self,
         state: &State,
@@ -265,7 +265,7 @@ impl Job<'_> {
         Some(allocation::choices(menus, &chosen))
     }
 
-    /// The report of what is staged, but for the file's size and what the run took.
+    /// The report of the staged model, without the file's size and the cost of the run.
     fn report(
         &self,
         state: &State,
@@ -300,7 +300,7 @@ impl Job<'_> {
         }
     }
 
-    /// Says that there is nothing to resume, or how much.
+    /// Reports how much is resumed, or that there is nothing to resume.
     fn say_what_is_resumed(&self, writer: &Writer, state: &State) {
         let folder = writer.staging().display();
         if writer.resumed() {
@@ -316,12 +316,12 @@ impl Job<'_> {
             ));
         } else if self.options.resume {
             self.progress.note(&format!(
-                "--resume: no unfinished work in {folder}, so this run begins anew"
+                "--resume: no unfinished work in {folder}, so this run starts from the beginning"
             ));
         }
     }
 
-    /// Measures what is staged against the source, and the source against itself once.
+    /// Measures the staged model against the source, and, once, the source against itself.
     fn measure(
         &self,
         writer: &Writer,
@@ -352,7 +352,7 @@ impl Job<'_> {
     }
 }
 
-/// Keeps an attempt in place of what was known of its schemes.
+/// Saves an attempt, replacing an earlier one with the same schemes.
 fn note_attempt(writer: &Writer, state: &mut State, attempt: Attempt) -> Result<()> {
     let same = |a: &Attempt| a.overrides == attempt.overrides;
     match state.attempts.iter().position(same) {

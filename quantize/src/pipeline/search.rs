@@ -1,30 +1,30 @@
-//! How large a predicted loss may be for a limit to hold, by what was measured of other choices.
+//! Estimates how large a predicted loss may be for a limit to be kept, from earlier attempts.
 
-/// The share of a limit that is aimed at: predictions are off by a few percent.
+/// The share of the limit to aim at: predictions are off by a few percent.
 const AIM: f64 = 0.97;
 
 /// A choice of schemes that was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Tried {
-    /// The sum of its groups' losses.
+    /// The sum of its groups' predicted losses.
     pub(super) predicted: f64,
-    /// What was measured of it, as a share of the limit: up to 1 it holds.
+    /// Its measured divergence as a share of the limit: up to 1 it keeps the limit.
     pub(super) measured: f64,
-    /// True if it was chosen to hold the limit.
+    /// True if it was chosen in order to keep the limit.
     pub(super) aimed: bool,
 }
 
-/// The predicted loss at which the limit is expected to hold, but barely; each choice that was to
-/// hold it and did not leaves more room for error. Between one choice that
-/// holds it and one that does not, what is measured is taken for a power of what is predicted;
-/// beyond them, for proportional to it. `None` without a choice whose figures are numbers.
+/// The predicted loss at which the limit is expected to be just kept. Each choice that was meant to
+/// keep it and did not adds to the margin. Between a choice that keeps the limit and one that does
+/// not, the measured divergence is modelled as a power of the predicted loss; outside that range, as
+/// proportional to it. `None` without a choice whose figures are finite.
 pub(super) fn aim(tried: &[Tried]) -> Option<f64> {
     let usable = |t: &&Tried| t.predicted.is_finite() && t.measured.is_finite();
     let of = |holds: bool| {
         let alike = tried.iter().filter(usable);
         alike.filter(move |t| (t.measured <= 1.0) == holds)
     };
-    // By predictions, which do not scatter as measurements do.
+    // Compare predictions, which do not scatter as measurements do.
     let holding = of(true).max_by(|a, b| a.predicted.total_cmp(&b.predicted));
     let broken = of(false).min_by(|a, b| a.predicted.total_cmp(&b.predicted));
     let nearest = holding.or(broken)?;
@@ -63,7 +63,7 @@ mod tests {
         assert!((aimed - 0.015 * AIM).abs() < 1e-12, "{aimed}");
         let aimed = aim(&tried(&[(0.01, 0.5)])).unwrap();
         assert!((aimed - 0.02 * AIM).abs() < 1e-12, "{aimed}");
-        // Of those that do not hold, the nearest; one that was to hold leaves more room.
+        // Of choices that miss the limit, the nearest counts; one that aimed at it adds to the margin.
         let mut points = tried(&[(0.03, 2.0), (0.02, 1.1), (0.05, 3.0)]);
         let aimed = aim(&points).unwrap();
         assert!((aimed - 0.02 * AIM / 1.1).abs() < 1e-12, "{aimed}");
@@ -78,22 +78,22 @@ mod tests {
         let points = tried(&[(0.01, 0.8), (0.012, 1.1), (0.03, 2.0)]);
         let aimed = aim(&points).unwrap();
         assert!(aimed > 0.01 && aimed < 0.012, "{aimed}");
-        // What was measured as a power of what was predicted is hit.
+        // If measurements are a power of predictions, the aim is exact.
         let law = |p: f64| 40.0 * p.powf(0.8);
         let points = tried(&[(0.0065, law(0.0065)), (0.011, law(0.011))]);
         assert!((law(aim(&points).unwrap()) - AIM).abs() < 1e-9);
-        // Nothing is left to gain between them.
+        // There is nothing to gain between them.
         assert!((aim(&tried(&[(0.01, 0.99), (0.012, 1.1)])).unwrap() - 0.01).abs() < 1e-12);
         // A measurement that scatters does not widen the bounds again.
         let points = tried(&[(0.01, 0.8), (0.011, 1.2), (0.012, 1.1), (0.03, 2.0)]);
         let aimed = aim(&points).unwrap();
         assert!(aimed > 0.01 && aimed < 0.011, "{aimed}");
-        // Out of order, a choice says nothing of the other.
+        // If they are out of order, one choice says nothing about the other.
         let aimed = aim(&tried(&[(0.02, 0.5), (0.01, 1.1)])).unwrap();
         assert!((aimed - 0.04 * AIM).abs() < 1e-12, "{aimed}");
     }
 
-    /// A run as the pipeline makes it, on a measurement that predictions get wrong by a fifth.
+    /// Runs the search like the pipeline, with measurements that differ from predictions by a fifth.
     #[test]
     fn a_search_ends_close_to_the_limit_in_few_attempts() {
         for (factor, power) in [(1.2, 1.0), (0.8, 1.0), (3.0, 1.2), (0.5, 0.85)] {

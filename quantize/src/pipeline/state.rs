@@ -1,4 +1,4 @@
-//! What a run must know after being killed, beside the staged weights.
+//! State that a run needs after being killed, besides the staged weights.
 
 use crate::allocation::Menu;
 use crate::calibration::Sequences;
@@ -14,30 +14,30 @@ use nq_formats::{AffineScheme, ModelConfig, hash};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Schemes by weight, where they are not those asked for.
+/// Schemes by weight name, where they differ from those requested.
 pub(super) type Overrides = BTreeMap<String, AffineScheme>;
 
-/// Where a run is.
+/// The state of a run.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct State {
-    /// Calibration text, one string of ids for each sequence.
+    /// Calibration text, one string of ids per sequence.
     pub(super) calibration: Option<Text>,
     /// Held-out text.
     pub(super) held_out: Option<Text>,
-    /// What text was sampled from, if not from the source as it is.
+    /// The model that text was sampled from.
     pub(super) sampled_from: SampledFrom,
-    /// What can be chosen for each group of weights, if it was measured.
+    /// The candidates of each group of weights, if they were measured.
     pub(super) menus: Option<Vec<Menu>>,
-    /// The source against itself, if it was measured.
+    /// The source measured against itself, if that was done.
     pub(super) noise: Option<KldStats>,
-    /// What was made and measured, in order.
+    /// The models made and measured, in order.
     pub(super) attempts: Vec<Attempt>,
-    /// The set of steps at work in.
+    /// The current set of steps.
     pub(super) set: usize,
-    /// The schemes that it is of; `None` before it is begun.
+    /// The overrides of its schemes; `None` before it is begun.
     pub(super) overrides: Option<Overrides>,
-    /// Other sets, to be returned to.
+    /// Other sets that the run may return to.
     pub(super) kept: Vec<Kept>,
     /// Reports of finished steps, by name.
     pub(super) steps: BTreeMap<String, Step>,
@@ -49,45 +49,45 @@ pub(super) struct State {
 /// A whole model that was made and measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Attempt {
-    /// Schemes that deviate from those asked for.
+    /// Its schemes, where they differ from those requested.
     pub(super) overrides: Overrides,
     /// Bytes of all tensors.
     pub(super) bytes: u64,
     /// Mean KL divergence.
     pub(super) kld: f64,
-    /// Share of positions with the same best token.
+    /// Share of positions at which the best token is the same.
     pub(super) same_top1: f64,
-    /// Mean KL divergence before it was tuned, if it was measured and then tuned.
+    /// Mean KL divergence before tuning, if that was measured and it was then tuned.
     #[serde(default)]
     pub(super) untuned: Option<f64>,
-    /// Measured as the method made it, and left so: tuning could not have been enough.
+    /// Measured untuned and left so: tuning would not have been enough.
     #[serde(default)]
     pub(super) out_of_reach: bool,
 }
 
-/// Sequences as they are kept in the state.
+/// Sequences as stored in the state.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Text {
     name: String,
     ids: Vec<String>,
 }
 
-/// What a step reports.
+/// The report of a step.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Step {
     pub(super) rows: Vec<LayerReport>,
     pub(super) fallbacks: Vec<String>,
-    /// Of everything that the step depends on; the staged step is of no use under another.
+    /// A hash of everything that the step depends on; under another key the staged step is invalid.
     #[serde(default)]
     pub(super) key: String,
 }
 
-/// What is staged of schemes other than those at work on.
+/// A staged model with other schemes than the current one.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Kept {
-    /// The set of steps.
+    /// Its set of steps.
     pub(super) set: usize,
-    /// Schemes that deviate from those asked for.
+    /// Its schemes, where they differ from those requested.
     pub(super) overrides: Overrides,
     /// Reports of its steps.
     pub(super) steps: BTreeMap<String, Step>,
@@ -116,7 +116,7 @@ impl Text {
     }
 }
 
-/// Keeps the state, durably.
+/// Saves the state durably.
 pub(super) fn save(writer: &Writer, state: &State) -> Result<()> {
     let value = serde_json::to_value(state).expect("string keys and finite numbers");
     Ok(writer.set_state(&value)?)
@@ -125,7 +125,7 @@ pub(super) fn save(writer: &Writer, state: &State) -> Result<()> {
 /// The step that stages the final norm, the embedding and the head.
 pub(super) const ENDS: &str = "ends";
 
-/// Names what the first `layers` layers depend on, besides the plan: the schemes of the
+/// A hash of what the first `layers` layers depend on, besides the plan: the schemes of the
 /// embedding and of these layers.
 pub(super) fn key(config: &ModelConfig, schemes: &Schemes, layers: usize) -> Result<String> {
     let mut text = format!("{:?}", schemes.of(EMBEDDING));

@@ -8,14 +8,14 @@ use crate::quality;
 use nq_formats::Progress;
 use nq_formats::nq::Writer;
 
-/// Seeds of held-out text differ from those of calibration text by this.
+/// XORed into the seed of calibration text to get that of held-out text.
 const HELD_OUT: u64 = 0x9E37_79B9_7F4A_7C15;
-/// And those of the text that sensitivity is measured on by this.
+/// XORed into it to get that of the text for measuring sensitivity.
 const PROBE: u64 = 0xD1B5_4A32_D192_ED03;
 
 impl Job<'_> {
-    /// Calibration text and held-out text, from the state or made anew. Either is `None` if
-    /// it is not needed.
+    /// Calibration text and held-out text, from the state or made now. Each is `None` if it is not
+    /// needed.
     pub(super) fn texts(
         &self,
         writer: &Writer,
@@ -41,7 +41,7 @@ impl Job<'_> {
             let text = calibration::read(path, &prompter, (n, length))?;
             if text.ids.len() < n {
                 self.progress.note(&format!(
-                    "{}: calibrated on all of its {} tokens, fewer than the {} asked for",
+                    "{}: calibrated on all of its {} tokens, fewer than the {} requested",
                     path.display(),
                     text.tokens(),
                     o.calib_tokens
@@ -77,7 +77,7 @@ impl Job<'_> {
         Ok((calibration, held_out))
     }
 
-    /// Text that sensitivity is measured on: neither calibrated on nor judged by.
+    /// Text for measuring sensitivity, neither calibrated on nor used for measuring quality.
     pub(super) fn probe_text(
         &self,
         prompter: &Prompter,

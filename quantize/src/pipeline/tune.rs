@@ -1,4 +1,4 @@
-//! Tuning of what the method made: from the staged weights, and back to them.
+//! Tuning of the method's result: reads the staged weights, tunes them and stages them again.
 
 use super::job::Job;
 use super::layers::{params, staged_layer};
@@ -24,23 +24,23 @@ use rayon::prelude::*;
 use serde::Serialize;
 use std::time::Instant;
 
-/// What tuning takes of a device's memory, before anything is done.
+/// Device memory that tuning takes, estimated beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct TuningEstimate {
-    /// It is the CPU's memory.
+    /// True if it is the CPU's memory.
     pub on_cpu: bool,
     /// Bytes that may be used.
     #[serde(rename = "limit_bytes")]
     pub limit: u64,
-    /// What fits; `None`: nothing, and the method's weights stay.
+    /// The plan that fits; `None` if none does, and the method's weights stay.
     pub plan: Option<MemoryPlan>,
-    /// Bytes that the least would take, where it does not fit.
+    /// Bytes that the smallest plan would take, if it does not fit.
     #[serde(rename = "least_bytes")]
     pub least: u64,
 }
 
 impl TuningEstimate {
-    /// In a line.
+    /// A one-line description.
     pub fn describe(&self) -> String {
         let device = if self.on_cpu { "the CPU" } else { "the GPU" };
         match self.plan {
@@ -59,15 +59,15 @@ impl TuningEstimate {
     }
 }
 
-/// What a device takes on at once, at most.
+/// Most work that a device takes at once.
 #[derive(Clone, Copy)]
 struct Most {
     on_cpu: bool,
-    /// Sequences of a pass.
+    /// Sequences in a pass.
     pass: usize,
     /// Sequences sampled together.
     slots: usize,
-    /// Sequences that checks are made on.
+    /// Held-out sequences for checks.
     held_out: usize,
 }
 
@@ -77,8 +77,8 @@ const CPU: Most = Most {
     slots: 32,
     held_out: 16,
 };
-/// Of a GPU: passes that fill it and no more, so that a schedule of a larger model still has
-/// steps enough, and text as it is used up.
+/// For a GPU: passes just large enough to fill it, so that the schedule of a larger model still has
+/// enough steps, and as much text as is used up.
 fn gpu(parameters: usize) -> Most {
     let (pass, slots, held_out) = match parameters {
         ..=200_000_000 => (32, 4096, 64),
@@ -93,14 +93,14 @@ fn gpu(parameters: usize) -> Most {
     }
 }
 
-/// Seeds of the text differ from those of calibration and of the guard.
+/// Seed of the training text, which differs from those of calibration and held-out text.
 const TEXT: u64 = 0x7475_6E69_6E67_0001;
-/// Sequences of a calibration file that texts may begin with, at most.
+/// Most sequences of a calibration file that training texts may begin with.
 const FILE_SEQUENCES: usize = 4096;
-/// Of the budget, what may be planned: the rest is for checkpoints and for what is not measured.
+/// Share of the budget that is planned: the rest is for checkpoints and for parts not measured.
 const SHARE: f64 = 0.95;
 
-/// A tuning about to be run, on some device.
+/// A tuning to be run on some device.
 struct Work<'a> {
     job: &'a Job<'a>,
     limit: u64,
@@ -121,11 +121,11 @@ impl GradWork for Work<'_> {
 }
 
 impl Job<'_> {
-    /// Sees to it that what is tuned under `schemes` depends on them alone: weights that were
-    /// tuned under others are rounded anew. The schedule stays as it was chosen.
+    /// Makes sure that tuning under `schemes` depends on them alone: weights that were tuned under
+    /// others are rounded again. The schedule stays as it was chosen.
     ///
     /// # Errors
-    /// If the state cannot be kept.
+    /// If the state cannot be saved.
     pub(super) fn prepare_tuning(
         &self,
         writer: &Writer,
@@ -147,7 +147,7 @@ impl Job<'_> {
         remove_checkpoint(writer)
     }
 
-    /// True if the staged weights are those that tuning under `schemes` left.
+    /// True if the staged weights are the result of tuning under `schemes`.
     ///
     /// # Errors
     /// Schemes that do not fit the model.
@@ -156,10 +156,10 @@ impl Job<'_> {
         Ok((state.tuning.as_ref()).is_some_and(|t| t.key == key && t.done))
     }
 
-    /// Tunes the staged weights as asked, once for their schemes.
+    /// Tunes the staged weights as requested, once for their schemes.
     ///
     /// # Errors
-    /// An absent device; what training, reading or writing reports.
+    /// An absent device; errors of training, reading or writing.
     pub(super) fn tune(&self, writer: &Writer, state: &mut State, schemes: &Schemes) -> Result<()> {
         let Some(options) = self.options.tuning else {
             return Ok(());
@@ -181,7 +181,7 @@ impl Job<'_> {
             state,
             key,
         };
-        // What TF32 rounds is far below what the student is off by.
+        // TF32's rounding errors are far below the student's error.
         device.run(work)?
     }
 
@@ -195,7 +195,7 @@ impl Job<'_> {
     /// Bytes of the device's memory that tuning may use.
     fn tuning_limit(&self) -> Result<u64> {
         match self.options.load.device.resolve()? {
-            // 8 GiB where the system does not say.
+            // If the system does not say, assume 8 GiB.
             Device::Cpu => Ok(total_memory().unwrap_or(8 << 30) / 2),
             Device::Cuda(n) => {
                 let most = nq_runtime::gpu::memory(n)?.total / 10 * 8;
@@ -204,7 +204,7 @@ impl Job<'_> {
         }
     }
 
-    /// What tuning will take of the device's memory, where it is asked for.
+    /// The device memory that tuning will take, if it is requested.
     ///
     /// # Errors
     /// An absent device.
@@ -215,7 +215,7 @@ impl Job<'_> {
         let most = self.most(self.options.load.device.resolve()?);
         let config = self.checkpoint.config();
         let schemes = &self.options.schemes;
-        // Where schemes are chosen, the smallest groups may be.
+        // If schemes are chosen, the smallest groups may occur.
         let group = match self.options.target {
             Some(_) => 32,
             None => schemes.linears.group.size(config.hidden_size),
@@ -288,7 +288,7 @@ impl Job<'_> {
                 let why = "not tuned: the budget is too short for a schedule worth its time";
                 return self.leave(writer, state, tuning, why.into());
             }
-            // What was chosen by a clock is kept, so that a resumed run makes the same choice.
+            // A choice made by the clock is saved, so that a resumed run makes the same choice.
             tuning.settings = Some(trainer.settings().clone());
             state.tuning = Some(tuning.clone());
             save(writer, state)?;
@@ -325,7 +325,7 @@ impl Job<'_> {
         remove_checkpoint(writer)
     }
 
-    /// What is known before steps are counted.
+    /// The settings known before the number of steps is.
     fn first_settings(
         &self,
         plan: MemoryPlan,
@@ -351,8 +351,8 @@ impl Job<'_> {
         }
     }
 
-    /// Gives the trainer the steps asked for, or as many as fit the time from `start` on by a
-    /// measurement. False if too few do.
+    /// Gives the trainer the requested steps, or as many as fit the time from `start` on, estimated
+    /// from a measurement. False if those are too few.
     fn choose_schedule<O: GradOps>(
         &self,
         trainer: &mut Trainer<'_, O>,
@@ -372,7 +372,7 @@ impl Job<'_> {
                     Effort::Budget(time) => time.as_secs_f64(),
                     _ => default_seconds(self.config().parameters(), most.on_cpu),
                 };
-                // Rounding and staging what is tuned takes about as long as reading it did.
+                // Rounding and staging the tuned weights takes about as long as reading them did.
                 let staging = start.elapsed().as_secs_f64();
                 let pace = trainer.pace()?;
                 let seconds = budget * SHARE - start.elapsed().as_secs_f64() - staging;
@@ -387,7 +387,7 @@ impl Job<'_> {
         Ok(true)
     }
 
-    /// Keeps the method's weights and says why.
+    /// Keeps the method's weights and reports why.
     fn leave(
         &self,
         writer: &Writer,
@@ -402,7 +402,7 @@ impl Job<'_> {
         save(writer, state)
     }
 
-    /// The whole model as staged.
+    /// Reads the whole staged model.
     fn staged(&self, writer: &Writer) -> Result<Canonical> {
         let config = self.checkpoint.config();
         let open = |step: &str| {
@@ -420,15 +420,16 @@ impl Job<'_> {
             layers,
             final_norm: ends.vector(NORM, config.hidden_size)?,
             embedding: ends.matrix(EMBEDDING, dims)?,
-            head: match config.tie_word_embeddings {
-                true => None,
-                false => Some(ends.matrix(HEAD, dims)?),
+            head: if config.tie_word_embeddings {
+                None
+            } else {
+                Some(ends.matrix(HEAD, dims)?)
             },
         })
     }
 
-    /// What training text begins with: documents and answers in turn, as calibration's; with a
-    /// calibration file every other text begins with a part of it.
+    /// Beginnings of training texts: documents and answers in turn, as for calibration; with a
+    /// calibration file, every other text begins with a part of it.
     fn beginnings(&self, length: usize, seed: u64) -> Result<Box<Beginnings<'_>>> {
         let (config, files) = (self.checkpoint.config(), self.checkpoint.files());
         let eos = self.checkpoint.eos_token_ids();
@@ -496,8 +497,8 @@ fn part_of(file: &Sequences, seed: u64, index: u64) -> Vec<u32> {
     sequence[..1 + rng.next_u32() as usize % most].to_vec()
 }
 
-/// Puts a tuned weight's error into the row that reports it. What its outputs are off by, seen
-/// layer by layer, says nothing once the layers are tuned together: that figure goes.
+/// Records a tuned weight's error in its row of the report. The output error, measured layer by
+/// layer, means nothing once the layers are tuned together, so it is removed.
 fn note_tuned(
     rows: Option<&mut Vec<LayerReport>>,
     name: &str,
@@ -509,8 +510,8 @@ fn note_tuned(
         return Ok(());
     };
     let (n, cols) = source.dims();
-    // Rows go through memory that each thread keeps: allocated for each, it would be mapped anew
-    // all the time.
+    // Each thread keeps a buffer for rows: one allocated per row would be mapped anew every
+    // time.
     let room = || (vec![0.0; cols], vec![0.0; cols]);
     let rows = (0..n).into_par_iter().map_init(room, |(a, b), r| {
         read_row(name, source, r, a)?;
@@ -519,7 +520,7 @@ fn note_tuned(
         let error: f64 = a.iter().zip(b.iter()).map(|(a, b)| square(a - b)).sum();
         Ok((error, a.iter().map(|&a| square(a)).sum::<f64>()))
     });
-    // Summed in order: the same for any number of threads.
+    // Summed in order, so that the result does not depend on the number of threads.
     let rows = rows.collect::<Result<Vec<(f64, f64)>>>()?;
     let (error, norm) = (rows.iter()).fold((0.0, 0.0), |sum, r| (sum.0 + r.0, sum.1 + r.1));
     row.rel_error = (error / norm.max(f64::MIN_POSITIVE)).sqrt();
@@ -530,7 +531,7 @@ fn note_tuned(
     Ok(())
 }
 
-/// The method as files and reports call it.
+/// The method's name in files and reports.
 pub(super) fn method_name(method: &str, tuning: Option<&Tuning>) -> String {
     match tuning {
         Some(t) if t.fallback.is_none() => format!("{method}{TUNED}"),
@@ -549,7 +550,7 @@ fn remove_checkpoint(writer: &Writer) -> Result<()> {
     }
 }
 
-/// The smallest group of any weight; 64 if none is quantized.
+/// The smallest group size of any weight; 64 if none is quantized.
 fn least_group(w: &Canonical) -> usize {
     let layers = w.layers.iter().flat_map(|l| l.linears.values());
     let all = layers.chain([&w.embedding]).chain(&w.head);

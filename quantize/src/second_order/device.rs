@@ -1,5 +1,5 @@
-//! On a device that rounds by second moments itself: they stay where they were summed, and only a
-//! weight, its codes and its groups' parameters travel.
+//! Rounding on a device that keeps second moments: they stay where they were summed, and only a
+//! weight, its codes and its groups' parameters are transferred.
 
 use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian};
 use crate::error::Result;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct DeviceHessian(pub(super) Arc<dyn kernels::Moments>);
 
-/// How the device is to search ranges.
+/// The device's settings for the search of ranges.
 fn fit_shape(fit: Fit, grid: Grid) -> kernels::FitShape {
     kernels::FitShape {
         least: fit.least,
@@ -34,8 +34,8 @@ impl Hessian for DeviceHessian {
         self.0.diagonal().len()
     }
 
-    /// By the diagonal alone: `E[x_i x_j]^2` is at most `E[x_i^2] E[x_j^2]`, and what is no
-    /// number in an input is none in its square.
+    /// Checks the diagonal alone: `E[x_i x_j]^2` is at most `E[x_i^2] E[x_j^2]`, and NaN or infinity in
+    /// an input remains in its square.
     fn is_finite(&self) -> bool {
         self.0.diagonal().iter().all(|v| v.is_finite())
     }

@@ -1,4 +1,4 @@
-//! On the host: faer's factorizations, and rows in tiles on all threads.
+//! Rounding on the host: faer's factorizations, and rows in tiles on all threads.
 
 use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian};
 use crate::error::Result;
@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Rows that one thread takes through all columns.
+/// Rows that one thread takes through all columns together.
 const TILE: usize = 64;
 /// Columns between updates of the rest of the row.
 const BLOCK: usize = 64;
@@ -97,7 +97,7 @@ impl Factor for HostFactor {
             fit: columns.fit,
             importance: columns.importance,
         };
-        // Where groups' ranges are chosen on the way, spans are known before all the same.
+        // Even if ranges of groups are chosen along the way, factors of spans are needed beforehand.
         let fits_before = columns.fits_before() || columns.grid.two_level().is_some();
         (rounded.rows_mut(TILE).into_par_iter())
             .zip(columns.weight.data.par_chunks(TILE * n))
@@ -111,7 +111,7 @@ impl Factor for HostFactor {
     }
 }
 
-/// Rows that are rounded together; what all tiles share.
+/// Data shared by all tiles, which are rows that are rounded together.
 struct Tile<'a> {
     grid: Grid,
     n: usize,
@@ -125,7 +125,7 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
-    /// Parameters of all groups from the original weights.
+    /// Chooses the parameters of all groups from the original weights.
     fn fit_groups(&self, weight: &[f32], rows: &mut RowsMut<'_>) {
         let spans = self.grid.spans(self.n);
         let of_rows = weight
@@ -137,7 +137,7 @@ impl Tile<'_> {
         }
     }
 
-    /// Parameters of `group`, whose columns begin at place `at` of the order, from the
+    /// Chooses the parameters of `group`, whose columns begin at place `at` of the order, from the
     /// compensated and permuted rows `w` `[rows, n]`.
     fn fit_group(&self, group: usize, at: usize, w: &[f32], rows: &mut RowsMut<'_>) {
         let size = self.grid.group().size(self.n);
@@ -163,7 +163,7 @@ impl Tile<'_> {
         }
     }
 
-    /// Rounds rows `weight` `[rows, n]`.
+    /// Rounds the rows `weight` `[rows, n]`.
     fn round(&self, weight: &[f32], mut out: RowsMut<'_>) {
         let n = self.n;
         let rows = weight.len() / n;

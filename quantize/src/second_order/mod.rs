@@ -1,6 +1,6 @@
-//! The dense algebra of second-order rounding, wherever the moments of inputs are kept: the
-//! host ([`host`], any CPU) or a device that rounds by them (`device`). What is damped, in which order
-//! columns go and what their ranges are searched by is the method's, and the same on both.
+//! The dense algebra of second-order rounding, wherever the moments of inputs are kept: on the
+//! host ([`host`], any CPU) or on a device (`device`). The method decides the damping, the order of
+//! columns and the weighting in the search for ranges, and they are the same on both.
 
 mod device;
 pub mod host;
@@ -22,7 +22,7 @@ pub trait Hessian: Debug + Send + Sync {
     /// Elements of an input.
     fn width(&self) -> usize;
 
-    /// The moments, where they are on the host.
+    /// The moments, if they are on the host.
     fn host(&self) -> Option<&Matrix> {
         None
     }
@@ -30,91 +30,91 @@ pub trait Hessian: Debug + Send + Sync {
     /// False if a moment is NaN or infinite.
     fn is_finite(&self) -> bool;
 
-    /// `tr(E H E^T)` for `e` `[rows, in]`: the mean squared output error that the weight error
-    /// `e` makes, summed over outputs.
+    /// `tr(E H E^T)` for `e` `[rows, in]`: the mean squared output error caused by the weight error
+    /// `e`, summed over outputs.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn quadratic_error(&self, e: &Matrix) -> Result<f64>;
 
-    /// The same of a weight and of what rounding it has changed.
+    /// Norms of a weight and of the change that rounding makes, in values and in outputs.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors>;
 
     /// The moments of `x_i / s_i`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn divided(&self, s: &[f32]) -> Result<Arc<dyn Hessian>>;
 
     /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`; `None` if the damped matrix
     /// is not positive definite.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn inverse_factor(&self, damped: &Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>>;
 }
 
-/// [`Hessian::inverse_factor`]'s result.
+/// The result of [`Hessian::inverse_factor`].
 pub trait Factor {
-    /// Columns that are best rounded between updates of the rest of the row.
+    /// Number of columns that is best rounded between updates of the rest of the row.
     fn block(&self) -> usize;
 
-    /// `U_jj` of each place.
+    /// `U_jj` for each place.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn diagonal(&self) -> Result<Vec<f32>>;
 
-    /// Rounds the columns of a weight one after another, the error of each made up for by those
-    /// after it.
+    /// Rounds the columns of a weight one after another; later columns compensate for the error
+    /// of each.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn round(&self, columns: &Columns<'_>) -> Result<Rounded>;
 }
 
-/// How moments are made fit to be inverted.
+/// How moments are modified so that they can be inverted.
 #[derive(Clone, Copy, Debug)]
 pub struct Damped<'a> {
     /// The column of each place.
     pub order: &'a [usize],
-    /// Inputs that were never seen: cut off from all others.
+    /// Inputs that were always zero: cut off from all others.
     pub dead: &'a [usize],
-    /// The moment that they get.
+    /// The moment that dead inputs get.
     pub fill: f32,
     /// Added to the diagonal.
     pub damping: f64,
 }
 
-/// A weight and how its columns go.
+/// A weight and the order of its columns.
 #[derive(Clone, Copy, Debug)]
 pub struct Columns<'a> {
     /// `[out, in]`
     pub weight: &'a Matrix,
-    /// What it is rounded to.
+    /// The grid to round to.
     pub grid: Grid,
     /// The column of each place.
     pub order: &'a [usize],
     /// Runs of places, in order.
     pub blocks: &'a [ColumnBlock],
-    /// How the ranges of groups are chosen: before the first column, but for those that blocks
-    /// begin.
+    /// How the ranges of groups are chosen: before the first column, except for groups that begin
+    /// blocks.
     pub fit: Fit,
-    /// Weights of that choice, by column.
+    /// Weighting of errors in that choice, by column.
     pub importance: &'a [f32],
 }
 
 impl Columns<'_> {
-    /// True if groups' ranges are chosen from the weights as they were.
+    /// True if groups' ranges are chosen from the original weights.
     fn fits_before(&self) -> bool {
         self.blocks.iter().all(|b| b.begins.is_none())
     }
 }
 
-/// What calibration says about a Linear's inputs.
+/// Calibration statistics of a Linear's inputs.
 #[derive(Clone, Debug, Default)]
 pub struct InputStats {
     /// `E[x_i^2]`, `[in]`.
@@ -124,7 +124,7 @@ pub struct InputStats {
 }
 
 impl InputStats {
-    /// Of these second moments.
+    /// Statistics from these second moments.
     pub fn of(moments: Matrix) -> Self {
         InputStats {
             mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
@@ -132,7 +132,7 @@ impl InputStats {
         }
     }
 
-    /// Of second moments that a device keeps.
+    /// Statistics from second moments that a device keeps.
     pub fn on_device(moments: Arc<dyn nq_kernels::second_order::Moments>) -> Self {
         InputStats {
             mean_square: moments.diagonal().to_vec(),
@@ -143,7 +143,7 @@ impl InputStats {
     /// The statistics of `x_i / s_i`.
     ///
     /// # Errors
-    /// The device's, where the moments are on one.
+    /// Errors of the device, if the moments are on one.
     pub fn divide(&mut self, s: &[f32]) -> Result<()> {
         for (m, &s) in self.mean_square.iter_mut().zip(s) {
             *m /= s * s;
@@ -157,31 +157,32 @@ impl InputStats {
 
 impl From<Moments> for InputStats {
     fn from(moments: Moments) -> Self {
-        match moments.is_full() {
-            true => InputStats::of(moments.matrix()),
-            false => InputStats {
+        if moments.is_full() {
+            InputStats::of(moments.matrix())
+        } else {
+            InputStats {
                 mean_square: moments.mean_squares(),
                 hessian: None,
-            },
+            }
         }
     }
 }
 
-/// What rounding a weight changed: squared norms, of values and of mean outputs.
+/// Squared norms of a weight and of its change by rounding, in values and in mean outputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Errors {
-    /// Of the weight's values.
+    /// Squared norm of the weight's values.
     pub weight: f64,
-    /// Of the changes.
+    /// Squared norm of the values' changes.
     pub change: f64,
-    /// Of the weight's outputs.
+    /// Squared norm of the weight's outputs.
     pub outputs: f64,
-    /// Of the changes of outputs.
+    /// Squared norm of the outputs' changes.
     pub output_change: f64,
 }
 
 impl Errors {
-    /// The weight's row of the report. Without moments nothing is known of outputs.
+    /// The weight's row of the report. Without moments, the output error is unknown.
     pub(crate) fn report(&self, name: &str, grid: Grid, method: &str) -> LayerReport {
         let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
         LayerReport {

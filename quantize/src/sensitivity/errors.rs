@@ -1,4 +1,4 @@
-//! What rounding errs by, and what that makes of a group's losses.
+//! Errors of rounding, and a group's losses computed from them.
 
 use super::probe::PROBE;
 use crate::error::Result;
@@ -9,38 +9,39 @@ use crate::methods::rtn;
 use crate::second_order::InputStats;
 use nq_formats::{AffineScheme, Weight};
 
-/// Rows of a weight that its output errors are sampled on, at most.
+/// Most rows of a weight on which its output errors are sampled.
 pub(super) const SAMPLE: usize = 256;
 
-/// What is known of a group.
+/// Measurements of a group.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Found {
-    /// The probe's divergence.
+    /// KL divergence with the group rounded to the probe's scheme.
     pub(super) kld: f64,
-    /// It stands in a layer.
+    /// True if the group is in a layer.
     pub(super) in_layer: bool,
-    /// Output error of the probe.
+    /// Output error of the probe's scheme.
     probe: f64,
-    /// Of each candidate.
+    /// Output error of each candidate.
     pub(super) candidates: Vec<f64>,
-    /// Of the probe's scheme, where the method was tried: rounded to nearest, and by the method.
+    /// Output errors in the probe's scheme, rounded to nearest and by the method, if that was tried.
     nearest: f64,
     by_method: f64,
 }
 
 impl Found {
-    /// The divergence, in a run, of a unit of the candidates' errors: `together` is what
-    /// rounding all layers at once makes of the sum over them.
+    /// The expected divergence per unit of a candidate's error. `together` is the ratio of the divergence
+    /// of all layers rounded at once to the sum over them.
     pub(super) fn unit(&self, together: f64) -> f64 {
-        let method = match self.nearest > 0.0 {
-            true => self.by_method / self.nearest,
-            false => 1.0,
+        let method = if self.nearest > 0.0 {
+            self.by_method / self.nearest
+        } else {
+            1.0
         };
         let together = if self.in_layer { together } else { 1.0 };
         self.kld.max(0.0) * method * together / self.probe.max(f64::MIN_POSITIVE)
     }
 
-    /// Adds what `weight`, of which `rows` are a sample, errs by under the probe and every
+    /// Adds the output errors of `weight`, sampled on `rows`, under the probe's scheme and every
     /// candidate.
     pub(super) fn add_weight(
         &mut self,
@@ -62,8 +63,8 @@ impl Found {
         Ok(())
     }
 
-    /// Adds the output errors of `rows` of a weight in the probe's scheme, on inputs of which
-    /// `stats` are known: rounded to nearest, and as `tried` by the method.
+    /// Adds the output errors of `rows` of a weight in the probe's scheme, on inputs with the statistics
+    /// `stats`: rounded to nearest, and rounded by the method as `tried`.
     pub(super) fn add_method(
         &mut self,
         rows: &Matrix,
@@ -81,12 +82,12 @@ impl Found {
     }
 }
 
-/// Rows of the weight `name`, evenly spread, [`SAMPLE`] at most.
+/// Up to [`SAMPLE`] rows of the weight `name`, evenly spread.
 pub(super) fn sample(name: &str, weight: &Weight) -> Result<Matrix> {
     sample_of(name, weight, SAMPLE)
 }
 
-/// The same, `most` at most.
+/// Up to `most` rows of the weight `name`, evenly spread.
 pub(super) fn sample_of(name: &str, weight: &Weight, most: usize) -> Result<Matrix> {
     let (out, cols) = weight.dims();
     let n = out.min(most);
@@ -140,7 +141,7 @@ mod tests {
         assert!(found.candidates[1] < found.candidates[0] / 100.0);
         let plain = found.unit(1.0);
 
-        // What rounds to nearest saves nothing; what does no error at all, everything.
+        // Rounding to nearest again saves nothing; a method without any error saves everything.
         let stats = InputStats {
             mean_square: vec![1.0; 64],
             hessian: None,

@@ -1,18 +1,18 @@
-//! What rounding each group of weights costs, measured: the KL divergence of the model with
-//! that group alone rounded from the model as it is.
+//! Sensitivity: the measured cost of rounding each group of weights, as the KL divergence of the model
+//! with that group alone rounded from the unrounded model.
 //!
 //! All variants run side by side through one pass over the layers: a group's variant branches
-//! off the source's stream at its layer and goes on through the layers after it, unrounded.
-//! So each layer is read once, half of the work of whole runs falls away, and no more than one
-//! layer is held. Each group is rounded to one scheme, the probe; the cost of its other
+//! off the source's stream at its layer and continues through the layers after it, unrounded.
+//! So each layer is read once, half of the work of whole runs is saved, and only one
+//! layer is held at a time. Each group is rounded to one scheme, the probe; the cost of its other
 //! schemes is in proportion to their output errors, `sum(E[x_j^2] (w_ij - q_ij)^2)`, since a
 //! divergence is quadratic in small changes.
 //!
-//! The probe is rounded to nearest, and alone; a run rounds by its method, and all layers
-//! together. So losses are scaled by what the method leaves of the probe's output error,
-//! `tr(E H E^T)` on some of its rows, and those of layers also by what rounding all of them
-//! costs against the sum over the groups alone. The method goes by the calibration text, as it
-//! will, and its error is taken on the text to measure on: on its own text it would look better
+//! Here the probe is rounded to nearest, and each group alone; a real run rounds by its method, and
+//! all layers together. So losses are scaled by the share of the probe's output error that the method
+//! leaves, `tr(E H E^T)` on some of its rows, and those of layers also by the ratio of the cost of
+//! rounding all layers to the sum over the groups. The method is given the calibration text, as in
+//! a real run, and its error is measured on the probing text: on its own text it would look better
 //! than it is.
 
 mod errors;
@@ -28,14 +28,14 @@ use probe::LOGITS;
 pub use probe::Probe;
 use run::Run;
 
-/// Tokens of a window, at most. The second half is scored.
+/// Most tokens of a window. The second half is scored.
 const WINDOW: usize = 256;
 
-/// Multiplications that a measurement may take: the forwards of all variants.
+/// Most multiplications of a measurement, counting the forwards of all variants.
 const WORK: u64 = 40_000_000_000_000;
 
-/// (number, length) of the windows to measure on: of `tokens` in all, if `WORK` allows as
-/// many, and from 2 to 16.
+/// (number, length) of the windows to measure on: `tokens` tokens in all, if `WORK` allows, and
+/// from 2 to 16 windows.
 pub fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usize) {
     let length = WINDOW.min(config.max_position_embeddings);
     let window = config.parameters() as u64 / 2 * groups as u64 * length as u64;
@@ -45,13 +45,13 @@ pub fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usiz
 }
 
 impl Probe<'_> {
-    /// Rows that the progress will count.
+    /// Number of rows that the progress will count.
     fn work(&self, config: &ModelConfig) -> u64 {
         let layers = config.num_hidden_layers;
         let tokens: usize = self.text.iter().map(Vec::len).sum();
         let per_layer = config.layer().products().len();
         let begin = 3; // the source, the embedding's variant and that of all layers
-        // Each layer runs what branched off before it, then its own groups.
+        // Each layer runs the variants that branched off before it, then those of its own groups.
         let runs: usize = (0..layers).map(|l| begin + per_layer * l + per_layer).sum();
         let calibration = self.calibration.unwrap_or_default();
         let calibration: usize = calibration.iter().map(Vec::len).sum();
@@ -61,7 +61,7 @@ impl Probe<'_> {
     /// Measures every group. Candidates whose groups do not fill a weight's rows are left out.
     ///
     /// # Errors
-    /// What reading and running the model report; logits that are no numbers.
+    /// Errors of reading and running the model; logits with NaN or infinity.
     pub fn menus(&self, stepper: &mut dyn LayerStepper) -> Result<Vec<Menu>> {
         let work = self.work(stepper.config());
         self.progress
@@ -87,8 +87,8 @@ impl Probe<'_> {
         Ok(self.groups.iter().zip(found).map(menu).collect())
     }
 
-    /// What is known of every group, and what rounding all layers together costs as a share
-    /// of the sum over their groups.
+    /// Measurements of every group, and the ratio of the cost of rounding all layers together to the
+    /// sum over their groups.
     fn run(&self, stepper: &mut dyn LayerStepper) -> Result<(Vec<Found>, f64)> {
         let config = stepper.config().clone();
         let embedding = models::embedding(self.store, &config)?;
@@ -102,12 +102,12 @@ impl Probe<'_> {
     }
 }
 
-/// Bytes of the streams of all variants, and of what the layers and the head take beside.
+/// Bytes of the streams of all variants, and of the layers and the head besides.
 pub fn bytes(config: &ModelConfig, groups: usize, tokens: usize) -> usize {
     let (n, length) = shape(config, groups, tokens);
     let stream = 4 * n * length * config.hidden_size;
     let streams = (groups + 5) * stream; // with the source's own, all layers' and copies
-    // The reference's logits, those of its first tile and a variant's.
+    // The reference's logits, those of its first tile, and those of one variant.
     let logits = 3 * LOGITS.min(4 * config.vocab_size * length.div_ceil(2));
     let head = logits + 2 * config.vocab_size * config.hidden_size;
     streams + head

@@ -1,13 +1,13 @@
-//! What is asked of a measurement.
+//! Settings of a measurement.
 
 use crate::allocation::WeightGroup;
 use crate::methods::Method;
 use nq_formats::{AffineScheme, Bits, Group, Progress, WeightStore, Zeros};
 
-/// What groups are rounded to, to see what it costs.
+/// The scheme that groups are rounded to, to measure the cost.
 pub(super) const PROBE: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
 
-/// Bytes of logits that are held at once.
+/// Most bytes of logits held at once.
 pub(super) const LOGITS: usize = 64 << 20;
 
 /// A measurement to be made.
@@ -20,10 +20,10 @@ pub struct Probe<'a> {
     pub groups: &'a [WeightGroup],
     /// The schemes to choose from.
     pub candidates: &'a [AffineScheme],
-    /// What layers will be rounded by.
+    /// The method that layers will be rounded by.
     pub method: &'a dyn Method,
-    /// Text that it will go by; none if it needs nothing to go by.
+    /// Calibration text for the method; `None` if it needs none.
     pub calibration: Option<&'a [Vec<u32>]>,
-    /// Told of rows that went through a layer.
+    /// Receives the number of rows that went through a layer.
     pub progress: &'a dyn Progress,
 }

@@ -1,4 +1,4 @@
-//! A measurement under way: the streams that run along, layer after layer.
+//! A measurement in progress: the streams of all variants, taken from layer to layer.
 
 use super::errors::{Found, SAMPLE, sample, sample_of};
 use super::probe::{LOGITS, PROBE, Probe};
@@ -18,10 +18,10 @@ use nq_runtime::models;
 use nq_runtime::{Hidden, LayerStepper, LayerWeights};
 use std::ops::Range;
 
-/// A stream that runs along.
+/// A variant of the model, which has a stream of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Variant {
-    /// Nothing rounded: what the others are held against.
+    /// Nothing rounded: the reference of all others.
     Source,
     /// One group rounded.
     Group(usize),
@@ -29,7 +29,7 @@ enum Variant {
     Layers,
 }
 
-/// A measurement under way.
+/// A measurement in progress.
 pub(super) struct Run<'r> {
     probe: &'r Probe<'r>,
     stepper: &'r mut dyn LayerStepper,
@@ -38,7 +38,7 @@ pub(super) struct Run<'r> {
     /// The streams of `variants`, the source's first.
     stream: Hidden,
     variants: Vec<Variant>,
-    /// The stream of which every layer is rounded; the last variant in the end.
+    /// The stream with every layer rounded; becomes the last variant at the end.
     rounded: Hidden,
     calibration: Option<Hidden>,
     found: Vec<Found>,
@@ -48,12 +48,12 @@ pub(super) struct Run<'r> {
 struct End {
     norm: Tensor,
     head: Weight,
-    /// The head's group and name, if it is to be measured.
+    /// The head's group and name, if it is measured.
     group: Option<(usize, &'static str)>,
 }
 
 impl<'r> Run<'r> {
-    /// The streams as the embedding gives them, rounded and not.
+    /// Streams of the embedded text, with the embedding rounded and unrounded.
     pub(super) fn new(
         probe: &'r Probe<'r>,
         stepper: &'r mut dyn LayerStepper,
@@ -68,7 +68,7 @@ impl<'r> Run<'r> {
             None => None,
         };
         let mut variants = vec![Variant::Source];
-        // Growing would hold all streams twice.
+        // Reserved at once, as growing would hold all streams twice.
         (stream.data).reserve_exact(stream.data.len() * (probe.groups.len() + 1));
         if let Some(g) = group_at(probe.groups, Place::Embedding) {
             let (weight, _) = rtn::round_rows(EMBEDDING, embedding, grid, Fit::clip(), &[])?;
@@ -88,14 +88,14 @@ impl<'r> Run<'r> {
         })
     }
 
-    /// Takes all streams through a layer; each of its groups begins one.
+    /// Takes all streams through a layer; each of its groups begins a new one.
     pub(super) fn layer(&mut self, index: usize) -> Result<()> {
         let source = LayerWeights::read(self.probe.store, self.config, index)?;
         let before = Hidden {
             data: self.source_stream().to_vec(),
             lengths: self.probe.text.iter().map(Vec::len).collect(),
         };
-        // Before the other statistics are gathered: a device holds one set of them.
+        // Done before the other statistics are gathered: a device holds only one set of them.
         let tried = self.try_method(index, &source)?;
         let needs = self.probe.method.needs().max(Needs::Squares);
         let (stats, _) = layers::gather(self.stepper, index, &source, &before, needs, &())?;
@@ -126,8 +126,8 @@ impl<'r> Run<'r> {
         &self.stream.data[..self.stream.data.len() / self.variants.len()]
     }
 
-    /// The layer with group `g` rounded, whose Linears, or experts, see what `stats` tell of. Notes
-    /// what they err by.
+    /// The layer with group `g` rounded; `stats` are the inputs' statistics of its Linears, by
+    /// expert if there are experts. Adds up the errors of rounding.
     fn round_group(
         &mut self,
         g: usize,
@@ -159,9 +159,9 @@ impl<'r> Run<'r> {
         Ok(weights)
     }
 
-    /// What the method makes of rows of a layer's weights in the probe's scheme, going by the
-    /// layer's inputs on the calibration text: one of the weights that share an input stands
-    /// for them, and the first expert for all. The text goes through the layer.
+    /// Rounds rows of a layer's weights by the method, in the probe's scheme, with the inputs'
+    /// statistics on the calibration text. One of the weights that share an input represents all of
+    /// them, and the first expert represents all experts. Takes that text through the layer.
     fn try_method(&mut self, index: usize, source: &LayerWeights) -> Result<Option<Vec<Rounded>>> {
         let Some(text) = &mut self.calibration else {
             return Ok(None);
@@ -180,8 +180,8 @@ impl<'r> Run<'r> {
         Ok(Some(tried?))
     }
 
-    /// What is known of every group in the end, and what rounding all layers together costs as
-    /// a share of the sum over their groups.
+    /// Measurements of every group, and the ratio of the cost of rounding all layers together to
+    /// the sum over their groups.
     pub(super) fn finish(mut self, embedding: &Weight) -> Result<(Vec<Found>, f64)> {
         let rounded = std::mem::take(&mut self.rounded);
         join(&mut self.stream, rounded);
@@ -199,7 +199,7 @@ impl<'r> Run<'r> {
             .map(|f| f.kld)
             .sum();
         let share = together / apart;
-        // Layers that cost nothing say nothing of each other.
+        // If no layer costs anything, the ratio is meaningless.
         let sane = share.is_finite() && share > 0.0;
         Ok((self.found, if sane { share } else { 1.0 }))
     }
@@ -222,7 +222,7 @@ impl<'r> Run<'r> {
         })
     }
 
-    /// Notes the divergence of every group's stream. Returns that of all layers, and the
+    /// Records the divergence of every group's stream. Returns that of all layers together, and the
     /// source's logits on the first tile.
     fn score(&mut self, end: &End) -> Result<(f64, Vec<f32>)> {
         let (vocab, variants) = (self.config.vocab_size, self.variants.len());
@@ -260,8 +260,8 @@ impl<'r> Run<'r> {
         Ok((together, first))
     }
 
-    /// Notes what the head rounded costs over the source's stream, of which the first tile,
-    /// with these logits unrounded, says enough.
+    /// Records the cost of rounding the head, over the first tile of the source's stream, which is
+    /// enough; `first` are its unrounded logits.
     fn score_head(&mut self, end: &End, first: &[f32]) -> Result<()> {
         let (Some((g, name)), Some(tile)) = (end.group, self.tiles().into_iter().next()) else {
             return Ok(());
@@ -290,16 +290,17 @@ impl<'r> Run<'r> {
 
     fn head_inputs(&self, end: &End, x: &[f32]) -> Result<InputStats> {
         let (norm, eps) = (end.norm.to_f32()?, self.config.rms_norm_eps);
-        let looked_up = match self.config.tie_word_embeddings {
-            true => LOOKED_UP,
-            false => 0.0,
+        let looked_up = if self.config.tie_word_embeddings {
+            LOOKED_UP
+        } else {
+            0.0
         };
         let needs = self.probe.method.needs();
         Ok(head_inputs(x, &norm, eps, needs, looked_up))
     }
 
-    /// Rows of the source's stream that are scored, the second half of each window, cut so
-    /// that a tile's logits fit `LOGITS`.
+    /// Rows of the source's stream that are scored, the second half of each window, cut into tiles
+    /// whose logits fit `LOGITS`.
     fn tiles(&self) -> Vec<Range<usize>> {
         let most = (LOGITS / (4 * self.config.vocab_size)).max(1);
         let mut tiles = Vec::new();
@@ -315,12 +316,12 @@ impl<'r> Run<'r> {
     }
 }
 
-/// Where the group of this place stands in the list.
+/// Index in the list of the group at this place.
 fn group_at(groups: &[WeightGroup], place: Place) -> Option<usize> {
     groups.iter().position(|g| g.place == place)
 }
 
-/// Runs a layer over `stream`, which becomes what comes out.
+/// Runs a layer over `stream`, in place.
 fn pass(
     stepper: &mut dyn LayerStepper,
     probe: &Probe<'_>,
@@ -335,7 +336,7 @@ fn pass(
     Ok(stepper.layer(index, weights, stream, &mut observer)?)
 }
 
-/// `rows` of a weight in the probe's scheme, by the method that goes by `known`.
+/// Rounds `rows` of a weight to the probe's scheme by the method, given statistics `known`.
 fn by_method(probe: &Probe<'_>, name: &str, rows: &Matrix, known: &InputStats) -> Result<Rounded> {
     let problem = Problem {
         name,

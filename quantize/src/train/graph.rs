@@ -1,8 +1,8 @@
 //! Forward and backward of a model over whole sequences, and the KL divergence of the
 //! student's logits against the teacher's.
 //!
-//! What the backward needs and the forward has is kept if it is dear to compute (products),
-//! computed again if it is cheap (norms, SiLU, attention's weights).
+//! Results of the forward that the backward needs are kept if they are expensive to compute
+//! (products), and recomputed if they are cheap (norms, SiLU, attention weights).
 
 use super::no_experts;
 use super::params::{Matrix, Model, Values};
@@ -14,10 +14,10 @@ use nq_runtime::full_precision::{
     AttentionProducts, Load, Pass, Tape, Workspace, attention_weights,
 };
 
-/// Logits held at once, per model.
+/// Most logits held at once, per model.
 const LOGITS: usize = 1 << 26;
 
-/// Memory of forward and backward over up to `batch` sequences of `seq` tokens.
+/// Buffers for forward and backward over up to `batch` sequences of `seq` tokens.
 pub struct Graph<O: Allocate> {
     config: ModelConfig,
     batch: usize,
@@ -48,7 +48,7 @@ fn head_rows(c: &ModelConfig, rows: usize) -> usize {
         .min(rows)
 }
 
-/// Elements of the largest weight.
+/// Number of elements of the largest weight.
 fn largest_weight(c: &ModelConfig) -> usize {
     let linears = c.layer().linears().into_iter();
     linears
@@ -63,7 +63,7 @@ fn sum(losses: &[f32]) -> f64 {
 }
 
 impl<O: Allocate> Graph<O> {
-    /// Room for `batch` sequences of `seq` tokens.
+    /// Allocates buffers for `batch` sequences of `seq` tokens.
     ///
     /// # Errors
     /// If the device has not enough memory.
@@ -105,7 +105,7 @@ impl<O: Allocate> Graph<O> {
 }
 
 impl<O: GradOps> Graph<O> {
-    /// Sequences of one pass.
+    /// Most sequences in a pass.
     pub fn batch(&self) -> usize {
         self.batch
     }
@@ -114,7 +114,7 @@ impl<O: GradOps> Graph<O> {
     /// (`[batch, seq]`), in nats.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn divergence(
         &mut self,
         ops: &O,
@@ -126,10 +126,10 @@ impl<O: GradOps> Graph<O> {
         Ok(sum(&all) / tokens.len() as f64)
     }
 
-    /// As [`Graph::divergence`], of every position.
+    /// Like [`Graph::divergence`], for each position.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn divergences(
         &mut self,
         ops: &O,
@@ -163,10 +163,10 @@ impl<O: GradOps> Graph<O> {
         Ok(logits)
     }
 
-    /// As [`Graph::divergence`]; adds its gradient, times `share`, to what `student` has.
+    /// Like [`Graph::divergence`]; also adds its gradient, times `share`, to that in `student`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn gradient(
         &mut self,
         ops: &O,
@@ -193,7 +193,7 @@ impl<O: GradOps> Graph<O> {
         Ok(loss)
     }
 
-    /// Leaves the teacher's normed output in `teacher`, the student's in `h`.
+    /// Leaves the teacher's final normed output in `teacher`, and the student's in `h`.
     fn forward_both(
         &mut self,
         ops: &O,
@@ -211,7 +211,7 @@ impl<O: GradOps> Graph<O> {
         HeadShape::whole(rows / self.seq, self.seq, heads, self.config.head_dim)
     }
 
-    /// `[rows, hidden]` after the final norm, in `h`.
+    /// Leaves the output of the final norm `[rows, hidden]` in `h`.
     fn forward(&mut self, ops: &O, model: &Model<O>, rows: usize) -> Result<()> {
         let width = self.config.hidden_size;
         let table = model.embedding.load(ops, &mut self.f.w)?;
@@ -228,7 +228,7 @@ impl<O: GradOps> Graph<O> {
         Ok(())
     }
 
-    /// Both models' logits of rows `start .. start + n`.
+    /// Computes both models' logits for rows `start .. start + n`.
     fn logits(
         &mut self,
         ops: &O,
@@ -249,7 +249,7 @@ impl<O: GradOps> Graph<O> {
         Ok(())
     }
 
-    /// The losses of as many rows as `to` holds; leaves the gradient times `weight` in `logits`.
+    /// Writes the loss of each row to `to`; leaves the gradient times `weight` in `logits`.
     fn losses(&mut self, ops: &O, weight: f32, to: &mut [f32]) -> Result<()> {
         let shape = (to.len(), self.config.vocab_size);
         ops.kl_divergence(
@@ -262,7 +262,7 @@ impl<O: GradOps> Graph<O> {
         Ok(ops.read(&self.loss, to)?)
     }
 
-    /// Loss and gradient of the head and the final norm; leaves that of the last layer's
+    /// Loss and gradient of the head and the final norm; leaves the gradient at the last layer's
     /// output in `dx`.
     fn head_gradient(
         &mut self,
@@ -286,7 +286,7 @@ impl<O: GradOps> Graph<O> {
                 let g = Gemm::weight_grad(n, vocab, hidden).add();
                 ops.gemm(g, &self.logits, &self.head_in, &mut self.dw)?;
             }
-            // `logits` has left the student's head where it is computed to.
+            // `logits` left the student's head in this buffer, if its values are computed.
             let w = student.head().load(ops, &mut self.f.w)?;
             let g = Gemm::input_grad(n, vocab, hidden);
             ops.gemm(g, &self.logits, w, &mut self.head_in)?;
@@ -306,7 +306,7 @@ impl<O: GradOps> Graph<O> {
         Ok(sum(&losses) / rows as f64)
     }
 
-    /// From the gradient at a layer's output to that after its attention, both in `dx`.
+    /// From the gradient at a layer's output to the gradient after its attention, both in `dx`.
     fn mlp_gradient(
         &mut self,
         ops: &O,
@@ -341,7 +341,7 @@ impl<O: GradOps> Graph<O> {
         norm_gradient(ops, norm, (&s.mid, &s.inv2), &self.dh, dx, shape)
     }
 
-    /// From the gradient after a layer's attention to that at its input, both in `dx`.
+    /// From the gradient after a layer's attention to the gradient at its input, both in `dx`.
     fn attention_gradient(
         &mut self,
         ops: &O,
@@ -395,7 +395,7 @@ impl<O: GradOps> Graph<O> {
     }
 }
 
-/// What gradients of products work with.
+/// Buffers for the gradients of products.
 struct Products<'a, O: GradOps> {
     ops: &'a O,
     c: &'a ModelConfig,
@@ -405,8 +405,8 @@ struct Products<'a, O: GradOps> {
 }
 
 impl<O: GradOps> Products<'_, O> {
-    /// From the gradients `dy` at a product's outputs, by Linear, and its input `x`: each weight
-    /// takes in its own; `dx` becomes that at the input.
+    /// From the gradients `dy` at a product's outputs, by Linear, and its input `x`: adds the gradient
+    /// of each weight to that weight's, and leaves the gradient at the input in `dx`.
     fn gradient(
         &mut self,
         product: &mut Packed<Vec<Matrix<O>>>,
@@ -432,8 +432,9 @@ impl<O: GradOps> Products<'_, O> {
     }
 }
 
-/// From the gradient `dy` at a norm's output, and what it saw and by what it divided: its gains, if
-/// they are tuned, take in their own, and that at its input goes to `dx`, or is added to it.
+/// From the gradient `dy` at a norm's output, the norm's input and its inverse root mean squares:
+/// adds the gradient of its gains to theirs, if they are tuned, and writes or adds the gradient at the
+/// input to `dx`.
 fn norm_gradient<O: GradOps>(
     ops: &O,
     norm: &mut Values<O>,

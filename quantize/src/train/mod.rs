@@ -1,14 +1,14 @@
-//! Training: tuning of a quantized model against the logits of the model it came from.
+//! Training: tunes a quantized model against the logits of the model it was made from.
 //!
-//! The codes that a method leaves are the best it can do layer by layer. Here the whole
-//! quantized model is trained, as a student, to give the unquantized one's logits: scales and
+//! A method chooses the best codes it can, layer by layer. Here the whole quantized model, the
+//! student, is trained to give the logits of the unquantized one, the teacher: scales and
 //! gains directly, codes through latent weights whose rounding the gradient passes straight
 //! through (Bengio et al., arXiv 1308.3432). The text is the teacher's own, sampled anew for
-//! every step, so that there is nothing to learn by heart; text that no step sees decides which
+//! every step, so that there is nothing to memorize; text that no step uses decides which
 //! state is kept. The file's format does not change.
 //!
 //! The forward of a layer is the runtime's ([`nq_runtime::full_precision`]), whose tape the backward
-//! in [`graph`] goes by; operations of its own are here for that and for sampling ([`sample`]).
+//! in [`graph`] uses; this module adds operations for the backward and for sampling ([`sample`]).
 
 pub mod graph;
 pub mod params;
@@ -23,7 +23,7 @@ pub mod trainer;
 pub use plan::{Effort, TuneOptions};
 pub use record::Tuning;
 
-/// What is trained has one MLP a layer.
+/// The error for a mixture of experts: training supports one MLP per layer.
 pub(crate) fn no_experts() -> crate::Error {
     crate::Error::Request {
         what: "tuning",

@@ -1,5 +1,5 @@
-//! The parameters of a model on a device: the teacher's as they are, the student's with what
-//! it takes to change them.
+//! The parameters of a model on a device: the teacher's as they are, the student's with the state
+//! needed to change them.
 
 use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded};
@@ -15,7 +15,7 @@ use nq_runtime::full_precision::Load;
 use nq_runtime::{LayerWeights, forward, models};
 use rayon::prelude::*;
 
-/// What kind of parameter a vector of values is: each kind has a learning rate of its own.
+/// Kind of a parameter vector: each kind has its own learning rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Latent weights, which codes are rounded from.
@@ -26,17 +26,17 @@ pub enum Kind {
     Gain,
 }
 
-/// Values on the device, and what Adam keeps of them if they are tuned.
+/// Values on the device, and Adam's state for them if they are tuned.
 pub struct Values<O: Allocate> {
-    /// Which parameter it is: `<weight name>.<part>`.
+    /// Name of the parameter: `<weight name>.<part>`.
     pub name: String,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
-    /// How many.
+    /// Number of values.
     pub len: usize,
     /// The values.
     pub value: O::Floats,
-    /// Gradient and moments.
+    /// Gradient and moments; `None` if the values are not tuned.
     pub state: Option<State<O>>,
     /// Typical magnitude: mean of absolute values at the start. Rates are relative to it.
     pub magnitude: f32,
@@ -44,11 +44,11 @@ pub struct Values<O: Allocate> {
 
 /// Gradient and Adam's moments.
 pub struct State<O: Allocate> {
-    /// Summed since the last step.
+    /// Gradient, summed since the last step.
     pub grad: O::Floats,
-    /// Mean of gradients.
+    /// Running mean of gradients.
     pub mean: O::Floats,
-    /// Mean of their squares.
+    /// Running mean of squared gradients.
     pub square: O::Floats,
 }
 
@@ -59,7 +59,7 @@ impl<O: Allocate> AsRef<O::Floats> for Values<O> {
 }
 
 impl<O: Allocate> Values<O> {
-    /// Room for `len` values, and what Adam keeps of them if they are tuned.
+    /// Allocates `len` values, and Adam's state for them if they are tuned.
     fn zeros(ops: &O, name: String, kind: Kind, len: usize, tuned: bool) -> Result<Self> {
         let zeros = || ops.floats("parameters to be tuned", len);
         let state = || -> Result<State<O>> {
@@ -79,7 +79,7 @@ impl<O: Allocate> Values<O> {
         })
     }
 
-    /// Gives them the values they start from.
+    /// Sets the values they start from.
     fn start(&mut self, ops: &O, values: &[f32]) -> Result<()> {
         ops.write(&mut self.value, values)?;
         let sum: f64 = values.iter().map(|v| f64::from(v.abs())).sum();
@@ -97,10 +97,10 @@ impl<O: Allocate> Values<O> {
 }
 
 impl<O: GradOps> Values<O> {
-    /// One step of Adam, if it is tuned.
+    /// Takes one step of Adam, if it is tuned.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn step(&mut self, ops: &O, adam: Adam) -> Result<()> {
         if let Some(s) = &mut self.state {
             let n = self.len;
@@ -116,10 +116,10 @@ impl<O: GradOps> Values<O> {
         Ok(())
     }
 
-    /// The values on the host.
+    /// Copies the values to the host.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn to_host(&self, ops: &O) -> Result<Vec<f32>> {
         let mut values = vec![0.0; self.len];
         ops.read(&self.value, &mut values)?;
@@ -129,9 +129,9 @@ impl<O: GradOps> Values<O> {
 
 /// A matrix on the device.
 pub enum Matrix<O: Allocate> {
-    /// As it is.
+    /// Plain values, not tuned.
     Dense(O::Floats),
-    /// Quantized.
+    /// Quantized, with tuned scales.
     Tuned(Tuned<O>),
 }
 
@@ -145,13 +145,13 @@ pub struct Tuned<O: Allocate> {
 
 /// Codes `[rows, cols]`.
 enum Codes<O: Allocate> {
-    /// They follow latent weights by straight-through rounding.
+    /// Rounded from latent weights, with a straight-through gradient.
     Latent(Values<O>),
-    /// They stay.
+    /// Codes that do not change.
     Fixed(O::Codes),
 }
 
-/// A quantized weight's parts in the clear.
+/// The unpacked parts of a quantized weight.
 struct Parts {
     codes: Vec<u8>,
     scales: Vec<f32>,
@@ -176,11 +176,11 @@ fn parts(w: &AffineWeight) -> Parts {
     }
 }
 
-/// How far, in steps of the grid, a latent weight starts from its rounded value towards the
-/// source's: within the cell (half a step), so that the codes start as the method chose them.
+/// How far a latent weight starts from its rounded value towards the source's, in steps of the
+/// grid: within the cell (half a step), so that the codes start as the method chose them.
 const LATENT_REACH: f32 = 0.45;
 
-/// Where latent weights start: in the cells that the method chose, towards `source`'s values.
+/// Initial latent weights: in the cells that the method chose, towards `source`'s values.
 fn latent_values(name: &str, source: &Weight, p: &Parts, shape: Rounding) -> Result<Vec<f32>> {
     let cols = shape.cols;
     let mut latent = vec![0.0; shape.elements()];
@@ -199,16 +199,17 @@ fn latent_values(name: &str, source: &Weight, p: &Parts, shape: Rounding) -> Res
 }
 
 impl<O: Allocate> Tuned<O> {
-    /// Room for a weight, whose codes are tuned too if `codes`.
+    /// Allocates a weight; its codes are tuned too if `codes`.
     fn zeros(ops: &O, name: &str, shape: Rounding, codes: bool) -> Result<Self> {
         let values =
             |part: &str, kind, n| Values::zeros(ops, format!("{name}.{part}"), kind, n, true);
         let n = shape.elements();
         Ok(Tuned {
             shape,
-            codes: match codes {
-                true => Codes::Latent(values("latent", Kind::Latent, n)?),
-                false => Codes::Fixed(ops.codes("codes", n)?),
+            codes: if codes {
+                Codes::Latent(values("latent", Kind::Latent, n)?)
+            } else {
+                Codes::Fixed(ops.codes("codes", n)?)
             },
             scales: values("scales", Kind::Scale, shape.groups())?,
             zeros: ops.floats("zero-points", shape.groups())?,
@@ -217,10 +218,10 @@ impl<O: Allocate> Tuned<O> {
 }
 
 impl<O: GradOps> Matrix<O> {
-    /// The values of a weight, not tuned.
+    /// A weight as plain values, not tuned.
     ///
     /// # Errors
-    /// A weight that is not finite; the device's.
+    /// A weight that is not finite; errors of the device.
     fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
         let row = |row: usize, values: &mut [f32]| read_row(name, weight, row, values);
         Ok(Matrix::Dense(ops.rows("weights", weight.dims(), row)?))
@@ -230,7 +231,7 @@ impl<O: GradOps> Matrix<O> {
     /// offsets, else as it is. `source` is what it was rounded from.
     ///
     /// # Errors
-    /// As `Matrix::dense`.
+    /// Errors of `Matrix::dense`.
     pub fn student(
         ops: &O,
         name: &str,
@@ -263,7 +264,7 @@ impl<O: GradOps> Matrix<O> {
         Ok(Matrix::Tuned(tuned))
     }
 
-    /// [`Matrix::student`] of `source`, or [`Matrix::dense`] where there is none.
+    /// [`Matrix::student`] if there is a `source`, otherwise [`Matrix::dense`].
     fn build(
         ops: &O,
         name: &str,
@@ -277,15 +278,15 @@ impl<O: GradOps> Matrix<O> {
         }
     }
 
-    /// True if there is anything to tune.
+    /// True if it has parameters to tune.
     pub fn is_tuned(&self) -> bool {
         !matches!(self, Matrix::Dense(_))
     }
 
-    /// Takes in the gradient at the weight's values.
+    /// Adds the gradient at the weight's values to those of its parameters.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
         let Matrix::Tuned(t) = self else {
             return Ok(());
@@ -350,7 +351,7 @@ impl<O: GradOps> Load<O> for Matrix<O> {
 /// One layer.
 pub type Layer<O> = forward::Layer<Vec<Matrix<O>>, Values<O>>;
 
-/// Layer `index`: to be tuned, and its codes too if `codes`, where there is a `source`.
+/// Layer `index`; if there is a `source`, it is tuned, with its codes too if `codes`.
 fn layer<O: GradOps>(
     ops: &O,
     index: usize,
@@ -371,7 +372,7 @@ fn layer<O: GradOps>(
     })
 }
 
-/// Canonical weights of a whole model, as they are read and written.
+/// Canonical weights of a whole model, as read and written.
 pub struct Canonical {
     /// The layers.
     pub layers: Vec<LayerWeights>,
@@ -384,10 +385,10 @@ pub struct Canonical {
 }
 
 impl Canonical {
-    /// All weights of `store`.
+    /// Reads all weights of `store`.
     ///
     /// # Errors
-    /// A weight that is absent or of another shape.
+    /// A weight that is absent or has another shape.
     pub fn read(store: &dyn WeightStore, config: &ModelConfig) -> Result<Self> {
         let layers = (0..config.num_hidden_layers)
             .map(|index| Ok(LayerWeights::read(store, config, index)?))
@@ -396,15 +397,16 @@ impl Canonical {
             layers,
             final_norm: models::final_norm(store, config)?,
             embedding: models::embedding(store, config)?,
-            head: match config.tie_word_embeddings {
-                true => None,
-                false => Some(models::head(store, config)?),
+            head: if config.tie_word_embeddings {
+                None
+            } else {
+                Some(models::head(store, config)?)
             },
         })
     }
 }
 
-/// Room for the parameters of a teacher and of a student of this shape, quantized in groups of `group`.
+/// Allocates the parameters of a teacher and of a student of this shape, quantized in groups of `group`.
 ///
 /// # Errors
 /// If the device has not enough memory.
@@ -439,11 +441,11 @@ pub fn both_models<O: Allocate>(
 
 /// A model on a device.
 pub struct Model<O: GradOps> {
-    /// Shape.
+    /// Shape of the model.
     pub config: ModelConfig,
     /// `[vocab, hidden]`
     pub embedding: Matrix<O>,
-    /// `[vocab, hidden]`; `None`: the embedding.
+    /// `[vocab, hidden]`; `None` if the embedding is the head.
     pub head: Option<Matrix<O>>,
     /// The layers.
     pub layers: Vec<Layer<O>>,
@@ -452,19 +454,19 @@ pub struct Model<O: GradOps> {
 }
 
 impl<O: GradOps> Model<O> {
-    /// The source, to be run and not tuned.
+    /// Loads the source, which is run but not tuned.
     ///
     /// # Errors
-    /// A weight that is not finite; the device's.
+    /// A weight that is not finite; errors of the device.
     pub fn teacher(ops: &O, config: &ModelConfig, w: &Canonical) -> Result<Self> {
         Self::build(ops, config, w, None, false)
     }
 
-    /// The quantized model, to be tuned; its codes too if `codes`. `source` is what it was
-    /// quantized from.
+    /// Loads the quantized model for tuning, with its codes too if `codes`. `source` holds the weights
+    /// it was quantized from.
     ///
     /// # Errors
-    /// As [`Model::teacher`].
+    /// Errors of [`Model::teacher`].
     pub fn student(
         ops: &O,
         config: &ModelConfig,
@@ -504,17 +506,17 @@ impl<O: GradOps> Model<O> {
         })
     }
 
-    /// The head: the embedding, if tied.
+    /// The head: the embedding, if they are tied.
     pub fn head(&self) -> &Matrix<O> {
         self.head.as_ref().unwrap_or(&self.embedding)
     }
 
-    /// The head, to be changed.
+    /// The head, mutable.
     pub fn head_mut(&mut self) -> &mut Matrix<O> {
         self.head.as_mut().unwrap_or(&mut self.embedding)
     }
 
-    /// Everything that is tuned, in a fixed order.
+    /// All tuned values, in a fixed order.
     pub fn values(&self) -> Vec<&Values<O>> {
         let mut all = self.embedding.values();
         all.extend(self.head.iter().flat_map(Matrix::values));
@@ -527,7 +529,7 @@ impl<O: GradOps> Model<O> {
         all
     }
 
-    /// As [`Model::values`], to be changed.
+    /// [`Model::values`], mutable.
     pub fn values_mut(&mut self) -> Vec<&mut Values<O>> {
         let mut all = self.embedding.values_mut();
         all.extend(self.head.iter_mut().flat_map(Matrix::values_mut));
@@ -542,11 +544,11 @@ impl<O: GradOps> Model<O> {
     }
 }
 
-/// `base` with the tuned values that `lookup` gives for a name put in: codes rounded anew,
+/// `base` with the tuned values that `lookup` returns by name: codes are rounded anew, and
 /// scales to f16. Zero-points stay.
 ///
 /// # Errors
-/// [`crate::Error::NotFinite`] if a tuned value is no number that the file can hold.
+/// [`crate::Error::NotFinite`] if a file cannot store a tuned value.
 pub fn rounded<'a>(
     base: &Canonical,
     lookup: impl Fn(&str) -> Option<&'a [f32]>,
@@ -610,7 +612,7 @@ pub fn rounded<'a>(
 }
 
 fn check_finite(name: &str, values: &[f32], cols: usize) -> Result<()> {
-    // What f16 cannot hold is no scale either; gains and latent weights are far below that.
+    // A value beyond f16 cannot be a scale; gains and latent weights are far below that.
     let bad = |v: &f32| !v.is_finite() || v.abs() > 65504.0;
     match values.iter().position(bad) {
         None => Ok(()),
@@ -623,8 +625,8 @@ fn check_finite(name: &str, values: &[f32], cols: usize) -> Result<()> {
     }
 }
 
-/// Tuned gains take no more bytes than the source's: 16-bit ones become f16, which is the
-/// finer of the two 16-bit types.
+/// Tuned gains take no more bytes than the source's: 16-bit ones become f16, the more precise
+/// of the two 16-bit types.
 fn gain_tensor(source: &Tensor, values: &[f32]) -> Result<Tensor> {
     let shape = vec![values.len()];
     if source.dtype().size() != 2 {

@@ -1,4 +1,4 @@
-//! How much a tuning is to do, and what memory it takes.
+//! The amount of work of a tuning, and the memory it takes.
 
 use super::graph::Graph;
 use super::params::both_models;
@@ -13,92 +13,93 @@ use std::time::Duration;
 /// How long to tune.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Effort {
-    /// A budget by the device and the model's size ([`default_seconds`]).
+    /// A budget that depends on the device and the model's size ([`default_seconds`]).
     Default,
-    /// As many steps as fit this time by a measurement before the first; the record says how
-    /// many.
+    /// As many steps as fit this time, estimated from a measurement before the first; the record
+    /// holds their number.
     Budget(Duration),
-    /// So many steps.
+    /// A given number of steps.
     Steps {
         /// Steps of the schedule.
         steps: usize,
-        /// Sequences of a step.
+        /// Sequences per step.
         batch: usize,
     },
 }
 
-/// What a user asks of tuning.
+/// A user's options for tuning.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TuneOptions {
-    /// How long.
+    /// How long to tune.
     pub effort: Effort,
 }
 
-/// Above this many parameters codes are tuned only where all of them fit the device.
+/// With more parameters than this, codes are tuned only if all of them fit the device.
 const LARGE: usize = 2_000_000_000;
-/// Sequences of a step, and steps: more of either is not worth its time.
+/// Most sequences per step, and most steps: more of either are not worth their time.
 const BATCHES: [usize; 4] = [32, 16, 8, 4];
 const MOST_STEPS: usize = 4800;
-/// A larger batch is taken once it leaves this many steps.
+/// A larger batch is used if it still leaves this many steps.
 const GOOD_STEPS: usize = 500;
-/// Fewer steps do not make up for what they disturb.
+/// Fewer steps do not make up for the disturbance they cause.
 const LEAST_STEPS: usize = 32;
-/// Checks on held-out text, fewer where they would take more than a share of the time.
+/// Most checks on held-out text; fewer if they would take more than a share of the time.
 pub const CHECKS: usize = 8;
 const LEAST_CHECKS: usize = 2;
 const CHECKS_SHARE: f64 = 0.05;
 
-/// Seconds that a tuning without a budget of its own takes, at most.
+/// Most seconds that a tuning without a budget of its own takes.
 pub fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
-    match on_cpu {
-        true => 1800.0,
-        false => 90.0 + 25.0 * parameters as f64 / 1e9,
+    if on_cpu {
+        1800.0
+    } else {
+        90.0 + 25.0 * parameters as f64 / 1e9
     }
 }
 
-/// How long parts of a tuning take, in seconds.
+/// Measured times of the parts of a tuning, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Pace {
-    /// A sequence of training, its sampling included.
+    /// One training sequence, including its sampling.
     pub sequence: f64,
-    /// What a step takes beside its sequences.
+    /// One step, without its sequences.
     pub step: f64,
-    /// A check on held-out text.
+    /// One check on held-out text.
     pub check: f64,
 }
 
-/// How much to do.
+/// Number and size of the steps of a tuning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedule {
-    /// Steps.
+    /// Number of steps.
     pub steps: usize,
-    /// Sequences of each.
+    /// Sequences per step.
     pub batch: usize,
-    /// Checks on held-out text, beside that before the first step.
+    /// Checks on held-out text, besides the one before the first step.
     pub checks: usize,
 }
 
-/// The rate of codes of short schedules of 32 sequences a step.
+/// The learning rate of codes for short schedules of 32 sequences per step.
 pub const RATE_CODES: f32 = 1.85e-3;
-/// Steps up to which it is that.
+/// Most steps for which that rate is used.
 const RATE_STEPS: f32 = 200.0;
-/// Sequences of a step from which on it is that.
+/// Least sequences per step for which that rate is used.
 const RATE_BATCH: f32 = 32.0;
 
 /// The learning rate of codes for a schedule: the more steps, the lower.
 ///
-/// Measured on the demo model: at a high rate codes flicker and the loss stands still until the
-/// rate falls, and what text does not hold in place wanders off, which other text then shows. The
-/// best of those tried went as the steps to the power of -0.6, from 200 to 4,800.
+/// Measured on the demo model: at a high rate codes flicker and the loss stays constant until the
+/// rate falls, and parameters that the training text does not determine drift, which shows on other
+/// text. The best rates tried were in proportion to the steps to the power of -0.6, from 200 to 4,800.
 pub fn rate_codes(steps: usize, batch: usize) -> f32 {
     let long = (RATE_STEPS / steps.max(1) as f32).min(1.0).powf(0.6);
     RATE_CODES * long * (batch as f32 / RATE_BATCH).sqrt().min(1.0)
 }
 
-/// The schedule that fits `seconds`; `None` if too few steps do.
+/// The schedule that fits `seconds`; `None` if that allows too few steps.
 ///
-/// Steps come in ratios of about 1.2, so that measurements that differ a little give the same
-/// plan. `pass` sequences at least are a step.
+/// Numbers of steps are spaced by ratios of about 1.2, so that small differences in measurements
+/// give the same plan. A step has at least `pass` sequences.
 pub fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule> {
     let affordable = CHECKS_SHARE * seconds / pace.check.max(1e-9);
     let checks = (affordable as usize).clamp(LEAST_CHECKS, CHECKS);
@@ -120,12 +121,12 @@ pub fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule> {
     })
 }
 
-/// What fits a device.
+/// A plan that fits a device's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryPlan {
-    /// Codes are tuned, not scales and gains alone.
+    /// True if codes are tuned, not only scales and gains.
     pub codes: bool,
-    /// Sequences of a pass.
+    /// Sequences in a pass.
     pub pass: usize,
     /// Sequences sampled together.
     pub slots: usize,
@@ -135,19 +136,20 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// What is tuned, in words.
+    /// The tuned parameters, in words.
     pub fn what(&self) -> &'static str {
-        match self.codes {
-            true => "codes, scales and gains",
-            false => "scales and gains",
+        if self.codes {
+            "codes, scales and gains"
+        } else {
+            "scales and gains"
         }
     }
 
-    /// The largest passes with which a tuning holds no more than `limit` bytes of the device's memory;
-    /// if none do, the smallest. `group` is the least group size of the model's schemes.
+    /// The plan with the largest passes that holds at most `limit` bytes of the device's memory;
+    /// if none fits, the one with the smallest. `group` is the least group size of the model's schemes.
     ///
     /// # Errors
-    /// None that an account could give.
+    /// Never, as an account has no limit.
     pub fn new(
         on_cpu: bool,
         config: &ModelConfig,
@@ -158,17 +160,18 @@ impl MemoryPlan {
     ) -> Result<Self> {
         let halves = |most: usize| std::iter::successors(Some(most), |&n| (n > 1).then_some(n / 2));
         let small = config.parameters() <= LARGE;
-        // What tunes is made on an account, where it is counted.
-        let account = match on_cpu {
-            true => &Account::host(),
-            false => &Account::gpu(),
+        // The parts of a tuning are made on an account, which counts them.
+        let account = if on_cpu {
+            &Account::host()
+        } else {
+            &Account::gpu()
         };
         let _scratch = account.hold(SCRATCH);
         let mut plan = MemoryPlan::default();
         for codes in [true, false] {
             let _models = both_models(account, config, group, codes)?;
             for pass in halves(most_pass) {
-                // A large model tunes codes only if that costs it no sensible pass.
+                // A large model tunes codes only if passes of a sensible size still fit.
                 if codes && !small && pass < most_pass.min(8) {
                     break;
                 }
@@ -215,7 +218,7 @@ mod tests {
                 };
                 assert!(of(s) <= seconds, "{s:?}");
                 assert!((LEAST_STEPS..=MOST_STEPS).contains(&s.steps), "{s:?}");
-                // As many steps as there are, or most of what the time allows.
+                // Uses as many steps as allowed, or most of the time.
                 assert!(s.steps == MOST_STEPS || of(s) > 0.75 * seconds, "{s:?}");
             }
         }
@@ -236,7 +239,7 @@ mod tests {
         assert_eq!(schedule(1.0, slow(1.0), 1), None);
         // A step is never smaller than a pass.
         assert!(schedule(600.0, slow(0.5), 16).is_some_and(|s| s.batch == 16));
-        // Checks that are dear are few.
+        // If checks are expensive, there are few.
         let dear = Pace {
             sequence: 0.6,
             step: 0.1,

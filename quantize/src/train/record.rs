@@ -1,30 +1,30 @@
-//! What a run and a file keep of a tuning.
+//! Record of a tuning, for the run's state and the file.
 
 use super::trainer::{Check, Settings};
 use crate::report::TuningReport;
 use serde::{Deserialize, Serialize};
 
-/// What a tuning did, for the record.
+/// Record of a tuning.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tuning {
-    /// Names the schemes that were tuned under.
+    /// Hash of the schemes that were tuned under.
     pub key: String,
-    /// Where.
+    /// The device that did it.
     pub device: String,
-    /// What decided the result; `None` if nothing was done.
+    /// Settings that determined the result; `None` if nothing was done.
     pub settings: Option<Settings>,
     /// Held-out KL divergence along the way.
     pub checks: Vec<Check>,
-    /// Bytes that were planned on the device.
+    /// Bytes of device memory that were planned.
     pub device_bytes: u64,
-    /// Finished: the staged weights are the tuned ones.
+    /// True if finished: the staged weights are the tuned ones.
     pub done: bool,
-    /// Why nothing was tuned, or what was not done as asked.
+    /// Why nothing was tuned, or how it deviated from the request.
     pub fallback: Option<String>,
 }
 
 impl Tuning {
-    /// What it did; `None` if it left the method's weights.
+    /// Its summary for the report; `None` if the method's weights were kept.
     pub fn report(&self) -> Option<TuningReport> {
         let (settings, last) = (self.settings.as_ref()?, self.checks.last()?);
         let held_out = self.checks.iter().map(|c| c.held_out);

@@ -1,4 +1,4 @@
-//! Fresh text for every step: the teacher continues many beginnings at once, on the device.
+//! Fresh text for every step: the teacher continues many beginnings at once on the device.
 
 use super::no_experts;
 use super::params::{Matrix, Model, Values};
@@ -32,7 +32,7 @@ pub struct Sampler<O: Allocate> {
 }
 
 impl<O: Allocate> Sampler<O> {
-    /// Room for `slots` sequences of `length` tokens.
+    /// Allocates buffers for `slots` sequences of `length` tokens.
     ///
     /// # Errors
     /// If the device has not enough memory.
@@ -72,17 +72,17 @@ impl<O: Allocate> Sampler<O> {
 }
 
 impl<O: GradOps> Sampler<O> {
-    /// Sequences sampled together.
+    /// Number of sequences sampled together.
     pub fn slots(&self) -> usize {
         self.slots
     }
 
     /// Continues up to as many beginnings as there are slots to the full length, at
-    /// temperature 1; longer ones are cut, and where one is [`UNKNOWN`] it is drawn. Sequence `i`
+    /// temperature 1. Longer beginnings are cut, and [`UNKNOWN`] tokens in them are drawn. Sequence `i`
     /// draws from stream `stream + i` of `seed`. Returns `[beginnings, length]`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn sample(
         &mut self,
         ops: &O,
@@ -122,7 +122,7 @@ impl<O: GradOps> Sampler<O> {
         Ok(ids)
     }
 
-    /// Token `t` of every sequence through all layers.
+    /// Runs token `t` of every sequence through all layers.
     fn step(&mut self, ops: &O, model: &Model<O>, batch: usize, t: usize) -> Result<()> {
         let table = model.embedding.load(ops, &mut self.w)?;
         let (rows, hidden) = ((batch, self.length, t), self.config.hidden_size);
@@ -144,7 +144,7 @@ impl<O: GradOps> Sampler<O> {
     }
 }
 
-/// Token `t` of `batch` sequences.
+/// A step over token `t` of `batch` sequences.
 struct Step<'a, O: GradOps> {
     ops: &'a O,
     of: &'a mut Sampler<O>,

@@ -1,28 +1,28 @@
-//! Stray tokens: text that the teacher would not have written.
+//! Stray tokens in training text, which the teacher would not have written.
 //!
-//! A student that only ever sees the teacher's own text follows it there and nowhere else: the
-//! marks of a text of another kind lead it further astray than the method's weights would go. So
-//! some sequences are given tokens drawn at random, one to three together. The teacher goes
-//! on from them as from its own, and what it answers is the target.
+//! A student that only sees the teacher's own text learns to follow it there and nowhere else: in
+//! text of another kind, an unusual token leads it further astray than the method's weights would go.
+//! So some sequences get tokens drawn at random, one to three in a row. The teacher continues
+//! from them as from its own, and its logits there are the target.
 
 use nq_kernels::grad::UNKNOWN;
 use nq_kernels::rng::Philox;
 use serde::{Deserialize, Serialize};
 
-/// How many tokens the teacher does not choose.
+/// How many tokens of the training text are stray.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Strays {
-    /// Share of the sequences that have any.
+    /// Share of sequences that contain stray tokens.
     pub sequences: f32,
-    /// Share of their tokens, about.
+    /// Approximate share of stray tokens in those sequences.
     pub tokens: f32,
 }
 
-/// Stray tokens in a row, at most.
+/// Most stray tokens in a row.
 const LONGEST: u32 = 3;
 
 impl Strays {
-    /// What is given of a sequence of `length` tokens that starts with `begin`: that, stray
+    /// The given tokens of a sequence of `length` tokens: `begin`, then stray
     /// tokens below `vocab`, and [`UNKNOWN`] wherever the teacher chooses.
     pub fn scatter(&self, begin: &[u32], length: usize, vocab: u32, mut rng: Philox) -> Vec<u32> {
         let mut ids = vec![UNKNOWN; length];
@@ -81,7 +81,7 @@ mod tests {
         let share = strayed.iter().sum::<usize>() as f64 / (with * 197) as f64;
         assert!((0.08..0.12).contains(&share), "{share}");
         assert!(all.iter().all(|ids| given(ids).iter().all(|&t| t < 1000)));
-        // The same seed and stream give the same.
+        // The same seed and stream give the same tokens.
         assert_eq!(all, many(STRAYS));
     }
 

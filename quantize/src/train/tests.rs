@@ -111,14 +111,14 @@ fn tokens(c: &ModelConfig, n: usize) -> Vec<u32> {
         .collect()
 }
 
-/// The gradient of every tuned tensor along a random direction, against the difference of
+/// Compares the gradient of every tuned tensor along a random direction with the difference of
 /// losses. The direction moves latent weights by a whole step of their grid, so that their
-/// codes really move.
+/// codes really change.
 fn check_gradients(tied: bool, codes: bool) {
     let (ops, c) = (CpuOps, config(tied));
     let (batch, seq) = (3, 8);
     let source = random(&c, 1);
-    // Another model altogether: the loss is then far from its minimum, where it is flat.
+    // An unrelated model: the loss is then far from its minimum, where it would be flat.
     let student = quantized(&random(&c, 2), Bits::B8);
     let teacher = Model::teacher(&ops, &c, &source).unwrap();
     let mut model = Model::student(&ops, &c, &student, &random(&c, 2), codes).unwrap();
@@ -137,7 +137,7 @@ fn check_gradients(tied: bool, codes: bool) {
         let values = model.values()[i].value.clone();
         let grad = model.values()[i].state.as_ref().unwrap().grad.clone();
         let steps = step_sizes(&model, i);
-        // Along the gradient's own signs, partly, so that the sum does not cancel.
+        // Partly along the signs of the gradient, so that the sum does not cancel.
         let direction: Vec<f32> = grad
             .iter()
             .zip(&steps)
@@ -150,7 +150,7 @@ fn check_gradients(tied: bool, codes: bool) {
             })
             .collect();
         let is_scale = name.ends_with(".scales");
-        // What is stored of a moved scale, so that the move is what it seems to be.
+        // Scales as stored, so that the actual move is the intended one.
         let stored = |v: f32| {
             if is_scale {
                 half::f16::from_f32(v).to_f32()
@@ -178,7 +178,7 @@ fn check_gradients(tied: bool, codes: bool) {
     }
 }
 
-/// By how much to move each value of tensor `i`.
+/// The step for each value of tensor `i`.
 fn step_sizes(model: &Model<CpuOps>, i: usize) -> Vec<f32> {
     let values = model.values();
     let v = values[i];
@@ -239,7 +239,7 @@ fn gradients_of_latent_weights() {
             .zip(&steps)
             .map(|(g, s)| f64::from(g.abs() * s))
             .sum();
-        // Codes at the ends of the range move one way only: hence the wider margin.
+        // Codes at the ends of the range can move one way only: hence the wider margin.
         let error = (measured - expected).abs() / expected;
         assert!(
             error < 0.12,
@@ -248,7 +248,7 @@ fn gradients_of_latent_weights() {
     }
 }
 
-/// Passes of a batch add up to the batch.
+/// The gradients of passes add up to the gradient of the batch.
 #[test]
 fn gradients_of_passes_add_up() {
     let (ops, c) = (CpuOps, config(true));
@@ -282,7 +282,7 @@ fn gradients_of_passes_add_up() {
     assert!(norm > 0.0 && error < 1e-4 * norm, "{error} of {norm}");
 }
 
-/// The quantized weights start as they are, and what is read back before any step is the same.
+/// The student starts from the quantized weights, and reading it back before any step returns them.
 #[test]
 fn nothing_tuned_is_nothing_changed() {
     let (ops, c) = (CpuOps, config(false));
@@ -322,13 +322,13 @@ fn nothing_tuned_is_nothing_changed() {
     assert_eq!(a, b);
 }
 
-/// One token at a time gives what whole sequences give: the sampler's most likely next token
-/// after a beginning is the graph's.
+/// Sampling token by token agrees with running whole sequences: the most likely next token after
+/// a beginning is the same.
 #[test]
 fn sampled_text_follows_the_model() {
     let (ops, c) = (CpuOps, config(true));
     let mut source = random(&c, 3);
-    // Logits so far apart that drawing is choosing the best.
+    // Logits so far apart that drawing always gives the best token.
     let sharp: Vec<f32> = source
         .final_norm
         .to_f32()
@@ -386,7 +386,7 @@ fn settings() -> Settings {
     }
 }
 
-/// Timing the parts of a schedule leaves the run as it would have been.
+/// Measuring the pace of a schedule does not change the run.
 #[test]
 fn measuring_the_pace_changes_nothing() {
     let (ops, c) = (CpuOps, config(true));
@@ -411,8 +411,8 @@ fn begin(first: u64, n: usize) -> crate::Result<Vec<Vec<u32>>> {
         .collect())
 }
 
-/// A few steps lower the divergence on text that was not trained on; what they give can be
-/// written; and a run that stopped halfway goes on to the same bits.
+/// A few steps lower the divergence on text not trained on; their result can be written;
+/// and a run that stopped halfway continues to the same bits.
 #[test]
 fn tuning_helps_and_resumes_to_the_same_bits() {
     let (ops, c) = (CpuOps, config(true));
@@ -451,7 +451,7 @@ fn tuning_helps_and_resumes_to_the_same_bits() {
             assert_eq!(a, linalg::Matrix::from_weight("b", b).unwrap());
         }
     }
-    // Other settings are another run.
+    // Other settings make it another run.
     let mut other = trainer();
     let schedule = Schedule {
         steps: 41,

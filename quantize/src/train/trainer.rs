@@ -17,42 +17,42 @@ use std::f64::consts::PI;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// What decides the result of tuning, for the record and for resuming.
+/// Settings that determine the result of tuning, for the record and for resuming.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
-    /// Steps of the schedule.
+    /// Number of steps.
     pub steps: usize,
-    /// Sequences of a step.
+    /// Sequences per step.
     pub batch: usize,
-    /// Sequences of a pass: gradients of `batch / pass` passes are added.
+    /// Sequences per pass: the gradients of `batch / pass` passes are added.
     pub pass: usize,
     /// Sequences sampled together.
     pub slots: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub length: usize,
-    /// Held-out sequences.
+    /// Number of held-out sequences.
     pub held_out: usize,
-    /// Checks on them along the schedule, beside that before it.
+    /// Number of checks on them along the schedule, besides the one before it.
     pub checks: usize,
-    /// Latent weights and with them the codes are tuned, not scales and gains alone.
+    /// True if latent weights, and with them the codes, are tuned, not only scales and gains.
     pub codes: bool,
     /// Learning rate of latent weights, relative to the model's mean weight.
     pub rate_codes: f32,
-    /// Of scales, relative to the mean scale of their weight.
+    /// Learning rate of scales, relative to the mean scale of their weight.
     pub rate_scales: f32,
-    /// Of gains of norms, relative to their mean.
+    /// Learning rate of gains of norms, relative to their mean.
     pub rate_gains: f32,
-    /// Steps in which the rates rise from 0.
+    /// Number of steps in which the rates rise from 0.
     pub warmup: usize,
-    /// Times that a sequence is trained on.
+    /// Number of times that a sequence is trained on.
     pub visits: usize,
-    /// Tokens of training text that the teacher does not choose.
+    /// Tokens of the training text that the teacher does not choose.
     pub strays: Strays,
-    /// Of the text.
+    /// Seed of the text.
     pub seed: u64,
 }
 
-/// Rates and text as variants were measured on, a batch of 32 sequences of 512 tokens.
+/// The rates and text used when variants were measured, with batches of 32 sequences of 512 tokens.
 impl Default for Settings {
     fn default() -> Self {
         Settings {
@@ -68,10 +68,10 @@ impl Default for Settings {
             rate_scales: 3e-4,
             rate_gains: 1e-3,
             warmup: 20,
-            // Text seen twice costs half as much to sample and teaches as much as text seen once;
-            // four times taught less.
+            // Using text twice halves the cost of sampling and teaches as much as using it once;
+            // using it four times taught less.
             visits: 2,
-            // In every sequence: where only half of them had any, long schedules drifted away
+            // In every sequence: if only half of them had any, long schedules drifted away
             // from the teacher on text of another kind.
             strays: Strays {
                 sequences: 1.0,
@@ -87,17 +87,17 @@ const BETA1: f32 = 0.95;
 const BETA2: f32 = 0.99;
 /// Far below the root of any squared gradient that matters.
 const EPSILON: f32 = 1e-12;
-/// A divergence of so many times that of the start ends a schedule.
+/// A divergence this many times the initial one ends the schedule.
 const ASTRAY: f64 = 3.0;
-/// A checkpoint is written at a check, and no more often than this, nor so often that it takes
-/// more than a share of the time: a large model's holds many gigabytes.
+/// A checkpoint is written at a check, at most this often, and not so often that it takes
+/// more than a share of the time: that of a large model holds many gigabytes.
 const CHECKPOINT_EVERY: Duration = Duration::from_secs(45);
 const CHECKPOINT_SHARE: f64 = 0.05;
-/// Bytes per second at which the first is taken to be written.
+/// Assumed speed of writing the first checkpoint, in bytes per second.
 const CHECKPOINT_RATE: f64 = 1e9;
-/// Streams of random numbers of held-out text start here; those of training text at 0.
+/// First random stream of held-out text; those of training text start at 0.
 const HELD_OUT_STREAM: u64 = 1 << 48;
-/// Seeds of stray tokens differ from that of the text by this.
+/// XORed into the seed of the text to get that of stray tokens.
 const STRAYS: u64 = 0x7374_7261_7973_0001;
 
 /// A check on held-out text.
@@ -107,11 +107,11 @@ pub struct Check {
     pub step: usize,
     /// Mean KL divergence on held-out text, in nats.
     pub held_out: f64,
-    /// Mean training loss since the check before.
+    /// Mean training loss since the previous check.
     pub training: f64,
 }
 
-/// Gives beginnings of sequences: `n` of them, from number `first` of an endless list.
+/// Returns beginnings of sequences: `n` of them, from number `first` of an endless list.
 pub type Beginnings<'a> = dyn Fn(u64, usize) -> Result<Vec<Vec<u32>>> + 'a;
 
 /// Tuning on one device.
@@ -134,14 +134,14 @@ pub struct Trainer<'a, O: GradOps> {
     best: BTreeMap<String, Vec<f32>>,
 }
 
-/// When checkpoints were written, and what one costs.
+/// When checkpoints were written, and the cost of one.
 struct Saves {
     last: Instant,
     seconds: f64,
 }
 
 impl Saves {
-    /// None yet, of so many bytes.
+    /// No checkpoint yet; each will have this many bytes.
     fn new(bytes: usize) -> Self {
         Saves {
             last: Instant::now(),
@@ -149,7 +149,7 @@ impl Saves {
         }
     }
 
-    /// True if the last one is so long ago, and one more is worth its time.
+    /// True if the last one is at least this old, and another is worth its time.
     fn due(&self, every: Duration) -> bool {
         let since = self.last.elapsed();
         since >= every && self.seconds <= CHECKPOINT_SHARE * since.as_secs_f64().max(1.0)
@@ -164,7 +164,7 @@ impl Saves {
     }
 }
 
-/// What a checkpoint says beside its tensors.
+/// The header of a checkpoint, besides its tensors.
 #[derive(Serialize, Deserialize)]
 struct Header {
     settings: Settings,
@@ -177,11 +177,11 @@ struct Header {
 const HEADER: &str = "nq_tuning";
 
 impl<'a, O: GradOps> Trainer<'a, O> {
-    /// Puts both models on the device and samples held-out text. `settings.steps` and
+    /// Loads both models onto the device and samples held-out text. `settings.steps` and
     /// `settings.batch` may be set later ([`Trainer::plan`]).
     ///
     /// # Errors
-    /// If the device has not enough memory, or what sampling reports.
+    /// If the device does not have enough memory; errors of sampling.
     pub fn new(
         ops: &'a O,
         config: &nq_formats::ModelConfig,
@@ -255,8 +255,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             .sample(self.ops, &self.teacher, &beginnings, seed)
     }
 
-    /// Sequence `index` and those after it, `n` in all, of the endless training text, which
-    /// goes on once its last part was visited as often as it should be.
+    /// Sequences `index .. index + n` of the endless training text; a new part is sampled once the
+    /// current one has been used as often as it should be.
     fn text(&mut self, index: u64, n: usize) -> Result<Vec<u32>> {
         let length = self.settings.length;
         let slots = self.sampler.slots() as u64;
@@ -274,17 +274,17 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         Ok(out)
     }
 
-    /// How long parts of a tuning take here: measured. Nothing that is tuned changes.
+    /// Measures how long the parts of a tuning take. Tuned values do not change.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn pace(&mut self) -> Result<Pace> {
         let (pass, slots) = (self.graph.batch(), self.sampler.slots());
         let start = Instant::now();
         let tokens = self.text(0, pass)?;
         let visits = self.settings.visits.max(1);
         let sampling = start.elapsed().as_secs_f64() / (slots * visits) as f64;
-        // The first round pays for what is done once; the second is timed.
+        // The first round includes one-time costs; the second is timed.
         let mut pace = Pace::default();
         for _ in 0..2 {
             let ops = self.ops;
@@ -300,7 +300,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
                 }
                 v.step(ops, Adam::default())?;
             }
-            // Waits for what is queued.
+            // Waits for queued work.
             self.graph.divergence(ops, teacher, student, &tokens)?;
             let all = start.elapsed().as_secs_f64();
             pace = Pace {
@@ -312,28 +312,28 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         Ok(pace)
     }
 
-    /// Sets the schedule, and the rate that suits it. Its batch must be a multiple of the
-    /// sequences of a pass.
+    /// Sets the schedule and its learning rate. The batch must be a multiple of the sequences in a
+    /// pass.
     pub fn plan(&mut self, schedule: Schedule) {
         let s = &mut self.settings;
         (s.steps, s.batch, s.checks) = (schedule.steps, schedule.batch, schedule.checks);
         s.rate_codes = rate_codes(s.steps, s.batch);
     }
 
-    /// What decides the result.
+    /// The settings that determine the result.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }
 
-    /// All checks so far, the first before any step.
+    /// All checks so far; the first was made before any step.
     pub fn checks(&self) -> &[Check] {
         &self.checks
     }
 
-    /// Tunes to the end of the schedule, from where a checkpoint at `path` stands if it fits.
+    /// Tunes to the end of the schedule, starting from the checkpoint at `path` if that fits.
     ///
     /// # Errors
-    /// The device's; a checkpoint that cannot be written.
+    /// Errors of the device; a checkpoint that cannot be written.
     pub fn run(&mut self, path: Option<&Path>, progress: &dyn Progress) -> Result<()> {
         let s = self.settings.clone();
         let tokens = |steps: usize| (steps * s.batch * s.length) as u64;
@@ -365,19 +365,19 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             }
         }
         progress.end();
-        // The end is kept as well, where that costs little: what follows may be killed, too.
+        // The final state is saved too, if that costs little: the run may be killed later as well.
         let due = !self.done && saves.due(Duration::ZERO);
         self.done = true;
         path.filter(|_| due).map_or(Ok(()), |path| self.save(path))
     }
 
-    /// Bytes of a checkpoint: values, their moments, and the best so far.
+    /// Bytes of a checkpoint: values, their moments, and the best values so far.
     fn checkpoint_bytes(&self) -> usize {
         let values = self.student.values();
         16 * values.iter().map(|v| v.len).sum::<usize>()
     }
 
-    /// Runs the first `steps` steps and leaves a checkpoint: a run that was killed there.
+    /// Runs the first `steps` steps and writes a checkpoint, as if the run had been killed there.
     #[cfg(test)]
     pub(crate) fn run_to(&mut self, steps: usize, path: Option<&Path>) -> Result<()> {
         self.check(&())?;
@@ -393,8 +393,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         path.map_or(Ok(()), |path| self.save(path))
     }
 
-    /// True once held-out text says that the student was led astray: a schedule improves most
-    /// at its end, so that nothing less is a reason to stop it.
+    /// True once the held-out divergence shows that the student went astray. A schedule improves most
+    /// at its end, so nothing less is a reason to stop it.
     fn is_over(&self) -> bool {
         match (self.checks.first(), self.checks.last()) {
             (Some(first), Some(last)) => last.held_out > ASTRAY * first.held_out,
@@ -438,7 +438,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         Ok(loss)
     }
 
-    /// Measures on held-out text; keeps the state if it is the best so far.
+    /// Measures the divergence on held-out text; keeps the state if it is the best so far.
     fn check(&mut self, progress: &dyn Progress) -> Result<()> {
         let length = self.settings.length;
         let (mut sum, mut n) = (0.0, 0);
@@ -462,7 +462,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             "tuning: step {} of {}: KL divergence {:.5} on held-out text",
             check.step, self.settings.steps, check.held_out
         ));
-        // Before the first step there is nothing to keep: the quantized weights are that.
+        // Before the first step there is nothing to keep: the state is the quantized weights.
         if improved && self.step > 0 {
             for v in self.student.values() {
                 let values = v.to_host(self.ops)?;
@@ -472,8 +472,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         Ok(())
     }
 
-    /// The quantized model with the best state put in, or `None` if no step was better than
-    /// none.
+    /// The quantized model with the tuned values of the best state; `None` if no step improved
+    /// on the start.
     ///
     /// # Errors
     /// A tuned value that a file cannot hold.
@@ -485,7 +485,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         rounded(quantized, lookup).map(Some)
     }
 
-    /// Writes everything that goes on to matter, whole or not at all.
+    /// Writes the complete state of the run, whole or not at all.
     fn save(&self, path: &Path) -> Result<()> {
         let mut tensors = Vec::new();
         let mut put = |name: String, values: Vec<f32>| -> Result<()> {
@@ -517,11 +517,11 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         Ok(write_tensors(path, &tensors, &metadata)?)
     }
 
-    /// Takes up the checkpoint at `path`, if there is one of the same settings. Returns whether
+    /// Continues from the checkpoint at `path`, if there is one with the same settings. Returns true if
     /// there was.
     ///
     /// # Errors
-    /// A checkpoint that is damaged; the device's.
+    /// A checkpoint that is damaged; errors of the device.
     pub fn take_up(&mut self, path: &Path) -> Result<bool> {
         if !path.exists() {
             return Ok(false);
@@ -570,7 +570,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     }
 }
 
-/// The settings of the checkpoint at `path`, if there is one that can be read.
+/// The settings of the checkpoint at `path`, if there is a readable one.
 pub fn settings_of(path: &Path) -> Option<Settings> {
     let bytes = files::map_file(path).ok()?;
     let file = SafetensorsFile::parse(path, bytes).ok()?;
@@ -578,7 +578,7 @@ pub fn settings_of(path: &Path) -> Option<Settings> {
     Some(header.settings)
 }
 
-/// The step of the best check; 0 if there is none.
+/// The step with the best check; 0 if there are no checks.
 fn best_of(checks: &[Check]) -> usize {
     let best = checks
         .iter()

@@ -7,58 +7,59 @@ use crate::sampler::{Sampler, TokenLogprobs};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Steps that a device runs and draws from by itself, ahead of the host: the part of a session that
-/// a [`Batch`] drives. Sequences sit in rows; rows that nobody sits in run idle. What is queued runs
-/// in order.
+/// A device that runs steps and draws their tokens by itself, ahead of the host: the part of a
+/// session that a [`Batch`] drives. Each sequence sits in a row of the step; free rows run idle.
+/// Queued work runs in order.
 pub trait StepsAhead {
-    /// Rows at most.
+    /// Most rows of a step.
     fn rows(&self) -> usize;
 
-    /// Steps to queue ahead of the tokens that the host has, at most.
+    /// Most steps to queue ahead of the tokens that the host has received.
     fn depth(&self) -> usize;
 
-    /// Refuses what [`StepsAhead::queue_prompts`] and [`StepsAhead::seat`] could not take.
+    /// Refuses tokens and samplers that [`StepsAhead::queue_prompts`] and [`StepsAhead::seat`]
+    /// cannot take.
     ///
     /// # Errors
     /// [`Error::Request`] for a token past the vocabulary, or a sampler that names one.
     fn check(&self, tokens: &[u32], sampler: Option<&Sampler>) -> Result<()>;
 
-    /// Queues the rows of prompts, without logits, behind what is queued; the sequences, which
-    /// nobody seated, have grown when this returns.
+    /// Queues the rows of prompts, without logits, behind the work queued so far. None of the
+    /// sequences may be seated; their lengths include the new rows when this returns.
     ///
     /// # Errors
-    /// [`Error::PagesFull`] before anything is queued; the device's.
+    /// [`Error::PagesFull`] before anything is queued; errors of the device.
     fn queue_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()>;
 
-    /// Waits for the prompts queued first that have not been waited for; how long they took.
+    /// Waits for the oldest queued prompts that have not been waited for; returns the time they took.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn finish_prompts(&mut self) -> Result<Duration>;
 
-    /// Seats the sequence in `slot`, which is fed `token` by the next step queued, in `row`.
+    /// Seats the sequence in `slot` in row `row`. The next step queued feeds it `token`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()>;
 
     /// Frees a row: steps queued from here on leave its sequence alone.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn vacate(&mut self, row: usize) -> Result<()>;
 
-    /// Queues a step of all that are seated.
+    /// Queues a step of all seated sequences.
     ///
     /// # Errors
-    /// [`Error::PagesFull`] before anything is queued; the device's.
+    /// [`Error::PagesFull`] before anything is queued; errors of the device.
     fn queue(&mut self) -> Result<()>;
 
-    /// Waits for the first step queued that has not been received; `each` is given what every row
-    /// in it drew.
+    /// Waits for the oldest queued step that has not been received, and passes each of its rows and
+    /// the token drawn in it to `each`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()>;
 }
 
@@ -67,32 +68,32 @@ pub trait StepsAhead {
 pub struct Drawn {
     /// Its id.
     pub token: u32,
-    /// Its log-probability and the best tokens with theirs, where the sampler wants them.
+    /// Its log-probability and the best tokens with theirs, if the sampler asks for them.
     pub logprobs: Option<(f32, Vec<(u32, f32)>)>,
 }
 
-/// What a device has been given and has not been waited for.
+/// Work queued on a device that the host has not waited for.
 #[derive(Default)]
 pub(super) struct Queue {
     work: VecDeque<Work>,
-    /// When the device began with the first of it, as far as the host knows.
+    /// When the device started the oldest entry, as far as the host knows.
     since: Option<Instant>,
-    /// Seconds that a step takes.
+    /// Estimated seconds per step.
     step: Option<f64>,
 }
 
 enum Work {
-    /// So many rows of prompts.
+    /// Rows of prompts.
     Prompts(usize),
-    /// A step: who sits in it, (row, slot); one that leaves is taken out.
+    /// A step: (row, slot) of each sequence in it; one that leaves is removed.
     Step(Vec<(usize, usize)>),
 }
 
-/// Work that a device is kept ahead by: as long may the host be held up.
+/// Seconds of work to keep queued, so that a host delayed by as much does not idle the device.
 const AHEAD: f64 = 5e-3;
-/// Fewer steps ahead leave a device idle while the host takes a token.
+/// With fewer steps ahead, the device idles while the host handles a token.
 const LEAST_AHEAD: usize = 2;
-/// Weight of the latest step in what is known of its time.
+/// Weight of the latest step in the moving average of step times.
 const LATEST: f64 = 0.2;
 
 impl Queue {
@@ -112,20 +113,20 @@ impl Queue {
         steps.count()
     }
 
-    /// Steps to be ahead by, of `most`: what is queued delays whoever comes next.
+    /// Steps to keep queued, up to `most`: queued work delays whoever joins next.
     fn depth(&self, most: usize) -> usize {
         let steps = self.step.map_or(most, |t| (AHEAD / t).ceil() as usize);
         steps.clamp(LEAST_AHEAD.min(most), most)
     }
 
-    /// The time since the work before was waited for.
+    /// Time since the previous work was waited for.
     fn lap(&mut self) -> Duration {
         let now = Instant::now();
         let since = self.since.replace(now);
         since.map_or(Duration::ZERO, |since| now - since)
     }
 
-    /// Takes a sequence out of all steps.
+    /// Removes a sequence from all queued steps.
     pub(super) fn forget(&mut self, slot: usize) {
         for work in &mut self.work {
             if let Work::Step(rows) = work {
@@ -134,10 +135,10 @@ impl Queue {
         }
     }
 
-    /// Waits for all of it.
+    /// Waits for all queued work.
     pub(super) fn drain(&mut self, device: &mut dyn StepsAhead) {
         for work in self.work.drain(..) {
-            // An error is the next call's too.
+            // The next call returns the error again.
             let _ = match work {
                 Work::Prompts(_) => device.finish_prompts().map(drop),
                 Work::Step(_) => device.receive(&mut |_, _| {}),
@@ -147,7 +148,7 @@ impl Queue {
 }
 
 impl Batch<'_> {
-    /// True if there is a device that has rows for everybody.
+    /// True if there is a device and it has rows for all sequences.
     pub(super) fn runs_ahead(&mut self, pieces: &[Piece<'_>]) -> bool {
         let joining = pieces.iter().filter(|p| p.then.is_some()).count();
         let all = self.members.len() + joining;
@@ -162,7 +163,7 @@ impl Batch<'_> {
                 device.check(piece.tokens, sampler)?;
             }
         }
-        // Steps of those who run already go before prompts, so that their tokens do not wait.
+        // Steps of running sequences go before prompts, so that their tokens do not wait.
         self.fill()?;
         let prompts = self.queue_prompts(&pieces)?;
         for piece in pieces {
@@ -176,7 +177,7 @@ impl Batch<'_> {
         if self.queue.steps() > 0 {
             return self.receive(each);
         }
-        // While the host prepares more prompts, the device is not left without.
+        // While the host prepares more prompts, the device must not run out of work.
         let ahead = usize::from(prompts);
         while self.queue.work.len() > ahead {
             self.finish_prompts()?;
@@ -184,8 +185,8 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Queues the rows of `pieces` but the last of each that goes on, which its first step is fed;
-    /// true if there are any.
+    /// Queues the rows of `pieces`, except the last row of a piece that continues, which its first
+    /// step is fed; true if there are any.
     fn queue_prompts(&mut self, pieces: &[Piece<'_>]) -> Result<bool> {
         let chunks: Vec<Chunk<'_>> = pieces
             .iter()
@@ -205,7 +206,7 @@ impl Batch<'_> {
         Ok(true)
     }
 
-    /// Waits for the prompts that are first in the queue.
+    /// Waits for the prompts at the front of the queue.
     fn finish_prompts(&mut self) -> Result<()> {
         if let (Some(Work::Prompts(rows)), Some(device)) =
             (self.queue.work.front(), self.session.steps_ahead())
@@ -223,7 +224,7 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Sequences that cannot go on, and for which nothing is queued, leave and say why.
+    /// Removes sequences that cannot continue and have nothing queued, and reports why.
     fn tell_blocked(&mut self, each: &mut Each<'_>) {
         let told = |m: &Member| m.queued == 0 && m.blocked.is_some();
         while let Some(at) = self.members.iter().position(told) {
@@ -233,7 +234,7 @@ impl Batch<'_> {
         }
     }
 
-    /// Keeps the device ahead: seats whoever stands, and queues steps.
+    /// Keeps the device ahead: seats members that have no row, and queues steps.
     fn fill(&mut self) -> Result<()> {
         let ctx = self.session.spec().ctx;
         loop {
@@ -243,8 +244,8 @@ impl Batch<'_> {
             if self.queue.steps() >= self.queue.depth(device.depth()) {
                 return Ok(());
             }
-            // Rows beyond those that the seated need cost every step: where fewer would do, all get
-            // up once nothing is queued, and sit down closer together.
+            // Rows beyond those needed cost time in every step. Where fewer would do, all members give
+            // up their rows once nothing is queued and are seated again closer together.
             let sitting = self.members.iter().filter(|m| m.row.is_some());
             let highest = sitting.clone().filter_map(|m| m.row).max();
             let spread = highest.is_some_and(|h| bucket(h + 1) > bucket(sitting.count()));
@@ -304,7 +305,7 @@ impl Batch<'_> {
                     });
                     self.queue.push(Work::Step(rows.collect()));
                 }
-                // The last to join gives way, and the others wait for what it gives back.
+                // The last to join gives way; the others wait for the pages that it gives back.
                 Err(e @ Error::PagesFull { .. }) => match sitting.next_back() {
                     Some(member) if !waiting => member.blocked = Some(e),
                     _ => return Ok(()),
@@ -314,7 +315,7 @@ impl Batch<'_> {
         }
     }
 
-    /// Waits for the first step queued, and the prompts before it, and gives its tokens out.
+    /// Waits for the oldest queued step and the prompts before it, and passes the tokens on.
     pub(super) fn receive(&mut self, each: &mut Each<'_>) -> Result<()> {
         while let Some(Work::Prompts(_)) = self.queue.work.front() {
             self.finish_prompts()?;
@@ -339,7 +340,7 @@ impl Batch<'_> {
             prompt_rows: 0,
         });
         for (slot, token) in drawn {
-            // One that left while these were given out is passed over.
+            // A sequence that left while tokens were passed on is skipped.
             let Some(at) = self.members.iter().position(|m| m.slot == slot) else {
                 continue;
             };
@@ -364,7 +365,7 @@ impl Batch<'_> {
     }
 }
 
-/// Rows that a device runs for so many sequences: sizes for which steps are recorded.
+/// Rows that a device runs for this many sequences: a size for which steps are recorded.
 pub(crate) fn bucket(rows: usize) -> usize {
     const SIZES: [usize; 10] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64];
     let fits = SIZES.into_iter().find(|&s| s >= rows);

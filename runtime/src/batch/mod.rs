@@ -1,13 +1,13 @@
 //! Sequences that decode together: they join and leave between any two steps.
 //!
-//! A [`Batch`] runs over a [`Session`]. Each of its sequences has its own sampler, its own end and
-//! its own error: what happens to one costs the others nothing, and no step that was computed for
-//! them is thrown away. A device that draws tokens itself ([`StepsAhead`]) is kept some steps ahead
-//! of the host, and prompts are queued between them; then a sequence that joins is in the steps queued
-//! from there on, and what was queued for one that left is passed over.
+//! A [`Batch`] runs over a [`Session`]. Each of its sequences has its own sampler, end and error:
+//! an event in one costs the others nothing, and no step computed for them is thrown away. A device
+//! that draws tokens itself ([`StepsAhead`]) is kept some steps ahead of the host, and prompts are
+//! queued between its steps; a sequence that joins is in the steps queued from then on, and the
+//! results of steps that were queued for one that has left are skipped.
 //!
-//! A sequence's tokens do not depend on who else is in the batch, as far as a session's logits do
-//! not: on the CPU not at all, on a GPU but for the order of sums, which goes with the number of
+//! A sequence's tokens depend on the rest of the batch only as far as the session's logits do:
+//! on the CPU not at all, on a GPU only through the order of sums, which depends on the number of
 //! rows in a step.
 
 mod ahead;
@@ -32,25 +32,25 @@ use std::time::Duration;
 pub struct Piece<'a> {
     /// The sequence.
     pub slot: usize,
-    /// Appended to it: at least one.
+    /// Tokens to append to it: at least one.
     pub tokens: &'a [u32],
-    /// With it the sequence joins the batch: its next token is drawn behind the last of `tokens`.
+    /// If set, the sequence joins the batch: its next token is drawn after the last of `tokens`.
     pub then: Option<Continuation>,
 }
 
-/// How a sequence of a batch goes on.
+/// How a sequence of a batch continues.
 #[derive(Debug)]
 pub struct Continuation {
     /// What draws its tokens.
     pub sampler: Sampler,
-    /// Tokens after which it leaves by itself, at least one.
+    /// Tokens after which it leaves by itself: at least one.
     pub tokens: usize,
 }
 
-/// Work that was waited for: a step, or on a device that is ahead the rows of prompts by themselves.
+/// Work that was waited for: a step, or, on a device that runs ahead, rows of prompts alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ran {
-    /// From the end of the work before it to its own.
+    /// From the end of the previous work to the end of this.
     pub took: Duration,
     /// Sequences that were continued.
     pub decoding: usize,
@@ -58,24 +58,24 @@ pub struct Ran {
     pub prompt_rows: usize,
 }
 
-/// What becomes of a sequence's token: its slot, and the token or why there is none.
+/// Receives each token: the sequence's slot, and the token or why there is none.
 pub type Each<'a> = dyn FnMut(usize, Result<u32>) -> ControlFlow<()> + 'a;
 
 /// A sequence of the batch.
 struct Member {
     slot: usize,
     sampler: Sampler,
-    /// To be fed next, as far as the host knows.
+    /// Token to feed next, as far as the host knows.
     token: u32,
-    /// Tokens to draw still, those queued not counted.
+    /// Tokens still to draw, not counting queued ones.
     left: usize,
     /// Its length before the steps that have not been received.
     len: usize,
     /// Steps queued for it and not received.
     queued: usize,
-    /// Where it sits on a device.
+    /// Its row on the device, if it is seated.
     row: Option<usize>,
-    /// Why it is not continued; told when all that is queued has been received.
+    /// Why it cannot continue; reported once everything queued has been received.
     blocked: Option<Error>,
 }
 
@@ -86,16 +86,16 @@ pub struct Batch<'s> {
     speculation: Option<&'s mut Speculation>,
     /// In the order they joined.
     members: Vec<Member>,
-    /// What a device is ahead by.
+    /// Work queued on the device.
     queue: Queue,
-    /// What the latest call of [`Batch::step`] waited for.
+    /// Work that the latest call of [`Batch::step`] waited for.
     ran: Vec<Ran>,
     /// Samplers of sequences that have left, by slot.
     left: Vec<(usize, Sampler)>,
 }
 
 impl<'s> Batch<'s> {
-    /// Nobody yet.
+    /// An empty batch.
     pub fn new(session: &'s mut dyn Session) -> Self {
         Batch {
             session,
@@ -134,21 +134,22 @@ impl<'s> Batch<'s> {
         self.members.iter().any(|m| m.slot == slot)
     }
 
-    /// What draws the tokens of the sequence in `slot`, which is in the batch or has left it by
-    /// itself: it has recorded every token given out.
+    /// The sampler of the sequence in `slot`, which is in the batch or has left it by itself. It has
+    /// recorded every token passed to the caller.
     pub fn sampler(&self, slot: usize) -> Option<&Sampler> {
         let running = self.members.iter().find(|m| m.slot == slot);
         let left = || self.left.iter().find(|l| l.0 == slot).map(|l| &l.1);
         running.map(|m| &m.sampler).or_else(left)
     }
 
-    /// What the latest call of [`Batch::step`] waited for, and how long that took.
+    /// The work that the latest call of [`Batch::step`] waited for, and how long it took.
     pub fn ran(&self) -> &[Ran] {
         &self.ran
     }
 
-    /// Takes the sequence in `slot` out: it then holds all that was fed before the tokens drawn,
-    /// and every one of those but the last. Gives its sampler back, also where it left by itself.
+    /// Takes the sequence in `slot` out of the batch. The sequence then holds everything fed before
+    /// its drawn tokens, and all drawn tokens but the last. Returns its sampler, also if it had left by
+    /// itself.
     pub fn leave(&mut self, slot: usize) -> Option<Sampler> {
         if let Some(at) = self.members.iter().position(|m| m.slot == slot) {
             self.remove(at);
@@ -160,7 +161,7 @@ impl<'s> Batch<'s> {
     fn remove(&mut self, at: usize) {
         let member = self.members.remove(at);
         if let (Some(row), Some(device)) = (member.row, self.session.steps_ahead()) {
-            // A device that fails here fails in its next step too, and says so there.
+            // A device that fails here fails in its next step too, which reports it.
             let _ = device.vacate(row);
         }
         self.queue.forget(member.slot);
@@ -181,7 +182,7 @@ impl<'s> Batch<'s> {
     ///
     /// # Errors
     /// [`Error::Request`], [`Error::ContextFull`] and [`Error::PagesFull`] for pieces that do not
-    /// fit, before anything is computed; the device's. The batch stays as it was.
+    /// fit, before anything is computed; errors of the device. The batch is then unchanged.
     pub fn step(&mut self, pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
         self.ran.clear();
         self.check(&pieces)?;
@@ -190,14 +191,15 @@ impl<'s> Batch<'s> {
         } else if self.queue.is_empty() {
             self.step_on_host(pieces, each)
         } else {
-            // What is queued comes first, all of it where there are pieces to run.
+            // Receive what is queued first: all of it if there are pieces to run.
             self.receive(each)?;
             while !pieces.is_empty() && !self.queue.is_empty() {
                 self.receive(each)?;
             }
-            match pieces.is_empty() {
-                true => Ok(()),
-                false => self.step_on_host(pieces, each),
+            if pieces.is_empty() {
+                Ok(())
+            } else {
+                self.step_on_host(pieces, each)
             }
         }
     }
@@ -240,8 +242,8 @@ impl<'s> Batch<'s> {
         Ok(())
     }
 
-    /// The sequences of `pieces` that go on join with the tokens that they drew; `before` are their
-    /// lengths before.
+    /// Lets the sequences of `pieces` that continue join with the tokens that they drew; `before`
+    /// holds their previous lengths.
     fn join_drawn(
         &mut self,
         pieces: Vec<Piece<'_>>,
@@ -279,8 +281,8 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// Gives member `at` what it drew after `fed` tokens, which the sampler has recorded; takes it
-    /// out if it is done.
+    /// Gives member `at` the token drawn after `fed` tokens, which the sampler has recorded; removes
+    /// the member if it is done.
     fn deliver(&mut self, at: usize, drawn: Result<u32>, fed: usize, each: &mut Each<'_>) {
         let member = &mut self.members[at];
         let over = match drawn {
@@ -305,7 +307,7 @@ impl<'s> Batch<'s> {
 }
 
 impl Drop for Batch<'_> {
-    /// Everybody leaves; what is queued runs to its end first.
+    /// Removes all members; queued work is run to its end first.
     fn drop(&mut self) {
         while let Some(member) = self.members.last() {
             let slot = member.slot;
@@ -323,7 +325,7 @@ impl Drop for Batch<'_> {
 /// follows in `slot` is drafted.
 ///
 /// # Errors
-/// As [`Batch::step`], and the sequence's own.
+/// Errors of [`Batch::step`], and the sequence's own error.
 pub fn decode(
     session: &mut dyn Session,
     slot: usize,

@@ -7,36 +7,36 @@ use crate::sampler::{Sampler, SamplingParams};
 use nq_formats::Progress;
 use std::ops::ControlFlow;
 
-/// What to sample.
+/// Sequences to sample.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchRequest<'a> {
-    /// How each sequence begins: at least one token.
+    /// The beginning of each sequence: at least one token.
     pub prompts: &'a [Vec<u32>],
-    /// Tokens of each sequence in the end, its prompt included.
+    /// Final length of each sequence in tokens, including its prompt.
     pub length: usize,
-    /// Tokens after which a sequence ends early; none: each reaches the length.
+    /// Tokens after which a sequence ends early; if empty, each reaches the full length.
     pub stop: &'a [u32],
     /// How tokens are chosen. Sequence `i` draws from stream `i`.
     pub sampling: SamplingParams,
 }
 
-/// A sequence in the making.
+/// A sequence that is being sampled.
 struct Growing {
-    /// Which of the request's sequences.
+    /// Its index in the request.
     index: usize,
-    /// Tokens of its prompt that were fed.
+    /// Tokens of its prompt fed so far.
     fed: usize,
 }
 
 /// Continues every prompt to the wanted length; a prompt already that long is cut. All slots
 /// of the session work at once, and a slot that is done takes the next sequence. A sequence
-/// depends on its index, prompt and seed, not on the slots, as far as [`Batch`] says.
+/// depends on its index, prompt and seed, not on the slots, within the limits that [`Batch`] states.
 ///
 /// `progress` is advanced by each token sampled.
 ///
 /// # Errors
 /// [`Error::Request`] for an empty prompt; [`Error::ContextFull`] if the length exceeds the
-/// session's context; the session's and the sampler's.
+/// session's context; errors of the session and the sampler.
 pub fn sample_sequences(
     session: &mut dyn Session,
     request: &BatchRequest<'_>,
@@ -78,12 +78,13 @@ pub fn sample_sequences(
                 continue;
             }
             (growing.fed, rows) = (growing.fed + tokens.len(), rows - tokens.len());
-            let then = match tokens.len() == rest.len() {
-                true => Some(Continuation {
+            let then = if tokens.len() == rest.len() {
+                Some(Continuation {
                     sampler: sampler(request, growing.index)?,
                     tokens: request.length - growing.fed,
-                }),
-                false => None,
+                })
+            } else {
+                None
             };
             pieces.push(Piece {
                 slot: i,
@@ -112,12 +113,11 @@ pub fn sample_sequences(
                     true
                 }
             };
-            match done {
-                true => {
-                    slots[slot] = None;
-                    ControlFlow::Break(())
-                }
-                false => ControlFlow::Continue(()),
+            if done {
+                slots[slot] = None;
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
             }
         })?;
         if let Some(e) = failed {

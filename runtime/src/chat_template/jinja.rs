@@ -1,26 +1,26 @@
-//! The template engine within bounds: of the source's length, of the instructions that rendering
-//! takes and of what it writes; on a stack that holds whatever a source of that length can nest.
+//! The template engine within bounds on the length of the source, the instructions of a rendering
+//! and the size of its output, on a stack large enough for any nesting that the source can hold.
 
 use minijinja::value::{Kwargs, Serde, Value as Jinja};
 use minijinja::{Environment, ErrorKind};
 use serde_json::Value;
 use std::io::{self, Write};
 
-/// Bytes of a model's templates, together. The longest published ones have a few ten thousand.
+/// Most bytes of a model's templates together. The longest published ones have tens of thousands.
 const MAX_SOURCE: usize = 256 << 10;
 
-/// Instructions of one rendering: a second or so. Qwen3's template takes some 50 per message.
+/// Most instructions of one rendering: about a second. Qwen3's template takes some 50 per message.
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
 
-/// Bytes that one rendering may write.
+/// Most bytes that one rendering may write.
 const MAX_OUTPUT: usize = 64 << 20;
 
 /// The widest indentation of `tojson`.
 const MAX_INDENT: usize = 64;
 
-/// Stack for parsing and rendering. The parser and the compiler recurse without a limit of their
-/// own over chains of operators; the deepest that [`MAX_SOURCE`] bytes can hold takes half of this
-/// (a test holds it). Memory that is not touched is not taken.
+/// Stack for parsing and rendering. The parser and the compiler recurse over chains of operators
+/// without a limit of their own; the deepest chain that fits [`MAX_SOURCE`] bytes takes half of this
+/// (a test checks that). Memory that is not touched is not taken.
 pub(super) const STACK: usize = 512 << 20;
 
 /// The templates of a model, compiled.
@@ -31,7 +31,7 @@ impl Templates {
     /// Compiles (name, source) pairs.
     ///
     /// # Errors
-    /// What is wrong with them, or that they are longer than [`MAX_SOURCE`].
+    /// A template that does not compile, or sources longer than [`MAX_SOURCE`].
     pub(super) fn compile(sources: &[(String, String)]) -> Result<Self, String> {
         let bytes: usize = sources
             .iter()
@@ -55,7 +55,7 @@ impl Templates {
     /// Renders the template for chats with or without tools; `context` holds its variables.
     ///
     /// # Errors
-    /// What the template raised with its line, or which bound it reached.
+    /// The error that the template raised, with its line, or the limit that it exceeded.
     pub(super) fn render(
         &self,
         tools: bool,
@@ -63,9 +63,10 @@ impl Templates {
     ) -> Result<String, String> {
         on_large_stack(|| {
             let named = |name| self.0.get_template(name);
-            let template = match tools {
-                true => named(super::TOOL_USE).or_else(|_| named(super::DEFAULT)),
-                false => named(super::DEFAULT),
+            let template = if tools {
+                named(super::TOOL_USE).or_else(|_| named(super::DEFAULT))
+            } else {
+                named(super::DEFAULT)
             };
             let mut out = Bounded(Vec::new());
             template
@@ -94,7 +95,7 @@ fn on_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Resu
     })
 }
 
-/// What a rendering wrote.
+/// The output of a rendering, up to [`MAX_OUTPUT`] bytes.
 struct Bounded(Vec<u8>);
 
 impl Write for Bounded {
@@ -112,7 +113,7 @@ impl Write for Bounded {
     }
 }
 
-/// The error with its line; a chain of causes in one line.
+/// The error with its line, and its chain of causes on one line.
 fn describe(e: &minijinja::Error) -> String {
     let mut text = e.to_string();
     let mut source = std::error::Error::source(e);
@@ -152,7 +153,7 @@ fn tojson(
         Some(n) => Some(n),
         None => options.get::<Option<usize>>("indent")?,
     };
-    // ensure_ascii is passed by some templates; transformers' filter takes it too.
+    // Some templates pass `ensure_ascii`; the filter of transformers accepts it too.
     let ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     if let Some(width) = indent.filter(|&width| width > MAX_INDENT) {
@@ -162,9 +163,10 @@ fn tojson(
         ));
     }
     if value.is_undefined() || ascii == Some(true) {
-        let what = match value.is_undefined() {
-            true => "tojson of an undefined value",
-            false => "tojson with ensure_ascii is not supported",
+        let what = if value.is_undefined() {
+            "tojson of an undefined value"
+        } else {
+            "tojson with ensure_ascii is not supported"
         };
         return Err(minijinja::Error::new(ErrorKind::InvalidOperation, what));
     }

@@ -21,12 +21,12 @@ use worker::Worker;
 
 /// The file that holds a template alone; it takes precedence, as in transformers.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
-/// The file that else holds it under the key `chat_template`.
+/// The file that otherwise holds it under the key `chat_template`.
 pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 
-/// Name of the template used with tools, where a file has several.
+/// Name of the template to use when a chat has tools, in a file with several templates.
 const TOOL_USE: &str = "tool_use";
-/// Name of the template used otherwise.
+/// Name of the template to use otherwise.
 const DEFAULT: &str = "default";
 
 /// One message of a chat.
@@ -37,7 +37,7 @@ pub struct Message {
     /// A string in most chats; null or a list of parts where a format allows it.
     #[serde(default)]
     pub content: Value,
-    /// Whatever else the template reads: `reasoning_content`, `tool_calls`, `name`, ...
+    /// All other fields that a template may read: `reasoning_content`, `tool_calls`, `name`, ...
     #[serde(flatten)]
     pub extra: Map<String, Value>,
 }
@@ -52,7 +52,7 @@ impl Message {
         }
     }
 
-    /// The content, if it is plain text; else nothing.
+    /// The content if it is plain text, otherwise an empty string.
     pub fn text(&self) -> &str {
         self.content.as_str().unwrap_or_default()
     }
@@ -60,12 +60,12 @@ impl Message {
 
 /// The chat template of a model.
 ///
-/// It is a program of whoever made the model. What it may take is bounded (see [`Error::Text`]'s
-/// messages): the source's length, the instructions of a rendering and what it writes, on a stack
-/// that holds any nesting of a source. It can still fill the memory, and recurse without end over a
-/// value that contains itself. So a program that opens models of others calls [`isolate`] first:
-/// templates are then compiled and rendered in a process of their own, which a bound on memory and
-/// one on time end instead.
+/// A template is a program written by whoever made the model. These are bounded: the length of its
+/// source, the instructions of a rendering and the size of its output, on a stack that holds any
+/// nesting of the source. A template can still fill the memory, or recurse endlessly over a
+/// value that contains itself. A program that opens models of others therefore calls [`isolate`]
+/// first: templates are then compiled and rendered in a process of their own, under limits on memory
+/// and time.
 #[derive(Debug)]
 pub struct ChatTemplate {
     renderer: Renderer,
@@ -80,15 +80,15 @@ pub struct ChatTemplate {
 enum Renderer {
     /// In this process.
     Here(Templates),
-    /// In one of its own.
+    /// In a process of its own.
     Isolated(Worker),
 }
 
 impl ChatTemplate {
-    /// As [`ChatTemplate::find`], of a model that must have one.
+    /// Like [`ChatTemplate::find`], for a model that must have a template.
     ///
     /// # Errors
-    /// Those of [`ChatTemplate::find`]; [`Error::Text`] if there is none.
+    /// Errors of [`ChatTemplate::find`]; [`Error::Text`] if there is none.
     pub fn from_files(files: &Files) -> Result<Self> {
         Self::find(files)?.ok_or_else(|| {
             let why = format!(
@@ -118,7 +118,7 @@ impl ChatTemplate {
         Self::new(config.path, config.templates, config.special_tokens).map(Some)
     }
 
-    /// A template from its source; `path` stands for it in messages.
+    /// Compiles a template from its source; messages name it as `path`.
     ///
     /// # Errors
     /// [`Error::Text`] if it is not a template.
@@ -155,17 +155,17 @@ impl ChatTemplate {
     }
 
     /// The chat as [`ChatTemplate::render`] gives it, for [`Tokenizer::encode_prompt`]: wherever a
-    /// string of `messages` or `tools` holds one of the `control` tokens, or could be completed to
-    /// one, it is marked as a quotation. Templates see the mark, one character of a private use
-    /// area after the token's first: one that looks for control tokens in a message does not find
-    /// them. Where that is what a template is for, [`ChatTemplate::render`] and
+    /// string of `messages` or `tools` contains one of the `control` tokens, or its end could become
+    /// part of one, it is marked as a quotation. The mark is one private-use character after the first
+    /// character of the token, and templates see it: a template that looks for control tokens in a
+    /// message does not find them. For templates that need to, [`ChatTemplate::render`] and
     /// [`Tokenizer::encode`] take messages as they are.
     ///
     /// [`Tokenizer::encode`]: crate::Tokenizer::encode
     /// [`Tokenizer::encode_prompt`]: crate::Tokenizer::encode_prompt
     ///
     /// # Errors
-    /// As [`ChatTemplate::render`].
+    /// Errors of [`ChatTemplate::render`].
     pub fn prompt(
         &self,
         control: &[String],
@@ -183,8 +183,8 @@ impl ChatTemplate {
     /// the assistant's next message. `enable_thinking` is left undefined if `None`.
     ///
     /// # Errors
-    /// [`Error::Text`] with the template's line, or with what it raised or which bound it reached;
-    /// [`Error::Interrupted`].
+    /// [`Error::Text`] with the template's line, or with the error that it raised or the limit that it
+    /// exceeded; [`Error::Interrupted`].
     pub fn render(
         &self,
         messages: &[Message],
@@ -222,7 +222,7 @@ struct Context<'a> {
     variables: Map<String, Value>,
 }
 
-/// What a template needs of `tokenizer_config.json`.
+/// The fields of `tokenizer_config.json` that a template needs.
 struct TokenizerConfig {
     path: PathBuf,
     /// (name, source)

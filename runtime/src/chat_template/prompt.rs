@@ -1,4 +1,4 @@
-//! Chats in which what messages quote is told from the template's own control tokens.
+//! Rendered chats that tell control tokens quoted in messages from those of the template.
 
 use super::Message;
 use crate::error::Result;
@@ -6,14 +6,14 @@ use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::collections::HashSet;
 
-/// Characters of private use, of which one that a chat does not hold marks its quotations.
+/// Private-use characters; one that does not occur in a chat marks its quotations.
 const MARKS: std::ops::RangeInclusive<char> = '\u{100000}'..='\u{10fffd}';
 
 /// A rendered chat. See [`ChatTemplate::prompt`](super::ChatTemplate::prompt).
 #[derive(Clone, Debug)]
 pub struct Prompt {
     text: String,
-    /// Stands after the first character of each quoted control token; `None` if there are none.
+    /// The character after the first character of each quoted control token; `None` if there are none.
     mark: Option<char>,
 }
 
@@ -36,7 +36,7 @@ impl Prompt {
         visit(messages, tools, &mut |s| {
             used.extend(s.chars().filter(|c| MARKS.contains(c)));
         });
-        // Other characters than all 65,534 of the area are in no chat that fits a context.
+        // No chat that fits a context uses all 65,534 characters of the area.
         let mark = MARKS.into_iter().find(|c| !used.contains(c));
         let mark = mark.unwrap_or(*MARKS.end());
         let marked: Vec<Message> = messages
@@ -70,7 +70,7 @@ impl Prompt {
         self.mark.is_some()
     }
 
-    /// The text in parts, and whether a part quotes control tokens and holds none of its own.
+    /// The text in parts, each with a flag: true if it quotes control tokens and contains none itself.
     pub(crate) fn parts(&self, control: &[String]) -> Vec<(String, bool)> {
         let mut parts: Vec<(String, bool)> = Vec::new();
         let mut push = |text: &str| {
@@ -84,7 +84,7 @@ impl Prompt {
             }
         };
         let mut rest = self.text.as_str();
-        // The first token, and of those that begin there the longest.
+        // The leftmost token; of several at the same place, the longest.
         while let Some((at, token)) = control
             .iter()
             .filter_map(|token| Some((rest.find(token.as_str())?, token.as_str())))
@@ -99,7 +99,7 @@ impl Prompt {
     }
 }
 
-/// Gives all strings of a chat to `f`.
+/// Calls `f` with every string of a chat.
 fn visit(messages: &[Message], tools: Option<&[Value]>, f: &mut dyn FnMut(&str)) {
     fn value(v: &Value, f: &mut dyn FnMut(&str)) {
         match v {
@@ -149,8 +149,8 @@ fn marked(s: &str, control: &[String], mark: char) -> String {
     out
 }
 
-/// Where marks go into a string: after the first character of each control token and of what could
-/// begin one at its end, since a template may put strings side by side. In order.
+/// Where marks go in a string, in order: after the first character of each control token, and of
+/// anything at the string's end that could begin one, since templates may join strings.
 fn places(s: &str, control: &[String]) -> Vec<usize> {
     let mut places = Vec::new();
     for token in control {

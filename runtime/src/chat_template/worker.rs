@@ -1,9 +1,9 @@
-//! Templates in a process of their own, so that what a hostile one does to its process ends there.
+//! Templates in a process of their own, so that a hostile template harms no other process.
 //!
-//! The process is this program, started in a way that makes it call [`serve`]. It reads a line of
-//! JSON with the templates, then one for each rendering, and answers each with a line. It lives as
+//! The process runs this program, started so that it calls [`serve`]. It reads a line of JSON
+//! with the templates, then one for each rendering, and answers each with a line. It lives as
 //! long as the [`ChatTemplate`](super::ChatTemplate), or until a template kills it; the next
-//! rendering starts another.
+//! rendering starts a new one.
 
 use super::jinja::{STACK, Templates};
 use crate::error::Error;
@@ -19,28 +19,28 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Bytes that the process may allocate. Held by Linux; macOS does not bound a process's memory.
+/// Most bytes that the process may allocate. Linux enforces this; macOS has no such limit.
 const MAX_MEMORY: u64 = 1 << 30;
 
-/// How long an answer may take.
+/// Most time that an answer may take.
 const MAX_TIME: Duration = Duration::from_secs(10);
 
-/// How often an interrupt is looked for while an answer is awaited.
+/// How often to check for an interrupt while waiting for an answer.
 const TICK: Duration = Duration::from_millis(10);
 
-/// How a program renders templates in a process of its own.
+/// How this program renders templates in a process of its own.
 #[derive(Debug)]
 pub struct Isolation {
-    /// Starts this program so that it calls [`serve`].
+    /// A command that starts this program so that it calls [`serve`].
     pub command: fn() -> io::Result<Command>,
-    /// True once nobody waits for the rendering under way.
+    /// True once nobody waits for the current rendering.
     pub interrupted: fn() -> bool,
 }
 
 static ISOLATION: OnceLock<Isolation> = OnceLock::new();
 
-/// From now on all templates of this process are compiled and rendered in processes of their own.
-/// Where the templates run is a matter of the program, not of a caller: the first call decides.
+/// From now on, compiles and renders all templates of this process in processes of their own.
+/// This is decided once per program: the first call counts.
 pub fn isolate(isolation: Isolation) {
     let _ = ISOLATION.set(isolation);
 }
@@ -57,7 +57,7 @@ pub(super) enum Failure {
 }
 
 impl Failure {
-    /// As an error about the template at `path`.
+    /// Converts it to an error about the template at `path`.
     pub(super) fn at(self, path: &Path) -> Error {
         match self {
             Failure::Interrupted => Error::Interrupted,
@@ -66,24 +66,24 @@ impl Failure {
     }
 }
 
-/// One rendering, as it is asked for.
+/// A rendering request, as it is written.
 #[derive(Serialize)]
 struct Request<'a, C> {
     tools: bool,
     context: &'a C,
 }
 
-/// One rendering, as it is read.
+/// A rendering request, as it is read.
 #[derive(Deserialize)]
 struct Received {
     tools: bool,
     context: Value,
 }
 
-/// The process, seen from outside.
+/// The process, seen from this side.
 pub(super) struct Worker {
     isolation: &'static Isolation,
-    /// What it is told first.
+    /// The first line it is sent: the templates.
     templates: Vec<u8>,
     process: Mutex<Option<Process>>,
 }
@@ -95,7 +95,7 @@ impl fmt::Debug for Worker {
 }
 
 impl Worker {
-    /// Starts the process and compiles `templates` there.
+    /// Starts the process and compiles `templates` in it.
     pub(super) fn start(
         isolation: &'static Isolation,
         templates: &[(String, String)],
@@ -109,7 +109,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Renders there; see [`Templates::render`].
+    /// Renders in the process; see [`Templates::render`].
     pub(super) fn render(&self, tools: bool, context: &impl Serialize) -> Result<String, Failure> {
         let request = line(&Request { tools, context })?;
         let mut slot = self.process.lock().unwrap_or_else(|e| e.into_inner());
@@ -153,7 +153,7 @@ impl Process {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // A terminal's interrupt is for the program, which ends this process if it wants to.
+            // An interrupt from the terminal reaches only the main program, which may end this process.
             .process_group(0)
             .spawn()?;
         let closed = || io::Error::from(io::ErrorKind::BrokenPipe);
@@ -180,7 +180,7 @@ impl Process {
         request: &[u8],
         isolation: &Isolation,
     ) -> Result<Result<String, String>, Failure> {
-        // If it does not read any more, its end says why below.
+        // If the process has stopped reading, its exit status explains why below.
         let _ = self.requests.write_all(request);
         let deadline = Instant::now() + MAX_TIME;
         loop {
@@ -204,7 +204,7 @@ impl Process {
         }
     }
 
-    /// Why the process is gone.
+    /// Determines why the process ended.
     fn end(&mut self) -> Failure {
         let mut said = String::new();
         if let Some(stderr) = self.child.stderr.take() {
@@ -232,24 +232,24 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Both fail only for a process that has ended.
+        // Both calls fail only for a process that has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The process, seen from inside: reads from `input` until its end and answers to `output`.
+/// The worker's side: reads requests from `input` until its end and answers on `output`.
 /// Returns at the end of `input` even while a template runs, so that the process can end.
 ///
 /// # Errors
-/// If the process cannot bound itself or reading fails.
+/// If the process cannot limit its own memory, or reading fails.
 pub fn serve(input: impl BufRead, mut output: impl Write + Send + 'static) -> io::Result<()> {
     Resource::CORE.set(0, 0)?;
     if cfg!(target_os = "linux") {
         let most = MAX_MEMORY + STACK as u64;
         Resource::AS.set(most, most)?;
     }
-    // A panic is an answer, with its message.
+    // A panic becomes an answer with its message.
     std::panic::set_hook(Box::new(|_| {}));
     let (send, requests) = channel::<String>();
     std::thread::spawn(move || -> io::Result<()> {
@@ -270,7 +270,7 @@ pub fn serve(input: impl BufRead, mut output: impl Write + Send + 'static) -> io
     Ok(())
 }
 
-/// The answer to a line: to the first, nothing if its templates compile.
+/// The answer to a line. The first line holds the templates; its answer is empty if they compile.
 fn answer(templates: &mut Option<Templates>, request: &str) -> Result<String, String> {
     let bad = |e: serde_json::Error| e.to_string();
     match templates {

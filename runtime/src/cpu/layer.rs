@@ -27,7 +27,7 @@ pub(crate) fn pack_layer(
         let parts = weights.product(product);
         let spec = &product.linears[0];
         if spec.kind == LinearKind::Router {
-            // What chooses experts is not rounded, whatever the options say, nor counted.
+            // The weights that choose experts are neither rounded, whatever the options say, nor counted.
             let linear = Linear::new(cpu, &parts, Activations::F32, options.kernels)?;
             return Ok(linear.named(product.name));
         }
@@ -43,15 +43,15 @@ pub(crate) fn pack_layer(
     Layer::new(index, weights.spec, linear, norm)
 }
 
-/// Bytes that one token reads of a layer.
+/// Bytes of a layer that one token reads.
 pub(crate) fn layer_bytes(config: &ModelConfig, layer: &Layer) -> usize {
     let norms = layer.norms().map(|n| 4 * n.len()).sum::<usize>();
     norms + layer.bytes_per_token(config, Linear::bytes)
 }
 
-/// Repacks weights that share an input, rounded as `options` say, counting them in `census`.
-/// Profiles count the product under `name`; each part stacks the weights of so many `experts`, or is
-/// one weight.
+/// Repacks weights that share an input, rounded as `options` say, and counts them in `census`.
+/// Profiles list the product under `name`. Each part is a stack of `experts` weights, or one
+/// weight.
 pub(crate) fn pack(
     cpu: &Cpu,
     options: &LoadOptions,
@@ -66,14 +66,14 @@ pub(crate) fn pack(
     Ok(Linear::of_experts(cpu, parts, experts, activations, kernels)?.named(name))
 }
 
-/// What layers work with and on, besides their weights.
+/// The buffers that a layer works on, besides its weights.
 pub(crate) struct Pass<'a> {
     pub(crate) cpu: &'a Cpu,
     pub(crate) config: &'a ModelConfig,
     pub(crate) batch: &'a Batch,
     /// The layer's keys and values.
     pub(crate) kv: &'a mut KvPages,
-    /// The pages of each slot's sequence.
+    /// The page table of each slot's sequence.
     pub(crate) tables: &'a [Vec<u32>],
     pub(crate) scratch: &'a mut Scratch,
     /// The residual stream `[m, hidden]`.
@@ -150,13 +150,13 @@ impl Ops for Pass<'_> {
     fn add_experts(&mut self, layer: usize, experts: &Experts<Linear, Vec<f32>>) -> Result<()> {
         let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
         let Some(shape) = &c.experts else {
-            unreachable!("layers of experts come with their numbers");
+            unreachable!("layers with experts have an expert shape");
         };
         let normed = &mut self.scratch.normed[..m * c.hidden_size];
         let scores = &mut self.scratch.scores[..m * shape.count];
         cpu.rms_norm(self.x, &experts.norm, c.rms_norm_eps, normed);
-        // Few rows one by one: sums of floats depend on how many go together, and with them which
-        // experts are chosen.
+        // Few rows go one by one: float sums depend on how many rows go together, and the choice of
+        // experts depends on those sums.
         let rows = if m <= FEW_ROWS { 1 } else { m };
         let (x, y) = (rows * c.hidden_size, rows * shape.count);
         for (x, y) in normed.chunks(x).zip(scores.chunks_mut(y)) {
@@ -165,7 +165,7 @@ impl Ops for Pass<'_> {
         let (gate_up, down) = (&experts.gate_up, &experts.down);
         if self.observer.wants_inputs() {
             self.observer.linear_input(layer, gate_up.spec, normed);
-            // Every row through every expert, chosen or not.
+            // Sends every row through every expert, chosen or not.
             let mut gated = vec![0.0; m * shape.width];
             for expert in 0..shape.count {
                 cpu.gated_by(&gate_up.linear, expert, normed, &mut gated)?;
@@ -183,7 +183,7 @@ impl Ops for Pass<'_> {
     }
 }
 
-/// Which rows of a forward belong to which sequence and position.
+/// The sequence and position of each row of a forward.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     spans: Vec<Span>,
@@ -203,7 +203,7 @@ impl Batch {
         }
     }
 
-    /// Starts over.
+    /// Removes all rows.
     pub(crate) fn clear(&mut self) {
         self.spans.clear();
         self.slots.clear();
@@ -224,18 +224,18 @@ impl Batch {
         }
     }
 
-    /// All rows.
+    /// Number of rows.
     pub(crate) fn rows(&self) -> usize {
         self.row_ids.len()
     }
 
-    /// The sequences' rows, in the order they were pushed.
+    /// The rows of each sequence, in the order they were pushed.
     pub(crate) fn spans(&self) -> &[Span] {
         &self.spans
     }
 }
 
-/// What a layer computes on its way, for up to the given number of rows.
+/// Intermediate results of a layer, for up to the given number of rows.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     normed: Vec<f32>,   // [rows, hidden]
@@ -246,7 +246,7 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// Values of a row of each buffer.
+    /// Values per row of each buffer.
     fn widths(c: &ModelConfig) -> [usize; 5] {
         let qkv = c.q_dim() + 2 * c.kv_dim();
         let (gated, scores) = match c.experts {
@@ -256,7 +256,7 @@ impl Scratch {
         [c.hidden_size, qkv, c.q_dim(), gated, scores]
     }
 
-    /// Room for `rows` rows.
+    /// Allocates buffers for `rows` rows.
     pub(crate) fn new(c: &ModelConfig, rows: usize) -> Self {
         let [normed, qkv, attended, gated, scores] =
             Self::widths(c).map(|width| vec![0.0; rows * width]);

@@ -54,14 +54,15 @@ impl CpuEngine {
         let cpu = options.cpu()?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
-        // The largest weight first: while it is held twice, nothing else is held yet.
+        // Load the largest weight first: it is held twice while nothing else is held yet.
         let head_weight = models::head(store, config)?;
         let head = pack(&cpu, options, ("head", 1), &[&head_weight], &mut census)?;
         done.add(&head_weight);
         drop(head_weight);
-        let embedding = match config.tie_word_embeddings {
-            true => None,
-            false => Some(models::embedding(store, config)?),
+        let embedding = if config.tie_word_embeddings {
+            None
+        } else {
+            Some(models::embedding(store, config)?)
         };
         embedding.iter().for_each(|w| done.add(w));
         let mut layers = Vec::with_capacity(config.num_hidden_layers);

@@ -24,8 +24,8 @@ pub(super) struct CpuSession {
     logits: Vec<f32>,  // [rows wanted, vocab]
 }
 
-/// Bytes that [`CpuSession::new`] reserves: of keys and values, and of activations without the logits,
-/// which depend on what is asked for.
+/// Bytes that [`CpuSession::new`] reserves: (keys and values, activations without the logits, which
+/// depend on the request).
 pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usize) {
     let page = KvPages::page_bytes(spec.kv, c.num_key_value_heads, c.head_dim);
     let stream = size_of::<f32>() * spec.max_rows * c.hidden_size;
@@ -60,8 +60,8 @@ impl CpuSession {
         }
     }
 
-    /// Runs the layers over the chunks: `x` becomes the residual stream behind the last.
-    /// With `locate` every layer's output is checked.
+    /// Runs the layers over the chunks: `x` becomes the residual stream after the last layer.
+    /// With `locate`, checks every layer's output for NaN and infinity.
     fn run_layers(
         &mut self,
         chunks: &[Chunk<'_>],
@@ -264,7 +264,7 @@ impl Session for CpuSession {
     }
 }
 
-/// Looks `tokens`, all within the vocabulary, up in `embedding` `[vocab, hidden]`:
+/// Looks up `tokens`, all within the vocabulary, in `embedding` `[vocab, hidden]`:
 /// `x` `[tokens, hidden]`.
 pub(super) fn embed<'a>(
     embedding: &Weight,

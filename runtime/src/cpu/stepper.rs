@@ -1,4 +1,4 @@
-//! What the CPU does for the layer stepper.
+//! The CPU as a device of the layer stepper.
 
 use super::layer::{Batch, Layer, Pass, Scratch, pack, pack_layer};
 use crate::engine::Observer;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// that their activations take little memory.
 const ROWS: usize = 512;
 
-/// The CPU, as layers step on it.
+/// The CPU as a [`LayerDevice`].
 pub(crate) struct CpuLayers {
     config: ModelConfig,
     options: LoadOptions,
@@ -29,15 +29,15 @@ pub(crate) struct CpuLayers {
     scratch: Scratch,
 }
 
-/// Bytes that the CPU's stepper takes for pieces of whole pages, beside the layer that it runs: what
-/// `CpuLayers::new` and the pieces reserve, and a copy of a piece of the stream.
+/// Bytes that the CPU's stepper takes for pieces of whole pages, besides the layer that it runs:
+/// the buffers of `CpuLayers::new` and of the pieces, and a copy of a piece of the stream.
 pub fn stepper_bytes(c: &ModelConfig, kv: KvType) -> usize {
     let page = KvPages::page_bytes(kv, c.num_key_value_heads, c.head_dim);
     Scratch::bytes(c, ROWS) + size_of::<f32>() * ROWS * c.hidden_size + ROWS.div_ceil(PAGE) * page
 }
 
 impl CpuLayers {
-    /// For models of this shape; keys and values are rounded to `kv_type`.
+    /// Makes a stepper for models of this shape; keys and values are rounded to `kv_type`.
     pub(crate) fn new(
         config: &ModelConfig,
         options: &LoadOptions,

@@ -25,11 +25,11 @@ pub(crate) struct CudaEngine {
     bandwidth: OnceLock<Option<f64>>,
 }
 
-/// Bytes that a model whose matrices are of these kinds will take of the memory of a GPU whose steps
-/// take most sequences, and a session of it.
+/// Bytes of GPU memory that a model whose matrices are of these kinds and a session of it will take,
+/// on a GPU whose steps take the most sequences.
 ///
 /// # Errors
-/// A weight that no kernel serves; keys and values that the device does not keep.
+/// A weight that no kernel serves; a type of keys and values that the device does not support.
 pub(crate) fn planned(
     c: &ModelConfig,
     kinds: Kinds<'_>,
@@ -94,8 +94,9 @@ impl CudaEngine {
             kernels: options.kernels.to_string(),
             activations: match (fused, bits) {
                 (false, _) => "f32",
-                // Products of many rows round to FP16; steps of up to 16 rows split a value in two:
-                // digits of 16 bits for codes (`cuda/activations.cuh`), FP16 and what that lost else.
+                // Products of many rows round to FP16. Steps of up to 16 rows split a value in two: for
+                // quantized weights into 16-bit digits (`cuda/activations.cuh`), otherwise into FP16
+                // and the remainder.
                 (true, 16..) => "f16 + 2 f16 in steps",
                 (true, _) => "f16 + int16 g64 in steps",
             }
@@ -127,7 +128,7 @@ impl Engine for CudaEngine {
     fn memory_bandwidth(&self) -> Option<f64> {
         *self.bandwidth.get_or_init(|| {
             let gpu = &self.model.gpu;
-            // Large against the cache, small against what is free.
+            // Large compared with the cache, small compared with the free memory.
             let bytes = (32 * gpu.info().l2_bytes).min(gpu.free_memory().ok()? / 2);
             gpu.read_bandwidth(bytes).ok()
         })

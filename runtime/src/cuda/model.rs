@@ -48,8 +48,8 @@ fn pack_layer(uploader: &mut Uploader, index: usize, weights: &LayerWeights) -> 
     Layer::new(index, weights.spec, linear, norm)
 }
 
-/// How the outputs of a product's Linears lie: those that an epilogue takes in pairs beside each
-/// other.
+/// How the outputs of a product's Linears are laid out: interleaved if an epilogue takes them in
+/// pairs.
 fn stack(spec: &LayerSpec, product: &Product) -> Stack {
     match &spec.mlp {
         MlpSpec::SwiGlu { gate_up, .. } | MlpSpec::Experts { gate_up, .. }
@@ -76,9 +76,10 @@ impl CudaModel {
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         let head_weight = models::head(store, config)?;
-        let embedding_weight = match config.tie_word_embeddings {
-            true => None,
-            false => Some(models::embedding(store, config)?),
+        let embedding_weight = if config.tie_word_embeddings {
+            None
+        } else {
+            Some(models::embedding(store, config)?)
         };
         let first = LayerWeights::read(store, config, 0)?;
         let linears = first
@@ -162,7 +163,7 @@ impl CudaModel {
         Ok((model, census.bits()))
     }
 
-    /// A session of it, to be planned.
+    /// The request that plans a session of this model.
     pub(super) fn request<'a>(&'a self, session: &'a SessionSpec) -> Request<'a> {
         Request {
             info: self.gpu.info(),
@@ -192,7 +193,7 @@ impl CudaModel {
             + self.head.bytes()
     }
 
-    /// What attention needs of a layer.
+    /// The parameters of a layer's attention.
     pub(super) fn heads<'a>(
         &self,
         attention: &'a Attention<DeviceLinear, Buffer<f32>>,

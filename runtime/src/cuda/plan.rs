@@ -1,5 +1,5 @@
-//! What a model and its sessions will take of a GPU's memory, before any of it is allocated: what
-//! their constructors take of a device on which nothing runs.
+//! The GPU memory that a model and its sessions will take, before any of it is allocated: their
+//! constructors are run on a device that only counts.
 
 use super::model::CudaLayer;
 use super::session::SessionMemory;
@@ -16,19 +16,19 @@ use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, KernelSet};
 use std::collections::BTreeMap;
 
-/// Room for the matrix `name` of a model, or for those stacked with it, `dims` in all.
+/// Reserves the matrix `name` of a model, or the stack that begins with it, of shape `dims`.
 fn linear(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
     let kind = PackedKind::new(kinds(name), dims.1)?;
     Ok(DeviceLinear::zeros(gpu, kind, dims)?)
 }
 
-/// Room for the head.
+/// Reserves the head.
 pub(super) fn head(gpu: &Gpu, c: &ModelConfig, kinds: Kinds<'_>) -> Result<DeviceLinear> {
     linear(gpu, kinds, names::head(c), (c.vocab_size, c.hidden_size))
 }
 
-/// Bytes that weights of these kinds take, packed. Where `stored` says what a file has of each layer,
-/// the first alone is looked at, and the others are taken to be as large beside it as they are stored.
+/// Bytes that packed weights of these kinds take. If `stored` gives the bytes of each layer in the
+/// file, only the first layer is packed, and the others are scaled by their stored sizes.
 ///
 /// # Errors
 /// A weight that no kernel serves.
@@ -59,48 +59,49 @@ pub(super) fn weight_bytes(
     };
     let _norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
     let _head = head(gpu, c, kinds)?;
-    let _embedding = match c.tie_word_embeddings {
-        true => None,
-        false => Some(linear(
+    let _embedding = if c.tie_word_embeddings {
+        None
+    } else {
+        Some(linear(
             gpu,
             kinds,
             EMBEDDING,
             (c.vocab_size, c.hidden_size),
-        )?),
+        )?)
     };
     Ok(layers + account.held())
 }
 
-/// A model about to be loaded, a session about to be begun, or both, to be held against the memory
-/// that the driver has free.
+/// A model to be loaded, a session to be opened, or both, to be compared with the memory that the
+/// driver has free.
 #[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
     /// The device.
     pub(super) info: &'a GpuInfo,
-    /// Sequences that its steps take, at most.
+    /// Most sequences in a step.
     pub(super) together: usize,
     /// The model's shape.
     pub(super) config: &'a ModelConfig,
     /// Its kernels.
     pub(super) kernels: KernelSet,
-    /// Its head, or room for it.
+    /// Its head, or memory reserved for it.
     pub(super) head: &'a DeviceLinear,
-    /// Bytes of weights that are still to be loaded.
+    /// Bytes of weights still to be loaded.
     pub(super) weights: usize,
     /// The session.
     pub(super) session: Option<&'a SessionSpec>,
 }
 
-/// Contexts are suggested in multiples of this.
+/// Suggested contexts are multiples of this.
 const CTX_STEP: usize = 256;
-/// Bits of a weight, all included, that a model of 4-bit weights has at most; for a suggestion.
+/// Most bits per weight, scales included, of a model of 4-bit weights; for suggestions.
 const INT4_BITS: usize = 5;
 
 impl Request<'_> {
-    /// What it takes.
+    /// The memory that the request takes.
     ///
     /// # Errors
-    /// Keys and values that the device does not keep.
+    /// A type of keys and values that the device does not support.
     pub(super) fn plan(&self) -> Result<DeviceMemory> {
         let mut plan = DeviceMemory {
             weights: self.weights,
@@ -120,11 +121,11 @@ impl Request<'_> {
         self.plan().is_ok_and(|plan| plan.total() <= free)
     }
 
-    /// Refuses what does not fit `free` bytes, saying what it takes, what is free and what would
-    /// fit.
+    /// Refuses a request that does not fit `free` bytes; the error says what it takes, what is free
+    /// and what would fit.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`]; [`Request::plan`]'s.
+    /// [`Error::DeviceMemory`]; errors of [`Request::plan`].
     pub(super) fn check(&self, free: usize) -> Result<()> {
         let plan = self.plan()?;
         if plan.total() <= free {
@@ -155,7 +156,7 @@ impl Request<'_> {
         })
     }
 
-    /// What fits `free` bytes instead.
+    /// Requests that would fit `free` bytes.
     fn help(&self, free: usize) -> String {
         let mut ways = Vec::new();
         if let Some(spec) = self.session {
@@ -181,8 +182,8 @@ impl Request<'_> {
         ways.join(", or ")
     }
 
-    /// The longest context up to that asked for with which it fits `free` bytes, keys and values
-    /// being `kv`; `None` if not even a short one does.
+    /// The longest context, up to the one requested, that fits `free` bytes with keys and values of
+    /// type `kv`; `None` if not even a short one does.
     fn longest(&self, spec: &SessionSpec, kv: KvType, free: usize) -> Option<usize> {
         let fits = |ctx: usize| {
             let spec = SessionSpec {
@@ -200,21 +201,22 @@ impl Request<'_> {
         if fits(spec.ctx) {
             return Some(spec.ctx);
         }
-        // In steps: `low` fits, or is none; `high` does not.
+        // In units of `CTX_STEP`: `low` fits or is 0; `high` does not fit.
         let (mut low, mut high) = (0, spec.ctx.div_ceil(CTX_STEP));
         while high - low > 1 {
             let middle = low.midpoint(high);
-            match fits(middle * CTX_STEP) {
-                true => low = middle,
-                false => high = middle,
+            if fits(middle * CTX_STEP) {
+                low = middle
+            } else {
+                high = middle
             }
         }
         (low > 0).then_some(low * CTX_STEP)
     }
 }
 
-/// The kinds of all Linears of the layers, by name, where the store says them all without reading
-/// them. Weights of other layers may be held in more bits than those of the first.
+/// The kinds of all Linears of the layers, by name, if the store knows them without reading
+/// the weights. A layer may hold its weights in more bits than the first does.
 pub(super) fn told_kinds(
     config: &ModelConfig,
     store: &dyn WeightStore,
@@ -226,18 +228,18 @@ pub(super) fn told_kinds(
     });
     let kind = |name: String| {
         let scheme = store.scheme(&name)?;
-        let act_order = false; // which no GPU runs
+        let act_order = false; // no GPU kernel runs it
         Some((name, WeightKind::Affine { scheme, act_order }))
     };
     names.map(kind).collect()
 }
 
-/// Stored bytes by layer; `None` if the file's names do not tell.
+/// Stored bytes of each layer; `None` if the names in the file do not tell.
 pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<Vec<u64>> {
     let mut bytes = vec![0; layers];
     for entry in entries {
         let mut words = entry.name.split('.');
-        // As Hugging Face and GGUF call them.
+        // The names in Hugging Face checkpoints and in GGUF.
         if words.by_ref().any(|w| w == "layers" || w == "blk") {
             let index: usize = words.next()?.parse().ok()?;
             *bytes.get_mut(index)? += entry.bytes;
@@ -284,7 +286,7 @@ mod tests {
         WeightKind::Dense(DType::BF16)
     }
 
-    /// A model of that shape, and room for its head.
+    /// A model of that shape, with memory reserved for its head.
     struct Model {
         config: ModelConfig,
         head: DeviceLinear,
@@ -310,7 +312,7 @@ mod tests {
             }
         }
 
-        /// A session whose steps take so many sequences.
+        /// The memory of a session whose steps take `together` sequences.
         fn session(&self, spec: &SessionSpec, together: usize) -> DeviceMemory {
             let mut request = self.request(0, spec);
             request.together = together;
@@ -339,7 +341,7 @@ mod tests {
         }
     }
 
-    /// The context that `help` speaks of.
+    /// The context that `help` suggests.
     fn suggested(help: &str) -> usize {
         let (_, rest) = help.split_once("context of ").expect(help);
         rest.split(' ').next().unwrap().parse().expect(help)
@@ -372,7 +374,7 @@ mod tests {
     #[test]
     fn what_cannot_help_is_not_suggested() {
         let (model, spec) = (Model::new(), spec(8192, KvType::Int8));
-        // 16 bits of 8.2 billion parameters do not fit 12 GB, 4 bits do.
+        // 8.2 billion parameters in 16 bits do not fit 12 GB; in 4 bits they do.
         let help = model.request(16_400_000_000, &spec).help(12_000_000_000);
         assert!(
             help.starts_with("4-bit weights") && !help.contains("--ctx"),
@@ -380,7 +382,7 @@ mod tests {
         );
         let help = model.request(16_400_000_000, &spec).help(2_000_000_000);
         assert_eq!(help, "the CPU (--device cpu)");
-        // Beside weights that are loaded already.
+        // With the weights already loaded.
         let session = model.request(0, &spec);
         let refused = session
             .check(session.plan().unwrap().total() - 1)
@@ -418,7 +420,7 @@ mod tests {
         let model = Model::new();
         let with = |spec: &SessionSpec| model.session(spec, MOST_SEQUENCES);
         let plan = with(&spec(8192, KvType::F16));
-        // 64 pages and nobody's: 36 layers, 8 heads of 128, two of two bytes each.
+        // 64 pages and the unowned one: 36 layers, 8 heads of 128, keys and values of two bytes each.
         let bytes = 36 * (8192 + 128) * 8 * 128 * 2 * 2;
         assert!((bytes..bytes + (6 << 20)).contains(&plan.kv), "{plan:?}");
         assert!(with(&spec(8192, KvType::Int8)).kv < plan.kv * 9 / 16);
@@ -430,9 +432,10 @@ mod tests {
             (rows..2 * rows + 64 * 4 * 151_936).contains(&plan.scratch),
             "{plan:?}"
         );
-        // Rows of a step are as many as slots, up to what a device takes: logits, biases and tokens
-        // seen of each, and of wide steps their FP16 rows and partial sums; what candidates take, besides,
-        // and up to 16 parts of attention over shared pages: 520 bytes for each of 32 query heads.
+        // A step has as many rows as there are slots, up to the device's limit. Each row has logits,
+        // biases and counts of tokens; in wide steps also FP16 rows and partial sums. Added to that: the
+        // candidates, and up to 16 parts of attention over shared pages, 520 bytes for each of 32 query
+        // heads.
         let many = SessionSpec {
             slots: 64,
             ..spec(8192, KvType::F16)

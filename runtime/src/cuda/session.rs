@@ -31,13 +31,13 @@ pub(super) struct CudaSession {
     model: Arc<CudaModel>,
     spec: SessionSpec,
     tables: PageTables,
-    /// What the device's page tables say, by slot.
+    /// Copy of the device's page tables, by slot.
     placed: Vec<Vec<u32>>,
     pages: DevicePages,
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, head_dim / 2]
     step: StepRows,
     many: ManyRows,
-    /// Where chunks begin and end that were queued and not waited for.
+    /// Start and end of queued chunks that have not been waited for.
     prompts: VecDeque<(Mark, Mark)>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
     logits: Vec<f32>,         // [rows wanted, vocab]
@@ -59,14 +59,14 @@ struct ManyRows {
     full: Option<FullRows>,
 }
 
-/// What layers of experts have of each row.
+/// Buffers for layers with experts.
 pub(super) struct ExpertRows {
     pub(super) scores: Buffer<f32>, // [rows, experts]
     pub(super) gated: Buffer<f32>,  // [rows, chosen experts, width]
 }
 
 impl ExpertRows {
-    /// For up to `rows` rows; `None` where there are no experts.
+    /// Allocates them for up to `rows` rows; `None` if the model has no experts.
     pub(super) fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Option<Self>> {
         let Some(experts) = &w.experts else {
             return Ok(None);
@@ -87,12 +87,12 @@ struct FullRows {
     mlp: Buffer<f32>,      // [rows, intermediate]
 }
 
-/// Sizes that buffers are cut by.
+/// Row widths of the buffers.
 pub(super) struct Widths {
     pub(super) hidden: usize,
     pub(super) qkv: usize,
     pub(super) q: usize,
-    /// Of a layer's MLP; experts have buffers of their own.
+    /// Width of a layer's MLP; experts have their own buffers.
     pub(super) mlp: usize,
     pub(super) vocab: usize,
     pub(super) experts: Option<Experts>,
@@ -110,7 +110,7 @@ impl Widths {
         }
     }
 
-    /// Inputs of the product that has most.
+    /// The most inputs of any product.
     fn widest_input(&self) -> usize {
         self.hidden.max(self.q).max(self.mlp)
     }
@@ -133,7 +133,7 @@ impl FullRows {
 }
 
 impl ManyRows {
-    /// For forwards over up to `m` rows that stand in `places`.
+    /// Allocates buffers for forwards over up to `m` rows, which stand in `places`.
     fn new(gpu: &Gpu, w: &Widths, kernels: KernelSet, m: usize, places: Places) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
         let halves = |n: usize| gpu.zeros::<u16>("activations", n);
@@ -157,7 +157,7 @@ impl ManyRows {
     }
 }
 
-/// What a session holds of a device's memory.
+/// Device memory of a session.
 pub(super) struct SessionMemory {
     pages: DevicePages,
     cos_sin: Buffer<[f32; 2]>,
@@ -166,8 +166,8 @@ pub(super) struct SessionMemory {
 }
 
 impl SessionMemory {
-    /// For a model with this head, on a device whose steps take `together` sequences; the rotary table
-    /// is not written yet.
+    /// Allocates it for a model with this head, on a device whose steps take `together` sequences. The
+    /// rotary table is not written yet.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
@@ -229,7 +229,7 @@ impl CudaSession {
 }
 
 impl CudaSession {
-    /// Refuses chunks that do not fit, or that a step continues.
+    /// Refuses chunks that do not fit, or whose sequence a queued step continues.
     fn check_chunks(&self, chunks: &[Chunk<'_>]) -> Result<()> {
         let vocab = self.model.config.vocab_size;
         check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
@@ -237,17 +237,17 @@ impl CudaSession {
             None => Ok(()),
             Some(chunk) => Err(Error::Request {
                 what: "chunk",
-                expected: "a sequence that no step continues".into(),
-                found: format!("slot {}, which sits in one", chunk.slot),
+                expected: "a sequence that is not seated in a step".into(),
+                found: format!("slot {}, which is seated", chunk.slot),
             }),
         }
     }
 
-    /// Makes room for more positions of sequences, (slot, positions) each: queues the copies of
-    /// pages that were shared, and what changes in the device's tables.
+    /// Makes room for more positions of sequences, given as (slot, positions): queues the copies of
+    /// shared pages and the changes of the device's page tables.
     fn reserve(&mut self, growth: impl Iterator<Item = (usize, usize)> + Clone) -> Result<()> {
         for PageCopy { from, to, .. } in self.tables.reserve(growth.clone())? {
-            // All rows: those past the shared ones are written before they are read.
+            // Copies all rows: those past the shared ones are written before they are read.
             self.stream.copy_page(&mut self.pages, from, to)?;
         }
         let mut entries = Vec::new();

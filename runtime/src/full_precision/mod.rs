@@ -1,5 +1,5 @@
 //! The operations of a layer in f32 over whole sequences, on any device of `kernels::grad`: for the
-//! layer stepper of a GPU, and for training, which needs what they leave behind.
+//! layer stepper on a GPU, and for training, which needs the intermediate results.
 //!
 //! Heads are laid out `[sequence, kv head, query head of its group, token, dim]`, so that the
 //! queries that share a key head are one matrix, and attention is a batch of plain products.
@@ -17,48 +17,48 @@ use nq_kernels::Routes;
 use nq_kernels::grad::{Allocate, Gemm, HeadShape, LayerOps};
 use std::marker::PhantomData;
 
-/// A weight on a device: values, or what they are computed from.
+/// A weight on a device: its values, or something from which they are computed.
 pub trait Load<O: LayerOps> {
-    /// Its values `[out, in]`: its own, or computed to `scratch`.
+    /// Its values `[out, in]`: those it holds, or values computed into `scratch`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn load<'a>(&'a self, ops: &O, scratch: &'a mut O::Floats)
     -> nq_kernels::Result<&'a O::Floats>;
 }
 
-/// What the forward of a layer leaves for the backward.
+/// Intermediate results of a layer's forward that the backward needs.
 pub struct Tape<O: Allocate> {
-    /// `[rows]`, of the norm before attention.
+    /// `[rows]`, inverse root mean squares of the norm before attention.
     pub inv1: O::Floats,
-    /// `[rows]`, of the norm before the MLP.
+    /// `[rows]`, those of the norm before the MLP.
     pub inv2: O::Floats,
-    /// `[rows, q_dim]`, before norm and rotation.
+    /// `[rows, q_dim]`, queries before norm and rotation.
     pub q: O::Floats,
-    /// `[rows, kv_dim]`, the same of keys.
+    /// `[rows, kv_dim]`, keys before norm and rotation.
     pub k: O::Floats,
-    /// `[rows, heads]`
+    /// `[rows, heads]`, inverse root mean squares of the queries' norm.
     pub inv_q: O::Floats,
-    /// `[rows, kv_heads]`
+    /// `[rows, kv_heads]`, those of the keys' norm.
     pub inv_k: O::Floats,
-    /// `[batch, heads, seq, dim]`
+    /// `[batch, heads, seq, dim]`, queries after norm and rotation.
     pub qh: O::Floats,
-    /// `[batch, kv_heads, seq, dim]`
+    /// `[batch, kv_heads, seq, dim]`, keys after norm and rotation.
     pub kh: O::Floats,
-    /// `[batch, kv_heads, seq, dim]`
+    /// `[batch, kv_heads, seq, dim]`, values.
     pub vh: O::Floats,
-    /// `[rows, q_dim]`, what `o_proj` sees.
+    /// `[rows, q_dim]`, the input of `o_proj`.
     pub o: O::Floats,
-    /// `[rows, hidden]`, after attention.
+    /// `[rows, hidden]`, the residual stream after attention.
     pub mid: O::Floats,
-    /// `[rows, intermediate]`; of the last expert where there are any
+    /// `[rows, intermediate]`; of the last expert in a layer with experts.
     pub gate: O::Floats,
-    /// `[rows, intermediate]`, the same of up
+    /// `[rows, intermediate]`, the same for up.
     pub up: O::Floats,
 }
 
 impl<O: Allocate> Tape<O> {
-    /// Room for `rows` tokens.
+    /// Allocates it for `rows` tokens.
     ///
     /// # Errors
     /// If the device has not enough memory.
@@ -83,12 +83,12 @@ impl<O: Allocate> Tape<O> {
     }
 }
 
-/// Memory that a layer's forward uses and the next one's uses again.
+/// Buffers that each layer's forward uses in turn.
 pub struct Workspace<O: Allocate> {
     config: ModelConfig,
-    /// `[seq, dim / 2]` pairs
+    /// `[seq, dim / 2]` pairs of cosine and sine.
     pub cos_sin: O::Floats,
-    /// `[rows, hidden]`: a norm's output.
+    /// `[rows, hidden]`: the output of a norm.
     pub h: O::Floats,
     /// `[rows, max(intermediate, q_dim)]`
     pub wide: O::Floats,
@@ -96,14 +96,14 @@ pub struct Workspace<O: Allocate> {
     pub heads: O::Floats,
     /// `[rows, kv_dim]`
     pub kv: O::Floats,
-    /// `[batch, heads, seq, seq]`
+    /// `[batch, heads, seq, seq]`, attention weights.
     pub p: O::Floats,
-    /// The largest weight that is computed.
+    /// Room for the largest weight whose values are computed.
     pub w: O::Floats,
     experts: Option<ExpertWork<O>>,
 }
 
-/// What layers of experts need besides.
+/// Further buffers for layers with experts.
 struct ExpertWork<O: Allocate> {
     scores: O::Floats,   // [rows, experts]
     weights: O::Floats,  // [rows], of one expert
@@ -111,8 +111,8 @@ struct ExpertWork<O: Allocate> {
 }
 
 impl<O: Allocate> Workspace<O> {
-    /// Room for `batch` sequences of `seq` tokens (or more and shorter ones of as many tokens)
-    /// and for weights of `largest` values that are computed.
+    /// Allocates buffers for `batch` sequences of `seq` tokens (or more but shorter sequences of as many
+    /// tokens together) and for computed weights of up to `largest` values.
     ///
     /// # Errors
     /// If the device has not enough memory.
@@ -149,8 +149,8 @@ impl<O: Allocate> Workspace<O> {
     }
 }
 
-/// A layer's forward over `batch` sequences of `seq` tokens, whose weights are `M` by Linear and
-/// whose gains are `G`.
+/// A layer's forward over `batch` sequences of `seq` tokens, with a weight of type `M` per Linear and
+/// gains of type `G`.
 pub struct Pass<'a, O: LayerOps, M, G> {
     ops: &'a O,
     work: &'a mut Workspace<O>,
@@ -164,21 +164,21 @@ pub struct Pass<'a, O: LayerOps, M, G> {
     of: PhantomData<fn(&M, &G)>,
 }
 
-/// What a layer shows as it runs.
+/// What a layer shows to its observer as it runs.
 pub enum Seen<'a, O: Allocate> {
-    /// The input `[rows, in]` of a product; of one whose experts have inputs of their own, that of the
-    /// expert of this number.
+    /// The input `[rows, in]` of a product. The number is the expert's if experts have inputs of their
+    /// own.
     Input(&'a Product, usize, &'a O::Floats),
-    /// Which experts the rows go through.
+    /// The experts that the rows are routed to.
     Routes(&'a Routes),
 }
 
-/// Sees that.
+/// Observer of a pass.
 pub type Shown<'a, O> = dyn FnMut(Seen<'_, O>) -> Result<()> + 'a;
 
 impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
-    /// From the residual stream `x` to `out`, over `(batch, seq)` sequences and tokens of each.
-    /// Leaves on `tape` what a backward needs.
+    /// A pass from the residual stream `x` to `out`, over `(batch, seq)`: sequences and tokens of each.
+    /// Leaves on `tape` the intermediate results that a backward needs.
     pub fn new(
         ops: &'a O,
         (work, tape): (&'a mut Workspace<O>, &'a mut Tape<O>),
@@ -200,7 +200,7 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
         }
     }
 
-    /// Shows what every expert sees of all rows, whether any goes through it or not.
+    /// Sets whether every expert's input is shown for all rows, including rows not routed to it.
     #[must_use]
     pub fn through_every_expert(mut self, every: bool) -> Self {
         self.every_expert = every;
@@ -210,7 +210,7 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
     /// Runs a layer.
     ///
     /// # Errors
-    /// The device's, and those of what sees the inputs.
+    /// Errors of the device and of the observer.
     pub fn run(&mut self, layer: &Layer<Vec<M>, G>) -> Result<()> {
         layer.run(self)
     }
@@ -220,10 +220,10 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
     }
 }
 
-/// Products of `from` with the weights of `w`, each to one of `to`; `add`: to what is there.
+/// Multiplies `from` by each of the weights `w`, into the outputs `to`; with `add`, adds to them.
 ///
 /// # Errors
-/// The device's.
+/// Errors of the device.
 pub fn multiply<O: LayerOps, M: Load<O>>(
     (ops, c): (&O, &ModelConfig),
     w: &Packed<Vec<M>>,
@@ -331,14 +331,14 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         multiply((ops, c), w, rows, (from, &mut [to]), true, scratch)
     }
 
-    /// Every row through every expert that some row goes through: 16 times the work of a mixture of
-    /// 8 in 128, and what statistics of inputs want.
+    /// Sends every row through every expert that some row is routed to: 16 times the work of a mixture
+    /// of 8 in 128 experts, but statistics of inputs need it.
     fn add_experts(&mut self, _layer: usize, experts: &Experts<Vec<M>, G>) -> Result<()> {
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let (c, scratch) = (&work.config, &mut work.w);
         let (Some(shape), Some(own)) = (&c.experts, &mut work.experts) else {
-            unreachable!("layers of experts come with their numbers");
+            unreachable!("layers with experts have an expert shape");
         };
         let (hidden, width, stream) = (c.hidden_size, shape.width, (rows, c.hidden_size));
         let (norm, eps) = (experts.norm.as_ref(), c.rms_norm_eps);
@@ -354,7 +354,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         ops.copy((&tape.mid, 0), (&mut *self.out, 0), rows * hidden)?;
         let (gates, ups) = experts.gate_up.linear.split_at(shape.count);
         let first = Gemm::linear(rows, width, hidden);
-        // Each row times a number of its own.
+        // Scales each row by its own factor.
         let by_row = Gemm {
             batch: rows,
             ..Gemm::input_grad(1, 1, width)
@@ -399,22 +399,22 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
 /// The products of attention over all key heads of a batch: queries `[group * seq, dim]`
 /// against keys and values `[seq, dim]`.
 pub struct AttentionProducts {
-    /// Scores from queries and keys.
+    /// Scores, from queries and keys.
     pub scores: Gemm,
-    /// Outputs from weights and values.
+    /// Outputs, from attention weights and values.
     pub values: Gemm,
-    /// The gradient at the values.
+    /// The gradient of the values.
     pub values_grad: Gemm,
-    /// At the weights.
+    /// The gradient of the attention weights.
     pub weights_grad: Gemm,
-    /// At the queries.
+    /// The gradient of the queries.
     pub queries_grad: Gemm,
-    /// At the keys.
+    /// The gradient of the keys.
     pub keys_grad: Gemm,
 }
 
 impl AttentionProducts {
-    /// Over `batch` sequences of `seq` tokens.
+    /// The products over `batch` sequences of `seq` tokens.
     pub fn of(c: &ModelConfig, batch: usize, seq: usize) -> Self {
         let (m, dim) = (
             c.num_attention_heads / c.num_key_value_heads * seq,
@@ -442,10 +442,10 @@ impl AttentionProducts {
     }
 }
 
-/// Softmax of the scores of all queries on `tape` against the keys before them, in `p`.
+/// Computes into `p` the softmax of the scores of all queries on `tape` against the keys up to each.
 ///
 /// # Errors
-/// The device's.
+/// Errors of the device.
 pub fn attention_weights<O: LayerOps>(
     ops: &O,
     c: &ModelConfig,

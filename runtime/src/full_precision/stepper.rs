@@ -1,5 +1,5 @@
-//! The layer stepper in f32: the residual stream stays on the host, and a piece of it at a time
-//! goes through a layer. Second moments of what Linears see are summed on the device and stay there.
+//! The layer stepper in f32: the residual stream stays on the host, and one piece of it at a time
+//! goes through a layer. Second moments of the inputs of Linears are summed and kept on the device.
 
 use super::{Load, Pass, Seen, Shown, Tape, Workspace};
 use crate::engine::{Hidden, Observer, all_finite};
@@ -13,11 +13,11 @@ use nq_kernels::Account;
 use nq_kernels::grad::{Allocate, Gemm, LayerOps};
 use std::sync::Arc;
 
-/// Room on an account for pieces of `rows` rows of sequences of `seq` tokens, beside layers and what is
-/// summed.
+/// Counts on an account the buffers for pieces of `rows` rows of sequences of `seq` tokens, without
+/// layers and sums.
 ///
 /// # Errors
-/// None that an account could give.
+/// Never, as an account has no limit.
 pub fn hold_work(
     account: &Account,
     c: &ModelConfig,
@@ -27,10 +27,10 @@ pub fn hold_work(
     Room::new(account, c, rows, seq)
 }
 
-/// Room on an account for a layer.
+/// Counts a layer on an account.
 ///
 /// # Errors
-/// None that an account could give.
+/// Never, as an account has no limit.
 pub fn hold_layer(account: &Account, c: &ModelConfig) -> Result<impl Sized> {
     let dense = |n: usize| Ok::<_, Error>(Dense::<Account>(account.floats("weights", n)?));
     let product = |p: &Product| {
@@ -41,10 +41,10 @@ pub fn hold_layer(account: &Account, c: &ModelConfig) -> Result<impl Sized> {
     Ok(layer)
 }
 
-/// Room on an account for the head, and for `rows` rows at it.
+/// Counts on an account the head and the buffers for `rows` rows of its input.
 ///
 /// # Errors
-/// None that an account could give.
+/// Never, as an account has no limit.
 pub fn hold_head(account: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
     let weight = account.floats("head", c.vocab_size * c.hidden_size)?;
     let gains = account.floats("norm", c.hidden_size)?;
@@ -52,8 +52,8 @@ pub fn hold_head(account: &Account, c: &ModelConfig, rows: usize) -> Result<impl
     Ok((weight, gains, room))
 }
 
-/// The layer stepper on the device of `ops`, which passes up to `rows` rows through a layer at once,
-/// a sequence at least.
+/// The layer stepper on the device of `ops`. It passes up to `rows` rows through a layer at once,
+/// and at least one whole sequence.
 pub fn stepper<O>(ops: O, config: &ModelConfig, rows: usize) -> Box<dyn LayerStepper>
 where
     O: LayerOps + Send + Sync + 'static,
@@ -62,7 +62,7 @@ where
     Box::new(Stepper(FullPrecision::new(ops, config, rows)))
 }
 
-/// A device of `kernels::grad` that layers step on.
+/// A device of `kernels::grad` as a device of the layer stepper.
 struct FullPrecision<O: LayerOps> {
     ops: Arc<O>,
     config: ModelConfig,
@@ -70,7 +70,7 @@ struct FullPrecision<O: LayerOps> {
     room: Option<Room<O>>,
 }
 
-/// Memory of a piece: up to `rows` rows of sequences of up to `seq` tokens.
+/// Buffers for a piece: up to `rows` rows of sequences of up to `seq` tokens.
 struct Room<O: Allocate> {
     rows: usize,
     seq: usize,
@@ -82,7 +82,7 @@ struct Room<O: Allocate> {
 
 impl<O: Allocate> Room<O> {
     fn new(ops: &O, c: &ModelConfig, rows: usize, seq: usize) -> Result<Self> {
-        // Of shorter sequences there are more, whose scores take less.
+        // With shorter sequences there are more of them, but their scores take less memory.
         let batch = rows.div_ceil(seq.max(1));
         let rows = batch * seq;
         let stream = || ops.floats("residual stream", rows * c.hidden_size);
@@ -97,7 +97,7 @@ impl<O: Allocate> Room<O> {
     }
 }
 
-/// Values on the device.
+/// A weight whose values are on the device.
 struct Dense<O: Allocate>(O::Floats);
 
 impl<O: LayerOps> Load<O> for Dense<O> {
@@ -116,13 +116,14 @@ impl<O: LayerOps> Dense<O> {
     fn matrix(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
         let row = |row: usize, values: &mut [f32]| {
             weight.dequantize_row(row, values)?;
-            match all_finite(values) {
-                true => Ok(()),
-                false => Err(Error::Request {
+            if all_finite(values) {
+                Ok(())
+            } else {
+                Err(Error::Request {
                     what: "weights",
                     expected: format!("finite numbers in {name}"),
                     found: format!("NaN or infinity in row {row}"),
-                }),
+                })
             }
         };
         Ok(Dense(ops.rows("weights", weight.dims(), row)?))
@@ -168,7 +169,7 @@ impl<O: LayerOps> FullPrecision<O> {
         }
     }
 
-    /// Runs the layer over the rows of `piece`, `x`, to `room.out`.
+    /// Runs the layer over `x`, the rows of `piece`, into `room.out`.
     fn pass(
         &mut self,
         layer: &Layer<O>,
@@ -188,8 +189,8 @@ impl<O: LayerOps> FullPrecision<O> {
         Ok(&room.out)
     }
 
-    /// The second moments of what each of the layer's products sees, `[in, in]`, on the device, by
-    /// product and by its inputs if experts have their own.
+    /// The second moments `[in, in]` of the input of each of the layer's products, on the device: by
+    /// product, and by expert if experts have inputs of their own.
     fn sums(
         &mut self,
         (index, weights): (usize, &LayerWeights),
@@ -338,7 +339,7 @@ where
     }
 }
 
-/// Memory of up to `rows` rows at the head.
+/// Buffers for up to `rows` rows at the head.
 struct HeadRoom<O: Allocate> {
     x: O::Floats,      // [rows, hidden]
     normed: O::Floats, // [rows, hidden]
@@ -405,7 +406,7 @@ mod tests {
         Checkpoint::open(&root).unwrap()
     }
 
-    /// How far apart, relative to `b`.
+    /// Root of the squared difference relative to `b`.
     fn off(a: &[f32], b: &[f32]) -> f64 {
         assert_eq!(a.len(), b.len());
         let square = |x: f32| f64::from(x).powi(2);
@@ -422,7 +423,7 @@ mod tests {
         }
     }
 
-    /// All that Linears see, by product.
+    /// All inputs of Linears, by product.
     #[derive(Default)]
     struct Seen(Vec<(&'static str, usize, Vec<f32>)>);
 
@@ -462,7 +463,7 @@ mod tests {
         }
     }
 
-    /// The demo model's layers, what they see, moments and logits are those of the CPU's own
+    /// The demo model's layers, inputs, moments and logits agree with those of the CPU's own
     /// stepper.
     #[test]
     fn it_is_the_forward_of_the_cpu() {

@@ -1,4 +1,4 @@
-//! Without CUDA.
+//! The functions of a build without CUDA.
 #![allow(
     missing_docs,
     reason = "documented where they do something: `present.rs`"

@@ -1,5 +1,5 @@
-//! What loading and quantizing ask of a GPU. A build without the feature `cuda` has the same
-//! functions, which say that there is none.
+//! Services of a GPU that loading and quantizing use. A build without the feature `cuda` has the
+//! same functions, which report that there is no GPU.
 
 #[cfg(not(feature = "cuda"))]
 #[path = "absent.rs"]
@@ -16,22 +16,22 @@ use crate::error::Result;
 use crate::memory::Kinds;
 use nq_formats::ModelConfig;
 
-/// Bytes of a GPU's memory.
+/// Memory of a GPU, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpuMemory {
-    /// Not held by anyone.
+    /// Memory that nobody holds.
     pub free: u64,
-    /// All of it.
+    /// All of its memory.
     pub total: u64,
 }
 
-/// What work takes of a GPU's memory, by shapes alone.
+/// Sizes of work in GPU memory, computed from shapes alone.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuSizes {
-    /// Sequences, at most, of one step.
+    /// Most sequences in one step.
     pub together: usize,
-    /// Bytes of an engine whose matrices are of these kinds, and of a session of it.
+    /// Bytes of an engine whose matrices are of the given kinds, and of a session of it.
     pub engine: fn(&ModelConfig, Kinds<'_>, &SessionSpec) -> Result<DeviceMemory>,
-    /// Bytes that factoring the second moments of so many inputs takes, beside the result.
+    /// Bytes taken by factoring the second moments of this many inputs, besides the result.
     pub factor: fn(usize) -> usize,
 }

@@ -1,4 +1,4 @@
-//! With CUDA.
+//! The functions of a build with CUDA.
 
 use super::{GpuMemory, GpuSizes};
 use crate::cuda::{CudaEngine, planned};
@@ -19,19 +19,19 @@ fn ops(ordinal: usize, precision: GemmPrecision) -> Result<CudaOps> {
     Ok(CudaOps::new(&Gpu::open(ordinal)?, precision)?)
 }
 
-/// GPUs of the machine, at least one; else why there is none, in words.
+/// The number of GPUs in the machine, at least one; otherwise the reason why there is none.
 pub(crate) fn count() -> Result<usize, String> {
     device_count().map_err(|e| e.to_string())
 }
 
-/// The first GPU that this build can use; else why the first cannot be used, in words.
+/// The first GPU that this build can use; otherwise the reason why the first one is unusable.
 pub(crate) fn first() -> Result<usize, String> {
     let check = |n| check_device(n).map_err(|e| e.to_string());
     let usable = (0..count()?).find(|&n| check(n).is_ok());
     usable.map_or_else(|| check(0).map(|()| 0), Ok)
 }
 
-/// The engine of GPU `ordinal`.
+/// Loads the engine of GPU `ordinal`.
 pub(crate) fn load(
     config: &ModelConfig,
     store: &dyn WeightStore,
@@ -43,8 +43,8 @@ pub(crate) fn load(
     Ok(Arc::new(engine))
 }
 
-/// The layer stepper of GPU `ordinal`, which passes up to `rows` rows through a layer at once, a
-/// sequence at least.
+/// The layer stepper on GPU `ordinal`. It passes up to `rows` rows through a layer at once, and at
+/// least one whole sequence.
 pub(crate) fn stepper(
     config: &ModelConfig,
     ordinal: usize,
@@ -57,7 +57,7 @@ pub(crate) fn stepper(
 /// Memory of GPU `ordinal`.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if there is none; the driver's.
+/// [`Error::Device`](crate::Error::Device) if there is none; errors of the driver.
 pub fn memory(ordinal: usize) -> Result<GpuMemory> {
     let gpu = Gpu::open(ordinal)?;
     Ok(GpuMemory {
@@ -66,7 +66,7 @@ pub fn memory(ordinal: usize) -> Result<GpuMemory> {
     })
 }
 
-/// How much memory work takes.
+/// Functions that compute the memory that work takes.
 ///
 /// # Errors
 /// In a build without GPUs.
@@ -78,18 +78,18 @@ pub fn sizes() -> Result<GpuSizes> {
     })
 }
 
-/// Does `work` on GPU `ordinal`, whose products of f32 round operands to TF32.
+/// Runs `work` on GPU `ordinal`, whose f32 products round their operands to TF32.
 ///
 /// # Errors
-/// As [`memory`].
+/// See [`memory`].
 pub(crate) fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
     Ok(work.run(&ops(ordinal, GemmPrecision::Tf32)?))
 }
 
-/// The second moments `values` `[n, n]` of `n` inputs, taken to GPU `ordinal`.
+/// Copies the second moments `values` `[n, n]` of `n` inputs to GPU `ordinal`.
 ///
 /// # Errors
-/// As [`memory`].
+/// See [`memory`].
 pub fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn Moments>> {
     let gpu = Gpu::open(ordinal)?;
     let sums = gpu.upload("second moments", values)?;

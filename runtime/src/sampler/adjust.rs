@@ -1,16 +1,16 @@
-//! What changes logits before a token is chosen: biases, penalties and the mask.
+//! Changes to logits before a token is chosen: biases, penalties and the mask.
 
 use super::SamplingParams;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// Numbers added to the logits of single tokens, the `logit_bias` of OpenAI's API; clones share
+/// Numbers added to the logits of single tokens, as `logit_bias` in OpenAI's API; clones share
 /// them. Minus infinity excludes a token; by that API's convention -100 does so in practice.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LogitBias(Arc<[(u32, f32)]>);
 
 impl LogitBias {
-    /// A bias for each token named.
+    /// Takes (token, bias) pairs.
     ///
     /// # Errors
     /// [`Error::Request`] for NaN, plus infinity, or a token that is named twice.
@@ -33,12 +33,12 @@ impl LogitBias {
         Ok(LogitBias(biases.into()))
     }
 
-    /// The tokens and what is added to their logits, by id.
+    /// The (token, bias) pairs, by id.
     pub fn as_slice(&self) -> &[(u32, f32)] {
         &self.0
     }
 
-    /// True if there are none.
+    /// True if there are no biases.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -62,16 +62,17 @@ impl LogitBias {
     }
 }
 
-/// Refuses a mask (bit `i % 32` of word `i / 32` is set where token `i` is allowed) that is not of
-/// the vocabulary's size.
+/// Refuses a mask (bit `i % 32` of word `i / 32` is set if token `i` is allowed) whose size does not
+/// fit the vocabulary.
 pub(super) fn check_mask(mask: &[u32], vocab: usize) -> Result<()> {
-    match mask.len() == vocab.div_ceil(32) {
-        true => Ok(()),
-        false => Err(Error::Request {
+    if mask.len() == vocab.div_ceil(32) {
+        Ok(())
+    } else {
+        Err(Error::Request {
             what: "token mask",
             expected: format!("{} words for {vocab} tokens", vocab.div_ceil(32)),
             found: format!("{} words", mask.len()),
-        }),
+        })
     }
 }
 
@@ -89,30 +90,30 @@ pub(super) fn exclude(mask: &[u32], logits: &mut [f32]) {
     }
 }
 
-/// A token that penalties concern.
+/// A token subject to penalties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SeenToken {
     /// The token.
     pub id: u32,
-    /// True if the prompt has it.
+    /// True if it occurs in the prompt.
     pub in_prompt: bool,
-    /// How often the answer has it.
+    /// Number of occurrences in the answer.
     pub count: u32,
 }
 
-/// Tokens that penalties concern.
+/// Tokens subject to penalties.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Seen {
-    /// By id: the top bit if the prompt has it, below that how often the answer does.
+    /// By id: the top bit is set if the prompt has it, the others count it in the answer.
     state: Vec<u32>,
-    /// Ids whose state is not zero, in the order in which they came.
+    /// Ids with a nonzero state, in the order in which they appeared.
     ids: Vec<u32>,
 }
 
 const IN_PROMPT: u32 = 1 << 31;
 
 impl Seen {
-    /// The frequency penalty counts no further. A device keeps as many bits.
+    /// Largest count of the frequency penalty. A device keeps as many bits.
     const MOST_COUNTED: u32 = (1 << 15) - 1;
 
     pub(super) fn clear(&mut self) {
@@ -130,12 +131,12 @@ impl Seen {
         *self.of(id) += 1;
     }
 
-    /// Takes back the last [`Seen::add_answer`] that has not been taken back.
+    /// Undoes the last [`Seen::add_answer`] that has not been undone.
     pub(super) fn remove_answer(&mut self, id: u32) {
         let state = &mut self.state[id as usize];
         *state -= 1;
         if *state == 0 {
-            // Whatever came after its first occurrence has been taken back before.
+            // All ids that appeared after its first occurrence have been removed before.
             let last = self.ids.pop();
             debug_assert_eq!(last, Some(id), "tokens are taken back in reverse");
         }
@@ -166,9 +167,10 @@ impl Seen {
     pub(super) fn penalize(&self, p: &SamplingParams, logits: &mut [f32]) {
         for token in self.tokens() {
             if let Some(x) = logits.get_mut(token.id as usize) {
-                *x = match *x > 0.0 {
-                    true => *x / p.repetition_penalty,
-                    false => *x * p.repetition_penalty,
+                *x = if *x > 0.0 {
+                    *x / p.repetition_penalty
+                } else {
+                    *x * p.repetition_penalty
                 };
                 if token.count > 0 {
                     *x -= p.frequency_penalty * token.count as f32;

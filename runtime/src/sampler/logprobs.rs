@@ -1,29 +1,29 @@
-//! What the model itself says of a token.
+//! The model's own log-probabilities.
 
 use super::{best, finite_max, sum_of_exponentials};
 use crate::error::{Error, Result};
 
-/// Most alternatives that are reported beside a token, as in OpenAI's API.
+/// Most alternatives reported beside a token, as in OpenAI's API.
 pub const MOST_LOGPROBS: usize = 20;
 
-/// The log-probability of a token and of the most probable ones, of the model's own distribution:
-/// the logarithm of the softmax of its logits as they are, before biases, penalties, mask and
+/// The log-probabilities of a token and of the most probable ones, in the model's own distribution:
+/// the logarithm of the softmax of its raw logits, before biases, penalties, mask and
 /// temperature (vLLM's `raw_logprobs`).
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// Tokens before it in the sequence.
+    /// Number of tokens before it in the sequence.
     pub position: u64,
     /// The token.
     pub token: u32,
     /// Its log-probability.
     pub logprob: f32,
-    /// The most probable tokens and their log-probabilities, best first, of equals the lowest id
+    /// The most probable tokens and their log-probabilities, best first; equal ones by id, lowest
     /// first.
     pub top: Vec<(u32, f32)>,
 }
 
 impl TokenLogprobs {
-    /// Those of `token` at `position` with the `n` best of all, from `logits` `[vocab]`. The
+    /// Computes those of `token` at `position` and of the `n` best tokens, from `logits` `[vocab]`. The
     /// softmax's sum is accumulated in f64.
     ///
     /// # Errors

@@ -1,25 +1,25 @@
-//! What a request says of how tokens are chosen.
+//! A request's settings for choosing tokens.
 
 use crate::error::{Error, Result};
 use nq_formats::GenerationDefaults;
 use std::fmt;
 
-/// How to choose tokens.
+/// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// Divides the logits; 0: always the best token.
+    /// Divides the logits; 0 always takes the best token.
     pub temperature: f32,
-    /// Keeps this many best tokens; 0: all.
+    /// Keeps this many best tokens; 0 keeps all.
     pub top_k: usize,
-    /// Keeps the fewest best tokens that have this probability together; 1: all.
+    /// Keeps the fewest best tokens that have this probability together; 1 keeps all.
     pub top_p: f32,
-    /// Drops tokens below this share of the best one's probability; 0: none.
+    /// Drops tokens below this share of the best one's probability; 0 drops none.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of tokens seen before; 1: off.
+    /// Divides positive and multiplies negative logits of tokens seen before; 1 is off.
     pub repetition_penalty: f32,
-    /// Subtracted from the logits of tokens already generated, as often as they were; 0: off.
+    /// Subtracted from a token's logit once per occurrence in the answer; 0 is off.
     pub frequency_penalty: f32,
-    /// Subtracted once from the logits of tokens already generated; 0: off.
+    /// Subtracted once from the logits of tokens already generated; 0 is off.
     pub presence_penalty: f32,
     /// Key of the random numbers.
     pub seed: u64,
@@ -43,7 +43,7 @@ impl fmt::Display for SamplingParams {
 }
 
 impl Default for SamplingParams {
-    /// Draws from the model's own distribution.
+    /// Samples from the model's own distribution.
     fn default() -> Self {
         SamplingParams {
             temperature: 1.0,
@@ -59,7 +59,7 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
-    /// The best token at each step.
+    /// Takes the best token at each step.
     pub fn greedy() -> Self {
         SamplingParams {
             temperature: 0.0,
@@ -67,15 +67,16 @@ impl SamplingParams {
         }
     }
 
-    /// A checkpoint's `generation_config.json`: `do_sample: false` is greedy. A file that says
-    /// nothing of sampling means greedy too, as it does to transformers.
+    /// Reads a checkpoint's `generation_config.json`: `do_sample: false` is greedy, and, as in
+    /// transformers, so is a file that does not mention sampling.
     pub fn from_defaults(defaults: &GenerationDefaults) -> Self {
         let none = Self::default();
         let asks_to_sample = defaults.do_sample.unwrap_or(defaults.temperature.is_some());
         SamplingParams {
-            temperature: match asks_to_sample {
-                true => defaults.temperature.unwrap_or(1.0),
-                false => 0.0,
+            temperature: if asks_to_sample {
+                defaults.temperature.unwrap_or(1.0)
+            } else {
+                0.0
             },
             top_k: defaults.top_k.unwrap_or(none.top_k),
             top_p: defaults.top_p.unwrap_or(none.top_p),
@@ -87,7 +88,7 @@ impl SamplingParams {
         }
     }
 
-    /// True if the best token is taken without a draw.
+    /// True if each token is the best one, without a draw.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
@@ -99,18 +100,21 @@ impl SamplingParams {
             || self.presence_penalty != 0.0
     }
 
-    /// Refuses values without meaning.
+    /// Refuses values that make no sense.
     ///
     /// # Errors
-    /// [`Error::Request`] naming the parameter.
+    /// [`Error::Request`], which names the parameter.
     pub fn validate(&self) -> Result<()> {
-        let check = |what, value: f32, ok: bool, expected: &str| match ok {
-            true => Ok(()),
-            false => Err(Error::Request {
-                what,
-                expected: expected.into(),
-                found: value.to_string(),
-            }),
+        let check = |what, value: f32, ok: bool, expected: &str| {
+            if ok {
+                Ok(())
+            } else {
+                Err(Error::Request {
+                    what,
+                    expected: expected.into(),
+                    found: value.to_string(),
+                })
+            }
         };
         let t = self.temperature;
         check("temperature", t, t.is_finite() && t >= 0.0, "0 or more")?;

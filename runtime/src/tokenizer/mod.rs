@@ -1,9 +1,9 @@
-//! Text to token ids and back, as `tokenizer.json` says.
+//! Text to token ids and back, as defined by `tokenizer.json`.
 //!
-//! Encoding is that of the `tokenizers` crate; this module adds what a model runner needs
+//! The `tokenizers` crate does the encoding; this module adds what running a model needs
 //! around it: parallel encoding of long texts that gives the same ids, checks against the
-//! model's vocabulary, and a table of each token's bytes, which decoding (here) and streaming
-//! ([`crate::Detokenizer`]) read.
+//! model's vocabulary, and a table of each token's bytes, used for decoding (here) and streaming
+//! ([`crate::Detokenizer`]).
 
 mod outline;
 
@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 /// The file that holds a tokenizer.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// Ids above this are absurd: tables are indexed by id.
+/// Largest id accepted: tables are indexed by id.
 const MAX_ID: u32 = 1 << 24;
 
 /// Bytes of text per parallel piece.
@@ -35,11 +35,11 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     path: PathBuf,
     bytes: Arc<TokenBytes>,
-    /// Texts may be encoded in pieces cut at [`next_boundary`].
+    /// True if texts may be cut at [`next_boundary`] and encoded in pieces.
     cuttable: bool,
     /// Tokens marked special.
     control: Vec<String>,
-    /// The same tokenizer without them; made when a text first needs it.
+    /// The same tokenizer without special tokens; made when first needed.
     literal: OnceLock<Box<tokenizers::Tokenizer>>,
 }
 
@@ -48,7 +48,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// [`nq_formats::Error::Missing`] without that file; [`Error::Text`] if it does not hold a
-    /// byte-level BPE tokenizer, or one with parts that nq does not read, by name.
+    /// byte-level BPE tokenizer, or if it has parts that nq does not support, naming them.
     pub fn from_files(files: &Files) -> Result<Self> {
         let json = files.require(TOKENIZER_FILE)?;
         let path = files.path(TOKENIZER_FILE);
@@ -60,8 +60,8 @@ impl Tokenizer {
         outline::check(&json).map_err(bad)?;
         let read = guarded(|| tokenizers::Tokenizer::from_bytes(&json));
         let mut inner = read.map_err(bad)?;
-        // Files saved after training may carry limits of the training run; a runner that
-        // obeyed them would drop text silently.
+        // Files saved after training may carry length limits of the training run; obeying them would
+        // drop text silently.
         inner
             .with_truncation(None)
             .map_err(|e| bad(e.to_string()))?
@@ -121,17 +121,17 @@ impl Tokenizer {
         }
     }
 
-    /// Tokens marked special (`<|im_end|>`): what [`Tokenizer::encode_prompt`] takes for control
-    /// only where the template wrote it.
+    /// Tokens marked special (`<|im_end|>`). [`Tokenizer::encode_prompt`] treats them as control
+    /// tokens only where the template wrote them.
     pub fn control_tokens(&self) -> &[String] {
         &self.control
     }
 
-    /// The ids of a chat. What its messages quote stays text: `<|im_end|>` in a message is encoded
-    /// by its characters, as any other word that the vocabulary does not hold.
+    /// The ids of a chat. Control tokens quoted in messages stay text: `<|im_end|>` in a message is
+    /// encoded as its characters, like any word that is not in the vocabulary.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// Errors of [`Tokenizer::encode`].
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>> {
         if !prompt.is_marked() {
             return self.encode(&prompt.text());
@@ -185,7 +185,7 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// Tokens known, special and added ones included.
+    /// Number of tokens, including special and added ones.
     pub fn vocab_size(&self) -> usize {
         self.bytes.known
     }
@@ -258,7 +258,7 @@ impl Tokenizer {
     }
 }
 
-/// What the `tokenizers` crate returns, its panics as errors.
+/// Calls the `tokenizers` crate; panics become errors.
 fn guarded<T>(f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(result) => result.map_err(|e| e.to_string()),
@@ -273,7 +273,7 @@ pub struct TokenBytes {
     data: Vec<u8>,
     /// Ids of tokens marked special, sorted.
     special: Vec<u32>,
-    /// Tokens present (ids may have gaps).
+    /// Number of tokens (ids may have gaps).
     known: usize,
 }
 
@@ -298,7 +298,7 @@ impl TokenBytes {
                     match chars.get(c as usize).copied().flatten() {
                         Some(b) => data.push(b),
                         None => {
-                            // An added token in plain text, not in the byte alphabet.
+                            // An added token is plain text, not in the byte alphabet.
                             data.truncate(start);
                             data.extend_from_slice(token.as_bytes());
                             break;
@@ -364,14 +364,14 @@ fn char_bytes() -> Vec<Option<u8>> {
     table
 }
 
-/// A part of the tokenizer as it stands in `tokenizer.json`; null if absent.
+/// A part of the tokenizer as written in `tokenizer.json`; null if absent.
 fn part<T: serde::Serialize>(part: Option<&T>) -> serde_json::Value {
     serde_json::to_value(part).unwrap_or_default()
 }
 
-/// True if a text may be cut at [`next_boundary`] without changing its ids: Qwen's
-/// pre-tokenizer pattern, NFC or no normalization, and no added token that could reach
-/// over a line end or strip the white space beside it.
+/// True if a text may be cut at [`next_boundary`] without changing its ids: the tokenizer has Qwen's
+/// pre-tokenizer pattern, NFC or no normalization, and no added token that could span
+/// a line end or strip the white space beside it.
 fn is_cuttable(tokenizer: &tokenizers::Tokenizer) -> bool {
     let pre = part(tokenizer.get_pre_tokenizer());
     let byte_level = |v: &serde_json::Value| {
@@ -395,8 +395,8 @@ fn is_cuttable(tokenizer: &tokenizers::Tokenizer) -> bool {
             .all(|t| !(t.lstrip || t.rstrip || t.single_word || t.content.contains(['\n', '\r'])))
 }
 
-/// Cuts `text` into pieces of at least `size` bytes (but for the last), whose ids one after
-/// another are the ids of `text`.
+/// Cuts `text` into pieces of at least `size` bytes (except the last), whose ids, concatenated,
+/// are the ids of `text`.
 fn cut(text: &str, size: usize) -> Vec<&str> {
     let mut pieces = Vec::with_capacity(text.len() / size + 1);
     let mut start = 0;
@@ -460,7 +460,7 @@ mod tests {
         check("ab\n", None);
         check("ab\n  ", None);
         check("no line end", None);
-        // A letter outside ASCII may begin with white space or combine: not cut.
+        // A letter outside ASCII may be white space or a combining character: not cut there.
         check("ab\n\u{2003}cd\nef", Some(9));
         check("ab\n\u{301}x", None);
         check("ab\n\rcd", None);

@@ -1,18 +1,18 @@
-//! Which tokenizers are read at all: byte-level BPE, made of parts that cannot harm.
+//! Checks which tokenizers are read at all: byte-level BPE made of harmless parts.
 //!
-//! The `tokenizers` crate reads many more kinds, and on some settings of some of them it panics or
-//! takes time without bound. So what a file asks for is held against a list before it gets there.
+//! The `tokenizers` crate reads many more kinds, and some settings of some of them make it panic or
+//! run without bound. A file's settings are therefore checked against a list before it sees them.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Bytes of a tokenizer.json. The largest published ones have 35 MB.
+/// Most bytes of a tokenizer.json. The largest published ones have 35 MB.
 const MAX_BYTES: usize = 256 << 20;
 
-/// Normalizers: those whose result is about as long as the text.
+/// Supported normalizers: their result is about as long as the text.
 const NORMALIZERS: [&str; 4] = ["NFC", "NFD", "NFKC", "NFKD"];
 const PRE_TOKENIZERS: [&str; 4] = ["ByteLevel", "Digits", "Punctuation", "Split"];
-/// These add tokens around a text, which nq never asks for.
+/// Supported post-processors: they add tokens around a text, which nq never asks for.
 const POST_PROCESSORS: [&str; 4] = [
     "BertProcessing",
     "ByteLevel",
@@ -21,7 +21,7 @@ const POST_PROCESSORS: [&str; 4] = [
 ];
 const DECODERS: [&str; 1] = ["ByteLevel"];
 
-/// The parts of a tokenizer.json that decide.
+/// The parts of a tokenizer.json that are checked.
 #[derive(Deserialize)]
 struct Outline {
     normalizer: Option<Value>,
@@ -40,10 +40,10 @@ struct Model {
     end_of_word_suffix: Option<Value>,
 }
 
-/// Refuses a tokenizer.json of parts that nq does not read.
+/// Refuses a tokenizer.json with parts that nq does not support.
 ///
 /// # Errors
-/// Which part, what was expected there and what was found.
+/// A message with the part, what was expected there and what was found.
 pub(super) fn check(json: &[u8]) -> Result<(), String> {
     if json.len() > MAX_BYTES {
         let found = json.len();
@@ -92,7 +92,7 @@ pub(super) fn check(json: &[u8]) -> Result<(), String> {
     part("decoder", &outline.decoder, "decoders", &DECODERS)
 }
 
-/// Checks one part: absent, of a known type, or a sequence (under `members`) of such.
+/// Checks one part: it must be absent, of a known type, or a sequence (under `members`) of those.
 fn part(name: &str, part: &Option<Value>, members: &str, known: &[&str]) -> Result<(), String> {
     let Some(part) = part else {
         return Ok(());
@@ -101,13 +101,14 @@ fn part(name: &str, part: &Option<Value>, members: &str, known: &[&str]) -> Resu
         Err(format!("{name}: expected {expected}, found {found}"))
     };
     let single = [part.clone()];
-    let parts = match part["type"] == "Sequence" {
-        false => single.as_slice(),
-        // Sequences of sequences take the crate time that grows by powers.
-        true => match part[members].as_array() {
+    let parts = if part["type"] == "Sequence" {
+        // The crate takes exponential time on nested sequences.
+        match part[members].as_array() {
             Some(parts) => parts,
             None => return expected(format!("{members} in a sequence"), part),
-        },
+        }
+    } else {
+        single.as_slice()
     };
     for part in parts {
         let kind = &part["type"];

@@ -40,7 +40,7 @@ pub(crate) fn small_config() -> ModelConfig {
     }
 }
 
-/// The same as a mixture of 9 experts whose widths fill no panel.
+/// The same as a mixture of 9 experts whose widths do not fill panels.
 pub(crate) fn small_mixture(per_token: usize, normalized: bool) -> ModelConfig {
     ModelConfig {
         architecture: ARCHITECTURES[1],
@@ -99,7 +99,7 @@ impl Store {
         store
     }
 
-    /// The same weights, but `token`'s embedding is not a number.
+    /// The same weights, but with NaN in `token`'s embedding.
     pub(crate) fn with_poison(mut self, token: u32) -> Self {
         let embedding = &self.matrices[EMBEDDING];
         let (rows, width) = embedding.dims();
@@ -236,7 +236,7 @@ pub(crate) fn round_to_nearest(w: &Weight, scheme: AffineScheme) -> Weight {
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 
-/// f32 everywhere, on the CPU.
+/// Options for f32 everywhere, on the CPU.
 pub(crate) fn options(engine: EngineKind) -> LoadOptions {
     LoadOptions {
         device: DeviceChoice::Cpu,
@@ -251,7 +251,7 @@ pub(crate) fn nq(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
     nq_runtime::load(config, store, &options(EngineKind::Nq), &()).expect("nq loads it")
 }
 
-/// candle's.
+/// candle's engine.
 pub(crate) fn candle(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
     nq_runtime::load(config, store, &options(EngineKind::Candle), &()).expect("candle loads it")
 }
@@ -274,7 +274,7 @@ pub(crate) fn tokens(n: usize, seed: u64) -> Vec<u32> {
     (0..n).map(|_| rng.next_u32() % 101).collect()
 }
 
-/// All logits `[tokens, vocab]` of `tokens`, appended to `slot` in one forward.
+/// Appends `tokens` to `slot` in one forward: all logits `[tokens, vocab]`.
 pub(crate) fn feed(session: &mut dyn Session, slot: usize, tokens: &[u32]) -> Vec<f32> {
     let chunk = Chunk {
         slot,

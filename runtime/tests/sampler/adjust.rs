@@ -1,5 +1,5 @@
-//! What changes logits before a token is drawn: biases, masks and penalties, and taking back tokens
-//! that these have counted.
+//! Changes of logits before a token is drawn (biases, masks and penalties), and rewinding over
+//! tokens that penalties have counted.
 
 use super::{Random, params};
 use nq_runtime::sampler::{SeenToken, uniform};
@@ -75,7 +75,7 @@ fn frequency_penalty_counts_the_answer_only() {
     let mut sampler = Sampler::new(both, 0).unwrap();
     [0, 1, 0, 0].iter().for_each(|&id| sampler.accept(id));
     assert_eq!(sampler.sample(&x).unwrap(), 2);
-    // A negative one asks for more of the same.
+    // A negative penalty asks for more of the same.
     let fond = SamplingParams {
         frequency_penalty: -1.0,
         ..p
@@ -163,7 +163,7 @@ fn nothing_allowed_is_an_error() {
     sampler.set_mask(Some(&[0, 0]));
     let e = refused(&mut sampler, &[1.0; 40]);
     assert!(matches!(e, Error::NoTokenAllowed { vocab: 40 }), "{e}");
-    // What is allowed the model excludes.
+    // The model excludes all tokens that the mask allows.
     let mut x = [1.0; 40];
     x[2] = f32::NEG_INFINITY;
     sampler.set_mask(Some(&[4, 0]));
@@ -236,8 +236,8 @@ fn naive(
     kept[kept.len() - 1].0
 }
 
-/// Any combination of bias, mask, penalties and filters gives the token that the documented steps
-/// give.
+/// Any combination of bias, mask, penalties and filters gives the same token as the documented
+/// steps.
 #[test]
 fn every_combination_follows_the_documented_steps() {
     const VOCAB: usize = 300;
@@ -268,7 +268,7 @@ fn every_combination_follows_the_documented_steps() {
         let mut answer = Vec::new();
         for _ in 0..6 {
             sampler.set_mask(mask.as_deref());
-            // Low ids are likely, so that tokens come again and penalties matter.
+            // Low ids are likely, so that tokens repeat and penalties matter.
             let logits: Vec<f32> = (0..VOCAB)
                 .map(|i| (6.0 * random.unit() - i.min(60) as f64 / 12.0) as f32)
                 .collect();
@@ -281,7 +281,7 @@ fn every_combination_follows_the_documented_steps() {
     }
 }
 
-/// Tokens accepted and taken back at random leave what a fresh sampler has after those that stay.
+/// After accepting and rewinding at random, the state is that of a fresh sampler given the same tokens.
 #[test]
 fn rewinding_leaves_no_trace() {
     let mut random = Random(1 << 32);

@@ -1,4 +1,4 @@
-//! What the model itself says of tokens.
+//! The model's own log-probabilities.
 
 use super::{Random, logits, params};
 use nq_runtime::sampler::MOST_LOGPROBS;
@@ -18,7 +18,7 @@ fn log_probabilities_are_the_model_s_own() {
     sampler.sample(&x).unwrap();
     assert!(sampler.logprobs().is_empty(), "none were asked for");
     sampler.set_logprobs(Some(3)).unwrap();
-    // Only token 3 is left, whose own probability stays what the model gives it.
+    // Only token 3 is left; its log-probability is still the one that the model gives it.
     sampler.set_bias(LogitBias::new([(1, -100.0)]).unwrap());
     sampler.set_mask(Some(&[0b1010]));
     assert_eq!(sampler.sample(&x).unwrap(), 3);

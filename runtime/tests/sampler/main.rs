@@ -19,7 +19,7 @@ fn logits(probabilities: &[f64]) -> Vec<f32> {
     probabilities.iter().map(|p| p.ln() as f32).collect()
 }
 
-/// How often each token comes in `draws` draws, each at the start of a sequence of its own.
+/// How often each token is drawn in `draws` draws, each at the start of its own sequence.
 fn counts(params: SamplingParams, prompt: &[u32], logits: &[f32], draws: u64) -> Vec<u64> {
     let mut counts = vec![0; logits.len()];
     for stream in 0..draws {
@@ -58,7 +58,7 @@ fn check(what: &str, params: SamplingParams, logits: &[f32], expected: &[f64]) {
     assert!(z.abs() < 4.0, "{what}: {z}");
 }
 
-/// Numbers for tests that try many cases.
+/// A source of random parameters for tests that try many cases.
 struct Random(u64);
 
 impl Random {
@@ -72,7 +72,7 @@ impl Random {
     fn of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }
-    /// Any combination of what changes and filters logits.
+    /// A random combination of settings that change and filter logits.
     fn params(&mut self) -> SamplingParams {
         SamplingParams {
             temperature: self.of(&[0.0, 0.3, 1.0, 1.7]),
@@ -216,7 +216,7 @@ fn greedy_takes_the_lowest_of_the_best_ids() {
         }),
         1
     );
-    // Exactly k tokens stay, the lowest ids of equals.
+    // Exactly k tokens stay; of equal ones the lowest ids.
     let k = SamplingParams {
         top_k: 2,
         ..params()

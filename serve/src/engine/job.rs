@@ -1,4 +1,4 @@
-//! A request under way.
+//! A request in progress.
 
 use super::keep::Restore;
 use super::{Event, Finish, Request};
@@ -8,36 +8,36 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 
-/// A request, what it has so far, and who waits for it.
+/// A request, its state, and the channel to its receiver.
 pub(super) struct Job {
     pub(super) request: Request,
     /// Index of the request in its stream.
     index: usize,
     events: UnboundedSender<(usize, Event)>,
     cancelled: Arc<AtomicBool>,
-    /// Draws its tokens; in the batch while that continues it.
+    /// The sampler of its tokens; `None` while the batch has it.
     pub(super) sampler: Option<Sampler>,
-    /// The prompt, then what was drawn.
+    /// The prompt, then the drawn tokens.
     pub(super) tokens: Vec<u32>,
-    /// Where it sits.
+    /// Its slot, if it has one.
     pub(super) slot: Option<usize>,
-    /// Tokens that the session holds, while the prompt is computed.
+    /// Tokens that the session holds so far, while the prompt is computed.
     pub(super) fed: usize,
-    /// Pages that are on disk, while they are read.
+    /// Pages on disk that are being read back.
     pub(super) restore: Option<Restore>,
-    /// Log-probabilities that were reported.
+    /// Number of log-probabilities reported so far.
     pub(super) reported: usize,
-    /// The sampler has the mask of what may follow.
+    /// True once the sampler has the mask for the next token.
     pub(super) masked: bool,
-    /// Its beginning has been told.
+    /// True once its start was reported.
     pub(super) started: bool,
     pub(super) arrived: Instant,
-    /// When the last token came.
+    /// Time of the last token.
     pub(super) last: Option<Instant>,
     pub(super) phase: Phase,
 }
 
-/// The stage of a request.
+/// What a request is waiting for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// A slot.
@@ -51,7 +51,7 @@ pub(super) enum Phase {
 }
 
 impl Phase {
-    /// True while its prompt fills its slot.
+    /// True while the slot is being filled with its prompt.
     pub(super) fn fills(self) -> bool {
         matches!(self, Phase::Restore | Phase::Prompt)
     }
@@ -87,12 +87,12 @@ impl Job {
         })
     }
 
-    /// Tokens drawn.
+    /// Number of tokens drawn.
     pub(super) fn drawn(&self) -> usize {
         self.tokens.len() - self.request.prompt.len()
     }
 
-    /// Tokens that may be drawn still, in a context of `ctx`.
+    /// Number of tokens that may still be drawn, in a context of `ctx`.
     pub(super) fn left(&self, ctx: usize) -> usize {
         let room = ctx - self.request.prompt.len();
         room.min(self.request.max_tokens) - self.drawn()
@@ -114,13 +114,13 @@ impl Job {
         self.request.deadline.is_some_and(|d| now >= d)
     }
 
-    /// True if it has waited for longer than `most`.
+    /// True if it has waited longer than `most`.
     pub(super) fn waited(&self, now: Instant, most: Duration) -> bool {
         self.phase == Phase::Queue && !self.started && now - self.arrived > most
     }
 
     pub(super) fn tell(&self, event: Event) {
-        // Who does not listen any more is found at the next step.
+        // A receiver that is gone is noticed at the next step.
         let _ = self.events.send((self.index, event));
     }
 

@@ -1,5 +1,5 @@
-//! Pages on disk: kept sequences are written while nobody waits, and their pages are read back
-//! for prompts that begin alike.
+//! Pages on disk: kept sequences are written while there is no other work, and their pages are
+//! read back for prompts with the same beginning.
 
 use super::Event;
 use super::job::{Job, Phase};
@@ -9,18 +9,18 @@ use nq_kernels::cpu::PAGE;
 use nq_runtime::{Batch, Session};
 use std::time::{Duration, Instant};
 
-/// How long writing may go on after the last answer.
+/// Longest time spent writing after the last answer.
 const AT_THE_END: Duration = Duration::from_secs(10);
 
-/// A kept sequence whose pages may not be on disk.
+/// A kept sequence whose pages may not all be on disk.
 pub(super) struct Unsaved {
     pub(super) slot: usize,
     keys: Vec<Key>,
-    /// Pages that are.
+    /// Number of pages on disk.
     saved: usize,
 }
 
-/// Pages of a prompt that are read back.
+/// Pages of a prompt that are being read back.
 pub(super) struct Restore {
     keys: std::vec::IntoIter<Key>,
 }
@@ -30,7 +30,7 @@ impl Worker<'_> {
         self.options.disk.as_ref()
     }
 
-    /// Notes that a slot now keeps `tokens`.
+    /// Records that a slot now keeps `tokens`.
     pub(super) fn keep_on_disk(&mut self, salt: u64, tokens: &[u32], slot: usize) {
         let keys = self.disk().map(|disk| disk.keys(salt, tokens));
         if let Some(keys) = keys.filter(|keys| !keys.is_empty()) {
@@ -47,7 +47,7 @@ impl Worker<'_> {
         let (Some(disk), Some(last)) = (&self.options.disk, self.seats.unsaved.last_mut()) else {
             return false;
         };
-        // Those that another sequence had in common are there already.
+        // Pages shared with another sequence may already be there.
         last.saved = last.saved.max(disk.beginning(&last.keys));
         let mut page = Vec::new();
         let key = last.keys.get(last.saved);
@@ -71,14 +71,14 @@ impl Worker<'_> {
         }
     }
 
-    /// Writes what there is time for, at the end.
+    /// Writes as many pages as there is time for, before the engine ends.
     pub(super) fn save_last(&mut self, batch: &mut Batch<'_>) {
         let end = Instant::now() + AT_THE_END;
         while Instant::now() < end && self.save(batch.session()) {}
     }
 
-    /// Finds pages on disk that go on where a slot's part of the prompt ends. If there are any, the
-    /// request waits for them, and its slot ends with a page.
+    /// Looks on disk for pages that continue the part of the prompt in its slot. If there are any, the
+    /// request waits for them, and its slot is cut to whole pages.
     pub(super) fn find_on_disk(&self, session: &mut dyn Session, slot: usize, job: &mut Job) {
         let Some(disk) = self.disk() else {
             return;
@@ -100,7 +100,7 @@ impl Worker<'_> {
         });
     }
 
-    /// Reads pages back for as long as a step of prompts may take.
+    /// Reads pages back, for as long as a step of prompts may take.
     pub(super) fn restore(&mut self, batch: &mut Batch<'_>) {
         let most = match batch.running() {
             0 => self.options.prompt_time_alone,
@@ -128,7 +128,7 @@ impl Worker<'_> {
         };
         let bytes = session.page_bytes().unwrap_or(0);
         let page = restore.keys.next().and_then(|key| disk.read(&key, bytes));
-        // Without room the prompt goes on as any other, and is told so.
+        // Without free pages the prompt is computed like any other, and any shortage is reported then.
         if page.is_some_and(|page| session.append_page(slot, &page).is_ok()) {
             job.fed += PAGE;
             self.shared.metrics.restored_tokens.inc_by(PAGE as u64);
@@ -142,7 +142,7 @@ impl Worker<'_> {
 }
 
 impl Job {
-    /// Tells, once, that the prompt is being computed, and how much of it was there.
+    /// Reports, once, that the prompt is being computed, and how much of it was cached.
     pub(super) fn start(&mut self, metrics: &crate::metrics::Metrics) {
         if std::mem::replace(&mut self.started, true) {
             return;

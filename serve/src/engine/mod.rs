@@ -1,9 +1,9 @@
-//! One model that answers many requests at once: a thread that owns a session and runs a batch over
-//! it without pause.
+//! Serves one model to many requests at once: a thread that owns a session and continuously runs a
+//! batch over it.
 //!
-//! [`Engine::submit`] gives requests to the thread and returns [`Answers`], a stream of their
-//! tokens. Requests join and leave between two steps; dropping the [`Answers`] takes them out,
-//! wherever they are: in the queue, in the prompt or in the answer.
+//! [`Engine::submit`] sends requests to the thread and returns [`Answers`], a stream of their
+//! tokens. Requests join and leave between two steps; dropping the [`Answers`] removes them at
+//! any stage: in the queue, during the prompt or during the answer.
 
 mod drafts;
 mod job;
@@ -24,25 +24,25 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-/// How an engine serves.
+/// Options of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
-    /// Requests that are worked on at once. The session's other slots keep sequences that ended.
+    /// Most requests in progress at once. The session's other slots keep sequences that ended.
     pub parallel: usize,
-    /// Requests that wait at most; more are refused.
+    /// Most requests in the queue; more are refused.
     pub queue: usize,
-    /// The longest that a request may wait in the queue.
+    /// Longest time that a request may wait in the queue.
     pub queue_time: Duration,
-    /// The longest that those who decode wait for a prompt to be done; one that takes longer is cut
-    /// into pieces of less than two of their steps.
+    /// Longest time that decoding requests wait for a prompt to be computed whole; one that takes longer
+    /// is cut into pieces that take less than two of their steps.
     pub prompt_time: Duration,
-    /// The longest step of prompts where nobody decodes.
+    /// Longest step of prompts while nothing decodes.
     pub prompt_time_alone: Duration,
-    /// The fewest rows of prompts in a step, where prompts want so many.
+    /// Least rows of prompts in a step, if prompts have that many.
     pub least_rows: usize,
-    /// False: nothing is kept for prompts to come.
+    /// False: keeps nothing for later prompts.
     pub prefix_cache: bool,
-    /// Where what is kept outlasts the engine, if it does.
+    /// Pages on disk, which survive the engine; `None`: nothing is kept on disk.
     pub disk: Option<ModelPages>,
     /// What drafts tokens of answers, where the session computes a few rows as it computes one.
     pub drafts: Option<OpenDrafts>,
@@ -64,12 +64,12 @@ impl Default for EngineOptions {
     }
 }
 
-/// The sender of a request. Clients take turns; a salt's prompts share what they have in common.
+/// The sender of a request. Clients take turns; prompts of the same salt share their common beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Client {
-    /// Names the client.
+    /// Identifies the client.
     pub id: u64,
-    /// Names those whose prompts may be reused for one another's.
+    /// Prompts may be reused only for prompts with the same salt.
     pub salt: u64,
 }
 
@@ -78,13 +78,13 @@ pub trait Constraint: Send {
     /// Bits of the tokens that may follow, `i % 32` of word `i / 32` for token `i`; `None`: all.
     ///
     /// # Errors
-    /// The error; the request ends with it.
+    /// A description of the error, with which the request ends.
     fn mask(&mut self) -> Result<Option<&[u32]>, String>;
 
-    /// Takes note of the token that was drawn.
+    /// Advances the constraint by the token that was drawn.
     ///
     /// # Errors
-    /// As [`Constraint::mask`].
+    /// Errors of [`Constraint::mask`].
     fn accept(&mut self, token: u32) -> Result<(), String>;
 }
 
@@ -96,13 +96,13 @@ pub struct Request {
     pub sampling: SamplingParams,
     /// Selects one of the seed's independent streams of random numbers.
     pub stream: u64,
-    /// Added to logits.
+    /// Added to the logits.
     pub bias: LogitBias,
     /// Alternatives to report with log-probabilities; `None`: none are computed.
     pub logprobs: Option<usize>,
-    /// Tokens to draw at most; the context may hold fewer.
+    /// Most tokens to draw; the context may allow fewer.
     pub max_tokens: usize,
-    /// Tokens that end the answer; they are not reported.
+    /// Tokens that end the answer; they are not part of it.
     pub stop: Vec<u32>,
     /// What is made of the prompt where it is read and not continued: then nothing is drawn.
     pub row: Option<Row>,
@@ -110,12 +110,12 @@ pub struct Request {
     pub constraint: Option<Box<dyn Constraint>>,
     /// The sender.
     pub client: Client,
-    /// When the request ends with [`Failure::Timeout`], whatever it has.
+    /// When the request ends with [`Failure::Timeout`], finished or not.
     pub deadline: Option<Instant>,
 }
 
 impl Request {
-    /// A request for the best token at each step, with nothing else asked for.
+    /// A request for greedy decoding, with no other options.
     pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
         Request {
             prompt,
@@ -136,9 +136,9 @@ impl Request {
 /// An event of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// Its prompt is being computed; so many of its tokens were there already.
+    /// Its prompt is being computed; this many of its tokens were cached.
     Started {
-        /// Tokens of the prompt that are not computed again.
+        /// Prompt tokens that need not be computed again.
         cached: usize,
     },
     /// A token.
@@ -154,22 +154,22 @@ pub enum Event {
     Finished(Finish),
 }
 
-/// Why an answer ended.
+/// How an answer ended.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Finish {
-    /// One of [`Request::stop`].
+    /// With this token of [`Request::stop`].
     Stop(u32),
-    /// As many tokens as were asked for, or as the context holds.
+    /// With the most tokens requested, or that the context holds.
     Length,
     /// The prompt was to be read, and has been.
     Read,
     /// It was given up by who asked for it.
     Cancelled,
-    /// It could not go on.
+    /// It failed.
     Failed(Failure),
 }
 
-/// Why a request could not go on.
+/// Why a request failed.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Failure {
     /// Its deadline passed.
@@ -196,20 +196,20 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Why requests were not taken.
+/// Why requests were refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Refused {
     /// The queue is full.
     #[error("the queue is full: {waiting} of {room} requests are waiting")]
     QueueFull {
-        /// Requests that wait.
+        /// Number of waiting requests.
         waiting: usize,
-        /// Requests that may.
+        /// Most requests that may wait.
         room: usize,
-        /// When to come again.
+        /// Suggested time until the next attempt.
         retry_after: Duration,
     },
-    /// No work is taken any more.
+    /// The engine accepts no more requests.
     #[error("the server is shutting down")]
     Closing,
     /// The prompt leaves no room for an answer.
@@ -218,12 +218,12 @@ pub enum Refused {
          answer"
     )]
     ContextFull {
-        /// Tokens of the prompt.
+        /// Tokens in the prompt.
         prompt: usize,
         /// Positions of a sequence.
         ctx: usize,
     },
-    /// The request cannot be served by anybody.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
 }
@@ -239,12 +239,12 @@ struct Shared {
     waiting: AtomicUsize,
     closing: AtomicBool,
     failed: AtomicBool,
-    /// Milliseconds that a request which now begins takes, as far as is known.
+    /// Estimated milliseconds that a request beginning now will take.
     turnover: AtomicUsize,
     metrics: Metrics,
 }
 
-/// A handle to the thread; dropping it ends the thread once its requests have ended.
+/// A handle to the thread; when it is dropped, the thread ends once its requests have.
 pub struct Engine {
     commands: Mutex<mpsc::Sender<Command>>,
     shared: Arc<Shared>,
@@ -254,15 +254,15 @@ pub struct Engine {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Opens the session that an engine runs over: once, and again after a panic in it.
+/// Opens the session of an engine: once, and again after a panic in it.
 pub type OpenSession = Box<dyn FnMut() -> nq_runtime::Result<Box<dyn Session>> + Send>;
 
 impl Engine {
-    /// Starts the thread over the session that `open` gives, of a model with `vocab` tokens. Slots
-    /// beyond [`EngineOptions::parallel`] hold what is kept for prompts to come.
+    /// Starts the thread over the session that `open` returns, for a model with `vocab` tokens. Slots
+    /// beyond [`EngineOptions::parallel`] keep sequences for later prompts.
     ///
     /// # Errors
-    /// `open`'s; a session with fewer slots than requests at once, or whose step holds fewer rows.
+    /// Errors of `open`; a session with fewer slots than requests in progress, or too few rows per step.
     pub fn start(
         mut open: OpenSession,
         vocab: usize,
@@ -287,8 +287,8 @@ impl Engine {
         if options.disk.is_some() && session.page_bytes().is_none() {
             return Err(nq_runtime::Error::Request {
                 what: "pages on disk",
-                expected: "an engine that gives and takes keys and values".into(),
-                found: "one that does not".into(),
+                expected: "an engine that reads and writes keys and values".into(),
+                found: "one that cannot".into(),
             });
         }
         let (commands, received) = mpsc::channel();
@@ -322,7 +322,7 @@ impl Engine {
         self.spec
     }
 
-    /// How the engine serves.
+    /// The engine's options.
     pub fn options(&self) -> &EngineOptions {
         &self.options
     }
@@ -332,12 +332,12 @@ impl Engine {
         &self.shared.metrics
     }
 
-    /// False once no work is taken any more, or the device does not answer.
+    /// False once requests are no longer accepted, or the device has stopped responding.
     pub fn is_healthy(&self) -> bool {
         !self.shared.closing.load(Ordering::Relaxed) && !self.shared.failed.load(Ordering::Relaxed)
     }
 
-    /// Takes requests, all or none of them: several answers to one prompt come in one stream.
+    /// Accepts requests, all or none of them: several answers to one prompt come in one stream.
     ///
     /// # Errors
     /// [`Refused`], before anything is computed.
@@ -384,7 +384,7 @@ impl Engine {
         commands.send(command).map_err(|_| ())
     }
 
-    /// Checks requests and takes room in the queue for all of them.
+    /// Checks requests and reserves places in the queue for all of them.
     fn admit(&self, requests: &[Request]) -> Result<(), Refused> {
         if !self.is_healthy() {
             return Err(Refused::Closing);
@@ -425,7 +425,7 @@ impl Engine {
         }
     }
 
-    /// Takes no more work; what is under way may go on for `grace`, and then ends with
+    /// Accepts no more requests. Those in progress may continue for `grace`, and then end with
     /// [`Failure::Closing`]. Returns once the thread has ended.
     pub fn close(&self, grace: Duration) {
         self.shared.closing.store(true, Ordering::Relaxed);
@@ -437,17 +437,17 @@ impl Engine {
     }
 }
 
-/// The tokens of requests as they come. Dropping it gives the requests up.
+/// The tokens of requests as they come. Dropping it cancels the requests.
 #[derive(Debug)]
 pub struct Answers {
     events: UnboundedReceiver<(usize, Event)>,
     cancels: Vec<Arc<AtomicBool>>,
-    /// Requests that have not ended.
+    /// Number of requests that have not ended.
     open: usize,
 }
 
 impl Answers {
-    /// The next event and which request it is of; `None` once all have ended.
+    /// The next event, with the index of its request; `None` once all have ended.
     pub async fn next(&mut self) -> Option<(usize, Event)> {
         if self.open == 0 {
             return None;
@@ -456,7 +456,7 @@ impl Answers {
         self.count(next)
     }
 
-    /// As [`Answers::next`], for a thread that waits.
+    /// Like [`Answers::next`], for a thread that may block.
     pub fn next_blocking(&mut self) -> Option<(usize, Event)> {
         if self.open == 0 {
             return None;
@@ -466,7 +466,7 @@ impl Answers {
     }
 
     fn count(&mut self, next: Option<(usize, Event)>) -> Option<(usize, Event)> {
-        // A thread that is gone ends all.
+        // If the thread is gone, all requests end.
         let next = next.unwrap_or((0, Event::Finished(Finish::Failed(Failure::Closing))));
         if let Event::Finished(_) = next.1 {
             self.open -= 1;
@@ -474,7 +474,7 @@ impl Answers {
         Some(next)
     }
 
-    /// Gives one of the requests up; the others go on.
+    /// Cancels one of the requests; the others continue.
     pub fn cancel(&self, index: usize) {
         if let Some(cancel) = self.cancels.get(index) {
             cancel.store(true, Ordering::Relaxed);

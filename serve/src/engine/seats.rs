@@ -1,4 +1,4 @@
-//! Slots: who gets one, with what of its prompt in it, and what stays in it afterwards.
+//! Assigns slots to requests, reusing parts of prompts, and keeps sequences in them afterwards.
 
 use super::job::{Job, Phase};
 use super::keep::Unsaved;
@@ -9,25 +9,25 @@ use nq_kernels::cpu::PAGE;
 use nq_runtime::{Batch, Session};
 use std::sync::atomic::Ordering;
 
-/// Tokens that are worth waiting for while another request computes them.
+/// Least tokens for which it is worth waiting while another request computes them.
 const WORTH_WAITING: usize = 32;
-/// Tokens that are worth a slot.
+/// Least tokens that are worth keeping in a slot.
 const WORTH_KEEPING: usize = 16;
 
 /// The slots of a session.
 pub(super) struct Seats {
-    /// Those that hold nothing.
+    /// Empty slots.
     free: Vec<usize>,
-    /// Pages that the others hold.
+    /// The sequences in the other slots.
     pub(super) tree: PrefixTree,
-    /// Kept sequences that are to be written to disk, the next one last.
+    /// Kept sequences still to be written to disk, the next one last.
     pub(super) unsaved: Vec<Unsaved>,
-    /// False once the session has said that its sequences cannot share.
+    /// False once the session has refused to share sequences.
     sharing: bool,
 }
 
 impl Seats {
-    /// All slots free.
+    /// All slots are free.
     pub(super) fn new(slots: usize) -> Self {
         Seats {
             free: (0..slots).rev().collect(),
@@ -45,7 +45,7 @@ impl Seats {
         self.free.push(slot);
     }
 
-    /// Gives up the kept sequence unused for longest; false if there is none but `spared`.
+    /// Drops the least recently used kept sequence; false if there is none except in `spared`.
     pub(super) fn give_up(&mut self, session: &mut dyn Session, spared: Option<usize>) -> bool {
         let oldest = self.tree.oldest(spared);
         if let Some(slot) = oldest {
@@ -55,13 +55,13 @@ impl Seats {
     }
 }
 
-/// Pages that a sequence of `to` tokens takes of its own where it shares the first `from`.
+/// Pages that a sequence of `to` tokens takes in addition if it shares its first `from` tokens.
 fn pages(from: usize, to: usize) -> usize {
     to.div_ceil(PAGE) - from / PAGE
 }
 
 impl Worker<'_> {
-    /// Gives slots to those whose turn it is.
+    /// Assigns slots to requests in the order of the queue.
     pub(super) fn admit(&mut self, batch: &mut Batch<'_>) {
         let mut queue = std::mem::take(&mut self.queue);
         while let Some(id) = queue.next(|id| self.may_begin(batch, id)) {
@@ -77,7 +77,7 @@ impl Worker<'_> {
         self.jobs.values().filter(|j| j.phase != Phase::Queue)
     }
 
-    /// The number of a request's tokens that a slot holds; its last token must be computed for its logits.
+    /// How many of a request's tokens a slot holds; the last token must be computed for its logits.
     fn cached(&self, job: &Job) -> Option<Found> {
         let most = job.tokens.len() - 1;
         let found = self
@@ -121,7 +121,7 @@ impl Worker<'_> {
             .is_some_and(|free| free < needed + promised)
         {
             if !self.seats.give_up(session, spared) {
-                // Alone it fits: the session has the pages of a whole context.
+                // A single request always fits: the session has pages for a whole context.
                 return match promised {
                     0 => Admission::Now,
                     _ => Admission::Full,
@@ -131,14 +131,15 @@ impl Worker<'_> {
         Admission::Now
     }
 
-    /// Gives a request a slot that holds what is known of its tokens; its client if there is none.
+    /// Gives a request a slot that holds the known part of its tokens; returns its client if none
+    /// is free.
     fn begin(&mut self, batch: &mut Batch<'_>, id: u64) -> Option<u64> {
         let mut job = self.jobs.remove(&id)?;
         let session = batch.session();
         let found = self.cached(&job);
         let spared = found.map(|f| f.slot);
         if self.seats.free.is_empty() && !self.seats.give_up(session, spared) {
-            // The one that holds the prompt's beginning is all there is.
+            // The only slot left is the one that holds the prompt's beginning.
             self.seats.give_up(session, None);
         }
         let Some(slot) = self.seats.free.pop() else {
@@ -168,7 +169,7 @@ impl Worker<'_> {
         None
     }
 
-    /// Lets others find a prompt that has been computed while its answer is made.
+    /// Makes a computed prompt available to others while its answer is generated.
     pub(super) fn show(&mut self, id: u64) {
         if let Some((job, slot)) = self.jobs.get(&id).and_then(|j| Some((j, j.slot?)))
             && self.options.prefix_cache
@@ -181,7 +182,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Takes a request out of its slot or out of the queue. What the slot holds is kept if `sound`.
+    /// Removes a request from its slot or from the queue. Keeps the slot's sequence if `sound`.
     pub(super) fn unseat(&mut self, batch: &mut Batch<'_>, id: u64, job: &mut Job, sound: bool) {
         let Some(slot) = job.slot.take() else {
             self.queue.remove(job.request.client.id, id);
@@ -206,7 +207,7 @@ impl Worker<'_> {
         }
         let twin = self.seats.tree.peek(salt, tokens).filter(|f| f.len == len);
         match twin {
-            // Another slot holds all of it already.
+            // Another slot already holds all of it.
             Some(_) => self.seats.clear(session, slot),
             None => {
                 self.seats.tree.insert(salt, tokens, slot, true);
@@ -215,7 +216,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Sends a request back to the queue, where it comes first: its pages go to others.
+    /// Sends a request back to the front of the queue: its pages go to others.
     pub(super) fn give_way(&mut self, batch: &mut Batch<'_>, id: u64) {
         let Some(mut job) = self.jobs.remove(&id) else {
             return;

@@ -1,4 +1,4 @@
-//! One step of everybody: what is fed, and what becomes of what is drawn.
+//! One step of all requests: what to feed, and handling the drawn tokens.
 
 use super::job::{Job, Phase};
 use super::worker::Worker;
@@ -20,10 +20,10 @@ struct Fed {
 }
 
 impl Worker<'_> {
-    /// Runs a step of all who have a slot.
+    /// Runs a step of all requests that have a slot.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(super) fn step(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         self.constrain(batch);
         let read = self.read(batch)?;
@@ -80,8 +80,8 @@ impl Worker<'_> {
         }
     }
 
-    /// The tokens to feed: the last token of each sequence that has a constraint, and as much of
-    /// prompts as there is time for.
+    /// The tokens to feed: the last token of each sequence with a constraint, and as much of
+    /// the prompts as time allows.
     fn plan(&self, batch: &Batch<'_>) -> Vec<Fed> {
         let mut fed = Vec::new();
         let then = |job: &Job, sampler: &Sampler| Continuation {
@@ -225,7 +225,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Notes what a request was fed.
+    /// Records what a request was fed.
     fn fed(&mut self, id: u64, to: usize, goes_on: bool) {
         let Some(job) = self.jobs.get_mut(&id) else {
             return;
@@ -243,7 +243,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Passes on what the sequence in a slot drew.
+    /// Passes on the token that the sequence in a slot drew.
     fn drawn(&mut self, batch: &mut Batch<'_>, slot: usize, token: Result<u32>) {
         let sits = |job: &Job| job.slot == Some(slot);
         let Some(id) = self.jobs.iter().find(|(_, j)| sits(j)).map(|(&id, _)| id) else {
@@ -255,7 +255,7 @@ impl Worker<'_> {
                     self.finish(batch, id, finish);
                 }
             }
-            // Sequences that are merely kept give up their pages before others go back to the queue.
+            // Kept sequences give up their pages before requests go back to the queue.
             Err(Error::PagesFull { .. })
                 if self.seats.give_up(batch.session(), None)
                     || self.jobs.len() > self.queue.len() + 1 =>
@@ -270,7 +270,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Takes a token up; says if it was the last.
+    /// Records a token; returns how the answer ended if it was the last.
     fn take(&mut self, batch: &mut Batch<'_>, id: u64, token: u32) -> Option<Finish> {
         let job = self.jobs.get_mut(&id)?;
         let slot = job.slot?;
@@ -301,7 +301,7 @@ impl Worker<'_> {
             return Some(Finish::Length);
         }
         let constraint = job.request.constraint.as_mut()?;
-        // It left by itself, to be asked again what may follow.
+        // It left the batch by itself, so that its constraint can set the next mask.
         job.sampler = batch.leave(slot);
         job.masked = false;
         match catch_unwind(AssertUnwindSafe(|| constraint.accept(token))) {
@@ -311,10 +311,10 @@ impl Worker<'_> {
         }
     }
 
-    /// A step that was refused as a whole.
+    /// Handles a step that was refused as a whole.
     ///
     /// # Errors
-    /// The error itself, if it is the device's.
+    /// The error itself, if it is an error of the device.
     fn refused(
         &mut self,
         batch: &mut Batch<'_>,
@@ -326,7 +326,7 @@ impl Worker<'_> {
                 if self.seats.give_up(batch.session(), None) {
                     return Ok(());
                 }
-                // The last to come gives way, unless it is alone.
+                // The last to arrive gives way, unless it is alone.
                 let last = fed.iter().map(|f| f.0).max();
                 let others = self.jobs.len() > self.queue.len() + 1;
                 match last {
@@ -340,7 +340,7 @@ impl Worker<'_> {
                 Ok(())
             }
             Error::Request { .. } | Error::ContextFull { .. } => {
-                // Of those in the batch, the one that it concerns has been taken out.
+                // If it concerns a sequence of the batch, that one has already been removed.
                 let out = |j: &Job| {
                     let running = j.slot.is_some_and(|slot| batch.is_running(slot));
                     j.phase == Phase::Answer && j.sampler.is_none() && !running
@@ -364,7 +364,7 @@ impl Worker<'_> {
     }
 }
 
-/// Gives a request's sampler the mask of what may follow.
+/// Gives a request's sampler the mask for the next token.
 fn mask(job: &mut Job) -> std::result::Result<(), String> {
     let (Some(constraint), Some(sampler)) = (&mut job.request.constraint, &mut job.sampler) else {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The engine's thread: takes requests in, runs step after step, and survives what goes wrong.
+//! The engine's thread: accepts requests, runs step after step, and survives failures.
 
 use super::job::{Job, Phase};
 use super::seats::Seats;
@@ -13,31 +13,31 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-/// Sessions that fail one after another, without a step between them, before the engine gives up.
+/// Sessions failing in a row, without a step in between, before the engine gives up.
 const FAILURES: usize = 3;
 
-/// Everything but the session: it outlives one.
+/// The engine's state without the session, which it outlives.
 pub(super) struct Worker<'e> {
     pub(super) shared: &'e Shared,
     pub(super) options: EngineOptions,
     pub(super) spec: SessionSpec,
-    /// By number, which is the order of arrival.
+    /// By number, in the order of arrival.
     pub(super) jobs: BTreeMap<u64, Job>,
     pub(super) queue: Queue<u64, u64>,
     pub(super) seats: Seats,
     pub(super) pace: Pace,
-    /// When what is still under way ends, once no more work is taken.
+    /// When requests still in progress must end, once no more are accepted.
     closing: Option<Instant>,
-    /// Nobody can send commands any more.
+    /// True once nobody can send commands any more.
     deserted: bool,
     next: u64,
-    /// Steps that ran.
+    /// Number of steps run.
     pub(super) steps: u64,
     /// What drafts have come to in this session.
     pub(super) draft_counts: DraftCounts,
 }
 
-/// The thread: serves until it is told to close, or until nobody can tell it anything.
+/// The thread's main function: serves until told to close, or until nobody can send commands.
 pub(super) fn run(
     (mut session, mut drafts): (Box<dyn Session>, Option<Speculation>),
     mut open: OpenSession,
@@ -125,7 +125,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Takes what has come; waits for something where there is nothing to do.
+    /// Receives the commands that have come; waits for one if there is nothing to do.
     fn receive(&mut self, commands: &Receiver<Command>) {
         loop {
             let idle =
@@ -152,7 +152,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Ends what nobody waits for, and what has taken too long.
+    /// Ends requests that nobody waits for, and those that have taken too long.
     fn sweep(&mut self, batch: &mut Batch<'_>) {
         let now = Instant::now();
         let closed = self.closing.is_some_and(|at| now >= at);
@@ -176,7 +176,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Ends a request; what its slot holds is kept for prompts to come.
+    /// Ends a request; its slot's sequence is kept for later prompts.
     pub(super) fn finish(&mut self, batch: &mut Batch<'_>, id: u64, finish: Finish) {
         let Some(mut job) = self.jobs.remove(&id) else {
             return;
@@ -191,7 +191,7 @@ impl Worker<'_> {
         job.finish(finish);
     }
 
-    /// Notes that a request has ended.
+    /// Counts a request that has ended.
     fn count(&mut self, job: &Job, finish: &Finish) {
         if job.phase == Phase::Queue {
             self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
@@ -212,7 +212,7 @@ impl Worker<'_> {
             .observe(job.arrived.elapsed().as_secs_f64());
     }
 
-    /// Ends all that were in a session that is lost.
+    /// Ends all requests that were in a lost session.
     fn fail_seated(&mut self, why: &str) {
         self.seats = Seats::new(self.spec.slots);
         let seated = |job: &Job| job.phase != Phase::Queue;
@@ -234,7 +234,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Ends a request that is in no session any more.
+    /// Ends a request that is no longer in a session.
     fn fail(&mut self, id: u64, failure: &Failure) {
         if let Some(job) = self.jobs.remove(&id) {
             self.queue.remove(job.request.client.id, id);
@@ -244,7 +244,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Shows where things stand.
+    /// Updates the gauges.
     fn measure(&mut self, batch: &mut Batch<'_>) {
         let metrics = &self.shared.metrics;
         let waiting = self.queue.len();

@@ -1,4 +1,4 @@
-//! Bodies: a request's within bounds, an answer's from a channel.
+//! Bodies: requests within limits, and answers from a channel.
 
 use super::Limits;
 use crate::error::ApiError;
@@ -12,10 +12,10 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use tokio::sync::mpsc::Receiver;
 
-/// Reads a request's body whole.
+/// Reads a request's whole body.
 ///
 /// # Errors
-/// One that is not JSON by its header, too long or too slow.
+/// A body whose header does not say JSON, or that is too long or too slow.
 pub(super) async fn read(
     headers: &HeaderMap,
     body: Body,
@@ -27,7 +27,7 @@ pub(super) async fn read(
         .unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim();
     if !kind.eq_ignore_ascii_case("application/json") {
-        // What a page of another site may send without asking is never of this type.
+        // Pages of other sites cannot send this type without a preflight request.
         let what = format!("content-type: expected application/json, found {kind:?}");
         return Err(ApiError::bounds(415, what));
     }
@@ -43,7 +43,7 @@ pub(super) async fn read(
     }
 }
 
-/// A body whose pieces come through a channel, up to its end.
+/// A body whose pieces come through a channel until it is closed.
 pub(super) struct Channel(pub(super) Receiver<Bytes>);
 
 impl hyper::body::Body for Channel {

@@ -1,9 +1,9 @@
-//! Decides who may ask: `Host`, `Origin` and keys, before a request's body is read.
+//! Access control: `Host`, `Origin` and keys, checked before a request's body is read.
 //!
-//! - `Host` is looked at on every route. A page of another site whose name was made to point at this
+//! - `Host` is checked on every route. A page of another site whose name was made to point at this
 //!   machine (DNS rebinding, CVE-2024-28224) sends its own name, which is not in the list. A plain IP
 //!   address cannot be made to point elsewhere.
-//! - A page of another origin is refused, whatever it asks, unless it is in the list.
+//! - A page of another origin is refused, whatever it asks for, unless the origin is in the list.
 //! - Keys are compared as digests and in constant time (CVE-2025-59425), and are never logged.
 
 use crate::engine::Client;
@@ -16,14 +16,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::IpAddr;
 use subtle::ConstantTimeEq;
 
-/// The rules for who may ask.
+/// The rules of access control.
 #[derive(Clone, Default)]
 pub struct Security {
-    /// SHA-256 of the keys; none: everybody may ask.
+    /// SHA-256 of the keys; if empty, no key is needed.
     keys: Vec<[u8; 32]>,
-    /// Names that this server has, beside `localhost` and plain addresses.
+    /// Names of this server, besides `localhost` and IP addresses.
     hosts: Vec<String>,
-    /// Origins whose pages may ask, beside the server's own.
+    /// Origins whose pages have access, besides the server's own.
     origins: Vec<String>,
 }
 
@@ -38,10 +38,10 @@ impl fmt::Debug for Security {
 }
 
 impl Security {
-    /// With these keys, names and origins (`https://example.org`).
+    /// Access rules with these keys, names and origins (`https://example.org`).
     ///
     /// # Errors
-    /// A key shorter than 16 bytes or with characters that no header holds; a malformed origin.
+    /// A key shorter than 16 bytes or with characters that are invalid in headers; a malformed origin.
     pub fn new(keys: &[String], hosts: &[String], origins: &[String]) -> Result<Self, String> {
         for (i, key) in keys.iter().enumerate() {
             if key.len() < 16 || !key.bytes().all(|b| b.is_ascii_graphic()) {
@@ -81,10 +81,10 @@ impl Security {
         !self.keys.is_empty()
     }
 
-    /// Refuses a `Host` that is not this server.
+    /// Refuses a `Host` that is not a name of this server.
     ///
     /// # Errors
-    /// None, several or another one.
+    /// No `Host`, several, or another name.
     pub fn check_host(&self, headers: &HeaderMap, uri: &Uri) -> Result<(), ApiError> {
         let mut given = headers.get_all(header::HOST).iter();
         let host = match (given.next(), given.next(), uri.authority()) {
@@ -97,7 +97,7 @@ impl Security {
             Some(name) if self.is_own(&name) => Ok(()),
             _ => Err(ApiError::denied(
                 403,
-                "Host: this server does not go by that name; --allow-host adds one",
+                "Host: this is not a name of this server; --allow-host adds one",
                 "host_not_allowed",
             )),
         }
@@ -109,10 +109,10 @@ impl Security {
             || self.hosts.iter().any(|h| h == name)
     }
 
-    /// The origin that may read the answer, if a page of another one asks and may.
+    /// The origin to allow to read the answer, for a request from another origin's page.
     ///
     /// # Errors
-    /// A page that may not.
+    /// A page of an origin without access.
     pub fn check_origin(
         &self,
         headers: &HeaderMap,
@@ -132,7 +132,7 @@ impl Security {
             _ => return refuse(),
         };
         let Some(origin) = origin else {
-            // A browser that sends no origin says where a request comes from all the same.
+            // Browsers that send no origin still say what kind of site a request comes from.
             let site = headers.get("sec-fetch-site").and_then(|v| v.to_str().ok());
             let reads = *method == Method::GET || *method == Method::HEAD;
             return match site {
@@ -153,11 +153,11 @@ impl Security {
         }
     }
 
-    /// Identifies the client, by key or, where none is needed, by address. Those with the same key share what
-    /// their prompts have in common.
+    /// Identifies the client by its key or, if none is needed, by its address. Clients with the same key
+    /// share common beginnings of their prompts.
     ///
     /// # Errors
-    /// No key, or a wrong one.
+    /// A missing or wrong key.
     pub fn client(&self, headers: &HeaderMap, peer: IpAddr) -> Result<Client, ApiError> {
         if self.keys.is_empty() {
             let mut hasher = DefaultHasher::new();
@@ -176,13 +176,13 @@ impl Security {
         });
         let key = bearer.or_else(|| headers.get("x-api-key").and_then(|v| v.to_str().ok()));
         let digest: [u8; 32] = Sha256::digest(key.unwrap_or_default().as_bytes()).into();
-        // All are compared, so that the time tells nothing.
+        // Compares with all keys, so that the time reveals nothing.
         let mut found = false;
         for known in &self.keys {
             found |= bool::from(known.ct_eq(&digest));
         }
-        // The same after a restart, and wherever the key stands among others: what is kept on disk
-        // goes by it.
+        // The same after a restart, and wherever the key is in the list: pages on disk
+        // depend on it.
         let name = u64::from_le_bytes(std::array::from_fn(|i| digest[i]));
         match (key, found) {
             (Some(_), true) => Ok(Client {
@@ -201,13 +201,13 @@ impl Security {
     }
 }
 
-/// True if a script asks, not a person who follows a link.
+/// True for a request by a script, not by a person who follows a link.
 fn is_fetch(headers: &HeaderMap) -> bool {
     let mode = headers.get("sec-fetch-mode").and_then(|v| v.to_str().ok());
     mode != Some("navigate")
 }
 
-/// The name in `Host`, without its port, in lower case.
+/// The name in `Host`, without the port, in lower case.
 fn host_name(host: &str) -> Option<String> {
     let name = match host.strip_prefix('[') {
         Some(rest) => {

@@ -1,4 +1,4 @@
-//! HTTP: connections, routes, who may do what, and answers as they come.
+//! HTTP: connections, routes, access control, and streamed answers.
 
 mod body;
 pub mod guard;
@@ -17,8 +17,8 @@ use std::sync::Arc;
 pub struct App {
     /// Models by name.
     pub models: Arc<Models>,
-    /// Decides who may ask.
+    /// Access control.
     pub security: Security,
-    /// Bounds on one request or connection.
+    /// Limits on a request or connection.
     pub limits: Limits,
 }

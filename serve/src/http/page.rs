@@ -1,10 +1,10 @@
-//! The page at `/`: files of a fixed table, built into the program.
+//! The page at `/`: a fixed table of files, built into the program.
 
 use axum::body::Body;
 use axum::response::Response;
 use hyper::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue};
 
-/// Path, type and text of each file.
+/// Path, content type and text of each file.
 pub(super) const FILES: [(&str, &str, &str); 5] = [
     (
         "/",
@@ -33,19 +33,19 @@ pub(super) const FILES: [(&str, &str, &str); 5] = [
     ),
 ];
 
-/// The policy of the page: it may run its own files and ask its own server, nothing else. Text that a model
-/// wrote and that were taken for a script would not run.
+/// Content security policy of the page: it may run its own files and contact its own server, nothing
+/// else. Model output that were mistaken for a script would not run.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                       img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// One of the files.
+/// Responds with one of the files.
 pub(super) fn file(kind: &'static str, text: &'static str) -> Response {
     let mut response = Response::new(Body::from(text));
     let headers = response.headers_mut();
     for (name, value) in [
         (CONTENT_TYPE, kind),
         (CONTENT_SECURITY_POLICY, POLICY),
-        // A newer program has a newer page.
+        // A newer program has a newer page, so browsers must check.
         (CACHE_CONTROL, "no-cache"),
     ] {
         headers.insert(name, HeaderValue::from_static(value));

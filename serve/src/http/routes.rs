@@ -1,4 +1,4 @@
-//! Which path does what.
+//! The routes and their handlers.
 
 use super::{App, body, page, stream};
 use crate::engine::Client;
@@ -27,7 +27,7 @@ use std::time::Instant;
 #[derive(Clone, Copy)]
 pub(super) struct Peer(pub(super) IpAddr);
 
-/// How a protocol reads a request, and how it tells errors.
+/// How a protocol reads a request, and how it reports errors.
 #[derive(Clone, Copy)]
 struct Protocol {
     parse: fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>,
@@ -47,7 +47,7 @@ const MESSAGES: Protocol = Protocol {
     parse: messages::parse,
     error: messages::error,
 };
-/// A request that is answered without the engine.
+/// A handler of requests that do not need the engine.
 type Answer = fn(&Arc<Model>, Fields) -> Result<Value, ApiError>;
 
 /// All routes, behind the guard.
@@ -89,7 +89,7 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Lets through who may ask, and says who it is.
+/// Lets requests with access through, and attaches the client.
 async fn guard(
     State(app): State<Arc<App>>,
     Extension(Peer(peer)): Extension<Peer>,
@@ -113,8 +113,8 @@ async fn guard(
     let mut response = if *request.method() == Method::OPTIONS && origin.is_some() {
         preflight()
     } else {
-        // Whoever watches over a server has no key, and a browser has none to fetch the page with,
-        // which asks for it.
+        // Monitoring has no key, and a browser has none yet when it fetches the page that asks for
+        // one.
         let path = request.uri().path();
         let open = path == "/health" || page::FILES.iter().any(|f| f.0 == path);
         match app.security.client(request.headers(), peer) {
@@ -137,7 +137,7 @@ async fn guard(
     response
 }
 
-/// Answers what a browser asks before a page of an origin in the list may ask.
+/// Answers a preflight request of a page whose origin is in the list.
 fn preflight() -> Response {
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::NO_CONTENT;
@@ -156,7 +156,7 @@ fn preflight() -> Response {
     response
 }
 
-/// A request that the engine answers.
+/// Handles a request that the engine answers.
 async fn generate(
     State(app): State<Arc<App>>,
     Extension(client): Extension<Client>,
@@ -205,7 +205,7 @@ async fn begin(
     .await
 }
 
-/// Runs what takes time on a thread of its own.
+/// Runs slow work on a thread of its own.
 async fn blocking<T: Send + 'static>(
     f: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
@@ -213,7 +213,7 @@ async fn blocking<T: Send + 'static>(
     done.unwrap_or_else(|_| Err(ApiError::internal("the request could not be read: a panic")))
 }
 
-/// The model that a request names, and the body's other fields.
+/// Finds the model that a request names; also returns the body's other fields.
 async fn asked(app: &App, request: Request) -> Result<(Arc<Model>, Fields), ApiError> {
     let (parts, body) = request.into_parts();
     let body = body::read(&parts.headers, body, &app.limits).await?;
@@ -222,7 +222,7 @@ async fn asked(app: &App, request: Request) -> Result<(Arc<Model>, Fields), ApiE
     Ok((app.models.get(name.as_deref()).await?, fields))
 }
 
-/// A request that is answered without the engine.
+/// Handles a request that does not need the engine.
 async fn answer(State(app): State<Arc<App>>, request: Request, f: Answer) -> Response {
     let answered = async {
         let (model, fields) = asked(&app, request).await?;
@@ -234,7 +234,7 @@ async fn answer(State(app): State<Arc<App>>, request: Request, f: Answer) -> Res
     }
 }
 
-/// A model as it is listed; what depends on memory is known once it is loaded.
+/// A model's entry in the list; properties that depend on memory are known once it is loaded.
 fn card(listed: Listed<'_>) -> Value {
     let mut card = json!({
         "id": listed.name, "object": "model", "created": listed.created, "owned_by": "nq",
@@ -358,12 +358,12 @@ async fn no_method(request: Request) -> Response {
     failure(&ApiError::bounds(405, what))
 }
 
-/// An error in OpenAI's shape.
+/// The response for an error, in OpenAI's format.
 fn failure(error: &ApiError) -> Response {
     failure_in(error, &error.body())
 }
 
-/// An error in the shape of `body`.
+/// The response for an error, with `body`.
 fn failure_in(error: &ApiError, body: &Value) -> Response {
     let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = json_response(status, body);

@@ -1,4 +1,4 @@
-//! Connections: how many, how long, and how they end.
+//! Connections: their number, time limits and shutdown.
 
 use super::routes::{Peer, router};
 use super::{App, Security};
@@ -15,26 +15,26 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
-/// Bounds on one request or connection.
+/// Limits on a request or connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes of a request's body.
+    /// Most bytes of a request's body.
     pub body: usize,
-    /// The longest that a body may take to come.
+    /// Longest time for receiving a body.
     pub body_time: Duration,
-    /// The longest that a request's head may take to come.
+    /// Longest time for receiving a request's head.
     pub head_time: Duration,
-    /// Headers of a request.
+    /// Most headers of a request.
     pub headers: usize,
-    /// Bytes of a request's head.
+    /// Most bytes of a request's head.
     pub head: usize,
-    /// Connections at once; more wait to be accepted.
+    /// Most connections at once; others wait to be accepted.
     pub connections: usize,
-    /// The longest that a request may take; `None`: as long as it takes.
+    /// Longest time of a request; `None`: unlimited.
     pub request_time: Option<Duration>,
-    /// A stream says that it lives whenever so long nothing came.
+    /// A silent stream sends a sign of life at this interval.
     pub keep_alive: Duration,
-    /// A stream whose reader takes nothing for so long is given up.
+    /// A stream whose reader accepts nothing for this long is cancelled.
     pub stall: Duration,
 }
 
@@ -54,7 +54,7 @@ impl Default for Limits {
     }
 }
 
-/// A server that listens.
+/// A listening server.
 pub struct Server {
     listener: StdListener,
     app: Arc<App>,
@@ -62,12 +62,12 @@ pub struct Server {
     stopper: Stopper,
 }
 
-/// Ends a server from another thread.
+/// Stops a server from another thread.
 #[derive(Clone, Debug)]
 pub struct Stopper(Arc<watch::Sender<Option<Duration>>>);
 
 impl Stopper {
-    /// Takes no more requests; what is under way may go on for `grace`.
+    /// Accepts no more requests; those in progress may continue for `grace`.
     pub fn stop(&self, grace: Duration) {
         self.0.send_replace(Some(grace));
     }
@@ -77,7 +77,7 @@ impl Server {
     /// Listens on `address`, without answering yet.
     ///
     /// # Errors
-    /// An address that cannot be had, and one beyond this machine where no key is needed.
+    /// An unavailable address; one reachable from other machines if no key is required.
     pub fn bind(
         address: SocketAddr,
         models: impl Into<Models>,
@@ -105,23 +105,23 @@ impl Server {
         })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 
-    /// The signal that ends it.
+    /// A handle for stopping it.
     pub fn stopper(&self) -> Stopper {
         self.stopper.clone()
     }
 
-    /// Answers until it is stopped, and then until all has been told, or ended with an error.
+    /// Serves until it is stopped, and then until all answers have been sent, or ended with an error.
     ///
     /// # Errors
-    /// The system's, where it gives no threads or no events.
+    /// Errors of the system, if it provides no threads or no events.
     pub fn run(self) -> io::Result<()> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -151,7 +151,7 @@ impl Server {
             };
             while connections.try_join_next().is_some() {}
             let Ok((stream, peer)) = accepted else {
-                // Too many open files, say: others will be closed.
+                // E.g. too many open files: others will be closed.
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             };
@@ -166,21 +166,21 @@ impl Server {
         let _ = finish.send(true);
         let models = Arc::clone(&self.app.models);
         let _ = tokio::task::spawn_blocking(move || models.close(grace)).await;
-        // What the engine had to say is on its way to those who listen.
+        // Send the engine's last events to those who still listen.
         let rest = async { while connections.join_next().await.is_some() {} };
         let _ = tokio::time::timeout(Duration::from_secs(2), rest).await;
         Ok(())
     }
 }
 
-/// Waits for the word to stop.
+/// Waits for the stop signal.
 async fn stopped(stop: &mut watch::Receiver<Option<Duration>>) -> Duration {
     loop {
         if let Some(grace) = *stop.borrow_and_update() {
             return grace;
         }
         if stop.changed().await.is_err() {
-            // Nobody can stop it any more.
+            // Nobody can send the signal any more.
             std::future::pending::<()>().await;
         }
     }
@@ -192,7 +192,7 @@ async fn connection(
     limits: Limits,
     mut finishing: watch::Receiver<bool>,
 ) {
-    // Tokens are small, and wait for nothing.
+    // Tokens are small and must not wait for more data.
     let _ = stream.set_nodelay(true);
     let service = TowerToHyperService::new(router);
     let served = http1::Builder::new()
@@ -203,7 +203,7 @@ async fn connection(
         .serve_connection(TokioIo::new(stream), service);
     let mut served = std::pin::pin!(served);
     tokio::select! {
-        // A connection that breaks is its client's affair.
+        // A broken connection is not the server's concern.
         _ = served.as_mut() => return,
         _ = finishing.wait_for(|f| *f) => {}
     }

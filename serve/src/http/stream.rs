@@ -1,4 +1,4 @@
-//! Answers over HTTP: as server-sent events while they are made, or whole.
+//! Answers over HTTP: as server-sent events while they are generated, or whole.
 
 use super::Limits;
 use super::body::Channel;
@@ -15,13 +15,13 @@ use std::task::{Context, Poll};
 use tokio::sync::mpsc::{Sender, channel};
 use tokio::time::timeout;
 
-/// Chunks that wait for a slow reader; the engine goes on meanwhile.
+/// Chunks buffered for a slow reader while the engine continues.
 const WAITING: usize = 64;
 
-/// A comment, which clients pass over.
+/// A comment, which clients ignore.
 const PING: &[u8] = b": keep-alive\n\n";
 
-/// Events as they come. A panic in what makes them ends the stream with an error.
+/// Sends events as they come. A panic while making them ends the stream with an error.
 pub(super) fn events(stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) -> Response {
     let (sender, receiver) = channel(WAITING);
     tokio::spawn(async move {
@@ -37,16 +37,16 @@ pub(super) fn events(stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) 
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    // Proxies that collect answers before they pass them on leave this one alone.
+    // Tells proxies not to buffer the answer.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
 }
 
-/// Sends all events of a stream, until it ends or nobody reads it.
+/// Sends all events of a stream, until it ends or its reader is gone.
 async fn tell(mut stream: Stream, shape: &mut dyn Shape, sender: &Sender<Bytes>, limits: &Limits) {
     let mut events = shape.begin(stream.usage());
     while send(sender, &events, limits).await {
-        // Whoever has gone is seen at once, not at the next token.
+        // A reader that is gone is noticed at once, not at the next token.
         let next = tokio::select! {
             () = sender.closed() => return,
             next = timeout(limits.keep_alive, stream.next()) => next,
@@ -91,7 +91,7 @@ async fn guarded<F: Future>(future: F) -> std::thread::Result<F::Output> {
     std::future::poll_fn(step).await
 }
 
-/// False if the reader has gone, or is too slow.
+/// False if the reader is gone or too slow.
 async fn send(sender: &Sender<Bytes>, events: &[SseEvent], limits: &Limits) -> bool {
     if events.is_empty() {
         return true;
@@ -110,10 +110,10 @@ async fn send_bytes(sender: &Sender<Bytes>, bytes: Bytes, limits: &Limits) -> bo
     matches!(timeout(limits.stall, sender.send(bytes)).await, Ok(Ok(())))
 }
 
-/// All answers at once.
+/// Sends all answers at once.
 ///
 /// # Errors
-/// The first answer that failed, or a panic.
+/// The first answer's error, or a panic.
 pub(super) async fn whole(
     mut stream: Stream,
     mut shape: Box<dyn Shape>,

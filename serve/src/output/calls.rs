@@ -1,9 +1,9 @@
-//! Tool calls in an answer's text.
+//! Reads tool calls in an answer's text.
 //!
-//! Two forms are read, both between `<tool_call>` and `</tool_call>`: Hermes' JSON of Qwen2.5 and
-//! Qwen3, `{"name": ..., "arguments": {...}}`, whose arguments are passed on as they come, and the
+//! Two forms are supported, both between `<tool_call>` and `</tool_call>`: the Hermes JSON of Qwen2.5
+//! and Qwen3, `{"name": ..., "arguments": {...}}`, whose arguments are passed on as they come, and the
 //! XML of Qwen3-Coder and Qwen3.5, `<function=NAME><parameter=KEY>VALUE</parameter></function>`,
-//! which becomes JSON at its end. What is neither stays text: nothing that a model wrote is lost.
+//! which becomes JSON at its end. Anything else stays text: nothing that a model wrote is lost.
 
 use super::{Piece, join};
 use nq_runtime::thinking::overlap;
@@ -28,12 +28,12 @@ pub struct CallParser {
 
 #[derive(Debug, Default)]
 enum State {
-    /// Outside of calls.
+    /// Outside a call.
     #[default]
     Text,
     /// In a call whose name is not known yet.
     Head,
-    /// In a call that is read at its end.
+    /// In a call that is read as a whole at its end.
     Whole,
     /// In the arguments.
     Arguments(Braces),
@@ -41,7 +41,7 @@ enum State {
     Tail,
 }
 
-/// Where in a JSON object one is.
+/// Position in a JSON object.
 #[derive(Debug, Default)]
 struct Braces {
     depth: usize,
@@ -66,11 +66,11 @@ impl Braces {
 
 /// The beginning of a call.
 enum Head {
-    /// More must come.
+    /// Incomplete.
     Open,
-    /// Its name, and where its arguments, an object, begin.
+    /// A name, and where its arguments, an object, begin.
     Named(String, usize),
-    /// It is of another form.
+    /// Another form.
     Other,
 }
 
@@ -80,22 +80,22 @@ impl CallParser {
     /// The text that ends it.
     pub const CLOSE: &'static str = "</tool_call>";
 
-    /// Calls that have begun.
+    /// Number of calls begun.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Takes more text; what is certain goes to `out`.
+    /// Takes more text and appends the pieces that are certain to `out`.
     pub fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
         self.held.push_str(text);
         while self.advance(out) {}
     }
 
-    /// The end of the text.
+    /// Ends the text.
     pub fn finish(&mut self, out: &mut Vec<Piece>) {
         let rest = std::mem::take(&mut self.held);
         match std::mem::take(&mut self.state) {
-            // White space behind a call is no text either.
+            // White space after a call is not part of the text.
             State::Text if self.count > 0 && rest.trim().is_empty() => {}
             State::Text if !rest.is_empty() => join(out, Piece::Text(rest)),
             State::Head | State::Whole => self.whole(&rest, "", out),
@@ -103,13 +103,14 @@ impl CallParser {
         }
     }
 
-    /// One step; false if more text is needed.
+    /// Makes one step; false if more text is needed.
     fn advance(&mut self, out: &mut Vec<Piece>) -> bool {
         match &mut self.state {
             State::Text => {
                 let found = self.held.find(Self::OPEN);
                 let end = found.unwrap_or(self.held.len() - overlap(&self.held, Self::OPEN));
-                // White space before a call is no text; whether one comes is not known yet.
+                // White space before a call is not part of the text; whether a call follows is not
+                // known yet.
                 let certain = self.held[..end].trim_end().len();
                 if certain > 0 {
                     join(out, Piece::Text(self.held[..certain].to_owned()));
@@ -162,7 +163,7 @@ impl CallParser {
         }
     }
 
-    /// Ends a call that is read as a whole, if its end is here.
+    /// Ends a call that is read as a whole, if its end has come.
     fn close(&mut self, out: &mut Vec<Piece>) -> bool {
         let Some(at) = self.held.find(Self::CLOSE) else {
             return false;
@@ -180,7 +181,7 @@ impl CallParser {
         out.push(Piece::CallStart { index, name });
     }
 
-    /// Reads a call at its end; anything else stays text.
+    /// Reads a complete call; anything else stays text.
     fn whole(&mut self, call: &str, close: &str, out: &mut Vec<Piece>) {
         match json_call(call).or_else(|| xml_call(call)) {
             Some((name, text)) => {
@@ -199,7 +200,7 @@ impl CallParser {
 /// Reads `{"name": "...", "arguments": {` in that order.
 fn head(text: &str) -> Head {
     let mut rest = text;
-    // What has come is a beginning of what is expected, or it is something else.
+    // The text must be a beginning of what is expected, otherwise it has another form.
     let open = |rest: &str, wanted: &str| {
         if wanted.starts_with(rest) {
             Head::Open
@@ -246,7 +247,7 @@ fn head(text: &str) -> Head {
     }
 }
 
-/// A call in JSON whose keys come in any order, or whose arguments are JSON in a string.
+/// A JSON call whose keys are in any order, or whose arguments are JSON in a string.
 fn json_call(text: &str) -> Option<(String, String)> {
     let call: Map<String, Value> = serde_json::from_str(text.trim()).ok()?;
     let name = call.get("name")?.as_str()?.to_owned();
@@ -263,7 +264,7 @@ fn json_call(text: &str) -> Option<(String, String)> {
     Some((name, text))
 }
 
-/// A call in XML. A value that is JSON and no string is taken for that.
+/// An XML call. A value that is JSON, but not a string, is kept as JSON.
 fn xml_call(text: &str) -> Option<(String, String)> {
     let rest = text.trim().strip_prefix("<function=")?;
     let (name, mut rest) = rest.split_once('>')?;
@@ -289,7 +290,7 @@ fn xml_call(text: &str) -> Option<(String, String)> {
 mod tests {
     use super::*;
 
-    /// Text, and calls as (name, arguments).
+    /// The text, and calls as (name, arguments).
     fn parse(text: &str, size: usize) -> (String, Vec<(String, String)>) {
         let (mut parser, mut out) = (CallParser::default(), Vec::new());
         let chars: Vec<char> = text.chars().collect();
@@ -356,7 +357,7 @@ mod tests {
             "",
             &[("f", "{\"a\": 1}")],
         );
-        // Broken off in the arguments: what has come is passed on.
+        // Cut off in the arguments: what has come is passed on.
         check(
             "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": ",
             "",

@@ -1,7 +1,7 @@
-//! From tokens to what a client is told: text, thinking and tool calls, piece by piece.
+//! Converts tokens to output for a client: text, thinking and tool calls, piece by piece.
 //!
 //! tokens -> characters -> thinking or answer -> text or tool call -> text up to a stop string.
-//! Each stage holds back what it cannot decide yet, and nothing else.
+//! Each stage holds back only what it cannot decide yet.
 
 mod calls;
 
@@ -21,24 +21,24 @@ pub enum Piece {
     CallStart {
         /// Index of the call in the answer, from 0.
         index: usize,
-        /// Its name.
+        /// Name of the tool.
         name: String,
     },
     /// More of a call's arguments, which are JSON text.
     CallArguments {
-        /// Which call.
+        /// Index of the call.
         index: usize,
         /// The text.
         text: String,
     },
 }
 
-/// The markup that a reader looks for.
+/// The markup that a reader recognizes.
 #[derive(Clone, Debug, Default)]
 pub struct ReaderOptions {
-    /// Tells thinking from the answer; the prompt's text says whether it has begun.
+    /// Separates thinking from the answer; the prompt's text tells whether thinking has begun.
     pub thinking: Option<String>,
-    /// Looks for tool calls.
+    /// Recognizes tool calls.
     pub calls: bool,
     /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,
@@ -56,7 +56,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// For an answer in the tokens of `tokenizer`.
+    /// A reader for an answer in the tokens of `tokenizer`.
     pub fn new(tokenizer: &Tokenizer, options: &ReaderOptions) -> Self {
         Reader {
             detokenizer: Detokenizer::new(tokenizer, true),
@@ -68,8 +68,8 @@ impl Reader {
         }
     }
 
-    /// Takes a token; what is certain goes to `out`. Says whether the token is part of the
-    /// thinking, its tags included.
+    /// Takes a token and appends the pieces that are certain to `out`. Returns true if the token is part
+    /// of the thinking, including its tags.
     pub fn push(&mut self, token: u32, out: &mut Vec<Piece>) -> bool {
         let before = self.is_thinking();
         if let Some(text) = self.detokenizer.push(token) {
@@ -80,12 +80,12 @@ impl Reader {
         thinking
     }
 
-    /// The stop string that has come, if one has: the answer is over.
+    /// The stop string that ended the answer, if any.
     pub fn stopped_by(&self) -> Option<&str> {
         self.stop.ended_by()
     }
 
-    /// The end of the tokens: what was held back.
+    /// Ends the tokens and appends what was held back.
     pub fn finish(&mut self, out: &mut Vec<Piece>) {
         if let Some(rest) = self.detokenizer.flush() {
             self.text(&rest, out);
@@ -101,12 +101,12 @@ impl Reader {
         join(out, Piece::Text(rest));
     }
 
-    /// True while what comes is thinking.
+    /// True while thinking.
     pub fn is_thinking(&self) -> bool {
         self.thinking.as_ref().is_some_and(Splitter::is_thinking)
     }
 
-    /// Tokens that were thinking.
+    /// Number of tokens of thinking.
     pub fn reasoning_tokens(&self) -> usize {
         self.reasoning_tokens
     }
@@ -121,7 +121,7 @@ impl Reader {
             let held = std::mem::take(&mut self.held);
             return self.split(&(held + text), false, out);
         }
-        // A call in the midst of thinking ends it.
+        // A tool call ends the thinking.
         self.held.push_str(text);
         let held = std::mem::take(&mut self.held);
         match held.find(CallParser::OPEN) {
@@ -140,7 +140,7 @@ impl Reader {
         }
     }
 
-    /// Tells thinking from the answer.
+    /// Separates thinking from the answer.
     fn split(&mut self, text: &str, last: bool, out: &mut Vec<Piece>) {
         let mut answer = String::new();
         match &mut self.thinking {
@@ -167,7 +167,7 @@ impl Reader {
         self.deliver(pieces, out);
     }
 
-    /// Looks for stop strings in text.
+    /// Looks for stop strings in text pieces.
     fn deliver(&mut self, pieces: Vec<Piece>, out: &mut Vec<Piece>) {
         for piece in pieces {
             match piece {
@@ -183,7 +183,7 @@ impl Reader {
     }
 }
 
-/// Appends a piece, to the last one if that is of the same kind; no text appends nothing.
+/// Appends a piece, or extends the last one if it is of the same kind; ignores empty text.
 fn join(out: &mut Vec<Piece>, piece: Piece) {
     match (out.last_mut(), piece) {
         (_, Piece::Text(text)) if text.is_empty() => {}

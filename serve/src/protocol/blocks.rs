@@ -1,4 +1,4 @@
-//! An answer as a list of blocks, for protocols that tell it so: thinking, text and calls, each of
+//! An answer as a list of blocks, for protocols with this structure: thinking, text and calls, each of
 //! which begins, grows and ends before the next one.
 
 use super::unique;
@@ -15,21 +15,21 @@ pub enum Block {
     Call {
         /// Its id.
         id: String,
-        /// The tool.
+        /// Name of the tool.
         name: String,
-        /// JSON text.
+        /// The arguments as JSON text.
         arguments: String,
     },
 }
 
-/// The change that a piece of an answer makes.
+/// A change that a piece of an answer makes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// The block of this index begins.
+    /// The block with this index begins.
     Open(usize),
-    /// It has so much more.
+    /// The block with this index grows by this text.
     Grow(usize, String),
-    /// It ends.
+    /// The block with this index ends.
     Close(usize),
 }
 
@@ -41,12 +41,12 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// All so far.
+    /// All blocks so far.
     pub fn list(&self) -> &[Block] {
         &self.list
     }
 
-    /// Adds pieces. `call` is what an id of a call begins with.
+    /// Adds pieces. `call` is the prefix of calls' ids.
     pub fn push(&mut self, pieces: Vec<Piece>, call: &str) -> Vec<Change> {
         let mut changes = Vec::new();
         for piece in pieces {
@@ -66,7 +66,7 @@ impl Blocks {
                         name: name.clone(),
                         arguments: String::new(),
                     },
-                    // Arguments come right behind their call's beginning.
+                    // Arguments come directly after the start of their call.
                     Piece::CallArguments { .. } => continue,
                 });
                 self.open = true;
@@ -86,7 +86,7 @@ impl Blocks {
         changes
     }
 
-    /// Ends the last block, if it has not ended.
+    /// Ends the last block, if it has not ended yet.
     pub fn close(&mut self) -> Option<Change> {
         std::mem::take(&mut self.open).then(|| Change::Close(self.list.len() - 1))
     }

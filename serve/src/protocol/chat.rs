@@ -13,10 +13,10 @@ use nq_runtime::{Message, TokenLogprobs, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Messages of one request, at most.
+/// Most messages in one request.
 const MOST_MESSAGES: usize = 4096;
 
-/// Fields that change nothing about an answer.
+/// Accepted fields that do not affect the answer.
 const WITHOUT_EFFECT: [&str; 6] = [
     "user",
     "metadata",
@@ -26,17 +26,17 @@ const WITHOUT_EFFECT: [&str; 6] = [
     "service_tier",
 ];
 
-/// A chat and what may be done with it, whatever the protocol.
+/// A chat and its options, independent of the protocol.
 pub struct ChatRequest {
     /// Its messages.
     pub messages: Vec<Message>,
     /// Tools in OpenAI's form.
     pub tools: Vec<Value>,
-    /// Which of them the model may call.
+    /// Which tools the model may call.
     pub choice: Choice,
-    /// Several calls may be made at once.
+    /// True if several calls may be made at once.
     pub several_calls: bool,
-    /// `enable_thinking`, where it is said.
+    /// `enable_thinking`, if given.
     pub thinking: Option<bool>,
     /// The format that the answer must have.
     pub format: Option<Format>,
@@ -45,7 +45,7 @@ pub struct ChatRequest {
 /// Reads a request.
 ///
 /// # Errors
-/// A field that is wrong or not served, by name.
+/// An invalid or unsupported field, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&WITHOUT_EFFECT);
     fields.only("store", &[json!(false)])?;
@@ -94,7 +94,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
 /// be.
 ///
 /// # Errors
-/// The template's.
+/// Errors of the template.
 pub fn render(
     model: &Arc<Model>,
     chat: ChatRequest,
@@ -133,7 +133,7 @@ pub fn render(
     })
 }
 
-/// Reads what says whether to think.
+/// Reads the options for thinking.
 fn thinking(fields: &mut Fields) -> Result<Option<bool>, ApiError> {
     let mut asked = None;
     if let Some(object) = fields.take::<Value>("chat_template_kwargs")? {
@@ -154,7 +154,7 @@ fn thinking(fields: &mut Fields) -> Result<Option<bool>, ApiError> {
     Ok(asked.or(by_effort))
 }
 
-/// Reads `response_format`: OpenAI's, and `{"type": "regex", "pattern"}`, `{"type": "lark",
+/// Reads `response_format`: OpenAI's formats, and `{"type": "regex", "pattern"}`, `{"type": "lark",
 /// "grammar"}`.
 fn format(value: Option<Value>) -> Result<Option<Format>, ApiError> {
     let Some(value) = value else {
@@ -201,7 +201,7 @@ fn one_message(value: Value, place: &str) -> Result<Message, ApiError> {
     let mut fields = Fields::of(value, place)?;
     let role: String = fields.require("role")?;
     let role = match role.as_str() {
-        // Templates know the older name.
+        // Templates use the older name.
         "developer" => "system",
         "system" | "user" | "assistant" | "tool" => &role,
         _ => {
@@ -238,7 +238,7 @@ fn one_message(value: Value, place: &str) -> Result<Message, ApiError> {
     Ok(message(role, content, extra))
 }
 
-/// Content as text: a string, or parts that are text.
+/// Content as text: a string, or parts of type text.
 ///
 /// # Errors
 /// A part of another type.
@@ -262,7 +262,7 @@ pub fn text(content: Value, place: &str) -> Result<String, ApiError> {
     Ok(texts.join("\n"))
 }
 
-/// OpenAI's word for an ending.
+/// OpenAI's word for how an answer ended.
 pub fn finish_reason(ending: Ending) -> &'static str {
     match ending {
         Ending::Stop | Ending::StopString => "stop",
@@ -271,7 +271,7 @@ pub fn finish_reason(ending: Ending) -> &'static str {
     }
 }
 
-/// An answer in the making.
+/// An answer that is being collected.
 #[derive(Clone, Debug, Default)]
 struct Answer {
     text: String,
@@ -283,7 +283,7 @@ struct Answer {
     stop_string: Option<String>,
 }
 
-/// Chat's shapes.
+/// The formats of this protocol.
 struct Chat {
     model: Arc<Model>,
     id: String,
@@ -342,7 +342,7 @@ fn content_logprob(tokenizer: &Tokenizer, token: &TokenLogprobs) -> Value {
     let one = |id: u32, logprob: f32| {
         let bytes = tokenizer.token_bytes().get(id);
         let text = String::from_utf8_lossy(bytes);
-        // JSON has no infinity; OpenAI writes so for what cannot be.
+        // JSON has no infinity; OpenAI uses this number for it.
         json!({"token": text, "logprob": logprob.max(-9999.0), "bytes": bytes})
     };
     let mut value = one(token.token, token.logprob);

@@ -1,4 +1,4 @@
-//! `POST /v1/completions`: text that goes on.
+//! `POST /v1/completions`: continues text.
 
 use super::chat::finish_reason;
 use super::fields::Fields;
@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Tokens of an answer if no one says how many, as OpenAI has it.
+/// Most tokens of an answer if the request does not say, as in OpenAI's API.
 const DEFAULT_TOKENS: usize = 16;
 
 /// A prompt as text or tokens, alone or in a list.
@@ -30,7 +30,7 @@ enum Prompt {
 /// Reads a request.
 ///
 /// # Errors
-/// A field that is wrong or not served, by name.
+/// An invalid or unsupported field, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&["user"]);
     fields.only("echo", &[json!(false)])?;
@@ -83,17 +83,17 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
     })
 }
 
-/// An answer in the making.
+/// An answer that is being collected.
 #[derive(Clone, Debug, Default)]
 struct Answer {
     text: String,
     tokens: Vec<TokenLogprobs>,
-    /// Characters of the tokens that were told, for their offsets.
+    /// Number of characters of the tokens reported so far, for their offsets.
     told: usize,
     finish: Option<&'static str>,
 }
 
-/// The shapes.
+/// The formats of this protocol.
 struct Completion {
     model: Arc<Model>,
     id: String,
@@ -151,7 +151,7 @@ impl Completion {
     }
 }
 
-/// The text of pieces: there is nothing else in a completion.
+/// The text of pieces: completions have no other kinds.
 fn text_of(pieces: Vec<Piece>) -> String {
     let text = |piece| match piece {
         Piece::Text(text) | Piece::Reasoning(text) | Piece::CallArguments { text, .. } => text,

@@ -1,4 +1,4 @@
-//! The fields of a request's JSON object, each read once; what is left over is refused by name.
+//! The fields of a request's JSON object: each is read once, and any left over are refused by name.
 
 use crate::error::ApiError;
 use serde::de::DeserializeOwned;
@@ -8,12 +8,12 @@ use serde_json::{Map, Value};
 #[derive(Clone, Debug)]
 pub struct Fields {
     map: Map<String, Value>,
-    /// Where the object stands, before a field's name in messages: empty, or `messages[0].`.
+    /// Prefix of field names in messages, for a nested object: empty, or `messages[0].`.
     place: String,
 }
 
 impl Fields {
-    /// Those of a request's body.
+    /// The fields of a request's body.
     ///
     /// # Errors
     /// A body that is not a JSON object.
@@ -28,7 +28,7 @@ impl Fields {
         }
     }
 
-    /// Those of an object inside a request, at `place`.
+    /// The fields of an object inside a request, at `place`.
     ///
     /// # Errors
     /// A value that is not an object.
@@ -42,15 +42,15 @@ impl Fields {
         }
     }
 
-    /// A field's name with its place.
+    /// A field's name with the prefix.
     pub fn name(&self, field: &str) -> String {
         format!("{}{field}", self.place)
     }
 
-    /// A field; `None` if it is absent or null.
+    /// Takes a field; `None` if it is absent or null.
     ///
     /// # Errors
-    /// A value of another type; the message says where in it and what was found.
+    /// A value of another type; the message says where, and what was found.
     pub fn take<T: DeserializeOwned>(&mut self, field: &str) -> Result<Option<T>, ApiError> {
         match self.map.remove(field) {
             None | Some(Value::Null) => Ok(None),
@@ -70,20 +70,20 @@ impl Fields {
         }
     }
 
-    /// A field that there must be.
+    /// Takes a required field.
     ///
     /// # Errors
-    /// As [`Fields::take`], or if it is absent.
+    /// Errors of [`Fields::take`]; an absent field.
     pub fn require<T: DeserializeOwned>(&mut self, field: &str) -> Result<T, ApiError> {
         let name = self.name(field);
         let found = self.take(field)?;
         found.ok_or_else(|| ApiError::field(&name, "expected a value, found none"))
     }
 
-    /// A number within bounds.
+    /// Takes a number within limits.
     ///
     /// # Errors
-    /// As [`Fields::take`], or a number out of them.
+    /// Errors of [`Fields::take`]; a number outside the limits.
     pub fn number(&mut self, field: &str, least: f64, most: f64) -> Result<Option<f32>, ApiError> {
         let name = self.name(field);
         match self.take::<f64>(field)? {
@@ -95,10 +95,10 @@ impl Fields {
         }
     }
 
-    /// A whole number within bounds.
+    /// Takes an integer within limits.
     ///
     /// # Errors
-    /// As [`Fields::number`].
+    /// Errors of [`Fields::number`].
     pub fn count(
         &mut self,
         field: &str,
@@ -121,14 +121,14 @@ impl Fields {
         }
     }
 
-    /// Drops fields that say nothing about the answer.
+    /// Drops fields that do not affect the answer.
     pub fn ignore(&mut self, fields: &[&str]) {
         for field in fields {
             self.map.remove(*field);
         }
     }
 
-    /// A field that is served with one of these values alone.
+    /// Checks a field for which only these values are supported.
     ///
     /// # Errors
     /// Another value.
@@ -145,7 +145,7 @@ impl Fields {
         }
     }
 
-    /// Refuses what has not been read; nulls say nothing.
+    /// Refuses fields that have not been read, except nulls.
     ///
     /// # Errors
     /// The first such field.

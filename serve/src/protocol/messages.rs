@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// Reads a request.
 ///
 /// # Errors
-/// A field that is wrong or not served, by name.
+/// An invalid or unsupported field, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     let max_tokens = fields.count("max_tokens", 1, usize::MAX)?;
     let max_tokens =
@@ -60,7 +60,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
 /// Counts the tokens of a prompt.
 ///
 /// # Errors
-/// As [`parse`].
+/// Errors of [`parse`].
 pub fn count(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
     let nothing = Generation {
         prompt: Vec::new(),
@@ -77,7 +77,7 @@ pub fn count(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
     Ok(json!({"input_tokens": generation.prompt.len()}))
 }
 
-/// Reads what the prompt is made of.
+/// Reads the parts of the prompt.
 fn prompt(
     model: &Arc<Model>,
     mut fields: Fields,
@@ -153,7 +153,7 @@ fn choice(value: Option<Value>, tools: &[Value]) -> Result<(Choice, bool), ApiEr
     Ok((tools::choice(Some(word), tools)?, !one))
 }
 
-/// Reads a turn: results of tools in it become messages of their own.
+/// Reads a turn: tool results in it become separate messages.
 fn read_turn(turn: Value, place: &str, out: &mut Vec<Message>) -> Result<(), ApiError> {
     let mut fields = Fields::of(turn, place)?;
     let role: String = fields.require("role")?;
@@ -219,7 +219,7 @@ fn read_turn(turn: Value, place: &str, out: &mut Vec<Message>) -> Result<(), Api
     Ok(())
 }
 
-/// An error in Anthropic's shape.
+/// An error in Anthropic's format.
 pub fn error(error: &ApiError) -> Value {
     let kind = match error.status {
         400 | 405 | 415 | 431 => "invalid_request_error",
@@ -244,7 +244,7 @@ fn usage_of(usage: Usage) -> Value {
     })
 }
 
-/// The shapes.
+/// The formats of this protocol.
 struct Answer {
     model: String,
     id: String,
@@ -283,7 +283,7 @@ impl Answer {
         }
     }
 
-    /// The events before the first block; the cache's part of the prompt is known by then.
+    /// The events before the first block; the number of cached tokens is known by then.
     fn start(&mut self, usage: Usage) -> Option<SseEvent> {
         let first = !std::mem::replace(&mut self.begun, true);
         first.then(|| {

@@ -1,4 +1,4 @@
-//! The protocols that clients speak: one file each, over one internal request
+//! The protocols that clients speak: one file each, all using one internal request
 //! ([`crate::generation::Generation`]) and one kind of event ([`crate::generation::Output`]).
 
 pub mod blocks;
@@ -25,14 +25,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// A chunk of an event stream.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SseEvent {
-    /// The event's name, where a protocol names them.
+    /// The event's name, if the protocol has names.
     pub name: Option<&'static str>,
-    /// Its data: JSON, or a word.
+    /// Its data: JSON, or a single word.
     pub data: String,
 }
 
 impl SseEvent {
-    /// JSON without a name.
+    /// JSON data without an event name.
     pub fn data(data: &Value) -> Self {
         SseEvent {
             name: None,
@@ -40,7 +40,7 @@ impl SseEvent {
         }
     }
 
-    /// JSON of which `type` is the name.
+    /// JSON data with the event's name as its `type`.
     pub fn typed(name: &'static str, mut data: Value) -> Self {
         data["type"] = name.into();
         SseEvent {
@@ -50,41 +50,41 @@ impl SseEvent {
     }
 }
 
-/// How one request's answers are put into a protocol's shapes.
+/// Formats the answers of one request in a protocol.
 pub trait Shape: Send {
     /// The events before any answer.
     fn begin(&mut self, usage: Usage) -> Vec<SseEvent>;
 
-    /// A piece of an answer as events of a stream.
+    /// A piece of an answer, as events of a stream.
     fn stream(&mut self, output: Output, usage: Usage) -> Vec<SseEvent>;
 
     /// The events after all answers.
     fn end(&mut self, usage: Usage) -> Vec<SseEvent>;
 
-    /// A failure in the midst of a stream.
+    /// An error in the middle of a stream.
     fn fail(&mut self, error: &ApiError) -> Vec<SseEvent>;
 
-    /// Takes a piece of an answer that is told as a whole.
+    /// Collects a piece of an answer that is sent as a whole.
     fn collect(&mut self, output: Output);
 
-    /// All answers as a whole.
+    /// All answers as one JSON value.
     fn whole(&mut self, usage: Usage) -> Value;
 }
 
 /// A request that has been read.
 pub struct Parsed {
-    /// The request to the model.
+    /// The request for the model.
     pub generation: Generation,
-    /// The protocol that its answer is written in.
+    /// The format of its answer.
     pub shape: Box<dyn Shape>,
-    /// As a stream of events.
+    /// True to send the answer as a stream of events.
     pub stream: bool,
 }
 
-/// A name that no other answer has: `chatcmpl-...`.
+/// A unique name: `chatcmpl-...`.
 pub fn unique(prefix: &str) -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    // Each state has keys of its own, drawn by the system.
+    // Each state has its own keys, drawn by the system.
     let mut hasher = RandomState::new().build_hasher();
     hasher.write_u64(COUNT.fetch_add(1, Ordering::Relaxed));
     let a = hasher.finish();

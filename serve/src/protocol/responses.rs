@@ -1,4 +1,4 @@
-//! `POST /v1/responses`: OpenAI's newer protocol, without state: each request brings all of its
+//! `POST /v1/responses`: OpenAI's newer protocol, without state: each request contains its whole
 //! conversation.
 
 use super::blocks::{Block, Blocks, Change};
@@ -15,7 +15,7 @@ use nq_runtime::{LogitBias, Message};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Fields that change nothing about an answer.
+/// Accepted fields that do not affect the answer.
 const WITHOUT_EFFECT: [&str; 7] = [
     "user",
     "metadata",
@@ -29,14 +29,14 @@ const WITHOUT_EFFECT: [&str; 7] = [
 /// Reads a request.
 ///
 /// # Errors
-/// A field that is wrong or not served, by name.
+/// An invalid or unsupported field, by name.
 pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
     fields.ignore(&WITHOUT_EFFECT);
     fields.only("store", &[json!(false)])?;
     fields.only("background", &[json!(false)])?;
     fields.only("truncation", &[json!("disabled")])?;
     fields.only("stream_options", &[json!({"include_obfuscation": false})])?;
-    // There is nothing of the kind in an answer.
+    // Answers contain nothing of this kind.
     fields.only(
         "include",
         &[json!([]), json!(["reasoning.encrypted_content"])],
@@ -110,7 +110,7 @@ fn effort(value: Option<Value>) -> Result<Option<bool>, ApiError> {
     };
     let mut fields = Fields::of(value, "reasoning")?;
     let effort: Option<String> = fields.take("effort")?;
-    // The thinking itself is told: there is nothing to sum up.
+    // Answers contain the thinking itself, so there is nothing to summarize.
     fields.ignore(&["summary", "generate_summary"]);
     fields.finish()?;
     match effort.as_deref() {
@@ -170,7 +170,7 @@ fn read_tools(given: Vec<Value>) -> Result<Vec<Value>, ApiError> {
     tools::read(Some(tools))
 }
 
-/// Reads `input`: a text, or messages, calls and their results.
+/// Reads `input`: a text, or a list of messages, calls and their results.
 fn read_input(input: Value, out: &mut Vec<Message>) -> Result<(), ApiError> {
     let items = match input {
         Value::String(text) => {
@@ -211,7 +211,7 @@ fn read_input(input: Value, out: &mut Vec<Message>) -> Result<(), ApiError> {
                     "function": {"name": item["name"], "arguments": item["arguments"]},
                 });
                 let made = made(vec![call], &place)?;
-                // Calls of one turn stand in its message.
+                // Calls of a turn go into its message.
                 if !matches!(out.last(), Some(m) if m.role == "assistant") {
                     let mut extra = Map::new();
                     if let Some(thinking) = thinking.take() {
@@ -247,7 +247,7 @@ fn read_input(input: Value, out: &mut Vec<Message>) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// The shapes.
+/// The formats of this protocol.
 struct Response {
     model: String,
     id: String,
@@ -255,7 +255,7 @@ struct Response {
     /// Settings of the request that the answer repeats.
     settings: Value,
     blocks: Blocks,
-    /// Names of the blocks' items.
+    /// Ids of the blocks' items.
     ids: Vec<String>,
     length: bool,
     events: usize,
@@ -292,7 +292,7 @@ impl Response {
         frame
     }
 
-    /// A block as an item: with what it has, or as it begins.
+    /// A block as an item: `whole`, or as it begins.
     fn item(&self, index: usize, whole: bool) -> Value {
         let id = &self.ids[index];
         let status = if whole { "completed" } else { "in_progress" };
@@ -323,7 +323,7 @@ impl Response {
         SseEvent::typed(name, data)
     }
 
-    /// Takes pieces up, and names the items that begin.
+    /// Adds pieces, and assigns ids to items that begin.
     fn push(&mut self, output: &mut Output) -> Vec<Change> {
         self.length |= matches!(output.end, Some(Ok(Ending::Length)));
         let changes = self
@@ -339,7 +339,7 @@ impl Response {
         changes
     }
 
-    /// The events of a change.
+    /// The events for a change.
     fn tell(&mut self, change: Change) -> Vec<SseEvent> {
         let (index, grown) = match &change {
             Change::Open(i) | Change::Close(i) => (*i, String::new()),

@@ -1,4 +1,4 @@
-//! Fields about sampling, the same in all protocols.
+//! Sampling fields, the same in all protocols.
 
 use super::fields::Fields;
 use crate::error::ApiError;
@@ -8,22 +8,22 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::hash::{BuildHasher, Hasher, RandomState};
 
-/// Answers to one prompt, at most.
+/// Most answers to one prompt.
 pub const MOST_ANSWERS: usize = 16;
-/// Stop strings, at most, and bytes of one.
+/// Most stop strings, and bytes of one.
 const MOST_STOPS: usize = 16;
 const MOST_STOP_BYTES: usize = 1024;
-/// Tokens with a bias, at most.
+/// Most tokens with a bias.
 const MOST_BIASES: usize = 1024;
 
-/// Reads how tokens are chosen; what is not said is the model's.
+/// Reads the sampling parameters; defaults are those of the model.
 ///
 /// # Errors
-/// A value out of bounds, by name.
+/// A value outside its limits, by name.
 pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingParams, ApiError> {
     let top_k =
         match fields.take::<i64>("top_k")? {
-            // As vLLM has it, -1 keeps all.
+            // As in vLLM, -1 keeps all.
             Some(-1) => Some(0),
             Some(k) => Some(usize::try_from(k).map_err(|_| {
                 ApiError::field("top_k", format!("expected -1, 0 or more, found {k}"))
@@ -53,12 +53,12 @@ pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingPara
     Ok(params)
 }
 
-/// A seed that nobody chose.
+/// A random seed.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// Reads `logit_bias`: token ids, as text, and what is added to their logits.
+/// Reads `logit_bias`: token ids, as text, and the biases of their logits.
 ///
 /// # Errors
 /// A token or bias that is malformed, or too many of them.
@@ -85,10 +85,10 @@ pub fn bias(fields: &mut Fields) -> Result<LogitBias, ApiError> {
     Ok(LogitBias::new(biases?)?)
 }
 
-/// Reads `stop`: a text or a list of texts.
+/// Reads `stop`: a string or a list of strings.
 ///
 /// # Errors
-/// Too many, too long or empty ones.
+/// Too many, too long or empty strings.
 pub fn stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiError> {
     #[derive(Deserialize)]
     #[serde(untagged)]
@@ -116,7 +116,7 @@ pub fn stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiError> {
 /// Reads chat's `logprobs` and `top_logprobs`.
 ///
 /// # Errors
-/// Too many, or the second without the first.
+/// Too many, or `top_logprobs` without `logprobs`.
 pub fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     let wanted = fields.take::<bool>("logprobs")?.unwrap_or(false);
     let top = fields.count("top_logprobs", 0, MOST_LOGPROBS)?;

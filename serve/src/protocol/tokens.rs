@@ -1,4 +1,4 @@
-//! `POST /tokenize` and `POST /detokenize`, with the fields of vLLM's and of llama-server's.
+//! `POST /tokenize` and `POST /detokenize`, with the fields of vLLM and llama-server.
 
 use super::fields::Fields;
 use crate::error::ApiError;
@@ -6,10 +6,10 @@ use crate::model::Model;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// The tokens of a text; special tokens written in it count as those.
+/// The tokens of a text; special tokens written in it are encoded as such.
 ///
 /// # Errors
-/// A field that is wrong.
+/// An invalid field.
 pub fn tokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
     fields.only("add_special_tokens", &[json!(true), json!(false)])?;
     fields.only("parse_special", &[json!(true)])?;
@@ -31,10 +31,10 @@ pub fn tokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiErro
     Ok(found)
 }
 
-/// The text of tokens, special ones included.
+/// The text of tokens, including special ones.
 ///
 /// # Errors
-/// A field that is wrong.
+/// An invalid field.
 pub fn detokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
     let tokens: Vec<u32> = fields.require("tokens")?;
     fields.finish()?;

@@ -1,9 +1,9 @@
-//! Tools, as OpenAI's chat has them, and what may be chosen of them.
+//! Tools in the format of OpenAI's chat, and the choice among them.
 
 use crate::error::ApiError;
 use serde_json::{Map, Value};
 
-/// Tools of one request, at most.
+/// Most tools in one request.
 const MOST_TOOLS: usize = 128;
 
 /// Which tools the model may call.
@@ -12,9 +12,9 @@ pub enum Choice {
     /// Any tool, or none.
     #[default]
     Auto,
-    /// Nothing.
+    /// No tool.
     None,
-    /// Something.
+    /// At least one tool.
     Required,
     /// This tool.
     Named(String),
@@ -23,7 +23,7 @@ pub enum Choice {
 /// Reads the tools of a request.
 ///
 /// # Errors
-/// Too many tools; a tool that is not a function, or has no proper name, or two of one name.
+/// Too many tools; a tool that is not a function, has an invalid name, or a name given twice.
 pub fn read(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
     let tools = tools.unwrap_or_default();
     if tools.len() > MOST_TOOLS {
@@ -63,7 +63,7 @@ pub fn read(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
 /// Reads `tool_choice`.
 ///
 /// # Errors
-/// Something else than a choice, or a tool that there is not.
+/// An invalid choice, or an unknown tool.
 pub fn choice(value: Option<Value>, tools: &[Value]) -> Result<Choice, ApiError> {
     let choice = match &value {
         None => Choice::Auto,
@@ -103,7 +103,7 @@ pub fn choice(value: Option<Value>, tools: &[Value]) -> Result<Choice, ApiError>
     }
 }
 
-/// A tool in OpenAI's chat form.
+/// A tool in the format of OpenAI's chat.
 pub fn function(name: Value, description: Value, parameters: Value) -> Value {
     let mut function = serde_json::json!({"name": name, "parameters": parameters});
     if !description.is_null() {
@@ -112,10 +112,10 @@ pub fn function(name: Value, description: Value, parameters: Value) -> Value {
     serde_json::json!({"type": "function", "function": function})
 }
 
-/// The calls of an assistant's message as templates read them: arguments are objects.
+/// The calls of an assistant's message in the form that templates read: arguments are objects.
 ///
 /// # Errors
-/// A call without a name, or whose arguments are no JSON object.
+/// A call without a name, or whose arguments are not a JSON object.
 pub fn made(calls: Vec<Value>, place: &str) -> Result<Value, ApiError> {
     let mut out = Vec::with_capacity(calls.len());
     for (i, call) in calls.into_iter().enumerate() {

@@ -43,7 +43,7 @@ pub fn model(pages: Option<usize>, options: EngineOptions) -> Arc<Model> {
     Arc::new(named("demo", engine, pages, options))
 }
 
-/// As [`model`], with a name and weights of its own.
+/// Like [`model`], with a name and weights of its own.
 pub fn named(
     name: &str,
     engine: Arc<dyn nq_runtime::Engine>,
@@ -181,7 +181,7 @@ impl Running {
         Running::all(models.into(), model, security, limits)
     }
 
-    /// Of all models, [`Running::until`] looks at one.
+    /// Serves all models; [`Running::until`] looks at `model`.
     pub fn all(models: Models, model: Arc<Model>, security: Security, limits: Limits) -> Self {
         let address = SocketAddr::from(([127, 0, 0, 1], 0));
         let server = Server::bind(address, models, security, limits).unwrap();
@@ -193,7 +193,7 @@ impl Running {
         }
     }
 
-    /// Waits for the end.
+    /// Waits for the server to end.
     pub fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
             thread.join().unwrap();
@@ -208,7 +208,7 @@ impl Running {
         stream
     }
 
-    /// Sends a request as it stands and reads what comes to the end.
+    /// Sends a request exactly as given and reads the response to its end.
     pub fn raw(&self, request: &str) -> Response {
         let mut stream = self.connect();
         stream.write_all(request.as_bytes()).unwrap();
@@ -219,7 +219,7 @@ impl Running {
         self.raw(&self.request(method, path, headers, body))
     }
 
-    /// The text of a request; `headers` stand in for the usual ones.
+    /// The text of a request; `headers` replace the usual ones.
     pub fn request(
         &self,
         method: &str,
@@ -252,14 +252,14 @@ impl Running {
         self.send("POST", path, &[], &body.to_string())
     }
 
-    /// An answer that there must be.
+    /// The JSON answer of a request that must succeed.
     pub fn json(&self, path: &str, body: &Value) -> Value {
         let response = self.post(path, body);
         assert_eq!(response.status, 200, "{}", response.body);
         response.json()
     }
 
-    /// The events of a stream: their data, and [DONE] as a string.
+    /// The data of a stream's events, with [DONE] as a string.
     pub fn events(&self, path: &str, body: &Value) -> Vec<Value> {
         let response = self.post(path, body);
         assert_eq!(response.status, 200, "{}", response.body);
@@ -361,7 +361,7 @@ impl Response {
         serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e}: {}", self.body))
     }
 
-    /// An error in OpenAI's shape: its param, code and message.
+    /// The param, code and message of an error in OpenAI's format.
     pub fn error(&self) -> (String, String, String) {
         let json = self.json();
         let error = &json["error"];

@@ -1,7 +1,7 @@
-//! Answers by a model in this process.
+//! Answers from a model in this process.
 //!
 //! Each turn renders all messages anew, as templates strip earlier thinking, and feeds only
-//! what the cache does not hold of the result.
+//! the part of the result that the cache does not hold.
 
 use super::{Answerer, Chat, End, Event, Form, OnEvent, Turn};
 use crate::chat::Overflow;
@@ -16,11 +16,11 @@ use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// All messages as the model reads them.
+/// All messages in the form for the model.
 enum Prompt {
     /// As text and as tokens.
     Fits(String, Vec<u32>),
-    /// More tokens than the context has room for; their number.
+    /// More tokens than fit the context; their number.
     TooLong(usize),
 }
 
@@ -31,8 +31,8 @@ pub(super) struct Local<'m> {
     stop: Vec<u32>,
     session: Box<dyn Session>,
     sequence: Sequence,
-    /// Calls of the sampler so far: each draws from a stream of its own, so that an answer
-    /// made again is another one.
+    /// Number of uses of the sampler: each draws from its own stream, so that regenerating an answer
+    /// gives another one.
     streams: u64,
 }
 
@@ -128,7 +128,7 @@ impl Answerer for Local<'_> {
                 chat.what_helps(false)
             )))?;
         }
-        // The content is kept as it was sampled: the template strips the thinking.
+        // The answer is stored as sampled: the template strips the thinking.
         chat.messages.push(Message::new("assistant", &writer.raw));
         Ok(Turn {
             thinking: writer.thinking,
@@ -177,8 +177,8 @@ impl<'m> Local<'m> {
         }
     }
 
-    /// Generates until the answer ends or the context is full; `before` tokens of the answer were
-    /// made already.
+    /// Generates until the answer ends or the context is full; `before` tokens of the answer exist
+    /// already.
     fn part(
         &mut self,
         chat: &Chat,
@@ -204,8 +204,8 @@ impl<'m> Local<'m> {
         )
     }
 
-    /// The prompt as text and ids, with room for `more` tokens and an answer; the oldest
-    /// turns are dropped for that where it is asked for.
+    /// The prompt as text and ids, with room for `more` tokens and an answer; drops the oldest
+    /// turns for that if the settings say so.
     fn fitting_prompt(
         &mut self,
         chat: &mut Chat,
@@ -235,7 +235,7 @@ impl<'m> Local<'m> {
         Ok(prompt)
     }
 
-    /// The prompt that all messages make, as text and as tokens.
+    /// The prompt made from all messages, as text and as tokens.
     fn prompt(&self, chat: &Chat) -> anyhow::Result<(String, Vec<u32>)> {
         let messages = chat.messages();
         match self.form {
@@ -274,7 +274,7 @@ struct Writer<'e> {
     thinking: String,
     answer: String,
     on_event: &'e mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    /// Why it is broken off.
+    /// The error that stops it.
     failed: Option<anyhow::Error>,
 }
 
@@ -294,7 +294,7 @@ impl Writer<'_> {
 
     fn finish(&mut self) {
         if self.splitter.is_thinking() {
-            // Cut off: closed, so that the template can tell it from the answer.
+            // Cut off during thinking: closed, so that the template can tell it from the answer.
             self.raw.push_str("\n</think>\n\n");
         }
         self.split(|splitter, emit| splitter.finish(emit));
@@ -312,7 +312,7 @@ impl Writer<'_> {
                 Part::Answer if self.stops.has_ended() => {}
                 Part::Answer => {
                     let certain = self.stops.push(&text);
-                    // The answer is the end of what was sampled.
+                    // The answer is the end of the sampled text.
                     self.raw.truncate(self.raw.len() - self.stops.cut_bytes());
                     self.emit(part, &certain);
                 }

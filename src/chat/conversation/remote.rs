@@ -1,4 +1,4 @@
-//! Answers by a server that speaks OpenAI's chat protocol.
+//! Answers from a server that speaks OpenAI's chat protocol.
 
 use super::{Answerer, Chat, End, Event, OnEvent, Settings, Turn};
 use anyhow::{Context, bail};
@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-/// Bytes of a line that a server sends, at most.
+/// Most bytes in a line from a server.
 const MOST_LINE: u64 = 16 << 20;
-/// How long an interrupt may go unseen.
+/// How often to check for an interrupt.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// A model behind a server.
@@ -22,7 +22,7 @@ pub struct Remote {
     key: Option<String>,
     model: String,
     context: usize,
-    /// How the server samples where a request says nothing.
+    /// The server's default sampling settings.
     sampling: SamplingParams,
     used: usize,
 }
@@ -31,7 +31,8 @@ pub struct Remote {
 type Line = Result<String, String>;
 
 impl Remote {
-    /// The model called `model` of the server at `url` (`http://127.0.0.1:8080`), or its first.
+    /// Connects to the model `model` of the server at `url` (`http://127.0.0.1:8080`), or to its
+    /// first one.
     ///
     /// # Errors
     /// A server that does not answer, refuses the key or has no such model.
@@ -83,7 +84,7 @@ impl Remote {
         &self.model
     }
 
-    /// How the server samples where nothing else is asked for.
+    /// The server's default sampling settings.
     pub fn sampling(&self) -> SamplingParams {
         self.sampling
     }
@@ -95,8 +96,8 @@ impl Remote {
         }
     }
 
-    /// The body of the request: settings that differ from the server's, so that other servers, which do not
-    /// know all of them, serve too.
+    /// The body of the request. It contains only settings that differ from the server's defaults, so that
+    /// servers that do not know all settings work too.
     fn body(&self, messages: &[Message], settings: &Settings) -> Value {
         let mut body = json!({
             "model": self.model,
@@ -145,7 +146,7 @@ impl Remote {
         body
     }
 
-    /// Asks, and reads the events in a thread of its own: an interrupt need not wait for one.
+    /// Sends the request and reads the events in a separate thread: interrupts need not wait for one.
     fn ask(&self, body: &Value) -> anyhow::Result<Receiver<Line>> {
         let request = self
             .agent
@@ -177,10 +178,10 @@ impl Remote {
     }
 }
 
-/// A response that says that all is well.
+/// Checks that a response has no error status.
 ///
 /// # Errors
-/// The message of an error that the server sent.
+/// The error message that the server sent.
 fn checked(
     response: ureq::http::Response<ureq::Body>,
 ) -> anyhow::Result<ureq::http::Response<ureq::Body>> {
@@ -200,7 +201,7 @@ fn text(response: ureq::http::Response<ureq::Body>) -> anyhow::Result<String> {
     Ok(body.read_to_string()?)
 }
 
-/// A server's sampling settings; where it gives none, OpenAI's.
+/// Reads a server's sampling defaults; if it gives none, OpenAI's.
 fn sampling(said: &Value) -> SamplingParams {
     let plain = SamplingParams::default();
     let number = |name: &str, otherwise: f32| said[name].as_f64().map_or(otherwise, |x| x as f32);
@@ -270,7 +271,8 @@ impl Answerer for Remote {
             if choice["finish_reason"] == "length" {
                 end = End::Generated(StopReason::MaxTokens);
             }
-            // OpenAI's protocol does not tell a stop text from the model's own end; nq and vLLM do.
+            // OpenAI's protocol does not distinguish a stop text from the model's own end; nq and vLLM
+            // do.
             if choice["stop_reason"].is_string() {
                 end = End::Text;
             }
@@ -303,7 +305,7 @@ impl Answerer for Remote {
         (self.used, self.context)
     }
 
-    /// Whether thinking can be switched, the server knows.
+    /// Only the server knows whether thinking can be switched.
     fn refuses(&self, setting: &str) -> Option<&'static str> {
         (setting == "on_overflow").then_some("a server keeps all that it is sent, or refuses it")
     }

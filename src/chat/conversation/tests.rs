@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// A template that strips earlier thinking and opens an empty one where thinking is off, as
-/// Qwen3's does.
+/// A template that strips earlier thinking and inserts an empty one if thinking is off, like
+/// Qwen3's.
 const TEMPLATE: &str = "\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}\
 {%- if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}\
@@ -20,8 +20,8 @@ fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_files(&Files::Folder(demo)).unwrap())
 }
 
-/// A session whose model thinks, then repeats the last user's message and how many users'
-/// messages it sees; a system prompt of `long` makes it go on for long.
+/// A session whose model thinks, then repeats the last user's message and the number of users'
+/// messages it sees; the system prompt `long` makes it write a long text.
 struct Parrot {
     tokenizer: Arc<Tokenizer>,
     spec: SessionSpec,
@@ -94,7 +94,7 @@ impl Session for Parrot {
     }
 }
 
-/// A conversation and its model, for a test.
+/// A conversation and its model, for tests.
 struct Bench {
     tokenizer: Arc<Tokenizer>,
     template: ChatTemplate,
@@ -179,14 +179,14 @@ fn turns_reuse_the_cache_though_thinking_is_stripped() {
     assert_eq!(first.stats.reused_tokens, 0);
     let second = talk.ask("two").unwrap();
     assert_eq!(second.answer, "word  of 2: two");
-    // Kept: everything up to the first answer, whose thinking is gone.
+    // Kept in the cache: everything up to the first answer, whose thinking is stripped.
     assert_eq!(second.stats.reused_tokens, first.stats.prompt_tokens);
     let rest = second.stats.prompt_tokens - second.stats.reused_tokens;
     assert_eq!(
         talk.fed.load(Ordering::Relaxed),
         rest + second.stats.tokens - 1
     );
-    // The thinking stays in the messages, for templates that want it.
+    // The thinking stays in the messages, for templates that use it.
     let messages = talk.conversation.chat.messages();
     assert_eq!(messages.len(), 5);
     assert_eq!(messages[0], Message::new("system", "Be brief."));
@@ -231,7 +231,7 @@ fn regenerating_replaces_the_answer() {
         .unwrap();
     assert_eq!(turn.answer, "word  of 1: one");
     assert_eq!(talk.conversation.chat.messages().len(), 2);
-    // With a temperature, another stream of numbers gives another answer. (All but one
+    // With a temperature, another random stream gives another answer. (All but one
     // logit are equal.)
     talk.conversation.chat.settings.sampling.temperature = 1.0;
     talk.conversation.chat.settings.max_tokens = Some(20);
@@ -302,7 +302,7 @@ fn oldest_turns_are_dropped_within_an_answer() {
     let before = talk.conversation.chat.messages().len();
     talk.conversation.chat.set_system(Some("long".into()));
     let turn = talk.ask("x").unwrap();
-    // 400 words do not fit beside all turns, but nearly alone.
+    // 400 words do not fit beside all turns, but they do nearly alone.
     assert!(
         talk.conversation.chat.messages().len() < before,
         "{:?}",
@@ -311,7 +311,7 @@ fn oldest_turns_are_dropped_within_an_answer() {
     assert!(!talk.notes.is_empty());
     let words = turn.answer.matches("word").count();
     assert!(words > 300, "{words}");
-    // One message too long for the context cannot be helped.
+    // If a single message is too long for the context, dropping turns does not help.
     let e = talk.ask(&"filler ".repeat(600)).unwrap_err().to_string();
     assert!(e.contains("500 tokens"), "{e}");
 }

@@ -1,4 +1,4 @@
-//! `nq quantize`: from a checkpoint to a quantized file of known quality.
+//! `nq quantize`: makes a quantized file of known quality from a checkpoint.
 
 mod args;
 mod report;
@@ -96,7 +96,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
             say(&format!(
                 "nq: not written: {broken}\n\
                  nq: the worst layers: {worst}\n\
-                 nq: the work is kept: --resume with other limits goes on from it"
+                 nq: the work is kept: --resume with other limits continues from it"
             ));
             return Ok(ExitCode::from(1));
         }
@@ -109,14 +109,14 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Makes an interrupt say that what is finished is kept.
+/// Makes an interrupt print that finished work is kept.
 fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
     let staging = staging(out);
     ctrlc::set_handler(move || {
         if staging.exists() {
             say(&format!(
-                "nq: interrupted; what is finished is kept in {}: the same command with --resume \
-                 goes on",
+                "nq: interrupted; finished work is kept in {}: the same command with --resume \
+                 continues it",
                 staging.display()
             ));
         }
@@ -125,7 +125,7 @@ fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints the plan `lines` and the rest of it, or the whole as JSON.
+/// Prints the plan, `lines` and more, or all of it as JSON.
 fn dry_run(
     job: &Job<'_>,
     target: &Target,
@@ -166,7 +166,7 @@ fn device_plan(device: &DeviceEstimate) -> String {
     line
 }
 
-/// The plan and the memory it takes, in lines.
+/// Lines about the plan and the memory it takes.
 fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<String> {
     let head = match options.schemes.head {
         Some(head) => head.to_string(),

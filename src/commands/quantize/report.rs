@@ -8,10 +8,10 @@ use nq_quantize::QuantizeReport;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 
-/// Weights that the report shows; --json has them all.
+/// Number of weights shown in the report; --json has all.
 const WORST_LAYERS: usize = 8;
 
-/// Prints the report: JSON if `global` asks for it, else lines for people, `closing` last.
+/// Prints the report: JSON if `global` says so, otherwise lines for people, `closing` last.
 pub(super) fn show(
     report: &QuantizeReport,
     closing: &[String],
@@ -131,7 +131,7 @@ fn cost_lines(report: &QuantizeReport) -> Vec<String> {
         );
         lines.push(row("GPU memory", memory));
     }
-    // Parts of stages, and what takes no time to speak of, are left to --json.
+    // Parts of stages, and very short stages, are only in --json.
     let stages = report.stages.iter();
     let slow: Vec<String> = stages
         .filter(|s| !s.name.contains(':') && s.seconds >= 0.05 * report.seconds)

@@ -1,7 +1,7 @@
 //! `nq quantize --format`: what was quantized, as another engine loads it.
 //!
-//! The work is done in nq's own folder beside the destination, which can be resumed; only when
-//! that is whole is it written in the other format, whole too, and then removed.
+//! The work is done in nq's own folder beside the destination, which can be resumed; once that is
+//! complete, it is written in the other format, whole or not at all, and then removed.
 
 use crate::commands::convert::{FormatArg, summary_lines};
 use crate::terminal::human_bytes;
@@ -15,7 +15,7 @@ use nq_quantize::schemes::head_scheme;
 use nq_quantize::{QuantizeReport, Schemes};
 use std::path::{Path, PathBuf};
 
-/// Where and in which format the result goes.
+/// Destination and format of the result.
 pub(super) struct Target {
     pub(super) format: FormatArg,
     pub(super) out: PathBuf,
@@ -23,7 +23,7 @@ pub(super) struct Target {
 }
 
 impl FormatArg {
-    /// The schemes of Linears and of embedding and head, given nq's own and the bits asked for.
+    /// The schemes of Linears and of embedding and head, from nq's own and the requested bits.
     pub(super) fn schemes(
         self,
         linears: AffineScheme,
@@ -73,7 +73,7 @@ impl FormatArg {
 }
 
 impl Target {
-    /// The folder that the model is quantized into: the destination, or one beside it.
+    /// The folder of the quantized model: the destination, or one beside it.
     pub(super) fn folder(&self) -> PathBuf {
         match self.format {
             FormatArg::Nq => self.out.clone(),
@@ -85,7 +85,7 @@ impl Target {
         }
     }
 
-    /// Refuses what could not be written in the end, and says what the format costs.
+    /// Refuses what could not be written in the end, and reports what the format costs.
     pub(super) fn check(
         &self,
         checkpoint: &Checkpoint,
@@ -103,7 +103,7 @@ impl Target {
             _ => None,
         });
         let (linears, ends): (Vec<_>, Vec<_>) = matrices.partition(|(name, _)| {
-            // In a GGUF file, embedding and head are blocks as Linears are.
+            // In a GGUF file, embedding and head are in blocks like Linears.
             is_layer_linear(name) || !format.dense_ends()
         });
         let linears = linears
@@ -125,8 +125,8 @@ impl Target {
         }))
     }
 
-    /// Writes the quantized folder in the format and removes it. Gives lines on what became of
-    /// the weights, and puts what was written into `report`.
+    /// Writes the quantized folder in the format and removes it. Returns lines about changes of
+    /// the weights, and updates `report` with the result.
     pub(super) fn write(
         &self,
         report: &mut QuantizeReport,
@@ -153,7 +153,7 @@ impl Target {
     }
 }
 
-/// The folder or file that was written, and the number of parameters of the model.
+/// The folder or file written, and the number of parameters of the model.
 fn write_from(
     folder: &Path,
     target: &Target,

@@ -1,5 +1,5 @@
-//! The models that are served: each can be loaded again and again; and the memory reserved for its
-//! sequences.
+//! The models that are served, each of which can be loaded repeatedly, and the memory reserved for
+//! their sequences.
 
 use super::ServeArgs;
 use crate::cli::Global;
@@ -20,15 +20,15 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
-/// Prompt tokens computed together at most, on a CPU and on a GPU.
+/// Most prompt tokens computed together, on a CPU and on a GPU.
 const ROWS: (usize, usize) = (512, 2048);
-/// Prompt tokens computed together at least, where prompts have so many.
+/// Least prompt tokens computed together, if prompts have that many.
 const LEAST_ROWS: (usize, usize) = (16, 64);
 
-/// Slots that keep sequences for prompts to come, for each request at once.
+/// Slots that keep sequences for later prompts, per request in progress.
 const KEPT_PER_REQUEST: usize = 4;
 
-/// Settings that all models are loaded with.
+/// Settings for loading all models.
 #[derive(Clone)]
 pub(super) struct Settings {
     load: LoadOptions,
@@ -37,9 +37,9 @@ pub(super) struct Settings {
     ctx: Option<usize>,
     kv: KvType,
     kv_memory: Option<u64>,
-    /// Models that share what memory there is for keys and values.
+    /// Number of models that share the memory for keys and values.
     models: u64,
-    /// Where keys and values outlast the server.
+    /// Keys and values on disk, which survive the server.
     pages: Option<Arc<PageStore>>,
     /// What drafts for models without a draft model.
     draft: Option<DraftFrom>,
@@ -93,7 +93,7 @@ impl Settings {
 pub(super) struct Loadable {
     name: String,
     checkpoint: Checkpoint,
-    /// How it is quantized at load.
+    /// Schemes for quantizing it at load.
     schemes: Option<Schemes>,
     /// The model that drafts for it.
     draft: Option<DraftCheckpoint>,
@@ -101,7 +101,7 @@ pub(super) struct Loadable {
     terminal: Arc<Terminal>,
 }
 
-/// A model that runs, and what is reserved for it.
+/// A running model and the memory reserved for it.
 pub(super) struct Loaded {
     pub(super) model: Model,
     pub(super) device: String,
@@ -112,10 +112,10 @@ pub(super) struct Loaded {
 }
 
 impl Loadable {
-    /// Finds a model and looks at its files, without loading it.
+    /// Finds a model and reads its files' headers, without loading it.
     ///
     /// # Errors
-    /// Its error.
+    /// Errors of opening it.
     pub(super) fn new(
         name: Option<&str>,
         model: model::Model,
@@ -148,10 +148,10 @@ impl Loadable {
         &self.name
     }
 
-    /// Loads it and says what is reserved for it.
+    /// Loads it and reports the memory reserved.
     ///
     /// # Errors
-    /// [`Short`] if memory does not hold it.
+    /// [`Short`] if it does not fit the memory.
     pub(super) fn load(&self) -> anyhow::Result<Loaded> {
         let options = &self.settings.load;
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
@@ -266,7 +266,7 @@ impl Loadable {
         }
     }
 
-    /// How many sequences of which length, pages for them, and their bytes.
+    /// The number and length of sequences, the pages for them, and their bytes.
     fn plan(&self, engine: &dyn Engine) -> anyhow::Result<(SessionSpec, u64)> {
         let settings = &self.settings;
         let trained = longest_context(self.checkpoint.config());
@@ -346,7 +346,7 @@ impl Source for Loadable {
     }
 }
 
-/// Memory does not hold a model.
+/// The error of a model that does not fit the memory.
 #[derive(Debug)]
 struct Short {
     needed: u64,
@@ -371,7 +371,7 @@ impl fmt::Display for Short {
 
 impl std::error::Error for Short {}
 
-/// The figures of an error about memory; `None` for other errors.
+/// The figures of a memory error; `None` for other errors.
 fn short_of(e: &anyhow::Error) -> Option<LoadError> {
     let (needed, free) = match (e.downcast_ref::<Short>(), e.downcast_ref()) {
         (Some(short), _) => (short.needed, short.free),

@@ -27,20 +27,20 @@ pub struct ServeArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the
     /// quantized Qwen3-0.6B, unless --model names others]
     pub model: Option<OsString>,
-    /// Another model, loaded when it is first asked for: what clients call it, and a folder or any
+    /// Another model, loaded on its first request: its name for clients, and a folder or any
     /// other MODEL
     #[arg(long = "model", value_name = "NAME=MODEL", value_parser = parse_named)]
     pub models: Vec<(String, String)>,
-    /// Address to listen on; one that other machines reach needs a key
+    /// Address to listen on; one reachable from other machines requires a key
     #[arg(long, default_value = "127.0.0.1")]
     pub host: IpAddr,
     /// Port to listen on; 0 takes a free one
     #[arg(long, default_value_t = 8080)]
     pub port: u16,
-    /// File with the keys that clients may use, one a line; NQ_API_KEY holds another
+    /// File with the keys that clients may use, one per line; NQ_API_KEY holds another
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// Name that this machine goes by, beside localhost and its addresses
+    /// Another name of this machine, besides localhost and its addresses
     #[arg(long, value_name = "NAME")]
     pub allow_host: Vec<String>,
     /// Origin, a scheme and a host, whose pages may use the server
@@ -49,10 +49,10 @@ pub struct ServeArgs {
     /// Name of MODEL for clients [default: its own]
     #[arg(long, value_name = "NAME")]
     pub served_name: Option<String>,
-    /// Requests worked on at once
+    /// Most requests in progress at once
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub parallel: u16,
-    /// Requests that wait at most; more are told to come again
+    /// Most requests that wait; more are told to come again
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u16).range(1..))]
     pub queue: u16,
     /// Positions of a sequence [default: the model's, as far as the memory goes]
@@ -76,21 +76,21 @@ pub struct ServeArgs {
     /// Keep nothing for prompts to come
     #[arg(long)]
     pub no_prefix_cache: bool,
-    /// Folder where keys and values of prompts outlast the server (CPU)
+    /// Folder for keys and values of prompts, which then survive the server (CPU)
     #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache")]
     pub cache_dir: Option<PathBuf>,
-    /// Bytes of files in --cache-dir, at most; what is unused for longest makes room
+    /// Most bytes of files in --cache-dir; the least recently used are removed
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "8GB", requires = "cache_dir")]
     pub cache_size: u64,
-    /// Seconds that a request may take in all; 0: as long as it takes
+    /// Seconds that a request may take in all; 0: unlimited
     #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
     pub timeout: u64,
-    /// Seconds that answers may go on after the server is told to end
+    /// Seconds that answers may continue after the server is told to stop
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub grace: u64,
 }
 
-/// NAME=MODEL.
+/// Parses NAME=MODEL.
 fn parse_named(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((name, model)) if !name.is_empty() && !model.is_empty() => {
@@ -103,7 +103,7 @@ fn parse_named(text: &str) -> Result<(String, String), String> {
 /// Runs `nq serve` until it is interrupted.
 pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let terminal = Arc::new(Terminal::new());
-    // What a flag is wrong about need not wait for the model.
+    // Wrong flags are reported before the model is loaded.
     let security = security(args)?;
     let address = SocketAddr::new(args.host, args.port);
     if !args.host.is_loopback() && !security.needs_key() {
@@ -131,7 +131,7 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The report about the models: their names, and what is reserved for the one that is loaded.
+/// The report about the models: their names, and the memory reserved for the loaded one.
 struct Served {
     names: Vec<String>,
     first: Option<Reserved>,
@@ -146,7 +146,7 @@ struct Reserved {
     read_once_from: Option<usize>,
 }
 
-/// MODEL, loaded, and those of `--model`, found. Without MODEL, those of `--model` alone; without
+/// MODEL, loaded, and the models of `--model`, found. Without MODEL, only those of `--model`; without
 /// either, the default model.
 fn models(
     args: &ServeArgs,
@@ -215,7 +215,7 @@ fn models(
     Ok((models, served))
 }
 
-/// The keys of `--api-key-file` and `NQ_API_KEY`, and the names and origins.
+/// Access rules from the keys of `--api-key-file` and `NQ_API_KEY`, and the names and origins.
 fn security(args: &ServeArgs) -> anyhow::Result<Security> {
     let mut keys = Vec::new();
     if let Some(path) = &args.api_key_file {
@@ -237,7 +237,7 @@ fn security(args: &ServeArgs) -> anyhow::Result<Security> {
     Security::new(&keys, &args.allow_host, &args.allow_origin).map_err(anyhow::Error::msg)
 }
 
-/// The first signal ends the server in good order, the next one at once.
+/// The first signal shuts the server down gracefully, the next one ends it at once.
 fn stop_on_signals(server: &Server, grace: Duration) -> anyhow::Result<()> {
     let stopper = server.stopper();
     let stopping = AtomicBool::new(false);
@@ -250,7 +250,7 @@ fn stop_on_signals(server: &Server, grace: Duration) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Says where it listens and what it serves, as JSON.
+/// Prints as JSON where the server listens and what it serves.
 fn announce_json(url: &str, served: &Served, args: &ServeArgs, keyed: bool) -> anyhow::Result<()> {
     let first = served.first.as_ref();
     let report = serde_json::json!({
@@ -263,7 +263,7 @@ fn announce_json(url: &str, served: &Served, args: &ServeArgs, keyed: bool) -> a
     Ok(print_line(&report.to_string())?)
 }
 
-/// Says what is loaded later, where the server listens and how to ask.
+/// Prints the models that are loaded later, where the server listens and how to use it.
 fn announce(url: &str, served: &Served, keyed: bool, terminal: &Terminal) {
     let later = &served.names[usize::from(served.first.is_some())..];
     if !later.is_empty() {

@@ -1,8 +1,8 @@
-//! The experts of a mixture: gate, up and down of those that rows go through, and of no others.
+//! The experts of a mixture: gate, up and down of only those experts that rows are routed to.
 //!
-//! The rows of an expert are one product, whatever sequence they are of. Threads share the panels
-//! of all experts' gate and up, then the panels of the outputs, of which each takes all experts in
-//! ascending order: the sum of a row's experts is made in one order.
+//! The rows of an expert are one product, whichever sequences they belong to. Threads share the panels
+//! of all experts' gate and up, then the panels of the outputs. For each output panel, experts are
+//! added in ascending order, so that the sum has one fixed order.
 
 use super::input::Prepared;
 use super::{Body, Epilogue, Linear, PASS_ROWS, Pass, PassPart, kernels, serving};
@@ -14,16 +14,16 @@ use crate::error::{Error, Result};
 use crate::routing::Routes;
 use std::ops::Range;
 
-/// Rows that go through one expert, at most [`PASS_ROWS`].
+/// Rows routed to one expert, at most [`PASS_ROWS`].
 struct Job {
     expert: usize,
-    /// The row of x and of y, and what its output is multiplied by.
+    /// Index of the row in x and y, and the factor of its output.
     rows: Vec<(usize, f32)>,
-    /// Where its rows begin among those of all jobs.
+    /// Index of its first row among those of all jobs.
     start: usize,
 }
 
-/// Buffers of a call, kept for the next.
+/// Buffers of a call, kept for the next one.
 #[derive(Default)]
 struct Scratch {
     gathered: Buffer<f32>,   // [rows of a job, inputs]
@@ -32,7 +32,7 @@ struct Scratch {
 }
 
 impl Linear {
-    /// The parts of one expert, as a product of its own.
+    /// The parts of one expert as a separate product.
     fn canonical(&self, expert: usize) -> Linear {
         let parts = self.expert(expert).iter();
         let parts = parts.map(|part| super::Part {
@@ -53,12 +53,12 @@ impl Linear {
 
 impl Cpu {
     /// Adds to each row of `y` `[m, outputs]` the sum of `weight * down(silu(gate(x)) * up(x))` over
-    /// its experts in `routes`, `x` being `[m, inputs]`. Only the weights of experts that some row
-    /// goes through are read.
+    /// its experts in `routes`, with `x` `[m, inputs]`. Reads only the weights of experts that some row
+    /// is routed to.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `gate_up` is no two parts of equal height or `down` does not take their
-    /// width, if rows or experts of `routes` are others, or a slice's length does not fit.
+    /// [`Error::Shape`] if `gate_up` does not have two parts of equal height, if `down` does not take
+    /// their width, if `routes` has other numbers of rows or experts, or if a slice's length is wrong.
     pub fn experts(
         &self,
         gate_up: &Linear,
@@ -87,11 +87,11 @@ impl Cpu {
         Ok(())
     }
 
-    /// `silu(gate(x)) * up(x)` of one expert for all rows of `x` `[m, inputs]`, chosen or not, into
-    /// `y` `[m, width]`.
+    /// `silu(gate(x)) * up(x)` of one expert for all rows of `x` `[m, inputs]`, whether routed to it or
+    /// not, into `y` `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is no such expert or a slice's length does not fit.
+    /// [`Error::Shape`] if there is no such expert or a slice's length is wrong.
     pub fn gated_by(
         &self,
         gate_up: &Linear,
@@ -169,8 +169,8 @@ impl Cpu {
         });
     }
 
-    /// The parts of each job's expert with their kernels, and what they read prepared of the rows
-    /// that `gather` writes; of the first job's alone if all have the same `one` row.
+    /// The parts of each job's expert with their kernels, and the prepared activations of the rows
+    /// that `gather` writes. With `one`, all jobs have the same row, prepared for the first job alone.
     fn prepare<'a>(
         &self,
         w: &'a Linear,
@@ -225,7 +225,7 @@ impl Cpu {
     }
 }
 
-/// A pass over each job's expert.
+/// A pass over the expert of each job.
 fn passes_of<'a>(
     cpu: &Cpu,
     jobs: &[Job],
@@ -246,7 +246,7 @@ fn passes_of<'a>(
 }
 
 impl Job {
-    /// Its rows of a matrix of all jobs' rows.
+    /// The range of its rows in a matrix of all jobs' rows.
     fn values(&self, width: usize) -> Range<usize> {
         self.start * width..(self.start + self.rows.len()) * width
     }
@@ -270,7 +270,7 @@ fn jobs(routes: &Routes) -> Vec<Job> {
     jobs
 }
 
-/// What of `range` lies in `start .. start + len`, counted from `start`.
+/// The part of `range` inside `start .. start + len`, relative to `start`.
 fn part_of(range: &Range<usize>, start: usize, len: usize) -> Range<usize> {
     let end = start + len;
     range.start.clamp(start, end) - start..range.end.clamp(start, end) - start
@@ -306,8 +306,8 @@ fn check(gate_up: &Linear, down: &Linear, routes: &Routes, x: &[f32], y: &[f32])
 }
 
 impl Pass<'_> {
-    /// The products of panels `steps` of the one part, each row times its weight, added to the rows
-    /// of `y` that they are for.
+    /// Multiplies panels `steps` of the single part and adds each row, times its weight, to its row
+    /// of `y`.
     fn add_rows(&self, steps: Range<usize>, rows: &[(usize, f32)], y: &Shared<'_, f32>) {
         let part = &self.parts[0];
         let columns = self.columns(part);

@@ -1,5 +1,5 @@
-//! Products with f32 activations: codes become floats in registers (few rows of x) or in a
-//! tile that stays in the cache (many).
+//! Products with f32 activations: codes become floats in registers (for few rows of x) or in a
+//! tile that stays in the cache (for many).
 
 #![allow(
     clippy::needless_range_loop,
@@ -11,28 +11,28 @@ use super::pack::{Codes, Packed, PackedZeros};
 use crate::cpu::simd::{LANES, Simd};
 use std::ops::Range;
 
-/// How a unit of 4 bytes becomes floats.
+/// Conversion of a unit of 4 bytes to floats.
 pub(crate) trait Units {
-    /// What this serves.
+    /// The codes that this converts.
     const CODES: Codes;
-    /// Subtracted from codes, so that they are centred; 0 for dense weights.
+    /// Subtracted from codes to centre them; 0 for dense weights.
     const CENTRE: f32;
-    /// Inputs of a unit.
+    /// Number of inputs in a unit.
     const INPUTS: usize = Self::CODES.inputs();
-    /// Words of 4 bytes of a unit.
+    /// Number of 4-byte words in a unit.
     const WORDS: usize = Self::CODES.words();
 
-    /// Inputs `8 piece ..` of the unit at `p`, in order; of a unit of fewer, all in the first places.
+    /// Inputs `8 piece ..` of the unit at `p`, in order; a unit with fewer inputs fills the first places.
     ///
     /// # Safety
     /// A unit of `CODES` is at `p`.
     unsafe fn expand<S: Simd>(s: S, p: *const u32, piece: usize) -> [S::F; 8];
 
-    /// Four codes of each lane, as integer products take them: those that the `i`-th four bytes of
-    /// interleaved activations meet.
+    /// Four codes per lane for integer products: those that correspond to the `i`-th four bytes of
+    /// interleaved activations.
     ///
     /// # Safety
-    /// A unit of `CODES`, which are integers, is at `p`.
+    /// A unit of `CODES`, which must be integers, is at `p`.
     unsafe fn quad<S: Simd>(s: S, p: *const u32, i: usize) -> S::I {
         let _ = i;
         // SAFETY: by contract.
@@ -58,7 +58,7 @@ macro_rules! units {
     };
 }
 
-/// [`Units`] of codes in two planes: words of low nibbles, each of 8 inputs, then one of high bits.
+/// [`Units`] of codes in two planes: words of low nibbles of 8 inputs each, then one of high bits.
 macro_rules! planes {
     ($name:ident, $codes:expr, $centre:literal, high: $bits:literal) => {
         /// Marker for [`Units`].
@@ -186,7 +186,7 @@ pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
         let mut out = out;
         let mut u = units.start;
         while u < units.end {
-            // A stretch of units that share a group.
+            // Consecutive units that share a group.
             let group = u * n / w.group;
             let end = ((group + 1) * w.group / n).min(units.end);
             let affine = !w.scales.is_empty();
@@ -238,7 +238,7 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
 ) {
     let (n, words) = (U::CODES.inputs(), U::CODES.words());
     let (pieces, of_piece) = (n.div_ceil(8), n.min(8));
-    // Chains of additions per column: enough to hide their latency, few enough for the
+    // Chains of additions per column: enough to hide their latency, few enough to fit the
     // registers.
     let chains = if C <= 2 { 4 } else { 2 };
     // SAFETY: by contract.
@@ -309,7 +309,7 @@ pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
     out: *mut f32,
     out_stride: usize,
 ) {
-    // Chains of additions: few sums alone would wait for their own last step.
+    // Several chains of additions: a single one would wait for its own last step.
     let chains = match P * C {
         1 | 2 => 4,
         3 | 4 => 2,
@@ -347,12 +347,12 @@ pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
     }
 }
 
-/// A block of matrix product: `P` panels of floats `[k][16]`, `stride` floats apart, times
-/// `C` columns, element `(i, c)` at `x[i * SK + c * SC]`. Results are 16 floats for each panel
-/// and column, `out_stride` and `column_stride` apart; added to what is there if `accumulate`.
+/// A block of a matrix product: `P` panels of floats `[k][16]`, `stride` floats apart, times
+/// `C` columns, element `(i, c)` at `x[i * SK + c * SC]`. Results are 16 floats per panel
+/// and column, `out_stride` and `column_stride` apart; with `accumulate` they are added.
 ///
 /// # Safety
-/// The pointers are valid for what the shapes say.
+/// The pointers are valid for these shapes.
 #[inline(always)]
 #[allow(
     clippy::too_many_arguments,

@@ -1,43 +1,43 @@
-//! Activations as kernels read them: permuted and padded like the weight's inputs, in
+//! Activations in the form that kernels read: permuted and padded like the weight's inputs, in
 //! blocks of columns (rows of x), rounded if the kernel takes bf16 or integer codes.
 
 use super::pack::Codes;
 use crate::cpu::memory::Buffer;
 use std::sync::Arc;
 
-/// What a kernel wants its activations to look like.
+/// The layout of activations that a kernel needs.
 #[derive(Clone, PartialEq)]
 pub(crate) struct Layout {
-    /// Inputs after permuting and padding.
+    /// Number of inputs after permuting and padding.
     pub(crate) inputs: usize,
-    /// Where each comes from, if not from the same index.
+    /// Original index of each input, if they are permuted.
     pub(crate) order: Option<Arc<[u32]>>,
-    /// Inputs per weight group, if the weight has zero-points and so needs sums.
+    /// Inputs per weight group, if the weight has zero-points and so needs sums of activations.
     pub(crate) sums: Option<usize>,
     /// Most columns in a block.
     pub(crate) columns: usize,
-    /// How values are kept.
+    /// Type of the values.
     pub(crate) values: Values,
 }
 
-/// How a kernel takes its activations.
+/// Type of a kernel's activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Values {
-    /// As they are.
+    /// Not rounded.
     F32,
     /// Pairs of bf16.
     Bf16,
     /// Codes of one or two signed bytes.
     Codes {
-        /// Bytes of a code: one for int8, two for int16.
+        /// Bytes per code: one for int8, two for int16.
         planes: usize,
         /// Inputs that share an activation scale.
         group: usize,
         /// Inputs that share both an activation and a weight scale.
         share: usize,
-        /// What the kernel's dot products start from, per unit of the codes' sum.
+        /// The start value of the kernel's dot products, per unit of the codes' sum.
         start: i32,
-        /// What the codes meet: decides the order within 8 of them.
+        /// The codes of the weights, which determine the order within 8 activation codes.
         against: Codes,
     },
 }
@@ -45,7 +45,7 @@ pub(crate) enum Values {
 /// Activations prepared for one pass; the buffers are kept for the next.
 #[derive(Default)]
 pub(crate) struct Prepared {
-    /// Rows of x.
+    /// Number of rows of x.
     pub(crate) rows: usize,
     /// Columns in a block; blocks past the last row are filled with zeros.
     pub(crate) width: usize,
@@ -59,19 +59,19 @@ pub(crate) struct Prepared {
     pub(crate) codes: Buffer<i8>,
     /// Codes: `[blocks, inputs / share, width]`.
     pub(crate) scales: Buffer<f32>,
-    /// Codes: `[blocks, inputs / share, width, planes]`, what the dot products start from.
+    /// Codes: `[blocks, inputs / share, width, planes]`, the start values of dot products.
     pub(crate) starts: Buffer<i32>,
     /// Sum of the values in each weight group: `[blocks, groups, width]`.
     pub(crate) sums: Buffer<f32>,
 }
 
 impl Prepared {
-    /// Blocks of columns.
+    /// Number of blocks of columns.
     pub(crate) fn blocks(&self) -> usize {
         self.rows.div_ceil(self.width)
     }
 
-    /// Columns in all, filled ones included.
+    /// Number of columns, including fill.
     pub(crate) fn columns(&self) -> usize {
         self.blocks() * self.width
     }

@@ -5,9 +5,9 @@
 //! `s_w s_x (sum (q - centre) a) + o' s_x (sum a)`. The integer sum is exact; the second
 //! term is added once per weight group and only if there are zero-points.
 //!
-//! An int16 code is `255 h + l` with signed bytes `h` and `l`: two integer sums that meet in
-//! f32, which holds `255 (sum q h)` to its last bit but one. Weights are read once for both,
-//! so that where memory is the limit, int16 costs what int8 does.
+//! An int16 code is `255 h + l` with signed bytes `h` and `l`: two integer sums that are combined
+//! in f32, which holds `255 (sum q h)` to within its last bit but one. Weights are read once for both,
+//! so that if memory is the limit, int16 costs no more than int8.
 
 use super::float::{Units, offset};
 use super::input::Prepared;

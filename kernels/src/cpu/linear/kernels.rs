@@ -1,7 +1,7 @@
-//! The CPU's rows of the kernel registry for the Linear operation.
+//! The kernels of the Linear operation on the CPU, as rows of the registry.
 //!
 //! A row's `run` multiplies some panels of a packed weight with all prepared columns. Rows
-//! of every instruction set share their drivers here; what differs is in the
+//! of all instruction sets share the drivers here and differ only in their
 //! `Table`. The first row whose predicates hold is chosen.
 
 use super::float::{Byte, Five, Nibble, Six, Units};
@@ -20,22 +20,22 @@ use std::ops::Range;
 /// `[panels, columns, 16]`.
 ///
 /// # Safety
-/// The panels lie inside the weight; the activations were prepared for it with the row's
-/// layout; the output has room; the table is that of an instruction set that is available.
+/// The panels are inside the weight; the activations were prepared for it with the row's
+/// layout; the output is large enough; the table's instruction set is available.
 type Run = unsafe fn(&LinearKernel, &Table, &Packed, &Prepared, Range<usize>, &mut [f32]);
 
 /// A kernel for the Linear operation on the CPU.
 pub struct LinearKernel {
-    /// Name, and what it serves.
+    /// Name, and the requests that it serves.
     pub info: KernelInfo,
     /// The instruction set it is compiled for.
     pub isa: Isa,
     codes: Codes,
     /// Most columns in a block of activations.
     columns: usize,
-    /// What integer dot products start from, per unit of the codes' sum.
+    /// The start value of integer dot products, per unit of the codes' sum.
     start: i32,
-    /// Bytes of an activation's code.
+    /// Bytes per activation code.
     planes: usize,
     run: Run,
 }
@@ -54,12 +54,12 @@ impl LinearKernel {
             .find(|k| k.isa == isa && k.info.serves(weights, activations, rows))
     }
 
-    /// What the weights that it multiplies are packed to.
+    /// The codes of weights packed for this kernel.
     pub(crate) fn codes(&self) -> Codes {
         self.codes
     }
 
-    /// How activations must be laid out for weight `w`.
+    /// The layout of activations for weight `w`.
     pub(crate) fn layout(&self, w: &Packed, activations: Activations) -> Layout {
         let asymmetric = !matches!(w.zeros, super::pack::PackedZeros::None);
         Layout {
@@ -84,7 +84,7 @@ impl LinearKernel {
     /// See [`Run`].
     ///
     /// # Safety
-    /// As [`Run`].
+    /// Like [`Run`].
     pub(crate) unsafe fn run(
         &self,
         table: &Table,
@@ -100,8 +100,8 @@ impl LinearKernel {
     }
 }
 
-/// Inputs that share both the weight's and the activations' scale; both are powers of two,
-/// or the weight's group is a whole row, which is padded to whole activation groups.
+/// Inputs that share both the weight's and the activations' scale. Both group sizes are powers of
+/// two, or the weight's group is a whole row, which is padded to whole activation groups.
 pub(crate) fn share(weight_group: usize, activation_group: usize) -> usize {
     if weight_group.is_multiple_of(activation_group) {
         activation_group
@@ -110,7 +110,7 @@ pub(crate) fn share(weight_group: usize, activation_group: usize) -> usize {
     }
 }
 
-/// Bytes of a code of integer activations.
+/// Bytes per code of integer activations.
 fn planes(activations: Activations) -> usize {
     match activations {
         Activations::Int16 { .. } => 2,
@@ -118,7 +118,7 @@ fn planes(activations: Activations) -> usize {
     }
 }
 
-/// What a weight's inputs must be padded to.
+/// A weight's inputs must be padded to a multiple of this.
 pub(crate) fn align(weights: WeightKind, activations: Activations) -> usize {
     match (activations, weights) {
         (
@@ -132,15 +132,15 @@ pub(crate) fn align(weights: WeightKind, activations: Activations) -> usize {
     }
 }
 
-/// Panels that many-column kernels are best called with: each block of activations is read
-/// once for all of them.
+/// Number of panels that many-column kernels are best called with: they share each read of a block
+/// of activations.
 pub(crate) const GEMM_PANELS: usize = 8;
 
-/// Inputs of a tile that is dequantized at once: 128 KiB of floats for 8 panels, which the
-/// second-level cache holds while all columns pass.
+/// Inputs in a tile that is dequantized at once: 128 KiB of floats for 8 panels, which the
+/// second-level cache holds while all columns are multiplied.
 const TILE_INPUTS: usize = 256;
 
-/// Few columns: every panel is read once, its codes become floats in registers.
+/// Few columns: every panel is read once, and its codes become floats in registers.
 unsafe fn gemv_f32(
     _: &LinearKernel,
     table: &Table,
@@ -157,7 +157,7 @@ unsafe fn gemv_f32(
     }
 }
 
-/// Many columns: codes become floats in a tile that all columns are multiplied with.
+/// Many columns: codes become floats in a tile that is multiplied with all columns.
 unsafe fn gemm_f32(
     _: &LinearKernel,
     table: &Table,
@@ -178,7 +178,7 @@ unsafe fn gemm_f32(
 /// [`gemm_f32`] for at most [`GEMM_PANELS`] panels.
 ///
 /// # Safety
-/// As [`Run`].
+/// Like [`Run`].
 unsafe fn gemm_f32_group(
     table: &Table,
     w: &Packed,
@@ -228,7 +228,7 @@ unsafe fn gemm_f32_group(
     });
 }
 
-/// Integer dot products, for few columns a panel at a time.
+/// Integer dot products for few columns, one panel at a time.
 unsafe fn gemv_codes(
     kernel: &LinearKernel,
     table: &Table,
@@ -252,7 +252,7 @@ unsafe fn gemv_codes(
     }
 }
 
-/// Integer dot products, for many columns as many panels at a time as registers allow.
+/// Integer dot products for many columns, with as many panels at a time as registers allow.
 unsafe fn gemm_codes(
     kernel: &LinearKernel,
     table: &Table,
@@ -312,8 +312,8 @@ fn many(dots: &Dots, codes: Codes, wide: bool) -> [&'static [Dot]; PANELS] {
     }
 }
 
-/// True for groups whose every one starts on a unit of codes, so that f32 kernels can use
-/// them. Activation-order weights are regrouped to whole units.
+/// True if every group starts on a unit of codes, so that f32 kernels can use
+/// it. Activation-order weights are regrouped to whole units.
 fn whole_units(weights: WeightKind, bits: Bits, per_unit: u32) -> bool {
     match weights {
         WeightKind::Affine { scheme, act_order } if scheme.bits == bits => match scheme.group {
@@ -324,7 +324,7 @@ fn whole_units(weights: WeightKind, bits: Bits, per_unit: u32) -> bool {
     }
 }
 
-/// True for groups that nest with activation groups of any power of two.
+/// True if groups nest with activation groups of any power of two.
 fn nests(weights: WeightKind, bits: Bits) -> bool {
     match weights {
         WeightKind::Affine { scheme, .. } if scheme.bits == bits => match scheme.group {
@@ -335,17 +335,17 @@ fn nests(weights: WeightKind, bits: Bits) -> bool {
     }
 }
 
-/// True for groups of whole units of 32 inputs.
+/// True if groups are whole units of 32 inputs.
 fn units_of_32(weights: WeightKind) -> bool {
     matches!(weights, WeightKind::Affine { scheme, .. } if scheme.group != Group::Size(16))
 }
 
-/// int8 activations whose scales do not change within 32 inputs.
+/// True for int8 activations whose scales do not change within 32 inputs.
 fn int8_in_32(activations: Activations) -> bool {
     int8_activations(activations) && activations != Activations::Int8 { group: 16 }
 }
 
-/// The same of int16.
+/// True for int16 activations whose scales do not change within 32 inputs.
 fn int16_in_32(activations: Activations) -> bool {
     int16_activations(activations) && activations != Activations::Int16 { group: 16 }
 }
@@ -448,8 +448,8 @@ macro_rules! rows {
     };
 }
 
-/// Every Linear kernel of the CPU, by instruction set. Column counts are those that
-/// `table.rs` instantiates.
+/// Every Linear kernel of the CPU, by instruction set. Column counts are those
+/// instantiated in `table.rs`.
 pub static KERNELS: &[&[LinearKernel]] = &[
     #[cfg(target_arch = "x86_64")]
     rows!(Isa::Avx512Bf16, "avx512bf16", simd::avx512::Avx512<true>, f32: 12, bf16: 12, int8: 6, int16: 4),

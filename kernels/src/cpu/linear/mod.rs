@@ -1,9 +1,9 @@
 //! The Linear operation: weights repacked for this CPU, and the product.
 //!
-//! `pack` knows the layout, `float` and `int8` multiply it, `kernels` are the
-//! registry's rows, `input` says what activations look like and `prepare` makes them so; this
-//! file splits the work, chooses the kernel and applies epilogues. Every thread streams contiguous panels, which hardware
-//! prefetchers follow; prefetch instructions on top of them measured slower (Zen 4).
+//! `pack` defines the layout, `float` and `int8` multiply it, `kernels` are the
+//! registry's rows, `input` defines the layout of activations and `prepare` makes it; this
+//! file splits the work, chooses the kernel and applies epilogues. Every thread streams contiguous
+//! panels, which hardware prefetchers follow; additional prefetch instructions measured slower (Zen 4).
 
 mod experts;
 pub(crate) mod float;
@@ -27,7 +27,7 @@ use pack::Packed;
 pub use pack::held_bits;
 use std::ops::Range;
 
-/// What is done with a product before it leaves the kernel.
+/// What is done with a product as it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
     /// `y = x w^T`.
@@ -43,7 +43,7 @@ pub enum Epilogue {
 pub struct Linear {
     name: &'static str,
     parts: Vec<Part>,
-    /// Of how many experts these are the parts, one expert's after another's; 1 if of none.
+    /// Number of experts whose parts these are, one expert after another; 1 if there are no experts.
     experts: usize,
     activations: Activations,
     in_features: usize,
@@ -54,27 +54,27 @@ pub struct Linear {
 /// One of the stacked weights.
 struct Part {
     weight: Body,
-    /// First of its outputs among those of the whole.
+    /// Index of its first output among those of all parts.
     start: usize,
     rows: usize,
 }
 
 enum Body {
-    /// For fused kernels; those that serve it, for ever more rows of x.
+    /// For fused kernels, with the kernels to use for increasing numbers of rows of x.
     Packed(Packed, Vec<&'static LinearKernel>),
-    /// For the reference: as it came.
+    /// For the reference kernel: the weight as it was given.
     Canonical(Weight),
 }
 
-/// Name of the reference's kernel.
+/// Name of the reference kernel.
 const REFERENCE: &str = "reference";
 
-/// Rows of x that pass the weights at a time: enough to hide what a pass costs, few enough
+/// Rows of x multiplied in one pass over the weights: enough to hide the cost of a pass, few enough
 /// for their activations and a task's results to stay in the second-level cache. A multiple
 /// of all kernels' column counts.
 const PASS_ROWS: usize = 240;
 
-/// Panels that a kernel is called with at a time when it has few columns.
+/// Panels per call of a kernel that has few columns.
 const GEMV_PANELS: usize = 16;
 
 impl Linear {
@@ -92,13 +92,13 @@ impl Linear {
         Self::of_experts(cpu, parts, 1, activations, kernels)
     }
 
-    /// As [`Linear::new`], of stacks of `experts` weights, for [`Cpu::experts`].
+    /// Like [`Linear::new`], for stacks of `experts` weights, for use with [`Cpu::experts`].
     ///
     /// # Errors
-    /// As [`Linear::new`].
+    /// Errors of [`Linear::new`].
     ///
     /// # Panics
-    /// If a part's rows are no multiple of `experts`.
+    /// If a part's rows are not a multiple of `experts`.
     pub fn of_experts(
         cpu: &Cpu,
         parts: &[&Weight],
@@ -165,19 +165,19 @@ impl Linear {
         }
     }
 
-    /// Gives the operation the name that [`Cpu::profile`] counts it under.
+    /// Sets the name under which [`Cpu::profile`] counts the operation.
     #[must_use]
     pub fn named(mut self, name: &'static str) -> Self {
         self.name = name;
         self
     }
 
-    /// Inputs.
+    /// Number of inputs.
     pub fn in_features(&self) -> usize {
         self.in_features
     }
 
-    /// Of how many experts it has the weights; 1 if of none.
+    /// Number of experts; 1 if these are not the weights of experts.
     pub fn experts(&self) -> usize {
         self.experts
     }
@@ -188,29 +188,30 @@ impl Linear {
         &self.parts[expert * each..][..each]
     }
 
-    /// Outputs of all parts together, of one expert.
+    /// Outputs of all parts together, for one expert.
     pub fn out_features(&self) -> usize {
         self.out_features
     }
 
-    /// Rows of x up to which each row's product is, bit for bit, that of the row alone. Integer
-    /// products are for any number, as all kernels add the groups' exact sums in one order; sums of
-    /// floats are made in another order for each number of rows.
+    /// Most rows of x for which each row's product is bit for bit that of the row alone. Integer
+    /// products have no limit, as all kernels add the groups' exact sums in one order; float sums are
+    /// added in another order for each number of rows.
     pub fn exact_rows(&self) -> usize {
         let integers = !matches!(self.activations, Activations::F32 | Activations::Bf16);
         let packed = |part: &Part| matches!(part.weight, Body::Packed(..));
-        match integers || !self.parts.iter().any(packed) {
-            true => usize::MAX,
-            false => 1,
+        if integers || !self.parts.iter().any(packed) {
+            usize::MAX
+        } else {
+            1
         }
     }
 
-    /// Bytes one pass reads from memory: the packed codes and scales. Those of all experts.
+    /// Bytes that one pass reads from memory: packed codes and scales, of all experts.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The packed codes, part by part; none of weights kept as they came.
+    /// The packed codes, part by part; none for weights kept as they were given.
     pub(crate) fn packed_words(&self) -> impl Iterator<Item = &[u32]> {
         self.parts.iter().filter_map(|part| match &part.weight {
             Body::Packed(packed, _) => Some(&packed.data[..]),
@@ -218,12 +219,12 @@ impl Linear {
         })
     }
 
-    /// What inputs are rounded to.
+    /// The type that inputs are rounded to.
     pub fn activations(&self) -> Activations {
         self.activations
     }
 
-    /// The kernels in use, each once, those for few rows of x first.
+    /// The kernels in use, without duplicates, those for few rows of x first.
     pub fn kernel_names(&self) -> Vec<&'static str> {
         let mut names = Vec::new();
         for part in &self.parts {
@@ -240,8 +241,8 @@ impl Linear {
         names
     }
 
-    /// Writes weight row `row` of the stack as f32 into `out` (`in_features` long): the same
-    /// values as the canonical weight's, so that an embedding that is also the head needs no
+    /// Writes weight row `row` of the stack as f32 to `out` (`in_features` long): the same
+    /// values as the canonical weight has, so that an embedding that is also the head needs no
     /// second copy.
     ///
     /// # Errors
@@ -268,7 +269,7 @@ impl Linear {
     }
 }
 
-/// A part as kernels take it, and its bytes.
+/// A part in the form that kernels take, and its bytes.
 fn body(
     cpu: &Cpu,
     weight: Weight,
@@ -294,7 +295,7 @@ fn body(
     }
 }
 
-/// True for groups of no inputs, which nothing can round to.
+/// True for groups without inputs, which are invalid.
 fn without_groups(activations: Activations) -> bool {
     matches!(
         activations,
@@ -308,7 +309,7 @@ fn choose(
     kind: WeightKind,
     activations: Activations,
 ) -> Result<Vec<&'static LinearKernel>> {
-    // In their own width if there are kernels, else in that which devices hold them in.
+    // In the weight's own width if there are kernels, otherwise in the width in which devices hold it.
     let kinds = [kind.expanded(), kind.held()];
     let chosen = kinds
         .into_iter()
@@ -316,7 +317,7 @@ fn choose(
     chosen.ok_or_else(|| no_kernel(cpu, kind, activations))
 }
 
-/// Kernels for exactly this kind, for every number of rows.
+/// Kernels for exactly this kind, which serve every number of rows.
 fn of_all_rows(
     cpu: &Cpu,
     kind: WeightKind,
@@ -334,7 +335,7 @@ fn of_all_rows(
     }
 }
 
-/// The one of the chosen kernels that serves `rows` rows.
+/// The chosen kernel that serves `rows` rows.
 fn serving(kernels: &[&'static LinearKernel], rows: usize) -> &'static LinearKernel {
     kernels
         .iter()
@@ -356,7 +357,7 @@ impl Cpu {
     /// [`Epilogue::SiluMul`]), all row-major f32.
     ///
     /// # Errors
-    /// [`Error::Shape`] if a slice's length does not fit, or for [`Epilogue::SiluMul`] if
+    /// [`Error::Shape`] if a slice's length is wrong, or for [`Epilogue::SiluMul`] if
     /// there are not two parts of equal height.
     pub fn linear(&self, w: &Linear, x: &[f32], y: &mut [f32], epilogue: Epilogue) -> Result<()> {
         let (k, n) = (w.in_features, w.out_features);
@@ -447,9 +448,9 @@ impl Cpu {
         });
     }
 
-    /// `parts`, some of those of `w`, with their kernels for the rows of `x`; prepares the
-    /// activations, from `inputs[first]` on, once for all that take them alike: `layouts` are those
-    /// that stand before `first` already. Also returns where the next ones go.
+    /// Pairs `parts`, some of those of `w`, with their kernels for the rows of `x`, and prepares the
+    /// activations, from `inputs[first]` on, once for all parts with the same layout; `layouts` are those
+    /// prepared before `first`. Also returns the index for the next ones.
     fn prepare_parts<'a>(
         &self,
         parts: &'a [Part],
@@ -512,7 +513,7 @@ impl Cpu {
             .flat_map(|(weight, rows)| (0..rows).map(move |r| (weight, r)))
             .collect();
         if let Some((weight, _)) = rows.first() {
-            // The only possible failure, an element type that is no float, shows here.
+            // The only possible failure, an element type that is not a float, shows here.
             weight.dequantize_row(0, &mut vec![0.0; k])?;
         }
         self.team().run_chunks(&mut product, m, |row, out| {
@@ -544,17 +545,17 @@ struct Pass<'a> {
     table: &'static Table,
     parts: &'a [PassPart<'a>],
     inputs: &'a [Prepared],
-    /// Rows of x.
+    /// Number of rows of x.
     m: usize,
-    /// Outputs of a row.
+    /// Number of outputs of a row.
     width: usize,
-    /// Panels that threads share the work by.
+    /// Panels per step, the unit in which threads share the work.
     step: usize,
-    /// Panels that a kernel is called with at a time, at most.
+    /// Most panels per call of a kernel.
     batch: usize,
 }
 
-/// One part's share of a pass.
+/// The share of one part in a pass.
 struct PassPart<'a> {
     part: &'a Part,
     packed: &'a Packed,
@@ -596,7 +597,7 @@ impl Pass<'_> {
         unsafe { part.kernel.run(self.table, part.packed, input, panels, out) };
     }
 
-    /// The products of all parts, side by side in `y`; added to it if `add`.
+    /// Writes the products of all parts side by side to `y`; with `add`, adds them.
     fn store(&self, team: &Team, y: &Shared<'_, f32>, add: bool) {
         let ends: Vec<usize> = self
             .parts
@@ -625,13 +626,13 @@ impl Pass<'_> {
         });
     }
 
-    /// `silu` of the first part's product times the second's.
+    /// `silu` of the first part's product, times the second part's product.
     fn silu_mul(&self, team: &Team, y: &Shared<'_, f32>) {
         let steps = self.steps(&self.parts[0]);
         team.run_ranges(steps, 1, |range| self.silu_mul_range(range, y));
     }
 
-    /// [`Pass::silu_mul`] of the panels of these steps, which no other task writes.
+    /// [`Pass::silu_mul`] for the panels of these steps, which no other task writes.
     fn silu_mul_range(&self, steps: Range<usize>, y: &Shared<'_, f32>) {
         let [gate, up] = self.parts else {
             unreachable!("checked by the caller: gate and up");
@@ -669,7 +670,7 @@ impl Pass<'_> {
     ) {
         let Part { start, rows, .. } = *part.part;
         let columns = self.columns(part);
-        // Rows outside: a row's outputs of all panels are next to each other.
+        // Rows in the outer loop: a row's outputs of all panels are adjacent.
         for c in 0..self.m {
             for (i, panel) in panels.clone().enumerate() {
                 let first = panel * LANES;

@@ -1,4 +1,4 @@
-//! Weights as kernels stream them: panels of 16 rows, interleaved in units of 4 bytes.
+//! Weights in the layout that kernels stream: panels of 16 rows, interleaved in units of 4 bytes.
 //!
 //! ```text
 //! canonical rows           panel p (rows 16p .. 16p + 16), contiguous
@@ -7,11 +7,11 @@
 //! ```
 //!
 //! A unit is 4 consecutive bytes of a canonical row: 8 inputs of 4 bits, 4 of 8 bits, 2 of
-//! bf16 or f16, 1 of f32. One 64-byte load so gives every row of the panel its next inputs,
+//! bf16 or f16, 1 of f32. One 64-byte load thus gives every row of the panel its next inputs,
 //! in the lane that accumulates that row, on any instruction set. Codes of 5 and 6 bits have units of
-//! several such words: those of their low 4 bits, 8 inputs each as above, and behind them one of their
-//! high bits, in each byte of which stand those of the inputs that its low nibbles meet. Scales and zero-points
-//! are kept per group in the same order of rows. Rows past the last one are zeros.
+//! several words: words of their low 4 bits, 8 inputs each as above, followed by one of their
+//! high bits, arranged in each byte to match the inputs of the low nibbles. Scales and zero-points
+//! are stored per group in the same order of rows. Rows past the last one are zeros.
 
 use crate::cpu::Team;
 use crate::cpu::memory::{Buffer, Shared};
@@ -26,7 +26,7 @@ use nq_formats::{
 };
 use std::sync::Arc;
 
-/// What a unit of 4 bytes holds.
+/// The content of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Codes {
     /// One f32.
@@ -46,7 +46,7 @@ pub(crate) enum Codes {
 }
 
 impl Codes {
-    /// Inputs in a unit.
+    /// Number of inputs in a unit.
     pub(crate) const fn inputs(self) -> usize {
         match self {
             Codes::F32 => 1,
@@ -58,7 +58,7 @@ impl Codes {
         }
     }
 
-    /// Words of 4 bytes of a unit.
+    /// Number of 4-byte words in a unit.
     pub(crate) const fn words(self) -> usize {
         match self {
             Codes::Five => 5,
@@ -67,7 +67,7 @@ impl Codes {
         }
     }
 
-    /// Width of integer codes, and what symmetric ones are centred by.
+    /// Width of integer codes, which gives the midpoint of symmetric ones.
     fn bits(self) -> Bits {
         match self {
             Codes::Nibble => Bits::B4,
@@ -77,12 +77,12 @@ impl Codes {
         }
     }
 
-    /// What is subtracted from integer codes, so that they are centred.
+    /// The value subtracted from integer codes to centre them.
     pub(crate) fn centre(self) -> f32 {
         f32::from(self.bits().midpoint())
     }
 
-    /// What `weight` can be packed to.
+    /// The codes that `weight` can be packed to.
     fn of(weight: &Weight) -> Vec<Self> {
         match weight {
             Weight::Dense(t) => match t.dtype() {
@@ -102,8 +102,8 @@ impl Codes {
     }
 }
 
-/// The width that the CPU holds a scheme's codes in. Those of 5 bits it holds as 8 where activations
-/// have scales for each 16 inputs.
+/// The width in which the CPU holds a scheme's codes. It holds 5-bit codes as 8 bits if activations
+/// have a scale per 16 inputs.
 pub fn held_bits(scheme: &AffineScheme) -> Bits {
     match scheme.value_bits() {
         Bits::B3 => Bits::B4,
@@ -111,7 +111,7 @@ pub fn held_bits(scheme: &AffineScheme) -> Bits {
     }
 }
 
-/// Zero-points of a packed weight, per panel and group 16 values.
+/// Zero-points of a packed weight: 16 values per panel and group.
 pub(crate) enum PackedZeros {
     /// Symmetric, or dense.
     None,
@@ -125,11 +125,11 @@ pub(crate) enum PackedZeros {
 
 /// A weight in panels.
 pub(crate) struct Packed {
-    /// What a unit holds.
+    /// The content of a unit.
     pub(crate) codes: Codes,
-    /// Output rows.
+    /// Number of output rows.
     pub(crate) rows: usize,
-    /// Inputs after permuting and padding: whole units, and whole `align`s.
+    /// Number of inputs after permuting and padding: whole units, and a multiple of `align`.
     pub(crate) inputs: usize,
     /// Units per row.
     pub(crate) units: usize,
@@ -143,18 +143,18 @@ pub(crate) struct Packed {
     pub(crate) scales: Buffer<f16>,
     /// `[panels, groups, 16]`
     pub(crate) zeros: PackedZeros,
-    /// Where each packed input comes from ([`HOLE`]: nowhere), if not from the same index.
+    /// Original index of each packed input ([`HOLE`]: none), if they are permuted.
     pub(crate) order: Option<Arc<[u32]>>,
 }
 
-/// Marks a packed input that no original input fills.
+/// Marks a packed input that has no original input.
 pub(crate) const HOLE: u32 = u32::MAX;
 
 impl Packed {
-    /// Packs `weight` to `codes`, its inputs padded to whole multiples of `align`.
+    /// Packs `weight` to `codes`, with inputs padded to a multiple of `align`.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] for element types that cannot be packed so.
+    /// [`Error::NoKernel`] for element types that cannot be packed in this way.
     pub(crate) fn new(team: &Team, weight: &Weight, codes: Codes, align: usize) -> Result<Self> {
         if !Codes::of(weight).contains(&codes) {
             return Err(Error::NoKernel {
@@ -194,7 +194,7 @@ impl Packed {
     fn affine(team: &Team, a: &AffineWeight, codes: Codes, align: usize) -> Self {
         let (rows, k) = (a.out_features(), a.in_features());
         let align = align.max(codes.inputs());
-        // Packed groups: index of the original group, and where its inputs are.
+        // Packed groups: the index of each one's original group, and the order of its inputs.
         let (group, source, order) = match (a.g_idx(), a.scheme().group) {
             (None, Group::Channel) => (k.next_multiple_of(align), vec![0], None),
             (None, Group::Size(g)) => {
@@ -242,8 +242,8 @@ impl Packed {
         }
     }
 
-    /// Bytes that a weight `[rows, inputs]` of this kind takes in panels, those of its order of inputs
-    /// with them; what inputs are padded by for some kernels is left out.
+    /// Bytes that a weight `[rows, inputs]` of this kind takes in panels, including its order of inputs;
+    /// without the padding of inputs that some kernels need.
     pub(crate) fn bytes_of(kind: WeightKind, (rows, inputs): (usize, usize)) -> usize {
         let rows = rows.next_multiple_of(LANES);
         match kind {
@@ -266,12 +266,12 @@ impl Packed {
         &self.data[panel * self.units * self.codes.words() * LANES..]
     }
 
-    /// Panels.
+    /// Number of panels.
     pub(crate) fn panels(&self) -> usize {
         self.rows.div_ceil(LANES)
     }
 
-    /// Bytes held, which are those that a pass over the weight reads.
+    /// Bytes held, which are also the bytes that a pass over the weight reads.
     pub(crate) fn bytes(&self) -> usize {
         let zeros = match &self.zeros {
             PackedZeros::None => 0,
@@ -294,8 +294,8 @@ impl Packed {
         (s, o)
     }
 
-    /// Writes row `row` as f32 into `out`, in the original order of inputs; the same values
-    /// as the canonical weight's.
+    /// Writes row `row` as f32 to `out`, in the original order of inputs, with the same values
+    /// as the canonical weight has.
     pub(crate) fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let words = self.units * self.codes.words();
         let panel = &self.data[row / LANES * words * LANES..];
@@ -325,8 +325,8 @@ impl Packed {
     }
 }
 
-/// Values `[rows, groups]` of the canonical weight in panels `[packed groups, LANES]`, packed group
-/// `g` being the original `source[g]`.
+/// The canonical weight's values `[rows, groups]` in panels `[packed groups, LANES]`; packed group
+/// `g` is the original group `source[g]`.
 fn panels_of(
     team: &Team,
     rows: usize,
@@ -347,7 +347,7 @@ fn panels_of(
     packed
 }
 
-/// Integer zero-points in such panels, packed as codes are.
+/// Integer zero-points in the same kind of panels, packed like codes.
 fn pack_zeros(team: &Team, a: &AffineWeight, source: &[usize]) -> PackedZeros {
     let (rows, bits) = (a.out_features(), a.scheme().held().bits);
     let panel = bits.bytes(source.len() * LANES);
@@ -370,7 +370,7 @@ fn pack_zeros(team: &Team, a: &AffineWeight, source: &[usize]) -> PackedZeros {
 
 /// Sorts inputs by group for activation-order weights. Every packed group has exactly
 /// `size` places; a group with fewer inputs leaves holes, one with more takes several packed
-/// groups. Returns the original group of each packed one, and the order of inputs.
+/// groups. Returns the original group of each packed group, and the order of inputs.
 fn gather_groups(g_idx: &[u32], groups: usize, size: usize) -> (Vec<usize>, Vec<u32>) {
     let mut members = vec![Vec::new(); groups];
     for (input, &group) in g_idx.iter().enumerate() {
@@ -387,7 +387,7 @@ fn gather_groups(g_idx: &[u32], groups: usize, size: usize) -> (Vec<usize>, Vec<
     (source, order)
 }
 
-/// Where the rows that are packed come from.
+/// The source of the rows to be packed.
 enum Rows<'a> {
     Dense {
         data: &'a [u8],
@@ -396,15 +396,15 @@ enum Rows<'a> {
     Affine {
         weight: &'a AffineWeight,
         codes: Codes,
-        /// Padded.
+        /// Number of inputs, padded.
         inputs: usize,
-        /// The input of each place, or [`HOLE`].
+        /// The input at each place, or [`HOLE`].
         order: Option<&'a [u32]>,
     },
 }
 
 impl Rows<'_> {
-    /// One row's bytes, as they are or in `scratch`.
+    /// The bytes of one row: the original ones, or converted ones in `scratch`.
     fn row<'a>(&'a self, row: usize, scratch: &'a mut Vec<u8>) -> &'a [u8] {
         match self {
             Rows::Dense { data, stride } => &data[row * stride..(row + 1) * stride],
@@ -444,7 +444,7 @@ impl Rows<'_> {
     }
 }
 
-/// Place in a unit's high word of the bits of input `i` of the unit.
+/// Position, in a unit's high word, of the bits of input `i` of the unit.
 fn high_place(codes: Codes, i: usize) -> usize {
     let (quad, byte) = (i / 8 * 2 + i % 2, i % 8 / 2);
     8 * byte + quad * (codes.bits().width() - 4)
@@ -463,7 +463,7 @@ fn pack_planes(codes: Codes, values: &[u8], out: &mut Vec<u8>) {
     }
 }
 
-/// Code `i` of a row in units of two planes, of which `word` gives the words.
+/// Code `i` of a row in units of two planes; `word` returns the words.
 fn code_of_planes(codes: Codes, i: usize, word: impl Fn(usize) -> u32) -> u32 {
     let (first, i) = (i / codes.inputs() * codes.words(), i % codes.inputs());
     let low = word(first + i / 8) >> (4 * (i % 8)) & 15;

@@ -1,4 +1,4 @@
-//! Preparing activations: from rows of x to what [`super::input`] says that kernels read.
+//! Converts rows of x to the layout that [`super::input`] describes.
 
 use super::input::{Layout, Prepared, Values};
 use super::pack::{Codes, HOLE};
@@ -7,7 +7,7 @@ use crate::cpu::table::Table;
 use crate::cpu::{Team, with_scratch};
 use crate::reference::INT16_BASE;
 
-/// One row of x on its way into a block.
+/// Buffers for one row of x on its way into a block.
 #[derive(Default)]
 struct RowScratch {
     floats: Buffer<f32>,
@@ -27,7 +27,7 @@ impl Prepared {
         k: usize,
     ) {
         self.rows = x.len() / k;
-        // Blocks of equal width: 13 rows in blocks of at most 12 are 7 + 6, not 12 + 1.
+        // Blocks of equal width: 13 rows with at most 12 per block become 7 + 6, not 12 + 1.
         let blocks = self.rows.div_ceil(layout.columns);
         self.width = self.rows.div_ceil(blocks);
         let rows = Rows {
@@ -89,7 +89,7 @@ impl Prepared {
         });
     }
 
-    /// Rounds to codes of one byte, or of two in planes of their own.
+    /// Rounds to codes of one byte, or of two bytes in separate planes.
     fn prepare_codes(&mut self, rows: &Rows<'_>) {
         let Values::Codes {
             planes,
@@ -157,7 +157,7 @@ impl Prepared {
     }
 }
 
-/// The rows of x to be prepared, and how.
+/// The rows of x to be prepared, and their layout.
 struct Rows<'a> {
     team: &'a Team,
     table: &'a Table,
@@ -170,7 +170,7 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// Sums of each row.
+    /// Number of sums per row.
     fn groups(&self) -> usize {
         let group = self.layout.sums;
         group.map_or(0, |g| self.layout.inputs.div_ceil(g))
@@ -178,7 +178,7 @@ impl Rows<'_> {
 
     /// Calls `f` for every block, on all threads.
     fn each_block(&self, f: impl Fn(usize, &mut RowScratch) + Sync) {
-        // Below this many values, waking the team costs more than it saves.
+        // For fewer values than this, waking the team costs more than it saves.
         let grain = (16_384 / (self.layout.inputs * self.width)).max(1);
         self.team.run_ranges(self.blocks, grain, |range| {
             with_scratch!(RowScratch, |scratch| {

@@ -1,7 +1,7 @@
 //! Softmax attention over keys and values as they are stored (f32, f16 or int8).
 //!
 //! Both kernels keep a running maximum and sum (online softmax, arXiv 2205.14135), so that
-//! no row of scores is ever whole. [`prefill`] puts 16 queries in the lanes and walks the
+//! no full row of scores is ever stored. [`prefill`] puts 16 queries in the lanes and walks the
 //! cache in blocks that all queries of a tile share. [`decode`] has only the few heads of
 //! one token that share a key head: it puts the head's dimensions in the lanes and reads
 //! every key and value once.
@@ -12,30 +12,30 @@ use crate::cpu::simd::{LANES, Simd};
 use half::f16;
 use std::ops::Range;
 
-/// Positions that one task of [`decode`] covers: the split over the cache's length is fixed,
+/// Positions covered by one task of [`decode`]. The split over the cache's length is fixed,
 /// so that the order of sums does not depend on the number of threads.
 pub(crate) const CHUNK: usize = 256;
 
 /// Positions in a block of [`prefill`].
 const BLOCK: usize = 64;
 
-// A block lies in one page.
+// A block is inside one page.
 const _: () = assert!(PAGE.is_multiple_of(BLOCK));
 
-/// Floats from one row of a block to the next; longer heads are cut into parts of this.
+/// Floats from one row of a block to the next; longer heads are cut into parts of this length.
 const PITCH: usize = 128;
 
-/// Added to the scores of positions that a query must not see; finite, so that no
-/// infinities meet.
+/// Added to the scores of positions that a query must not see; finite, because infinities
+/// could cancel to NaN.
 const MASKED: f32 = -1e30;
 
-/// How the rows of one head of a page are read.
+/// Access to the rows of one head in a page.
 trait Rows: Copy {
     /// 16 values of row `row` from dimension `i` on, before scaling.
     unsafe fn load<S: Simd>(self, s: S, row: usize, i: usize) -> S::F;
     /// One value.
     unsafe fn value(self, row: usize, i: usize) -> f32;
-    /// What the row's values must be multiplied by.
+    /// The factor of the row's values.
     unsafe fn scale(self, row: usize) -> f32;
 }
 
@@ -98,7 +98,7 @@ impl Rows for Int8Rows {
     }
 }
 
-/// The pages of one head: the sequence's page `i` as [`Rows`].
+/// The pages of one head; page `i` of the sequence as [`Rows`].
 trait Pages: Copy {
     type Rows: Rows;
     unsafe fn page(self, i: usize) -> Self::Rows;
@@ -161,8 +161,8 @@ macro_rules! with_pages {
     };
 }
 
-/// The parts of `positions` that lie in one page each: page, rows of it, and the position of the
-/// first of them, counted from the first of all.
+/// Splits `positions` at page boundaries: page, rows in it, and the index of the first row's
+/// position in `positions`.
 #[inline(always)]
 fn parts(positions: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
     let Range { start, end } = positions;
@@ -173,19 +173,19 @@ fn parts(positions: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>, 
     })
 }
 
-/// A query block's result before division by `sum`: `out` is relative to `exp(max)`.
+/// Result for a query before the division by `sum`: `out` is relative to `exp(max)`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Partial {
     pub(crate) max: f32,
     pub(crate) sum: f32,
 }
 
-/// One token's query heads that share a key head, over positions `from .. to` (at most
-/// [`CHUNK`]). `q` is `[heads, d]`, `out` `[heads, d]` unnormalised, `scores` scratch
+/// Attention of one token's query heads that share a key head, over positions `from .. to` (at most
+/// [`CHUNK`]). `q` is `[heads, d]`, `out` `[heads, d]` unnormalized, `scores` scratch
 /// `[4, CHUNK]`; `d` is a multiple of 16.
 ///
 /// # Safety
-/// `to` is within the views' positions and the slices are as long as said.
+/// `to` is within the views' positions and the slices have these lengths.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "operands of one flat kernel")]
 pub(crate) unsafe fn decode<S: Simd>(
@@ -299,7 +299,7 @@ fn soften<S: Simd>(s: S, scores: &mut [f32], n: usize) -> Partial {
             let score = s.load(v.as_ptr());
             let e = s.exp(s.sub(score, s.splat(max)));
             s.store(v.as_mut_ptr(), e);
-            // The maximum and the exponential lose a NaN: zero times it does not.
+            // The maximum and the exponential lose a NaN; zero times it does not.
             sum = s.add(sum, s.fma(score, s.splat(0.0), e));
         }
     }
@@ -408,8 +408,8 @@ pub(crate) const fn prefill_scratch(panels: usize, head_dim: usize) -> usize {
     2 * parts * PITCH * lanes + BLOCK * lanes + parts * BLOCK * PITCH
 }
 
-/// Up to `16 P` queries that share a key head. Query `j` is `q(j)`, `[d]`, and sees the first
-/// `limits[j]` positions (at least one); its output goes to `y(j)`.
+/// Attention of up to `16 P` queries that share a key head. Query `j` is `q(j)`, `[d]`, and sees the
+/// first `limits[j]` positions (at least one); its output goes to `y(j)`.
 ///
 /// # Safety
 /// The limits lie within the views; `q` and `y` yield pointers valid for `d` floats, the
@@ -477,7 +477,7 @@ pub(crate) unsafe fn prefill<S: Simd, const P: usize, const C: usize>(
             for p in 0..P {
                 let scores = scores.as_mut_ptr().add(p * BLOCK * LANES);
                 if from + n > all_see {
-                    // Some query of the tile does not see all of the block.
+                    // At least one query of the tile does not see all of the block.
                     mask(s, scores, from..from + n, &limit[p]);
                 }
                 let outputs = outputs.as_mut_ptr().add(p * parts * PITCH * LANES);
@@ -514,19 +514,19 @@ pub(crate) unsafe fn prefill<S: Simd, const P: usize, const C: usize>(
     }
 }
 
-/// Makes the scores of positions `at`, `[position][16]`, negligible for queries whose limit lies
+/// Makes the scores of positions `at`, `[position][16]`, negligible for queries whose limit is
 /// at or before them.
 ///
 /// # Safety
-/// `scores` is valid for 16 floats a position.
+/// `scores` is valid for 16 floats per position.
 #[inline(always)]
 unsafe fn mask<S: Simd>(s: S, scores: *mut f32, at: Range<usize>, limit: &[f32; LANES]) {
-    // SAFETY: as the caller grants; `limit` is 16 long.
+    // SAFETY: by contract; `limit` is 16 long.
     unsafe {
         let limit = s.load(limit.as_ptr());
         for (i, position) in at.enumerate() {
             let at = scores.add(i * LANES);
-            // Positive where the position lies at or past the limit.
+            // Positive if the position is at or past the limit.
             let past = s.sub(s.splat(position as f32 + 0.5), limit);
             let bias = s.mul(s.max(past, s.splat(0.0)), s.splat(2.0 * MASKED));
             s.store(at, s.add(s.load(at), bias));
@@ -534,11 +534,11 @@ unsafe fn mask<S: Simd>(s: S, scores: *mut f32, at: Range<usize>, limit: &[f32; 
     }
 }
 
-/// Takes `n` positions' scores `[position][16]` into an online softmax: they become weights, and
-/// `outputs` `[d][16]`, `max` and `sum` what they are under the new greatest score.
+/// Adds `n` positions' scores `[position][16]` to an online softmax: scores become weights, and
+/// `outputs` `[d][16]`, `max` and `sum` are rescaled to the new greatest score.
 ///
 /// # Safety
-/// `scores` is valid for 16 floats a position, `outputs` for 16 a dimension.
+/// `scores` is valid for 16 floats per position, `outputs` for 16 per dimension.
 #[inline(always)]
 unsafe fn fold<S: Simd>(
     s: S,
@@ -549,7 +549,7 @@ unsafe fn fold<S: Simd>(
     max: &mut S::F,
     sum: &mut S::F,
 ) {
-    // SAFETY: as the caller grants.
+    // SAFETY: by contract.
     unsafe {
         let mut top = *max;
         for i in 0..n {
@@ -575,10 +575,10 @@ unsafe fn fold<S: Simd>(
 }
 
 /// Rows `from .. from + n` as floats `[part][BLOCK][PITCH]`. Up to 15 dimensions past `d`
-/// may hold anything: they meet nothing but their own outputs, which nobody reads.
+/// may hold anything: they affect only their own outputs, which are not read.
 ///
 /// # Safety
-/// The rows are inside the view and of one page.
+/// The rows are inside the view and in one page.
 #[inline(always)]
 unsafe fn unpack<S: Simd, K: Pages>(
     s: S,

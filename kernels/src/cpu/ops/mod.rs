@@ -13,17 +13,17 @@ use attention::{CHUNK, Partial};
 pub struct Span {
     /// First row in the batch.
     pub row: usize,
-    /// Rows.
+    /// Number of rows.
     pub len: usize,
     /// Position of the first row in its sequence.
     pub position: usize,
 }
 
-/// Rows of a span up to which attention computes each as if it were alone, bit for bit, where heads
-/// are whole vectors.
+/// Most rows of a span for which attention computes each row bit for bit as if it were alone, if
+/// heads are whole vectors.
 pub const FEW_ROWS: usize = 8;
 
-/// Values below which an operation on rows is not worth waking the team for.
+/// With fewer values than this, an operation on rows is not worth waking the team.
 const SMALL: usize = 8_192;
 
 impl Cpu {
@@ -110,13 +110,13 @@ impl Cpu {
         self.attention_batch(qkv, stride, &[span], heads, head_dim, |_| kv, y);
     }
 
-    /// [`Cpu::attention`] of several sequences, whose `spans` lie one behind another; the
-    /// keys and values of `spans[i]` are `kv(i)`. Few rows of each are shared out together, so that
-    /// pages that sequences have in common are read from memory once; many sequences of more rows are
-    /// shared out whole, so that the team works in step once and not once for each.
+    /// [`Cpu::attention`] of several sequences, whose `spans` are in the order of their rows; the
+    /// keys and values of `spans[i]` are `kv(i)`. Sequences with few rows are split into tasks
+    /// together, so that pages that they share are read from memory once. Many sequences with more
+    /// rows become one task each, so that the team is woken once and not once for each sequence.
     ///
     /// # Panics
-    /// As [`Cpu::attention`], and if spans overlap or run backwards.
+    /// Like [`Cpu::attention`]; also if spans overlap or are not in order.
     #[allow(
         clippy::too_many_arguments,
         reason = "one flat description of a strided view"
@@ -158,11 +158,11 @@ impl Cpu {
                     self.attend_many(&qkv[span.row * stride..], stride, span, heads, kv(i), y);
                 }
             };
-            match spans.len() < 2 * self.threads() {
-                true => (0..spans.len()).for_each(attend),
-                false => self
-                    .team()
-                    .run_ranges(spans.len(), 1, |tasks| tasks.for_each(attend)),
+            if spans.len() < 2 * self.threads() {
+                (0..spans.len()).for_each(attend)
+            } else {
+                self.team()
+                    .run_ranges(spans.len(), 1, |tasks| tasks.for_each(attend))
             }
         }
         let bytes_of = |(i, &span)| cache_bytes(span, kv(i));
@@ -172,9 +172,9 @@ impl Cpu {
             .end(begin, "attention", self.isa.name(), shape, bytes);
     }
 
-    /// Each row as if it were alone. A task is a key head, a chunk of positions and a row; those of
-    /// rows that see the same positions follow one another, so that what sequences share is read
-    /// once and found in the cache by the others.
+    /// Computes each row as if it were alone. A task is a key head, a chunk of positions and a row;
+    /// rows that see the same positions are consecutive, so that shared keys and values are read from
+    /// memory once and then found in the cache.
     fn attend_few<'a>(
         &self,
         qkv: &[f32],
@@ -284,7 +284,7 @@ impl Cpu {
             with_scratch!(Buffer<f32>, |scratch| {
                 let scratch = scratch.reserve(attention::prefill_scratch(panels, d));
                 for task in tasks {
-                    // Heads inner: a member's share holds early (short) and late tiles.
+                    // Heads in the inner loop: a member's share then has early (short) and late tiles.
                     let (tile_index, head) = (task / kv_heads, task % kv_heads);
                     let first = tile_index * tile;
                     let count = tile.min(queries - first);
@@ -328,16 +328,16 @@ fn cache_bytes(span: Span, kv: KvSequence<'_>) -> usize {
     rows * pages.kind().bytes(pages.head_dim())
 }
 
-/// Queries in a tile of any instruction set, at most.
+/// Most queries in a tile of any instruction set.
 const MOST_QUERIES: usize = 4 * LANES;
 
-/// A row of a few, and the chunks of positions that it sees.
+/// One of few rows, and the chunks of positions that it sees.
 struct FewRow {
     row: usize,
     span: usize,
-    /// Positions that it sees.
+    /// Number of positions that it sees.
     len: usize,
-    /// Its first chunk among those of all rows.
+    /// Index of its first chunk among those of all rows.
     first: usize,
 }
 
@@ -347,14 +347,14 @@ impl FewRow {
     }
 }
 
-/// A chunk of what a row sees.
+/// A chunk of the positions that a row sees.
 #[derive(Clone, Copy)]
 struct Task {
     row: usize,
     chunk: usize,
 }
 
-/// What attention of a few rows works with.
+/// Buffers for attention of few rows.
 #[derive(Default)]
 struct DecodeScratch {
     rows: Vec<FewRow>,
@@ -390,7 +390,7 @@ impl DecodeScratch {
     }
 }
 
-/// One query head's chunks.
+/// The chunks of one query head.
 #[derive(Default)]
 struct MergeScratch {
     partials: Vec<Partial>,

@@ -15,8 +15,8 @@ pub(crate) fn sum<S: Simd>(s: S, x: &[f32]) -> f32 {
     rest.iter().fold(s.sum(acc), |a, x| a + x)
 }
 
-/// A sum over the bytes of the words, 16 lanes by 4: every byte is read, little else is done.
-/// In integers, since floats of any bits may be slow ones.
+/// A sum over the bytes of the words, in 16 lanes of 4: reads every byte and does little else.
+/// Uses integers, since arbitrary bits as floats may be slow ones.
 #[inline(always)]
 pub(crate) fn checksum<S: Simd>(s: S, words: &[u32]) -> f32 {
     let (lines, _) = words.as_chunks::<LANES>();
@@ -123,8 +123,8 @@ pub(crate) fn silu_mul<S: Simd>(s: S, gate: &mut [f32], up: &[f32]) {
     }
 }
 
-/// What a group of values is multiplied by to become codes up to `greatest`, and the scale
-/// of its codes: NaN if a value is not finite, so that the damage shows.
+/// The factor that turns a group of values into codes of magnitude up to `most`, and the scale
+/// of the codes: NaN if a value is not finite, so that the damage shows.
 #[inline(always)]
 fn scale_of<S: Simd>(s: S, x: &[f32], most: f32) -> (f32, f32) {
     let (whole, rest) = x.as_chunks::<LANES>();
@@ -189,7 +189,7 @@ pub(crate) fn quantize_wide<S: Simd>(
     low: &mut [i8],
     scales: &mut [f32],
 ) {
-    // A code is an integer, so no quotient lies within 1/510 of halfway between two high
+    // A code is an integer, so no quotient is within 1/510 of the middle between two high
     // bytes: rounding the product with 1/255 finds the nearest.
     let (base, inverse_base) = (s.splat(INT16_BASE), s.splat(1.0 / INT16_BASE));
     for (i, x) in x.chunks(group).enumerate() {
@@ -202,8 +202,8 @@ pub(crate) fn quantize_wide<S: Simd>(
             // SAFETY: arrays of 16.
             unsafe {
                 let code = s.mul(s.load(x.as_ptr()), s.splat(inverse));
-                // Codes pass the greatest integer that `round` takes only where they are
-                // damaged already: the scale says so.
+                // Codes exceed the greatest integer that `round` supports only if they are
+                // damaged already, which the scale shows.
                 let code = s.round(code);
                 let top = s.round(s.mul(code, inverse_base));
                 s.store_i8(h.as_mut_ptr(), top);
@@ -224,8 +224,8 @@ pub(crate) fn quantize_wide<S: Simd>(
     }
 }
 
-/// Rounds `x`, of even length, to bf16 (ties to even; NaN stays NaN) and spreads the pairs
-/// over a block of `width` columns as column `c`: pair `i` goes to place `i * width + c`.
+/// Rounds `x`, of even length, to bf16 (ties to even; NaN stays NaN) and writes the pairs
+/// to column `c` of a block of `width` columns: pair `i` goes to place `i * width + c`.
 #[inline(always)]
 pub(crate) fn pair_bf16<S: Simd>(_: S, x: &[f32], to: &mut [u32], c: usize, width: usize) {
     let round = |x: f32| {
@@ -240,7 +240,7 @@ pub(crate) fn pair_bf16<S: Simd>(_: S, x: &[f32], to: &mut [u32], c: usize, widt
     }
 }
 
-/// Sums of the codes over every `share`.
+/// Sums of the codes over each run of `share`.
 #[inline(always)]
 pub(crate) fn total<S: Simd>(_: S, codes: &[i8], share: usize, totals: &mut [i32]) {
     for (codes, total) in codes.chunks_exact(share).zip(totals) {
@@ -248,8 +248,8 @@ pub(crate) fn total<S: Simd>(_: S, codes: &[i8], share: usize, totals: &mut [i32
     }
 }
 
-/// Spreads a row's codes over a block of `width` columns as column `c`: quad `i` goes to
-/// place `i * width + c`. Against nibbles, of each 8 codes the even ones come first, as the
+/// Writes a row's codes to column `c` of a block of `width` columns: quad `i` goes to
+/// place `i * width + c`. For weights in nibbles, the even ones of each 8 codes come first, as the
 /// low nibbles of a unit are its even inputs.
 #[inline(always)]
 pub(crate) fn interleave<S: Simd>(
@@ -276,7 +276,7 @@ pub(crate) fn interleave<S: Simd>(
     let (pairs, _) = quads.as_chunks::<2>();
     let split = |&[a, b]: &[[i8; 4]; 2]| [[a[0], a[2], b[0], b[2]], [a[1], a[3], b[1], b[3]]];
     if width == 1 {
-        // Whole pairs in place: a shuffle of bytes.
+        // Moves whole pairs: a shuffle of bytes.
         let (to, _) = to.as_chunks_mut::<2>();
         for (to, pair) in to.iter_mut().zip(pairs) {
             *to = split(pair);

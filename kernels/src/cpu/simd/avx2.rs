@@ -4,14 +4,14 @@ use super::{Simd, instructions, memory};
 use half::f16;
 use std::arch::x86_64::*;
 
-/// How the CPU multiplies and sums bytes in fours (`vpdpbusd`): not at all,
+/// How the CPU multiplies and sums bytes in fours (`vpdpbusd`): it cannot,
 pub(crate) const WITHOUT: u8 = 0;
 /// by the VEX encoding (AVX-VNNI),
 pub(crate) const VEX: u8 = 1;
 /// or by the EVEX encoding (AVX-512 VNNI and VL).
 pub(crate) const EVEX: u8 = 2;
 
-/// Proof that the CPU has AVX2, FMA and F16C, and the `VNNI` that it is named with.
+/// Proof that the CPU has AVX2, FMA and F16C, and the kind of `VNNI` given.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<const VNNI: u8>(());
 
@@ -61,7 +61,7 @@ impl<const VNNI: u8> Avx2<VNNI> {
                 I(_mm256_dpbusd_epi32(acc.0, w.0, x), _mm256_dpbusd_epi32(acc.1, w.1, x))
             }
         }
-        // Products of signed bytes: |w| is at most 128 and |x| 127, so that a pair sums to
+        // Products of signed bytes: |w| is at most 128 and |x| at most 127, so a pair sums to
         // at most 32512 and `maddubs` cannot saturate.
         fn signed_pairs(self, w: __m256i, x: __m256i) -> __m256i {
             _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))

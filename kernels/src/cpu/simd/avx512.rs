@@ -5,14 +5,14 @@ use half::f16;
 use std::arch::x86_64::*;
 
 /// Proof that the CPU has AVX-512 F, BW, VL, DQ and VNNI, and AVX2, FMA and F16C; also BF16
-/// where `BF16`.
+/// if `BF16`.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const BF16: bool>(());
 
 impl<const BF16: bool> Simd for Avx512<BF16> {
     type F = __m512;
     type I = __m512i;
-    // vpdpbusd takes unsigned weights, so the centre is subtracted through the start.
+    // vpdpbusd takes unsigned weights, so the centre is subtracted through the start value.
     const NIBBLE_START: i32 = -8;
     const BYTE_START: i32 = -128;
 
@@ -82,7 +82,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             ]
         }
         fn nibble_units(self, v: __m512i) -> [__m512; 8] {
-            // vpermps looks at the low 4 bits of each index: no masking needed.
+            // vpermps uses only the low 4 bits of each index: no masking is needed.
             let values = _mm512_setr_ps(
                 -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0,
                 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0,

@@ -1,10 +1,10 @@
 //! Sixteen lanes of arithmetic, one implementation per instruction set.
 //!
 //! Kernels are written once, generic over [`Simd`], and instantiated per instruction set
-//! inside functions that enable it (see `table.rs`). A value of the implementing type is
-//! the proof that the CPU has the instruction set; that makes arithmetic safe and leaves
-//! only memory access unsafe. All methods are inlined into those functions, which is what
-//! turns them into single instructions.
+//! inside functions that enable it (see `table.rs`). A value of the implementing type
+//! proves that the CPU has the instruction set, which makes arithmetic safe and leaves
+//! only memory access unsafe. All methods are inlined into those functions, where they
+//! become single instructions.
 
 use half::f16;
 
@@ -38,7 +38,7 @@ macro_rules! memory {
         #[inline(always)]
         unsafe fn $name($self, $($arg: $ty),*) $(-> $ret)? {
             // SAFETY: `self` proves that the CPU has these instructions; the pointer is
-            // good by the method's contract.
+            // valid by the method's contract.
             unsafe { $body }
         }
     )*};
@@ -49,20 +49,20 @@ use memory;
 /// Lanes of [`Simd::F`] and [`Simd::I`]; also the rows of a weight panel.
 pub(crate) const LANES: usize = 16;
 
-/// An instruction set's view of 16 lanes.
+/// An instruction set's operations on 16 lanes.
 pub(crate) trait Simd: Copy {
     /// 16 f32.
     type F: Copy;
     /// 16 lanes of 32 bits, or of four bytes.
     type I: Copy;
 
-    /// What a 4-bit dot product must start from, per unit of the activations' sum, so that
+    /// The start value of a 4-bit dot product, per unit of the activations' sum, with which
     /// it is one over codes minus 8 (see [`Simd::dot4_nibbles`]).
     const NIBBLE_START: i32;
-    /// The same for 8-bit codes minus 128.
+    /// The start value for 8-bit codes minus 128.
     const BYTE_START: i32;
 
-    /// The proof.
+    /// Creates the proof.
     ///
     /// # Safety
     /// The CPU has the instruction set.
@@ -73,26 +73,26 @@ pub(crate) trait Simd: Copy {
     /// Reads 16 floats.
     ///
     /// # Safety
-    /// `p` is valid for reading 16 values; any alignment. So for every `load`.
+    /// `p` is valid for reading 16 values; any alignment. This applies to every `load`.
     unsafe fn load(self, p: *const f32) -> Self::F;
     /// Writes 16 floats.
     ///
     /// # Safety
-    /// `p` is valid for writing 16 values; any alignment. So for every `store`.
+    /// `p` is valid for writing 16 values; any alignment. This applies to every `store`.
     unsafe fn store(self, p: *mut f32, v: Self::F);
     /// # Safety
-    /// As [`Simd::load`].
+    /// See [`Simd::load`].
     unsafe fn load_f16(self, p: *const f16) -> Self::F;
     /// # Safety
-    /// As [`Simd::load`].
+    /// See [`Simd::load`].
     unsafe fn load_i8(self, p: *const i8) -> Self::F;
-    /// Rounds to nearest, ties to even; values must lie within -128 and 127.
+    /// Rounds to nearest, ties to even; values must be between -128 and 127.
     ///
     /// # Safety
-    /// As [`Simd::store`].
+    /// See [`Simd::store`].
     unsafe fn store_i8(self, p: *mut i8, v: Self::F);
     /// # Safety
-    /// As [`Simd::load`].
+    /// See [`Simd::load`].
     unsafe fn load_u8(self, p: *const u8) -> Self::F;
     /// Reads 16 values of 4 bits, low nibble of each byte first, from 8 bytes.
     ///
@@ -124,7 +124,7 @@ pub(crate) trait Simd: Copy {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// The greater of each lane.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `a * b + c`; one rounding where the instruction set has it, else two.
+    /// `a * b + c`; with one rounding if the instruction set has it, otherwise two.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// Clears the sign.
     fn abs(self, a: Self::F) -> Self::F;
@@ -167,22 +167,22 @@ pub(crate) trait Simd: Copy {
     fn to_f32(self, v: Self::I) -> Self::F;
     /// The low nibbles of all bytes, then the high ones.
     fn split_nibbles(self, v: Self::I) -> [Self::I; 2];
-    /// The bytes of `low`, all below 16, and above them the bits `mask` (in each byte, 1 or 3) of the
-    /// bytes of `high` shifted right by `shift`.
+    /// The bytes of `low`, all below 16, combined with the bits `mask` (in each byte, 1 or 3) of the
+    /// bytes of `high`, shifted right by `shift`, as higher bits.
     fn with_high(self, low: Self::I, high: Self::I, shift: i32, mask: i32) -> Self::I;
     /// `acc + sum of 4 (w * x)` per lane, over the bytes `w`, all below 64, and the signed
     /// bytes of `x`, all above -128. Started from `-centre * (sum of x)`, it is the
-    /// dot product of `w - centre`; of nibbles, from `NIBBLE_START`, of `w - 8`.
+    /// dot product of `w - centre`; for nibbles started with `NIBBLE_START`, of `w - 8`.
     fn dot4_nibbles(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
-    /// As [`Simd::dot4_nibbles`] for bytes up to 255, with `BYTE_START`, of `w - 128`.
+    /// Like [`Simd::dot4_nibbles`] for bytes up to 255: started with `BYTE_START`, of `w - 128`.
     fn dot4_bytes(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
 
-    /// `e^x` to about 2 units in the last place, for x within -87.3 and 88; beyond, the
+    /// `e^x` to about 2 units in the last place, for x between -87.3 and 88; outside, the
     /// value at the bound.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
-        // x = n ln 2 + r, |r| <= ln(2) / 2; e^r by its Taylor series: the first term left
-        // out, r^8 / 8!, is below 6e-9.
+        // x = n ln 2 + r, |r| <= ln(2) / 2; e^r by its Taylor series: the first omitted
+        // term, r^8 / 8!, is below 6e-9.
         let x = self.max(x, self.splat(-87.3));
         let x = self.neg(self.max(self.neg(x), self.splat(-88.0)));
         let n = self.round(self.mul(x, self.splat(std::f32::consts::LOG2_E)));

@@ -38,7 +38,7 @@ macro_rules! four {
 
 impl Neon {
     instructions! {
-        // A field of each lane, shifted to the top by `left`, then sign-extended down.
+        // Extracts a field of each lane: shifts it to the top by `left`, then sign-extends it down.
         fn field(self, v: I, left: i32, right: i32) -> F {
             let (left, right) = (vdupq_n_s32(left), vdupq_n_s32(-right));
             four!(i => vcvtq_f32_s32(vshlq_s32(vshlq_s32(v[i], left), right)))
@@ -70,7 +70,7 @@ impl Neon {
 impl Simd for Neon {
     type F = F;
     type I = I;
-    // Nibbles fit signed bytes as they are; the centre is subtracted through the start.
+    // Nibbles fit signed bytes; the centre is subtracted through the start value.
     const NIBBLE_START: i32 = -8;
     // 8-bit weights are made signed.
     const BYTE_START: i32 = 0;

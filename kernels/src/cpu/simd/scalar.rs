@@ -1,4 +1,4 @@
-//! Plain Rust: always present; the compiler may use whatever the target's baseline has.
+//! Plain Rust, always available; the compiler may use whatever the target's baseline has.
 
 use super::{LANES, Simd};
 use half::{bf16, f16};
@@ -106,8 +106,8 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     fn round(self, a: F) -> F {
-        // Adding and taking away 1.5 * 2^23 rounds |a| < 2^22 at the units' place; larger
-        // values do not come here (exponents and 8-bit codes).
+        // Adding and subtracting 1.5 * 2^23 rounds |a| < 2^22 to an integer; larger
+        // values do not occur here (exponents and 8-bit codes).
         const MAGIC: f32 = 12_582_912.0;
         a.map(|a| (a + MAGIC) - MAGIC)
     }

@@ -1,5 +1,5 @@
-//! Attention over pages that several sequences of a step begin with: read once for all of them, as
-//! cascade attention has it (FlashInfer, arXiv 2501.01005, section 3.1.2).
+//! Attention over pages with which several sequences of a step begin: the pages are read once for all
+//! of them, as in cascade attention (FlashInfer, arXiv 2501.01005, section 3.1.2).
 
 use super::{AttentionArgs, HEAD_DIM, LayerPages};
 use crate::cpu::{KvType, PAGE};
@@ -13,9 +13,9 @@ use bytemuck::{Pod, Zeroable};
 const MOST_GROUP: usize = 32;
 /// `SHARED_WARPS` of `cuda/attention_shared.cu`.
 const WARPS: usize = 8;
-/// Query heads of a group, of one key head.
+/// Most query heads in a group, for one key head.
 const MOST_QUERIES: usize = 8 * WARPS;
-/// Parts of shared pages, at most.
+/// Most parts that shared pages are split into.
 const MOST_SHARED_SPLITS: usize = 16;
 
 /// Rows of a step whose sequences begin with the same pages.
@@ -23,19 +23,19 @@ const MOST_SHARED_SPLITS: usize = 16;
 pub struct SharedPrefix {
     /// One of the sequences.
     pub slot: usize,
-    /// Pages that they have in common, all of them full.
+    /// Number of full pages that they share.
     pub pages: usize,
     /// The rows, two or more.
     pub rows: Vec<usize>,
 }
 
-/// What rows of a step have in common, on the device.
+/// The groups of rows that share pages, on the device.
 pub struct Cascade {
     groups: Checked<RowGroup>, // [rows / 2, and those that large groups are cut into]
     pages: Buffer<i32>,        // [rows]
 }
 
-/// How attention over what is in common is launched: a recorded step keeps it.
+/// Launch shape of attention over shared pages, which a recorded step keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CascadeShape {
     groups: usize,
@@ -43,7 +43,7 @@ pub struct CascadeShape {
 }
 
 impl CascadeShape {
-    /// Parts of the shared pages.
+    /// Number of parts of the shared pages.
     pub(super) fn splits(self) -> usize {
         self.splits
     }
@@ -59,7 +59,7 @@ struct RowGroup {
     rows: [i32; MOST_GROUP],
 }
 
-/// The kernel passes over rows that a step does not have.
+/// The kernel skips rows that a step does not have.
 impl Followed for RowGroup {
     type Bounds = Places;
 
@@ -73,7 +73,7 @@ impl Followed for RowGroup {
 }
 
 impl Cascade {
-    /// For steps of up to `rows` rows that stand in `places`, which nothing is in common of yet.
+    /// Allocates groups for steps of up to `rows` rows, which stand in `places`; none share pages yet.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory)
@@ -85,30 +85,30 @@ impl Cascade {
         })
     }
 
-    /// True if a block of `gpu` has the shared memory for pages of `kv`.
+    /// True if a block on `gpu` has enough shared memory for pages of `kv`.
     pub fn fits(gpu: &Gpu, kv: KvType) -> bool {
         Self::shared_memory(kv == KvType::Int8) <= gpu.info().shared_memory
     }
 
-    /// `sizeof(GroupShared)` of `cuda/attention_shared.cu`: two pages' keys, values and scales, and
+    /// `sizeof(GroupShared)` of `cuda/attention_shared.cu`: keys, values and scales of two pages, and
     /// queries in two parts.
     const fn shared_memory(int8: bool) -> usize {
         let (bytes, scales) = if int8 { (1, 4 * PAGE) } else { (2, 32) };
         2 * (2 * PAGE * HEAD_DIM * bytes + scales) + 2 * MOST_QUERIES * 2 * HEAD_DIM
     }
 
-    /// Parts of shared pages, at most: as many as a block on every multiprocessor takes.
+    /// Most parts of shared pages: as many as one block per multiprocessor can take.
     pub(super) fn most_splits(gpu: &Gpu, kv_heads: usize) -> usize {
         (gpu.info().multiprocessors / kv_heads.max(1)).clamp(1, MOST_SHARED_SPLITS)
     }
 
-    /// Writes what rows have in common, in order with the stream's other work: each row is in one
-    /// of `prefixes` or in none. Of a model with `heads` query heads for a key head and `kv_heads`
-    /// of those. Gives what the steps behind are to be launched with; `None` without prefixes.
+    /// Writes which rows share pages, in order with the stream's other work: each row is in at most one
+    /// of `prefixes`. The model has `heads` query heads per key head and `kv_heads`
+    /// key heads. Returns the launch shape for the following steps; `None` without prefixes.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) for a row, sequence or page that there is not, and for
-    /// more query heads than a block serves; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) for a row, sequence or page that does not exist, and for
+    /// more query heads than a block supports; errors of the driver.
     pub fn write(
         &mut self,
         stream: &Stream,
@@ -139,7 +139,7 @@ impl Cascade {
         if groups.is_empty() {
             return Ok(None);
         }
-        // Sizes for which steps are recorded.
+        // Rounded up to sizes for which steps are recorded.
         let used = groups
             .len()
             .next_power_of_two()
@@ -156,7 +156,7 @@ impl Cascade {
         }))
     }
 
-    /// Pages that are read for each of `m` rows.
+    /// The number of shared pages for each of `m` rows.
     pub(super) fn row_pages(&self, o: &Operands<'_>, m: usize) -> Result<Address> {
         o.of("pages in common", &self.pages, &[m])
     }
@@ -188,8 +188,8 @@ struct SharedArgs {
 }
 
 impl Stream {
-    /// The part of attention that reads what rows have in common; its results go behind the first
-    /// `splits` parts of the scratch memory of `of`, whose operands were checked.
+    /// The part of attention over shared pages. Its results go behind the first
+    /// `splits` parts in the scratch memory of `of`, whose operands were checked.
     pub(super) fn attention_shared(
         &self,
         cascade: &Cascade,
@@ -221,8 +221,8 @@ impl Stream {
         let launch = LaunchShape::new(grid, 32 * WARPS)
             .shared(Cascade::shared_memory(int8))
             .overlapping();
-        // SAFETY: the operands were checked, and that the groups' pages lie in the cache; the kernel
-        // passes over rows past `m`.
+        // SAFETY: the operands were checked, and that the groups' pages are in the cache; the kernel
+        // skips rows past `m`.
         unsafe { self.launch(ATTENTION_SHARED.instance(usize::from(int8)), launch, &args) }
     }
 }

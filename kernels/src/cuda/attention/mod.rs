@@ -1,4 +1,4 @@
-//! Attention on the device: of a step's rows, and what it reads and leaves.
+//! Attention on the device, for the rows of a step: its inputs, outputs and launchers.
 
 pub(super) mod cascade;
 pub(super) mod pages;
@@ -12,10 +12,10 @@ pub use cascade::{Cascade, CascadeShape, SharedPrefix};
 pub(super) use pages::CacheArgs;
 pub use pages::{DevicePages, LayerPages, PageEntry, PagesShape};
 
-/// Width of a head that the attention kernels serve.
+/// The head width that the attention kernels support.
 pub const HEAD_DIM: usize = 128;
 
-/// What attention needs of a layer besides its input.
+/// Parameters of a layer's attention.
 pub struct Heads<'a> {
     /// Query heads.
     pub heads: usize,
@@ -25,11 +25,11 @@ pub struct Heads<'a> {
     pub k_gain: &'a Buffer<f32>,
     /// `[positions, 64]` of (cos, sin).
     pub cos_sin: &'a Buffer<[f32; 2]>,
-    /// RMSNorm's.
+    /// Epsilon of RMSNorm.
     pub eps: f32,
 }
 
-/// [`Heads`] as kernels take them.
+/// [`Heads`] as a kernel argument.
 pub(super) struct HeadArgs {
     pub(super) q_gain: Address,
     pub(super) k_gain: Address,
@@ -37,7 +37,7 @@ pub(super) struct HeadArgs {
 }
 
 impl Heads<'_> {
-    /// As operands of `o`, over `cache`.
+    /// The argument, checked as operands of `o`, over `cache`.
     pub(super) fn args(&self, o: &Operands<'_>, cache: LayerPages<'_>) -> Result<HeadArgs> {
         let kv_heads = cache.kv_heads();
         let group = self.heads / kv_heads.max(1);
@@ -54,36 +54,36 @@ impl Heads<'_> {
     }
 }
 
-/// How a step's attention is launched.
+/// Launch settings of a step's attention.
 #[derive(Clone, Copy)]
 pub struct AttentionShape<'a> {
-    /// Rows.
+    /// Number of rows.
     pub m: usize,
-    /// [`AttentionScratch::splits`] of the longest.
+    /// [`AttentionScratch::splits`] for the longest sequence.
     pub splits: usize,
-    /// Keeps the next kernel from starting before the one in front has ended: what it requests
-    /// early then does not hold up this one's operands.
+    /// Keeps the next kernel from starting before the previous one has ended, so that its early
+    /// requests do not delay this kernel's operands.
     pub late: bool,
-    /// Rows that follow one another may be of one sequence: up to [`MOST_RUN`] at consecutive
-    /// positions. Without, each row is a sequence of its own.
+    /// True if consecutive rows may belong to one sequence: up to [`MOST_RUN`], at consecutive
+    /// positions. If false, each row is a sequence of its own.
     pub runs: bool,
-    /// Pages that rows have in common are read once for all of them. Not of runs.
+    /// If set, pages that rows share are read once for all of them. Not with `runs`.
     pub shared: Option<(&'a Cascade, CascadeShape)>,
 }
 
-/// Rows of one sequence in a step, at most (`cuda/attention_decode.cuh`).
+/// Most rows of one sequence in a step (`cuda/attention_decode.cuh`).
 pub const MOST_RUN: usize = 16;
 
-/// Where a step's attention goes.
+/// Output of a step's attention.
 pub enum AttentionOutput<'a> {
     /// `[m, heads * 128]`.
     Full(&'a mut Buffer<f32>),
     /// `[m, heads * 128 padded to 256]` in FP16, in operand order
-    /// ([`operand_index`](super::pack::operand_index)); what lies past `heads * 128` stays.
+    /// ([`operand_index`](super::pack::operand_index)); values past `heads * 128` are not changed.
     Half(&'a mut Buffer<u16>),
 }
 
-/// Where the splits of long contexts meet.
+/// Scratch memory in which the splits of long contexts are combined.
 pub struct AttentionScratch {
     partial: Buffer<[f32; HEAD_DIM]>, // [m, heads, splits, and those of shared pages]
     tops: Buffer<[f32; 2]>,           // the same
@@ -95,7 +95,7 @@ impl AttentionScratch {
     /// share a multiprocessor with the products of the largest models.
     const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2832;
     const SHARED_INT8: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 3600;
-    /// What the new keys and values of a run take more, their scales, and what they are made of.
+    /// Additional bytes for a run: its new keys and values, their scales, and their inputs.
     const RUN_FP16: usize = 2 * (MOST_RUN - 1) * 2 * HEAD_DIM + 64 + Self::JOBS;
     const RUN_INT8: usize = 2 * (MOST_RUN - 1) * HEAD_DIM + 64 + Self::JOBS;
     const JOBS: usize = (8 + 2 * MOST_RUN) * 4 * HEAD_DIM;
@@ -104,7 +104,7 @@ impl AttentionScratch {
     /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
     const MOST_SPLITS: usize = 64;
 
-    /// For steps of up to `sequences` rows, with `heads` query and `kv_heads` key heads.
+    /// Allocates it for steps of up to `sequences` rows, with `heads` query and `kv_heads` key heads.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
@@ -126,14 +126,14 @@ impl AttentionScratch {
         })
     }
 
-    /// Parts of a context, at most: as many as two blocks on every multiprocessor take.
+    /// Most parts of a context: as many as two blocks per multiprocessor can take.
     fn most_splits(gpu: &Gpu, kv_heads: usize, m: usize) -> usize {
         let blocks = 2 * gpu.info().multiprocessors;
         (blocks / (kv_heads * m).max(1)).clamp(1, Self::MOST_SPLITS)
     }
 
-    /// Parts of a context that a step of `m` sequences starts blocks for, the longest of them of
-    /// `positions`, new ones included. A power of two or the most, so that few recorded steps
+    /// Number of parts of a context for which a step of `m` sequences starts blocks, if the longest has
+    /// `positions`, including new ones. A power of two or the maximum, so that few recorded steps
     /// serve a growing sequence.
     pub fn splits(gpu: &Gpu, kv_heads: usize, m: usize, positions: usize) -> usize {
         let wanted = positions.div_ceil(Self::LEAST_SPLIT).next_power_of_two();
@@ -213,7 +213,7 @@ impl Stream {
     /// 128]`, and appends keys and values to the cache at `rows`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn append(
         &self,
         qkv: &mut Buffer<f32>,
@@ -242,15 +242,15 @@ impl Stream {
             eps: heads.eps,
         };
         let kernel = APPEND.instance(usize::from(cache.is_int8()));
-        // SAFETY: the operands were checked, and that the rows lie in the cache.
+        // SAFETY: the operands were checked, and that the rows are in the cache.
         unsafe { self.launch(kernel, shape((m.div_ceil(8), width), 256), &args) }
     }
 
     /// `out` `[m, heads * 128]`: attention of each row over its sequence up to itself, by the
-    /// plain kernel.
+    /// reference kernel.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn attention_reference(
         &self,
         qkv: &Buffer<f32>,
@@ -271,15 +271,15 @@ impl Stream {
             out: o.of("out", out, &[m, heads, HEAD_DIM])?,
             heads: heads as i32,
         };
-        // SAFETY: as for `append`.
+        // SAFETY: see `append`.
         unsafe { self.launch(&ATTENTION_REFERENCE, shape((m, heads), HEAD_DIM), &args) }
     }
 
-    /// Attention of the step's `m` tokens: `qkv` are their products `[m, (heads + 2 kv_heads) *
-    /// 128]`; keys and values are appended; the results go to `out`.
+    /// Attention of the step's `m` tokens. `qkv` are their products `[m, (heads + 2 kv_heads) *
+    /// 128]`; their keys and values are appended to the cache, and the results go to `out`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; the driver's.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub fn attention_decode(
         &self,
@@ -350,14 +350,15 @@ impl Stream {
             (true, _, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16),
             (true, _, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8),
         };
-        let shared_memory = match int8 {
-            true => AttentionScratch::SHARED_INT8,
-            false => AttentionScratch::SHARED_FP16,
+        let shared_memory = if int8 {
+            AttentionScratch::SHARED_INT8
+        } else {
+            AttentionScratch::SHARED_FP16
         };
         let shape = LaunchShape::new((kv_heads, splits, m), 128)
             .shared(shared_memory + more)
             .overlapping();
-        // SAFETY: the operands were checked, and that the steps lie in the cache.
+        // SAFETY: the operands were checked, and that the steps are in the cache.
         unsafe { self.launch(kernel.instance(usize::from(int8)), shape, &args) }
     }
 }

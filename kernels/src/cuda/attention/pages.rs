@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 /// Keys and values of all layers and sequences, in pages of [`PAGE`] positions.
 ///
 /// A sequence is a row of the page tables: its position `p` is row `p % PAGE` of page
-/// `tables[slot][p / PAGE]`. One page more than asked for, and one slot that has it as its first,
-/// belong to nobody: rows that fill a step up are computed there ([`DevicePages::idle_slot`]).
+/// `tables[slot][p / PAGE]`. There is one page more than requested, and one slot that begins with it:
+/// they belong to no sequence, and idle rows of a step are computed there ([`DevicePages::idle_slot`]).
 pub struct DevicePages {
     keys: Buffer<u8>,   // [layers, pages + 1, kv_heads, PAGE, 128]
     values: Buffer<u8>, // [layers, pages + 1, kv_heads, 128, PAGE]
@@ -24,22 +24,22 @@ pub struct DevicePages {
 /// Sizes of [`DevicePages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PagesShape {
-    /// What keys and values are rounded to.
+    /// Type that keys and values are rounded to.
     pub kv: KvType,
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv_heads: usize,
-    /// Pages of each layer.
+    /// Number of pages in each layer.
     pub pages: usize,
-    /// Sequences at most.
+    /// Most sequences.
     pub slots: usize,
-    /// Positions of a sequence at most.
+    /// Most positions of a sequence.
     pub ctx: usize,
 }
 
 impl PagesShape {
-    /// Rows of keys (and of values) of one page.
+    /// Rows of keys (and of values) in one page.
     fn page_rows(&self) -> usize {
         self.kv_heads * PAGE
     }
@@ -49,12 +49,12 @@ impl PagesShape {
     }
 }
 
-/// Where [`Stream::set_pages`] puts a page: `slot`'s positions from `PAGE * index` on.
+/// An entry for [`Stream::set_pages`]: `page` holds `slot`'s positions from `PAGE * index` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageEntry {
     /// The sequence.
     pub slot: usize,
-    /// Which of its pages.
+    /// Index in its page table.
     pub index: usize,
     /// The page.
     pub page: u32,
@@ -81,10 +81,10 @@ pub(crate) struct CacheArgs {
 }
 
 impl DevicePages {
-    /// Zeroed pages; every table's entries name the page that belongs to nobody.
+    /// Allocates zeroed pages; all table entries name the page that belongs to no sequence.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for f32, which the device does not keep.
+    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for f32, which the device does not support.
     pub fn new(gpu: &Gpu, shape: PagesShape) -> Result<Self> {
         let what = "the KV cache";
         if shape.kv == KvType::F32 {
@@ -127,12 +127,12 @@ impl DevicePages {
         self.keys.bytes() + self.values.bytes() + scales + self.tables.bytes()
     }
 
-    /// A slot of nobody's, for rows at position 0 whose results nobody reads.
+    /// A slot that belongs to no sequence, for rows at position 0 whose results are not used.
     pub fn idle_slot(&self) -> usize {
         self.shape.slots
     }
 
-    /// Where rows may stand: in nobody's slot, too.
+    /// The places where rows may stand, including the idle slot.
     pub fn places(&self) -> Places {
         Places {
             positions: self.table_len * PAGE,
@@ -155,12 +155,12 @@ impl DevicePages {
 }
 
 impl LayerPages<'_> {
-    /// Where rows may stand.
+    /// The places where rows may stand.
     pub(crate) fn places(&self) -> Places {
         self.pages.places()
     }
 
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub(crate) fn kv_heads(&self) -> usize {
         self.pages.shape.kv_heads
     }
@@ -169,7 +169,7 @@ impl LayerPages<'_> {
         self.pages.scales.is_some()
     }
 
-    /// As operands of `o`.
+    /// The argument, checked as operands of `o`.
     pub(crate) fn args(&self, o: &Operands<'_>) -> Result<CacheArgs> {
         let pages = self.pages;
         let rows = (pages.shape.pages + 1) * pages.shape.page_rows();
@@ -229,7 +229,7 @@ impl Stream {
     /// Writes entries of the page tables, in order with the stream's other work.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a slot, index or page that there is not; the driver's.
+    /// [`Error::Shape`] for a slot, index or page that does not exist; errors of the driver.
     pub fn set_pages(&self, pages: &mut DevicePages, entries: &[PageEntry]) -> Result<()> {
         let o = self.operands("set_pages");
         let of = pages.shape;
@@ -250,7 +250,7 @@ impl Stream {
             for (to, e) in args.entries.iter_mut().zip(some) {
                 *to = [(e.slot * pages.table_len + e.index) as u32, e.page];
             }
-            // SAFETY: the entries lie in the tables.
+            // SAFETY: the entries are in the tables.
             unsafe { self.launch(&SET_PAGES, shape((1, 1), MOST_ENTRIES), &args)? };
         }
         Ok(())
@@ -259,7 +259,7 @@ impl Stream {
     /// Copies page `from` to page `to`, in all layers.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a page that there is not; the driver's.
+    /// [`Error::Shape`] for a page that does not exist; errors of the driver.
     pub fn copy_page(&self, pages: &mut DevicePages, from: u32, to: u32) -> Result<()> {
         let o = self.operands("copy_page");
         let of = pages.shape;
@@ -279,7 +279,7 @@ impl Stream {
             from,
             to,
         };
-        // SAFETY: both pages lie in the pool.
+        // SAFETY: both pages are in the pool.
         unsafe { self.launch(&COPY_PAGE, shape((16, of.layers), 256), &args) }
     }
 }

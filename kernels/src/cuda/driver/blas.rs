@@ -1,8 +1,8 @@
-//! cuBLAS, where it is installed: products of f32 matrices.
+//! cuBLAS, if it is installed: products of f32 matrices.
 //!
-//! NVIDIA's library is not part of a driver, so it is loaded when first asked for, and whoever
-//! asks has kernels of its own for a machine without it. Only what is called is looked up, in
-//! whichever of the versions is there: these functions are the same in all of them.
+//! NVIDIA's library is not part of a driver, so it is loaded when first needed, and callers have
+//! kernels of their own for machines without it. Only the functions that are called are looked up, in
+//! whichever version is found: they are the same in all versions.
 
 use super::gpu::Gpu;
 use super::memory::{Address, Buffer};
@@ -21,10 +21,10 @@ use std::fmt::Display;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
-/// Says where the library is, or `off`.
+/// Environment variable with the library's path, or `off`.
 pub(crate) const VARIABLE: &str = "NQ_CUBLAS";
 
-/// Where it is looked for otherwise: the newest that the loader knows, then the toolkit's.
+/// File names tried otherwise: the newest that the loader knows, then those of the toolkit.
 const NAMES: [&str; 4] = [
     "libcublas.so.13",
     "libcublas.so.12",
@@ -32,11 +32,11 @@ const NAMES: [&str; 4] = [
     "/usr/local/cuda/lib64/libcublas.so",
 ];
 
-/// Bytes that the library may work in: what NVIDIA recommends for its largest chips
-/// (cuBLAS documentation, `cublasSetWorkspace`). Given, so that it takes none by itself.
+/// Size of the library's workspace: NVIDIA's recommendation for its largest chips
+/// (cuBLAS documentation, `cublasSetWorkspace`). Provided so that it allocates none by itself.
 const WORKSPACE: usize = 32 << 20;
 
-/// What a function answers; 0 is success.
+/// Result of a function; 0 is success.
 type Status = c_int;
 type Create = unsafe extern "C" fn(*mut Handle) -> Status;
 type Destroy = unsafe extern "C" fn(Handle) -> Status;
@@ -69,7 +69,7 @@ type GemmStridedBatchedEx = unsafe extern "C" fn(
     Algorithm,
 ) -> Status;
 
-/// A matrix of a product, row-major: where it starts, and values from row to row.
+/// A matrix of a product, row-major: its start, and the distance between rows in values.
 #[derive(Clone, Copy)]
 pub(crate) struct Side {
     pub(crate) at: Address,
@@ -79,20 +79,20 @@ pub(crate) struct Side {
 /// The library, bound to one stream.
 pub(crate) struct Blas {
     gpu: Gpu,
-    // One call at a time: they share the handle's workspace.
+    // One call at a time: calls share the handle's workspace.
     handle: Mutex<Owned>,
     gemm: GemmStridedBatchedEx,
     destroy: Destroy,
     version: c_int,
     _workspace: Buffer<u8>,
-    // Last, so that nothing outlives its code.
+    // Last field, so that nothing outlives its code.
     _library: Library,
 }
 
 struct Owned(Handle);
 
-// SAFETY: the handle may be used from any thread, one at a time, which the mutex around it sees
-// to, once the context is current there.
+// SAFETY: the handle may be used from any thread, one at a time, which the mutex around it
+// ensures, once the context is current there.
 unsafe impl Send for Owned {}
 
 fn failed(name: &OsStr, why: &dyn Display) -> Error {
@@ -102,25 +102,25 @@ fn failed(name: &OsStr, why: &dyn Display) -> Error {
     }
 }
 
-/// A function of the library.
+/// Looks up a function of the library.
 ///
 /// # Safety
 /// `F` is its type.
 unsafe fn symbol<F: Copy>(name: &OsStr, library: &Library, function: &str) -> Result<F> {
-    // SAFETY: the caller's.
+    // SAFETY: by contract.
     let found = unsafe { library.get::<F>(function) };
     found.map(|f| *f).map_err(|e| failed(name, &e))
 }
 
 impl Blas {
-    /// The library, its work queued in `stream`; `None` where none is installed, or the user wants
-    /// none.
+    /// Loads the library, with its work queued in `stream`; `None` if none is installed or the user
+    /// disabled it.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the library that the user names, or each of those installed, cannot be
-    /// used.
+    /// [`Error::Cuda`] if the library that the user names, or each of those installed, is
+    /// unusable.
     pub(crate) fn open(stream: &Stream) -> Result<Option<Self>> {
-        // SAFETY: the library's initializers are NVIDIA's.
+        // SAFETY: the library's initializers are NVIDIA's own.
         let load = |name: &OsStr| unsafe { Library::new(name) };
         match env::var_os(VARIABLE).filter(|v| !v.is_empty()) {
             Some(v) if v == "off" => Ok(None),
@@ -145,7 +145,7 @@ impl Blas {
     fn bind(name: &OsStr, library: Library, stream: &Stream) -> Result<Self> {
         let gpu = stream.gpu().clone();
         gpu.0.bind()?;
-        // SAFETY: the types are those of the library's headers.
+        // SAFETY: the types are those in the library's headers.
         let (create, destroy, set_stream, set_workspace, get_version, gemm) = unsafe {
             (
                 symbol::<Create>(name, &library, "cublasCreate_v2")?,
@@ -164,8 +164,8 @@ impl Blas {
             0 => Ok(()),
             status => Err(failed(name, &format!("{what} answers {status}"))),
         };
-        // SAFETY: the context is current; the handle is what was created; stream and workspace
-        // live as long as it. The stream comes first: setting it would reset the workspace.
+        // SAFETY: the context is current; the handle was just created; stream and workspace
+        // live as long as it. The stream is set first, since setting it would reset the workspace.
         unsafe {
             call("cublasCreate", create(&raw mut handle))?;
             let ready = call("cublasSetStream", set_stream(handle, stream.raw()))
@@ -197,13 +197,13 @@ impl Blas {
         format!("cuBLAS {major}.{minor}")
     }
 
-    /// Queues `C (+)= alpha op(A) op(B)`; operands in TF32 if `tf32`, in f32 otherwise.
+    /// Queues `C (+)= alpha op(A) op(B)`, with operands rounded to TF32 if `tf32`, otherwise in f32.
     ///
     /// # Safety
-    /// The operands hold what `g` says, and stay until the stream is waited for.
+    /// The operands have the shapes given by `g`, and exist until the stream is waited for.
     ///
     /// # Errors
-    /// A shape that the library cannot count; its own.
+    /// A shape beyond the library's integers; errors of the library.
     pub(crate) unsafe fn product(
         &self,
         g: Gemm,
@@ -217,15 +217,19 @@ impl Blas {
         let size = |n: usize| {
             c_int::try_from(n).map_err(|_| failed(format!("{n} is beyond what it counts to")))
         };
-        let op = |transposed| match transposed {
-            true => Operation::CUBLAS_OP_T,
-            false => Operation::CUBLAS_OP_N,
+        let op = |transposed| {
+            if transposed {
+                Operation::CUBLAS_OP_T
+            } else {
+                Operation::CUBLAS_OP_N
+            }
         };
         let pointer = |s: Side| s.at.0 as *const c_void;
         let stride = |n: usize| n as c_longlong;
-        let compute = match tf32 {
-            true => Compute::CUBLAS_COMPUTE_32F_FAST_TF32,
-            false => Compute::CUBLAS_COMPUTE_32F,
+        let compute = if tf32 {
+            Compute::CUBLAS_COMPUTE_32F_FAST_TF32
+        } else {
+            Compute::CUBLAS_COMPUTE_32F
         };
         let beta = if g.accumulate { 1.0f32 } else { 0.0 };
         let (m, n, k, batch) = (size(g.m)?, size(g.n)?, size(g.k)?, size(g.batch)?);
@@ -234,7 +238,7 @@ impl Blas {
         self.gpu.0.bind()?;
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         // The library's matrices are column-major: C^T = op(B)^T op(A)^T.
-        // SAFETY: the caller's; the factors are read before the call returns, which is the
+        // SAFETY: by contract; the factors are read before the call returns, which is the
         // library's default.
         let status = unsafe {
             (self.gemm)(
@@ -284,7 +288,7 @@ impl Drop for Blas {
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner);
         if self.gpu.0.bind().is_ok() {
-            // SAFETY: made by `load`, destroyed once. A failure here has no one to hear of it.
+            // SAFETY: created by `load`, destroyed once. There is no one to report a failure to.
             unsafe { (self.destroy)(handle.0) };
         }
     }

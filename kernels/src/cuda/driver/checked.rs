@@ -1,4 +1,4 @@
-//! Numbers in device memory that kernels follow to other memory.
+//! Values in device memory that kernels use as indices into other memory.
 
 use super::gpu::Gpu;
 use super::memory::Buffer;
@@ -8,16 +8,16 @@ use crate::error::{Error, Result};
 use bytemuck::Pod;
 use std::fmt::Debug;
 
-/// A value that says where a kernel reads or writes.
+/// A value that tells a kernel where to read or write.
 pub trait Followed: Pod + Debug {
-    /// What it must lie within.
+    /// The bounds that it must be within.
     type Bounds: Copy + Debug;
 
-    /// True if a kernel may follow the value within `bounds`.
+    /// True if a kernel may use the value as an index within `bounds`.
     fn is_within(&self, bounds: &Self::Bounds) -> bool;
 }
 
-/// An id or a row's number, below the bound.
+/// An id or a row number, which must be below the bound.
 impl Followed for u32 {
     type Bounds = usize;
 
@@ -26,16 +26,16 @@ impl Followed for u32 {
     }
 }
 
-/// Device memory of values that lie within bounds, which are checked as they are written.
+/// Device memory of values within bounds, which are checked when they are written.
 pub struct Checked<T: Followed> {
     values: Buffer<T>,
     bounds: T::Bounds,
-    /// What [`Stream::write_checked`] copies from.
+    /// Staging memory of [`Stream::write_checked`].
     staging: Option<Staging<T>>,
 }
 
 impl<T: Followed> Checked<T> {
-    /// `len` times `value`; `what` is named if they do not fit.
+    /// Allocates `len` copies of `value`; `what` is named in the error if they do not fit.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`]; [`Error::Shape`] if the value is not within the bounds.
@@ -57,7 +57,7 @@ impl<T: Followed> Checked<T> {
     /// A copy of `values`.
     ///
     /// # Errors
-    /// As [`Checked::new`].
+    /// Errors of [`Checked::new`].
     pub fn upload(gpu: &Gpu, what: &'static str, values: &[T], bounds: T::Bounds) -> Result<Self> {
         check_bounds(what, values, &bounds)?;
         Ok(Checked {
@@ -67,7 +67,7 @@ impl<T: Followed> Checked<T> {
         })
     }
 
-    /// What all values lie within.
+    /// The bounds of all values.
     pub fn bounds(&self) -> &T::Bounds {
         &self.bounds
     }
@@ -77,7 +77,7 @@ impl<T: Followed> Checked<T> {
         &self.values
     }
 
-    /// Writes `values` from index `at` on; returns when they are there.
+    /// Writes `values` from index `at` on; they are in place when this returns.
     ///
     /// # Errors
     /// [`Error::Shape`] for a value that is not within the bounds, or if they do not fit.
@@ -88,10 +88,10 @@ impl<T: Followed> Checked<T> {
 }
 
 impl Stream {
-    /// As [`Stream::put`], of values that kernels follow.
+    /// Like [`Stream::put`], for values that kernels use as indices.
     ///
     /// # Errors
-    /// As [`Stream::put`]'s; [`Error::Shape`] for a value that is not within the bounds.
+    /// Errors of [`Stream::put`]; [`Error::Shape`] for a value that is not within the bounds.
     pub fn put_checked<T: Followed>(
         &self,
         to: &mut Checked<T>,
@@ -102,11 +102,11 @@ impl Stream {
         self.put(&mut to.values, at, values)
     }
 
-    /// Writes `values` to the first of `to`, in order with the stream's other work. Waits only if
-    /// the writes before the latest one are not done.
+    /// Writes `values` to the start of `to`, in order with the stream's other work. Waits only if
+    /// writes before the latest one are not done.
     ///
     /// # Errors
-    /// As [`Checked::write`]'s; [`Error::DeviceMemory`] at the first call.
+    /// Errors of [`Checked::write`]; [`Error::DeviceMemory`] at the first call.
     pub fn write_checked<T: Followed>(&self, to: &mut Checked<T>, values: &[T]) -> Result<()> {
         check_bounds("device write", values, &to.bounds)?;
         self.write_staged(&mut to.values, 0, &mut to.staging, values)

@@ -1,4 +1,4 @@
-//! The kernels' code: which of a build's targets a device runs, and what driver that needs.
+//! The kernels' code: which of a build's targets a device runs, and which driver that needs.
 
 use crate::error::{Error, Result};
 use std::borrow::Cow;
@@ -9,12 +9,12 @@ include!(concat!(env!("OUT_DIR"), "/code.rs"));
 #[cfg(not(feature = "cuda-source"))]
 use nq_kernels_cuda::CODE;
 
-/// Most bytes of a target's code, unpacked: several times what there is.
+/// Most bytes of a target's unpacked code: several times the actual size.
 #[cfg(not(feature = "cuda-source"))]
 const MOST_BYTES: usize = 256 << 20;
 
-/// What code is for, by the compiler's name: `sm_86`, machine code for compute capability 8.6 and
-/// newer 8.x; `sm_90a`, for 9.0 alone; `compute_100`, PTX for 10.0 and newer.
+/// A target, by the compiler's name: `sm_86` is machine code for compute capability 8.6 and
+/// newer 8.x; `sm_90a` for 9.0 alone; `compute_100` is PTX for 10.0 and newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) struct Target {
     name: &'static str,
@@ -53,8 +53,8 @@ impl Target {
         self.capability <= capability && (self.ptx || self.capability.0 == capability.0)
     }
 
-    /// CUDA version of the oldest driver that takes it: machine code wants the compiler's major
-    /// version, PTX its minor one too.
+    /// CUDA version of the oldest driver that supports it: machine code needs the compiler's major
+    /// version, PTX also its minor version.
     fn driver(&self) -> (i32, i32) {
         (COMPILER.0, if self.ptx { COMPILER.1 } else { 0 })
     }
@@ -62,7 +62,7 @@ impl Target {
     /// The fatbins.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if what the build embeds is damaged.
+    /// [`Error::Cuda`] if the embedded code is damaged.
     pub(in crate::cuda) fn images(&self) -> Result<Vec<Cow<'static, [u8]>>> {
         let code = CODE.iter().find(|(name, _)| *name == self.name);
         let (_, code) = code.expect("targets are those of the table");
@@ -73,22 +73,23 @@ impl Target {
     }
 }
 
-/// All that this build has code for.
+/// All targets for which this build has code.
 pub(in crate::cuda) fn targets() -> impl Iterator<Item = Target> {
     CODE.iter().filter_map(|(name, _)| Target::of(name))
 }
 
-/// The best of `targets` for a device: machine code if there is any, then the newest.
+/// The best of `targets` for a device: machine code if there is any, and the newest.
 fn best(targets: impl Iterator<Item = Target>, capability: (i32, i32)) -> Option<Target> {
     targets
         .filter(|t| t.runs_on(capability))
         .max_by_key(|t| (!t.ptx, t.capability, t.exact))
 }
 
-/// What a device of `capability` runs, if its driver, of CUDA version `driver` (e.g. 13000), takes it.
+/// The target for a device of `capability`, if its driver, of CUDA version `driver` (e.g. 13000),
+/// supports it.
 ///
 /// # Errors
-/// The reason why it cannot be used, and what could be done.
+/// The reason why it cannot be used, and what can be done.
 pub(super) fn target_for(capability: (i32, i32), driver: i32) -> Result<Target, String> {
     let (major, minor) = capability;
     let Some(target) = best(targets(), capability) else {
@@ -106,7 +107,7 @@ pub(super) fn target_for(capability: (i32, i32), driver: i32) -> Result<Target, 
     Ok(target)
 }
 
-/// How a driver for CUDA version `driver` is refused where `needed` is the oldest.
+/// The error for a driver of CUDA version `driver` if `needed` is the oldest supported.
 pub(super) fn too_old(driver: i32, needed: (i32, i32)) -> String {
     format!(
         "the NVIDIA driver is too old: it is for CUDA {}.{}, and this build's kernels need one for \
@@ -119,12 +120,12 @@ pub(super) fn too_old(driver: i32, needed: (i32, i32)) -> String {
     )
 }
 
-/// The oldest driver that this build's machine code needs: its release, e.g. 580.
+/// Release number of the oldest driver that this build's machine code needs, e.g. 580.
 pub fn driver_needed() -> u32 {
     release((COMPILER.0, 0))
 }
 
-/// The first driver for Linux that is for a CUDA version (CUDA Toolkit Release Notes, table 3).
+/// The first Linux driver that supports a CUDA version (CUDA Toolkit Release Notes, table 3).
 fn release((major, minor): (i32, i32)) -> u32 {
     match (major, minor) {
         (..=12, 0) => 525,
@@ -158,8 +159,8 @@ fn images(packed: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
     split(&unpacked)
 }
 
-/// The fatbins that lie one after another in `all`. Each begins with a header: magic, version (u16),
-/// bytes of the header (u16), bytes behind it (u64).
+/// Splits `all` into its fatbins. Each begins with a header: magic, version (u16),
+/// bytes of the header (u16), bytes after it (u64).
 #[cfg(not(feature = "cuda-source"))]
 fn split(mut all: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
     const MAGIC: [u8; 4] = 0xba55_ed50_u32.to_le_bytes();

@@ -1,17 +1,17 @@
-//! Which GPUs there are, and whether this build can use them.
+//! Finds GPUs and checks whether this build can use them.
 
 use super::code::{Target, target_for, too_old};
 use super::gpu::check;
 use crate::error::{Error, Result};
 use cudarc::driver::{result, sys};
 
-/// The oldest driver whose library has all that is called here (CUDA 12.0).
+/// CUDA version of the oldest driver whose library has all functions called here (12.0).
 const OLDEST_DRIVER: i32 = 12_000;
 
-/// The number of devices, or why none can be used: no driver library, one too old, no device.
+/// The number of devices; an error if there is no driver library, it is too old, or has no device.
 ///
 /// # Errors
-/// [`Error::Cuda`] saying which.
+/// [`Error::Cuda`], saying which.
 pub fn device_count() -> Result<usize> {
     let none = |why: String| Error::Cuda {
         what: "looking for a GPU",
@@ -33,17 +33,17 @@ pub fn device_count() -> Result<usize> {
     }
 }
 
-/// Sees whether device `ordinal` runs this build's kernels, without opening it.
+/// Checks whether device `ordinal` can run this build's kernels, without opening it.
 ///
 /// # Errors
-/// [`device_count`]'s; [`Error::Cuda`] if there is no such device, or the kernels have no code for it
-/// or need a newer driver.
+/// Errors of [`device_count`]; [`Error::Cuda`] if there is no such device, or the kernels have no code
+/// for it or need a newer driver.
 pub fn check_device(ordinal: usize) -> Result<()> {
     let device = find(ordinal)?;
     code_for(device, ordinal).map(|_| ())
 }
 
-/// The device of number `ordinal`.
+/// The device with number `ordinal`.
 pub(super) fn find(ordinal: usize) -> Result<sys::CUdevice> {
     let count = device_count()?;
     if ordinal >= count {

@@ -1,4 +1,4 @@
-//! A device: what it is, its kernels, and what is timed of its work.
+//! A device: its properties, its kernels, and the timing of its work.
 
 use super::code::Target;
 use super::found::{capability, code_for, driver_version, find};
@@ -16,28 +16,28 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-/// The oldest driver that says what arguments a kernel takes (CUDA 12.4).
+/// The oldest driver that reports the arguments of a kernel (CUDA 12.4).
 const KNOWS_ARGUMENTS: i32 = 12_040;
 
-/// Dynamic shared memory of a block that need not be asked for: of 48 KiB, static arrays take some.
+/// Dynamic shared memory of a block that needs no request: 48 KiB, less some for static arrays.
 const UNASKED_SHARED: usize = 32 * 1024;
 
-/// What a device is.
+/// Properties of a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuInfo {
-    /// Which of the machine's devices.
+    /// Its number among the machine's devices.
     pub ordinal: usize,
-    /// As the driver calls it, e.g. `NVIDIA H200`.
+    /// The driver's name for it, e.g. `NVIDIA H200`.
     pub name: String,
     /// Compute capability, e.g. (9, 0).
     pub capability: (i32, i32),
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: usize,
     /// Most dynamic shared memory of a block, in bytes.
     pub shared_memory: usize,
     /// Cache shared by all multiprocessors, in bytes.
     pub l2_bytes: usize,
-    /// All of the device's memory, in bytes.
+    /// Total memory of the device, in bytes.
     pub memory: usize,
     /// CUDA version of the driver, e.g. 13000.
     pub driver: i32,
@@ -60,24 +60,24 @@ pub struct Gpu(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
     info: GpuInfo,
-    /// What is allocated there counts in it.
+    /// Counts the memory allocated on the device.
     account: Account,
     device: sys::CUdevice,
-    /// Null of a device on which nothing runs.
+    /// Null on a dry device.
     context: sys::CUcontext,
-    /// Memory is set and written here. Other streams do not wait for the default stream, and waiting
-    /// for that one spoils what other threads record.
+    /// Stream for setting and writing memory. Other streams do not wait for the default stream, and
+    /// waiting for that one would spoil recordings of other threads.
     copies: sys::CUstream,
     modules: Vec<sys::CUmodule>,
-    /// By number of the instance in the table; none of those that this build has no code for.
+    /// By the instance's number in the table; `None` if this build has no code for it.
     functions: Box<[OnceLock<Option<Function>>]>,
     profile: Profile,
-    /// While profiling, each kernel is timed.
+    /// True if each kernel is timed while profiling.
     by_kernel: AtomicBool,
     pub(super) timed: Mutex<Vec<Timed>>,
 }
 
-/// An operation under way or done, between two events.
+/// An operation that is running or done, between two events.
 pub(super) struct Timed {
     pub(super) key: Key,
     pub(super) bytes: usize,
@@ -85,24 +85,24 @@ pub(super) struct Timed {
 }
 
 // SAFETY: the driver's handles may be used from any thread once the context is current there,
-// which every method sees to.
+// which every method ensures.
 unsafe impl Send for Inner {}
-// SAFETY: as above; what changes is behind locks or atomic.
+// SAFETY: as above; mutable state is atomic or behind locks.
 unsafe impl Sync for Inner {}
 
-/// A kernel, as the driver knows it.
+/// A kernel's handle and attributes.
 struct Function {
     handle: sys::CUfunction,
-    /// Dynamic shared memory that a block may have.
+    /// Dynamic shared memory allowed per block.
     shared: AtomicUsize,
-    /// Clusters may have more than [`PORTABLE_CLUSTER`] blocks.
+    /// True if clusters may have more than [`PORTABLE_CLUSTER`] blocks.
     large_clusters: AtomicBool,
 }
 
-/// Blocks of a cluster that every device with clusters takes.
+/// Most blocks of a cluster that every device with clusters supports.
 const PORTABLE_CLUSTER: usize = 8;
 
-/// Turns a driver's answer into this crate's error.
+/// Converts a driver's result to this crate's error.
 pub(super) fn check<T>(what: &'static str, result: Result<T, DriverError>) -> Result<T> {
     result.map_err(|e| match e.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::DeviceMemory { what },
@@ -121,15 +121,15 @@ impl Gpu {
     /// Opens device `ordinal` and loads the kernels.
     ///
     /// # Errors
-    /// [`device_count`](super::device_count)'s; [`Error::Cuda`] if there is no such device, or the kernels have no
-    /// code for it or need a newer driver.
+    /// Errors of [`device_count`](super::device_count); [`Error::Cuda`] if there is no such device,
+    /// or the kernels have no code for it or need a newer driver.
     pub fn open(ordinal: usize) -> Result<Self> {
         let device = find(ordinal)?;
         let code = code_for(device, ordinal)?;
-        // SAFETY: `device` is valid; the reference is given back in `Drop`.
+        // SAFETY: `device` is valid; the reference is released in `Drop`.
         let context = unsafe { result::primary_ctx::retain(device) };
         let context = check("opening a GPU", context)?;
-        // From here on `Drop` cleans up.
+        // From here on, `Drop` cleans up.
         let info = GpuInfo {
             ordinal,
             ..GpuInfo::default()
@@ -143,24 +143,24 @@ impl Gpu {
         Ok(Gpu(Arc::new(inner)))
     }
 
-    /// A device of which `info` is told, and on which nothing runs: what is allocated there takes no
-    /// memory and counts in `account`. Constructors show on it what they will take; what they write
-    /// goes nowhere, and whatever asks for more of it is an error.
+    /// A dry device with properties `info`, on which nothing runs: allocations take no
+    /// memory and count in `account`. Running constructors on it shows what they take; writes
+    /// do nothing, and other operations are errors.
     pub fn dry(info: GpuInfo, account: Account) -> Self {
         Gpu(Arc::new(Inner::new(info, account, 0, ptr::null_mut())))
     }
 
-    /// True if nothing runs on it.
+    /// True for a dry device.
     pub(super) fn is_dry(&self) -> bool {
         self.0.context.is_null()
     }
 
-    /// What is allocated on the device: of an open one, all devices' of this process.
+    /// The account of allocations: for an open device, that of all devices of this process.
     pub fn account(&self) -> &Account {
         &self.0.account
     }
 
-    /// What the device is.
+    /// Properties of the device.
     pub fn info(&self) -> &GpuInfo {
         &self.0.info
     }
@@ -170,10 +170,10 @@ impl Gpu {
         self.0.context == other.0.context
     }
 
-    /// Bytes of device memory that are free now.
+    /// Bytes of device memory that are currently free.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn free_memory(&self) -> Result<usize> {
         self.0.bind()?;
         Ok(check("asking for free memory", result::mem_get_info())?.0)
@@ -188,13 +188,13 @@ impl Gpu {
         check("running kernels", result::ctx::synchronize())
     }
 
-    /// Starts timing what [`Stream::timed`] wraps, from zero.
+    /// Starts timing what [`Stream::timed`] wraps, resetting the counts.
     pub fn start_profile(&self) {
         self.0.by_kernel.store(false, Ordering::Relaxed);
         self.0.profile.start();
     }
 
-    /// Stops timing: what was counted, the most expensive first.
+    /// Stops timing and returns the counts, the most expensive operation first.
     pub fn stop_profile(&self) -> Vec<OpTiming> {
         self.0.profile.stop()
     }
@@ -204,10 +204,10 @@ impl Gpu {
         self.0.profile.is_on()
     }
 
-    /// Counts the operations timed so far, all of which have run.
+    /// Counts the operations timed so far, all of which must have run.
     ///
     /// # Errors
-    /// The driver's, e.g. if one has not.
+    /// Errors of the driver, e.g. if one has not run.
     pub fn settle_profile(&self) -> Result<()> {
         self.0.bind()?;
         let timed = std::mem::take(&mut *self.0.timed.lock().unwrap_or_else(|e| e.into_inner()));
@@ -232,35 +232,35 @@ impl Gpu {
         outcome
     }
 
-    /// Starts timing each kernel alone, from zero, in place of what [`Stream::timed`] wraps.
+    /// Starts timing each kernel alone instead of what [`Stream::timed`] wraps, resetting the counts.
     pub fn start_profile_by_kernel(&self) {
         self.0.by_kernel.store(true, Ordering::Relaxed);
         self.0.profile.start();
     }
 
-    /// True while each kernel is timed.
+    /// True while each kernel is timed alone.
     pub(super) fn times_kernels(&self) -> bool {
         self.is_profiling() && self.0.by_kernel.load(Ordering::Relaxed)
     }
 
-    /// True if this build has code of an instance of a kernel for the device.
+    /// True if this build has code for an instance of a kernel on this device.
     ///
     /// # Errors
-    /// The driver's; [`Error::Cuda`] if its arguments are not of the size that the table says.
+    /// Errors of the driver; [`Error::Cuda`] if its arguments do not have the size given in the table.
     ///
     /// # Panics
-    /// If there are not so many instances.
+    /// If the row does not have this many instances.
     pub fn has(&self, row: &'static KernelRow, instance: usize) -> Result<bool> {
         assert!(instance < row.instances.len(), "{}", row.name);
         Ok(self.function(row, instance)?.is_some())
     }
 
-    /// True if this build has code of a kernel for the device.
+    /// True if this build has code for a kernel on this device.
     pub(crate) fn has_kernel<A>(&self, kernel: &Instance<A>) -> bool {
         matches!(self.function(kernel.row, kernel.index), Ok(Some(_)))
     }
 
-    /// A kernel, looked up once; none if this build has no code for it.
+    /// Looks up a kernel, once; `None` if this build has no code for it.
     fn function(&self, row: &'static KernelRow, index: usize) -> Result<Option<&Function>> {
         let cell = &self.0.functions[row.number(index)];
         if cell.get().is_none() {
@@ -270,7 +270,7 @@ impl Gpu {
         Ok(cell.get().and_then(Option::as_ref))
     }
 
-    /// A kernel that may be launched so.
+    /// Prepares a kernel for a launch of this shape and returns its handle.
     pub(super) fn reserve<A>(
         &self,
         kernel: &Instance<A>,
@@ -285,7 +285,7 @@ impl Gpu {
         };
         let allow = |what, attribute, value: usize| {
             self.0.bind()?;
-            // SAFETY: the handle is valid while the module is.
+            // SAFETY: the handle is valid as long as the module.
             check(what, unsafe {
                 result::function::set_function_attribute(f.handle, attribute, value as i32)
             })
@@ -303,10 +303,10 @@ impl Gpu {
         Ok(f.handle)
     }
 
-    /// Clusters of a launch that run at once, at most.
+    /// Most clusters of a launch that run at once.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub(crate) fn clusters_at_once<A>(
         &self,
         kernel: &Instance<A>,
@@ -317,7 +317,7 @@ impl Gpu {
         let mut attributes = Attributes::of(shape, self.info());
         let config = attributes.config(shape, ptr::null_mut());
         let mut count = 0;
-        // SAFETY: the function is valid, and so is what the configuration points to.
+        // SAFETY: the function is valid, and so is everything that the configuration points to.
         let outcome = unsafe {
             sys::cuOccupancyMaxActiveClusters(&raw mut count, function, &raw const config)
         };
@@ -361,8 +361,8 @@ impl Inner {
         })
     }
 
-    /// Queues what `copy` does in the stream that it is given, and waits for it. On a dry device
-    /// nothing is done.
+    /// Calls `copy` with the stream for copies, and waits for the work queued there. Does nothing on a
+    /// dry device.
     pub(super) fn copy(
         &self,
         what: &'static str,
@@ -404,7 +404,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Looks a kernel up in the modules.
+    /// Looks up a kernel in the modules.
     fn find(&self, row: &KernelRow, index: usize) -> Result<Option<Function>> {
         let name = row.instances[index];
         let symbol = CString::new(name).map_err(|_| Error::Cuda {
@@ -419,9 +419,9 @@ impl Inner {
         let Some(handle) = found else {
             return Ok(None);
         };
-        // All kernels want the same split between shared memory and L1: a multiprocessor changes it
-        // only when nothing runs there.
-        // SAFETY: the handle is valid while the module is.
+        // All kernels ask for the same split between shared memory and L1, since a multiprocessor
+        // changes it only while idle.
+        // SAFETY: the handle is valid as long as the module.
         check("reserving shared memory", unsafe {
             result::function::set_function_attribute(
                 handle,
@@ -437,14 +437,14 @@ impl Inner {
         }))
     }
 
-    /// Refuses a kernel that does not take one argument of `size` bytes, where the driver tells.
+    /// Refuses a kernel that does not take one argument of `size` bytes, if the driver tells.
     fn check_arguments(&self, name: &str, handle: sys::CUfunction, size: usize) -> Result<()> {
         if self.info.driver < KNOWS_ARGUMENTS {
             return Ok(());
         }
         let (mut offset, mut found) = (0, 0);
-        // SAFETY: the handle is valid while the module is; two integers are written. The driver
-        // refuses to speak of an argument that there is not.
+        // SAFETY: the handle is valid as long as the module; two integers are written. The driver
+        // returns an error for an argument that does not exist.
         let (first, second) = unsafe {
             let second = sys::cuFuncGetParamInfo(handle, 1, &raw mut offset, &raw mut found);
             let first = sys::cuFuncGetParamInfo(handle, 0, &raw mut offset, &raw mut found);
@@ -481,8 +481,8 @@ impl Drop for Inner {
         if self.bind().is_err() {
             return;
         }
-        // SAFETY: nothing that uses the modules or the context outlives the last `Gpu`. A
-        // failure here has no one to hear of it.
+        // SAFETY: nothing that uses the modules or the context outlives the last `Gpu`. There is no
+        // one to report a failure to.
         unsafe {
             if !self.copies.is_null() {
                 let _ = result::stream::destroy(self.copies);

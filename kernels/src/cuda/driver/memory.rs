@@ -1,4 +1,4 @@
-//! Memory: the device's, and the host's that a device can address.
+//! Memory of the device, and host memory that a device can address.
 
 use super::gpu::{Gpu, check};
 use crate::account::Held;
@@ -10,37 +10,36 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// Memory of a device, or of the host that the device can address, until the last who shares in it
-/// is gone.
+/// Memory of a device, or host memory that the device can address; freed with its last
+/// owner.
 pub(super) struct Allocation {
     gpu: Gpu,
     address: u64,
     kind: Kind,
-    /// Of the device's memory.
+    /// Share of the account of device memory.
     _held: Option<Held>,
 }
 
-/// Whose memory it is, and what must have ended before it is freed.
+/// Kind of memory, which determines what must have ended before it is freed.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Kind {
-    /// The device's: the driver waits for work that uses it.
+    /// Device memory: the driver waits for work that uses it.
     Device,
-    /// The host's, for copies, which its owner waits for.
+    /// Host memory for copies, which its owner waits for.
     Copied,
-    /// The host's, which kernels write to.
+    /// Host memory that kernels write to.
     Mapped,
 }
 
 impl Allocation {
     /// Zeroed device memory.
     fn device(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
-        let address = match gpu.is_dry() {
-            true => 0,
-            false => {
-                gpu.0.bind()?;
-                // SAFETY: freed in `Drop`; every byte is set before it is read.
-                check(what, unsafe { result::malloc_sync(bytes) })?
-            }
+        let address = if gpu.is_dry() {
+            0
+        } else {
+            gpu.0.bind()?;
+            // SAFETY: freed in `Drop`; every byte is set before it is read.
+            check(what, unsafe { result::malloc_sync(bytes) })?
         };
         let memory = Allocation {
             gpu: gpu.clone(),
@@ -48,13 +47,13 @@ impl Allocation {
             kind: Kind::Device,
             _held: Some(gpu.account().hold(bytes)),
         };
-        // SAFETY: the allocation has so many bytes.
+        // SAFETY: the allocation has this many bytes.
         let zero = |s| unsafe { result::memset_d8_async(address, 0, bytes, s) };
         gpu.0.copy(what, zero)?;
         Ok(memory)
     }
 
-    /// Zeroed page-locked memory. With unified addressing the device's address is the host's.
+    /// Zeroed page-locked memory. With unified addressing, its device address is its host address.
     pub(super) fn host(gpu: &Gpu, what: &'static str, bytes: usize, kind: Kind) -> Result<Self> {
         gpu.0.bind()?;
         // SAFETY: freed in `Drop`, and zeroed before any use.
@@ -76,7 +75,7 @@ impl Allocation {
         &self.gpu
     }
 
-    /// The address of byte `at`, which is within the allocation or its end.
+    /// The address of byte `at`, which is inside the allocation or at its end.
     pub(super) fn address(&self, at: usize) -> Address {
         Address(self.address + at as u64)
     }
@@ -88,25 +87,25 @@ impl Drop for Allocation {
             return;
         }
         if self.kind != Kind::Device {
-            // What kernels may still write to stays for good where they cannot be waited for.
+            // If kernels may still write to it and cannot be waited for, it is never freed.
             if self.kind == Kind::Copied || self.gpu.settle().is_ok() {
-                // SAFETY: made by `Allocation::host`; no work of the device uses it any more.
+                // SAFETY: allocated by `Allocation::host`; the device no longer uses it.
                 let _ = unsafe { result::free_host(self.address as *mut _) };
             }
             return;
         }
-        // SAFETY: made by `Allocation::device`. The driver waits for work that uses it.
+        // SAFETY: allocated by `Allocation::device`. The driver waits for work that uses it.
         let _ = unsafe { result::free_sync(self.address) };
     }
 }
 
-/// Bytes to be allocated for `len` values.
+/// Bytes to allocate for `len` values.
 pub(super) fn allocated<T>(what: &'static str, len: usize) -> Result<usize> {
     let bytes = len.checked_mul(size_of::<T>());
     bytes.map_or(Err(Error::DeviceMemory { what }), |b| Ok(b.max(16)))
 }
 
-/// An allocation as memory of so many values.
+/// An allocation seen as a number of values.
 pub(super) struct Region<'a> {
     pub(super) memory: &'a Arc<Allocation>,
     pub(super) len: usize,
@@ -114,7 +113,7 @@ pub(super) struct Region<'a> {
 }
 
 impl Gpu {
-    /// `len` values in device memory, all bytes zero. `what` is named if they do not fit.
+    /// Allocates `len` values in device memory, all bytes zero. Errors name `what`.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
@@ -126,7 +125,7 @@ impl Gpu {
         })
     }
 
-    /// A copy of `values` in device memory.
+    /// Copies `values` to new device memory.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
@@ -136,17 +135,16 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// `len` times `value` in host memory that kernels write to; none of it on a dry device.
+    /// Allocates `len` copies of `value` in host memory that kernels write to; nothing on a dry device.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn mapped<T: Pod>(&self, what: &'static str, len: usize, value: T) -> Result<Mapped<T>> {
-        let (len, memory) = match self.is_dry() {
-            true => (0, Allocation::device(self, what, 0)?),
-            false => {
-                let bytes = allocated::<T>(what, len)?;
-                (len, Allocation::host(self, what, bytes, Kind::Mapped)?)
-            }
+        let (len, memory) = if self.is_dry() {
+            (0, Allocation::device(self, what, 0)?)
+        } else {
+            let bytes = allocated::<T>(what, len)?;
+            (len, Allocation::host(self, what, bytes, Kind::Mapped)?)
         };
         let mut mapped = Mapped {
             memory: Arc::new(memory),
@@ -176,7 +174,7 @@ impl<T: Pod> Buffer<T> {
         self.len == 0
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
@@ -206,33 +204,33 @@ impl<T: Pod> Buffer<T> {
         })
     }
 
-    /// Writes `values` from index `at` on; returns when they are there.
+    /// Writes `values` from index `at` on; they are in place when this returns.
     ///
     /// # Errors
     /// [`Error::Shape`] if they do not fit.
     pub fn write(&mut self, at: usize, values: &[T]) -> Result<()> {
         let to = self.range("device write", at, values.len())?;
-        // SAFETY: the range is within the allocation, and `values` stay until they are copied.
+        // SAFETY: the range is inside the allocation, and `values` exist until they are copied.
         let copy = |s| unsafe { result::memcpy_htod_async(to.0, values, s) };
         self.memory.gpu().0.copy("copying to the GPU", copy)
     }
 
-    /// Reads `out.len()` values from index `at` on. What work in streams that has not ended writes
-    /// may be there or not.
+    /// Reads `out.len()` values from index `at` on. Writes by work in streams that has not ended
+    /// may or may not be included.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there are not so many.
+    /// [`Error::Shape`] if there are fewer values.
     pub fn read(&self, at: usize, out: &mut [T]) -> Result<()> {
         let from = self.range("device read", at, out.len())?;
         self.memory.gpu().0.bind()?;
-        // SAFETY: the range is within the allocation, and the call waits.
+        // SAFETY: the range is inside the allocation, and the call waits.
         check("copying from the GPU", unsafe {
             result::memcpy_dtoh_sync(out, from.0)
         })
     }
 }
 
-/// Host memory that kernels write to at any time, and the host reads value by value.
+/// Host memory that kernels may write to at any time, and that the host reads value by value.
 pub struct Mapped<T> {
     memory: Arc<Allocation>,
     len: usize,
@@ -263,13 +261,13 @@ impl<T: Pod> Mapped<T> {
         (self.memory.address as *mut T).wrapping_add(i)
     }
 
-    /// Reads value `i`, which the device may be writing. What it wrote before that value, behind a
-    /// fence, is then seen as well.
+    /// Reads value `i`, which the device may be writing. Values that it wrote before that one, with a
+    /// fence in between, are then visible as well.
     ///
     /// # Panics
     /// If there is no such value.
     pub fn load(&self, i: usize) -> T {
-        // SAFETY: in bounds; volatile, as another agent writes it. Any bytes are a value.
+        // SAFETY: in bounds; volatile, as the device writes it. All bit patterns are valid.
         let value = unsafe { self.place(i).read_volatile() };
         fence(Ordering::Acquire);
         value
@@ -280,26 +278,26 @@ impl<T: Pod> Mapped<T> {
     /// # Panics
     /// If there is no such value.
     pub fn store(&mut self, i: usize, value: T) {
-        // SAFETY: as `load`.
+        // SAFETY: see `load`.
         unsafe { self.place(i).write_volatile(value) }
     }
 }
 
-/// A device address, as kernels take it. Zero stands for none.
+/// A device address as a kernel argument; zero is null.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
 pub(crate) struct Address(pub(super) u64);
 
 impl Address {
-    /// No memory.
+    /// The null address.
     pub(crate) const NULL: Address = Address(0);
 
-    /// Further on by so many bytes: within what the address was checked for.
+    /// The address this many bytes further on, which must be inside the range that was checked.
     pub(crate) fn plus(self, bytes: usize) -> Self {
         Address(self.0 + bytes as u64)
     }
 
-    /// True at a multiple of `bytes`.
+    /// True for a multiple of `bytes`.
     pub(crate) fn is_aligned(self, bytes: u64) -> bool {
         self.0.is_multiple_of(bytes)
     }
@@ -310,7 +308,7 @@ mod tests {
     use crate::Account;
     use crate::cuda::{Checked, Gpu, GpuInfo};
 
-    /// On a dry device memory is counted, and nothing else is done: no driver is needed.
+    /// On a dry device memory is only counted: no driver is needed.
     #[test]
     fn a_dry_device_counts_what_is_allocated() {
         let gpu = Gpu::dry(GpuInfo::default(), Account::gpu());

@@ -1,17 +1,17 @@
 //! The CUDA driver: a device, its memory, streams, graphs and launches.
 //!
 //! The driver library is loaded when a device is opened, so one binary runs with or without
-//! one. The build embeds the kernels' code for several architectures, of which the device's is
-//! unpacked; each kernel is looked up once ([`super::table`]).
+//! it. The build embeds the kernels' code for several architectures; that of the device is
+//! unpacked, and each kernel is looked up once ([`super::table`]).
 //!
-//! What the operations may rely on, whatever safe code does with the types here:
+//! Invariants that operations may rely on, whatever safe code does with the types here:
 //! - Memory outlives the work that uses it. Freeing device memory waits for the device; host memory
-//!   that a device uses waits before it is freed ([`Pinned`], [`Mapped`]); a [`Graph`] shares in
-//!   the memory that was given to the operations recorded in it.
-//! - Host memory is not looked at while it is copied: [`Pinned`] waits for its copies first, and
-//!   [`Mapped`], which kernels write at any time, is read value by value, as memory that changes.
-//! - Addresses are of the stream's own device and hold what an operation says ([`Operands`]).
-//! - Numbers that kernels follow into memory are checked when they are written ([`Checked`]).
+//!   that a device uses is waited for before it is freed ([`Pinned`], [`Mapped`]); a [`Graph`] keeps
+//!   the memory of the operations recorded in it.
+//! - Host memory is not read while it is being copied to: [`Pinned`] waits for its copies first, and
+//!   [`Mapped`], which kernels may write at any time, is read value by value, as volatile memory.
+//! - Addresses belong to the stream's own device and have the size that an operation states ([`Operands`]).
+//! - Numbers that kernels use as indices into memory are checked when they are written ([`Checked`]).
 
 mod blas;
 mod checked;

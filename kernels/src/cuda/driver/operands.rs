@@ -1,4 +1,4 @@
-//! What an operation is given, checked where its addresses are taken.
+//! The operands of an operation, checked as their addresses are taken.
 
 use super::gpu::Gpu;
 use super::memory::{Address, Buffer, Mapped, Region};
@@ -6,9 +6,9 @@ use super::stream::Stream;
 use crate::error::{Error, Result};
 use bytemuck::Pod;
 
-/// The operands of one operation in a stream. An address that a kernel gets comes from here: it is
-/// of the stream's device, holds as many values as the operation says, and stays while a graph does
-/// that the operation is recorded in.
+/// The operands of one operation in a stream. Every address that a kernel gets comes from here: it
+/// belongs to the stream's device, holds as many values as the operation states, and stays valid as long
+/// as a graph in which the operation is recorded.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands<'a> {
     op: &'static str,
@@ -16,19 +16,19 @@ pub(crate) struct Operands<'a> {
 }
 
 impl Stream {
-    /// For the operands of `op`.
+    /// Collects the operands of `op`.
     pub(crate) fn operands(&self, op: &'static str) -> Operands<'_> {
         Operands { op, stream: self }
     }
 }
 
-/// The product of sizes; none if it is beyond what can be counted.
+/// The product of sizes; `None` on overflow.
 fn product(dims: &[usize]) -> Option<usize> {
     dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d))
 }
 
 impl Operands<'_> {
-    /// The operation.
+    /// Name of the operation.
     pub(crate) fn op(&self) -> &'static str {
         self.op
     }
@@ -38,7 +38,7 @@ impl Operands<'_> {
         self.stream.gpu()
     }
 
-    /// The address of `buffer`, which must hold values `dims`.
+    /// The address of `buffer`, which must hold values of shape `dims`.
     pub(crate) fn of<T: Pod>(
         &self,
         what: &'static str,
@@ -48,7 +48,7 @@ impl Operands<'_> {
         self.part(what, buffer, 0, dims)
     }
 
-    /// The address of value `at` of `buffer`, from which on it must hold values `dims`.
+    /// The address of value `at` of `buffer`, which must hold values of shape `dims` from there on.
     pub(crate) fn part<T: Pod>(
         &self,
         what: &'static str,
@@ -59,7 +59,7 @@ impl Operands<'_> {
         self.region(what, &buffer.region(), at, dims)
     }
 
-    /// The address of `memory`, which must hold values `dims`.
+    /// The address of `memory`, which must hold values of shape `dims`.
     pub(crate) fn mapped<T: Pod>(
         &self,
         what: &'static str,
@@ -69,7 +69,7 @@ impl Operands<'_> {
         self.region(what, &memory.region(), 0, dims)
     }
 
-    /// The address of `buffer` if there is one, which then must hold values `dims`.
+    /// The address of `buffer`, if given, which must hold values of shape `dims`; null otherwise.
     pub(crate) fn optional<T: Pod>(
         &self,
         what: &'static str,
@@ -119,25 +119,28 @@ impl Operands<'_> {
 
     /// An error unless `found` is at least `expected`.
     pub(crate) fn at_least(&self, what: &'static str, expected: usize, found: usize) -> Result<()> {
-        match found >= expected {
-            true => Ok(()),
-            false => self.refuse(what, format!("at least {expected}"), found),
+        if found >= expected {
+            Ok(())
+        } else {
+            self.refuse(what, format!("at least {expected}"), found)
         }
     }
 
-    /// An error unless `found` is `expected` at most.
+    /// An error unless `found` is at most `expected`.
     pub(crate) fn at_most(&self, what: &'static str, expected: usize, found: usize) -> Result<()> {
-        match found <= expected {
-            true => Ok(()),
-            false => self.refuse(what, format!("{expected} at most"), found),
+        if found <= expected {
+            Ok(())
+        } else {
+            self.refuse(what, format!("{expected} at most"), found)
         }
     }
 
-    /// An error unless `found` is a multiple of `of`, and not zero.
+    /// An error unless `found` is a nonzero multiple of `of`.
     pub(crate) fn multiple(&self, what: &'static str, of: usize, found: usize) -> Result<()> {
-        match found > 0 && found.is_multiple_of(of) {
-            true => Ok(()),
-            false => self.refuse(what, format!("a multiple of {of}"), found),
+        if found > 0 && found.is_multiple_of(of) {
+            Ok(())
+        } else {
+            self.refuse(what, format!("a multiple of {of}"), found)
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Page-locked host memory, and copies from and to it.
+//! Page-locked host memory, and copies to and from it.
 
 use super::gpu::{Gpu, check};
 use super::memory::{Allocation, Buffer, Kind, allocated};
@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 impl Gpu {
-    /// `len` zeroed values in page-locked host memory, to copy from and to.
+    /// Allocates `len` zeroed values in page-locked host memory, for copies in both directions.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
@@ -26,25 +26,26 @@ impl Gpu {
 }
 
 impl Stream {
-    /// The buffer, if it is of this device.
+    /// The buffer, if it belongs to this device.
     fn own<'a, T: Pod>(&self, op: &'static str, buffer: &'a Buffer<T>) -> Result<&'a Buffer<T>> {
-        match buffer.gpu().is(self.gpu()) {
-            true => Ok(buffer),
-            false => Err(Error::Shape {
+        if buffer.gpu().is(self.gpu()) {
+            Ok(buffer)
+        } else {
+            Err(Error::Shape {
                 op,
                 what: "memory",
                 expected: self.gpu().info().to_string(),
                 found: buffer.gpu().info().to_string(),
-            }),
+            })
         }
     }
 
-    /// Copies the values `range` of `from` to index `at` of `to`, in order with the stream's
-    /// other work.
+    /// Copies the values `range` of `from` to index `at` of `to`, in order with the stream's other
+    /// work.
     ///
     /// # Errors
-    /// [`Error::Shape`] if they do not fit, or are not of this device; [`Error::Cuda`] while a
-    /// graph is recorded; the driver's.
+    /// [`Error::Shape`] if they do not fit or do not belong to this device; [`Error::Cuda`] while a
+    /// graph is recorded; errors of the driver.
     pub fn write<T: Pod>(
         &self,
         to: &mut Buffer<T>,
@@ -58,7 +59,7 @@ impl Stream {
         self.gpu().0.bind()?;
         let copy = |from: *mut T| {
             // SAFETY: both ranges are in bounds. Neither memory is freed before the copy is done,
-            // and the pinned values do not change before.
+            // and the pinned values do not change before then.
             check("copying to the GPU", unsafe {
                 let from = std::slice::from_raw_parts(from.cast_const(), n);
                 result::memcpy_htod_async(to.0, from, self.raw())
@@ -68,11 +69,11 @@ impl Stream {
         unsafe { from.queue(op, self, range, copy) }
     }
 
-    /// Copies `n` values from index `at` of `from` to the first of `to`, in order with the stream's
+    /// Copies `n` values from index `at` of `from` to the start of `to`, in order with the stream's
     /// other work.
     ///
     /// # Errors
-    /// As [`Stream::write`]'s.
+    /// Errors of [`Stream::write`].
     pub fn read<T: Pod>(
         &self,
         from: &Buffer<T>,
@@ -85,7 +86,7 @@ impl Stream {
         self.gpu().0.bind()?;
         let copy = |to: *mut T| {
             // SAFETY: both ranges are in bounds. Neither memory is freed before the copy is done,
-            // and nobody looks at the pinned values before.
+            // and the pinned values are not read before then.
             check("copying from the GPU", unsafe {
                 let to = to.cast::<c_void>();
                 sys::cuMemcpyDtoHAsync_v2(to, from.0, n * size_of::<T>(), self.raw()).result()
@@ -96,8 +97,8 @@ impl Stream {
     }
 }
 
-/// Page-locked host memory, which [`Stream::write`] and [`Stream::read`] copy without waiting.
-/// Whoever looks at the values waits until the copies queued last are done:
+/// Page-locked host memory, to and from which [`Stream::write`] and [`Stream::read`] copy without
+/// waiting. Accessing the values waits until the copies queued last are done:
 ///
 /// ```no_run
 /// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
@@ -114,7 +115,7 @@ impl Stream {
 /// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
 /// # fn f(s: &Stream, b: &Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
 /// let values = host.values()?;
-/// s.read(b, 0, host, 1)?; // the values seen would change
+/// s.read(b, 0, host, 1)?; // the borrowed values would change
 /// println!("{values:?}");
 /// # Ok(()) }
 /// ```
@@ -130,7 +131,7 @@ impl Stream {
 pub struct Pinned<T> {
     memory: Allocation,
     len: usize,
-    /// The stream of the copies queued last, and the point behind them.
+    /// The stream of the copies queued last, and a mark after them.
     copies: Option<(Stream, Mark)>,
     marker: PhantomData<T>,
 }
@@ -146,24 +147,24 @@ impl<T: Pod> Pinned<T> {
         self.len == 0
     }
 
-    /// The values, once copies of them are done.
+    /// The values, after waiting for copies of them.
     ///
     /// # Errors
     /// The first error of the work before those copies.
     pub fn values(&self) -> Result<&[T]> {
         self.wait()?;
-        // SAFETY: `len` initialized values that live as long as `self`; no copy is under way, and
+        // SAFETY: `len` initialized values that live as long as `self`; no copy is running, and
         // none is queued while they are borrowed.
         Ok(unsafe { std::slice::from_raw_parts(self.host(), self.len) })
     }
 
-    /// The values, to be written, once copies of them are done.
+    /// The values, mutable, after waiting for copies of them.
     ///
     /// # Errors
-    /// As [`Pinned::values`].
+    /// Errors of [`Pinned::values`].
     pub fn values_mut(&mut self) -> Result<&mut [T]> {
         self.wait()?;
-        // SAFETY: as `values`, and the borrow is exclusive.
+        // SAFETY: see `values`; the borrow is exclusive.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.host(), self.len) })
     }
 
@@ -175,7 +176,7 @@ impl<T: Pod> Pinned<T> {
         self.copies.as_ref().map_or(Ok(()), |(_, mark)| mark.wait())
     }
 
-    /// Queues a copy of values `range` in `stream`, as `copy` does from or to their address.
+    /// Queues a copy of values `range` in `stream`; `copy` is called with their address.
     ///
     /// # Safety
     /// `copy` queues work in `stream` that uses no more than those values' bytes.
@@ -196,7 +197,7 @@ impl<T: Pod> Pinned<T> {
             });
         }
         stream.refuse_recording(op)?;
-        // One mark stands for all copies: those of another stream must be done.
+        // There is one mark for all copies: those of another stream must be done.
         if let Some((of, _)) = &self.copies
             && !of.is(stream)
         {
@@ -208,7 +209,7 @@ impl<T: Pod> Pinned<T> {
             None => stream.mark()?,
         };
         let queued = copy(self.host().wrapping_add(range.start));
-        // After an error, too: earlier copies may be under way.
+        // Set even after an error: earlier copies may still be running.
         let marked = mark.set(stream);
         self.copies = Some((stream.clone(), mark));
         if marked.is_err() {
@@ -221,7 +222,7 @@ impl<T: Pod> Pinned<T> {
 impl<T> Drop for Pinned<T> {
     fn drop(&mut self) {
         if let Some((_, mark)) = &self.copies {
-            // After an error no copy is under way, and later work meets it again.
+            // After an error no copy is running, and later work reports it again.
             let _ = mark.wait();
         }
     }

@@ -1,4 +1,4 @@
-//! Page-locked memory that copies to the device go through.
+//! Page-locked memory for copies to the device.
 
 use super::gpu::Gpu;
 use super::memory::Buffer;
@@ -7,14 +7,14 @@ use super::stream::Stream;
 use crate::error::Result;
 use bytemuck::Pod;
 
-/// Two page-locked buffers by turns: one is filled while the other is copied.
+/// Two page-locked buffers used in turn: one is filled while the other is copied.
 pub(crate) struct Staging<T> {
     buffers: [Pinned<T>; 2],
     turns: usize,
 }
 
 impl<T: Pod> Staging<T> {
-    /// Buffers of `len` values each.
+    /// Allocates buffers of `len` values each.
     pub(crate) fn new(gpu: &Gpu, len: usize) -> Result<Self> {
         let buffer = || gpu.pinned("a staging buffer", len);
         Ok(Staging {
@@ -23,12 +23,12 @@ impl<T: Pod> Staging<T> {
         })
     }
 
-    /// Values of a buffer.
+    /// Number of values in a buffer.
     pub(crate) fn len(&self) -> usize {
         self.buffers[0].len()
     }
 
-    /// The buffer whose turn it is, to be filled and copied from.
+    /// The next buffer, to be filled and copied from.
     pub(crate) fn turn(&mut self) -> &mut Pinned<T> {
         self.turns += 1;
         &mut self.buffers[self.turns % 2]
@@ -37,10 +37,10 @@ impl<T: Pod> Staging<T> {
 
 impl Stream {
     /// Copies `values` to index `at` of `to`, in order with the stream's other work, through
-    /// `staging`, which is made as it is needed. Waits only for the copy before the latest one.
+    /// `staging`, which is allocated as needed. Waits only for the copy before the latest one.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if they do not fit; [`crate::Error::DeviceMemory`]; the driver's.
+    /// [`crate::Error::Shape`] if they do not fit; [`crate::Error::DeviceMemory`]; errors of the driver.
     pub(crate) fn write_staged<T: Pod>(
         &self,
         to: &mut Buffer<T>,
@@ -50,7 +50,7 @@ impl Stream {
     ) -> Result<()> {
         let from = match staging {
             Some(there) if there.len() >= values.len() => there,
-            // Growing a little at a time would allocate again and again.
+            // Growing in small steps would allocate again and again.
             none => none.insert(Staging::new(self.gpu(), values.len().next_power_of_two())?),
         };
         let from = from.turn();

@@ -1,4 +1,4 @@
-//! Work in order: launches, copies, graphs, and points to wait for.
+//! Work in order: launches, copies, graphs, and marks to wait for.
 
 use super::gpu::{Gpu, GpuInfo, Timed, check};
 use super::memory::Allocation;
@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 impl Gpu {
-    /// A stream: work in it runs in order.
+    /// Creates a stream, whose work runs in order.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn stream(&self) -> Result<Stream> {
         self.0.bind()?;
         let handle = result::stream::create(result::stream::StreamKind::NonBlocking);
@@ -34,8 +34,8 @@ impl Gpu {
         Ok(Stream(stream))
     }
 
-    /// Waits for the work of all streams, as it is queued now. What is being recorded is no work yet:
-    /// waiting for the whole device would spoil it.
+    /// Waits for the work queued in all streams so far. Recordings in progress are not work yet:
+    /// waiting for the whole device would spoil them.
     pub(super) fn settle(&self) -> Result<()> {
         let all: Vec<Arc<StreamInner>> = lock(&STREAMS).iter().filter_map(Weak::upgrade).collect();
         for stream in all.iter().filter(|s| s.gpu.is(self)) {
@@ -51,14 +51,14 @@ impl Gpu {
     }
 }
 
-/// All streams there are.
+/// All existing streams.
 static STREAMS: Mutex<Vec<Weak<StreamInner>>> = Mutex::new(Vec::new());
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How a kernel is launched.
+/// Launch configuration of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LaunchShape {
     grid: (usize, usize, usize),
@@ -69,7 +69,7 @@ pub(crate) struct LaunchShape {
 }
 
 impl LaunchShape {
-    /// So many blocks of so many threads, which start when the kernel in front has ended.
+    /// `grid` blocks of `threads` threads, which start when the previous kernel has ended.
     pub(crate) fn new(grid: (usize, usize, usize), threads: usize) -> Self {
         LaunchShape {
             grid,
@@ -80,12 +80,12 @@ impl LaunchShape {
         }
     }
 
-    /// With bytes of dynamic shared memory.
+    /// Sets the bytes of dynamic shared memory.
     pub(crate) fn shared(self, shared: usize) -> Self {
         LaunchShape { shared, ..self }
     }
 
-    /// May start before the kernel in front of it has ended.
+    /// Allows the kernel to start before the previous one has ended.
     pub(crate) fn overlapping(self) -> Self {
         LaunchShape {
             overlap: true,
@@ -93,13 +93,13 @@ impl LaunchShape {
         }
     }
 
-    /// In clusters of so many blocks that follow one another along x.
+    /// Launches in clusters of this many consecutive blocks along x.
     pub(crate) fn clusters_of(self, cluster: usize) -> Self {
         LaunchShape { cluster, ..self }
     }
 }
 
-/// What a launch says besides its sizes.
+/// Attributes of a launch besides its sizes.
 pub(super) struct Attributes {
     all: [sys::CUlaunchAttribute; 2],
     count: usize,
@@ -126,7 +126,7 @@ impl Attributes {
         attributes
     }
 
-    /// The value of one more.
+    /// Adds an attribute and returns its value for setting.
     fn next(&mut self, id: sys::CUlaunchAttributeID) -> &mut sys::CUlaunchAttributeValue {
         let attribute = &mut self.all[self.count];
         self.count += 1;
@@ -134,7 +134,7 @@ impl Attributes {
         &mut attribute.value
     }
 
-    /// A launch with them: it points to them.
+    /// A launch configuration with these attributes, to which it points.
     pub(super) fn config(
         &mut self,
         shape: LaunchShape,
@@ -155,22 +155,22 @@ impl Attributes {
     }
 }
 
-/// Work in order. Cloning shares it.
+/// A stream of work in order. Cloning shares it.
 #[derive(Clone)]
 pub struct Stream(Arc<StreamInner>);
 
 struct StreamInner {
     gpu: Gpu,
     handle: sys::CUstream,
-    /// Launches go to a graph.
+    /// True while launches are recorded in a graph.
     is_recording: AtomicBool,
     /// Held while a recording begins.
     beginning: Mutex<()>,
-    /// Memory that they use, by address.
+    /// Memory that the recorded launches use, by address.
     kept: Mutex<Kept>,
 }
 
-/// Memory that a graph shares in.
+/// Memory that a graph keeps alive.
 type Kept = HashMap<*const Allocation, Arc<Allocation>>;
 
 // SAFETY: a stream may be used from any thread once the context is current there.
@@ -184,7 +184,7 @@ impl Stream {
         &self.0.gpu
     }
 
-    /// As the driver knows it.
+    /// The driver's handle.
     pub(super) fn raw(&self) -> sys::CUstream {
         self.0.handle
     }
@@ -198,7 +198,7 @@ impl Stream {
         lock(&self.0.kept)
     }
 
-    /// Keeps memory for the graph that is being recorded, if one is.
+    /// Keeps memory alive for the graph that is being recorded, if any.
     pub(super) fn keep(&self, memory: &Arc<Allocation>) {
         if self.0.is_recording.load(Ordering::Acquire) {
             let memory = Arc::clone(memory);
@@ -206,23 +206,24 @@ impl Stream {
         }
     }
 
-    /// Refuses what cannot be part of a graph.
+    /// Refuses operations that cannot be part of a graph.
     pub(super) fn refuse_recording(&self, op: &'static str) -> Result<()> {
-        match self.0.is_recording.load(Ordering::Acquire) {
-            false => Ok(()),
-            true => Err(Error::Cuda {
+        if self.0.is_recording.load(Ordering::Acquire) {
+            Err(Error::Cuda {
                 what: op,
                 why: "copies to and from the host cannot be recorded in a graph".into(),
-            }),
+            })
+        } else {
+            Ok(())
         }
     }
 
-    /// Launches a kernel with `args`, the one structure it takes by value.
+    /// Launches a kernel with `args`, the single structure that it takes by value.
     ///
     /// # Safety
-    /// Every address in `args` must be one of [`Stream::operands`], checked for what the kernel
-    /// reads and writes with this shape; numbers that it follows into memory must be within bounds
-    /// ([`super::Checked`]); the shape must be one that the kernel is made for.
+    /// Every address in `args` must come from [`Stream::operands`], checked for what the kernel
+    /// reads and writes with this shape; numbers that it uses as indices into memory must be within
+    /// bounds ([`super::Checked`]); the shape must be one that the kernel supports.
     pub(crate) unsafe fn launch<A: Copy>(
         &self,
         kernel: impl Into<Instance<A>>,
@@ -230,7 +231,7 @@ impl Stream {
         args: &A,
     ) -> Result<()> {
         let kernel = kernel.into();
-        // SAFETY: the caller's.
+        // SAFETY: by contract.
         let launch = || unsafe { self.launch_now(&kernel, shape, args) };
         let gpu = &self.0.gpu;
         if !gpu.times_kernels() {
@@ -245,7 +246,7 @@ impl Stream {
     }
 
     /// # Safety
-    /// That of [`Stream::launch`].
+    /// See [`Stream::launch`].
     unsafe fn launch_now<A: Copy>(
         &self,
         kernel: &Instance<A>,
@@ -257,7 +258,7 @@ impl Stream {
         let mut attributes = Attributes::of(shape, self.0.gpu.info());
         let config = attributes.config(shape, self.0.handle);
         let mut params = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
-        // SAFETY: the caller vouches for what the arguments say; they have the size that the kernel
+        // SAFETY: by contract for what the arguments contain; they have the size that the kernel
         // takes, and the driver copies them before it returns.
         let result = unsafe {
             sys::cuLaunchKernelEx(
@@ -273,16 +274,17 @@ impl Stream {
         })
     }
 
-    /// Runs `body`, which queues one operation, between two events if the device's profile is
-    /// on. In a graph too: the events are part of it, and each recording has its own.
+    /// Runs `body`, which queues one operation, between two events if the device is being
+    /// profiled. This also works in a graph: the events are part of it, and each recording has its own.
     ///
     /// # Errors
-    /// `body`'s; the driver's.
+    /// Errors of `body` and of the driver.
     pub fn timed(&self, key: Key, bytes: usize, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let gpu = &self.0.gpu;
-        match gpu.is_profiling() && !gpu.times_kernels() {
-            true => self.between_events(key, bytes, body),
-            false => body(),
+        if gpu.is_profiling() && !gpu.times_kernels() {
+            self.between_events(key, bytes, body)
+        } else {
+            body()
         }
     }
 
@@ -320,7 +322,7 @@ impl Stream {
             .and_then(|()| record(events[1]));
         if outcome.is_err() {
             for event in events {
-                // SAFETY: made above; none is waited for.
+                // SAFETY: created above; no one waits for it.
                 let _ = unsafe { result::event::destroy(event) };
             }
             return outcome;
@@ -356,11 +358,11 @@ impl Stream {
         }
     }
 
-    /// Records the launches of `body` as a graph instead of running them. The graph shares in the
-    /// memory that these were given.
+    /// Records the launches of `body` as a graph instead of running them. The graph keeps the memory
+    /// that they use.
     ///
     /// # Errors
-    /// `body`'s and the driver's.
+    /// Errors of `body` and of the driver.
     pub fn record(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.0.gpu.0.bind()?;
         let recording = Recording::begin(self)?;
@@ -369,12 +371,12 @@ impl Stream {
         let graph = match (outcome, graph) {
             (Ok(()), graph) => graph?,
             (Err(e), graph) => {
-                // SAFETY: just made, and not used.
+                // SAFETY: just created, and not used.
                 let _ = graph.map(|g| unsafe { result::graph::destroy(g) });
                 return Err(e);
             }
         };
-        // SAFETY: the graph is whole; its executable form does not need it any more.
+        // SAFETY: the graph is complete; its executable form no longer needs it.
         let executable = unsafe {
             let executable = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(graph);
@@ -390,7 +392,7 @@ impl Stream {
     /// Runs a graph.
     ///
     /// # Errors
-    /// [`Error::Cuda`] for a graph of another device; the driver's.
+    /// [`Error::Cuda`] for a graph of another device; errors of the driver.
     pub fn run(&self, graph: &Graph) -> Result<()> {
         if !graph.gpu.is(&self.0.gpu) {
             return Err(Error::Cuda {
@@ -403,7 +405,7 @@ impl Stream {
             });
         }
         self.0.gpu.0.bind()?;
-        // SAFETY: both are valid, and the graph shares in the memory that it uses.
+        // SAFETY: both are valid, and the graph keeps the memory that it uses.
         check("running a graph", unsafe {
             result::graph::launch(graph.handle, self.0.handle)
         })
@@ -412,7 +414,7 @@ impl Stream {
     /// A point in the stream's work.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn mark(&self) -> Result<Mark> {
         self.0.gpu.0.bind()?;
         let handle = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT);
@@ -425,7 +427,7 @@ impl Stream {
     }
 }
 
-/// A capture under way in a stream, which ends with it.
+/// A capture in progress in a stream, which ends when this is dropped.
 struct Recording<'a> {
     stream: &'a Stream,
     is_ended: bool,
@@ -452,7 +454,7 @@ impl<'a> Recording<'a> {
 
     fn finish(&mut self) -> (Result<sys::CUgraph>, Kept) {
         self.is_ended = true;
-        // SAFETY: a capture is under way in this stream.
+        // SAFETY: a capture is in progress in this stream.
         let graph = check("recording a graph", unsafe {
             result::stream::end_capture(self.stream.0.handle)
         });
@@ -463,11 +465,11 @@ impl<'a> Recording<'a> {
 
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
-        // A panic in what is recorded.
+        // The recorded function panicked.
         if !self.is_ended
             && let (Ok(graph), _) = self.finish()
         {
-            // SAFETY: just made, and not used.
+            // SAFETY: just created, and not used.
             let _ = unsafe { result::graph::destroy(graph) };
         }
     }
@@ -476,7 +478,7 @@ impl Drop for Recording<'_> {
 impl Drop for StreamInner {
     fn drop(&mut self) {
         if self.gpu.0.bind().is_ok() {
-            // SAFETY: made by `Gpu::stream`. Its work ends first, so that what that work uses
+            // SAFETY: created by `Gpu::stream`. Its work ends first, so that the memory it uses
             // can be freed.
             unsafe {
                 let _ = result::stream::synchronize(self.handle);
@@ -499,7 +501,7 @@ unsafe impl Send for Graph {}
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.gpu.0.bind().is_ok() {
-            // SAFETY: made by `Stream::record`.
+            // SAFETY: created by `Stream::record`.
             let _ = unsafe { result::graph::exec_destroy(self.handle) };
         }
     }
@@ -515,7 +517,7 @@ pub struct Mark {
 unsafe impl Send for Mark {}
 
 impl Mark {
-    /// Moves the mark to behind what `stream` has been given by now.
+    /// Moves the mark behind the work queued in `stream` so far.
     pub(super) fn set(&self, stream: &Stream) -> Result<()> {
         // SAFETY: both handles are valid.
         check("recording an event", unsafe {
@@ -535,10 +537,10 @@ impl Mark {
         })
     }
 
-    /// Seconds from `self` to `later`, both of which have passed.
+    /// Seconds from `self` to `later`; both must have passed.
     ///
     /// # Errors
-    /// The driver's, e.g. if they have not.
+    /// Errors of the driver, e.g. if they have not.
     pub fn seconds_until(&self, later: &Mark) -> Result<f64> {
         self.gpu.0.bind()?;
         // SAFETY: both events were recorded.
@@ -550,7 +552,7 @@ impl Mark {
 impl Drop for Mark {
     fn drop(&mut self) {
         if self.gpu.0.bind().is_ok() {
-            // SAFETY: made by `Stream::mark`.
+            // SAFETY: created by `Stream::mark`.
             let _ = unsafe { result::event::destroy(self.handle) };
         }
     }

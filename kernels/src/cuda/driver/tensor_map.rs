@@ -1,23 +1,23 @@
-//! What the copy engine of compute capability 9.0 and newer must know of a matrix.
+//! Descriptions of matrices for the copy engine of compute capability 9.0 and newer.
 
 use super::gpu::Gpu;
 use super::memory::Address;
 use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUtensorMapDataType as Type, CUtensorMapSwizzle as Swizzle};
 
-/// A matrix in device memory, to be copied to shared memory in boxes.
+/// A matrix in device memory that is copied to shared memory in boxes.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix {
     pub(crate) address: Address,
-    /// Bytes of an element: 2, 4 or 8.
+    /// Size of an element in bytes: 2, 4 or 8.
     pub(crate) element: usize,
     pub(crate) rows: usize,
-    /// Elements of a row. Rows follow each other without gaps.
+    /// Elements per row. Rows follow each other without gaps.
     pub(crate) width: usize,
     /// Rows and elements of a box.
     pub(crate) tile: (usize, usize),
-    /// Exchanges the 16-byte words of each 128 bytes of a box, word u of row r for u ^ (r % 8),
-    /// as tensor cores read them.
+    /// Swaps the 16-byte words in each 128 bytes of a box, word u of row r with u ^ (r % 8),
+    /// the order in which tensor cores read them.
     pub(crate) swizzled: bool,
 }
 
@@ -27,15 +27,15 @@ pub(crate) struct Matrix {
 pub(crate) struct TensorMap([u64; 16]);
 
 impl TensorMap {
-    /// Of no matrix.
+    /// The map of no matrix.
     pub(crate) const NONE: TensorMap = TensorMap([0; 16]);
 }
 
 impl Gpu {
-    /// Describes `matrix` to the copy engine.
+    /// Makes a description of `matrix` for the copy engine.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the copy engine cannot read it: rows that are no multiple of 16 bytes,
+    /// [`Error::Cuda`] if the copy engine cannot read it: rows that are not a multiple of 16 bytes,
     /// boxes of more than 256 elements.
     pub(crate) fn tensor_map(&self, matrix: Matrix) -> Result<TensorMap> {
         let kind = match matrix.element {
@@ -43,18 +43,19 @@ impl Gpu {
             4 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
             _ => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT64,
         };
-        let swizzle = match matrix.swizzled {
-            true => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            false => Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        let swizzle = if matrix.swizzled {
+            Swizzle::CU_TENSOR_MAP_SWIZZLE_128B
+        } else {
+            Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE
         };
         let size = [matrix.width as u64, matrix.rows as u64];
         let stride = [(matrix.width * matrix.element) as u64];
         let tile = [matrix.tile.1 as u32, matrix.tile.0 as u32];
         let steps = [1u32, 1];
-        // SAFETY: a structure of integers.
+        // SAFETY: a structure of integers, for which zero is valid.
         let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
         self.0.bind()?;
-        // SAFETY: the arrays have the two dimensions that are said; only `map` is written.
+        // SAFETY: the arrays have the two dimensions passed; only `map` is written.
         let outcome = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &raw mut map,

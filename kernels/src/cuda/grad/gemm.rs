@@ -1,4 +1,4 @@
-//! Products of f32 matrices: cuBLAS's, or those of `cuda/grad_gemm.cu`.
+//! Products of f32 matrices, by cuBLAS or by `cuda/grad_gemm.cu`.
 
 use super::{BENCH, CudaOps, GemmPrecision, TEST, THREADS, blocks};
 use crate::cuda::driver::{Address, Side};
@@ -57,25 +57,25 @@ struct SumArgs {
 }
 
 impl CudaOps {
-    /// The product of matrices that may be parts of larger ones; those of a batch lie one
-    /// behind the other.
+    /// The product of matrices that may be parts of larger ones; those of a batch follow one
+    /// another.
     ///
     /// # Safety
-    /// The operands hold what `g` says; C's rows are contiguous unless the batch is 1.
+    /// The operands have the shapes given by `g`; C's rows are contiguous unless the batch is 1.
     pub(in crate::cuda) unsafe fn product(&self, g: Gemm, a: Side, b: Side, c: Side) -> Result<()> {
         if let Some(blas) = &self.blas {
             let tf32 = self.precision == GemmPrecision::Tf32;
-            // SAFETY: the caller's.
+            // SAFETY: by contract.
             return unsafe { blas.product(g, (a, b, c), tf32) };
         }
-        // SAFETY: the caller's.
+        // SAFETY: by contract.
         unsafe { self.own_product(g, a, b, c) }
     }
 
-    /// The same by nq's kernels.
+    /// The same product by nq's kernels.
     ///
     /// # Safety
-    /// As [`CudaOps::product`].
+    /// Like [`CudaOps::product`].
     unsafe fn own_product(&self, g: Gemm, a: Side, b: Side, c: Side) -> Result<()> {
         let (an, bn, cn) = (g.m * g.k, g.k * g.n, g.m * g.n);
         let tiles = g.m.div_ceil(TILE) * g.n.div_ceil(TILE);
@@ -120,19 +120,19 @@ impl CudaOps {
         let one = usize::from(self.precision == GemmPrecision::Tf32);
         let kernel = GEMM.instance(4 * one + 2 * usize::from(g.ta) + usize::from(g.tb));
         let grid = (g.n.div_ceil(TILE), g.m.div_ceil(TILE), g.batch * splits);
-        // SAFETY: the caller's; scratch holds the parts of C.
+        // SAFETY: by contract; scratch holds the parts of C.
         unsafe { self.launch(kernel, grid, THREADS, &args)? };
         match splits {
             1 => Ok(()),
-            // SAFETY: C holds what the caller says, scratch its parts.
+            // SAFETY: C has the contract's shape, and scratch holds its parts.
             _ => unsafe { self.sum_parts(parts, c.at, cn, splits, g.accumulate) },
         }
     }
 
-    /// `c (+)=` the sum of `parts` vectors of `n` from `x` on.
+    /// `c (+)=` the sum of `parts` vectors of `n` values that start at `x`.
     ///
     /// # Safety
-    /// Both hold so many.
+    /// Both addresses hold that many values.
     pub(super) unsafe fn sum_parts(
         &self,
         x: Address,
@@ -148,7 +148,7 @@ impl CudaOps {
             parts: parts as i32,
             accumulate: i32::from(accumulate),
         };
-        // SAFETY: the caller's.
+        // SAFETY: by contract.
         unsafe { self.launch(&SUM, blocks(n, THREADS), THREADS, &args) }
     }
 }

@@ -52,7 +52,7 @@ impl From<HeadShape> for HeadArgs {
     }
 }
 
-/// `GradEmbedArgs` of `cuda/grad_rows.cu`, as those below.
+/// `GradEmbedArgs` of `cuda/grad_rows.cu`; those below are from the same file.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct EmbedArgs {
@@ -166,7 +166,7 @@ struct SiluArgs {
     n: i64,
 }
 
-/// The operands of the gradient of a norm of rows; `dy` may be `dx`.
+/// The operands of the gradient of a norm of rows; `dy` and `dx` may be the same.
 struct NormGrad {
     x: Address,
     gain: Address,
@@ -180,10 +180,10 @@ struct NormGrad {
 }
 
 impl CudaOps {
-    /// The gradient of a norm at its input and its gain.
+    /// The gradient of a norm with respect to its input and its gain.
     ///
     /// # Safety
-    /// x, dy and dx hold rows of width, inv a value a row, the gains the width.
+    /// x, dy and dx hold rows of `width` values, inv one value per row, the gains `width` values.
     unsafe fn norm_grad(&self, o: &Operands<'_>, n: &NormGrad) -> Result<()> {
         let (rows, width) = (n.rows, n.width);
         let rows_of_part = rows.div_ceil(256).max(16);
@@ -210,7 +210,7 @@ impl CudaOps {
             add: i32::from(n.add),
         };
         let grid = (width.div_ceil(THREADS), parts, 1);
-        // SAFETY: the caller's; scratch holds the parts. The gain's sums read dy before dx may
+        // SAFETY: by contract; scratch holds the parts. The gain's sums read dy before dx may
         // replace it.
         unsafe {
             self.launch(&GAIN, grid, THREADS, &gain)?;
@@ -219,10 +219,10 @@ impl CudaOps {
         }
     }
 
-    /// `x` to `y`, of which one is by rows and one by heads.
+    /// Copies `x` to `y`, one of which is by rows and the other by heads.
     ///
     /// # Safety
-    /// Both hold what the shape says.
+    /// Both hold as many values as the shape has.
     unsafe fn move_heads(&self, x: Address, y: Address, s: HeadShape, to_rows: bool) -> Result<()> {
         let args = MoveArgs {
             x,
@@ -231,7 +231,7 @@ impl CudaOps {
             to_rows: i32::from(to_rows),
             pad: 0,
         };
-        // SAFETY: the caller's.
+        // SAFETY: by contract.
         unsafe { self.launch(&HEADS, blocks(s.values(), THREADS), THREADS, &args) }
     }
 }
@@ -275,7 +275,7 @@ impl LayerOps for CudaOps {
             width: width as i32,
             tokens: tokens as i32,
         };
-        // SAFETY: the operands were checked; the kernel follows no id past the table.
+        // SAFETY: the operands were checked; the kernel uses no id past the table.
         unsafe { self.launch(&EMBED, (rows, 1, 1), 128, &args) }
     }
 

@@ -11,10 +11,10 @@ use crate::grad::{Allocate, Buffers};
 use rayon::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// How precise products of f32 are.
+/// Precision of f32 products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GemmPrecision {
-    /// As in f32: by cuBLAS in f32, by nq's kernels with operands in two TF32 parts, within
+    /// As in f32: cuBLAS computes in f32, nq's kernels with operands in two TF32 parts, within
     /// about `2^-27 k` for sums of k products.
     #[default]
     Full,
@@ -22,27 +22,27 @@ pub enum GemmPrecision {
     Tf32,
 }
 
-/// A GPU, as a device of training steps.
+/// A GPU as a device of training steps.
 pub struct CudaOps {
     gpu: Gpu,
     stream: Stream,
     precision: GemmPrecision,
     blas: Option<Blas>,
     scratch: Mutex<Buffer<f32>>,
-    /// Made when first needed.
+    /// Allocated when first needed.
     staging: Mutex<Option<Staging<f32>>>,
 }
 
-/// The test that holds all of these kernels against the CPU's operations, and what times them.
+/// The test that compares all of these kernels with the CPU's operations, and their bench.
 const TEST: &str = "kernels/tests/grad.rs::operations_are_those_of_the_cpu";
 const BENCH: &str = "training";
 
-/// Values that are made and copied at a time.
+/// Number of values that are generated and copied at a time.
 const STAGED: usize = 4 << 20;
 
-/// Threads of a block of elementwise work, and of warps that take a row each.
+/// Threads of a block for elementwise work, and for warps that take a row each.
 const THREADS: usize = 256;
-/// A block for every so many values.
+/// A grid with one block per `of` values.
 fn blocks(n: usize, of: usize) -> (usize, usize, usize) {
     (n.div_ceil(of).max(1), 1, 1)
 }
@@ -61,21 +61,21 @@ struct CopyArgs {
 }
 
 impl CudaOps {
-    /// The device, with a stream of its own. Products are cuBLAS's where it is installed
-    /// (`NQ_CUBLAS` names its file, or is `off`), else those of nq's kernels.
+    /// The device, with a stream of its own. cuBLAS does the products if it is installed
+    /// (`NQ_CUBLAS` names its file, or is `off`), otherwise nq's kernels do.
     ///
     /// # Errors
-    /// The driver's; a library that `NQ_CUBLAS` names and that cannot be used.
+    /// Errors of the driver; a library named by `NQ_CUBLAS` that is unusable.
     pub fn new(gpu: &Gpu, precision: GemmPrecision) -> Result<Self> {
         let mut ops = Self::with_own_products(gpu, precision)?;
         ops.blas = Blas::open(&ops.stream)?;
         Ok(ops)
     }
 
-    /// As [`CudaOps::new`], without cuBLAS.
+    /// Like [`CudaOps::new`], without cuBLAS.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn with_own_products(gpu: &Gpu, precision: GemmPrecision) -> Result<Self> {
         Ok(CudaOps {
             gpu: gpu.clone(),
@@ -87,7 +87,7 @@ impl CudaOps {
         })
     }
 
-    /// What multiplies matrices: cuBLAS and its version, or nq's kernels.
+    /// The implementation of products: cuBLAS and its version, or nq's kernels.
     pub fn products(&self) -> String {
         let own = || "nq's kernels".to_owned();
         self.blas.as_ref().map_or_else(own, Blas::name)
@@ -107,7 +107,7 @@ impl CudaOps {
     }
 
     /// # Safety
-    /// As [`Stream::launch`].
+    /// See [`Stream::launch`].
     unsafe fn launch<A: Copy>(
         &self,
         kernel: impl Into<Instance<A>>,
@@ -115,14 +115,14 @@ impl CudaOps {
         threads: usize,
         args: &A,
     ) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: by contract.
         unsafe { self.launch_shared(kernel, grid, (threads, 0), args) }
     }
 
-    /// With so many threads a block and bytes of shared memory.
+    /// Launches with `threads` threads per block and bytes of shared memory.
     ///
     /// # Safety
-    /// As [`Stream::launch`].
+    /// See [`Stream::launch`].
     pub(super) unsafe fn launch_shared<A: Copy>(
         &self,
         kernel: impl Into<Instance<A>>,
@@ -131,12 +131,12 @@ impl CudaOps {
         args: &A,
     ) -> Result<()> {
         let shape = LaunchShape::new(grid, threads).shared(shared);
-        // SAFETY: the caller's.
+        // SAFETY: by contract.
         unsafe { self.stream.launch(kernel, shape, args) }
     }
 
-    /// Scratch memory for `n` values. Whoever holds it queues the work that uses it; a larger
-    /// one is made only when that is done.
+    /// Scratch memory for `n` values. The holder queues the work that uses it; a larger
+    /// buffer is allocated only once that work is done.
     fn scratch(&self, n: usize) -> Result<MutexGuard<'_, Buffer<f32>>> {
         let mut scratch = self.scratch.lock().unwrap_or_else(|e| e.into_inner());
         if scratch.len() < n {
@@ -154,7 +154,7 @@ impl CudaOps {
             to,
             n: n as i64,
         };
-        // SAFETY: the caller's.
+        // SAFETY: by contract.
         unsafe { self.launch(&COPY, blocks(n, THREADS), THREADS, &args) }
     }
 }
@@ -195,7 +195,7 @@ impl Buffers for CudaOps {
     ) -> Result<Buffer<f32>, E> {
         let mut to = self.gpu.zeros(what, rows * cols)?;
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        // A row that is longer than a buffer gets a buffer of its length.
+        // A row longer than a buffer gets a buffer of its length.
         let room = STAGED.max(cols);
         let staging = match &mut *staging {
             Some(staging) if staging.len() >= room => staging,

@@ -85,7 +85,7 @@ struct SampleArgs {
     pad: i32,
 }
 
-/// The operands of rounding, of which each operation has some.
+/// The operands of rounding; each operation uses some of them.
 #[derive(Default)]
 struct Rounded<'a> {
     latent: Option<&'a Buffer<f32>>,
@@ -126,7 +126,7 @@ impl CudaOps {
     ) -> Result<()> {
         let args = operands.args(&self.operands(op), shape)?;
         let grid = blocks(shape.groups(), THREADS / 32);
-        // SAFETY: the operands were checked; callers give those that the operation has.
+        // SAFETY: the operands were checked; callers pass those that the operation uses.
         unsafe { self.launch(kernel, grid, THREADS, &args) }
     }
 }
@@ -220,7 +220,7 @@ impl GradOps for CudaOps {
     ) -> Result<()> {
         let operands = Rounded {
             codes: Some(codes),
-            // The kernel reads a scale that this gradient does not need: any will do.
+            // The kernel reads a scale that this gradient does not need: any buffer will do.
             scales: Some(zeros),
             zeros: Some(zeros),
             dw: Some(dw),

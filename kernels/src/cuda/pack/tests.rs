@@ -1,10 +1,10 @@
-//! The layout of packed weights, place by place.
+//! Tests of the layout of packed weights, place by place.
 
 use super::{Packing, SPAN, Stack, TILE, greatest_of, lane_word, operand_index};
 use half::f16;
 use nq_formats::{Tensor, Weight};
 
-/// Product j of a chunk has, of lane t, inputs 8t + 4j ..: two at 2t, two at 8 + 2t
+/// In product j of a chunk, lane t has inputs 8t + 4j ..: two at 2t, two at 8 + 2t
 /// (`mma_16816`).
 #[test]
 fn operand_order_is_that_of_the_products() {

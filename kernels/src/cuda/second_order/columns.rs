@@ -10,20 +10,20 @@ use crate::grad::{Buffers, Gemm};
 use crate::second_order::{ColumnBlock, FitShape};
 use std::ops::Range;
 
-/// Columns that the kernel takes at once, and rows of a block.
+/// Number of columns that the kernel takes at once, and rows of a block.
 const COLUMNS: usize = 128;
 const BLOCK_ROWS: usize = 16;
-/// Blocks that sum a product of two vectors.
+/// Number of blocks that sum a product of two vectors.
 const PARTS: usize = 1024;
 
-/// Scales and zero-points of a weight `[rows, cols]` in groups of `group` columns, of which the
-/// last of a row may be shorter.
+/// Scales and zero-points of a weight `[rows, cols]` in groups of `group` columns; the last
+/// group of a row may be shorter.
 pub struct Groups {
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
-    /// Columns of a group.
+    /// Columns per group.
     pub group: usize,
     /// The greatest code.
     pub max_code: u8,
@@ -142,7 +142,7 @@ struct DiagonalArgs {
 }
 
 impl Groups {
-    /// Room for them.
+    /// Allocates them.
     ///
     /// # Errors
     /// Too little memory.
@@ -163,7 +163,7 @@ impl Groups {
         })
     }
 
-    /// Groups of a row.
+    /// Number of groups in a row.
     pub fn groups(&self) -> usize {
         self.cols.div_ceil(self.group)
     }
@@ -183,8 +183,8 @@ impl Groups {
 }
 
 impl CudaOps {
-    /// Chooses the parameters of groups from `first` on: of those that `columns` of `w`
-    /// `[rows, cols]` hold, the first of which begins `columns`. `importance` goes with
+    /// Chooses the parameters of groups from `first` on: of those in `columns` of `w`
+    /// `[rows, cols]`; the first of them begins `columns`. `importance` is for
     /// `columns`.
     ///
     /// # Errors
@@ -227,7 +227,7 @@ impl CudaOps {
         unsafe { self.launch_shared(&FIT_GROUPS, grid, (THREADS, 0), &args) }
     }
 
-    /// `[rows, n]` with the columns of `w` in `order`.
+    /// `[rows, n]`: the columns of `w` in the order `order`.
     ///
     /// # Errors
     /// Too little memory; a weight that is too short.
@@ -249,15 +249,15 @@ impl CudaOps {
                 pad: 0,
             };
             let grid = cover(n, run.len());
-            // SAFETY: the operands were checked; the order names columns.
+            // SAFETY: the operands were checked; the order lists valid columns.
             unsafe { self.launch_shared(&PERMUTE_COLUMNS, grid, (THREADS, 0), &args)? };
         }
         Ok(to)
     }
 
-    /// Rounds the columns of `w` `[rows, cols]`, which `order` has permuted, block by block, to
-    /// the groups' grids; `u` is [`CudaOps::inverse_factor`]'s. `fit` chooses the parameters of
-    /// groups that blocks begin, by `importance` in the order. `w` is used up.
+    /// Rounds the columns of `w` `[rows, cols]`, which are permuted by `order`, block by block, to
+    /// the groups' grids; `u` is from [`CudaOps::inverse_factor`]. `fit` chooses the parameters of
+    /// groups that blocks begin, with `importance` in the order. Consumes `w`.
     ///
     /// # Errors
     /// Too little memory; operands that are too short.
@@ -297,7 +297,7 @@ impl CudaOps {
     fn part(&self, from: &Buffer<f32>, range: Range<usize>) -> Result<Buffer<f32>> {
         let mut to = self.gpu().zeros("importance of columns", range.len())?;
         self.copy((from, range.start), (&mut to, 0), range.len())?;
-        // It may be freed while the kernel that uses it is queued: freeing waits.
+        // The source may be freed while the kernel that uses it is queued: freeing waits.
         Ok(to)
     }
 
@@ -333,12 +333,12 @@ impl CudaOps {
         };
         let shape = (32 * BLOCK_ROWS, 4 * COLUMNS * COLUMNS);
         let grid = (g.rows.div_ceil(BLOCK_ROWS), 1, 1);
-        // SAFETY: the operands were checked, and by the caller that the places are columns; shared
+        // SAFETY: the operands were checked, and the caller checked that the places are columns; shared
         // memory holds the block of U.
         unsafe { self.launch_shared(&ROUND_COLUMNS, grid, shape, &args) }
     }
 
-    /// Takes what a block's errors make of later columns from them.
+    /// Subtracts from later columns what a block's errors contribute to them.
     fn take_over(
         &self,
         o: &Operands<'_>,
@@ -366,7 +366,7 @@ impl CudaOps {
             at: o.of("errors", errors, &[g.rows, COLUMNS])?,
             ld: COLUMNS,
         };
-        // Of U the block's rows and of w all rows are meant, in columns from `end` on.
+        // Takes the block's rows of U and all rows of w, in columns from `end` on.
         let side = |what, x: &Buffer<f32>, first: usize, rows: usize| {
             let at = o.part(what, x, first * n, &[rows, n])?.plus(4 * end);
             Ok::<_, crate::Error>(Side { at, ld: n })
@@ -377,7 +377,7 @@ impl CudaOps {
         unsafe { self.product(product, errors, u, w) }
     }
 
-    /// Codes' values less the weight `w`, `[rows, cols]`.
+    /// The differences of the codes' values from the weight `w`, `[rows, cols]`.
     ///
     /// # Errors
     /// Too little memory; operands that are too short.
@@ -431,7 +431,7 @@ impl CudaOps {
         Ok(sums.iter().sum())
     }
 
-    /// The moments `[n, n]` of inputs divided by `s`.
+    /// The moments `[n, n]` of the inputs divided by `s`.
     ///
     /// # Errors
     /// Too little memory; operands that are too short.
@@ -453,7 +453,7 @@ impl CudaOps {
         Ok(to)
     }
 
-    /// The diagonal of `h` `[n, n]`, on the host.
+    /// Copies the diagonal of `h` `[n, n]` to the host.
     ///
     /// # Errors
     /// A matrix that is too short.

@@ -1,4 +1,4 @@
-//! The factor that GPTQ rounds by (`cuda/factor.cu`).
+//! The factor with which GPTQ rounds (`cuda/factor.cu`).
 
 use super::{BENCH, ROUNDING, THREADS, check_order, cover};
 use crate::cuda::driver::{Address, Buffer, Operands};
@@ -10,7 +10,7 @@ use crate::second_order::Damped;
 /// Side of a tile of `cuda/factor.cu`.
 const SIDE: usize = 64;
 const TILE: usize = SIDE * SIDE;
-/// Bytes of the two tiles that a block holds, rows apart by 66 and by 65.
+/// Bytes of the two tiles that a block holds, with row strides of 66 and 65.
 const TILES_SHARED: usize = 2 * SIDE * (SIDE + 2) * 8;
 const DIAGONAL_SHARED: usize = 2 * SIDE * (SIDE + 1) * 8;
 
@@ -23,7 +23,7 @@ kernels! {
     EMIT: EmitArgs = "factor_emit" in "factor.cu", test ROUNDING, bench BENCH;
 }
 
-/// Instances of [`TILES`]: B as it is, and transposed.
+/// Instances of [`TILES`]: with B unchanged, and transposed.
 const NN: usize = 0;
 const NT: usize = 1;
 
@@ -43,7 +43,7 @@ struct Tiles {
     pad: i32,
 }
 
-/// `FactorGatherArgs` of `cuda/factor.cu`, as those below.
+/// `FactorGatherArgs` of `cuda/factor.cu`; those below are from the same file.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct GatherArgs {
@@ -87,11 +87,11 @@ struct EmitArgs {
     np: i32,
 }
 
-/// A factorization under way.
+/// A factorization in progress.
 struct Work<'a> {
     ops: &'a CudaOps,
     np: usize,
-    /// What the addresses are of.
+    /// The buffers that the addresses point into.
     _matrices: [Buffer<f64>; 3],
     flag: Buffer<u32>,
     at: Addresses,
@@ -104,25 +104,25 @@ struct Addresses {
     flag: Address,    // 1: not positive, or not finite
 }
 
-/// Bytes that a factorization of `n` inputs takes, beside its result.
+/// Bytes that a factorization of `n` inputs takes, besides its result.
 pub(super) fn factor_bytes(n: usize) -> usize {
     let np = n.next_multiple_of(SIDE);
     8 * np * (np + 2 * SIDE)
 }
 
 impl CudaOps {
-    /// Bytes of device memory that [`CudaOps::inverse_factor`] takes for `n` inputs, beside the
+    /// Bytes of device memory that [`CudaOps::inverse_factor`] takes for `n` inputs, besides the
     /// factor itself.
     pub fn factor_bytes(n: usize) -> usize {
         factor_bytes(n)
     }
 
-    /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`, `[n, n]`, where `P` takes
+    /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`, `[n, n]`, where `P` moves
     /// input `order[i]` to place `i`; `None` if the damped matrix is not positive definite.
     /// `h` is `[n, n]`.
     ///
     /// # Errors
-    /// Too little memory; the device's.
+    /// Too little memory; errors of the device.
     pub fn inverse_factor(&self, h: &Buffer<f32>, d: Damped<'_>) -> Result<Option<Buffer<f32>>> {
         let o = self.operands("inverse_factor");
         let n = d.order.len();
@@ -167,7 +167,7 @@ impl Work<'_> {
         (self.at.a).plus((row * SIDE * self.np + col * SIDE) * size_of::<f64>())
     }
 
-    /// The inverse of block `k` of the diagonal.
+    /// The inverse of diagonal block `k`.
     fn diagonal(&self, k: usize) -> Address {
         debug_assert!(k < self.np / SIDE);
         self.at.inverse.plus(k * TILE * size_of::<f64>())
@@ -187,7 +187,7 @@ impl Work<'_> {
             n: n as i32,
             np: self.np as i32,
         };
-        // SAFETY: the operands were checked, and that the order names inputs.
+        // SAFETY: the operands were checked, and the order lists valid inputs.
         unsafe {
             let grid = cover(self.np, self.np);
             (self.ops).launch_shared(&GATHER, grid, (THREADS, 0), &args)?;
@@ -196,7 +196,7 @@ impl Work<'_> {
     }
 
     /// # Safety
-    /// The tiles lie within the operands, `[rows]` by `[cols]` of them.
+    /// The tiles are inside the operands, which have `[rows]` by `[cols]` of them.
     unsafe fn tiles(
         &self,
         kernel: Instance<Tiles>,
@@ -207,11 +207,11 @@ impl Work<'_> {
             return Ok(());
         }
         let shape = (THREADS, TILES_SHARED);
-        // SAFETY: the caller's; shared memory holds two tiles.
+        // SAFETY: by contract; shared memory holds two tiles.
         unsafe { (self.ops).launch_shared(kernel, (grid.0, grid.1, 1), shape, args) }
     }
 
-    /// Column `k` of L, and what it takes from the columns behind it.
+    /// Computes column `k` of L, and subtracts its contribution from the columns behind it.
     fn factor_column(&self, k: usize) -> Result<()> {
         let args = FactorDiagonalArgs {
             a: self.at.a,
@@ -222,7 +222,7 @@ impl Work<'_> {
         };
         let ld = self.np as i32;
         let below = self.np / SIDE - k - 1;
-        // SAFETY: block k is within A and the inverses; shared memory holds both tiles.
+        // SAFETY: block k is inside A and the inverses; shared memory holds both tiles.
         unsafe {
             let shape = (THREADS, DIAGONAL_SHARED);
             (self.ops).launch_shared(&FACTOR_DIAGONAL, (1, 1, 1), shape, &args)?;
@@ -251,15 +251,15 @@ impl Work<'_> {
             accumulate: 1,
             ..panel
         };
-        // SAFETY: `below` tiles of column k, one column of tiles that are their own A; and the
-        // lower triangle of what is right of and below them.
+        // SAFETY: `below` tiles of column k, one column of tiles that are also A; and the
+        // lower triangle to the right of and below them.
         unsafe {
             self.tiles(TILES.instance(NT), (1, below), &panel)?;
             self.tiles(TILES.instance(NT), (below * (below + 1) / 2, 1), &behind)
         }
     }
 
-    /// Row `k` of the inverse, and what it adds to the rows below it.
+    /// Computes row `k` of the inverse, and adds its contribution to the rows below it.
     fn invert_column(&self, k: usize) -> Result<()> {
         let ld = self.np as i32;
         let below = self.np / SIDE - k - 1;
@@ -275,7 +275,7 @@ impl Work<'_> {
             accumulate: 0,
             pad: 0,
         };
-        // SAFETY: the k tiles left of the diagonal, one row of tiles that are their own B.
+        // SAFETY: the k tiles left of the diagonal, one row of tiles that are also B.
         unsafe { self.tiles(TILES.instance(NN), (k, 1), &row)? };
         if below == 0 {
             return Ok(());
@@ -323,7 +323,7 @@ impl Work<'_> {
             n: n as i32,
             np: self.np as i32,
         };
-        // SAFETY: U is [n, n], A and the inverses cover it.
+        // SAFETY: U is [n, n], and A and the inverses cover it.
         unsafe { (self.ops).launch_shared(&EMIT, cover(n, n), (THREADS, 0), &args)? };
         Ok(u)
     }

@@ -1,8 +1,8 @@
 //! Second-order rounding (GPTQ) on the device: the factor of the inverse moments, the choice of
-//! groups' ranges, the column loop, and what its errors come to. Launchers of
+//! groups' ranges, the loop over columns, and measures of its errors. Launchers of
 //! `cuda/factor.cu`, `cuda/fit_groups.cu` and `cuda/round_columns.cu`.
 //!
-//! Which columns come first, how much is damped and what is tried is the caller's.
+//! The caller chooses the order of columns, the damping and the ranges to try.
 
 pub(super) mod columns;
 pub(super) mod factor;
@@ -18,10 +18,10 @@ use crate::error::{Error, Result};
 pub struct Order(Buffer<u32>);
 
 impl Order {
-    /// Place by place.
+    /// Takes the column of each place.
     ///
     /// # Errors
-    /// A place that names no column.
+    /// A place whose column does not exist.
     pub fn new(ops: &CudaOps, order: &[u32]) -> Result<Self> {
         check_order(order)?;
         Ok(Order(ops.gpu().upload("order of columns", order)?))
@@ -32,7 +32,7 @@ impl Order {
     }
 }
 
-/// An error unless every place names one of as many columns.
+/// An error unless every place names an existing column.
 fn check_order(order: &[u32]) -> Result<()> {
     match order.iter().find(|&&c| c as usize >= order.len()) {
         None => Ok(()),
@@ -45,24 +45,24 @@ fn check_order(order: &[u32]) -> Result<()> {
     }
 }
 
-/// Rows of a launch, at most: what a grid's second dimension holds.
+/// Most rows of a launch: the limit of a grid's second dimension.
 const MOST_ROWS: usize = 65_535;
 
-/// Runs of rows that a launch takes each.
+/// Runs of rows, one per launch.
 fn runs(rows: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     (0..rows)
         .step_by(MOST_ROWS)
         .map(move |at| at..(at + MOST_ROWS).min(rows))
 }
 
-/// Blocks that cover `n` columns of `rows` rows.
+/// A grid of blocks that covers `n` columns of `rows` rows.
 fn cover(n: usize, rows: usize) -> (usize, usize, usize) {
     (n.div_ceil(THREADS), rows, 1)
 }
 
 const THREADS: usize = 256;
 
-/// Tests of whole roundings and of what is measured of them, and what times these kernels.
+/// The test of whole roundings and their measured errors, and the bench of these kernels.
 const ROUNDING: &str = "quantize/tests/second_order.rs::the_gpu_rounds_as_the_host";
 const MEASURES: &str =
     "quantize/tests/second_order.rs::moments_are_scaled_and_errors_measured_where_they_are";

@@ -1,4 +1,4 @@
-//! Second moments in a GPU's memory, and rounding by them.
+//! Second moments in GPU memory, and rounding with them.
 
 use super::{Groups, Order};
 use crate::cuda::driver::Buffer;
@@ -51,7 +51,7 @@ impl GpuMoments {
     fn quadratic(&self, e: &Buffer<f32>, rows: usize) -> Result<f64> {
         let n = self.width();
         let mut product = self.ops.gpu().zeros("errors of outputs", rows * n)?;
-        // H is symmetric: as the weight of a Linear it is its own transpose.
+        // H is symmetric: used as the weight of a Linear, it is its own transpose.
         (self.ops).gemm(Gemm::linear(rows, n, n), e, &self.moments, &mut product)?;
         self.ops.dot(&product, e, rows * n)
     }

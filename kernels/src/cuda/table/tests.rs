@@ -1,4 +1,4 @@
-//! The table against the sources: `kernels/cuda`, the tests and the benches.
+//! Compares the table with the sources: `kernels/cuda`, the tests and the benches.
 
 use super::table;
 use crate::cuda::PackedKind;
@@ -17,13 +17,13 @@ fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// A macro of C with parameters.
+/// A C macro with parameters.
 struct Macro {
     parameters: Vec<String>,
     body: String,
 }
 
-/// The arguments of a call whose parenthesis begins `text`, and what follows it.
+/// The arguments of a call whose parenthesis begins `text`, and the text after it.
 fn arguments(text: &str) -> (Vec<String>, &str) {
     let mut depth = 0;
     let mut all = vec![String::new()];
@@ -48,7 +48,7 @@ fn is_word(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_'
 }
 
-/// Words of `text`, and what lies between them.
+/// Splits `text` into words and the text between them.
 fn words(text: &str) -> Vec<&str> {
     let mut all = Vec::new();
     let mut rest = text;
@@ -61,7 +61,7 @@ fn words(text: &str) -> Vec<&str> {
     all
 }
 
-/// What a call of `m` becomes: words that are parameters replaced, `##` pasted.
+/// The expansion of a call of `m`: parameters replaced, `##` pasted.
 fn expanded(m: &Macro, given: &[String]) -> String {
     let replaced = words(&m.body).into_iter().map(|word| {
         let place = m.parameters.iter().position(|p| p == word);
@@ -70,7 +70,7 @@ fn expanded(m: &Macro, given: &[String]) -> String {
     replaced.collect::<String>().replace("##", "")
 }
 
-/// The source with its macros replaced by what they stand for.
+/// The source with its macros expanded.
 fn preprocessed(source: &str) -> String {
     let source = source.replace("\\\n", " ");
     let mut macros: HashMap<String, Macro> = HashMap::new();
@@ -79,7 +79,7 @@ fn preprocessed(source: &str) -> String {
         let line = line.split("//").next().unwrap_or_default();
         let Some(definition) = line.trim().strip_prefix("#define ") else {
             let mut text = line.to_owned();
-            // Macros that are called in macros.
+            // Repeated for macros that are used in macros.
             for _ in 0..4 {
                 text = calls_replaced(&text, &macros);
             }
@@ -116,7 +116,7 @@ fn calls_replaced(text: &str, macros: &HashMap<String, Macro>) -> String {
     out
 }
 
-/// The kernels that a source defines.
+/// Names of the kernels that a source defines.
 fn defined(source: &str) -> Vec<String> {
     let text = preprocessed(source);
     let kernels = text.split("extern \"C\" __global__").skip(1);
@@ -147,7 +147,7 @@ fn macros_are_replaced() {
     assert_eq!(defined(source), ["k_a", "k_b", "last"]);
 }
 
-/// Every kernel has a row, in the source that it names, and every row its kernels.
+/// Every kernel has a row in the source that it names, and every row's kernels exist.
 #[test]
 fn rows_are_the_kernels_of_the_sources() {
     let mut sources: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
@@ -211,9 +211,9 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> usize {
     u64::from_le_bytes(all) as usize
 }
 
-/// Bytes of each argument that the kernels of a fatbin's ELF image take: of each, section
-/// `.nv.info.NAME` holds attributes, of which those of number 0x17 (EIATTR_KPARAM_INFO, as
-/// `cuobjdump -elf` shows them) describe an argument: its size is the upper 14 of 96 bits.
+/// Argument sizes of the kernels in a fatbin's ELF image: for each kernel, section
+/// `.nv.info.NAME` holds attributes, of which number 0x17 (EIATTR_KPARAM_INFO, as
+/// `cuobjdump -elf` shows it) describes an argument: its size is the upper 14 of 96 bits.
 fn argument_sizes(fatbin: &[u8]) -> Vec<(String, usize)> {
     let start = fatbin
         .windows(4)
@@ -241,7 +241,7 @@ fn argument_sizes(fatbin: &[u8]) -> Vec<(String, usize)> {
                 let size = number::<4>(content, at + 4 + 8) >> 18;
                 sizes.push((String::from_utf8_lossy(kernel).into_owned(), size));
             }
-            // Format 4: a size, and as many bytes behind it.
+            // Format 4: a size, followed by that many bytes.
             let behind = match format {
                 4 => number::<2>(content, at + 2),
                 _ => 0,
@@ -252,8 +252,8 @@ fn argument_sizes(fatbin: &[u8]) -> Vec<(String, usize)> {
     sizes
 }
 
-/// The code that this build embeds takes structures of the sizes that the rows have, whatever
-/// architectures it is for.
+/// The embedded code takes structures of the sizes given in the rows, for every architecture of this
+/// build.
 #[test]
 fn arguments_have_the_sizes_that_the_code_takes() {
     let mut sizes: HashMap<&str, usize> = HashMap::new();
@@ -277,7 +277,7 @@ fn arguments_have_the_sizes_that_the_code_takes() {
     );
 }
 
-/// True if `source` defines function `name`; a test, if `tested`.
+/// True if `source` defines the function `name`, as a test if `tested`.
 fn has_function(source: &str, name: &str, tested: bool) -> bool {
     let lines: Vec<&str> = source.lines().map(str::trim).collect();
     let at = lines.iter().position(|l| {
@@ -289,7 +289,7 @@ fn has_function(source: &str, name: &str, tested: bool) -> bool {
     at.is_some_and(|at| !tested || (at > 0 && lines[at - 1] == "#[test]"))
 }
 
-/// Each row names a test and a bench that are there, and no two kernels of different rows share a
+/// Each row names an existing test and bench, and no two kernels of different rows have the same
 /// name.
 #[test]
 fn rows_have_tests_and_benches() {
@@ -322,7 +322,7 @@ fn rows_have_tests_and_benches() {
     }
 }
 
-/// Constants of Rust and of CUDA that must be the same: file below `src`, name, file of
+/// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
 /// `kernels/cuda`, name.
 const CONSTANTS: [[&str; 4]; 28] = [
     ["cpu/kv.rs", "PAGE", "rows.cuh", "PAGE"],
@@ -420,7 +420,7 @@ const CONSTANTS: [[&str; 4]; 28] = [
     ["cuda/second_order/factor.rs", "SIDE", "factor.cu", "SIDE"],
 ];
 
-/// The number that follows `name` and what may stand between it and `=`.
+/// The number that a line with `const` assigns to `name`.
 fn constant(source: &str, name: &str) -> Option<u64> {
     source
         .lines()
@@ -452,7 +452,7 @@ fn constants_are_those_of_the_kernels() {
     }
 }
 
-/// The order of kinds is that of the names.
+/// The order of kinds matches the names of instances.
 #[test]
 fn kinds_have_the_names_of_their_instances() {
     let names: &[&str] = names!(kinds "k"; "_a", "_b");

@@ -7,15 +7,18 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-/// Rows of a piece of elementwise work.
+/// Rows per piece of elementwise work.
 const ROWS: usize = 64;
-/// Rows or columns of C in a piece of a product.
+/// Rows or columns of C per piece of a product.
 const PIECE: usize = 256;
 /// `c (+)= alpha a b` by pieces of C's longer side.
 fn product(g: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
-    let view = |x, rows, cols, transposed| match transposed {
-        false => MatRef::from_row_major_slice(x, rows, cols),
-        true => MatRef::from_row_major_slice(x, cols, rows).transpose(),
+    let view = |x, rows, cols, transposed| {
+        if transposed {
+            MatRef::from_row_major_slice(x, cols, rows).transpose()
+        } else {
+            MatRef::from_row_major_slice(x, rows, cols)
+        }
     };
     let (a, b) = (view(a, g.m, g.k, g.ta), view(b, g.k, g.n, g.tb));
     let c = MatMut::from_row_major_slice_mut(c, g.m, g.n);
@@ -37,15 +40,15 @@ fn product(g: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
     }
 }
 
-/// Adds what every piece of `ROWS` rows gives a vector, in the order of the pieces.
+/// Adds the vectors that pieces of `ROWS` rows contribute, in the order of the pieces.
 fn add_parts(parts: Vec<Vec<f32>>, total: &mut [f32]) {
     for part in parts {
         total.iter_mut().zip(part).for_each(|(t, p)| *t += p);
     }
 }
 
-/// The gradient of `y = x inv gain` at one row: `t = dy gain`, `dx = inv (t - xhat mean(t xhat))`
-/// goes to `each`; `dgain` is added to.
+/// The gradient of `y = x inv gain` at one row: passes `dx = inv (t - xhat mean(t xhat))` with
+/// `t = dy gain` to `each`, and adds to `dgain`.
 fn norm_row_grad(
     x: &[f32],
     gain: &[f32],
@@ -283,9 +286,10 @@ impl LayerOps for CpuOps {
                         let turned = |i: usize| {
                             let p = i % half;
                             let (cos, sin) = (rotation[2 * p], rotation[2 * p + 1]);
-                            match i < half {
-                                true => dy[i] * cos + dy[i + half] * sin,
-                                false => dy[i] * cos - dy[p] * sin,
+                            if i < half {
+                                dy[i] * cos + dy[i + half] * sin
+                            } else {
+                                dy[i] * cos - dy[p] * sin
                             }
                         };
                         let x = &x[r * width + h * s.dim..][..s.dim];

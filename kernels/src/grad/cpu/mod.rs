@@ -8,11 +8,11 @@ use super::{Allocate, Buffers, Result, enough};
 use crate::error::Error;
 use rayon::prelude::*;
 
-/// The CPU, on rayon's threads.
+/// The CPU, using rayon's threads.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOps;
 
-/// Values of a piece of elementwise work.
+/// Values per piece of elementwise work.
 const VALUES: usize = 1 << 14;
 
 /// `ln(sum(exp(x)))`.

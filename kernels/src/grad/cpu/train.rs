@@ -7,7 +7,7 @@ use crate::rng::Philox;
 use half::f16;
 use rayon::prelude::*;
 
-/// Scale as stored.
+/// The scale as stored.
 fn stored(scale: f32) -> f32 {
     f16::from_f32(scale).to_f32()
 }
@@ -278,7 +278,7 @@ impl GradOps for CpuOps {
                     left -= (l - total).exp();
                     left < 0.0
                 });
-                // Rounding may leave a crumb past the last token: then the last likely one.
+                // Rounding may leave a remainder past the last token: then take the last likely one.
                 let last = || logits.iter().rposition(|l| l - total > -20.0).unwrap_or(0);
                 ids[d.offset] = drawn.unwrap_or_else(last) as u32;
             });

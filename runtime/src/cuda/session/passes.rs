@@ -1,4 +1,4 @@
-//! The layers of a step: each operation is a kernel or two, which the stream queues or records.
+//! The layers of a step: each operation is one or two kernels, which the stream queues or records.
 
 use super::step::{StepEnd, StepKind, StepRows, WideRows};
 use super::{ExpertRows, product};
@@ -11,14 +11,14 @@ use nq_kernels::cuda::{
 };
 use nq_kernels::{Error, Result};
 
-/// Bytes of the product behind attention from which on its early requests for weights hold up
-/// what attention reads, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
+/// Bytes of the weights behind attention from which on prefetching them slows down the reads of
+/// attention, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
 const FLOOD: usize = 4 << 20;
 
-/// Parts of contexts ([`StepKind::splits`]) up to which clusters attend as fast.
+/// Most parts of a context ([`StepKind::splits`]) for which attention by clusters is as fast.
 const CLUSTER_SPLITS: usize = 4;
 
-/// What all layers of a step work with.
+/// The resources that all layers of a step share.
 #[derive(Clone, Copy)]
 pub(super) struct Device<'a> {
     pub(super) stream: &'a Stream,
@@ -46,8 +46,8 @@ impl Device<'_> {
         }
     }
 
-    /// Queues the layers of a step of one row, two kernels each, where those are the fastest: true
-    /// if so.
+    /// Queues the layers of a step of one row, two kernels each, if that is the fastest way; true
+    /// if it did.
     fn queue_clusters(self, step: &mut StepRows) -> Result<bool> {
         let StepKind { m, splits, .. } = self.kind;
         let Some(parts) = step
@@ -69,7 +69,7 @@ impl Device<'_> {
         Ok(true)
     }
 
-    /// A layer as clusters run it, if they do: not one with experts.
+    /// A layer in the form that clusters run; `None` for layers with experts.
     fn cluster<'b>(&self, layer: &'b CudaLayer) -> Option<ClusterLayer<'b>>
     where
         Self: 'b,
@@ -126,7 +126,7 @@ impl Device<'_> {
         };
         let heads = self.model.heads(attention, self.cos_sin);
         let cache = self.pages.layer(layer);
-        // How many keys and values are read, the device alone knows.
+        // Only the device knows how many keys and values are read.
         let key = ("attention", "fused", (heads.heads, HEAD_DIM));
         self.stream.timed(key, 0, || {
             self.stream
@@ -135,7 +135,7 @@ impl Device<'_> {
     }
 }
 
-/// The experts of rows that are scored, of the residual stream `x`, added to it.
+/// Adds the mixture of the experts that the scored rows choose to the residual stream `x`.
 pub(super) fn add_experts(
     (stream, model): (&Stream, &CudaModel),
     experts: &Experts<DeviceLinear, Buffer<f32>>,
@@ -144,7 +144,7 @@ pub(super) fn add_experts(
     m: usize,
 ) -> Result<()> {
     let Some(shape) = &model.config.experts else {
-        unreachable!("layers of experts come with their numbers");
+        unreachable!("layers with experts have an expert shape");
     };
     let norm = Norm {
         gain: &experts.norm,
@@ -166,7 +166,7 @@ pub(super) fn add_experts(
     })
 }
 
-/// Up to [`MOST_SEQUENCES`] rows: five products and attention are all there is, norms among them.
+/// Up to [`MOST_SEQUENCES`] rows: a step consists of products, which include the norms, and attention.
 struct NarrowPass<'a> {
     device: Device<'a>,
     step: &'a mut StepRows,
@@ -222,8 +222,8 @@ impl Ops for NarrowPass<'_> {
             Projection::Qkv => GemvOutput::Store(norm, &mut step.qkv),
             Projection::Gated => GemvOutput::Silu(norm, &mut step.gated),
         };
-        // The first product of a step lets nothing overtake the sampler of the last one, which the
-        // attention kernel's early reads depend on.
+        // No kernel may overtake the previous step's sampler, on which early reads of the attention
+        // kernel depend: the first product of a step ensures that.
         let late = layer == 0 && to == Projection::Qkv;
         let w = (w.spec.name, &w.linear);
         Self::multiply(device, w, &step.x, out, &mut step.columns, late)
@@ -270,7 +270,7 @@ impl Ops for NarrowPass<'_> {
     }
 }
 
-/// More rows: each product that is added leaves its sums in parts, which the norm behind it adds.
+/// More rows: a product that is added leaves its sums in parts, which the following norm adds up.
 struct WidePass<'a> {
     device: Device<'a>,
     x: &'a mut Buffer<f32>,
@@ -281,7 +281,7 @@ struct WidePass<'a> {
     rows: &'a mut WideRows,
     experts: &'a mut Option<ExpertRows>,
     head: (&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
-    /// The last product's sums are not in `x` yet.
+    /// True while the last product's sums are not in `x` yet.
     pending: bool,
 }
 
@@ -321,7 +321,7 @@ impl<'a> WidePass<'a> {
         })
     }
 
-    /// `x`, with the sums that are pending, normalized to `normed`.
+    /// Normalizes `x`, including pending sums, to `normed`.
     fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
         let Device {
             stream,
@@ -329,8 +329,8 @@ impl<'a> WidePass<'a> {
             kind: StepKind { m, .. },
             ..
         } = self.device;
-        // The first kernel of a step lets nothing overtake the sampler of the last one, which the
-        // attention kernel's early reads depend on.
+        // No kernel may overtake the previous step's sampler, on which early reads of the attention
+        // kernel depend: the first kernel of a step ensures that.
         let late = !self.pending;
         let WideRows { normed, sums, .. } = &mut *self.rows;
         let sums = self.pending.then_some(&*sums);
@@ -414,7 +414,7 @@ impl Ops for WidePass<'_> {
         _layer: usize,
         experts: &Experts<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
-        // Which adds what is pending to `x`.
+        // The norm adds pending sums to `x`.
         self.norm(&experts.norm)?;
         self.pending = false;
         let Some(rows) = &mut *self.experts else {

@@ -26,8 +26,8 @@ struct Pass<'a, 'o> {
     observer: &'a mut Option<&'o mut dyn Observer>,
 }
 
-/// Rows times `w` by the kernels that are checked against, where `full` rows are given and those
-/// are asked for; else the FP16 rows `half`.
+/// Multiplies rows by `w`: the `full` f32 rows by the reference kernels, if they are given and the
+/// reference is asked for; otherwise the FP16 rows `half`.
 fn multiply(
     (stream, kernels): (&Stream, KernelSet),
     (name, w): (&'static str, &DeviceLinear),
@@ -46,7 +46,7 @@ fn multiply(
 }
 
 impl Pass<'_, '_> {
-    /// `many.x`, normalized, to `many.normed`.
+    /// Normalizes `many.x` to `many.normed`.
     fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
         let c = &self.model.config;
         let (stream, m, many) = (self.stream, self.m, &mut *self.many);
@@ -60,7 +60,7 @@ impl Pass<'_, '_> {
         })?)
     }
 
-    /// `many.normed` times gate and up, through SwiGLU, to `many.mlp`.
+    /// Multiplies `many.normed` by gate and up and applies SwiGLU: `many.mlp`.
     fn gate_up(&mut self, w: &Packed<DeviceLinear>) -> Result<()> {
         let (stream, kernels, m) = (self.stream, self.model.kernels, self.m);
         let many = &mut *self.many;
@@ -78,7 +78,7 @@ impl Pass<'_, '_> {
         Ok(stream.silu_mul(&full.gate_up, &out, m, self.model.config.intermediate_size)?)
     }
 
-    /// Shows the observer the rows that a product multiplies, if there are any in f32.
+    /// Shows the observer the input rows of a product, if they exist in f32.
     fn show(
         &mut self,
         layer: usize,
@@ -94,7 +94,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Shows the observer what attention yields: rows in f32, or FP16 rows `[m, width padded]` in
+    /// Shows the observer the output of attention: rows in f32, or FP16 rows `[m, width padded]` in
     /// operand order.
     fn show_attended(&mut self, layer: usize, product: &Product) -> Result<()> {
         if self.model.kernels == KernelSet::Reference {
@@ -191,8 +191,8 @@ impl Ops for Pass<'_, '_> {
         multiply(device, (w.spec.name, &w.linear), full, half, out, m)
     }
 
-    /// Rows go through their experts one by one: the weights of those that rows share come out of
-    /// the device's cache.
+    /// Rows go through their experts one by one: weights that several rows use come out of the device's
+    /// cache.
     fn add_experts(
         &mut self,
         _layer: usize,
@@ -202,7 +202,7 @@ impl Ops for Pass<'_, '_> {
         let (device, m) = ((self.stream, self.model.kernels), self.m);
         let many = &mut *self.many;
         let Some(rows) = &mut many.experts else {
-            unreachable!("sessions of mixtures have them");
+            unreachable!("sessions of models with experts have buffers for them");
         };
         let router = (experts.router.spec.name, &experts.router.linear);
         let out = GemmOutput::Store(&mut rows.scores);
@@ -250,7 +250,7 @@ impl CudaSession {
         model.layers.iter().try_for_each(|l| l.run(&mut pass))
     }
 
-    /// Final norm and head over the listed rows of `many.x`.
+    /// Runs the final norm and the head over the listed rows of `many.x`.
     fn run_head(&mut self, rows: &[u32], observer: &mut Option<&mut dyn Observer>) -> Result<()> {
         let Self {
             stream,
@@ -288,8 +288,8 @@ impl CudaSession {
         Ok(())
     }
 
-    /// Queues the chunks' rows through the layers: `many.x` becomes the residual stream. Gives the
-    /// rows of which logits are wanted.
+    /// Queues the chunks' rows through the layers: `many.x` becomes the residual stream. Returns the
+    /// rows whose logits are wanted.
     fn queue_rows(
         &mut self,
         chunks: &[Chunk<'_>],
@@ -320,7 +320,7 @@ impl CudaSession {
         Ok(wanted)
     }
 
-    /// The logits of all chunks, over rows.
+    /// Computes the logits of all chunks by a forward over many rows.
     pub(super) fn forward_many(
         &mut self,
         chunks: &[Chunk<'_>],
@@ -337,7 +337,7 @@ impl CudaSession {
         if self.model.gpu.is_profiling() {
             self.model.gpu.settle_profile()?;
         }
-        // The f32 copies that an observer needed would slow later forwards down.
+        // Keeping the f32 copies that an observer needed would slow later forwards down.
         if self.model.kernels == KernelSet::Fused {
             self.many.full = None;
         }
@@ -355,7 +355,7 @@ impl CudaSession {
         Ok(())
     }
 
-    /// Waits for the chunks queued first; how long they took.
+    /// Waits for the oldest queued chunks; returns the time they took.
     pub(super) fn finish_chunks(&mut self) -> Result<Duration> {
         let Some((begin, end)) = self.prompts.pop_front() else {
             return Ok(Duration::ZERO);
@@ -369,7 +369,7 @@ impl CudaSession {
     }
 }
 
-/// `n` values of `from` on the host, when the stream's work is done.
+/// Copies the first `n` values of `from` to the host, once the stream's work is done.
 fn fetch(stream: &Stream, from: &Buffer<f32>, n: usize) -> Result<Vec<f32>> {
     stream.synchronize()?;
     let mut values = vec![0f32; n];

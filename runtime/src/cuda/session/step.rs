@@ -1,5 +1,5 @@
-//! The fused step of a few rows: logits for the host, or, of one row a sequence, a token drawn on
-//! the device for the next step, which is queued before the host has seen it.
+//! The fused step of a few rows. It ends with logits for the host, or, with one row per sequence,
+//! with a token drawn on the device for the next step, which is queued before the host sees it.
 
 use super::passes::Device;
 use super::{CudaSession, ExpertRows, LOGIT_ROWS, Widths, padded};
@@ -18,12 +18,12 @@ use nq_kernels::cuda::{
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
-/// Tokens of a sequence that the device may be ahead of the host, at most; a power of two.
+/// Most tokens of a sequence that the device may be ahead of the host; a power of two.
 const RING: usize = 64;
 /// Steps queued ahead of the token that the host waits for.
 const AHEAD: usize = 12;
-/// Reads of a key head's page that reading them once must save in a step, for one more kernel a
-/// layer to pay (`benches/records/2026-11-22-cascade.csv`).
+/// Page reads per key head that reading shared pages once must save in a step to be worth one more
+/// kernel a layer (`benches/records/2026-11-22-cascade.csv`).
 const LEAST_SHARED: usize = 1024;
 
 /// [`LEAST_SHARED`] as reads of a page of all `kv_heads` key heads.
@@ -35,7 +35,7 @@ pub(in crate::cuda) fn least_shared_pages(kv_heads: usize) -> usize {
 const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
 
-/// Buffers of the fused step of up to `rows` rows. Tokens are drawn in the first of them, the seats.
+/// Buffers of the fused step of up to `rows` rows. Tokens are drawn in the first ones, the seats.
 pub(super) struct StepRows {
     rows: usize,
     pub(super) step: Checked<Step>,   // [rows]
@@ -44,9 +44,9 @@ pub(super) struct StepRows {
     pub(super) attended: Buffer<f32>, // [narrow rows, q_dim]
     pub(super) gated: Buffer<f32>,    // [narrow rows, intermediate]
     pub(super) attention: AttentionScratch,
-    /// What seated sequences have in common, where a device can read it once for all.
+    /// The pages that seated sequences share, on devices that can read them once for all.
     pub(super) cascade: Option<Cascade>,
-    /// How attention over that is launched; none: nothing worth it is in common.
+    /// Launch shape of attention over those pages; `None` if sharing would save too little.
     shared: Option<CascadeShape>,
     pub(super) columns: Option<Columns>, // of several narrow rows
     pub(super) experts: Option<ExpertRows>,
@@ -60,14 +60,14 @@ pub(super) struct StepRows {
     ring: Mapped<u32>,          // [seats, RING]
     logprobs: Mapped<Logprobs>, // [seats, RING]
     seats: Vec<Seat>,
-    /// Who sat in the rows of each step that is queued and not received.
+    /// Which sequences sat in the rows of each step that is queued and not received.
     queued: VecDeque<Vec<Seat>>,
-    /// A row was written: its token's embedding is not looked up yet.
+    /// True after a row was written: the embedding of its token is still to be looked up.
     written: bool,
 }
 
-/// What steps of more than [`MOST_SEQUENCES`] rows, which their own kernels run, have besides: inputs
-/// of products in FP16 and operand order.
+/// Further buffers for steps of more than [`MOST_SEQUENCES`] rows, which have kernels of their own:
+/// inputs of products in FP16 and operand order.
 pub(super) struct WideRows {
     pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
     pub(super) attended: Buffer<u16>, // [rows, q_dim padded]
@@ -87,25 +87,26 @@ impl WideRows {
     }
 }
 
-/// Sequences that a step takes on `gpu`, at most.
+/// Most sequences that a step takes on `gpu`.
 pub(in crate::cuda) fn most_together(gpu: &Gpu) -> usize {
-    match gpu.takes_wide_steps() {
-        true => MOST_WIDE_SEQUENCES,
-        false => MOST_SEQUENCES,
+    if gpu.takes_wide_steps() {
+        MOST_WIDE_SEQUENCES
+    } else {
+        MOST_SEQUENCES
     }
 }
 
-/// How many rows steps have.
+/// Number of rows of steps.
 #[derive(Clone, Copy)]
 pub(in crate::cuda) struct StepSize {
-    /// Rows that draw tokens: sequences in a step at most.
+    /// Most sequences in a step that draw tokens.
     seats: usize,
-    /// Rows at most.
+    /// Most rows of a step.
     rows: usize,
 }
 
 impl StepSize {
-    /// Of the steps of a session on a device that takes `together` sequences at most.
+    /// The size of a session's steps on a device that takes at most `together` sequences.
     pub(in crate::cuda) fn new(spec: &SessionSpec, together: usize) -> Self {
         let seats = spec.slots.min(together).max(1);
         StepSize {
@@ -115,30 +116,31 @@ impl StepSize {
     }
 }
 
-/// Values of a row that the head's product of `m` rows leaves in [`StepRows::best`].
+/// Values per row that the head's product of `m` rows leaves in [`StepRows::best`].
 fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> usize {
-    match m <= MOST_SEQUENCES {
-        true => best_len(gpu, head, m),
-        false => wide_best_len(gpu, head, m),
+    if m <= MOST_SEQUENCES {
+        best_len(gpu, head, m)
+    } else {
+        wide_best_len(gpu, head, m)
     }
 }
 
-/// A row, as the host knows it.
+/// A row's state, as the host knows it.
 #[derive(Clone, Copy, Default)]
 struct Seat {
-    /// The sequence; none: it runs idle.
+    /// The sequence; `None` if the row runs idle.
     slot: Option<usize>,
-    /// Draws queued in it before, of all who sat there.
+    /// Draws queued in this row so far, by all sequences that sat there.
     drawn: i32,
-    /// Its sampler looks at more than the best token.
+    /// True if its sampler looks at more than the best token.
     lists: bool,
-    /// Its sampler wants log-probabilities.
+    /// True if its sampler wants log-probabilities.
     logprobs: bool,
 }
 
 impl StepRows {
-    /// For steps of `size` of a model with this head, over keys and values of type `kv`; all rows
-    /// are idle, in the last slot of `places`.
+    /// Allocates buffers for steps of `size` of a model with this head, over keys and values of type
+    /// `kv`. All rows start idle, in the last slot of `places`.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
@@ -158,14 +160,16 @@ impl StepRows {
             1 => None,
             _ => Some(Columns::new(gpu, narrow, w.widest_input())?),
         };
-        let wide = match rows > narrow {
-            true => Some(WideRows::new(gpu, &w, rows)?),
-            false => None,
+        let wide = if rows > narrow {
+            Some(WideRows::new(gpu, &w, rows)?)
+        } else {
+            None
         };
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
-        let cascade = match seats > 1 && Cascade::fits(gpu, kv) {
-            true => Some(Cascade::new(gpu, seats, places)?),
-            false => None,
+        let cascade = if seats > 1 && Cascade::fits(gpu, kv) {
+            Some(Cascade::new(gpu, seats, places)?)
+        } else {
+            None
         };
         Ok(StepRows {
             rows,
@@ -207,36 +211,36 @@ impl StepRows {
 #[derive(Default)]
 pub(super) struct Graphs {
     recorded: HashMap<StepKind, Graph>,
-    /// Sequences and ends of steps that ran, and whether they share: their kernels are loaded and
+    /// Kinds of steps that have run (rows, end, sharing of pages): their kernels are loaded and
     /// their shared memory is reserved, which cannot be recorded.
     warm: HashSet<(usize, StepEnd, bool)>,
 }
 
-/// What a step is recorded for.
+/// What distinguishes one recorded step from another.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct StepKind {
-    /// Rows.
+    /// Number of rows.
     pub(super) m: usize,
-    /// Parts that attention cuts contexts into, at most: a short context starts few blocks.
+    /// Most parts that attention cuts contexts into: a short context starts few blocks.
     pub(super) splits: usize,
     pub(super) end: StepEnd,
-    /// Pages that its sequences have in common are read once.
+    /// Set if pages that sequences share are read once.
     pub(super) shared: Option<CascadeShape>,
 }
 
-/// What a step ends with.
+/// The last operation of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum StepEnd {
-    /// Logits, for the host. Such a step begins with looking its tokens up; several of its rows
-    /// may be of one sequence.
+    /// Logits, for the host. Such a step begins by looking its tokens up; several of its rows
+    /// may belong to one sequence.
     Logits,
     /// The best token, looked up for the next step.
     Greedy,
-    /// A token drawn from candidates that are listed first, looked up for the next step.
+    /// A token drawn from candidates, which are listed first, and looked up for the next step.
     Sampled,
 }
 
-/// Where a row stands that nobody sits in.
+/// The state of a row in which no sequence sits.
 fn idle_step(slot: usize, drawn: i32) -> Step {
     Step {
         position: 0,
@@ -247,14 +251,14 @@ fn idle_step(slot: usize, drawn: i32) -> Step {
 }
 
 impl CudaSession {
-    /// Queues the embeddings of the step's tokens.
+    /// Queues the lookup of the embeddings of the step's tokens.
     fn queue_embedding(&mut self, m: usize) -> nq_kernels::Result<()> {
         let (model, step) = (&self.model, &mut self.step);
         self.stream
             .embed_step(model.embedding(), &step.step, &mut step.x, m)
     }
 
-    /// Queues the choice of the next tokens, and their embeddings.
+    /// Queues the choice of the next tokens and the lookup of their embeddings.
     fn queue_advance(&mut self, m: usize, lists: bool) -> nq_kernels::Result<()> {
         let (model, step) = (&self.model, &mut self.step);
         let vocab = model.config.vocab_size;
@@ -293,7 +297,7 @@ impl CudaSession {
         self.stream.timed(key, 0, || self.stream.advance(advance))
     }
 
-    /// Queues the rows of a step, looked up already, through the layers and the head.
+    /// Queues the step's rows, whose tokens are looked up, through the layers and the head.
     fn queue_layers(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
         let Self {
             stream,
@@ -327,9 +331,9 @@ impl CudaSession {
         }
     }
 
-    /// Runs a step, by its recording. The first of its kind is not recorded: kernels are loaded
-    /// and shared memory is reserved, which a recording does not allow. While profiling each step
-    /// is recorded anew, as each recording has events of its own.
+    /// Runs a step by its recording. The first step of a kind is not recorded, because loading kernels
+    /// and reserving shared memory cannot be. While profiling, each step is recorded anew, as each
+    /// recording has its own events.
     fn run_step(&mut self, kind: StepKind) -> Result<()> {
         let profiling = self.model.gpu.is_profiling();
         let warm = (kind.m, kind.end, kind.shared.is_some());
@@ -347,7 +351,7 @@ impl CudaSession {
         Ok(())
     }
 
-    /// After the stream's work, while profiling: counts it, and forgets its recordings.
+    /// Once the stream is idle: while profiling, counts its work and drops the recordings.
     pub(super) fn settle_profile(&mut self) -> Result<()> {
         if self.model.gpu.is_profiling() {
             self.model.gpu.settle_profile()?;
@@ -356,7 +360,7 @@ impl CudaSession {
         Ok(())
     }
 
-    /// A step of `m` rows, the longest of whose sequences has `positions`, new ones included.
+    /// The kind of a step of `m` rows whose longest sequence has `positions`, including new ones.
     fn kind(&self, m: usize, positions: usize, end: StepEnd) -> StepKind {
         let kv_heads = self.model.config.num_key_value_heads;
         StepKind {
@@ -367,7 +371,7 @@ impl CudaSession {
         }
     }
 
-    /// Tells the device what the seated sequences have in common.
+    /// Tells the device which pages the seated sequences share.
     fn share(&mut self) -> Result<()> {
         let Some(cascade) = &mut self.step.cascade else {
             return Ok(());
@@ -386,13 +390,13 @@ impl CudaSession {
         Ok(())
     }
 
-    /// True if a step for the host would not disturb one that is drawn on the device.
+    /// True if no sequence is seated and no step is queued, so that a step for the host disturbs nothing.
     pub(super) fn is_idle(&self) -> bool {
         self.step.seats.iter().all(|s| s.slot.is_none()) && self.step.queued.is_empty()
     }
 
-    /// True if [`CudaSession::forward_step`] can take the chunks: someone wants logits, which every
-    /// row of a step computes.
+    /// True if [`CudaSession::forward_step`] can take the chunks: at least one wants logits, which a
+    /// step computes for every row.
     pub(super) fn fit_a_step(&self, chunks: &[Chunk<'_>]) -> bool {
         let rows: usize = chunks.iter().map(|c| c.tokens.len()).sum();
         rows <= self.step.rows
@@ -400,7 +404,7 @@ impl CudaSession {
             && chunks.iter().any(|c| c.logits != LogitsWanted::None)
     }
 
-    /// The logits of chunks that fit a step, by one, where nobody sits in its rows.
+    /// Computes the logits of chunks that fit one step, while no sequence sits in its rows.
     pub(super) fn forward_step(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
         self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         let vocab = self.model.config.vocab_size;
@@ -439,7 +443,7 @@ impl CudaSession {
         self.settle_profile()
     }
 
-    /// Puts the state of a sampler in `row` on the device, where the row's next draw is number
+    /// Writes the state of a sampler to `row` on the device, where the next draw has number
     /// `drawn`.
     fn write_sampling(&mut self, row: usize, sampler: &Sampler, drawn: i32) -> Result<()> {
         let p = sampler.params();
@@ -460,7 +464,7 @@ impl CudaSession {
             logprobs: sampler.top_logprobs().map_or(0, |n| 1 + n as i32),
             seed: words(p.seed),
             stream: words(sampler.stream()),
-            // The device adds the draws of the row.
+            // The device adds the row's number of draws.
             position: words(sampler.position().wrapping_sub(i64::from(drawn) as u64)),
         };
         self.stream.put(&mut self.step.sampling, row, &[sampling])?;
@@ -478,7 +482,7 @@ impl CudaSession {
         Ok(())
     }
 
-    /// Waits for what `row` drew for `seat`.
+    /// Waits for the token that `row` drew for `seat`.
     fn wait_for(&mut self, row: usize, seat: Seat) -> Result<Drawn> {
         let at = row * RING + seat.drawn as usize % RING;
         let mut spins = 0u32;
@@ -487,7 +491,7 @@ impl CudaSession {
                 PENDING => {
                     spins += 1;
                     std::hint::spin_loop();
-                    // A failed kernel never writes: the stream then says why.
+                    // A kernel that failed never writes its token; the stream then reports why.
                     if spins.is_multiple_of(1 << 22) && self.stream.is_done()? {
                         return Err(Error::Kernel(nq_kernels::Error::Cuda {
                             what: "decoding",
@@ -500,7 +504,7 @@ impl CudaSession {
         };
         self.step.ring.store(at, PENDING);
         let logprobs = seat.logprobs.then(|| {
-            // Written before the token.
+            // The device writes these before the token.
             let said = self.step.logprobs.load(at);
             let n = (said.count as usize).min(MOST_LOGPROBS);
             let top = said.ids.into_iter().zip(said.values).take(n).collect();
@@ -516,9 +520,10 @@ impl StepsAhead for CudaSession {
     }
 
     fn depth(&self) -> usize {
-        match self.model.gpu.is_profiling() {
-            true => 1,
-            false => AHEAD,
+        if self.model.gpu.is_profiling() {
+            1
+        } else {
+            AHEAD
         }
     }
 
@@ -540,7 +545,7 @@ impl StepsAhead for CudaSession {
     fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
         self.check(&[token], Some(sampler))?;
         let seat = &mut self.step.seats[row];
-        // Counted round before it overflows, in step with the ring.
+        // Wraps before it overflows, in step with the ring.
         if seat.drawn > i32::MAX / 2 {
             seat.drawn %= RING as i32;
         }
@@ -586,9 +591,10 @@ impl StepsAhead for CudaSession {
         self.reserve(slots.iter().map(|&slot| (slot, 1)))?;
         slots.iter().for_each(|&slot| self.tables.advance(slot, 1));
         let longest = slots.iter().map(|&slot| self.tables.len(slot)).max();
-        let end = match self.step.seats.iter().any(|s| s.lists) {
-            true => StepEnd::Sampled,
-            false => StepEnd::Greedy,
+        let end = if self.step.seats.iter().any(|s| s.lists) {
+            StepEnd::Sampled
+        } else {
+            StepEnd::Greedy
         };
         if std::mem::take(&mut self.step.written) {
             self.queue_embedding(m)?;
