@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         match event {
             Event::Token { id, .. } => texts[which].extend(readers[which].push(id)),
             Event::Finished(finish) => println!("{which} ({finish:?}):{}", texts[which]),
-            Event::Started { .. } => {}
+            Event::Started { .. } | Event::Row(_) => {}
         }
     }
     Ok(())

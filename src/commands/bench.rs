@@ -15,6 +15,7 @@ use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::synth::{self, Preset};
 use nq_formats::{Bits, Checkpoint, Progress};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
+use nq_quantize::allocation;
 use nq_quantize::mix::mixed;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
@@ -286,7 +287,11 @@ fn random(
             let least = Bits::try_from(n)?;
             let mut schemes = Schemes::defaults(least);
             if mixed_schemes {
-                schemes = mixed(&config, &schemes, least)?;
+                schemes = mixed(
+                    &config,
+                    &schemes,
+                    &allocation::candidates(least.min(Bits::B4)),
+                )?;
             }
             synth::quantized_checkpoint(&label, &config, seed, move |name| schemes.of(name))?
         }

@@ -236,7 +236,7 @@ impl Lines {
                 "standard input".into(),
             ),
         };
-        let given = (!texts.is_empty()).then(|| texts.to_vec().into_iter());
+        let given = (!texts.is_empty()).then(|| Vec::from(texts).into_iter());
         let name = if given.is_some() { "text".into() } else { name };
         Ok(Lines {
             given,

@@ -120,13 +120,16 @@ fn read(path: &Path) -> anyhow::Result<String> {
     fs::read_to_string(path).with_context(|| path.display().to_string())
 }
 
-/// Turns texts into tokens. Random weights have no vocabulary to speak of: there each word, number and
+/// Turns a text into tokens.
+type Encoder<'a> = Box<dyn FnMut(&str) -> anyhow::Result<Vec<u32>> + 'a>;
+
+/// The model's tokenizer. Random weights have no vocabulary to speak of: there each word, number and
 /// run of signs is a token.
 fn encoder<'a>(
     args: &BenchArgs,
     checkpoint: &'a Checkpoint,
     terminal: &Terminal,
-) -> anyhow::Result<Box<dyn FnMut(&str) -> anyhow::Result<Vec<u32>> + 'a>> {
+) -> anyhow::Result<Encoder<'a>> {
     if args.preset.is_none() {
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         return Ok(Box::new(move |text| Ok(tokenizer.encode(text)?)));

@@ -26,6 +26,10 @@ use crate::reference::INT16_BASE;
     clippy::needless_range_loop,
     reason = "registers indexed by panel and column"
 )]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the table's type of dot products"
+)]
 pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, const N: usize>(
     s: S,
     w: &Packed,
