@@ -529,7 +529,7 @@ fn a_chat_without_end_is_not_loaded() {
 
 #[test]
 fn bits_quantize_at_load_and_other_widths_are_refused() {
-    for bits in ["4", "8", "16"] {
+    for bits in ["4", "5", "8", "16"] {
         let output = run(
             &with(&["-p", "Hello!", "--bits", bits, "--max-tokens", "8"]),
             None,
@@ -538,7 +538,7 @@ fn bits_quantize_at_load_and_other_widths_are_refused() {
         assert!(!out(&output).trim().is_empty());
         assert_eq!(err(&output).contains("quantizing at load"), bits != "16");
     }
-    assert!(!run(&["-p", "Hello!", "--bits", "5"], None).status.success());
+    assert!(!run(&["-p", "Hello!", "--bits", "7"], None).status.success());
 }
 
 /// The memory that `-v` reports is what a chat takes once the context is full, to 15 %.

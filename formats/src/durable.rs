@@ -323,16 +323,18 @@ fn foreign_entry(folder: &Path) -> Result<Option<String>> {
     list().map_err(|e| Error::io(folder, "list", e))
 }
 
-/// True for the folder `name` if it holds nothing but one of [`COPIED_BELOW`].
+/// True for the folder `name` if it holds one of [`COPIED_BELOW`] and nothing else.
 fn is_below(folder: &Path, name: &str) -> io::Result<bool> {
+    let mut found = false;
     for entry in fs::read_dir(folder)? {
-        let inner = entry?.file_name();
-        let place = format!("{name}/{}", inner.to_string_lossy());
-        if !COPIED_BELOW.contains(&place.as_str()) {
+        let entry = entry?;
+        let place = format!("{name}/{}", entry.file_name().to_string_lossy());
+        if !entry.file_type()?.is_file() || !COPIED_BELOW.contains(&place.as_str()) {
             return Ok(false);
         }
+        found = true;
     }
-    Ok(true)
+    Ok(found)
 }
 
 /// Files in folders of their own that [`is_copied`] too.

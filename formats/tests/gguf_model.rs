@@ -267,7 +267,7 @@ fn the_mix_gives_more_bits_where_they_count() {
         &[
             "other.gguf",
             "model.embed_tokens (Q6_K) and 35 more",
-            "requantizing",
+            "--requantize",
         ],
     );
     names(
