@@ -150,7 +150,7 @@ pub enum Finish {
     Stop(u32),
     /// With the most tokens requested, or that the context holds.
     Length,
-    /// It was given up by who asked for it.
+    /// Its client cancelled it.
     Cancelled,
     /// It failed.
     Failed(Failure),
