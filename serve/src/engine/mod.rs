@@ -150,7 +150,7 @@ pub enum Finish {
     Stop(u32),
     /// With the most tokens requested, or that the context holds.
     Length,
-    /// Its client cancelled it.
+    /// It was given up by who asked for it.
     Cancelled,
     /// It failed.
     Failed(Failure),
