@@ -52,7 +52,7 @@ pub struct ServeArgs {
     /// Most requests in progress at once
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub parallel: u16,
-    /// Most requests that wait; more are told to come again
+    /// Most requests that wait; further ones are told to try again later
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u16).range(1..))]
     pub queue: u16,
     /// Positions of a sequence [default: the model's, as far as the memory goes]
