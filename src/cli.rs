@@ -309,13 +309,11 @@ pub fn refuse(subcommand: &str, message: &str) -> ! {
     command.error(ErrorKind::ArgumentConflict, message).exit()
 }
 
-/// Bits that a model is quantized to at load: 4, 8, or 16 for none.
+/// Bits that a model is quantized to at load, 16 for none.
 pub fn parse_load_bits(s: &str) -> Result<u32, String> {
     match s {
-        "4" => Ok(4),
-        "8" => Ok(8),
-        "16" => Ok(16),
-        _ => Err("expected 4, 8 or 16".into()),
+        "3" | "4" | "5" | "6" | "8" | "16" => Ok(s.parse().expect("a number")),
+        _ => Err("expected 3, 4, 5, 6, 8 or 16".into()),
     }
 }
 

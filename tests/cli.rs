@@ -102,8 +102,8 @@ fn completions_are_printed_for_every_shell() {
 fn flags_that_make_no_sense_are_exit_code_2() {
     let home = tempfile::tempdir().expect("a folder");
     for (args, said) in [
-        (&["chat", "no-such", "--bits", "5"][..], "4, 8 or 16"),
-        (&["bench", "no-such", "--bits", "3"], "4, 8 or 16"),
+        (&["chat", "no-such", "--bits", "7"][..], "6, 8 or 16"),
+        (&["bench", "no-such", "--bits", "2"], "6, 8 or 16"),
         (&["bench", "--preset", "qwen3-9b"], "qwen3-8b"),
         (
             &["bench", "no-such", "-p", "0", "-n", "0"],

@@ -54,6 +54,8 @@ pub enum ActivationChoice {
 const GROUPS: [usize; 4] = [16, 32, 64, 128];
 const INT8_GROUP: usize = 32;
 const INT16_GROUP: usize = 128;
+/// Weights of more bits than this would lose more to int8 inputs than prefill gains.
+const INT8_BITS: usize = 5;
 
 impl FromStr for ActivationChoice {
     type Err = String;
@@ -198,9 +200,9 @@ impl ActivationChoice {
     /// what `supports` says. Unquantized weights never take integers, nor quantized ones bf16.
     ///
     /// `Auto` rounds for quantized weights: the product then runs in integers, at several times
-    /// the speed, and adds an error far below that of the weights. To 8-bit weights int8 would
-    /// add an error of the size of their own; two bytes add none that can be measured, and cost
-    /// decoding, which waits for memory, nothing.
+    /// the speed, and adds an error far below that of the weights. To weights of 6 and 8 bits int8
+    /// would add an error near the size of their own; two bytes add none that can be measured, and
+    /// cost decoding, which waits for memory, nothing, but prefill twice the products.
     pub fn resolve(
         self,
         parts: &[&Weight],
@@ -213,13 +215,15 @@ impl ActivationChoice {
             ActivationChoice::Int16 { group } if quantized => Activations::Int16 { group },
             ActivationChoice::Bf16 if parts.iter().all(bf16) => Activations::Bf16,
             ActivationChoice::Auto if quantized => {
-                let rounded = match parts.iter().any(|w| bits(w) == 4) {
-                    true => Activations::Int8 { group: INT8_GROUP },
-                    false => Activations::Int16 { group: INT16_GROUP },
+                let rounded = if parts.iter().any(|w| bits(w) <= INT8_BITS) {
+                    Activations::Int8 { group: INT8_GROUP }
+                } else {
+                    Activations::Int16 { group: INT16_GROUP }
                 };
-                match parts.iter().all(|w| supports(w, rounded)) {
-                    true => rounded,
-                    false => Activations::F32,
+                if parts.iter().all(|w| supports(w, rounded)) {
+                    rounded
+                } else {
+                    Activations::F32
                 }
             }
             _ => Activations::F32,

@@ -12,6 +12,7 @@ use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::synth::{self, Preset};
 use nq_formats::{Bits, Checkpoint, Progress};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
+use nq_quantize::mix::mixed;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
@@ -30,9 +31,12 @@ pub struct BenchArgs {
     /// Random weights of a published shape: qwen3-0.6b, -1.7b, -4b, -8b, -14b or -32b
     #[arg(long, value_parser = parse_preset)]
     pub preset: Option<Preset>,
-    /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
+    /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
+    /// With --preset: the mix of schemes that `nq quantize` chooses for --bits
+    #[arg(long, requires_all = ["preset", "bits"])]
+    pub mixed: bool,
     /// Prompt tokens of the prefill test; 0 leaves it out
     #[arg(short = 'p', long, default_value_t = 512, value_name = "N", value_parser = parse_tokens)]
     pub prompt_tokens: usize,
@@ -215,7 +219,11 @@ fn open(
     let checkpoint = match args.bits {
         None | Some(16) => synth::checkpoint(&label, &config, 0)?,
         Some(n) => {
-            let schemes = Schemes::defaults(Bits::try_from(n)?);
+            let least = Bits::try_from(n)?;
+            let mut schemes = Schemes::defaults(least);
+            if args.mixed {
+                schemes = mixed(&config, &schemes, least)?;
+            }
             synth::quantized_checkpoint(&label, &config, 0, move |name| schemes.of(name))?
         }
     };

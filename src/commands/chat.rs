@@ -74,7 +74,7 @@ pub struct ChatArgs {
     /// Leave out the line of figures after an answer
     #[arg(short, long)]
     pub quiet: bool,
-    /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
+    /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
     /// Softmax temperature; 0 is greedy [default: the model's]
@@ -359,18 +359,15 @@ pub fn at_load(
     bits: Option<u32>,
     progress: &dyn Progress,
 ) -> anyhow::Result<(Checkpoint, Option<Schemes>)> {
-    let bits = match bits {
-        None | Some(16) => return Ok((checkpoint, None)),
-        Some(4) => Bits::B4,
-        Some(8) => Bits::B8,
-        Some(other) => bail!("--bits: expected 4, 8 or 16, found {other}"),
+    let Some(bits) = bits.filter(|n| *n != 16) else {
+        return Ok((checkpoint, None));
     };
     if checkpoint.store().quantization().is_some() {
         progress.note("--bits is ignored: the model is quantized already");
         return Ok((checkpoint, None));
     }
     progress.note("quantizing at load by rounding; `nq quantize` gives better quality");
-    let schemes = Schemes::defaults(bits);
+    let schemes = Schemes::defaults(Bits::try_from(bits)?);
     let checkpoint = quantize_at_load(checkpoint, schemes.clone())?;
     Ok((checkpoint, Some(schemes)))
 }

@@ -33,7 +33,9 @@ pub(crate) type Tile =
     unsafe fn(usize, *const f32, usize, *const f32, *mut f32, usize, usize, bool);
 /// Panels times a block of integer or bf16 columns; see [`int8::dot`] and
 /// [`float::dot_bf16`].
-pub(crate) type Dot = unsafe fn(&Packed, &Prepared, usize, usize, *mut f32, usize);
+pub(crate) type Dot = unsafe fn(&Packed, &Prepared, *const u32, usize, usize, *mut f32, usize);
+/// Writes a panel's codes four to a word; see [`int8::spread`].
+pub(crate) type Spread = unsafe fn(&Packed, usize, *mut u32);
 /// See [`attention::decode`].
 pub(crate) type Decode = unsafe fn(
     KvView<'_>,
@@ -67,14 +69,18 @@ pub(crate) struct Dots {
     pub(crate) nibbles_wide: [&'static [Dot]; PANELS],
     /// 8-bit weights, int16 columns.
     pub(crate) bytes_wide: [&'static [Dot]; PANELS],
-    /// 5-bit weights, int8 columns.
-    pub(crate) fives: [&'static [Dot]; PANELS],
-    /// 6-bit weights, int8 columns.
-    pub(crate) sixes: [&'static [Dot]; PANELS],
-    /// 5-bit weights, int16 columns.
-    pub(crate) fives_wide: [&'static [Dot]; PANELS],
-    /// 6-bit weights, int16 columns.
-    pub(crate) sixes_wide: [&'static [Dot]; PANELS],
+    /// A panel of 5-bit weights, int8 columns.
+    pub(crate) fives: &'static [Dot],
+    /// A panel of 6-bit weights, int8 columns.
+    pub(crate) sixes: &'static [Dot],
+    /// A panel of 5-bit weights, int16 columns.
+    pub(crate) fives_wide: &'static [Dot],
+    /// A panel of 6-bit weights, int16 columns.
+    pub(crate) sixes_wide: &'static [Dot],
+    /// Weights of 5 and 6 bits after [`Table::spread_fives`] and its like, int8 columns.
+    pub(crate) quads: [&'static [Dot]; PANELS],
+    /// The same, int16 columns.
+    pub(crate) quads_wide: [&'static [Dot]; PANELS],
     /// bf16 weights and columns.
     pub(crate) bf16: [&'static [Dot]; PANELS],
 }
@@ -88,6 +94,8 @@ pub(crate) struct Table {
     /// Indexed by panels - 1, then columns - 1.
     pub(crate) tile: [&'static [Tile]; PANELS],
     pub(crate) dots: Dots,
+    pub(crate) spread_fives: Spread,
+    pub(crate) spread_sixes: Spread,
     /// Panels that this set's registers make best use of.
     pub(crate) panels: usize,
     /// Panels of queries in one tile of `prefill`.
@@ -188,17 +196,19 @@ macro_rules! products {
     ) => {
         #[$enable]
         unsafe fn dot<U: Units, const P: usize, const C: usize, const N: usize>(
-            w: &Packed, x: &Prepared, panel: usize, block: usize, out: *mut f32, out_stride: usize,
+            w: &Packed, x: &Prepared, data: *const u32, panel: usize, block: usize, out: *mut f32,
+            out_stride: usize,
         ) {
             // SAFETY: the instructions are enabled here; the rest is the caller's.
-            unsafe { int8::dot::<_, U, P, C, N>(<$simd>::new(), w, x, panel, block, out, out_stride) }
+            unsafe { int8::dot::<_, U, P, C, N>(<$simd>::new(), w, x, data, panel, block, out, out_stride) }
         }
         #[$enable]
         unsafe fn dot_bf16<const P: usize, const C: usize>(
-            w: &Packed, x: &Prepared, panel: usize, block: usize, out: *mut f32, out_stride: usize,
+            w: &Packed, x: &Prepared, data: *const u32, panel: usize, block: usize, out: *mut f32,
+            out_stride: usize,
         ) {
             // SAFETY: as above.
-            unsafe { float::dot_bf16::<_, P, C>(<$simd>::new(), w, x, panel, block, out, out_stride) }
+            unsafe { float::dot_bf16::<_, P, C>(<$simd>::new(), w, x, data, panel, block, out, out_stride) }
         }
         pub(super) const DOTS: Dots = Dots {
             nibbles: [
@@ -217,21 +227,17 @@ macro_rules! products {
                 &[$(dot::<float::Byte, 1, $wc, 2>),*],
                 &[$(dot::<float::Byte, $panels, $wc, 2>),*],
             ],
-            fives: [
-                &[$(dot::<float::Five, 1, $ic, 1>),*],
-                &[$(dot::<float::Five, $panels, $ic, 1>),*],
+            fives: &[$(dot::<float::Five, 1, $ic, 1>),*],
+            sixes: &[$(dot::<float::Six, 1, $ic, 1>),*],
+            fives_wide: &[$(dot::<float::Five, 1, $wc, 2>),*],
+            sixes_wide: &[$(dot::<float::Six, 1, $wc, 2>),*],
+            quads: [
+                &[$(dot::<float::Quads, 1, $ic, 1>),*],
+                &[$(dot::<float::Quads, $panels, $ic, 1>),*],
             ],
-            sixes: [
-                &[$(dot::<float::Six, 1, $ic, 1>),*],
-                &[$(dot::<float::Six, $panels, $ic, 1>),*],
-            ],
-            fives_wide: [
-                &[$(dot::<float::Five, 1, $wc, 2>),*],
-                &[$(dot::<float::Five, $panels, $wc, 2>),*],
-            ],
-            sixes_wide: [
-                &[$(dot::<float::Six, 1, $wc, 2>),*],
-                &[$(dot::<float::Six, $panels, $wc, 2>),*],
+            quads_wide: [
+                &[$(dot::<float::Quads, 1, $wc, 2>),*],
+                &[$(dot::<float::Quads, $panels, $wc, 2>),*],
             ],
             bf16: [
                 &[$(dot_bf16::<1, $bc>),*],
@@ -268,6 +274,11 @@ macro_rules! instantiate {
             unsafe fn gemv<U: Units, const C: usize>(w: &Packed, x: &Prepared, panel: usize, out: *mut f32) {
                 // SAFETY: as above.
                 unsafe { float::gemv::<_, U, C>(<$simd>::new(), w, x, panel, out) }
+            }
+            #[$enable]
+            unsafe fn spread<U: Units>(w: &Packed, panel: usize, out: *mut u32) {
+                // SAFETY: as above.
+                unsafe { int8::spread::<_, U>(<$simd>::new(), w, panel, out) }
             }
             #[$enable]
             unsafe fn tile<const P: usize, const C: usize>(
@@ -345,6 +356,8 @@ macro_rules! instantiate {
                     &[$(tile::<$panels, $fc>),*],
                 ],
                 dots: DOTS,
+                spread_fives: spread::<float::Five>,
+                spread_sixes: spread::<float::Six>,
                 panels: $panels,
                 query_panels: $query_panels,
                 checksum,
@@ -431,6 +444,7 @@ mod avx512bf16 {
     unsafe fn dot_bf16<const P: usize, const C: usize>(
         w: &Packed,
         x: &Prepared,
+        data: *const u32,
         panel: usize,
         block: usize,
         out: *mut f32,
@@ -439,7 +453,7 @@ mod avx512bf16 {
         // SAFETY: the instructions are enabled here; the rest is the caller's.
         unsafe {
             let s = crate::cpu::simd::avx512::Avx512::<true>::new();
-            float::dot_bf16::<_, P, C>(s, w, x, panel, block, out, out_stride);
+            float::dot_bf16::<_, P, C>(s, w, x, data, panel, block, out, out_stride);
         }
     }
     macro_rules! columns {

@@ -64,7 +64,7 @@ pub struct ServeArgs {
     /// Bits of keys and values: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
-    /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
+    /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
     /// Keep nothing for prompts to come

@@ -17,6 +17,11 @@ pub(crate) trait Units {
     const CODES: Codes;
     /// Subtracted from codes, so that they are centred; 0 for dense weights.
     const CENTRE: f32;
+    /// Inputs of a unit.
+    const INPUTS: usize = Self::CODES.inputs();
+    /// Words of 4 bytes of a unit.
+    const WORDS: usize = Self::CODES.words();
+
     /// Inputs `8 piece ..` of the unit at `p`, in order; of a unit of fewer, all in the first places.
     ///
     /// # Safety
@@ -99,6 +104,21 @@ units!(
 );
 planes!(Five, Codes::Five, 16.0, high: 1);
 planes!(Six, Codes::Six, 32.0, high: 2);
+
+/// Marker for [`Units`] that [`int8::spread`](super::int8::spread) made of others: four codes below
+/// 64 each, in the order and with the centre that those have.
+pub(crate) struct Quads;
+impl Units for Quads {
+    const CODES: Codes = Codes::Nibble; // multiplied as nibbles are
+    const CENTRE: f32 = 0.0;
+    const INPUTS: usize = 4;
+    const WORDS: usize = 1;
+
+    #[inline(always)]
+    unsafe fn expand<S: Simd>(_: S, _: *const u32, _: usize) -> [S::F; 8] {
+        unreachable!("integer products alone take them")
+    }
+}
 
 /// Marker for [`Units`].
 pub(crate) struct Nibble;
@@ -272,18 +292,19 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
     }
 }
 
-/// `P` panels of bf16 times block `block` of `C` columns of x in pairs of bf16: `out` is
-/// `[C][16]` for each panel, `out_stride` floats apart.
+/// `P` panels of bf16, from `data` on, times block `block` of `C` columns of x in pairs of bf16: `out`
+/// is `[C][16]` for each panel, `out_stride` floats apart.
 ///
 /// # Safety
-/// The panels lie inside `w`, which holds bf16; `x` was prepared for `w` as bf16 in blocks of
+/// The panels are those of `w`, which holds bf16; `x` was prepared for `w` as bf16 in blocks of
 /// `C` columns; `out` has room.
 #[inline(always)]
 pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
     s: S,
     w: &Packed,
     x: &Prepared,
-    panel: usize,
+    data: *const u32,
+    _: usize,
     block: usize,
     out: *mut f32,
     out_stride: usize,
@@ -297,7 +318,6 @@ pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
     // SAFETY: by contract.
     unsafe {
         let stride = w.units * LANES;
-        let data = w.data.as_ptr().add(panel * stride);
         let xs = x.pairs.as_ptr().add(block * w.units * C);
         let mut acc = [[[s.splat(0.0); 4]; C]; P];
         let mut u = 0;

@@ -15,11 +15,11 @@ use super::pack::{Codes, Packed};
 use crate::cpu::simd::{LANES, Simd};
 use crate::reference::INT16_BASE;
 
-/// `P` panels times block `block` of `C` columns of x, each code of `N` bytes: `out` is `[C][16]` for each panel,
-/// `out_stride` floats apart.
+/// `P` panels from panel `panel` on times block `block` of `C` columns of x, each code of `N` bytes:
+/// `out` is `[C][16]` for each panel, `out_stride` floats apart.
 ///
 /// # Safety
-/// The panels lie inside `w`, which holds `U::CODES` (integers); `x` was prepared
+/// The panels lie inside `w`; their codes, integers in units of `U`, are at `data`; `x` was prepared
 /// for `w` as codes of `N` bytes in blocks of `C` columns; `out` has room.
 #[inline(always)]
 #[allow(
@@ -30,20 +30,21 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
     s: S,
     w: &Packed,
     x: &Prepared,
+    mut data: *const u32,
     panel: usize,
     block: usize,
     out: *mut f32,
     out_stride: usize,
 ) {
     let bytes = matches!(U::CODES, Codes::Byte);
-    let words = U::CODES.words();
-    let per_unit = U::CODES.inputs() / 4; // dwords of x
-    let share = x.share;
-    let units = share / U::CODES.inputs();
+    let per_unit = U::INPUTS / 4; // dwords of x
+    // Two at a time, those of one word: compilers unroll that, and longer loops not always.
+    let together = per_unit.min(2);
+    let (share, centre) = (x.share, w.codes.centre());
+    let units = share / U::INPUTS;
     // SAFETY: by contract.
     unsafe {
-        let stride = w.units * words * LANES;
-        let mut data = w.data.as_ptr().add(panel * stride);
+        let stride = w.inputs / U::INPUTS * U::WORDS * LANES;
         let mut xs = x
             .codes
             .as_ptr()
@@ -72,23 +73,26 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
                     }
                 }
                 for _ in 0..units {
-                    for half in 0..per_unit {
-                        for c in 0..C {
-                            for n in 0..N {
-                                let a = xs.add((half * C + c) * N + n).read_unaligned();
-                                for p in 0..P {
-                                    let v = U::quad(s, data.add(p * stride), half);
-                                    acc[p][c][n] = if bytes {
-                                        s.dot4_bytes(acc[p][c][n], v, a)
-                                    } else {
-                                        s.dot4_nibbles(acc[p][c][n], v, a)
-                                    };
+                    for word in 0..per_unit / together {
+                        for half in 0..together {
+                            let i = word * together + half;
+                            for c in 0..C {
+                                for n in 0..N {
+                                    let a = xs.add((half * C + c) * N + n).read_unaligned();
+                                    for p in 0..P {
+                                        let v = U::quad(s, data.add(p * stride), i);
+                                        acc[p][c][n] = if bytes {
+                                            s.dot4_bytes(acc[p][c][n], v, a)
+                                        } else {
+                                            s.dot4_nibbles(acc[p][c][n], v, a)
+                                        };
+                                    }
                                 }
                             }
                         }
+                        xs = xs.add(together * C * N);
                     }
-                    data = data.add(words * LANES);
-                    xs = xs.add(per_unit * C * N);
+                    data = data.add(U::WORDS * LANES);
                 }
                 for c in 0..C {
                     let sx = s.splat(*scales.add(c));
@@ -106,7 +110,7 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
             }
             for p in 0..P {
                 let at = (panel + p) * w.groups + group;
-                if let Some(shift) = offset(s, w, at, scale[p], U::CENTRE) {
+                if let Some(shift) = offset(s, w, at, scale[p], centre) {
                     let sums = x.sums.as_ptr().add((block * w.groups + group) * C);
                     for c in 0..C {
                         y[p][c] = s.fma(shift, s.splat(*sums.add(c)), y[p][c]);
@@ -117,6 +121,27 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
         for p in 0..P {
             for c in 0..C {
                 s.store(out.add(p * out_stride + c * LANES), y[p][c]);
+            }
+        }
+    }
+}
+
+/// Writes the codes of panel `panel` as [`Quads`](super::float::Quads), `[inputs / 4][16]` words: put
+/// together once for all columns of many, where that costs more than reading them.
+///
+/// # Safety
+/// The panel lies inside `w`, which holds `U::CODES` (integers); `out` has room.
+#[inline(always)]
+pub(crate) unsafe fn spread<S: Simd, U: Units>(s: S, w: &Packed, panel: usize, out: *mut u32) {
+    let quads = U::INPUTS / 4;
+    // SAFETY: by contract.
+    unsafe {
+        let data = w.data.as_ptr().add(panel * w.units * U::WORDS * LANES);
+        for unit in 0..w.units {
+            let from = data.add(unit * U::WORDS * LANES);
+            for i in 0..quads {
+                let to = out.add((unit * quads + i) * LANES);
+                s.store_bits(to, U::quad(s, from, i));
             }
         }
     }

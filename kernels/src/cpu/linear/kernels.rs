@@ -10,7 +10,7 @@ use super::pack::{Codes, Packed};
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
 use crate::cpu::simd::{LANES, Simd};
-use crate::cpu::table::{Dot, GEMV_COLUMNS, Table};
+use crate::cpu::table::{Dot, Dots, GEMV_COLUMNS, PANELS, Table};
 use crate::cpu::{simd, with_scratch};
 use crate::registry::{Activations, KernelInfo, WeightKind};
 use nq_formats::{Bits, DType, Group};
@@ -237,11 +237,18 @@ unsafe fn gemv_codes(
     panels: Range<usize>,
     out: &mut [f32],
 ) {
-    let dot = dots(kernel, table, 1)[x.width - 1];
+    let (dots, wide) = (&table.dots, kernel.planes > 1);
+    let dot = match kernel.codes {
+        Codes::Five if wide => dots.fives_wide,
+        Codes::Five => dots.fives,
+        Codes::Six if wide => dots.sixes_wide,
+        Codes::Six => dots.sixes,
+        codes => many(dots, codes, wide)[0],
+    }[x.width - 1];
     for (i, panel) in panels.enumerate() {
         let out = &mut out[i * x.width * LANES..];
         // SAFETY: by contract, with room checked by the caller.
-        unsafe { dot(w, x, panel, 0, out.as_mut_ptr(), 0) };
+        unsafe { dot(w, x, w.panel(panel).as_ptr(), panel, 0, out.as_mut_ptr(), 0) };
     }
 }
 
@@ -255,38 +262,53 @@ unsafe fn gemm_codes(
     out: &mut [f32],
 ) {
     let columns = x.columns();
-    let mut at = panels.start;
-    while at < panels.end {
-        let count = if at + table.panels <= panels.end {
-            table.panels
-        } else {
-            1
-        };
-        let dot = dots(kernel, table, count)[x.width - 1];
-        let out = &mut out[(at - panels.start) * columns * LANES..];
-        for b in 0..x.blocks() {
-            // SAFETY: by contract; outputs of block `b` start at its columns.
-            unsafe {
-                let out = out.as_mut_ptr().add(b * x.width * LANES);
-                dot(w, x, at, b, out, columns * LANES);
+    let kernels = many(&table.dots, kernel.codes, kernel.planes > 1);
+    let spread = match kernel.codes {
+        Codes::Five => Some(table.spread_fives),
+        Codes::Six => Some(table.spread_sixes),
+        _ => None,
+    };
+    with_scratch!(Buffer<u32>, |tile| {
+        let mut at = panels.start;
+        while at < panels.end {
+            let whole = at + table.panels <= panels.end;
+            let count = if whole { table.panels } else { 1 };
+            let dot = kernels[usize::from(count > 1)][x.width - 1];
+            let data = match spread {
+                None => w.panel(at).as_ptr(),
+                Some(spread) => {
+                    let stride = w.inputs / 4 * LANES;
+                    let tile = tile.reserve(count * stride);
+                    for (p, tile) in tile.chunks_exact_mut(stride).enumerate() {
+                        // SAFETY: by contract; the tile has room for a panel's inputs.
+                        unsafe { spread(w, at + p, tile.as_mut_ptr()) };
+                    }
+                    tile.as_ptr()
+                }
+            };
+            let out = &mut out[(at - panels.start) * columns * LANES..];
+            for b in 0..x.blocks() {
+                // SAFETY: by contract; outputs of block `b` start at its columns.
+                unsafe {
+                    let out = out.as_mut_ptr().add(b * x.width * LANES);
+                    dot(w, x, data, at, b, out, columns * LANES);
+                }
             }
+            at += count;
         }
-        at += count;
-    }
+    });
 }
 
-fn dots(kernel: &LinearKernel, table: &Table, panels: usize) -> &'static [Dot] {
-    let many = usize::from(panels > 1);
-    match (kernel.codes, kernel.planes) {
-        (Codes::Nibble, 1) => table.dots.nibbles[many],
-        (Codes::Nibble, _) => table.dots.nibbles_wide[many],
-        (Codes::Five, 1) => table.dots.fives[many],
-        (Codes::Five, _) => table.dots.fives_wide[many],
-        (Codes::Six, 1) => table.dots.sixes[many],
-        (Codes::Six, _) => table.dots.sixes_wide[many],
-        (Codes::Bf16, _) => table.dots.bf16[many],
-        (_, 1) => table.dots.bytes[many],
-        (..) => table.dots.bytes_wide[many],
+/// Products of one panel and of several with many columns.
+fn many(dots: &Dots, codes: Codes, wide: bool) -> [&'static [Dot]; PANELS] {
+    match (codes, wide) {
+        (Codes::Nibble, false) => dots.nibbles,
+        (Codes::Nibble, true) => dots.nibbles_wide,
+        (Codes::Five | Codes::Six, false) => dots.quads,
+        (Codes::Five | Codes::Six, true) => dots.quads_wide,
+        (Codes::Bf16, _) => dots.bf16,
+        (_, false) => dots.bytes,
+        (_, true) => dots.bytes_wide,
     }
 }
 

@@ -77,6 +77,11 @@ impl Codes {
         }
     }
 
+    /// What is subtracted from integer codes, so that they are centred.
+    pub(crate) fn centre(self) -> f32 {
+        f32::from(self.bits().midpoint())
+    }
+
     /// What `weight` can be packed to.
     fn of(weight: &Weight) -> Vec<Self> {
         match weight {
@@ -254,6 +259,11 @@ impl Packed {
                 rows * (held_bits(&scheme).bytes(inputs) + 2 * groups) + zeros + order
             }
         }
+    }
+
+    /// The codes of panel `panel`; those of the next one follow.
+    pub(crate) fn panel(&self, panel: usize) -> &[u32] {
+        &self.data[panel * self.units * self.codes.words() * LANES..]
     }
 
     /// Panels.

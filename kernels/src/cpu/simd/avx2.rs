@@ -135,6 +135,10 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
         fn load_bits(self, p: *const u32) -> I {
             I(_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast()))
         }
+        fn store_bits(self, p: *mut u32, v: I) {
+            _mm256_storeu_si256(p.cast(), v.0);
+            _mm256_storeu_si256(p.add(8).cast(), v.1)
+        }
     }
 
     instructions! {

@@ -41,6 +41,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)))
         }
         fn load_bits(self, p: *const u32) -> __m512i { _mm512_loadu_si512(p.cast()) }
+        fn store_bits(self, p: *mut u32, v: __m512i) { _mm512_storeu_si512(p.cast(), v) }
     }
 
     instructions! {

@@ -104,6 +104,11 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `p` is valid for reading 64 bytes.
     unsafe fn load_bits(self, p: *const u32) -> Self::I;
+    /// Writes 64 bytes.
+    ///
+    /// # Safety
+    /// `p` is valid for writing 64 bytes.
+    unsafe fn store_bits(self, p: *mut u32, v: Self::I);
 
     // Floats.
 

@@ -151,6 +151,15 @@ impl Simd for Neon {
         // SAFETY: by contract.
         unsafe { four!(i => vld1q_s32(p.add(4 * i).cast())) }
     }
+    #[inline(always)]
+    unsafe fn store_bits(self, p: *mut u32, v: I) {
+        // SAFETY: by contract.
+        unsafe {
+            v.iter()
+                .enumerate()
+                .for_each(|(i, &v)| vst1q_s32(p.add(4 * i).cast(), v))
+        }
+    }
     instructions! {
         fn splat(self, x: f32) -> F { [vdupq_n_f32(x); 4] }
         fn add(self, a: F, b: F) -> F { four!(i => vaddq_f32(a[i], b[i])) }

@@ -68,6 +68,11 @@ impl Simd for Scalar {
         unsafe { p.cast::<I>().read_unaligned() }
     }
     #[inline(always)]
+    unsafe fn store_bits(self, p: *mut u32, v: I) {
+        // SAFETY: by contract.
+        unsafe { p.cast::<I>().write_unaligned(v) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> F {
         [x; LANES]
     }
