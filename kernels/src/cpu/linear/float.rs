@@ -299,6 +299,7 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
 /// The panels are those of `w`, which holds bf16; `x` was prepared for `w` as bf16 in blocks of
 /// `C` columns; `out` has room.
 #[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
 pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
     s: S,
     w: &Packed,
