@@ -31,7 +31,7 @@ impl Columns {
     /// Allocates columns for `rows` rows of up to `inputs` values.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`].
+    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, rows: usize, inputs: usize) -> Result<Self> {
         let spans = inputs.div_ceil(SPAN);
         let bytes = rows.div_ceil(GROUP) * group_bytes(16, spans);

@@ -188,7 +188,7 @@ impl Gpu {
         check("running kernels", result::ctx::synchronize())
     }
 
-    /// Starts timing what [`Stream::timed`] wraps, resetting the counts.
+    /// Starts timing what [`Stream::timed`](super::Stream::timed) wraps, resetting the counts.
     pub fn start_profile(&self) {
         self.0.by_kernel.store(false, Ordering::Relaxed);
         self.0.profile.start();
@@ -232,7 +232,8 @@ impl Gpu {
         outcome
     }
 
-    /// Starts timing each kernel alone instead of what [`Stream::timed`] wraps, resetting the counts.
+    /// Starts timing each kernel alone instead of what [`Stream::timed`](super::Stream::timed) wraps,
+    /// resetting the counts.
     pub fn start_profile_by_kernel(&self) {
         self.0.by_kernel.store(true, Ordering::Relaxed);
         self.0.profile.start();
