@@ -314,7 +314,7 @@ impl Rounded {
     /// The weight in canonical form.
     ///
     /// # Errors
-    /// Errors of [`AffineWeight::new`]; the methods of this crate cause none.
+    /// Errors of [`nq_formats::AffineWeight::new`]; the methods of this crate cause none.
     pub fn to_weight(&self) -> Result<Weight> {
         let mut packer = Packer::new(self.grid, self.cols);
         packer.push(self);

@@ -325,7 +325,7 @@ fn what_is_wrong_is_named() {
     let response = server.post("/v1/embeddings", &json!({"input": "x"}));
     let (_, code, message) = response.error();
     assert_eq!((response.status, code.as_str()), (400, "no_embeddings"));
-    assert!(message.contains("write text"), "{message}");
+    assert!(message.contains("embedding model"), "{message}");
 }
 
 #[test]

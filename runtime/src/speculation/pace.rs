@@ -186,6 +186,8 @@ mod tests {
     fn one_slow_step_does_not_count_for_long() {
         let mut pace = measured(|rows| 1.0 + 0.1 * (rows - 1) as f64, Pace::default());
         pace.stepped(8, 50.0);
+        assert!(alone(&pace, 0.97, 20) >= 6);
+        (0..5).for_each(|_| pace.stepped(8, 1.7));
         assert_eq!(alone(&pace, 0.97, 20), 7);
     }
 }

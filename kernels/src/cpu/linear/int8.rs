@@ -22,7 +22,6 @@ use crate::reference::INT16_BASE;
 /// The panels lie inside `w`; their codes, integers in units of `U`, are at `data`; `x` was prepared
 /// for `w` as codes of `N` bytes in blocks of `C` columns; `out` has room.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
 #[allow(
     clippy::needless_range_loop,
     reason = "registers indexed by panel and column"
