@@ -36,7 +36,7 @@ def prepare(nq, preset, folder):
     dense, models = folder / "dense", (folder / "int4", folder / "q4_0.gguf")
     if not all(m.exists() for m in models):
         output([nq, "synth", f"qwen3-{preset}", dense])
-        output([nq, "quantize", dense, "--bits", 4, "--out", models[0], "--method", "rtn", "--eval-tokens", 256,
+        output([nq, "quantize", dense, "--bits", 4, "--simple", "--out", models[0], "--method", "rtn", "--eval-tokens", 256,
                 "--device", "cpu"])
         output([nq, "convert", dense, models[1], "--format", "gguf", "--type", "q4_0", "--requantize"])
     return dict(zip(ENGINES, models))
