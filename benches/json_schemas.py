@@ -13,6 +13,7 @@ that of answers without a schema.
 import argparse
 import collections
 import concurrent.futures
+import fractions
 import http.client
 import json
 import os
@@ -162,7 +163,9 @@ def sample(address, pid, chosen, each, out):
     print("schema,keywords,answers,valid,cut_off", file=out)
     wrong = []
     for kind, name, schema in chosen:
-        validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+        # 4.56 is a multiple of 0.01, but no binary number is.
+        exact = json.loads(json.dumps(schema), parse_float=fractions.Fraction)
+        validator = jsonschema.validators.validator_for(exact, jsonschema.Draft202012Validator)(exact)
         valid = cut = whole = 0
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             begun = spent(pid)
@@ -177,7 +180,8 @@ def sample(address, pid, chosen, each, out):
                 continue
             whole += 1
             try:
-                problems = list(validator.iter_errors(json.loads(choice["message"]["content"])))
+                said = json.loads(choice["message"]["content"], parse_float=fractions.Fraction)
+                problems = list(validator.iter_errors(said))
             except ValueError as e:
                 problems = [e]
             valid += not problems
