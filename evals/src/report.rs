@@ -169,9 +169,16 @@ pub struct DraftRow {
     pub speed_up_std: f64,
     /// True if all tokens were those drawn without drafts.
     pub same: bool,
+    /// True if the device computes several tokens together as it computes one: all must be the same.
+    #[serde(default = "yes")]
+    pub exact: bool,
     /// What was said when drafts were switched off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub off: Option<String>,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Default for DraftRow {
@@ -185,6 +192,7 @@ impl Default for DraftRow {
             speed_up: 1.0,
             speed_up_std: 0.0,
             same: true,
+            exact: true,
             off: None,
         }
     }

@@ -165,7 +165,8 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let engine = load(&checkpoint, schemes.as_ref(), &spec, global, &terminal)?;
     let session = engine.session(spec)?;
     let device = &engine.description().device;
-    let drafts = draft::drafts(args.draft.as_ref(), session.as_ref(), device, |name| {
+    let of = args.draft.as_ref();
+    let drafts = draft::drafts(of, session.as_ref(), device, &terminal, |name| {
         let draft = DraftCheckpoint::open(name, &checkpoint, args.bits, global, &terminal)?;
         if global.verbose && global.device.resolve()? == Device::Cpu {
             terminal.note(&format!("memory: {}", draft::memory_of(&draft, &spec)?.0));

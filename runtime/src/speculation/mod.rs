@@ -4,6 +4,8 @@
 //! A guess counts as right if the sampler, at its place, draws it: draws depend on seed, stream and
 //! position alone, so that the text is what it is without drafts, whatever the sampler's settings,
 //! where a device computes a few rows as it computes one ([`Session::exact_rows`](crate::Session)).
+//! Elsewhere it may differ where two tokens are nearly as likely, as it may with the number of sequences
+//! in a batch.
 //!
 //! [`Ngram`] guesses from the text itself, [`DraftModel`] by a smaller model. A
 //! [`Batch`](crate::Batch) that has a [`Speculation`] asks it in each step how many rows to add for which
@@ -17,6 +19,7 @@ mod pace;
 pub use model::DraftModel;
 pub use ngram::Ngram;
 
+use crate::engine::Session;
 use crate::error::{Error, Result};
 use pace::{Pace, Wish};
 use std::collections::BTreeMap;
@@ -160,6 +163,24 @@ impl Speculation {
         self.followed.insert(slot, followed);
     }
 
+    /// A device computes as many rows as `rounded` makes of those that a step needs.
+    pub(crate) fn rounds_rows(&mut self, rounded: fn(usize) -> usize) {
+        self.pace.rounded = rounded;
+    }
+
+    /// True if tokens of the sequence in `slot` may be drafted.
+    pub(crate) fn follows(&self, slot: usize) -> bool {
+        !self.failed && self.followed.get(&slot).is_some_and(|f| !f.off)
+    }
+
+    /// Drafts nothing more for the sequence in `slot`, for this reason.
+    pub(crate) fn refuse(&mut self, slot: usize, why: &str) {
+        if let Some(followed) = self.followed.get_mut(&slot).filter(|f| !f.off) {
+            followed.off = true;
+            self.tell(why.to_owned());
+        }
+    }
+
     /// What drafts have come to, over all sequences.
     pub fn counts(&self) -> DraftCounts {
         self.counts
@@ -189,19 +210,7 @@ impl Speculation {
         rows: usize,
         most_rows: usize,
     ) -> Vec<Vec<u32>> {
-        let none = vec![Vec::new(); wanted.len()];
-        if rows >= most_rows || self.failed {
-            return none;
-        }
-        let room = most_rows - rows;
-        let wish = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
-            Some(f) if !f.off => Wish {
-                right: f.right,
-                most: most.min(room),
-            },
-            _ => Wish::default(),
-        };
-        let mut wishes: Vec<Wish> = wanted.iter().map(wish).collect();
+        let (mut wishes, room) = self.wishes(wanted, rows, most_rows);
         let drafted = match self.drafter.is_free() {
             // What is found at no cost is known before rows are shared out.
             true => self.ask(wanted, &wishes).map(|mut found| {
@@ -213,8 +222,7 @@ impl Speculation {
                 found
             }),
             false => {
-                let mut planned = self.plan(rows, room, &wishes);
-                self.try_or_give_up(wanted, &wishes, &mut planned);
+                let planned = self.plan_dear(wanted, rows, room, &wishes);
                 let planned = planned.into_iter().zip(&wishes);
                 let wishes: Vec<Wish> = planned.map(|(most, w)| Wish { most, ..*w }).collect();
                 self.ask(wanted, &wishes)
@@ -223,8 +231,62 @@ impl Speculation {
         drafted.unwrap_or_else(|e| {
             self.failed = true;
             self.tell(format!("nothing is drafted any more: {e}"));
-            none
+            vec![Vec::new(); wanted.len()]
         })
+    }
+
+    /// True if [`Speculation::draft`] would be worth its while: a drafter that is dear is not asked.
+    pub(crate) fn expects(
+        &mut self,
+        wanted: &[(usize, usize)],
+        rows: usize,
+        most_rows: usize,
+    ) -> bool {
+        match self.drafter.is_free() {
+            true => {
+                let drafts = self.draft(wanted, rows, most_rows);
+                drafts.iter().any(|d| !d.is_empty())
+            }
+            false => {
+                let (wishes, room) = self.wishes(wanted, rows, most_rows);
+                let planned = self.plan_dear(wanted, rows, room, &wishes);
+                planned.into_iter().any(|n| n > 0)
+            }
+        }
+    }
+
+    /// What may be drafted for each of `wanted`, in how many rows together.
+    fn wishes(
+        &self,
+        wanted: &[(usize, usize)],
+        rows: usize,
+        most_rows: usize,
+    ) -> (Vec<Wish>, usize) {
+        let room = match self.failed {
+            true => 0,
+            false => most_rows.saturating_sub(rows),
+        };
+        let wish = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
+            Some(f) if !f.off => Wish {
+                right: f.right,
+                most: most.min(room),
+            },
+            _ => Wish::default(),
+        };
+        (wanted.iter().map(wish).collect(), room)
+    }
+
+    /// Tokens to ask a dear drafter for.
+    fn plan_dear(
+        &mut self,
+        wanted: &[(usize, usize)],
+        rows: usize,
+        room: usize,
+        wishes: &[Wish],
+    ) -> Vec<usize> {
+        let mut planned = self.plan(rows, room, wishes);
+        self.try_or_give_up(wanted, wishes, &mut planned);
+        planned
     }
 
     fn plan(&self, rows: usize, room: usize, wishes: &[Wish]) -> Vec<usize> {
@@ -345,21 +407,25 @@ impl Speculation {
     }
 }
 
-/// Refuses a session whose steps of a few rows are not those of single ones.
+/// Refuses a session that cannot check drafts. Returns what there is to say where answers with drafts may
+/// differ from those without.
 ///
 /// # Errors
 /// [`Error::Unsupported`].
-pub fn check_exact(rows: usize, device: &str) -> Result<()> {
+pub fn check_drafts(session: &dyn Session, device: &str) -> Result<Option<&'static str>> {
+    let (rows, exact) = (session.draft_rows(), session.exact_rows());
     match rows {
-        2.. => Ok(()),
+        2.. => Ok((exact < rows).then_some(INEXACT)),
         _ => Err(Error::Unsupported {
             engine: "nq",
             what: "drafts",
-            expected:
-                "a device that computes a few tokens together exactly as one by one: a CPU with \
-                       integer activations, the default for quantized models"
-                    .into(),
+            expected: "a device that checks several tokens in a step: a GPU with fused kernels, or a CPU \
+                       with integer activations, the default for quantized models"
+                .into(),
             found: device.to_owned(),
         }),
     }
 }
+
+const INEXACT: &str = "this device rounds steps of several tokens otherwise than steps of one: with drafts \
+                       an answer may turn elsewhere where two tokens are nearly as likely";

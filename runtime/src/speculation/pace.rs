@@ -6,16 +6,20 @@ const LEAST_GAIN: f64 = 1.05;
 const ROW: f64 = 0.25;
 /// What drafting a token costs, in steps of one row, until it has been measured.
 const DRAFT: f64 = 0.25;
-/// What one measurement changes at most: a step that another program held up must not count for long.
+/// What one measurement says at most, as a multiple of what was known, and at least: a step that another
+/// program held up must not count for long, nor a first one, which prepares those after it.
 const CLIP: f64 = 1.25;
+const LEAST: f64 = 0.5;
 /// Weight of a new measurement.
 const NEW: f64 = 0.3;
 
 /// What steps and drafts take.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Pace {
     /// Seconds of a step of `i + 1` rows, where known.
     steps: Vec<Option<f64>>,
+    /// Rows that the device computes for so many.
+    pub(super) rounded: fn(usize) -> usize,
     /// Seconds of drafting a token for all sequences of a step; none known of a free drafter.
     draft: Option<f64>,
     /// Drafts take time.
@@ -29,6 +33,17 @@ pub(super) struct Wish {
     pub right: f64,
     /// At most so many.
     pub most: usize,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Pace {
+            steps: Vec::new(),
+            rounded: |rows| rows,
+            draft: None,
+            dear: false,
+        }
+    }
 }
 
 impl Pace {
@@ -68,6 +83,7 @@ impl Pace {
 
     /// Seconds of a step; in steps of one row where nothing has been measured.
     fn step(&self, rows: usize) -> f64 {
+        let rows = (self.rounded)(rows);
         let known = |i: usize| self.steps.get(i).copied().flatten();
         let below = (0..rows).rev().find_map(|i| Some((i + 1, known(i)?)));
         let Some(one) = (0..self.steps.len()).find_map(known) else {
@@ -99,6 +115,7 @@ impl Pace {
 
     /// A step of `rows` rows took so long.
     pub(super) fn stepped(&mut self, rows: usize, seconds: f64) {
+        let rows = (self.rounded)(rows);
         // More rows than drafts ever make.
         if rows == 0 || rows > 64 {
             return;
@@ -128,7 +145,7 @@ impl Pace {
 
 /// What is expected after a measurement.
 fn learned(known: f64, measured: f64) -> f64 {
-    known + NEW * (measured.clamp(known / CLIP, known * CLIP) - known)
+    known + NEW * (measured.clamp(known * LEAST, known * CLIP) - known)
 }
 
 #[cfg(test)]
@@ -180,6 +197,22 @@ mod tests {
             planned[1] > planned[2] && planned[2] > planned[0],
             "{planned:?}"
         );
+    }
+
+    /// Steps of 5 to 8 rows take the same time: one that has been measured tells of all.
+    #[test]
+    fn rows_are_counted_as_the_device_rounds_them() {
+        let seconds = |rows: usize| if rows == 1 { 1.0 } else { 1.5 };
+        let mut pace = Pace {
+            rounded: |rows| rows.next_power_of_two(),
+            ..Pace::default()
+        };
+        for _ in 0..20 {
+            pace.stepped(1, seconds(1));
+            pace.stepped(6, seconds(6));
+        }
+        assert_eq!(alone(&pace, 0.9, 7), 7);
+        assert_eq!(alone(&pace, 0.9, 5), 5);
     }
 
     #[test]

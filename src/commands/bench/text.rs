@@ -245,9 +245,11 @@ pub(super) fn line(test: &str, d: &DraftRow) -> String {
             false => "; the model's own text",
         },
     );
-    if !d.same {
-        line += "; ITS TOKENS DIFFER from those without drafts";
-    }
+    line += match (d.same, d.exact) {
+        (true, _) => "",
+        (false, true) => "; ITS TOKENS DIFFER from those without drafts",
+        (false, false) => "; it turned elsewhere than without drafts, where two tokens were nearly as likely",
+    };
     line + &d
         .off
         .as_ref()
