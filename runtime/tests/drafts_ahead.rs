@@ -203,7 +203,7 @@ fn answers_with_penalties_are_not_drafted() {
 /// A model on such a device drafts what it draws best, also where it has hardly any pages.
 #[test]
 fn a_draft_model_runs_ahead() {
-    for (positions, most) in [(1000, 60), (70, 60), (35, 25)] {
+    for (positions, most) in [(1000, 20), (70, 42), (35, 42)] {
         let draft = Device::new(2, 2, positions);
         let model = DraftModel::new(Box::new(draft), VOCAB);
         let mut speculation = Speculation::new(Box::new(model)).always();
@@ -314,6 +314,7 @@ mod cuda {
         engine.session(spec).expect("it fits")
     }
 
+    #[derive(Clone, Copy)]
     struct Setting<'a> {
         engine: &'a dyn Engine,
         kv: KvType,
@@ -467,29 +468,29 @@ mod cuda {
             return;
         };
         let prompt = tokens(30, 5);
-        let setting = |max, stop| Setting {
+        let setting = Setting {
             engine: &*engine,
             kv: KvType::F16,
             params: SamplingParams::greedy(),
             logprobs: None,
             prompt: &prompt,
-            max,
-            stop,
+            max: 120,
+            stop: &[],
         };
-        let (free, _) = setting(120, &[]).answer(None);
+        let (free, _) = setting.answer(None);
         let texts: Futures = Arc::new(Mutex::new(vec![[&prompt[..], &free.tokens].concat()]));
         let drafts = || {
             let drafter = Lenient(oracle_of(&texts, 50));
             Some(Speculation::new(Box::new(drafter)).always())
         };
         for max in [1, 2, 3, 40, 41, 42] {
-            let (cut, end) = setting(max, &[]).answer(drafts());
+            let (cut, end) = Setting { max, ..setting }.answer(drafts());
             assert_eq!((cut.stats.tokens, end), (max, prompt.len() + max - 1));
-            setting(max, &[]).follows(&cut.tokens);
+            setting.follows(&cut.tokens);
         }
         for at in [5, 20, 21, 22, 23] {
-            let stop = [free.tokens[at]];
-            let (ended, end) = setting(120, &stop).answer(drafts());
+            let stop = &free.tokens[at..=at];
+            let (ended, end) = Setting { stop, ..setting }.answer(drafts());
             if free.tokens.starts_with(&ended.tokens) {
                 assert_eq!(ended.stop, StopReason::Eos(stop[0]));
             }

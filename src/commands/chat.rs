@@ -112,9 +112,9 @@ pub struct ChatArgs {
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
-    /// Guess tokens and check them together, which gives the same answers sooner: from the text so far
-    /// (ngram), by a smaller MODEL with the same tokens, or not at all (none) [default: ngram where the
-    /// device computes a few tokens together as it computes one; CPUs do]
+    /// Guess tokens and check them together, which gives answers sooner: from the text so far (ngram), by
+    /// a smaller MODEL with the same tokens, or not at all (none) [default: ngram where the device computes
+    /// a few tokens together as it computes one, so that answers are the same; CPUs do]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full

@@ -2,7 +2,7 @@
 //! everything drawn, and the host waits for that step.
 
 use super::ahead::{Drawn, Run, record};
-use super::{Batch, Each, Ran};
+use super::{Batch, Each, Member, Ran};
 use crate::error::{Error, Result};
 use std::time::Instant;
 
@@ -43,7 +43,7 @@ impl Batch<'_> {
                  them for one token of a sequence at a time",
             );
         }
-        let goes_on = |m: &super::Member| {
+        let goes_on = |m: &Member| {
             m.blocked.is_none() && !m.sampler.adjusts() && m.len + m.queued < ctx
         };
         let few = (1..=MOST_SEQUENCES).contains(&self.members.len());
@@ -51,7 +51,7 @@ impl Batch<'_> {
             return Drafts::None;
         }
         // A step draws one token more than it checks.
-        let most = |m: &super::Member| {
+        let most = |m: &Member| {
             let room = ctx - m.len - m.queued - 1;
             m.left.saturating_sub(1).min(room)
         };
@@ -86,16 +86,14 @@ impl Batch<'_> {
         }
         let members = self.members.iter().zip(drafts);
         let fed: Vec<Vec<u32>> = members.map(|(m, d)| [&[m.token], &d[..]].concat()).collect();
-        let run = |(m, tokens)| {
-            let &super::Member { slot, .. } = m;
-            let sampler = &m.sampler;
-            Run {
-                slot,
+        let members = self.members.iter().zip(&fed);
+        let runs: Vec<Run<'_>> = members
+            .map(|(m, tokens)| Run {
+                slot: m.slot,
                 tokens,
-                sampler,
-            }
-        };
-        let runs: Vec<Run<'_>> = self.members.iter().zip(&fed).map(run).collect();
+                sampler: &m.sampler,
+            })
+            .collect();
         let begun = Instant::now();
         match device.queue_runs(&runs) {
             Err(Error::PagesFull { .. }) => return Ok(false),
@@ -131,10 +129,9 @@ impl Batch<'_> {
         drawn: Vec<Result<Drawn>>,
         each: &mut Each<'_>,
     ) {
-        let same = |(drawn, &drafted): &(&Result<Drawn>, &u32)| {
-            matches!(drawn, Ok(drawn) if drawn.token == drafted)
-        };
-        let right = drawn.iter().zip(draft).take_while(same).count();
+        let pairs = drawn.iter().zip(draft);
+        let right = pairs.take_while(|(a, b)| a.as_ref().is_ok_and(|a| a.token == **b));
+        let right = right.count();
         if let (Some(speculation), Some(Ok(_))) = (self.speculation(), drawn.first()) {
             speculation.checked(slot, draft.len(), right);
         }

@@ -112,15 +112,14 @@ impl DraftModel {
     /// Feeds what goes on and returns the best token behind each. `None` if no pages are left, even
     /// those of sequences that are not drafted for.
     fn feed(&mut self, going: &[Going]) -> Result<Option<Vec<u32>>> {
-        let chunk = |g| {
-            let Going { slot, feed, .. } = g;
-            Chunk {
-                slot: *slot,
-                tokens: feed,
+        let chunks: Vec<Chunk<'_>> = going
+            .iter()
+            .map(|g| Chunk {
+                slot: g.slot,
+                tokens: &g.feed,
                 logits: LogitsWanted::Last,
-            }
-        };
-        let chunks: Vec<Chunk<'_>> = going.iter().map(chunk).collect();
+            })
+            .collect();
         let vocab = self.vocab;
         let best = match self.session.forward(&chunks, None) {
             Ok(logits) => {
