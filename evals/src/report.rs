@@ -172,6 +172,9 @@ pub struct DraftRow {
     /// True if the device computes several tokens together as it computes one: all must be the same.
     #[serde(default = "yes")]
     pub exact: bool,
+    /// Rows of steps, and milliseconds that they took in the end, as measured to decide how much to draft.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub step_ms: Vec<(usize, f64)>,
     /// What was said when drafts were switched off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub off: Option<String>,
@@ -193,6 +196,7 @@ impl Default for DraftRow {
             speed_up_std: 0.0,
             same: true,
             exact: true,
+            step_ms: Vec::new(),
             off: None,
         }
     }

@@ -203,7 +203,7 @@ fn answers_with_penalties_are_not_drafted() {
 /// A model on such a device drafts what it draws best, also where it has hardly any pages.
 #[test]
 fn a_draft_model_runs_ahead() {
-    for (positions, most) in [(1000, 20), (70, 42), (35, 42)] {
+    for (positions, most) in [(1000, 30), (70, 42), (35, 42)] {
         let draft = Device::new(2, 2, positions);
         let model = DraftModel::new(Box::new(draft), VOCAB);
         let mut speculation = Speculation::new(Box::new(model)).always();
@@ -238,7 +238,8 @@ fn a_draft_model_runs_ahead() {
             assert_eq!(*text, sampler);
         }
         let counts = speculation.counts();
-        assert!(counts.accepted > 0 && steps < most, "{steps} steps, {counts:?}");
+        let what = format!("{positions} positions: {steps} steps, {counts:?}");
+        assert!(counts.accepted > 0 && steps < most, "{what}");
         // Some guesses run past the end of an answer, none is wrong.
         assert_eq!(counts.accepted, counts.drafted);
     }

@@ -176,7 +176,11 @@ pub fn text(
     row.speed_up_std = stats::std_dev(&ratios);
     row.right = right as f64 / row.drafted.max(1) as f64;
     row.accepted_per_step = right as f64 / steps.max(1) as f64;
-    row.off = drafted.speculation().and_then(Speculation::take_note);
+    if let Some(speculation) = drafted.speculation() {
+        let steps = speculation.step_seconds().into_iter();
+        row.step_ms = steps.map(|(rows, seconds)| (rows, 1e3 * seconds)).collect();
+        row.off = speculation.take_note();
+    }
     let passes = [tokens, tokens - right / spec.repeats.max(1)];
     let mut rows = seconds.into_iter().zip(passes).map(|(seconds, passes)| {
         let per_token = seconds.iter().map(|s| 1e3 * s / tokens as f64);

@@ -53,7 +53,13 @@ pub struct Draft<'a> {
     pub most: usize,
     /// The guess.
     pub tokens: Vec<u32>,
+    /// What it rests on, below [`KINDS`]: guesses of one kind are right about as often. 0 is the least
+    /// certain.
+    pub kind: usize,
 }
+
+/// Kinds of guesses.
+pub const KINDS: usize = 3;
 
 /// What drafts have come to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -99,17 +105,26 @@ pub struct Speculation {
 struct Followed {
     /// All its tokens, the one that is fed next included.
     text: Vec<u32>,
-    /// Share of checked tokens that were right: of the latest most.
-    right: f64,
+    /// Share of checked tokens that were right, by the kind of their guess: of the latest most.
+    right: [f64; KINDS],
+    /// Kind of the latest guess.
+    kind: usize,
     /// Tokens checked, and those of them that were right.
     checked: (usize, usize),
     /// Drafts have not paid.
     off: bool,
 }
 
-/// What is taken for the share of right tokens at first: of a drafter that is free, and of one that was
-/// asked for.
-const HOPE: (f64, f64) = (0.5, 0.8);
+impl Followed {
+    /// Share of right tokens in guesses of the latest one's kind.
+    fn expected(&self) -> f64 {
+        self.right[self.kind]
+    }
+}
+
+/// What is taken for the share of right tokens at first, by kind: of a drafter that is free, and of one that
+/// was asked for.
+const HOPE: ([f64; KINDS], [f64; KINDS]) = ([0.5, 0.8, 0.95], [0.8; KINDS]);
 /// Weight of the latest checked token.
 const LATEST: f64 = 0.2;
 /// What that share comes back by while nothing is drafted, where drafts are free: a text may begin to
@@ -139,7 +154,7 @@ impl Speculation {
 
     /// Drafts from the text itself.
     pub fn ngram() -> Self {
-        Speculation::new(Box::new(Ngram))
+        Speculation::new(Box::<Ngram>::default())
     }
 
     /// Drafts all that fits, whether it pays or not, e.g. to see what it costs.
@@ -157,6 +172,7 @@ impl Speculation {
                 true => HOPE.0,
                 false => HOPE.1,
             },
+            kind: 0,
             checked: (0, 0),
             off: false,
         };
@@ -184,6 +200,11 @@ impl Speculation {
     /// What drafts have come to, over all sequences.
     pub fn counts(&self) -> DraftCounts {
         self.counts
+    }
+
+    /// Seconds that steps of so many rows were measured to take, as far as there were any.
+    pub fn step_seconds(&self) -> Vec<(usize, f64)> {
+        self.pace.known()
     }
 
     /// Says, once, that and why nothing is drafted any more for a sequence.
@@ -214,8 +235,10 @@ impl Speculation {
         let drafted = match self.drafter.is_free() {
             // What is found at no cost is known before rows are shared out.
             true => self.ask(wanted, &wishes).map(|mut found| {
-                let lengths = wishes.iter_mut().zip(&found);
-                lengths.for_each(|(wish, found)| wish.most = found.len());
+                for ((wish, found), (slot, _)) in wishes.iter_mut().zip(&found).zip(wanted) {
+                    wish.most = found.len();
+                    wish.right = self.followed.get(slot).map_or(0.0, Followed::expected);
+                }
                 let planned = self.plan(rows, room, &wishes);
                 let cut = found.iter_mut().zip(planned);
                 cut.for_each(|(found, n)| found.truncate(n));
@@ -268,7 +291,7 @@ impl Speculation {
         };
         let wish = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
             Some(f) if !f.off => Wish {
-                right: f.right,
+                right: f.expected(),
                 most: most.min(room),
             },
             _ => Wish::default(),
@@ -316,6 +339,7 @@ impl Speculation {
                     text: &followed.text,
                     most: wish.most,
                     tokens: Vec::new(),
+                    kind: 0,
                 });
             }
         }
@@ -329,9 +353,14 @@ impl Speculation {
             let each = begun.elapsed().as_secs_f64() / longest as f64;
             self.pace.drafted(each);
         }
+        let mut kinds = Vec::with_capacity(of.len());
         for (i, draft) in of.into_iter().zip(drafts) {
+            kinds.push((draft.slot, draft.kind.min(KINDS - 1)));
             out[i] = draft.tokens;
             out[i].truncate(draft.most);
+        }
+        for (slot, kind) in kinds {
+            self.followed.entry(slot).and_modify(|f| f.kind = kind);
         }
         Ok(out)
     }
@@ -394,15 +423,18 @@ impl Speculation {
         self.counts.accepted += accepted;
         followed.checked.0 += drafted;
         followed.checked.1 += accepted;
-        let right = &mut followed.right;
+        let free = self.drafter.is_free();
+        let right = &mut followed.right[followed.kind];
         for _ in 0..accepted {
             *right += LATEST * (1.0 - *right);
         }
         if accepted < drafted {
             *right -= LATEST * *right;
         }
-        if drafted == 0 && self.drafter.is_free() {
-            *right += RECOVERY * (HOPE.0 - *right).max(0.0);
+        if drafted == 0 && free {
+            for (right, hope) in followed.right.iter_mut().zip(HOPE.0) {
+                *right += RECOVERY * (hope - *right).max(0.0);
+            }
         }
     }
 }

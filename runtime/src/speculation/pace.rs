@@ -9,9 +9,10 @@ const DRAFT: f64 = 0.25;
 /// What one measurement says at most, as a multiple of what was known, and at least: a step that another
 /// program held up must not count for long, nor a first one, which prepares those after it.
 const CLIP: f64 = 1.25;
-const LEAST: f64 = 0.5;
-/// Weight of a new measurement.
-const NEW: f64 = 0.3;
+const LEAST: f64 = 0.25;
+/// Weight of a new measurement that is above what was known, and of one below.
+const MORE: f64 = 0.3;
+const LESS: f64 = 0.5;
 
 /// What steps and drafts take.
 #[derive(Clone, Debug)]
@@ -22,6 +23,8 @@ pub(super) struct Pace {
     pub(super) rounded: fn(usize) -> usize,
     /// Seconds of drafting a token for all sequences of a step; none known of a free drafter.
     draft: Option<f64>,
+    /// Drafting has been measured once: that prepared what comes after, and computed the text before.
+    begun: bool,
     /// Drafts take time.
     dear: bool,
 }
@@ -41,6 +44,7 @@ impl Default for Pace {
             steps: Vec::new(),
             rounded: |rows| rows,
             draft: None,
+            begun: false,
             dear: false,
         }
     }
@@ -101,6 +105,12 @@ impl Pace {
         seconds + row.max(0.0) * (rows - measured) as f64
     }
 
+    /// Rows and seconds of the steps that were measured.
+    pub(super) fn known(&self) -> Vec<(usize, f64)> {
+        let steps = self.steps.iter().enumerate();
+        steps.filter_map(|(i, seconds)| Some((i + 1, (*seconds)?))).collect()
+    }
+
     /// True once drafting has been measured.
     pub(super) fn knows_drafts(&self) -> bool {
         self.draft.is_some()
@@ -135,17 +145,21 @@ impl Pace {
 
     /// Drafting took so long for each token.
     pub(super) fn drafted(&mut self, seconds: f64) {
-        self.draft = Some(match self.draft {
-            // The first has to compute what stands before, too.
-            None => seconds.min(self.step(1)),
-            Some(known) => learned(known, seconds),
-        });
+        let first = !std::mem::replace(&mut self.begun, true);
+        self.draft = match self.draft {
+            None if first => None,
+            None => Some(seconds.min(self.step(1))),
+            Some(known) => Some(learned(known, seconds)),
+        };
     }
 }
 
-/// What is expected after a measurement.
+/// What is expected after a measurement. Nothing takes less time than it needs: that is believed sooner.
 fn learned(known: f64, measured: f64) -> f64 {
-    known + NEW * (measured.clamp(known * LEAST, known * CLIP) - known)
+    match measured < known {
+        true => known + LESS * (measured.max(known * LEAST) - known),
+        false => known + MORE * (measured.min(known * CLIP) - known),
+    }
 }
 
 #[cfg(test)]
@@ -197,6 +211,24 @@ mod tests {
             planned[1] > planned[2] && planned[2] > planned[0],
             "{planned:?}"
         );
+    }
+
+    /// What prepares a drafter, and what its first drafts still lack, is not held against it for long.
+    #[test]
+    fn a_slow_start_is_soon_forgotten() {
+        let mut pace = measured(|rows| 1.0 + 0.05 * (rows - 1) as f64, Pace::dear());
+        pace.drafted(50.0);
+        assert!(!pace.knows_drafts() && alone(&pace, 0.8, 20) > 0);
+        pace.drafted(1.5);
+        assert_eq!(alone(&pace, 0.8, 20), 0);
+        (0..4).for_each(|_| pace.drafted(0.08));
+        assert!(alone(&pace, 0.7, 20) >= 3);
+        // The first step of a device, likewise.
+        let mut pace = Pace::default();
+        pace.stepped(1, 80.0);
+        (0..10).for_each(|_| pace.stepped(1, 1.0));
+        (0..3).for_each(|_| pace.stepped(8, 2.0));
+        assert!(pace.step(1) < 1.5 && pace.step(8) > 1.5);
     }
 
     /// Steps of 5 to 8 rows take the same time: one that has been measured tells of all.
