@@ -43,9 +43,8 @@ impl Batch<'_> {
                  them for one token of a sequence at a time",
             );
         }
-        let goes_on = |m: &Member| {
-            m.blocked.is_none() && !m.sampler.adjusts() && m.len + m.queued < ctx
-        };
+        let goes_on =
+            |m: &Member| m.blocked.is_none() && !m.sampler.adjusts() && m.len + m.queued < ctx;
         let few = (1..=MOST_SEQUENCES).contains(&self.members.len());
         if !few || !self.members.iter().all(goes_on) {
             return Drafts::None;
@@ -85,7 +84,9 @@ impl Batch<'_> {
             }
         }
         let members = self.members.iter().zip(drafts);
-        let fed: Vec<Vec<u32>> = members.map(|(m, d)| [&[m.token], &d[..]].concat()).collect();
+        let fed: Vec<Vec<u32>> = members
+            .map(|(m, d)| [&[m.token], &d[..]].concat())
+            .collect();
         let members = self.members.iter().zip(&fed);
         let runs: Vec<Run<'_>> = members
             .map(|(m, tokens)| Run {

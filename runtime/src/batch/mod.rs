@@ -113,7 +113,8 @@ impl<'s> Batch<'s> {
     /// as far as the device computes a few rows as it computes one ([`Session::exact_rows`]).
     pub fn with_drafts(mut self, speculation: Option<&'s mut Speculation>) -> Self {
         self.speculation = speculation.filter(|_| self.session.draft_rows() > 1);
-        if let (Some(speculation), true) = (&mut self.speculation, self.session.steps_ahead().is_some())
+        if let (Some(speculation), true) =
+            (&mut self.speculation, self.session.steps_ahead().is_some())
         {
             speculation.rounds_rows(ahead::bucket);
         }

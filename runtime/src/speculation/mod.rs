@@ -453,9 +453,10 @@ pub fn check_drafts(session: &dyn Session, device: &str) -> Result<Option<&'stat
         _ => Err(Error::Unsupported {
             engine: "nq",
             what: "drafts",
-            expected: "a device that checks several tokens in a step: a GPU with fused kernels, or a CPU \
+            expected:
+                "a device that checks several tokens in a step: a GPU with fused kernels, or a CPU \
                        with integer activations, the default for quantized models"
-                .into(),
+                    .into(),
             found: device.to_owned(),
         }),
     }

@@ -108,7 +108,9 @@ impl Pace {
     /// Rows and seconds of the steps that were measured.
     pub(super) fn known(&self) -> Vec<(usize, f64)> {
         let steps = self.steps.iter().enumerate();
-        steps.filter_map(|(i, seconds)| Some((i + 1, (*seconds)?))).collect()
+        steps
+            .filter_map(|(i, seconds)| Some((i + 1, (*seconds)?)))
+            .collect()
     }
 
     /// True once drafting has been measured.

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 pub(crate) mod device;
+pub(crate) mod oracle;
 
 use nq_formats::models::ARCHITECTURES;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};

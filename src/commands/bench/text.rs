@@ -248,11 +248,19 @@ pub(super) fn line(test: &str, d: &DraftRow) -> String {
     line += match (d.same, d.exact) {
         (true, _) => "",
         (false, true) => "; ITS TOKENS DIFFER from those without drafts",
-        (false, false) => "; it turned elsewhere than without drafts, where two tokens were nearly as likely",
+        (false, false) => {
+            "; it turned elsewhere than without drafts, where two tokens were nearly as likely"
+        }
     };
     if d.step_ms.len() > 1 {
-        let steps = d.step_ms.iter().map(|(rows, ms)| format!("{rows}: {ms:.2}"));
-        line += &format!("; ms of steps by rows: {}", steps.collect::<Vec<_>>().join(", "));
+        let steps = d
+            .step_ms
+            .iter()
+            .map(|(rows, ms)| format!("{rows}: {ms:.2}"));
+        line += &format!(
+            "; ms of steps by rows: {}",
+            steps.collect::<Vec<_>>().join(", ")
+        );
     }
     line + &d
         .off

@@ -27,12 +27,7 @@ pub(super) struct Replay {
 
 impl Replay {
     /// A replay of `text` over `session`, whose model has `vocab` tokens.
-    pub(super) fn new(
-        session: Box<dyn Session>,
-        text: Vec<u32>,
-        right: f64,
-        vocab: usize,
-    ) -> Self {
+    pub(super) fn new(session: Box<dyn Session>, text: Vec<u32>, right: f64, vocab: usize) -> Self {
         Replay {
             session,
             text,
@@ -155,7 +150,10 @@ impl StepsAhead for Replay {
     fn queue(&mut self) -> Result<()> {
         self.device().queue()?;
         self.queued.push_back(self.seats.clone());
-        self.seats.iter_mut().flatten().for_each(|place| *place += 1);
+        self.seats
+            .iter_mut()
+            .flatten()
+            .for_each(|place| *place += 1);
         Ok(())
     }
 
@@ -173,7 +171,8 @@ impl StepsAhead for Replay {
     fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()> {
         let places = self.queued.pop_front().unwrap_or_default();
         let mut received = Vec::new();
-        self.device().receive(&mut |row, drawn| received.push((row, drawn)))?;
+        self.device()
+            .receive(&mut |row, drawn| received.push((row, drawn)))?;
         for (row, drawn) in received {
             let place = places.get(row).copied().flatten();
             let said = place.map(|place| self.next(place));

@@ -8,6 +8,7 @@ use super::{CudaSession, ExpertRows, LOGIT_ROWS, Widths, padded};
 use crate::batch::bucket;
 use crate::engine::{Chunk, LogitsWanted, SessionSpec};
 use crate::error::Result;
+use ahead::PENDING;
 use nq_formats::ModelConfig;
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
@@ -16,7 +17,6 @@ use nq_kernels::cuda::{
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, Step, StepBounds,
     best_len, wide_best_len,
 };
-use ahead::PENDING;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 /// Most tokens of a sequence that the device may be ahead of the host; a power of two.
