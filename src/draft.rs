@@ -7,7 +7,7 @@ use crate::terminal::human_bytes;
 use anyhow::Context;
 use nq_formats::{Checkpoint, Progress};
 use nq_quantize::schemes::Schemes;
-use nq_runtime::speculation::check_exact;
+use nq_runtime::speculation::check_drafts;
 use nq_runtime::{DraftModel, Engine, LoadOptions, Session, SessionSpec, Speculation, Tokenizer};
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -140,25 +140,37 @@ impl Drafts {
     }
 }
 
-/// What drafts for the sessions of a model; by default the text itself, where that is exact. `open` makes
-/// the model of that name.
+/// What drafts for the sessions of a model; by default the text itself, where answers with drafts are
+/// those without. Elsewhere `progress` is told that they may differ. `open` makes the model of that name.
 ///
 /// # Errors
-/// If it is asked for where drafts would change answers; those of `open`.
+/// If it is asked for where drafts cannot be checked; those of `open`.
 pub fn drafts(
     from: Option<&DraftFrom>,
     session: &dyn Session,
     device: &str,
+    progress: &dyn Progress,
     open: impl FnOnce(&OsString) -> anyhow::Result<Drafts>,
 ) -> anyhow::Result<Option<Drafts>> {
-    let rows = session.exact_rows();
-    if !matches!(from, None | Some(DraftFrom::None)) {
-        check_exact(rows, device).context("--draft")?;
-    }
+    let named = || {
+        let inexact = check_drafts(session, device).context("--draft")?;
+        inexact.iter().for_each(|note| progress.note(note));
+        anyhow::Ok(())
+    };
     Ok(match from {
+        None => {
+            let exact = session.exact_rows() > 1 && session.exact_rows() >= session.draft_rows();
+            exact.then_some(Drafts::Ngram)
+        }
         Some(DraftFrom::None) => None,
-        Some(DraftFrom::Model(name)) => Some(open(name)?),
-        None | Some(DraftFrom::Ngram) => (rows > 1).then_some(Drafts::Ngram),
+        Some(DraftFrom::Ngram) => {
+            named()?;
+            Some(Drafts::Ngram)
+        }
+        Some(DraftFrom::Model(name)) => {
+            named()?;
+            Some(open(name)?)
+        }
     })
 }
 

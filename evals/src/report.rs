@@ -169,9 +169,19 @@ pub struct DraftRow {
     pub speed_up_std: f64,
     /// True if all tokens were those drawn without drafts.
     pub same: bool,
+    /// True if the device computes several tokens together as it computes one: all must be the same.
+    #[serde(default = "yes")]
+    pub exact: bool,
+    /// Rows of steps, and milliseconds that they took in the end, as measured to decide how much to draft.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub step_ms: Vec<(usize, f64)>,
     /// What was said when drafts were switched off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub off: Option<String>,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Default for DraftRow {
@@ -185,6 +195,8 @@ impl Default for DraftRow {
             speed_up: 1.0,
             speed_up_std: 0.0,
             same: true,
+            exact: true,
+            step_ms: Vec::new(),
             off: None,
         }
     }

@@ -287,10 +287,17 @@ pub trait Session: Send {
         self.forward(chunks, Some(&mut HeadInput(out))).map(drop)
     }
 
-    /// Rows of one sequence up to which a forward gives the logits, bit for bit, that as many
-    /// forwards of one row give: then drafted tokens can be checked together.
+    /// Rows of one sequence up to which a step gives the logits, bit for bit, that as many steps of one
+    /// row give: an answer with drafts is then the answer without.
     fn exact_rows(&self) -> usize {
         1
+    }
+
+    /// Rows up to which a step of a [`Batch`](crate::Batch) checks drafted tokens. Where that is more than
+    /// [`Session::exact_rows`], an answer with drafts may differ from one without where two tokens are
+    /// nearly as likely.
+    fn draft_rows(&self) -> usize {
+        self.exact_rows()
     }
 
     /// Steps ahead of the host, whose tokens the device draws; `None` if the device cannot.

@@ -31,8 +31,9 @@ impl Sequence {
         }
     }
 
-    /// Drafts tokens of answers, where the session computes a few rows as it computes one: the answers
-    /// are the same, and come sooner where drafts are right.
+    /// Drafts tokens of answers, where the session can check them ([`Session::draft_rows`]): answers come
+    /// sooner where drafts are right, and are the same as far as the session computes a few rows as it
+    /// computes one ([`Session::exact_rows`]).
     pub fn with_drafts(mut self, speculation: Option<Speculation>) -> Self {
         self.speculation = speculation;
         self

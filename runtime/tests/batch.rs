@@ -111,12 +111,16 @@ impl Session for Exact {
     }
 }
 
-/// `steps` steps of a batch in which sequences begin, fork, end, are cancelled and run out of
+/// `steps` steps of a batch in which up to SLOTS sequences begin, fork, end, are cancelled and run out of
 /// pages and positions, at random.
-fn at_random(engine: &dyn Engine, steps: u64, rounds: bool, mut drafts: Option<Speculation>) {
-    const SLOTS: usize = 9;
-    const PAGES: usize = 10;
-    let mut session = Exact(engine.session(spec(SLOTS, Some(PAGES))).expect("it fits"));
+fn at_random<const SLOTS: usize>(
+    engine: &dyn Engine,
+    steps: u64,
+    rounds: bool,
+    mut drafts: Option<Speculation>,
+) {
+    let pages = SLOTS + 1;
+    let mut session = Exact(engine.session(spec(SLOTS, Some(pages))).expect("it fits"));
     let mut alone = engine.session(spec(1, None)).expect("it fits");
     let mut known: Vec<Option<Known>> = (0..SLOTS).map(|_| None).collect();
     let mut running = [false; SLOTS];
@@ -246,7 +250,7 @@ fn at_random(engine: &dyn Engine, steps: u64, rounds: bool, mut drafts: Option<S
     for slot in 0..SLOTS {
         session.truncate(slot, 0);
     }
-    assert_eq!(session.free_pages(), Some(PAGES));
+    assert_eq!(session.free_pages(), Some(pages));
 }
 
 /// Sequences that share 2 1/2 pages take pages of their own only for the rest.
@@ -499,14 +503,14 @@ fn drafted_sequences_at_random_give_what_each_gives_alone() {
     let session = engine.session(spec(9, Some(10))).expect("it fits");
     let model = DraftModel::new(session, config.vocab_size);
     let drafts = Speculation::new(Box::new(model)).always();
-    at_random(&*engine, 3_000, false, Some(drafts));
+    at_random::<9>(&*engine, 3_000, false, Some(drafts));
 }
 
 #[test]
 fn sequences_at_random_give_what_each_gives_alone() {
     let config = config();
     let engine = nq(&config, &Store::random(&config, 23));
-    at_random(&*engine, 10_000, false, None);
+    at_random::<9>(&*engine, 10_000, false, None);
 }
 
 #[test]
@@ -579,10 +583,24 @@ mod cuda {
         let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
         let store = Store::random(&config, 23).quantized(scheme);
         if let Some(engine) = gpu(&store, &config) {
-            at_random(&*engine, 10_000, true, None);
+            at_random::<9>(&*engine, 10_000, true, None);
             forks_share(&*engine);
             a_full_context_ends_one(&*engine);
             pages_go_to_another_session(&*engine, &[KvType::F16, KvType::Int8]);
+        }
+    }
+
+    /// Drafted by the same model from another session.
+    #[test]
+    fn drafted_sequences_at_random_give_what_each_gives_alone_on_a_gpu() {
+        let config = config();
+        let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+        let store = Store::random(&config, 23).quantized(scheme);
+        if let Some(engine) = gpu(&store, &config) {
+            let session = engine.session(spec(3, Some(4))).expect("it fits");
+            let model = DraftModel::new(session, config.vocab_size);
+            let drafts = Speculation::new(Box::new(model)).always();
+            at_random::<3>(&*engine, 4_000, true, Some(drafts));
         }
     }
 

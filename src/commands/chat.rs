@@ -112,9 +112,9 @@ pub struct ChatArgs {
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
-    /// Guess tokens and check them together, which gives the same answers sooner: from the text so far
-    /// (ngram), by a smaller MODEL with the same tokens, or not at all (none) [default: ngram where the
-    /// device computes a few tokens together as it computes one; CPUs do]
+    /// Guess tokens and check them together, which gives answers sooner: from the text so far (ngram), by
+    /// a smaller MODEL with the same tokens, or not at all (none) [default: ngram where the device computes
+    /// a few tokens together as it computes one, so that answers are the same; CPUs do]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full
@@ -165,7 +165,8 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let engine = load(&checkpoint, schemes.as_ref(), &spec, global, &terminal)?;
     let session = engine.session(spec)?;
     let device = &engine.description().device;
-    let drafts = draft::drafts(args.draft.as_ref(), session.as_ref(), device, |name| {
+    let of = args.draft.as_ref();
+    let drafts = draft::drafts(of, session.as_ref(), device, &terminal, |name| {
         let draft = DraftCheckpoint::open(name, &checkpoint, args.bits, global, &terminal)?;
         if global.verbose && global.device.resolve()? == Device::Cpu {
             terminal.note(&format!("memory: {}", draft::memory_of(&draft, &spec)?.0));

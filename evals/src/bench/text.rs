@@ -1,17 +1,19 @@
 //! Decoding real text with drafts and without, in turns.
 
+mod replay;
+
 use super::{Machine, Sample};
 use crate::error::Result;
 use crate::report::{BenchRow, DraftRow};
 use crate::stats;
 use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
-use nq_kernels::rng::Philox;
 use nq_runtime::generate::generate;
 use nq_runtime::{
-    Chunk, DraftModel, Engine, Generated, KvType, Limits, Logits, LogitsWanted, Observer, Sampler,
-    SamplingParams, Sequence, Session, SessionSpec, Speculation,
+    DraftModel, Engine, Generated, KvType, Limits, Sampler, SamplingParams, Sequence, Session,
+    SessionSpec, Speculation,
 };
+use replay::Replay;
 use std::ops::ControlFlow;
 
 /// What is decoded.
@@ -91,13 +93,9 @@ impl TextSpec<'_> {
         let (Answer::Replayed { prompt, answer, .. }, Some(right)) = (&self.answer, right) else {
             return Ok(session);
         };
-        Ok(Box::new(Replay {
-            session,
-            text: [*prompt, *answer].concat(),
-            right,
-            logits: Vec::new(),
-            chosen: Vec::new(),
-        }))
+        let text = [*prompt, *answer].concat();
+        let vocab = engine.config().vocab_size;
+        Ok(Box::new(Replay::new(session, text, right, vocab)))
     }
 
     fn speculation(&self) -> Result<Speculation> {
@@ -119,7 +117,7 @@ impl TextSpec<'_> {
 /// came to.
 ///
 /// # Errors
-/// What the engines report; a device on which drafts would change answers.
+/// What the engines report; a device that checks no drafts.
 pub fn text(
     engine: &dyn Engine,
     spec: &TextSpec<'_>,
@@ -128,7 +126,8 @@ pub fn text(
 ) -> Result<[BenchRow; 2]> {
     let mut session = spec.session(engine, Some(1.0))?;
     let device = &engine.description().device;
-    nq_runtime::speculation::check_exact(session.exact_rows(), device)?;
+    let inexact = nq_runtime::speculation::check_drafts(session.as_ref(), device)?;
+    inexact.iter().for_each(|note| progress.note(note));
     let mut plain = Sequence::new(session.as_mut(), 0);
     let drafts = Some(spec.speculation()?);
     let mut drafted = Sequence::new(session.as_mut(), 1).with_drafts(drafts);
@@ -140,6 +139,7 @@ pub fn text(
     let mut row = DraftRow {
         from: spec.drafts.1.to_owned(),
         replayed: matches!(spec.answer, Answer::Replayed { .. }),
+        exact: inexact.is_none(),
         ..DraftRow::default()
     };
     let (mut seconds, mut steps, mut right) = ([Vec::new(), Vec::new()], 0, 0);
@@ -176,7 +176,11 @@ pub fn text(
     row.speed_up_std = stats::std_dev(&ratios);
     row.right = right as f64 / row.drafted.max(1) as f64;
     row.accepted_per_step = right as f64 / steps.max(1) as f64;
-    row.off = drafted.speculation().and_then(Speculation::take_note);
+    if let Some(speculation) = drafted.speculation() {
+        let steps = speculation.step_seconds().into_iter();
+        row.step_ms = steps.map(|(rows, seconds)| (rows, 1e3 * seconds)).collect();
+        row.off = speculation.take_note();
+    }
     let passes = [tokens, tokens - right / spec.repeats.max(1)];
     let mut rows = seconds.into_iter().zip(passes).map(|(seconds, passes)| {
         let per_token = seconds.iter().map(|s| 1e3 * s / tokens as f64);
@@ -232,119 +236,4 @@ fn decode(
         &limits,
         each,
     )?)
-}
-
-/// A session that computes what it is asked to, and whose logits then say what a known text has next.
-struct Replay {
-    session: Box<dyn Session>,
-    text: Vec<u32>,
-    /// Share of places at which they do; at the others they say something else.
-    right: f64,
-    /// `[rows, vocab]`: zeros but for the chosen ones.
-    logits: Vec<f32>,
-    chosen: Vec<usize>,
-}
-
-impl Replay {
-    /// What follows the token at `position`.
-    fn next(&self, position: usize, vocab: usize) -> usize {
-        let token = self.text.get(position + 1).map_or(0, |&t| t as usize);
-        let [word, ..] = Philox::block([7, 7], 0, position as u64);
-        match f64::from(word) < self.right * 2f64.powi(32) {
-            true => token,
-            false => (token + 1) % vocab,
-        }
-    }
-}
-
-impl Session for Replay {
-    fn spec(&self) -> SessionSpec {
-        self.session.spec()
-    }
-
-    fn len(&self, slot: usize) -> usize {
-        self.session.len(slot)
-    }
-
-    fn truncate(&mut self, slot: usize, len: usize) {
-        self.session.truncate(slot, len);
-    }
-
-    fn exact_rows(&self) -> usize {
-        self.session.exact_rows()
-    }
-
-    fn forward(
-        &mut self,
-        chunks: &[Chunk<'_>],
-        observer: Option<&mut dyn Observer>,
-    ) -> nq_runtime::Result<Logits<'_>> {
-        let rows = |c: &Chunk<'_>| LogitsWanted::rows(&c.logits, c.tokens.len());
-        let places: Vec<usize> = chunks
-            .iter()
-            .flat_map(|c| rows(c).map(|row| self.session.len(c.slot) + row))
-            .collect();
-        let vocab = self.session.forward(chunks, observer)?.vocab;
-        for at in self.chosen.drain(..) {
-            self.logits[at] = 0.0;
-        }
-        self.logits.resize(places.len() * vocab, 0.0);
-        for (row, &place) in places.iter().enumerate() {
-            let at = row * vocab + self.next(place, vocab);
-            self.logits[at] = 100.0;
-            self.chosen.push(at);
-        }
-        Ok(Logits {
-            data: &self.logits,
-            vocab,
-        })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn as_many_tokens_are_right_as_asked() {
-        struct Nothing;
-        impl Session for Nothing {
-            fn spec(&self) -> SessionSpec {
-                SessionSpec::default()
-            }
-            fn len(&self, _: usize) -> usize {
-                0
-            }
-            fn truncate(&mut self, _: usize, _: usize) {}
-            fn forward(
-                &mut self,
-                _: &[Chunk<'_>],
-                _: Option<&mut dyn Observer>,
-            ) -> nq_runtime::Result<Logits<'_>> {
-                Ok(Logits {
-                    data: &[],
-                    vocab: 50,
-                })
-            }
-        }
-        let text: Vec<u32> = (0..2000).map(|i| i % 50).collect();
-        for (share, least, most) in [(1.0, 1999, 1999), (0.7, 1330, 1470), (0.0, 0, 0)] {
-            let mut replay = Replay {
-                session: Box::new(Nothing),
-                text: text.clone(),
-                right: share,
-                logits: Vec::new(),
-                chosen: Vec::new(),
-            };
-            let chunk = Chunk {
-                slot: 0,
-                tokens: &text[..1999],
-                logits: LogitsWanted::All,
-            };
-            let logits = replay.forward(&[chunk], None).unwrap();
-            let hot = |i: usize| logits.row(i)[text[i + 1] as usize] > 0.0;
-            let right = (0..1999).filter(|&i| hot(i)).count();
-            assert!((least..=most).contains(&right), "{share}: {right}");
-        }
-    }
 }

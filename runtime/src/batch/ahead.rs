@@ -1,5 +1,6 @@
 //! A batch on a device that runs steps and draws their tokens by itself, ahead of the host.
 
+use super::drafts::Drafts;
 use super::{Batch, Each, Member, Piece, Ran};
 use crate::engine::{Chunk, LogitsWanted};
 use crate::error::{Error, Result};
@@ -55,12 +56,32 @@ pub trait StepsAhead {
     /// [`Error::PagesFull`] before anything is queued; errors of the device.
     fn queue(&mut self) -> Result<()>;
 
-    /// Waits for the oldest queued step that has not been received, and passes each of its rows and
-    /// the token drawn in it to `each`.
+    /// Queues a step of these sequences alone: a row for each of their tokens, in order, and each row
+    /// draws. None may be seated, and no step queued. Their lengths include all rows when this returns.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for more rows than [`Session::draft_rows`](crate::Session::draft_rows) and for
+    /// samplers that [adjust](Sampler::adjusts) logits; [`Error::ContextFull`] and [`Error::PagesFull`]
+    /// before anything is queued; errors of the device.
+    fn queue_runs(&mut self, runs: &[Run<'_>]) -> Result<()>;
+
+    /// Waits for the oldest queued step that has not been received, and passes each of its rows, in
+    /// order, and the token drawn in it to `each`. There may be more rows than sequences sat in.
     ///
     /// # Errors
     /// Errors of the device.
     fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()>;
+}
+
+/// Tokens of one sequence in a step that draws behind each of them.
+#[derive(Clone, Copy, Debug)]
+pub struct Run<'a> {
+    /// The sequence.
+    pub slot: usize,
+    /// Tokens to append to it: at least one.
+    pub tokens: &'a [u32],
+    /// What draws behind the first of them, and as it would draw later behind the others.
+    pub sampler: &'a Sampler,
 }
 
 /// A token that a device drew.
@@ -108,15 +129,21 @@ impl Queue {
         self.work.push_back(work);
     }
 
-    fn steps(&self) -> usize {
+    /// True if rows of prompts are queued.
+    pub(super) fn has_prompts(&self) -> bool {
+        self.work.iter().any(|w| matches!(w, Work::Prompts(_)))
+    }
+
+    pub(super) fn steps(&self) -> usize {
         let steps = self.work.iter().filter(|w| matches!(w, Work::Step(_)));
         steps.count()
     }
 
-    /// Steps to keep queued, up to `most`: queued work delays whoever joins next.
-    fn depth(&self, most: usize) -> usize {
+    /// Steps to keep queued, up to `most`: queued work delays whoever joins next, and drafts.
+    fn depth(&self, most: usize, drafting: bool) -> usize {
+        let least = LEAST_AHEAD.min(most);
         let steps = self.step.map_or(most, |t| (AHEAD / t).ceil() as usize);
-        steps.clamp(LEAST_AHEAD.min(most), most)
+        steps.clamp(least, if drafting { least } else { most })
     }
 
     /// Time since the previous work was waited for.
@@ -161,6 +188,17 @@ impl Batch<'_> {
             for piece in &pieces {
                 let sampler = piece.then.as_ref().map(|t| &t.sampler);
                 device.check(piece.tokens, sampler)?;
+            }
+        }
+        if pieces.is_empty() {
+            match self.drafts_ahead() {
+                Drafts::None => {}
+                Drafts::Coming => return self.receive(each),
+                Drafts::Here(drafts) => {
+                    if self.check_drafts(&drafts, each)? {
+                        return Ok(());
+                    }
+                }
             }
         }
         // Steps of running sequences go before prompts, so that their tokens do not wait.
@@ -236,12 +274,12 @@ impl Batch<'_> {
 
     /// Keeps the device ahead: seats members that have no row, and queues steps.
     fn fill(&mut self) -> Result<()> {
-        let ctx = self.session.spec().ctx;
+        let (ctx, drafting) = (self.session.spec().ctx, self.is_drafting());
         loop {
             let Some(device) = self.session.steps_ahead() else {
                 return Ok(());
             };
-            if self.queue.steps() >= self.queue.depth(device.depth()) {
+            if self.queue.steps() >= self.queue.depth(device.depth(), drafting) {
                 return Ok(());
             }
             // Rows beyond those needed cost time in every step. Where fewer would do, all members give
@@ -339,6 +377,9 @@ impl Batch<'_> {
             decoding: rows.len(),
             prompt_rows: 0,
         });
+        if let Some(speculation) = self.speculation() {
+            speculation.measured(rows.len(), new);
+        }
         for (slot, token) in drawn {
             // A sequence that left while tokens were passed on is skipped.
             let Some(at) = self.members.iter().position(|m| m.slot == slot) else {
@@ -346,23 +387,29 @@ impl Batch<'_> {
             };
             let member = &mut self.members[at];
             member.queued -= 1;
-            let token = token.map(|Drawn { token, logprobs }| {
-                match logprobs {
-                    None => member.sampler.accept(token),
-                    Some((logprob, top)) => member.sampler.accept_with(TokenLogprobs {
-                        position: member.sampler.position(),
-                        token,
-                        logprob,
-                        top,
-                    }),
-                }
-                token
-            });
+            let token = token.map(|drawn| record(&mut member.sampler, drawn));
+            if let (Some(speculation), true) = (&mut self.speculation, token.is_ok()) {
+                speculation.checked(slot, 0, 0);
+            }
             self.deliver(at, token, 1, each);
         }
         self.tell_blocked(each);
         Ok(())
     }
+}
+
+/// Records in the sequence's sampler what the device drew for it.
+pub(super) fn record(sampler: &mut Sampler, Drawn { token, logprobs }: Drawn) -> u32 {
+    match logprobs {
+        None => sampler.accept(token),
+        Some((logprob, top)) => sampler.accept_with(TokenLogprobs {
+            position: sampler.position(),
+            token,
+            logprob,
+            top,
+        }),
+    }
+    token
 }
 
 /// Rows that a device runs for this many sequences: a size for which steps are recorded.

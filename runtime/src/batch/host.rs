@@ -102,7 +102,7 @@ impl Batch<'_> {
 
     /// Tokens that may follow what each member is fed next: none without speculation.
     fn draft(&mut self, piece_rows: usize) -> Vec<Vec<u32>> {
-        let (ctx, most_rows) = (self.session.spec().ctx, self.session.exact_rows());
+        let (ctx, most_rows) = (self.session.spec().ctx, self.session.draft_rows());
         let members = self.members.iter();
         // A step draws one token more than it checks.
         let most = |m: &Member| (m.left.saturating_sub(1)).min(ctx - m.len - 1);

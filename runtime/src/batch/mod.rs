@@ -11,12 +11,13 @@
 //! rows in a step.
 
 mod ahead;
+mod drafts;
 mod host;
 mod sample;
 
 #[cfg(feature = "cuda")]
 pub(crate) use ahead::bucket;
-pub use ahead::{Drawn, StepsAhead};
+pub use ahead::{Drawn, Run, StepsAhead};
 pub use sample::{BatchRequest, sample_sequences};
 
 use crate::engine::Session;
@@ -107,10 +108,16 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// Drafts tokens of the sequences that `speculation` follows, where the device computes a few rows
-    /// as it computes one: a step then draws one token of each or more, the same ones as without.
+    /// Drafts tokens of the sequences that `speculation` follows, where the device can check them
+    /// ([`Session::draft_rows`]): a step then draws one token of each or more, the same ones as without
+    /// as far as the device computes a few rows as it computes one ([`Session::exact_rows`]).
     pub fn with_drafts(mut self, speculation: Option<&'s mut Speculation>) -> Self {
-        self.speculation = speculation.filter(|_| self.session.exact_rows() > 1);
+        self.speculation = speculation.filter(|_| self.session.draft_rows() > 1);
+        if let (Some(speculation), true) =
+            (&mut self.speculation, self.session.steps_ahead().is_some())
+        {
+            speculation.rounds_rows(ahead::bucket);
+        }
         self
     }
 

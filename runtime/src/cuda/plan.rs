@@ -426,8 +426,9 @@ mod tests {
         assert!(with(&spec(8192, KvType::Int8)).kv < plan.kv * 9 / 16);
         let twice = with(&spec(16384, KvType::F16)).kv;
         assert!(twice < 2 * plan.kv && twice > plan.kv * 19 / 10);
-        // 512 rows of 4096 + 6144 f32 and 4096 + 4096 + 12288 FP16, logits of 64 rows.
-        let rows = 512 * (4 * 10240 + 2 * 20480);
+        // 512 rows of 4096 + 6144 f32 and 4096 + 4096 + 12288 FP16, logits of 64 rows; a step of 16 rows with
+        // logits, biases and counts of tokens.
+        let rows = 512 * (4 * 10240 + 2 * 20480) + 16 * 10 * 151_936;
         assert!(
             (rows..2 * rows + 64 * 4 * 151_936).contains(&plan.scratch),
             "{plan:?}"

@@ -364,6 +364,13 @@ impl Session for CudaSession {
         })
     }
 
+    fn draft_rows(&self) -> usize {
+        match self.model.kernels {
+            KernelSet::Fused => self.step.most_run(),
+            KernelSet::Reference => 1,
+        }
+    }
+
     fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
         match self.model.kernels {
             KernelSet::Fused => Some(self),

@@ -4,6 +4,8 @@
 //! A guess counts as right if the sampler, at its place, draws it: draws depend on seed, stream and
 //! position alone, so that the text is what it is without drafts, whatever the sampler's settings,
 //! where a device computes a few rows as it computes one ([`Session::exact_rows`](crate::Session)).
+//! Elsewhere it may differ where two tokens are nearly as likely, as it may with the number of sequences
+//! in a batch.
 //!
 //! [`Ngram`] guesses from the text itself, [`DraftModel`] by a smaller model. A
 //! [`Batch`](crate::Batch) that has a [`Speculation`] asks it in each step how many rows to add for which
@@ -17,6 +19,7 @@ mod pace;
 pub use model::DraftModel;
 pub use ngram::Ngram;
 
+use crate::engine::Session;
 use crate::error::{Error, Result};
 use pace::{Pace, Wish};
 use std::collections::BTreeMap;
@@ -50,7 +53,13 @@ pub struct Draft<'a> {
     pub most: usize,
     /// The guess.
     pub tokens: Vec<u32>,
+    /// What it rests on, below [`KINDS`]: guesses of one kind are right about as often. 0 is the least
+    /// certain.
+    pub kind: usize,
 }
+
+/// Kinds of guesses.
+pub const KINDS: usize = 3;
 
 /// What drafts have come to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -96,17 +105,26 @@ pub struct Speculation {
 struct Followed {
     /// All its tokens, the one that is fed next included.
     text: Vec<u32>,
-    /// Share of checked tokens that were right: of the latest most.
-    right: f64,
+    /// Share of checked tokens that were right, by the kind of their guess: of the latest most.
+    right: [f64; KINDS],
+    /// Kind of the latest guess.
+    kind: usize,
     /// Tokens checked, and those of them that were right.
     checked: (usize, usize),
     /// Drafts have not paid.
     off: bool,
 }
 
-/// What is taken for the share of right tokens at first: of a drafter that is free, and of one that was
-/// asked for.
-const HOPE: (f64, f64) = (0.5, 0.8);
+impl Followed {
+    /// Share of right tokens in guesses of the latest one's kind.
+    fn expected(&self) -> f64 {
+        self.right[self.kind]
+    }
+}
+
+/// What is taken for the share of right tokens at first, by kind: of a drafter that is free, and of one that
+/// was asked for.
+const HOPE: ([f64; KINDS], [f64; KINDS]) = ([0.5, 0.8, 0.95], [0.8; KINDS]);
 /// Weight of the latest checked token.
 const LATEST: f64 = 0.2;
 /// What that share comes back by while nothing is drafted, where drafts are free: a text may begin to
@@ -136,7 +154,7 @@ impl Speculation {
 
     /// Drafts from the text itself.
     pub fn ngram() -> Self {
-        Speculation::new(Box::new(Ngram))
+        Speculation::new(Box::<Ngram>::default())
     }
 
     /// Drafts all that fits, whether it pays or not, e.g. to see what it costs.
@@ -154,15 +172,39 @@ impl Speculation {
                 true => HOPE.0,
                 false => HOPE.1,
             },
+            kind: 0,
             checked: (0, 0),
             off: false,
         };
         self.followed.insert(slot, followed);
     }
 
+    /// A device computes as many rows as `rounded` makes of those that a step needs.
+    pub(crate) fn rounds_rows(&mut self, rounded: fn(usize) -> usize) {
+        self.pace.rounded = rounded;
+    }
+
+    /// True if tokens of the sequence in `slot` may be drafted.
+    pub(crate) fn follows(&self, slot: usize) -> bool {
+        !self.failed && self.followed.get(&slot).is_some_and(|f| !f.off)
+    }
+
+    /// Drafts nothing more for the sequence in `slot`, for this reason.
+    pub(crate) fn refuse(&mut self, slot: usize, why: &str) {
+        if let Some(followed) = self.followed.get_mut(&slot).filter(|f| !f.off) {
+            followed.off = true;
+            self.tell(why.to_owned());
+        }
+    }
+
     /// What drafts have come to, over all sequences.
     pub fn counts(&self) -> DraftCounts {
         self.counts
+    }
+
+    /// Seconds that steps of so many rows were measured to take, as far as there were any.
+    pub fn step_seconds(&self) -> Vec<(usize, f64)> {
+        self.pace.known()
     }
 
     /// Says, once, that and why nothing is drafted any more for a sequence.
@@ -189,32 +231,21 @@ impl Speculation {
         rows: usize,
         most_rows: usize,
     ) -> Vec<Vec<u32>> {
-        let none = vec![Vec::new(); wanted.len()];
-        if rows >= most_rows || self.failed {
-            return none;
-        }
-        let room = most_rows - rows;
-        let wish = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
-            Some(f) if !f.off => Wish {
-                right: f.right,
-                most: most.min(room),
-            },
-            _ => Wish::default(),
-        };
-        let mut wishes: Vec<Wish> = wanted.iter().map(wish).collect();
+        let (mut wishes, room) = self.wishes(wanted, rows, most_rows);
         let drafted = match self.drafter.is_free() {
             // What is found at no cost is known before rows are shared out.
             true => self.ask(wanted, &wishes).map(|mut found| {
-                let lengths = wishes.iter_mut().zip(&found);
-                lengths.for_each(|(wish, found)| wish.most = found.len());
+                for ((wish, found), (slot, _)) in wishes.iter_mut().zip(&found).zip(wanted) {
+                    wish.most = found.len();
+                    wish.right = self.followed.get(slot).map_or(0.0, Followed::expected);
+                }
                 let planned = self.plan(rows, room, &wishes);
                 let cut = found.iter_mut().zip(planned);
                 cut.for_each(|(found, n)| found.truncate(n));
                 found
             }),
             false => {
-                let mut planned = self.plan(rows, room, &wishes);
-                self.try_or_give_up(wanted, &wishes, &mut planned);
+                let planned = self.plan_dear(wanted, rows, room, &wishes);
                 let planned = planned.into_iter().zip(&wishes);
                 let wishes: Vec<Wish> = planned.map(|(most, w)| Wish { most, ..*w }).collect();
                 self.ask(wanted, &wishes)
@@ -223,8 +254,64 @@ impl Speculation {
         drafted.unwrap_or_else(|e| {
             self.failed = true;
             self.tell(format!("nothing is drafted any more: {e}"));
-            none
+            vec![Vec::new(); wanted.len()]
         })
+    }
+
+    /// True if [`Speculation::draft`] would be worth its while: a drafter that is dear is not asked.
+    pub(crate) fn expects(
+        &mut self,
+        wanted: &[(usize, usize)],
+        rows: usize,
+        most_rows: usize,
+    ) -> bool {
+        match self.drafter.is_free() {
+            true => {
+                let drafts = self.draft(wanted, rows, most_rows);
+                drafts.iter().any(|d| !d.is_empty())
+            }
+            false => {
+                let (wishes, room) = self.wishes(wanted, rows, most_rows);
+                let planned = self.plan_dear(wanted, rows, room, &wishes);
+                planned.into_iter().any(|n| n > 0)
+            }
+        }
+    }
+
+    /// What may be drafted for each of `wanted`, in how many rows together.
+    fn wishes(
+        &self,
+        wanted: &[(usize, usize)],
+        rows: usize,
+        most_rows: usize,
+    ) -> (Vec<Wish>, usize) {
+        let room = match self.failed {
+            true => 0,
+            false => most_rows.saturating_sub(rows),
+        };
+        let wish = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
+            Some(f) if !f.off => Wish {
+                right: f.expected(),
+                most: most.min(room),
+            },
+            _ => Wish::default(),
+        };
+        (wanted.iter().map(wish).collect(), room)
+    }
+
+    /// Tokens to ask a dear drafter for.
+    fn plan_dear(
+        &mut self,
+        wanted: &[(usize, usize)],
+        rows: usize,
+        room: usize,
+        wishes: &[Wish],
+    ) -> Vec<usize> {
+        let mut planned = self.plan(rows, room, wishes);
+        if !self.always {
+            self.try_or_give_up(wanted, wishes, &mut planned);
+        }
+        planned
     }
 
     fn plan(&self, rows: usize, room: usize, wishes: &[Wish]) -> Vec<usize> {
@@ -254,6 +341,7 @@ impl Speculation {
                     text: &followed.text,
                     most: wish.most,
                     tokens: Vec::new(),
+                    kind: 0,
                 });
             }
         }
@@ -267,9 +355,14 @@ impl Speculation {
             let each = begun.elapsed().as_secs_f64() / longest as f64;
             self.pace.drafted(each);
         }
+        let mut kinds = Vec::with_capacity(of.len());
         for (i, draft) in of.into_iter().zip(drafts) {
+            kinds.push((draft.slot, draft.kind.min(KINDS - 1)));
             out[i] = draft.tokens;
             out[i].truncate(draft.most);
+        }
+        for (slot, kind) in kinds {
+            self.followed.entry(slot).and_modify(|f| f.kind = kind);
         }
         Ok(out)
     }
@@ -332,34 +425,42 @@ impl Speculation {
         self.counts.accepted += accepted;
         followed.checked.0 += drafted;
         followed.checked.1 += accepted;
-        let right = &mut followed.right;
+        let free = self.drafter.is_free();
+        let right = &mut followed.right[followed.kind];
         for _ in 0..accepted {
             *right += LATEST * (1.0 - *right);
         }
         if accepted < drafted {
             *right -= LATEST * *right;
         }
-        if drafted == 0 && self.drafter.is_free() {
-            *right += RECOVERY * (HOPE.0 - *right).max(0.0);
+        if drafted == 0 && free {
+            for (right, hope) in followed.right.iter_mut().zip(HOPE.0) {
+                *right += RECOVERY * (hope - *right).max(0.0);
+            }
         }
     }
 }
 
-/// Refuses a session whose steps of a few rows are not those of single ones.
+/// Refuses a session that cannot check drafts. Returns what there is to say where answers with drafts may
+/// differ from those without.
 ///
 /// # Errors
 /// [`Error::Unsupported`].
-pub fn check_exact(rows: usize, device: &str) -> Result<()> {
+pub fn check_drafts(session: &dyn Session, device: &str) -> Result<Option<&'static str>> {
+    let (rows, exact) = (session.draft_rows(), session.exact_rows());
     match rows {
-        2.. => Ok(()),
+        2.. => Ok((exact < rows).then_some(INEXACT)),
         _ => Err(Error::Unsupported {
             engine: "nq",
             what: "drafts",
             expected:
-                "a device that computes a few tokens together exactly as one by one: a CPU with \
-                       integer activations, the default for quantized models"
+                "a device that checks several tokens in a step: a GPU with fused kernels, or a CPU \
+                       with integer activations, the default for quantized models"
                     .into(),
             found: device.to_owned(),
         }),
     }
 }
+
+const INEXACT: &str = "this device rounds steps of several tokens otherwise than steps of one: with drafts \
+                       an answer may turn elsewhere where two tokens are nearly as likely";

@@ -4,6 +4,8 @@
 //! number from another distribution agrees less often, as it inverts the sum over tokens in the order
 //! of their ids.
 
+mod ahead;
+
 use super::{Draft, Drafter};
 use crate::engine::{Chunk, LogitsWanted, Session};
 use crate::error::{Error, Result};
@@ -16,6 +18,17 @@ pub struct DraftModel {
     vocab: usize,
     /// What each slot holds.
     held: Vec<Vec<u32>>,
+}
+
+/// A draft that goes on.
+struct Going {
+    /// Its index.
+    at: usize,
+    slot: usize,
+    /// Tokens of its text, or of the draft, that are fed next.
+    feed: Vec<u32>,
+    /// Tokens to draft.
+    most: usize,
 }
 
 impl DraftModel {
@@ -43,19 +56,68 @@ impl DraftModel {
         &text[common..]
     }
 
-    /// Feeds `rows` (slot, tokens) and returns the best token behind each. `None` if no pages are left,
-    /// even those of sequences that are not drafted for.
-    fn feed(
-        &mut self,
-        rows: &[(usize, Vec<u32>)],
-        logits: LogitsWanted,
-    ) -> Result<Option<Vec<u32>>> {
-        let chunks: Vec<Chunk<'_>> = rows
+    /// Those of `drafts` that can be drafted now, with what they lack of their texts. A long text is
+    /// computed in parts, one in each step: none go on then.
+    fn begin(&mut self, drafts: &[Draft<'_>]) -> Result<Vec<Going>> {
+        let mut rows_left = self.session.spec().max_rows;
+        let mut going: Vec<Going> = Vec::new();
+        for (at, draft) in drafts.iter().enumerate() {
+            let (slot, most) = (draft.slot, self.room(draft));
+            if most == 0 {
+                continue;
+            }
+            let lacks = self.lacks(slot, draft.text);
+            if lacks.len() <= rows_left {
+                rows_left -= lacks.len();
+                let feed = lacks.to_vec();
+                going.push(Going {
+                    at,
+                    slot,
+                    feed,
+                    most,
+                });
+            } else if going.is_empty() {
+                let part = lacks[..rows_left].to_vec();
+                let chunk = Chunk {
+                    slot,
+                    tokens: &part,
+                    logits: LogitsWanted::None,
+                };
+                match self.session.forward(&[chunk], None).map(drop) {
+                    Ok(()) => self.held[slot].extend(part),
+                    Err(Error::PagesFull { .. }) => drop(self.forget_others(&[slot])),
+                    Err(e) => return Err(e),
+                }
+                return Ok(going);
+            }
+        }
+        Ok(going)
+    }
+
+    /// Drafts by forwards whose logits come to the host.
+    fn draft_on_host(&mut self, drafts: &mut [Draft<'_>], mut going: Vec<Going>) -> Result<()> {
+        while !going.is_empty() {
+            let Some(best) = self.feed(&going)? else {
+                return Ok(());
+            };
+            for (going, token) in going.iter_mut().zip(best) {
+                drafts[going.at].tokens.push(token);
+                going.feed = vec![token];
+            }
+            going.retain(|g| drafts[g.at].tokens.len() < g.most);
+        }
+        Ok(())
+    }
+
+    /// Feeds what goes on and returns the best token behind each. `None` if no pages are left, even
+    /// those of sequences that are not drafted for.
+    fn feed(&mut self, going: &[Going]) -> Result<Option<Vec<u32>>> {
+        let chunks: Vec<Chunk<'_>> = going
             .iter()
-            .map(|(slot, tokens)| Chunk {
-                slot: *slot,
-                tokens,
-                logits: logits.clone(),
+            .map(|g| Chunk {
+                slot: g.slot,
+                tokens: &g.feed,
+                logits: LogitsWanted::Last,
             })
             .collect();
         let vocab = self.vocab;
@@ -65,24 +127,25 @@ impl DraftModel {
                 rows.map(best_token).collect::<Result<_>>()?
             }
             Err(Error::PagesFull { .. }) => {
-                return match self.forget_others(rows) {
-                    true => self.feed(rows, logits),
+                let slots: Vec<usize> = going.iter().map(|g| g.slot).collect();
+                return match self.forget_others(&slots) {
+                    true => self.feed(going),
                     false => Ok(None),
                 };
             }
             Err(e) => return Err(e),
         };
-        for (slot, tokens) in rows {
-            self.held[*slot].extend_from_slice(tokens);
+        for going in going {
+            self.held[going.slot].extend_from_slice(&going.feed);
         }
         Ok(Some(best))
     }
 
-    /// Forgets sequences that are not in `rows`; false if there are none.
-    fn forget_others(&mut self, rows: &[(usize, Vec<u32>)]) -> bool {
+    /// Forgets sequences that are not in `slots`; false if there are none.
+    fn forget_others(&mut self, slots: &[usize]) -> bool {
         let mut any = false;
         for slot in 0..self.held.len() {
-            if !self.held[slot].is_empty() && rows.iter().all(|r| r.0 != slot) {
+            if !self.held[slot].is_empty() && !slots.contains(&slot) {
                 self.held[slot].clear();
                 self.session.truncate(slot, 0);
                 any = true;
@@ -106,39 +169,11 @@ impl DraftModel {
 
 impl Drafter for DraftModel {
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
-        let mut rows_left = self.session.spec().max_rows;
-        // (index, slot and tokens to feed) of those that are drafted for.
-        let (mut of, mut rows) = (Vec::new(), Vec::new());
-        for (i, draft) in drafts.iter().enumerate() {
-            if self.room(draft) == 0 {
-                continue;
-            }
-            let lacks = self.lacks(draft.slot, draft.text);
-            if lacks.len() <= rows_left {
-                rows_left -= lacks.len();
-                of.push(i);
-                rows.push((draft.slot, lacks.to_vec()));
-            } else if rows.is_empty() {
-                // A long prompt is computed in parts, one in each step.
-                let part = [(draft.slot, lacks[..rows_left].to_vec())];
-                self.feed(&part, LogitsWanted::None)?;
-                return Ok(());
-            }
+        let going = self.begin(drafts)?;
+        let rows = self.session.steps_ahead().map(|device| device.rows());
+        match rows {
+            Some(rows) if going.len() <= rows => self.draft_ahead(drafts, going),
+            _ => self.draft_on_host(drafts, going),
         }
-        while !rows.is_empty() {
-            let Some(best) = self.feed(&rows, LogitsWanted::Last)? else {
-                return Ok(());
-            };
-            let mut next = (Vec::new(), Vec::new());
-            for (i, token) in of.into_iter().zip(best) {
-                drafts[i].tokens.push(token);
-                if drafts[i].tokens.len() < self.room(&drafts[i]) {
-                    next.0.push(i);
-                    next.1.push((drafts[i].slot, vec![token]));
-                }
-            }
-            (of, rows) = next;
-        }
-        Ok(())
     }
 }

@@ -6,18 +6,25 @@ const LEAST_GAIN: f64 = 1.05;
 const ROW: f64 = 0.25;
 /// What drafting a token costs, in steps of one row, until it has been measured.
 const DRAFT: f64 = 0.25;
-/// What one measurement changes at most: a step that another program held up must not count for long.
+/// What one measurement says at most, as a multiple of what was known, and at least: a step that another
+/// program held up must not count for long, nor a first one, which prepares those after it.
 const CLIP: f64 = 1.25;
-/// Weight of a new measurement.
-const NEW: f64 = 0.3;
+const LEAST: f64 = 0.25;
+/// Weight of a new measurement that is above what was known, and of one below.
+const MORE: f64 = 0.3;
+const LESS: f64 = 0.5;
 
 /// What steps and drafts take.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Pace {
     /// Seconds of a step of `i + 1` rows, where known.
     steps: Vec<Option<f64>>,
+    /// Rows that the device computes for so many.
+    pub(super) rounded: fn(usize) -> usize,
     /// Seconds of drafting a token for all sequences of a step; none known of a free drafter.
     draft: Option<f64>,
+    /// Drafting has been measured once: that prepared what comes after, and computed the text before.
+    begun: bool,
     /// Drafts take time.
     dear: bool,
 }
@@ -29,6 +36,18 @@ pub(super) struct Wish {
     pub right: f64,
     /// At most so many.
     pub most: usize,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Pace {
+            steps: Vec::new(),
+            rounded: |rows| rows,
+            draft: None,
+            begun: false,
+            dear: false,
+        }
+    }
 }
 
 impl Pace {
@@ -68,6 +87,7 @@ impl Pace {
 
     /// Seconds of a step; in steps of one row where nothing has been measured.
     fn step(&self, rows: usize) -> f64 {
+        let rows = (self.rounded)(rows);
         let known = |i: usize| self.steps.get(i).copied().flatten();
         let below = (0..rows).rev().find_map(|i| Some((i + 1, known(i)?)));
         let Some(one) = (0..self.steps.len()).find_map(known) else {
@@ -85,6 +105,14 @@ impl Pace {
         seconds + row.max(0.0) * (rows - measured) as f64
     }
 
+    /// Rows and seconds of the steps that were measured.
+    pub(super) fn known(&self) -> Vec<(usize, f64)> {
+        let steps = self.steps.iter().enumerate();
+        steps
+            .filter_map(|(i, seconds)| Some((i + 1, (*seconds)?)))
+            .collect()
+    }
+
     /// True once drafting has been measured.
     pub(super) fn knows_drafts(&self) -> bool {
         self.draft.is_some()
@@ -99,6 +127,7 @@ impl Pace {
 
     /// A step of `rows` rows took so long.
     pub(super) fn stepped(&mut self, rows: usize, seconds: f64) {
+        let rows = (self.rounded)(rows);
         // More rows than drafts ever make.
         if rows == 0 || rows > 64 {
             return;
@@ -118,17 +147,21 @@ impl Pace {
 
     /// Drafting took so long for each token.
     pub(super) fn drafted(&mut self, seconds: f64) {
-        self.draft = Some(match self.draft {
-            // The first has to compute what stands before, too.
-            None => seconds.min(self.step(1)),
-            Some(known) => learned(known, seconds),
-        });
+        let first = !std::mem::replace(&mut self.begun, true);
+        self.draft = match self.draft {
+            None if first => None,
+            None => Some(seconds.min(self.step(1))),
+            Some(known) => Some(learned(known, seconds)),
+        };
     }
 }
 
-/// What is expected after a measurement.
+/// What is expected after a measurement. Nothing takes less time than it needs: that is believed sooner.
 fn learned(known: f64, measured: f64) -> f64 {
-    known + NEW * (measured.clamp(known / CLIP, known * CLIP) - known)
+    match measured < known {
+        true => known + LESS * (measured.max(known * LEAST) - known),
+        false => known + MORE * (measured.min(known * CLIP) - known),
+    }
 }
 
 #[cfg(test)]
@@ -180,6 +213,40 @@ mod tests {
             planned[1] > planned[2] && planned[2] > planned[0],
             "{planned:?}"
         );
+    }
+
+    /// What prepares a drafter, and what its first drafts still lack, is not held against it for long.
+    #[test]
+    fn a_slow_start_is_soon_forgotten() {
+        let mut pace = measured(|rows| 1.0 + 0.05 * (rows - 1) as f64, Pace::dear());
+        pace.drafted(50.0);
+        assert!(!pace.knows_drafts() && alone(&pace, 0.8, 20) > 0);
+        pace.drafted(1.5);
+        assert_eq!(alone(&pace, 0.8, 20), 0);
+        (0..4).for_each(|_| pace.drafted(0.08));
+        assert!(alone(&pace, 0.7, 20) >= 3);
+        // The first step of a device, likewise.
+        let mut pace = Pace::default();
+        pace.stepped(1, 80.0);
+        (0..10).for_each(|_| pace.stepped(1, 1.0));
+        (0..3).for_each(|_| pace.stepped(8, 2.0));
+        assert!(pace.step(1) < 1.5 && pace.step(8) > 1.5);
+    }
+
+    /// Steps of 5 to 8 rows take the same time: one that has been measured tells of all.
+    #[test]
+    fn rows_are_counted_as_the_device_rounds_them() {
+        let seconds = |rows: usize| if rows == 1 { 1.0 } else { 1.5 };
+        let mut pace = Pace {
+            rounded: |rows| rows.next_power_of_two(),
+            ..Pace::default()
+        };
+        for _ in 0..20 {
+            pace.stepped(1, seconds(1));
+            pace.stepped(6, seconds(6));
+        }
+        assert_eq!(alone(&pace, 0.9, 7), 7);
+        assert_eq!(alone(&pace, 0.9, 5), 5);
     }
 
     #[test]

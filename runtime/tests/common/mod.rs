@@ -1,6 +1,9 @@
 //! Random models for tests.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+pub(crate) mod device;
+pub(crate) mod oracle;
+
 use nq_formats::models::ARCHITECTURES;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{

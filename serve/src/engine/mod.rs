@@ -44,7 +44,7 @@ pub struct EngineOptions {
     pub prefix_cache: bool,
     /// Pages on disk, which survive the engine; `None`: nothing is kept on disk.
     pub disk: Option<ModelPages>,
-    /// What drafts tokens of answers, where the session computes a few rows as it computes one.
+    /// What drafts tokens of answers, where the session can check them.
     pub drafts: Option<OpenDrafts>,
 }
 

@@ -245,8 +245,22 @@ pub(super) fn line(test: &str, d: &DraftRow) -> String {
             false => "; the model's own text",
         },
     );
-    if !d.same {
-        line += "; ITS TOKENS DIFFER from those without drafts";
+    line += match (d.same, d.exact) {
+        (true, _) => "",
+        (false, true) => "; ITS TOKENS DIFFER from those without drafts",
+        (false, false) => {
+            "; it turned elsewhere than without drafts, where two tokens were nearly as likely"
+        }
+    };
+    if d.step_ms.len() > 1 {
+        let steps = d
+            .step_ms
+            .iter()
+            .map(|(rows, ms)| format!("{rows}: {ms:.2}"));
+        line += &format!(
+            "; ms of steps by rows: {}",
+            steps.collect::<Vec<_>>().join(", ")
+        );
     }
     line + &d
         .off

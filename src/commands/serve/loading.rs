@@ -213,7 +213,7 @@ impl Loadable {
             .map(|d| DraftFrom::Model(d.name.clone().into()));
         let from = named.as_ref().or(self.settings.draft.as_ref());
         let device = &engine.description().device;
-        draft::drafts(from, session.as_ref(), device, |_| {
+        draft::drafts(from, session.as_ref(), device, &*self.terminal, |_| {
             let draft = self.draft.as_ref().context("--draft: no model")?;
             let vocab = self.checkpoint.config().vocab_size;
             draft.load(&self.settings.load, vocab, &*self.terminal)

@@ -68,9 +68,9 @@ pub struct ServeArgs {
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
-    /// Guess tokens and check them together, which gives the same answers sooner: from the text so far
-    /// (ngram), for MODEL by a smaller model with the same tokens, or not at all (none) [default: ngram
-    /// where the device computes a few tokens together as it computes one; CPUs do]
+    /// Guess tokens and check them together, which gives answers sooner: from the text so far (ngram),
+    /// for MODEL by a smaller model with the same tokens, or not at all (none) [default: ngram where the
+    /// device computes a few tokens together as it computes one, so that answers are the same; CPUs do]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// Keep nothing for prompts to come

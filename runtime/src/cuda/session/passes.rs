@@ -1,6 +1,6 @@
 //! The layers of a step: each operation is one or two kernels, which the stream queues or records.
 
-use super::step::{StepEnd, StepKind, StepRows, WideRows};
+use super::step::{StepKind, StepRows, WideRows};
 use super::{ExpertRows, product};
 use crate::cuda::model::{CudaLayer, CudaModel};
 use crate::forward::{Attention, Experts, Mlp, Operand, Ops, Packed, Projection};
@@ -114,14 +114,15 @@ impl Device<'_> {
         let StepKind {
             m,
             splits,
-            end,
+            runs,
             shared,
+            ..
         } = self.kind;
         let shape = AttentionShape {
             m,
             splits,
             late,
-            runs: end == StepEnd::Logits && m > 1,
+            runs: runs && m > 1,
             shared: shared.and_then(|shape| Some((cascade?, shape))),
         };
         let heads = self.model.heads(attention, self.cos_sin);

@@ -1,27 +1,26 @@
-//! The fused step of a few rows. It ends with logits for the host, or, with one row per sequence,
-//! with a token drawn on the device for the next step, which is queued before the host sees it.
+//! The fused step of a few rows. It ends with logits for the host, or with tokens drawn on the device: with
+//! one row per sequence they are those of the next step, which is queued before the host sees them.
+
+mod ahead;
 
 use super::passes::Device;
 use super::{CudaSession, ExpertRows, LOGIT_ROWS, Widths, padded};
-use crate::batch::{Drawn, StepsAhead, bucket};
-use crate::engine::{Chunk, LogitsWanted, SessionSpec, check_tokens};
-use crate::error::{Error, Result};
-use crate::sampler::Sampler;
+use crate::batch::bucket;
+use crate::engine::{Chunk, LogitsWanted, SessionSpec};
+use crate::error::Result;
+use ahead::PENDING;
 use nq_formats::ModelConfig;
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
     ClusterParts, Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN,
-    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, NONE_ALLOWED, NOT_FINITE, PartialSums, Places,
-    Sampling, Step, StepBounds, best_len, wide_best_len,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, Step, StepBounds,
+    best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::time::Duration;
 
 /// Most tokens of a sequence that the device may be ahead of the host; a power of two.
 const RING: usize = 64;
-/// Steps queued ahead of the token that the host waits for.
-const AHEAD: usize = 12;
 /// Page reads per key head that reading shared pages once must save in a step to be worth one more
 /// kernel a layer (`benches/records/2026-11-22-cascade.csv`).
 const LEAST_SHARED: usize = 1024;
@@ -31,11 +30,9 @@ pub(in crate::cuda) fn least_shared_pages(kv_heads: usize) -> usize {
     LEAST_SHARED / kv_heads
 }
 
-/// Where the device has not written a token yet.
-const PENDING: u32 = u32::MAX;
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
 
-/// Buffers of the fused step of up to `rows` rows. Tokens are drawn in the first ones, the seats.
+/// Buffers of the fused step of up to `rows` rows.
 pub(super) struct StepRows {
     rows: usize,
     pub(super) step: Checked<Step>,   // [rows]
@@ -54,12 +51,14 @@ pub(super) struct StepRows {
     pub(super) wide: Option<WideRows>,      // of more rows than `MOST_SEQUENCES`
     pub(super) logits: Buffer<f32>,         // [rows, vocab]
     pub(super) best: Buffer<[f32; 2]>,      // [rows, blocks of the head]
-    sampling: Buffer<Sampling>,             // [seats]
+    sampling: Buffer<Sampling>,             // [rows]
+    /// What `sampling` holds once the queued work is done.
+    sampled_by: Vec<Sampling>,
     candidates: Option<Candidates>,
-    adjust: Adjustments,        // [seats]
-    ring: Mapped<u32>,          // [seats, RING]
-    logprobs: Mapped<Logprobs>, // [seats, RING]
-    seats: Vec<Seat>,
+    adjust: Adjustments,        // [rows]
+    ring: Mapped<u32>,          // [rows, RING]
+    logprobs: Mapped<Logprobs>, // [rows, RING]
+    seats: Vec<Seat>,           // [rows]
     /// Which sequences sat in the rows of each step that is queued and not received.
     queued: VecDeque<Vec<Seat>>,
     /// True after a row was written: the embedding of its token is still to be looked up.
@@ -99,8 +98,8 @@ pub(in crate::cuda) fn most_together(gpu: &Gpu) -> usize {
 /// Number of rows of steps.
 #[derive(Clone, Copy)]
 pub(in crate::cuda) struct StepSize {
-    /// Most sequences in a step that draw tokens.
-    seats: usize,
+    /// Most sequences in a step.
+    sequences: usize,
     /// Most rows of a step.
     rows: usize,
 }
@@ -108,10 +107,10 @@ pub(in crate::cuda) struct StepSize {
 impl StepSize {
     /// The size of a session's steps on a device that takes at most `together` sequences.
     pub(in crate::cuda) fn new(spec: &SessionSpec, together: usize) -> Self {
-        let seats = spec.slots.min(together).max(1);
+        let sequences = spec.slots.min(together).max(1);
         StepSize {
-            seats,
-            rows: seats.max(MOST_RUN.min(spec.max_rows)),
+            sequences,
+            rows: sequences.max(MOST_RUN.min(spec.max_rows)),
         }
     }
 }
@@ -148,7 +147,7 @@ impl StepRows {
         size: StepSize,
         (kv, places): (KvType, Places),
     ) -> Result<Self> {
-        let StepSize { seats, rows } = size;
+        let StepSize { sequences, rows } = size;
         let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
         let tokens = w.vocab;
@@ -166,8 +165,8 @@ impl StepRows {
             None
         };
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
-        let cascade = if seats > 1 && Cascade::fits(gpu, kv) {
-            Some(Cascade::new(gpu, seats, places)?)
+        let cascade = if sequences > 1 && Cascade::fits(gpu, kv) {
+            Some(Cascade::new(gpu, rows, places)?)
         } else {
             None
         };
@@ -190,15 +189,21 @@ impl StepRows {
             wide,
             logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
-            sampling: gpu.zeros("activations", seats)?,
-            candidates: Candidates::new(gpu, w.vocab, seats)?,
-            adjust: Adjustments::new(gpu, w.vocab, seats)?,
-            ring: gpu.mapped("sampled tokens", seats * RING, PENDING)?,
-            logprobs: gpu.mapped("sampled tokens", seats * RING, Logprobs::default())?,
-            seats: vec![Seat::default(); seats],
+            sampling: gpu.zeros("activations", rows)?,
+            sampled_by: vec![Sampling::default(); rows],
+            candidates: Candidates::new(gpu, w.vocab, rows)?,
+            adjust: Adjustments::new(gpu, w.vocab, rows)?,
+            ring: gpu.mapped("sampled tokens", rows * RING, PENDING)?,
+            logprobs: gpu.mapped("sampled tokens", rows * RING, Logprobs::default())?,
+            seats: vec![Seat::default(); rows],
             queued: VecDeque::new(),
             written: false,
         })
+    }
+
+    /// Most rows of a step of runs.
+    pub(super) fn most_run(&self) -> usize {
+        MOST_RUN.min(self.rows)
     }
 
     /// True if the sequence in `slot` sits in a row.
@@ -211,9 +216,9 @@ impl StepRows {
 #[derive(Default)]
 pub(super) struct Graphs {
     recorded: HashMap<StepKind, Graph>,
-    /// Kinds of steps that have run (rows, end, sharing of pages): their kernels are loaded and
+    /// Kinds of steps that have run (rows, end, runs, sharing of pages): their kernels are loaded and
     /// their shared memory is reserved, which cannot be recorded.
-    warm: HashSet<(usize, StepEnd, bool)>,
+    warm: HashSet<(usize, StepEnd, bool, bool)>,
 }
 
 /// What distinguishes one recorded step from another.
@@ -224,6 +229,9 @@ pub(super) struct StepKind {
     /// Most parts that attention cuts contexts into: a short context starts few blocks.
     pub(super) splits: usize,
     pub(super) end: StepEnd,
+    /// True if the host has written its tokens: the step begins by looking them up, and several of its
+    /// rows may belong to one sequence.
+    pub(super) runs: bool,
     /// Set if pages that sequences share are read once.
     pub(super) shared: Option<CascadeShape>,
 }
@@ -231,8 +239,7 @@ pub(super) struct StepKind {
 /// The last operation of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum StepEnd {
-    /// Logits, for the host. Such a step begins by looking its tokens up; several of its rows
-    /// may belong to one sequence.
+    /// Logits, for the host.
     Logits,
     /// The best token, looked up for the next step.
     Greedy,
@@ -319,8 +326,8 @@ impl CudaSession {
 
     /// Queues a step.
     fn queue_step(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
-        let StepKind { m, end, .. } = kind;
-        if end == StepEnd::Logits {
+        let StepKind { m, end, runs, .. } = kind;
+        if runs {
             self.queue_embedding(m)?;
         }
         self.queue_layers(kind)?;
@@ -336,7 +343,7 @@ impl CudaSession {
     /// recording has its own events.
     fn run_step(&mut self, kind: StepKind) -> Result<()> {
         let profiling = self.model.gpu.is_profiling();
-        let warm = (kind.m, kind.end, kind.shared.is_some());
+        let warm = (kind.m, kind.end, kind.runs, kind.shared.is_some());
         if !profiling && self.graphs.warm.insert(warm) {
             return Ok(self.queue_step(kind)?);
         }
@@ -367,6 +374,7 @@ impl CudaSession {
             m,
             splits: AttentionScratch::splits(&self.model.gpu, kv_heads, m, positions),
             end,
+            runs: end == StepEnd::Logits,
             shared: None,
         }
     }
@@ -442,197 +450,5 @@ impl CudaSession {
             }
         }
         self.settle_profile()
-    }
-
-    /// Writes the state of a sampler to `row` on the device, where the next draw has number
-    /// `drawn`.
-    fn write_sampling(&mut self, row: usize, sampler: &Sampler, drawn: i32) -> Result<()> {
-        let p = sampler.params();
-        let words = |v: u64| [v as u32, (v >> 32) as u32];
-        let flag = |bit, set: bool| if set { bit } else { 0 };
-        let bias = sampler.bias().as_slice();
-        let sampling = Sampling {
-            temperature: p.temperature,
-            top_p: p.top_p,
-            min_p: p.min_p,
-            repetition: p.repetition_penalty,
-            frequency: p.frequency_penalty,
-            presence: p.presence_penalty,
-            top_k: i32::try_from(p.top_k).unwrap_or(i32::MAX),
-            adjusts: flag(Sampling::BIASED, !bias.is_empty())
-                + flag(Sampling::PENALIZED, p.has_penalties())
-                + flag(Sampling::MASKED, sampler.mask().is_some()),
-            logprobs: sampler.top_logprobs().map_or(0, |n| 1 + n as i32),
-            seed: words(p.seed),
-            stream: words(sampler.stream()),
-            // The device adds the row's number of draws.
-            position: words(sampler.position().wrapping_sub(i64::from(drawn) as u64)),
-        };
-        self.stream.put(&mut self.step.sampling, row, &[sampling])?;
-        let (stream, adjust) = (&self.stream, &mut self.step.adjust);
-        if !bias.is_empty() {
-            adjust.write_bias(stream, row, bias)?;
-        }
-        if let Some(mask) = sampler.mask() {
-            adjust.write_mask(stream, row, mask)?;
-        }
-        if p.has_penalties() {
-            let seen = sampler.seen().map(|t| (t.id, t.in_prompt, t.count));
-            adjust.write_seen(stream, row, seen)?;
-        }
-        Ok(())
-    }
-
-    /// Waits for the token that `row` drew for `seat`.
-    fn wait_for(&mut self, row: usize, seat: Seat) -> Result<Drawn> {
-        let at = row * RING + seat.drawn as usize % RING;
-        let mut spins = 0u32;
-        let token = loop {
-            match self.step.ring.load(at) {
-                PENDING => {
-                    spins += 1;
-                    std::hint::spin_loop();
-                    // A kernel that failed never writes its token; the stream then reports why.
-                    if spins.is_multiple_of(1 << 22) && self.stream.is_done()? {
-                        return Err(Error::Kernel(nq_kernels::Error::Cuda {
-                            what: "decoding",
-                            why: "the queued steps ended without a token".into(),
-                        }));
-                    }
-                }
-                token => break token,
-            }
-        };
-        self.step.ring.store(at, PENDING);
-        let logprobs = seat.logprobs.then(|| {
-            // The device writes these before the token.
-            let said = self.step.logprobs.load(at);
-            let n = (said.count as usize).min(MOST_LOGPROBS);
-            let top = said.ids.into_iter().zip(said.values).take(n).collect();
-            (said.chosen, top)
-        });
-        Ok(Drawn { token, logprobs })
-    }
-}
-
-impl StepsAhead for CudaSession {
-    fn rows(&self) -> usize {
-        self.step.seats.len()
-    }
-
-    fn depth(&self) -> usize {
-        if self.model.gpu.is_profiling() {
-            1
-        } else {
-            AHEAD
-        }
-    }
-
-    fn check(&self, tokens: &[u32], sampler: Option<&Sampler>) -> Result<()> {
-        let vocab = self.model.config.vocab_size;
-        check_tokens(tokens, vocab)?;
-        sampler.map_or(Ok(()), |s| s.check(vocab))
-    }
-
-    fn queue_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
-        self.check_chunks(chunks)?;
-        self.queue_chunks(chunks)
-    }
-
-    fn finish_prompts(&mut self) -> Result<Duration> {
-        self.finish_chunks()
-    }
-
-    fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
-        self.check(&[token], Some(sampler))?;
-        let seat = &mut self.step.seats[row];
-        // Wraps before it overflows, in step with the ring.
-        if seat.drawn > i32::MAX / 2 {
-            seat.drawn %= RING as i32;
-        }
-        let drawn = seat.drawn;
-        self.write_sampling(row, sampler, drawn)?;
-        let step = Step {
-            position: self.tables.len(slot) as i32,
-            slot: slot as i32,
-            token,
-            drawn,
-        };
-        self.stream.put_checked(&mut self.step.step, row, &[step])?;
-        let p = sampler.params();
-        self.step.written = true;
-        self.step.seats[row] = Seat {
-            slot: Some(slot),
-            drawn,
-            lists: sampler.adjusts() || !(p.is_greedy() || p.top_k == 1),
-            logprobs: sampler.top_logprobs().is_some(),
-        };
-        Ok(())
-    }
-
-    fn vacate(&mut self, row: usize) -> Result<()> {
-        let drawn = self.step.seats[row].drawn;
-        self.step.seats[row] = Seat {
-            drawn,
-            ..Seat::default()
-        };
-        let idle = idle_step(self.pages.idle_slot(), drawn);
-        self.stream.put_checked(&mut self.step.step, row, &[idle])?;
-        let greedy = Sampling::default();
-        self.stream.put(&mut self.step.sampling, row, &[greedy])?;
-        self.step.written = true;
-        Ok(())
-    }
-
-    fn queue(&mut self) -> Result<()> {
-        let seats = self.step.seats.iter();
-        let slots: Vec<usize> = seats.clone().filter_map(|s| s.slot).collect();
-        let last = seats.clone().rposition(|s| s.slot.is_some()).unwrap_or(0);
-        let m = bucket(last + 1).min(self.step.seats.len());
-        self.reserve(slots.iter().map(|&slot| (slot, 1)))?;
-        slots.iter().for_each(|&slot| self.tables.advance(slot, 1));
-        let longest = slots.iter().map(|&slot| self.tables.len(slot)).max();
-        let end = if self.step.seats.iter().any(|s| s.lists) {
-            StepEnd::Sampled
-        } else {
-            StepEnd::Greedy
-        };
-        if std::mem::take(&mut self.step.written) {
-            self.queue_embedding(m)?;
-            self.share()?;
-        }
-        let kind = StepKind {
-            shared: self.step.shared,
-            ..self.kind(m, longest.unwrap_or(1), end)
-        };
-        self.run_step(kind)?;
-        self.step.queued.push_back(self.step.seats[..m].to_vec());
-        for seat in &mut self.step.seats[..m] {
-            seat.drawn = seat.drawn.wrapping_add(1);
-        }
-        Ok(())
-    }
-
-    fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()> {
-        let Some(seats) = self.step.queued.pop_front() else {
-            return Ok(());
-        };
-        for (row, seat) in seats.into_iter().enumerate() {
-            let found = self.wait_for(row, seat)?;
-            let vocab = self.model.config.vocab_size;
-            each(
-                row,
-                match found.token {
-                    NOT_FINITE => Err(Error::LogitsNotFinite),
-                    NONE_ALLOWED => Err(Error::NoTokenAllowed { vocab }),
-                    _ => Ok(found),
-                },
-            );
-        }
-        if self.model.gpu.is_profiling() {
-            self.stream.synchronize()?;
-            self.settle_profile()?;
-        }
-        Ok(())
     }
 }

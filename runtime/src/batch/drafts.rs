@@ -1,0 +1,152 @@
+//! Drafts on a device that draws tokens itself: a step that checks them waits until the host knows
+//! everything drawn, and the host waits for that step.
+
+use super::ahead::{Drawn, Run, record};
+use super::{Batch, Each, Member, Ran};
+use crate::error::{Error, Result};
+use std::time::Instant;
+
+/// Most sequences whose steps stop running ahead where something is drafted for one of them.
+const MOST_SEQUENCES: usize = 4;
+
+/// What is drafted for the sequences of a batch.
+pub(super) enum Drafts {
+    /// Nothing: steps run ahead.
+    None,
+    /// Something, which can be checked once the queued steps are received.
+    Coming,
+    /// These tokens, for each member.
+    Here(Vec<Vec<u32>>),
+}
+
+impl Batch<'_> {
+    /// True if drafts may be found for a member: steps that run far ahead would be late for them.
+    pub(super) fn is_drafting(&self) -> bool {
+        self.members.len() <= MOST_SEQUENCES
+            && self.speculation.as_ref().is_some_and(|speculation| {
+                let mut slots = self.members.iter().map(|m| m.slot);
+                slots.any(|slot| speculation.follows(slot))
+            })
+    }
+
+    /// What is drafted behind the text that the host knows.
+    pub(super) fn drafts_ahead(&mut self) -> Drafts {
+        let (ctx, most_rows) = (self.session.spec().ctx, self.session.draft_rows());
+        let queued = self.queue.steps();
+        let (Some(speculation), false) = (&mut self.speculation, self.queue.has_prompts()) else {
+            return Drafts::None;
+        };
+        for member in self.members.iter().filter(|m| m.sampler.adjusts()) {
+            speculation.refuse(
+                member.slot,
+                "nothing is drafted for answers with penalties, biases or a mask: this device keeps \
+                 them for one token of a sequence at a time",
+            );
+        }
+        let goes_on =
+            |m: &Member| m.blocked.is_none() && !m.sampler.adjusts() && m.len + m.queued < ctx;
+        let few = (1..=MOST_SEQUENCES).contains(&self.members.len());
+        if !few || !self.members.iter().all(goes_on) {
+            return Drafts::None;
+        }
+        // A step draws one token more than it checks.
+        let most = |m: &Member| {
+            let room = ctx - m.len - m.queued - 1;
+            m.left.saturating_sub(1).min(room)
+        };
+        let wanted: Vec<(usize, usize)> = self.members.iter().map(|m| (m.slot, most(m))).collect();
+        if queued > 0 {
+            return match speculation.expects(&wanted, wanted.len(), most_rows) {
+                true => Drafts::Coming,
+                false => Drafts::None,
+            };
+        }
+        let drafts = speculation.draft(&wanted, wanted.len(), most_rows);
+        match drafts.iter().all(Vec::is_empty) {
+            true => Drafts::None,
+            false => Drafts::Here(drafts),
+        }
+    }
+
+    /// Runs a step of every member's next token and its draft, and passes on what was drawn as far as
+    /// drafts were right. False, with nothing done, if there are no pages for the drafts.
+    pub(super) fn check_drafts(
+        &mut self,
+        drafts: &[Vec<u32>],
+        each: &mut Each<'_>,
+    ) -> Result<bool> {
+        let Some(device) = self.session.steps_ahead() else {
+            return Ok(false);
+        };
+        for member in &mut self.members {
+            if let Some(row) = member.row.take() {
+                device.vacate(row)?;
+            }
+        }
+        let members = self.members.iter().zip(drafts);
+        let fed: Vec<Vec<u32>> = members
+            .map(|(m, d)| [&[m.token], &d[..]].concat())
+            .collect();
+        let members = self.members.iter().zip(&fed);
+        let runs: Vec<Run<'_>> = members
+            .map(|(m, tokens)| Run {
+                slot: m.slot,
+                tokens,
+                sampler: &m.sampler,
+            })
+            .collect();
+        let begun = Instant::now();
+        match device.queue_runs(&runs) {
+            Err(Error::PagesFull { .. }) => return Ok(false),
+            queued => queued?,
+        }
+        let mut drawn = Vec::new();
+        device.receive(&mut |_, token| drawn.push(token))?;
+        let took = begun.elapsed();
+        self.ran.push(Ran {
+            took,
+            decoding: fed.len(),
+            prompt_rows: 0,
+        });
+        if let Some(speculation) = self.speculation() {
+            let rows = fed.iter().map(Vec::len).sum();
+            speculation.measured(rows, took.as_secs_f64());
+        }
+        let slots: Vec<usize> = self.members.iter().map(|m| m.slot).collect();
+        let mut drawn = drawn.into_iter();
+        for (slot, draft) in slots.into_iter().zip(drafts) {
+            let own = drawn.by_ref().take(draft.len() + 1).collect();
+            self.accept(slot, draft, own, each);
+        }
+        Ok(true)
+    }
+
+    /// Gives out what the sequence in `slot`, whose cache also holds `draft`, drew behind each of its
+    /// tokens, as far as the draft was right and until it leaves; the rest is forgotten.
+    fn accept(
+        &mut self,
+        slot: usize,
+        draft: &[u32],
+        drawn: Vec<Result<Drawn>>,
+        each: &mut Each<'_>,
+    ) {
+        let pairs = drawn.iter().zip(draft);
+        let right = pairs.take_while(|(a, b)| a.as_ref().is_ok_and(|a| a.token == **b));
+        let right = right.count();
+        if let (Some(speculation), Some(Ok(_))) = (self.speculation(), drawn.first()) {
+            speculation.checked(slot, draft.len(), right);
+        }
+        for token in drawn.into_iter().take(right + 1) {
+            let Some(at) = self.members.iter().position(|m| m.slot == slot) else {
+                return;
+            };
+            let member = &mut self.members[at];
+            let token = token.map(|drawn| record(&mut member.sampler, drawn));
+            member.left -= usize::from(token.is_ok());
+            self.deliver(at, token, 1, each);
+        }
+        if let Some(member) = self.members.iter().find(|m| m.slot == slot) {
+            self.session.truncate(slot, member.len);
+        }
+    }
+}
