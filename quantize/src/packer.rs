@@ -1,7 +1,7 @@
 //! A weight put together from rounded pieces of its rows, in canonical form.
 
 use crate::error::Result;
-use crate::grid::{Grid, GroupParams, SpanFactors, Rounded};
+use crate::grid::{Grid, GroupParams, Rounded, SpanFactors};
 use half::f16;
 use nq_formats::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, Zeros, pack};
 
