@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""nq's load client beside guidellm, over one `nq serve demo`: do both see the same?
+"""nq's load client beside guidellm, over one `nq serve`: do both see the same?
 
-    benches/compare/clients.py --nq target/release/nq --client target/release/examples/load_client \\
+    benches/compare/clients.py MODEL --nq target/release/nq --client target/release/examples/load_client \\
         --guidellm VENV/bin/guidellm > record.csv
+
+MODEL should be slow enough, 0.6B for example, that the clients take no time from the server: guidellm needs a core
+for 500 tokens a second.
 
 Both send prompts of 128 random tokens for 64 tokens to `/v1/completions`, one after the other with the same
 number of requests, in turns. guidellm's inter-token latency is the mean of an answer, so it stands beside the
@@ -21,17 +24,16 @@ from pathlib import Path
 
 from speed import machine, output
 
-DEMO = Path(__file__).resolve().parents[2] / "assets/demo"
 FIGURES = ["tok_s", "first_ms_p50", "first_ms_p99", "token_ms_p50", "token_ms_p99"]
 PROMPT, ANSWER = 128, 64
 
 
-def by_guidellm(program, url, clients, requests):
-    backend = {"kind": "openai_http", "target": url, "model": "demo", "request_format": "/v1/completions",
+def by_guidellm(program, model, url, clients, requests):
+    backend = {"kind": "openai_http", "target": url, "model": model.name, "request_format": "/v1/completions",
                "extras": {"body": {"temperature": 0.8, "seed": 1}}}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         output([program, "run", "--backend", json.dumps(backend), "--profile", f"kind=concurrent,streams={clients}",
-                "--constraint", f"kind=max_requests,count={requests}", "--tokenizer", f"kind=hf_auto,model={DEMO}",
+                "--constraint", f"kind=max_requests,count={requests}", "--tokenizer", f"kind=hf_auto,model={model}",
                 "--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={ANSWER}",
                 "--output", f"kind=json,path={file.name}", "--disable-progress"])
         found = json.loads(Path(file.name).read_text())["benchmarks"][0]
@@ -45,7 +47,7 @@ def by_guidellm(program, url, clients, requests):
     return [tokens / took, first["p50"], first["p99"], token["p50"], token["p99"]]
 
 
-def by_client(program, url, clients, requests):
+def by_client(program, _, url, clients, requests):
     told = output([program, url, "--in", PROMPT, "--out", ANSWER, "--clients", clients, "--each", requests // clients])
     row = next(csv.DictReader(told.splitlines()))
     return [float(row[name]) for name in FIGURES]
@@ -53,6 +55,7 @@ def by_client(program, url, clients, requests):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="a folder")
     parser.add_argument("--nq", default="nq", help="the program")
     parser.add_argument("--client", required=True, help="serve/examples/load_client.rs, built")
     parser.add_argument("--guidellm", required=True, help="guidellm 0.8")
@@ -61,12 +64,12 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="turns of both")
     args = parser.parse_args()
     tools = {"guidellm": (by_guidellm, args.guidellm), "load_client": (by_client, args.client)}
-    server = subprocess.Popen([args.nq, "serve", "demo", "--device", "cpu", "--port", "0", "--parallel",
+    server = subprocess.Popen([args.nq, "serve", args.model, "--device", "cpu", "--port", "0", "--parallel",
                                str(max(args.clients)), "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         url = json.loads(server.stdout.readline())["url"]
-        by_client(args.client, url, 1, 1)
-        print(f"# {machine('cpu')}; nq serve demo; {output([args.nq, '--version']).strip()}, "
+        by_client(args.client, args.model, url, 1, 1)
+        print(f"# {machine('cpu')}; nq serve {args.model.name}; {output([args.nq, '--version']).strip()}, "
               f"{output([args.guidellm, '--version']).strip()}; {PROMPT} tokens in, {ANSWER} out")
         print("tool,turn,clients,requests," + ",".join(FIGURES), flush=True)
         rows = []
@@ -74,7 +77,7 @@ def main():
             for clients in args.clients:
                 for name in list(tools) if turn % 2 == 0 else list(tools)[::-1]:
                     ask, program = tools[name]
-                    figures = ask(program, url, clients, args.each * clients)
+                    figures = ask(program, args.model, url, clients, args.each * clients)
                     rows.append((name, clients, figures))
                     told = [f"{f:.2f}" for f in figures]
                     print(f"{name},{turn + 1},{clients},{args.each * clients}," + ",".join(told), flush=True)

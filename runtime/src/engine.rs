@@ -239,7 +239,7 @@ pub trait Session: Send {
     ///
     /// # Errors
     /// [`Error::Request`] if the sequence has fewer positions, or if the engine does not support this.
-    fn read_page(&self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
+    fn read_page(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
         let _ = (slot, index, out);
         Err(no_pages())
     }
@@ -306,6 +306,18 @@ fn no_pages() -> Error {
         expected: "an engine that reads and writes them".into(),
         found: "one that cannot".into(),
     }
+}
+
+/// Refuses a page of keys and values that has not `expected` bytes.
+pub(crate) fn check_page(page: &[u8], expected: usize) -> Result<()> {
+    if page.len() == expected {
+        return Ok(());
+    }
+    Err(Error::Request {
+        what: "a page of keys and values",
+        expected: format!("{expected} bytes"),
+        found: page.len().to_string(),
+    })
 }
 
 /// True if `x` contains neither NaN nor infinity.

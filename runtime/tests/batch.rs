@@ -437,8 +437,8 @@ fn a_full_context_ends_one(engine: &dyn Engine) {
 }
 
 /// Pages read from one session and appended to another hold the same numbers; only whole pages fit.
-fn pages_go_to_another_session(engine: &dyn Engine) {
-    for kv in [KvType::F32, KvType::F16, KvType::Int8] {
+fn pages_go_to_another_session(engine: &dyn Engine, types: &[KvType]) {
+    for &kv in types {
         let spec = SessionSpec {
             kv,
             ..spec(2, Some(3))
@@ -446,7 +446,9 @@ fn pages_go_to_another_session(engine: &dyn Engine) {
         let text = tokens(2 * PAGE + 30, 8);
         let mut from = engine.session(spec).expect("it fits");
         feed(&mut *from, 1, &text[..200]);
-        feed(&mut *from, 1, &text[200..2 * PAGE + 10]);
+        // What follows the pages is fed in the same parts: on a GPU, others have other roundings.
+        feed(&mut *from, 1, &text[200..2 * PAGE]);
+        feed(&mut *from, 1, &text[2 * PAGE..2 * PAGE + 10]);
         let mut to = engine.session(spec).expect("it fits");
         let bytes = from.page_bytes().expect("it gives pages");
         for index in 0..2 {
@@ -526,7 +528,8 @@ fn many_sequences_over_the_same_pages_draw_what_each_does_alone() {
 #[test]
 fn pages_are_the_same_in_another_session() {
     let config = config();
-    pages_go_to_another_session(&*nq(&config, &Store::random(&config, 23)));
+    let engine = nq(&config, &Store::random(&config, 23));
+    pages_go_to_another_session(&*engine, &[KvType::F32, KvType::F16, KvType::Int8]);
 }
 
 #[test]
@@ -583,6 +586,7 @@ mod cuda {
             at_random(&*engine, 10_000, true, None);
             forks_share(&*engine);
             a_full_context_ends_one(&*engine);
+            pages_go_to_another_session(&*engine, &[KvType::F16, KvType::Int8]);
         }
     }
 

@@ -222,12 +222,9 @@ fn run(agent: &ureq::Agent, options: &Options, clients: usize) -> Result<(), Err
 
 fn main() -> Result<(), Error> {
     let mut options = Options::parse()?;
+    // A connection for each request: servers close idle ones, and a request may meet one that closes.
     let config = ureq::Agent::config_builder();
-    let agent = config
-        .max_idle_connections(256)
-        .max_idle_connections_per_host(256)
-        .build()
-        .new_agent();
+    let agent = config.max_idle_connections(0).build().new_agent();
     options.model = model(&agent, &options.url)?;
     if !options.shared.is_empty() {
         ask(&agent, &options, 1)?;

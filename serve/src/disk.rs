@@ -156,6 +156,12 @@ impl Index {
 }
 
 impl ModelPages {
+    /// Reports something about the folder.
+    pub(crate) fn note(&self, what: &str) {
+        let folder = self.store.folder.display();
+        self.store.progress.note(&format!("{folder}: {what}"));
+    }
+
     /// The names of all whole pages of a sequence.
     pub fn keys(&self, salt: u64, tokens: &[u32]) -> Vec<Key> {
         let begin = Sha256::new()

@@ -1,34 +1,25 @@
 //! `nq embed`: vectors of texts.
 
-use crate::cli::{Global, parse_load_bits};
-use crate::commands::chat::{at_load, longest_context};
+use crate::cli::Global;
+use crate::commands::chat::at_load;
+use crate::commands::reading::{Line, Lines, ReadArgs, Session};
 use crate::model;
 use crate::terminal::{Terminal, print_line};
 use anyhow::{Context, bail};
 use clap::Args;
-use nq_formats::{Checkpoint, Progress};
-use nq_kernels::cpu::PAGE;
-use nq_runtime::device::Device;
+use nq_formats::Progress;
 use nq_runtime::embedding::{EmbeddingTexts, Purpose, unit};
-use nq_runtime::{Encoder, Error, KvType, LoadOptions, Row, SessionSpec, Tokenizer};
-use serde_json::{Value, json};
+use nq_runtime::{Error, Row};
+use serde_json::json;
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Tokens of a text, at most, if no one says how many.
-const DEFAULT_CTX: usize = 8192;
-/// Texts worked on at once.
-const SLOTS: usize = 32;
-/// Tokens computed together, on a CPU and on a GPU.
-const ROWS: (usize, usize) = (512, 2048);
-/// Texts that are read before the first of them is worked on.
-const BLOCK: usize = 256;
-/// Bytes of a line of input, at most.
-const LINE: u64 = 64 << 20;
+/// Texts that are read before the first of them is worked on, and their bytes.
+const BLOCK: (usize, usize) = (256, 16 << 20);
 
 /// Flags of `nq embed`.
 #[derive(Args, Debug)]
@@ -37,9 +28,8 @@ pub struct EmbedArgs {
     pub model: OsString,
     /// Texts [default: lines of standard input]
     pub texts: Vec<String>,
-    /// Read texts from this file, one a line; - is standard input
-    #[arg(short, long, value_name = "FILE", conflicts_with = "texts")]
-    pub file: Option<PathBuf>,
+    #[command(flatten)]
+    pub read: ReadArgs,
     /// Write the vectors here: NumPy's format for .npy, else a JSON object a line [default: standard
     /// output]
     #[arg(short, long, value_name = "FILE")]
@@ -53,22 +43,13 @@ pub struct EmbedArgs {
     /// The texts are queries under this instruction
     #[arg(long, value_name = "TEXT")]
     pub instruct: Option<String>,
-    /// Longest text in tokens [default: the model's, at most 8192]
-    #[arg(long, value_name = "N")]
-    pub ctx: Option<usize>,
-    /// Cut longer texts
-    #[arg(long)]
-    pub truncate: bool,
-    /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
-    #[arg(long, value_parser = parse_load_bits)]
-    pub bits: Option<u32>,
 }
 
 /// Runs `nq embed`.
 pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let terminal = Terminal::new();
     let opened = model::open(Some(&args.model), global, &terminal)?;
-    let (checkpoint, _) = at_load(opened.checkpoint, args.bits, &terminal)?;
+    let (checkpoint, _) = at_load(opened.checkpoint, args.read.bits, &terminal)?;
     let texts = EmbeddingTexts::of(&checkpoint).with_context(|| opened.name.clone())?;
     if !texts.adds_end() {
         terminal.note(
@@ -85,31 +66,27 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
         None if args.query => Purpose::Query,
         None => Purpose::Document,
     };
-    let mut lines = Lines::open(&args.texts, args.file.as_deref(), "text")?;
+    let mut lines = Lines::open(&args.texts, args.read.file.as_deref())?;
     let mut out = Output::create(args.out.as_deref(), dimensions)?;
-    let Session {
-        mut encoder,
-        tokenizer,
-        ctx,
-    } = Session::new(&checkpoint, Row::Hidden, args.ctx, global, &terminal)?;
+    let mut session = Session::new(&checkpoint, Row::Hidden, &args.read, global, &terminal)?;
     let (begun, mut count, mut tokens) = (Instant::now(), 0, 0);
     loop {
-        let block = lines.take(BLOCK)?;
+        let block = lines.take(BLOCK.0, BLOCK.1)?;
         if block.is_empty() {
             break;
         }
         let mut encoded = Vec::with_capacity(block.len());
         for line in &block {
-            let mut ids = texts.encode(&tokenizer, &line.text, &purpose)?;
-            if args.truncate {
-                texts.truncate(&mut ids, ctx);
+            let mut ids = texts.encode(&session.tokenizer, &line.text, &purpose)?;
+            if args.read.truncate {
+                texts.truncate(&mut ids, session.ctx);
             }
-            check_length(line, &ids, ctx)?;
+            session.check_length(line, &ids)?;
             tokens += ids.len();
             encoded.push(ids);
         }
         let mut failed = None;
-        let result = encoder.encode(0, &encoded, &mut |i, state| {
+        let result = session.encoder.encode(0, &encoded, &mut |i, state| {
             let vector = unit(state, dimensions)?;
             out.write(&block[i], &vector).map_err(|e| {
                 failed = Some(e);
@@ -129,188 +106,6 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
         tokens as f64 / seconds.max(1e-9)
     ));
     Ok(ExitCode::SUCCESS)
-}
-
-/// Refuses a text that has no token or too many.
-pub fn check_length(line: &Line, tokens: &[u32], ctx: usize) -> anyhow::Result<()> {
-    match tokens.len() {
-        0 => bail!("{}: it has no tokens", line.place),
-        n if n > ctx => bail!(
-            "{}: {n} tokens, and a text may have {ctx}: --truncate cuts it, --ctx allows more",
-            line.place
-        ),
-        _ => Ok(()),
-    }
-}
-
-/// A model that reads texts.
-pub struct Session {
-    /// Reads them.
-    pub encoder: Encoder,
-    /// Makes tokens of them.
-    pub tokenizer: Tokenizer,
-    /// Tokens of a text, at most.
-    pub ctx: usize,
-}
-
-impl Session {
-    /// Loads the model of `checkpoint` for texts of up to `ctx` tokens.
-    pub fn new(
-        checkpoint: &Checkpoint,
-        row: Row,
-        ctx: Option<usize>,
-        global: &Global,
-        terminal: &Terminal,
-    ) -> anyhow::Result<Self> {
-        let config = checkpoint.config();
-        let trained = longest_context(config);
-        let ctx = match ctx {
-            None => trained.min(DEFAULT_CTX),
-            Some(n) if (2..=trained).contains(&n) => n,
-            Some(n) => bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}"),
-        };
-        let tokenizer = Tokenizer::from_files(checkpoint.files())?;
-        tokenizer.check_vocab(config.vocab_size)?;
-        let on_cpu = global.device.resolve()? == Device::Cpu;
-        let spec = SessionSpec {
-            slots: SLOTS,
-            ctx,
-            // The longest text, or short ones in all slots.
-            pages: Some(2 * ctx.div_ceil(PAGE) + SLOTS),
-            kv: KvType::F16,
-            max_rows: if on_cpu { ROWS.0 } else { ROWS.1 },
-        };
-        model::note_growth(checkpoint, terminal);
-        let options = LoadOptions {
-            session: Some(spec),
-            ..global.load_options()
-        };
-        let engine = nq_runtime::load(config, checkpoint.store(), &options, terminal)?;
-        if global.verbose {
-            terminal.note(&engine.description().to_string());
-        }
-        Ok(Session {
-            encoder: Encoder::new(engine.session(spec)?, row),
-            tokenizer,
-            ctx,
-        })
-    }
-}
-
-/// A text, and where it stands.
-pub struct Line {
-    /// For messages.
-    pub place: String,
-    /// Its number, from 0.
-    pub index: usize,
-    /// The text.
-    pub text: String,
-    /// What a JSON object calls it.
-    pub id: Option<Value>,
-}
-
-/// Texts of the command line, or the lines of a file: each the text itself or, where the first is a
-/// JSON object, an object that has it.
-pub struct Lines {
-    given: Option<std::vec::IntoIter<String>>,
-    reader: Box<dyn BufRead>,
-    name: String,
-    /// The key of a text in an object.
-    key: &'static str,
-    objects: Option<bool>,
-    count: usize,
-}
-
-impl Lines {
-    /// `texts`, or where there are none the lines of `file` or standard input.
-    pub fn open(texts: &[String], file: Option<&Path>, key: &'static str) -> anyhow::Result<Self> {
-        let file = file.filter(|f| *f != Path::new("-"));
-        let (reader, name): (Box<dyn BufRead>, _) = match file {
-            Some(path) => {
-                let name = path.display().to_string();
-                let file = File::open(path).with_context(|| name.clone())?;
-                (Box::new(BufReader::new(file)), name)
-            }
-            None => (
-                Box::new(BufReader::new(io::stdin())),
-                "standard input".into(),
-            ),
-        };
-        let given = (!texts.is_empty()).then(|| Vec::from(texts).into_iter());
-        let name = if given.is_some() { "text".into() } else { name };
-        Ok(Lines {
-            given,
-            reader,
-            name,
-            key,
-            objects: None,
-            count: 0,
-        })
-    }
-
-    /// The next texts, up to `most`; none at the end.
-    pub fn take(&mut self, most: usize) -> anyhow::Result<Vec<Line>> {
-        let mut lines = Vec::new();
-        while lines.len() < most {
-            let Some(line) = self.next()? else {
-                break;
-            };
-            lines.push(line);
-        }
-        Ok(lines)
-    }
-
-    fn next(&mut self) -> anyhow::Result<Option<Line>> {
-        let (index, place) = (self.count, format!("{} {}", self.name, self.count + 1));
-        self.count += 1;
-        if let Some(given) = &mut self.given {
-            let line = |text| Line {
-                place,
-                index,
-                text,
-                id: None,
-            };
-            return Ok(given.next().map(line));
-        }
-        let place = format!("{}, line {}", self.name, index + 1);
-        let mut text = String::new();
-        let read = (&mut self.reader).take(LINE).read_line(&mut text);
-        let read = read.with_context(|| place.clone())? as u64;
-        if read == 0 {
-            return Ok(None);
-        }
-        if text.ends_with('\n') {
-            text.truncate(text.trim_end_matches('\n').trim_end_matches('\r').len());
-        } else if read == LINE {
-            bail!("{place}: expected at most {LINE} bytes");
-        }
-        let object = || serde_json::from_str::<serde_json::Map<String, Value>>(&text);
-        if !*self.objects.get_or_insert_with(|| object().is_ok()) {
-            return Ok(Some(Line {
-                place,
-                index,
-                text,
-                id: None,
-            }));
-        }
-        let mut object = object().with_context(|| place.clone())?;
-        match object.remove(self.key) {
-            Some(Value::String(text)) => {
-                let id = object.remove("id");
-                Ok(Some(Line {
-                    place,
-                    index,
-                    text,
-                    id,
-                }))
-            }
-            found => bail!(
-                "{place}: expected an object with a string {:?}, found {} there",
-                self.key,
-                found.unwrap_or_default()
-            ),
-        }
-    }
 }
 
 /// Where vectors go: each is written as soon as it is known.

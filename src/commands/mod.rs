@@ -9,6 +9,7 @@ pub mod eval;
 pub mod inspect;
 pub mod models;
 pub mod quantize;
+pub mod reading;
 pub mod rerank;
 pub mod serve;
 pub mod synth;

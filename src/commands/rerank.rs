@@ -1,8 +1,8 @@
 //! `nq rerank`: how well documents answer a query.
 
-use crate::cli::{Global, parse_load_bits};
+use crate::cli::Global;
 use crate::commands::chat::at_load;
-use crate::commands::embed::{Line, Lines, Session, check_length};
+use crate::commands::reading::{Line, Lines, ReadArgs, Session};
 use crate::model;
 use crate::terminal::{Terminal, print_line};
 use clap::Args;
@@ -12,8 +12,10 @@ use nq_runtime::embedding::DEFAULT_TASK;
 use nq_runtime::rerank::{Reranker, shared_beginning};
 use serde_json::json;
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::process::ExitCode;
+
+/// Bytes of all documents, at most: they are ranked together, and their tokens are kept till then.
+const MOST_BYTES: usize = 256 << 20;
 
 /// Flags of `nq rerank`.
 #[derive(Args, Debug)]
@@ -21,13 +23,13 @@ pub struct RerankArgs {
     /// A reranker: a folder, a hub id such as Qwen/Qwen3-Reranker-0.6B or a name from `nq list`
     pub model: OsString,
     /// Documents [default: lines of standard input]
-    pub documents: Vec<String>,
+    #[arg(value_name = "DOCUMENTS")]
+    pub texts: Vec<String>,
     /// What the documents are to answer
     #[arg(short, long, value_name = "TEXT")]
     pub query: String,
-    /// Read documents from this file, one a line; - is standard input
-    #[arg(short, long, value_name = "FILE", conflicts_with = "documents")]
-    pub file: Option<PathBuf>,
+    #[command(flatten)]
+    pub read: ReadArgs,
     /// What makes a document an answer
     #[arg(long, value_name = "TEXT", default_value = DEFAULT_TASK)]
     pub instruct: String,
@@ -37,15 +39,6 @@ pub struct RerankArgs {
     /// Print documents in their own order, not the best first
     #[arg(long)]
     pub in_order: bool,
-    /// Longest prompt in tokens, query and document [default: the model's, at most 8192]
-    #[arg(long, value_name = "N")]
-    pub ctx: Option<usize>,
-    /// Cut longer documents
-    #[arg(long)]
-    pub truncate: bool,
-    /// Quantize an unquantized model at load: 4, 8 or 16 (keep it)
-    #[arg(long, value_parser = parse_load_bits)]
-    pub bits: Option<u32>,
 }
 
 /// Runs `nq rerank`.
@@ -56,19 +49,19 @@ pub fn run(args: &RerankArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if opened.checkpoint.task().clone().of_name(&opened.name) != Task::Rerank {
         terminal.note("this model is not known as a reranker: its scores may mean little");
     }
-    let (checkpoint, _) = at_load(opened.checkpoint, args.bits, &terminal)?;
+    let (checkpoint, _) = at_load(opened.checkpoint, args.read.bits, &terminal)?;
     // Before the model is loaded: what is wrong with the tokenizer or the texts need not wait.
     let reranker = Reranker::new(&Tokenizer::from_files(checkpoint.files())?)?;
-    let documents = Lines::open(&args.documents, args.file.as_deref(), "text")?.take(usize::MAX)?;
-    let mut session = Session::new(&checkpoint, reranker.row(), args.ctx, global, &terminal)?;
+    let documents = Lines::open(&args.texts, args.read.file.as_deref())?.all(MOST_BYTES)?;
+    let mut session = Session::new(&checkpoint, reranker.row(), &args.read, global, &terminal)?;
     let mut prompts = Vec::with_capacity(documents.len());
     for line in &documents {
         let (tokenizer, query) = (&session.tokenizer, &args.query);
         let mut ids = reranker.encode(tokenizer, &args.instruct, query, &line.text)?;
-        if args.truncate {
+        if args.read.truncate {
             reranker.truncate(&mut ids, session.ctx);
         }
-        check_length(line, &ids, session.ctx)?;
+        session.check_length(line, &ids)?;
         prompts.push(ids);
     }
     let mut scored: Vec<(f32, &Line)> = Vec::with_capacity(documents.len());

@@ -31,7 +31,7 @@ pub use advance::{
 };
 pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, Cascade, CascadeShape, DevicePages,
-    HEAD_DIM, Heads, LayerPages, MOST_RUN, PageEntry, PagesShape, SharedPrefix,
+    HEAD_DIM, Heads, LayerPages, MOST_RUN, PageEntry, PageStaging, PagesShape, SharedPrefix,
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{

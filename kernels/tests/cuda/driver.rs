@@ -49,7 +49,7 @@ fn pinned_values_are_there_when_looked_at() {
             .for_each(|(i, v)| *v = round ^ i as u32);
         stream.write(&mut device, N, &mut host, 0..N).unwrap();
         // Copied again after that, to the same host values.
-        stream.read(&device, N - 1, &mut host, N).unwrap();
+        stream.read(&device, N - 1, &mut host, 0..N).unwrap();
         let values = host.values().unwrap();
         assert_eq!((values[0], values[1]), (0, round));
         assert_eq!(values[N - 1], round ^ (N as u32 - 2));
@@ -64,9 +64,9 @@ fn pinned_values_are_there_when_looked_at() {
             .write(&mut device, N + 1, &mut host, 0..N)
             .is_err()
     );
-    assert!(streams[0].read(&device, 0, &mut host, N + 1).is_err());
+    assert!(streams[0].read(&device, 0, &mut host, 0..N + 1).is_err());
     // Dropped while it is copied to: freeing waits.
-    streams[0].read(&device, 0, &mut host, N).unwrap();
+    streams[0].read(&device, 0, &mut host, 0..N).unwrap();
     drop(host);
 }
 
@@ -89,7 +89,7 @@ fn graphs_share_in_their_memory() {
     product(&mut y).unwrap(); // loads the kernel
     let graph = stream.record(|| product(&mut y)).unwrap();
     let mut host = gpu.pinned::<f32>("a test", 32).unwrap();
-    let copied = stream.record(|| stream.read(&y, 0, &mut host, 32));
+    let copied = stream.record(|| stream.read(&y, 0, &mut host, 0..32));
     let refusal = copied.err().map(|e| e.to_string()).unwrap_or_default();
     assert!(refusal.contains("recorded"), "{refusal}");
     drop((w, x, gain, y));
@@ -124,7 +124,7 @@ fn devices_do_not_mix() {
     let mut here = gpu.zeros::<u32>("a test", 4).unwrap();
     let mut host = other.pinned::<u32>("a test", 4).unwrap();
     assert!(stream.put(&mut there, 0, &[1]).is_err());
-    assert!(stream.read(&there, 0, &mut host, 4).is_err());
+    assert!(stream.read(&there, 0, &mut host, 0..4).is_err());
     assert!(stream.write(&mut here, 0, &mut host, 0..4).is_err());
     let theirs = other.stream().unwrap();
     theirs.put(&mut there, 0, &[1]).unwrap();

@@ -4,6 +4,7 @@ use super::CpuModel;
 use super::layer::{Batch, Layer, Pass, Scratch};
 use crate::engine::{
     Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks, check_finite,
+    check_page,
 };
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
@@ -196,7 +197,7 @@ impl Session for CpuSession {
         Some(c.num_hidden_layers * layer)
     }
 
-    fn read_page(&self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
+    fn read_page(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
         let page = self.tables.whole_page(slot, index)?;
         self.kv.iter().for_each(|layer| layer.read_page(page, out));
         Ok(())
@@ -204,13 +205,7 @@ impl Session for CpuSession {
 
     fn append_page(&mut self, slot: usize, page: &[u8]) -> Result<()> {
         let expected = self.page_bytes().unwrap_or(0);
-        if page.len() != expected {
-            return Err(Error::Request {
-                what: "a page of keys and values",
-                expected: format!("{expected} bytes"),
-                found: page.len().to_string(),
-            });
-        }
+        check_page(page, expected)?;
         let at = self.tables.append_page(slot, self.spec.ctx)?;
         let layers = page.chunks_exact(expected / self.kv.len());
         for (layer, bytes) in self.kv.iter_mut().zip(layers) {

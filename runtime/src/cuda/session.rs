@@ -6,14 +6,17 @@ mod step;
 
 use super::model::CudaModel;
 use crate::batch::StepsAhead;
-use crate::engine::{Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks};
+use crate::engine::{
+    Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks, check_page,
+};
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::{Experts, ModelConfig};
 use nq_kernels::KernelSet;
+use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, DevicePages, Gpu, HEAD_DIM, Mark, PageEntry, PagesShape, Pinned,
-    Places, Row, Stream, gated_width,
+    Buffer, Checked, DeviceLinear, DevicePages, Gpu, HEAD_DIM, Mark, PageEntry, PageStaging,
+    PagesShape, Pinned, Places, Row, Stream, gated_width,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -40,7 +43,9 @@ pub(super) struct CudaSession {
     /// Start and end of queued chunks that have not been waited for.
     prompts: VecDeque<(Mark, Mark)>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
-    logits: Vec<f32>,         // [rows wanted, vocab]
+    /// For pages that are read or appended.
+    page_host: Option<PageStaging>,
+    logits: Vec<f32>, // [rows wanted, vocab]
 }
 
 /// Buffers of a forward over many rows.
@@ -222,6 +227,7 @@ impl CudaSession {
             prompts: VecDeque::new(),
             logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
             logits: Vec::new(),
+            page_host: None,
             model,
             spec,
         })
@@ -266,6 +272,18 @@ impl CudaSession {
     }
 }
 
+/// Host memory for copying pages, allocated at its first use.
+fn staging<'a>(
+    host: &'a mut Option<PageStaging>,
+    pages: &DevicePages,
+    gpu: &Gpu,
+) -> Result<&'a mut PageStaging> {
+    match host {
+        Some(host) => Ok(host),
+        None => Ok(host.insert(pages.staging(gpu)?)),
+    }
+}
+
 /// Queues a product with `w`, timed as `op`.
 fn product(
     stream: &Stream,
@@ -296,6 +314,28 @@ impl Session for CudaSession {
 
     fn free_pages(&self) -> Option<usize> {
         Some(self.tables.free_pages())
+    }
+
+    fn page_bytes(&self) -> Option<usize> {
+        Some(self.pages.page_bytes())
+    }
+
+    fn read_page(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
+        let page = self.tables.whole_page(slot, index)?;
+        let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
+        Ok(self.stream.read_page(&self.pages, page, through, out)?)
+    }
+
+    fn append_page(&mut self, slot: usize, page: &[u8]) -> Result<()> {
+        check_page(page, self.pages.page_bytes())?;
+        let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
+        let at = self.tables.append_page(slot, self.spec.ctx)?;
+        // The device's page table changes when the sequence next grows.
+        let written = (self.stream).write_page(&mut self.pages, at, through, page);
+        if written.is_err() {
+            self.tables.truncate(slot, self.tables.len(slot) - PAGE);
+        }
+        Ok(written?)
     }
 
     fn forward(

@@ -20,6 +20,36 @@ pub(super) struct Unsaved {
     saved: usize,
 }
 
+/// What reading pages back has cost, so that it is done only where computing them takes longer.
+#[derive(Default)]
+pub(super) struct RestoreTimes {
+    /// Seconds a page, a moving average; `None` before the first.
+    page: Option<f64>,
+    told: bool,
+}
+
+/// Weight of the latest page in the average.
+const LATEST: f64 = 0.2;
+/// What remains of the average when reading back was passed over: a disk that was slow is tried again.
+const FORGIVEN: f64 = 0.98;
+
+impl RestoreTimes {
+    fn learn(&mut self, page: Duration) {
+        let new = page.as_secs_f64();
+        self.page = Some(self.page.map_or(new, |old| old + LATEST * (new - old)));
+    }
+
+    /// True if reading `pages` back takes less time than computing them, or if that is not known.
+    fn pays(&mut self, pages: usize, computing: Duration) -> bool {
+        let known = self.page.filter(|_| computing > Duration::ZERO);
+        let pays = known.is_none_or(|page| page * pages as f64 <= computing.as_secs_f64());
+        if !pays {
+            self.page = self.page.map(|page| page * FORGIVEN);
+        }
+        pays
+    }
+}
+
 /// Pages of a prompt that are being read back.
 pub(super) struct Restore {
     keys: std::vec::IntoIter<Key>,
@@ -43,7 +73,7 @@ impl Worker<'_> {
     }
 
     /// Writes one page; false if there is none left to write.
-    fn save(&mut self, session: &dyn Session) -> bool {
+    fn save(&mut self, session: &mut dyn Session) -> bool {
         let (Some(disk), Some(last)) = (&self.options.disk, self.seats.unsaved.last_mut()) else {
             return false;
         };
@@ -79,8 +109,8 @@ impl Worker<'_> {
 
     /// Looks on disk for pages that continue the part of the prompt in its slot. If there are any, the
     /// request waits for them, and its slot is cut to whole pages.
-    pub(super) fn find_on_disk(&self, session: &mut dyn Session, slot: usize, job: &mut Job) {
-        let Some(disk) = self.disk() else {
+    pub(super) fn find_on_disk(&mut self, session: &mut dyn Session, slot: usize, job: &mut Job) {
+        let Some(disk) = &self.options.disk else {
             return;
         };
         let most = job.tokens.len() - 1;
@@ -88,6 +118,13 @@ impl Worker<'_> {
         let found = disk.beginning(&keys);
         let held = job.fed / PAGE;
         if found * PAGE <= job.fed {
+            return;
+        }
+        let computing = self.pace.estimate(found * PAGE - job.fed, 0);
+        if !self.restore_times.pays(found - held, computing) {
+            if !std::mem::replace(&mut self.restore_times.told, true) {
+                disk.note("prompts are computed faster here than they are read back");
+            }
             return;
         }
         session.truncate(slot, held * PAGE);
@@ -126,10 +163,12 @@ impl Worker<'_> {
         let (Some(slot), Some(restore)) = (job.slot, &mut job.restore) else {
             return false;
         };
+        let begun = Instant::now();
         let bytes = session.page_bytes().unwrap_or(0);
         let page = restore.keys.next().and_then(|key| disk.read(&key, bytes));
         // Without free pages the prompt is computed like any other, and any shortage is reported then.
         if page.is_some_and(|page| session.append_page(slot, &page).is_ok()) {
+            self.restore_times.learn(begun.elapsed());
             job.fed += PAGE;
             self.shared.metrics.restored_tokens.inc_by(PAGE as u64);
             return true;
@@ -153,5 +192,23 @@ impl Job {
             .queue_time
             .observe(self.arrived.elapsed().as_secs_f64());
         self.tell(Event::Started { cached: self.fed });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_read_back_where_that_is_faster_than_computing_them() {
+        let ms = Duration::from_millis;
+        let mut times = RestoreTimes::default();
+        assert!(times.pays(10, ms(1)), "nothing is known");
+        times.learn(ms(8));
+        assert!(times.pays(10, Duration::ZERO), "no prompt was computed yet");
+        assert!(times.pays(10, ms(81)) && !times.pays(10, ms(79)));
+        // A disk that was slow once is tried again.
+        let again = (0..20).find(|_| times.pays(10, ms(60)));
+        assert!(again.is_some_and(|n| n > 10), "{again:?}");
     }
 }

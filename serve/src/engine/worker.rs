@@ -1,6 +1,7 @@
 //! The engine's thread: accepts requests, runs step after step, and survives failures.
 
 use super::job::{Job, Phase};
+use super::keep::RestoreTimes;
 use super::seats::Seats;
 use super::{Command, EngineOptions, Failure, Finish, OpenDrafts, OpenSession, Shared};
 use crate::metrics::Reason;
@@ -35,6 +36,7 @@ pub(super) struct Worker<'e> {
     pub(super) steps: u64,
     /// What drafts have come to in this session.
     pub(super) draft_counts: DraftCounts,
+    pub(super) restore_times: RestoreTimes,
 }
 
 /// The thread's main function: serves until told to close, or until nobody can send commands.
@@ -64,6 +66,7 @@ pub(super) fn run(
         next: 0,
         steps: 0,
         draft_counts: DraftCounts::default(),
+        restore_times: RestoreTimes::default(),
     };
     let pages = spec.page_count() as i64;
     shared.metrics.pages.set(pages);

@@ -56,10 +56,6 @@ impl Settings {
         let on_gpu = load.device.resolve()? != Device::Cpu;
         let pages = match &args.cache_dir {
             None => None,
-            Some(_) if on_gpu => bail!(
-                "--cache-dir: a GPU computes prompts as fast as their keys and values are read back \
-                 from disk: it is for --device cpu"
-            ),
             Some(folder) => {
                 let progress = Arc::clone(terminal) as Arc<dyn Progress>;
                 let opened = PageStore::open(folder, args.cache_size, progress);

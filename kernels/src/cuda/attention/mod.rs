@@ -10,7 +10,7 @@ use super::rows::{Row, Step, shape};
 use crate::error::Result;
 pub use cascade::{Cascade, CascadeShape, SharedPrefix};
 pub(super) use pages::CacheArgs;
-pub use pages::{DevicePages, LayerPages, PageEntry, PagesShape};
+pub use pages::{DevicePages, LayerPages, PageEntry, PageStaging, PagesShape};
 
 /// The head width that the attention kernels support.
 pub const HEAD_DIM: usize = 128;

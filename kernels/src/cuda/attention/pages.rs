@@ -2,10 +2,11 @@
 
 use super::HEAD_DIM;
 use crate::cpu::{KvType, PAGE};
-use crate::cuda::driver::{Address, Buffer, Gpu, Operands, Stream};
+use crate::cuda::driver::{Address, Buffer, Gpu, Operands, Pinned, Stream};
 use crate::cuda::kernel::kernels;
 use crate::cuda::rows::{Places, shape};
 use crate::error::{Error, Result};
+use std::ops::Range;
 
 /// Keys and values of all layers and sequences, in pages of [`PAGE`] positions.
 ///
@@ -58,6 +59,13 @@ pub struct PageEntry {
     pub index: usize,
     /// The page.
     pub page: u32,
+}
+
+/// Page-locked host memory for one page of all layers, which [`Stream::read_page`] and
+/// [`Stream::write_page`] copy through.
+pub struct PageStaging {
+    codes: Pinned<u8>,           // [layers, keys and values, page]
+    scales: Option<Pinned<u16>>, // [layers, of keys and of values, page rows]
 }
 
 /// One layer of [`DevicePages`].
@@ -125,6 +133,60 @@ impl DevicePages {
             .as_ref()
             .map_or(0, |(k, v)| k.bytes() + v.bytes());
         self.keys.bytes() + self.values.bytes() + scales + self.tables.bytes()
+    }
+
+    /// Bytes of keys (and of values) in one page of one layer.
+    fn part_bytes(&self) -> usize {
+        self.keys.len() / self.shape.rows() * self.shape.page_rows()
+    }
+
+    /// Bytes of a page of all layers: keys, values and their scales.
+    pub fn page_bytes(&self) -> usize {
+        let scales = self
+            .scales
+            .as_ref()
+            .map_or(0, |_| 2 * self.shape.page_rows());
+        2 * self.shape.layers * (self.part_bytes() + scales)
+    }
+
+    /// Memory for copying pages to or from the host.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if the host has not so much page-locked memory.
+    pub fn staging(&self, gpu: &Gpu) -> Result<PageStaging> {
+        let (what, parts) = ("a page of keys and values", 2 * self.shape.layers);
+        let scales = |_: &_| gpu.pinned(what, parts * self.shape.page_rows());
+        Ok(PageStaging {
+            codes: gpu.pinned(what, parts * self.part_bytes())?,
+            scales: self.scales.as_ref().map(scales).transpose()?,
+        })
+    }
+
+    /// Where the keys (of a page of one layer: `n` values, as many as values) lie on the device, and
+    /// where in staging, in front of the values, layer by layer.
+    fn parts(&self, page: u32, n: usize) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+        let pages = self.shape.pages + 1;
+        (0..self.shape.layers).map(move |layer| {
+            let to = 2 * layer * n;
+            ((layer * pages + page as usize) * n, to..to + n)
+        })
+    }
+
+    /// Bytes of the keys and number of their scales in a page of one layer, of a page that exists, for
+    /// which `staging` was made.
+    fn check_page(
+        &self,
+        o: &Operands<'_>,
+        page: u32,
+        staging: &PageStaging,
+    ) -> Result<(usize, usize)> {
+        o.at_most("page", self.shape.pages - 1, page as usize)?;
+        let (codes, rows) = (self.part_bytes(), self.shape.page_rows());
+        let of = |scales: &Pinned<u16>| scales.len() * 2;
+        let staged = staging.codes.len() + staging.scales.as_ref().map_or(0, of);
+        o.at_least("bytes of staging", self.page_bytes(), staged)?;
+        o.at_most("bytes of staging", self.page_bytes(), staged)?;
+        Ok((codes, rows))
     }
 
     /// A slot that belongs to no sequence, for rows at position 0 whose results are not used.
@@ -281,5 +343,70 @@ impl Stream {
         };
         // SAFETY: both pages are in the pool.
         unsafe { self.launch(&COPY_PAGE, shape((16, of.layers), 256), &args) }
+    }
+
+    /// Appends to `out` the keys, values and scales of `page` in all layers, [`DevicePages::page_bytes`]
+    /// of them, once the stream's earlier work is done.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a page that does not exist, or staging of other pages; errors of the driver.
+    pub fn read_page(
+        &self,
+        pages: &DevicePages,
+        page: u32,
+        through: &mut PageStaging,
+        out: &mut Vec<u8>,
+    ) -> Result<()> {
+        let o = self.operands("read_page");
+        let (codes, rows) = pages.check_page(&o, page, through)?;
+        for (at, to) in pages.parts(page, codes) {
+            self.read(&pages.keys, at, &mut through.codes, to.clone())?;
+            let to = to.start + codes..to.end + codes;
+            self.read(&pages.values, at, &mut through.codes, to)?;
+        }
+        out.extend_from_slice(through.codes.values()?);
+        if let (Some((keys, values)), Some(host)) = (&pages.scales, &mut through.scales) {
+            for (at, to) in pages.parts(page, rows) {
+                self.read(keys, at, host, to.clone())?;
+                self.read(values, at, host, to.start + rows..to.end + rows)?;
+            }
+            out.extend_from_slice(bytemuck::cast_slice(host.values()?));
+        }
+        Ok(())
+    }
+
+    /// Overwrites `page` in all layers with what [`Stream::read_page`] gave, in order with the stream's
+    /// other work.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a page that does not exist, staging of other pages, or another number of
+    /// bytes; errors of the driver.
+    pub fn write_page(
+        &self,
+        pages: &mut DevicePages,
+        page: u32,
+        through: &mut PageStaging,
+        bytes: &[u8],
+    ) -> Result<()> {
+        let o = self.operands("write_page");
+        let (codes, rows) = pages.check_page(&o, page, through)?;
+        o.at_least("bytes", pages.page_bytes(), bytes.len())?;
+        o.at_most("bytes", pages.page_bytes(), bytes.len())?;
+        let (of_codes, of_scales) = bytes.split_at(through.codes.len());
+        through.codes.values_mut()?.copy_from_slice(of_codes);
+        for (at, from) in pages.parts(page, codes) {
+            self.write(&mut pages.keys, at, &mut through.codes, from.clone())?;
+            let from = from.start + codes..from.end + codes;
+            self.write(&mut pages.values, at, &mut through.codes, from)?;
+        }
+        let places = pages.parts(page, rows);
+        if let (Some((keys, values)), Some(host)) = (&mut pages.scales, &mut through.scales) {
+            bytemuck::cast_slice_mut(host.values_mut()?).copy_from_slice(of_scales);
+            for (at, from) in places {
+                self.write(keys, at, host, from.clone())?;
+                self.write(values, at, host, from.start + rows..from.end + rows)?;
+            }
+        }
+        Ok(())
     }
 }

@@ -69,7 +69,7 @@ impl Stream {
         unsafe { from.queue(op, self, range, copy) }
     }
 
-    /// Copies `n` values from index `at` of `from` to the start of `to`, in order with the stream's
+    /// Copies the values from index `at` of `from` on to `range` of `to`, in order with the stream's
     /// other work.
     ///
     /// # Errors
@@ -79,9 +79,10 @@ impl Stream {
         from: &Buffer<T>,
         at: usize,
         to: &mut Pinned<T>,
-        n: usize,
+        range: Range<usize>,
     ) -> Result<()> {
         let op = "device read";
+        let n = range.len();
         let from = self.own(op, from)?.range(op, at, n)?;
         self.gpu().0.bind()?;
         let copy = |to: *mut T| {
@@ -92,8 +93,8 @@ impl Stream {
                 sys::cuMemcpyDtoHAsync_v2(to, from.0, n * size_of::<T>(), self.raw()).result()
             })
         };
-        // SAFETY: the copy fills the first `n` values.
-        unsafe { to.queue(op, self, 0..n, copy) }
+        // SAFETY: the copy fills the `n` values of the range.
+        unsafe { to.queue(op, self, range, copy) }
     }
 }
 
@@ -105,7 +106,7 @@ impl Stream {
 /// # fn f(s: &Stream, b: &mut Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
 /// host.values_mut()?[0] = 1.0;
 /// s.write(b, 0, host, 0..1)?;
-/// s.read(b, 0, host, 1)?;
+/// s.read(b, 0, host, 0..1)?;
 /// let values = host.values()?; // both copies are done
 /// println!("{values:?}");
 /// # Ok(()) }
@@ -115,7 +116,7 @@ impl Stream {
 /// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
 /// # fn f(s: &Stream, b: &Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
 /// let values = host.values()?;
-/// s.read(b, 0, host, 1)?; // the borrowed values would change
+/// s.read(b, 0, host, 0..1)?; // the borrowed values would change
 /// println!("{values:?}");
 /// # Ok(()) }
 /// ```

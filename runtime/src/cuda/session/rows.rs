@@ -278,7 +278,7 @@ impl CudaSession {
             let out = GemmOutput::Store(&mut many.logits);
             let (device, head) = ((&*stream, model.kernels), ("head", &model.head));
             multiply(device, head, normed, &many.head_in, out, m)?;
-            stream.read(&many.logits, 0, logits_host, m * vocab)?;
+            stream.read(&many.logits, 0, logits_host, 0..m * vocab)?;
             stream.synchronize()?;
             logits.extend_from_slice(&logits_host.values()?[..m * vocab]);
         }

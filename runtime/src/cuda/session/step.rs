@@ -435,7 +435,8 @@ impl CudaSession {
             for some in rows.clone().step_by(LOGIT_ROWS) {
                 let n = LOGIT_ROWS.min(rows.end - some) * vocab;
                 let host = &mut self.logits_host;
-                self.stream.read(&self.step.logits, some * vocab, host, n)?;
+                self.stream
+                    .read(&self.step.logits, some * vocab, host, 0..n)?;
                 self.stream.synchronize()?;
                 self.logits.extend_from_slice(&host.values()?[..n]);
             }
