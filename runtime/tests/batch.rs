@@ -46,13 +46,9 @@ impl Known {
         let mut sampler = self.sampler();
         let (prompt, drawn) = self.tokens.split_at(self.prompt);
         let vocab = feed(session, 0, &prompt[..1]).len();
-        let mut logits = match prompt.len() {
-            1 => {
-                session.truncate(0, 0);
-                feed(session, 0, prompt)
-            }
-            _ => feed(session, 0, &prompt[1..]),
-        };
+        session.truncate(0, 0);
+        let parts = prompt.chunks(session.spec().max_rows);
+        let mut logits = parts.fold(Vec::new(), |_, part| feed(session, 0, part));
         for (i, &found) in drawn.iter().enumerate() {
             let last = &logits[logits.len() - vocab..];
             let expected = sampler.sample(last).expect("finite");
