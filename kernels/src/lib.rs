@@ -11,7 +11,6 @@ pub mod cpu;
 pub mod cuda;
 pub mod error;
 pub mod grad;
-pub mod matrix;
 pub mod reference;
 pub mod registry;
 pub mod rng;
