@@ -5,10 +5,11 @@
     benches/compare/speed.py --nq target/release/nq --device cuda --presets 0.6b 8b --llama DIR
 
 llama.cpp is looked for in --llama (a folder with `llama-bench`, or sources that are built there with cmake)
-and in PATH; candle is measured where nq was built with the feature `candle`. What is absent is named and left
-out. All run random weights of the same shape: `nq synth` makes them and `nq convert` the GGUF file. The engines take
-turns, so that a machine whose speed changes changes it for all. Rows go to
-benches/records/DATE-compare-DEVICE.csv, the plot beside them as .svg.
+and in PATH; candle is measured where nq was built with the feature `candle`; vLLM is looked for in the
+environment of the interpreter --vllm, or of this one. What is absent is named and left out. All run random
+weights of the same shape: `nq synth` makes them, `nq convert` the GGUF file, and `nq quantize` the folder of
+compressed-tensors that vLLM reads. The engines take turns, so that a machine whose speed changes changes it for
+all. Rows go to benches/records/DATE-compare-DEVICE.csv, the plot beside them as .svg.
 """
 
 import argparse
@@ -26,7 +27,28 @@ from pathlib import Path
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 PROMPT, ANSWER = 512, 64
-COLOURS = {"nq": "#1f5fb4", "llama.cpp": "#d9822b", "candle": "#7a7a7a"}
+COLOURS = {"nq": "#1f5fb4", "llama.cpp": "#d9822b", "candle": "#7a7a7a", "vLLM": "#3c8d5a"}
+# Runs in vLLM's environment. A step is a token of an answer after a prompt of one; the first token is left out.
+VLLM = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+
+model, prompt, answer = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+llm = LLM(model=model, skip_tokenizer_init=True, max_num_seqs=1, max_model_len=prompt + answer + 2,
+          enable_prefix_caching=False)
+
+def seconds(prompt, tokens):
+    ids = [1000 + i * 37 % 5000 for i in range(prompt)]
+    wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    llm.generate([{"prompt_token_ids": ids}], wanted, use_tqdm=False)
+    return time.perf_counter() - start
+
+seconds(prompt, answer + 1)
+rates = {f"pp{prompt}": prompt / seconds(prompt, 1)}
+rates[f"tg{answer}"] = answer / (seconds(1, answer + 1) - seconds(1, 1))
+print(json.dumps(rates))
+"""
 
 
 def output(command):
@@ -75,6 +97,15 @@ def llama_rates(bench, model, device, sizes):
             for r in json.loads(output(command))}
 
 
+def has_vllm(python):
+    """True if that interpreter can import vLLM."""
+    return subprocess.run([python, "-c", "import vllm"], capture_output=True).returncode == 0
+
+
+def vllm_rates(python, model, sizes):
+    return json.loads(output([python, "-c", VLLM, model, *sizes]).splitlines()[-1])
+
+
 def measure(args, preset, folder, llama):
     """Rows of one shape."""
     dense, quantized, gguf = folder / "dense", folder / "int4", folder / "q4_0.gguf"
@@ -87,6 +118,12 @@ def measure(args, preset, folder, llama):
         engines["llama.cpp"] = ("Q4_0", lambda: llama_rates(llama, gguf, args.device, args.sizes))
     if args.device == "cpu":
         engines["candle"] = ("Q4_0", lambda: nq_rates(args.nq, gguf, "cpu", "candle", args.sizes))
+    if has_vllm(args.vllm):
+        packed = folder / "compressed-tensors"
+        output([args.nq, "quantize", dense, "--bits", 4, "--format", "compressed-tensors", "--out", packed, *rtn])
+        engines["vLLM"] = ("INT4", lambda: vllm_rates(args.vllm, packed, args.sizes))
+    else:
+        print(f"vLLM: not in the environment of {args.vllm}, left out", file=sys.stderr)
     rates = {}
     for turn in range(args.repeats):
         for engine, (_, run) in list(engines.items()):
@@ -141,6 +178,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--presets", nargs="+", default=["0.6b"], help="shapes of Qwen3")
     parser.add_argument("--llama", type=Path, help="folder of llama-bench, or of llama.cpp's sources")
+    parser.add_argument("--vllm", default=sys.executable, help="the Python interpreter that has vLLM")
     parser.add_argument("--repeats", type=int, default=3, help="turns of all engines; medians are written")
     parser.add_argument("--sizes", type=int, nargs=2, default=[PROMPT, ANSWER], help="tokens of prompt and answer")
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder for record and plot")

@@ -9,7 +9,7 @@
 
 mod offsets;
 
-use crate::grid::{Grid, GroupParams, OfSpan};
+use crate::grid::{Grid, GroupParams, SpanFactors};
 use half::f16;
 use nq_formats::product;
 use serde_json::{Value, json};
@@ -105,15 +105,15 @@ impl Fit {
         search.best
     }
 
-    /// The parameters for the row `w` and, where the grid keeps scales in two levels, what those of
-    /// each span are multiples of. `importance` is as for [`Fit::params`].
+    /// Chooses the parameters of the groups of row `w` and, if the grid keeps scales in two levels, the
+    /// factors of its spans. `importance` is as for [`Fit::params`].
     pub fn row(
         &self,
         grid: &Grid,
         w: &[f32],
         importance: &[f32],
         params: &mut [GroupParams],
-        spans: &mut [OfSpan],
+        spans: &mut [SpanFactors],
     ) {
         let size = grid.group().size(w.len()).max(1);
         for (g, (w, p)) in w.chunks(size).zip(params.iter_mut()).enumerate() {
@@ -121,60 +121,60 @@ impl Fit {
         }
         let per_span = grid.groups_of_span(w.len());
         let pieces = params.chunks_mut(per_span).zip(w.chunks(per_span * size));
-        for (s, (of_span, (params, w))) in spans.iter_mut().zip(pieces).enumerate() {
+        for (s, (factors, (params, w))) in spans.iter_mut().zip(pieces).enumerate() {
             let importance = importance_of(importance, s * per_span * size, w.len());
-            *of_span = match grid.offsets() && self.refits > 0 {
+            *factors = match grid.offsets() && self.refits > 0 {
                 true => self.span_with_offsets(grid, w, importance, params),
                 false => self.span(grid, w, importance, params),
             };
         }
     }
 
-    /// Parameters near `params`, of the groups of a span `w`, that are products with what it gives.
+    /// Replaces `params`, those of the groups of span `w`, by nearby multiples of the factors it returns.
     fn span(
         &self,
         grid: &Grid,
         w: &[f32],
         importance: &[f32],
         params: &mut [GroupParams],
-    ) -> OfSpan {
+    ) -> SpanFactors {
         let mut nearest = params.to_vec();
-        let mut of_span = [OfSpan::default()];
-        grid.snap(&mut nearest, &mut of_span);
+        let mut factors = [SpanFactors::default()];
+        grid.snap(&mut nearest, &mut factors);
         let size = grid.group().size(w.len()).max(1);
         for (g, (p, w)) in params.iter_mut().zip(w.chunks(size)).enumerate() {
             let importance = importance_of(importance, g * size, w.len());
-            *p = self.in_span(grid, of_span[0], *p, w, importance);
+            *p = self.in_span(grid, factors[0], *p, w, importance);
         }
-        of_span[0]
+        factors[0]
     }
 
-    /// Parameters near `p` whose scale and offset are products with those of a span: of the integers
-    /// around its own, those with the least weighted error of `w`.
+    /// Parameters near `p` that are multiples of a span's factors: of the integers around the exact
+    /// quotients, those with the least weighted error of `w`.
     pub fn in_span(
         &self,
         grid: &Grid,
-        of_span: OfSpan,
+        factors: SpanFactors,
         p: GroupParams,
         w: &[f32],
         importance: &[f32],
     ) -> GroupParams {
         if grid.offsets() {
-            return offsets::in_span(grid, of_span, p, w, importance).0;
+            return offsets::in_span(grid, factors, p, w, importance).0;
         }
-        let nearest = grid.near(of_span, p);
-        if p.scale == 0.0 || of_span.scale == f16::ZERO {
+        let nearest = grid.near(factors, p);
+        if p.scale == 0.0 || factors.scale == f16::ZERO {
             return nearest;
         }
         let (least, most) = grid.small_range();
-        let small = grid.small(of_span.scale, p.scale);
+        let small = grid.small(factors.scale, p.scale);
         let mut search = Search::new(self, grid, w, importance, nearest);
         let zeros = match grid.symmetric() || self.steps == 0 {
             true => p.zero..=p.zero,
             false => p.zero.saturating_sub(1)..=p.zero.saturating_add(1).min(grid.max_code()),
         };
         for small in small.saturating_sub(1).max(least)..=(small + 1).min(most) {
-            let scale = product(of_span.scale, small).to_f32();
+            let scale = product(factors.scale, small).to_f32();
             for zero in zeros.clone().filter(|_| scale != 0.0) {
                 search.consider(GroupParams {
                     scale,

@@ -23,9 +23,9 @@ pub struct GroupParams {
     /// Step between neighbouring codes: exactly an f16 value, finite; negative where the
     /// greatest magnitude of a symmetric group is positive and takes the lowest code.
     pub scale: f32,
-    /// The code that stands for zero; 0 where there is an offset.
+    /// The code of the value zero; 0 in schemes with float offsets.
     pub zero: u8,
-    /// What code `zero` stands for: exactly an f16 value, finite; 0 but in schemes with float offsets.
+    /// The value of code `zero`: exactly an f16 value, finite; 0 except in schemes with float offsets.
     pub offset: f32,
 }
 
@@ -91,7 +91,7 @@ impl Grid {
         self.scheme.scales.into()
     }
 
-    /// Spans in a row of `cols` columns: 0 if every group has its own f16.
+    /// Number of spans in a row of `cols` columns: 0 if every group has an f16 scale of its own.
     pub fn spans(&self, cols: usize) -> usize {
         self.two_level().map_or(0, |two| two.span.count(cols))
     }
@@ -102,7 +102,7 @@ impl Grid {
         span.div_ceil(self.group().size(cols).max(1)).max(1)
     }
 
-    /// The least and the greatest integer that the f16 factor of a span is multiplied by.
+    /// The least and the greatest integer scale of a group, in units of its span's f16 factor.
     pub fn small_range(&self) -> (i16, i16) {
         let bits = self.two_level().map_or(Bits::B8, |two| two.bits);
         let middle = i16::from(bits.midpoint());
@@ -114,20 +114,20 @@ impl Grid {
     }
 
     /// The f16 factor of a span whose scale of greatest magnitude is `greatest`.
-    pub fn of_span(&self, greatest: f32) -> f16 {
+    pub fn factor(&self, greatest: f32) -> f16 {
         let (_, most) = self.small_range();
         // Keeps products finite, and not all zero.
         let greatest = greatest.abs().min(0.99 * f16::MAX.to_f32());
         match f16::from_f32(greatest / f32::from(most)) {
-            of_span if of_span == f16::ZERO && greatest > 0.0 => f16::from_bits(1),
-            of_span => of_span,
+            factor if factor == f16::ZERO && greatest > 0.0 => f16::from_bits(1),
+            factor => factor,
         }
     }
 
-    /// The integer whose product with a span's factor is nearest to `scale`.
-    pub fn small(&self, of_span: f16, scale: f32) -> i16 {
+    /// The integer scale that is nearest to `scale` in units of a span's factor.
+    pub fn small(&self, factor: f16, scale: f32) -> i16 {
         let (least, most) = self.small_range();
-        let ratio = scale / of_span.to_f32();
+        let ratio = scale / factor.to_f32();
         if ratio.is_finite() {
             ratio.round_ties_even().clamp(least.into(), most.into()) as i16
         } else {
@@ -135,33 +135,33 @@ impl Grid {
         }
     }
 
-    /// The nearest parameters whose scale and offset are products with those of a span.
-    pub fn near(&self, of_span: OfSpan, p: GroupParams) -> GroupParams {
-        let nearest = |of_span, v| product(of_span, self.small(of_span, v)).to_f32();
+    /// The nearest parameters whose scale and offset are multiples of the span's factors.
+    pub fn near(&self, factors: SpanFactors, p: GroupParams) -> GroupParams {
+        let nearest = |factor, v| product(factor, self.small(factor, v)).to_f32();
         GroupParams {
-            scale: nearest(of_span.scale, p.scale),
-            offset: nearest(of_span.offset, p.offset),
+            scale: nearest(factors.scale, p.scale),
+            offset: nearest(factors.offset, p.offset),
             ..p
         }
     }
 
-    /// Takes the scales and offsets of a row's groups to the nearest that two levels hold, and gives
-    /// what they are multiples of in `spans`. Does nothing where scales are f16 each.
-    pub fn snap(&self, params: &mut [GroupParams], spans: &mut [OfSpan]) {
+    /// Rounds the scales and offsets of a row's groups to the nearest that two levels can store, and writes
+    /// the factors of each span to `spans`. Does nothing if every group has an f16 scale of its own.
+    pub fn snap(&self, params: &mut [GroupParams], spans: &mut [SpanFactors]) {
         if spans.is_empty() {
             return;
         }
         let per_span = params.len().div_ceil(spans.len());
-        for (params, of_span) in params.chunks_mut(per_span).zip(spans) {
+        for (params, factors) in params.chunks_mut(per_span).zip(spans) {
             let greatest = |of: fn(&GroupParams) -> f32| {
-                self.of_span(params.iter().map(of).fold(0.0, |m, v| v.abs().max(m)))
+                self.factor(params.iter().map(of).fold(0.0, |m, v| v.abs().max(m)))
             };
-            *of_span = OfSpan {
+            *factors = SpanFactors {
                 scale: greatest(|p| p.scale),
                 offset: -greatest(|p| p.offset),
             };
             for p in params {
-                *p = self.near(*of_span, *p);
+                *p = self.near(*factors, *p);
             }
         }
     }
@@ -200,16 +200,16 @@ impl Grid {
     }
 }
 
-/// What the scales and offsets of a span's groups are multiples of.
+/// The f16 factors of a span: the scales and offsets of its groups are multiples of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct OfSpan {
-    /// Of scales.
+pub struct SpanFactors {
+    /// The factor of scales.
     pub scale: f16,
-    /// Of offsets: not above 0, where weights reach below it.
+    /// The factor of offsets, at most 0.
     pub offset: f16,
 }
 
-/// A weight rounded to a grid: what a method makes.
+/// A weight rounded to a grid, the result of a method.
 #[derive(Clone, Debug)]
 pub struct Rounded {
     /// The grid.
@@ -221,7 +221,7 @@ pub struct Rounded {
     /// `[rows, groups]`.
     pub params: Vec<GroupParams>,
     /// `[rows, spans]`; empty where scales are f16 each.
-    pub spans: Vec<OfSpan>,
+    pub spans: Vec<SpanFactors>,
 }
 
 impl Rounded {
@@ -234,7 +234,7 @@ impl Rounded {
             cols,
             codes: vec![0; rows * cols],
             params: vec![zero; rows * groups],
-            spans: vec![OfSpan::default(); rows * grid.spans(cols)],
+            spans: vec![SpanFactors::default(); rows * grid.spans(cols)],
         }
     }
 
@@ -248,16 +248,16 @@ impl Rounded {
         self.grid.group().count(self.cols)
     }
 
-    /// The integers that `value` of a group is a product of, as they are stored, `[rows, groups]`.
-    pub(crate) fn small(&self, value: impl Fn(GroupParams, OfSpan) -> (f32, f16)) -> Vec<u8> {
+    /// The stored integers that, times a factor of their span, give a value of each group, `[rows, groups]`.
+    pub(crate) fn small(&self, value: impl Fn(GroupParams, SpanFactors) -> (f32, f16)) -> Vec<u8> {
         let (groups, per_span) = (self.groups(), self.grid.groups_of_span(self.cols));
         let spans = self.grid.spans(self.cols);
         let (least, _) = self.grid.small_range();
         let small = |(i, p): (usize, &GroupParams)| {
-            let of_span = self.spans[i / groups * spans + i % groups / per_span];
-            let (value, of_span) = value(*p, of_span);
-            let small = self.grid.small(of_span, value);
-            debug_assert_eq!(product(of_span, small).to_f32(), value);
+            let factors = self.spans[i / groups * spans + i % groups / per_span];
+            let (value, factor) = value(*p, factors);
+            let small = self.grid.small(factor, value);
+            debug_assert_eq!(product(factor, small).to_f32(), value);
             (small - least) as u8
         };
         self.params.iter().enumerate().map(small).collect()
@@ -330,7 +330,7 @@ pub struct RowsMut<'a> {
     /// `[rows, groups]`
     pub params: &'a mut [GroupParams],
     /// `[rows, spans]`
-    pub spans: &'a mut [OfSpan],
+    pub spans: &'a mut [SpanFactors],
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! A weight put together from rounded pieces of its rows, in canonical form.
 
 use crate::error::Result;
-use crate::grid::{Grid, GroupParams, OfSpan, Rounded};
+use crate::grid::{Grid, GroupParams, Rounded, SpanFactors};
 use half::f16;
 use nq_formats::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, Zeros, pack};
 
@@ -62,7 +62,7 @@ impl Packer {
         let codes = pack::pack_rows(scheme.bits, &rows.codes, self.cols);
         self.codes.extend_from_slice(&codes);
         self.scales
-            .append(values(rows, |p, of_span| (p.scale, of_span.scale)));
+            .append(values(rows, |p, factors| (p.scale, factors.scale)));
         match scheme.zeros {
             Zeros::None => {}
             Zeros::Integer => {
@@ -71,7 +71,7 @@ impl Packer {
                 self.zeros.extend_from_slice(&packed);
             }
             Zeros::Offset => {
-                let offsets = values(rows, |p, of_span| (p.offset, of_span.offset));
+                let offsets = values(rows, |p, factors| (p.offset, factors.offset));
                 self.offsets.append(offsets);
             }
         }
@@ -108,16 +108,16 @@ impl Packer {
 }
 
 /// What `of` names of a group and its span.
-fn values(rows: &Rounded, of: impl Fn(GroupParams, OfSpan) -> (f32, f16)) -> Values {
-    let half = |p: &GroupParams| f16::from_f32(of(*p, OfSpan::default()).0);
-    let of_span = |s: &OfSpan| of(GroupParams::default(), *s).1;
+fn values(rows: &Rounded, of: impl Fn(GroupParams, SpanFactors) -> (f32, f16)) -> Values {
+    let half = |p: &GroupParams| f16::from_f32(of(*p, SpanFactors::default()).0);
+    let factors = |s: &SpanFactors| of(GroupParams::default(), *s).1;
     match rows.grid.two_level() {
         None => Values {
             half: rows.params.iter().map(half).collect(),
             small: Vec::new(),
         },
         Some(two) => Values {
-            half: rows.spans.iter().map(of_span).collect(),
+            half: rows.spans.iter().map(factors).collect(),
             small: pack::pack_rows(two.bits, &rows.small(of), rows.groups()),
         },
     }

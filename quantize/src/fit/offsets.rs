@@ -6,12 +6,12 @@
 //! to all codes of the span, in turns.
 
 use super::{Fit, LANES, ROUNDER, clamp, importance_of, storable};
-use crate::grid::{Grid, GroupParams, OfSpan};
+use crate::grid::{Grid, GroupParams, SpanFactors};
 use half::f16;
 use nq_formats::product;
 
 impl Fit {
-    /// The scale and the offset, at most 0, for `w`, which is not all 0.
+    /// The scale and the offset (at most 0) that fit `w` best. `w` must not be all 0.
     pub(super) fn with_offset(&self, grid: &Grid, w: &[f32], importance: &[f32]) -> GroupParams {
         let (low, high) = w
             .iter()
@@ -47,36 +47,36 @@ impl Fit {
         best
     }
 
-    /// Parameters of the groups of a span `w`, `params` being those of each alone, and what they are
-    /// products with.
+    /// Fits the groups of a span `w` and the factors they share, starting from `params`, the fit of each
+    /// group alone.
     pub(super) fn span_with_offsets(
         &self,
         grid: &Grid,
         w: &[f32],
         importance: &[f32],
         params: &mut [GroupParams],
-    ) -> OfSpan {
+    ) -> SpanFactors {
         let mut first = params.to_vec();
-        let mut of_span = [OfSpan::default()];
-        grid.snap(&mut first, &mut of_span);
-        let mut of_span = of_span[0];
-        let (mut best, mut least) = ((of_span, first), f32::INFINITY);
+        let mut factors = [SpanFactors::default()];
+        grid.snap(&mut first, &mut factors);
+        let mut factors = factors[0];
+        let (mut best, mut least) = ((factors, first), f32::INFINITY);
         let wanted = params.to_vec();
         let size = grid.group().size(w.len()).max(1);
         for _ in 0..=self.refits {
             let mut total = 0.0;
             for (g, (p, w)) in params.iter_mut().zip(w.chunks(size)).enumerate() {
                 let importance = importance_of(importance, g * size, w.len());
-                let (found, error) = in_span(grid, of_span, wanted[g], w, importance);
+                let (found, error) = in_span(grid, factors, wanted[g], w, importance);
                 *p = found;
                 total += error;
             }
             if total >= least {
                 break;
             }
-            (best, least) = ((of_span, params.to_vec()), total);
-            match refit_span(grid, of_span, params, w, importance) {
-                Some(refitted) if refitted != of_span => of_span = refitted,
+            (best, least) = ((factors, params.to_vec()), total);
+            match refit_span(grid, factors, params, w, importance) {
+                Some(refitted) if refitted != factors => factors = refitted,
                 _ => break,
             }
         }
@@ -85,29 +85,30 @@ impl Fit {
     }
 }
 
-/// Of the products with `of_span` around `p`, those with the least weighted error of `w`, and that.
+/// Of the multiples of a span's factors around `p`, those with the least weighted error of `w`, and that
+/// error.
 pub(super) fn in_span(
     grid: &Grid,
-    of_span: OfSpan,
+    factors: SpanFactors,
     p: GroupParams,
     w: &[f32],
     importance: &[f32],
 ) -> (GroupParams, f32) {
-    let around = |of_span, value, least: i16| {
-        let middle = grid.small(of_span, value);
+    let around = |factors, value, least: i16| {
+        let middle = grid.small(factors, value);
         (middle - 1).max(least)..=(middle + 1).min(grid.small_range().1)
     };
-    let mut best = grid.near(of_span, p);
-    if p.scale == 0.0 || of_span.scale == f16::ZERO {
+    let mut best = grid.near(factors, p);
+    if p.scale == 0.0 || factors.scale == f16::ZERO {
         return (best, 0.0); // a group of zeros
     }
     let mut least = f32::INFINITY;
-    for scale in around(of_span.scale, p.scale, 1) {
-        for offset in around(of_span.offset, p.offset, 0) {
+    for scale in around(factors.scale, p.scale, 1) {
+        for offset in around(factors.offset, p.offset, 0) {
             let p = GroupParams {
-                scale: product(of_span.scale, scale).to_f32(),
+                scale: product(factors.scale, scale).to_f32(),
                 zero: 0,
-                offset: product(of_span.offset, offset).to_f32(),
+                offset: product(factors.offset, offset).to_f32(),
             };
             let error = error(grid, p, w, importance);
             if error < least {
@@ -118,7 +119,7 @@ pub(super) fn in_span(
     (best, least)
 }
 
-/// As a file holds them.
+/// The parameters rounded to what a file can hold.
 fn stored(scale: f32, offset: f32) -> GroupParams {
     let most = f16::MAX.to_f32();
     GroupParams {
@@ -134,7 +135,7 @@ fn code(w: f32, inverse: f32, offset: f32, max: f32) -> f32 {
     clamp((w - offset) * inverse, 0.0, max) + ROUNDER - ROUNDER
 }
 
-/// 1 / scale; 0 where that is 0: all codes are 0 then.
+/// `1 / scale`, or 0 if the scale is 0, which makes all codes 0.
 fn inverse(scale: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { 1.0 / scale }
 }
@@ -164,7 +165,7 @@ fn error(grid: &Grid, p: GroupParams, w: &[f32], importance: &[f32]) -> f32 {
     sums.iter().sum()
 }
 
-/// Scale and offset that fit the codes of `w` under `p` best; `None` if these say nothing of a scale.
+/// Scale and offset that fit the codes of `w` under `p` best; `None` if they do not determine a scale.
 fn refit(grid: &Grid, p: GroupParams, w: &[f32], importance: &[f32]) -> Option<GroupParams> {
     let (inverse, max) = (inverse(p.scale), f32::from(grid.max_code()));
     let mut sums = [const { [0f32; LANES] }; 5]; // of h, h q, h q q, h w, h w q
@@ -195,18 +196,18 @@ fn refit(grid: &Grid, p: GroupParams, w: &[f32], importance: &[f32]) -> Option<G
 /// The two f16 that fit the codes and integers of a span best, by weighted least squares.
 fn refit_span(
     grid: &Grid,
-    of_span: OfSpan,
+    factors: SpanFactors,
     params: &[GroupParams],
     w: &[f32],
     importance: &[f32],
-) -> Option<OfSpan> {
+) -> Option<SpanFactors> {
     let size = grid.group().size(w.len()).max(1);
     let max = f32::from(grid.max_code());
     // w is near d a + m b, where a is a code times the integer of its scale, b that of its offset.
     let (mut aa, mut ab, mut bb, mut wa, mut wb) = (0f64, 0f64, 0f64, 0f64, 0f64);
     for (g, (p, w)) in params.iter().zip(w.chunks(size)).enumerate() {
-        let (inverse, b) = (inverse(p.scale), grid.small(of_span.offset, p.offset));
-        let (scale, b) = (grid.small(of_span.scale, p.scale), f64::from(b));
+        let (inverse, b) = (inverse(p.scale), grid.small(factors.offset, p.offset));
+        let (scale, b) = (grid.small(factors.scale, p.scale), f64::from(b));
         for (i, &w) in w.iter().enumerate() {
             let h = importance.get(g * size + i).copied().unwrap_or(1.0);
             let q = code(w, inverse, p.offset, max);
@@ -226,9 +227,9 @@ fn refit_span(
                 (wb * aa - wa * ab) / determinant,
             )
         }
-        false => (wa / aa, of_span.offset.to_f64()),
+        false => (wa / aa, factors.offset.to_f64()),
     };
-    let refitted = OfSpan {
+    let refitted = SpanFactors {
         scale: f16::from_f64(scale),
         offset: f16::from_f64(offset),
     };
@@ -250,7 +251,7 @@ mod tests {
 
     fn row_error(fit: Fit, grid: &Grid, w: &[f32], h: &[f32]) -> f64 {
         let mut params = vec![grid.zeros(); grid.group().count(w.len())];
-        let mut spans = vec![OfSpan::default(); grid.spans(w.len())];
+        let mut spans = vec![SpanFactors::default(); grid.spans(w.len())];
         fit.row(grid, w, h, &mut params, &mut spans);
         let size = grid.group().size(w.len());
         let of = |(i, (&w, &h)): (usize, (&f32, &f32))| {

@@ -156,8 +156,8 @@ impl Tile<'_> {
             params[group] = match spans {
                 0 => p,
                 _ => {
-                    let of_span = rows.spans[r * spans + group / per_span];
-                    self.fit.in_span(&self.grid, of_span, p, w, &h)
+                    let factors = rows.spans[r * spans + group / per_span];
+                    self.fit.in_span(&self.grid, factors, p, w, &h)
                 }
             };
         }

@@ -58,7 +58,8 @@ impl Tokenizer {
             why,
         };
         outline::check(&json).map_err(bad)?;
-        let read = guarded(|| tokenizers::Tokenizer::from_bytes(&json));
+        // Not `from_bytes`, a generic function: all of the crate's parsing would be compiled again here.
+        let read = guarded(|| std::str::from_utf8(&json)?.parse::<tokenizers::Tokenizer>());
         let mut inner = read.map_err(bad)?;
         // Files saved after training may carry length limits of the training run; obeying them would
         // drop text silently.

@@ -22,8 +22,8 @@ use std::time::Duration;
 pub struct QuantizeArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
     pub model: Option<OsString>,
-    /// Bits of a weight: 3, 4, 5, 6 or 8. Up to 6, layers, embedding and head get a mix of schemes in
-    /// the bytes of those bits for all layers and of 8 for the embedding and head
+    /// Bits of a weight: 3, 4, 5, 6 or 8. Up to 6, schemes are mixed: the parts of the model get those that
+    /// are expected to lose least, in the size of one scheme for all layers and 8 bits for the embedding and head
     #[arg(long, default_value_t = 4, value_parser = parse_bits)]
     pub bits: u32,
     /// One scheme for all layers instead, 8 bits for the embedding and head: at 4 and 8 bits what other
