@@ -5,7 +5,7 @@
         --guidellm VENV/bin/guidellm > record.csv
 
 MODEL should be slow enough, 0.6B for example, that the clients take no time from the server: guidellm needs a core
-for 500 tokens a second.
+for 500 tokens a second. Prompts are not kept: guidellm sends the same ones in each of its turns.
 
 Both send prompts of 128 random tokens for 64 tokens to `/v1/completions`, one after the other with the same
 number of requests, in turns. guidellm's inter-token latency is the mean of an answer, so it stands beside the
@@ -64,8 +64,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="turns of both")
     args = parser.parse_args()
     tools = {"guidellm": (by_guidellm, args.guidellm), "load_client": (by_client, args.client)}
-    server = subprocess.Popen([args.nq, "serve", args.model, "--device", "cpu", "--port", "0", "--parallel",
-                               str(max(args.clients)), "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    serve = [args.nq, "serve", args.model, "--device", "cpu", "--port", "0", "--no-prefix-cache", "--parallel",
+             str(max(args.clients)), "--json"]
+    server = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         url = json.loads(server.stdout.readline())["url"]
         by_client(args.client, args.model, url, 1, 1)
