@@ -242,6 +242,19 @@ def serve_load():
     return table(["Qwen3, tokens in", "1 client", "16", "64", "first token / between tokens at 64", "llama-server, 1 / 16 / 64"], lines)
 
 
+def drafts():
+    gpu, cpu = "2026-11-23-gpu-drafts.csv", "2026-11-23-cpu-drafts.csv"
+    lines = []
+    for name, file, wanted in [("Qwen3-8B, H200", gpu, {"model": "8b", "variant": "by match"}),
+                               ("Qwen3-0.6B, two cores", cpu, {"preset": "0.6b"})]:
+        found = rows(file, **wanted)
+        for what, text in [("an edit, 60 % copied", " 0.6"), ("an edit, 80 % copied", " 0.8"), ("prose", "prose")]:
+            of = [r for r in found if text in r["text"]]
+            speeds = [f"{float(r['tok_s_without']):.0f} / {float(r['tok_s_with']):.0f}" for r in of]
+            lines.append([f"{name}: {what}", ", ".join(speeds), ", ".join(f"{float(r['speed_up']):.2f}" for r in of)])
+    return table(["drafts from the text", "tok/s without / with", "ratio"], lines)
+
+
 def main():
     write = "--write" in sys.argv[1:]
     block = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.S)
