@@ -128,7 +128,7 @@ const HOPE: ([f64; KINDS], [f64; KINDS]) = ([0.5, 0.8, 0.95], [0.8; KINDS]);
 /// Weight of the latest checked token: of a drafter that is free, which matches of another kind may begin
 /// to serve at any time, and of one that is dear, whose guesses are right about as often all along. The
 /// chance of a few wrong ones must not end the latter's drafts.
-const LATEST: (f64, f64) = (0.2, 0.05);
+const LATEST: (f64, f64) = (0.2, 0.01);
 /// Checked tokens that the hope for a dear drafter weighs as much as.
 const HOPED: usize = 4;
 /// What that share comes back by while nothing is drafted, where drafts are free: a text may begin to
