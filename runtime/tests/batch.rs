@@ -549,21 +549,11 @@ fn one_sequence_fails_alone() {
 mod cuda {
     use super::*;
     use nq_formats::{AffineScheme, Bits, Group, Zeros};
-    use nq_runtime::{DeviceChoice, LoadOptions};
+    use nq_kernels::KernelSet;
     use std::sync::Arc;
 
     fn gpu(store: &Store, config: &ModelConfig) -> Option<Arc<dyn Engine>> {
-        let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-        if let Err(e) = nq_kernels::cuda::device_count() {
-            assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-            println!("skipped: {e}");
-            return None;
-        }
-        let options = LoadOptions {
-            device: DeviceChoice::Cuda(0),
-            ..LoadOptions::default()
-        };
-        Some(nq_runtime::load(config, store, &options, &()).expect("the GPU loads it"))
+        common::gpu_engine(config, store, KernelSet::Fused)
     }
 
     fn config() -> ModelConfig {

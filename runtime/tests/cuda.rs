@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Store, distance, feed, nq, small_config, tokens};
+use common::{Store, distance, feed, gpu_engine, nq, small_config, tokens};
 use nq_formats::models::{ARCHITECTURES, Product};
 use nq_formats::names::is_router;
 use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
@@ -16,7 +16,6 @@ use nq_runtime::{
     LogitsWanted, Observer, Piece, Sampler, SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
-use std::sync::Arc;
 
 fn config() -> ModelConfig {
     ModelConfig {
@@ -27,21 +26,6 @@ fn config() -> ModelConfig {
         head_dim: 128,
         ..small_config()
     }
-}
-
-fn gpu_engine(config: &ModelConfig, store: &Store, kernels: KernelSet) -> Option<Arc<dyn Engine>> {
-    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    if let Err(e) = nq_kernels::cuda::device_count() {
-        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-        println!("skipped: {e}");
-        return None;
-    }
-    let options = LoadOptions {
-        device: DeviceChoice::Cuda(0),
-        kernels,
-        ..LoadOptions::default()
-    };
-    Some(nq_runtime::load(config, store, &options, &()).expect("the GPU loads it"))
 }
 
 fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {

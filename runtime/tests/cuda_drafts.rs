@@ -10,8 +10,7 @@ use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
 use nq_runtime::{
-    DeviceChoice, DraftModel, Engine, KvType, LoadOptions, Sampler, SamplingParams, Session,
-    SessionSpec, Speculation,
+    DraftModel, Engine, KvType, Sampler, SamplingParams, Session, SessionSpec, Speculation,
 };
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex};
@@ -30,25 +29,13 @@ fn config() -> ModelConfig {
 }
 
 fn gpu(scheme: Option<Bits>) -> Option<Arc<dyn Engine>> {
-    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    if let Err(e) = nq_kernels::cuda::device_count() {
-        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-        println!("skipped: {e}");
-        return None;
-    }
-    let options = LoadOptions {
-        device: DeviceChoice::Cuda(0),
-        kernels: KernelSet::Fused,
-        ..LoadOptions::default()
-    };
     let config = config();
     let plain = Store::random(&config, 9);
     let store = match scheme {
         Some(bits) => plain.quantized(AffineScheme::new(bits, Group::Size(64), Zeros::Integer)),
         None => plain,
     };
-    let engine = nq_runtime::load(&config, &store, &options, &());
-    Some(engine.expect("the GPU loads it"))
+    common::gpu_engine(&config, &store, KernelSet::Fused)
 }
 
 fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {

@@ -172,11 +172,13 @@ impl Lines {
     /// All texts.
     ///
     /// # Errors
-    /// If they have more than `bytes` together.
-    pub fn all(&mut self, bytes: usize) -> anyhow::Result<Vec<Line>> {
-        let lines = self.take(usize::MAX, bytes + 1)?;
-        if lines.iter().map(|l| l.text.len()).sum::<usize>() > bytes {
-            bail!("{}: expected at most {bytes} bytes of texts", self.name);
+    /// If there are more than `most`, or if they have more than `bytes` together.
+    pub fn all(&mut self, most: usize, bytes: usize) -> anyhow::Result<Vec<Line>> {
+        let lines = self.take(most + 1, bytes + 1)?;
+        let held: usize = lines.iter().map(|l| l.text.len()).sum();
+        if lines.len() > most || held > bytes {
+            let name = &self.name;
+            bail!("{name}: expected at most {most} texts, and {bytes} bytes of them");
         }
         Ok(lines)
     }
@@ -259,12 +261,13 @@ mod tests {
         assert_eq!(texts(some.take(9, 99).unwrap()), ["four"]);
         assert!(some.take(9, 99).unwrap().is_empty());
 
-        assert_eq!(lines("one\ntwo").all(6).unwrap().len(), 2);
-        let error = lines("one\ntwo").all(5).map(texts).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "input: expected at most 5 bytes of texts"
-        );
+        assert_eq!(lines("one\ntwo").all(2, 6).unwrap().len(), 2);
+        for (most, bytes) in [(2, 5), (1, 6)] {
+            let error = lines("one\ntwo").all(most, bytes).map(texts).unwrap_err();
+            let expected =
+                format!("input: expected at most {most} texts, and {bytes} bytes of them");
+            assert_eq!(error.to_string(), expected);
+        }
 
         let long = vec![b'x'; LINE as usize];
         let error = lines(long).take(1, 1).map(texts).unwrap_err();

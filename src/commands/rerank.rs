@@ -14,8 +14,8 @@ use serde_json::json;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// Bytes of all documents, at most: they are ranked together, and their tokens are kept till then.
-const MOST_BYTES: usize = 256 << 20;
+/// Documents, at most, and their bytes: they are ranked together, and their tokens are kept till then.
+const MOST: (usize, usize) = (1 << 20, 256 << 20);
 
 /// Flags of `nq rerank`.
 #[derive(Args, Debug)]
@@ -52,7 +52,7 @@ pub fn run(args: &RerankArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let (checkpoint, _) = at_load(opened.checkpoint, args.read.bits, &terminal)?;
     // Before the model is loaded: what is wrong with the tokenizer or the texts need not wait.
     let reranker = Reranker::new(&Tokenizer::from_files(checkpoint.files())?)?;
-    let documents = Lines::open(&args.texts, args.read.file.as_deref())?.all(MOST_BYTES)?;
+    let documents = Lines::open(&args.texts, args.read.file.as_deref())?.all(MOST.0, MOST.1)?;
     let mut session = Session::new(&checkpoint, reranker.row(), &args.read, global, &terminal)?;
     let mut prompts = Vec::with_capacity(documents.len());
     for line in &documents {

@@ -76,7 +76,7 @@ pub struct ServeArgs {
     /// Keep nothing for prompts to come
     #[arg(long)]
     pub no_prefix_cache: bool,
-    /// Folder for keys and values of prompts, which then survive the server (CPU)
+    /// Folder for keys and values of prompts, which then survive the server; read back where that is faster than computing them
     #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache")]
     pub cache_dir: Option<PathBuf>,
     /// Most bytes of files in --cache-dir; the least recently used are removed
