@@ -13,6 +13,10 @@ const LEAST: f64 = 0.25;
 /// Weight of a new measurement that is above what was known, and of one below.
 const MORE: f64 = 0.3;
 const LESS: f64 = 0.5;
+/// One in so many steps goes without drafts, until such a step has been measured, and one has a row more
+/// than has been: what steps are guessed to take must not decide for good.
+const PLAIN: usize = 4;
+const WIDER: usize = 32;
 
 /// What steps and drafts take.
 #[derive(Clone, Debug)]
@@ -27,6 +31,8 @@ pub(super) struct Pace {
     begun: bool,
     /// Drafts take time.
     dear: bool,
+    /// Steps with drafts beside which something is yet to be measured.
+    unknown: usize,
 }
 
 /// Tokens that a sequence would have drafted.
@@ -46,6 +52,7 @@ impl Default for Pace {
             draft: None,
             begun: false,
             dear: false,
+            unknown: 0,
         }
     }
 }
@@ -66,15 +73,10 @@ impl Pace {
         let mut best = (LEAST_GAIN * rows as f64 / self.step(rows), lengths.clone());
         let mut tokens = rows as f64;
         for drafted in 1..=room {
-            let chance = |i: usize| match lengths[i] < wishes[i].most {
-                true => wishes[i].right.powi(lengths[i] as i32 + 1),
-                false => 0.0,
-            };
-            let likeliest = (0..wishes.len()).max_by(|&a, &b| chance(a).total_cmp(&chance(b)));
-            let Some(i) = likeliest.filter(|&i| chance(i) > 0.0) else {
+            let Some((i, chance)) = likeliest(wishes, &lengths) else {
                 break;
             };
-            tokens += chance(i);
+            tokens += chance;
             lengths[i] += 1;
             let longest = lengths.iter().max().copied().unwrap_or(0);
             let seconds = self.step(rows + drafted) + self.draft() * longest as f64;
@@ -83,6 +85,31 @@ impl Pace {
             }
         }
         best.1
+    }
+
+    /// Changes a plan with drafts, now and then, to measure what has not been: steps without drafts, which
+    /// tell what drafts gain, and steps of a row more.
+    pub(super) fn explore(
+        &mut self,
+        rows: usize,
+        room: usize,
+        wishes: &[Wish],
+        lengths: &mut [usize],
+    ) {
+        let drafted: usize = lengths.iter().sum();
+        let unknown = |rows| !matches!(self.steps.get((self.rounded)(rows) - 1), Some(Some(_)));
+        let (without, wider) = (unknown(rows), drafted < room && unknown(rows + drafted + 1));
+        if drafted == 0 || !(without || wider) {
+            return;
+        }
+        self.unknown += 1;
+        if without && self.unknown.is_multiple_of(PLAIN) {
+            lengths.fill(0);
+        } else if wider && self.unknown.is_multiple_of(WIDER) {
+            if let Some((i, _)) = likeliest(wishes, lengths) {
+                lengths[i] += 1;
+            }
+        }
     }
 
     /// Seconds of a step; in steps of one row where nothing has been measured.
@@ -154,6 +181,17 @@ impl Pace {
             Some(known) => Some(learned(known, seconds)),
         };
     }
+}
+
+/// The sequence whose next token is likeliest to be right, after drafts of `lengths`, and the chance of it.
+fn likeliest(wishes: &[Wish], lengths: &[usize]) -> Option<(usize, f64)> {
+    let chance = |(i, (wish, &length)): (usize, (&Wish, &usize))| match length < wish.most {
+        true => (i, wish.right.powi(length as i32 + 1)),
+        false => (i, 0.0),
+    };
+    let chances = wishes.iter().zip(lengths).enumerate().map(chance);
+    let likeliest = chances.max_by(|a, b| a.1.total_cmp(&b.1));
+    likeliest.filter(|(_, chance)| *chance > 0.0)
 }
 
 /// What is expected after a measurement. Nothing takes less time than it needs: that is believed sooner.
@@ -231,6 +269,39 @@ mod tests {
         (0..10).for_each(|_| pace.stepped(1, 1.0));
         (0..3).for_each(|_| pace.stepped(8, 2.0));
         assert!(pace.step(1) < 1.5 && pace.step(8) > 1.5);
+    }
+
+    /// Rows that cost nothing are found, though they were guessed to cost too much.
+    #[test]
+    fn more_rows_are_tried_now_and_then() {
+        let mut pace = Pace::default();
+        let wishes = [Wish {
+            right: 0.7,
+            most: 8,
+        }];
+        let mut drafted = Vec::new();
+        for _ in 0..400 {
+            let mut planned = pace.plan(1, 8, &wishes);
+            pace.explore(1, 8, &wishes, &mut planned);
+            pace.stepped(1 + planned[0], 1.25);
+            drafted.push(planned[0]);
+        }
+        assert!(drafted[0] < 4 && drafted[399] == 8, "{drafted:?}");
+        // What is dear is tried, and left alone.
+        let mut pace = measured(
+            |rows| if rows < 4 { 1.25 } else { rows as f64 },
+            Pace::default(),
+        );
+        pace.steps.truncate(3);
+        let mut wide = 0;
+        for _ in 0..400 {
+            let mut planned = pace.plan(1, 8, &wishes);
+            pace.explore(1, 8, &wishes, &mut planned);
+            wide += usize::from(planned[0] > 2);
+            let rows = 1 + planned[0];
+            pace.stepped(rows, if rows < 4 { 1.25 } else { rows as f64 });
+        }
+        assert!((1..20).contains(&wide), "{wide}");
     }
 
     /// Steps of 5 to 8 rows take the same time: one that has been measured tells of all.
