@@ -163,6 +163,23 @@ impl<O: GradOps> Graph<O> {
         Ok(logits)
     }
 
+    /// Takes the teacher's outputs after the final norm at rows `row .. row + n`, for
+    /// [`Graph::gradient_towards`], from `outputs` (`[_, hidden]`), beginning at its row `first`.
+    ///
+    /// # Errors
+    /// Rows beyond either buffer; errors of the device.
+    pub fn take_outputs(
+        &mut self,
+        ops: &O,
+        (outputs, first): (&O::Floats, usize),
+        row: usize,
+        n: usize,
+    ) -> Result<()> {
+        let width = self.config.hidden_size;
+        let to = (&mut self.teacher, row * width);
+        Ok(ops.copy((outputs, first * width), to, n * width)?)
+    }
+
     /// Like [`Graph::divergence`]; also adds its gradient, times `share`, to that in `student`.
     ///
     /// # Errors
@@ -175,8 +192,26 @@ impl<O: GradOps> Graph<O> {
         tokens: &[u32],
         share: f32,
     ) -> Result<f64> {
-        self.forward_both(ops, teacher, student, tokens)?;
+        ops.write_ids(&mut self.ids, tokens)?;
+        self.run_teacher(ops, teacher, tokens.len())?;
+        self.gradient_towards(ops, teacher, student, tokens, share)
+    }
+
+    /// Like [`Graph::gradient`], with the teacher's outputs that were taken for each of `tokens`.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn gradient_towards(
+        &mut self,
+        ops: &O,
+        teacher: &Model<O>,
+        student: &mut Model<O>,
+        tokens: &[u32],
+        share: f32,
+    ) -> Result<f64> {
         let rows = tokens.len();
+        ops.write_ids(&mut self.ids, tokens)?;
+        self.forward(ops, student, rows)?;
         let loss = self.head_gradient(ops, teacher, student, rows, share / rows as f32)?;
         for layer in (0..self.config.num_hidden_layers).rev() {
             let Layer { attention, mlp, .. } = &mut student.layers[layer];
@@ -202,9 +237,14 @@ impl<O: GradOps> Graph<O> {
         tokens: &[u32],
     ) -> Result<()> {
         ops.write_ids(&mut self.ids, tokens)?;
-        self.forward(ops, teacher, tokens.len())?;
-        std::mem::swap(&mut self.f.h, &mut self.teacher);
+        self.run_teacher(ops, teacher, tokens.len())?;
         self.forward(ops, student, tokens.len())
+    }
+
+    fn run_teacher(&mut self, ops: &O, teacher: &Model<O>, rows: usize) -> Result<()> {
+        self.forward(ops, teacher, rows)?;
+        std::mem::swap(&mut self.f.h, &mut self.teacher);
+        Ok(())
     }
 
     fn heads(&self, rows: usize, heads: usize) -> HeadShape {

@@ -27,6 +27,7 @@ pub struct Sampler<O: Allocate> {
     up: O::Floats,          // [slots, max(intermediate, kv_dim)]: values of heads, then the MLP's
     act: O::Floats,         // [slots, intermediate]
     inv: O::Floats,         // [slots, heads]
+    outputs: O::Floats,     // [slots, length, hidden], after the final norm
     logits: O::Floats,      // [slots, vocab]
     w: O::Floats,           // unused by a teacher: its weights are dense
 }
@@ -65,6 +66,7 @@ impl<O: Allocate> Sampler<O> {
             up: floats(c.intermediate_size.max(c.kv_dim()))?,
             act: floats(c.intermediate_size)?,
             inv: floats(c.num_attention_heads)?,
+            outputs: floats(length * c.hidden_size)?,
             logits: floats(c.vocab_size)?,
             w: ops.floats("weights", 0)?,
         })
@@ -75,6 +77,12 @@ impl<O: GradOps> Sampler<O> {
     /// Number of sequences sampled together.
     pub fn slots(&self) -> usize {
         self.slots
+    }
+
+    /// The teacher's outputs after the final norm at every token that was sampled last,
+    /// `[beginnings, length, hidden]`.
+    pub fn outputs(&self) -> &O::Floats {
+        &self.outputs
     }
 
     /// Continues up to as many beginnings as there are slots to the full length, at
@@ -102,9 +110,10 @@ impl<O: GradOps> Sampler<O> {
             .map(|row| unknown(row).unwrap_or(length))
             .min()
             .unwrap_or(0);
-        for t in 0..length - 1 {
+        for t in 0..length {
             self.step(ops, teacher, batch, t)?;
-            if t + 1 < known {
+            self.output(ops, teacher, batch, t)?;
+            if t + 1 < known || t + 1 == length {
                 continue;
             }
             self.head(ops, teacher, batch)?;
@@ -132,11 +141,22 @@ impl<O: GradOps> Sampler<O> {
         model.layers.iter().try_for_each(|l| l.run(&mut step))
     }
 
-    fn head(&mut self, ops: &O, model: &Model<O>, batch: usize) -> Result<()> {
+    /// Leaves the output of token `t` of every sequence in `h`, and in `outputs`.
+    fn output(&mut self, ops: &O, model: &Model<O>, batch: usize, t: usize) -> Result<()> {
         let c = &self.config;
         let (norm, inv) = (&model.final_norm.value, &mut self.inv);
         let shape = (batch, c.hidden_size);
         ops.rms_norm(&self.x, norm, &mut self.h, inv, shape, c.rms_norm_eps)?;
+        let places = HeadShape {
+            capacity: self.length,
+            at: t,
+            ..HeadShape::whole(batch, 1, 1, c.hidden_size)
+        };
+        Ok(ops.rows_to_heads(&self.h, &mut self.outputs, places)?)
+    }
+
+    fn head(&mut self, ops: &O, model: &Model<O>, batch: usize) -> Result<()> {
+        let c = &self.config;
         let w = model.head().load(ops, &mut self.w)?;
         let product = Gemm::linear(batch, c.vocab_size, c.hidden_size);
         ops.gemm(product, &self.h, w, &mut self.logits)?;

@@ -282,6 +282,44 @@ fn gradients_of_passes_add_up() {
     assert!(norm > 0.0 && error < 1e-4 * norm, "{error} of {norm}");
 }
 
+/// Text comes with the teacher's outputs: gradients are those of running it again.
+#[test]
+fn sampling_leaves_the_outputs_of_the_teacher() {
+    let (ops, c) = (CpuOps, config(false));
+    let source = random(&c, 1);
+    let quantized = quantized(&source, Bits::B4);
+    let teacher = Model::teacher(&ops, &c, &source).unwrap();
+    let mut sampler = Sampler::new(&ops, &c, 3, 8).unwrap();
+    let begin = vec![vec![1], vec![2, 3, 4], vec![5; 9]];
+    let text = sampler.sample(&ops, &teacher, &begin, (9, 0)).unwrap();
+    let gradient = |known: bool| {
+        let mut model = Model::student(&ops, &c, &quantized, &source, true).unwrap();
+        let mut graph = Graph::new(&ops, &c, 2, 8).unwrap();
+        // The last two sequences, in the other order.
+        let tokens = [&text[16..], &text[8..16]].concat();
+        let loss = if known {
+            for (row, first) in [(0, 16), (8, 8)] {
+                let outputs = (sampler.outputs(), first);
+                graph.take_outputs(&ops, outputs, row, 8).unwrap();
+            }
+            graph.gradient_towards(&ops, &teacher, &mut model, &tokens, 1.0)
+        } else {
+            graph.gradient(&ops, &teacher, &mut model, &tokens, 1.0)
+        };
+        let values = model.values().into_iter();
+        let grads = values.flat_map(|v| v.state.as_ref().unwrap().grad.clone());
+        (loss.unwrap(), grads.collect::<Vec<f32>>())
+    };
+    let ((loss, grads), (known_loss, known_grads)) = (gradient(false), gradient(true));
+    assert!(
+        (loss - known_loss).abs() < 1e-5 * loss,
+        "{loss} {known_loss}"
+    );
+    let norm: f32 = grads.iter().map(|g| g * g).sum::<f32>().sqrt();
+    let off = grads.iter().zip(&known_grads).map(|(a, b)| (a - b).powi(2));
+    assert!(norm > 0.0 && off.sum::<f32>().sqrt() < 1e-4 * norm);
+}
+
 /// The student starts from the quantized weights, and reading it back before any step returns them.
 #[test]
 fn nothing_tuned_is_nothing_changed() {

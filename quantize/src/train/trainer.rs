@@ -255,14 +255,16 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             .sample(self.ops, &self.teacher, &beginnings, seed)
     }
 
-    /// Sequences `index .. index + n` of the endless training text; a new part is sampled once the
-    /// current one has been used as often as it should be.
-    fn text(&mut self, index: u64, n: usize) -> Result<Vec<u32>> {
+    /// The sequences of a pass, from `index` on of the endless training text, and in the graph the
+    /// teacher's outputs for them; a new part is sampled once the current one has been used as often as it
+    /// should be.
+    fn text(&mut self, index: u64) -> Result<Vec<u32>> {
+        let n = self.graph.batch();
         let length = self.settings.length;
         let slots = self.sampler.slots() as u64;
         let visits = self.settings.visits.max(1) as u64;
         let mut out = Vec::with_capacity(n * length);
-        for i in index..index + n as u64 {
+        for (row, i) in (0..).step_by(length).zip(index..index + n as u64) {
             let chunk = i / (slots * visits) * slots;
             if self.text.is_empty() || self.text_first != chunk {
                 self.text = self.sample(chunk, slots as usize)?;
@@ -270,6 +272,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             }
             let at = (i % slots) as usize * length;
             out.extend_from_slice(&self.text[at..at + length]);
+            let outputs = (self.sampler.outputs(), at);
+            self.graph.take_outputs(self.ops, outputs, row, length)?;
         }
         Ok(out)
     }
@@ -281,7 +285,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     pub fn pace(&mut self) -> Result<Pace> {
         let (pass, slots) = (self.graph.batch(), self.sampler.slots());
         let start = Instant::now();
-        let tokens = self.text(0, pass)?;
+        let tokens = self.text(0)?;
         let visits = self.settings.visits.max(1);
         let sampling = start.elapsed().as_secs_f64() / (slots * visits) as f64;
         // The first round includes one-time costs; the second is timed.
@@ -292,7 +296,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             let (student, teacher) = (&mut self.student, &self.teacher);
             self.graph.divergence(ops, teacher, student, &tokens)?;
             let forward = start.elapsed().as_secs_f64();
-            self.graph.gradient(ops, teacher, student, &tokens, 1.0)?;
+            self.graph
+                .gradient_towards(ops, teacher, student, &tokens, 1.0)?;
             let gradient = start.elapsed().as_secs_f64() - forward;
             for v in student.values_mut() {
                 if let Some(state) = &mut v.state {
@@ -404,15 +409,13 @@ impl<'a, O: GradOps> Trainer<'a, O> {
 
     fn step(&mut self) -> Result<f64> {
         let s = self.settings.clone();
-        let tokens = self.text((self.step * s.batch) as u64, s.batch)?;
         let passes = s.batch / s.pass;
         let mut loss = 0.0;
-        for part in tokens.chunks(s.pass * s.length) {
+        for pass in 0..passes {
+            let tokens = self.text((self.step * s.batch + pass * s.pass) as u64)?;
             let share = 1.0 / passes as f32;
-            let (student, teacher) = (&mut self.student, &self.teacher);
-            let l = self
-                .graph
-                .gradient(self.ops, teacher, student, part, share)?;
+            let (graph, student, teacher) = (&mut self.graph, &mut self.student, &self.teacher);
+            let l = graph.gradient_towards(self.ops, teacher, student, &tokens, share)?;
             loss += l / passes as f64;
         }
         let t = (self.step + 1) as f64;
