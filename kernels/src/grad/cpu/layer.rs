@@ -1,6 +1,7 @@
 //! A layer's operations, forward and backward.
 
-use super::{CpuOps, VALUES, log_sum_exp};
+use super::rows::{self, inverse_rms};
+use super::{CpuOps, VALUES};
 use crate::error::Result;
 use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences, enough};
 use faer::linalg::matmul::matmul;
@@ -45,37 +46,6 @@ fn add_parts(parts: Vec<Vec<f32>>, total: &mut [f32]) {
     for part in parts {
         total.iter_mut().zip(part).for_each(|(t, p)| *t += p);
     }
-}
-
-/// The gradient of `y = x inv gain` at one row: passes `dx = inv (t - xhat mean(t xhat))` with
-/// `t = dy gain` to `each`, and adds to `dgain`.
-fn norm_row_grad(
-    x: &[f32],
-    gain: &[f32],
-    inv: f32,
-    dy: impl Fn(usize) -> f32,
-    dgain: &mut [f32],
-    mut each: impl FnMut(usize, f32),
-) {
-    let mut dot = 0f64;
-    for i in 0..x.len() {
-        let (d, xhat) = (dy(i), x[i] * inv);
-        dgain[i] += d * xhat;
-        dot += f64::from(d * gain[i] * xhat);
-    }
-    let mean = (dot / x.len() as f64) as f32;
-    for i in 0..x.len() {
-        each(i, inv * (dy(i) * gain[i] - x[i] * inv * mean));
-    }
-}
-
-fn inverse_rms(x: &[f32], eps: f32) -> f32 {
-    let sum: f64 = x.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
-    (1.0 / (sum / x.len() as f64 + f64::from(eps)).sqrt()) as f32
-}
-
-fn silu(x: f32) -> f32 {
-    x / (1.0 + (-x).exp())
 }
 
 /// Index of the first value of head `head` of token `t` of sequence `b` on the head-major side.
@@ -174,9 +144,7 @@ impl LayerOps for CpuOps {
             .take(rows)
             .for_each(|((y, inv), x)| {
                 *inv = inverse_rms(x, eps);
-                for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
-                    *y = x * *inv * g;
-                }
+                rows::norm(x, gain, *inv, y);
             });
         Ok(())
     }
@@ -203,17 +171,8 @@ impl LayerOps for CpuOps {
                 let mut part = vec![0.0; width];
                 for (r, dx) in (i * ROWS..).zip(dx.chunks_mut(width)) {
                     let at = r * width..(r + 1) * width;
-                    let dy = &dy[at.clone()];
-                    norm_row_grad(
-                        &x[at],
-                        &gain[..width],
-                        inv[r],
-                        |i| dy[i],
-                        &mut part,
-                        |i, d| {
-                            dx[i] = if add { dx[i] + d } else { d };
-                        },
-                    );
+                    let (x, dy) = (&x[at.clone()], &dy[at]);
+                    rows::norm_grad(x, &gain[..width], inv[r], dy, &mut part, dx, add);
                 }
                 part
             })
@@ -238,21 +197,14 @@ impl LayerOps for CpuOps {
         enough(op, "inv", s.rows() * s.heads, inv.len())?;
         enough(op, "cos_sin", (s.position + s.seq) * s.dim, cos_sin.len())?;
         let head = |r: usize, h: usize| &x[(r * s.heads + h) * s.dim..][..s.dim];
-        for r in 0..s.rows() {
-            for h in 0..s.heads {
-                inv[r * s.heads + h] = inverse_rms(head(r, h), eps);
-            }
-        }
-        let (inv, half) = (&*inv, s.dim / 2);
+        let heads = inv.par_iter_mut().with_min_len(ROWS).enumerate();
+        let heads = heads.take(s.rows() * s.heads);
+        heads.for_each(|(i, inv)| *inv = inverse_rms(head(i / s.heads, i % s.heads), eps));
+        let inv = &*inv;
         Self::fill_heads(y, s, |r, h, position, y| {
             let (x, inv) = (head(r, h), inv[r * s.heads + h]);
             let rotation = &cos_sin[position * s.dim..][..s.dim];
-            for i in 0..half {
-                let (cos, sin) = (rotation[2 * i], rotation[2 * i + 1]);
-                let (a, b) = (x[i] * inv * gain[i], x[i + half] * inv * gain[i + half]);
-                y[i] = a * cos - b * sin;
-                y[i + half] = b * cos + a * sin;
-            }
+            rows::norm_rope(x, &gain[..s.dim], inv, rotation, y);
         });
         Ok(())
     }
@@ -272,29 +224,21 @@ impl LayerOps for CpuOps {
         enough(op, "x", s.values(), x.len())?;
         enough(op, "dx", s.values(), dx.len())?;
         enough(op, "dy", s.room(), dy.len())?;
-        let (half, width) = (s.dim / 2, s.heads * s.dim);
+        let width = s.heads * s.dim;
         let parts: Vec<Vec<f32>> = dx[..s.values()]
             .par_chunks_mut(ROWS * width)
             .enumerate()
             .map(|(i, dx)| {
-                let mut part = vec![0.0; s.dim];
+                let (mut part, mut turned) = (vec![0.0; s.dim], vec![0.0; s.dim]);
                 for (r, dx) in (i * ROWS..).zip(dx.chunks_mut(width)) {
                     let t = r % s.seq;
                     let rotation = &cos_sin[(s.position + t) * s.dim..][..s.dim];
                     for (h, dx) in dx.chunks_mut(s.dim).enumerate() {
                         let dy = &dy[head_at(&s, r / s.seq, h, t)..][..s.dim];
-                        let turned = |i: usize| {
-                            let p = i % half;
-                            let (cos, sin) = (rotation[2 * p], rotation[2 * p + 1]);
-                            if i < half {
-                                dy[i] * cos + dy[i + half] * sin
-                            } else {
-                                dy[i] * cos - dy[p] * sin
-                            }
-                        };
+                        rows::rope_grad(dy, rotation, &mut turned);
                         let x = &x[r * width + h * s.dim..][..s.dim];
-                        let inv = inv[r * s.heads + h];
-                        norm_row_grad(x, &gain[..s.dim], inv, turned, &mut part, |i, d| dx[i] = d);
+                        let (gain, inv) = (&gain[..s.dim], inv[r * s.heads + h]);
+                        rows::norm_grad(x, gain, inv, &turned, &mut part, dx, false);
                     }
                 }
                 part
@@ -334,8 +278,7 @@ impl LayerOps for CpuOps {
             .enumerate()
             .for_each(|(r, s)| {
                 let (seen, unseen) = s.split_at_mut(r % seq + 1);
-                let total = log_sum_exp(seen);
-                seen.iter_mut().for_each(|v| *v = (*v - total).exp());
+                rows::softmax(seen);
                 unseen.fill(0.0);
             });
         Ok(())
@@ -345,11 +288,7 @@ impl LayerOps for CpuOps {
         enough("softmax_grad", "p", rows * seq, p.len())?;
         enough("softmax_grad", "dp", rows * seq, dp.len())?;
         let rows_of = dp.par_chunks_mut(seq).zip(p.par_chunks(seq)).take(rows);
-        rows_of.for_each(|(dp, p)| {
-            let dot: f64 = p.iter().zip(&*dp).map(|(p, d)| f64::from(p * d)).sum();
-            let dot = dot as f32;
-            dp.iter_mut().zip(p).for_each(|(d, p)| *d = p * (*d - dot));
-        });
+        rows_of.for_each(|(dp, p)| rows::softmax_grad(p, dp));
         Ok(())
     }
 
@@ -357,12 +296,9 @@ impl LayerOps for CpuOps {
         for (what, len) in [("gate", gate.len()), ("up", up.len()), ("out", out.len())] {
             enough("silu_mul", what, n, len)?;
         }
-        let pairs = gate[..n].par_iter().zip(&up[..n]);
-        out[..n]
-            .par_iter_mut()
-            .with_min_len(VALUES)
-            .zip(pairs)
-            .for_each(|(o, (&g, &u))| *o = silu(g) * u);
+        let inputs = gate[..n].par_chunks(VALUES).zip(up[..n].par_chunks(VALUES));
+        let pieces = out[..n].par_chunks_mut(VALUES).zip(inputs);
+        pieces.for_each(|(out, (gate, up))| rows::silu_mul(gate, up, out));
         Ok(())
     }
 
@@ -376,17 +312,11 @@ impl LayerOps for CpuOps {
         for (what, len) in [("gate", gate.len()), ("up", up.len()), ("dout", dout.len())] {
             enough("silu_mul_grad", what, n, len)?;
         }
-        gate[..n]
-            .par_iter_mut()
-            .with_min_len(VALUES)
-            .zip(&mut up[..n])
-            .zip(&dout[..n])
-            .for_each(|((g, u), &d)| {
-                let sigmoid = 1.0 / (1.0 + (-*g).exp());
-                let dgate = d * *u * sigmoid * (1.0 + *g * (1.0 - sigmoid));
-                *u = d * *g * sigmoid;
-                *g = dgate;
-            });
+        let pairs = gate[..n]
+            .par_chunks_mut(VALUES)
+            .zip(up[..n].par_chunks_mut(VALUES));
+        let pieces = pairs.zip(dout[..n].par_chunks(VALUES));
+        pieces.for_each(|((gate, up), dout)| rows::silu_mul_grad(gate, up, dout));
         Ok(())
     }
 }

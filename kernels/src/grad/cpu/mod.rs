@@ -1,7 +1,9 @@
 //! Training operations on the CPU: products through faer, everything else row by row. Work is
 //! cut into pieces of fixed size, so results do not depend on the number of threads.
 
+mod lanes;
 mod layer;
+mod rows;
 mod train;
 
 use super::{Allocate, Buffers, Result, enough};
@@ -14,13 +16,6 @@ pub struct CpuOps;
 
 /// Values per piece of elementwise work.
 const VALUES: usize = 1 << 14;
-
-/// `ln(sum(exp(x)))`.
-fn log_sum_exp(x: &[f32]) -> f32 {
-    let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = x.iter().map(|v| f64::from((v - max).exp())).sum();
-    max + sum.ln() as f32
-}
 
 impl Allocate for CpuOps {
     type Floats = Vec<f32>;

@@ -1,6 +1,7 @@
 //! Loss, rounding, Adam and sampling.
 
-use super::{CpuOps, VALUES, log_sum_exp};
+use super::rows::{self, Group};
+use super::{CpuOps, VALUES};
 use crate::error::Result;
 use crate::grad::{Adam, Draw, GradOps, OneShape, Rounding, UNKNOWN, enough};
 use crate::rng::Philox;
@@ -10,17 +11,6 @@ use rayon::prelude::*;
 /// The scale as stored.
 fn stored(scale: f32) -> f32 {
     f16::from_f32(scale).to_f32()
-}
-
-/// `(code - zero, latent / scale, in range)` of one value.
-#[inline]
-fn rounded(latent: f32, scale: f32, zero: f32, max: f32) -> (f32, f32, bool) {
-    if scale == 0.0 {
-        return (0.0, 0.0, false);
-    }
-    let v = latent / scale;
-    let code = v.clamp(-zero, max - zero);
-    (code.round_ties_even(), v, v == code)
 }
 
 impl GradOps for CpuOps {
@@ -41,15 +31,7 @@ impl GradOps for CpuOps {
             .zip(loss.par_iter_mut())
             .take(rows)
             .for_each(|((l, t), loss)| {
-                let (zl, zt) = (log_sum_exp(l), log_sum_exp(t));
-                let mut sum = 0f64;
-                for (l, t) in l.iter_mut().zip(t) {
-                    let (ll, lt) = (*l - zl, t - zt);
-                    let p = lt.exp();
-                    sum += f64::from(p * (lt - ll));
-                    *l = (ll.exp() - p) * weight;
-                }
-                *loss = sum as f32;
+                *loss = rows::kl_divergence(t, l, weight);
             });
         Ok(())
     }
@@ -73,9 +55,11 @@ impl GradOps for CpuOps {
             .zip(scales.par_iter().zip(zeros))
             .take(shape.groups())
             .for_each(|((w, l), (&s, &z))| {
-                let s = stored(s);
-                for (w, &l) in w.iter_mut().zip(l) {
-                    *w = s * rounded(l, s, z, max).0;
+                let (scale, zero) = (stored(s), z);
+                if scale == 0.0 {
+                    w.fill(0.0);
+                } else {
+                    rows::round(l, Group { scale, zero, max }, w);
                 }
             });
         Ok(())
@@ -114,15 +98,10 @@ impl GradOps for CpuOps {
             .zip(groups)
             .zip(scales.par_iter().zip(zeros))
             .for_each(|(((dl, ds), (dw, l)), (&s, &z))| {
-                let s = stored(s);
-                let mut sum = 0.0;
-                for ((dl, &dw), &l) in dl.iter_mut().zip(dw).zip(l) {
-                    let (code, v, inside) = rounded(l, s, z, max);
-                    let within = if inside { 1.0 } else { 0.0 };
-                    *dl += dw * within;
-                    sum += dw * (code - v * within);
+                let (scale, zero) = (stored(s), z);
+                if scale != 0.0 {
+                    *ds += rows::round_grad(l, Group { scale, zero, max }, dw, dl);
                 }
-                *ds += sum;
             });
         Ok(())
     }
@@ -145,10 +124,7 @@ impl GradOps for CpuOps {
             .zip(scales.par_iter().zip(zeros))
             .take(shape.groups())
             .for_each(|((w, q), (&s, &z))| {
-                let s = stored(s);
-                for (w, &q) in w.iter_mut().zip(q) {
-                    *w = s * (f32::from(q) - z);
-                }
+                rows::dequantize(q, stored(s), z, w);
             });
         Ok(())
     }
@@ -199,19 +175,16 @@ impl GradOps for CpuOps {
         ] {
             enough("adam", what, n, len)?;
         }
-        value[..n]
-            .par_iter_mut()
-            .with_min_len(VALUES)
-            .zip(&mut mean[..n])
-            .zip(&mut square[..n])
-            .zip(&mut grad[..n])
-            .for_each(|(((p, m), v), g)| {
-                *m = step.beta1 * *m + (1.0 - step.beta1) * *g;
-                *v = step.beta2 * *v + (1.0 - step.beta2) * *g * *g;
-                let root = (*v / step.correction2).sqrt();
-                *p -= step.rate * (*m / step.correction1) / (root + step.epsilon);
-                *g = 0.0;
-            });
+        let values = value[..n]
+            .par_chunks_mut(VALUES)
+            .zip(mean[..n].par_chunks_mut(VALUES));
+        let squares = square[..n]
+            .par_chunks_mut(VALUES)
+            .zip(grad[..n].par_chunks_mut(VALUES));
+        let pieces = values.zip(squares);
+        pieces.for_each(|((value, mean), (square, grad))| {
+            rows::adam(step, value, mean, square, grad)
+        });
         Ok(())
     }
 
@@ -239,7 +212,6 @@ impl GradOps for CpuOps {
             values.len(),
         )?;
         enough("attend_one", "capacity", s.seen, s.capacity)?;
-        let scale = 1.0 / (s.dim as f32).sqrt();
         out.par_chunks_mut(s.dim)
             .zip(q.par_chunks(s.dim))
             .take(s.batch * s.heads)
@@ -247,15 +219,8 @@ impl GradOps for CpuOps {
             .for_each(|(i, (out, q))| {
                 let at = (i / s.heads * s.kv_heads + i % s.heads / group) * plane;
                 let keys = &keys[at..at + s.seen * s.dim];
-                let dot = |k: &[f32]| k.iter().zip(q).map(|(k, q)| k * q).sum::<f32>() * scale;
-                let scores: Vec<f32> = keys.chunks(s.dim).map(dot).collect();
-                let total = log_sum_exp(&scores);
-                out.fill(0.0);
                 let values = &values[at..at + s.seen * s.dim];
-                for (v, score) in values.chunks(s.dim).zip(scores) {
-                    let p = (score - total).exp();
-                    out.iter_mut().zip(v).for_each(|(o, v)| *o += p * v);
-                }
+                rows::attend(q, keys, values, &mut vec![0.0; s.seen], out);
             });
         Ok(())
     }
@@ -272,10 +237,11 @@ impl GradOps for CpuOps {
             .for_each(|(b, (ids, logits))| {
                 let key = [d.seed as u32, (d.seed >> 32) as u32];
                 let word = Philox::block(key, d.stream + b as u64, d.offset as u64)[0];
-                let total = log_sum_exp(logits);
+                let mut chances = logits.to_vec();
+                let total = rows::softmax(&mut chances);
                 let mut left = (word >> 8) as f32 / (1u32 << 24) as f32;
-                let drawn = logits.iter().position(|l| {
-                    left -= (l - total).exp();
+                let drawn = chances.iter().position(|p| {
+                    left -= p;
                     left < 0.0
                 });
                 // Rounding may leave a remainder past the last token: then take the last likely one.
