@@ -28,21 +28,21 @@ pub struct Cli {
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Quantize a checkpoint to 3 to 8 bits and measure the loss of quality
+    /// Quantize a checkpoint to 3 to 8 bits and measure the loss in quality
     Quantize(commands::quantize::QuantizeArgs),
     /// Talk to a model
     Chat(commands::chat::ChatArgs),
-    /// Serve a model to many clients over HTTP, by OpenAI's and Anthropic's protocols
+    /// Serve models to many clients over HTTP, in OpenAI's and Anthropic's protocols
     Serve(commands::serve::ServeArgs),
-    /// Make vectors of texts with an embedding model
+    /// Compute embedding vectors of texts
     Embed(commands::embed::EmbedArgs),
     /// Score how well documents answer a query, with a reranker
     Rerank(commands::rerank::RerankArgs),
     /// Measure perplexity and, against a reference, KL divergence
     Eval(commands::eval::EvalArgs),
-    /// Measure tokens per second and compare them with the machine's bandwidth
+    /// Measure tokens per second and compare them with the memory bandwidth
     Bench(commands::bench::BenchArgs),
-    /// Write a checkpoint in another format, with the same numbers if that can hold them
+    /// Write a checkpoint in another format, without a change of its values if that format allows
     Convert(commands::convert::ConvertArgs),
     /// Show the contents of a checkpoint
     Inspect(commands::inspect::InspectArgs),
@@ -54,7 +54,7 @@ pub enum Command {
     Rm(commands::models::RmArgs),
     /// Check this machine and say what to do about problems
     Doctor,
-    /// Write a random checkpoint of a published Qwen3 shape, for scale tests
+    /// Write a checkpoint with random weights in a published Qwen3 shape, for scale tests
     Synth(commands::synth::SynthArgs),
     /// Print a completion script for a shell
     Completions {

@@ -1,4 +1,4 @@
-//! `--draft`: where tokens come from that a model then checks several at a time.
+//! `--draft`: the choice of a drafter for speculative decoding.
 
 use crate::cli::Global;
 use crate::commands::chat::{at_load, longest_context};
@@ -15,11 +15,11 @@ use std::sync::Arc;
 /// The value of `--draft`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DraftFrom {
-    /// Nowhere.
+    /// No drafts.
     None,
-    /// The text so far.
+    /// Prompt lookup.
     Ngram,
-    /// A smaller model.
+    /// A smaller model, by name.
     Model(OsString),
 }
 
@@ -33,7 +33,7 @@ pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
     }
 }
 
-/// A model that drafts, before it is loaded.
+/// A draft model that is not loaded yet.
 pub struct DraftCheckpoint {
     pub name: String,
     pub checkpoint: Checkpoint,
@@ -41,10 +41,10 @@ pub struct DraftCheckpoint {
 }
 
 impl DraftCheckpoint {
-    /// Opens the model that drafts for `target`, quantized at load as that is.
+    /// Opens the draft model for `target`. If it is unquantized, `bits` apply to it as to the target.
     ///
     /// # Errors
-    /// Its own; a tokenizer with other tokens than the target's.
+    /// If the model cannot be opened, or its tokenizer differs from the target's.
     pub fn open(
         name: &OsString,
         target: &Checkpoint,
@@ -58,7 +58,7 @@ impl DraftCheckpoint {
         tokenizer.check_vocab(checkpoint.config().vocab_size)?;
         Tokenizer::from_files(target.files())?
             .check_same(&tokenizer)
-            .with_context(|| format!("--draft {}: it has another vocabulary", model.name))?;
+            .with_context(|| format!("--draft {}: its vocabulary differs", model.name))?;
         Ok(DraftCheckpoint {
             name: model.name,
             checkpoint,
@@ -66,8 +66,8 @@ impl DraftCheckpoint {
         })
     }
 
-    /// The session that drafts for one of `spec`: as many slots and pages, and a context no longer than
-    /// the model was trained for.
+    /// The session of the draft model for a target's session of `spec`: as many slots and pages, and a context
+    /// no longer than the draft model was trained for.
     pub fn spec(&self, spec: &SessionSpec) -> SessionSpec {
         SessionSpec {
             ctx: spec.ctx.min(longest_context(self.checkpoint.config())),
@@ -75,12 +75,12 @@ impl DraftCheckpoint {
         }
     }
 
-    /// Bytes of keys and values of a session that drafts for one of `spec`, on a CPU.
+    /// Bytes of keys and values of the draft model's session, on a CPU, for a target's session of `spec`.
     pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
         nq_runtime::kv_bytes(self.checkpoint.config(), &self.spec(spec)) as u64
     }
 
-    /// Loads it where its target runs.
+    /// Loads it on the device of its target.
     ///
     /// # Errors
     /// Those of loading.
@@ -105,15 +105,15 @@ impl DraftCheckpoint {
     }
 }
 
-/// What drafts, loaded.
+/// A loaded drafter.
 #[derive(Clone)]
 pub enum Drafts {
-    /// The text itself.
+    /// Prompt lookup.
     Ngram,
-    /// A model.
+    /// A draft model.
     Model {
         engine: Arc<dyn Engine>,
-        /// Tokens that it has in common with its target.
+        /// Number of tokens that it shares with its target.
         vocab: usize,
         /// The longest context that it was trained for.
         ctx: usize,
@@ -140,11 +140,12 @@ impl Drafts {
     }
 }
 
-/// What drafts for the sessions of a model; by default the text itself, where answers with drafts are
-/// those without. Elsewhere `progress` is told that they may differ. `open` makes the model of that name.
+/// The drafter for a model's sessions. By default it is prompt lookup if answers with drafts are the same as
+/// without, else none. If a drafter was requested and answers may differ, `progress` gets a note. `open` loads
+/// the draft model of a name.
 ///
 /// # Errors
-/// If it is asked for where drafts cannot be checked; those of `open`.
+/// If a drafter was requested and the device cannot check drafts; those of `open`.
 pub fn drafts(
     from: Option<&DraftFrom>,
     session: &dyn Session,
@@ -174,7 +175,7 @@ pub fn drafts(
     })
 }
 
-/// What a draft takes of the CPU's memory beside its target, in words and bytes.
+/// The CPU memory that a draft model needs in addition to its target's, as text and in bytes.
 ///
 /// # Errors
 /// Those of its weights.
@@ -182,7 +183,7 @@ pub fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> anyhow::Result<
     let spec = draft.spec(spec);
     let memory = nq_quantize::memory::running(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;
     let words = format!(
-        "{} for the draft {}, {} of it for its context",
+        "{} for the draft model {}, {} of it for its context",
         human_bytes(memory.peak),
         draft.name,
         human_bytes(memory.kv)

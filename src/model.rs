@@ -117,11 +117,11 @@ fn alike(model: &str) -> anyhow::Result<Option<String>> {
         .map(|(_, name)| name))
 }
 
-/// Refuses a model that makes embeddings where text is to be written.
+/// Refuses an embedding model for a command that generates text.
 pub fn check_writes(model: &Model) -> anyhow::Result<()> {
     match model.checkpoint.task() {
         Task::Embed(_) => bail!(
-            "{}: an embedding model: it writes no text; `nq embed` and `nq serve` run it",
+            "{}: an embedding model, which generates no text; use `nq embed` or `nq serve`",
             model.source
         ),
         Task::Generate | Task::Rerank => Ok(()),
@@ -205,9 +205,8 @@ fn open_hub(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Resul
 fn open_default(global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
     match open_hub(DEFAULT_ID, global, progress) {
         Err(e) if is_unreachable(&e) => Err(e.context(format!(
-            "no MODEL is named, and {DEFAULT_ID}, which stands in for one, is not on this machine: \
-             the same command with a connection to the hub downloads it; a folder or file that is \
-             here can be named instead{}",
+            "no MODEL was given, and the default, {DEFAULT_ID}, is not on this machine: with a \
+             connection to the hub this command downloads it; without one, give a folder or file{}",
             match demo::files() {
                 Some(_) => ", or `demo`, a small model that is built in",
                 None => "",

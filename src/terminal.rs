@@ -1,6 +1,6 @@
 //! Output to the terminal: progress bars, notes and the handling of closed pipes.
 //!
-//! A terminal obeys what is printed on it: escape codes move its cursor, set its title and fill its
+//! A terminal executes escape codes in its input: they move its cursor, set its title and fill its
 //! clipboard. Names, errors and answers may come from other people's files, so everything that nq prints
 //! goes through this module, which escapes control characters as `\u001b`. Output to a stdout that
 //! is not a terminal is data: an answer is written exactly as the model gave it, and reports with

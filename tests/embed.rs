@@ -320,7 +320,7 @@ fn documents_are_ranked() {
         ];
         let out = nq(home, &[&words[..], args].concat());
         assert!(out.status.success(), "{}", stderr(&out));
-        assert!(!stderr(&out).contains("not known as a reranker"));
+        assert!(!stderr(&out).contains("nothing marks this model as a reranker"));
         stdout(&out)
     };
     let report: Value = serde_json::from_str(&run(&[&["--json"][..], &TEXTS].concat())).unwrap();

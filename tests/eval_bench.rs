@@ -503,7 +503,7 @@ fn bench_measures_drafts_on_a_text() {
     // A draft as large as its target cannot pay.
     let off = drafts["off"].as_str().unwrap_or_default();
     assert!(
-        drafts["replayed"] == false && off.contains("drafts are off"),
+        drafts["replayed"] == false && off.contains("drafting is off"),
         "{own}"
     );
     let dir = tempfile::tempdir().unwrap();
@@ -555,7 +555,7 @@ fn other_vocabularies_draft_for_nobody() {
         "chat", "demo", "--bits", "8", "-p", "Hello!", "--draft", draft,
     ]);
     let said = stderr(&out);
-    let wanted = ["another vocabulary", &format!("token {id} is special")];
+    let wanted = ["its vocabulary differs", &format!("token {id} is special")];
     assert!(
         !out.status.success() && wanted.iter().all(|w| said.contains(w)),
         "{said}"

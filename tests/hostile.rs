@@ -221,7 +221,7 @@ fn no_model_is_no_demo() {
         let said = stderr(&out);
         for part in [
             "Qwen/Qwen3-0.6B",
-            "no MODEL is named",
+            "no MODEL was given",
             "is not on this machine",
         ] {
             assert!(said.contains(part), "{args:?}: {said}");

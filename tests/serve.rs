@@ -130,7 +130,7 @@ fn keys_come_from_a_file_or_the_environment_and_are_needed_abroad() {
     let file = folder.path().join("keys");
     let path = file.to_str().unwrap();
     std::fs::write(&file, "# nobody\n").unwrap();
-    refused(&["--api-key-file", path], "a key a line");
+    refused(&["--api-key-file", path], "one key per line");
     std::fs::write(&file, "short-secret\n").unwrap();
     let said = refused(&["--api-key-file", path], "16 or more");
     assert!(!said.contains("secret"), "{said}");

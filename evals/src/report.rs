@@ -142,7 +142,7 @@ pub struct BenchRow {
     /// Why this row is invalid: it exceeds what the machine can do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measurement_error: Option<String>,
-    /// What drafts came to, in a row with drafts; the row before it is the same without.
+    /// The result of speculative decoding; the row before this one has the same test without drafts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drafts: Option<DraftRow>,
     /// Time by operation.
@@ -150,18 +150,18 @@ pub struct BenchRow {
     pub breakdown: Option<Breakdown>,
 }
 
-/// What drafts came to.
+/// The result of a test with drafts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DraftRow {
     /// `ngram` or the model that drafted.
     pub from: String,
-    /// True if the text was given: the model drew it whatever it computed.
+    /// True if the text was given: the model's tokens were replaced by it.
     pub replayed: bool,
     /// Tokens drafted and checked, in all repeats.
     pub drafted: usize,
-    /// Share of them that was right.
+    /// Acceptance rate: the accepted share of them.
     pub right: f64,
-    /// Drafted tokens accepted in a step.
+    /// Drafted tokens accepted per step.
     pub accepted_per_step: f64,
     /// Time without drafts over time with them: median over pairs of repeats.
     pub speed_up: f64,
@@ -169,13 +169,13 @@ pub struct DraftRow {
     pub speed_up_std: f64,
     /// True if all tokens were those drawn without drafts.
     pub same: bool,
-    /// True if the device computes several tokens together as it computes one: all must be the same.
+    /// True if the device computes several tokens together exactly as it computes one: then `same` must be true.
     #[serde(default = "yes")]
     pub exact: bool,
-    /// Rows of steps, and milliseconds that they took in the end, as measured to decide how much to draft.
+    /// Number of rows and milliseconds of each kind of step, as the cost model had them at the end.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub step_ms: Vec<(usize, f64)>,
-    /// What was said when drafts were switched off.
+    /// The reason why drafting stopped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub off: Option<String>,
 }

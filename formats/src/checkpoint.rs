@@ -115,7 +115,7 @@ impl Checkpoint {
         &self.config
     }
 
-    /// What the model is for, as far as its files say.
+    /// The task of the model, according to its files.
     pub fn task(&self) -> &Task {
         &self.task
     }

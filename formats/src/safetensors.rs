@@ -1,8 +1,8 @@
 //! Reads one safetensors file: its fully checked header, and zero-copy views of its tensors.
 //!
 //! The `safetensors` crate validates too, but its errors name neither tensors nor
-//! numbers, and of a name given twice one entry silently wins; the parser here says what is wrong
-//! and where. Tests compare it with that crate.
+//! numbers, and if a name occurs twice it silently keeps one of the two entries. The parser here says what is
+//! wrong and where. Tests compare it with that crate.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};

@@ -27,7 +27,7 @@ pub struct Shards {
     bare: bool,
 }
 
-/// What the names of a causal model's tensors begin with, and those of a bare model do not.
+/// The prefix of tensor names in a causal model, which a model saved without a head lacks.
 const PREFIX: &str = "model.";
 
 #[derive(Deserialize)]
@@ -103,8 +103,8 @@ impl Shards {
         Ok(set)
     }
 
-    /// A set of `files`. Tensors of a bare model, named without `model.`, get the names that a causal
-    /// model's have. `root` stands for all of them in messages.
+    /// A set of `files`. Tensors of a bare model, named without `model.`, get the names of a causal model's
+    /// tensors. Messages about the set name `root`.
     ///
     /// # Errors
     /// [`Error::Tensor`] for a tensor that is in two files.

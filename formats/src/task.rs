@@ -1,5 +1,5 @@
-//! What a model is for: writing text, or, by the files that sentence-transformers keeps beside it,
-//! embedding texts or scoring documents.
+//! The task of a model: generating text or, according to the files of sentence-transformers beside it, embedding
+//! texts or scoring documents.
 
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
@@ -7,32 +7,32 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 
-/// The steps that sentence-transformers takes with a model.
+/// The file in which sentence-transformers lists the modules of a model.
 pub const MODULES: &str = "modules.json";
-/// What it puts before texts.
+/// The file with the prompts that it puts before texts.
 pub const PROMPTS: &str = "config_sentence_transformers.json";
-/// How it makes one vector of a text's.
+/// The file that says how it pools token vectors to one vector.
 pub const POOLING: &str = "1_Pooling/config.json";
-/// Which tokens' logits it compares.
+/// The file that names the tokens whose logits it compares.
 pub const LOGIT_SCORE: &str = "1_LogitScore/config.json";
 
-/// What a model is for.
+/// The task of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Task {
-    /// Writing text.
+    /// Generating text.
     Generate,
-    /// Vectors of texts: what the last token leaves behind the final norm.
+    /// Embedding texts: a vector is the hidden state of the last token after the final norm.
     Embed(Prompts),
-    /// How well documents answer a query: whether the next word is `yes` or `no`.
+    /// Scoring how well documents answer a query, by the probability of `yes` against `no` as the next token.
     Rerank,
 }
 
-/// What an embedding model's makers put before texts.
+/// The prompts that an embedding model's makers specify as prefixes of texts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Prompts {
-    /// Before queries.
+    /// For queries.
     pub query: Option<String>,
-    /// Before what is searched.
+    /// For documents.
     pub document: Option<String>,
 }
 
@@ -65,7 +65,7 @@ impl Task {
     ///
     /// # Errors
     /// [`Error::Malformed`] for files that are not what sentence-transformers writes;
-    /// [`Error::Unsupported`] for an embedding made otherwise than of the last token.
+    /// [`Error::Unsupported`] for any pooling except that of the last token.
     pub fn of(files: &Files, bare: bool) -> Result<Task> {
         #[derive(Deserialize)]
         struct Config {
@@ -124,8 +124,8 @@ impl Task {
         }
     }
 
-    /// The task of a model that is called `name`: rerankers from before sentence-transformers knew
-    /// them are told from other causal models by their name alone.
+    /// The task of a model that is called `name`. Rerankers that were published before sentence-transformers
+    /// supported them differ from other causal models only in their name.
     #[must_use]
     pub fn of_name(self, name: &str) -> Task {
         match self {

@@ -8,20 +8,20 @@ use serde_json::Value;
 use std::fmt;
 use std::path::Path;
 
-/// Tokens that a tokenizer adds before and behind a text which is read as a whole, not continued.
+/// Tokens that a tokenizer adds before and after a text that is embedded or scored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Around {
     /// Before it.
     pub before: Vec<u32>,
-    /// Behind it.
+    /// After it.
     pub after: Vec<u32>,
 }
 
-/// What the post-processor of a tokenizer.json adds around a text.
+/// The tokens that the post-processor of a tokenizer.json adds around a text.
 ///
 /// # Errors
-/// [`Error::Malformed`] for one that is no template; [`Error::Unsupported`] for another kind that
-/// adds tokens.
+/// [`Error::Malformed`] for a template that cannot be read; [`Error::Unsupported`] for a post-processor of
+/// another kind that adds tokens.
 pub fn around(path: &Path, json: &[u8]) -> Result<Around> {
     #[derive(Deserialize)]
     struct File {

@@ -1,5 +1,5 @@
-//! Vectors of texts (Qwen3 Embedding, arXiv 2506.05176): what the last token leaves behind the final
-//! norm, of length 1.
+//! Embedding vectors of texts (Qwen3 Embedding, arXiv 2506.05176): the hidden state of the last token after the final
+//! norm, normalized to length 1.
 
 use crate::error::{Error, Result};
 use crate::tokenizer::{TOKENIZER_FILE, Tokenizer};
@@ -7,35 +7,35 @@ use nq_formats::task::Prompts;
 use nq_formats::tokenizer::{Around, around};
 use nq_formats::{Checkpoint, Task};
 
-/// The task that is asked of queries where neither the model nor anybody says another.
+/// The instruction of queries if neither the model nor the user gives one.
 pub const DEFAULT_TASK: &str =
     "Given a web search query, retrieve relevant passages that answer the query";
 
-/// Texts as an embedding model reads them.
+/// Prepares texts for an embedding model: prompts and the tokens that the tokenizer adds.
 #[derive(Clone, Debug)]
 pub struct EmbeddingTexts {
     prompts: Prompts,
     around: Around,
 }
 
-/// What a text is to an embedding model.
+/// The role of a text, which decides on its prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// It is searched.
+    /// A document to be found: the model's own prompt for documents.
     Document,
-    /// It searches, in the words of the model's makers.
+    /// A query: the model's own prompt for queries.
     Query,
-    /// It searches for what this instruction says.
+    /// A query with this instruction.
     Instructed(String),
-    /// It is read as it is.
+    /// No prompt.
     Plain,
 }
 
 impl EmbeddingTexts {
-    /// Those of the model in `checkpoint`.
+    /// For the model in `checkpoint`.
     ///
     /// # Errors
-    /// [`Error::Request`] if it is no embedding model; a tokenizer that cannot be read.
+    /// [`Error::Request`] if it is not an embedding model; errors of reading its tokenizer.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
         let Task::Embed(prompts) = checkpoint.task() else {
             return Err(Error::Request {
@@ -44,7 +44,7 @@ impl EmbeddingTexts {
                     "an embedding model (one with the modules.json of sentence-transformers, or \
                            saved without a head)"
                         .into(),
-                found: "one that writes text".into(),
+                found: "a model that generates text".into(),
             });
         };
         let files = checkpoint.files();
@@ -55,12 +55,12 @@ impl EmbeddingTexts {
         })
     }
 
-    /// True if the tokenizer adds an end token, whose state the embedding is.
+    /// True if the tokenizer appends an end token; its hidden state is then the embedding.
     pub fn adds_end(&self) -> bool {
         !self.around.after.is_empty()
     }
 
-    /// The ids of `text`, with what the model's makers put around it.
+    /// The ids of `text` with its prompt and the tokens that the tokenizer adds.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -79,8 +79,8 @@ impl EmbeddingTexts {
         Ok([before, &tokens, after].map(Vec::as_slice).concat())
     }
 
-    /// `tokens` without what is before its end and beyond `most`: of a longer text the beginning is
-    /// kept, and what the tokenizer adds to its end.
+    /// Cuts `tokens` to at most `most`: keeps the beginning of the text and the tokens that the tokenizer appends
+    /// to its end.
     pub fn truncate(&self, tokens: &mut Vec<u32>, most: usize) {
         if tokens.len() > most {
             let end = self.around.after.len().min(most);
@@ -93,11 +93,10 @@ fn instruction(task: &str) -> String {
     format!("Instruct: {task}\nQuery:")
 }
 
-/// The first `dimensions` of `state`, made a vector of length 1; sums are in f64.
+/// The first `dimensions` of `state`, normalized to length 1; sums are in f64.
 ///
 /// # Errors
-/// [`Error::Request`] for dimensions that it has not; for a vector without a direction, all zeros or
-/// not finite.
+/// [`Error::Request`] for more dimensions than `state` has, and for a vector that is all zeros or not finite.
 pub fn unit(state: &[f32], dimensions: usize) -> Result<Vec<f32>> {
     let Some(vector) = state.get(..dimensions).filter(|v| !v.is_empty()) else {
         return Err(Error::Request {

@@ -1,5 +1,5 @@
-//! Texts read, not continued: each becomes one row, of what its last token leaves behind the final
-//! norm or of the logits of a few tokens that might follow it.
+//! Texts that are embedded or scored instead of continued. Each becomes one row: the hidden state of its last token
+//! after the final norm, or the logits of a few possible next tokens.
 //!
 //! ```
 //! use nq_formats::Checkpoint;
@@ -32,18 +32,18 @@ use crate::error::{Error, Result};
 use nq_kernels::cpu::PAGE;
 use std::collections::VecDeque;
 
-/// What is made of a text.
+/// The row that is computed from a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Row {
-    /// What its last token leaves behind the final norm, `[hidden]`.
+    /// The hidden state of its last token after the final norm, `[hidden]`.
     Hidden,
-    /// The logits of these tokens as the next one.
+    /// The next-token logits of these tokens, in their order.
     Logits(Vec<u32>),
 }
 
 impl Row {
-    /// Runs `chunks`, of which those that want logits end their texts: appends the rows of these to
-    /// `rows`.
+    /// Runs `chunks` and appends a row to `rows` for each chunk that wants logits, which is the last of its
+    /// text.
     ///
     /// # Errors
     /// As [`Session::forward`]; [`Error::Request`] for a token past the vocabulary.

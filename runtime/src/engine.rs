@@ -269,11 +269,11 @@ pub trait Session: Send {
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>>;
 
-    /// As [`Session::forward`], but appends to `out`, instead of the logits of the rows that want them,
-    /// what the head would read: their hidden states behind the final norm, `[rows, hidden]`.
+    /// As [`Session::forward`], but for the rows that want logits appends the head's inputs to `out` instead:
+    /// their hidden states after the final norm, `[rows, hidden]`.
     ///
     /// # Errors
-    /// As [`Session::forward`]; [`Error::Unsupported`] of an engine that shows no observer its states.
+    /// As [`Session::forward`]; [`Error::Unsupported`] if the engine does not pass hidden states to observers.
     fn forward_hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
         struct HeadInput<'a>(&'a mut Vec<f32>);
         impl Observer for HeadInput<'_> {

@@ -39,7 +39,7 @@ impl Sequence {
         self
     }
 
-    /// What drafts tokens, if anything does.
+    /// The speculation of [`Sequence::with_drafts`].
     pub fn speculation(&mut self) -> Option<&mut Speculation> {
         self.speculation.as_mut()
     }

@@ -3,7 +3,7 @@
 //!
 //! A page is [`PAGE`] positions of all layers. Position `p` of the sequence in a slot is row
 //! `p % PAGE` of page `table[p / PAGE]`. A page may be in several tables: sequences forked from
-//! one another share their common beginning. New rows behind a shared part are written to a page of
+//! one another share their common prefix. New rows after a shared prefix are written to a page of
 //! the sequence's own: the first write after a fork in mid-page copies the rows before it
 //! (copy on write, as in PagedAttention, arXiv 2309.06180).
 
@@ -233,8 +233,7 @@ impl PageTables {
         Ok(self.tables[slot][len / PAGE])
     }
 
-    /// Forgets all but the first `len` positions of a sequence, and gives back the pages behind
-    /// them.
+    /// Forgets all but the first `len` positions of a sequence, and frees the pages after them.
     pub(crate) fn truncate(&mut self, slot: usize, len: usize) {
         self.lengths[slot] = self.lengths[slot].min(len);
         while self.tables[slot].len() > self.lengths[slot].div_ceil(PAGE) {

@@ -1,5 +1,5 @@
-//! How well documents answer a query, by a model that says `yes` or `no` (Qwen3 Reranker, arXiv
-//! 2506.05176): the prompt, and the score of the two tokens' logits.
+//! Scores how well documents answer a query, with a model that answers `yes` or `no` (Qwen3 Reranker, arXiv
+//! 2506.05176): the prompt, and the score from the logits of these two tokens.
 
 use crate::encoder::Row;
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ impl Reranker {
     /// For a model with this tokenizer.
     ///
     /// # Errors
-    /// [`Error::Request`] if it has no such tokens.
+    /// [`Error::Request`] if it lacks a token that the prompt or the answer needs.
     pub fn new(tokenizer: &Tokenizer) -> Result<Self> {
         let id = |token: &str| {
             tokenizer.token_id(token).ok_or_else(|| Error::Request {
@@ -42,12 +42,12 @@ impl Reranker {
         })
     }
 
-    /// What is asked of the model: the logits that [`Reranker::score`] takes.
+    /// The row to request of an [`Encoder`](crate::Encoder): the logits that [`Reranker::score`] takes.
     pub fn row(&self) -> Row {
         Row::Logits(vec![self.yes, self.no])
     }
 
-    /// The prompt about a document. Control tokens in what others wrote are text.
+    /// The prompt for a document. Control tokens in the instruction, query and document are treated as text.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].

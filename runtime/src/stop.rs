@@ -22,8 +22,8 @@ impl StopTexts {
         }
     }
 
-    /// Takes more of the answer and returns what is certain to be part of it; nothing once the
-    /// answer has ended.
+    /// Takes the next piece of the answer and returns the text that is certain to be part of it; nothing once
+    /// the answer has ended.
     pub fn push(&mut self, text: &str) -> String {
         if self.has_ended() {
             return String::new();

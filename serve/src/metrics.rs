@@ -39,9 +39,9 @@ pub struct Metrics {
     pub generated_tokens: Counter,
     /// Tokens drafted and checked.
     pub drafted_tokens: Counter,
-    /// The part of them that was right.
+    /// Drafted tokens that were accepted.
     pub accepted_tokens: Counter,
-    /// Requests that had to give way to others and begin again.
+    /// Requests that were preempted by others and started again.
     pub preemptions: Counter,
     /// Requests that ended, by reason.
     pub finished: Family<Reason, Counter>,

@@ -36,7 +36,7 @@ pub struct Model {
     grammars: OnceLock<Result<Grammars, String>>,
 }
 
-/// What a model makes of texts that it reads, beside writing.
+/// What a model can compute from a text besides a continuation.
 enum Reads {
     Nothing,
     Embeddings(EmbeddingTexts),

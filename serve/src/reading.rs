@@ -1,5 +1,5 @@
-//! Texts that a model reads and does not continue: several at a time, in the engine's queue like any
-//! other request.
+//! Texts that are embedded or reranked: a model reads them and does not continue them. They go through the
+//! engine's queue like all other requests, several at a time.
 
 use crate::engine::{Client, Event, Finish, Refused, Request};
 use crate::error::ApiError;
@@ -8,15 +8,15 @@ use nq_runtime::Row;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Texts of one request that are in the engine's queue at once: others find room beside them.
+/// Texts of one request that are in the engine's queue at once, which leaves room for other requests.
 const AT_ONCE: usize = 16;
 /// How long to wait before a full queue is asked again.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// The row of each of `texts`, token ids, in their order. Dropping the future gives them up.
+/// The row of each of `texts` (token ids), in their order. Dropping the future cancels them.
 ///
 /// # Errors
-/// What the engine refuses; a text that fails fails all.
+/// If the engine refuses a request or a text fails.
 pub async fn read(
     model: &Arc<Model>,
     row: &Row,

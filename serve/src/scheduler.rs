@@ -76,7 +76,7 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
     }
 
     /// The next request that `admit` lets begin: the first admitted one of the client whose turn it is,
-    /// otherwise of the next client. The client then goes behind the others.
+    /// otherwise of the next client. The client is then the last in turn.
     pub fn next(&mut self, mut admit: impl FnMut(R) -> Admission) -> Option<R> {
         for turn in 0..self.turns.len() {
             let client = self.turns[turn];

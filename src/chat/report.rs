@@ -26,9 +26,8 @@ pub fn line(
         }
     }
     if let Some(each) = stats.accepted_per_step() {
-        let (right, drafted) = (stats.accepted, stats.drafted);
-        line +=
-            &format!(", {each:.2} drafted tokens accepted per step ({right} of {drafted} right)");
+        let (accepted, drafted) = (stats.accepted, stats.drafted);
+        line += &format!(", {each:.2} drafted tokens accepted per step ({accepted} of {drafted})");
     }
     line += &format!(
         "; prompt {} tokens, {} of them cached",
@@ -94,7 +93,7 @@ mod tests {
         };
         let drafted = line(&drafted, most, None, None);
         assert!(
-            drafted.contains(", 1.50 drafted tokens accepted per step (6 of 10 right);"),
+            drafted.contains(", 1.50 drafted tokens accepted per step (6 of 10);"),
             "{drafted}"
         );
         let one = Stats { tokens: 1, ..stats };

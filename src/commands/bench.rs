@@ -69,22 +69,22 @@ pub struct BenchArgs {
     /// Bits of the KV cache: 8, 16 or 32 [default: 16; 32 for candle, which supports no other]
     #[arg(long, value_parser = parse_kv)]
     pub kv: Option<KvType>,
-    /// Decode this text with drafts and without, in turns, in place of the other tests: a preset draws
-    /// the text whatever it computes, a model continues pieces of it by -n tokens each
+    /// Measure speculative decoding instead of the other tests: decode with drafts and without, in turns. A
+    /// model continues excerpts of this text by -n tokens each; with --preset, the text itself is the answer
     #[arg(long, value_name = "FILE", conflicts_with_all = ["depth", "batch", "breakdown", "engine"])]
     pub text: Option<PathBuf>,
-    /// Text before that of --text, such as a file of which that is an edit: any model then draws the
-    /// text whatever it computes
+    /// Prompt before the text of --text, for example a file of which --text is an edited version; the text
+    /// itself is then the answer, whatever the model would write
     #[arg(long, value_name = "FILE", requires = "text")]
     pub before: Option<PathBuf>,
-    /// With --text, what drafts: ngram, a smaller MODEL with the same tokens or, of random weights,
-    /// another preset [default: ngram]
+    /// The drafter for --text: ngram (prompt lookup), a smaller MODEL with the same tokenizer or, with
+    /// --preset, another preset [default: ngram]
     #[arg(long, value_name = "FROM", value_parser = parse_draft, requires = "text")]
     pub draft: Option<DraftFrom>,
-    /// Layers of the preset that drafts [default: its own]
+    /// Number of layers of the preset that drafts [default: that of its published shape]
     #[arg(long, value_name = "N", requires = "draft", value_parser = parse_count)]
     pub draft_layers: Option<usize>,
-    /// Share of a draft model's tokens that are made right where the text is given
+    /// Acceptance rate to give a draft model (0 to 1), if the text itself is the answer
     #[arg(long, value_name = "SHARE", requires = "draft", value_parser = parse_share)]
     pub draft_right: Option<f64>,
 }

@@ -49,8 +49,8 @@ pub struct ChatArgs {
         ]
     )]
     pub server: Option<String>,
-    /// Answer this prompt and exit; text on standard input goes after it, or is the prompt if
-    /// there is no -p
+    /// Answer this prompt and exit; piped text is appended to it, or is the prompt if there is
+    /// no -p
     #[arg(short, long, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// Like -p, with the text of this file
@@ -65,14 +65,14 @@ pub struct ChatArgs {
     /// Do not show the thinking
     #[arg(long)]
     pub hide_thinking: bool,
-    /// Give the model the text without a chat template, and continue it; control
-    /// tokens such as <|im_start|> are read as such
+    /// Continue the text without a chat template; control tokens such as <|im_start|> in it
+    /// take effect
     #[arg(long, conflicts_with_all = ["system", "no_think", "hide_thinking"])]
     pub raw: bool,
     /// End an answer before this text; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
     pub stop: Vec<String>,
-    /// Leave out the line of figures after an answer
+    /// Leave out the line of statistics after an answer
     #[arg(short, long)]
     pub quiet: bool,
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
@@ -93,11 +93,11 @@ pub struct ChatArgs {
     /// Divide the logits of tokens already seen by this [default: the model's]
     #[arg(long, value_name = "R")]
     pub repetition_penalty: Option<f32>,
-    /// Subtract this from the logits of tokens once for each time they were written [default:
-    /// the model's]
+    /// Subtract this from the logit of a token for each time it was written [default: the
+    /// model's]
     #[arg(long, value_name = "R")]
     pub frequency_penalty: Option<f32>,
-    /// Subtract this once from the logits of tokens already written [default: the model's]
+    /// Subtract this from the logit of a token once if it was written [default: the model's]
     #[arg(long, value_name = "R")]
     pub presence_penalty: Option<f32>,
     /// Seed of the sampler [default: drawn from the clock, shown by -v]
@@ -112,9 +112,9 @@ pub struct ChatArgs {
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
-    /// Guess tokens and check them together, which gives answers sooner: from the text so far (ngram), by
-    /// a smaller MODEL with the same tokens, or not at all (none) [default: ngram where the device computes
-    /// a few tokens together as it computes one, so that answers are the same; CPUs do]
+    /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), a
+    /// smaller MODEL with the same tokenizer drafts, none turns it off [default: ngram on devices where
+    /// answers stay exactly the same, such as CPUs with quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full
@@ -153,7 +153,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
             .as_ref()
             .is_some_and(ChatTemplate::switches_thinking)
     {
-        terminal.note("--no-think: this model's template cannot switch thinking");
+        terminal.note("--no-think has no effect: this model's template cannot turn thinking off");
     }
     let spec = SessionSpec {
         slots: 1,

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Texts that are read before the first of them is worked on, and their bytes.
+/// Number of texts, and of bytes, that are read before the first of them is embedded.
 const BLOCK: (usize, usize) = (256, 16 << 20);
 
 /// Flags of `nq embed`.
@@ -30,17 +30,17 @@ pub struct EmbedArgs {
     pub texts: Vec<String>,
     #[command(flatten)]
     pub read: ReadArgs,
-    /// Write the vectors here: NumPy's format for .npy, else a JSON object a line [default: standard
+    /// Write the vectors here: NumPy's format for .npy, else one JSON object per line [default: standard
     /// output]
     #[arg(short, long, value_name = "FILE")]
     pub out: Option<PathBuf>,
     /// Keep the first N numbers of a vector [default: all]
     #[arg(long, value_name = "N")]
     pub dimensions: Option<usize>,
-    /// The texts are queries: they get the prompt that the model's makers put before queries
+    /// The texts are queries: each gets the model's prompt for queries
     #[arg(long)]
     pub query: bool,
-    /// The texts are queries under this instruction
+    /// The texts are queries: each gets a prompt with this instruction
     #[arg(long, value_name = "TEXT")]
     pub instruct: Option<String>,
 }
@@ -53,7 +53,7 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let texts = EmbeddingTexts::of(&checkpoint).with_context(|| opened.name.clone())?;
     if !texts.adds_end() {
         terminal.note(
-            "this model's tokenizer adds no end token: vectors are those of the texts' own last tokens",
+            "this model's tokenizer appends no end token: vectors are taken from the texts' own last tokens",
         );
     }
     let width = checkpoint.config().hidden_size;
@@ -108,7 +108,7 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where vectors go: each is written as soon as it is known.
+/// The output for vectors: each is written as soon as it is computed.
 enum Output {
     Stdout,
     Lines(File, PathBuf),
@@ -153,7 +153,7 @@ impl Output {
         }
     }
 
-    /// Makes what was written count, whatever happens next.
+    /// Makes the vectors written so far permanent, whatever happens next.
     fn commit(&mut self) -> anyhow::Result<()> {
         match self {
             Output::Npy(npy, path) => {

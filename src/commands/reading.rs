@@ -28,10 +28,10 @@ const LINE: u64 = 4 << 20;
 /// Flags of the commands that read texts.
 #[derive(Args, Debug)]
 pub struct ReadArgs {
-    /// Read the texts from this file, one a line; - is standard input
+    /// Read the texts from this file, one per line; - is standard input
     #[arg(short, long, value_name = "FILE", conflicts_with = "texts")]
     pub file: Option<PathBuf>,
-    /// Longest text in tokens, with what is put around it [default: the model's, at most 8192]
+    /// Longest text in tokens, including the prompt around it [default: the model's, at most 8192]
     #[arg(long, value_name = "N")]
     pub ctx: Option<usize>,
     /// Cut longer texts
@@ -99,29 +99,29 @@ impl Session {
     pub fn check_length(&self, line: &Line, tokens: &[u32]) -> anyhow::Result<()> {
         let (place, n, most) = (&line.place, tokens.len(), self.ctx);
         match n {
-            0 => bail!("{place}: it has no tokens"),
+            0 => bail!("{place}: the text has no tokens"),
             n if n > most => bail!(
-                "{place}: {n} tokens, and a text may have {most}: --truncate cuts it, --ctx allows more"
+                "{place}: {n} tokens, at most {most} are allowed: --truncate cuts the text, --ctx allows more"
             ),
             _ => Ok(()),
         }
     }
 }
 
-/// A text, and where it stands.
+/// A text and its source.
 pub struct Line {
-    /// For messages.
+    /// The source, for messages, e.g. a file and a line.
     pub place: String,
     /// Its number, from 0.
     pub index: usize,
     /// The text.
     pub text: String,
-    /// What a JSON object calls it.
+    /// The `id` of its JSON object.
     pub id: Option<Value>,
 }
 
-/// Texts of the command line, or the lines of a file: each the text itself or, where the first is a
-/// JSON object, an object whose `text` it is.
+/// Texts of the command line, or the lines of a file. If the first line is a JSON object, every line is one,
+/// and its `text` is the text.
 pub struct Lines {
     given: Option<std::vec::IntoIter<String>>,
     reader: Box<dyn BufRead>,
@@ -178,7 +178,7 @@ impl Lines {
         let held: usize = lines.iter().map(|l| l.text.len()).sum();
         if lines.len() > most || held > bytes {
             let name = &self.name;
-            bail!("{name}: expected at most {most} texts, and {bytes} bytes of them");
+            bail!("{name}: expected at most {most} texts and {bytes} bytes in all");
         }
         Ok(lines)
     }

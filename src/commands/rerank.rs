@@ -14,7 +14,7 @@ use serde_json::json;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// Documents, at most, and their bytes: they are ranked together, and their tokens are kept till then.
+/// Largest number of documents, and of bytes in all of them: their tokens are kept until all are ranked.
 const MOST: (usize, usize) = (1 << 20, 256 << 20);
 
 /// Flags of `nq rerank`.
@@ -25,15 +25,15 @@ pub struct RerankArgs {
     /// Documents [default: lines of standard input]
     #[arg(value_name = "DOCUMENTS")]
     pub texts: Vec<String>,
-    /// What the documents are to answer
+    /// The query that documents should answer
     #[arg(short, long, value_name = "TEXT")]
     pub query: String,
     #[command(flatten)]
     pub read: ReadArgs,
-    /// What makes a document an answer
+    /// Instruction that says when a document answers the query
     #[arg(long, value_name = "TEXT", default_value = DEFAULT_TASK)]
     pub instruct: String,
-    /// Print the best N alone
+    /// Print only the best N
     #[arg(long, value_name = "N")]
     pub top: Option<usize>,
     /// Print documents in their own order, not the best first
@@ -47,7 +47,7 @@ pub fn run(args: &RerankArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let opened = model::open(Some(&args.model), global, &terminal)?;
     model::check_writes(&opened)?;
     if opened.checkpoint.task().clone().of_name(&opened.name) != Task::Rerank {
-        terminal.note("this model is not known as a reranker: its scores may mean little");
+        terminal.note("nothing marks this model as a reranker: its scores may be meaningless");
     }
     let (checkpoint, _) = at_load(opened.checkpoint, args.read.bits, &terminal)?;
     // Before the model is loaded: what is wrong with the tokenizer or the texts need not wait.

@@ -16,9 +16,9 @@ use nq_runtime::{
 use replay::Replay;
 use std::ops::ControlFlow;
 
-/// What is decoded.
+/// The text that a measurement decodes.
 pub enum Answer<'a> {
-    /// The model's own answers to each prompt, of so many tokens.
+    /// The model's own answers to each prompt.
     Own {
         /// Prompts, as tokens.
         prompts: &'a [Vec<u32>],
@@ -27,38 +27,38 @@ pub enum Answer<'a> {
         /// How they are drawn.
         sampling: SamplingParams,
     },
-    /// A known answer to a prompt: whatever the model computes, it draws this text.
+    /// A known answer to a prompt, which replaces the tokens that the model would draw.
     Replayed {
         /// The prompt, as tokens.
         prompt: &'a [u32],
         /// The answer.
         answer: &'a [u32],
-        /// Share of a draft model's tokens that are made right, wherever they stand; the others are
-        /// made wrong. `None`: they are its own.
+        /// Acceptance rate to give a draft model, by replacing its tokens with right and wrong ones at random.
+        /// `None`: its tokens are its own.
         right: Option<f64>,
     },
 }
 
-/// What drafts.
+/// A drafter.
 pub enum DraftBy<'a> {
-    /// The text itself.
+    /// Prompt lookup.
     Ngram,
-    /// A model.
+    /// A draft model.
     Model {
         /// The model.
         engine: &'a dyn Engine,
-        /// Tokens that both models know.
+        /// Number of tokens that both models have.
         vocab: usize,
     },
 }
 
-/// A measurement of drafts.
+/// A measurement of speculative decoding.
 pub struct TextSpec<'a> {
-    /// What is decoded.
+    /// The text to decode.
     pub answer: Answer<'a>,
-    /// What drafts, and its name.
+    /// The drafter and its name.
     pub drafts: (DraftBy<'a>, &'a str),
-    /// Measured repeats, after one that is not.
+    /// Measured repeats, after a warm-up.
     pub repeats: usize,
     /// Type that keys and values are rounded to.
     pub kv: KvType,
@@ -113,11 +113,10 @@ impl TextSpec<'_> {
     }
 }
 
-/// `text`: decodes the answers without drafts and with them, in turns. The second row says what drafts
-/// came to.
+/// Decodes the answers without drafts and with them, in turns. The second row has the result of the drafts.
 ///
 /// # Errors
-/// What the engines report; a device that checks no drafts.
+/// Errors of the engines; a device that cannot check drafts.
 pub fn text(
     engine: &dyn Engine,
     spec: &TextSpec<'_>,

@@ -53,8 +53,8 @@ impl ExportFormat {
         })
     }
 
-    /// What the scheme of each weight may be chosen from, of at least `least` bits, for models whose
-    /// rows are as long as `widths`; `None`: one scheme for all.
+    /// The schemes of at least `least` bits among which each weight can choose, for models with rows of these
+    /// `widths`. `None` if all weights have one scheme.
     pub fn candidates(
         self,
         least: Bits,

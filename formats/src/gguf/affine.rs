@@ -191,8 +191,8 @@ fn nibbles(codes: &[u8], out: &mut [u8]) {
     }
 }
 
-/// Eight 6-bit scales and minima in 12 bytes: what the last four have beyond 4 bits lies in the top
-/// bits of the first eight bytes.
+/// Eight 6-bit scales and minima in 12 bytes: the upper two bits of the last four are in the top bits of the
+/// first eight bytes.
 pub(super) fn scales_and_minima(scales: [u8; 8], minima: [u8; 8]) -> [u8; 12] {
     let mut packed = [0u8; 12];
     for (j, (s, m)) in scales.into_iter().zip(minima).enumerate() {
@@ -258,7 +258,7 @@ mod tests {
     }
 
     proptest! {
-        /// What is written as blocks and read again is the same weight, in as many bytes.
+        /// A weight that is written as blocks and read again is the same, in the same number of bytes.
         #[test]
         fn blocks_keep_every_part(seed in any::<u64>(), rows in 1usize..4, blocks in 1usize..4) {
             for (kind, scheme) in SCHEMES {

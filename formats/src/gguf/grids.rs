@@ -219,7 +219,7 @@ const fn ternary(unpack: super::blocks::Unpack) -> Layout {
     }
 }
 
-/// The base-3 digit at `place` behind the point in `byte`, a fraction of 256, as a code.
+/// The base-3 digit at `place` after the point in `byte`, a fraction of 256, as a code.
 fn digit(byte: u8, place: u32) -> u8 {
     let shifted = byte.wrapping_mul(3u8.pow(place));
     ((u16::from(shifted) * 3) >> 8) as u8 + 7

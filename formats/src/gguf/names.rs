@@ -14,7 +14,7 @@ const MODEL: [(&str, &str); 3] = [
 const PREFIXES: (&str, &str) = (LAYERS, "blk.");
 
 /// Translates a name by (from, to) pairs: for names outside the layers, for the prefix before the
-/// layer's number, and for the rest behind it.
+/// layer's number, and for the rest after it.
 fn translate(
     name: &str,
     mut outside: impl Iterator<Item = (&'static str, &'static str)>,

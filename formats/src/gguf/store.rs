@@ -424,7 +424,7 @@ struct Metadata {
     file: GgufFile,
     config: Bytes,
     generation: Bytes,
-    /// The file says that a text is what its last token leaves.
+    /// The file asks for last-token pooling: it is an embedding model.
     pooled: bool,
 }
 

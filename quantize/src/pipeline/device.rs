@@ -98,7 +98,7 @@ impl Job<'_> {
         Ok(inputs)
     }
 
-    /// How what is staged is loaded to be measured: on the CPU where a GPU has no kernels for it.
+    /// Options for loading the staged model to measure it: on the CPU if the GPU has no kernels for it.
     pub(super) fn measuring_options(&self, state: &State) -> Result<LoadOptions> {
         let mut options = self.options.load;
         let staged = Schemes {

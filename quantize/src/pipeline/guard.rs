@@ -27,7 +27,7 @@ const WORTH_TUNING: u64 = 3;
 const LEFT_BY_TUNING: f64 = 0.6;
 
 /// Try schemes only if their predicted divergence is at most this many times the limit.
-const HOPE: f64 = 1.3;
+const MOST_OVER_LIMIT: f64 = 1.3;
 
 /// What to do after a measurement.
 pub(super) enum Next {
@@ -259,7 +259,7 @@ impl Job<'_> {
             "the best choice of bits is predicted to reach {}",
             nats(least)
         );
-        if least.is_nan() || least > HOPE * last.limit(&self.options.limits) {
+        if least.is_nan() || least > MOST_OVER_LIMIT * last.limit(&self.options.limits) {
             return Ok(Next::Hopeless(Some(reach)));
         }
         if state.attempts.len() >= ATTEMPTS {

@@ -24,8 +24,8 @@ pub struct QuantizeOptions {
     /// Schemes of all weights. If `target` or a missed limit requires others, these still apply to
     /// weights whose scheme cannot be chosen.
     pub schemes: Schemes,
-    /// What schemes are chosen from where they are: nq's own of `bits` and more, or those of the format
-    /// that the result is for. With none, a broken limit fails at once.
+    /// The schemes among which weights can choose: nq's own of `bits` and more, or those of the output format.
+    /// If empty, a missed limit fails the run at once.
     pub candidates: Vec<AffineScheme>,
     /// A size for which the schemes of all weights are chosen by measured sensitivity.
     pub target: Option<TargetSize>,
@@ -121,8 +121,8 @@ impl<'a> Job<'a> {
         Job::with_method(checkpoint, options, method, progress)
     }
 
-    /// Like [`Job::new`], with a method of your own, for experiments. When resuming, methods are told
-    /// apart by their names and settings.
+    /// Like [`Job::new`], with a method of your own, for experiments. A run can be resumed only with a method of
+    /// the same name and settings.
     ///
     /// # Errors
     /// Errors of [`Job::new`].

@@ -56,8 +56,9 @@ pub trait StepsAhead {
     /// [`Error::PagesFull`] before anything is queued; errors of the device.
     fn queue(&mut self) -> Result<()>;
 
-    /// Queues a step of these sequences alone: a row for each of their tokens, in order, and each row
-    /// draws. None may be seated, and no step queued. Their lengths include all rows when this returns.
+    /// Queues a step over these sequences only. It has a row for each of their tokens, in order, and draws a
+    /// token in every row. No sequence may be seated, and no step queued. When this returns, the sequences'
+    /// lengths include all rows.
     ///
     /// # Errors
     /// [`Error::Request`] for more rows than [`Session::draft_rows`](crate::Session::draft_rows) and for
@@ -73,14 +74,15 @@ pub trait StepsAhead {
     fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()>;
 }
 
-/// Tokens of one sequence in a step that draws behind each of them.
+/// Tokens of one sequence in a step that draws a token after each of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Run<'a> {
     /// The sequence.
     pub slot: usize,
     /// Tokens to append to it: at least one.
     pub tokens: &'a [u32],
-    /// What draws behind the first of them, and as it would draw later behind the others.
+    /// The sampler in its state for the draw after the first token. It draws after the others as it would in
+    /// later steps.
     pub sampler: &'a Sampler,
 }
 
@@ -139,7 +141,7 @@ impl Queue {
         steps.count()
     }
 
-    /// Steps to keep queued, up to `most`: queued work delays whoever joins next, and drafts.
+    /// Steps to keep queued, up to `most`: queued work delays the next sequence that joins, and drafts.
     fn depth(&self, most: usize, drafting: bool) -> usize {
         let least = LEAST_AHEAD.min(most);
         let steps = self.step.map_or(most, |t| (AHEAD / t).ceil() as usize);
@@ -343,7 +345,7 @@ impl Batch<'_> {
                     });
                     self.queue.push(Work::Step(rows.collect()));
                 }
-                // The last to join gives way; the others wait for the pages that it gives back.
+                // The sequence that joined last ends; the others wait for the pages that it frees.
                 Err(e @ Error::PagesFull { .. }) => match sitting.next_back() {
                     Some(member) if !waiting => member.blocked = Some(e),
                     _ => return Ok(()),

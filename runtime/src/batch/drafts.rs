@@ -1,21 +1,21 @@
-//! Drafts on a device that draws tokens itself: a step that checks them waits until the host knows
-//! everything drawn, and the host waits for that step.
+//! Drafts on a device that draws tokens itself. A step that checks drafts is queued only after the host has
+//! received all tokens drawn so far, and the host waits for that step.
 
 use super::ahead::{Drawn, Run, record};
 use super::{Batch, Each, Member, Ran};
 use crate::error::{Error, Result};
 use std::time::Instant;
 
-/// Most sequences whose steps stop running ahead where something is drafted for one of them.
+/// With more sequences than this, nothing is drafted: steps would have to stop running ahead for all of them.
 const MOST_SEQUENCES: usize = 4;
 
-/// What is drafted for the sequences of a batch.
+/// The drafts for the sequences of a batch.
 pub(super) enum Drafts {
-    /// Nothing: steps run ahead.
+    /// None: steps run ahead.
     None,
-    /// Something, which can be checked once the queued steps are received.
+    /// There will be drafts once the queued steps have been received.
     Coming,
-    /// These tokens, for each member.
+    /// The drafted tokens of each member.
     Here(Vec<Vec<u32>>),
 }
 
@@ -29,7 +29,7 @@ impl Batch<'_> {
             })
     }
 
-    /// What is drafted behind the text that the host knows.
+    /// The drafts after the text that the host knows.
     pub(super) fn drafts_ahead(&mut self) -> Drafts {
         let (ctx, most_rows) = (self.session.spec().ctx, self.session.draft_rows());
         let queued = self.queue.steps();
@@ -43,10 +43,10 @@ impl Batch<'_> {
                  them for one token of a sequence at a time",
             );
         }
-        let goes_on =
+        let can_draft =
             |m: &Member| m.blocked.is_none() && !m.sampler.adjusts() && m.len + m.queued < ctx;
         let few = (1..=MOST_SEQUENCES).contains(&self.members.len());
-        if !few || !self.members.iter().all(goes_on) {
+        if !few || !self.members.iter().all(can_draft) {
             return Drafts::None;
         }
         // A step draws one token more than it checks.
@@ -56,7 +56,7 @@ impl Batch<'_> {
         };
         let wanted: Vec<(usize, usize)> = self.members.iter().map(|m| (m.slot, most(m))).collect();
         if queued > 0 {
-            return match speculation.expects(&wanted, wanted.len(), most_rows) {
+            return match speculation.would_draft(&wanted, wanted.len(), most_rows) {
                 true => Drafts::Coming,
                 false => Drafts::None,
             };
@@ -68,8 +68,8 @@ impl Batch<'_> {
         }
     }
 
-    /// Runs a step of every member's next token and its draft, and passes on what was drawn as far as
-    /// drafts were right. False, with nothing done, if there are no pages for the drafts.
+    /// Runs a step over every member's next token and draft, and passes on the tokens drawn up to the first one
+    /// that differs from the draft. Returns false, with nothing done, if there are no pages for the drafts.
     pub(super) fn check_drafts(
         &mut self,
         drafts: &[Vec<u32>],

@@ -1,5 +1,5 @@
-//! A step whose logits come to the host, where samplers draw from them: of one row a sequence, or of
-//! more where tokens are drafted.
+//! A step whose logits come to the host, where samplers draw from them. A sequence has one row, or more if tokens
+//! are drafted for it.
 
 use super::{Batch, Each, Member, Piece, Ran, Result};
 use crate::engine::{Chunk, Logits, LogitsWanted, Session};
@@ -8,19 +8,19 @@ use crate::sampler::Sampler;
 use rayon::prelude::*;
 use std::time::{Duration, Instant};
 
-/// What a sequence draws in a step: tokens, of which there are several where drafts were right, or why
-/// there is none. An error may follow tokens.
+/// The tokens that a sequence drew in a step (several if drafted tokens were accepted), and the error that ended
+/// it, if any.
 #[derive(Default)]
 struct Drawn {
     tokens: Vec<u32>,
     error: Option<Error>,
 }
 
-/// What all draw, members first, and how long the device took.
+/// The draws of all sequences, members first, and the time that the device took.
 type DrawnByAll = (Vec<Drawn>, Option<Duration>);
 
 impl Batch<'_> {
-    /// One forward over everybody and the pieces, whose logits come to the host.
+    /// One forward pass over all members and the pieces, whose logits come to the host.
     pub(super) fn step_on_host(
         &mut self,
         mut pieces: Vec<Piece<'_>>,
@@ -37,20 +37,20 @@ impl Batch<'_> {
         }
         let before: Vec<usize> = pieces.iter().map(|p| self.session.len(p.slot)).collect();
         let begun = Instant::now();
-        let goes_on = |p: &&Piece<'_>| p.tokens.len() == 1 && p.then.is_some();
-        let joining = pieces.iter().filter(goes_on).count();
+        let joins = |p: &&Piece<'_>| p.tokens.len() == 1 && p.then.is_some();
+        let joining = pieces.iter().filter(joins).count();
         let piece_rows: usize = pieces.iter().map(|p| p.tokens.len()).sum();
         let (decoding, prompt_rows) = (self.members.len() + joining, piece_rows - joining);
         let mut drafts = self.draft(piece_rows);
         let (drawn, took) = loop {
             match forward(self.session, &mut self.members, &drafts, &mut pieces, each) {
                 Ok(drawn) => break drawn,
-                // A draft must not end what goes on without it.
+                // A draft must not end a sequence that could continue without it.
                 Err(Error::PagesFull { .. }) if drafts.iter().any(|d| !d.is_empty()) => {
                     drafts.iter_mut().for_each(Vec::clear);
                 }
                 Err(Error::PagesFull { .. }) if pieces.is_empty() && !self.members.is_empty() => {
-                    // The last to join gives way.
+                    // The sequence that joined last ends, which frees its pages.
                     let error = Error::PagesFull {
                         needed: 1,
                         free: self.session.free_pages().unwrap_or(0),
@@ -148,9 +148,9 @@ impl Batch<'_> {
     }
 }
 
-/// What each member, then each piece that goes on, draws after one forward over all. Where numbers
-/// come out that are none, each goes alone and without a draft: only those that they come from fail. A
-/// piece that does not go on tells `each`.
+/// The draws of each member, then of each piece that joins the batch, after one forward pass over all. If
+/// activations are not finite, each sequence is computed again by itself and without a draft, so that only those at
+/// fault fail. A piece that does not join reports its error to `each`.
 fn forward(
     session: &mut dyn Session,
     members: &mut [Member],
@@ -213,16 +213,16 @@ impl From<Result<u32>> for Drawn {
     }
 }
 
-/// A sequence that goes on needs its last row's logits.
-fn wanted(goes_on: bool) -> LogitsWanted {
-    match goes_on {
+/// A sequence that draws a token needs the logits of its last row.
+fn wanted(draws: bool) -> LogitsWanted {
+    match draws {
         true => LogitsWanted::Last,
         false => LogitsWanted::None,
     }
 }
 
-/// The tokens of each of `fed`, and the pieces: logits of all rows of the former, and of the last rows
-/// of pieces that go on.
+/// The chunks of `fed` (slot and tokens), with the logits of all rows, and of the pieces, with the logits of the
+/// last row if they join the batch.
 fn chunks_of<'a>(fed: &'a [(usize, Vec<u32>)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<'a>> {
     let members = fed.iter().map(|(slot, tokens)| Chunk {
         slot: *slot,
@@ -240,9 +240,9 @@ fn chunks_of<'a>(fed: &'a [(usize, Vec<u32>)], pieces: &'a [Piece<'_>]) -> Vec<C
     members.chain(pieces).collect()
 }
 
-/// What each of `samplers` draws, whose rows of logits lie one after another: one for each token of its
-/// draft and one more; those that have no draft come last. A large vocabulary's softmax takes a
-/// millisecond: nobody waits for another's.
+/// The draws of each of `samplers`. Its rows of logits, one for each token of its draft and one more, follow those
+/// of the sampler before it; samplers without a draft come last. The softmax over a large vocabulary takes a
+/// millisecond, so sequences are drawn in parallel.
 fn draw<'a>(
     samplers: impl Iterator<Item = &'a mut Sampler>,
     drafts: impl Iterator<Item = &'a [u32]>,
@@ -259,7 +259,7 @@ fn draw<'a>(
         })
         .collect();
     match &mut all[..] {
-        // Waking the pool would cost a lone greedy sequence more than its choice.
+        // For a single sequence, waking the thread pool can take longer than the draw.
         [(sampler, draft, first)] => vec![draw_one(sampler, draft, *first, logits)],
         many => many
             .par_iter_mut()
@@ -268,7 +268,7 @@ fn draw<'a>(
     }
 }
 
-/// Draws until a token differs from `draft`'s.
+/// Draws until a token differs from the one in `draft`.
 fn draw_one(sampler: &mut Sampler, draft: &[u32], first: usize, logits: Logits<'_>) -> Drawn {
     let mut drawn = Drawn::default();
     for row in 0..=draft.len() {

@@ -1,7 +1,7 @@
 //! Sequences that decode together: they join and leave between any two steps.
 //!
 //! A [`Batch`] runs over a [`Session`]. Each of its sequences has its own sampler, end and error:
-//! an event in one costs the others nothing, and no step computed for them is thrown away. A device
+//! an event in one does not delay the others, and no step computed for them is wasted. A device
 //! that draws tokens itself ([`StepsAhead`]) is kept some steps ahead of the host, and prompts are
 //! queued between its steps; a sequence that joins is in the steps queued from then on, and the
 //! results of steps that were queued for one that has left are skipped.
@@ -28,7 +28,7 @@ use ahead::Queue;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
-/// Tokens of a sequence for the next step, and how it goes on from there.
+/// Tokens of a sequence for the next step, and how it continues after them.
 #[derive(Debug)]
 pub struct Piece<'a> {
     /// The sequence.
@@ -42,7 +42,7 @@ pub struct Piece<'a> {
 /// How a sequence of a batch continues.
 #[derive(Debug)]
 pub struct Continuation {
-    /// What draws its tokens.
+    /// Draws its tokens.
     pub sampler: Sampler,
     /// Tokens after which it leaves by itself: at least one.
     pub tokens: usize,
@@ -108,9 +108,9 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// Drafts tokens of the sequences that `speculation` follows, where the device can check them
-    /// ([`Session::draft_rows`]): a step then draws one token of each or more, the same ones as without
-    /// as far as the device computes a few rows as it computes one ([`Session::exact_rows`]).
+    /// Drafts tokens for the sequences that `speculation` follows, if the device can check them
+    /// ([`Session::draft_rows`]). A step then draws one or more tokens of each. They are the same as without
+    /// drafts if the device computes a few rows exactly as it computes one ([`Session::exact_rows`]).
     pub fn with_drafts(mut self, speculation: Option<&'s mut Speculation>) -> Self {
         self.speculation = speculation.filter(|_| self.session.draft_rows() > 1);
         if let (Some(speculation), true) =
@@ -121,7 +121,7 @@ impl<'s> Batch<'s> {
         self
     }
 
-    /// What drafts tokens here, if anything does.
+    /// The speculation of [`Batch::with_drafts`], if there is one and the device can check drafts.
     pub fn speculation(&mut self) -> Option<&mut Speculation> {
         self.speculation.as_deref_mut()
     }

@@ -60,12 +60,11 @@ impl Message {
 
 /// The chat template of a model.
 ///
-/// A template is a program written by whoever made the model. These are bounded: the length of its
-/// source, the instructions of a rendering and the size of its output, on a stack that holds any
-/// nesting of the source. A template can still fill the memory, or recurse endlessly over a
-/// value that contains itself. A program that opens models of others therefore calls [`isolate`]
-/// first: templates are then compiled and rendered in a process of their own, under limits on memory
-/// and time.
+/// A template is an untrusted program from the model's makers. Its source length, the instructions of a
+/// rendering and the size of its output are bounded, and the stack is large enough for any nesting of
+/// the source. A template can still fill the memory, or recurse endlessly over a value that contains
+/// itself. A program that opens models of others therefore calls [`isolate`] first: templates are then
+/// compiled and rendered in a separate process, under limits on memory and time.
 #[derive(Debug)]
 pub struct ChatTemplate {
     renderer: Renderer,

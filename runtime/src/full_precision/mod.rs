@@ -164,7 +164,7 @@ pub struct Pass<'a, O: LayerOps, M, G> {
     of: PhantomData<fn(&M, &G)>,
 }
 
-/// What a layer shows to its observer as it runs.
+/// An intermediate value of a layer, passed to its observer.
 pub enum Seen<'a, O: Allocate> {
     /// The input `[rows, in]` of a product. The number is the expert's if experts have inputs of their
     /// own.

@@ -1,79 +1,81 @@
-//! How many tokens to draft: as many as give most tokens a second.
+//! The cost model of speculative decoding: chooses the number of tokens to draft that gives the most tokens
+//! per second, from measured times of steps and drafts and from acceptance rates.
 
-/// Gain below which drafting is left alone.
+/// Expected gain in speed below which nothing is drafted.
 const LEAST_GAIN: f64 = 1.05;
-/// What a row costs more, in steps of one row, until it has been measured.
+/// Assumed cost of a further row, in steps of one row, until it has been measured.
 const ROW: f64 = 0.25;
-/// What drafting a token costs, in steps of one row, until it has been measured.
+/// Assumed cost of drafting a token, in steps of one row, until it has been measured.
 const DRAFT: f64 = 0.25;
-/// What one measurement says at most, as a multiple of what was known, and at least: a step that another
-/// program held up must not count for long, nor a first one, which prepares those after it.
+/// Bounds of a new measurement, as multiples of the known value: a step that another program delayed must
+/// not count for long, nor a first step, which includes setup.
 const CLIP: f64 = 1.25;
 const LEAST: f64 = 0.25;
-/// Weight of a new measurement that is above what was known, and of one below.
+/// Weight of a new measurement that is above the known value, and of one below it.
 const MORE: f64 = 0.3;
 const LESS: f64 = 0.5;
-/// One in so many steps goes without drafts, until such a step has been measured, and one has a row more
-/// than has been: what steps are guessed to take must not decide for good.
+/// Until a step without drafts has been measured, every `PLAIN`th step is one; likewise every `WIDER`th step
+/// has one row more than any measured step. Otherwise an assumed cost could exclude a step forever.
 const PLAIN: usize = 4;
 const WIDER: usize = 32;
 
-/// What steps and drafts take.
+/// Measured times of steps and drafts.
 #[derive(Clone, Debug)]
-pub(super) struct Pace {
-    /// Seconds of a step of `i + 1` rows, where known.
+pub(super) struct CostModel {
+    /// Seconds of a step of `i + 1` rows, where measured.
     steps: Vec<Option<f64>>,
-    /// Rows that the device computes for so many.
+    /// The number of rows that the device computes when it is given this many.
     pub(super) rounded: fn(usize) -> usize,
-    /// Seconds of drafting a token for all sequences of a step; none known of a free drafter.
+    /// Seconds of drafting one token for all sequences of a step; `None` until measured.
     draft: Option<f64>,
-    /// Drafting has been measured once: that prepared what comes after, and computed the text before.
-    begun: bool,
-    /// Drafts take time.
-    dear: bool,
-    /// Steps with drafts beside which something is yet to be measured.
+    /// Drafting has been measured once. That first time does not count: it includes setup and the prompt.
+    warmed_up: bool,
+    /// Drafting takes time.
+    expensive: bool,
+    /// Steps with drafts so far for which an alternative had not been measured.
     unknown: usize,
 }
 
-/// Tokens that a sequence would have drafted.
+/// A sequence's demand for drafted tokens.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Wish {
-    /// Share of them that is right.
-    pub right: f64,
-    /// At most so many.
+pub(super) struct Demand {
+    /// Expected acceptance rate, 0 to 1.
+    pub acceptance: f64,
+    /// Tokens at most.
     pub most: usize,
 }
 
-impl Default for Pace {
+impl Default for CostModel {
     fn default() -> Self {
-        Pace {
+        CostModel {
             steps: Vec::new(),
             rounded: |rows| rows,
             draft: None,
-            begun: false,
-            dear: false,
+            warmed_up: false,
+            expensive: false,
             unknown: 0,
         }
     }
 }
 
-impl Pace {
-    /// A drafter that takes time.
-    pub(super) fn dear() -> Self {
-        Pace {
-            dear: true,
-            ..Pace::default()
+impl CostModel {
+    /// For a drafter that takes time.
+    pub(super) fn expensive() -> Self {
+        CostModel {
+            expensive: true,
+            ..CostModel::default()
         }
     }
 
-    /// Tokens to draft for each of `wishes`, in a step of `rows` rows without them, at most `room`
-    /// together: rows go where they are most likely to be right, as long as that pays.
-    pub(super) fn plan(&self, rows: usize, room: usize, wishes: &[Wish]) -> Vec<usize> {
-        let mut lengths = vec![0; wishes.len()];
+    /// Tokens to draft for each of `demands`, at most `room` together, in a step that has `rows` rows without
+    /// drafts. Rows go to the tokens that are most likely to be accepted, as long as that raises tokens per
+    /// second.
+    pub(super) fn plan(&self, rows: usize, room: usize, demands: &[Demand]) -> Vec<usize> {
+        let mut lengths = vec![0; demands.len()];
         let mut best = (LEAST_GAIN * rows as f64 / self.step(rows), lengths.clone());
         let mut tokens = rows as f64;
         for drafted in 1..=room {
-            let Some((i, chance)) = likeliest(wishes, &lengths) else {
+            let Some((i, chance)) = likeliest(demands, &lengths) else {
                 break;
             };
             tokens += chance;
@@ -87,13 +89,13 @@ impl Pace {
         best.1
     }
 
-    /// Changes a plan with drafts, now and then, to measure what has not been: steps without drafts, which
-    /// tell what drafts gain, and steps of a row more.
+    /// Changes a plan with drafts now and then, to measure steps that have not been measured: those without
+    /// drafts, the baseline of the gain, and those with one row more.
     pub(super) fn explore(
         &mut self,
         rows: usize,
         room: usize,
-        wishes: &[Wish],
+        demands: &[Demand],
         lengths: &mut [usize],
     ) {
         let drafted: usize = lengths.iter().sum();
@@ -106,13 +108,13 @@ impl Pace {
         if without && self.unknown.is_multiple_of(PLAIN) {
             lengths.fill(0);
         } else if wider && self.unknown.is_multiple_of(WIDER) {
-            if let Some((i, _)) = likeliest(wishes, lengths) {
+            if let Some((i, _)) = likeliest(demands, lengths) {
                 lengths[i] += 1;
             }
         }
     }
 
-    /// Seconds of a step; in steps of one row where nothing has been measured.
+    /// Expected seconds of a step; in units of a step of one row while nothing has been measured.
     fn step(&self, rows: usize) -> f64 {
         let rows = (self.rounded)(rows);
         let known = |i: usize| self.steps.get(i).copied().flatten();
@@ -123,7 +125,7 @@ impl Pace {
         let Some((measured, seconds)) = below else {
             return one;
         };
-        // Rows beyond those measured cost what rows have cost so far.
+        // Beyond the measured steps, a row costs as much as measured rows do on average.
         let first = (0..measured).find_map(|i| Some((i + 1, known(i)?)));
         let row = match first {
             Some((rows, first)) if rows < measured => (seconds - first) / (measured - rows) as f64,
@@ -146,16 +148,16 @@ impl Pace {
     }
 
     fn draft(&self) -> f64 {
-        match self.dear {
+        match self.expensive {
             true => self.draft.unwrap_or(DRAFT * self.step(1)),
             false => 0.0,
         }
     }
 
-    /// A step of `rows` rows took so long.
+    /// Records that a step of `rows` rows took `seconds`.
     pub(super) fn stepped(&mut self, rows: usize, seconds: f64) {
         let rows = (self.rounded)(rows);
-        // More rows than drafts ever make.
+        // Steps with drafts never have more rows.
         if rows == 0 || rows > 64 {
             return;
         }
@@ -172,9 +174,9 @@ impl Pace {
         });
     }
 
-    /// Drafting took so long for each token.
+    /// Records that drafting took `seconds` per token.
     pub(super) fn drafted(&mut self, seconds: f64) {
-        let first = !std::mem::replace(&mut self.begun, true);
+        let first = !std::mem::replace(&mut self.warmed_up, true);
         self.draft = match self.draft {
             None if first => None,
             None => Some(seconds.min(self.step(1))),
@@ -183,18 +185,20 @@ impl Pace {
     }
 }
 
-/// The sequence whose next token is likeliest to be right, after drafts of `lengths`, and the chance of it.
-fn likeliest(wishes: &[Wish], lengths: &[usize]) -> Option<(usize, f64)> {
-    let chance = |(i, (wish, &length)): (usize, (&Wish, &usize))| match length < wish.most {
-        true => (i, wish.right.powi(length as i32 + 1)),
+/// The sequence whose next drafted token, after drafts of `lengths`, is most likely to be accepted, and its
+/// probability.
+fn likeliest(demands: &[Demand], lengths: &[usize]) -> Option<(usize, f64)> {
+    let chance = |(i, (demand, &length)): (usize, (&Demand, &usize))| match length < demand.most {
+        true => (i, demand.acceptance.powi(length as i32 + 1)),
         false => (i, 0.0),
     };
-    let chances = wishes.iter().zip(lengths).enumerate().map(chance);
+    let chances = demands.iter().zip(lengths).enumerate().map(chance);
     let likeliest = chances.max_by(|a, b| a.1.total_cmp(&b.1));
     likeliest.filter(|(_, chance)| *chance > 0.0)
 }
 
-/// What is expected after a measurement. Nothing takes less time than it needs: that is believed sooner.
+/// The value expected after a measurement. A lower time weighs more than a higher one: disturbances only make
+/// steps slower.
 fn learned(known: f64, measured: f64) -> f64 {
     match measured < known {
         true => known + LESS * (measured.max(known * LEAST) - known),
@@ -206,46 +210,52 @@ fn learned(known: f64, measured: f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn measured(seconds: impl Fn(usize) -> f64, mut pace: Pace) -> Pace {
+    fn measured(seconds: impl Fn(usize) -> f64, mut costs: CostModel) -> CostModel {
         for _ in 0..200 {
-            (1..=8).for_each(|rows| pace.stepped(rows, seconds(rows)));
+            (1..=8).for_each(|rows| costs.stepped(rows, seconds(rows)));
         }
-        pace
+        costs
     }
 
-    fn alone(pace: &Pace, right: f64, most: usize) -> usize {
-        pace.plan(1, 7, &[Wish { right, most }])[0]
+    fn alone(costs: &CostModel, acceptance: f64, most: usize) -> usize {
+        costs.plan(1, 7, &[Demand { acceptance, most }])[0]
     }
 
     #[test]
-    fn lengths_follow_costs_and_luck() {
-        let pace = measured(|rows| 1.0 + 0.1 * (rows - 1) as f64, Pace::default());
-        assert_eq!(alone(&pace, 0.97, 20), 7);
-        assert_eq!(alone(&pace, 0.97, 3), 3);
-        assert_eq!(alone(&pace, 0.97, 0), 0);
-        assert!((1..4).contains(&alone(&pace, 0.4, 20)));
-        // Always wrong.
-        assert_eq!(alone(&pace, 0.1, 20), 0);
+    fn lengths_follow_costs_and_acceptance() {
+        let costs = measured(|rows| 1.0 + 0.1 * (rows - 1) as f64, CostModel::default());
+        assert_eq!(alone(&costs, 0.97, 20), 7);
+        assert_eq!(alone(&costs, 0.97, 3), 3);
+        assert_eq!(alone(&costs, 0.97, 0), 0);
+        assert!((1..4).contains(&alone(&costs, 0.4, 20)));
+        // Almost always wrong.
+        assert_eq!(alone(&costs, 0.1, 20), 0);
         // Rows that cost as much as steps never pay.
-        let dear = measured(|rows| rows as f64, Pace::default());
-        assert_eq!(alone(&dear, 0.97, 20), 0);
+        let linear = measured(|rows| rows as f64, CostModel::default());
+        assert_eq!(alone(&linear, 0.97, 20), 0);
     }
 
     #[test]
-    fn a_dear_drafter_must_earn_its_time() {
-        let mut pace = measured(|rows| 1.0 + 0.05 * (rows - 1) as f64, Pace::dear());
-        (0..100).for_each(|_| pace.drafted(0.15));
-        assert!((2..6).contains(&alone(&pace, 0.8, 20)));
-        assert_eq!(alone(&pace, 0.15, 20), 0);
-        (0..100).for_each(|_| pace.drafted(0.9));
-        assert_eq!(alone(&pace, 0.8, 20), 0);
+    fn an_expensive_drafter_must_save_more_than_it_costs() {
+        let mut costs = measured(
+            |rows| 1.0 + 0.05 * (rows - 1) as f64,
+            CostModel::expensive(),
+        );
+        (0..100).for_each(|_| costs.drafted(0.15));
+        assert!((2..6).contains(&alone(&costs, 0.8, 20)));
+        assert_eq!(alone(&costs, 0.15, 20), 0);
+        (0..100).for_each(|_| costs.drafted(0.9));
+        assert_eq!(alone(&costs, 0.8, 20), 0);
     }
 
     #[test]
-    fn rows_go_where_they_are_likeliest_right() {
-        let pace = measured(|rows| 1.0 + 0.02 * (rows - 1) as f64, Pace::default());
-        let wish = |right| Wish { right, most: 5 };
-        let planned = pace.plan(3, 5, &[wish(0.2), wish(0.9), wish(0.7)]);
+    fn rows_go_to_the_likeliest_tokens() {
+        let costs = measured(|rows| 1.0 + 0.02 * (rows - 1) as f64, CostModel::default());
+        let demand = |acceptance| Demand {
+            acceptance,
+            most: 5,
+        };
+        let planned = costs.plan(3, 5, &[demand(0.2), demand(0.9), demand(0.7)]);
         assert_eq!(planned.iter().sum::<usize>(), 5);
         assert!(
             planned[1] > planned[2] && planned[2] > planned[0],
@@ -253,79 +263,82 @@ mod tests {
         );
     }
 
-    /// What prepares a drafter, and what its first drafts still lack, is not held against it for long.
+    /// Setup in the first drafts and steps does not count for long.
     #[test]
     fn a_slow_start_is_soon_forgotten() {
-        let mut pace = measured(|rows| 1.0 + 0.05 * (rows - 1) as f64, Pace::dear());
-        pace.drafted(50.0);
-        assert!(!pace.knows_drafts() && alone(&pace, 0.8, 20) > 0);
-        pace.drafted(1.5);
-        assert_eq!(alone(&pace, 0.8, 20), 0);
-        (0..4).for_each(|_| pace.drafted(0.08));
-        assert!(alone(&pace, 0.7, 20) >= 3);
-        // The first step of a device, likewise.
-        let mut pace = Pace::default();
-        pace.stepped(1, 80.0);
-        (0..10).for_each(|_| pace.stepped(1, 1.0));
-        (0..3).for_each(|_| pace.stepped(8, 2.0));
-        assert!(pace.step(1) < 1.5 && pace.step(8) > 1.5);
+        let mut costs = measured(
+            |rows| 1.0 + 0.05 * (rows - 1) as f64,
+            CostModel::expensive(),
+        );
+        costs.drafted(50.0);
+        assert!(!costs.knows_drafts() && alone(&costs, 0.8, 20) > 0);
+        costs.drafted(1.5);
+        assert_eq!(alone(&costs, 0.8, 20), 0);
+        (0..4).for_each(|_| costs.drafted(0.08));
+        assert!(alone(&costs, 0.7, 20) >= 3);
+        // Likewise the first step of a device.
+        let mut costs = CostModel::default();
+        costs.stepped(1, 80.0);
+        (0..10).for_each(|_| costs.stepped(1, 1.0));
+        (0..3).for_each(|_| costs.stepped(8, 2.0));
+        assert!(costs.step(1) < 1.5 && costs.step(8) > 1.5);
     }
 
-    /// Rows that cost nothing are found, though they were guessed to cost too much.
+    /// Rows that cost nothing are found, although they were assumed to cost too much.
     #[test]
     fn more_rows_are_tried_now_and_then() {
-        let mut pace = Pace::default();
-        let wishes = [Wish {
-            right: 0.7,
+        let mut costs = CostModel::default();
+        let demands = [Demand {
+            acceptance: 0.7,
             most: 8,
         }];
         let mut drafted = Vec::new();
         for _ in 0..400 {
-            let mut planned = pace.plan(1, 8, &wishes);
-            pace.explore(1, 8, &wishes, &mut planned);
-            pace.stepped(1 + planned[0], 1.25);
+            let mut planned = costs.plan(1, 8, &demands);
+            costs.explore(1, 8, &demands, &mut planned);
+            costs.stepped(1 + planned[0], 1.25);
             drafted.push(planned[0]);
         }
         assert!(drafted[0] < 4 && drafted[399] == 8, "{drafted:?}");
-        // What is dear is tried, and left alone.
-        let mut pace = measured(
+        // Expensive rows are tried, and then avoided.
+        let mut costs = measured(
             |rows| if rows < 4 { 1.25 } else { rows as f64 },
-            Pace::default(),
+            CostModel::default(),
         );
-        pace.steps.truncate(3);
+        costs.steps.truncate(3);
         let mut wide = 0;
         for _ in 0..400 {
-            let mut planned = pace.plan(1, 8, &wishes);
-            pace.explore(1, 8, &wishes, &mut planned);
+            let mut planned = costs.plan(1, 8, &demands);
+            costs.explore(1, 8, &demands, &mut planned);
             wide += usize::from(planned[0] > 2);
             let rows = 1 + planned[0];
-            pace.stepped(rows, if rows < 4 { 1.25 } else { rows as f64 });
+            costs.stepped(rows, if rows < 4 { 1.25 } else { rows as f64 });
         }
         assert!((1..20).contains(&wide), "{wide}");
     }
 
-    /// Steps of 5 to 8 rows take the same time: one that has been measured tells of all.
+    /// Steps of 5 to 8 rows take the same time: one measurement covers them all.
     #[test]
     fn rows_are_counted_as_the_device_rounds_them() {
         let seconds = |rows: usize| if rows == 1 { 1.0 } else { 1.5 };
-        let mut pace = Pace {
+        let mut costs = CostModel {
             rounded: |rows| rows.next_power_of_two(),
-            ..Pace::default()
+            ..CostModel::default()
         };
         for _ in 0..20 {
-            pace.stepped(1, seconds(1));
-            pace.stepped(6, seconds(6));
+            costs.stepped(1, seconds(1));
+            costs.stepped(6, seconds(6));
         }
-        assert_eq!(alone(&pace, 0.9, 7), 7);
-        assert_eq!(alone(&pace, 0.9, 5), 5);
+        assert_eq!(alone(&costs, 0.9, 7), 7);
+        assert_eq!(alone(&costs, 0.9, 5), 5);
     }
 
     #[test]
     fn one_slow_step_does_not_count_for_long() {
-        let mut pace = measured(|rows| 1.0 + 0.1 * (rows - 1) as f64, Pace::default());
-        pace.stepped(8, 50.0);
-        assert!(alone(&pace, 0.97, 20) >= 6);
-        (0..5).for_each(|_| pace.stepped(8, 1.7));
-        assert_eq!(alone(&pace, 0.97, 20), 7);
+        let mut costs = measured(|rows| 1.0 + 0.1 * (rows - 1) as f64, CostModel::default());
+        costs.stepped(8, 50.0);
+        assert!(alone(&costs, 0.97, 20) >= 6);
+        (0..5).for_each(|_| costs.stepped(8, 1.7));
+        assert_eq!(alone(&costs, 0.97, 20), 7);
     }
 }

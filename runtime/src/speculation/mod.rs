@@ -1,42 +1,41 @@
 //! Speculative decoding: a drafter guesses tokens, the model computes all of them in one step, and they
 //! are kept as far as its sampler draws the same ones.
 //!
-//! A guess counts as right if the sampler, at its place, draws it: draws depend on seed, stream and
-//! position alone, so that the text is what it is without drafts, whatever the sampler's settings,
-//! where a device computes a few rows as it computes one ([`Session::exact_rows`](crate::Session)).
-//! Elsewhere it may differ where two tokens are nearly as likely, as it may with the number of sequences
-//! in a batch.
+//! A guess is accepted if the sampler draws the same token at that position. Draws depend only on seed, stream
+//! and position. So, at any sampler settings, the text is the same as without drafts if the device computes a
+//! few rows exactly as it computes one ([`Session::exact_rows`](crate::Session)). On other devices it may
+//! differ where two tokens are almost equally likely, as it may with the number of sequences in a batch.
 //!
-//! [`Ngram`] guesses from the text itself, [`DraftModel`] by a smaller model. A
-//! [`Batch`](crate::Batch) that has a [`Speculation`] asks it in each step how many rows to add for which
-//! sequence: as many as give most tokens a second by what steps were measured to take and by how often
-//! guesses were right.
+//! [`Ngram`] guesses from the text itself (prompt lookup), [`DraftModel`] with a smaller model. A
+//! [`Batch`](crate::Batch) that has a [`Speculation`] asks it in each step how many rows to add for each
+//! sequence. The answer is the number that gives the most tokens per second, from the measured times of steps
+//! and drafts and the acceptance rate.
 
+mod cost;
 mod model;
 mod ngram;
-mod pace;
 
 pub use model::DraftModel;
 pub use ngram::Ngram;
 
 use crate::engine::Session;
 use crate::error::{Error, Result};
-use pace::{Pace, Wish};
+use cost::{CostModel, Demand};
 use std::collections::BTreeMap;
 use std::ops::Sub;
 use std::time::Instant;
 
-/// Guesses how texts go on.
+/// Guesses the next tokens of texts.
 pub trait Drafter: Send {
-    /// Adds to each draft the tokens that are most likely to follow its text, at most as many as it
-    /// asks for; none where nothing is likely. Of a sequence that grew, or forgot its end, since the last
-    /// call only what is new need be computed.
+    /// Adds to each draft the tokens that are most likely to follow its text, at most [`Draft::most`], and none
+    /// if nothing is likely. If a sequence has grown or was truncated since the last call, only the new part
+    /// needs to be computed.
     ///
     /// # Errors
-    /// The drafter's own; nothing is then drafted any more.
+    /// Those of the drafter. After an error nothing is drafted any more.
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()>;
 
-    /// True if guessing takes no time beside a model's step.
+    /// True if drafting takes no time compared with a step of the model.
     fn is_free(&self) -> bool {
         false
     }
@@ -53,22 +52,22 @@ pub struct Draft<'a> {
     pub most: usize,
     /// The guess.
     pub tokens: Vec<u32>,
-    /// What it rests on, below [`KINDS`]: guesses of one kind are right about as often. 0 is the least
-    /// certain.
+    /// How certain the guess is, below [`KINDS`]; 0 is the least certain. Guesses of one kind have about the same
+    /// acceptance rate, which is estimated per kind.
     pub kind: usize,
 }
 
-/// Kinds of guesses.
+/// Number of kinds of guesses.
 pub const KINDS: usize = 3;
 
-/// What drafts have come to.
+/// Counts of drafted and accepted tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftCounts {
     /// Steps in which a sequence was continued, with a draft or without.
     pub steps: usize,
     /// Tokens that were drafted and checked.
     pub drafted: usize,
-    /// Those of them that were right.
+    /// Drafted tokens that were accepted.
     pub accepted: usize,
 }
 
@@ -84,19 +83,19 @@ impl Sub for DraftCounts {
     }
 }
 
-/// A drafter, the sequences that it follows, and what is known of costs and luck.
+/// A drafter, the sequences that it follows, their acceptance rates, and the measured costs.
 pub struct Speculation {
     drafter: Box<dyn Drafter>,
-    pace: Pace,
+    costs: CostModel,
     /// By slot.
     followed: BTreeMap<usize, Followed>,
-    /// Draft whether it pays or not.
+    /// Draft even if that does not raise the speed.
     always: bool,
     counts: DraftCounts,
-    /// Why nothing is drafted any more, until it is told.
+    /// The reason why drafting stopped, until [`Speculation::take_note`] takes it.
     note: Option<String>,
-    /// It has been told.
-    told: bool,
+    /// A reason has been noted; there is no second note.
+    noted: bool,
     /// The drafter has failed.
     failed: bool,
 }
@@ -105,78 +104,82 @@ pub struct Speculation {
 struct Followed {
     /// All its tokens, the one that is fed next included.
     text: Vec<u32>,
-    /// Share of checked tokens that were right, by the kind of their guess: of the latest most.
-    right: [f64; KINDS],
+    /// Acceptance rate by kind of guess; recent tokens weigh most.
+    acceptance: [f64; KINDS],
     /// Kind of the latest guess.
     kind: usize,
-    /// Tokens checked, and those of them that were right.
+    /// Tokens checked, and the number of them that were accepted.
     checked: (usize, usize),
-    /// Of tokens checked, those that told something: what follows a wrong one does not.
+    /// Checked tokens that count for the acceptance rate: all up to the first rejected one of a draft. Those
+    /// after it were drafted for another text.
     judged: usize,
-    /// Drafts have not paid.
+    /// Drafting has stopped.
     off: bool,
 }
 
 impl Followed {
-    /// Share of right tokens in guesses of the latest one's kind.
+    /// Acceptance rate of guesses of the latest kind.
     fn expected(&self) -> f64 {
-        self.right[self.kind]
+        self.acceptance[self.kind]
     }
 }
 
-/// What is taken for the share of right tokens at first, by kind: of a drafter that is free, and of one that
-/// was asked for.
-const HOPE: ([f64; KINDS], [f64; KINDS]) = ([0.5, 0.8, 0.95], [0.8; KINDS]);
-/// Weight of the latest checked token: of a drafter that is free, which matches of another kind may begin
-/// to serve at any time, and of one that is dear, whose guesses are right about as often all along. The
-/// chance of a few wrong ones must not end the latter's drafts.
-const LATEST: (f64, f64) = (0.2, 0.01);
-/// Judged tokens that the hope for a dear drafter weighs as much as.
-const HOPED: usize = 4;
-/// What that share comes back by while nothing is drafted, where drafts are free: a text may begin to
-/// repeat.
+/// Acceptance rates assumed at first, by kind, of a free drafter.
+const PRIOR_FREE: [f64; KINDS] = [0.5, 0.8, 0.95];
+/// The same of an expensive drafter.
+const PRIOR_EXPENSIVE: [f64; KINDS] = [0.8; KINDS];
+/// Weight of the latest token in the acceptance rate of a free drafter, whose matches may become better or
+/// worse at any place in a text.
+const WEIGHT_FREE: f64 = 0.2;
+/// The least such weight of an expensive drafter. Its acceptance rate hardly changes within a text, so a few
+/// rejected tokens must not stop it.
+const WEIGHT_EXPENSIVE: f64 = 0.01;
+/// Number of judged tokens that the prior of an expensive drafter weighs as much as.
+const PRIOR_TOKENS: usize = 4;
+/// Share of the distance to its prior that the acceptance rate of a free drafter regains in each step without
+/// drafts: a text may begin to repeat itself.
 const RECOVERY: f64 = 0.01;
-/// Tokens of a dear drafter to judge before it is given up.
+/// Tokens of an expensive drafter to judge before its drafts are turned off.
 const TRIAL: usize = 16;
 
 impl Speculation {
-    /// Drafts by `drafter`, as many tokens as pay.
+    /// Drafts with `drafter`, as many tokens as make decoding fastest.
     pub fn new(drafter: Box<dyn Drafter>) -> Self {
-        let pace = match drafter.is_free() {
-            true => Pace::default(),
-            false => Pace::dear(),
+        let costs = match drafter.is_free() {
+            true => CostModel::default(),
+            false => CostModel::expensive(),
         };
         Speculation {
             drafter,
-            pace,
+            costs,
             followed: BTreeMap::new(),
             always: false,
             counts: DraftCounts::default(),
             note: None,
-            told: false,
+            noted: false,
             failed: false,
         }
     }
 
-    /// Drafts from the text itself.
+    /// Drafts from the text itself (prompt lookup).
     pub fn ngram() -> Self {
         Speculation::new(Box::<Ngram>::default())
     }
 
-    /// Drafts all that fits, whether it pays or not, e.g. to see what it costs.
+    /// Always drafts as many tokens as fit, even if that is slower, e.g. to measure the cost.
     pub fn always(mut self) -> Self {
         self.always = true;
         self
     }
 
-    /// Drafts for the sequence in `slot`, which will join a batch and be fed the last of `text` next or
-    /// has just been; until it leaves.
+    /// Drafts for the sequence in `slot` until it leaves its batch. `text` is all its tokens; the last one is
+    /// the next to be fed, or was just fed.
     pub fn follow(&mut self, slot: usize, text: Vec<u32>) {
         let followed = Followed {
             text,
-            right: match self.drafter.is_free() {
-                true => HOPE.0,
-                false => HOPE.1,
+            acceptance: match self.drafter.is_free() {
+                true => PRIOR_FREE,
+                false => PRIOR_EXPENSIVE,
             },
             kind: 0,
             checked: (0, 0),
@@ -186,9 +189,9 @@ impl Speculation {
         self.followed.insert(slot, followed);
     }
 
-    /// A device computes as many rows as `rounded` makes of those that a step needs.
+    /// For a device that computes `rounded(rows)` rows in a step that needs `rows`.
     pub(crate) fn rounds_rows(&mut self, rounded: fn(usize) -> usize) {
-        self.pace.rounded = rounded;
+        self.costs.rounded = rounded;
     }
 
     /// True if tokens of the sequence in `slot` may be drafted.
@@ -196,25 +199,25 @@ impl Speculation {
         !self.failed && self.followed.get(&slot).is_some_and(|f| !f.off)
     }
 
-    /// Drafts nothing more for the sequence in `slot`, for this reason.
+    /// Stops drafting for the sequence in `slot`, for the reason `why`.
     pub(crate) fn refuse(&mut self, slot: usize, why: &str) {
         if let Some(followed) = self.followed.get_mut(&slot).filter(|f| !f.off) {
             followed.off = true;
-            self.tell(why.to_owned());
+            self.add_note(why.to_owned());
         }
     }
 
-    /// What drafts have come to, over all sequences.
+    /// Drafted and accepted tokens of all sequences.
     pub fn counts(&self) -> DraftCounts {
         self.counts
     }
 
-    /// Seconds that steps of so many rows were measured to take, as far as there were any.
+    /// Number of rows and expected seconds of each kind of step that was measured.
     pub fn step_seconds(&self) -> Vec<(usize, f64)> {
-        self.pace.known()
+        self.costs.known()
     }
 
-    /// Says, once, that and why nothing is drafted any more for a sequence.
+    /// The reason why drafting stopped for a sequence; returned once.
     pub fn take_note(&mut self) -> Option<String> {
         self.note.take()
     }
@@ -223,50 +226,50 @@ impl Speculation {
         self.followed.remove(&slot);
     }
 
-    /// A sequence has drawn `token`, which is fed next.
+    /// Appends `token` to the sequence in `slot`, which has drawn it and is fed it next.
     pub(crate) fn push(&mut self, slot: usize, token: u32) {
         if let Some(followed) = self.followed.get_mut(&slot) {
             followed.text.push(token);
         }
     }
 
-    /// Guesses for the sequences of `wanted` (slot, tokens at most), in a step of `rows` rows without
-    /// them and of `most_rows` with them at most. Sequences that are not followed get none.
+    /// Drafts for the sequences of `wanted` (slot, tokens at most), in a step that has `rows` rows without drafts
+    /// and at most `most_rows` with them. Sequences that are not followed get none.
     pub(crate) fn draft(
         &mut self,
         wanted: &[(usize, usize)],
         rows: usize,
         most_rows: usize,
     ) -> Vec<Vec<u32>> {
-        let (mut wishes, room) = self.wishes(wanted, rows, most_rows);
+        let (mut demands, room) = self.demands(wanted, rows, most_rows);
         let drafted = match self.drafter.is_free() {
-            // What is found at no cost is known before rows are shared out.
-            true => self.ask(wanted, &wishes).map(|mut found| {
-                for ((wish, found), (slot, _)) in wishes.iter_mut().zip(&found).zip(wanted) {
-                    wish.most = found.len();
-                    wish.right = self.followed.get(slot).map_or(0.0, Followed::expected);
+            // A free drafter is asked first, so that rows are divided among tokens that exist.
+            true => self.ask(wanted, &demands).map(|mut found| {
+                for ((demand, found), (slot, _)) in demands.iter_mut().zip(&found).zip(wanted) {
+                    demand.most = found.len();
+                    demand.acceptance = self.followed.get(slot).map_or(0.0, Followed::expected);
                 }
-                let planned = self.plan(rows, room, &wishes);
+                let planned = self.plan(rows, room, &demands);
                 let cut = found.iter_mut().zip(planned);
                 cut.for_each(|(found, n)| found.truncate(n));
                 found
             }),
             false => {
-                let planned = self.plan_dear(wanted, rows, room, &wishes);
-                let planned = planned.into_iter().zip(&wishes);
-                let wishes: Vec<Wish> = planned.map(|(most, w)| Wish { most, ..*w }).collect();
-                self.ask(wanted, &wishes)
+                let planned = self.plan_expensive(wanted, rows, room, &demands);
+                let planned = planned.into_iter().zip(&demands);
+                let demands: Vec<Demand> = planned.map(|(most, d)| Demand { most, ..*d }).collect();
+                self.ask(wanted, &demands)
             }
         };
         drafted.unwrap_or_else(|e| {
             self.failed = true;
-            self.tell(format!("nothing is drafted any more: {e}"));
+            self.add_note(format!("nothing is drafted any more: {e}"));
             vec![Vec::new(); wanted.len()]
         })
     }
 
-    /// True if [`Speculation::draft`] would be worth its while: a drafter that is dear is not asked.
-    pub(crate) fn expects(
+    /// True if [`Speculation::draft`] can be expected to draft something; an expensive drafter is not asked.
+    pub(crate) fn would_draft(
         &mut self,
         wanted: &[(usize, usize)],
         rows: usize,
@@ -278,79 +281,79 @@ impl Speculation {
                 drafts.iter().any(|d| !d.is_empty())
             }
             false => {
-                let (wishes, room) = self.wishes(wanted, rows, most_rows);
-                let planned = self.plan_dear(wanted, rows, room, &wishes);
+                let (demands, room) = self.demands(wanted, rows, most_rows);
+                let planned = self.plan_expensive(wanted, rows, room, &demands);
                 planned.into_iter().any(|n| n > 0)
             }
         }
     }
 
-    /// What may be drafted for each of `wanted`, in how many rows together.
-    fn wishes(
+    /// The demand of each of `wanted`, and the number of rows for all of them.
+    fn demands(
         &self,
         wanted: &[(usize, usize)],
         rows: usize,
         most_rows: usize,
-    ) -> (Vec<Wish>, usize) {
+    ) -> (Vec<Demand>, usize) {
         let room = match self.failed {
             true => 0,
             false => most_rows.saturating_sub(rows),
         };
-        let wish = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
-            Some(f) if !f.off => Wish {
-                right: f.expected(),
+        let demand = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
+            Some(f) if !f.off => Demand {
+                acceptance: f.expected(),
                 most: most.min(room),
             },
-            _ => Wish::default(),
+            _ => Demand::default(),
         };
-        (wanted.iter().map(wish).collect(), room)
+        (wanted.iter().map(demand).collect(), room)
     }
 
-    /// Tokens to ask a dear drafter for.
-    fn plan_dear(
+    /// Tokens to ask an expensive drafter for.
+    fn plan_expensive(
         &mut self,
         wanted: &[(usize, usize)],
         rows: usize,
         room: usize,
-        wishes: &[Wish],
+        demands: &[Demand],
     ) -> Vec<usize> {
-        let mut planned = self.plan(rows, room, wishes);
+        let mut planned = self.plan(rows, room, demands);
         if !self.always {
-            self.try_or_give_up(wanted, wishes, &mut planned);
+            self.try_or_turn_off(wanted, demands, &mut planned);
         }
         planned
     }
 
-    fn plan(&mut self, rows: usize, room: usize, wishes: &[Wish]) -> Vec<usize> {
+    fn plan(&mut self, rows: usize, room: usize, demands: &[Demand]) -> Vec<usize> {
         match self.always {
             false => {
-                let mut planned = self.pace.plan(rows, room, wishes);
-                self.pace.explore(rows, room, wishes, &mut planned);
+                let mut planned = self.costs.plan(rows, room, demands);
+                self.costs.explore(rows, room, demands, &mut planned);
                 planned
             }
             true => {
                 let mut room = room;
-                let mut take = |w: &Wish| {
-                    let n = w.most.min(room);
+                let mut take = |demand: &Demand| {
+                    let n = demand.most.min(room);
                     room -= n;
                     n
                 };
-                wishes.iter().map(&mut take).collect()
+                demands.iter().map(&mut take).collect()
             }
         }
     }
 
-    /// Asks the drafter for as many tokens as are wished for.
-    fn ask(&mut self, wanted: &[(usize, usize)], wishes: &[Wish]) -> Result<Vec<Vec<u32>>> {
+    /// Asks the drafter for as many tokens as are demanded.
+    fn ask(&mut self, wanted: &[(usize, usize)], demands: &[Demand]) -> Result<Vec<Vec<u32>>> {
         let mut out = vec![Vec::new(); wanted.len()];
         let (mut of, mut drafts) = (Vec::new(), Vec::new());
-        for (i, (&(slot, _), wish)) in wanted.iter().zip(wishes).enumerate() {
-            if let (Some(followed), 1..) = (self.followed.get(&slot), wish.most) {
+        for (i, (&(slot, _), demand)) in wanted.iter().zip(demands).enumerate() {
+            if let (Some(followed), 1..) = (self.followed.get(&slot), demand.most) {
                 of.push(i);
                 drafts.push(Draft {
                     slot,
                     text: &followed.text,
-                    most: wish.most,
+                    most: demand.most,
                     tokens: Vec::new(),
                     kind: 0,
                 });
@@ -364,7 +367,7 @@ impl Speculation {
         let longest = drafts.iter().map(|d| d.tokens.len()).max().unwrap_or(0);
         if longest > 0 && !self.drafter.is_free() {
             let each = begun.elapsed().as_secs_f64() / longest as f64;
-            self.pace.drafted(each);
+            self.costs.drafted(each);
         }
         let mut kinds = Vec::with_capacity(of.len());
         for (i, draft) in of.into_iter().zip(drafts) {
@@ -378,55 +381,55 @@ impl Speculation {
         Ok(out)
     }
 
-    /// Drafts of a dear drafter that do not seem to pay are tried one token at a time, and left alone
-    /// once enough have been checked or where costs alone speak against them.
-    fn try_or_give_up(
+    /// While an expensive drafter does not seem to pay, it drafts one token at a time. It is turned off once
+    /// enough tokens have been judged, or if its cost alone exceeds any gain.
+    fn try_or_turn_off(
         &mut self,
         wanted: &[(usize, usize)],
-        wishes: &[Wish],
+        demands: &[Demand],
         planned: &mut [usize],
     ) {
-        let mut given_up = None;
-        for ((&(slot, _), wish), n) in wanted.iter().zip(wishes).zip(planned) {
+        let mut turned_off = None;
+        for ((&(slot, _), demand), n) in wanted.iter().zip(demands).zip(planned) {
             let Some(followed) = self.followed.get_mut(&slot) else {
                 continue;
             };
-            // Others in the step change what pays; alone it must.
-            if wish.most == 0 || *n > 0 || self.pace.plan(1, wish.most, &[*wish])[0] > 0 {
+            // Other sequences in the step change the result: the decision is made for this one alone.
+            if demand.most == 0 || *n > 0 || self.costs.plan(1, demand.most, &[*demand])[0] > 0 {
                 continue;
             }
-            let too_dear = followed.checked.0 == 0 && self.pace.knows_drafts();
-            if too_dear || followed.judged >= TRIAL {
+            let too_expensive = followed.checked.0 == 0 && self.costs.knows_drafts();
+            if too_expensive || followed.judged >= TRIAL {
                 followed.off = true;
-                given_up = Some(followed.checked);
+                turned_off = Some(followed.checked);
             } else if wanted.len() == 1 {
                 *n = 1;
             }
         }
-        if let Some((checked, right)) = given_up {
-            self.tell(match checked {
-                0 => "drafts are off: they take longer here than they could save".to_owned(),
+        if let Some((checked, accepted)) = turned_off {
+            self.add_note(match checked {
+                0 => "drafting is off: it takes longer than it could save".to_owned(),
                 _ => format!(
-                    "drafts are off for the rest of an answer where they do not pay: {right} of \
-                     {checked} drafted tokens were right"
+                    "drafting is off for the rest of an answer because it does not pay: {accepted} of \
+                     {checked} drafted tokens were accepted"
                 ),
             });
         }
     }
 
-    fn tell(&mut self, note: String) {
-        if !self.told {
+    fn add_note(&mut self, note: String) {
+        if !self.noted {
             self.note = Some(note);
-            self.told = true;
+            self.noted = true;
         }
     }
 
-    /// A step of `rows` rows took so long.
+    /// Records that a step of `rows` rows took `seconds`.
     pub(crate) fn measured(&mut self, rows: usize, seconds: f64) {
-        self.pace.stepped(rows, seconds);
+        self.costs.stepped(rows, seconds);
     }
 
-    /// Of `drafted` tokens of the sequence in `slot` the first `accepted` were right.
+    /// Records that the first `accepted` of `drafted` tokens of the sequence in `slot` were accepted.
     pub(crate) fn checked(&mut self, slot: usize, drafted: usize, accepted: usize) {
         let Some(followed) = self.followed.get_mut(&slot) else {
             return;
@@ -437,26 +440,26 @@ impl Speculation {
         followed.checked.0 += drafted;
         followed.checked.1 += accepted;
         let free = self.drafter.is_free();
-        let right = &mut followed.right[followed.kind];
+        let rate = &mut followed.acceptance[followed.kind];
         for i in 0..drafted.min(accepted + 1) {
             followed.judged += 1;
             let weight = match free {
-                true => LATEST.0,
-                false => LATEST.1.max(1.0 / (HOPED + followed.judged) as f64),
+                true => WEIGHT_FREE,
+                false => WEIGHT_EXPENSIVE.max(1.0 / (PRIOR_TOKENS + followed.judged) as f64),
             };
-            let was = if i < accepted { 1.0 } else { 0.0 };
-            *right += weight * (was - *right);
+            let outcome = if i < accepted { 1.0 } else { 0.0 };
+            *rate += weight * (outcome - *rate);
         }
         if drafted == 0 && free {
-            for (right, hope) in followed.right.iter_mut().zip(HOPE.0) {
-                *right += RECOVERY * (hope - *right).max(0.0);
+            for (rate, prior) in followed.acceptance.iter_mut().zip(PRIOR_FREE) {
+                *rate += RECOVERY * (prior - *rate).max(0.0);
             }
         }
     }
 }
 
-/// Refuses a session that cannot check drafts. Returns what there is to say where answers with drafts may
-/// differ from those without.
+/// Refuses a session that cannot check drafts. Returns a note for the user if answers with drafts may differ
+/// from those without.
 ///
 /// # Errors
 /// [`Error::Unsupported`].
@@ -476,8 +479,8 @@ pub fn check_drafts(session: &dyn Session, device: &str) -> Result<Option<&'stat
     }
 }
 
-const INEXACT: &str = "this device rounds steps of several tokens otherwise than steps of one: with drafts \
-                       an answer may turn elsewhere where two tokens are nearly as likely";
+const INEXACT: &str = "this device rounds steps of several tokens differently from steps of one: with drafts \
+                       an answer may change where two tokens are almost equally likely";
 
 #[cfg(test)]
 mod tests {
@@ -494,16 +497,18 @@ mod tests {
         }
     }
 
-    /// What a drafter comes to whose tokens are right with a chance of `right`, over 2,000 steps, of which
-    /// those of up to 9 rows take a quarter longer than those of one. Steps are said to take so long that
-    /// a guess takes no time beside them, however busy the machine is.
-    fn drafts_of(right: f32, seed: u64) -> (DraftCounts, bool) {
+    /// Runs 2,000 steps with a drafter of this acceptance rate; returns its counts, and whether it is still on.
+    /// A step with drafts takes a quarter longer than one without. Steps are reported to take so long that a
+    /// draft takes no time in comparison, however busy the machine is.
+    fn drafts_of(acceptance: f32, seed: u64) -> (DraftCounts, bool) {
         let mut speculation = Speculation::new(Box::new(Guesser));
         speculation.follow(0, vec![1; 10]);
         let mut rng = Philox::new(seed, 0);
         for _ in 0..2000 {
             let drafted = speculation.draft(&[(0, 100)], 1, 9)[0].len();
-            let accepted = (0..drafted).take_while(|_| rng.uniform() < right).count();
+            let accepted = (0..drafted)
+                .take_while(|_| rng.uniform() < acceptance)
+                .count();
             speculation.measured(1 + drafted, if drafted == 0 { 1e6 } else { 1.25e6 });
             speculation.checked(0, drafted, accepted);
         }
@@ -511,13 +516,13 @@ mod tests {
     }
 
     #[test]
-    fn a_dear_drafter_is_not_given_up_by_chance() {
+    fn an_expensive_drafter_is_not_turned_off_by_chance() {
         for seed in 0..40 {
-            let (counts, goes_on) = drafts_of(0.7, seed);
+            let (counts, on) = drafts_of(0.7, seed);
             let accepted = counts.accepted as f64 / counts.steps as f64;
-            assert!(goes_on && accepted > 1.5, "{seed}: {counts:?}");
-            let (counts, goes_on) = drafts_of(0.02, seed);
-            assert!(!goes_on && counts.drafted < 150, "{seed}: {counts:?}");
+            assert!(on && accepted > 1.5, "{seed}: {counts:?}");
+            let (counts, on) = drafts_of(0.02, seed);
+            assert!(!on && counts.drafted < 150, "{seed}: {counts:?}");
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Drafts by a smaller model with the same vocabulary.
 //!
-//! It draws the best token at each place, whatever the target's sampler does: a draw with the same random
-//! number from another distribution agrees less often, as it inverts the sum over tokens in the order
-//! of their ids.
+//! It drafts its most likely token at each position, even if the target's sampler draws at random. Drawing with
+//! the target's random numbers would agree less often: a draw inverts the cumulative distribution in the order
+//! of token ids, so small differences between the two distributions select other tokens.
 
 mod ahead;
 
@@ -11,18 +11,18 @@ use crate::engine::{Chunk, LogitsWanted, Session};
 use crate::error::{Error, Result};
 use crate::sampler::best_token;
 
-/// A session of a model that drafts for the sequences in the same slots of another session.
+/// The session of a draft model. It drafts for the sequences in the same slots of another session.
 pub struct DraftModel {
     session: Box<dyn Session>,
     /// Ids below this are tokens of both models.
     vocab: usize,
-    /// What each slot holds.
+    /// The tokens in each slot.
     held: Vec<Vec<u32>>,
 }
 
-/// A draft that goes on.
-struct Going {
-    /// Its index.
+/// A draft that is not complete yet.
+struct Active {
+    /// Its index among the drafts.
     at: usize,
     slot: usize,
     /// Tokens of its text, or of the draft, that are fed next.
@@ -32,9 +32,8 @@ struct Going {
 }
 
 impl DraftModel {
-    /// Drafts in `session`, which has as many slots as the session that it drafts for; ids from `vocab`
-    /// on are rows of one of the two models alone. Where its context is shorter, it drafts for texts
-    /// that fit.
+    /// Drafts in `session`, which has as many slots as the session that it drafts for. Ids of `vocab` and above
+    /// exist in only one of the two models. Texts that are longer than the session's context get no drafts.
     pub fn new(session: Box<dyn Session>, vocab: usize) -> Self {
         let held = vec![Vec::new(); session.spec().slots];
         DraftModel {
@@ -44,9 +43,9 @@ impl DraftModel {
         }
     }
 
-    /// Forgets what the slot holds beyond what `text` begins with, and returns what it lacks of it: the
-    /// last token at least.
-    fn lacks<'t>(&mut self, slot: usize, text: &'t [u32]) -> &'t [u32] {
+    /// Truncates the slot to the tokens that it shares with `text`, and returns the rest of `text`, at least its
+    /// last token.
+    fn missing<'t>(&mut self, slot: usize, text: &'t [u32]) -> &'t [u32] {
         let held = &mut self.held[slot];
         let most = text.len() - 1;
         let same = held.iter().zip(&text[..most]);
@@ -56,28 +55,28 @@ impl DraftModel {
         &text[common..]
     }
 
-    /// Those of `drafts` that can be drafted now, with what they lack of their texts. A long text is
-    /// computed in parts, one in each step: none go on then.
-    fn begin(&mut self, drafts: &[Draft<'_>]) -> Result<Vec<Going>> {
+    /// The drafts that can be made now, with the tokens of their texts that are still to be fed. A text that is
+    /// too long for one step is computed in parts, one part per call; no drafts are made in such a call.
+    fn begin(&mut self, drafts: &[Draft<'_>]) -> Result<Vec<Active>> {
         let mut rows_left = self.session.spec().max_rows;
-        let mut going: Vec<Going> = Vec::new();
+        let mut active: Vec<Active> = Vec::new();
         for (at, draft) in drafts.iter().enumerate() {
             let (slot, most) = (draft.slot, self.room(draft));
             if most == 0 {
                 continue;
             }
-            let lacks = self.lacks(slot, draft.text);
-            if lacks.len() <= rows_left {
-                rows_left -= lacks.len();
-                let feed = lacks.to_vec();
-                going.push(Going {
+            let missing = self.missing(slot, draft.text);
+            if missing.len() <= rows_left {
+                rows_left -= missing.len();
+                let feed = missing.to_vec();
+                active.push(Active {
                     at,
                     slot,
                     feed,
                     most,
                 });
-            } else if going.is_empty() {
-                let part = lacks[..rows_left].to_vec();
+            } else if active.is_empty() {
+                let part = missing[..rows_left].to_vec();
                 let chunk = Chunk {
                     slot,
                     tokens: &part,
@@ -88,31 +87,31 @@ impl DraftModel {
                     Err(Error::PagesFull { .. }) => drop(self.forget_others(&[slot])),
                     Err(e) => return Err(e),
                 }
-                return Ok(going);
+                return Ok(active);
             }
         }
-        Ok(going)
+        Ok(active)
     }
 
-    /// Drafts by forwards whose logits come to the host.
-    fn draft_on_host(&mut self, drafts: &mut [Draft<'_>], mut going: Vec<Going>) -> Result<()> {
-        while !going.is_empty() {
-            let Some(best) = self.feed(&going)? else {
+    /// Drafts with forward passes whose logits come to the host.
+    fn draft_on_host(&mut self, drafts: &mut [Draft<'_>], mut active: Vec<Active>) -> Result<()> {
+        while !active.is_empty() {
+            let Some(best) = self.feed(&active)? else {
                 return Ok(());
             };
-            for (going, token) in going.iter_mut().zip(best) {
-                drafts[going.at].tokens.push(token);
-                going.feed = vec![token];
+            for (active, token) in active.iter_mut().zip(best) {
+                drafts[active.at].tokens.push(token);
+                active.feed = vec![token];
             }
-            going.retain(|g| drafts[g.at].tokens.len() < g.most);
+            active.retain(|g| drafts[g.at].tokens.len() < g.most);
         }
         Ok(())
     }
 
-    /// Feeds what goes on and returns the best token behind each. `None` if no pages are left, even
-    /// those of sequences that are not drafted for.
-    fn feed(&mut self, going: &[Going]) -> Result<Option<Vec<u32>>> {
-        let chunks: Vec<Chunk<'_>> = going
+    /// Feeds the active drafts and returns the most likely next token of each. `None` if there are no free pages,
+    /// not even after sequences that are not drafted for have given up theirs.
+    fn feed(&mut self, active: &[Active]) -> Result<Option<Vec<u32>>> {
+        let chunks: Vec<Chunk<'_>> = active
             .iter()
             .map(|g| Chunk {
                 slot: g.slot,
@@ -127,21 +126,21 @@ impl DraftModel {
                 rows.map(best_token).collect::<Result<_>>()?
             }
             Err(Error::PagesFull { .. }) => {
-                let slots: Vec<usize> = going.iter().map(|g| g.slot).collect();
+                let slots: Vec<usize> = active.iter().map(|g| g.slot).collect();
                 return match self.forget_others(&slots) {
-                    true => self.feed(going),
+                    true => self.feed(active),
                     false => Ok(None),
                 };
             }
             Err(e) => return Err(e),
         };
-        for going in going {
-            self.held[going.slot].extend_from_slice(&going.feed);
+        for active in active {
+            self.held[active.slot].extend_from_slice(&active.feed);
         }
         Ok(Some(best))
     }
 
-    /// Forgets sequences that are not in `slots`; false if there are none.
+    /// Frees the pages of sequences that are not in `slots`; false if there are none.
     fn forget_others(&mut self, slots: &[usize]) -> bool {
         let mut any = false;
         for slot in 0..self.held.len() {
@@ -154,7 +153,7 @@ impl DraftModel {
         any
     }
 
-    /// Tokens that can be drafted behind `text`.
+    /// Number of tokens that can be drafted after the draft's text.
     fn room(&self, draft: &Draft<'_>) -> usize {
         let ctx = self.session.spec().ctx;
         // The last token drafted is not fed.
@@ -169,11 +168,11 @@ impl DraftModel {
 
 impl Drafter for DraftModel {
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
-        let going = self.begin(drafts)?;
+        let active = self.begin(drafts)?;
         let rows = self.session.steps_ahead().map(|device| device.rows());
         match rows {
-            Some(rows) if going.len() <= rows => self.draft_ahead(drafts, going),
-            _ => self.draft_on_host(drafts, going),
+            Some(rows) if active.len() <= rows => self.draft_ahead(drafts, active),
+            _ => self.draft_on_host(drafts, active),
         }
     }
 }

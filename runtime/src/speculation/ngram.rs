@@ -1,24 +1,22 @@
-//! Drafts from the text itself (prompt lookup): what followed its last tokens where they stood before.
-//! That finds quotations, edits and code; in new prose it finds nothing and costs nothing.
+//! Prompt lookup: finds the text's last tokens earlier in the text, and drafts the tokens that followed there.
+//! That works for quotations, edits and code; in new prose it finds nothing and costs nothing.
 
 use super::{Draft, Drafter};
 use crate::error::Result;
 use std::collections::BTreeMap;
 
-/// Looks the end of a text up in the text.
+/// Drafts what followed an earlier occurrence of the text's last tokens.
 #[derive(Clone, Debug, Default)]
 pub struct Ngram {
-    /// How far back the latest long match was, by slot: what is copied with changes goes on at about the
-    /// same distance.
+    /// Distance of the latest long match, by slot. A copy with changes continues at about the same distance.
     copied: BTreeMap<usize, usize>,
 }
 
-/// Tokens that must agree for what followed them to be drafted: with fewer, common words draft
-/// noise.
+/// Least number of tokens that must agree. With fewer, common words would lead to useless drafts.
 const LEAST_MATCH: usize = 3;
-/// Tokens that are compared, at most: a longer match is no better.
+/// Greatest number of tokens that are compared: a longer match is no better.
 const MOST_MATCH: usize = 32;
-/// Agreeing tokens from which on a match is of the next [`Draft::kind`].
+/// Match lengths from which the [`Draft::kind`] is 1 and 2.
 const KINDS: [usize; 2] = [5, 12];
 
 impl Drafter for Ngram {
@@ -43,18 +41,18 @@ impl Drafter for Ngram {
     }
 }
 
-/// Where the end of a text stood before.
+/// An earlier occurrence of the end of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Match {
-    /// Tokens that agree.
+    /// Number of tokens that agree.
     agree: usize,
-    /// How far back.
+    /// Tokens between the occurrence and the end.
     distance: usize,
 }
 
 impl Match {
-    /// The longest, of several as long the one whose distance is the closest to `near`; none of fewer than
-    /// [`LEAST_MATCH`] tokens.
+    /// The longest match of at least [`LEAST_MATCH`] tokens; among equally long ones, the one whose distance is
+    /// closest to `near`.
     fn find(text: &[u32], near: usize) -> Option<Self> {
         let most = text.len().saturating_sub(LEAST_MATCH);
         let at = |distance: usize| {
@@ -65,7 +63,7 @@ impl Match {
         };
         let longest = |m: &Match| (m.agree, std::cmp::Reverse(m.distance.abs_diff(near)));
         let found = match (1..=most).contains(&near).then(|| at(near)) {
-            // None is better.
+            // No match is longer.
             Some(m) if m.agree == MOST_MATCH => Some(m),
             _ => (1..=most).rev().map(at).max_by_key(longest),
         };
@@ -103,7 +101,7 @@ mod tests {
         assert!(tokens(&[1, 2, 9, 1, 2], 4).is_empty());
         assert_eq!(tokens(&[1, 2, 3, 9, 8, 1, 2, 3], 1), [9]);
         assert_eq!(tokens(&[1, 2, 3, 9, 8, 1, 2, 3], 4), [9, 8, 1, 2]);
-        // A longer match further back wins; of equals the last.
+        // A longer match further back wins; among equals, the last.
         let text = [7, 1, 2, 3, 4, 6, 1, 2, 3, 5, 7, 1, 2, 3];
         assert_eq!(tokens(&text, 1), [4]);
         let text = [1, 2, 3, 4, 6, 1, 2, 3, 5, 8, 1, 2, 3];
@@ -114,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn drafts_go_on_where_a_copy_was_made() {
+    fn a_copy_continues_at_its_distance() {
         // Both 4 and 5 follow 1, 2, 3: ten tokens back, and five.
         let text = [1, 2, 3, 4, 6, 1, 2, 3, 5, 8, 1, 2, 3];
         assert_eq!(lookup(&text, 1, 9).0, [4]);

@@ -147,8 +147,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The ids of a text of somebody else's: control tokens in it (`<|im_end|>`) are encoded by their
-    /// characters.
+    /// The ids of an untrusted text: control tokens in it (`<|im_end|>`) are encoded by their characters.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -156,7 +155,7 @@ impl Tokenizer {
         self.encode_with(self.literal(), text)
     }
 
-    /// The tokenizer that takes control tokens for text.
+    /// The tokenizer that treats control tokens as text.
     fn literal(&self) -> &tokenizers::Tokenizer {
         self.literal.get_or_init(|| {
             let mut literal = self.inner.clone();

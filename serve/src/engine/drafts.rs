@@ -1,4 +1,4 @@
-//! Drafts of the tokens of answers, for sequences that share steps.
+//! Speculative decoding in the engine.
 
 use super::worker::Worker;
 use nq_formats::Progress;
@@ -6,7 +6,7 @@ use nq_runtime::{Batch, Speculation};
 use std::fmt;
 use std::sync::Arc;
 
-/// Opens what drafts tokens for a session: once, and again after a panic in it.
+/// Opens the drafter of a session: once, and again after a panic in the session.
 #[derive(Clone)]
 pub struct OpenDrafts {
     open: Arc<dyn Fn() -> nq_runtime::Result<Speculation> + Send + Sync>,
@@ -14,7 +14,7 @@ pub struct OpenDrafts {
 }
 
 impl OpenDrafts {
-    /// By `open`; `progress` is told where drafts are switched off.
+    /// Opens with `open`; `progress` gets a note when drafting stops.
     pub fn new(
         open: impl Fn() -> nq_runtime::Result<Speculation> + Send + Sync + 'static,
         progress: Arc<dyn Progress>,
@@ -37,7 +37,7 @@ impl fmt::Debug for OpenDrafts {
 }
 
 impl Worker<'_> {
-    /// Counts what drafts came to in a step, and passes on what they say.
+    /// Counts the drafted and accepted tokens of a step, and passes on a note of the speculation.
     pub(super) fn count_drafts(&mut self, batch: &mut Batch<'_>) {
         let (Some(speculation), Some(drafts)) = (batch.speculation(), &self.options.drafts) else {
             return;

@@ -37,7 +37,7 @@ pub(super) struct Job {
     pub(super) phase: Phase,
 }
 
-/// What a request is waiting for.
+/// The state of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// A slot.

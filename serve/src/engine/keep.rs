@@ -20,7 +20,7 @@ pub(super) struct Unsaved {
     saved: usize,
 }
 
-/// What reading pages back has cost, so that it is done only where computing them takes longer.
+/// The measured time of reading pages back, which is done only if computing them takes longer.
 #[derive(Default)]
 pub(super) struct RestoreTimes {
     /// Seconds a page, a moving average; `None` before the first.
@@ -30,7 +30,7 @@ pub(super) struct RestoreTimes {
 
 /// Weight of the latest page in the average.
 const LATEST: f64 = 0.2;
-/// What remains of the average when reading back was passed over: a disk that was slow is tried again.
+/// Factor on the average each time that reading back was skipped, so that a disk that was slow is tried again.
 const FORGIVEN: f64 = 0.98;
 
 impl RestoreTimes {

@@ -44,7 +44,7 @@ pub struct EngineOptions {
     pub prefix_cache: bool,
     /// Pages on disk, which survive the engine; `None`: nothing is kept on disk.
     pub disk: Option<ModelPages>,
-    /// What drafts tokens of answers, where the session can check them.
+    /// The drafter, used if the session can check drafts.
     pub drafts: Option<OpenDrafts>,
 }
 
@@ -64,7 +64,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// The sender of a request. Clients take turns; prompts of the same salt share their common beginning.
+/// The sender of a request. Clients take turns; prompts of the same salt share their common prefix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Client {
     /// Identifies the client.
@@ -104,7 +104,7 @@ pub struct Request {
     pub max_tokens: usize,
     /// Tokens that end the answer; they are not part of it.
     pub stop: Vec<u32>,
-    /// What is made of the prompt where it is read and not continued: then nothing is drawn.
+    /// The row to compute from the prompt, which is then not continued; `None`: tokens are drawn.
     pub row: Option<Row>,
     /// The constraint on the answer.
     pub constraint: Option<Box<dyn Constraint>>,
@@ -148,7 +148,7 @@ pub enum Event {
         /// Its log-probability and alternatives, if they were asked for.
         logprobs: Option<TokenLogprobs>,
     },
-    /// What was made of the prompt, if it was to be read.
+    /// The row computed from the prompt ([`Request::row`]).
     Row(Vec<f32>),
     /// The end: nothing comes after it.
     Finished(Finish),

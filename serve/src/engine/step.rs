@@ -33,7 +33,7 @@ impl Worker<'_> {
             if read {
                 return Ok(());
             }
-            // Whoever is left waits for somebody that has just gone.
+            // The remaining requests wait for resources of one that has just ended.
             std::thread::sleep(Duration::from_millis(1));
             return Ok(());
         }
@@ -66,8 +66,8 @@ impl Worker<'_> {
             for ran in batch.ran() {
                 self.pace.learn(ran.took, ran.decoding, ran.prompt_rows);
             }
-            for &(id, to, goes_on) in &of {
-                self.fed(id, to, goes_on);
+            for &(id, to, continues) in &of {
+                self.fed(id, to, continues);
             }
         }
         for (slot, token) in drawn {
@@ -202,7 +202,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Sets the masks of those who draw under a constraint: side by side, as a mask may take longer
+    /// Sets the masks of the requests that draw under a constraint, in parallel, because a mask may take longer
     /// than a layer.
     fn constrain(&mut self, batch: &mut Batch<'_>) {
         let draws = |job: &Job| match job.phase {
@@ -226,12 +226,12 @@ impl Worker<'_> {
     }
 
     /// Records what a request was fed.
-    fn fed(&mut self, id: u64, to: usize, goes_on: bool) {
+    fn fed(&mut self, id: u64, to: usize, continues: bool) {
         let Some(job) = self.jobs.get_mut(&id) else {
             return;
         };
         let was = std::mem::replace(&mut job.fed, to);
-        if !goes_on {
+        if !continues {
             return;
         }
         let begins = job.phase == Phase::Prompt;
@@ -326,7 +326,7 @@ impl Worker<'_> {
                 if self.seats.give_up(batch.session(), None) {
                     return Ok(());
                 }
-                // The last to arrive gives way, unless it is alone.
+                // The request that arrived last frees its pages and starts again later, unless it is alone.
                 let last = fed.iter().map(|f| f.0).max();
                 let others = self.jobs.len() > self.queue.len() + 1;
                 match last {

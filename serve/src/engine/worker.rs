@@ -34,7 +34,7 @@ pub(super) struct Worker<'e> {
     next: u64,
     /// Number of steps run.
     pub(super) steps: u64,
-    /// What drafts have come to in this session.
+    /// Drafted and accepted tokens of this session.
     pub(super) draft_counts: DraftCounts,
     pub(super) restore_times: RestoreTimes,
 }

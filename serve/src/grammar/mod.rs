@@ -1,7 +1,7 @@
 //! Answers that conform to a JSON schema or a grammar: llguidance finds the tokens that may follow.
 //!
 //! Its Earley parser walks the tokens' bytes, so an answer is valid whatever the sampling, as long
-//! as it is not cut off. Thinking is free: a constraint begins behind it.
+//! as it is not cut off. Thinking is free: a constraint begins after it.
 
 mod schema;
 
@@ -164,7 +164,7 @@ impl Grammars {
 fn first_line(why: &str) -> String {
     let line = why.lines().next().unwrap_or_default();
     match line.contains("'coerce_one_of'") {
-        // Who wrote the schema is told where.
+        // The author of the schema must know where to set this option.
         true => format!("{line}: \"x-guidance\": {{\"coerce_one_of\": true}} in the schema"),
         false => line.to_owned(),
     }
@@ -229,7 +229,7 @@ enum State {
     Thinking(u32),
     /// At a beginning where the first of these tokens begins thinking and the second ends it.
     MayThink(u32, u32),
-    /// Right behind thinking, where templates put line ends.
+    /// Directly after thinking, where templates put line ends.
     Gap,
     Answer,
 }

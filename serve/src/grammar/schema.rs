@@ -1,5 +1,5 @@
-//! JSON schemas of clients, put into what llguidance reads: bounded, and narrowed where it helps or
-//! must be.
+//! Turns clients' JSON schemas into schemas that llguidance supports: checks their size, and narrows them where
+//! that is necessary or helps the model.
 
 use super::MOST_BYTES;
 use serde_json::{Map, Value, json};
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 /// How deep a schema may nest.
 const MOST_DEPTH: usize = 64;
 
-/// What the author of a schema may allow of `x-guidance`.
+/// The keys of `x-guidance` that a schema may set.
 const ALLOWANCES: [&str; 2] = ["coerce_one_of", "lenient"];
 
 /// How deep arrays and objects nest.
@@ -39,15 +39,15 @@ fn check(schema: &Value) -> Result<(), String> {
 /// A schema as llguidance is given it: [`narrowed`] and [`compact`].
 ///
 /// # Errors
-/// What of it cannot be served.
+/// A description of the keyword that cannot be enforced.
 pub(super) fn prepared(schema: &Value, space: &str) -> Result<Value, String> {
     compact(narrowed(schema)?, space)
 }
 
-/// A schema that allows nothing but what `schema` does, in what llguidance reads.
+/// A schema that llguidance supports and that allows nothing that `schema` does not.
 ///
 /// # Errors
-/// If it is too large, or none.
+/// If `schema` is too large, or is not a schema.
 pub(super) fn narrowed(schema: &Value) -> Result<Value, String> {
     check(schema)?;
     let mut schema = closed(schema);
@@ -55,15 +55,14 @@ pub(super) fn narrowed(schema: &Value) -> Result<Value, String> {
     Ok(schema)
 }
 
-/// A schema whose JSON has at most a space behind commas and colons: where any white space may
-/// stand, a model may write nothing else. `space` is what stands there, as a regular expression.
+/// Restricts white space in the answer to `space`, a regular expression, after commas and colons: if any white
+/// space were allowed, a model could write it without end.
 ///
-/// `x-guidance` in it may hold what its author allows: `coerce_one_of`, which takes `oneOf` for
-/// `anyOf` where its alternatives cannot be told apart, and `lenient`, which passes over all that
-/// is not served.
+/// `x-guidance` in the schema may set `coerce_one_of`, which treats `oneOf` as `anyOf` if its alternatives may
+/// overlap, and `lenient`, which ignores keywords that cannot be enforced.
 ///
 /// # Errors
-/// Another key of `x-guidance`.
+/// If `x-guidance` has another key.
 pub(super) fn compact(schema: Value, space: &str) -> Result<Value, String> {
     let mut schema = match schema {
         Value::Bool(true) => json!({}),
@@ -113,9 +112,9 @@ fn lists_required(object: &Map<String, Value>) -> bool {
         .all(|name| listed(name).unwrap_or(false))
 }
 
-/// The schema with objects closed that list their properties and say nothing of others: what it
-/// allows, the original does, and a model that may add properties without end may do just that.
-/// Schemas that compose objects by `allOf` stay as they are.
+/// Forbids further properties in objects that list theirs and say nothing about others: a model could add
+/// properties without end. The result allows nothing that `schema` does not. Schemas that compose objects by
+/// `allOf` are not changed.
 fn closed(schema: &Value) -> Value {
     fn composes(value: &Value) -> bool {
         match value {

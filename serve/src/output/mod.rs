@@ -1,7 +1,7 @@
 //! Converts tokens to output for a client: text, thinking and tool calls, piece by piece.
 //!
 //! tokens -> characters -> thinking or answer -> text or tool call -> text up to a stop string.
-//! Each stage holds back only what it cannot decide yet.
+//! Each stage holds back only text that it cannot classify yet.
 
 mod calls;
 

@@ -90,8 +90,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
     })
 }
 
-/// Puts the chat before the model: the prompt, what is looked for in the answer, and what that must
-/// be.
+/// Prepares the chat for the model: renders the prompt, and sets up parsing of the answer and its constraint.
 ///
 /// # Errors
 /// Errors of the template.

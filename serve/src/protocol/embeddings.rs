@@ -31,11 +31,11 @@ pub struct Embeddings {
     base64: bool,
 }
 
-/// Reads a request. Texts get what the model's tokenizer adds around them; token ids are taken as
+/// Reads a request. Texts get the tokens that the model's tokenizer adds around them; token ids are used as
 /// they are.
 ///
 /// # Errors
-/// A model that makes no embeddings; a field that is wrong or not served, by name.
+/// If the model makes no embeddings, or a field is invalid or not supported.
 pub fn parse(model: &Model, mut fields: Fields) -> Result<Embeddings, ApiError> {
     let Some(texts) = model.embedding() else {
         return Err(ApiError {

@@ -35,19 +35,19 @@ pub fn streaming(fields: &mut Fields) -> Result<(bool, Told), ApiError> {
     Ok((streams, told))
 }
 
-/// Where a stream tells of tokens used.
+/// Where a stream reports the tokens used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
     /// Nowhere.
     Never,
-    /// In a chunk of its own behind the others (`include_usage`).
+    /// In a separate chunk at the end (`include_usage`).
     Last,
-    /// There, and what it is so far in every chunk (`continuous_usage_stats`, which is vLLM's).
+    /// At the end, and the count so far in every chunk (vLLM's `continuous_usage_stats`).
     Always,
 }
 
 impl Told {
-    /// Writes into a chunk that brings a part of an answer what `usage` is so far.
+    /// Writes the usage so far into a chunk with a part of an answer.
     pub fn so_far(self, chunk: &mut Value, usage: Usage) {
         match self {
             Told::Never => {}

@@ -1,7 +1,7 @@
 //! Answers from a model in this process.
 //!
-//! Each turn renders all messages anew, as templates strip earlier thinking, and feeds only
-//! the part of the result that the cache does not hold.
+//! Each turn renders all messages again, because templates strip earlier thinking, and feeds only the part of
+//! the result that is not in the cache.
 
 use super::{Answerer, Chat, End, Event, Form, OnEvent, Turn};
 use crate::chat::Overflow;

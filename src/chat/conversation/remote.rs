@@ -237,7 +237,9 @@ impl Answerer for Remote {
             let line = match lines.recv_timeout(LOOK) {
                 Ok(line) => line.map_err(anyhow::Error::msg)?,
                 Err(RecvTimeoutError::Timeout) => continue,
-                Err(RecvTimeoutError::Disconnected) => bail!("the server broke off"),
+                Err(RecvTimeoutError::Disconnected) => {
+                    bail!("the server closed the connection within an answer")
+                }
             };
             let Some(data) = line.trim_end().strip_prefix("data: ") else {
                 continue;

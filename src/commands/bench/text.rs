@@ -17,7 +17,7 @@ use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// Pieces of a text that a model continues, and tokens of each.
+/// Number of excerpts of a text that a model continues, and tokens of each.
 const PIECES: (usize, usize) = (8, 256);
 /// Tokens of the longest answer that is replayed.
 const MOST: usize = 8192;
@@ -37,7 +37,7 @@ pub(super) fn run(
     let replayed = before.is_some() || args.preset.is_some();
     let (prompt, mut answer) = match &before {
         Some(before) => (encode(before)?, tokens),
-        // What stands before a part of the text is the text.
+        // The first quarter of the text is the prompt, the rest the answer.
         None => {
             let (prompt, rest) = tokens.split_at(tokens.len() / 4);
             (prompt.to_vec(), rest.to_vec())
@@ -194,7 +194,7 @@ fn words(text: &str) -> Vec<&str> {
     pieces
 }
 
-/// What drafts, loaded, and its name.
+/// The loaded drafter and its name.
 fn drafts(
     args: &BenchArgs,
     target: &Checkpoint,
@@ -223,18 +223,20 @@ fn drafts(
                 schemes: None,
             }
         }
-        None if args.draft_layers.is_some() => bail!("--draft-layers is for a preset"),
+        None if args.draft_layers.is_some() => {
+            bail!("--draft-layers: expected a preset as --draft")
+        }
         None => DraftCheckpoint::open(name, target, args.bits, global, terminal)?,
     };
     let drafts = draft.load(options, target.config().vocab_size, terminal)?;
     Ok((drafts, draft.name))
 }
 
-/// What drafts came to, in words.
+/// The result of a measurement with drafts, as a line of text.
 pub(super) fn line(test: &str, d: &DraftRow) -> String {
     let mut line = format!(
         "{test}, drafts by {}: {:.2} x the speed without (± {:.2}), {:.2} drafted tokens accepted per \
-         step, {:.0} % of those drafted right{}",
+         step, acceptance rate {:.0} %{}",
         d.from,
         d.speed_up,
         d.speed_up_std,
@@ -249,7 +251,7 @@ pub(super) fn line(test: &str, d: &DraftRow) -> String {
         (true, _) => "",
         (false, true) => "; ITS TOKENS DIFFER from those without drafts",
         (false, false) => {
-            "; it turned elsewhere than without drafts, where two tokens were nearly as likely"
+            "; the text differs from that without drafts after a near tie of two tokens"
         }
     };
     if d.step_ms.len() > 1 {

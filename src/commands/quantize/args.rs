@@ -23,24 +23,24 @@ pub struct QuantizeArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
     pub model: Option<OsString>,
     /// Bits of a weight: 3, 4, 5, 6 or 8. Up to 6, schemes are mixed: the parts of the model get those that
-    /// are expected to lose least, in the size of one scheme for all layers and 8 bits for the embedding and head
+    /// are expected to lose least quality, at the size of one scheme for all layers with an 8-bit embedding and head
     #[arg(long, default_value_t = 4, value_parser = parse_bits)]
     pub bits: u32,
-    /// One scheme for all layers instead, 8 bits for the embedding and head: at 4 and 8 bits what other
-    /// formats hold too
+    /// One scheme for all layers, with an 8-bit embedding and head, instead of a mix; at 4 and 8 bits, other
+    /// formats can represent the result
     #[arg(long)]
     pub simple: bool,
     /// How codes are chosen
     #[arg(long, default_value = "gptq", value_parser = method_names())]
     pub method: String,
-    /// Minutes that tuning may take (auto) [default: 30 on a CPU; on a GPU 90 s and 25 s for each
-    /// billion parameters]
+    /// Minutes that tuning may take (auto) [default: 30 on a CPU; 90 s plus 25 s per billion parameters
+    /// on a GPU]
     #[arg(long, value_name = "MIN", value_parser = parse_minutes)]
     pub budget: Option<f64>,
-    /// Tuning steps, whatever time they take; the same steps give the same file (auto)
+    /// Number of tuning steps, instead of a time; the same number gives the same file (auto)
     #[arg(long, value_name = "N", conflicts_with = "budget", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub tune_steps: Option<u32>,
-    /// Sequences of a tuning step
+    /// Sequences per tuning step (auto)
     #[arg(long, default_value_t = 32, value_name = "N", requires = "tune_steps", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub tune_batch: u32,
     /// Inputs that share a scale, for all layers: 32, 64, 128 or channel [default: 64 at 4 and 6 bits,
@@ -54,15 +54,15 @@ pub struct QuantizeArgs {
     #[arg(long)]
     pub sym: bool,
     /// Bits of the embedding and head: 3, 4, 5, 6, 8 or 16, with one scheme for all layers [default:
-    /// chosen; with one scheme 8, or 16 where the format needs it]
+    /// mixed; with one scheme 8, or 16 if the format requires it]
     #[arg(long, value_name = "N", value_parser = parse_head_bits)]
     pub head_bits: Option<u32>,
-    /// Choose bits (of --bits and more) and groups of each weight by measured sensitivity, for
-    /// this many bits per weight
+    /// Choose the bits (at least --bits) and group size of each weight by measured sensitivity, for
+    /// this many bits per weight on average
     #[arg(long, value_name = "X",
           conflicts_with_all = ["group_size", "asym", "sym", "simple"])]
     pub target_bpw: Option<f64>,
-    /// The same for a size of all tensors, e.g. 400MB
+    /// The same for a total size of all tensors, e.g. 400MB
     #[arg(long, value_name = "SIZE", value_parser = parse_size,
           conflicts_with_all = ["target_bpw", "group_size", "asym", "sym", "simple"])]
     pub target_size: Option<u64>,
@@ -72,7 +72,7 @@ pub struct QuantizeArgs {
     /// Folder to write [default: nq's own model folder]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Format to write; quality is measured before, on nq's own form of it
+    /// Format to write; quality is measured on the same weights in nq's own format
     #[arg(long, value_enum, default_value_t = FormatArg::Nq)]
     pub format: FormatArg,
     /// Replace an existing output
@@ -88,7 +88,7 @@ pub struct QuantizeArgs {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Raise bits until the mean KL divergence from the source, in nats per token, is at most this
-    /// (e.g. 0.02), or fail; with a target size, just fail
+    /// (e.g. 0.02), or fail; with a target size, bits are not raised
     #[arg(long, value_name = "X", value_parser = parse_kld)]
     pub max_kld: Option<f64>,
     /// The same until the best token agrees at this share of positions, e.g. 0.95 or 95%
@@ -100,13 +100,13 @@ pub struct QuantizeArgs {
     /// Tokens to measure quality on, at most
     #[arg(long, default_value_t = 8_192, value_name = "N", value_parser = parse_tokens)]
     pub eval_tokens: usize,
-    /// Use no more than this of a GPU's memory, e.g. 12GB [default: what is free]
+    /// Use at most this much GPU memory, e.g. 12GB [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub device_memory: Option<u64>,
     /// Print the plan and the memory it needs, and stop
     #[arg(long)]
     pub dry_run: bool,
-    /// Go on with an interrupted run
+    /// Continue an interrupted run
     #[arg(long)]
     pub resume: bool,
 }
@@ -375,13 +375,13 @@ impl QuantizeArgs {
         layers || self.head_bits.is_some()
     }
 
-    /// True if layers, embedding and head get a mix of schemes: unless something asks for one.
+    /// True if layers, embedding and head get a mix of schemes, that is, if no flag asks for one scheme.
     pub(super) fn mixes(&self) -> bool {
         let mixes = self.chooses() && !self.is_one();
         mixes && self.target().is_none() && self.bits < 8
     }
 
-    /// What schemes are chosen from where they are.
+    /// The schemes of at least `least` bits among which weights can choose; empty if the flags leave no choice.
     pub(super) fn candidates(&self, config: &ModelConfig, least: Bits) -> Vec<AffineScheme> {
         match self.chooses() {
             true => self.format.candidates(config, least),

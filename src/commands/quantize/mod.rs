@@ -25,8 +25,8 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let model = model::open(args.model.as_deref(), global, &terminal)?;
     if matches!(model.checkpoint.task(), Task::Embed(_)) {
         bail!(
-            "{}: an embedding model: calibration and measured quality are of text that a model \
-             writes; `--bits 4` or `8` of `nq embed` and `nq serve` rounds it at load",
+            "{}: an embedding model, which cannot generate the text that calibration and quality \
+             measurements need; use `--bits 4` or `8` of `nq embed` and `nq serve`, which quantize at load",
             model.source
         );
     }
@@ -184,7 +184,7 @@ fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<Strin
             options.method
         ),
         None if !options.schemes.overrides.is_empty() => format!(
-            "{name}: a mix of schemes in the bytes of {} layers and {head} embedding and head, with \
+            "{name}: mixed schemes at the size of {} layers and {head} embedding and head, with \
              {}, {} to write",
             options.schemes.linears,
             options.method,

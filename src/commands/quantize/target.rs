@@ -50,7 +50,7 @@ impl FormatArg {
         Ok((linears, head))
     }
 
-    /// What schemes are chosen from where they are, of at least `least` bits; none: one for all.
+    /// The schemes of at least `least` bits among which weights can choose; empty if the format has one for all.
     pub(super) fn candidates(self, config: &ModelConfig, least: Bits) -> Vec<AffineScheme> {
         let groups = allocation::groups(config);
         let widths = groups.iter().flat_map(|g| g.weights.iter().map(|w| w.1.1));

@@ -41,7 +41,7 @@ pub(super) struct Settings {
     models: u64,
     /// Keys and values on disk, which survive the server.
     pages: Option<Arc<PageStore>>,
-    /// What drafts for models without a draft model.
+    /// The drafter of models without a draft model.
     draft: Option<DraftFrom>,
 }
 
@@ -91,7 +91,7 @@ pub(super) struct Loadable {
     checkpoint: Checkpoint,
     /// Schemes for quantizing it at load.
     schemes: Option<Schemes>,
-    /// The model that drafts for it.
+    /// Its draft model.
     draft: Option<DraftCheckpoint>,
     settings: Settings,
     terminal: Arc<Terminal>,
@@ -204,7 +204,7 @@ impl Loadable {
         })
     }
 
-    /// What drafts for it, loaded.
+    /// Its drafter, loaded.
     fn drafts(&self, engine: &dyn Engine) -> anyhow::Result<Option<Drafts>> {
         let session = engine.session(self.spec(PAGE, 1))?;
         let named = self

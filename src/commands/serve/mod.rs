@@ -52,14 +52,14 @@ pub struct ServeArgs {
     /// Most requests in progress at once
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub parallel: u16,
-    /// Most requests that wait; further ones are told to try again later
+    /// Most requests that wait; further ones are refused with 429
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u16).range(1..))]
     pub queue: u16,
-    /// Positions of a sequence [default: the model's, as far as the memory goes]
+    /// Context length of a sequence in tokens [default: the model's, as far as memory allows]
     #[arg(long, value_name = "N")]
     pub ctx: Option<usize>,
-    /// Memory for keys and values of all sequences of a model [default: what they can fill, at most
-    /// 40 % of what is free on a CPU and 90 % on a GPU, shared by all models]
+    /// Memory for keys and values of all sequences of a model [default: as much as they can fill, at most
+    /// 40 % of free memory on a CPU and 90 % on a GPU, shared by all models]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub kv_memory: Option<u64>,
     /// Bits of keys and values: 8, 16 or 32
@@ -68,21 +68,22 @@ pub struct ServeArgs {
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
-    /// Guess tokens and check them together, which gives answers sooner: from the text so far (ngram),
-    /// for MODEL by a smaller model with the same tokens, or not at all (none) [default: ngram where the
-    /// device computes a few tokens together as it computes one, so that answers are the same; CPUs do]
+    /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), a
+    /// smaller model with the same tokenizer drafts for MODEL, none turns it off [default: ngram on devices
+    /// where answers stay exactly the same, such as CPUs with quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
-    /// Keep nothing for prompts to come
+    /// Do not keep keys and values of prompts for later requests
     #[arg(long)]
     pub no_prefix_cache: bool,
-    /// Folder for keys and values of prompts, which then survive the server; read back where that is faster than computing them
+    /// Folder that keeps the keys and values of prompts across restarts; they are read back if that is
+    /// faster than computing them
     #[arg(long, value_name = "DIR", conflicts_with = "no_prefix_cache")]
     pub cache_dir: Option<PathBuf>,
-    /// Most bytes of files in --cache-dir; the least recently used are removed
+    /// Largest size of --cache-dir; the least recently used files are removed
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "8GB", requires = "cache_dir")]
     pub cache_size: u64,
-    /// Seconds that a request may take in all; 0: unlimited
+    /// Seconds that a request may take, including its time in the queue; 0: unlimited
     #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
     pub timeout: u64,
     /// Seconds that answers may continue after the server is told to stop
@@ -168,7 +169,9 @@ fn models(
     };
     let draft = match (&args.draft, &first) {
         (Some(DraftFrom::Model(_)), None) => {
-            bail!("--draft: there is no MODEL to draft for; those of --model draft from their text")
+            bail!(
+                "--draft: expected a MODEL to draft for; models of --model use prompt lookup only"
+            )
         }
         (Some(DraftFrom::Model(name)), Some(first)) => {
             let target = &first.checkpoint;
@@ -227,7 +230,7 @@ fn security(args: &ServeArgs) -> anyhow::Result<Security> {
                 .map(str::to_owned),
         );
         if keys.is_empty() {
-            bail!("{}: expected a key a line, found none", path.display());
+            bail!("{}: expected one key per line, found none", path.display());
         }
     }
     if let Some(key) = std::env::var_os("NQ_API_KEY").filter(|k| !k.is_empty()) {

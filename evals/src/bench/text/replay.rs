@@ -1,4 +1,4 @@
-//! A session that computes what it is asked to, and whose draws then say what a known text has next.
+//! A session that computes every step, but then draws the next token of a known text instead of its own.
 
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::{Drawn, Run};
@@ -11,7 +11,7 @@ use std::time::Duration;
 pub(super) struct Replay {
     session: Box<dyn Session>,
     text: Vec<u32>,
-    /// Share of places at which it says what the text does; at the others it says something else.
+    /// Share of positions at which it draws the text's token; at the others it draws a different one.
     right: f64,
     vocab: usize,
     /// `[rows, vocab]`: zeros but for the chosen ones.
@@ -19,9 +19,9 @@ pub(super) struct Replay {
     chosen: Vec<usize>,
     /// Rows of the device's steps, and how many of them it queues.
     limits: (usize, usize),
-    /// Where the tokens stand that seated sequences are fed next, by row.
+    /// The positions in the text of the tokens that seated sequences are fed next, by row.
     seats: Vec<Option<usize>>,
-    /// The same of the rows of queued steps.
+    /// The same for the rows of each queued step.
     queued: VecDeque<Vec<Option<usize>>>,
 }
 
@@ -41,7 +41,7 @@ impl Replay {
         }
     }
 
-    /// What follows the token at `position`.
+    /// The token to draw after `position`.
     fn next(&self, position: usize) -> u32 {
         let token = self.text.get(position + 1).map_or(0, |&t| t);
         let [word, ..] = Philox::block([7, 7], 0, position as u64);
@@ -111,7 +111,7 @@ impl Session for Replay {
     }
 }
 
-/// The device goes on with what it draws itself; the host is told the text.
+/// The device continues with the tokens that it draws itself; the host receives those of the text.
 impl StepsAhead for Replay {
     fn rows(&self) -> usize {
         self.limits.0
@@ -121,7 +121,7 @@ impl StepsAhead for Replay {
         self.limits.1
     }
 
-    /// What is seated is checked then.
+    /// Nothing to check here: tokens are checked when their sequence is seated.
     fn check(&self, _: &[u32], _: Option<&Sampler>) -> Result<()> {
         Ok(())
     }

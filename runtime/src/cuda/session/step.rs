@@ -52,7 +52,7 @@ pub(super) struct StepRows {
     pub(super) logits: Buffer<f32>,         // [rows, vocab]
     pub(super) best: Buffer<[f32; 2]>,      // [rows, blocks of the head]
     sampling: Buffer<Sampling>,             // [rows]
-    /// What `sampling` holds once the queued work is done.
+    /// The contents of `sampling` once the queued work is done.
     sampled_by: Vec<Sampling>,
     candidates: Option<Candidates>,
     adjust: Adjustments,        // [rows]
@@ -221,7 +221,7 @@ pub(super) struct Graphs {
     warm: HashSet<(usize, StepEnd, bool, bool)>,
 }
 
-/// What distinguishes one recorded step from another.
+/// The parameters by which recorded steps differ.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct StepKind {
     /// Number of rows.

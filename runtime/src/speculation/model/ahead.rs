@@ -1,63 +1,63 @@
-//! Drafts on a device that draws tokens itself: all steps are queued before the first token is waited
-//! for.
+//! Drafting on a device that draws tokens itself: all steps are queued before the host waits for the first
+//! token.
 
-use super::{DraftModel, Going};
+use super::{Active, DraftModel};
 use crate::batch::StepsAhead;
 use crate::engine::{Chunk, LogitsWanted};
 use crate::error::{Error, Result};
 use crate::sampler::{Sampler, SamplingParams};
 use crate::speculation::Draft;
 
-/// Tokens of a text that go through steps of their own: more are computed together, as a prompt is.
+/// From this number on, tokens of a text are computed together like a prompt; fewer get a step each.
 const FEW: usize = 3;
 
-/// Steps that are queued and not received.
+/// Steps that are queued and not yet received.
 #[derive(Default)]
 struct Queued {
-    /// Steps that feed tokens of texts: what they draw is not used.
+    /// Steps that feed tokens of texts; the tokens that they draw are not used.
     feeding: usize,
     /// Steps that draft.
     drafting: usize,
-    /// True if there is no page for more.
+    /// True if there is no free page for another step.
     full: bool,
 }
 
 impl DraftModel {
-    /// Drafts for `going`, which sit in as many rows of the device.
+    /// Drafts for `active`: draft `i` uses row `i` of the device.
     pub(super) fn draft_ahead(
         &mut self,
         drafts: &mut [Draft<'_>],
-        mut going: Vec<Going>,
+        mut active: Vec<Active>,
     ) -> Result<()> {
-        if going.is_empty() {
+        if active.is_empty() {
             return Ok(());
         }
         let mut queued = Queued::default();
-        let outcome = self.queue(&mut going, &mut queued);
-        let received = self.receive(drafts, &going, &queued);
+        let outcome = self.queue(&mut active, &mut queued);
+        let received = self.receive(drafts, &active, &queued);
         outcome.and(received)?;
-        let slots: Vec<usize> = going.iter().map(|g| g.slot).collect();
+        let slots: Vec<usize> = active.iter().map(|g| g.slot).collect();
         if queued.full && queued.drafting == 0 && self.forget_others(&slots) {
-            return self.draft_ahead(drafts, going);
+            return self.draft_ahead(drafts, active);
         }
         Ok(())
     }
 
-    /// Queues all steps, as far as there are pages: what is still to be fed of a text stays in `going`,
-    /// its last token at least.
-    fn queue(&mut self, going: &mut [Going], queued: &mut Queued) -> Result<()> {
+    /// Queues all steps for which there are pages. Tokens that are still to be fed, at least a text's last one,
+    /// stay in `active`.
+    fn queue(&mut self, active: &mut [Active], queued: &mut Queued) -> Result<()> {
         let best = Sampler::new(SamplingParams::greedy(), 0)?;
         let Some(device) = self.session.steps_ahead() else {
             return Ok(());
         };
         let mut prompts = 0;
-        for (row, going) in going.iter_mut().enumerate() {
-            let held = &mut self.held[going.slot];
-            let early = going.feed.len() - 1;
+        for (row, active) in active.iter_mut().enumerate() {
+            let held = &mut self.held[active.slot];
+            let early = active.feed.len() - 1;
             if early >= FEW {
                 let chunk = Chunk {
-                    slot: going.slot,
-                    tokens: &going.feed[..early],
+                    slot: active.slot,
+                    tokens: &active.feed[..early],
                     logits: LogitsWanted::None,
                 };
                 if no_page(device.queue_prompts(&[chunk]))? {
@@ -65,22 +65,22 @@ impl DraftModel {
                     break;
                 }
                 prompts += 1;
-                held.extend(going.feed.drain(..early));
+                held.extend(active.feed.drain(..early));
             }
-            while going.feed.len() > 1 && !queued.full {
-                device.seat(row, going.slot, going.feed[0], &best)?;
+            while active.feed.len() > 1 && !queued.full {
+                device.seat(row, active.slot, active.feed[0], &best)?;
                 match no_page(device.queue())? {
                     true => queued.full = true,
                     false => {
                         queued.feeding += 1;
-                        held.push(going.feed.remove(0));
+                        held.push(active.feed.remove(0));
                     }
                 }
                 device.vacate(row)?;
             }
         }
         if !queued.full {
-            queue_drafts(device, going, &best, queued)?;
+            queue_drafts(device, active, &best, queued)?;
         }
         for _ in 0..prompts {
             device.finish_prompts()?;
@@ -88,11 +88,11 @@ impl DraftModel {
         Ok(())
     }
 
-    /// Waits for all queued steps and takes what they drafted.
+    /// Waits for all queued steps and appends the tokens that they drew to `drafts`.
     fn receive(
         &mut self,
         drafts: &mut [Draft<'_>],
-        going: &[Going],
+        active: &[Active],
         queued: &Queued,
     ) -> Result<()> {
         let Some(device) = self.session.steps_ahead() else {
@@ -104,12 +104,12 @@ impl DraftModel {
         }
         for step in 0..queued.drafting {
             device.receive(&mut |row, token| {
-                let Some(going) = going.get(row).filter(|g| step < g.most) else {
+                let Some(active) = active.get(row).filter(|g| step < g.most) else {
                     return;
                 };
-                let tokens = &mut drafts[going.at].tokens;
-                let fed = tokens.last().or(going.feed.last());
-                self.held[going.slot].extend(fed);
+                let tokens = &mut drafts[active.at].tokens;
+                let fed = tokens.last().or(active.feed.last());
+                self.held[active.slot].extend(fed);
                 match token {
                     Ok(drawn) => tokens.push(drawn.token),
                     Err(e) => {
@@ -119,8 +119,8 @@ impl DraftModel {
                 }
             })?;
         }
-        for going in going {
-            let tokens = &mut drafts[going.at].tokens;
+        for active in active {
+            let tokens = &mut drafts[active.at].tokens;
             let known = tokens.iter().take_while(|&&t| (t as usize) < self.vocab);
             let known = known.count();
             tokens.truncate(known);
@@ -129,24 +129,24 @@ impl DraftModel {
     }
 }
 
-/// Seats all, and queues steps until each has drafted what it should.
+/// Assigns rows to all active drafts and queues steps until each has its number of tokens.
 fn queue_drafts(
     device: &mut dyn StepsAhead,
-    going: &[Going],
+    active: &[Active],
     best: &Sampler,
     queued: &mut Queued,
 ) -> Result<()> {
-    for (row, going) in going.iter().enumerate() {
-        device.seat(row, going.slot, going.feed[0], best)?;
+    for (row, active) in active.iter().enumerate() {
+        device.seat(row, active.slot, active.feed[0], best)?;
     }
-    let longest = going.iter().map(|g| g.most).max().unwrap_or(0);
+    let longest = active.iter().map(|g| g.most).max().unwrap_or(0);
     while queued.drafting < longest && !queued.full {
         match no_page(device.queue())? {
             true => queued.full = true,
             false => queued.drafting += 1,
         }
-        for (row, going) in going.iter().enumerate() {
-            if going.most == queued.drafting || going.most > queued.drafting && queued.full {
+        for (row, active) in active.iter().enumerate() {
+            if active.most == queued.drafting || active.most > queued.drafting && queued.full {
                 device.vacate(row)?;
             }
         }
@@ -154,7 +154,7 @@ fn queue_drafts(
     Ok(())
 }
 
-/// True if what was queued found no page.
+/// True if queueing failed because there was no free page.
 fn no_page(queued: Result<()>) -> Result<bool> {
     match queued {
         Ok(()) => Ok(false),

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// Steps queued ahead of the token that the host waits for.
 const AHEAD: usize = 12;
-/// Where the device has not written a token yet.
+/// The value of a place where the device has not written a token yet.
 pub(super) const PENDING: u32 = u32::MAX;
 /// Draws are counted modulo this, a multiple of [`RING`], so that the count does not overflow.
 const DRAWS: u64 = 1 << 30;
@@ -40,8 +40,8 @@ fn sampling(sampler: &Sampler, drawn: i32) -> Sampling {
     }
 }
 
-/// The number of the sampler's draw behind `more` tokens: as it goes with the position, what the device
-/// keeps of the sampler stays the same.
+/// The number of the sampler's draw after `more` further tokens. It depends on the position alone, so the state
+/// that the device keeps of the sampler does not change.
 fn draws(sampler: &Sampler, more: usize) -> i32 {
     (sampler.position().wrapping_add(more as u64) % DRAWS) as i32
 }
@@ -59,7 +59,7 @@ impl Seat {
 }
 
 impl CudaSession {
-    /// Lets rows from `first` on draw as `wanted` says.
+    /// Sets the sampling of the rows from `first` on to `wanted`.
     fn write_sampling(&mut self, first: usize, wanted: &[Sampling]) -> Result<()> {
         let held = &mut self.step.sampled_by[first..first + wanted.len()];
         let differs = |(a, b): (&Sampling, &Sampling)| a != b;
@@ -73,7 +73,7 @@ impl CudaSession {
         Ok(())
     }
 
-    /// Lets idle rows among the first `m` draw what costs least.
+    /// Gives idle rows among the first `m` the sampling that costs least.
     fn calm_idle_rows(&mut self, m: usize) -> Result<()> {
         let seats = self.step.seats[..m].iter().zip(&self.step.sampled_by);
         let wanted: Vec<Sampling> = seats
