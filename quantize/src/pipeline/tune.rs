@@ -74,7 +74,7 @@ struct Most {
 const CPU: Most = Most {
     on_cpu: true,
     pass: 8,
-    slots: 32,
+    slots: 64,
     held_out: 16,
 };
 /// For a GPU: passes just large enough to fill it, so that the schedule of a larger model still has
