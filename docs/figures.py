@@ -59,8 +59,7 @@ QUALITY = [
     ("bits chosen for 11.55 MB", "2026-11-22-mixes.csv", {"command": "--target-size 11.55MB --eval-tokens 4096"}),
     ("INT4 g64 (`--bits 4 --simple`)", "2026-11-21-methods.csv", {"method": "gptq", "tensor_bytes": "8502784"}),
     ("INT4 g64, tuned to `--max-kld 0.02`", "2026-11-22-tuning.csv", {"command": "--max-kld 0.02 --tune-steps 600"}),
-    ("bits chosen for 8.58 MB, tuned", "2026-11-22-tuning.csv", {"command": "--target-size 8580000"}),
-    ("bits chosen for 10.16 MB, tuned", "2026-11-22-tuning.csv", {"command": "--target-size 10160000 --tune-steps 800"}),
+    ("bits chosen for 8.58 MB, tuned for 20 minutes on two CPU cores", "2026-11-23-cpu-tuning.csv", {"steps": "216"}),
 ]
 
 
