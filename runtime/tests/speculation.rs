@@ -373,7 +373,7 @@ fn drafts_switch_themselves_off() {
     let config = small_config();
     let [(_, int4), ..] = stores(&config);
     let engine = load(&config, &int4);
-    for (fails, why) in [(false, "do not pay"), (true, "not finite")] {
+    for (fails, why) in [(false, "does not pay"), (true, "not finite")] {
         let asked = Arc::new(AtomicUsize::new(0));
         let useless = Useless {
             asked: Arc::clone(&asked),

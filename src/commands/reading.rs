@@ -264,8 +264,7 @@ mod tests {
         assert_eq!(lines("one\ntwo").all(2, 6).unwrap().len(), 2);
         for (most, bytes) in [(2, 5), (1, 6)] {
             let error = lines("one\ntwo").all(most, bytes).map(texts).unwrap_err();
-            let expected =
-                format!("input: expected at most {most} texts, and {bytes} bytes of them");
+            let expected = format!("input: expected at most {most} texts and {bytes} bytes in all");
             assert_eq!(error.to_string(), expected);
         }
 
