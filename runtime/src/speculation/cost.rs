@@ -107,10 +107,11 @@ impl CostModel {
         self.unknown += 1;
         if without && self.unknown.is_multiple_of(PLAIN) {
             lengths.fill(0);
-        } else if wider && self.unknown.is_multiple_of(WIDER) {
-            if let Some((i, _)) = likeliest(demands, lengths) {
-                lengths[i] += 1;
-            }
+        } else if wider
+            && self.unknown.is_multiple_of(WIDER)
+            && let Some((i, _)) = likeliest(demands, lengths)
+        {
+            lengths[i] += 1;
         }
     }
 
