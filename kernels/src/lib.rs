@@ -11,6 +11,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod error;
 pub mod grad;
+pub mod math;
 pub mod reference;
 pub mod registry;
 pub mod rng;

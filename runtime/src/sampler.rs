@@ -39,6 +39,7 @@ pub use params::SamplingParams;
 
 use crate::error::{Error, Result};
 use adjust::{Seen, check_mask, exclude};
+use nq_kernels::math::exp;
 use nq_kernels::rng::Philox;
 use std::cmp::Ordering;
 
@@ -520,55 +521,9 @@ fn draw(candidates: &mut [(f32, u32)], max: f32, scale: f32, u: f64) -> u32 {
     last
 }
 
-/// `e^x` for `x <= 0`, within 2 units in the last place, zero below -87; written so that it
-/// compiles to vector instructions. Range reduction to `|r| <= ln(2) / 2` and the Taylor
-/// series to degree 7.
-#[inline(always)]
-fn exp(x: f32) -> f32 {
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
-    const LN2_HIGH: f32 = 0.693_359_4; // few bits: n times it is exact
-    const LN2_LOW: f32 = -2.121_944_4e-4;
-    let clamped = x.max(-87.0);
-    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
-    let mut p = 1.0 / 5040.0;
-    for c in [
-        1.0 / 720.0,
-        1.0 / 120.0,
-        1.0 / 24.0,
-        1.0 / 6.0,
-        0.5,
-        1.0,
-        1.0,
-    ] {
-        p = p * r + c;
-    }
-    let exponent = shifted
-        .to_bits()
-        .wrapping_sub(ROUND.to_bits())
-        .wrapping_add(127);
-    let scaled = p * f32::from_bits(exponent << 23);
-    if x < -87.0 { 0.0 } else { scaled }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn exponential_is_accurate() {
-        let mut worst = 0.0f64;
-        for i in 0..=870_000 {
-            let x = -(i as f32) * 1e-4;
-            let exact = f64::from(x).exp();
-            worst = worst.max((f64::from(exp(x)) / exact - 1.0).abs());
-        }
-        assert!(worst < 2.5e-7, "{worst:e}");
-        assert_eq!(exp(0.0), 1.0);
-        assert_eq!(exp(-87.5), 0.0);
-        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
-    }
 
     #[test]
     fn best_is_a_sort() {

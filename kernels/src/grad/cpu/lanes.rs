@@ -1,41 +1,10 @@
 //! Sums in independent lanes, and functions without calls or branches: loops over them become vector
 //! instructions.
 
+use crate::math::exp;
+
 /// Lanes of a sum.
 const LANES: usize = 16;
-
-/// The nearest integer, ties to even, for values below 2^22: adding 1.5 * 2^23 leaves no bits for fractions.
-#[inline(always)]
-pub(super) fn nearest(x: f32) -> f32 {
-    const INTEGERS: f32 = 12_582_912.0;
-    (x + INTEGERS) - INTEGERS
-}
-
-/// `e^x` to about 2 units in the last place, for x between -87.3 and 88; outside, the value at the bound.
-#[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
-    // ln 2 in two parts, the first short enough for products with small integers to be exact.
-    const HIGH: f32 = 0.693_359_4;
-    const LOW: f32 = (std::f64::consts::LN_2 - HIGH as f64) as f32;
-    let x = x.clamp(-87.3, 88.0);
-    let n = nearest(x * std::f32::consts::LOG2_E);
-    let r = (x - n * HIGH) - n * LOW;
-    // The first omitted term of the Taylor series, r^8 / 8! for |r| <= ln(2) / 2, is below 6e-9.
-    let mut p = 1.0 / 5040.0;
-    for c in [
-        1.0 / 720.0,
-        1.0 / 120.0,
-        1.0 / 24.0,
-        1.0 / 6.0,
-        0.5,
-        1.0,
-        1.0,
-    ] {
-        p = p * r + c;
-    }
-    // 2^n by its exponent's bits.
-    p * f32::from_bits(((n as i32 + 127) as u32) << 23)
-}
 
 /// The logistic function.
 #[inline(always)]
@@ -133,18 +102,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exp_is_accurate() {
-        for i in -8700..8800 {
-            let x = i as f32 / 100.0;
-            let exact = f64::from(x).exp();
-            let off = (f64::from(exp(x)) / exact - 1.0).abs();
-            assert!(off < 2.5e-7, "{x}: {off}");
-        }
-        assert_eq!(exp(0.0), 1.0);
-        assert!(exp(f32::NEG_INFINITY) < 1e-37 && exp(1e9) > 1e38);
-    }
-
-    #[test]
     fn sums_and_maxima_are_those_of_loops() {
         let values: Vec<f32> = (0..77).map(|i| ((i * 37) % 29) as f32 - 11.5).collect();
         for n in [0, 1, 15, 16, 17, 64, 77] {
@@ -156,12 +113,5 @@ mod tests {
             assert_eq!(last, expected);
         }
         assert_eq!(max(&[f32::NEG_INFINITY; 20]), f32::NEG_INFINITY);
-    }
-
-    #[test]
-    fn nearest_rounds_ties_to_even() {
-        for x in [-2.5f32, -1.5, -0.5, 0.5, 1.5, 2.5, 3.49, -127.51, 255.0] {
-            assert_eq!(nearest(x), x.round_ties_even());
-        }
     }
 }

@@ -1,8 +1,9 @@
 //! Work on one row, head or group of values, compiled for several instruction sets: the best that the machine
 //! has runs.
 
-use super::lanes::{dot, exp, log_sum_exp, nearest, sigmoid, sum, sum2, sum3};
+use super::lanes::{dot, log_sum_exp, sigmoid, sum, sum2, sum3};
 use crate::grad::Adam;
+use crate::math::{exp, nearest};
 
 /// Functions that are compiled for each of these sets besides the baseline. What they call must be
 /// `#[inline(always)]`, as only code within them is compiled so.
