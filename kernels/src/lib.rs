@@ -12,6 +12,7 @@ pub mod cuda;
 pub mod error;
 pub mod grad;
 pub mod math;
+pub mod matrix;
 pub mod reference;
 pub mod registry;
 pub mod rng;

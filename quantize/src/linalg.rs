@@ -1,11 +1,8 @@
-//! Dense matrices for the methods: row-major f32, with products and factorizations by faer.
+//! Dense matrices for the methods: row-major f32, and the inverse of a Cholesky factor.
 
 use crate::error::{Error, Result};
-use faer::linalg::matmul::matmul;
-use faer::linalg::matmul::triangular::{self, BlockStructure};
-use faer::linalg::triangular_inverse::invert_lower_triangular;
-use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
 use nq_formats::{Tensor, Weight};
+use nq_kernels::matrix::{Target, Threads, View, multiply};
 use rayon::prelude::*;
 
 /// A row-major f32 matrix.
@@ -84,8 +81,8 @@ impl Matrix {
         rows.iter().sum() // in order: the same for any number of threads
     }
 
-    fn view(&self) -> MatRef<'_, f32> {
-        MatRef::from_row_major_slice(&self.data, self.rows, self.cols)
+    fn view(&self) -> View<'_, f32> {
+        View::new(&self.data, self.rows, self.cols)
     }
 }
 
@@ -108,11 +105,14 @@ pub fn read_row(name: &str, weight: &Weight, row: usize, out: &mut [f32]) -> Res
     })
 }
 
+/// Rows of second moments that one thread computes together.
+const MOMENT_ROWS: usize = 128;
+
 /// Running sums for the second moments `E[x x^T]` of a Linear's input.
 #[derive(Clone, Debug)]
 pub struct Moments {
     n: usize,
-    sum: Vec<f32>, // [n, n], lower triangle; or [n], the diagonal
+    sum: Vec<f32>, // [n, n], of which the lower triangle counts; or [n], the diagonal
     full: bool,
     rows: usize,
 }
@@ -133,18 +133,18 @@ impl Moments {
         let rows = x.len() / self.n;
         self.rows += rows;
         if self.full {
-            let x = MatRef::from_row_major_slice(x, rows, self.n);
-            triangular::matmul(
-                MatMut::from_row_major_slice_mut(&mut self.sum, self.n, self.n),
-                BlockStructure::TriangularLower,
-                Accum::Add,
-                x.transpose(),
-                BlockStructure::Rectangular,
-                x,
-                BlockStructure::Rectangular,
-                1.0,
-                Par::rayon(0),
-            );
+            let (n, x) = (self.n, View::new(x, rows, self.n));
+            let pieces = self.sum.par_chunks_mut(MOMENT_ROWS * n).enumerate();
+            pieces.for_each(|(i, sum)| {
+                let (start, end) = (i * MOMENT_ROWS, i * MOMENT_ROWS + sum.len() / n);
+                let to = Target {
+                    data: sum,
+                    stride: n,
+                    cols: 0..end,
+                };
+                let left = x.part(0..rows, start..end).transposed();
+                multiply(to, true, 1.0, left, x.part(0..rows, 0..end), Threads::One);
+            });
         } else {
             for x in x.chunks_exact(self.n) {
                 for (s, &x) in self.sum.iter_mut().zip(x) {
@@ -210,27 +210,104 @@ impl Moments {
 /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`, `[n, n]` row-major, where `P`
 /// moves element `order[i]` to place `i`; `None` if the matrix is not positive definite.
 ///
-/// `U` is the inverse of the factor `R` of `H = R R^T` (R upper triangular), which comes from a
-/// Cholesky factorization of the reversed matrix: one factorization and one triangular inverse,
-/// in f64.
+/// `U` is the inverse of the factor `R` of `H = R R^T` (R upper triangular): the inverse of the Cholesky
+/// factor of the reversed matrix, reversed. Computed in f64.
 pub fn inverse_factor(h: &Matrix, order: &[usize], damping: f64) -> Option<Matrix> {
     let n = order.len();
     let at = |i: usize| order[n - 1 - i];
-    let reversed = Mat::from_fn(n, n, |i, j| {
-        let v = f64::from(h.data[at(i) * n + at(j)]);
-        if i == j { v + damping } else { v }
+    let mut inverse = vec![0f64; n * n];
+    inverse.par_chunks_mut(n).enumerate().for_each(|(i, row)| {
+        for (j, v) in row.iter_mut().enumerate().take(i + 1) {
+            *v = f64::from(h.data[at(i) * n + at(j)]);
+        }
+        row[i] += damping;
     });
-    let factor = reversed.llt(Side::Lower).ok()?;
-    let mut inverse = reversed;
-    invert_lower_triangular(inverse.as_mut(), factor.L(), Par::rayon(0));
+    invert_cholesky(&mut inverse, n, &[256, 32])?;
     let mut u = Matrix::zeros(n, n);
     u.data.par_chunks_mut(n).enumerate().for_each(|(i, row)| {
-        for (j, v) in row.iter_mut().enumerate().skip(i) {
-            *v = inverse[(n - 1 - i, n - 1 - j)] as f32;
-        }
+        let reversed = inverse[(n - 1 - i) * n..][..n - i].iter().rev();
+        row[i..]
+            .iter_mut()
+            .zip(reversed)
+            .for_each(|(u, &v)| *u = v as f32);
     });
     let finite = u.data.par_iter().all(|v| v.is_finite());
     finite.then_some(u)
+}
+
+/// Replaces `a` `[n, n]`, of which only the lower triangle is read, by the inverse of its Cholesky
+/// factor; `None` if it is not positive definite. Takes `blocks[0]` rows at a time, and their diagonal
+/// block in the same way with the next size. What is above the diagonal blocks is left as it was.
+///
+/// By bordering: if `X` is the inverse of the factor of the rows above, then rows `A` with the diagonal
+/// block `D` add `L = A X^T` and the Cholesky factor `C` of `D - L L^T` to the factor, and
+/// `-C^-1 L X` and `C^-1` to its inverse. These are as many operations as factorization and
+/// inversion take one after the other, and no second matrix is needed.
+fn invert_cholesky(a: &mut [f64], n: usize, blocks: &[usize]) -> Option<()> {
+    let Some((&block, smaller)) = blocks.split_first() else {
+        return invert_small_cholesky(a, n);
+    };
+    for start in (0..n).step_by(block) {
+        let rows = block.min(n - start);
+        let (above, a) = a.split_at_mut(start * n);
+        let x = View::new(above, start, n);
+        let own = View::new(a, rows, n);
+        let mut l = vec![0.0; start * rows]; // L^T
+        let pieces = l.par_chunks_mut(block * rows).enumerate();
+        pieces.for_each(|(i, l)| {
+            let (from, to) = (i * block, (i + 1) * block);
+            let a = own.part(0..rows, 0..to).transposed();
+            let x = x.part(from..to, 0..to);
+            multiply(Target::new(l, rows), false, 1.0, x, a, Threads::One);
+        });
+        let l = View::new(&l, start, rows);
+        let mut lx = vec![0.0; start * rows]; // (L X)^T
+        let pieces = lx.par_chunks_mut(block * rows).enumerate();
+        pieces.for_each(|(i, lx)| {
+            let (from, to) = (i * block, (i + 1) * block);
+            let x = x.part(from..start, from..to).transposed();
+            let l = l.part(from..start, 0..rows);
+            multiply(Target::new(lx, rows), false, 1.0, x, l, Threads::One);
+        });
+
+        let diagonal = (0..rows).flat_map(|i| &a[i * n + start..][..rows]);
+        let mut c: Vec<f64> = diagonal.copied().collect();
+        let to = Target::new(&mut c, rows);
+        multiply(to, true, -1.0, l.transposed(), l, Threads::All);
+        invert_cholesky(&mut c, rows, smaller)?;
+        for (i, c) in c.chunks_exact_mut(rows).enumerate() {
+            c[i + 1..].fill(0.0);
+            a[i * n + start..][..rows].copy_from_slice(c);
+        }
+        let to = Target {
+            data: a,
+            stride: n,
+            cols: 0..start,
+        };
+        let lx = View::new(&lx, start, rows).transposed();
+        multiply(to, false, -1.0, View::new(&c, rows, rows), lx, Threads::All);
+    }
+    Some(())
+}
+
+/// [`invert_cholesky`] row by row.
+fn invert_small_cholesky(a: &mut [f64], n: usize) -> Option<()> {
+    for i in 0..n {
+        let (x, row) = a.split_at_mut(i * n);
+        let l: Vec<f64> = (x.chunks_exact(n).enumerate())
+            .map(|(j, x)| x[..=j].iter().zip(&row[..]).map(|(x, a)| x * a).sum())
+            .collect();
+        let square = row[i] - l.iter().map(|l| l * l).sum::<f64>();
+        if square.is_nan() || square <= 0.0 {
+            return None;
+        }
+        let scale = square.sqrt().recip();
+        row[i] = scale;
+        for (j, v) in row[..i].iter_mut().enumerate() {
+            *v = -scale * (j..i).map(|k| l[k] * x[k * n + j]).sum::<f64>();
+        }
+    }
+    Some(())
 }
 
 /// `dst += alpha * a b` on one thread, all row-major. `a` is `[m, k]`; `b` is the columns
@@ -247,18 +324,13 @@ pub fn add_product(
 ) {
     let k = rows.len();
     let m = a.len() / k;
-    let dst = MatMut::from_row_major_slice_mut(dst, m, dst_cols);
-    let a = MatRef::from_row_major_slice(a, m, k);
-    let b = b.view();
-    let b = b.subrows(rows.start, k);
-    matmul(
-        dst.subcols_mut(from, dst_cols - from),
-        Accum::Add,
-        a,
-        b.subcols(from, dst_cols - from),
-        alpha,
-        Par::Seq,
-    );
+    let b = b.view().part(rows, from..dst_cols);
+    let to = Target {
+        data: dst,
+        stride: dst_cols,
+        cols: from..dst_cols,
+    };
+    multiply(to, true, alpha, View::new(a, m, k), b, Threads::One);
 }
 
 /// `tr(E H E^T)` for `e` `[rows, n]` and a symmetric `h` `[n, n]`: the mean squared output
@@ -314,29 +386,38 @@ mod tests {
         }
     }
 
-    /// `U (P H P^T + d I) U^T` is the identity, and `U` upper triangular.
+    /// `U (P H P^T + d I) U^T` is the identity, and `U` upper triangular, in one block and in several.
     #[test]
     fn inverse_factor_inverts() {
-        let n = 23;
+        for n in [1, 23, 300, 513] {
+            inverts(n);
+        }
+    }
+
+    fn inverts(n: usize) {
         let mut moments = Moments::new(n, true);
         moments.add(&random(100, n, 1).data);
         let h = moments.matrix();
         let order: Vec<usize> = (0..n).map(|i| (i * 7) % n).collect();
         let u = inverse_factor(&h, &order, 0.1).unwrap();
+        let mut permuted = Matrix::zeros(n, n);
         for i in 0..n {
             for j in 0..n {
-                let mut sum = 0f64;
-                for a in 0..n {
-                    for b in 0..n {
-                        let mut v = f64::from(h.data[order[a] * n + order[b]]);
-                        if a == b {
-                            v += 0.1;
-                        }
-                        sum += f64::from(u.data[i * n + a]) * v * f64::from(u.data[j * n + b]);
-                    }
-                }
-                let want = if i == j { 1.0 } else { 0.0 };
-                assert!((sum - want).abs() < 1e-4, "{i} {j}: {sum}");
+                permuted.row_mut(i)[j] = h.data[order[i] * n + order[j]];
+            }
+            permuted.row_mut(i)[i] += 0.1;
+        }
+        let product = |a: View<'_, f32>, b: View<'_, f32>| {
+            let mut c = vec![0.0; n * n];
+            multiply(Target::new(&mut c, n), false, 1.0, a, b, Threads::All);
+            c
+        };
+        let hu = product(permuted.view(), u.view().transposed());
+        let identity = product(u.view(), View::new(&hu, n, n));
+        for i in 0..n {
+            for j in 0..n {
+                let (got, want) = (identity[i * n + j], if i == j { 1.0 } else { 0.0 });
+                assert!((got - want).abs() < 2e-4, "{n}, {i} {j}: {got}");
                 assert!(j >= i || u.data[i * n + j] == 0.0);
             }
         }

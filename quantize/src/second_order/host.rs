@@ -1,4 +1,4 @@
-//! Rounding on the host: faer's factorizations, and rows in tiles on all threads.
+//! Rounding on the host: factors of [`crate::linalg`], and rows in tiles on all threads.
 
 use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian};
 use crate::error::Result;

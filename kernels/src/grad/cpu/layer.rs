@@ -4,41 +4,24 @@ use super::rows::{self, inverse_rms};
 use super::{CpuOps, VALUES};
 use crate::error::Result;
 use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences, enough};
-use faer::linalg::matmul::matmul;
-use faer::{Accum, MatMut, MatRef, Par};
+use crate::matrix::{Target, Threads, View, multiply};
 use rayon::prelude::*;
 
 /// Rows per piece of elementwise work.
 const ROWS: usize = 64;
-/// Rows or columns of C per piece of a product.
-const PIECE: usize = 256;
-/// `c (+)= alpha a b` by pieces of C's longer side.
+
+/// `c (+)= alpha op(a) op(b)`.
 fn product(g: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
-    let view = |x, rows, cols, transposed| {
+    let op = |x, rows, cols, transposed| {
         if transposed {
-            MatRef::from_row_major_slice(x, cols, rows).transpose()
+            View::new(x, cols, rows).transposed()
         } else {
-            MatRef::from_row_major_slice(x, rows, cols)
+            View::new(x, rows, cols)
         }
     };
-    let (a, b) = (view(a, g.m, g.k, g.ta), view(b, g.k, g.n, g.tb));
-    let c = MatMut::from_row_major_slice_mut(c, g.m, g.n);
-    let beta = if g.accumulate {
-        Accum::Add
-    } else {
-        Accum::Replace
-    };
-    if g.m >= g.n {
-        c.par_row_chunks_mut(PIECE).enumerate().for_each(|(i, c)| {
-            let a = a.subrows(i * PIECE, c.nrows());
-            matmul(c, beta, a, b, g.alpha, Par::Seq);
-        });
-    } else {
-        c.par_col_chunks_mut(PIECE).enumerate().for_each(|(i, c)| {
-            let b = b.subcols(i * PIECE, c.ncols());
-            matmul(c, beta, a, b, g.alpha, Par::Seq);
-        });
-    }
+    let (a, b) = (op(a, g.m, g.k, g.ta), op(b, g.k, g.n, g.tb));
+    let c = Target::new(c, g.n);
+    multiply(c, g.accumulate, g.alpha, a, b, Threads::All);
 }
 
 /// Adds the vectors that pieces of `ROWS` rows contribute, in the order of the pieces.

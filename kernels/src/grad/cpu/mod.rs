@@ -1,4 +1,4 @@
-//! Training operations on the CPU: products through faer, everything else row by row. Work is
+//! Training operations on the CPU: products by [`crate::matrix`], everything else row by row. Work is
 //! cut into pieces of fixed size, so results do not depend on the number of threads.
 
 mod lanes;
