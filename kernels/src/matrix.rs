@@ -6,6 +6,10 @@ use std::ops::Range;
 /// Rows or columns of C that one thread computes together.
 const PIECE: usize = 256;
 
+/// Most bytes into which a thread packs blocks of both operands: matrixmultiply takes 64 rows of A, 256
+/// inputs and 1,024 columns of B at a time.
+pub const PACKED: usize = 256 * (64 + 1024) * size_of::<f64>();
+
 /// A matrix in a slice: element `(i, j)` lies at `i * row_stride + j * col_stride`.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a, T> {

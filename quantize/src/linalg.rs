@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use nq_formats::{Tensor, Weight};
-use nq_kernels::matrix::{Target, Threads, View, multiply};
+use nq_kernels::matrix::{PACKED, Target, Threads, View, multiply};
 use rayon::prelude::*;
 
 /// A row-major f32 matrix.
@@ -207,6 +207,15 @@ impl Moments {
     }
 }
 
+/// Rows that [`inverse_factor`] adds to the factor at a time, and rows of their diagonal block.
+const BLOCKS: [usize; 2] = [256, 32];
+
+/// Bytes that [`inverse_factor`] takes for `n` inputs, its result included: an f64 matrix, the factor, the two
+/// products of a block of rows with those above, and what threads pack.
+pub fn factor_bytes(n: usize) -> usize {
+    (8 + 4) * n * n + 2 * 8 * n * BLOCKS[0].min(n) + rayon::current_num_threads() * PACKED
+}
+
 /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`, `[n, n]` row-major, where `P`
 /// moves element `order[i]` to place `i`; `None` if the matrix is not positive definite.
 ///
@@ -222,7 +231,7 @@ pub fn inverse_factor(h: &Matrix, order: &[usize], damping: f64) -> Option<Matri
         }
         row[i] += damping;
     });
-    invert_cholesky(&mut inverse, n, &[256, 32])?;
+    invert_cholesky(&mut inverse, n, &BLOCKS)?;
     let mut u = Matrix::zeros(n, n);
     u.data.par_chunks_mut(n).enumerate().for_each(|(i, row)| {
         let reversed = inverse[(n - 1 - i) * n..][..n - i].iter().rev();

@@ -7,6 +7,7 @@
 use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
 use crate::error::Result;
 use crate::layers::PIECE;
+use crate::linalg::factor_bytes;
 use crate::methods::Needs;
 use crate::schemes::Schemes;
 use crate::sensitivity;
@@ -69,9 +70,6 @@ const KEPT: u64 = 20 << 20;
 
 /// Memory of a tokenizer, in bytes per byte of its file.
 const TOKENIZER: u64 = 9;
-
-/// Bytes that factoring moments takes, for each of their elements: an f64 matrix and the factor.
-const FACTOR: usize = 8 + 4;
 
 /// Most bytes of logits, of one model, that evaluation asks for at once.
 const LOGITS: usize = 128 << 20;
@@ -162,7 +160,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     // The embedding or head as read and as written. With moments, also a piece in f32, its
     // codes, its errors and their product with the moments, besides the moments and their factor.
     let (dims, n) = ((c.vocab_size, c.hidden_size), c.hidden_size);
-    let piece = 14 * (dims.0 * dims.1).min(PIECE) + FACTOR * n.pow(2);
+    let piece = 14 * (dims.0 * dims.1).min(PIECE) + factor_bytes(n);
     let end = dtype.size() * dims.0 * dims.1 + rounded(EMBEDDING, dims);
     drop(a.hold(end + if_hessian(piece)));
 
@@ -188,7 +186,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
         let (out, inputs) = linear.dims(c);
         // A copy of the moments, freed like all but the factor before columns are rounded, which works on
         // row tiles of each thread.
-        drop(a.hold(if_hessian((4 + FACTOR) * inputs.pow(2))));
+        drop(a.hold(if_hessian(4 * inputs.pow(2) + factor_bytes(inputs))));
         // Codes of one byte each and parameters of eight bytes a group; for the report, the weight's
         // error and, with moments, its effect on outputs.
         let codes = out * inputs + 8 * out * scheme.group.count(inputs);
@@ -199,7 +197,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
         // All streams, with the source's layer and its rounded form.
         let widest = products.iter().map(|p| p.inputs(c)).max().unwrap_or(0);
         let streams = sensitivity::bytes(c, work.groups, work.eval_tokens);
-        drop(a.hold(streams + if_hessian(FACTOR * widest.pow(2)) + 4 * layer));
+        drop(a.hold(streams + if_hessian(factor_bytes(widest)) + 4 * layer));
     }
 }
 

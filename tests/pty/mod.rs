@@ -24,6 +24,14 @@ pub struct Pty {
     partial: Vec<u8>,
 }
 
+impl Drop for Pty {
+    /// Leaves no program behind, whatever a test did not wait for.
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 impl Pty {
     /// Starts `command` as the leader of a new session with its own terminal.
     pub fn spawn(command: Command) -> Self {
@@ -43,6 +51,12 @@ impl Pty {
         // or settings are passed.
         let rc = unsafe { libc::openpty(&mut master, &mut slave, null_mut(), null(), &size) };
         assert_eq!(rc, 0, "openpty: {}", std::io::Error::last_os_error());
+        for end in [master, slave] {
+            // A program that held an end of its own or another's terminal would never see it close.
+            // SAFETY: openpty succeeded, so both are open descriptors.
+            let rc = unsafe { libc::fcntl(end, libc::F_SETFD, libc::FD_CLOEXEC) };
+            assert_eq!(rc, 0, "fcntl: {}", std::io::Error::last_os_error());
+        }
         // SAFETY: openpty succeeded, so both are open descriptors that nothing else owns.
         let (master, slave) = unsafe { (File::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) };
         let end = || Stdio::from(slave.try_clone().unwrap());
