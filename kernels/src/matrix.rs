@@ -26,7 +26,8 @@ impl<'a, T> View<'a, T> {
     /// # Panics
     /// If `data` is too short.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
-        assert!(data.len() >= rows * cols, "{rows} x {cols} values");
+        let enough = rows.checked_mul(cols).is_some_and(|n| n <= data.len());
+        assert!(enough, "{rows} x {cols} values");
         View {
             data,
             rows,
@@ -119,8 +120,9 @@ pub fn multiply<T: Real>(
     if m == 0 || n == 0 {
         return;
     }
-    let last = (m - 1) * c.stride + c.cols.end;
-    assert!(c.data.len() >= last, "{m} rows of C");
+    let before_last = (m - 1).checked_mul(c.stride);
+    let last = before_last.and_then(|n| n.checked_add(c.cols.end));
+    assert!(last.is_some_and(|n| n <= c.data.len()), "{m} rows of C");
     let to = Elements(c.data[c.cols.start..].as_mut_ptr());
     let part = |rows: Range<usize>, cols: Range<usize>| {
         let (a, b) = (a.part(rows.clone(), 0..k), b.part(0..k, cols.clone()));
