@@ -155,8 +155,8 @@ pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
 }
 
-/// How a device without kernels for codes of 3, 5 and 6 bits and for levels holds them, and the
-/// memory that takes; `None` if all of nq's own weights are held as they are stored.
+/// How a GPU holds codes that its kernels do not read in their own width, and the memory that takes;
+/// `None` if all of nq's own weights are held in their own.
 pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
     let (mut stored, mut held, mut widths) = (0, 0, BTreeMap::new());
     for (name, shape) in parameters(checkpoint.config()) {
@@ -165,9 +165,9 @@ pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
             continue;
         };
         stored += scheme.bytes(rows, cols) as u64;
-        held += scheme.held().bytes(rows, cols) as u64;
-        if scheme.held().bits != scheme.bits {
-            widths.insert(scheme.bits.width(), scheme.held().bits.width());
+        held += scheme.held_on_gpu().bytes(rows, cols) as u64;
+        if scheme.held_on_gpu().bits != scheme.bits {
+            widths.insert(scheme.bits.width(), scheme.held_on_gpu().bits.width());
         }
     }
     let words = widths

@@ -3,7 +3,8 @@
 //! Every scheme means `w = s * q + o` within a group of consecutive inputs of one
 //! output row. `q` is the *unsigned* code `0 ..= 2^bits - 1`, or the level that a table gives
 //! for it; [`Zeros`] defines `o`. A scheme is a row of parameters: whatever their
-//! combination, devices hold the weight exactly, in 4 or 8 bits ([`AffineScheme::held`]).
+//! combination, a device without kernels for it holds the weight exactly in 4 or 8 bits
+//! ([`AffineScheme::held`]).
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -355,6 +356,21 @@ impl AffineScheme {
     /// scale per group.
     pub const fn held(&self) -> Self {
         AffineScheme::new(self.value_bits().held(), self.group, self.zeros)
+    }
+
+    /// The scheme in which a GPU holds such weights, exactly: their own where its kernels read it, as they
+    /// do those that nq mixes in files of 4 bits, else that of [`AffineScheme::held`].
+    pub fn held_on_gpu(&self) -> Self {
+        let read = match self.bits.0 {
+            4 | 5 => self.zeros == Zeros::Integer,
+            6 => self.zeros == Zeros::None,
+            _ => false,
+        };
+        if read && self.scales == TwoLevel::of_row(Bits::B8) && self.levels.is_even() {
+            *self
+        } else {
+            self.held()
+        }
     }
 
     /// True for schemes that version 1 of nq's format supports.

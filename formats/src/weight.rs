@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::pack;
-use crate::scheme::{AffineScheme, Group, Levels, Scales, TwoLevel, Zeros};
+use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, TwoLevel, Zeros};
 use crate::tensor::Tensor;
 use bytes::Bytes;
 use half::f16;
@@ -228,6 +228,19 @@ impl AffineWeight {
             offsets,
             levels: self.levels.clone(),
             g_idx: self.g_idx.clone(),
+        }
+    }
+
+    /// Bytes `[out, groups]` and f16 factors `[out]` of scales in two levels of 8 bits and one f16 per
+    /// row; `None` for other scales.
+    pub fn scales_of_rows(&self) -> Option<(&[u8], &[f16])> {
+        match self.two_level.as_deref() {
+            Some((GroupValues::TwoLevel { small, of_spans }, _))
+                if self.scheme.scales == TwoLevel::of_row(Bits::B8) =>
+            {
+                Some((small, of_spans))
+            }
+            _ => None,
         }
     }
 

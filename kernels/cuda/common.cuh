@@ -34,12 +34,23 @@ DEVICE void wait_for_predecessor() {
 #endif
 }
 
-// 16 bytes that are read once: kept out of L1.
+// 16, 8 or 4 bytes that are read once: kept out of L1.
 DEVICE uint4 load_stream(const void* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p));
+    return v;
+}
+
+DEVICE uint2 load_stream_8(const void* p) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+DEVICE uint32_t load_stream_4(const void* p) {
+    uint32_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 

@@ -8,8 +8,9 @@
 
 #include "weights.cuh"
 
-template <int BITS, int ZERO, int SLOT, bool SCALED>
+template <class S, bool SCALED>
 struct Dequant {
+    static constexpr int BITS = S::BITS, ZERO = S::ZERO, SLOT = S::SLOT;
     static constexpr bool EXACT = BITS != 16 && ZERO != OFFSET && !SCALED;   // scales enter the sums
 
     // Of rows g and g + 8, each twice.
@@ -20,28 +21,22 @@ struct Dequant {
     // Of product j (16 inputs) of step `step` (64 inputs), from the record's scales.
     DEVICE void load(const uint8_t* meta, int groups, int step, int j, int g) {
         if constexpr (BITS != 16) {
-            const int at = (SLOT == 32 ? step % 4 * 2 + j / 2 : step % 4 * groups >> 2) * 8 + g;
-            const uint8_t* const z = meta + groups * 32;
-            uint32_t zeros = 0;
-            if constexpr (ZERO == OFFSET) zeros = reinterpret_cast<const uint32_t*>(z)[at];
-            if constexpr (ZERO == INT && BITS == 4) zeros = z[at];
-            if constexpr (ZERO == INT && BITS == 8) zeros = reinterpret_cast<const uint16_t*>(z)[at];
-            set(reinterpret_cast<const uint32_t*>(meta)[at], zeros);
+            GroupMeta<S> group;
+            group.load(meta, groups, SLOT == 32 ? step % 4 * 2 + j / 2 : step % 4 * groups >> 2, g);
+            set(group);
         }
     }
 
-    // From a record's scales and its zero-points or offsets of both rows.
-    DEVICE void set(uint32_t scales, uint32_t zeros) {
+    DEVICE void set(const GroupMeta<S>& group) {
         if constexpr (BITS != 16) {
-            const __half2 both = *reinterpret_cast<const __half2*>(&scales);
+            const __half2 both = *reinterpret_cast<const __half2*>(&group.scale);
             scale[0] = __low2half2(both), scale[1] = __high2half2(both);
             if constexpr (ZERO == OFFSET) {
-                const __half2 o = *reinterpret_cast<const __half2*>(&zeros);
+                const __half2 o = *reinterpret_cast<const __half2*>(&group.zero);
                 zero[0] = __low2half2(o), zero[1] = __high2half2(o);
             } else {
                 constexpr int ONE_ROW = BITS == 4 ? 15 : 255;
-                const uint32_t of[2] = {ZERO == SYM ? (BITS == 4 ? 8u : 128u) : zeros & ONE_ROW,
-                                        ZERO == SYM ? (BITS == 4 ? 8u : 128u) : zeros >> (BITS == 4 ? 4 : 8)};
+                const uint32_t of[2] = {ZERO == SYM ? S::MIDDLE : group.zero & ONE_ROW, ZERO == SYM ? S::MIDDLE : group.zero >> (BITS == 4 ? 4 : 8)};
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     // In [1024, 2048) the last bit of FP16 stands for 1, in [64, 128) for 1 / 16.
@@ -52,12 +47,17 @@ struct Dequant {
         }
     }
 
-    // The 16 bytes of a lane that hold product j of a step.
-    static DEVICE uint4 unit(const uint4* codes, int j) { return codes[j / (16 / BITS) * 32]; }
+    // What a lane has of the unit that holds product j of a step: `codes` are its first 16 bytes.
+    static DEVICE Unit<BITS> unit(const uint4* codes, int j, int lane) {
+        Unit<BITS> unit;
+        unit.words = codes[j / (16 / S::ORDER) * 32];
+        unit.load_upper(reinterpret_cast<const uint8_t*>(codes - lane) + unit.AT + lane * unit.WIDTH * 4);
+        return unit;
+    }
 
     // Product j from its unit.
-    DEVICE void product(uint32_t (&a)[4], const uint4& unit, int j) const {
-        const uint32_t word[4] = {unit.x, unit.y, unit.z, unit.w};
+    DEVICE void product(uint32_t (&a)[4], const Unit<BITS>& unit, int j) const {
+        const uint32_t word[4] = {unit.words.x, unit.words.y, unit.words.z, unit.words.w};
         if constexpr (BITS == 4) {
             constexpr uint32_t LO = 0x000f000f, HI = 0x00f000f0, ONE = 0x64006400;
 #pragma unroll
@@ -65,6 +65,14 @@ struct Dequant {
                 const uint32_t w = word[2 * (j / 2) + i], s = w >> 8;
                 a[i] = j % 2 ? from_high(mask_or<HI, ONE>(w), i) : from_low(mask_or<LO, ONE>(w), i);
                 a[i + 2] = j % 2 ? from_high(mask_or<HI, ONE>(s), i) : from_low(mask_or<LO, ONE>(s), i);
+            }
+        } else if constexpr (BITS < 8) {
+            constexpr uint32_t ONE = 0x64646464;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t codes = unit.bytes(2 * (j / 2) + i, j % 2);
+                a[i] = from_low(__byte_perm(codes, ONE, 0x4240), i);
+                a[i + 2] = from_low(__byte_perm(codes, ONE, 0x4341), i);
             }
         } else if constexpr (BITS == 8) {
             constexpr uint32_t ONE = 0x64646464;

@@ -85,9 +85,9 @@ DEVICE void choose(Chosen& to, const float* scores, const ExpertsArgs& a) {
 }
 
 // As `Requests`, of the chosen experts' records.
-template <int BITS, int ZERO, int SLOT, int EPI>
+template <class S, int EPI>
 struct ExpertRequests {
-    static constexpr int STAGES = LOADS<BITS> / 4;
+    static constexpr int STAGES = S::STAGES;
     int tile, span, stage;
     const uint8_t* codes;
     const uint8_t* meta;
@@ -109,15 +109,15 @@ struct ExpertRequests {
             const int s = span / part;
             record = (size_t(chosen.expert[s]) * tiles + tile) * part + (span - s * part);
         }
-        codes = reinterpret_cast<const uint8_t*>(p.codes) + record * (STAGES * 2048);
+        codes = reinterpret_cast<const uint8_t*>(p.codes) + record * (STAGES * S::STAGE);
         meta = p.meta + record * p.meta_bytes;
     }
 
-    DEVICE bool has_meta() const { return SLOT == 32 || STAGES == 1 || stage == STAGES - 1; }
+    DEVICE bool has_meta() const { return S::SLOT == 32 || STAGES == 1 || stage == STAGES - 1; }
 
     DEVICE void advance(const GemvArgs& p, const Share& s) {
         const bool last = STAGES == 1 || stage == STAGES - 1;
-        codes += 2048;
+        codes += S::STAGE;
         stage = last ? 0 : stage + 1;
         if (last) {
             if (++span == s.end) {
@@ -131,10 +131,10 @@ struct ExpertRequests {
     DEVICE float weight(int tile) const { return chosen.weight[tile / part]; }
 };
 
-template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int AHEAD>
+template <class S, int EPI, int WARPS, int AHEAD>
 DEVICE void experts(const ExpertsArgs& a) {
-    using Row = PreparedRow<BITS>;
-    using Next = ExpertRequests<BITS, ZERO, SLOT, EPI>;
+    using Row = PreparedRow<S::BITS>;
+    using Next = ExpertRequests<S, EPI>;
     extern __shared__ __align__(128) uint4 shared[];
     __shared__ Meeting<WARPS> meeting;
     __shared__ __align__(16) Chosen chosen;
@@ -153,16 +153,16 @@ DEVICE void experts(const ExpertsArgs& a) {
     };
     if constexpr (AHEAD > 0) {
         const Share share = share_of<WARPS>(p, threadIdx.x / 32);
-        RegisterStages<BITS, ZERO, SLOT, AHEAD, Next> stages(p, share, Next(p, share, chosen, a));
-        multiply<BITS, ZERO, SLOT, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
+        RegisterStages<S, AHEAD, Next> stages(p, share, Next(p, share, chosen, a));
+        multiply<S, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
     } else {
-        constexpr int STAGE_WORDS = RingStages<BITS, ZERO, SLOT, Next>::WeightRing::STAGE_WORDS;
+        constexpr int STAGE_WORDS = RingStages<S, Next>::WeightRing::STAGE_WORDS;
         __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const Share share = share_of<WARPS>(p, warp);
-        RingStages<BITS, ZERO, SLOT, Next> stages(p, share, Next(p, share, chosen, a), shared + warp * p.depth * STAGE_WORDS,
+        RingStages<S, Next> stages(p, share, Next(p, share, chosen, a), shared + warp * p.depth * STAGE_WORDS,
                                                   barriers[warp]);
         auto* const row = reinterpret_cast<Row*>(shared + WARPS * p.depth * STAGE_WORDS);
-        multiply<BITS, ZERO, SLOT, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
+        multiply<S, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
     }
 }

@@ -38,8 +38,9 @@ struct GemmArgs {
     int parts;           // `gemm_wgmma.cuh`: blocks that share a tile
 };
 
-template <int BITS, int ZERO, int SLOT, int NT, int RT, int WR, int WC, int STAGES>
+template <class S, int NT, int RT, int WR, int WC, int STAGES>
 struct Gemm {
+    static constexpr int BITS = S::BITS, SLOT = S::SLOT;
     static constexpr int WARPS = WR * WC;
     static constexpr int THREADS = WARPS * 32;
     static constexpr int BN = WC * NT * 8;
@@ -47,7 +48,7 @@ struct Gemm {
     static constexpr int X_WORDS = BN * 8;                   // 16-byte words of a stage: 128 B a row
     static constexpr int W_WORDS = BT * BITS * 8;            // 64 inputs of 16 rows: BITS * 128 B
     static constexpr int SHARED = STAGES * (X_WORDS + W_WORDS) * 16;
-    using Operand = Dequant<BITS, ZERO, SLOT, false>;
+    using Operand = Dequant<S, false>;
     static constexpr bool EXACT = Operand::EXACT;
 
     static DEVICE void run(const GemmArgs& p) {
@@ -109,7 +110,7 @@ struct Gemm {
                 for (int r = 0; r < RT; r++)
 #pragma unroll
                     for (int i = 0; i < 2; i++)
-                        of[r][s].product(a[r][i], Operand::unit(w + r * BITS * 8, 2 * c + i), 2 * c + i);
+                        of[r][s].product(a[r][i], Operand::unit(w + r * BITS * 8, 2 * c + i, lane), 2 * c + i);
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const uint4 b = load_matrices(x + n * 64 + ((c * 4 + lane / 8) ^ lane % 8));

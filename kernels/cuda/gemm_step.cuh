@@ -52,16 +52,17 @@ struct GemmStepArgs {
 
 constexpr int MOST_STAGES = 16;
 
-template <int BITS, int ZERO, int SLOT, int N, int WR>
+template <class S, int N, int WR>
 struct GemmStep {
-    using Operand = Dequant<BITS, ZERO, SLOT, true>;
+    static constexpr int BITS = S::BITS, SLOT = S::SLOT;
+    using Operand = Dequant<S, true>;
     static constexpr int WARPS = WR * 4, TILES = WR * 4;
     static constexpr int X_BYTES = N * 128;                                        // of 64 inputs
     static constexpr int CODE_BOXES = BITS == 16 ? 2 : 1;                          // of a stage
     static constexpr int CODE_BYTES = BITS * 256 / CODE_BOXES;                     // of a tile in a box
-    static constexpr int CODE_WORDS = 256;                                         // of a tile in a box, as the map counts
+    static constexpr int CODE_WORDS = CODE_BYTES / (BITS == 4 ? 4 : 8);            // of a tile in a box, as the map counts
     static constexpr int CODES = 2 * X_BYTES, META = CODES + CODE_BOXES * TILES * CODE_BYTES;   // in a stage
-    static constexpr int STAGE = (META + TILES * MOST_META<BITS, ZERO, SLOT> + 1023) / 1024 * 1024;
+    static constexpr int STAGE = (META + TILES * S::META + 1023) / 1024 * 1024;
     // Sums on their way out: 16 rows of x of a warp's 16 weight rows, padded against bank conflicts.
     static constexpr int OUT_ROW = 20, OUT_BYTES = 16 * OUT_ROW * 4;
 
@@ -151,13 +152,14 @@ struct GemmStep {
         // first) of the record its scales and zero-points; the right operand; the barriers.
         const uint32_t ring = shared_address(stages);
         const uint32_t codes_at = keep(ring + CODES + warp * CODE_BYTES + lane * 16);
+        const uint32_t upper_at = ring + CODES + warp * CODE_BYTES + Unit<BITS>::AT + lane * Unit<BITS>::WIDTH * 4;
+        const uint32_t rows_at = ring + META + warp * p.meta_bytes + g * 4;
         uint32_t scales_at[4], zeros_at[4];
-        constexpr int ZERO_BYTES = MetaAt<BITS, ZERO, SLOT>::ZERO_BYTES;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int at = (SLOT == 32 ? 2 * k : k * p.groups >> 2) * 8 + g;
-            scales_at[k] = keep(ring + META + warp * p.meta_bytes + at * 4);
-            zeros_at[k] = keep(ring + META + warp * p.meta_bytes + p.groups * 32 + at * ZERO_BYTES);
+            scales_at[k] = keep(ring + META + warp * p.meta_bytes + S::ROWS + at * S::SCALE);
+            zeros_at[k] = keep(ring + META + warp * p.meta_bytes + S::ROWS + p.groups * (8 * S::SCALE) + at * S::ZERO_BYTES);
         }
         const uint32_t operand = keep(uint32_t(right_operand(stages))), operand_high = uint32_t(right_operand(stages) >> 32);
         const uint32_t full_at = keep(shared_address(full)), empty_at = keep(shared_address(empty)), end = p.depth * 8;
@@ -169,19 +171,20 @@ struct GemmStep {
         // 64 inputs from stage `stage`, the k-th of the record.
         auto step = [&](uint32_t(&a)[4][4], int k) {
             Operand of;
-            uint4 unit;
+            Unit<BITS> unit;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 if (BITS != 16 && (j == 0 || (SLOT == 32 && j == 2))) {
-                    uint32_t zeros = 0;
-                    const uint32_t z = zeros_at[k] + stage + j / 2 * 8 * ZERO_BYTES;
-                    if constexpr (ZERO == OFFSET) zeros = load_shared_4(z);
-                    if constexpr (ZERO == INT && BITS == 4) zeros = load_shared_1(z);
-                    if constexpr (ZERO == INT && BITS == 8) zeros = load_shared_2(z);
-                    of.set(load_shared_4(scales_at[k] + stage + j / 2 * 32), zeros);
+                    GroupMeta<S> group;
+                    group.load_shared(scales_at[k] + stage + j / 2 * 8 * S::SCALE, zeros_at[k] + stage + j / 2 * 8 * S::ZERO_BYTES,
+                                      rows_at + stage);
+                    of.set(group);
                 }
-                if (j % (16 / BITS) == 0)
-                    unit = load_shared_16(codes_at + stage + k % 2 * (BITS == 16 ? TILES * CODE_BYTES : CODE_BYTES / 2) + j * BITS / 16 * 512);
+                if (j % (16 / S::ORDER) == 0) {
+                    const uint32_t from = stage + k % 2 * (BITS == 16 ? TILES * CODE_BYTES : CODE_BYTES / 2) + j * S::ORDER / 16 * 512;
+                    unit.words = load_shared_16(codes_at + from);
+                    unit.load_upper_shared(upper_at + from);
+                }
                 of.product(a[j], unit, j);
             }
             // Here, and not somewhere among the products.

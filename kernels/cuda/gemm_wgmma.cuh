@@ -30,15 +30,16 @@ struct WgmmaArgs {
     GemmArgs p;
 };
 
-template <int BITS, int ZERO, int SLOT, int N, int WR, int STAGES>
+template <class S, int N, int WR, int STAGES>
 struct WgmmaGemm {
-    using Operand = Dequant<BITS, ZERO, SLOT, true>;
+    static constexpr int BITS = S::BITS, SLOT = S::SLOT;
+    using Operand = Dequant<S, true>;
     static constexpr int TILES = WR * 4;
     static constexpr int THREADS = WR * 128 + 32;
     static constexpr int X_BYTES = N * 128;
     static constexpr int CODE_BYTES = BITS * 128;                     // of a tile
-    static constexpr int CODE_WORDS = BITS == 4 ? 128 : 256;          // of a tile, as the map counts
-    static constexpr int META_BYTES = (MOST_META<BITS, ZERO, SLOT> + 15) / 16 * 16;
+    static constexpr int CODE_WORDS = BITS == 16 ? 256 : BITS * 32;    // of a tile, as the map counts
+    static constexpr int META_BYTES = (S::META + 15) / 16 * 16;
     static constexpr int STAGE = (X_BYTES + TILES * (CODE_BYTES + META_BYTES) + 1023) / 1024 * 1024;
     // Half a warpgroup's rows of output for every row of x, padded against bank conflicts.
     static constexpr int OUT_ROW = 80;
@@ -109,7 +110,7 @@ struct WgmmaGemm {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (j == 0 || (SLOT == 32 && j == 2)) of.load(meta, args.p.groups, first_step + step, j, lane / 4);
-            of.product(a[j], Operand::unit(mine, j), j);
+            of.product(a[j], Operand::unit(mine, j, lane), j);
         }
         // Here, and not somewhere among the products.
 #pragma unroll

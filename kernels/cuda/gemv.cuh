@@ -21,7 +21,7 @@
 // turn, WARPS / split groups a block.
 //
 // Weights are requested before the end of the predecessor is awaited. They come one of two ways:
-// AHEAD > 0: to registers, AHEAD stages ahead (a stage is 2 KiB of codes a warp): the shortest
+// AHEAD > 0: to registers, AHEAD stages ahead (a stage is 2 KiB of codes a warp, of 5 and 6 bits a span): the shortest
 //   way, for products of few stages.
 // AHEAD = 0: through a ring of `depth` stages in shared memory, private to a warp, filled by
 //   bulk copies: it streams closer to the memory's bandwidth. A stage is filled again once the
@@ -61,10 +61,10 @@ struct GemvArgs {
 };
 
 // A stage in registers.
-template <int BITS, int ZERO, int SLOT>
+template <class S>
 struct Stage {
-    uint4 codes[4];
-    Meta<BITS, ZERO, SLOT> meta;
+    Unit<S::BITS> codes[4];
+    Meta<S> meta;
 };
 
 // Sums of a lane: {row g high and low part, row g + 8 high and low part} of its slot.
@@ -97,25 +97,25 @@ DEVICE Share share_of(const GemvArgs& p, int warp) {
 }
 
 // Where the next stage to request stands; past the last tile nothing is requested.
-template <int BITS, int ZERO, int SLOT>
+template <class S>
 struct Requests {
-    static constexpr int STAGES = LOADS<BITS> / 4;   // of a span
+    static constexpr int STAGES = S::STAGES;   // of a span
     int tile, span, stage;
     const uint8_t* codes;
     const uint8_t* meta;
 
     DEVICE Requests(const GemvArgs& p, const Share& s) : tile(s.first), span(s.begin), stage(0) {
         const size_t record = size_t(s.first) * p.spans + s.begin;
-        codes = reinterpret_cast<const uint8_t*>(p.codes) + record * (STAGES * 2048);
+        codes = reinterpret_cast<const uint8_t*>(p.codes) + record * (STAGES * S::STAGE);
         meta = p.meta + record * p.meta_bytes;
     }
 
     // True if scales and zero-points come with this stage.
-    DEVICE bool has_meta() const { return SLOT == 32 || STAGES == 1 || stage == STAGES - 1; }
+    DEVICE bool has_meta() const { return S::SLOT == 32 || STAGES == 1 || stage == STAGES - 1; }
 
     DEVICE void advance(const GemvArgs& p, const Share& s) {
         const bool last = STAGES == 1 || stage == STAGES - 1;
-        codes += 2048;
+        codes += S::STAGE;
         stage = last ? 0 : stage + 1;
         if (last) {
             meta += p.meta_bytes;
@@ -123,7 +123,7 @@ struct Requests {
                 span = s.begin;
                 tile += s.step;
                 const size_t skip = size_t(s.step) * p.spans - (s.end - s.begin);
-                codes += skip * (STAGES * 2048);
+                codes += skip * (STAGES * S::STAGE);
                 meta += skip * p.meta_bytes;
             }
         }
@@ -144,12 +144,12 @@ template <int BITS>
 using PreparedRow = std::conditional_t<BITS == 16, Halves, Digits>;
 
 // Stages in registers, requested AHEAD stages ahead, where `Next` says.
-template <int BITS, int ZERO, int SLOT, int AHEAD, class Next = Requests<BITS, ZERO, SLOT>>
+template <class S, int AHEAD, class Next = Requests<S>>
 struct RegisterStages {
     const GemvArgs& p;
     const Share& share;
     Next next;
-    Stage<BITS, ZERO, SLOT> stages[AHEAD];
+    Stage<S> stages[AHEAD];
 
     DEVICE RegisterStages(const GemvArgs& p, const Share& share, const Next& next) : p(p), share(share), next(next) {
 #pragma unroll
@@ -157,14 +157,18 @@ struct RegisterStages {
     }
 
     // The next stage, the i-th modulo AHEAD.
-    DEVICE const Stage<BITS, ZERO, SLOT>& take(int i, bool) { return stages[i]; }
+    DEVICE const Stage<S>& take(int i, bool) { return stages[i]; }
 
     // Requests another in its place.
     DEVICE void give(int i) {
         const int lane = threadIdx.x % 32;
         if (next.tile < p.tiles) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) stages[i].codes[j] = load_stream(next.codes + (j * 32 + lane) * 16);
+            for (int j = 0; j < 4; j++) {
+                Unit<S::BITS>& unit = stages[i].codes[j];
+                unit.words = load_stream(next.codes + j * S::UNIT + lane * 16);
+                unit.load_upper_stream(next.codes + j * S::UNIT + unit.AT + lane * unit.WIDTH * 4);
+            }
             if (next.has_meta()) stages[i].meta.load(next.meta, p.groups, lane / 4, lane % 4);
         }
         next.advance(p, share);
@@ -172,21 +176,22 @@ struct RegisterStages {
 };
 
 // Stages from a ring in shared memory.
-template <int BITS, int ZERO, int SLOT, class Next = Requests<BITS, ZERO, SLOT>>
+template <class S, class Next = Requests<S>>
 struct RingStages {
-    using WeightRing = Ring<MOST_META<BITS, ZERO, SLOT>, 1>;
+    using WeightRing = Ring<S::STAGE, S::META, 1>;
     const GemvArgs& p;
     const Share& share;
     Next next;
     WeightRing ring;
-    Stage<BITS, ZERO, SLOT> now;
+    Stage<S> now;
     // Of this lane in a stage.
-    const MetaAt<BITS, ZERO, SLOT> meta_at;
-    const uint32_t codes_at;
+    const MetaAt<S> meta_at;
+    const uint32_t codes_at, upper_at;
 
     DEVICE RingStages(const GemvArgs& p, const Share& share, const Next& next, uint4* stages, uint64_t* barriers)
         : p(p), share(share), next(next), ring(stages, barriers, p.depth),
-          meta_at(p.groups, threadIdx.x % 32 / 4, threadIdx.x % 4), codes_at(keep(threadIdx.x % 32 * 16)) {
+          meta_at(p.groups, threadIdx.x % 32 / 4, threadIdx.x % 4), codes_at(keep(threadIdx.x % 32 * 16)),
+          upper_at(Unit<S::BITS>::AT + threadIdx.x % 32 * Unit<S::BITS>::WIDTH * 4) {
 #pragma unroll 1
         for (int i = 0; i < p.depth - lags(); i++) request();
     }
@@ -199,13 +204,16 @@ struct RingStages {
         next.advance(p, share);
     }
 
-    DEVICE const Stage<BITS, ZERO, SLOT>& take(int, bool has_meta) {
+    DEVICE const Stage<S>& take(int, bool has_meta) {
         const uint32_t from = ring.wait_at();
         __syncwarp();
         if (lags()) request();   // of the stage before this one
 #pragma unroll
-        for (int j = 0; j < 4; j++) now.codes[j] = load_shared_16(from + codes_at + j * 512);
-        if (has_meta) meta_at.load(now.meta, from + 2048);
+        for (int j = 0; j < 4; j++) {
+            now.codes[j].words = load_shared_16(from + codes_at + j * S::UNIT);
+            now.codes[j].load_upper_shared(from + upper_at + j * S::UNIT);
+        }
+        if (has_meta) meta_at.load(now.meta, from + S::STAGE);
         return now;
     }
 
@@ -217,11 +225,12 @@ struct RingStages {
 
 // This warp's share of a product. `stages` are requested already; `wait` returns when x can be read.
 // `row`: room for x, [spans]. AHEAD: 0, or of `RegisterStages`.
-template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int AHEAD, class Stages, class Wait>
-DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* row, Meeting<WARPS>& meeting, Stages& stages,
+template <class S, int EPI, int WARPS, int AHEAD, class Stages, class Wait>
+DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>* row, Meeting<WARPS>& meeting, Stages& stages,
                      Wait&& wait) {
+    constexpr int BITS = S::BITS, ZERO = S::ZERO, SLOT = S::SLOT;
     constexpr bool NORM = EPI != ADD;
-    constexpr int STAGES = LOADS<BITS> / 4;   // stages of a span
+    constexpr int STAGES = S::STAGES;   // of a span
     constexpr bool RING = AHEAD == 0;
     static_assert(AHEAD % STAGES == 0);
 
@@ -275,7 +284,7 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* r
 #pragma unroll
                 for (int j = 0; j < 8; j++) v[j] = there ? v[j] * f[j] : 0.f;
             }
-            prepare<BITS>(row[at + i * stride], v, lane);
+            prepare<S::ORDER>(row[at + i * stride], v, lane);
         }
         request_gain(at + stride * BATCH);
     }
@@ -303,7 +312,7 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* r
         for (int j = 0; j < 4; j++) operand_at[j] = keep(shared_address(row) + (g / 2 == j ? lane * 16 : uint32_t(offsetof(Digits, zeros))));
     }
 
-    auto fold = [&](const IntegerSums& sums, const Meta<BITS, ZERO, SLOT>& m, int half, int span) {
+    auto fold = [&](const IntegerSums& sums, const Meta<S>& m, int half, int span) {
         if constexpr (BITS != 16) {
             float s, sum;
             if constexpr (SLOT == 64) {
@@ -380,13 +389,13 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* r
         for (int i = 0; i < (RING ? STAGES : AHEAD); i++) {
             if (!RING && tile >= p.tiles) break;
             const int stage = i % STAGES;
-            const Stage<BITS, ZERO, SLOT>& now = stages.take(i, SLOT == 32 || stage == STAGES - 1);
+            const Stage<S>& now = stages.take(i, SLOT == 32 || stage == STAGES - 1);
             if constexpr (BITS == 16) {
                 const uint4* b = row[span].words + (g & 1) * 4 + t;
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     const uint4 x = g / 2 == stage ? b[(2 * stage + c) * 8] : make_uint4(0, 0, 0, 0);
-                    const uint4 v = now.codes[2 * c], w = now.codes[2 * c + 1];
+                    const uint4 v = now.codes[2 * c].words, w = now.codes[2 * c + 1].words;
                     mma_16816(halves[0], v.x, v.y, v.z, v.w, x.x, x.y);
                     mma_16816(halves[1], w.x, w.y, w.z, w.w, x.z, x.w);
                 }
@@ -396,11 +405,15 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* r
                     const uint4 x = load_shared_16(operand_at[stage * (4 / STAGES) + j] + span * uint32_t(sizeof(Digits)));
                     if constexpr (BITS == 4) {
                         constexpr uint32_t LOW = 0x0f0f0f0f, HIGH = 0xf0f0f0f0;
-                        const uint4 v = now.codes[j];
+                        const uint4 v = now.codes[j].words;
                         mma_16832(sums.low, v.x & LOW, v.y & LOW, v.z & LOW, v.w & LOW, x.x, x.y);
                         mma_16832(sums.high, v.x & HIGH, v.y & HIGH, v.z & HIGH, v.w & HIGH, x.z, x.w);
+                    } else if constexpr (BITS < 8) {
+                        const Unit<BITS>& u = now.codes[j];
+                        mma_16832(sums.low, u.bytes(0, 0), u.bytes(1, 0), u.bytes(2, 0), u.bytes(3, 0), x.x, x.y);
+                        mma_16832(sums.low, u.bytes(0, 1), u.bytes(1, 1), u.bytes(2, 1), u.bytes(3, 1), x.z, x.w);
                     } else {
-                        const uint4 v = now.codes[2 * j], w = now.codes[2 * j + 1];
+                        const uint4 v = now.codes[2 * j].words, w = now.codes[2 * j + 1].words;
                         mma_16832(sums.low, v.x, v.y, v.z, v.w, x.x, x.y);
                         mma_16832(sums.low, w.x, w.y, w.z, w.w, x.z, x.w);
                     }
@@ -411,17 +424,16 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* r
                 for (int half = stage; half < 2; half += STAGES) {
                     const uint32_t* b = reinterpret_cast<const uint32_t*>(row[span].words + (2 * half + g / 4) * 8 + (g & 1) * 4 + t);
                     const int at = g / 2 % 2;
-                    const uint32_t x0 = BITS == 4 ? b[at] : b[2 * at], x1 = BITS == 4 ? b[2 + at] : b[2 * at + 1];
+                    const uint32_t x0 = BITS < 8 ? b[at] : b[2 * at], x1 = BITS < 8 ? b[2 + at] : b[2 * at + 1];
 #pragma unroll
                     for (int c = 0; c < 4; c++) {
                         const uint32_t b0 = g / 2 == c ? x0 : 0, b1 = g / 2 == c ? x1 : 0;
-                        if constexpr (BITS == 4) {
-                            constexpr uint32_t LOW = 0x0f0f0f0f;
-                            const uint4 v = now.codes[2 * half + c / 2];
-                            const uint32_t w0 = c % 2 ? v.z : v.x, w1 = c % 2 ? v.w : v.y;
-                            mma_16832(sums.low, w0 & LOW, w1 & LOW, w0 >> 4 & LOW, w1 >> 4 & LOW, b0, b1);
+                        if constexpr (BITS < 8) {
+                            const Unit<BITS>& u = now.codes[2 * half + c / 2];
+                            const int j = c % 2 * 2;
+                            mma_16832(sums.low, u.bytes(j, 0), u.bytes(j + 1, 0), u.bytes(j, 1), u.bytes(j + 1, 1), b0, b1);
                         } else {
-                            const uint4 v = now.codes[c];
+                            const uint4 v = now.codes[c].words;
                             mma_16832(sums.low, v.x, v.y, v.z, v.w, b0, b1);
                         }
                     }
@@ -475,9 +487,9 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<BITS>* r
 }
 
 // A whole product: the kernels of `gemv.cu`.
-template <int BITS, int ZERO, int SLOT, int EPI, int WARPS, int AHEAD>
+template <class S, int EPI, int WARPS, int AHEAD>
 DEVICE void gemv(const GemvArgs& p) {
-    using Row = PreparedRow<BITS>;
+    using Row = PreparedRow<S::BITS>;
     extern __shared__ __align__(128) uint4 shared[];
     __shared__ Meeting<WARPS> meeting;
     auto wait = [&] {
@@ -488,16 +500,16 @@ DEVICE void gemv(const GemvArgs& p) {
 
     if constexpr (AHEAD > 0) {
         const Share share = share_of<WARPS>(p, threadIdx.x / 32);
-        RegisterStages<BITS, ZERO, SLOT, AHEAD> stages(p, share, {p, share});
-        multiply<BITS, ZERO, SLOT, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
+        RegisterStages<S, AHEAD> stages(p, share, {p, share});
+        multiply<S, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
     } else {
-        constexpr int STAGE_WORDS = RingStages<BITS, ZERO, SLOT>::WeightRing::STAGE_WORDS;
+        constexpr int STAGE_WORDS = RingStages<S>::WeightRing::STAGE_WORDS;
         __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
         // Known to be the same for the whole warp: addresses that follow from it cost less.
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const Share share = share_of<WARPS>(p, warp);
-        RingStages<BITS, ZERO, SLOT> stages(p, share, {p, share}, shared + warp * p.depth * STAGE_WORDS, barriers[warp]);
+        RingStages<S> stages(p, share, {p, share}, shared + warp * p.depth * STAGE_WORDS, barriers[warp]);
         auto* const row = reinterpret_cast<Row*>(shared + WARPS * p.depth * STAGE_WORDS);
-        multiply<BITS, ZERO, SLOT, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
+        multiply<S, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
     }
 }

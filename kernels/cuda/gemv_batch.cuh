@@ -8,8 +8,8 @@
 // high and once for the low parts. High nibbles are shifted down, so that one sum takes both
 // halves of a byte. Lane (g, t) gathers rows g and g + 8 of the weight, columns 2t and 2t + 1.
 //
-// `split` warps share tiles: each multiplies its share of consecutive pieces (2 KiB of codes of a
-// tile: 256 inputs of 4 bits, 128 of 8, 64 of 16). A piece of x comes to registers once for TILES
+// `split` warps share tiles: each multiplies its share of consecutive pieces (of a tile
+// 256 inputs of 4 to 6 bits, 128 of 8, 64 of 16). A piece of x comes to registers once for TILES
 // tiles, which follow one another (from sm_90 on through shared memory, the next piece while this
 // one is multiplied); their sums meet in shared memory in fixed order. Blocks are persistent:
 // groups of warps take tiles in turn, WARPS / split groups a block. Weights stream through
@@ -51,12 +51,13 @@ struct GemvBatchArgs {
 // Floats of a column of a tile's sums: padded, so that its rows lie in different banks.
 constexpr int SUM_STRIDE = 20;
 
-template <int BITS, int ZERO, int SLOT, int NB, int WARPS, int TILES>
+template <class S, int NB, int WARPS, int TILES>
 DEVICE void gemv_batch(const GemvBatchArgs& p) {
-    constexpr int STAGES = LOADS<BITS> / 4;   // pieces of a span
+    constexpr int BITS = S::BITS, ZERO = S::ZERO, SLOT = S::SLOT;
+    constexpr int STAGES = S::STAGES;         // pieces of a span
     constexpr int SLOTS = 4 / STAGES;         // of a piece
     constexpr int PARTS = SLOTS * 64 / SLOT;  // of a piece: inputs of one scale
-    constexpr int META = MOST_META<BITS, ZERO, SLOT>;
+    using WeightRing = Ring<S::STAGE, S::META, 1>;
     constexpr int TILE_SUMS = NB * 8 * SUM_STRIDE;
     using Columns = std::conditional_t<BITS == 16, HalfColumns, DigitColumns>;
 #if __CUDA_ARCH__ >= 900
@@ -69,7 +70,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     const int group = warp * p.inverse >> 8, part = warp - group * split, groups = WARPS * p.inverse >> 8;
 
     extern __shared__ __align__(128) uint4 shared[];
-    float* const sums = reinterpret_cast<float*>(shared + WARPS * p.depth * Ring<META>::STAGE_WORDS);   // [WARPS][TILES][TILE_SUMS]
+    float* const sums = reinterpret_cast<float*>(shared + WARPS * p.depth * WeightRing::STAGE_WORDS);   // [WARPS][TILES][TILE_SUMS]
     __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
     __shared__ float2 tops[WARPS][NB * 8];
 #if __CUDA_ARCH__ >= 900
@@ -88,10 +89,10 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
 
     // What to request next: tile `j` of TILES, `step` apart from `base` on.
     int ahead_base = first, ahead_piece = begin, ahead_tile = first, ahead_j = 0;
-    Ring<META, 1> ring(shared + warp * p.depth * Ring<META>::STAGE_WORDS, barriers[warp], p.depth);
+    WeightRing ring(shared + warp * p.depth * WeightRing::STAGE_WORDS, barriers[warp], p.depth);
     auto request = [&]() {
         const bool any = ahead_tile < p.tiles;
-        ring.request(p.codes + (size_t(ahead_tile) * pieces + ahead_piece) * 2048,
+        ring.request(p.codes + (size_t(ahead_tile) * pieces + ahead_piece) * S::STAGE,
                      p.meta + (size_t(ahead_tile) * p.spans + ahead_piece / STAGES) * p.meta_bytes, p.meta_bytes, any);
         if (any) {
             ahead_tile += step;
@@ -245,14 +246,18 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
                 if (j == 0 && !lone && (piece + 1 < end || base + TILES * step < p.tiles))
                     request_piece(piece + 1 < end ? piece + 1 : begin);
 #endif
-                uint4 codes[4];
-                GroupMeta<BITS, ZERO> meta[PARTS];
+                Unit<BITS> codes[4];
+                GroupMeta<S> meta[PARTS];
 #pragma unroll
-                for (int i = 0; i < 4; i++) codes[i] = from[i * 32 + lane];
+                for (int i = 0; i < 4; i++) {
+                    const uint4* const unit = from + i * (S::UNIT / 16);
+                    codes[i].words = unit[lane];
+                    codes[i].load_upper(reinterpret_cast<const uint32_t*>(unit) + codes[i].AT / 4 + lane * codes[i].WIDTH);
+                }
 #pragma unroll
                 for (int i = 0; i < PARTS; i++) {
                     const int at = piece % STAGES * PARTS + i;
-                    meta[i].load(reinterpret_cast<const uint8_t*>(from + 128), p.groups, SLOT == 32 ? at : at * p.groups >> 2, g);
+                    meta[i].load(reinterpret_cast<const uint8_t*>(from + S::STAGE / 16), p.groups, SLOT == 32 ? at : at * p.groups >> 2, g);
                 }
                 if constexpr (BITS == 16) {
 #pragma unroll
@@ -262,7 +267,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
 #pragma unroll
                             for (int d = 0; d < 2; d++) {
                                 const uint4 b = x[0][n][i / 2 * 2 + d];
-                                mma_16816(y[j][n], codes[i].x, codes[i].y, codes[i].z, codes[i].w, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
+                                mma_16816(y[j][n], codes[i].words.x, codes[i].words.y, codes[i].words.z, codes[i].words.w, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
                             }
                 } else {
 #pragma unroll
@@ -271,12 +276,11 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
 #pragma unroll
                         for (int c = 0; c < 2; c++) {
                             uint32_t a0, a1, a2, a3;
-                            if constexpr (BITS == 4) {
-                                constexpr uint32_t LOW = 0x0f0f0f0f;
-                                const uint32_t v = c ? codes[s].z : codes[s].x, w = c ? codes[s].w : codes[s].y;
-                                a0 = v & LOW, a1 = w & LOW, a2 = v >> 4 & LOW, a3 = w >> 4 & LOW;
+                            if constexpr (BITS < 8) {
+                                const Unit<BITS>& u = codes[s];
+                                a0 = u.bytes(2 * c, 0), a1 = u.bytes(2 * c + 1, 0), a2 = u.bytes(2 * c, 1), a3 = u.bytes(2 * c + 1, 1);
                             } else {
-                                const uint4 v = codes[2 * s + c];
+                                const uint4 v = codes[2 * s + c].words;
                                 a0 = v.x, a1 = v.y, a2 = v.z, a3 = v.w;
                             }
 #pragma unroll
@@ -286,7 +290,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
                                 mma_16832(low[n], a0, a1, a2, a3, c ? l.z : l.x, c ? l.w : l.y);
                             }
                             if (SLOT == 64 && c == 0) continue;
-                            const GroupMeta<BITS, ZERO>& m = meta[SLOT == 32 ? 2 * s + c : s];
+                            const GroupMeta<S>& m = meta[SLOT == 32 ? 2 * s + c : s];
                             const float2 scale = m.scales(), zero = m.zeros();
 #pragma unroll
                             for (int n = 0; n < NB; n++) {

@@ -6,11 +6,11 @@
 
 constexpr int MOST_DEPTH = 8;
 
-// A warp's ring of stages: 2 KiB of codes, META bytes of scales and zero-points. A stage may be
+// A warp's ring of stages: CODES bytes of codes, META of scales and zero-points. A stage may be
 // filled again LAG stages after it has been read.
-template <int META, int LAG = 0>
+template <int CODES, int META, int LAG = 0>
 struct Ring {
-    static constexpr int STAGE_WORDS = (2048 + META) / 16;
+    static constexpr int STAGE_WORDS = (CODES + META) / 16;
     uint4* stages;
     int depth;
     uint32_t at;
@@ -37,15 +37,15 @@ struct Ring {
         uint4* to = stages + write * STAGE_WORDS;
 #if __CUDA_ARCH__ >= 900
         if (any && lane == 0) {
-            barrier_expect(full + write, 2048 + meta_bytes);
-            copy_bulk_stream(to, codes, 2048, full + write);
-            if (META > 0 && meta_bytes > 0) copy_bulk_stream(to + 128, meta, meta_bytes, full + write);
+            barrier_expect(full + write, CODES + meta_bytes);
+            copy_bulk_stream(to, codes, CODES, full + write);
+            if (META > 0 && meta_bytes > 0) copy_bulk_stream(to + CODES / 16, meta, meta_bytes, full + write);
         }
 #else
         if (any) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) copy_async(to + j * 32 + lane, codes + (j * 32 + lane) * 16);
-            if (lane < meta_bytes / 16) copy_async(to + 128 + lane, meta + lane * 16);
+            for (int j = 0; j < CODES / 512; j++) copy_async(to + j * 32 + lane, codes + (j * 32 + lane) * 16);
+            if (lane < meta_bytes / 16) copy_async(to + CODES / 16 + lane, meta + lane * 16);
         }
         copy_commit();
 #endif

@@ -456,8 +456,8 @@ struct None {
 template <int GROUP, int ZERO, int WARPS>
 DEVICE void cluster_half(const ClusterArgs& p) {
     constexpr int KIND = GROUP == 0 ? GATED : ATTEND, TILE = KIND == ATTEND ? 16 : 8;   // outputs of a tile of the first product
-    constexpr int META = MOST_META<4, ZERO, 64>;
-    constexpr uint32_t STAGE = STEP_CHUNK * (2048 + META);
+    using Weights = Scheme<4, ZERO, 64>;
+    constexpr uint32_t STAGE = STEP_CHUNK * (Weights::STAGE + Weights::META);
     extern __shared__ uint4 dynamic_shared[];
     uint8_t* const shared = reinterpret_cast<uint8_t*>(dynamic_shared);
     MARK(0);
@@ -602,7 +602,7 @@ DEVICE void cluster_half(const ClusterArgs& p) {
     for (int which = 0; which < 2; which++) {
         const ClusterDigits* const row = which == 0 ? digits : digits2;
         const uint32_t row_at = shared_address(row);
-        const MetaAt<4, ZERO, 64> meta_at(which == 0 ? p.first.groups : p.second.groups, g, t);
+        const MetaAt<Weights> meta_at(which == 0 ? p.first.groups : p.second.groups, g, t);
         const int meta_bytes = which == 0 ? p.first.meta_bytes : p.second.meta_bytes;
         const uint32_t start = which == 0 ? start1 : start2;
         const int most = which == 0 ? deal1.most : deal2.most;
@@ -623,7 +623,7 @@ DEVICE void cluster_half(const ClusterArgs& p) {
             for (int i = 0; i < STEP_CHUNK; i++) {
                 if (i >= n) break;
                 uint4 codes[4];
-                Meta<4, ZERO, 64> meta;
+                Meta<Weights> meta;
 #pragma unroll
                 for (int j = 0; j < 4; j++) codes[j] = load_shared_16(from + i * 2048 + lane * 16 + j * 512);
                 meta_at.load(meta, from + STEP_CHUNK * 2048 + i * meta_bytes);

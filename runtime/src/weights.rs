@@ -64,7 +64,7 @@ impl Census {
 pub(crate) fn note_held(
     config: &ModelConfig,
     store: &dyn WeightStore,
-    held: fn(&AffineScheme) -> Bits,
+    held: fn(&AffineScheme) -> AffineScheme,
     progress: &dyn Progress,
 ) {
     let (mut file, mut memory, mut widths) = (0, 0, BTreeMap::new());
@@ -72,7 +72,7 @@ pub(crate) fn note_held(
         let (names::Shape::Matrix(rows, cols), Some(scheme)) = (shape, store.scheme(&name)) else {
             continue;
         };
-        let as_held = AffineScheme::new(held(&scheme), scheme.group, scheme.zeros);
+        let as_held = held(&scheme);
         file += scheme.bytes(rows, cols) as u64;
         memory += as_held.bytes(rows, cols) as u64;
         if as_held.bits != scheme.bits {

@@ -4,7 +4,7 @@ use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::gemv::{self, GemvOutput, Norm, Output};
 use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
-use super::pack::{PackedKind, SPAN};
+use super::pack::SPAN;
 use crate::error::Result;
 
 /// Most sequences in one step.
@@ -81,9 +81,9 @@ impl BatchPlan {
     /// warps' sums.
     fn of(gpu: &Gpu, w: &DeviceLinear, groups: usize) -> Option<Self> {
         let info = gpu.info();
-        let bits = w.kind().bits();
+        let (bits, kind_stages) = (w.kind().bits(), w.kind().stages());
         let tiles = w.tiles();
-        let pieces = w.spans() * bits / 4;
+        let pieces = w.spans() * kind_stages;
         let mut best: Option<(f64, BatchPlan, usize)> = None;
         for split in 1..=WARPS.min(pieces) {
             let teams = WARPS / split;
@@ -108,14 +108,14 @@ impl BatchPlan {
         // Sums of the warps' tiles; from sm_90 on, a piece of x per warp.
         let sums = WARPS * TILES * groups * GROUP * 20 * 4;
         let x = if info.capability >= (9, 0) {
-            WARPS * groups * slot_bytes(bits) * 16 / bits
+            WARPS * groups * slot_bytes(bits) * 4 / kind_stages
         } else {
             0
         };
         // Static arrays of the kernel: barriers, best rows.
         let fixed = WARPS * (8 * (MOST_DEPTH + 1) + groups * GROUP * 8);
         let room = info.shared_memory.checked_sub(sums + x + fixed)?;
-        let stage = WARPS * (2048 + w.kind().meta_room());
+        let stage = WARPS * (w.kind().stage_bytes() + w.kind().meta_room());
         // A stage is refilled when the next one has arrived: there must be two.
         plan.depth = MOST_DEPTH.min(stages.max(2)).min(room / stage);
         plan.shared = plan.depth * stage + sums + x;
@@ -237,10 +237,7 @@ impl Stream {
             Some(_) => 1,
             None => spans.div_ceil(16),
         };
-        let kernel = match w.kind() {
-            PackedKind::Fp16 => 2,
-            _ => usize::from(bits == 8),
-        };
+        let kernel = w.kind().order().ilog2() as usize - 2;
         let shape = LaunchShape::new((m, parts, 1), 512).overlapping();
         // SAFETY: the operands were checked.
         unsafe { self.launch(COLUMNS.instance(kernel), shape, &args) }

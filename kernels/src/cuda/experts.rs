@@ -2,7 +2,7 @@
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
 use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan, Norm, Records};
-use super::kernel::{Instance, kernels, kind_index, names};
+use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
 use crate::error::Result;
@@ -57,7 +57,7 @@ enum Half {
 fn kernel(plan: &GemvPlan, half: Half, kind: PackedKind) -> Instance<ExpertsArgs> {
     let suffix = half as usize;
     match plan.depth {
-        0 => EXPERTS_SHORT.instance(suffix * 12 + kind_index(kind)),
+        0 => EXPERTS_SHORT.instance(suffix * SCHEMES + kind_index(kind)),
         _ => EXPERTS.of_kind(suffix, kind),
     }
 }

@@ -315,6 +315,7 @@ mod tests {
             bits,
             zeros: Zeros::Integer,
             groups: 8,
+            two_level: false,
         };
         let kinds = [affine(Bits::B4), affine(Bits::B8), PackedKind::Fp16];
         // Compute capability 8.6, 8.9 and 12.0; 8.0; 9.0.

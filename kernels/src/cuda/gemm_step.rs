@@ -335,12 +335,13 @@ impl Stream {
         let x = o.of("x", x, &[m, spans, SPAN])?;
         // A box has at most 256 elements: 128 inputs of a tile take 1 KiB in 4 bits and 2 KiB in 8; in
         // 16 bits, 64 inputs take 2 KiB.
+        let box_bytes = kind.stage_bytes().min(kind.code_bytes() / 2);
         let element = if kind.bits() == 4 { 4 } else { 8 };
         let width = spans * kind.code_bytes() / element;
         let words = packed.meta_bytes as usize / 4;
         let args = GemmStepArgs {
             x: matrix(x, 2, m, spans * SPAN, (instance.rows, 64), true)?,
-            codes: matrix(packed.codes, element, tiles, width, (block, 256), false)?,
+            codes: matrix(packed.codes, element, tiles, width, (block, box_bytes / element), false)?,
             meta: match words {
                 0 => TensorMap::NONE,
                 _ => matrix(packed.meta, 4, tiles, spans * words, (block, words), false)?,
@@ -430,6 +431,7 @@ mod tests {
             bits,
             zeros: Zeros::Offset,
             groups: 8,
+            two_level: false,
         };
         let kinds = [affine(Bits::B4), affine(Bits::B8), PackedKind::Fp16];
         let room = (227 << 10) - super::LEFT_TO_NORMS;

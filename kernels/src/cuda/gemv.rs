@@ -1,7 +1,7 @@
 //! One row of activations times a packed weight: the products of a decode step.
 
 use super::driver::{Address, Buffer, GpuInfo, LaunchShape, Operands, Stream};
-use super::kernel::{Instance, kernels, kind_index, names};
+use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
 use crate::error::Result;
@@ -115,11 +115,11 @@ pub(super) struct GemvArgs {
 
 /// Warps of a block of `cuda/gemv.cu`.
 pub(super) const GEMV_WARPS: usize = 16;
-/// Most spans per warp, of 4 or 8 bits, for the kernel that keeps them in registers: measured
+/// Most spans per warp, of 4 to 8 bits, for the kernel that keeps them in registers: measured
 /// on an H200.
 const fn short_spans(bits: usize) -> usize {
     match bits {
-        4 => 4,
+        4..=6 => 4,
         8 => 1,
         _ => 0,
     }
@@ -165,6 +165,8 @@ impl Cut {
         // Weights of the terms as measured on an H200.
         let span_cost = match w.kind.bits() {
             4 => 1.0,
+            5 => 1.1,
+            6 => 1.2,
             8 => 1.4,
             _ => 1.6,
         };
@@ -210,7 +212,7 @@ const FIXED_BYTES: usize = GEMV_WARPS * (2 * 16 * 4 + 4 + 8 * 8);
 
 /// Bytes of a stage in the rings of all warps.
 fn stage_bytes(kind: PackedKind) -> usize {
-    GEMV_WARPS * (2048 + kind.meta_room())
+    GEMV_WARPS * (kind.stage_bytes() + kind.meta_room())
 }
 
 /// Launch settings of a product.
@@ -248,7 +250,7 @@ impl GemvPlan {
         }
         let stage = stage_bytes(w.kind);
         let deepest = if head { 3 } else { 4 };
-        let depth = deepest.min(cut.spans * bits / 4).min(room / stage);
+        let depth = deepest.min(cut.spans * w.kind.stages()).min(room / stage);
         let shared = depth * stage + row;
         (depth > 0).then_some(GemvPlan { cut, depth, shared })
     }
@@ -260,7 +262,7 @@ impl GemvPlan {
         let suffix = epilogue as usize;
         match self.depth {
             // There is none for FP16, which always has many spans.
-            0 => GEMV_SHORT.instance(suffix * 12 + kind_index(kind)),
+            0 => GEMV_SHORT.instance(suffix * SCHEMES + kind_index(kind)),
             _ => GEMV.of_kind(suffix, kind),
         }
     }

@@ -151,7 +151,9 @@ macro_rules! kernels {
 pub(super) use kernels;
 
 /// Number of kinds of packed weights for which kernels are compiled; the last is FP16.
-pub(super) const KINDS: usize = 13;
+pub(super) const KINDS: usize = SCHEMES + 1;
+/// Of these, kinds of integer codes.
+pub(super) const SCHEMES: usize = 18;
 
 /// Index of a kind in [`names`].
 pub(super) fn kind_index(kind: PackedKind) -> usize {
@@ -159,16 +161,20 @@ pub(super) fn kind_index(kind: PackedKind) -> usize {
         bits,
         zeros,
         groups,
+        two_level,
     } = kind
     else {
         return KINDS - 1;
     };
+    // Kernels read a scale per 32 inputs, or per 64.
+    let slot = usize::from(groups == 8);
+    if two_level {
+        return 12 + 2 * (bits.width() - 4) + slot;
+    }
     let bits = match bits {
         Bits::B4 => 0,
         _ => 1,
     };
-    // Kernels read a scale per 32 inputs, or per 64.
-    let slot = usize::from(groups == 8);
     let zeros = match zeros {
         Zeros::None => 0,
         Zeros::Integer => 1,
@@ -200,6 +206,12 @@ macro_rules! names {
             concat!($prefix, "_int8_sym_32", $suffix),
             concat!($prefix, "_int8_int_32", $suffix),
             concat!($prefix, "_int8_offset_32", $suffix),
+            concat!($prefix, "_int4_int_64_scales8", $suffix),
+            concat!($prefix, "_int4_int_32_scales8", $suffix),
+            concat!($prefix, "_int5_int_64_scales8", $suffix),
+            concat!($prefix, "_int5_int_32_scales8", $suffix),
+            concat!($prefix, "_int6_sym_64_scales8", $suffix),
+            concat!($prefix, "_int6_sym_32_scales8", $suffix),
             $(concat!($prefix, $last, $suffix),)?
         ]
     };

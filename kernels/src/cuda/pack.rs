@@ -33,6 +33,8 @@ pub enum PackedKind {
         zeros: Zeros,
         /// Scale groups per span: 8, 4, 2, or 1 for wider groups.
         groups: usize,
+        /// True if scales are bytes times an f16 of the row.
+        two_level: bool,
     },
 }
 
@@ -61,7 +63,7 @@ impl PackedKind {
         };
         let scheme = match kind {
             WeightKind::Dense(dtype) if dtype.is_float() => return Ok(PackedKind::Fp16),
-            WeightKind::Affine { scheme, act_order } if !act_order => scheme.held(),
+            WeightKind::Affine { scheme, act_order } if !act_order => scheme.held_on_gpu(),
             _ => return refuse(),
         };
         let groups = match scheme.group {
@@ -75,6 +77,7 @@ impl PackedKind {
             bits: scheme.bits,
             zeros: scheme.zeros,
             groups,
+            two_level: !scheme.scales.is_half(),
         })
     }
 
@@ -82,17 +85,39 @@ impl PackedKind {
     pub fn name(self) -> &'static str {
         match self {
             PackedKind::Fp16 => "fp16",
-            PackedKind::Affine { bits: Bits::B4, .. } => "int4",
-            PackedKind::Affine { .. } => "int8",
+            PackedKind::Affine { bits, .. } => match bits {
+                Bits::B4 => "int4",
+                Bits::B5 => "int5",
+                Bits::B6 => "int6",
+                _ => "int8",
+            },
         }
     }
 
-    /// Bits per code: 4, 8 or 16.
+    /// Bits per code: 4, 5, 6, 8 or 16.
     pub fn bits(self) -> usize {
         match self {
             PackedKind::Fp16 => 16,
             PackedKind::Affine { bits, .. } => bits.width(),
         }
+    }
+
+    /// `ORDER` of `cuda/weights.cuh`: 4, 8 or 16 bits, whose codes lie in the same order.
+    pub(super) fn order(self) -> usize {
+        match self.bits() {
+            bits @ (8 | 16) => bits,
+            _ => 4,
+        }
+    }
+
+    /// Number of stages in which kernels stream the codes of a record.
+    pub(super) fn stages(self) -> usize {
+        self.order() / 4
+    }
+
+    /// Bytes of codes in one of them.
+    pub(super) fn stage_bytes(self) -> usize {
+        self.code_bytes() / self.stages()
     }
 
     /// Bytes of codes in one record.
@@ -108,29 +133,42 @@ impl PackedKind {
                 bits,
                 zeros,
                 groups,
+                two_level,
             } => {
+                let (rows, scale) = if two_level { (32, 16) } else { (0, 32) };
                 let zero = match (zeros, bits) {
                     (Zeros::None, _) => 0,
                     (Zeros::Integer, Bits::B4) => 8,
                     (Zeros::Integer, _) => 16,
                     (Zeros::Offset, _) => 32,
                 };
-                (groups * (32 + zero)).next_multiple_of(16)
+                (rows + groups * (scale + zero)).next_multiple_of(16)
             }
         }
     }
 
-    /// `MOST_META` of `cuda/weights.cuh`, padded to 16 bytes.
+    /// `META` of `cuda/weights.cuh`, padded to 16 bytes.
     pub(super) fn meta_room(self) -> usize {
         match self {
             PackedKind::Fp16 => 0,
-            PackedKind::Affine { bits, zeros, .. } => PackedKind::Affine {
+            PackedKind::Affine {
                 bits,
                 zeros,
-                groups: if self.groups() == 8 { 8 } else { 4 },
+                groups,
+                two_level,
+            } => PackedKind::Affine {
+                bits,
+                zeros,
+                groups: if groups == 8 { 8 } else { 4 },
+                two_level,
             }
             .meta_bytes(),
         }
+    }
+
+    /// True if scales are in two levels.
+    pub fn is_two_level(self) -> bool {
+        matches!(self, PackedKind::Affine { two_level: true, .. })
     }
 
     /// Scale groups per span; 1 without scales.
@@ -361,36 +399,78 @@ impl<'a> Packing<'a> {
         codes: &mut [u8],
         meta: &mut [u8],
     ) {
-        let PackedKind::Affine { bits, groups, .. } = self.kind else {
+        let PackedKind::Affine {
+            bits,
+            groups,
+            two_level,
+            ..
+        } = self.kind
+        else {
             return;
         };
         let mut scratch = Vec::new();
-        let source = a.held_row(row, &mut scratch);
-        let width = SPAN * bits.width() / 8;
+        let source = if two_level {
+            a.row_codes(row)
+        } else {
+            a.held_row(row, &mut scratch)
+        };
+        // Planes of codes: the lowest four bits, then those above; or whole bytes.
+        let (low, upper) = match bits {
+            Bits::B8 => (source, &[][..]),
+            _ => source.split_at(self.inputs.div_ceil(2)),
+        };
+        let part = |plane: &[u8], span: usize, width: usize| {
+            let (mut bytes, width) = ([0u8; SPAN], SPAN * width / 8);
+            let from = &plane[(span * width).min(plane.len())..plane.len().min((span + 1) * width)];
+            bytes[..from.len()].copy_from_slice(from);
+            bytes
+        };
         let record = self.kind.code_bytes();
         for (span, codes) in codes.chunks_exact_mut(record).enumerate() {
-            let mut bytes = [0u8; SPAN];
-            let from = &source[span * width..source.len().min((span + 1) * width)];
-            bytes[..from.len()].copy_from_slice(from);
+            if bits == Bits::B8 {
+                place.int8(&part(low, span, 8), codes);
+                continue;
+            }
+            place.int4(&part(low, span, 4), codes, bits);
             match bits {
-                Bits::B4 => place.int4(&bytes, codes),
-                _ => place.int8(&bytes, codes),
+                Bits::B5 => place.upper::<1>(&part(upper, span, 1), codes),
+                Bits::B6 => place.upper::<2>(&part(upper, span, 2), codes),
+                _ => {}
             }
         }
+        let (small, of_row) = match a.scales_of_rows() {
+            Some((small, rows)) if two_level => (small, rows[row]),
+            _ => (&[][..], f16::ZERO),
+        };
+        let scale_bytes = if two_level { 16 } else { 32 };
         let in_row = a.groups();
         let size = a.scheme().group.size(self.inputs).max(1);
         for (span, meta) in meta.chunks_exact_mut(self.kind.meta_bytes()).enumerate() {
+            let mut meta = meta;
+            if two_level {
+                let (rows, rest) = meta.split_at_mut(32);
+                let to = (place.g * 2 + place.upper) * 2;
+                rows[to..to + 2].copy_from_slice(&of_row.to_le_bytes());
+                meta = rest;
+            }
             for group in 0..groups {
                 // The group of the first input in this part of the span.
                 let index = (span * SPAN + group * SPAN / groups) / size;
-                if index >= in_row {
-                    break;
-                }
                 let at = group * 8 + place.g;
-                let scale = a.scales()[row * in_row + index];
-                let to = (at * 2 + place.upper) * 2;
-                meta[to..to + 2].copy_from_slice(&scale.to_le_bytes());
-                let zeros = &mut meta[groups * 32..];
+                if index >= in_row {
+                    if two_level && a.scheme().zeros == Zeros::None {
+                        meta[at * 2 + place.upper] = 128; // which stands for zero
+                    }
+                    continue;
+                }
+                if two_level {
+                    meta[at * 2 + place.upper] = small[row * in_row + index];
+                } else {
+                    let scale = a.scales()[row * in_row + index];
+                    let to = (at * 2 + place.upper) * 2;
+                    meta[to..to + 2].copy_from_slice(&scale.to_le_bytes());
+                }
+                let zeros = &mut meta[groups * scale_bytes..];
                 match a.zeros() {
                     ZeroPoints::None => {}
                     ZeroPoints::Integer(_) => {
@@ -423,8 +503,9 @@ impl Place {
         self.g * 4 + t
     }
 
-    /// Writes 256 codes, two per byte, into a record.
-    fn int4(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
+    /// Writes the lowest four bits of 256 codes of `bits`, two per byte, into a record.
+    fn int4(self, bytes: &[u8; SPAN], codes: &mut [u8], bits: Bits) {
+        let unit = bits.width() * 128;
         for c in 0..8 {
             for t in 0..4 {
                 let from = c * 16 + t * 4;
@@ -434,9 +515,23 @@ impl Place {
                     bytes[from + 2],
                     bytes[from + 3],
                 ]);
-                let at = (c / 2 * 32 + self.lane(t)) * 16 + (c % 2 * 2 + self.upper) * 4;
+                let at = c / 2 * unit + self.lane(t) * 16 + (c % 2 * 2 + self.upper) * 4;
                 codes[at..at + 4].copy_from_slice(&lane_word(w).to_le_bytes());
             }
+        }
+    }
+
+    /// Writes the `WIDTH` bits above four of 256 codes into a record.
+    fn upper<const WIDTH: usize>(self, bytes: &[u8; SPAN], codes: &mut [u8]) {
+        let unit = (4 + WIDTH) * 128;
+        for i in 0..SPAN {
+            let value = bytes[i * WIDTH / 8] >> (i * WIDTH % 8) & ((1 << WIDTH) - 1);
+            let (c, t, high) = (i / 32, i % 32 / 8, i % 8 / 4);
+            let byte = [0, 2, 1, 3][i % 4];
+            let bit = ((c % 2 * 2 + self.upper) * 2 + high) * WIDTH;
+            let word = c / 2 * unit + 512 + (self.lane(t) * WIDTH + bit / 8) * 4;
+            let to = &mut codes[word + byte];
+            *to = *to & !(((1 << WIDTH) - 1) << (bit % 8)) | value << (bit % 8);
         }
     }
 
@@ -455,7 +550,15 @@ impl Place {
     /// Zero codes: with the zero scale of an absent row, zero weights.
     fn fill_zero(self, kind: PackedKind, codes: &mut [u8]) {
         match kind.bits() {
-            4 => self.int4(&[0; SPAN], codes),
+            4 => self.int4(&[0; SPAN], codes, Bits::B4),
+            5 => {
+                self.int4(&[0; SPAN], codes, Bits::B5);
+                self.upper::<1>(&[0; SPAN], codes);
+            }
+            6 => {
+                self.int4(&[0; SPAN], codes, Bits::B6);
+                self.upper::<2>(&[0; SPAN], codes);
+            }
             8 => self.int8(&[0; SPAN], codes),
             _ => {
                 for product in codes.chunks_exact_mut(512) {

@@ -106,6 +106,19 @@ pub(crate) fn schemes(groups: &[Group]) -> Vec<AffineScheme> {
     all
 }
 
+/// Schemes with scales in two levels that GPUs hold as they are.
+pub(crate) fn two_level(groups: &[Group]) -> Vec<AffineScheme> {
+    let kinds = [
+        (Bits::B4, Zeros::Integer),
+        (Bits::B5, Zeros::Integer),
+        (Bits::B6, Zeros::None),
+    ];
+    let of = |&group| {
+        kinds.map(|(bits, zeros)| AffineScheme::new(bits, group, zeros).two_level(Bits::B8))
+    };
+    groups.iter().flat_map(of).collect()
+}
+
 /// Schemes that devices hold as other schemes: every width, kind of scale and table at least once.
 pub(crate) fn held_as_others(group: Group) -> Vec<AffineScheme> {
     let scheme = |bits, zeros| AffineScheme::new(bits, group, zeros);

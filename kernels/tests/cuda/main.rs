@@ -17,7 +17,7 @@ mod rows;
 mod sampling;
 mod wide;
 
-use common::{affine, dense, held_as_others, nmse, normal, schemes};
+use common::{affine, dense, held_as_others, nmse, normal, schemes, two_level};
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cuda::{
@@ -76,7 +76,9 @@ fn finish(stream: &Stream, buffer: &Buffer<f32>) -> Vec<f32> {
 
 fn kinds() -> Vec<AffineScheme> {
     let groups = [32, 64, 128, 256].map(Group::Size);
-    let mut all = schemes(&groups);
+    let mut all = two_level(&groups);
+    all.extend(two_level(&[Group::Channel]));
+    all.extend(schemes(&groups));
     all.extend(schemes(&[Group::Channel]));
     all.extend(held_as_others(Group::Size(32)));
     all
@@ -222,6 +224,10 @@ fn products_of_many_rows_in_real_shapes() {
         let seed = seed as u64;
         let quantized =
             |bits, group, zeros| affine(scheme(bits, group, zeros), out, inp, None, seed);
+        let small = |bits, group, zeros| {
+            let scheme = scheme(bits, group, zeros).two_level(Bits::B8);
+            affine(scheme, out, inp, None, seed)
+        };
         let padded = inp.next_multiple_of(256);
         let x: Vec<f16> = normal(m * inp, 7).into_iter().map(f16::from_f32).collect();
         let mut halves = vec![0u16; m * padded];
@@ -237,6 +243,9 @@ fn products_of_many_rows_in_real_shapes() {
             quantized(Bits::B4, 32, Zeros::None),
             quantized(Bits::B8, 128, Zeros::None),
             quantized(Bits::B8, 64, Zeros::Offset),
+            small(Bits::B4, 32, Zeros::Integer),
+            small(Bits::B5, 64, Zeros::Integer),
+            small(Bits::B6, 32, Zeros::None),
             dense(DType::F16, out, inp, seed),
         ] {
             let name = format!("gemm {} [{out}, {inp}] m {m}", w.scheme_name());
@@ -416,6 +425,10 @@ fn products_of_a_step_in_real_shapes() {
     for (i, (out, inp)) in shapes.into_iter().enumerate() {
         let mut rows: Vec<usize> = (0..64).map(|k| (k * 7919 + 13) % out).collect();
         rows.extend([0, out - 1]);
+        let small = |bits, zeros| {
+            let scheme = scheme(bits, 64, zeros).two_level(Bits::B8);
+            affine(scheme, out, inp, None, i as u64)
+        };
         let all = [
             affine(
                 scheme(Bits::B4, 64, Zeros::Integer),
@@ -425,6 +438,9 @@ fn products_of_a_step_in_real_shapes() {
                 i as u64,
             ),
             affine(scheme(Bits::B8, 128, Zeros::None), out, inp, None, i as u64),
+            small(Bits::B4, Zeros::Integer),
+            small(Bits::B5, Zeros::Integer),
+            small(Bits::B6, Zeros::None),
             dense(DType::BF16, out, inp, i as u64),
         ];
         for w in &all {

@@ -17,7 +17,7 @@ use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
 use layer::{Layer, layer_bytes, pack, pack_layer};
-use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
+use nq_formats::{AffineScheme, ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, Linear, OpTiming};
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
@@ -79,7 +79,10 @@ impl CpuEngine {
         }
         let norm = models::final_norm(store, config)?.to_f32()?;
         done.end();
-        note_held(config, store, nq_kernels::cpu::held_bits, progress);
+        let held = |s: &AffineScheme| {
+            AffineScheme::new(nq_kernels::cpu::held_bits(s), s.group, s.zeros)
+        };
+        note_held(config, store, held, progress);
         let forced = !matches!(
             options.activations,
             ActivationChoice::Auto | ActivationChoice::F32

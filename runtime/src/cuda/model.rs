@@ -145,7 +145,7 @@ impl CudaModel {
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
         done.end();
-        note_held(config, store, |scheme| scheme.held().bits, progress);
+        note_held(config, store, AffineScheme::held_on_gpu, progress);
         if dense_f32 {
             progress.note("F32 weights run as FP16 on the GPU");
         }

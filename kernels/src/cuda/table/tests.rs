@@ -3,7 +3,7 @@
 use super::table;
 use crate::cuda::PackedKind;
 use crate::cuda::driver::targets;
-use crate::cuda::kernel::{KINDS, MOST_INSTANCES, kind_index, names};
+use crate::cuda::kernel::{KINDS, MOST_INSTANCES, SCHEMES, kind_index, names};
 use nq_formats::{Bits, Zeros};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -155,7 +155,9 @@ fn rows_are_the_kernels_of_the_sources() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|e| e == "cu") {
             let name = path.file_name().unwrap().to_string_lossy().into_owned();
-            let kernels = defined(&read(&path));
+            // The list of schemes, which is a macro.
+            let header = read(&workspace().join("kernels/cuda/weights.cuh"));
+            let kernels = defined(&(header + &read(&path)));
             let count = kernels.len();
             let kernels: BTreeSet<String> = kernels.into_iter().collect();
             assert_eq!(kernels.len(), count, "{name} defines a kernel twice");
@@ -458,6 +460,11 @@ fn kinds_have_the_names_of_their_instances() {
     let names: &[&str] = names!(kinds "k"; "_a", "_b");
     assert_eq!(names.len(), 2 * KINDS);
     assert_eq!(names[kind_index(PackedKind::Fp16)], "k_fp16_a");
+    let affine: &[&str] = names!(schemes "k"; "_a", "_b");
+    let check = |kind, name: String| {
+        assert_eq!(names[KINDS + kind_index(kind)], name);
+        assert_eq!(affine[SCHEMES + kind_index(kind)], name);
+    };
     for (bits, width) in [(Bits::B4, 4), (Bits::B8, 8)] {
         for (zeros, zero) in [
             (Zeros::None, "sym"),
@@ -469,12 +476,25 @@ fn kinds_have_the_names_of_their_instances() {
                     bits,
                     zeros,
                     groups,
+                    two_level: false,
                 };
-                let name = format!("k_int{width}_{zero}_{slot}_b");
-                assert_eq!(names[KINDS + kind_index(kind)], name);
-                let affine: &[&str] = names!(schemes "k"; "_a", "_b");
-                assert_eq!(affine[12 + kind_index(kind)], name);
+                check(kind, format!("k_int{width}_{zero}_{slot}_b"));
             }
+        }
+    }
+    for (bits, zeros, name) in [
+        (Bits::B4, Zeros::Integer, "int4_int"),
+        (Bits::B5, Zeros::Integer, "int5_int"),
+        (Bits::B6, Zeros::None, "int6_sym"),
+    ] {
+        for (groups, slot) in [(8, 32), (4, 64), (2, 64), (1, 64)] {
+            let kind = PackedKind::Affine {
+                bits,
+                zeros,
+                groups,
+                two_level: true,
+            };
+            check(kind, format!("k_{name}_{slot}_scales8_b"));
         }
     }
 }
