@@ -1,8 +1,8 @@
 //! Loading on any device: counting weights and reporting progress.
 
 use nq_formats::{
-    AffineScheme, Bits, ModelConfig, Progress, QuantizedWeight, Unit, Weight, WeightStore,
-    human_bytes, names,
+    AffineScheme, ModelConfig, Progress, QuantizedWeight, Unit, Weight, WeightStore, human_bytes,
+    names,
 };
 use nq_kernels::Activations;
 use std::collections::BTreeMap;

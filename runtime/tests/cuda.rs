@@ -210,21 +210,22 @@ fn agrees_with_the_cpu() {
             ..config()
         };
         let plain = Store::random(&config, 7);
-        for (scheme, name) in [(None, "dense"), (Some(INT4), "int4"), (Some(INT8), "int8")] {
-            let store = match scheme {
-                Some(s) => plain.quantized(s),
-                None => plain.clone(),
-            };
+        for (store, name) in [
+            (plain.clone(), "dense"),
+            (plain.quantized(INT4), "int4"),
+            (plain.quantized(INT8), "int8"),
+            (plain.mixed(), "mixed"),
+        ] {
             let cpu = nq(&config, &store);
             for kernels in [KernelSet::Fused, KernelSet::Reference] {
                 let Some(gpu) = gpu_engine(&config, &store, kernels) else {
                     return;
                 };
                 let rounds = &gpu.description().activations;
-                match (kernels, scheme) {
+                match (kernels, name) {
                     (KernelSet::Reference, _) => assert_eq!(rounds, "f32"),
-                    (_, None) => assert_eq!(rounds, "f16 + 2 f16 in steps"),
-                    (_, Some(_)) => assert_eq!(rounds, "f16 + int16 g64 in steps"),
+                    (_, "dense") => assert_eq!(rounds, "f16 + 2 f16 in steps"),
+                    (_, _) => assert_eq!(rounds, "f16 + int16 g64 in steps"),
                 }
                 for kv in [KvType::F16, KvType::Int8] {
                     let what = format!("{name} tied {tied} {kernels} {kv}");

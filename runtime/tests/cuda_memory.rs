@@ -40,6 +40,7 @@ fn plans_are_what_is_taken() {
             Group::Size(64),
             Zeros::Integer,
         ));
+        let store = if tied { store.mixed() } else { store };
         let options = LoadOptions {
             device: DeviceChoice::Cuda(0),
             kernels,

@@ -1,8 +1,8 @@
 //! Timing by the device's own clock; shapes and weights of the benches.
 
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints,
-    Zeros,
+    AffineScheme, AffineWeight, Bits, DType, Group, GroupValues, Parts, QuantizedWeight, Tensor,
+    Weight, Zeros,
 };
 use nq_kernels::Result;
 use nq_kernels::cuda::{DeviceLinear, Gpu, Mark, PackedKind, Stack, Stream, Uploader};
@@ -58,12 +58,17 @@ impl Model {
 #[derive(Clone, Copy)]
 pub(crate) enum Scheme {
     Int4,
+    /// Codes of 4, 5 or 6 bits with scales in two levels.
+    Mixed(Bits),
     Int8,
     Fp16,
 }
 
-pub(crate) const SCHEMES: [(Scheme, &str); 3] = [
+pub(crate) const SCHEMES: [(Scheme, &str); 6] = [
     (Scheme::Int4, "int4 g128"),
+    (Scheme::Mixed(Bits::B4), "int4 g64 scales8"),
+    (Scheme::Mixed(Bits::B5), "int5 g64 scales8"),
+    (Scheme::Mixed(Bits::B6), "int6 g64 scales8"),
     (Scheme::Int8, "int8"),
     (Scheme::Fp16, "fp16"),
 ];
@@ -73,6 +78,8 @@ impl Scheme {
     fn weight(self, out: usize, inp: usize) -> Weight {
         let (bits, group, zeros) = match self {
             Scheme::Int4 => (Bits::B4, Group::Size(128), Zeros::Integer),
+            Scheme::Mixed(Bits::B6) => (Bits::B6, Group::Size(64), Zeros::None),
+            Scheme::Mixed(bits) => (bits, Group::Size(64), Zeros::Integer),
             Scheme::Int8 => (Bits::B8, Group::Channel, Zeros::None),
             Scheme::Fp16 => {
                 let data = [0x1e, 0x2b, 0x31, 0xac].repeat(out * inp / 2);
@@ -80,16 +87,26 @@ impl Scheme {
                 return Weight::Dense(tensor.expect("a tensor of these sizes"));
             }
         };
-        let scheme = AffineScheme::new(bits, group, zeros);
+        let mut scheme = AffineScheme::new(bits, group, zeros);
         let groups = group.count(inp);
-        let codes = vec![0x5au8; out * bits.bytes(inp)];
-        let zeros = match zeros {
-            Zeros::None => ZeroPoints::None,
-            _ => ZeroPoints::Integer(vec![0x77u8; out * bits.bytes(groups)].into()),
+        let scales = if let Scheme::Mixed(_) = self {
+            scheme = scheme.two_level(Bits::B8);
+            GroupValues::TwoLevel {
+                small: vec![0x9au8; out * groups].into(),
+                of_spans: vec![half::f16::from_f32(1e-4); out].into(),
+            }
+        } else {
+            GroupValues::Half(vec![half::f16::from_f32(0.01); out * groups].into())
         };
-        let scales = vec![half::f16::from_f32(0.01); out * groups];
-        let weight =
-            AffineWeight::new(scheme, (out, inp), codes.into(), scales.into(), zeros, None);
+        let parts = Parts {
+            codes: vec![0x5au8; out * bits.bytes(inp)].into(),
+            scales,
+            zeros: (zeros == Zeros::Integer).then(|| vec![0x77u8; out * bits.bytes(groups)].into()),
+            offsets: None,
+            levels: None,
+            g_idx: None,
+        };
+        let weight = AffineWeight::assemble(scheme, (out, inp), parts);
         Weight::Quantized(QuantizedWeight::Affine(
             weight.expect("a weight of these sizes"),
         ))

@@ -341,7 +341,14 @@ impl Stream {
         let words = packed.meta_bytes as usize / 4;
         let args = GemmStepArgs {
             x: matrix(x, 2, m, spans * SPAN, (instance.rows, 64), true)?,
-            codes: matrix(packed.codes, element, tiles, width, (block, box_bytes / element), false)?,
+            codes: matrix(
+                packed.codes,
+                element,
+                tiles,
+                width,
+                (block, box_bytes / element),
+                false,
+            )?,
             meta: match words {
                 0 => TensorMap::NONE,
                 _ => matrix(packed.meta, 4, tiles, spans * words, (block, words), false)?,

@@ -168,7 +168,13 @@ impl PackedKind {
 
     /// True if scales are in two levels.
     pub fn is_two_level(self) -> bool {
-        matches!(self, PackedKind::Affine { two_level: true, .. })
+        matches!(
+            self,
+            PackedKind::Affine {
+                two_level: true,
+                ..
+            }
+        )
     }
 
     /// Scale groups per span; 1 without scales.

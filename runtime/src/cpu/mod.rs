@@ -79,9 +79,8 @@ impl CpuEngine {
         }
         let norm = models::final_norm(store, config)?.to_f32()?;
         done.end();
-        let held = |s: &AffineScheme| {
-            AffineScheme::new(nq_kernels::cpu::held_bits(s), s.group, s.zeros)
-        };
+        let held =
+            |s: &AffineScheme| AffineScheme::new(nq_kernels::cpu::held_bits(s), s.group, s.zeros);
         note_held(config, store, held, progress);
         let forced = !matches!(
             options.activations,

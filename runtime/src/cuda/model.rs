@@ -10,7 +10,7 @@ use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
+use nq_formats::{AffineScheme, ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
     Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, MOST_CHOSEN, MOST_EXPERTS, Stack, Uploader,

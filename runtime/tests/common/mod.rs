@@ -7,8 +7,9 @@ pub(crate) mod oracle;
 use nq_formats::models::ARCHITECTURES;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{
-    AffineScheme, AffineWeight, Error, Experts, ModelConfig, QuantizedWeight, Result, Rope,
-    RopeScaling, Tensor, TensorEntry, Weight, WeightStore, ZeroPoints, Zeros, pack,
+    AffineScheme, AffineWeight, Bits, Error, Experts, Group, GroupValues, ModelConfig, Parts,
+    QuantizedWeight, Result, Rope, RopeScaling, Tensor, TensorEntry, Weight, WeightStore, Zeros,
+    pack, product,
 };
 use nq_kernels::rng::Philox;
 use nq_runtime::{
@@ -126,6 +127,24 @@ impl Store {
         store
     }
 
+    /// Rounded to schemes that nq mixes in files of 4 bits: another for each product of a layer.
+    pub(crate) fn mixed(&self) -> Self {
+        let mut store = self.clone();
+        for (name, w) in &mut store.matrices {
+            let (bits, group, zeros) = match name.as_str() {
+                n if n.contains("mlp.down") => (Bits::B6, 64, Zeros::None),
+                n if n.contains("mlp") => (Bits::B5, 64, Zeros::Integer),
+                n if n.contains("o_proj") => (Bits::B5, 32, Zeros::Integer),
+                n if n.contains("self_attn") => (Bits::B4, 32, Zeros::Integer),
+                n if n == HEAD => (Bits::B4, 64, Zeros::Integer),
+                _ => (Bits::B6, 32, Zeros::None),
+            };
+            let scheme = AffineScheme::new(bits, Group::Size(group), zeros);
+            *w = round_to_nearest(w, scheme.two_level(Bits::B8));
+        }
+        store
+    }
+
     /// The same weights as dense f32.
     pub(crate) fn dequantized(&self) -> Self {
         let mut store = self.clone();
@@ -193,15 +212,21 @@ impl WeightStore for Store {
     }
 }
 
-/// The plainest rounding to `scheme`: scale and zero-point from each group's range.
+/// The plainest rounding to `scheme`: scale and zero-point from each group's range. Scales in two levels
+/// have 8 bits and an f16 per row.
 pub(crate) fn round_to_nearest(w: &Weight, scheme: AffineScheme) -> Weight {
     let (out, inputs) = w.dims();
     let (groups, size) = (scheme.group.count(inputs), scheme.group.size(inputs));
     let top = f32::from(scheme.bits.max_code());
     let (mut codes, mut scales, mut zeros) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut small, mut of_rows) = (Vec::new(), Vec::new());
+    let middle = if scheme.zeros == Zeros::None { 128 } else { 0 };
     let mut row = vec![0.0; inputs];
     for o in 0..out {
         w.dequantize_row(o, &mut row).unwrap();
+        let range = row.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let of_row = half::f16::from_f32(range / 100.0 * 2.0 / top);
+        of_rows.push(of_row);
         for group in row.chunks(size) {
             let low = group.iter().copied().fold(0.0, f32::min);
             let high = group.iter().copied().fold(0.0, f32::max);
@@ -215,27 +240,41 @@ pub(crate) fn round_to_nearest(w: &Weight, scheme: AffineScheme) -> Weight {
                     (scale, (-low / scale).round())
                 }
             };
-            let scale = half::f16::from_f32(scale);
+            let scale = if scheme.scales.is_half() {
+                half::f16::from_f32(scale)
+            } else {
+                let most = 255 - middle;
+                let n = (scale / of_row.to_f32()).ceil().clamp(1.0, f32::from(most)) as i16;
+                small.push((n + middle) as u8);
+                product(of_row, n)
+            };
             let code = |w: &f32| (w / scale.to_f32() + zero).round().clamp(0.0, top) as u8;
             codes.extend(group.iter().map(code));
             scales.push(scale);
             zeros.push(zero);
         }
     }
-    let zeros = match scheme.zeros {
-        Zeros::None => ZeroPoints::None,
-        Zeros::Integer => {
-            let zeros: Vec<u8> = zeros.iter().map(|&z| z as u8).collect();
-            ZeroPoints::Integer(pack::pack_rows(scheme.bits, &zeros, groups).into())
-        }
-        Zeros::Offset => {
-            let offsets = scales.iter().zip(&zeros);
-            let offsets = offsets.map(|(s, z)| half::f16::from_f32(-s.to_f32() * z));
-            ZeroPoints::Offset(offsets.collect())
-        }
+    let offsets = scales.iter().zip(&zeros);
+    let offsets = offsets.map(|(s, z)| half::f16::from_f32(-s.to_f32() * z));
+    let offsets = GroupValues::Half(offsets.collect());
+    let zeros: Vec<u8> = zeros.iter().map(|&z| z as u8).collect();
+    let parts = Parts {
+        codes: pack::pack_rows(scheme.bits, &codes, inputs).into(),
+        zeros: (scheme.zeros == Zeros::Integer)
+            .then(|| pack::pack_rows(scheme.bits, &zeros, groups).into()),
+        offsets: (scheme.zeros == Zeros::Offset).then_some(offsets),
+        scales: if scheme.scales.is_half() {
+            GroupValues::Half(scales.into())
+        } else {
+            GroupValues::TwoLevel {
+                small: small.into(),
+                of_spans: of_rows.into(),
+            }
+        },
+        levels: None,
+        g_idx: None,
     };
-    let codes = pack::pack_rows(scheme.bits, &codes, inputs).into();
-    let weight = AffineWeight::new(scheme, (out, inputs), codes, scales.into(), zeros, None);
+    let weight = AffineWeight::assemble(scheme, (out, inputs), parts);
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 

@@ -1,8 +1,12 @@
 //! Tests of the layout of packed weights, place by place.
 
-use super::{Packing, SPAN, Stack, TILE, greatest_of, lane_word, operand_index};
+use super::{PackedKind, Packing, SPAN, Stack, TILE, greatest_of, lane_word, operand_index};
 use half::f16;
-use nq_formats::{Tensor, Weight};
+use nq_formats::pack::pack_rows;
+use nq_formats::{
+    AffineScheme, AffineWeight, Bits, Group, GroupValues, Parts, QuantizedWeight, Tensor, Weight,
+    Zeros,
+};
 
 /// In product j of a chunk, lane t has inputs 8t + 4j ..: two at 2t, two at 8 + 2t
 /// (`mma_16816`).
@@ -61,6 +65,108 @@ fn halves_lie_where_the_products_read_them() {
             assert_eq!(found * packing.scale(), expected, "row {row}, input {col}");
         }
     }
+}
+
+/// Codes of 4, 5 and 6 bits with scales in two levels, read back by the documented layout, have the
+/// weight's values, and what is past its end is zero.
+#[test]
+fn codes_and_scales_in_two_levels_lie_as_documented() {
+    let mut state = 1u32;
+    let mut random = |n: usize| -> Vec<u8> {
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        };
+        (0..n).map(|_| next()).collect()
+    };
+    for (bits, zeros) in [
+        (Bits::B4, Zeros::Integer),
+        (Bits::B5, Zeros::Integer),
+        (Bits::B6, Zeros::None),
+    ] {
+        for (rows, cols, group) in [(21, 300, 32), (16, 512, 64), (40, 1000, 128), (9, 24, 64)] {
+            let scheme = AffineScheme::new(bits, Group::Size(group), zeros).two_level(Bits::B8);
+            let in_row = scheme.group.count(cols);
+            let mut packed = |n: usize| {
+                let codes: Vec<u8> = random(rows * n)
+                    .iter()
+                    .map(|c| c & bits.max_code())
+                    .collect();
+                pack_rows(bits, &codes, n)
+            };
+            let (codes, points) = (packed(cols), packed(in_row));
+            let of_rows = random(rows);
+            let of_rows = of_rows.iter().map(|&v| f16::from_f32(f32::from(v) * 1e-5));
+            let parts = Parts {
+                codes: codes.into(),
+                scales: GroupValues::TwoLevel {
+                    small: random(rows * in_row).into(),
+                    of_spans: of_rows.collect(),
+                },
+                zeros: (zeros == Zeros::Integer).then(|| points.into()),
+                offsets: None,
+                levels: None,
+                g_idx: None,
+            };
+            let affine = AffineWeight::assemble(scheme, (rows, cols), parts).unwrap();
+            let weight = Weight::Quantized(QuantizedWeight::Affine(affine));
+            let packing = Packing::new(&[&weight], Stack::Concat).unwrap();
+            let kind = packing.kind();
+            assert_eq!(kind.bits(), bits.width());
+            let records = packing.tiles() * packing.spans();
+            let mut codes = vec![0xff; records * kind.code_bytes()];
+            let mut meta = vec![0xff; records * kind.meta_bytes()];
+            packing.pack(0, &mut codes, &mut meta).unwrap();
+            let mut expected = vec![0f32; cols];
+            for row in 0..packing.tiles() * TILE {
+                expected.fill(0.0);
+                if row < rows {
+                    weight.dequantize_row(row, &mut expected).unwrap();
+                }
+                for col in 0..packing.spans() * SPAN {
+                    let record = row / TILE * packing.spans() + col / SPAN;
+                    let codes = &codes[record * kind.code_bytes()..][..kind.code_bytes()];
+                    let meta = &meta[record * kind.meta_bytes()..][..kind.meta_bytes()];
+                    let found = value(kind, codes, meta, row % TILE, col % SPAN);
+                    let value = expected.get(col).copied().unwrap_or(0.0);
+                    // Past the end of a group that is not full, codes are zero and have its scale.
+                    let past = cols..cols.next_multiple_of(group as usize);
+                    assert!(
+                        found == value || past.contains(&col),
+                        "{scheme} {row} {col}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Weight [row][col] of a record of codes of 4, 5 or 6 bits with scales in two levels
+/// (`cuda/weights.cuh`).
+fn value(kind: PackedKind, codes: &[u8], meta: &[u8], row: usize, col: usize) -> f32 {
+    let (g, upper, unit, chunk) = (row % 8, row / 8, col / 64, col % 64 / 32);
+    let (lane, high, byte) = (g * 4 + col % 32 / 8, col % 8 / 4, [0, 2, 1, 3][col % 4]);
+    let (width, j) = (kind.bits() - 4, chunk * 2 + upper);
+    let codes = &codes[unit * (512 + width * 128)..];
+    let mut code = codes[lane * 16 + j * 4 + byte] >> (4 * high) & 15;
+    for i in 0..width {
+        // Bits above four, a word a lane and width.
+        let bit = (2 * j + high) * width + i;
+        let word = lane * width + bit / 8;
+        code |= (codes[512 + word * 4 + byte] >> (bit % 8) & 1) << (4 + i);
+    }
+    let (groups, at) = (kind.groups(), col * kind.groups() / SPAN * 8 + g);
+    let of_row = &meta[(g * 2 + upper) * 2..][..2];
+    let of_row = f16::from_le_bytes([of_row[0], of_row[1]]).to_f32();
+    let (small, zeros) = meta[32..].split_at(groups * 16);
+    let small = f32::from(small[at * 2 + upper]);
+    let (middle, zero) = match kind.bits() {
+        4 => (0.0, zeros[at] >> (4 * upper) & 15),
+        5 => (0.0, zeros[at * 2 + upper]),
+        _ => (128.0, 32),
+    };
+    let scale = f16::from_f32(of_row * (small - middle)).to_f32();
+    scale * (f32::from(code) - f32::from(zero))
 }
 
 #[test]
