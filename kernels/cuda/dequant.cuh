@@ -21,8 +21,10 @@ struct Dequant {
     // Of product j (16 inputs) of step `step` (64 inputs), from the record's scales.
     DEVICE void load(const uint8_t* meta, int groups, int step, int j, int g) {
         if constexpr (BITS != 16) {
+            const int at = SLOT == 32 ? step % 4 * 2 + j / 2 : step % 4 * groups >> 2;
             GroupMeta<S> group;
-            group.load(meta, groups, SLOT == 32 ? step % 4 * 2 + j / 2 : step % 4 * groups >> 2, g);
+            group.load_zero(meta, groups, at, g);
+            group.load_scale(meta, at, g);
             set(group);
         }
     }

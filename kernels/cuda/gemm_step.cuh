@@ -176,8 +176,8 @@ struct GemmStep {
             for (int j = 0; j < 4; j++) {
                 if (BITS != 16 && (j == 0 || (SLOT == 32 && j == 2))) {
                     GroupMeta<S> group;
-                    group.load_shared(scales_at[k] + stage + j / 2 * 8 * S::SCALE, zeros_at[k] + stage + j / 2 * 8 * S::ZERO_BYTES,
-                                      rows_at + stage);
+                    group.load_zero_shared(zeros_at[k] + stage + j / 2 * 8 * S::ZERO_BYTES);
+                    group.load_scale_shared(scales_at[k] + stage + j / 2 * 8 * S::SCALE, rows_at + stage);
                     of.set(group);
                 }
                 if (j % (16 / S::ORDER) == 0) {

@@ -166,7 +166,7 @@ struct RegisterStages {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 Unit<S::BITS>& unit = stages[i].codes[j];
-                unit.words = load_stream(next.codes + j * S::UNIT + lane * 16);
+                unit.words = load_stream(next.codes + (j * (S::UNIT / 16) + lane) * 16);
                 unit.load_upper_stream(next.codes + j * S::UNIT + unit.AT + lane * unit.WIDTH * 4);
             }
             if (next.has_meta()) stages[i].meta.load(next.meta, p.groups, lane / 4, lane % 4);

@@ -100,32 +100,37 @@ using fp16 = Scheme<16, SYM, 64>;
     KERNELS(int6_sym_32_scales8)
 
 // What a lane has of a unit: 16 bytes, and of codes of 5 and 6 bits words of the bits above four.
+template <int WIDTH>
+struct UpperBits {
+    uint32_t upper[WIDTH];
+};
+template <>
+struct UpperBits<0> {};
 template <int BITS>
-struct Unit {
+struct Unit : UpperBits<BITS == 5 || BITS == 6 ? BITS - 4 : 0> {
     static constexpr int WIDTH = BITS == 5 || BITS == 6 ? BITS - 4 : 0;   // of upper bits, and their words
     static constexpr int AT = 512;                                        // their place in a unit
     uint4 words;
-    uint32_t upper[WIDTH == 0 ? 1 : WIDTH];
 
     DEVICE void load_upper(const void* from) {
-        if constexpr (WIDTH == 1) upper[0] = *static_cast<const uint32_t*>(from);
+        if constexpr (WIDTH == 1) this->upper[0] = *static_cast<const uint32_t*>(from);
         if constexpr (WIDTH == 2) {
             const uint2 v = *static_cast<const uint2*>(from);
-            upper[0] = v.x, upper[1] = v.y;
+            this->upper[0] = v.x, this->upper[1] = v.y;
         }
     }
     DEVICE void load_upper_shared(uint32_t from) {
-        if constexpr (WIDTH == 1) upper[0] = load_shared_4(from);
+        if constexpr (WIDTH == 1) this->upper[0] = load_shared_4(from);
         if constexpr (WIDTH == 2) {
             const uint2 v = load_shared_8(from);
-            upper[0] = v.x, upper[1] = v.y;
+            this->upper[0] = v.x, this->upper[1] = v.y;
         }
     }
     DEVICE void load_upper_stream(const uint8_t* from) {
-        if constexpr (WIDTH == 1) upper[0] = load_stream_4(from);
+        if constexpr (WIDTH == 1) this->upper[0] = load_stream_4(from);
         if constexpr (WIDTH == 2) {
             const uint2 v = load_stream_8(from);
-            upper[0] = v.x, upper[1] = v.y;
+            this->upper[0] = v.x, this->upper[1] = v.y;
         }
     }
 
@@ -137,7 +142,7 @@ struct Unit {
         else {
             constexpr int PER_BYTE = 8 / WIDTH;
             const int n = 2 * j + high, shift = 4 - n % PER_BYTE * WIDTH;
-            const uint32_t of = upper[n / PER_BYTE];
+            const uint32_t of = this->upper[n / PER_BYTE];
             return ((shift < 0 ? of >> -shift : of << shift) & (WIDTH == 1 ? 0x10101010 : 0x30303030)) | low;
         }
     }
@@ -162,28 +167,36 @@ struct GroupMeta {
     // Of group `group` from a record of `groups`.
     DEVICE void load(const uint8_t* record, int groups, int group, int g) {
         if constexpr (S::BITS != 16) {
-            const int at = group * 8 + g;
-            const uint8_t* scales = record + S::ROWS;
-            if constexpr (S::TWO_LEVEL)
-                scale = scale_products<S>(reinterpret_cast<const uint32_t*>(record)[g], reinterpret_cast<const uint16_t*>(scales)[at]);
-            else
-                scale = reinterpret_cast<const uint32_t*>(scales)[at];
-            const uint8_t* z = scales + groups * (8 * S::SCALE);
-            if constexpr (S::ZERO == OFFSET) zero = reinterpret_cast<const uint32_t*>(z)[at];
-            if constexpr (S::ZERO == INT && S::BITS == 4) zero = z[at];
-            if constexpr (S::ZERO == INT && S::BITS > 4) zero = reinterpret_cast<const uint16_t*>(z)[at];
+            load_scale(record, group, g);
+            load_zero(record, groups, group, g);
         }
     }
-
-    // By addresses in shared memory: of the scale and the zero-point, and of the rows' scales.
-    DEVICE void load_shared(uint32_t scale_at, uint32_t zero_at, uint32_t rows_at) {
+    DEVICE void load_scale(const uint8_t* record, int group, int g) {
+        const int at = group * 8 + g;
         if constexpr (S::TWO_LEVEL)
-            scale = scale_products<S>(load_shared_4(rows_at), load_shared_2(scale_at));
+            scale = scale_products<S>(reinterpret_cast<const uint32_t*>(record)[g], reinterpret_cast<const uint16_t*>(record + S::ROWS)[at]);
         else
-            scale = load_shared_4(scale_at);
-        if constexpr (S::ZERO == OFFSET) zero = load_shared_4(zero_at);
-        if constexpr (S::ZERO == INT && S::BITS == 4) zero = load_shared_1(zero_at);
-        if constexpr (S::ZERO == INT && S::BITS > 4) zero = load_shared_2(zero_at);
+            scale = reinterpret_cast<const uint32_t*>(record)[at];
+    }
+    DEVICE void load_zero(const uint8_t* record, int groups, int group, int g) {
+        const int at = group * 8 + g;
+        const uint8_t* z = record + S::ROWS + groups * (8 * S::SCALE);
+        if constexpr (S::ZERO == OFFSET) zero = reinterpret_cast<const uint32_t*>(z)[at];
+        if constexpr (S::ZERO == INT && S::BITS == 4) zero = z[at];
+        if constexpr (S::ZERO == INT && S::BITS > 4) zero = reinterpret_cast<const uint16_t*>(z)[at];
+    }
+
+    // By addresses in shared memory: of the scale, and of the rows' scales; of the zero-point.
+    DEVICE void load_scale_shared(uint32_t at, uint32_t rows_at) {
+        if constexpr (S::TWO_LEVEL)
+            scale = scale_products<S>(load_shared_4(rows_at), load_shared_2(at));
+        else
+            scale = load_shared_4(at);
+    }
+    DEVICE void load_zero_shared(uint32_t at) {
+        if constexpr (S::ZERO == OFFSET) zero = load_shared_4(at);
+        if constexpr (S::ZERO == INT && S::BITS == 4) zero = load_shared_1(at);
+        if constexpr (S::ZERO == INT && S::BITS > 4) zero = load_shared_2(at);
     }
 
     DEVICE float2 scales() const {
@@ -231,8 +244,10 @@ struct MetaAt {
     DEVICE void load(Meta<S>& to, uint32_t record) const {
         if constexpr (S::BITS != 16) {
 #pragma unroll
-            for (int i = 0; i < Meta<S>::N; i++)
-                to.of[i].load_shared(record + scale + i * SECOND * S::SCALE, record + zero + i * SECOND * S::ZERO_BYTES, record + rows);
+            for (int i = 0; i < Meta<S>::N; i++) {
+                to.of[i].load_scale_shared(record + scale + i * SECOND * S::SCALE, record + rows);
+                to.of[i].load_zero_shared(record + zero + i * SECOND * S::ZERO_BYTES);
+            }
         }
     }
 };

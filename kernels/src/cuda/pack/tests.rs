@@ -130,7 +130,7 @@ fn codes_and_scales_in_two_levels_lie_as_documented() {
                     let found = value(kind, codes, meta, row % TILE, col % SPAN);
                     let value = expected.get(col).copied().unwrap_or(0.0);
                     // Past the end of a group that is not full, codes are zero and have its scale.
-                    let past = cols..cols.next_multiple_of(group as usize);
+                    let past = cols..cols.next_multiple_of(SPAN / kind.groups());
                     assert!(
                         found == value || past.contains(&col),
                         "{scheme} {row} {col}"
