@@ -215,6 +215,7 @@ fn agrees_with_the_cpu() {
             (plain.quantized(INT4), "int4"),
             (plain.quantized(INT8), "int8"),
             (plain.mixed(), "mixed"),
+            (plain.k_quants(), "k-quants"),
         ] {
             let cpu = nq(&config, &store);
             for kernels in [KernelSet::Fused, KernelSet::Reference] {

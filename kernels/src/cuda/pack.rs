@@ -4,9 +4,7 @@ use crate::error::{Error, Result};
 use crate::registry::WeightKind;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use nq_formats::{
-    AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
-};
+use nq_formats::{AffineWeight, Bits, DType, Group, QuantizedWeight, Weight, ZeroPoints, Zeros};
 use rayon::prelude::*;
 
 /// Rows of a tile.
@@ -39,39 +37,38 @@ pub enum PackedKind {
 }
 
 impl PackedKind {
-    /// The kind that `weight` packs to; the error says why no kernel supports it.
+    /// The kind that `weight` packs to.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] for groups that do not divide a span, and for activation order.
+    /// [`Error::NoKernel`] for a dense weight that is not of a float type.
     pub fn of(weight: &Weight) -> Result<Self> {
         Self::new(WeightKind::of(weight), weight.dims().1)
     }
 
-    /// The kind that weights with this many inputs pack to.
+    /// The kind that weights with this many inputs pack to: their own if kernels read it, otherwise
+    /// FP16. Codes in groups of 16 and in activation order have no kernels.
     ///
     /// # Errors
     /// Errors of [`PackedKind::of`].
     pub fn new(kind: WeightKind, inputs: usize) -> Result<Self> {
-        let refuse = || {
-            Err(Error::NoKernel {
-                op: "linear",
-                scheme: kind.to_string(),
-                activations: "f32".into(),
-                device: "cuda (groups of 32, 64, 128, multiples of 256, or per channel, in order)"
-                    .into(),
-            })
-        };
         let scheme = match kind {
-            WeightKind::Dense(dtype) if dtype.is_float() => return Ok(PackedKind::Fp16),
+            WeightKind::Dense(dtype) if !dtype.is_float() => {
+                return Err(Error::NoKernel {
+                    op: "linear",
+                    scheme: kind.to_string(),
+                    activations: "f32".into(),
+                    device: "cuda".into(),
+                });
+            }
             WeightKind::Affine { scheme, act_order } if !act_order => scheme.held_on_gpu(),
-            _ => return refuse(),
+            _ => return Ok(PackedKind::Fp16),
         };
         let groups = match scheme.group {
             Group::Channel => 1,
             Group::Size(n) if n as usize >= inputs => 1,
             Group::Size(n @ (32 | 64 | 128)) => SPAN / n as usize,
             Group::Size(n) if (n as usize).is_multiple_of(SPAN) => 1,
-            Group::Size(_) => return refuse(),
+            Group::Size(_) => return Ok(PackedKind::Fp16),
         };
         Ok(PackedKind::Affine {
             bits: scheme.bits,
@@ -79,6 +76,24 @@ impl PackedKind {
             groups,
             two_level: !scheme.scales.is_half(),
         })
+    }
+
+    /// The kind that a stack of weights with this many inputs packs to: that of its parts, or FP16
+    /// if they differ.
+    ///
+    /// # Errors
+    /// Errors of [`PackedKind::of`].
+    pub fn of_stack(kinds: impl IntoIterator<Item = WeightKind>, inputs: usize) -> Result<Self> {
+        let mut all = None;
+        for kind in kinds {
+            let kind = Self::new(kind, inputs)?;
+            all = Some(if all.is_none_or(|k| k == kind) {
+                kind
+            } else {
+                PackedKind::Fp16
+            });
+        }
+        Ok(all.unwrap_or(PackedKind::Fp16))
     }
 
     /// Its name in breakdowns.
@@ -236,13 +251,8 @@ impl<'a> Packing<'a> {
         let first = *parts
             .first()
             .ok_or_else(|| shape("stacked weights", "at least one".into(), "none".into()))?;
-        let kind = PackedKind::of(first)?;
         let (height, inputs) = first.dims();
         for part in parts {
-            if PackedKind::of(part)? != kind {
-                let names = (first.scheme_name(), part.scheme_name());
-                return Err(shape("schemes of a stacked weight", names.0, names.1));
-            }
             if part.dims().1 != inputs {
                 let found = part.dims().1.to_string();
                 return Err(shape(
@@ -262,6 +272,8 @@ impl<'a> Packing<'a> {
             let found = parts.len().to_string();
             return Err(shape("interleaved weights", "2".into(), found));
         }
+        let kinds = parts.iter().map(|part| WeightKind::of(part));
+        let kind = PackedKind::of_stack(kinds, inputs)?;
         let exponent = match kind {
             PackedKind::Fp16 => common_exponent(parts)?,
             PackedKind::Affine { .. } => 0,
@@ -363,26 +375,44 @@ impl<'a> Packing<'a> {
                     continue;
                 };
                 match weight {
-                    Weight::Dense(t) => self.pack_dense(t, row, place, codes)?,
-                    Weight::Quantized(QuantizedWeight::Affine(a)) => {
+                    Weight::Quantized(QuantizedWeight::Affine(a))
+                        if self.kind != PackedKind::Fp16 =>
+                    {
                         self.pack_affine(a, row, place, codes, meta);
                     }
-                    // `PackedKind::of` has refused these.
-                    Weight::Quantized(_) => unreachable!("a scheme without a kernel"),
+                    _ => self.pack_halves(weight, row, place, codes)?,
                 }
             }
         }
         Ok(())
     }
 
-    fn pack_dense(&self, t: &Tensor, row: usize, place: Place, codes: &mut [u8]) -> Result<()> {
+    fn pack_halves(
+        &self,
+        weight: &Weight,
+        row: usize,
+        place: Place,
+        codes: &mut [u8],
+    ) -> Result<()> {
         let factor = 2f32.powi(self.exponent);
         let mut values = [0f32; SPAN];
         let mut halves = [f16::ZERO; SPAN];
+        let mut dequantized = Vec::new();
+        if matches!(weight, Weight::Quantized(_)) {
+            dequantized.resize(self.inputs, 0.0);
+            weight.dequantize_row(row, &mut dequantized)?;
+        }
         for (span, codes) in codes.chunks_exact_mut(self.kind.code_bytes()).enumerate() {
             let n = SPAN.min(self.inputs - span * SPAN);
             values[n..].fill(0.0);
-            t.copy_f32(row * self.inputs + span * SPAN, &mut values[..n])?;
+            match weight {
+                Weight::Dense(t) => {
+                    t.copy_f32(row * self.inputs + span * SPAN, &mut values[..n])?
+                }
+                Weight::Quantized(_) => {
+                    values[..n].copy_from_slice(&dequantized[span * SPAN..][..n])
+                }
+            }
             values.iter_mut().for_each(|v| *v *= factor);
             halves.convert_from_f32_slice(&values);
             // Two inputs at a time, which are adjacent.
@@ -593,47 +623,32 @@ fn lane_word(w: u32) -> u32 {
 /// The power of two that brings the greatest magnitude of all parts into [2^13, 2^14), so that
 /// values down to 2^-27 of it are normal FP16 numbers. Zero if all parts are FP16.
 fn common_exponent(parts: &[&Weight]) -> Result<i32> {
+    let is_half = |w: &&Weight| matches!(w, Weight::Dense(t) if t.dtype() == DType::F16);
     let mut greatest = 0f32;
-    let mut all_half = true;
-    for part in parts {
-        let Weight::Dense(t) = part else { continue };
-        if t.dtype() == DType::F16 {
-            continue;
-        }
-        all_half = false;
-        greatest = greatest.max(greatest_of(t)?);
+    for part in parts.iter().filter(|w| !is_half(w)) {
+        greatest = greatest.max(greatest_of(part)?);
     }
-    if all_half || greatest == 0.0 || !greatest.is_finite() {
+    if greatest == 0.0 || !greatest.is_finite() {
         return Ok(0);
     }
-    let mut exponent = 13 - greatest.log2().floor() as i32;
-    for part in parts {
-        // FP16 parts among other types must not overflow.
-        let Weight::Dense(t) = part else { continue };
-        if t.dtype() == DType::F16 {
-            exponent = exponent.min(0);
-        }
-    }
-    Ok(exponent.clamp(-100, 100))
+    let exponent = 13 - greatest.log2().floor() as i32;
+    // FP16 parts among other types must not overflow.
+    let most = if parts.iter().any(is_half) { 0 } else { 100 };
+    Ok(exponent.clamp(-100, most))
 }
 
-/// The greatest magnitude in a tensor of floats; NaN is ignored.
-fn greatest_of(t: &Tensor) -> Result<f32> {
-    const PART: usize = 1 << 20;
-    let parts = (0..t.len().div_ceil(PART)).into_par_iter();
-    parts
-        .map(|part| {
-            let (start, end) = (part * PART, t.len().min((part + 1) * PART));
-            // On the stack: allocating for each piece would cost more than reading it.
-            let mut values = [0f32; 4096];
-            let mut greatest = 0f32;
-            for at in (start..end).step_by(values.len()) {
-                let values = &mut values[..4096.min(end - at)];
-                t.copy_f32(at, values)?;
-                greatest = values.iter().fold(greatest, |m, v| m.max(v.abs()));
-            }
-            Ok(greatest)
-        })
+/// The greatest magnitude in a weight; NaN is ignored.
+fn greatest_of(w: &Weight) -> Result<f32> {
+    let (rows, inputs) = w.dims();
+    (0..rows)
+        .into_par_iter()
+        .map_init(
+            || vec![0f32; inputs],
+            |values, row| {
+                w.dequantize_row(row, values)?;
+                Ok(values.iter().fold(0f32, |m, v| m.max(v.abs())))
+            },
+        )
         .try_reduce(|| 0f32, |a, b| Ok(a.max(b)))
 }
 

@@ -38,7 +38,8 @@ pub struct Values<O: Allocate> {
     pub value: O::Floats,
     /// Gradient and moments; `None` if the values are not tuned.
     pub state: Option<State<O>>,
-    /// Typical magnitude: mean of absolute values at the start. Rates are relative to it.
+    /// What rates are relative to: the mean of absolute values at the start; of latent weights, the mean
+    /// step of the grid. A rate that moves a 4-bit code by a cell would move a 6-bit code by four.
     pub magnitude: f32,
 }
 
@@ -260,6 +261,9 @@ impl<O: GradOps> Matrix<O> {
             Codes::Fixed(codes) => ops.write_codes(codes, &p.codes)?,
         }
         tuned.scales.start(ops, &p.scales)?;
+        if let Codes::Latent(latent) = &mut tuned.codes {
+            latent.magnitude = tuned.scales.magnitude;
+        }
         ops.write(&mut tuned.zeros, &p.zeros)?;
         Ok(Matrix::Tuned(tuned))
     }

@@ -411,7 +411,7 @@ fn settings() -> Settings {
         held_out: 32,
         checks: 8,
         codes: true,
-        rate_codes: 0.004,
+        rate_codes: 0.01,
         rate_scales: 0.001,
         rate_gains: 0.0005,
         warmup: 2,

@@ -36,7 +36,7 @@ pub struct Settings {
     pub checks: usize,
     /// True if latent weights, and with them the codes, are tuned, not only scales and gains.
     pub codes: bool,
-    /// Learning rate of latent weights, relative to the model's mean weight.
+    /// Learning rate of latent weights, relative to the mean step of their weight's grid.
     pub rate_codes: f32,
     /// Learning rate of scales, relative to the mean scale of their weight.
     pub rate_scales: f32,
@@ -123,7 +123,6 @@ pub struct Trainer<'a, O: GradOps> {
     sampler: Sampler<O>,
     settings: Settings,
     beginnings: &'a Beginnings<'a>,
-    reference: f32,
     text: Vec<u32>,
     text_first: u64,
     held_out: Vec<u32>,
@@ -196,13 +195,6 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         progress.advance(1);
         let teacher = Model::teacher(ops, config, source)?;
         progress.end();
-        let (sum, n) = student
-            .values()
-            .iter()
-            .filter(|v| v.kind == Kind::Latent)
-            .fold((0.0, 0), |(sum, n), v| {
-                (sum + f64::from(v.magnitude) * v.len as f64, n + v.len)
-            });
         let mut trainer = Trainer {
             ops,
             teacher,
@@ -210,7 +202,6 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             graph: Graph::new(ops, config, s.pass, s.length)?,
             sampler: Sampler::new(ops, config, s.slots, s.length)?,
             beginnings,
-            reference: (sum / n.max(1) as f64) as f32,
             text: Vec::new(),
             text_first: 0,
             held_out: Vec::new(),
@@ -421,10 +412,9 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         let t = (self.step + 1) as f64;
         let rise = (t / s.warmup.max(1) as f64).min(1.0);
         let fall = 0.5 * (1.0 + (PI * self.step as f64 / s.steps as f64).cos());
-        let reference = self.reference;
         for v in self.student.values_mut() {
             let rate = match v.kind {
-                Kind::Latent => s.rate_codes * reference,
+                Kind::Latent => s.rate_codes * v.magnitude,
                 Kind::Scale => s.rate_scales * v.magnitude,
                 Kind::Gain => s.rate_gains * v.magnitude,
             };

@@ -10,10 +10,11 @@ use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{AffineScheme, ModelConfig, Progress, Weight, WeightStore};
+use nq_formats::{AffineScheme, ModelConfig, Progress, Weight, WeightStore, human_bytes};
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, MOST_CHOSEN, MOST_EXPERTS, Stack, Uploader,
+    Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, MOST_CHOSEN, MOST_EXPERTS, PackedKind, Stack,
+    Uploader,
 };
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
@@ -37,12 +38,53 @@ pub(super) struct CudaModel {
 /// The weights of a layer; gate and up are interleaved.
 pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
 
+/// Quantized weights that the GPU holds as FP16, for want of a kernel: bytes in their scheme and held.
+#[derive(Default)]
+struct HeldAsHalves {
+    stored: usize,
+    held: usize,
+}
+
+impl HeldAsHalves {
+    /// Packs `parts` and counts them if they are held as FP16.
+    fn pack(
+        &mut self,
+        uploader: &mut Uploader,
+        parts: &[&Weight],
+        stack: Stack,
+    ) -> Result<DeviceLinear> {
+        let packed = uploader.pack(parts, stack)?;
+        let quantized = parts.iter().any(|w| matches!(w, Weight::Quantized(_)));
+        if quantized && packed.kind() == PackedKind::Fp16 {
+            self.stored += parts.iter().map(|w| w.bytes()).sum::<usize>();
+            self.held += packed.bytes();
+        }
+        Ok(packed)
+    }
+
+    fn note(&self, progress: &dyn Progress) {
+        if self.held > 0 {
+            progress.note(&format!(
+                "on this device {} of weights are held as {} of FP16: there are no kernels for \
+                 groups of 16 or activation order, nor for products whose parts differ in scheme",
+                human_bytes(self.stored as u64),
+                human_bytes(self.held as u64)
+            ));
+        }
+    }
+}
+
 /// Packs the weights of layer `index`.
-fn pack_layer(uploader: &mut Uploader, index: usize, weights: &LayerWeights) -> Result<CudaLayer> {
+fn pack_layer(
+    uploader: &mut Uploader,
+    index: usize,
+    weights: &LayerWeights,
+    halves: &mut HeldAsHalves,
+) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
     let linear = |product: &'static Product| {
         let stack = stack(weights.spec, product);
-        Ok(uploader.pack(&weights.product(product), stack)?)
+        halves.pack(uploader, &weights.product(product), stack)
     };
     let norm = |norm: &NormSpec| Ok(gpu.upload("a norm", &weights.norm(norm.kind).to_f32()?)?);
     Layer::new(index, weights.spec, linear, norm)
@@ -91,7 +133,10 @@ impl CudaModel {
         if let Some(w) = &embedding_weight {
             kinds.insert(EMBEDDING.into(), WeightKind::of(w));
         }
-        let told = told_kinds(config, store);
+        let ordered =
+            |kind: &WeightKind| matches!(kind, WeightKind::Affine { act_order, .. } if *act_order);
+        let act_order = kinds.values().any(ordered);
+        let told = told_kinds(config, store, act_order);
         let tells_all = told.is_some();
         kinds.extend(told.into_iter().flatten());
         let kinds = |name: &str| kinds[name];
@@ -118,13 +163,14 @@ impl CudaModel {
             dense_f32 |= weights.iter().any(|w| w.scheme_name() == "F32");
         };
         count(&[&head_weight]);
-        let head = uploader.pack(&[&head_weight], Stack::Concat)?;
+        let mut halves = HeldAsHalves::default();
+        let head = halves.pack(&mut uploader, &[&head_weight], Stack::Concat)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = match &embedding_weight {
             None => None,
             Some(w) => {
-                let packed = uploader.pack(&[w], Stack::Concat)?;
+                let packed = halves.pack(&mut uploader, &[w], Stack::Concat)?;
                 done.add(w);
                 Some(packed)
             }
@@ -138,7 +184,7 @@ impl CudaModel {
                 None => LayerWeights::read(store, config, index)?,
             };
             count(&weights.linears.values().collect::<Vec<_>>());
-            layers.push(pack_layer(&mut uploader, index, &weights)?);
+            layers.push(pack_layer(&mut uploader, index, &weights, &mut halves)?);
             weights.linears.values().for_each(|w| done.add(w));
         }
         let norm = models::final_norm(store, config)?;
@@ -146,6 +192,7 @@ impl CudaModel {
         uploader.finish()?;
         done.end();
         note_held(config, store, AffineScheme::held_on_gpu, progress);
+        halves.note(progress);
         if dense_f32 {
             progress.note("F32 weights run as FP16 on the GPU");
         }

@@ -16,15 +16,15 @@ use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, KernelSet};
 use std::collections::BTreeMap;
 
-/// Reserves the matrix `name` of a model, or the stack that begins with it, of shape `dims`.
-fn linear(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
+/// Reserves the matrix `name` of a model, of shape `dims`.
+fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
     let kind = PackedKind::new(kinds(name), dims.1)?;
     Ok(DeviceLinear::zeros(gpu, kind, dims)?)
 }
 
 /// Reserves the head.
 pub(super) fn head(gpu: &Gpu, c: &ModelConfig, kinds: Kinds<'_>) -> Result<DeviceLinear> {
-    linear(gpu, kinds, names::head(c), (c.vocab_size, c.hidden_size))
+    matrix(gpu, kinds, names::head(c), (c.vocab_size, c.hidden_size))
 }
 
 /// Bytes that packed weights of these kinds take. If `stored` gives the bytes of each layer in the
@@ -44,8 +44,10 @@ pub(super) fn weight_bytes(
         let norm = |norm: &NormSpec| -> Result<_> { Ok(gpu.zeros("a norm", norm.len.of(c))?) };
         let pack = |product: &'static Product| {
             let rows = product.linears.iter().map(|l| l.dims(c).0).sum();
-            let name = product.linears[0].name(index);
-            linear(gpu, kinds, &name, (rows, product.inputs(c)))
+            let inputs = product.inputs(c);
+            let parts = product.linears.iter().map(|l| kinds(&l.name(index)));
+            let kind = PackedKind::of_stack(parts, inputs)?;
+            Ok(DeviceLinear::zeros(gpu, kind, (rows, inputs))?)
         };
         let _layer: CudaLayer = Layer::new(index, c.layer(), pack, norm)?;
         Ok(account.held() - before)
@@ -62,7 +64,7 @@ pub(super) fn weight_bytes(
     let _embedding = if c.tie_word_embeddings {
         None
     } else {
-        Some(linear(
+        Some(matrix(
             gpu,
             kinds,
             EMBEDDING,
@@ -215,11 +217,13 @@ impl Request<'_> {
     }
 }
 
-/// The kinds of all Linears of the layers, by name, if the store knows them without reading
-/// the weights. A layer may hold its weights in more bits than the first does.
+/// The kinds of all Linears of the layers, by name, if the store knows their schemes without reading
+/// the weights; only these tell whether inputs are in activation order. A layer may hold its weights in
+/// more bits than the first does.
 pub(super) fn told_kinds(
     config: &ModelConfig,
     store: &dyn WeightStore,
+    act_order: bool,
 ) -> Option<BTreeMap<String, WeightKind>> {
     let layers = 0..config.num_hidden_layers;
     let names = layers.flat_map(|layer| {
@@ -228,7 +232,6 @@ pub(super) fn told_kinds(
     });
     let kind = |name: String| {
         let scheme = store.scheme(&name)?;
-        let act_order = false; // no GPU kernel runs it
         Some((name, WeightKind::Affine { scheme, act_order }))
     };
     names.map(kind).collect()

@@ -145,6 +145,22 @@ impl Store {
         store
     }
 
+    /// Rounded to schemes that a GGUF file of type Q4_K_M mixes, with parts of products among them
+    /// that differ.
+    pub(crate) fn k_quants(&self) -> Self {
+        let mut store = self.clone();
+        for (name, w) in &mut store.matrices {
+            let more = ["v_proj", "down_proj", "up_proj", HEAD, EMBEDDING];
+            let scheme = if more.iter().any(|part| name.contains(part)) {
+                AffineScheme::new(Bits::B8, Group::Size(16), Zeros::None)
+            } else {
+                AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Offset)
+            };
+            *w = round_to_nearest(w, scheme);
+        }
+        store
+    }
+
     /// The same weights as dense f32.
     pub(crate) fn dequantized(&self) -> Self {
         let mut store = self.clone();

@@ -67,6 +67,58 @@ fn halves_lie_where_the_products_read_them() {
     }
 }
 
+/// Parts of different schemes, and those in groups of 16 or activation order, become the halves of
+/// their values.
+#[test]
+fn what_no_kernel_reads_is_held_as_halves() {
+    let (rows, cols) = (24, 320);
+    let weight = |bits: Bits, group: usize, act_order: bool| {
+        let codes: Vec<u8> = (0..rows * cols)
+            .map(|i| (i * 7 % 251) as u8 & bits.max_code())
+            .collect();
+        let scales = (0..rows * cols / group).map(|i| f16::from_f32((i % 13 + 1) as f32 * 1e-3));
+        let parts = Parts {
+            codes: pack_rows(bits, &codes, cols).into(),
+            scales: GroupValues::Half(scales.collect()),
+            zeros: None,
+            offsets: None,
+            levels: None,
+            g_idx: act_order.then(|| (0..cols).map(|i| (i % (cols / group)) as u32).collect()),
+        };
+        let scheme = AffineScheme::new(bits, Group::Size(group as u32), Zeros::None);
+        let affine = AffineWeight::assemble(scheme, (rows, cols), parts).unwrap();
+        Weight::Quantized(QuantizedWeight::Affine(affine))
+    };
+    let dense = |w: &Weight| {
+        let mut values = vec![0f32; rows * cols];
+        for (row, values) in values.chunks_exact_mut(cols).enumerate() {
+            w.dequantize_row(row, values).unwrap();
+        }
+        Weight::Dense(Tensor::from_f32(vec![rows, cols], values).unwrap())
+    };
+    let packed = |parts: &[&Weight], stack| {
+        let packing = Packing::new(parts, stack).unwrap();
+        assert_eq!(packing.kind(), PackedKind::Fp16);
+        let mut codes = vec![0; packing.tiles() * packing.spans() * packing.kind().code_bytes()];
+        packing.pack(0, &mut codes, &mut []).unwrap();
+        (packing.scale(), codes)
+    };
+    let (int4, g16) = (weight(Bits::B4, 32, false), weight(Bits::B8, 16, false));
+    let ordered = weight(Bits::B4, 32, true);
+    for (parts, stack) in [
+        (vec![&int4, &g16], Stack::Concat),
+        (vec![&int4, &g16], Stack::Interleave),
+        (vec![&g16], Stack::Concat),
+        (vec![&ordered, &int4, &int4], Stack::Concat),
+    ] {
+        let values: Vec<Weight> = parts.iter().map(|w| dense(w)).collect();
+        let expected = packed(&values.iter().collect::<Vec<_>>(), stack);
+        assert!(packed(&parts, stack) == expected);
+    }
+    let alike = Packing::new(&[&int4, &int4], Stack::Concat).unwrap();
+    assert_ne!(alike.kind(), PackedKind::Fp16);
+}
+
 /// Codes of 4, 5 and 6 bits with scales in two levels, read back by the documented layout, have the
 /// weight's values, and what is past its end is zero.
 #[test]
