@@ -58,7 +58,8 @@ QUALITY = [
     ("bits chosen for 8.58 MB (`--target-size`)", "2026-11-22-mixes.csv", {"command": "--target-size 8580000B"}),
     ("bits chosen for 11.55 MB", "2026-11-22-mixes.csv", {"command": "--target-size 11.55MB --eval-tokens 4096"}),
     ("INT4 g64 (`--bits 4 --simple`)", "2026-11-21-methods.csv", {"method": "gptq", "tensor_bytes": "8502784"}),
-    ("INT4 g64, tuned to `--max-kld 0.02`", "2026-11-22-tuning.csv", {"command": "--max-kld 0.02 --tune-steps 600"}),
+    ("bits chosen for 8.58 MB, tuned on an H200", "2026-11-23-gpu-tuning.csv", {"steps": "600", "tensor_bytes": "8579072"}),
+    ("bits chosen for 10.16 MB, tuned on an H200", "2026-11-23-gpu-tuning.csv", {"steps": "600", "tensor_bytes": "10158592"}),
     ("bits chosen for 8.58 MB, tuned for 20 minutes on two CPU cores", "2026-11-23-cpu-tuning.csv", {"steps": "216"}),
 ]
 
@@ -114,17 +115,12 @@ def activations():
 
 
 def tuning():
-    file = "2026-11-22-tuning-variants.csv"
-    runs = [
-        ("400", "0.5/0.1", "0.0012"), ("1200", "0.5/0.1", "0.0006"), ("2400", "0.5/0.1", "0.0004"),
-        ("2400", "1/0.1", "0.0004"), ("4800", "1/0.1", "0.0003"),
-    ]
+    file = "2026-11-23-gpu-tuning-variants.csv"
     lines = []
-    for steps, strays, codes in runs:
-        r = row(file, batch="32", steps=steps, strays=strays, codes=codes)
-        share = {"0.5": "half", "1": "all"}[strays.split("/")[0]]
-        lines.append([whole(steps), codes, share, f"{float(r['books']):.4f}", f"{float(r['wiki']):.4f}", whole(r["seconds"])])
-    return table(["steps", "rate of codes", "sequences with stray tokens", "books", "WikiText", "seconds (H200)"], lines)
+    for steps, codes in [("600", "0.00125"), ("600", "0.0025"), ("600", "0.0049"), ("1500", "0.0014"), ("2400", "0.0011")]:
+        r = row(file, start="mix", steps=steps, codes=codes, other="")
+        lines.append([whole(steps), codes, *(f"{float(r[text]):.4f}" for text in ["held_out", "books", "wiki"])])
+    return table(["steps", "rate of codes", "sampled text", "books", "WikiText"], lines)
 
 
 def gpu_quantize():

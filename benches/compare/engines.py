@@ -2,7 +2,6 @@
 """Runs engines on what nq exports and writes which of them load it.
 
     python benches/compare/engines.py --nq target/release/nq --python VENV/bin/python
-    python benches/compare/engines.py --nq target/release/nq --llama DIR --text BOOKS.txt --calib MIX.jsonl
 
 Exports the demo model in every scheme of compressed-tensors, GPTQ and AWQ, loads each folder in the
 transformers that VENV has (GPTQ and AWQ where GPTQModel is installed beside it), and compares the
@@ -10,11 +9,6 @@ perplexity of 512 tokens with `nq eval --activations f32`. A folder loads if it 
 within 0.1 %. The rows go to formats/src/export/engines.csv, those of the same engine replaced; rows
 of engines that this script does not run (vLLM) are written by hand and kept. Not part of CI: the
 packages take some 5 GB.
-
-With --llama, a folder with llama.cpp's programs, it measures GGUF files of the demo model instead: KL
-divergence by llama-perplexity, on the first 700,000 bytes of --text in windows of 512, from the unquantized
-model, for files of nq and of llama-quantize with an importance matrix of --calib. Rows go to
-benches/records/DATE-gguf.csv.
 """
 
 import argparse
@@ -22,7 +16,6 @@ import csv
 import datetime
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -118,83 +111,13 @@ def measure(nq, python, home):
                    datetime.date.today().isoformat(), why or ""]
 
 
-# What `nq quantize demo --format gguf` is run with, and what llama-quantize makes beside it.
-OURS = ["--bits 4", "--target-size 8430000B", "--target-size 8580000B", "--bits 5", "--bits 6"]
-THEIRS = ["Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K"]
-TEXT_BYTES = 700_000
-FIGURES = {
-    "mean_kld": r"Mean +KLD: +([0-9.]+)",
-    "kld_99": r"99\.0% +KLD: +([0-9.]+)",
-    "same_top1": r"Same top p: +([0-9.]+)",
-    "perplexity": r"Mean PPL\(Q\) +: +([0-9.]+)",
-}
-
-
-def gguf_quality(nq, llama, text, calib, home, ours):
-    """Rows of what llama.cpp says of GGUF files of the demo model."""
-    env = {**os.environ, "NQ_HOME": str(home)}
-
-    def call(program, *args):
-        command = [str(program), *map(str, args)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)}: {done.stderr[-2000:]}")
-        return done.stdout + done.stderr
-
-    part, logits, source = home / "text.txt", home / "logits", home / "f32.gguf"
-    part.write_bytes(text.read_bytes()[:TEXT_BYTES])
-    call(nq, "convert", "demo", source, "--format", "gguf", "--type", "f32")
-    window = ["-c", 512, "-f", part, "--kl-divergence-base", logits]
-    call(llama / "llama-perplexity", "-m", source, *window)
-    documents = [json.loads(line) for line in calib.read_text().splitlines()]
-    words = [d.get("text") or "\n".join(m["content"] for m in d["messages"]) for d in documents]
-    mix, matrix = home / "calib.txt", home / "matrix.gguf"
-    mix.write_text("\n\n".join(words))
-    call(llama / "llama-imatrix", "-m", source, "-f", mix, "-o", matrix, "-c", 512)
-    makers = [("nq", flags) for flags in ours] + [("llama-quantize", kind) for kind in THEIRS]
-    for maker, how in makers:
-        out = home / "made.gguf"
-        if maker == "nq":
-            call(nq, "quantize", "demo", "--format", "gguf", *how.split(), "--device", "cpu", "--out", out, "--force")
-        else:
-            call(llama / "llama-quantize", "--imatrix", matrix, source, out, how)
-        sizes = json.loads(call(nq, "inspect", out, "--json"))
-        said = call(llama / "llama-perplexity", "-m", out, *window, "--kl-divergence")
-        found = {name: re.search(pattern, said) for name, pattern in FIGURES.items()}
-        if missing := [name for name, match in found.items() if not match]:
-            sys.exit(f"llama-perplexity says nothing of {', '.join(missing)}: {said[-2000:]}")
-        row = [maker, how, sizes["tensor_bytes"], out.stat().st_size, *(m[1] for m in found.values())]
-        print(*row, file=sys.stderr)
-        yield row
-
-
-def record_gguf(args):
-    """Writes the record of `gguf_quality`."""
-    with tempfile.TemporaryDirectory() as home:
-        rows = list(gguf_quality(args.nq, args.llama, args.text, args.calib, Path(home), args.made or OURS))
-    out = RECORDS / f"{datetime.date.today().isoformat()}-gguf.csv"
-    with out.open("w", newline="") as file:
-        file.write("# demo model, llama-perplexity --kl-divergence, windows of 512, against nq's F32 export\n")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["made_by", "command_or_type", "tensor_bytes", "file_bytes", *FIGURES])
-        writer.writerows(rows)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nq", default="nq")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--versions", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--perplexity", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--llama", type=Path, metavar="DIR", help="folder of llama.cpp's programs")
-    parser.add_argument("--text", type=Path, help="text that --llama measures on")
-    parser.add_argument("--calib", type=Path, help="text of the importance matrix, .jsonl")
-    parser.add_argument("--made", action="append", metavar="FLAGS", help="flags of nq quantize, in place of the usual")
     args = parser.parse_args()
-    if args.llama:
-        if not (args.text and args.calib):
-            parser.error("--llama needs --text and --calib")
-        return record_gguf(args)
     if args.versions:
         return print(json.dumps(versions()))
     if args.perplexity:
