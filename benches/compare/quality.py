@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
-TYPES = ["Q3_K_M", "Q4_0", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
+TYPES = ["Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
 USUAL = ["--bits 4 --simple", "--bits 4", "--bits 8"]
 SERIES = {
     "llama.cpp": ("#d9822b", "llama.cpp with an importance matrix"),

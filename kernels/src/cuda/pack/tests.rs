@@ -223,13 +223,15 @@ fn value(kind: PackedKind, codes: &[u8], meta: &[u8], row: usize, col: usize) ->
 
 #[test]
 fn the_greatest_is_found_wherever_it_is() {
-    for n in [1, 4096, 4097, 9000, (1 << 20) + 5] {
+    for (rows, inputs) in [(1, 1), (1, 4097), (90, 100), (1024, 1025)] {
+        let n = rows * inputs;
         for at in [0, n / 2, n - 1] {
             let mut values = vec![0.5f32; n];
             values[at] = -3.0;
             values[n / 3] = if n / 3 == at { -3.0 } else { f32::NAN };
-            let tensor = Tensor::from_f32(vec![n], values).unwrap();
-            assert_eq!(greatest_of(&tensor).unwrap(), 3.0, "{at} of {n}");
+            let tensor = Tensor::from_f32(vec![rows, inputs], values).unwrap();
+            let weight = Weight::Dense(tensor);
+            assert_eq!(greatest_of(&weight).unwrap(), 3.0, "{at} of {n}");
         }
     }
 }
