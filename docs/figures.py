@@ -60,7 +60,7 @@ QUALITY = [
     ("INT4 g64 (`--bits 4 --simple`)", "2026-11-21-methods.csv", {"method": "gptq", "tensor_bytes": "8502784"}),
     ("bits chosen for 8.58 MB, tuned on an H200", "2026-11-23-gpu-tuning.csv", {"steps": "600", "tensor_bytes": "8579072"}),
     ("bits chosen for 10.16 MB, tuned on an H200", "2026-11-23-gpu-tuning.csv", {"steps": "600", "tensor_bytes": "10158592"}),
-    ("bits chosen for 8.58 MB, tuned for 20 minutes on two CPU cores", "2026-11-23-cpu-tuning.csv", {"steps": "216"}),
+    ("bits chosen for 8.58 MB, tuned for 20 minutes on two CPU cores", "2026-11-23-cpu-tuning-by-step.csv", {"steps": "600"}),
 ]
 
 
