@@ -81,6 +81,24 @@ def quality():
     return table(["demo model", "size", "mean KLD", "perplexity", "same best token"], lines)
 
 
+LADDER = "2026-11-23-compare-quality.csv"
+
+
+def ladder():
+    """llama.cpp's types, and nq's files of the same size, in the order of their sizes."""
+    lines = []
+    for r in rows(LADDER, maker="llama.cpp"):
+        size = r["tensor_bytes"]
+        ours = {o["maker"]: o for o in rows(LADDER) if f"--target-size {size}B" in o["how"]}
+        cell = lambda o, text: f"{float(o[text]):.4f}" if o else ""
+        lines.append([
+            f"{int(size) / 1e6:.2f} MB", r["how"], cell(r, "books_kld"), cell(ours["nq"], "books_kld"),
+            cell(ours.get("nq gguf"), "books_kld"), cell(r, "wiki_kld"), cell(ours["nq"], "wiki_kld"),
+        ])
+    head = ["size", "llama.cpp", "KLD", "nq", "nq, as GGUF", "llama.cpp on WikiText", "nq on WikiText"]
+    return table(head, lines)
+
+
 def methods():
     names = [
         ("rtn", "rtn"), ("rtn with `--clip`", "rtn --clip"), ("awq", "awq"), ("gptq", "gptq"),
