@@ -131,9 +131,10 @@ class Ladder:
             self.llama("llama-perplexity", "-m", self.source, *judge)
         for f in ggufs:
             said = self.llama("llama-perplexity", "-m", f["file"], *judge, "--kl-divergence")
-            if not (found := re.search(r"Mean +KLD: +([0-9.]+)", said)):
-                sys.exit(f"llama-perplexity says nothing of the mean KLD: {said[-2000:]}")
-            f["as_run_kld"] = found[1]
+            # The mean so far, after the last window: llama-perplexity does not always print its summary.
+            if not (found := re.findall(r"^ *\d+ .*?± +\S+ +\S+ ± +\S+ +([0-9.]+) ±", said, re.MULTILINE)):
+                sys.exit(f"llama-perplexity prints no KL divergence: {said[-2000:]}")
+            f["as_run_kld"] = found[-1]
         yield
 
     def rows(self):
