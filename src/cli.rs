@@ -64,7 +64,15 @@ pub enum Command {
 }
 
 /// Flags for how a model is run.
-const RUNNING: [&str; 6] = ["device", "threads", "pin", "activations", "kernels", "isa"];
+const RUNNING: [&str; 7] = [
+    "device",
+    "threads",
+    "pin",
+    "cpu-experts",
+    "activations",
+    "kernels",
+    "isa",
+];
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
 /// not name them.
@@ -81,6 +89,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
         &[&[
             "device",
             "pin",
+            "cpu-experts",
             "activations",
             "kernels",
             "isa",
@@ -90,7 +99,13 @@ const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
     ),
     (
         "doctor",
-        &[&["activations", "kernels", "offline", "verbose"]],
+        &[&[
+            "cpu-experts",
+            "activations",
+            "kernels",
+            "offline",
+            "verbose",
+        ]],
     ),
 ];
 
@@ -203,6 +218,15 @@ pub struct Global {
     /// Bind every CPU thread to a physical core (Linux)
     #[arg(long, global = true)]
     pub pin: bool,
+    /// Of a mixture on a GPU: layers whose experts stay in the computer's memory and run on the CPU
+    /// [default: as few as the GPU's memory requires]
+    #[arg(
+        long = "cpu-experts",
+        id = "cpu-experts",
+        global = true,
+        value_name = "N"
+    )]
+    pub cpu_experts: Option<usize>,
     /// How inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16; the
     /// last two may end in -g16, -g32, -g64 or -g128 for groups other than 32 and 128
     #[arg(long, global = true, value_name = "A", default_value = "auto")]
@@ -279,6 +303,7 @@ impl Global {
             device: self.device,
             threads: self.threads,
             pin: self.pin,
+            cpu_experts: self.cpu_experts,
             activations: self.activations,
             kernels: match self.kernels {
                 KernelArg::Fused => KernelSet::Fused,

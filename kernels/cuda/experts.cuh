@@ -4,10 +4,8 @@
 //   UP    gated[s][.] = w_s silu(gate_e n) * up_e n,   n = x / rms(x) * gain, e = e_s
 //   DOWN  out[.] += sum over s of down_e gated[s]
 //
-// s counts the `per_token` experts of the greatest scores, of equal ones those of lower number; w_s is
-// the softmax of the scores over all experts, divided by the sum of those chosen where `normalized`.
-// Every block finds them out for itself, from `scores`: that is sooner than waiting for a kernel that
-// does. A score that is no number makes every weight one that is none.
+// s counts the experts that the row's scores choose, w_s are their weights (`choose.cuh`). Every block
+// finds them out for itself, from `scores`: that is sooner than waiting for a kernel that does.
 //
 // Both are the product of `gemv.cuh`, of a weight whose records lie elsewhere: UP's tiles are those
 // of one chosen expert after another, DOWN's spans likewise, over the inputs of all. blockIdx.y is
@@ -16,10 +14,8 @@
 // Bytes: codes + scales + zeros of the chosen experts once for each row; x once per block.
 #pragma once
 
+#include "choose.cuh"
 #include "gemv.cuh"
-
-constexpr int MOST_EXPERTS = 512;
-constexpr int MOST_CHOSEN = 32;
 
 struct ExpertsArgs {
     GemvArgs product;      // of the first row, over the records of `per_token` experts
@@ -33,56 +29,6 @@ struct ExpertsArgs {
     int out_stride;
     int unused;
 };
-
-struct Chosen {
-    int expert[MOST_CHOSEN];
-    float weight[MOST_CHOSEN];
-    uint32_t keys[MOST_EXPERTS];   // of all, while they are chosen from
-};
-
-// A float as a number of the same order, and back.
-DEVICE uint32_t ordered(float v) {
-    const uint32_t bits = __float_as_uint(v);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-DEVICE float unordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
-// A block of MOST_EXPERTS threads chooses the experts of a row: a thread counts how many are before its
-// own.
-DEVICE void choose(Chosen& to, const float* scores, const ExpertsArgs& a) {
-    const int e = threadIdx.x;
-    const bool there = e < a.experts;
-    const float score = there ? __ldcg(scores + e) : 0.f;
-    const uint32_t own = ordered(score);
-    to.keys[e] = there ? own : 0;   // less than any number's
-    const bool finite = __syncthreads_and(isfinite(score));
-    if (there) {
-        int before[4] = {};
-        for (int i = 0; i < a.experts; i += 4) {
-            const uint4 v = *reinterpret_cast<const uint4*>(to.keys + i);
-            // Of equals the lower number comes first.
-            before[0] += v.x > own || (v.x == own && i < e);
-            before[1] += v.y > own || (v.y == own && i + 1 < e);
-            before[2] += v.z > own || (v.z == own && i + 2 < e);
-            before[3] += v.w > own || (v.w == own && i + 3 < e);
-        }
-        const int place = before[0] + before[1] + (before[2] + before[3]);
-        if (place < a.per_token) to.expert[place] = e;
-    }
-    __syncthreads();
-    if (e < 32) {
-        const float most = unordered(to.keys[to.expert[0]]);
-        const float weight = e < a.per_token ? expf(unordered(to.keys[to.expert[e]]) - most) : 0.f;
-        float sum = weight;
-        if (!a.normalized) {
-            sum = 0.f;
-            for (int i = e; i < a.experts; i += 32) sum += expf(unordered(to.keys[i]) - most);
-        }
-        sum = warp_sum(sum);
-        if (e < a.per_token) to.weight[e] = finite ? weight / sum : __uint_as_float(0x7fc00000u);
-    }
-    __syncthreads();
-}
 
 // As `Requests`, of the chosen experts' records.
 template <class S, int EPI>
@@ -143,7 +89,7 @@ DEVICE void experts(const ExpertsArgs& a) {
     if constexpr (EPI == SILU) wait_for_predecessor();
     release_successor();
     static_assert(WARPS * 32 == MOST_EXPERTS);
-    choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a);
+    choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a.experts, a.per_token, a.normalized);
 
     GemvArgs p = a.product;
     p.x += size_t(blockIdx.y) * a.x_stride;

@@ -11,6 +11,10 @@
 // shared memory. x is row-major [m][spans * 256], its inputs in the order of the products
 // (`operand_index`).
 //
+// Of a mixture (`of_experts` not null), rows of x are sorted by the expert that multiplies them, and
+// the weight is the stack of all experts, `tiles` each: a block takes the rows and the expert of one
+// `ExpertRows`.
+//
 // Grid (rows / (WR RT 16), m / (WC NT 8)).
 // Bytes: codes once per column of blocks, x once per row of blocks.
 #pragma once
@@ -20,12 +24,21 @@
 
 enum GemmEpilogue { GEMM_STORE = 0, GEMM_ADD = 1, GEMM_SILU = 2 };
 
+// Rows of x for an expert, `first` .. `end`: as many as a block takes at most. None where they are equal.
+struct ExpertRows {
+    int expert;
+    int first;
+    int end;
+    int unused;
+};
+
 struct GemmArgs {
     const uint4* codes;
     const uint8_t* meta;
     const __half* x;     // [m][spans * SPAN] in operand order, zero past `inputs`
     float* y;            // STORE, ADD: [m][rows]
     __half* half;        // SILU: [m][padded] of rows / 2 values, in operand order
+    const ExpertRows* of_experts;   // of a mixture: what each block of rows of x takes; or null
     int m;
     int rows;
     int tiles;
@@ -37,6 +50,13 @@ struct GemmArgs {
     float scale;
     int parts;           // `gemm_wgmma.cuh`: blocks that share a tile
 };
+
+// What a block of `count` rows of x, the `index`-th, takes.
+DEVICE ExpertRows block_rows(const GemmArgs& p, int index, int count) {
+    if (p.of_experts == nullptr) return {0, index * count, p.m, 0};
+    const int4 v = __ldg(reinterpret_cast<const int4*>(p.of_experts) + index);
+    return {v.x, v.y, v.z, 0};
+}
 
 template <class S, int NT, int RT, int WR, int WC, int STAGES>
 struct Gemm {
@@ -57,7 +77,12 @@ struct Gemm {
         uint4* const ws = shared + STAGES * X_WORDS;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const int wr = warp % WR, wc = warp / WR;
-        const int tile0 = blockIdx.x * BT, m0 = blockIdx.y * BN;
+        const int tile0 = blockIdx.x * BT;
+        const ExpertRows block = block_rows(p, blockIdx.y, BN);
+        const int m0 = block.first;
+        if (m0 == block.end) return;
+        // Of the expert's records.
+        const size_t first_record = size_t(block.expert) * p.tiles * p.spans;
         const int steps = p.spans * 4;                       // of 64 inputs
         const size_t row_words = size_t(p.spans) * SPAN / 8;
 
@@ -68,13 +93,13 @@ struct Gemm {
                     // Rows past m repeat the last: their sums are not stored. Word u of row r
                     // stands at u ^ (r % 8): a matrix of eight rows then meets all banks.
                     const int r = i / 8, u = i % 8;
-                    const uint4* from = reinterpret_cast<const uint4*>(p.x) + size_t(min(m0 + r, p.m - 1)) * row_words + step * 8 + u;
+                    const uint4* from = reinterpret_cast<const uint4*>(p.x) + size_t(min(m0 + r, block.end - 1)) * row_words + step * 8 + u;
                     copy_async(x + r * 8 + (u ^ r % 8), from);
                 }
                 uint4* const w = ws + step % STAGES * W_WORDS;
                 for (int i = threadIdx.x; i < W_WORDS; i += THREADS) {
                     const int tile = min(tile0 + i / (BITS * 8), p.tiles - 1);
-                    copy_async(w + i, p.codes + (size_t(tile) * p.spans * 4 + step) * (BITS * 8) + i % (BITS * 8));
+                    copy_async(w + i, p.codes + ((first_record + size_t(tile) * p.spans) * 4 + step) * (BITS * 8) + i % (BITS * 8));
                 }
             }
             copy_commit();
@@ -91,7 +116,7 @@ struct Gemm {
 #pragma unroll
             for (int r = 0; r < RT; r++) {
                 const int tile = min(tile0 + wr * RT + r, p.tiles - 1);
-                const uint8_t* meta = p.meta + (size_t(tile) * p.spans + step / 4) * p.meta_bytes;
+                const uint8_t* meta = p.meta + (first_record + size_t(tile) * p.spans + step / 4) * p.meta_bytes;
 #pragma unroll
                 for (int s = 0; s < SLOTS; s++) of[r][s].load(meta, p.groups, step, 2 * s, g);
             }
@@ -149,7 +174,7 @@ struct Gemm {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int m = m0 + (wc * NT + n) * 8 + 2 * t + i;
-                    if (m >= p.m) continue;
+                    if (m >= block.end) continue;
                     const float low = acc[r][n][i] * p.scale, high = acc[r][n][i + 2] * p.scale;
                     const int row = tile * 16 + g;
                     if (p.epilogue == GEMM_SILU) {

@@ -48,14 +48,17 @@ struct WgmmaGemm {
     uint8_t* stages;
     uint64_t *full, *empty;
     const WgmmaArgs& args;
-    int part, m0;            // of the cluster's blocks, and the first row of x
+    int part;                // of the cluster's blocks
+    int m0, m_end;           // first row of x, and that after the last
+    int expert_tile;         // of the weight: the first of the expert; 0 without experts
     int first_step, steps;   // of 64 inputs: even
 
     DEVICE WgmmaGemm(uint8_t* stages, uint64_t* full, uint64_t* empty, const WgmmaArgs& args)
         : stages(stages), full(full), empty(empty), args(args) {
         const int parts = WR == 1 ? args.p.parts : 1, pairs = args.p.spans * 2;
         part = blockIdx.x % parts;
-        m0 = blockIdx.x / parts * N;
+        const ExpertRows rows = block_rows(args.p, blockIdx.x / parts, N);
+        m0 = rows.first, m_end = rows.end, expert_tile = rows.expert * args.p.tiles;
         first_step = part * pairs / parts * 2;
         steps = (part + 1) * pairs / parts * 2 - first_step;
     }
@@ -68,6 +71,7 @@ struct WgmmaGemm {
         // The copy engine's swizzle goes by address.
         uint8_t* const stages = raw + (1024 - shared_address(raw) % 1024) % 1024;
         WgmmaGemm self{stages, full, empty, args};
+        if (self.m0 == self.m_end) return;
         if (threadIdx.x == 0) {
             for (int i = 0; i < STAGES; i++) {
                 barrier_init(full + i, 1);
@@ -85,7 +89,7 @@ struct WgmmaGemm {
     // The copying warp.
     DEVICE void copy() const {
         const GemmArgs& p = args.p;
-        const int tile0 = blockIdx.y * TILES;
+        const int tile0 = expert_tile + blockIdx.y * TILES;
         if (threadIdx.x % 32 != 0) return;
         const int bytes = X_BYTES + TILES * (CODE_BYTES + (BITS == 16 ? 0 : p.meta_bytes));
         for (int step = 0; step < steps; step++) {
@@ -213,7 +217,7 @@ struct WgmmaGemm {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int m = m1 + n * 8 + i % 2, r = row + i / 2 * 8;
-                if (m >= p.m || r >= p.rows) continue;
+                if (m >= m_end || r >= p.rows) continue;
                 float* const y = p.y + size_t(m) * p.rows + r;
                 const float v = sums[n * 4 + i] * p.scale;
                 // Nobody else adds here: the order is given. An addition in L2 need not be waited for.
@@ -242,7 +246,7 @@ struct WgmmaGemm {
         const int pair = (blockIdx.y * TILES + tile / 4 * 4) * 8;   // the first of the 32
         for (int i = threadIdx.x % 128; i < COUNT * 8; i += 128) {
             const int m = m0 + first + i / 4;
-            if (m < p.m && pair < p.padded)
+            if (m < m_end && pair < p.padded)
                 reinterpret_cast<uint4*>(p.half + size_t(m) * p.padded + pair)[i % 4] =
                     *reinterpret_cast<const uint4*>(out + i / 4 * OUT_ROW + i % 4 * 16);
         }

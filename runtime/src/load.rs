@@ -128,6 +128,9 @@ pub struct LoadOptions {
     pub activations: ActivationChoice,
     /// Family of kernels.
     pub kernels: KernelSet,
+    /// Of a mixture of experts on a GPU: number of layers, from the first on, whose experts stay in the
+    /// computer's memory and run on the CPU; `None`: as few as the GPU's memory requires.
+    pub cpu_experts: Option<usize>,
     /// A session that will be opened later: a GPU must have room for it too, which is checked before
     /// anything is allocated.
     pub session: Option<SessionSpec>,

@@ -33,11 +33,12 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 17] = [
+const BENCHES: [Bench; 18] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
     ("experts", products::experts),
+    ("grouped", products::grouped),
     ("gemm_step", products::gemm_step),
     ("gemm", products::gemm),
     ("linear_reference", products::linear_reference),

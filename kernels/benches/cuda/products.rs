@@ -4,8 +4,8 @@ use super::timing::{MODELS, SCHEMES, Scheme, Timing, VOCAB};
 use nq_formats::Experts;
 use nq_kernels::Result;
 use nq_kernels::cuda::{
-    Buffer, Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, PartialSums, StepOutput, best_len,
-    gated_width,
+    Buffer, Columns, DeviceLinear, GemmOutput, GemvOutput, GroupedRows, Norm, PartialSums,
+    StepOutput, best_len, gated_width,
 };
 
 /// Buffers of a product of `m` rows.
@@ -60,24 +60,62 @@ fn step_output<'a>(product: &str, gain: &'a Buffer<f32>, y: &'a mut Buffer<f32>)
     }
 }
 
-/// The experts of Qwen3-30B-A3B: gate and up, then down, of 8 in 128 experts.
-pub(crate) fn experts(t: &mut Timing) -> Result<()> {
-    let e = Experts {
-        count: 128,
-        per_token: 8,
-        width: 768,
-        normalized: true,
-    };
-    let hidden = 2048;
+/// Of Qwen3-30B-A3B.
+const EXPERTS: Experts = Experts {
+    count: 128,
+    per_token: 8,
+    width: 768,
+    normalized: true,
+};
+
+/// Scores of `m` rows that choose different experts.
+fn scores(t: &Timing, m: usize) -> Result<Buffer<f32>> {
+    let scores: Vec<f32> = (0..m * EXPERTS.count)
+        .map(|i| (i * 7919 % 1009) as f32 / 500.0)
+        .collect();
+    t.gpu.upload("a benchmark", &scores)
+}
+
+/// The experts of many rows, grouped: sorting the rows, gate and up, down.
+pub(crate) fn grouped(t: &mut Timing) -> Result<()> {
+    let (e, hidden) = (EXPERTS, 2048);
     for (scheme, name) in SCHEMES {
         let up = t.weights(scheme, 2 * e.count * e.width, hidden)?;
         let down = t.weights(scheme, e.count * hidden, e.width)?;
-        for m in [1, 4, 16] {
+        for m in [16, 32, 64, 128, 512] {
             let mut b = Operands::new(t, m, hidden, hidden)?;
-            let scores: Vec<f32> = (0..m * e.count)
-                .map(|i| (i * 7919 % 1009) as f32 / 500.0)
-                .collect();
-            let scores = t.gpu.upload("a benchmark", &scores)?;
+            let scores = scores(t, m)?;
+            let mut rows = GroupedRows::new(&t.gpu, e, hidden, m)?;
+            let read = |w: &DeviceLinear| w.bytes() / e.count * e.count.min(m * e.per_token);
+            let moved = 2 * m * (1 + e.per_token) * hidden;
+            t.alone(&format!("group {m} rows {name}"), moved, |_| {
+                t.stream.group_rows(&b.half, &scores, &mut rows, m)
+            })?;
+            t.alone(&format!("up of {m} rows {name}"), read(&up[0]), |turn| {
+                t.stream.grouped_up(&up[turn % up.len()], &mut rows)
+            })?;
+            t.alone(
+                &format!("down of {m} rows {name}"),
+                read(&down[0]),
+                |turn| {
+                    let w = &down[turn % down.len()];
+                    t.stream.grouped_down(w, &mut rows, &mut b.y)
+                },
+            )?;
+        }
+    }
+    Ok(())
+}
+
+/// The experts of few rows: gate and up, then down, of 8 in 128 experts.
+pub(crate) fn experts(t: &mut Timing) -> Result<()> {
+    let (e, hidden) = (EXPERTS, 2048);
+    for (scheme, name) in SCHEMES {
+        let up = t.weights(scheme, 2 * e.count * e.width, hidden)?;
+        let down = t.weights(scheme, e.count * hidden, e.width)?;
+        for m in [1, 4, 16, 32, 64] {
+            let mut b = Operands::new(t, m, hidden, hidden)?;
+            let scores = scores(t, m)?;
             let mut gated = t.gpu.zeros("a benchmark", m * gated_width(&e))?;
             let read = |w: &DeviceLinear| m * w.bytes() / e.count * e.per_token;
             t.chained(&format!("up of {m} rows {name}"), read(&up[0]), |turn| {

@@ -8,7 +8,7 @@ use super::pack::{PackedKind, SPAN, TILE};
 use crate::error::Result;
 use nq_formats::Experts;
 
-/// Most experts in a layer (`cuda/experts.cuh`).
+/// Most experts in a layer (`cuda/choose.cuh`).
 pub const MOST_EXPERTS: usize = 512;
 /// Most experts per row.
 pub const MOST_CHOSEN: usize = 32;
@@ -38,7 +38,7 @@ struct ExpertsArgs {
     unused: i32,
 }
 
-/// `sizeof(Chosen)` of `cuda/experts.cuh`.
+/// `sizeof(Chosen)` of `cuda/choose.cuh`.
 const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
 
 /// Values per row between up and down: those of each chosen expert.
@@ -230,7 +230,12 @@ struct Launch {
 }
 
 /// Refuses sizes that the kernels do not support, and `rows` that are not `each` for every expert.
-fn check(o: &Operands<'_>, e: &Experts, (rows, each): (usize, usize), m: usize) -> Result<()> {
+pub(super) fn check(
+    o: &Operands<'_>,
+    e: &Experts,
+    (rows, each): (usize, usize),
+    m: usize,
+) -> Result<()> {
     o.at_least("rows", 1, m)?;
     o.at_most("rows", u16::MAX.into(), m)?;
     o.at_most("experts", MOST_EXPERTS, e.count)?;

@@ -1,6 +1,6 @@
 //! Products of many rows at once.
 
-use super::driver::{Address, Buffer, LaunchShape, Matrix, Stream, TensorMap};
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Matrix, Stream, TensorMap};
 use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
@@ -35,6 +35,7 @@ struct GemmArgs {
     x: Address,
     y: Address,
     half: Address,
+    of_experts: Address,
     m: i32,
     rows: i32,
     tiles: i32,
@@ -157,15 +158,15 @@ const LEAST_STEPS: usize = 8;
 const WGMMA_ROWS: usize = 17;
 
 impl WgmmaInstance {
-    /// Estimated microseconds for `m` rows of x and `tiles` tiles of weights over `spans` spans, in
-    /// `parts`.
+    /// Estimated microseconds for `columns` blocks of rows of x and `tiles` tiles of weights over `spans`
+    /// spans, in `parts`.
     fn time(
         &self,
         multiprocessors: usize,
-        (m, tiles, spans): (usize, usize, usize),
+        (columns, tiles, spans): (usize, usize, usize),
         parts: usize,
     ) -> f64 {
-        let blocks = parts * m.div_ceil(self.rows) * tiles.div_ceil(self.groups * 4);
+        let blocks = parts * columns * tiles.div_ceil(self.groups * 4);
         let turns = blocks.div_ceil(multiprocessors.max(1)) as f64;
         let steps = (4 * spans) as f64 / parts as f64;
         let busy = turns * (self.work.0 * steps + self.work.1);
@@ -183,7 +184,11 @@ impl WgmmaInstance {
             PARTS.into_iter().filter(move |&p| p <= most)
         };
         let all = (0..WGMMA_INSTANCES.len()).flat_map(|i| parts(i).map(move |p| (i, p)));
-        let time = |(i, p): (usize, usize)| WGMMA_INSTANCES[i].time(multiprocessors, shape, p);
+        let time = |(i, p): (usize, usize)| {
+            let of = &WGMMA_INSTANCES[i];
+            let columns = shape.0.div_ceil(of.rows);
+            of.time(multiprocessors, (columns, shape.1, shape.2), p)
+        };
         all.min_by(|&a, &b| time(a).total_cmp(&time(b)))
             .unwrap_or((0, 1))
     }
@@ -193,6 +198,19 @@ impl WgmmaInstance {
         let stage = self.rows * 128 + self.groups * 4 * (kind.bits() * 128 + kind.meta_room());
         1024 + STAGES * stage.next_multiple_of(1024) + self.groups * self.rows * 80
     }
+}
+
+/// Rows that a block of [`Stream::gemm_experts`] takes if experts have `mean` rows on average: rows are dealt
+/// unevenly, and few experts should need a second block.
+pub(super) fn rows_of_experts(gpu: &Gpu, mean: usize) -> usize {
+    let most = match gpu.info().capability {
+        (9, 0) => 128,
+        _ => 64,
+    };
+    [8, 16, 64]
+        .into_iter()
+        .find(|&n| 2 * mean <= n)
+        .unwrap_or(most)
 }
 
 impl Stream {
@@ -226,6 +244,7 @@ impl Stream {
             x: o.of("x", x, &[m, spans, SPAN])?,
             y,
             half,
+            of_experts: Address::NULL,
             m: m as i32,
             rows: packed.rows,
             tiles: w.tiles() as i32,
@@ -244,22 +263,121 @@ impl Stream {
             // Absent in a build without sm_90a.
             if self.gpu().has_kernel(&GEMM_WGMMA.of_kind(instance, kind)) {
                 let parts = parts as i32;
-                return self.gemm_wgmma(kind, instance, GemmArgs { parts, ..args });
+                let columns = m.div_ceil(WGMMA_INSTANCES[instance].rows);
+                let args = GemmArgs { parts, ..args };
+                // SAFETY: the operands were checked.
+                return unsafe { self.gemm_wgmma(w, instance, args, columns) };
             }
         }
         let instance = Instance::choose(info.shared_memory, m, kind);
-        let of = &INSTANCES[instance];
-        let grid = (w.tiles().div_ceil(of.tiles), m.div_ceil(of.rows), 1);
-        let shape = LaunchShape::new(grid, of.threads).shared(of.shared(kind));
+        let columns = m.div_ceil(INSTANCES[instance].rows);
         // SAFETY: the operands were checked.
-        unsafe { self.launch(GEMM.of_kind(instance, kind), shape, &args) }
+        unsafe { self.gemm_mma(w, instance, args, columns) }
     }
 
-    /// The same product by a kernel of `cuda/gemm_wgmma.cu`.
-    fn gemm_wgmma(&self, kind: PackedKind, instance: usize, p: GemmArgs) -> Result<()> {
-        let gpu = self.gpu();
+    /// Multiplies rows that are sorted by expert, each by its expert's part of the stack `w`: `x`
+    /// `[routes, inputs padded to 256]` as in [`Stream::gemm`]. `blocks` says which rows each of `columns`
+    /// blocks of [`rows_of_experts`] takes.
+    ///
+    /// # Safety
+    /// On the device, each of `blocks` has an expert below `experts` and rows within `routes`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    pub(super) unsafe fn gemm_experts(
+        &self,
+        (w, experts): (&DeviceLinear, usize),
+        x: &Buffer<u16>,
+        output: GemmOutput<'_>,
+        routes: usize,
+        blocks: &Buffer<[i32; 4]>,
+        (columns, block_rows): (usize, usize),
+    ) -> Result<()> {
+        let o = self.operands("gemm_experts");
+        let (spans, kind) = (w.spans(), w.kind());
+        o.multiple("rows of the stack", experts * TILE, w.rows())?;
+        let (rows, tiles) = (w.rows() / experts, w.tiles() / experts);
+        let padded = (rows / 2).next_multiple_of(SPAN);
+        let (y, half, epilogue) = match output {
+            GemmOutput::Store(y) => (o.of("y", y, &[routes, rows])?, Address::NULL, 0),
+            GemmOutput::Add(y) => (o.of("y", y, &[routes, rows])?, Address::NULL, 1),
+            GemmOutput::Silu(half) => {
+                let half = o.of("FP16 output", half, &[routes, padded])?;
+                (Address::NULL, half, 2)
+            }
+        };
+        let packed = w.args(&o)?;
+        let args = GemmArgs {
+            codes: packed.codes,
+            meta: packed.meta,
+            x: o.of("x", x, &[routes, spans, SPAN])?,
+            y,
+            half,
+            of_experts: o.of("blocks", blocks, &[columns])?,
+            m: routes as i32,
+            rows: rows as i32,
+            tiles: tiles as i32,
+            spans: packed.spans,
+            groups: packed.groups,
+            meta_bytes: packed.meta_bytes,
+            padded: padded as i32,
+            epilogue,
+            scale: packed.scale,
+            parts: 1,
+        };
+        let info = self.gpu().info();
+        if info.capability == (9, 0) {
+            let shape = (columns, tiles, spans);
+            let fitting =
+                (0..WGMMA_INSTANCES.len()).filter(|&i| WGMMA_INSTANCES[i].rows == block_rows);
+            let time = |i: usize| WGMMA_INSTANCES[i].time(info.multiprocessors, shape, 1);
+            let best = fitting.min_by(|&a, &b| time(a).total_cmp(&time(b)));
+            if let Some(i) = best
+                && self.gpu().has_kernel(&GEMM_WGMMA.of_kind(i, kind))
+            {
+                // SAFETY: the operands were checked; the caller answers for the blocks.
+                return unsafe { self.gemm_wgmma(w, i, args, columns) };
+            }
+        }
+        let Some(i) = INSTANCES.iter().position(|i| i.rows == block_rows) else {
+            return o.refuse("rows of a block", "those of an instance", block_rows);
+        };
+        // SAFETY: the operands were checked; the caller answers for the blocks.
+        unsafe { self.gemm_mma(w, i, args, columns) }
+    }
+
+    /// Launches a kernel of `cuda/gemm.cu` over `columns` blocks of rows of x.
+    ///
+    /// # Safety
+    /// `p` holds checked operands.
+    unsafe fn gemm_mma(
+        &self,
+        w: &DeviceLinear,
+        instance: usize,
+        p: GemmArgs,
+        columns: usize,
+    ) -> Result<()> {
+        let (of, kind) = (&INSTANCES[instance], w.kind());
+        let grid = ((p.tiles as usize).div_ceil(of.tiles), columns, 1);
+        let shape = LaunchShape::new(grid, of.threads).shared(of.shared(kind));
+        // SAFETY: by the caller.
+        unsafe { self.launch(GEMM.of_kind(instance, kind), shape, &p) }
+    }
+
+    /// Launches a kernel of `cuda/gemm_wgmma.cu` over `columns` blocks of rows of x.
+    ///
+    /// # Safety
+    /// `p` holds checked operands.
+    unsafe fn gemm_wgmma(
+        &self,
+        w: &DeviceLinear,
+        instance: usize,
+        p: GemmArgs,
+        columns: usize,
+    ) -> Result<()> {
+        let (gpu, kind) = (self.gpu(), w.kind());
         let of = &WGMMA_INSTANCES[instance];
-        let (m, tiles, spans) = (p.m as usize, p.tiles as usize, p.spans as usize);
+        let (m, spans) = (p.m as usize, p.spans as usize);
         let block = of.groups * 4;
         let x = gpu.tensor_map(Matrix {
             address: p.x,
@@ -275,7 +393,7 @@ impl Stream {
         let codes = gpu.tensor_map(Matrix {
             address: p.codes,
             element,
-            rows: tiles,
+            rows: w.tiles(),
             width: spans * 4 * step,
             tile: (block, step),
             swizzled: false,
@@ -286,7 +404,7 @@ impl Stream {
             _ => gpu.tensor_map(Matrix {
                 address: p.meta,
                 element: 4,
-                rows: tiles,
+                rows: w.tiles(),
                 width: spans * words,
                 tile: (block, words),
                 swizzled: false,
@@ -294,11 +412,12 @@ impl Stream {
         };
         let args = WgmmaArgs { x, codes, meta, p };
         let parts = p.parts as usize;
-        let grid = (parts * m.div_ceil(of.rows), tiles.div_ceil(block), 1);
+        let tiles = p.tiles as usize;
+        let grid = (parts * columns, tiles.div_ceil(block), 1);
         let shape = LaunchShape::new(grid, of.groups * 128 + 32)
             .shared(of.shared(kind))
             .clusters_of(parts);
-        // SAFETY: the caller checked the operands; the boxes are those of the kernel.
+        // SAFETY: by the caller; the boxes are those of the kernel.
         unsafe { self.launch(GEMM_WGMMA.of_kind(instance, kind), shape, &args) }
     }
 }

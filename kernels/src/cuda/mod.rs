@@ -17,6 +17,7 @@ mod gemm;
 mod gemm_step;
 mod gemv;
 mod grad;
+mod grouped;
 mod kernel;
 mod linear;
 pub mod pack;
@@ -35,14 +36,15 @@ pub use attention::{
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{
-    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, Mapped, Mark, Pinned, Stream, check_device,
-    device_count, driver_needed,
+    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, HostStage, HostWork, Mapped, Mark, Pinned,
+    Stream, check_device, device_count, driver_needed,
 };
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};
 pub use gemv::{GemvOutput, Norm};
 pub use grad::{CudaOps, GemmPrecision};
+pub use grouped::GroupedRows;
 pub use kernel::KernelRow;
 pub use linear::{DeviceLinear, Uploader};
 pub use pack::{PackedKind, Stack, operand_index};

@@ -1,11 +1,13 @@
 //! The table of kernels: all rows of all files with launchers.
 
 use super::kernel::KernelRow;
-use super::{advance, attention, bandwidth, batch, experts, gemm, gemm_step, gemv, grad, linear};
+use super::{
+    advance, attention, bandwidth, batch, experts, gemm, gemm_step, gemv, grad, grouped, linear,
+};
 use super::{prefill, rows, second_order, step_cluster};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 20] = [
+static TABLE: [&[&KernelRow]; 21] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -20,6 +22,7 @@ static TABLE: [&[&KernelRow]; 20] = [
     grad::gemm::ROWS,
     grad::layer::ROWS,
     grad::train::ROWS,
+    grouped::ROWS,
     linear::ROWS,
     prefill::ROWS,
     rows::ROWS,

@@ -2,7 +2,9 @@
 
 use super::{dense, gpu, pack};
 use nq_formats::DType;
-use nq_kernels::cuda::{GemvOutput, Gpu, Norm, Stack, table};
+use nq_kernels::cuda::{GemvOutput, Gpu, HostWork, Norm, Stack, table};
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Values put in a stream are in order with the work before and after, whatever happens to the
 /// host's values afterwards.
@@ -154,4 +156,53 @@ fn the_table_is_the_device_s() {
     if gpu.info().driver < 12_040 {
         println!("skipped: sizes of arguments, which this driver does not tell");
     }
+}
+
+/// Work of the CPU sees what was queued before it and is seen by what comes after, queued and recorded;
+/// a panic makes NaN.
+#[test]
+fn the_cpu_works_in_the_order_of_the_stream() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let mut x = gpu.upload("a test", &[1f32, 2.0, 3.0, 4.0]).unwrap();
+    let y = gpu.upload("a test", &[10f32, 20.0]).unwrap();
+    let work: Arc<HostWork> = Arc::new(|x: &mut [f32], y: &[f32]| {
+        std::thread::sleep(Duration::from_millis(5));
+        x.iter_mut()
+            .zip(y.iter().cycle())
+            .for_each(|(x, y)| *x += y);
+        assert!(x[0] < 1000.0, "a test");
+    });
+    let mut found = [0f32; 4];
+    {
+        let stage = gpu.host_stage("a test", 5).unwrap();
+        for _ in 0..3 {
+            stream.on_host(&stage, &work, (&mut x, 3), (&y, 2)).unwrap();
+        }
+        let graph = stream
+            .record(|| stream.on_host(&stage, &work, (&mut x, 3), (&y, 1)))
+            .unwrap();
+        for _ in 0..4 {
+            stream.run(&graph).unwrap();
+        }
+        assert!(stream.on_host(&stage, &work, (&mut x, 4), (&y, 2)).is_err());
+        stream.synchronize().unwrap();
+        x.read(0, &mut found).unwrap();
+        assert_eq!(found, [71.0, 102.0, 73.0, 4.0]);
+        drop(stage);
+        // The graph has its own share of the memory.
+        stream.run(&graph).unwrap();
+        stream.synchronize().unwrap();
+        x.read(0, &mut found).unwrap();
+        assert_eq!(found, [81.0, 112.0, 83.0, 4.0]);
+    }
+    let stage = gpu.host_stage("a test", 5).unwrap();
+    stream.put(&mut x, 0, &[1e6]).unwrap();
+    stream.on_host(&stage, &work, (&mut x, 3), (&y, 2)).unwrap();
+    drop(stage);
+    x.read(0, &mut found).unwrap();
+    assert!(
+        found[..3].iter().all(|v| v.is_nan()) && found[3] == 4.0,
+        "{found:?}"
+    );
 }

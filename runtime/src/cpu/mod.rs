@@ -1,6 +1,6 @@
 //! The CPU engine: nq's own forward over `nq_kernels::cpu`.
 
-mod layer;
+pub(crate) mod layer;
 mod session;
 mod stepper;
 

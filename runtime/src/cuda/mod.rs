@@ -1,5 +1,6 @@
 //! The GPU engine: nq's own forward over `nq_kernels::cuda`.
 
+mod host_experts;
 mod model;
 mod plan;
 mod session;
@@ -46,7 +47,7 @@ pub(crate) fn planned(
         config: c,
         kernels: KernelSet::Fused,
         head: &plan::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds)?,
-        weights: plan::weight_bytes(c, kinds, None)?,
+        weights: plan::weight_bytes(c, kinds, None, 0)?,
         session: Some(spec),
     };
     request.plan()
@@ -80,14 +81,7 @@ impl CudaEngine {
         }
         let gpu = Gpu::open(ordinal)?;
         let device = gpu.info().to_string();
-        let (model, bits) = CudaModel::load(
-            gpu,
-            config,
-            store,
-            options.kernels,
-            options.session.as_ref(),
-            progress,
-        )?;
+        let (model, bits) = CudaModel::load(gpu, config, store, options, progress)?;
         let description = EngineDescription {
             engine: "nq".into(),
             device,

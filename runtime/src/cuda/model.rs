@@ -1,10 +1,12 @@
 //! A model's weights on a GPU.
 
-use super::plan::{self, Request, stored_by_layer, told_kinds, weight_bytes};
+use super::host_experts::{HostExperts, is_of_experts};
+use super::plan::{self, Request, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::session::most_together;
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
 use crate::forward::{Attention, Layer};
+use crate::load::LoadOptions;
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
@@ -29,6 +31,7 @@ pub(super) struct CudaModel {
     /// Device memory that weights take.
     pub(super) weights: usize,
     pub(super) layers: Vec<CudaLayer>,
+    pub(super) host: HostExperts,
     pub(super) norm: Buffer<f32>,  // [hidden]
     pub(super) head: DeviceLinear, // [vocab, hidden]
     /// `[vocab, hidden]`; `None` if the head is the same matrix.
@@ -74,15 +77,19 @@ impl HeldAsHalves {
     }
 }
 
-/// Packs the weights of layer `index`.
+/// Packs the weights of layer `index`, without its experts if they are on the CPU.
 fn pack_layer(
     uploader: &mut Uploader,
     index: usize,
     weights: &LayerWeights,
+    experts_on_host: bool,
     halves: &mut HeldAsHalves,
 ) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
     let linear = |product: &'static Product| {
+        if experts_on_host && is_of_experts(weights.spec, product) {
+            return Ok(no_weight(&gpu)?);
+        }
         let stack = stack(weights.spec, product);
         halves.pack(uploader, &weights.product(product), stack)
     };
@@ -110,11 +117,12 @@ impl CudaModel {
         gpu: Gpu,
         config: &ModelConfig,
         store: &dyn WeightStore,
-        kernels: KernelSet,
-        session: Option<&SessionSpec>,
+        options: &LoadOptions,
         progress: &dyn Progress,
     ) -> Result<(Self, usize)> {
+        let kernels = options.kernels;
         check_shape(config, kernels)?;
+        HostExperts::check(config, options.cpu_experts.unwrap_or(0))?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         let head_weight = models::head(store, config)?;
@@ -143,7 +151,6 @@ impl CudaModel {
         let layers = config.num_hidden_layers;
         let stored = stored_by_layer(&store.entries(), layers).unwrap_or_else(|| vec![1; layers]);
         let stored = Some(&stored[..]).filter(|_| !tells_all);
-        let weights = weight_bytes(config, &kinds, stored)?;
         let dry = Gpu::dry(gpu.info().clone(), Account::gpu());
         let request = Request {
             info: gpu.info(),
@@ -151,10 +158,17 @@ impl CudaModel {
             config,
             kernels,
             head: &plan::head(&dry, config, &kinds)?,
-            weights,
-            session,
+            weights: 0,
+            session: options.session.as_ref(),
         };
-        request.check(gpu.free_memory()?)?;
+        let free = gpu.free_memory()?;
+        let (on_host, weights) = split(request, options.cpu_experts, free, |on_host| {
+            weight_bytes(config, &kinds, stored, on_host)
+        })?;
+        if on_host > 0 {
+            // The CPU packs weights in about as many bytes as the GPU.
+            HostExperts::check_memory(weight_bytes(config, &kinds, stored, 0)? - weights)?;
+        }
         let mut uploader = Uploader::new(&gpu)?;
 
         let mut dense_f32 = false;
@@ -177,6 +191,7 @@ impl CudaModel {
         };
         drop(embedding_weight);
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
+        let mut host = HostExperts::default();
         let mut first = Some(first);
         for index in 0..config.num_hidden_layers {
             let weights = match first.take() {
@@ -184,7 +199,17 @@ impl CudaModel {
                 None => LayerWeights::read(store, config, index)?,
             };
             count(&weights.linears.values().collect::<Vec<_>>());
-            layers.push(pack_layer(&mut uploader, index, &weights, &mut halves)?);
+            let experts_on_host = index < on_host;
+            if experts_on_host {
+                host.add(config, options, &weights)?;
+            }
+            layers.push(pack_layer(
+                &mut uploader,
+                index,
+                &weights,
+                experts_on_host,
+                &mut halves,
+            )?);
             weights.linears.values().for_each(|w| done.add(w));
         }
         let norm = models::final_norm(store, config)?;
@@ -193,6 +218,14 @@ impl CudaModel {
         done.end();
         note_held(config, store, AffineScheme::held_on_gpu, progress);
         halves.note(progress);
+        if host.layers() > 0 {
+            progress.note(&format!(
+                "the experts of {} of {} layers ({}) are in the computer's memory and run on the CPU",
+                host.layers(),
+                config.num_hidden_layers,
+                human_bytes(host.bytes() as u64)
+            ));
+        }
         if dense_f32 {
             progress.note("F32 weights run as FP16 on the GPU");
         }
@@ -203,6 +236,7 @@ impl CudaModel {
             gpu,
             kernels,
             layers,
+            host,
             norm,
             head,
             embedding,
@@ -236,6 +270,7 @@ impl CudaModel {
             .map(|l| l.bytes_per_token(&self.config, DeviceLinear::bytes))
             .sum::<usize>()
             + norms.map(Buffer::bytes).sum::<usize>()
+            + self.host.bytes_per_token(self.config.experts.as_ref())
             + self.norm.bytes()
             + self.head.bytes()
     }
@@ -254,6 +289,34 @@ impl CudaModel {
             eps: self.config.rms_norm_eps,
         }
     }
+}
+
+/// The number of layers whose experts stay on the CPU, and the bytes of the other weights, which
+/// `weights` tells for such a number: as many as `wanted`, or else as few as `free` bytes require.
+///
+/// # Errors
+/// [`Error::DeviceMemory`] if the request does not fit; errors of `weights`.
+fn split(
+    request: Request<'_>,
+    wanted: Option<usize>,
+    free: usize,
+    weights: impl Fn(usize) -> Result<usize>,
+) -> Result<(usize, usize)> {
+    let least = wanted.unwrap_or(0);
+    let most = match (wanted, request.config.experts) {
+        (None, Some(_)) => request.config.num_hidden_layers,
+        _ => least,
+    };
+    for on_host in least..=most {
+        let weights = weights(on_host)?;
+        let request = Request { weights, ..request };
+        if request.fits(free) {
+            return Ok((on_host, weights));
+        }
+    }
+    let weights = weights(most)?;
+    Request { weights, ..request }.check(free)?;
+    Ok((most, weights))
 }
 
 /// Refuses shapes that the kernels do not serve.

@@ -1,6 +1,7 @@
 //! The GPU memory that a model and its sessions will take, before any of it is allocated: their
 //! constructors are run on a device that only counts.
 
+use super::host_experts::is_of_experts;
 use super::model::CudaLayer;
 use super::session::SessionMemory;
 use crate::engine::{DeviceMemory, SessionSpec};
@@ -22,13 +23,19 @@ fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Resu
     Ok(DeviceLinear::zeros(gpu, kind, dims)?)
 }
 
+/// A weight that takes no place of another's: its experts are on the CPU.
+pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
+    DeviceLinear::zeros(gpu, PackedKind::Fp16, (0, 0))
+}
+
 /// Reserves the head.
 pub(super) fn head(gpu: &Gpu, c: &ModelConfig, kinds: Kinds<'_>) -> Result<DeviceLinear> {
     matrix(gpu, kinds, names::head(c), (c.vocab_size, c.hidden_size))
 }
 
-/// Bytes that packed weights of these kinds take. If `stored` gives the bytes of each layer in the
-/// file, only the first layer is packed, and the others are scaled by their stored sizes.
+/// Bytes that packed weights of these kinds take, without the experts of the first `on_host` layers. If
+/// `stored` gives the bytes of each layer in the file, only the first layer is packed, and the others are
+/// scaled by their stored sizes.
 ///
 /// # Errors
 /// A weight that no kernel serves.
@@ -36,13 +43,17 @@ pub(super) fn weight_bytes(
     c: &ModelConfig,
     kinds: Kinds<'_>,
     stored: Option<&[u64]>,
+    on_host: usize,
 ) -> Result<usize> {
     let account = Account::gpu();
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
-    let layer = |index: usize| -> Result<usize> {
+    let layer = |index: usize, on_host: bool| -> Result<usize> {
         let before = account.held();
         let norm = |norm: &NormSpec| -> Result<_> { Ok(gpu.zeros("a norm", norm.len.of(c))?) };
         let pack = |product: &'static Product| {
+            if on_host && is_of_experts(c.layer(), product) {
+                return Ok(no_weight(gpu)?);
+            }
             let rows = product.linears.iter().map(|l| l.dims(c).0).sum();
             let inputs = product.inputs(c);
             let parts = product.linears.iter().map(|l| kinds(&l.name(index)));
@@ -54,10 +65,16 @@ pub(super) fn weight_bytes(
     };
     let layers = match stored {
         Some(stored) => {
-            let all = layer(0)? as u128 * u128::from(stored.iter().sum::<u64>());
+            let (whole, bare) = (layer(0, false)? as u128, layer(0, true)? as u128);
+            let sizes = stored.iter().enumerate();
+            let all: u128 = sizes
+                .map(|(i, &size)| if i < on_host { bare } else { whole } * u128::from(size))
+                .sum();
             all.div_ceil(stored[0].into()) as usize
         }
-        None => (0..c.num_hidden_layers).map(layer).sum::<Result<usize>>()?,
+        None => (0..c.num_hidden_layers)
+            .map(|i| layer(i, i < on_host))
+            .sum::<Result<usize>>()?,
     };
     let _norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
     let _head = head(gpu, c, kinds)?;
@@ -119,7 +136,7 @@ impl Request<'_> {
         Ok(plan)
     }
 
-    fn fits(&self, free: usize) -> bool {
+    pub(super) fn fits(&self, free: usize) -> bool {
         self.plan().is_ok_and(|plan| plan.total() <= free)
     }
 
@@ -462,7 +479,7 @@ mod tests {
     #[test]
     fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
         let config = config();
-        let all = weight_bytes(&config, &bf16, None).unwrap();
+        let all = weight_bytes(&config, &bf16, None, 0).unwrap();
         let parameters = 2 * config.parameters();
         assert!(
             (parameters..parameters + parameters / 100).contains(&all),
@@ -472,7 +489,7 @@ mod tests {
         let stored = |last: u64| {
             let mut stored = vec![4; layers];
             stored[layers - 1] = last;
-            weight_bytes(&config, &bf16, Some(&stored)).unwrap()
+            weight_bytes(&config, &bf16, Some(&stored), 0).unwrap()
         };
         assert_eq!(stored(4), all);
         let layer = 2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288);

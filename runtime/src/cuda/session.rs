@@ -15,8 +15,8 @@ use nq_formats::{Experts, ModelConfig};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, DevicePages, Gpu, HEAD_DIM, Mark, PageEntry, PageStaging,
-    PagesShape, Pinned, Places, Row, Stream, gated_width,
+    Buffer, Checked, DeviceLinear, DevicePages, Gpu, GroupedRows, HEAD_DIM, HostStage, Mark,
+    PageEntry, PageStaging, PagesShape, Pinned, Places, Row, Stream, gated_width,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -43,6 +43,8 @@ pub(super) struct CudaSession {
     /// Start and end of queued chunks that have not been waited for.
     prompts: VecDeque<(Mark, Mark)>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
+    /// For layers whose experts are on the CPU.
+    experts_host: Option<HostStage>,
     /// For pages that are read or appended.
     page_host: Option<PageStaging>,
     logits: Vec<f32>, // [rows wanted, vocab]
@@ -67,8 +69,13 @@ struct ManyRows {
 /// Buffers for layers with experts.
 pub(super) struct ExpertRows {
     pub(super) scores: Buffer<f32>, // [rows, experts]
-    pub(super) gated: Buffer<f32>,  // [rows, chosen experts, width]
+    pub(super) gated: Buffer<f32>,  // [rows, chosen experts, width], of rows that are not grouped
+    pub(super) grouped: Option<GroupedRows>,
 }
+
+/// From so many rows on, rows are sorted by expert, and an expert's weights are read once for all of its
+/// rows; before, rows that go through their experts one by one are faster (Qwen3-30B-A3B on an H200).
+const GROUPED_ROWS: usize = 48;
 
 impl ExpertRows {
     /// Allocates them for up to `rows` rows; `None` if the model has no experts.
@@ -76,10 +83,12 @@ impl ExpertRows {
         let Some(experts) = &w.experts else {
             return Ok(None);
         };
-        let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
+        let grouped = || GroupedRows::new(gpu, *experts, w.hidden, rows);
         Ok(Some(ExpertRows {
-            scores: f32s(experts.count)?,
-            gated: f32s(gated_width(experts))?,
+            scores: f32s(rows * experts.count)?,
+            gated: f32s(rows.min(GROUPED_ROWS) * gated_width(experts))?,
+            grouped: (rows >= GROUPED_ROWS).then(grouped).transpose()?,
         }))
     }
 }
@@ -214,6 +223,14 @@ impl CudaSession {
         let memory = SessionMemory::new(gpu, c, model.kernels, together, &model.head, &spec)?;
         let mut cos_sin = memory.cos_sin;
         let positions = cos_sin.len() / (HEAD_DIM / 2);
+        let rows = memory.step.rows().max(spec.max_rows);
+        let experts_host = match (&c.experts, model.host.layers()) {
+            (Some(experts), 1..) => {
+                let row = c.hidden_size + experts.count;
+                Some(gpu.host_stage("rows for the CPU", rows * row)?)
+            }
+            _ => None,
+        };
         cos_sin.write(0, &model.rotary.pairs(positions))?;
         Ok(CudaSession {
             stream: gpu.stream()?,
@@ -227,6 +244,7 @@ impl CudaSession {
             prompts: VecDeque::new(),
             logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
             logits: Vec::new(),
+            experts_host,
             page_host: None,
             model,
             spec,

@@ -1,6 +1,7 @@
 //! Work in order: launches, copies, graphs, and marks to wait for.
 
 use super::gpu::{Gpu, GpuInfo, Timed, check};
+use super::host::Call;
 use super::memory::Allocation;
 use crate::cpu::Key;
 use crate::cuda::kernel::Instance;
@@ -166,12 +167,16 @@ struct StreamInner {
     is_recording: AtomicBool,
     /// Held while a recording begins.
     beginning: Mutex<()>,
-    /// Memory that the recorded launches use, by address.
+    /// What the recorded launches use.
     kept: Mutex<Kept>,
 }
 
-/// Memory that a graph keeps alive.
-type Kept = HashMap<*const Allocation, Arc<Allocation>>;
+/// What a graph keeps alive: memory by address, and calls of the CPU.
+#[derive(Default)]
+struct Kept {
+    memory: HashMap<*const Allocation, Arc<Allocation>>,
+    calls: Vec<Arc<Call>>,
+}
 
 // SAFETY: a stream may be used from any thread once the context is current there.
 unsafe impl Send for StreamInner {}
@@ -202,8 +207,17 @@ impl Stream {
     pub(super) fn keep(&self, memory: &Arc<Allocation>) {
         if self.0.is_recording.load(Ordering::Acquire) {
             let memory = Arc::clone(memory);
-            self.kept().insert(Arc::as_ptr(&memory), memory);
+            self.kept().memory.insert(Arc::as_ptr(&memory), memory);
         }
+    }
+
+    /// Keeps a call for the graph that is being recorded; false if there is none.
+    pub(super) fn keep_call(&self, call: &Arc<Call>) -> bool {
+        let is_recording = self.0.is_recording.load(Ordering::Acquire);
+        if is_recording {
+            self.kept().calls.push(Arc::clone(call));
+        }
+        is_recording
     }
 
     /// Refuses operations that cannot be part of a graph.
@@ -385,7 +399,7 @@ impl Stream {
         Ok(Graph {
             gpu: self.0.gpu.clone(),
             handle: executable,
-            _kept: kept.into_values().collect(),
+            _kept: kept,
         })
     }
 
@@ -492,7 +506,7 @@ impl Drop for StreamInner {
 pub struct Graph {
     gpu: Gpu,
     handle: sys::CUgraphExec,
-    _kept: Vec<Arc<Allocation>>,
+    _kept: Kept,
 }
 
 // SAFETY: as for streams.

@@ -1,13 +1,13 @@
 //! The layers of a step: each operation is one or two kernels, which the stream queues or records.
 
 use super::step::{StepKind, StepRows, WideRows};
-use super::{ExpertRows, product};
+use super::{ExpertRows, GROUPED_ROWS, product};
 use crate::cuda::model::{CudaLayer, CudaModel};
 use crate::forward::{Attention, Experts, Mlp, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, ClusterLayer,
-    ClusterPlan, Columns, DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, MOST_SEQUENCES, Norm,
-    Step, StepOutput, Stream,
+    ClusterPlan, Columns, DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, HostStage,
+    MOST_SEQUENCES, Norm, Step, StepOutput, Stream,
 };
 use nq_kernels::{Error, Result};
 
@@ -23,6 +23,7 @@ const CLUSTER_SPLITS: usize = 4;
 pub(super) struct Device<'a> {
     pub(super) stream: &'a Stream,
     pub(super) model: &'a CudaModel,
+    pub(super) host: Option<&'a HostStage>,
     pub(super) pages: &'a DevicePages,
     pub(super) cos_sin: &'a Buffer<[f32; 2]>,
     pub(super) kind: StepKind,
@@ -136,29 +137,55 @@ impl Device<'_> {
     }
 }
 
-/// Adds the mixture of the experts that the scored rows choose to the residual stream `x`.
+/// Adds the mixture of the experts that the scored rows choose to the residual stream `x`; `normed` are
+/// its normalized rows, if they exist in FP16. Many rows are grouped by expert; of few, each reads its
+/// experts for itself, which the device's cache makes cheap where they are the same. Experts of a layer
+/// that are on the CPU run there.
 pub(super) fn add_experts(
-    (stream, model): (&Stream, &CudaModel),
+    (stream, model, host): (&Stream, &CudaModel, Option<&HostStage>),
+    layer: usize,
     experts: &Experts<DeviceLinear, Buffer<f32>>,
     rows: &mut ExpertRows,
+    normed: Option<&Buffer<u16>>,
     x: &mut Buffer<f32>,
     m: usize,
 ) -> Result<()> {
     let Some(shape) = &model.config.experts else {
         unreachable!("layers with experts have an expert shape");
     };
+    let ExpertRows {
+        scores,
+        gated,
+        grouped,
+    } = rows;
+    if let (Some(work), Some(stage)) = (model.host.work(layer), host) {
+        let (n, k) = (m * model.config.hidden_size, m * shape.count);
+        let key = ("experts on the CPU", "host", (shape.count, shape.width));
+        return stream.timed(key, 0, || stream.on_host(stage, work, (x, n), (scores, k)));
+    }
     let norm = Norm {
         gain: &experts.norm,
         eps: model.config.rms_norm_eps,
     };
-    let ExpertRows { scores, gated } = rows;
-    let part = |w: &DeviceLinear| w.bytes() / shape.count * shape.per_token;
     let key = |w: &Packed<DeviceLinear>| {
         let linear = &w.linear;
         let rows = linear.rows() / shape.count;
         (w.spec.name, linear.kind().name(), (rows, linear.inputs()))
     };
     let (up, down) = (&experts.gate_up, &experts.down);
+    if let (GROUPED_ROWS.., Some(normed), Some(grouped)) = (m, normed, grouped) {
+        let part =
+            |w: &DeviceLinear| w.bytes() / shape.count * shape.count.min(m * shape.per_token);
+        let routes = ("routes", "fused", (shape.count, shape.per_token));
+        stream.timed(routes, 0, || stream.group_rows(normed, scores, grouped, m))?;
+        stream.timed(key(up), part(&up.linear), || {
+            stream.grouped_up(&up.linear, grouped)
+        })?;
+        return stream.timed(key(down), part(&down.linear), || {
+            stream.grouped_down(&down.linear, grouped, x)
+        });
+    }
+    let part = |w: &DeviceLinear| w.bytes() / shape.count * shape.per_token;
     stream.timed(key(up), m * part(&up.linear), || {
         stream.experts_up(&up.linear, (x, norm), scores, gated, shape, m)
     })?;
@@ -256,7 +283,7 @@ impl Ops for NarrowPass<'_> {
 
     fn add_experts(
         &mut self,
-        _layer: usize,
+        layer: usize,
         experts: &Experts<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
         let (device, step) = (self.device, &mut *self.step);
@@ -266,8 +293,8 @@ impl Ops for NarrowPass<'_> {
         let router = (experts.router.spec.name, &experts.router.linear);
         let out = GemvOutput::Store(device.norm(&experts.norm), &mut rows.scores);
         Self::multiply(device, router, &step.x, out, &mut step.columns, false)?;
-        let on = (device.stream, device.model);
-        add_experts(on, experts, rows, &mut step.x, device.kind.m)
+        let on = (device.stream, device.model, device.host);
+        add_experts(on, layer, experts, rows, None, &mut step.x, device.kind.m)
     }
 }
 
@@ -412,7 +439,7 @@ impl Ops for WidePass<'_> {
 
     fn add_experts(
         &mut self,
-        _layer: usize,
+        layer: usize,
         experts: &Experts<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
         // The norm adds pending sums to `x`.
@@ -424,7 +451,21 @@ impl Ops for WidePass<'_> {
         let router = (experts.router.spec.name, &experts.router.linear);
         let out = StepOutput::Store(&mut rows.scores);
         Self::multiply(self.device, router, &self.rows.normed, out)?;
-        let on = (self.device.stream, self.device.model);
-        add_experts(on, experts, rows, self.x, self.device.kind.m)
+        let Device {
+            stream,
+            model,
+            host,
+            ..
+        } = self.device;
+        let normed = Some(&self.rows.normed);
+        add_experts(
+            (stream, model, host),
+            layer,
+            experts,
+            rows,
+            normed,
+            self.x,
+            self.device.kind.m,
+        )
     }
 }

@@ -9,8 +9,8 @@ use crate::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
 use nq_formats::models::Product;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, DevicePages, GemmOutput, HEAD_DIM, Row, RowsOut, SequenceRows, Stream,
-    operand_index,
+    Buffer, DeviceLinear, DevicePages, GemmOutput, HEAD_DIM, HostStage, Row, RowsOut, SequenceRows,
+    Stream, operand_index,
 };
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use std::time::Duration;
 struct Pass<'a, 'o> {
     stream: &'a Stream,
     model: &'a CudaModel,
+    host: Option<&'a HostStage>,
     pages: &'a DevicePages,
     cos_sin: &'a Buffer<[f32; 2]>,
     many: &'a mut ManyRows,
@@ -191,11 +192,9 @@ impl Ops for Pass<'_, '_> {
         multiply(device, (w.spec.name, &w.linear), full, half, out, m)
     }
 
-    /// Rows go through their experts one by one: weights that several rows use come out of the device's
-    /// cache.
     fn add_experts(
         &mut self,
-        _layer: usize,
+        layer: usize,
         experts: &Experts<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
         self.norm(&experts.norm)?;
@@ -207,8 +206,17 @@ impl Ops for Pass<'_, '_> {
         let router = (experts.router.spec.name, &experts.router.linear);
         let out = GemmOutput::Store(&mut rows.scores);
         multiply(device, router, None, &many.normed, out, m)?;
-        let on = (self.stream, self.model);
-        Ok(add_experts(on, experts, rows, &mut many.x, m)?)
+        let on = (self.stream, self.model, self.host);
+        let normed = Some(&many.normed);
+        Ok(add_experts(
+            on,
+            layer,
+            experts,
+            rows,
+            normed,
+            &mut many.x,
+            m,
+        )?)
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
@@ -234,12 +242,14 @@ impl CudaSession {
             pages,
             cos_sin,
             many,
+            experts_host,
             ..
         } = self;
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
         let mut pass = Pass {
             stream,
             model,
+            host: experts_host.as_ref(),
             pages,
             cos_sin,
             many,

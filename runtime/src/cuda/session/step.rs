@@ -201,6 +201,11 @@ impl StepRows {
         })
     }
 
+    /// Most rows of a step.
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
     /// Most rows of a step of runs.
     pub(super) fn most_run(&self) -> usize {
         MOST_RUN.min(self.rows)
@@ -312,11 +317,13 @@ impl CudaSession {
             pages,
             cos_sin,
             step,
+            experts_host,
             ..
         } = self;
         let device = Device {
             stream,
             model,
+            host: experts_host.as_ref(),
             pages,
             cos_sin,
             kind,

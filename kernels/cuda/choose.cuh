@@ -1,0 +1,60 @@
+// Which experts a row of a mixture goes through, and with which weights: the `per_token` experts of the
+// greatest scores, of equal ones those of lower number; weights are the softmax of the scores over all
+// experts, divided by the sum of those chosen where `normalized`. A score that is no number makes every
+// weight one that is none.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int MOST_EXPERTS = 512;
+constexpr int MOST_CHOSEN = 32;
+
+struct Chosen {
+    int expert[MOST_CHOSEN];
+    float weight[MOST_CHOSEN];
+    uint32_t keys[MOST_EXPERTS];   // of all, while they are chosen from
+};
+
+// A float as a number of the same order, and back.
+DEVICE uint32_t ordered(float v) {
+    const uint32_t bits = __float_as_uint(v);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+DEVICE float unordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+// A block of MOST_EXPERTS threads chooses the experts of a row: a thread counts how many are before its
+// own.
+DEVICE void choose(Chosen& to, const float* scores, int experts, int per_token, bool normalized) {
+    const int e = threadIdx.x;
+    const bool there = e < experts;
+    const float score = there ? __ldcg(scores + e) : 0.f;
+    const uint32_t own = ordered(score);
+    to.keys[e] = there ? own : 0;   // less than any number's
+    const bool finite = __syncthreads_and(isfinite(score));
+    if (there) {
+        int before[4] = {};
+        for (int i = 0; i < experts; i += 4) {
+            const uint4 v = *reinterpret_cast<const uint4*>(to.keys + i);
+            // Of equals the lower number comes first.
+            before[0] += v.x > own || (v.x == own && i < e);
+            before[1] += v.y > own || (v.y == own && i + 1 < e);
+            before[2] += v.z > own || (v.z == own && i + 2 < e);
+            before[3] += v.w > own || (v.w == own && i + 3 < e);
+        }
+        const int place = before[0] + before[1] + (before[2] + before[3]);
+        if (place < per_token) to.expert[place] = e;
+    }
+    __syncthreads();
+    if (e < 32) {
+        const float most = unordered(to.keys[to.expert[0]]);
+        const float weight = e < per_token ? expf(unordered(to.keys[to.expert[e]]) - most) : 0.f;
+        float sum = weight;
+        if (!normalized) {
+            sum = 0.f;
+            for (int i = e; i < experts; i += 32) sum += expf(unordered(to.keys[i]) - most);
+        }
+        sum = warp_sum(sum);
+        if (e < per_token) to.weight[e] = finite ? weight / sum : __uint_as_float(0x7fc00000u);
+    }
+    __syncthreads();
+}

@@ -1,0 +1,125 @@
+// The rows of many tokens through a mixture, sorted by expert, so that the weights of an expert are read
+// once for all of its rows. Around the products of `gemm.cuh`:
+//
+//   choose_experts   the experts and weights of each row
+//   sort_routes      where each of these routes stands among the sorted rows, and which rows a block of
+//                    the products takes
+//   gather_rows      sorted[place] = x[row], for the routes of all rows
+//   combine_experts  x[row] += sum over the routes s of row, in order: weight_s * y[place_s]
+//
+// Which of an expert's rows comes first is left to chance; it has no influence on what a row becomes.
+//
+// Bytes: gather_rows 2 * (1 + per_token) a value of x, combine_experts 8 + 4 per_token; from L2.
+#include "choose.cuh"
+#include "gemm.cuh"
+
+struct RoutesArgs {
+    const float* scores;    // [m][experts]
+    int* chosen;            // [m][per_token]
+    float* weights;         // [m][per_token]
+    int* places;            // [m][per_token]: of the sorted rows
+    ExpertRows* blocks;     // [most_blocks]
+    int m;
+    int experts;
+    int per_token;
+    int normalized;
+    int block_rows;         // rows that a block of the products takes
+    int most_blocks;
+};
+
+struct GatherArgs {
+    const uint4* x;         // [m][words]
+    uint4* sorted;          // [m * per_token][words]
+    const int* places;
+    int words;              // of 16 bytes, of a row
+    int per_token;
+};
+
+struct CombineArgs {
+    const float4* y;        // [m * per_token][width / 4]
+    const float* weights;
+    const int* places;
+    float4* x;              // [m][width / 4]
+    int width;
+    int per_token;
+};
+
+// Grid m.
+extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void choose_experts(const __grid_constant__ RoutesArgs p) {
+    __shared__ __align__(16) Chosen chosen;
+    choose(chosen, p.scores + size_t(blockIdx.x) * p.experts, p.experts, p.per_token, p.normalized);
+    if (threadIdx.x < p.per_token) {
+        p.chosen[blockIdx.x * p.per_token + threadIdx.x] = chosen.expert[threadIdx.x];
+        p.weights[blockIdx.x * p.per_token + threadIdx.x] = chosen.weight[threadIdx.x];
+    }
+}
+
+// The sum of the values of all threads before this one's; `total` becomes that of all.
+DEVICE int sum_before(int v, int& total) {
+    __shared__ int warps[MOST_EXPERTS / 32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int sum = v;
+#pragma unroll
+    for (int k = 1; k < 32; k <<= 1) {
+        const int o = __shfl_up_sync(~0u, sum, k);
+        if (lane >= k) sum += o;
+    }
+    __syncthreads();
+    if (lane == 31) warps[warp] = sum;
+    __syncthreads();
+    int before = 0;
+    total = 0;
+#pragma unroll
+    for (int i = 0; i < MOST_EXPERTS / 32; i++) {
+        if (i < warp) before += warps[i];
+        total += warps[i];
+    }
+    return before + sum - v;
+}
+
+// One block; thread e has expert e.
+extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void sort_routes(const __grid_constant__ RoutesArgs p) {
+    __shared__ int next[MOST_EXPERTS];   // how many rows an expert has; then where its next one stands
+    const int e = threadIdx.x, routes = p.m * p.per_token;
+    next[e] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < routes; i += MOST_EXPERTS) atomicAdd(next + __ldcg(p.chosen + i), 1);
+    __syncthreads();
+    const int count = next[e], blocks = (count + p.block_rows - 1) / p.block_rows;
+    int total, total_blocks;
+    const int first = sum_before(count, total), first_block = sum_before(blocks, total_blocks);
+    next[e] = first;
+    for (int i = 0; i < blocks; i++) {
+        const int at = first + i * p.block_rows;
+        p.blocks[first_block + i] = {e, at, min(at + p.block_rows, first + count), 0};
+    }
+    for (int i = total_blocks + threadIdx.x; i < p.most_blocks; i += MOST_EXPERTS) p.blocks[i] = {0, 0, 0, 0};
+    __syncthreads();
+    for (int i = threadIdx.x; i < routes; i += MOST_EXPERTS) p.places[i] = atomicAdd(next + __ldcg(p.chosen + i), 1);
+}
+
+// Grid m.
+extern "C" __global__ __launch_bounds__(256) void gather_rows(const __grid_constant__ GatherArgs p) {
+    const uint4* const x = p.x + size_t(blockIdx.x) * p.words;
+    for (int i = threadIdx.x; i < p.words; i += 256) {
+        const uint4 v = __ldcg(x + i);
+        for (int s = 0; s < p.per_token; s++) p.sorted[size_t(__ldg(p.places + blockIdx.x * p.per_token + s)) * p.words + i] = v;
+    }
+}
+
+// Grid m.
+extern "C" __global__ __launch_bounds__(256) void combine_experts(const __grid_constant__ CombineArgs p) {
+    const int words = p.width / 4;
+    float4* const x = p.x + size_t(blockIdx.x) * words;
+    for (int i = threadIdx.x; i < words; i += 256) {
+        float4 sum = x[i];
+        for (int s = 0; s < p.per_token; s++) {
+            const int route = blockIdx.x * p.per_token + s;
+            const float weight = __ldg(p.weights + route);
+            const float4 v = __ldcg(p.y + size_t(__ldg(p.places + route)) * words + i);
+            sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y);
+            sum.z = fmaf(weight, v.z, sum.z), sum.w = fmaf(weight, v.w, sum.w);
+        }
+        x[i] = sum;
+    }
+}

@@ -1,0 +1,232 @@
+//! The experts of a mixture for many rows at once: rows are sorted by expert, so that each expert's weights
+//! are read once for all of its rows (a grouped product).
+
+use super::driver::{Address, Buffer, Gpu, Stream};
+use super::experts::check;
+use super::gemm::{GemmOutput, rows_of_experts};
+use super::kernel::kernels;
+use super::linear::DeviceLinear;
+use super::pack::{SPAN, TILE};
+use super::rows::shape;
+use crate::error::Result;
+use nq_formats::Experts;
+
+kernels! {
+    CHOOSE_EXPERTS: RoutesArgs = "choose_experts" in "grouped.cu",
+        test "kernels/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+    SORT_ROUTES: RoutesArgs = "sort_routes" in "grouped.cu",
+        test "kernels/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+    GATHER_ROWS: GatherArgs = "gather_rows" in "grouped.cu",
+        test "kernels/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+    COMBINE_EXPERTS: CombineArgs = "combine_experts" in "grouped.cu",
+        test "kernels/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+}
+
+/// `RoutesArgs` of `cuda/grouped.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RoutesArgs {
+    scores: Address,
+    chosen: Address,
+    weights: Address,
+    places: Address,
+    blocks: Address,
+    m: i32,
+    experts: i32,
+    per_token: i32,
+    normalized: i32,
+    block_rows: i32,
+    most_blocks: i32,
+}
+
+/// `GatherArgs` of `cuda/grouped.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GatherArgs {
+    x: Address,
+    sorted: Address,
+    places: Address,
+    words: i32,
+    per_token: i32,
+}
+
+/// `CombineArgs` of `cuda/grouped.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CombineArgs {
+    y: Address,
+    weights: Address,
+    places: Address,
+    x: Address,
+    width: i32,
+    per_token: i32,
+}
+
+/// Rows sorted by expert, and what their experts make of them. A row has `per_token` routes; `routes`
+/// below is their number.
+pub struct GroupedRows {
+    experts: Experts,
+    hidden: usize,
+    chosen: Buffer<u32>,      // [routes]
+    weights: Buffer<f32>,     // [routes]
+    places: Buffer<u32>,      // [routes], among the sorted rows
+    blocks: Buffer<[i32; 4]>, // `ExpertRows` of `cuda/gemm.cuh`
+    sorted: Buffer<u16>,      // [routes, hidden padded], in operand order
+    gated: Buffer<u16>,       // [routes, width padded], in operand order
+    y: Buffer<f32>,           // [routes, hidden]
+    grouped: Grouped,
+}
+
+/// The rows that were sorted last.
+#[derive(Clone, Copy, Default)]
+struct Grouped {
+    m: usize,
+    /// Rows that a block of the products takes, and the number of blocks.
+    block_rows: usize,
+    blocks: usize,
+}
+
+impl Grouped {
+    fn new(gpu: &Gpu, e: &Experts, m: usize) -> Self {
+        let routes = m * e.per_token;
+        let used = e.count.min(routes).max(1);
+        let block_rows = rows_of_experts(gpu, routes / used);
+        Grouped {
+            m,
+            block_rows,
+            // A block of each expert may be incomplete.
+            blocks: routes / block_rows + used,
+        }
+    }
+}
+
+impl GroupedRows {
+    /// Allocates buffers for up to `rows` rows of width `hidden`.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
+    pub fn new(gpu: &Gpu, experts: Experts, hidden: usize, rows: usize) -> Result<Self> {
+        let routes = rows * experts.per_token;
+        let padded = |n: usize| n.next_multiple_of(SPAN);
+        Ok(GroupedRows {
+            hidden,
+            chosen: gpu.zeros("activations", routes)?,
+            weights: gpu.zeros("activations", routes)?,
+            places: gpu.zeros("activations", routes)?,
+            // As many as blocks of the fewest rows make.
+            blocks: gpu.zeros("activations", routes / 8 + experts.count.min(routes).max(1))?,
+            sorted: gpu.zeros("activations", routes * padded(hidden))?,
+            gated: gpu.zeros("activations", routes * padded(experts.width))?,
+            y: gpu.zeros("activations", routes * hidden)?,
+            grouped: Grouped::default(),
+            experts,
+        })
+    }
+}
+
+impl Stream {
+    /// Sorts `m` normalized rows `x` `[m, hidden padded to 256]`, FP16 in operand order, by the experts
+    /// that their `scores` `[m, count]` choose.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    pub fn group_rows(
+        &self,
+        x: &Buffer<u16>,
+        scores: &Buffer<f32>,
+        rows: &mut GroupedRows,
+        m: usize,
+    ) -> Result<()> {
+        let o = self.operands("group_rows");
+        let e = rows.experts;
+        let (k, padded) = (e.per_token, rows.hidden.next_multiple_of(SPAN));
+        check(&o, &e, (e.count, 1), m)?;
+        let grouped = Grouped::new(self.gpu(), &e, m);
+        o.at_most("blocks", u16::MAX.into(), grouped.blocks)?;
+        let args = RoutesArgs {
+            scores: o.of("scores", scores, &[m, e.count])?,
+            chosen: o.of("chosen experts", &rows.chosen, &[m, k])?,
+            weights: o.of("weights of experts", &rows.weights, &[m, k])?,
+            places: o.of("places", &rows.places, &[m, k])?,
+            blocks: o.of("blocks", &rows.blocks, &[grouped.blocks])?,
+            m: m as i32,
+            experts: e.count as i32,
+            per_token: k as i32,
+            normalized: i32::from(e.normalized),
+            block_rows: grouped.block_rows as i32,
+            most_blocks: grouped.blocks as i32,
+        };
+        let gather = GatherArgs {
+            x: o.of("x", x, &[m, padded])?,
+            sorted: o.of("sorted rows", &rows.sorted, &[m, k, padded])?,
+            places: args.places,
+            words: (padded / 8) as i32,
+            per_token: k as i32,
+        };
+        // SAFETY: the operands were checked; a chosen index is below the number of experts, and places are a
+        // permutation of the routes.
+        unsafe {
+            self.launch(&CHOOSE_EXPERTS, shape((m, 1), super::MOST_EXPERTS), &args)?;
+            self.launch(&SORT_ROUTES, shape((1, 1), super::MOST_EXPERTS), &args)?;
+            self.launch(&GATHER_ROWS, shape((m, 1), 256), &gather)?;
+        }
+        rows.grouped = grouped;
+        Ok(())
+    }
+
+    /// Gate and up of the rows that [`Stream::group_rows`] sorted, each by its expert, and SwiGLU. `w`
+    /// holds the interleaved stacks of all experts.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    pub fn grouped_up(&self, w: &DeviceLinear, rows: &mut GroupedRows) -> Result<()> {
+        let (e, of) = (rows.experts, rows.grouped);
+        let o = self.operands("grouped_up");
+        o.multiple("width of an expert", SPAN, e.width)?;
+        check(&o, &e, (w.rows(), 2 * e.width), of.m)?;
+        let (x, output) = (&rows.sorted, GemmOutput::Silu(&mut rows.gated));
+        let blocks = (of.blocks, of.block_rows);
+        // SAFETY: `group_rows` wrote the blocks.
+        unsafe {
+            self.gemm_experts(
+                (w, e.count),
+                x,
+                output,
+                of.m * e.per_token,
+                &rows.blocks,
+                blocks,
+            )
+        }
+    }
+
+    /// Down of what [`Stream::grouped_up`] left, weighted and added to `x` `[m, hidden]`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    pub fn grouped_down(
+        &self,
+        w: &DeviceLinear,
+        rows: &mut GroupedRows,
+        x: &mut Buffer<f32>,
+    ) -> Result<()> {
+        let (e, of, hidden) = (rows.experts, rows.grouped, rows.hidden);
+        let o = self.operands("grouped_down");
+        o.multiple("outputs of an expert", TILE, hidden)?;
+        check(&o, &e, (w.rows(), hidden), of.m)?;
+        let combine = CombineArgs {
+            y: o.of("y", &rows.y, &[of.m, e.per_token, hidden])?,
+            weights: o.of("weights of experts", &rows.weights, &[of.m, e.per_token])?,
+            places: o.of("places", &rows.places, &[of.m, e.per_token])?,
+            x: o.of("x", x, &[of.m, hidden])?,
+            width: hidden as i32,
+            per_token: e.per_token as i32,
+        };
+        let (gated, output) = (&rows.gated, GemmOutput::Store(&mut rows.y));
+        let (routes, blocks) = (of.m * e.per_token, (of.blocks, of.block_rows));
+        // SAFETY: `group_rows` wrote the blocks and the places; the operands were checked.
+        unsafe {
+            self.gemm_experts((w, e.count), gated, output, routes, &rows.blocks, blocks)?;
+            self.launch(&COMBINE_EXPERTS, shape((of.m, 1), 256), &combine)
+        }
+    }
+}

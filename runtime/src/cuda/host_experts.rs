@@ -1,0 +1,138 @@
+//! Experts that stay in the computer's memory and run on the CPU, for GPUs too small for a whole mixture.
+//!
+//! Attention, routers and norms of every layer stay on the GPU. Where a layer's experts are on the CPU,
+//! a step copies the residual stream and the router's scores to the host, adds the mixture there, and
+//! copies the residual stream back; this is part of the recorded step.
+
+use crate::cpu::layer::pack;
+use crate::device::available_memory;
+use crate::error::{Error, Result};
+use crate::load::LoadOptions;
+use crate::models::LayerWeights;
+use crate::weights::Census;
+use nq_formats::models::{LayerSpec, MlpSpec, Product};
+use nq_formats::{Experts, ModelConfig};
+use nq_kernels::Routes;
+use nq_kernels::cpu::Cpu;
+use nq_kernels::cuda::HostWork;
+use std::sync::Arc;
+
+/// The experts of a model's first layers, as far as they are on the CPU.
+#[derive(Default)]
+pub(super) struct HostExperts {
+    cpu: Option<Arc<Cpu>>,
+    layers: Vec<HostLayer>,
+}
+
+struct HostLayer {
+    work: Arc<HostWork>,
+    bytes: usize,
+}
+
+/// True for the products of `spec` that hold the weights of experts.
+pub(super) fn is_of_experts(spec: &LayerSpec, product: &Product) -> bool {
+    match &spec.mlp {
+        MlpSpec::SwiGlu { .. } => false,
+        MlpSpec::Experts { gate_up, down, .. } => gate_up == product || down == product,
+    }
+}
+
+impl HostExperts {
+    /// Refuses a number of layers that the model does not have experts in.
+    pub(super) fn check(config: &ModelConfig, layers: usize) -> Result<()> {
+        let most = config.experts.map_or(0, |_| config.num_hidden_layers);
+        if layers <= most {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            engine: "nq on a GPU",
+            what: "layers whose experts run on the CPU (--cpu-experts)",
+            expected: match most {
+                0 => "none: the model is not a mixture of experts".into(),
+                most => format!("at most {most}"),
+            },
+            found: layers.to_string(),
+        })
+    }
+
+    /// Refuses `bytes` of experts that the computer's memory has no room for.
+    pub(super) fn check_memory(bytes: usize) -> Result<()> {
+        match available_memory() {
+            Some(available) if bytes as u64 > available => Err(Error::Memory {
+                what: "experts on the CPU",
+                needed: bytes as u64,
+                available,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Repacks the experts of the next layer for the CPU.
+    pub(super) fn add(
+        &mut self,
+        config: &ModelConfig,
+        options: &LoadOptions,
+        weights: &LayerWeights,
+    ) -> Result<()> {
+        let (
+            Some(experts),
+            MlpSpec::Experts {
+                norm,
+                gate_up,
+                down,
+                ..
+            },
+        ) = (config.experts, &weights.spec.mlp)
+        else {
+            unreachable!("`check` lets no other model through");
+        };
+        let cpu = match &self.cpu {
+            Some(cpu) => Arc::clone(cpu),
+            None => Arc::clone(self.cpu.insert(Arc::new(options.cpu()?))),
+        };
+        let packed = |product: &'static Product| {
+            let name = (product.name, experts.count);
+            let parts = weights.product(product);
+            pack(&cpu, options, name, &parts, &mut Census::default())
+        };
+        let (gate_up, down) = (packed(gate_up)?, packed(down)?);
+        let gain = weights.norm(norm.kind).to_f32()?;
+        let bytes = gate_up.bytes() + down.bytes();
+        let eps = config.rms_norm_eps;
+        let work = move |x: &mut [f32], scores: &[f32]| {
+            let mut normed = vec![0.0; x.len()];
+            cpu.rms_norm(x, &gain, eps, &mut normed);
+            let routes = Routes::new(scores, &experts);
+            // The shapes were checked when the weights were packed; were they wrong, NaN would be noticed.
+            if cpu.experts(&gate_up, &down, &routes, &normed, x).is_err() {
+                x.fill(f32::NAN);
+            }
+        };
+        self.layers.push(HostLayer {
+            work: Arc::new(work),
+            bytes,
+        });
+        Ok(())
+    }
+
+    /// What the CPU does for a layer; `None` if its experts are on the GPU.
+    pub(super) fn work(&self, layer: usize) -> Option<&Arc<HostWork>> {
+        self.layers.get(layer).map(|l| &l.work)
+    }
+
+    /// Number of layers.
+    pub(super) fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Bytes of all weights.
+    pub(super) fn bytes(&self) -> usize {
+        self.layers.iter().map(|l| l.bytes).sum()
+    }
+
+    /// Bytes that one token reads.
+    pub(super) fn bytes_per_token(&self, experts: Option<&Experts>) -> usize {
+        let share = |bytes: usize| experts.map_or(0, |e| bytes / e.count * e.per_token);
+        self.layers.iter().map(|l| share(l.bytes)).sum()
+    }
+}
