@@ -2,14 +2,15 @@
 """Speed of nq beside other engines on this machine, in one go: a dated record and a plot.
 
     benches/compare/speed.py --nq target/release/nq --device cpu --presets 0.6b
-    benches/compare/speed.py --nq target/release/nq --device cuda --presets 0.6b 8b --llama DIR
+    benches/compare/speed.py --nq target/release/nq --device cuda --presets 0.6b 8b --batches 16 64 --llama DIR
 
 llama.cpp is looked for in --llama (a folder with `llama-bench`, or sources that are built there with cmake)
 and in PATH; candle is measured where nq was built with the feature `candle`; vLLM is looked for in the
 environment of the interpreter --vllm, or of this one. What is absent is named and left out. All run random
 weights of the same shape: `nq synth` makes them, `nq convert` the GGUF file, and `nq quantize` the folder of
-compressed-tensors that vLLM reads. The engines take turns, so that a machine whose speed changes changes it for
-all. Rows go to benches/records/DATE-compare-DEVICE.csv, the plot beside them as .svg.
+compressed-tensors that vLLM reads. `tg64` is an answer of 64 tokens, `tg64 x 4` are four at once, with the tokens
+per second of all four; candle decodes one. The engines take turns, so that a machine whose speed changes changes
+it for all. Rows go to benches/records/DATE-compare-DEVICE.csv, the plot beside them as .svg.
 """
 
 import argparse
@@ -27,26 +28,30 @@ from pathlib import Path
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 PROMPT, ANSWER = 512, 64
+BATCHES = [4, 16]
 COLOURS = {"nq": "#1f5fb4", "llama.cpp": "#d9822b", "candle": "#7a7a7a", "vLLM": "#3c8d5a"}
 # Runs in vLLM's environment. A step is a token of an answer after a prompt of one; the first token is left out.
 VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
 
-model, prompt, answer = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-llm = LLM(model=model, skip_tokenizer_init=True, max_num_seqs=1, max_model_len=prompt + answer + 2,
+model, (prompt, answer, *batches) = sys.argv[1], map(int, sys.argv[2:])
+llm = LLM(model=model, skip_tokenizer_init=True, max_num_seqs=max([1, *batches]), max_model_len=prompt + answer + 2,
           enable_prefix_caching=False)
 
-def seconds(prompt, tokens):
-    ids = [1000 + i * 37 % 5000 for i in range(prompt)]
+def seconds(prompt, tokens, sequences=1):
+    prompts = [{"prompt_token_ids": [1000 + (i * 37 + s) % 5000 for i in range(prompt)]} for s in range(sequences)]
     wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
-    llm.generate([{"prompt_token_ids": ids}], wanted, use_tqdm=False)
+    llm.generate(prompts, wanted, use_tqdm=False)
     return time.perf_counter() - start
 
 seconds(prompt, answer + 1)
 rates = {f"pp{prompt}": prompt / seconds(prompt, 1)}
-rates[f"tg{answer}"] = answer / (seconds(1, answer + 1) - seconds(1, 1))
+for n in [1, *batches]:
+    seconds(1, 2, n)
+    name = f"tg{answer}" + (f" x {n}" if n > 1 else "")
+    rates[name] = n * answer / (seconds(1, answer + 1, n) - seconds(1, 1, n))
 print(json.dumps(rates))
 """
 
@@ -70,31 +75,56 @@ def find_llama(folder, device):
         sys.exit(f"{folder} holds neither llama-bench nor sources of llama.cpp")
     cuda = ["-DGGML_CUDA=ON"] if device == "cuda" else []
     output(["cmake", "-S", folder, "-B", folder / "build", "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", *cuda])
-    output(["cmake", "--build", folder / "build", "--target", "llama-bench", "-j", os.cpu_count()])
+    targets = ["llama-bench", "llama-batched-bench"]
+    output(["cmake", "--build", folder / "build", "--target", *targets, "-j", os.cpu_count()])
     return folder / "build/bin/llama-bench"
 
 
-def nq_rates(nq, model, device, engine, sizes):
+def named(tokens, sequences):
+    """The name of a decode test: tokens of each sequence, and how many are decoded at once."""
+    return f"tg{tokens}" + (f" x {sequences}" if sequences > 1 else "")
+
+
+def nq_rates(nq, model, device, engine, sizes, batches):
     """Tokens per second of prefill and decode by `nq bench`; None if this nq has no such engine."""
+    rates = {}
+    for batch in [1, *batches] if engine == "nq" else [1]:
+        found = nq_bench(nq, model, device, engine, sizes if batch == 1 else [0, sizes[1]], batch)
+        if found is None:
+            return None
+        rates.update({row["test"] if row["test"].startswith("pp") else named(sizes[1], batch): row["tok_s"]
+                      for row in found})
+    return rates
+
+
+def nq_bench(nq, model, device, engine, sizes, batch):
     command = [nq, "bench", model, "--device", device, "--engine", engine, "--json", "--no-chat", "--repeats", 1,
-               "-p", sizes[0], "-n", sizes[1]]
+               "-p", sizes[0], "-n", sizes[1], "--batch", batch]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     if done.returncode and "without the feature `candle`" in done.stderr:
         return None
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}: {done.stderr.strip()[-2000:]}")
     found = json.loads(done.stdout)
-    found = found["rows"] if isinstance(found, dict) else found
-    return {row["test"]: row["tok_s"] for row in found}
+    return found["rows"] if isinstance(found, dict) else found
 
 
-def llama_rates(bench, model, device, sizes):
-    layers = 99 if device == "cuda" else 0
-    command = [bench, "-m", model, "-o", "json", "-r", 1, "-p", sizes[0], "-n", sizes[1], "-ngl", layers]
+def llama_rates(bench, model, device, sizes, batches):
+    where = ["-m", model, "-ngl", 99 if device == "cuda" else 0]
     if device == "cpu":
-        command += ["-t", os.cpu_count()]
-    return {f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}": r["avg_ts"]
-            for r in json.loads(output(command))}
+        where += ["-t", os.cpu_count()]
+    found = json.loads(output([bench, *where, "-o", "json", "-r", 1, "-p", sizes[0], "-n", sizes[1]]))
+    rates = {f"pp{r['n_prompt']}" if r["n_prompt"] else named(r["n_gen"], 1): r["avg_ts"] for r in found}
+    batched = bench.with_name("llama-batched-bench")
+    if batches and not batched.exists():
+        print(f"llama.cpp: no llama-batched-bench beside {bench}, batches left out", file=sys.stderr)
+    elif batches:
+        context = 256 + max(batches) * (sizes[1] + 1)
+        command = [batched, *where, "-c", context, "-npp", 1, "-ntg", sizes[1], "-npl", ",".join(map(str, batches)),
+                   "--output-format", "jsonl"]
+        rows = [json.loads(line) for line in output(command).splitlines() if line.startswith("{")]
+        rates.update({named(sizes[1], row["pl"]): row["speed_tg"] for row in rows})
+    return rates
 
 
 def has_vllm(python):
@@ -102,8 +132,8 @@ def has_vllm(python):
     return subprocess.run([python, "-c", "import vllm"], capture_output=True).returncode == 0
 
 
-def vllm_rates(python, model, sizes):
-    return json.loads(output([python, "-c", VLLM, model, *sizes]).splitlines()[-1])
+def vllm_rates(python, model, sizes, batches):
+    return json.loads(output([python, "-c", VLLM, model, *sizes, *batches]).splitlines()[-1])
 
 
 def measure(args, preset, folder, llama):
@@ -111,17 +141,18 @@ def measure(args, preset, folder, llama):
     dense, quantized, gguf = folder / "dense", folder / "int4", folder / "q4_0.gguf"
     output([args.nq, "synth", f"qwen3-{preset}", dense])
     rtn = ["--method", "rtn", "--eval-tokens", 256, "--device", args.device]
-    output([args.nq, "quantize", dense, "--bits", 4, "--out", quantized, *rtn])
+    output([args.nq, "quantize", dense, "--bits", 4, "--simple", "--out", quantized, *rtn])
     output([args.nq, "convert", dense, gguf, "--format", "gguf", "--type", "q4_0", "--requantize"])
-    engines = {"nq": ("INT4 g64", lambda: nq_rates(args.nq, quantized, args.device, "nq", args.sizes))}
+    work = [args.sizes, args.batches]
+    engines = {"nq": ("INT4 g64", lambda: nq_rates(args.nq, quantized, args.device, "nq", *work))}
     if llama:
-        engines["llama.cpp"] = ("Q4_0", lambda: llama_rates(llama, gguf, args.device, args.sizes))
+        engines["llama.cpp"] = ("Q4_0", lambda: llama_rates(llama, gguf, args.device, *work))
     if args.device == "cpu":
-        engines["candle"] = ("Q4_0", lambda: nq_rates(args.nq, gguf, "cpu", "candle", args.sizes))
+        engines["candle"] = ("Q4_0", lambda: nq_rates(args.nq, gguf, "cpu", "candle", *work))
     if has_vllm(args.vllm):
         packed = folder / "compressed-tensors"
         output([args.nq, "quantize", dense, "--bits", 4, "--format", "compressed-tensors", "--out", packed, *rtn])
-        engines["vLLM"] = ("INT4", lambda: vllm_rates(args.vllm, packed, args.sizes))
+        engines["vLLM"] = ("INT4", lambda: vllm_rates(args.vllm, packed, *work))
     else:
         print(f"vLLM: not in the environment of {args.vllm}, left out", file=sys.stderr)
     rates = {}
@@ -181,6 +212,8 @@ def main():
     parser.add_argument("--vllm", default=sys.executable, help="the Python interpreter that has vLLM")
     parser.add_argument("--repeats", type=int, default=3, help="turns of all engines; medians are written")
     parser.add_argument("--sizes", type=int, nargs=2, default=[PROMPT, ANSWER], help="tokens of prompt and answer")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES,
+                        help="numbers of sequences that are also decoded at once, after a prompt of one token")
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder for record and plot")
     args = parser.parse_args()
     llama = find_llama(args.llama, args.device)

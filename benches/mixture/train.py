@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 EXPERTS, TOP, WIDTH = 8, 2, 256
-BALANCE = 0.01  # weight of the load-balancing loss
+BALANCE = 0.001  # weight of the load-balancing loss, as in the published models
 HOT = 0.25  # share of sequences sampled above temperature 1, where the demo is less sure
 FINISH = 40  # seconds kept for measuring, writing and checking
 # Without / with a GPU: sequences sampled together, tokens of each, sequences per step of training.
