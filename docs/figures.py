@@ -178,6 +178,26 @@ def gpu_peers():
     return table(["one H200, decode, tok/s of all", "nq INT4", "vLLM 0.26 GPTQ INT4", "llama.cpp Q4_0"], lines)
 
 
+MIXTURE = "2026-11-23-gpu-mixture.csv"
+
+
+def gpu_mixture():
+    lines = []
+    for label, test, sequences in [("prompt of 512 tokens", "pp512", 1), ("decode, 1 sequence", "tg", 1),
+                                   *((f"decode, {n} sequences", "tg", n) for n in [8, 16, 64])]:
+        found = [row(MIXTURE, engine=e, experts_on_cpu="0", test=test, sequences=str(sequences)) for e in ["nq", "llama.cpp"]]
+        lines.append([label, *(whole(r["tok_s"]) for r in found)])
+    return table(["Qwen3-30B-A3B, one H200, tok/s of all", "nq INT4", "llama.cpp Q4_0"], lines)
+
+
+def cpu_experts():
+    lines = []
+    for layers in [0, 24, 48]:
+        of = {r["test"]: whole(r["tok_s"]) for r in rows(MIXTURE, engine="nq", experts_on_cpu=str(layers), sequences="1")}
+        lines.append([f"{layers} of 48", of["tg"]])
+    return table(["layers with experts on 16 CPU cores (`--cpu-experts`)", "decode, tok/s"], lines)
+
+
 CPU_OTHERS = "2026-11-21-cpu-against-others.csv"
 
 
