@@ -1,6 +1,6 @@
 //! Products of many rows at once.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Matrix, Stream, TensorMap};
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Matrix, Operands, Stream, TensorMap};
 use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
@@ -46,6 +46,45 @@ struct GemmArgs {
     epilogue: i32,
     scale: f32,
     parts: i32,
+}
+
+impl GemmArgs {
+    /// The product of `m` rows of `x` with `rows` rows of `w`, in so many tiles: all of them, or an expert's.
+    fn new(
+        o: &Operands<'_>,
+        w: &DeviceLinear,
+        (rows, tiles): (usize, usize),
+        x: &Buffer<u16>,
+        output: GemmOutput<'_>,
+        m: usize,
+    ) -> Result<Self> {
+        let packed = w.args(o)?;
+        let padded = (rows / 2).next_multiple_of(SPAN);
+        // `Epilogue` of `cuda/weights.cuh`.
+        let (y, half, epilogue) = match output {
+            GemmOutput::Store(y) => (o.of("y", y, &[m, rows])?, Address::NULL, 0),
+            GemmOutput::Add(y) => (o.of("y", y, &[m, rows])?, Address::NULL, 1),
+            GemmOutput::Silu(half) => (Address::NULL, o.of("FP16 output", half, &[m, padded])?, 2),
+        };
+        Ok(GemmArgs {
+            codes: packed.codes,
+            meta: packed.meta,
+            x: o.of("x", x, &[m, w.spans(), SPAN])?,
+            y,
+            half,
+            of_experts: Address::NULL,
+            m: m as i32,
+            rows: rows as i32,
+            tiles: tiles as i32,
+            spans: packed.spans,
+            groups: packed.groups,
+            meta_bytes: packed.meta_bytes,
+            padded: padded as i32,
+            epilogue,
+            scale: packed.scale,
+            parts: 1,
+        })
+    }
 }
 
 impl Instance {
@@ -230,32 +269,7 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("gemm");
         let (spans, kind) = (w.spans(), w.kind());
-        let packed = w.args(&o)?;
-        let padded = (w.rows() / 2).next_multiple_of(SPAN);
-        // `Epilogue` of `cuda/weights.cuh`.
-        let (y, half, epilogue) = match output {
-            GemmOutput::Store(y) => (o.of("y", y, &[m, w.rows()])?, Address::NULL, 0),
-            GemmOutput::Add(y) => (o.of("y", y, &[m, w.rows()])?, Address::NULL, 1),
-            GemmOutput::Silu(half) => (Address::NULL, o.of("FP16 output", half, &[m, padded])?, 2),
-        };
-        let args = GemmArgs {
-            codes: packed.codes,
-            meta: packed.meta,
-            x: o.of("x", x, &[m, spans, SPAN])?,
-            y,
-            half,
-            of_experts: Address::NULL,
-            m: m as i32,
-            rows: packed.rows,
-            tiles: w.tiles() as i32,
-            spans: packed.spans,
-            groups: packed.groups,
-            meta_bytes: packed.meta_bytes,
-            padded: padded as i32,
-            epilogue,
-            scale: packed.scale,
-            parts: 1,
-        };
+        let args = GemmArgs::new(&o, w, (w.rows(), w.tiles()), x, output, m)?;
         let info = self.gpu().info();
         if m >= WGMMA_ROWS && info.capability == (9, 0) {
             let (instance, parts) =
@@ -297,33 +311,9 @@ impl Stream {
         let (spans, kind) = (w.spans(), w.kind());
         o.multiple("rows of the stack", experts * TILE, w.rows())?;
         let (rows, tiles) = (w.rows() / experts, w.tiles() / experts);
-        let padded = (rows / 2).next_multiple_of(SPAN);
-        let (y, half, epilogue) = match output {
-            GemmOutput::Store(y) => (o.of("y", y, &[routes, rows])?, Address::NULL, 0),
-            GemmOutput::Add(y) => (o.of("y", y, &[routes, rows])?, Address::NULL, 1),
-            GemmOutput::Silu(half) => {
-                let half = o.of("FP16 output", half, &[routes, padded])?;
-                (Address::NULL, half, 2)
-            }
-        };
-        let packed = w.args(&o)?;
         let args = GemmArgs {
-            codes: packed.codes,
-            meta: packed.meta,
-            x: o.of("x", x, &[routes, spans, SPAN])?,
-            y,
-            half,
             of_experts: o.of("blocks", blocks, &[columns])?,
-            m: routes as i32,
-            rows: rows as i32,
-            tiles: tiles as i32,
-            spans: packed.spans,
-            groups: packed.groups,
-            meta_bytes: packed.meta_bytes,
-            padded: padded as i32,
-            epilogue,
-            scale: packed.scale,
-            parts: 1,
+            ..GemmArgs::new(&o, w, (rows, tiles), x, output, routes)?
         };
         let info = self.gpu().info();
         if info.capability == (9, 0) {
