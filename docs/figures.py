@@ -84,19 +84,31 @@ def quality():
 LADDER = "2026-11-23-compare-quality.csv"
 
 
-def ladder():
+MIXTURE_LADDER = "2026-11-23-mixture-quality.csv"
+
+
+def rungs(file, wiki):
     """llama.cpp's types, and nq's files of the same size, in the order of their sizes."""
     lines = []
-    for r in rows(LADDER, maker="llama.cpp"):
+    for r in rows(file, maker="llama.cpp"):
         size = r["tensor_bytes"]
-        ours = {o["maker"]: o for o in rows(LADDER) if f"--target-size {size}B" in o["how"]}
+        ours = {o["maker"]: o for o in rows(file) if f"--target-size {size}B" in o["how"]}
         cell = lambda o, text: f"{float(o[text]):.4f}" if o else ""
         lines.append([
             f"{int(size) / 1e6:.2f} MB", r["how"], cell(r, "books_kld"), cell(ours["nq"], "books_kld"),
-            cell(ours.get("nq gguf"), "books_kld"), cell(r, "wiki_kld"), cell(ours["nq"], "wiki_kld"),
+            cell(ours.get("nq gguf"), "books_kld"),
+            *([cell(r, "wiki_kld"), cell(ours["nq"], "wiki_kld")] if wiki else []),
         ])
-    head = ["size", "llama.cpp", "KLD", "nq", "nq, as GGUF", "llama.cpp on WikiText", "nq on WikiText"]
-    return table(head, lines)
+    head = ["size", "llama.cpp", "KLD", "nq", "nq, as GGUF"]
+    return table(head + (["llama.cpp on WikiText", "nq on WikiText"] if wiki else []), lines)
+
+
+def ladder():
+    return rungs(LADDER, wiki=True)
+
+
+def mixture_ladder():
+    return rungs(MIXTURE_LADDER, wiki=False)
 
 
 def methods():
