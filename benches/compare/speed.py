@@ -37,7 +37,7 @@ from vllm import LLM, SamplingParams
 
 model, (prompt, answer, *batches) = sys.argv[1], map(int, sys.argv[2:])
 llm = LLM(model=model, skip_tokenizer_init=True, max_num_seqs=max([1, *batches]), max_model_len=prompt + answer + 2,
-          enable_prefix_caching=False)
+          enable_prefix_caching=False, gpu_memory_utilization=0.5)   # on a CPU: of its memory
 
 def seconds(prompt, tokens, sequences=1):
     prompts = [{"prompt_token_ids": [1000 + (i * 37 + s) % 5000 for i in range(prompt)]} for s in range(sequences)]
@@ -133,7 +133,8 @@ def has_vllm(python):
 
 
 def vllm_rates(python, model, sizes, batches):
-    return json.loads(output([python, "-c", VLLM, model, *sizes, *batches]).splitlines()[-1])
+    lines = output([python, "-c", VLLM, model, *sizes, *batches]).splitlines()
+    return json.loads(next(line for line in reversed(lines) if line.startswith("{")))   # it logs there, too
 
 
 def measure(args, preset, folder, llama):

@@ -162,7 +162,7 @@ impl CudaModel {
             session: options.session.as_ref(),
         };
         let free = gpu.free_memory()?;
-        let (on_host, weights) = split(request, options.cpu_experts, free, |on_host| {
+        let (on_host, weights) = request.split(options.cpu_experts, free, |on_host| {
             weight_bytes(config, &kinds, stored, on_host)
         })?;
         if on_host > 0 {
@@ -289,34 +289,6 @@ impl CudaModel {
             eps: self.config.rms_norm_eps,
         }
     }
-}
-
-/// The number of layers whose experts stay on the CPU, and the bytes of the other weights, which
-/// `weights` tells for such a number: as many as `wanted`, or else as few as `free` bytes require.
-///
-/// # Errors
-/// [`Error::DeviceMemory`] if the request does not fit; errors of `weights`.
-fn split(
-    request: Request<'_>,
-    wanted: Option<usize>,
-    free: usize,
-    weights: impl Fn(usize) -> Result<usize>,
-) -> Result<(usize, usize)> {
-    let least = wanted.unwrap_or(0);
-    let most = match (wanted, request.config.experts) {
-        (None, Some(_)) => request.config.num_hidden_layers,
-        _ => least,
-    };
-    for on_host in least..=most {
-        let weights = weights(on_host)?;
-        let request = Request { weights, ..request };
-        if request.fits(free) {
-            return Ok((on_host, weights));
-        }
-    }
-    let weights = weights(most)?;
-    Request { weights, ..request }.check(free)?;
-    Ok((most, weights))
 }
 
 /// Refuses shapes that the kernels do not serve.

@@ -136,7 +136,39 @@ impl Request<'_> {
         Ok(plan)
     }
 
-    pub(super) fn fits(&self, free: usize) -> bool {
+    /// Chooses the number of layers whose experts stay on the CPU: `wanted`, or else as few as `free` bytes
+    /// require. Returns it with the bytes of the weights on the device, which `weights` tells for such a
+    /// number.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] if the request does not fit; errors of `weights`.
+    pub(super) fn split(
+        &self,
+        wanted: Option<usize>,
+        free: usize,
+        weights: impl Fn(usize) -> Result<usize>,
+    ) -> Result<(usize, usize)> {
+        let least = wanted.unwrap_or(0);
+        let most = match (wanted, self.config.experts) {
+            (None, Some(_)) => self.config.num_hidden_layers,
+            _ => least,
+        };
+        for on_host in least..=most {
+            let request = Request {
+                weights: weights(on_host)?,
+                ..*self
+            };
+            if request.fits(free) {
+                return Ok((on_host, request.weights));
+            }
+            if on_host == most {
+                request.check(free)?;
+            }
+        }
+        unreachable!("the last request either fits or is refused")
+    }
+
+    fn fits(&self, free: usize) -> bool {
         self.plan().is_ok_and(|plan| plan.total() <= free)
     }
 
@@ -365,6 +397,38 @@ mod tests {
     fn suggested(help: &str) -> usize {
         let (_, rest) = help.split_once("context of ").expect(help);
         rest.split(' ').next().unwrap().parse().expect(help)
+    }
+
+    #[test]
+    fn as_few_experts_as_necessary_stay_on_the_cpu() {
+        let mut model = Model::new();
+        let spec = spec(4096, KvType::F16);
+        let rest = |model: &Model| model.request(0, &spec).plan().unwrap().total();
+        let weights = |on_host: usize| Ok(10_000_000_000 - on_host * 200_000_000);
+        let split = |model: &Model, wanted, free| {
+            let free = rest(model) + free;
+            let found = model.request(0, &spec).split(wanted, free, weights);
+            found.map_err(|e| e.to_string())
+        };
+        // A dense model has no experts to leave on the CPU.
+        assert!(split(&model, None, 9_900_000_000).is_err());
+        model.config.experts = Some(nq_formats::Experts {
+            count: 16,
+            per_token: 2,
+            width: 768,
+            normalized: true,
+        });
+        assert_eq!(split(&model, None, 10_000_000_000), Ok((0, 10_000_000_000)));
+        assert_eq!(split(&model, None, 9_999_999_999), Ok((1, 9_800_000_000)));
+        assert_eq!(split(&model, None, 2_800_000_000), Ok((36, 2_800_000_000)));
+        let refused = split(&model, None, 2_799_999_999).unwrap_err();
+        assert!(refused.contains("2.80 GB of weights"), "{refused}");
+        // What is asked for is done, or refused.
+        assert_eq!(
+            split(&model, Some(5), 20_000_000_000),
+            Ok((5, 9_000_000_000))
+        );
+        assert!(split(&model, Some(5), 8_999_999_999).is_err());
     }
 
     #[test]
