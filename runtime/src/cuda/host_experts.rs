@@ -11,7 +11,7 @@ use crate::load::LoadOptions;
 use crate::models::LayerWeights;
 use crate::weights::Census;
 use nq_formats::models::{LayerSpec, MlpSpec, Product};
-use nq_formats::{Experts, ModelConfig};
+use nq_formats::{Experts, ModelConfig, Progress};
 use nq_kernels::Routes;
 use nq_kernels::cpu::Cpu;
 use nq_kernels::cuda::HostWork;
@@ -38,21 +38,28 @@ pub(super) fn is_of_experts(spec: &LayerSpec, product: &Product) -> bool {
 }
 
 impl HostExperts {
-    /// Refuses a number of layers that the model does not have experts in.
-    pub(super) fn check(config: &ModelConfig, layers: usize) -> Result<()> {
-        let most = config.experts.map_or(0, |_| config.num_hidden_layers);
-        if layers <= most {
-            return Ok(());
+    /// The number of layers asked for, if any: `None` for a dense model, which has no experts.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for more layers than the model has.
+    pub(super) fn wanted(
+        config: &ModelConfig,
+        layers: Option<usize>,
+        progress: &dyn Progress,
+    ) -> Result<Option<usize>> {
+        match (layers, config.experts) {
+            (Some(1..), None) => {
+                progress.note("--cpu-experts has no effect: the model has no experts");
+                Ok(None)
+            }
+            (Some(n), Some(_)) if n > config.num_hidden_layers => Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "layers whose experts run on the CPU (--cpu-experts)",
+                expected: format!("at most {}", config.num_hidden_layers),
+                found: n.to_string(),
+            }),
+            _ => Ok(layers),
         }
-        Err(Error::Unsupported {
-            engine: "nq on a GPU",
-            what: "layers whose experts run on the CPU (--cpu-experts)",
-            expected: match most {
-                0 => "none: the model is not a mixture of experts".into(),
-                most => format!("at most {most}"),
-            },
-            found: layers.to_string(),
-        })
     }
 
     /// Refuses `bytes` of experts that the computer's memory has no room for.
@@ -84,7 +91,7 @@ impl HostExperts {
             },
         ) = (config.experts, &weights.spec.mlp)
         else {
-            unreachable!("`check` lets no other model through");
+            unreachable!("`wanted` lets no other model through");
         };
         let cpu = match &self.cpu {
             Some(cpu) => Arc::clone(cpu),

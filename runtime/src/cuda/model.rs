@@ -122,7 +122,7 @@ impl CudaModel {
     ) -> Result<(Self, usize)> {
         let kernels = options.kernels;
         check_shape(config, kernels)?;
-        HostExperts::check(config, options.cpu_experts.unwrap_or(0))?;
+        let cpu_experts = HostExperts::wanted(config, options.cpu_experts, progress)?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         let head_weight = models::head(store, config)?;
@@ -162,7 +162,7 @@ impl CudaModel {
             session: options.session.as_ref(),
         };
         let free = gpu.free_memory()?;
-        let (on_host, weights) = request.split(options.cpu_experts, free, |on_host| {
+        let (on_host, weights) = request.split(cpu_experts, free, |on_host| {
             weight_bytes(config, &kinds, stored, on_host)
         })?;
         if on_host > 0 {
