@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Trains a small mixture of experts in the published layout Qwen3MoeForCausalLM, to measure quantization on.
+"""Trains a small model from the demo model: a mixture of experts, to measure quantization on, or a draft model.
 
-    benches/mixture/train.py --demo assets/demo --out /tmp/mixture --minutes 6
+    benches/students/train.py mixture --out /tmp/mixture --minutes 6
+    benches/students/train.py draft --out /tmp/draft --minutes 3
 
-Needs torch, transformers and safetensors. The mixture begins as the dense demo model, with each MLP dealt
-out to experts, and learns the demo's distribution of the next token (KL divergence at every position) on text that
-the demo samples: no other text is used. A third of the time goes to sampling, the rest to training; both stop by the
-clock, and the folder is always written: config.json, model.safetensors in bf16 with one tensor per matrix of an
-expert, and the demo's tokenizer and generation_config.json. Then the folder is read with transformers, whose logits
-must match; if they do not, the exit status is 1.
+Needs torch, transformers and safetensors. The mixture (Qwen3MoeForCausalLM) begins as the dense demo model, with each
+MLP dealt out to experts; the draft is one of the demo's layers with its embedding. Both learn the demo's distribution
+of the next token (KL divergence at every position) on text that the demo samples: no other text is used. A third of
+the time goes to sampling, the rest to training; both stop by the clock, and the folder is always written: config.json,
+model.safetensors in bf16 in the published layout, with one tensor per matrix of an expert, and the demo's tokenizer
+and generation_config.json. Then the folder is read with transformers, whose logits must match; if they do not, the
+exit status is 1.
 
 How much is learned depends on the machine's speed, so that a run cannot be repeated exactly. An H100 is expected to
 sample about 50 million tokens and to train on 150 million or more; without a GPU the batches are small and the
@@ -154,17 +156,22 @@ def read_demo(folder):
     return config, demo.requires_grad_(False)
 
 
-def upcycled(config, demo, layers):
-    """The config of a mixture, and one that begins with the demo's weights."""
+def student(config, demo, kind, layers):
+    """The config of a student of this kind, and one that begins with the demo's weights."""
     c = {k: v for k, v in config.items() if k != "transformers_version"}
-    c |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": layers}
-    c |= {"max_window_layers": layers, "num_experts": EXPERTS, "num_experts_per_tok": TOP}
-    c |= {"moe_intermediate_size": WIDTH, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    c |= {"output_router_logits": False, "router_aux_loss_coef": BALANCE}
+    c |= {"num_hidden_layers": layers, "max_window_layers": layers}
+    if kind == "mixture":
+        c |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        c |= {"num_experts": EXPERTS, "num_experts_per_tok": TOP, "moe_intermediate_size": WIDTH}
+        c |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        c |= {"output_router_logits": False, "router_aux_loss_coef": BALANCE}
     model = Qwen3(c)
     model.embed_tokens.load_state_dict(demo.embed_tokens.state_dict())
     model.norm.load_state_dict(demo.norm.state_dict())
     for layer, n in zip(model.layers, torch.linspace(0, len(demo.layers) - 1, layers).round().int().tolist()):
+        if kind == "draft":
+            layer.load_state_dict(demo.layers[n].state_dict())
+            continue
         mlp = {k: demo.layers[n].mlp.get_parameter(f"{k}.weight") for k in ("gate_proj", "up_proj", "down_proj")}
         neurons = mlp["gate_proj"].shape[0]
         # Every deal of the shuffled neurons gives each to one expert, so that no two experts are alike and none
@@ -240,7 +247,7 @@ def train(end, demo, model, texts, args, device):
         ids, order = texts[order[: args.batch]].long(), order[args.batch :]
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             kl = divergence(demo, model, ids)[0]
-            loss = kl + BALANCE * sum(layer.mlp.balance for layer in model.layers)
+            loss = kl + BALANCE * sum(layer.mlp.balance for layer in model.layers if layer.mlp.experts)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -254,22 +261,25 @@ def train(end, demo, model, texts, args, device):
 
 @torch.no_grad()
 def measure(demo, model, ids, batch):
-    """KL divergence, perplexities of model and demo, and shares of tokens by layer and expert."""
-    sums, shares = torch.zeros(3, dtype=torch.float64), 0
+    """KL divergence, perplexities of model and demo, how often both find the same token likeliest, and shares of
+    tokens by layer and expert."""
+    sums, shares = torch.zeros(4, dtype=torch.float64), 0
     for part in ids.split(batch):
         part = part.long()
         kl, *logs = divergence(demo, model, part)
         losses = [F.nll_loss(log[:, :-1].flatten(0, 1), part[:, 1:].flatten()).item() for log in logs]
-        sums += torch.tensor([kl.item(), *losses], dtype=torch.float64) * len(part) / len(ids)
-        shares += torch.stack([layer.mlp.share for layer in model.layers]).cpu() * len(part) / len(ids)
-    return sums[0].item(), sums[1].exp().item(), sums[2].exp().item(), shares
+        same = (logs[0].argmax(-1) == logs[1].argmax(-1)).double().mean().item()
+        sums += torch.tensor([kl.item(), *losses, same], dtype=torch.float64) * len(part) / len(ids)
+        if model.layers[0].mlp.experts:
+            shares += torch.stack([layer.mlp.share for layer in model.layers]).cpu() * len(part) / len(ids)
+    return sums[0].item(), sums[1].exp().item(), sums[2].exp().item(), sums[3].item(), shares
 
 
 def write(folder, demo_folder, config, model):
     tensors = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.bfloat16().cpu()
-        if not name.endswith(("gate_proj.weight", "up_proj.weight", "down_proj.weight")):
+        if not config.get("num_experts") or not name.endswith(("gate_proj.weight", "up_proj.weight", "down_proj.weight")):
             tensors[f"model.{name}"] = tensor
             continue
         prefix, kind, _ = name.rsplit(".", 2)
@@ -294,11 +304,12 @@ def difference(folder, model, vocab):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=("mixture", "draft"))
     parser.add_argument("--demo", type=Path, default=Path("assets/demo"), help="folder of the dense model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--minutes", type=float, default=6, help="time for everything")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=5, help="taken evenly from the demo's")
+    parser.add_argument("--layers", type=int, help="taken evenly from the demo's (default: 5 of a mixture, 1 of a draft)")
     parser.add_argument("--rows", type=int, help="sequences sampled together")
     parser.add_argument("--length", type=int, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, help="sequences per step of training")
@@ -312,7 +323,7 @@ def main():
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     config, demo = read_demo(args.demo)
-    c, model = upcycled(config, demo, args.layers)
+    c, model = student(config, demo, args.kind, args.layers or {"mixture": 5, "draft": 1}[args.kind])
     demo, model = demo.to(device), model.to(device)
     total = sum(p.numel() for p in model.parameters())
     print(f"{total:,} parameters, {device}, {time.monotonic() - START:.0f} s to start", flush=True)
@@ -335,10 +346,10 @@ def main():
     write(args.out, args.demo, c, model)
     print(f"trained {steps} steps, {tokens:,} tokens in {seconds:.0f} s, {tokens / seconds:,.0f}/s")
 
-    kl, perplexity, of_demo, shares = measure(demo, model, held_out, args.batch)
+    kl, perplexity, of_demo, same, shares = measure(demo, model, held_out, args.batch)
     print(f"held out, {held_out.numel():,} sampled tokens: KL {before[0]:.4f} before, {kl:.4f} after; "
-          f"perplexity {perplexity:.3f}, the demo's {of_demo:.3f}")
-    for n, share in enumerate(shares):
+          f"perplexity {perplexity:.3f}, the demo's {of_demo:.3f}; the likeliest token is the demo's in {100 * same:.1f} %")
+    for n, share in enumerate(shares if args.kind == "mixture" else []):
         listed = " ".join(f"{s:.3f}" for s in share)
         print(f"layer {n}: share of an expert {share.min():.3f} to {share.max():.3f} ({listed})")
     off = difference(args.out, model, c["vocab_size"])
