@@ -1,5 +1,5 @@
-// Instances of `attention_decode.cuh`: of rows of different sequences, of runs of
-// rows, and of rows whose first pages `attention_shared` has read.
+// Instances of `attention_decode.cuh`: of rows of different sequences, of runs of rows, and of both
+// where `attention_shared` has read the first pages.
 #include "attention_decode.cuh"
 
 #define ATTENTION(name, int8, rows, shared)                                                                  \
@@ -13,3 +13,5 @@ ATTENTION(attention_run_fp16, false, MOST_RUN, false)
 ATTENTION(attention_run_int8, true, MOST_RUN, false)
 ATTENTION(attention_rest_fp16, false, 1, true)
 ATTENTION(attention_rest_int8, true, 1, true)
+ATTENTION(attention_run_rest_fp16, false, MOST_RUN, true)
+ATTENTION(attention_run_rest_int8, true, MOST_RUN, true)

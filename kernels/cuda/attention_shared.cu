@@ -1,6 +1,7 @@
-// Attention of a step's rows over pages that several of their sequences begin with: each page is
-// read once for all of a group's rows (cascade attention). `attention_rest`, behind it, reads what
-// each row has of its own and joins the partial results of both.
+// Attention of a step's rows over pages that several of them begin with, of sequences that share
+// them or of one sequence: each page is read once for all of a group's rows (cascade attention).
+// `attention_rest` or `attention_run_rest`, behind it, reads what each row has of its own and joins the
+// partial results of both.
 //
 // Grid (kv_heads, splits, groups). A block serves the query heads of one key/value head, of all
 // rows of a group (at most 64), over its part of the pages. Warp w computes for queries 8w .. 8w+7:

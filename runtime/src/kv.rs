@@ -12,6 +12,8 @@ use crate::error::{Error, Result};
 use nq_kernels::cpu::PAGE;
 #[cfg(feature = "cuda")]
 use nq_kernels::cuda::SharedPrefix;
+#[cfg(feature = "cuda")]
+use std::ops::Range;
 
 /// A copy of the first rows of a shared page into a page that a sequence has alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,6 +114,23 @@ impl PageTables {
             }
         }
         Ok(copies)
+    }
+
+    /// The full pages of the sequence in `slot`, as the prefix that `rows` of a run after its end share;
+    /// `None` if reading it once saves fewer than `least` page reads.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn prefix_of_run(
+        &self,
+        slot: usize,
+        rows: Range<usize>,
+        least: usize,
+    ) -> Option<SharedPrefix> {
+        let prefix = SharedPrefix {
+            slot,
+            pages: self.lengths[slot] / PAGE,
+            rows: rows.collect(),
+        };
+        (saved(&prefix) >= least.max(1)).then_some(prefix)
     }
 
     /// Groups of the given (row, slot) pairs that share a prefix of pages. The groups are disjoint, each

@@ -65,62 +65,109 @@ impl Layers {
     }
 }
 
-/// Steps with one row per sequence: rows and positions.
+/// Attention of a step over the keys and values of `layers`.
+struct StepCase<'a> {
+    model: Model,
+    layers: &'a Layers,
+    steps: Vec<Step>,
+    /// The steps may be runs of one sequence.
+    runs: bool,
+    /// Most positions that a row reads by itself.
+    positions: usize,
+    /// Rows that read their first pages together.
+    together: Option<SharedPrefix>,
+}
+
+impl StepCase<'_> {
+    /// Times it as `what`; it reads `bytes`.
+    fn time(&self, t: &Timing, what: &str, bytes: usize) -> Result<()> {
+        let (m, layers) = (self.steps.len(), self.layers);
+        let (heads, kv_heads) = (self.model.heads, self.model.kv_heads);
+        let qkv = vec![0.1f32; m * (heads + 2 * kv_heads) * HEAD_DIM];
+        let qkv = t.gpu.upload("a benchmark", &qkv)?;
+        let places = layers.pages.places();
+        let bounds = StepBounds { places, tokens: 1 };
+        let steps = Checked::upload(&t.gpu, "a benchmark", &self.steps, bounds)?;
+        let mut scratch = AttentionScratch::new(&t.gpu, heads, kv_heads, m)?;
+        let mut out = t.gpu.zeros("a benchmark", m * heads * HEAD_DIM)?;
+        let mut cascade = Cascade::new(&t.gpu, m, places)?;
+        let sizes = (heads / kv_heads, kv_heads);
+        let shared = match &self.together {
+            Some(prefix) => cascade.write(&t.stream, std::slice::from_ref(prefix), sizes)?,
+            None => None,
+        };
+        let shape = AttentionShape {
+            m,
+            splits: AttentionScratch::splits(&t.gpu, kv_heads, m, self.positions),
+            late: false,
+            runs: self.runs,
+            shared: shared.map(|of| (&cascade, of)),
+        };
+        t.chained(what, bytes, |turn| {
+            let out = AttentionOutput::Full(&mut out);
+            let layer = layers.pages.layer(turn % LAYERS);
+            let heads = layers.heads(heads);
+            (t.stream).attention_decode(&qkv, &steps, &heads, layer, &mut scratch, out, shape)
+        })
+    }
+}
+
+fn step(position: usize, slot: usize) -> Step {
+    Step {
+        position: position as i32,
+        slot: slot as i32,
+        ..Step::default()
+    }
+}
+
+/// Steps with one row per sequence.
 pub(crate) fn attention_decode(t: &mut Timing) -> Result<()> {
-    let shapes = [(1, 128), (1, 8192), (1, 32_768), (16, 512), (64, 512)];
-    attention_of_steps(t, false, &shapes)
-}
-
-/// Steps whose rows all belong to one sequence.
-pub(crate) fn attention_run(t: &mut Timing) -> Result<()> {
-    attention_of_steps(t, true, &[(2, 128), (8, 128), (8, 8192), (16, 512)])
-}
-
-fn attention_of_steps(t: &mut Timing, runs: bool, shapes: &[(usize, usize)]) -> Result<()> {
     for model in MODELS {
         for (kv, name) in KV {
-            for &(m, depth) in shapes {
-                let sequences = if runs { 1 } else { m };
-                let layers = Layers::new(t, model, kv, sequences, depth)?;
-                let (heads, kv_heads) = (model.heads, model.kv_heads);
-                let qkv = vec![0.1f32; m * (heads + 2 * kv_heads) * HEAD_DIM];
-                let qkv = t.gpu.upload("a benchmark", &qkv)?;
-                let steps: Vec<Step> = (0..m)
-                    .map(|row| Step {
-                        position: (if runs { depth - m + row } else { depth - 1 }) as i32,
-                        slot: (row % sequences) as i32,
-                        ..Step::default()
-                    })
-                    .collect();
-                let bounds = StepBounds {
-                    places: layers.pages.places(),
-                    tokens: 1,
-                };
-                let steps = Checked::upload(&t.gpu, "a benchmark", &steps, bounds)?;
-                let mut scratch = AttentionScratch::new(&t.gpu, heads, kv_heads, m)?;
-                let mut out = t.gpu.zeros("a benchmark", m * heads * HEAD_DIM)?;
-                let shape = AttentionShape {
-                    m,
-                    splits: AttentionScratch::splits(&t.gpu, kv_heads, m, depth),
-                    late: false,
-                    runs,
-                    shared: None,
+            for (m, depth) in [(1, 128), (1, 8192), (1, 32_768), (16, 512), (64, 512)] {
+                let layers = Layers::new(t, model, kv, m, depth)?;
+                let case = StepCase {
+                    model,
+                    layers: &layers,
+                    steps: (0..m).map(|slot| step(depth - 1, slot)).collect(),
+                    runs: false,
+                    positions: depth,
+                    together: None,
                 };
                 let what = format!("{} {m} x {depth} positions {name}", model.name);
-                t.chained(&what, layers.bytes(sequences * depth), |turn| {
-                    let out = AttentionOutput::Full(&mut out);
-                    let layer = layers.pages.layer(turn % LAYERS);
-                    let heads = layers.heads(heads);
-                    (t.stream).attention_decode(
-                        &qkv,
-                        &steps,
-                        &heads,
-                        layer,
-                        &mut scratch,
-                        out,
-                        shape,
-                    )
-                })?;
+                case.time(t, &what, layers.bytes(m * depth))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Steps whose rows all belong to one sequence: its full pages read once for all rows, and row by row.
+pub(crate) fn attention_run(t: &mut Timing) -> Result<()> {
+    for model in MODELS {
+        for (kv, name) in KV {
+            for depth in [150, 534, 1046, 2070, 4118, 8214, 16_406] {
+                let layers = Layers::new(t, model, kv, 1, depth)?;
+                for m in [2, 4, 8, 16] {
+                    let pages = (depth - m) / PAGE;
+                    let prefix = SharedPrefix {
+                        slot: 0,
+                        pages,
+                        rows: (0..m).collect(),
+                    };
+                    for (together, how) in [(Some(prefix), "once"), (None, "row by row")] {
+                        let case = StepCase {
+                            model,
+                            layers: &layers,
+                            steps: (0..m).map(|row| step(depth - m + row, 0)).collect(),
+                            runs: true,
+                            positions: depth - together.as_ref().map_or(0, |p| p.pages * PAGE),
+                            together,
+                        };
+                        let what = format!("{} {m} of {depth} {name}, {how}", model.name);
+                        case.time(t, &what, layers.bytes(depth))?;
+                    }
+                }
             }
         }
     }
@@ -130,18 +177,19 @@ fn attention_of_steps(t: &mut Timing, runs: bool, shapes: &[(usize, usize)]) -> 
 /// Rows whose sequences share this many pages and have 64 positions each of their own: with shared
 /// pages read once for all of them, and row by row.
 pub(crate) fn attention_shared(t: &mut Timing) -> Result<()> {
+    const SHAPES: [(usize, usize); 8] = [
+        (2, 8),
+        (2, 32),
+        (4, 8),
+        (4, 64),
+        (16, 1),
+        (16, 4),
+        (16, 64),
+        (64, 4),
+    ];
     for model in MODELS {
         for (kv, name) in KV {
-            for (m, pages) in [
-                (2, 8),
-                (2, 32),
-                (4, 8),
-                (4, 64),
-                (16, 1),
-                (16, 4),
-                (16, 64),
-                (64, 4),
-            ] {
+            for (m, pages) in SHAPES {
                 let depth = pages * PAGE + 64;
                 let mut layers = Layers::new(t, model, kv, m, depth)?;
                 let entries: Vec<PageEntry> = (0..m * pages)
@@ -152,58 +200,25 @@ pub(crate) fn attention_shared(t: &mut Timing) -> Result<()> {
                     })
                     .collect();
                 t.stream.set_pages(&mut layers.pages, &entries)?;
-                let (heads, kv_heads) = (model.heads, model.kv_heads);
-                let qkv = vec![0.1f32; m * (heads + 2 * kv_heads) * HEAD_DIM];
-                let qkv = t.gpu.upload("a benchmark", &qkv)?;
-                let steps: Vec<Step> = (0..m as i32)
-                    .map(|slot| Step {
-                        position: depth as i32 - 1,
-                        slot,
-                        ..Step::default()
-                    })
-                    .collect();
-                let bounds = StepBounds {
-                    places: layers.pages.places(),
-                    tokens: 1,
-                };
-                let steps = Checked::upload(&t.gpu, "a benchmark", &steps, bounds)?;
-                let mut scratch = AttentionScratch::new(&t.gpu, heads, kv_heads, m)?;
-                let mut out = t.gpu.zeros("a benchmark", m * heads * HEAD_DIM)?;
-                let mut cascade = Cascade::new(&t.gpu, m, layers.pages.places())?;
                 let prefix = SharedPrefix {
                     slot: 0,
                     pages,
                     rows: (0..m).collect(),
                 };
-                let sizes = (heads / kv_heads, kv_heads);
-                let once = cascade.write(&t.stream, &[prefix], sizes)?;
-                for (shared, how, read) in [
-                    (once.map(|of| (&cascade, of)), "once", depth + 64 * (m - 1)),
+                for (together, how, read) in [
+                    (Some(prefix), "once", depth + 64 * (m - 1)),
                     (None, "row by row", m * depth),
                 ] {
-                    let positions = if shared.is_some() { 64 } else { depth };
-                    let shape = AttentionShape {
-                        m,
-                        splits: AttentionScratch::splits(&t.gpu, kv_heads, m, positions),
-                        late: false,
+                    let case = StepCase {
+                        model,
+                        layers: &layers,
+                        steps: (0..m).map(|slot| step(depth - 1, slot)).collect(),
                         runs: false,
-                        shared,
+                        positions: if together.is_some() { 64 } else { depth },
+                        together,
                     };
                     let what = format!("{} {m} rows, {pages} pages {name}, {how}", model.name);
-                    t.chained(&what, layers.bytes(read), |turn| {
-                        let out = AttentionOutput::Full(&mut out);
-                        let layer = layers.pages.layer(turn % LAYERS);
-                        let heads = layers.heads(heads);
-                        (t.stream).attention_decode(
-                            &qkv,
-                            &steps,
-                            &heads,
-                            layer,
-                            &mut scratch,
-                            out,
-                            shape,
-                        )
-                    })?;
+                    case.time(t, &what, layers.bytes(read))?;
                 }
             }
         }

@@ -5,9 +5,9 @@ use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use half::f16;
 use nq_kernels::cpu::{KvPages, KvType, PAGE};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DevicePages, Gpu, HEAD_DIM,
-    Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, Step, StepBounds, Stream,
-    operand_index,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
+    HEAD_DIM, Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, SharedPrefix, Step,
+    StepBounds, Stream, operand_index,
 };
 use nq_kernels::reference;
 use std::ops::Range;
@@ -337,8 +337,9 @@ impl<'a> Check<'a> {
         self.compare("attention_decode", &found, 1.0);
     }
 
-    /// Runs of tokens, between rows of another sequence with the same tokens, one at a time.
-    fn runs(&self) {
+    /// Runs of tokens, between rows of another sequence with the same tokens, one at a time: their full pages
+    /// read row by row, or once for all of them (`together`).
+    fn runs(&self, together: bool) {
         let (heads, kv_heads, width) = (self.case.heads, self.case.kv_heads, self.case.width());
         let cache = self.new_cache();
         let mut scratch = AttentionScratch::new(self.gpu, heads, kv_heads, 2 + MOST_RUN).unwrap();
@@ -365,12 +366,22 @@ impl<'a> Check<'a> {
             let qkv = self.gpu.upload("a test", &qkv).unwrap();
             let bounds = step_bounds(&cache);
             let step = Checked::upload(self.gpu, "a test", &places, bounds).unwrap();
+            let mut cascade = Cascade::new(self.gpu, m, cache.places()).unwrap();
+            let prefix = SharedPrefix {
+                slot: SLOT,
+                pages: from / PAGE,
+                rows: (1..=run).collect(),
+            };
+            let shares = together && prefix.pages > 0 && run > 1 && Cascade::fits(self.gpu, self.case.kv);
+            let prefixes = if shares { vec![prefix] } else { Vec::new() };
+            let sizes = (heads / kv_heads, kv_heads);
+            let of = cascade.write(&self.stream, &prefixes, sizes).unwrap();
             let shape = AttentionShape {
                 m,
                 splits: AttentionScratch::splits(self.gpu, kv_heads, m, from + run),
                 late: run % 2 == 0,
                 runs: true,
-                shared: None,
+                shared: of.map(|of| (&cascade, of)),
             };
             self.stream
                 .attention_decode(
@@ -397,7 +408,8 @@ fn check_attention(gpu: &Gpu, case: &Case) {
     let check = Check::new(gpu, case);
     check.prefill();
     check.decode();
-    check.runs();
+    check.runs(false);
+    check.runs(true);
 }
 
 #[test]

@@ -18,12 +18,12 @@ const MOST_QUERIES: usize = 8 * WARPS;
 /// Most parts that shared pages are split into.
 const MOST_SHARED_SPLITS: usize = 16;
 
-/// Rows of a step whose sequences begin with the same pages.
+/// Rows of a step whose sequences begin with the same pages, or that belong to one sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedPrefix {
     /// One of the sequences.
     pub slot: usize,
-    /// Number of full pages that they share.
+    /// Number of full pages that they share, all before the positions of the rows.
     pub pages: usize,
     /// The rows, two or more.
     pub rows: Vec<usize>,

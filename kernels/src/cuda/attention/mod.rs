@@ -67,7 +67,7 @@ pub struct AttentionShape<'a> {
     /// True if consecutive rows may belong to one sequence: up to [`MOST_RUN`], at consecutive
     /// positions. If false, each row is a sequence of its own.
     pub runs: bool,
-    /// If set, pages that rows share are read once for all of them. Not with `runs`.
+    /// If set, pages that rows share are read once for all of them.
     pub shared: Option<(&'a Cascade, CascadeShape)>,
 }
 
@@ -156,6 +156,9 @@ kernels! {
     ATTENTION_REST: AttentionArgs = "attention_rest" in "attention_decode.cu",
         test "kernels/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
         instances &["attention_rest_fp16", "attention_rest_int8"];
+    ATTENTION_RUN_REST: AttentionArgs = "attention_run_rest" in "attention_decode.cu",
+        test "kernels/tests/cuda/attention.rs::attention", bench "attention_run",
+        instances &["attention_run_rest_fp16", "attention_run_rest_int8"];
 }
 
 /// `AppendArgs` of `cuda/reference.cu`.
@@ -313,11 +316,10 @@ impl Stream {
         };
         o.at_least("splits", 1, splits)?;
         let shared_splits = shared.map_or(0, |(_, of)| of.splits());
+        let splits = splits.min(AttentionScratch::MOST_SPLITS - shared_splits);
         let parts = splits + shared_splits;
-        o.at_most("splits", AttentionScratch::MOST_SPLITS, parts)?;
         let shared_pages = match shared {
-            Some((cascade, _)) if !runs => cascade.row_pages(&o, m)?,
-            Some(_) => return o.refuse("rows over shared pages", "no runs", "runs"),
+            Some((cascade, _)) => cascade.row_pages(&o, m)?,
             None => Address::NULL,
         };
         let args = AttentionArgs {
@@ -347,8 +349,10 @@ impl Stream {
         let (kernel, more) = match (runs, shared, int8) {
             (false, None, _) => (&ATTENTION_DECODE, 0),
             (false, Some(_), _) => (&ATTENTION_REST, 0),
-            (true, _, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16),
-            (true, _, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8),
+            (true, None, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16),
+            (true, None, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8),
+            (true, Some(_), false) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_FP16),
+            (true, Some(_), true) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_INT8),
         };
         let shared_memory = if int8 {
             AttentionScratch::SHARED_INT8

@@ -5,7 +5,7 @@ mod ahead;
 
 use super::passes::Device;
 use super::{CudaSession, ExpertRows, LOGIT_ROWS, Widths, padded};
-use crate::batch::bucket;
+use crate::batch::{Run, bucket};
 use crate::engine::{Chunk, LogitsWanted, SessionSpec};
 use crate::error::Result;
 use ahead::PENDING;
@@ -14,7 +14,8 @@ use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
     ClusterParts, Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN,
-    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, Step, StepBounds,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, SharedPrefix, Step,
+    StepBounds,
     best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -22,12 +23,22 @@ use std::collections::{HashMap, HashSet, VecDeque};
 /// Most tokens of a sequence that the device may be ahead of the host; a power of two.
 const RING: usize = 64;
 /// Page reads per key head that reading shared pages once must save in a step to be worth one more
-/// kernel a layer (`benches/records/2026-11-22-cascade.csv`).
+/// kernel a layer (`benches/records/2026-11-22-cascade.csv`, and `2026-11-23-gpu-runs.csv` for rows of one
+/// sequence).
 const LEAST_SHARED: usize = 1024;
 
 /// [`LEAST_SHARED`] as reads of a page of all `kv_heads` key heads.
 pub(in crate::cuda) fn least_shared_pages(kv_heads: usize) -> usize {
     LEAST_SHARED / kv_heads
+}
+
+/// Rows of one sequence from which on pages are shared: two read the longest contexts faster one by one.
+const LEAST_RUN: usize = 3;
+
+/// Query heads per key head, and key heads.
+fn sizes_of_heads(c: &ModelConfig) -> (usize, usize) {
+    let kv_heads = c.num_key_value_heads;
+    (c.num_attention_heads / kv_heads, kv_heads)
 }
 
 const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
@@ -41,7 +52,7 @@ pub(super) struct StepRows {
     pub(super) attended: Buffer<f32>, // [narrow rows, q_dim]
     pub(super) gated: Buffer<f32>,    // [narrow rows, intermediate]
     pub(super) attention: AttentionScratch,
-    /// The pages that seated sequences share, on devices that can read them once for all.
+    /// The pages that rows of a step share, on devices that can read them once for all.
     pub(super) cascade: Option<Cascade>,
     /// Launch shape of attention over those pages; `None` if sharing would save too little.
     shared: Option<CascadeShape>,
@@ -165,7 +176,7 @@ impl StepRows {
             None
         };
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
-        let cascade = if sequences > 1 && Cascade::fits(gpu, kv) {
+        let cascade = if rows > 1 && Cascade::fits(gpu, kv) {
             Some(Cascade::new(gpu, rows, places)?)
         } else {
             None
@@ -395,14 +406,31 @@ impl CudaSession {
         let seated: Vec<(usize, usize)> = seats
             .filter_map(|(row, seat)| Some((row, seat.slot?)))
             .collect();
-        let c = &self.model.config;
-        let heads = (
-            c.num_attention_heads / c.num_key_value_heads,
-            c.num_key_value_heads,
-        );
+        let heads = sizes_of_heads(&self.model.config);
         let prefixes = self.tables.prefixes(&seated, least_shared_pages(heads.1));
         self.step.shared = cascade.write(&self.stream, &prefixes, heads)?;
         Ok(())
+    }
+
+    /// Tells the device which pages the rows of `runs` share: those of their sequences, whose lengths do not
+    /// include the runs yet.
+    fn share_in_runs(&mut self, runs: &[Run<'_>]) -> Result<Option<CascadeShape>> {
+        let Some(cascade) = &mut self.step.cascade else {
+            return Ok(None);
+        };
+        let heads = sizes_of_heads(&self.model.config);
+        let least = least_shared_pages(heads.1);
+        let mut end = 0;
+        let prefixes = runs.iter().filter_map(|run| {
+            let rows = end..end + run.tokens.len();
+            end = rows.end;
+            (rows.len() >= LEAST_RUN).then(|| self.tables.prefix_of_run(run.slot, rows, least))?
+        });
+        let prefixes: Vec<SharedPrefix> = prefixes.collect();
+        match prefixes.is_empty() {
+            true => Ok(None),
+            false => Ok(cascade.write(&self.stream, &prefixes, heads)?),
+        }
     }
 
     /// True if no sequence is seated and no step is queued, so that a step for the host disturbs nothing.

@@ -258,6 +258,7 @@ impl StepsAhead for CudaSession {
     fn queue_runs(&mut self, runs: &[Run<'_>]) -> Result<()> {
         self.check_runs(runs)?;
         self.reserve(runs.iter().map(|r| (r.slot, r.tokens.len())))?;
+        let shared = self.share_in_runs(runs)?;
         let (mut steps, mut longest) = (Vec::new(), 0);
         let (mut seats, mut samplings) = (Vec::new(), Vec::new());
         for run in runs {
@@ -287,6 +288,7 @@ impl StepsAhead for CudaSession {
         };
         self.run_step(StepKind {
             runs: true,
+            shared,
             ..self.kind(m, longest, end)
         })?;
         seats.extend_from_slice(&self.step.seats[rows..m]);
