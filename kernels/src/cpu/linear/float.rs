@@ -6,6 +6,7 @@
     reason = "registers are indexed by panel and column"
 )]
 
+use super::fetch_ahead;
 use super::input::Prepared;
 use super::pack::{Codes, Packed, PackedZeros};
 use crate::cpu::simd::{LANES, Simd};
@@ -252,6 +253,7 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
             let mut acc = [[s.splat(0.0); 4]; C];
             while u < end {
                 let p = data.add(u * words * LANES);
+                fetch_ahead(s, p, words);
                 for piece in 0..pieces {
                     let v = U::expand(s, p, piece);
                     for (i, &v) in v.iter().enumerate() {
@@ -326,6 +328,9 @@ pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
         let mut acc = [[[s.splat(0.0); 4]; C]; P];
         let mut u = 0;
         while u < w.units {
+            if P == 1 {
+                fetch_ahead(s, data.add(u * LANES), chains);
+            }
             for chain in 0..chains {
                 if u + chain < w.units {
                     for c in 0..C {

@@ -9,6 +9,7 @@
 //! in f32, which holds `255 (sum q h)` to within its last bit but one. Weights are read once for both,
 //! so that if memory is the limit, int16 costs no more than int8.
 
+use super::{fetch_ahead, fetch_group, groups_ahead};
 use super::float::{Units, offset};
 use super::input::Prepared;
 use super::pack::{Codes, Packed};
@@ -59,12 +60,16 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
         let mut starts = x.starts.as_ptr().add(block * shares * C * N);
         let mut y = [[s.splat(0.0); C]; P];
         let mut done = 0;
+        let groups_ahead = groups_ahead(w);
         for group in 0..w.groups {
             let end = ((group + 1) * w.group).min(w.inputs);
             let mut scale = [s.splat(0.0); P];
             for p in 0..P {
                 let at = (panel + p) * w.groups + group;
                 scale[p] = s.load_f16(w.scales.as_ptr().add(at * LANES));
+            }
+            if P == 1 {
+                fetch_group(s, w, panel * w.groups + group + groups_ahead);
             }
             while done < end {
                 let mut acc = [[[s.splat_i(0); N]; C]; P];
@@ -77,6 +82,9 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
                     }
                 }
                 for _ in 0..units {
+                    if P == 1 {
+                        fetch_ahead(s, data, U::WORDS);
+                    }
                     for word in 0..per_unit / together {
                         for half in 0..together {
                             let i = word * together + half;

@@ -110,6 +110,12 @@ pub(crate) trait Simd: Copy {
     /// `p` is valid for writing 64 bytes.
     unsafe fn store_bits(self, p: *mut u32, v: Self::I);
 
+    /// Requests the cache line of `p` for the second-level cache; any address will do.
+    #[inline(always)]
+    fn prefetch<T>(self, p: *const T) {
+        let _ = p;
+    }
+
     // Floats.
 
     /// All lanes `x`.
