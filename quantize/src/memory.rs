@@ -59,6 +59,9 @@ pub struct Work<'a> {
     pub groups: usize,
     /// Number of tokens that quality is measured on.
     pub eval_tokens: usize,
+    /// Models run on a GPU, where second moments are too: only what is copied there passes through the
+    /// host's memory.
+    pub on_gpu: bool,
 }
 
 /// The resident program, its threads, and a tokenizer of a few thousand tokens.
@@ -128,6 +131,9 @@ fn sample(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let length = SEQUENCE.min(c.max_position_embeddings);
     let slots = sampling_slots(c, work.sampled, length, None);
     let spec = session(c, slots, slots.max(SAMPLING_ROWS));
+    if work.on_gpu {
+        return copy_to_gpu(a, c, dtype);
+    }
     let source = |_: &str| WeightKind::Dense(dtype);
     let _model = hold_model(a, c, &source, WeightSource::Mapped, slots * length);
     let _session = hold_session(a, c, &spec, slots);
@@ -135,6 +141,9 @@ fn sample(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
 
 /// Stage: the source is measured against itself, then the result against the source.
 fn measure(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
+    if work.on_gpu {
+        return copy_to_gpu(a, c, dtype);
+    }
     let spec = session(c, 1, ROWS);
     let scored = spec.ctx.div_ceil(2);
     let logits = (LOGITS / (4 * c.vocab_size)).clamp(1, scored);
@@ -147,11 +156,20 @@ fn measure(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     drop((session(), session()));
 }
 
+/// A model is copied to a GPU: of its weights, the largest is read and packed at a time.
+fn copy_to_gpu(a: &Account, c: &ModelConfig, dtype: DType) {
+    let products = c.layer().products().into_iter();
+    let product = |p: &Product| p.linears.iter().map(|l| l.elements(c)).sum();
+    let largest = products.map(product).fold(c.vocab_size * c.hidden_size, usize::max);
+    drop(a.hold(2 * dtype.size() * largest));
+}
+
 /// Stage: embedding and head are quantized, then the layers.
 fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     let (linears, products) = (c.layer().linears(), c.layer().products());
     let hessian = work.needs == Needs::Hessian;
     let if_hessian = |bytes: usize| if hessian { bytes } else { 0 };
+    let if_moments_here = |bytes: usize| if work.on_gpu { 0 } else { if_hessian(bytes) };
     let values: usize = linears.iter().map(|l| l.elements(c)).sum();
     let layer = dtype.size() * values;
     let rounded = |name: &str, dims| work.schemes.kind(name, dtype).bytes(dims);
@@ -160,15 +178,15 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     // The embedding or head as read and as written. With moments, also a piece in f32, its
     // codes, its errors and their product with the moments, besides the moments and their factor.
     let (dims, n) = ((c.vocab_size, c.hidden_size), c.hidden_size);
-    let piece = 14 * (dims.0 * dims.1).min(PIECE) + factor_bytes(n);
+    let piece = 14 * (dims.0 * dims.1).min(PIECE);
     let end = dtype.size() * dims.0 * dims.1 + rounded(EMBEDDING, dims);
-    drop(a.hold(end + if_hessian(piece)));
+    drop(a.hold(end + if_hessian(piece) + if_moments_here(factor_bytes(n))));
 
     let of_product = |p: &&Product| 4 * p.shares(c) * p.inputs(c).pow(2);
     let moments = products.iter().map(of_product).sum();
-    let _moments = a.hold(if_hessian(moments));
+    let _moments = a.hold(if_moments_here(moments));
     // A layer packed for running, besides its source.
-    let running = if work.calibration > 0 {
+    let running = if work.calibration > 0 && !work.on_gpu {
         stepper_bytes(c, KvType::F16)
     } else {
         0
@@ -186,7 +204,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
         let (out, inputs) = linear.dims(c);
         // A copy of the moments, freed like all but the factor before columns are rounded, which works on
         // row tiles of each thread.
-        drop(a.hold(if_hessian(4 * inputs.pow(2) + factor_bytes(inputs))));
+        drop(a.hold(if_moments_here(4 * inputs.pow(2) + factor_bytes(inputs))));
         // Codes of one byte each and parameters of eight bytes a group; for the report, the weight's
         // error and, with moments, its effect on outputs.
         let codes = out * inputs + 8 * out * scheme.group.count(inputs);
@@ -284,4 +302,33 @@ pub fn file_bytes(c: &ModelConfig, schemes: &Schemes, dense: DType) -> u64 {
 /// The peak resident memory of this process so far, in bytes; 0 if the system does not say.
 pub fn peak_rss() -> u64 {
     nq_runtime::device::peak_memory().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_formats::Bits;
+    use nq_formats::synth::Preset;
+
+    /// With a GPU, 30B-A3B is quantized on a computer of 24 GB; a whole source does not fit there.
+    #[test]
+    fn models_on_a_gpu_take_no_memory_of_the_host() {
+        let config = Preset::find("qwen3-30b-a3b").expect("a published shape");
+        let (config, schemes) = (config.config(), Schemes::defaults(Bits::B4));
+        let peaks = |on_gpu| {
+            let work = Work {
+                schemes: &schemes,
+                needs: Needs::Hessian,
+                calibration: 64 * SEQUENCE,
+                sampled: 64,
+                groups: 0,
+                eval_tokens: 8192,
+                on_gpu,
+            };
+            [sample, measure, quantize]
+                .map(|stage| host_peak(|a| stage(a, &config, &work, DType::BF16)))
+        };
+        assert!(peaks(true).into_iter().all(|bytes| bytes < 8 << 30));
+        assert!(peaks(false)[0] > 56 << 30);
+    }
 }

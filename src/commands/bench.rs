@@ -33,7 +33,7 @@ pub struct BenchArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
     #[arg(conflicts_with = "preset")]
     pub model: Option<OsString>,
-    /// Random weights of a published shape: qwen3-0.6b, -1.7b, -4b, -8b, -14b or -32b
+    /// Random weights of a published shape, such as qwen3-0.6b (`nq synth --help` lists them)
     #[arg(long, value_parser = parse_preset)]
     pub preset: Option<Preset>,
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)

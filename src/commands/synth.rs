@@ -14,8 +14,7 @@ use std::time::Instant;
 #[derive(Args, Debug)]
 #[command(allow_negative_numbers = true)]
 pub struct SynthArgs {
-    /// qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b or qwen3-32b
-    #[arg(value_parser = parse_preset)]
+    #[arg(help = presets(), value_parser = parse_preset)]
     pub preset: Preset,
     /// Folder to write; must not exist
     pub dir: PathBuf,
@@ -24,12 +23,15 @@ pub struct SynthArgs {
     pub seed: u64,
 }
 
+/// The names of all presets.
+fn presets() -> String {
+    let names: Vec<_> = Preset::all().map(|p| p.name).collect();
+    names.join(", ")
+}
+
 /// Parses the name of a preset, for flags.
 pub fn parse_preset(name: &str) -> Result<Preset, String> {
-    Preset::find(name).ok_or_else(|| {
-        let names: Vec<_> = Preset::all().map(|p| p.name).collect();
-        format!("expected one of {}", names.join(", "))
-    })
+    Preset::find(name).ok_or_else(|| format!("expected one of {}", presets()))
 }
 
 /// Runs `nq synth`.

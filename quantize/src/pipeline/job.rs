@@ -12,6 +12,7 @@ use crate::stages::Stages;
 use crate::train::{TuneOptions, no_experts};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress};
+use nq_runtime::device::Device;
 use nq_runtime::{LayerWeights, LoadOptions, load};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -198,6 +199,7 @@ impl<'a> Job<'a> {
                 0
             },
             eval_tokens: self.options.eval_tokens,
+            on_gpu: matches!(self.options.load.device.resolve(), Ok(Device::Cuda(_))),
         };
         memory::Estimate::new(self.checkpoint, work)
     }
