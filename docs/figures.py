@@ -163,6 +163,8 @@ def gpu_quantize():
     ]
     gb = lambda b: f"{int(b) / 1e9:.2f} GB"
     lines = [[label, whole(r["seconds"]), whole(r["layers"]), gb(r["estimate_bytes"]), gb(r["peak_bytes"])] for label, r in shown]
+    mixture = row("2026-11-23-gpu-quantize.csv", model="30b-a3b")
+    lines.append(["30B-A3B, gptq", whole(mixture["seconds"]), whole(mixture["layers"]), gb(mixture["estimated_device_bytes"]), gb(mixture["peak_device_bytes"])])
     return table(["shape, method", "seconds", "of it quantizing layers", "GPU memory, estimated", "at the peak"], lines)
 
 
@@ -290,11 +292,10 @@ def serve_load():
 def drafts():
     gpu, cpu = "2026-11-23-gpu-drafts.csv", "2026-11-23-cpu-drafts.csv"
     lines = []
-    for name, file, wanted in [("Qwen3-8B, H200", gpu, {"model": "8b", "variant": "by match"}),
-                               ("Qwen3-0.6B, two cores", cpu, {"preset": "0.6b"})]:
-        found = rows(file, **wanted)
+    for name, found in [("Qwen3-8B, H200", rows(gpu, model="8b", variant="pages once") + rows(gpu, model="8b", text="prose")),
+                        ("Qwen3-0.6B, two cores", rows(cpu, preset="0.6b"))]:
         for what, text in [("an edit, 60 % copied", " 0.6"), ("an edit, 80 % copied", " 0.8"), ("prose", "prose")]:
-            of = [r for r in found if text in r["text"]]
+            of = [r for r in found if text in r["text"] and "long" not in r["text"]]
             speeds = [f"{float(r['tok_s_without']):.0f} / {float(r['tok_s_with']):.0f}" for r in of]
             lines.append([f"{name}: {what}", ", ".join(speeds), ", ".join(f"{float(r['speed_up']):.2f}" for r in of)])
     return table(["drafts from the text", "tok/s without / with", "ratio"], lines)
