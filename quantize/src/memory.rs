@@ -160,7 +160,9 @@ fn measure(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
 fn copy_to_gpu(a: &Account, c: &ModelConfig, dtype: DType) {
     let products = c.layer().products().into_iter();
     let product = |p: &Product| p.linears.iter().map(|l| l.elements(c)).sum();
-    let largest = products.map(product).fold(c.vocab_size * c.hidden_size, usize::max);
+    let largest = products
+        .map(product)
+        .fold(c.vocab_size * c.hidden_size, usize::max);
     drop(a.hold(2 * dtype.size() * largest));
 }
 

@@ -372,7 +372,8 @@ impl<'a> Check<'a> {
                 pages: from / PAGE,
                 rows: (1..=run).collect(),
             };
-            let shares = together && prefix.pages > 0 && run > 1 && Cascade::fits(self.gpu, self.case.kv);
+            let shares =
+                together && prefix.pages > 0 && run > 1 && Cascade::fits(self.gpu, self.case.kv);
             let prefixes = if shares { vec![prefix] } else { Vec::new() };
             let sizes = (heads / kv_heads, kv_heads);
             let of = cascade.write(&self.stream, &prefixes, sizes).unwrap();

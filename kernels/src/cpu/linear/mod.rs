@@ -24,8 +24,8 @@ use crate::registry::{Activations, KernelSet, WeightKind};
 use input::{Layout, Prepared};
 use kernels::LinearKernel;
 use nq_formats::Weight;
-use pack::{Packed, PackedZeros};
 pub use pack::held_bits;
+use pack::{Packed, PackedZeros};
 use std::ops::Range;
 
 /// Bytes that codes are requested before they are read: a page. On an Intel Xeon (Emerald Rapids) decoding is a

@@ -15,8 +15,7 @@ use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
     ClusterParts, Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN,
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, SharedPrefix, Step,
-    StepBounds,
-    best_len, wide_best_len,
+    StepBounds, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
