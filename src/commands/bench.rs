@@ -81,6 +81,9 @@ pub struct BenchArgs {
     /// --preset, another preset [default: ngram]
     #[arg(long, value_name = "FROM", value_parser = parse_draft, requires = "text")]
     pub draft: Option<DraftFrom>,
+    /// Tokens to draft in each step, whether that pays or not [default: as many as pay]
+    #[arg(long, value_name = "N", requires = "text", value_parser = parse_count)]
+    pub draft_tokens: Option<usize>,
     /// Number of layers of the preset that drafts [default: that of its published shape]
     #[arg(long, value_name = "N", requires = "draft", value_parser = parse_count)]
     pub draft_layers: Option<usize>,

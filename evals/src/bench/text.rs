@@ -58,6 +58,8 @@ pub struct TextSpec<'a> {
     pub answer: Answer<'a>,
     /// The drafter and its name.
     pub drafts: (DraftBy<'a>, &'a str),
+    /// Tokens to draft in each step, whether that pays or not; `None`: as many as pay.
+    pub draft_tokens: Option<usize>,
     /// Measured repeats, after a warm-up.
     pub repeats: usize,
     /// Type that keys and values are rounded to.
@@ -99,7 +101,7 @@ impl TextSpec<'_> {
     }
 
     fn speculation(&self) -> Result<Speculation> {
-        Ok(match &self.drafts.0 {
+        let speculation = match &self.drafts.0 {
             DraftBy::Ngram => Speculation::ngram(),
             DraftBy::Model { engine, vocab } => {
                 let right = match self.answer {
@@ -109,6 +111,10 @@ impl TextSpec<'_> {
                 let session = self.session(*engine, right)?;
                 Speculation::new(Box::new(DraftModel::new(session, *vocab)))
             }
+        };
+        Ok(match self.draft_tokens {
+            None => speculation,
+            Some(n) => speculation.always().at_most(n),
         })
     }
 }

@@ -20,7 +20,7 @@ use nq_kernels::cuda::{
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
-use step::{Graphs, StepRows, StepSize};
+use step::{Graphs, StepRows, most_rows};
 pub(super) use step::{least_shared_pages, most_together};
 
 /// Rows of logits computed and copied at a time.
@@ -190,7 +190,7 @@ impl SessionMemory {
         head: &DeviceLinear,
         spec: &SessionSpec,
     ) -> Result<Self> {
-        let (w, size) = (Widths::of(c), StepSize::new(spec, together));
+        let (w, rows) = (Widths::of(c), most_rows(spec, together));
         let shape = PagesShape {
             kv: spec.kv,
             layers: c.num_hidden_layers,
@@ -204,7 +204,7 @@ impl SessionMemory {
         let table = places.positions * HEAD_DIM / 2;
         Ok(SessionMemory {
             cos_sin: gpu.zeros("the rotary table", table)?,
-            step: StepRows::new(gpu, c, head, size, (spec.kv, places))?,
+            step: StepRows::new(gpu, c, head, rows, (spec.kv, places))?,
             many: ManyRows::new(gpu, &w, kernels, spec.max_rows.max(1), places)?,
             pages,
         })

@@ -91,6 +91,8 @@ pub struct Speculation {
     followed: BTreeMap<usize, Followed>,
     /// Draft even if that does not raise the speed.
     always: bool,
+    /// Tokens drafted for a sequence in a step, at most.
+    most: usize,
     counts: DraftCounts,
     /// The reason why drafting stopped, until [`Speculation::take_note`] takes it.
     note: Option<String>,
@@ -154,6 +156,7 @@ impl Speculation {
             costs,
             followed: BTreeMap::new(),
             always: false,
+            most: usize::MAX,
             counts: DraftCounts::default(),
             note: None,
             noted: false,
@@ -169,6 +172,12 @@ impl Speculation {
     /// Always drafts as many tokens as fit, even if that is slower, e.g. to measure the cost.
     pub fn always(mut self) -> Self {
         self.always = true;
+        self
+    }
+
+    /// Drafts at most `tokens` tokens for a sequence in a step.
+    pub fn at_most(mut self, tokens: usize) -> Self {
+        self.most = tokens;
         self
     }
 
@@ -302,7 +311,7 @@ impl Speculation {
         let demand = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
             Some(f) if !f.off => Demand {
                 acceptance: f.expected(),
-                most: most.min(room),
+                most: most.min(room).min(self.most),
             },
             _ => Demand::default(),
         };
@@ -513,6 +522,18 @@ mod tests {
             speculation.checked(0, drafted, accepted);
         }
         (speculation.counts(), speculation.follows(0))
+    }
+
+    #[test]
+    fn a_number_of_tokens_is_drafted_always() {
+        let mut speculation = Speculation::new(Box::new(Guesser)).always().at_most(3);
+        speculation.follow(0, vec![1; 10]);
+        for room in [100, 2] {
+            assert_eq!(speculation.draft(&[(0, room)], 1, 9)[0].len(), 3.min(room));
+            // None is right, and steps with drafts are far slower.
+            speculation.measured(4, 1e6);
+            speculation.checked(0, 3.min(room), 0);
+        }
     }
 
     #[test]

@@ -103,6 +103,7 @@ pub(super) fn run(
             },
             &from,
         ),
+        draft_tokens: args.draft_tokens,
         repeats: args.repeats,
         kv: args.spec().kv,
     };

@@ -105,24 +105,10 @@ pub(in crate::cuda) fn most_together(gpu: &Gpu) -> usize {
     }
 }
 
-/// Number of rows of steps.
-#[derive(Clone, Copy)]
-pub(in crate::cuda) struct StepSize {
-    /// Most sequences in a step.
-    sequences: usize,
-    /// Most rows of a step.
-    rows: usize,
-}
-
-impl StepSize {
-    /// The size of a session's steps on a device that takes at most `together` sequences.
-    pub(in crate::cuda) fn new(spec: &SessionSpec, together: usize) -> Self {
-        let sequences = spec.slots.min(together).max(1);
-        StepSize {
-            sequences,
-            rows: sequences.max(MOST_RUN.min(spec.max_rows)),
-        }
-    }
+/// Most rows of a session's steps on a device that takes at most `together` sequences.
+pub(super) fn most_rows(spec: &SessionSpec, together: usize) -> usize {
+    let sequences = spec.slots.min(together).max(1);
+    sequences.max(MOST_RUN.min(spec.max_rows))
 }
 
 /// Values per row that the head's product of `m` rows leaves in [`StepRows::best`].
@@ -148,16 +134,15 @@ struct Seat {
 }
 
 impl StepRows {
-    /// Allocates buffers for steps of `size` of a model with this head, over keys and values of type
+    /// Allocates buffers for steps of up to `rows` rows of a model with this head, over keys and values of type
     /// `kv`. All rows start idle, in the last slot of `places`.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
         head: &DeviceLinear,
-        size: StepSize,
+        rows: usize,
         (kv, places): (KvType, Places),
     ) -> Result<Self> {
-        let StepSize { sequences, rows } = size;
         let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
         let tokens = w.vocab;
