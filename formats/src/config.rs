@@ -215,13 +215,13 @@ const MAX_PARAMETERS: u128 = 100_000_000_000_000;
 const MAX_EXPERTS: usize = 1 << 16;
 
 /// A JSON object whose accessors return errors with the names of the file and the key.
-struct Object<'a> {
+pub(crate) struct Object<'a> {
     path: &'a Path,
     map: Map<String, Value>,
 }
 
 impl<'a> Object<'a> {
-    fn parse(path: &'a Path, json: &[u8]) -> Result<Self> {
+    pub(crate) fn parse(path: &'a Path, json: &[u8]) -> Result<Self> {
         let malformed = |found: String| Error::Malformed {
             path: path.into(),
             what: "contents".into(),
@@ -235,7 +235,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    fn bad(&self, key: &str, expected: String, found: String) -> Error {
+    pub(crate) fn bad(&self, key: &str, expected: String, found: String) -> Error {
         Error::Malformed {
             path: self.path.into(),
             what: key.into(),
@@ -244,7 +244,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    fn unsupported(&self, what: String, why: &str) -> Error {
+    pub(crate) fn unsupported(&self, what: String, why: &str) -> Error {
         Error::Unsupported {
             path: self.path.into(),
             what,
@@ -253,7 +253,7 @@ impl<'a> Object<'a> {
     }
 
     /// The key's value; JSON null counts as absent.
-    fn get(&self, key: &str) -> Option<&Value> {
+    pub(crate) fn get(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
@@ -280,7 +280,7 @@ impl<'a> Object<'a> {
         self.typed(key, "a number", Value::as_f64)
     }
 
-    fn bool(&self, key: &str) -> Result<Option<bool>> {
+    pub(crate) fn bool(&self, key: &str) -> Result<Option<bool>> {
         self.typed(key, "true or false", Value::as_bool)
     }
 
@@ -288,7 +288,16 @@ impl<'a> Object<'a> {
         self.typed(key, "a string", |v| v.as_str().map(String::from))
     }
 
-    fn dim(&self, key: &str) -> Result<usize> {
+    /// A list of strings; empty if absent.
+    pub(crate) fn strings(&self, key: &str) -> Result<Vec<String>> {
+        let string = |v: &Value| v.as_str().map(String::from);
+        let read = |v: &Value| v.as_array()?.iter().map(string).collect();
+        Ok(self
+            .typed(key, "a list of strings", read)?
+            .unwrap_or_default())
+    }
+
+    pub(crate) fn dim(&self, key: &str) -> Result<usize> {
         match self.u64(key)? {
             Some(n) if (1..=MAX_DIM).contains(&n) => Ok(n as usize),
             Some(n) => Err(self.bad(key, format!("1 to {MAX_DIM}"), n.to_string())),
@@ -297,7 +306,7 @@ impl<'a> Object<'a> {
     }
 
     /// RMSNorm's epsilon; 1e-6 if absent.
-    fn epsilon(&self) -> Result<f32> {
+    pub(crate) fn epsilon(&self) -> Result<f32> {
         const KEY: &str = "rms_norm_eps";
         match self.f64(KEY)?.unwrap_or(1e-6) {
             eps if (0.0..1.0).contains(&eps) => Ok(eps as f32),
@@ -340,14 +349,7 @@ impl<'a> Object<'a> {
         let unsupported =
             |what: String| Err(self.unsupported(what, &models::supported(|a| a.class)));
         let model_type = self.str("model_type")?;
-        let classes: Vec<String> = self
-            .typed("architectures", "a list of strings", |v| {
-                v.as_array()?
-                    .iter()
-                    .map(|a| a.as_str().map(String::from))
-                    .collect()
-            })?
-            .unwrap_or_default();
+        let classes = self.strings("architectures")?;
         let mut found = None;
         for class in classes {
             // Saved without a head: Qwen3Model.
@@ -448,7 +450,7 @@ impl<'a> Object<'a> {
     }
 
     /// Reads `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5, which holds both.
-    fn rope(&self) -> Result<Rope> {
+    pub(crate) fn rope(&self) -> Result<Rope> {
         let nested = |key: &str| -> Result<Option<Object<'a>>> {
             let map = self.typed(key, "an object", |v| v.as_object().cloned())?;
             Ok(map.map(|map| Object {

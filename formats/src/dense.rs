@@ -12,8 +12,8 @@ use crate::weight::Weight;
 pub(crate) const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
 
 /// The parameters of an unquantized checkpoint.
-struct DenseStore {
-    shards: Shards,
+pub(crate) struct DenseStore {
+    pub(crate) shards: Shards,
 }
 
 /// Opens a folder whose config.json names no quantization.

@@ -24,6 +24,7 @@ mod config;
 mod dense;
 mod dtype;
 pub mod durable;
+pub mod eagle;
 mod error;
 mod experts;
 pub mod export;

@@ -7,6 +7,7 @@
 
 use crate::batch::StepsAhead;
 use crate::error::{Error, Result};
+use crate::speculation::Tapped;
 use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::Routes;
@@ -298,6 +299,25 @@ pub trait Session: Send {
     /// nearly as likely.
     fn draft_rows(&self) -> usize {
         self.exact_rows()
+    }
+
+    /// Keeps, from now on, the residual streams after these numbers of layers, for [`Session::take_tapped`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the engine cannot; [`Error::Request`] for layers that the model does not have.
+    fn tap(&mut self, after: &[usize]) -> Result<()> {
+        Err(Error::Unsupported {
+            engine: "nq",
+            what: "drafts from residual streams (EAGLE-3)",
+            expected: "a model on a CPU".into(),
+            found: format!("streams after layers {after:?}"),
+        })
+    }
+
+    /// The streams that were kept of the sequence in `slot` since the last call; `None` if there are none.
+    fn take_tapped(&mut self, slot: usize) -> Option<Tapped> {
+        let _ = slot;
+        None
     }
 
     /// Steps ahead of the host, whose tokens the device draws; `None` if the device cannot.

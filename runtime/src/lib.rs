@@ -78,7 +78,7 @@ pub use memory::{Kinds, WeightSource, hold_model, hold_session, kv_bytes, weight
 pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
-pub use speculation::{DraftModel, Drafter, Speculation};
+pub use speculation::{DraftModel, Drafter, Eagle, Speculation};
 pub use stepper::{Head, LayerStepper, ProductMoments};
 pub use stop::StopTexts;
 pub use tokenizer::Tokenizer;

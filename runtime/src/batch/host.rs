@@ -108,7 +108,10 @@ impl Batch<'_> {
         let most = |m: &Member| (m.left.saturating_sub(1)).min(ctx - m.len - 1);
         let wanted: Vec<(usize, usize)> = members.map(|m| (m.slot, most(m))).collect();
         match &mut self.speculation {
-            Some(speculation) => speculation.draft(&wanted, wanted.len() + piece_rows, most_rows),
+            Some(speculation) => {
+                speculation.see(self.session, wanted.iter().map(|w| w.0));
+                speculation.draft(&wanted, wanted.len() + piece_rows, most_rows)
+            }
             None => vec![Vec::new(); wanted.len()],
         }
     }

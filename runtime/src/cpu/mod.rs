@@ -1,5 +1,6 @@
 //! The CPU engine: nq's own forward over `nq_kernels::cpu`.
 
+pub(crate) mod eagle;
 pub(crate) mod layer;
 mod session;
 mod stepper;

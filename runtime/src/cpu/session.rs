@@ -8,6 +8,7 @@ use crate::engine::{
 };
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
+use crate::speculation::Tapped;
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Epilogue, FEW_ROWS, KvPages, Linear};
 use std::sync::Arc;
@@ -23,6 +24,52 @@ pub(super) struct CpuSession {
     x: Vec<f32>,       // [max_rows, hidden], the residual stream
     head_in: Vec<f32>, // [rows wanted, hidden]
     logits: Vec<f32>,  // [rows wanted, vocab]
+    taps: Taps,
+}
+
+/// Residual streams that are kept for a drafter.
+#[derive(Default)]
+struct Taps {
+    /// The numbers of layers after which they are kept.
+    after: Vec<usize>,
+    slots: Vec<Tapped>,
+}
+
+/// Most tokens of a sequence whose streams are kept while no drafter asks for them.
+const MOST_TAPPED: usize = 8192;
+
+impl Taps {
+    /// Makes room for `rows` more rows of the sequence in `slot`, which has `len`.
+    fn extend(&mut self, slot: usize, len: usize, rows: usize, hidden: usize) {
+        let (width, kept) = (self.after.len() * hidden, &mut self.slots[slot]);
+        let held = kept.rows.len() / width;
+        if kept.position + held != len || held + rows > MOST_TAPPED {
+            kept.rows.clear();
+            kept.position = len;
+        }
+        kept.rows.resize(kept.rows.len() + rows * width, 0.0);
+    }
+
+    /// Keeps the streams `x` `[rows, hidden]` of the latest rows of the sequence in `slot` after `layers` layers.
+    fn keep(&mut self, slot: usize, layers: usize, x: &[f32], hidden: usize) {
+        let width = self.after.len() * hidden;
+        let kept = &mut self.slots[slot].rows;
+        let first = kept.len() - x.len() / hidden * width;
+        for tap in (0..self.after.len()).filter(|&t| self.after[t] == layers) {
+            let rows = kept[first..]
+                .chunks_exact_mut(width)
+                .zip(x.chunks_exact(hidden));
+            rows.for_each(|(to, x)| to[tap * hidden..][..hidden].copy_from_slice(x));
+        }
+    }
+
+    /// Forgets what is past the first `len` tokens of the sequence in `slot`.
+    fn truncate(&mut self, slot: usize, len: usize, hidden: usize) {
+        if let Some(kept) = self.slots.get_mut(slot) {
+            let rows = len.saturating_sub(kept.position);
+            kept.rows.truncate(rows * self.after.len() * hidden);
+        }
+    }
 }
 
 /// Bytes that [`CpuSession::new`] reserves: (keys and values, activations without the logits, which
@@ -56,6 +103,7 @@ impl CpuSession {
             x: vec![0.0; spec.max_rows * c.hidden_size],
             head_in: Vec::new(),
             logits: Vec::new(),
+            taps: Taps::default(),
             model,
             spec,
         }
@@ -94,6 +142,12 @@ impl CpuSession {
             layer.run(&mut pass)?;
             if locate {
                 check_finite(index, x)?;
+            } else if self.taps.after.contains(&(index + 1)) {
+                let h = model.config.hidden_size;
+                for (chunk, span) in chunks.iter().zip(self.batch.spans()) {
+                    let x = &x[span.row * h..(span.row + span.len) * h];
+                    self.taps.keep(chunk.slot, index + 1, x, h);
+                }
             }
         }
         Ok(())
@@ -114,6 +168,10 @@ impl CpuSession {
         for chunk in chunks {
             let position = self.tables.len(chunk.slot);
             let rows = chunk.tokens.len();
+            if !self.taps.after.is_empty() {
+                let hidden = self.model.config.hidden_size;
+                self.taps.extend(chunk.slot, position, rows, hidden);
+            }
             self.batch
                 .push(&self.model.rotary, chunk.slot, position, rows);
         }
@@ -181,6 +239,34 @@ impl Session for CpuSession {
 
     fn truncate(&mut self, slot: usize, len: usize) {
         self.tables.truncate(slot, len);
+        let hidden = self.model.config.hidden_size;
+        self.taps.truncate(slot, len, hidden);
+    }
+
+    fn tap(&mut self, after: &[usize]) -> Result<()> {
+        let layers = self.model.layers.len();
+        if let Some(found) = after.iter().find(|a| !(1..=layers).contains(*a)) {
+            return Err(Error::Request {
+                what: "layers to read residual streams after",
+                expected: format!("1 to {layers}"),
+                found: found.to_string(),
+            });
+        }
+        self.taps = Taps {
+            after: after.to_vec(),
+            slots: vec![Tapped::default(); self.spec.slots],
+        };
+        Ok(())
+    }
+
+    fn take_tapped(&mut self, slot: usize) -> Option<Tapped> {
+        let kept = self.taps.slots.get_mut(slot)?;
+        let next = Tapped {
+            position: self.tables.len(slot),
+            rows: Vec::new(),
+        };
+        let taken = std::mem::replace(kept, next);
+        (!taken.rows.is_empty()).then_some(taken)
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {

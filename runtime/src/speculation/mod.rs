@@ -12,9 +12,11 @@
 //! and drafts and the acceptance rate.
 
 mod cost;
+mod eagle;
 mod model;
 mod ngram;
 
+pub use eagle::{Eagle, EagleDrafts};
 pub use model::DraftModel;
 pub use ngram::Ngram;
 
@@ -35,10 +37,29 @@ pub trait Drafter: Send {
     /// Those of the drafter. After an error nothing is drafted any more.
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()>;
 
+    /// True if it reads residual streams of the target, which [`Drafter::see`] passes to it.
+    fn taps(&self) -> bool {
+        false
+    }
+
+    /// Residual streams of the sequence in `slot` that the target has computed since the last call.
+    fn see(&mut self, slot: usize, tapped: Tapped) {
+        let _ = (slot, tapped);
+    }
+
     /// True if drafting takes no time compared with a step of the model.
     fn is_free(&self) -> bool {
         false
     }
+}
+
+/// Residual streams of consecutive tokens of a sequence, which a session kept ([`Session::tap`]).
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tapped {
+    /// Position of the first token.
+    pub position: usize,
+    /// `[tokens, taps, hidden]`
+    pub rows: Vec<f32>,
 }
 
 /// A guess asked of a [`Drafter`].
@@ -196,6 +217,19 @@ impl Speculation {
             off: false,
         };
         self.followed.insert(slot, followed);
+    }
+
+    /// Passes what the drafter reads of `session`'s latest work for these sequences to it.
+    pub(crate) fn see(&mut self, session: &mut dyn Session, slots: impl Iterator<Item = usize>) {
+        if !self.drafter.taps() {
+            return;
+        }
+        for slot in slots {
+            let tapped = session.take_tapped(slot).filter(|_| self.follows(slot));
+            if let Some(tapped) = tapped {
+                self.drafter.see(slot, tapped);
+            }
+        }
     }
 
     /// For a device that computes `rounded(rows)` rows in a step that needs `rows`.

@@ -1,0 +1,248 @@
+//! EAGLE-3 heads (arXiv 2503.01840): one layer that drafts tokens for a model from the model's residual streams.
+//!
+//! A folder of config.json and safetensors, as published for Qwen3:
+//!
+//! ```text
+//! fc                              [hidden, 3 hidden]        of three residual streams, side by side
+//! midlayer.input_layernorm        [hidden]                  of a token's embedding
+//! midlayer.hidden_norm            [hidden]                  of fc's output, or of the layer's own
+//! midlayer.self_attn.{q,k,v,o}_proj                         inputs of q, k, v: both, side by side
+//! midlayer.post_attention_layernorm, midlayer.mlp.{gate,up,down}_proj
+//! norm                            [hidden]
+//! lm_head                         [draft vocab, hidden]
+//! d2t                             I64 [draft vocab]         id in the model's vocabulary, less that in the head's
+//! ```
+//!
+//! The layer may be called `layers.0` too. Without `embed_tokens` the model's embedding is used.
+
+use crate::config::Object;
+use crate::dense::DenseStore;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::files::{CONFIG, Files};
+use crate::models::{ModelConfig, Rope};
+use crate::names::{EMBEDDING, HEAD};
+use crate::shards::Shards;
+use crate::store::WeightStore;
+use std::path::{Path, PathBuf};
+
+/// Number of residual streams that a head reads.
+pub const TAPS: usize = 3;
+
+/// The shape of a head.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EagleConfig {
+    /// Width of the model's residual stream, and of the head's.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Number of query heads.
+    pub num_attention_heads: usize,
+    /// Number of key/value heads; divides `num_attention_heads`.
+    pub num_key_value_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// Rows of the model's embedding.
+    pub vocab_size: usize,
+    /// Tokens that the head can draft.
+    pub draft_vocab_size: usize,
+    /// Number of positions that it was trained for.
+    pub max_position_embeddings: usize,
+    /// Epsilon of every RMSNorm.
+    pub rms_norm_eps: f32,
+    /// Rotary embedding.
+    pub rope: Rope,
+    /// True if the normalized stream, not the stream itself, is what attention is added to.
+    pub norm_before_residual: bool,
+    /// Numbers of layers after which the model's residual stream is read; `None`: the customary ones.
+    pub taps: Option<[usize; TAPS]>,
+}
+
+impl EagleConfig {
+    /// Reads a head's `config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], naming it, for another architecture or rope scaling; [`Error::Malformed`] for
+    /// missing, mistyped or inconsistent keys.
+    pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
+        let obj = Object::parse(path, json)?;
+        let classes = obj.strings("architectures")?;
+        if !classes.iter().any(|c| c.contains("Eagle3")) {
+            let why = "expected an EAGLE-3 head (LlamaForCausalLMEagle3)";
+            return Err(obj.unsupported(format!("architectures {classes:?}"), why));
+        }
+        let layers = obj.dim("num_hidden_layers")?;
+        if layers != 1 {
+            let why = "heads have one layer";
+            return Err(obj.unsupported(format!("num_hidden_layers {layers}"), why));
+        }
+        let (hidden, heads) = (obj.dim("hidden_size")?, obj.dim("num_attention_heads")?);
+        let kv_heads = obj.dim("num_key_value_heads")?;
+        if !heads.is_multiple_of(kv_heads) {
+            let expected = format!("a multiple of num_key_value_heads ({kv_heads})");
+            return Err(obj.bad("num_attention_heads", expected, heads.to_string()));
+        }
+        let vocab = obj.dim("vocab_size")?;
+        let or = |key: &str, otherwise: usize| match obj.get(key) {
+            Some(_) => obj.dim(key),
+            None => Ok(otherwise),
+        };
+        let draft_vocab = or("draft_vocab_size", vocab)?;
+        if draft_vocab > vocab {
+            let expected = format!("at most vocab_size ({vocab})");
+            return Err(obj.bad("draft_vocab_size", expected, draft_vocab.to_string()));
+        }
+        Ok(EagleConfig {
+            hidden_size: hidden,
+            intermediate_size: obj.dim("intermediate_size")?,
+            num_attention_heads: heads,
+            num_key_value_heads: kv_heads,
+            head_dim: or("head_dim", hidden / heads)?,
+            vocab_size: vocab,
+            draft_vocab_size: draft_vocab,
+            max_position_embeddings: obj.dim("max_position_embeddings")?,
+            rms_norm_eps: obj.epsilon()?,
+            rope: obj.rope()?,
+            norm_before_residual: obj.bool("norm_before_residual")?.unwrap_or(false),
+            taps: taps(&obj)?,
+        })
+    }
+
+    /// The numbers of layers of a model with `layers` of them after which its residual stream is read.
+    pub fn taps_of(&self, layers: usize) -> [usize; TAPS] {
+        let customary = [2, layers / 2, layers.saturating_sub(3)];
+        self.taps.unwrap_or(customary)
+    }
+}
+
+/// `eagle_config.eagle_aux_hidden_state_layer_ids`: layers whose inputs are read.
+fn taps(obj: &Object<'_>) -> Result<Option<[usize; TAPS]>> {
+    let key = "eagle_config.eagle_aux_hidden_state_layer_ids";
+    let list = (obj.get("eagle_config")).and_then(|v| v.get("eagle_aux_hidden_state_layer_ids"));
+    let Some(list) = list.filter(|v| !v.is_null()) else {
+        return Ok(None);
+    };
+    let ids: Option<Vec<usize>> = list.as_array().and_then(|list| {
+        let id = |v: &serde_json::Value| usize::try_from(v.as_u64()?).ok();
+        list.iter().map(id).collect()
+    });
+    match ids.and_then(|ids| <[usize; TAPS]>::try_from(ids).ok()) {
+        Some(ids) => Ok(Some(ids)),
+        None => Err(obj.bad(key, "three layers".into(), list.to_string())),
+    }
+}
+
+/// An opened head.
+pub struct EagleHead {
+    /// Its shape.
+    pub config: EagleConfig,
+    /// Its weights, by the names of [`EagleHead::name`].
+    pub store: Box<dyn WeightStore>,
+    /// The model's token for each of the head's.
+    pub tokens: Vec<u32>,
+    /// True if it has an embedding of its own.
+    pub has_embedding: bool,
+    path: PathBuf,
+    /// Prefix of the names of the layer's weights, and of others.
+    prefixes: (&'static str, &'static str),
+}
+
+impl EagleHead {
+    /// Opens the folder `path`.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] without config.json or safetensors; errors of [`EagleConfig::parse`]; [`Error::Tensor`]
+    /// for tokens outside the model's vocabulary.
+    pub fn open(path: &Path) -> Result<Self> {
+        let files = Files::Folder(path.into());
+        let config = EagleConfig::parse(&files.path(CONFIG), &files.require(CONFIG)?)?;
+        let shards = Shards::open(&files)?;
+        let tokens = tokens(&shards, &config)?;
+        let has = |name: &str| shards.contains(&format!("{name}.weight"));
+        let layers = ["midlayer", "layers.0", "model.midlayer", "model.layers.0"];
+        let layer = layers
+            .into_iter()
+            .find(|l| has(&format!("{l}.hidden_norm")));
+        let others = if has("model.fc") { "model." } else { "" };
+        let has_embedding = has(EMBEDDING);
+        Ok(EagleHead {
+            prefixes: (layer.unwrap_or(layers[0]), others),
+            config,
+            store: Box::new(DenseStore { shards }),
+            tokens,
+            has_embedding,
+            path: path.into(),
+        })
+    }
+
+    /// The stored name of the part `part` (of the layer, if it begins with a dot).
+    pub fn name(&self, part: &str) -> String {
+        match part {
+            EMBEDDING | HEAD => part.to_owned(),
+            part if part.starts_with('.') => format!("{}{part}", self.prefixes.0),
+            part => format!("{}{part}", self.prefixes.1),
+        }
+    }
+
+    /// Refuses a model that the head was not made for.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`], naming the key that differs.
+    pub fn check_model(&self, model: &ModelConfig) -> Result<()> {
+        let layers = model.num_hidden_layers;
+        let differs = |what: &str, expected: String, found: String| {
+            Err(Error::Malformed {
+                path: self.path.join(CONFIG),
+                what: what.into(),
+                expected: format!("{expected}, as the model has"),
+                found,
+            })
+        };
+        let pairs = [
+            ("hidden_size", model.hidden_size, self.config.hidden_size),
+            ("vocab_size", model.vocab_size, self.config.vocab_size),
+        ];
+        for (what, expected, found) in pairs {
+            if expected != found {
+                return differs(what, expected.to_string(), found.to_string());
+            }
+        }
+        let taps = self.config.taps_of(layers);
+        match taps.iter().all(|tap| (1..=layers).contains(tap)) {
+            true => Ok(()),
+            false => differs(
+                "layers to read",
+                format!("1 to {layers}"),
+                format!("{taps:?}"),
+            ),
+        }
+    }
+}
+
+/// The model's token for each of the head's.
+fn tokens(shards: &Shards, config: &EagleConfig) -> Result<Vec<u32>> {
+    let (vocab, drafted) = (config.vocab_size, config.draft_vocab_size);
+    let names = ["d2t", "model.d2t"];
+    let name = names.into_iter().find(|n| shards.contains(n));
+    let Some(name) = name.or((vocab != drafted).then_some(names[0])) else {
+        return Ok((0..vocab as u32).collect());
+    };
+    let table = shards.require(name, &[DType::I64], &[drafted])?;
+    let offsets = table.data().chunks_exact(8);
+    let offsets = offsets.map(|b| i64::from_le_bytes(b.try_into().expect("eight bytes")));
+    let token = |(id, offset): (usize, i64)| {
+        let token = offset.checked_add(id as i64);
+        match token
+            .and_then(|t| u32::try_from(t).ok())
+            .filter(|&t| (t as usize) < vocab)
+        {
+            Some(token) => Ok(token),
+            None => Err(shards.error(
+                name,
+                format!("tokens below {vocab}"),
+                format!("{id} + {offset}"),
+            )),
+        }
+    };
+    offsets.enumerate().map(token).collect()
+}

@@ -1,0 +1,213 @@
+//! Drafts by an EAGLE-3 head (arXiv 2503.01840): one layer that reads the target's residual streams, and from its
+//! second token on its own.
+
+use super::{Draft, Drafter, Tapped};
+use crate::cpu::eagle::EagleModel;
+use crate::device::Device;
+use crate::engine::Session;
+use crate::error::{Error, Result};
+use crate::load::LoadOptions;
+use nq_formats::eagle::{EagleHead, TAPS};
+use nq_formats::{ModelConfig, WeightStore};
+use nq_kernels::cpu::{KvPages, PAGE};
+use std::sync::Arc;
+
+/// A loaded head.
+#[derive(Clone)]
+pub struct Eagle {
+    model: Arc<EagleModel>,
+    taps: [usize; TAPS],
+}
+
+impl Eagle {
+    /// Packs `head`, with the weights of `store`, for the model of `target`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a device other than the CPU; a missing or misshapen tensor; a model that the
+    /// head was not made for.
+    pub fn load(
+        head: &EagleHead,
+        store: &dyn WeightStore,
+        target: (&ModelConfig, &dyn WeightStore),
+        options: &LoadOptions,
+    ) -> Result<Self> {
+        if options.device.resolve()? != Device::Cpu {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: "EAGLE-3 heads",
+                expected: "--device cpu".into(),
+                found: "a GPU".into(),
+            });
+        }
+        Ok(Eagle {
+            taps: head.config.taps_of(target.0.num_hidden_layers),
+            model: Arc::new(EagleModel::load(head, store, target, options)?),
+        })
+    }
+
+    /// Bytes of its weights, without the embedding.
+    pub fn bytes(&self) -> usize {
+        self.model.bytes()
+    }
+
+    /// Drafts for `session`, which keeps the residual streams that the head reads from now on.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for sessions that cannot keep them.
+    pub fn drafter(&self, session: &mut dyn Session) -> Result<EagleDrafts> {
+        session.tap(&self.taps)?;
+        let spec = session.spec();
+        let pages = spec.ctx.div_ceil(PAGE);
+        let slot = |slot: usize| Slot {
+            table: (slot * pages..(slot + 1) * pages)
+                .map(|p| p as u32)
+                .collect(),
+            ..Slot::default()
+        };
+        Ok(EagleDrafts {
+            cache: self.model.cache(spec.slots * pages),
+            slots: (0..spec.slots).map(slot).collect(),
+            ctx: spec.ctx,
+            eagle: self.clone(),
+        })
+    }
+}
+
+/// The drafter of an [`Eagle`].
+pub struct EagleDrafts {
+    eagle: Eagle,
+    cache: KvPages,
+    slots: Vec<Slot>,
+    ctx: usize,
+}
+
+/// What the head knows of a sequence. Row `i` is the token at `first + i + 1` of the text with the residual streams of
+/// the token before it.
+#[derive(Default)]
+struct Slot {
+    table: Vec<u32>,
+    /// Position of the first token whose streams are known.
+    first: usize,
+    /// Tokens of the rows that the cache holds.
+    fed: Vec<u32>,
+    /// Streams of the rows after those, `[rows, 3 hidden]`.
+    streams: Vec<f32>,
+    /// The head's own stream after the last row that was fed.
+    last: Vec<f32>,
+}
+
+impl Slot {
+    /// Number of rows whose streams were seen.
+    fn seen(&self, width: usize) -> usize {
+        self.fed.len() + self.streams.len() / width
+    }
+
+    /// Begins a sequence of its own with the streams that wait: the text has changed before them, and with it the
+    /// token of a row whose streams are not kept.
+    fn restart(&mut self) {
+        self.first += self.fed.len();
+        self.fed.clear();
+        self.last.clear();
+    }
+
+    /// Forgets all but the first `rows` rows.
+    fn truncate(&mut self, rows: usize, width: usize) {
+        let waiting = rows.saturating_sub(self.fed.len());
+        self.streams.truncate(waiting * width);
+        if rows < self.fed.len() {
+            self.fed.truncate(rows);
+            self.last.clear();
+        }
+    }
+}
+
+impl EagleDrafts {
+    fn width(&self) -> usize {
+        TAPS * self.eagle.model.config.hidden_size
+    }
+
+    /// Feeds the rows of the draft's text that are new. False if nothing can be drafted: the streams of its last
+    /// tokens are unknown, or the text has tokens that the model does not know.
+    fn catch_up(&mut self, draft: &Draft<'_>) -> Result<bool> {
+        let (width, model) = (self.width(), &self.eagle.model);
+        let Some(slot) = self.slots.get_mut(draft.slot) else {
+            return Ok(false);
+        };
+        let text = draft.text;
+        let vocab = model.config.vocab_size;
+        let known = text.iter().all(|&t| (t as usize) < vocab);
+        if !known || text.len() > self.ctx {
+            return Ok(false);
+        }
+        let same = |(fed, token): (&u32, &u32)| fed == token;
+        if !slot
+            .fed
+            .iter()
+            .zip(text.iter().skip(slot.first + 1))
+            .all(same)
+        {
+            slot.restart();
+        }
+        let Some(tokens) = text.get(slot.first + 1..).filter(|t| !t.is_empty()) else {
+            return Ok(false);
+        };
+        slot.truncate(tokens.len(), width);
+        if slot.seen(width) < tokens.len() {
+            return Ok(false);
+        }
+        let new = &tokens[slot.fed.len()..];
+        if !new.is_empty() {
+            let at = slot.fed.len();
+            let cache = (&mut self.cache, &slot.table[..]);
+            slot.last = model.feed(cache, at, new, &slot.streams)?;
+            slot.fed.extend_from_slice(new);
+            slot.streams.clear();
+        }
+        Ok(!slot.last.is_empty())
+    }
+}
+
+impl Drafter for EagleDrafts {
+    fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
+        for draft in drafts {
+            if !self.catch_up(draft)? {
+                continue;
+            }
+            let (model, slot) = (&self.eagle.model, &mut self.slots[draft.slot]);
+            let (mut x, mut at) = (slot.last.clone(), slot.fed.len());
+            let capacity = slot.table.len() * PAGE;
+            while draft.tokens.len() < draft.most {
+                let token = model.draft(&x)?;
+                draft.tokens.push(token);
+                if draft.tokens.len() == draft.most || at == capacity {
+                    break;
+                }
+                // The rows of drafted tokens are written over by those of the text.
+                model.feed_draft((&mut self.cache, &slot.table), at, token, &mut x)?;
+                at += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn taps(&self) -> bool {
+        true
+    }
+
+    fn see(&mut self, slot: usize, tapped: Tapped) {
+        let width = self.width();
+        let Some(slot) = self.slots.get_mut(slot) else {
+            return;
+        };
+        let end = slot.first + slot.seen(width);
+        if (slot.first..=end).contains(&tapped.position) {
+            slot.truncate(tapped.position - slot.first, width);
+        } else {
+            // What is between is unknown: the head sees the text from here on.
+            slot.truncate(0, width);
+            slot.streams.clear();
+            slot.first = tapped.position;
+        }
+        slot.streams.extend_from_slice(&tapped.rows);
+    }
+}
