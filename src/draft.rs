@@ -5,11 +5,17 @@ use crate::commands::chat::{at_load, longest_context};
 use crate::model;
 use crate::terminal::human_bytes;
 use anyhow::Context;
-use nq_formats::{Checkpoint, Progress};
+use nq_formats::eagle::EagleHead;
+use nq_formats::{Bits, Checkpoint, Progress};
+use nq_kernels::cpu::PAGE;
+use nq_quantize::OnTheFly;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::speculation::check_drafts;
-use nq_runtime::{DraftModel, Engine, LoadOptions, Session, SessionSpec, Speculation, Tokenizer};
+use nq_runtime::{
+    DraftModel, Eagle, Engine, KvType, LoadOptions, Session, SessionSpec, Speculation, Tokenizer,
+};
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// The value of `--draft`.
@@ -21,15 +27,27 @@ pub enum DraftFrom {
     Ngram,
     /// A smaller model, by name.
     Model(OsString),
+    /// An EAGLE-3 head, by its folder.
+    Eagle3(PathBuf),
+}
+
+impl DraftFrom {
+    /// True if the drafter has weights of its own.
+    pub fn has_weights(&self) -> bool {
+        matches!(self, DraftFrom::Model(_) | DraftFrom::Eagle3(_))
+    }
 }
 
 /// Reads the value of `--draft`.
 pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
     match text {
-        "" => Err("expected none, ngram or a model".into()),
+        "" => Err("expected none, ngram, a model or eagle3:FOLDER".into()),
         "none" => Ok(DraftFrom::None),
         "ngram" => Ok(DraftFrom::Ngram),
-        model => Ok(DraftFrom::Model(model.into())),
+        other => Ok(match other.strip_prefix("eagle3:") {
+            Some(folder) => DraftFrom::Eagle3(folder.into()),
+            None => DraftFrom::Model(other.into()),
+        }),
     }
 }
 
@@ -105,6 +123,111 @@ impl DraftCheckpoint {
     }
 }
 
+/// A drafter with weights of its own that is not loaded yet.
+pub enum DraftWeights {
+    /// A draft model.
+    Model(Box<DraftCheckpoint>),
+    /// An EAGLE-3 head.
+    Eagle3 { folder: PathBuf, head: EagleHead },
+}
+
+impl DraftWeights {
+    /// Opens it for `target`; `None` if `from` has no weights. If a draft model is unquantized, `bits` apply to it
+    /// as to the target; a head is rounded to 8 bits.
+    ///
+    /// # Errors
+    /// If it cannot be opened, or was not made for such a target.
+    pub fn open(
+        from: &DraftFrom,
+        target: &Checkpoint,
+        bits: Option<u32>,
+        global: &Global,
+        progress: &dyn Progress,
+    ) -> anyhow::Result<Option<Self>> {
+        Ok(match from {
+            DraftFrom::None | DraftFrom::Ngram => None,
+            DraftFrom::Model(name) => {
+                let draft = DraftCheckpoint::open(name, target, bits, global, progress)?;
+                Some(DraftWeights::Model(Box::new(draft)))
+            }
+            DraftFrom::Eagle3(folder) => {
+                let named = || format!("--draft eagle3:{}", folder.display());
+                let head = EagleHead::open(folder).with_context(named)?;
+                head.check_model(target.config()).with_context(named)?;
+                let schemes = Schemes::defaults(Bits::B8);
+                Some(DraftWeights::Eagle3 {
+                    head: head.wrapped(|store| Box::new(OnTheFly::new(store, schemes))),
+                    folder: folder.clone(),
+                })
+            }
+        })
+    }
+
+    /// Its name on the command line.
+    pub fn named(&self) -> DraftFrom {
+        match self {
+            DraftWeights::Model(draft) => DraftFrom::Model(draft.name.clone().into()),
+            DraftWeights::Eagle3 { folder, .. } => DraftFrom::Eagle3(folder.clone()),
+        }
+    }
+
+    /// Loads it on the device of its target.
+    ///
+    /// # Errors
+    /// Those of loading.
+    pub fn load(
+        &self,
+        options: &LoadOptions,
+        target: &Checkpoint,
+        progress: &dyn Progress,
+    ) -> anyhow::Result<Drafts> {
+        let (config, store) = (target.config(), target.store());
+        match self {
+            DraftWeights::Model(draft) => draft.load(options, config.vocab_size, progress),
+            DraftWeights::Eagle3 { folder, head } => {
+                let eagle = Eagle::load(head, (config, store), options);
+                let named = || format!("--draft eagle3:{}", folder.display());
+                Ok(Drafts::Eagle(eagle.with_context(named)?))
+            }
+        }
+    }
+
+    /// Bytes of keys and values of its session, on a CPU, for a target's session of `spec`.
+    pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
+        match self {
+            DraftWeights::Model(draft) => draft.kv_bytes(spec),
+            DraftWeights::Eagle3 { head, .. } => {
+                let c = &head.config;
+                let position = 2 * KvType::F16.bytes(c.num_key_value_heads * c.head_dim);
+                let positions = spec.slots * spec.ctx.next_multiple_of(PAGE);
+                (positions as u64).saturating_mul(position as u64)
+            }
+        }
+    }
+
+    /// The CPU memory that it needs in addition to its target's, as text and in bytes.
+    ///
+    /// # Errors
+    /// Those of its weights.
+    pub fn memory(&self, spec: &SessionSpec) -> anyhow::Result<(String, u64)> {
+        match self {
+            DraftWeights::Model(draft) => memory_of(draft, spec),
+            DraftWeights::Eagle3 { folder, head } => {
+                let kv = self.kv_bytes(spec);
+                // Codes of 8 bits and an f16 scale for each 128 of them.
+                let bytes = kv.saturating_add(head.config.elements() / 64 * 65);
+                let words = format!(
+                    "{} for the EAGLE-3 head {}, {} of it for its context",
+                    human_bytes(bytes),
+                    folder.display(),
+                    human_bytes(kv)
+                );
+                Ok((words, bytes))
+            }
+        }
+    }
+}
+
 /// A loaded drafter.
 #[derive(Clone)]
 pub enum Drafts {
@@ -118,20 +241,24 @@ pub enum Drafts {
         /// The longest context that it was trained for.
         ctx: usize,
     },
+    /// An EAGLE-3 head.
+    Eagle(Eagle),
 }
 
 impl Drafts {
-    /// Drafts for sessions of `spec`.
+    /// Drafts for `session`.
     ///
     /// # Errors
-    /// If there is no room for a session.
-    pub fn speculation(&self, spec: &SessionSpec) -> nq_runtime::Result<Speculation> {
+    /// If there is no room for a session of a draft model.
+    pub fn speculation(&self, session: &mut dyn Session) -> nq_runtime::Result<Speculation> {
         match self {
             Drafts::Ngram => Ok(Speculation::ngram()),
+            Drafts::Eagle(eagle) => Ok(Speculation::new(Box::new(eagle.drafter(session)?))),
             Drafts::Model { engine, vocab, ctx } => {
+                let spec = session.spec();
                 let spec = SessionSpec {
                     ctx: spec.ctx.min(*ctx),
-                    ..*spec
+                    ..spec
                 };
                 let model = DraftModel::new(engine.session(spec)?, *vocab);
                 Ok(Speculation::new(Box::new(model)))
@@ -151,7 +278,7 @@ pub fn drafts(
     session: &dyn Session,
     device: &str,
     progress: &dyn Progress,
-    open: impl FnOnce(&OsString) -> anyhow::Result<Drafts>,
+    open: impl FnOnce(&DraftFrom) -> anyhow::Result<Drafts>,
 ) -> anyhow::Result<Option<Drafts>> {
     let named = || {
         let inexact = check_drafts(session, device).context("--draft")?;
@@ -168,9 +295,9 @@ pub fn drafts(
             named()?;
             Some(Drafts::Ngram)
         }
-        Some(DraftFrom::Model(name)) => {
+        Some(from @ (DraftFrom::Model(_) | DraftFrom::Eagle3(_))) => {
             named()?;
-            Some(open(name)?)
+            Some(open(from)?)
         }
     })
 }
@@ -179,7 +306,7 @@ pub fn drafts(
 ///
 /// # Errors
 /// Those of its weights.
-pub fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> anyhow::Result<(String, u64)> {
+fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> anyhow::Result<(String, u64)> {
     let spec = draft.spec(spec);
     let memory = nq_quantize::memory::running(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;
     let words = format!(

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Trains a small model from the demo model: a mixture of experts, to measure quantization on, or a draft model.
+"""Trains a small model from the demo model: a mixture of experts, to measure quantization on, or a drafter.
 
     benches/students/train.py mixture --out /tmp/mixture --minutes 6
     benches/students/train.py draft --out /tmp/draft --minutes 3
+    benches/students/train.py eagle --out /tmp/eagle --minutes 3
 
 Needs torch, transformers and safetensors. The mixture (Qwen3MoeForCausalLM) begins as the dense demo model, with each
-MLP dealt out to experts; the draft is one of the demo's layers with its embedding. Both learn the demo's distribution
+MLP dealt out to experts; the draft model is one of the demo's layers with its embedding; the EAGLE-3 head (arXiv
+2503.01840) reads the demo's residual streams and, unrolled over STEPS tokens, its own. All learn the demo's distribution
 of the next token (KL divergence at every position) on text that the demo samples: no other text is used. A third of
 the time goes to sampling, the rest to training; both stop by the clock, and the folder is always written: config.json,
 model.safetensors in bf16 in the published layout, with one tensor per matrix of an expert, and the demo's tokenizer
-and generation_config.json. Then the folder is read with transformers, whose logits must match; if they do not, the
-exit status is 1.
+and generation_config.json; of a head in its own published layout. Then a model's folder is read with transformers,
+whose logits must match; if they do not, the exit status is 1.
 
 How much is learned depends on the machine's speed, so that a run cannot be repeated exactly. An H100 is expected to
 sample about 50 million tokens and to train on 150 million or more; without a GPU the batches are small and the
@@ -36,6 +38,7 @@ from torch import nn
 EXPERTS, TOP, WIDTH = 8, 2, 256
 BALANCE = 0.001  # weight of the load-balancing loss, as in the published models
 HOT = 0.25  # share of sequences sampled above temperature 1, where the demo is less sure
+TAPS, STEPS = (1, 3, 5), 4  # of a head: layers after which it reads the stream, and tokens that it learns to draft
 FINISH = 40  # seconds kept for measuring, writing and checking
 # Without / with a GPU: sequences sampled together, tokens of each, sequences per step of training.
 SIZES = {"cpu": (32, 128, 8), "cuda": (4096, 1024, 64)}
@@ -136,14 +139,79 @@ class Qwen3(nn.Module):
         # No buffer, so that it stays in f32 when the model is turned into bf16.
         self.rope = torch.stack([angles.cos(), angles.sin()])
 
-    def forward(self, ids, caches=None, at=0):
-        """Logits; given caches, `ids` are those of position `at` alone."""
+    def forward(self, ids, caches=None, at=0, taps=None):
+        """Logits; given caches, `ids` are those of position `at` alone. The list `taps` gets the streams at TAPS."""
         self.rope = self.rope.to(ids.device)
         rope = self.rope[:, at : at + ids.shape[1]]
         x = self.embed_tokens(ids)
         for n, layer in enumerate(self.layers):
             x = layer(x, rope, caches and caches[n], at)
+            if taps is not None and n + 1 in TAPS:
+                taps.append(x)
         return F.linear(self.norm(x), self.embed_tokens.weight)
+
+
+class Head(nn.Module):
+    """An EAGLE-3 head; parameters are named as published."""
+
+    def __init__(self, c, demo):
+        super().__init__()
+        hidden, eps, self.dim = c["hidden_size"], c["rms_norm_eps"], c["head_dim"]
+        queries, keys = c["num_attention_heads"] * self.dim, c["num_key_value_heads"] * self.dim
+        self.fc, self.norm, self.lm_head = linear(3 * hidden, hidden), Norm(hidden, eps), linear(hidden, c["vocab_size"])
+        layer = self.midlayer = nn.Module()
+        layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm = (Norm(hidden, eps) for _ in "123")
+        attention = layer.self_attn = nn.Module()
+        attention.q_proj, attention.o_proj = linear(2 * hidden, queries), linear(queries, hidden)
+        attention.k_proj, attention.v_proj = linear(2 * hidden, keys), linear(2 * hidden, keys)
+        layer.mlp = Mlp({k: v for k, v in c.items() if k != "num_experts"})
+        with torch.no_grad():
+            self.lm_head.weight.copy_(demo.embed_tokens.weight)
+
+    def forward(self, tokens, x, rope):
+        """The stream after each row, of tokens' embeddings and the streams before them."""
+        layer, a = self.midlayer, self.midlayer.self_attn
+        both = torch.cat([layer.input_layernorm(tokens), layer.hidden_norm(x)], -1)
+        q, k, v = (p(both).unflatten(-1, (-1, self.dim)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
+        q, k = rotate(q, rope).to(v.dtype), rotate(k, rope).to(v.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        x = x + a.o_proj(out)
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def unrolled(demo, head, ids):
+    """Of each of STEPS drafted tokens: KL divergence of the head's distribution from the demo's, and how often both
+    find the same token likeliest, over the positions where it did before."""
+    with torch.no_grad():
+        taps = []
+        wanted = demo(ids, taps=taps).float().log_softmax(-1)
+        tokens = demo.embed_tokens(ids)
+    x, right, found = head.fc(torch.cat(taps, -1)), None, []
+    for step in range(STEPS):
+        rows = ids.shape[1] - step - 2  # row i has the token at i + step + 1, and drafts the one after it
+        x = head(tokens[:, step + 1 : step + 1 + rows], x[:, :rows], demo.rope[:, :rows])
+        logs, target = head.lm_head(head.norm(x)).float().log_softmax(-1), wanted[:, step + 1 : step + 1 + rows]
+        kl = F.kl_div(logs, target, reduction="sum", log_target=True) / (len(ids) * rows)
+        same = logs.argmax(-1) == target.argmax(-1)
+        right = same if right is None else right[:, :rows] & same
+        found.append((kl, right.float().mean()))
+    return found
+
+
+def head_config(c):
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    keys += ("max_position_embeddings", "rms_norm_eps", "rope_theta")
+    more = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    more |= {"draft_vocab_size": c["vocab_size"], "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    return {k: c[k] for k in keys} | more | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)}}
+
+
+def write_head(folder, config, head):
+    tensors = {name: t.bfloat16().cpu().contiguous() for name, t in head.state_dict().items()}
+    tensors["d2t"] = torch.zeros(config["vocab_size"], dtype=torch.int64)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(head_config(config), indent=2, sort_keys=True) + "\n")
 
 
 def read_demo(folder):
@@ -246,8 +314,11 @@ def train(end, demo, model, texts, args, device):
             order = torch.randperm(len(texts), device=device)
         ids, order = texts[order[: args.batch]].long(), order[args.batch :]
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            kl = divergence(demo, model, ids)[0]
-            loss = kl + BALANCE * sum(layer.mlp.balance for layer in model.layers if layer.mlp.experts)
+            if isinstance(model, Head):
+                kl = loss = sum(kl * 0.8**step for step, (kl, _) in enumerate(unrolled(demo, model, ids)))
+            else:
+                kl = divergence(demo, model, ids)[0]
+                loss = kl + BALANCE * sum(layer.mlp.balance for layer in model.layers if layer.mlp.experts)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -304,7 +375,7 @@ def difference(folder, model, vocab):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=("mixture", "draft"))
+    parser.add_argument("kind", choices=("mixture", "draft", "eagle"))
     parser.add_argument("--demo", type=Path, default=Path("assets/demo"), help="folder of the dense model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--minutes", type=float, default=6, help="time for everything")
@@ -323,7 +394,10 @@ def main():
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     config, demo = read_demo(args.demo)
-    c, model = student(config, demo, args.kind, args.layers or {"mixture": 5, "draft": 1}[args.kind])
+    if args.kind == "eagle":
+        c, model = config, Head(config, demo)
+    else:
+        c, model = student(config, demo, args.kind, args.layers or {"mixture": 5, "draft": 1}[args.kind])
     demo, model = demo.to(device), model.to(device)
     total = sum(p.numel() for p in model.parameters())
     print(f"{total:,} parameters, {device}, {time.monotonic() - START:.0f} s to start", flush=True)
@@ -335,7 +409,7 @@ def main():
     demo = demo.float()
     seconds = time.monotonic() - begin
     print(f"sampled {texts.numel():,} tokens in {seconds:.0f} s, {texts.numel() / seconds:,.0f}/s", flush=True)
-    before = measure(demo, model, held_out, args.batch)
+    before = None if args.kind == "eagle" else measure(demo, model, held_out, args.batch)
 
     begin = time.monotonic()
     steps = train(end, demo, model, texts, args, device)
@@ -343,9 +417,19 @@ def main():
     with torch.no_grad():  # measured and compared is what is written
         for p in model.parameters():
             p.copy_(p.bfloat16())
-    write(args.out, args.demo, c, model)
+    if args.kind == "eagle":
+        write_head(args.out, c, model)
+    else:
+        write(args.out, args.demo, c, model)
     print(f"trained {steps} steps, {tokens:,} tokens in {seconds:.0f} s, {tokens / seconds:,.0f}/s")
 
+    if args.kind == "eagle":
+        with torch.no_grad():
+            found = [torch.tensor(unrolled(demo, model, part.long())) for part in held_out.split(args.batch)]
+        for step, (kl, right) in enumerate(torch.stack(found).mean(0).tolist()):
+            print(f"token {step + 1}: KL {kl:.4f}, the demo's likeliest, as all before it, in {100 * right:.1f} %")
+        print(f"{args.out}, {time.monotonic() - START:.0f} s")
+        return
     kl, perplexity, of_demo, same, shares = measure(demo, model, held_out, args.batch)
     print(f"held out, {held_out.numel():,} sampled tokens: KL {before[0]:.4f} before, {kl:.4f} after; "
           f"perplexity {perplexity:.3f}, the demo's {of_demo:.3f}; the likeliest token is the demo's in {100 * same:.1f} %")

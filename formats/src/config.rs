@@ -209,7 +209,7 @@ pub(crate) fn check_eos(path: &Path, ids: &[u32], vocab_size: usize) -> Result<(
 const MAX_DIM: u64 = 1 << 28;
 
 /// More parameters than this (a hundred trillion) are rejected.
-const MAX_PARAMETERS: u128 = 100_000_000_000_000;
+pub(crate) const MAX_PARAMETERS: u128 = 100_000_000_000_000;
 
 /// More experts per layer than this are rejected.
 const MAX_EXPERTS: usize = 1 << 16;

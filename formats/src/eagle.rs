@@ -15,7 +15,7 @@
 //!
 //! The layer may be called `layers.0` too. Without `embed_tokens` the model's embedding is used.
 
-use crate::config::Object;
+use crate::config::{MAX_PARAMETERS, Object};
 use crate::dense::DenseStore;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -92,7 +92,7 @@ impl EagleConfig {
             let expected = format!("at most vocab_size ({vocab})");
             return Err(obj.bad("draft_vocab_size", expected, draft_vocab.to_string()));
         }
-        Ok(EagleConfig {
+        let config = EagleConfig {
             hidden_size: hidden,
             intermediate_size: obj.dim("intermediate_size")?,
             num_attention_heads: heads,
@@ -105,7 +105,34 @@ impl EagleConfig {
             rope: obj.rope()?,
             norm_before_residual: obj.bool("norm_before_residual")?.unwrap_or(false),
             taps: taps(&obj)?,
-        })
+        };
+        if !config.head_dim.is_multiple_of(2) {
+            let found = config.head_dim.to_string();
+            return Err(obj.bad("head_dim", "an even number".into(), found));
+        }
+        // Each dimension is in range; their product must be too, or sizes overflow later.
+        match config.weights() {
+            n if n <= MAX_PARAMETERS => Ok(config),
+            n => Err(obj.bad(
+                "the head's dimensions",
+                format!("at most {MAX_PARAMETERS} parameters"),
+                n.to_string(),
+            )),
+        }
+    }
+
+    /// Number of values in the weights that a drafted token reads.
+    pub fn elements(&self) -> u64 {
+        self.weights() as u64
+    }
+
+    fn weights(&self) -> u128 {
+        let (h, d) = (self.hidden_size as u128, self.head_dim as u128);
+        let q = self.num_attention_heads as u128 * d;
+        let kv = self.num_key_value_heads as u128 * d;
+        let attention = 2 * (q + 2 * kv) + q;
+        let others = 3 * self.intermediate_size + TAPS * self.hidden_size + self.draft_vocab_size;
+        h * (attention + others as u128)
     }
 
     /// The numbers of layers of a model with `layers` of them after which its residual stream is read.
@@ -173,6 +200,14 @@ impl EagleHead {
             has_embedding,
             path: path.into(),
         })
+    }
+
+    /// The head with its weights read through `wrap`.
+    pub fn wrapped(self, wrap: impl FnOnce(Box<dyn WeightStore>) -> Box<dyn WeightStore>) -> Self {
+        EagleHead {
+            store: wrap(self.store),
+            ..self
+        }
     }
 
     /// The stored name of the part `part` (of the layer, if it begins with a dot).

@@ -6,6 +6,7 @@
 
 use bytes::Bytes;
 use nq_formats::VirtualFiles;
+use nq_formats::eagle::EagleConfig;
 use nq_formats::gguf::{BlockType, BlockWeight};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::{
@@ -105,6 +106,9 @@ pub fn config(data: &[u8]) {
     let path = Path::new("config.json");
     let _ = GenerationDefaults::parse(path, data);
     let _ = tokenizer::largest_id(path, data);
+    if let Ok(head) = EagleConfig::parse(path, data) {
+        assert!(head.elements() > 0 && head.draft_vocab_size <= head.vocab_size);
+    }
     let Ok(config) = ModelConfig::parse(path, data) else {
         return;
     };

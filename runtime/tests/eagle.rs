@@ -267,12 +267,7 @@ fn load(head: &Published, model: (&ModelConfig, &Store)) -> nq_runtime::Result<E
     let folder = tempfile::tempdir().unwrap();
     head.write(folder.path());
     let opened = EagleHead::open(folder.path())?;
-    Eagle::load(
-        &opened,
-        opened.store.as_ref(),
-        (model.0, model.1),
-        &options(EngineKind::Nq),
-    )
+    Eagle::load(&opened, (model.0, model.1), &options(EngineKind::Nq))
 }
 
 fn ask(
@@ -433,6 +428,20 @@ fn hostile_heads_are_refused() {
         &|h| h.config["draft_vocab_size"] = json!(1000),
         &["draft_vocab_size", "101"],
     );
+    refused(
+        &|h| h.config["num_attention_heads"] = json!(5),
+        &["num_attention_heads", "num_key_value_heads (2)"],
+    );
+    refused(&|h| h.config["head_dim"] = json!(15), &["head_dim", "15"]);
+    for key in ["intermediate_size", "head_dim"] {
+        refused(
+            &|h| {
+                h.config["hidden_size"] = json!(1 << 28);
+                h.config[key] = json!(1 << 28);
+            },
+            &["parameters", "the head's dimensions"],
+        );
+    }
     refused(
         &|h| h.config["rope_scaling"] = json!({"rope_type": "llama3"}),
         &["rope"],

@@ -174,7 +174,7 @@ impl Drafter for Oracle {
 
 /// As [`few`], with drafts.
 fn drafted(parallel: usize) -> EngineOptions {
-    let open = || Ok(Speculation::new(Box::new(Oracle)).always());
+    let open = |_: &mut dyn Session| Ok(Speculation::new(Box::new(Oracle)).always());
     EngineOptions {
         drafts: Some(OpenDrafts::new(open, Arc::new(()))),
         ..few(parallel)

@@ -8,7 +8,7 @@ use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Repl, Totals};
 use crate::cli::{self, Global, parse_kv, parse_load_bits};
-use crate::draft::{self, DraftCheckpoint, DraftFrom, parse_draft};
+use crate::draft::{self, DraftFrom, DraftWeights, parse_draft};
 use crate::model;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
@@ -113,8 +113,9 @@ pub struct ChatArgs {
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
     /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), a
-    /// smaller MODEL with the same tokenizer drafts, none turns it off [default: ngram on devices where
-    /// answers stay exactly the same, such as CPUs with quantized models; else none]
+    /// smaller MODEL with the same tokenizer drafts, eagle3:FOLDER asks an EAGLE-3 head made for the model (CPU),
+    /// none turns it off [default: ngram on devices where answers stay exactly the same, such as CPUs with
+    /// quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full
@@ -163,17 +164,20 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         max_rows: CHUNK.min(ctx),
     };
     let engine = load(&checkpoint, schemes.as_ref(), &spec, global, &terminal)?;
-    let session = engine.session(spec)?;
+    let mut session = engine.session(spec)?;
     let device = &engine.description().device;
     let of = args.draft.as_ref();
-    let drafts = draft::drafts(of, session.as_ref(), device, &terminal, |name| {
-        let draft = DraftCheckpoint::open(name, &checkpoint, args.bits, global, &terminal)?;
+    let drafts = draft::drafts(of, session.as_ref(), device, &terminal, |from| {
+        let draft = DraftWeights::open(from, &checkpoint, args.bits, global, &terminal)?;
+        let draft = draft.context("--draft: a drafter without weights")?;
         if global.verbose && global.device.resolve()? == Device::Cpu {
-            terminal.note(&format!("memory: {}", draft::memory_of(&draft, &spec)?.0));
+            terminal.note(&format!("memory: {}", draft.memory(&spec)?.0));
         }
-        draft.load(&global.load_options(), config.vocab_size, &terminal)
+        draft.load(&global.load_options(), &checkpoint, &terminal)
     })?;
-    let drafts = drafts.map(|d| d.speculation(&spec)).transpose()?;
+    let drafts = drafts
+        .map(|d| d.speculation(session.as_mut()))
+        .transpose()?;
     if global.verbose {
         terminal.note(&sampling.to_string());
     }

@@ -10,8 +10,8 @@ use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
 use nq_runtime::generate::generate;
 use nq_runtime::{
-    DraftModel, Engine, Generated, KvType, Limits, Sampler, SamplingParams, Sequence, Session,
-    SessionSpec, Speculation,
+    DraftModel, Eagle, Engine, Generated, KvType, Limits, Sampler, SamplingParams, Sequence,
+    Session, SessionSpec, Speculation,
 };
 use replay::Replay;
 use std::ops::ControlFlow;
@@ -50,6 +50,8 @@ pub enum DraftBy<'a> {
         /// Number of tokens that both models have.
         vocab: usize,
     },
+    /// An EAGLE-3 head.
+    Eagle(&'a Eagle),
 }
 
 /// A measurement of speculative decoding.
@@ -100,9 +102,10 @@ impl TextSpec<'_> {
         Ok(Box::new(Replay::new(session, text, right, vocab)))
     }
 
-    fn speculation(&self) -> Result<Speculation> {
+    fn speculation(&self, session: &mut dyn Session) -> Result<Speculation> {
         let speculation = match &self.drafts.0 {
             DraftBy::Ngram => Speculation::ngram(),
+            DraftBy::Eagle(eagle) => Speculation::new(Box::new(eagle.drafter(session)?)),
             DraftBy::Model { engine, vocab } => {
                 let right = match self.answer {
                     Answer::Replayed { right, .. } => right,
@@ -134,7 +137,7 @@ pub fn text(
     let inexact = nq_runtime::speculation::check_drafts(session.as_ref(), device)?;
     inexact.iter().for_each(|note| progress.note(note));
     let mut plain = Sequence::new(session.as_mut(), 0);
-    let drafts = Some(spec.speculation()?);
+    let drafts = Some(spec.speculation(session.as_mut())?);
     let mut drafted = Sequence::new(session.as_mut(), 1).with_drafts(drafts);
     let answers = spec.answers();
     let tokens: usize = answers.iter().map(|a| a.1 - 1).sum();

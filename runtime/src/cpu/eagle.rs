@@ -37,18 +37,17 @@ pub(crate) struct EagleModel {
 }
 
 impl EagleModel {
-    /// Packs `head`, whose weights `store` has, for the model `target`.
+    /// Packs `head` for the model `target`.
     ///
     /// # Errors
     /// A missing or misshapen tensor; a model that the head was not made for.
     pub(crate) fn load(
         head: &EagleHead,
-        store: &dyn WeightStore,
         (model, target): (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,
     ) -> Result<Self> {
         head.check_model(model)?;
-        let (cpu, c) = (options.cpu()?, &head.config);
+        let (cpu, c, store) = (options.cpu()?, &head.config, head.store.as_ref());
         let (h, d) = (c.hidden_size, c.head_dim);
         let (q, kv) = (c.num_attention_heads * d, c.num_key_value_heads * d);
         let mut census = Census::default();

@@ -20,14 +20,13 @@ pub struct Eagle {
 }
 
 impl Eagle {
-    /// Packs `head`, with the weights of `store`, for the model of `target`.
+    /// Packs `head` for the model of `target`.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a device other than the CPU; a missing or misshapen tensor; a model that the
     /// head was not made for.
     pub fn load(
         head: &EagleHead,
-        store: &dyn WeightStore,
         target: (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,
     ) -> Result<Self> {
@@ -41,7 +40,7 @@ impl Eagle {
         }
         Ok(Eagle {
             taps: head.config.taps_of(target.0.num_hidden_layers),
-            model: Arc::new(EagleModel::load(head, store, target, options)?),
+            model: Arc::new(EagleModel::load(head, target, options)?),
         })
     }
 

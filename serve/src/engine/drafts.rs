@@ -2,21 +2,24 @@
 
 use super::worker::Worker;
 use nq_formats::Progress;
-use nq_runtime::{Batch, Speculation};
+use nq_runtime::{Batch, Session, Speculation};
 use std::fmt;
 use std::sync::Arc;
+
+/// Makes the drafter of a session.
+type OpenFor = dyn Fn(&mut dyn Session) -> nq_runtime::Result<Speculation> + Send + Sync;
 
 /// Opens the drafter of a session: once, and again after a panic in the session.
 #[derive(Clone)]
 pub struct OpenDrafts {
-    open: Arc<dyn Fn() -> nq_runtime::Result<Speculation> + Send + Sync>,
+    open: Arc<OpenFor>,
     progress: Arc<dyn Progress>,
 }
 
 impl OpenDrafts {
     /// Opens with `open`; `progress` gets a note when drafting stops.
     pub fn new(
-        open: impl Fn() -> nq_runtime::Result<Speculation> + Send + Sync + 'static,
+        open: impl Fn(&mut dyn Session) -> nq_runtime::Result<Speculation> + Send + Sync + 'static,
         progress: Arc<dyn Progress>,
     ) -> Self {
         OpenDrafts {
@@ -25,8 +28,8 @@ impl OpenDrafts {
         }
     }
 
-    pub(super) fn open(&self) -> nq_runtime::Result<Speculation> {
-        (self.open)()
+    pub(super) fn open(&self, session: &mut dyn Session) -> nq_runtime::Result<Speculation> {
+        (self.open)(session)
     }
 }
 

@@ -268,8 +268,9 @@ impl Engine {
         vocab: usize,
         options: EngineOptions,
     ) -> nq_runtime::Result<Self> {
-        let session = open()?;
-        let drafts = options.drafts.as_ref().map(OpenDrafts::open).transpose()?;
+        let mut session = open()?;
+        let drafter = options.drafts.as_ref();
+        let drafts = drafter.map(|d| d.open(session.as_mut())).transpose()?;
         let spec = session.spec();
         for (what, least, found) in [
             ("requests at once", 1, options.parallel),

@@ -3,7 +3,7 @@
 use super::job::{Job, Phase};
 use super::keep::RestoreTimes;
 use super::seats::Seats;
-use super::{Command, EngineOptions, Failure, Finish, OpenDrafts, OpenSession, Shared};
+use super::{Command, EngineOptions, Failure, Finish, OpenSession, Shared};
 use crate::metrics::Reason;
 use crate::scheduler::{Pace, PaceLimits, Queue};
 use nq_runtime::speculation::DraftCounts;
@@ -92,8 +92,12 @@ pub(super) fn run(
         // What the session held is gone with it; those who wait may still be served.
         drop((session, drafts));
         worker.draft_counts = DraftCounts::default();
-        let opened = worker.options.drafts.as_ref().map(OpenDrafts::open);
-        match open().and_then(|session| Ok((session, opened.transpose()?))) {
+        let drafter = worker.options.drafts.as_ref();
+        let opened = open().and_then(|mut session| {
+            let drafts = drafter.map(|d| d.open(session.as_mut())).transpose()?;
+            Ok((session, drafts))
+        });
+        match opened {
             Ok(fresh) if failures < FAILURES => (session, drafts) = fresh,
             _ => {
                 shared.failed.store(true, Ordering::Relaxed);

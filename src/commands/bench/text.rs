@@ -4,7 +4,7 @@ use super::super::synth::parse_preset;
 use super::{BenchArgs, Meter, random, show};
 use crate::cli::{self, Global};
 use crate::commands::chat::longest_context;
-use crate::draft::{DraftCheckpoint, DraftFrom, Drafts};
+use crate::draft::{DraftCheckpoint, DraftFrom, DraftWeights, Drafts};
 use crate::terminal::Terminal;
 use anyhow::{Context, bail};
 use nq_evals::DraftRow;
@@ -96,6 +96,7 @@ pub(super) fn run(
         drafts: (
             match &drafts {
                 Drafts::Ngram => DraftBy::Ngram,
+                Drafts::Eagle(eagle) => DraftBy::Eagle(eagle),
                 Drafts::Model { engine, vocab, .. } => DraftBy::Model {
                     engine: engine.as_ref(),
                     vocab: *vocab,
@@ -207,6 +208,12 @@ fn drafts(
         None | Some(DraftFrom::Ngram) => return Ok((Drafts::Ngram, "ngram".into())),
         Some(DraftFrom::None) => bail!("--draft none: there is nothing to measure"),
         Some(DraftFrom::Model(name)) => name,
+        Some(from @ DraftFrom::Eagle3(folder)) => {
+            let draft = DraftWeights::open(from, target, args.bits, global, terminal)?;
+            let draft = draft.context("--draft: a drafter without weights")?;
+            let drafts = draft.load(options, target, terminal)?;
+            return Ok((drafts, folder.display().to_string()));
+        }
     };
     let preset = args
         .preset

@@ -4,7 +4,7 @@
 use super::ServeArgs;
 use crate::cli::Global;
 use crate::commands::chat::{at_load, longest_context};
-use crate::draft::{self, DraftCheckpoint, DraftFrom, Drafts};
+use crate::draft::{self, DraftFrom, DraftWeights, Drafts};
 use crate::model;
 use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
@@ -41,7 +41,7 @@ pub(super) struct Settings {
     models: u64,
     /// Keys and values on disk, which survive the server.
     pages: Option<Arc<PageStore>>,
-    /// The drafter of models without a draft model.
+    /// The drafter of models whose drafter has no weights.
     draft: Option<DraftFrom>,
 }
 
@@ -77,10 +77,7 @@ impl Settings {
             kv_memory: args.kv_memory,
             models: models.max(1) as u64,
             pages,
-            draft: args
-                .draft
-                .clone()
-                .filter(|d| !matches!(d, DraftFrom::Model(_))),
+            draft: args.draft.clone().filter(|d| !d.has_weights()),
         })
     }
 }
@@ -91,8 +88,8 @@ pub(super) struct Loadable {
     checkpoint: Checkpoint,
     /// Schemes for quantizing it at load.
     schemes: Option<Schemes>,
-    /// Its draft model.
-    draft: Option<DraftCheckpoint>,
+    /// The weights of its drafter.
+    draft: Option<DraftWeights>,
     settings: Settings,
     terminal: Arc<Terminal>,
 }
@@ -134,8 +131,8 @@ impl Loadable {
         })
     }
 
-    /// With a model that drafts for it.
-    pub(super) fn with_draft(mut self, draft: Option<DraftCheckpoint>) -> Self {
+    /// With a drafter that has weights.
+    pub(super) fn with_draft(mut self, draft: Option<DraftWeights>) -> Self {
         self.draft = draft;
         self
     }
@@ -154,7 +151,7 @@ impl Loadable {
         if options.device.resolve()? == Device::Cpu {
             let least = self.spec(PAGE, 1);
             let running = nq_quantize::memory::running(checkpoint, schemes, &least)?;
-            let draft = self.draft.as_ref().map(|d| draft::memory_of(d, &least));
+            let draft = self.draft.as_ref().map(|d| d.memory(&least));
             let needed = running.peak + draft.transpose()?.map_or(0, |(_, bytes)| bytes);
             let free = available_memory().unwrap_or(u64::MAX);
             if needed > free {
@@ -172,7 +169,7 @@ impl Loadable {
         let mut options = self.settings.engine.clone();
         options.drafts = drafts.map(|drafts| {
             let progress = Arc::clone(&self.terminal) as Arc<dyn Progress>;
-            OpenDrafts::new(move || drafts.speculation(&spec), progress)
+            OpenDrafts::new(move |session| drafts.speculation(session), progress)
         });
         if let Some(pages) = &self.settings.pages {
             options.disk = Some(pages.of_model(&self.identity(engine.as_ref())?));
@@ -207,16 +204,12 @@ impl Loadable {
     /// Its drafter, loaded.
     fn drafts(&self, engine: &dyn Engine) -> anyhow::Result<Option<Drafts>> {
         let session = engine.session(self.spec(PAGE, 1))?;
-        let named = self
-            .draft
-            .as_ref()
-            .map(|d| DraftFrom::Model(d.name.clone().into()));
+        let named = self.draft.as_ref().map(DraftWeights::named);
         let from = named.as_ref().or(self.settings.draft.as_ref());
         let device = &engine.description().device;
         draft::drafts(from, session.as_ref(), device, &*self.terminal, |_| {
-            let draft = self.draft.as_ref().context("--draft: no model")?;
-            let vocab = self.checkpoint.config().vocab_size;
-            draft.load(&self.settings.load, vocab, &*self.terminal)
+            let draft = self.draft.as_ref().context("--draft: no weights")?;
+            draft.load(&self.settings.load, &self.checkpoint, &*self.terminal)
         })
     }
 

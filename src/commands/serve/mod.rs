@@ -4,7 +4,7 @@ mod loading;
 
 use crate::cli::{Global, parse_kv, parse_load_bits};
 use crate::commands::quantize::parse_size;
-use crate::draft::{DraftCheckpoint, DraftFrom, parse_draft};
+use crate::draft::{DraftFrom, DraftWeights, parse_draft};
 use crate::model;
 use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
 use anyhow::{Context, bail};
@@ -69,8 +69,9 @@ pub struct ServeArgs {
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
     /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), a
-    /// smaller model with the same tokenizer drafts for MODEL, none turns it off [default: ngram on devices
-    /// where answers stay exactly the same, such as CPUs with quantized models; else none]
+    /// smaller model with the same tokenizer drafts for MODEL, eagle3:FOLDER asks an EAGLE-3 head made for it
+    /// (CPU), none turns it off [default: ngram on devices where answers stay exactly the same, such as CPUs
+    /// with quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// Do not keep keys and values of prompts for later requests
@@ -168,20 +169,13 @@ fn models(
         first: None,
     };
     let draft = match (&args.draft, &first) {
-        (Some(DraftFrom::Model(_)), None) => {
+        (Some(from), None) if from.has_weights() => {
             bail!(
                 "--draft: expected a MODEL to draft for; models of --model use prompt lookup only"
             )
         }
-        (Some(DraftFrom::Model(name)), Some(first)) => {
-            let target = &first.checkpoint;
-            Some(DraftCheckpoint::open(
-                name,
-                target,
-                args.bits,
-                global,
-                &**terminal,
-            )?)
+        (Some(from), Some(first)) => {
+            DraftWeights::open(from, &first.checkpoint, args.bits, global, &**terminal)?
         }
         _ => None,
     };

@@ -2,6 +2,7 @@
 
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::{Drawn, Run};
+use nq_runtime::speculation::Tapped;
 use nq_runtime::{
     Chunk, Logits, LogitsWanted, Observer, Result, Sampler, Session, SessionSpec, StepsAhead,
 };
@@ -68,6 +69,14 @@ impl Session for Replay {
 
     fn truncate(&mut self, slot: usize, len: usize) {
         self.session.truncate(slot, len);
+    }
+
+    fn tap(&mut self, after: &[usize]) -> Result<()> {
+        self.session.tap(after)
+    }
+
+    fn take_tapped(&mut self, slot: usize) -> Option<Tapped> {
+        self.session.take_tapped(slot)
     }
 
     fn exact_rows(&self) -> usize {
