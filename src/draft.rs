@@ -128,7 +128,10 @@ pub enum DraftWeights {
     /// A draft model.
     Model(Box<DraftCheckpoint>),
     /// An EAGLE-3 head.
-    Eagle3 { folder: PathBuf, head: EagleHead },
+    Eagle3 {
+        folder: PathBuf,
+        head: Box<EagleHead>,
+    },
 }
 
 impl DraftWeights {
@@ -155,8 +158,9 @@ impl DraftWeights {
                 let head = EagleHead::open(folder).with_context(named)?;
                 head.check_model(target.config()).with_context(named)?;
                 let schemes = Schemes::defaults(Bits::B8);
+                let head = head.wrapped(|store| Box::new(OnTheFly::new(store, schemes)));
                 Some(DraftWeights::Eagle3 {
-                    head: head.wrapped(|store| Box::new(OnTheFly::new(store, schemes))),
+                    head: Box::new(head),
                     folder: folder.clone(),
                 })
             }

@@ -31,6 +31,7 @@ pub(super) struct CudaModel {
     /// Device memory that weights take.
     pub(super) weights: usize,
     pub(super) layers: Vec<CudaLayer>,
+    /// Experts of its first layers that run on the CPU.
     pub(super) host: HostExperts,
     pub(super) norm: Buffer<f32>,  // [hidden]
     pub(super) head: DeviceLinear, // [vocab, hidden]

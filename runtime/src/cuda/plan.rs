@@ -23,7 +23,7 @@ fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Resu
     Ok(DeviceLinear::zeros(gpu, kind, dims)?)
 }
 
-/// A weight that takes no place of another's: its experts are on the CPU.
+/// An empty weight, in the place of experts that are on the CPU.
 pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
     DeviceLinear::zeros(gpu, PackedKind::Fp16, (0, 0))
 }

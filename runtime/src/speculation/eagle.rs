@@ -189,7 +189,7 @@ impl Drafter for EagleDrafts {
         Ok(())
     }
 
-    fn taps(&self) -> bool {
+    fn reads_streams(&self) -> bool {
         true
     }
 

@@ -38,7 +38,7 @@ pub trait Drafter: Send {
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()>;
 
     /// True if it reads residual streams of the target, which [`Drafter::see`] passes to it.
-    fn taps(&self) -> bool {
+    fn reads_streams(&self) -> bool {
         false
     }
 
@@ -221,7 +221,7 @@ impl Speculation {
 
     /// Passes what the drafter reads of `session`'s latest work for these sequences to it.
     pub(crate) fn see(&mut self, session: &mut dyn Session, slots: impl Iterator<Item = usize>) {
-        if !self.drafter.taps() {
+        if !self.drafter.reads_streams() {
             return;
         }
         for slot in slots {

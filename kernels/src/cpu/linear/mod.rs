@@ -4,7 +4,7 @@
 //! registry's rows, `input` defines the layout of activations and `prepare` makes it; this
 //! file splits the work, chooses the kernel and applies epilogues. Every thread streams contiguous
 //! panels. Hardware prefetchers stop at the end of a page, so kernels that multiply one panel at a time
-//! request what they read one page later themselves ([`fetch_ahead`]).
+//! request what they read one page later themselves (`fetch_ahead`).
 
 mod experts;
 pub(crate) mod float;
