@@ -9,11 +9,8 @@
 //
 //   Digits  uint4 [4 slots of 64 inputs][hi, lo][4 t]: the operand of lane (g, t) = (2 slot +
 //           digit, t) in the order that the codes have (`weights.cuh`); of each slot its scale s and
-//           s times the sum of v; s times the sum of v over each 32 inputs
-//
-// Codes of four bits come in pairs, bytes l + 16 h of a low and a high nibble, that meet v and w. As
-// l v + h w = l (v - w / 16) + (l + 16 h) w / 16, only the low nibbles need to be masked: the digits in
-// place of v are those of v' = round(x / s - w / 16). The greatest |v'| is 32,512.
+//           s times the sum of v; s times the sum of v over each 32 inputs; zeros, the operand of
+//           the lanes of other slots
 //
 // For FP16 weights it is split into two FP16 parts of x / 16: 22 bits of significand, and room
 // up to 1,048,000.
@@ -26,7 +23,8 @@
 struct Digits {
     uint4 words[32];
     float2 slots[4];   // scale, and the sum of the values
-    float sums[8];     // not where PAIRED
+    float sums[8];
+    uint4 zeros;
 };
 
 struct Halves {
@@ -37,14 +35,10 @@ constexpr float HALVES_SCALE = 0.0625f;
 
 // Byte `b` of each of four words.
 template <int B>
-DEVICE uint32_t gather_bytes(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+DEVICE uint32_t gather_bytes(int x, int y, int z, int w) {
     constexpr uint32_t PAIR = B | (B + 4) << 4;
     return __byte_perm(__byte_perm(x, y, PAIR), __byte_perm(z, w, PAIR), 0x5410);
 }
-
-// The greatest value of 64 over their scale.
-template <bool PAIRED>
-constexpr float MOST_DIGITS = PAIRED ? 32512.f / 1.0625f : 32512.f;
 
 // A lane's cell as digits: inputs 0..3 and 4..7, in the byte order of codes of BITS bits.
 struct CellDigits {
@@ -54,7 +48,7 @@ struct CellDigits {
                    // and those convert it
 };
 
-template <int BITS, bool PAIRED = false>
+template <int BITS>
 DEVICE CellDigits digits_of(const float (&v)[8]) {
     float most = 0.f;
 #pragma unroll
@@ -62,42 +56,34 @@ DEVICE CellDigits digits_of(const float (&v)[8]) {
 #pragma unroll
     for (int m = 1; m < 8; m <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
     // Where all are tiny the reciprocal stays finite, and the digits zero.
-    const float scale = most * (1.f / MOST_DIGITS<PAIRED>);
-    const float inverse = most > 1e-30f ? __fdividef(MOST_DIGITS<PAIRED>, most) : 0.f;
-    // In [2^23, 2^24) the last bit of a float stands for 1: its bits are those of the number that was
-    // added, and `AT_ZERO`. That is cheaper than conversions.
-    constexpr float ZERO = 12582912.f;
-    constexpr uint32_t AT_ZERO = 0x4b400000;
-    uint32_t d[8], sum = 0;
+    const float scale = most * (1.f / 32512.f), inverse = most > 1e-30f ? 32512.f / most : 0.f;
+    int d[8], sum = 0;
 #pragma unroll
-    for (int i = 7; i >= 0; i--) {
-        float whole = fmaf(v[i], inverse, ZERO);
-        if (PAIRED && i < 4) whole = fmaf(__uint_as_float(d[i + 4]) - ZERO, -0.0625f, v[i] * inverse) + ZERO;
-        d[i] = __float_as_uint(whole);
-        sum += d[i] * (PAIRED ? i < 4 ? 16 : 17 : 1);
+    for (int i = 0; i < 8; i++) {
+        d[i] = __float2int_rn(v[i] * inverse);
+        sum += d[i];
     }
-    sum -= AT_ZERO * (PAIRED ? 4 * 16 + 4 * 17 : 8);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     // int4 holds inputs 0, 1, 2, 3 in bytes 0, 2, 1, 3.
     constexpr int SECOND = BITS == 4 ? 2 : 1, THIRD = 3 - SECOND;
-    CellDigits cell;   // where PAIRED, scale and sum are those of sixteenths
+    CellDigits cell;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const uint32_t *e = d + 4 * h;
+        const int *e = d + 4 * h;
         cell.low[h] = gather_bytes<0>(e[0], e[SECOND], e[THIRD], e[3]);
         // The low byte counts as signed: what it takes too much, the high one gets back.
         cell.high[h] = gather_bytes<1>(e[0] + 128, e[SECOND] + 128, e[THIRD] + 128, e[3] + 128);
     }
-    cell.scale = PAIRED ? scale * 0.0625f : scale;
-    cell.sum = int(sum);
+    cell.scale = scale;
+    cell.sum = sum;
     return cell;
 }
 
 // Fills `to` from this lane's cell `v`. BITS: of the codes that it will meet.
-template <int BITS, bool PAIRED = false>
+template <int BITS>
 DEVICE void prepare(Digits& to, const float (&v)[8], int lane) {
-    const CellDigits cell = digits_of<BITS, PAIRED>(v);
+    const CellDigits cell = digits_of<BITS>(v);
     // int4: {chunk 0 inputs 0..3, chunk 1 inputs 0..3, chunk 0 inputs 4..7, chunk 1 inputs 4..7}
     // int8: {chunk 0 inputs 0..3, chunk 0 inputs 4..7, chunk 1 ...}
     const int slot = lane / 8, chunk = lane / 4 % 2, t = lane % 4;
@@ -109,7 +95,8 @@ DEVICE void prepare(Digits& to, const float (&v)[8], int lane) {
     words[16 + second] = cell.low[1];
     const int sum = cell.sum + __shfl_xor_sync(~0u, cell.sum, 4);
     if (lane % 8 == 0) to.slots[slot] = make_float2(cell.scale, cell.scale * float(sum));
-    if (!PAIRED && lane % 4 == 0) to.sums[lane / 4] = cell.scale * float(cell.sum);
+    if (lane % 4 == 0) to.sums[lane / 4] = cell.scale * float(cell.sum);
+    if (lane == 0) to.zeros = make_uint4(0, 0, 0, 0);
 }
 
 // A lane's cell as FP16: high parts, and what they lost.
@@ -130,7 +117,7 @@ DEVICE CellHalves halves_of(const float (&v)[8]) {
     return {make_uint4(hi[0], hi[1], hi[2], hi[3]), make_uint4(lo[0], lo[1], lo[2], lo[3])};
 }
 
-template <int BITS, bool PAIRED = false>
+template <int BITS>
 DEVICE void prepare(Halves& to, const float (&v)[8], int lane) {
     const CellHalves cell = halves_of(v);
     uint4* const words = to.words + lane / 4 * 8 + lane % 4;

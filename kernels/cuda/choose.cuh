@@ -22,18 +22,16 @@ DEVICE uint32_t ordered(float v) {
 }
 DEVICE float unordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
-// A block chooses the experts of a row: a thread counts how many are before its own.
+// A block of MOST_EXPERTS threads chooses the experts of a row: a thread counts how many are before its
+// own.
 DEVICE void choose(Chosen& to, const float* scores, int experts, int per_token, bool normalized) {
-    bool finite = true;
-    for (int e = threadIdx.x; e < MOST_EXPERTS; e += blockDim.x) {
-        const bool there = e < experts;
-        const float score = there ? __ldcg(scores + e) : 0.f;
-        to.keys[e] = there ? ordered(score) : 0;   // less than any number's
-        finite = finite && isfinite(score);
-    }
-    finite = __syncthreads_and(finite);
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        const uint32_t own = to.keys[e];
+    const int e = threadIdx.x;
+    const bool there = e < experts;
+    const float score = there ? __ldcg(scores + e) : 0.f;
+    const uint32_t own = ordered(score);
+    to.keys[e] = there ? own : 0;   // less than any number's
+    const bool finite = __syncthreads_and(isfinite(score));
+    if (there) {
         int before[4] = {};
         for (int i = 0; i < experts; i += 4) {
             const uint4 v = *reinterpret_cast<const uint4*>(to.keys + i);
@@ -46,7 +44,6 @@ DEVICE void choose(Chosen& to, const float* scores, int experts, int per_token, 
         const int place = before[0] + before[1] + (before[2] + before[3]);
         if (place < per_token) to.expert[place] = e;
     }
-    const int e = threadIdx.x;
     __syncthreads();
     if (e < 32) {
         const float most = unordered(to.keys[to.expert[0]]);

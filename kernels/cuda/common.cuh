@@ -82,15 +82,6 @@ DEVICE uint4 load_shared_16(uint32_t at) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
 }
-// Only in lanes where `which` is `mine`; the others keep what they have.
-DEVICE void load_shared_16_if(uint4& v, int which, int mine, uint32_t at) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.eq.s32 p, %5, %6;\n"
-        "@p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n"
-        "}\n" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(at), "r"(which), "r"(mine));
-}
 DEVICE uint2 load_shared_8(uint32_t at) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
@@ -114,40 +105,25 @@ DEVICE uint32_t load_shared_1(uint32_t at) {
 
 // Bulk copies to shared memory that complete on an mbarrier (sm_90 and newer).
 #if __CUDA_ARCH__ >= 900
-// True in one lane of a converged warp. The compiler knows that it is one: operands of bulk copies that
-// are the same for the warp need no loop over its lanes.
-DEVICE bool elect() {
-    uint32_t one;
-    asm volatile(
-        "{\n"
-        ".reg .pred e;\n"
-        "elect.sync _|e, 0xffffffff;\n"
-        "selp.u32 %0, 1, 0, e;\n"
-        "}\n" : "=r"(one));
-    return one != 0;
-}
-
 DEVICE void barrier_init(uint64_t* b) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(b)) : "memory");
 }
 // Makes initialized barriers visible to the copy engine.
 DEVICE void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-DEVICE void barrier_expect(uint32_t b, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+DEVICE void barrier_expect(uint64_t* b, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
-DEVICE void barrier_expect(uint64_t* b, uint32_t bytes) { barrier_expect(shared_address(b), bytes); }
 
-DEVICE void barrier_wait(uint32_t b, uint32_t parity) {
+DEVICE void barrier_wait(uint64_t* b, uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
-        "}\n" ::"r"(b), "r"(parity) : "memory");
+        "}\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
 }
-DEVICE void barrier_wait(uint64_t* b, uint32_t parity) { barrier_wait(shared_address(b), parity); }
 
 // `bytes` is a multiple of 16.
 DEVICE void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* b) {
@@ -156,12 +132,12 @@ DEVICE void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* b) {
 }
 
 // As `copy_bulk`, of data that is read once.
-DEVICE void copy_bulk_stream(uint32_t to, const void* from, uint32_t bytes, uint32_t b) {
+DEVICE void copy_bulk_stream(void* to, const void* from, uint32_t bytes, uint64_t* b) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(b), "l"(policy) : "memory");
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
 }
 #endif
 

@@ -1,18 +1,22 @@
-// Instances of `experts.cuh`: experts_<scheme>_<up or down>.
+// Instances of `experts.cuh`: experts_<scheme>_<up or down>, and those for products of
+// few stages, ..._short.
 #include "experts.cuh"
 
-constexpr int WARPS = 8;
-// As in `gemv.cu`.
-constexpr int THREADS = WARPS * 32 + 48;
+constexpr int WARPS = 16;
 
-#define EXPERTS(name, scheme, epilogue)                                                                    \
-    extern "C" __global__ __launch_bounds__(THREADS, 2) void name(const __grid_constant__ ExpertsArgs a) { \
-        experts<scheme, epilogue, WARPS>(a);                                                               \
+#define EXPERTS(name, scheme, epilogue, ahead)                                                                \
+    extern "C" __global__ __launch_bounds__(WARPS * 32, 1) void name(const __grid_constant__ ExpertsArgs a) { \
+        experts<scheme, epilogue, WARPS, ahead>(a);                                                           \
     }
 
-#define HALVES(scheme)                           \
-    EXPERTS(experts_##scheme##_up, scheme, SILU) \
-    EXPERTS(experts_##scheme##_down, scheme, ADD)
+#define LONG(scheme)                                \
+    EXPERTS(experts_##scheme##_up, scheme, SILU, 0) \
+    EXPERTS(experts_##scheme##_down, scheme, ADD, 0)
 
-INTEGER_SCHEMES(HALVES)
-HALVES(fp16)
+#define SHORT(scheme)                                     \
+    LONG(scheme)                                          \
+    EXPERTS(experts_##scheme##_up_short, scheme, SILU, 2) \
+    EXPERTS(experts_##scheme##_down_short, scheme, ADD, 2)
+
+INTEGER_SCHEMES(SHORT)
+LONG(fp16)

@@ -30,36 +30,85 @@ struct ExpertsArgs {
     int unused;
 };
 
-// Where the chosen experts' records lie.
-template <int EPI>
-struct ExpertRecords {
-    static constexpr bool RUNS = EPI == ADD;
+// As `Requests`, of the chosen experts' records.
+template <class S, int EPI>
+struct ExpertRequests {
+    static constexpr int STAGES = S::STAGES;
+    int tile, span, stage;
+    const uint8_t* codes;
+    const uint8_t* meta;
     const Chosen& chosen;
-    const int part, tiles, spans;
+    int part, tiles;
 
-    DEVICE ExpertRecords(const ExpertsArgs& a, const Chosen& chosen) : chosen(chosen), part(a.part), tiles(a.tiles), spans(a.product.spans) {}
-    DEVICE int run() const { return RUNS ? part : spans; }
-    DEVICE size_t record(int tile, int span) const {
-        const int s = (RUNS ? span : tile) / part;
-        if constexpr (RUNS) return (size_t(chosen.expert[s]) * tiles + tile) * part + (span - s * part);
-        return (size_t(chosen.expert[s]) * part + (tile - s * part)) * spans + span;
+    DEVICE ExpertRequests(const GemvArgs& p, const Share& s, const Chosen& chosen, const ExpertsArgs& a)
+        : tile(s.first), span(s.begin), stage(0), chosen(chosen), part(a.part), tiles(a.tiles) {
+        find(p);
     }
-    DEVICE float weight(int tile) const { return RUNS ? 1.f : chosen.weight[tile / part]; }
+
+    DEVICE void find(const GemvArgs& p) {
+        if (tile >= p.tiles) return;
+        size_t record;
+        if constexpr (EPI == SILU) {
+            const int s = tile / part;
+            record = (size_t(chosen.expert[s]) * part + (tile - s * part)) * p.spans + span;
+        } else {
+            const int s = span / part;
+            record = (size_t(chosen.expert[s]) * tiles + tile) * part + (span - s * part);
+        }
+        codes = reinterpret_cast<const uint8_t*>(p.codes) + record * (STAGES * S::STAGE);
+        meta = p.meta + record * p.meta_bytes;
+    }
+
+    DEVICE bool has_meta() const { return S::SLOT == 32 || STAGES == 1 || stage == STAGES - 1; }
+
+    DEVICE void advance(const GemvArgs& p, const Share& s) {
+        const bool last = STAGES == 1 || stage == STAGES - 1;
+        codes += S::STAGE;
+        stage = last ? 0 : stage + 1;
+        if (last) {
+            if (++span == s.end) {
+                span = s.begin;
+                tile += s.step;
+            }
+            find(p);
+        }
+    }
+
+    DEVICE float weight(int tile) const { return chosen.weight[tile / part]; }
 };
 
-template <class S, int EPI, int WARPS>
+template <class S, int EPI, int WARPS, int AHEAD>
 DEVICE void experts(const ExpertsArgs& a) {
+    using Row = PreparedRow<S::BITS>;
+    using Next = ExpertRequests<S, EPI>;
+    extern __shared__ __align__(128) uint4 shared[];
+    __shared__ Meeting<WARPS> meeting;
     __shared__ __align__(16) Chosen chosen;
 
     // UP lets nothing overtake the kernel that scores: DOWN reads the scores before UP has ended.
     if constexpr (EPI == SILU) wait_for_predecessor();
     release_successor();
+    static_assert(WARPS * 32 == MOST_EXPERTS);
     choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a.experts, a.per_token, a.normalized);
 
     GemvArgs p = a.product;
     p.x += size_t(blockIdx.y) * a.x_stride;
     p.out += size_t(blockIdx.y) * a.out_stride;
-    multiply<S, EPI, WARPS>(p, ExpertRecords<EPI>(a, chosen), [] {
+    auto wait = [&] {
         if constexpr (EPI != SILU) wait_for_predecessor();
-    });
+    };
+    if constexpr (AHEAD > 0) {
+        const Share share = share_of<WARPS>(p, threadIdx.x / 32);
+        RegisterStages<S, AHEAD, Next> stages(p, share, Next(p, share, chosen, a));
+        multiply<S, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
+    } else {
+        constexpr int STAGE_WORDS = RingStages<S, Next>::WeightRing::STAGE_WORDS;
+        __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const Share share = share_of<WARPS>(p, warp);
+        RingStages<S, Next> stages(p, share, Next(p, share, chosen, a), shared + warp * p.depth * STAGE_WORDS,
+                                                  barriers[warp]);
+        auto* const row = reinterpret_cast<Row*>(shared + WARPS * p.depth * STAGE_WORDS);
+        multiply<S, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
+    }
 }

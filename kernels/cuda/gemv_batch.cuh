@@ -64,8 +64,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     constexpr int PIECE_BYTES = SLOTS * sizeof(Columns);   // of x
 #endif
 
-    // Known to be the same for the whole warp: addresses that follow from it cost less.
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     const int split = p.split;
     const int group = warp * p.inverse >> 8, part = warp - group * split, groups = WARPS * p.inverse >> 8;
@@ -93,7 +92,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     WeightRing ring(shared + warp * p.depth * WeightRing::STAGE_WORDS, barriers[warp], p.depth);
     auto request = [&]() {
         const bool any = ahead_tile < p.tiles;
-        ring.request(p.codes + (size_t(ahead_tile) * pieces + ahead_piece) * S::STAGE, S::STAGE,
+        ring.request(p.codes + (size_t(ahead_tile) * pieces + ahead_piece) * S::STAGE,
                      p.meta + (size_t(ahead_tile) * p.spans + ahead_piece / STAGES) * p.meta_bytes, p.meta_bytes, any);
         if (any) {
             ahead_tile += step;

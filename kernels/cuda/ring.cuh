@@ -10,77 +10,66 @@ constexpr int MOST_DEPTH = 8;
 // filled again LAG stages after it has been read.
 template <int CODES, int META, int LAG = 0>
 struct Ring {
-    static constexpr int STAGE = CODES + META;
-    static constexpr int STAGE_WORDS = STAGE / 16;
-    const uint4* stages;
-    const int depth;
-    // Addresses in shared memory: of the ring, and of the stages that are filled and read next.
-    const uint32_t first, end;
-    uint32_t write, read;
+    static constexpr int STAGE_WORDS = (CODES + META) / 16;
+    uint4* stages;
+    int depth;
+    uint32_t at;
+    int write = 0, read = 0;
 #if __CUDA_ARCH__ >= 900
-    // Of barriers.
-    const uint32_t full;
-    uint32_t write_full, read_full, parity = 0;
+    uint64_t* full;
+    uint32_t parity = 0;
 #endif
 
-    DEVICE Ring(uint4* stages, uint64_t* barriers, int depth)
-        : stages(stages), depth(depth), first(keep(shared_address(stages))), end(first + depth * STAGE), write(first), read(first)
+    DEVICE Ring(uint4* stages, uint64_t* barriers, int depth) : stages(stages), depth(depth), at(keep(shared_address(stages))) {
 #if __CUDA_ARCH__ >= 900
-          ,
-          full(keep(shared_address(barriers))), write_full(full), read_full(full)
-#endif
-    {
-#if __CUDA_ARCH__ >= 900
+        full = barriers;
         if (depth > 0) {
-            if (threadIdx.x % 32 < depth) barrier_init(barriers + threadIdx.x % 32);
+            if (threadIdx.x % 32 < depth) barrier_init(full + threadIdx.x % 32);
             barrier_fence();
             __syncwarp();
         }
 #endif
     }
 
-    // Requests the next stage, at most CODES and META bytes; with nothing left to request, nothing.
-    // `meta_bytes` may be 0. The warp is converged.
-    DEVICE void request(const uint8_t* codes, uint32_t code_bytes, const uint8_t* meta, uint32_t meta_bytes, bool any) {
+    // Requests the next stage; with nothing left to request, nothing. `meta_bytes` may be 0.
+    DEVICE void request(const uint8_t* codes, const uint8_t* meta, int meta_bytes, bool any) {
+        const int lane = threadIdx.x % 32;
+        uint4* to = stages + write * STAGE_WORDS;
 #if __CUDA_ARCH__ >= 900
-        if (!any) return;
-        if (elect()) {
-            barrier_expect(write_full, code_bytes + meta_bytes);
-            copy_bulk_stream(write, codes, code_bytes, write_full);
-            if (META > 0 && meta_bytes > 0) copy_bulk_stream(write + CODES, meta, meta_bytes, write_full);
+        if (any && lane == 0) {
+            barrier_expect(full + write, CODES + meta_bytes);
+            copy_bulk_stream(to, codes, CODES, full + write);
+            if (META > 0 && meta_bytes > 0) copy_bulk_stream(to + CODES / 16, meta, meta_bytes, full + write);
         }
-        write_full += 8;
 #else
-        const uint32_t lane = threadIdx.x % 32;
-        uint8_t* const to = reinterpret_cast<uint8_t*>(const_cast<uint4*>(stages)) + (write - first);
         if (any) {
-            for (uint32_t i = lane * 16; i < code_bytes; i += 512) copy_async(to + i, codes + i);
-            for (uint32_t i = lane * 16; i < meta_bytes; i += 512) copy_async(to + CODES + i, meta + i);
+#pragma unroll
+            for (int j = 0; j < CODES / 512; j++) copy_async(to + j * 32 + lane, codes + (j * 32 + lane) * 16);
+            if (lane < meta_bytes / 16) copy_async(to + CODES / 16 + lane, meta + lane * 16);
         }
         copy_commit();
-        if (!any) return;
 #endif
-        write += STAGE;
-        if (write == end) {
-            write = first;
-#if __CUDA_ARCH__ >= 900
-            write_full = full;
-#endif
-        }
+        if (any) write = write + 1 == depth ? 0 : write + 1;
     }
 
     // The oldest stage, when it is there.
     DEVICE const uint4* wait() {
-        const uint32_t stage = wait_at();
-        return stages + (stage - first) / 16;
+        const uint4* stage = stages + read * STAGE_WORDS;
+        next();
+        return stage;
     }
 
     // Its address.
     DEVICE uint32_t wait_at() {
-        const uint32_t stage = read;
+        const uint32_t stage = at + read * (STAGE_WORDS * 16);
+        next();
+        return stage;
+    }
+
+    DEVICE void next() {
 #if __CUDA_ARCH__ >= 900
-        barrier_wait(read_full, parity);
-        read_full += 8;
+        barrier_wait(full + read, parity);
+        if (++read == depth) read = 0, parity ^= 1;
 #else
         // Copies that may still be under way: those of the stages behind this one.
         switch (depth - LAG) {
@@ -89,15 +78,8 @@ struct Ring {
             case 3: copy_wait<2>(); break;
             default: copy_wait<3>(); break;
         }
+        if (++read == depth) read = 0;
         __syncwarp();
 #endif
-        read += STAGE;
-        if (read == end) {
-            read = first;
-#if __CUDA_ARCH__ >= 900
-            read_full = full, parity ^= 1;
-#endif
-        }
-        return stage;
     }
 };

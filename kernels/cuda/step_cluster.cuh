@@ -21,11 +21,17 @@
 // Bytes: codes + scales + zeros once; keys and values once; of x and parts 8 a value and cluster.
 #pragma once
 
-#include "products.cuh"
+#include <stddef.h>
+
+#include "activations.cuh"
 #include "rows.cuh"
+#include "weights.cuh"
 
 #ifndef STEP_SLEEP
 #define STEP_SLEEP 1
+#endif
+#ifndef STEP_CHUNK
+#define STEP_CHUNK 2
 #endif
 
 struct ClusterWeight {
@@ -96,7 +102,6 @@ __device__ long long step_trace[160][128][16];
 constexpr int MOST_SOURCES = 8;         // blocks among which positions are dealt
 constexpr int MOST_CLUSTER_DEPTH = 7;
 constexpr int CHUNK = 32;               // positions that a block attends to at a time
-constexpr int STAGE_RECORDS = 2;        // of a stage, at most
 
 // Digits of 256 inputs, and of each 64: their scale, their sum, and the sum of squares of x.
 struct ClusterDigits {
@@ -133,6 +138,23 @@ DEVICE void wait_sent(uint32_t b) {
         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
         "@!done bra again;\n"
         "}\n" ::"r"(b) : "memory");
+}
+DEVICE void wait_copied(uint32_t b, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(b), "r"(parity) : "memory");
+}
+DEVICE void expect(uint32_t b, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+DEVICE void copy_stage(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+        "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 DEVICE uint4 load_stamped(const uint4* p) {
     uint64_t a, b;
@@ -190,7 +212,7 @@ struct Deal {
     DEVICE int owners(int tile) const { return owner(tile * spans + spans - 1) - owner(tile * spans) + 1; }
 };
 
-// A warp's way through its records: up to STAGE_RECORDS at a time, of one tile.
+// A warp's way through its records: up to STEP_CHUNK at a time, of one tile.
 struct Walk {
     int spans, left, tile, span;
     // Where warp `warp` starts, in one word; its place among those that have records of its first tile last.
@@ -200,35 +222,28 @@ struct Walk {
         return keep((d.begin(warp + 1) - begin) << 16 | tile << 10 | (begin - tile * d.spans) << 4 | (warp - d.owner(tile * d.spans)));
     }
     DEVICE void start(uint32_t packed, int of) { spans = of, left = packed >> 16, tile = packed >> 10 & 63, span = packed >> 4 & 63; }
-    DEVICE int n() const { return min(STAGE_RECORDS, min(left, spans - span)); }
+    DEVICE int n() const { return STEP_CHUNK == 1 ? 1 : min(STEP_CHUNK, min(left, spans - span)); }
     DEVICE void step(int n) {
         left -= n, span += n;
         if (span == spans) span = 0, tile++;
     }
 };
 
-// 64 values as digits, PAIRED: lane l has values 2l and 2l + 1, and gets a word of the operand.
+// 64 values as digits: lane l has values 2l and 2l + 1, and gets a word of the operand.
 struct SlotDigits {
     uint32_t word;
     float scale, sum;
 
     DEVICE SlotDigits(float2 v, int lane) {
         const float most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(fabsf(v.x), fabsf(v.y)))));
-        const float inverse = most > 1e-30f ? __fdividef(MOST_DIGITS<true>, most) : 0.f;
-        int a = __float2int_rn(v.x * inverse), b = __float2int_rn(v.y * inverse);
-        // Values 0..3 of each eight meet low nibbles, values 4..7 high ones.
-        const bool upper = lane & 2;
-        const int others = __shfl_xor_sync(~0u, (a & 0xffff) | b << 16, 2);
-        if (!upper) {
-            a = __float2int_rn(fmaf(v.x, inverse, float(int16_t(others)) * -0.0625f));
-            b = __float2int_rn(fmaf(v.y, inverse, float(others >> 16) * -0.0625f));
-        }
+        const float inverse = most > 1e-30f ? __fdividef(32512.f, most) : 0.f;
+        const int a = __float2int_rn(v.x * inverse), b = __float2int_rn(v.y * inverse);
         const uint32_t low = (a & 255) | (b & 255) << 16;
         const uint32_t high = ((a + 128) >> 8 & 255) | ((b + 128) >> 8 & 255) << 16;
         const uint32_t got = __shfl_xor_sync(~0u, lane % 2 ? high : low, 1);
         word = lane % 2 ? got | low << 8 : high | got << 8;
-        scale = most * (0.0625f / MOST_DIGITS<true>);
-        sum = scale * float(__reduce_add_sync(~0u, (a + b) * (upper ? 17 : 16)));
+        scale = most * (1.f / 32512.f);
+        sum = scale * float(__reduce_add_sync(~0u, a + b));
     }
     // Which of the slot's words.
     static DEVICE int index(int lane) {
@@ -442,16 +457,17 @@ template <int GROUP, int ZERO, int WARPS>
 DEVICE void cluster_half(const ClusterArgs& p) {
     constexpr int KIND = GROUP == 0 ? GATED : ATTEND, TILE = KIND == ATTEND ? 16 : 8;   // outputs of a tile of the first product
     using Weights = Scheme<4, ZERO, 64>;
-    constexpr uint32_t STAGE = STAGE_RECORDS * (Weights::STAGE + Weights::META);
+    constexpr uint32_t STAGE = STEP_CHUNK * (Weights::STAGE + Weights::META);
     extern __shared__ uint4 dynamic_shared[];
     uint8_t* const shared = reinterpret_cast<uint8_t*>(dynamic_shared);
     MARK(0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int log_blocks = p.log_blocks, blocks = 1 << log_blocks;
     const int rank = cluster_rank(), cluster = blockIdx.x >> log_blocks;
-    // In the first KiB of shared memory: barriers of what is sent, the factor of the norm, barriers of the rings.
+    // In the first KiB of shared memory: barriers of what is sent, the factor of the norm, zeros, barriers of the rings.
     const uint32_t hops = shared_address(shared), full = hops + 64 + warp * MOST_CLUSTER_DEPTH * 8;
     float* const factor = reinterpret_cast<float*>(shared + 32);
+    const uint32_t zeros = hops + 48;
     ClusterDigits* const digits = reinterpret_cast<ClusterDigits*>(shared + p.at.digits);
     ClusterDigits* const digits2 = reinterpret_cast<ClusterDigits*>(shared + p.at.digits2);
     float* const values = reinterpret_cast<float*>(shared + p.at.values);
@@ -459,6 +475,7 @@ DEVICE void cluster_half(const ClusterArgs& p) {
 
     if (threadIdx.x < 3) barrier_init(reinterpret_cast<uint64_t*>(shared) + threadIdx.x);
     if (lane < p.depth) barrier_init(reinterpret_cast<uint64_t*>(shared + 64) + warp * MOST_CLUSTER_DEPTH + lane);
+    if (threadIdx.x < 4) reinterpret_cast<uint32_t*>(shared + 48)[threadIdx.x] = 0;
     barrier_fence();
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -472,7 +489,7 @@ DEVICE void cluster_half(const ClusterArgs& p) {
     const int all2 = p.hidden / 16, tile2 = rank * all2 >> log_blocks, tiles2 = ((rank + 1) * all2 >> log_blocks) - tile2;
     const Deal<WARPS> deal1(tiles, p.first.spans), deal2(tiles2, spans2);
 
-    // Weights: stages of up to STAGE_RECORDS records, first their codes.
+    // Weights: stages of up to STEP_CHUNK records, first their codes.
     const uint32_t ring = keep(shared_address(shared + p.at.rings) + warp * p.depth * STAGE);
     int write = 0, read = 0, product = 0;   // product: that of the next request
     uint32_t parity = 0;
@@ -495,11 +512,13 @@ DEVICE void cluster_half(const ClusterArgs& p) {
             else row = row < q ? cluster * q + row : (p.heads + (row - q) / 8 * p.clusters + cluster) * 8 + row % 8;
         }
         const int record = row * w.spans + ahead.span + (product == 0 ? 0 : span0);
-        const uint32_t to = ring + write * STAGE, barrier = full + write * 8;
-        if (elect()) {
-            barrier_expect(barrier, n * (2048 + w.meta_bytes));
-            copy_bulk_stream(to, w.codes + size_t(record) * 2048, n * 2048, barrier);
-            copy_bulk_stream(to + STAGE_RECORDS * 2048, w.meta + size_t(record) * w.meta_bytes, n * w.meta_bytes, barrier);
+        if (lane == 0) {
+            const uint32_t to = ring + write * STAGE, barrier = full + write * 8;
+            uint64_t policy;
+            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+            expect(barrier, n * (2048 + w.meta_bytes));
+            copy_stage(to, w.codes + size_t(record) * 2048, n * 2048, barrier, policy);
+            copy_stage(to + STEP_CHUNK * 2048, w.meta + size_t(record) * w.meta_bytes, n * w.meta_bytes, barrier, policy);
         }
         write = write + 1 == p.depth ? 0 : write + 1;
         ahead.step(n);
@@ -517,9 +536,9 @@ DEVICE void cluster_half(const ClusterArgs& p) {
     std::conditional_t<KIND == ATTEND, Attend<GROUP == 0 ? 1 : GROUP, WARPS>, None> attend(p, shared, cluster, rank, warp, lane);
     const int slots = p.hidden / 64;
     if (threadIdx.x == 0) {
-        barrier_expect(hops, slots * 144);
-        barrier_expect(hops + 8, all * TILE * 4);
-        if constexpr (KIND == ATTEND) barrier_expect(hops + 16, attend.sources * attend.STRIDE * 4);
+        expect(hops, slots * 144);
+        expect(hops + 8, all * TILE * 4);
+        if constexpr (KIND == ATTEND) expect(hops + 16, attend.sources * attend.STRIDE * 4);
     }
     for (int i = threadIdx.x; i < spans2 * int(sizeof(ClusterDigits) / 16); i += WARPS * 32) reinterpret_cast<uint4*>(digits2)[i] = make_uint4(0, 0, 0, 0);
     // A thread ends one output of each product, at most.
@@ -581,9 +600,10 @@ DEVICE void cluster_half(const ClusterArgs& p) {
 
 #pragma unroll 1
     for (int which = 0; which < 2; which++) {
-        const uint32_t row_at = shared_address(which == 0 ? digits : digits2);
-        const ClusterWeight& weight = which == 0 ? p.first : p.second;
-        Products<Weights, STAGE_RECORDS, ClusterDigits> products(weight.groups, weight.meta_bytes, lane);
+        const ClusterDigits* const row = which == 0 ? digits : digits2;
+        const uint32_t row_at = shared_address(row);
+        const MetaAt<Weights> meta_at(which == 0 ? p.first.groups : p.second.groups, g, t);
+        const int meta_bytes = which == 0 ? p.first.meta_bytes : p.second.meta_bytes;
         const uint32_t start = which == 0 ? start1 : start2;
         const int most = which == 0 ? deal1.most : deal2.most;
         Walk at;
@@ -594,11 +614,41 @@ DEVICE void cluster_half(const ClusterArgs& p) {
         while (at.left > 0) {
             const int n = at.n(), here_tile = at.tile;
             const uint32_t from = ring + read * STAGE;
-            barrier_wait(full + read * 8, parity);
+            wait_copied(full + read * 8, parity);
             if (++read == p.depth) read = 0, parity ^= 1;
             __syncwarp();
-            // `request`: to the stage before this one.
-            products.add(y, from, from + STAGE_RECORDS * 2048, row_at + at.span * uint32_t(sizeof(ClusterDigits)), n, request);
+            request();   // to the stage before this one
+            uint32_t here = row_at + at.span * uint32_t(sizeof(ClusterDigits));
+#pragma unroll
+            for (int i = 0; i < STEP_CHUNK; i++) {
+                if (i >= n) break;
+                uint4 codes[4];
+                Meta<Weights> meta;
+#pragma unroll
+                for (int j = 0; j < 4; j++) codes[j] = load_shared_16(from + i * 2048 + lane * 16 + j * 512);
+                meta_at.load(meta, from + STEP_CHUNK * 2048 + i * meta_bytes);
+                int low[4] = {}, high[4] = {};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const uint4 x = load_shared_16(g / 2 == j ? here + lane * 16 : zeros);
+                    constexpr uint32_t LOW = 0x0f0f0f0f, HIGH = 0xf0f0f0f0;
+                    const uint4 v = codes[j];
+                    mma_16832(low, v.x & LOW, v.y & LOW, v.z & LOW, v.w & LOW, x.x, x.y);
+                    mma_16832(high, v.x & HIGH, v.y & HIGH, v.z & HIGH, v.w & HIGH, x.z, x.w);
+                }
+                const uint2 slot = load_shared_8(here + uint32_t(offsetof(ClusterDigits, slots)) + t * 16);
+                const float s = __uint_as_float(slot.x), sum = __uint_as_float(slot.y);
+                const float2 sc = meta.scales(0), z = meta.zeros(0);
+                auto sum_of = [&](int i) { return float(low[2 * i] * 256 + low[2 * i + 1] + ((high[2 * i] * 256 + high[2 * i + 1]) >> 4)); };
+                if constexpr (ZERO == OFFSET) {
+                    y[0] += sc.x * (s * sum_of(0)) + z.x * sum;
+                    y[1] += sc.y * (s * sum_of(1)) + z.y * sum;
+                } else {
+                    y[0] = fmaf(sc.x, fmaf(s, sum_of(0), -z.x * sum), y[0]);
+                    y[1] = fmaf(sc.y, fmaf(s, sum_of(1), -z.y * sum), y[1]);
+                }
+                here += uint32_t(sizeof(ClusterDigits));
+            }
             at.step(n);
             if (at.span == 0 || at.left == 0) {
 #pragma unroll

@@ -46,7 +46,6 @@ struct Scheme {
     static constexpr int BITS = BITS_, ZERO = ZERO_, SLOT = SLOT_;
     static constexpr bool TWO_LEVEL = TWO_LEVEL_;
     static constexpr int ORDER = BITS < 8 ? 4 : BITS;          // codes lie in the order of those of so many bits
-    static constexpr bool PAIRED = BITS == 4 && SLOT == 64;    // nibbles are multiplied in pairs (`activations.cuh`)
     static constexpr int STAGES = BITS < 8 ? 1 : BITS / 4;     // a span streams in so many stages
     static constexpr int STAGE = SPAN * 2 * BITS / STAGES;     // bytes of codes
     static constexpr int UNIT = STAGE / 4;                     // four of them

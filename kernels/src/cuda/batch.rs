@@ -16,7 +16,7 @@ const GROUP: usize = 8;
 const WARPS: usize = 8;
 const TILES: usize = 4;
 /// `MOST_DEPTH` of `cuda/ring.cuh`.
-pub(super) const MOST_DEPTH: usize = 8;
+const MOST_DEPTH: usize = 8;
 
 /// Rows of activations in the layout that [`Stream::gemv_batch`] multiplies
 /// (`cuda/columns.cuh`).

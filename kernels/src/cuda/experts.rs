@@ -2,9 +2,9 @@
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
 use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan, Norm, Records};
-use super::kernel::{kernels, names};
+use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
 use super::linear::DeviceLinear;
-use super::pack::{SPAN, TILE};
+use super::pack::{PackedKind, SPAN, TILE};
 use crate::error::Result;
 use nq_formats::Experts;
 
@@ -17,6 +17,9 @@ kernels! {
     EXPERTS: ExpertsArgs = "experts" in "experts.cu",
         test "kernels/tests/cuda/experts.rs::experts_of_rows", bench "experts",
         instances names!(kinds "experts"; "_up", "_down");
+    EXPERTS_SHORT: ExpertsArgs = "experts_short" in "experts.cu",
+        test "kernels/tests/cuda/experts.rs::experts_of_rows", bench "experts",
+        instances names!(schemes "experts"; "_up_short", "_down_short");
 }
 
 /// `ExpertsArgs` of `cuda/experts.cuh`.
@@ -48,6 +51,15 @@ pub fn gated_width(experts: &Experts) -> usize {
 enum Half {
     Up,
     Down,
+}
+
+/// The kernel that runs this half for each of `m` rows.
+fn kernel(plan: &GemvPlan, half: Half, kind: PackedKind) -> Instance<ExpertsArgs> {
+    let suffix = half as usize;
+    match plan.depth {
+        0 => EXPERTS_SHORT.instance(suffix * SCHEMES + kind_index(kind)),
+        _ => EXPERTS.of_kind(suffix, kind),
+    }
 }
 
 impl Stream {
@@ -144,6 +156,8 @@ impl Stream {
             spans: 0,
             groups: p.groups,
             meta_bytes: p.meta_bytes,
+            split: 1,
+            inverse: 256,
             depth: 0,
             eps: 0.0,
             scale: p.scale,
@@ -167,11 +181,10 @@ impl Stream {
             kind: w.kind(),
             tiles: launch.tiles,
             spans: launch.spans,
-            run: w.spans(),
         };
         // Rows share the multiprocessors.
         let own = (info.multiprocessors / m).max(1);
-        let Some(plan) = GemvPlan::new(info, own, &records, CHOSEN_BYTES) else {
+        let Some(plan) = GemvPlan::of(info, own, &records, false, CHOSEN_BYTES) else {
             let room = info.shared_memory;
             let expected = format!("rows within the {room} bytes of shared memory of {info}");
             return o.refuse("inputs", expected, launch.spans * SPAN);
@@ -180,6 +193,8 @@ impl Stream {
             product: GemvArgs {
                 tiles: launch.tiles as i32,
                 spans: launch.spans as i32,
+                split: plan.cut.split as i32,
+                inverse: 256usize.div_ceil(plan.cut.split) as i32,
                 depth: plan.depth as i32,
                 ..product
             },
@@ -193,18 +208,12 @@ impl Stream {
             out_stride: launch.strides.1 as i32,
             unused: 0,
         };
-        let shape = LaunchShape::new((plan.blocks, m, 1), GEMV_WARPS * 32)
+        let shape = LaunchShape::new((plan.cut.blocks, m, 1), GEMV_WARPS * 32)
             .shared(plan.shared)
             .overlapping();
         // SAFETY: the operands were checked; a chosen index is below the number of experts, whose records
         // `w` was checked to have.
-        unsafe {
-            self.launch(
-                EXPERTS.of_kind(launch.half as usize, w.kind()),
-                shape,
-                &args,
-            )
-        }
+        unsafe { self.launch(kernel(&plan, launch.half, w.kind()), shape, &args) }
     }
 }
 

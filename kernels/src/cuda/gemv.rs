@@ -1,10 +1,9 @@
 //! One row of activations times a packed weight: the products of a decode step.
 
-use super::batch::MOST_DEPTH;
 use super::driver::{Address, Buffer, GpuInfo, LaunchShape, Operands, Stream};
-use super::kernel::{kernels, names};
+use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
 use super::linear::DeviceLinear;
-use super::pack::{PackedKind, SPAN};
+use super::pack::PackedKind;
 use crate::error::Result;
 
 /// RMSNorm of a product's input.
@@ -85,6 +84,9 @@ kernels! {
     GEMV: GemvArgs = "gemv" in "gemv.cu",
         test "kernels/tests/cuda/main.rs::products_of_a_step", bench "gemv",
         instances names!(kinds "gemv"; "_store", "_add", "_silu", "_head");
+    GEMV_SHORT: GemvArgs = "gemv_short" in "gemv.cu",
+        test "kernels/tests/cuda/main.rs::products_of_a_step", bench "gemv",
+        instances names!(schemes "gemv"; "_store_short", "_add_short", "_silu_short");
 }
 
 /// `GemvArgs` of `cuda/gemv.cuh`.
@@ -103,82 +105,166 @@ pub(super) struct GemvArgs {
     pub(super) spans: i32,
     pub(super) groups: i32,
     pub(super) meta_bytes: i32,
+    pub(super) split: i32,
+    pub(super) inverse: i32,
     pub(super) depth: i32,
     pub(super) eps: f32,
     pub(super) scale: f32,
     pub(super) late: i32,
 }
 
-/// Warps of a block of `cuda/gemv.cu` and `cuda/experts.cu`.
-pub(super) const GEMV_WARPS: usize = 8;
-/// Most tiles of a block: it holds their sums in shared memory.
-const MOST_TILES: usize = 256;
+/// Warps of a block of `cuda/gemv.cu`.
+pub(super) const GEMV_WARPS: usize = 16;
+/// Most spans per warp, of 4 to 8 bits, for the kernel that keeps them in registers: measured
+/// on an H200.
+const fn short_spans(bits: usize) -> usize {
+    match bits {
+        4..=6 => 4,
+        8 => 1,
+        _ => 0,
+    }
+}
 
 /// Number of blocks of a product of one row.
 pub(super) fn blocks(info: &GpuInfo, w: &DeviceLinear) -> usize {
-    blocks_of(info.multiprocessors, w.tiles())
+    Cut::new(info.multiprocessors, &Records::of(w)).blocks
 }
 
-/// A block for each of `multiprocessors`, if there are so many tiles.
-fn blocks_of(multiprocessors: usize, tiles: usize) -> usize {
-    multiprocessors.min(tiles).max(tiles.div_ceil(MOST_TILES))
-}
-
-/// The records of a product.
+/// The records of a product, which kernels divide among blocks.
 #[derive(Clone, Copy)]
 pub(super) struct Records {
     pub(super) kind: PackedKind,
     pub(super) tiles: usize,
     pub(super) spans: usize,
-    /// Spans that lie one behind the other.
-    pub(super) run: usize,
+}
+
+impl Records {
+    fn of(w: &DeviceLinear) -> Self {
+        Records {
+            kind: w.kind(),
+            tiles: w.tiles(),
+            spans: w.spans(),
+        }
+    }
+}
+
+/// How a product is cut into shares of warps: see `cuda/gemv.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Cut {
+    /// Warps that share a tile.
+    pub(super) split: usize,
+    pub(super) blocks: usize,
+    /// Spans of the busiest warp, over all its tiles.
+    spans: usize,
+}
+
+impl Cut {
+    /// The cut with the shortest path for the busiest warp: rounds of tiles times (spans of a warp
+    /// plus the combination of the warps' sums).
+    fn new(multiprocessors: usize, w: &Records) -> Self {
+        // Weights of the terms as measured on an H200.
+        let span_cost = match w.kind.bits() {
+            4 => 1.0,
+            5 => 1.1,
+            6 => 1.2,
+            8 => 1.4,
+            _ => 1.6,
+        };
+        let mut best: Option<(f64, Cut)> = None;
+        for split in 1..=GEMV_WARPS.min(w.spans) {
+            let groups = GEMV_WARPS / split;
+            let blocks = multiprocessors.min(w.tiles.div_ceil(groups)).max(1);
+            let rounds = w.tiles.div_ceil(blocks * groups);
+            let spans = w.spans.div_ceil(split);
+            // On ties, prefers more blocks, i.e. smaller groups.
+            let cost = rounds as f64 * (spans as f64 * span_cost + 1.0) + 0.01 * groups as f64;
+            if best.is_none_or(|(least, _)| cost < least) {
+                let spans = rounds * spans;
+                best = Some((
+                    cost,
+                    Cut {
+                        split,
+                        blocks,
+                        spans,
+                    },
+                ));
+            }
+        }
+        best.map_or(
+            Cut {
+                split: 1,
+                blocks: 1,
+                spans: 0,
+            },
+            |(_, cut)| cut,
+        )
+    }
+}
+
+/// Shared memory that a block needs for its row of inputs: `Halves` or `Digits` of
+/// `cuda/activations.cuh` per span.
+fn row_bytes(w: &Records) -> usize {
+    w.spans * if w.kind.bits() == 16 { 1024 } else { 592 }
+}
+
+/// Static arrays of a kernel with rings: the warps' sums and squares, barriers.
+const FIXED_BYTES: usize = GEMV_WARPS * (2 * 16 * 4 + 4 + 8 * 8);
+
+/// Bytes of a stage in the rings of all warps.
+fn stage_bytes(kind: PackedKind) -> usize {
+    GEMV_WARPS * (kind.stage_bytes() + kind.meta_room())
 }
 
 /// Launch settings of a product.
 pub(super) struct GemvPlan {
-    pub(super) blocks: usize,
-    /// Stages of a warp's ring.
+    pub(super) cut: Cut,
+    /// Stages in shared memory; 0 keeps them in registers.
     pub(super) depth: usize,
     pub(super) shared: usize,
 }
 
 impl GemvPlan {
-    /// The plan for these records on `multiprocessors`; the kernel has `more` bytes of static arrays. `None`
-    /// if the row of x does not fit in shared memory.
-    pub(super) fn new(
+    /// `None` if the row of x does not fit in shared memory.
+    fn new(info: &GpuInfo, w: &DeviceLinear, head: bool) -> Option<Self> {
+        Self::of(info, info.multiprocessors, &Records::of(w), head, 0)
+    }
+
+    /// The plan for these records on `multiprocessors`; the kernel has `more` bytes of static arrays.
+    pub(super) fn of(
         info: &GpuInfo,
         multiprocessors: usize,
         w: &Records,
+        head: bool,
         more: usize,
     ) -> Option<Self> {
-        let blocks = blocks_of(multiprocessors, w.tiles);
+        let cut = Cut::new(multiprocessors, w);
         let bits = w.kind.bits();
-        // `Passage`: records of a stage, and parts in which a record passes.
-        let pairs = bits < 8 && !matches!(w.kind, PackedKind::Affine { groups: 8, .. });
-        let records = if pairs { 2 } else { 1 };
-        let parts = if bits == 16 { 4 } else { 1 };
-        let stage = GEMV_WARPS * records * (SPAN * 2 * bits / parts + w.kind.meta_room());
-        let tiles = w.tiles.div_ceil(blocks);
-        // `Halves` or `Digits` per span, the warps' sums, barriers, squares, the best of each warp.
-        let row = w.spans * if bits == 16 { 1024 } else { 576 };
-        let sums = (tiles + GEMV_WARPS) * 16 * 4;
-        let fixed = GEMV_WARPS * (8 * MOST_DEPTH + 4 + 8) + more;
-        let of_tile = w.spans / w.run * w.run.div_ceil(records);
-        let stages = (tiles * of_tile).div_ceil(GEMV_WARPS) * parts;
-        let depth = |room: usize| {
-            let room = room.saturating_sub(row + sums + fixed);
-            MOST_DEPTH.min(stages).min(room / stage)
-        };
-        // Two blocks fit on a multiprocessor, each with a KiB of the system's, if rings are deep enough then.
-        let depth = match depth(info.shared_memory.saturating_sub(1024) / 2) {
-            0 | 1 => depth(info.shared_memory),
-            deep => deep,
-        };
-        (depth > 0).then_some(GemvPlan {
-            blocks,
-            depth,
-            shared: depth * stage + row + sums,
-        })
+        let row = row_bytes(w);
+        let room = info.shared_memory.checked_sub(row + FIXED_BYTES + more)?;
+        if !head && cut.spans <= short_spans(bits) {
+            return Some(GemvPlan {
+                cut,
+                depth: 0,
+                shared: row,
+            });
+        }
+        let stage = stage_bytes(w.kind);
+        let deepest = if head { 3 } else { 4 };
+        let depth = deepest.min(cut.spans * w.kind.stages()).min(room / stage);
+        let shared = depth * stage + row;
+        (depth > 0).then_some(GemvPlan { cut, depth, shared })
+    }
+}
+
+impl GemvPlan {
+    /// The kernel for this plan.
+    fn kernel(&self, kind: PackedKind, epilogue: i32) -> Instance<GemvArgs> {
+        let suffix = epilogue as usize;
+        match self.depth {
+            // There is none for FP16, which always has many spans.
+            0 => GEMV_SHORT.instance(suffix * SCHEMES + kind_index(kind)),
+            _ => GEMV.of_kind(suffix, kind),
+        }
     }
 }
 
@@ -199,19 +285,14 @@ impl Stream {
         let info = self.gpu().info();
         let inputs = w.inputs();
         o.multiple("inputs", 8, inputs)?;
-        let records = Records {
-            kind: w.kind(),
-            tiles: w.tiles(),
-            spans: w.spans(),
-            run: w.spans(),
-        };
-        let Some(plan) = GemvPlan::new(info, info.multiprocessors, &records, 0) else {
+        let head = matches!(output, GemvOutput::Head(..));
+        let Some(plan) = GemvPlan::new(info, w, head) else {
             let room = info.shared_memory;
             let expected = format!("a row within the {room} bytes of shared memory of {info}");
             return o.refuse("inputs", expected, inputs);
         };
         let output = Output::new(output, w.rows());
-        let (out, best) = output.addresses(&o, 1, plan.blocks)?;
+        let (out, best) = output.addresses(&o, 1, plan.cut.blocks)?;
         let norm = output.norm;
         let p = w.args(&o)?;
         let args = GemvArgs {
@@ -227,21 +308,17 @@ impl Stream {
             spans: p.spans,
             groups: p.groups,
             meta_bytes: p.meta_bytes,
+            split: plan.cut.split as i32,
+            inverse: 256usize.div_ceil(plan.cut.split) as i32,
             depth: plan.depth as i32,
             eps: norm.map_or(0.0, |n| n.eps),
             scale: p.scale,
             late: i32::from(late),
         };
-        let shape = LaunchShape::new((plan.blocks, 1, 1), GEMV_WARPS * 32)
+        let shape = LaunchShape::new((plan.cut.blocks, 1, 1), GEMV_WARPS * 32)
             .shared(plan.shared)
             .overlapping();
         // SAFETY: the operands were checked.
-        unsafe {
-            self.launch(
-                GEMV.of_kind(output.epilogue as usize, w.kind()),
-                shape,
-                &args,
-            )
-        }
+        unsafe { self.launch(plan.kernel(w.kind(), output.epilogue), shape, &args) }
     }
 }
