@@ -501,9 +501,9 @@ fn bench_measures_drafts_on_a_text() {
         "{own}"
     );
     // Whether drafting goes on depends on measured times, which say little on a busy machine.
-    let off = drafts["off"].as_str().unwrap_or("drafting is off");
+    let off = drafts["off"].as_str();
     assert!(
-        drafts["replayed"] == false && off.contains("drafting is off"),
+        drafts["replayed"] == false && off.is_none_or(|o| o.contains("drafting is off")),
         "{own}"
     );
     let dir = tempfile::tempdir().unwrap();

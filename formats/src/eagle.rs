@@ -46,8 +46,6 @@ pub struct EagleConfig {
     pub vocab_size: usize,
     /// Tokens that the head can draft.
     pub draft_vocab_size: usize,
-    /// Number of positions that it was trained for.
-    pub max_position_embeddings: usize,
     /// Epsilon of every RMSNorm.
     pub rms_norm_eps: f32,
     /// Rotary embedding.
@@ -100,7 +98,6 @@ impl EagleConfig {
             head_dim: or("head_dim", hidden / heads)?,
             vocab_size: vocab,
             draft_vocab_size: draft_vocab,
-            max_position_embeddings: obj.dim("max_position_embeddings")?,
             rms_norm_eps: obj.epsilon()?,
             rope: obj.rope()?,
             norm_before_residual: obj.bool("norm_before_residual")?.unwrap_or(false),

@@ -5,7 +5,7 @@
 mod common;
 
 use common::oracle::{Futures, oracle};
-use common::{Store, feed, small_config, tokens};
+use common::{Store, feed, fused_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
@@ -17,14 +17,9 @@ use std::sync::{Arc, Mutex};
 
 fn config() -> ModelConfig {
     ModelConfig {
-        hidden_size: 320,
-        intermediate_size: 520,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 128,
         vocab_size: 1001,
         max_position_embeddings: 1024,
-        ..small_config()
+        ..fused_config()
     }
 }
 

@@ -106,19 +106,6 @@ impl EagleModel {
         })
     }
 
-    /// Bytes of its weights, without the embedding.
-    pub(crate) fn bytes(&self) -> usize {
-        let linears = [
-            &self.fc,
-            &self.qkv,
-            &self.o,
-            &self.gate_up,
-            &self.down,
-            &self.head,
-        ];
-        linears.into_iter().map(Linear::bytes).sum()
-    }
-
     /// An empty cache of `pages` pages.
     pub(crate) fn cache(&self, pages: usize) -> KvPages {
         let c = &self.config;

@@ -44,11 +44,6 @@ impl Eagle {
         })
     }
 
-    /// Bytes of its weights, without the embedding.
-    pub fn bytes(&self) -> usize {
-        self.model.bytes()
-    }
-
     /// Drafts for `session`, which keeps the residual streams that the head reads from now on.
     ///
     /// # Errors
@@ -133,9 +128,7 @@ impl EagleDrafts {
             return Ok(false);
         };
         let text = draft.text;
-        let vocab = model.config.vocab_size;
-        let known = text.iter().all(|&t| (t as usize) < vocab);
-        if !known || text.len() > self.ctx {
+        if text.len() > self.ctx {
             return Ok(false);
         }
         let same = |(fed, token): (&u32, &u32)| fed == token;
@@ -155,6 +148,10 @@ impl EagleDrafts {
             return Ok(false);
         }
         let new = &tokens[slot.fed.len()..];
+        let vocab = model.config.vocab_size;
+        if new.iter().any(|&t| t as usize >= vocab) {
+            return Ok(false);
+        }
         if !new.is_empty() {
             let at = slot.fed.len();
             let cache = (&mut self.cache, &slot.table[..]);

@@ -371,3 +371,27 @@ pub(crate) fn gpu_engine(
     };
     Some(nq_runtime::load(config, store, &options, &()).expect("the GPU loads it"))
 }
+
+/// A small model whose heads are as wide as those that fused GPU kernels take.
+pub(crate) fn fused_config() -> ModelConfig {
+    ModelConfig {
+        hidden_size: 320,
+        intermediate_size: 520,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 128,
+        ..small_config()
+    }
+}
+
+/// A session of two short sequences.
+pub(crate) fn fused_session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
+    let spec = SessionSpec {
+        slots: 2,
+        ctx: 64,
+        pages: None,
+        kv,
+        max_rows: 128,
+    };
+    engine.session(spec).expect("it fits")
+}

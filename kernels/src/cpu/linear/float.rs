@@ -6,7 +6,7 @@
     reason = "registers are indexed by panel and column"
 )]
 
-use super::fetch_ahead;
+use super::fetch::fetch_ahead;
 use super::input::Prepared;
 use super::pack::{Codes, Packed, PackedZeros};
 use crate::cpu::simd::{LANES, Simd};

@@ -9,10 +9,10 @@
 //! in f32, which holds `255 (sum q h)` to within its last bit but one. Weights are read once for both,
 //! so that if memory is the limit, int16 costs no more than int8.
 
+use super::fetch::{fetch_ahead, fetch_group, groups_ahead};
 use super::float::{Units, offset};
 use super::input::Prepared;
 use super::pack::{Codes, Packed};
-use super::{fetch_ahead, fetch_group, groups_ahead};
 use crate::cpu::simd::{LANES, Simd};
 use crate::reference::INT16_BASE;
 

@@ -3,10 +3,10 @@
 //! `pack` defines the layout, `float` and `int8` multiply it, `kernels` are the
 //! registry's rows, `input` defines the layout of activations and `prepare` makes it; this
 //! file splits the work, chooses the kernel and applies epilogues. Every thread streams contiguous
-//! panels. Hardware prefetchers stop at the end of a page, so kernels that multiply one panel at a time
-//! request what they read one page later themselves (`fetch_ahead`).
+//! panels; `fetch` requests them a page ahead.
 
 mod experts;
+mod fetch;
 pub(crate) mod float;
 pub(crate) mod input;
 pub(crate) mod int8;
@@ -15,7 +15,7 @@ pub(crate) mod pack;
 mod prepare;
 
 use super::memory::{Buffer, Shared};
-use super::simd::{LANES, Simd};
+use super::simd::LANES;
 use super::table::{PANELS, Table};
 use super::{Cpu, Team, with_scratch};
 use crate::error::{Error, Result};
@@ -24,40 +24,9 @@ use crate::registry::{Activations, KernelSet, WeightKind};
 use input::{Layout, Prepared};
 use kernels::LinearKernel;
 use nq_formats::Weight;
+use pack::Packed;
 pub use pack::held_bits;
-use pack::{Packed, PackedZeros};
 use std::ops::Range;
-
-/// Bytes that codes are requested before they are read: a page. On an Intel Xeon (Emerald Rapids) decoding is a
-/// third faster with it, and 5 to 15 % on an AMD EPYC (Zen 5); 2 and 8 KiB are no better
-/// (`benches/records/2026-11-23-cpu-prefetch.csv`).
-const AHEAD: usize = 4096;
-
-/// Requests the codes that are read [`AHEAD`] bytes after the `lines` lines of 64 bytes at `codes`.
-#[inline(always)]
-fn fetch_ahead<S: Simd>(s: S, codes: *const u32, lines: usize) {
-    for line in 0..lines {
-        s.prefetch(codes.wrapping_add(line * LANES).wrapping_byte_add(AHEAD));
-    }
-}
-
-/// Number of groups whose codes take [`AHEAD`] bytes.
-fn groups_ahead(w: &Packed) -> usize {
-    let group = w.group * w.codes.words() * LANES * size_of::<u32>() / w.codes.inputs();
-    AHEAD.div_ceil(group.max(1))
-}
-
-/// Requests the scales and zero-points of a group of `w`, which need not exist.
-#[inline(always)]
-fn fetch_group<S: Simd>(s: S, w: &Packed, group: usize) {
-    s.prefetch(w.scales.as_ptr().wrapping_add(group * LANES));
-    match &w.zeros {
-        PackedZeros::None => {}
-        PackedZeros::Nibbles(z) => s.prefetch(z.as_ptr().wrapping_add(group * LANES / 2)),
-        PackedZeros::Bytes(z) => s.prefetch(z.as_ptr().wrapping_add(group * LANES)),
-        PackedZeros::Offsets(o) => s.prefetch(o.as_ptr().wrapping_add(group * LANES)),
-    }
-}
 
 /// What is done with a product as it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

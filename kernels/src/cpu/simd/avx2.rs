@@ -104,12 +104,6 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
         Avx2(())
     }
 
-    #[inline(always)]
-    fn prefetch<T>(self, p: *const T) {
-        // SAFETY: a hint, which reads nothing. SSE is part of x86-64.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
-    }
-
     memory! {
         fn load(self, p: *const f32) -> F { F(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))) }
         fn store(self, p: *mut f32, v: F) {

@@ -44,12 +44,6 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         fn store_bits(self, p: *mut u32, v: __m512i) { _mm512_storeu_si512(p.cast(), v) }
     }
 
-    #[inline(always)]
-    fn prefetch<T>(self, p: *const T) {
-        // SAFETY: a hint, which reads nothing. SSE is part of x86-64.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
-    }
-
     instructions! {
         fn splat(self, x: f32) -> __m512 { _mm512_set1_ps(x) }
         fn add(self, a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }

@@ -110,9 +110,17 @@ pub(crate) trait Simd: Copy {
     /// `p` is valid for writing 64 bytes.
     unsafe fn store_bits(self, p: *mut u32, v: Self::I);
 
-    /// Requests the cache line of `p` for the second-level cache; any address will do.
+    /// Requests the cache line of `p` for the second-level cache; any address will do. Does nothing on processors
+    /// other than x86.
     #[inline(always)]
     fn prefetch<T>(self, p: *const T) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a hint, which reads nothing. SSE is part of x86-64.
+        unsafe {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T1>(p.cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
         let _ = p;
     }
 

@@ -59,7 +59,8 @@ impl Heads<'_> {
 pub struct AttentionShape<'a> {
     /// Number of rows.
     pub m: usize,
-    /// [`AttentionScratch::splits`] for the longest sequence.
+    /// [`AttentionScratch::splits`] for the longest sequence; fewer are made where parts of shared pages leave no
+    /// room for more.
     pub splits: usize,
     /// Keeps the next kernel from starting before the previous one has ended, so that its early
     /// requests do not delay this kernel's operands.
