@@ -44,6 +44,7 @@ pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
         "" => Err("expected none, ngram, a model or eagle3:FOLDER".into()),
         "none" => Ok(DraftFrom::None),
         "ngram" => Ok(DraftFrom::Ngram),
+        "eagle3:" => Err("expected a folder behind eagle3:".into()),
         other => Ok(match other.strip_prefix("eagle3:") {
             Some(folder) => DraftFrom::Eagle3(folder.into()),
             None => DraftFrom::Model(other.into()),

@@ -523,6 +523,23 @@ fn bench_measures_drafts_on_a_text() {
     for (args, why) in [
         (vec!["bench", "demo", "--draft", "ngram"], "--text"),
         (
+            vec!["bench", "demo", "--text", text, "--draft", "eagle3:"],
+            "expected a folder",
+        ),
+        (
+            vec![
+                "bench",
+                "demo",
+                "--bits",
+                "8",
+                "--text",
+                text,
+                "--draft",
+                "eagle3:/nowhere/head",
+            ],
+            "/nowhere/head: no config.json",
+        ),
+        (
             vec!["bench", "demo", "--text", text, "--draft", "demo"],
             "integer activations",
         ),
