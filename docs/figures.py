@@ -170,6 +170,7 @@ def gpu_quantize():
 
 GPU_PAGES = "2026-11-22-gpu-pages.csv"
 DECODE = "2026-11-22-gpu-decode.csv"
+LAYERS = "2026-11-24-gpu-decode.csv"   # of one sequence in INT4
 GPU_OTHERS = "2026-11-22-gpu-against-others.csv"
 
 
@@ -177,7 +178,7 @@ def batch(model, sequences):
     """nq's INT4 decode of several sequences."""
     depth = "512" if sequences > 16 else "16"
     if sequences == 1:
-        return whole(row(DECODE, preset=model, bits="4", batch="1", test="tg128")["tok_s"])
+        return whole(row(LAYERS, preset=model, bits="4", batch="1", test="tg128")["tok_s"])
     r = row(GPU_PAGES, preset=model, kv="16", test="tg128", depth=depth, batch=str(sequences))
     return whole(r["tok_s"])
 
@@ -259,7 +260,7 @@ def gpu_speed():
         cells, prefill = [preset.upper()], []
         for bits in ["4", "8", "16"]:
             one = {"preset": preset, "bits": bits, "kv": "16", "depth": "16", "batch": "1", "kernels": "fused"}
-            newer = [r for r in rows(DECODE, test="tg128", batch="1") if (r["preset"], r["bits"]) == (preset, bits)]
+            newer = [r for file in [LAYERS, DECODE] for r in rows(file, test="tg128", batch="1") if (r["preset"], r["bits"]) == (preset, bits)]
             r = newer[0] if newer else row(file, test="tg128", **one)
             cells.append(f"{whole(r['tok_s'])} ({percent(r['bandwidth_share'], 0)})")
             if (preset, bits) != ("32b", "16"):

@@ -299,12 +299,12 @@ fn agrees_with_the_cpu() {
     }
 }
 
-/// A shape whose steps of one row run by clusters, where the GPU supports them.
+/// A shape of whose steps of one row one kernel runs all layers, where the GPU supports it.
 #[test]
-fn steps_by_clusters_agree_with_the_cpu() {
+fn steps_of_all_layers_at_once_agree_with_the_cpu() {
     let config = ModelConfig {
         hidden_size: 256,
-        intermediate_size: 640,
+        intermediate_size: 768,
         num_attention_heads: 16,
         num_key_value_heads: 8,
         ..fused_config()
@@ -316,7 +316,7 @@ fn steps_by_clusters_agree_with_the_cpu() {
     };
     for kv in [KvType::F16, KvType::Int8] {
         let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
-        let what = format!("clusters {kv}");
+        let what = format!("all layers at once {kv}");
         compare(
             &mut *fused_session(&*gpu, kv),
             &mut *fused_session(&*cpu, kv),

@@ -4,9 +4,9 @@ use super::timing::{MODELS, Model, Scheme, Timing};
 use nq_kernels::Result;
 use nq_kernels::cpu::{KvType, PAGE};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, ClusterLayer,
-    ClusterParts, ClusterPlan, DevicePages, HEAD_DIM, Heads, PageEntry, PagesShape, Row,
-    SequenceRows, SharedPrefix, Step, StepBounds,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages,
+    HEAD_DIM, Heads, LayersPlan, LayersScratch, LayersSizes, PageEntry, PagesShape, Row,
+    SequenceRows, SharedPrefix, Step, StepBounds, StepLayer,
 };
 
 /// Layers used in turn, so that pages come out of memory rather than the cache.
@@ -226,8 +226,8 @@ pub(crate) fn attention_shared(t: &mut Timing) -> Result<()> {
     Ok(())
 }
 
-/// Whole layers of a step of one row by clusters, for models that run this way.
-pub(crate) fn step_cluster(t: &mut Timing) -> Result<()> {
+/// All layers of a step of one row at once, for models that run this way.
+pub(crate) fn step_layers(t: &mut Timing) -> Result<()> {
     for model in MODELS {
         let mut weights = Vec::new();
         for (_, out, inp) in model.products() {
@@ -236,8 +236,8 @@ pub(crate) fn step_cluster(t: &mut Timing) -> Result<()> {
         let of = |product: usize, layer: usize| &weights[product][layer % weights[product].len()];
         let gain = t.gpu.upload("a benchmark", &vec![1.0; model.hidden])?;
         let pages = Layers::new(t, model, KvType::F16, 1, PAGE)?;
-        let layers: Vec<ClusterLayer<'_>> = (0..LAYERS)
-            .map(|i| ClusterLayer {
+        let layers: Vec<StepLayer<'_>> = (0..LAYERS)
+            .map(|i| StepLayer {
                 attention_norm: &gain,
                 qkv: of(0, i),
                 heads: pages.heads(model.heads),
@@ -248,8 +248,8 @@ pub(crate) fn step_cluster(t: &mut Timing) -> Result<()> {
                 down: of(3, i),
             })
             .collect();
-        let Some(plan) = ClusterPlan::new(&t.gpu, &layers)? else {
-            println!("  skipped: {} does not run by clusters", model.name);
+        let Some(plan) = LayersPlan::new(&t.gpu, &layers)? else {
+            println!("  skipped: {} does not run this way", model.name);
             continue;
         };
         let at = Step {
@@ -261,14 +261,20 @@ pub(crate) fn step_cluster(t: &mut Timing) -> Result<()> {
             tokens: 1,
         };
         let step = Checked::upload(&t.gpu, "a benchmark", &[at], bounds)?;
-        let mut parts = ClusterParts::new(&t.gpu, model.hidden)?;
+        let sizes = LayersSizes {
+            hidden: model.hidden,
+            heads: model.heads,
+            kv_heads: model.kv_heads,
+            intermediate: weights[3][0].inputs(),
+        };
+        let mut scratch = LayersScratch::new(&t.gpu, sizes)?;
         let mut x = t.gpu.upload("a benchmark", &vec![0.5; model.hidden])?;
         let bytes = (0..4).flat_map(|p| (0..LAYERS).map(move |i| (p, i)));
         let bytes = bytes.map(|(p, i)| of(p, i).bytes()).sum::<usize>() + LAYERS * pages.bytes(80);
         t.chained(
             &format!("{} {LAYERS} layers int4", model.name),
             bytes,
-            |_| (t.stream).cluster_layers(&plan, &layers, &mut x, &step, &mut parts),
+            |_| (t.stream).step_layers(&plan, &layers, &mut x, &step, &mut scratch),
         )?;
     }
     Ok(())

@@ -46,7 +46,7 @@ const BENCHES: [Bench; 18] = [
     ("attention_run", attention::attention_run),
     ("attention_shared", attention::attention_shared),
     ("attention_prefill", attention::attention_prefill),
-    ("step_cluster", attention::step_cluster),
+    ("step_layers", attention::step_layers),
     ("pages", attention::pages),
     ("rows", rows::rows),
     ("sampling", rows::sampling),

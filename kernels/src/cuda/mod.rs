@@ -24,7 +24,7 @@ pub mod pack;
 mod prefill;
 mod rows;
 mod second_order;
-mod step_cluster;
+mod step_layers;
 mod table;
 
 pub use advance::{
@@ -51,5 +51,5 @@ pub use pack::{PackedKind, Stack, operand_index};
 pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
 pub use second_order::{Codes, Groups, Order};
-pub use step_cluster::{ClusterLayer, ClusterParts, ClusterPlan};
+pub use step_layers::{LayersPlan, LayersScratch, LayersSizes, StepLayer};
 pub use table::table;

@@ -4,7 +4,7 @@ use super::kernel::KernelRow;
 use super::{
     advance, attention, bandwidth, batch, experts, gemm, gemm_step, gemv, grad, grouped, linear,
 };
-use super::{prefill, rows, second_order, step_cluster};
+use super::{prefill, rows, second_order, step_layers};
 
 /// The rows of each file.
 static TABLE: [&[&KernelRow]; 21] = [
@@ -28,7 +28,7 @@ static TABLE: [&[&KernelRow]; 21] = [
     rows::ROWS,
     second_order::columns::ROWS,
     second_order::factor::ROWS,
-    step_cluster::ROWS,
+    step_layers::ROWS,
 ];
 
 /// All kernels of `kernels/cuda`.

@@ -8,11 +8,11 @@
 mod attention;
 mod batch;
 mod cascade;
-mod cluster;
 #[path = "../common/mod.rs"]
 mod common;
 mod driver;
 mod experts;
+mod layers;
 mod rows;
 mod sampling;
 mod wide;

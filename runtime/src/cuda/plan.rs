@@ -332,6 +332,7 @@ mod tests {
         l2_bytes: 50 << 20,
         memory: 141 << 30,
         driver: 13_000,
+        multi_process: false,
     };
 
     fn bf16(_: &str) -> WeightKind {

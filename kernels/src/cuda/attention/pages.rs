@@ -79,13 +79,13 @@ pub struct LayerPages<'a> {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct CacheArgs {
-    keys: Address,
-    values: Address,
+    pub(in crate::cuda) keys: Address,
+    pub(in crate::cuda) values: Address,
     key_scales: Address,
     value_scales: Address,
-    tables: Address,
+    pub(in crate::cuda) tables: Address,
     kv_heads: i32,
-    table_len: i32,
+    pub(in crate::cuda) table_len: i32,
 }
 
 impl DevicePages {

@@ -41,6 +41,8 @@ pub struct GpuInfo {
     pub memory: usize,
     /// CUDA version of the driver, e.g. 13000.
     pub driver: i32,
+    /// True if kernels of other processes may run at the same time (CUDA's Multi-Process Service).
+    pub multi_process: bool,
 }
 
 impl fmt::Display for GpuInfo {
@@ -82,7 +84,11 @@ pub(super) struct Timed {
     pub(super) key: Key,
     pub(super) bytes: usize,
     pub(super) events: [sys::CUevent; 2],
+    pub(super) parts: Option<Parts>,
 }
+
+/// Tells the times of parts of an operation that has run: what remains of its time is counted as its own.
+pub(crate) type Parts = Box<dyn FnOnce() -> Vec<(Key, Duration)> + Send>;
 
 // SAFETY: the driver's handles may be used from any thread once the context is current there,
 // which every method ensures.
@@ -212,7 +218,8 @@ impl Gpu {
         self.0.bind()?;
         let timed = std::mem::take(&mut *self.0.timed.lock().unwrap_or_else(|e| e.into_inner()));
         let mut outcome = Ok(());
-        for Timed { key, bytes, events } in timed {
+        for of in timed {
+            let Timed { key, events, .. } = of;
             // SAFETY: both events were recorded by `Stream::timed`, and are not used again.
             let ms = unsafe {
                 let ms = result::event::elapsed(events[0], events[1]);
@@ -223,8 +230,13 @@ impl Gpu {
             };
             match check("timing kernels", ms) {
                 Ok(ms) => {
-                    let time = Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3);
-                    self.0.profile.add(key, time, bytes);
+                    let mut time = Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3);
+                    let parts = of.parts.map_or_else(Vec::new, |parts| parts());
+                    for (key, part) in parts {
+                        time = time.saturating_sub(part);
+                        self.0.profile.add(key, part, 0);
+                    }
+                    self.0.profile.add(key, time, of.bytes);
                 }
                 Err(e) => outcome = Err(e),
             }
@@ -401,6 +413,8 @@ impl Inner {
             l2_bytes: get(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
             memory,
             driver: driver_version()?,
+            // Older drivers do not know the question.
+            multi_process: get(A::CU_DEVICE_ATTRIBUTE_MPS_ENABLED).is_ok_and(|on| on != 0),
         };
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Work in order: launches, copies, graphs, and marks to wait for.
 
-use super::gpu::{Gpu, GpuInfo, Timed, check};
+use super::gpu::{Gpu, GpuInfo, Parts, Timed, check};
 use super::host::Call;
 use super::memory::Allocation;
 use crate::cpu::Key;
@@ -8,11 +8,11 @@ use crate::cuda::kernel::Instance;
 use crate::error::{Error, Result};
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 impl Gpu {
     /// Creates a stream, whose work runs in order.
@@ -28,6 +28,7 @@ impl Gpu {
             is_recording: AtomicBool::new(false),
             beginning: Mutex::default(),
             kept: Mutex::default(),
+            alone: OnceLock::new(),
         });
         let mut all = lock(&STREAMS);
         all.retain(|s| s.strong_count() > 0);
@@ -54,6 +55,9 @@ impl Gpu {
 
 /// All existing streams.
 static STREAMS: Mutex<Vec<Weak<StreamInner>>> = Mutex::new(Vec::new());
+
+/// The stream of each device, by ordinal, that ran the last kernel that had to run alone.
+static LAST_ALONE: Mutex<BTreeMap<usize, Weak<StreamInner>>> = Mutex::new(BTreeMap::new());
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
@@ -169,6 +173,8 @@ struct StreamInner {
     beginning: Mutex<()>,
     /// What the recorded launches use.
     kept: Mutex<Kept>,
+    /// The end of the last kernel here that had to run alone: see [`Stream::alone`].
+    alone: OnceLock<Mark>,
 }
 
 /// What a graph keeps alive: memory by address, and calls of the CPU.
@@ -176,6 +182,8 @@ struct StreamInner {
 struct Kept {
     memory: HashMap<*const Allocation, Arc<Allocation>>,
     calls: Vec<Arc<Call>>,
+    /// True if one of the kernels must run alone.
+    alone: bool,
 }
 
 // SAFETY: a stream may be used from any thread once the context is current there.
@@ -220,6 +228,34 @@ impl Stream {
         is_recording
     }
 
+    /// Queues a kernel whose blocks wait for each other, so that all of them must run at once: it starts
+    /// after the end of the last such kernel in any other stream of the device. Two that run side by
+    /// side could each have only a part of their blocks running, and wait forever.
+    pub(crate) fn alone(&self, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+        if self.0.is_recording.load(Ordering::Acquire) {
+            self.kept().alone = true;
+            return launch();
+        }
+        let mut last = lock(&LAST_ALONE);
+        let ordinal = self.0.gpu.info().ordinal;
+        let other = last.get(&ordinal).and_then(Weak::upgrade);
+        if let Some(other) = other.filter(|o| !Arc::ptr_eq(o, &self.0))
+            && let Some(end) = other.alone.get()
+        {
+            self.0.gpu.0.bind()?;
+            // SAFETY: the stream and the event are valid.
+            let waits = unsafe { sys::cuStreamWaitEvent(self.0.handle, end.handle, 0) };
+            check("waiting for another stream", waits.result())?;
+        }
+        launch()?;
+        match self.0.alone.get() {
+            Some(end) => end.set(self)?,
+            None => drop(self.0.alone.set(self.mark()?)),
+        }
+        last.insert(ordinal, Arc::downgrade(&self.0));
+        Ok(())
+    }
+
     /// Refuses operations that cannot be part of a graph.
     pub(super) fn refuse_recording(&self, op: &'static str) -> Result<()> {
         if self.0.is_recording.load(Ordering::Acquire) {
@@ -255,6 +291,7 @@ impl Stream {
         self.between_events(
             (kernel.row.name, kernel.name(), (blocks, shape.threads)),
             0,
+            None,
             launch,
         )
     }
@@ -294,9 +331,21 @@ impl Stream {
     /// # Errors
     /// Errors of `body` and of the driver.
     pub fn timed(&self, key: Key, bytes: usize, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.timed_in_parts(key, bytes, None, body)
+    }
+
+    /// As [`Stream::timed`]; if the device is being profiled, `parts` tells later how long parts of the
+    /// operation took.
+    pub(crate) fn timed_in_parts(
+        &self,
+        key: Key,
+        bytes: usize,
+        parts: Option<Parts>,
+        body: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let gpu = &self.0.gpu;
         if gpu.is_profiling() && !gpu.times_kernels() {
-            self.between_events(key, bytes, body)
+            self.between_events(key, bytes, parts, body)
         } else {
             body()
         }
@@ -306,6 +355,7 @@ impl Stream {
         &self,
         key: Key,
         bytes: usize,
+        parts: Option<Parts>,
         body: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let gpu = &self.0.gpu;
@@ -342,7 +392,12 @@ impl Stream {
             return outcome;
         }
         let mut timed = gpu.0.timed.lock().unwrap_or_else(|e| e.into_inner());
-        timed.push(Timed { key, bytes, events });
+        timed.push(Timed {
+            key,
+            bytes,
+            events,
+            parts,
+        });
         Ok(())
     }
 
@@ -399,7 +454,7 @@ impl Stream {
         Ok(Graph {
             gpu: self.0.gpu.clone(),
             handle: executable,
-            _kept: kept,
+            kept,
         })
     }
 
@@ -420,9 +475,13 @@ impl Stream {
         }
         self.0.gpu.0.bind()?;
         // SAFETY: both are valid, and the graph keeps the memory that it uses.
-        check("running a graph", unsafe {
-            result::graph::launch(graph.handle, self.0.handle)
-        })
+        let launch = || unsafe { result::graph::launch(graph.handle, self.0.handle) };
+        let launch = || check("running a graph", launch());
+        if graph.kept.alone {
+            self.alone(launch)
+        } else {
+            launch()
+        }
     }
 
     /// A point in the stream's work.
@@ -506,7 +565,7 @@ impl Drop for StreamInner {
 pub struct Graph {
     gpu: Gpu,
     handle: sys::CUgraphExec,
-    _kept: Kept,
+    kept: Kept,
 }
 
 // SAFETY: as for streams.

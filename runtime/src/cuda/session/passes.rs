@@ -5,9 +5,9 @@ use super::{ExpertRows, GROUPED_ROWS, product};
 use crate::cuda::model::{CudaLayer, CudaModel};
 use crate::forward::{Attention, Experts, Mlp, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, ClusterLayer,
-    ClusterPlan, Columns, DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, HostStage,
-    MOST_SEQUENCES, Norm, Step, StepOutput, Stream,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
+    DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, HostStage, LayersPlan, MOST_SEQUENCES, Norm,
+    Step, StepLayer, StepOutput, Stream,
 };
 use nq_kernels::{Error, Result};
 
@@ -15,8 +15,8 @@ use nq_kernels::{Error, Result};
 /// attention, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
 const FLOOD: usize = 4 << 20;
 
-/// Most parts of a context ([`StepKind::splits`]) for which attention by clusters is as fast.
-const CLUSTER_SPLITS: usize = 4;
+/// Most parts of a context ([`StepKind::splits`]) for which all layers by one kernel are the fastest.
+const MOST_SPLITS_AT_ONCE: usize = 4;
 
 /// The resources that all layers of a step share.
 #[derive(Clone, Copy)]
@@ -34,9 +34,9 @@ impl Device<'_> {
     pub(super) fn queue(self, step: &mut StepRows) -> Result<()> {
         let layers = &self.model.layers;
         if self.kind.m <= MOST_SEQUENCES {
-            let by_clusters = self.queue_clusters(step)?;
+            let at_once = self.queue_at_once(step)?;
             let mut pass = NarrowPass { device: self, step };
-            if !by_clusters {
+            if !at_once {
                 layers.iter().try_for_each(|l| l.run(&mut pass))?;
             }
             pass.head()
@@ -47,31 +47,30 @@ impl Device<'_> {
         }
     }
 
-    /// Queues the layers of a step of one row, two kernels each, if that is the fastest way; true
-    /// if it did.
-    fn queue_clusters(self, step: &mut StepRows) -> Result<bool> {
+    /// Queues all layers of a step of one row as one kernel, if that is the fastest way; true if it did.
+    fn queue_at_once(self, step: &mut StepRows) -> Result<bool> {
         let StepKind { m, splits, .. } = self.kind;
-        let Some(parts) = step
-            .parts
+        let scratch = step
+            .layers
             .as_mut()
-            .filter(|_| m == 1 && splits <= CLUSTER_SPLITS)
-        else {
+            .filter(|_| m == 1 && splits <= MOST_SPLITS_AT_ONCE);
+        let Some(scratch) = scratch else {
             return Ok(false);
         };
-        let layers = self.model.layers.iter().map(|l| self.cluster(l));
+        let layers = self.model.layers.iter().map(|l| self.step_layer(l));
         let Some(layers) = layers.collect::<Option<Vec<_>>>() else {
             return Ok(false);
         };
-        let Some(plan) = ClusterPlan::new(&self.model.gpu, &layers)? else {
+        let Some(plan) = LayersPlan::new(&self.model.gpu, &layers)? else {
             return Ok(false);
         };
         self.stream
-            .cluster_layers(&plan, &layers, &mut step.x, &step.step, parts)?;
+            .step_layers(&plan, &layers, &mut step.x, &step.step, scratch)?;
         Ok(true)
     }
 
-    /// A layer in the form that clusters run; `None` for layers with experts.
-    fn cluster<'b>(&self, layer: &'b CudaLayer) -> Option<ClusterLayer<'b>>
+    /// A layer in the form that [`Stream::step_layers`] runs; `None` for layers with experts.
+    fn step_layer<'b>(&self, layer: &'b CudaLayer) -> Option<StepLayer<'b>>
     where
         Self: 'b,
     {
@@ -84,7 +83,7 @@ impl Device<'_> {
         else {
             return None;
         };
-        Some(ClusterLayer {
+        Some(StepLayer {
             attention_norm: &attention.norm,
             qkv: &attention.qkv.linear,
             heads: self.model.heads(attention, self.cos_sin),

@@ -13,9 +13,9 @@ use nq_formats::ModelConfig;
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
-    ClusterParts, Columns, DeviceLinear, Gpu, Graph, Logprobs, MOST_LOGPROBS, MOST_RUN,
-    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, SharedPrefix, Step,
-    StepBounds, best_len, wide_best_len,
+    Columns, DeviceLinear, Gpu, Graph, LayersScratch, LayersSizes, Logprobs, MOST_LOGPROBS,
+    MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling,
+    SharedPrefix, Step, StepBounds, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -57,11 +57,11 @@ pub(super) struct StepRows {
     shared: Option<CascadeShape>,
     pub(super) columns: Option<Columns>, // of several narrow rows
     pub(super) experts: Option<ExpertRows>,
-    pub(super) parts: Option<ClusterParts>, // of a step of one row
-    pub(super) wide: Option<WideRows>,      // of more rows than `MOST_SEQUENCES`
-    pub(super) logits: Buffer<f32>,         // [rows, vocab]
-    pub(super) best: Buffer<[f32; 2]>,      // [rows, blocks of the head]
-    sampling: Buffer<Sampling>,             // [rows]
+    pub(super) layers: Option<LayersScratch>, // of a step of one row
+    pub(super) wide: Option<WideRows>,        // of more rows than `MOST_SEQUENCES`
+    pub(super) logits: Buffer<f32>,           // [rows, vocab]
+    pub(super) best: Buffer<[f32; 2]>,        // [rows, blocks of the head]
+    sampling: Buffer<Sampling>,               // [rows]
     /// The contents of `sampling` once the queued work is done.
     sampled_by: Vec<Sampling>,
     candidates: Option<Candidates>,
@@ -177,8 +177,16 @@ impl StepRows {
             shared: None,
             columns,
             experts: ExpertRows::new(gpu, &w, rows)?,
-            parts: match gpu.info().capability {
-                (9, 0) => Some(ClusterParts::new(gpu, w.hidden)?),
+            layers: match gpu.info().capability {
+                (9, 0) => {
+                    let sizes = LayersSizes {
+                        hidden: w.hidden,
+                        heads,
+                        kv_heads,
+                        intermediate: w.mlp,
+                    };
+                    Some(LayersScratch::new(gpu, sizes)?)
+                }
                 _ => None,
             },
             wide,

@@ -1,4 +1,4 @@
-//! Layers of a step by clusters, compared with the same layers by one kernel per operation.
+//! All layers of a step at once, compared with the same layers by one kernel per operation.
 
 use super::attention::{Case, Uploaded, new_cache, step_bounds};
 use super::common::{affine, nmse, normal};
@@ -6,8 +6,9 @@ use super::{finish, gpu, guarded, is_sanitizing, pack};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, ClusterLayer, ClusterParts,
-    ClusterPlan, DeviceLinear, DevicePages, GemvOutput, Gpu, HEAD_DIM, Norm, Stack, Step, Stream,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeviceLinear, DevicePages,
+    GemvOutput, Gpu, HEAD_DIM, LayersPlan, LayersScratch, LayersSizes, Norm, Stack, Step,
+    StepLayer, Stream,
 };
 
 const KV_HEADS: usize = 8;
@@ -51,7 +52,7 @@ impl Weights {
     }
 }
 
-/// One kernel for each operation: clusters must agree with this.
+/// One kernel for each operation: all at once must agree with this.
 struct Plain {
     qkv: Buffer<f32>,
     attended: Buffer<f32>,
@@ -125,10 +126,10 @@ fn check(gpu: &Gpu, shape: Shape, scheme: AffineScheme, len: usize) {
         cache: new_cache(gpu, &stream, &case, SLOT + 1),
     };
     let cache = new_cache(gpu, &stream, &case, SLOT + 1);
-    let layers: Vec<ClusterLayer<'_>> = weights
+    let layers: Vec<StepLayer<'_>> = weights
         .iter()
         .enumerate()
-        .map(|(i, w)| ClusterLayer {
+        .map(|(i, w)| StepLayer {
             attention_norm: &w.gains[0],
             qkv: &w.qkv,
             heads: on_device.settings(),
@@ -140,12 +141,19 @@ fn check(gpu: &Gpu, shape: Shape, scheme: AffineScheme, len: usize) {
         })
         .collect();
     let name = format!("{shape:?} {scheme:?}");
-    let Some(plan) = ClusterPlan::new(gpu, &layers).unwrap() else {
-        panic!("{name}: not by clusters");
+    let Some(plan) = LayersPlan::new(gpu, &layers).unwrap() else {
+        panic!("{name}: not at once");
     };
-    let mut parts = ClusterParts::new(gpu, hidden).unwrap();
+    let sizes = LayersSizes {
+        hidden,
+        heads,
+        kv_heads: KV_HEADS,
+        intermediate: mlp,
+    };
+    let mut scratch = LayersScratch::new(gpu, sizes).unwrap();
     let bounds = step_bounds(&cache);
     let mut step = Checked::new(gpu, "a test", 1, Step::default(), bounds).unwrap();
+    let mut worst = 0f64;
     for position in 0..len {
         let at = Step {
             position: position as i32,
@@ -161,11 +169,13 @@ fn check(gpu: &Gpu, shape: Shape, scheme: AffineScheme, len: usize) {
         for _ in 0..2 {
             let mut x = guarded(gpu, &start);
             stream
-                .cluster_layers(&plan, &layers, &mut x, &step, &mut parts)
+                .step_layers(&plan, &layers, &mut x, &step, &mut scratch)
                 .unwrap();
             let found = finish(&stream, &x);
+            // Both round x to 16 bits, each in its way, and layers amplify the difference.
             let error = nmse(&found, &expected);
-            assert!(error < 1e-7, "{name} position {position}: {error:e}");
+            assert!(error < 1e-5, "{name} position {position}: {error:e}");
+            worst = worst.max(error);
             assert!(
                 last.is_none_or(|l| l == found),
                 "{name} position {position}: not the same again"
@@ -173,49 +183,56 @@ fn check(gpu: &Gpu, shape: Shape, scheme: AffineScheme, len: usize) {
             last = Some(found);
         }
     }
+    println!("{name}: NMSE {worst:.1e} at most");
 }
 
-/// A GPU on which clusters run.
-fn clusters() -> Option<Gpu> {
+/// A GPU on which all layers run at once.
+fn hopper() -> Option<Gpu> {
     let gpu = gpu()?;
     if gpu.info().capability == (9, 0) {
         Some(gpu)
     } else {
-        println!("skipped: no clusters on {}", gpu.info());
+        println!("skipped: layers do not run at once on {}", gpu.info());
         None
     }
 }
 
 #[test]
-fn layers_by_clusters() {
-    let Some(gpu) = clusters() else { return };
+fn all_layers_at_once() {
+    let Some(gpu) = hopper() else { return };
     let scheme = |zeros, group| AffineScheme::new(Bits::B4, group, zeros);
     let of = |hidden, heads, mlp| Shape { hidden, heads, mlp };
-    // As in 0.6B and 1.7B, except for the number of layers.
     if !is_sanitizing() {
+        // As in 0.6B, 1.7B and 4B, except for the number of layers; then each number of query heads for a
+        // key head.
         let usual = scheme(Zeros::Integer, Group::Size(64));
         check(&gpu, of(1024, 16, 3072), usual, 3);
         check(&gpu, of(2048, 16, 6144), usual, 3);
-        check(&gpu, of(256, 16, 512), usual, 700);
-        check(&gpu, of(256, 32, 512), usual, 300);
+        check(&gpu, of(2560, 32, 9728), usual, 2);
+        check(&gpu, of(1280, 40, 4352), usual, 3);
+        check(&gpu, of(1280, 64, 6400), usual, 3);
+        // Long enough that each source has several passes over its positions.
+        check(&gpu, of(256, 16, 1024), usual, 700);
+        check(&gpu, of(512, 32, 1024), usual, 300);
+        check(&gpu, of(512, 40, 1024), usual, 140);
+        check(&gpu, of(512, 64, 1024), usual, 140);
     }
-    // Shares of clusters that begin inside a span and differ in size.
     for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
         for group in [Group::Size(64), Group::Size(128), Group::Channel] {
-            check(&gpu, of(256, 16, 640), scheme(zeros, group), 3);
-            check(&gpu, of(512, 32, 704), scheme(zeros, group), 3);
+            check(&gpu, of(256, 16, 1280), scheme(zeros, group), 3);
+            check(&gpu, of(512, 32, 768), scheme(zeros, group), 3);
         }
     }
 }
 
 #[test]
-fn weights_that_clusters_do_not_serve() {
-    let Some(gpu) = clusters() else { return };
+fn layers_that_do_not_run_at_once() {
+    let Some(gpu) = hopper() else { return };
     let stream = gpu.stream().unwrap();
     let shape = Shape {
         hidden: 256,
         heads: 16,
-        mlp: 512,
+        mlp: 1024,
     };
     let case = Case::new(shape.heads, KV_HEADS, KvType::F16, 8);
     let on_device = Uploaded::new(&gpu, &case);
@@ -224,7 +241,7 @@ fn weights_that_clusters_do_not_serve() {
         let case = Case::new(shape.heads, KV_HEADS, kv, 8);
         let cache = new_cache(&gpu, &stream, &case, SLOT + 1);
         let w = Weights::new(&gpu, shape, scheme, 1);
-        let layer = ClusterLayer {
+        let layer = StepLayer {
             attention_norm: &w.gains[0],
             qkv: &w.qkv,
             heads: on_device.settings(),
@@ -234,7 +251,7 @@ fn weights_that_clusters_do_not_serve() {
             gate_up: &w.gate_up,
             down: &w.down,
         };
-        ClusterPlan::new(&gpu, &[layer]).unwrap().is_some()
+        LayersPlan::new(&gpu, &[layer]).unwrap().is_some()
     };
     assert!(of(Bits::B4, Group::Size(64), KvType::F16));
     assert!(!of(Bits::B8, Group::Size(64), KvType::F16));
