@@ -48,13 +48,15 @@ const MOST_RING: usize = 32;
 const MOST_LAYERS: usize = 64;
 /// `CLUSTER` of `cuda/step_layers.cuh`.
 const CLUSTER: usize = 8;
-/// Sizes of `PairedDigits` of `cuda/products.cuh` and of a record's codes.
+/// Size of `PairedDigits` of `cuda/products.cuh`.
 const DIGITS_BYTES: usize = 576;
+/// Size of a record's codes.
 const CODES_BYTES: usize = 2048;
 /// Bytes of shared memory in front of the numbers of parts: `COUNTS` of `cuda/step_layers.cuh`.
 const HEAD_BYTES: usize = 1024;
-/// `PHASES` of `cuda/step_layers.cuh`, and their names in a profile: waiting for inputs, and the work.
+/// `PHASES` of `cuda/step_layers.cuh`.
 const PHASES: usize = 5;
+/// Their names in a profile, while blocks wait for inputs.
 const WAITS: [&str; PHASES] = [
     "wait for x of qkv",
     "wait for qkv",
@@ -62,6 +64,7 @@ const WAITS: [&str; PHASES] = [
     "wait for x of gate, up",
     "wait for gate, up",
 ];
+/// Their names, while blocks work.
 const WORKS: [&str; PHASES] = ["qkv", "attention", "o", "gate_up", "down"];
 /// Query heads of a key head for which there are instances.
 const GROUPS: [usize; 4] = [2, 4, 5, 8];
@@ -314,11 +317,9 @@ impl LayersPlan {
             return Ok(None);
         }
         let most = gpu.clusters_at_once(&kernel, plan.shape())?;
-        let blocks = (1..=most).rev().map(|clusters| clusters * CLUSTER);
-        Ok(blocks
-            .into_iter()
-            .find(|&blocks| sizes.fit(blocks))
-            .map(|blocks| LayersPlan { blocks, ..plan }))
+        let mut blocks = (1..=most).rev().map(|clusters| clusters * CLUSTER);
+        let blocks = blocks.find(|&blocks| sizes.fit(blocks));
+        Ok(blocks.map(|blocks| LayersPlan { blocks, ..plan }))
     }
 
     /// The layout of shared memory, the stages of the ring, and the bytes in all.
