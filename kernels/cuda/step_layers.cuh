@@ -32,6 +32,7 @@
 // Bytes: codes + scales + zeros once; keys and values once; for each cluster 8 a value of x, qkv and gated.
 #pragma once
 
+#include "exchange.cuh"
 #include "products.cuh"
 #include "rows.cuh"
 
@@ -101,53 +102,6 @@ struct LayersArgs {
 };
 
 #if __CUDA_ARCH__ >= 900
-
-DEVICE uint32_t cluster_rank() {
-    uint32_t r;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-// Where `at` of this block's shared memory is in that of the cluster's block `rank`.
-DEVICE uint32_t map_rank(uint32_t at, int rank) {
-    uint32_t r;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
-    return r;
-}
-// To shared memory of a block of the cluster; counted by a barrier there.
-DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(v), "r"(barrier) : "memory");
-}
-DEVICE void send_16(uint32_t to, float4 v, uint32_t barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),
-                 "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
-}
-// Until what is sent is there.
-DEVICE void wait_sent(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier), "r"(parity) : "memory");
-}
-DEVICE void init_barrier(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-DEVICE void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-
-// Two values with a stamp each.
-DEVICE uint4 load_stamped(const uint64_t* p) {
-    uint64_t a, b;
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
-    return make_uint4(uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32));
-}
-DEVICE bool has(const uint4& w, uint32_t stamp) { return w.y == stamp && w.w == stamp; }
-DEVICE float2 values_of(const uint4& w) { return make_float2(__uint_as_float(w.x), __uint_as_float(w.z)); }
-DEVICE uint64_t stamped(float v, uint32_t stamp) { return uint64_t(stamp) << 32 | __float_as_uint(v); }
-DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(stamped(v, stamp)) : "memory");
-}
 
 // a / b of small numbers.
 DEVICE int quotient(int a, int b) { return int(__fdividef(float(a) + 0.5f, float(b))); }
@@ -256,8 +210,8 @@ struct LayersBlock {
         : p(p), shared(shared), warp(warp), lane(lane), rank(cluster_rank()), sent(shared_address(shared)),
           full(sent + FULL), empty(sent + EMPTY), ring(keep(shared_address(shared + p.at.ring))), stamp0(epoch * STAMPS), next{0, 0} {}
 
-    static DEVICE void sync() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
-    static DEVICE void sync_attending() { asm volatile("bar.sync 2, %0;" ::"n"(ATTEND_WARPS * 32) : "memory"); }
+    static DEVICE void sync() { sync_some<1, WARPS * 32>(); }
+    static DEVICE void sync_attending() { sync_some<2, ATTEND_WARPS * 32>(); }
 
     const DEVICE BlockShare& share(int which) const { return reinterpret_cast<const BlockShare*>(shared + SHARES)[which]; }
     const DEVICE AttentionShare& attention() const { return *reinterpret_cast<const AttentionShare*>(shared + ATTENTION); }
@@ -273,8 +227,7 @@ struct LayersBlock {
     DEVICE void lap(int phase, int worked, bool begin = false) const {
         if (!TIMED || threadIdx.x > 0) return;
         uint64_t* const times = reinterpret_cast<uint64_t*>(shared + TIMES);
-        uint64_t now;
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        const uint64_t now = nanoseconds();
         if (begin) for (int i = 0; i < 2 * PHASES; i++) times[i] = 0;
         else times[phase * 2 + worked] += now - times[2 * PHASES];
         times[2 * PHASES] = now;
@@ -296,17 +249,17 @@ struct LayersBlock {
             const uint8_t *next_codes = after.codes[(i + 1) % 4], *next_meta = after.meta[(i + 1) % 4];
 #pragma unroll 1
             for (int left = mine.units; left > 0; left -= TEAM) {
-                if (n >= p.depth) wait(empty + at.slot * 8, at.parity);
+                if (n >= p.depth) barrier_wait_at(empty + at.slot * 8, at.parity);
                 if (n >= p.window) {
-                    wait(full + behind.slot * 8, behind.parity);
+                    barrier_wait_at(full + behind.slot * 8, behind.parity);
                     behind.step(1, p.depth);
                 }
                 const int records = min(left, TEAM);
                 if (elect()) {
                     const uint32_t to = ring + at.slot * STAGE, barrier = full + at.slot * 8;
-                    expect(barrier, records * (CODES + p.meta_bytes));
-                    copy_stage(to, codes, records * CODES, barrier);
-                    copy_stage(to + TEAM * CODES, meta, records * p.meta_bytes, barrier);
+                    barrier_expect_at(barrier, records * (CODES + p.meta_bytes));
+                    copy_bulk_at(to, codes, records * CODES, barrier);
+                    copy_bulk_at(to + TEAM * CODES, meta, records * p.meta_bytes, barrier);
                 }
                 codes += TEAM * CODES, meta += TEAM * p.meta_bytes, n++;
                 at.step(1, p.depth);
@@ -400,7 +353,7 @@ struct LayersBlock {
         const bool norm = which == QKV || which == GATED;
         const int slots = which == OUT || which == DOWN ? p.shape[which].spans * 4 : p.hidden / 64;
         const int slot0 = first_slot(slots, rank), slot1 = first_slot(slots, rank + 1);
-        if (threadIdx.x == 0 && which != END) expect(barrier, slots * (128 + 16));
+        if (threadIdx.x == 0 && which != END) barrier_expect_at(barrier, slots * (128 + 16));
         constexpr int AHEAD = 4;   // slots whose values are requested together
         uint4 ahead[AHEAD];
 #pragma unroll 1
@@ -493,7 +446,7 @@ struct LayersBlock {
             const uint32_t to = shared_address(buffer) + (warp * 16 + lane / 4 + lane % 4 * 8) * 4 - chunk * (WARPS * 64);
 #pragma unroll 1
             while (unit < units && tile < end) {
-                wait(full + at.slot * 8, at.parity);
+                barrier_wait_at(full + at.slot * 8, at.parity);
                 __syncwarp();
                 const uint32_t from = ring + at.slot * STAGE, place = warp % TEAM;
                 products.add(
@@ -510,7 +463,7 @@ struct LayersBlock {
                     // Lane (g, t) ends with row g + 8 t, for t < 2.
                     float v = (lane & 1 ? y[1] : y[0]) + __shfl_xor_sync(~0u, lane & 1 ? y[0] : y[1], 1);
                     v += __shfl_xor_sync(~0u, v, 2);
-                    if (lane % 4 < 2) asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + before * (WARPS * 64)), "f"(v) : "memory");
+                    if (lane % 4 < 2) store_shared_4(to + before * (WARPS * 64), v);
                     y[0] = y[1] = 0.f;
                 }
             }
@@ -546,7 +499,7 @@ struct LayersBlock {
         // Stages of which this warp has nothing.
 #pragma unroll 1
         for (; stage < stages; stage += TEAMS) {
-            wait(full + at.slot * 8, at.parity);
+            barrier_wait_at(full + at.slot * 8, at.parity);
             if (lane == 0) arrive(empty + at.slot * 8);
             at.step(TEAMS, p.depth);
         }
@@ -560,7 +513,8 @@ struct LayersBlock {
         constexpr int KEYS = POSITIONS / ATTEND_WARPS, EIGHTS = POSITIONS / 8 / (ATTEND_WARPS / 4);
         constexpr int PADDED = GROUP <= 2 ? GROUP : GROUP <= 4 ? 4 : 8;   // a power of two
         const uint32_t stamp = stamp0 + l * PHASES + 1;
-        const auto [position, slot, kv, source, sources, start, end] = attention();
+        const AttentionShare& mine = attention();
+        const int position = mine.position, slot = mine.slot, kv = mine.kv, source = mine.source, start = mine.start, end = mine.end;
         const LayerArgs& layer = p.layer[l];
         const Cache cache = {layer.keys, layer.values, nullptr, nullptr, p.tables, p.kv_heads, p.table_len};
         float* const queries = reinterpret_cast<float*>(shared + p.at.queries);
@@ -713,46 +667,12 @@ struct LayersBlock {
         if (TIMED && blockIdx.x == 0 && threadIdx.x == 0)
             for (int i = 0; i < 2 * PHASES; i++) p.times[i] = reinterpret_cast<const uint64_t*>(shared + TIMES)[i];
     }
-
-private:
-    static DEVICE void wait(uint32_t barrier, uint32_t parity) {
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "again:\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-            "@!done bra again;\n"
-            "}\n" ::"r"(barrier), "r"(parity) : "memory");
-    }
-    static DEVICE void expect(uint32_t barrier, uint32_t bytes) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    }
-    static DEVICE void copy_stage(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
-        uint64_t policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
-            "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-    }
-    // True in one lane of a converged warp. The compiler knows that it is one: operands of bulk copies that
-    // are the same for the warp need no loop over its lanes.
-    static DEVICE bool elect() {
-        uint32_t one;
-        asm volatile(
-            "{\n"
-            ".reg .pred e;\n"
-            "elect.sync _|e, 0xffffffff;\n"
-            "selp.u32 %0, 1, 0, e;\n"
-            "}\n" : "=r"(one));
-        return one != 0;
-    }
 };
 
 template <int GROUP, int ZERO, bool TIMED>
 DEVICE void step_layers(const LayersArgs& p) {
     using Block = LayersBlock<GROUP, ZERO, TIMED>;
-    extern __shared__ __align__(128) uint4 dynamic_shared[];
-    uint8_t* const shared = reinterpret_cast<uint8_t*>(dynamic_shared);
+    uint8_t* const shared = dynamic_shared();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const uint32_t barriers = shared_address(shared);
     if (threadIdx.x < 2) init_barrier(barriers + threadIdx.x * 8, 1);
@@ -762,13 +682,13 @@ DEVICE void step_layers(const LayersArgs& p) {
     }
     barrier_fence();
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    cluster_arrive();
     if (warp == Block::WARPS) {
         Block::request_weights(p, shared, lane);
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        cluster_wait();
         return;
     }
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");   // all barriers of the cluster are there
+    cluster_wait();   // all barriers of the cluster are there
     wait_for_predecessor();
     release_successor();   // no kernel of this step overtakes one of the step before
     Block block(p, shared, warp, lane, __ldcg(p.epoch));

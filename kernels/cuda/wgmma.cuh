@@ -1,7 +1,7 @@
 // Products of warpgroups (four warps) and copies of tiles, as Hopper has them (sm_90a).
 #pragma once
 
-#include "common.cuh"
+#include "exchange.cuh"
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -22,17 +22,6 @@ DEVICE void barrier_init(uint64_t* b, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
 
-// As `barrier_wait`, by address.
-DEVICE void barrier_wait_at(uint32_t b, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(b), "r"(parity) : "memory");
-}
-
 // Without a branch: between products, the compiler would serialize them.
 DEVICE void barrier_arrive_at(uint32_t b, bool arrive) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(b), "r"(int(arrive)) : "memory");
@@ -48,10 +37,6 @@ DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :
 // Fetches what the copy engine must know, before the first copy.
 DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
-// A barrier of all threads of a cluster that have not ended, in two halves: what they wrote before
-// the first is seen after the second.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Where `of` stands in the shared memory of the cluster's block `rank`.
 DEVICE uint32_t cluster_address(const void* of, int rank) {
     uint32_t at;

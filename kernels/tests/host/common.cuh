@@ -1,5 +1,6 @@
-// What kernels use of a device, on the host: each thread is a fiber, which runs until it has to wait
-// for others, so that kernels whose blocks wait for each other run too. Slow, and meant for small shapes.
+// Stands for `common.cuh` of kernels/cuda on the host: each thread is a fiber, which runs until it has to
+// wait for others, so that kernels whose blocks wait for each other run too. Slow, and meant for small
+// shapes.
 //
 // Shared memory of all blocks is one array. An address in it is an offset; the rank of another block of
 // the cluster stands above bit 24, plus one.
@@ -15,6 +16,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <map>
 #include <vector>

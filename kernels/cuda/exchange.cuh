@@ -1,0 +1,116 @@
+// What blocks on different multiprocessors send each other: to shared memory of their cluster, or as words
+// with a stamp through global memory; and barriers and copies by address in shared memory, which is
+// cheaper in loops than by pointer.
+//
+// Everything in PTX that `step_layers.cuh` needs beside `common.cuh`: a stand-in of this file runs it on
+// the host (`tests/host`).
+#pragma once
+
+#include "common.cuh"
+
+#if __CUDA_ARCH__ >= 900
+
+// A barrier of all threads of a cluster that have not ended, in two halves: what they wrote before
+// the first is seen after the second.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE uint32_t cluster_rank() {
+    uint32_t r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+// Where `at` of this block's shared memory is in that of the cluster's block `rank`.
+DEVICE uint32_t map_rank(uint32_t at, int rank) {
+    uint32_t r;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
+    return r;
+}
+// To shared memory of a block of the cluster; counted by a barrier there.
+DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(v), "r"(barrier) : "memory");
+}
+DEVICE void send_16(uint32_t to, float4 v, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),
+                 "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
+}
+// Until what is sent is there.
+DEVICE void wait_sent(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+DEVICE void init_barrier(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// Two values with a stamp each.
+DEVICE uint4 load_stamped(const uint64_t* p) {
+    uint64_t a, b;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+    return make_uint4(uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32));
+}
+DEVICE bool has(const uint4& w, uint32_t stamp) { return w.y == stamp && w.w == stamp; }
+DEVICE float2 values_of(const uint4& w) { return make_float2(__uint_as_float(w.x), __uint_as_float(w.z)); }
+DEVICE uint64_t stamped(float v, uint32_t stamp) { return uint64_t(stamp) << 32 | __float_as_uint(v); }
+DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(stamped(v, stamp)) : "memory");
+}
+
+// As `barrier_wait` and `barrier_expect`, by address.
+DEVICE void barrier_wait_at(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+DEVICE void barrier_expect_at(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// As `copy_bulk_stream`, by address.
+DEVICE void copy_bulk_at(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+        "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+// True in one lane of a converged warp. The compiler knows that it is one: operands of bulk copies that
+// are the same for the warp need no loop over its lanes.
+DEVICE bool elect() {
+    uint32_t one;
+    asm volatile(
+        "{\n"
+        ".reg .pred e;\n"
+        "elect.sync _|e, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, e;\n"
+        "}\n" : "=r"(one));
+    return one != 0;
+}
+
+// Waits for `N` threads of the block, which name the same barrier.
+template <int NAME, int N>
+DEVICE void sync_some() { asm volatile("bar.sync %0, %1;" ::"n"(NAME), "n"(N) : "memory"); }
+
+DEVICE void store_shared_4(uint32_t at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+
+DEVICE uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// The block's shared memory that the launch asked for.
+DEVICE uint8_t* dynamic_shared() {
+    extern __shared__ __align__(128) uint4 memory[];
+    return reinterpret_cast<uint8_t*>(memory);
+}
+
+#endif

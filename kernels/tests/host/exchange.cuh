@@ -1,0 +1,52 @@
+// Stands for `exchange.cuh` of kernels/cuda on the host.
+#pragma once
+
+#include "common.cuh"
+
+DEVICE void cluster_arrive() { meet_cluster(); }
+DEVICE void cluster_wait() {}
+DEVICE uint32_t cluster_rank() { return blockIdx.x % BLOCKS_OF_CLUSTER; }
+DEVICE uint32_t map_rank(uint32_t at, int rank) { return uint32_t(rank + 1) << 24 | at; }
+DEVICE void send_4(uint32_t to, uint32_t v, uint32_t barrier) {
+    memcpy(at_shared(to, 4), &v, 4);
+    bytes_came(barrier, 4);
+}
+DEVICE void send_16(uint32_t to, float4 v, uint32_t barrier) {
+    memcpy(at_shared(to, 16), &v, 16);
+    bytes_came(barrier, 16);
+}
+DEVICE void wait_sent(uint32_t barrier, uint32_t parity) { wait_for(barrier, parity); }
+DEVICE void init_barrier(uint32_t barrier, uint32_t arrivals) {
+    Barrier& b = barrier_at(barrier);
+    b.arrivals = b.missing = arrivals;
+}
+DEVICE void arrive(uint32_t barrier) { arrive_at(barrier_at(barrier)); }
+
+DEVICE uint4 load_stamped(const uint64_t* p) {
+    yield();   // whoever looks again and again lets others write
+    return make_uint4(uint32_t(p[0]), uint32_t(p[0] >> 32), uint32_t(p[1]), uint32_t(p[1] >> 32));
+}
+DEVICE bool has(const uint4& w, uint32_t stamp) { return w.y == stamp && w.w == stamp; }
+DEVICE float2 values_of(const uint4& w) { return make_float2(float_of(w.x), float_of(w.z)); }
+DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) { *to = uint64_t(stamp) << 32 | bits_of(v); }
+
+DEVICE void barrier_wait_at(uint32_t barrier, uint32_t parity) { wait_for(barrier, parity); }
+DEVICE void barrier_expect_at(uint32_t barrier, uint32_t bytes) {
+    Barrier& b = barrier_at(barrier);
+    b.bytes += bytes;
+    arrive_at(b);
+}
+DEVICE void copy_bulk_at(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
+    if (bytes % 16 != 0 || intptr_t(from) % 16 != 0) fail("a bulk copy of other than whole 16 bytes");
+    memcpy(at_shared(to, 16), from, bytes);
+    bytes_came(barrier, bytes);
+}
+DEVICE bool elect() {
+    __syncwarp();
+    return threadIdx.x % 32 == 0;
+}
+template <int NAME, int N>
+DEVICE void sync_some() { meet_block(NAME, N); }
+DEVICE void store_shared_4(uint32_t at, float v) { memcpy(at_shared(at, 4), &v, 4); }
+DEVICE uint64_t nanoseconds() { return 0; }
+DEVICE uint8_t* dynamic_shared() { return own_shared(); }
