@@ -93,6 +93,8 @@ pub struct GpuFound {
     pub multiprocessors: usize,
     /// The CUDA version that the driver supports, e.g. (13, 0).
     pub driver_cuda: (i32, i32),
+    /// True if CUDA's Multi-Process Service shares it between processes.
+    pub multi_process: bool,
 }
 
 /// All GPUs of the machine. Each is opened and its kernels are loaded.
@@ -112,6 +114,7 @@ pub fn gpus() -> Result<Vec<GpuFound>> {
             capability: info.capability,
             multiprocessors: info.multiprocessors,
             driver_cuda: (info.driver / 1000, info.driver % 1000 / 10),
+            multi_process: info.multi_process,
         });
     }
     Ok(found)

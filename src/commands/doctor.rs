@@ -63,6 +63,8 @@ struct UsableGpu {
     compute_capability: String,
     multiprocessors: usize,
     driver_cuda: String,
+    /// True if CUDA's Multi-Process Service shares it between processes.
+    multi_process: bool,
 }
 
 /// The GPUs that this build can use, or why it can use none.
@@ -75,6 +77,7 @@ fn usable() -> Result<Vec<UsableGpu>, String> {
         compute_capability: format!("{}.{}", g.capability.0, g.capability.1),
         multiprocessors: g.multiprocessors,
         driver_cuda: format!("{}.{}", g.driver_cuda.0, g.driver_cuda.1),
+        multi_process: g.multi_process,
     };
     Ok(gpus.into_iter().map(usable).collect())
 }
@@ -320,6 +323,17 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
             Vec::new()
         }
     };
+    if usable
+        .iter()
+        .any(|g| g.multi_process && g.compute_capability == "9.0")
+    {
+        problems.push(Problem {
+            problem: "CUDA's Multi-Process Service is on: one sequence decodes more slowly, because the kernel \
+                      that runs all layers at once needs the GPU for itself"
+                .into(),
+            remedy: "end the service, unless several programs share the GPU".into(),
+        });
+    }
     let mut products_found = None;
     if !usable.is_empty() {
         match products() {
